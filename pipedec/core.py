@@ -1,0 +1,156 @@
+"""The shared nouns: plain dataclasses that every layer may use.
+
+Nothing here computes. Tensors are only named in annotations, so that a client that never touches a model can import
+this module without importing torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class PipedecError(Exception):
+    """Something that ends a command with one line and a non-zero exit, never with a traceback."""
+
+
+class UserError(PipedecError):
+    """The user's mistake: the message says in one line what was wrong and what to do."""
+
+
+class RankLost(PipedecError):
+    """A rank died or stopped answering; the message names it."""
+
+
+class SchedulerLost(PipedecError):
+    """Redis refused the connection, refused the password, or died."""
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How to decode one request (vLLM's field names). Decoding is greedy.
+
+    Attributes:
+        max_tokens: output tokens at most, at least 1.
+        stop_token_ids: token ids that end the answer besides the model's own end tokens.
+        ignore_eos: go on after the model's end tokens until ``max_tokens``.
+    """
+
+    max_tokens: int = 128
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        if self.max_tokens < 1:
+            raise UserError(f"max_tokens must be at least 1, not {self.max_tokens}")
+
+
+@dataclass(frozen=True)
+class TreeParams:
+    """Limits of the prediction tree: rows per layer (paper's w) and children per row (paper's c)."""
+
+    width: int = 32
+    children: int = 16
+
+    def __post_init__(self) -> None:
+        for name, value in (("width", self.width), ("children", self.children)):
+            if value < 1:
+                raise UserError(f"tree {name} must be at least 1, not {value}")
+
+
+@dataclass(frozen=True)
+class Request:
+    """One prompt to answer, already tokenized. ``number`` counts the requests of a run from 0."""
+
+    number: int
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams = SamplingParams()
+    method: str = "pipedec"
+    tree: TreeParams = TreeParams()
+    trace: bool = False
+
+
+@dataclass
+class Step:
+    """The rows that enter a stage at one timestep (the paper's data flow df).
+
+    Attributes:
+        token_ids: int64 [R].
+        parents: int64 [R], indices into the receiving rank's PredictionTree (whose rows are in order of entry), −1 for
+            a root. A row may name a parent in the same step: its own rows follow the receiver's present rows.
+        hidden: [R, E] activations of the previous stage; None on the way into the first stage.
+    """
+
+    token_ids: Tensor
+    parents: Tensor
+    hidden: Tensor | None = None
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.token_ids)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What verification says: the accepted token ids, in order, and why the answer ended (None while it goes on).
+
+    ``finished`` is ``"stop"`` (end token), ``"length"`` (max_tokens) or ``"cancelled"``.
+    """
+
+    tokens: tuple[int, ...]
+    finished: str | None = None
+
+
+@dataclass
+class Metrics:
+    """Counters of one request. ``timesteps`` = ``hits`` + groups × ``misses`` for the layer-wise method (paper §3.3.4).
+
+    A decoded token is a *hit* when the row that yields it was already in flight at the verdict before it, so that it
+    comes one timestep later; it is a *miss* when its row had to enter the empty pipeline. The first token comes from
+    prefill and is neither.
+    """
+
+    timesteps: int = 0
+    hits: int = 0
+    misses: int = 0
+    prefill_seconds: float = 0.0
+    decode_seconds: float = 0.0
+
+
+@dataclass
+class Completion:
+    """A finished answer: what was said, and how the pipeline got there."""
+
+    method: str
+    stages: int
+    prompt_tokens: int
+    token_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    finish_reason: str | None = None
+    metrics: Metrics = field(default_factory=Metrics)
+
+    def as_dict(self) -> dict[str, object]:
+        """The one JSON document of ``--json``. Rates are 0 where nothing was decoded after the first token."""
+        metrics = self.metrics
+        decoded = max(0, len(self.token_ids) - 1)
+        judged = metrics.hits + metrics.misses
+        return {
+            "method": self.method,
+            "stages": self.stages,
+            "token_ids": self.token_ids,
+            "text": self.text,
+            "finish_reason": self.finish_reason,
+            "prompt_tokens": self.prompt_tokens,
+            "output_tokens": len(self.token_ids),
+            "prefill_seconds": metrics.prefill_seconds,
+            "decode_seconds": metrics.decode_seconds,
+            "tokens_per_second": decoded / metrics.decode_seconds if metrics.decode_seconds > 0 else 0.0,
+            "timesteps": metrics.timesteps,
+            "timesteps_per_token": metrics.timesteps / decoded if decoded else 0.0,
+            "hits": metrics.hits,
+            "misses": metrics.misses,
+            "hit_rate": metrics.hits / judged if judged else 0.0,
+        }
