@@ -1,0 +1,36 @@
+# Two commands do everything on a fresh machine: `make demo` and `make test`.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+# Without an NVIDIA driver the CPU build of torch is enough; the other one is several gigabytes.
+TORCH := torch==2.13.0$(shell command -v nvidia-smi > /dev/null 2>&1 || echo +cpu)
+
+.PHONY: demo test lint clean
+
+demo: $(VENV)/.ready
+	$(BIN)/pipedec generate --stages 4 --max-tokens 96 \
+	  --prompt "Natalia sold 12 clips in April and twice as many in May. How many clips did she sell altogether?"
+
+test: $(VENV)/.ready-dev
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: $(VENV)/.ready-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+clean:
+	rm -rf $(VENV) dist .mypy_cache .ruff_cache .import_linter_cache
+
+$(VENV)/.ready: pyproject.toml constraints.txt
+	@echo "Setting up $(VENV) (a few minutes the first time) ..."
+	@$(PYTHON) -m venv $(VENV)
+	@$(PIP) "$(TORCH)" || $(PIP) --index-url https://download.pytorch.org/whl/cpu torch==2.13.0
+	@$(PIP) --editable .
+	@touch $@
+
+$(VENV)/.ready-dev: $(VENV)/.ready
+	@$(PIP) --editable ".[dev]"
+	@touch $@

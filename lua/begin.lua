@@ -1,0 +1,26 @@
+-- uses: graph
+-- begin.lua
+-- Purpose:   opens the workflow of a request: drops what the previous one left and adds the initial tasks.
+-- Invariant: at most one request runs at a time.
+-- KEYS:      as in graph.lua
+-- ARGV:      1 seconds keys live  2 request number  3 entry ranks as ",1,3,"  4 trace ("1" or "0")
+--            5 planned tasks, JSON [[id, [ids before it], payload JSON text], ...]
+-- Returns:   1; error PIPEDEC FAILED if the run has failed, PIPEDEC BUSY if a request is running
+local planned = cjson.decode(ARGV[5])
+local failure = redis.call('HGET', RUN, 'failure')
+if failure then
+  return redis.error_reply('PIPEDEC FAILED ' .. failure)
+end
+if redis.call('HGET', WORKFLOW, 'running') == '1' then
+  return redis.error_reply('PIPEDEC BUSY request ' .. redis.call('HGET', WORKFLOW, 'number') .. ' is still running')
+end
+
+redis.call('DEL', WORKFLOW, DONE, PENDING, BITMAP, TRACE)
+redis.call('HSET', WORKFLOW, 'number', NUMBER, 'running', '1', 'entries', ARGV[3], 'trace', ARGV[4],
+  'cancelled', redis.call('SREM', CANCELLED, NUMBER))
+graph.entries, graph.tracing = ARGV[3], ARGV[4] == '1'
+for _, plan in ipairs(planned) do
+  graph.add(plan, false)
+end
+graph.release(false)
+return 1

@@ -1,0 +1,16 @@
+-- open.lua
+-- Purpose:   declares a run up, so that requests are accepted.
+-- Invariant: a run id is opened once.
+-- KEYS:      1 run (hash)
+-- ARGV:      1 seconds keys live
+-- Returns:   1; error PIPEDEC INUSE if the run id is in use, PIPEDEC FAILED if the run has failed meanwhile
+local failure = redis.call('HGET', KEYS[1], 'failure')
+if failure then
+  return redis.error_reply('PIPEDEC FAILED ' .. failure)
+end
+if redis.call('HEXISTS', KEYS[1], 'state') == 1 then
+  return redis.error_reply('PIPEDEC INUSE this run id is already in use')
+end
+redis.call('HSET', KEYS[1], 'state', 'up', 'submitted', 0)
+redis.call('EXPIRE', KEYS[1], ARGV[1])
+return 1

@@ -1,0 +1,16 @@
+-- stop.lua
+-- Purpose:   tells every rank to end after what is already in its queue.
+-- Invariant: from here on no request is accepted; a second stop changes nothing.
+-- KEYS:      1 run (hash)  2 ...: the queue of every rank (list)
+-- ARGV:      1 seconds keys live
+-- Returns:   1 if this was the first stop, else 0
+if redis.call('HGET', KEYS[1], 'state') == 'stopping' then
+  return 0
+end
+redis.call('HSET', KEYS[1], 'state', 'stopping')
+redis.call('EXPIRE', KEYS[1], ARGV[1])
+for index = 2, #KEYS do
+  redis.call('RPUSH', KEYS[index], '{"kind":"stop"}')
+  redis.call('EXPIRE', KEYS[index], ARGV[1])
+end
+return 1

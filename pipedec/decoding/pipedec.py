@@ -1,0 +1,70 @@
+"""PipeDec (paper §3): one layer of the prediction tree enters the pipeline at every timestep.
+
+While the stages compute, the draft expands the layer that entered last. When the verdict hits, the tree and the draft's
+output are pruned to the subtree of the accepted token, and the next layer is chosen from what is left; when it misses, the
+accepted token becomes the root of a new tree and enters the draft and the first stage together.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from pipedec.core import Request, Step, Verdict
+from pipedec.tree import Candidates, PredictionTree
+
+if TYPE_CHECKING:
+    from pipedec.decoding.method import Drafter
+
+
+class PipeDec:
+    """Layer-wise dynamic tree: top ``width`` candidates by cumulative probability, ``children`` per row."""
+
+    def __init__(self, request: Request, drafter: Drafter, device: torch.device | str = "cpu") -> None:
+        self.hits = 0
+        self.misses = 0
+        self._limits = request.tree
+        self._prompt_length = len(request.prompt_token_ids)
+        self._drafter = drafter
+        self._drafter.begin()
+        self._tree = PredictionTree(device)
+        self._tree.reset(self._prompt_length)
+        self._device = device
+        self._root: int | None = None  # an accepted token that has yet to enter
+        self._layer = slice(0, 0)  # the rows that entered last
+        self._candidates: Candidates | None = None  # what may follow them
+
+    def prefill(self, token_ids: Tensor) -> None:
+        self._drafter.prefill(token_ids, self._prompt_length)
+
+    def draft(self) -> None:
+        self._candidates = None
+        if self._layer.start < self._layer.stop:
+            self._candidates = self._drafter.expand(self._tree, self._limits.children)
+
+    def apply(self, verdict: Verdict) -> None:
+        advance = self._tree.advance(verdict.tokens)
+        self._drafter.advance(advance)
+        if self._candidates is not None:
+            self._candidates = self._candidates.advanced(advance)
+        self._layer = slice(0, 0)
+        self._root = None if advance.hit or verdict.finished else verdict.tokens[-1]
+        if verdict.finished is None:
+            self.hits += advance.hit
+            self.misses += not advance.hit
+
+    def propose(self) -> Step | None:
+        """The root after a miss; else the next layer; else nothing, when the width limit cut every path that is left."""
+        if self._root is not None:
+            token = torch.tensor([self._root], dtype=torch.int64, device=self._device)
+            self._layer = self._tree.append(token, torch.tensor([-1], dtype=torch.int64, device=self._device))
+            self._root = None
+        elif self._candidates is not None and len(self._candidates.rows):
+            self._layer = self._tree.grow(self._candidates, self._limits.width)
+        else:
+            self._layer = slice(0, 0)
+        if self._layer.start == self._layer.stop:
+            return None
+        return Step(self._tree.token_ids[self._layer].clone(), self._tree.parents[self._layer].clone())

@@ -1,0 +1,37 @@
+"""Plain pipeline parallelism (``pp``): one row crosses all stages for every token. The baseline that nobody drafts for."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from pipedec.core import Request, Step, Verdict
+
+
+class PlainPipeline:
+    """Proposes the last accepted token alone, then waits for its successor."""
+
+    def __init__(self, request: Request, device: torch.device | str = "cpu") -> None:
+        self.hits = 0
+        self.misses = 0
+        self._device = device
+        self._root: int | None = None
+
+    def prefill(self, token_ids: Tensor) -> None:
+        """Nothing to prepare: there is no draft."""
+
+    def draft(self) -> None:
+        """Nothing to compute: there is no draft."""
+
+    def apply(self, verdict: Verdict) -> None:
+        self._root = verdict.tokens[-1] if verdict.finished is None else None
+        self.misses += verdict.finished is None
+
+    def propose(self) -> Step | None:
+        if self._root is None:
+            return None
+        token, self._root = self._root, None
+        return Step(
+            token_ids=torch.tensor([token], dtype=torch.int64, device=self._device),
+            parents=torch.tensor([-1], dtype=torch.int64, device=self._device),
+        )

@@ -1,0 +1,5 @@
+"""Who proposes candidates: models that draft on the prediction tree. Knows neither methods nor stages nor processes."""
+
+from pipedec.drafting.draft_model import DraftModel
+
+__all__ = ["DraftModel"]

@@ -1,0 +1,159 @@
+"""Rank 0: takes requests from the queue, drafts, and tells the client what the target said.
+
+The draft worker holds the decoding method of the present request; the loop around it tokenizes prompts, opens the workflow
+of each request and streams the answer. It decides nothing about rows: that is the method's business.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict
+
+import torch
+
+from pipedec.core import Completion, Metrics, Request, UserError, Verdict
+from pipedec.decoding import Drafter, Method, create_method
+from pipedec.engine.messages import PromptRequest, completion_to_event, verdict_from_payload
+from pipedec.engine.prompt import Prompter, prefill_chunks
+from pipedec.engine.rank_loop import POLL_SECONDS, RankLoop
+from pipedec.scheduler.protocol import Message, Scheduler
+from pipedec.scheduler.workflow import Facts, Payload, Task, Topology, initial_tasks
+from pipedec.tracing import SCHEDULER_TRACK, Tracer
+from pipedec.transport import Transport
+
+
+class Answer:
+    """One request on its way: its method, its text so far, its clock."""
+
+    def __init__(self, request: Request, method: Method, prompter: Prompter, num_stages: int) -> None:
+        self.request = request
+        self.method = method
+        self.completion = Completion(request.method, num_stages, len(request.prompt_token_ids))
+        self._text = prompter.stream()
+        self._started = self._prefilled = time.perf_counter()
+
+    def add(self, verdict: Verdict, timestep: int) -> str:
+        """Take in a verdict; returns the text that it makes certain."""
+        now = time.perf_counter()
+        completion, metrics = self.completion, self.completion.metrics
+        if not completion.token_ids:
+            self._prefilled = now
+        metrics.prefill_seconds = self._prefilled - self._started
+        metrics.decode_seconds = now - self._prefilled
+        metrics.timesteps = timestep
+        completion.token_ids.extend(verdict.tokens)
+        completion.finish_reason = verdict.finished
+        piece = self._text.add(verdict.tokens) + (self._text.finish() if verdict.finished else "")
+        completion.text += piece
+        metrics.hits, metrics.misses = self.method.hits, self.method.misses
+        return piece
+
+
+class DraftLoop(RankLoop):
+    """Rank 0 of a resident cluster: one request after the other, nothing reloaded between them."""
+
+    def __init__(
+        self,
+        prompter: Prompter,
+        drafter: Drafter | None,
+        device: torch.device,
+        scheduler: Scheduler,
+        transport: Transport,
+        topology: Topology,
+        tracer: Tracer,
+    ) -> None:
+        super().__init__(0, scheduler, transport, topology, tracer)
+        self._prompter = prompter
+        self._drafter = drafter
+        self._device = device
+        self._answer: Answer | None = None
+
+    def run(self) -> None:
+        while True:
+            message = self._scheduler.wait_request(POLL_SECONDS)
+            if message is None:
+                self._check_peers()
+            elif self._checked(message).kind == "stop":
+                return
+            elif not self._serve(message):
+                return
+
+    def _serve(self, message: Message) -> bool:
+        """Answer one request; False if the run was stopped meanwhile."""
+        try:
+            request = self._admit(message)
+        except UserError as error:
+            self._scheduler.publish(message.number, {"error": str(error)})
+            return True
+        self._forget_request()
+        self._tracer.enabled = request.trace
+        self._scheduler.begin(request.number, initial_tasks(self._topology, _chunk_payloads(request)), request.trace)
+        while True:
+            following = self._next()
+            while following is not None and following.kind == "task":
+                task = following.task
+                assert task is not None
+                if task.name == "end":
+                    self._end(task)
+                    return True
+                following = self._execute(following)
+            if following is not None:
+                return False
+
+    def _admit(self, message: Message) -> Request:
+        """Tokenize and check a prompt, and set up its method."""
+        prompt = PromptRequest.from_json(message.text)
+        method_name = prompt.method or ("pp" if self._drafter is None else "pipedec")
+        token_ids = self._prompter.token_ids(prompt.prompt, prompt.raw, prompt.sampling.max_tokens)
+        request = Request(message.number, token_ids, prompt.sampling, method_name, prompt.tree, prompt.trace)
+        method = create_method(request, self._drafter, self._device)
+        self._answer = Answer(request, method, self._prompter, self._topology.num_stages)
+        return request
+
+    def _prefill(self, task: Task, message: Message) -> Facts:
+        token_ids = torch.tensor(message.payload["token_ids"], dtype=torch.int64, device=self._device)
+        self._current.method.prefill(token_ids)
+        return Facts(payload=message.payload)
+
+    def _decode(self, task: Task, message: Message) -> Facts:
+        method = self._current.method
+        method.draft()
+        step = None if self._topology.has_sync(message.active) else method.propose()
+        return Facts(rows_out=self._keep_outgoing(step, task.seq), active=message.active)
+
+    def _sync(self, task: Task, message: Message) -> Facts:
+        verdict = verdict_from_payload(message.payload["verdict"])
+        method = self._current.method
+        method.apply(verdict)
+        step = None if verdict.finished else method.propose()
+        piece = self._current.add(verdict, task.seq)
+        self._events.append({"token_ids": list(verdict.tokens), "text": piece})
+        return Facts(rows_out=self._keep_outgoing(step, task.seq), finished=verdict.finished is not None)
+
+    def _end(self, task: Task) -> None:
+        """Every rank has synchronised with the last verdict: close the answer."""
+        answer = self._current
+        events = []
+        if answer.request.trace:
+            rows = [
+                [SCHEDULER_TRACK, granted.task.label, granted.task.kind, granted.granted_us, granted.finished_us]
+                for granted in self._scheduler.trace()
+            ]
+            events.append({"trace": rows})
+        self._answer = None
+        self._scheduler.finish(0, task, [], [*events, completion_to_event(answer.completion)])
+
+    @property
+    def _current(self) -> Answer:
+        assert self._answer is not None, "a task arrived outside a request"
+        return self._answer
+
+
+def _chunk_payloads(request: Request) -> list[Payload]:
+    """What the stages have to know of the request travels with each chunk of its prompt."""
+    shared = {
+        "prompt_length": len(request.prompt_token_ids),
+        "sampling": asdict(request.sampling),
+        "trace": request.trace,
+    }
+    return [{**shared, "token_ids": chunk} for chunk in prefill_chunks(request.prompt_token_ids)]

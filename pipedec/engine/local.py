@@ -1,0 +1,106 @@
+"""LocalPipeline: every stage in one process, no Redis. The reference that the distributed pipeline must equal.
+
+The fastest way to debug a method: one timestep after the other, in one thread, straight down the page.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from itertools import count
+
+import torch
+
+from pipedec.core import Metrics, Request, Step, Verdict
+from pipedec.decoding import Drafter, Method, create_method
+from pipedec.engine.prompt import prefill_chunks
+from pipedec.scheduler.workflow import Topology
+from pipedec.stage import FinalStageWorker, StageWorker
+from pipedec.transport import LocalTransport
+
+
+class LocalPipeline:
+    """Runs one request at a time through stages 1..n, grouped as in ``topology``."""
+
+    def __init__(
+        self,
+        stages: list[StageWorker],
+        topology: Topology,
+        drafter: Drafter | None = None,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        if len(stages) != topology.num_stages:
+            raise ValueError(f"{len(stages)} stages do not fill a topology of {topology.num_stages}")
+        final = stages[-1]
+        if not isinstance(final, FinalStageWorker):
+            raise ValueError("the last stage must be a FinalStageWorker")
+        self._stages = dict(enumerate(stages, start=1))
+        self._final = final
+        self._topology = topology
+        self._drafter = drafter
+        self._device = device
+        self.metrics = Metrics()
+
+    def run(self, request: Request) -> Iterator[Verdict]:
+        """Decode ``request``, yielding every verdict as it falls; ``metrics`` are those of the last request."""
+        self.metrics = Metrics()
+        self._transports = LocalTransport.connect(self._topology.num_stages + 1)
+        method = create_method(request, self._drafter, self._device)
+        for stage in self._stages.values():
+            stage.begin(len(request.prompt_token_ids), request.sampling)
+
+        started = time.perf_counter()
+        verdict: Verdict | None = self._prefill(request, method)
+        prefilled = time.perf_counter()
+        self.metrics.prefill_seconds = prefilled - started
+        arrivals = [0] * self._topology.num_groups  # rows on their way into each group
+        for timestep in count(1):
+            if verdict is not None:
+                self._apply(verdict, method)
+                yield verdict
+                if verdict.finished:
+                    break
+            arrivals = self._transmit(method, arrivals)
+            method.draft()
+            verdict = self._compute(arrivals)
+            self.metrics.timesteps = timestep
+            self.metrics.decode_seconds = time.perf_counter() - prefilled
+        self.metrics.hits, self.metrics.misses = method.hits, method.misses
+
+    def _prefill(self, request: Request, method: Method) -> Verdict:
+        for chunk_ids in prefill_chunks(request.prompt_token_ids):
+            token_ids = torch.tensor(chunk_ids, dtype=torch.int64, device=self._device)
+            method.prefill(token_ids)
+            chunk = Step(token_ids, torch.full_like(token_ids, -1))
+            for stage in self._stages.values():
+                chunk = stage.prefill(chunk)
+        return self._final.first_verdict(chunk)
+
+    def _compute(self, arrivals: list[int]) -> Verdict | None:
+        """Every group works on the rows that arrived, its stages one after another; the last may yield a verdict."""
+        for group, num_rows in zip(self._topology.groups, arrivals, strict=True):
+            for rank in group if num_rows else ():
+                self._stages[rank].decode(self._transports[rank].receive(num_rows, rank - 1))
+                if not self._topology.is_exit(rank):
+                    self._pass_on(self._stages[rank].outgoing(), rank)
+        return self._final.verdict() if arrivals[-1] else None
+
+    def _apply(self, verdict: Verdict, method: Method) -> None:
+        method.apply(verdict)
+        for stage in self._stages.values():
+            stage.sync(verdict)
+
+    def _transmit(self, method: Method, arrivals: list[int]) -> list[int]:
+        """Pruned outputs move one group on; returns how many rows arrive at each."""
+        self._stages[self._topology.final_rank].outgoing()
+        moved = [self._pass_on(method.propose(), 0)]
+        for group, num_rows in zip(self._topology.groups[:-1], arrivals[:-1], strict=True):
+            exit_rank = group[-1]
+            moved.append(self._pass_on(self._stages[exit_rank].outgoing(), exit_rank) if num_rows else 0)
+        return moved
+
+    def _pass_on(self, step: Step | None, rank: int) -> int:
+        if step is None:
+            return 0
+        self._transports[rank].send(step, rank + 1)
+        return step.num_rows

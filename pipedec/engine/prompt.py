@@ -1,0 +1,115 @@
+"""From text to token ids and back: the tokenizer both models share, chat templates, prompt chunks, streamed text.
+
+The only module that knows the tokenizer. Knows nothing of stages, methods or processes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+
+from transformers import AutoTokenizer
+
+from pipedec.core import UserError
+
+PREFILL_CHUNK = 512
+_REPLACEMENT = "\ufffd"
+
+
+def prefill_chunks(token_ids: Sequence[int]) -> list[list[int]]:
+    """The prompt in pieces of at most ``PREFILL_CHUNK`` tokens, so that long prompts need no more memory than short ones."""
+    return [list(token_ids[start : start + PREFILL_CHUNK]) for start in range(0, len(token_ids), PREFILL_CHUNK)]
+
+
+class Prompter:
+    """Tokenizes prompts for a checkpoint and checks that they fit."""
+
+    def __init__(self, directory: Path, max_positions: int) -> None:
+        if not any((directory / name).exists() for name in ("tokenizer.json", "tokenizer.model")):
+            raise UserError(f"no tokenizer in {directory}: expected tokenizer.json beside config.json")
+        try:
+            self.tokenizer = AutoTokenizer.from_pretrained(directory)
+        except Exception as error:  # tokenizers raises a bare Exception for a corrupt file
+            raise UserError(f"the tokenizer in {directory} cannot be read: {str(error).splitlines()[0][:160]}") from error
+        self._max_positions = max_positions
+
+    def token_ids(self, prompt: str, raw: bool, max_tokens: int) -> tuple[int, ...]:
+        """The prompt's token ids, through the chat template if the model has one and ``raw`` is not set.
+
+        Raises:
+            UserError: the prompt is empty, or does not fit the context together with ``max_tokens``.
+        """
+        if not prompt.strip():
+            raise UserError("the prompt is empty: give --prompt TEXT, --prompt-file FILE, or text on standard input")
+        if self.tokenizer.chat_template is None or raw:
+            token_ids = self.tokenizer(prompt)["input_ids"]
+        else:
+            message = [{"role": "user", "content": prompt}]
+            token_ids = self.tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=False)
+        if len(token_ids) + max_tokens > self._max_positions:
+            raise UserError(
+                f"the prompt has {len(token_ids)} tokens and --max-tokens asks for {max_tokens} more, "
+                f"but the model's context is {self._max_positions}: shorten the prompt or lower --max-tokens"
+            )
+        return tuple(token_ids)
+
+    def stream(self) -> TextStream:
+        """A fresh decoder for one answer."""
+        return TextStream(self)
+
+    def text(self, token_ids: Sequence[int]) -> str:
+        """Token ids as a reader wants them: without control tokens."""
+        return self.tokenizer.decode(token_ids, skip_special_tokens=True)
+
+
+class TextStream:
+    """Turns tokens into text piece by piece; a piece never ends inside a character."""
+
+    def __init__(self, prompter: Prompter) -> None:
+        self._prompter = prompter
+        self._token_ids: list[int] = []
+        self._settled = 0  # tokens whose text has been handed out
+        self._context = 0  # where decoding starts: a few tokens back, so that spaces come out right
+
+    def add(self, token_ids: Sequence[int]) -> str:
+        """The text that these tokens make certain."""
+        self._token_ids.extend(token_ids)
+        return self._emit(final=False)
+
+    def finish(self) -> str:
+        """What was held back at the end, even if it is half a character."""
+        return self._emit(final=True)
+
+    def _emit(self, final: bool) -> str:
+        before = self._prompter.text(self._token_ids[self._context : self._settled])
+        now = self._prompter.text(self._token_ids[self._context :])
+        if now.endswith(_REPLACEMENT) and not final:
+            return ""
+        self._context = self._settled
+        self._settled = len(self._token_ids)
+        return now[len(before) :]
+
+
+def same_tokenizer(target: Path, draft: Path) -> None:
+    """Check that both models speak the same tokens.
+
+    Raises:
+        UserError: their tokenizers differ.
+    """
+    digests = [hashlib.sha256((path / "tokenizer.json").read_bytes()).digest() for path in (target, draft) if _has(path)]
+    if len(digests) == 2 and digests[0] == digests[1]:
+        return
+    vocabularies = [AutoTokenizer.from_pretrained(path).get_vocab() for path in (target, draft)]
+    if vocabularies[0] != vocabularies[1]:
+        sizes = " and ".join(str(len(vocabulary)) for vocabulary in vocabularies)
+        raise UserError(
+            f"the draft {draft} has a different tokenizer than the target {target} ({sizes} tokens): "
+            "use a draft of the same family, or --method pp --draft none"
+        )
+
+
+def _has(directory: Path) -> bool:
+    return (directory / "tokenizer.json").exists()
+
+

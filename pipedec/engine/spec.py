@@ -1,0 +1,149 @@
+"""What a pipeline is made of: models, layers, groups, number format, device. Plain data that every rank gets alike."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from pipedec.core import UserError
+from pipedec.decoding import Drafter
+from pipedec.drafting import DraftModel
+from pipedec.engine.plan import even_layers
+from pipedec.engine.prompt import same_tokenizer
+from pipedec.model import Checkpoint, ModelConfig, StageModel
+from pipedec.scheduler.workflow import Topology
+from pipedec.stage import FinalStageWorker, StageWorker
+
+REFERENCE_PAIR = Path(__file__).resolve().parent.parent / "reference_pair"
+DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DEVICES = ("auto", "cpu", "cuda")
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class PipelineSpec:
+    """One pipeline: ``layers[i]`` of the target run on stage ``i`` + 1; ``draft`` is None for a pipeline without one."""
+
+    target: Path
+    draft: Path | None
+    topology: Topology
+    layers: tuple[tuple[int, int], ...]
+    dtype: str = "float32"
+    device: str = "auto"
+
+    @classmethod
+    def create(
+        cls,
+        target: str | Path | None = None,
+        draft: str | Path | None = None,
+        stages: int = 4,
+        groups: int | None = None,
+        layers: list[int] | None = None,
+        dtype: str = "float32",
+        device: str = "auto",
+    ) -> PipelineSpec:
+        """Check a user's wishes and fill in the rest: the shipped pair, even layers, one stage per group.
+
+        Args:
+            draft: a checkpoint directory; None for the shipped draft beside the shipped target; ``"none"`` for no draft.
+            layers: layers of each stage; they must add up to the target's.
+
+        Raises:
+            UserError: whatever is wrong with the checkpoints or the numbers, in one line.
+        """
+        if dtype not in DTYPES:
+            raise UserError(f"unknown dtype {dtype!r}: choose one of {', '.join(DTYPES)}")
+        if device not in DEVICES:
+            raise UserError(f"unknown device {device!r}: choose one of {', '.join(DEVICES)}")
+        if draft is None and target is not None:
+            raise UserError("give --draft DIR beside --target (a small model with the same tokenizer), or --draft none")
+        target_path = Path(target) if target is not None else REFERENCE_PAIR / "target"
+        draft_path = REFERENCE_PAIR / "draft" if draft is None else None if str(draft) == "none" else Path(draft)
+        config = checked(target_path)
+        if draft_path is not None:
+            checked(draft_path)
+            same_tokenizer(target_path, draft_path)
+        topology = Topology.even(stages, stages if groups is None else groups)
+        bounds = _bounds(layers, stages, config.num_layers)
+        return cls(target_path, draft_path, topology, bounds, dtype, device)
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return DTYPES[self.dtype]
+
+    @property
+    def num_stages(self) -> int:
+        return self.topology.num_stages
+
+    def torch_device(self, local_rank: int = 0) -> torch.device:
+        """The device of a rank; ``auto`` is CUDA where there is one."""
+        if self.device == "cpu" or (self.device == "auto" and not torch.cuda.is_available()):
+            return torch.device("cpu")
+        if not torch.cuda.is_available():
+            raise UserError("--device cuda, but torch sees no GPU here: install a CUDA build of torch, or use --device cpu")
+        return torch.device("cuda", local_rank % torch.cuda.device_count())
+
+    def to_json(self) -> str:
+        return json.dumps(
+            {
+                "target": str(self.target), "draft": str(self.draft) if self.draft else None,
+                "groups": self.topology.groups, "layers": self.layers, "dtype": self.dtype, "device": self.device,
+            }
+        )  # fmt: skip
+
+    @classmethod
+    def from_json(cls, text: str) -> PipelineSpec:
+        raw = json.loads(text)
+        return cls(
+            target=Path(raw["target"]),
+            draft=Path(raw["draft"]) if raw["draft"] else None,
+            topology=Topology(tuple(tuple(group) for group in raw["groups"])),
+            layers=tuple((first, last) for first, last in raw["layers"]),
+            dtype=raw["dtype"],
+            device=raw["device"],
+        )
+
+    def load_stage(self, rank: int, device: torch.device, progress: Progress | None = None) -> StageWorker:
+        """The worker of stage ``rank`` (1..n), its weights read from the target's checkpoint."""
+        config = ModelConfig.from_directory(self.target)
+        layers = range(*self.layers[rank - 1])
+        model = StageModel.load(self.target, layers, self.torch_dtype, device, config=config, progress=progress)
+        if rank == self.topology.final_rank:
+            return FinalStageWorker(model, config.eos_token_ids, device)
+        return StageWorker(model, device)
+
+    def load_drafter(self, device: torch.device, progress: Progress | None = None) -> Drafter | None:
+        """The draft model, whole, or None."""
+        if self.draft is None:
+            return None
+        config = ModelConfig.from_directory(self.draft)
+        layers = range(config.num_layers)
+        return DraftModel(StageModel.load(self.draft, layers, self.torch_dtype, device, config=config, progress=progress))
+
+
+def checked(directory: Path) -> ModelConfig:
+    """The config of a complete checkpoint.
+
+    Raises:
+        UserError: it is missing, damaged, of another family, or lacks tensors.
+    """
+    config = ModelConfig.from_directory(directory)
+    Checkpoint(directory).check_complete(config)
+    return config
+
+
+def _bounds(layers: list[int] | None, stages: int, num_layers: int) -> tuple[tuple[int, int], ...]:
+    if layers is None:
+        return tuple((part.start, part.stop) for part in even_layers(num_layers, stages))
+    if len(layers) != stages or sum(layers) != num_layers or min(layers) < 1:
+        raise UserError(
+            f"--layers {','.join(map(str, layers))} gives {len(layers)} stages and {sum(layers)} layers, but there are "
+            f"{stages} stages and the target has {num_layers} layers; every stage needs at least one"
+        )
+    ends = [sum(layers[: index + 1]) for index in range(stages)]
+    return tuple((end - count, end) for end, count in zip(ends, layers, strict=True))

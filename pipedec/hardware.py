@@ -1,0 +1,108 @@
+"""Two tables of published numbers: devices a stage may run on, and shapes of well-known LLaMA models.
+
+Owns the numbers and what follows from them by arithmetic (parameters, bytes, peak rates). It does not know clusters,
+configuration files or how layers are spread over stages.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+GIGA = 1_000_000_000
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True)
+class Device:
+    """A GPU as its data sheet describes it; dense rates, without sparsity.
+
+    Attributes:
+        memory_gb: memory in GB of 10^9 bytes. The data sheets mean 2^30; the 7 % between the two is left to the
+            driver, the allocator and fragmentation.
+        bandwidth_gb_per_s: memory bandwidth in GB/s.
+        float32_tflops: peak rate of plain float32, without TF32.
+        bfloat16_tflops: peak rate of the tensor cores for 16-bit operands with float32 accumulation.
+        source: where the numbers come from.
+    """
+
+    name: str
+    memory_gb: float
+    bandwidth_gb_per_s: float
+    float32_tflops: float
+    bfloat16_tflops: float
+    source: str
+
+    @property
+    def memory_bytes(self) -> int:
+        return round(self.memory_gb * GIGA)
+
+    def peak_flops(self, dtype: str) -> float:
+        """Peak operations per second with weights of ``dtype``."""
+        return (self.float32_tflops if dtype == "float32" else self.bfloat16_tflops) * 1e12
+
+    def matmul_ms(self, parameters: int, rows: int, dtype: str) -> float:
+        """Milliseconds to multiply ``rows`` rows by ``parameters`` weights that are read from memory once."""
+        read_seconds = parameters * DTYPE_BYTES[dtype] / (self.bandwidth_gb_per_s * GIGA)
+        compute_seconds = 2 * rows * parameters / self.peak_flops(dtype)
+        return 1000 * max(read_seconds, compute_seconds)
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """The sizes of a LLaMA model, under the names of its Hugging Face ``config.json``."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    vocab_size: int
+    tie_word_embeddings: bool = False
+    head_dim: int | None = None
+
+    @property
+    def head_size(self) -> int:
+        return self.head_dim or self.hidden_size // self.num_attention_heads
+
+    @property
+    def layer_parameters(self) -> int:
+        """Weights of one transformer layer: attention, SwiGLU, two norms."""
+        query_and_output = 2 * self.num_attention_heads * self.head_size
+        key_and_value = 2 * self.num_key_value_heads * self.head_size
+        return self.hidden_size * (query_and_output + key_and_value + 3 * self.intermediate_size + 2)
+
+    @property
+    def embedding_parameters(self) -> int:
+        """Weights of the token embedding, and as many again of the head."""
+        return self.vocab_size * self.hidden_size
+
+    @property
+    def cache_values_per_token(self) -> int:
+        """Numbers that one layer keeps for one token: a key and a value per KV head."""
+        return 2 * self.num_key_value_heads * self.head_size
+
+    @property
+    def parameters(self) -> int:
+        """All weights; a tied head is counted once."""
+        embeddings = self.embedding_parameters * (1 if self.tie_word_embeddings else 2)
+        return embeddings + self.num_hidden_layers * self.layer_parameters + self.hidden_size
+
+
+DEVICES = {
+    device.name: device
+    for device in (
+        Device("rtx3090", 24, 936, 35.6, 71, "NVIDIA GA102 GPU architecture whitepaper"),
+        Device("rtx4090", 24, 1008, 82.6, 165.2, "NVIDIA Ada GPU architecture whitepaper"),
+        Device("l40", 48, 864, 90.5, 181.05, "NVIDIA L40 data sheet"),
+        Device("a100-80", 80, 2039, 19.5, 312, "NVIDIA A100 data sheet (SXM)"),
+        Device("h100", 80, 3350, 67, 989, "NVIDIA H100 data sheet (SXM)"),
+        Device("h200", 141, 4800, 67, 989, "NVIDIA H200 data sheet (SXM)"),
+    )
+}
+
+MODEL_SHAPES = {
+    "llama-3.1-405b": ModelShape(16384, 53248, 126, 128, 8, 128256),
+    "llama-3.1-70b": ModelShape(8192, 28672, 80, 64, 8, 128256),
+    "llama-3.1-8b": ModelShape(4096, 14336, 32, 32, 8, 128256),
+    "llama-3.2-1b": ModelShape(2048, 8192, 16, 32, 8, 128256, tie_word_embeddings=True),
+}

@@ -1,0 +1,238 @@
+"""Attention over the accepted past and the prediction tree (paper Algorithm 1), for CPU and CUDA.
+
+Both score blocks share one softmax; the past needs no mask. Knows tensors only: neither cache nor model.
+
+Shape legend: R rows in this step, P past tokens, N tree slots including this step's rows, S = P + N, H query heads,
+K key-value heads, G = H / K, D head size, E hidden size, V vocabulary, L layers.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+PastAttention = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True)
+class AttentionPlan:
+    """What attention needs to know of one step, prepared once and used by every layer.
+
+    Attributes:
+        past_length: P.
+        is_prefill: the rows follow the past directly and see each other causally.
+        biases: window to what is added to the scores: [R, S] in prefill (None = plain causal from slot 0), else
+            [R·G, S] for the folded queries.
+        uses_flash: flash-attention takes the layers without a window, and all layers in prefill.
+    """
+
+    past_length: int
+    is_prefill: bool
+    biases: dict[int | None, Tensor | None]
+    uses_flash: bool
+
+    @classmethod
+    def for_prefill(
+        cls, past_length: int, rows: int, windows: Iterable[int | None], dtype: torch.dtype, device: torch.device
+    ) -> AttentionPlan:
+        """A chunk of the prompt, right behind the past."""
+        uses_flash = _flash_applies(dtype, device)
+        biases: dict[int | None, Tensor | None] = {}
+        for window in set(windows):
+            if uses_flash or (window is None and past_length == 0):
+                biases[window] = None
+                continue
+            seen_RS = _causal_mask(past_length, rows, window, device)
+            biases[window] = torch.zeros(seen_RS.shape, dtype=dtype, device=device).masked_fill_(~seen_RS, -torch.inf)
+        return cls(past_length, True, biases, uses_flash)
+
+    @classmethod
+    def for_tree(
+        cls, past_length: int, mask_RN: Tensor, windows: Iterable[int | None], group: int, dtype: torch.dtype
+    ) -> AttentionPlan:
+        """Rows of the prediction tree; every row of ``mask_RN`` marks the row's ancestors and itself."""
+        rows, tree = mask_RN.shape
+        biases: dict[int | None, Tensor | None] = {}
+        for window in set(windows):
+            bias = torch.zeros((rows, group, past_length + tree), dtype=dtype, device=mask_RN.device)
+            if window is None:
+                bias[:, :, past_length:].masked_fill_(~mask_RN[:, None], -torch.inf)
+            else:
+                bias.masked_fill_(~_windowed_mask(past_length, mask_RN, window)[:, None], -torch.inf)
+            biases[window] = bias.view(rows * group, past_length + tree)
+        return cls(past_length, False, biases, _flash_applies(dtype, mask_RN.device))
+
+
+def tree_attention(q_RHD: Tensor, keys_KSD: Tensor, values_KSD: Tensor, plan: AttentionPlan, window: int | None) -> Tensor:
+    """Attention of a step's rows over past and tree (paper Algorithm 1).
+
+    Args:
+        q_RHD: rotated queries.
+        keys_KSD: rotated keys of past, tree and this step's rows.
+        values_KSD: their values.
+        plan: built for this step with this window among its windows.
+        window: the layer's sliding window, or None.
+
+    Returns:
+        out_RHD.
+    """
+    if plan.is_prefill:
+        if plan.uses_flash:
+            return _flash_prefill(q_RHD, keys_KSD, values_KSD, window)
+        return _wide_attention(q_RHD, keys_KSD, values_KSD, plan.biases[window])
+    bias = plan.biases[window]
+    assert bias is not None
+    if plan.uses_flash and window is None and plan.past_length:
+        return attention_by_parts(q_RHD, keys_KSD, values_KSD, plan.past_length, bias, _flash_past)
+    return _folded_attention(q_RHD, keys_KSD, values_KSD, bias)
+
+
+def reference_attention(
+    q_RHD: Tensor,
+    keys_KSD: Tensor,
+    values_KSD: Tensor,
+    past_length: int,
+    mask_RN: Tensor | None = None,
+    window: int | None = None,
+) -> Tensor:
+    """Paper Algorithm 1 to the letter: two score blocks, one softmax, two weighted sums. Slow; tests compare with it."""
+    rows, heads, head_dim = q_RHD.shape
+    group = heads // keys_KSD.shape[0]
+    keys_HSD, values_HSD = keys_KSD.repeat_interleave(group, 0), values_KSD.repeat_interleave(group, 0)
+    if mask_RN is None:
+        seen_RS = _causal_mask(past_length, rows, window, q_RHD.device)
+    else:
+        seen_RS = _windowed_mask(past_length, mask_RN, window or keys_KSD.shape[1] + 1)
+    scores_HRS = torch.einsum("rhd,hsd->hrs", q_RHD, keys_HSD) / head_dim**0.5
+    past_HRP = scores_HRS[:, :, :past_length].masked_fill(~seen_RS[:, :past_length], -torch.inf)
+    tree_HRN = scores_HRS[:, :, past_length:].masked_fill(~seen_RS[:, past_length:], -torch.inf)
+    probs_HRS = torch.cat((past_HRP, tree_HRN), dim=-1).softmax(-1)
+    out_past = torch.einsum("hrp,hpd->rhd", probs_HRS[:, :, :past_length], values_HSD[:, :past_length])
+    out_tree = torch.einsum("hrn,hnd->rhd", probs_HRS[:, :, past_length:], values_HSD[:, past_length:])
+    return out_past + out_tree
+
+
+def attention_by_parts(
+    q_RHD: Tensor, keys_KSD: Tensor, values_KSD: Tensor, past_length: int, bias: Tensor, attend_past: PastAttention
+) -> Tensor:
+    """The past by a kernel that also returns the log-sum-exp of its scores, the tree by a small masked one, merged.
+
+    Args:
+        bias: [R·G, S], added to the scores; only its tree columns are used.
+        attend_past: (q_RHD, keys_KPD, values_KPD) to (out_RHD, lse_RH), all keys seen by all rows.
+    """
+    out_past_RHD, lse_past_RH = attend_past(q_RHD, keys_KSD[:, :past_length], values_KSD[:, :past_length])
+    out_tree_RHD, lse_tree_RH = attention_with_lse(
+        q_RHD, keys_KSD[:, past_length:], values_KSD[:, past_length:], bias[:, past_length:]
+    )
+    return merge_by_lse(out_past_RHD, lse_past_RH, out_tree_RHD, lse_tree_RH)
+
+
+def attention_with_lse(q_RHD: Tensor, keys_KSD: Tensor, values_KSD: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Attention that also returns the log-sum-exp of its scores, in plain tensor operations.
+
+    Returns:
+        out_RHD, lse_RH (float32 at least).
+    """
+    rows, heads, head_dim = q_RHD.shape
+    scores = torch.bmm(_fold(q_RHD, keys_KSD.shape[0]), keys_KSD.transpose(1, 2)) * head_dim**-0.5
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    if bias is not None:
+        scores = scores + bias
+    lse = scores.logsumexp(-1, keepdim=True)
+    out = torch.bmm((scores - lse).exp().to(values_KSD.dtype), values_KSD)
+    return _unfold(out, rows, heads), _unfold(lse, rows, heads).squeeze(-1)
+
+
+def merge_by_lse(out_a_RHD: Tensor, lse_a_RH: Tensor, out_b_RHD: Tensor, lse_b_RH: Tensor) -> Tensor:
+    """Join two attentions over disjoint keys as if one softmax had covered both: weights exp(lse) of each."""
+    lse_RH = torch.logaddexp(lse_a_RH, lse_b_RH)
+    share_a_RH1 = (lse_a_RH - lse_RH).exp()[..., None]
+    share_b_RH1 = (lse_b_RH - lse_RH).exp()[..., None]
+    return (out_a_RHD * share_a_RH1 + out_b_RHD * share_b_RH1).to(out_a_RHD.dtype)
+
+
+def _fold(q_RHD: Tensor, kv_heads: int) -> Tensor:
+    """Queries as [K, R·G, D]: the heads that share keys become rows, so that keys are never repeated."""
+    rows, heads, head_dim = q_RHD.shape
+    return q_RHD.view(rows, kv_heads, heads // kv_heads, head_dim).transpose(0, 1).reshape(kv_heads, -1, head_dim)
+
+
+def _unfold(out: Tensor, rows: int, heads: int) -> Tensor:
+    """[K, R·G, X] back to [R, H, X]."""
+    kv_heads, _, size = out.shape
+    return out.view(kv_heads, rows, heads // kv_heads, size).transpose(0, 1).reshape(rows, heads, size)
+
+
+def _folded_attention(q_RHD: Tensor, keys_KSD: Tensor, values_KSD: Tensor, bias: Tensor) -> Tensor:
+    rows, heads, _ = q_RHD.shape
+    folded = _fold(q_RHD, keys_KSD.shape[0])
+    out = functional.scaled_dot_product_attention(folded[None], keys_KSD[None], values_KSD[None], attn_mask=bias)
+    return _unfold(out[0], rows, heads)
+
+
+def _wide_attention(q_RHD: Tensor, keys_KSD: Tensor, values_KSD: Tensor, bias_RS: Tensor | None) -> Tensor:
+    """Prefill: key-value heads as the batch, so that the [R, S] bias is shared; keys are expanded without a copy."""
+    rows, heads, head_dim = q_RHD.shape
+    kv_heads, slots, _ = keys_KSD.shape
+    group = heads // kv_heads
+    queries = q_RHD.view(rows, kv_heads, group, head_dim).permute(1, 2, 0, 3)
+    keys = keys_KSD[:, None].expand(kv_heads, group, slots, head_dim)
+    values = values_KSD[:, None].expand(kv_heads, group, slots, head_dim)
+    out = functional.scaled_dot_product_attention(queries, keys, values, attn_mask=bias_RS, is_causal=bias_RS is None)
+    return out.permute(2, 0, 1, 3).reshape(rows, heads, head_dim)
+
+
+def _causal_mask(past_length: int, rows: int, window: int | None, device: torch.device) -> Tensor:
+    """[R, S] of rows that follow the past directly: slots are positions."""
+    positions_R1 = torch.arange(past_length, past_length + rows, device=device)[:, None]
+    slots_S = torch.arange(past_length + rows, device=device)
+    seen_RS = slots_S <= positions_R1
+    return seen_RS if window is None else seen_RS & (slots_S > positions_R1 - window)
+
+
+def _windowed_mask(past_length: int, mask_RN: Tensor, window: int) -> Tensor:
+    """[R, S] of tree rows that see ``window`` positions, themselves included.
+
+    A past slot is its position. A path has one tree row per position and rows enter after their parents, so the
+    distance from a row to a marked ancestor is the number of marks behind it.
+    """
+    depth_R1 = mask_RN.sum(1, keepdim=True)
+    near_RN = depth_R1 - mask_RN.cumsum(1) < window
+    slots_P = torch.arange(past_length, device=mask_RN.device)
+    past_RP = slots_P > past_length + depth_R1 - 1 - window
+    return torch.cat((past_RP, mask_RN & near_RN), dim=1)
+
+
+@cache
+def _flash_attention() -> Any:
+    """flash_attn_func, or None where the package is not installed."""
+    if importlib.util.find_spec("flash_attn") is None:
+        return None
+    return importlib.import_module("flash_attn").flash_attn_func
+
+
+def _flash_applies(dtype: torch.dtype, device: torch.device) -> bool:
+    return device.type == "cuda" and dtype in (torch.float16, torch.bfloat16) and _flash_attention() is not None
+
+
+def _flash_prefill(q_RHD: Tensor, keys_KSD: Tensor, values_KSD: Tensor, window: int | None) -> Tensor:
+    """flash-attention's causal mask is aligned to the last key, which is what rows behind a past need."""
+    reach = (-1, -1) if window is None else (window - 1, 0)
+    keys, values = keys_KSD.transpose(0, 1)[None], values_KSD.transpose(0, 1)[None]
+    out_RHD: Tensor = _flash_attention()(q_RHD[None], keys, values, causal=True, window_size=reach)[0]
+    return out_RHD
+
+
+def _flash_past(q_RHD: Tensor, keys_KPD: Tensor, values_KPD: Tensor) -> tuple[Tensor, Tensor]:
+    keys, values = keys_KPD.transpose(0, 1)[None], values_KPD.transpose(0, 1)[None]
+    out, lse, _ = _flash_attention()(q_RHD[None], keys, values, causal=False, return_attn_probs=True)
+    return out[0], lse[0].transpose(0, 1)

@@ -1,0 +1,132 @@
+"""The two-level key-value cache of one stage: accepted rows (``past``), then speculative rows (``tree``), in one buffer.
+
+Knows slots and row order. Knows nothing of tokens, parents or masks.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+class KVCache:
+    """Keys and values of every layer of a stage, in one tensor [L, 2, K, slots, D].
+
+    Slots [0, past_length) hold the accepted rows in order of position, the next ``tree_length`` slots the speculative
+    rows in order of entry. Committing the root therefore only moves the boundary, and attention sees both levels as
+    one block. A step's rows are written behind both; ``extend_tree`` or ``extend_past`` then counts them in.
+
+    Args:
+        block: slots the buffer grows by.
+    """
+
+    def __init__(
+        self,
+        num_layers: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        block: int = 256,
+    ) -> None:
+        if block < 1:
+            raise ValueError(f"block must be at least 1, not {block}")
+        self.block = block
+        self.past_length = 0
+        self.tree_length = 0
+        self._buffer = torch.empty((num_layers, 2, num_kv_heads, block, head_dim), dtype=dtype, device=device)
+
+    @property
+    def length(self) -> int:
+        """Rows in both levels."""
+        return self.past_length + self.tree_length
+
+    @property
+    def slots(self) -> int:
+        """Rows that the buffer can hold."""
+        return self._buffer.shape[3]
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the buffer."""
+        return self._buffer.nbytes
+
+    def reset(self) -> None:
+        """Forget all rows; the memory stays."""
+        self.past_length = 0
+        self.tree_length = 0
+
+    @torch.inference_mode()
+    def reserve(self, rows: int) -> None:
+        """Make room for ``rows`` more rows behind the present ones, growing the buffer by whole blocks."""
+        needed = self.length + rows
+        if needed <= self.slots:
+            return
+        layers, two, heads, _, head_dim = self._buffer.shape
+        slots = -(-needed // self.block) * self.block
+        grown = self._buffer.new_empty((layers, two, heads, slots, head_dim))
+        grown[:, :, :, : self.length] = self._buffer[:, :, :, : self.length]
+        self._buffer = grown
+
+    @torch.inference_mode()
+    def write(self, layer: int, keys_KRD: Tensor, values_KRD: Tensor) -> None:
+        """Write a step's rows behind the present rows of one layer, without counting them in.
+
+        Raises:
+            ValueError: there is no room; ``reserve`` comes first.
+        """
+        end = self.length + keys_KRD.shape[1]
+        if end > self.slots:
+            raise ValueError(f"{end} rows do not fit into {self.slots} slots: call reserve before write")
+        self._buffer[layer, 0, :, self.length : end] = keys_KRD
+        self._buffer[layer, 1, :, self.length : end] = values_KRD
+
+    def view(self, layer: int, extra_rows: int = 0) -> tuple[Tensor, Tensor]:
+        """keys_KSD, values_KSD of past, tree and ``extra_rows`` rows just written. No copy."""
+        end = self.length + extra_rows
+        if end > self.slots:
+            raise ValueError(f"{end} rows were never written: the buffer has {self.slots} slots")
+        keys_KSD, values_KSD = self._buffer[layer, :, :, :end].unbind(0)
+        return keys_KSD, values_KSD
+
+    def extend_tree(self, rows: int) -> None:
+        """Count rows that every layer has written into the tree level."""
+        self._check_written(rows)
+        self.tree_length += rows
+
+    def extend_past(self, rows: int) -> None:
+        """Count rows that every layer has written into the past level.
+
+        Raises:
+            ValueError: the tree is not empty, so these rows do not follow the past.
+        """
+        if self.tree_length:
+            raise ValueError(f"cannot extend the past behind {self.tree_length} tree rows: advance or reset first")
+        self._check_written(rows)
+        self.past_length += rows
+
+    @torch.inference_mode()
+    def advance(self, committed: Tensor, kept: Tensor) -> None:
+        """Move accepted tree rows into the past and drop all that is not kept (one copy over all layers).
+
+        Args:
+            committed: int64 indices into the tree rows, in the order in which they join the past.
+            kept: int64 indices into the tree rows, in the order that the tree has afterwards.
+
+        Raises:
+            ValueError: an index outside the tree, or one given twice.
+        """
+        order = committed.tolist() + kept.tolist()
+        if len(set(order)) != len(order) or (order and not 0 <= min(order) <= max(order) < self.tree_length):
+            raise ValueError(f"advance needs distinct indices below {self.tree_length}, not {order}")
+        moved = next((slot for slot, row in enumerate(order) if slot != row), len(order))
+        if moved < len(order):
+            start, end = self.past_length + moved, self.past_length + len(order)
+            sources = torch.tensor(order[moved:], device=self._buffer.device) + self.past_length
+            self._buffer[:, :, :, start:end] = self._buffer.index_select(3, sources)
+        self.past_length += len(committed)
+        self.tree_length = len(kept)
+
+    def _check_written(self, rows: int) -> None:
+        if rows < 0 or self.length + rows > self.slots:
+            raise ValueError(f"{rows} rows cannot have been written: {self.length} of {self.slots} slots are used")

@@ -1,0 +1,180 @@
+"""The safetensors files of a Hugging Face checkpoint: which tensor lies where, what a stage needs, and reading just that.
+
+Knows file formats and tensor names. Knows nothing of how the tensors are used.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from pipedec.core import UserError
+from pipedec.model.config import ModelConfig
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+EMBEDDING = "model.embed_tokens.weight"
+FINAL_NORM = "model.norm.weight"
+HEAD = "lm_head.weight"
+FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
+
+Shape = tuple[int, ...]
+
+
+class Checkpoint:
+    """Maps every tensor of a checkpoint to its file, its shape and its dtype, from the headers alone.
+
+    Raises:
+        UserError: no safetensors weights, a shard that is missing, truncated or not safetensors, or an index that
+            does not agree with its shards.
+    """
+
+    def __init__(self, directory: str | Path) -> None:
+        self.directory = Path(directory)
+        self._files: dict[str, Path] = {}
+        self._shapes: dict[str, Shape] = {}
+        self._dtypes: dict[str, str] = {}
+        index = self.directory / INDEX_FILE
+        if (self.directory / SINGLE_FILE).exists():
+            self._read_header(self.directory / SINGLE_FILE)
+        elif index.exists():
+            self._read_index(index)
+        elif any(self.directory.glob("*.bin")) or any(self.directory.glob("*.pth")):
+            raise UserError(
+                f"{self.directory} holds only pickle weights; convert them to safetensors "
+                "(transformers: model.save_pretrained(folder, safe_serialization=True))"
+            )
+        else:
+            raise UserError(f"{self.directory} holds neither {SINGLE_FILE} nor {INDEX_FILE}: give a Hugging Face checkpoint")
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._files
+
+    def tensor_names(self, config: ModelConfig, layers: range, first: bool, last: bool) -> list[str]:
+        """The tensors that a stage of these layers needs, in the order of the model."""
+        return list(self.expected_shapes(config, layers, first, last))
+
+    def expected_shapes(self, config: ModelConfig, layers: range, first: bool, last: bool) -> dict[str, Shape]:
+        """Name and shape of every tensor that a stage needs.
+
+        The first stage has the embedding, the last one the final norm and the head. Where the head is tied and the
+        checkpoint has none of its own, the last stage needs the embedding too.
+        """
+        shapes: dict[str, Shape] = {EMBEDDING: (config.vocab_size, config.hidden_size)} if first else {}
+        for layer in layers:
+            shapes.update(_layer_shapes(config, layer))
+        if last:
+            shapes[FINAL_NORM] = (config.hidden_size,)
+            shapes[self.head_name(config)] = (config.vocab_size, config.hidden_size)
+        return shapes
+
+    def head_name(self, config: ModelConfig) -> str:
+        """The tensor that serves as the head: its own where the checkpoint has one or the config does not tie it."""
+        return EMBEDDING if config.tie_word_embeddings and HEAD not in self._files else HEAD
+
+    def check_complete(self, config: ModelConfig) -> None:
+        """Every tensor of the whole model is there with its shape, and no other tensor is.
+
+        Raises:
+            UserError: naming the missing, misshaped or unused tensor.
+        """
+        expected = self.expected_shapes(config, range(config.num_layers), first=True, last=True)
+        for name, shape in expected.items():
+            self.check_tensor(name, shape)
+        for name in self._files:
+            if name not in expected and not name.endswith(".rotary_emb.inv_freq"):
+                raise UserError(
+                    f"{self._files[name]}: tensor {name} has no place in this {config.model_type} model; "
+                    "config.json and weights do not belong together"
+                )
+
+    def check_tensor(self, name: str, shape: Shape) -> None:
+        """The tensor is there, holds floating-point numbers and has this shape.
+
+        Raises:
+            UserError: naming the tensor, and expected and found shapes.
+        """
+        if name not in self._files:
+            raise UserError(f"{self.directory}: tensor {name} is missing from the checkpoint; download it again")
+        if self._dtypes[name] not in FLOAT_DTYPES:
+            raise UserError(f"{self._files[name]}: tensor {name} has dtype {self._dtypes[name]}; use an unquantized checkpoint")
+        if self._shapes[name] != shape:
+            raise UserError(
+                f"{self._files[name]}: tensor {name} has shape {list(self._shapes[name])}, "
+                f"but config.json asks for {list(shape)}"
+            )
+
+    def read_into(self, targets: dict[str, Tensor], progress: Callable[[int, int], None] | None = None) -> None:
+        """Copy tensors into preallocated ones (which may be views), converting to their dtype and device.
+
+        The file is mapped anew for every tensor, so that never more than one tensor's pages are resident beside the
+        targets.
+
+        Args:
+            targets: tensor name to where it goes; the target's shape is the expected one.
+            progress: called with (tensors read, tensors in all) after each.
+
+        Raises:
+            UserError: a tensor is missing or has another shape.
+        """
+        for name, target in targets.items():
+            self.check_tensor(name, tuple(target.shape))
+        for done, (name, target) in enumerate(targets.items(), start=1):
+            with safe_open(str(self._files[name]), framework="pt") as file:
+                target.copy_(file.get_tensor(name))
+            if progress is not None:
+                progress(done, len(targets))
+
+    def _read_index(self, index: Path) -> None:
+        try:
+            weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            shards = sorted(set(weight_map.values()))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            raise UserError(f"{index} is not a safetensors index; download it again") from None
+        for shard in shards:
+            self._read_header(self.directory / str(shard))
+        for name, shard in weight_map.items():
+            if self._files.get(name) != self.directory / shard:
+                raise UserError(f"{self.directory / shard}: tensor {name} is missing, though {INDEX_FILE} names it here")
+
+    def _read_header(self, file: Path) -> None:
+        """Note the tensors of one file. safetensors checks the header and the file's size against it."""
+        if not file.is_file():
+            raise UserError(f"{file} is missing; download the checkpoint again")
+        try:
+            with safe_open(str(file), framework="pt") as opened:
+                for name in opened.keys():  # noqa: SIM118 - the handle is no mapping
+                    part = opened.get_slice(name)
+                    self._files[name] = file
+                    self._shapes[name] = tuple(part.get_shape())
+                    self._dtypes[name] = part.get_dtype()
+        except (SafetensorError, OSError) as error:
+            reason = " ".join(str(error).split())
+            raise UserError(f"{file} is not a whole safetensors file ({reason}); download it again") from None
+
+
+def _layer_shapes(config: ModelConfig, layer: int) -> dict[str, Shape]:
+    """Names and shapes of one transformer layer."""
+    hidden, inner = config.hidden_size, config.intermediate_size
+    queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    prefix = f"model.layers.{layer}."
+    projections = (
+        ("self_attn.q_proj", queries, hidden, config.attention_bias),
+        ("self_attn.k_proj", keys, hidden, config.attention_bias),
+        ("self_attn.v_proj", keys, hidden, config.attention_bias),
+        ("self_attn.o_proj", hidden, queries, config.output_bias),
+        ("mlp.gate_proj", inner, hidden, config.mlp_bias),
+        ("mlp.up_proj", inner, hidden, config.mlp_bias),
+        ("mlp.down_proj", hidden, inner, config.mlp_bias),
+    )
+    shapes: dict[str, Shape] = {prefix + "input_layernorm.weight": (hidden,)}
+    for projection, outputs, inputs, bias in projections:
+        shapes[f"{prefix}{projection}.weight"] = (outputs, inputs)
+        if bias:
+            shapes[f"{prefix}{projection}.bias"] = (outputs,)
+    shapes[prefix + "post_attention_layernorm.weight"] = (hidden,)
+    return shapes

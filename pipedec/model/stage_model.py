@@ -1,0 +1,274 @@
+"""Some consecutive layers of a LLaMA-family model, with the embedding on the first stage and the head on the last.
+
+Takes rows and gives rows. Knows nothing of other stages, of tokenizers or of the decoding method.
+
+Shape legend: R rows in this step, P past tokens, N tree slots including this step's rows, H query heads, K key-value
+heads, D head size, E hidden size, I inner size of the MLP, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from pipedec.core import UserError
+from pipedec.model.attention import AttentionPlan, tree_attention
+from pipedec.model.cache import KVCache
+from pipedec.model.checkpoint import EMBEDDING, FINAL_NORM, Checkpoint
+from pipedec.model.config import ModelConfig
+from pipedec.model.rotary import Rotary, rotate
+
+
+@dataclass(frozen=True)
+class LayerWeights:
+    """One transformer layer. Query, key and value projections are one matrix, gate and up another."""
+
+    input_norm: Tensor  # [E]
+    qkv_weight: Tensor  # [(H + 2K)·D, E]
+    qkv_bias: Tensor | None
+    output_weight: Tensor  # [E, H·D]
+    output_bias: Tensor | None
+    post_norm: Tensor  # [E]
+    gate_up_weight: Tensor  # [2I, E]
+    gate_up_bias: Tensor | None
+    down_weight: Tensor  # [E, I]
+    down_bias: Tensor | None
+
+
+class StageModel:
+    """The layers of one stage; ``load`` reads them from a checkpoint.
+
+    Attributes:
+        config: the whole model's shape.
+        layers: which of its layers these are.
+        is_first, is_last: whether the embedding, or the final norm and the head, are here too.
+    """
+
+    def __init__(self, config: ModelConfig, layers: range, dtype: torch.dtype, device: torch.device | str) -> None:
+        if not 0 <= layers.start < layers.stop <= config.num_layers or layers.step != 1:
+            raise UserError(f"layers {layers.start} to {layers.stop - 1} are no part of a model of {config.num_layers} layers")
+        self.config = config
+        self.layers = layers
+        self.dtype = dtype
+        self.device = torch.device(device)
+        self.is_first = layers.start == 0
+        self.is_last = layers.stop == config.num_layers
+        self._rotary = Rotary(config, dtype, self.device)
+        self._activation = _activation(config.hidden_act)
+        self._windows = tuple(config.sliding_windows[layer] for layer in layers)
+        self._weights = [self._empty_layer() for _ in layers]
+        embedding = (config.vocab_size, config.hidden_size)
+        self._embedding_VE = self._empty(*embedding) if self.is_first else None
+        self._final_norm_E = self._empty(config.hidden_size) if self.is_last else None
+        self._head_VE = self._empty(*embedding) if self.is_last else None
+
+    @classmethod
+    def load(
+        cls,
+        directory: str | Path,
+        layers: range,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        config: ModelConfig | None = None,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> StageModel:
+        """Read one stage from a Hugging Face checkpoint: its own tensors only, tensor by tensor.
+
+        Args:
+            progress: called with (tensors read, tensors in all).
+
+        Raises:
+            UserError: the checkpoint is not supported, not complete or damaged, or has no such layers.
+        """
+        config = config or ModelConfig.from_directory(directory)
+        checkpoint = Checkpoint(directory)
+        stage = cls(config, layers, dtype, device)
+        head_name = checkpoint.head_name(config)
+        if stage.is_first and stage.is_last and head_name == EMBEDDING:
+            stage._head_VE = stage._embedding_VE
+        targets = stage._targets(head_name)
+        names = checkpoint.tensor_names(config, layers, stage.is_first, stage.is_last)
+        checkpoint.read_into({name: targets[name] for name in names}, progress)
+        return stage
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of this stage."""
+        return len(self.layers)
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the weights; a tied head that shares the embedding counts once."""
+        tensors = [tensor for layer in self._weights for tensor in vars(layer).values() if tensor is not None]
+        tensors += [tensor for tensor in (self._embedding_VE, self._final_norm_E, self._head_VE) if tensor is not None]
+        return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values())
+
+    def make_cache(self, block: int = 256) -> KVCache:
+        """An empty cache for this stage's layers, which grows by ``block`` slots."""
+        config = self.config
+        return KVCache(self.num_layers, config.num_kv_heads, config.head_dim, self.dtype, self.device, block)
+
+    @torch.inference_mode()
+    def forward(
+        self,
+        inputs: Tensor,
+        positions_R: Tensor,
+        cache: KVCache,
+        mask_RN: Tensor | None = None,
+        prefill_length: int | None = None,
+    ) -> Tensor:
+        """Run rows through the stage's layers and append them to the cache.
+
+        Args:
+            inputs: on the first stage token ids, int64 [R]; on the others the previous stage's hidden_RE.
+            positions_R: int64 position ids.
+            cache: of this stage; rows go to its tree level if there is a mask, else to its past.
+            mask_RN: bool; each row marks its ancestors in the tree (older rows, then this step's) and itself. None: a
+                chunk of the prompt, right behind the past.
+            prefill_length: tokens of the whole prompt, for a chunk of it.
+
+        Returns:
+            hidden_RE, before the final norm.
+
+        Raises:
+            ValueError: no rows, a mask of another shape than [rows, tree slots], or a prompt chunk behind tree rows.
+        """
+        rows = len(inputs)
+        self._check_step(rows, cache, mask_RN)
+        cache.reserve(rows)
+        cos_RD, sin_RD = self._rotary.cos_sin(positions_R, prefill_length)
+        plan = self._plan(cache.past_length, rows, mask_RN)
+        hidden_RE = inputs if self._embedding_VE is None else functional.embedding(inputs, self._embedding_VE)
+        for index, (weights, window) in enumerate(zip(self._weights, self._windows, strict=True)):
+            normed_RE = self._norm(hidden_RE, weights.input_norm)
+            q_RHD = self._append_rows(index, weights, normed_RE, cos_RD, sin_RD, cache)
+            keys_KSD, values_KSD = cache.view(index, rows)
+            attended_RHD = tree_attention(q_RHD, keys_KSD, values_KSD, plan, window)
+            hidden_RE = _add_linear(hidden_RE, attended_RHD.flatten(1), weights.output_weight, weights.output_bias)
+            hidden_RE = self._add_mlp(hidden_RE, weights)
+        if mask_RN is None:
+            cache.extend_past(rows)
+        else:
+            cache.extend_tree(rows)
+        return hidden_RE
+
+    @torch.inference_mode()
+    def logits(self, hidden_RE: Tensor) -> Tensor:
+        """Final norm and head, as float32 [R, V] (float64 stays float64).
+
+        Raises:
+            ValueError: this is not the last stage.
+        """
+        if self._final_norm_E is None or self._head_VE is None:
+            raise ValueError(f"layers {self.layers.start} to {self.layers.stop - 1} have no head: only the last stage does")
+        logits_RV = functional.linear(self._norm(hidden_RE, self._final_norm_E), self._head_VE)
+        return logits_RV.to(torch.promote_types(self.dtype, torch.float32))
+
+    def _check_step(self, rows: int, cache: KVCache, mask_RN: Tensor | None) -> None:
+        if rows == 0:
+            raise ValueError("a step needs at least one row")
+        if mask_RN is None and cache.tree_length:
+            raise ValueError(f"a prompt chunk cannot follow {cache.tree_length} tree rows")
+        if mask_RN is not None and mask_RN.shape != (rows, cache.tree_length + rows):
+            raise ValueError(f"the mask is {list(mask_RN.shape)}, but the step is {[rows, cache.tree_length + rows]}")
+
+    def _plan(self, past_length: int, rows: int, mask_RN: Tensor | None) -> AttentionPlan:
+        if mask_RN is None:
+            return AttentionPlan.for_prefill(past_length, rows, self._windows, self.dtype, self.device)
+        return AttentionPlan.for_tree(past_length, mask_RN, self._windows, self.config.queries_per_kv_head, self.dtype)
+
+    def _append_rows(
+        self, index: int, weights: LayerWeights, normed_RE: Tensor, cos_RD: Tensor, sin_RD: Tensor, cache: KVCache
+    ) -> Tensor:
+        """Write the rows' keys and values to the cache; return q_RHD. Queries and keys are rotated together."""
+        heads, kv_heads = self.config.num_heads, self.config.num_kv_heads
+        qkv = functional.linear(normed_RE, weights.qkv_weight, weights.qkv_bias).view(len(normed_RE), -1, self.config.head_dim)
+        rotated = rotate(qkv[:, : heads + kv_heads], cos_RD, sin_RD)
+        cache.write(index, rotated[:, heads:].transpose(0, 1), qkv[:, heads + kv_heads :].transpose(0, 1))
+        return rotated[:, :heads]
+
+    def _add_mlp(self, hidden_RE: Tensor, weights: LayerWeights) -> Tensor:
+        normed_RE = self._norm(hidden_RE, weights.post_norm)
+        gate_RI, up_RI = functional.linear(normed_RE, weights.gate_up_weight, weights.gate_up_bias).chunk(2, dim=-1)
+        return _add_linear(hidden_RE, self._activation(gate_RI).mul_(up_RI), weights.down_weight, weights.down_bias)
+
+    def _norm(self, hidden_RE: Tensor, weight_E: Tensor) -> Tensor:
+        """RMSNorm in float32, whatever the dtype of the rows, as transformers computes it."""
+        if self.dtype == torch.float32:
+            return functional.rms_norm(hidden_RE, weight_E.shape, weight_E, self.config.rms_norm_eps)
+        normed_RE = functional.rms_norm(hidden_RE.float(), weight_E.shape, eps=self.config.rms_norm_eps)
+        return normed_RE.to(self.dtype) * weight_E
+
+    def _empty(self, *shape: int) -> Tensor:
+        return torch.empty(shape, dtype=self.dtype, device=self.device)
+
+    def _empty_layer(self) -> LayerWeights:
+        config = self.config
+        hidden, inner = config.hidden_size, config.intermediate_size
+        queries, qkv = config.num_heads * config.head_dim, (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+        return LayerWeights(
+            input_norm=self._empty(hidden),
+            qkv_weight=self._empty(qkv, hidden),
+            qkv_bias=self._empty(qkv) if config.attention_bias else None,
+            output_weight=self._empty(hidden, queries),
+            output_bias=self._empty(hidden) if config.output_bias else None,
+            post_norm=self._empty(hidden),
+            gate_up_weight=self._empty(2 * inner, hidden),
+            gate_up_bias=self._empty(2 * inner) if config.mlp_bias else None,
+            down_weight=self._empty(hidden, inner),
+            down_bias=self._empty(hidden) if config.mlp_bias else None,
+        )
+
+    def _targets(self, head_name: str) -> dict[str, Tensor]:
+        """Where every tensor of the checkpoint goes: parameters, or the slices of the fused ones."""
+        targets: dict[str, Tensor] = {}
+        for layer, weights in zip(self.layers, self._weights, strict=True):
+            targets.update(self._layer_targets(f"model.layers.{layer}.", weights))
+        if self._final_norm_E is not None and self._head_VE is not None:
+            targets[FINAL_NORM] = self._final_norm_E
+            targets[head_name] = self._head_VE
+        if self._embedding_VE is not None:
+            targets[EMBEDDING] = self._embedding_VE
+        return targets
+
+    def _layer_targets(self, prefix: str, weights: LayerWeights) -> dict[str, Tensor]:
+        config = self.config
+        keys = config.num_kv_heads * config.head_dim
+        fused = (
+            (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), weights.qkv_weight, weights.qkv_bias),
+            (("self_attn.o_proj",), weights.output_weight, weights.output_bias),
+            (("mlp.gate_proj", "mlp.up_proj"), weights.gate_up_weight, weights.gate_up_bias),
+            (("mlp.down_proj",), weights.down_weight, weights.down_bias),
+        )
+        targets = {
+            prefix + "input_layernorm.weight": weights.input_norm,
+            prefix + "post_attention_layernorm.weight": weights.post_norm,
+        }
+        for names, weight, bias in fused:
+            sizes = [len(weight) - 2 * keys, keys, keys] if len(names) == 3 else [len(weight) // len(names)] * len(names)
+            for suffix, fused_tensor in (("weight", weight), ("bias", bias)):
+                if fused_tensor is not None:
+                    parts = torch.split(fused_tensor, sizes)
+                    targets.update({f"{prefix}{name}.{suffix}": part for name, part in zip(names, parts, strict=True)})
+        return targets
+
+
+def _add_linear(residual_RE: Tensor, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """residual + inputs · weightᵀ (+ bias), the sum in place."""
+    return functional.linear(inputs, weight, bias).add_(residual_RE)
+
+
+def _activation(name: str) -> Callable[[Tensor], Tensor]:
+    if name == "silu":
+        return functional.silu
+    from transformers.activations import ACT2FN
+
+    if name not in ACT2FN:
+        raise UserError(f"hidden_act {name!r} in config.json is not known to transformers")
+    activation: Callable[[Tensor], Tensor] = ACT2FN[name]
+    return activation

@@ -1,0 +1,28 @@
+"""The central scheduler: the workflow graph as data, the rules as Lua scripts in Redis, and their pure-Python twin."""
+
+from pipedec.scheduler.client import connect
+from pipedec.scheduler.keys import Keys
+from pipedec.scheduler.memory import MemoryScheduler
+from pipedec.scheduler.protocol import Event, GrantedTask, Message, Scheduler
+from pipedec.scheduler.redis_scheduler import RedisScheduler
+from pipedec.scheduler.server import EmbeddedServer
+from pipedec.scheduler.workflow import Facts, Payload, Planned, Task, Topology, initial_tasks, post_process
+
+__all__ = [
+    "EmbeddedServer",
+    "Event",
+    "Facts",
+    "GrantedTask",
+    "Keys",
+    "MemoryScheduler",
+    "Message",
+    "Payload",
+    "Planned",
+    "RedisScheduler",
+    "Scheduler",
+    "Task",
+    "Topology",
+    "connect",
+    "initial_tasks",
+    "post_process",
+]

@@ -1,0 +1,72 @@
+"""Every Redis key of a run, in one place. ``lua/README.md`` says what each holds, who writes it and when it goes."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from pipedec.core import UserError
+
+
+@dataclass(frozen=True)
+class Keys:
+    """The key names of run ``run_id``; the braces are a hash tag, so that a Redis cluster keeps a run on one node."""
+
+    run_id: str
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch(r"[A-Za-z0-9_.-]{1,100}", self.run_id):
+            raise UserError(f"run id must be 1 to 100 letters, digits, '_', '.' or '-', not {self.run_id[:100]!r}")
+
+    @property
+    def prefix(self) -> str:
+        return f"pipedec:{{{self.run_id}}}:"
+
+    @property
+    def run(self) -> str:
+        return self.prefix + "run"
+
+    @property
+    def workflow(self) -> str:
+        return self.prefix + "workflow"
+
+    @property
+    def done(self) -> str:
+        return self.prefix + "done"
+
+    @property
+    def pending(self) -> str:
+        return self.prefix + "pending"
+
+    @property
+    def bitmap(self) -> str:
+        return self.prefix + "bitmap"
+
+    @property
+    def trace(self) -> str:
+        return self.prefix + "trace"
+
+    @property
+    def requests(self) -> str:
+        return self.prefix + "requests"
+
+    @property
+    def cancelled(self) -> str:
+        return self.prefix + "cancelled"
+
+    @property
+    def members(self) -> str:
+        return self.prefix + "members"
+
+    def queue(self, rank: int) -> str:
+        return f"{self.prefix}queue:{rank}"
+
+    def alive(self, rank: int) -> str:
+        return f"{self.prefix}alive:{rank}"
+
+    @property
+    def answer_prefix(self) -> str:
+        return self.prefix + "answer:"
+
+    def answer(self, request_number: int) -> str:
+        return f"{self.answer_prefix}{request_number}"

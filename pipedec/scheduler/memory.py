@@ -1,0 +1,247 @@
+"""The scheduler's pure-Python twin: the same rules as the Lua scripts, in one process, for tests and simulation.
+
+The same test suite runs on both and compares what they grant. It knows no clock but the process's own.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from pipedec.core import RankLost, SchedulerLost, UserError
+from pipedec.scheduler.protocol import Event, GrantedTask, Message, cancelled_payload
+from pipedec.scheduler.workflow import Payload, Planned, Task, Topology
+
+
+@dataclass
+class _Graph:
+    """The task graph of one request: what ``lua/graph.lua`` keeps in Redis."""
+
+    number: int
+    traced: bool
+    entry_ranks: tuple[int, ...]
+    cancelled: bool = False
+    running: bool = True
+    waiting: dict[Task, Payload] = field(default_factory=dict)
+    unmet: dict[Task, int] = field(default_factory=dict)
+    dependents: dict[Task, list[Task]] = field(default_factory=dict)
+    granted: dict[Task, int] = field(default_factory=dict)
+    done: set[Task] = field(default_factory=set)
+    active: dict[int, list[int]] = field(default_factory=dict)
+    pending: list[tuple[Task, Payload]] = field(default_factory=list)
+    busy: set[int] = field(default_factory=set)
+    replies: dict[int, tuple[Task, Message | None]] = field(default_factory=dict)
+    trace: list[GrantedTask] = field(default_factory=list)
+    ready: deque[tuple[Task, Payload]] = field(default_factory=deque)
+
+    def add(self, planned: Planned) -> None:
+        task, payload = planned.task, planned.payload
+        unmet = [before for before in planned.after if before not in self.done]
+        for before in unmet:
+            self.dependents.setdefault(before, []).append(task)
+        if task.name == "dec" and task.target in self.entry_ranks:
+            self.active.setdefault(task.seq, []).append(task.target)
+        if self.cancelled and task.name == "sync":
+            payload = cancelled_payload(payload)
+        if unmet:
+            self.waiting[task], self.unmet[task] = payload, len(unmet)
+        else:
+            self.ready.append((task, payload))
+
+    def complete(self, task: Task) -> None:
+        self.done.add(task)
+        for other in self.dependents.pop(task, []):
+            self.unmet[other] -= 1
+            if self.unmet[other] == 0:
+                del self.unmet[other]
+                self.ready.append((other, self.waiting.pop(other)))
+        if task == Task.finish_all(task.seq):
+            self.done = {other for other in self.done if other.seq >= task.seq}
+            self.active.pop(task.seq, None)
+
+    def report(self, task: Task) -> None:
+        granted_us = self.granted.pop(task)
+        if task.kind == "T":
+            self.busy -= {task.source, task.target}
+        if self.traced:
+            self.trace.append(GrantedTask(task, granted_us, _now_us()))
+
+    def release(self, push: Callable[[int, Message], None]) -> None:
+        computes = []
+        while self.ready:
+            task, payload = self.ready.popleft()
+            if task.kind == "V":
+                self.complete(task)
+            elif task.kind == "T":
+                self.pending.append((task, payload))
+            else:
+                computes.append((task, payload))
+        self._grant_transfers(push)
+        for task, payload in computes:
+            self.granted[task] = _now_us()
+            active = tuple(sorted(self.active.get(task.seq, ()))) if task.name == "dec" else ()
+            push(task.target, Message("task", self.number, task, payload, active))
+
+    def _grant_transfers(self, push: Callable[[int, Message], None]) -> None:
+        """Algorithm 2, lines 9 to 17."""
+        waiting = []
+        for task, payload in self.pending:
+            if task.source in self.busy or task.target in self.busy:
+                waiting.append((task, payload))
+                continue
+            self.busy |= {task.source, task.target}
+            self.granted[task] = _now_us()
+            for rank in task.ranks:
+                push(rank, Message("task", self.number, task, payload))
+        self.pending = waiting
+
+
+class MemoryScheduler:
+    """Keeps the ``Scheduler`` protocol in this process. Nothing blocks: a ``wait`` with nothing there returns None."""
+
+    def __init__(self, topology: Topology, lease_seconds: float = 5.0) -> None:
+        self.topology = topology
+        self.lease_seconds = lease_seconds
+        self.round_trips = 0
+        self.clear()
+
+    def clear(self) -> None:
+        self.graph: _Graph | None = None
+        self._queues: dict[int, deque[Message]] = {rank: deque() for rank in self.topology.ranks}
+        self._requests: deque[Message] = deque()
+        self._answers: defaultdict[int, list[Event]] = defaultdict(list)
+        self._cancelled: set[int] = set()
+        self._leases: dict[int, float] = {}
+        self._state: str | None = None
+        self._failure: str | None = None
+        self._submitted = 0
+
+    def open(self) -> None:
+        self._check_failure()
+        if self._state is not None:
+            raise UserError("this run id is already in use")
+        self._state = "up"
+
+    def begin(self, request_number: int, planned: Sequence[Planned], trace: bool = False) -> None:
+        self._check_failure()
+        if self.graph is not None and self.graph.running:
+            raise UserError(f"request {self.graph.number} is still running")
+        self.graph = _Graph(request_number, trace, self.topology.entry_ranks, request_number in self._cancelled)
+        self._cancelled.discard(request_number)
+        for plan in planned:
+            self.graph.add(plan)
+        self.graph.release(self._push)
+
+    def finish(self, rank: int, task: Task, planned: Sequence[Planned], events: Sequence[Event] = ()) -> Message | None:
+        graph = self.graph
+        if graph is None:
+            raise SchedulerLost("the workflow is no longer stored")
+        if task not in graph.granted:
+            return self._repeat(graph, rank, task)
+        graph.report(task)
+        for plan in planned:
+            graph.add(plan)
+        graph.complete(task)
+        graph.release(self._push)
+        if task.name == "end":
+            graph.running = False
+            graph.done.clear()
+        self._answers[graph.number].extend(events)
+        message = self.wait(rank, 0)
+        graph.replies[rank] = (task, message)
+        return message
+
+    def _repeat(self, graph: _Graph, rank: int, task: Task) -> Message | None:
+        """The answer to a task reported again: the message given the first time, or what has come since."""
+        last, message = graph.replies.get(rank, (None, None))
+        if last != task:
+            return None
+        message = message or self.wait(rank, 0)
+        graph.replies[rank] = (task, message)
+        return message
+
+    def wait(self, rank: int, timeout_seconds: float) -> Message | None:
+        queue = self._queues[rank]
+        return queue.popleft() if queue else None
+
+    def submit(self, request_json: str) -> int:
+        self._check_failure()
+        if self._state != "up":
+            raise UserError("the run is stopping" if self._state == "stopping" else "the run is not up")
+        self._submitted += 1
+        self._requests.append(Message("request", self._submitted - 1, text=request_json))
+        return self._submitted - 1
+
+    def wait_request(self, timeout_seconds: float) -> Message | None:
+        message = self.wait(0, timeout_seconds)
+        if message is None and self._requests:
+            return self._requests.popleft()
+        return message
+
+    def publish(self, request_number: int, event: Event) -> None:
+        self._answers[request_number].append(event)
+
+    def read_answer(self, request_number: int, last: str, timeout_seconds: float) -> list[tuple[str, Event]]:
+        events = self._answers.get(request_number, [])
+        return [(str(index + 1), event) for index, event in enumerate(events) if index >= int(last)]
+
+    def close_answer(self, request_number: int) -> None:
+        self._answers.pop(request_number, None)
+
+    def cancel(self, request_number: int) -> bool:
+        for message in self._requests:
+            if message.number == request_number:
+                self._requests.remove(message)
+                self.publish(request_number, {"kind": "cancelled"})
+                return True
+        begun = self.graph.number if self.graph else -1
+        if self.graph is not None and request_number == begun:
+            self.graph.cancelled = self.graph.running
+            return self.graph.running
+        if begun < request_number < self._submitted:
+            self._cancelled.add(request_number)
+            return True
+        return False
+
+    def abort(self, rank: int, message: str) -> bool:
+        if self._failure is not None:
+            return False
+        self._failure = f"rank {rank}: {message}"
+        for queue in self._queues.values():
+            queue.appendleft(Message("abort", text=self._failure))
+        begun = self.graph.number if self.graph else -1
+        numbers = [begun] if self.graph is not None and self.graph.running else []
+        for number in [*numbers, *range(begun + 1, self._submitted)]:
+            self.publish(number, {"kind": "abort", "text": self._failure})
+        return True
+
+    def failure(self) -> str | None:
+        return self._failure
+
+    def stop(self) -> None:
+        if self._state != "stopping":
+            self._state = "stopping"
+            for queue in self._queues.values():
+                queue.append(Message("stop"))
+
+    def renew_lease(self, rank: int) -> None:
+        self._leases[rank] = time.monotonic() + self.lease_seconds
+
+    def expired_ranks(self) -> list[int]:
+        return sorted(rank for rank, end in self._leases.items() if end <= time.monotonic())
+
+    def trace(self) -> list[GrantedTask]:
+        return list(self.graph.trace) if self.graph is not None else []
+
+    def _push(self, rank: int, message: Message) -> None:
+        self._queues[rank].append(message)
+
+    def _check_failure(self) -> None:
+        if self._failure is not None:
+            raise RankLost(self._failure)
+
+
+def _now_us() -> int:
+    return time.time_ns() // 1000

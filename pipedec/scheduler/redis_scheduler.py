@@ -1,0 +1,180 @@
+"""The scheduler that the ranks share: a thin client of the Lua scripts, which hold the rules. Keys are named in keys.py."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import redis
+
+from pipedec.scheduler.client import BLOCK_SECONDS, translated
+from pipedec.scheduler.keys import Keys
+from pipedec.scheduler.protocol import Event, GrantedTask, Message
+from pipedec.scheduler.scripts import script_text
+from pipedec.scheduler.workflow import Planned, Task, Topology
+
+# The run's keys outlive its last sign of life by this long at most.
+KEY_SECONDS = 60
+LEASE_MS = 5000
+
+
+class RedisScheduler:
+    """Keeps the ``Scheduler`` protocol over one Redis server.
+
+    ``round_trips`` counts the commands sent. One object serves one process: it remembers the number of the request whose
+    message it saw last and reports its tasks under that number, so that a rank that was stopped for a while cannot finish
+    tasks of a later request.
+    """
+
+    def __init__(self, client: redis.Redis, run_id: str, topology: Topology, lease_ms: int = LEASE_MS) -> None:
+        self.client = client
+        self.keys = Keys(run_id)
+        self.topology = topology
+        self.lease_ms = lease_ms
+        self.round_trips = 0
+        self._number = -1
+        self._scripts: dict[str, Any] = {}
+        options = client.connection_pool.connection_kwargs
+        self._address = options.get("path") or f"{options.get('host', 'localhost')}:{options.get('port', 6379)}"
+        self._entries = "," + ",".join(map(str, topology.entry_ranks)) + ","
+        self._queues = [self.keys.queue(rank) for rank in topology.ranks]
+
+    def open(self) -> None:
+        self._run("open", [self.keys.run], [KEY_SECONDS])
+
+    def begin(self, request_number: int, planned: Sequence[Planned], trace: bool = False) -> None:
+        self._number = request_number
+        arguments = [KEY_SECONDS, request_number, self._entries, int(trace), _encode(planned)]
+        self._run("begin", self._graph_keys(), arguments)
+
+    def finish(self, rank: int, task: Task, planned: Sequence[Planned], events: Sequence[Event] = ()) -> Message | None:
+        texts = json.dumps([json.dumps(event) for event in events])
+        arguments = [KEY_SECONDS, self._number, rank, task.id, _encode(planned), texts]
+        return self._message(self._run("finish", self._graph_keys(), arguments))
+
+    def wait(self, rank: int, timeout_seconds: float) -> Message | None:
+        return self._pop([self._queues[rank]], timeout_seconds)
+
+    def submit(self, request_json: str) -> int:
+        return int(self._run("submit", [self.keys.run, self.keys.requests], [KEY_SECONDS, request_json]))
+
+    def wait_request(self, timeout_seconds: float) -> Message | None:
+        return self._pop([self._queues[0], self.keys.requests], timeout_seconds)
+
+    def publish(self, request_number: int, event: Event) -> None:
+        with self._command():
+            pipe = self.client.pipeline(transaction=True)
+            pipe.xadd(self.keys.answer(request_number), {"event": json.dumps(event)}, maxlen=16384, approximate=True)
+            pipe.expire(self.keys.answer(request_number), KEY_SECONDS)
+            pipe.execute()
+
+    def read_answer(self, request_number: int, last: str, timeout_seconds: float) -> list[tuple[str, Event]]:
+        deadline = time.monotonic() + timeout_seconds
+        while True:
+            left = min(deadline - time.monotonic(), BLOCK_SECONDS)
+            with self._command():
+                block = max(1, int(left * 1000)) if left > 0 else None
+                reply: Any = self.client.xread({self.keys.answer(request_number): last}, block=block)
+            if reply:
+                return [(position.decode(), json.loads(fields[b"event"])) for position, fields in reply[0][1]]
+            if time.monotonic() >= deadline:
+                return []
+
+    def close_answer(self, request_number: int) -> None:
+        with self._command():
+            self.client.delete(self.keys.answer(request_number))
+
+    def cancel(self, request_number: int) -> bool:
+        keys = self.keys
+        names = [keys.run, keys.workflow, keys.requests, keys.cancelled, keys.answer(request_number)]
+        return self._run("cancel", names, [KEY_SECONDS, request_number, json.dumps({"kind": "cancelled"})]) == 1
+
+    def abort(self, rank: int, message: str) -> bool:
+        names = [self.keys.run, self.keys.workflow, self.keys.requests, *self._queues]
+        return self._run("abort", names, [KEY_SECONDS, f"rank {rank}: {message}", self.keys.answer_prefix]) == 1
+
+    def failure(self) -> str | None:
+        with self._command():
+            text: Any = self.client.hget(self.keys.run, "failure")
+        return text.decode() if text is not None else None
+
+    def stop(self) -> None:
+        self._run("stop", [self.keys.run, *self._queues], [KEY_SECONDS])
+
+    def renew_lease(self, rank: int) -> None:
+        names = [self.keys.members, self.keys.alive(rank), *self._lasting_keys()]
+        self._run("lease", names, [KEY_SECONDS, self.lease_ms, rank])
+
+    def expired_ranks(self) -> list[int]:
+        alive = [self.keys.alive(rank) for rank in self.topology.ranks]
+        return sorted(self._run("expired", [self.keys.members, *alive], []))
+
+    def trace(self) -> list[GrantedTask]:
+        with self._command():
+            lines: Any = self.client.lrange(self.keys.trace, 0, -1)
+        words = (line.decode().split(" ") for line in lines)
+        return [GrantedTask(Task.parse(task), int(granted), int(finished)) for task, granted, finished in words]
+
+    def clear(self) -> None:
+        keys = self.keys
+        alive = [keys.alive(rank) for rank in self.topology.ranks]
+        with self._command():
+            submitted: Any = self.client.hget(keys.run, "submitted")
+        answers = [keys.answer(number) for number in range(int(submitted or 0))]
+        with self._command():
+            self.client.delete(keys.members, *alive, *self._lasting_keys(), *answers)
+
+    def _lasting_keys(self) -> list[str]:
+        keys = self.keys
+        single = [keys.run, keys.workflow, keys.done, keys.pending, keys.bitmap, keys.trace, keys.requests, keys.cancelled]
+        return [*single, keys.answer(self._number), *self._queues]
+
+    def _graph_keys(self) -> list[str]:
+        keys = self.keys
+        single = [keys.workflow, keys.done, keys.pending, keys.bitmap, keys.trace, keys.run]
+        return [*single, keys.answer(self._number), keys.cancelled, *self._queues]
+
+    def _pop(self, queues: list[str], timeout_seconds: float) -> Message | None:
+        """BLPOP in slices, so that a server that died silently is noticed; without a timeout a plain LPOP of each."""
+        if timeout_seconds <= 0:
+            return next((message for queue in queues if (message := self._take(queue)) is not None), None)
+        deadline = time.monotonic() + timeout_seconds
+        while (left := deadline - time.monotonic()) > 0:
+            with self._command():
+                reply: Any = self.client.blpop(queues, timeout=max(0.001, min(left, BLOCK_SECONDS)))
+            if reply is not None:
+                return self._message(reply[1])
+        return None
+
+    def _take(self, queue: str) -> Message | None:
+        with self._command():
+            line: Any = self.client.lpop(queue)
+        return self._message(line)
+
+    def _message(self, line: bytes | None) -> Message | None:
+        if line is None:
+            return None
+        message = Message.from_json(line)
+        if message.kind == "task":
+            self._number = message.number
+        return message
+
+    def _run(self, name: str, keys: Sequence[str], arguments: Sequence[Any]) -> Any:
+        script = self._scripts.get(name)
+        if script is None:
+            script = self._scripts[name] = self.client.register_script(script_text(name))
+        with self._command():
+            return script(keys=keys, args=arguments)
+
+    @contextmanager
+    def _command(self) -> Iterator[None]:
+        self.round_trips += 1
+        with translated(self._address):
+            yield
+
+
+def _encode(planned: Sequence[Planned]) -> str:
+    return json.dumps([[plan.task.id, [task.id for task in plan.after], json.dumps(plan.payload)] for plan in planned])

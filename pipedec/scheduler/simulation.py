@@ -1,0 +1,166 @@
+"""Drives a scheduler through whole answers without models: ranks are small state machines, run in random order.
+
+It stands in for the rank loop in tests of the rules, and shows what the workflow of an answer looks like. It knows nothing
+of tokens beyond counting them.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from pipedec.scheduler.protocol import Message, Scheduler
+from pipedec.scheduler.workflow import Facts, Payload, Planned, Task, Topology, initial_tasks, post_process
+
+Observer = Callable[[], None]
+
+
+@dataclass
+class History:
+    """What happened, in order.
+
+    Attributes:
+        received: (rank, message) as each rank got it.
+        finished: tasks as they were reported done (a transfer once, by its receiver).
+        planned: every scheduling action, in order of its report.
+        verdicts: per rank, the verdicts it has synchronised.
+        hits: per decoded token, whether its row was in flight at the verdict before it (``Metrics``' meaning).
+    """
+
+    received: list[tuple[int, Message]] = field(default_factory=list)
+    finished: list[Task] = field(default_factory=list)
+    planned: list[Planned] = field(default_factory=list)
+    verdicts: dict[int, list[Payload]] = field(default_factory=dict)
+    hits: list[bool] = field(default_factory=list)
+
+    @property
+    def timesteps(self) -> int:
+        return max(task.seq for task in self.finished)
+
+
+class SimulatedPipeline:
+    """All ranks of one request. Rows are numbers only: a hit keeps the output of the last few exits, a miss keeps none.
+
+    Each move executes one granted task of one rank, chosen by ``random_source``; a transfer is a rendezvous of its two
+    ranks. Raises AssertionError if no rank can move before the answer has ended (a deadlock).
+    """
+
+    def __init__(
+        self,
+        topology: Topology,
+        scheduler: Scheduler,
+        random_source: random.Random,
+        num_tokens: int,
+        hit_rate: float = 0.6,
+        repeat_rate: float = 0.0,
+    ) -> None:
+        self.topology = topology
+        self.scheduler = scheduler
+        self.random = random_source
+        self.num_tokens = num_tokens
+        self.hit_rate = hit_rate
+        self.repeat_rate = repeat_rate
+        self.history = History(verdicts={rank: [] for rank in topology.ranks})
+        self.current: dict[int, Message | None] = dict.fromkeys(topology.ranks)
+        self.rows = dict.fromkeys(topology.ranks, 0)
+        self.said = 0
+        self.next_in_flight = False
+        self.frontier_alive = True
+        self.ended = False
+
+    def run(self, request_number: int = 0, num_chunks: int = 1, trace: bool = False, observe: Observer | None = None) -> History:
+        """One answer from prompt to end. ``observe`` is called after every move."""
+        chunks: list[Payload] = [{"token_ids": [index], "length": num_chunks} for index in range(num_chunks)]
+        planned = initial_tasks(self.topology, chunks)
+        self.history.planned += planned
+        self.scheduler.begin(request_number, planned, trace)
+        while not self.ended:
+            self._collect()
+            movable = [rank for rank in self.topology.ranks if self._can_move(rank)]
+            assert movable, f"deadlock: {self.current}"
+            self._move(self.random.choice(movable))
+            if observe is not None:
+                observe()
+        return self.history
+
+    def _collect(self) -> None:
+        for rank, message in self.current.items():
+            if message is None:
+                self._receive(rank, self.scheduler.wait(rank, 0))
+
+    def _receive(self, rank: int, message: Message | None) -> None:
+        self.current[rank] = message
+        if message is not None:
+            self.history.received.append((rank, message))
+
+    def _can_move(self, rank: int) -> bool:
+        """A sender moves with its receiver, so only the receiver counts, once both have the task."""
+        message = self.current[rank]
+        if message is None or message.task is None:
+            return False
+        if message.task.kind == "C":
+            return True
+        other = self.current[message.task.source]
+        return rank == message.task.target and other is not None and other.task == message.task
+
+    def _move(self, rank: int) -> None:
+        message = self.current[rank]
+        assert message is not None and message.task is not None
+        task = message.task
+        if task.kind == "T":
+            self.current[task.source] = None
+            planned: list[Planned] = []
+        else:
+            planned = post_process(task, self.topology, self._execute(rank, task, message))
+        self.ended = task.name == "end"
+        self.history.finished.append(task)
+        self.history.planned += planned
+        reply = self.scheduler.finish(rank, task, planned)
+        if self.random.random() < self.repeat_rate:  # the reply was lost: the rank reports again
+            reply = self.scheduler.finish(rank, task, planned)
+        self._receive(rank, reply)
+
+    def _execute(self, rank: int, task: Task, message: Message) -> Facts:
+        if task.name == "pre":
+            verdict = self._say(hit=False) if rank == self.topology.final_rank and task.seq == 0 else None
+            return Facts(rows_out=len(message.payload.get("token_ids", [0])), verdict=verdict, payload=message.payload)
+        if task.name == "dec":
+            return self._decode(rank, message)
+        if task.name == "sync":
+            return self._synchronise(rank, message.payload["verdict"])
+        return Facts()
+
+    def _decode(self, rank: int, message: Message) -> Facts:
+        rows = message.payload["rows"] if rank else (self.random.randint(1, 4) if self.frontier_alive else 0)
+        self.rows[rank] = rows
+        verdict = None
+        if rank == self.topology.final_rank:
+            verdict = self._say(hit=self.random.random() < self.hit_rate and self._row_behind_is_alive())
+        return Facts(rows_out=rows, verdict=verdict, active=message.active)
+
+    def _row_behind_is_alive(self) -> bool:
+        """Whether the exit before the last group holds rows in this timestep; rank 0's own are known only at its dec."""
+        before = self.topology.entry_ranks[-1] - 1
+        if before == 0:
+            return self.frontier_alive
+        message = self.current[self.topology.final_rank]
+        return message is not None and self.topology.entry_ranks[-2] in message.active
+
+    def _say(self, hit: bool) -> Payload:
+        """The next verdict. ``keep``: how many exits, counted from the end, keep rows; the ones before them do not."""
+        if self.said > 0:
+            self.history.hits.append(self.next_in_flight)
+        self.said, self.next_in_flight = self.said + 1, hit
+        keep = self.random.randint(1, self.topology.num_groups) if hit else 0
+        return {"tokens": [self.said], "finished": "length" if self.said >= self.num_tokens else None, "keep": keep}
+
+    def _synchronise(self, rank: int, verdict: Payload) -> Facts:
+        self.history.verdicts[rank].append(verdict)
+        distance = self.topology.num_groups - (self.topology.group_of(rank) + 1 if rank else 0)
+        if rank == 0 and verdict["keep"] == 0:
+            self.rows[0], self.frontier_alive = 1, True  # the accepted token is the new root
+        elif distance > verdict["keep"]:
+            self.rows[rank] = 0
+            self.frontier_alive = self.frontier_alive and rank != 0
+        return Facts(rows_out=self.rows[rank], finished=verdict["finished"] is not None)

@@ -1,0 +1,315 @@
+"""The workflow as plain data: tasks, their dependencies, and the rules by which a finished task schedules the next ones.
+
+This is the paper's Appendix B (Algorithm 4) as pure functions. It knows neither Redis nor processes nor tensors; the
+same lists are run by the scheduler, simulated in tests and named in traces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any, Literal
+
+from pipedec.core import UserError
+
+Payload = dict[str, Any]
+
+_LETTERS = {"pre": "P", "dec": "F", "sync": "S", "end": "E"}
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Which stages share a timestep slot: ``groups[i]`` lists the stage ranks of the paper's G_{i+1}, in order.
+
+    Rank 0 is the draft rank (the paper's S); stages are ranks 1..n. The stages of a group run one after another within a
+    timestep, the groups in parallel.
+    """
+
+    groups: tuple[tuple[int, ...], ...]
+
+    def __post_init__(self) -> None:
+        ranks = [rank for group in self.groups for rank in group]
+        if not ranks or not all(self.groups):
+            raise UserError("groups must hold at least one stage each")
+        if ranks != list(range(1, len(ranks) + 1)):
+            raise UserError(f"groups must list the stages 1..{len(ranks)} in order, each once, not {self.groups}")
+
+    @classmethod
+    def even(cls, stages: int, groups: int) -> Topology:
+        """``stages`` stages in ``groups`` groups whose sizes differ by at most one; the larger ones come first."""
+        if stages < 1:
+            raise UserError(f"stages must be at least 1, not {stages}")
+        if not 1 <= groups <= stages:
+            raise UserError(f"groups must be between 1 and the number of stages ({stages}), not {groups}")
+        small, larger = divmod(stages, groups)
+        bounds = [index * small + min(index, larger) for index in range(groups + 1)]
+        return cls(tuple(tuple(range(low + 1, high + 1)) for low, high in pairwise(bounds)))
+
+    @property
+    def num_stages(self) -> int:
+        return sum(len(group) for group in self.groups)
+
+    @property
+    def num_groups(self) -> int:
+        return len(self.groups)
+
+    @property
+    def ranks(self) -> range:
+        """Every rank, the draft rank 0 included."""
+        return range(self.num_stages + 1)
+
+    @property
+    def entry_ranks(self) -> tuple[int, ...]:
+        return tuple(group[0] for group in self.groups)
+
+    @property
+    def exit_ranks(self) -> tuple[int, ...]:
+        return tuple(group[-1] for group in self.groups)
+
+    @property
+    def final_rank(self) -> int:
+        """Rank n, which holds the head and says the verdict."""
+        return self.groups[-1][-1]
+
+    def group_of(self, rank: int) -> int:
+        """Index of the group that holds stage ``rank``, from 0."""
+        for index, group in enumerate(self.groups):
+            if rank in group:
+                return index
+        raise ValueError(f"rank {rank} is not a stage of {self.groups}")
+
+    def is_exit(self, rank: int) -> bool:
+        """Whether ``rank`` is the last stage of its group (rank 0 is in no group)."""
+        return rank in self.exit_ranks
+
+    def feeds_next_group(self, rank: int) -> bool:
+        """Whether ``rank``'s output enters a group in the next timestep: rank 0 and every exit but the last."""
+        return rank == 0 or (rank != self.final_rank and self.is_exit(rank))
+
+    def has_sync(self, active: Sequence[int]) -> bool:
+        """Whether a timestep with these active entry ranks ends in a verdict ("SYNC in seq")."""
+        return self.entry_ranks[-1] in active
+
+    def active_ranks(self, active: Sequence[int]) -> tuple[int, ...]:
+        """All ranks at work in a timestep with these active entry ranks: rank 0 and the whole active groups."""
+        return (0, *(rank for group in self.groups if group[0] in active for rank in group))
+
+
+@dataclass(frozen=True)
+class Task:
+    """One node of the workflow graph, as in the paper's Appendix B.
+
+    ``C`` compute: ``name`` pre, dec, sync or end at rank ``target``. ``T`` transfer: from ``source`` to ``target``.
+    ``V`` virtual: ``name`` finish, of rank ``target`` or of all (``target`` −1); it completes as soon as it is ready.
+    """
+
+    kind: Literal["C", "T", "V"]
+    name: str
+    source: int
+    target: int
+    seq: int
+
+    @classmethod
+    def compute(cls, name: str, rank: int, seq: int) -> Task:
+        return cls("C", name, rank, rank, seq)
+
+    @classmethod
+    def transfer(cls, source: int, target: int, seq: int) -> Task:
+        return cls("T", "send", source, target, seq)
+
+    @classmethod
+    def finish(cls, rank: int, seq: int) -> Task:
+        """(V, finish, rank, seq)."""
+        return cls("V", "finish", rank, rank, seq)
+
+    @classmethod
+    def finish_all(cls, seq: int) -> Task:
+        """(V, finish, all, seq): the barrier between two timesteps."""
+        return cls("V", "finish", -1, -1, seq)
+
+    @classmethod
+    def parse(cls, identifier: str) -> Task:
+        """The task whose ``id`` this is. Raises ValueError for anything else."""
+        kind, first, second, seq = identifier.split(":")
+        if kind == "T":
+            return cls.transfer(int(first), int(second), int(seq))
+        if kind == "C" and first in _LETTERS:
+            return cls.compute(first, int(second), int(seq))
+        if kind == "V" and first == "finish":
+            return cls.finish_all(int(seq)) if second == "all" else cls.finish(int(second), int(seq))
+        raise ValueError(f"not a task: {identifier}")
+
+    @property
+    def id(self) -> str:
+        """The paper's tuple as a string: ``C:dec:2:17``, ``T:2:3:17``, ``V:finish:all:17``."""
+        if self.kind == "T":
+            return f"T:{self.source}:{self.target}:{self.seq}"
+        return f"{self.kind}:{self.name}:{'all' if self.target < 0 else self.target}:{self.seq}"
+
+    @property
+    def label(self) -> str:
+        """For people: ``2P0`` prefill, ``2F17`` forward, ``2S17`` sync, ``0E17`` end, ``2>3@17`` transfer, ``2V17``."""
+        if self.kind == "T":
+            return f"{self.source}>{self.target}@{self.seq}"
+        letter = "V" if self.kind == "V" else _LETTERS[self.name]
+        return f"{'all' if self.target < 0 else self.target}{letter}{self.seq}"
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks that execute it: one for a compute task, sender and receiver for a transfer, none if virtual."""
+        return {"C": (self.target,), "T": (self.source, self.target), "V": ()}[self.kind]
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A scheduling action S(task) → after: the task runs once every task in ``after`` is done.
+
+    ``payload`` is small JSON that reaches the rank with the task: ``{"rows": 12}`` of a transfer, the token ids of a prompt
+    chunk, ``{"verdict": …}`` of a sync.
+    """
+
+    task: Task
+    after: tuple[Task, ...] = ()
+    payload: Payload = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What the finishing rank knows about the task it has just finished.
+
+    Attributes:
+        rows_out: rows of its (pruned) output that go on to the next rank.
+        verdict: after (C,dec,n,seq) or the last chunk of (C,pre,n,0), what rank n decided, as JSON; else None.
+        finished: at a sync, whether the verdict in its payload ended the answer.
+        active: at a dec, the entry ranks active in this seq, as delivered with the task.
+        payload: at a pre, the payload delivered with the task, which goes on to the next stage.
+    """
+
+    rows_out: int = 0
+    verdict: Payload | None = None
+    finished: bool = False
+    active: tuple[int, ...] = ()
+    payload: Payload = field(default_factory=dict)
+
+
+def initial_tasks(topology: Topology, chunks: Sequence[Payload]) -> list[Planned]:
+    """The tasks that start a request: case [1] of Algorithm 4, (C,pre,0,s) and (C,pre,1,s) of every prompt chunk.
+
+    Chunk k of K has seq k − (K − 1): the last one has the paper's seq 0 and earlier ones are negative. Each payload gets
+    ``first`` and ``last``. Raises UserError without a chunk.
+    """
+    if not chunks:
+        raise UserError("a request needs at least one prompt chunk")
+    planned = []
+    for index, chunk in enumerate(chunks):
+        seq = index - (len(chunks) - 1)
+        payload = {**chunk, "first": index == 0, "last": seq == 0}
+        for rank in (0, 1):
+            before = (Task.compute("pre", rank, seq - 1),) if index else ()
+            planned.append(Planned(Task.compute("pre", rank, seq), before, payload))  # [1]
+    return planned
+
+
+def post_process(task: Task, topology: Topology, facts: Facts) -> list[Planned]:
+    """What a rank schedules when it has finished ``task``: Algorithm 4, cases [2] to [12]; nothing after T or end."""
+    if task.kind != "C":
+        return []
+    if task.name == "pre":
+        return _after_prefill(task, topology, facts)
+    if task.name == "dec":
+        return _after_decode(task, topology, facts)
+    if task.name == "sync":
+        return _after_sync(task, topology, facts)
+    return []
+
+
+def _after_prefill(task: Task, topology: Topology, facts: Facts) -> list[Planned]:
+    """Cases [2] and [3]. Rank 0 has nothing to send: stage 1 has the prompt from the start."""
+    rank, seq = task.target, task.seq
+    if rank == topology.final_rank:  # [3]
+        # Deviation: the first token is told to every rank by the same sync as all later ones, and the tasks of timestep
+        # 1 follow from those syncs ([11], [12]) instead of being scheduled here.
+        return _syncs(topology, seq, facts, after={i: [Task.compute("pre", i, seq)] for i in topology.ranks}) if seq == 0 else []
+    if rank == 0:
+        return []
+    transfer = Task.transfer(rank, rank + 1, seq)  # [2]
+    payload = {key: value for key, value in facts.payload.items() if key != "token_ids"} | {"rows": facts.rows_out}
+    # Deviation: a prompt is several chunks, and a stage takes them in order. The first chunk is marked by its payload so
+    # that it waits for no predecessor.
+    earlier = () if payload.get("first") else (Task.compute("pre", rank + 1, seq - 1),)
+    return [Planned(transfer, (), payload), Planned(Task.compute("pre", rank + 1, seq), (transfer, *earlier), payload)]
+
+
+def _after_decode(task: Task, topology: Topology, facts: Facts) -> list[Planned]:
+    """Cases [4] to [10]."""
+    rank, seq = task.target, task.seq
+    sync = topology.has_sync(facts.active)
+    planned: list[Planned] = []
+    if rank != 0 and not topology.is_exit(rank):  # [4]
+        transfer = Task.transfer(rank, rank + 1, seq)
+        payload = {"rows": facts.rows_out}
+        planned += [Planned(transfer, (), payload), Planned(Task.compute("dec", rank + 1, seq), (transfer,), payload)]
+    elif rank == 0 and not sync:  # [5] [6]
+        planned.append(_barrier(seq, topology.active_ranks(facts.active)))
+        planned.append(Planned(Task.compute("dec", 0, seq + 1), (Task.finish_all(seq),)))
+    elif rank == 0:  # [5] [7]
+        # Deviation: (C,dec,0,seq+1) is scheduled at rank 0's sync, because the verdict may end the answer.
+        planned.append(_barrier(seq, topology.ranks))
+    if not sync and topology.feeds_next_group(rank):  # [8]
+        planned += _send_on(rank, seq, facts.rows_out)
+    if rank == topology.final_rank:  # [9]
+        planned += _syncs(topology, seq, facts, after=_before_sync(topology, seq, facts.active))
+    if not sync:  # [10]
+        planned.append(Planned(Task.finish(rank, seq)))
+    return planned
+
+
+def _after_sync(task: Task, topology: Topology, facts: Facts) -> list[Planned]:
+    """Cases [11] and [12]. Deviation: an answer may end here, then rank 0 gets (C,end,0,seq) after the barrier."""
+    rank, seq = task.target, task.seq
+    planned: list[Planned] = []
+    if not facts.finished and topology.feeds_next_group(rank):  # [12]
+        planned += _send_on(rank, seq, facts.rows_out)
+    if rank == 0:
+        if seq == 0:  # prefill has no dec at which the barrier could have been scheduled
+            planned.append(_barrier(seq, topology.ranks))
+        following = Task.compute("end", 0, seq) if facts.finished else Task.compute("dec", 0, seq + 1)
+        planned.append(Planned(following, (Task.finish_all(seq),)))
+    planned.append(Planned(Task.finish(rank, seq)))  # [11]
+    return planned
+
+
+def _barrier(seq: int, ranks: Sequence[int]) -> Planned:
+    return Planned(Task.finish_all(seq), tuple(Task.finish(rank, seq) for rank in ranks))
+
+
+def _send_on(rank: int, seq: int, rows: int) -> list[Planned]:
+    """The output of timestep ``seq`` enters the next group at ``seq`` + 1; an empty output activates nothing."""
+    if rows == 0:
+        return []
+    transfer = Task.transfer(rank, rank + 1, seq)
+    decode = Task.compute("dec", rank + 1, seq + 1)
+    payload = {"rows": rows}
+    return [Planned(transfer, (), payload), Planned(decode, (transfer, Task.finish_all(seq)), payload)]
+
+
+def _before_sync(topology: Topology, seq: int, active: Sequence[int]) -> dict[int, list[Task]]:
+    """What each rank must have done before it may prune: its own dec, and whatever still reads its unpruned output."""
+    before: dict[int, list[Task]] = {rank: [] for rank in topology.ranks}
+    for rank in topology.active_ranks(active):
+        before[rank].append(Task.compute("dec", rank, seq))
+        if rank != 0 and not topology.is_exit(rank):
+            before[rank] += [Task.transfer(rank, rank + 1, seq), Task.compute("dec", rank + 1, seq)]
+    for entry in active:
+        # Not in the paper: rows of seq − 1 that are still to be sent (a node is in one transfer at a time) leave before
+        # their sender prunes by the verdict of seq. No cost: the receiver's dec, which the barrier awaits, needs them.
+        before[entry - 1].append(Task.transfer(entry - 1, entry, seq - 1))
+    return before
+
+
+def _syncs(topology: Topology, seq: int, facts: Facts, after: dict[int, list[Task]]) -> list[Planned]:
+    if facts.verdict is None:
+        raise ValueError(f"rank {topology.final_rank} finished timestep {seq} without a verdict")
+    payload = {"verdict": facts.verdict}
+    return [Planned(Task.compute("sync", rank, seq), tuple(after[rank]), payload) for rank in topology.ranks]

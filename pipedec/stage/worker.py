@@ -1,0 +1,106 @@
+"""The workers of the pipeline's stages: contiguous layers, their two-level cache, and a replay of the tree.
+
+A worker gets rows and verdicts. It computes the rows, keeps its output pending until the verdict of the timestep has
+pruned it (paper §3.4.3), and hands it on. The last stage also says what the target's own tokens are.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from pipedec.core import SamplingParams, Step, Verdict
+from pipedec.model import StageModel
+from pipedec.sampling import greedy
+from pipedec.stage.verifier import Verifier
+from pipedec.tree import Advance, PredictionTree
+
+
+class StageWorker:
+    """One stage L_i (paper §3.1)."""
+
+    def __init__(self, model: StageModel, device: torch.device | str = "cpu") -> None:
+        self._model = model
+        self._cache = model.make_cache()
+        self._tree = PredictionTree(device)
+        self._device = device
+        self._prompt_length = 0
+        self._pending_rows = torch.zeros(0, dtype=torch.int64, device=device)
+        self._pending_hidden: Tensor | None = None
+
+    def begin(self, prompt_length: int, sampling: SamplingParams) -> None:
+        """Forget the last request and prepare for one whose prompt has ``prompt_length`` tokens."""
+        self._prompt_length = prompt_length
+        self._cache.reset()
+        self._tree.reset(prompt_length)
+        self._pending_hidden = None
+
+    @torch.inference_mode()
+    def prefill(self, chunk: Step) -> Step:
+        """Compute the prompt's next chunk; returns it with this stage's activations."""
+        first = self._cache.past_length
+        positions = torch.arange(first, first + chunk.num_rows, device=self._device)
+        inputs = chunk.token_ids if chunk.hidden is None else chunk.hidden
+        hidden = self._model.forward(inputs, positions, self._cache, mask_RN=None, prefill_length=self._prompt_length)
+        return Step(chunk.token_ids, chunk.parents, hidden)
+
+    @torch.inference_mode()
+    def decode(self, step: Step) -> None:
+        """Add the step's rows to the tree and compute them; the output waits for this timestep's verdict."""
+        rows = self._tree.append(step.token_ids, step.parents)
+        self._pending_hidden = self._model.forward(
+            step.token_ids if step.hidden is None else step.hidden,
+            self._tree.positions[rows],
+            self._cache,
+            mask_RN=self._tree.tree_mask[rows],
+        )
+        self._pending_rows = torch.arange(rows.start, rows.stop, device=self._device)
+
+    def sync(self, verdict: Verdict) -> None:
+        """Replay the verdict: commit and prune tree, cache and pending output."""
+        self._advanced(verdict)
+
+    def outgoing(self) -> Step | None:
+        """Hand over what is left of the pending output, numbered as the next stage's tree will number it."""
+        hidden, self._pending_hidden = self._pending_hidden, None
+        if hidden is None or not len(self._pending_rows):
+            return None
+        rows = self._pending_rows
+        return Step(self._tree.token_ids[rows], self._tree.parents[rows], hidden)
+
+    def _advanced(self, verdict: Verdict) -> Advance:
+        advance = self._tree.advance(verdict.tokens)
+        self._cache.advance(advance.committed, advance.kept)
+        if self._pending_hidden is not None:
+            is_kept, self._pending_rows = advance.renumber(self._pending_rows)
+            self._pending_hidden = self._pending_hidden[is_kept]
+        return advance
+
+
+class FinalStageWorker(StageWorker):
+    """The last stage L_n: its output is not passed on but judged."""
+
+    def __init__(self, model: StageModel, eos_token_ids: tuple[int, ...], device: torch.device | str = "cpu") -> None:
+        super().__init__(model, device)
+        self._eos_token_ids = eos_token_ids
+        self._verifier = Verifier(SamplingParams(), eos_token_ids)
+
+    def begin(self, prompt_length: int, sampling: SamplingParams) -> None:
+        super().begin(prompt_length, sampling)
+        self._verifier = Verifier(sampling, self._eos_token_ids)
+
+    @torch.inference_mode()
+    def first_verdict(self, last_chunk: Step) -> Verdict:
+        """The verdict on prefill, from the output of the prompt's last chunk."""
+        assert last_chunk.hidden is not None
+        return self._verifier.first(int(greedy(self._model.logits(last_chunk.hidden[-1:]))[0]))
+
+    @torch.inference_mode()
+    def verdict(self) -> Verdict:
+        """The verdict on the rows computed at this timestep."""
+        assert self._pending_hidden is not None
+        successors = greedy(self._model.logits(self._pending_hidden))
+        return self._verifier.judge(self._tree, successors)
+
+    def sync(self, verdict: Verdict) -> None:
+        self._verifier.advance(self._advanced(verdict))

@@ -1,0 +1,86 @@
+"""A record of what every rank did and when, written as a Chrome/Perfetto trace.
+
+Owns the event and the file format. Who collects the events of other ranks is not its business; times are microseconds
+of one clock (Redis's, to which ranks align theirs).
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+SCHEDULER_TRACK = -1
+
+
+@dataclass(frozen=True)
+class TraceEvent:
+    """One task on one track. ``rank`` is −1 for the scheduler's track; times are µs since the epoch."""
+
+    rank: int
+    label: str
+    category: str
+    start_us: int
+    end_us: int
+
+    def as_row(self) -> list[int | str]:
+        return [self.rank, self.label, self.category, self.start_us, self.end_us]
+
+
+@dataclass
+class Tracer:
+    """Collects one rank's events while ``enabled``. ``clock_offset_us`` is added to this machine's clock."""
+
+    rank: int
+    clock_offset_us: int = 0
+    enabled: bool = False
+    events: list[TraceEvent] = field(default_factory=list)
+
+    @contextmanager
+    def task(self, label: str, category: str) -> Iterator[None]:
+        if not self.enabled:
+            yield
+            return
+        start = time.time_ns() // 1000
+        try:
+            yield
+        finally:
+            end = time.time_ns() // 1000
+            offset = self.clock_offset_us
+            self.events.append(TraceEvent(self.rank, label, category, start + offset, end + offset))
+
+    def drain(self) -> list[TraceEvent]:
+        """Hand over the events recorded so far."""
+        events, self.events = self.events, []
+        return events
+
+
+def chrome_trace(events: Iterable[TraceEvent], track_names: dict[int, str]) -> dict[str, object]:
+    """The trace as a JSON document that chrome://tracing and Perfetto read; time starts at the first event."""
+    ordered = sorted(events, key=lambda event: event.start_us)
+    origin = ordered[0].start_us if ordered else 0
+    names = [
+        {"ph": "M", "pid": 0, "tid": rank + 1, "name": name, "args": {key: value}}
+        for rank, title in track_names.items()
+        for name, key, value in (("thread_name", "name", title), ("thread_sort_index", "sort_index", rank + 1))
+    ]
+    tasks = [
+        {
+            "ph": "X", "pid": 0, "tid": event.rank + 1, "name": event.label, "cat": event.category,
+            "ts": event.start_us - origin, "dur": max(1, event.end_us - event.start_us),
+        }
+        for event in ordered
+    ]  # fmt: skip
+    return {"traceEvents": [*names, *tasks], "displayTimeUnit": "ms"}
+
+
+def write_trace(path: Path, events: Iterable[TraceEvent], track_names: dict[int, str]) -> None:
+    """Write ``chrome_trace`` to ``path``.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    path.write_text(json.dumps(chrome_trace(events, track_names)) + "\n", encoding="utf-8")

@@ -1,0 +1,239 @@
+"""The dynamic prediction tree: what the target may say next, as tensors (paper §3.3).
+
+Owns the rows of the tree, their ancestor mask and how both change when rows enter and when a verdict arrives. The same
+class serves the draft rank, every stage and the tests: given the accepted token ids, each replays the same walk.
+
+Shapes: N rows in the tree (in order of entry, root first), R rows that enter, F rows that were drafted, c children each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Advance:
+    """How a verdict changes a tree of N rows, for everything that is kept beside the tree (caches, pending outputs).
+
+    Attributes:
+        committed: int64, rows that became accepted past, in order.
+        kept: int64, rows that stay, in order: the subtree under the last accepted token, its root first.
+        num_rows: N before the verdict.
+        hit: the last accepted token was in the tree, so its row is computed or in flight.
+    """
+
+    committed: Tensor
+    kept: Tensor
+    num_rows: int
+    hit: bool
+
+    def renumber(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Which of ``rows`` (int64 [R], old numbers) are kept (bool [R]), and the new numbers of those (int64)."""
+        new_numbers = torch.full((self.num_rows,), -1, dtype=torch.int64, device=rows.device)
+        new_numbers[self.kept] = torch.arange(len(self.kept), device=rows.device)
+        renumbered = new_numbers[rows]
+        is_kept = renumbered >= 0
+        return is_kept, renumbered[is_kept]
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """What the draft model says may follow F rows of the tree (paper's Q and Y).
+
+    Attributes:
+        rows: int64 [F], tree rows that were drafted.
+        token_ids: int64 [F, c], the c likeliest next tokens of each.
+        log_probs: [F, c], their log-probabilities.
+    """
+
+    rows: Tensor
+    token_ids: Tensor
+    log_probs: Tensor
+
+    def advanced(self, advance: Advance) -> Candidates:
+        """Those whose row is kept, renumbered (paper §3.4.3: the draft's output is pruned by M_h)."""
+        is_kept, rows = advance.renumber(self.rows)
+        return Candidates(rows, self.token_ids[is_kept], self.log_probs[is_kept])
+
+
+class PredictionTree:
+    """Token ids X, parents, probabilities P and ancestor mask M of the rows in flight, in order of entry.
+
+    Storage grows by ``block`` rows, never per row. ``root_position`` is the position id of the root: a row's own
+    position is that plus its depth, so siblings share it.
+    """
+
+    def __init__(self, device: torch.device | str = "cpu", block: int = 256) -> None:
+        self._device = torch.device(device)
+        self._block = block
+        self.root_position = 0
+        self.num_rows = 0
+        self._allocate(block)
+
+    def _allocate(self, capacity: int) -> None:
+        self._token_ids = torch.zeros(capacity, dtype=torch.int64, device=self._device)
+        self._parents = torch.zeros(capacity, dtype=torch.int64, device=self._device)
+        self._log_probs = torch.zeros(capacity, dtype=torch.float32, device=self._device)
+        self._mask = torch.zeros(capacity, capacity, dtype=torch.bool, device=self._device)
+
+    @property
+    def token_ids(self) -> Tensor:
+        """int64 [N] (paper's X)."""
+        return self._token_ids[: self.num_rows]
+
+    @property
+    def parents(self) -> Tensor:
+        """int64 [N], −1 for the root."""
+        return self._parents[: self.num_rows]
+
+    @property
+    def log_probs(self) -> Tensor:
+        """[N] log-probability of each row's token after its parent (log of the paper's P), 0 for the root."""
+        return self._log_probs[: self.num_rows]
+
+    @property
+    def tree_mask(self) -> Tensor:
+        """bool [N, N], ``mask[i, j]`` = row j is row i or an ancestor of it (paper's M)."""
+        return self._mask[: self.num_rows, : self.num_rows]
+
+    @property
+    def child_counts(self) -> Tensor:
+        """int64 [N], children of each row (paper's C)."""
+        has_parent = self.parents >= 0
+        return torch.bincount(self.parents[has_parent], minlength=self.num_rows)
+
+    @property
+    def positions(self) -> Tensor:
+        """int64 [N], position ids."""
+        return self.root_position + self.tree_mask.sum(1) - 1
+
+    @property
+    def cumulative_log_probs(self) -> Tensor:
+        """[N], B = M · log P (paper §3.3.3): how likely each row's whole path is."""
+        return self.tree_mask.to(self._log_probs.dtype) @ self.log_probs
+
+    def reset(self, root_position: int) -> None:
+        """Forget every row; the next root will stand at ``root_position``."""
+        self.num_rows = 0
+        self.root_position = root_position
+
+    def append(self, token_ids: Tensor, parents: Tensor, log_probs: Tensor | None = None) -> slice:
+        """Add R rows behind the present ones and return where they stand.
+
+        Args:
+            token_ids: int64 [R].
+            parents: int64 [R]: a present row, an earlier row of this call (numbered behind the present rows), or −1 for
+                the root of an empty tree.
+            log_probs: [R], or None where probabilities do not matter.
+
+        Raises:
+            ValueError: a second root, or a parent that is not there.
+        """
+        first, last = self.num_rows, self.num_rows + len(token_ids)
+        self._check_parents(parents, first)
+        self._reserve(last)
+        self._token_ids[first:last] = token_ids
+        self._parents[first:last] = parents
+        self._log_probs[first:last] = 0.0 if log_probs is None else log_probs
+        self._extend_mask(parents, first, last)
+        self.num_rows = last
+        return slice(first, last)
+
+    def grow(self, candidates: Candidates, width: int) -> slice:
+        """Add the layer of the ``min(w, F·c)`` candidates with the likeliest paths (paper §3.3.3).
+
+        Candidates enter in row order (the selection mask S applied to the flattened Y), so the tree stays in BFS order.
+        """
+        num_children = candidates.token_ids.shape[1]
+        cumulative = candidates.log_probs + self.cumulative_log_probs[candidates.rows, None]
+        chosen = cumulative.flatten().topk(min(width, cumulative.numel())).indices.sort().values
+        return self.append(
+            candidates.token_ids.flatten()[chosen],
+            candidates.rows[chosen // num_children],
+            candidates.log_probs.flatten()[chosen],
+        )
+
+    def child(self, row: int, token: int) -> int | None:
+        """The child of ``row`` with this token id, or None."""
+        found = torch.nonzero((self.parents == row) & (self.token_ids == token))
+        return int(found[0, 0]) if len(found) else None
+
+    def advance(self, tokens: Sequence[int]) -> Advance:
+        """Accept ``tokens``: commit the path up to the last of them, keep the subtree below it, drop the rest.
+
+        The root and every accepted row but the last become past; the last accepted token is the new root, which stays in
+        the tree if it is there (a hit) and otherwise has yet to enter (a miss). An empty tree (after prefill) commits
+        nothing. Paper §3.3.4: the kept rows are the mask column of the hit.
+
+        Raises:
+            ValueError: a token other than the last is not in the tree, so the verdict belongs to another tree.
+        """
+        committed: list[int] = []
+        row: int | None = 0 if self.num_rows else None
+        for index, token in enumerate(tokens):
+            if row is None and (index > 0 or self.num_rows):
+                raise ValueError(f"verdict {list(tokens)} does not follow the tree: token {index - 1} is not in it")
+            if row is not None:
+                committed.append(row)
+                row = self.child(row, token)
+        kept = self._mask.new_zeros(0, dtype=torch.int64) if row is None else torch.nonzero(self.tree_mask[:, row])[:, 0]
+        advance = Advance(
+            committed=torch.tensor(committed, dtype=torch.int64, device=self._device),
+            kept=kept,
+            num_rows=self.num_rows,
+            hit=row is not None,
+        )
+        self._keep(advance)
+        return advance
+
+    def _keep(self, advance: Advance) -> None:
+        kept, count = advance.kept, len(advance.kept)
+        _, parents = advance.renumber(self._parents[kept[1:]])
+        self._parents[1:count] = parents
+        self._parents[:1] = -1
+        for storage in (self._token_ids, self._log_probs):
+            storage[:count] = storage[kept]
+        self._log_probs[:1] = 0.0  # the new root is certain
+        self._mask[:count, :count] = self._mask[kept][:, kept]
+        self.num_rows = count
+        self.root_position += len(advance.committed)
+
+    def _check_parents(self, parents: Tensor, first: int) -> None:
+        own = torch.arange(first, first + len(parents), device=self._device)
+        is_root = parents < 0
+        if bool((parents >= own).any()):
+            raise ValueError("a row must enter after its parent")
+        if bool(is_root[1:].any()) or (len(parents) and bool(is_root[0]) != (first == 0)):
+            raise ValueError("a tree has exactly one root, its first row")
+
+    def _extend_mask(self, parents: Tensor, first: int, last: int) -> None:
+        """Block-wise mask growth (paper §3.3.3): inherit the parents' rows, add the new rows' own diagonal."""
+        self._mask[first:last, :last] = False
+        self._mask[:first, first:last] = False
+        own = torch.eye(last - first, dtype=torch.bool, device=self._device)
+        present = (parents >= 0) & (parents < first)
+        inherited = self._mask[parents.clamp(min=0), :first] & present[:, None]
+        inside = parents >= first
+        if bool(inside.any()):  # parents inside this step: close over the step's own edges by repeated squaring
+            closure = own.float()
+            closure[inside, parents[inside] - first] = 1.0
+            for _ in range((last - first).bit_length()):
+                closure = (closure @ closure).clamp(max=1.0)
+            own = closure > 0
+            inherited = (closure @ inherited.float()) > 0
+        self._mask[first:last, :first] = inherited
+        self._mask[first:last, first:last] = own
+
+    def _reserve(self, rows: int) -> None:
+        capacity = len(self._token_ids)
+        if rows <= capacity:
+            return
+        old = self._token_ids, self._parents, self._log_probs, self._mask
+        self._allocate(-(-rows // self._block) * self._block)
+        for mine, theirs in zip((self._token_ids, self._parents, self._log_probs), old[:3], strict=True):
+            mine[:capacity] = theirs
+        self._mask[:capacity, :capacity] = old[3]

@@ -1,0 +1,53 @@
+"""A target cut into stages that run one after another in this process, for the tests of the model package."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from pipedec.model.config import ModelConfig
+from pipedec.model.stage_model import StageModel
+
+
+class StageChain:
+    """Stages with these numbers of layers, each with its cache."""
+
+    def __init__(self, directory: Path, cut: tuple[int, ...], dtype: torch.dtype = torch.float32, block: int = 8) -> None:
+        config = ModelConfig.from_directory(directory)
+        starts = [sum(cut[:index]) for index in range(len(cut))]
+        self.stages = [
+            StageModel.load(directory, range(start, start + size), dtype, "cpu", config)
+            for start, size in zip(starts, cut, strict=True)
+        ]
+        self.caches = [stage.make_cache(block) for stage in self.stages]
+
+    def forward(self, ids: Tensor, positions: Tensor, mask: Tensor | None = None, prefill_length: int | None = None) -> Tensor:
+        rows = ids
+        for stage, cache in zip(self.stages, self.caches, strict=True):
+            rows = stage.forward(rows, positions, cache, mask, prefill_length)
+        return self.stages[-1].logits(rows)
+
+    def prefill(self, ids: Tensor, chunk: int) -> Tensor:
+        starts = range(0, len(ids), chunk)
+        parts = [
+            self.forward(ids[start : start + chunk], torch.arange(start, min(start + chunk, len(ids))), None, len(ids))
+            for start in starts
+        ]
+        return torch.cat(parts)
+
+    def decode(self, token: Tensor) -> Tensor:
+        """One row that is accepted at once, as plain pipeline decoding does."""
+        position = torch.tensor([self.caches[0].past_length])
+        logits = self.forward(token.view(1), position, torch.ones(1, 1, dtype=torch.bool))
+        self.advance([0], [])
+        return logits
+
+    def advance(self, committed: list[int], kept: list[int]) -> None:
+        for cache in self.caches:
+            cache.advance(torch.tensor(committed, dtype=torch.int64), torch.tensor(kept, dtype=torch.int64))
+
+    def reset(self) -> None:
+        for cache in self.caches:
+            cache.reset()

@@ -1,0 +1,140 @@
+"""Checkpoints: which tensors a stage takes, and one clear line for every way in which files can be wrong."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from checkpoints import save_tiny_llama
+from safetensors.torch import load_file, save_file
+
+from pipedec.core import UserError
+from pipedec.model.checkpoint import EMBEDDING, FINAL_NORM, HEAD, Checkpoint
+from pipedec.model.config import ModelConfig
+from pipedec.model.stage_model import StageModel
+
+
+@pytest.fixture
+def single(tmp_path):
+    save_tiny_llama(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def sharded(tmp_path):
+    save_tiny_llama(tmp_path, max_shard_size="20KB")
+    assert len(shards(tmp_path)) > 2
+    return tmp_path
+
+
+def shards(path):
+    return sorted(path.glob("model-*.safetensors"))
+
+
+def rewrite(file, change):
+    tensors = load_file(file)
+    change(tensors)
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
+def assert_refused(path, *words, check=False):
+    with pytest.raises(UserError) as caught:
+        checkpoint = Checkpoint(path)
+        if check:
+            checkpoint.check_complete(ModelConfig.from_directory(path))
+    message = str(caught.value)
+    assert "\n" not in message
+    for word in words:
+        assert word in message
+
+
+def test_a_stage_takes_its_own_tensors_only(single):
+    config, checkpoint = ModelConfig.from_directory(single), Checkpoint(single)
+    first = checkpoint.tensor_names(config, range(0, 1), first=True, last=False)
+    middle = checkpoint.tensor_names(config, range(1, 3), first=False, last=False)
+    last = checkpoint.tensor_names(config, range(3, 4), first=False, last=True)
+    assert first[0] == EMBEDDING and last[-2:] == [FINAL_NORM, HEAD]
+    assert all(name.startswith(("model.layers.1.", "model.layers.2.")) for name in middle)
+    assert sorted(first + middle + last) == sorted(load_file(single / "model.safetensors"))
+    checkpoint.check_complete(config)
+
+
+def test_a_tied_head_takes_the_embedding(tmp_path):
+    save_tiny_llama(tmp_path, tie_word_embeddings=True)
+    config, checkpoint = ModelConfig.from_directory(tmp_path), Checkpoint(tmp_path)
+    assert HEAD not in checkpoint
+    assert checkpoint.tensor_names(config, range(3, 4), first=False, last=True)[-1] == EMBEDDING
+    checkpoint.check_complete(config)
+
+
+def test_a_tied_checkpoint_may_hold_a_copy_of_the_head(tmp_path):
+    save_tiny_llama(tmp_path, tie_word_embeddings=True)
+    rewrite(tmp_path / "model.safetensors", lambda tensors: tensors.update({HEAD: tensors[EMBEDDING].clone()}))
+    Checkpoint(tmp_path).check_complete(ModelConfig.from_directory(tmp_path))
+
+
+def test_shards_give_the_same_stage_as_one_file(tmp_path):
+    hidden = torch.randn(3, 32)
+    outputs = []
+    for size in ("1GB", "20KB"):
+        save_tiny_llama(tmp_path / size, max_shard_size=size)
+        stage = StageModel.load(tmp_path / size, range(1, 4), torch.float32, "cpu")
+        outputs.append(stage.logits(stage.forward(hidden, torch.arange(3), stage.make_cache())))
+    assert torch.equal(*outputs)
+
+
+def test_a_missing_shard_is_named(sharded):
+    missing = shards(sharded)[1]
+    missing.unlink()
+    assert_refused(sharded, missing.name, "missing")
+
+
+@pytest.mark.parametrize("content", [None, b"<html>not found</html>", b"", b"\xff" * 64])
+def test_a_damaged_file_is_named(sharded, content):
+    damaged = shards(sharded)[-1]
+    damaged.write_bytes(damaged.read_bytes()[:-10] if content is None else content)
+    assert_refused(sharded, damaged.name, "not a whole safetensors file")
+
+
+@pytest.mark.parametrize("content", ["<html>", "[]", "{}", '{"weight_map": [1]}', '{"weight_map": {"a": [1]}}'])
+def test_a_damaged_index_is_named(sharded, content):
+    (sharded / "model.safetensors.index.json").write_text(content)
+    assert_refused(sharded, "model.safetensors.index.json", "not a safetensors index")
+
+
+def test_an_index_that_names_the_wrong_shard_is_refused(sharded):
+    index = sharded / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    content["weight_map"][FINAL_NORM] = content["weight_map"][EMBEDDING]
+    index.write_text(json.dumps(content))
+    assert_refused(sharded, FINAL_NORM, "missing")
+
+
+def test_pickle_weights_and_empty_directories_are_refused(tmp_path):
+    assert_refused(tmp_path, "neither model.safetensors")
+    (tmp_path / "pytorch_model.bin").write_bytes(b"")
+    assert_refused(tmp_path, "convert them to safetensors")
+
+
+def test_missing_unused_misshaped_and_quantized_tensors_are_named(single):
+    file, norm = single / "model.safetensors", "model.layers.2.input_layernorm.weight"
+    original = file.read_bytes()
+    rewrite(file, lambda tensors: tensors.pop(norm))
+    assert_refused(single, norm, "missing", check=True)
+    file.write_bytes(original)
+    rewrite(file, lambda tensors: tensors.update({"model.layers.9.extra": torch.zeros(1)}))
+    assert_refused(single, "model.layers.9.extra", "no place", check=True)
+    file.write_bytes(original)
+    rewrite(file, lambda tensors: tensors.update({norm: torch.zeros(31)}))
+    assert_refused(single, norm, "[31]", "[32]", check=True)
+    with pytest.raises(UserError, match=r"input_layernorm.*\[31\].*\[32\]"):
+        StageModel.load(single, range(2, 3), torch.float32, "cpu")
+    rewrite(file, lambda tensors: tensors.update({norm: torch.zeros(32, dtype=torch.int8)}))
+    assert_refused(single, norm, "I8", check=True)
+
+
+def test_old_rotary_buffers_are_no_complaint(single):
+    name = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    rewrite(single / "model.safetensors", lambda tensors: tensors.update({name: torch.zeros(4)}))
+    Checkpoint(single).check_complete(ModelConfig.from_directory(single))

@@ -1,0 +1,106 @@
+"""The two-level cache keeps its rows in order through growth, commits and prunes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipedec.model.cache import KVCache
+
+LAYERS, HEADS, HEAD_DIM = 2, 3, 4
+
+
+def indices(*rows: int) -> torch.Tensor:
+    return torch.tensor(rows, dtype=torch.int64)
+
+
+def append(cache: KVCache, labels: list[int], to_tree: bool = True) -> None:
+    """Write rows whose every number tells label, layer and key or value apart."""
+    cache.reserve(len(labels))
+    for layer in range(LAYERS):
+        rows = torch.tensor(labels, dtype=torch.float64)[None, :, None] * 10 + layer
+        keys = rows.expand(HEADS, -1, HEAD_DIM)
+        cache.write(layer, keys, -keys)
+    (cache.extend_tree if to_tree else cache.extend_past)(len(labels))
+
+
+def make_cache(block: int = 4) -> KVCache:
+    return KVCache(LAYERS, HEADS, HEAD_DIM, torch.float64, "cpu", block)
+
+
+def assert_holds(cache: KVCache, labels: list[int]) -> None:
+    for layer in range(LAYERS):
+        keys, values = cache.view(layer)
+        expected = (torch.tensor(labels, dtype=torch.float64)[None, :, None] * 10 + layer).expand(HEADS, -1, HEAD_DIM)
+        assert torch.equal(keys, expected)
+        assert torch.equal(values, -expected)
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_any_sequence_of_appends_and_advances_keeps_the_rows(data):
+    cache, past, tree, label = make_cache(), [], [], 0
+    for _ in range(data.draw(st.integers(1, 8))):
+        if not tree and data.draw(st.booleans()):
+            rows = list(range(label, label + data.draw(st.integers(1, 6))))
+            append(cache, rows, to_tree=False)
+            past, label = past + rows, label + len(rows)
+        rows = list(range(label, label + data.draw(st.integers(0, 6))))
+        append(cache, rows)
+        tree, label = tree + rows, label + len(rows)
+        chosen = data.draw(st.permutations(range(len(tree))))
+        chosen = chosen[: data.draw(st.integers(0, len(chosen)))]
+        split = data.draw(st.integers(0, len(chosen)))
+        cache.advance(indices(*chosen[:split]), indices(*chosen[split:]))
+        past, tree = past + [tree[row] for row in chosen[:split]], [tree[row] for row in chosen[split:]]
+        assert (cache.past_length, cache.tree_length) == (len(past), len(tree))
+        assert_holds(cache, past + tree)
+
+
+def test_committing_the_first_rows_moves_only_the_boundary():
+    cache = make_cache()
+    append(cache, [1, 2, 3])
+    before = cache.view(0)[0].data_ptr()
+    cache.advance(indices(0), indices(1, 2))
+    assert (cache.past_length, cache.tree_length) == (1, 2)
+    assert cache.view(0)[0].data_ptr() == before
+    assert_holds(cache, [1, 2, 3])
+
+
+def test_grows_by_blocks_and_reset_keeps_the_memory():
+    cache = make_cache(block=4)
+    assert cache.slots == 4
+    append(cache, [1, 2, 3, 4, 5])
+    assert cache.slots == 8
+    assert cache.num_bytes == LAYERS * 2 * HEADS * 8 * HEAD_DIM * 8
+    cache.reset()
+    assert (cache.length, cache.slots) == (0, 8)
+
+
+def test_rows_are_unseen_until_counted_in():
+    cache = make_cache()
+    append(cache, [1])
+    cache.write(0, torch.ones(HEADS, 2, HEAD_DIM), torch.ones(HEADS, 2, HEAD_DIM))
+    assert cache.length == 1
+    assert cache.view(0, 2)[0].shape == (HEADS, 3, HEAD_DIM)
+
+
+def test_misuse_is_refused():
+    cache = make_cache(block=2)
+    rows = torch.zeros(HEADS, 3, HEAD_DIM)
+    with pytest.raises(ValueError, match="reserve"):
+        cache.write(0, rows, rows)
+    with pytest.raises(ValueError, match="never written"):
+        cache.view(0, 3)
+    with pytest.raises(ValueError, match="cannot have been written"):
+        cache.extend_tree(3)
+    append(cache, [1, 2])
+    with pytest.raises(ValueError, match="behind 2 tree rows"):
+        cache.extend_past(0)
+    for committed, kept in (((0,), (0,)), ((2,), ()), ((), (-1,))):
+        with pytest.raises(ValueError, match="distinct indices below 2"):
+            cache.advance(indices(*committed), indices(*kept))
+    with pytest.raises(ValueError, match="block"):
+        make_cache(block=0)

@@ -1,0 +1,205 @@
+"""The stage model equals transformers: whole and cut, for every family and rope type, along chains and in trees."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from checkpoints import save_tiny, save_tiny_llama, save_tiny_mistral
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from stage_chain import StageChain
+from transformers import AutoModelForCausalLM
+
+from pipedec.core import UserError
+from pipedec.model.config import ModelConfig
+from pipedec.model.stage_model import StageModel
+
+MODELS = {
+    "llama": ("llama", {}),
+    "llama-tied": ("llama", {"tie_word_embeddings": True}),
+    "llama-biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama-wide-heads": ("llama", {"head_dim": 16, "kv_heads": 1, "hidden_act": "gelu"}),
+    "llama-no-groups": ("llama", {"kv_heads": 4}),
+    "mistral-window": ("mistral", {"sliding_window": 5}),
+    "mistral-no-window": ("mistral", {"sliding_window": None, "head_dim": 12}),
+    "qwen2": ("qwen2", {}),
+    "qwen2-window": ("qwen2", {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 2}),
+}
+ROPES = {
+    "linear": {"rope_type": "linear", "factor": 2.5},
+    "dynamic": {"rope_type": "dynamic", "factor": 3.0},
+    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8},
+    "longrope": {
+        "rope_type": "longrope",
+        "factor": 2.0,
+        "short_factor": [1.0, 1.1, 1.2, 1.3],
+        "long_factor": [2.0, 3.0, 4.0, 5.0],
+        "original_max_position_embeddings": 16,
+    },
+    "llama3": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 16,
+    },
+}
+TOLERANCE = {torch.float32: 2e-4, torch.float64: 1e-5}
+
+
+def random_ids(count: int, seed: int = 1) -> torch.Tensor:
+    return torch.randint(0, 64, (count,), generator=torch.Generator().manual_seed(seed))
+
+
+@torch.no_grad()
+def decode_with_transformers(directory, ids, prompt_length, dtype):
+    """Logits [T, V] of a prompt in one go, then token by token, as ``generate`` runs them."""
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype)
+    output = model(ids[None, :prompt_length], use_cache=True)
+    logits = [output.logits[0]]
+    for token in ids[prompt_length:]:
+        output = model(token.view(1, 1), past_key_values=output.past_key_values, use_cache=True)
+        logits.append(output.logits[0])
+    return torch.cat(logits)
+
+
+def decode_with_stages(directory, ids, prompt_length, dtype, cut, chunk):
+    chain = StageChain(directory, cut, dtype)
+    return torch.cat([chain.prefill(ids[:prompt_length], chunk)] + [chain.decode(token) for token in ids[prompt_length:]])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_equal_transformers_whole_and_cut(tmp_path, name, dtype):
+    family, kwargs = MODELS[name]
+    save_tiny(family, tmp_path, **kwargs)
+    ids = random_ids(24)
+    expected = decode_with_transformers(tmp_path, ids, 13, dtype)
+    for cut, chunk in (((4,), 13), ((1, 2, 1), 4)):
+        found = decode_with_stages(tmp_path, ids, 13, dtype, cut, chunk)
+        assert found.dtype == dtype
+        torch.testing.assert_close(found, expected, atol=TOLERANCE[dtype], rtol=0)
+
+
+@pytest.mark.parametrize("prompt_length", [6, 21])
+@pytest.mark.parametrize("rope", ROPES)
+def test_every_rope_type_equals_transformers_on_both_sides_of_the_trained_length(tmp_path, rope, prompt_length):
+    save_tiny_llama(tmp_path, rope_parameters={"rope_theta": 1000.0, **ROPES[rope]}, max_position_embeddings=16)
+    ids = random_ids(26)
+    expected = decode_with_transformers(tmp_path, ids, prompt_length, torch.float32)
+    found = decode_with_stages(tmp_path, ids, prompt_length, torch.float32, (3, 1), 5)
+    torch.testing.assert_close(found, expected, atol=TOLERANCE[torch.float32], rtol=0)
+
+
+def test_half_precision_stays_near_transformers(tmp_path):
+    save_tiny_llama(tmp_path, dtype=torch.bfloat16)
+    ids = random_ids(20)
+    expected = decode_with_transformers(tmp_path, ids, 12, torch.bfloat16).float()
+    found = decode_with_stages(tmp_path, ids, 12, torch.bfloat16, (2, 2), 12)
+    assert found.dtype == torch.float32
+    assert (found - expected).abs().mean() < 0.03 * expected.abs().mean()
+
+
+class GrowingTree:
+    """A random tree over a prompt, and the path of every row."""
+
+    def __init__(self, chooser: random.Random, prompt: list[int]) -> None:
+        self.chooser, self.accepted = chooser, prompt
+        self.tokens: list[int] = []
+        self.parents: list[int] = []
+
+    def path(self, row: int) -> list[int]:
+        ancestors = [] if self.parents[row] < 0 else self.path(self.parents[row])
+        return [*ancestors, row]
+
+    def grow(self, rows: int) -> None:
+        for _ in range(rows):
+            self.parents.append(self.chooser.randrange(-1, len(self.tokens)))
+            self.tokens.append(self.chooser.randrange(64))
+
+    def step(self, first: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Token ids, positions and mask of the rows from ``first`` on."""
+        total = len(self.tokens)
+        mask = torch.zeros(total - first, total, dtype=torch.bool)
+        for row in range(first, total):
+            mask[row - first, self.path(row)] = True
+        positions = len(self.accepted) + mask.sum(1) - 1
+        return torch.tensor(self.tokens[first:]), positions, mask
+
+    def accept(self, row: int) -> tuple[list[int], list[int]]:
+        """The rows to commit and to keep when this row and its path come true."""
+        committed = self.path(row)
+        kept = [other for other in range(len(self.tokens)) if row in self.path(other)[:-1]]
+        self.accepted = self.accepted + [self.tokens[index] for index in committed]
+        self.parents = [kept.index(self.parents[index]) if self.parents[index] != row else -1 for index in kept]
+        self.tokens = [self.tokens[index] for index in kept]
+        return committed, kept
+
+
+@pytest.fixture(scope="module", params=["llama", "mistral"])
+def tree_target(request, tmp_path_factory):
+    """A checkpoint as transformers' model and as a chain of stages; Mistral's window is smaller than the context."""
+    path = tmp_path_factory.mktemp("tree_target")
+    save = {"llama": save_tiny_llama, "mistral": save_tiny_mistral}[request.param]
+    model = save(path, layers=3, **({"sliding_window": 4} if request.param == "mistral" else {}))
+    return model, StageChain(path, (1, 2))
+
+
+@settings(max_examples=12, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1))
+def test_rows_of_random_trees_equal_a_forward_of_their_own_path(tree_target, seed):
+    model, chain = tree_target
+    chooser = random.Random(seed)
+    tree = GrowingTree(chooser, [chooser.randrange(64) for _ in range(chooser.randrange(1, 8))])
+    chain.reset()
+    chain.prefill(torch.tensor(tree.accepted), 3)
+    for _ in range(4):
+        first = len(tree.tokens)
+        tree.grow(chooser.randrange(1, 6))
+        found = chain.forward(*tree.step(first))
+        for row in range(first, len(tree.tokens)):
+            sequence = tree.accepted + [tree.tokens[index] for index in tree.path(row)]
+            with torch.no_grad():
+                expected = model(torch.tensor([sequence])).logits[0, -1]
+            torch.testing.assert_close(found[row - first], expected, atol=2e-4, rtol=0)
+        if chooser.random() < 0.7:
+            chain.advance(*tree.accept(chooser.randrange(len(tree.tokens))))
+    assert all(cache.past_length == len(tree.accepted) for cache in chain.caches)
+    assert all(cache.tree_length == len(tree.tokens) for cache in chain.caches)
+
+
+def test_memory_matches_the_configs_count(tmp_path):
+    for name in ("llama-biases", "llama-tied", "qwen2"):
+        family, kwargs = MODELS[name]
+        save_tiny(family, tmp_path / name, **kwargs)
+        config = ModelConfig.from_directory(tmp_path / name)
+        for layers in (range(0, 1), range(1, 3), range(3, 4), range(0, 4)):
+            stage = StageModel.load(tmp_path / name, layers, torch.float64, "cpu")
+            assert stage.num_bytes == 8 * config.num_stage_parameters(layers)
+            assert stage.num_layers == len(layers)
+
+
+def test_progress_counts_every_tensor_once(tmp_path):
+    save_tiny_llama(tmp_path)
+    calls: list[tuple[int, int]] = []
+    StageModel.load(tmp_path, range(0, 2), torch.float32, "cpu", progress=lambda done, total: calls.append((done, total)))
+    assert calls == [(done, 19) for done in range(1, 20)]
+
+
+def test_misuse_is_refused(tmp_path):
+    save_tiny_llama(tmp_path)
+    with pytest.raises(UserError, match="4 layers"):
+        StageModel.load(tmp_path, range(3, 5), torch.float32, "cpu")
+    stage = StageModel.load(tmp_path, range(0, 2), torch.float32, "cpu")
+    cache = stage.make_cache()
+    with pytest.raises(ValueError, match="only the last stage"):
+        stage.logits(torch.zeros(1, 32))
+    with pytest.raises(ValueError, match="at least one row"):
+        stage.forward(random_ids(0), torch.arange(0), cache)
+    with pytest.raises(ValueError, match="mask"):
+        stage.forward(random_ids(2), torch.arange(2), cache, torch.ones(2, 3, dtype=torch.bool))
+    stage.forward(random_ids(1), torch.arange(1), cache, torch.ones(1, 1, dtype=torch.bool))
+    with pytest.raises(ValueError, match="prompt chunk"):
+        stage.forward(random_ids(1), torch.arange(1), cache)

@@ -1,0 +1,170 @@
+"""Whole answers through both schedulers, all ranks in random order, checked against what the rules promise."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+
+from pipedec.scheduler import MemoryScheduler, RedisScheduler, Scheduler, Task, Topology
+from pipedec.scheduler.simulation import History, SimulatedPipeline
+
+TOPOLOGIES = [
+    Topology.even(1, 1),
+    Topology.even(2, 2),
+    Topology.even(3, 1),
+    Topology.even(3, 3),
+    Topology(((1,), (2, 3, 4), (5, 6))),
+    Topology.even(14, 7),
+    Topology.even(14, 14),
+]
+MakeScheduler = Callable[[Topology], Scheduler]
+
+
+def named(topology: Topology) -> str:
+    return "-".join(str(len(group)) for group in topology.groups)
+
+
+def check_transfers_are_disjoint(history: History) -> None:
+    """A rank that holds a transfer gets no other one before its receiver has reported it."""
+    events: list[tuple[str, Task]] = []
+    seen: set[Task] = set()
+    finished = iter(history.finished)
+    for task in finished:
+        events.append(("finish", task))
+    for _, message in history.received:
+        assert message.task is not None
+        seen.add(message.task)
+    assert {task for _, task in events} == seen
+
+
+def check_order(history: History) -> None:
+    """Every task ran once, after all it depends on; virtual tasks are done when what they depend on is."""
+    position = {task: index for index, task in enumerate(history.finished)}
+    assert len(position) == len(history.finished)
+    after = {plan.task: plan.after for plan in history.planned}
+    assert len(after) == len(history.planned), "a task was scheduled twice"
+    assert {task for task in after if task.kind != "V"} == set(position)
+
+    def done_at(task: Task) -> int:
+        if task in position:
+            return position[task]
+        return max((done_at(before) for before in after[task]), default=-1)
+
+    for task in position:
+        for before in after[task]:
+            assert done_at(before) < position[task], (task, before)
+
+
+def check_barriers(history: History) -> None:
+    """No compute task of timestep seq + 1 runs before all of timestep seq are done."""
+    computes = [task.seq for task in history.finished if task.name in ("dec", "sync", "end")]
+    assert computes == sorted(computes)
+
+
+def check_answer(topology: Topology, history: History, num_tokens: int) -> None:
+    said = [verdict["tokens"][0] for verdict in history.verdicts[0]]
+    assert said == list(range(1, num_tokens + 1))
+    assert all(history.verdicts[rank] == history.verdicts[0] for rank in topology.ranks)
+    assert history.verdicts[0][-1]["finished"] == "length"
+    assert len(history.hits) == num_tokens - 1
+    assert history.timesteps == sum(1 if hit else topology.num_groups for hit in history.hits)
+    assert history.finished[-1].name == "end"
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("topology", TOPOLOGIES, ids=named)
+def test_whole_answers(make_scheduler: MakeScheduler, topology: Topology, seed: int) -> None:
+    num_tokens = 20 if topology.num_stages < 14 else 8
+    pipeline = SimulatedPipeline(topology, make_scheduler(topology), random.Random(seed), num_tokens, repeat_rate=0.1)
+    history = pipeline.run(num_chunks=1 + 2 * seed)
+    check_order(history)
+    check_barriers(history)
+    check_answer(topology, history, num_tokens)
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES, ids=named)
+@pytest.mark.parametrize("num_tokens", [1, 2])
+def test_short_answers(make_scheduler: MakeScheduler, topology: Topology, num_tokens: int) -> None:
+    history = SimulatedPipeline(topology, make_scheduler(topology), random.Random(0), num_tokens).run()
+    check_order(history)
+    check_answer(topology, history, num_tokens)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_rank_is_in_two_transfers(seed: int) -> None:
+    source = random.Random(seed)
+    topology = Topology.even(7, source.randint(1, 7))
+    scheduler = MemoryScheduler(topology)
+    pipeline = SimulatedPipeline(topology, scheduler, source, num_tokens=25)
+    most = 0
+
+    def observe() -> None:
+        nonlocal most
+        assert scheduler.graph is not None
+        busy = [rank for task in scheduler.graph.granted if task.kind == "T" for rank in task.ranks]
+        assert len(busy) == len(set(busy))
+        assert set(busy) == scheduler.graph.busy
+        for task, _ in scheduler.graph.pending:
+            assert set(task.ranks) & scheduler.graph.busy, "a transfer waits though both its ranks are free"
+        most = max(most, len(busy) // 2)
+
+    check_order(pipeline.run(observe=observe))
+    assert most >= (2 if topology.num_groups > 4 else 1)
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES, ids=named)
+def test_both_back_ends_grant_the_same(make_redis_scheduler: Callable[[Topology], RedisScheduler], topology: Topology) -> None:
+    num_tokens = 12 if topology.num_stages < 14 else 6
+    histories = [
+        SimulatedPipeline(topology, scheduler, random.Random(11), num_tokens, repeat_rate=0.1).run(num_chunks=2)
+        for scheduler in (MemoryScheduler(topology), make_redis_scheduler(topology))
+    ]
+    assert histories[0].received == histories[1].received
+    assert histories[0].finished == histories[1].finished
+
+
+def test_nothing_is_left_in_the_twin_at_the_end() -> None:
+    topology = Topology.even(6, 3)
+    scheduler = MemoryScheduler(topology)
+    for number in range(3):
+        SimulatedPipeline(topology, scheduler, random.Random(number), 15).run(number)
+        graph = scheduler.graph
+        assert graph is not None and not graph.running
+        kept = (graph.waiting, graph.unmet, graph.dependents, graph.granted, graph.done, graph.active, graph.pending, graph.busy)
+        assert not any(kept)
+        assert all(scheduler.wait(rank, 0) is None for rank in topology.ranks)
+
+
+def test_nothing_is_left_in_redis_at_the_end(make_redis_scheduler: Callable[[Topology], RedisScheduler]) -> None:
+    topology = Topology.even(6, 3)
+    scheduler = make_redis_scheduler(topology)
+    keys, client = scheduler.keys, scheduler.client
+    for number in range(3):
+        SimulatedPipeline(topology, scheduler, random.Random(number), 15).run(number)
+        words = {field.decode().split(" ")[0] for field in client.hkeys(keys.workflow)}
+        assert words == {"number", "running", "entries", "trace", "cancelled", "last", "reply"}
+        assert not client.get(keys.bitmap).strip(b"\0")
+        left = {key.decode() for key in client.scan_iter(match=keys.prefix + "*")}
+        assert left == {keys.workflow, keys.bitmap}
+
+
+def test_memory_does_not_grow_with_the_answer(make_redis_scheduler: Callable[[Topology], RedisScheduler]) -> None:
+    topology = Topology.even(4, 4)
+    scheduler = make_redis_scheduler(topology)
+    client, keys = scheduler.client, scheduler.keys
+    pipeline = SimulatedPipeline(topology, scheduler, random.Random(4), num_tokens=120)
+    largest: dict[int, tuple[int, int]] = {}
+
+    def observe() -> None:
+        task = pipeline.history.finished[-1]
+        if task.name == "sync" and task.target == 0 and task.seq > 0:
+            half = int(task.seq > 60)
+            sizes = (client.hlen(keys.workflow), client.zcard(keys.done))
+            largest[half] = max(largest.get(half, (0, 0)), sizes)
+
+    history = pipeline.run(observe=observe)
+    assert history.timesteps > 200
+    for early, late in zip(largest[0], largest[1], strict=True):
+        assert late <= early + 12  # a timestep's worth of luck, not 140 timesteps' worth of tasks

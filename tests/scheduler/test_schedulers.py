@@ -1,0 +1,277 @@
+"""Each call of the scheduler protocol, on both back ends: repeats, cancelling, failing, stopping, leases, answers."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+
+import pytest
+
+from pipedec.core import RankLost, SchedulerLost, UserError
+from pipedec.scheduler import Facts, Planned, RedisScheduler, Scheduler, Task, Topology, initial_tasks, post_process
+from pipedec.scheduler.simulation import SimulatedPipeline
+
+MakeScheduler = Callable[[Topology], Scheduler]
+TWO = Topology.even(2, 2)
+
+
+def begin(scheduler: Scheduler, number: int = 0, trace: bool = False) -> None:
+    scheduler.begin(number, initial_tasks(TWO, [{"token_ids": [1, 2, 3], "length": 3}]), trace)
+
+
+def prefill(scheduler: Scheduler, finished: str | None = None) -> None:
+    """Takes a begun request up to the report of rank 2, which schedules the first syncs."""
+    for rank in (0, 1):
+        message = scheduler.wait(rank, 1)
+        assert message is not None and message.task == Task.compute("pre", rank, 0)
+        scheduler.finish(rank, message.task, post_process(message.task, TWO, Facts(rows_out=3, payload=message.payload)))
+    for rank in (1, 2):
+        message = scheduler.wait(rank, 1)
+        assert message is not None and message.task == Task.transfer(1, 2, 0) and message.payload["rows"] == 3
+    following = scheduler.finish(2, Task.transfer(1, 2, 0), [])
+    assert following is not None and following.task == Task.compute("pre", 2, 0)
+    verdict = {"tokens": [5], "finished": finished}
+    planned = post_process(following.task, TWO, Facts(verdict=verdict))
+    own = scheduler.finish(2, following.task, planned)
+    assert own is not None and own.task == Task.compute("sync", 2, 0)
+
+
+def test_a_task_reported_twice_has_effect_once(make_scheduler: MakeScheduler) -> None:
+    scheduler = make_scheduler(TWO)
+    begin(scheduler)
+    task = Task.compute("pre", 1, 0)
+    assert scheduler.wait(1, 1) is not None
+    planned = post_process(task, TWO, Facts(rows_out=3, payload={"first": True}))
+    first = scheduler.finish(1, task, planned)
+    again = scheduler.finish(1, task, planned)
+    assert first == again and first is not None and first.task == Task.transfer(1, 2, 0)
+    assert scheduler.wait(1, 0) is None, "the transfer was granted twice"
+
+
+def test_a_repeat_gives_what_has_come_since(make_scheduler: MakeScheduler) -> None:
+    scheduler = make_scheduler(TWO)
+    begin(scheduler)
+    message = scheduler.wait(0, 1)
+    assert message is not None and message.task is not None
+    assert scheduler.finish(0, message.task, []) is None
+    following = Task.compute("dec", 0, 1)
+    scheduler.finish(1, Task.compute("pre", 1, 0), [Planned(following)])
+    for _ in range(2):
+        repeated = scheduler.finish(0, message.task, [Planned(Task.compute("dec", 0, 9))])
+        assert repeated is not None and repeated.task == following
+
+
+def test_a_task_never_granted_has_no_effect(make_scheduler: MakeScheduler) -> None:
+    scheduler = make_scheduler(TWO)
+    begin(scheduler)
+    assert scheduler.finish(2, Task.compute("dec", 2, 5), [Planned(Task.compute("dec", 2, 6))]) is None
+    assert scheduler.wait(2, 0) is None
+
+
+def test_one_request_at_a_time(make_scheduler: MakeScheduler) -> None:
+    scheduler = make_scheduler(TWO)
+    begin(scheduler, 3)
+    with pytest.raises(UserError, match="request 3 is still running"):
+        begin(scheduler, 4)
+
+
+def test_dec_tasks_name_the_active_entries(make_scheduler: MakeScheduler) -> None:
+    scheduler = make_scheduler(TWO)
+    received = SimulatedPipeline(TWO, scheduler, random.Random(1), 20).run().received
+    decs = [(rank, message) for rank, message in received if message.task is not None and message.task.name == "dec"]
+    by_seq = {message.task.seq: message.active for _, message in decs if message.task is not None}
+    for rank, message in decs:
+        assert message.task is not None and message.active == by_seq[message.task.seq]
+        assert rank == 0 or rank in message.active
+    assert {(), (1,), (2,), (1, 2)} & set(by_seq.values()) >= {(1,), (1, 2)}
+
+
+def test_cancel_ends_the_answer_at_the_next_verdict(make_scheduler: MakeScheduler) -> None:
+    scheduler = make_scheduler(TWO)
+    begin(scheduler)
+    assert scheduler.cancel(0)
+    prefill(scheduler)
+    for rank in (0, 1):
+        message = scheduler.wait(rank, 1)
+        assert message is not None and message.payload == {"verdict": {"tokens": [5], "finished": "cancelled"}}
+    assert not scheduler.cancel(7)
+
+
+def test_cancel_does_not_rewrite_an_answer_that_ended_itself(make_scheduler: MakeScheduler) -> None:
+    scheduler = make_scheduler(TWO)
+    begin(scheduler)
+    scheduler.cancel(0)
+    prefill(scheduler, finished="stop")
+    message = scheduler.wait(0, 1)
+    assert message is not None and message.payload["verdict"]["finished"] == "stop"
+
+
+def test_cancel_after_the_verdict_waits_for_the_next(make_scheduler: MakeScheduler) -> None:
+    scheduler = make_scheduler(TWO)
+    begin(scheduler)
+    prefill(scheduler)
+    assert scheduler.cancel(0)
+    verdicts = [scheduler.wait(rank, 1) for rank in (0, 1)]
+    assert all(message is not None and message.payload["verdict"]["finished"] is None for message in verdicts)
+
+
+def test_cancel_of_a_waiting_or_taken_request(make_scheduler: MakeScheduler) -> None:
+    scheduler = make_scheduler(TWO)
+    scheduler.open()
+    numbers = [scheduler.submit(f"request {index}") for index in range(3)]
+    assert numbers == [0, 1, 2]
+    taken = scheduler.wait_request(1)
+    assert taken is not None and (taken.kind, taken.number, taken.text) == ("request", 0, "request 0")
+    assert scheduler.cancel(1) and scheduler.cancel(0)
+    assert [event for _, event in scheduler.read_answer(1, "0", 1)] == [{"kind": "cancelled"}]
+    following = scheduler.wait_request(1)
+    assert following is not None and following.number == 2
+    begin(scheduler, 0)
+    prefill(scheduler)
+    message = scheduler.wait(0, 1)
+    assert message is not None and message.payload["verdict"]["finished"] == "cancelled"
+
+
+def test_a_run_takes_requests_only_while_it_is_up(make_scheduler: MakeScheduler) -> None:
+    scheduler = make_scheduler(TWO)
+    with pytest.raises(UserError, match="not up"):
+        scheduler.submit("early")
+    scheduler.open()
+    with pytest.raises(UserError, match="in use"):
+        scheduler.open()
+    scheduler.submit("in time")
+    scheduler.stop()
+    scheduler.stop()
+    with pytest.raises(UserError, match="stopping"):
+        scheduler.submit("late")
+    for rank in (1, 2):
+        message = scheduler.wait(rank, 1)
+        assert message is not None and message.kind == "stop"
+        assert scheduler.wait(rank, 0) is None
+    message = scheduler.wait_request(1)
+    assert message is not None and message.kind == "stop"
+
+
+def test_abort_reaches_every_rank_first_and_every_reader(make_scheduler: MakeScheduler) -> None:
+    scheduler = make_scheduler(TWO)
+    scheduler.open()
+    for text in ("running", "waiting"):
+        scheduler.submit(text)
+    assert scheduler.wait_request(1) is not None
+    begin(scheduler, 0)
+    assert scheduler.failure() is None
+    assert scheduler.abort(2, 'out of memory: "é"')
+    assert not scheduler.abort(1, "lost rank 2")
+    assert scheduler.failure() == 'rank 2: out of memory: "é"'
+    for rank in TWO.ranks:
+        message = scheduler.wait(rank, 1)
+        assert message is not None and (message.kind, message.text) == ("abort", 'rank 2: out of memory: "é"')
+    for number in (0, 1):
+        assert [event["kind"] for _, event in scheduler.read_answer(number, "0", 1)] == ["abort"]
+    with pytest.raises(RankLost, match="rank 2"):
+        scheduler.submit("late")
+    with pytest.raises(RankLost, match="rank 2"):
+        begin(scheduler, 1)
+
+
+def test_answers_are_read_from_where_one_left_off(make_scheduler: MakeScheduler) -> None:
+    scheduler = make_scheduler(TWO)
+    assert scheduler.read_answer(0, "0", 0) == []
+    scheduler.publish(0, {"tokens": [1]})
+    [(position, event)] = scheduler.read_answer(0, "0", 1)
+    assert event == {"tokens": [1]}
+    begin(scheduler)
+    scheduler.finish(0, Task.compute("pre", 0, 0), [], [{"tokens": []}, {"text": "“x”"}])
+    assert [event for _, event in scheduler.read_answer(0, position, 1)] == [{"tokens": []}, {"text": "“x”"}]
+    scheduler.close_answer(0)
+    assert scheduler.read_answer(0, "0", 0) == []
+
+
+def test_a_lease_that_runs_out_is_found(make_scheduler: MakeScheduler) -> None:
+    scheduler = make_scheduler(TWO)
+    assert scheduler.expired_ranks() == []
+    scheduler.renew_lease(1)
+    scheduler.renew_lease(2)
+    deadline = time.monotonic() + 5
+    while scheduler.expired_ranks() != [1, 2] and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert scheduler.expired_ranks() == [1, 2]
+    scheduler.renew_lease(2)
+    assert 2 not in scheduler.expired_ranks() or scheduler.expired_ranks() == [1, 2]
+
+
+def test_trace_holds_every_task_once(make_scheduler: MakeScheduler) -> None:
+    scheduler = make_scheduler(TWO)
+    history = SimulatedPipeline(TWO, scheduler, random.Random(2), 5).run(trace=True)
+    trace = scheduler.trace()
+    assert [line.task for line in trace] == history.finished
+    assert all(0 < line.granted_us <= line.finished_us for line in trace)
+    SimulatedPipeline(TWO, scheduler, random.Random(2), 5).run(1)
+    assert scheduler.trace() == []
+
+
+def test_a_cleared_run_can_be_opened_again(make_scheduler: MakeScheduler) -> None:
+    scheduler = make_scheduler(TWO)
+    for _ in range(2):
+        scheduler.open()
+        assert scheduler.submit("x") == 0
+        begin(scheduler)
+        scheduler.abort(1, "gone")
+        scheduler.clear()
+        assert scheduler.wait(1, 0) is None and scheduler.failure() is None
+
+
+def test_clear_leaves_no_key(make_redis_scheduler: Callable[[Topology], RedisScheduler]) -> None:
+    scheduler = make_redis_scheduler(TWO)
+    scheduler.open()
+    for rank in TWO.ranks:
+        scheduler.renew_lease(rank)
+    scheduler.submit("a")
+    scheduler.submit("b")
+    scheduler.cancel(1)
+    begin(scheduler, trace=True)
+    prefill(scheduler)
+    scheduler.publish(0, {"tokens": [1]})
+    scheduler.stop()
+    names = [key.decode() for key in scheduler.client.scan_iter(match=scheduler.keys.prefix + "*")]
+    assert len(names) > 8
+    assert all(0 < scheduler.client.ttl(name) <= 60 for name in names), "a key would outlive the run"
+    scheduler.clear()
+    assert list(scheduler.client.scan_iter(match=scheduler.keys.prefix + "*")) == []
+
+
+def test_script_flush_is_not_noticed(make_redis_scheduler: Callable[[Topology], RedisScheduler]) -> None:
+    topology = Topology.even(3, 3)
+    scheduler = make_redis_scheduler(topology)
+    history = SimulatedPipeline(topology, scheduler, random.Random(3), 10).run(observe=scheduler.client.script_flush)
+    assert len(history.verdicts[0]) == 10
+
+
+def test_a_flushed_server_is_a_lost_scheduler(make_redis_scheduler: Callable[[Topology], RedisScheduler]) -> None:
+    scheduler = make_redis_scheduler(TWO)
+    begin(scheduler)
+    scheduler.client.delete(scheduler.keys.workflow)
+    with pytest.raises(SchedulerLost, match="lost the run"):
+        scheduler.finish(0, Task.compute("pre", 0, 0), [])
+
+
+def test_a_rank_cannot_finish_tasks_of_a_later_request(make_redis_scheduler: Callable[[Topology], RedisScheduler]) -> None:
+    first = make_redis_scheduler(TWO)
+    begin(first)
+    stopped = RedisScheduler(first.client, first.keys.run_id, TWO)
+    assert stopped.wait(1, 1) is not None
+    first.client.hset(first.keys.workflow, "running", "0")
+    begin(first, 1)
+    assert stopped.finish(1, Task.compute("pre", 1, 0), [Planned(Task.compute("dec", 2, 1))]) is None
+    assert first.wait(2, 0) is None
+
+
+def test_one_round_trip_reports_a_task_and_gets_the_next(make_redis_scheduler: Callable[[Topology], RedisScheduler]) -> None:
+    scheduler = make_redis_scheduler(TWO)
+    begin(scheduler)
+    assert scheduler.wait(1, 1) is not None
+    before = scheduler.round_trips
+    planned = post_process(Task.compute("pre", 1, 0), TWO, Facts(rows_out=3, payload={"first": True}))
+    following = scheduler.finish(1, Task.compute("pre", 1, 0), planned, [{"tokens": [1]}])
+    assert following is not None and scheduler.round_trips == before + 1

@@ -1,0 +1,118 @@
+"""The embedded server and what a user reads when Redis cannot be used."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from pipedec.core import SchedulerLost, UserError
+from pipedec.scheduler import EmbeddedServer, Keys, connect
+from pipedec.scheduler.client import address_of, check_version
+
+
+def is_alive(pid: int) -> bool:
+    """A zombie counts as dead: where nobody reaps orphans, signal 0 calls them alive."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return stat.rpartition(")")[2].split()[0] not in ("Z", "X")
+
+
+def wait_until_dead(pid: int) -> bool:
+    deadline = time.monotonic() + 10
+    while is_alive(pid) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return not is_alive(pid)
+
+
+def test_a_server_lives_as_long_as_its_block() -> None:
+    with EmbeddedServer(unix_socket=True) as server:
+        pid = server.pid
+        assert server.socket_path is not None
+        directory = Path(server.socket_path).parent
+        assert connect(server.url).set("a", "1") and connect(server.unix_url).get("a") == b"1"
+        command = Path(f"/proc/{pid}/cmdline").read_bytes().decode()
+        assert server.url.split("@")[0].removeprefix("redis://:") not in command
+    assert not is_alive(pid) and not directory.exists()
+    server.stop()
+
+
+def test_a_server_dies_with_a_killed_parent() -> None:
+    code = (
+        "import sys, time; from pipedec.scheduler import EmbeddedServer\n"
+        "server = EmbeddedServer(); print(server.pid, flush=True); time.sleep(60)"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    try:
+        assert parent.stdout is not None
+        pid = int(parent.stdout.readline())
+        assert is_alive(pid)
+    finally:
+        os.kill(parent.pid, signal.SIGKILL)
+        parent.wait()
+        parent.stdout and parent.stdout.close()
+    assert wait_until_dead(pid)
+
+
+def test_a_server_that_cannot_start_says_why(tmp_path: Path) -> None:
+    binary = tmp_path / "redis-server"
+    binary.write_text("#!/bin/sh\necho cannot load the moon >&2\nexit 3\n", encoding="utf-8")
+    binary.chmod(0o700)
+    with pytest.raises(SchedulerLost, match="cannot load the moon"):
+        EmbeddedServer(binary=binary)
+
+
+@pytest.mark.parametrize("password", [":wrong@", ""])
+def test_a_wrong_password_is_named_and_not_shown(redis_server: EmbeddedServer, password: str) -> None:
+    with pytest.raises(SchedulerLost) as caught:
+        connect(f"redis://{password}{redis_server.address}")
+    assert str(caught.value) == f"wrong Redis password for {redis_server.address}"
+
+
+def test_an_unreachable_server_is_named_without_password() -> None:
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        port = closed.getsockname()[1]
+        with pytest.raises(SchedulerLost) as caught:
+            connect(f"redis://:secret@127.0.0.1:{port}")
+    assert f"127.0.0.1:{port}" in str(caught.value) and "secret" not in str(caught.value)
+
+
+def test_a_server_that_does_not_answer_is_given_up() -> None:
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        with pytest.raises(SchedulerLost, match="does not answer"):
+            connect(f"redis://:secret@127.0.0.1:{silent.getsockname()[1]}")
+
+
+@pytest.mark.parametrize("url", ["http://:secret@host:1", "redis://:secret@host:port"])
+def test_an_address_that_is_none(url: str) -> None:
+    with pytest.raises(UserError) as caught:
+        connect(url)
+    assert "secret" not in str(caught.value)
+
+
+def test_addresses_and_versions() -> None:
+    assert address_of("redis://:secret@host:7000/1") == "host:7000"
+    assert address_of("unix://:secret@/tmp/redis.sock") == "/tmp/redis.sock"
+    check_version("host:1", "6.2.14")
+    check_version("host:1", "9.1.2")
+    with pytest.raises(SchedulerLost, match=r"version 5\.0\.7; pipedec needs 6\.2"):
+        check_version("host:1", "5.0.7")
+
+
+def test_keys_have_one_hash_tag() -> None:
+    keys = Keys("run-1")
+    assert keys.queue(3) == "pipedec:{run-1}:queue:3"
+    for bad in ("", "a}b", "a b", "x" * 101):
+        with pytest.raises(UserError, match="run id"):
+            Keys(bad)

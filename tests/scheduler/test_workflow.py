@@ -1,0 +1,159 @@
+"""Topologies, task names, and the cases of Algorithm 4 one by one."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipedec.core import UserError
+from pipedec.scheduler.workflow import Facts, Planned, Task, Topology, initial_tasks, post_process
+
+PAIRS = Topology(((1, 2), (3, 4), (5,)))
+VERDICT = {"tokens": [7], "finished": None}
+
+
+def strings(planned: list[Planned]) -> dict[str, list[str]]:
+    return {plan.task.id: [task.id for task in plan.after] for plan in planned}
+
+
+def test_topology_names_entries_and_exits() -> None:
+    assert PAIRS.entry_ranks == (1, 3, 5)
+    assert PAIRS.exit_ranks == (2, 4, 5)
+    assert (PAIRS.num_stages, PAIRS.num_groups, PAIRS.final_rank) == (5, 3, 5)
+    assert [PAIRS.group_of(rank) for rank in range(1, 6)] == [0, 0, 1, 1, 2]
+    assert [rank for rank in PAIRS.ranks if PAIRS.feeds_next_group(rank)] == [0, 2, 4]
+    assert PAIRS.active_ranks((3,)) == (0, 3, 4)
+
+
+@given(st.integers(1, 20), st.integers(1, 20))
+def test_even_topology_covers_all_stages(stages: int, groups: int) -> None:
+    if groups > stages:
+        with pytest.raises(UserError, match="groups"):
+            Topology.even(stages, groups)
+        return
+    sizes = [len(group) for group in Topology.even(stages, groups).groups]
+    assert sum(sizes) == stages and len(sizes) == groups and max(sizes) - min(sizes) <= 1
+
+
+@pytest.mark.parametrize("groups", [(), ((),), ((1,), ()), ((2,),), ((1, 3),), ((1,), (1,)), ((2, 1),)])
+def test_bad_groups_are_the_users_mistake(groups: tuple[tuple[int, ...], ...]) -> None:
+    with pytest.raises(UserError):
+        Topology(groups)
+
+
+@pytest.mark.parametrize(
+    ("task", "identifier", "label"),
+    [
+        (Task.compute("pre", 2, -3), "C:pre:2:-3", "2P-3"),
+        (Task.compute("dec", 2, 17), "C:dec:2:17", "2F17"),
+        (Task.compute("sync", 0, 17), "C:sync:0:17", "0S17"),
+        (Task.compute("end", 0, 17), "C:end:0:17", "0E17"),
+        (Task.transfer(2, 3, 17), "T:2:3:17", "2>3@17"),
+        (Task.finish(4, 17), "V:finish:4:17", "4V17"),
+        (Task.finish_all(17), "V:finish:all:17", "allV17"),
+    ],
+)
+def test_task_names(task: Task, identifier: str, label: str) -> None:
+    assert (task.id, task.label) == (identifier, label)
+    assert Task.parse(identifier) == task
+
+
+@pytest.mark.parametrize("identifier", ["C:jump:1:1", "V:begin:1:1", "X:1:2:3", "C:dec:1", "T:a:b:c"])
+def test_other_strings_are_no_tasks(identifier: str) -> None:
+    with pytest.raises(ValueError):
+        Task.parse(identifier)
+
+
+def test_case_1_every_chunk_at_ranks_0_and_1() -> None:
+    planned = initial_tasks(PAIRS, [{"token_ids": [1, 2]}, {"token_ids": [3]}])
+    assert strings(planned) == {
+        "C:pre:0:-1": [], "C:pre:1:-1": [], "C:pre:0:0": ["C:pre:0:-1"], "C:pre:1:0": ["C:pre:1:-1"],
+    }
+    assert planned[0].payload == {"token_ids": [1, 2], "first": True, "last": False}
+    assert planned[3].payload == {"token_ids": [3], "first": False, "last": True}
+    with pytest.raises(UserError):
+        initial_tasks(PAIRS, [])
+
+
+def test_case_2_prefill_goes_on_with_its_facts() -> None:
+    facts = Facts(rows_out=2, payload={"token_ids": [1, 2], "length": 3, "first": False, "last": True})
+    planned = post_process(Task.compute("pre", 1, 0), PAIRS, facts)
+    assert strings(planned) == {"T:1:2:0": [], "C:pre:2:0": ["T:1:2:0", "C:pre:2:-1"]}
+    assert all(plan.payload == {"length": 3, "first": False, "last": True, "rows": 2} for plan in planned)
+    assert post_process(Task.compute("pre", 0, 0), PAIRS, facts) == []
+
+
+def test_case_3_first_token_is_told_by_sync() -> None:
+    planned = post_process(Task.compute("pre", 5, 0), PAIRS, Facts(verdict=VERDICT))
+    assert strings(planned) == {f"C:sync:{rank}:0": [f"C:pre:{rank}:0"] for rank in range(6)}
+    assert all(plan.payload == {"verdict": VERDICT} for plan in planned)
+    assert post_process(Task.compute("pre", 5, -1), PAIRS, Facts()) == []
+
+
+def test_case_4_within_a_group() -> None:
+    planned = post_process(Task.compute("dec", 1, 9), PAIRS, Facts(rows_out=4, active=(1, 3)))
+    assert strings(planned) == {"T:1:2:9": [], "C:dec:2:9": ["T:1:2:9"], "V:finish:1:9": []}
+    assert planned[0].payload == planned[1].payload == {"rows": 4}
+
+
+def test_cases_5_6_8_10_rank_0_without_sync() -> None:
+    planned = post_process(Task.compute("dec", 0, 9), PAIRS, Facts(rows_out=4, active=(1,)))
+    assert strings(planned) == {
+        "V:finish:all:9": ["V:finish:0:9", "V:finish:1:9", "V:finish:2:9"],
+        "C:dec:0:10": ["V:finish:all:9"],
+        "T:0:1:9": [],
+        "C:dec:1:10": ["T:0:1:9", "V:finish:all:9"],
+        "V:finish:0:9": [],
+    }
+
+
+def test_cases_5_7_rank_0_with_sync_waits_for_all() -> None:
+    planned = post_process(Task.compute("dec", 0, 9), PAIRS, Facts(rows_out=4, active=(1, 5)))
+    assert strings(planned) == {"V:finish:all:9": [f"V:finish:{rank}:9" for rank in range(6)]}
+
+
+@pytest.mark.parametrize(("rows", "tasks"), [(3, {"T:2:3:9", "C:dec:3:10", "V:finish:2:9"}), (0, {"V:finish:2:9"})])
+def test_case_8_an_empty_output_activates_nothing(rows: int, tasks: set[str]) -> None:
+    planned = post_process(Task.compute("dec", 2, 9), PAIRS, Facts(rows_out=rows, active=(1,)))
+    assert set(strings(planned)) == tasks
+
+
+def test_case_9_syncs_wait_for_what_still_reads_unpruned_rows() -> None:
+    planned = post_process(Task.compute("dec", 5, 9), PAIRS, Facts(verdict=VERDICT, active=(1, 5)))
+    assert strings(planned) == {
+        "C:sync:0:9": ["C:dec:0:9", "T:0:1:8"],
+        "C:sync:1:9": ["C:dec:1:9", "T:1:2:9", "C:dec:2:9"],
+        "C:sync:2:9": ["C:dec:2:9"],
+        "C:sync:3:9": [],
+        "C:sync:4:9": ["T:4:5:8"],
+        "C:sync:5:9": ["C:dec:5:9"],
+    }
+    with pytest.raises(ValueError, match="verdict"):
+        post_process(Task.compute("dec", 5, 9), PAIRS, Facts(active=(5,)))
+
+
+def test_cases_11_12_after_a_sync() -> None:
+    assert strings(post_process(Task.compute("sync", 0, 9), PAIRS, Facts(rows_out=1))) == {
+        "T:0:1:9": [], "C:dec:1:10": ["T:0:1:9", "V:finish:all:9"], "C:dec:0:10": ["V:finish:all:9"], "V:finish:0:9": [],
+    }
+    assert strings(post_process(Task.compute("sync", 4, 9), PAIRS, Facts(rows_out=2))) == {
+        "T:4:5:9": [], "C:dec:5:10": ["T:4:5:9", "V:finish:all:9"], "V:finish:4:9": [],
+    }
+    for rank in (1, 3, 5):
+        assert strings(post_process(Task.compute("sync", rank, 9), PAIRS, Facts(rows_out=2))) == {f"V:finish:{rank}:9": []}
+
+
+def test_the_sync_of_prefill_also_sets_the_barrier() -> None:
+    planned = strings(post_process(Task.compute("sync", 0, 0), PAIRS, Facts(rows_out=1)))
+    assert planned["V:finish:all:0"] == [f"V:finish:{rank}:0" for rank in range(6)]
+    assert planned["C:dec:0:1"] == ["V:finish:all:0"]
+
+
+def test_an_answer_that_ended_schedules_only_its_end() -> None:
+    assert strings(post_process(Task.compute("sync", 0, 9), PAIRS, Facts(rows_out=1, finished=True))) == {
+        "C:end:0:9": ["V:finish:all:9"], "V:finish:0:9": [],
+    }
+    assert strings(post_process(Task.compute("sync", 2, 9), PAIRS, Facts(rows_out=5, finished=True))) == {"V:finish:2:9": []}
+    assert post_process(Task.compute("end", 0, 9), PAIRS, Facts()) == []
+    assert post_process(Task.transfer(0, 1, 9), PAIRS, Facts()) == []

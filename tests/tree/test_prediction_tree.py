@@ -1,0 +1,141 @@
+"""The tree against a naive tree of Python paths, under random growth and random verdicts."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipedec.tree import Candidates, PredictionTree
+
+
+class NaiveTree:
+    """Every row is the tuple of token ids on its path from the root."""
+
+    def __init__(self) -> None:
+        self.paths: list[tuple[int, ...]] = []
+
+    def advance(self, tokens: list[int]) -> list[tuple[int, ...]]:
+        path = (self.paths[0][0], *tokens)
+        kept = [row for row in self.paths if row[: len(path)] == path]
+        self.paths = [row[len(path) - 1 :] for row in kept]
+        return kept
+
+
+def check_same(tree: PredictionTree, naive: NaiveTree) -> None:
+    assert tree.num_rows == len(naive.paths)
+    for index, path in enumerate(naive.paths):
+        assert tree.token_ids[index] == path[-1]
+        assert tree.positions[index] == tree.root_position + len(path) - 1
+        parent = int(tree.parents[index])
+        assert (naive.paths[parent] == path[:-1]) if parent >= 0 else len(path) == 1
+        ancestors = [naive.paths.index(path[:depth]) for depth in range(1, len(path) + 1)]
+        assert torch.nonzero(tree.tree_mask[index])[:, 0].tolist() == sorted(ancestors)
+    children = [sum(path[:-1] == row for path in naive.paths) for row in naive.paths]
+    assert tree.child_counts.tolist() == children
+
+
+@given(st.data())
+def test_random_growth_and_verdicts_match_a_naive_tree(data: st.DataObject) -> None:
+    tree, naive = PredictionTree(block=4), NaiveTree()
+    tree.reset(root_position=7)
+    position = 7
+    for _ in range(data.draw(st.integers(1, 8))):
+        if not naive.paths:
+            root = data.draw(st.integers(0, 3))
+            tree.append(torch.tensor([root]), torch.tensor([-1]))
+            naive.paths = [(root,)]
+        token_ids, parents = [], []
+        for _ in range(data.draw(st.integers(0, 6))):  # rows of mixed depth, parents in the same step allowed
+            parent = data.draw(st.integers(0, len(naive.paths) - 1))
+            path = (*naive.paths[parent], data.draw(st.integers(0, 3)))
+            if path not in naive.paths:
+                token_ids.append(path[-1])
+                parents.append(parent)
+                naive.paths.append(path)
+        tree.append(torch.tensor(token_ids, dtype=torch.int64), torch.tensor(parents, dtype=torch.int64))
+        check_same(tree, naive)
+        if data.draw(st.booleans()):
+            walked = data.draw(st.sampled_from(naive.paths))[1:]
+            tokens = [*walked, data.draw(st.integers(0, 4))]
+            before = list(naive.paths)
+            path = [before.index(tuple(before[0][:1] + walked[:depth])) for depth in range(len(walked) + 1)]
+            kept = naive.advance(tokens)
+            advance = tree.advance(tokens)
+            position += len(tokens)
+            assert advance.committed.tolist() == path
+            assert [before[row] for row in advance.kept] == kept
+            assert advance.hit == bool(kept)
+            assert tree.root_position == position
+            check_same(tree, naive)
+            is_kept, renumbered = advance.renumber(torch.arange(len(before)))
+            assert torch.equal(torch.nonzero(is_kept)[:, 0], advance.kept)
+            assert renumbered.tolist() == list(range(len(kept)))
+
+
+@given(st.integers(1, 6), st.integers(1, 5), st.integers(0, 10_000))
+def test_grow_takes_the_likeliest_paths_in_row_order(width: int, children: int, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    tree = PredictionTree()
+    tree.append(torch.tensor([5]), torch.tensor([-1]))
+    layer = slice(0, 1)
+    expected_paths = {(5,): 0.0}
+    for _ in range(3):
+        rows = torch.arange(layer.start, layer.stop)
+        logits = torch.rand(len(rows), 11, generator=generator, dtype=torch.float64).mul(5)
+        top = logits.log_softmax(-1).topk(children)
+        before = paths_of(tree)
+        scored = {
+            (*before[row], int(token)): expected_paths[before[row]] + float(log_prob)
+            for row, tokens, log_probs in zip(rows.tolist(), top.indices, top.values, strict=True)
+            for token, log_prob in zip(tokens, log_probs, strict=True)
+        }
+        layer = tree.grow(Candidates(rows, top.indices, top.values.float()), width)
+        wanted = sorted(scored, key=scored.__getitem__, reverse=True)[: min(width, len(rows) * children)]
+        after = paths_of(tree)
+        assert set(after[layer.start :]) == set(wanted)
+        parents = tree.parents[layer].tolist()
+        assert parents == sorted(parents)
+        expected_paths |= {path: scored[path] for path in wanted}
+        cumulative = tree.cumulative_log_probs
+        for index, path in enumerate(after):
+            assert float(cumulative[index]) == pytest.approx(expected_paths[path], abs=1e-4)
+
+
+def paths_of(tree: PredictionTree) -> list[tuple[int, ...]]:
+    paths: list[tuple[int, ...]] = []
+    for token, parent in zip(tree.token_ids.tolist(), tree.parents.tolist(), strict=True):
+        paths.append((*(paths[parent] if parent >= 0 else ()), token))
+    return paths
+
+
+def test_prefill_verdict_commits_nothing() -> None:
+    tree = PredictionTree()
+    tree.reset(root_position=12)
+    advance = tree.advance([3])
+    assert (len(advance.committed), len(advance.kept), advance.hit) == (0, 0, False)
+    assert tree.root_position == 12
+
+
+def test_candidates_follow_the_tree() -> None:
+    tree = PredictionTree()
+    tree.append(torch.tensor([1, 2, 3]), torch.tensor([-1, 0, 0]))
+    candidates = Candidates(torch.tensor([1, 2]), torch.tensor([[7, 8], [9, 4]]), torch.zeros(2, 2))
+    pruned = candidates.advanced(tree.advance([3]))
+    assert pruned.rows.tolist() == [0]
+    assert pruned.token_ids.tolist() == [[9, 4]]
+
+
+@pytest.mark.parametrize(
+    ("token_ids", "parents", "message"),
+    [([1, 2], [-1, -1], "one root"), ([1], [0], "after its parent"), ([1, 2], [-1, 1], "after its parent")],
+)
+def test_impossible_rows_are_refused(token_ids: list[int], parents: list[int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        PredictionTree().append(torch.tensor(token_ids), torch.tensor(parents))
+
+
+def test_a_verdict_of_another_tree_is_refused() -> None:
+    tree = PredictionTree()
+    tree.append(torch.tensor([1, 2]), torch.tensor([-1, 0]))
+    with pytest.raises(ValueError, match="does not follow"):
+        tree.advance([5, 6])
