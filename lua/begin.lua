@@ -5,7 +5,7 @@
 -- KEYS:      as in graph.lua
 -- ARGV:      1 seconds keys live  2 request number  3 entry ranks as ",1,3,"  4 trace ("1" or "0")
 --            5 planned tasks, JSON [[id, [ids before it], payload JSON text], ...]
--- Returns:   1; error PIPEDEC FAILED if the run has failed, PIPEDEC BUSY if a request is running
+-- Returns:   1; error PIPEDEC FAILED if the run has failed, PIPEDEC BUSY if a request is running (nothing changes)
 local planned = cjson.decode(ARGV[5])
 local failure = redis.call('HGET', RUN, 'failure')
 if failure then

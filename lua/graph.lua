@@ -95,6 +95,7 @@ function graph.grant_transfers()
     if redis.call('GETBIT', BITMAP, source) == 0 and redis.call('GETBIT', BITMAP, target) == 0 then
       redis.call('SETBIT', BITMAP, source, 1)
       redis.call('SETBIT', BITMAP, target, 1)
+      redis.call('EXPIRE', BITMAP, TTL)
       redis.call('LREM', PENDING, 1, id)
       local payload = redis.call('HGET', WORKFLOW, 'task ' .. id)
       redis.call('HDEL', WORKFLOW, 'task ' .. id)

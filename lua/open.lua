@@ -2,7 +2,7 @@
 -- Purpose:   declares a run up, so that requests are accepted.
 -- Invariant: a run id is opened once.
 -- KEYS:      1 run (hash)
--- ARGV:      1 seconds keys live
+-- ARGV:      1 seconds keys live  2 description of the run for clients, JSON
 -- Returns:   1; error PIPEDEC INUSE if the run id is in use, PIPEDEC FAILED if the run has failed meanwhile
 local failure = redis.call('HGET', KEYS[1], 'failure')
 if failure then
@@ -11,6 +11,6 @@ end
 if redis.call('HEXISTS', KEYS[1], 'state') == 1 then
   return redis.error_reply('PIPEDEC INUSE this run id is already in use')
 end
-redis.call('HSET', KEYS[1], 'state', 'up', 'submitted', 0)
+redis.call('HSET', KEYS[1], 'state', 'up', 'submitted', 0, 'description', ARGV[2])
 redis.call('EXPIRE', KEYS[1], ARGV[1])
 return 1

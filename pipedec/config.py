@@ -18,7 +18,7 @@ from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass, 
 from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
-from urllib.parse import unquote, urlsplit, urlunsplit
+from urllib.parse import quote, unquote, urlsplit
 
 import yaml
 
@@ -64,9 +64,19 @@ class RedisConfig:
         user_and_password, at, address = parts.netloc.rpartition("@")
         user = user_and_password.partition(":")[0]
         scheme = "rediss" if self.tls else parts.scheme
-        object.__setattr__(self, "url", urlunsplit(parts._replace(scheme=scheme, netloc=user + at * bool(user) + address)))
+        path = parts.path + ("?" + parts.query) * bool(parts.query)
+        object.__setattr__(self, "url", f"{scheme}://{user}{at * bool(user)}{address}{path}")
         object.__setattr__(self, "password", unquote(password) if password else self.password or None)
         object.__setattr__(self, "tls", scheme == "rediss")
+
+    @property
+    def connection_url(self) -> str:
+        """The URL with the password in it: for connecting, never for showing."""
+        if self.password is None:
+            return self.url
+        scheme, _, rest = self.url.partition("://")
+        user, _, address = rest.rpartition("@")
+        return f"{scheme}://{user}:{quote(self.password, safe='')}@{address}"
 
 
 @dataclass(frozen=True)
@@ -216,6 +226,13 @@ def redis_config(url: str | None = None, base: RedisConfig | None = None) -> Red
     except UserError as error:
         source = "--redis" if url else "PIPEDEC_REDIS_URL"
         raise UserError(f"{source}: {str(error).removeprefix('url: ')}") from None
+
+
+def redis_url_from_environment(url: str | None = None) -> str | None:
+    """What to connect to, password included: ``url`` (a flag), else PIPEDEC_REDIS_URL; None when neither is given."""
+    if not url and not os.environ.get("PIPEDEC_REDIS_URL"):
+        return None
+    return redis_config(url).connection_url
 
 
 def model_shape(name: str) -> ModelShape:

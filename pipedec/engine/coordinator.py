@@ -85,7 +85,6 @@ class DraftLoop(RankLoop):
         except UserError as error:
             self._scheduler.publish(message.number, {"error": str(error)})
             return True
-        self._forget_request()
         self._tracer.enabled = request.trace
         self._scheduler.begin(request.number, initial_tasks(self._topology, _chunk_payloads(request)), request.trace)
         while True:
@@ -126,6 +125,8 @@ class DraftLoop(RankLoop):
         method = self._current.method
         method.apply(verdict)
         step = None if verdict.finished else method.propose()
+        if verdict.finished:
+            self._forget_request()
         piece = self._current.add(verdict, task.seq)
         self._events.append({"token_ids": list(verdict.tokens), "text": piece})
         return Facts(rows_out=self._keep_outgoing(step, task.seq), finished=verdict.finished is not None)

@@ -14,6 +14,7 @@ import torch
 from pipedec.core import Metrics, Request, Step, Verdict
 from pipedec.decoding import Drafter, Method, create_method
 from pipedec.engine.prompt import prefill_chunks
+from pipedec.engine.spec import PipelineSpec
 from pipedec.scheduler.workflow import Topology
 from pipedec.stage import FinalStageWorker, StageWorker
 from pipedec.transport import LocalTransport
@@ -40,6 +41,13 @@ class LocalPipeline:
         self._drafter = drafter
         self._device = device
         self.metrics = Metrics()
+
+    @classmethod
+    def load(cls, spec: PipelineSpec) -> LocalPipeline:
+        """All stages of ``spec``, and its draft, in this process."""
+        device = spec.torch_device()
+        stages = [spec.load_stage(rank, device) for rank in range(1, spec.num_stages + 1)]
+        return cls(stages, spec.topology, spec.load_drafter(device), device)
 
     def run(self, request: Request) -> Iterator[Verdict]:
         """Decode ``request``, yielding every verdict as it falls; ``metrics`` are those of the last request."""

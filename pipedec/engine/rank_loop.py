@@ -102,6 +102,7 @@ class RankLoop(ABC):
         return step.num_rows
 
     def _forget_request(self) -> None:
+        """The answer has ended: rows that were still under way are nobody's any more."""
         self._inbox.clear()
         self._outbox.clear()
 
@@ -137,7 +138,6 @@ class StageLoop(RankLoop):
     def _prefill(self, task: Task, message: Message) -> Facts:
         payload = message.payload
         if payload["first"]:
-            self._forget_request()
             self._worker.begin(payload["prompt_length"], sampling_from_payload(payload["sampling"]))
             self._tracer.enabled = payload["trace"]
         output = self._worker.prefill(self._prompt_chunk(payload) if self._rank == 1 else self._inbox.popleft())
@@ -158,8 +158,11 @@ class StageLoop(RankLoop):
         verdict = verdict_from_payload(message.payload["verdict"])
         self._worker.sync(verdict)
         leaving = self._worker.outgoing()
-        if self._rank == self._topology.final_rank or verdict.finished:
+        if self._rank == self._topology.final_rank:
             leaving = None
+        if verdict.finished:
+            leaving = None
+            self._forget_request()
         return Facts(rows_out=self._keep_outgoing(leaving, task.seq), finished=verdict.finished is not None)
 
     def _prompt_chunk(self, payload: dict[str, Any]) -> Step:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from pipedec.core import UserError
 from pipedec.decoding import Drafter
 from pipedec.drafting import DraftModel
-from pipedec.engine.plan import even_layers
+from pipedec.engine.plan import even_layers, explicit_layers
 from pipedec.engine.prompt import same_tokenizer
 from pipedec.model import Checkpoint, ModelConfig, StageModel
 from pipedec.scheduler.workflow import Topology
@@ -69,8 +69,10 @@ class PipelineSpec:
             checked(draft_path)
             same_tokenizer(target_path, draft_path)
         topology = Topology.even(stages, stages if groups is None else groups)
-        bounds = _bounds(layers, stages, config.num_layers)
-        return cls(target_path, draft_path, topology, bounds, dtype, device)
+        if layers is not None and len(layers) != stages:
+            raise UserError(f"--layers lists {len(layers)} stages, but there are {stages}: give one number for each stage")
+        parts = even_layers(config.num_layers, stages) if layers is None else explicit_layers(layers, config.num_layers)
+        return cls(target_path, draft_path, topology, tuple((part.start, part.stop) for part in parts), dtype, device)
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -88,17 +90,15 @@ class PipelineSpec:
             raise UserError("--device cuda, but torch sees no GPU here: install a CUDA build of torch, or use --device cpu")
         return torch.device("cuda", local_rank % torch.cuda.device_count())
 
-    def to_json(self) -> str:
-        return json.dumps(
-            {
-                "target": str(self.target), "draft": str(self.draft) if self.draft else None,
-                "groups": self.topology.groups, "layers": self.layers, "dtype": self.dtype, "device": self.device,
-            }
-        )  # fmt: skip
+    def description(self) -> dict[str, object]:
+        """The pipeline as plain JSON values."""
+        return {
+            "target": str(self.target), "draft": str(self.draft) if self.draft else None,
+            "groups": self.topology.groups, "layers": self.layers, "dtype": self.dtype, "device": self.device,
+        }  # fmt: skip
 
     @classmethod
-    def from_json(cls, text: str) -> PipelineSpec:
-        raw = json.loads(text)
+    def from_description(cls, raw: dict[str, Any]) -> PipelineSpec:
         return cls(
             target=Path(raw["target"]),
             draft=Path(raw["draft"]) if raw["draft"] else None,
@@ -135,15 +135,3 @@ def checked(directory: Path) -> ModelConfig:
     config = ModelConfig.from_directory(directory)
     Checkpoint(directory).check_complete(config)
     return config
-
-
-def _bounds(layers: list[int] | None, stages: int, num_layers: int) -> tuple[tuple[int, int], ...]:
-    if layers is None:
-        return tuple((part.start, part.stop) for part in even_layers(num_layers, stages))
-    if len(layers) != stages or sum(layers) != num_layers or min(layers) < 1:
-        raise UserError(
-            f"--layers {','.join(map(str, layers))} gives {len(layers)} stages and {sum(layers)} layers, but there are "
-            f"{stages} stages and the target has {num_layers} layers; every stage needs at least one"
-        )
-    ends = [sum(layers[: index + 1]) for index in range(stages)]
-    return tuple((end - count, end) for end, count in zip(ends, layers, strict=True))

@@ -2,3 +2,10 @@
 
 Knows tensors and Hugging Face checkpoints; knows neither the cluster, nor tokenizers, nor the decoding method.
 """
+
+from pipedec.model.cache import KVCache
+from pipedec.model.checkpoint import Checkpoint
+from pipedec.model.config import ModelConfig
+from pipedec.model.stage_model import StageModel
+
+__all__ = ["Checkpoint", "KVCache", "ModelConfig", "StageModel"]

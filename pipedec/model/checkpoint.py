@@ -104,8 +104,7 @@ class Checkpoint:
             raise UserError(f"{self._files[name]}: tensor {name} has dtype {self._dtypes[name]}; use an unquantized checkpoint")
         if self._shapes[name] != shape:
             raise UserError(
-                f"{self._files[name]}: tensor {name} has shape {list(self._shapes[name])}, "
-                f"but config.json asks for {list(shape)}"
+                f"{self._files[name]}: tensor {name} has shape {list(self._shapes[name])}, but config.json asks for {list(shape)}"
             )
 
     def read_into(self, targets: dict[str, Tensor], progress: Callable[[int, int], None] | None = None) -> None:

@@ -23,12 +23,10 @@ class Rotary:
         device: where rows live.
 
     Raises:
-        UserError: a rope type that the installed transformers does not know.
+        UserError: a rope type that the installed transformers does not know, or one that rotates part of a head.
     """
 
-    def __init__(
-        self, config: ModelConfig, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
-    ) -> None:
+    def __init__(self, config: ModelConfig, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> None:
         from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
         self._hf = config.hf
@@ -45,6 +43,10 @@ class Rotary:
         else:
             known = ", ".join(["default", *ROPE_INIT_FUNCTIONS])
             raise UserError(f"rope type {self.rope_type!r} in config.json is not known; transformers knows {known}")
+        if 2 * len(frequencies) != config.head_dim:
+            raise UserError(
+                f"config.json rotates {2 * len(frequencies)} of {config.head_dim} numbers of a head; only all is supported"
+            )
         self._frequencies_D = _both_halves(frequencies).to(self._device)
         if self.rope_type == "longrope":
             self._short_length: int = parameters["original_max_position_embeddings"]

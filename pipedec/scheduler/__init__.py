@@ -3,7 +3,7 @@
 from pipedec.scheduler.client import connect
 from pipedec.scheduler.keys import Keys
 from pipedec.scheduler.memory import MemoryScheduler
-from pipedec.scheduler.protocol import Event, GrantedTask, Message, Scheduler
+from pipedec.scheduler.protocol import Event, GrantedTask, Message, RunStatus, Scheduler
 from pipedec.scheduler.redis_scheduler import RedisScheduler
 from pipedec.scheduler.server import EmbeddedServer
 from pipedec.scheduler.workflow import Facts, Payload, Planned, Task, Topology, initial_tasks, post_process
@@ -19,6 +19,7 @@ __all__ = [
     "Payload",
     "Planned",
     "RedisScheduler",
+    "RunStatus",
     "Scheduler",
     "Task",
     "Topology",

@@ -38,24 +38,24 @@ def connect(url: str) -> redis.Redis:
     seconds if the server cannot be reached, refuses the password or is older than 6.2; UserError if it is no URL.
     """
     address = address_of(url)
-    options: dict[str, Any] = {} if url.startswith("unix:") else {"socket_keepalive": True, "socket_keepalive_options": _keepalive()}
-    try:
-        client = redis.Redis.from_url(
-            url,
-            protocol=2,
-            retry=Retry(NoBackoff(), 0),
-            socket_connect_timeout=CONNECT_SECONDS,
-            socket_timeout=CONNECT_SECONDS,
-            **options,
-        )
-    except ValueError:
-        raise UserError(f"the Redis address of {address} must start with redis://, rediss:// or unix://") from None
-    with translated(address):
-        info: dict[str, Any] = client.info("server")  # type: ignore[assignment]
+    if not url.startswith(("redis://", "rediss://", "unix://")):
+        raise UserError(f"the Redis address of {address} must start with redis://, rediss:// or unix://")
+    with translated(address), _client(url, reply_seconds=CONNECT_SECONDS) as probe:
+        info: Any = probe.info("server")
     check_version(address, str(info.get("valkey_version") or info.get("redis_version", "0")))
-    client.connection_pool.disconnect()
-    client.connection_pool.connection_kwargs["socket_timeout"] = REPLY_SECONDS
-    return client
+    return _client(url, REPLY_SECONDS)
+
+
+def _client(url: str, reply_seconds: float) -> redis.Redis:
+    keepalive: dict[str, Any] = {"socket_keepalive": True, "socket_keepalive_options": _keepalive()}
+    return redis.Redis.from_url(
+        url,
+        protocol=2,
+        retry=Retry(NoBackoff(), 0),
+        socket_connect_timeout=CONNECT_SECONDS,
+        socket_timeout=reply_seconds,
+        **({} if url.startswith("unix:") else keepalive),
+    )
 
 
 def check_version(address: str, version: str) -> None:

@@ -9,9 +9,10 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from pipedec.core import RankLost, SchedulerLost, UserError
-from pipedec.scheduler.protocol import Event, GrantedTask, Message, cancelled_payload
+from pipedec.scheduler.protocol import Event, GrantedTask, Message, RunStatus, cancelled_payload
 from pipedec.scheduler.workflow import Payload, Planned, Task, Topology
 
 
@@ -118,7 +119,7 @@ class MemoryScheduler:
         self._failure: str | None = None
         self._submitted = 0
 
-    def open(self) -> None:
+    def open(self, description: dict[str, Any]) -> None:
         self._check_failure()
         if self._state is not None:
             raise UserError("this run id is already in use")
@@ -231,6 +232,20 @@ class MemoryScheduler:
 
     def expired_ranks(self) -> list[int]:
         return sorted(rank for rank, end in self._leases.items() if end <= time.monotonic())
+
+    def leave(self, rank: int) -> None:
+        self._leases.pop(rank, None)
+
+    def members(self) -> list[int]:
+        return sorted(self._leases)
+
+    def status(self) -> RunStatus:
+        running = self.graph.number if self.graph is not None and self.graph.running else None
+        alive = tuple(sorted(set(self._leases) - set(self.expired_ranks())))
+        return RunStatus(self._state or "gone", self._submitted, len(self._requests), running, alive)
+
+    def clock_us(self) -> int:
+        return _now_us()
 
     def trace(self) -> list[GrantedTask]:
         return list(self.graph.trace) if self.graph is not None else []

@@ -21,7 +21,7 @@ class Message:
 
     Attributes:
         kind: ``"task"``; ``"request"`` (only from ``wait_request``); ``"stop"``; ``"abort"``.
-        number: the request it belongs to, −1 for stop and abort.
+        number: the request it belongs to, -1 for stop and abort.
         task: the granted task, if ``kind`` is ``"task"``.
         payload: the task's payload. In a sync's verdict, ``finished`` is ``"cancelled"`` if the user cancelled in time.
         active: with a dec task, the entry ranks active in its seq, ascending.
@@ -64,13 +64,34 @@ class GrantedTask:
     finished_us: int
 
 
+@dataclass(frozen=True)
+class RunStatus:
+    """A run at a glance.
+
+    Attributes:
+        state: ``up``, ``stopping``, or ``gone`` when nothing is stored about it (any more).
+        submitted, waiting: requests taken so far, and those of them that have not been begun.
+        running: the number of the request being answered, or None.
+        alive: ranks that hold a lease.
+    """
+
+    state: str
+    submitted: int
+    waiting: int
+    running: int | None
+    alive: tuple[int, ...]
+
+
 class Scheduler(Protocol):
     """The central scheduler. One object per process; every call may raise ``SchedulerLost``."""
 
     round_trips: int
 
-    def open(self) -> None:
-        """Declares the run up: from now on ``submit`` is accepted. Raises UserError if the run id is in use."""
+    def open(self, description: dict[str, Any]) -> None:
+        """Declares the run up: from now on ``submit`` is accepted. Raises UserError if the run id is in use.
+
+        ``description`` tells clients what they need to know of the run; ``groups`` (lists of ranks) at least.
+        """
 
     def begin(self, request_number: int, planned: Sequence[Planned], trace: bool = False) -> None:
         """Opens the workflow of a request with its initial tasks. Raises UserError if another one is running."""
@@ -117,6 +138,18 @@ class Scheduler(Protocol):
 
     def expired_ranks(self) -> list[int]:
         """Ranks that have held a lease and let it run out."""
+
+    def leave(self, rank: int) -> None:
+        """Gives up the lease of a rank that ends in order."""
+
+    def members(self) -> list[int]:
+        """Ranks that have taken a lease and not left."""
+
+    def status(self) -> RunStatus:
+        """The run at a glance."""
+
+    def clock_us(self) -> int:
+        """The scheduler's clock, µs since the epoch: the one that traces of several machines are aligned to."""
 
     def trace(self) -> list[GrantedTask]:
         """What was granted and finished in the request begun last, if it was begun with ``trace``."""

@@ -12,7 +12,7 @@ import redis
 
 from pipedec.scheduler.client import BLOCK_SECONDS, translated
 from pipedec.scheduler.keys import Keys
-from pipedec.scheduler.protocol import Event, GrantedTask, Message
+from pipedec.scheduler.protocol import Event, GrantedTask, Message, RunStatus
 from pipedec.scheduler.scripts import script_text
 from pipedec.scheduler.workflow import Planned, Task, Topology
 
@@ -42,8 +42,16 @@ class RedisScheduler:
         self._entries = "," + ",".join(map(str, topology.entry_ranks)) + ","
         self._queues = [self.keys.queue(rank) for rank in topology.ranks]
 
-    def open(self) -> None:
-        self._run("open", [self.keys.run], [KEY_SECONDS])
+    @staticmethod
+    def describe(client: redis.Redis, run_id: str) -> dict[str, Any] | None:
+        """What ``open`` said about a run; None if there is no such run. Needs no topology, so clients begin here."""
+        options = client.connection_pool.connection_kwargs
+        with translated(options.get("path") or f"{options.get('host', 'localhost')}:{options.get('port', 6379)}"):
+            text: Any = client.hget(Keys(run_id).run, "description")
+        return json.loads(text) if text is not None else None
+
+    def open(self, description: dict[str, Any]) -> None:
+        self._run("open", [self.keys.run], [KEY_SECONDS, json.dumps(description)])
 
     def begin(self, request_number: int, planned: Sequence[Planned], trace: bool = False) -> None:
         self._number = request_number
@@ -90,11 +98,11 @@ class RedisScheduler:
     def cancel(self, request_number: int) -> bool:
         keys = self.keys
         names = [keys.run, keys.workflow, keys.requests, keys.cancelled, keys.answer(request_number)]
-        return self._run("cancel", names, [KEY_SECONDS, request_number, json.dumps({"kind": "cancelled"})]) == 1
+        return bool(self._run("cancel", names, [KEY_SECONDS, request_number, json.dumps({"kind": "cancelled"})]))
 
     def abort(self, rank: int, message: str) -> bool:
         names = [self.keys.run, self.keys.workflow, self.keys.requests, *self._queues]
-        return self._run("abort", names, [KEY_SECONDS, f"rank {rank}: {message}", self.keys.answer_prefix]) == 1
+        return bool(self._run("abort", names, [KEY_SECONDS, f"rank {rank}: {message}", self.keys.answer_prefix]))
 
     def failure(self) -> str | None:
         with self._command():
@@ -111,6 +119,36 @@ class RedisScheduler:
     def expired_ranks(self) -> list[int]:
         alive = [self.keys.alive(rank) for rank in self.topology.ranks]
         return sorted(self._run("expired", [self.keys.members, *alive], []))
+
+    def leave(self, rank: int) -> None:
+        self._run("leave", [self.keys.members, self.keys.alive(rank)], [rank])
+
+    def members(self) -> list[int]:
+        with self._command():
+            ranks: Any = self.client.smembers(self.keys.members)
+        return sorted(int(rank) for rank in ranks)
+
+    def status(self) -> RunStatus:
+        keys = self.keys
+        with self._command():
+            pipe = self.client.pipeline(transaction=True)
+            pipe.hmget(keys.run, "state", "submitted")
+            pipe.hmget(keys.workflow, "running", "number")
+            pipe.llen(keys.requests)
+            pipe.smembers(keys.members)
+            (state, submitted), (running, number), waiting, members = pipe.execute()
+        return RunStatus(
+            state=state.decode() if state is not None else "gone",
+            submitted=int(submitted or 0),
+            waiting=waiting,
+            running=int(number) if running == b"1" else None,
+            alive=tuple(sorted({int(rank) for rank in members} - set(self.expired_ranks()))),
+        )
+
+    def clock_us(self) -> int:
+        with self._command():
+            seconds, microseconds = self.client.time()  # type: ignore[misc]
+        return int(seconds) * 1_000_000 + int(microseconds)
 
     def trace(self) -> list[GrantedTask]:
         with self._command():

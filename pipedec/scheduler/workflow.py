@@ -101,7 +101,7 @@ class Task:
     """One node of the workflow graph, as in the paper's Appendix B.
 
     ``C`` compute: ``name`` pre, dec, sync or end at rank ``target``. ``T`` transfer: from ``source`` to ``target``.
-    ``V`` virtual: ``name`` finish, of rank ``target`` or of all (``target`` −1); it completes as soon as it is ready.
+    ``V`` virtual: ``name`` finish, of rank ``target`` or of all (``target`` -1); it completes as soon as it is ready.
     """
 
     kind: Literal["C", "T", "V"]
@@ -196,7 +196,7 @@ class Facts:
 def initial_tasks(topology: Topology, chunks: Sequence[Payload]) -> list[Planned]:
     """The tasks that start a request: case [1] of Algorithm 4, (C,pre,0,s) and (C,pre,1,s) of every prompt chunk.
 
-    Chunk k of K has seq k − (K − 1): the last one has the paper's seq 0 and earlier ones are negative. Each payload gets
+    Chunk k of K has seq k - (K - 1): the last one has the paper's seq 0 and earlier ones are negative. Each payload gets
     ``first`` and ``last``. Raises UserError without a chunk.
     """
     if not chunks:
@@ -302,7 +302,7 @@ def _before_sync(topology: Topology, seq: int, active: Sequence[int]) -> dict[in
         if rank != 0 and not topology.is_exit(rank):
             before[rank] += [Task.transfer(rank, rank + 1, seq), Task.compute("dec", rank + 1, seq)]
     for entry in active:
-        # Not in the paper: rows of seq − 1 that are still to be sent (a node is in one transfer at a time) leave before
+        # Not in the paper: rows of seq - 1 that are still to be sent (a node is in one transfer at a time) leave before
         # their sender prunes by the verdict of seq. No cost: the receiver's dec, which the barrier awaits, needs them.
         before[entry - 1].append(Task.transfer(entry - 1, entry, seq - 1))
     return before

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 
 import pytest
@@ -91,6 +92,21 @@ def test_every_rope_type_equals_transformers_on_both_sides_of_the_trained_length
     expected = decode_with_transformers(tmp_path, ids, prompt_length, torch.float32)
     found = decode_with_stages(tmp_path, ids, prompt_length, torch.float32, (3, 1), 5)
     torch.testing.assert_close(found, expected, atol=TOLERANCE[torch.float32], rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("rope", "words"),
+    [
+        ({"rope_type": "spiral"}, "'spiral' .* is not known"),
+        ({"rope_type": "linear", "factor": 2.0, "partial_rotary_factor": 0.5}, "4 of 8 numbers of a head"),
+    ],
+)
+def test_ropes_that_no_llama_has_are_refused(tmp_path, rope, words):
+    save_tiny_llama(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "rope_parameters": {"rope_theta": 1000.0, **rope}}))
+    with pytest.raises(UserError, match=words):
+        StageModel.load(tmp_path, range(0, 1), torch.float32, "cpu")
 
 
 def test_half_precision_stays_near_transformers(tmp_path):

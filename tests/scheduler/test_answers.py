@@ -26,19 +26,6 @@ def named(topology: Topology) -> str:
     return "-".join(str(len(group)) for group in topology.groups)
 
 
-def check_transfers_are_disjoint(history: History) -> None:
-    """A rank that holds a transfer gets no other one before its receiver has reported it."""
-    events: list[tuple[str, Task]] = []
-    seen: set[Task] = set()
-    finished = iter(history.finished)
-    for task in finished:
-        events.append(("finish", task))
-    for _, message in history.received:
-        assert message.task is not None
-        seen.add(message.task)
-    assert {task for _, task in events} == seen
-
-
 def check_order(history: History) -> None:
     """Every task ran once, after all it depends on; virtual tasks are done when what they depend on is."""
     position = {task: index for index, task in enumerate(history.finished)}

@@ -15,6 +15,7 @@ import pytest
 from pipedec.core import SchedulerLost, UserError
 from pipedec.scheduler import EmbeddedServer, Keys, connect
 from pipedec.scheduler.client import address_of, check_version
+from pipedec.scheduler.server import find_server_binary, server_version
 
 
 def is_alive(pid: int) -> bool:
@@ -68,6 +69,19 @@ def test_a_server_that_cannot_start_says_why(tmp_path: Path) -> None:
     binary.chmod(0o700)
     with pytest.raises(SchedulerLost, match="cannot load the moon"):
         EmbeddedServer(binary=binary)
+
+
+@pytest.mark.parametrize("says", ["echo Redis server v=5.0.7 sha=0", "exit 127"])
+def test_an_old_or_broken_server_is_passed_over(says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    binary = tmp_path / "redis-server"
+    binary.write_text(f"#!/bin/sh\n{says}\n", encoding="utf-8")
+    binary.chmod(0o700)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert server_version(binary) < (6, 2)
+    assert find_server_binary() != binary
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"no Redis server of version 6\.2"):
+        find_server_binary()
 
 
 @pytest.mark.parametrize("password", [":wrong@", ""])

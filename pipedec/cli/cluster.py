@@ -1,0 +1,137 @@
+"""``pipedec up``, ``status`` and ``down``: a resident cluster on this machine."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from typing import TYPE_CHECKING
+
+import click
+from rich.table import Table
+
+from pipedec.cli.options import PipelineFlags, pipeline_options, place_options
+from pipedec.cli.show import console, loading_bar
+from pipedec.config import state_directory
+from pipedec.core import PipedecError, UserError
+from pipedec.engine.running import RunningCluster, find_run, read_state
+
+if TYPE_CHECKING:
+    from pipedec.engine.cluster import LocalCluster
+
+DETACH_SECONDS = 600.0
+
+
+def local_cluster(flags: PipelineFlags, redis: str | None = None, run: str | None = None) -> LocalCluster:
+    """The cluster that the flags describe, not yet started. Raises UserError for flags that cannot work."""
+    from pipedec.engine.cluster import LocalCluster
+    from pipedec.engine.spec import PipelineSpec
+
+    spec = PipelineSpec.create(
+        flags.target, flags.draft, flags.stages, flags.groups, flags.layer_counts, flags.dtype, flags.device
+    )
+    return LocalCluster(spec, redis_url=redis, run_id=run, transport=flags.transport)
+
+
+@click.command()
+@pipeline_options
+@place_options
+@click.option("--detach", is_flag=True, help="Return when the cluster is up and leave it running.")
+def up(pipeline: PipelineFlags, redis: str | None, run: str | None, detach: bool) -> None:
+    """Start all ranks on this machine, with a Redis of their own unless --redis names one.
+
+    The cluster loads its weights once and answers `pipedec submit` until `pipedec down` or Ctrl-C.
+    """
+    state = read_state()
+    if state is not None and state.is_alive():
+        raise UserError(f"a cluster is already running here (process {state.pid}): stop it with `pipedec down`")
+    cluster = local_cluster(pipeline, redis, run)
+    if detach:
+        _detach()
+        return
+    _serve(cluster)
+
+
+def _serve(cluster: LocalCluster) -> None:
+    """Supervise until the run is stopped, a rank dies, or a signal comes."""
+    signal.signal(signal.SIGTERM, lambda number, frame: signal.raise_signal(signal.SIGINT))
+    running: RunningCluster | None = None
+    try:
+        with loading_bar(cluster.spec.num_stages + 1) as progress:
+            cluster.start(progress)
+        running = RunningCluster(cluster.address.redis_url, cluster.run_id, os.getpid())
+        running.save()
+        spec = cluster.spec
+        console.print(
+            f"Cluster {cluster.run_id} is up: {spec.num_stages} stages in {spec.topology.num_groups} groups, target "
+            f"{spec.target}, draft {spec.draft or 'none'}. Next: pipedec submit --prompt …; stop it with pipedec down."
+        )
+        cluster.wait()
+        console.print("Cluster stopped.")
+    except KeyboardInterrupt:
+        console.print("Stopping the cluster.")
+    finally:
+        cluster.stop()
+        if running is not None:
+            running.forget()
+
+
+def _detach() -> None:
+    """Start the same command again as a process of its own session, and wait until it is up."""
+    arguments = [argument for argument in sys.argv[1:] if argument != "--detach"]
+    log_path = state_directory() / "cluster.log"
+    with log_path.open("w") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "pipedec.cli", *arguments],
+            stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
+        )  # fmt: skip
+    deadline = time.monotonic() + DETACH_SECONDS
+    with console.status("Starting the cluster"):
+        while (state := read_state()) is None or state.pid != process.pid:
+            if process.poll() is not None:
+                lines = log_path.read_text().strip().splitlines()
+                raise PipedecError((lines[-1] if lines else "the cluster did not start").removeprefix("pipedec: "))
+            if time.monotonic() > deadline:
+                process.terminate()
+                raise PipedecError(f"the cluster did not come up within {DETACH_SECONDS:.0f} s: see {log_path}")
+            time.sleep(0.05)
+    console.print(f"Cluster {state.run_id} is up (process {process.pid}, log {log_path}). Stop it with pipedec down.")
+
+
+@click.command()
+@place_options
+def status(redis: str | None, run: str | None) -> None:
+    """Show a running cluster: its ranks, and what it is doing."""
+    found = find_run(redis, run)
+    scheduler = found.connect()
+    current = scheduler.status()
+    table = Table(title=f"run {found.run_id}: {current.state}", title_justify="left")
+    table.add_column("rank", justify="right")
+    table.add_column("role")
+    table.add_column("alive")
+    for rank in scheduler.topology.ranks:
+        role = "draft" if rank == 0 else f"stage {rank} (group {scheduler.topology.group_of(rank) + 1})"
+        table.add_row(str(rank), role, "yes" if rank in current.alive else "no")
+    console.print(table)
+    busy = "nothing" if current.running is None else f"request {current.running}"
+    console.print(f"{current.submitted} requests so far, {current.waiting} waiting; working on {busy}.")
+
+
+@click.command()
+@place_options
+def down(redis: str | None, run: str | None) -> None:
+    """Stop a running cluster; a request that is being answered is finished first."""
+    found = find_run(redis, run)
+    scheduler = found.connect()
+    scheduler.stop()
+    if found.pid is None:
+        deadline = time.monotonic() + DETACH_SECONDS
+        while scheduler.members() and time.monotonic() < deadline:
+            time.sleep(0.05)
+    elif not found.wait_until_gone():
+        os.kill(found.pid, signal.SIGTERM)
+        if not found.wait_until_gone():
+            raise PipedecError(f"process {found.pid} does not end: kill it")
+    console.print(f"Cluster {found.run_id} is down.")

@@ -1,0 +1,75 @@
+"""The ``pipedec`` program: its commands, and how an error ends it (one line, non-zero exit, never a traceback)."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from typing import NoReturn
+
+import click
+
+from pipedec import __version__
+from pipedec.core import PipedecError, UserError
+
+# command: (module, one line of help); modules are imported when their command runs.
+COMMANDS = {
+    "generate": ("pipedec.cli.generate", "Answer one prompt: start a cluster here, submit, stop it."),
+    "up": ("pipedec.cli.cluster", "Start a resident cluster on this machine."),
+    "submit": ("pipedec.cli.submit", "Send a prompt to a running cluster and stream the answer."),
+    "status": ("pipedec.cli.cluster", "Show the running cluster."),
+    "down": ("pipedec.cli.cluster", "Stop the running cluster."),
+    "plan": ("pipedec.cli.plan", "Show what a cluster.yaml would do before anything is started."),
+    "verify": ("pipedec.cli.verify", "Compare the pipeline's tokens with those of transformers."),
+    "bench": ("pipedec.cli.bench", "Measure."),
+    "train": ("pipedec.cli.train", "Train the models the project ships."),
+}
+
+
+class LazyGroup(click.Group):
+    """Lists all commands, imports one."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        command = getattr(importlib.import_module(COMMANDS[cmd_name][0]), cmd_name)
+        assert isinstance(command, click.Command)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, line) for name, (_, line) in COMMANDS.items()])
+
+
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="pipedec")
+def program() -> None:
+    """Pipeline-parallel speculative decoding: one request, many GPUs, exactly the target's own answer."""
+
+
+def main() -> NoReturn:
+    """Run the program. Exit status: 0 done, 1 it failed, 2 the user's mistake, 130 interrupted."""
+    try:
+        sys.exit(program(standalone_mode=False) or 0)
+    except click.exceptions.Exit as leave:
+        sys.exit(leave.exit_code)
+    except click.ClickException as error:
+        _leave(error.format_message(), 2)
+    except UserError as error:
+        _leave(str(error), 2)
+    except PipedecError as error:
+        _leave(str(error), 1)
+    except (KeyboardInterrupt, click.Abort):
+        _leave("interrupted", 130)
+    except BrokenPipeError:
+        sys.stderr.close()
+        sys.exit(1)
+    except OSError as error:
+        _leave(f"{error.filename or 'output'}: {error.strerror}", 1)
+
+
+def _leave(message: str, status: int) -> NoReturn:
+    click.echo(f"pipedec: {message}", err=True)
+    sys.exit(status)

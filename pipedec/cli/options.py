@@ -1,0 +1,145 @@
+"""Flags that several commands share, gathered into one dataclass for the pipeline and one for the request."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from pipedec.core import SamplingParams, TreeParams, UserError
+from pipedec.engine.messages import PromptRequest
+
+METHOD_NAMES = ("pp", "pipedec")
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True)
+class PipelineFlags:
+    """What the pipeline is made of (see ``PipelineSpec.create``)."""
+
+    target: Path | None
+    draft: str | None
+    stages: int
+    groups: int | None
+    layers: str | None
+    dtype: str
+    device: str
+    transport: str
+
+    @property
+    def layer_counts(self) -> list[int] | None:
+        if self.layers is None:
+            return None
+        try:
+            return [int(count) for count in self.layers.split(",")]
+        except ValueError:
+            raise UserError(f"--layers {self.layers}: write numbers with commas between them, like 6,6,6,6") from None
+
+
+@dataclass(frozen=True)
+class RequestFlags:
+    """What is asked, and how the answer is shown."""
+
+    prompt: str | None
+    prompt_file: Path | None
+    raw_prompt: bool
+    method: str | None
+    max_tokens: int
+    ignore_eos: bool
+    width: int
+    children: int
+    json: bool
+    trace: Path | None
+
+    def request(self) -> PromptRequest:
+        """The request, its prompt read from where the flags say."""
+        return PromptRequest(
+            prompt=self._prompt_text(),
+            raw=self.raw_prompt,
+            method=self.method,
+            sampling=SamplingParams(max_tokens=self.max_tokens, ignore_eos=self.ignore_eos),
+            tree=TreeParams(width=self.width, children=self.children),
+            trace=self.trace is not None,
+        )
+
+    def _prompt_text(self) -> str:
+        if self.prompt is not None and self.prompt_file is not None:
+            raise UserError("give --prompt or --prompt-file, not both")
+        if self.prompt is not None:
+            text = self.prompt
+        elif self.prompt_file is not None:
+            text = _file_text(self.prompt_file)
+        elif sys.stdin.isatty():
+            raise UserError("no prompt: give --prompt TEXT, --prompt-file FILE, or text on standard input")
+        else:
+            text = sys.stdin.read()
+        if not text.strip():
+            raise UserError("the prompt is empty: give --prompt TEXT, --prompt-file FILE, or text on standard input")
+        return text
+
+
+def _file_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise UserError(f"{path} is not UTF-8 text") from None
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from None
+
+
+def pipeline_options(command: Command) -> Command:
+    """Adds the pipeline's flags; the command gets them as ``pipeline``."""
+    options = [
+        click.option("--target", type=click.Path(path_type=Path), help="Target checkpoint directory (default: the shipped pair)."),
+        click.option("--draft", help="Draft checkpoint directory, or none."),
+        click.option("--stages", type=int, default=4, show_default=True, help="Pipeline stages, one process each."),
+        click.option("--groups", type=int, help="Groups of stages that share a timestep (default: one per stage)."),
+        click.option("--layers", help="Layers of each stage, like 6,6,6,6 (default: even)."),
+        click.option("--dtype", default="float32", show_default=True, help="float32, float64, bfloat16 or float16."),
+        click.option("--device", default="auto", show_default=True, help="auto, cpu or cuda."),
+        click.option("--transport", default="auto", show_default=True, help="auto, gloo or nccl."),
+    ]
+    return _gathered(command, options, PipelineFlags, "pipeline")
+
+
+def request_options(command: Command) -> Command:
+    """Adds the request's flags; the command gets them as ``asked``."""
+    methods = click.Choice(METHOD_NAMES)
+    path = click.Path(path_type=Path)
+    options = [
+        click.option("--prompt", help="The prompt (else --prompt-file, else standard input)."),
+        click.option("--prompt-file", type=path, help="Read the prompt from a file."),
+        click.option("--raw-prompt", is_flag=True, help="Do not apply the model's chat template."),
+        click.option("--method", type=methods, help="How to decode (default: pipedec if there is a draft)."),
+        click.option("--max-tokens", type=int, default=128, show_default=True, help="Output tokens at most."),
+        click.option("--ignore-eos", is_flag=True, help="Go on after the model's end token."),
+        click.option("--width", type=int, default=32, show_default=True, help="Rows per tree layer (w)."),
+        click.option("--children", type=int, default=16, show_default=True, help="Children per row (c)."),
+        click.option("--json", is_flag=True, help="Print one JSON document instead of text."),
+        click.option("--trace", type=path, help="Write a Chrome/Perfetto trace of every task to this file."),
+    ]
+    return _gathered(command, options, RequestFlags, "asked")
+
+
+def place_options(command: Command) -> Command:
+    """Adds the flags that name a running cluster: ``redis`` and ``run``."""
+    command = click.option("--run", help="Name of the run (default: the cluster started here by pipedec up).")(command)
+    return click.option("--redis", help="redis://:password@host:port/0 of a cluster elsewhere.")(command)
+
+
+def _gathered(command: Command, options: list[Callable[[Command], Command]], kind: type, name: str) -> Command:
+    names = [field.name for field in fields(kind)]
+
+    @functools.wraps(command)
+    def gathering(**flags: Any) -> Any:
+        return command(**{name: kind(**{key: flags.pop(key) for key in names}), **flags})
+
+    wrapped: Any = gathering
+    for option in reversed(options):
+        wrapped = option(wrapped)
+    return wrapped  # type: ignore[no-any-return]

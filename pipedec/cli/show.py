@@ -1,0 +1,74 @@
+"""How answers, progress and tables look. Text goes to standard output, everything else to standard error."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.table import Table
+
+from pipedec.core import Completion, UserError
+from pipedec.engine.client import Client
+from pipedec.engine.messages import PromptRequest
+from pipedec.tracing import SCHEDULER_TRACK, write_trace
+
+console = Console(stderr=True, highlight=False)
+
+
+@contextmanager
+def loading_bar(num_ranks: int) -> Iterator[Callable[[int, int, int], None]]:
+    """A progress bar over the weights of all ranks; yields the callback for ``LocalCluster.start``."""
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("tensors")
+    done: dict[int, int] = {}
+    totals: dict[int, int] = {}
+    with Progress(*columns, console=console, transient=True) as progress:
+        bar = progress.add_task(f"Starting {num_ranks} ranks", total=None)
+
+        def update(rank: int, read: int, total: int) -> None:
+            done[rank], totals[rank] = read, total
+            progress.update(bar, description="Loading weights", completed=sum(done.values()), total=sum(totals.values()))
+
+        yield update
+
+
+def ask_and_show(client: Client, request: PromptRequest, as_json: bool, trace: Path | None) -> Completion:
+    """Send the request, stream its text (or print one JSON document), then the figures."""
+    if trace is not None and not trace.parent.is_dir():
+        raise UserError(f"--trace {trace}: there is no directory {trace.parent}")
+    completion = client.ask(request, on_text=(lambda text: None) if as_json else _write)
+    if as_json:
+        print(json.dumps(completion.as_dict()))
+    else:
+        _write("\n")
+        console.print(figures_table(completion))
+    if trace is not None:
+        names = {0: "rank 0: draft", SCHEDULER_TRACK: "scheduler"}
+        names |= {rank: f"rank {rank}: stage {rank}" for rank in range(1, completion.stages + 1)}
+        write_trace(trace, client.trace, names)
+        console.print(f"Trace of {len(client.trace)} tasks in {trace}: open it at https://ui.perfetto.dev")
+    return completion
+
+
+def figures_table(completion: Completion) -> Table:
+    """The short table under an answer."""
+    figures = completion.as_dict()
+    table = Table(title=f"{completion.method}, {completion.stages} stages", show_header=False, title_justify="left")
+    table.add_column(style="dim")
+    table.add_column(justify="right")
+    table.add_row("prompt tokens", str(completion.prompt_tokens))
+    table.add_row("tokens", f"{figures['output_tokens']} ({completion.finish_reason})")
+    table.add_row("tokens/s", f"{figures['tokens_per_second']:.1f}")
+    table.add_row("timesteps per token", f"{figures['timesteps_per_token']:.2f}")
+    table.add_row("hit rate", f"{figures['hit_rate']:.0%}")
+    table.add_row("prefill", f"{completion.metrics.prefill_seconds * 1000:.0f} ms")
+    return table
+
+
+def _write(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()

@@ -1,0 +1,20 @@
+"""``pipedec submit``: one request to a running cluster, from any machine that reaches its Redis."""
+
+from __future__ import annotations
+
+import click
+
+from pipedec.cli.options import RequestFlags, place_options, request_options
+from pipedec.cli.show import ask_and_show
+from pipedec.engine.client import Client
+from pipedec.engine.running import find_run
+
+
+@click.command()
+@place_options
+@request_options
+def submit(redis: str | None, run: str | None, asked: RequestFlags) -> None:
+    """Send a prompt to a running cluster and stream the answer. Ctrl-C cancels the request; the cluster goes on."""
+    request = asked.request()
+    scheduler = find_run(redis, run).connect()
+    ask_and_show(Client(scheduler), request, asked.json, asked.trace)

@@ -1,0 +1,127 @@
+"""``pipedec verify``: the pipeline's tokens against those of ``transformers``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from pipedec.cli.cluster import local_cluster
+from pipedec.cli.options import METHOD_NAMES, PipelineFlags, pipeline_options
+from pipedec.cli.show import console
+from pipedec.core import PipedecError, Request, SamplingParams, UserError
+from pipedec.engine.client import Client
+from pipedec.engine.messages import PromptRequest
+from pipedec.engine.prompt_set import read_prompts
+
+if TYPE_CHECKING:
+    from pipedec.engine.local import LocalPipeline
+    from pipedec.engine.prompt import Prompter
+    from pipedec.engine.spec import PipelineSpec
+
+Shape = tuple[int, int]  # stages, groups
+
+
+@click.command()
+@pipeline_options
+@click.option("--prompt", "prompts", multiple=True, help="A prompt; may be given several times.")
+@click.option("--prompts", "files", multiple=True, type=click.Path(path_type=Path), help="A JSONL, JSONL.gz or CSV prompt file.")
+@click.option("--field", help="The field of the prompt files that holds the prompt.")
+@click.option("--samples", type=int, default=20, show_default=True, help="Prompts drawn from each file (seed 0).")
+@click.option("--shapes", help="Stages, or stages x groups, to compare, like 1,4,14,14x7 (default: --stages and --groups).")
+@click.option("--methods", default=",".join(METHOD_NAMES), show_default=True, help="Methods to compare.")
+@click.option("--max-tokens", type=int, default=128, show_default=True)
+@click.option("--raw-prompt", is_flag=True, help="Do not apply the model's chat template.")
+@click.option("--local", is_flag=True, help="All stages in this process (LocalPipeline) instead of one process per rank.")
+def verify(
+    pipeline: PipelineFlags, prompts: tuple[str, ...], files: tuple[Path, ...], field: str | None, samples: int,
+    shapes: str | None, methods: str, max_tokens: int, raw_prompt: bool, local: bool,
+) -> None:  # fmt: skip
+    """Check that every method says exactly what the target alone says; exit 1 at the first that does not."""
+    texts = [*prompts, *(text for path in files for text in read_prompts(path, field).sample(samples).prompts)]
+    if not texts:
+        raise UserError("nothing to verify: give --prompt TEXT or --prompts FILE")
+    names = methods.split(",")
+    if unknown := set(names) - set(METHOD_NAMES):
+        raise UserError(f"unknown method {sorted(unknown)[0]!r}: choose from {', '.join(METHOD_NAMES)}")
+    asked = [PromptRequest(text, raw_prompt, sampling=SamplingParams(max_tokens=max_tokens)) for text in texts]
+    _compare(pipeline, _shapes(pipeline, shapes), names, asked, local)
+
+
+def _compare(pipeline: PipelineFlags, shapes: list[Shape], methods: list[str], asked: list[PromptRequest], local: bool) -> None:
+    from pipedec.engine.prompt import Prompter
+    from pipedec.engine.verify import Reference
+    from pipedec.model import ModelConfig
+
+    spec = local_cluster(pipeline).spec
+    prompter = Prompter(spec.target, ModelConfig.from_directory(spec.target).max_positions)
+    prompt_ids = [prompter.token_ids(one.prompt, one.raw, one.sampling.max_tokens) for one in asked]
+    reference = Reference(spec)
+    with console.status("transformers"):
+        expected = [reference.generate(ids, one.sampling.max_tokens) for ids, one in zip(prompt_ids, asked, strict=True)]
+    table = Table(title=f"{len(asked)} prompts against transformers, {spec.dtype}", title_justify="left")
+    for name in ("stages", "groups", "method", "equal", "tokens", "timesteps per token"):
+        table.add_column(name, justify="left" if name == "method" else "right")
+    differences = []
+    for shape in shapes:
+        for method in methods:
+            answers = _answers(replace(pipeline, stages=shape[0], groups=shape[1]), method, asked, prompter, local)
+            equal, tokens, timesteps = 0, 0, 0
+            for index, (found, steps) in enumerate(answers):
+                difference = reference.compare(prompt_ids[index], expected[index], found)
+                if difference is not None:
+                    differences.append(f"{shape[0]} stages, {method}, prompt {index}: {difference}")
+                equal, tokens, timesteps = equal + (difference is None), tokens + len(found), timesteps + steps
+            per_token = timesteps / max(1, tokens - len(asked))
+            table.add_row(str(shape[0]), str(shape[1]), method, f"{equal}/{len(asked)}", str(tokens), f"{per_token:.2f}")
+            console.print(f"{shape[0]} stages in {shape[1]} groups, {method}: {equal}/{len(asked)} equal")
+    Console().print(table)
+    if differences:
+        raise PipedecError("; ".join(differences[:3]))
+
+
+def _answers(
+    flags: PipelineFlags, method: str, asked: list[PromptRequest], prompter: Prompter, local: bool
+) -> Iterator[tuple[list[int], int]]:
+    """The pipeline's answers: token ids and timesteps of each."""
+    if local:
+        yield from _local_answers(local_cluster(flags).spec, method, asked, prompter)
+        return
+    cluster = local_cluster(flags)
+    try:
+        cluster.start()
+        assert cluster.scheduler is not None
+        client = Client(cluster.scheduler, cluster.check)
+        for one in asked:
+            completion = client.ask(replace(one, method=method))
+            yield completion.token_ids, completion.metrics.timesteps
+    finally:
+        cluster.stop()
+
+
+def _local_answers(
+    spec: PipelineSpec, method: str, asked: list[PromptRequest], prompter: Prompter
+) -> Iterator[tuple[list[int], int]]:
+    from pipedec.engine.local import LocalPipeline
+
+    pipeline: LocalPipeline = LocalPipeline.load(spec)
+    for number, one in enumerate(asked):
+        token_ids = prompter.token_ids(one.prompt, one.raw, one.sampling.max_tokens)
+        request = Request(number, token_ids, one.sampling, method, one.tree)
+        found = [token for verdict in pipeline.run(request) for token in verdict.tokens]
+        yield found, pipeline.metrics.timesteps
+
+
+def _shapes(pipeline: PipelineFlags, shapes: str | None) -> list[Shape]:
+    if shapes is None:
+        return [(pipeline.stages, pipeline.groups or pipeline.stages)]
+    try:
+        pairs = [[int(number) for number in shape.split("x")] for shape in shapes.split(",")]
+        return [(pair[0], pair[-1]) for pair in pairs]
+    except ValueError:
+        raise UserError(f"--shapes {shapes}: write stages or stages x groups, like 1,4,14,14x7") from None

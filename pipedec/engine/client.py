@@ -1,0 +1,85 @@
+"""The client's side of a request: submit it, read the answer as it grows, cancel it. Needs no torch and no checkpoint."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from pipedec.core import Completion, PipedecError, RankLost, UserError
+from pipedec.engine.messages import PromptRequest, completion_from_event
+from pipedec.scheduler.protocol import Event, Scheduler
+from pipedec.tracing import TraceEvent
+
+_POLL_SECONDS = 0.25
+
+OnText = Callable[[str], None]
+
+
+class Client:
+    """Sends requests to a running cluster.
+
+    Args:
+        check: called while waiting; raises if the cluster is known to be in trouble (``LocalCluster.check``).
+        silence_seconds: how long a cluster may say nothing before it counts as lost.
+    """
+
+    def __init__(self, scheduler: Scheduler, check: Callable[[], None] = lambda: None, silence_seconds: float = 600.0) -> None:
+        self._scheduler = scheduler
+        self._check = check
+        self._silence_seconds = silence_seconds
+        self.trace: list[TraceEvent] = []
+
+    def ask(self, request: PromptRequest, on_text: OnText = lambda text: None) -> Completion:
+        """Submit and wait for the whole answer; ``on_text`` gets its text piece by piece.
+
+        Ctrl-C cancels the request (the cluster goes on with the next one) and is raised again.
+
+        Raises:
+            UserError: the cluster refused the request.
+            RankLost, SchedulerLost: the cluster died or fell silent.
+        """
+        number = self._scheduler.submit(request.to_json())
+        self.trace = []
+        try:
+            completion = self._read(number, on_text)
+        except KeyboardInterrupt:
+            self._scheduler.cancel(number)
+            raise
+        self._scheduler.close_answer(number)
+        return completion
+
+    def _read(self, number: int, on_text: OnText) -> Completion:
+        position = "0"
+        deadline = time.monotonic() + self._silence_seconds
+        while time.monotonic() < deadline:
+            events = self._scheduler.read_answer(number, position, _POLL_SECONDS)
+            for position, event in events:  # noqa: B007 - the position goes on into the next read
+                deadline = time.monotonic() + self._silence_seconds
+                if (completion := self._take(event, on_text)) is not None:
+                    return completion
+            if not events:
+                self._check_cluster()
+        raise RankLost(f"the cluster has said nothing for {self._silence_seconds:.0f} s; see pipedec status")
+
+    def _take(self, event: Event, on_text: OnText) -> Completion | None:
+        """Handle one event; the completion if it was the last."""
+        if "text" in event:
+            on_text(event["text"])
+        elif "trace" in event:
+            self.trace += [TraceEvent(*row) for row in event["trace"]]
+        elif "completion" in event:
+            return completion_from_event(event)
+        elif event.get("kind") == "cancelled":
+            raise UserError("the request was cancelled before it began")
+        elif event.get("kind") == "abort":
+            raise PipedecError(event["text"])
+        elif "error" in event:
+            raise UserError(event["error"])
+        return None
+
+    def _check_cluster(self) -> None:
+        self._check()
+        if failure := self._scheduler.failure():
+            raise PipedecError(failure)
+        if lost := self._scheduler.expired_ranks():
+            raise RankLost(f"{', '.join(f'rank {rank}' for rank in lost)} stopped answering")

@@ -1,0 +1,357 @@
+"""Configuration: every mistake gives one line that names the file, the key and what it may be."""
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipedec.config import (
+    ClusterConfig,
+    RedisConfig,
+    load_cluster,
+    model_shape,
+    redis_config,
+    redis_url_from_environment,
+    state_directory,
+)
+from pipedec.core import TreeParams, UserError
+from pipedec.hardware import DEVICES, MODEL_SHAPES
+
+ROOT = Path(__file__).resolve().parent.parent
+GOOD = """\
+target: llama-3.1-8b
+servers:
+  - {host: alpha, devices: {rtx3090: 4}}
+partitions:
+  small: {stages: 4}
+"""
+
+
+@pytest.fixture(autouse=True)
+def no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("PIPEDEC_REDIS_URL", "PIPEDEC_REDIS_PASSWORD", "PIPEDEC_STATE_DIR", "XDG_RUNTIME_DIR"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def load(tmp_path: Path, text: str) -> ClusterConfig:
+    file = tmp_path / "cluster.yaml"
+    file.write_text(text)
+    return load_cluster(file)
+
+
+def message(tmp_path: Path, text: str) -> str:
+    """The error for ``text``, without the folder of the file."""
+    with pytest.raises(UserError) as error:
+        load(tmp_path, text)
+    assert "\n" not in str(error.value)
+    return str(error.value).removeprefix(f"{tmp_path}/")
+
+
+def test_paper_cluster_loads() -> None:
+    config = load_cluster(ROOT / "cluster.yaml")
+    assert (config.target, config.draft, config.dtype) == ("llama-3.1-70b", "llama-3.2-1b", "float32")
+    assert config.tree == TreeParams(width=32, children=16)
+    assert [dict(server.devices) for server in config.servers] == [{"rtx3090": 7}, {"rtx3090": 7}, {"rtx4090": 4}, {"l40": 4}]
+    shapes = {name: (part.stages, part.num_groups) for name, part in config.partitions.items()}
+    assert shapes == {"paper-14": (14, 14), "paper-7": (14, 7), "paper-21": (21, 21), "auto-14": (14, 14)}
+    assert config.find_partition()[0] == "paper-14"
+
+
+def test_defaults(tmp_path: Path) -> None:
+    config = load(tmp_path, GOOD)
+    assert (config.draft, config.context_tokens, config.redis) == ("none", 4096, RedisConfig())
+    assert config.find_partition()[0] == "small"
+    assert config.partitions["small"].layers == "auto"
+
+
+def test_checkpoints_count_from_the_file(tmp_path: Path) -> None:
+    config = load(tmp_path, GOOD.replace("llama-3.1-8b", "models/target") + "draft: /models/draft\n")
+    assert (config.target, config.draft) == (str(tmp_path / "models/target"), "/models/draft")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("", "cluster.yaml: the file: must be a mapping, not empty"),
+        ("- a\n", "cluster.yaml: the file: must be a mapping, not a list"),
+        (GOOD.replace("target", "taget"), "cluster.yaml: unknown key 'taget': did you mean target?"),
+        ("servers: []\npartitions: {}\n", "cluster.yaml: target: missing"),
+        (GOOD + "tree: {widht: 8}\n", "cluster.yaml: tree: unknown key 'widht': did you mean width?"),
+        (GOOD + "tree: {zzz: 8}\n", "cluster.yaml: tree: unknown key 'zzz': known: width, children"),
+        (GOOD + "tree: {width: 0}\n", "cluster.yaml: tree.width: must be at least 1, not 0"),
+        (GOOD + "tree: {width: true}\n", "cluster.yaml: tree.width: must be an integer, not true or false"),
+        (GOOD + "tree: {width: 3.5}\n", "cluster.yaml: tree.width: must be an integer, not a number"),
+        (GOOD + "tree: 8\n", "cluster.yaml: tree: must be a mapping, not an integer"),
+        (GOOD + "dtype: int8\n", "cluster.yaml: dtype: must be one of float32, bfloat16, float16, not 'int8'"),
+        (GOOD + "dtype: 32\n", "cluster.yaml: dtype: must be a string, not an integer: quote it"),
+        (GOOD + "draft: ''\n", "cluster.yaml: draft: must not be empty"),
+        (GOOD + "context_tokens: 0\n", "cluster.yaml: context_tokens: must be at least 1, not 0"),
+        (GOOD + "network: {bandwidth_gbps: 0}\n", "cluster.yaml: network.bandwidth_gbps: must be more than 0, not 0.0"),
+        (GOOD + "network: {latency_us: .nan}\n", "cluster.yaml: network.latency_us: must be a finite number"),
+        (GOOD + "network: {latency_us: .inf}\n", "cluster.yaml: network.latency_us: must be a finite number"),
+        (GOOD + "partition: smal\n", "cluster.yaml: partition: unknown partition 'smal': did you mean small?"),
+        (
+            GOOD.replace("rtx3090", "rtx3080"),
+            "cluster.yaml: servers[0].devices: must be one of rtx3090, rtx4090, l40, a100-80, h100, h200, not 'rtx3080'",
+        ),
+        (GOOD.replace("rtx3090: 4", "rtx3090: 0"), "cluster.yaml: servers[0].devices.rtx3090: must be at least 1, not 0"),
+        (
+            GOOD.replace("alpha", "'al pha'"),
+            "cluster.yaml: servers[0].host: must be a name of letters, digits, '.', '_' and '-', not 'al pha'",
+        ),
+        (
+            GOOD.replace("partitions:", "  - {host: alpha, devices: {l40: 1}}\npartitions:"),
+            "cluster.yaml: servers: host alpha is listed twice: list each host once",
+        ),
+        (GOOD.replace("stages: 4", "stages: many"), "cluster.yaml: partitions.small.stages: must be an integer, not a string"),
+        (
+            GOOD.replace("stages: 4", "stages: 4, groups: 5"),
+            "cluster.yaml: partitions.small.groups: 5 groups need at least as many stages, but there are 4",
+        ),
+        (
+            GOOD.replace("stages: 4", "stages: 4, layers: [8, 8]"),
+            "cluster.yaml: partitions.small.layers: 2 entries for 4 stages: give one number per stage, or auto",
+        ),
+        (
+            GOOD.replace("stages: 4", "stages: 4, layers: [8, 8, 0, 16]"),
+            "cluster.yaml: partitions.small.layers[2]: must be at least 1, not 0",
+        ),
+        (
+            GOOD.replace("stages: 4", "stages: 4, layers: even"),
+            "cluster.yaml: partitions.small.layers: must be one of auto, not 'even'",
+        ),
+        (
+            GOOD.replace("stages: 4", "stages: 4, servers: [alhpa]"),
+            "cluster.yaml: partitions.small.servers[0]: unknown host 'alhpa': did you mean alpha?",
+        ),
+        (
+            GOOD.replace("stages: 4", "stages: 4, servers: [alpha, alpha]"),
+            "cluster.yaml: partitions.small.servers: a host is listed twice: list each host once",
+        ),
+        (
+            GOOD.replace("stages: 4", "stages: 4, devices: [{host: alpha, device: rtx3090, count: 3}]"),
+            "cluster.yaml: partitions.small.devices: 3 devices for 4 stages: give one device per stage",
+        ),
+        (
+            GOOD.replace("stages: 4", "stages: 4, draft_device: {host: beta, device: l40}"),
+            "cluster.yaml: partitions.small.draft_device.host: unknown host 'beta': known: alpha",
+        ),
+        (GOOD + "redis: {url: http://x}\n",
+         "cluster.yaml: redis.url: must look like redis://host:6379/0, rediss://host:6379/0 or unix:///path"),
+        (GOOD + "redis: {url: 'redis://x:port'}\n", "cluster.yaml: redis.url: not a Redis address: write redis://host:6379/0"),
+        (GOOD + "redis: {url: 'unix:///run/redis', tls: true}\n",
+         "cluster.yaml: redis.tls: a Unix socket has no TLS: remove tls, or use a rediss:// address"),
+        (GOOD + "redis: {password: 123456}\n", "cluster.yaml: redis.password: must be a string, not an integer: quote it"),
+        (GOOD + "target: again\n", "cluster.yaml:6: duplicate key 'target'"),
+        ("a: &anchor [1]\nb: *anchor\n", "cluster.yaml:1: anchors and aliases are not allowed"),
+        (GOOD + "tree:\n\twidth: 3\n", "cluster.yaml:7: tab in the indentation: use spaces"),
+        (GOOD + "draft: [\n", "cluster.yaml:7: expected the node content, but found '<stream end>'"),
+        ("[" * 5000, "cluster.yaml:1: nested too deeply"),
+        ("1: 2\n", "cluster.yaml:1: keys must be strings: quote it"),
+        ("a: !!python/object/apply:os.getcwd []\n",
+         "cluster.yaml:1: could not determine a constructor for the tag 'tag:yaml.o..."),
+        ("a: 2020-99-99\n", "cluster.yaml: not valid YAML"),
+        ("a: 1\n---\nb: 2\n", "cluster.yaml:2: but found another document"),
+        ("#" * 1_000_001, "cluster.yaml: larger than 1,000,000 bytes"),
+    ],
+)  # fmt: skip
+def test_mistakes_give_one_line(tmp_path: Path, text: str, expected: str) -> None:
+    assert message(tmp_path, text) == expected
+
+
+def test_unreadable_files(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"none\.yaml: no such file$"):
+        load_cluster(tmp_path / "none.yaml")
+    with pytest.raises(UserError, match="Is a directory"):
+        load_cluster(tmp_path)
+    binary = tmp_path / "binary.yaml"
+    binary.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(UserError, match=r"binary\.yaml: not a UTF-8 text file$"):
+        load_cluster(binary)
+
+
+@given(st.text(alphabet="abt:{}[]-&*!|>'\"#%@,? \n\t0.1~<", max_size=60))
+def test_any_text_is_refused_in_one_line(tmp_path_factory: pytest.TempPathFactory, text: str) -> None:
+    file = tmp_path_factory.getbasetemp() / "any.yaml"
+    file.write_text(text)
+    with pytest.raises(UserError) as error:
+        load_cluster(file)
+    assert "\n" not in str(error.value)
+
+
+def test_unnamed_partition_among_several(tmp_path: Path) -> None:
+    config = load(tmp_path, GOOD + "  big: {stages: 8}\n")
+    with pytest.raises(UserError, match=r"^name a partition: small, big"):
+        config.find_partition()
+    with pytest.raises(UserError, match=r"^unknown partition 'bigg': did you mean big\?$"):
+        config.find_partition("bigg")
+
+
+def test_environment_goes_before_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = GOOD + "redis: {url: 'redis://file:1/0', password: from-file}\n"
+    assert load(tmp_path, text).redis == RedisConfig("redis://file:1/0", "from-file")
+    monkeypatch.setenv("PIPEDEC_REDIS_PASSWORD", "from-environment")
+    monkeypatch.setenv("PIPEDEC_REDIS_URL", "redis://environment:2/0")
+    assert load(tmp_path, text).redis == RedisConfig("redis://environment:2/0", "from-environment")
+    assert redis_config("redis://flag:3/0") == RedisConfig("redis://flag:3/0", "from-environment")
+
+
+def test_password_never_shows() -> None:
+    redis = redis_config("redis://user:s%40cret@host:1/0")
+    assert (redis.url, redis.password) == ("redis://user@host:1/0", "s@cret")
+    assert redis_config("redis://:secret@host:1/0").url == "redis://host:1/0"
+    assert "cret" not in repr(redis)
+    for url in ("http://:secret@host", "redis://:secret@host:port", "redis://host?password=secret"):
+        with pytest.raises(UserError, match=r"^--redis: ") as error:
+            redis_config(url)
+        assert "secret" not in str(error.value)
+
+
+def test_connection_url_holds_the_password(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert redis_url_from_environment() is None
+    monkeypatch.setenv("PIPEDEC_REDIS_PASSWORD", "p@ss/:%")
+    assert redis_url_from_environment("redis://user@host:1/0") == "redis://user:p%40ss%2F%3A%25@host:1/0"
+    assert redis_url_from_environment("redis://:own@host:1/0") == "redis://:own@host:1/0"
+    assert redis_url_from_environment("unix://:own@/run/redis.sock?db=0") == "unix://:own@/run/redis.sock?db=0"
+    monkeypatch.setenv("PIPEDEC_REDIS_URL", "unix:///run/redis.sock")
+    connection = redis_url_from_environment()
+    assert connection == "unix://:p%40ss%2F%3A%25@/run/redis.sock"
+    assert redis_config(connection) == RedisConfig("unix:///run/redis.sock", "p@ss/:%")
+
+
+def test_tls_and_scheme_agree() -> None:
+    assert RedisConfig("redis://host:1/0", tls=True) == RedisConfig("rediss://host:1/0")
+    assert not RedisConfig("unix:///run/redis.sock").tls
+
+
+def test_shape_of_a_checkpoint(tmp_path: Path) -> None:
+    config = {
+        "model_type": "llama", "hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 24, "vocab_size": 4096,
+        "num_attention_heads": 6, "num_key_value_heads": 2, "tie_word_embeddings": True, "rope_theta": 1e4,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    shape = model_shape(str(tmp_path))
+    assert (shape.num_hidden_layers, shape.head_size, shape.tie_word_embeddings) == (24, 32, True)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("{", "config.json: not valid JSON"),
+        ("[]", "config.json: model_type must be llama: only LLaMA models can be planned"),
+        ('{"model_type": "llama"}', "config.json: hidden_size: missing"),
+        ('{"model_type": "llama", "hidden_size": -1}', "config.json: hidden_size: must be at least 1, not -1"),
+    ],
+)
+def test_bad_checkpoint_shape(tmp_path: Path, text: str, expected: str) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(UserError) as error:
+        model_shape(str(tmp_path))
+    assert str(error.value).removeprefix(f"{tmp_path}/") == expected
+
+
+def test_unknown_model() -> None:
+    with pytest.raises(UserError, match=r"^'llama-9' is neither a directory with a config.json nor a known model \(llama-3"):
+        model_shape("llama-9")
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"), [("llama-3.2-1b", 1.236), ("llama-3.1-8b", 8.03), ("llama-3.1-70b", 70.6), ("llama-3.1-405b", 405.9)]
+)
+def test_known_shapes_have_their_published_size(name: str, billions: float) -> None:
+    assert MODEL_SHAPES[name].parameters / 1e9 == pytest.approx(billions, rel=0.002)
+
+
+def test_compute_takes_over_near_the_roofline() -> None:
+    device, parameters = DEVICES["rtx3090"], 10**9
+    assert device.matmul_ms(parameters, 64, "float32") == device.matmul_ms(parameters, 1, "float32")
+    assert device.matmul_ms(parameters, 128, "float32") > device.matmul_ms(parameters, 64, "float32")
+
+
+def test_state_directory_is_private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert state_directory() == tmp_path / ".cache/pipedec"
+    (tmp_path / "run").mkdir()
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "run"))
+    assert state_directory() == tmp_path / "run/pipedec"
+    monkeypatch.setenv("PIPEDEC_STATE_DIR", str(tmp_path / "mine"))
+    directory = state_directory()
+    assert directory == tmp_path / "mine"
+    assert directory.stat().st_mode & 0o777 == 0o700
+    directory.chmod(0o755)
+    with pytest.raises(UserError, match="open to other users"):
+        state_directory()
+    monkeypatch.setenv("PIPEDEC_STATE_DIR", str(ROOT / "cluster.yaml"))
+    with pytest.raises(UserError, match="File exists: set PIPEDEC_STATE_DIR"):
+        state_directory()
+
+
+@pytest.mark.parametrize("script", ["slurm.sbatch", "ssh.sh"])
+def test_launch_scripts_parse(script: str) -> None:
+    subprocess.run(["bash", "-n", ROOT / "launch" / script], check=True)
+
+
+# Stands in for ssh: runs the command here, as a remote login shell would.
+FAKE_SSH = """#!/bin/sh
+while [ "$1" = -o ]; do shift 2; done
+printf '%s\\n' "$2" >>"$FAKE_LOG.commands"
+exec sh -c "$2"
+"""
+# Stands in for the interpreter: notes its arguments; on the node that FAKE_FAIL names it fails once another is ready, else it
+# waits to be stopped.
+FAKE_PYTHON = """#!/bin/sh
+echo "$CUDA_VISIBLE_DEVICES|$PIPEDEC_REDIS_PASSWORD|$*" >>"$FAKE_LOG"
+[ "$FAKE_FAIL" = none ] && exit 0
+if [ "$6" = "$FAKE_FAIL" ]; then
+    until grep -q ready "$FAKE_LOG"; do sleep 0.05; done
+    exit 7
+fi
+trap 'echo "stopped $6" >>"$FAKE_LOG"; exit 143' TERM
+echo ready >>"$FAKE_LOG"
+while :; do sleep 0.05; done
+"""
+
+
+def run_ssh_launcher(tmp_path: Path, fail: str) -> tuple[int, list[str], str]:
+    """Exit code, what the interpreters noted, and the command lines that ssh was given."""
+    for name, text in (("ssh", FAKE_SSH), ("python", FAKE_PYTHON)):
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    environment = os.environ | {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHON": str(tmp_path / "python"), "DIRECTORY": str(tmp_path),
+        "FAKE_LOG": str(tmp_path / "log"), "FAKE_FAIL": fail, "RUN": "try", "PIPEDEC_REDIS_URL": "redis://server-1:6379/0",
+        "PIPEDEC_REDIS_PASSWORD": "it's secret",
+    }  # fmt: skip
+    command = [ROOT / "launch/ssh.sh", "me@server-4=3", "server-1=0,1", "--", "--target", "/a dir/it's"]
+    code = subprocess.run(command, env=environment, capture_output=True, timeout=60).returncode
+    return code, sorted((tmp_path / "log").read_text().splitlines()), (tmp_path / "log.commands").read_text()
+
+
+def test_ssh_launcher_starts_ranks_in_order(tmp_path: Path) -> None:
+    code, notes, commands = run_ssh_launcher(tmp_path, fail="none")
+    assert code == 0
+    place = "--rdzv-backend static --master-addr server-4 --master-port 29500 -m -- pipedec.engine.rank"
+    flags = "--redis redis://server-1:6379/0 --run try --stages 2 --target /a dir/it's"
+    head = "-m torch.distributed.run --nnodes 2 --node-rank"
+    assert notes == [
+        f"0,1|it's secret|{head} 1 --nproc-per-node 2 {place} {flags}",
+        f"3|it's secret|{head} 0 --nproc-per-node 1 {place} {flags}",
+    ]
+    assert "secret" not in commands
+
+
+def test_ssh_launcher_stops_all_when_one_fails(tmp_path: Path) -> None:
+    code, notes, _ = run_ssh_launcher(tmp_path, fail="1")
+    assert code == 7
+    assert "stopped 0" in notes
+
+
+def test_ssh_launcher_refuses_bad_places() -> None:
+    environment = os.environ | {"PIPEDEC_REDIS_URL": "redis://host:1/0"}
+    for arguments in ([], ["host", "--"], ["host=a", "--"], ["-oProxyCommand=1", "--"], ["host=0"]):
+        done = subprocess.run([ROOT / "launch/ssh.sh", *arguments], env=environment, capture_output=True, text=True, timeout=20)
+        assert (done.returncode, done.stderr.split()[0]) == (2, "usage:")
