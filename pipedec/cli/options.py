@@ -95,7 +95,9 @@ def _file_text(path: Path) -> str:
 def pipeline_options(command: Command) -> Command:
     """Adds the pipeline's flags; the command gets them as ``pipeline``."""
     options = [
-        click.option("--target", type=click.Path(path_type=Path), help="Target checkpoint directory (default: the shipped pair)."),
+        click.option(
+            "--target", type=click.Path(path_type=Path), help="Target checkpoint directory (default: the shipped pair)."
+        ),
         click.option("--draft", help="Draft checkpoint directory, or none."),
         click.option("--stages", type=int, default=4, show_default=True, help="Pipeline stages, one process each."),
         click.option("--groups", type=int, help="Groups of stages that share a timestep (default: one per stage)."),
@@ -132,7 +134,7 @@ def place_options(command: Command) -> Command:
     return click.option("--redis", help="redis://:password@host:port/0 of a cluster elsewhere.")(command)
 
 
-def _gathered(command: Command, options: list[Callable[[Command], Command]], kind: type, name: str) -> Command:
+def _gathered(command: Command, options: list[Callable[[Any], Any]], kind: type, name: str) -> Command:
     names = [field.name for field in fields(kind)]
 
     @functools.wraps(command)
@@ -142,4 +144,4 @@ def _gathered(command: Command, options: list[Callable[[Command], Command]], kin
     wrapped: Any = gathering
     for option in reversed(options):
         wrapped = option(wrapped)
-    return wrapped  # type: ignore[no-any-return]
+    return wrapped

@@ -95,9 +95,7 @@ class LocalCluster:
         context.set_forkserver_preload(["pipedec.engine.rank"])
         world_size = self.spec.num_stages + 1
         for rank in range(world_size):
-            place = RankPlace(
-                rank, world_size, rank, world_size, f"file://{self._directory / 'rendezvous'}", self._transport
-            )
+            place = RankPlace(rank, world_size, rank, world_size, f"file://{self._directory / 'rendezvous'}", self._transport)
             receiver, sender = context.Pipe(duplex=False)
             process = context.Process(
                 target=_rank_process, args=(place, self.spec.description(), self.address, sender), name=f"pipedec rank {rank}"

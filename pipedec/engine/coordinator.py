@@ -11,7 +11,7 @@ from dataclasses import asdict
 
 import torch
 
-from pipedec.core import Completion, Metrics, Request, UserError, Verdict
+from pipedec.core import Completion, Request, UserError, Verdict
 from pipedec.decoding import Drafter, Method, create_method
 from pipedec.engine.messages import PromptRequest, completion_to_event, verdict_from_payload
 from pipedec.engine.prompt import Prompter, prefill_chunks
@@ -73,9 +73,7 @@ class DraftLoop(RankLoop):
             message = self._scheduler.wait_request(POLL_SECONDS)
             if message is None:
                 self._check_peers()
-            elif self._checked(message).kind == "stop":
-                return
-            elif not self._serve(message):
+            elif self._checked(message).kind == "stop" or not self._serve(message):
                 return
 
     def _serve(self, message: Message) -> bool:
@@ -87,17 +85,13 @@ class DraftLoop(RankLoop):
             return True
         self._tracer.enabled = request.trace
         self._scheduler.begin(request.number, initial_tasks(self._topology, _chunk_payloads(request)), request.trace)
-        while True:
-            following = self._next()
-            while following is not None and following.kind == "task":
-                task = following.task
-                assert task is not None
-                if task.name == "end":
-                    self._end(task)
-                    return True
-                following = self._execute(following)
-            if following is not None:
-                return False
+        following = self._next()
+        while (task := following.task) is not None:
+            if task.name == "end":
+                self._end(task)
+                return True
+            following = self._execute(following) or self._next()
+        return False
 
     def _admit(self, message: Message) -> Request:
         """Tokenize and check a prompt, and set up its method."""

@@ -29,7 +29,8 @@ class PromptRequest:
             raw = json.loads(text)
             unknown = set(raw) - {field.name for field in fields(cls)}
             if unknown or not isinstance(raw["prompt"], str):
-                raise UserError(f"a request needs the text field prompt; not known here: {', '.join(sorted(unknown)) or 'nothing'}")
+                known = ", ".join(field.name for field in fields(cls))
+                raise UserError(f"a request is an object with the text field prompt; its fields are {known}")
             sampling = sampling_from_payload(raw.pop("sampling", {}))
             tree = TreeParams(**raw.pop("tree", {}))
             return cls(**raw, sampling=sampling, tree=tree)

@@ -111,5 +111,3 @@ def same_tokenizer(target: Path, draft: Path) -> None:
 
 def _has(directory: Path) -> bool:
     return (directory / "tokenizer.json").exists()
-
-

@@ -176,4 +176,3 @@ class StageLoop(RankLoop):
     def _verdict(self) -> dict[str, object]:
         assert isinstance(self._worker, FinalStageWorker)
         return verdict_to_payload(self._worker.verdict())
-

@@ -147,7 +147,7 @@ class RedisScheduler:
 
     def clock_us(self) -> int:
         with self._command():
-            seconds, microseconds = self.client.time()  # type: ignore[misc]
+            seconds, microseconds = self.client.time()
         return int(seconds) * 1_000_000 + int(microseconds)
 
     def trace(self) -> list[GrantedTask]:

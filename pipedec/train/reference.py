@@ -7,12 +7,14 @@ function is unchanged at the moment of growth. A killed run resumes from its las
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from torch import Tensor, nn
@@ -142,13 +144,13 @@ def learning_rate_factor(step: int, steps: int, last_phase: bool, warmup: int) -
     return factor * (1.0 - 0.95 * step / steps) if last_phase else factor
 
 
-def next_token_loss(model: nn.Module, ids_BT: Tensor) -> Tensor:
+def next_token_loss(model: Callable[..., Any], ids_BT: Tensor) -> Tensor:
     """Mean cross-entropy of every next token."""
     logits = model(input_ids=ids_BT).logits[:, :-1].float()
     return nn.functional.cross_entropy(logits.flatten(0, 1), ids_BT[:, 1:].flatten())
 
 
-def distillation_loss(model: nn.Module, teacher: nn.Module, ids_BT: Tensor) -> Tensor:
+def distillation_loss(model: Callable[..., Any], teacher: Callable[..., Any], ids_BT: Tensor) -> Tensor:
     """KL divergence from the target's distribution to the draft's, per token."""
     with torch.no_grad():
         wanted = teacher(input_ids=ids_BT).logits.float().log_softmax(-1).flatten(0, 1)
@@ -186,7 +188,7 @@ class Trainer:
         if start >= steps:
             return
         forward = torch.compile(model) if self.compile_model else model
-        columns = TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total}"), TimeRemainingColumn()
+        columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
         with Progress(*columns) as progress:
             bar = progress.add_task(f"{self.name} phase {index}", total=steps, completed=start)
             for step in range(start, steps):
@@ -235,8 +237,8 @@ class Trainer:
                     _, _, parameter_index, key = name.split(".", 3)
                     states.setdefault(int(parameter_index), {})[key] = tensor
             optimizer.load_state_dict({**optimizer.state_dict(), "state": states})
-        header = json.loads(path.read_bytes()[8 : 8 + int.from_bytes(path.read_bytes()[:8], "little")])
-        return int(header["__metadata__"]["step"])
+        with safe_open(path, "pt") as stored:
+            return int(stored.metadata()["step"])
 
     def _log(self, phase: int, step: int, loss: float) -> None:
         row = {"model": self.name, "phase": phase, "step": step, "loss": round(loss, 4), "time": round(time.time(), 1)}

@@ -30,9 +30,7 @@ class Rendezvous:
 class TorchTransport:
     """One rank's end of the process group. Rank 0 sends steps without activations (it has no stage before it)."""
 
-    def __init__(
-        self, backend: str, rendezvous: Rendezvous, hidden_size: int, dtype: torch.dtype, device: torch.device
-    ) -> None:
+    def __init__(self, backend: str, rendezvous: Rendezvous, hidden_size: int, dtype: torch.dtype, device: torch.device) -> None:
         if backend not in BACKENDS:
             raise UserError(f"unknown transport {backend!r}: choose one of {', '.join(BACKENDS)}")
         if backend == "nccl" and device.type != "cuda":

@@ -68,7 +68,10 @@ def test_other_strings_are_no_tasks(identifier: str) -> None:
 def test_case_1_every_chunk_at_ranks_0_and_1() -> None:
     planned = initial_tasks(PAIRS, [{"token_ids": [1, 2]}, {"token_ids": [3]}])
     assert strings(planned) == {
-        "C:pre:0:-1": [], "C:pre:1:-1": [], "C:pre:0:0": ["C:pre:0:-1"], "C:pre:1:0": ["C:pre:1:-1"],
+        "C:pre:0:-1": [],
+        "C:pre:1:-1": [],
+        "C:pre:0:0": ["C:pre:0:-1"],
+        "C:pre:1:0": ["C:pre:1:-1"],
     }
     assert planned[0].payload == {"token_ids": [1, 2], "first": True, "last": False}
     assert planned[3].payload == {"token_ids": [3], "first": False, "last": True}
@@ -135,10 +138,15 @@ def test_case_9_syncs_wait_for_what_still_reads_unpruned_rows() -> None:
 
 def test_cases_11_12_after_a_sync() -> None:
     assert strings(post_process(Task.compute("sync", 0, 9), PAIRS, Facts(rows_out=1))) == {
-        "T:0:1:9": [], "C:dec:1:10": ["T:0:1:9", "V:finish:all:9"], "C:dec:0:10": ["V:finish:all:9"], "V:finish:0:9": [],
+        "T:0:1:9": [],
+        "C:dec:1:10": ["T:0:1:9", "V:finish:all:9"],
+        "C:dec:0:10": ["V:finish:all:9"],
+        "V:finish:0:9": [],
     }
     assert strings(post_process(Task.compute("sync", 4, 9), PAIRS, Facts(rows_out=2))) == {
-        "T:4:5:9": [], "C:dec:5:10": ["T:4:5:9", "V:finish:all:9"], "V:finish:4:9": [],
+        "T:4:5:9": [],
+        "C:dec:5:10": ["T:4:5:9", "V:finish:all:9"],
+        "V:finish:4:9": [],
     }
     for rank in (1, 3, 5):
         assert strings(post_process(Task.compute("sync", rank, 9), PAIRS, Facts(rows_out=2))) == {f"V:finish:{rank}:9": []}
@@ -152,7 +160,8 @@ def test_the_sync_of_prefill_also_sets_the_barrier() -> None:
 
 def test_an_answer_that_ended_schedules_only_its_end() -> None:
     assert strings(post_process(Task.compute("sync", 0, 9), PAIRS, Facts(rows_out=1, finished=True))) == {
-        "C:end:0:9": ["V:finish:all:9"], "V:finish:0:9": [],
+        "C:end:0:9": ["V:finish:all:9"],
+        "V:finish:0:9": [],
     }
     assert strings(post_process(Task.compute("sync", 2, 9), PAIRS, Facts(rows_out=5, finished=True))) == {"V:finish:2:9": []}
     assert post_process(Task.compute("end", 0, 9), PAIRS, Facts()) == []
