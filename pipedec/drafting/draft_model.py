@@ -30,7 +30,6 @@ class DraftModel:
         positions = torch.arange(first, first + len(token_ids), device=token_ids.device)
         self._model.forward(token_ids, positions, self._cache, mask_RN=None, prefill_length=prompt_length)
 
-    @torch.inference_mode()
     def expand(self, tree: PredictionTree, children: int) -> Candidates:
         """Draft every tree row that has not been drafted yet and return the likeliest ``children`` of each."""
         drafted = self._cache.tree_length

@@ -35,7 +35,6 @@ class StageWorker:
         self._tree.reset(prompt_length)
         self._pending_hidden = None
 
-    @torch.inference_mode()
     def prefill(self, chunk: Step) -> Step:
         """Compute the prompt's next chunk; returns it with this stage's activations."""
         first = self._cache.past_length
@@ -44,7 +43,6 @@ class StageWorker:
         hidden = self._model.forward(inputs, positions, self._cache, mask_RN=None, prefill_length=self._prompt_length)
         return Step(chunk.token_ids, chunk.parents, hidden)
 
-    @torch.inference_mode()
     def decode(self, step: Step) -> None:
         """Add the step's rows to the tree and compute them; the output waits for this timestep's verdict."""
         rows = self._tree.append(step.token_ids, step.parents)
@@ -89,13 +87,11 @@ class FinalStageWorker(StageWorker):
         super().begin(prompt_length, sampling)
         self._verifier = Verifier(sampling, self._eos_token_ids)
 
-    @torch.inference_mode()
     def first_verdict(self, last_chunk: Step) -> Verdict:
         """The verdict on prefill, from the output of the prompt's last chunk."""
         assert last_chunk.hidden is not None
         return self._verifier.first(int(greedy(self._model.logits(last_chunk.hidden[-1:]))[0]))
 
-    @torch.inference_mode()
     def verdict(self) -> Verdict:
         """The verdict on the rows computed at this timestep."""
         assert self._pending_hidden is not None

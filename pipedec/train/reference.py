@@ -58,13 +58,17 @@ class Shape:
 
 @dataclass(frozen=True)
 class Recipe:
-    """Everything that decides the result. ``phases`` are (layers, steps); a step is ``batch`` rows of ``length`` tokens."""
+    """Everything that decides the result.
+
+    ``phases`` are (layers, steps); a step is ``batch`` rows of ``length`` tokens, taken in order from ``characters`` of text.
+    """
 
     vocabulary: int = 4096
     target: Shape = Shape(hidden=192, intermediate=512, heads=6)
     draft: Shape = Shape(hidden=128, intermediate=352, heads=4)
-    phases: tuple[tuple[int, int], ...] = ((6, 1600), (12, 800), (24, 700))
-    draft_phases: tuple[tuple[int, int], ...] = ((2, 1000),)
+    phases: tuple[tuple[int, int], ...] = ((6, 1600), (12, 800), (24, 450))
+    draft_phases: tuple[tuple[int, int], ...] = ((2, 500),)
+    characters: int = 86_343_680
     batch: int = 16
     length: int = 512
     learning_rate: float = 7e-3
@@ -284,7 +288,7 @@ def train(problems: Path | None, out: Path, work: Path, recipe: Recipe, compile_
         train_tokenizer(training, recipe, work)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(work)
     target_tokens = sum(steps for _, steps in recipe.phases) * recipe.batch * recipe.length
-    rows = pack(corpus.mix(training, recipe.weights, characters=int(target_tokens * 3.4), seed=recipe.seed), tokenizer, recipe)
+    rows = pack(corpus.mix(training, recipe.weights, characters=recipe.characters, seed=recipe.seed), tokenizer, recipe)
 
     vocabulary = len(tokenizer)
     target = LlamaForCausalLM(recipe.target.config(recipe.phases[0][0], vocabulary, tokenizer))
