@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -14,12 +15,13 @@ from rich.table import Table
 
 from pipedec.cli.options import PipelineFlags, pipeline_options, place_options
 from pipedec.cli.show import console, loading_bar
-from pipedec.config import state_directory
+from pipedec.config import redis_url_from_environment, state_directory
 from pipedec.core import PipedecError, UserError
-from pipedec.engine.running import RunningCluster, find_run, read_state
+from pipedec.engine.running import DEFAULT_RUN, RunningCluster, find_run, read_state
 
 if TYPE_CHECKING:
     from pipedec.engine.cluster import LocalCluster
+    from pipedec.scheduler import RedisScheduler
 
 DETACH_SECONDS = 600.0
 
@@ -47,7 +49,8 @@ def up(pipeline: PipelineFlags, redis: str | None, run: str | None, detach: bool
     state = read_state()
     if state is not None and state.is_alive():
         raise UserError(f"a cluster is already running here (process {state.pid}): stop it with `pipedec down`")
-    cluster = local_cluster(pipeline, redis, run)
+    redis_url = redis_url_from_environment(redis)
+    cluster = local_cluster(pipeline, redis_url, run or (DEFAULT_RUN if redis_url else None))
     if detach:
         _detach()
         return
@@ -69,11 +72,15 @@ def _serve(cluster: LocalCluster) -> None:
             f"{spec.target}, draft {spec.draft or 'none'}. Next: pipedec submit --prompt …; stop it with pipedec down."
         )
         cluster.wait()
+        cluster.stop()
         console.print("Cluster stopped.")
     except KeyboardInterrupt:
         console.print("Stopping the cluster.")
-    finally:
         cluster.stop()
+    except BaseException:
+        cluster.kill()
+        raise
+    finally:
         if running is not None:
             running.forget()
 
@@ -87,17 +94,26 @@ def _detach() -> None:
             [sys.executable, "-m", "pipedec.cli", *arguments],
             stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
         )  # fmt: skip
-    deadline = time.monotonic() + DETACH_SECONDS
-    with console.status("Starting the cluster"):
-        while (state := read_state()) is None or state.pid != process.pid:
-            if process.poll() is not None:
-                lines = log_path.read_text().strip().splitlines()
-                raise PipedecError((lines[-1] if lines else "the cluster did not start").removeprefix("pipedec: "))
-            if time.monotonic() > deadline:
-                process.terminate()
-                raise PipedecError(f"the cluster did not come up within {DETACH_SECONDS:.0f} s: see {log_path}")
-            time.sleep(0.05)
+    try:
+        with console.status("Starting the cluster"):
+            state = _wait_until_up(process, log_path)
+    except BaseException:
+        process.terminate()
+        process.wait()
+        raise
     console.print(f"Cluster {state.run_id} is up (process {process.pid}, log {log_path}). Stop it with pipedec down.")
+
+
+def _wait_until_up(process: subprocess.Popen[bytes], log_path: Path) -> RunningCluster:
+    deadline = time.monotonic() + DETACH_SECONDS
+    while (state := read_state()) is None or state.pid != process.pid:
+        if process.poll() is not None:
+            lines = log_path.read_text().strip().splitlines()
+            raise PipedecError((lines[-1] if lines else "the cluster did not start").removeprefix("pipedec: "))
+        if time.monotonic() > deadline:
+            raise PipedecError(f"the cluster did not come up within {DETACH_SECONDS:.0f} s: see {log_path}")
+        time.sleep(0.05)
+    return state
 
 
 @click.command()
@@ -122,16 +138,27 @@ def status(redis: str | None, run: str | None) -> None:
 @click.command()
 @place_options
 def down(redis: str | None, run: str | None) -> None:
-    """Stop a running cluster; a request that is being answered is finished first."""
+    """Stop a running cluster.
+
+    The request under way is finished first (on a cluster started here, for up to 20 seconds); those that wait are refused.
+    """
     found = find_run(redis, run)
     scheduler = found.connect()
     scheduler.stop()
     if found.pid is None:
-        deadline = time.monotonic() + DETACH_SECONDS
-        while scheduler.members() and time.monotonic() < deadline:
-            time.sleep(0.05)
+        _wait_until_down(scheduler)
     elif not found.wait_until_gone():
         os.kill(found.pid, signal.SIGTERM)
         if not found.wait_until_gone():
             raise PipedecError(f"process {found.pid} does not end: kill it")
     console.print(f"Cluster {found.run_id} is down.")
+
+
+def _wait_until_down(scheduler: RedisScheduler) -> None:
+    """Until its ranks have left, or died; then nothing of the run is left in Redis."""
+    deadline = time.monotonic() + DETACH_SECONDS
+    while alive := scheduler.status().alive:
+        if time.monotonic() > deadline:
+            raise PipedecError(f"ranks {', '.join(map(str, alive))} have not ended within {DETACH_SECONDS:.0f} s")
+        time.sleep(0.05)
+    scheduler.clear()

@@ -26,5 +26,7 @@ def generate(pipeline: PipelineFlags, asked: RequestFlags) -> None:
             cluster.start(progress)
         assert cluster.scheduler is not None
         ask_and_show(Client(cluster.scheduler, cluster.check), request, asked.json, asked.trace)
-    finally:
-        cluster.stop()
+    except BaseException:
+        cluster.kill()
+        raise
+    cluster.stop()

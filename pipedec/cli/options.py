@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, fields
@@ -57,7 +58,8 @@ class RequestFlags:
     trace: Path | None
 
     def request(self) -> PromptRequest:
-        """The request, its prompt read from where the flags say."""
+        """The request, its prompt read from where the flags say. Raises UserError before anything is started."""
+        self._check_trace()
         return PromptRequest(
             prompt=self._prompt_text(),
             raw=self.raw_prompt,
@@ -66,6 +68,15 @@ class RequestFlags:
             tree=TreeParams(width=self.width, children=self.children),
             trace=self.trace is not None,
         )
+
+    def _check_trace(self) -> None:
+        if self.trace is None:
+            return
+        if not self.trace.parent.is_dir():
+            raise UserError(f"--trace {self.trace}: there is no directory {self.trace.parent}")
+        place = self.trace if self.trace.exists() else self.trace.parent
+        if self.trace.is_dir() or not os.access(place, os.W_OK):
+            raise UserError(f"--trace {self.trace}: cannot write there")
 
     def _prompt_text(self) -> str:
         if self.prompt is not None and self.prompt_file is not None:
@@ -77,7 +88,7 @@ class RequestFlags:
         elif sys.stdin.isatty():
             raise UserError("no prompt: give --prompt TEXT, --prompt-file FILE, or text on standard input")
         else:
-            text = sys.stdin.read()
+            text = _decoded(sys.stdin.buffer.read(), "standard input")
         if not text.strip():
             raise UserError("the prompt is empty: give --prompt TEXT, --prompt-file FILE, or text on standard input")
         return text
@@ -85,11 +96,16 @@ class RequestFlags:
 
 def _file_text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError:
-        raise UserError(f"{path} is not UTF-8 text") from None
+        return _decoded(path.read_bytes(), str(path))
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from None
+
+
+def _decoded(text: bytes, source: str) -> str:
+    try:
+        return text.decode("utf-8")
+    except UnicodeDecodeError:
+        raise UserError(f"{source} is not UTF-8 text") from None
 
 
 def pipeline_options(command: Command) -> Command:

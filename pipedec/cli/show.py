@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
-from pipedec.core import Completion, UserError
+from pipedec.core import Completion
 from pipedec.engine.client import Client
 from pipedec.engine.messages import PromptRequest
 from pipedec.tracing import SCHEDULER_TRACK, write_trace
@@ -38,8 +38,6 @@ def loading_bar(num_ranks: int) -> Iterator[Callable[[int, int, int], None]]:
 
 def ask_and_show(client: Client, request: PromptRequest, as_json: bool, trace: Path | None) -> Completion:
     """Send the request, stream its text (or print one JSON document), then the figures."""
-    if trace is not None and not trace.parent.is_dir():
-        raise UserError(f"--trace {trace}: there is no directory {trace.parent}")
     completion = client.ask(request, on_text=(lambda text: None) if as_json else _write)
     if as_json:
         print(json.dumps(completion.as_dict()))

@@ -40,9 +40,8 @@ class PipeDec:
         self._drafter.prefill(token_ids, self._prompt_length)
 
     def draft(self) -> None:
-        self._candidates = None
-        if self._layer.start < self._layer.stop:
-            self._candidates = self._drafter.expand(self._tree, self._limits.children)
+        has_layer = self._layer.start < self._layer.stop
+        self._candidates = self._drafter.expand(self._tree, self._limits.children) if has_layer else None
 
     def apply(self, verdict: Verdict) -> None:
         advance = self._tree.advance(verdict.tokens)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 from pipedec.core import Completion, PipedecError, RankLost, UserError
 from pipedec.engine.messages import PromptRequest, completion_from_event
@@ -32,7 +33,8 @@ class Client:
     def ask(self, request: PromptRequest, on_text: OnText = lambda text: None) -> Completion:
         """Submit and wait for the whole answer; ``on_text`` gets its text piece by piece.
 
-        Ctrl-C cancels the request (the cluster goes on with the next one) and is raised again.
+        Ctrl-C, or whatever else ``on_text`` raises, cancels the request (the cluster goes on with the next one) and is
+        raised again.
 
         Raises:
             UserError: the cluster refused the request.
@@ -42,8 +44,12 @@ class Client:
         self.trace = []
         try:
             completion = self._read(number, on_text)
-        except KeyboardInterrupt:
-            self._scheduler.cancel(number)
+        except UserError:
+            self._scheduler.close_answer(number)
+            raise
+        except BaseException:
+            with suppress(PipedecError):
+                self._scheduler.cancel(number)
             raise
         self._scheduler.close_answer(number)
         return completion
@@ -54,12 +60,23 @@ class Client:
         while time.monotonic() < deadline:
             events = self._scheduler.read_answer(number, position, _POLL_SECONDS)
             for position, event in events:  # noqa: B007 - the position goes on into the next read
-                deadline = time.monotonic() + self._silence_seconds
                 if (completion := self._take(event, on_text)) is not None:
                     return completion
-            if not events:
-                self._check_cluster()
+            if events or self._waits_in_line(number):
+                deadline = time.monotonic() + self._silence_seconds
         raise RankLost(f"the cluster has said nothing for {self._silence_seconds:.0f} s; see pipedec status")
+
+    def _waits_in_line(self, number: int) -> bool:
+        """Whether another request is being answered; raises if the cluster is in trouble or has ended."""
+        self._check()
+        if failure := self._scheduler.failure():
+            raise RankLost(failure)
+        if lost := self._scheduler.expired_ranks():
+            raise RankLost(f"{', '.join(f'rank {rank}' for rank in lost)} stopped answering")
+        status = self._scheduler.status()
+        if status.state == "gone":
+            raise RankLost("the cluster was stopped before it answered")
+        return status.running not in (None, number)
 
     def _take(self, event: Event, on_text: OnText) -> Completion | None:
         """Handle one event; the completion if it was the last."""
@@ -72,14 +89,8 @@ class Client:
         elif event.get("kind") == "cancelled":
             raise UserError("the request was cancelled before it began")
         elif event.get("kind") == "abort":
-            raise PipedecError(event["text"])
+            self._check()  # who watches the processes knows better what happened than their neighbours
+            raise RankLost(event["text"])
         elif "error" in event:
             raise UserError(event["error"])
         return None
-
-    def _check_cluster(self) -> None:
-        self._check()
-        if failure := self._scheduler.failure():
-            raise PipedecError(failure)
-        if lost := self._scheduler.expired_ranks():
-            raise RankLost(f"{', '.join(f'rank {rank}' for rank in lost)} stopped answering")

@@ -9,26 +9,26 @@ from __future__ import annotations
 import multiprocessing
 import os
 import secrets
-import shutil
 import signal
 import sys
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from pipedec.core import PipedecError, RankLost, SchedulerLost
-from pipedec.engine.rank import RankPlace, RunAddress, die_with_parent, run_rank
+from pipedec.engine.rank import RankPlace, RunAddress, claim_run, die_with_parent, run_rank
 from pipedec.engine.spec import PipelineSpec
 from pipedec.scheduler import EmbeddedServer, RedisScheduler
 
 STOP_SECONDS = 10.0
+# What the ranks' common ancestor imports once. Reading a checkpoint's config.json makes transformers import the second.
+PRELOAD = ["pipedec.engine.rank", "transformers.models.llama.configuration_llama"]
 
 LoadProgress = Callable[[int, int, int], None]  # rank, tensors read, tensors in all
 
@@ -58,7 +58,8 @@ class LocalCluster:
         self._given_url = redis_url
         self._transport = transport
         self._server: EmbeddedServer | None = None
-        self._directory: Path | None = None
+        self._files = ExitStack()
+        self._is_up = False
         self._ranks: dict[int, RankProcess] = {}
         self.scheduler: RedisScheduler | None = None
 
@@ -89,13 +90,15 @@ class LocalCluster:
     def _start(self, progress: LoadProgress | None) -> None:
         if self._given_url is None:
             self._server = EmbeddedServer()
-        self.scheduler = self.address.scheduler(self.spec)
-        self._directory = Path(tempfile.mkdtemp(prefix="pipedec-"))
+        scheduler = self.address.scheduler(self.spec)
+        claim_run(scheduler)
+        self.scheduler = scheduler  # from here on the run's keys are ours to delete
+        meeting_place = self._meeting_place()
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["pipedec.engine.rank"])
+        context.set_forkserver_preload(PRELOAD)
         world_size = self.spec.num_stages + 1
         for rank in range(world_size):
-            place = RankPlace(rank, world_size, rank, world_size, f"file://{self._directory / 'rendezvous'}", self._transport)
+            place = RankPlace(rank, world_size, rank, world_size, meeting_place, self._transport)
             receiver, sender = context.Pipe(duplex=False)
             process = context.Process(
                 target=_rank_process, args=(place, self.spec.description(), self.address, sender), name=f"pipedec rank {rank}"
@@ -106,23 +109,31 @@ class LocalCluster:
         while not self._ranks[0].ready:
             self.check()
             self._read_reports(0.05, progress)
+        self._is_up = True
 
     def check(self) -> None:
-        """Notice a rank that has died.
+        """Notice a rank that has ended without having been told to.
 
         Raises:
             RankLost: names the rank and what ended it. The other ranks have been told to end.
             SchedulerLost: Redis died, and the ranks with it.
         """
-        for rank, entry in self._ranks.items():
-            status = entry.process.exitcode
-            if status is None:
-                continue
-            message = f"rank {rank} ({'draft' if rank == 0 else f'stage {rank}'}) {_ending(status)}"
-            failure = self.scheduler.failure() if self.scheduler is not None else None  # a rank that gives up says why
-            if failure is None:
-                self._tell(rank, message)
-            raise RankLost(failure or message)
+        ended = {rank: status for rank, entry in self._ranks.items() if (status := entry.process.exitcode) is not None}
+        if not ended or self.scheduler is None:
+            return
+        state = self.scheduler.status().state
+        was_told = state == "stopping" or (self._is_up and state == "gone")
+        lost = {rank: status for rank, status in ended.items() if status != 0 or not was_told}
+        if not lost:
+            return
+        # A rank that gives up says why. One that was killed cannot; the others then only say that they lost it.
+        silent = [rank for rank, status in lost.items() if status <= 0]
+        rank = silent[0] if silent else next(iter(lost))
+        message = f"rank {rank} ({'draft' if rank == 0 else f'stage {rank}'}) {_ending(lost[rank])}"
+        failure = self.scheduler.failure()
+        if failure is None:
+            self._tell(rank, _ending(lost[rank]))
+        raise RankLost(message if silent or failure is None else failure)
 
     def wait(self) -> None:
         """Block until somebody stops the run.
@@ -132,17 +143,21 @@ class LocalCluster:
         """
         while not wait([entry.process.sentinel for entry in self._ranks.values()], timeout=60.0):
             continue
-        assert self.scheduler is not None
-        if self.scheduler.status().state == "up":
-            self.check()
+        self.check()
+        self._join(STOP_SECONDS)
+        self.check()
 
     def stop(self) -> None:
-        """End in order: ranks finish what they are doing, their keys are deleted, Redis stops."""
-        if self.scheduler is not None and self._ranks:
-            with suppress(SchedulerLost):  # then the ranks end by themselves
-                self.scheduler.stop()
-            self._join(STOP_SECONDS)
-        self.kill()
+        """End in order: the request under way is cancelled, the ranks end, their keys are deleted, Redis stops."""
+        try:
+            if self.scheduler is not None and self._ranks:
+                with suppress(PipedecError):  # then the ranks end by themselves
+                    self.scheduler.stop()
+                    if (running := self.scheduler.status().running) is not None:
+                        self.scheduler.cancel(running)
+                self._join(STOP_SECONDS)
+        finally:
+            self.kill()
 
     def kill(self) -> None:
         """End at once whatever still runs, and leave nothing behind."""
@@ -153,14 +168,16 @@ class LocalCluster:
         for entry in self._ranks.values():
             entry.reports.close()
         self._ranks.clear()
-        if self.scheduler is not None:
-            self._clear_keys()
+        self._is_up = False
+        scheduler, self.scheduler = self.scheduler, None
+        if scheduler is not None:
+            with suppress(SchedulerLost):
+                scheduler.clear()
+            scheduler.client.close()
         if self._server is not None:
             self._server.stop()
             self._server = None
-        if self._directory is not None:
-            shutil.rmtree(self._directory, ignore_errors=True)
-            self._directory = None
+        self._files.close()
 
     def __enter__(self) -> LocalCluster:
         self.start()
@@ -192,10 +209,12 @@ class LocalCluster:
             if self.scheduler is not None:
                 self.scheduler.abort(rank, message)
 
-    def _clear_keys(self) -> None:
-        with suppress(SchedulerLost):
-            if self.scheduler is not None:
-                self.scheduler.clear()
+    def _meeting_place(self) -> str:
+        """Where the ranks meet: on Linux a file without a name, which is gone with this process whatever ends it."""
+        if sys.platform == "linux":
+            file = self._files.enter_context(tempfile.TemporaryFile(prefix="pipedec-"))  # noqa: SIM115 - kill closes it
+            return f"file:///proc/{os.getpid()}/fd/{file.fileno()}"
+        return f"file://{self._files.enter_context(tempfile.TemporaryDirectory(prefix='pipedec-'))}/rendezvous"
 
 
 def _ending(status: int) -> str:
@@ -206,7 +225,11 @@ def _ending(status: int) -> str:
 
 def _rank_process(place: RankPlace, description: dict[str, Any], address: RunAddress, reports: Connection) -> None:
     """What a rank's process runs. Its reports say how far loading is; nobody reads them once the cluster is up."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the supervisor, which stops the ranks in order
     die_with_parent()
+    supervisor = multiprocessing.parent_process()
+    if supervisor is not None and not supervisor.is_alive():  # it died before the line above
+        os._exit(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
     def report(what: str, done: int, total: int) -> None:

@@ -11,7 +11,7 @@ from dataclasses import asdict
 
 import torch
 
-from pipedec.core import Completion, Request, UserError, Verdict
+from pipedec.core import Completion, Request, SchedulerLost, UserError, Verdict
 from pipedec.decoding import Drafter, Method, create_method
 from pipedec.engine.messages import PromptRequest, completion_to_event, verdict_from_payload
 from pipedec.engine.prompt import Prompter, prefill_chunks
@@ -20,6 +20,8 @@ from pipedec.scheduler.protocol import Message, Scheduler
 from pipedec.scheduler.workflow import Facts, Payload, Task, Topology, initial_tasks
 from pipedec.tracing import SCHEDULER_TRACK, Tracer
 from pipedec.transport import Transport
+
+MAX_TREE = 4096
 
 
 class Answer:
@@ -67,35 +69,54 @@ class DraftLoop(RankLoop):
         self._drafter = drafter
         self._device = device
         self._answer: Answer | None = None
+        self._stopping = False
 
     def run(self) -> None:
-        while True:
+        while not self._stopping:
             message = self._scheduler.wait_request(POLL_SECONDS)
             if message is None:
-                self._check_peers()
-            elif self._checked(message).kind == "stop" or not self._serve(message):
-                return
+                self._check_run()
+            elif not self._is_stop(message):
+                self._serve(message)
+        while (message := self._scheduler.wait_request(0)) is not None:
+            self._scheduler.publish(self._checked(message).number, {"error": "the cluster is being stopped"})
 
-    def _serve(self, message: Message) -> bool:
-        """Answer one request; False if the run was stopped meanwhile."""
+    def _is_stop(self, message: Message) -> bool:
+        """Notes a stop, which takes effect when no request is under way."""
+        is_stop = self._checked(message).kind == "stop"
+        self._stopping |= is_stop
+        return is_stop
+
+    def _check_run(self) -> None:
+        self._check_peers()
+        if self._scheduler.status().state == "gone":
+            raise SchedulerLost("Redis no longer knows the run: its keys were deleted")
+
+    def _serve(self, message: Message) -> None:
+        """Answer one request, to its end."""
         try:
             request = self._admit(message)
         except UserError as error:
             self._scheduler.publish(message.number, {"error": str(error)})
-            return True
+            return
         self._tracer.enabled = request.trace
         self._scheduler.begin(request.number, initial_tasks(self._topology, _chunk_payloads(request)), request.trace)
-        following = self._next()
-        while (task := following.task) is not None:
-            if task.name == "end":
-                self._end(task)
-                return True
-            following = self._execute(following) or self._next()
-        return False
+        following: Message | None = None
+        while self._answer is not None:
+            following = following or self._next()
+            if self._is_stop(following):
+                following = None
+            elif following.task is not None and following.task.name == "end":
+                following = self._end(following.task)
+            else:
+                following = self._execute(following)
+        if following is not None:
+            self._is_stop(following)
 
     def _admit(self, message: Message) -> Request:
         """Tokenize and check a prompt, and set up its method."""
         prompt = PromptRequest.from_json(message.text)
+        _check_values(prompt)
         method_name = prompt.method or ("pp" if self._drafter is None else "pipedec")
         token_ids = self._prompter.token_ids(prompt.prompt, prompt.raw, prompt.sampling.max_tokens)
         request = Request(message.number, token_ids, prompt.sampling, method_name, prompt.tree, prompt.trace)
@@ -125,8 +146,8 @@ class DraftLoop(RankLoop):
         self._events.append({"token_ids": list(verdict.tokens), "text": piece})
         return Facts(rows_out=self._keep_outgoing(step, task.seq), finished=verdict.finished is not None)
 
-    def _end(self, task: Task) -> None:
-        """Every rank has synchronised with the last verdict: close the answer."""
+    def _end(self, task: Task) -> Message | None:
+        """Every rank has synchronised with the last verdict: close the answer. Returns what comes next, like any report."""
         answer = self._current
         events = []
         if answer.request.trace:
@@ -136,7 +157,7 @@ class DraftLoop(RankLoop):
             ]
             events.append({"trace": rows})
         self._answer = None
-        self._scheduler.finish(0, task, [], [*events, completion_to_event(answer.completion)])
+        return self._scheduler.finish(0, task, [], [*events, completion_to_event(answer.completion)])
 
     @property
     def _current(self) -> Answer:
@@ -152,3 +173,24 @@ def _chunk_payloads(request: Request) -> list[Payload]:
         "trace": request.trace,
     }
     return [{**shared, "token_ids": chunk} for chunk in prefill_chunks(request.prompt_token_ids)]
+
+
+def _check_values(prompt: PromptRequest) -> None:
+    """Refuse what JSON can say and no rank can work with, before any rank has seen it."""
+    sampling, tree = prompt.sampling, prompt.tree
+    numbers = {"max_tokens": sampling.max_tokens, "tree width": tree.width, "tree children": tree.children}
+    for name, value in numbers.items():
+        if type(value) is not int:
+            raise UserError(f"{name} must be a whole number, not {str(value)[:100]!r}")
+    if max(tree.width, tree.children) > MAX_TREE:
+        raise UserError(f"tree width and tree children must be at most {MAX_TREE}")
+    switches = {"raw": prompt.raw, "trace": prompt.trace, "ignore_eos": sampling.ignore_eos}
+    for name, switch in switches.items():
+        if type(switch) is not bool:
+            raise UserError(f"{name} must be true or false, not {str(switch)[:100]!r}")
+    if any(type(token) is not int for token in sampling.stop_token_ids):
+        raise UserError("stop_token_ids must be whole numbers")
+    try:
+        prompt.prompt.encode()
+    except UnicodeEncodeError:
+        raise UserError("the prompt is not UTF-8 text") from None

@@ -20,12 +20,14 @@ from pathlib import Path
 
 import torch
 
-from pipedec.config import redis_url_from_environment
+from pipedec.config import ClusterConfig, load_cluster, redis_url_from_environment
 from pipedec.core import PipedecError, RankLost, UserError
 from pipedec.engine.coordinator import DraftLoop
+from pipedec.engine.plan import plan
 from pipedec.engine.prompt import Prompter
 from pipedec.engine.rank_loop import RankLoop, StageLoop
 from pipedec.engine.spec import PipelineSpec
+from pipedec.hardware import MODEL_SHAPES
 from pipedec.model import ModelConfig
 from pipedec.scheduler import RedisScheduler, Scheduler, connect
 from pipedec.tracing import Tracer
@@ -33,8 +35,10 @@ from pipedec.transport import Transport
 from pipedec.transport.torch_distributed import Rendezvous, TorchTransport
 
 LEASE_RENEWAL_SECONDS = 1.0
+GIVE_UP_SECONDS = 5.0
 MEETING_SECONDS = 120.0
 LOADING_SECONDS = 3600.0
+STARTING = -1  # the answer that belongs to no request: on it the ranks say that they have loaded
 
 Report = Callable[[str, int, int], None]  # what happens, how much of it is done, how much there is
 
@@ -63,9 +67,13 @@ class RunAddress:
 
 
 class LeaseKeeper:
-    """Renews a rank's lease from a thread, so that a long computation is not taken for a death."""
+    """Holds a rank's lease from a thread, so that a long computation is not taken for a death.
 
-    def __init__(self, scheduler: Scheduler, rank: int) -> None:
+    The thread also ends the process when the run has failed and the rank does not notice, because it waits in a transfer
+    for a peer that has stopped, or when the process itself was stopped for longer than its lease.
+    """
+
+    def __init__(self, scheduler: RedisScheduler, rank: int) -> None:
         self._scheduler = scheduler
         self._rank = rank
         self._ended = threading.Event()
@@ -76,36 +84,50 @@ class LeaseKeeper:
         self._thread.start()
 
     def stop(self) -> None:
+        """Give up the lease: this rank ends in order."""
         self._ended.set()
         self._thread.join(timeout=2 * LEASE_RENEWAL_SECONDS)
+        self._scheduler.leave(self._rank)
 
     def _keep(self) -> None:
-        while not self._ended.wait(LEASE_RENEWAL_SECONDS):
+        failure: str | None = None
+        renewed = time.monotonic()
+        while failure is None:
+            if self._ended.wait(LEASE_RENEWAL_SECONDS):
+                return
+            if (late := time.monotonic() - renewed) > self._scheduler.lease_ms / 1000:
+                failure = f"stood still for {late:.0f} s, longer than its lease"
+                break
             try:
                 self._scheduler.renew_lease(self._rank)
-            except PipedecError:
-                return  # the rank's own loop finds the same and says so
+                renewed = time.monotonic()
+                failure = self._scheduler.failure()
+            except PipedecError as error:
+                failure = str(error)
+        if not self._ended.wait(GIVE_UP_SECONDS):  # the rank's own loop finds the same and says so, unless it is stuck
+            print(f"pipedec rank {self._rank}: {failure}", file=sys.stderr, flush=True)
+            os._exit(1)
 
 
 def run_rank(place: RankPlace, spec: PipelineSpec, address: RunAddress, report: Report) -> int:
     """Serve as one rank until the run is stopped; returns the exit status.
 
-    Whatever goes wrong is told to the other ranks and to whoever waits for an answer, then printed in one line.
+    Whatever goes wrong is told to the other ranks and to whoever waits for an answer, then printed in one line. The process
+    should then end by ``os._exit``: a process group that lost a peer can hang in its own clean-up.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the supervisor, which stops the ranks in order
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // place.local_world_size))
-    scheduler: Scheduler | None = None
+    scheduler: RedisScheduler | None = None
     try:
         scheduler = address.scheduler(spec)
         _serve(place, spec, scheduler, report)
         return 0
     except PipedecError as error:
-        message = str(error)
+        message = str(error).removeprefix(f"rank {place.rank} ")
     except Exception as error:
         traceback.print_exc()
         message = f"internal error: {type(error).__name__}: {error}"
-    print(f"pipedec rank {place.rank}: {message}", file=sys.stderr, flush=True)
     _tell_others(scheduler, place.rank, message)
+    print(f"pipedec rank {place.rank}: {message}", file=sys.stderr, flush=True)
     return 1
 
 
@@ -114,24 +136,20 @@ def _serve(place: RankPlace, spec: PipelineSpec, scheduler: RedisScheduler, repo
     if device.type == "cuda":
         torch.cuda.set_device(device)
     transport = _meet(place, spec, device)
-    try:
-        loop = _load(place, spec, device, scheduler, transport, report)
-        lease = LeaseKeeper(scheduler, place.rank)
-        lease.start()
-        if place.rank == 0:
-            _wait_for_ranks(scheduler, place.world_size)
-            scheduler.open(spec.description())
-            report("ready", 1, 1)
-        try:
-            loop.run()
-        finally:
-            lease.stop()
-        scheduler.leave(place.rank)
-        if place.rank == 0:
-            _wait_for_leavers(scheduler)
-            scheduler.clear()
-    finally:
-        transport.close()
+    lease = LeaseKeeper(scheduler, place.rank)
+    lease.start()
+    loop = _load(place, spec, device, scheduler, transport, report)
+    scheduler.publish(STARTING, {"loaded": place.rank})
+    if place.rank == 0:
+        _wait_for_ranks(scheduler, place.world_size)
+        scheduler.open(spec.description())
+        report("ready", 1, 1)
+    loop.run()
+    lease.stop()
+    if place.rank == 0:
+        _wait_for_leavers(scheduler)
+        scheduler.clear()
+    transport.close()
 
 
 def _meet(place: RankPlace, spec: PipelineSpec, device: torch.device) -> Transport:
@@ -159,15 +177,39 @@ def _load(
     return StageLoop(worker, device, place.rank, scheduler, transport, spec.topology, tracer)
 
 
+def claim_run(scheduler: RedisScheduler) -> None:
+    """Make sure that nobody else's ranks serve under this run's name, and delete what a run that died has left.
+
+    To be called before the ranks meet: until then no rank of this run has written anything.
+
+    Raises:
+        UserError: a run of this name is up.
+    """
+    deadline = time.monotonic() + scheduler.lease_ms / 1000 + LEASE_RENEWAL_SECONDS
+    while scheduler.status().alive:
+        if time.monotonic() > deadline:  # not the last leases of ranks that are dead
+            raise UserError(
+                f"a run named {scheduler.keys.run_id!r} is already up on that Redis: stop it, or give another --run NAME"
+            )
+        time.sleep(0.2)
+    scheduler.clear()
+
+
 def _wait_for_ranks(scheduler: RedisScheduler, world_size: int) -> None:
     """Rank 0 opens the run when every rank has its weights."""
     deadline = time.monotonic() + LOADING_SECONDS
-    while missing := set(range(world_size)) - set(scheduler.members()):
+    missing, position = set(range(world_size)), "0"
+    while missing:
+        events = scheduler.read_answer(STARTING, position, LEASE_RENEWAL_SECONDS)
+        for position, event in events:  # noqa: B007 - the position goes on into the next read
+            missing.discard(event["loaded"])
         if time.monotonic() > deadline:
             raise RankLost(f"ranks {sorted(missing)} have not loaded their weights within {LOADING_SECONDS:.0f} s")
         if failure := scheduler.failure():
             raise PipedecError(failure)
-        time.sleep(0.02)
+        if lost := scheduler.expired_ranks():
+            raise RankLost(f"{', '.join(f'rank {rank}' for rank in lost)} stopped answering while it loaded its weights")
+    scheduler.close_answer(STARTING)
 
 
 def _wait_for_leavers(scheduler: RedisScheduler) -> None:
@@ -194,14 +236,15 @@ def die_with_parent() -> None:
 
 def main() -> None:
     """Entry point under torchrun. Exits 0 after ``pipedec down``, 1 after anything else."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # torchrun passes Ctrl-C on and waits for the ranks to end
     die_with_parent()
     try:
         place, spec, address = parse_arguments(sys.argv[1:])
-    except UserError as error:
-        print(f"pipedec: {error}", file=sys.stderr)
-        os._exit(2)
+        claim_run(address.scheduler(spec))
+    except PipedecError as error:
+        print(f"pipedec: {error}", file=sys.stderr, flush=True)
+        os._exit(2 if isinstance(error, UserError) else 1)
     status = run_rank(place, spec, address, _print_report(place.rank))
-    # A process group that lost a peer can hang in its own clean-up: the process is disposable.
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
@@ -213,25 +256,79 @@ def parse_arguments(arguments: list[str]) -> tuple[RankPlace, PipelineSpec, RunA
     Raises:
         UserError: a flag is wrong, or the number of processes is not stages + 1.
     """
-    parser = argparse.ArgumentParser(prog="torchrun … -m pipedec.engine.rank", description=__doc__)
-    parser.add_argument("--redis", help="redis://:password@host:port/0; default: $PIPEDEC_REDIS_URL")
+    parser = argparse.ArgumentParser(prog="torchrun … -m -- pipedec.engine.rank", description=__doc__)
+    parser.add_argument("--redis", help="redis://:password@host:port/0; default: $PIPEDEC_REDIS_URL, then the config's")
     parser.add_argument("--run", default="default", help="name of the run; several runs may share a Redis")
-    parser.add_argument("--stages", type=int, default=4)
+    parser.add_argument("--config", type=Path, help="cluster.yaml: models, dtype, Redis and a partition; flags go before it")
+    parser.add_argument("--partition", help="partition of the config; default: the config's own")
+    parser.add_argument("--stages", type=int, help="default: 4")
     parser.add_argument("--groups", type=int, help="groups of stages that share a timestep slot; default: one per stage")
     parser.add_argument("--layers", help="layers of each stage, like 6,6,6,6; default: even")
     parser.add_argument("--target", type=Path, help="checkpoint directory; default: the shipped pair")
     parser.add_argument("--draft", help="checkpoint directory, or none")
-    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--dtype", help="default: float32")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--transport", default="auto", choices=("auto", "gloo", "nccl"))
     flags = parser.parse_args(arguments)
-    redis_url = redis_url_from_environment(flags.redis)
-    if redis_url is None:
+    wishes = _Wishes.from_flags(flags)
+    if flags.config is not None:
+        wishes = wishes.completed(load_cluster(flags.config), flags.partition)
+    elif flags.partition is not None:
+        raise UserError("--partition names a partition of a file: give --config cluster.yaml with it")
+    if wishes.redis_url is None:
         raise UserError("torchrun ranks need a Redis that all hosts reach: give --redis URL or set PIPEDEC_REDIS_URL")
-    layers = [int(count) for count in flags.layers.split(",")] if flags.layers else None
     spec = PipelineSpec.create(
-        flags.target, flags.draft, flags.stages, flags.groups, layers=layers, dtype=flags.dtype, device=flags.device
+        wishes.target, wishes.draft, wishes.stages or 4, wishes.groups, wishes.layers, wishes.dtype or "float32", flags.device
     )
+    return _torchrun_place(spec, flags.transport), spec, RunAddress(wishes.redis_url, flags.run)
+
+
+@dataclass(frozen=True)
+class _Wishes:
+    """What the flags say about the pipeline, None where they are silent."""
+
+    redis_url: str | None
+    target: str | Path | None
+    draft: str | None
+    stages: int | None
+    groups: int | None
+    layers: list[int] | None
+    dtype: str | None
+
+    @classmethod
+    def from_flags(cls, flags: argparse.Namespace) -> _Wishes:
+        try:
+            layers = [int(count) for count in flags.layers.split(",")] if flags.layers else None
+        except ValueError:
+            raise UserError(f"--layers {flags.layers}: write numbers with commas between them, like 6,6,6,6") from None
+        redis_url = redis_url_from_environment(flags.redis)
+        return cls(redis_url, flags.target, flags.draft, flags.stages, flags.groups, layers, flags.dtype)
+
+    def completed(self, config: ClusterConfig, partition: str | None) -> _Wishes:
+        """What the flags leave open comes from a partition of ``config``.
+
+        Raises:
+            UserError: there is no such partition, it has another number of stages, or a model is a shape without weights.
+        """
+        name, part = config.find_partition(partition)
+        target, draft = self.target or config.target, self.draft or config.draft
+        for key, model in (("target", target), ("draft", draft)):
+            if str(model) in MODEL_SHAPES:
+                raise UserError(f"{key}: {model} is a shape to plan with and has no weights: give a checkpoint directory")
+        if self.stages not in (None, part.stages):
+            raise UserError(f"--stages {self.stages}, but partition {name} has {part.stages} stages: leave out one of them")
+        return _Wishes(
+            redis_url=self.redis_url or config.redis.connection_url,
+            target=target,
+            draft=draft,
+            stages=part.stages,
+            groups=self.groups or part.num_groups,
+            layers=self.layers or [len(stage.layers) for stage in plan(config, name).stages],
+            dtype=self.dtype or config.dtype,
+        )
+
+
+def _torchrun_place(spec: PipelineSpec, transport: str) -> RankPlace:
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     if any(name not in os.environ for name in names):
         raise UserError("start this module with torchrun, or use pipedec up on one machine")
@@ -241,8 +338,7 @@ def parse_arguments(arguments: list[str]) -> tuple[RankPlace, PipelineSpec, RunA
             f"{world_size} processes, but {spec.num_stages} stages and the draft rank make {spec.num_stages + 1}: "
             f"let --nnodes × --nproc-per-node be {spec.num_stages + 1}, or change --stages"
         )
-    place = RankPlace(rank, world_size, local_rank, local_world_size, "env://", flags.transport)
-    return place, spec, RunAddress(redis_url, flags.run)
+    return RankPlace(rank, world_size, local_rank, local_world_size, "env://", transport)
 
 
 def _print_report(rank: int) -> Report:

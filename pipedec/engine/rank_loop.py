@@ -22,6 +22,7 @@ from pipedec.tracing import Tracer
 from pipedec.transport import Transport
 
 POLL_SECONDS = 1.0
+STOPPING_SECONDS = 0.05
 
 
 class RankLoop(ABC):
@@ -135,6 +136,14 @@ class StageLoop(RankLoop):
         self._worker = worker
         self._device = device
 
+    def run(self) -> None:
+        super().run()
+        # Rank 0 finishes the request under way before it obeys the stop, so serve until it has left.
+        while 0 in self._scheduler.status().alive:
+            message = self._scheduler.wait(self._rank, STOPPING_SECONDS)
+            while message is not None:
+                message = self._execute(self._checked(message))
+
     def _prefill(self, task: Task, message: Message) -> Facts:
         payload = message.payload
         if payload["first"]:
@@ -163,6 +172,8 @@ class StageLoop(RankLoop):
         if verdict.finished:
             leaving = None
             self._forget_request()
+            if self._tracer.enabled:
+                self._events.append({"rank": self._rank, "cache_slots": self._worker.cache_slots})
         return Facts(rows_out=self._keep_outgoing(leaving, task.seq), finished=verdict.finished is not None)
 
     def _prompt_chunk(self, payload: dict[str, Any]) -> Step:

@@ -17,7 +17,7 @@ from pipedec.core import PipedecError, UserError
 from pipedec.scheduler import RedisScheduler, Topology, connect
 
 STOP_SECONDS = 20.0
-_DEFAULT_RUN = "default"
+DEFAULT_RUN = "default"  # of runs on a Redis that the user names
 
 
 @dataclass(frozen=True)
@@ -75,8 +75,8 @@ def find_run(redis_url: str | None, run_id: str | None) -> RunningCluster:
     Raises:
         UserError: none is named and none is running here.
     """
-    if redis_url is not None or "PIPEDEC_REDIS_URL" in os.environ:
-        return RunningCluster(redis_config(redis_url).connection_url, run_id or _DEFAULT_RUN)
+    if redis_url is not None or os.environ.get("PIPEDEC_REDIS_URL"):
+        return RunningCluster(redis_config(redis_url).connection_url, run_id or DEFAULT_RUN)
     state = read_state()
     if state is None or not state.is_alive() or run_id not in (None, state.run_id):
         raise UserError("no cluster is running here: start one with `pipedec up`, or give --redis URL --run NAME")

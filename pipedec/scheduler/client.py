@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import threading
 from collections.abc import Iterator
 from typing import Any
 from urllib.parse import urlsplit
@@ -56,6 +57,44 @@ def _client(url: str, reply_seconds: float) -> redis.Redis:
         socket_timeout=reply_seconds,
         **({} if url.startswith("unix:") else keepalive),
     )
+
+
+class OwnConnection:
+    """One connection of ``client``'s pool, kept by its user for the commands that decide how fast the pipeline is.
+
+    redis-py's checkout, retries and metrics around every command cost a rank more CPU than the command itself; here a command
+    is written and its reply is read. A second thread that calls meanwhile goes through the pool, so any thread may call
+    at any time. Nothing is sent twice.
+    """
+
+    def __init__(self, client: redis.Redis) -> None:
+        self._client = client
+        self._busy = threading.Lock()
+        self._connection: Any = None
+
+    def call(self, *words: Any) -> Any:
+        """Send one command and return its reply, undecoded. Raises what redis-py raises."""
+        if not self._busy.acquire(blocking=False):
+            return self._client.execute_command(*words)
+        try:
+            return self._exchange(words)
+        finally:
+            self._busy.release()
+
+    def _exchange(self, words: tuple[Any, ...]) -> Any:
+        if self._connection is None:
+            self._connection = self._client.connection_pool.get_connection()
+        try:
+            self._connection.send_command(*words)
+            return self._connection.read_response()
+        except redis.ResponseError:
+            raise  # the server's answer: the connection is in order
+        except BaseException:
+            # A reply may still be on its way (a signal can interrupt the wait): no later command may read it.
+            broken, self._connection = self._connection, None
+            broken.disconnect()
+            self._client.connection_pool.release(broken)
+            raise
 
 
 def check_version(address: str, version: str) -> None:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import redis
 
-from pipedec.scheduler.client import BLOCK_SECONDS, translated
+from pipedec.scheduler.client import BLOCK_SECONDS, OwnConnection, translated
 from pipedec.scheduler.keys import Keys
 from pipedec.scheduler.protocol import Event, GrantedTask, Message, RunStatus
 from pipedec.scheduler.scripts import script_text
@@ -19,6 +21,14 @@ from pipedec.scheduler.workflow import Planned, Task, Topology
 # The run's keys outlive its last sign of life by this long at most.
 KEY_SECONDS = 60
 LEASE_MS = 5000
+
+
+@dataclass(frozen=True)
+class ServerUsage:
+    """CPU time that the Redis server has used since it was started, and how many keys the run has stored in it."""
+
+    cpu_seconds: float
+    keys: int
 
 
 class RedisScheduler:
@@ -31,6 +41,7 @@ class RedisScheduler:
 
     def __init__(self, client: redis.Redis, run_id: str, topology: Topology, lease_ms: int = LEASE_MS) -> None:
         self.client = client
+        self._own = OwnConnection(client)
         self.keys = Keys(run_id)
         self.topology = topology
         self.lease_ms = lease_ms
@@ -39,6 +50,7 @@ class RedisScheduler:
         self._scripts: dict[str, Any] = {}
         options = client.connection_pool.connection_kwargs
         self._address = options.get("path") or f"{options.get('host', 'localhost')}:{options.get('port', 6379)}"
+        self._finish_sha = hashlib.sha1(script_text("finish").encode()).hexdigest()
         self._entries = "," + ",".join(map(str, topology.entry_ranks)) + ","
         self._queues = [self.keys.queue(rank) for rank in topology.ranks]
 
@@ -60,8 +72,14 @@ class RedisScheduler:
 
     def finish(self, rank: int, task: Task, planned: Sequence[Planned], events: Sequence[Event] = ()) -> Message | None:
         texts = json.dumps([json.dumps(event) for event in events])
-        arguments = [KEY_SECONDS, self._number, rank, task.id, _encode(planned), texts]
-        return self._message(self._run("finish", self._graph_keys(), arguments))
+        keys = self._graph_keys()
+        words = [len(keys), *keys, KEY_SECONDS, self._number, rank, task.id, _encode(planned), texts]
+        with self._command():
+            try:
+                line = self._own.call("EVALSHA", self._finish_sha, *words)
+            except redis.exceptions.NoScriptError:  # refused before it ran: this server has not seen the script yet
+                line = self._own.call("EVAL", script_text("finish"), *words)
+        return self._message(line)
 
     def wait(self, rank: int, timeout_seconds: float) -> Message | None:
         return self._pop([self._queues[rank]], timeout_seconds)
@@ -156,6 +174,14 @@ class RedisScheduler:
         words = (line.decode().split(" ") for line in lines)
         return [GrantedTask(Task.parse(task), int(granted), int(finished)) for task, granted, finished in words]
 
+    def usage(self) -> ServerUsage:
+        """What the run and its server cost at this moment, for the benchmarks."""
+        with self._command():
+            cpu: Any = self.client.info("cpu")
+        with self._command():
+            keys = sum(1 for _ in self.client.scan_iter(match=self.keys.prefix + "*", count=1000))
+        return ServerUsage(cpu["used_cpu_user"] + cpu["used_cpu_sys"], keys)
+
     def clear(self) -> None:
         keys = self.keys
         alive = [keys.alive(rank) for rank in self.topology.ranks]
@@ -182,7 +208,7 @@ class RedisScheduler:
         deadline = time.monotonic() + timeout_seconds
         while (left := deadline - time.monotonic()) > 0:
             with self._command():
-                reply: Any = self.client.blpop(queues, timeout=max(0.001, min(left, BLOCK_SECONDS)))
+                reply = self._own.call("BLPOP", *queues, max(0.001, min(left, BLOCK_SECONDS)))
             if reply is not None:
                 return self._message(reply[1])
         return None

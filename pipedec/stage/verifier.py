@@ -5,44 +5,39 @@ Knows the tree and the request's end conditions; knows no model and no cache.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from pipedec.core import SamplingParams, Verdict
-from pipedec.tree import Advance, PredictionTree
+from pipedec.tree import PredictionTree
 
 
 class Verifier:
-    """Remembers, for every row of the last stage's tree, the token that the target says comes after it."""
+    """Counts an answer's tokens and knows what ends it."""
 
     def __init__(self, sampling: SamplingParams, eos_token_ids: tuple[int, ...]) -> None:
         self._max_tokens = sampling.max_tokens
         self._ends = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else set(eos_token_ids))
         self._num_tokens = 0
-        self._successors = torch.zeros(0, dtype=torch.int64)
 
     def first(self, token: int) -> Verdict:
         """The verdict on prefill: the target's first token."""
         return self._judged([token])
 
-    def judge(self, tree: PredictionTree, successors_R: Tensor) -> Verdict:
+    def judge(self, tree: PredictionTree, successors_N: Tensor) -> Verdict:
         """Walk from the root along the target's own tokens as deep as the computed rows allow (paper §3.3.4).
 
         Args:
-            tree: the last stage's tree, whose last R rows have just been computed.
-            successors_R: int64 [R], the target's token after each of those rows.
+            tree: the last stage's tree. All its rows came with this step: a verdict ends where the tree does, so it leaves
+                none behind.
+            successors_N: int64 [N], the target's token after each of those rows.
         """
-        self._successors = torch.cat([self._successors, successors_R.cpu()])
+        successors = successors_N.tolist()
         row: int | None = 0
         tokens: list[int] = []
         while row is not None:
-            tokens.append(int(self._successors[row]))
+            tokens.append(successors[row])
             row = tree.child(row, tokens[-1])
         return self._judged(tokens)
-
-    def advance(self, advance: Advance) -> None:
-        """Forget what the tree forgot."""
-        self._successors = self._successors[advance.kept.cpu()]
 
     def _judged(self, tokens: list[int]) -> Verdict:
         """Cut ``tokens`` at the first end token or at ``max_tokens``."""

@@ -13,7 +13,7 @@ from pipedec.core import SamplingParams, Step, Verdict
 from pipedec.model import StageModel
 from pipedec.sampling import greedy
 from pipedec.stage.verifier import Verifier
-from pipedec.tree import Advance, PredictionTree
+from pipedec.tree import PredictionTree
 
 
 class StageWorker:
@@ -27,6 +27,11 @@ class StageWorker:
         self._prompt_length = 0
         self._pending_rows = torch.zeros(0, dtype=torch.int64, device=device)
         self._pending_hidden: Tensor | None = None
+
+    @property
+    def cache_slots(self) -> int:
+        """Rows that the cache has room for: it grows as needed and stays."""
+        return self._cache.slots
 
     def begin(self, prompt_length: int, sampling: SamplingParams) -> None:
         """Forget the last request and prepare for one whose prompt has ``prompt_length`` tokens."""
@@ -56,7 +61,11 @@ class StageWorker:
 
     def sync(self, verdict: Verdict) -> None:
         """Replay the verdict: commit and prune tree, cache and pending output."""
-        self._advanced(verdict)
+        advance = self._tree.advance(verdict.tokens)
+        self._cache.advance(advance.committed, advance.kept)
+        if self._pending_hidden is not None:
+            is_kept, self._pending_rows = advance.renumber(self._pending_rows)
+            self._pending_hidden = self._pending_hidden[is_kept]
 
     def outgoing(self) -> Step | None:
         """Hand over what is left of the pending output, numbered as the next stage's tree will number it."""
@@ -65,14 +74,6 @@ class StageWorker:
             return None
         rows = self._pending_rows
         return Step(self._tree.token_ids[rows], self._tree.parents[rows], hidden)
-
-    def _advanced(self, verdict: Verdict) -> Advance:
-        advance = self._tree.advance(verdict.tokens)
-        self._cache.advance(advance.committed, advance.kept)
-        if self._pending_hidden is not None:
-            is_kept, self._pending_rows = advance.renumber(self._pending_rows)
-            self._pending_hidden = self._pending_hidden[is_kept]
-        return advance
 
 
 class FinalStageWorker(StageWorker):
@@ -97,6 +98,3 @@ class FinalStageWorker(StageWorker):
         assert self._pending_hidden is not None
         successors = greedy(self._model.logits(self._pending_hidden))
         return self._verifier.judge(self._tree, successors)
-
-    def sync(self, verdict: Verdict) -> None:
-        self._verifier.advance(self._advanced(verdict))

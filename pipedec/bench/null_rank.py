@@ -1,0 +1,148 @@
+"""One rank of the overhead measurement: the real rank loop with a stage that computes nothing, then the bare transport.
+
+Knows how to measure on its own rank; what the figures of all ranks say together is ``overhead``'s business.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+
+import torch
+
+from pipedec.bench.critical_path import critical_path_lengths
+from pipedec.bench.null_stage import NullFinalStage, NullStage, Probe, ScriptedDraftLoop
+from pipedec.engine.rank import LeaseKeeper
+from pipedec.engine.rank_loop import StageLoop
+from pipedec.scheduler import RedisScheduler, Topology, connect
+from pipedec.tracing import Tracer
+from pipedec.transport.raw_floor import raw_timesteps
+from pipedec.transport.torch_distributed import Rendezvous, TorchTransport
+
+WARM_UP = 5
+TRACED_TIMESTEPS = 20
+PEER_SECONDS = 60.0
+
+
+@dataclass(frozen=True)
+class RankPlan:
+    """What one rank has to do, alike on all ranks but for ``rank``. ``redis_url`` holds a password: never print it."""
+
+    rank: int
+    stages: int
+    rows: tuple[int, ...]
+    timesteps: int
+    hidden_size: int
+    repeats: int
+    redis_url: str
+    run_id: str
+    init_method: str
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One rank's figures of one repeat with ``rows`` rows.
+
+    Attributes:
+        kind: ``"pipedec"`` or ``"raw"``.
+        timesteps_ms: how long each timestep took on this rank's clock.
+        round_trips: commands to Redis per timestep; cpu_ms: this process's CPU time per timestep (all its threads).
+        redis_cpu_ms: the server's CPU time per timestep, rank 0 only.
+        critical_path: reports to Redis one after another in each traced timestep, rank 0 only.
+    """
+
+    kind: str
+    rows: int
+    timesteps_ms: list[float]
+    round_trips: float = 0.0
+    cpu_ms: float = 0.0
+    redis_cpu_ms: float = 0.0
+    critical_path: list[int] = field(default_factory=list)
+
+
+def measure_rank(plan: RankPlan, report: Callable[[Sample], None]) -> None:
+    """Alternate between the pipeline and the bare transport, ``repeats`` times, and report a sample of each and every R.
+
+    Raises:
+        PipedecError: a peer or Redis was lost.
+    """
+    torch.set_num_threads(1)
+    rendezvous = Rendezvous(plan.rank, plan.stages + 1, plan.init_method, PEER_SECONDS)
+    transport = TorchTransport("gloo", rendezvous, plan.hidden_size, torch.float32, torch.device("cpu"))
+    try:
+        for repeat in range(plan.repeats):
+            for sample in _pipeline_samples(plan, f"{plan.run_id}-{repeat}", transport):
+                report(sample)
+            for rows in plan.rows:
+                report(_raw_sample(plan, rows))
+    finally:
+        transport.close()
+
+
+def _pipeline_samples(plan: RankPlan, run_id: str, transport: TorchTransport) -> list[Sample]:
+    """One run of its own name: a request per number of rows, and a short traced one."""
+    topology = Topology.even(plan.stages, plan.stages)
+    scheduler = RedisScheduler(connect(plan.redis_url), run_id, topology)
+    lease = LeaseKeeper(scheduler, plan.rank)
+    lease.start()
+    try:
+        samples = (_drive if plan.rank == 0 else _follow)(plan, scheduler, transport, topology)
+    finally:
+        lease.stop()
+    scheduler.leave(plan.rank)  # stages serve until rank 0 has left
+    scheduler.client.close()
+    return samples
+
+
+def _drive(plan: RankPlan, scheduler: RedisScheduler, transport: TorchTransport, topology: Topology) -> list[Sample]:
+    """Rank 0: the requests one after the other, then the end of the run."""
+    probe = Probe(lambda: scheduler.round_trips)
+    loop = ScriptedDraftLoop(probe, scheduler, transport, topology, Tracer(0))
+    samples = []
+    for index, rows in enumerate(plan.rows):
+        before, timesteps = scheduler.usage().cpu_seconds, _verdicts(plan.timesteps) + plan.stages
+        loop.answer(2 * index, rows, _verdicts(plan.timesteps))
+        redis_cpu_ms = 1000 * (scheduler.usage().cpu_seconds - before) / timesteps
+        timed = _sample(probe, rows)
+        granted = loop.answer(2 * index + 1, rows, _verdicts(TRACED_TIMESTEPS), trace=True)
+        lengths = critical_path_lengths(granted)[WARM_UP:]
+        samples.append(replace(timed, redis_cpu_ms=redis_cpu_ms, critical_path=lengths))
+    scheduler.stop()
+    return samples
+
+
+def _follow(plan: RankPlan, scheduler: RedisScheduler, transport: TorchTransport, topology: Topology) -> list[Sample]:
+    """A stage: serve until the run is stopped. Of its requests, the traced ones are not counted."""
+    requests: list[Sample] = []
+    probe = Probe(lambda: scheduler.round_trips)
+    kind = NullFinalStage if plan.rank == plan.stages else NullStage
+    stage = kind(plan.hidden_size, probe, on_finished=lambda: requests.append(_sample(probe, plan.rows[len(requests) // 2])))
+    StageLoop(stage, torch.device("cpu"), plan.rank, scheduler, transport, topology, Tracer(plan.rank)).run()
+    return requests[::2]
+
+
+def _sample(probe: Probe, rows: int) -> Sample:
+    """The steady state of the request just ended: all stages busy, ``WARM_UP`` timesteps after the pipeline was full."""
+    first = 1 + WARM_UP
+    wall, cpu, trips = probe.wall_seconds[first:], probe.cpu_seconds[first:], probe.round_trips[first:]
+    per_timestep = 1 / (len(wall) - 1)
+    cpu_ms = 1000 * (cpu[-1] - cpu[0]) * per_timestep
+    return Sample("pipedec", rows, _intervals_ms(wall), (trips[-1] - trips[0]) * per_timestep, cpu_ms)
+
+
+def _raw_sample(plan: RankPlan, rows: int) -> Sample:
+    raw_timesteps(rows, plan.hidden_size, torch.float32, WARM_UP)
+    cpu = time.process_time()
+    clock = raw_timesteps(rows, plan.hidden_size, torch.float32, plan.timesteps + 1)
+    return Sample("raw", rows, _intervals_ms(clock), cpu_ms=1000 * (time.process_time() - cpu) / (plan.timesteps + 1))
+
+
+def _verdicts(timesteps: int) -> int:
+    """The first token, the one that fills the pipeline, those of the warm-up, and one for each timestep to be timed."""
+    return 2 + WARM_UP + timesteps
+
+
+def _intervals_ms(clock: list[float]) -> list[float]:
+    return [1000 * (after - before) for before, after in pairwise(clock)]

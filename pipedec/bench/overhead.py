@@ -1,0 +1,139 @@
+"""The fixed cost of a timestep: real processes, a real Redis, real transfers, and stages that compute nothing.
+
+Beside it, in the same processes and in turns with it, the same bytes over the bare transport. Knows what the samples of all
+ranks say together; how one rank measures is ``null_rank``'s business.
+"""
+
+from __future__ import annotations
+
+import secrets
+import shutil
+import statistics
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from pipedec.bench.null_rank import TRACED_TIMESTEPS, RankPlan, Sample, measure_rank
+from pipedec.bench.rank_group import RankGroup
+from pipedec.bench.record import Row, header
+from pipedec.core import UserError
+from pipedec.scheduler import EmbeddedServer
+from pipedec.transport.base import message_bytes
+
+_START_SECONDS = 120.0
+_TIMESTEP_SECONDS = 0.5
+
+
+@dataclass(frozen=True)
+class OverheadConfig:
+    """What is measured: every number of ``stages`` with every number of ``rows``, ``repeats`` × ``timesteps`` each.
+
+    Raises:
+        UserError: a number is below 1, or there is none.
+    """
+
+    stages: tuple[int, ...] = (1, 4, 8, 14)
+    rows: tuple[int, ...] = (1, 32)
+    timesteps: int = 200
+    hidden_size: int = 192
+    repeats: int = 3
+
+    def __post_init__(self) -> None:
+        numbers = {"--stages": self.stages, "--rows": self.rows}
+        numbers |= {"--timesteps": (self.timesteps,), "--hidden": (self.hidden_size,), "--repeats": (self.repeats,)}
+        for flag, values in numbers.items():
+            if not values or min(values) < 1:
+                raise UserError(f"{flag} must be at least 1")
+
+    @property
+    def silence_seconds(self) -> float:
+        """A rank reports once per repeat; no report for this long means that something hangs."""
+        verdicts = (self.timesteps + TRACED_TIMESTEPS) * len(self.rows) * 2
+        return _START_SECONDS + verdicts * _TIMESTEP_SECONDS
+
+
+def measure_overhead(config: OverheadConfig, on_row: Callable[[Row], None] = lambda row: None) -> list[Row]:
+    """One JSONL row for every number of stages and of rows; ``on_row`` gets each as soon as it is known.
+
+    Times are rank 0's: from one sync of its to the next, all stages busy. Round trips per rank are commands sent to Redis,
+    counted by each rank's scheduler object (one renewal of the lease per second included). ``critical_path_round_trips`` is
+    counted in a short traced request of its own: see ``critical_path``.
+
+    Raises:
+        RankLost: a rank died or fell silent; no process is left over.
+    """
+    first = header("overhead", asdict(config))
+    rows = []
+    with EmbeddedServer() as server:
+        for stages in config.stages:
+            for figures in _measure_stages(config, stages, server):
+                rows.append({**first, **figures})
+                on_row(rows[-1])
+    return rows
+
+
+def _measure_stages(config: OverheadConfig, stages: int, server: EmbeddedServer) -> Iterator[Row]:
+    directory = tempfile.mkdtemp(prefix="pipedec-bench-")
+    init_method = f"file://{Path(directory) / 'rendezvous'}"
+    run_id = f"overhead-{secrets.token_hex(4)}"
+    plans = [
+        RankPlan(
+            rank, stages, config.rows, config.timesteps, config.hidden_size, config.repeats,
+            server.url, run_id, init_method,
+        )
+        for rank in range(stages + 1)
+    ]  # fmt: skip
+    try:
+        with RankGroup(measure_rank, plans) as group:
+            reports: list[list[Sample]] = group.collect(config.silence_seconds)
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+    for num_rows in config.rows:
+        yield _figures(config, stages, num_rows, reports)
+
+
+def _figures(config: OverheadConfig, stages: int, num_rows: int, reports: list[list[Sample]]) -> Row:
+    """What the samples of all ranks with ``num_rows`` rows say together."""
+    ranks = [[sample for sample in samples if sample.rows == num_rows] for samples in reports]
+    own = [[sample for sample in samples if sample.kind == "pipedec"] for samples in ranks]
+    raw = [[sample for sample in samples if sample.kind == "raw"] for samples in ranks]
+    pipedec_ms, raw_ms = _times(own[0]), _times(raw[0])
+    trips = [statistics.mean(sample.round_trips for sample in samples) for samples in own]
+    lengths = [length for sample in own[0] for length in sample.critical_path]
+    return {
+        "stages": stages,
+        "rows": num_rows,
+        "timesteps": len(pipedec_ms),
+        "pipedec_ms": _spread(pipedec_ms),
+        "raw_ms": _spread(raw_ms),
+        "ratio": statistics.median(pipedec_ms) / statistics.median(raw_ms),
+        "repeat_medians_ms": {"pipedec": _medians(own[0]), "raw": _medians(raw[0])},
+        "round_trips_per_rank": [round(trip, 2) for trip in trips],
+        "round_trips": round(sum(trips), 2),
+        "critical_path_round_trips": {"median": statistics.median(lengths), "max": max(lengths)},
+        "messages": stages,
+        "message_bytes": message_bytes(num_rows, config.hidden_size, torch.float32),
+        "cpu_ms": {
+            "ranks": sum(statistics.mean(sample.cpu_ms for sample in samples) for samples in own),
+            "redis": statistics.mean(sample.redis_cpu_ms for sample in own[0]),
+            "raw": sum(statistics.mean(sample.cpu_ms for sample in samples) for samples in raw),
+        },
+    }
+
+
+def _times(samples: list[Sample]) -> list[float]:
+    return [time_ms for sample in samples for time_ms in sample.timesteps_ms]
+
+
+def _medians(samples: list[Sample]) -> list[float]:
+    return [round(statistics.median(sample.timesteps_ms), 4) for sample in samples]
+
+
+def _spread(times_ms: list[float]) -> dict[str, float]:
+    """The 10th percentile (least disturbed by other work on the machine), the median and the 90th."""
+    ordered = sorted(times_ms)
+    low, high = ordered[int(0.1 * len(ordered))], ordered[min(len(ordered) - 1, int(0.9 * len(ordered)))]
+    return {"p10": low, "median": statistics.median(ordered), "p90": high}

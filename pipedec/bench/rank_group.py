@@ -1,0 +1,123 @@
+"""Processes of a measurement, one per rank: started together, listened to with a deadline, and gone together.
+
+Knows processes and pipes; what the ranks measure and report is theirs.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection, wait
+from types import TracebackType
+from typing import Any
+
+from pipedec.core import PipedecError, RankLost
+from pipedec.engine.rank import die_with_parent
+
+_END_SECONDS = 10.0
+
+RankBody = Callable[[Any, Callable[[Any], None]], None]  # its plan, and how it reports
+
+
+class RankGroup:
+    """Runs ``body(plans[rank], report)`` in a process per rank. Use as a context manager: on leaving, no process is left.
+
+    Processes are forked from a server that has imported torch once, so ``body`` and the plans must be picklable.
+    """
+
+    def __init__(self, body: RankBody, plans: Sequence[Any]) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["pipedec.engine.rank"])
+        self._processes = []
+        self._pipes: list[Connection] = []
+        try:
+            for rank, plan in enumerate(plans):
+                receiver, sender = context.Pipe(duplex=False)
+                process = context.Process(target=_run, args=(body, plan, sender), name=f"pipedec bench rank {rank}")
+                process.start()
+                sender.close()
+                self._processes.append(process)
+                self._pipes.append(receiver)
+        except BaseException:
+            self.kill()
+            raise
+
+    @property
+    def pids(self) -> list[int]:
+        return [process.pid for process in self._processes if process.pid is not None]
+
+    def collect(self, silence_seconds: float) -> list[list[Any]]:
+        """Everything each rank reported, by rank, once all have ended.
+
+        Raises:
+            RankLost: a rank died, or no rank has said anything for ``silence_seconds``.
+            PipedecError: a rank failed, and said why.
+        """
+        reports: list[list[Any]] = [[] for _ in self._pipes]
+        listening = {pipe: rank for rank, pipe in enumerate(self._pipes)}
+        while listening:
+            ready = wait(list(listening), timeout=silence_seconds)
+            if not ready:
+                silent = ", ".join(str(rank) for rank in listening.values())
+                raise RankLost(f"ranks {silent} have reported nothing for {silence_seconds:.0f} s")
+            for pipe in ready:
+                assert isinstance(pipe, Connection)
+                if not self._receive(pipe, reports[listening[pipe]], listening[pipe]):
+                    del listening[pipe]
+        return reports
+
+    def _receive(self, pipe: Connection, reports: list[Any], rank: int) -> bool:
+        """Take one report; False at the end of a rank that ended well."""
+        try:
+            kind, content = pipe.recv()
+        except EOFError:
+            self._processes[rank].join(_END_SECONDS)
+            status = self._processes[rank].exitcode
+            if status == 0:
+                return False
+            ending = f"was killed by {signal.Signals(-status).name}" if status and status < 0 else f"ended with status {status}"
+            raise RankLost(f"rank {rank} {ending}") from None
+        if kind == "error":
+            raise PipedecError(content)
+        reports.append(content)
+        return True
+
+    def kill(self) -> None:
+        """End whatever still runs."""
+        for process in self._processes:
+            if process.exitcode is None:
+                process.kill()
+        deadline = time.monotonic() + _END_SECONDS
+        for process in self._processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+        for pipe in self._pipes:
+            pipe.close()
+
+    def __enter__(self) -> RankGroup:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.kill()
+
+
+def _run(body: RankBody, plan: Any, reports: Connection) -> None:
+    """What the process of a rank does."""
+    die_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends the ranks
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    status = 0
+    try:
+        body(plan, lambda content: reports.send(("report", content)))
+    except PipedecError as error:
+        reports.send(("error", str(error)))
+        status = 1
+    except Exception as error:
+        reports.send(("error", f"internal error: {type(error).__name__}: {error}"))
+        status = 1
+    reports.close()
+    sys.stderr.flush()
+    os._exit(status)  # a process group that lost a peer can hang in its own clean-up

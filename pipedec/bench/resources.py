@@ -1,0 +1,186 @@
+"""What a resident cluster costs besides time per token: idle CPU, memory, latency of a request, and what requests leave behind.
+
+Knows processes and answers; knows nothing of what the ranks do with them.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+
+import psutil
+
+from pipedec.bench.record import Row, header
+from pipedec.core import PipedecError, RankLost, SamplingParams, UserError
+from pipedec.engine.cluster import LocalCluster
+from pipedec.engine.messages import PromptRequest, completion_from_event
+from pipedec.engine.spec import PipelineSpec
+from pipedec.model import ModelConfig
+from pipedec.scheduler import RedisScheduler
+
+SETTLE_SECONDS = 1.0
+_SILENCE_SECONDS = 120.0
+_POLL_SECONDS = 0.25
+
+
+@dataclass(frozen=True)
+class ResourcesConfig:
+    """How long the cluster idles, and what it is then asked.
+
+    Raises:
+        UserError: a number is out of range.
+    """
+
+    idle_seconds: float = 5.0
+    requests: int = 20
+    max_tokens: int = 32
+    prompt: str = "Write a function that returns the sum of a list."
+
+    def __post_init__(self) -> None:
+        if self.idle_seconds <= 0:
+            raise UserError(f"--idle-seconds must be above 0, not {self.idle_seconds:g}")
+        if self.requests < 1:
+            raise UserError(f"--requests must be at least 1, not {self.requests}")
+        if self.max_tokens < 2:
+            raise UserError(f"--max-tokens must be at least 2 (the second token is timed), not {self.max_tokens}")
+
+
+@dataclass
+class TimedAnswer:
+    """When an answer came, in seconds after its submission, and what the ranks said of their caches.
+
+    Attributes:
+        token_seconds: one entry for every verdict, the one on prefill first.
+        prefill_seconds: as rank 0 measured it.
+        cache_slots: by stage rank; only if the request was traced.
+    """
+
+    token_seconds: list[float] = field(default_factory=list)
+    prefill_seconds: float = 0.0
+    cache_slots: dict[int, int] = field(default_factory=dict)
+
+
+def measure_resources(
+    spec: PipelineSpec, config: ResourcesConfig, transport: str = "auto", on_phase: Callable[[str], None] = lambda text: None
+) -> Row:
+    """Start a cluster, leave it idle, ask it ``requests`` + 3 times, stop it; returns one JSONL row.
+
+    Raises:
+        PipedecError: the cluster could not start, lost a rank, or fell silent.
+    """
+    row = header("resources", asdict(config) | {"pipeline": spec.description()})
+    cluster = LocalCluster(spec, transport=transport)
+    on_phase("starting the cluster")
+    with cluster:
+        scheduler = cluster.scheduler
+        assert scheduler is not None
+        on_phase(f"idle for {config.idle_seconds:g} s")
+        row["idle_cpu_percent"] = _idle_cpu(cluster, scheduler, config.idle_seconds)
+        asked = PromptRequest(config.prompt, raw=True, sampling=SamplingParams(max_tokens=config.max_tokens, ignore_eos=True))
+        on_phase(f"{config.requests} requests")
+        first = _ask(cluster, scheduler, replace(asked, trace=True))
+        second = _ask(cluster, scheduler, asked)
+        rss_before, keys_before = _resident_bytes(cluster), scheduler.usage().keys
+        for _ in range(config.requests):
+            _ask(cluster, scheduler, asked)
+        rss_after, keys_after = _resident_bytes(cluster), scheduler.usage().keys
+        last = _ask(cluster, scheduler, replace(asked, trace=True))
+        peaks = {rank: _peak_bytes(pid) for rank, pid in cluster.pids.items()}
+    # The first and the last request are traced, which is how the caches are told; what is counted lies between them.
+    row["second_request_ms"] = _latencies(second)
+    row["redis_keys"] = {"before": keys_before, "after": keys_after}
+    weights = _weight_bytes(spec)
+    row["ranks"] = [
+        {
+            "rank": rank,
+            "peak_bytes": peaks[rank],
+            "weight_bytes": weights[rank],
+            "rss_growth_bytes": rss_after[rank] - rss_before[rank],
+            "cache_slots": {"before": first.cache_slots.get(rank), "after": last.cache_slots.get(rank)},
+        }
+        for rank in spec.topology.ranks
+    ]
+    return row
+
+
+def _idle_cpu(cluster: LocalCluster, scheduler: RedisScheduler, seconds: float) -> Row:
+    """CPU time of all ranks, and of Redis, while nothing is asked, in percent of one core."""
+    time.sleep(SETTLE_SECONDS)
+    processes = [psutil.Process(pid) for pid in cluster.pids.values()]
+    started, ranks, server = time.perf_counter(), _cpu_seconds(processes), scheduler.usage().cpu_seconds
+    time.sleep(seconds)
+    cluster.check()
+    ranks, server = _cpu_seconds(processes) - ranks, scheduler.usage().cpu_seconds - server
+    percent = 100 / (time.perf_counter() - started)
+    return {"ranks": ranks * percent, "redis": server * percent, "total": (ranks + server) * percent}
+
+
+def _cpu_seconds(processes: list[psutil.Process]) -> float:
+    times = [process.cpu_times() for process in processes]
+    return sum(one.user + one.system for one in times)
+
+
+def _ask(cluster: LocalCluster, scheduler: RedisScheduler, request: PromptRequest) -> TimedAnswer:
+    """Submit a request and note when each part of its answer comes.
+
+    Raises:
+        PipedecError: it was refused, or the cluster is in trouble or says nothing any more.
+    """
+    answer, submitted = TimedAnswer(), time.perf_counter()
+    number = scheduler.submit(request.to_json())
+    position, deadline = "0", submitted + _SILENCE_SECONDS
+    while time.perf_counter() < deadline:
+        events = scheduler.read_answer(number, position, _POLL_SECONDS)
+        position = events[-1][0] if events else position
+        for _, event in events:
+            deadline = time.perf_counter() + _SILENCE_SECONDS
+            if "token_ids" in event:
+                answer.token_seconds.append(time.perf_counter() - submitted)
+            elif "cache_slots" in event:
+                answer.cache_slots[event["rank"]] = event["cache_slots"]
+            elif "completion" in event:
+                answer.prefill_seconds = completion_from_event(event).metrics.prefill_seconds
+                scheduler.close_answer(number)
+                return answer
+            elif "error" in event or "kind" in event:
+                raise PipedecError(event.get("error") or event.get("text") or f"the request was {event['kind']}")
+        cluster.check()
+    raise RankLost(f"the cluster has said nothing for {_SILENCE_SECONDS:.0f} s")
+
+
+def _latencies(answer: TimedAnswer) -> Row:
+    """From submission to the first and to the first decoded token, and the latter without prefill, in ms."""
+    if len(answer.token_seconds) < 2:
+        raise PipedecError("the answer ended with its first token: nothing was decoded that could be timed")
+    first, decoded = answer.token_seconds[:2]
+    prefill = answer.prefill_seconds
+    figures = {
+        "first_token": first,
+        "first_decoded": decoded,
+        "prefill": prefill,
+        "first_decoded_less_prefill": decoded - prefill,
+    }
+    return {name: 1000 * seconds for name, seconds in figures.items()}
+
+
+def _resident_bytes(cluster: LocalCluster) -> dict[int, int]:
+    return {rank: psutil.Process(pid).memory_info().rss for rank, pid in cluster.pids.items()}
+
+
+def _peak_bytes(pid: int) -> int | None:
+    """The most memory a process ever had resident, libraries that it shares with the others included; None off Linux."""
+    status = Path(f"/proc/{pid}/status")
+    found = re.search(r"VmHWM:\s+(\d+) kB", status.read_text(encoding="utf-8")) if status.is_file() else None
+    return 1024 * int(found[1]) if found else None
+
+
+def _weight_bytes(spec: PipelineSpec) -> dict[int, int]:
+    """Bytes of each rank's own weights: what it would hold if it held nothing else."""
+    size = spec.torch_dtype.itemsize
+    target = ModelConfig.from_directory(spec.target)
+    weights = {rank: size * target.num_stage_parameters(range(*spec.layers[rank - 1])) for rank in range(1, spec.num_stages + 1)}
+    draft = ModelConfig.from_directory(spec.draft) if spec.draft is not None else None
+    return {0: size * draft.num_stage_parameters(range(draft.num_layers)) if draft else 0, **weights}

@@ -1,0 +1,151 @@
+"""The overhead benchmark at toy size, what it counts, and what is left when a rank dies."""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from click.testing import CliRunner
+
+from pipedec.bench.critical_path import critical_path, critical_path_lengths
+from pipedec.bench.overhead import OverheadConfig, measure_overhead
+from pipedec.bench.rank_group import RankGroup
+from pipedec.bench.record import append_rows, check_writable, header, revision
+from pipedec.cli.main import program
+from pipedec.core import PipedecError, RankLost, UserError
+from pipedec.scheduler import EmbeddedServer, GrantedTask, RedisScheduler, Task, Topology, connect
+from pipedec.scheduler.simulation import SimulatedPipeline
+
+
+def test_toy_run_counts_what_a_timestep_must_cost() -> None:
+    before = {process.pid for process in psutil.Process().children(recursive=True)}
+    rows = measure_overhead(OverheadConfig(stages=(1, 2), rows=(1, 3), timesteps=5, hidden_size=8, repeats=2))
+    assert [(row["stages"], row["rows"]) for row in rows] == [(1, 1), (1, 3), (2, 1), (2, 3)]
+    for row in rows:
+        stages = row["stages"]
+        assert row["timesteps"] == 10 and len(row["repeat_medians_ms"]["raw"]) == 2
+        assert row["message_bytes"] == row["rows"] * (16 + 8 * 4)
+        assert 0 < row["pipedec_ms"]["median"] <= row["pipedec_ms"]["p90"]
+        assert 0 < row["raw_ms"]["median"] <= row["raw_ms"]["p90"]
+        assert len(row["round_trips_per_rank"]) == stages + 1
+        # Every rank reports its dec and its sync, every receiver one transfer more; waiting comes on top.
+        assert all(trips >= 2 for trips in row["round_trips_per_rank"])
+        assert row["round_trips"] >= 2 * (stages + 1) + stages
+        # A verdict cannot be had with less than dec, sync and transfer.
+        assert row["critical_path_round_trips"]["median"] >= 3
+        assert row["config"]["timesteps"] == 5 and row["machine"]["cores"] >= 1
+    left = {process.pid: process.name() for process in psutil.Process().children(recursive=True) if process.pid not in before}
+    assert not [name for name in left.values() if "server" in name and "python" not in name], left
+
+
+@pytest.mark.parametrize("flags", [{"stages": (0,)}, {"rows": ()}, {"timesteps": 0}, {"hidden_size": -1}, {"repeats": 0}])
+def test_impossible_sizes_are_refused(flags: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match="at least 1"):
+        OverheadConfig(**flags)
+
+
+def _steady_trace(period_us: int) -> list[GrantedTask]:
+    """Two timesteps of one stage: both ranks compute, rank 1 says the verdict, both sync, rank 0 sends."""
+    trace = []
+    for seq in (1, 2, 3):
+        start = seq * period_us
+        trace += [
+            GrantedTask(Task.compute("dec", 0, seq), start, start + 10),
+            GrantedTask(Task.compute("dec", 1, seq), start, start + 30),
+            GrantedTask(Task.compute("sync", 0, seq), start + 30, start + 50),
+            GrantedTask(Task.compute("sync", 1, seq), start + 30, start + 60),
+            GrantedTask(Task.transfer(0, 1, seq), start + 50, start + period_us),
+        ]
+    return trace
+
+
+def test_critical_path_follows_grants_and_busy_ranks() -> None:
+    """The transfer is granted by rank 0's sync, but its receiver has its own sync to report first."""
+    path = critical_path(_steady_trace(100), 1)
+    assert path == [Task.compute("dec", 1, 1), Task.compute("sync", 1, 1), Task.transfer(0, 1, 1)]
+    assert critical_path_lengths(_steady_trace(100)) == [3, 3]
+
+
+def test_critical_path_of_a_real_trace_is_a_chain_of_causes() -> None:
+    topology = Topology.even(2, 2)
+    with EmbeddedServer() as server:
+        scheduler = RedisScheduler(connect(server.url), "critical", topology)
+        SimulatedPipeline(topology, scheduler, random.Random(3), num_tokens=6, hit_rate=1.0).run(trace=True)
+        lines = {line.task: line for line in scheduler.trace()}
+    lengths = critical_path_lengths(list(lines.values()))
+    assert len(lengths) >= 3 and min(lengths) >= 2
+    for seq in (2, 3):
+        path = critical_path(list(lines.values()), seq)
+        # Redis's clock stands still inside a script, so the report that completes the barrier has the time of the grant.
+        assert lines[path[-1]].finished_us == lines[Task.compute("dec", 0, seq + 1)].granted_us
+        assert all(lines[before].finished_us < lines[after].finished_us for before, after in pairwise(path))
+
+
+def _sleep_or_die(rank: int, report: Callable[[Any], None]) -> None:
+    report(os.getpid())
+    if rank == 1:
+        os._exit(3)
+    time.sleep(60)
+
+
+def _refuse(rank: int, report: Callable[[Any], None]) -> None:
+    raise UserError(f"rank {rank} will not")
+
+
+def _crash(rank: int, report: Callable[[Any], None]) -> None:
+    raise ZeroDivisionError("by design")
+
+
+def test_a_dead_rank_is_named_and_nothing_is_left_over() -> None:
+    with pytest.raises(RankLost, match="rank 1 ended with status 3"), RankGroup(_sleep_or_die, [0, 1, 2]) as group:
+        pids = group.pids
+        group.collect(30)
+    assert len(pids) == 3 and not [pid for pid in pids if psutil.pid_exists(pid)]
+
+
+def test_silence_has_an_end() -> None:
+    with pytest.raises(RankLost, match="reported nothing"), RankGroup(_sleep_or_die, [0]) as group:
+        group.collect(1.0)
+
+
+@pytest.mark.parametrize(("body", "words"), [(_refuse, "rank 0 will not"), (_crash, "internal error: ZeroDivisionError")])
+def test_a_rank_that_fails_says_why(body: Any, words: str) -> None:
+    with pytest.raises(PipedecError, match=words), RankGroup(body, [0]) as group:
+        group.collect(30)
+
+
+def test_rows_are_appended_with_their_header(tmp_path: Path) -> None:
+    out = tmp_path / "figures.jsonl"
+    append_rows(out, [header("x", {"a": 1})])
+    append_rows(out, [header("x", {"a": 2})])
+    assert [line.count('"benchmark": "x"') for line in out.read_text().splitlines()] == [1, 1]
+    known = revision()
+    assert known == "unknown" or len(known.removesuffix("-dirty")) == 40
+
+
+def test_an_output_that_cannot_be_written_is_refused_beforehand(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no directory"):
+        check_writable(tmp_path / "missing" / "x.jsonl")
+    with pytest.raises(UserError, match="cannot be written"):
+        check_writable(tmp_path)
+
+
+def test_command_prints_a_table_and_writes_rows(tmp_path: Path) -> None:
+    out = tmp_path / "figures.jsonl"
+    flags = ["--stages", "2", "--rows", "1", "--timesteps", "5", "--repeats", "1", "--hidden", "8", "--out", str(out)]
+    done = CliRunner().invoke(program, ["bench", "overhead", *flags])
+    assert done.exit_code == 0, done.output
+    assert "gloo" in done.stdout and "…" not in done.stdout
+    assert len(out.read_text().splitlines()) == 1
+
+
+def test_command_refuses_words_for_numbers() -> None:
+    done = CliRunner().invoke(program, ["bench", "overhead", "--stages", "two"])
+    assert isinstance(done.exception, UserError) and "--stages two" in str(done.exception)

@@ -1,0 +1,189 @@
+"""The methods with a draft that says what the test wants: what they propose, keep and count."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from pipedec.cli.options import METHOD_NAMES
+from pipedec.core import Request, Step, TreeParams, UserError, Verdict
+from pipedec.decoding import METHODS, create_method
+from pipedec.decoding.pipedec import PipeDec
+from pipedec.decoding.plain import PlainPipeline
+from pipedec.tree import Advance, Candidates, PredictionTree
+
+PROMPT = (1, 2, 3, 4, 5)
+#: after each token: the likeliest next tokens with their probabilities
+BIGRAMS = {
+    10: [(11, 0.6), (12, 0.3)],
+    11: [(13, 0.5), (14, 0.4)],
+    12: [(15, 0.9), (16, 0.05)],
+    13: [(17, 0.5), (18, 0.5)],
+    14: [(10, 0.7), (11, 0.2)],
+    15: [(17, 0.7), (18, 0.2)],
+    20: [(21, 0.7), (22, 0.2)],
+    21: [(23, 0.5), (24, 0.4)],
+    22: [(25, 0.1), (26, 0.1)],
+    40: [(41, 0.8), (42, 0.1)],
+    41: [(43, 0.8), (44, 0.1)],
+}
+RARE = [(60, 0.02), (61, 0.01)]
+
+
+class ScriptedDrafter:
+    """Answers from a table of bigrams, and counts rows as a draft model with a cache does."""
+
+    def __init__(self) -> None:
+        self.begun = 0
+        self.drafted = 0
+        self.expanded: list[list[int]] = []
+        self.prompt: list[int] = []
+
+    def begin(self) -> None:
+        self.begun += 1
+
+    def prefill(self, token_ids: Tensor, prompt_length: int) -> None:
+        assert prompt_length == len(PROMPT)
+        self.prompt += token_ids.tolist()
+
+    def expand(self, tree: PredictionTree, children: int) -> Candidates:
+        rows = torch.arange(self.drafted, tree.num_rows)
+        table = [BIGRAMS.get(token, RARE)[:children] for token in tree.token_ids[rows].tolist()]
+        self.expanded.append(tree.token_ids[rows].tolist())
+        self.drafted = tree.num_rows
+        return Candidates(
+            rows,
+            torch.tensor([[token for token, _ in line] for line in table]),
+            torch.tensor([[probability for _, probability in line] for line in table]).log(),
+        )
+
+    def advance(self, advance: Advance) -> None:
+        assert advance.num_rows == self.drafted, "every row is drafted before a verdict prunes it"
+        self.drafted = len(advance.kept)
+
+
+@pytest.fixture
+def drafter() -> ScriptedDrafter:
+    return ScriptedDrafter()
+
+
+def pipedec(drafter: ScriptedDrafter, width: int = 3, children: int = 2, token: int = 10) -> PipeDec:
+    """A method that has taken in the prompt and whose target has said ``token``."""
+    method = PipeDec(Request(0, PROMPT, tree=TreeParams(width, children)), drafter)
+    method.prefill(torch.tensor(PROMPT))
+    method.apply(Verdict((token,)))
+    return method
+
+
+def rows(step: Step | None) -> list[tuple[int, int]]:
+    """(token, parent) of every row."""
+    assert step is not None and step.hidden is None
+    return list(zip(step.token_ids.tolist(), step.parents.tolist(), strict=True))
+
+
+def test_the_tree_grows_by_one_layer_a_timestep(drafter: ScriptedDrafter) -> None:
+    method = pipedec(drafter)
+    assert (drafter.begun, drafter.prompt) == (1, list(PROMPT))
+    assert rows(method.propose()) == [(10, -1)]
+    method.draft()
+    assert rows(method.propose()) == [(11, 0), (12, 0)]
+    method.draft()
+    # 12-15: 0.27, 11-13: 0.30, 11-14: 0.24, 12-16: 0.015; the three likeliest paths in the order of their parents
+    assert rows(method.propose()) == [(13, 1), (14, 1), (15, 2)]
+    assert drafter.expanded == [[10], [11, 12]]
+    assert (method.hits, method.misses) == (0, 1)
+
+
+def test_a_hit_prunes_the_candidates_before_the_next_layer_is_chosen(drafter: ScriptedDrafter) -> None:
+    method = pipedec(drafter)
+    for _ in range(2):
+        method.propose()
+        method.draft()
+    # Without the verdict 13, 14 and 15 would enter; now 15 cannot come true and 16 of the same branch neither.
+    method.apply(Verdict((11,)))
+    assert rows(method.propose()) == [(13, 0), (14, 0)]
+    method.draft()
+    assert drafter.expanded[-1] == [13, 14]
+    assert rows(method.propose()) == [(17, 1), (18, 1), (10, 2)]
+    assert (method.hits, method.misses) == (1, 1)
+
+
+def test_a_hit_on_the_other_branch(drafter: ScriptedDrafter) -> None:
+    method = pipedec(drafter)
+    for _ in range(2):
+        method.propose()
+        method.draft()
+    method.apply(Verdict((12,)))
+    assert rows(method.propose()) == [(15, 0), (16, 0)]
+
+
+def test_a_miss_starts_a_new_tree(drafter: ScriptedDrafter) -> None:
+    method = pipedec(drafter)
+    for _ in range(3):
+        method.propose()
+        method.draft()
+    method.apply(Verdict((40,)))
+    assert rows(method.propose()) == [(40, -1)]
+    method.draft()
+    assert rows(method.propose()) == [(41, 0), (42, 0)]
+    assert drafter.expanded[-1] == [40]
+    assert (method.hits, method.misses) == (0, 2)
+
+
+def test_an_empty_frontier_proposes_nothing_until_the_miss(drafter: ScriptedDrafter) -> None:
+    """The width limit can cut every path behind a row that then turns out true."""
+    method = pipedec(drafter, width=2, token=20)
+    assert rows(method.propose()) == [(20, -1)]
+    method.draft()
+    assert rows(method.propose()) == [(21, 0), (22, 0)]
+    method.draft()
+    assert rows(method.propose()) == [(23, 1), (24, 1)]
+    method.draft()
+    method.apply(Verdict((22,)))
+    assert (method.hits, method.misses) == (1, 1)
+    for _ in range(2):
+        assert method.propose() is None
+        method.draft()
+    assert drafter.expanded == [[20], [21, 22], [23, 24]]
+    method.apply(Verdict((25,)))
+    assert rows(method.propose()) == [(25, -1)]
+    assert (method.hits, method.misses) == (1, 2)
+
+
+def test_plain_pipeline_waits_for_every_token() -> None:
+    method = PlainPipeline(Request(0, PROMPT, method="pp"))
+    method.prefill(torch.tensor(PROMPT))
+    assert method.propose() is None
+    for count, token in enumerate((10, 11), start=1):
+        method.apply(Verdict((token,)))
+        assert rows(method.propose()) == [(token, -1)]
+        method.draft()
+        assert method.propose() is None
+        assert (method.hits, method.misses) == (0, count)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_the_last_verdict_proposes_and_counts_nothing(name: str, drafter: ScriptedDrafter) -> None:
+    method = create_method(Request(0, PROMPT, method=name), drafter)
+    method.prefill(torch.tensor(PROMPT))
+    method.apply(Verdict((10,)))
+    method.propose()
+    method.draft()
+    method.apply(Verdict((99,), "stop"))
+    assert method.propose() is None
+    assert (method.hits, method.misses) == (0, 1)
+
+
+def test_create_method(drafter: ScriptedDrafter) -> None:
+    assert isinstance(create_method(Request(0, PROMPT, method="pp"), None), PlainPipeline)
+    assert isinstance(create_method(Request(0, PROMPT, method="pipedec"), drafter), PipeDec)
+    with pytest.raises(UserError, match=r"needs a draft model: give --draft DIR, or use --method pp$"):
+        create_method(Request(0, PROMPT, method="pipedec"), None)
+    with pytest.raises(UserError, match=r"^unknown method 'best': choose one of pp, pipedec$"):
+        create_method(Request(0, PROMPT, method="best"), drafter)
+
+
+def test_the_command_line_offers_every_method() -> None:
+    """Its list is written twice, because a client does not load torch."""
+    assert tuple(METHODS) == METHOD_NAMES

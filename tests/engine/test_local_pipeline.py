@@ -1,0 +1,157 @@
+"""LocalPipeline against transformers: the table that every other way to run the pipeline is compared with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints import save_tiny_llama
+from transformers import LlamaForCausalLM, PreTrainedModel
+
+from pipedec.core import Metrics, Request, SamplingParams, TreeParams, UserError, Verdict
+from pipedec.engine.local import LocalPipeline
+from pipedec.engine.plan import even_layers
+from pipedec.engine.spec import DTYPES, PipelineSpec
+from pipedec.scheduler import Topology
+
+LAYERS = 8
+EOS = 2
+PROMPT = (1, 9, 30, 4, 51, 17, 8, 22, 40, 3)
+TREE = TreeParams(width=6, children=4)
+NUM_TOKENS = 14
+SHAPES = [(1, 1), (2, 2), (4, 4), (8, 8), (8, 4), (4, 1)]  # stages, groups
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A target; a draft of the same weights, one that is often right, and one that has nothing to do with it."""
+    folder = tmp_path_factory.mktemp("models")
+    target = save_tiny_llama(folder / "target", layers=LAYERS, max_position_embeddings=1024, eos_token_id=EOS)
+    target.save_pretrained(folder / "same")
+    save_tiny_llama(folder / "random", layers=2, seed=7, max_position_embeddings=1024)
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in target.parameters():
+            parameter += 0.1 * parameter.std() * torch.randn(parameter.shape, generator=generator)
+    target.save_pretrained(folder / "near")
+    return folder
+
+
+def expected(
+    model: Path, prompt: tuple[int, ...], num_tokens: int, dtype: str = "float32", ignore_eos: bool = True
+) -> tuple[int, ...]:
+    """The greedy answer of transformers."""
+    target: PreTrainedModel = LlamaForCausalLM.from_pretrained(model, dtype=DTYPES[dtype])
+    ids = torch.tensor([prompt])
+    eos = None if ignore_eos else target.generation_config.eos_token_id
+    with torch.inference_mode():
+        output = target.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=num_tokens, do_sample=False, eos_token_id=eos, pad_token_id=0
+        )
+    return tuple(output[0, len(prompt) :].tolist())
+
+
+def make_pipeline(
+    models: Path, shape: tuple[int, int], draft: str | None, dtype: str = "float32", target: str = "target"
+) -> LocalPipeline:
+    layers = tuple((part.start, part.stop) for part in even_layers(LAYERS, shape[0]))
+    draft_path = models / draft if draft else None
+    return LocalPipeline.load(PipelineSpec(models / target, draft_path, Topology.even(*shape), layers, dtype, device="cpu"))
+
+
+def request(
+    prompt: tuple[int, ...] = PROMPT, num_tokens: int = NUM_TOKENS, method: str = "pipedec", **sampling: object
+) -> Request:
+    return Request(0, prompt, SamplingParams(max_tokens=num_tokens, **sampling), method, TREE)  # type: ignore[arg-type]
+
+
+def answer(pipeline: LocalPipeline, asked: Request) -> tuple[tuple[int, ...], str | None]:
+    """Token ids and the reason of the end, which only the last verdict gives."""
+    verdicts: list[Verdict] = list(pipeline.run(asked))
+    assert all(verdict.finished is None for verdict in verdicts[:-1])
+    return tuple(token for verdict in verdicts for token in verdict.tokens), verdicts[-1].finished
+
+
+def check_metrics(metrics: Metrics, groups: int, num_tokens: int) -> None:
+    """Paper §3.3.4: a hit yields its token one timestep later, a miss after the whole pipeline."""
+    assert metrics.hits + metrics.misses == num_tokens - 1
+    assert metrics.timesteps == metrics.hits + groups * metrics.misses
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: f"{shape[0]}in{shape[1]}")
+def test_every_method_says_what_transformers_says(models: Path, shape: tuple[int, int], dtype: str) -> None:
+    wanted = expected(models / "target", PROMPT, NUM_TOKENS, dtype)
+    hits = {}
+    for draft, method in (("same", "pp"), ("same", "pipedec"), ("near", "pipedec"), ("random", "pipedec")):
+        pipeline = make_pipeline(models, shape, draft, dtype)
+        assert answer(pipeline, request(method=method, ignore_eos=True)) == (wanted, "length")
+        check_metrics(pipeline.metrics, shape[1], NUM_TOKENS)
+        hits[method, draft] = pipeline.metrics.hits
+    assert hits["pp", "same"] == 0
+    if shape[1] == 1:  # a layer enters when the one before it has been judged, so nothing is ever in flight
+        assert set(hits.values()) == {0}
+    else:
+        assert hits["pipedec", "same"] > hits["pipedec", "near"] > hits["pipedec", "random"]
+
+
+@pytest.mark.parametrize("width", [1, 2, 32])
+def test_tree_limits_change_the_speed_only(models: Path, width: int) -> None:
+    wanted = expected(models / "target", PROMPT, NUM_TOKENS)
+    pipeline = make_pipeline(models, (4, 4), "near")
+    for children in (1, 16):
+        sampling = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True)
+        asked = Request(0, PROMPT, sampling, "pipedec", TreeParams(width, children))
+        assert answer(pipeline, asked) == (wanted, "length")
+        check_metrics(pipeline.metrics, 4, NUM_TOKENS)
+
+
+@pytest.mark.parametrize("method", ["pp", "pipedec"])
+def test_a_prompt_of_several_chunks(models: Path, method: str) -> None:
+    prompt = tuple(int(token) for token in torch.randint(3, 64, (600,), generator=torch.Generator().manual_seed(5)))
+    pipeline = make_pipeline(models, (4, 2), "near")
+    asked = request(prompt, method=method, ignore_eos=True)
+    assert answer(pipeline, asked) == (expected(models / "target", prompt, NUM_TOKENS), "length")
+
+
+@pytest.mark.parametrize("method", ["pp", "pipedec"])
+def test_one_token_takes_no_timestep(models: Path, method: str) -> None:
+    pipeline = make_pipeline(models, (4, 4), "near")
+    assert answer(pipeline, request(num_tokens=1, method=method)) == (expected(models / "target", PROMPT, 1), "length")
+    check_metrics(pipeline.metrics, 4, 1)
+    assert pipeline.metrics.timesteps == 0
+
+
+@pytest.mark.parametrize("method", ["pp", "pipedec"])
+def test_the_models_end_token_ends_the_answer(models: Path, method: str, tmp_path: Path) -> None:
+    spoken = expected(models / "target", PROMPT, NUM_TOKENS)
+    end = next(token for index, token in enumerate(spoken) if index >= 4 and token not in spoken[:index])
+    target = LlamaForCausalLM.from_pretrained(models / "target")
+    target.config.eos_token_id = target.generation_config.eos_token_id = end
+    target.save_pretrained(tmp_path / "target")
+    (tmp_path / "near").symlink_to(models / "near")
+    pipeline = make_pipeline(tmp_path, (4, 4), "near")
+    wanted = expected(tmp_path / "target", PROMPT, NUM_TOKENS, ignore_eos=False)
+    assert wanted == spoken[: spoken.index(end) + 1]
+    assert answer(pipeline, request(method=method)) == (wanted, "stop")
+    check_metrics(pipeline.metrics, 4, len(wanted))
+    # The next request finds nothing of the rows that were in flight.
+    assert answer(pipeline, request(method=method, ignore_eos=True)) == (spoken, "length")
+    assert answer(pipeline, request(method=method, ignore_eos=True, stop_token_ids=(end,))) == (wanted, "stop")
+
+
+def test_pipedec_needs_a_draft(models: Path) -> None:
+    pipeline = make_pipeline(models, (2, 2), draft=None)
+    assert answer(pipeline, request(method="pp", ignore_eos=True))[1] == "length"
+    with pytest.raises(UserError, match="needs a draft model"):
+        answer(pipeline, request())
+
+
+def test_stages_must_fill_the_topology(models: Path) -> None:
+    spec = PipelineSpec(models / "target", None, Topology.even(2, 2), ((0, 4), (4, 8)), device="cpu")
+    stages = [spec.load_stage(rank, torch.device("cpu")) for rank in (1, 2)]
+    with pytest.raises(ValueError, match="2 stages do not fill a topology of 3"):
+        LocalPipeline(stages, Topology.even(3, 3))
+    with pytest.raises(ValueError, match="the last stage must be a FinalStageWorker"):
+        LocalPipeline(stages[::-1], Topology.even(2, 2))

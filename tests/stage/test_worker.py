@@ -1,0 +1,250 @@
+"""Stage workers on a tiny checkpoint: what they pass on after a verdict is what the next stage expects."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints import save_tiny_llama
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from pipedec.core import SamplingParams, Step, Verdict
+from pipedec.model import StageModel
+from pipedec.stage import FinalStageWorker, StageWorker
+
+PROMPT = [1, 9, 30, 4, 51]
+NO_TOKEN = 64  # an end token that the vocabulary does not have
+TokenPath = tuple[int, ...]
+CUT = (range(0, 1), range(1, 2), range(2, 4))
+
+
+@dataclass
+class Target:
+    """A checkpoint and the same model in transformers, in float64."""
+
+    path: Path
+    model: PreTrainedModel
+    _hidden: dict[tuple[int, ...], tuple[Tensor, ...]] = field(default_factory=dict)
+
+    def hidden(self, path: tuple[int, ...], layer: int) -> Tensor:
+        """[E] that enters ``layer`` at the last token of the prompt and ``path``."""
+        if path not in self._hidden:
+            with torch.inference_mode():
+                output = self.model(torch.tensor([[*PROMPT, *path]]), output_hidden_states=True)
+            self._hidden[path] = tuple(states[0, -1] for states in output.hidden_states)
+        return self._hidden[path][layer]
+
+    def answer(self, num_tokens: int) -> list[int]:
+        prompt = torch.tensor([PROMPT])
+        return self.model.generate(  # type: ignore[no-any-return]
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            max_new_tokens=num_tokens,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+        )[0, len(PROMPT) :].tolist()
+
+    def stage(self, layers: range) -> StageWorker:
+        model = StageModel.load(self.path, layers, torch.float64, "cpu")
+        return FinalStageWorker(model, (NO_TOKEN,)) if model.is_last else StageWorker(model)
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
+    path = tmp_path_factory.mktemp("target")
+    return Target(path, save_tiny_llama(path, dtype=torch.float64))
+
+
+def prompt_chunk(*token_ids: int) -> Step:
+    return Step(torch.tensor(token_ids), torch.full((len(token_ids),), -1))
+
+
+def rows(*pairs: tuple[int, int]) -> Step:
+    """A step for the first stage from (token, parent)."""
+    token_ids, parents = zip(*pairs, strict=True)
+    return Step(torch.tensor(token_ids), torch.tensor(parents))
+
+
+def begun(target: Target, layers: range = CUT[0], sampling: SamplingParams = SamplingParams()) -> StageWorker:  # noqa: B008
+    """A first stage that has taken in the prompt, in two chunks."""
+    stage = target.stage(layers)
+    stage.begin(len(PROMPT), sampling)
+    stage.prefill(prompt_chunk(*PROMPT[:2]))
+    stage.prefill(prompt_chunk(*PROMPT[2:]))
+    return stage
+
+
+def pairs(step: Step | None) -> list[tuple[int, int]]:
+    assert step is not None and step.hidden is not None and len(step.hidden) == step.num_rows
+    return list(zip(step.token_ids.tolist(), step.parents.tolist(), strict=True))
+
+
+def test_output_without_a_verdict_keeps_its_numbers(target: Target) -> None:
+    stage = begun(target)
+    stage.sync(Verdict((5,)))
+    assert stage.outgoing() is None
+    stage.decode(rows((5, -1)))
+    assert pairs(stage.outgoing()) == [(5, -1)]
+    stage.decode(rows((7, 0), (8, 0), (9, 0)))
+    assert pairs(stage.outgoing()) == [(7, 0), (8, 0), (9, 0)]
+    assert stage.outgoing() is None
+
+
+@pytest.mark.parametrize(
+    ("tokens", "left"),
+    [
+        ((8,), [(21, 0), (22, 0)]),  # the next stage, whose tree is 7 and 8 so far, makes 8 its root
+        ((7,), [(20, 0)]),
+        ((8, 22), [(22, -1)]),  # 22 is a hit here, but has yet to reach the next stage: its new root
+        ((8, 40), None),
+        ((40,), None),
+    ],
+)
+def test_a_verdict_prunes_the_pending_output(target: Target, tokens: tuple[int, ...], left: list[tuple[int, int]] | None) -> None:
+    stage = begun(target)
+    stage.sync(Verdict((5,)))
+    for step in (rows((5, -1)), rows((7, 0), (8, 0)), rows((20, 1), (21, 2), (22, 2))):
+        stage.outgoing()
+        stage.decode(step)
+    stage.sync(Verdict(tokens))
+    outgoing = stage.outgoing()
+    assert (None if outgoing is None else pairs(outgoing)) == left
+    if outgoing is not None and outgoing.hidden is not None:
+        before = tokens if left == [(22, -1)] else (*tokens, 0)
+        for row, token in zip(outgoing.hidden, outgoing.token_ids.tolist(), strict=True):
+            assert torch.allclose(row, target.hidden((5, *before[:-1], token), 1), rtol=0, atol=1e-9)
+
+
+@dataclass
+class NaiveStage:
+    """Rows are paths of tokens from the first output token on."""
+
+    paths: list[TokenPath] = field(default_factory=list)
+    pending: list[TokenPath] = field(default_factory=list)
+
+    def decode(self, paths: list[TokenPath]) -> None:
+        self.paths = self.paths + paths
+        self.pending = paths
+
+    def sync(self, said: TokenPath) -> None:
+        self.paths, self.pending = ([path for path in rows if path[: len(said)] == said] for rows in (self.paths, self.pending))
+
+    def outgoing(self) -> list[TokenPath]:
+        pending, self.pending = self.pending, []
+        return pending
+
+
+@settings(deadline=None, max_examples=25)
+@given(st.integers(0, 10_000))
+def test_rows_mean_the_same_at_every_stage(target: Target, seed: int) -> None:
+    """Random rows and verdicts in lockstep: a step names its rows' parents as its receiver numbers them, and carries the
+    activations that a forward of each path alone gives."""
+    rng = random.Random(seed)
+    stages, naive = [target.stage(layers) for layers in CUT], [NaiveStage() for _ in range(4)]  # the first is rank 0
+    prefilled = prompt_chunk(*PROMPT)
+    for stage in stages:
+        stage.begin(len(PROMPT), SamplingParams())
+        prefilled = stage.prefill(prefilled)
+    said: TokenPath = ()
+    tokens: TokenPath = (5,)
+    for _ in range(10):
+        if tokens:
+            said += tokens
+            for stage, copy in zip(stages, naive[1:], strict=True):
+                stage.sync(Verdict(tokens))
+                copy.sync(said)
+            naive[0].sync(said)
+        naive[0].decode(new_paths(naive[0].paths, said, rng))
+        moving = [copy.outgoing() for copy in naive[:3]]
+        steps = [numbered(moving[0], naive[1].paths), *(stage.outgoing() for stage in stages[:2])]
+        stages[2].outgoing()
+        for index, (step, paths) in enumerate(zip(steps, moving, strict=True)):
+            check_step(target, step, paths, naive[index + 1].paths, CUT[index].start)
+            if step is not None:
+                stages[index].decode(step)
+                naive[index + 1].decode(paths)
+        tokens = random_tokens(naive[3].paths, naive[0].paths, said, rng) if moving[2] else ()
+
+
+def new_paths(present: list[TokenPath], said: TokenPath, rng: random.Random) -> list[TokenPath]:
+    """The accepted token if it is not in the tree, else children of a few rows of any depth."""
+    if not present:
+        return [said]
+    wanted = [(*rng.choice(present), rng.randrange(6)) for _ in range(rng.randint(0, 5))]
+    return [path for path in dict.fromkeys(wanted) if path not in present]
+
+
+def random_tokens(final: list[TokenPath], front: list[TokenPath], said: TokenPath, rng: random.Random) -> TokenPath:
+    """A walk along rows of the last stage, and one token more, which may be in flight."""
+    walk = rng.choice(final)
+    following = [path[-1] for path in front if path[:-1] == walk]
+    last = rng.choice(following) if following and rng.random() < 0.8 else 50
+    return (*walk[len(said) :], last)
+
+
+def numbered(paths: list[TokenPath], present: list[TokenPath]) -> Step | None:
+    parents = [present.index(path[:-1]) if path[:-1] in present else -1 for path in paths]
+    return rows(*zip((path[-1] for path in paths), parents, strict=True)) if paths else None
+
+
+def check_step(target: Target, step: Step | None, paths: list[TokenPath], present: list[TokenPath], layer: int) -> None:
+    expected = numbered(paths, present)
+    assert (step is None) == (expected is None)
+    if step is None or expected is None:
+        return
+    assert torch.equal(step.token_ids, expected.token_ids)
+    assert torch.equal(step.parents, expected.parents)
+    if step.hidden is not None:
+        hidden = torch.stack([target.hidden(path, layer) for path in paths])
+        assert torch.allclose(step.hidden, hidden, rtol=0, atol=1e-9)
+
+
+def final_stage(target: Target, sampling: SamplingParams) -> tuple[FinalStageWorker, Verdict]:
+    """The whole model as the last stage, and its verdict on the prompt."""
+    stage = target.stage(range(4))
+    assert isinstance(stage, FinalStageWorker)
+    return stage, prefilled_verdict(stage, sampling)
+
+
+def prefilled_verdict(stage: FinalStageWorker, sampling: SamplingParams) -> Verdict:
+    stage.begin(len(PROMPT), sampling)
+    stage.prefill(prompt_chunk(*PROMPT[:3]))
+    verdict = stage.first_verdict(stage.prefill(prompt_chunk(*PROMPT[3:])))
+    stage.sync(verdict)
+    return verdict
+
+
+def test_the_last_stage_accepts_as_much_as_it_has_computed(target: Target) -> None:
+    answer = target.answer(8)
+    stage, verdict = final_stage(target, SamplingParams(max_tokens=8))
+    assert verdict == Verdict((answer[0],))
+    wrong = 1 + max(answer)
+    chain = [(answer[0], -1), (wrong % 64, 0), (answer[1], 0), (answer[2], 2), (answer[3], 3)]
+    stage.decode(rows(*chain))
+    verdict = stage.verdict()
+    assert verdict == Verdict(tuple(answer[1:5]))
+    stage.sync(verdict)
+    stage.decode(rows((answer[4], -1), (answer[5], 0), (answer[6], 1), (answer[7], 2)))
+    verdict = stage.verdict()
+    assert verdict == Verdict(tuple(answer[5:8]), "length")
+
+
+def test_nothing_is_left_for_the_next_request(target: Target) -> None:
+    answer = target.answer(3)
+    stage, _ = final_stage(target, SamplingParams(max_tokens=2))
+    stage.decode(rows((answer[0], -1), (7, 0)))
+    verdict = stage.verdict()
+    assert verdict == Verdict((answer[1],), "length")
+    stage.sync(verdict)
+    assert prefilled_verdict(stage, SamplingParams(max_tokens=3)) == Verdict((answer[0],))
+    assert stage.outgoing() is None
+    stage.decode(rows((answer[0], -1), (answer[1], 0)))
+    assert stage.verdict() == Verdict((answer[1], answer[2]), "length")
+    assert prefilled_verdict(stage, SamplingParams(max_tokens=1)) == Verdict((answer[0],), "length")

@@ -1,0 +1,60 @@
+"""The shipped pair is real: complete, small, loadable anywhere, agreeing, and decoded exactly at many stages."""
+
+import json
+
+import pytest
+import torch
+from transformers import AutoTokenizer, LlamaForCausalLM
+
+from pipedec.core import Request, SamplingParams
+from pipedec.engine.local import LocalPipeline
+from pipedec.engine.prompt import Prompter
+from pipedec.engine.spec import REFERENCE_PAIR, PipelineSpec
+from pipedec.engine.verify import Reference
+
+PROMPTS = [
+    "A farmer has 15 cows and buys 7 more. Then he sells 4. How many cows does he have now?",
+    'def count_vowels(text: str) -> int:\n    """Return the number of vowels in text."""',
+    "List the methods of `collections.OrderedDict`.",
+]
+
+
+def test_it_is_small_and_complete() -> None:
+    size = sum(path.stat().st_size for path in REFERENCE_PAIR.rglob("*") if path.is_file())
+    assert size < 25_000_000
+    for name in ("target", "draft"):
+        assert {"config.json", "model.safetensors", "tokenizer.json"} <= {path.name for path in (REFERENCE_PAIR / name).iterdir()}
+
+
+def test_it_loads_and_talks_in_plain_transformers() -> None:
+    tokenizer = AutoTokenizer.from_pretrained(REFERENCE_PAIR / "target")
+    model = LlamaForCausalLM.from_pretrained(REFERENCE_PAIR / "target")
+    assert model.config.num_hidden_layers == 24
+    message = [{"role": "user", "content": PROMPTS[0]}]
+    inputs = tokenizer.apply_chat_template(message, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    output = model.generate(**inputs, max_new_tokens=80, do_sample=False)
+    text = tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+    assert "cows" in text
+
+
+def test_the_draft_agrees_on_held_out_text() -> None:
+    held_out = json.loads((REFERENCE_PAIR / "training.json").read_text())["held_out"]
+    for family, row in held_out.items():
+        assert row["target_loss"] < row["draft_loss"], f"the target must be better than its draft on {family}"
+        assert row["top16"] > 0.85
+
+
+@pytest.mark.parametrize(("stages", "groups"), [(1, 1), (4, 4), (14, 14), (14, 7), (24, 24)])
+def test_the_pipeline_says_what_transformers_says(stages: int, groups: int) -> None:
+    torch.set_num_threads(1)
+    spec = PipelineSpec.create(stages=stages, groups=groups, device="cpu")
+    reference, pipeline, prompter = Reference(spec), LocalPipeline.load(spec), Prompter(spec.target, 2048)
+    for number, text in enumerate(PROMPTS):
+        token_ids = prompter.token_ids(text, raw=False, max_tokens=40)
+        expected = reference.generate(token_ids, 40)
+        for method in ("pp", "pipedec"):
+            request = Request(number, token_ids, SamplingParams(max_tokens=40), method)
+            found = [token for verdict in pipeline.run(request) for token in verdict.tokens]
+            assert reference.compare(token_ids, expected, found) is None
+            metrics = pipeline.metrics
+            assert metrics.timesteps == metrics.hits + groups * metrics.misses

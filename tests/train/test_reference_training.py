@@ -1,0 +1,93 @@
+"""The training of the shipped pair at toy size: it runs, it resumes exactly, growth changes nothing."""
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from pipedec.train import corpus, reference
+from pipedec.train.corpus import Document
+from pipedec.train.reference import Recipe, Shape, Trainer, deepen
+
+TOY = Recipe(
+    vocabulary=400,
+    target=Shape(hidden=32, intermediate=48, heads=4),
+    draft=Shape(hidden=32, intermediate=32, heads=2),
+    phases=((1, 3), (2, 3)),
+    draft_phases=((1, 3),),
+    characters=40_000,
+    batch=2,
+    length=32,
+    warmup_steps=2,
+)
+
+
+@pytest.fixture(autouse=True)
+def small_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    def documents() -> Iterator[Document]:
+        for number in range(200):
+            yield Document("source", f"<|begin|>def function_{number}(value):\n    return value + {number}\n<|end|>")
+            yield Document("questions", corpus.conversation(f"What does function_{number} do?", f"It adds {number}."))
+
+    monkeypatch.setattr(corpus, "library_documents", documents)
+
+
+def train(out: Path, work: Path) -> dict:
+    return reference.train(None, out, work, TOY, compile_model=False, threads=1)
+
+
+def test_training_writes_a_pair_that_transformers_loads(tmp_path: Path) -> None:
+    report = train(tmp_path / "out", tmp_path / "work")
+    assert set(report["held_out"]) == {"source", "questions"}
+    assert json.loads((tmp_path / "out" / "training.json").read_text())["recipe"]["phases"] == [[1, 3], [2, 3]]
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out" / "target")
+    chat = tokenizer.apply_chat_template([{"role": "user", "content": "Hi "}], add_generation_prompt=True, tokenize=False)
+    assert chat == "<|begin|><|user|>Hi<|end|><|assistant|>"
+    assert tokenizer("x")["input_ids"][0] == tokenizer.bos_token_id
+    for name, layers in (("target", 2), ("draft", 1)):
+        model = LlamaForCausalLM.from_pretrained(tmp_path / "out" / name)
+        assert model.config.num_hidden_layers == layers
+        ids = torch.tensor([tokenizer("def")["input_ids"]])
+        output = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, do_sample=False)
+        assert output.shape[1] > ids.shape[1]
+
+
+def test_a_killed_run_resumes_to_the_same_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    train(tmp_path / "straight", tmp_path / "work1")
+    save = Trainer._save
+
+    def save_then_die(self: Trainer, *arguments: object) -> None:
+        save(self, *arguments)  # type: ignore[arg-type]
+        raise KeyboardInterrupt
+
+    for _ in range(3):  # killed after every phase
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(Trainer, "_save", save_then_die)
+            train(tmp_path / "resumed", tmp_path / "work2")
+    train(tmp_path / "resumed", tmp_path / "work2")
+    for name in ("target", "draft"):
+        straight, resumed = (load_file(tmp_path / out / name / "model.safetensors") for out in ("straight", "resumed"))
+        assert straight.keys() == resumed.keys()
+        assert all(torch.equal(straight[key], resumed[key]) for key in straight)
+
+
+def test_growing_does_not_change_the_function() -> None:
+    torch.manual_seed(0)
+    config = LlamaConfig(vocab_size=50, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
+    model = LlamaForCausalLM(config).eval()
+    deeper = deepen(model, 4).eval()
+    ids = torch.randint(0, 50, (1, 9))
+    with torch.no_grad():
+        assert torch.allclose(model(ids).logits, deeper(ids).logits, atol=1e-5)
+    assert deeper.config.num_hidden_layers == 4
+    with pytest.raises(ValueError, match="double"):
+        deepen(model, 5)
+
+
+def test_the_recipe_is_plain_data() -> None:
+    assert json.loads(json.dumps(dataclasses.asdict(Recipe())))["target"]["hidden"] == 192

@@ -1,0 +1,93 @@
+"""A rank of a process group in a process of its own, told by pipe what to do. For the tests of TorchTransport."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pipedec.core import PipedecError, Step
+from pipedec.transport.torch_distributed import Rendezvous, TorchTransport
+
+HIDDEN_SIZE = 5
+PATIENCE_SECONDS = 60.0  # only bounds a test that hangs; far below the group's own timeout
+
+
+class Peer:
+    """Starts a rank; ``do`` runs a function of the transport there and returns what it returned, or its error's text."""
+
+    def __init__(self, rank: int, world_size: int, meeting: Path, dtype: torch.dtype, timeout_seconds: float = 600.0) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["pipedec.transport.torch_distributed"])
+        self._pipe, theirs = context.Pipe()
+        rendezvous = Rendezvous(rank, world_size, f"file://{meeting}", timeout_seconds)
+        self.process = context.Process(target=_live, args=(rendezvous, dtype, theirs))
+        self.process.start()
+        theirs.close()
+
+    def order(self, task: Callable[..., Any], *arguments: Any) -> None:
+        self._pipe.send((task, arguments))
+
+    def result(self) -> Any:
+        assert self._pipe.poll(PATIENCE_SECONDS), "the peer hangs"
+        return self._pipe.recv()
+
+    def do(self, task: Callable[..., Any], *arguments: Any) -> Any:
+        self.order(task, *arguments)
+        return self.result()
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.join()
+        self._pipe.close()
+
+
+def _live(rendezvous: Rendezvous, dtype: torch.dtype, orders: Connection) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    try:
+        transport = TorchTransport("gloo", rendezvous, HIDDEN_SIZE, dtype, torch.device("cpu"))
+    except PipedecError as error:
+        orders.send(str(error))
+        return
+    orders.send("met")
+    with suppress(EOFError):
+        while True:
+            task, arguments = orders.recv()
+            try:
+                orders.send(task(transport, *arguments))
+            except PipedecError as error:
+                orders.send(f"{type(error).__name__}: {error}")
+
+
+def make_step(num_rows: int, dtype: torch.dtype | None, seed: int) -> Step:
+    """A random step; ``dtype`` None for one without activations."""
+    generator = torch.Generator().manual_seed(seed)
+    token_ids, parents = torch.randint(0, 2**40, (2, num_rows), generator=generator)
+    hidden = None if dtype is None else torch.randn(num_rows, HIDDEN_SIZE, generator=generator).to(dtype)
+    return Step(token_ids, parents, hidden)
+
+
+def as_lists(step: Step) -> tuple[Any, Any, Any]:
+    hidden = step.hidden
+    return step.token_ids.tolist(), step.parents.tolist(), None if hidden is None else (hidden.dtype, hidden.tolist())
+
+
+def send(transport: TorchTransport, num_rows: int, dtype: torch.dtype | None, seed: int, dst: int) -> None:
+    transport.send(make_step(num_rows, dtype, seed), dst)
+
+
+def receive(transport: TorchTransport, num_rows: int, src: int) -> Any:
+    return as_lists(transport.receive(num_rows, src))
+
+
+def close(transport: TorchTransport) -> str:
+    transport.close()
+    transport.close()  # the second time there is nothing left to leave
+    return "closed"

@@ -1,0 +1,48 @@
+"""A step as one message and back."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipedec.core import Step
+from pipedec.transport.base import message_bytes, pack, unpack
+
+INT64 = st.integers(-(2**63), 2**63 - 1)
+
+
+@settings(deadline=None)
+@given(st.data(), st.integers(1, 40), st.sampled_from([1, 3, 8]), st.sampled_from([torch.float32, torch.bfloat16, None]))
+def test_round_trip(data: st.DataObject, num_rows: int, hidden_size: int, dtype: torch.dtype | None) -> None:
+    ids = st.lists(INT64, min_size=num_rows, max_size=num_rows)
+    token_ids, parents = torch.tensor(data.draw(ids)), torch.tensor(data.draw(ids))
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 1000)))
+    hidden = None if dtype is None else torch.randn(num_rows, hidden_size, generator=generator).to(dtype)
+    sent = Step(token_ids, parents, hidden)
+    wire_size, wire_dtype = (hidden_size, dtype) if dtype else (0, torch.float32)
+
+    message = torch.full((message_bytes(num_rows, wire_size, wire_dtype),), 0xAB, dtype=torch.uint8)
+    pack(sent, message)
+    assert message.is_contiguous() and message.nbytes == num_rows * (16 + wire_size * wire_dtype.itemsize)
+
+    received = unpack(message, num_rows, wire_size, wire_dtype)
+    assert received.num_rows == num_rows
+    assert torch.equal(received.token_ids, token_ids) and torch.equal(received.parents, parents)
+    assert (received.hidden is None) == (hidden is None)
+    if hidden is not None:
+        assert received.hidden is not None and received.hidden.dtype == dtype and torch.equal(received.hidden, hidden)
+
+
+def test_a_slice_of_a_larger_tensor_can_be_packed() -> None:
+    hidden = torch.arange(24.0).view(3, 8)[:, ::2]
+    message = torch.empty(message_bytes(3, 4, torch.float32), dtype=torch.uint8)
+    pack(Step(torch.tensor([1, 2, 3]), torch.tensor([-1, 0, 0]), hidden), message)
+    assert torch.equal(unpack(message, 3, 4, torch.float32).hidden, hidden)  # type: ignore[arg-type]
+
+
+def test_a_message_of_another_size_is_refused() -> None:
+    step = Step(torch.tensor([1, 2]), torch.tensor([-1, 0]), torch.zeros(2, 4))
+    with pytest.raises(RuntimeError):
+        pack(step, torch.empty(message_bytes(2, 3, torch.float32), dtype=torch.uint8))
