@@ -29,7 +29,7 @@ from pipedec.engine.rank_loop import RankLoop, StageLoop
 from pipedec.engine.spec import PipelineSpec
 from pipedec.hardware import MODEL_SHAPES
 from pipedec.model import ModelConfig
-from pipedec.scheduler import RedisScheduler, Scheduler, connect
+from pipedec.scheduler import RedisScheduler, Scheduler, Topology, connect
 from pipedec.tracing import Tracer
 from pipedec.transport import Transport
 from pipedec.transport.torch_distributed import Rendezvous, TorchTransport
@@ -186,13 +186,18 @@ def claim_run(scheduler: RedisScheduler) -> None:
         UserError: a run of this name is up.
     """
     deadline = time.monotonic() + scheduler.lease_ms / 1000 + LEASE_RENEWAL_SECONDS
-    while scheduler.status().alive:
+    while (run := _run_found(scheduler)).status().alive:
         if time.monotonic() > deadline:  # not the last leases of ranks that are dead
-            raise UserError(
-                f"a run named {scheduler.keys.run_id!r} is already up on that Redis: stop it, or give another --run NAME"
-            )
+            name = scheduler.keys.run_id
+            raise UserError(f"a run named {name!r} is already up on that Redis: stop it, or give another --run NAME")
         time.sleep(0.2)
-    scheduler.clear()
+    run.clear()
+
+
+def _run_found(scheduler: RedisScheduler) -> RedisScheduler:
+    """The run that has this name now, which may have more ranks than ours will have."""
+    stages = max([scheduler.topology.num_stages, *scheduler.members()])
+    return RedisScheduler(scheduler.client, scheduler.keys.run_id, Topology.even(stages, 1))
 
 
 def _wait_for_ranks(scheduler: RedisScheduler, world_size: int) -> None:
