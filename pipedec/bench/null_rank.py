@@ -90,8 +90,7 @@ def _pipeline_samples(plan: RankPlan, run_id: str, transport: TorchTransport) ->
     try:
         samples = (_drive if plan.rank == 0 else _follow)(plan, scheduler, transport, topology)
     finally:
-        lease.stop()
-    scheduler.leave(plan.rank)  # stages serve until rank 0 has left
+        lease.stop()  # and leave: stages serve until rank 0 has left
     scheduler.client.close()
     return samples
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from types import TracebackType
 from typing import Any
@@ -109,15 +109,15 @@ def _run(body: RankBody, plan: Any, reports: Connection) -> None:
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends the ranks
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    status = 0
+    failure: str | None = None
     try:
         body(plan, lambda content: reports.send(("report", content)))
     except PipedecError as error:
-        reports.send(("error", str(error)))
-        status = 1
+        failure = str(error)
     except Exception as error:
-        reports.send(("error", f"internal error: {type(error).__name__}: {error}"))
-        status = 1
-    reports.close()
-    sys.stderr.flush()
-    os._exit(status)  # a process group that lost a peer can hang in its own clean-up
+        failure = f"internal error: {type(error).__name__}: {error}"
+    with suppress(OSError):  # a parent that is gone needs no reason
+        if failure is not None:
+            reports.send(("error", failure))
+        reports.close()
+    os._exit(0 if failure is None else 1)  # a process group that lost a peer can hang in its own clean-up

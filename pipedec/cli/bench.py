@@ -117,7 +117,7 @@ def _overhead_table(rows: list[dict[str, Any]]) -> Table:
         caption_justify="left",
     )
     for name in ("stages", "rows", "pipedec", "gloo", "ratio", "Redis calls per rank", "by all", "serial", "sends"):
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="right", min_width=8 if "calls" in name else None, overflow="fold")
     for row in rows:
         trips = row["round_trips_per_rank"]
         table.add_row(

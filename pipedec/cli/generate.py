@@ -6,6 +6,7 @@ import click
 
 from pipedec.cli.options import PipelineFlags, RequestFlags, pipeline_options, request_options
 from pipedec.cli.show import ask_and_show, loading_bar
+from pipedec.core import UserError
 from pipedec.engine.client import Client
 
 
@@ -21,6 +22,8 @@ def generate(pipeline: PipelineFlags, asked: RequestFlags) -> None:
     from pipedec.cli.cluster import local_cluster
 
     cluster = local_cluster(pipeline)
+    if request.method == "pipedec" and cluster.spec.draft is None:
+        raise UserError("method pipedec needs a draft model: give --draft DIR, or use --method pp")
     try:
         with loading_bar(cluster.spec.num_stages + 1) as progress:
             cluster.start(progress)

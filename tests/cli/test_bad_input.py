@@ -1,0 +1,204 @@
+"""The user's mistakes through the real program: one clear line, a non-zero exit, nothing left running."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import CONTEXT, TARGET_LAYERS, Pair
+
+from pipedec.engine.cluster import LocalCluster
+from pipedec.scheduler import EmbeddedServer, connect
+
+pytestmark = pytest.mark.usefixtures("leaves_nothing")
+
+Pipedec = Callable[..., Any]
+
+
+def no_process(*arguments: object, **keywords: object) -> None:
+    raise AssertionError("a process was started before the mistake was found")
+
+
+@pytest.fixture
+def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mistakes that need no cluster to be found must be found before there is one."""
+    monkeypatch.setattr("pipedec.scheduler.server.EmbeddedServer._spawn", no_process)
+    monkeypatch.setattr("multiprocessing.context.ForkServerProcess.start", no_process)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--prompt", ""], "the prompt is empty"),
+        (["--prompt", " \n\t"], "the prompt is empty"),
+        ([], "the prompt is empty: give --prompt TEXT, --prompt-file FILE, or text on standard input"),
+        (["--prompt", "a", "--prompt-file", "b"], "give --prompt or --prompt-file, not both"),
+        (["--prompt-file", "missing.txt"], "cannot read missing.txt: No such file or directory"),
+        (["--prompt-file", "."], "cannot read .: Is a directory"),
+        (["--prompt", "a", "--max-tokens", "0"], "max_tokens must be at least 1, not 0"),
+        (["--prompt", "a", "--max-tokens", "many"], "'many' is not a valid integer"),
+        (["--prompt", "a", "--width", "0"], "tree width must be at least 1, not 0"),
+        (["--prompt", "a", "--children", "-1"], "tree children must be at least 1, not -1"),
+        (["--prompt", "a", "--method", "magic"], "'magic' is not one of 'pp', 'pipedec'"),
+        (["--prompt", "a", "--trace", "nowhere/trace.json"], "--trace nowhere/trace.json: there is no directory nowhere"),
+        (["--prompt", "a", "--trace", "."], "--trace .: cannot write there"),
+        (["--prompt", "a", "--stages", str(TARGET_LAYERS + 1)], f"9 stages, but the target has {TARGET_LAYERS} layers"),
+        (["--prompt", "a", "--stages", "0"], "stages must be at least 1, not 0"),
+        (["--prompt", "a", "--stages", "2", "--groups", "3"], "groups must be between 1 and the number of stages (2), not 3"),
+        (["--prompt", "a", "--stages", "2", "--layers", "4,5"], "layers sum to 9, the target has 8"),
+        (["--prompt", "a", "--stages", "2", "--layers", "8,0"], "every stage needs at least 1 layer"),
+        (["--prompt", "a", "--stages", "2", "--layers", "3,3,2"], "--layers lists 3 stages, but there are 2"),
+        (["--prompt", "a", "--layers", "four"], "--layers four: write numbers with commas between them"),
+        (["--prompt", "a", "--dtype", "int4"], "unknown dtype 'int4': choose one of float32,"),
+        (["--prompt", "a", "--device", "tpu"], "unknown device 'tpu': choose one of auto, cpu, cuda"),
+        (["--prompt", "a", "--draft", "none", "--method", "pipedec"], "method pipedec needs a draft model"),
+        (["--prompt", "a", "--draft", "nowhere"], "nowhere is not a directory"),
+        (["--prompt", "a", "--target", "nowhere"], "nowhere is not a directory"),
+        (["--prompt", "a", "--colour", "red"], "No such option '--colour'"),
+    ],
+)
+@pytest.mark.usefixtures("nothing_starts")
+def test_generate_refuses(
+    arguments: list[str], message: str, pipedec: Pipedec, pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert message in pipedec("generate", *pair.flags, *arguments).refused()
+
+
+@pytest.mark.usefixtures("nothing_starts")
+@pytest.mark.parametrize("by_file", [True, False])
+def test_a_prompt_that_is_not_utf8(by_file: bool, pipedec: Pipedec, pair: Pair, tmp_path: Path) -> None:
+    file = tmp_path / "prompt.txt"
+    file.write_bytes(b"caf\xe9")
+    if by_file:
+        assert pipedec("generate", *pair.flags, "--prompt-file", file).refused() == f"{file} is not UTF-8 text"
+    else:
+        assert pipedec("generate", *pair.flags, stdin=b"caf\xe9").refused() == "standard input is not UTF-8 text"
+
+
+@pytest.mark.usefixtures("nothing_starts")
+def test_models_that_do_not_belong_together(pipedec: Pipedec, pair: Pair) -> None:
+    ended = pipedec("generate", "--prompt", "a", "--target", pair.target, "--draft", pair.foreign_draft)
+    assert "has a different tokenizer than the target" in ended.refused()
+    assert "give --draft DIR beside --target" in pipedec("generate", "--prompt", "a", "--target", pair.target).refused()
+
+
+@pytest.mark.usefixtures("nothing_starts")
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda weights: weights.write_bytes(weights.read_bytes()[:-1000]), "model.safetensors is not a whole safetensors file"),
+        (lambda weights: weights.write_bytes(b"<html>not found</html>"), "model.safetensors is not a whole safetensors file"),
+        (lambda weights: weights.unlink(), "holds neither model.safetensors nor"),
+        (lambda weights: (weights.parent / "config.json").unlink(), "config.json is missing"),
+        (lambda weights: (weights.parent / "config.json").write_text("{"), "config.json cannot be read as JSON"),
+    ],
+    ids=["truncated", "html", "none", "no config", "half a config"],
+)
+def test_a_damaged_checkpoint(damage: Callable[[Path], Any], message: str, pipedec: Pipedec, pair: Pair, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(pair.target, tmp_path / "copy"))
+    damage(copy / "model.safetensors")
+    assert message in pipedec("generate", "--prompt", "a", "--target", copy, "--draft", pair.draft).refused()
+
+
+@pytest.mark.parametrize(
+    ("prompt", "max_tokens", "message"),
+    [("word " * CONTEXT, 1, f"but the model's context is {CONTEXT}"), ("word", CONTEXT, f"asks for {CONTEXT} more")],
+)
+def test_more_than_the_context(prompt: str, max_tokens: int, message: str, pipedec: Pipedec, pair: Pair) -> None:
+    ended = pipedec("generate", *pair.flags, "--stages", "1", "--prompt", prompt, "--max-tokens", str(max_tokens))
+    assert message in ended.refused()
+
+
+def test_a_prompt_longer_than_the_context_for_a_running_cluster(known_resident: LocalCluster, pipedec: Pipedec) -> None:
+    ended = pipedec("submit", "--prompt-file", "/dev/stdin", stdin=b"")
+    assert ended.status != 0
+    assert "the model's context is" in pipedec("submit", stdin=b"word " * CONTEXT).refused()
+    assert pipedec("submit", "--prompt", "Hello", "--max-tokens", "1").status == 0
+
+
+@pytest.mark.usefixtures("nothing_starts")
+@pytest.mark.parametrize("command", [["submit", "--prompt", "a"], ["status"], ["down"]])
+@pytest.mark.parametrize(
+    ("flags", "status", "message"),
+    [
+        ([], 2, "no cluster is running here: start one with `pipedec up`, or give --redis URL --run NAME"),
+        (["--run", "other"], 2, "no cluster is running here"),
+        (["--redis", "redis://:secret@127.0.0.1:PORT"], 1, "cannot reach Redis at 127.0.0.1:PORT: the connection failed"),
+        (["--redis", "127.0.0.1:6379"], 2, "--redis: must look like redis://host:6379/0"),
+    ],
+)
+def test_no_cluster_there(command: list[str], flags: list[str], status: int, message: str, pipedec: Pipedec) -> None:
+    port = str(closed_port())
+    ended = pipedec(*command, *(flag.replace("PORT", port) for flag in flags))
+    line = ended.refused(status)
+    assert message.replace("PORT", port) in line and "secret" not in line
+
+
+def closed_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture
+def server() -> Any:
+    with EmbeddedServer() as running:
+        yield running
+
+
+@pytest.mark.parametrize("command", [["submit", "--prompt", "a"], ["status"], ["down"], ["up", "--stages", "1"]])
+def test_redis_that_refuses_the_password(command: list[str], server: EmbeddedServer, pair: Pair, pipedec: Pipedec) -> None:
+    flags = pair.flags if command[0] == "up" else []
+    ended = pipedec(*command, *flags, "--redis", f"redis://:guess@{server.address}/0")
+    assert ended.refused(1) == f"wrong Redis password for {server.address}"
+    with connect(server.url) as client:
+        assert client.keys("*") == []
+
+
+@pytest.mark.parametrize("command", [["submit", "--prompt", "a"], ["status"], ["down"]])
+def test_a_run_that_is_not_there(command: list[str], server: EmbeddedServer, pipedec: Pipedec) -> None:
+    ended = pipedec(*command, "--redis", server.url, "--run", "nobody")
+    assert "no cluster named 'nobody' is running on that Redis" in ended.refused()
+
+
+def test_up_without_a_reachable_redis(pair: Pair, pipedec: Pipedec, state_directory: Path) -> None:
+    ended = pipedec("up", *pair.flags, "--stages", "1", "--redis", f"redis://127.0.0.1:{closed_port()}")
+    assert "cannot reach Redis" in ended.refused(1)
+    assert list(state_directory.iterdir()) == []
+
+
+def test_up_while_a_cluster_is_running(known_resident: LocalCluster, pair: Pair, pipedec: Pipedec) -> None:
+    assert "a cluster is already running here" in pipedec("up", *pair.flags).refused()
+
+
+def test_a_damaged_state_file(pipedec: Pipedec, state_directory: Path) -> None:
+    (state_directory / "cluster.json").write_text("{")
+    assert "cluster.json is damaged: remove it" in pipedec("status").refused(1)
+
+
+@pytest.mark.usefixtures("nothing_starts")
+def test_plan_names_the_unknown_key_and_exits_1_for_what_does_not_fit(pipedec: Pipedec, tmp_path: Path) -> None:
+    file = tmp_path / "cluster.yaml"
+    servers = "servers: [{host: a, devices: {rtx3090: 2}}]\npartitions: {only: {stages: 2}}\n"
+    file.write_text("target: llama-3.1-70b\ncolour: red\n" + servers)
+    assert "colour" in pipedec("plan", file).refused()
+    file.write_text("target: llama-3.1-70b\n" + servers)
+    ended = pipedec("plan", file)
+    assert ended.status == 1 and "pipedec: it does not fit: " in ended.err and "stage" in ended.out
+    file.write_text("target: llama-3.2-1b\n" + servers)
+    assert pipedec("plan", file).status == 0
+    assert "no such file" in pipedec("plan", tmp_path / "missing.yaml").refused()
+    assert "other" in pipedec("plan", file, "--partition", "other").refused()
+
+
+@pytest.mark.usefixtures("nothing_starts")
+def test_the_program_itself(pipedec: Pipedec) -> None:
+    helped = pipedec("--help")
+    assert helped.status == 0 and "submit" in helped.out
+    assert pipedec("--version").out.startswith("pipedec")
+    assert "No such command 'flush'" in pipedec("flush").refused()

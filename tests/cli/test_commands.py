@@ -1,0 +1,212 @@
+"""The commands as a user runs them: answers, JSON, traces, Ctrl-C, and the life of a resident cluster."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import stat
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from conftest import MARK, Pair, marked_processes, wait_until
+from transformers import PreTrainedTokenizerBase
+
+from pipedec.engine.cluster import LocalCluster
+from pipedec.engine.running import RunningCluster, read_state
+from pipedec.engine.verify import Reference
+
+pytestmark = pytest.mark.usefixtures("leaves_nothing")
+
+Pipedec = Callable[..., Any]
+Started = Callable[..., "subprocess.Popen[bytes]"]
+
+PROMPT = "Natalia sold 12 clips in April."
+LONG = ("--raw-prompt", "--prompt", PROMPT, "--max-tokens", "2000", "--ignore-eos")
+START_SECONDS = 60.0
+
+
+def first_bytes(process: subprocess.Popen[bytes]) -> bytes:
+    """Waits for the beginning of the answer."""
+    assert process.stdout is not None and process.stderr is not None
+    text = process.stdout.read(1)
+    assert text, process.stderr.read().decode()
+    return text
+
+
+def ended(process: subprocess.Popen[bytes], seconds: float = 15.0) -> tuple[int, str]:
+    """Exit status and what is left on standard error, without a traceback in it."""
+    _, err = process.communicate(timeout=seconds)
+    assert b"Traceback" not in err, err.decode()
+    return process.returncode, err.decode()
+
+
+def interrupt(process: subprocess.Popen[bytes]) -> None:
+    """Ctrl-C: the terminal tells the whole process group."""
+    os.killpg(process.pid, signal.SIGINT)
+
+
+@pytest.fixture
+def expected(reference: Reference, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    return reference.generate(tokenizer(PROMPT)["input_ids"], 16, ignore_eos=True)
+
+
+def test_generate_prints_the_answer_and_its_figures(
+    pipedec: Pipedec, pair: Pair, expected: list[int], tokenizer: PreTrainedTokenizerBase
+) -> None:
+    answered = pipedec(
+        "generate", *pair.flags, "--stages", "2", "--raw-prompt", "--max-tokens", "16", "--ignore-eos", stdin=PROMPT.encode()
+    )
+    assert answered.status == 0
+    assert answered.out == tokenizer.decode(expected, skip_special_tokens=True) + "\n"
+    for figure in ("pipedec, 2 stages", "tokens/s", "timesteps per token", "hit rate", "16 (length)"):
+        assert figure in answered.err
+
+
+def test_submit_prints_one_json_document_and_writes_a_trace(
+    pipedec: Pipedec, known_resident: LocalCluster, expected: list[int], tmp_path: Path
+) -> None:
+    trace = tmp_path / "trace.json"
+    short = ("--raw-prompt", "--prompt", PROMPT, "--max-tokens", "16", "--ignore-eos")
+    answered = pipedec("submit", *short, "--json", "--trace", trace)
+    assert answered.status == 0
+    document = json.loads(answered.out)
+    assert document["token_ids"] == expected and document["stages"] == 2 and document["finish_reason"] == "length"
+    assert document["timesteps"] == document["hits"] + 2 * document["misses"]
+    events = json.loads(trace.read_text())["traceEvents"]
+    tracks = {event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    assert tracks == {"scheduler", "rank 0: draft", "rank 1: stage 1", "rank 2: stage 2"}
+    assert {event["tid"] for event in events if event["ph"] == "X"} == {0, 1, 2, 3}
+    assert {"1P0", "2F2", "0E" + str(document["timesteps"])} <= {event["name"] for event in events}
+
+    plain = pipedec("submit", *short, "--method", "pp", "--json")
+    assert json.loads(plain.out)["token_ids"] == expected and json.loads(plain.out)["hit_rate"] == 0
+    assert re.search(r"\b2 +stage 2 \(group 2\) +. +yes", pipedec("status").err.replace("│", " . "))
+
+
+@pytest.mark.parametrize("moment", ["starting", "answering"])
+def test_ctrl_c_ends_generate_with_all_it_started(moment: str, started: Started, pair: Pair) -> None:
+    process = started("generate", *pair.flags, "--stages", "2", *LONG)
+    if moment == "answering":
+        first_bytes(process)
+    else:
+        assert wait_until(lambda: len(others_than(process)) >= 2, START_SECONDS)  # Redis, and the ancestor of the ranks
+    interrupt(process)
+    status, err = ended(process)
+    assert status == 130 and err.splitlines()[-1] == "pipedec: interrupted"
+
+
+def others_than(process: subprocess.Popen[bytes]) -> set[int]:
+    """Everything the program has started."""
+    if process.poll() is not None:
+        return set()
+    return {child.pid for child in psutil.Process(process.pid).children(recursive=True)}
+
+
+def test_sigterm_ends_generate_with_all_it_started(started: Started, pair: Pair) -> None:
+    process = started("generate", *pair.flags, "--stages", "1", *LONG)
+    first_bytes(process)
+    process.terminate()
+    assert ended(process)[0] != 0
+
+
+def test_ctrl_c_cancels_what_was_submitted_and_the_cluster_goes_on(
+    started: Started, pipedec: Pipedec, known_resident: LocalCluster, expected: list[int]
+) -> None:
+    process = started("submit", *LONG)
+    first_bytes(process)
+    interrupt(process)
+    status, err = ended(process)
+    assert status == 130 and err == "pipedec: interrupted\n"
+    answered = pipedec("submit", "--raw-prompt", "--prompt", PROMPT, "--max-tokens", "16", "--ignore-eos", "--json")
+    assert json.loads(answered.out)["token_ids"] == expected
+
+
+def test_a_reader_that_closes_the_pipe_ends_its_request(started: Started, known_resident: LocalCluster) -> None:
+    process = started("submit", *LONG)
+    first_bytes(process)
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.close()
+    assert process.wait(15) != 0
+    assert b"Traceback" not in process.stderr.read()
+    assert wait_until(lambda: known_resident.scheduler.status().running is None, 5)  # type: ignore[union-attr]
+
+
+def bring_up(started: Started, *flags: str) -> tuple[subprocess.Popen[bytes], RunningCluster]:
+    process = started("up", *flags)
+    assert wait_until(lambda: process.poll() is not None or read_state() is not None, START_SECONDS)
+    state = read_state()
+    assert state is not None and state.pid == process.pid, process.stderr and process.stderr.read().decode()
+    return process, state
+
+
+def test_a_supervisor_killed_at_once_leaves_no_rank_and_no_redis(started: Started, pipedec: Pipedec, pair: Pair) -> None:
+    process, _ = bring_up(started, *pair.flags, "--stages", "2")
+    others = others_than(process)
+    assert len(others) >= 4  # Redis and three ranks
+    process.kill()
+    assert wait_until(lambda: not others & marked_processes(), 10)
+    assert "no cluster is running here" in pipedec("status").refused()
+    assert "no cluster is running here" in pipedec("down").refused()
+
+
+def test_sigterm_ends_a_resident_cluster_in_order(started: Started, pair: Pair, state_directory: Path) -> None:
+    process, state = bring_up(started, *pair.flags, "--stages", "1")
+    file = state_directory / "cluster.json"
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    password = state.redis_url.partition("redis://:")[2].partition("@")[0]
+    for pid in {process.pid} | others_than(process):
+        assert password not in Path(f"/proc/{pid}/cmdline").read_text()
+    process.terminate()
+    status, err = ended(process)
+    assert status == 0 and "Stopping the cluster." in err and password not in err
+    assert not file.exists()
+
+
+def test_a_resident_cluster_that_loses_a_rank_ends_with_an_error(
+    started: Started, pipedec: Pipedec, pair: Pair, state_directory: Path
+) -> None:
+    process, _ = bring_up(started, *pair.flags, "--stages", "2")
+    asking = started("submit", *LONG)
+    first_bytes(asking)
+    pids = sorted(pid for pid in others_than(process) if "forkserver" in " ".join(psutil.Process(pid).cmdline()))
+    os.kill(pids[-1], signal.SIGKILL)  # the ancestor was there first, then ranks 0, 1, 2
+    status, err = ended(process)
+    assert status == 1 and err.splitlines()[-1] == "pipedec: rank 2 (stage 2) was killed by SIGKILL"
+    assert not (state_directory / "cluster.json").exists()
+    status, err = ended(asking)
+    assert status == 1 and "rank 2" in err.splitlines()[-1]
+
+
+def test_up_status_submit_down(
+    started: Started, pipedec: Pipedec, pair: Pair, expected: list[int], state_directory: Path
+) -> None:
+    starter = started("up", "--detach", *pair.flags, "--stages", "2")
+    status, err = ended(starter, START_SECONDS)
+    assert status == 0 and "is up (process " in err, err
+    state = read_state()
+    assert state is not None and state.is_alive()
+    assert MARK.encode() in Path(f"/proc/{state.pid}/environ").read_bytes()
+
+    assert f"already running here (process {state.pid})" in pipedec("up", *pair.flags).refused()
+    asked = ("--raw-prompt", "--prompt", PROMPT, "--max-tokens", "16", "--ignore-eos", "--json")
+    assert json.loads(pipedec("submit", *asked).out)["token_ids"] == expected
+    shown = pipedec("status")
+    assert shown.status == 0 and "1 requests so far, 0 waiting; working on nothing." in shown.err
+
+    down = pipedec("down")
+    assert down.status == 0 and down.err == f"Cluster {state.run_id} is down.\n"
+    assert not state.is_alive() and not (state_directory / "cluster.json").exists()
+    assert (state_directory / "cluster.log").read_text().strip().endswith("Cluster stopped.")
+
+
+def test_a_detached_cluster_that_cannot_start_says_why(started: Started, pair: Pair, state_directory: Path) -> None:
+    starter = started("up", "--detach", *pair.flags, "--stages", "1", "--redis", "redis://127.0.0.1:1")
+    status, err = ended(starter, START_SECONDS)
+    assert status == 1 and err == "pipedec: cannot reach Redis at 127.0.0.1:1: the connection failed\n"
+    assert not (state_directory / "cluster.json").exists()
