@@ -169,7 +169,7 @@ class Trainer:
         self.name, self.recipe, self.work, self.device, self.compile_model = name, recipe, work, device, compile_model
 
     def run(
-        self, model: LlamaForCausalLM, phases: tuple[tuple[int, int], ...], rows: Tensor, teacher: nn.Module | None
+        self, model: LlamaForCausalLM, phases: tuple[tuple[int, int], ...], rows: Tensor, teacher: Callable[..., Any] | None
     ) -> LlamaForCausalLM:
         """Train through ``phases`` and return the last model. Each phase continues in the rows where the last stopped."""
         first_row = 0
@@ -184,7 +184,7 @@ class Trainer:
         return model
 
     def _phase(
-        self, model: LlamaForCausalLM, index: int, steps: int, last: bool, rows: Tensor, teacher: nn.Module | None
+        self, model: LlamaForCausalLM, index: int, steps: int, last: bool, rows: Tensor, teacher: Callable[..., Any] | None
     ) -> None:
         recipe = self.recipe
         optimizers = make_optimizers(model, recipe)
@@ -294,7 +294,8 @@ def train(problems: Path | None, out: Path, work: Path, recipe: Recipe, compile_
     target = LlamaForCausalLM(recipe.target.config(recipe.phases[0][0], vocabulary, tokenizer))
     target = Trainer("target", recipe, work, device, compile_model).run(target, recipe.phases, rows, teacher=None)
     draft = LlamaForCausalLM(recipe.draft.config(recipe.draft_phases[0][0], vocabulary, tokenizer))
-    teacher = target.eval().requires_grad_(False)
+    target.eval().requires_grad_(False)
+    teacher = torch.compile(target) if compile_model else target
     draft_rows = rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(recipe.seed + 1))]
     draft = Trainer("draft", recipe, work, device, compile_model).run(draft, recipe.draft_phases, draft_rows, teacher)
 
