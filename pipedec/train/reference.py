@@ -67,7 +67,7 @@ class Recipe:
     target: Shape = Shape(hidden=192, intermediate=512, heads=6)
     draft: Shape = Shape(hidden=128, intermediate=352, heads=4)
     phases: tuple[tuple[int, int], ...] = ((6, 1600), (12, 800), (24, 280))
-    draft_phases: tuple[tuple[int, int], ...] = ((2, 450),)
+    draft_phases: tuple[tuple[int, int], ...] = ((2, 350),)
     characters: int = 86_343_680
     batch: int = 16
     length: int = 512
