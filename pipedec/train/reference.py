@@ -22,6 +22,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from pipedec.train import corpus
 from pipedec.train.corpus import ASSISTANT, BEGIN, END, USER, Document
+from pipedec.train.model_card import model_card
 
 # Reserved from the start, so that the thread dialects never need a new vocabulary.
 CONTROL_TOKENS = [
@@ -311,9 +312,10 @@ def train(problems: Path | None, out: Path, work: Path, recipe: Recipe, compile_
         if family_documents:
             held_out[family] = pack(iter(family_documents), tokenizer, recipe)[:64]
     report = {
-        "recipe": asdict(recipe), "training_tokens": target_tokens, "unique_tokens": rows.numel(),
+        "recipe": asdict(recipe), "training_tokens": target_tokens, "prepared_tokens": rows.numel(),
         "parameters": {"target": target.num_parameters(), "draft": draft.num_parameters()},
         "held_out": evaluate(target, draft, held_out, device),
     }  # fmt: skip
     (out / "training.json").write_text(json.dumps(report, indent=2) + "\n")
+    (out / "README.md").write_text(model_card(report))
     return report

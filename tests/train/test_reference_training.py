@@ -45,6 +45,8 @@ def test_training_writes_a_pair_that_transformers_loads(tmp_path: Path) -> None:
     report = train(tmp_path / "out", tmp_path / "work")
     assert set(report["held_out"]) == {"source", "questions"}
     assert json.loads((tmp_path / "out" / "training.json").read_text())["recipe"]["phases"] == [[1, 3], [2, 3]]
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "1 layers for 3 steps, 2 layers for 3 steps" in card and card.count("| questions |") == 1
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out" / "target")
     chat = tokenizer.apply_chat_template([{"role": "user", "content": "Hi "}], add_generation_prompt=True, tokenize=False)
     assert chat == "<|begin|><|user|>Hi<|end|><|assistant|>"
