@@ -34,11 +34,11 @@ def reference(problems: Path | None, out: Path, work: Path, steps_scale: float, 
     if steps_scale <= 0:
         raise UserError("--steps-scale must be above 0")
     recipe = Recipe()
-    phases, draft_phases = (
-        tuple((layers, max(1, round(steps * steps_scale))) for layers, steps in phases)
-        for phases in (recipe.phases, recipe.draft_phases)
-    )
-    report = train(problems, out, work, replace(recipe, phases=phases, draft_phases=draft_phases), compiled, threads)
+    scaled = {
+        name: tuple((layers, max(1, round(steps * steps_scale))) for layers, steps in getattr(recipe, name))
+        for name in ("phases", "draft_phases", "distillation_phases")
+    }
+    report = train(problems, out, work, replace(recipe, **scaled), compiled, threads)
     table = Table(title="Held-out text", title_justify="left")
     for column in ("text", "target loss", "draft loss", "top 1", "top 4", "top 16"):
         table.add_column(column, justify="right" if column != "text" else "left")

@@ -34,8 +34,8 @@ Word problems from the training split of GSM8K (MIT licence), calculator notes r
 
 `pipedec train reference --problems train.jsonl --out DIR --work DIR`. Steps of {batch} × {length} tokens; Muon for the
 matrices, AdamW for the rest, learning rate {learning_rate}. The target started with {first_layers} layers and doubled twice
-({phases}), each new layer a silenced copy of its neighbour, the learning rate falling over the last phase. The draft then learned
-the target's distribution ({draft_phases}).
+({phases}), each new layer a silenced copy of its neighbour, the learning rate falling over the last phase. The draft learned
+the text ({draft_phases}), then the target's distribution ({distillation_phases}).
 
 ## Measured on held-out text
 
@@ -72,6 +72,7 @@ def model_card(report: dict[str, Any]) -> str:
         first_layers=recipe["phases"][0][0],
         phases=_phases(recipe["phases"]),
         draft_phases=_phases(recipe["draft_phases"]),
+        distillation_phases=_phases(recipe["distillation_phases"]),
         rows="\n".join(rows),
     )
 

@@ -61,14 +61,16 @@ class Shape:
 class Recipe:
     """Everything that decides the result.
 
-    ``phases`` are (layers, steps); a step is ``batch`` rows of ``length`` tokens, taken in order from ``characters`` of text.
+    All phases are (layers, steps); a step is ``batch`` rows of ``length`` tokens, taken in order from ``characters`` of text.
+    The draft first learns the text by itself, then the target's distribution.
     """
 
     vocabulary: int = 4096
     target: Shape = Shape(hidden=192, intermediate=512, heads=6)
     draft: Shape = Shape(hidden=128, intermediate=352, heads=4)
     phases: tuple[tuple[int, int], ...] = ((6, 1600), (12, 800), (24, 280))
-    draft_phases: tuple[tuple[int, int], ...] = ((2, 350),)
+    draft_phases: tuple[tuple[int, int], ...] = ((2, 600),)
+    distillation_phases: tuple[tuple[int, int], ...] = ((2, 130),)
     characters: int = 86_343_680
     batch: int = 16
     length: int = 512
@@ -298,7 +300,9 @@ def train(problems: Path | None, out: Path, work: Path, recipe: Recipe, compile_
     target.eval().requires_grad_(False)
     teacher = torch.compile(target) if compile_model else target
     draft_rows = rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(recipe.seed + 1))]
-    draft = Trainer("draft", recipe, work, device, compile_model).run(draft, recipe.draft_phases, draft_rows, teacher)
+    draft = Trainer("draft", recipe, work, device, compile_model).run(draft, recipe.draft_phases, draft_rows, teacher=None)
+    distilling = Trainer("distilled", recipe, work, device, compile_model)
+    draft = distilling.run(draft, recipe.distillation_phases, rows, teacher)
 
     for name, model in (("target", target), ("draft", draft)):
         model.config.use_cache = True

@@ -20,6 +20,7 @@ TOY = Recipe(
     draft=Shape(hidden=32, intermediate=32, heads=2),
     phases=((1, 3), (2, 3)),
     draft_phases=((1, 3),),
+    distillation_phases=((1, 3),),
     characters=40_000,
     batch=2,
     length=32,
@@ -67,7 +68,7 @@ def test_a_killed_run_resumes_to_the_same_weights(tmp_path: Path, monkeypatch: p
         save(self, *arguments)  # type: ignore[arg-type]
         raise KeyboardInterrupt
 
-    for _ in range(3):  # killed after every phase
+    for _ in range(4):  # killed after every phase
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
             patch.setattr(Trainer, "_save", save_then_die)
             train(tmp_path / "resumed", tmp_path / "work2")
