@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import click
 from rich.console import Console
@@ -34,7 +35,7 @@ def reference(problems: Path | None, out: Path, work: Path, steps_scale: float, 
     if steps_scale <= 0:
         raise UserError("--steps-scale must be above 0")
     recipe = Recipe()
-    scaled = {
+    scaled: dict[str, Any] = {
         name: tuple((layers, max(1, round(steps * steps_scale))) for layers, steps in getattr(recipe, name))
         for name in ("phases", "draft_phases", "distillation_phases")
     }

@@ -314,7 +314,7 @@ def train(problems: Path | None, out: Path, work: Path, recipe: Recipe, compile_
     for family in recipe.weights:
         family_documents = [document for document in documents if document.held_out and document.family == family]
         if family_documents:
-            held_out[family] = pack(iter(family_documents), tokenizer, recipe)[:64]
+            held_out[family] = pack(iter(family_documents), tokenizer, recipe)[:32]
     report = {
         "recipe": asdict(recipe), "training_tokens": target_tokens, "prepared_tokens": rows.numel(),
         "parameters": {"target": target.num_parameters(), "draft": draft.num_parameters()},
