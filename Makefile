@@ -10,7 +10,7 @@ TORCH := torch==2.13.0$(shell command -v nvidia-smi > /dev/null 2>&1 || echo +cp
 
 demo: $(VENV)/.ready
 	$(BIN)/pipedec generate --stages 4 --max-tokens 96 \
-	  --prompt "Natalia sold 12 clips in April and twice as many in May. How many clips did she sell altogether?"
+	  --prompt "A baker makes 24 rolls every morning and sells each for \$$2. How much does he earn in 5 days?"
 
 test: $(VENV)/.ready-dev
 	$(BIN)/python -m pytest $(PYTEST_ARGS)

@@ -5,7 +5,6 @@ Knows processes and pipes; what the ranks measure and report is theirs.
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import time
@@ -16,7 +15,7 @@ from types import TracebackType
 from typing import Any
 
 from pipedec.core import PipedecError, RankLost
-from pipedec.engine.rank import die_with_parent
+from pipedec.engine.forkserver import begin_rank_process, rank_context
 
 _END_SECONDS = 10.0
 
@@ -30,8 +29,7 @@ class RankGroup:
     """
 
     def __init__(self, body: RankBody, plans: Sequence[Any]) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["pipedec.engine.rank"])
+        context = rank_context()
         self._processes = []
         self._pipes: list[Connection] = []
         try:
@@ -106,9 +104,7 @@ class RankGroup:
 
 def _run(body: RankBody, plan: Any, reports: Connection) -> None:
     """What the process of a rank does."""
-    die_with_parent()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends the ranks
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    begin_rank_process()
     failure: str | None = None
     try:
         body(plan, lambda content: reports.send(("report", content)))

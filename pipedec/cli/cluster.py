@@ -17,13 +17,14 @@ from pipedec.cli.options import PipelineFlags, pipeline_options, place_options
 from pipedec.cli.show import console, loading_bar
 from pipedec.config import redis_url_from_environment, state_directory
 from pipedec.core import PipedecError, UserError
-from pipedec.engine.running import DEFAULT_RUN, RunningCluster, find_run, read_state
+from pipedec.engine.running import DEFAULT_RUN, RunningCluster, find_run, process_start, read_state
 
 if TYPE_CHECKING:
     from pipedec.engine.cluster import LocalCluster
     from pipedec.scheduler import RedisScheduler
 
 DETACH_SECONDS = 600.0
+FAREWELL_SECONDS = 1.0
 
 
 def local_cluster(flags: PipelineFlags, redis: str | None = None, run: str | None = None) -> LocalCluster:
@@ -64,7 +65,7 @@ def _serve(cluster: LocalCluster) -> None:
     try:
         with loading_bar(cluster.spec.num_stages + 1) as progress:
             cluster.start(progress)
-        running = RunningCluster(cluster.address.redis_url, cluster.run_id, os.getpid())
+        running = RunningCluster(cluster.address.redis_url, cluster.run_id, os.getpid(), process_start(os.getpid()))
         running.save()
         spec = cluster.spec
         console.print(
@@ -78,6 +79,8 @@ def _serve(cluster: LocalCluster) -> None:
         console.print("Stopping the cluster.")
         cluster.stop()
     except BaseException:
+        if running is not None:
+            time.sleep(FAREWELL_SECONDS)  # clients elsewhere read what happened before Redis goes
         cluster.kill()
         raise
     finally:

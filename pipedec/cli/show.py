@@ -26,7 +26,7 @@ def loading_bar(num_ranks: int) -> Iterator[Callable[[int, int, int], None]]:
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("tensors")
     done: dict[int, int] = {}
     totals: dict[int, int] = {}
-    with Progress(*columns, console=console, transient=True) as progress:
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         bar = progress.add_task(f"Starting {num_ranks} ranks", total=None)
 
         def update(rank: int, read: int, total: int) -> None:

@@ -6,7 +6,6 @@ once (``forkserver``), so that fifteen of them start in seconds; they and Redis 
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import secrets
 import signal
@@ -22,13 +21,12 @@ from types import TracebackType
 from typing import Any
 
 from pipedec.core import PipedecError, RankLost, SchedulerLost
-from pipedec.engine.rank import RankPlace, RunAddress, claim_run, die_with_parent, run_rank
+from pipedec.engine.forkserver import begin_rank_process, rank_context
+from pipedec.engine.rank import RankPlace, RunAddress, claim_run, run_rank
 from pipedec.engine.spec import PipelineSpec
 from pipedec.scheduler import EmbeddedServer, RedisScheduler
 
 STOP_SECONDS = 10.0
-# What the ranks' common ancestor imports once. Reading a checkpoint's config.json makes transformers import the second.
-PRELOAD = ["pipedec.engine.rank", "transformers.models.llama.configuration_llama"]
 
 LoadProgress = Callable[[int, int, int], None]  # rank, tensors read, tensors in all
 
@@ -94,8 +92,7 @@ class LocalCluster:
         claim_run(scheduler)
         self.scheduler = scheduler  # from here on the run's keys are ours to delete
         meeting_place = self._meeting_place()
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(PRELOAD)
+        context = rank_context()
         world_size = self.spec.num_stages + 1
         for rank in range(world_size):
             place = RankPlace(rank, world_size, rank, world_size, meeting_place, self._transport)
@@ -171,8 +168,9 @@ class LocalCluster:
         self._is_up = False
         scheduler, self.scheduler = self.scheduler, None
         if scheduler is not None:
-            with suppress(SchedulerLost):
-                scheduler.clear()
+            if self._server is None:  # keys in a Redis of our own go with it
+                with suppress(SchedulerLost):
+                    scheduler.clear()
             scheduler.client.close()
         if self._server is not None:
             self._server.stop()
@@ -225,12 +223,7 @@ def _ending(status: int) -> str:
 
 def _rank_process(place: RankPlace, description: dict[str, Any], address: RunAddress, reports: Connection) -> None:
     """What a rank's process runs. Its reports say how far loading is; nobody reads them once the cluster is up."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the supervisor, which stops the ranks in order
-    die_with_parent()
-    supervisor = multiprocessing.parent_process()
-    if supervisor is not None and not supervisor.is_alive():  # it died before the line above
-        os._exit(1)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    begin_rank_process()
 
     def report(what: str, done: int, total: int) -> None:
         with suppress(OSError):

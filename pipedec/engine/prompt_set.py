@@ -10,6 +10,7 @@ import gzip
 import io
 import json
 import random
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -61,12 +62,12 @@ def _rows(path: Path) -> list[dict[str, Any]]:
         text = (gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data).decode("utf-8")
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror or error}") from None
-    except (UnicodeDecodeError, EOFError):
+    except (UnicodeDecodeError, EOFError, zlib.error):
         raise UserError(f"{path} is neither UTF-8 text nor a whole gzip file of it") from None
     if path.suffix == ".csv":
         return list(csv.DictReader(io.StringIO(text)))
     rows = []
-    for number, line in enumerate(text.splitlines(), start=1):
+    for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
             continue
         try:

@@ -22,12 +22,12 @@ DEFAULT_RUN = "default"  # of runs on a Redis that the user names
 
 @dataclass(frozen=True)
 class RunningCluster:
-    """A run and its Redis; ``pid`` is the supervisor's if it runs on this machine."""
+    """A run and its Redis. If its supervisor runs on this machine: its ``pid``, and when it ``began`` (``process_start``)."""
 
     redis_url: str
     run_id: str
     pid: int | None = None
-    log: str | None = None
+    began: int | None = None
 
     def connect(self) -> RedisScheduler:
         """A scheduler client that knows the run's ranks.
@@ -56,8 +56,8 @@ class RunningCluster:
             _state_file().unlink(missing_ok=True)
 
     def is_alive(self) -> bool:
-        """Whether the supervisor's process exists (a zombie does not count)."""
-        return self.pid is not None and process_lives(self.pid)
+        """Whether the supervisor's process exists: a zombie does not count, nor another process that got its number."""
+        return self.pid is not None and (start := process_start(self.pid)) is not None and self.began in (None, start)
 
     def wait_until_gone(self) -> bool:
         """Wait for the supervisor to end; False if it did not within ``STOP_SECONDS``."""
@@ -93,13 +93,16 @@ def read_state() -> RunningCluster | None:
         raise PipedecError(f"{_state_file()} is damaged: remove it ({error})") from error
 
 
-def process_lives(pid: int) -> bool:
-    """Whether a process exists and is no zombie (in some containers nobody reaps orphans)."""
+def process_start(pid: int) -> int | None:
+    """When a process began, in the kernel's ticks since boot; None if there is none or it is a zombie.
+
+    (In some containers nobody reaps orphans, so signals would call a zombie alive.)
+    """
     try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
-        return False
-    return state not in ("Z", "X")
+        return None
+    return None if fields[0] in ("Z", "X") else int(fields[19])
 
 
 def _state_file() -> Path:

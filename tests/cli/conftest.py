@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -39,7 +40,7 @@ Pipedec = Callable[..., Ended]
 
 
 @pytest.fixture
-def pipedec(state_directory: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Pipedec:
+def pipedec(state_directory: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Pipedec]:
     """Calls the program like a shell would: ``pipedec("plan", "cluster.yaml")``."""
 
     def run(*arguments: str | Path, stdin: bytes = b"") -> Ended:
@@ -52,7 +53,9 @@ def pipedec(state_directory: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyte
         captured = capsys.readouterr()
         return Ended(status if isinstance(status, int) else 0, captured.out, captured.err)
 
-    return run
+    usual = signal.getsignal(signal.SIGTERM)
+    yield run
+    signal.signal(signal.SIGTERM, usual)  # `pipedec up` takes it for Ctrl-C
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import socket
 from collections.abc import Callable
@@ -9,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import CONTEXT, TARGET_LAYERS, Pair
+from tiny_pair import CONTEXT, TARGET_LAYERS, Pair
 
 from pipedec.engine.cluster import LocalCluster
+from pipedec.engine.running import RunningCluster, process_start
 from pipedec.scheduler import EmbeddedServer, connect
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
@@ -174,6 +176,17 @@ def test_up_without_a_reachable_redis(pair: Pair, pipedec: Pipedec, state_direct
 
 def test_up_while_a_cluster_is_running(known_resident: LocalCluster, pair: Pair, pipedec: Pipedec) -> None:
     assert "a cluster is already running here" in pipedec("up", *pair.flags).refused()
+
+
+def test_a_process_that_got_a_dead_supervisors_number_is_no_cluster(pipedec: Pipedec, state_directory: Path) -> None:
+    """As after a reboot: the state file is still there, and its process number belongs to somebody else."""
+    began = process_start(os.getpid())
+    assert began is not None
+    state = RunningCluster("redis://127.0.0.1:1/0", "old", os.getpid(), began)
+    state.save()
+    assert "cannot reach Redis" in pipedec("status").refused(1)
+    RunningCluster("redis://127.0.0.1:1/0", "old", os.getpid(), began - 1).save()
+    assert "no cluster is running here" in pipedec("status").refused()
 
 
 def test_a_damaged_state_file(pipedec: Pipedec, state_directory: Path) -> None:

@@ -16,7 +16,8 @@ from typing import Any
 import psutil
 import pytest
 import redis
-from conftest import Pair, wait_until
+from processes import marked_processes, wait_until
+from tiny_pair import Pair
 from transformers import PreTrainedTokenizerBase
 
 from pipedec.core import Completion, PipedecError, RankLost, SamplingParams, SchedulerLost, TreeParams, UserError
@@ -35,7 +36,9 @@ PROMPTS = ("Natalia sold 12 clips in April.", "The pipeline is kept full: " * 60
 TREE = TreeParams(width=8, children=8)
 
 
-def prompt_request(text: str, method: str = "pipedec", max_tokens: int = 24, trace: bool = False, **sampling: Any) -> PromptRequest:
+def prompt_request(
+    text: str, method: str = "pipedec", max_tokens: int = 24, trace: bool = False, **sampling: Any
+) -> PromptRequest:
     return PromptRequest(text, True, method, SamplingParams(max_tokens=max_tokens, **sampling), TREE, trace)
 
 
@@ -81,7 +84,7 @@ def test_other_shapes_say_what_transformers_says(
     assert len(pids) == shape[0] + 1 and not any(psutil.pid_exists(pid) for pid in pids)
 
 
-def test_an_answer_ends_at_the_models_end_token(resident: LocalCluster, reference: Reference, tokenizer: PreTrainedTokenizerBase) -> None:
+def test_an_answer_ends_at_a_stop_token(resident: LocalCluster, reference: Reference, tokenizer: PreTrainedTokenizerBase) -> None:
     """A stop token that the undisturbed answer holds ends it there, in the middle of a speculative tree."""
     text = PROMPTS[0]
     expected = reference.generate(tokenizer(text)["input_ids"], 24, ignore_eos=True)
@@ -190,7 +193,9 @@ def test_two_clients_at_once_both_get_their_own_answer(
     ],
     ids=lambda value: json.dumps(value)[:40] if isinstance(value, dict) else "",
 )
-def test_a_bad_request_gets_one_line_and_the_cluster_goes_on(resident: LocalCluster, change: dict[str, Any], message: str) -> None:
+def test_a_bad_request_gets_one_line_and_the_cluster_goes_on(
+    resident: LocalCluster, change: dict[str, Any], message: str
+) -> None:
     fields = json.loads(PromptRequest("Hello").to_json()) | change
     with pytest.raises(UserError, match=re.escape(message)) as refused:
         ask_raw(resident, json.dumps(fields))
@@ -385,8 +390,6 @@ def test_no_helper_of_multiprocessing_is_counted() -> None:
     child = multiprocessing.get_context("forkserver").Process(target=time.sleep, args=(30,))
     child.start()
     try:
-        from conftest import marked_processes
-
         assert child.pid in marked_processes()
     finally:
         child.kill()

@@ -10,7 +10,8 @@ from typing import Any
 
 import psutil
 import pytest
-from conftest import Pair, wait_until
+from processes import wait_until
+from tiny_pair import Pair
 
 from pipedec.core import Completion, PipedecError, RankLost, SamplingParams, SchedulerLost
 from pipedec.engine import cluster as cluster_module

@@ -14,7 +14,8 @@ from pathlib import Path
 import psutil
 import pytest
 import redis
-from conftest import CONTEXT, TARGET_LAYERS, Pair, wait_until
+from processes import wait_until
+from tiny_pair import CONTEXT, TARGET_LAYERS, Pair
 from transformers import PreTrainedTokenizerBase
 
 from pipedec.config import load_cluster
@@ -155,7 +156,8 @@ def write_config(path: Path, target: str, draft: str, redis_url: str = "redis://
         "servers: [{host: a, devices: {rtx3090: 5}}]\n"
         "partition: uneven\n"
         "partitions:\n"
-        f"  uneven: {{stages: 4, groups: 2, layers: [1, 2, 2, {TARGET_LAYERS - 5}], draft_device: {{host: a, device: rtx3090}}}}\n"
+        f"  uneven: {{stages: 4, groups: 2, layers: [1, 2, 2, {TARGET_LAYERS - 5}], "
+        "draft_device: {host: a, device: rtx3090}}\n"
         "  pair: {stages: 2, draft_device: {host: a, device: rtx3090}}\n"
     )
     return path
@@ -196,7 +198,10 @@ def test_flags_go_before_the_config(pair: Pair, tmp_path: Path, torchrun_environ
         (["--config", "CONFIG"], "target: llama-3.1-70b is a shape to plan with and has no weights"),
         (["--config", "CONFIG", "--target", "TARGET"], "draft: llama-3.2-1b is a shape to plan with"),
         (["--config", "CONFIG", "--partition", "pear"], "pear.*pair"),
-        (["--config", "CONFIG", "--target", "TARGET", "--draft", "none", "--stages", "3"], "--stages 3, but partition uneven has 4"),
+        (
+            ["--config", "CONFIG", "--target", "TARGET", "--draft", "none", "--stages", "3"],
+            "--stages 3, but partition uneven has 4",
+        ),
         (["--config", "missing.yaml"], "missing.yaml: no such file"),
         (["--partition", "pair"], "give --config"),
         (["--target", "TARGET", "--draft", "none"], "give --redis URL or set PIPEDEC_REDIS_URL"),

@@ -41,7 +41,6 @@ def test_walk_goes_as_deep_as_the_rows_allow(successors: list[int], tokens: tupl
     assert verifier().judge(tree_of(), torch.tensor(successors)) == Verdict(tokens)
 
 
-
 def test_first_token_counts() -> None:
     judging = verifier(max_tokens=2)
     assert judging.first(10) == Verdict((10,))

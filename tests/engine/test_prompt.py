@@ -1,0 +1,116 @@
+"""From text to tokens and back: streamed text, chat templates, limits, and tokenizers that differ."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny_pair import CONTEXT, Pair
+
+from pipedec.core import UserError
+from pipedec.engine.prompt import PREFILL_CHUNK, Prompter, prefill_chunks, same_tokenizer
+
+TEXT = "Größe: naïve café, Ελλάδα, 東京, \U0001f680\U0001f468\u200d\U0001f469\u200d\U0001f467 — twice: 12 + 12 = 24.\n\n  Done."
+
+
+@pytest.fixture(scope="session")
+def prompter(pair: Pair) -> Prompter:
+    return Prompter(pair.target, CONTEXT)
+
+
+def streamed(prompter: Prompter, token_ids: list[int], sizes: list[int]) -> list[str]:
+    """The pieces of text when the tokens come in bursts of these sizes, again and again."""
+    stream, pieces, start = prompter.stream(), [], 0
+    while start < len(token_ids):
+        size = sizes[len(pieces) % len(sizes)]
+        pieces.append(stream.add(token_ids[start : start + size]))
+        start += size
+    return [*pieces, stream.finish()]
+
+
+@settings(deadline=None)
+@given(text=st.text(max_size=60), sizes=st.lists(st.integers(1, 5), min_size=1, max_size=4))
+def test_streamed_text_never_splits_a_character(prompter: Prompter, text: str, sizes: list[int]) -> None:
+    token_ids = prompter.tokenizer(text)["input_ids"]
+    pieces = streamed(prompter, token_ids, sizes)
+    assert "".join(pieces) == prompter.text(token_ids)
+    if "\ufffd" not in text:
+        assert all("\ufffd" not in piece for piece in pieces)
+
+
+@settings(deadline=None)
+@given(token_ids=st.lists(st.integers(0, 299), max_size=40), sizes=st.lists(st.integers(1, 4), min_size=1, max_size=3))
+def test_whatever_the_model_says_the_pieces_make_the_whole_text(
+    prompter: Prompter, token_ids: list[int], sizes: list[int]
+) -> None:
+    """Broken characters and control tokens in any order included."""
+    assert "".join(streamed(prompter, token_ids, sizes)) == prompter.text(token_ids)
+
+
+def test_text_is_handed_out_as_soon_as_it_is_certain(prompter: Prompter) -> None:
+    token_ids = prompter.tokenizer(TEXT)["input_ids"]
+    pieces = streamed(prompter, token_ids, [1])
+    assert "".join(pieces) == TEXT and pieces[-1] == ""
+    assert sum(piece == "" for piece in pieces) < len(pieces) / 2  # only what may be half a character is held back
+    assert "" in pieces[:-1]  # and that is
+
+
+def test_half_a_character_comes_at_the_end(prompter: Prompter) -> None:
+    token_ids = prompter.tokenizer("a\U0001f680")["input_ids"][:-1]
+    assert streamed(prompter, token_ids, [1])[-1].endswith("\ufffd")
+
+
+def test_the_chat_template_wraps_the_prompt_unless_it_is_raw(prompter: Prompter) -> None:
+    chat = prompter.token_ids("How many?", raw=False, max_tokens=1)
+    raw = prompter.token_ids("How many?", raw=True, max_tokens=1)
+    user, assistant = prompter.tokenizer.convert_tokens_to_ids(["<|user|>", "<|assistant|>"])
+    assert chat == (user, *raw, assistant)
+    assert list(raw) == prompter.tokenizer("How many?")["input_ids"]
+
+
+def test_a_model_without_a_template_gets_the_raw_prompt(prompter: Prompter, pair: Pair, tmp_path: Path) -> None:
+    shutil.copy(pair.target / "tokenizer.json", tmp_path)
+    plain = Prompter(tmp_path, CONTEXT)
+    assert plain.token_ids("How many?", raw=False, max_tokens=1) == prompter.token_ids("How many?", raw=True, max_tokens=1)
+
+
+@pytest.mark.parametrize("text", ["", " ", "\n\t"])
+def test_an_empty_prompt_is_refused(prompter: Prompter, text: str) -> None:
+    with pytest.raises(UserError, match="the prompt is empty"):
+        prompter.token_ids(text, raw=True, max_tokens=1)
+
+
+def test_prompt_and_answer_must_fit_the_context(prompter: Prompter) -> None:
+    length = len(prompter.token_ids("How many?", raw=True, max_tokens=1))
+    assert len(prompter.token_ids("How many?", raw=True, max_tokens=CONTEXT - length)) == length
+    with pytest.raises(UserError, match=f"has {length} tokens and --max-tokens asks for {CONTEXT - length + 1} more"):
+        prompter.token_ids("How many?", raw=True, max_tokens=CONTEXT - length + 1)
+
+
+@pytest.mark.parametrize("length", [1, PREFILL_CHUNK, PREFILL_CHUNK + 1, 3 * PREFILL_CHUNK])
+def test_chunks_are_the_prompt_in_order(length: int) -> None:
+    chunks = prefill_chunks(range(length))
+    assert [token for chunk in chunks for token in chunk] == list(range(length))
+    assert len(chunks) == -(-length // PREFILL_CHUNK) and all(0 < len(chunk) <= PREFILL_CHUNK for chunk in chunks)
+
+
+def test_a_missing_or_damaged_tokenizer_is_named(pair: Pair, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no tokenizer in"):
+        Prompter(tmp_path, CONTEXT)
+    (tmp_path / "tokenizer.json").write_text((pair.target / "tokenizer.json").read_text()[:-500])
+    with pytest.raises(UserError, match=r"the tokenizer in .* cannot be read") as refused:
+        Prompter(tmp_path, CONTEXT)
+    assert "\n" not in str(refused.value)
+
+
+def test_tokenizers_are_compared_by_what_they_know(pair: Pair, tmp_path: Path) -> None:
+    same_tokenizer(pair.target, pair.draft)
+    shutil.copytree(pair.draft, tmp_path / "spaced")
+    file = tmp_path / "spaced" / "tokenizer.json"
+    file.write_text(file.read_text() + "\n")  # another file, the same tokenizer
+    same_tokenizer(pair.target, tmp_path / "spaced")
+    with pytest.raises(UserError, match=r"has a different tokenizer than the target .*\(300 and 300 tokens\)"):
+        same_tokenizer(pair.target, pair.foreign_draft)

@@ -1,0 +1,64 @@
+"""Processes that the tests start, told apart from all others, and waiting with a deadline."""
+
+from __future__ import annotations
+
+import multiprocessing.forkserver
+import multiprocessing.resource_tracker
+import os
+import signal
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+import psutil
+
+# Every process that the tests start, however indirectly, has this in its environment.
+MARK = f"PIPEDEC_TESTS={uuid.uuid4().hex}"
+os.environ.update([MARK.split("=")])
+os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+
+
+def marked_processes() -> set[int]:
+    """Processes of this test session that are alive, but for this one and the helpers that multiprocessing keeps."""
+    helpers = {
+        os.getpid(),
+        multiprocessing.forkserver._forkserver._forkserver_pid,
+        multiprocessing.resource_tracker._resource_tracker._pid,
+    }
+    return {process.pid for process in psutil.process_iter() if process.pid not in helpers and _is_marked(process.pid)}
+
+
+def _is_marked(pid: int) -> bool:
+    try:
+        return MARK.encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")  # empty for a zombie
+    except OSError:
+        return False
+
+
+def wait_until(condition: Callable[[], object], seconds: float = 15.0) -> bool:
+    """Whether ``condition`` comes true in time."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+@contextmanager
+def deadline(seconds: float) -> Iterator[None]:
+    """Interrupts whatever the main thread waits for when it takes longer than this."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise AssertionError(f"nothing happened for {seconds:.0f} s")
+
+    usual = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, usual)

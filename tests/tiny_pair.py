@@ -1,0 +1,73 @@
+"""A tiny target and draft with a real tokenizer, as every test of whole pipelines needs them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from checkpoints import save_tiny_llama
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from pipedec.engine.spec import PipelineSpec
+
+TARGET_LAYERS, DRAFT_LAYERS = 8, 2
+CONTEXT = 2048
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+SENTENCES = [
+    "The pipeline is kept full: at every timestep each stage works on a different part of the tree.",
+    "Natalia sold 12 clips in April, and then half as many in May. How many clips did she sell?",
+    "Größe, naïve café, Ελλάδα, 東京 and \U0001f680 need more than one byte for a character.",
+]
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A target of 8 layers and a draft of 2 with its tokenizer; ``foreign_draft`` has another one."""
+
+    target: Path
+    draft: Path
+    foreign_draft: Path
+
+    def spec(self, stages: int = 2, groups: int | None = None, draft: str | None = None) -> PipelineSpec:
+        return PipelineSpec.create(self.target, draft or self.draft, stages, groups, device="cpu")
+
+    @property
+    def flags(self) -> list[str]:
+        return ["--target", str(self.target), "--draft", str(self.draft), "--device", "cpu"]
+
+
+def make_pair(folder: Path) -> Pair:
+    """Save all three models under ``folder``."""
+    made = Pair(folder / "target", folder / "draft", folder / "foreign")
+    tokenizer = _train_tokenizer(SENTENCES, vocab_size=300)
+    target = save_tiny_llama(made.target, layers=TARGET_LAYERS, vocab=len(tokenizer), max_position_embeddings=CONTEXT)
+    # The draft is the target without its last layers, so that it is sometimes right.
+    target.model.layers = torch.nn.ModuleList(target.model.layers[:DRAFT_LAYERS])
+    target.config.num_hidden_layers = DRAFT_LAYERS
+    target.save_pretrained(made.draft)
+    save_tiny_llama(made.foreign_draft, layers=DRAFT_LAYERS, vocab=300, max_position_embeddings=CONTEXT)
+    for directory in (made.target, made.draft):
+        tokenizer.save_pretrained(directory)
+    _train_tokenizer(["Entirely other words make entirely other merges, whatever the vocabulary."], 300).save_pretrained(
+        made.foreign_draft
+    )
+    return made
+
+
+def _train_tokenizer(texts: list[str], vocab_size: int) -> PreTrainedTokenizerBase:
+    """A byte-level BPE tokenizer with the usual control tokens (``<s>`` 1, ``</s>`` 2) and a chat template."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    specials = ["<pad>", "<s>", "</s>", "<|user|>", "<|assistant|>"]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=specials, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>", chat_template=CHAT_TEMPLATE
+    )
