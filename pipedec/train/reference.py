@@ -70,7 +70,7 @@ class Recipe:
     draft: Shape = Shape(hidden=128, intermediate=352, heads=4)
     phases: tuple[tuple[int, int], ...] = ((6, 1600), (12, 800), (24, 280))
     draft_phases: tuple[tuple[int, int], ...] = ((2, 600),)
-    distillation_phases: tuple[tuple[int, int], ...] = ((2, 130),)
+    distillation_phases: tuple[tuple[int, int], ...] = ((2, 300),)
     characters: int = 86_343_680
     batch: int = 16
     length: int = 512
