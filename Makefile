@@ -13,7 +13,7 @@ demo: $(VENV)/.ready
 	  --prompt "A baker makes 24 rolls every morning and sells each for \$$2. How much does he earn in 5 days?"
 
 test: $(VENV)/.ready-dev
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
 
 lint: $(VENV)/.ready-dev
 	$(BIN)/ruff check .
