@@ -21,8 +21,6 @@ from pipedec.scheduler.workflow import Facts, Payload, Task, Topology, initial_t
 from pipedec.tracing import SCHEDULER_TRACK, Tracer
 from pipedec.transport import Transport
 
-MAX_TREE = 4096
-
 
 class Answer:
     """One request on its way: its method, its text so far, its clock."""
@@ -116,7 +114,6 @@ class DraftLoop(RankLoop):
     def _admit(self, message: Message) -> Request:
         """Tokenize and check a prompt, and set up its method."""
         prompt = PromptRequest.from_json(message.text)
-        _check_values(prompt)
         method_name = prompt.method or ("pp" if self._drafter is None else "pipedec")
         token_ids = self._prompter.token_ids(prompt.prompt, prompt.raw, prompt.sampling.max_tokens)
         request = Request(message.number, token_ids, prompt.sampling, method_name, prompt.tree, prompt.trace)
@@ -173,24 +170,3 @@ def _chunk_payloads(request: Request) -> list[Payload]:
         "trace": request.trace,
     }
     return [{**shared, "token_ids": chunk} for chunk in prefill_chunks(request.prompt_token_ids)]
-
-
-def _check_values(prompt: PromptRequest) -> None:
-    """Refuse what JSON can say and no rank can work with, before any rank has seen it."""
-    sampling, tree = prompt.sampling, prompt.tree
-    numbers = {"max_tokens": sampling.max_tokens, "tree width": tree.width, "tree children": tree.children}
-    for name, value in numbers.items():
-        if type(value) is not int:
-            raise UserError(f"{name} must be a whole number, not {str(value)[:100]!r}")
-    if max(tree.width, tree.children) > MAX_TREE:
-        raise UserError(f"tree width and tree children must be at most {MAX_TREE}")
-    switches = {"raw": prompt.raw, "trace": prompt.trace, "ignore_eos": sampling.ignore_eos}
-    for name, switch in switches.items():
-        if type(switch) is not bool:
-            raise UserError(f"{name} must be true or false, not {str(switch)[:100]!r}")
-    if any(type(token) is not int for token in sampling.stop_token_ids):
-        raise UserError("stop_token_ids must be whole numbers")
-    try:
-        prompt.prompt.encode()
-    except UnicodeEncodeError:
-        raise UserError("the prompt is not UTF-8 text") from None

@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass, fields
 
 from pipedec.core import Completion, Metrics, SamplingParams, TreeParams, UserError, Verdict
 
+MAX_TREE = 4096
+
 
 @dataclass(frozen=True)
 class PromptRequest:
@@ -33,9 +35,11 @@ class PromptRequest:
                 raise UserError(f"a request is an object with the text field prompt; its fields are {known}")
             sampling = sampling_from_payload(raw.pop("sampling", {}))
             tree = TreeParams(**raw.pop("tree", {}))
-            return cls(**raw, sampling=sampling, tree=tree)
+            request = cls(**raw, sampling=sampling, tree=tree)
         except (json.JSONDecodeError, TypeError, KeyError) as error:
             raise UserError(f"the request cannot be read: {error}") from error
+        _check_values(request)
+        return request
 
 
 def sampling_from_payload(payload: dict) -> SamplingParams:
@@ -57,3 +61,24 @@ def completion_to_event(completion: Completion) -> dict[str, object]:
 def completion_from_event(event: dict) -> Completion:
     raw = dict(event["completion"])
     return Completion(**{**raw, "metrics": Metrics(**raw["metrics"])})
+
+
+def _check_values(prompt: PromptRequest) -> None:
+    """Refuse what JSON can say and no rank can work with, before any rank has seen it."""
+    sampling, tree = prompt.sampling, prompt.tree
+    numbers = {"max_tokens": sampling.max_tokens, "tree width": tree.width, "tree children": tree.children}
+    for name, value in numbers.items():
+        if type(value) is not int:
+            raise UserError(f"{name} must be a whole number, not {str(value)[:100]!r}")
+    if max(tree.width, tree.children) > MAX_TREE:
+        raise UserError(f"tree width and tree children must be at most {MAX_TREE}")
+    switches = {"raw": prompt.raw, "trace": prompt.trace, "ignore_eos": sampling.ignore_eos}
+    for name, switch in switches.items():
+        if type(switch) is not bool:
+            raise UserError(f"{name} must be true or false, not {str(switch)[:100]!r}")
+    if any(type(token) is not int for token in sampling.stop_token_ids):
+        raise UserError("stop_token_ids must be whole numbers")
+    try:
+        prompt.prompt.encode()
+    except UnicodeEncodeError:
+        raise UserError("the prompt is not UTF-8 text") from None

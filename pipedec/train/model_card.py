@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 _TEXT = """---
-license: apache-2.0
 library_name: transformers
 ---
 
@@ -34,8 +33,9 @@ Word problems from the training split of GSM8K (MIT licence), calculator notes r
 
 `pipedec train reference --problems train.jsonl --out DIR --work DIR`. Steps of {batch} × {length} tokens; Muon for the
 matrices, AdamW for the rest, learning rate {learning_rate}. The target started with {first_layers} layers and doubled twice
-({phases}), each new layer a silenced copy of its neighbour, the learning rate falling over the last phase. The draft learned
-the text ({draft_phases}), then the target's distribution ({distillation_phases}).
+({phases}),
+each new layer a silenced copy of its neighbour, the learning rate falling over the last phase. The draft learned the text
+({draft_phases}), then the target's distribution ({distillation_phases}).
 
 ## Measured on held-out text
 
