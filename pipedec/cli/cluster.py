@@ -8,7 +8,8 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import FrameType
+from typing import TYPE_CHECKING, NoReturn
 
 import click
 from rich.table import Table
@@ -60,7 +61,7 @@ def up(pipeline: PipelineFlags, redis: str | None, run: str | None, detach: bool
 
 def _serve(cluster: LocalCluster) -> None:
     """Supervise until the run is stopped, a rank dies, or a signal comes."""
-    signal.signal(signal.SIGTERM, lambda number, frame: signal.raise_signal(signal.SIGINT))
+    signal.signal(signal.SIGTERM, _interrupt)
     running: RunningCluster | None = None
     try:
         with loading_bar(cluster.spec.num_stages + 1) as progress:
@@ -86,6 +87,11 @@ def _serve(cluster: LocalCluster) -> None:
     finally:
         if running is not None:
             running.forget()
+
+
+def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
+    """SIGTERM ends the cluster like Ctrl-C, also where Ctrl-C itself is ignored (a shell's background job)."""
+    raise KeyboardInterrupt
 
 
 def _detach() -> None:

@@ -63,12 +63,15 @@ def started(state_directory: Path) -> Iterator[Callable[..., subprocess.Popen[by
     """Starts the program in a process group of its own, as a terminal does; whatever still runs at the end is killed."""
     processes: list[subprocess.Popen[bytes]] = []
 
-    def start(*arguments: str | Path) -> subprocess.Popen[bytes]:
+    def start(*arguments: str | Path, background: bool = False) -> subprocess.Popen[bytes]:
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        # A program starts deaf to Ctrl-C if its parent is: decide it here, whatever the tests' own parent decided.
+        usual = signal.signal(signal.SIGINT, signal.SIG_IGN if background else signal.default_int_handler)
         process = subprocess.Popen(
             [Path(sys.executable).parent / "pipedec", *map(str, arguments)], stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment, start_new_session=True, bufsize=0,
         )  # fmt: skip
+        signal.signal(signal.SIGINT, usual)
         processes.append(process)
         return process
 

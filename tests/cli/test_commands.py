@@ -169,6 +169,16 @@ def test_sigterm_ends_a_resident_cluster_in_order(started: Started, pair: Pair, 
     assert not file.exists()
 
 
+def test_sigterm_ends_a_cluster_that_is_deaf_to_ctrl_c(started: Started, pair: Pair, state_directory: Path) -> None:
+    """A shell's background jobs ignore SIGINT."""
+    process = started("up", *pair.flags, "--stages", "1", background=True)
+    assert wait_until(lambda: (state_directory / "cluster.json").exists(), START_SECONDS)
+    interrupt(process)
+    process.terminate()
+    status, err = ended(process)
+    assert status == 0 and "Stopping the cluster." in err
+
+
 def test_a_resident_cluster_that_loses_a_rank_ends_with_an_error(
     started: Started, pipedec: Pipedec, pair: Pair, state_directory: Path
 ) -> None:
