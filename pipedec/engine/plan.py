@@ -17,6 +17,7 @@ from rich.table import Table
 from pipedec.config import ClusterConfig, DeviceConfig, PartitionConfig, model_shape
 from pipedec.core import UserError
 from pipedec.hardware import DEVICES, DTYPE_BYTES, GIGA, ModelShape
+from pipedec.scheduler.workflow import Topology
 
 # Within a server: PCIe 4.0 x16 as peer-to-peer copies reach it, or two copies through pinned memory where they are absent.
 PCIE_LATENCY_US = 20.0
@@ -104,14 +105,11 @@ def even_layers(num_layers: int, stages: int) -> list[range]:
     """The layers of each stage, as equal as can be; the front stages take the remainder. UserError for too many stages."""
     if stages > num_layers:
         raise UserError(f"{stages} stages, but the target has {num_layers} layers: use at most {num_layers}")
-    return _even_ranges(num_layers, stages, "stages", first=0)
-
-
-def even_groups(stages: int, groups: int) -> list[range]:
-    """The stages (ranks 1..n) of each group G_1..G_d, as equal as can be. UserError for more groups than stages."""
-    if groups > stages:
-        raise UserError(f"{groups} groups, but there are {stages} stages: use at most {stages}")
-    return _even_ranges(stages, groups, "groups", first=1)
+    if stages < 1:
+        raise UserError(f"stages must be at least 1, not {stages}")
+    size, longer = divmod(num_layers, stages)
+    starts = [stage * size + min(stage, longer) for stage in range(stages + 1)]
+    return [range(start, stop) for start, stop in itertools.pairwise(starts)]
 
 
 def explicit_layers(counts: Sequence[int], num_layers: int) -> list[range]:
@@ -157,10 +155,9 @@ def plan(config: ClusterConfig, partition_name: str | None = None) -> Plan:
     draft_place, places = place_stages(config, name, partition)
     costs = _Costs(target, config.dtype, config.tree.width, config.context_tokens, partition.num_groups)
     layers, problems = _split(costs, partition, places)
-    groups = even_groups(partition.stages, partition.num_groups)
+    topology = Topology.even(partition.stages, partition.num_groups)
     stages = tuple(
-        _plan_stage(costs, config, rank, next(i for i, group in enumerate(groups, start=1) if rank in group), layers, places)
-        for rank in range(1, partition.stages + 1)
+        _plan_stage(costs, config, rank, topology.group_of(rank) + 1, layers, places) for rank in range(1, partition.stages + 1)
     )
     draft = _plan_draft(config, costs, draft_place, places[0]) if draft_place else None
     advice = "use more stages or bfloat16" if config.dtype == "float32" else "use more stages"
@@ -373,11 +370,3 @@ def _pp_token_ms(config: ClusterConfig, costs: _Costs, stages: Sequence[StagePla
 def _shortage(stage: StagePlan) -> str:
     place = stage.placement
     return f"on {place.host} {place.device} needs {stage.total_bytes / GIGA:.1f} GB of {stage.memory_bytes / GIGA:.1f} GB"
-
-
-def _even_ranges(total: int, parts: int, what: str, first: int) -> list[range]:
-    if parts < 1:
-        raise UserError(f"{what} must be at least 1, not {parts}")
-    size, longer = divmod(total, parts)
-    starts = [first + part * size + min(part, longer) for part in range(parts + 1)]
-    return [range(start, stop) for start, stop in itertools.pairwise(starts)]

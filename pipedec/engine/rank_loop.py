@@ -26,11 +26,7 @@ STOPPING_SECONDS = 0.05
 
 
 class RankLoop(ABC):
-    """Runs one rank until it is told to stop.
-
-    Attributes:
-        tasks_done: tasks this rank has executed, for the tests and the benchmarks.
-    """
+    """Runs one rank until it is told to stop."""
 
     def __init__(self, rank: int, scheduler: Scheduler, transport: Transport, topology: Topology, tracer: Tracer) -> None:
         self._rank = rank
@@ -41,7 +37,6 @@ class RankLoop(ABC):
         self._inbox: deque[Step] = deque()
         self._outbox: dict[Task, Step] = {}
         self._events: list[Event] = []
-        self.tasks_done = 0
         self._handlers: dict[str, Callable[[Task, Message], Facts]] = {
             "pre": self._prefill,
             "dec": self._decode,
@@ -78,7 +73,6 @@ class RankLoop(ABC):
         assert task is not None
         with self._tracer.task(task.label, "transfer" if task.kind == "T" else task.name):
             facts = self._handlers[task.name](task, message)
-        self.tasks_done += 1
         if task.kind == "T" and task.source == self._rank:
             return None  # the receiver reports a transfer (Algorithm 3)
         if facts.finished and self._tracer.enabled:

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from pipedec.config import ClusterConfig, DeviceConfig, PartitionConfig, ServerConfig, load_cluster
 from pipedec.core import UserError
-from pipedec.engine.plan import Plan, balance, even_groups, even_layers, explicit_layers, plan, plan_table
+from pipedec.engine.plan import Plan, balance, even_layers, explicit_layers, plan, plan_table
 
 PAPER = Path(__file__).resolve().parents[2] / "cluster.yaml"
 
@@ -162,8 +162,6 @@ def test_more_stages_than_layers() -> None:
     crowd = (ServerConfig("a", {"h100": 17}),)
     with pytest.raises(UserError, match=r"^17 stages, but the target has 16 layers: use at most 16$"):
         plan(replace(config, servers=crowd))
-    with pytest.raises(UserError, match=r"^6 groups, but there are 4 stages: use at most 4$"):
-        even_groups(4, 6)
     with pytest.raises(UserError, match=r"^stages must be at least 1, not 0$"):
         even_layers(24, 0)
 
@@ -176,8 +174,6 @@ def test_even_split(layers: int, stages: int) -> None:
     assert [layer for part in split for layer in part] == list(range(layers))
     assert sizes == sorted(sizes, reverse=True)
     assert max(sizes) - min(sizes) <= 1
-    groups = even_groups(layers, stages)
-    assert [rank for group in groups for rank in group] == list(range(1, layers + 1))
 
 
 @given(st.data(), st.integers(1, 4), st.integers(1, 9))
