@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 import sys
 from typing import NoReturn
 
 import click
 
 from pipedec import __version__
+from pipedec.cli.lazy_group import LazyGroup
 from pipedec.core import PipedecError, UserError
 
 # command: (module, one line of help); modules are imported when their command runs.
@@ -25,25 +25,7 @@ COMMANDS = {
 }
 
 
-class LazyGroup(click.Group):
-    """Lists all commands, imports one."""
-
-    def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(COMMANDS)
-
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name not in COMMANDS:
-            return None
-        command = getattr(importlib.import_module(COMMANDS[cmd_name][0]), cmd_name)
-        assert isinstance(command, click.Command)
-        return command
-
-    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        with formatter.section("Commands"):
-            formatter.write_dl([(name, line) for name, (_, line) in COMMANDS.items()])
-
-
-@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=LazyGroup, lazy_commands=COMMANDS, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="pipedec")
 def program() -> None:
     """Pipeline-parallel speculative decoding: one request, many GPUs, exactly the target's own answer."""

@@ -1,0 +1,1 @@
+"""The commands of ``pipedec bench``, one module each."""

@@ -1,0 +1,64 @@
+"""``pipedec bench overhead``: the fixed cost of a timestep."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from pipedec.cli.benchmarks.shared import OUT_HELP, PATH, append, numbers
+from pipedec.cli.show import console
+
+
+@click.command()
+@click.option("--stages", default="1,4,8,14", show_default=True, help="Numbers of stages, with commas between them.")
+@click.option("--rows", default="1,32", show_default=True, help="Rows of every step, with commas between them.")
+@click.option("--timesteps", type=int, default=200, show_default=True, help="Timed timesteps per repeat.")
+@click.option("--hidden", type=int, default=192, show_default=True, help="Hidden size: it sets the bytes of a step.")
+@click.option("--repeats", type=int, default=3, show_default=True, help="Turns that pipeline and bare transport take.")
+@click.option("--out", type=PATH, help=OUT_HELP)
+def overhead(stages: str, rows: str, timesteps: int, hidden: int, repeats: int, out: Path | None) -> None:
+    """The fixed cost of a timestep: stages that compute nothing, beside the same bytes over bare gloo.
+
+    Ranks, Redis, tasks and transfers are the real ones, one thread per rank, every stage busy at every timestep.
+    """
+    from pipedec.bench.overhead import OverheadConfig, measure_overhead
+    from pipedec.bench.record import check_writable
+
+    config = OverheadConfig(numbers("--stages", stages), numbers("--rows", rows), timesteps, hidden, repeats)
+    check_writable(out)
+    measured = []
+    with console.status("measuring") as status:
+        for row in measure_overhead(config):
+            measured.append(row)
+            status.update(f"measured {row['stages']} stages, {row['rows']} rows")
+    Console().print(_overhead_table(measured))
+    append(out, measured)
+
+
+def _overhead_table(rows: list[dict[str, Any]]) -> Table:
+    machine = rows[0]["machine"]
+    table = Table(
+        title="Fixed cost of a timestep, stages that compute nothing",
+        caption=f"{machine['cpu']}, {machine['cores']} cores, torch {machine['torch']}; times in ms: median (90th percentile);\n"
+        "serial: Redis calls one after another",
+        title_justify="left",
+        caption_justify="left",
+    )
+    for name in ("stages", "rows", "pipedec", "gloo", "ratio", "Redis calls per rank", "by all", "serial", "sends"):
+        table.add_column(name, justify="right", min_width=8 if "calls" in name else None, overflow="fold")
+    for row in rows:
+        trips = row["round_trips_per_rank"]
+        table.add_row(
+            str(row["stages"]), str(row["rows"]), _spread(row["pipedec_ms"]), _spread(row["raw_ms"]), f"{row['ratio']:.1f}",
+            f"{min(trips):.1f}–{max(trips):.1f}", f"{row['round_trips']:.1f}",
+            f"{row['critical_path_round_trips']['median']:g}", str(row["messages"]),
+        )  # fmt: skip
+    return table
+
+
+def _spread(figures: dict[str, float]) -> str:
+    return f"{figures['median']:.2f} ({figures['p90']:.2f})"

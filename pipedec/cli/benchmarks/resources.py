@@ -1,0 +1,69 @@
+"""``pipedec bench resources``: what a resident cluster costs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from pipedec.cli.benchmarks.shared import OUT_HELP, PATH, append
+from pipedec.cli.cluster import local_cluster
+from pipedec.cli.options import PipelineFlags, pipeline_options
+from pipedec.cli.show import console
+
+_MIB = 1024 * 1024
+
+
+@click.command()
+@pipeline_options
+@click.option("--idle-seconds", type=float, default=5.0, show_default=True, help="How long the idle cluster is watched.")
+@click.option(
+    "--requests", type=int, default=20, show_default=True, help="Requests in a row, before and after which memory is read."
+)
+@click.option("--max-tokens", type=int, default=32, show_default=True, help="Tokens of every answer.")
+@click.option("--prompt", help="What every request asks.")
+@click.option("--out", type=PATH, help=OUT_HELP)
+def resources(
+    pipeline: PipelineFlags, idle_seconds: float, requests: int, max_tokens: int, prompt: str | None, out: Path | None
+) -> None:
+    """What a resident cluster costs: idle CPU, memory per rank, latency of a request, what requests leave behind."""
+    from pipedec.bench.record import check_writable
+    from pipedec.bench.resources import ResourcesConfig, measure_resources
+
+    chosen = {} if prompt is None else {"prompt": prompt}
+    config = ResourcesConfig(idle_seconds, requests, max_tokens, **chosen)
+    check_writable(out)
+    spec = local_cluster(pipeline).spec
+    with console.status("resources") as status:
+        row = measure_resources(spec, config, pipeline.transport, on_phase=status.update)
+    _print_resources(row)
+    append(out, [row])
+
+
+def _print_resources(row: dict[str, Any]) -> None:
+    output = Console()
+    ranks = Table(title="Memory by rank", title_justify="left")
+    for name in ("rank", "peak MiB", "own weights MiB", f"growth KiB over {row['config']['requests']} requests", "cache slots"):
+        ranks.add_column(name, justify="right")
+    for rank in row["ranks"]:
+        slots = rank["cache_slots"]
+        ranks.add_row(
+            str(rank["rank"]),
+            "-" if rank["peak_bytes"] is None else f"{rank['peak_bytes'] / _MIB:.0f}",
+            f"{rank['weight_bytes'] / _MIB:.1f}",
+            f"{rank['rss_growth_bytes'] / 1024:+.0f}",
+            "-" if slots["before"] is None else f"{slots['before']} to {slots['after']}",
+        )
+    output.print(ranks)
+    idle, latency, keys = row["idle_cpu_percent"], row["second_request_ms"], row["redis_keys"]
+    figures = Table(title="Cluster", title_justify="left", show_header=False)
+    figures.add_column(style="dim")
+    figures.add_column(justify="right")
+    figures.add_row("idle CPU, all ranks and Redis", f"{idle['total']:.1f} % of a core (Redis {idle['redis']:.1f} %)")
+    figures.add_row("second request to first token", f"{latency['first_token']:.1f} ms (prefill {latency['prefill']:.1f} ms)")
+    figures.add_row("to first decoded token, less prefill", f"{latency['first_decoded_less_prefill']:.1f} ms")
+    figures.add_row("Redis keys of the run", f"{keys['before']} to {keys['after']}")
+    output.print(figures)

@@ -1,0 +1,32 @@
+"""A group of commands that lists all of them and imports one, so that no command waits for another's imports."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import click
+
+Commands = dict[str, tuple[str, str]]  # name: (module, one line of help)
+
+
+class LazyGroup(click.Group):
+    """Imports a command's module when that command runs; the module holds it under the command's own name."""
+
+    def __init__(self, *args: Any, lazy_commands: Commands, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._commands = lazy_commands
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(self._commands)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in self._commands:
+            return None
+        command = getattr(importlib.import_module(self._commands[cmd_name][0]), cmd_name.replace("-", "_"))
+        assert isinstance(command, click.Command)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, line) for name, (_, line) in self._commands.items()])
