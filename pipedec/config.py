@@ -23,7 +23,7 @@ from urllib.parse import quote, unquote, urlsplit
 import yaml
 
 from pipedec.core import TreeParams, UserError
-from pipedec.hardware import DEVICES, MODEL_SHAPES, ModelShape
+from pipedec.hardware import DEVICES, LINKS, MODEL_SHAPES, ModelShape
 
 MAX_FILE_BYTES = 1_000_000
 MAX_YAML_DEPTH = 20
@@ -81,10 +81,17 @@ class RedisConfig:
 
 @dataclass(frozen=True)
 class NetworkConfig:
-    """The network between servers, for planning: one-way latency in µs, bandwidth in Gbit/s."""
+    """How devices are joined, for planning and emulation.
+
+    Attributes:
+        latency_us: one way, between servers.
+        bandwidth_gbps: Gbit/s between servers.
+        within_server: the link between the devices of one server.
+    """
 
     latency_us: float = field(default=50.0, metadata={"min": 0})
     bandwidth_gbps: float = field(default=10.0, metadata={"above": 0})
+    within_server: str = field(default="pcie4", metadata={"choices": tuple(LINKS)})
 
 
 @dataclass(frozen=True)
@@ -196,6 +203,13 @@ def _hosts_of(partition: PartitionConfig) -> list[tuple[str, str]]:
     if partition.draft_device:
         named.append(("draft_device.host", partition.draft_device.host))
     return named
+
+
+def paper_cluster() -> ClusterConfig:
+    """The cluster of the PipeDec paper, shipped with the program: the partitions ``paper-7``, ``paper-14``, ``paper-21``, …"""
+    package = Path(__file__).resolve().parent
+    # In a wheel the file lies inside the package, in a checkout beside it.
+    return load_cluster(next(path for path in (package / "cluster.yaml", package.parent / "cluster.yaml") if path.is_file()))
 
 
 def load_cluster(path: str | Path) -> ClusterConfig:

@@ -50,14 +50,20 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class TreeParams:
-    """Limits of the prediction tree: rows per layer (paper's w) and children per row (paper's c)."""
+    """Limits of the prediction tree: rows per layer (paper's w) and children per row (paper's c).
+
+    The static tree (method ``stpp``) alone also has ``depth``, its layers below the root, and ``rows``: keep only so many of
+    its likeliest rows, the root not counted, whatever their layers; None keeps layers of ``width`` rows whole.
+    """
 
     width: int = 32
     children: int = 16
+    depth: int = 4
+    rows: int | None = None
 
     def __post_init__(self) -> None:
-        for name, value in (("width", self.width), ("children", self.children)):
-            if value < 1:
+        for name, value in (("width", self.width), ("children", self.children), ("depth", self.depth), ("rows", self.rows)):
+            if value is not None and value < 1:
                 raise UserError(f"tree {name} must be at least 1, not {value}")
 
 
@@ -110,7 +116,10 @@ class Metrics:
 
     A decoded token is a *hit* when the row that yields it was already in flight at the verdict before it, so that it
     comes one timestep later; it is a *miss* when its row had to enter the empty pipeline. The first token comes from
-    prefill and is neither.
+    prefill and is neither. So ``hits`` + ``misses`` are the decoded tokens but the first.
+
+    With the static tree (``stpp``) every root is such a miss, and each accepted row below it is a hit, whose token comes in
+    the same verdict: ``timesteps`` = (groups + 1) × ``misses``, because the draft works one timestep alone.
     """
 
     timesteps: int = 0

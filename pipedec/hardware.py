@@ -1,6 +1,6 @@
-"""Two tables of published numbers: devices a stage may run on, and shapes of well-known LLaMA models.
+"""Three tables of published numbers: devices a stage may run on, links between them, shapes of well-known LLaMA models.
 
-Owns the numbers and what follows from them by arithmetic (parameters, bytes, peak rates). It does not know clusters,
+Owns the numbers and what follows from them by arithmetic (parameters, bytes, peak rates, times). It does not know clusters,
 configuration files or how layers are spread over stages.
 """
 
@@ -10,6 +10,46 @@ from dataclasses import dataclass
 
 GIGA = 1_000_000_000
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+# What starting the kernels of one layer adds to its work when they are replayed as a CUDA graph: about ten of them, each with a
+# gap of one to two microseconds behind it. An assumption, not a data sheet's number.
+LAUNCH_US_PER_LAYER = 15.0
+
+
+@dataclass(frozen=True)
+class PassTime:
+    """How long one pass through some layers lasts on a device: a roofline, and the launches.
+
+    Attributes:
+        read_ms: reading the weights from memory once.
+        row_ms: multiplying one row by them at the peak rate.
+        launch_ms: starting the kernels.
+    """
+
+    read_ms: float
+    row_ms: float
+    launch_ms: float
+
+    def ms(self, rows: int) -> float:
+        """Milliseconds for ``rows`` rows: memory-bound up to ``knee_rows``, then compute-bound."""
+        return max(self.read_ms, rows * self.row_ms) + self.launch_ms
+
+    @property
+    def knee_rows(self) -> float:
+        """Rows at which multiplying begins to take longer than reading."""
+        return self.read_ms / self.row_ms
+
+
+@dataclass(frozen=True)
+class Link:
+    """A connection between two devices: one-way latency in µs and usable bandwidth in GB/s."""
+
+    name: str
+    latency_us: float
+    gb_per_s: float
+    source: str
+
+    def transfer_ms(self, num_bytes: float) -> float:
+        return self.latency_us / 1000 + 1000 * num_bytes / (self.gb_per_s * GIGA)
 
 
 @dataclass(frozen=True)
@@ -40,11 +80,11 @@ class Device:
         """Peak operations per second with weights of ``dtype``."""
         return (self.float32_tflops if dtype == "float32" else self.bfloat16_tflops) * 1e12
 
-    def matmul_ms(self, parameters: int, rows: int, dtype: str) -> float:
-        """Milliseconds to multiply ``rows`` rows by ``parameters`` weights that are read from memory once."""
+    def pass_time(self, parameters: int, layers: int, dtype: str) -> PassTime:
+        """One pass through ``layers`` layers that read ``parameters`` weights of ``dtype`` in all."""
         read_seconds = parameters * DTYPE_BYTES[dtype] / (self.bandwidth_gb_per_s * GIGA)
-        compute_seconds = 2 * rows * parameters / self.peak_flops(dtype)
-        return 1000 * max(read_seconds, compute_seconds)
+        row_seconds = 2 * parameters / self.peak_flops(dtype)
+        return PassTime(1000 * read_seconds, 1000 * row_seconds, layers * LAUNCH_US_PER_LAYER / 1000)
 
 
 @dataclass(frozen=True)
@@ -97,6 +137,16 @@ DEVICES = {
         Device("a100-80", 80, 2039, 19.5, 312, "NVIDIA A100 data sheet (SXM)"),
         Device("h100", 80, 3350, 67, 989, "NVIDIA H100 data sheet (SXM)"),
         Device("h200", 141, 4800, 67, 989, "NVIDIA H200 data sheet (SXM)"),
+    )
+}
+
+LINKS = {
+    link.name: link
+    for link in (
+        Link("10gbe", 50, 1.25, "line rate of 10 Gbit/s; latency of a small message over TCP"),
+        Link("25gbe", 40, 3.125, "line rate of 25 Gbit/s; latency of a small message over TCP"),
+        Link("pcie4", 20, 12, "PCIe 4.0 x16 as peer-to-peer copies reach it, or two copies through pinned memory"),
+        Link("nvlink", 10, 250, "NVLink 3 of an A100: 300 GB/s in one direction, less protocol"),
     )
 }
 

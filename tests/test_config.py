@@ -81,7 +81,7 @@ def test_checkpoints_count_from_the_file(tmp_path: Path) -> None:
         (GOOD.replace("target", "taget"), "cluster.yaml: unknown key 'taget': did you mean target?"),
         ("servers: []\npartitions: {}\n", "cluster.yaml: target: missing"),
         (GOOD + "tree: {widht: 8}\n", "cluster.yaml: tree: unknown key 'widht': did you mean width?"),
-        (GOOD + "tree: {zzz: 8}\n", "cluster.yaml: tree: unknown key 'zzz': known: width, children"),
+        (GOOD + "tree: {zzz: 8}\n", "cluster.yaml: tree: unknown key 'zzz': known: width, children, depth, rows"),
         (GOOD + "tree: {width: 0}\n", "cluster.yaml: tree.width: must be at least 1, not 0"),
         (GOOD + "tree: {width: true}\n", "cluster.yaml: tree.width: must be an integer, not true or false"),
         (GOOD + "tree: {width: 3.5}\n", "cluster.yaml: tree.width: must be an integer, not a number"),
@@ -267,9 +267,10 @@ def test_known_shapes_have_their_published_size(name: str, billions: float) -> N
 
 
 def test_compute_takes_over_near_the_roofline() -> None:
-    device, parameters = DEVICES["rtx3090"], 10**9
-    assert device.matmul_ms(parameters, 64, "float32") == device.matmul_ms(parameters, 1, "float32")
-    assert device.matmul_ms(parameters, 128, "float32") > device.matmul_ms(parameters, 64, "float32")
+    time = DEVICES["rtx3090"].pass_time(10**9, 6, "float32")
+    assert time.ms(64) == time.ms(1) == pytest.approx(4000 / 936 + 0.09)
+    assert time.knee_rows == pytest.approx(76, abs=0.1)
+    assert time.ms(152) == pytest.approx(2 * (time.ms(1) - 0.09) + 0.09, rel=0.01)
 
 
 def test_state_directory_is_private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

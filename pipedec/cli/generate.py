@@ -22,8 +22,8 @@ def generate(pipeline: PipelineFlags, asked: RequestFlags) -> None:
     from pipedec.cli.cluster import local_cluster
 
     cluster = local_cluster(pipeline)
-    if request.method == "pipedec" and cluster.spec.draft is None:
-        raise UserError("method pipedec needs a draft model: give --draft DIR, or use --method pp")
+    if request.method not in (None, "pp") and cluster.spec.draft is None:
+        raise UserError(f"method {request.method} needs a draft model: give --draft DIR, or use --method pp")
     try:
         with loading_bar(cluster.spec.num_stages + 1) as progress:
             cluster.start(progress)

@@ -15,7 +15,7 @@ import click
 from pipedec.core import SamplingParams, TreeParams, UserError
 from pipedec.engine.messages import PromptRequest
 
-METHOD_NAMES = ("pp", "pipedec")
+METHOD_NAMES = ("pp", "stpp", "pipedec")
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 
@@ -54,6 +54,8 @@ class RequestFlags:
     ignore_eos: bool
     width: int
     children: int
+    depth: int
+    rows: int | None
     json: bool
     trace: Path | None
 
@@ -65,7 +67,7 @@ class RequestFlags:
             raw=self.raw_prompt,
             method=self.method,
             sampling=SamplingParams(max_tokens=self.max_tokens, ignore_eos=self.ignore_eos),
-            tree=TreeParams(width=self.width, children=self.children),
+            tree=TreeParams(self.width, self.children, self.depth, self.rows),
             trace=self.trace is not None,
         )
 
@@ -138,6 +140,8 @@ def request_options(command: Command) -> Command:
         click.option("--ignore-eos", is_flag=True, help="Go on after the model's end token."),
         click.option("--width", type=int, default=32, show_default=True, help="Rows per tree layer (w)."),
         click.option("--children", type=int, default=16, show_default=True, help="Children per row (c)."),
+        click.option("--depth", type=int, default=4, show_default=True, help="stpp: layers of the tree below its root."),
+        click.option("--rows", type=int, help="stpp: keep only so many of the tree's likeliest rows (default: all)."),
         click.option("--json", is_flag=True, help="Print one JSON document instead of text."),
         click.option("--trace", type=path, help="Write a Chrome/Perfetto trace of every task to this file."),
     ]

@@ -10,6 +10,7 @@ from torch import Tensor
 from pipedec.core import Request, Step, UserError, Verdict
 from pipedec.decoding.pipedec import PipeDec
 from pipedec.decoding.plain import PlainPipeline
+from pipedec.decoding.static_tree import StaticTree
 from pipedec.tree import Advance, Candidates, PredictionTree
 
 
@@ -20,7 +21,8 @@ class Drafter(Protocol):
 
     def prefill(self, token_ids: Tensor, prompt_length: int) -> None: ...
 
-    def expand(self, tree: PredictionTree, children: int) -> Candidates: ...
+    def expand(self, tree: PredictionTree, rows: Tensor, children: int) -> Candidates:
+        """In one forward, the likeliest ``children`` of ``rows``: int64 [F], ascending, each after its ancestors."""
 
     def advance(self, advance: Advance) -> None: ...
 
@@ -35,7 +37,7 @@ class Method(Protocol):
         """Take in the next chunk of the prompt: int64 [R]."""
 
     def draft(self) -> None:
-        """The compute phase of rank 0: draft the rows that entered the first stage at this timestep."""
+        """The compute phase of rank 0: draft rows that are in flight, or what is to enter next."""
 
     def apply(self, verdict: Verdict) -> None:
         """Advance to the accepted tokens and forget what cannot come true."""
@@ -44,7 +46,11 @@ class Method(Protocol):
         """The rows that enter the first stage at the next timestep, or None."""
 
 
-METHODS: dict[str, type[PlainPipeline] | type[PipeDec]] = {"pp": PlainPipeline, "pipedec": PipeDec}
+METHODS: dict[str, type[PlainPipeline] | type[StaticTree] | type[PipeDec]] = {
+    "pp": PlainPipeline,
+    "stpp": StaticTree,
+    "pipedec": PipeDec,
+}
 
 
 def create_method(request: Request, drafter: Drafter | None, device: torch.device | str = "cpu") -> Method:
@@ -53,10 +59,11 @@ def create_method(request: Request, drafter: Drafter | None, device: torch.devic
     Raises:
         UserError: the method is unknown, or needs a draft model and there is none.
     """
-    if request.method == "pp":
-        return PlainPipeline(request, device)
-    if request.method == "pipedec":
-        if drafter is None:
-            raise UserError("method pipedec needs a draft model: give --draft DIR, or use --method pp")
-        return PipeDec(request, drafter, device)
-    raise UserError(f"unknown method {request.method!r}: choose one of {', '.join(METHODS)}")
+    if request.method not in METHODS:
+        raise UserError(f"unknown method {request.method!r}: choose one of {', '.join(METHODS)}")
+    kind = METHODS[request.method]
+    if issubclass(kind, PlainPipeline):
+        return kind(request, device)
+    if drafter is None:
+        raise UserError(f"method {request.method} needs a draft model: give --draft DIR, or use --method pp")
+    return kind(request, drafter, device)

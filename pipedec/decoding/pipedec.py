@@ -40,8 +40,8 @@ class PipeDec:
         self._drafter.prefill(token_ids, self._prompt_length)
 
     def draft(self) -> None:
-        has_layer = self._layer.start < self._layer.stop
-        self._candidates = self._drafter.expand(self._tree, self._limits.children) if has_layer else None
+        rows = torch.arange(self._layer.start, self._layer.stop, device=self._device)
+        self._candidates = self._drafter.expand(self._tree, rows, self._limits.children) if len(rows) else None
 
     def apply(self, verdict: Verdict) -> None:
         advance = self._tree.advance(verdict.tokens)
@@ -57,8 +57,7 @@ class PipeDec:
     def propose(self) -> Step | None:
         """The root after a miss; else the next layer; else nothing, when the width limit cut every path that is left."""
         if self._root is not None:
-            token = torch.tensor([self._root], dtype=torch.int64, device=self._device)
-            self._layer = self._tree.append(token, torch.tensor([-1], dtype=torch.int64, device=self._device))
+            self._layer = self._tree.plant(self._root)
             self._root = None
         elif self._candidates is not None and len(self._candidates.rows):
             self._layer = self._tree.grow(self._candidates, self._limits.width)

@@ -29,6 +29,7 @@ class Client:
         self._check = check
         self._silence_seconds = silence_seconds
         self.trace: list[TraceEvent] = []
+        self.overran: set[int] = set()  # timesteps of the last answer in which a rank outlasted its emulated time
 
     def ask(self, request: PromptRequest, on_text: OnText = lambda text: None) -> Completion:
         """Submit and wait for the whole answer; ``on_text`` gets its text piece by piece.
@@ -41,7 +42,7 @@ class Client:
             RankLost, SchedulerLost: the cluster died or fell silent.
         """
         number = self._scheduler.submit(request.to_json())
-        self.trace = []
+        self.trace, self.overran = [], set()
         try:
             completion = self._read(number, on_text)
         except UserError:
@@ -84,6 +85,8 @@ class Client:
             on_text(event["text"])
         elif "trace" in event:
             self.trace += [TraceEvent(*row) for row in event["trace"]]
+        elif "overran" in event:
+            self.overran.update(event["overran"])
         elif "completion" in event:
             return completion_from_event(event)
         elif event.get("kind") == "cancelled":

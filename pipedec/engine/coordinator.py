@@ -13,6 +13,7 @@ import torch
 
 from pipedec.core import Completion, Request, SchedulerLost, UserError, Verdict
 from pipedec.decoding import Drafter, Method, create_method
+from pipedec.engine.emulation import Emulation, TimedDrafter
 from pipedec.engine.messages import PromptRequest, completion_to_event, verdict_from_payload
 from pipedec.engine.prompt import Prompter, prefill_chunks
 from pipedec.engine.rank_loop import POLL_SECONDS, RankLoop
@@ -61,10 +62,11 @@ class DraftLoop(RankLoop):
         transport: Transport,
         topology: Topology,
         tracer: Tracer,
+        emulation: Emulation | None = None,
     ) -> None:
-        super().__init__(0, scheduler, transport, topology, tracer)
+        super().__init__(0, scheduler, transport, topology, tracer, emulation)
         self._prompter = prompter
-        self._drafter = drafter
+        self._drafter = drafter and TimedDrafter(drafter, self._pacer.computing)
         self._device = device
         self._answer: Answer | None = None
         self._stopping = False

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import count
 
 import torch
 
 from pipedec.core import Metrics, Request, Step, Verdict
 from pipedec.decoding import Drafter, Method, create_method
+from pipedec.engine.emulation import EmulatedClock, Emulation, TimedDrafter, TimestepLoad
 from pipedec.engine.prompt import prefill_chunks
 from pipedec.engine.spec import PipelineSpec
 from pipedec.scheduler.workflow import Topology
@@ -29,6 +31,7 @@ class LocalPipeline:
         topology: Topology,
         drafter: Drafter | None = None,
         device: torch.device | str = "cpu",
+        emulation: Emulation | None = None,
     ) -> None:
         if len(stages) != topology.num_stages:
             raise ValueError(f"{len(stages)} stages do not fill a topology of {topology.num_stages}")
@@ -38,20 +41,28 @@ class LocalPipeline:
         self._stages = dict(enumerate(stages, start=1))
         self._final = final
         self._topology = topology
-        self._drafter = drafter
+        self._drafter = drafter and TimedDrafter(drafter, self._drafting)
         self._device = device
+        self._emulation = emulation
+        self._load = TimestepLoad()
         self.metrics = Metrics()
+        self.emulated_ms: float | None = None
 
     @classmethod
     def load(cls, spec: PipelineSpec) -> LocalPipeline:
         """All stages of ``spec``, and its draft, in this process."""
         device = spec.torch_device()
         stages = [spec.load_stage(rank, device) for rank in range(1, spec.num_stages + 1)]
-        return cls(stages, spec.topology, spec.load_drafter(device), device)
+        return cls(stages, spec.topology, spec.load_drafter(device), device, spec.emulation)
 
     def run(self, request: Request) -> Iterator[Verdict]:
-        """Decode ``request``, yielding every verdict as it falls; ``metrics`` are those of the last request."""
+        """Decode ``request``, yielding every verdict as it falls.
+
+        Afterwards ``metrics`` are those of this request, and ``emulated_ms`` is what its decoding would have lasted on the
+        devices of the emulation (None without one).
+        """
         self.metrics = Metrics()
+        clock = EmulatedClock(self._emulation, self._topology) if self._emulation else None
         self._transports = LocalTransport.connect(self._topology.num_stages + 1)
         method = create_method(request, self._drafter, self._device)
         for stage in self._stages.values():
@@ -62,6 +73,7 @@ class LocalPipeline:
         prefilled = time.perf_counter()
         self.metrics.prefill_seconds = prefilled - started
         arrivals = [0] * self._topology.num_groups  # rows on their way into each group
+        self._load = TimestepLoad()
         for timestep in count(1):
             if verdict is not None:
                 self._apply(verdict, method)
@@ -71,9 +83,13 @@ class LocalPipeline:
             arrivals = self._transmit(method, arrivals)
             method.draft()
             verdict = self._compute(arrivals)
+            if clock is not None:
+                clock.add(self._load)
+            self._load = TimestepLoad()
             self.metrics.timesteps = timestep
             self.metrics.decode_seconds = time.perf_counter() - prefilled
         self.metrics.hits, self.metrics.misses = method.hits, method.misses
+        self.emulated_ms = clock.total_ms if clock else None
 
     def _prefill(self, request: Request, method: Method) -> Verdict:
         for chunk_ids in prefill_chunks(request.prompt_token_ids):
@@ -88,7 +104,9 @@ class LocalPipeline:
         """Every group works on the rows that arrived, its stages one after another; the last may yield a verdict."""
         for group, num_rows in zip(self._topology.groups, arrivals, strict=True):
             for rank in group if num_rows else ():
-                self._stages[rank].decode(self._transports[rank].receive(num_rows, rank - 1))
+                step = self._transports[rank].receive(num_rows, rank - 1)
+                self._load.computed[rank] = step.num_rows
+                self._stages[rank].decode(step)
                 if not self._topology.is_exit(rank):
                     self._pass_on(self._stages[rank].outgoing(), rank)
         return self._final.verdict() if arrivals[-1] else None
@@ -110,5 +128,11 @@ class LocalPipeline:
     def _pass_on(self, step: Step | None, rank: int) -> int:
         if step is None:
             return 0
+        self._load.sent[rank] = step.num_rows
         self._transports[rank].send(step, rank + 1)
         return step.num_rows
+
+    @contextmanager
+    def _drafting(self, rows: int) -> Iterator[None]:
+        self._load.drafted.append(rows)
+        yield

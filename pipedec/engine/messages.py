@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, fields
 from pipedec.core import Completion, Metrics, SamplingParams, TreeParams, UserError, Verdict
 
 MAX_TREE = 4096
+MAX_DEPTH = 64
 
 
 @dataclass(frozen=True)
@@ -66,12 +67,11 @@ def completion_from_event(event: dict) -> Completion:
 def _check_values(prompt: PromptRequest) -> None:
     """Refuse what JSON can say and no rank can work with, before any rank has seen it."""
     sampling, tree = prompt.sampling, prompt.tree
-    numbers = {"max_tokens": sampling.max_tokens, "tree width": tree.width, "tree children": tree.children}
+    numbers = {"max_tokens": sampling.max_tokens, **{f"tree {name}": value for name, value in asdict(tree).items()}}
     for name, value in numbers.items():
-        if type(value) is not int:
+        if type(value) is not int and not (name == "tree rows" and value is None):
             raise UserError(f"{name} must be a whole number, not {str(value)[:100]!r}")
-    if max(tree.width, tree.children) > MAX_TREE:
-        raise UserError(f"tree width and tree children must be at most {MAX_TREE}")
+    _check_size(prompt)
     switches = {"raw": prompt.raw, "trace": prompt.trace, "ignore_eos": sampling.ignore_eos}
     for name, switch in switches.items():
         if type(switch) is not bool:
@@ -82,3 +82,14 @@ def _check_values(prompt: PromptRequest) -> None:
         prompt.prompt.encode()
     except UnicodeEncodeError:
         raise UserError("the prompt is not UTF-8 text") from None
+
+
+def _check_size(prompt: PromptRequest) -> None:
+    tree = prompt.tree
+    if max(tree.width, tree.children, tree.rows or 0) > MAX_TREE:
+        raise UserError(f"tree width, tree children and tree rows must be at most {MAX_TREE}")
+    if tree.depth > MAX_DEPTH:
+        raise UserError(f"tree depth must be at most {MAX_DEPTH}")
+    layer = tree.rows or tree.width
+    if prompt.method == "stpp" and tree.depth * layer > MAX_TREE:
+        raise UserError(f"{tree.depth} layers of {layer} rows are drafted at once: together they must be at most {MAX_TREE}")

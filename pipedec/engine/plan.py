@@ -16,12 +16,9 @@ from rich.table import Table
 
 from pipedec.config import ClusterConfig, DeviceConfig, PartitionConfig, model_shape
 from pipedec.core import UserError
-from pipedec.hardware import DEVICES, DTYPE_BYTES, GIGA, ModelShape
+from pipedec.hardware import DEVICES, DTYPE_BYTES, GIGA, LINKS, Link, ModelShape, PassTime
 from pipedec.scheduler.workflow import Topology
 
-# Within a server: PCIe 4.0 x16 as peer-to-peer copies reach it, or two copies through pinned memory where they are absent.
-PCIE_LATENCY_US = 20.0
-PCIE_GB_PER_S = 12.0
 # The CUDA context with its libraries, and the rows of a prompt that prefill sends at once.
 FIXED_WORKSPACE_BYTES = 500_000_000
 PREFILL_ROWS = 512
@@ -39,6 +36,27 @@ class Placement:
 
 
 @dataclass(frozen=True)
+class RankTiming:
+    """How long one rank computes and sends, by its device's and its link's data sheets.
+
+    Attributes:
+        compute: one pass through its layers.
+        link: the connection to the next rank; from the last stage, to rank 0.
+        row_bytes: what it sends for one row; 0 from the last stage, which sends a verdict.
+    """
+
+    compute: PassTime
+    link: Link
+    row_bytes: int
+
+    def compute_ms(self, rows: int) -> float:
+        return self.compute.ms(rows)
+
+    def send_ms(self, rows: int) -> float:
+        return self.link.transfer_ms(rows * self.row_bytes)
+
+
+@dataclass(frozen=True)
 class StagePlan:
     """What one rank holds and how long it takes. Rank 0 is the draft (group 0), stages are ranks 1..n.
 
@@ -47,7 +65,9 @@ class StagePlan:
         layers: transformer layers, counted from 0.
         weight_bytes, kv_bytes, workspace_bytes: the memory it needs; KV for the context and the rows of the tree.
         memory_bytes: the memory the device has.
-        compute_ms: one pass of a full tree layer (``Plan.rows`` rows) through the stage.
+        timing: how long it computes and sends, for any number of rows.
+        rows: rows of a full tree layer.
+        compute_ms: one pass of so many rows through the stage.
         transfer_ms: sending its output: rows to the next rank, the verdict from the last one.
     """
 
@@ -59,8 +79,16 @@ class StagePlan:
     kv_bytes: int
     workspace_bytes: int
     memory_bytes: int
-    compute_ms: float
-    transfer_ms: float
+    timing: RankTiming
+    rows: int
+
+    @property
+    def compute_ms(self) -> float:
+        return self.timing.compute_ms(self.rows)
+
+    @property
+    def transfer_ms(self) -> float:
+        return self.timing.send_ms(self.rows)
 
     @property
     def total_bytes(self) -> int:
@@ -169,7 +197,7 @@ def plan(config: ClusterConfig, partition_name: str | None = None) -> Plan:
     timestep = _timestep_ms(draft, stages)
     return Plan(
         name, config.target, config.dtype, config.context_tokens, config.tree.width, draft, stages, timestep,
-        timestep * partition.num_groups, _pp_token_ms(config, costs, stages, places), tuple(problems),
+        timestep * partition.num_groups, _pp_token_ms(stages), tuple(problems),
     )  # fmt: skip
 
 
@@ -286,9 +314,9 @@ def _split(costs: _Costs, partition: PartitionConfig, places: Sequence[Placement
         return explicit_layers(partition.layers, num_layers), []
     ends = [(stage == 0, stage == stages - 1) for stage in range(stages)]
     devices = [DEVICES[place.device] for place in places]
-    layer_ms = [device.matmul_ms(costs.read_parameters(1, False), costs.rows, costs.dtype) for device in devices]
+    layer_ms = [device.pass_time(costs.read_parameters(1, False), 1, costs.dtype).ms(costs.rows) for device in devices]
     extra_ms = [
-        device.matmul_ms(costs.read_parameters(0, last), costs.rows, costs.dtype)
+        device.pass_time(costs.read_parameters(0, last), 0, costs.dtype).ms(costs.rows)
         for device, (_, last) in zip(devices, ends, strict=True)
     ]
     room = [costs.room(device.name, *end) for device, end in zip(devices, ends, strict=True)]
@@ -306,22 +334,26 @@ def _plan_stage(
     count, place = len(layers[rank - 1]), places[rank - 1]
     device = DEVICES[place.device]
     parameters = count * costs.shape.layer_parameters + costs.extra_parameters(first, last)
+    timing = RankTiming(
+        device.pass_time(costs.read_parameters(count, last), count, costs.dtype),
+        _link(config, place, None if last else places[rank]),
+        0 if last else costs.shape.hidden_size * costs.element_bytes,
+    )
     return StagePlan(
         rank, place, group, layers[rank - 1], parameters * costs.element_bytes, count * costs.layer_kv_bytes,
-        costs.workspace_bytes, device.memory_bytes,
-        device.matmul_ms(costs.read_parameters(count, last), costs.rows, costs.dtype),
-        _transfer_ms(config, place, None if last else places[rank], 0 if last else _hidden_bytes(costs, costs.rows)),
+        costs.workspace_bytes, device.memory_bytes, timing, costs.rows,
     )  # fmt: skip
 
 
 def _plan_draft(config: ClusterConfig, target: _Costs, place: Placement, first_stage: Placement) -> StagePlan:
     costs = _Costs(model_shape(config.draft), target.dtype, target.rows, target.context_tokens, target.groups)
     device, layers = DEVICES[place.device], costs.shape.num_hidden_layers
+    timing = RankTiming(
+        device.pass_time(costs.read_parameters(layers, True), layers, costs.dtype), _link(config, place, first_stage), ROW_BYTES
+    )
     return StagePlan(
         0, place, 0, range(layers), costs.shape.parameters * costs.element_bytes, layers * costs.layer_kv_bytes,
-        costs.workspace_bytes, device.memory_bytes,
-        device.matmul_ms(costs.read_parameters(layers, True), costs.rows, costs.dtype),
-        _transfer_ms(config, place, first_stage, costs.rows * ROW_BYTES),
+        costs.workspace_bytes, device.memory_bytes, timing, costs.rows,
     )  # fmt: skip
 
 
@@ -334,15 +366,11 @@ def _take(free: list[Placement], wanted: DeviceConfig, path: str, last: bool = F
     return chosen
 
 
-def _hidden_bytes(costs: _Costs, rows: int) -> int:
-    return rows * costs.shape.hidden_size * costs.element_bytes
-
-
-def _transfer_ms(config: ClusterConfig, source: Placement, target: Placement | None, num_bytes: int) -> float:
-    """One transfer; ``target`` None is rank 0, which the verdict may have to reach over the network."""
+def _link(config: ClusterConfig, source: Placement, target: Placement | None) -> Link:
+    """The connection of two devices; ``target`` None is rank 0, which the verdict may have to reach over the network."""
     if target is not None and source.host == target.host:
-        return PCIE_LATENCY_US / 1000 + 1000 * num_bytes / (PCIE_GB_PER_S * GIGA)
-    return config.network.latency_us / 1000 + 1000 * 8 * num_bytes / (config.network.bandwidth_gbps * GIGA)
+        return LINKS[config.network.within_server]
+    return Link("between servers", config.network.latency_us, config.network.bandwidth_gbps / 8, "network: of the configuration")
 
 
 def _timestep_ms(draft: StagePlan | None, stages: Sequence[StagePlan]) -> float:
@@ -357,14 +385,9 @@ def _timestep_ms(draft: StagePlan | None, stages: Sequence[StagePlan]) -> float:
     return max(group_ms.values()) + max(leaving)
 
 
-def _pp_token_ms(config: ClusterConfig, costs: _Costs, stages: Sequence[StagePlan], places: Sequence[Placement]) -> float:
+def _pp_token_ms(stages: Sequence[StagePlan]) -> float:
     """One row through every stage, and the token back to rank 0."""
-    total = 0.0
-    for stage, place, following in zip(stages, places, [*places[1:], None], strict=True):
-        parameters = costs.read_parameters(len(stage.layers), following is None)
-        total += DEVICES[place.device].matmul_ms(parameters, 1, costs.dtype)
-        total += _transfer_ms(config, place, following, _hidden_bytes(costs, 1) if following else 0)
-    return total
+    return sum(stage.timing.compute_ms(1) + stage.timing.send_ms(1) for stage in stages)
 
 
 def _shortage(stage: StagePlan) -> str:

@@ -172,9 +172,9 @@ def _load(
     if place.rank == 0:
         prompter = Prompter(spec.target, ModelConfig.from_directory(spec.target).max_positions)
         drafter = spec.load_drafter(device, progress)
-        return DraftLoop(prompter, drafter, device, scheduler, transport, spec.topology, tracer)
+        return DraftLoop(prompter, drafter, device, scheduler, transport, spec.topology, tracer, spec.emulation)
     worker = spec.load_stage(place.rank, device, progress)
-    return StageLoop(worker, device, place.rank, scheduler, transport, spec.topology, tracer)
+    return StageLoop(worker, device, place.rank, scheduler, transport, spec.topology, tracer, spec.emulation)
 
 
 def claim_run(scheduler: RedisScheduler) -> None:

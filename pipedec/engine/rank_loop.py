@@ -9,11 +9,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 
 from pipedec.core import PipedecError, RankLost, Step
+from pipedec.engine.emulation import Emulation, Pacer
 from pipedec.engine.messages import sampling_from_payload, verdict_from_payload, verdict_to_payload
 from pipedec.scheduler.protocol import Event, Message, Scheduler
 from pipedec.scheduler.workflow import Facts, Task, Topology, post_process
@@ -28,12 +30,22 @@ STOPPING_SECONDS = 0.05
 class RankLoop(ABC):
     """Runs one rank until it is told to stop."""
 
-    def __init__(self, rank: int, scheduler: Scheduler, transport: Transport, topology: Topology, tracer: Tracer) -> None:
+    def __init__(
+        self,
+        rank: int,
+        scheduler: Scheduler,
+        transport: Transport,
+        topology: Topology,
+        tracer: Tracer,
+        emulation: Emulation | None = None,
+    ) -> None:
         self._rank = rank
         self._scheduler = scheduler
         self._transport = transport
         self._topology = topology
         self._tracer = tracer
+        self._pacer = Pacer(emulation, rank)
+        self._overran: list[int] = []  # timesteps whose real work outlasted its emulated time
         self._inbox: deque[Step] = deque()
         self._outbox: dict[Task, Step] = {}
         self._events: list[Event] = []
@@ -73,20 +85,27 @@ class RankLoop(ABC):
         assert task is not None
         with self._tracer.task(task.label, "transfer" if task.kind == "T" else task.name):
             facts = self._handlers[task.name](task, message)
+        if self._pacer.take_overran():
+            self._overran.append(task.seq)
         if task.kind == "T" and task.source == self._rank:
             return None  # the receiver reports a transfer (Algorithm 3)
         if facts.finished and self._tracer.enabled:
             self._events.append({"trace": [event.as_row() for event in self._tracer.drain()]})
+        if facts.finished and self._overran:
+            self._events.append({"overran": self._overran})
+            self._overran = []
         events, self._events = self._events, []
         following = self._scheduler.finish(self._rank, task, post_process(task, self._topology, facts), events)
         return None if following is None else self._checked(following)
 
     def _transfer(self, task: Task, message: Message) -> Facts:
         """Algorithm 3: the sender empties its cache of the step, the receiver fills its own."""
-        if task.source == self._rank:
-            self._transport.send(self._outbox.pop(task), task.target)
-        else:
-            self._inbox.append(self._transport.receive(message.payload["rows"], task.source))
+        rows, is_prompt = message.payload["rows"], "prompt_length" in message.payload
+        with nullcontext() if is_prompt else self._pacer.sending(task.source, rows):
+            if task.source == self._rank:
+                self._transport.send(self._outbox.pop(task), task.target)
+            else:
+                self._inbox.append(self._transport.receive(rows, task.source))
         return Facts()
 
     def _keep_outgoing(self, step: Step | None, seq: int) -> int:
@@ -149,9 +168,12 @@ class StageLoop(RankLoop):
         return Facts(rows_out=self._keep_outgoing(output, task.seq), payload=payload)
 
     def _decode(self, task: Task, message: Message) -> Facts:
-        self._worker.decode(self._inbox.popleft())
-        if self._rank == self._topology.final_rank:
-            return Facts(verdict=self._verdict(), active=message.active)
+        step = self._inbox.popleft()
+        with self._pacer.computing(step.num_rows):
+            self._worker.decode(step)
+            verdict = self._verdict() if self._rank == self._topology.final_rank else None
+        if verdict is not None:
+            return Facts(verdict=verdict, active=message.active)
         in_group = not self._topology.is_exit(self._rank)
         no_sync = not self._topology.has_sync(message.active)
         leaving = self._worker.outgoing() if in_group or no_sync else None

@@ -12,6 +12,7 @@ import torch
 from pipedec.core import UserError
 from pipedec.decoding import Drafter
 from pipedec.drafting import DraftModel
+from pipedec.engine.emulation import Emulation
 from pipedec.engine.plan import even_layers, explicit_layers
 from pipedec.engine.prompt import same_tokenizer
 from pipedec.model import Checkpoint, ModelConfig, StageModel
@@ -27,7 +28,10 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class PipelineSpec:
-    """One pipeline: ``layers[i]`` of the target run on stage ``i`` + 1; ``draft`` is None for a pipeline without one."""
+    """One pipeline: ``layers[i]`` of the target run on stage ``i`` + 1; ``draft`` is None for a pipeline without one.
+
+    With an ``emulation`` every rank's work lasts as long as on the devices it names.
+    """
 
     target: Path
     draft: Path | None
@@ -35,6 +39,7 @@ class PipelineSpec:
     layers: tuple[tuple[int, int], ...]
     dtype: str = "float32"
     device: str = "auto"
+    emulation: Emulation | None = None
 
     @classmethod
     def create(
@@ -95,6 +100,7 @@ class PipelineSpec:
         return {
             "target": str(self.target), "draft": str(self.draft) if self.draft else None,
             "groups": self.topology.groups, "layers": self.layers, "dtype": self.dtype, "device": self.device,
+            "emulation": self.emulation.description() if self.emulation else None,
         }  # fmt: skip
 
     @classmethod
@@ -106,6 +112,7 @@ class PipelineSpec:
             layers=tuple((first, last) for first, last in raw["layers"]),
             dtype=raw["dtype"],
             device=raw["device"],
+            emulation=Emulation.from_description(raw["emulation"]) if raw["emulation"] else None,
         )
 
     def load_stage(self, rank: int, device: torch.device, progress: Progress | None = None) -> StageWorker:

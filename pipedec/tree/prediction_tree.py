@@ -21,12 +21,14 @@ class Advance:
 
     Attributes:
         committed: int64, rows that became accepted past, in order.
+        committed_ids: int64, their token ids.
         kept: int64, rows that stay, in order: the subtree under the last accepted token, its root first.
         num_rows: N before the verdict.
         hit: the last accepted token was in the tree, so its row is computed or in flight.
     """
 
     committed: Tensor
+    committed_ids: Tensor
     kept: Tensor
     num_rows: int
     hit: bool
@@ -121,6 +123,10 @@ class PredictionTree:
         self.num_rows = 0
         self.root_position = root_position
 
+    def plant(self, token: int) -> slice:
+        """Enter an accepted token as the root of the empty tree; returns where it stands."""
+        return self.append(self._token_ids.new_tensor([token]), self._parents.new_tensor([-1]))
+
     def append(self, token_ids: Tensor, parents: Tensor, log_probs: Tensor | None = None) -> slice:
         """Add R rows behind the present ones and return where they stand.
 
@@ -157,6 +163,14 @@ class PredictionTree:
             candidates.log_probs.flatten()[chosen],
         )
 
+    def likeliest(self, count: int) -> Tensor:
+        """The root and the ``count`` rows below it with the likeliest paths: int64, in order, closed under parents.
+
+        Of two that are equally likely, the earlier one. No row counts as likelier than its parent, whatever rounding says.
+        """
+        bounded = torch.where(self.tree_mask, self.cumulative_log_probs, torch.inf).amin(1)
+        return bounded.sort(descending=True, stable=True).indices[: count + 1].sort().values
+
     def child(self, row: int, token: int) -> int | None:
         """The child of ``row`` with this token id, or None."""
         found = torch.nonzero((self.parents == row) & (self.token_ids == token))
@@ -181,12 +195,25 @@ class PredictionTree:
                 committed.append(row)
                 row = self.child(row, token)
         kept = self._mask.new_zeros(0, dtype=torch.int64) if row is None else torch.nonzero(self.tree_mask[:, row])[:, 0]
-        advance = Advance(
-            committed=torch.tensor(committed, dtype=torch.int64, device=self._device),
-            kept=kept,
-            num_rows=self.num_rows,
-            hit=row is not None,
-        )
+        committed_rows = torch.tensor(committed, dtype=torch.int64, device=self._device)
+        advance = Advance(committed_rows, self._token_ids[committed_rows], kept, self.num_rows, hit=row is not None)
+        self._keep(advance)
+        return advance
+
+    def keep(self, rows: Tensor) -> Advance:
+        """Drop all rows but ``rows`` and commit nothing.
+
+        Args:
+            rows: int64, in order, the root first, closed under parents.
+
+        Raises:
+            ValueError: they are not.
+        """
+        in_order = bool((rows.diff() > 0).all()) and rows[:1].tolist() == [0] and int(rows[-1]) < self.num_rows
+        if not in_order or not bool(torch.isin(self.parents[rows[1:]], rows).all()):
+            raise ValueError("rows to keep must be in order, begin with the root, and come with their parents")
+        nothing = rows.new_zeros(0)
+        advance = Advance(nothing, nothing, rows, self.num_rows, hit=True)
         self._keep(advance)
         return advance
 
@@ -211,21 +238,18 @@ class PredictionTree:
             raise ValueError("a tree has exactly one root, its first row")
 
     def _extend_mask(self, parents: Tensor, first: int, last: int) -> None:
-        """Block-wise mask growth (paper §3.3.3): inherit the parents' rows, add the new rows' own diagonal."""
-        self._mask[first:last, :last] = False
-        self._mask[:first, first:last] = False
-        own = torch.eye(last - first, dtype=torch.bool, device=self._device)
-        present = (parents >= 0) & (parents < first)
-        inherited = self._mask[parents.clamp(min=0), :first] & present[:, None]
+        """Block-wise mask growth (paper §3.3.3): inherit the parents' rows, add the new rows' own block."""
+        num_rows = last - first
+        own = torch.eye(num_rows, dtype=torch.bool, device=self._device)
         inside = parents >= first
-        if bool(inside.any()):  # parents inside this step: close over the step's own edges by repeated squaring
-            closure = own.float()
-            closure[inside, parents[inside] - first] = 1.0
-            for _ in range((last - first).bit_length()):
-                closure = (closure @ closure).clamp(max=1.0)
-            own = closure > 0
-            inherited = (closure @ inherited.float()) > 0
-        self._mask[first:last, :first] = inherited
+        if bool(inside.any()):  # parents inside this step: every round doubles how many ancestors a row has gathered
+            farthest = torch.where(inside, parents - first, torch.arange(num_rows, device=self._device))
+            for _ in range((num_rows - 1).bit_length()):
+                own |= own[farthest]
+                farthest = farthest[farthest]
+            parents = parents[farthest]
+        self._mask[:first, first:last] = False
+        self._mask[first:last, :first] = self._mask[parents.clamp(min=0), :first] & (parents >= 0)[:, None]
         self._mask[first:last, first:last] = own
 
     def _reserve(self, rows: int) -> None:

@@ -87,6 +87,8 @@ def test_submit_prints_one_json_document_and_writes_a_trace(
 
     plain = pipedec("submit", *short, "--method", "pp", "--json")
     assert json.loads(plain.out)["token_ids"] == expected and json.loads(plain.out)["hit_rate"] == 0
+    static = json.loads(pipedec("submit", *short, "--method", "stpp", "--depth", "2", "--rows", "5", "--json").out)
+    assert static["token_ids"] == expected and static["timesteps"] == 3 * static["misses"]
     assert re.search(r"2 │ stage 2 \(group 2\) │ yes", pipedec("status").err)
 
 

@@ -11,6 +11,7 @@ from pipedec.core import Request, Step, TreeParams, UserError, Verdict
 from pipedec.decoding import METHODS, create_method
 from pipedec.decoding.pipedec import PipeDec
 from pipedec.decoding.plain import PlainPipeline
+from pipedec.decoding.static_tree import StaticTree
 from pipedec.tree import Advance, Candidates, PredictionTree
 
 PROMPT = (1, 2, 3, 4, 5)
@@ -32,11 +33,12 @@ RARE = [(60, 0.02), (61, 0.01)]
 
 
 class ScriptedDrafter:
-    """Answers from a table of bigrams, and counts rows as a draft model with a cache does."""
+    """Answers from a table of bigrams, and knows what it has drafted as a draft model with a cache does."""
 
     def __init__(self) -> None:
         self.begun = 0
-        self.drafted = 0
+        self.drafted = torch.zeros(0, dtype=torch.int64)
+        self.skipped = 0
         self.expanded: list[list[int]] = []
         self.prompt: list[int] = []
 
@@ -47,11 +49,12 @@ class ScriptedDrafter:
         assert prompt_length == len(PROMPT)
         self.prompt += token_ids.tolist()
 
-    def expand(self, tree: PredictionTree, children: int) -> Candidates:
-        rows = torch.arange(self.drafted, tree.num_rows)
+    def expand(self, tree: PredictionTree, rows: Tensor, children: int) -> Candidates:
+        self.drafted = torch.cat((self.drafted, rows))
+        assert len(self.drafted.unique()) == len(self.drafted), "a row is drafted once"
+        assert torch.isin(torch.nonzero(tree.tree_mask[rows])[:, 1], self.drafted).all(), "ancestors are drafted first"
         table = [BIGRAMS.get(token, RARE)[:children] for token in tree.token_ids[rows].tolist()]
         self.expanded.append(tree.token_ids[rows].tolist())
-        self.drafted = tree.num_rows
         return Candidates(
             rows,
             torch.tensor([[token for token, _ in line] for line in table]),
@@ -59,8 +62,8 @@ class ScriptedDrafter:
         )
 
     def advance(self, advance: Advance) -> None:
-        assert advance.num_rows == self.drafted, "every row is drafted before a verdict prunes it"
-        self.drafted = len(advance.kept)
+        self.skipped += advance.num_rows - len(self.drafted)
+        _, self.drafted = advance.renumber(self.drafted)
 
 
 @pytest.fixture
@@ -107,6 +110,7 @@ def test_a_hit_prunes_the_candidates_before_the_next_layer_is_chosen(drafter: Sc
     assert drafter.expanded[-1] == [13, 14]
     assert rows(method.propose()) == [(17, 1), (18, 1), (10, 2)]
     assert (method.hits, method.misses) == (1, 1)
+    assert drafter.skipped == 0
 
 
 def test_a_hit_on_the_other_branch(drafter: ScriptedDrafter) -> None:
@@ -129,6 +133,7 @@ def test_a_miss_starts_a_new_tree(drafter: ScriptedDrafter) -> None:
     assert rows(method.propose()) == [(41, 0), (42, 0)]
     assert drafter.expanded[-1] == [40]
     assert (method.hits, method.misses) == (0, 2)
+    assert drafter.skipped == 0
 
 
 def test_an_empty_frontier_proposes_nothing_until_the_miss(drafter: ScriptedDrafter) -> None:
@@ -149,6 +154,56 @@ def test_an_empty_frontier_proposes_nothing_until_the_miss(drafter: ScriptedDraf
     method.apply(Verdict((25,)))
     assert rows(method.propose()) == [(25, -1)]
     assert (method.hits, method.misses) == (1, 2)
+
+
+def static_tree(drafter: ScriptedDrafter, **limits: int) -> StaticTree:
+    """A method that has taken in the prompt and whose target has said 10."""
+    method = StaticTree(Request(0, PROMPT, method="stpp", tree=TreeParams(**limits)), drafter)
+    method.prefill(torch.tensor(PROMPT))
+    method.apply(Verdict((10,)))
+    return method
+
+
+def test_a_static_tree_enters_whole_and_waits_for_its_verdict(drafter: ScriptedDrafter) -> None:
+    method = static_tree(drafter, width=3, children=2, depth=2)
+    assert (drafter.begun, drafter.prompt) == (1, list(PROMPT))
+    assert method.propose() is None  # nothing is drafted yet
+    method.draft()
+    assert drafter.expanded == [[10], [11, 12]]
+    assert rows(method.propose()) == [(10, -1), (11, 0), (12, 0), (13, 1), (14, 1), (15, 2)]
+    for _ in range(2):
+        method.draft()
+        assert method.propose() is None
+    assert len(drafter.expanded) == 2
+    method.apply(Verdict((11, 14, 40)))
+    assert (method.hits, method.misses) == (2, 2)
+    assert method.propose() is None
+    method.draft()
+    assert rows(method.propose()) == [(40, -1), (41, 0), (42, 0), (43, 1), (44, 1), (60, 2)]
+
+
+def test_a_static_tree_keeps_its_likeliest_rows_of_any_depth(drafter: ScriptedDrafter) -> None:
+    """11: 0.6, 12: 0.3, 11-13: 0.30, 12-15: 0.27, 11-14: 0.24, then 12-15-17: 0.189 before all other leaves."""
+    method = static_tree(drafter, width=1, children=2, depth=3, rows=6)
+    method.draft()
+    assert drafter.expanded == [[10], [11, 12], [13, 14, 15, 16]]
+    assert rows(method.propose()) == [(10, -1), (11, 0), (12, 0), (13, 1), (14, 1), (15, 2), (17, 5)]
+    assert drafter.drafted.tolist() == [0, 1, 2, 3, 4, 5]
+    method.apply(Verdict((12, 15, 17, 13)))
+    assert (method.hits, method.misses) == (3, 2)
+    method.draft()
+    assert drafter.expanded[3:] == [[13], [17, 18], [60, 61, 60, 61]]
+
+
+def test_a_static_tree_that_ends_counts_its_accepted_rows(drafter: ScriptedDrafter) -> None:
+    """The answer may end in the middle of the tree; then there is no token for which a new root would have to enter."""
+    method = static_tree(drafter, depth=2)
+    method.draft()
+    method.propose()
+    method.apply(Verdict((11, 14), "length"))
+    assert (method.hits, method.misses) == (1, 1)
+    method.draft()
+    assert method.propose() is None
 
 
 def test_plain_pipeline_waits_for_every_token() -> None:
@@ -178,9 +233,11 @@ def test_the_last_verdict_proposes_and_counts_nothing(name: str, drafter: Script
 def test_create_method(drafter: ScriptedDrafter) -> None:
     assert isinstance(create_method(Request(0, PROMPT, method="pp"), None), PlainPipeline)
     assert isinstance(create_method(Request(0, PROMPT, method="pipedec"), drafter), PipeDec)
-    with pytest.raises(UserError, match=r"needs a draft model: give --draft DIR, or use --method pp$"):
-        create_method(Request(0, PROMPT, method="pipedec"), None)
-    with pytest.raises(UserError, match=r"^unknown method 'best': choose one of pp, pipedec$"):
+    assert isinstance(create_method(Request(0, PROMPT, method="stpp"), drafter), StaticTree)
+    for name in ("stpp", "pipedec"):
+        with pytest.raises(UserError, match=rf"^method {name} needs a draft model: give --draft DIR, or use --method pp$"):
+            create_method(Request(0, PROMPT, method=name), None)
+    with pytest.raises(UserError, match=r"^unknown method 'best': choose one of pp, stpp, pipedec$"):
         create_method(Request(0, PROMPT, method="best"), drafter)
 
 

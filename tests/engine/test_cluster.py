@@ -20,6 +20,7 @@ from processes import marked_processes, wait_until
 from tiny_pair import Pair
 from transformers import PreTrainedTokenizerBase
 
+from pipedec.cli.options import METHOD_NAMES
 from pipedec.core import Completion, PipedecError, RankLost, SamplingParams, SchedulerLost, TreeParams, UserError
 from pipedec.engine.client import Client
 from pipedec.engine.cluster import LocalCluster
@@ -33,7 +34,7 @@ from pipedec.tracing import SCHEDULER_TRACK
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 
 PROMPTS = ("Natalia sold 12 clips in April.", "The pipeline is kept full: " * 60, "東京 \U0001f680")
-TREE = TreeParams(width=8, children=8)
+TREE = TreeParams(width=8, children=8, depth=3, rows=20)
 
 
 def prompt_request(
@@ -48,23 +49,25 @@ def client_of(cluster: LocalCluster) -> Client:
 
 
 def check_answers(cluster: LocalCluster, reference: Reference, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Every prompt by both methods says what transformers says, in the number of timesteps that the paper gives."""
-    groups, hits = cluster.spec.topology.num_groups, 0
+    """Every prompt by every method says what transformers says, in the number of timesteps that the paper gives."""
+    groups, hits = cluster.spec.topology.num_groups, dict.fromkeys(METHOD_NAMES, 0)
     for text in PROMPTS:
         token_ids = tokenizer(text)["input_ids"]
         expected = reference.generate(token_ids, 24, ignore_eos=True)
-        for method in ("pp", "pipedec"):
+        for method in METHOD_NAMES:
             pieces: list[str] = []
             answer = client_of(cluster).ask(prompt_request(text, method, ignore_eos=True), pieces.append)
             assert answer.token_ids == expected
             assert answer.text == "".join(pieces) == tokenizer.decode(expected, skip_special_tokens=True)
             metrics = answer.metrics
             assert metrics.hits + metrics.misses == len(expected) - 1
-            assert metrics.timesteps == metrics.hits + groups * metrics.misses
+            static = (groups + 1) * metrics.misses
+            assert metrics.timesteps == (static if method == "stpp" else metrics.hits + groups * metrics.misses)
             assert (answer.stages, answer.prompt_tokens) == (cluster.spec.num_stages, len(token_ids))
             assert answer.finish_reason == "length"
-            hits += metrics.hits
-    assert hits > 0 or groups == 1  # a hit was in flight when its parent left the last group
+            hits[method] += metrics.hits
+    assert hits["pp"] == 0 and hits["stpp"] > 0
+    assert hits["pipedec"] > 0 or groups == 1  # a hit was in flight when its parent left the last group
 
 
 def test_two_stages_say_what_transformers_says(
@@ -178,7 +181,7 @@ def test_two_clients_at_once_both_get_their_own_answer(
         ({"prompt": 5}, "text field prompt"),
         ({"prompt": "\ud800"}, "not UTF-8"),
         ({"colour": "red"}, "text field prompt"),
-        ({"method": "magic"}, "unknown method 'magic': choose one of pp, pipedec"),
+        ({"method": "magic"}, "unknown method 'magic': choose one of pp, stpp, pipedec"),
         ({"raw": "yes"}, "raw must be true or false, not 'yes'"),
         ({"sampling": {"max_tokens": 0}}, "max_tokens must be at least 1, not 0"),
         ({"sampling": {"max_tokens": 1.5}}, "max_tokens must be a whole number, not '1.5'"),
@@ -189,6 +192,14 @@ def test_two_clients_at_once_both_get_their_own_answer(
         ({"sampling": []}, "cannot be read"),
         ({"tree": {"width": 2.5}}, "tree width must be a whole number, not '2.5'"),
         ({"tree": {"width": 10**9}}, "at most 4096"),
+        ({"tree": {"rows": 4097}}, "at most 4096"),
+        ({"tree": {"rows": True}}, "tree rows must be a whole number, not 'True'"),
+        ({"tree": {"rows": 0}}, "tree rows must be at least 1, not 0"),
+        ({"tree": {"depth": 0}}, "tree depth must be at least 1, not 0"),
+        ({"tree": {"depth": 65}}, "tree depth must be at most 64"),
+        ({"tree": {"depth": None}}, "tree depth must be a whole number, not 'None'"),
+        ({"method": "stpp", "tree": {"width": 1000, "depth": 5}}, "5 layers of 1000 rows are drafted at once"),
+        ({"method": "stpp", "tree": {"rows": 100, "depth": 41}}, "41 layers of 100 rows are drafted at once"),
         ({"tree": None}, "cannot be read"),
     ],
     ids=lambda value: json.dumps(value)[:40] if isinstance(value, dict) else "",

@@ -10,6 +10,7 @@ from checkpoints import save_tiny_llama
 from transformers import LlamaForCausalLM, PreTrainedModel
 
 from pipedec.core import Metrics, Request, SamplingParams, TreeParams, UserError, Verdict
+from pipedec.decoding import METHODS
 from pipedec.engine.local import LocalPipeline
 from pipedec.engine.plan import even_layers
 from pipedec.engine.spec import DTYPES, PipelineSpec
@@ -61,9 +62,13 @@ def make_pipeline(
 
 
 def request(
-    prompt: tuple[int, ...] = PROMPT, num_tokens: int = NUM_TOKENS, method: str = "pipedec", **sampling: object
+    prompt: tuple[int, ...] = PROMPT,
+    num_tokens: int = NUM_TOKENS,
+    method: str = "pipedec",
+    tree: TreeParams = TREE,
+    **sampling: object,
 ) -> Request:
-    return Request(0, prompt, SamplingParams(max_tokens=num_tokens, **sampling), method, TREE)  # type: ignore[arg-type]
+    return Request(0, prompt, SamplingParams(max_tokens=num_tokens, **sampling), method, tree)  # type: ignore[arg-type]
 
 
 def answer(pipeline: LocalPipeline, asked: Request) -> tuple[tuple[int, ...], str | None]:
@@ -73,10 +78,14 @@ def answer(pipeline: LocalPipeline, asked: Request) -> tuple[tuple[int, ...], st
     return tuple(token for verdict in verdicts for token in verdict.tokens), verdicts[-1].finished
 
 
-def check_metrics(metrics: Metrics, groups: int, num_tokens: int) -> None:
-    """Paper §3.3.4: a hit yields its token one timestep later, a miss after the whole pipeline."""
+def check_metrics(metrics: Metrics, groups: int, num_tokens: int, method: str = "pipedec") -> None:
+    """Paper §3.3.4: a hit yields its token one timestep later, a miss after the whole pipeline.
+
+    A static tree crosses the whole pipeline for each of its roots, which are its misses, after a timestep of the draft alone.
+    """
     assert metrics.hits + metrics.misses == num_tokens - 1
-    assert metrics.timesteps == metrics.hits + groups * metrics.misses
+    static = (groups + 1) * metrics.misses
+    assert metrics.timesteps == (static if method == "stpp" else metrics.hits + groups * metrics.misses)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
@@ -96,6 +105,37 @@ def test_every_method_says_what_transformers_says(models: Path, shape: tuple[int
         assert hits["pipedec", "same"] > hits["pipedec", "near"] > hits["pipedec", "random"]
 
 
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: f"{shape[0]}in{shape[1]}")
+def test_a_static_tree_says_what_transformers_says(models: Path, shape: tuple[int, int]) -> None:
+    wanted = expected(models / "target", PROMPT, NUM_TOKENS)
+    trees = (TREE, TreeParams(3, 2, depth=1), TreeParams(1, 8, depth=2, rows=1), TreeParams(1, 5, depth=5, rows=12))
+    hits = {}
+    for draft in ("same", "near", "random"):
+        pipeline = make_pipeline(models, shape, draft)
+        for tree in trees:
+            verdicts = list(pipeline.run(request(method="stpp", tree=tree, ignore_eos=True)))
+            assert tuple(token for verdict in verdicts for token in verdict.tokens) == wanted
+            assert pipeline.metrics.misses == len(verdicts) - 1  # the rounds
+            check_metrics(pipeline.metrics, shape[1], NUM_TOKENS, "stpp")
+            hits[draft, tree] = pipeline.metrics.hits
+    assert hits["same", TREE] > hits["near", TREE] > hits["random", TREE]
+    assert hits["same", trees[1]] < hits["same", TREE]
+
+
+@pytest.mark.parametrize("depth", [1, 2, 5])
+@pytest.mark.parametrize(("width", "children"), [(1, 3), (32, 2)])
+def test_a_draft_that_is_always_right_fills_every_round(models: Path, width: int, children: int, depth: int) -> None:
+    """A round then gives the depth of the tree and one token more. It ends at a leaf, which the draft never computed."""
+    pipeline = make_pipeline(models, (2, 2), "same", "float64")
+    num_tokens = 1 + 4 * (depth + 1)
+    tree = TreeParams(width, children, depth)  # a chain, or all there is
+    verdicts = list(pipeline.run(request(num_tokens=num_tokens, method="stpp", tree=tree, ignore_eos=True)))
+    assert [len(verdict.tokens) for verdict in verdicts] == [1] + 4 * [depth + 1]
+    wanted = expected(models / "target", PROMPT, num_tokens, "float64")
+    assert tuple(token for verdict in verdicts for token in verdict.tokens) == wanted
+    assert (pipeline.metrics.hits, pipeline.metrics.misses, pipeline.metrics.timesteps) == (4 * depth, 4, 4 * 3)
+
+
 @pytest.mark.parametrize("width", [1, 2, 32])
 def test_tree_limits_change_the_speed_only(models: Path, width: int) -> None:
     wanted = expected(models / "target", PROMPT, NUM_TOKENS)
@@ -107,7 +147,7 @@ def test_tree_limits_change_the_speed_only(models: Path, width: int) -> None:
         check_metrics(pipeline.metrics, 4, NUM_TOKENS)
 
 
-@pytest.mark.parametrize("method", ["pp", "pipedec"])
+@pytest.mark.parametrize("method", METHODS)
 def test_a_prompt_of_several_chunks(models: Path, method: str) -> None:
     prompt = tuple(int(token) for token in torch.randint(3, 64, (600,), generator=torch.Generator().manual_seed(5)))
     pipeline = make_pipeline(models, (4, 2), "near")
@@ -115,15 +155,15 @@ def test_a_prompt_of_several_chunks(models: Path, method: str) -> None:
     assert answer(pipeline, asked) == (expected(models / "target", prompt, NUM_TOKENS), "length")
 
 
-@pytest.mark.parametrize("method", ["pp", "pipedec"])
+@pytest.mark.parametrize("method", METHODS)
 def test_one_token_takes_no_timestep(models: Path, method: str) -> None:
     pipeline = make_pipeline(models, (4, 4), "near")
     assert answer(pipeline, request(num_tokens=1, method=method)) == (expected(models / "target", PROMPT, 1), "length")
-    check_metrics(pipeline.metrics, 4, 1)
+    check_metrics(pipeline.metrics, 4, 1, method)
     assert pipeline.metrics.timesteps == 0
 
 
-@pytest.mark.parametrize("method", ["pp", "pipedec"])
+@pytest.mark.parametrize("method", METHODS)
 def test_the_models_end_token_ends_the_answer(models: Path, method: str, tmp_path: Path) -> None:
     spoken = expected(models / "target", PROMPT, NUM_TOKENS)
     end = next(token for index, token in enumerate(spoken) if index >= 4 and token not in spoken[:index])
@@ -135,7 +175,7 @@ def test_the_models_end_token_ends_the_answer(models: Path, method: str, tmp_pat
     wanted = expected(tmp_path / "target", PROMPT, NUM_TOKENS, ignore_eos=False)
     assert wanted == spoken[: spoken.index(end) + 1]
     assert answer(pipeline, request(method=method)) == (wanted, "stop")
-    check_metrics(pipeline.metrics, 4, len(wanted))
+    check_metrics(pipeline.metrics, 4, len(wanted), method)
     # The next request finds nothing of the rows that were in flight.
     assert answer(pipeline, request(method=method, ignore_eos=True)) == (spoken, "length")
     assert answer(pipeline, request(method=method, ignore_eos=True, stop_token_ids=(end,))) == (wanted, "stop")

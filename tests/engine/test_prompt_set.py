@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from pipedec.core import UserError
-from pipedec.engine.prompt_set import PromptSet, read_prompts
+from pipedec.engine.prompt_set import PromptSet, PromptSource, read_prompts
 
 
 def write(path: Path, rows: list[object]) -> Path:
@@ -102,3 +102,31 @@ def test_a_sample_is_the_same_for_the_same_seed() -> None:
     assert drawn == whole.sample(10) and drawn != whole.sample(10, seed=1)
     assert len(set(drawn.prompts)) == 10 and set(drawn.prompts) <= set(whole.prompts)
     assert sorted(whole.sample(99).prompts) == sorted(whole.prompts)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("some/HumanEval.jsonl.gz", PromptSource("HumanEval", Path("some/HumanEval.jsonl.gz"))),
+        ("math=gsm8k/test.jsonl", PromptSource("math", Path("gsm8k/test.jsonl"))),
+        ("q.jsonl#category=qa", PromptSource("qa", Path("q.jsonl"), "category", ("qa",))),
+        ("bench=q.jsonl#category=stem,math", PromptSource("bench", Path("q.jsonl"), "category", ("stem", "math"))),
+        ("q.jsonl#category=stem,math", PromptSource("q", Path("q.jsonl"), "category", ("stem", "math"))),
+    ],
+)
+def test_sources_are_files_or_some_of_their_records(text: str, expected: PromptSource) -> None:
+    assert PromptSource.parse(text) == expected
+
+
+@pytest.mark.parametrize("text", ["", "=file", "name=", "file#", "file#category", "file#=qa", "#category=qa"])
+def test_sources_of_another_form_are_refused(text: str) -> None:
+    with pytest.raises(UserError, match="names no prompts: write FILE"):
+        PromptSource.parse(text)
+
+
+def test_records_are_chosen_by_a_field(tmp_path: Path) -> None:
+    path = tmp_path / "q.jsonl"
+    path.write_text("".join(json.dumps({"category": c, "prompt": f"{c}?"}) + "\n" for c in ("qa", "rag", "qa")))
+    assert PromptSource.parse(f"{path}#category=qa").read() == PromptSet("qa", ("qa?", "qa?"))
+    with pytest.raises(UserError, match="has no record with such a 'category': it holds qa, rag"):
+        PromptSource.parse(f"{path}#category=sums").read()

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipedec.tree import Candidates, PredictionTree
+from pipedec.tree import Advance, Candidates, PredictionTree
 
 
 class NaiveTree:
@@ -67,9 +67,31 @@ def test_random_growth_and_verdicts_match_a_naive_tree(data: st.DataObject) -> N
             assert advance.hit == bool(kept)
             assert tree.root_position == position
             check_same(tree, naive)
-            is_kept, renumbered = advance.renumber(torch.arange(len(before)))
-            assert torch.equal(torch.nonzero(is_kept)[:, 0], advance.kept)
-            assert renumbered.tolist() == list(range(len(kept)))
+            assert advance.committed_ids.tolist() == [before[row][-1] for row in path]
+            check_renumbering(advance, len(before))
+        if naive.paths and data.draw(st.booleans()):
+            rows = closed_rows(data, tree)
+            naive.paths = [naive.paths[row] for row in rows]
+            advance = tree.keep(torch.tensor(rows))
+            assert (advance.kept.tolist(), len(advance.committed), len(advance.committed_ids)) == (rows, 0, 0)
+            assert tree.root_position == position
+            check_same(tree, naive)
+            check_renumbering(advance, advance.num_rows)
+
+
+def check_renumbering(advance: Advance, num_rows: int) -> None:
+    is_kept, renumbered = advance.renumber(torch.arange(num_rows))
+    assert torch.equal(torch.nonzero(is_kept)[:, 0], advance.kept)
+    assert renumbered.tolist() == list(range(len(advance.kept)))
+
+
+def closed_rows(data: st.DataObject, tree: PredictionTree) -> list[int]:
+    """The root and some rows, all with their parents."""
+    rows: list[int] = [0]
+    for row, parent in enumerate(tree.parents.tolist()):
+        if parent in rows and data.draw(st.booleans()):
+            rows.append(row)
+    return rows
 
 
 @given(st.integers(1, 6), st.integers(1, 5), st.integers(0, 10_000))
@@ -99,6 +121,57 @@ def test_grow_takes_the_likeliest_paths_in_row_order(width: int, children: int, 
         cumulative = tree.cumulative_log_probs
         for index, path in enumerate(after):
             assert float(cumulative[index]) == pytest.approx(expected_paths[path], abs=1e-4)
+
+
+@given(st.data())
+def test_likeliest_rows_come_with_their_parents(data: st.DataObject) -> None:
+    """Also where children are certain, so that they are as likely as their parents."""
+    tree = PredictionTree()
+    tree.plant(3)
+    for _ in range(data.draw(st.integers(0, 12))):
+        log_prob = data.draw(st.sampled_from([0.0, -1e-9, -0.1, -0.1000001, -5.3, -17.7]))
+        parent = data.draw(st.integers(0, tree.num_rows - 1))
+        tree.append(torch.tensor([9]), torch.tensor([parent]), torch.tensor([log_prob]))
+    count = data.draw(st.integers(1, 14))
+    cumulative = tree.cumulative_log_probs
+    rows = tree.likeliest(count)
+    assert len(rows) == min(count + 1, tree.num_rows)
+    others = [row for row in range(tree.num_rows) if row not in rows.tolist()]
+    assert not others or float(cumulative[others].max()) <= float(cumulative[rows].min()) + 1e-4
+    assert torch.equal(tree.likeliest(count), rows)
+    tree.keep(rows)  # raises unless closed
+    assert tree.num_rows == len(rows)
+
+
+class RoundedTree(PredictionTree):
+    """Adds up probabilities so badly that a leaf seems likelier than its parents."""
+
+    @property
+    def cumulative_log_probs(self) -> torch.Tensor:
+        return torch.tensor([0.0, -2.0001, -1.0, -2.0])
+
+
+def test_a_row_is_not_likelier_than_its_parent_whatever_rounding_says() -> None:
+    tree = RoundedTree()
+    tree.append(torch.tensor([1, 2, 3, 4]), torch.tensor([-1, 0, 0, 1]))
+    assert tree.likeliest(2).tolist() == [0, 1, 2]
+    assert tree.likeliest(3).tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("rows", [[], [1], [0, 2], [0, 2, 1], [0, 1, 1], [0, 1, 3], [-1, 0]])
+def test_rows_to_keep_that_are_no_tree_are_refused(rows: list[int]) -> None:
+    tree = PredictionTree()
+    tree.append(torch.tensor([1, 2, 3]), torch.tensor([-1, 0, 1]))
+    with pytest.raises(ValueError, match="begin with the root"):
+        tree.keep(torch.tensor(rows, dtype=torch.int64))
+    assert tree.token_ids.tolist() == [1, 2, 3]
+
+
+def test_a_chain_of_rows_in_one_step() -> None:
+    tree = PredictionTree(block=4)
+    tree.append(torch.tensor([1, 2]), torch.tensor([-1, 0]))
+    tree.append(torch.arange(3, 12), torch.arange(1, 10))
+    assert torch.equal(tree.tree_mask, torch.ones(11, 11, dtype=torch.bool).tril())
 
 
 def paths_of(tree: PredictionTree) -> list[tuple[int, ...]]:

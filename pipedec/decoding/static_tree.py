@@ -1,0 +1,64 @@
+"""Static tree pipeline parallelism (``stpp``, paper §4.2, after SpecInfer): a whole tree enters in one step, then waits.
+
+After a verdict the draft works alone for a timestep: layer by layer it grows the tree below the last accepted token, and the
+stages stand still. The tree then crosses all stages together, and its verdict is the path that the target agrees with, and one
+token more, which is the next root.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from pipedec.core import Request, Step, Verdict
+from pipedec.tree import PredictionTree
+
+if TYPE_CHECKING:
+    from pipedec.decoding.method import Drafter
+
+
+class StaticTree:
+    """``depth`` layers of at most ``width`` rows; with ``rows``, that many rows of whatever layer, the likeliest first."""
+
+    def __init__(self, request: Request, drafter: Drafter, device: torch.device | str = "cpu") -> None:
+        self.hits = 0
+        self.misses = 0
+        self._limits = request.tree
+        self._prompt_length = len(request.prompt_token_ids)
+        self._drafter = drafter
+        self._drafter.begin()
+        self._tree = PredictionTree(device)
+        self._tree.reset(self._prompt_length)
+        self._device = device
+        self._root: int | None = None  # an accepted token whose tree has yet to be drafted
+        self._step: Step | None = None  # the drafted tree, until it enters
+
+    def prefill(self, token_ids: Tensor) -> None:
+        self._drafter.prefill(token_ids, self._prompt_length)
+
+    def draft(self) -> None:
+        """The whole tree below a new root: one forward per layer. The last layer's own children are nobody's concern."""
+        if self._root is None:
+            return
+        layer, self._root = self._tree.plant(self._root), None
+        # No row outside the likeliest of its layer is among the likeliest of all, so layers of that width are enough.
+        width = self._limits.rows or self._limits.width
+        for _ in range(self._limits.depth):
+            rows = torch.arange(layer.start, layer.stop, device=self._device)
+            layer = self._tree.grow(self._drafter.expand(self._tree, rows, self._limits.children), width)
+        if self._limits.rows is not None:
+            self._drafter.advance(self._tree.keep(self._tree.likeliest(self._limits.rows)))
+        self._step = Step(self._tree.token_ids.clone(), self._tree.parents.clone())
+
+    def apply(self, verdict: Verdict) -> None:
+        self._drafter.advance(self._tree.advance(verdict.tokens))
+        self._root = verdict.tokens[-1] if verdict.finished is None else None
+        self._step = None
+        self.hits += len(verdict.tokens) - 1
+        self.misses += verdict.finished is None
+
+    def propose(self) -> Step | None:
+        step, self._step = self._step, None
+        return step
