@@ -1,0 +1,89 @@
+"""Where the time of a timestep goes, read off the traces of all ranks.
+
+Knows tasks and their times; knows nothing of emulation or of what the ranks computed.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+from pipedec.tracing import SCHEDULER_TRACK, TraceEvent
+
+PHASES = ("compute", "wait", "transfer", "sync", "scheduler")
+
+_Span = tuple[int, int]
+
+
+@dataclass
+class _Timestep:
+    """The tasks of one timestep, in µs: forwards by rank, then the other phases."""
+
+    forwards: dict[int, _Span]
+    transfers: list[_Span]
+    syncs: list[_Span]
+
+
+def breakdown(events: Iterable[TraceEvent], num_stages: int) -> dict[str, float] | None:
+    """Milliseconds per timestep by phase, mean over the stages and the timesteps of one traced answer; None without any.
+
+    A timestep begins with its first forward and ends with the next one's. ``compute`` is a stage's own forward. ``wait`` is the
+    time from its end to the end of the last forward (another stage's or the draft's), and all of the compute phase for a stage
+    without rows. After the last forward comes ``transfer`` while something is transferred, else ``sync`` while some rank
+    replays the verdict. What is left is ``scheduler``: a forward that is granted late, reports and grants.
+    """
+    timesteps = _timesteps(events)
+    numbers = [number for number in sorted(timesteps) if number + 1 in timesteps and timesteps[number].forwards]
+    parts = [_phases(timesteps[number], _start(timesteps[number + 1]), num_stages) for number in numbers]
+    if not parts:
+        return None
+    return {name: fmean(part[name] for part in parts) / 1000 for name in PHASES}
+
+
+def _timesteps(events: Iterable[TraceEvent]) -> dict[int, _Timestep]:
+    found: dict[int, _Timestep] = defaultdict(lambda: _Timestep({}, [], []))
+    for event in events:
+        if event.rank == SCHEDULER_TRACK:
+            continue
+        span = (event.start_us, event.end_us)
+        if ">" in event.label:
+            found[int(event.label.split("@")[1])].transfers.append(span)
+        elif "F" in event.label:
+            rank, number = event.label.split("F")
+            found[int(number)].forwards[int(rank)] = span
+        elif "S" in event.label:
+            found[int(event.label.split("S")[1])].syncs.append(span)
+    return {number: timestep for number, timestep in found.items() if number > 0 and timestep.forwards}
+
+
+def _start(timestep: _Timestep) -> int:
+    return min(start for start, _ in timestep.forwards.values())
+
+
+def _phases(timestep: _Timestep, end: int, num_stages: int) -> dict[str, float]:
+    start = _start(timestep)
+    computed = max(stop for _, stop in timestep.forwards.values())
+    stages = [span for rank, span in timestep.forwards.items() if rank > 0]
+    idle = (num_stages - len(stages)) * (computed - start)
+    transfer = _covered(timestep.transfers, computed, end)
+    either = _covered([*timestep.transfers, *timestep.syncs], computed, end)
+    late = sum(begin - start for begin, _ in stages) / num_stages
+    return {
+        "compute": sum(stop - begin for begin, stop in stages) / num_stages,
+        "wait": (sum(computed - stop for _, stop in stages) + idle) / num_stages,
+        "transfer": transfer,
+        "sync": either - transfer,
+        "scheduler": max(0, end - computed) - either + late,
+    }
+
+
+def _covered(spans: Sequence[_Span], low: int, high: int) -> int:
+    """How much of [low, high] the spans cover together."""
+    total, reached = 0, low
+    for start, stop in sorted(spans):
+        begin, stop = max(start, reached), min(stop, high)
+        if stop > begin:
+            total, reached = total + stop - begin, stop
+    return total

@@ -1,0 +1,369 @@
+"""Methods × pipelines × trees × prompts, one JSONL row per answer, in an order that an interruption cannot spoil.
+
+Owns the grid and the result files (``rows.jsonl``, ``trees.json``); a row that is there is not measured again. How one answer is
+got is the runners' business, what the rows show together is ``sweep_rows``' and the figures'.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from pipedec.bench.record import Row, header
+from pipedec.bench.sweep_rows import SCHEMA, read_records
+from pipedec.bench.sweep_runners import Measured, OneProcess, RealProcesses
+from pipedec.bench.sweep_shapes import (
+    SLM,
+    Pair,
+    Shape,
+    SmallModel,
+    as_it_is,
+    digest,
+    emulated,
+    small_model_alone,
+    small_model_as_it_is,
+)  # fmt: skip
+from pipedec.bench.tuning import TuningGrid, best_tree
+from pipedec.config import ClusterConfig
+from pipedec.core import PipedecError, SamplingParams, TreeParams, UserError
+from pipedec.decoding import METHODS
+from pipedec.engine.messages import PromptRequest
+from pipedec.engine.prompt_set import PromptSet
+
+TUNED = "stpp-tuned"
+SWEEP_METHODS = (*METHODS, TUNED, SLM)
+CLOCKS = ("measured", "computed")
+_WITHOUT_TREE = ("pp", SLM)
+_TUNING_PROMPTS_PER_SET = 2
+
+
+@dataclass(frozen=True)
+class SweepConfig:
+    """What is swept.
+
+    Attributes:
+        presets: partitions of ``cluster``; empty for this machine as it is, without emulation.
+        stages: stage counts; empty for those of the presets.
+        methods: of SWEEP_METHODS. ``stpp`` uses its best depth, ``stpp-tuned`` the best tree of a grid.
+        widths, children: limits of the tree, all combinations.
+        samples: prompts of each set, drawn by ``seed`` from those that fit into the context.
+        clock: ``measured`` in real processes, or ``computed`` in one process.
+        slow_motion: see ``Emulation``.
+
+    Raises:
+        UserError: an unknown method or clock, a number below 1, or a combination that cannot work.
+    """
+
+    cluster: ClusterConfig
+    presets: tuple[str, ...] = ()
+    stages: tuple[int, ...] = ()
+    methods: tuple[str, ...] = ("pp", "stpp", TUNED, "pipedec")
+    widths: tuple[int, ...] = (32,)
+    children: tuple[int, ...] = (16,)
+    samples: int = 10
+    seed: int = 0
+    repeats: int = 1
+    sampling: SamplingParams = SamplingParams(max_tokens=64)
+    clock: str = "measured"
+    slow_motion: float = 4.0
+    raw_prompts: bool = False
+    pair: Pair = Pair()
+    small: SmallModel = SmallModel()
+    grid: TuningGrid = TuningGrid()
+
+    def __post_init__(self) -> None:
+        for method in self.methods:
+            if method not in SWEEP_METHODS:
+                raise UserError(f"unknown method {method!r}: choose from {', '.join(SWEEP_METHODS)}")
+        if self.clock not in CLOCKS:
+            raise UserError(f"unknown clock {self.clock!r}: choose one of {', '.join(CLOCKS)}")
+        for preset in self.presets:
+            self.cluster.find_partition(preset)
+        if not self.presets and (not self.stages or self.clock == "computed" or TUNED in self.methods):
+            raise UserError("without --preset nothing is emulated: give --stages, --clock measured and no stpp-tuned")
+        numbers = {"--widths": self.widths, "--children": self.children, "--stages": self.stages}
+        numbers |= {"--samples": (self.samples,), "--repeats": (self.repeats,)}
+        for flag, values in numbers.items():
+            if any(value < 1 for value in values):
+                raise UserError(f"{flag} must be at least 1")
+
+    def shapes(self) -> Iterator[Shape]:
+        """The pipelines, with ``slm``'s last."""
+        methods = set(self.methods) - {SLM}
+        for preset in self.presets if methods else ():
+            for stages in self.stages or (None,):
+                yield emulated(self.cluster, preset, stages, self.pair, self.slow_motion)
+        for stages in self.stages if methods and not self.presets else ():
+            yield as_it_is(stages, self.pair)
+        if SLM in self.methods and self.presets:
+            yield small_model_alone(self.cluster, self.small, self.pair, self.slow_motion)
+        elif SLM in self.methods:
+            yield small_model_as_it_is(self.pair)
+
+    def trees(self) -> list[TreeParams]:
+        return [TreeParams(width, children) for width in self.widths for children in self.children]
+
+
+class SweepProgress(Protocol):
+    """Told what the sweep is doing: the rows in all, each row there is, and what it is busy with."""
+
+    def start(self, total: int) -> None: ...
+
+    def busy(self, text: str) -> None: ...
+
+    def row(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class _Prompt:
+    """One prompt of a set; ``index`` is its number in the set's file."""
+
+    prompt_set: str
+    index: int
+    request: PromptRequest
+
+
+@dataclass(frozen=True)
+class _Cell:
+    """One way to decode: a row's method, and what the pipeline is asked for."""
+
+    label: str
+    method: str
+    tree: TreeParams | None
+
+    def request(self, prompt: PromptRequest, trace: bool) -> PromptRequest:
+        return replace(prompt, method=self.method, tree=self.tree or TreeParams(), trace=trace)
+
+
+def sweep(config: SweepConfig, prompt_sets: list[PromptSet], out: Path, progress: SweepProgress) -> list[Row]:
+    """Measure what ``out`` lacks; returns all rows of this sweep, those measured before included.
+
+    Raises:
+        UserError: no prompt fits, or ``out`` holds rows of another schema.
+        PipedecError: two methods gave different answers to a prompt, or a rank was lost.
+    """
+    return Sweep(config, out, progress).run(prompt_sets)
+
+
+class Sweep:
+    """One sweep into one directory."""
+
+    def __init__(self, config: SweepConfig, out: Path, progress: SweepProgress) -> None:
+        self._config = config
+        self._rows_path = out / "rows.jsonl"
+        self._trees_path = out / "trees.json"
+        self._progress = progress
+        self._header = header("sweep", {})
+        out.mkdir(parents=True, exist_ok=True)
+        _drop_unfinished_line(self._rows_path)
+        records = read_records(self._rows_path) if self._rows_path.is_file() else ()
+        self._known: dict[str, Row] = {record["key"]: record for _, record in records}
+        self._found: list[Row] = []
+
+    def run(self, prompt_sets: list[PromptSet]) -> list[Row]:
+        shapes = list(self._config.shapes())
+        per_shape = [1 if shape.preset == SLM else self._num_cells() for shape in shapes]
+        per_cell = sum(min(self._config.samples, len(one.prompts)) for one in prompt_sets) * self._config.repeats
+        self._progress.start(sum(per_shape) * per_cell)
+        for shape in shapes:
+            self._progress.busy(shape.label)
+            self._sweep_shape(shape, prompt_sets)
+        _check_lossless(self._found)
+        return self._found
+
+    def _num_cells(self) -> int:
+        with_tree = [method for method in self._config.methods if method not in _WITHOUT_TREE]
+        return len(with_tree) * len(self._config.trees()) + ("pp" in self._config.methods)
+
+    def _sweep_shape(self, shape: Shape, prompt_sets: list[PromptSet]) -> None:
+        here = OneProcess(shape.spec)
+        prompts = [prompt for one in prompt_sets for prompt in self._prompts(here, one)]
+        cells = self._cells(shape, here, prompts)
+        runner = _LazyRunner(shape, here if self._config.clock == "computed" else None)
+        with runner:
+            for repeat in range(self._config.repeats):
+                for prompt in prompts:
+                    for cell in cells:
+                        self._row(shape, cell, prompt, repeat, runner)
+
+    def _prompts(self, pipeline: OneProcess, prompt_set: PromptSet) -> Iterator[_Prompt]:
+        """The first ``samples`` prompts, in the order of the seed, that fit into the target's context."""
+        found = 0
+        for index in prompt_set.shuffled(self._config.seed):
+            request = PromptRequest(prompt_set.prompts[index], self._config.raw_prompts, sampling=self._config.sampling)
+            try:
+                pipeline.token_ids(request)
+            except UserError:
+                continue
+            yield _Prompt(prompt_set.name, index, request)
+            found += 1
+            if found == self._config.samples:
+                return
+        if not found:
+            raise UserError(f"no prompt of {prompt_set.name} fits into the target's context: use shorter ones")
+
+    def _cells(self, shape: Shape, here: OneProcess, prompts: list[_Prompt]) -> list[_Cell]:
+        if shape.preset == SLM or (shape.spec.draft is None and shape.preset is None):
+            return [_Cell(SLM, "pp", None)]
+        cells = []
+        for method in self._config.methods:
+            if method == "pp":
+                cells.append(_Cell("pp", "pp", None))
+            elif method != SLM:
+                cells += [self._tree_cell(method, tree, shape, here, prompts) for tree in self._config.trees()]
+        return cells
+
+    def _tree_cell(self, method: str, limits: TreeParams, shape: Shape, here: OneProcess, prompts: list[_Prompt]) -> _Cell:
+        if method in ("stpp", TUNED) and shape.spec.emulation is not None:
+            return _Cell(method, "stpp", self._tuned(method, limits, shape, here, prompts))
+        return _Cell(method, method, limits)
+
+    def _tuned(self, method: str, limits: TreeParams, shape: Shape, here: OneProcess, prompts: list[_Prompt]) -> TreeParams:
+        """The best tree for this pipeline, from ``trees.json`` if it was found before."""
+        few = [prompt for position, prompt in enumerate(prompts) if position % self._config.samples < _TUNING_PROMPTS_PER_SET]
+        texts = [prompt.request.prompt for prompt in few]
+        key = _key([method, asdict(limits), shape.cluster, self._pair(shape), texts, self._sampling()])
+        known = json.loads(self._trees_path.read_text()) if self._trees_path.is_file() else {}
+        if key not in known:
+            grid = self._config.grid
+            trees = grid.best_first(limits) if method == TUNED else grid.layer_wise(limits)
+            self._progress.busy(f"{shape.label}: best of {len(trees)} trees for {method}")
+            best, tried = best_tree(here, trees, [prompt.request for prompt in few])
+            known[key] = {
+                "method": method,
+                "preset": shape.preset,
+                "stages": shape.spec.num_stages,
+                "best": asdict(best),
+                "tried": tried,
+            }
+            _write_json(self._trees_path, known)
+            self._progress.busy(shape.label)
+        return TreeParams(**known[key]["best"])
+
+    def _row(self, shape: Shape, cell: _Cell, prompt: _Prompt, repeat: int, runner: _LazyRunner) -> None:
+        identity = self._identity(shape, cell, prompt, repeat)
+        key = _key([identity, prompt.request.prompt])
+        row = self._known.get(key)
+        if row is None:
+            trace = self._config.clock == "measured" and self._is_traced(prompt)
+            answer = runner.answer(cell.request(prompt.request, trace))
+            row = {"schema": SCHEMA, "key": key, **self._provenance(), **identity, **_figures(answer)}
+            with self._rows_path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(row) + "\n")
+            self._known[key] = row
+        self._found.append(row)
+        self._progress.row()
+
+    def _is_traced(self, prompt: _Prompt) -> bool:
+        """Of each set the first prompt says where the time of a timestep goes."""
+        return all(row["prompt_set"] != prompt.prompt_set or row["prompt_index"] == prompt.index for row in self._found)
+
+    def _provenance(self) -> Row:
+        return {name: self._header[name] for name in ("date", "version", "revision", "machine")}
+
+    def _pair(self, shape: Shape) -> Row:
+        spec = shape.spec
+        return {
+            "target": str(spec.target), "draft": str(spec.draft) if spec.draft else None,
+            "digest": digest(spec.target) + (digest(spec.draft) if spec.draft else ""),
+        }  # fmt: skip
+
+    def _sampling(self) -> Row:
+        sampling = asdict(self._config.sampling)
+        return {"temperature": 0.0, **sampling, "stop_token_ids": list(sampling["stop_token_ids"])}
+
+    def _identity(self, shape: Shape, cell: _Cell, prompt: _Prompt, repeat: int) -> Row:
+        """What tells this row from all others."""
+        is_emulated = shape.spec.emulation is not None
+        return {
+            "preset": shape.preset,
+            "clock": self._config.clock,
+            "emulated": is_emulated,
+            "slow_motion": self._config.slow_motion if is_emulated and self._config.clock == "measured" else 1.0,
+            "cluster": shape.cluster,
+            "pair": self._pair(shape),
+            "method": cell.label,
+            "tree": asdict(cell.tree) if cell.tree else None,
+            "prompt_set": prompt.prompt_set,
+            "prompt_index": prompt.index,
+            "repeat": repeat,
+            "sampling": self._sampling(),
+        }
+
+
+class _LazyRunner(AbstractContextManager["_LazyRunner"]):
+    """Starts the processes of a pipeline when the first answer is needed: a finished sweep starts none."""
+
+    def __init__(self, shape: Shape, here: OneProcess | None) -> None:
+        self._shape = shape
+        self._here = here
+        self._processes: RealProcesses | None = None
+
+    def answer(self, request: PromptRequest) -> Measured:
+        if self._here is not None:
+            return self._here.answer(request)
+        if self._processes is None:
+            self._processes = RealProcesses(self._shape.spec)
+            self._processes.__enter__()
+        return self._processes.answer(request)
+
+    def __exit__(self, *error: Any) -> None:
+        (self._processes or nullcontext()).__exit__(*error)
+
+
+def _figures(answer: Measured) -> Row:
+    decoded = len(answer.token_ids) - 1
+    return {
+        "answer": _key(list(answer.token_ids)),
+        "prompt_tokens": answer.prompt_tokens,
+        "output_tokens": len(answer.token_ids),
+        "finish_reason": answer.finish_reason,
+        "timesteps": answer.metrics.timesteps,
+        "hits": answer.metrics.hits,
+        "misses": answer.metrics.misses,
+        "decode_ms": round(answer.decode_ms, 3),
+        "prefill_ms": round(answer.prefill_ms, 3),
+        "ms_per_token": round(answer.decode_ms / decoded, 3) if decoded else None,
+        "computed_ms_per_token": round(answer.computed_ms / decoded, 3) if decoded and answer.computed_ms is not None else None,
+        "overran": round(answer.overran, 4),
+        "breakdown": answer.breakdown and {name: round(time_ms, 3) for name, time_ms in answer.breakdown.items()},
+    }
+
+
+def _check_lossless(rows: list[Row]) -> None:
+    """Every method must have said the same. ``slm`` is another model."""
+    said: dict[tuple[Any, ...], Row] = {}
+    for row in rows:
+        if row["method"] == SLM:
+            continue
+        first = said.setdefault((row["prompt_set"], row["prompt_index"], row["pair"]["digest"]), row)
+        if row["answer"] != first["answer"]:
+            methods, place = f"{row['method']} and {first['method']}", f"prompt {row['prompt_index']} of {row['prompt_set']}"
+            raise PipedecError(f"{methods} gave different answers to {place}: a defect (or a near tie, if not in float32)")
+
+
+def _key(identity: Any) -> str:
+    return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _drop_unfinished_line(path: Path) -> None:
+    """A sweep that was killed while it wrote may have left half a line; its row is measured again."""
+    if not path.is_file():
+        return
+    text = path.read_bytes()
+    whole = text[: text.rfind(b"\n") + 1]
+    if whole != text:
+        with path.open("r+b") as file:
+            file.truncate(len(whole))
+
+
+def _write_json(path: Path, document: Row) -> None:
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    os.replace(partial, path)

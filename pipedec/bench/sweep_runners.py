@@ -1,0 +1,114 @@
+"""Two ways to get one answer of a sweep: real processes with a clock on the wall, or one process with a computed clock.
+
+Owns clusters and pipelines while they are needed; says what an answer cost. Knows nothing of grids and result files.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from types import TracebackType
+
+from pipedec.bench.breakdown import breakdown
+from pipedec.core import Metrics, PipedecError, Request
+from pipedec.engine.client import Client
+from pipedec.engine.cluster import LocalCluster
+from pipedec.engine.local import LocalPipeline
+from pipedec.engine.messages import PromptRequest
+from pipedec.engine.prompt import Prompter, prefill_chunks
+from pipedec.engine.spec import PipelineSpec
+from pipedec.model import ModelConfig
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One answer and its cost; times in emulated milliseconds where something is emulated.
+
+    Attributes:
+        computed_ms: decoding by arithmetic; None where nothing is emulated.
+        overran: share of timesteps in which a rank's real work outlasted its emulated time.
+        breakdown: where the time of a timestep went; None unless the request was traced.
+    """
+
+    prompt_tokens: int
+    token_ids: tuple[int, ...]
+    finish_reason: str | None
+    metrics: Metrics
+    decode_ms: float
+    prefill_ms: float
+    computed_ms: float | None
+    overran: float = 0.0
+    breakdown: dict[str, float] | None = None
+
+
+class OneProcess:
+    """Answers in this process (``LocalPipeline``). Its times are computed where something is emulated, else measured."""
+
+    def __init__(self, spec: PipelineSpec) -> None:
+        self._spec = spec
+        self._pipeline = LocalPipeline.load(spec)
+        self._prompter = Prompter(spec.target, ModelConfig.from_directory(spec.target).max_positions)
+        self._number = 0
+
+    def token_ids(self, asked: PromptRequest) -> tuple[int, ...]:
+        """The prompt's tokens. Raises UserError when it does not fit into the context."""
+        return self._prompter.token_ids(asked.prompt, asked.raw, asked.sampling.max_tokens)
+
+    def answer(self, asked: PromptRequest) -> Measured:
+        prompt = self.token_ids(asked)
+        assert asked.method is not None
+        request = Request(self._number, prompt, asked.sampling, asked.method, asked.tree)
+        self._number += 1
+        verdicts = list(self._pipeline.run(request))
+        token_ids = tuple(token for verdict in verdicts for token in verdict.tokens)
+        metrics, emulation = self._pipeline.metrics, self._spec.emulation
+        computed_ms = self._pipeline.emulated_ms
+        prefill_ms = 1000 * metrics.prefill_seconds
+        if emulation is not None:
+            prefill_ms = emulation.prefill_ms([len(chunk) for chunk in prefill_chunks(prompt)])
+        decode_ms = 1000 * metrics.decode_seconds if computed_ms is None else computed_ms
+        return Measured(
+            len(prompt), token_ids, verdicts[-1].finished, replace(metrics), decode_ms, prefill_ms, computed_ms
+        )  # fmt: skip
+
+
+class RealProcesses:
+    """Answers with one process per rank and a Redis, which sleep where an emulated device would still work.
+
+    Every answer is compared with the one of a pipeline in this process, which also computes what it should have cost. Use as
+    a context manager.
+    """
+
+    def __init__(self, spec: PipelineSpec) -> None:
+        self._spec = spec
+        self._cluster = LocalCluster(spec)
+        self._expected = OneProcess(spec)
+
+    def __enter__(self) -> RealProcesses:
+        self._cluster.start()
+        assert self._cluster.scheduler is not None
+        self._client = Client(self._cluster.scheduler, self._cluster.check)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._cluster.stop() if kind is None else self._cluster.kill()
+
+    def token_ids(self, asked: PromptRequest) -> tuple[int, ...]:
+        """The prompt's tokens. Raises UserError when it does not fit into the context."""
+        return self._expected.token_ids(asked)
+
+    def answer(self, asked: PromptRequest) -> Measured:
+        expected = self._expected.answer(replace(asked, trace=False))
+        completion = self._client.ask(asked)
+        if tuple(completion.token_ids) != expected.token_ids:
+            raise PipedecError(f"{asked.method} said in {self._spec.num_stages} processes what it does not say in one: a defect")
+        metrics, emulation = completion.metrics, self._spec.emulation
+        slow_motion = emulation.slow_motion if emulation else 1.0
+        phases = breakdown(self._client.trace, self._spec.num_stages) if asked.trace else None
+        return replace(
+            expected,
+            metrics=metrics,
+            decode_ms=1000 * metrics.decode_seconds / slow_motion,
+            prefill_ms=expected.prefill_ms if emulation else 1000 * metrics.prefill_seconds,
+            overran=len(self._client.overran) / max(1, metrics.timesteps),
+            breakdown=phases and {name: time_ms / slow_motion for name, time_ms in phases.items()},
+        )

@@ -1,0 +1,115 @@
+"""The pipelines of a sweep: emulated presets, other stage counts of them, a small model alone, or this machine as it is.
+
+Owns what a row says about the cluster. Knows nothing of methods, prompts and results.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from pipedec.bench.record import Row
+from pipedec.config import ClusterConfig, DeviceConfig, PartitionConfig, ServerConfig
+from pipedec.engine.emulation import Emulation, with_stages
+from pipedec.engine.plan import Plan
+from pipedec.engine.plan import plan as make_plan
+from pipedec.engine.spec import PipelineSpec
+
+SLM = "slm"
+
+
+@dataclass(frozen=True)
+class Pair:
+    """The real models that do the work: target, draft, and the small model that runs alone (``slm``)."""
+
+    target: Path | None = None
+    draft: str | None = None
+    small: Path | None = None
+
+
+@dataclass(frozen=True)
+class SmallModel:
+    """What ``slm`` stands for: the paper runs Llama 3.1 8B on one L40 (paper §4.2)."""
+
+    model: str = "llama-3.1-8b"
+    device: str = "l40"
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One pipeline: what runs (``spec``) and what a row says about it."""
+
+    preset: str | None
+    spec: PipelineSpec
+    cluster: Row
+
+    @property
+    def label(self) -> str:
+        """For people, while it runs."""
+        stages = f"{self.spec.num_stages} stages" if self.spec.num_stages > 1 else "1 stage"
+        return f"{self.preset} ({stages})" if self.preset else stages
+
+
+def emulated(config: ClusterConfig, preset: str, stages: int | None, pair: Pair, slow_motion: float) -> Shape:
+    """The partition ``preset`` of ``config``, or ``stages`` devices like its first one.
+
+    Raises:
+        UserError: there is no such partition, or the pair has too few layers.
+    """
+    cut = config if stages is None else with_stages(config, preset, stages)
+    plan = make_plan(cut, preset)
+    spec = PipelineSpec.create(pair.target, pair.draft, len(plan.stages), plan.num_groups)
+    return Shape(preset, replace(spec, emulation=Emulation.of_plan(plan, slow_motion)), _cluster(plan, config.draft))
+
+
+def small_model_alone(config: ClusterConfig, small: SmallModel, pair: Pair, slow_motion: float) -> Shape:
+    """``slm``: the pair's small model does the work of ``small`` on one device."""
+    partition = PartitionConfig(1, devices=(DeviceConfig("server", small.device),))
+    alone = ClusterConfig(
+        small.model, (ServerConfig("server", {small.device: 1}),), {SLM: partition}, dtype=config.dtype, network=config.network
+    )
+    plan = make_plan(alone, SLM)
+    spec = replace(_small_spec(pair), emulation=Emulation.of_plan(plan, slow_motion))
+    return Shape(SLM, spec, _cluster(plan, None))
+
+
+def as_it_is(stages: int, pair: Pair) -> Shape:
+    """Real stages on this machine, nothing emulated."""
+    return _real(PipelineSpec.create(pair.target, pair.draft, stages))
+
+
+def small_model_as_it_is(pair: Pair) -> Shape:
+    """``slm`` on this machine, nothing emulated."""
+    return _real(_small_spec(pair))
+
+
+def digest(path: Path) -> str:
+    """A name for a checkpoint's weights: the first digits of their SHA-256."""
+    total = hashlib.sha256()
+    for part in sorted(path.glob("*.safetensors")):
+        total.update(part.read_bytes())
+    return total.hexdigest()[:12]
+
+
+def _small_spec(pair: Pair) -> PipelineSpec:
+    small = pair.small or PipelineSpec.create(pair.target, pair.draft, 1).draft
+    return PipelineSpec.create(small, "none", 1)
+
+
+def _real(spec: PipelineSpec) -> Shape:
+    cluster = {"stages": spec.num_stages, "groups": spec.topology.num_groups, "dtype": spec.dtype}
+    return Shape(None, spec, {**cluster, "model": None, "draft": None, "devices": [], "draft_device": None, "fits": True})
+
+
+def _cluster(plan: Plan, draft: str | None) -> Row:
+    return {
+        "stages": len(plan.stages),
+        "groups": plan.num_groups,
+        "model": plan.target,
+        "draft": draft,
+        "dtype": plan.dtype,
+        "devices": [stage.placement.device for stage in plan.stages],
+        "draft_device": plan.draft.placement.device if plan.draft else None,
+        "fits": not plan.problems,
+    }

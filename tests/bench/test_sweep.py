@@ -1,0 +1,162 @@
+"""The sweep at toy size: its rows, what it does after an interruption, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from processes import marked_processes, wait_until
+from tiny_pair import Pair
+
+from pipedec.bench.sweep import SweepConfig, sweep
+from pipedec.bench.sweep_rows import read_rows
+from pipedec.bench.sweep_shapes import Pair as Models
+from pipedec.bench.tuning import TuningGrid
+from pipedec.config import paper_cluster
+from pipedec.core import SamplingParams, UserError
+from pipedec.engine.prompt_set import PromptSet
+
+PROMPTS = [PromptSet("first", ("The pipeline", "Natalia sold", "Größe")), PromptSet("second", ("at every timestep",))]
+GRID = TuningGrid(layer_depths=(1, 2), depths=(2, 3), rows=(4, 8))
+
+
+class Silent:
+    """A progress bar that counts."""
+
+    def __init__(self) -> None:
+        self.total = self.rows = 0
+
+    def start(self, total: int) -> None:
+        self.total = total
+
+    def busy(self, text: str) -> None:
+        assert text
+
+    def row(self) -> None:
+        self.rows += 1
+
+
+def config(pair: Pair, **changes: Any) -> SweepConfig:
+    made = SweepConfig(
+        paper_cluster(),
+        stages=(1, 3),
+        presets=("paper-14",),
+        samples=2,
+        sampling=SamplingParams(max_tokens=6, ignore_eos=True),
+        clock="computed",
+        pair=Models(pair.target, str(pair.draft)),
+        grid=GRID,
+    )
+    return replace(made, **changes)
+
+
+def lines(out: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (out / "rows.jsonl").read_text().splitlines()]
+
+
+def test_every_combination_has_one_row_and_all_methods_agree(pair: Pair, tmp_path: Path) -> None:
+    progress = Silent()
+    methods = ("pp", "stpp", "stpp-tuned", "pipedec", "slm")
+    rows = sweep(config(pair, methods=methods, widths=(4, 8)), PROMPTS, tmp_path, progress)
+    # Two pipelines × three prompts × (pp + three methods with two trees), and slm on its own pipeline.
+    assert len(rows) == progress.rows == progress.total == 2 * 3 * 7 + 3
+    assert len({row["key"] for row in rows}) == len(rows)
+    assert rows == lines(tmp_path)
+    assert read_rows([tmp_path]), "the readers of rows understand them"
+    for row in rows:
+        assert row["emulated"] and row["clock"] == "computed" and row["output_tokens"] == 6
+        assert row["ms_per_token"] == row["computed_ms_per_token"] > 0
+        assert row["cluster"]["model"] == ("llama-3.1-8b" if row["method"] == "slm" else "llama-3.1-70b")
+    answers = {(row["prompt_set"], row["prompt_index"], row["answer"]) for row in rows if row["method"] != "slm"}
+    assert len(answers) == 3
+    for row in rows:
+        if row["method"] == "stpp-tuned":
+            assert row["tree"]["rows"] in GRID.rows
+
+
+def test_pp_of_the_paper_takes_what_the_plan_says(pair: Pair, tmp_path: Path) -> None:
+    shipped = replace(config(pair, methods=("pp",), stages=()), pair=Models())
+    rows = sweep(shipped, PROMPTS, tmp_path, Silent())
+    assert rows[0]["ms_per_token"] == pytest.approx(298, abs=3)
+
+
+def test_resumes_without_losing_or_repeating_a_row(pair: Pair, tmp_path: Path) -> None:
+    whole = sweep(config(pair), PROMPTS, tmp_path / "whole", Silent())
+    out = tmp_path / "cut"
+    sweep(config(pair), PROMPTS, out, Silent())
+    written = (out / "rows.jsonl").read_text().splitlines(keepends=True)
+    (out / "rows.jsonl").write_text("".join(written[:5]) + written[5][:40])  # killed in the middle of the sixth row
+    trees = (out / "trees.json").read_text()
+    resumed = sweep(config(pair), PROMPTS, out, Silent())
+    assert [row["key"] for row in resumed] == [row["key"] for row in whole] == [row["key"] for row in lines(out)]
+    assert (out / "rows.jsonl").read_text().startswith("".join(written[:5])), "finished rows are not measured again"
+    assert (out / "trees.json").read_text() == trees
+
+
+def test_a_killed_sweep_of_real_processes_goes_on(pair: Pair, tmp_path: Path, leaves_nothing: None) -> None:
+    out = tmp_path / "out"
+    command = [
+        sys.executable, "-c", "from pipedec.cli import main; main()", "bench", "sweep", "--preset", "paper-14", "--stages", "2",
+        "--methods", "pp,pipedec", "--prompt", "The pipeline", "--prompt", "Natalia sold", "--max-tokens", "6",
+        "--slow-motion", "0.1", "--out", str(out), "--target", str(pair.target), "--draft", str(pair.draft),
+    ]  # fmt: skip
+    first = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    assert wait_until(lambda: (out / "rows.jsonl").is_file() and len(lines_so_far(out)) >= 1, 120)
+    os.kill(first.pid, signal.SIGKILL)
+    first.wait()
+    before = lines_so_far(out)
+    assert wait_until(lambda: not [pid for pid in marked_processes() if b"bench" in Path(f"/proc/{pid}/cmdline").read_bytes()])
+    done = subprocess.run(command, capture_output=True, text=True, timeout=150)
+    assert done.returncode == 0, done.stderr
+    assert "emulated" in done.stdout
+    rows = lines(out)
+    assert len(rows) == len({row["key"] for row in rows}) == 4
+    assert rows[: len(before)] == before
+    traced = [row["breakdown"] is not None for row in rows]
+    assert traced == [True, True, False, False], "of a set, its first prompt"
+    for row in rows:
+        assert row["clock"] == "measured" and row["slow_motion"] == 0.1 and 0 <= row["overran"] <= 1
+
+
+def lines_so_far(out: Path) -> list[dict[str, Any]]:
+    text = (out / "rows.jsonl").read_text()
+    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+
+
+def test_without_a_preset_the_machine_itself_is_measured(pair: Pair, tmp_path: Path, leaves_nothing: None) -> None:
+    chosen = config(pair, presets=(), stages=(2,), methods=("pp", "pipedec"), clock="measured")
+    rows = sweep(chosen, PROMPTS[1:], tmp_path / "out", Silent())
+    assert [row["method"] for row in rows] == ["pp", "pipedec"]
+    for row in rows:
+        assert not row["emulated"] and row["preset"] is None and row["computed_ms_per_token"] is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"methods": ("warp",)}, "unknown method 'warp': choose from pp, "),
+        ({"clock": "sundial"}, "unknown clock 'sundial': choose one of measured, computed"),
+        ({"presets": ("paper-15",)}, "paper-15"),
+        ({"presets": ()}, "without --preset nothing is emulated"),
+        ({"samples": 0}, "--samples must be at least 1"),
+        ({"widths": (0,)}, "--widths must be at least 1"),
+    ],
+)
+def test_refuses_what_cannot_work(pair: Pair, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        config(pair, **changes)
+
+
+def test_refuses_rows_of_another_schema_and_prompts_that_do_not_fit(pair: Pair, tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"schema": "pipedec.sweep/0"}\n')
+    with pytest.raises(UserError, match=r"rows.jsonl, line 1: schema pipedec.sweep/0"):
+        sweep(config(pair), PROMPTS, tmp_path, Silent())
+    with pytest.raises(UserError, match="no prompt of long fits"):
+        sweep(config(pair), [PromptSet("long", ("word " * 4000,))], tmp_path / "other", Silent())
