@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from tiny_pair import Pair, make_pair
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from pipedec.engine.cluster import LocalCluster
+from pipedec.engine.spec import DISPATCHES
 from pipedec.engine.verify import Reference
 
 TEST_SECONDS = 180.0
@@ -33,10 +35,10 @@ def reference(pair: Pair) -> Reference:
     return Reference(pair.spec())
 
 
-@pytest.fixture(scope="session")
-def resident(pair: Pair) -> Iterator[LocalCluster]:
-    """A running cluster of 2 stages that no test may break."""
-    with LocalCluster(pair.spec(2)) as cluster:
+@pytest.fixture(scope="session", params=list(DISPATCHES))
+def resident(pair: Pair, request: pytest.FixtureRequest) -> Iterator[LocalCluster]:
+    """A running cluster of 2 stages that no test may break; with each way to dispatch."""
+    with LocalCluster(replace(pair.spec(2), dispatch=request.param)) as cluster:
         yield cluster
 
 

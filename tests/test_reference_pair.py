@@ -11,6 +11,8 @@ from pipedec.engine.local import LocalPipeline
 from pipedec.engine.prompt import Prompter
 from pipedec.engine.spec import REFERENCE_PAIR, PipelineSpec
 from pipedec.engine.verify import Reference
+from pipedec.train.continuations import Continuation
+from pipedec.train.draft import on_policy_agreement
 
 PROMPTS = [
     "A farmer has 15 cows and buys 7 more. Then he sells 4. How many cows does he have now?",
@@ -37,11 +39,28 @@ def test_it_loads_and_talks_in_plain_transformers() -> None:
     assert "cows" in text
 
 
-def test_the_draft_agrees_on_held_out_text() -> None:
-    held_out = json.loads((REFERENCE_PAIR / "training.json").read_text())["held_out"]
-    for family, row in held_out.items():
+def test_the_report_tells_how_the_draft_came_to_agree() -> None:
+    report = json.loads((REFERENCE_PAIR / "training.json").read_text())
+    for family, row in report["held_out"].items():
         assert row["target_loss"] < row["draft_loss"], f"the target must be better than its draft on {family}"
         assert row["top16"] > 0.85
+    before = report["continuations"][0]["before"]
+    for kind in ("held_out", "on_policy"):
+        assert report[kind].keys() == before[kind].keys()
+        assert all(row["top1"] > before[kind][family]["top1"] for family, row in report[kind].items())
+
+
+def test_the_draft_agrees_with_the_targets_own_words() -> None:
+    draft = LlamaForCausalLM.from_pretrained(REFERENCE_PAIR / "draft", dtype=torch.float32)
+    assert draft.num_parameters() <= 1_600_000
+    spec = PipelineSpec.create(stages=1, device="cpu")
+    reference, prompter = Reference(spec), Prompter(spec.target, 2048)
+    spoken = []
+    for text in PROMPTS:
+        token_ids = list(prompter.token_ids(text, raw=False, max_tokens=40))
+        spoken.append(Continuation(token_ids + reference.generate(token_ids, 40), len(token_ids)))
+    agreement = on_policy_agreement(draft, {"prompts": spoken})["prompts"]
+    assert agreement["top4"] > 0.8 and agreement["top16"] > 0.9
 
 
 @pytest.mark.parametrize(("stages", "groups"), [(1, 1), (4, 4), (14, 14), (14, 7), (24, 24)])

@@ -5,6 +5,7 @@ Knows tasks and their times; knows nothing of emulation or of what the ranks com
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -29,12 +30,13 @@ class _Timestep:
 def breakdown(events: Iterable[TraceEvent], num_stages: int) -> dict[str, float] | None:
     """Milliseconds per timestep by phase, mean over the stages and the timesteps of one traced answer; None without any.
 
-    A timestep begins with its first forward and ends with the next one's. ``compute`` is a stage's own forward. ``wait`` is the
-    time from its end to the end of the last forward (another stage's or the draft's), and all of the compute phase for a stage
-    without rows. After the last forward comes ``transfer`` while something is transferred, else ``sync`` while some rank
-    replays the verdict. What is left is ``scheduler``: a forward that is granted late, reports and grants.
+    ``compute`` is a stage's own forward, ``transfer`` its sending and receiving, ``sync`` the replay of verdicts, ``scheduler``
+    reports and grants, and ``wait`` the rest: for the draft, for slower stages, for rows to compute.
     """
-    timesteps = _timesteps(events)
+    ranked = [event for event in events if event.rank != SCHEDULER_TRACK]
+    if any(_is_window(event) for event in ranked):
+        return _of_windows(ranked, num_stages)
+    timesteps = _timesteps(ranked)
     numbers = [number for number in sorted(timesteps) if number + 1 in timesteps and timesteps[number].forwards]
     parts = [_phases(timesteps[number], _start(timesteps[number + 1]), num_stages) for number in numbers]
     if not parts:
@@ -42,11 +44,39 @@ def breakdown(events: Iterable[TraceEvent], num_stages: int) -> dict[str, float]
     return {name: fmean(part[name] for part in parts) / 1000 for name in PHASES}
 
 
+def _is_window(event: TraceEvent) -> bool:
+    return "W" in event.label
+
+
+def _of_windows(events: Sequence[TraceEvent], num_stages: int) -> dict[str, float] | None:
+    """Inside windows ranks run at their own pace, so each stage's time is taken by itself, from its first window to its last.
+
+    Outside of windows it waits for the scheduler.
+    """
+    last = max(event for event in map(_number, events) if event is not None)
+    parts = []
+    for rank in range(1, num_stages + 1):
+        own = [event for event in events if event.rank == rank and (_number(event) or 0) > 0]
+        windows = [(event.start_us, event.end_us) for event in own if _is_window(event)]
+        low, high = min(start for start, _ in windows), max(stop for _, stop in windows)
+        spent = {
+            name: sum(event.end_us - event.start_us for event in own if letter in event.label)
+            for name, letter in (("compute", "F"), ("transfer", ">"), ("sync", "S"))
+        }
+        scheduler = high - low - _covered(windows, low, high)
+        parts.append({**spent, "scheduler": scheduler, "wait": high - low - scheduler - sum(spent.values())})
+    return {name: fmean(part[name] for part in parts) / last / 1000 for name in PHASES}
+
+
+def _number(event: TraceEvent) -> int | None:
+    """The timestep of a task."""
+    found = re.search(r"(-?\d+)$", event.label)
+    return int(found[1]) if found else None
+
+
 def _timesteps(events: Iterable[TraceEvent]) -> dict[int, _Timestep]:
     found: dict[int, _Timestep] = defaultdict(lambda: _Timestep({}, [], []))
     for event in events:
-        if event.rank == SCHEDULER_TRACK:
-            continue
         span = (event.start_us, event.end_us)
         if ">" in event.label:
             found[int(event.label.split("@")[1])].transfers.append(span)
@@ -63,6 +93,12 @@ def _start(timestep: _Timestep) -> int:
 
 
 def _phases(timestep: _Timestep, end: int, num_stages: int) -> dict[str, float]:
+    """Of a timestep whose tasks were granted one by one: it begins with its first forward and ends with the next one's.
+
+    A stage waits from the end of its forward to the end of the last one, the draft's included; without rows, all that time. Then
+    comes ``transfer`` while something is transferred, else ``sync`` while some rank replays the verdict. A forward
+    that is granted late counts as the scheduler's time.
+    """
     start = _start(timestep)
     computed = max(stop for _, stop in timestep.forwards.values())
     stages = [span for rank, span in timestep.forwards.items() if rank > 0]

@@ -16,6 +16,7 @@ from pipedec.bench.critical_path import critical_path_lengths
 from pipedec.bench.null_stage import NullFinalStage, NullStage, Probe, ScriptedDraftLoop
 from pipedec.engine.rank import LeaseKeeper
 from pipedec.engine.rank_loop import StageLoop
+from pipedec.engine.spec import DISPATCHES
 from pipedec.scheduler import RedisScheduler, Topology, connect
 from pipedec.tracing import Tracer
 from pipedec.transport.raw_floor import raw_timesteps
@@ -36,6 +37,7 @@ class RankPlan:
     timesteps: int
     hidden_size: int
     repeats: int
+    dispatch: str
     redis_url: str
     run_id: str
     init_method: str
@@ -98,7 +100,7 @@ def _pipeline_samples(plan: RankPlan, run_id: str, transport: TorchTransport) ->
 def _drive(plan: RankPlan, scheduler: RedisScheduler, transport: TorchTransport, topology: Topology) -> list[Sample]:
     """Rank 0: the requests one after the other, then the end of the run."""
     probe = Probe(lambda: scheduler.round_trips)
-    loop = ScriptedDraftLoop(probe, scheduler, transport, topology, Tracer(0))
+    loop = ScriptedDraftLoop(probe, scheduler, transport, topology, Tracer(0), None, DISPATCHES[plan.dispatch])
     samples = []
     for index, rows in enumerate(plan.rows):
         before, timesteps = scheduler.usage().cpu_seconds, _verdicts(plan.timesteps) + plan.stages
@@ -118,7 +120,10 @@ def _follow(plan: RankPlan, scheduler: RedisScheduler, transport: TorchTransport
     probe = Probe(lambda: scheduler.round_trips)
     kind = NullFinalStage if plan.rank == plan.stages else NullStage
     stage = kind(plan.hidden_size, probe, on_finished=lambda: requests.append(_sample(probe, plan.rows[len(requests) // 2])))
-    StageLoop(stage, torch.device("cpu"), plan.rank, scheduler, transport, topology, Tracer(plan.rank)).run()
+    window = DISPATCHES[plan.dispatch]
+    StageLoop(
+        stage, torch.device("cpu"), plan.rank, scheduler, transport, topology, Tracer(plan.rank), None, window
+    ).run()  # fmt: skip
     return requests[::2]
 
 

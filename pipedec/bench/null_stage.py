@@ -6,16 +6,16 @@ They run in the real ``StageLoop`` and ``RankLoop``: every task, message and tra
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import asdict
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from pipedec.core import PipedecError, SamplingParams, Step, Verdict
-from pipedec.engine.rank_loop import RankLoop
-from pipedec.scheduler import Facts, GrantedTask, Message, Payload, Task, initial_tasks
+from pipedec.core import Request, SamplingParams, Step, Verdict
+from pipedec.engine.coordinator import Answer, DraftLoop
+from pipedec.engine.prompt import Prompter
+from pipedec.scheduler import GrantedTask, Message, Task
 from pipedec.stage import FinalStageWorker, StageWorker
 
 _TOKEN = 7
@@ -58,6 +58,10 @@ class NullStage(StageWorker):
         self._zeros: dict[int, Tensor] = {}
         self._computed: Step | None = None
 
+    @property
+    def cache_slots(self) -> int:
+        return 0
+
     def begin(self, prompt_length: int, sampling: SamplingParams) -> None:
         self._probe.reset()
         self._computed = None
@@ -94,57 +98,67 @@ class NullFinalStage(NullStage, FinalStageWorker):
         return self.verdict()
 
     def verdict(self) -> Verdict:
-        self._left -= 1
+        self._left = max(0, self._left - 1)
         return Verdict((_TOKEN,), "length" if self._left == 0 else None)
 
 
-class ScriptedDraftLoop(RankLoop):
-    """Rank 0 without a draft model: R rows enter at every timestep, and every verdict is taken for a hit."""
+class ScriptedMethod:
+    """R rows enter at every timestep, and every verdict is taken for a hit."""
+
+    def __init__(self, num_rows: int, probe: Probe) -> None:
+        self.hits = self.misses = 0
+        self._probe = probe
+        self._step = Step(torch.full((num_rows,), _TOKEN), torch.full((num_rows,), -1))
+
+    def prefill(self, token_ids: Tensor) -> None:
+        """There is no draft."""
+
+    def draft(self) -> None:
+        """There is no draft."""
+
+    def apply(self, verdict: Verdict) -> None:
+        self._probe.note()
+
+    def propose(self) -> Step:
+        return self._step
+
+
+class SilentPrompter:
+    """A tokenizer whose tokens are all the same word."""
+
+    def stream(self) -> SilentPrompter:
+        return self
+
+    def add(self, tokens: Sequence[int]) -> str:
+        return " word" * len(tokens)
+
+    def finish(self) -> str:
+        return ""
+
+
+class ScriptedDraftLoop(DraftLoop):
+    """Rank 0 without a draft model, a tokenizer and a queue of requests."""
 
     def __init__(self, probe: Probe, *loop_arguments: Any) -> None:
-        super().__init__(0, *loop_arguments)
+        self._silent = cast(Prompter, SilentPrompter())
+        super().__init__(self._silent, None, torch.device("cpu"), *loop_arguments)
         self._probe = probe
-        self._num_rows = 0
+        self._granted: list[GrantedTask] = []
 
     def answer(self, number: int, num_rows: int, max_tokens: int, trace: bool = False) -> list[GrantedTask]:
         """Run one request of ``max_tokens`` verdicts; returns the scheduler's own trace of it if ``trace``.
 
         Raises:
-            PipedecError: the run was aborted or stopped, a rank is lost, or Redis is.
+            PipedecError: the run was aborted, a rank is lost, or Redis is.
         """
-        self._num_rows = num_rows
         self._probe.reset()
-        chunk: Payload = {
-            "prompt_length": 1,
-            "sampling": asdict(SamplingParams(max_tokens=max_tokens)),
-            "trace": False,
-            "token_ids": [_TOKEN],
-        }
-        self._scheduler.begin(number, initial_tasks(self._topology, [chunk]), trace)
-        message = self._next()
-        while (task := message.task) is not None:
-            if task.name == "end":
-                granted = self._scheduler.trace() if trace else []
-                self._scheduler.finish(0, task, [])
-                return granted
-            message = self._execute(message) or self._next()
-        raise PipedecError("the run was stopped in the middle of a measurement")
+        self._granted = []
+        request = Request(number, (_TOKEN,), SamplingParams(max_tokens=max_tokens), "scripted", trace=trace)
+        self._answer = Answer(request, ScriptedMethod(num_rows, self._probe), self._silent, self._topology.num_stages)
+        self._run_answer(request)
+        return self._granted
 
-    def _prefill(self, task: Task, message: Message) -> Facts:
-        return Facts(payload=message.payload)
-
-    def _decode(self, task: Task, message: Message) -> Facts:
-        step = None if self._topology.has_sync(message.active) else self._rows()
-        return Facts(rows_out=self._keep_outgoing(step, task.seq), active=message.active)
-
-    def _sync(self, task: Task, message: Message) -> Facts:
-        self._probe.note()
-        finished = message.payload["verdict"]["finished"] is not None
-        if finished:
-            self._forget_request()
-        self._events.append({"token_ids": message.payload["verdict"]["tokens"], "text": " word"})
-        step = None if finished else self._rows()
-        return Facts(rows_out=self._keep_outgoing(step, task.seq), finished=finished)
-
-    def _rows(self) -> Step:
-        return Step(torch.full((self._num_rows,), _TOKEN), torch.full((self._num_rows,), -1))
+    def _end(self, task: Task) -> Message | None:
+        if self._current.request.trace:
+            self._granted = self._scheduler.trace()
+        return super()._end(task)

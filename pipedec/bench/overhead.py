@@ -18,8 +18,9 @@ import torch
 
 from pipedec.bench.null_rank import TRACED_TIMESTEPS, RankPlan, Sample, measure_rank
 from pipedec.bench.rank_group import RankGroup
-from pipedec.bench.record import Row, header
+from pipedec.bench.record import Row, header, spread
 from pipedec.core import UserError
+from pipedec.engine.spec import DISPATCHES
 from pipedec.scheduler import EmbeddedServer
 from pipedec.transport.base import message_bytes
 
@@ -35,15 +36,19 @@ class OverheadConfig:
         UserError: a number is below 1, or there is none.
     """
 
-    stages: tuple[int, ...] = (1, 4, 8, 14)
+    stages: tuple[int, ...] = (1, 2, 4, 7, 8, 14, 21)
     rows: tuple[int, ...] = (1, 32)
     timesteps: int = 200
     hidden_size: int = 192
     repeats: int = 3
+    dispatches: tuple[str, ...] = tuple(DISPATCHES)
 
     def __post_init__(self) -> None:
         numbers = {"--stages": self.stages, "--rows": self.rows}
         numbers |= {"--timesteps": (self.timesteps,), "--hidden": (self.hidden_size,), "--repeats": (self.repeats,)}
+        for dispatch in self.dispatches:
+            if dispatch not in DISPATCHES:
+                raise UserError(f"unknown dispatch {dispatch!r}: choose from {', '.join(DISPATCHES)}")
         for flag, values in numbers.items():
             if not values or min(values) < 1:
                 raise UserError(f"{flag} must be at least 1")
@@ -69,20 +74,21 @@ def measure_overhead(config: OverheadConfig, on_row: Callable[[Row], None] = lam
     rows = []
     with EmbeddedServer() as server:
         for stages in config.stages:
-            for figures in _measure_stages(config, stages, server):
-                rows.append({**first, **figures})
-                on_row(rows[-1])
+            for dispatch in config.dispatches:
+                for figures in _measure_stages(config, stages, dispatch, server):
+                    rows.append({**first, **figures})
+                    on_row(rows[-1])
     return rows
 
 
-def _measure_stages(config: OverheadConfig, stages: int, server: EmbeddedServer) -> Iterator[Row]:
+def _measure_stages(config: OverheadConfig, stages: int, dispatch: str, server: EmbeddedServer) -> Iterator[Row]:
     directory = tempfile.mkdtemp(prefix="pipedec-bench-")
     init_method = f"file://{Path(directory) / 'rendezvous'}"
     run_id = f"overhead-{secrets.token_hex(4)}"
     plans = [
         RankPlan(
             rank, stages, config.rows, config.timesteps, config.hidden_size, config.repeats,
-            server.url, run_id, init_method,
+            dispatch, server.url, run_id, init_method,
         )
         for rank in range(stages + 1)
     ]  # fmt: skip
@@ -92,7 +98,7 @@ def _measure_stages(config: OverheadConfig, stages: int, server: EmbeddedServer)
     finally:
         shutil.rmtree(directory, ignore_errors=True)
     for num_rows in config.rows:
-        yield _figures(config, stages, num_rows, reports)
+        yield {"dispatch": dispatch, **_figures(config, stages, num_rows, reports)}
 
 
 def _figures(config: OverheadConfig, stages: int, num_rows: int, reports: list[list[Sample]]) -> Row:
@@ -107,13 +113,13 @@ def _figures(config: OverheadConfig, stages: int, num_rows: int, reports: list[l
         "stages": stages,
         "rows": num_rows,
         "timesteps": len(pipedec_ms),
-        "pipedec_ms": _spread(pipedec_ms),
-        "raw_ms": _spread(raw_ms),
+        "pipedec_ms": spread(pipedec_ms),
+        "raw_ms": spread(raw_ms),
         "ratio": statistics.median(pipedec_ms) / statistics.median(raw_ms),
         "repeat_medians_ms": {"pipedec": _medians(own[0]), "raw": _medians(raw[0])},
         "round_trips_per_rank": [round(trip, 2) for trip in trips],
         "round_trips": round(sum(trips), 2),
-        "critical_path_round_trips": {"median": statistics.median(lengths), "max": max(lengths)},
+        "critical_path_round_trips": {"median": statistics.median(lengths or [0]), "max": max(lengths, default=0)},
         "messages": stages,
         "message_bytes": message_bytes(num_rows, config.hidden_size, torch.float32),
         "cpu_ms": {
@@ -130,10 +136,3 @@ def _times(samples: list[Sample]) -> list[float]:
 
 def _medians(samples: list[Sample]) -> list[float]:
     return [round(statistics.median(sample.timesteps_ms), 4) for sample in samples]
-
-
-def _spread(times_ms: list[float]) -> dict[str, float]:
-    """The 10th percentile (least disturbed by other work on the machine), the median and the 90th."""
-    ordered = sorted(times_ms)
-    low, high = ordered[int(0.1 * len(ordered))], ordered[min(len(ordered) - 1, int(0.9 * len(ordered)))]
-    return {"p10": low, "median": statistics.median(ordered), "p90": high}

@@ -8,8 +8,9 @@ from __future__ import annotations
 import json
 import os
 import platform
+import statistics
 import subprocess
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -59,6 +60,13 @@ def machine() -> Row:
         "python": platform.python_version(),
         "torch": torch.__version__,
     }
+
+
+def spread(samples: Sequence[float]) -> dict[str, float]:
+    """The 10th percentile (least disturbed by other work on the machine), the median and the 90th."""
+    ordered = sorted(samples)
+    low, high = ordered[int(0.1 * len(ordered))], ordered[min(len(ordered) - 1, int(0.9 * len(ordered)))]
+    return {"p10": low, "median": statistics.median(ordered), "p90": high}
 
 
 def check_writable(path: Path | None) -> None:

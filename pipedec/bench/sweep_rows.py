@@ -227,9 +227,13 @@ def _pipeline(preset: Any, cluster: dict[str, Any]) -> Pipeline:
     stages, groups = _count(cluster, "stages"), _count(cluster, "groups")
     if not 1 <= groups <= stages:
         raise ValueError(f"cluster.groups must lie between 1 and cluster.stages, not {groups} for {stages} stages")
-    names = (None if name is None else str(name) for name in (preset, cluster.get("model"), cluster.get("dtype")))
+    model, dtype = cluster.get("model"), cluster.get("dtype")
     devices = tuple(str(device) for device in cluster.get("devices") or ())
-    return Pipeline(*names, stages, groups, devices, cluster.get("fits") is not False)
+    return Pipeline(_text(preset), _text(model), _text(dtype), stages, groups, devices, cluster.get("fits") is not False)
+
+
+def _text(value: Any) -> str | None:
+    return None if value is None else str(value)
 
 
 def _tree(record: dict[str, Any]) -> Tree | None:

@@ -31,6 +31,7 @@ class PipelineFlags:
     dtype: str
     device: str
     transport: str
+    dispatch: str
 
     @property
     def layer_counts(self) -> list[int] | None:
@@ -123,6 +124,9 @@ def pipeline_options(command: Command) -> Command:
         click.option("--dtype", default="float32", show_default=True, help="float32, float64, bfloat16 or float16."),
         click.option("--device", default="auto", show_default=True, help="auto, cpu or cuda."),
         click.option("--transport", default="auto", show_default=True, help="auto, gloo or nccl."),
+        click.option(
+            "--dispatch", default="windows", show_default=True, help="What Redis grants: windows of timesteps, or tasks."
+        ),
     ]
     return _gathered(command, options, PipelineFlags, "pipeline")
 

@@ -23,6 +23,7 @@ from typing import Any
 from pipedec.core import PipedecError, RankLost, SchedulerLost
 from pipedec.engine.forkserver import begin_rank_process, rank_context
 from pipedec.engine.rank import RankPlace, RunAddress, claim_run, run_rank
+from pipedec.engine.rank_loop import rank_name
 from pipedec.engine.spec import PipelineSpec
 from pipedec.scheduler import EmbeddedServer, RedisScheduler
 
@@ -126,7 +127,7 @@ class LocalCluster:
         # A rank that gives up says why. One that was killed cannot; the others then only say that they lost it.
         silent = [rank for rank, status in lost.items() if status <= 0]
         rank = silent[0] if silent else next(iter(lost))
-        message = f"rank {rank} ({'draft' if rank == 0 else f'stage {rank}'}) {_ending(lost[rank])}"
+        message = f"{rank_name(rank)} {_ending(lost[rank])}"
         failure = self.scheduler.failure()
         if failure is None:
             self._tell(rank, _ending(lost[rank]))

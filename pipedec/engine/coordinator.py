@@ -7,7 +7,7 @@ of each request and streams the answer. It decides nothing about rows: that is t
 from __future__ import annotations
 
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import torch
 
@@ -16,11 +16,12 @@ from pipedec.decoding import Drafter, Method, create_method
 from pipedec.engine.emulation import Emulation, TimedDrafter
 from pipedec.engine.messages import PromptRequest, completion_to_event, verdict_from_payload
 from pipedec.engine.prompt import Prompter, prefill_chunks
+from pipedec.engine.publisher import AnswerPublisher
 from pipedec.engine.rank_loop import POLL_SECONDS, RankLoop
-from pipedec.scheduler.protocol import Message, Scheduler
+from pipedec.scheduler.protocol import Event, Message, Scheduler
 from pipedec.scheduler.workflow import Facts, Payload, Task, Topology, initial_tasks
 from pipedec.tracing import SCHEDULER_TRACK, Tracer
-from pipedec.transport import Transport
+from pipedec.transport import Envelope, Transport
 
 
 class Answer:
@@ -30,6 +31,7 @@ class Answer:
         self.request = request
         self.method = method
         self.completion = Completion(request.method, num_stages, len(request.prompt_token_ids))
+        self.is_told = False  # the client has the completion
         self._text = prompter.stream()
         self._started = self._prefilled = time.perf_counter()
 
@@ -63,12 +65,16 @@ class DraftLoop(RankLoop):
         topology: Topology,
         tracer: Tracer,
         emulation: Emulation | None = None,
+        window: int = 0,
     ) -> None:
-        super().__init__(0, scheduler, transport, topology, tracer, emulation)
+        super().__init__(0, scheduler, transport, topology, tracer, emulation, window)
         self._prompter = prompter
         self._drafter = drafter and TimedDrafter(drafter, self._pacer.computing)
         self._device = device
         self._answer: Answer | None = None
+        self._publisher = AnswerPublisher(scheduler)
+        self._untold: Verdict | None = None  # inside windows: a verdict that the stages have yet to replay
+        self._in_flight = 0  # inside windows: timesteps whose result the last stage has not sent yet
         self._stopping = False
 
     def run(self) -> None:
@@ -88,7 +94,6 @@ class DraftLoop(RankLoop):
         return is_stop
 
     def _check_run(self) -> None:
-        self._check_peers()
         if self._scheduler.status().state == "gone":
             raise SchedulerLost("Redis no longer knows the run: its keys were deleted")
 
@@ -99,6 +104,10 @@ class DraftLoop(RankLoop):
         except UserError as error:
             self._scheduler.publish(message.number, {"error": str(error)})
             return
+        self._run_answer(request)
+
+    def _run_answer(self, request: Request) -> None:
+        """From prefill to the end of the present answer."""
         self._tracer.enabled = request.trace
         self._scheduler.begin(request.number, initial_tasks(self._topology, _chunk_payloads(request)), request.trace)
         following: Message | None = None
@@ -138,25 +147,83 @@ class DraftLoop(RankLoop):
         verdict = verdict_from_payload(message.payload["verdict"])
         method = self._current.method
         method.apply(verdict)
-        step = None if verdict.finished else method.propose()
+        step = None if verdict.finished or self._window_timesteps else method.propose()
         if verdict.finished:
             self._forget_request()
-        piece = self._current.add(verdict, task.seq)
-        self._events.append({"token_ids": list(verdict.tokens), "text": piece})
-        return Facts(rows_out=self._keep_outgoing(step, task.seq), finished=verdict.finished is not None)
+        self._events.append(self._told(verdict, task.seq))
+        rows_out = self._keep_outgoing(step, task.seq)
+        return Facts(rows_out=rows_out, finished=verdict.finished is not None, window=self._window_timesteps)
+
+    def _told(self, verdict: Verdict, timestep: int) -> Event:
+        """What the client learns of a verdict."""
+        return {"token_ids": list(verdict.tokens), "text": self._current.add(verdict, timestep)}
+
+    def _window(self, task: Task, message: Message) -> Facts:
+        """Propose, draft and take in results, timestep by timestep; a step is back after one timestep per group."""
+        with self._publisher.publishing(self._current.request.number):
+            for seq in range(task.seq, task.seq + message.payload["timesteps"]):
+                if self._untold is not None and self._untold.finished:
+                    self._leave_request(self._untold, seq)
+                    return Facts(finished=True)
+                self._timestep(seq)
+        return Facts(window=self._window_timesteps)
+
+    def _timestep(self, seq: int) -> None:
+        method = self._current.method
+        self._send_envelope(Envelope(method.propose(), self._untold), 1, seq)
+        self._untold = None
+        self._in_flight += 1
+        with self._tracer.task(Task.compute("dec", 0, seq).label, "dec"):
+            method.draft()
+        self._note_overrun(seq)
+        if self._in_flight < self._topology.num_groups:
+            return  # the pipeline is still filling
+        verdict = self._result()
+        if verdict is not None:
+            with self._tracer.task(Task.compute("sync", 0, seq).label, "sync"):
+                method.apply(verdict)
+            self._publisher.put(self._told(verdict, seq))
+            self._untold = verdict
+            if verdict.finished and not self._ranks_report:
+                # Rows that are still under way take the pipeline's whole length to leave it; the client need not wait for them.
+                self._current.is_told = True
+                self._publisher.put(completion_to_event(self._current.completion))
+
+    @property
+    def _ranks_report(self) -> bool:
+        """Whether the client expects events of other ranks, which they send when the answer has ended."""
+        return self._current.request.trace or self._pacer.is_emulating
+
+    def _result(self) -> Verdict | None:
+        """What the last stage says of the oldest timestep in flight; a cancelled answer ends with it."""
+        verdict = self._transport.receive_envelope(self._topology.final_rank).verdict
+        self._in_flight -= 1
+        if verdict is not None and self._publisher.is_cancelled:
+            return replace(verdict, finished=verdict.finished or "cancelled")
+        return verdict
+
+    def _leave_request(self, last: Verdict, seq: int) -> None:
+        """Tell the stages that the answer has ended, and take what they had still under way."""
+        self._send_envelope(Envelope(verdict=last), 1, seq)
+        while self._in_flight:
+            self._result()
+        self._untold = None
+        self._forget_request()
 
     def _end(self, task: Task) -> Message | None:
         """Every rank has synchronised with the last verdict: close the answer. Returns what comes next, like any report."""
         answer = self._current
-        events = []
+        events: list[Event] = []
         if answer.request.trace:
             rows = [
                 [SCHEDULER_TRACK, granted.task.label, granted.task.kind, granted.granted_us, granted.finished_us]
                 for granted in self._scheduler.trace()
             ]
             events.append({"trace": rows})
+        if not answer.is_told:
+            events.append(completion_to_event(answer.completion))
         self._answer = None
-        return self._scheduler.finish(0, task, [], [*events, completion_to_event(answer.completion)])
+        return self._scheduler.finish(0, task, [], events)
 
     @property
     def _current(self) -> Answer:

@@ -131,6 +131,10 @@ class Pacer:
         yield
         _sleep_until(end)
 
+    @property
+    def is_emulating(self) -> bool:
+        return self._emulation is not None
+
     def take_overran(self) -> bool:
         """Whether computing overran since this was asked last."""
         overran, self._overran = self._overran, False

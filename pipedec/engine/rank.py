@@ -25,7 +25,7 @@ from pipedec.core import PipedecError, RankLost, UserError
 from pipedec.engine.coordinator import DraftLoop
 from pipedec.engine.plan import plan
 from pipedec.engine.prompt import Prompter
-from pipedec.engine.rank_loop import RankLoop, StageLoop
+from pipedec.engine.rank_loop import RankLoop, StageLoop, rank_name
 from pipedec.engine.spec import PipelineSpec
 from pipedec.hardware import MODEL_SHAPES
 from pipedec.model import ModelConfig
@@ -89,6 +89,15 @@ class LeaseKeeper:
         self._thread.join(timeout=2 * LEASE_RENEWAL_SECONDS)
         self._scheduler.leave(self._rank)
 
+    def _lost_peer(self) -> str | None:
+        """Who stands still, if anybody: all ranks are told, also those that wait for it in a transfer or for a task."""
+        lost = self._scheduler.expired_ranks()
+        if not lost:
+            return None
+        message = f"{', '.join(map(rank_name, lost))} stopped answering"
+        self._scheduler.abort(self._rank, message)
+        return message
+
     def _keep(self) -> None:
         failure: str | None = None
         renewed = time.monotonic()
@@ -101,7 +110,7 @@ class LeaseKeeper:
             try:
                 self._scheduler.renew_lease(self._rank)
                 renewed = time.monotonic()
-                failure = self._scheduler.failure()
+                failure = self._scheduler.failure() or self._lost_peer()
             except PipedecError as error:
                 failure = str(error)
         if not self._ended.wait(GIVE_UP_SECONDS):  # the rank's own loop finds the same and says so, unless it is stuck
@@ -172,9 +181,9 @@ def _load(
     if place.rank == 0:
         prompter = Prompter(spec.target, ModelConfig.from_directory(spec.target).max_positions)
         drafter = spec.load_drafter(device, progress)
-        return DraftLoop(prompter, drafter, device, scheduler, transport, spec.topology, tracer, spec.emulation)
+        return DraftLoop(prompter, drafter, device, scheduler, transport, spec.topology, tracer, spec.emulation, spec.window)
     worker = spec.load_stage(place.rank, device, progress)
-    return StageLoop(worker, device, place.rank, scheduler, transport, spec.topology, tracer, spec.emulation)
+    return StageLoop(worker, device, place.rank, scheduler, transport, spec.topology, tracer, spec.emulation, spec.window)
 
 
 def claim_run(scheduler: RedisScheduler) -> None:
@@ -285,6 +294,7 @@ def parse_arguments(arguments: list[str]) -> tuple[RankPlace, PipelineSpec, RunA
     parser.add_argument("--dtype", help="default: float32")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--transport", default="auto", choices=("auto", "gloo", "nccl"))
+    parser.add_argument("--dispatch", default="windows", help="what Redis grants: windows of timesteps, or tasks")
     flags = parser.parse_args(arguments)
     wishes = _Wishes.from_flags(flags)
     if flags.config is not None:
@@ -294,7 +304,14 @@ def parse_arguments(arguments: list[str]) -> tuple[RankPlace, PipelineSpec, RunA
     if wishes.redis_url is None:
         raise UserError("torchrun ranks need a Redis that all hosts reach: give --redis URL or set PIPEDEC_REDIS_URL")
     spec = PipelineSpec.create(
-        wishes.target, wishes.draft, wishes.stages or 4, wishes.groups, wishes.layers, wishes.dtype or "float32", flags.device
+        wishes.target,
+        wishes.draft,
+        wishes.stages or 4,
+        wishes.groups,
+        wishes.layers,
+        wishes.dtype or "float32",
+        flags.device,
+        flags.dispatch,
     )
     return _torchrun_place(spec, flags.transport), spec, RunAddress(wishes.redis_url, flags.run)
 

@@ -14,17 +14,22 @@ from typing import Any
 
 import torch
 
-from pipedec.core import PipedecError, RankLost, Step
+from pipedec.core import PipedecError, Step, Verdict
 from pipedec.engine.emulation import Emulation, Pacer
 from pipedec.engine.messages import sampling_from_payload, verdict_from_payload, verdict_to_payload
 from pipedec.scheduler.protocol import Event, Message, Scheduler
 from pipedec.scheduler.workflow import Facts, Task, Topology, post_process
 from pipedec.stage import FinalStageWorker, StageWorker
 from pipedec.tracing import Tracer
-from pipedec.transport import Transport
+from pipedec.transport import Envelope, Transport
 
 POLL_SECONDS = 1.0
 STOPPING_SECONDS = 0.05
+
+
+def rank_name(rank: int) -> str:
+    """A rank for people."""
+    return f"rank {rank} ({'draft' if rank == 0 else f'stage {rank}'})"
 
 
 class RankLoop(ABC):
@@ -38,6 +43,7 @@ class RankLoop(ABC):
         topology: Topology,
         tracer: Tracer,
         emulation: Emulation | None = None,
+        window: int = 0,
     ) -> None:
         self._rank = rank
         self._scheduler = scheduler
@@ -45,6 +51,7 @@ class RankLoop(ABC):
         self._topology = topology
         self._tracer = tracer
         self._pacer = Pacer(emulation, rank)
+        self._window_timesteps = window  # timesteps that the scheduler grants at once; 0: it grants single tasks
         self._overran: list[int] = []  # timesteps whose real work outlasted its emulated time
         self._inbox: deque[Step] = deque()
         self._outbox: dict[Task, Step] = {}
@@ -53,6 +60,7 @@ class RankLoop(ABC):
             "pre": self._prefill,
             "dec": self._decode,
             "sync": self._sync,
+            "window": self._window,
             "send": self._transfer,
         }
 
@@ -67,17 +75,10 @@ class RankLoop(ABC):
             message = self._execute(message) or self._next()
 
     def _next(self) -> Message:
-        """The next message, however long it takes; a rank that stops answering meanwhile is an error that names it."""
-        while True:
-            message = self._scheduler.wait(self._rank, POLL_SECONDS)
-            if message is not None:
-                return self._checked(message)
-            self._check_peers()
-
-    def _check_peers(self) -> None:
-        lost = self._scheduler.expired_ranks()
-        if lost:
-            raise RankLost(f"{', '.join(map(self._name, lost))} stopped answering")
+        """The next message, however long it takes. That a rank has been lost meanwhile is such a message, too."""
+        while (message := self._scheduler.wait(self._rank, POLL_SECONDS)) is None:
+            continue
+        return self._checked(message)
 
     def _execute(self, message: Message) -> Message | None:
         """Do one task and report it; returns this rank's next message if the scheduler already has one."""
@@ -85,8 +86,7 @@ class RankLoop(ABC):
         assert task is not None
         with self._tracer.task(task.label, "transfer" if task.kind == "T" else task.name):
             facts = self._handlers[task.name](task, message)
-        if self._pacer.take_overran():
-            self._overran.append(task.seq)
+        self._note_overrun(task.seq)
         if task.kind == "T" and task.source == self._rank:
             return None  # the receiver reports a transfer (Algorithm 3)
         if facts.finished and self._tracer.enabled:
@@ -97,6 +97,18 @@ class RankLoop(ABC):
         events, self._events = self._events, []
         following = self._scheduler.finish(self._rank, task, post_process(task, self._topology, facts), events)
         return None if following is None else self._checked(following)
+
+    def _note_overrun(self, seq: int) -> None:
+        if self._pacer.take_overran():
+            self._overran.append(seq)
+
+    def _send_envelope(self, envelope: Envelope, target: int, seq: int) -> None:
+        """Inside a window: pass on what belongs to timestep ``seq``."""
+        rows = envelope.step.num_rows if envelope.step else 0
+        with self._tracer.task(Task.transfer(self._rank, target, seq).label, "transfer"):
+            with self._pacer.sending(self._rank, rows) if rows else nullcontext():
+                pass  # the receiver must not have it before an emulated link would have brought it
+            self._transport.send_envelope(envelope, target)
 
     def _transfer(self, task: Task, message: Message) -> Facts:
         """Algorithm 3: the sender empties its cache of the step, the receiver fills its own."""
@@ -132,13 +144,14 @@ class RankLoop(ABC):
     def _sync(self, task: Task, message: Message) -> Facts:
         """Replay the verdict of this timestep."""
 
+    @abstractmethod
+    def _window(self, task: Task, message: Message) -> Facts:
+        """Run through the timesteps of a window without asking the scheduler."""
+
     def _checked(self, message: Message) -> Message:
         if message.kind == "abort":
             raise PipedecError(message.text)
         return message
-
-    def _name(self, rank: int) -> str:
-        return f"rank {rank} ({'draft' if rank == 0 else f'stage {rank}'})"
 
 
 class StageLoop(RankLoop):
@@ -185,21 +198,64 @@ class StageLoop(RankLoop):
         leaving = self._worker.outgoing()
         if self._rank == self._topology.final_rank:
             leaving = None
-        if verdict.finished:
+        if verdict.finished or self._window_timesteps:
             leaving = None
+        if verdict.finished:
             self._forget_request()
             if self._tracer.enabled:
                 self._events.append({"rank": self._rank, "cache_slots": self._worker.cache_slots})
         return Facts(rows_out=self._keep_outgoing(leaving, task.seq), finished=verdict.finished is not None)
+
+    def _window(self, task: Task, message: Message) -> Facts:
+        for seq in range(task.seq, task.seq + message.payload["timesteps"]):
+            envelope = self._transport.receive_envelope(self._rank - 1)
+            if envelope.verdict is not None:
+                with self._tracer.task(Task.compute("sync", self._rank, seq).label, "sync"):
+                    self._worker.sync(envelope.verdict)
+                if envelope.verdict.finished:
+                    self._leave_request(envelope, seq)
+                    return Facts(finished=True)
+            self._forward(envelope, seq)
+        return Facts()
+
+    def _forward(self, envelope: Envelope, seq: int) -> None:
+        """Compute the step of a timestep, if there is one, and pass it on; from the last stage the verdict goes to rank 0."""
+        is_final = self._rank == self._topology.final_rank
+        leaving: Step | None = None
+        verdict: Verdict | None = None
+        if envelope.step is not None:
+            with self._tracer.task(Task.compute("dec", self._rank, seq).label, "dec"):
+                with self._pacer.computing(envelope.step.num_rows):
+                    self._worker.decode(envelope.step)
+                    verdict = self._final_worker.verdict() if is_final else None
+                leaving = self._worker.outgoing()
+            self._note_overrun(seq)
+        if is_final:
+            self._send_envelope(Envelope(verdict=verdict), 0, seq)
+        else:
+            self._send_envelope(Envelope(leaving, envelope.verdict), self._rank + 1, seq)
+
+    def _leave_request(self, last: Envelope, seq: int) -> None:
+        if self._rank != self._topology.final_rank:
+            self._send_envelope(last, self._rank + 1, seq)
+        self._worker.outgoing()
+        self._forget_request()
+        if self._tracer.enabled:
+            self._events.append({"rank": self._rank, "cache_slots": self._worker.cache_slots})
 
     def _prompt_chunk(self, payload: dict[str, Any]) -> Step:
         token_ids = torch.tensor(payload["token_ids"], dtype=torch.int64, device=self._device)
         return Step(token_ids, torch.full_like(token_ids, -1))
 
     def _first_verdict(self, last_chunk: Step) -> dict[str, object]:
-        assert isinstance(self._worker, FinalStageWorker)
-        return verdict_to_payload(self._worker.first_verdict(last_chunk))
+        return verdict_to_payload(self._final_worker.first_verdict(last_chunk))
 
     def _verdict(self) -> dict[str, object]:
+        verdict = self._final_worker.verdict()
+        assert verdict is not None, "the step of this timestep begins with the last accepted token"
+        return verdict_to_payload(verdict)
+
+    @property
+    def _final_worker(self) -> FinalStageWorker:
         assert isinstance(self._worker, FinalStageWorker)
-        return verdict_to_payload(self._worker.verdict())
+        return self._worker

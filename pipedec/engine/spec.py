@@ -22,6 +22,8 @@ from pipedec.stage import FinalStageWorker, StageWorker
 REFERENCE_PAIR = Path(__file__).resolve().parent.parent / "reference_pair"
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
 DEVICES = ("auto", "cpu", "cuda")
+WINDOW_TIMESTEPS = 64
+DISPATCHES = {"windows": WINDOW_TIMESTEPS, "tasks": 0}  # timesteps that the scheduler grants at once
 
 Progress = Callable[[int, int], None]
 
@@ -30,7 +32,8 @@ Progress = Callable[[int, int], None]
 class PipelineSpec:
     """One pipeline: ``layers[i]`` of the target run on stage ``i`` + 1; ``draft`` is None for a pipeline without one.
 
-    With an ``emulation`` every rank's work lasts as long as on the devices it names.
+    With an ``emulation`` every rank's work lasts as long as on the devices it names. ``dispatch`` says whether the scheduler
+    grants ``windows`` of timesteps or single ``tasks``.
     """
 
     target: Path
@@ -40,6 +43,7 @@ class PipelineSpec:
     dtype: str = "float32"
     device: str = "auto"
     emulation: Emulation | None = None
+    dispatch: str = "windows"
 
     @classmethod
     def create(
@@ -51,6 +55,7 @@ class PipelineSpec:
         layers: list[int] | None = None,
         dtype: str = "float32",
         device: str = "auto",
+        dispatch: str = "windows",
     ) -> PipelineSpec:
         """Check a user's wishes and fill in the rest: the shipped pair, even layers, one stage per group.
 
@@ -65,6 +70,8 @@ class PipelineSpec:
             raise UserError(f"unknown dtype {dtype!r}: choose one of {', '.join(DTYPES)}")
         if device not in DEVICES:
             raise UserError(f"unknown device {device!r}: choose one of {', '.join(DEVICES)}")
+        if dispatch not in DISPATCHES:
+            raise UserError(f"unknown dispatch {dispatch!r}: choose one of {', '.join(DISPATCHES)}")
         if draft is None and target is not None:
             raise UserError("give --draft DIR beside --target (a small model with the same tokenizer), or --draft none")
         target_path = Path(target) if target is not None else REFERENCE_PAIR / "target"
@@ -77,11 +84,17 @@ class PipelineSpec:
         if layers is not None and len(layers) != stages:
             raise UserError(f"--layers lists {len(layers)} stages, but there are {stages}: give one number for each stage")
         parts = even_layers(config.num_layers, stages) if layers is None else explicit_layers(layers, config.num_layers)
-        return cls(target_path, draft_path, topology, tuple((part.start, part.stop) for part in parts), dtype, device)
+        bounds = tuple((part.start, part.stop) for part in parts)
+        return cls(target_path, draft_path, topology, bounds, dtype, device, dispatch=dispatch)
 
     @property
     def torch_dtype(self) -> torch.dtype:
         return DTYPES[self.dtype]
+
+    @property
+    def window(self) -> int:
+        """Timesteps that the scheduler grants at once; 0 for single tasks."""
+        return DISPATCHES[self.dispatch]
 
     @property
     def num_stages(self) -> int:
@@ -100,7 +113,7 @@ class PipelineSpec:
         return {
             "target": str(self.target), "draft": str(self.draft) if self.draft else None,
             "groups": self.topology.groups, "layers": self.layers, "dtype": self.dtype, "device": self.device,
-            "emulation": self.emulation.description() if self.emulation else None,
+            "emulation": self.emulation.description() if self.emulation else None, "dispatch": self.dispatch,
         }  # fmt: skip
 
     @classmethod
@@ -113,6 +126,7 @@ class PipelineSpec:
             dtype=raw["dtype"],
             device=raw["device"],
             emulation=Emulation.from_description(raw["emulation"]) if raw["emulation"] else None,
+            dispatch=raw["dispatch"],
         )
 
     def load_stage(self, rank: int, device: torch.device, progress: Progress | None = None) -> StageWorker:

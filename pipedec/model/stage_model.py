@@ -96,6 +96,17 @@ class StageModel:
         checkpoint.read_into({name: targets[name] for name in names}, progress)
         return stage
 
+    @classmethod
+    def random(cls, config: ModelConfig, layers: range, dtype: torch.dtype, device: torch.device | str) -> StageModel:
+        """A stage with random weights, to measure a shape of which there is no checkpoint at hand."""
+        stage = cls(config, layers, dtype, device)
+        for tensor in stage._tensors():
+            if tensor.dim() == 1:
+                tensor.fill_(1.0)
+            else:
+                tensor.normal_(std=tensor.shape[1] ** -0.5)
+        return stage
+
     @property
     def num_layers(self) -> int:
         """Layers of this stage."""
@@ -104,9 +115,7 @@ class StageModel:
     @property
     def num_bytes(self) -> int:
         """Memory of the weights; a tied head that shares the embedding counts once."""
-        tensors = [tensor for layer in self._weights for tensor in vars(layer).values() if tensor is not None]
-        tensors += [tensor for tensor in (self._embedding_VE, self._final_norm_E, self._head_VE) if tensor is not None]
-        return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values())
+        return sum({tensor.data_ptr(): tensor.nbytes for tensor in self._tensors()}.values())
 
     def make_cache(self, block: int = 256) -> KVCache:
         """An empty cache for this stage's layers, which grows by ``block`` slots."""
@@ -223,6 +232,11 @@ class StageModel:
             down_weight=self._empty(hidden, inner),
             down_bias=self._empty(hidden) if config.mlp_bias else None,
         )
+
+    def _tensors(self) -> list[Tensor]:
+        tensors = [tensor for layer in self._weights for tensor in vars(layer).values()]
+        tensors += [self._embedding_VE, self._final_norm_E, self._head_VE]
+        return [tensor for tensor in tensors if tensor is not None]
 
     def _targets(self, head_name: str) -> dict[str, Tensor]:
         """Where every tensor of the checkpoint goes: parameters, or the slices of the fused ones."""

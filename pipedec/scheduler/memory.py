@@ -181,8 +181,8 @@ class MemoryScheduler:
             return self._requests.popleft()
         return message
 
-    def publish(self, request_number: int, event: Event) -> None:
-        self._answers[request_number].append(event)
+    def publish(self, request_number: int, *events: Event) -> None:
+        self._answers[request_number].extend(events)
 
     def read_answer(self, request_number: int, last: str, timeout_seconds: float) -> list[tuple[str, Event]]:
         events = self._answers.get(request_number, [])
@@ -205,6 +205,9 @@ class MemoryScheduler:
             self._cancelled.add(request_number)
             return True
         return False
+
+    def is_cancelled(self, request_number: int) -> bool:
+        return self.graph is not None and self.graph.number == request_number and self.graph.cancelled
 
     def abort(self, rank: int, message: str) -> bool:
         if self._failure is not None:

@@ -112,8 +112,8 @@ class Scheduler(Protocol):
     def wait_request(self, timeout_seconds: float) -> Message | None:
         """For rank 0 between two requests: the next ``request``, ``stop`` or ``abort``, or None after the time."""
 
-    def publish(self, request_number: int, event: Event) -> None:
-        """Appends an event to the answer of a request."""
+    def publish(self, request_number: int, *events: Event) -> None:
+        """Appends events to the answer of a request."""
 
     def read_answer(self, request_number: int, last: str, timeout_seconds: float) -> list[tuple[str, Event]]:
         """Events of an answer after position ``last`` (``"0"`` for all), each with its position; [] after the time."""
@@ -123,6 +123,9 @@ class Scheduler(Protocol):
 
     def cancel(self, request_number: int) -> bool:
         """Ends a request at its next verdict (at once if it still waits); False if there is no such request any more."""
+
+    def is_cancelled(self, request_number: int) -> bool:
+        """Whether the running request ``request_number`` has been cancelled."""
 
     def abort(self, rank: int, message: str) -> bool:
         """Records that the run failed at ``rank`` and tells every rank and reader. The first failure wins (True)."""

@@ -90,10 +90,11 @@ class RedisScheduler:
     def wait_request(self, timeout_seconds: float) -> Message | None:
         return self._pop([self._queues[0], self.keys.requests], timeout_seconds)
 
-    def publish(self, request_number: int, event: Event) -> None:
+    def publish(self, request_number: int, *events: Event) -> None:
         with self._command():
             pipe = self.client.pipeline(transaction=True)
-            pipe.xadd(self.keys.answer(request_number), {"event": json.dumps(event)}, maxlen=16384, approximate=True)
+            for event in events:
+                pipe.xadd(self.keys.answer(request_number), {"event": json.dumps(event)}, maxlen=16384, approximate=True)
             pipe.expire(self.keys.answer(request_number), KEY_SECONDS)
             pipe.execute()
 
@@ -117,6 +118,11 @@ class RedisScheduler:
         keys = self.keys
         names = [keys.run, keys.workflow, keys.requests, keys.cancelled, keys.answer(request_number)]
         return bool(self._run("cancel", names, [KEY_SECONDS, request_number, json.dumps({"kind": "cancelled"})]))
+
+    def is_cancelled(self, request_number: int) -> bool:
+        with self._command():
+            found = self.client.hmget(self.keys.workflow, "number", "cancelled")
+        return found == [str(request_number).encode(), b"1"]
 
     def abort(self, rank: int, message: str) -> bool:
         names = [self.keys.run, self.keys.workflow, self.keys.requests, *self._queues]

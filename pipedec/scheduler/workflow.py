@@ -15,7 +15,7 @@ from pipedec.core import UserError
 
 Payload = dict[str, Any]
 
-_LETTERS = {"pre": "P", "dec": "F", "sync": "S", "end": "E"}
+_LETTERS = {"pre": "P", "dec": "F", "sync": "S", "window": "W", "end": "E"}
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ class Topology:
 class Task:
     """One node of the workflow graph, as in the paper's Appendix B.
 
-    ``C`` compute: ``name`` pre, dec, sync or end at rank ``target``. ``T`` transfer: from ``source`` to ``target``.
+    ``C`` compute: ``name`` pre, dec, sync, window or end at rank ``target``. ``T`` transfer: from ``source`` to ``target``.
     ``V`` virtual: ``name`` finish, of rank ``target`` or of all (``target`` -1); it completes as soon as it is ready.
     """
 
@@ -149,7 +149,7 @@ class Task:
 
     @property
     def label(self) -> str:
-        """For people: ``2P0`` prefill, ``2F17`` forward, ``2S17`` sync, ``0E17`` end, ``2>3@17`` transfer, ``2V17``."""
+        """For people: ``2P0`` prefill, ``2F17`` forward, ``2S17`` sync, ``2W17`` window, ``2>3@17`` transfer."""
         if self.kind == "T":
             return f"{self.source}>{self.target}@{self.seq}"
         letter = "V" if self.kind == "V" else _LETTERS[self.name]
@@ -181,7 +181,8 @@ class Facts:
     Attributes:
         rows_out: rows of its (pruned) output that go on to the next rank.
         verdict: after (C,dec,n,seq) or the last chunk of (C,pre,n,0), what rank n decided, as JSON; else None.
-        finished: at a sync, whether the verdict in its payload ended the answer.
+        finished: at a sync or after a window, whether a verdict ended the answer.
+        window: at a sync, how many timesteps a window lasts; 0 when every task is granted on its own.
         active: at a dec, the entry ranks active in this seq, as delivered with the task.
         payload: at a pre, the payload delivered with the task, which goes on to the next stage.
     """
@@ -189,6 +190,7 @@ class Facts:
     rows_out: int = 0
     verdict: Payload | None = None
     finished: bool = False
+    window: int = 0
     active: tuple[int, ...] = ()
     payload: Payload = field(default_factory=dict)
 
@@ -212,7 +214,10 @@ def initial_tasks(topology: Topology, chunks: Sequence[Payload]) -> list[Planned
 
 
 def post_process(task: Task, topology: Topology, facts: Facts) -> list[Planned]:
-    """What a rank schedules when it has finished ``task``: Algorithm 4, cases [2] to [12]; nothing after T or end."""
+    """What a rank schedules when it has finished ``task``: Algorithm 4, cases [2] to [12]; nothing after T or end.
+
+    With windows, the cases of dec and of later syncs do not occur: see ``_after_window``.
+    """
     if task.kind != "C":
         return []
     if task.name == "pre":
@@ -221,6 +226,8 @@ def post_process(task: Task, topology: Topology, facts: Facts) -> list[Planned]:
         return _after_decode(task, topology, facts)
     if task.name == "sync":
         return _after_sync(task, topology, facts)
+    if task.name == "window":
+        return _after_window(task, topology, facts)
     return []
 
 
@@ -274,10 +281,33 @@ def _after_sync(task: Task, topology: Topology, facts: Facts) -> list[Planned]:
     if rank == 0:
         if seq == 0:  # prefill has no dec at which the barrier could have been scheduled
             planned.append(_barrier(seq, topology.ranks))
-        following = Task.compute("end", 0, seq) if facts.finished else Task.compute("dec", 0, seq + 1)
-        planned.append(Planned(following, (Task.finish_all(seq),)))
+        if facts.window and not facts.finished:
+            planned += [_window(rank, seq + 1, facts.window, after=Task.finish_all(seq)) for rank in topology.ranks]
+        else:
+            following = Task.compute("end", 0, seq) if facts.finished else Task.compute("dec", 0, seq + 1)
+            planned.append(Planned(following, (Task.finish_all(seq),)))
     planned.append(Planned(Task.finish(rank, seq)))  # [11]
     return planned
+
+
+def _after_window(task: Task, topology: Topology, facts: Facts) -> list[Planned]:
+    """Not in the paper: ``window`` timesteps are granted at once, and the ranks run through them on their own.
+
+    Every transfer in a window goes from a rank to the next one, so no two conflict, and each rank takes its steps in order.
+    Rank 0 grants the next window to each rank as soon as that rank is through with this one: nobody waits for all.
+    """
+    rank, seq = task.target, task.seq
+    if rank != 0:
+        return []
+    windows = [Task.compute("window", rank, seq) for rank in topology.ranks]
+    planned = [Planned(Task.finish_all(seq), tuple(windows))]
+    if facts.finished:
+        return [*planned, Planned(Task.compute("end", 0, seq), (Task.finish_all(seq),))]
+    return planned + [_window(task.target, seq + facts.window, facts.window, after=task) for task in windows]
+
+
+def _window(rank: int, seq: int, timesteps: int, after: Task) -> Planned:
+    return Planned(Task.compute("window", rank, seq), (after,), {"timesteps": timesteps})
 
 
 def _barrier(seq: int, ranks: Sequence[int]) -> Planned:

@@ -1,6 +1,7 @@
 """Turns the target's own tokens into verdicts: how far the tree's path agrees with them, and whether the answer ends.
 
-Knows the tree and the request's end conditions; knows no model and no cache.
+Knows the tree and the request's end conditions; knows no model and no cache. Between a verdict and its replay further rows may
+arrive, so it remembers the accepted tokens that the tree has not been advanced to yet.
 """
 
 from __future__ import annotations
@@ -18,26 +19,42 @@ class Verifier:
         self._max_tokens = sampling.max_tokens
         self._ends = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else set(eos_token_ids))
         self._num_tokens = 0
+        self._ahead: list[int] = []  # accepted tokens below the tree's root
+        self._finished = False
 
     def first(self, token: int) -> Verdict:
         """The verdict on prefill: the target's first token."""
         return self._judged([token])
 
-    def judge(self, tree: PredictionTree, successors_N: Tensor) -> Verdict:
-        """Walk from the root along the target's own tokens as deep as the computed rows allow (paper §3.3.4).
+    def judge(self, tree: PredictionTree, successors_N: Tensor) -> Verdict | None:
+        """Walk on from the last accepted token along the target's own tokens, as deep as computed rows go (paper §3.3.4).
 
         Args:
-            tree: the last stage's tree. All its rows came with this step: a verdict ends where the tree does, so it leaves
-                none behind.
-            successors_N: int64 [N], the target's token after each of those rows.
+            tree: the last stage's tree; all its rows are computed.
+            successors_N: int64 [N], the target's token after each of them.
+
+        Returns:
+            None when the row of the last accepted token is not there (yet), or the answer has ended.
         """
+        row = self._last_accepted(tree)
+        if row is None or self._finished:
+            return None
         successors = successors_N.tolist()
-        row: int | None = 0
         tokens: list[int] = []
         while row is not None:
             tokens.append(successors[row])
             row = tree.child(row, tokens[-1])
         return self._judged(tokens)
+
+    def replayed(self, verdict: Verdict) -> None:
+        """The tree has been advanced to ``verdict``, the oldest one that it had not been advanced to."""
+        del self._ahead[: len(verdict.tokens)]
+
+    def _last_accepted(self, tree: PredictionTree) -> int | None:
+        row = 0 if tree.num_rows else None
+        for token in self._ahead:
+            row = None if row is None else tree.child(row, token)
+        return row
 
     def _judged(self, tokens: list[int]) -> Verdict:
         """Cut ``tokens`` at the first end token or at ``max_tokens``."""
@@ -50,4 +67,6 @@ class Verifier:
 
     def _counted(self, tokens: list[int], finished: str | None) -> Verdict:
         self._num_tokens += len(tokens)
+        self._ahead += tokens
+        self._finished = finished is not None
         return Verdict(tuple(tokens), finished)

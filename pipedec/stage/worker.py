@@ -13,7 +13,7 @@ from pipedec.core import SamplingParams, Step, Verdict
 from pipedec.model import StageModel
 from pipedec.sampling import greedy
 from pipedec.stage.verifier import Verifier
-from pipedec.tree import PredictionTree
+from pipedec.tree import Advance, PredictionTree
 
 
 class StageWorker:
@@ -61,7 +61,10 @@ class StageWorker:
 
     def sync(self, verdict: Verdict) -> None:
         """Replay the verdict: commit and prune tree, cache and pending output."""
-        advance = self._tree.advance(verdict.tokens)
+        self._replay(self._tree.advance(verdict.tokens))
+
+    def _replay(self, advance: Advance) -> None:
+        """Follow the tree with everything that is kept beside it."""
         self._cache.advance(advance.committed, advance.kept)
         if self._pending_hidden is not None:
             is_kept, self._pending_rows = advance.renumber(self._pending_rows)
@@ -82,19 +85,32 @@ class FinalStageWorker(StageWorker):
     def __init__(self, model: StageModel, eos_token_ids: tuple[int, ...], device: torch.device | str = "cpu") -> None:
         super().__init__(model, device)
         self._eos_token_ids = eos_token_ids
+        self._successors = torch.zeros(0, dtype=torch.int64, device=device)  # the target's token after each row of the tree
         self._verifier = Verifier(SamplingParams(), eos_token_ids)
 
     def begin(self, prompt_length: int, sampling: SamplingParams) -> None:
         super().begin(prompt_length, sampling)
+        self._successors = self._successors[:0]
         self._verifier = Verifier(sampling, self._eos_token_ids)
+
+    def decode(self, step: Step) -> None:
+        super().decode(step)
+        assert self._pending_hidden is not None
+        self._successors = torch.cat([self._successors, greedy(self._model.logits(self._pending_hidden))])
+
+    def sync(self, verdict: Verdict) -> None:
+        super().sync(verdict)
+        self._verifier.replayed(verdict)
+
+    def _replay(self, advance: Advance) -> None:
+        super()._replay(advance)
+        self._successors = self._successors[advance.kept]
 
     def first_verdict(self, last_chunk: Step) -> Verdict:
         """The verdict on prefill, from the output of the prompt's last chunk."""
         assert last_chunk.hidden is not None
         return self._verifier.first(int(greedy(self._model.logits(last_chunk.hidden[-1:]))[0]))
 
-    def verdict(self) -> Verdict:
-        """The verdict on the rows computed at this timestep."""
-        assert self._pending_hidden is not None
-        successors = greedy(self._model.logits(self._pending_hidden))
-        return self._verifier.judge(self._tree, successors)
+    def verdict(self) -> Verdict | None:
+        """What the rows computed so far say after the last verdict; None if nothing new."""
+        return self._verifier.judge(self._tree, self._successors)

@@ -1,22 +1,31 @@
 """Steps between the stages of one process: a mailbox for every pair of ranks."""
 
+from __future__ import annotations
+
 from collections import defaultdict, deque
+from typing import TypeVar
 
 from pipedec.core import RankLost, Step
+from pipedec.transport.base import Envelope
+
+Item = TypeVar("Item")
+Mailboxes = defaultdict[tuple[int, int], deque[Item]]
 
 
 class LocalTransport:
     """In-process transfer for LocalPipeline: nothing is copied, a step is handed over as it is."""
 
-    def __init__(self, rank: int, mailboxes: dict[tuple[int, int], deque[Step]]) -> None:
+    def __init__(self, rank: int, mailboxes: Mailboxes[Step], envelopes: Mailboxes[Envelope]) -> None:
         self._rank = rank
         self._mailboxes = mailboxes
+        self._envelopes = envelopes
 
     @classmethod
-    def connect(cls, world_size: int) -> list["LocalTransport"]:
+    def connect(cls, world_size: int) -> list[LocalTransport]:
         """One connected transport for each of ``world_size`` ranks."""
-        mailboxes: dict[tuple[int, int], deque[Step]] = defaultdict(deque)
-        return [cls(rank, mailboxes) for rank in range(world_size)]
+        mailboxes: Mailboxes[Step] = defaultdict(deque)
+        envelopes: Mailboxes[Envelope] = defaultdict(deque)
+        return [cls(rank, mailboxes, envelopes) for rank in range(world_size)]
 
     def send(self, step: Step, dst: int) -> None:
         self._mailboxes[self._rank, dst].append(step)
@@ -27,5 +36,14 @@ class LocalTransport:
             raise RankLost(f"rank {self._rank} expected {num_rows} rows from rank {src}, which did not send them")
         return mailbox.popleft()
 
+    def send_envelope(self, envelope: Envelope, dst: int) -> None:
+        self._envelopes[self._rank, dst].append(envelope)
+
+    def receive_envelope(self, src: int) -> Envelope:
+        if not self._envelopes[src, self._rank]:
+            raise RankLost(f"rank {self._rank} expected an envelope from rank {src}, which did not send it")
+        return self._envelopes[src, self._rank].popleft()
+
     def close(self) -> None:
         self._mailboxes.clear()
+        self._envelopes.clear()

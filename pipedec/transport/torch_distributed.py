@@ -7,14 +7,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from pipedec.core import RankLost, Step, UserError
-from pipedec.transport.base import message_bytes, pack, unpack
+from pipedec.transport.base import HEADER_VALUES, Envelope, message_bytes, pack, pack_header, unpack, unpack_header
 
 BACKENDS = ("gloo", "nccl")
+_HEADER_TAG = 1  # headers of envelopes are awaited ahead of time and must not be taken for steps
 
 
 @dataclass(frozen=True)
@@ -40,9 +43,11 @@ class TorchTransport:
         self._dtype = dtype
         self._device = device
         self._wire = device if backend == "nccl" else torch.device("cpu")
+        self._under_way: list[tuple[Any, Tensor]] = []  # what is being sent, with its buffers
+        self._awaited: dict[int, tuple[Any, Tensor]] = {}
         try:
             dist.init_process_group(
-                backend,
+                "cpu:gloo,cuda:nccl" if backend == "nccl" else backend,  # headers travel through host memory
                 init_method=rendezvous.init_method,
                 rank=rendezvous.rank,
                 world_size=rendezvous.world_size,
@@ -53,14 +58,18 @@ class TorchTransport:
             raise RankLost(f"rank {rendezvous.rank} could not meet the other {rendezvous.world_size - 1}: {error}") from error
 
     def send(self, step: Step, dst: int) -> None:
-        hidden_size = 0 if step.hidden is None else self._hidden_size
-        size = message_bytes(step.num_rows, hidden_size, self._dtype)
-        message = torch.empty(size, dtype=torch.uint8, device=self._wire)
-        pack(step, message)
+        message = self._packed(step)
         try:
             dist.send(message, dst)
         except RuntimeError as error:
             raise self._lost(dst, "send to", error) from error
+
+    def _packed(self, step: Step) -> Tensor:
+        hidden_size = 0 if step.hidden is None else self._hidden_size
+        size = message_bytes(step.num_rows, hidden_size, self._dtype)
+        message = torch.empty(size, dtype=torch.uint8, device=self._wire)
+        pack(step, message)
+        return message
 
     def receive(self, num_rows: int, src: int) -> Step:
         hidden_size = 0 if src == 0 else self._hidden_size
@@ -75,6 +84,35 @@ class TorchTransport:
             return step
         hidden = None if step.hidden is None else step.hidden.to(self._device)
         return Step(step.token_ids.to(self._device), step.parents.to(self._device), hidden)
+
+    def send_envelope(self, envelope: Envelope, dst: int) -> None:
+        try:
+            for work, _ in self._under_way:
+                work.wait()
+            header = torch.empty(HEADER_VALUES, dtype=torch.int64)
+            pack_header(envelope, header)
+            self._under_way = [(dist.isend(header, dst, tag=_HEADER_TAG), header)]
+            if envelope.step is not None:
+                body = self._packed(envelope.step)
+                self._under_way.append((dist.isend(body, dst), body))
+        except RuntimeError as error:
+            raise self._lost(dst, "send to", error) from error
+
+    def receive_envelope(self, src: int) -> Envelope:
+        try:
+            work, header = self._awaited.pop(src) if src in self._awaited else self._await_header(src)
+            work.wait()
+        except RuntimeError as error:
+            raise self._lost(src, "receive from", error) from error
+        num_rows, verdict = unpack_header(header)
+        if verdict is None or verdict.finished is None:
+            self._awaited[src] = self._await_header(src)
+        return Envelope(self.receive(num_rows, src) if num_rows else None, verdict)
+
+    def _await_header(self, src: int) -> tuple[Any, Tensor]:
+        """Post the receive of a header before it is sent, so that it finds its buffer."""
+        header = torch.empty(HEADER_VALUES, dtype=torch.int64)
+        return dist.irecv(header, src, tag=_HEADER_TAG), header
 
     def close(self) -> None:
         if dist.is_initialized():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import time
@@ -27,20 +28,26 @@ from pipedec.scheduler.simulation import SimulatedPipeline
 def test_toy_run_counts_what_a_timestep_must_cost() -> None:
     before = {process.pid for process in psutil.Process().children(recursive=True)}
     rows = measure_overhead(OverheadConfig(stages=(1, 2), rows=(1, 3), timesteps=5, hidden_size=8, repeats=2))
-    assert [(row["stages"], row["rows"]) for row in rows] == [(1, 1), (1, 3), (2, 1), (2, 3)]
+    dispatches = [(stages, dispatch) for stages in (1, 2) for dispatch in ("windows", "tasks")]
+    assert [(row["stages"], row["dispatch"], row["rows"]) for row in rows] == [
+        (*one, rows) for one in dispatches for rows in (1, 3)
+    ]
     for row in rows:
         stages = row["stages"]
+        assert row["config"]["timesteps"] == 5 and row["machine"]["cores"] >= 1
         assert row["timesteps"] == 10 and len(row["repeat_medians_ms"]["raw"]) == 2
         assert row["message_bytes"] == row["rows"] * (16 + 8 * 4)
         assert 0 < row["pipedec_ms"]["median"] <= row["pipedec_ms"]["p90"]
         assert 0 < row["raw_ms"]["median"] <= row["raw_ms"]["p90"]
         assert len(row["round_trips_per_rank"]) == stages + 1
+        if row["dispatch"] == "windows":
+            assert row["round_trips"] < 2 * (stages + 1) and row["critical_path_round_trips"]["max"] == 0
+            continue
         # Every rank reports its dec and its sync, every receiver one transfer more; waiting comes on top.
         assert all(trips >= 2 for trips in row["round_trips_per_rank"])
         assert row["round_trips"] >= 2 * (stages + 1) + stages
         # A verdict cannot be had with less than dec, sync and transfer.
         assert row["critical_path_round_trips"]["median"] >= 3
-        assert row["config"]["timesteps"] == 5 and row["machine"]["cores"] >= 1
     left = {process.pid: process.name() for process in psutil.Process().children(recursive=True) if process.pid not in before}
     assert not [name for name in left.values() if "server" in name and "python" not in name], left
 
@@ -143,7 +150,7 @@ def test_command_prints_a_table_and_writes_rows(tmp_path: Path) -> None:
     done = CliRunner().invoke(program, ["bench", "overhead", *flags])
     assert done.exit_code == 0, done.output
     assert "gloo" in done.stdout and "…" not in done.stdout
-    assert len(out.read_text().splitlines()) == 1
+    assert [json.loads(line)["dispatch"] for line in out.read_text().splitlines()] == ["windows", "tasks"]
 
 
 def test_command_refuses_words_for_numbers() -> None:

@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import psutil
@@ -20,9 +21,11 @@ from pipedec.engine.cluster import LocalCluster
 from pipedec.engine.messages import PromptRequest
 from pipedec.engine.rank import LeaseKeeper
 from pipedec.engine.running import RunningCluster
+from pipedec.engine.spec import DISPATCHES
 from pipedec.scheduler import EmbeddedServer, RedisScheduler, Topology, connect
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
+with_each_dispatch = pytest.mark.parametrize("dispatch", DISPATCHES)
 
 STAGES = 3
 NAMES = {0: r"rank 0 \(draft\)"} | {rank: rf"rank {rank} \(stage {rank}\)" for rank in range(1, STAGES + 1)}
@@ -70,8 +73,9 @@ def supervise(cluster: LocalCluster, expected: type[PipedecError], message: str)
 
 
 @pytest.mark.parametrize("rank", range(STAGES + 1))
-def test_a_rank_killed_in_mid_generation_is_named(pair: Pair, rank: int) -> None:
-    with LocalCluster(pair.spec(STAGES)) as cluster:
+@with_each_dispatch
+def test_a_rank_killed_in_mid_generation_is_named(pair: Pair, rank: int, dispatch: str) -> None:
+    with LocalCluster(replace(pair.spec(STAGES), dispatch=dispatch)) as cluster:
         victim = Victim(cluster)
         os.kill(cluster.pids[rank], signal.SIGKILL)
         supervise(cluster, RankLost, f"{NAMES[rank]} was killed by SIGKILL")
@@ -80,9 +84,10 @@ def test_a_rank_killed_in_mid_generation_is_named(pair: Pair, rank: int) -> None
         assert f"rank {rank}" in str(elsewhere)
 
 
-def test_a_stage_that_stands_still_is_named(pair: Pair) -> None:
+@with_each_dispatch
+def test_a_stage_that_stands_still_is_named(pair: Pair, dispatch: str) -> None:
     """Only its lease gives it away: its sockets stay open."""
-    with LocalCluster(pair.spec(STAGES)) as cluster:
+    with LocalCluster(replace(pair.spec(STAGES), dispatch=dispatch)) as cluster:
         victim = Victim(cluster)
         others = [psutil.Process(pid) for rank, pid in cluster.pids.items() if rank != 2]
         os.kill(cluster.pids[2], signal.SIGSTOP)
@@ -100,10 +105,11 @@ def rank_that_can_be_told_to_leave(*arguments: Any) -> None:
     cluster_module._rank_process(*arguments)
 
 
-def test_a_rank_that_ends_early_and_content_is_a_failure(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+@with_each_dispatch
+def test_a_rank_that_ends_early_and_content_is_a_failure(pair: Pair, monkeypatch: pytest.MonkeyPatch, dispatch: str) -> None:
     original = cluster_module._rank_process
     monkeypatch.setattr(cluster_module, "_rank_process", rank_that_can_be_told_to_leave)
-    with LocalCluster(pair.spec(STAGES)) as cluster:
+    with LocalCluster(replace(pair.spec(STAGES), dispatch=dispatch)) as cluster:
         monkeypatch.setattr(cluster_module, "_rank_process", original)
         victim = Victim(cluster)
         os.kill(cluster.pids[1], signal.SIGUSR1)
@@ -117,8 +123,9 @@ def redis_of(cluster: LocalCluster) -> psutil.Process:
     return psutil.Process(cluster._server.pid)
 
 
-def test_redis_killed_in_mid_generation_is_named(pair: Pair) -> None:
-    with LocalCluster(pair.spec(STAGES)) as cluster:
+@with_each_dispatch
+def test_redis_killed_in_mid_generation_is_named(pair: Pair, dispatch: str) -> None:
+    with LocalCluster(replace(pair.spec(STAGES), dispatch=dispatch)) as cluster:
         victim = Victim(cluster)
         redis_of(cluster).kill()
         owner, elsewhere = victim.errors(10)
@@ -127,9 +134,10 @@ def test_redis_killed_in_mid_generation_is_named(pair: Pair) -> None:
         supervise(cluster, SchedulerLost, "cannot reach Redis")
 
 
-def test_redis_that_stands_still_is_named(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+@with_each_dispatch
+def test_redis_that_stands_still_is_named(pair: Pair, monkeypatch: pytest.MonkeyPatch, dispatch: str) -> None:
     monkeypatch.setattr("pipedec.scheduler.client.REPLY_SECONDS", 2.0)  # the clients'; the ranks' are in other processes
-    with LocalCluster(pair.spec(1)) as cluster:
+    with LocalCluster(replace(pair.spec(1), dispatch=dispatch)) as cluster:
         victim = Victim(cluster)
         redis_of(cluster).suspend()
         owner, elsewhere = victim.errors(15)
@@ -137,15 +145,17 @@ def test_redis_that_stands_still_is_named(pair: Pair, monkeypatch: pytest.Monkey
         cluster.kill()
 
 
-def test_keys_deleted_by_somebody_else_end_the_run(pair: Pair) -> None:
-    with LocalCluster(pair.spec(1)) as cluster:
+@with_each_dispatch
+def test_keys_deleted_by_somebody_else_end_the_run(pair: Pair, dispatch: str) -> None:
+    with LocalCluster(replace(pair.spec(1), dispatch=dispatch)) as cluster:
         with connect(cluster.address.redis_url) as client:
             client.flushall()
         supervise(cluster, RankLost, "Redis no longer knows the run")
 
 
-def test_keys_deleted_in_mid_generation_end_the_run(pair: Pair) -> None:
-    with LocalCluster(pair.spec(STAGES)) as cluster:
+@with_each_dispatch
+def test_keys_deleted_in_mid_generation_end_the_run(pair: Pair, dispatch: str) -> None:
+    with LocalCluster(replace(pair.spec(STAGES), dispatch=dispatch)) as cluster:
         victim = Victim(cluster)
         with connect(cluster.address.redis_url) as client:
             client.flushall()

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from pipedec.core import RankLost, SchedulerLost, UserError
-from pipedec.scheduler import Facts, Planned, RedisScheduler, Scheduler, Task, Topology, initial_tasks, post_process
+from pipedec.scheduler import Facts, Message, Planned, RedisScheduler, Scheduler, Task, Topology, initial_tasks, post_process
 from pipedec.scheduler.simulation import SimulatedPipeline
 
 MakeScheduler = Callable[[Topology], Scheduler]
@@ -306,3 +306,45 @@ def test_clients_learn_a_run_from_its_description(make_redis_scheduler: Callable
     assert RedisScheduler.describe(scheduler.client, run_id) is None
     scheduler.open({"groups": [[1, 2], [3]], "target": "x"})
     assert RedisScheduler.describe(scheduler.client, run_id) == {"groups": [[1, 2], [3]], "target": "x"}
+
+
+def test_windows_follow_each_other_without_a_barrier(make_scheduler: MakeScheduler) -> None:
+    """A rank that is through with its window gets the next one although another rank still works on the last."""
+    topology = Topology.even(2, 2)
+    scheduler = make_scheduler(topology)
+    scheduler.open({})
+    number = scheduler.submit("{}")
+    scheduler.wait_request(0)
+    windows = [Planned(Task.compute("window", rank, 1), (), {"timesteps": 4}) for rank in topology.ranks]
+    scheduler.begin(number, windows)
+
+    def finish(rank: int, seq: int, finished: bool = False) -> Message | None:
+        task = Task.compute("window", rank, seq)
+        return scheduler.finish(rank, task, post_process(task, topology, Facts(window=4, finished=finished)))
+
+    for rank in topology.ranks:
+        message = scheduler.wait(rank, 0)
+        assert message is not None and message.task == Task.compute("window", rank, 1) and message.payload == {"timesteps": 4}
+    following = finish(0, 1)
+    assert following is not None and following.task == Task.compute("window", 0, 5)
+    following = finish(1, 1)
+    assert following is not None and following.task == Task.compute("window", 1, 5)
+    assert finish(0, 5, finished=True) is None and finish(1, 5, finished=True) is None, "rank 2 is still at its first window"
+    following = finish(2, 1)
+    assert following is not None and following.task == Task.compute("window", 2, 5)
+    finish(2, 5, finished=True)
+    end = scheduler.wait(0, 0)
+    assert end is not None and end.task == Task.compute("end", 0, 5)
+
+
+def test_a_cancelled_request_can_be_asked_for(make_scheduler: MakeScheduler) -> None:
+    topology = Topology.even(1, 1)
+    scheduler = make_scheduler(topology)
+    scheduler.open({})
+    number = scheduler.submit("{}")
+    assert not scheduler.is_cancelled(number)
+    scheduler.wait_request(0)
+    scheduler.begin(number, [Planned(Task.compute("window", rank, 1), (), {"timesteps": 4}) for rank in topology.ranks])
+    assert not scheduler.is_cancelled(number)
+    assert scheduler.cancel(number)
+    assert scheduler.is_cancelled(number) and not scheduler.is_cancelled(number + 1)

@@ -10,6 +10,7 @@ from pipedec.core import UserError
 from pipedec.scheduler.workflow import Facts, Planned, Task, Topology, initial_tasks, post_process
 
 PAIRS = Topology(((1, 2), (3, 4), (5,)))
+TWO = Topology.even(2, 2)
 VERDICT = {"tokens": [7], "finished": None}
 
 
@@ -49,6 +50,7 @@ def test_bad_groups_are_the_users_mistake(groups: tuple[tuple[int, ...], ...]) -
         (Task.compute("dec", 2, 17), "C:dec:2:17", "2F17"),
         (Task.compute("sync", 0, 17), "C:sync:0:17", "0S17"),
         (Task.compute("end", 0, 17), "C:end:0:17", "0E17"),
+        (Task.compute("window", 3, 17), "C:window:3:17", "3W17"),
         (Task.transfer(2, 3, 17), "T:2:3:17", "2>3@17"),
         (Task.finish(4, 17), "V:finish:4:17", "4V17"),
         (Task.finish_all(17), "V:finish:all:17", "allV17"),
@@ -166,3 +168,28 @@ def test_an_answer_that_ended_schedules_only_its_end() -> None:
     assert strings(post_process(Task.compute("sync", 2, 9), PAIRS, Facts(rows_out=5, finished=True))) == {"V:finish:2:9": []}
     assert post_process(Task.compute("end", 0, 9), PAIRS, Facts()) == []
     assert post_process(Task.transfer(0, 1, 9), PAIRS, Facts()) == []
+
+
+def test_with_windows_the_sync_of_prefill_grants_one_to_every_rank() -> None:
+    planned = post_process(Task.compute("sync", 0, 0), TWO, Facts(window=8))
+    windows = [plan for plan in planned if plan.task.name == "window"]
+    assert [plan.task for plan in windows] == [Task.compute("window", rank, 1) for rank in TWO.ranks]
+    assert all(plan.after == (Task.finish_all(0),) and plan.payload == {"timesteps": 8} for plan in windows)
+    assert not [plan for plan in planned if plan.task.kind == "T" or plan.task.name == "dec"]
+    ended = post_process(Task.compute("sync", 0, 0), TWO, Facts(window=8, finished=True))
+    assert Task.compute("end", 0, 0) in {plan.task for plan in ended}
+    assert "window" not in {plan.task.name for plan in ended}
+
+
+def test_rank_0_grants_each_rank_its_next_window_when_it_is_through() -> None:
+    assert post_process(Task.compute("window", 1, 1), TWO, Facts(window=8)) == []
+    planned = {plan.task: plan for plan in post_process(Task.compute("window", 0, 1), TWO, Facts(window=8))}
+    for rank in TWO.ranks:
+        assert planned[Task.compute("window", rank, 9)].after == (Task.compute("window", rank, 1),)
+    assert planned[Task.finish_all(1)].after == tuple(Task.compute("window", rank, 1) for rank in TWO.ranks)
+
+
+def test_a_window_in_which_the_answer_ended_is_the_last() -> None:
+    planned = {plan.task: plan for plan in post_process(Task.compute("window", 0, 9), TWO, Facts(window=8, finished=True))}
+    assert set(planned) == {Task.finish_all(9), Task.compute("end", 0, 9)}
+    assert planned[Task.compute("end", 0, 9)].after == (Task.finish_all(9),)

@@ -44,6 +44,7 @@ def test_walk_goes_as_deep_as_the_rows_allow(successors: list[int], tokens: tupl
 def test_first_token_counts() -> None:
     judging = verifier(max_tokens=2)
     assert judging.first(10) == Verdict((10,))
+    judging.replayed(Verdict((10,)))
     assert judging.judge(tree_of(1), torch.tensor([11])) == Verdict((11,), "length")
     assert verifier(max_tokens=1).first(10) == Verdict((10,), "length")
     assert verifier().first(EOS) == Verdict((EOS,), "stop")
@@ -69,3 +70,36 @@ def test_end_tokens_of_the_model(eos: int) -> None:
     assert verifier().judge(tree_of(1), ends_here) == Verdict((eos,), "stop")
     assert verifier(ignore_eos=True).judge(tree_of(1), ends_here) == Verdict((eos,))
     assert verifier(ignore_eos=True, stop=(eos,)).judge(tree_of(1), ends_here) == Verdict((eos,), "stop")
+
+
+def test_rows_that_arrive_before_a_verdict_is_replayed_go_on_from_it() -> None:
+    judging, tree = verifier(), tree_of(3)
+    assert judging.judge(tree, torch.tensor([11, 13, 0])) == Verdict((11, 13))
+    assert judging.judge(tree, torch.tensor([11, 13, 0])) is None, "the row of 13 is not there yet"
+    tree.append(torch.tensor([13]), torch.tensor([1]))
+    assert judging.judge(tree, torch.tensor([11, 13, 0, 15])) == Verdict((15,)), "judged once, 13 is not said again"
+    advance = tree.advance((11, 13))
+    judging.replayed(Verdict((11, 13)))
+    successors = torch.tensor([11, 13, 0, 15])[advance.kept]
+    assert judging.judge(tree, successors) is None
+    tree.append(torch.tensor([15]), torch.tensor([0]))
+    assert judging.judge(tree, torch.cat([successors, torch.tensor([16])])) == Verdict((16,))
+
+
+def test_after_a_miss_only_the_new_root_counts() -> None:
+    judging, tree = verifier(), tree_of(3)
+    assert judging.judge(tree, torch.tensor([40, 0, 0])) == Verdict((40,))
+    tree.append(torch.tensor([13]), torch.tensor([1]))  # was under way when the verdict fell
+    assert judging.judge(tree, torch.tensor([40, 0, 0, 15])) is None
+    tree.advance((40,))
+    judging.replayed(Verdict((40,)))
+    assert judging.judge(tree, torch.zeros(0, dtype=torch.int64)) is None
+    tree.append(torch.tensor([40]), torch.tensor([-1]))
+    assert judging.judge(tree, torch.tensor([41])) == Verdict((41,))
+
+
+def test_nothing_is_said_after_the_end() -> None:
+    judging, tree = verifier(max_tokens=1), tree_of(1)
+    assert judging.judge(tree, torch.tensor([11])) == Verdict((11,), "length")
+    tree.append(torch.tensor([11]), torch.tensor([0]))
+    assert judging.judge(tree, torch.tensor([11, 12])) is None

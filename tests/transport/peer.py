@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from pipedec.core import PipedecError, Step
+from pipedec.core import PipedecError, Step, Verdict
+from pipedec.transport import Envelope
 from pipedec.transport.torch_distributed import Rendezvous, TorchTransport
 
 HIDDEN_SIZE = 5
@@ -85,6 +86,16 @@ def send(transport: TorchTransport, num_rows: int, dtype: torch.dtype | None, se
 
 def receive(transport: TorchTransport, num_rows: int, src: int) -> Any:
     return as_lists(transport.receive(num_rows, src))
+
+
+def send_envelope(transport: TorchTransport, seed: int, num_rows: int, verdict: Verdict | None, dst: int) -> None:
+    step = make_step(num_rows, None, seed) if num_rows else None
+    transport.send_envelope(Envelope(step, verdict), dst)
+
+
+def receive_envelope(transport: TorchTransport, src: int) -> Any:
+    envelope = transport.receive_envelope(src)
+    return as_lists(envelope.step) if envelope.step else None, envelope.verdict
 
 
 def close(transport: TorchTransport) -> str:

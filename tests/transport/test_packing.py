@@ -7,8 +7,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipedec.core import Step
-from pipedec.transport.base import message_bytes, pack, unpack
+from pipedec.core import Step, Verdict
+from pipedec.transport.base import (
+    HEADER_VALUES,
+    MAX_VERDICT_TOKENS,
+    Envelope,
+    message_bytes,
+    pack,
+    pack_header,
+    unpack,
+    unpack_header,
+)  # fmt: skip
 
 INT64 = st.integers(-(2**63), 2**63 - 1)
 
@@ -46,3 +55,20 @@ def test_a_message_of_another_size_is_refused() -> None:
     step = Step(torch.tensor([1, 2]), torch.tensor([-1, 0]), torch.zeros(2, 4))
     with pytest.raises(RuntimeError):
         pack(step, torch.empty(message_bytes(2, 3, torch.float32), dtype=torch.uint8))
+
+
+@pytest.mark.parametrize("rows", [0, 1, 32])
+@pytest.mark.parametrize(
+    "verdict",
+    [None, Verdict((5,)), Verdict((2**40, 7, 0), "stop"), Verdict((1,) * MAX_VERDICT_TOKENS, "length"), Verdict((), "cancelled")],
+)
+def test_headers_survive(rows: int, verdict: Verdict | None) -> None:
+    step = Step(torch.zeros(rows, dtype=torch.int64), torch.zeros(rows, dtype=torch.int64)) if rows else None
+    header = torch.full((HEADER_VALUES,), -7)
+    pack_header(Envelope(step, verdict), header)
+    assert unpack_header(header) == (rows, verdict)
+
+
+def test_a_verdict_that_is_too_long_is_refused() -> None:
+    with pytest.raises(ValueError, match="does not fit into a header"):
+        pack_header(Envelope(None, Verdict((1,) * (MAX_VERDICT_TOKENS + 1))), torch.empty(HEADER_VALUES, dtype=torch.int64))

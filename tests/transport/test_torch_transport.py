@@ -10,7 +10,7 @@ import pytest
 import torch
 from peer import Peer
 
-from pipedec.core import UserError
+from pipedec.core import UserError, Verdict
 from pipedec.transport.torch_distributed import Rendezvous, TorchTransport
 
 Pair = tuple[Peer, Peer]
@@ -41,6 +41,28 @@ def test_steps_arrive_equal(pair: Pair, request: pytest.FixtureRequest) -> None:
         assert draft.result() == peer.as_lists(peer.make_step(num_rows, dtype, seed))
     stage.order(peer.close)
     assert draft.do(peer.close) == stage.result() == "closed"
+
+
+def test_envelopes_arrive_in_order_and_leave_room_for_steps(pair: Pair) -> None:
+    """Headers are awaited ahead of time: a step that is sent in between must not be taken for one."""
+    draft, stage = pair
+    sent = [(3, Verdict((8, 9))), (0, None), (32, None), (0, Verdict((4,), "stop"))]
+    for seed, (num_rows, verdict) in enumerate(sent):
+        stage.order(peer.receive_envelope, 0)
+        draft.do(peer.send_envelope, seed, num_rows, verdict, 1)
+        step = peer.as_lists(peer.make_step(num_rows, None, seed)) if num_rows else None
+        assert stage.result() == (step, verdict)
+        if verdict is None or verdict.finished is None:
+            stage.order(peer.receive, 2, 0)
+            draft.do(peer.send, 2, None, seed, 1)
+            assert stage.result() == peer.as_lists(peer.make_step(2, None, seed))
+
+
+def test_a_peer_killed_inside_a_window_is_named(pair: Pair) -> None:
+    draft, stage = pair
+    stage.order(peer.receive_envelope, 0)
+    draft.process.kill()
+    assert stage.result().startswith("RankLost: rank 1 could not receive from rank 0")
 
 
 def test_a_killed_peer_is_named(pair: Pair) -> None:

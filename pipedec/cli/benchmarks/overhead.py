@@ -14,13 +14,14 @@ from pipedec.cli.show import console
 
 
 @click.command()
-@click.option("--stages", default="1,4,8,14", show_default=True, help="Numbers of stages, with commas between them.")
+@click.option("--stages", default="1,2,4,7,8,14,21", show_default=True, help="Numbers of stages, with commas between them.")
 @click.option("--rows", default="1,32", show_default=True, help="Rows of every step, with commas between them.")
 @click.option("--timesteps", type=int, default=200, show_default=True, help="Timed timesteps per repeat.")
 @click.option("--hidden", type=int, default=192, show_default=True, help="Hidden size: it sets the bytes of a step.")
 @click.option("--repeats", type=int, default=3, show_default=True, help="Turns that pipeline and bare transport take.")
+@click.option("--dispatch", default="windows,tasks", show_default=True, help="What Redis grants.")
 @click.option("--out", type=PATH, help=OUT_HELP)
-def overhead(stages: str, rows: str, timesteps: int, hidden: int, repeats: int, out: Path | None) -> None:
+def overhead(stages: str, rows: str, timesteps: int, hidden: int, repeats: int, dispatch: str, out: Path | None) -> None:
     """The fixed cost of a timestep: stages that compute nothing, beside the same bytes over bare gloo.
 
     Ranks, Redis, tasks and transfers are the real ones, one thread per rank, every stage busy at every timestep.
@@ -28,14 +29,15 @@ def overhead(stages: str, rows: str, timesteps: int, hidden: int, repeats: int, 
     from pipedec.bench.overhead import OverheadConfig, measure_overhead
     from pipedec.bench.record import check_writable
 
-    config = OverheadConfig(numbers("--stages", stages), numbers("--rows", rows), timesteps, hidden, repeats)
+    dispatches = tuple(dispatch.split(","))
+    config = OverheadConfig(numbers("--stages", stages), numbers("--rows", rows), timesteps, hidden, repeats, dispatches)
     check_writable(out)
     measured = []
     with console.status("measuring") as status:
         for row in measure_overhead(config):
             measured.append(row)
             status.update(f"measured {row['stages']} stages, {row['rows']} rows")
-    Console().print(_overhead_table(measured))
+    Console(width=None if Console().is_terminal else 100).print(_overhead_table(measured))
     append(out, measured)
 
 
@@ -48,14 +50,14 @@ def _overhead_table(rows: list[dict[str, Any]]) -> Table:
         title_justify="left",
         caption_justify="left",
     )
-    for name in ("stages", "rows", "pipedec", "gloo", "ratio", "Redis calls per rank", "by all", "serial", "sends"):
-        table.add_column(name, justify="right", min_width=8 if "calls" in name else None, overflow="fold")
+    for name in ("stages", "dispatch", "rows", "pipedec", "gloo", "ratio", "Redis calls\nper rank", "by all", "serial"):
+        table.add_column(name, justify="left" if name == "dispatch" else "right")
     for row in rows:
         trips = row["round_trips_per_rank"]
         table.add_row(
-            str(row["stages"]), str(row["rows"]), _spread(row["pipedec_ms"]), _spread(row["raw_ms"]), f"{row['ratio']:.1f}",
-            f"{min(trips):.1f}–{max(trips):.1f}", f"{row['round_trips']:.1f}",
-            f"{row['critical_path_round_trips']['median']:g}", str(row["messages"]),
+            str(row["stages"]), row["dispatch"], str(row["rows"]), _spread(row["pipedec_ms"]), _spread(row["raw_ms"]),
+            f"{row['ratio']:.1f}", f"{min(trips):.1f}–{max(trips):.1f}", f"{row['round_trips']:.1f}",
+            f"{row['critical_path_round_trips']['median']:g}",
         )  # fmt: skip
     return table
 

@@ -1,4 +1,4 @@
-"""What several ``pipedec bench`` commands have in common: the flag for the results file, lists of numbers."""
+"""What several ``pipedec bench`` commands have in common: the results file, lists of numbers, the machine in words."""
 
 from __future__ import annotations
 
@@ -29,3 +29,12 @@ def append(out: Path | None, rows: Iterable[dict[str, Any]]) -> None:
     if out is not None:
         append_rows(out, rows)
         console.print(f"Figures appended to {out}")
+
+
+def machine_text(row: dict[str, Any]) -> str:
+    """For a caption: where a row that has ``device`` and ``threads`` in its configuration was measured."""
+    machine, config = row["machine"], row["config"]
+    if config["device"] == "cuda":
+        return f"{machine['gpu']}, torch {machine['torch']}"
+    load = f"load average before: {machine['load_average']}"
+    return f"{machine['cpu']}, {machine['cores']} cores, threads: {config['threads']}, {load}, torch {machine['torch']}"

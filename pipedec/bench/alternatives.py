@@ -1,0 +1,138 @@
+"""What a user could run instead, on this machine: the same checkpoint and prompts through ``transformers`` and pipedec.
+
+Everything runs in this process, one answer at a time, the contenders in turns; nothing is emulated. Owns the turns and the
+figures; who the contenders are ``contenders`` knows.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+
+import torch
+import transformers
+
+from pipedec.bench.contenders import Contender, load_contenders, quiet_transformers
+from pipedec.bench.record import Row, header
+from pipedec.bench.stopwatch import check_positive
+from pipedec.engine.prompt import Prompter
+from pipedec.engine.spec import PipelineSpec
+from pipedec.model import ModelConfig
+
+Turns = list[list["TimedAnswer"]]  # of one contender: prompts, and every repeat of each
+
+
+@dataclass(frozen=True)
+class AlternativesConfig:
+    """Answers of ``max_tokens`` tokens at most, each ``repeats`` times, with so many threads (None: torch's own choice).
+
+    Raises:
+        UserError: a number is below 1.
+    """
+
+    max_tokens: int = 128
+    repeats: int = 3
+    threads: int | None = None
+
+    def __post_init__(self) -> None:
+        check_positive({"--max-tokens": [self.max_tokens], "--repeats": [self.repeats]})
+        if self.threads is not None:
+            check_positive({"--threads": [self.threads]})
+
+
+@dataclass(frozen=True)
+class TimedAnswer:
+    """One answer, the seconds from its prompt to its last token, and what the target computed for it."""
+
+    token_ids: tuple[int, ...]
+    seconds: float
+    passes: float
+    rows: float
+
+
+def measure_alternatives(
+    spec: PipelineSpec,
+    prompts: Sequence[str],
+    config: AlternativesConfig,
+    on_answer: Callable[[int, int], None] = lambda *_: None,
+) -> list[Row]:
+    """One JSONL row per contender; the first is greedy ``transformers``, with whose answers all others are compared.
+
+    Args:
+        on_answer: called with (answers had, answers in all).
+
+    Raises:
+        UserError: a prompt does not fit the target's context, or a contender cannot be loaded.
+    """
+    prompter = Prompter(spec.target, ModelConfig.from_directory(spec.target).max_positions)
+    prompt_ids = [prompter.token_ids(prompt, False, config.max_tokens) for prompt in prompts]
+    with _threads(config.threads) as num_threads, quiet_transformers():
+        settings = asdict(config) | {"threads": num_threads, "prompts": len(prompts), "pipeline": spec.description()}
+        settings["device"] = spec.torch_device().type
+        first = header("alternatives", settings) | {"transformers": transformers.__version__}
+        contenders = load_contenders(spec)
+        for contender in contenders:
+            contender.answer(prompt_ids[0], config.max_tokens)  # to warm up
+        turns = _take_turns(contenders, prompt_ids, config, on_answer)
+    expected = [answers[0].token_ids for answers in turns[0]]
+    return [
+        {**first, "contender": contender.name, **_figures(answers, prompt_ids, expected)}
+        for contender, answers in zip(contenders, turns, strict=True)
+    ]
+
+
+def _take_turns(
+    contenders: list[Contender],
+    prompt_ids: list[tuple[int, ...]],
+    config: AlternativesConfig,
+    on_answer: Callable[[int, int], None],
+) -> list[Turns]:
+    """All answers, contender by contender. For each prompt all answer it in turns, and each turn another one begins."""
+    turns: list[Turns] = [[[] for _ in prompt_ids] for _ in contenders]
+    rounds = [index for index in range(len(prompt_ids)) for _ in range(config.repeats)]
+    for number, index in enumerate(rounds):
+        for place in range(len(contenders)):
+            chosen = (number + place) % len(contenders)
+            turns[chosen][index].append(_timed(contenders[chosen], prompt_ids[index], config.max_tokens))
+            on_answer(number * len(contenders) + place + 1, len(rounds) * len(contenders))
+    return turns
+
+
+def _timed(contender: Contender, prompt_token_ids: Sequence[int], max_tokens: int) -> TimedAnswer:
+    before = replace(contender.count)
+    started = time.perf_counter()
+    token_ids = contender.answer(prompt_token_ids, max_tokens)
+    seconds = time.perf_counter() - started
+    after = contender.count
+    return TimedAnswer(tuple(token_ids), seconds, after.passes - before.passes, after.rows - before.rows)
+
+
+def _figures(turns: Turns, prompt_ids: list[tuple[int, ...]], expected: list[tuple[int, ...]]) -> Row:
+    """Rates over all prompts, each with its median time; passes and rows per token, rows of the prompts not counted."""
+    answers = [repeats[0] for repeats in turns]
+    tokens = sum(len(answer.token_ids) for answer in answers)
+    seconds = sum(statistics.median(answer.seconds for answer in repeats) for repeats in turns)
+    new_rows = sum(answer.rows - len(ids) for answer, ids in zip(answers, prompt_ids, strict=True))
+    return {
+        "tokens": tokens,
+        "tokens_per_second": tokens / seconds,
+        "ms_per_token": 1000 * seconds / tokens,
+        "passes_per_token": sum(answer.passes for answer in answers) / tokens,
+        "rows_per_token": new_rows / tokens,
+        "equal": sum(all(answer.token_ids == ids for answer in repeats) for repeats, ids in zip(turns, expected, strict=True)),
+        "seconds": [[round(answer.seconds, 6) for answer in repeats] for repeats in turns],
+    }
+
+
+@contextmanager
+def _threads(number: int | None) -> Iterator[int]:
+    """torch with so many threads, for a while."""
+    usual = torch.get_num_threads()
+    torch.set_num_threads(number or usual)
+    try:
+        yield torch.get_num_threads()
+    finally:
+        torch.set_num_threads(usual)

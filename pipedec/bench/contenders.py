@@ -1,0 +1,174 @@
+"""Ways to get the target's greedy answer in one process: those of ``transformers``, and pipedec's methods.
+
+Owns how each is loaded and asked, and counts what the target computes for it. Knows neither clocks nor tables.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+from transformers.utils import logging
+
+from pipedec.core import Request, SamplingParams, UserError
+from pipedec.engine.local import LocalPipeline
+from pipedec.engine.spec import PipelineSpec
+from pipedec.model import KVCache, ModelConfig, StageModel
+from pipedec.scheduler.workflow import Topology
+from pipedec.stage import FinalStageWorker, StageWorker
+
+LOOKUP_TOKENS = 10
+
+
+@dataclass
+class PassCount:
+    """What the target has computed: passes through all of its layers, and the rows in them."""
+
+    passes: float = 0.0
+    rows: float = 0.0
+
+    def add(self, rows: int, share: float = 1.0) -> None:
+        """Count a forward of ``rows`` rows through this share of the target's layers."""
+        self.passes += share
+        self.rows += rows * share
+
+
+class Contender(Protocol):
+    """One way to answer; ``count`` grows with every answer."""
+
+    name: str
+    count: PassCount
+
+    def answer(self, prompt_token_ids: Sequence[int], max_tokens: int) -> list[int]:
+        """The greedy answer's token ids, up to an end token or ``max_tokens``."""
+
+
+class TransformersContender:
+    """``generate`` of a loaded target, always with a key-value cache, whatever its generation config says."""
+
+    def __init__(self, name: str, target: Any, **options: Any) -> None:
+        self.name = name
+        self.count = PassCount()
+        self._target = target
+        self._options = options
+
+    @torch.inference_mode()
+    def answer(self, prompt_token_ids: Sequence[int], max_tokens: int) -> list[int]:
+        prompt = torch.tensor([list(prompt_token_ids)], device=self._target.device)
+        counting = self._target.register_forward_hook(self._count_pass, with_kwargs=True)
+        try:
+            output = self._target.generate(
+                prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=max_tokens, do_sample=False, use_cache=True,
+                pad_token_id=0, **self._options,
+            )  # fmt: skip
+        finally:
+            counting.remove()
+        return [int(token) for token in output[0, prompt.shape[1] :]]
+
+    def _count_pass(self, module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any], output: Any) -> None:
+        self.count.add(keywords["input_ids"].shape[1])
+
+
+class PipelineContender:
+    """One method of pipedec, all stages and the draft in this process."""
+
+    def __init__(self, name: str, pipeline: LocalPipeline, method: str, count: PassCount) -> None:
+        self.name = name
+        self.count = count
+        self._pipeline = pipeline
+        self._method = method
+
+    def answer(self, prompt_token_ids: Sequence[int], max_tokens: int) -> list[int]:
+        request = Request(0, tuple(prompt_token_ids), SamplingParams(max_tokens=max_tokens), method=self._method)
+        return [token for verdict in self._pipeline.run(request) for token in verdict.tokens]
+
+
+class CountedStage(StageModel):
+    """A stage that counts every forward as its share of the target, once ``count`` is set."""
+
+    count: PassCount
+
+    def forward(
+        self,
+        inputs: Tensor,
+        positions_R: Tensor,
+        cache: KVCache,
+        mask_RN: Tensor | None = None,
+        prefill_length: int | None = None,
+    ) -> Tensor:
+        self.count.add(len(inputs), self.num_layers / self.config.num_layers)
+        return super().forward(inputs, positions_R, cache, mask_RN, prefill_length)
+
+
+def load_contenders(spec: PipelineSpec) -> list[Contender]:
+    """Greedy ``transformers`` first; those that need a draft only if ``spec`` has one. ``lookup`` is prompt lookup.
+
+    ``pipedec`` runs on the stages of ``spec``; the other methods, which gain nothing from stages in one process, on one.
+
+    Raises:
+        UserError: ``transformers`` would refuse the draft.
+    """
+    device = spec.torch_device()
+    target = _load_transformers(spec.target, spec, device)
+    contenders: list[Contender] = [TransformersContender("transformers greedy", target)]
+    if spec.draft is not None:
+        draft = _load_transformers(spec.draft, spec, device)
+        if draft.config.vocab_size != target.config.vocab_size:
+            raise UserError(
+                f"transformers' assisted generation needs models of equal vocab_size, not {target.config.vocab_size} "
+                f"and {draft.config.vocab_size}: use another draft, or --draft none"
+            )
+        contenders.append(TransformersContender("transformers assisted", target, assistant_model=draft))
+    contenders.append(TransformersContender("transformers lookup", target, prompt_lookup_num_tokens=LOOKUP_TOKENS))
+    return contenders + _pipelines(spec, device)
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Within it transformers shows neither warnings nor progress bars."""
+    verbosity, shows_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if shows_bars:
+            logging.enable_progress_bar()
+
+
+def _load_transformers(directory: Path, spec: PipelineSpec, device: torch.device) -> Any:
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=spec.torch_dtype, attn_implementation="sdpa")
+    return model.to(device).eval()
+
+
+def _pipelines(spec: PipelineSpec, device: torch.device) -> list[Contender]:
+    whole = replace(spec, topology=Topology.even(1, 1), layers=((spec.layers[0][0], spec.layers[-1][1]),))
+    pipeline, count = _load_counted(whole, device)
+    methods = ("pp",) if spec.draft is None else ("pp", "stpp")
+    contenders: list[Contender] = [PipelineContender(f"pipedec {method}, 1 stage", pipeline, method, count) for method in methods]
+    if spec.draft is not None:
+        pipeline, count = _load_counted(spec, device)
+        contenders.append(PipelineContender(f"pipedec, {spec.num_stages} stages", pipeline, "pipedec", count))
+    return contenders
+
+
+def _load_counted(spec: PipelineSpec, device: torch.device) -> tuple[LocalPipeline, PassCount]:
+    """As ``LocalPipeline.load``, with stages that count."""
+    config, count = ModelConfig.from_directory(spec.target), PassCount()
+    stages: list[StageWorker] = []
+    for first, last in spec.layers:
+        model = CountedStage.load(spec.target, range(first, last), spec.torch_dtype, device, config=config)
+        assert isinstance(model, CountedStage)
+        model.count = count
+        stages.append(FinalStageWorker(model, config.eos_token_ids, device) if model.is_last else StageWorker(model, device))
+    return LocalPipeline(stages, spec.topology, spec.load_drafter(device), device), count

@@ -1,0 +1,60 @@
+"""The table of pictures that ``pipedec bench plot`` draws, and drawing all that the rows hold.
+
+Knows each picture by name and file; what it shows is the picture's own module's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pipedec.bench.figure_bars import breakdown_figure, latency_figure
+from pipedec.bench.figure_lines import misses_figure, speedup_figure, tree_figure
+from pipedec.bench.figure_radar import accuracy_figure
+from pipedec.bench.figure_series import NoFigure
+from pipedec.bench.figure_style import save
+from pipedec.bench.sweep_rows import SweepRow
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+FIGURES: dict[str, Callable[[Sequence[SweepRow], str | None], Figure]] = {
+    "latency": latency_figure,
+    "accuracy": accuracy_figure,
+    "tree": tree_figure,
+    "speedup": speedup_figure,
+    "misses": misses_figure,
+    "breakdown": breakdown_figure,
+}
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """What became of the pictures: files, and why others were left out (``name (reason)``)."""
+
+    files: tuple[Path, ...]
+    left_out: tuple[str, ...]
+
+
+def draw_figures(
+    studies: Mapping[str, Sequence[SweepRow]], out: Path, names: Iterable[str] = tuple(FIGURES), title: str | None = None
+) -> Drawn:
+    """Draw the pictures called ``names`` into the directory ``out``: each as NAME.png and NAME.svg.
+
+    With rows of several timings there is one of each, NAME-measured.png and so on: they are never mixed in one picture.
+
+    Raises:
+        UserError: matplotlib is not installed, or a file cannot be written.
+    """
+    files: list[Path] = []
+    left_out = []
+    for name in names:
+        for timing, rows in studies.items():
+            stem = name if len(studies) == 1 else f"{name}-{timing}"
+            try:
+                files += save(FIGURES[name](rows, title), out / stem)
+            except NoFigure as reason:
+                left_out.append(f"{stem} ({reason})")
+    return Drawn(tuple(files), tuple(left_out))

@@ -1,0 +1,180 @@
+"""Large transformer layers on this machine against what its memory and its arithmetic allow.
+
+Weights are random: only the shape decides how long a step takes. Owns the bound; the layers are ``StageModel``'s own code, what
+tree and cache cost beside them ``operations`` measures. Knows no pipeline.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import torch
+
+from pipedec.bench.operations import OperationsConfig, filled_cache, grown_tree, measure_bookkeeping
+from pipedec.bench.record import Row, header
+from pipedec.bench.stopwatch import Stopwatch, check_known, check_memory, check_positive, device_named
+from pipedec.engine.spec import DEVICES as DEVICE_NAMES
+from pipedec.engine.spec import DTYPES
+from pipedec.hardware import DEVICES, DTYPE_BYTES, GIGA, MODEL_SHAPES, ModelShape
+from pipedec.model import ModelConfig, StageModel
+
+# What CUDA calls the devices whose data sheets we know. Others (PCIe variants have slower memory) are measured.
+_DATA_SHEETS = {
+    "NVIDIA GeForce RTX 3090": "rtx3090", "NVIDIA GeForce RTX 4090": "rtx4090", "NVIDIA L40": "l40",
+    "NVIDIA A100-SXM4-80GB": "a100-80", "NVIDIA H100 80GB HBM3": "h100", "NVIDIA H200": "h200",
+}  # fmt: skip
+_COPIED_BYTES = {"cuda": 1 << 30, "cpu": 1 << 28}
+_MULTIPLIED_SIZE = {"cuda": 8192, "cpu": 1024}
+_NVIDIA_SMI_SECONDS = 10.0
+
+
+@dataclass(frozen=True)
+class LayersConfig:
+    """``layers`` layers of ``model``: steps of so many ``rows`` behind so many ``past`` tokens, trees of ``tree_rows`` rows.
+
+    Raises:
+        UserError: a number is below 1, or an unknown model, dtype or device.
+    """
+
+    model: str = "llama-3.1-70b"
+    layers: int = 6
+    rows: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128)
+    past: tuple[int, ...] = (512, 2048, 8192)
+    tree_rows: tuple[int, ...] = (32, 448)
+    dtype: str | None = None
+    device: str = "auto"
+    repeats: int = 20
+
+    def __post_init__(self) -> None:
+        check_positive({"--layers": [self.layers], "--rows": self.rows, "--past": self.past})
+        check_positive({"--tree-rows": self.tree_rows, "--repeats": [self.repeats]})
+        check_known("model", self.model, MODEL_SHAPES)
+        check_known("device", self.device, DEVICE_NAMES)
+        if self.dtype is not None:
+            check_known("dtype", self.dtype, DTYPE_BYTES)
+
+    @property
+    def shape(self) -> ModelShape:
+        return MODEL_SHAPES[self.model]
+
+    def operations(self, device: torch.device) -> OperationsConfig:
+        """The same layers for ``operations``: dtype and device decided, and the longest past."""
+        shape, dtype = self.shape, self.dtype or ("bfloat16" if device.type == "cuda" else "float32")
+        heads, kv_heads = shape.num_attention_heads, shape.num_key_value_heads
+        return OperationsConfig(
+            self.tree_rows, max(self.past), self.layers, heads, kv_heads, shape.head_size, dtype, device.type, self.repeats
+        )
+
+
+@dataclass(frozen=True)
+class Roofline:
+    """What a device can do at best, and who says so."""
+
+    bytes_per_second: float
+    flops_per_second: float
+    source: str
+
+    @classmethod
+    def of(cls, device: torch.device, dtype: str) -> Roofline:
+        """From the data sheet where the device is known, else measured: a large copy and a large product of matrices."""
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+        if name in _DATA_SHEETS:
+            sheet = DEVICES[_DATA_SHEETS[name]]
+            return cls(sheet.bandwidth_gb_per_s * GIGA, sheet.peak_flops(dtype), sheet.source)
+        stopwatch, size = Stopwatch(device, repeats=5), _MULTIPLIED_SIZE[device.type]
+        source = torch.ones(_COPIED_BYTES[device.type], dtype=torch.uint8, device=device)
+        target = torch.empty_like(source)
+        copy_us = stopwatch.time_us(lambda: None, lambda _: target.copy_(source))["p10"]
+        factor = torch.ones(size, size, dtype=DTYPES[dtype], device=device)
+        product_us = stopwatch.time_us(lambda: None, lambda _: factor @ factor)["p10"]
+        return cls(2 * source.nbytes / copy_us * 1e6, 2 * size**3 / product_us * 1e6, "a copy and a product measured here")
+
+    def bound_ms(self, num_bytes: float, flops: float) -> tuple[float, str]:
+        """The least time for reading and computing so much, and which of the two decides it."""
+        read_ms, compute_ms = 1000 * num_bytes / self.bytes_per_second, 1000 * flops / self.flops_per_second
+        return max(read_ms, compute_ms), "memory" if read_ms >= compute_ms else "compute"
+
+
+def measure_layers(config: LayersConfig, on_row: Callable[[Row], None] = lambda row: None) -> list[Row]:
+    """Rows with ``operation`` ``forward``, one per past and number of rows, then those of ``measure_bookkeeping``.
+
+    Raises:
+        UserError: there is no such device, or the layers do not fit into its memory.
+    """
+    device = device_named(config.device)
+    operations = config.operations(device)
+    weight_bytes = config.layers * config.shape.layer_parameters * DTYPE_BYTES[operations.dtype]
+    what = f"{config.layers} layers of {config.model} in {operations.dtype}"
+    needed = weight_bytes + operations.cache_bytes(max(*config.rows, *config.tree_rows))
+    check_memory(what, needed, device, "lower --layers or --past, or take a smaller --model or --dtype")
+    roofline = Roofline.of(device, operations.dtype)
+    settled = {"dtype": operations.dtype, "device": device.type, "threads": torch.get_num_threads()}
+    first = header("layers", asdict(config) | settled)
+    first |= {"driver": driver(), "cuda": torch.version.cuda, "roofline": asdict(roofline)}
+    rows = []
+    for figures in _figures(config, operations, roofline, device):
+        rows.append({**first, **figures})
+        on_row(rows[-1])
+    return rows
+
+
+def driver() -> str | None:
+    """The version of the NVIDIA driver, or None where there is none."""
+    if shutil.which("nvidia-smi") is None:
+        return None
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_NVIDIA_SMI_SECONDS, check=False)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.splitlines()[0].strip() if done.returncode == 0 and done.stdout.strip() else None
+
+
+def _figures(config: LayersConfig, operations: OperationsConfig, roofline: Roofline, device: torch.device) -> Iterator[Row]:
+    stage = _random_stage(config, operations.torch_dtype, device)
+    for past in config.past:
+        for rows in config.rows:
+            yield _measure_forward(stage, replace(operations, past=past), rows, roofline, device)
+    del stage
+    for size in config.tree_rows:
+        yield from measure_bookkeeping(operations, size, device)
+
+
+def _random_stage(config: LayersConfig, dtype: torch.dtype, device: torch.device) -> StageModel:
+    """Layers from the middle of a model: neither embedding nor head is among them."""
+    shape = {**asdict(config.shape), "model_type": "llama", "num_hidden_layers": config.layers + 2}
+    with tempfile.TemporaryDirectory(prefix="pipedec-bench-") as directory:
+        (Path(directory) / "config.json").write_text(json.dumps(shape), encoding="utf-8")
+        model_config = ModelConfig.from_directory(directory)
+    return StageModel.random(model_config, range(1, config.layers + 1), dtype, device)
+
+
+def _measure_forward(stage: StageModel, operations: OperationsConfig, rows: int, roofline: Roofline, device: torch.device) -> Row:
+    """One step of ``rows`` tree rows through all layers, and the least it could take."""
+    past, config = operations.past, stage.config
+    tree, _ = grown_tree(operations, rows, device)
+    cache = filled_cache(operations, rows, device)
+    hidden_RE = torch.randn(rows, config.hidden_size, dtype=stage.dtype, device=device)
+    positions_R = tree.positions + past
+
+    def without_tree() -> None:
+        cache.reset()
+        cache.extend_past(past)
+
+    stopwatch = Stopwatch(device, operations.repeats)
+    time_us = stopwatch.time_us(without_tree, lambda _: stage.forward(hidden_RE, positions_R, cache, mask_RN=tree.tree_mask))
+    cached = stage.num_layers * (past + rows) * config.num_cache_elements_per_row
+    num_bytes = stage.num_bytes + cached * stage.dtype.itemsize
+    attention = 4 * stage.num_layers * rows * (past + rows) * config.num_heads * config.head_dim
+    flops = 2 * rows * stage.num_layers * config.num_layer_parameters + attention
+    bound_ms, bound_by = roofline.bound_ms(num_bytes, flops)
+    return {
+        "operation": "forward", "past": past, "rows": rows, "time_us": time_us, "bytes": num_bytes, "flops": flops,
+        "bound_us": 1000 * bound_ms, "bound_by": bound_by, "share_of_bound": 1000 * bound_ms / time_us["median"],
+    }  # fmt: skip

@@ -1,0 +1,187 @@
+"""What the prediction tree, the cache and tree attention cost by themselves, against the number of rows in the tree.
+
+Owns trees grown to a size and caches filled to a length. Knows neither weights nor pipelines.
+
+Shape legend: R rows of the last layer, P past tokens, N rows in the tree, S = P + N, H query heads, K key-value heads, D head
+size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from copy import deepcopy
+from dataclasses import asdict, dataclass
+
+import torch
+
+from pipedec.bench.record import Row, header
+from pipedec.bench.stopwatch import Stopwatch, check_known, check_memory, check_positive, device_named
+from pipedec.core import UserError
+from pipedec.engine.spec import DEVICES, DTYPES
+from pipedec.model import KVCache
+from pipedec.model.attention import AttentionPlan, reference_attention, tree_attention
+from pipedec.tree import Advance, Candidates, PredictionTree
+
+
+@dataclass(frozen=True)
+class OperationsConfig:
+    """Trees of ``sizes`` rows behind ``past`` tokens, in a stage of ``layers`` layers; by default six of the shipped target's.
+
+    Raises:
+        UserError: a number is below 1, heads that cannot share keys evenly, or an unknown dtype or device.
+    """
+
+    sizes: tuple[int, ...] = (32, 128, 512, 1024)
+    past: int = 512
+    layers: int = 6
+    heads: int = 6
+    kv_heads: int = 2
+    head_dim: int = 32
+    dtype: str = "float32"
+    device: str = "auto"
+    repeats: int = 100
+    width: int = 32
+    children: int = 16
+
+    def __post_init__(self) -> None:
+        check_positive({"--sizes": self.sizes, "--past": [self.past], "--layers": [self.layers], "--heads": [self.heads]})
+        check_positive({"--kv-heads": [self.kv_heads], "--head-dim": [self.head_dim], "--repeats": [self.repeats]})
+        if self.heads % self.kv_heads:
+            raise UserError(f"--heads {self.heads} must be a multiple of --kv-heads {self.kv_heads}")
+        check_known("dtype", self.dtype, DTYPES)
+        check_known("device", self.device, DEVICES)
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return DTYPES[self.dtype]
+
+    def cache_bytes(self, size: int) -> int:
+        """The cache behind a tree of ``size`` rows, and as much again for what pruning moves."""
+        return 2 * 2 * self.layers * self.kv_heads * self.head_dim * (self.past + size) * self.torch_dtype.itemsize
+
+    def num_bytes(self, size: int) -> int:
+        """Memory for all operations at ``size`` rows."""
+        trees = 8 * (size + self.width) ** 2  # masks of two trees, and one in float32 for the paths' probabilities
+        repeated = 4 * self.heads * (self.head_dim + self.width) * (self.past + size) * self.torch_dtype.itemsize  # Algorithm 1
+        return trees + self.cache_bytes(size) + repeated
+
+
+def measure_operations(config: OperationsConfig, on_row: Callable[[Row], None] = lambda row: None) -> list[Row]:
+    """One JSONL row for every operation at every size; ``on_row`` gets each as soon as it is known.
+
+    Raises:
+        UserError: there is no such device, or its memory is too small.
+    """
+    device, largest = device_named(config.device), max(config.sizes)
+    what = f"a tree of {largest} rows behind {config.past} tokens"
+    check_memory(what, config.num_bytes(largest), device, "lower --sizes, --past or --layers")
+    first = header("operations", asdict(config) | {"device": device.type, "threads": torch.get_num_threads()})
+    rows = []
+    for size in config.sizes:
+        for figures in (*measure_bookkeeping(config, size, device), *_measure_attention(config, size, device)):
+            rows.append({**first, **figures})
+            on_row(rows[-1])
+    return rows
+
+
+def measure_bookkeeping(config: OperationsConfig, size: int, device: torch.device) -> Iterator[Row]:
+    """What a timestep does besides computing: grow the tree by a layer; commit and prune tree and cache, on hit and miss.
+
+    A miss keeps nothing. The hit here keeps the largest subtree that there is below the root: the most there can be to move.
+    """
+    stopwatch = Stopwatch(device, config.repeats)
+    tree, candidates = grown_tree(config, size, device)
+    yield _figures("grow", size, stopwatch.time_us(lambda: deepcopy(tree), lambda one: one.grow(candidates, config.width)))
+    cache = filled_cache(config, size, device)
+    verdicts = {"miss": config.children}  # tokens are 0, 1, … below ``children``
+    if size > 1:
+        verdicts = {"hit": _likeliest_token(tree), **verdicts}
+    for verdict, token in verdicts.items():
+        advance = deepcopy(tree).advance([token])
+        kept = {"verdict": verdict, "kept_rows": len(advance.kept)}
+        yield _figures("prune tree", size, _time_tree(stopwatch, tree, token)) | kept
+        yield _figures("prune cache", size, _time_cache(stopwatch, cache, advance)) | kept
+
+
+def grown_tree(config: OperationsConfig, size: int, device: torch.device) -> tuple[PredictionTree, Candidates]:
+    """A tree of ``size`` rows grown layer by layer, its last layer full if possible, and what may follow that layer.
+
+    Its storage has room for one layer more, as that of a running pipeline has.
+    """
+    generator = torch.Generator().manual_seed(0)
+    tree = PredictionTree(device, block=size + config.width)
+    layer = tree.append(torch.zeros(1, dtype=torch.int64, device=device), torch.full((1,), -1, device=device))
+    while (missing := size - tree.num_rows) > 0:
+        layer = tree.grow(_drafted(layer, config.children, generator, device), missing % config.width or config.width)
+    return tree, _drafted(layer, config.children, generator, device)
+
+
+def filled_cache(config: OperationsConfig, size: int, device: torch.device) -> KVCache:
+    """A cache of random keys and values: ``past`` accepted rows, then ``size`` rows of the tree."""
+    dtype, rows = config.torch_dtype, config.past + size
+    cache = KVCache(config.layers, config.kv_heads, config.head_dim, dtype, device, block=rows)
+    for layer in range(config.layers):
+        keys_KRD, values_KRD = torch.randn(2, config.kv_heads, rows, config.head_dim, dtype=dtype, device=device)
+        cache.write(layer, keys_KRD, values_KRD)
+    cache.extend_past(config.past)
+    cache.extend_tree(size)
+    return cache
+
+
+@torch.inference_mode()
+def _measure_attention(config: OperationsConfig, size: int, device: torch.device) -> list[Row]:
+    """One layer's attention of the last rows over past and tree; the plan is made once per step, for all layers."""
+    stopwatch, dtype = Stopwatch(device, config.repeats), config.torch_dtype
+    tree, _ = grown_tree(config, size, device)
+    mask_RN = tree.tree_mask[-config.width :]
+    q_RHD = torch.randn(len(mask_RN), config.heads, config.head_dim, dtype=dtype, device=device)
+    keys_KSD, values_KSD = torch.randn(2, config.kv_heads, config.past + size, config.head_dim, dtype=dtype, device=device)
+
+    def make_plan() -> AttentionPlan:
+        return AttentionPlan.for_tree(config.past, mask_RN, (None,), config.heads // config.kv_heads, dtype)
+
+    plan = make_plan()
+    attention = stopwatch.time_us(lambda: None, lambda _: tree_attention(q_RHD, keys_KSD, values_KSD, plan, None))
+    to_the_letter = stopwatch.time_us(
+        lambda: None, lambda _: reference_attention(q_RHD, keys_KSD, values_KSD, config.past, mask_RN)
+    )
+    return [
+        _figures("attention plan", size, stopwatch.time_us(lambda: None, lambda _: make_plan())),
+        _figures("tree attention", size, attention),
+        _figures("reference attention", size, to_the_letter),
+    ]
+
+
+def _time_tree(stopwatch: Stopwatch, tree: PredictionTree, token: int) -> dict[str, float]:
+    return stopwatch.time_us(lambda: deepcopy(tree), lambda one: one.advance([token]))
+
+
+def _time_cache(stopwatch: Stopwatch, cache: KVCache, advance: Advance) -> dict[str, float]:
+    past, size = cache.past_length, cache.tree_length
+
+    def refill() -> None:
+        cache.reset()
+        cache.extend_past(past)
+        cache.extend_tree(size)
+
+    times = stopwatch.time_us(refill, lambda _: cache.advance(advance.committed, advance.kept))
+    refill()
+    return times
+
+
+def _drafted(layer: slice, children: int, generator: torch.Generator, device: torch.device) -> Candidates:
+    """Random candidates below every row of ``layer``, with the tokens 0, 1, … in order of probability."""
+    rows = torch.arange(layer.start, layer.stop, device=device)
+    log_probs = torch.randn(len(rows), 2 * children, generator=generator).mul(2).log_softmax(-1).topk(children).values
+    return Candidates(rows, torch.arange(children, device=device).expand(len(rows), -1), log_probs.to(device))
+
+
+def _likeliest_token(tree: PredictionTree) -> int:
+    """The token of the root's child that has the most rows below it."""
+    children = torch.nonzero(tree.parents == 0)[:, 0]
+    largest = children[tree.tree_mask.sum(0)[children].argmax()]
+    return int(tree.token_ids[largest])
+
+
+def _figures(operation: str, size: int, time_us: dict[str, float]) -> Row:
+    return {"operation": operation, "tree_rows": size, "time_us": time_us, "verdict": None, "kept_rows": None}

@@ -1,0 +1,86 @@
+"""Timing bare operations on one device: which device, whether its memory suffices, and a stopwatch that waits for it.
+
+Knows neither trees nor models; what is timed, the benchmarks say.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import TypeVar
+
+import psutil
+import torch
+
+from pipedec.bench.record import spread
+from pipedec.core import UserError
+from pipedec.engine.spec import DEVICES
+from pipedec.hardware import GIGA
+
+_WARM_UP = 3
+_USABLE_SHARE = 0.9
+
+Prepared = TypeVar("Prepared")
+
+
+@dataclass(frozen=True)
+class Stopwatch:
+    """Runs an operation ``repeats`` times on ``device``, a few times more to warm up."""
+
+    device: torch.device
+    repeats: int
+
+    def time_us(self, prepare: Callable[[], Prepared], run: Callable[[Prepared], object]) -> dict[str, float]:
+        """The spread of microseconds that ``run`` takes of what ``prepare`` makes anew, untimed, each time.
+
+        On CUDA the clock runs until the device has finished, launches included: what the caller of one operation waits.
+        """
+        times_us = []
+        for _ in range(_WARM_UP + self.repeats):
+            prepared = prepare()
+            self._synchronise()
+            started = time.perf_counter_ns()
+            run(prepared)
+            self._synchronise()
+            times_us.append((time.perf_counter_ns() - started) / 1000)
+        return spread(times_us[_WARM_UP:])
+
+    def _synchronise(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+def device_named(name: str) -> torch.device:
+    """The device that ``--device`` means; ``auto`` is CUDA where there is one.
+
+    Raises:
+        UserError: there is no such device here.
+    """
+    check_known("device", name, DEVICES)
+    has_cuda = torch.cuda.is_available()
+    if name == "cuda" and not has_cuda:
+        raise UserError("--device cuda, but torch sees no GPU here: install a CUDA build of torch, or use --device cpu")
+    return torch.device("cuda" if has_cuda and name != "cpu" else "cpu")
+
+
+def check_memory(what: str, needed_bytes: int, device: torch.device, advice: str) -> None:
+    """Raise UserError if ``needed_bytes`` are more than nine tenths of what ``device`` has free."""
+    free_bytes = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
+    if needed_bytes > _USABLE_SHARE * free_bytes:
+        raise UserError(
+            f"{what} would take {needed_bytes / GIGA:.1f} GB, but {device.type} has {free_bytes / GIGA:.1f} GB free: {advice}"
+        )
+
+
+def check_positive(numbers: Mapping[str, Iterable[int]]) -> None:
+    """Raise UserError for the first flag that has no number, or one below 1."""
+    for flag, values in numbers.items():
+        if min(values, default=0) < 1:
+            raise UserError(f"{flag} must be at least 1")
+
+
+def check_known(kind: str, name: str, choices: Iterable[str]) -> None:
+    """Raise UserError if ``name`` is none of ``choices``."""
+    if name not in choices:
+        raise UserError(f"unknown {kind} {name!r}: choose one of {', '.join(choices)}")

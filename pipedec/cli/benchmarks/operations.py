@@ -1,0 +1,86 @@
+"""``pipedec bench operations``: tree, cache and attention by themselves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from pipedec.cli.benchmarks.shared import OUT_HELP, PATH, append, machine_text, numbers
+from pipedec.cli.show import console
+
+_LABELS = {
+    ("grow", None): "grow by a layer",
+    ("prune tree", "hit"): "prune tree, hit",
+    ("prune tree", "miss"): "prune tree, miss",
+    ("prune cache", "hit"): "prune cache, hit",
+    ("prune cache", "miss"): "prune cache, miss",
+    ("attention plan", None): "attention mask",
+    ("tree attention", None): "tree attention",
+    ("reference attention", None): "Algorithm 1 as written",
+}
+
+
+@click.command()
+@click.option("--sizes", default="32,128,512,1024", show_default=True, help="Rows in the tree, with commas between them.")
+@click.option("--past", type=int, default=512, show_default=True, help="Accepted tokens before the tree.")
+@click.option("--layers", type=int, default=6, show_default=True, help="Layers of the stage whose cache is pruned.")
+@click.option("--heads", type=int, default=6, show_default=True, help="Query heads (a 70B LLaMA: 64).")
+@click.option("--kv-heads", type=int, default=2, show_default=True, help="Key-value heads (a 70B LLaMA: 8).")
+@click.option("--head-dim", type=int, default=32, show_default=True, help="Size of a head (a 70B LLaMA: 128).")
+@click.option("--dtype", default="float32", show_default=True, help="float32, float64, bfloat16 or float16.")
+@click.option("--device", default="auto", show_default=True, help="auto, cpu or cuda.")
+@click.option("--repeats", type=int, default=100, show_default=True, help="Times that every operation runs.")
+@click.option("--out", type=PATH, help=OUT_HELP)
+def operations(
+    sizes: str, past: int, layers: int, heads: int, kv_heads: int, head_dim: int, dtype: str, device: str, repeats: int,
+    out: Path | None,
+) -> None:  # fmt: skip
+    """Growing, committing, pruning and attending, against the rows in the tree (width 32, 16 children).
+
+    The shape is by default that of the shipped target, six of its layers in a stage.
+    """
+    from pipedec.bench.operations import OperationsConfig, measure_operations
+    from pipedec.bench.record import check_writable
+
+    sizes_asked = numbers("--sizes", sizes)
+    config = OperationsConfig(sizes_asked, past, layers, heads, kv_heads, head_dim, dtype, device, repeats)
+    check_writable(out)
+    with console.status("measuring") as status:
+        measured = measure_operations(config, lambda row: status.update(f"measured {row['operation']}, {row['tree_rows']} rows"))
+    Console().print(operations_table(measured, _caption(measured[0])))
+    append(out, measured)
+
+
+def operations_table(rows: list[dict[str, Any]], caption: str) -> Table:
+    """One line per operation, one column per size of the tree; under them, what the hit keeps."""
+    table = Table(title="Time of one operation in µs, by rows in the tree", caption=caption)
+    table.title_justify = table.caption_justify = "left"
+    sizes = sorted({row["tree_rows"] for row in rows})
+    for name in ("", *map(str, sizes)):
+        table.add_column(name, justify="right" if name else "left", overflow="fold")
+    times = {(row["operation"], row["verdict"], row["tree_rows"]): _spread(row["time_us"]) for row in rows}
+    measured = {(row["operation"], row["verdict"]) for row in rows}
+    for key in [key for key in _LABELS if key in measured]:
+        table.add_row(_LABELS[key], *(times.get((*key, size), "-") for size in sizes))
+    kept = {row["tree_rows"]: str(row["kept_rows"]) for row in rows if row["verdict"] == "hit"}
+    table.add_section()
+    table.add_row("rows that the hit keeps", *(kept.get(size, "-") for size in sizes))
+    return table
+
+
+def _spread(figures: dict[str, float]) -> str:
+    return f"{figures['median']:.0f} ({figures['p90']:.0f})"
+
+
+def _caption(row: dict[str, Any]) -> str:
+    config = row["config"]
+    return (
+        f"Median (90th percentile). {machine_text(row)}. {config['dtype']}; tokens before the tree: "
+        f"{config['past']}. Attention and its mask: {config['heads']} heads, {config['kv_heads']} key-value heads of "
+        f"{config['head_dim']}, one layer, the last {config['width']} rows. Pruning also commits the accepted row; the cache "
+        f"is that of {config['layers']} layers. A hit keeps the largest subtree, a miss nothing."
+    )

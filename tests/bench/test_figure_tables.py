@@ -1,0 +1,62 @@
+"""The Markdown tables: their figures, the paper's beside them, and what is left open."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from synthetic_sweep import Line, line, rows
+
+from pipedec.bench.figure_tables import tables
+from pipedec.bench.sweep_rows import studies
+
+
+def table(tmp_path: Path, lines: list[Line], heading: str) -> list[dict[str, str]]:
+    """The rows of the table under ``heading``, by title."""
+    section = tables(studies(rows(tmp_path, lines))).split(f"## {heading}\n")[1].split("\n## ")[0]
+    titles, rule, *body = ([cell.strip() for cell in row.split("|")[1:-1]] for row in section.splitlines() if row.startswith("|"))
+    assert all(set(cell) <= {"-", ":"} for cell in rule)
+    return [dict(zip(titles, cells, strict=True)) for cells in body]
+
+
+COMPARED = [
+    line(method, prompt_set, ms=ms * factor, misses=2)
+    for method, ms in (("pp", 300.0), ("stpp", 100.0), ("pipedec", 50.0))
+    for prompt_set, factor in (("humaneval", 1.0), ("qa", 2.0))
+]
+
+
+def test_methods_are_compared_set_by_set_and_in_the_mean(tmp_path: Path) -> None:
+    found = table(tmp_path, COMPARED, "paper-14, measured")
+    assert [(row["method"], row["prompt set"]) for row in found] == [
+        (method, name) for method in ("PP", "STPP", "PipeDec") for name in ("HumanEval", "QA", "mean")
+    ]
+    pipedec = found[6]
+    assert (pipedec["ms/token"], pipedec["over PP"], pipedec["over STPP"]) == ("50.0", "6.00×", "2.00×")
+    assert (pipedec["hit rate"], pipedec["timesteps/token"], pipedec["prompts"]) == ("80.0%", "3.60", "1")
+    assert pipedec["over STPP tuned"] == "–" and found[0]["over PP"] == "–" and found[0]["hit rate"] == "–"
+    mean = found[8]
+    assert (mean["ms/token"], mean["over PP"], mean["prompts"]) == ("70.7", "6.00×", "2")
+
+
+def test_the_papers_figures_stand_beside_its_method_on_its_cluster_alone(tmp_path: Path) -> None:
+    lines = [*COMPARED, line("pipedec", preset="paper-7", groups=7), line("pipedec", groups=4)]
+    found = table(tmp_path, lines, "Means over prompt sets, measured")
+    told = {(row["cluster"], row["method"]): row["paper, PipeDec-14"] for row in found if row["paper, PipeDec-14"]}
+    assert told == {("paper-14", "PipeDec"): "6.17× (4.46–7.79×) over PP, 2.53× (2.2–2.69×) over STPP"}
+    assert [row["cluster"] for row in found] == ["paper-7", "paper-14", "paper-14", "paper-14", "paper-14, 4 stages"]
+
+
+def test_measured_stands_beside_computed_latency(tmp_path: Path) -> None:
+    lines = [
+        line(prompt_index=0, tokens=10, ms=60.0, computed_ms_per_token=50.0, misses=0, overran=0.1),
+        line(prompt_index=1, tokens=30, ms=40.0, computed_ms_per_token=40.0, misses=0, overran=0.0),
+        line(prompt_index=2, tokens=30, ms=999.0, computed_ms_per_token=None),
+        line("pp", clock="computed"),
+    ]
+    (row,) = table(tmp_path, lines, "Measured beside computed latency")
+    assert (row["measured ms/token"], row["computed ms/token"], row["measured / computed"]) == ("45.0", "42.5", "1.059")
+    assert (row["prompts"], row["timesteps overrun"]) == ("2", "2.5%")
+
+
+def test_computed_rows_alone_are_compared_with_nothing(tmp_path: Path) -> None:
+    assert "Measured beside" not in tables(studies(rows(tmp_path, [line(clock="computed")])))

@@ -1,0 +1,326 @@
+"""The pictures of a sweep: what is drawn where, that nothing is clipped or covered, and what the command says."""
+
+from __future__ import annotations
+
+import builtins
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+from synthetic_sweep import Line, line, rows, write
+
+from pipedec.bench.figure_bars import PARTS, breakdown_figure, latency_figure
+from pipedec.bench.figure_lines import misses_figure, speedup_figure, tree_figure
+from pipedec.bench.figure_methods import METHODS, shade
+from pipedec.bench.figure_radar import accuracy_figure
+from pipedec.bench.figure_series import NoFigure
+from pipedec.bench.figures import FIGURES
+from pipedec.bench.sweep_rows import PROMPT_SETS, SweepRow
+from pipedec.cli.main import program
+from pipedec.core import UserError
+
+pytest.importorskip("matplotlib")
+
+SPEED = {"pp": 300.0, "stpp": 120.0, "stpp-tuned": 110.0, "pipedec": 80.0, "pipedec-bestfirst": 60.0}
+PARTS_MS = {"wait": 1.0, "scheduler": 2.0, "sync": 3.0, "transfer": 4.0, "compute": 10.0}
+
+
+def everything() -> Iterator[Line]:
+    """A small sweep that has all pictures: three clusters, seven prompt sets, a grid of trees, stages that do not fit."""
+    for prompt_set in PROMPT_SETS:
+        for index in range(3):
+            for groups in (7, 14, 21):
+                preset, stages = f"paper-{groups}", max(groups, 14)
+                for method, ms in SPEED.items():
+                    breakdown = PARTS_MS if index == 0 else None
+                    yield line(
+                        method, prompt_set, index, groups=groups, stages=stages, preset=preset, ms=ms + index, breakdown=breakdown
+                    )
+            yield line("slm", prompt_set, index, groups=1, preset="slm", ms=40.0)
+            for width in (8, 64, 128):
+                for children in (2, 4, 16):
+                    yield line("pipedec", prompt_set, index, width=width, children=children, ms=8000 / width)
+
+
+@pytest.fixture(scope="module")
+def sweep(tmp_path_factory: pytest.TempPathFactory) -> list[SweepRow]:
+    return rows(tmp_path_factory.mktemp("sweep"), everything())
+
+
+def legend(axes: Any) -> list[str]:
+    return [text.get_text() for text in axes.get_legend().get_texts()]
+
+
+def lines_of(axes: Any) -> dict[str, tuple[list[float], list[float]]]:
+    """What each named line joins."""
+    named = [one for one in axes.get_lines() if not one.get_label().startswith("_")]
+    return {one.get_label(): (list(map(float, one.get_xdata())), list(map(float, one.get_ydata()))) for one in named}
+
+
+def out_of_sight(figure: Any) -> list[Any]:
+    """The numbers of ticks beyond the ends of their axis, which are not drawn."""
+    sides = [axis for axes in figure.axes for axis in (axes.xaxis, axes.yaxis)]
+    ends = [sorted(axis.get_view_interval()) for axis in sides]
+    return [
+        tick.label1
+        for axis, (low, high) in zip(sides, ends, strict=True)
+        for tick in (*axis.get_major_ticks(), *axis.get_minor_ticks())
+        if not low <= tick.get_loc() <= high
+    ]
+
+
+def note(figure: Any) -> str:
+    return " ".join(figure.get_supxlabel().split())
+
+
+@pytest.mark.parametrize("name", FIGURES)
+@pytest.mark.parametrize("title", [None, "LLaMA 3.1-70B, emulated"])
+def test_no_text_is_clipped_or_covers_other_text_or_the_data(sweep: list[SweepRow], name: str, title: str | None) -> None:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.text import Text
+
+    figure = FIGURES[name](sweep, title)
+    FigureCanvasAgg(figure).draw()
+    hidden = out_of_sight(figure)
+    texts = [text for text in figure.findobj(Text) if text.get_text() and text.get_visible() and text not in hidden]
+    boxes = [(text.get_text(), text.get_window_extent()) for text in texts]
+    assert len(boxes) > 10
+    for text, box in boxes:
+        inside = box.x0 >= 0 and box.y0 >= 0 and box.x1 <= figure.bbox.x1 and box.y1 <= figure.bbox.y1
+        assert inside, f"{text!r} is clipped"
+    for place, (text, box) in enumerate(boxes):
+        covered = [other for other, there in boxes[place + 1 :] if box.shrunk(0.9, 0.8).overlaps(there.shrunk(0.9, 0.8))]
+        assert not covered, f"{text!r} covers {covered}"
+    legends = [axes.get_legend() for axes in figure.axes if axes.get_legend()] + figure.legends
+    assert len(legends) == 1
+    assert not any(legends[0].get_window_extent().shrunk(0.98, 0.9).overlaps(axes.bbox) for axes in figure.axes)
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_every_picture_says_where_its_figures_come_from(sweep: list[SweepRow], name: str) -> None:
+    told = note(FIGURES[name](sweep, None))
+    assert "Emulated (paper-" in told or "Emulated (paper-14)" in told
+    assert all(words in told for words in ("1 CPU machine", "slow motion ×4", "prompts", "decoded tokens per"))
+
+
+def test_latency_bars_stand_by_prompt_set_in_the_order_of_methods(sweep: list[SweepRow]) -> None:
+    (axes,) = latency_figure(sweep).axes
+    assert axes.get_ylabel() == "latency per token (ms)"
+    assert [text.get_text() for text in axes.get_xticklabels()] == list(PROMPT_SETS.values())
+    assert legend(axes) == [
+        "PP", "STPP", "STPP tuned", "SLM", "PipeDec-7", "PipeDec-14", "PipeDec-21",
+        "PipeDec-7 best-first", "PipeDec-14 best-first", "PipeDec-21 best-first",
+    ]  # fmt: skip
+    bars = [patch for container in axes.containers for patch in getattr(container, "patches", [])]
+    heights = [bar.get_height() for bar in bars[::7]]
+    assert heights == pytest.approx([301, 121, 111, 40, 81, 81, 81, 61, 61, 61])
+    places = [bar.get_x() + bar.get_width() / 2 for bar in bars[::7]]
+    assert places == sorted(places) and -0.5 < places[0] < places[-1] < 0.5
+    assert "PP, STPP, STPP tuned: 14 stages" in note(latency_figure(sweep))
+
+
+def test_longer_pipelines_are_darker_and_a_lone_one_has_the_methods_colour(sweep: list[SweepRow], tmp_path: Path) -> None:
+    from matplotlib.colors import to_hex
+
+    def colors(found: list[SweepRow]) -> dict[str, str]:
+        (axes,) = latency_figure(found).axes
+        bars = [one for one in axes.containers if hasattr(one, "patches")]
+        return {one.get_label(): to_hex(one.patches[0].get_facecolor()).upper() for one in bars}
+
+    blue = METHODS["pipedec"].color
+    many, one = colors(sweep), colors(rows(tmp_path, [line("pp"), line("pipedec")]))
+    assert one == {"PP": METHODS["pp"].color, "PipeDec": blue}
+    assert [many[f"PipeDec-{groups}"] for groups in (7, 14, 21)] == [shade(blue, place, 3) for place in range(3)]
+    brightness = [sum(int(many[f"PipeDec-{groups}"][at : at + 2], 16) for at in (1, 3, 5)) for groups in (7, 14, 21)]
+    assert brightness == sorted(brightness, reverse=True)
+
+
+def test_latency_has_intervals_over_three_prompts_or_more(tmp_path: Path) -> None:
+    def errorbars(prompts: int) -> int:
+        (axes,) = latency_figure(rows(tmp_path, [line(prompt_index=index, ms=50 + index) for index in range(prompts)])).axes
+        return sum(1 for container in axes.containers if type(container).__name__ == "ErrorbarContainer")
+
+    assert (errorbars(2), errorbars(3)) == (0, 1)
+
+
+def test_latency_needs_a_prompt_that_all_answered(tmp_path: Path) -> None:
+    with pytest.raises(NoFigure, match="no prompt was answered by all"):
+        latency_figure(rows(tmp_path, [line("pp", prompt_index=0), line("pipedec", prompt_index=1)]))
+
+
+def test_accuracy_goes_round_the_prompt_sets(tmp_path: Path) -> None:
+    misses = dict(zip(PROMPT_SETS, (1, 2, 3, 1, 2, 3, 4), strict=True))
+    lines = [line(method, name, misses=count) for method in ("stpp", "pipedec") for name, count in misses.items()]
+    figure = accuracy_figure(rows(tmp_path, [*lines, *(line("pp", name, misses=10) for name in misses)]))
+    (axes,) = figure.axes
+    drawn = lines_of(axes)
+    assert list(drawn) == ["STPP", "PipeDec"]
+    assert drawn["PipeDec"][1] == pytest.approx([90, 80, 70, 90, 80, 70, 60, 90]), "and back to the first"
+    assert [text.get_text() for text in axes.get_xticklabels()] == list(PROMPT_SETS.values())
+    assert "the centre is 50 %" in note(figure) and axes.get_ylim() == (50, 100)
+
+
+def test_accuracy_needs_three_prompt_sets(tmp_path: Path) -> None:
+    with pytest.raises(NoFigure, match="needs 3 prompt sets"):
+        accuracy_figure(rows(tmp_path, [line(prompt_set=name) for name in ("qa", "rag")]))
+
+
+def test_tree_has_a_line_per_number_of_children_over_the_width(tmp_path: Path) -> None:
+    grid = [
+        line(prompt_set=name, width=width, children=children, ms=ms * width, misses=children)
+        for name, ms in (("qa", 1), ("rag", 4)) for width in (8, 16, 32) for children in (2, 4)
+    ]  # fmt: skip
+    unshared = [line(prompt_set="qa", prompt_index=9, width=32, children=4, ms=9999)]
+    elsewhere = [line(width=width, groups=7, preset="paper-7") for width in (8, 16)]
+    latency, hits = tree_figure(rows(tmp_path, grid + unshared + elsewhere)).axes
+    assert (latency.get_ylabel(), hits.get_ylabel()) == ("latency per token (ms)", "hit rate (%)")
+    assert latency.get_xscale() == "log" and [text.get_text() for text in latency.get_xticklabels()] == ["8", "16", "32"]
+    assert lines_of(latency)["4"] == ([8, 16, 32], pytest.approx([16, 32, 64])), "geometric means; shared prompts alone"
+    assert {name: values for name, (_, values) in lines_of(hits).items()} == {
+        "2": pytest.approx([80, 80, 80]), "4": pytest.approx([60, 60, 60])
+    }  # fmt: skip
+    assert legend(hits) == ["2", "4"]
+
+
+def test_tree_needs_two_widths(tmp_path: Path) -> None:
+    for found in ([line()], [line(width=8), line(width=16, prompt_index=1)], [line("stpp", width=8), line("stpp", width=16)]):
+        with pytest.raises(NoFigure, match="at least two widths"):
+            tree_figure(rows(tmp_path, found))
+
+
+def test_speedup_is_over_pp_of_the_same_pipeline(tmp_path: Path) -> None:
+    fits = line()["cluster"]
+    lines = []
+    for groups, pp in ((2, 200.0), (4, 240.0), (14, 300.0)):
+        cluster = fits | {"stages": groups, "groups": groups, "devices": ["rtx3090"] * groups, "fits": groups > 4}
+        for name, factor in (("qa", 1.0), ("rag", 4.0)):
+            lines += [line("pp", name, groups=groups, ms=pp, cluster=cluster)]
+            lines += [line("pipedec", name, groups=groups, ms=50.0 / factor, cluster=cluster)]
+    figure = speedup_figure(rows(tmp_path, [*lines, line("stpp", "qa", groups=28), line("slm", "qa", groups=1)]))
+    (axes,) = figure.axes
+    drawn = lines_of(axes)
+    assert list(drawn) == ["ideal = stages", "PipeDec"]
+    assert drawn["PipeDec"] == ([2, 4, 14], pytest.approx([8, 9.6, 12]))
+    assert drawn["ideal = stages"] == ([2, 4, 14], [2, 4, 14])
+    hollow = [float(one.get_xdata()[0]) for one in axes.get_lines() if one.get_markerfacecolor() == "white"]
+    assert hollow == [2, 4] and "would not fit" in note(figure)
+    assert (axes.get_xlabel(), axes.get_ylabel()) == ("pipeline stages", "speed-up over PP (×)")
+
+
+def test_speedup_needs_pp_on_two_lengths(tmp_path: Path) -> None:
+    lines = [line(method, groups=groups) for method in ("pp", "pipedec") for groups in (2, 4)]
+    assert speedup_figure(rows(tmp_path, lines))
+    with pytest.raises(NoFigure, match="it needs pp and another method on pipelines of two lengths"):
+        speedup_figure(rows(tmp_path, lines[1:]))
+
+
+def test_misses_of_the_papers_policy_lie_on_the_number_of_stages(tmp_path: Path) -> None:
+    lines = [line(groups=groups, preset=f"paper-{groups}", stages=max(groups, 14)) for groups in (7, 14, 21)]
+    lines += [
+        line("pipedec-bestfirst", groups=groups, stages=max(groups, 14), preset=f"paper-{groups}", timesteps=8 + groups)
+        for groups in (7, 21)
+    ]
+    (axes,) = misses_figure(rows(tmp_path, [*lines, line("stpp"), line("pp")])).axes
+    drawn = lines_of(axes)
+    assert drawn["PipeDec"] == drawn["one drain per miss"] == ([7, 14, 21], [7, 14, 21])
+    assert drawn["PipeDec best-first"] == ([7, 21], [3.5, 10.5])
+    with pytest.raises(NoFigure, match="two lengths"):
+        misses_figure(rows(tmp_path, lines[:1]))
+
+
+def test_breakdown_stacks_the_parts_of_a_timestep(tmp_path: Path) -> None:
+    lines = [
+        line(prompt_index=0, timesteps=10, breakdown=PARTS_MS), line(prompt_index=1, timesteps=30, breakdown={"compute": 20.0}),
+        line("pp", prompt_index=2, breakdown={"compute": 5.0, "queue": 1.0}), line(prompt_index=3),
+    ]  # fmt: skip
+    (axes,) = breakdown_figure(rows(tmp_path, lines)).axes
+    assert legend(axes) == [*PARTS, "queue"]
+    assert [text.get_text() for text in axes.get_yticklabels()] == ["PP, paper-14", "PipeDec, paper-14"]
+    widths = {bars.get_label(): [patch.get_width() for patch in bars.patches] for bars in axes.containers}
+    assert widths["compute"] == pytest.approx([5, 17.5]), "weighted by timesteps"
+    assert widths["wait"] == pytest.approx([0, 0.25])
+    assert [text.get_text() for text in axes.texts] == ["6.0", "20.0"]
+    assert "ms" in axes.get_xlabel()
+    with pytest.raises(NoFigure, match="no row has a breakdown"):
+        breakdown_figure(rows(tmp_path, [line()]))
+
+
+def plot(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(program, ["bench", "plot", *map(str, arguments)])
+
+
+def test_command_draws_every_picture_twice(tmp_path: Path) -> None:
+    write(tmp_path / "rows.jsonl", everything())
+    done = plot(tmp_path, "--out", tmp_path / "new" / "pictures", "--title", "a title")
+    assert done.exit_code == 0, (done.output, done.exception)
+    said = done.stderr.splitlines()
+    assert said == [str(tmp_path / "new" / "pictures" / f"{name}{ending}") for name in FIGURES for ending in (".png", ".svg")]
+    for file in map(Path, said):
+        assert file.read_bytes().startswith({".png": b"\x89PNG", ".svg": b"<?xml"}[file.suffix])
+
+
+def test_command_says_what_it_left_out_and_why(tmp_path: Path) -> None:
+    write(tmp_path / "rows.jsonl", [line("pp"), line("pipedec")])
+    done = plot(tmp_path, "--out", tmp_path)
+    assert done.exit_code == 0, (done.output, done.exception)
+    *_, last = done.stderr.splitlines()
+    assert last.startswith("left out: accuracy (it needs 3 prompt sets") and "breakdown (no row has a breakdown)" in last
+    assert {file.name for file in tmp_path.glob("*.png")} == {"latency.png"}
+
+
+def test_measured_and_computed_have_pictures_of_their_own(tmp_path: Path) -> None:
+    measured = write(tmp_path / "a.jsonl", [line("pp")])
+    computed = write(tmp_path / "b.jsonl", [line("pp", clock="computed")])
+    done = plot(measured, computed, "--out", tmp_path / "out", "--only", "latency")
+    assert done.exit_code == 0, (done.output, done.exception)
+    assert sorted(file.name for file in (tmp_path / "out").glob("*.png")) == ["latency-computed.png", "latency-measured.png"]
+
+
+def test_equal_rows_give_equal_files(tmp_path: Path) -> None:
+    write(tmp_path / "rows.jsonl", [line(prompt_index=index, ms=50 + index) for index in range(4)])
+    for out in ("a", "b"):
+        assert plot(tmp_path, "--out", tmp_path / out, "--only", "latency").exit_code == 0
+    for name in ("latency.png", "latency.svg"):
+        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
+
+
+def test_tables_are_printed_and_written(tmp_path: Path) -> None:
+    write(tmp_path / "rows.jsonl", [line("pp", ms=300.0), line("pipedec", ms=50.0)])
+    done = plot(tmp_path, "--out", tmp_path, "--tables", "--only", "latency")
+    assert done.exit_code == 0, (done.output, done.exception)
+    assert (tmp_path / "tables.md").read_text() == done.stdout
+    assert "6.00×" in done.stdout and "4.46–7.79×" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--only", "speedup"], "nothing to draw: speedup (it needs pp"),
+        (["--only", "breakdown"], "nothing to draw: breakdown (no row has a breakdown)"),
+        (["--out", "{}/rows.jsonl/below"], "cannot make this directory"),
+        (["{}/absent"], "cannot read"),
+    ],
+)
+def test_what_cannot_be_drawn_is_said_in_one_line(tmp_path: Path, arguments: list[str], words: str) -> None:
+    write(tmp_path / "rows.jsonl", [line()])
+    done = plot(tmp_path, "--out", tmp_path / "out", *(argument.format(tmp_path) for argument in arguments))
+    assert isinstance(done.exception, UserError) and words in str(done.exception) and "\n" not in str(done.exception)
+
+
+def test_without_matplotlib_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    genuine = builtins.__import__
+
+    def no_matplotlib(name: str, *rest: Any, **more: Any) -> Any:
+        if name.split(".")[0] == "matplotlib":
+            raise ImportError(name)
+        return genuine(name, *rest, **more)
+
+    for name in [name for name in sys.modules if name.split(".")[0] == "matplotlib"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(builtins, "__import__", no_matplotlib)
+    write(tmp_path / "rows.jsonl", [line()])
+    done = plot(tmp_path, "--out", tmp_path)
+    assert isinstance(done.exception, UserError) and "pipedec[bench]" in str(done.exception)
