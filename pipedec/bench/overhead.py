@@ -64,9 +64,9 @@ def measure_overhead(config: OverheadConfig, on_row: Callable[[Row], None] = lam
     """One JSONL row for every number of stages and of rows; ``on_row`` gets each as soon as it is known.
 
     Times are rank 0's: from one sync of its to the next, all stages busy. ``mean_ms`` is the median over the repeats of their
-    means, and ``ratio`` compares these: without a barrier several results may come at once, so single timesteps say little. Round trips per rank are commands sent to Redis,
-    counted by each rank's scheduler object (one renewal of the lease per second included). ``critical_path_round_trips`` is
-    counted in a short traced request of its own: see ``critical_path``.
+    means, and ``ratio`` compares these: without a barrier several results may come at once, so single timesteps say little.
+    Round trips per rank are commands sent to Redis, counted by each rank's scheduler object (renewals of the lease, once a
+    second, included). ``critical_path_round_trips`` is counted in a short traced request of its own: see ``critical_path``.
 
     Raises:
         RankLost: a rank died or fell silent; no process is left over.
