@@ -81,10 +81,11 @@ def _check_values(prompt: PromptRequest) -> None:
     for name, switch in switches.items():
         if type(switch) is not bool:
             raise UserError(f"{name} must be true or false, not {str(switch)[:100]!r}")
-    try:
-        prompt.prompt.encode()
-    except UnicodeEncodeError:
-        raise UserError("the prompt is not UTF-8 text") from None
+    for name, text in (("the prompt", prompt.prompt), *(("stop", stop) for stop in prompt.sampling.stop)):
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise UserError(f"{name} is not UTF-8 text") from None
 
 
 def _sampling(payload: Any) -> SamplingParams:
