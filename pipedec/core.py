@@ -6,7 +6,7 @@ this module without importing torch.
 
 from __future__ import annotations
 
-import math
+import sys
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 MAX_LOGPROBS = 20
+LARGEST = sys.float_info.max  # whole numbers of JSON may be larger
 
 
 class PipedecError(Exception):
@@ -36,6 +37,8 @@ class SchedulerLost(PipedecError):
 class SamplingParams:
     """How to decode one request: vLLM's field names, meanings and ranges. By default decoding is greedy.
 
+    Filters apply in the order min_p, top_k, top_p, all after the temperature; tokens equal to the last one kept are kept, too.
+
     Attributes:
         temperature: 0 takes the likeliest token (the lowest id among equals); above 0 draws from the target's distribution.
         top_k: draw from so many likeliest tokens; 0 or −1 for all.
@@ -43,7 +46,8 @@ class SamplingParams:
         min_p: draw from tokens at least so many times as likely as the likeliest.
         seed: the same seed gives the same tokens by every method; None draws one.
         max_tokens: output tokens at most, at least 1.
-        stop: texts that end the answer; it is cut before them. One string may be given as it is.
+        stop: texts that end the answer: its text is cut before the first of them, its tokens after the one that completes it.
+            One string may be given as it is.
         stop_token_ids: token ids that end the answer besides the model's own end tokens.
         repetition_penalty: divides positive and multiplies negative logits of tokens in prompt and output.
         presence_penalty, frequency_penalty: taken from the logits of tokens in the output, once or for each time.
@@ -73,14 +77,14 @@ class SamplingParams:
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
         bias = self.logit_bias or {}
         for name, is_allowed, allowed in (
-            ("temperature", 0 <= self.temperature < math.inf, "0 or more"),
+            ("temperature", 0 <= self.temperature <= LARGEST, "finite and at least 0"),
             ("top_k", self.top_k >= -1, "at least 1, or 0 or -1 for all tokens"),
             ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
             ("min_p", 0 <= self.min_p <= 1, "between 0 and 1"),
             ("seed", self.seed is None or 0 <= self.seed < 2**64, "at least 0 and below 2**64"),
             ("max_tokens", self.max_tokens >= 1, "at least 1"),
             ("stop", all(self.stop), "texts that are not empty"),
-            ("repetition_penalty", 0 < self.repetition_penalty < math.inf, "above 0"),
+            ("repetition_penalty", 0 < self.repetition_penalty <= LARGEST, "finite and above 0"),
             ("presence_penalty", -2 <= self.presence_penalty <= 2, "between -2 and 2"),
             ("frequency_penalty", -2 <= self.frequency_penalty <= 2, "between -2 and 2"),
             ("logit_bias", all(token >= 0 for token in bias), "of token ids, which are at least 0"),
@@ -190,7 +194,7 @@ class Completion:
     """A finished answer: what was said, and how the pipeline got there.
 
     Attributes:
-        seed: what the tokens were drawn with; None for a greedy answer.
+        seed: the request's, or the one that was drawn for it; None for a greedy answer without one.
         logprobs: if asked for, per output token {token id: log-probability}, the chosen token first, then the top ones.
     """
 

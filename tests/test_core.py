@@ -13,9 +13,9 @@ from pipedec.core import SamplingParams, UserError
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"temperature": -0.1}, "temperature must be 0 or more, not -0.1"),
-        ({"temperature": math.nan}, "temperature must be 0 or more, not nan"),
-        ({"temperature": math.inf}, "temperature must be 0 or more, not inf"),
+        ({"temperature": -0.1}, "temperature must be finite and at least 0, not -0.1"),
+        ({"temperature": math.nan}, "temperature must be finite and at least 0, not nan"),
+        ({"temperature": math.inf}, "temperature must be finite and at least 0, not inf"),
         ({"top_k": -2}, "top_k must be at least 1, or 0 or -1 for all tokens, not -2"),
         ({"top_p": 0}, "top_p must be above 0 and at most 1, not 0"),
         ({"top_p": 1.01}, "top_p must be above 0 and at most 1, not 1.01"),
@@ -26,7 +26,7 @@ from pipedec.core import SamplingParams, UserError
         ({"max_tokens": 0}, "max_tokens must be at least 1, not 0"),
         ({"stop": ""}, "stop must be texts that are not empty"),
         ({"stop": ["a", ""]}, "stop must be texts that are not empty"),
-        ({"repetition_penalty": 0}, "repetition_penalty must be above 0, not 0"),
+        ({"repetition_penalty": 0}, "repetition_penalty must be finite and above 0, not 0"),
         ({"presence_penalty": 2.1}, "presence_penalty must be between -2 and 2, not 2.1"),
         ({"frequency_penalty": -2.1}, "frequency_penalty must be between -2 and 2, not -2.1"),
         ({"frequency_penalty": math.nan}, "frequency_penalty must be between -2 and 2, not nan"),

@@ -4,8 +4,6 @@ import json
 
 import pytest
 import torch
-from pipedec.train.continuations import Continuation
-from pipedec.train.draft import on_policy_agreement
 from transformers import AutoTokenizer, LlamaForCausalLM
 
 from pipedec.core import Request, SamplingParams
@@ -13,6 +11,8 @@ from pipedec.engine.local import LocalPipeline
 from pipedec.engine.prompt import Prompter
 from pipedec.engine.spec import REFERENCE_PAIR, PipelineSpec
 from pipedec.engine.verify import Reference
+from pipedec.train.continuations import Continuation
+from pipedec.train.draft import on_policy_agreement
 
 PROMPTS = [
     "A farmer has 15 cows and buys 7 more. Then he sells 4. How many cows does he have now?",

@@ -166,7 +166,7 @@ class DraftLoop(RankLoop):
         said = verdict if answer.has_ended else answer.until_stop(verdict)
         if verdict.finished is None and said.finished is not None:
             self._stop_early(said, task.seq)
-        method.apply(verdict)
+        method.apply(said if verdict.finished else verdict)
         step = None if verdict.finished or self._window_timesteps else method.propose()
         if verdict.finished:
             self._forget_request()

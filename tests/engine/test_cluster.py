@@ -190,7 +190,7 @@ def test_two_clients_at_once_both_get_their_own_answer(
         ({"sampling": {"max_tokens": 1.5}}, "max_tokens must be a whole number, not '1.5'"),
         ({"sampling": {"max_tokens": "many"}}, "max_tokens must be a whole number, not 'many'"),
         ({"sampling": {"max_tokens": 10**6}}, "the model's context is 2048"),
-        ({"sampling": {"temperature": -1}}, "temperature must be 0 or more, not -1"),
+        ({"sampling": {"temperature": -1}}, "temperature must be finite and at least 0, not -1"),
         ({"sampling": {"logit_bias": {"5000": 1}}}, "logit_bias names token 5000"),
         ({"sampling": {"stop_token_ids": [[1]]}}, "stop_token_ids must be whole numbers"),
         ({"sampling": []}, "cannot be read"),
