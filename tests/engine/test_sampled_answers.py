@@ -229,7 +229,7 @@ def test_a_stop_string_ends_the_answer_before_it(
     assert len(whole.text) >= 40 and (whole.metrics.hits > 10 or method == "pp")
     said = [tokenizer.decode(whole.token_ids[:count], skip_special_tokens=True) for count in range(41)]
     last = len(whole.text)
-    for start, end in ((0, 1), (9, 10), (10, 13), (17, 24), (26, 28), (last - 5, last)):
+    for start, end in ((0, 1), (9, 10), (10, 13), (17, 24), (26, 28), (last - 7, last - 5), (last - 5, last)):
         stop = whole.text[start:end]
         kept = next(count for count, text in enumerate(said) if stop in text)
         cut = ask(well_drafted, replace(sampling, stop=("never said", stop)), method)
@@ -246,6 +246,26 @@ def test_a_stop_string_ends_the_answer_before_it(
         assert told.logprobs is not None and [next(iter(found)) for found in told.logprobs] == cut.token_ids
     unstopped = ask(well_drafted, replace(sampling, stop=("never said", whole.text + "!")), method)
     assert (unstopped.token_ids, unstopped.text, unstopped.finish_reason) == (whole.token_ids, whole.text, "length")
+
+
+class Enough(Exception):
+    """What a reader raises who has read enough."""
+
+
+@pytest.mark.usefixtures("leaves_nothing")
+def test_an_answer_with_stop_strings_can_be_cancelled(resident: LocalCluster) -> None:
+    assert resident.scheduler is not None
+
+    def interrupt(text: str) -> None:
+        raise Enough
+
+    sampling = SamplingParams(1.0, seed=1, max_tokens=1900, ignore_eos=True, stop=("never said",), logprobs=1)
+    with pytest.raises(Enough):
+        Client(resident.scheduler, resident.check).ask(PromptRequest(TEXT, True, "pipedec", sampling), interrupt)
+    short = replace(sampling, max_tokens=5)
+    following = ask(resident, short)
+    assert len(following.token_ids) == 5 and following.logprobs is not None and len(following.logprobs) == 5
+    assert following.token_ids == ask(resident, replace(short, logprobs=None, stop=()), "pp").token_ids
 
 
 @pytest.mark.usefixtures("leaves_nothing")
