@@ -40,7 +40,6 @@ TUNED = "stpp-tuned"
 SWEEP_METHODS = (*METHODS, TUNED, SLM)
 CLOCKS = ("measured", "computed")
 _WITHOUT_TREE = ("pp", SLM)
-_TUNING_PROMPTS_PER_SET = 2
 
 
 @dataclass(frozen=True)
@@ -231,7 +230,7 @@ class Sweep:
 
     def _tuned(self, method: str, limits: TreeParams, shape: Shape, here: OneProcess, prompts: list[_Prompt]) -> TreeParams:
         """The best tree for this pipeline, from ``trees.json`` if it was found before."""
-        few = [prompt for position, prompt in enumerate(prompts) if position % self._config.samples < _TUNING_PROMPTS_PER_SET]
+        few = list({prompt.prompt_set: prompt for prompt in reversed(prompts)}.values())  # the first of each set
         texts = [prompt.request.prompt for prompt in few]
         key = _key([method, asdict(limits), shape.cluster, self._pair(shape), texts, self._sampling(0)])
         known = json.loads(self._trees_path.read_text()) if self._trees_path.is_file() else {}

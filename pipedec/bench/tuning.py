@@ -18,9 +18,9 @@ from pipedec.engine.messages import PromptRequest
 class TuningGrid:
     """Depths of the layer-wise tree; depths and sizes of the best-first tree."""
 
-    layer_depths: tuple[int, ...] = (1, 2, 3, 4, 6)
-    depths: tuple[int, ...] = (3, 4, 6, 8, 10)
-    rows: tuple[int, ...] = (16, 32, 48, 64, 96)
+    layer_depths: tuple[int, ...] = (1, 2, 3, 4)
+    depths: tuple[int, ...] = (4, 6, 8, 10)
+    rows: tuple[int, ...] = (24, 48, 72)
 
     def layer_wise(self, limits: TreeParams) -> list[TreeParams]:
         """Trees of whole layers: the paper's growth, stopped at a depth."""

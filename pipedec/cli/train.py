@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,6 @@ def train() -> None:
 @click.option("--compile/--no-compile", "compiled", default=True, help="torch.compile (needs a C++ compiler).")
 def reference(problems: Path | None, out: Path, work: Path, steps_scale: float, threads: int, compiled: bool) -> None:
     """Train the reference pair on the Python standard library and word problems."""
-    from dataclasses import replace
-
     from pipedec.train.reference import Recipe, train
 
     if problems is not None and not problems.is_file():
@@ -40,10 +39,53 @@ def reference(problems: Path | None, out: Path, work: Path, steps_scale: float, 
         for name in ("phases", "draft_phases", "distillation_phases")
     }
     report = train(problems, out, work, replace(recipe, **scaled), compiled, threads)
-    table = Table(title="Held-out text", title_justify="left")
+    _print_agreement("Held-out text", report["held_out"])
+
+
+@train.command()
+@click.option("--target", type=click.Path(path_type=Path), help="Target checkpoint directory (default: the shipped pair).")
+@click.option("--draft", type=click.Path(path_type=Path), help="Draft checkpoint directory to start from.")
+@click.option("--problems", type=click.Path(path_type=Path), help="Word problems in the GSM8K JSONL format (training split).")
+@click.option("--out", type=click.Path(path_type=Path), required=True, help="Where draft/ and training.json are written.")
+@click.option("--work", type=click.Path(path_type=Path), required=True, help="Checkpoints; a second run continues from them.")
+@click.option("--steps", type=int, help="Training steps (default: the recipe's).")
+@click.option("--threads", type=int, default=2, show_default=True, help="CPU threads.")
+@click.option("--compile/--no-compile", "compiled", default=True, help="torch.compile (needs a C++ compiler).")
+def draft(
+    target: Path | None,
+    draft: Path | None,
+    problems: Path | None,
+    out: Path,
+    work: Path,
+    steps: int | None,
+    threads: int,
+    compiled: bool,
+) -> None:
+    """Continue the draft of a trained pair, on text and on what its target says by itself."""
+    from pipedec.engine.spec import PipelineSpec
+    from pipedec.train.draft import DraftRecipe, continue_draft
+
+    if problems is not None and not problems.is_file():
+        raise UserError(f"--problems {problems}: there is no such file")
+    if steps is not None and steps < 1:
+        raise UserError("--steps must be at least 1")
+    pair = PipelineSpec.create(target, draft, stages=1)
+    if pair.draft is None:
+        raise UserError("--draft none: give the directory of a draft to continue")
+    recipe = DraftRecipe() if steps is None else DraftRecipe(steps=steps)
+    report = continue_draft(pair.target, pair.draft, problems, out, work, recipe, compiled, threads)
+    before = report["continuations"][-1]["before"]
+    _print_agreement("Held-out text, before", before["held_out"])
+    _print_agreement("Held-out text", report["held_out"])
+    _print_agreement("The target's own continuations, before", before["on_policy"])
+    _print_agreement("The target's own continuations", report["on_policy"])
+
+
+def _print_agreement(title: str, rows: dict[str, dict[str, Any]]) -> None:
+    table = Table(title=title, title_justify="left")
     for column in ("text", "target loss", "draft loss", "top 1", "top 4", "top 16"):
         table.add_column(column, justify="right" if column != "text" else "left")
-    for family, row in report["held_out"].items():
-        agreement = (f"{row[key]:.1%}" for key in ("top1", "top4", "top16"))
-        table.add_row(family, f"{row['target_loss']:.3f}", f"{row['draft_loss']:.3f}", *agreement)
+    for family, row in rows.items():
+        losses = (f"{row[key]:.3f}" if key in row else "" for key in ("target_loss", "draft_loss"))
+        table.add_row(family, *losses, *(f"{row[key]:.1%}" for key in ("top1", "top4", "top16")))
     Console().print(table)

@@ -6,6 +6,7 @@ The only module that knows the tokenizer. Knows nothing of stages, methods or pr
 from __future__ import annotations
 
 import hashlib
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -32,6 +33,7 @@ class Prompter:
             self.tokenizer = AutoTokenizer.from_pretrained(directory)
         except Exception as error:  # tokenizers raises a bare Exception for a corrupt file
             raise UserError(f"the tokenizer in {directory} cannot be read: {str(error).splitlines()[0][:160]}") from error
+        self.tokenizer.model_max_length = sys.maxsize  # whether a prompt fits is checked here, in one line
         self._max_positions = max_positions
 
     def token_ids(self, prompt: str, raw: bool, max_tokens: int) -> tuple[int, ...]:

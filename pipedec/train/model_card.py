@@ -1,4 +1,7 @@
-"""The model card of a trained pair, written from what was measured. Knows the report of ``reference.train``, nothing else."""
+"""The model card of a trained pair, written from what was measured.
+
+Knows the report of ``reference.train`` and what ``draft.continue_draft`` adds to it, nothing else.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +29,9 @@ dialects are reserved), context of 2,048 (trained on rows of {length}), tied emb
 
 The Python standard library of the machine that trained it, without its tests: source files, functions (head and docstring as
 the question, body as the answer), and questions whose answers are docstrings or numbered lists of what a module or class holds.
-Word problems from the training split of GSM8K (MIT licence), calculator notes removed. One document in forty is held out. Shares:
-{shares}. {unique_tokens:,} tokens were prepared, {seen_tokens:,} of them seen by the target.
+Word problems from the training split of GSM8K (MIT licence), calculator notes removed. One document in forty is held out; a
+held-out function may still stand in a source file that is not. Shares: {shares}.
+{unique_tokens:,} tokens were prepared, {seen_tokens:,} of them seen by the target.
 
 ## Training
 
@@ -36,13 +40,39 @@ matrices, AdamW for the rest, learning rate {learning_rate}. The target started 
 ({phases}),
 each new layer a silenced copy of its neighbour, the learning rate falling over the last phase. The draft learned the text
 ({draft_phases}), then the target's distribution ({distillation_phases}).
-
+{continuations}
 ## Measured on held-out text
 
 Loss in nats per token; agreement is how often the draft's k likeliest tokens hold the target's greedy one.
 
 | text | target loss | draft loss | top 1 | top 4 | top 16 | tokens |
 |---|---|---|---|---|---|---|
+{rows}
+{on_policy}"""
+
+_CONTINUATION = """
+The draft was then continued against the finished target: `pipedec train draft --problems train.jsonl --out DIR --work DIR`.
+{steps:,} steps of {batch} × {length} tokens, learning rate {learning_rate} falling to a twentieth: {seen_tokens:,} tokens,
+{passes:.1f} passes over {text_tokens:,} tokens of the text above ({text_shares})
+and {on_policy_tokens:,} tokens of prompts from it ({prompts})
+with what the target says to them by itself (greedy, up to {new_tokens} tokens). The loss is the cross-entropy with the
+target's distribution ({distribution:.0%}) and its likeliest token ({greedy:.0%}).
+"""
+
+_ON_POLICY = """
+Before it was continued, the draft measured:
+
+| text | draft loss | top 1 | top 4 | top 16 |
+|---|---|---|---|---|
+{before_rows}
+
+## Measured on the target's own words
+
+What decoding meets: the target's greedy continuations of {num_prompts} held-out prompts of each kind, and how often the draft's
+k likeliest tokens hold the next one, before → after the draft was continued.
+
+| text | top 1 | top 4 | top 16 | tokens |
+|---|---|---|---|---|
 {rows}
 """
 
@@ -51,8 +81,7 @@ def model_card(report: dict[str, Any]) -> str:
     """Markdown for the pair's README, from the report that training writes as ``training.json``."""
     recipe = report["recipe"]
     rows = [
-        f"| {family} | {row['target_loss']:.3f} | {row['draft_loss']:.3f} | {row['top1']:.1%} | {row['top4']:.1%} | "
-        f"{row['top16']:.1%} | {row['tokens']:,} |"
+        f"| {family} | {row['target_loss']:.3f} | {row['draft_loss']:.3f} | {_shares(row)} | {row['tokens']:,} |"
         for family, row in report["held_out"].items()
     ]
     return _TEXT.format(
@@ -65,7 +94,7 @@ def model_card(report: dict[str, Any]) -> str:
         vocabulary=recipe["vocabulary"],
         length=recipe["length"],
         batch=recipe["batch"],
-        shares=", ".join(f"{family} {share:.0%}" for family, share in recipe["weights"].items()),
+        shares=_percentages(recipe["weights"]),
         unique_tokens=report["prepared_tokens"],
         seen_tokens=report["training_tokens"],
         learning_rate=recipe["learning_rate"],
@@ -74,7 +103,48 @@ def model_card(report: dict[str, Any]) -> str:
         draft_phases=_phases(recipe["draft_phases"]),
         distillation_phases=_phases(recipe["distillation_phases"]),
         rows="\n".join(rows),
+        continuations="".join(_continuation(continuation) for continuation in report.get("continuations", [])),
+        on_policy=_on_policy(report) if "continuations" in report else "",
     )
+
+
+def _continuation(continuation: dict[str, Any]) -> str:
+    recipe, tokens = continuation["recipe"], continuation["row_tokens"]
+    return _CONTINUATION.format(
+        **{key: recipe[key] for key in ("steps", "batch", "length", "learning_rate", "new_tokens")},
+        seen_tokens=continuation["seen_tokens"],
+        passes=continuation["seen_tokens"] / sum(tokens.values()),
+        text_tokens=tokens["text"],
+        text_shares=_percentages(recipe["text_weights"]),
+        on_policy_tokens=sum(tokens.values()) - tokens["text"],
+        prompts=", ".join(f"{count:,} {family}" for family, count in recipe["num_prompts"].items()),
+        distribution=1 - recipe["greedy_share"],
+        greedy=recipe["greedy_share"],
+    )
+
+
+def _on_policy(report: dict[str, Any]) -> str:
+    last = report["continuations"][-1]
+    before = last["before"]
+    rows = []
+    for family, row in report["on_policy"].items():
+        changes = (f"{before['on_policy'][family][key]:.1%} → {row[key]:.1%}" for key in ("top1", "top4", "top16"))
+        rows.append(f"| {family} | {' | '.join(changes)} | {row['tokens']:,} |")
+    return _ON_POLICY.format(
+        before_rows="\n".join(
+            f"| {family} | {row['draft_loss']:.3f} | {_shares(row)} |" for family, row in before["held_out"].items()
+        ),
+        num_prompts=last["recipe"]["num_held_out_prompts"],
+        rows="\n".join(rows),
+    )
+
+
+def _percentages(shares: dict[str, float]) -> str:
+    return ", ".join(f"{name} {share:.0%}" for name, share in shares.items())
+
+
+def _shares(row: dict[str, float]) -> str:
+    return " | ".join(f"{row[key]:.1%}" for key in ("top1", "top4", "top16"))
 
 
 def _shape(shape: dict[str, int]) -> str:

@@ -13,6 +13,7 @@ from pipedec.core import Step, Verdict
 _BYTES_PER_ID = 8
 MAX_VERDICT_TOKENS = 125
 HEADER_VALUES = 3 + MAX_VERDICT_TOKENS  # rows, accepted tokens, why the answer ended, the tokens
+HEADER_BYTES = 8 * HEADER_VALUES
 _ENDINGS = (None, "stop", "length", "cancelled")
 
 

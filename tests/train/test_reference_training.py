@@ -2,44 +2,26 @@
 
 import dataclasses
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from toy_training import TOY, small_library
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from pipedec.train import corpus, reference
-from pipedec.train.corpus import Document
-from pipedec.train.reference import Recipe, Shape, Trainer, deepen
-
-TOY = Recipe(
-    vocabulary=400,
-    target=Shape(hidden=32, intermediate=48, heads=4),
-    draft=Shape(hidden=32, intermediate=32, heads=2),
-    phases=((1, 3), (2, 3)),
-    draft_phases=((1, 3),),
-    distillation_phases=((1, 3),),
-    characters=40_000,
-    batch=2,
-    length=32,
-    warmup_steps=2,
-)
+from pipedec.train.reference import Recipe
+from pipedec.train.trainer import Trainer, deepen
 
 
 @pytest.fixture(autouse=True)
-def small_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    def documents() -> Iterator[Document]:
-        for number in range(200):
-            yield Document("source", f"<|begin|>def function_{number}(value):\n    return value + {number}\n<|end|>")
-            yield Document("questions", corpus.conversation(f"What does function_{number} do?", f"It adds {number}."))
-
-    monkeypatch.setattr(corpus, "library_documents", documents)
+def small_documents(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(corpus, "library_documents", small_library)
 
 
 def train(out: Path, work: Path) -> dict:
-    return reference.train(None, out, work, TOY, compile_model=False, threads=1)
+    return reference.train(None, out, work, TOY, compiled=False, threads=1)
 
 
 def test_training_writes_a_pair_that_transformers_loads(tmp_path: Path) -> None:

@@ -46,7 +46,7 @@ def test_steps_arrive_equal(pair: Pair, request: pytest.FixtureRequest) -> None:
 def test_envelopes_arrive_in_order_and_leave_room_for_steps(pair: Pair) -> None:
     """Headers are awaited ahead of time: a step that is sent in between must not be taken for one."""
     draft, stage = pair
-    sent = [(3, Verdict((8, 9))), (0, None), (32, None), (0, Verdict((4,), "stop"))]
+    sent = [(3, Verdict((8, 9))), (0, None), (128, None), (129, Verdict((5,))), (1, None), (0, Verdict((4,), "stop"))]
     for seed, (num_rows, verdict) in enumerate(sent):
         stage.order(peer.receive_envelope, 0)
         draft.do(peer.send_envelope, seed, num_rows, verdict, 1)

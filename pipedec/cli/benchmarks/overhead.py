@@ -45,7 +45,7 @@ def _overhead_table(rows: list[dict[str, Any]]) -> Table:
     machine = rows[0]["machine"]
     table = Table(
         title="Fixed cost of a timestep, stages that compute nothing",
-        caption=f"{machine['cpu']}, {machine['cores']} cores, torch {machine['torch']}; times in ms: median (90th percentile);\n"
+        caption=f"{machine['cpu']}, {machine['cores']} cores, torch {machine['torch']}; times in ms: mean (90th percentile);\n"
         "serial: Redis calls one after another",
         title_justify="left",
         caption_justify="left",
@@ -55,12 +55,12 @@ def _overhead_table(rows: list[dict[str, Any]]) -> Table:
     for row in rows:
         trips = row["round_trips_per_rank"]
         table.add_row(
-            str(row["stages"]), row["dispatch"], str(row["rows"]), _spread(row["pipedec_ms"]), _spread(row["raw_ms"]),
-            f"{row['ratio']:.1f}", f"{min(trips):.1f}–{max(trips):.1f}", f"{row['round_trips']:.1f}",
+            str(row["stages"]), row["dispatch"], str(row["rows"]), _times(row, "pipedec"), _times(row, "raw"),
+            f"{row['ratio']:.2f}", f"{min(trips):.1f}–{max(trips):.1f}", f"{row['round_trips']:.1f}",
             f"{row['critical_path_round_trips']['median']:g}",
         )  # fmt: skip
     return table
 
 
-def _spread(figures: dict[str, float]) -> str:
-    return f"{figures['median']:.2f} ({figures['p90']:.2f})"
+def _times(row: dict[str, Any], which: str) -> str:
+    return f"{row['mean_ms'][which]:.2f} ({row[which + '_ms']['p90']:.1f})"

@@ -1,0 +1,124 @@
+"""What the target says by itself: greedy continuations of prompts cut out of documents.
+
+Owns the prompts, their generation in large batches and the files that keep what was generated, so that a killed run
+continues. It does not know the draft, which learns from these sequences because greedy decoding is what it has to predict.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from rich.progress import track
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+
+from pipedec.core import UserError
+from pipedec.train.corpus import ASSISTANT, BEGIN, Document
+
+_MAX_PROMPT_TOKENS = 224
+_CUT_TOKENS = (32, 160)  # of source text, which has no question to stop at
+_BATCH = 96
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """A prompt and the target's greedy continuation of it, up to and with an end token."""
+
+    ids: list[int]
+    prompt_length: int
+
+
+def prompts(documents: list[Document], tokenizer: PreTrainedTokenizerFast, num_prompts: int, seed: int) -> list[list[int]]:
+    """Token ids of ``num_prompts`` prompts: the user's turns of conversations, and pieces of source text."""
+    rng = random.Random(seed)
+    found: list[list[int]] = []
+    while len(found) < num_prompts:
+        shuffled = (_prompt(document.text, tokenizer, rng) for document in rng.sample(documents, len(documents)))
+        short = [ids for ids in shuffled if len(ids) <= _MAX_PROMPT_TOKENS]
+        if not short:
+            break
+        found.extend(short)
+    return found[:num_prompts]
+
+
+def _prompt(text: str, tokenizer: PreTrainedTokenizerFast, rng: random.Random) -> list[int]:
+    question, separator, _ = text.partition(ASSISTANT)
+    if separator:
+        return tokenizer.encode(question + separator, add_special_tokens=False)
+    lines = text.removeprefix(BEGIN).splitlines(keepends=True)
+    first = rng.randrange(len(lines))
+    ids = tokenizer.encode(BEGIN + "".join(lines[first : first + 40]), add_special_tokens=False)
+    return ids[: rng.randint(*_CUT_TOKENS)]
+
+
+def continue_greedily(target: LlamaForCausalLM, prompt_ids: list[list[int]], new_tokens: int, store: Path) -> list[Continuation]:
+    """The target's greedy continuations of all prompts, shortest prompts first; ``store`` keeps one file per batch.
+
+    Raises:
+        UserError: ``store`` holds continuations of other prompts.
+    """
+    store.mkdir(parents=True, exist_ok=True)
+    ordered = sorted(prompt_ids, key=len)
+    batches = [ordered[first : first + _BATCH] for first in range(0, len(ordered), _BATCH)]
+    found: list[Continuation] = []
+    for number, batch in enumerate(track(batches, f"continuations: {store.name}")):
+        path = store / f"{number:04}.safetensors"
+        if not path.exists():
+            _save(_generate(target, batch, new_tokens), path)
+        stored = _load(path)
+        if [continuation.ids[: continuation.prompt_length] for continuation in stored] != batch:
+            raise UserError(f"{path} comes from other prompts: give another --work, or remove it")
+        found.extend(stored)
+    return found
+
+
+def pack_whole(continuations: list[Continuation], length: int, seed: int) -> Tensor:
+    """Rows of ``length`` tokens that begin with a prompt: int64 [rows, length].
+
+    A continuation that a row's end cuts off comes again, whole, at the start of the next row; none may be longer than a row.
+    """
+    rows: list[list[int]] = []
+    row: list[int] = []
+    for continuation in random.Random(seed).sample(continuations, len(continuations)):
+        row = row + continuation.ids
+        if len(row) >= length:
+            rows.append(row[:length])
+            row = continuation.ids if len(row) > length else []
+    return torch.tensor(rows, dtype=torch.int64).view(-1, length)
+
+
+@torch.no_grad()
+def _generate(target: LlamaForCausalLM, batch: list[list[int]], new_tokens: int) -> Iterator[Continuation]:
+    """One batch through transformers' ``generate``, padded on the left."""
+    pad, end = target.config.pad_token_id, target.config.eos_token_id
+    longest = max(map(len, batch))
+    ids_BT = torch.tensor([[pad] * (longest - len(ids)) + ids for ids in batch], device=target.device)
+    mask_BT = torch.tensor([[0] * (longest - len(ids)) + [1] * len(ids) for ids in batch], device=target.device)
+    output_BT = target.generate(ids_BT, attention_mask=mask_BT, max_new_tokens=new_tokens, do_sample=False, use_cache=True)
+    for prompt, row in zip(batch, output_BT[:, longest:].tolist(), strict=True):
+        length = row.index(end) + 1 if end in row else len(row)
+        yield Continuation(prompt + row[:length], len(prompt))
+
+
+def _save(continuations: Iterator[Continuation], path: Path) -> None:
+    sequences = list(continuations)
+    tensors = {
+        "ids": torch.tensor([token for sequence in sequences for token in sequence.ids]),
+        "lengths": torch.tensor([len(sequence.ids) for sequence in sequences]),
+        "prompt_lengths": torch.tensor([sequence.prompt_length for sequence in sequences]),
+    }
+    partial = path.with_suffix(".partial")
+    save_file(tensors, partial)
+    partial.rename(path)
+
+
+def _load(path: Path) -> list[Continuation]:
+    tensors = load_file(path)
+    pieces: tuple[Tensor, ...] = tensors["ids"].split(tensors["lengths"].tolist())
+    lengths = tensors["prompt_lengths"].tolist()
+    return [Continuation(ids.tolist(), length) for ids, length in zip(pieces, lengths, strict=True)]
