@@ -6,11 +6,15 @@ this module without importing torch.
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+MAX_LOGPROBS = 20
+LARGEST = sys.float_info.max  # whole numbers of JSON may be larger
 
 
 class PipedecError(Exception):
@@ -31,21 +35,77 @@ class SchedulerLost(PipedecError):
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How to decode one request (vLLM's field names). Decoding is greedy.
+    """How to decode one request: vLLM's field names, meanings and ranges. By default decoding is greedy.
+
+    Filters apply in the order min_p, top_k, top_p, all after the temperature; tokens equal to the last one kept are kept, too.
 
     Attributes:
+        temperature: 0 takes the likeliest token (the lowest id among equals); above 0 draws from the target's distribution.
+        top_k: draw from so many likeliest tokens; 0 or −1 for all.
+        top_p: draw from the likeliest tokens that together have this probability.
+        min_p: draw from tokens at least so many times as likely as the likeliest.
+        seed: the same seed gives the same tokens by every method; None draws one.
         max_tokens: output tokens at most, at least 1.
+        stop: texts that end the answer: its text is cut before the first of them, its tokens after the one that completes it.
+            One string may be given as it is.
         stop_token_ids: token ids that end the answer besides the model's own end tokens.
+        repetition_penalty: divides positive and multiplies negative logits of tokens in prompt and output.
+        presence_penalty, frequency_penalty: taken from the logits of tokens in the output, once or for each time.
+        logit_bias: token id to what is added to its logit, before the penalties.
+        logprobs: so many top log-probabilities per output token, and the chosen token's; None for none. They are the
+            target's own: before bias, penalties and temperature.
         ignore_eos: go on after the model's end tokens until ``max_tokens``.
     """
 
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
     max_tokens: int = 128
+    stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] | None = field(default=None, hash=False)
+    logprobs: int | None = None
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
-        if self.max_tokens < 1:
-            raise UserError(f"max_tokens must be at least 1, not {self.max_tokens}")
+        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        bias = self.logit_bias or {}
+        for name, is_allowed, allowed in (
+            ("temperature", 0 <= self.temperature <= LARGEST, "finite and at least 0"),
+            ("top_k", self.top_k >= -1, "at least 1, or 0 or -1 for all tokens"),
+            ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
+            ("min_p", 0 <= self.min_p <= 1, "between 0 and 1"),
+            ("seed", self.seed is None or 0 <= self.seed < 2**64, "at least 0 and below 2**64"),
+            ("max_tokens", self.max_tokens >= 1, "at least 1"),
+            ("stop", all(self.stop), "texts that are not empty"),
+            ("repetition_penalty", 0 < self.repetition_penalty <= LARGEST, "finite and above 0"),
+            ("presence_penalty", -2 <= self.presence_penalty <= 2, "between -2 and 2"),
+            ("frequency_penalty", -2 <= self.frequency_penalty <= 2, "between -2 and 2"),
+            ("logit_bias", all(token >= 0 for token in bias), "of token ids, which are at least 0"),
+            ("logit_bias", all(-100 <= value <= 100 for value in bias.values()), "between -100 and 100"),
+            ("logprobs", self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS, f"between 0 and {MAX_LOGPROBS}"),
+        ):
+            if not is_allowed:
+                raise UserError(f"{name} must be {allowed}, not {str(getattr(self, name))[:100]}")
+
+    @property
+    def is_stochastic(self) -> bool:
+        return self.temperature > 0
+
+    @property
+    def has_penalties(self) -> bool:
+        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
+
+    @property
+    def is_plainly_greedy(self) -> bool:
+        """Whether the likeliest token of the target's own logits is taken, and nothing else matters."""
+        return not (self.is_stochastic or self.has_penalties or self.logit_bias)
 
 
 @dataclass(frozen=True)
@@ -103,7 +163,7 @@ class Step:
 class Verdict:
     """What verification says: the accepted token ids, in order, and why the answer ended (None while it goes on).
 
-    ``finished`` is ``"stop"`` (end token), ``"length"`` (max_tokens) or ``"cancelled"``.
+    ``finished`` is ``"stop"`` (end token or stop string), ``"length"`` (max_tokens) or ``"cancelled"``.
     """
 
     tokens: tuple[int, ...]
@@ -131,7 +191,12 @@ class Metrics:
 
 @dataclass
 class Completion:
-    """A finished answer: what was said, and how the pipeline got there."""
+    """A finished answer: what was said, and how the pipeline got there.
+
+    Attributes:
+        seed: the request's, or the one that was drawn for it; None for a greedy answer without one.
+        logprobs: if asked for, per output token {token id: log-probability}, the chosen token first, then the top ones.
+    """
 
     method: str
     stages: int
@@ -140,6 +205,8 @@ class Completion:
     text: str = ""
     finish_reason: str | None = None
     metrics: Metrics = field(default_factory=Metrics)
+    seed: int | None = None
+    logprobs: list[dict[int, float]] | None = None
 
     def as_dict(self) -> dict[str, object]:
         """The one JSON document of ``--json``. Rates are 0 where nothing was decoded after the first token."""
@@ -152,6 +219,8 @@ class Completion:
             "token_ids": self.token_ids,
             "text": self.text,
             "finish_reason": self.finish_reason,
+            "seed": self.seed,
+            **({} if self.logprobs is None else {"logprobs": self.logprobs}),
             "prompt_tokens": self.prompt_tokens,
             "output_tokens": len(self.token_ids),
             "prefill_seconds": metrics.prefill_seconds,

@@ -52,6 +52,7 @@ class SweepConfig:
         methods: of SWEEP_METHODS. ``stpp`` uses its best depth, ``stpp-tuned`` the best tree of a grid.
         widths, children: limits of the tree, all combinations.
         samples: prompts of each set, drawn by ``seed`` from those that fit into the context.
+        sampling: how to decode; with a temperature, tokens are drawn by ``seed`` + the number of the repeat.
         clock: ``measured`` in real processes, or ``computed`` in one process.
         slow_motion: see ``Emulation``.
 
@@ -104,6 +105,10 @@ class SweepConfig:
             yield small_model_alone(self.cluster, self.small, self.pair, self.slow_motion)
         elif SLM in self.methods:
             yield small_model_as_it_is(self.pair)
+
+    def sampling_of(self, repeat: int) -> SamplingParams:
+        """How a repeat decodes: with a seed of its own where tokens are drawn."""
+        return replace(self.sampling, seed=self.seed + repeat) if self.sampling.is_stochastic else self.sampling
 
     def trees(self) -> list[TreeParams]:
         return [TreeParams(width, children) for width in self.widths for children in self.children]
@@ -195,7 +200,7 @@ class Sweep:
         """The first ``samples`` prompts, in the order of the seed, that fit into the target's context."""
         found = 0
         for index in prompt_set.shuffled(self._config.seed):
-            request = PromptRequest(prompt_set.prompts[index], self._config.raw_prompts, sampling=self._config.sampling)
+            request = PromptRequest(prompt_set.prompts[index], self._config.raw_prompts, sampling=self._config.sampling_of(0))
             try:
                 pipeline.token_ids(request)
             except UserError:
@@ -227,7 +232,7 @@ class Sweep:
         """The best tree for this pipeline, from ``trees.json`` if it was found before."""
         few = list({prompt.prompt_set: prompt for prompt in reversed(prompts)}.values())  # the first of each set
         texts = [prompt.request.prompt for prompt in few]
-        key = _key([method, asdict(limits), shape.cluster, self._pair(shape), texts, self._sampling()])
+        key = _key([method, asdict(limits), shape.cluster, self._pair(shape), texts, self._sampling(0)])
         known = json.loads(self._trees_path.read_text()) if self._trees_path.is_file() else {}
         if key not in known:
             grid = self._config.grid
@@ -251,7 +256,8 @@ class Sweep:
         row = self._known.get(key)
         if row is None:
             trace = self._config.clock == "measured" and self._is_traced(prompt)
-            answer = runner.answer(cell.request(prompt.request, trace))
+            asked = replace(prompt.request, sampling=self._config.sampling_of(repeat))
+            answer = runner.answer(cell.request(asked, trace))
             row = {"schema": SCHEMA, "key": key, **self._provenance(), **identity, **_figures(answer)}
             with self._rows_path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(row) + "\n")
@@ -273,9 +279,9 @@ class Sweep:
             "digest": digest(spec.target) + (digest(spec.draft) if spec.draft else ""),
         }  # fmt: skip
 
-    def _sampling(self) -> Row:
-        sampling = asdict(self._config.sampling)
-        return {"temperature": 0.0, **sampling, "stop_token_ids": list(sampling["stop_token_ids"])}
+    def _sampling(self, repeat: int) -> Row:
+        sampling = asdict(self._config.sampling_of(repeat))
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in sampling.items()}
 
     def _identity(self, shape: Shape, cell: _Cell, prompt: _Prompt, repeat: int) -> Row:
         """What tells this row from all others."""
@@ -292,7 +298,7 @@ class Sweep:
             "prompt_set": prompt.prompt_set,
             "prompt_index": prompt.index,
             "repeat": repeat,
-            "sampling": self._sampling(),
+            "sampling": self._sampling(repeat),
         }
 
 
@@ -336,12 +342,13 @@ def _figures(answer: Measured) -> Row:
 
 
 def _check_lossless(rows: list[Row]) -> None:
-    """Every method must have said the same. ``slm`` is another model."""
+    """Every method must have said the same, with the same seed if tokens were drawn. ``slm`` is another model."""
     said: dict[tuple[Any, ...], Row] = {}
     for row in rows:
         if row["method"] == SLM:
             continue
-        first = said.setdefault((row["prompt_set"], row["prompt_index"], row["pair"]["digest"]), row)
+        asked = row["prompt_set"], row["prompt_index"], row["pair"]["digest"], row["sampling"]["seed"]
+        first = said.setdefault(asked, row)
         if row["answer"] != first["answer"]:
             methods, place = f"{row['method']} and {first['method']}", f"prompt {row['prompt_index']} of {row['prompt_set']}"
             raise PipedecError(f"{methods} gave different answers to {place}: a defect (or a near tie, if not in float32)")

@@ -51,7 +51,18 @@ class RequestFlags:
     prompt_file: Path | None
     raw_prompt: bool
     method: str | None
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    seed: int | None
     max_tokens: int
+    stop: tuple[str, ...]
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    logit_bias: tuple[str, ...]
+    logprobs: int | None
     ignore_eos: bool
     width: int
     children: int
@@ -67,10 +78,14 @@ class RequestFlags:
             prompt=self._prompt_text(),
             raw=self.raw_prompt,
             method=self.method,
-            sampling=SamplingParams(max_tokens=self.max_tokens, ignore_eos=self.ignore_eos),
+            sampling=self._sampling(),
             tree=TreeParams(self.width, self.children, self.depth, self.rows),
             trace=self.trace is not None,
         )
+
+    def _sampling(self) -> SamplingParams:
+        values = {field.name: getattr(self, field.name) for field in fields(SamplingParams) if field.name != "stop_token_ids"}
+        return SamplingParams(**values | {"logit_bias": dict(map(_token_bias, self.logit_bias)) or None})
 
     def _check_trace(self) -> None:
         if self.trace is None:
@@ -95,6 +110,14 @@ class RequestFlags:
         if not text.strip():
             raise UserError("the prompt is empty: give --prompt TEXT, --prompt-file FILE, or text on standard input")
         return text
+
+
+def _token_bias(text: str) -> tuple[int, float]:
+    token, _, value = text.partition("=")
+    try:
+        return int(token), float(value)
+    except ValueError:
+        raise UserError(f"--logit-bias {text}: write TOKEN_ID=VALUE, like 42=-5") from None
 
 
 def _file_text(path: Path) -> str:
@@ -140,7 +163,22 @@ def request_options(command: Command) -> Command:
         click.option("--prompt-file", type=path, help="Read the prompt from a file."),
         click.option("--raw-prompt", is_flag=True, help="Do not apply the model's chat template."),
         click.option("--method", type=methods, help="How to decode (default: pipedec if there is a draft)."),
+        click.option("--temperature", type=float, default=0.0, show_default=True, help="0: the likeliest token; above: drawn."),
+        click.option("--top-k", type=int, default=0, show_default=True, help="Draw from so many likeliest tokens; 0 for all."),
+        click.option(
+            "--top-p", type=float, default=1.0, show_default=True, help="Draw from the likeliest with this probability."
+        ),
+        click.option("--min-p", type=float, default=0.0, show_default=True, help="Draw from tokens so likely beside the first."),
+        click.option("--seed", type=int, help="The same seed gives the same tokens (default: drawn, and reported)."),
         click.option("--max-tokens", type=int, default=128, show_default=True, help="Output tokens at most."),
+        click.option("--stop", multiple=True, help="A text that ends the answer before it; may be given several times."),
+        click.option("--repetition-penalty", type=float, default=1.0, show_default=True, help="Of tokens in prompt and answer."),
+        click.option("--presence-penalty", type=float, default=0.0, show_default=True, help="Of tokens in the answer."),
+        click.option(
+            "--frequency-penalty", type=float, default=0.0, show_default=True, help="Of tokens, each time in the answer."
+        ),
+        click.option("--logit-bias", multiple=True, metavar="ID=VALUE", help="Added to a token's logit; may be repeated."),
+        click.option("--logprobs", type=int, help="With --json: so many top log-probabilities per token."),
         click.option("--ignore-eos", is_flag=True, help="Go on after the model's end token."),
         click.option("--width", type=int, default=32, show_default=True, help="Rows per tree layer (w)."),
         click.option("--children", type=int, default=16, show_default=True, help="Children per row (c)."),

@@ -60,6 +60,8 @@ def figures_table(completion: Completion) -> Table:
     table.add_column(justify="right")
     table.add_row("prompt tokens", str(completion.prompt_tokens))
     table.add_row("tokens", f"{figures['output_tokens']} ({completion.finish_reason})")
+    if completion.seed is not None:
+        table.add_row("seed", str(completion.seed))
     table.add_row("tokens/s", f"{figures['tokens_per_second']:.1f}")
     table.add_row("timesteps per token", f"{figures['timesteps_per_token']:.2f}")
     table.add_row("hit rate", f"{figures['hit_rate']:.0%}")

@@ -29,6 +29,7 @@ class Client:
         self._check = check
         self._silence_seconds = silence_seconds
         self.trace: list[TraceEvent] = []
+        self._logprobs: list[dict[int, float]] = []
         self.overran: set[int] = set()  # timesteps of the last answer in which a rank outlasted its emulated time
 
     def ask(self, request: PromptRequest, on_text: OnText = lambda text: None) -> Completion:
@@ -42,7 +43,7 @@ class Client:
             RankLost, SchedulerLost: the cluster died or fell silent.
         """
         number = self._scheduler.submit(request.to_json())
-        self.trace, self.overran = [], set()
+        self.trace, self.overran, self._logprobs = [], set(), []
         try:
             completion = self._read(number, on_text)
         except UserError:
@@ -79,6 +80,11 @@ class Client:
             raise RankLost("the cluster was stopped before it answered")
         return status.running not in (None, number)
 
+    def _completed(self, completion: Completion) -> Completion:
+        """With the log-probabilities of its tokens; the last stage may have said more before it heard of the end."""
+        completion.logprobs = self._logprobs[: len(completion.token_ids)] or None
+        return completion
+
     def _take(self, event: Event, on_text: OnText) -> Completion | None:
         """Handle one event; the completion if it was the last."""
         if "text" in event:
@@ -87,8 +93,10 @@ class Client:
             self.trace += [TraceEvent(*row) for row in event["trace"]]
         elif "overran" in event:
             self.overran.update(event["overran"])
+        elif "logprobs" in event:
+            self._logprobs += [dict(pairs) for pairs in event["logprobs"]]
         elif "completion" in event:
-            return completion_from_event(event)
+            return self._completed(completion_from_event(event))
         elif event.get("kind") == "cancelled":
             raise UserError("the request was cancelled before it began")
         elif event.get("kind") == "abort":

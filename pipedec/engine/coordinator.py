@@ -15,9 +15,10 @@ from pipedec.core import Completion, Request, SchedulerLost, UserError, Verdict
 from pipedec.decoding import Drafter, Method, create_method
 from pipedec.engine.emulation import Emulation, TimedDrafter
 from pipedec.engine.messages import PromptRequest, completion_to_event, verdict_from_payload
-from pipedec.engine.prompt import Prompter, prefill_chunks
+from pipedec.engine.prompt import Prompter, StopStrings, prefill_chunks
 from pipedec.engine.publisher import AnswerPublisher
 from pipedec.engine.rank_loop import POLL_SECONDS, RankLoop
+from pipedec.sampling import seeded
 from pipedec.scheduler.protocol import Event, Message, Scheduler
 from pipedec.scheduler.workflow import Facts, Payload, Task, Topology, initial_tasks
 from pipedec.tracing import SCHEDULER_TRACK, Tracer
@@ -31,9 +32,23 @@ class Answer:
         self.request = request
         self.method = method
         self.completion = Completion(request.method, num_stages, len(request.prompt_token_ids))
+        self.completion.seed = request.sampling.seed
         self.is_told = False  # the client has the completion
         self._text = prompter.stream()
+        self._stops = StopStrings(self._text, request.sampling.stop) if request.sampling.stop else None
+        self._stopped_text = ""  # with stop strings: the text of the verdict that was looked at last
         self._started = self._prefilled = time.perf_counter()
+
+    @property
+    def has_ended(self) -> bool:
+        return self.completion.finish_reason is not None
+
+    def until_stop(self, verdict: Verdict) -> Verdict:
+        """The verdict that is to be added next; if a stop string appears in its text, cut and finished there."""
+        if self._stops is None:
+            return verdict
+        self._stopped_text, count = self._stops.add(verdict.tokens)
+        return verdict if count is None else Verdict(verdict.tokens[:count], "stop")
 
     def add(self, verdict: Verdict, timestep: int) -> str:
         """Take in a verdict; returns the text that it makes certain."""
@@ -46,7 +61,8 @@ class Answer:
         metrics.timesteps = timestep
         completion.token_ids.extend(verdict.tokens)
         completion.finish_reason = verdict.finished
-        piece = self._text.add(verdict.tokens) + (self._text.finish() if verdict.finished else "")
+        piece = self._stopped_text if self._stops else self._text.add(verdict.tokens)
+        piece += (self._stops or self._text).finish() if verdict.finished else ""
         completion.text += piece
         metrics.hits, metrics.misses = self.method.hits, self.method.misses
         return piece
@@ -127,7 +143,8 @@ class DraftLoop(RankLoop):
         prompt = PromptRequest.from_json(message.text)
         method_name = prompt.method or ("pp" if self._drafter is None else "pipedec")
         token_ids = self._prompter.token_ids(prompt.prompt, prompt.raw, prompt.sampling.max_tokens)
-        request = Request(message.number, token_ids, prompt.sampling, method_name, prompt.tree, prompt.trace)
+        self._prompter.check_bias(prompt.sampling.logit_bias)
+        request = Request(message.number, token_ids, seeded(prompt.sampling), method_name, prompt.tree, prompt.trace)
         method = create_method(request, self._drafter, self._device)
         self._answer = Answer(request, method, self._prompter, self._topology.num_stages)
         return request
@@ -145,14 +162,33 @@ class DraftLoop(RankLoop):
 
     def _sync(self, task: Task, message: Message) -> Facts:
         verdict = verdict_from_payload(message.payload["verdict"])
-        method = self._current.method
-        method.apply(verdict)
+        answer, method = self._current, self._current.method
+        said = verdict if answer.has_ended else answer.until_stop(verdict)
+        if verdict.finished is None and said.finished is not None:
+            self._stop_early(said, task.seq)
+        method.apply(said if verdict.finished else verdict)
         step = None if verdict.finished or self._window_timesteps else method.propose()
         if verdict.finished:
             self._forget_request()
-        self._events.append(self._told(verdict, task.seq))
+        if not answer.has_ended:
+            self._events.append(self._told(said, task.seq))
         rows_out = self._keep_outgoing(step, task.seq)
         return Facts(rows_out=rows_out, finished=verdict.finished is not None, window=self._window_timesteps)
+
+    def _stop_early(self, last: Verdict, seq: int) -> None:
+        """A stop string ends the answer with a verdict that every rank is being told in full.
+
+        A window begins by telling the stages that the answer has ended; with single tasks they learn it by a cancellation.
+        """
+        self._events.append(self._told(last, seq))
+        self._current.completion.metrics.hits += len(last.tokens) - 1  # what the verdict yields at once; the rest is dropped
+        if not self._ranks_report:
+            self._current.is_told = True
+            self._events.append(completion_to_event(self._current.completion))
+        if self._window_timesteps:
+            self._untold = Verdict((), last.finished)
+        else:
+            self._scheduler.cancel(self._current.request.number)
 
     def _told(self, verdict: Verdict, timestep: int) -> Event:
         """What the client learns of a verdict."""
@@ -192,21 +228,29 @@ class DraftLoop(RankLoop):
     @property
     def _ranks_report(self) -> bool:
         """Whether the client expects events of other ranks, which they send when the answer has ended."""
-        return self._current.request.trace or self._pacer.is_emulating
+        request = self._current.request
+        return request.trace or self._pacer.is_emulating or request.sampling.logprobs is not None
 
     def _result(self) -> Verdict | None:
-        """What the last stage says of the oldest timestep in flight; a cancelled answer ends with it."""
+        """What the last stage says of the oldest timestep in flight; a stop string or a cancellation ends the answer with it."""
+        verdict = self._receive_result()
+        if verdict is None:
+            return None
+        verdict = self._current.until_stop(verdict)
+        if self._publisher.is_cancelled:
+            return replace(verdict, finished=verdict.finished or "cancelled")
+        return verdict
+
+    def _receive_result(self) -> Verdict | None:
         verdict = self._transport.receive_envelope(self._topology.final_rank).verdict
         self._in_flight -= 1
-        if verdict is not None and self._publisher.is_cancelled:
-            return replace(verdict, finished=verdict.finished or "cancelled")
         return verdict
 
     def _leave_request(self, last: Verdict, seq: int) -> None:
         """Tell the stages that the answer has ended, and take what they had still under way."""
         self._send_envelope(Envelope(verdict=last), 1, seq)
         while self._in_flight:
-            self._result()
+            self._receive_result()
         self._untold = None
         self._forget_request()
 

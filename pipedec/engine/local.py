@@ -12,11 +12,12 @@ from itertools import count
 
 import torch
 
-from pipedec.core import Metrics, Request, Step, Verdict
+from pipedec.core import Metrics, Request, Step, UserError, Verdict
 from pipedec.decoding import Drafter, Method, create_method
 from pipedec.engine.emulation import EmulatedClock, Emulation, TimedDrafter, TimestepLoad
 from pipedec.engine.prompt import prefill_chunks
 from pipedec.engine.spec import PipelineSpec
+from pipedec.sampling import seeded
 from pipedec.scheduler.workflow import Topology
 from pipedec.stage import FinalStageWorker, StageWorker
 from pipedec.transport import LocalTransport
@@ -46,6 +47,8 @@ class LocalPipeline:
         self._emulation = emulation
         self._load = TimestepLoad()
         self.metrics = Metrics()
+        self.seed: int | None = None
+        self.logprobs: list[dict[int, float]] = []
         self.emulated_ms: float | None = None
 
     @classmethod
@@ -58,15 +61,22 @@ class LocalPipeline:
     def run(self, request: Request) -> Iterator[Verdict]:
         """Decode ``request``, yielding every verdict as it falls.
 
-        Afterwards ``metrics`` are those of this request, and ``emulated_ms`` is what its decoding would have lasted on the
-        devices of the emulation (None without one).
+        Afterwards ``metrics`` are those of this request, ``seed`` is what its tokens were drawn with, ``logprobs`` are as in
+        ``Completion`` if asked for, and ``emulated_ms`` is what its decoding would have lasted on the devices of the emulation
+        (None without one).
+
+        Raises:
+            UserError: the request has stop strings (text is not known here), or its method needs a draft and there is none.
         """
-        self.metrics = Metrics()
+        if request.sampling.stop:
+            raise UserError("stop strings need a tokenizer, which LocalPipeline does not have: use stop_token_ids")
+        sampling = seeded(request.sampling)
+        self.metrics, self.seed, self.logprobs = Metrics(), sampling.seed, []
         clock = EmulatedClock(self._emulation, self._topology) if self._emulation else None
         self._transports = LocalTransport.connect(self._topology.num_stages + 1)
         method = create_method(request, self._drafter, self._device)
         for stage in self._stages.values():
-            stage.begin(len(request.prompt_token_ids), request.sampling)
+            stage.begin(len(request.prompt_token_ids), sampling)
 
         started = time.perf_counter()
         verdict: Verdict | None = self._prefill(request, method)
@@ -77,6 +87,7 @@ class LocalPipeline:
         for timestep in count(1):
             if verdict is not None:
                 self._apply(verdict, method)
+                self.logprobs += map(dict, self._final.take_logprobs())
                 yield verdict
                 if verdict.finished:
                     break

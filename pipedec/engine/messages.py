@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import asdict, dataclass, fields
+from typing import Any
 
 from pipedec.core import Completion, Metrics, SamplingParams, TreeParams, UserError, Verdict
 
 MAX_TREE = 4096
 MAX_DEPTH = 64
+_NUMBERS = {"temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"}
+_WHOLE_NUMBERS = {"max_tokens", "top_k", "seed", "logprobs"}
+_OPTIONAL = {"seed", "logprobs"}
+_TOKEN_ID = re.compile("[0-9]{1,9}")
 
 
 @dataclass(frozen=True)
@@ -34,7 +40,7 @@ class PromptRequest:
             if unknown or not isinstance(raw["prompt"], str):
                 known = ", ".join(field.name for field in fields(cls))
                 raise UserError(f"a request is an object with the text field prompt; its fields are {known}")
-            sampling = sampling_from_payload(raw.pop("sampling", {}))
+            sampling = _sampling(raw.pop("sampling", {}))
             tree = TreeParams(**raw.pop("tree", {}))
             request = cls(**raw, sampling=sampling, tree=tree)
         except (json.JSONDecodeError, TypeError, KeyError) as error:
@@ -44,7 +50,8 @@ class PromptRequest:
 
 
 def sampling_from_payload(payload: dict) -> SamplingParams:
-    return SamplingParams(**{**payload, "stop_token_ids": tuple(payload.get("stop_token_ids", ()))})
+    bias = payload.get("logit_bias")
+    return SamplingParams(**{**payload, "logit_bias": bias and {int(token): value for token, value in bias.items()}})
 
 
 def verdict_to_payload(verdict: Verdict) -> dict[str, object]:
@@ -66,22 +73,44 @@ def completion_from_event(event: dict) -> Completion:
 
 def _check_values(prompt: PromptRequest) -> None:
     """Refuse what JSON can say and no rank can work with, before any rank has seen it."""
-    sampling, tree = prompt.sampling, prompt.tree
-    numbers = {"max_tokens": sampling.max_tokens, **{f"tree {name}": value for name, value in asdict(tree).items()}}
-    for name, value in numbers.items():
-        if type(value) is not int and not (name == "tree rows" and value is None):
-            raise UserError(f"{name} must be a whole number, not {str(value)[:100]!r}")
+    for name, value in asdict(prompt.tree).items():
+        if type(value) is not int and not (name == "rows" and value is None):
+            raise UserError(f"tree {name} must be a whole number, not {str(value)[:100]!r}")
     _check_size(prompt)
-    switches = {"raw": prompt.raw, "trace": prompt.trace, "ignore_eos": sampling.ignore_eos}
+    switches = {"raw": prompt.raw, "trace": prompt.trace, "ignore_eos": prompt.sampling.ignore_eos}
     for name, switch in switches.items():
         if type(switch) is not bool:
             raise UserError(f"{name} must be true or false, not {str(switch)[:100]!r}")
-    if any(type(token) is not int for token in sampling.stop_token_ids):
+    for name, text in (("the prompt", prompt.prompt), *(("stop", stop) for stop in prompt.sampling.stop)):
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise UserError(f"{name} is not UTF-8 text") from None
+
+
+def _sampling(payload: Any) -> SamplingParams:
+    """A client's sampling parameters: what is no number is refused here, what is out of range by ``SamplingParams``."""
+    if not isinstance(payload, dict):
+        raise TypeError("sampling is no object")
+    for name in _NUMBERS & set(payload):
+        if type(payload[name]) not in (int, float):
+            raise UserError(f"{name} must be a number, not {str(payload[name])[:100]!r}")
+    for name in _WHOLE_NUMBERS & set(payload):
+        if type(payload[name]) is not int and not (payload[name] is None and name in _OPTIONAL):
+            raise UserError(f"{name} must be a whole number, not {str(payload[name])[:100]!r}")
+    if not _is_list_of(int, payload.get("stop_token_ids", [])):
         raise UserError("stop_token_ids must be whole numbers")
-    try:
-        prompt.prompt.encode()
-    except UnicodeEncodeError:
-        raise UserError("the prompt is not UTF-8 text") from None
+    if not isinstance(payload.get("stop", ""), str) and not _is_list_of(str, payload["stop"]):
+        raise UserError("stop must be texts")
+    bias = payload.get("logit_bias") or {}
+    is_bias = isinstance(bias, dict) and all(_TOKEN_ID.fullmatch(token) for token in bias)
+    if not is_bias or not all(type(value) in (int, float) for value in bias.values()):
+        raise UserError('logit_bias must give numbers to token ids, like {"42": -5}')
+    return sampling_from_payload(payload)
+
+
+def _is_list_of(kind: type, value: object) -> bool:
+    return isinstance(value, list) and all(type(entry) is kind for entry in value)
 
 
 def _check_size(prompt: PromptRequest) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from transformers import AutoTokenizer
@@ -56,6 +56,11 @@ class Prompter:
             )
         return tuple(token_ids)
 
+    def check_bias(self, logit_bias: Mapping[int, float] | None) -> None:
+        """Raises UserError if a biased token is not in the vocabulary."""
+        if logit_bias and max(logit_bias) >= len(self.tokenizer):
+            raise UserError(f"logit_bias names token {max(logit_bias)}, but the vocabulary has {len(self.tokenizer)} tokens")
+
     def stream(self) -> TextStream:
         """A fresh decoder for one answer."""
         return TextStream(self)
@@ -63,6 +68,41 @@ class Prompter:
     def text(self, token_ids: Sequence[int]) -> str:
         """Token ids as a reader wants them: without control tokens."""
         return self.tokenizer.decode(token_ids, skip_special_tokens=True)
+
+
+class StopStrings:
+    """The text of an answer up to the first stop string, token by token. What may become a stop string is held back."""
+
+    def __init__(self, stream: TextStream, stop: Sequence[str]) -> None:
+        self._stream = stream
+        self._stop = stop
+        self._held = ""
+
+    def add(self, token_ids: Sequence[int]) -> tuple[str, int | None]:
+        """The text that these tokens make certain, and how many of them the answer has if a stop string ends it there."""
+        for count, token in enumerate(token_ids, start=1):
+            self._held += self._stream.add([token])
+            found = [place for stop in self._stop if (place := self._held.find(stop)) >= 0]
+            if found:
+                text, self._held = self._held[: min(found)], ""
+                return text, count
+        certain = len(self._held) - self._undecided()
+        text, self._held = self._held[:certain], self._held[certain:]
+        return text, None
+
+    def finish(self) -> str:
+        """What was held back, when the answer has ended otherwise."""
+        text, self._held = self._held + self._stream.finish(), ""
+        return text
+
+    def _undecided(self) -> int:
+        """How many characters at the end may begin a stop string."""
+        longest = min(len(self._held), max(map(len, self._stop)) - 1)
+        lengths = (length for length in range(longest, 0, -1) if self._begins_stop(self._held[-length:]))
+        return next(lengths, 0)
+
+    def _begins_stop(self, text: str) -> bool:
+        return any(stop.startswith(text) for stop in self._stop)
 
 
 class TextStream:

@@ -161,6 +161,7 @@ class StageLoop(RankLoop):
         super().__init__(*args)
         self._worker = worker
         self._device = device
+        self._tells_logprobs = False
 
     def run(self) -> None:
         super().run()
@@ -173,7 +174,9 @@ class StageLoop(RankLoop):
     def _prefill(self, task: Task, message: Message) -> Facts:
         payload = message.payload
         if payload["first"]:
-            self._worker.begin(payload["prompt_length"], sampling_from_payload(payload["sampling"]))
+            sampling = sampling_from_payload(payload["sampling"])
+            self._worker.begin(payload["prompt_length"], sampling)
+            self._tells_logprobs = sampling.logprobs is not None
             self._tracer.enabled = payload["trace"]
         output = self._worker.prefill(self._prompt_chunk(payload) if self._rank == 1 else self._inbox.popleft())
         if self._rank == self._topology.final_rank:
@@ -185,8 +188,9 @@ class StageLoop(RankLoop):
         with self._pacer.computing(step.num_rows):
             self._worker.decode(step)
             verdict = self._verdict() if self._rank == self._topology.final_rank else None
-        if verdict is not None:
-            return Facts(verdict=verdict, active=message.active)
+        if self._rank == self._topology.final_rank:
+            assert verdict is not None, "the step of this timestep begins with the last accepted token"
+            return Facts(verdict=verdict_to_payload(verdict), active=message.active)
         in_group = not self._topology.is_exit(self._rank)
         no_sync = not self._topology.has_sync(message.active)
         leaving = self._worker.outgoing() if in_group or no_sync else None
@@ -227,7 +231,7 @@ class StageLoop(RankLoop):
             with self._tracer.task(Task.compute("dec", self._rank, seq).label, "dec"):
                 with self._pacer.computing(envelope.step.num_rows):
                     self._worker.decode(envelope.step)
-                    verdict = self._final_worker.verdict() if is_final else None
+                    verdict = self._verdict() if is_final else None
                 leaving = self._worker.outgoing()
             self._note_overrun(seq)
         if is_final:
@@ -248,12 +252,19 @@ class StageLoop(RankLoop):
         return Step(token_ids, torch.full_like(token_ids, -1))
 
     def _first_verdict(self, last_chunk: Step) -> dict[str, object]:
-        return verdict_to_payload(self._final_worker.first_verdict(last_chunk))
-
-    def _verdict(self) -> dict[str, object]:
-        verdict = self._final_worker.verdict()
-        assert verdict is not None, "the step of this timestep begins with the last accepted token"
+        verdict = self._final_worker.first_verdict(last_chunk)
+        self._note_logprobs()
         return verdict_to_payload(verdict)
+
+    def _verdict(self) -> Verdict | None:
+        verdict = self._final_worker.verdict()
+        self._note_logprobs()
+        return verdict
+
+    def _note_logprobs(self) -> None:
+        """Log-probabilities go to the client as an event with this rank's next report, beside the pipeline's messages."""
+        if self._tells_logprobs and (logprobs := self._final_worker.take_logprobs()):
+            self._events.append({"logprobs": logprobs})
 
     @property
     def _final_worker(self) -> FinalStageWorker:

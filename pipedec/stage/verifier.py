@@ -21,6 +21,7 @@ class Verifier:
         self._num_tokens = 0
         self._ahead: list[int] = []  # accepted tokens below the tree's root
         self._finished = False
+        self.judged_rows: list[int] = []  # the rows whose successors the last verdict of ``judge`` accepted, one per token
 
     def first(self, token: int) -> Verdict:
         """The verdict on prefill: the target's first token."""
@@ -40,11 +41,15 @@ class Verifier:
         if row is None or self._finished:
             return None
         successors = successors_N.tolist()
+        rows: list[int] = []
         tokens: list[int] = []
         while row is not None:
+            rows.append(row)
             tokens.append(successors[row])
             row = tree.child(row, tokens[-1])
-        return self._judged(tokens)
+        verdict = self._judged(tokens)
+        self.judged_rows = rows[: len(verdict.tokens)]
+        return verdict
 
     def replayed(self, verdict: Verdict) -> None:
         """The tree has been advanced to ``verdict``, the oldest one that it had not been advanced to."""

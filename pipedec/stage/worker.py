@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pipedec.core import SamplingParams, Step, Verdict
 from pipedec.model import StageModel
-from pipedec.sampling import greedy
+from pipedec.sampling import Logprobs, Sampler, greedy
 from pipedec.stage.verifier import Verifier
 from pipedec.tree import Advance, PredictionTree
 
@@ -87,16 +87,39 @@ class FinalStageWorker(StageWorker):
         self._eos_token_ids = eos_token_ids
         self._successors = torch.zeros(0, dtype=torch.int64, device=device)  # the target's token after each row of the tree
         self._verifier = Verifier(SamplingParams(), eos_token_ids)
+        self._sampler: Sampler | None = None  # None: the likeliest token
+        self._num_logprobs: int | None = None
+        self._logprobs: Logprobs | None = None  # of the successors, if asked for
+        self._accepted_logprobs: list[list[tuple[int, float]]] = []
 
     def begin(self, prompt_length: int, sampling: SamplingParams) -> None:
         super().begin(prompt_length, sampling)
         self._successors = self._successors[:0]
         self._verifier = Verifier(sampling, self._eos_token_ids)
+        self._sampler = Sampler.create(sampling, self._model.config.vocab_size, self._device)
+        self._num_logprobs = sampling.logprobs
+        self._logprobs = None
+        self._accepted_logprobs = []
+
+    def prefill(self, chunk: Step) -> Step:
+        if self._sampler is not None:
+            self._sampler.add_prompt(chunk.token_ids)
+        return super().prefill(chunk)
 
     def decode(self, step: Step) -> None:
         super().decode(step)
         assert self._pending_hidden is not None
-        self._successors = torch.cat([self._successors, greedy(self._model.logits(self._pending_hidden))])
+        logits = self._model.logits(self._pending_hidden)
+        successors = greedy(logits) if self._sampler is None else self._sampled(self._sampler, logits)
+        self._successors = torch.cat([self._successors, successors])
+        if self._num_logprobs is not None:
+            logprobs = Logprobs.of(logits, successors, self._num_logprobs)
+            self._logprobs = logprobs if self._logprobs is None else self._logprobs.followed_by(logprobs)
+
+    def _sampled(self, sampler: Sampler, logits: Tensor) -> Tensor:
+        """The token after each of the rows that have just been computed."""
+        tree, rows = self._tree, self._pending_rows
+        return sampler.choose(logits, tree.positions[rows] + 1, tree.tree_mask[rows], tree.token_ids)
 
     def sync(self, verdict: Verdict) -> None:
         super().sync(verdict)
@@ -105,12 +128,32 @@ class FinalStageWorker(StageWorker):
     def _replay(self, advance: Advance) -> None:
         super()._replay(advance)
         self._successors = self._successors[advance.kept]
+        if self._sampler is not None:
+            self._sampler.add_accepted(advance.committed_ids)
+        if self._logprobs is not None:
+            self._logprobs = self._logprobs.of_rows(advance.kept)
 
     def first_verdict(self, last_chunk: Step) -> Verdict:
         """The verdict on prefill, from the output of the prompt's last chunk."""
         assert last_chunk.hidden is not None
-        return self._verifier.first(int(greedy(self._model.logits(last_chunk.hidden[-1:]))[0]))
+        logits, tree = self._model.logits(last_chunk.hidden[-1:]), self._tree
+        if self._sampler is None:
+            token = greedy(logits)
+        else:
+            position = torch.tensor([self._prompt_length], device=self._device)
+            token = self._sampler.choose(logits, position, tree.tree_mask.new_zeros(1, 0), tree.token_ids)
+        if self._num_logprobs is not None:
+            self._accepted_logprobs += Logprobs.of(logits, token, self._num_logprobs).as_lists()
+        return self._verifier.first(int(token[0]))
 
     def verdict(self) -> Verdict | None:
         """What the rows computed so far say after the last verdict; None if nothing new."""
-        return self._verifier.judge(self._tree, self._successors)
+        verdict = self._verifier.judge(self._tree, self._successors)
+        if verdict is not None and self._logprobs is not None:
+            self._accepted_logprobs += self._logprobs.of_rows(self._verifier.judged_rows).as_lists()
+        return verdict
+
+    def take_logprobs(self) -> list[list[tuple[int, float]]]:
+        """Per token accepted since the last call, if asked for: it and the top tokens, each (id, log-probability)."""
+        taken, self._accepted_logprobs = self._accepted_logprobs, []
+        return taken

@@ -138,6 +138,23 @@ def test_without_a_preset_the_machine_itself_is_measured(pair: Pair, tmp_path: P
         assert not row["emulated"] and row["preset"] is None and row["computed_ms_per_token"] is None
 
 
+def test_with_a_temperature_every_repeat_has_a_seed_of_its_own_and_all_methods_agree(pair: Pair, tmp_path: Path) -> None:
+    sampling = SamplingParams(1.0, top_k=80, top_p=0.9, max_tokens=6, ignore_eos=True)
+    chosen = config(pair, sampling=sampling, seed=5, repeats=2, methods=("pp", "stpp", "pipedec"), stages=(2,))
+    rows = sweep(chosen, PROMPTS[:1], tmp_path, Silent())
+    assert {(row["repeat"], row["sampling"]["seed"]) for row in rows} == {(0, 5), (1, 6)}
+    assert {row["sampling"]["temperature"] for row in rows} == {1.0}
+    by_case: dict[tuple[int, int], set[str]] = {}
+    for row in rows:
+        by_case.setdefault((row["prompt_index"], row["repeat"]), set()).add(row["answer"])
+    assert all(len(answers) == 1 for answers in by_case.values())
+    assert len(set.union(*by_case.values())) == len(by_case) == 4, "another seed, another answer"
+    assert len(read_rows([tmp_path])) == len(rows)
+    assert sweep(chosen, PROMPTS[:1], tmp_path, Silent()) == rows == lines(tmp_path)
+    greedy = sweep(config(pair, seed=5, repeats=2, methods=("pp",), stages=(2,)), PROMPTS[:1], tmp_path / "greedy", Silent())
+    assert {row["sampling"]["seed"] for row in greedy} == {None} and len({row["answer"] for row in greedy}) == 2
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

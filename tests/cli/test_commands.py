@@ -92,6 +92,29 @@ def test_submit_prints_one_json_document_and_writes_a_trace(
     assert re.search(r"2 │ stage 2 \(group 2\) │ yes", pipedec("status").err)
 
 
+def test_sampling_flags_reach_the_pipeline(pipedec: Pipedec, known_resident: LocalCluster) -> None:
+    asked = ("submit", "--raw-prompt", "--prompt", PROMPT, "--max-tokens", "16", "--ignore-eos", "--json")
+    flags = ("--temperature", "0.9", "--top-k", "40", "--top-p", "0.95", "--min-p", "0.01", "--logprobs", "2")
+    drawn = json.loads(pipedec(*asked, *flags).out)
+    assert [len(found) in (2, 3) for found in drawn["logprobs"]] == [True] * 16
+    assert [int(next(iter(found))) for found in drawn["logprobs"]] == drawn["token_ids"]
+    again = json.loads(pipedec(*asked, *flags[:-2], "--method", "pp", "--seed", str(drawn["seed"])).out)
+    assert again["token_ids"] == drawn["token_ids"] and "logprobs" not in again
+    assert json.loads(pipedec(*asked, *flags, "--seed", str(drawn["seed"] + 1)).out)["token_ids"] != drawn["token_ids"]
+    plain = json.loads(pipedec(*asked).out)
+    assert plain["seed"] is None
+    for penalty in ("--repetition-penalty=2", "--presence-penalty=2", "--frequency-penalty=2"):
+        assert json.loads(pipedec(*asked, penalty).out)["token_ids"] != plain["token_ids"]
+    bias = ("--logit-bias", "70=100", "--logit-bias", "71=99.5")
+    biased = json.loads(pipedec(*asked, *bias).out)
+    assert set(biased["token_ids"]) == {70, 71}
+    stop = biased["text"][1:3]
+    stopped = json.loads(pipedec(*asked, *bias, "--stop", "x", "--stop", stop).out)
+    assert (stopped["text"], stopped["finish_reason"]) == (biased["text"][: biased["text"].index(stop)], "stop")
+    shown = pipedec(*asked[:-1], "--temperature", "1", "--seed", "123456789")
+    assert re.search(r"seed +│ +123456789", shown.err)
+
+
 @pytest.mark.parametrize("moment", ["starting", "answering"])
 def test_ctrl_c_ends_generate_with_all_it_started(moment: str, started: Started, pair: Pair) -> None:
     process = started("generate", *pair.flags, "--stages", "2", *LONG)

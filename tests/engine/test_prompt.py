@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tiny_pair import CONTEXT, Pair
 
 from pipedec.core import UserError
-from pipedec.engine.prompt import PREFILL_CHUNK, Prompter, prefill_chunks, same_tokenizer
+from pipedec.engine.prompt import PREFILL_CHUNK, Prompter, StopStrings, prefill_chunks, same_tokenizer
 
 TEXT = "Größe: naïve café, Ελλάδα, 東京, \U0001f680\U0001f468\u200d\U0001f469\u200d\U0001f467 — twice: 12 + 12 = 24.\n\n  Done."
 
@@ -75,6 +75,49 @@ def test_a_model_without_a_template_gets_the_raw_prompt(prompter: Prompter, pair
     shutil.copy(pair.target / "tokenizer.json", tmp_path)
     plain = Prompter(tmp_path, CONTEXT)
     assert plain.token_ids("How many?", raw=False, max_tokens=1) == prompter.token_ids("How many?", raw=True, max_tokens=1)
+
+
+def stopped(prompter: Prompter, token_ids: list[int], stop: list[str], size: int) -> tuple[list[str], int | None]:
+    """The pieces of text when tokens come in bursts of ``size``, and how many tokens the answer has if a stop string ends it."""
+    watched, pieces = StopStrings(prompter.stream(), stop), []
+    for start in range(0, len(token_ids), size):
+        text, count = watched.add(token_ids[start : start + size])
+        pieces.append(text)
+        if count is not None:
+            return pieces, start + count
+    return [*pieces, watched.finish()], None
+
+
+@settings(deadline=None, max_examples=300)
+@given(
+    text=st.text("abé ", max_size=40),
+    stop=st.lists(st.text("abé ", min_size=1, max_size=4), min_size=1, max_size=3),
+    size=st.integers(1, 5),
+)
+def test_an_answer_ends_where_the_first_stop_string_begins(prompter: Prompter, text: str, stop: list[str], size: int) -> None:
+    token_ids = prompter.tokenizer(text)["input_ids"]
+    pieces, count = stopped(prompter, token_ids, stop, size)
+    heard = [text_so_far(prompter, token_ids[:number]) for number in range(len(token_ids) + 1)]
+    expected = next((number for number, said in enumerate(heard) if any(one in said for one in stop)), None)
+    assert count == expected
+    if count is None:
+        assert "".join(pieces) == text
+    else:
+        assert "".join(pieces) == text[: min(place for one in stop if (place := heard[count].find(one)) >= 0)]
+
+
+def text_so_far(prompter: Prompter, token_ids: list[int]) -> str:
+    """What is certain: without half a character at the end."""
+    return prompter.text(token_ids).rstrip("\ufffd")
+
+
+def test_only_what_may_become_a_stop_string_is_held_back(prompter: Prompter) -> None:
+    token_ids = prompter.tokenizer("abababc")["input_ids"]
+    assert len(token_ids) == 7, "one token per letter"
+    assert stopped(prompter, token_ids, ["abc"], 1) == (["", "", "ab", "", "ab", "", ""], 7)
+    assert stopped(prompter, token_ids, ["abd"], 1) == (["", "", "ab", "", "ab", "", "abc", ""], None)
+    assert stopped(prompter, token_ids, ["c"], 3) == (["aba", "bab", ""], 7)
+    assert stopped(prompter, token_ids, ["ba", "ab"], 7) == ([""], 2)
 
 
 @pytest.mark.parametrize("text", ["", " ", "\n\t"])

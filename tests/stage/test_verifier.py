@@ -41,6 +41,18 @@ def test_walk_goes_as_deep_as_the_rows_allow(successors: list[int], tokens: tupl
     assert verifier().judge(tree_of(), torch.tensor(successors)) == Verdict(tokens)
 
 
+def test_the_rows_that_gave_the_tokens_are_remembered() -> None:
+    judging = verifier(max_tokens=3)
+    judging.judge(tree_of(), torch.tensor([11, 13, 0, 15, 0, 0, 20]))
+    assert judging.judged_rows == [0, 1, 3], "cut with the tokens"
+    judging = verifier()
+    judging.judge(tree_of(3), torch.tensor([11, 13, 0]))
+    assert judging.judged_rows == [0, 1]
+    tree = tree_of(4)
+    judging.judge(tree, torch.tensor([11, 13, 0, 15]))
+    assert judging.judged_rows == [3], "not those of the verdict before, which the tree still holds"
+
+
 def test_first_token_counts() -> None:
     judging = verifier(max_tokens=2)
     assert judging.first(10) == Verdict((10,))

@@ -39,7 +39,12 @@ MAX_OVERRUN = 0.02
 @click.option("--prompt", "texts", multiple=True, help="A prompt; may be given several times.")
 @click.option("--raw-prompt", is_flag=True, help="Do not apply the model's chat template.")
 @click.option("--samples", type=int, default=10, show_default=True, help="Prompts drawn from each set.")
-@click.option("--seed", type=int, default=0, show_default=True, help="Draws the samples.")
+@click.option(
+    "--seed", type=int, default=0, show_default=True, help="Draws the samples and, with a temperature, tokens (plus the repeat)."
+)
+@click.option("--temperature", type=float, default=0.0, show_default=True, help="0: the likeliest token; above: drawn.")
+@click.option("--top-k", type=int, default=0, show_default=True, help="Draw from so many likeliest tokens; 0 for all.")
+@click.option("--top-p", type=float, default=1.0, show_default=True, help="Draw from the likeliest with this probability.")
 @click.option("--max-tokens", type=int, default=64, show_default=True, help="Tokens of every answer at most.")
 @click.option("--repeats", type=int, default=1, show_default=True)
 @click.option(
@@ -78,8 +83,8 @@ def sweep(sources: tuple[str, ...], texts: tuple[str, ...], field: str | None, o
 
 def _config(
     presets: str | None, cluster: Path | None, stages: str | None, methods: str, widths: str, children: str, samples: int,
-    seed: int, max_tokens: int, repeats: int, clock: str, slow_motion: float, raw_prompt: bool, target: Path | None,
-    draft: str | None, small: Path | None,
+    seed: int, temperature: float, top_k: int, top_p: float, max_tokens: int, repeats: int, clock: str, slow_motion: float,
+    raw_prompt: bool, target: Path | None, draft: str | None, small: Path | None,
 ) -> SweepConfig:  # fmt: skip
     from pipedec.bench.sweep import SweepConfig
     from pipedec.bench.sweep_shapes import Pair
@@ -94,7 +99,7 @@ def _config(
         samples=samples,
         seed=seed,
         repeats=repeats,
-        sampling=SamplingParams(max_tokens=max_tokens),
+        sampling=SamplingParams(temperature, top_k, top_p, max_tokens=max_tokens),
         clock=clock,
         slow_motion=slow_motion,
         raw_prompts=raw_prompt,

@@ -1,0 +1,275 @@
+"""One seed, one answer: every method and shape draws the tokens that transformers' logits and the definitions give."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import naive_sampling
+import pytest
+import torch
+from checkpoints import save_tiny_llama
+from tiny_pair import Pair
+from transformers import LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+
+from pipedec.core import Completion, Request, SamplingParams, TreeParams, UserError
+from pipedec.decoding import METHODS
+from pipedec.engine.client import Client
+from pipedec.engine.cluster import LocalCluster
+from pipedec.engine.local import LocalPipeline
+from pipedec.engine.messages import PromptRequest
+from pipedec.engine.plan import even_layers
+from pipedec.engine.prompt import PREFILL_CHUNK
+from pipedec.engine.spec import DISPATCHES, PipelineSpec
+from pipedec.scheduler import Topology
+
+LAYERS = 8
+PROMPT = (1, 9, 30, 4, 51, 17, 8, 22, 40, 9)
+TREE = TreeParams(width=6, children=4)
+NUM_TOKENS = 20
+SHAPES = [(1, 1), (2, 2), (8, 8), (8, 4), (4, 1)]  # stages, groups
+SETTINGS = {
+    "drawn": SamplingParams(1.0, seed=1),
+    "paper": SamplingParams(0.6, top_k=30, top_p=0.9, seed=2),
+    "min-p": SamplingParams(1.3, min_p=0.05, seed=2**64 - 1),
+    "penalised": SamplingParams(0.8, seed=4, repetition_penalty=1.4, presence_penalty=0.7, frequency_penalty=0.5),
+    "greedy penalised": SamplingParams(repetition_penalty=1.5, frequency_penalty=1.0),
+    "biased": SamplingParams(0.9, top_p=0.95, seed=5, frequency_penalty=-0.4, logit_bias={7: 4.0, 12: 3.0, 40: -100.0}),
+}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A target, and a draft that is often right."""
+    folder = tmp_path_factory.mktemp("models")
+    target = save_tiny_llama(folder / "target", layers=LAYERS, max_position_embeddings=1024)
+    with torch.no_grad():
+        for parameter in target.parameters():
+            parameter += 0.03 * parameter.std() * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(3))
+    target.save_pretrained(folder / "near")
+    return folder
+
+
+def make_pipeline(models: Path, shape: tuple[int, int]) -> LocalPipeline:
+    layers = tuple((part.start, part.stop) for part in even_layers(LAYERS, shape[0]))
+    return LocalPipeline.load(PipelineSpec(models / "target", models / "near", Topology.even(*shape), layers, device="cpu"))
+
+
+@torch.inference_mode()
+def expected(target: PreTrainedModel, prompt: tuple[int, ...], sampling: SamplingParams) -> tuple[int, ...]:
+    said: list[int] = []
+    while len(said) < sampling.max_tokens:
+        logits = target(torch.tensor([[*prompt, *said]])).logits[0, -1].double().tolist()
+        said.append(naive_sampling.choose(logits, prompt, said, sampling))
+    return tuple(said)
+
+
+def asked(sampling: SamplingParams, method: str, prompt: tuple[int, ...] = PROMPT) -> Request:
+    return Request(0, prompt, replace(sampling, max_tokens=NUM_TOKENS, ignore_eos=True), method, TREE)
+
+
+def answer(pipeline: LocalPipeline, request: Request) -> tuple[int, ...]:
+    return tuple(token for verdict in pipeline.run(request) for token in verdict.tokens)
+
+
+@pytest.fixture(scope="module")
+def answers(models: Path) -> dict[str, tuple[int, ...]]:
+    """What the definitions say, by setting."""
+    target = LlamaForCausalLM.from_pretrained(models / "target").eval()
+    return {name: expected(target, PROMPT, asked(sampling, "pp").sampling) for name, sampling in SETTINGS.items()}
+
+
+def test_the_settings_say_different_things(answers: dict[str, tuple[int, ...]]) -> None:
+    assert len(set(answers.values())) == len(SETTINGS)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: f"{shape[0]}in{shape[1]}")
+def test_one_seed_gives_one_answer(models: Path, answers: dict[str, tuple[int, ...]], shape: tuple[int, int]) -> None:
+    pipeline = make_pipeline(models, shape)
+    for name, sampling in SETTINGS.items():
+        for method in METHODS:
+            assert answer(pipeline, asked(sampling, method)) == answers[name], (name, method)
+            metrics = pipeline.metrics
+            assert metrics.hits + metrics.misses == NUM_TOKENS - 1
+            static = (shape[1] + 1) * metrics.misses
+            assert metrics.timesteps == (static if method == "stpp" else metrics.hits + shape[1] * metrics.misses)
+            assert metrics.hits > 0 or method == "pp" or (method, shape[1]) == ("pipedec", 1)
+            assert pipeline.seed == sampling.seed
+
+
+def test_penalties_count_every_chunk_of_the_prompt(models: Path) -> None:
+    """A biased token that would be said again and again is not, because it stands in the first chunk of the prompt alone."""
+    prompt = (5, *(6 + index % 3 for index in range(PREFILL_CHUNK + 20)))
+    sampling = SamplingParams(repetition_penalty=3.0, logit_bias={5: 6.0, 20: 5.0})
+    target = LlamaForCausalLM.from_pretrained(models / "target").eval()
+    wanted = expected(target, prompt, asked(sampling, "pp").sampling)
+    assert expected(target, prompt[1:], asked(sampling, "pp").sampling) != wanted
+    assert answer(make_pipeline(models, (2, 2)), asked(sampling, "pipedec", prompt)) == wanted
+
+
+def test_without_a_seed_answers_differ_and_the_seed_found_repeats_them(models: Path) -> None:
+    pipeline = make_pipeline(models, (2, 2))
+    drawn = {}
+    for _ in range(4):
+        said = answer(pipeline, asked(SamplingParams(1.0), "pipedec"))
+        assert pipeline.seed is not None
+        drawn[pipeline.seed] = said
+    assert len(set(drawn.values())) == 4
+    for seed, said in drawn.items():
+        assert answer(pipeline, asked(SamplingParams(1.0, seed=seed), "pp")) == said
+
+
+@torch.inference_mode()
+def check_logprobs(
+    target: PreTrainedModel, prompt: tuple[int, ...], said: list[int], logprobs: list[dict[int, float]], num_top: int
+) -> None:
+    """The chosen token first, then the top ones, as transformers has them."""
+    rows = target(torch.tensor([[*prompt, *said]])).logits[0, len(prompt) - 1 : -1].double().log_softmax(-1)
+    assert len(logprobs) == len(said)
+    for row, token, found in zip(rows, said, logprobs, strict=True):
+        top = row.topk(num_top).indices.tolist()
+        assert list(found) == list(dict.fromkeys([token, *top]))
+        assert list(found.values()) == pytest.approx(row[list(found)].tolist(), abs=1e-4)
+
+
+@pytest.mark.parametrize("num_top", [0, 1, 5])
+@pytest.mark.parametrize("method", METHODS)
+def test_logprobs_are_those_of_transformers(models: Path, method: str, num_top: int) -> None:
+    target = LlamaForCausalLM.from_pretrained(models / "target").eval()
+    pipeline = make_pipeline(models, (4, 4))
+    for name in ("biased", "greedy penalised"):  # they do not change what is reported
+        said = answer(pipeline, asked(replace(SETTINGS[name], logprobs=num_top), method))
+        check_logprobs(target, PROMPT, list(said), pipeline.logprobs, num_top)
+    answer(pipeline, asked(SETTINGS["drawn"], method))
+    assert pipeline.logprobs == []
+
+
+def test_a_local_pipeline_has_no_text_to_stop_at(models: Path) -> None:
+    with pytest.raises(UserError, match="stop strings need a tokenizer"):
+        answer(make_pipeline(models, (1, 1)), asked(SamplingParams(stop=("a",)), "pp"))
+
+
+def test_a_bias_outside_the_vocabulary(models: Path) -> None:
+    with pytest.raises(UserError, match="logit_bias names token 64, but the vocabulary has 64 tokens"):
+        answer(make_pipeline(models, (1, 1)), asked(SamplingParams(logit_bias={64: 1.0}), "pp"))
+
+
+# A cluster of real processes.
+
+TEXT = "Natalia sold 12 clips in April."
+CLUSTER_TREE = TreeParams(width=8, children=8, depth=3)
+
+
+def ask(cluster: LocalCluster, sampling: SamplingParams, method: str = "pipedec", trace: bool = False) -> Completion:
+    assert cluster.scheduler is not None
+    client = Client(cluster.scheduler, cluster.check, silence_seconds=60)
+    pieces: list[str] = []
+    completion = client.ask(PromptRequest(TEXT, True, method, sampling, CLUSTER_TREE, trace), pieces.append)
+    assert "".join(pieces) == completion.text
+    return completion
+
+
+@pytest.mark.usefixtures("leaves_nothing")
+def test_a_cluster_says_what_one_process_says(resident: LocalCluster, pair: Pair, tokenizer: PreTrainedTokenizerBase) -> None:
+    here = LocalPipeline.load(pair.spec(1))
+    prompt = tuple(tokenizer(TEXT)["input_ids"])
+    for sampling in SETTINGS.values():
+        wanted = answer(here, asked(sampling, "pp", prompt))
+        for method in METHODS:
+            completion = ask(resident, replace(sampling, max_tokens=NUM_TOKENS, ignore_eos=True), method)
+            assert tuple(completion.token_ids) == wanted, (sampling, method)
+            assert completion.seed == sampling.seed and completion.logprobs is None
+            assert "logprobs" not in completion.as_dict()
+
+
+@pytest.mark.usefixtures("leaves_nothing")
+def test_a_cluster_draws_a_seed_and_reports_it(resident: LocalCluster) -> None:
+    drawn = [ask(resident, SamplingParams(1.0, max_tokens=NUM_TOKENS, ignore_eos=True)) for _ in range(2)]
+    assert drawn[0].token_ids != drawn[1].token_ids
+    for completion in drawn:
+        assert completion.as_dict()["seed"] == completion.seed is not None
+        again = SamplingParams(1.0, seed=completion.seed, max_tokens=NUM_TOKENS, ignore_eos=True)
+        assert ask(resident, again, "stpp").token_ids == completion.token_ids
+    assert ask(resident, SamplingParams(max_tokens=2)).seed is None
+
+
+@pytest.mark.usefixtures("leaves_nothing")
+@pytest.mark.parametrize("num_tokens", [1, 90])
+def test_a_clusters_logprobs_are_those_of_transformers(
+    resident: LocalCluster, pair: Pair, tokenizer: PreTrainedTokenizerBase, num_tokens: int
+) -> None:
+    target = LlamaForCausalLM.from_pretrained(pair.target).eval()
+    prompt = tuple(tokenizer(TEXT)["input_ids"])
+    for method in METHODS:
+        sampling = SamplingParams(0.7, seed=3, max_tokens=num_tokens, ignore_eos=True, logprobs=2)
+        completion = ask(resident, sampling, method)
+        assert completion.logprobs is not None and len(completion.token_ids) == num_tokens
+        check_logprobs(target, prompt, completion.token_ids, completion.logprobs, 2)
+
+
+@pytest.fixture(scope="module", params=list(DISPATCHES))
+def well_drafted(pair: Pair, request: pytest.FixtureRequest) -> Iterator[LocalCluster]:
+    """Two stages whose draft is the target itself, so that verdicts of several tokens are cut, too."""
+    with LocalCluster(replace(pair.spec(2, draft=str(pair.target)), dispatch=request.param)) as cluster:
+        yield cluster
+
+
+@pytest.mark.usefixtures("leaves_nothing")
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_a_stop_string_ends_the_answer_before_it(
+    well_drafted: LocalCluster, tokenizer: PreTrainedTokenizerBase, method: str, temperature: float
+) -> None:
+    """Wherever it appears: in the first token, inside a token, across tokens, in the last one."""
+    foreign = {token: -100.0 for token in range(len(tokenizer)) if not tokenizer.decode(token).isprintable()}
+    foreign |= {token: -100.0 for token in range(len(tokenizer)) if not tokenizer.decode(token).isascii()}
+    sampling = SamplingParams(temperature, seed=8, max_tokens=40, ignore_eos=True, logit_bias=foreign)
+    whole, groups = ask(well_drafted, sampling, method), well_drafted.spec.topology.num_groups
+    assert len(whole.text) >= 40 and (whole.metrics.hits > 10 or method == "pp")
+    said = [tokenizer.decode(whole.token_ids[:count], skip_special_tokens=True) for count in range(41)]
+    last = len(whole.text)
+    for start, end in ((0, 1), (9, 10), (10, 13), (17, 24), (26, 28), (last - 7, last - 5), (last - 5, last)):
+        stop = whole.text[start:end]
+        kept = next(count for count, text in enumerate(said) if stop in text)
+        cut = ask(well_drafted, replace(sampling, stop=("never said", stop)), method)
+        assert (cut.token_ids, cut.finish_reason) == (whole.token_ids[:kept], "stop")
+        assert cut.text == whole.text[: whole.text.index(stop)]
+        metrics = cut.metrics
+        assert metrics.hits + metrics.misses == kept - 1
+        static = (groups + 1) * metrics.misses
+        assert metrics.timesteps == (static if method == "stpp" else metrics.hits + groups * metrics.misses)
+        assert metrics.timesteps <= whole.metrics.timesteps
+        # Ranks that report when the answer has ended change nothing, nor do tokens that were already judged.
+        told = ask(well_drafted, replace(sampling, stop=(stop,), logprobs=0), method, trace=True)
+        assert (told.token_ids, told.text, told.metrics.timesteps) == (cut.token_ids, cut.text, metrics.timesteps)
+        assert told.logprobs is not None and [next(iter(found)) for found in told.logprobs] == cut.token_ids
+    unstopped = ask(well_drafted, replace(sampling, stop=("never said", whole.text + "!")), method)
+    assert (unstopped.token_ids, unstopped.text, unstopped.finish_reason) == (whole.token_ids, whole.text, "length")
+
+
+class Enough(Exception):
+    """What a reader raises who has read enough."""
+
+
+@pytest.mark.usefixtures("leaves_nothing")
+def test_an_answer_with_stop_strings_can_be_cancelled(resident: LocalCluster) -> None:
+    assert resident.scheduler is not None
+
+    def interrupt(text: str) -> None:
+        raise Enough
+
+    sampling = SamplingParams(1.0, seed=1, max_tokens=1900, ignore_eos=True, stop=("never said",), logprobs=1)
+    with pytest.raises(Enough):
+        Client(resident.scheduler, resident.check).ask(PromptRequest(TEXT, True, "pipedec", sampling), interrupt)
+    short = replace(sampling, max_tokens=5)
+    following = ask(resident, short)
+    assert len(following.token_ids) == 5 and following.logprobs is not None and len(following.logprobs) == 5
+    assert following.token_ids == ask(resident, replace(short, logprobs=None, stop=()), "pp").token_ids
+
+
+@pytest.mark.usefixtures("leaves_nothing")
+def test_a_bias_outside_the_clusters_vocabulary_is_refused(resident: LocalCluster, tokenizer: PreTrainedTokenizerBase) -> None:
+    with pytest.raises(UserError, match=f"logit_bias names token 5000, but the vocabulary has {len(tokenizer)} tokens"):
+        ask(resident, SamplingParams(logit_bias={5000: 1.0}))
+    assert len(ask(resident, SamplingParams(max_tokens=2, ignore_eos=True)).token_ids) == 2

@@ -1,0 +1,53 @@
+"""Sampling parameters out of their range are refused in one line, whoever made them."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from pipedec.core import SamplingParams, UserError
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"temperature": -0.1}, "temperature must be finite and at least 0, not -0.1"),
+        ({"temperature": math.nan}, "temperature must be finite and at least 0, not nan"),
+        ({"temperature": math.inf}, "temperature must be finite and at least 0, not inf"),
+        ({"top_k": -2}, "top_k must be at least 1, or 0 or -1 for all tokens, not -2"),
+        ({"top_p": 0}, "top_p must be above 0 and at most 1, not 0"),
+        ({"top_p": 1.01}, "top_p must be above 0 and at most 1, not 1.01"),
+        ({"min_p": -0.1}, "min_p must be between 0 and 1, not -0.1"),
+        ({"min_p": 1.1}, "min_p must be between 0 and 1, not 1.1"),
+        ({"seed": -1}, "seed must be at least 0 and below 2**64, not -1"),
+        ({"seed": 2**64}, "seed must be at least 0 and below 2**64"),
+        ({"max_tokens": 0}, "max_tokens must be at least 1, not 0"),
+        ({"stop": ""}, "stop must be texts that are not empty"),
+        ({"stop": ["a", ""]}, "stop must be texts that are not empty"),
+        ({"repetition_penalty": 0}, "repetition_penalty must be finite and above 0, not 0"),
+        ({"presence_penalty": 2.1}, "presence_penalty must be between -2 and 2, not 2.1"),
+        ({"frequency_penalty": -2.1}, "frequency_penalty must be between -2 and 2, not -2.1"),
+        ({"frequency_penalty": math.nan}, "frequency_penalty must be between -2 and 2, not nan"),
+        ({"logit_bias": {-1: 0.0}}, "logit_bias must be of token ids, which are at least 0"),
+        ({"logit_bias": {1: 101.0}}, "logit_bias must be between -100 and 100"),
+        ({"logprobs": -1}, "logprobs must be between 0 and 20, not -1"),
+        ({"logprobs": 21}, "logprobs must be between 0 and 20, not 21"),
+    ],
+)
+def test_out_of_range(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError) as refused:
+        SamplingParams(**values)
+    assert message in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_one_stop_string_is_no_list_of_letters() -> None:
+    assert SamplingParams(stop="END").stop == ("END",)  # type: ignore[arg-type]
+    assert SamplingParams(stop=["a", "b"]).stop == ("a", "b")  # type: ignore[arg-type]
+
+
+def test_the_edges_of_the_ranges() -> None:
+    edge = SamplingParams(0, -1, 1, 1, 2**64 - 1, 1, (), (), 0.01, -2, 2, {0: -100, 1: 100}, 20)
+    assert not edge.is_stochastic and edge.has_penalties and not edge.is_plainly_greedy
+    assert SamplingParams().is_plainly_greedy and hash(SamplingParams()) == hash(SamplingParams())
