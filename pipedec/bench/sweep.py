@@ -172,7 +172,7 @@ class Sweep:
 
     def run(self, prompt_sets: list[PromptSet]) -> list[Row]:
         shapes = list(self._config.shapes())
-        per_shape = [1 if shape.preset == SLM else self._num_cells() for shape in shapes]
+        per_shape = [1 if shape.is_small_model else self._num_cells() for shape in shapes]
         per_cell = sum(min(self._config.samples, len(one.prompts)) for one in prompt_sets) * self._config.repeats
         self._progress.start(sum(per_shape) * per_cell)
         for shape in shapes:
@@ -189,8 +189,7 @@ class Sweep:
         here = OneProcess(shape.spec)
         prompts = [prompt for one in prompt_sets for prompt in self._prompts(here, one)]
         cells = self._cells(shape, here, prompts)
-        runner = _LazyRunner(shape, here if self._config.clock == "computed" else None)
-        with runner:
+        with _LazyRunner(shape, here, self._config.clock) as runner:
             for repeat in range(self._config.repeats):
                 for prompt in prompts:
                     for cell in cells:
@@ -213,7 +212,7 @@ class Sweep:
             raise UserError(f"no prompt of {prompt_set.name} fits into the target's context: use shorter ones")
 
     def _cells(self, shape: Shape, here: OneProcess, prompts: list[_Prompt]) -> list[_Cell]:
-        if shape.preset == SLM or (shape.spec.draft is None and shape.preset is None):
+        if shape.is_small_model:
             return [_Cell(SLM, "pp", None)]
         cells = []
         for method in self._config.methods:
@@ -305,16 +304,17 @@ class Sweep:
 class _LazyRunner(AbstractContextManager["_LazyRunner"]):
     """Starts the processes of a pipeline when the first answer is needed: a finished sweep starts none."""
 
-    def __init__(self, shape: Shape, here: OneProcess | None) -> None:
+    def __init__(self, shape: Shape, here: OneProcess, clock: str) -> None:
         self._shape = shape
         self._here = here
+        self._clock = clock
         self._processes: RealProcesses | None = None
 
     def answer(self, request: PromptRequest) -> Measured:
-        if self._here is not None:
+        if self._clock == "computed":
             return self._here.answer(request)
         if self._processes is None:
-            self._processes = RealProcesses(self._shape.spec)
+            self._processes = RealProcesses(self._shape.spec, self._here)
             self._processes.__enter__()
         return self._processes.answer(request)
 

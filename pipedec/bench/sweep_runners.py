@@ -74,14 +74,14 @@ class OneProcess:
 class RealProcesses:
     """Answers with one process per rank and a Redis, which sleep where an emulated device would still work.
 
-    Every answer is compared with the one of a pipeline in this process, which also computes what it should have cost. Use as
-    a context manager.
+    Every answer is compared with that of ``expected``, the same pipeline in this process, which also computes what it should have
+    cost. Use as a context manager.
     """
 
-    def __init__(self, spec: PipelineSpec) -> None:
+    def __init__(self, spec: PipelineSpec, expected: OneProcess) -> None:
         self._spec = spec
         self._cluster = LocalCluster(spec)
-        self._expected = OneProcess(spec)
+        self._expected = expected
 
     def __enter__(self) -> RealProcesses:
         self._cluster.start()
@@ -91,10 +91,6 @@ class RealProcesses:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._cluster.stop() if kind is None else self._cluster.kill()
-
-    def token_ids(self, asked: PromptRequest) -> tuple[int, ...]:
-        """The prompt's tokens. Raises UserError when it does not fit into the context."""
-        return self._expected.token_ids(asked)
 
     def answer(self, asked: PromptRequest) -> Measured:
         expected = self._expected.answer(replace(asked, trace=False))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 
 from pipedec.bench.record import Row
@@ -38,11 +39,12 @@ class SmallModel:
 
 @dataclass(frozen=True)
 class Shape:
-    """One pipeline: what runs (``spec``) and what a row says about it."""
+    """One pipeline: what runs (``spec``), what a row says about it, and whether it is the small model alone (``slm``)."""
 
     preset: str | None
     spec: PipelineSpec
     cluster: Row
+    is_small_model: bool = False
 
     @property
     def label(self) -> str:
@@ -71,7 +73,7 @@ def small_model_alone(config: ClusterConfig, small: SmallModel, pair: Pair, slow
     )
     plan = make_plan(alone, SLM)
     spec = replace(_small_spec(pair), emulation=Emulation.of_plan(plan, slow_motion))
-    return Shape(SLM, spec, _cluster(plan, None))
+    return Shape(SLM, spec, _cluster(plan, None), is_small_model=True)
 
 
 def as_it_is(stages: int, pair: Pair) -> Shape:
@@ -81,9 +83,10 @@ def as_it_is(stages: int, pair: Pair) -> Shape:
 
 def small_model_as_it_is(pair: Pair) -> Shape:
     """``slm`` on this machine, nothing emulated."""
-    return _real(_small_spec(pair))
+    return replace(_real(_small_spec(pair)), is_small_model=True)
 
 
+@cache
 def digest(path: Path) -> str:
     """A name for a checkpoint's weights: the first digits of their SHA-256."""
     total = hashlib.sha256()

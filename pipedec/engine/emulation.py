@@ -126,10 +126,13 @@ class Pacer:
     @contextmanager
     def sending(self, source: int, rows: int) -> Iterator[None]:
         """Around the transfer of ``rows`` rows from rank ``source``, at either end."""
-        timing = self._emulation and self._emulation.timing(source)
-        end = self._end(timing.send_ms(rows) if timing else 0.0)
+        end = self._sent_at(source, rows)
         yield
         _sleep_until(end)
+
+    def delay_sending(self, rows: int) -> None:
+        """Wait as long as ``rows`` rows are under way from this rank."""
+        _sleep_until(self._sent_at(self._rank, rows))
 
     @property
     def is_emulating(self) -> bool:
@@ -139,6 +142,10 @@ class Pacer:
         """Whether computing overran since this was asked last."""
         overran, self._overran = self._overran, False
         return overran
+
+    def _sent_at(self, source: int, rows: int) -> float:
+        timing = self._emulation and self._emulation.timing(source)
+        return self._end(timing.send_ms(rows) if timing else 0.0)
 
     def _end(self, emulated_ms: float) -> float:
         slow_motion = self._emulation.slow_motion if self._emulation else 0.0

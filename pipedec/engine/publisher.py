@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from queue import Empty, SimpleQueue
 
 from pipedec.core import PipedecError
@@ -65,12 +65,10 @@ class AnswerPublisher:
     def _publish(self, request_number: int) -> bool:
         """Publish what is there, waiting for it a while; False once the end was put."""
         events: list[Event | None] = []
-        try:
+        with suppress(Empty):  # then these are all
             events.append(self._events.get(timeout=_CHECK_SECONDS))
             while True:
                 events.append(self._events.get_nowait())
-        except Empty:
-            pass
         told = [event for event in events if event is not None]
         if told:
             self._scheduler.publish(request_number, *told)

@@ -106,8 +106,8 @@ class RankLoop(ABC):
         """Inside a window: pass on what belongs to timestep ``seq``."""
         rows = envelope.step.num_rows if envelope.step else 0
         with self._tracer.task(Task.transfer(self._rank, target, seq).label, "transfer"):
-            with self._pacer.sending(self._rank, rows) if rows else nullcontext():
-                pass  # the receiver must not have it before an emulated link would have brought it
+            if rows:
+                self._pacer.delay_sending(rows)  # the receiver must not have it before an emulated link would have brought it
             self._transport.send_envelope(envelope, target)
 
     def _transfer(self, task: Task, message: Message) -> Facts:

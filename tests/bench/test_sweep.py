@@ -155,6 +155,17 @@ def test_with_a_temperature_every_repeat_has_a_seed_of_its_own_and_all_methods_a
     assert {row["sampling"]["seed"] for row in greedy} == {None} and len({row["answer"] for row in greedy}) == 2
 
 
+def test_a_target_without_a_draft_is_not_taken_for_the_small_model(pair: Pair, tmp_path: Path, leaves_nothing: None) -> None:
+    chosen = replace(
+        config(pair, presets=(), stages=(1,), methods=("pp", "slm"), clock="measured"),
+        pair=Models(pair.target, "none", pair.draft),
+    )
+    progress = Silent()
+    rows = sweep(chosen, PROMPTS[1:], tmp_path / "out", progress)
+    assert [row["method"] for row in rows] == ["pp", "slm"] and progress.total == progress.rows == 2
+    assert rows[0]["pair"]["target"] == str(pair.target) and rows[1]["pair"]["target"] == str(pair.draft)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
