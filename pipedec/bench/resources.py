@@ -83,9 +83,11 @@ def measure_resources(
         on_phase(f"{config.requests} requests")
         first = _ask(cluster, scheduler, replace(asked, trace=True))
         second = _ask(cluster, scheduler, asked)
+        _wait_until_idle(scheduler)
         rss_before, keys_before = _resident_bytes(cluster), scheduler.usage().keys
         for _ in range(config.requests):
             _ask(cluster, scheduler, asked)
+        _wait_until_idle(scheduler)
         rss_after, keys_after = _resident_bytes(cluster), scheduler.usage().keys
         last = _ask(cluster, scheduler, replace(asked, trace=True))
         peaks = {rank: _peak_bytes(pid) for rank, pid in cluster.pids.items()}
@@ -164,6 +166,15 @@ def _latencies(answer: TimedAnswer) -> Row:
         "first_decoded_less_prefill": decoded - prefill,
     }
     return {name: 1000 * seconds for name, seconds in figures.items()}
+
+
+def _wait_until_idle(scheduler: RedisScheduler) -> None:
+    """A client has its answer a little before the ranks are through with it; what they hold until then does not count."""
+    deadline = time.monotonic() + _SILENCE_SECONDS
+    while scheduler.status().running is not None:
+        if time.monotonic() > deadline:
+            raise RankLost(f"the ranks are still busy {_SILENCE_SECONDS:.0f} s after the last answer: see pipedec status")
+        time.sleep(0.01)
 
 
 def _resident_bytes(cluster: LocalCluster) -> dict[int, int]:
