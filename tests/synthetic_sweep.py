@@ -69,6 +69,14 @@ def line(
     return fields | changes
 
 
+def stochastic(
+    *arguments: Any, repeat: int = 0, temperature: float = 0.6, top_k: int = 80, top_p: float = 0.9, seed: int = 0, **changes: Any
+) -> Line:
+    """A line of an answer whose tokens were drawn, by ``seed`` + ``repeat``; the rest as ``line``."""
+    drawn = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed + repeat}
+    return line(*arguments, repeat=repeat, sampling=line()["sampling"] | drawn, **changes)
+
+
 def write(path: Path, lines: Iterable[Line]) -> Path:
     path.write_text("".join(json.dumps(one) + "\n" for one in lines), encoding="utf-8")
     return path

@@ -31,6 +31,7 @@ from pipedec.bench.figure_style import (
     legend_above,
     new_figure,
     stages_text,
+    whisker,
 )
 from pipedec.bench.sweep_rows import PROMPT_SETS, SweepRow
 from pipedec.bench.timeline import CATEGORIES
@@ -127,7 +128,4 @@ def breakdown(series: Series) -> dict[str, float]:
 def _draw_intervals(axes: Axes, places: Sequence[float], parts: Sequence[Series]) -> None:
     for place, part in zip(places, parts, strict=True):
         if (ends := interval(part)) is not None:
-            middle = part.totals.ms_per_token
-            axes.errorbar(
-                place, middle, [[middle - ends[0]], [ends[1] - middle]], color=TEXT, linewidth=0.6, capsize=1.2, capthick=0.6
-            )
+            whisker(axes, place, part.totals.ms_per_token, ends)

@@ -8,7 +8,7 @@ as much as its tokens; figures of several prompt sets are means over the sets, g
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import exp, log
 
@@ -93,6 +93,10 @@ class Series:
     @property
     def num_prompts(self) -> int:
         return len({(row.prompt_set, row.prompt_index) for row in self.rows})
+
+    @property
+    def num_repeats(self) -> int:
+        return len({row.draw for row in self.rows})
 
     @property
     def ms_per_token(self) -> float:
@@ -211,6 +215,15 @@ def interval(series: Series) -> tuple[float, float] | None:
     sums = figures[draws].sum(axis=1)  # [resamples, 2]
     low, high = np.quantile(sums[:, 0] / sums[:, 1], (0.025, 0.975))
     return float(low), float(high)
+
+
+def spread(series: Series, figure: Callable[[Totals], float]) -> tuple[float, float] | None:
+    """The lowest and the highest of a figure over repeats, each over all prompts; None for a single repeat."""
+    repeats: dict[object, list[SweepRow]] = {}
+    for row in series.rows:
+        repeats.setdefault(row.draw, []).append(row)
+    figures = [figure(Totals.of(rows)) for rows in repeats.values()]
+    return (min(figures), max(figures)) if len(figures) > 1 else None
 
 
 def provenance(series: Sequence[Series], what: str = "method") -> str:

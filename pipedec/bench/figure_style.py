@@ -58,11 +58,21 @@ def dress(axes: Axes, x_label: str = "", y_label: str = "", grid: str = "y") -> 
         spine.set_color(TEXT)
 
 
-def legend_above(figure: Figure, axes: Axes) -> None:
-    """The legend of ``axes`` above them, from the left, in as many columns as fit; the figure grows by its rows."""
+def whisker(axes: Axes, place: float, middle: float, ends: tuple[float, float]) -> None:
+    """A thin line over a bar at ``place`` that reaches ``middle``, from one end to the other."""
+    low, high = ends
+    axes.errorbar(place, middle, [[middle - low], [high - middle]], color=TEXT, linewidth=0.6, capsize=1.2, capthick=0.6)
+
+
+def legend_above(figure: Figure, axes: Axes, even: bool = False) -> None:
+    """The legend of ``axes`` above them, from the left, in as many columns as fit; the figure grows by its rows.
+
+    With ``even`` all columns are of one length.
+    """
     _, names = axes.get_legend_handles_labels()
     width = figure.get_figwidth() * 72 - _AXIS_POINTS
-    columns = next((count for count in range(len(names), 1, -1) if _legend_points(names, count) <= width), 1)
+    counts = [count for count in range(len(names), 1, -1) if not even or len(names) % count == 0]
+    columns = next((count for count in counts if _legend_points(names, count) <= width), 1)
     axes.legend(
         loc="lower left", bbox_to_anchor=(0, 1.0), borderaxespad=0.4, ncols=columns, frameon=False, fontsize=TICK_POINTS,
         labelcolor=TEXT, handlelength=1.3, handletextpad=0.5, columnspacing=1.2,

@@ -9,10 +9,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from pipedec.bench.figure_methods import BASELINE, method_looks
-from pipedec.bench.figure_series import Series, chosen_series, geometric_mean, provenance, speedups
-from pipedec.bench.sweep_rows import PROMPT_SETS, SweepRow
+from pipedec.bench.figure_sampling import greedy_and_stochastic, sampling_text
+from pipedec.bench.figure_series import NoFigure, Series, chosen_series, geometric_mean, provenance, speedups, spread
+from pipedec.bench.sweep_rows import PROMPT_SETS, SweepRow, greedy
 
-BASELINES = (BASELINE, "stpp", "stpp-tuned")
+STATIC = ("stpp", "stpp-tuned")
+BASELINES = (BASELINE, *STATIC)
 
 
 @dataclass(frozen=True)
@@ -40,18 +42,20 @@ _ABOUT = (
 def tables(studies: Mapping[str, Sequence[SweepRow]]) -> str:
     """All tables as one Markdown document.
 
-    By timing the means of every method on every pipeline, then prompt set by prompt set each pipeline as its preset has it; at
-    the end measured beside computed latency.
+    By timing the means of every method on every pipeline, then prompt set by prompt set each pipeline as its preset has it, all
+    of greedy answers; then greedy beside stochastic answers where there are both; at the end measured beside computed latency.
     """
     parts = [_ABOUT]
     for timing, rows in studies.items():
-        series = sorted(chosen_series(rows), key=_place)
+        series = sorted(chosen_series(greedy(rows)), key=_place)
         parts += [f"## Means over prompt sets, {timing}", f"{provenance(series)}.", _table(_means(one, series) for one in series)]
         for pipeline in dict.fromkeys(one.pipeline for one in series if not one.pipeline.recut):
             members = [one for one in series if one.pipeline == pipeline]
             lines = [line for one in members for line in (*_sets(one, series), _means(one, series))]
             parts += [f"## {pipeline.name}, {timing}", f"{provenance(members)}.", _table(lines)]
-    compared = [one for one in chosen_series(studies.get("measured", ())) if any(row.computed_ms_per_token for row in one.rows)]
+        parts += _stochastic_part(rows, timing)
+    measured = chosen_series(greedy(studies.get("measured", ())))
+    compared = [one for one in measured if any(row.computed_ms_per_token for row in one.rows)]
     if compared:
         parts += ["## Measured beside computed latency", _computed_table(compared)]
     return "\n\n".join(parts) + "\n"
@@ -82,6 +86,42 @@ def _means(one: Series, series: Sequence[Series]) -> list[str]:
 def _table(lines: Iterable[list[str]]) -> str:
     titles = ["cluster", "method", "prompt set", "prompts", "ms/token", *(f"over {_label(method)}" for method in BASELINES)]
     return _markdown([*titles, "hit rate", "timesteps/token", "paper, PipeDec-14"], lines, left=(0, 1, 2, 10))
+
+
+def _stochastic_part(rows: Sequence[SweepRow], timing: str) -> list[str]:
+    """Heading, small print and table of the methods that decoded both ways; nothing if none did."""
+    try:
+        pairs = greedy_and_stochastic(rows)
+    except NoFigure:
+        return []
+    members = [one for pair in pairs for one in pair.ways.values()]
+    lines = [
+        line
+        for pair in pairs
+        for way, one in pair.ways.items()
+        for line in _way_lines(one, way, [other.ways[way] for other in pairs])
+    ]
+    titles = ["cluster", "method", "decoding", "prompt set", "prompts", "repeats", "ms/token", "ms/token of repeats"]
+    titles += [*(f"over {_label(method)}" for method in STATIC), "hit rate", "hit rate of repeats"]
+    about = f"{provenance(members, 'method and decoding')}. {sampling_text(pairs)}. Of repeats: the lowest and the highest."
+    return [f"## Greedy beside stochastic decoding, {timing}", about, _markdown(titles, lines, left=(0, 1, 2, 3))]
+
+
+def _way_lines(one: Series, way: str, others: Sequence[Series]) -> Iterator[list[str]]:
+    """A line for each prompt set of a method decoding one way, and one of the means; ``others`` decoded the same way."""
+    ratios = [{} if one.method == baseline else speedups(one, others, baseline) for baseline in STATIC]
+    begin = [one.pipeline.name, _label(one.method), way]
+    for name, part in one.sets.items():
+        yield [
+            *begin, PROMPT_SETS.get(name, name), str(part.num_prompts), str(part.num_repeats),
+            f"{part.totals.ms_per_token:.1f}", _range(spread(part, lambda totals: totals.ms_per_token), "{:.1f}"),
+            *(_times(by_set.get(name)) for by_set in ratios),
+            _percent(part, part.totals.hit_rate), _range(spread(part, lambda totals: totals.hit_rate or 0.0), "{:.1%}"),
+        ]  # fmt: skip
+    yield [
+        *begin, "mean", str(one.num_prompts), str(one.num_repeats), f"{one.ms_per_token:.1f}", "",
+        *(_times(geometric_mean(by_set.values()) if by_set else None) for by_set in ratios), _percent(one, one.hit_rate), "",
+    ]  # fmt: skip
 
 
 def _computed_table(compared: Sequence[Series]) -> str:
@@ -123,6 +163,10 @@ def _place(series: Series) -> tuple[bool, int, str]:
 
 def _times(ratio: float | None) -> str:
     return "–" if ratio is None else f"{ratio:.2f}×"
+
+
+def _range(ends: tuple[float, float] | None, form: str) -> str:
+    return "–" if ends is None else "–".join(form.format(end) for end in ends)
 
 
 def _percent(series: Series, rate: float | None) -> str:

@@ -13,20 +13,30 @@ from typing import TYPE_CHECKING
 from pipedec.bench.figure_bars import breakdown_figure, latency_figure
 from pipedec.bench.figure_lines import misses_figure, speedup_figure, tree_figure
 from pipedec.bench.figure_radar import accuracy_figure
+from pipedec.bench.figure_sampling import stochastic_figure
 from pipedec.bench.figure_series import NoFigure
 from pipedec.bench.figure_style import save
-from pipedec.bench.sweep_rows import SweepRow
+from pipedec.bench.sweep_rows import SweepRow, greedy
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-FIGURES: dict[str, Callable[[Sequence[SweepRow], str | None], Figure]] = {
-    "latency": latency_figure,
-    "accuracy": accuracy_figure,
-    "tree": tree_figure,
-    "speedup": speedup_figure,
-    "misses": misses_figure,
-    "breakdown": breakdown_figure,
+Draw = Callable[[Sequence[SweepRow], str | None], "Figure"]
+
+
+def _of_greedy(draw: Draw) -> Draw:
+    """The picture ``draw`` of greedy answers alone."""
+    return lambda rows, title: draw(greedy(rows), title)
+
+
+FIGURES: dict[str, Draw] = {
+    "latency": _of_greedy(latency_figure),
+    "accuracy": _of_greedy(accuracy_figure),
+    "stochastic": stochastic_figure,
+    "tree": _of_greedy(tree_figure),
+    "speedup": _of_greedy(speedup_figure),
+    "misses": _of_greedy(misses_figure),
+    "breakdown": _of_greedy(breakdown_figure),
 }
 
 

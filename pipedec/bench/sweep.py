@@ -228,16 +228,18 @@ class Sweep:
         return _Cell(method, method, limits)
 
     def _tuned(self, method: str, limits: TreeParams, shape: Shape, here: OneProcess, prompts: list[_Prompt]) -> TreeParams:
-        """The best tree for this pipeline, from ``trees.json`` if it was found before."""
+        """The best tree for this pipeline, from ``trees.json`` if it was found before: over all draws where tokens are drawn."""
         few = list({prompt.prompt_set: prompt for prompt in reversed(prompts)}.values())  # the first of each set
         texts = [prompt.request.prompt for prompt in few]
-        key = _key([method, asdict(limits), shape.cluster, self._pair(shape), texts, self._sampling(0)])
+        draws = range(self._config.repeats) if self._config.sampling.is_stochastic else (0,)
+        asked = [replace(prompt.request, sampling=self._config.sampling_of(repeat)) for prompt in few for repeat in draws]
+        key = _key([method, asdict(limits), shape.cluster, self._pair(shape), texts, *map(self._sampling, draws)])
         known = json.loads(self._trees_path.read_text()) if self._trees_path.is_file() else {}
         if key not in known:
             grid = self._config.grid
             trees = grid.best_first(limits) if method == TUNED else grid.layer_wise(limits)
             self._progress.busy(f"{shape.label}: best of {len(trees)} trees for {method}")
-            best, tried = best_tree(here, trees, [prompt.request for prompt in few])
+            best, tried = best_tree(here, trees, asked)
             known[key] = {
                 "method": method,
                 "preset": shape.preset,

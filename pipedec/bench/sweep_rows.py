@@ -85,6 +85,7 @@ class SweepRow:
         tokens: decoded tokens, all but the first.
         models: which real models did the work: the digest of their weights, else the target's directory.
         machine: its accelerator, else ``CPU``.
+        top_k, top_p, seed: 0, 1 and None for greedy answers, to which they mean nothing.
         case: what was asked; two methods are compared over answers with equal cases.
     """
 
@@ -96,6 +97,9 @@ class SweepRow:
     prompt_index: int
     repeat: int
     temperature: float
+    top_k: int
+    top_p: float
+    seed: int | None
     max_tokens: int
     ignore_eos: bool
     models: str
@@ -111,8 +115,26 @@ class SweepRow:
     breakdown: dict[str, float] | None
 
     @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0
+
+    @property
+    def question(self) -> tuple[object, ...]:
+        """What was asked, however the tokens were chosen."""
+        return self.prompt_set, self.prompt_index, self.max_tokens, self.ignore_eos
+
+    @property
+    def sampling(self) -> tuple[float, int, float]:
+        return self.temperature, self.top_k, self.top_p
+
+    @property
+    def draw(self) -> tuple[int, int | None]:
+        """Which of several answers to one question: the number of the repeat, and its seed."""
+        return self.repeat, self.seed
+
+    @property
     def case(self) -> tuple[object, ...]:
-        return self.prompt_set, self.prompt_index, self.repeat, self.temperature, self.max_tokens, self.ignore_eos
+        return self.question, self.sampling, self.draw
 
     @property
     def identity(self) -> tuple[object, ...]:
@@ -141,7 +163,9 @@ def read_rows(sources: Iterable[Path]) -> list[SweepRow]:
 
 
 def studies(rows: Sequence[SweepRow]) -> dict[str, list[SweepRow]]:
-    """The rows that may stand in one picture, by timing: greedy answers of more than one token, from one pair of models.
+    """The rows that may stand in one picture, by timing: answers of more than one token, from one pair of models.
+
+    Stochastic answers are there beside greedy ones alone: no picture shows them by themselves.
 
     Raises:
         UserError: the rows are of several pairs, or none is left.
@@ -149,11 +173,15 @@ def studies(rows: Sequence[SweepRow]) -> dict[str, list[SweepRow]]:
     models = sorted({row.models for row in rows if row.method != SMALL_MODEL})
     if len(models) > 1:
         raise UserError(f"the rows are of several pairs of models ({', '.join(models)}): plot each pair's rows alone")
-    usable = [row for row in rows if row.temperature == 0 and row.tokens > 0]
-    if not usable:
-        raise UserError("no row holds a greedy answer of two tokens or more: sweep with --max-tokens above 1")
-    by_timing = {timing: [row for row in usable if row.timing == timing] for timing in TIMINGS}
-    return {timing: chosen for timing, chosen in by_timing.items() if chosen}
+    by_timing = {timing: [row for row in rows if row.timing == timing and row.tokens > 0] for timing in TIMINGS}
+    shown = {timing: chosen for timing, chosen in by_timing.items() if greedy(chosen)}
+    if not shown:
+        raise UserError("no row holds a greedy answer of two tokens or more: sweep with --temperature 0 and --max-tokens above 1")
+    return shown
+
+
+def greedy(rows: Iterable[SweepRow]) -> list[SweepRow]:
+    return [row for row in rows if row.is_greedy]
 
 
 def read_records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -196,6 +224,7 @@ def _row(record: dict[str, Any]) -> SweepRow:
     """A row from its line. Raises KeyError for what is missing, ValueError and TypeError for what is of the wrong kind."""
     sampling, pair, emulated = _of(dict, record, "sampling"), _of(dict, record, "pair"), _of(bool, record, "emulated")
     clock, tokens = _of(str, record, "clock"), _count(record, "output_tokens") - 1
+    temperature, top_k, top_p, seed = _drawing(sampling)
     if clock not in ("measured", "computed"):
         raise ValueError(f"clock must be measured or computed, not {clock}")
     return SweepRow(
@@ -206,7 +235,10 @@ def _row(record: dict[str, Any]) -> SweepRow:
         prompt_set=_of(str, record, "prompt_set"),
         prompt_index=_count(record, "prompt_index"),
         repeat=_count(record, "repeat"),
-        temperature=_number(sampling, "temperature"),
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        seed=seed,
         max_tokens=_count(sampling, "max_tokens"),
         ignore_eos=_of(bool, sampling, "ignore_eos"),
         models=str(pair.get("digest") or pair["target"]),
@@ -221,6 +253,14 @@ def _row(record: dict[str, Any]) -> SweepRow:
         overran=_optional(record, "overran"),
         breakdown=_breakdown(record),
     )
+
+
+def _drawing(sampling: dict[str, Any]) -> tuple[float, int, float, int | None]:
+    """Temperature, top_k, top_p and seed, the last three as if not given where the likeliest token is taken."""
+    temperature = _number(sampling, "temperature")
+    if temperature == 0:
+        return temperature, 0, 1.0, None
+    return temperature, max(0, _of(int, sampling, "top_k")), _number(sampling, "top_p"), _of(int, sampling, "seed")
 
 
 def _pipeline(preset: Any, cluster: dict[str, Any]) -> Pipeline:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from synthetic_sweep import line, rows
+from synthetic_sweep import line, rows, stochastic
 
 from pipedec.bench.figure_methods import METHODS, method_looks, method_rank
 from pipedec.bench.figure_series import (
@@ -19,6 +19,7 @@ from pipedec.bench.figure_series import (
     over_shared_cases,
     provenance,
     speedups,
+    spread,
     stage_sweep,
 )
 
@@ -70,6 +71,27 @@ def test_sampling_is_part_of_the_pair(tmp_path: Path) -> None:
     longer = line()["sampling"] | {"max_tokens": 128}
     pp, pipedec = all_series(rows(tmp_path, [line("pp", sampling=longer), line("pipedec")]))
     assert speedups(pipedec, [pp]) == {}
+
+
+@pytest.mark.parametrize("changes", [{"temperature": 1.0}, {"top_k": 5}, {"top_p": 0.5}, {"seed": 7}, {"repeat": 1}])
+def test_only_equal_draws_are_compared(tmp_path: Path, changes: dict[str, Any]) -> None:
+    pp, pipedec = all_series(rows(tmp_path, [stochastic("pp"), stochastic("pipedec")]))
+    assert speedups(pipedec, [pp])
+    pp, pipedec = all_series(rows(tmp_path, [stochastic("pp", **changes), stochastic("pipedec")]))
+    assert speedups(pipedec, [pp]) == {}
+
+
+def test_the_spread_is_over_repeats_of_all_prompts(tmp_path: Path) -> None:
+    def of(*times: tuple[float, float]) -> tuple[float, float] | None:
+        lines = [
+            stochastic("stpp", "qa", index, repeat=turn, ms=ms)
+            for turn, pair in enumerate(times)
+            for index, ms in enumerate(pair)
+        ]
+        return spread(all_series(rows(tmp_path, lines))[0], lambda totals: totals.ms_per_token)
+
+    assert of((10, 90)) is None, "prompts are no repeats"
+    assert of((10, 90), (60, 60), (30, 50)) == (40, 60)
 
 
 def test_shared_cases_are_those_of_every_series_that_knows_the_set(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from synthetic_sweep import Line, line, rows
+from synthetic_sweep import Line, line, rows, stochastic
 
 from pipedec.bench.figure_tables import tables
 from pipedec.bench.sweep_rows import studies
@@ -60,3 +60,29 @@ def test_measured_stands_beside_computed_latency(tmp_path: Path) -> None:
 
 def test_computed_rows_alone_are_compared_with_nothing(tmp_path: Path) -> None:
     assert "Measured beside" not in tables(studies(rows(tmp_path, [line(clock="computed")])))
+
+
+def test_greedy_stands_beside_stochastic_decoding(tmp_path: Path) -> None:
+    drawn = [
+        stochastic(method, name, repeat=repeat, ms=ms * factor + 10 * repeat, misses=2 + 2 * repeat)
+        for method, ms in (("pp", 300.0), ("stpp", 100.0), ("pipedec", 60.0))
+        for name, factor in (("humaneval", 1.0), ("qa", 2.0))
+        for repeat in (0, 1)
+    ]
+    found = table(tmp_path, [*COMPARED, *drawn], "Greedy beside stochastic decoding, measured")
+    assert [(row["method"], row["decoding"], row["prompt set"]) for row in found] == [
+        (method, way, name)
+        for method in ("STPP", "PipeDec") for way in ("greedy", "stochastic") for name in ("HumanEval", "QA", "mean")
+    ]  # fmt: skip
+    told = found[9]
+    assert (told["ms/token"], told["ms/token of repeats"], told["over STPP"]) == ("65.0", "60.0–70.0", "1.62×")
+    assert (told["hit rate"], told["hit rate of repeats"]) == ("70.0%", "60.0%–80.0%")
+    assert (told["prompts"], told["repeats"], told["over STPP tuned"]) == ("1", "2", "–")
+    assert (found[6]["ms/token"], found[6]["ms/token of repeats"], found[6]["repeats"]) == ("50.0", "–", "1")
+    assert (found[8]["ms/token"], found[11]["ms/token"]) == ("70.7", "90.1"), "means are geometric"
+    greedy = table(tmp_path, COMPARED, "paper-14, measured")
+    assert table(tmp_path, [*COMPARED, *drawn], "paper-14, measured") == greedy, "the other tables are of greedy answers"
+
+
+def test_without_both_ways_there_is_no_table_of_them(tmp_path: Path) -> None:
+    assert "beside stochastic" not in tables(studies(rows(tmp_path, [*COMPARED, stochastic("pp")])))

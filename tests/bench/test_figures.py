@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
-from synthetic_sweep import Line, line, rows, write
+from synthetic_sweep import Line, line, rows, stochastic, write
 
 from pipedec.bench.figure_bars import PARTS, breakdown_figure, latency_figure
 from pipedec.bench.figure_lines import misses_figure, speedup_figure, tree_figure
 from pipedec.bench.figure_methods import METHODS, shade
 from pipedec.bench.figure_radar import accuracy_figure
+from pipedec.bench.figure_sampling import stochastic_figure
 from pipedec.bench.figure_series import NoFigure
 from pipedec.bench.figures import FIGURES
 from pipedec.bench.sweep_rows import PROMPT_SETS, SweepRow
@@ -29,7 +30,7 @@ PARTS_MS = {"wait": 1.0, "scheduler": 2.0, "sync": 3.0, "transfer": 4.0, "comput
 
 
 def everything() -> Iterator[Line]:
-    """A small sweep that has all pictures: three clusters, seven prompt sets, a grid of trees, stages that do not fit."""
+    """A small sweep that has all pictures: three clusters, seven prompt sets, a grid of trees, greedy and stochastic answers."""
     for prompt_set in PROMPT_SETS:
         for index in range(3):
             for groups in (7, 14, 21):
@@ -39,6 +40,9 @@ def everything() -> Iterator[Line]:
                     yield line(
                         method, prompt_set, index, groups=groups, stages=stages, preset=preset, ms=ms + index, breakdown=breakdown
                     )
+            for method, ms in SPEED.items():
+                for repeat in range(2):
+                    yield stochastic(method, prompt_set, index, repeat=repeat, ms=1.2 * ms + 10 * repeat, misses=3 + repeat)
             yield line("slm", prompt_set, index, groups=1, preset="slm", ms=40.0)
             for width in (8, 64, 128):
                 for children in (2, 4, 16):
@@ -168,6 +172,114 @@ def test_accuracy_needs_three_prompt_sets(tmp_path: Path) -> None:
         accuracy_figure(rows(tmp_path, [line(prompt_set=name) for name in ("qa", "rag")]))
 
 
+def bars_of(axes: Any) -> dict[str, list[float]]:
+    """The heights of the bars of each name."""
+    named = [one for one in axes.containers if hasattr(one, "patches")]
+    return {one.get_label(): [bar.get_height() for bar in one.patches] for one in named}
+
+
+def whiskers_of(axes: Any) -> list[tuple[float, float]]:
+    """The ends of all whiskers."""
+    found = [one.lines[2][0].get_segments()[0] for one in axes.containers if type(one).__name__ == "ErrorbarContainer"]
+    return [(float(segment[0][1]), float(segment[1][1])) for segment in found]
+
+
+def test_stochastic_stands_beside_greedy_by_prompt_set_and_method(tmp_path: Path) -> None:
+    lines = [line(method, name, ms=ms) for method, ms in (("pp", 300), ("stpp", 100), ("pipedec", 50)) for name in ("rag", "qa")]
+    for repeat, (ms, misses) in enumerate(((100, 4), (60, 2), (80, 3))):
+        for method in ("pp", "stpp", "pipedec"):
+            lines += [stochastic(method, name, repeat=repeat, ms=ms, misses=misses) for name in ("rag", "qa")]
+    figure = stochastic_figure(rows(tmp_path, lines))
+    latency, hits = figure.axes
+    assert (latency.get_ylabel(), hits.get_ylabel()) == ("latency per token (ms)", "hit rate (%)")
+    assert [text.get_text() for text in hits.get_xticklabels()] == ["QA", "RAG"]
+    assert bars_of(latency) == {
+        "STPP, greedy": [100, 100], "STPP, stochastic": [80, 80], "PipeDec, greedy": [50, 50], "PipeDec, stochastic": [80, 80]
+    }  # fmt: skip
+    assert bars_of(hits)["PipeDec, greedy"] == pytest.approx([80, 80])
+    assert bars_of(hits)["PipeDec, stochastic"] == pytest.approx([70, 70])
+    assert whiskers_of(latency) == [(pytest.approx(60), pytest.approx(100))] * 4, "over repeats, of which greedy has but one"
+    assert whiskers_of(hits) == [(pytest.approx(60), pytest.approx(80))] * 4
+    told = note(figure)
+    assert "Stochastic: temperature 0.6, top-k 80, top-p 0.9, 3 repeats. Whiskers: lowest and highest repeat" in told
+    assert "STPP, PipeDec: 14 stages" in told and "Tree: width 32, 16 children" in told
+
+
+def test_stochastic_bars_of_a_method_stand_side_by_side_and_the_second_is_lighter(tmp_path: Path) -> None:
+    from matplotlib.colors import to_hex
+
+    kinds = (line, stochastic)
+    lines = [make(method, name) for make in kinds for method in ("stpp", "pipedec", "bita") for name in ("qa", "rag")]
+    latency, _ = stochastic_figure(rows(tmp_path, [*lines, line("stpp-tuned"), stochastic("mine", ms=9)])).axes
+    names = [f"{method}, {way}" for method in ("STPP", "BiTA", "PipeDec") for way in ("greedy", "stochastic")]
+    assert list(bars_of(latency)) == legend(latency) == names, "methods that decoded both ways, whatever they are called"
+    places = [bar.get_x() for one in latency.containers for bar in one.patches[:1]]
+    assert places == sorted(places) and -0.5 < places[0] < places[-1] < 0.5
+    colors = [to_hex(one.patches[0].get_facecolor()).upper() for one in latency.containers]
+    assert colors[-2:] == [METHODS["pipedec"].color, shade(METHODS["pipedec"].color, 0, 2)]
+
+
+def test_stochastic_is_over_what_all_answered_both_ways(tmp_path: Path) -> None:
+    lines = [line(method, "qa", index, ms=10 * (index + 1)) for method in ("stpp", "pipedec") for index in range(3)]
+    for method, known in (("stpp", (1, 2, 3)), ("pipedec", (0, 1, 3))):
+        lines += [stochastic(method, "qa", index, ms=70 + index) for index in known]
+    lines += [stochastic("pipedec", "qa", 1, repeat=1, ms=1), stochastic("pipedec", "qa", 1, seed=9, ms=1)]
+    lines += [line("pipedec", "rag"), stochastic("stpp", "rag")]
+    latency, hits = stochastic_figure(rows(tmp_path, lines)).axes
+    assert bars_of(latency) == {
+        "STPP, greedy": [20], "STPP, stochastic": [71], "PipeDec, greedy": [20], "PipeDec, stochastic": [71]
+    }  # fmt: skip
+    assert [text.get_text() for text in hits.get_xticklabels()] == ["QA"]
+
+
+def test_stochastic_keeps_to_one_pipeline_one_size_of_tree_and_one_sampling(tmp_path: Path) -> None:
+    lines = []
+    for make, ms in ((line, 50.0), (stochastic, 60.0)):
+        lines += [make(method, ms=ms) for method in ("stpp", "pipedec")]
+        lines += [make("pipedec", ms=1, width=64), make("pipedec", ms=2, groups=7, preset="paper-7")]
+        lines += [make("pipedec", ms=3, groups=21, preset="paper-21"), make("pipedec", ms=4, groups=14, preset="home")]
+    lines += [stochastic(method, temperature=1.0, ms=9, repeat=turn) for method in ("stpp", "pipedec") for turn in range(4)]
+    lines += [stochastic(method, top_p=0.5, ms=9) for method in ("stpp", "pipedec")]
+    figure = stochastic_figure(rows(tmp_path, lines))
+    assert bars_of(figure.axes[0]) == {
+        "STPP, greedy": [50], "STPP, stochastic": [60], "PipeDec, greedy": [50], "PipeDec, stochastic": [60]
+    }  # fmt: skip
+    others = [one for one in lines if one["sampling"]["temperature"] != 0.6]
+    assert "temperature 1, top-k 80, top-p 0.9, 4 repeats" in note(stochastic_figure(rows(tmp_path, others)))
+
+
+def test_stochastic_compares_static_trees_each_at_its_own_depth(tmp_path: Path) -> None:
+    shallow, deep = ({"width": 32, "children": 16, "depth": depth, "rows": None} for depth in (2, 4))
+    latency, _ = stochastic_figure(rows(tmp_path, [line("stpp", tree=deep, ms=30), stochastic("stpp", tree=shallow, ms=40)])).axes
+    assert bars_of(latency) == {"STPP, greedy": [30], "STPP, stochastic": [40]}
+
+
+@pytest.mark.parametrize(
+    ("lines", "reason"),
+    [
+        ([line(), stochastic("pp")], "no row holds a stochastic answer of a method with a tree"),
+        ([line("pp"), stochastic()], "no row holds a greedy answer of a method with a tree"),
+        ([line(), stochastic("stpp")], "answered the same prompt both greedily and stochastically on the same pipeline"),
+        ([line(), stochastic(groups=7)], "answered the same prompt both greedily and stochastically on the same pipeline"),
+        ([line(), stochastic(prompt_index=1)], "answered the same prompt both greedily and stochastically on the same pipeline"),
+    ],
+)
+def test_stochastic_needs_both_ways(tmp_path: Path, lines: list[Line], reason: str) -> None:
+    with pytest.raises(NoFigure, match=reason):
+        stochastic_figure(rows(tmp_path, lines))
+
+
+@pytest.mark.parametrize("name", [name for name in FIGURES if name != "stochastic"])
+def test_other_pictures_show_greedy_answers_alone(tmp_path: Path, name: str) -> None:
+    drawn = {}
+    for kind, lines in (("all", everything()), ("greedy", (one for one in everything() if not one["sampling"]["temperature"]))):
+        (tmp_path / kind).mkdir()
+        write(tmp_path / kind / "rows.jsonl", lines)
+        assert plot(tmp_path / kind, "--out", tmp_path / kind, "--only", name).exit_code == 0
+        drawn[kind] = (tmp_path / kind / f"{name}.svg").read_bytes()
+    assert drawn["all"] == drawn["greedy"]
+
+
 def test_tree_has_a_line_per_number_of_children_over_the_width(tmp_path: Path) -> None:
     grid = [
         line(prompt_set=name, width=width, children=children, ms=ms * width, misses=children)
@@ -268,6 +380,7 @@ def test_command_says_what_it_left_out_and_why(tmp_path: Path) -> None:
     assert done.exit_code == 0, (done.output, done.exception)
     *_, last = done.stderr.splitlines()
     assert last.startswith("left out: accuracy (it needs 3 prompt sets") and "breakdown (no row has a breakdown)" in last
+    assert "stochastic (no row holds a stochastic answer of a method with a tree)" in last
     assert {file.name for file in tmp_path.glob("*.png")} == {"latency.png"}
 
 

@@ -15,10 +15,11 @@ import pytest
 from processes import marked_processes, wait_until
 from tiny_pair import Pair
 
+from pipedec.bench.figure_sampling import greedy_and_stochastic
 from pipedec.bench.sweep import SweepConfig, sweep
-from pipedec.bench.sweep_rows import read_rows
+from pipedec.bench.sweep_rows import read_rows, studies
 from pipedec.bench.sweep_shapes import Pair as Models
-from pipedec.bench.tuning import TuningGrid
+from pipedec.bench.tuning import TuningGrid, best_tree
 from pipedec.config import paper_cluster
 from pipedec.core import SamplingParams, UserError
 from pipedec.engine.prompt_set import PromptSet
@@ -153,6 +154,38 @@ def test_with_a_temperature_every_repeat_has_a_seed_of_its_own_and_all_methods_a
     assert sweep(chosen, PROMPTS[:1], tmp_path, Silent()) == rows == lines(tmp_path)
     greedy = sweep(config(pair, seed=5, repeats=2, methods=("pp",), stages=(2,)), PROMPTS[:1], tmp_path / "greedy", Silent())
     assert {row["sampling"]["seed"] for row in greedy} == {None} and len({row["answer"] for row in greedy}) == 2
+
+
+def test_greedy_and_stochastic_rows_share_a_directory_and_go_on(pair: Pair, tmp_path: Path) -> None:
+    greedy = config(pair, methods=("stpp", "stpp-tuned", "pipedec"), stages=(2,), seed=5)
+    drawn = replace(greedy, repeats=3, sampling=SamplingParams(1.0, top_k=80, top_p=0.9, max_tokens=6, ignore_eos=True))
+    first = sweep(greedy, PROMPTS, tmp_path, Silent())
+    second = sweep(drawn, PROMPTS, tmp_path, Silent())
+    assert (len(first), len(second)) == (9, 27) and lines(tmp_path) == first + second
+    assert {(row["prompt_set"], row["prompt_index"]) for row in first} == {
+        (row["prompt_set"], row["prompt_index"]) for row in second
+    }
+    tuned = json.loads((tmp_path / "trees.json").read_text())
+    assert len(tuned) == 4, "two static trees, chosen for each way to decode"
+    assert sweep(greedy, PROMPTS, tmp_path, Silent()) == first and sweep(drawn, PROMPTS, tmp_path, Silent()) == second
+    assert lines(tmp_path) == first + second and json.loads((tmp_path / "trees.json").read_text()) == tuned
+    compared = greedy_and_stochastic(studies(read_rows([tmp_path]))["computed"])
+    assert [both.greedy.method for both in compared] == ["stpp", "stpp-tuned", "pipedec"]
+    assert {(len(both.greedy.rows), len(both.stochastic.rows)) for both in compared} == {(3, 9)}
+
+
+def test_static_trees_are_the_best_over_all_draws(pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seeds = []
+
+    def spy(here: Any, trees: list[Any], asked: list[Any]) -> Any:
+        seeds.append([one.sampling.seed for one in asked])
+        return best_tree(here, trees[:1], asked)
+
+    monkeypatch.setattr("pipedec.bench.sweep.best_tree", spy)
+    chosen = config(pair, methods=("stpp",), stages=(2,), seed=5, repeats=2)
+    sweep(chosen, PROMPTS, tmp_path, Silent())
+    sweep(replace(chosen, sampling=SamplingParams(1.0, max_tokens=6, ignore_eos=True)), PROMPTS, tmp_path, Silent())
+    assert seeds == [[None, None], [5, 6, 5, 6]]
 
 
 def test_a_target_without_a_draft_is_not_taken_for_the_small_model(pair: Pair, tmp_path: Path, leaves_nothing: None) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from synthetic_sweep import line, rows, write
+from synthetic_sweep import line, rows, stochastic, write
 
 from pipedec.bench.sweep_rows import Pipeline, Tree, read_rows, studies
 from pipedec.core import UserError
@@ -18,7 +18,15 @@ def test_a_line_becomes_a_row(tmp_path: Path) -> None:
     assert row.pipeline == Pipeline("paper-7", "llama-3.1-70b", "float32", 14, 7, ("rtx3090",) * 14, True)
     assert (row.timing, row.method, row.tree) == ("measured", "pipedec", Tree(32, 16))
     assert (row.tokens, row.decode_ms, row.timesteps, row.hits, row.misses) == (9, 180.0, 5 + 28, 5, 4)
-    assert row.case == ("qa", 3, 0, 0.0, 64, True)
+    assert row.question == ("qa", 3, 64, True)
+    assert (row.is_greedy, row.sampling, row.draw) == (True, (0.0, 0, 1.0), (0, None))
+
+
+def test_how_tokens_were_drawn_is_read_and_means_nothing_to_greedy_answers(tmp_path: Path) -> None:
+    (row,) = rows(tmp_path, [stochastic("pipedec", repeat=2, seed=5)])
+    assert (row.is_greedy, row.sampling, row.draw) == (False, (0.6, 80, 0.9), (2, 7))
+    (row,) = rows(tmp_path, [stochastic("pipedec", temperature=0.0)])
+    assert (row.is_greedy, row.sampling, row.draw) == (True, (0.0, 0, 1.0), (0, None))
 
 
 @pytest.mark.parametrize(
@@ -115,6 +123,7 @@ def test_what_is_no_row_is_said_with_file_and_line(tmp_path: Path, bad: str, wor
         ({"overran": -0.1}, "overran is -0.1"),
         ({"method": None}, "method is None"),
         ({"sampling": {"temperature": 0.0, "ignore_eos": True}}, "max_tokens is missing"),
+        ({"sampling": line()["sampling"] | {"temperature": 0.6}}, "seed is None, not of type int"),
         ({"sampling": None}, "sampling is None, not of type dict"),
         ({"pair": "target"}, "pair is 'target', not of type dict"),
         ({"cluster": {"stages": 2, "groups": 3}}, "cluster.groups must lie between 1 and cluster.stages, not 3 for 2 stages"),
@@ -137,12 +146,11 @@ def test_missing_fields_are_named(tmp_path: Path, name: str) -> None:
         rows(tmp_path, [lacking])
 
 
-def test_measured_and_computed_rows_are_kept_apart_and_stochastic_ones_left_out(tmp_path: Path) -> None:
-    stochastic = line(prompt_index=2)["sampling"] | {"temperature": 0.6}
-    lines = [line(), line(clock="computed"), line(prompt_index=2, sampling=stochastic), line(prompt_index=3, tokens=0, misses=0)]
-    found = studies(rows(tmp_path, lines))
-    assert {timing: [row.prompt_index for row in kept] for timing, kept in found.items()} == {"measured": [0], "computed": [0]}
-    with pytest.raises(UserError, match="no row holds a greedy answer"):
+def test_measured_and_computed_rows_are_kept_apart_and_stochastic_ones_need_greedy_ones(tmp_path: Path) -> None:
+    lines = [line(), line(clock="computed"), stochastic(prompt_index=2), line(prompt_index=3, tokens=0, misses=0)]
+    found = studies(rows(tmp_path, [*lines, stochastic(preset=None)]))
+    assert {timing: [row.prompt_index for row in kept] for timing, kept in found.items()} == {"measured": [0, 2], "computed": [0]}
+    with pytest.raises(UserError, match="no row holds a greedy answer of two tokens or more: sweep with --temperature 0"):
         studies(rows(tmp_path, lines[2:]))
 
 

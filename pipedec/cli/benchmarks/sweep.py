@@ -46,7 +46,7 @@ MAX_OVERRUN = 0.02
 @click.option("--top-k", type=int, default=0, show_default=True, help="Draw from so many likeliest tokens; 0 for all.")
 @click.option("--top-p", type=float, default=1.0, show_default=True, help="Draw from the likeliest with this probability.")
 @click.option("--max-tokens", type=int, default=64, show_default=True, help="Tokens of every answer at most.")
-@click.option("--repeats", type=int, default=1, show_default=True)
+@click.option("--repeats", type=int, default=1, show_default=True, help="Answers per prompt, each drawn by its own seed.")
 @click.option(
     "--clock", default="measured", show_default=True, help="measured: real processes; computed: one process, times by arithmetic."
 )
