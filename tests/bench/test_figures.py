@@ -206,13 +206,18 @@ def test_stochastic_stands_beside_greedy_by_prompt_set_and_method(tmp_path: Path
 
 
 def test_stochastic_bars_of_a_method_stand_side_by_side_and_the_second_is_lighter(tmp_path: Path) -> None:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.colors import to_hex
 
     kinds = (line, stochastic)
     lines = [make(method, name) for make in kinds for method in ("stpp", "pipedec", "bita") for name in ("qa", "rag")]
-    latency, _ = stochastic_figure(rows(tmp_path, [*lines, line("stpp-tuned"), stochastic("mine", ms=9)])).axes
+    figure = stochastic_figure(rows(tmp_path, [*lines, line("stpp-tuned"), stochastic("mine", ms=9)]))
+    latency, _ = figure.axes
     names = [f"{method}, {way}" for method in ("STPP", "BiTA", "PipeDec") for way in ("greedy", "stochastic")]
     assert list(bars_of(latency)) == legend(latency) == names, "methods that decoded both ways, whatever they are called"
+    FigureCanvasAgg(figure).draw()
+    left = [text.get_window_extent().x0 for text in latency.get_legend().get_texts()]
+    assert left[::2] == left[1::2], "in the legend, too, each method has a column"
     places = [bar.get_x() for one in latency.containers for bar in one.patches[:1]]
     assert places == sorted(places) and -0.5 < places[0] < places[-1] < 0.5
     colors = [to_hex(one.patches[0].get_facecolor()).upper() for one in latency.containers]
@@ -246,6 +251,14 @@ def test_stochastic_keeps_to_one_pipeline_one_size_of_tree_and_one_sampling(tmp_
     }  # fmt: skip
     others = [one for one in lines if one["sampling"]["temperature"] != 0.6]
     assert "temperature 1, top-k 80, top-p 0.9, 4 repeats" in note(stochastic_figure(rows(tmp_path, others)))
+
+
+def test_stochastic_takes_the_papers_pipeline_and_tree_of_equals(tmp_path: Path) -> None:
+    ways = [{"width": 8}, {"groups": 28}, {"groups": 21, "preset": "paper-21"}, {"groups": 7, "preset": "paper-7"}, {}]
+    lines = [make(ms=10 * place, **way) for make in (line, stochastic) for place, way in enumerate(ways, start=1)]
+    for last, height in ((5, 50), (4, 30), (2, 20)):
+        kept = [one for one in lines if one["decode_ms"] <= 100 * last]
+        assert bars_of(stochastic_figure(rows(tmp_path, kept)).axes[0])["PipeDec, greedy"] == [height]
 
 
 def test_stochastic_compares_static_trees_each_at_its_own_depth(tmp_path: Path) -> None:
