@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 MAX_LOGPROBS = 20
+PROPOSERS = ("draft", "ngrams")
 LARGEST = sys.float_info.max  # whole numbers of JSON may be larger
 
 
@@ -110,21 +111,48 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class TreeParams:
-    """Limits of the prediction tree: rows per layer (paper's w) and children per row (paper's c).
+    """Limits of the prediction tree: rows per timestep (paper's w) and children per row (paper's c).
 
-    The static tree (method ``stpp``) alone also has ``depth``, its layers below the root, and ``rows``: keep only so many of
-    its likeliest rows, the root not counted, whatever their layers; None keeps layers of ``width`` rows whole.
+    None leaves a limit to the method: ``pipedec`` and ``stpp`` take the paper's (see ``with_defaults``), ``pipedec-bestfirst``
+    finds its own while it decodes.
+
+    Attributes:
+        depth: of the static tree (``stpp``) alone: its layers below the root.
+        rows: of the static tree alone: keep only so many of its likeliest rows, the root not counted, whatever their layers;
+            None keeps layers of ``width`` rows whole.
+        forwards: of ``pipedec-bestfirst`` alone: draft forwards per timestep.
+        proposers: of ``pipedec-bestfirst`` alone: who may name tokens, of PROPOSERS.
     """
 
-    width: int = 32
-    children: int = 16
+    width: int | None = None
+    children: int | None = None
     depth: int = 4
     rows: int | None = None
+    forwards: int | None = None
+    proposers: tuple[str, ...] = PROPOSERS
 
     def __post_init__(self) -> None:
-        for name, value in (("width", self.width), ("children", self.children), ("depth", self.depth), ("rows", self.rows)):
+        for name in ("width", "children", "depth", "rows", "forwards"):
+            value = getattr(self, name)
             if value is not None and value < 1:
                 raise UserError(f"tree {name} must be at least 1, not {value}")
+        object.__setattr__(self, "proposers", tuple(self.proposers))
+        if not self.proposers or not set(self.proposers) <= set(PROPOSERS):
+            raise UserError(f"tree proposers must be some of {', '.join(PROPOSERS)}, not {', '.join(self.proposers) or 'none'}")
+
+    def with_defaults(self) -> PaperTree:
+        """The limits with the paper's 32 rows and 16 children where none are set."""
+        return PaperTree(self.width or 32, self.children or 16, self.depth, self.rows)
+
+
+@dataclass(frozen=True)
+class PaperTree:
+    """Limits of the paper's trees, all set (see ``TreeParams``)."""
+
+    width: int
+    children: int
+    depth: int
+    rows: int | None
 
 
 @dataclass(frozen=True)
@@ -134,7 +162,7 @@ class Request:
     number: int
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams = SamplingParams()
-    method: str = "pipedec"
+    method: str = "pipedec-bestfirst"
     tree: TreeParams = TreeParams()
     trace: bool = False
 

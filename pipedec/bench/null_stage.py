@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from pipedec.core import Request, SamplingParams, Step, Verdict
+from pipedec.decoding import Beat
 from pipedec.engine.coordinator import Answer, DraftLoop
 from pipedec.engine.prompt import Prompter
 from pipedec.scheduler import GrantedTask, Message, Task
@@ -121,6 +122,9 @@ class ScriptedMethod:
 
     def propose(self) -> Step:
         return self._step
+
+    def observe(self, beat: Beat) -> None:
+        """There is nothing to learn."""
 
 
 class SilentPrompter:

@@ -31,7 +31,7 @@ from pipedec.bench.sweep_shapes import (
 )  # fmt: skip
 from pipedec.bench.tuning import TuningGrid, best_tree
 from pipedec.config import ClusterConfig
-from pipedec.core import PipedecError, SamplingParams, TreeParams, UserError
+from pipedec.core import PROPOSERS, PipedecError, SamplingParams, TreeParams, UserError
 from pipedec.decoding import METHODS
 from pipedec.engine.messages import PromptRequest
 from pipedec.engine.prompt_set import PromptSet
@@ -39,6 +39,7 @@ from pipedec.engine.prompt_set import PromptSet
 TUNED = "stpp-tuned"
 SWEEP_METHODS = (*METHODS, TUNED, SLM)
 CLOCKS = ("measured", "computed")
+BEST_FIRST = "pipedec-bestfirst"
 _WITHOUT_TREE = ("pp", SLM)
 
 
@@ -50,7 +51,8 @@ class SweepConfig:
         presets: partitions of ``cluster``; empty for this machine as it is, without emulation.
         stages: stage counts; empty for those of the presets.
         methods: of SWEEP_METHODS. ``stpp`` uses its best depth, ``stpp-tuned`` the best tree of a grid.
-        widths, children: limits of the tree, all combinations.
+        widths, children: limits of the tree, all combinations; empty for each method's own.
+        forwards, proposers: see ``TreeParams``.
         samples: prompts of each set, drawn by ``seed`` from those that fit into the context.
         sampling: how to decode; with a temperature, tokens are drawn by ``seed`` + the number of the repeat.
         clock: ``measured`` in real processes, or ``computed`` in one process.
@@ -63,9 +65,11 @@ class SweepConfig:
     cluster: ClusterConfig
     presets: tuple[str, ...] = ()
     stages: tuple[int, ...] = ()
-    methods: tuple[str, ...] = ("pp", "stpp", TUNED, "pipedec")
-    widths: tuple[int, ...] = (32,)
-    children: tuple[int, ...] = (16,)
+    methods: tuple[str, ...] = ("pp", "stpp", TUNED, "pipedec", BEST_FIRST)
+    widths: tuple[int, ...] = ()
+    children: tuple[int, ...] = ()
+    forwards: int | None = None
+    proposers: tuple[str, ...] = PROPOSERS
     samples: int = 10
     seed: int = 0
     repeats: int = 1
@@ -111,7 +115,12 @@ class SweepConfig:
         return replace(self.sampling, seed=self.seed + repeat) if self.sampling.is_stochastic else self.sampling
 
     def trees(self) -> list[TreeParams]:
-        return [TreeParams(width, children) for width in self.widths for children in self.children]
+        """The limits to try with every method that has a tree."""
+        return [
+            TreeParams(width, children, forwards=self.forwards, proposers=self.proposers)
+            for width in self.widths or (None,)
+            for children in self.children or (None,)
+        ]
 
 
 class SweepProgress(Protocol):
@@ -140,6 +149,13 @@ class _Cell:
     label: str
     method: str
     tree: TreeParams | None
+
+    @property
+    def limits(self) -> Row | None:
+        """What a row says of the tree: those limits that the method has."""
+        if self.tree is None:
+            return None
+        return asdict(self.tree if self.method == BEST_FIRST else self.tree.with_defaults())
 
     def request(self, prompt: PromptRequest, trace: bool) -> PromptRequest:
         return replace(prompt, method=self.method, tree=self.tree or TreeParams(), trace=trace)
@@ -233,7 +249,7 @@ class Sweep:
         texts = [prompt.request.prompt for prompt in few]
         draws = range(self._config.repeats) if self._config.sampling.is_stochastic else (0,)
         asked = [replace(prompt.request, sampling=self._config.sampling_of(repeat)) for prompt in few for repeat in draws]
-        key = _key([method, asdict(limits), shape.cluster, self._pair(shape), texts, *map(self._sampling, draws)])
+        key = _key([method, asdict(limits.with_defaults()), shape.cluster, self._pair(shape), texts, *map(self._sampling, draws)])
         known = json.loads(self._trees_path.read_text()) if self._trees_path.is_file() else {}
         if key not in known:
             grid = self._config.grid
@@ -295,7 +311,7 @@ class Sweep:
             "cluster": shape.cluster,
             "pair": self._pair(shape),
             "method": cell.label,
-            "tree": asdict(cell.tree) if cell.tree else None,
+            "tree": cell.limits,
             "prompt_set": prompt.prompt_set,
             "prompt_index": prompt.index,
             "repeat": repeat,

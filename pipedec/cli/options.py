@@ -15,7 +15,7 @@ import click
 from pipedec.core import SamplingParams, TreeParams, UserError
 from pipedec.engine.messages import PromptRequest
 
-METHOD_NAMES = ("pp", "stpp", "pipedec")
+METHOD_NAMES = ("pp", "stpp", "pipedec", "pipedec-bestfirst")
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 
@@ -64,10 +64,12 @@ class RequestFlags:
     logit_bias: tuple[str, ...]
     logprobs: int | None
     ignore_eos: bool
-    width: int
-    children: int
+    width: int | None
+    children: int | None
     depth: int
     rows: int | None
+    forwards: int | None
+    proposers: str
     json: bool
     trace: Path | None
 
@@ -79,9 +81,13 @@ class RequestFlags:
             raw=self.raw_prompt,
             method=self.method,
             sampling=self._sampling(),
-            tree=TreeParams(self.width, self.children, self.depth, self.rows),
+            tree=self._tree(),
             trace=self.trace is not None,
         )
+
+    def _tree(self) -> TreeParams:
+        proposers = tuple(self.proposers.split(","))
+        return TreeParams(self.width, self.children, self.depth, self.rows, self.forwards, proposers)
 
     def _sampling(self) -> SamplingParams:
         values = {field.name: getattr(self, field.name) for field in fields(SamplingParams) if field.name != "stop_token_ids"}
@@ -162,7 +168,7 @@ def request_options(command: Command) -> Command:
         click.option("--prompt", help="The prompt (else --prompt-file, else standard input)."),
         click.option("--prompt-file", type=path, help="Read the prompt from a file."),
         click.option("--raw-prompt", is_flag=True, help="Do not apply the model's chat template."),
-        click.option("--method", type=methods, help="How to decode (default: pipedec if there is a draft)."),
+        click.option("--method", type=methods, help="How to decode (default: pipedec-bestfirst)."),
         click.option("--temperature", type=float, default=0.0, show_default=True, help="0: the likeliest token; above: drawn."),
         click.option("--top-k", type=int, default=0, show_default=True, help="Draw from so many likeliest tokens; 0 for all."),
         click.option(
@@ -180,8 +186,10 @@ def request_options(command: Command) -> Command:
         click.option("--logit-bias", multiple=True, metavar="ID=VALUE", help="Added to a token's logit; may be repeated."),
         click.option("--logprobs", type=int, help="With --json: so many top log-probabilities per token."),
         click.option("--ignore-eos", is_flag=True, help="Go on after the model's end token."),
-        click.option("--width", type=int, default=32, show_default=True, help="Rows per tree layer (w)."),
-        click.option("--children", type=int, default=16, show_default=True, help="Children per row (c)."),
+        click.option("--width", type=int, help="Rows per timestep, w (default: pipedec-bestfirst finds it, others 32)."),
+        click.option("--children", type=int, help="Children per row, c (default: pipedec-bestfirst finds it, others 16)."),
+        click.option("--forwards", type=int, help="pipedec-bestfirst: draft forwards per timestep (default: what fits)."),
+        click.option("--proposers", default="draft,ngrams", show_default=True, help="pipedec-bestfirst: who may name tokens."),
         click.option("--depth", type=int, default=4, show_default=True, help="stpp: layers of the tree below its root."),
         click.option("--rows", type=int, help="stpp: keep only so many of the tree's likeliest rows (default: all)."),
         click.option("--json", is_flag=True, help="Print one JSON document instead of text."),

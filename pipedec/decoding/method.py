@@ -8,6 +8,9 @@ import torch
 from torch import Tensor
 
 from pipedec.core import Request, Step, UserError, Verdict
+from pipedec.decoding.best_first import BestFirst
+from pipedec.decoding.controller import Beat
+from pipedec.decoding.experience import Experience
 from pipedec.decoding.pipedec import PipeDec
 from pipedec.decoding.plain import PlainPipeline
 from pipedec.decoding.static_tree import StaticTree
@@ -45,16 +48,23 @@ class Method(Protocol):
     def propose(self) -> Step | None:
         """The rows that enter the first stage at the next timestep, or None."""
 
+    def observe(self, beat: Beat) -> None:
+        """What a timestep of the full pipeline took."""
 
-METHODS: dict[str, type[PlainPipeline] | type[StaticTree] | type[PipeDec]] = {
+
+DEFAULT_METHOD = "pipedec-bestfirst"
+METHODS: dict[str, type[PlainPipeline] | type[StaticTree] | type[PipeDec] | type[BestFirst]] = {
     "pp": PlainPipeline,
     "stpp": StaticTree,
     "pipedec": PipeDec,
+    DEFAULT_METHOD: BestFirst,
 }
 
 
-def create_method(request: Request, drafter: Drafter | None, device: torch.device | str = "cpu") -> Method:
-    """The method that ``request`` asks for.
+def create_method(
+    request: Request, drafter: Drafter | None, experience: Experience, device: torch.device | str = "cpu"
+) -> Method:
+    """The method that ``request`` asks for, with what earlier answers have taught.
 
     Raises:
         UserError: the method is unknown, or needs a draft model and there is none.
@@ -64,6 +74,8 @@ def create_method(request: Request, drafter: Drafter | None, device: torch.devic
     kind = METHODS[request.method]
     if issubclass(kind, PlainPipeline):
         return kind(request, device)
+    if issubclass(kind, BestFirst):
+        return kind(request, drafter, experience, device)
     if drafter is None:
-        raise UserError(f"method {request.method} needs a draft model: give --draft DIR, or use --method pp")
+        raise UserError(f"method {request.method} needs a draft model: give --draft DIR, or use --method {DEFAULT_METHOD}")
     return kind(request, drafter, device)

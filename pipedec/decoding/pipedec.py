@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from pipedec.core import Request, Step, Verdict
+from pipedec.decoding.controller import Beat
 from pipedec.tree import Candidates, PredictionTree
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ class PipeDec:
     def __init__(self, request: Request, drafter: Drafter, device: torch.device | str = "cpu") -> None:
         self.hits = 0
         self.misses = 0
-        self._limits = request.tree
+        self._limits = request.tree.with_defaults()
         self._prompt_length = len(request.prompt_token_ids)
         self._drafter = drafter
         self._drafter.begin()
@@ -66,3 +67,6 @@ class PipeDec:
         if self._layer.start == self._layer.stop:
             return None
         return Step(self._tree.token_ids[self._layer].clone(), self._tree.parents[self._layer].clone())
+
+    def observe(self, beat: Beat) -> None:
+        """The paper's limits do not change."""

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from pipedec.core import Request, Step, Verdict
+from pipedec.decoding.controller import Beat
 
 
 class PlainPipeline:
@@ -35,3 +36,6 @@ class PlainPipeline:
             token_ids=torch.tensor([token], dtype=torch.int64, device=self._device),
             parents=torch.tensor([-1], dtype=torch.int64, device=self._device),
         )
+
+    def observe(self, beat: Beat) -> None:
+        """There is nothing to adapt."""

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from pipedec.core import Request, Step, Verdict
+from pipedec.decoding.controller import Beat
 from pipedec.tree import PredictionTree
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ class StaticTree:
     def __init__(self, request: Request, drafter: Drafter, device: torch.device | str = "cpu") -> None:
         self.hits = 0
         self.misses = 0
-        self._limits = request.tree
+        self._limits = request.tree.with_defaults()
         self._prompt_length = len(request.prompt_token_ids)
         self._drafter = drafter
         self._drafter.begin()
@@ -62,3 +63,6 @@ class StaticTree:
     def propose(self) -> Step | None:
         step, self._step = self._step, None
         return step
+
+    def observe(self, beat: Beat) -> None:
+        """The tree does not change."""

@@ -7,12 +7,15 @@ of each request and streams the answer. It decides nothing about rows: that is t
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 
 import torch
 
 from pipedec.core import Completion, Request, SchedulerLost, UserError, Verdict
-from pipedec.decoding import Drafter, Method, create_method
+from pipedec.decoding import DEFAULT_METHOD, Drafter, Experience, Method, create_method
+from pipedec.engine.beat import BeatClock
 from pipedec.engine.emulation import Emulation, TimedDrafter
 from pipedec.engine.messages import PromptRequest, completion_to_event, verdict_from_payload
 from pipedec.engine.prompt import Prompter, StopStrings, prefill_chunks
@@ -85,7 +88,9 @@ class DraftLoop(RankLoop):
     ) -> None:
         super().__init__(0, scheduler, transport, topology, tracer, emulation, window)
         self._prompter = prompter
-        self._drafter = drafter and TimedDrafter(drafter, self._pacer.computing)
+        self._drafter = drafter and TimedDrafter(drafter, self._drafting)
+        self._experience = Experience(topology.num_groups)
+        self._clock = BeatClock()
         self._device = device
         self._answer: Answer | None = None
         self._publisher = AnswerPublisher(scheduler)
@@ -141,11 +146,11 @@ class DraftLoop(RankLoop):
     def _admit(self, message: Message) -> Request:
         """Tokenize and check a prompt, and set up its method."""
         prompt = PromptRequest.from_json(message.text)
-        method_name = prompt.method or ("pp" if self._drafter is None else "pipedec")
+        method_name = prompt.method or DEFAULT_METHOD
         token_ids = self._prompter.token_ids(prompt.prompt, prompt.raw, prompt.sampling.max_tokens)
         self._prompter.check_bias(prompt.sampling.logit_bias)
         request = Request(message.number, token_ids, seeded(prompt.sampling), method_name, prompt.tree, prompt.trace)
-        method = create_method(request, self._drafter, self._device)
+        method = create_method(request, self._drafter, self._experience, self._device)
         self._answer = Answer(request, method, self._prompter, self._topology.num_stages)
         return request
 
@@ -154,15 +159,27 @@ class DraftLoop(RankLoop):
         self._current.method.prefill(token_ids)
         return Facts(payload=message.payload)
 
+    @contextmanager
+    def _drafting(self, rows: int) -> Iterator[None]:
+        with self._clock.forward(), self._pacer.computing(rows):
+            yield
+
     def _decode(self, task: Task, message: Message) -> Facts:
         method = self._current.method
+        beat = self._clock.lap()
+        if task.seq > 1:
+            method.observe(beat)
         method.draft()
         step = None if self._topology.has_sync(message.active) else method.propose()
+        self._clock.pause()
         return Facts(rows_out=self._keep_outgoing(step, task.seq), active=message.active)
 
     def _sync(self, task: Task, message: Message) -> Facts:
         verdict = verdict_from_payload(message.payload["verdict"])
         answer, method = self._current, self._current.method
+        self._clock.resume()
+        if not (verdict.tokens or verdict.finished):  # the rows of this timestep do not follow what is accepted so far
+            return Facts(rows_out=self._keep_outgoing(method.propose(), task.seq), finished=False)
         said = verdict if answer.has_ended else answer.until_stop(verdict)
         if verdict.finished is None and said.finished is not None:
             self._stop_early(said, task.seq)
@@ -196,6 +213,7 @@ class DraftLoop(RankLoop):
 
     def _window(self, task: Task, message: Message) -> Facts:
         """Propose, draft and take in results, timestep by timestep; a step is back after one timestep per group."""
+        self._clock.restart()
         with self._publisher.publishing(self._current.request.number):
             for seq in range(task.seq, task.seq + message.payload["timesteps"]):
                 if self._untold is not None and self._untold.finished:
@@ -213,6 +231,7 @@ class DraftLoop(RankLoop):
             method.draft()
         self._note_overrun(seq)
         if self._in_flight < self._topology.num_groups:
+            self._clock.restart()
             return  # the pipeline is still filling
         verdict = self._result()
         if verdict is not None:
@@ -224,6 +243,7 @@ class DraftLoop(RankLoop):
                 # Rows that are still under way take the pipeline's whole length to leave it; the client need not wait for them.
                 self._current.is_told = True
                 self._publisher.put(completion_to_event(self._current.completion))
+        method.observe(self._clock.lap())
 
     @property
     def _ranks_report(self) -> bool:
@@ -242,7 +262,9 @@ class DraftLoop(RankLoop):
         return verdict
 
     def _receive_result(self) -> Verdict | None:
+        self._clock.pause()
         verdict = self._transport.receive_envelope(self._topology.final_rank).verdict
+        self._clock.resume()
         self._in_flight -= 1
         return verdict
 

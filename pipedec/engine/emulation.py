@@ -18,7 +18,7 @@ from torch import Tensor
 
 from pipedec.config import ClusterConfig, DeviceConfig, PartitionConfig, ServerConfig
 from pipedec.core import UserError
-from pipedec.decoding import Drafter
+from pipedec.decoding import Beat, Drafter
 from pipedec.engine.plan import Plan, RankTiming
 from pipedec.hardware import Link, PassTime
 from pipedec.scheduler.workflow import Topology
@@ -177,12 +177,20 @@ class EmulatedClock:
         self._topology = topology
         self.total_ms = 0.0
 
-    def add(self, load: TimestepLoad) -> None:
-        self.total_ms += self._compute_ms(load) + self._transfer_ms(load)
+    def add(self, load: TimestepLoad) -> Beat:
+        """Another timestep; returns what rank 0 would measure of it."""
+        timestep_ms = self._compute_ms(load) + self._transfer_ms(load)
+        self.total_ms += timestep_ms
+        forwards = self._forwards_ms(load)
+        waiting_ms = timestep_ms - sum(forwards)
+        return Beat(timestep_ms / 1000, waiting_ms / 1000, tuple(forward / 1000 for forward in forwards))
+
+    def _forwards_ms(self, load: TimestepLoad) -> list[float]:
+        draft = self._emulation.draft
+        return [draft.compute_ms(rows) for rows in load.drafted] if draft else []
 
     def _compute_ms(self, load: TimestepLoad) -> float:
-        draft = self._emulation.draft
-        slowest = sum(draft.compute_ms(rows) for rows in load.drafted) if draft else 0.0
+        slowest = sum(self._forwards_ms(load))
         for group in self._topology.groups:
             inside = [self._send_ms(rank, load) for rank in group[:-1]]
             work = [self._emulation.stages[rank - 1].compute_ms(load.computed[rank]) for rank in group if rank in load.computed]

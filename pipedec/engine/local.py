@@ -13,7 +13,8 @@ from itertools import count
 import torch
 
 from pipedec.core import Metrics, Request, Step, UserError, Verdict
-from pipedec.decoding import Drafter, Method, create_method
+from pipedec.decoding import Beat, Drafter, Experience, Method, create_method
+from pipedec.engine.beat import BeatClock
 from pipedec.engine.emulation import EmulatedClock, Emulation, TimedDrafter, TimestepLoad
 from pipedec.engine.prompt import prefill_chunks
 from pipedec.engine.spec import PipelineSpec
@@ -46,6 +47,9 @@ class LocalPipeline:
         self._device = device
         self._emulation = emulation
         self._load = TimestepLoad()
+        self._experience = Experience(topology.num_groups)
+        self._drafting_clock = BeatClock()
+        self._slowest_seconds = 0.0  # of the groups, in the present timestep
         self.metrics = Metrics()
         self.seed: int | None = None
         self.logprobs: list[dict[int, float]] = []
@@ -74,7 +78,7 @@ class LocalPipeline:
         self.metrics, self.seed, self.logprobs = Metrics(), sampling.seed, []
         clock = EmulatedClock(self._emulation, self._topology) if self._emulation else None
         self._transports = LocalTransport.connect(self._topology.num_stages + 1)
-        method = create_method(request, self._drafter, self._device)
+        method = create_method(request, self._drafter, self._experience, self._device)
         for stage in self._stages.values():
             stage.begin(len(request.prompt_token_ids), sampling)
 
@@ -94,8 +98,10 @@ class LocalPipeline:
             arrivals = self._transmit(method, arrivals)
             method.draft()
             verdict = self._compute(arrivals)
-            if clock is not None:
-                clock.add(self._load)
+            measured = self._beat()
+            beat = measured if clock is None else clock.add(self._load)
+            if timestep >= self._topology.num_groups:
+                method.observe(beat)
             self._load = TimestepLoad()
             self.metrics.timesteps = timestep
             self.metrics.decode_seconds = time.perf_counter() - prefilled
@@ -113,13 +119,16 @@ class LocalPipeline:
 
     def _compute(self, arrivals: list[int]) -> Verdict | None:
         """Every group works on the rows that arrived, its stages one after another; the last may yield a verdict."""
+        self._slowest_seconds = 0.0
         for group, num_rows in zip(self._topology.groups, arrivals, strict=True):
+            started = time.perf_counter()
             for rank in group if num_rows else ():
                 step = self._transports[rank].receive(num_rows, rank - 1)
                 self._load.computed[rank] = step.num_rows
                 self._stages[rank].decode(step)
                 if not self._topology.is_exit(rank):
                     self._pass_on(self._stages[rank].outgoing(), rank)
+            self._slowest_seconds = max(self._slowest_seconds, time.perf_counter() - started)
         return self._final.verdict() if arrivals[-1] else None
 
     def _apply(self, verdict: Verdict, method: Method) -> None:
@@ -146,4 +155,11 @@ class LocalPipeline:
     @contextmanager
     def _drafting(self, rows: int) -> Iterator[None]:
         self._load.drafted.append(rows)
-        yield
+        with self._drafting_clock.forward():
+            yield
+
+    def _beat(self) -> Beat:
+        """What rank 0 would measure if every stage had a device of its own."""
+        forwards = self._drafting_clock.lap().forwards
+        drafting = sum(forwards)
+        return Beat(max(self._slowest_seconds, drafting), max(self._slowest_seconds - drafting, 0.0), forwards)

@@ -41,7 +41,7 @@ class PromptRequest:
                 known = ", ".join(field.name for field in fields(cls))
                 raise UserError(f"a request is an object with the text field prompt; its fields are {known}")
             sampling = _sampling(raw.pop("sampling", {}))
-            tree = TreeParams(**raw.pop("tree", {}))
+            tree = _tree(raw.pop("tree", {}))
             request = cls(**raw, sampling=sampling, tree=tree)
         except (json.JSONDecodeError, TypeError, KeyError) as error:
             raise UserError(f"the request cannot be read: {error}") from error
@@ -74,7 +74,7 @@ def completion_from_event(event: dict) -> Completion:
 def _check_values(prompt: PromptRequest) -> None:
     """Refuse what JSON can say and no rank can work with, before any rank has seen it."""
     for name, value in asdict(prompt.tree).items():
-        if type(value) is not int and not (name == "rows" and value is None):
+        if name != "proposers" and type(value) is not int and not (value is None and name != "depth"):
             raise UserError(f"tree {name} must be a whole number, not {str(value)[:100]!r}")
     _check_size(prompt)
     switches = {"raw": prompt.raw, "trace": prompt.trace, "ignore_eos": prompt.sampling.ignore_eos}
@@ -109,16 +109,24 @@ def _sampling(payload: Any) -> SamplingParams:
     return sampling_from_payload(payload)
 
 
+def _tree(payload: Any) -> TreeParams:
+    if not isinstance(payload, dict):
+        raise TypeError("tree is no object")
+    if not _is_list_of(str, payload.get("proposers", [])):
+        raise UserError("tree proposers must be texts")
+    return TreeParams(**payload)
+
+
 def _is_list_of(kind: type, value: object) -> bool:
     return isinstance(value, list) and all(type(entry) is kind for entry in value)
 
 
 def _check_size(prompt: PromptRequest) -> None:
     tree = prompt.tree
-    if max(tree.width, tree.children, tree.rows or 0) > MAX_TREE:
-        raise UserError(f"tree width, tree children and tree rows must be at most {MAX_TREE}")
+    if max(tree.width or 0, tree.children or 0, tree.rows or 0, tree.forwards or 0) > MAX_TREE:
+        raise UserError(f"tree width, children, rows and forwards must be at most {MAX_TREE}")
     if tree.depth > MAX_DEPTH:
         raise UserError(f"tree depth must be at most {MAX_DEPTH}")
-    layer = tree.rows or tree.width
+    layer = tree.rows or tree.with_defaults().width
     if prompt.method == "stpp" and tree.depth * layer > MAX_TREE:
         raise UserError(f"{tree.depth} layers of {layer} rows are drafted at once: together they must be at most {MAX_TREE}")

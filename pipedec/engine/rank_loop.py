@@ -189,8 +189,7 @@ class StageLoop(RankLoop):
             self._worker.decode(step)
             verdict = self._verdict() if self._rank == self._topology.final_rank else None
         if self._rank == self._topology.final_rank:
-            assert verdict is not None, "the step of this timestep begins with the last accepted token"
-            return Facts(verdict=verdict_to_payload(verdict), active=message.active)
+            return Facts(verdict=verdict_to_payload(verdict or Verdict(())), active=message.active)
         in_group = not self._topology.is_exit(self._rank)
         no_sync = not self._topology.has_sync(message.active)
         leaving = self._worker.outgoing() if in_group or no_sync else None

@@ -60,7 +60,9 @@ class StageWorker:
         self._pending_rows = torch.arange(rows.start, rows.stop, device=self._device)
 
     def sync(self, verdict: Verdict) -> None:
-        """Replay the verdict: commit and prune tree, cache and pending output."""
+        """Replay the verdict: commit and prune tree, cache and pending output. Without tokens there is nothing to replay."""
+        if not verdict.tokens:
+            return
         self._replay(self._tree.advance(verdict.tokens))
 
     def _replay(self, advance: Advance) -> None:

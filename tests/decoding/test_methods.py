@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
+from drafters import PROMPT, ScriptedDrafter, rows
 
 from pipedec.cli.options import METHOD_NAMES
-from pipedec.core import Request, Step, TreeParams, UserError, Verdict
-from pipedec.decoding import METHODS, create_method
+from pipedec.core import Request, TreeParams, UserError, Verdict
+from pipedec.decoding import METHODS, Experience, create_method
+from pipedec.decoding.best_first import BestFirst
 from pipedec.decoding.pipedec import PipeDec
 from pipedec.decoding.plain import PlainPipeline
 from pipedec.decoding.static_tree import StaticTree
-from pipedec.tree import Advance, Candidates, PredictionTree
 
-PROMPT = (1, 2, 3, 4, 5)
 #: after each token: the likeliest next tokens with their probabilities
 BIGRAMS = {
     10: [(11, 0.6), (12, 0.3)],
@@ -29,46 +28,11 @@ BIGRAMS = {
     40: [(41, 0.8), (42, 0.1)],
     41: [(43, 0.8), (44, 0.1)],
 }
-RARE = [(60, 0.02), (61, 0.01)]
-
-
-class ScriptedDrafter:
-    """Answers from a table of bigrams, and knows what it has drafted as a draft model with a cache does."""
-
-    def __init__(self) -> None:
-        self.begun = 0
-        self.drafted = torch.zeros(0, dtype=torch.int64)
-        self.skipped = 0
-        self.expanded: list[list[int]] = []
-        self.prompt: list[int] = []
-
-    def begin(self) -> None:
-        self.begun += 1
-
-    def prefill(self, token_ids: Tensor, prompt_length: int) -> None:
-        assert prompt_length == len(PROMPT)
-        self.prompt += token_ids.tolist()
-
-    def expand(self, tree: PredictionTree, rows: Tensor, children: int) -> Candidates:
-        self.drafted = torch.cat((self.drafted, rows))
-        assert len(self.drafted.unique()) == len(self.drafted), "a row is drafted once"
-        assert torch.isin(torch.nonzero(tree.tree_mask[rows])[:, 1], self.drafted).all(), "ancestors are drafted first"
-        table = [BIGRAMS.get(token, RARE)[:children] for token in tree.token_ids[rows].tolist()]
-        self.expanded.append(tree.token_ids[rows].tolist())
-        return Candidates(
-            rows,
-            torch.tensor([[token for token, _ in line] for line in table]),
-            torch.tensor([[probability for _, probability in line] for line in table]).log(),
-        )
-
-    def advance(self, advance: Advance) -> None:
-        self.skipped += advance.num_rows - len(self.drafted)
-        _, self.drafted = advance.renumber(self.drafted)
 
 
 @pytest.fixture
 def drafter() -> ScriptedDrafter:
-    return ScriptedDrafter()
+    return ScriptedDrafter(BIGRAMS)
 
 
 def pipedec(drafter: ScriptedDrafter, width: int = 3, children: int = 2, token: int = 10) -> PipeDec:
@@ -77,12 +41,6 @@ def pipedec(drafter: ScriptedDrafter, width: int = 3, children: int = 2, token: 
     method.prefill(torch.tensor(PROMPT))
     method.apply(Verdict((token,)))
     return method
-
-
-def rows(step: Step | None) -> list[tuple[int, int]]:
-    """(token, parent) of every row."""
-    assert step is not None and step.hidden is None
-    return list(zip(step.token_ids.tolist(), step.parents.tolist(), strict=True))
 
 
 def test_the_tree_grows_by_one_layer_a_timestep(drafter: ScriptedDrafter) -> None:
@@ -220,7 +178,7 @@ def test_plain_pipeline_waits_for_every_token() -> None:
 
 @pytest.mark.parametrize("name", METHODS)
 def test_the_last_verdict_proposes_and_counts_nothing(name: str, drafter: ScriptedDrafter) -> None:
-    method = create_method(Request(0, PROMPT, method=name), drafter)
+    method = create_method(Request(0, PROMPT, method=name), drafter, Experience(passage=2))
     method.prefill(torch.tensor(PROMPT))
     method.apply(Verdict((10,)))
     method.propose()
@@ -231,14 +189,18 @@ def test_the_last_verdict_proposes_and_counts_nothing(name: str, drafter: Script
 
 
 def test_create_method(drafter: ScriptedDrafter) -> None:
-    assert isinstance(create_method(Request(0, PROMPT, method="pp"), None), PlainPipeline)
-    assert isinstance(create_method(Request(0, PROMPT, method="pipedec"), drafter), PipeDec)
-    assert isinstance(create_method(Request(0, PROMPT, method="stpp"), drafter), StaticTree)
+    experience = Experience(passage=2)
+    assert isinstance(create_method(Request(0, PROMPT, method="pp"), None, experience), PlainPipeline)
+    assert isinstance(create_method(Request(0, PROMPT, method="pipedec"), drafter, experience), PipeDec)
+    assert isinstance(create_method(Request(0, PROMPT, method="stpp"), drafter, experience), StaticTree)
+    assert isinstance(create_method(Request(0, PROMPT), drafter, experience), BestFirst)
+    assert isinstance(create_method(Request(0, PROMPT), None, experience), BestFirst)
     for name in ("stpp", "pipedec"):
-        with pytest.raises(UserError, match=rf"^method {name} needs a draft model: give --draft DIR, or use --method pp$"):
-            create_method(Request(0, PROMPT, method=name), None)
-    with pytest.raises(UserError, match=r"^unknown method 'best': choose one of pp, stpp, pipedec$"):
-        create_method(Request(0, PROMPT, method="best"), drafter)
+        remedy = "give --draft DIR, or use --method pipedec-bestfirst"
+        with pytest.raises(UserError, match=rf"^method {name} needs a draft model: {remedy}$"):
+            create_method(Request(0, PROMPT, method=name), None, experience)
+    with pytest.raises(UserError, match=r"^unknown method 'best': choose one of pp, stpp, pipedec, pipedec-bestfirst$"):
+        create_method(Request(0, PROMPT, method="best"), drafter, experience)
 
 
 def test_the_command_line_offers_every_method() -> None:

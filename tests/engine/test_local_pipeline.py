@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoints import save_tiny_llama
+from timesteps import check_timesteps
 from transformers import LlamaForCausalLM, PreTrainedModel
 
 from pipedec.core import Metrics, Request, SamplingParams, TreeParams, UserError, Verdict
@@ -79,13 +80,8 @@ def answer(pipeline: LocalPipeline, asked: Request) -> tuple[tuple[int, ...], st
 
 
 def check_metrics(metrics: Metrics, groups: int, num_tokens: int, method: str = "pipedec") -> None:
-    """Paper §3.3.4: a hit yields its token one timestep later, a miss after the whole pipeline.
-
-    A static tree crosses the whole pipeline for each of its roots, which are its misses, after a timestep of the draft alone.
-    """
     assert metrics.hits + metrics.misses == num_tokens - 1
-    static = (groups + 1) * metrics.misses
-    assert metrics.timesteps == (static if method == "stpp" else metrics.hits + groups * metrics.misses)
+    check_timesteps(metrics, groups, method)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
@@ -103,6 +99,44 @@ def test_every_method_says_what_transformers_says(models: Path, shape: tuple[int
         assert set(hits.values()) == {0}
     else:
         assert hits["pipedec", "same"] > hits["pipedec", "near"] > hits["pipedec", "random"]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: f"{shape[0]}in{shape[1]}")
+def test_best_first_injection_says_what_transformers_says(models: Path, shape: tuple[int, int]) -> None:
+    """With limits found while decoding or set by hand, with either proposer, at any width."""
+    wanted = expected(models / "target", PROMPT, NUM_TOKENS)
+    trees = (
+        TreeParams(), TreeParams(width=1, forwards=2), TreeParams(width=5, children=3, forwards=3),
+        TreeParams(width=124, forwards=8, proposers=("draft",)), TreeParams(width=4, proposers=("ngrams",)),
+    )  # fmt: skip
+    hits = {}
+    for draft in ("same", "near", "random"):
+        pipeline = make_pipeline(models, shape, draft)
+        for tree in trees:
+            asked = request(method="pipedec-bestfirst", tree=tree, ignore_eos=True)
+            assert answer(pipeline, asked) == (wanted, "length")
+            check_metrics(pipeline.metrics, shape[1], NUM_TOKENS, "pipedec-bestfirst")
+            hits[draft, tree] = pipeline.metrics.hits
+    assert hits["same", trees[2]] > hits["random", trees[2]]
+
+
+def test_best_first_injection_needs_no_draft(models: Path) -> None:
+    pipeline = make_pipeline(models, (4, 4), draft=None)
+    prompt = PROMPT + expected(models / "target", PROMPT, NUM_TOKENS)[:-1] + PROMPT
+    wanted = expected(models / "target", prompt, NUM_TOKENS)
+    assert answer(pipeline, request(prompt, method="pipedec-bestfirst", ignore_eos=True)) == (wanted, "length")
+    with pytest.raises(UserError, match="has no proposer"):
+        answer(pipeline, request(method="pipedec-bestfirst", tree=TreeParams(proposers=("draft",))))
+
+
+def test_a_sure_draft_enters_several_layers_at_once(models: Path) -> None:
+    """The draft is the target itself, so that one timestep can yield as many tokens as it drafts forwards."""
+    pipeline = make_pipeline(models, (4, 4), "same", "float64")
+    wanted = expected(models / "target", PROMPT, 60, "float64")
+    asked = request(num_tokens=60, method="pipedec-bestfirst", tree=TreeParams(width=32, forwards=3), ignore_eos=True)
+    for _ in range(3):  # until it has learned to trust the draft
+        assert answer(pipeline, asked) == (wanted, "length")
+    assert pipeline.metrics.timesteps < 59
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: f"{shape[0]}in{shape[1]}")

@@ -10,6 +10,7 @@ import naive_sampling
 import pytest
 import torch
 from checkpoints import save_tiny_llama
+from timesteps import check_timesteps
 from tiny_pair import Pair
 from transformers import LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -92,9 +93,8 @@ def test_one_seed_gives_one_answer(models: Path, answers: dict[str, tuple[int, .
             assert answer(pipeline, asked(sampling, method)) == answers[name], (name, method)
             metrics = pipeline.metrics
             assert metrics.hits + metrics.misses == NUM_TOKENS - 1
-            static = (shape[1] + 1) * metrics.misses
-            assert metrics.timesteps == (static if method == "stpp" else metrics.hits + shape[1] * metrics.misses)
-            assert metrics.hits > 0 or method == "pp" or (method, shape[1]) == ("pipedec", 1)
+            check_timesteps(metrics, shape[1], method)
+            assert metrics.hits > 0 or method == "pp" or (method.startswith("pipedec") and shape[1] == 1)
             assert pipeline.seed == sampling.seed
 
 
@@ -237,12 +237,12 @@ def test_a_stop_string_ends_the_answer_before_it(
         assert cut.text == whole.text[: whole.text.index(stop)]
         metrics = cut.metrics
         assert metrics.hits + metrics.misses == kept - 1
-        static = (groups + 1) * metrics.misses
-        assert metrics.timesteps == (static if method == "stpp" else metrics.hits + groups * metrics.misses)
-        assert metrics.timesteps <= whole.metrics.timesteps
+        check_timesteps(metrics, groups, method)
         # Ranks that report when the answer has ended change nothing, nor do tokens that were already judged.
         told = ask(well_drafted, replace(sampling, stop=(stop,), logprobs=0), method, trace=True)
-        assert (told.token_ids, told.text, told.metrics.timesteps) == (cut.token_ids, cut.text, metrics.timesteps)
+        assert (told.token_ids, told.text) == (cut.token_ids, cut.text)
+        if method != "pipedec-bestfirst":  # which goes on learning
+            assert metrics.timesteps == told.metrics.timesteps <= whole.metrics.timesteps
         assert told.logprobs is not None and [next(iter(found)) for found in told.logprobs] == cut.token_ids
     unstopped = ask(well_drafted, replace(sampling, stop=("never said", whole.text + "!")), method)
     assert (unstopped.token_ids, unstopped.text, unstopped.finish_reason) == (whole.token_ids, whole.text, "length")

@@ -29,9 +29,13 @@ MAX_OVERRUN = 0.02
 )
 @click.option("--cluster", type=PATH, help="A cluster.yaml whose partitions are the presets (default: the paper's cluster).")
 @click.option("--stages", help="Stage counts, like 1,2,4: of a preset's first device, or real ones without a preset.")
-@click.option("--methods", default="pp,stpp,stpp-tuned,pipedec", show_default=True, help="Also slm: a small model alone.")
-@click.option("--widths", default="32", show_default=True, help="Rows per tree layer.")
-@click.option("--children", default="16", show_default=True, help="Children per row.")
+@click.option(
+    "--methods", default="pp,stpp,stpp-tuned,pipedec,pipedec-bestfirst", show_default=True, help="Also slm: a small model alone."
+)
+@click.option("--widths", help="Rows per timestep, like 16,32 (default: pipedec-bestfirst finds its own, others 32).")
+@click.option("--children", help="Children per row (default: pipedec-bestfirst finds its own, others 16).")
+@click.option("--forwards", type=int, help="pipedec-bestfirst: draft forwards per timestep (default: what fits).")
+@click.option("--proposers", default="draft,ngrams", show_default=True, help="pipedec-bestfirst: who may name tokens.")
 @click.option(
     "--prompts", "sources", multiple=True, help="[NAME=]FILE[#KEY=VALUE,…]: JSONL, JSONL.gz or CSV, or some records of it."
 )
@@ -82,8 +86,9 @@ def sweep(sources: tuple[str, ...], texts: tuple[str, ...], field: str | None, o
 
 
 def _config(
-    presets: str | None, cluster: Path | None, stages: str | None, methods: str, widths: str, children: str, samples: int,
-    seed: int, temperature: float, top_k: int, top_p: float, max_tokens: int, repeats: int, clock: str, slow_motion: float,
+    presets: str | None, cluster: Path | None, stages: str | None, methods: str, widths: str | None, children: str | None,
+    forwards: int | None, proposers: str, samples: int, seed: int,
+    temperature: float, top_k: int, top_p: float, max_tokens: int, repeats: int, clock: str, slow_motion: float,
     raw_prompt: bool, target: Path | None, draft: str | None, small: Path | None,
 ) -> SweepConfig:  # fmt: skip
     from pipedec.bench.sweep import SweepConfig
@@ -94,8 +99,10 @@ def _config(
         presets=tuple(presets.split(",")) if presets else (),
         stages=numbers("--stages", stages) if stages else (),
         methods=tuple(methods.split(",")),
-        widths=numbers("--widths", widths),
-        children=numbers("--children", children),
+        widths=numbers("--widths", widths) if widths else (),
+        children=numbers("--children", children) if children else (),
+        forwards=forwards,
+        proposers=tuple(proposers.split(",")),
         samples=samples,
         seed=seed,
         repeats=repeats,
@@ -181,7 +188,7 @@ def _tree(row: dict[str, Any]) -> str:
     tree = row["tree"]
     if tree is None:
         return "-"
-    size = f"{tree['width']}×{tree['children']}" if tree["rows"] is None else f"{tree['rows']} rows"
+    size = f"{tree['width'] or 'auto'}×{tree['children'] or 'auto'}" if tree["rows"] is None else f"{tree['rows']} rows"
     return f"{size}, depth {tree['depth']}" if row["method"].startswith("stpp") else size
 
 

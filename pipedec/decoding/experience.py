@@ -1,0 +1,50 @@
+"""What rank 0 has learned from verdicts and timesteps, kept from one answer to the next."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TypeVar
+
+import torch
+
+from pipedec.core import Request, SamplingParams, TreeParams
+from pipedec.decoding.acceptance import Acceptance
+from pipedec.decoding.controller import Controller
+
+_MOST = 64  # ways to decode that are remembered
+_T = TypeVar("_T")
+_Key = tuple[SamplingParams, TreeParams]
+
+
+class Experience:
+    """One ``Acceptance`` and one ``Controller`` for each way to sample and each set of limits: greedy and stochastic differ.
+
+    Args:
+        passage: timesteps that a row is in the pipeline.
+    """
+
+    def __init__(self, passage: int) -> None:
+        self._passage = passage
+        self._acceptances: dict[_Key, Acceptance] = {}
+        self._controllers: dict[_Key, Controller] = {}
+
+    def acceptance(self, request: Request, prior: tuple[float, ...], device: torch.device | str) -> Acceptance:
+        return _kept(self._acceptances, _key(request), lambda: Acceptance(prior, device))
+
+    def controller(self, request: Request) -> Controller:
+        return _kept(self._controllers, _key(request), lambda: Controller(request.tree, self._passage))
+
+
+def _kept(known: dict[_Key, _T], key: _Key, make: Callable[[], _T]) -> _T:
+    """What is known for ``key``, made if it is new; what was asked for longest ago makes room for it."""
+    found = known.pop(key, None) or make()
+    known[key] = found
+    if len(known) > _MOST:
+        del known[next(iter(known))]
+    return found
+
+
+def _key(request: Request) -> _Key:
+    sampling = replace(request.sampling, seed=None, max_tokens=1, stop=(), stop_token_ids=(), logprobs=None, ignore_eos=False)
+    return sampling, request.tree

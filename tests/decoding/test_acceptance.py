@@ -1,0 +1,118 @@
+"""The choice model against its formula, and against sources whose probabilities are known."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from pipedec.decoding.acceptance import Acceptance
+from pipedec.decoding.choices import NO_TOKEN, Choices
+
+PRIOR = (1.0, 0.0)
+
+
+def random_choices(lines: int, seed: int = 0) -> Choices:
+    """Some of three choices are missing."""
+    generator = torch.Generator().manual_seed(seed)
+    token_ids = torch.arange(3 * lines).view(lines, 3)
+    token_ids = token_ids.masked_fill(torch.rand(lines, 3, generator=generator) < 0.3, NO_TOKEN)
+    return Choices(torch.arange(lines), token_ids, torch.randn(lines, 4, 2, generator=generator))
+
+
+def test_chances_are_a_conditional_logit() -> None:
+    choices = random_choices(40)
+    acceptance = Acceptance((0.7, -1.3))
+    acceptance.weights[-1] = 0.4
+    chances = acceptance.log_chances(choices).exp()
+    for tokens, features, found in zip(choices.token_ids.tolist(), choices.features.tolist(), chances.tolist(), strict=True):
+        scores = [math.exp(0.7 * line[0] - 1.3 * line[1]) for line in features]
+        named = [score * (token != NO_TOKEN) for score, token in zip(scores, tokens, strict=False)]
+        others = scores[-1] * math.exp(0.4)
+        assert found == pytest.approx([score / (sum(named) + others) for score in named], rel=1e-4)
+        assert sum(found) + others / (sum(named) + others) == pytest.approx(1, abs=1e-5)
+
+
+@dataclass(frozen=True)
+class Source:
+    """Draws what follows each of three rows; a draft says probabilities that are too sure of themselves."""
+
+    said: Tensor  # [D, K]
+    true: Tensor  # [D, K + 1]
+
+    @classmethod
+    def overrated(cls) -> Source:
+        """The truth is the square root of what the draft says, others twice as likely, and the second proposer's word."""
+        said = torch.tensor([[0.9, 0.08], [0.6, 0.3], [0.97, 0.02]])
+        rest = 1 - said.sum(1, keepdim=True)
+        true = torch.cat((said, rest), 1).sqrt() * torch.tensor([1.0, 3.0, 2.0])
+        return cls(said, true / true.sum(1, keepdim=True))
+
+    def choices(self) -> Choices:
+        rows, children = self.said.shape
+        rest = 1 - self.said.sum(1, keepdim=True)
+        likely = torch.cat((self.said, rest), 1).log()
+        marked = torch.zeros_like(likely)
+        marked[:, 1] = 1
+        token_ids = torch.arange(children).expand(rows, -1)
+        token_ids = torch.nn.functional.pad(token_ids, (0, 1), value=NO_TOKEN)
+        features = torch.stack((likely, marked), -1)
+        padded = torch.cat((features[:, :-1], features[:, -2:-1], features[:, -1:]), 1)  # a missing choice looks like the last
+        return Choices(torch.arange(rows), token_ids, padded)
+
+    @property
+    def entropy(self) -> float:
+        return float(-(self.true * self.true.log()).sum(1).mean())
+
+    def loss(self, acceptance: Acceptance) -> float:
+        """Expected −log of the chance of what follows, in nats."""
+        named = acceptance.log_chances(self.choices())[:, :-1].exp()
+        others = 1 - named.sum(1, keepdim=True)
+        return float(-(self.true * torch.cat((named, others), 1).log()).sum(1).mean())
+
+
+def test_it_learns_what_a_source_is_like() -> None:
+    source, generator = Source.overrated(), torch.Generator().manual_seed(3)
+    choices, acceptance = source.choices(), Acceptance(PRIOR)
+    prior_loss = source.loss(acceptance)
+    assert prior_loss > source.entropy + 0.2
+    for count in range(1500):
+        row = count % 3
+        drawn = int(torch.multinomial(source.true[row], 1, generator=generator))
+        token = drawn if drawn < 2 else 77
+        assert acceptance.observe(choices, row, token) is (drawn < 2)
+    assert source.entropy - 1e-4 <= source.loss(acceptance) < source.entropy + 0.02
+
+
+def test_every_observation_makes_what_was_seen_likelier() -> None:
+    choices = random_choices(8)
+    for row, column in torch.nonzero(choices.token_ids != NO_TOKEN).tolist():
+        acceptance = Acceptance(PRIOR)
+        before = acceptance.log_chances(choices)[row, column]
+        assert acceptance.observe(choices, row, int(choices.token_ids[row, column])) is True
+        assert acceptance.log_chances(choices)[row, column] > before
+    acceptance = Acceptance(PRIOR)
+    named_before = acceptance.log_chances(choices).exp().sum(1)[0]
+    assert acceptance.observe(choices, 0, 1000) is False
+    assert acceptance.log_chances(choices).exp().sum(1)[0] < named_before
+
+
+def test_a_row_that_was_not_drafted_teaches_nothing() -> None:
+    choices, acceptance = random_choices(3), Acceptance(PRIOR)
+    before = acceptance.weights.clone()
+    assert acceptance.observe(choices, 3, 0) is None
+    assert torch.equal(acceptance.weights, before)
+
+
+def test_missing_choices_have_no_chance() -> None:
+    choices, acceptance = random_choices(40), Acceptance(PRIOR)
+    missing = choices.token_ids == NO_TOKEN
+    for row in range(40):
+        acceptance.observe(choices, row, 1000)
+        chances = acceptance.log_chances(choices)
+        assert (chances[missing] == -torch.inf).all()
+        assert chances[~missing].isfinite().all()
+        assert acceptance.weights.isfinite().all()

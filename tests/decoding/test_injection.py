@@ -1,0 +1,241 @@
+"""The tree of best-first injection against a naive model of Python paths, a stage's tree beside both."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from drafters import rows
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from pipedec.decoding.choices import NO_TOKEN, Choices
+from pipedec.decoding.injection import InjectionTree
+from pipedec.tree import PredictionTree
+
+TokenPath = tuple[int, ...]
+VOCABULARY = 6
+CHILDREN = 3
+
+
+@dataclass
+class Naive:
+    """Every row and choice is the tuple of token ids on its path from the root.
+
+    Attributes:
+        chances: log of the chance of each row and choice, from the root on.
+        rows: those that are rows.
+        entered: in the order in which they entered.
+    """
+
+    chances: dict[TokenPath, float] = field(default_factory=dict)
+    rows: set[TokenPath] = field(default_factory=set)
+    drafted: set[TokenPath] = field(default_factory=set)
+    entered: list[TokenPath] = field(default_factory=list)
+
+    def check_likeliest(self, taken: list[TokenPath], done: set[TokenPath], count: int) -> None:
+        """``taken`` are the likeliest ``count`` of what is not ``done``, and come after their parents."""
+        left = [path for path in self.chances if path not in done]
+        assert len(taken) == len(set(taken)) == min(count, len(left))
+        assert not set(taken) & done
+        untaken = [self.chances[path] for path in left if path not in taken]
+        assert not taken or not untaken or min(self.chances[path] for path in taken) >= max(untaken) - 5e-5
+        for index, path in enumerate(taken):
+            assert len(path) == 1 or path[:-1] in done or path[:-1] in taken[:index]
+        self.rows |= set(taken)
+
+    def plant(self, token: int) -> None:
+        self.chances[(token,)] = 0.0
+        self.rows.add((token,))
+
+    def advance(self, tokens: list[int]) -> None:
+        root = (self.entered[0][0], *tokens) if self.entered else (*tokens,)
+        offset = self.chances.get(root, 0.0)
+        depth = len(root) - 1
+        self.chances = {
+            path[depth:]: chance - offset
+            for path, chance in self.chances.items()
+            if path[: depth + 1] == root and (root in self.rows)
+        }
+        self.rows, self.drafted = (
+            {path[depth:] for path in paths if path[: depth + 1] == root} for paths in (self.rows, self.drafted)
+        )
+        self.entered = [path[depth:] for path in self.entered if path[: depth + 1] == root]
+
+
+def paths_of(tree: PredictionTree) -> list[TokenPath]:
+    paths: list[TokenPath] = []
+    for token, parent in zip(tree.token_ids.tolist(), tree.parents.tolist(), strict=True):
+        paths.append((*(paths[parent] if parent >= 0 else ()), token))
+    return paths
+
+
+class Trio:
+    """The injection tree, the naive one, and the tree of a stage that sees the steps and the verdicts alone."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed)
+        self._naive = Naive()
+        self._stage = PredictionTree(block=4)
+        self._stage.reset(9)
+        self._injection = InjectionTree(9)
+        self._accept([self._random.randrange(VOCABULARY)])
+
+    def run(self, operations: int) -> None:
+        for _ in range(operations):
+            self._random.choice((self._draft, self._enter, self._enter, self._verdict))()
+            self._check()
+
+    def _draft(self) -> None:
+        count = self._random.randint(1, 4)
+        taken = self._injection.undrafted(count)
+        assert (taken.diff() > 0).all()
+        paths = paths_of(self._injection.tree)
+        new = [paths[row] for row in taken.tolist()]
+        self._naive.check_likeliest(new, self._naive.drafted, count)
+        self._naive.drafted |= set(new)
+        lines = [self._line(path) for path in new]
+        if new:
+            token_ids, log_chances = ([[pair[side] for pair in line] for line in lines] for side in (0, 1))
+            features = torch.zeros(len(new), CHILDREN + 1, 1)
+            self._injection.add(Choices(taken, torch.tensor(token_ids), features), torch.tensor(log_chances))
+
+    def _line(self, path: TokenPath) -> list[tuple[int, float]]:
+        """Some distinct tokens that may follow, the first one sometimes for sure."""
+        tokens = self._random.sample(range(VOCABULARY), CHILDREN)
+        chances = [math.log(self._random.uniform(0.01, 0.9)) for _ in tokens]
+        if self._random.random() < 0.2:
+            chances[0] = 0.0
+        if self._random.random() < 0.3:
+            tokens[-1], chances[-1] = NO_TOKEN, -math.inf
+        for token, chance in zip(tokens, chances, strict=True):
+            if token != NO_TOKEN:
+                self._naive.chances[(*path, token)] = self._naive.chances[path] + min(chance, -1e-4)
+        return list(zip(tokens, chances, strict=True))
+
+    def _enter(self) -> None:
+        count = self._random.randint(1, 5)
+        step, chances = self._injection.enter(count)
+        new: list[TokenPath] = []
+        if step is not None:
+            where = self._stage.append(step.token_ids, step.parents)
+            new = paths_of(self._stage)[where]
+        self._naive.check_likeliest(new, set(self._naive.entered), count)
+        self._naive.entered += new
+        expected = sorted(math.exp(self._naive.chances[path]) for path in new)
+        assert sorted(chances.tolist()) == pytest.approx(expected, abs=1e-4)
+
+    def _verdict(self) -> None:
+        """Some rows that have entered, and one token more: in the pipeline, drafted, a choice, or nothing of these."""
+        if self._naive.entered:
+            walk = self._random.choice(self._naive.entered)
+            self._accept([*walk[1:], self._random.randrange(VOCABULARY)])
+
+    def _accept(self, tokens: list[int]) -> None:
+        root = self._naive.entered[0][:1] if self._naive.entered else ()
+        has_entered = (*root, *tokens) in self._naive.entered
+        is_row = (*root, *tokens) in self._naive.rows
+        self._naive.advance(tokens)
+        self._stage.advance(tokens)
+        advance, found = self._injection.advance(tokens)
+        assert (advance.hit, found) == (is_row, has_entered)
+        if not advance.hit:
+            self._injection.plant(tokens[-1])
+            self._naive.plant(tokens[-1])
+
+    def _check(self) -> None:
+        assert set(paths_of(self._injection.tree)) == self._naive.rows
+        assert paths_of(self._stage) == self._naive.entered
+        assert not self._naive.entered or self._stage.root_position == self._injection.tree.root_position
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.integers(0, 2**32), st.integers(5, 30))
+def test_random_drafts_entries_and_verdicts_match_a_naive_model(seed: int, operations: int) -> None:
+    Trio(seed).run(operations)
+
+
+def planted(token: int = 1) -> InjectionTree:
+    injection = InjectionTree(0)
+    injection.advance([token])
+    injection.plant(token)
+    return injection
+
+
+def draft(injection: InjectionTree, count: int, table: dict[int, list[tuple[int, float]]]) -> list[int]:
+    """Draft the likeliest rows; returns their tokens. What follows a token is looked up in ``table``."""
+    taken = injection.undrafted(count)
+    tokens: list[int] = injection.tree.token_ids[taken].tolist()
+    lines = [table[token] for token in tokens]
+    token_ids, chances = (torch.tensor([[pair[side] for pair in line] for line in lines]) for side in (0, 1))
+    injection.add(Choices(taken, token_ids, torch.zeros(len(lines), token_ids.shape[1] + 1, 1)), chances.log())
+    return tokens
+
+
+TABLE = {
+    1: [(2, 0.6), (3, 0.3)],
+    2: [(4, 0.9), (5, 0.05)],
+    3: [(6, 0.5), (7, 0.4)],
+    4: [(8, 0.9), (9, 0.05)],
+    6: [(10, 0.9), (11, 0.05)],
+    8: [(12, 0.9), (13, 0.05)],
+}
+
+
+def test_rows_of_mixed_depth_enter_in_one_step() -> None:
+    injection = planted()
+    assert [draft(injection, 1, TABLE) for _ in range(3)] == [[1], [2], [4]]
+    step, chances = injection.enter(5)
+    assert rows(step) == [(1, -1), (2, 0), (4, 1), (8, 2), (3, 0)]
+    assert sorted(chances.tolist()) == pytest.approx([0.3, 0.486, 0.54, 0.6, 1.0])
+
+
+def test_late_siblings_enter_after_their_elder_ones() -> None:
+    """A row entered steps ago gets another child when nothing likelier is left; its number is that of its entry."""
+    injection = planted()
+    for _ in range(3):
+        draft(injection, 1, TABLE)
+    entered = [rows(injection.enter(2)[0]) for _ in range(4)]
+    # 1, 2 · 4 (0.54), 8 (0.486) · 3 (0.3), 5 (0.03) · 9 (0.027)
+    assert entered == [[(1, -1), (2, 0)], [(4, 1), (8, 2)], [(3, 0), (5, 1)], [(9, 2)]]
+    step, chances = injection.enter(2)
+    assert step is None and not len(chances)
+
+
+def test_a_subtree_that_was_drafted_but_not_entered_enters_whole_after_its_root_is_accepted() -> None:
+    injection = planted()
+    assert rows(injection.enter(1)[0]) == [(1, -1)]
+    assert [draft(injection, count, TABLE) for count in (1, 2, 2)] == [[1], [2, 3], [4, 6]]
+    advance, has_entered = injection.advance([3])
+    assert (advance.hit, has_entered) == (True, False)
+    step, chances = injection.enter(4)
+    assert rows(step) == [(3, -1), (6, 0), (10, 1), (7, 0)]
+    assert sorted(chances.tolist()) == pytest.approx([0.4, 0.45, 0.5, 1.0])
+
+
+def test_an_accepted_row_in_the_pipeline_keeps_the_numbers_below_it() -> None:
+    injection = planted()
+    for _ in range(3):
+        draft(injection, 1, TABLE)
+    injection.enter(5)  # 1, 2, 4, 8, 3
+    _, has_entered = injection.advance([2])
+    assert has_entered
+    assert rows(injection.enter(2)[0]) == [(5, 0), (9, 1)]
+    _, has_entered = injection.advance([4, 9])
+    assert has_entered
+    assert injection.enter(2)[0] is None
+
+
+def test_a_certain_choice_is_not_taken_before_its_row() -> None:
+    injection = planted()
+    certain: dict[int, list[tuple[int, float]]] = {token: [(token + 1, 1.0)] for token in range(1, 30)}
+    for _ in range(20):
+        draft(injection, 1, certain)
+    entered: list[Tensor] = []
+    while (step := injection.enter(3)[0]) is not None:
+        entered.append(step.parents)
+    assert torch.cat(entered).tolist() == list(range(-1, 20))
