@@ -48,7 +48,7 @@ class DraftRecipe:
     target has said the next token by itself, it counts ``answer_weight`` times.
     """
 
-    steps: int = 1200
+    steps: int = 500
     batch: int = 10
     length: int = 512
     long_batch: int = 2
