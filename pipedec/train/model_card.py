@@ -60,7 +60,7 @@ target's distribution ({distribution:.0%}) and its likeliest token ({greedy:.0%}
 """
 
 _LONG_CONTINUATION = """
-The draft was continued once more by the same command, for long prompts and for prompts unlike the text above. A step has
+The draft was continued once more, by the same command with another recipe, for long prompts and for prompts unlike the text above. A step has
 {batch} × {length} and {long_batch} × {long_length:,} tokens; {steps:,} steps, learning rate {learning_rate} falling to a
 twentieth: {seen_tokens:,} tokens. The short rows ({passes:.1f} passes) are {text_tokens:,} tokens of text ({text_shares})
 and {on_policy_tokens:,} tokens of prompts ({prompts})
