@@ -60,15 +60,17 @@ target's distribution ({distribution:.0%}) and its likeliest token ({greedy:.0%}
 """
 
 _LONG_CONTINUATION = """
-The draft was continued once more, by the same command with another recipe, for long prompts and for prompts unlike the text above. A step has
-{batch} × {length} and {long_batch} × {long_length:,} tokens; {steps:,} steps, learning rate {learning_rate} falling to a
-twentieth: {seen_tokens:,} tokens. The short rows ({passes:.1f} passes) are {text_tokens:,} tokens of text ({text_shares})
-and {on_policy_tokens:,} tokens of prompts ({prompts})
-with what the target says to them by itself (greedy, up to {new_tokens} tokens). The long rows ({long_passes:.1f} passes) are
-{long_tokens:,} tokens of {passages:,} passages and the target's answers. Requests and passages are made by rule: templates of
-questions and instructions, filled with docstrings, Python's help topics, word problems, and invented words; a passage has 256
-tokens or more. The loss is the cross-entropy with the target's distribution ({distribution:.0%}) and its likeliest token
-({greedy:.0%}); a token that the target said by itself counts {answer_weight:g} times.
+The draft was continued once more, by the same command with another recipe, for long prompts and for prompts unlike the text
+above. A step has {batch} × {length} and {long_batch} × {long_length:,} tokens; {steps:,} steps, learning rate {learning_rate}
+falling to a twentieth: {seen_tokens:,} tokens. The short rows ({passes:.1f} passes) are {text_tokens:,} tokens of text
+({text_shares}) and {on_policy_tokens:,} tokens of prompts
+({prompts}) with what the target says to
+them by itself (greedy, up to {new_tokens} tokens). The long rows ({long_passes:.1f} passes) are {long_tokens:,} tokens of
+{passages:,} passages and the target's answers; what a row's end cuts off comes again in the next. Requests and passages are made
+by rule: templates of questions and instructions, filled with docstrings, Python's help topics, word problems, and invented
+words; a passage has 256 tokens or more. The loss is the cross-entropy with the target's distribution ({distribution:.0%})
+and its likeliest token ({greedy:.0%}); a token that the target said by itself counts {answer_weight:g} times. The target never
+saw more than {length} tokens at once: what it says to longer prompts, and the draft learns to foresee, is mostly repetition.
 """
 
 _ON_POLICY = """
