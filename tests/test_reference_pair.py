@@ -13,6 +13,7 @@ from pipedec.engine.spec import REFERENCE_PAIR, PipelineSpec
 from pipedec.engine.verify import Reference
 from pipedec.train.continuations import Continuation
 from pipedec.train.draft import on_policy_agreement
+from pipedec.train.model_card import model_card
 
 PROMPTS = [
     "A farmer has 15 cows and buys 7 more. Then he sells 4. How many cows does he have now?",
@@ -44,10 +45,13 @@ def test_the_report_tells_how_the_draft_came_to_agree() -> None:
     for family, row in report["held_out"].items():
         assert row["target_loss"] < row["draft_loss"], f"the target must be better than its draft on {family}"
         assert row["top16"] > 0.85
-    before = report["continuations"][0]["before"]
+    first, last = (report["continuations"][number]["before"] for number in (0, -1))
     for kind in ("held_out", "on_policy"):
-        assert report[kind].keys() == before[kind].keys()
-        assert all(row["top1"] > before[kind][family]["top1"] for family, row in report[kind].items())
+        assert report[kind].keys() == last[kind].keys() >= first[kind].keys()
+        assert all(report[kind][family]["top1"] > row["top1"] for family, row in first[kind].items())
+    gains = [row["top1"] - last["on_policy"][family]["top1"] for family, row in report["on_policy"].items()]
+    assert min(gains) > -0.01 and sum(gains) / len(gains) > 0.03
+    assert (REFERENCE_PAIR / "README.md").read_text() == model_card(report)
 
 
 def test_the_draft_agrees_with_the_targets_own_words() -> None:

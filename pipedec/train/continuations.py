@@ -1,4 +1,4 @@
-"""What the target says by itself: greedy continuations of prompts cut out of documents.
+"""What the target says by itself: greedy continuations of prompts, which are cut out of documents or made of their words.
 
 Owns the prompts, their generation in large batches and the files that keep what was generated, so that a killed run
 continues. It does not know the draft, which learns from these sequences because greedy decoding is what it has to predict.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -18,11 +19,15 @@ from torch import Tensor
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from pipedec.core import UserError
-from pipedec.train.corpus import ASSISTANT, BEGIN, Document
+from pipedec.train import requests
+from pipedec.train.corpus import ASSISTANT, BEGIN, Document, conversation
 
 _MAX_PROMPT_TOKENS = 224
+_MIN_PASSAGE_TOKENS = 256
+_MAX_DRAWS = 20  # for one prompt of a fitting length
 _CUT_TOKENS = (32, 160)  # of source text, which has no question to stop at
 _BATCH = 96
+_BATCH_TOKENS = 16_384  # of prompts, with their padding
 
 
 @dataclass(frozen=True)
@@ -56,6 +61,32 @@ def _prompt(text: str, tokenizer: PreTrainedTokenizerFast, rng: random.Random) -
     return ids[: rng.randint(*_CUT_TOKENS)]
 
 
+def request_prompts(
+    documents: list[Document], tokenizer: PreTrainedTokenizerFast, num_prompts: int, seed: int
+) -> list[list[int]]:
+    """Token ids of ``num_prompts`` short requests made of the documents' prose; fewer if few fit."""
+    texts = requests.prose(documents)
+    drawn = islice(requests.requests(texts, random.Random(seed)), _MAX_DRAWS * num_prompts) if texts else iter(())
+    return list(islice((ids for ids in _turns(drawn, tokenizer) if len(ids) <= _MAX_PROMPT_TOKENS), num_prompts))
+
+
+def passage_prompts(
+    documents: list[Document], tokenizer: PreTrainedTokenizerFast, num_prompts: int, max_tokens: int, seed: int
+) -> list[list[int]]:
+    """Token ids of ``num_prompts`` passages of the documents' prose, each with an instruction; fewer if few fit."""
+    texts = requests.prose(documents)
+    drawn = islice(requests.passages(texts, random.Random(seed)), _MAX_DRAWS * num_prompts) if texts else iter(())
+    fitting = (ids for ids in _turns(drawn, tokenizer) if _MIN_PASSAGE_TOKENS <= len(ids) <= max_tokens)
+    return list(islice(fitting, num_prompts))
+
+
+def _turns(texts: Iterator[str], tokenizer: PreTrainedTokenizerFast) -> Iterator[list[int]]:
+    """What a user says, up to where the assistant begins."""
+    for text in texts:
+        question, separator, _ = conversation(text, "").partition(ASSISTANT)
+        yield tokenizer.encode(question + separator, add_special_tokens=False)
+
+
 def continue_greedily(target: LlamaForCausalLM, prompt_ids: list[list[int]], new_tokens: int, store: Path) -> list[Continuation]:
     """The target's greedy continuations of all prompts, shortest prompts first; ``store`` keeps one file per batch.
 
@@ -63,8 +94,7 @@ def continue_greedily(target: LlamaForCausalLM, prompt_ids: list[list[int]], new
         UserError: ``store`` holds continuations of other prompts.
     """
     store.mkdir(parents=True, exist_ok=True)
-    ordered = sorted(prompt_ids, key=len)
-    batches = [ordered[first : first + _BATCH] for first in range(0, len(ordered), _BATCH)]
+    batches = _batches(sorted(prompt_ids, key=len))
     found: list[Continuation] = []
     for number, batch in enumerate(track(batches, f"continuations: {store.name}")):
         path = store / f"{number:04}.safetensors"
@@ -77,19 +107,40 @@ def continue_greedily(target: LlamaForCausalLM, prompt_ids: list[list[int]], new
     return found
 
 
-def pack_whole(continuations: list[Continuation], length: int, seed: int) -> Tensor:
-    """Rows of ``length`` tokens that begin with a prompt: int64 [rows, length].
+def _batches(ordered: list[list[int]]) -> list[list[list[int]]]:
+    """Prompts, shortest first, in batches that fit both limits; one that fits none has a batch of its own."""
+    batches: list[list[list[int]]] = []
+    for ids in ordered:
+        if not batches or len(batches[-1]) >= min(_BATCH, _BATCH_TOKENS // len(ids)):
+            batches.append([])
+        batches[-1].append(ids)
+    return batches
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Packed token ids, and which of them are followed by a token that the target said: int64 and bool, [rows, length]."""
+
+    ids: Tensor
+    before_own: Tensor
+
+
+def pack_whole(continuations: list[Continuation], length: int, seed: int) -> Rows:
+    """Rows of ``length`` tokens that begin with a prompt.
 
     A continuation that a row's end cuts off comes again, whole, at the start of the next row; none may be longer than a row.
     """
-    rows: list[list[int]] = []
-    row: list[int] = []
+    rows: list[list[tuple[int, bool]]] = []
+    row: list[tuple[int, bool]] = []
     for continuation in random.Random(seed).sample(continuations, len(continuations)):
-        row = row + continuation.ids
+        last = len(continuation.ids) - 1
+        sequence = [(token, continuation.prompt_length - 1 <= place < last) for place, token in enumerate(continuation.ids)]
+        row = row + sequence
         if len(row) >= length:
             rows.append(row[:length])
-            row = continuation.ids if len(row) > length else []
-    return torch.tensor(rows, dtype=torch.int64).view(-1, length)
+            row = sequence if len(row) > length else []
+    packed = torch.tensor(rows, dtype=torch.int64).view(-1, length, 2)
+    return Rows(packed[..., 0].contiguous(), packed[..., 1].bool())
 
 
 @torch.no_grad()

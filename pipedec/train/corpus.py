@@ -14,6 +14,7 @@ import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from pydoc_data.topics import topics as pydoc_topics
 
 BEGIN, USER, ASSISTANT, END = "<|begin|>", "<|user|>", "<|assistant|>", "<|end|>"
 
@@ -22,6 +23,7 @@ _EXCLUDED_PARTS = {"site-packages", "test", "tests", "encodings", "__pycache__",
 _HELD_OUT_ONE_IN = 40
 _MAX_CODE_CHARACTERS = 1600
 _MAX_ANSWER_CHARACTERS = 1200
+_TOPIC_PARAGRAPHS = 4
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,14 @@ def word_problem_documents(path: Path) -> Iterator[Document]:
         row = json.loads(line)
         answer = re.sub(r"<<[^>]*>>", "", row["answer"])  # calculator annotations are not prose
         yield Document("problems", conversation(row["question"], answer))
+
+
+def topic_documents() -> Iterator[Document]:
+    """The help texts of the Python language, a few paragraphs each."""
+    for topic in pydoc_topics.values():
+        paragraphs = topic.split("\n\n")
+        for first in range(0, len(paragraphs), _TOPIC_PARAGRAPHS):
+            yield Document("topics", "\n\n".join(paragraphs[first : first + _TOPIC_PARAGRAPHS]))
 
 
 def mix(documents: list[Document], weights: dict[str, float], characters: int, seed: int) -> Iterator[Document]:

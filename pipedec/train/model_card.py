@@ -59,8 +59,22 @@ with what the target says to them by itself (greedy, up to {new_tokens} tokens).
 target's distribution ({distribution:.0%}) and its likeliest token ({greedy:.0%}).
 """
 
+_LONG_CONTINUATION = """
+The draft was continued once more, by the same command with another recipe, for long prompts and for prompts unlike the text
+above. A step has {batch} × {length} and {long_batch} × {long_length:,} tokens; {steps:,} steps, learning rate {learning_rate}
+falling to a twentieth: {seen_tokens:,} tokens. The short rows ({passes:.1f} passes) are {text_tokens:,} tokens of text
+({text_shares}) and {on_policy_tokens:,} tokens of prompts
+({prompts}) with what the target says to
+them by itself (greedy, up to {new_tokens} tokens). The long rows ({long_passes:.1f} passes) are {long_tokens:,} tokens of
+{passages:,} passages and the target's answers; what a row's end cuts off comes again in the next. Requests and passages are made
+by rule: templates of questions and instructions, filled with docstrings, Python's help topics, word problems, and invented
+words; a passage has 256 tokens or more. The loss is the cross-entropy with the target's distribution ({distribution:.0%})
+and its likeliest token ({greedy:.0%}); a token that the target said by itself counts {answer_weight:g} times. The target never
+saw more than {length} tokens at once: what it says to longer prompts, and the draft learns to foresee, is mostly repetition.
+"""
+
 _ON_POLICY = """
-Before it was continued, the draft measured:
+Before it was continued{last_time}, the draft measured:
 
 | text | draft loss | top 1 | top 4 | top 16 |
 |---|---|---|---|---|
@@ -69,7 +83,7 @@ Before it was continued, the draft measured:
 ## Measured on the target's own words
 
 What decoding meets: the target's greedy continuations of {num_prompts} held-out prompts of each kind, and how often the draft's
-k likeliest tokens hold the next one, before → after the draft was continued.
+k likeliest tokens hold the next one, before → after the draft was continued{last_time}.
 
 | text | top 1 | top 4 | top 16 | tokens |
 |---|---|---|---|---|
@@ -109,15 +123,24 @@ def model_card(report: dict[str, Any]) -> str:
 
 
 def _continuation(continuation: dict[str, Any]) -> str:
-    recipe, tokens = continuation["recipe"], continuation["row_tokens"]
-    return _CONTINUATION.format(
-        **{key: recipe[key] for key in ("steps", "batch", "length", "learning_rate", "new_tokens")},
+    recipe, tokens = continuation["recipe"], dict(continuation["row_tokens"])
+    num_prompts = dict(recipe["num_prompts"])
+    values = {key: recipe[key] for key in ("steps", "batch", "length", "learning_rate", "new_tokens")}
+    wording, seen_long = _CONTINUATION, 0
+    if "long_batch" in recipe:
+        wording, seen_long = _LONG_CONTINUATION, recipe["steps"] * recipe["long_batch"] * recipe["long_length"]
+        long_tokens = tokens.pop("passages")
+        values |= {key: recipe[key] for key in ("long_batch", "long_length", "answer_weight")}
+        values |= {"batch": recipe["batch"] - recipe["long_batch"], "long_passes": seen_long / long_tokens}
+        values |= {"long_tokens": long_tokens, "passages": num_prompts.pop("passages")}
+    return wording.format(
+        **values,
         seen_tokens=continuation["seen_tokens"],
-        passes=continuation["seen_tokens"] / sum(tokens.values()),
+        passes=(continuation["seen_tokens"] - seen_long) / sum(tokens.values()),
         text_tokens=tokens["text"],
         text_shares=_percentages(recipe["text_weights"]),
         on_policy_tokens=sum(tokens.values()) - tokens["text"],
-        prompts=", ".join(f"{count:,} {family}" for family, count in recipe["num_prompts"].items()),
+        prompts=", ".join(f"{count:,} {family}" for family, count in num_prompts.items()),
         distribution=1 - recipe["greedy_share"],
         greedy=recipe["greedy_share"],
     )
@@ -135,6 +158,7 @@ def _on_policy(report: dict[str, Any]) -> str:
             f"| {family} | {row['draft_loss']:.3f} | {_shares(row)} |" for family, row in before["held_out"].items()
         ),
         num_prompts=last["recipe"]["num_held_out_prompts"],
+        last_time=" for the last time" if len(report["continuations"]) > 1 else "",
         rows="\n".join(rows),
     )
 

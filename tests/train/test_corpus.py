@@ -19,6 +19,13 @@ def test_the_library_gives_every_family() -> None:
     assert question.count("<|assistant|>") == 1
 
 
+def test_the_help_texts_of_the_language_are_topics() -> None:
+    topics = list(corpus.topic_documents())
+    assert {document.family for document in topics} == {"topics"}
+    assert any("context manager" in document.text for document in topics if not document.held_out)
+    assert max(document.text.count("\n\n") for document in topics) == 3
+
+
 def test_word_problems_lose_their_calculator_notes(tmp_path: Path) -> None:
     path = tmp_path / "problems.jsonl"
     path.write_text(json.dumps({"question": "How many?", "answer": "It is 2*3=<<2*3=6>>6.\n#### 6"}) + "\n")

@@ -16,15 +16,15 @@ from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFas
 
 from pipedec.cli.train import train as command
 from pipedec.core import UserError
-from pipedec.train import corpus, reference
-from pipedec.train.continuations import Continuation, continue_greedily, pack_whole, prompts
+from pipedec.train import continuations, corpus, reference
+from pipedec.train.continuations import Continuation, continue_greedily, pack_whole, passage_prompts, prompts, request_prompts
 from pipedec.train.corpus import Document
-from pipedec.train.draft import DraftRecipe, RememberedTarget, continue_draft, on_policy_agreement
+from pipedec.train.draft import DraftRecipe, RememberedTarget, continue_draft, mean_loss, on_policy_agreement
 from pipedec.train.trainer import Trainer
 
 RECIPE = DraftRecipe(
-    steps=5, batch=2, length=64, warmup_steps=2, text_rows=8, num_held_out_prompts=3, new_tokens=6,
-    num_prompts={"questions": 12, "source": 12},
+    steps=5, batch=3, length=64, long_batch=1, long_length=2048, warmup_steps=2, text_rows=8, num_held_out_prompts=3,
+    new_tokens=6, num_prompts={"questions": 12, "source": 12, "requests": 4, "passages": 4},
 )  # fmt: skip
 
 
@@ -54,8 +54,10 @@ def losses(work: Path) -> list[tuple[int, float]]:
 
 def test_a_continued_draft_loads_and_its_report_goes_on(trained: Path, tmp_path: Path) -> None:
     report = proceed(trained, tmp_path / "once", tmp_path / "work")
-    assert set(report["on_policy"]) == {"questions", "source"}
-    assert report["continuations"][0]["seen_tokens"] == 5 * 2 * 64
+    assert set(report["on_policy"]) == {"questions", "source", "requests", "passages"}
+    assert "questions" in report["held_out"] and "topics" not in report["held_out"]
+    assert report["continuations"][0]["seen_tokens"] == 5 * (2 * 64 + 2048)
+    assert report["continuations"][0]["row_tokens"]["passages"] % 2048 == 0
     assert report["recipe"] == json.loads((trained / "training.json").read_text())["recipe"]
     draft = LlamaForCausalLM.from_pretrained(tmp_path / "once" / "draft")
     assert draft.dtype == torch.bfloat16 and draft.generation_config.use_cache
@@ -67,7 +69,7 @@ def test_a_continued_draft_loads_and_its_report_goes_on(trained: Path, tmp_path:
     again = proceed(tmp_path / "once", tmp_path / "twice", tmp_path / "work2")
     assert again["continuations"][1]["before"]["on_policy"] == report["on_policy"]
     card = (tmp_path / "twice" / "README.md").read_text()
-    assert card.count("5 steps of 2 × 64 tokens") == 2 and card.count("% → ") == 6
+    assert card.count("2 × 64 and 1 × 2,048 tokens; 5 steps") == 2 and card.count("% → ") == 12
 
 
 def test_a_killed_run_resumes_to_the_same_weights(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,34 +124,89 @@ def test_source_text_is_cut_and_long_prompts_are_left_out(trained: Path) -> None
 
 def test_rows_begin_with_a_prompt() -> None:
     spoken = [Continuation([number] * length, 1) for number, length in enumerate((3, 4, 5, 2, 4, 4), start=1)]
-    rows = pack_whole(spoken, length=6, seed=0).tolist()
+    rows = pack_whole(spoken, length=6, seed=0).ids.tolist()
     assert len(rows) == 4 and all(len(row) == 6 for row in rows)
     whole = {row[0]: row.count(row[0]) for row in rows}
     assert all(len(spoken[number - 1].ids) == length for number, length in whole.items())
     cut = [row.count(row[-1]) < len(spoken[row[-1] - 1].ids) for row in rows]
     assert any(cut)
     assert all(following[0] == row[-1] for row, following, was_cut in zip(rows, rows[1:], cut, strict=False) if was_cut)
-    assert len(pack_whole([], length=6, seed=0)) == 0
+    assert len(pack_whole([], length=6, seed=0).ids) == 0
+
+
+def test_rows_tell_where_the_target_speaks_next() -> None:
+    rows = pack_whole([Continuation([1, 2, 3, 4, 5], 3)] * 3, length=7, seed=0)
+    assert rows.ids.tolist() == [[1, 2, 3, 4, 5, 1, 2]] * 2
+    assert rows.before_own.tolist() == [[False, False, True, True, False, False, False]] * 2
+
+
+def test_made_prompts_are_turns_of_the_documents_prose_within_their_lengths(trained: Path) -> None:
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(trained / "target")
+    documents = [
+        Document("questions", corpus.conversation("What is it?", f"It is the {word} of all the others in this long row."))
+        for word in ("first", "second", "third")
+    ]
+    asked = request_prompts(documents, tokenizer, 40, seed=3)
+    long = passage_prompts(documents, tokenizer, 5, max_tokens=2000, seed=3)
+    for ids in [*asked, *long]:
+        text = tokenizer.decode(ids)
+        assert text.startswith("<|begin|><|user|>") and text.endswith("<|end|><|assistant|>") and "{" not in text
+    assert len(asked) == 40 and len({tuple(ids) for ids in asked}) > 30 and all(len(ids) <= 224 for ids in asked)
+    assert len(long) == 5 and all(256 <= len(ids) <= 2000 for ids in long)
+    assert any("of all the others in this long row" in tokenizer.decode(ids) for ids in long)
+    assert asked == request_prompts(documents, tokenizer, 40, seed=3) != request_prompts(documents, tokenizer, 40, seed=4)
+    source = [Document("source", "<|begin|>value = 1\n<|end|>")]
+    assert request_prompts(source, tokenizer, 3, seed=0) == passage_prompts(source, tokenizer, 3, 2000, seed=0) == []
+
+
+def test_long_prompts_are_generated_in_smaller_batches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, trained: Path) -> None:
+    monkeypatch.setattr(continuations, "_BATCH", 3)
+    monkeypatch.setattr(continuations, "_BATCH_TOKENS", 16)
+    target = LlamaForCausalLM.from_pretrained(trained / "target", dtype=torch.float32).eval()
+    asked = [[2] * length for length in (1, 2, 3, 4, 7, 8, 20)]
+    continue_greedily(target, asked, 1, tmp_path)
+    sizes = [len(load_file(path)["lengths"]) for path in sorted(tmp_path.iterdir())]
+    assert sizes == [3, 2, 1, 1]
 
 
 def test_the_loss_is_least_at_the_wanted_distribution() -> None:
     torch.manual_seed(0)
     ids, hidden, head = torch.randint(0, 7, (2, 3)), torch.randn(2, 3, 4), torch.randn(7, 4)
-    remembered = RememberedTarget(ids, hidden, head)
+    remembered = RememberedTarget(ids, torch.full((2, 3), 2.0), hidden, head)
     wanted = (hidden @ head.T).softmax(-1)
     greedy = torch.nn.functional.one_hot(wanted.argmax(-1), 7)
 
-    class Said:
-        def __init__(self, probabilities: torch.Tensor) -> None:
-            self.logits = probabilities.log()
-
     def loss(share: float) -> float:
         said = Said(0.8 * wanted + 0.2 * greedy if share == 0.2 else wanted)
-        return remembered.loss(lambda input_ids: said, torch.arange(2), 0.2).item()
+        return mean_loss(lambda input_ids: said, torch.arange(2), remembered, remembered, 0, 0.2).item()
 
     entropy = torch.distributions.Categorical(0.8 * wanted + 0.2 * greedy).entropy().mean().item()
     assert loss(0.2) == pytest.approx(entropy, abs=1e-5)
     assert loss(0.0) > loss(0.2)
+
+
+def test_a_step_weighs_short_and_long_rows_by_their_tokens() -> None:
+    head = torch.eye(3)
+    short = RememberedTarget(torch.zeros(4, 2, dtype=torch.int64), torch.ones(4, 2), torch.zeros(4, 2, 3), head)
+    long_weights = torch.tensor([[0.0] * 5, [1, 1, 1, 3, 0]])
+    long = RememberedTarget(torch.ones(2, 5, dtype=torch.int64), long_weights, torch.zeros(2, 5, 3), head)
+
+    def model(input_ids: torch.Tensor) -> Said:
+        if input_ids.shape == (3, 2):
+            return Said(torch.full((3, 2, 3), 1 / 3))
+        assert input_ids.shape == (1, 5) and bool((input_ids == 1).all())
+        return Said(torch.tensor([0.25, 0.25, 0.5]).expand(1, 5, 3))
+
+    on_short, on_long = torch.tensor(3.0).log(), -torch.tensor([0.25, 0.25, 0.5]).log().mean()
+    found = mean_loss(model, torch.tensor([3, 0, 2, 1]), short, long, num_long=1, greedy_share=0.0)
+    assert found.item() == pytest.approx(((6 * on_short + 6 * on_long) / 12).item(), abs=1e-5)
+
+
+class Said:
+    """What a model returns when it gives these probabilities."""
+
+    def __init__(self, probabilities: torch.Tensor) -> None:
+        self.logits = probabilities.log()
 
 
 @pytest.mark.parametrize(
