@@ -1,0 +1,187 @@
+"""One answer through a pipeline without stages: the answer is known, and so is the timestep of every verdict.
+
+Owns the rows in flight, timestep by timestep as in ``LocalPipeline.run``, and the emulated time. The method is the real one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import count
+
+import torch
+from torch import Tensor
+
+from pipedec.bench.policy_drafter import RecordedDrafter
+from pipedec.bench.policy_losses import Losses, losses
+from pipedec.core import Request, Step, Verdict
+from pipedec.decoding import Experience, create_method
+from pipedec.decoding.acceptance import Acceptance
+from pipedec.decoding.choices import Choices
+from pipedec.engine.emulation import EmulatedClock, Emulation, TimedDrafter, TimestepLoad
+from pipedec.engine.prompt import prefill_chunks
+from pipedec.scheduler.workflow import Topology
+from pipedec.tree import PredictionTree
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """What one answer costs: ``tokens`` are decoded ones, all but the first; ``decode_ms`` is emulated."""
+
+    tokens: int
+    timesteps: int
+    hits: int
+    misses: int
+    decode_ms: float
+    losses: Losses
+
+
+class WatchedExperience(Experience):
+    """Experience that also tells which accepted tokens had been named."""
+
+    def __init__(self, passage: int) -> None:
+        super().__init__(passage)
+        self._said: list[bool] = []
+
+    def acceptance(self, request: Request, prior: tuple[float, ...], device: torch.device | str) -> Acceptance:
+        return _WatchedAcceptance(super().acceptance(request, prior, device), self._said)
+
+    def take_named(self, tokens: int) -> list[bool]:
+        """For each of the ``tokens`` of the last verdict, whether a choice had been it; none, if none was ever drafted."""
+        said = self._said[:] or [False] * tokens
+        self._said.clear()
+        return said
+
+
+class _WatchedAcceptance(Acceptance):
+    """Notes what ``observe`` says of every accepted token."""
+
+    def __init__(self, watched: Acceptance, said: list[bool]) -> None:
+        self._watched = watched
+        self._said = said
+
+    def log_chances(self, choices: Choices) -> Tensor:
+        return self._watched.log_chances(choices)
+
+    def observe(self, choices: Choices, row: int, token: int) -> bool | None:
+        is_named = self._watched.observe(choices, row, token)
+        self._said.append(bool(is_named))
+        return is_named
+
+
+class ReplayedPipeline:
+    """Replays one answer at a time through the groups of ``topology``."""
+
+    def __init__(self, emulation: Emulation, topology: Topology) -> None:
+        self._emulation = emulation
+        self._topology = topology
+        self._load = TimestepLoad()
+
+    def run(
+        self, request: Request, answer: tuple[int, ...], drafter: RecordedDrafter | None, experience: WatchedExperience
+    ) -> Replayed:
+        """What ``request`` costs when the target says ``answer``.
+
+        Raises:
+            UserError: the method refuses the request.
+        """
+        clock = EmulatedClock(self._emulation, self._topology)
+        method = create_method(request, drafter and TimedDrafter(drafter, self._drafting), experience)
+        for chunk_ids in prefill_chunks(request.prompt_token_ids):
+            method.prefill(torch.tensor(chunk_ids, dtype=torch.int64))
+        stages = _Stages(self._topology, answer)
+        verdict: Verdict | None = stages.first_verdict()
+        is_named: list[bool] = []
+        for timestep in count(1):
+            if verdict is not None:
+                method.apply(verdict)
+                is_named += experience.take_named(len(verdict.tokens))
+                stages.sync(verdict)
+                if verdict.finished:
+                    break
+            self._load = TimestepLoad()
+            stages.transmit(method.propose(), timestep, self._load)
+            method.draft()
+            verdict = stages.compute(self._load)
+            beat = clock.add(self._load)
+            if timestep >= self._topology.num_groups:
+                method.observe(beat)
+        if drafter is not None:
+            is_named = [one or other for one, other in zip(is_named, drafter.named(answer), strict=True)]
+        why = losses(stages.entries, is_named[:-1], self._topology.num_groups)
+        return Replayed(len(answer) - 1, timestep - 1, method.hits, method.misses, clock.total_ms, why)
+
+    @contextmanager
+    def _drafting(self, rows: int) -> Iterator[None]:
+        self._load.drafted.append(rows)
+        yield
+
+
+class _Stages:
+    """The rows in flight, group by group, numbered as the first stage numbers them.
+
+    A row is computed when the last group has had it; then the answer says what follows. ``entries`` are the timesteps in which
+    the rows of accepted tokens entered, in order.
+    """
+
+    def __init__(self, topology: Topology, answer: tuple[int, ...]) -> None:
+        self._topology = topology
+        self._answer = answer
+        self._told = 0  # tokens of the answer
+        self._tree = PredictionTree()
+        self._entered = torch.zeros(0, dtype=torch.int64)  # [N], timesteps
+        self._is_computed = torch.zeros(0, dtype=torch.bool)  # [N]
+        self._arrivals: list[Tensor | None] = [None] * topology.num_groups  # rows at each group
+        self.entries: list[int] = []
+
+    def first_verdict(self) -> Verdict:
+        """The verdict on prefill."""
+        return self._verdict(1)
+
+    def sync(self, verdict: Verdict) -> None:
+        """Prune what cannot come true any more."""
+        advance = self._tree.advance(verdict.tokens)
+        self.entries += self._entered[advance.committed].tolist()
+        self._entered, self._is_computed = self._entered[advance.kept], self._is_computed[advance.kept]
+        pruned = [None if rows is None else advance.renumber(rows)[1] for rows in self._arrivals]
+        self._arrivals = [rows if rows is not None and len(rows) else None for rows in pruned]
+
+    def transmit(self, step: Step | None, timestep: int, load: TimestepLoad) -> None:
+        """``step`` enters the first group, and everything else moves one group on."""
+        entering = None if step is None else self._enter(step, timestep)
+        self._arrivals = [entering, *self._arrivals[:-1]]
+        for sender, rows in zip((0, *self._topology.exit_ranks), self._arrivals, strict=False):
+            if rows is not None:
+                load.sent[sender] = len(rows)
+
+    def compute(self, load: TimestepLoad) -> Verdict | None:
+        """Every group works on the rows that arrived; the last may yield a verdict."""
+        for group, rows in zip(self._topology.groups, self._arrivals, strict=True):
+            if rows is not None:
+                load.computed.update(dict.fromkeys(group, len(rows)))
+                load.sent.update(dict.fromkeys(group[:-1], len(rows)))
+        computed = self._arrivals[-1]
+        if computed is None:
+            return None
+        self._is_computed[computed] = True
+        return self._judge()
+
+    def _enter(self, step: Step, timestep: int) -> Tensor:
+        rows = self._tree.append(step.token_ids, step.parents)
+        self._entered = torch.nn.functional.pad(self._entered, (0, step.num_rows), value=timestep)
+        self._is_computed = torch.nn.functional.pad(self._is_computed, (0, step.num_rows))
+        return torch.arange(rows.start, rows.stop)
+
+    def _judge(self) -> Verdict | None:
+        """As far as the answer follows computed rows; None if the root is not computed."""
+        row, tokens = 0 if self._tree.num_rows else None, 0
+        while row is not None and bool(self._is_computed[row]) and self._told + tokens < len(self._answer):
+            row = self._tree.child(row, self._answer[self._told + tokens])
+            tokens += 1
+        return self._verdict(tokens) if tokens else None
+
+    def _verdict(self, tokens: int) -> Verdict:
+        """The next ``tokens`` of the answer. Why it ends makes no difference to a method."""
+        first, self._told = self._told, self._told + tokens
+        return Verdict(self._answer[first : self._told], "length" if self._told == len(self._answer) else None)

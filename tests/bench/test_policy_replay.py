@@ -1,0 +1,165 @@
+"""The replay against LocalPipeline: the same timesteps, counters and emulated time, and where the timesteps went."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints import save_tiny_llama
+
+from pipedec.bench.policy_drafter import RecordedDrafter
+from pipedec.bench.policy_losses import Losses, losses
+from pipedec.bench.policy_memo import DraftMemo
+from pipedec.bench.policy_replay import Replayed, ReplayedPipeline, WatchedExperience
+from pipedec.config import paper_cluster
+from pipedec.core import Request, SamplingParams, TreeParams
+from pipedec.decoding import Drafter
+from pipedec.decoding.acceptance import Acceptance
+from pipedec.decoding.choices import Choices
+from pipedec.engine.emulation import Emulation, with_stages
+from pipedec.engine.local import LocalPipeline
+from pipedec.engine.plan import even_layers, plan
+from pipedec.engine.spec import PipelineSpec
+from pipedec.scheduler import Topology
+
+LAYERS = 14
+PROMPTS = ((1, 9, 30, 4, 51, 17, 8, 22, 40, 3), (5, 6, 7, 5, 6, 7, 5, 6))
+# Presets, stages, and tokens of an answer; the last has 14 stages in 7 groups.
+SHAPES = {"1": ("paper-14", 1, 8), "4": ("paper-14", 4, 8), "14": ("paper-14", None, 5), "14x7": ("paper-7", None, 5)}
+POLICIES = {
+    "pp": ("pp", TreeParams()),
+    "stpp": ("stpp", TreeParams(6, 4, depth=3)),
+    "stpp, rows": ("stpp", TreeParams(6, 4, depth=3, rows=5)),
+    "pipedec": ("pipedec", TreeParams(6, 4)),
+    "best-first": ("pipedec-bestfirst", TreeParams(6, 4, forwards=2)),
+    "best-first, n-grams": ("pipedec-bestfirst", TreeParams(4, 4, forwards=1, proposers=("ngrams",))),
+    "best-first, its own limits": ("pipedec-bestfirst", TreeParams()),
+}
+
+
+CASES = [(shape, policy) for shape in ("1", "4") for policy in POLICIES]
+CASES += [(shape, policy) for shape in ("14", "14x7") for policy in ("pp", "stpp", "pipedec", "best-first")]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A target, and a draft that is often right."""
+    folder = tmp_path_factory.mktemp("models")
+    target = save_tiny_llama(folder / "target", layers=LAYERS, vocab=200, eos_token_id=199)
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in target.parameters():
+            parameter += 0.05 * parameter.std() * torch.randn(parameter.shape, generator=generator)
+    target.save_pretrained(folder / "draft")
+    return folder
+
+
+def make_spec(models: Path, preset: str, stages: int | None) -> PipelineSpec:
+    cluster = paper_cluster()
+    emulation = Emulation.of_plan(plan(cluster if stages is None else with_stages(cluster, preset, stages), preset))
+    count = len(emulation.stages)
+    layers = tuple((part.start, part.stop) for part in even_layers(LAYERS, count))
+    groups = 7 if preset == "paper-7" else count
+    topology = Topology.even(count, groups)
+    return PipelineSpec(models / "target", models / "draft", topology, layers, device="cpu", emulation=emulation)
+
+
+class Both:
+    """The same requests through LocalPipeline and through the replay."""
+
+    def __init__(self, spec: PipelineSpec) -> None:
+        assert spec.emulation is not None
+        self.groups = spec.topology.num_groups
+        self.pipeline = LocalPipeline.load(spec)
+        self._replayed = ReplayedPipeline(spec.emulation, spec.topology)
+        self._experience = WatchedExperience(self.groups)
+        self._memos: dict[tuple[int, ...], DraftMemo] = {}
+        draft = spec.load_drafter(torch.device("cpu"))
+        assert draft is not None
+        self._draft: Drafter = draft
+
+    def answer(self, prompt: tuple[int, ...], method: str, tree: TreeParams, tokens: int = 8) -> Replayed:
+        """What the replay says, after the pipeline's own answer and figures."""
+        request = Request(0, prompt, SamplingParams(max_tokens=tokens, ignore_eos=True), method, tree)
+        said = tuple(token for verdict in self.pipeline.run(request) for token in verdict.tokens)
+        drafter = RecordedDrafter(self._memos.setdefault(prompt, DraftMemo()), lambda: self._draft)
+        return self._replayed.run(request, said, drafter, self._experience)
+
+
+@pytest.fixture(scope="module")
+def both(models: Path) -> Callable[[str], Both]:
+    """Each shape, loaded once."""
+    return cache(lambda shape: Both(make_spec(models, *SHAPES[shape][:2])))
+
+
+@pytest.mark.parametrize(("shape", "policy"), CASES)
+def test_counts_and_lasts_what_the_pipeline_does(both: Callable[[str], Both], shape: str, policy: str) -> None:
+    """What verdicts taught is kept from answer to answer, and the first prompt's contexts are known the second time."""
+    here, tokens = both(shape), SHAPES[shape][2]
+    for prompt in (*PROMPTS, PROMPTS[0]) if tokens > 5 else PROMPTS[:1]:
+        replayed, metrics = here.answer(prompt, *POLICIES[policy], tokens), here.pipeline.metrics
+        assert (replayed.timesteps, replayed.hits, replayed.misses) == (metrics.timesteps, metrics.hits, metrics.misses)
+        assert replayed.decode_ms == pytest.approx(here.pipeline.emulated_ms, rel=1e-9)
+        assert replayed.losses.timesteps == replayed.timesteps
+        assert replayed.losses.together + replayed.losses.tokens == replayed.tokens - 1 == tokens - 2
+
+
+@pytest.mark.parametrize("tokens", [1, 2])
+def test_an_answer_that_hardly_decodes(both: Callable[[str], Both], tokens: int) -> None:
+    here = both("4")
+    replayed = here.answer(PROMPTS[0], "pipedec-bestfirst", TreeParams(), tokens)
+    assert replayed.timesteps == here.pipeline.metrics.timesteps == 4 * (tokens - 1)
+    assert replayed.losses == Losses(first=replayed.timesteps)
+
+
+def test_misses_are_told_apart_by_who_had_named_the_token(both: Callable[[str], Both]) -> None:
+    """A plain pipeline names nothing; with a child for every token, all that is drafted is named."""
+    here = both("4")
+    plain = here.answer(PROMPTS[0], "pp", TreeParams()).losses
+    assert plain.unnamed > 0 and plain.named == plain.late == plain.together == 0
+    wide = here.answer(PROMPTS[0], "pipedec", TreeParams(2, 200)).losses
+    narrow = here.answer(PROMPTS[0], "pipedec", TreeParams(2, 2)).losses
+    assert wide.named > 0 and wide.unnamed == 0
+    assert narrow.unnamed > 0
+    first = here.answer(PROMPTS[0], "pipedec-bestfirst", TreeParams(1, 200, forwards=1)).losses
+    assert first.named + first.late > 0 and first.unnamed == 0
+
+
+def test_experience_tells_which_accepted_tokens_were_among_the_choices() -> None:
+    experience, request = WatchedExperience(4), Request(0, (1, 2))
+    choices = Choices(torch.tensor([0]), torch.tensor([[7, 8]]), torch.tensor([[[1.0], [0.0], [0.0]]]))
+    acceptance, expected = experience.acceptance(request, (1.0,), "cpu"), Acceptance((1.0,))
+    for row, token, is_named in ((0, 8, True), (0, 9, False), (5, 8, None)):
+        assert acceptance.observe(choices, row, token) is expected.observe(choices, row, token) is is_named
+    assert experience.take_named(3) == [True, False, False]
+    assert experience.take_named(2) == [False, False], "nothing was drafted"
+    again = experience.acceptance(request, (1.0,), "cpu")
+    assert torch.equal(again.log_chances(choices), expected.log_chances(choices)), "the same one learns on"
+
+
+@pytest.mark.parametrize(
+    ("entries", "is_named", "expected"),
+    [
+        ([], [], Losses()),
+        ([1], [False], Losses(first=4)),
+        ([2], [True], Losses(first=5)),
+        ([1, 1, 2], [False] * 3, Losses(first=4, together=1, tokens=1)),
+        ([1, 4], [False, True], Losses(first=4, tokens=1, late=2)),
+        ([1, 4], [False, False], Losses(first=4, tokens=1, late=2)),
+        ([1, 5], [False, True], Losses(first=4, tokens=1, named=3)),
+        ([1, 5], [True, False], Losses(first=4, tokens=1, unnamed=3)),
+        ([2, 2, 7, 8], [False, False, False, True], Losses(first=5, together=1, tokens=2, unnamed=4)),
+    ],
+)
+def test_causes(entries: list[int], is_named: list[bool], expected: Losses) -> None:
+    assert losses(entries, is_named, passage=4) == expected
+
+
+def test_the_parts_of_several_answers_add_up() -> None:
+    one = losses([1, 1, 2, 9, 12], [False, True, True, False, True], passage=4)
+    assert one.timesteps == 12 - 1 + 4
+    assert Losses.total([one, replace(one, late=7)]).timesteps == 2 * one.timesteps + 7 - one.late

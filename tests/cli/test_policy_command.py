@@ -1,0 +1,69 @@
+"""``pipedec bench policy`` through the real program."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_pair import Pair
+
+Pipedec = Callable[..., Any]
+
+
+def flags(pair: Pair, recording: Path) -> list[str]:
+    return [
+        "bench", "policy", "--preset", "paper-14", "--stages", "2", "--prompt", "The pipeline", "--max-tokens", "6",
+        "--target", str(pair.target), "--draft", str(pair.draft), "--recording", str(recording),
+    ]  # fmt: skip
+
+
+def test_compares_policies_with_each_other_and_with_a_sweep(pipedec: Pipedec, pair: Pair, tmp_path: Path) -> None:
+    asked = flags(pair, tmp_path / "recording")
+    sweep = [*asked[2:-2], "--clock", "computed", "--methods", "pp,pipedec-bestfirst", "--out", tmp_path / "sweep"]
+    assert pipedec("bench", "sweep", *sweep).status == 0
+    policies = ["--policy", "pp", "--policy", "pipedec:width=4", "--policy", "pipedec-bestfirst"]
+    ended = pipedec(*asked, *policies, "--json", tmp_path / "out.json", "--check", tmp_path / "sweep")
+    assert ended.status == 0, ended.err
+    for text in ("Policies on paper-14 (2 stages), emulated", "by cause", "by prompt set", "Beside a sweep", "pipedec:width=4"):
+        assert text in ended.out
+    written = json.loads((tmp_path / "out.json").read_text())
+    assert [row["policy"] for row in written["policies"]] == ["pp", "pipedec:width=4", "pipedec-bestfirst"]
+    assert written["policies"][0]["timesteps_per_token"] == 2
+    assert [(row["policy"], row["clock"]) for row in written["check"]] == [("pp", "computed"), ("pipedec-bestfirst", "computed")]
+    assert all(row["ratio"] == pytest.approx(1, abs=1e-4) for row in written["check"])
+
+
+def test_by_default_the_papers_method_beside_best_first(pipedec: Pipedec, pair: Pair, tmp_path: Path) -> None:
+    ended = pipedec(*flags(pair, tmp_path / "recording"), "--json", tmp_path / "out.json")
+    assert ended.status == 0, ended.err
+    assert [row["policy"] for row in json.loads((tmp_path / "out.json").read_text())["policies"]] == [
+        "pipedec",
+        "pipedec-bestfirst",
+    ]
+    assert "Beside a sweep" not in ended.out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--policy", "warp"], "--policy warp: unknown method 'warp'"),
+        (["--policy", "pipedec:width=0"], "tree width must be at least 1, not 0"),
+        (["--preset", "paper-15"], "paper-15"),
+        (["--stages", "99"], "99 stages"),
+        (["--json", "nowhere/out.json"], "there is no directory nowhere"),
+        (["--prompts", "missing.jsonl"], "cannot read missing.jsonl"),
+        (["--check", "nowhere"], "cannot read nowhere/rows.jsonl"),
+        (["--draft", "none"], "method pipedec needs a draft model"),
+    ],
+)
+def test_mistakes_are_one_line(pipedec: Pipedec, pair: Pair, tmp_path: Path, arguments: list[str], message: str) -> None:
+    assert message in pipedec(*flags(pair, tmp_path / "recording"), *arguments).refused()
+    assert not (tmp_path / "recording").exists()
+
+
+def test_asks_for_prompts(pipedec: Pipedec, tmp_path: Path) -> None:
+    line = pipedec("bench", "policy", "--preset", "paper-14", "--recording", tmp_path / "recording").refused()
+    assert line == "nothing to replay: give --prompts FILE or --prompt TEXT"
