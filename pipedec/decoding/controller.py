@@ -6,7 +6,7 @@ Everything is measured while answers are decoded, and kept for the next ones; a 
   the pipeline waits for the draft.
 - *Width*: a row that has to wait for the next timestep costs, if it comes true, that timestep. So the chances of the rows that a
   wider step takes along are the share of the time that it saves, and it is worth that if timesteps grow by less. A width next to
-  the present one that was never tried counts as good as it can be: more rows in no more time, half the rows in half the time.
+  the present one that was never tried counts as good as the widths that were tried allow.
 - *Off*: width 0, at which the last accepted token enters alone and yields one token per passage of the pipeline. It is compared
   with the tokens that the narrowest speculation really yields.
 - *Children*: more of them while many tokens are accepted that nobody had named.
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
+from statistics import fmean
 
 from torch import Tensor
 
@@ -26,12 +27,12 @@ CHILDREN = (16, 32)
 MAX_FORWARDS = 8
 _FIRST_WIDTH = 32
 _FIRST_FORWARDS = 2
-_EPOCH = 8  # timesteps from which a decision is made
+_EPOCH = 16  # timesteps from which a decision is made
 _MEMORY = 0.9  # weight of the past in moving averages over timesteps, and
 _LONG_MEMORY = 0.98  # over tokens
 _GAIN = 0.98  # another width must promise at most so much of the time
 _LITTLE = 0.05  # share of a timestep
-_REMEMBERED_EPOCHS = 500  # after which a width is tried again
+_REMEMBERED_EPOCHS = 64  # after which a width is tried again
 _MANY_UNNAMED, _FEW_UNNAMED = 0.08, 0.04  # shares of accepted tokens
 _OFF_TOKENS = 64  # tokens without speculation after which it is tried again
 
@@ -66,6 +67,7 @@ class Controller:
         self.children = CHILDREN[0] if limits.children is None else limits.children
         self.forwards = _FIRST_FORWARDS if limits.forwards is None else limits.forwards
         self._periods: dict[int, float] = {}  # of timesteps bound by the stages, by width
+        self._rows: dict[int, float] = {}  # that really entered in them
         self._tried: dict[int, int] = {}  # the last epoch of each of them
         self._epoch = 0
         self._worth: dict[int, float] = {}  # summed chances of the rows of a timestep that a width adds to the next narrower one
@@ -73,6 +75,7 @@ class Controller:
         self._unnamed_share = 0.0
         self._unsettled = 0  # timesteps that are still shaped by the old width
         self._beats: list[Beat] = []
+        self._entered: list[int] = []  # rows of each timestep
         self._tokens = 0
 
     @property
@@ -81,6 +84,7 @@ class Controller:
 
     def entered(self, chances: Tensor) -> None:
         """The rows of a timestep have these chances of acceptance: [R], in no order."""
+        self._entered.append(len(chances))
         best = chances.sort(descending=True).values.tolist()
         for narrower, width in pairwise(WIDTHS):
             if width <= self.width:
@@ -99,7 +103,7 @@ class Controller:
         """What a timestep took."""
         if self._unsettled:
             self._unsettled -= 1
-            self._tokens = 0
+            self._entered, self._tokens = [], 0
             return
         self._beats.append(beat)
         if len(self._beats) >= (_EPOCH if self.is_speculating else _OFF_TOKENS * self._passage):
@@ -112,17 +116,18 @@ class Controller:
             self._set_forwards()
         if self._limits.children is None:
             self._set_children()
-        self._beats, self._tokens = [], 0
+        self._beats, self._entered, self._tokens = [], [], 0
         if self._limits.width is None:
             self._set_width()
 
     def _measure(self) -> None:
-        period, waiting = _median([beat.period for beat in self._beats]), _median([beat.waiting for beat in self._beats])
+        period, waiting = fmean(beat.period for beat in self._beats), fmean(beat.waiting for beat in self._beats)
         self._epoch += 1
         for width in [width for width, epoch in self._tried.items() if self._epoch - epoch > _REMEMBERED_EPOCHS]:
-            del self._periods[width], self._tried[width]
+            del self._periods[width], self._rows[width], self._tried[width]
         if waiting > _LITTLE * period or self.forwards == 1:
             self._periods[self.width] = (self._periods.get(self.width, period) + period) / 2
+            self._rows[self.width] = max(sum(self._entered) / max(len(self._entered), 1), 1)
             self._tried[self.width] = self._epoch
         rate = self._tokens / len(self._beats)
         self._tokens_per_timestep = _MEMORY * (self._tokens_per_timestep or rate) + (1 - _MEMORY) * rate
@@ -148,34 +153,39 @@ class Controller:
     def _set_width(self) -> None:
         if self.width not in self._periods:
             return  # the draft is what takes the time
-        place = WIDTHS.index(self.width)
         best = WIDTHS[1]  # after a while without speculation it is tried again
         if self.is_speculating:
-            neighbours = WIDTHS[place - 1 : place + 2]
-            best = min(neighbours, key=lambda width: self._cost(width) * (_GAIN if width == self.width else 1))
+            place = WIDTHS.index(self.width)
+            open_to_try = {*WIDTHS[min(1, place - 1) : place + 2], *self._periods}  # wider, and off, by one step at a time
+            best = min(sorted(open_to_try), key=lambda width: self._cost(width) * (_GAIN if width == self.width else 1))
         if best != self.width:
             self._unsettled = self._passage
             self.forwards = min(self.forwards, _FIRST_FORWARDS) if self._limits.forwards is None else self.forwards
             self.width = best
 
     def _cost(self, width: int) -> float:
-        """Seconds that a width, the present one or one next to it, should take for what the present one does in a timestep."""
-        present = self._periods[self.width]
-        if width == self.width:
-            return present
-        worth = self._worth.get(self.width, 0.0)
+        """Seconds that a width should take for what the present one does in a timestep."""
+        period = self._periods[width] if width in self._periods else self._least_period(width)
         if width == 0:
-            return self._periods.get(0, self._single_row_period()) * self._passage * self._tokens_per_timestep
-        if width > self.width:
-            return self._periods.get(width, present) * (1 - self._worth.get(width, worth))
-        return self._periods.get(width, present * width / self.width) * (1 + worth)
+            return period * self._passage * self._tokens_per_timestep
+        present = self._worth.get(self.width, 0.0)
+        wider = sum(self._worth.get(each, present) for each in WIDTHS if self.width < each <= width)
+        narrower = sum(self._worth.get(each, 0.0) for each in WIDTHS if width < each <= self.width)
+        return period * (1 + narrower - wider)
 
-    def _single_row_period(self) -> float:
-        """What a timestep with one row should take: on the line through the two narrowest widths."""
-        _, narrow, wider, *_ = WIDTHS
-        period = self._periods[narrow]
-        per_row = max(self._periods.get(wider, period) - period, 0.0) / (wider - narrow)
-        return period - (narrow - 1) * per_row
+    def _least_period(self, width: int) -> float:
+        """A bound for a width that was never tried: more rows never take less time, and the more there are the more one adds.
+
+        So the line through the two nearest widths on one side lies below what is to be found.
+        """
+        rows = max(width, 1)
+        tried = sorted((abs(known - rows), known, self._periods[each]) for each, known in self._rows.items())
+        _, near, near_period = tried[0]
+        if len(tried) == 1 or (tried[1][1] > rows) != (near > rows) or tried[1][1] == near:
+            return near_period * min(rows / near, 1)
+        _, far, far_period = tried[1]
+        slope = max((far_period - near_period) / (far - near), 0.0)
+        return max(near_period + slope * (rows - near), 0.0)
 
 
 def _median(values: list[float]) -> float:
