@@ -25,7 +25,7 @@ from pipedec.core import TreeParams
 WIDTHS = (0, 8, 16, 32, 64, 124)
 CHILDREN = (16, 32)
 MAX_FORWARDS = 8
-_FIRST_WIDTH = 32
+_FIRST_WIDTH = 64
 _FIRST_FORWARDS = 2
 _EPOCH = 16  # timesteps from which a decision is made
 _MEMORY = 0.9  # weight of the past in moving averages over timesteps, and
