@@ -419,7 +419,7 @@ def _check(value: Any, path: str, rules: Mapping[str, Any]) -> Any:
         raise UserError(f"{path}: must not be empty")
     for rule, wrong, words in (("min", lambda limit: value < limit, "at least"), ("max", lambda limit: value > limit, "at most"),
                                ("above", lambda limit: value <= limit, "more than")):  # fmt: skip
-        if rule in rules and not isinstance(value, bool) and wrong(rules[rule]):
+        if rule in rules and not isinstance(value, bool | str) and wrong(rules[rule]):
             raise UserError(f"{path}: must be {words} {rules[rule]}, not {_shorten(value)}")
     return value
 

@@ -81,7 +81,14 @@ def test_checkpoints_count_from_the_file(tmp_path: Path) -> None:
         (GOOD.replace("target", "taget"), "cluster.yaml: unknown key 'taget': did you mean target?"),
         ("servers: []\npartitions: {}\n", "cluster.yaml: target: missing"),
         (GOOD + "tree: {widht: 8}\n", "cluster.yaml: tree: unknown key 'widht': did you mean width?"),
-        (GOOD + "tree: {zzz: 8}\n", "cluster.yaml: tree: unknown key 'zzz': known: width, children, depth, rows"),
+        (
+            GOOD + "tree: {proposers: [oracle]}\n",
+            "cluster.yaml: tree.tree proposers must be some of draft, ngrams, not oracle",
+        ),
+        (
+            GOOD + "tree: {zzz: 8}\n",
+            "cluster.yaml: tree: unknown key 'zzz': known: width, children, depth, rows, forwards, proposers",
+        ),
         (GOOD + "tree: {width: 0}\n", "cluster.yaml: tree.width: must be at least 1, not 0"),
         (GOOD + "tree: {width: true}\n", "cluster.yaml: tree.width: must be an integer, not true or false"),
         (GOOD + "tree: {width: 3.5}\n", "cluster.yaml: tree.width: must be an integer, not a number"),

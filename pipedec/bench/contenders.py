@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
 from pipedec.core import Request, SamplingParams, UserError
+from pipedec.decoding import DEFAULT_METHOD
 from pipedec.engine.local import LocalPipeline
 from pipedec.engine.spec import PipelineSpec
 from pipedec.model import KVCache, ModelConfig, StageModel
@@ -110,7 +111,7 @@ class CountedStage(StageModel):
 def load_contenders(spec: PipelineSpec) -> list[Contender]:
     """Greedy ``transformers`` first; those that need a draft only if ``spec`` has one. ``lookup`` is prompt lookup.
 
-    ``pipedec`` runs on the stages of ``spec``; the other methods, which gain nothing from stages in one process, on one.
+    The default method runs on the stages of ``spec``, too; the other methods gain nothing from stages in one process.
 
     Raises:
         UserError: ``transformers`` would refuse the draft.
@@ -154,11 +155,11 @@ def _load_transformers(directory: Path, spec: PipelineSpec, device: torch.device
 def _pipelines(spec: PipelineSpec, device: torch.device) -> list[Contender]:
     whole = replace(spec, topology=Topology.even(1, 1), layers=((spec.layers[0][0], spec.layers[-1][1]),))
     pipeline, count = _load_counted(whole, device)
-    methods = ("pp",) if spec.draft is None else ("pp", "stpp")
+    methods = [method for method in ("pp", "stpp", DEFAULT_METHOD) if method != "stpp" or spec.draft is not None]
     contenders: list[Contender] = [PipelineContender(f"pipedec {method}, 1 stage", pipeline, method, count) for method in methods]
     if spec.draft is not None:
         pipeline, count = _load_counted(spec, device)
-        contenders.append(PipelineContender(f"pipedec, {spec.num_stages} stages", pipeline, "pipedec", count))
+        contenders.append(PipelineContender(f"pipedec, {spec.num_stages} stages", pipeline, DEFAULT_METHOD, count))
     return contenders
 
 

@@ -164,9 +164,13 @@ _Setting = tuple[Pipeline, tuple[int | None, int | None]]
 
 
 def _setting(row: SweepRow) -> _Setting:
-    """What all bars of the picture have in common: the pipeline, and the tree's width and children."""
+    """What all bars of the picture have in common: the pipeline, and the tree's width and children.
+
+    A method that finds its own limits stands beside the paper's.
+    """
     assert row.tree is not None
-    return row.pipeline, (row.tree.width, row.tree.children)
+    limits = (row.tree.width, row.tree.children)
+    return row.pipeline, REFERENCE_TREE if limits == (None, None) else limits
 
 
 def _most_common(settings: Sequence[_Setting]) -> _Setting | None:

@@ -7,8 +7,8 @@ that no earlier policy met (``policy_drafter``), and no stage computes anything 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, replace
-from functools import cache, cached_property
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +16,13 @@ import torch
 
 from pipedec.bench.policy_drafter import RecordedDrafter
 from pipedec.bench.policy_memo import DraftMemo
-from pipedec.bench.policy_recording import DrawnPrompt, Origin, RecordedAnswer, Recording, draw
+from pipedec.bench.policy_recording import Recording
 from pipedec.bench.policy_replay import Replayed, ReplayedPipeline, WatchedExperience
+from pipedec.bench.prompts import DrawnPrompt, draw
+from pipedec.bench.record import Row, plain
 from pipedec.bench.sweep import SweepProgress
 from pipedec.bench.sweep_runners import OneProcess
-from pipedec.bench.sweep_shapes import Pair, Shape, digest, emulated
+from pipedec.bench.sweep_shapes import Pair, Shape, emulated, pair_digest
 from pipedec.config import ClusterConfig
 from pipedec.core import Request, SamplingParams, TreeParams, UserError
 from pipedec.decoding import DEFAULT_METHOD, METHODS, Drafter, create_method
@@ -58,27 +60,28 @@ class Policy:
         method, _, settings = text.partition(":")
         if method not in METHODS:
             raise UserError(f"--policy {text}: unknown method {method!r}; choose one of {', '.join(METHODS)}")
-        limits = dict(_limit(text, method, setting) for setting in settings.split(",") if settings)
-        return cls(text, method, TreeParams(**limits))
+        try:
+            return cls(text, method, TreeParams(**dict(_limit(method, each) for each in settings.split(",") if each)))
+        except UserError as error:
+            raise UserError(f"--policy {text}: {error}") from None
 
     @property
-    def effective(self) -> dict[str, Any]:
-        """The limits that the method heeds, the paper's where it takes those."""
+    def limits(self) -> Row:
+        """Those that the method heeds, the paper's where it takes those."""
         limits = self.tree if self.method == DEFAULT_METHOD else self.tree.with_defaults()
-        return {name: getattr(limits, name) for name in LIMITS[self.method]}
+        return {name: value for name, value in plain(limits).items() if name in LIMITS[self.method]}
 
 
-def _limit(policy: str, method: str, setting: str) -> tuple[str, Any]:
+def _limit(method: str, setting: str) -> tuple[str, Any]:
     name, _, value = setting.partition("=")
     if name not in LIMITS[method]:
-        known = ", ".join(LIMITS[method]) or "none"
-        raise UserError(f"--policy {policy}: {method} has no limit {name!r}; it has {known}")
+        raise UserError(f"{method} has no limit {name!r}; it has {', '.join(LIMITS[method]) or 'none'}")
     if name == "proposers":
         return name, tuple(value.split("+"))
     try:
         return name, int(value)
     except ValueError:
-        raise UserError(f"--policy {policy}: {name} must be a whole number, not {value!r}") from None
+        raise UserError(f"{name} must be a whole number, not {value!r}") from None
 
 
 @dataclass(frozen=True)
@@ -103,16 +106,16 @@ class PolicyConfig:
     seed: int = 0
     sampling: SamplingParams = SamplingParams(max_tokens=64)
     raw_prompts: bool = False
-    pair: Pair = field(default_factory=Pair)
+    pair: Pair = Pair()
 
     def __post_init__(self) -> None:
         self.cluster.find_partition(self.preset)
         for flag, value in (("--samples", self.samples), ("--stages", self.stages)):
             if value is not None and value < 1:
                 raise UserError(f"{flag} must be at least 1")
-        names = [policy.name for policy in self.policies]
-        if len(set(names)) < len(names):
-            raise UserError(f"--policy {max(names, key=names.count)} was given twice")
+        for number, policy in enumerate(self.policies):
+            if any((one.method, one.limits) == (policy.method, policy.limits) for one in self.policies[:number]):
+                raise UserError(f"--policy {policy.name} was given twice: leave one of them out")
 
     @cached_property
     def shape(self) -> Shape:
@@ -120,24 +123,24 @@ class PolicyConfig:
         return emulated(self.cluster, self.preset, self.stages, self.pair, slow_motion=1.0)
 
     @property
-    def request(self) -> PromptRequest:
+    def asked(self) -> PromptRequest:
         """How the target is asked for its own answer."""
         seeded = replace(self.sampling, seed=self.seed) if self.sampling.is_stochastic else self.sampling
         return PromptRequest("", self.raw_prompts, "pp", seeded)
 
     @property
-    def origin(self) -> Origin:
-        spec = self.shape.spec
-        pair = digest(spec.target) + (digest(spec.draft) if spec.draft else "")
-        return Origin.create(pair, self.request.sampling)
+    def origin(self) -> Row:
+        """What the answers depend on besides the prompt, as a recording and a sweep's rows have it."""
+        return {"pair": pair_digest(self.shape.spec), "sampling": plain(self.asked.sampling)}
 
 
 @dataclass(frozen=True)
 class PolicyAnswer:
-    """What one answer costs under one policy."""
+    """What the answer to one prompt, ``token_ids``, costs under one policy."""
 
     policy: Policy
-    answer: RecordedAnswer
+    prompt: DrawnPrompt
+    token_ids: tuple[int, ...]
     replayed: Replayed
 
 
@@ -153,56 +156,40 @@ class Study:
         self._spec = config.shape.spec
         assert self._spec.emulation is not None
         self._pipeline = ReplayedPipeline(self._spec.emulation, self._spec.topology)
-        passage = self._spec.topology.num_groups
-        self._experiences = {policy: WatchedExperience(passage) for policy in config.policies}
-        self._load_draft = cache(lambda: _loaded_draft(self._spec))
-        self._load_target = cache(lambda: OneProcess(PipelineSpec.create(self._spec.target, "none", stages=1)))
-        self._recording = Recording(directory, config.origin)
-        self._check_policies()
-        self._prompts = [prompt for one in prompt_sets for prompt in self._drawn(one)]
+        self._experiences = {policy: WatchedExperience(self._spec.topology.num_groups) for policy in config.policies}
+        self._recording = Recording(directory, **config.origin)
+        for policy in config.policies:  # one that cannot work is found before anything is recorded
+            create_method(self._request(policy, (0,)), self._drafter(DraftMemo()), self._experiences[policy])
+        prompter = Prompter(self._spec.target, ModelConfig.from_directory(self._spec.target).max_positions)
+        self._prompts = draw(prompter, prompt_sets, config.asked, config.samples, config.seed)
 
     def run(self, progress: SweepProgress) -> Iterator[PolicyAnswer]:
-        """Record what the directory lacks, then replay every answer under every policy."""
-        progress.start(len(self._prompts) * (1 + len(self._config.policies)))
-        progress.busy("recording the target")
-        answers = []
-        for prompt in self._prompts:
-            answers.append(self._recording.answer(prompt, lambda asked: self._load_target().answer(asked).token_ids))
-            progress.row()
+        """Replay every answer under every policy; what the directory lacks is recorded first."""
+        progress.start(len(self._prompts) * len(self._config.policies))
         progress.busy(self._config.shape.label)
-        for answer in answers:
-            for replayed in self._replay(answer):
+        for prompt in self._prompts:
+            token_ids = self._recording.answer(prompt, lambda asked: self._target.answer(asked).token_ids)
+            memo = self._recording.memo(prompt)
+            for policy, experience in self._experiences.items():
+                request = self._request(policy, prompt.token_ids)
+                replayed = self._pipeline.run(request, token_ids, self._drafter(memo), experience)
                 progress.row()
-                yield replayed
+                yield PolicyAnswer(policy, prompt, token_ids, replayed)
+            self._recording.keep(prompt, memo)
 
-    def _drawn(self, prompt_set: PromptSet) -> Iterator[DrawnPrompt]:
-        config = ModelConfig.from_directory(self._spec.target)
-        prompter = Prompter(self._spec.target, config.max_positions)
-        return draw(prompter, prompt_set, self._config.samples, self._config.seed, self._config.request)
+    @cached_property
+    def _target(self) -> OneProcess:
+        return OneProcess(PipelineSpec.create(self._spec.target, "none", stages=1))
 
-    def _check_policies(self) -> None:
-        """A policy that cannot work is found before anything is recorded."""
-        nothing = RecordedAnswer("", 0, (0,), (0,))
-        for policy in self._config.policies:
-            create_method(self._request(policy, nothing), self._drafter(DraftMemo()), self._experiences[policy])
-
-    def _replay(self, answer: RecordedAnswer) -> Iterator[PolicyAnswer]:
-        memo = self._recording.memo(answer)
-        for policy in self._config.policies:
-            request = self._request(policy, answer)
-            replayed = self._pipeline.run(request, answer.token_ids, self._drafter(memo), self._experiences[policy])
-            yield PolicyAnswer(policy, answer, replayed)
-        self._recording.keep(answer, memo)
+    @cached_property
+    def _draft(self) -> Drafter:
+        drafter = self._spec.load_drafter(torch.device("cpu"))
+        assert drafter is not None
+        return drafter
 
     def _drafter(self, memo: DraftMemo) -> RecordedDrafter | None:
         most = max(CHILDREN[-1], *(policy.tree.children or 0 for policy in self._config.policies))
-        return RecordedDrafter(memo, self._load_draft, most) if self._spec.draft else None
+        return RecordedDrafter(memo, lambda: self._draft, most) if self._spec.draft else None
 
-    def _request(self, policy: Policy, answer: RecordedAnswer) -> Request:
-        return Request(0, answer.prompt_token_ids, self._config.request.sampling, policy.method, policy.tree)
-
-
-def _loaded_draft(spec: PipelineSpec) -> Drafter:
-    drafter = spec.load_drafter(torch.device("cpu"))
-    assert drafter is not None
-    return drafter
+    def _request(self, policy: Policy, prompt: tuple[int, ...]) -> Request:
+        return Request(0, prompt, self._config.asked.sampling, policy.method, policy.tree)

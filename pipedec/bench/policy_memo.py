@@ -1,11 +1,13 @@
 """What the draft said after contexts of one prompt: a trie of the tokens behind it, and the likeliest children of each context.
 
-Owns the tensors and their safetensors file. Knows no tree and no model. Shapes: N contexts, C children at most.
+Owns the safetensors file. Knows no tree and no model. Shapes: N contexts, F of them asked about, C children at most.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -17,19 +19,23 @@ from pipedec.core import UserError
 from pipedec.tree import Candidates
 
 PROMPT = -1  # the context of the prompt alone, which no tree holds
-_FIRST_CAPACITY = 256
+
+
+@dataclass(frozen=True)
+class _Said:
+    """The likeliest children of one context, both tensors [C]; ``asked`` is more than C if the vocabulary is smaller."""
+
+    asked: int
+    token_ids: Tensor
+    log_probs: Tensor
 
 
 class DraftMemo:
     """Contexts are numbered in the order in which they were met, each after the one that it continues."""
 
     def __init__(self) -> None:
-        self._parents: list[int] = []
-        self._tokens: list[int] = []
-        self._numbers: dict[tuple[int, int], int] = {}  # of (context, next token)
-        self._asked = torch.zeros(0, dtype=torch.int32)  # [N], children asked for; 0 where the draft was not asked
-        self._token_ids = torch.zeros(0, 0, dtype=torch.int32)  # [N, C], the likeliest first
-        self._log_probs = torch.zeros(0, 0)  # [N, C]
+        self._numbers: dict[tuple[int, int], int] = {}  # of (context, next token), in order
+        self._said: dict[int, _Said] = {}  # by context
         self.has_changed = False
 
     @classmethod
@@ -44,64 +50,47 @@ class DraftMemo:
             return memo
         try:
             found = load_file(path)
-            memo._parents, memo._tokens = found["parents"].tolist(), found["tokens"].tolist()
-            memo._asked, memo._token_ids, memo._log_probs = found["asked"], found["token_ids"], found["log_probs"]
-        except (SafetensorError, KeyError, OSError) as error:
+            places = zip(found["parents"].tolist(), found["tokens"].tolist(), strict=True)
+            said = zip(found["asked"].tolist(), found["token_ids"], found["log_probs"], strict=True)
+            memo._numbers = {place: number for number, place in enumerate(places)}
+            memo._said = {context: _Said(*one) for context, one in enumerate(said) if one[0]}
+        except (SafetensorError, KeyError, ValueError) as error:
             raise UserError(f"cannot read {path}: {error}; remove it, and its contexts are drafted again") from None
-        memo._numbers = {place: number for number, place in enumerate(zip(memo._parents, memo._tokens, strict=True))}
         return memo
 
     def save(self, path: Path) -> None:
-        count = len(self._parents)
-        tensors = {
-            "parents": torch.tensor(self._parents, dtype=torch.int32),
-            "tokens": torch.tensor(self._tokens, dtype=torch.int32),
-            "asked": self._asked[:count].contiguous(),
-            "token_ids": self._token_ids[:count].contiguous(),
-            "log_probs": self._log_probs[:count].contiguous(),
-        }
+        count, width = len(self._numbers), max(len(said.token_ids) for said in self._said.values())
+        parents, tokens = (torch.tensor(column, dtype=torch.int32) for column in zip(*self._numbers, strict=True))
+        asked = torch.zeros(count, dtype=torch.int32)  # 0 where the draft was not asked
+        token_ids, log_probs = torch.zeros(count, width, dtype=torch.int32), torch.zeros(count, width)
+        for context, said in self._said.items():
+            asked[context] = said.asked
+            token_ids[context, : len(said.token_ids)] = said.token_ids
+            log_probs[context, : len(said.log_probs)] = said.log_probs
+        tensors = {"parents": parents, "tokens": tokens, "asked": asked, "token_ids": token_ids, "log_probs": log_probs}
         partial = path.with_suffix(".partial")
         save_file(tensors, partial)
         os.replace(partial, path)
         self.has_changed = False
 
-    def find(self, context: int, token: int) -> int | None:
-        """The context that continues ``context`` with ``token``, if it was ever met."""
-        return self._numbers.get((context, token))
-
     def continued(self, context: int, token: int) -> int:
-        """The same, met now if never before."""
-        number = self._numbers.setdefault((context, token), len(self._parents))
-        if number == len(self._parents):
-            self._parents.append(context)
-            self._tokens.append(token)
-            self._reserve(number + 1, self._token_ids.shape[1])
-        return number
+        """The context that continues ``context`` with ``token``, met now if never before."""
+        return self._numbers.setdefault((context, token), len(self._numbers))
 
-    def knows(self, contexts: Tensor, children: int) -> Tensor:
-        """bool [F]: whether so many children are recorded of each of ``contexts`` (int64 [F])."""
-        return self._asked[contexts] >= children
+    def knows(self, context: int, children: int) -> bool:
+        """Whether so many children of ``context`` are recorded."""
+        return context in self._said and self._said[context].asked >= children
 
-    def add(self, contexts: Tensor, said: Candidates, children: int) -> None:
-        """What the draft said when it was asked for ``children``; contexts that had as many keep what they have."""
-        is_new = ~self.knows(contexts, children)
-        new, width = contexts[is_new], said.token_ids.shape[1]
-        self._reserve(len(self._parents), width)
-        self._asked[new] = children
-        self._token_ids[new, :width] = said.token_ids[is_new].to("cpu", torch.int32)
-        self._log_probs[new, :width] = said.log_probs[is_new].to("cpu", torch.float32)
+    def add(self, contexts: Sequence[int], said: Candidates, children: int) -> None:
+        """What the draft said of F contexts when it was asked for ``children``; those that had as many keep what they have."""
+        token_ids, log_probs = said.token_ids.to("cpu", torch.int32), said.log_probs.to("cpu", torch.float32)
+        for context, ids, chances in zip(contexts, token_ids, log_probs, strict=True):
+            if not self.knows(context, children):
+                self._said[context] = _Said(children, ids, chances)
         self.has_changed = True
 
-    def said(self, contexts: Tensor, children: int) -> tuple[Tensor, Tensor]:
-        """Token ids (int64) and log-probabilities of known contexts, both [F, min(children, vocabulary)]."""
-        return self._token_ids[contexts, :children].long(), self._log_probs[contexts, :children]
-
-    def _reserve(self, contexts: int, width: int) -> None:
-        capacity, columns = self._token_ids.shape
-        if contexts <= capacity and width <= columns:
-            return
-        more = max(0, max(2 * capacity, _FIRST_CAPACITY) - capacity) if contexts > capacity else 0
-        margins = (0, max(0, width - columns), 0, more)
-        self._token_ids = torch.nn.functional.pad(self._token_ids, margins)
-        self._log_probs = torch.nn.functional.pad(self._log_probs, margins)
-        self._asked = torch.nn.functional.pad(self._asked, (0, more))
+    def said(self, contexts: Sequence[int], children: int) -> tuple[Tensor, Tensor]:
+        """Token ids (int64) and log-probabilities of F known contexts, both [F, min(children, vocabulary)]."""
+        several = [self._said[context] for context in contexts]
+        token_ids = torch.stack([one.token_ids[:children] for one in several])
+        return token_ids.long(), torch.stack([one.log_probs[:children] for one in several])

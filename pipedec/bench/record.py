@@ -11,6 +11,7 @@ import platform
 import statistics
 import subprocess
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -62,6 +63,12 @@ def machine() -> Row:
     }
 
 
+def plain(value: Any) -> Row:
+    """The fields of a dataclass as a JSON file gives them back."""
+    fields: Row = json.loads(json.dumps(asdict(value)))
+    return fields
+
+
 def spread(samples: Sequence[float]) -> dict[str, float]:
     """The 10th percentile (least disturbed by other work on the machine), the median and the 90th."""
     ordered = sorted(samples)
@@ -69,14 +76,14 @@ def spread(samples: Sequence[float]) -> dict[str, float]:
     return {"p10": low, "median": statistics.median(ordered), "p90": high}
 
 
-def check_writable(path: Path | None) -> None:
-    """Raise UserError before anything is measured, if the results could not be written to ``path`` afterwards."""
+def check_writable(path: Path | None, flag: str = "--out") -> None:
+    """Raise UserError before anything is measured, if the results could not be written to ``path`` (of ``flag``) afterwards."""
     if path is None:
         return
     if not path.parent.is_dir():
-        raise UserError(f"--out {path}: there is no directory {path.parent}")
+        raise UserError(f"{flag} {path}: there is no directory {path.parent}")
     if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise UserError(f"--out {path}: it cannot be written")
+        raise UserError(f"{flag} {path}: it cannot be written")
 
 
 def append_rows(path: Path, rows: Iterable[Row]) -> None:

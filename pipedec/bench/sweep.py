@@ -1,7 +1,8 @@
 """Methods × pipelines × trees × prompts, one JSONL row per answer, in an order that an interruption cannot spoil.
 
 Owns the grid and the result files (``rows.jsonl``, ``trees.json``); a row that is there is not measured again. How one answer is
-got is the runners' business, what the rows show together is ``sweep_rows``' and the figures'.
+got is the runners' business, what the rows show together is ``sweep_rows``' and the figures'. What ``pipedec-bestfirst`` has
+learned goes from answer to answer and is lost with an interruption, so its later rows may take a little longer after one.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from pipedec.bench.record import Row, header
+from pipedec.bench.prompts import DrawnPrompt, draw
+from pipedec.bench.record import Row, header, plain
 from pipedec.bench.sweep_rows import SCHEMA, read_records
 from pipedec.bench.sweep_runners import Measured, OneProcess, RealProcesses
 from pipedec.bench.sweep_shapes import (
@@ -24,8 +26,8 @@ from pipedec.bench.sweep_shapes import (
     Shape,
     SmallModel,
     as_it_is,
-    digest,
     emulated,
+    pair_digest,
     small_model_alone,
     small_model_as_it_is,
 )  # fmt: skip
@@ -134,15 +136,6 @@ class SweepProgress(Protocol):
 
 
 @dataclass(frozen=True)
-class _Prompt:
-    """One prompt of a set; ``index`` is its number in the set's file."""
-
-    prompt_set: str
-    index: int
-    request: PromptRequest
-
-
-@dataclass(frozen=True)
 class _Cell:
     """One way to decode: a row's method, and what the pipeline is asked for."""
 
@@ -155,7 +148,7 @@ class _Cell:
         """What a row says of the tree: those limits that the method has."""
         if self.tree is None:
             return None
-        return asdict(self.tree if self.method == BEST_FIRST else self.tree.with_defaults())
+        return plain(self.tree if self.method == BEST_FIRST else self.tree.with_defaults())
 
     def request(self, prompt: PromptRequest, trace: bool) -> PromptRequest:
         return replace(prompt, method=self.method, tree=self.tree or TreeParams(), trace=trace)
@@ -203,7 +196,8 @@ class Sweep:
 
     def _sweep_shape(self, shape: Shape, prompt_sets: list[PromptSet]) -> None:
         here = OneProcess(shape.spec)
-        prompts = [prompt for one in prompt_sets for prompt in self._prompts(here, one)]
+        asked = PromptRequest("", self._config.raw_prompts, sampling=self._config.sampling_of(0))
+        prompts = draw(here.prompter, prompt_sets, asked, self._config.samples, self._config.seed)
         cells = self._cells(shape, here, prompts)
         with _LazyRunner(shape, here, self._config.clock) as runner:
             for repeat in range(self._config.repeats):
@@ -211,23 +205,7 @@ class Sweep:
                     for cell in cells:
                         self._row(shape, cell, prompt, repeat, runner)
 
-    def _prompts(self, pipeline: OneProcess, prompt_set: PromptSet) -> Iterator[_Prompt]:
-        """The first ``samples`` prompts, in the order of the seed, that fit into the target's context."""
-        found = 0
-        for index in prompt_set.shuffled(self._config.seed):
-            request = PromptRequest(prompt_set.prompts[index], self._config.raw_prompts, sampling=self._config.sampling_of(0))
-            try:
-                pipeline.token_ids(request)
-            except UserError:
-                continue
-            yield _Prompt(prompt_set.name, index, request)
-            found += 1
-            if found == self._config.samples:
-                return
-        if not found:
-            raise UserError(f"no prompt of {prompt_set.name} fits into the target's context: use shorter ones")
-
-    def _cells(self, shape: Shape, here: OneProcess, prompts: list[_Prompt]) -> list[_Cell]:
+    def _cells(self, shape: Shape, here: OneProcess, prompts: list[DrawnPrompt]) -> list[_Cell]:
         if shape.is_small_model:
             return [_Cell(SLM, "pp", None)]
         cells = []
@@ -238,12 +216,12 @@ class Sweep:
                 cells += [self._tree_cell(method, tree, shape, here, prompts) for tree in self._config.trees()]
         return cells
 
-    def _tree_cell(self, method: str, limits: TreeParams, shape: Shape, here: OneProcess, prompts: list[_Prompt]) -> _Cell:
+    def _tree_cell(self, method: str, limits: TreeParams, shape: Shape, here: OneProcess, prompts: list[DrawnPrompt]) -> _Cell:
         if method in ("stpp", TUNED) and shape.spec.emulation is not None:
             return _Cell(method, "stpp", self._tuned(method, limits, shape, here, prompts))
         return _Cell(method, method, limits)
 
-    def _tuned(self, method: str, limits: TreeParams, shape: Shape, here: OneProcess, prompts: list[_Prompt]) -> TreeParams:
+    def _tuned(self, method: str, limits: TreeParams, shape: Shape, here: OneProcess, prompts: list[DrawnPrompt]) -> TreeParams:
         """The best tree for this pipeline, from ``trees.json`` if it was found before: over all draws where tokens are drawn."""
         few = list({prompt.prompt_set: prompt for prompt in reversed(prompts)}.values())  # the first of each set
         texts = [prompt.request.prompt for prompt in few]
@@ -267,7 +245,7 @@ class Sweep:
             self._progress.busy(shape.label)
         return TreeParams(**known[key]["best"])
 
-    def _row(self, shape: Shape, cell: _Cell, prompt: _Prompt, repeat: int, runner: _LazyRunner) -> None:
+    def _row(self, shape: Shape, cell: _Cell, prompt: DrawnPrompt, repeat: int, runner: _LazyRunner) -> None:
         identity = self._identity(shape, cell, prompt, repeat)
         key = _key([identity, prompt.request.prompt])
         row = self._known.get(key)
@@ -282,7 +260,7 @@ class Sweep:
         self._found.append(row)
         self._progress.row()
 
-    def _is_traced(self, prompt: _Prompt) -> bool:
+    def _is_traced(self, prompt: DrawnPrompt) -> bool:
         """Of each set the first prompt says where the time of a timestep goes."""
         return all(row["prompt_set"] != prompt.prompt_set or row["prompt_index"] == prompt.index for row in self._found)
 
@@ -293,14 +271,13 @@ class Sweep:
         spec = shape.spec
         return {
             "target": str(spec.target), "draft": str(spec.draft) if spec.draft else None,
-            "digest": digest(spec.target) + (digest(spec.draft) if spec.draft else ""),
+            "digest": pair_digest(spec),
         }  # fmt: skip
 
     def _sampling(self, repeat: int) -> Row:
-        sampling = asdict(self._config.sampling_of(repeat))
-        return {name: list(value) if isinstance(value, tuple) else value for name, value in sampling.items()}
+        return plain(self._config.sampling_of(repeat))
 
-    def _identity(self, shape: Shape, cell: _Cell, prompt: _Prompt, repeat: int) -> Row:
+    def _identity(self, shape: Shape, cell: _Cell, prompt: DrawnPrompt, repeat: int) -> Row:
         """What tells this row from all others."""
         is_emulated = shape.spec.emulation is not None
         return {

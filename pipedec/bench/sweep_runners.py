@@ -46,15 +46,11 @@ class OneProcess:
     def __init__(self, spec: PipelineSpec) -> None:
         self._spec = spec
         self._pipeline = LocalPipeline.load(spec)
-        self._prompter = Prompter(spec.target, ModelConfig.from_directory(spec.target).max_positions)
+        self.prompter = Prompter(spec.target, ModelConfig.from_directory(spec.target).max_positions)
         self._number = 0
 
-    def token_ids(self, asked: PromptRequest) -> tuple[int, ...]:
-        """The prompt's tokens. Raises UserError when it does not fit into the context."""
-        return self._prompter.token_ids(asked.prompt, asked.raw, asked.sampling.max_tokens)
-
     def answer(self, asked: PromptRequest) -> Measured:
-        prompt = self.token_ids(asked)
+        prompt = self.prompter.token_ids(asked.prompt, asked.raw, asked.sampling.max_tokens)
         assert asked.method is not None
         request = Request(self._number, prompt, asked.sampling, asked.method, asked.tree)
         self._number += 1

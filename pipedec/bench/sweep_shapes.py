@@ -95,6 +95,11 @@ def digest(path: Path) -> str:
     return total.hexdigest()[:12]
 
 
+def pair_digest(spec: PipelineSpec) -> str:
+    """A name for the weights of target and draft."""
+    return digest(spec.target) + (digest(spec.draft) if spec.draft else "")
+
+
 def _small_spec(pair: Pair) -> PipelineSpec:
     small = pair.small or PipelineSpec.create(pair.target, pair.draft, 1).draft
     return PipelineSpec.create(small, "none", 1)

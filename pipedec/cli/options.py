@@ -157,7 +157,7 @@ def pipeline_options(command: Command) -> Command:
             "--dispatch", default="windows", show_default=True, help="What Redis grants: windows of timesteps, or tasks."
         ),
     ]
-    return _gathered(command, options, PipelineFlags, "pipeline")
+    return gathered(command, options, PipelineFlags, "pipeline")
 
 
 def request_options(command: Command) -> Command:
@@ -195,7 +195,7 @@ def request_options(command: Command) -> Command:
         click.option("--json", is_flag=True, help="Print one JSON document instead of text."),
         click.option("--trace", type=path, help="Write a Chrome/Perfetto trace of every task to this file."),
     ]
-    return _gathered(command, options, RequestFlags, "asked")
+    return gathered(command, options, RequestFlags, "asked")
 
 
 def place_options(command: Command) -> Command:
@@ -204,7 +204,8 @@ def place_options(command: Command) -> Command:
     return click.option("--redis", help="redis://:password@host:port/0 of a cluster elsewhere.")(command)
 
 
-def _gathered(command: Command, options: list[Callable[[Any], Any]], kind: type, name: str) -> Command:
+def gathered(command: Command, options: list[Callable[[Any], Any]], kind: type, name: str) -> Command:
+    """Adds ``options``; the command gets their values as one ``kind``, in the parameter ``name``."""
     names = [field.name for field in fields(kind)]
 
     @functools.wraps(command)

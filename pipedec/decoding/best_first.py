@@ -15,7 +15,7 @@ from torch import Tensor
 
 from pipedec.core import Request, Step, UserError, Verdict
 from pipedec.decoding.choices import Choices, Proposer
-from pipedec.decoding.controller import Beat
+from pipedec.decoding.controller import WIDTHS, Beat
 from pipedec.decoding.experience import Experience
 from pipedec.decoding.injection import InjectionTree
 from pipedec.decoding.proposers import DraftProposer, NgramProposer
@@ -23,7 +23,7 @@ from pipedec.decoding.proposers import DraftProposer, NgramProposer
 if TYPE_CHECKING:
     from pipedec.decoding.method import Drafter
 
-MAX_WIDTH = 124  # a verdict accepts a step's rows at most and must fit into a message's header
+MAX_WIDTH = WIDTHS[-1]  # a verdict accepts a step's rows at most and must fit into a message's header
 DRAFTED_ROWS = 16  # of one forward: more make no answer faster
 
 

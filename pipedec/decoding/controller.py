@@ -8,8 +8,8 @@ Everything is measured while answers are decoded, and kept for the next ones; a 
   wider step takes along are the share of the time that it saves, and it is worth that if timesteps grow by less. A width next to
   the present one that was never tried counts as good as the widths that were tried allow.
 - *Off*: width 0, at which the last accepted token enters alone and yields one token per passage of the pipeline. It is compared
-  with the tokens that the narrowest speculation really yields.
-- *Children*: more of them while many tokens are accepted that nobody had named.
+  with the tokens that timesteps really yield.
+- *Children*: more of them, from the next answer on, while many tokens are accepted that nobody had named.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Beat:
 
 
 class Controller:
-    """Holds ``width``, ``children`` and ``forwards`` for the next timestep.
+    """Holds ``width`` and ``forwards`` for the next timestep, and ``children`` for the next answer.
 
     Args:
         limits: what is set by hand; None for what is to be found.
@@ -171,7 +171,7 @@ class Controller:
         present = self._worth.get(self.width, 0.0)
         wider = sum(self._worth.get(each, present) for each in WIDTHS if self.width < each <= width)
         narrower = sum(self._worth.get(each, 0.0) for each in WIDTHS if width < each <= self.width)
-        return period * (1 + narrower - wider)
+        return period * max(1 + narrower - wider, _LITTLE)
 
     def _least_period(self, width: int) -> float:
         """A bound for a width that was never tried: more rows never take less time, and the more there are the more one adds.

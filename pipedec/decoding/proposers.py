@@ -37,7 +37,7 @@ class DraftProposal:
         log_probs = self.children.log_probs.float()
         is_same = token_ids[:, :, None] == self.token_ids[:, None]
         is_named = is_same.any(-1)
-        named = (is_same * log_probs[:, None]).sum(-1)
+        named = torch.where(is_same, log_probs[:, None], 0.0).sum(-1)
         rest = (1 - log_probs.exp().sum(1)).clamp(min=_LEAST).log()
         likely = torch.where(is_named, named, log_probs[:, -1:])
         unnamed = (~is_named).to(likely.dtype)

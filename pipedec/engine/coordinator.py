@@ -167,7 +167,7 @@ class DraftLoop(RankLoop):
     def _decode(self, task: Task, message: Message) -> Facts:
         method = self._current.method
         beat = self._clock.lap()
-        if task.seq > 1:
+        if task.seq > self._topology.num_groups:
             method.observe(beat)
         method.draft()
         step = None if self._topology.has_sync(message.active) else method.propose()
@@ -179,7 +179,9 @@ class DraftLoop(RankLoop):
         answer, method = self._current, self._current.method
         self._clock.resume()
         if not (verdict.tokens or verdict.finished):  # the rows of this timestep do not follow what is accepted so far
-            return Facts(rows_out=self._keep_outgoing(method.propose(), task.seq), finished=False)
+            step = method.propose()
+            self._clock.pause()
+            return Facts(rows_out=self._keep_outgoing(step, task.seq))
         said = verdict if answer.has_ended else answer.until_stop(verdict)
         if verdict.finished is None and said.finished is not None:
             self._stop_early(said, task.seq)
@@ -190,6 +192,7 @@ class DraftLoop(RankLoop):
         if not answer.has_ended:
             self._events.append(self._told(said, task.seq))
         rows_out = self._keep_outgoing(step, task.seq)
+        self._clock.pause()
         return Facts(rows_out=rows_out, finished=verdict.finished is not None, window=self._window_timesteps)
 
     def _stop_early(self, last: Verdict, seq: int) -> None:

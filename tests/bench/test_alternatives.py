@@ -28,9 +28,9 @@ def test_all_contenders_say_the_same_and_are_counted(pair: Pair) -> None:
     config = AlternativesConfig(max_tokens=9, repeats=2, threads=1)
     rows = measure_alternatives(pair.spec(4), SENTENCES[:2], config, lambda *progress: had.append(progress))
     figures = {row["contender"]: row for row in rows}
-    own = ["pipedec pp, 1 stage", "pipedec stpp, 1 stage", "pipedec, 4 stages"]
+    own = ["pipedec pp, 1 stage", "pipedec stpp, 1 stage", "pipedec pipedec-bestfirst, 1 stage", "pipedec, 4 stages"]
     assert list(figures) == ["transformers greedy", "transformers assisted", "transformers lookup", *own]
-    assert had == [(number, 24) for number in range(1, 25)]
+    assert had == [(number, 28) for number in range(1, 29)]
     tokens = rows[0]["tokens"]
     for row in rows:
         assert row["equal"] == 2 and row["tokens"] == tokens
@@ -53,7 +53,7 @@ def test_all_contenders_say_the_same_and_are_counted(pair: Pair) -> None:
 
 def test_without_a_draft_nobody_who_needs_one_takes_part(pair: Pair) -> None:
     names = [contender.name for contender in load_contenders(pair.spec(2, draft="none"))]
-    assert names == ["transformers greedy", "transformers lookup", "pipedec pp, 1 stage"]
+    assert names == ["transformers greedy", "transformers lookup", "pipedec pp, 1 stage", "pipedec pipedec-bestfirst, 1 stage"]
 
 
 def test_a_draft_that_transformers_would_refuse_is_named(pair: Pair, tmp_path: Path) -> None:

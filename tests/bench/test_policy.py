@@ -1,9 +1,9 @@
-"""The study of policies at toy size: beside a sweep of the same prompts, after an interruption, and what it refuses."""
+"""The study of policies at toy size: beside a sweep, after an interruption, and what it refuses."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +50,7 @@ def config(made_by: Pair, *policies: str, **changes: Any) -> PolicyConfig:
         tuple(map(Policy.parse, policies or POLICIES)),
         stages=STAGES,
         samples=2,
-        sampling=SamplingParams(max_tokens=6, ignore_eos=True),
+        sampling=SamplingParams(max_tokens=5, ignore_eos=True),
         pair=Models(made_by.target, str(made_by.draft)),
     )
     return replace(made, **changes)
@@ -63,36 +63,49 @@ def study(chosen: PolicyConfig, prompt_sets: list[PromptSet], directory: Path, p
 def swept(pair: Pair, out: Path, **changes: Any) -> list[dict[str, Any]]:
     made = SweepConfig(
         paper_cluster(), ("paper-14",), (STAGES,), ("pp", "stpp", "pipedec", "pipedec-bestfirst"), (8,), (4,), samples=2,
-        sampling=SamplingParams(max_tokens=6, ignore_eos=True), clock="computed", pair=Models(pair.target, str(pair.draft)),
+        sampling=SamplingParams(max_tokens=5, ignore_eos=True), clock="computed", pair=Models(pair.target, str(pair.draft)),
         grid=TuningGrid(layer_depths=(2,)),
     )  # fmt: skip
     return sweep(replace(made, **changes), PROMPTS, out, Silent())
 
 
 def costs(answers: list[PolicyAnswer]) -> list[tuple[object, ...]]:
-    return [(one.policy.name, one.answer.prompt_set, one.answer.index, one.replayed) for one in answers]
+    return [(one.policy.name, one.prompt.prompt_set, one.prompt.index, one.replayed) for one in answers]
 
 
 def never(*arguments: object, **keywords: object) -> None:
     pytest.fail("a model was loaded")
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_predicts_the_rows_of_a_sweep(pair: Pair, tmp_path: Path, temperature: float) -> None:
-    """The same prompts are drawn, the same answers given, and each of them costs the same."""
-    sampling = SamplingParams(temperature, max_tokens=6, ignore_eos=True)
-    rows = swept(pair, tmp_path / "sweep", sampling=sampling, seed=4)
+@dataclass(frozen=True)
+class Whole:
+    """A study of all policies that was not interrupted, and its recording."""
+
+    answers: list[PolicyAnswer]
+    recording: Path
+
+
+@pytest.fixture(scope="module")
+def whole(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Whole:
+    recording = tmp_path_factory.mktemp("whole")
+    return Whole(study(config(pair), PROMPTS, recording, Silent()), recording)
+
+
+def test_predicts_the_rows_of_a_sweep(pair: Pair, tmp_path: Path) -> None:
+    """The same prompts are drawn, the same tokens, and each answer costs the same."""
+    sampling = SamplingParams(1.0, max_tokens=5, ignore_eos=True)
+    rows = swept(pair, tmp_path / "sweep", sampling=sampling, seed=4, samples=1)
     policies = "pp", "stpp:width=8,children=4,depth=2", *POLICIES[2:]
-    chosen, progress = config(pair, *policies, sampling=sampling, seed=4), Silent()
+    chosen, progress = config(pair, *policies, sampling=sampling, seed=4, samples=1), Silent()
     answers = study(chosen, PROMPTS, tmp_path / "recording", progress)
-    assert progress.rows == progress.total == 3 * (1 + len(policies)) and len(answers) == len(rows) == 12
+    assert progress.rows == progress.total == len(answers) == len(rows) == 8
     found = {(row["method"], row["prompt_set"], row["prompt_index"]): row for row in rows}
     for one in answers:
-        row, replayed = found[one.policy.method, one.answer.prompt_set, one.answer.index], one.replayed
+        row, replayed = found[one.policy.method, one.prompt.prompt_set, one.prompt.index], one.replayed
         assert (replayed.timesteps, replayed.hits, replayed.misses) == (row["timesteps"], row["hits"], row["misses"])
         assert replayed.decode_ms == pytest.approx(row["decode_ms"], abs=1e-3)
     compared = compare(chosen, answers, rows)
-    assert [(one.policy.name, one.clock, one.answers) for one in compared] == [(name, "computed", 3) for name in policies]
+    assert [(one.policy, one.clock, one.answers) for one in compared] == [(name, "computed", 2) for name in policies]
     for one in compared:
         assert one.slow_motion == 1 and one.ratio == pytest.approx(1, abs=1e-5)
     slower = [{**row, "clock": "measured", "slow_motion": 2.0, "decode_ms": 2 * row["decode_ms"]} for row in rows]
@@ -100,22 +113,22 @@ def test_predicts_the_rows_of_a_sweep(pair: Pair, tmp_path: Path, temperature: f
     assert [(one.clock, one.slow_motion, round(one.ratio, 4)) for one in both] == [("computed", 1, 1), ("measured", 2, 0.5)] * 4
 
 
-def test_what_is_recorded_is_not_computed_again(pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = study(config(pair), PROMPTS, tmp_path, Silent())
-    recording = (tmp_path / "recording.json").read_text()
-    assert [entry["index"] for entry in json.loads(recording)["prompts"]] == [one.answer.index for one in first[:: len(POLICIES)]]
+def test_what_is_recorded_is_not_computed_again(pair: Pair, whole: Whole, monkeypatch: pytest.MonkeyPatch) -> None:
+    recorded = {path: path.read_bytes() for path in whole.recording.iterdir()}
+    assert len(recorded) == 1 + 3, "the answers, and what the draft said below each of three prompts"
     monkeypatch.setattr("pipedec.bench.policy.OneProcess", never)
     monkeypatch.setattr("pipedec.engine.spec.PipelineSpec.load_drafter", never)
-    again = study(config(pair), PROMPTS, tmp_path, Silent())
-    assert costs(again) == costs(first)
-    assert (tmp_path / "recording.json").read_text() == recording
+    assert costs(study(config(pair), PROMPTS, whole.recording, Silent())) == costs(whole.answers)
+    assert {path: path.read_bytes() for path in whole.recording.iterdir()} == recorded
 
 
-def test_goes_on_where_it_was_interrupted(pair: Pair, tmp_path: Path) -> None:
-    whole = study(config(pair), PROMPTS, tmp_path / "whole", Silent())
-    study(config(pair, "pipedec:width=8,children=4"), PROMPTS[:1], tmp_path / "cut", Silent())
-    next((tmp_path / "cut").glob("draft-*.safetensors")).unlink()
-    assert costs(study(config(pair), PROMPTS, tmp_path / "cut", Silent())) == costs(whole)
+def test_goes_on_where_it_was_interrupted(pair: Pair, whole: Whole, tmp_path: Path) -> None:
+    few = config(pair, *POLICIES[2:])
+    interrupted = Study(few, PROMPTS, tmp_path).run(Silent())
+    for _ in range(3):
+        next(interrupted)
+    interrupted.close()
+    assert costs(study(few, PROMPTS, tmp_path, Silent())) == [cost for cost in costs(whole.answers) if cost[0] in POLICIES[2:]]
 
 
 def test_without_a_draft_the_text_alone_proposes(pair: Pair, tmp_path: Path) -> None:
@@ -127,19 +140,18 @@ def test_without_a_draft_the_text_alone_proposes(pair: Pair, tmp_path: Path) -> 
     assert not (tmp_path / "other").exists(), "found before anything was recorded"
 
 
-def test_figures_add_up(pair: Pair, tmp_path: Path) -> None:
-    chosen = config(pair)
-    figures = PolicyFigures.of(study(chosen, PROMPTS, tmp_path, Silent()))
+def test_figures_add_up(pair: Pair, whole: Whole) -> None:
+    figures = PolicyFigures.of(whole.answers)
     assert [one.policy.name for one in figures] == list(POLICIES)
     for one in figures:
         causes = {cause: lost for cause, lost in one.lost_per_token.items() if cause != "together"}
         assert sum(causes.values()) == pytest.approx(one.timesteps_per_token)
         assert list(one.sets) == ["first", "second"]
-        assert one.sets["first"].totals.tokens == 10 and one.sets["second"].totals.tokens == 5
-    plain = figures[0]
-    assert (plain.timesteps_per_token, plain.hit_rate, plain.lost_per_miss) == (STAGES, 0, STAGES)
-    assert plain.speedup(plain) == 1 and figures[2].speedup(plain) == pytest.approx(plain.ms_per_token / figures[2].ms_per_token)
-    written = json.loads(json.dumps(document(chosen, figures, [])))
+        assert one.sets["first"].totals.tokens == 8 and one.sets["second"].totals.tokens == 4
+    plain, paper = figures[0], figures[2]
+    assert (plain.timesteps_per_token, plain.hit_rate, plain.overall.totals.lost_per_miss) == (STAGES, 0, STAGES)
+    assert plain.speedup(plain) == 1 and paper.speedup(plain) == pytest.approx(plain.ms_per_token / paper.ms_per_token)
+    written = json.loads(json.dumps(document(config(pair), figures, [])))
     assert written["schema"] == "pipedec.policy/1" and written["benchmark"] == "policy"
     assert [row["limits"] for row in written["policies"]] == [
         {},
@@ -154,7 +166,7 @@ def test_figures_add_up(pair: Pair, tmp_path: Path) -> None:
 
 def test_answers_of_one_token_have_no_figures(pair: Pair, tmp_path: Path) -> None:
     chosen = config(pair, sampling=SamplingParams(max_tokens=1))
-    with pytest.raises(UserError, match="every answer has a single token"):
+    with pytest.raises(UserError, match="every answer has a single token, so nothing is decoded: use"):
         PolicyFigures.of(study(chosen, PROMPTS[1:], tmp_path, Silent()))
 
 
@@ -175,11 +187,12 @@ def test_policies_as_text(text: str, method: str, tree: TreeParams) -> None:
     ("text", "message"),
     [
         ("warp", "--policy warp: unknown method 'warp'; choose one of pp, "),
+        (":width=3", "--policy :width=3: unknown method ''"),
         ("pp:width=3", "--policy pp:width=3: pp has no limit 'width'; it has none"),
         ("pipedec:forwards=2", "pipedec has no limit 'forwards'; it has width, children"),
         ("pipedec:width=wide", "width must be a whole number, not 'wide'"),
         ("pipedec:width", "width must be a whole number, not ''"),
-        ("pipedec:width=0", "tree width must be at least 1, not 0"),
+        ("pipedec:width=0", "--policy pipedec:width=0: tree width must be at least 1, not 0"),
         ("pipedec-bestfirst:proposers=oracle", "tree proposers must be some of draft, ngrams, not oracle"),
     ],
 )
@@ -194,7 +207,7 @@ def test_refuses_policies_that_are_none(text: str, message: str) -> None:
         ({"preset": "paper-15"}, "paper-15"),
         ({"samples": 0}, "--samples must be at least 1"),
         ({"stages": 0}, "--stages must be at least 1"),
-        ({"policies": (Policy.parse("pp"), Policy.parse("pp"))}, "--policy pp was given twice"),
+        ({"policies": tuple(map(Policy.parse, ("pipedec", "pipedec:width=32")))}, "--policy pipedec:width=32 was given twice"),
     ],
 )
 def test_refuses_what_cannot_work(pair: Pair, changes: dict[str, Any], message: str) -> None:
@@ -209,34 +222,32 @@ def test_refuses_prompts_that_do_not_fit_and_widths_that_no_message_holds(pair: 
         study(config(pair, "pipedec-bestfirst:width=125"), PROMPTS, tmp_path, Silent())
 
 
-def test_refuses_another_recording(pair: Pair, tmp_path: Path) -> None:
-    study(config(pair, "pp"), PROMPTS[1:], tmp_path / "recording", Silent())
+def test_refuses_another_recording(pair: Pair, whole: Whole, tmp_path: Path) -> None:
     for changes, message in (
-        ({"sampling": SamplingParams(max_tokens=7, ignore_eos=True)}, r"another sampling \(max_tokens 6, not 7\)"),
-        ({"pair": Models(pair.target, "none")}, r"another pair \("),
+        ({"sampling": SamplingParams(max_tokens=7, ignore_eos=True)}, r"recorded with another max_tokens \(5, not 7\): give"),
+        ({"pair": Models(pair.target, "none")}, r"recorded with another pair \("),
     ):
         with pytest.raises(UserError, match=message):
-            study(config(pair, "pp", **changes), PROMPTS[1:], tmp_path / "recording", Silent())
-    path = tmp_path / "recording" / "recording.json"
-    path.write_text(path.read_text().replace("pipedec.recording/1", "pipedec.recording/0"))
-    with pytest.raises(UserError, match=r"recording.json: schema pipedec.recording/0, not pipedec.recording/1"):
-        study(config(pair, "pp"), PROMPTS[1:], tmp_path / "recording", Silent())
-    for text in ("half", "[]", '{"schema": "pipedec.recording/1"}'):
+            Study(config(pair, "pp", **changes), PROMPTS, whole.recording)
+    path, recorded = tmp_path / "recording.json", (whole.recording / "recording.json").read_text()
+    path.write_text(recorded.replace("pipedec.recording/1", "pipedec.recording/0"))
+    with pytest.raises(UserError, match=r"another schema \(pipedec.recording/0, not pipedec.recording/1\)"):
+        Study(config(pair, "pp"), PROMPTS, tmp_path)
+    for text in (recorded[:-9], "[]", '{"schema": "pipedec.recording/1"}', recorded.replace("token_ids", "ids")):
         path.write_text(text)
         with pytest.raises(UserError, match=r"recording.json is no recording"):
-            study(config(pair, "pp"), PROMPTS[1:], tmp_path / "recording", Silent())
+            Study(config(pair, "pp"), PROMPTS, tmp_path)
     with pytest.raises(UserError, match="it is no directory"):
-        study(config(pair, "pp"), PROMPTS[1:], path, Silent())
+        Study(config(pair, "pp"), PROMPTS, path)
 
 
-def test_rows_of_anything_else_are_not_compared(pair: Pair, tmp_path: Path) -> None:
+def test_rows_of_anything_else_are_not_compared(pair: Pair, whole: Whole, tmp_path: Path) -> None:
     rows = swept(pair, tmp_path / "sweep", methods=("pp", "pipedec"))
-    chosen = config(pair, "pipedec:width=8,children=4")
-    answers = study(chosen, PROMPTS, tmp_path / "recording", Silent())
-    assert [one.answers for one in compare(chosen, answers, rows)] == [3]
+    chosen = config(pair)
+    answers = [one for one in whole.answers if one.policy.method == "pipedec"]
+    assert [(one.policy, one.answers) for one in compare(chosen, answers, rows)] == [(POLICIES[2], 3)]
     for change in (
         {"preset": "paper-7"}, {"prompt_index": 99}, {"prompt_set": "third"}, {"output_tokens": 4}, {"prompt_tokens": 4},
         {"method": "slm"}, {"tree": {"width": 8, "children": 5}}, {"pair": {"digest": "0"}}, {"sampling": {}}, {"cluster": {}},
     ):  # fmt: skip
-        with pytest.raises(UserError, match="no row is of these policies"):
-            compare(chosen, answers, [{**row, **change} for row in rows])
+        assert compare(chosen, answers, [{**row, **change} for row in rows]) == []

@@ -26,10 +26,10 @@ from pipedec.engine.plan import even_layers, plan
 from pipedec.engine.spec import PipelineSpec
 from pipedec.scheduler import Topology
 
-LAYERS = 14
+LAYERS, VOCAB = 14, 200
 PROMPTS = ((1, 9, 30, 4, 51, 17, 8, 22, 40, 3), (5, 6, 7, 5, 6, 7, 5, 6))
 # Presets, stages, and tokens of an answer; the last has 14 stages in 7 groups.
-SHAPES = {"1": ("paper-14", 1, 8), "4": ("paper-14", 4, 8), "14": ("paper-14", None, 5), "14x7": ("paper-7", None, 5)}
+SHAPES = {"1": ("paper-14", 1, 7), "4": ("paper-14", 4, 7), "14": ("paper-14", None, 4), "14x7": ("paper-7", None, 4)}
 POLICIES = {
     "pp": ("pp", TreeParams()),
     "stpp": ("stpp", TreeParams(6, 4, depth=3)),
@@ -41,15 +41,15 @@ POLICIES = {
 }
 
 
-CASES = [(shape, policy) for shape in ("1", "4") for policy in POLICIES]
-CASES += [(shape, policy) for shape in ("14", "14x7") for policy in ("pp", "stpp", "pipedec", "best-first")]
+CASES = [("4", policy) for policy in POLICIES]
+CASES += [(shape, policy) for shape in ("1", "14", "14x7") for policy in ("pp", "stpp", "pipedec", "best-first")]
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A target, and a draft that is often right."""
     folder = tmp_path_factory.mktemp("models")
-    target = save_tiny_llama(folder / "target", layers=LAYERS, vocab=200, eos_token_id=199)
+    target = save_tiny_llama(folder / "target", layers=LAYERS, vocab=VOCAB, eos_token_id=VOCAB - 1)
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for parameter in target.parameters():
@@ -82,11 +82,11 @@ class Both:
         assert draft is not None
         self._draft: Drafter = draft
 
-    def answer(self, prompt: tuple[int, ...], method: str, tree: TreeParams, tokens: int = 8) -> Replayed:
+    def answer(self, prompt: tuple[int, ...], method: str, tree: TreeParams, tokens: int = 7) -> Replayed:
         """What the replay says, after the pipeline's own answer and figures."""
         request = Request(0, prompt, SamplingParams(max_tokens=tokens, ignore_eos=True), method, tree)
         said = tuple(token for verdict in self.pipeline.run(request) for token in verdict.tokens)
-        drafter = RecordedDrafter(self._memos.setdefault(prompt, DraftMemo()), lambda: self._draft)
+        drafter = RecordedDrafter(self._memos.setdefault(prompt, DraftMemo()), lambda: self._draft, VOCAB)
         return self._replayed.run(request, said, drafter, self._experience)
 
 
@@ -100,7 +100,7 @@ def both(models: Path) -> Callable[[str], Both]:
 def test_counts_and_lasts_what_the_pipeline_does(both: Callable[[str], Both], shape: str, policy: str) -> None:
     """What verdicts taught is kept from answer to answer, and the first prompt's contexts are known the second time."""
     here, tokens = both(shape), SHAPES[shape][2]
-    for prompt in (*PROMPTS, PROMPTS[0]) if tokens > 5 else PROMPTS[:1]:
+    for prompt in (*PROMPTS, PROMPTS[0]) if tokens > 4 else PROMPTS[:1]:
         replayed, metrics = here.answer(prompt, *POLICIES[policy], tokens), here.pipeline.metrics
         assert (replayed.timesteps, replayed.hits, replayed.misses) == (metrics.timesteps, metrics.hits, metrics.misses)
         assert replayed.decode_ms == pytest.approx(here.pipeline.emulated_ms, rel=1e-9)
@@ -121,11 +121,11 @@ def test_misses_are_told_apart_by_who_had_named_the_token(both: Callable[[str], 
     here = both("4")
     plain = here.answer(PROMPTS[0], "pp", TreeParams()).losses
     assert plain.unnamed > 0 and plain.named == plain.late == plain.together == 0
-    wide = here.answer(PROMPTS[0], "pipedec", TreeParams(2, 200)).losses
+    wide = here.answer(PROMPTS[0], "pipedec", TreeParams(2, VOCAB)).losses
     narrow = here.answer(PROMPTS[0], "pipedec", TreeParams(2, 2)).losses
     assert wide.named > 0 and wide.unnamed == 0
     assert narrow.unnamed > 0
-    first = here.answer(PROMPTS[0], "pipedec-bestfirst", TreeParams(1, 200, forwards=1)).losses
+    first = here.answer(PROMPTS[0], "pipedec-bestfirst", TreeParams(1, VOCAB, forwards=1)).losses
     assert first.named + first.late > 0 and first.unnamed == 0
 
 

@@ -5,20 +5,17 @@ from __future__ import annotations
 import json as json_format
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 from rich.console import Console
 from rich.table import Table
 
-from pipedec.cli.benchmarks.shared import PATH
+from pipedec.cli.benchmarks.shared import PATH, QuestionFlags, question_options
 from pipedec.cli.benchmarks.sweep import ProgressBar
-from pipedec.config import load_cluster, paper_cluster
-from pipedec.core import SamplingParams, UserError
-from pipedec.engine.prompt_set import PromptSet, PromptSource
+from pipedec.core import UserError
 
 if TYPE_CHECKING:
-    from pipedec.bench.policy import PolicyConfig
     from pipedec.bench.policy_figures import Comparison, PolicyFigures
 
 _CAUSES = {"first": "first token", "tokens": "token itself", "late": "late", "named": "miss, named", "unnamed": "miss, unnamed"}
@@ -26,24 +23,8 @@ _CAUSES = {"first": "first token", "tokens": "token itself", "late": "late", "na
 
 @click.command()
 @click.option("--preset", required=True, help="The emulated cluster, like paper-14.")
-@click.option("--cluster", type=PATH, help="A cluster.yaml whose partitions are the presets (default: the paper's cluster).")
 @click.option("--stages", type=int, help="So many stages on the preset's first device (default: the preset's own).")
-@click.option(
-    "--prompts", "sources", multiple=True, help="[NAME=]FILE[#KEY=VALUE,…]: JSONL, JSONL.gz or CSV, or some records of it."
-)
-@click.option("--field", help="The field of the prompt files that holds the prompt.")
-@click.option("--prompt", "texts", multiple=True, help="A prompt; may be given several times.")
-@click.option("--raw-prompt", is_flag=True, help="Do not apply the model's chat template.")
-@click.option("--samples", type=int, default=10, show_default=True, help="Prompts drawn from each set, as a sweep draws them.")
-@click.option(
-    "--seed", type=int, default=0, show_default=True, help="Draws the samples and, with a temperature, the target's tokens."
-)
-@click.option("--temperature", type=float, default=0.0, show_default=True, help="0: the likeliest token; above: drawn.")
-@click.option("--top-k", type=int, default=0, show_default=True, help="Draw from so many likeliest tokens; 0 for all.")
-@click.option("--top-p", type=float, default=1.0, show_default=True, help="Draw from the likeliest with this probability.")
-@click.option("--max-tokens", type=int, default=64, show_default=True, help="Tokens of every answer at most.")
-@click.option("--target", type=PATH, help="Target checkpoint directory (default: the shipped pair).")
-@click.option("--draft", help="Draft checkpoint directory, or none.")
+@question_options
 @click.option(
     "--policy", "specs", multiple=True, default=("pipedec", "pipedec-bestfirst"), show_default=True,
     help="METHOD[:KEY=VALUE,…] with width, children, depth, rows, forwards, proposers (draft+ngrams); several times.",
@@ -52,59 +33,44 @@ _CAUSES = {"first": "first token", "tokens": "token itself", "late": "late", "na
 @click.option("--json", "out", type=PATH, help="Write all figures to this file.")
 @click.option("--check", type=PATH, help="Compare with the rows of a sweep in this directory.")
 def policy(
-    sources: tuple[str, ...], texts: tuple[str, ...], field: str | None, recording: Path, out: Path | None, check: Path | None,
-    **flags: Any,
+    preset: str, stages: int | None, asked: QuestionFlags, specs: tuple[str, ...], recording: Path, out: Path | None,
+    check: Path | None,
 ) -> None:  # fmt: skip
     """Compare speculation policies in minutes: their timesteps on recorded answers of the target, and what these would take.
 
     The target answers every prompt once, the draft is asked once per context, and both are kept in RECORDING. Methods are the
     real ones, timesteps are counted as a pipeline would, times are the preset's by arithmetic.
     """
-    from pipedec.bench.policy import Study
+    from pipedec.bench.policy import Policy, PolicyConfig, Study
     from pipedec.bench.policy_figures import PolicyFigures, compare, document
     from pipedec.bench.record import check_writable
-    from pipedec.bench.sweep_rows import ROWS_FILE, read_records
+    from pipedec.bench.sweep_rows import ROWS_FILE, read_records, read_rows
+    from pipedec.bench.sweep_shapes import Pair
 
-    config = _config(**flags)
-    prompt_sets = [PromptSource.parse(source).read(field) for source in sources]
-    if texts:
-        prompt_sets.append(PromptSet("prompt", texts))
-    if not prompt_sets:
-        raise UserError("nothing to replay: give --prompts FILE or --prompt TEXT")
-    check_writable(out)
-    rows = [row for _, row in read_records(check / ROWS_FILE)] if check else []
-    study = Study(config, prompt_sets, recording)
+    policies = tuple(Policy.parse(spec) for spec in specs)
+    config = PolicyConfig(
+        **asked.settings(), preset=preset, policies=policies, stages=stages, pair=Pair(asked.target, asked.draft)
+    )
+    study = Study(config, asked.prompt_sets(), recording)
+    check_writable(out, "--json")
+    rows = []
+    if check is not None:
+        read_rows([check / ROWS_FILE])  # refuses what no sweep wrote
+        rows = [row for _, row in read_records(check / ROWS_FILE)]
     with ProgressBar() as bar:
         answers = list(study.run(bar))
     figures = PolicyFigures.of(answers)
+    comparisons = compare(config, answers, rows)
     page = Console(width=None if Console().is_terminal else 120)
     for table in (_summary(figures, config.shape.label), _losses(figures), _by_set(figures)):
         page.print(table)
-    comparisons = compare(config, answers, rows) if check else []
     if comparisons:
         page.print(_checked(comparisons))
     if out is not None:
         out.write_text(json_format.dumps(document(config, figures, comparisons), indent=1) + "\n", encoding="utf-8")
-
-
-def _config(
-    preset: str, cluster: Path | None, stages: int | None, specs: tuple[str, ...], samples: int, seed: int, temperature: float,
-    top_k: int, top_p: float, max_tokens: int, raw_prompt: bool, target: Path | None, draft: str | None,
-) -> PolicyConfig:  # fmt: skip
-    from pipedec.bench.policy import Policy, PolicyConfig
-    from pipedec.bench.sweep_shapes import Pair
-
-    return PolicyConfig(
-        cluster=load_cluster(cluster) if cluster else paper_cluster(),
-        preset=preset,
-        policies=tuple(Policy.parse(spec) for spec in specs),
-        stages=stages,
-        samples=samples,
-        seed=seed,
-        sampling=SamplingParams(temperature, top_k, top_p, max_tokens=max_tokens),
-        raw_prompts=raw_prompt,
-        pair=Pair(target, draft),
-    )
+    if check is not None and not comparisons:
+        same = "policies, prompts, pipeline, pair and sampling"
+        raise UserError(f"--check {check}: no row is of these {same}; give the directory of a sweep with the same")
 
 
 def _summary(figures: Sequence[PolicyFigures], pipeline: str) -> Table:
@@ -112,10 +78,10 @@ def _summary(figures: Sequence[PolicyFigures], pipeline: str) -> Table:
     for name in ("timesteps/token", "ms/token", "hit rate", "timesteps/miss", "over the first"):
         table.add_column(name, justify="right")
     for one in figures:
-        per_miss = "-" if one.lost_per_miss is None else f"{one.lost_per_miss:.2f}"
+        per_miss = one.overall.totals.lost_per_miss
         table.add_row(
-            one.policy.name, f"{one.timesteps_per_token:.3f}", f"{one.ms_per_token:.1f}", f"{one.hit_rate:.1%}", per_miss,
-            f"{one.speedup(figures[0]):.3f}×",
+            one.policy.name, f"{one.timesteps_per_token:.3f}", f"{one.ms_per_token:.1f}", f"{one.hit_rate:.1%}",
+            "-" if per_miss is None else f"{per_miss:.2f}", f"{one.speedup(figures[0]):.3f}×",
         )  # fmt: skip
     return table
 
@@ -151,7 +117,7 @@ def _checked(comparisons: Sequence[Comparison]) -> Table:
         table.add_column(name, justify="right")
     for one in comparisons:
         figures = f"{one.predicted:.2f}", f"{one.found:.2f}", f"{one.ratio:.4f}"
-        table.add_row(one.policy.name, one.clock, f"{one.slow_motion:g}", str(one.answers), *figures)
+        table.add_row(one.policy, one.clock, f"{one.slow_motion:g}", str(one.answers), *figures)
     return table
 
 

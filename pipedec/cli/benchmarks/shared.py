@@ -1,18 +1,85 @@
-"""What several ``pipedec bench`` commands have in common: the results file, lists of numbers, the machine in words."""
+"""What several ``pipedec bench`` commands have in common: questions and models, the results file, the machine in words."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import click
 
+from pipedec.cli.options import Command, gathered
 from pipedec.cli.show import console
-from pipedec.core import UserError
+from pipedec.config import load_cluster, paper_cluster
+from pipedec.core import SamplingParams, UserError
+from pipedec.engine.prompt_set import PromptSet, PromptSource
 
 PATH = click.Path(path_type=Path)
 OUT_HELP = "Append the figures to this JSONL file."
+
+
+@dataclass(frozen=True)
+class QuestionFlags:
+    """What is asked, of which models, emulated on which cluster."""
+
+    cluster: Path | None
+    sources: tuple[str, ...]
+    field: str | None
+    texts: tuple[str, ...]
+    raw_prompt: bool
+    samples: int
+    seed: int
+    temperature: float
+    top_k: int
+    top_p: float
+    max_tokens: int
+    target: Path | None
+    draft: str | None
+
+    def settings(self) -> dict[str, Any]:
+        """The fields that the configurations of these commands share."""
+        sampling = SamplingParams(self.temperature, self.top_k, self.top_p, max_tokens=self.max_tokens)
+        return {
+            "cluster": load_cluster(self.cluster) if self.cluster else paper_cluster(), "samples": self.samples,
+            "seed": self.seed, "sampling": sampling, "raw_prompts": self.raw_prompt,
+        }  # fmt: skip
+
+    def prompt_sets(self) -> list[PromptSet]:
+        """The sets to draw from. Raises UserError if there are none, or one cannot be read."""
+        sets = [PromptSource.parse(source).read(self.field) for source in self.sources]
+        if self.texts:
+            sets.append(PromptSet("prompt", self.texts))
+        if not sets:
+            raise UserError("nothing to ask: give --prompts FILE or --prompt TEXT")
+        return sets
+
+
+def question_options(command: Command) -> Command:
+    """Adds these flags; the command gets them as ``asked``."""
+    options = [
+        click.option("--cluster", type=PATH, help="A cluster.yaml whose partitions are the presets (default: the paper's)."),
+        click.option(
+            "--prompts",
+            "sources",
+            multiple=True,
+            help="[NAME=]FILE[#KEY=VALUE,…]: JSONL, JSONL.gz or CSV, or some records of it.",
+        ),
+        click.option("--field", help="The field of the prompt files that holds the prompt."),
+        click.option("--prompt", "texts", multiple=True, help="A prompt; may be given several times."),
+        click.option("--raw-prompt", is_flag=True, help="Do not apply the model's chat template."),
+        click.option("--samples", type=int, default=10, show_default=True, help="Prompts drawn from each set."),
+        click.option("--seed", type=int, default=0, show_default=True, help="Draws samples and, with a temperature, tokens."),
+        click.option("--temperature", type=float, default=0.0, show_default=True, help="0: the likeliest token; above: drawn."),
+        click.option("--top-k", type=int, default=0, show_default=True, help="Draw from so many likeliest tokens; 0 for all."),
+        click.option(
+            "--top-p", type=float, default=1.0, show_default=True, help="Draw from the likeliest with this probability."
+        ),
+        click.option("--max-tokens", type=int, default=64, show_default=True, help="Tokens of every answer at most."),
+        click.option("--target", type=PATH, help="Target checkpoint directory (default: the shipped pair)."),
+        click.option("--draft", help="Draft checkpoint directory, or none."),
+    ]
+    return gathered(command, options, QuestionFlags, "asked")
 
 
 def numbers(flag: str, text: str) -> tuple[int, ...]:

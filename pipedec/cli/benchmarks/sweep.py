@@ -11,11 +11,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from pipedec.cli.benchmarks.shared import PATH, numbers
+from pipedec.cli.benchmarks.shared import PATH, QuestionFlags, numbers, question_options
 from pipedec.cli.show import console
-from pipedec.config import load_cluster, paper_cluster
-from pipedec.core import SamplingParams, UserError
-from pipedec.engine.prompt_set import PromptSet, PromptSource
+from pipedec.core import UserError
 
 if TYPE_CHECKING:
     from pipedec.bench.sweep import SweepConfig
@@ -27,7 +25,6 @@ MAX_OVERRUN = 0.02
 @click.option(
     "--preset", "presets", help="Emulated clusters, like paper-7,paper-14,paper-21 (default: none, this machine as it is)."
 )
-@click.option("--cluster", type=PATH, help="A cluster.yaml whose partitions are the presets (default: the paper's cluster).")
 @click.option("--stages", help="Stage counts, like 1,2,4: of a preset's first device, or real ones without a preset.")
 @click.option(
     "--methods", default="pp,stpp,stpp-tuned,pipedec,pipedec-bestfirst", show_default=True, help="Also slm: a small model alone."
@@ -36,32 +33,17 @@ MAX_OVERRUN = 0.02
 @click.option("--children", help="Children per row (default: pipedec-bestfirst finds its own, others 16).")
 @click.option("--forwards", type=int, help="pipedec-bestfirst: draft forwards per timestep (default: what fits).")
 @click.option("--proposers", default="draft,ngrams", show_default=True, help="pipedec-bestfirst: who may name tokens.")
-@click.option(
-    "--prompts", "sources", multiple=True, help="[NAME=]FILE[#KEY=VALUE,…]: JSONL, JSONL.gz or CSV, or some records of it."
-)
-@click.option("--field", help="The field of the prompt files that holds the prompt.")
-@click.option("--prompt", "texts", multiple=True, help="A prompt; may be given several times.")
-@click.option("--raw-prompt", is_flag=True, help="Do not apply the model's chat template.")
-@click.option("--samples", type=int, default=10, show_default=True, help="Prompts drawn from each set.")
-@click.option(
-    "--seed", type=int, default=0, show_default=True, help="Draws the samples and, with a temperature, tokens (plus the repeat)."
-)
-@click.option("--temperature", type=float, default=0.0, show_default=True, help="0: the likeliest token; above: drawn.")
-@click.option("--top-k", type=int, default=0, show_default=True, help="Draw from so many likeliest tokens; 0 for all.")
-@click.option("--top-p", type=float, default=1.0, show_default=True, help="Draw from the likeliest with this probability.")
-@click.option("--max-tokens", type=int, default=64, show_default=True, help="Tokens of every answer at most.")
-@click.option("--repeats", type=int, default=1, show_default=True, help="Answers per prompt, each drawn by its own seed.")
+@question_options
+@click.option("--repeats", type=int, default=1, show_default=True, help="Answers per prompt, drawn by the seed plus 0, 1, …")
 @click.option(
     "--clock", default="measured", show_default=True, help="measured: real processes; computed: one process, times by arithmetic."
 )
 @click.option(
     "--slow-motion", type=float, default=4.0, show_default=True, help="Stretches emulated times; figures are divided back."
 )
-@click.option("--target", type=PATH, help="Target checkpoint directory (default: the shipped pair).")
-@click.option("--draft", help="Draft checkpoint directory.")
 @click.option("--small", type=PATH, help="The model that works as slm (default: the draft).")
 @click.option("--out", type=PATH, required=True, help="Directory of the results; a second run goes on where the first stopped.")
-def sweep(sources: tuple[str, ...], texts: tuple[str, ...], field: str | None, out: Path, **flags: Any) -> None:
+def sweep(asked: QuestionFlags, out: Path, **flags: Any) -> None:
     """Measure methods on pipelines, one row per answer in OUT/rows.jsonl.
 
     With --preset the stages are real processes that take as long as the preset's devices would for its model; tokens, tree,
@@ -70,12 +52,7 @@ def sweep(sources: tuple[str, ...], texts: tuple[str, ...], field: str | None, o
     from pipedec.bench.record import Row
     from pipedec.bench.sweep import sweep as run_sweep
 
-    config = _config(**flags)
-    prompt_sets = [PromptSource.parse(source).read(field) for source in sources]
-    if texts:
-        prompt_sets.append(PromptSet("prompt", texts))
-    if not prompt_sets:
-        raise UserError("nothing to ask: give --prompts FILE or --prompt TEXT")
+    config, prompt_sets = _config(asked, **flags), asked.prompt_sets()
     if out.exists() and not out.is_dir():
         raise UserError(f"--out {out}: it is no directory")
     with ProgressBar() as bar:
@@ -86,16 +63,14 @@ def sweep(sources: tuple[str, ...], texts: tuple[str, ...], field: str | None, o
 
 
 def _config(
-    presets: str | None, cluster: Path | None, stages: str | None, methods: str, widths: str | None, children: str | None,
-    forwards: int | None, proposers: str, samples: int, seed: int,
-    temperature: float, top_k: int, top_p: float, max_tokens: int, repeats: int, clock: str, slow_motion: float,
-    raw_prompt: bool, target: Path | None, draft: str | None, small: Path | None,
+    asked: QuestionFlags, presets: str | None, stages: str | None, methods: str, widths: str | None, children: str | None,
+    forwards: int | None, proposers: str, repeats: int, clock: str, slow_motion: float, small: Path | None,
 ) -> SweepConfig:  # fmt: skip
     from pipedec.bench.sweep import SweepConfig
     from pipedec.bench.sweep_shapes import Pair
 
     return SweepConfig(
-        cluster=load_cluster(cluster) if cluster else paper_cluster(),
+        **asked.settings(),
         presets=tuple(presets.split(",")) if presets else (),
         stages=numbers("--stages", stages) if stages else (),
         methods=tuple(methods.split(",")),
@@ -103,14 +78,10 @@ def _config(
         children=numbers("--children", children) if children else (),
         forwards=forwards,
         proposers=tuple(proposers.split(",")),
-        samples=samples,
-        seed=seed,
         repeats=repeats,
-        sampling=SamplingParams(temperature, top_k, top_p, max_tokens=max_tokens),
         clock=clock,
         slow_motion=slow_motion,
-        raw_prompts=raw_prompt,
-        pair=Pair(target, draft, small),
+        pair=Pair(asked.target, asked.draft, small),
     )
 
 

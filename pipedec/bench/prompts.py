@@ -1,0 +1,52 @@
+"""The prompts of a measurement: drawn from each set by a seed, so that every benchmark with that seed asks the same ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from itertools import islice
+
+from pipedec.core import UserError
+from pipedec.engine.messages import PromptRequest
+from pipedec.engine.prompt import Prompter
+from pipedec.engine.prompt_set import PromptSet
+
+
+@dataclass(frozen=True)
+class DrawnPrompt:
+    """One prompt of a set; ``index`` is its number in the set's file."""
+
+    prompt_set: str
+    index: int
+    request: PromptRequest
+    token_ids: tuple[int, ...]
+
+
+def draw(
+    prompter: Prompter, prompt_sets: Iterable[PromptSet], asked: PromptRequest, samples: int, seed: int
+) -> list[DrawnPrompt]:
+    """Of each set the first ``samples`` prompts, in the order of the seed, that fit into the target's context.
+
+    Args:
+        asked: how to ask; its own prompt does not matter.
+
+    Raises:
+        UserError: no prompt of a set fits.
+    """
+    drawn: list[DrawnPrompt] = []
+    for prompt_set in prompt_sets:
+        fitting = list(islice(_fitting(prompter, prompt_set, asked, seed), samples))
+        if not fitting:
+            raise UserError(f"no prompt of {prompt_set.name} fits into the target's context: use shorter ones")
+        drawn += fitting
+    return drawn
+
+
+def _fitting(prompter: Prompter, prompt_set: PromptSet, asked: PromptRequest, seed: int) -> Iterator[DrawnPrompt]:
+    for index in prompt_set.shuffled(seed):
+        request = replace(asked, prompt=prompt_set.prompts[index])
+        try:
+            token_ids = prompter.token_ids(request.prompt, request.raw, request.sampling.max_tokens)
+        except UserError:
+            continue
+        yield DrawnPrompt(prompt_set.name, index, request, token_ids)
