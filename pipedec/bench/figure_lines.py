@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from math import inf, log2
 from typing import TYPE_CHECKING
 
-from pipedec.bench.figure_methods import BASELINE, METHODS, method_looks, pipelined
+from pipedec.bench.figure_methods import BASELINE, DRAINING, METHODS, method_looks
 from pipedec.bench.figure_series import (
     REFERENCE_GROUPS,
     NoFigure,
@@ -108,16 +108,16 @@ def speedup_figure(rows: Sequence[SweepRow], title: str | None = None) -> Figure
 
 
 def misses_figure(rows: Sequence[SweepRow], title: str | None = None) -> Figure:
-    """Timesteps lost per miss of the pipelined methods against the number of stages: (timesteps − hits) / misses of all answers.
+    """Timesteps lost per miss of ``DRAINING`` methods against the number of stages: (timesteps − hits) / misses of all answers.
 
     The paper's policy loses exactly as many as there are groups: the pipeline drains once.
     """
-    series = stage_sweep([one for one in chosen_series(rows) if pipelined(one.method)])
+    series = stage_sweep([one for one in chosen_series(rows) if one.method in DRAINING])
     points = [(one, lost) for one in series if (lost := one.totals.lost_per_miss) is not None]
     drawn = [one for one, _ in points]
     stages = sorted({one.groups for one in drawn})
     if len(stages) < 2:
-        raise NoFigure("it needs misses of a pipelined method on pipelines of two lengths")
+        raise NoFigure("it needs misses of the method pipedec on pipelines of two lengths")
     figure = new_figure(COLUMN_WIDTH, 2.4)
     axes = figure.add_subplot()
     axes.plot(stages, stages, color=GRID, linewidth=5, label="one drain per miss", zorder=1, solid_capstyle="butt")

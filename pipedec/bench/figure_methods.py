@@ -34,6 +34,7 @@ METHODS = {
     "pipedec": MethodLook("PipeDec{}", "#0072B2", "o"),
     "pipedec-bestfirst": MethodLook("PipeDec{} best-first", "#009E73", "D"),
 }
+DRAINING = ("pipedec",)  # methods whose hits all come one timestep later, so that misses account for the rest
 _OTHER_COLORS = ("#56B4E9", "#8C6D31", "#882255", "#000000")
 _OTHER_MARKERS = ("<", ">", "h", "*")
 _LIGHTEST, _DARKEST = 0.55, -0.45

@@ -351,7 +351,7 @@ def test_misses_of_the_papers_policy_lie_on_the_number_of_stages(tmp_path: Path)
     (axes,) = misses_figure(rows(tmp_path, [*lines, line("stpp"), line("pp")])).axes
     drawn = lines_of(axes)
     assert drawn["PipeDec"] == drawn["one drain per miss"] == ([7, 14, 21], [7, 14, 21])
-    assert drawn["PipeDec best-first"] == ([7, 21], [3.5, 10.5])
+    assert "PipeDec best-first" not in drawn  # its late hits cost time that no miss accounts for
     with pytest.raises(NoFigure, match="two lengths"):
         misses_figure(rows(tmp_path, lines[:1]))
 
