@@ -34,14 +34,13 @@ from pipedec.bench.sweep_shapes import (
 from pipedec.bench.tuning import TuningGrid, best_tree
 from pipedec.config import ClusterConfig
 from pipedec.core import PROPOSERS, PipedecError, SamplingParams, TreeParams, UserError
-from pipedec.decoding import METHODS
+from pipedec.decoding import DEFAULT_METHOD, METHODS
 from pipedec.engine.messages import PromptRequest
 from pipedec.engine.prompt_set import PromptSet
 
 TUNED = "stpp-tuned"
 SWEEP_METHODS = (*METHODS, TUNED, SLM)
 CLOCKS = ("measured", "computed")
-BEST_FIRST = "pipedec-bestfirst"
 _WITHOUT_TREE = ("pp", SLM)
 
 
@@ -67,7 +66,7 @@ class SweepConfig:
     cluster: ClusterConfig
     presets: tuple[str, ...] = ()
     stages: tuple[int, ...] = ()
-    methods: tuple[str, ...] = ("pp", "stpp", TUNED, "pipedec", BEST_FIRST)
+    methods: tuple[str, ...] = ("pp", "stpp", TUNED, "pipedec", DEFAULT_METHOD)
     widths: tuple[int, ...] = ()
     children: tuple[int, ...] = ()
     forwards: int | None = None
@@ -148,7 +147,7 @@ class _Cell:
         """What a row says of the tree: those limits that the method has."""
         if self.tree is None:
             return None
-        return plain(self.tree if self.method == BEST_FIRST else self.tree.with_defaults())
+        return plain(self.tree if self.method == DEFAULT_METHOD else self.tree.with_defaults())
 
     def request(self, prompt: PromptRequest, trace: bool) -> PromptRequest:
         return replace(prompt, method=self.method, tree=self.tree or TreeParams(), trace=trace)

@@ -41,6 +41,12 @@ class Proposer(Protocol):
         """What may follow ``rows``: int64 [F], ascending."""
 
 
+def is_repeated(token_ids: Tensor) -> Tensor:
+    """bool [F, k]: which of ``token_ids`` (int64 [F, k]) stand earlier in their row, too."""
+    earlier = token_ids.new_ones(token_ids.shape[1], token_ids.shape[1]).tril(-1).bool()
+    return ((token_ids[:, :, None] == token_ids[:, None]) & earlier).any(-1)
+
+
 @dataclass(frozen=True)
 class Choices:
     """What may follow D rows of the tree, all proposers together.
@@ -59,9 +65,7 @@ class Choices:
     def merged(cls, rows: Tensor, proposals: Sequence[Proposal]) -> Choices:
         """The union of what is proposed for ``rows``."""
         token_ids = torch.cat([proposal.token_ids for proposal in proposals], 1)
-        earlier = token_ids.new_ones(token_ids.shape[1], token_ids.shape[1]).tril(-1).bool()
-        is_repeated = ((token_ids[:, :, None] == token_ids[:, None]) & earlier).any(-1)
-        token_ids = token_ids.masked_fill(is_repeated, NO_TOKEN)
+        token_ids = token_ids.masked_fill(is_repeated(token_ids), NO_TOKEN)
         return cls(rows, token_ids, torch.cat([proposal.features(token_ids) for proposal in proposals], -1))
 
     def joined(self, others: Choices) -> Choices:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot, pad
 
-from pipedec.decoding.choices import NO_TOKEN
+from pipedec.decoding.choices import NO_TOKEN, is_repeated
 from pipedec.tree import Candidates, PredictionTree
 
 if TYPE_CHECKING:
@@ -106,10 +106,7 @@ class NgramProposer:
 
     def _named(self, next_ids: Tensor, lengths: Tensor) -> Tensor:
         """int64 [F, k], the first distinct tokens after long enough matches."""
-        num_places = next_ids.shape[1]
-        earlier = next_ids.new_ones(num_places, num_places).tril(-1).bool()
-        is_repeated = ((next_ids[:, :, None] == next_ids[:, None]) & earlier).any(-1)
-        is_named = (lengths >= _MIN_MATCH) & ~is_repeated
+        is_named = (lengths >= _MIN_MATCH) & ~is_repeated(next_ids)
         order = is_named.int().sort(dim=1, descending=True, stable=True).indices[:, :_NAMED]
         return next_ids.masked_fill(~is_named, NO_TOKEN).gather(1, order)
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from silent_progress import Silent
 from tiny_pair import Pair
 
 from pipedec.bench.policy import Policy, PolicyAnswer, PolicyConfig, Study
@@ -25,22 +26,6 @@ PROMPTS = [
 ]
 POLICIES = ("pp", "stpp:depth=2", "pipedec:width=8,children=4", "pipedec-bestfirst:width=8,children=4")
 STAGES = 3
-
-
-class Silent:
-    """A progress bar that counts."""
-
-    def __init__(self) -> None:
-        self.total = self.rows = 0
-
-    def start(self, total: int) -> None:
-        self.total = total
-
-    def busy(self, text: str) -> None:
-        assert text
-
-    def row(self) -> None:
-        self.rows += 1
 
 
 def config(made_by: Pair, *policies: str, **changes: Any) -> PolicyConfig:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from processes import marked_processes, wait_until
+from silent_progress import Silent
 from tiny_pair import Pair
 
 from pipedec.bench.figure_sampling import greedy_and_stochastic
@@ -26,22 +27,6 @@ from pipedec.engine.prompt_set import PromptSet
 
 PROMPTS = [PromptSet("first", ("The pipeline", "Natalia sold", "Größe")), PromptSet("second", ("at every timestep",))]
 GRID = TuningGrid(layer_depths=(1, 2), depths=(2, 3), rows=(4, 8))
-
-
-class Silent:
-    """A progress bar that counts."""
-
-    def __init__(self) -> None:
-        self.total = self.rows = 0
-
-    def start(self, total: int) -> None:
-        self.total = total
-
-    def busy(self, text: str) -> None:
-        assert text
-
-    def row(self) -> None:
-        self.rows += 1
 
 
 def config(pair: Pair, **changes: Any) -> SweepConfig:
