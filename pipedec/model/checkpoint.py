@@ -6,7 +6,7 @@ Knows file formats and tensor names. Knows nothing of how the tensors are used.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
@@ -127,6 +127,13 @@ class Checkpoint:
                 target.copy_(file.get_tensor(name))
             if progress is not None:
                 progress(done, len(targets))
+
+    def first_rows(self) -> Iterator[tuple[str, Shape, Tensor]]:
+        """Name, shape and first row (the whole of a vector) of every tensor, in order of their names."""
+        for name in sorted(self._files):
+            with safe_open(str(self._files[name]), framework="pt") as file:
+                part = file.get_slice(name)
+                yield name, self._shapes[name], part[:1] if len(self._shapes[name]) > 1 else part[:]
 
     def _read_index(self, index: Path) -> None:
         try:

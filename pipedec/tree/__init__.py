@@ -1,5 +1,6 @@
 """The dynamic prediction tree (paper §3.3). Knows tensors and token ids; knows no model, no process, no Redis."""
 
+from pipedec.tree.masks import is_mask, mask_groups, visible_slots
 from pipedec.tree.prediction_tree import Advance, Candidates, PredictionTree
 
-__all__ = ["Advance", "Candidates", "PredictionTree"]
+__all__ = ["Advance", "Candidates", "PredictionTree", "is_mask", "mask_groups", "visible_slots"]
