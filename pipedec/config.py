@@ -156,6 +156,7 @@ class ClusterConfig:
     Attributes:
         target: checkpoint directory, or a known shape (enough for planning, not for running).
         draft: the same for the draft model, or ``none``.
+        bita: the directory of a BiTA that was trained for the target, or ``none``.
         dtype: type of weights, activations and caches.
         context_tokens: prompt and answer tokens that the KV caches must hold.
         partition: the partition that is used when none is named; the only one when there is one.
@@ -165,6 +166,7 @@ class ClusterConfig:
     servers: tuple[ServerConfig, ...]
     partitions: Mapping[str, PartitionConfig] = field(metadata={"name": True})
     draft: str = "none"
+    bita: str = "none"
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     context_tokens: int = field(default=4096, metadata={"min": 1, "max": 10_000_000})
     tree: TreeParams = field(default=TreeParams(), metadata={"min": 1, "max": 4096})
@@ -221,8 +223,8 @@ def load_cluster(path: str | Path) -> ClusterConfig:
     path = Path(path)
     document = _parse_yaml(_read_text(path), str(path))
     config = _with_prefix(str(path), lambda: _read(ClusterConfig, document, ""))
-    target, draft = (_relative_to(path.parent, place) for place in (config.target, config.draft))
-    return replace(config, target=target, draft=draft, redis=redis_config(base=config.redis))
+    target, draft, bita = (_relative_to(path.parent, place) for place in (config.target, config.draft, config.bita))
+    return replace(config, target=target, draft=draft, bita=bita, redis=redis_config(base=config.redis))
 
 
 def redis_config(url: str | None = None, base: RedisConfig | None = None) -> RedisConfig:

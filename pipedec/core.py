@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 MAX_LOGPROBS = 20
 PROPOSERS = ("draft", "ngrams")
+SHAPES = ("efficient", "straightforward", "full")  # of BiTA's candidates (BiTA Table 4)
 LARGEST = sys.float_info.max  # whole numbers of JSON may be larger
 
 
@@ -117,7 +118,9 @@ class TreeParams:
     finds its own while it decodes.
 
     Attributes:
-        depth: of the static tree (``stpp``) alone: its layers below the root.
+        depth: of trees that enter in one step: their layers below the root; None for 4 (``stpp``), or one layer for each
+            trained mask (``bita``).
+        shape: of ``bita`` alone: its tree of candidates, of SHAPES.
         rows: of the static tree alone: keep only so many of its likeliest rows, the root not counted, whatever their layers;
             None keeps layers of ``width`` rows whole.
         forwards: of ``pipedec-bestfirst`` alone: draft forwards per timestep.
@@ -126,10 +129,11 @@ class TreeParams:
 
     width: int | None = None
     children: int | None = None
-    depth: int = 4
+    depth: int | None = None
     rows: int | None = None
     forwards: int | None = None
     proposers: tuple[str, ...] = PROPOSERS
+    shape: str = "efficient"
 
     def __post_init__(self) -> None:
         for name in ("width", "children", "depth", "rows", "forwards"):
@@ -139,10 +143,12 @@ class TreeParams:
         object.__setattr__(self, "proposers", tuple(self.proposers))
         if not self.proposers or not set(self.proposers) <= set(PROPOSERS):
             raise UserError(f"tree proposers must be some of {', '.join(PROPOSERS)}, not {', '.join(self.proposers) or 'none'}")
+        if self.shape not in SHAPES:
+            raise UserError(f"tree shape must be one of {', '.join(SHAPES)}, not {self.shape}")
 
     def with_defaults(self) -> PaperTree:
         """The limits with the paper's 32 rows and 16 children where none are set."""
-        return PaperTree(self.width or 32, self.children or 16, self.depth, self.rows)
+        return PaperTree(self.width or 32, self.children or 16, self.depth or 4, self.rows)
 
 
 @dataclass(frozen=True)
@@ -167,12 +173,23 @@ class Request:
     trace: bool = False
 
 
+@dataclass(frozen=True)
+class MaskParams:
+    """The mask rows of a method (BiTA): ``count`` of them stand in a group, and each names ``named`` tokens."""
+
+    count: int = 0
+    named: int = 0
+
+
+NO_MASKS = MaskParams()
+
+
 @dataclass
 class Step:
     """The rows that enter a stage at one timestep (the paper's data flow df).
 
     Attributes:
-        token_ids: int64 [R].
+        token_ids: int64 [R]. The m-th mask of a group has the id −m; masks come behind all other rows.
         parents: int64 [R], indices into the receiving rank's PredictionTree (whose rows are in order of entry), −1 for
             a root. A row may name a parent in the same step: its own rows follow the receiver's present rows.
         hidden: [R, E] activations of the previous stage; None on the way into the first stage.
@@ -191,11 +208,14 @@ class Step:
 class Verdict:
     """What verification says: the accepted token ids, in order, and why the answer ended (None while it goes on).
 
-    ``finished`` is ``"stop"`` (end token or stop string), ``"length"`` (max_tokens) or ``"cancelled"``.
+    ``finished`` is ``"stop"`` (end token or stop string), ``"length"`` (max_tokens) or ``"cancelled"``. ``forecast`` is what mask
+    rows say of the places behind the last accepted token's: for each place, the nearest first, the likeliest tokens, the best
+    first. It is empty where there are no masks.
     """
 
     tokens: tuple[int, ...]
     finished: str | None = None
+    forecast: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass

@@ -103,9 +103,10 @@ class CountedStage(StageModel):
         cache: KVCache,
         mask_RN: Tensor | None = None,
         prefill_length: int | None = None,
+        num_masks: int = 0,
     ) -> Tensor:
         self.count.add(len(inputs), self.num_layers / self.config.num_layers)
-        return super().forward(inputs, positions_R, cache, mask_RN, prefill_length)
+        return super().forward(inputs, positions_R, cache, mask_RN, prefill_length, num_masks)
 
 
 def load_contenders(spec: PipelineSpec) -> list[Contender]:

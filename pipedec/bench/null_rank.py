@@ -15,7 +15,7 @@ import torch
 from pipedec.bench.critical_path import critical_path_lengths
 from pipedec.bench.null_stage import NullFinalStage, NullStage, Probe, ScriptedDraftLoop
 from pipedec.engine.rank import LeaseKeeper
-from pipedec.engine.rank_loop import StageLoop
+from pipedec.engine.rank_loop import StageLoop, Wiring
 from pipedec.engine.spec import DISPATCHES
 from pipedec.scheduler import RedisScheduler, Topology, connect
 from pipedec.tracing import Tracer
@@ -100,7 +100,7 @@ def _pipeline_samples(plan: RankPlan, run_id: str, transport: TorchTransport) ->
 def _drive(plan: RankPlan, scheduler: RedisScheduler, transport: TorchTransport, topology: Topology) -> list[Sample]:
     """Rank 0: the requests one after the other, then the end of the run."""
     probe = Probe(lambda: scheduler.round_trips)
-    loop = ScriptedDraftLoop(probe, scheduler, transport, topology, Tracer(0), None, DISPATCHES[plan.dispatch])
+    loop = ScriptedDraftLoop(probe, _wiring(plan, scheduler, transport, topology))
     samples = []
     for index, rows in enumerate(plan.rows):
         before, timesteps = scheduler.usage().cpu_seconds, _verdicts(plan.timesteps) + plan.stages
@@ -120,11 +120,12 @@ def _follow(plan: RankPlan, scheduler: RedisScheduler, transport: TorchTransport
     probe = Probe(lambda: scheduler.round_trips)
     kind = NullFinalStage if plan.rank == plan.stages else NullStage
     stage = kind(plan.hidden_size, probe, on_finished=lambda: requests.append(_sample(probe, plan.rows[len(requests) // 2])))
-    window = DISPATCHES[plan.dispatch]
-    StageLoop(
-        stage, torch.device("cpu"), plan.rank, scheduler, transport, topology, Tracer(plan.rank), None, window
-    ).run()  # fmt: skip
+    StageLoop(stage, torch.device("cpu"), plan.rank, _wiring(plan, scheduler, transport, topology)).run()
     return requests[::2]
+
+
+def _wiring(plan: RankPlan, scheduler: RedisScheduler, transport: TorchTransport, topology: Topology) -> Wiring:
+    return Wiring(scheduler, transport, topology, Tracer(plan.rank), window=DISPATCHES[plan.dispatch])
 
 
 def _sample(probe: Probe, rows: int) -> Sample:

@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor
 
-from pipedec.core import Request, SamplingParams, Step, Verdict
+from pipedec.core import NO_MASKS, Request, SamplingParams, Step, Verdict
 from pipedec.decoding import Beat
 from pipedec.engine.coordinator import Answer, DraftLoop
 from pipedec.engine.prompt import Prompter
+from pipedec.engine.rank_loop import Wiring
 from pipedec.scheduler import GrantedTask, Message, Task
 from pipedec.stage import FinalStageWorker, StageWorker
 
@@ -63,7 +64,7 @@ class NullStage(StageWorker):
     def cache_slots(self) -> int:
         return 0
 
-    def begin(self, prompt_length: int, sampling: SamplingParams) -> None:
+    def begin(self, prompt_length: int, sampling: SamplingParams, named: int = 0) -> None:
         self._probe.reset()
         self._computed = None
 
@@ -91,7 +92,7 @@ class NullStage(StageWorker):
 class NullFinalStage(NullStage, FinalStageWorker):
     """The last stage: accepts one token at every timestep until ``max_tokens``."""
 
-    def begin(self, prompt_length: int, sampling: SamplingParams) -> None:
+    def begin(self, prompt_length: int, sampling: SamplingParams, named: int = 0) -> None:
         super().begin(prompt_length, sampling)
         self._left = sampling.max_tokens
 
@@ -105,6 +106,8 @@ class NullFinalStage(NullStage, FinalStageWorker):
 
 class ScriptedMethod:
     """R rows enter at every timestep, and every verdict is taken for a hit."""
+
+    masks = NO_MASKS
 
     def __init__(self, num_rows: int, probe: Probe) -> None:
         self.hits = self.misses = 0
@@ -143,9 +146,9 @@ class SilentPrompter:
 class ScriptedDraftLoop(DraftLoop):
     """Rank 0 without a draft model, a tokenizer and a queue of requests."""
 
-    def __init__(self, probe: Probe, *loop_arguments: Any) -> None:
+    def __init__(self, probe: Probe, wiring: Wiring) -> None:
         self._silent = cast(Prompter, SilentPrompter())
-        super().__init__(self._silent, None, torch.device("cpu"), *loop_arguments)
+        super().__init__(self._silent, None, 0, torch.device("cpu"), wiring)
         self._probe = probe
         self._granted: list[GrantedTask] = []
 

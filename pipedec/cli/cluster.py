@@ -34,7 +34,15 @@ def local_cluster(flags: PipelineFlags, redis: str | None = None, run: str | Non
     from pipedec.engine.spec import PipelineSpec
 
     spec = PipelineSpec.create(
-        flags.target, flags.draft, flags.stages, flags.groups, flags.layer_counts, flags.dtype, flags.device, flags.dispatch
+        flags.target,
+        flags.draft,
+        flags.stages,
+        flags.groups,
+        flags.layer_counts,
+        flags.dtype,
+        flags.device,
+        flags.dispatch,
+        flags.bita,
     )
     return LocalCluster(spec, redis_url=redis, run_id=run, transport=flags.transport)
 

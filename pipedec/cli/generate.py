@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import click
 
 from pipedec.cli.options import PipelineFlags, RequestFlags, pipeline_options, request_options
 from pipedec.cli.show import ask_and_show, loading_bar
 from pipedec.core import UserError
 from pipedec.engine.client import Client
+
+_WITHOUT_DRAFT = ("pp", "bita")
+_ONLY_WITH_DRAFT = ("stpp", "pipedec")
 
 
 @click.command()
@@ -16,14 +21,17 @@ from pipedec.engine.client import Client
 def generate(pipeline: PipelineFlags, asked: RequestFlags) -> None:
     """Answer one prompt with a cluster of its own on this machine.
 
-    Starts a Redis, a draft rank and one rank per stage, streams the answer, and stops everything again.
+    Starts a Redis, rank 0 and one rank per stage, streams the answer, and stops everything again. A draft model is loaded if the
+    method may use one.
     """
     request = asked.request()
     from pipedec.cli.cluster import local_cluster
 
-    cluster = local_cluster(pipeline)
-    if request.method not in (None, "pp") and cluster.spec.draft is None:
+    cluster = local_cluster(replace(pipeline, draft="none") if request.method in _WITHOUT_DRAFT else pipeline)
+    if request.method in _ONLY_WITH_DRAFT and cluster.spec.draft is None:
         raise UserError(f"method {request.method} needs a draft model: give --draft DIR, or use --method pp")
+    if request.method == "bita" and cluster.spec.bita is None:
+        raise UserError("method bita needs what pipedec train bita has learned for this target: give --bita DIR")
     try:
         with loading_bar(cluster.spec.num_stages + 1) as progress:
             cluster.start(progress)

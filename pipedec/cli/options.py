@@ -15,7 +15,7 @@ import click
 from pipedec.core import SamplingParams, TreeParams, UserError
 from pipedec.engine.messages import PromptRequest
 
-METHOD_NAMES = ("pp", "stpp", "pipedec", "pipedec-bestfirst")
+METHOD_NAMES = ("pp", "stpp", "pipedec", "pipedec-bestfirst", "bita")
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 
@@ -32,6 +32,7 @@ class PipelineFlags:
     device: str
     transport: str
     dispatch: str
+    bita: str | None
 
     @property
     def layer_counts(self) -> list[int] | None:
@@ -66,10 +67,11 @@ class RequestFlags:
     ignore_eos: bool
     width: int | None
     children: int | None
-    depth: int
+    depth: int | None
     rows: int | None
     forwards: int | None
     proposers: str
+    shape: str
     json: bool
     trace: Path | None
 
@@ -87,7 +89,7 @@ class RequestFlags:
 
     def _tree(self) -> TreeParams:
         proposers = tuple(self.proposers.split(","))
-        return TreeParams(self.width, self.children, self.depth, self.rows, self.forwards, proposers)
+        return TreeParams(self.width, self.children, self.depth, self.rows, self.forwards, proposers, self.shape)
 
     def _sampling(self) -> SamplingParams:
         values = {field.name: getattr(self, field.name) for field in fields(SamplingParams) if field.name != "stop_token_ids"}
@@ -156,6 +158,7 @@ def pipeline_options(command: Command) -> Command:
         click.option(
             "--dispatch", default="windows", show_default=True, help="What Redis grants: windows of timesteps, or tasks."
         ),
+        click.option("--bita", help="What pipedec train bita has learned for the target: a directory, or none."),
     ]
     return gathered(command, options, PipelineFlags, "pipeline")
 
@@ -187,10 +190,13 @@ def request_options(command: Command) -> Command:
         click.option("--logprobs", type=int, help="With --json: so many top log-probabilities per token."),
         click.option("--ignore-eos", is_flag=True, help="Go on after the model's end token."),
         click.option("--width", type=int, help="Rows per timestep, w (default: pipedec-bestfirst finds it, others 32)."),
-        click.option("--children", type=int, help="Children per row, c (default: pipedec-bestfirst finds it, others 16)."),
+        click.option(
+            "--children", type=int, help="Children per row, c (default: pipedec-bestfirst finds it, bita 5, others 16)."
+        ),
         click.option("--forwards", type=int, help="pipedec-bestfirst: draft forwards per timestep (default: what fits)."),
         click.option("--proposers", default="draft,ngrams", show_default=True, help="pipedec-bestfirst: who may name tokens."),
-        click.option("--depth", type=int, default=4, show_default=True, help="stpp: layers of the tree below its root."),
+        click.option("--depth", type=int, help="stpp, bita: layers of the tree below its root (default: 4; one per mask)."),
+        click.option("--shape", default="efficient", show_default=True, help="bita: efficient, straightforward or full tree."),
         click.option("--rows", type=int, help="stpp: keep only so many of the tree's likeliest rows (default: all)."),
         click.option("--json", is_flag=True, help="Print one JSON document instead of text."),
         click.option("--trace", type=path, help="Write a Chrome/Perfetto trace of every task to this file."),

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from pipedec.core import Request, Step, UserError, Verdict
+from pipedec.core import NO_MASKS, Request, Step, UserError, Verdict
 from pipedec.decoding.choices import Choices, Proposer
 from pipedec.decoding.controller import WIDTHS, Beat
 from pipedec.decoding.experience import Experience
@@ -29,6 +29,8 @@ DRAFTED_ROWS = 16  # of one forward: more make no answer faster
 
 class BestFirst:
     """Width, children and draft forwards are the controller's; with ``proposers`` one can do without the draft or the n-grams."""
+
+    masks = NO_MASKS
 
     def __init__(
         self, request: Request, drafter: Drafter | None, experience: Experience, device: torch.device | str = "cpu"

@@ -7,8 +7,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from pipedec.core import Request, Step, UserError, Verdict
+from pipedec.core import MaskParams, Request, Step, UserError, Verdict
 from pipedec.decoding.best_first import BestFirst
+from pipedec.decoding.bita import Bita
 from pipedec.decoding.controller import Beat
 from pipedec.decoding.experience import Experience
 from pipedec.decoding.pipedec import PipeDec
@@ -36,6 +37,10 @@ class Method(Protocol):
     hits: int
     misses: int
 
+    @property
+    def masks(self) -> MaskParams:
+        """The mask rows that follow the prompt and rows of its steps."""
+
     def prefill(self, token_ids: Tensor) -> None:
         """Take in the next chunk of the prompt: int64 [R]."""
 
@@ -53,21 +58,29 @@ class Method(Protocol):
 
 
 DEFAULT_METHOD = "pipedec-bestfirst"
-METHODS: dict[str, type[PlainPipeline] | type[StaticTree] | type[PipeDec] | type[BestFirst]] = {
+METHODS: dict[str, type[PlainPipeline] | type[StaticTree] | type[PipeDec] | type[BestFirst] | type[Bita]] = {
     "pp": PlainPipeline,
     "stpp": StaticTree,
     "pipedec": PipeDec,
     DEFAULT_METHOD: BestFirst,
+    "bita": Bita,
 }
 
 
 def create_method(
-    request: Request, drafter: Drafter | None, experience: Experience, device: torch.device | str = "cpu"
+    request: Request,
+    drafter: Drafter | None,
+    experience: Experience,
+    device: torch.device | str = "cpu",
+    trained_masks: int = 0,
 ) -> Method:
     """The method that ``request`` asks for, with what earlier answers have taught.
 
+    Args:
+        trained_masks: masks of the target's BiTA; 0 if it has none.
+
     Raises:
-        UserError: the method is unknown, or needs a draft model and there is none.
+        UserError: the method is unknown, or needs a draft model or a BiTA and there is none.
     """
     if request.method not in METHODS:
         raise UserError(f"unknown method {request.method!r}: choose one of {', '.join(METHODS)}")
@@ -76,6 +89,8 @@ def create_method(
         return kind(request, device)
     if issubclass(kind, BestFirst):
         return kind(request, drafter, experience, device)
+    if issubclass(kind, Bita):
+        return kind(request, trained_masks, device)
     if drafter is None:
         raise UserError(f"method {request.method} needs a draft model: give --draft DIR, or use --method {DEFAULT_METHOD}")
     return kind(request, drafter, device)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from pipedec.core import Request, Step, Verdict
+from pipedec.core import NO_MASKS, Request, Step, Verdict
 from pipedec.decoding.controller import Beat
 from pipedec.tree import Candidates, PredictionTree
 
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 class PipeDec:
     """Layer-wise dynamic tree: top ``width`` candidates by cumulative probability, ``children`` per row."""
+
+    masks = NO_MASKS
 
     def __init__(self, request: Request, drafter: Drafter, device: torch.device | str = "cpu") -> None:
         self.hits = 0

@@ -5,12 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pipedec.core import Request, Step, Verdict
+from pipedec.core import NO_MASKS, Request, Step, Verdict
 from pipedec.decoding.controller import Beat
 
 
 class PlainPipeline:
     """Proposes the last accepted token alone, then waits for its successor."""
+
+    masks = NO_MASKS
 
     def __init__(self, request: Request, device: torch.device | str = "cpu") -> None:
         self.hits = 0

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from pipedec.core import Request, Step, Verdict
+from pipedec.core import NO_MASKS, Request, Step, Verdict
 from pipedec.decoding.controller import Beat
 from pipedec.tree import PredictionTree
 
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 class StaticTree:
     """``depth`` layers of at most ``width`` rows; with ``rows``, that many rows of whatever layer, the likeliest first."""
+
+    masks = NO_MASKS
 
     def __init__(self, request: Request, drafter: Drafter, device: torch.device | str = "cpu") -> None:
         self.hits = 0

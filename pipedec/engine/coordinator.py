@@ -13,19 +13,19 @@ from dataclasses import asdict, replace
 
 import torch
 
-from pipedec.core import Completion, Request, SchedulerLost, UserError, Verdict
+from pipedec.core import Completion, MaskParams, Request, SchedulerLost, UserError, Verdict
 from pipedec.decoding import DEFAULT_METHOD, Drafter, Experience, Method, create_method
 from pipedec.engine.beat import BeatClock
-from pipedec.engine.emulation import Emulation, TimedDrafter
+from pipedec.engine.emulation import TimedDrafter
 from pipedec.engine.messages import PromptRequest, completion_to_event, verdict_from_payload
 from pipedec.engine.prompt import Prompter, StopStrings, prefill_chunks
 from pipedec.engine.publisher import AnswerPublisher
-from pipedec.engine.rank_loop import POLL_SECONDS, RankLoop
+from pipedec.engine.rank_loop import POLL_SECONDS, RankLoop, Wiring
 from pipedec.sampling import seeded
-from pipedec.scheduler.protocol import Event, Message, Scheduler
-from pipedec.scheduler.workflow import Facts, Payload, Task, Topology, initial_tasks
-from pipedec.tracing import SCHEDULER_TRACK, Tracer
-from pipedec.transport import Envelope, Transport
+from pipedec.scheduler.protocol import Event, Message
+from pipedec.scheduler.workflow import Facts, Payload, Task, initial_tasks
+from pipedec.tracing import SCHEDULER_TRACK
+from pipedec.transport import Envelope
 
 
 class Answer:
@@ -78,22 +78,19 @@ class DraftLoop(RankLoop):
         self,
         prompter: Prompter,
         drafter: Drafter | None,
+        trained_masks: int,
         device: torch.device,
-        scheduler: Scheduler,
-        transport: Transport,
-        topology: Topology,
-        tracer: Tracer,
-        emulation: Emulation | None = None,
-        window: int = 0,
+        wiring: Wiring,
     ) -> None:
-        super().__init__(0, scheduler, transport, topology, tracer, emulation, window)
+        super().__init__(0, wiring)
         self._prompter = prompter
         self._drafter = drafter and TimedDrafter(drafter, self._drafting)
-        self._experience = Experience(topology.num_groups)
+        self._trained_masks = trained_masks
+        self._experience = Experience(self._topology.num_groups)
         self._clock = BeatClock()
         self._device = device
         self._answer: Answer | None = None
-        self._publisher = AnswerPublisher(scheduler)
+        self._publisher = AnswerPublisher(self._scheduler)
         self._untold: Verdict | None = None  # inside windows: a verdict that the stages have yet to replay
         self._in_flight = 0  # inside windows: timesteps whose result the last stage has not sent yet
         self._stopping = False
@@ -130,7 +127,8 @@ class DraftLoop(RankLoop):
     def _run_answer(self, request: Request) -> None:
         """From prefill to the end of the present answer."""
         self._tracer.enabled = request.trace
-        self._scheduler.begin(request.number, initial_tasks(self._topology, _chunk_payloads(request)), request.trace)
+        chunks = _chunk_payloads(request, self._current.method.masks)
+        self._scheduler.begin(request.number, initial_tasks(self._topology, chunks), request.trace)
         following: Message | None = None
         while self._answer is not None:
             following = following or self._next()
@@ -150,7 +148,7 @@ class DraftLoop(RankLoop):
         token_ids = self._prompter.token_ids(prompt.prompt, prompt.raw, prompt.sampling.max_tokens)
         self._prompter.check_bias(prompt.sampling.logit_bias)
         request = Request(message.number, token_ids, seeded(prompt.sampling), method_name, prompt.tree, prompt.trace)
-        method = create_method(request, self._drafter, self._experience, self._device)
+        method = create_method(request, self._drafter, self._experience, self._device, self._trained_masks)
         self._answer = Answer(request, method, self._prompter, self._topology.num_stages)
         return request
 
@@ -300,11 +298,12 @@ class DraftLoop(RankLoop):
         return self._answer
 
 
-def _chunk_payloads(request: Request) -> list[Payload]:
+def _chunk_payloads(request: Request, masks: MaskParams) -> list[Payload]:
     """What the stages have to know of the request travels with each chunk of its prompt."""
     shared = {
         "prompt_length": len(request.prompt_token_ids),
         "sampling": asdict(request.sampling),
         "trace": request.trace,
+        "named": masks.named,
     }
-    return [{**shared, "token_ids": chunk} for chunk in prefill_chunks(request.prompt_token_ids)]
+    return [{**shared, "token_ids": chunk} for chunk in prefill_chunks(request.prompt_token_ids, masks.count)]

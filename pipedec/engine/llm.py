@@ -22,8 +22,8 @@ class LLM:
 
     Args:
         target, draft: checkpoint directories; the shipped pair by default, ``draft="none"`` for a pipeline without one.
-        method: ``pp`` or ``pipedec``; the best there is by default.
-        stages, groups, layers, dtype, device: as the flags of ``pipedec generate``.
+        method: as ``--method``; the best there is by default.
+        stages, groups, layers, dtype, device, bita: as the flags of ``pipedec generate``.
 
     Raises:
         UserError: the arguments do not fit together or do not fit the checkpoints.
@@ -41,9 +41,10 @@ class LLM:
         layers: list[int] | None = None,
         dtype: str = "float32",
         device: str = "auto",
+        bita: str | Path | None = None,
     ) -> None:
         self._method = method
-        self._cluster = LocalCluster(PipelineSpec.create(target, draft, stages, groups, layers, dtype, device))
+        self._cluster = LocalCluster(PipelineSpec.create(target, draft, stages, groups, layers, dtype, device, bita=bita))
         self._cluster.start()
         assert self._cluster.scheduler is not None
         self._client = Client(self._cluster.scheduler, self._cluster.check)

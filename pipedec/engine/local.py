@@ -34,6 +34,7 @@ class LocalPipeline:
         drafter: Drafter | None = None,
         device: torch.device | str = "cpu",
         emulation: Emulation | None = None,
+        trained_masks: int = 0,
     ) -> None:
         if len(stages) != topology.num_stages:
             raise ValueError(f"{len(stages)} stages do not fill a topology of {topology.num_stages}")
@@ -46,6 +47,7 @@ class LocalPipeline:
         self._drafter = drafter and TimedDrafter(drafter, self._drafting)
         self._device = device
         self._emulation = emulation
+        self._trained_masks = trained_masks
         self._load = TimestepLoad()
         self._experience = Experience(topology.num_groups)
         self._drafting_clock = BeatClock()
@@ -60,7 +62,7 @@ class LocalPipeline:
         """All stages of ``spec``, and its draft, in this process."""
         device = spec.torch_device()
         stages = [spec.load_stage(rank, device) for rank in range(1, spec.num_stages + 1)]
-        return cls(stages, spec.topology, spec.load_drafter(device), device, spec.emulation)
+        return cls(stages, spec.topology, spec.load_drafter(device), device, spec.emulation, spec.trained_masks())
 
     def run(self, request: Request) -> Iterator[Verdict]:
         """Decode ``request``, yielding every verdict as it falls.
@@ -78,9 +80,9 @@ class LocalPipeline:
         self.metrics, self.seed, self.logprobs = Metrics(), sampling.seed, []
         clock = EmulatedClock(self._emulation, self._topology) if self._emulation else None
         self._transports = LocalTransport.connect(self._topology.num_stages + 1)
-        method = create_method(request, self._drafter, self._experience, self._device)
+        method = create_method(request, self._drafter, self._experience, self._device, self._trained_masks)
         for stage in self._stages.values():
-            stage.begin(len(request.prompt_token_ids), sampling)
+            stage.begin(len(request.prompt_token_ids), sampling, method.masks.named)
 
         started = time.perf_counter()
         verdict: Verdict | None = self._prefill(request, method)
@@ -109,7 +111,7 @@ class LocalPipeline:
         self.emulated_ms = clock.total_ms if clock else None
 
     def _prefill(self, request: Request, method: Method) -> Verdict:
-        for chunk_ids in prefill_chunks(request.prompt_token_ids):
+        for chunk_ids in prefill_chunks(request.prompt_token_ids, method.masks.count):
             token_ids = torch.tensor(chunk_ids, dtype=torch.int64, device=self._device)
             method.prefill(token_ids)
             chunk = Step(token_ids, torch.full_like(token_ids, -1))

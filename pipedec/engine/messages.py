@@ -55,11 +55,11 @@ def sampling_from_payload(payload: dict) -> SamplingParams:
 
 
 def verdict_to_payload(verdict: Verdict) -> dict[str, object]:
-    return {"tokens": list(verdict.tokens), "finished": verdict.finished}
+    return {"tokens": list(verdict.tokens), "finished": verdict.finished, "forecast": list(map(list, verdict.forecast))}
 
 
 def verdict_from_payload(payload: dict) -> Verdict:
-    return Verdict(tuple(payload["tokens"]), payload.get("finished"))
+    return Verdict(tuple(payload["tokens"]), payload.get("finished"), tuple(map(tuple, payload.get("forecast", ()))))
 
 
 def completion_to_event(completion: Completion) -> dict[str, object]:
@@ -74,7 +74,7 @@ def completion_from_event(event: dict) -> Completion:
 def _check_values(prompt: PromptRequest) -> None:
     """Refuse what JSON can say and no rank can work with, before any rank has seen it."""
     for name, value in asdict(prompt.tree).items():
-        if name != "proposers" and type(value) is not int and not (value is None and name != "depth"):
+        if name not in ("proposers", "shape") and type(value) is not int and value is not None:
             raise UserError(f"tree {name} must be a whole number, not {str(value)[:100]!r}")
     _check_size(prompt)
     switches = {"raw": prompt.raw, "trace": prompt.trace, "ignore_eos": prompt.sampling.ignore_eos}
@@ -114,6 +114,8 @@ def _tree(payload: Any) -> TreeParams:
         raise TypeError("tree is no object")
     if not _is_list_of(str, payload.get("proposers", [])):
         raise UserError("tree proposers must be texts")
+    if not isinstance(payload.get("shape", ""), str):
+        raise UserError("tree shape must be a text")
     return TreeParams(**payload)
 
 
@@ -125,8 +127,10 @@ def _check_size(prompt: PromptRequest) -> None:
     tree = prompt.tree
     if max(tree.width or 0, tree.children or 0, tree.rows or 0, tree.forwards or 0) > MAX_TREE:
         raise UserError(f"tree width, children, rows and forwards must be at most {MAX_TREE}")
-    if tree.depth > MAX_DEPTH:
+    depth = tree.depth or 0
+    if depth > MAX_DEPTH:
         raise UserError(f"tree depth must be at most {MAX_DEPTH}")
-    layer = tree.rows or tree.with_defaults().width
-    if prompt.method == "stpp" and tree.depth * layer > MAX_TREE:
-        raise UserError(f"{tree.depth} layers of {layer} rows are drafted at once: together they must be at most {MAX_TREE}")
+    limits = tree.with_defaults()
+    layer = limits.rows or limits.width
+    if prompt.method == "stpp" and limits.depth * layer > MAX_TREE:
+        raise UserError(f"{limits.depth} layers of {layer} rows are drafted at once: together they must be at most {MAX_TREE}")

@@ -25,7 +25,7 @@ from pipedec.core import PipedecError, RankLost, UserError
 from pipedec.engine.coordinator import DraftLoop
 from pipedec.engine.plan import plan
 from pipedec.engine.prompt import Prompter
-from pipedec.engine.rank_loop import RankLoop, StageLoop, rank_name
+from pipedec.engine.rank_loop import RankLoop, StageLoop, Wiring, rank_name
 from pipedec.engine.spec import PipelineSpec
 from pipedec.hardware import MODEL_SHAPES
 from pipedec.model import ModelConfig
@@ -178,12 +178,13 @@ def _load(
         report("loading", done, total)
 
     tracer = Tracer(place.rank, clock_offset_us=_clock_offset_us(scheduler))
+    wiring = Wiring(scheduler, transport, spec.topology, tracer, spec.emulation, spec.window)
     if place.rank == 0:
         prompter = Prompter(spec.target, ModelConfig.from_directory(spec.target).max_positions)
         drafter = spec.load_drafter(device, progress)
-        return DraftLoop(prompter, drafter, device, scheduler, transport, spec.topology, tracer, spec.emulation, spec.window)
+        return DraftLoop(prompter, drafter, spec.trained_masks(), device, wiring)
     worker = spec.load_stage(place.rank, device, progress)
-    return StageLoop(worker, device, place.rank, scheduler, transport, spec.topology, tracer, spec.emulation, spec.window)
+    return StageLoop(worker, device, place.rank, wiring)
 
 
 def claim_run(scheduler: RedisScheduler) -> None:
@@ -291,6 +292,7 @@ def parse_arguments(arguments: list[str]) -> tuple[RankPlace, PipelineSpec, RunA
     parser.add_argument("--layers", help="layers of each stage, like 6,6,6,6; default: even")
     parser.add_argument("--target", type=Path, help="checkpoint directory; default: the shipped pair")
     parser.add_argument("--draft", help="checkpoint directory, or none")
+    parser.add_argument("--bita", help="what pipedec train bita has learned for the target: a directory, or none")
     parser.add_argument("--dtype", help="default: float32")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--transport", default="auto", choices=("auto", "gloo", "nccl"))
@@ -312,6 +314,7 @@ def parse_arguments(arguments: list[str]) -> tuple[RankPlace, PipelineSpec, RunA
         wishes.dtype or "float32",
         flags.device,
         flags.dispatch,
+        wishes.bita,
     )
     return _torchrun_place(spec, flags.transport), spec, RunAddress(wishes.redis_url, flags.run)
 
@@ -323,6 +326,7 @@ class _Wishes:
     redis_url: str | None
     target: str | Path | None
     draft: str | None
+    bita: str | None
     stages: int | None
     groups: int | None
     layers: list[int] | None
@@ -335,7 +339,7 @@ class _Wishes:
         except ValueError:
             raise UserError(f"--layers {flags.layers}: write numbers with commas between them, like 6,6,6,6") from None
         redis_url = redis_url_from_environment(flags.redis)
-        return cls(redis_url, flags.target, flags.draft, flags.stages, flags.groups, layers, flags.dtype)
+        return cls(redis_url, flags.target, flags.draft, flags.bita, flags.stages, flags.groups, layers, flags.dtype)
 
     def completed(self, config: ClusterConfig, partition: str | None) -> _Wishes:
         """What the flags leave open comes from a partition of ``config``.
@@ -354,6 +358,7 @@ class _Wishes:
             redis_url=self.redis_url or config.redis.connection_url,
             target=target,
             draft=draft,
+            bita=self.bita or config.bita,
             stages=part.stages,
             groups=self.groups or part.num_groups,
             layers=self.layers or [len(stage.layers) for stage in plan(config, name).stages],

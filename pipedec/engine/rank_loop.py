@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,26 +33,29 @@ def rank_name(rank: int) -> str:
     return f"rank {rank} ({'draft' if rank == 0 else f'stage {rank}'})"
 
 
+@dataclass(frozen=True)
+class Wiring:
+    """What the loop of every rank needs, whatever its role. ``window``: see ``PipelineSpec.window``."""
+
+    scheduler: Scheduler
+    transport: Transport
+    topology: Topology
+    tracer: Tracer
+    emulation: Emulation | None = None
+    window: int = 0
+
+
 class RankLoop(ABC):
     """Runs one rank until it is told to stop."""
 
-    def __init__(
-        self,
-        rank: int,
-        scheduler: Scheduler,
-        transport: Transport,
-        topology: Topology,
-        tracer: Tracer,
-        emulation: Emulation | None = None,
-        window: int = 0,
-    ) -> None:
+    def __init__(self, rank: int, wiring: Wiring) -> None:
         self._rank = rank
-        self._scheduler = scheduler
-        self._transport = transport
-        self._topology = topology
-        self._tracer = tracer
-        self._pacer = Pacer(emulation, rank)
-        self._window_timesteps = window  # timesteps that the scheduler grants at once; 0: it grants single tasks
+        self._scheduler = wiring.scheduler
+        self._transport = wiring.transport
+        self._topology = wiring.topology
+        self._tracer = wiring.tracer
+        self._pacer = Pacer(wiring.emulation, rank)
+        self._window_timesteps = wiring.window  # that the scheduler grants at once; 0: it grants single tasks
         self._overran: list[int] = []  # timesteps whose real work outlasted its emulated time
         self._inbox: deque[Step] = deque()
         self._outbox: dict[Task, Step] = {}
@@ -157,8 +161,8 @@ class RankLoop(ABC):
 class StageLoop(RankLoop):
     """Ranks 1..n."""
 
-    def __init__(self, worker: StageWorker, device: torch.device, *args: Any) -> None:
-        super().__init__(*args)
+    def __init__(self, worker: StageWorker, device: torch.device, rank: int, wiring: Wiring) -> None:
+        super().__init__(rank, wiring)
         self._worker = worker
         self._device = device
         self._tells_logprobs = False
@@ -175,7 +179,7 @@ class StageLoop(RankLoop):
         payload = message.payload
         if payload["first"]:
             sampling = sampling_from_payload(payload["sampling"])
-            self._worker.begin(payload["prompt_length"], sampling)
+            self._worker.begin(payload["prompt_length"], sampling, payload["named"])
             self._tells_logprobs = sampling.logprobs is not None
             self._tracer.enabled = payload["trace"]
         output = self._worker.prefill(self._prompt_chunk(payload) if self._rank == 1 else self._inbox.popleft())

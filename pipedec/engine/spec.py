@@ -15,7 +15,7 @@ from pipedec.drafting import DraftModel
 from pipedec.engine.emulation import Emulation
 from pipedec.engine.plan import even_layers, explicit_layers
 from pipedec.engine.prompt import same_tokenizer
-from pipedec.model import Checkpoint, ModelConfig, StageModel
+from pipedec.model import BitaConfig, BitaWeights, Checkpoint, ModelConfig, StageModel, checked_bita
 from pipedec.scheduler.workflow import Topology
 from pipedec.stage import FinalStageWorker, StageWorker
 
@@ -30,7 +30,7 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class PipelineSpec:
-    """One pipeline: ``layers[i]`` of the target run on stage ``i`` + 1; ``draft`` is None for a pipeline without one.
+    """One pipeline: ``layers[i]`` of the target run on stage ``i`` + 1; ``draft`` and ``bita`` are None where there is none.
 
     With an ``emulation`` every rank's work lasts as long as on the devices it names. ``dispatch`` says whether the scheduler
     grants ``windows`` of timesteps or single ``tasks``.
@@ -44,6 +44,7 @@ class PipelineSpec:
     device: str = "auto"
     emulation: Emulation | None = None
     dispatch: str = "windows"
+    bita: Path | None = None
 
     @classmethod
     def create(
@@ -56,12 +57,15 @@ class PipelineSpec:
         dtype: str = "float32",
         device: str = "auto",
         dispatch: str = "windows",
+        bita: str | Path | None = None,
     ) -> PipelineSpec:
         """Check a user's wishes and fill in the rest: the shipped pair, even layers, one stage per group.
 
         Args:
-            draft: a checkpoint directory; None for the shipped draft beside the shipped target; ``"none"`` for no draft.
+            draft: a checkpoint directory; None for the shipped draft beside the shipped target, and for no draft beside another
+                target with a BiTA; ``"none"`` for no draft.
             layers: layers of each stage; they must add up to the target's.
+            bita: a directory that ``pipedec train bita`` wrote; None for the shipped one with the shipped target; ``"none"``.
 
         Raises:
             UserError: whatever is wrong with the checkpoints or the numbers, in one line.
@@ -72,20 +76,24 @@ class PipelineSpec:
             raise UserError(f"unknown device {device!r}: choose one of {', '.join(DEVICES)}")
         if dispatch not in DISPATCHES:
             raise UserError(f"unknown dispatch {dispatch!r}: choose one of {', '.join(DISPATCHES)}")
-        if draft is None and target is not None:
+        if draft is None and target is not None and bita in (None, "none"):
             raise UserError("give --draft DIR beside --target (a small model with the same tokenizer), or --draft none")
         target_path = Path(target) if target is not None else REFERENCE_PAIR / "target"
-        draft_path = REFERENCE_PAIR / "draft" if draft is None else None if str(draft) == "none" else Path(draft)
+        shipped_draft = REFERENCE_PAIR / "draft" if target is None else None
+        draft_path = shipped_draft if draft is None else None if str(draft) == "none" else Path(draft)
+        bita_path = None if str(bita) == "none" else Path(bita) if bita else None if target else REFERENCE_PAIR / "bita"
         config = checked(target_path)
         if draft_path is not None:
             checked(draft_path)
             same_tokenizer(target_path, draft_path)
+        if bita_path is not None:
+            checked_bita(bita_path, target_path)
         topology = Topology.even(stages, stages if groups is None else groups)
         if layers is not None and len(layers) != stages:
             raise UserError(f"--layers lists {len(layers)} stages, but there are {stages}: give one number for each stage")
         parts = even_layers(config.num_layers, stages) if layers is None else explicit_layers(layers, config.num_layers)
         bounds = tuple((part.start, part.stop) for part in parts)
-        return cls(target_path, draft_path, topology, bounds, dtype, device, dispatch=dispatch)
+        return cls(target_path, draft_path, topology, bounds, dtype, device, dispatch=dispatch, bita=bita_path)
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -114,6 +122,7 @@ class PipelineSpec:
             "target": str(self.target), "draft": str(self.draft) if self.draft else None,
             "groups": self.topology.groups, "layers": self.layers, "dtype": self.dtype, "device": self.device,
             "emulation": self.emulation.description() if self.emulation else None, "dispatch": self.dispatch,
+            "bita": str(self.bita) if self.bita else None,
         }  # fmt: skip
 
     @classmethod
@@ -127,13 +136,20 @@ class PipelineSpec:
             device=raw["device"],
             emulation=Emulation.from_description(raw["emulation"]) if raw["emulation"] else None,
             dispatch=raw["dispatch"],
+            bita=Path(raw["bita"]) if raw["bita"] else None,
         )
+
+    def trained_masks(self) -> int:
+        """Masks of the target's BiTA; 0 if it has none."""
+        return BitaConfig.from_directory(self.bita).num_masks if self.bita else 0
 
     def load_stage(self, rank: int, device: torch.device, progress: Progress | None = None) -> StageWorker:
         """The worker of stage ``rank`` (1..n), its weights read from the target's checkpoint."""
         config = ModelConfig.from_directory(self.target)
         layers = range(*self.layers[rank - 1])
         model = StageModel.load(self.target, layers, self.torch_dtype, device, config=config, progress=progress)
+        if self.bita is not None:
+            model.attach(BitaWeights.load(self.bita, config, layers, self.torch_dtype, device))
         if rank == self.topology.final_rank:
             return FinalStageWorker(model, config.eos_token_ids, device)
         return StageWorker(model, device)

@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from pipedec.tree import visible_slots
+
 PastAttention = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
@@ -27,7 +29,7 @@ class AttentionPlan:
     """What attention needs to know of one step, prepared once and used by every layer.
 
     Attributes:
-        past_length: P.
+        past_length: P, with the learned prompt before it where the rows see that.
         is_prefill: the rows follow the past directly and see each other causally.
         biases: window to what is added to the scores: [R, S] in prefill (None = plain causal from slot 0), else
             [R·G, S] for the folded queries.
@@ -56,19 +58,27 @@ class AttentionPlan:
 
     @classmethod
     def for_tree(
-        cls, past_length: int, mask_RN: Tensor, windows: Iterable[int | None], group: int, dtype: torch.dtype
+        cls,
+        past_length: int,
+        mask_RN: Tensor,
+        windows: Iterable[int | None],
+        group: int,
+        dtype: torch.dtype,
+        prompt_length: int | None = None,
     ) -> AttentionPlan:
-        """Rows of the prediction tree; every row of ``mask_RN`` marks the row's ancestors and itself."""
-        rows, tree = mask_RN.shape
+        """Rows of the prediction tree; every row of ``mask_RN`` marks the row's ancestors and itself.
+
+        Args:
+            prompt_length: Q, for rows that are masks: the keys begin with the learned prompt. None: the rows are no masks.
+        """
+        is_mask_R = mask_RN.new_full((len(mask_RN),), prompt_length is not None)
+        seen_RS = visible_slots(mask_RN, is_mask_R, prompt_length or 0, past_length)
         biases: dict[int | None, Tensor | None] = {}
         for window in set(windows):
-            bias = torch.zeros((rows, group, past_length + tree), dtype=dtype, device=mask_RN.device)
-            if window is None:
-                bias[:, :, past_length:].masked_fill_(~mask_RN[:, None], -torch.inf)
-            else:
-                bias.masked_fill_(~_windowed_mask(past_length, mask_RN, window)[:, None], -torch.inf)
-            biases[window] = bias.view(rows * group, past_length + tree)
-        return cls(past_length, False, biases, _flash_applies(dtype, mask_RN.device))
+            seen = seen_RS if window is None else seen_RS & _near_slots(mask_RN, prompt_length or 0, past_length, window)
+            bias = torch.zeros((len(seen), group, seen.shape[1]), dtype=dtype, device=mask_RN.device)
+            biases[window] = bias.masked_fill_(~seen[:, None], -torch.inf).flatten(0, 1)
+        return cls((prompt_length or 0) + past_length, False, biases, _flash_applies(dtype, mask_RN.device))
 
 
 def tree_attention(q_RHD: Tensor, keys_KSD: Tensor, values_KSD: Tensor, plan: AttentionPlan, window: int | None) -> Tensor:
@@ -110,7 +120,8 @@ def reference_attention(
     if mask_RN is None:
         seen_RS = _causal_mask(past_length, rows, window, q_RHD.device)
     else:
-        seen_RS = _windowed_mask(past_length, mask_RN, window or keys_KSD.shape[1] + 1)
+        seen_RS = visible_slots(mask_RN, mask_RN.new_zeros(rows), 0, past_length)
+        seen_RS &= _near_slots(mask_RN, 0, past_length, window or keys_KSD.shape[1] + 1)
     scores_HRS = torch.einsum("rhd,hsd->hrs", q_RHD, keys_HSD) / head_dim**0.5
     past_HRP = scores_HRS[:, :, :past_length].masked_fill(~seen_RS[:, :past_length], -torch.inf)
     tree_HRN = scores_HRS[:, :, past_length:].masked_fill(~seen_RS[:, past_length:], -torch.inf)
@@ -199,17 +210,17 @@ def _causal_mask(past_length: int, rows: int, window: int | None, device: torch.
     return seen_RS if window is None else seen_RS & (slots_S > positions_R1 - window)
 
 
-def _windowed_mask(past_length: int, mask_RN: Tensor, window: int) -> Tensor:
-    """[R, S] of tree rows that see ``window`` positions, themselves included.
+def _near_slots(mask_RN: Tensor, prompt_length: int, past_length: int, window: int) -> Tensor:
+    """bool [R, Q + P + N]: slots among the last ``window`` positions up to each tree row's own, and the learned prompt.
 
     A past slot is its position. A path has one tree row per position and rows enter after their parents, so the
-    distance from a row to a marked ancestor is the number of marks behind it.
+    distance from a row to a marked ancestor is the number of marks behind it. The learned prompt takes no positions.
     """
     depth_R1 = mask_RN.sum(1, keepdim=True)
     near_RN = depth_R1 - mask_RN.cumsum(1) < window
     slots_P = torch.arange(past_length, device=mask_RN.device)
     past_RP = slots_P > past_length + depth_R1 - 1 - window
-    return torch.cat((past_RP, mask_RN & near_RN), dim=1)
+    return torch.cat((mask_RN.new_ones(len(mask_RN), prompt_length), past_RP, near_RN), dim=1)
 
 
 @cache

@@ -1,5 +1,7 @@
 """The two-level key-value cache of one stage: accepted rows (``past``), then speculative rows (``tree``), in one buffer.
 
+In front of both there may be a third region that never changes: a learned prompt, which only those see who ask for it.
+
 Knows slots and row order. Knows nothing of tokens, parents or masks.
 """
 
@@ -16,8 +18,11 @@ class KVCache:
     rows in order of entry. Committing the root therefore only moves the boundary, and attention sees both levels as
     one block. A step's rows are written behind both; ``extend_tree`` or ``extend_past`` then counts them in.
 
+    Slots are counted from the first that may hold a row; the learned prompt lies before it.
+
     Args:
         block: slots the buffer grows by.
+        prompt: [L, 2, K, Q, D], keys and values of the learned prompt; None for none.
     """
 
     def __init__(
@@ -28,13 +33,18 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device | str,
         block: int = 256,
+        prompt: Tensor | None = None,
     ) -> None:
         if block < 1:
             raise ValueError(f"block must be at least 1, not {block}")
         self.block = block
         self.past_length = 0
         self.tree_length = 0
-        self._buffer = torch.empty((num_layers, 2, num_kv_heads, block, head_dim), dtype=dtype, device=device)
+        self.prompt_length = 0 if prompt is None else prompt.shape[3]
+        shape = (num_layers, 2, num_kv_heads, self.prompt_length + block, head_dim)
+        self._buffer = torch.empty(shape, dtype=dtype, device=device)
+        if prompt is not None:
+            self._buffer[:, :, :, : self.prompt_length] = prompt
 
     @property
     def length(self) -> int:
@@ -44,7 +54,7 @@ class KVCache:
     @property
     def slots(self) -> int:
         """Rows that the buffer can hold."""
-        return self._buffer.shape[3]
+        return self._buffer.shape[3] - self.prompt_length
 
     @property
     def num_bytes(self) -> int:
@@ -64,8 +74,9 @@ class KVCache:
             return
         layers, two, heads, _, head_dim = self._buffer.shape
         slots = -(-needed // self.block) * self.block
-        grown = self._buffer.new_empty((layers, two, heads, slots, head_dim))
-        grown[:, :, :, : self.length] = self._buffer[:, :, :, : self.length]
+        grown = self._buffer.new_empty((layers, two, heads, self.prompt_length + slots, head_dim))
+        used = self.prompt_length + self.length
+        grown[:, :, :, :used] = self._buffer[:, :, :, :used]
         self._buffer = grown
 
     @torch.inference_mode()
@@ -78,15 +89,17 @@ class KVCache:
         end = self.length + keys_KRD.shape[1]
         if end > self.slots:
             raise ValueError(f"{end} rows do not fit into {self.slots} slots: call reserve before write")
-        self._buffer[layer, 0, :, self.length : end] = keys_KRD
-        self._buffer[layer, 1, :, self.length : end] = values_KRD
+        where = slice(self.prompt_length + self.length, self.prompt_length + end)
+        self._buffer[layer, 0, :, where] = keys_KRD
+        self._buffer[layer, 1, :, where] = values_KRD
 
-    def view(self, layer: int, extra_rows: int = 0) -> tuple[Tensor, Tensor]:
-        """keys_KSD, values_KSD of past, tree and ``extra_rows`` rows just written. No copy."""
+    def view(self, layer: int, extra_rows: int = 0, with_prompt: bool = False) -> tuple[Tensor, Tensor]:
+        """keys_KSD, values_KSD of past, tree and ``extra_rows`` rows just written; ``with_prompt``, the learned prompt first."""
         end = self.length + extra_rows
         if end > self.slots:
             raise ValueError(f"{end} rows were never written: the buffer has {self.slots} slots")
-        keys_KSD, values_KSD = self._buffer[layer, :, :, :end].unbind(0)
+        first = 0 if with_prompt else self.prompt_length
+        keys_KSD, values_KSD = self._buffer[layer, :, :, first : self.prompt_length + end].unbind(0)
         return keys_KSD, values_KSD
 
     def extend_tree(self, rows: int) -> None:
@@ -121,8 +134,9 @@ class KVCache:
             raise ValueError(f"advance needs distinct indices below {self.tree_length}, not {order}")
         moved = next((slot for slot, row in enumerate(order) if slot != row), len(order))
         if moved < len(order):
-            start, end = self.past_length + moved, self.past_length + len(order)
-            sources = torch.tensor(order[moved:], device=self._buffer.device) + self.past_length
+            first = self.prompt_length + self.past_length
+            start, end = first + moved, first + len(order)
+            sources = torch.tensor(order[moved:], device=self._buffer.device) + first
             self._buffer[:, :, :, start:end] = self._buffer.index_select(3, sources)
         self.past_length += len(committed)
         self.tree_length = len(kept)

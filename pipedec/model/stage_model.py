@@ -18,10 +18,12 @@ from torch.nn import functional
 
 from pipedec.core import UserError
 from pipedec.model.attention import AttentionPlan, tree_attention
+from pipedec.model.bita import BitaWeights
 from pipedec.model.cache import KVCache
 from pipedec.model.checkpoint import EMBEDDING, FINAL_NORM, Checkpoint
 from pipedec.model.config import ModelConfig
 from pipedec.model.rotary import Rotary, rotate
+from pipedec.tree import is_mask
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,20 @@ class LayerWeights:
     gate_up_bias: Tensor | None
     down_weight: Tensor  # [E, I]
     down_bias: Tensor | None
+
+
+@dataclass(frozen=True)
+class _PartPlan:
+    """Attention of some of a step's rows, over the first ``written`` of those that the step has just written."""
+
+    rows: slice
+    plan: AttentionPlan
+    written: int
+    with_prompt: bool
+
+    def attend(self, q_RHD: Tensor, layer: int, window: int | None, cache: KVCache) -> Tensor:
+        keys_KSD, values_KSD = cache.view(layer, self.written, self.with_prompt)
+        return tree_attention(q_RHD[self.rows], keys_KSD, values_KSD, self.plan, window)
 
 
 class StageModel:
@@ -66,6 +82,7 @@ class StageModel:
         self._embedding_VE = self._empty(*embedding) if self.is_first else None
         self._final_norm_E = self._empty(config.hidden_size) if self.is_last else None
         self._head_VE = self._empty(*embedding) if self.is_last else None
+        self._bita: BitaWeights | None = None
 
     @classmethod
     def load(
@@ -117,10 +134,14 @@ class StageModel:
         """Memory of the weights; a tied head that shares the embedding counts once."""
         return sum({tensor.data_ptr(): tensor.nbytes for tensor in self._tensors()}.values())
 
+    def attach(self, bita: BitaWeights) -> None:
+        """From now on mask rows are understood; caches made before know no learned prompt."""
+        self._bita = bita
+
     def make_cache(self, block: int = 256) -> KVCache:
         """An empty cache for this stage's layers, which grows by ``block`` slots."""
-        config = self.config
-        return KVCache(self.num_layers, config.num_kv_heads, config.head_dim, self.dtype, self.device, block)
+        config, prompt = self.config, None if self._bita is None else self._bita.prompt
+        return KVCache(self.num_layers, config.num_kv_heads, config.head_dim, self.dtype, self.device, block, prompt)
 
     @torch.inference_mode()
     def forward(
@@ -130,8 +151,12 @@ class StageModel:
         cache: KVCache,
         mask_RN: Tensor | None = None,
         prefill_length: int | None = None,
+        num_masks: int = 0,
     ) -> Tensor:
         """Run rows through the stage's layers and append them to the cache.
+
+        What masks see and hold cannot reach the other rows, which attend to a part of the cache without this step's masks and
+        without the learned prompt.
 
         Args:
             inputs: on the first stage token ids, int64 [R]; on the others the previous stage's hidden_RE.
@@ -140,24 +165,26 @@ class StageModel:
             mask_RN: bool; each row marks its ancestors in the tree (older rows, then this step's) and itself. None: a
                 chunk of the prompt, right behind the past.
             prefill_length: tokens of the whole prompt, for a chunk of it.
+            num_masks: so many of the rows, the last ones, are mask rows of the tree (BiTA).
 
         Returns:
             hidden_RE, before the final norm.
 
         Raises:
-            ValueError: no rows, a mask of another shape than [rows, tree slots], or a prompt chunk behind tree rows.
+            ValueError: no rows, a mask of another shape than [rows, tree slots], a prompt chunk behind tree rows, or mask rows
+                where no BiTA is attached.
         """
         rows = len(inputs)
-        self._check_step(rows, cache, mask_RN)
+        self._check_step(rows, cache, mask_RN, num_masks)
         cache.reserve(rows)
         cos_RD, sin_RD = self._rotary.cos_sin(positions_R, prefill_length)
-        plan = self._plan(cache.past_length, rows, mask_RN)
-        hidden_RE = inputs if self._embedding_VE is None else functional.embedding(inputs, self._embedding_VE)
+        plans = self._plans(cache, rows, mask_RN, num_masks)
+        hidden_RE = inputs if self._embedding_VE is None else self._embedded(inputs, self._embedding_VE)
         for index, (weights, window) in enumerate(zip(self._weights, self._windows, strict=True)):
             normed_RE = self._norm(hidden_RE, weights.input_norm)
             q_RHD = self._append_rows(index, weights, normed_RE, cos_RD, sin_RD, cache)
-            keys_KSD, values_KSD = cache.view(index, rows)
-            attended_RHD = tree_attention(q_RHD, keys_KSD, values_KSD, plan, window)
+            attended = [part.attend(q_RHD, index, window, cache) for part in plans]
+            attended_RHD = attended[0] if len(attended) == 1 else torch.cat(attended)
             hidden_RE = _add_linear(hidden_RE, attended_RHD.flatten(1), weights.output_weight, weights.output_bias)
             hidden_RE = self._add_mlp(hidden_RE, weights)
         if mask_RN is None:
@@ -178,18 +205,39 @@ class StageModel:
         logits_RV = functional.linear(self._norm(hidden_RE, self._final_norm_E), self._head_VE)
         return logits_RV.to(torch.promote_types(self.dtype, torch.float32))
 
-    def _check_step(self, rows: int, cache: KVCache, mask_RN: Tensor | None) -> None:
+    def _check_step(self, rows: int, cache: KVCache, mask_RN: Tensor | None, num_masks: int) -> None:
         if rows == 0:
             raise ValueError("a step needs at least one row")
+        if num_masks and (self._bita is None or mask_RN is None):
+            raise ValueError("mask rows need a BiTA, and belong into the tree")
         if mask_RN is None and cache.tree_length:
             raise ValueError(f"a prompt chunk cannot follow {cache.tree_length} tree rows")
         if mask_RN is not None and mask_RN.shape != (rows, cache.tree_length + rows):
             raise ValueError(f"the mask is {list(mask_RN.shape)}, but the step is {[rows, cache.tree_length + rows]}")
 
-    def _plan(self, past_length: int, rows: int, mask_RN: Tensor | None) -> AttentionPlan:
+    def _plans(self, cache: KVCache, rows: int, mask_RN: Tensor | None, num_masks: int) -> list[_PartPlan]:
+        """How ordinary rows attend, then how masks do; only what there is."""
         if mask_RN is None:
-            return AttentionPlan.for_prefill(past_length, rows, self._windows, self.dtype, self.device)
-        return AttentionPlan.for_tree(past_length, mask_RN, self._windows, self.config.queries_per_kv_head, self.dtype)
+            plan = AttentionPlan.for_prefill(cache.past_length, rows, self._windows, self.dtype, self.device)
+            return [_PartPlan(slice(0, rows), plan, rows, False)]
+        parts = []
+        tokens, group = rows - num_masks, self.config.queries_per_kv_head
+        if tokens:
+            seen_RN = mask_RN[:tokens, : mask_RN.shape[1] - num_masks]
+            plan = AttentionPlan.for_tree(cache.past_length, seen_RN, self._windows, group, self.dtype)
+            parts.append(_PartPlan(slice(0, tokens), plan, tokens, False))
+        if num_masks:
+            windows, prompt_length = self._windows, cache.prompt_length
+            plan = AttentionPlan.for_tree(cache.past_length, mask_RN[tokens:], windows, group, self.dtype, prompt_length)
+            parts.append(_PartPlan(slice(tokens, rows), plan, rows, True))
+        return parts
+
+    def _embedded(self, token_ids_R: Tensor, embedding_VE: Tensor) -> Tensor:
+        if self._bita is None:
+            return functional.embedding(token_ids_R, embedding_VE)
+        hidden_RE = functional.embedding(token_ids_R.clamp(min=0), embedding_VE)
+        masks_RE = functional.embedding((-1 - token_ids_R).clamp(min=0), self._bita.masks)
+        return torch.where(is_mask(token_ids_R)[:, None], masks_RE, hidden_RE)
 
     def _append_rows(
         self, index: int, weights: LayerWeights, normed_RE: Tensor, cos_RD: Tensor, sin_RD: Tensor, cache: KVCache

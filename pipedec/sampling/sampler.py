@@ -70,11 +70,23 @@ class Sampler:
             logits_RV = logits_RV + self._bias_V
         if self._history is not None:
             logits_RV = self._history.penalised(logits_RV, mask_RN, token_ids_N, params)
+        return greedy(self._drawn(logits_RV, positions_R))
+
+    def scores(self, logits_RV: Tensor, positions_R: Tensor) -> Tensor:
+        """[R, V]: by which to guess what ``choose`` will say at these positions, from logits that somebody else has predicted.
+
+        Penalties are left out. The noise is that of the choice to come, so that a good guess meets it also where it is drawn.
+        """
+        return self._drawn(logits_RV.double() if self._bias_V is None else logits_RV + self._bias_V, positions_R)
+
+    def _drawn(self, logits_RV: Tensor, positions_R: Tensor) -> Tensor:
+        """Scores whose largest is the token: with noise where tokens are drawn."""
+        params = self._params
         if params.seed is None or not params.is_stochastic:
-            return greedy(logits_RV)
+            return logits_RV
         distinct_P, which_R = positions_R.unique(return_inverse=True)  # siblings share their noise
         noise_RV = gumbel(params.seed, distinct_P, logits_RV.shape[-1])[which_R]
-        return greedy(filtered(logits_RV, params) + noise_RV)
+        return filtered(logits_RV, params) + noise_RV
 
 
 def filtered(logits_RV: Tensor, params: SamplingParams) -> Tensor:

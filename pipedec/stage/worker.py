@@ -6,6 +6,8 @@ pruned it (paper §3.4.3), and hands it on. The last stage also says what the ta
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -13,7 +15,7 @@ from pipedec.core import SamplingParams, Step, Verdict
 from pipedec.model import StageModel
 from pipedec.sampling import Logprobs, Sampler, greedy
 from pipedec.stage.verifier import Verifier
-from pipedec.tree import Advance, PredictionTree
+from pipedec.tree import Advance, PredictionTree, is_mask
 
 
 class StageWorker:
@@ -33,30 +35,44 @@ class StageWorker:
         """Rows that the cache has room for: it grows as needed and stays."""
         return self._cache.slots
 
-    def begin(self, prompt_length: int, sampling: SamplingParams) -> None:
-        """Forget the last request and prepare for one whose prompt has ``prompt_length`` tokens."""
+    def begin(self, prompt_length: int, sampling: SamplingParams, named: int = 0) -> None:
+        """Forget the last request and prepare for one whose prompt has ``prompt_length`` tokens.
+
+        Args:
+            named: tokens that each mask row is to name in forecasts.
+        """
         self._prompt_length = prompt_length
         self._cache.reset()
         self._tree.reset(prompt_length)
         self._pending_hidden = None
 
     def prefill(self, chunk: Step) -> Step:
-        """Compute the prompt's next chunk; returns it with this stage's activations."""
-        first = self._cache.past_length
-        positions = torch.arange(first, first + chunk.num_rows, device=self._device)
+        """Compute the prompt's next chunk; returns it with this stage's activations. Masks may follow the last token."""
+        first, num_tokens = self._cache.past_length, chunk.num_rows - num_masks(chunk)
+        positions = torch.arange(first, first + num_tokens, device=self._device)
         inputs = chunk.token_ids if chunk.hidden is None else chunk.hidden
-        hidden = self._model.forward(inputs, positions, self._cache, mask_RN=None, prefill_length=self._prompt_length)
+        hidden = self._model.forward(inputs[:num_tokens], positions, self._cache, None, self._prompt_length)
+        if num_tokens < chunk.num_rows:
+            hidden = torch.cat((hidden, self._behind_prompt(inputs[num_tokens:], chunk.token_ids[num_tokens:])))
         return Step(chunk.token_ids, chunk.parents, hidden)
+
+    def _behind_prompt(self, inputs: Tensor, token_ids: Tensor) -> Tensor:
+        """The activations of a group of masks right behind the prompt, of which nothing is kept."""
+        chain = torch.arange(-1, len(token_ids) - 1, device=self._device)
+        hidden = self._activations(self._tree.append(token_ids, chain), inputs, len(token_ids))
+        self._tree.reset(self._prompt_length)
+        self._cache.advance(chain[:0], chain[:0])
+        return hidden
+
+    def _activations(self, rows: slice, inputs: Tensor, masks: int) -> Tensor:
+        """The activations of rows that have just entered the tree; the last ones are ``masks``."""
+        tree = self._tree
+        return self._model.forward(inputs, tree.positions[rows], self._cache, tree.tree_mask[rows], num_masks=masks)
 
     def decode(self, step: Step) -> None:
         """Add the step's rows to the tree and compute them; the output waits for this timestep's verdict."""
         rows = self._tree.append(step.token_ids, step.parents)
-        self._pending_hidden = self._model.forward(
-            step.token_ids if step.hidden is None else step.hidden,
-            self._tree.positions[rows],
-            self._cache,
-            mask_RN=self._tree.tree_mask[rows],
-        )
+        self._pending_hidden = self._activations(rows, step.token_ids if step.hidden is None else step.hidden, num_masks(step))
         self._pending_rows = torch.arange(rows.start, rows.stop, device=self._device)
 
     def sync(self, verdict: Verdict) -> None:
@@ -81,6 +97,11 @@ class StageWorker:
         return Step(self._tree.token_ids[rows], self._tree.parents[rows], hidden)
 
 
+def num_masks(step: Step) -> int:
+    """How many rows of a step, its last ones, are masks."""
+    return int(is_mask(step.token_ids).sum())
+
+
 class FinalStageWorker(StageWorker):
     """The last stage L_n: its output is not passed on but judged."""
 
@@ -93,8 +114,9 @@ class FinalStageWorker(StageWorker):
         self._num_logprobs: int | None = None
         self._logprobs: Logprobs | None = None  # of the successors, if asked for
         self._accepted_logprobs: list[list[tuple[int, float]]] = []
+        self._named: Tensor | None = None  # int64 [N, named], tokens that each mask of the tree names; None without masks
 
-    def begin(self, prompt_length: int, sampling: SamplingParams) -> None:
+    def begin(self, prompt_length: int, sampling: SamplingParams, named: int = 0) -> None:
         super().begin(prompt_length, sampling)
         self._successors = self._successors[:0]
         self._verifier = Verifier(sampling, self._eos_token_ids)
@@ -102,26 +124,39 @@ class FinalStageWorker(StageWorker):
         self._num_logprobs = sampling.logprobs
         self._logprobs = None
         self._accepted_logprobs = []
+        self._named = self._successors.new_zeros(0, named) if named else None
 
     def prefill(self, chunk: Step) -> Step:
         if self._sampler is not None:
-            self._sampler.add_prompt(chunk.token_ids)
+            self._sampler.add_prompt(chunk.token_ids[: chunk.num_rows - num_masks(chunk)])
         return super().prefill(chunk)
 
     def decode(self, step: Step) -> None:
         super().decode(step)
         assert self._pending_hidden is not None
         logits = self._model.logits(self._pending_hidden)
-        successors = greedy(logits) if self._sampler is None else self._sampled(self._sampler, logits)
+        num_tokens = step.num_rows - num_masks(step)
+        successors = greedy(logits)  # of a mask nobody asks for it
+        if self._sampler is not None:
+            successors[:num_tokens] = self._sampled(self._sampler, logits[:num_tokens], self._pending_rows[:num_tokens])
         self._successors = torch.cat([self._successors, successors])
+        if self._named is not None:
+            places = self._tree.positions[self._pending_rows[num_tokens:]] + 1
+            of_masks = self._likeliest(logits[num_tokens:], places, self._named.shape[1])
+            self._named = torch.cat((self._named, self._named.new_zeros(num_tokens, self._named.shape[1]), of_masks))
         if self._num_logprobs is not None:
             logprobs = Logprobs.of(logits, successors, self._num_logprobs)
             self._logprobs = logprobs if self._logprobs is None else self._logprobs.followed_by(logprobs)
 
-    def _sampled(self, sampler: Sampler, logits: Tensor) -> Tensor:
-        """The token after each of the rows that have just been computed."""
-        tree, rows = self._tree, self._pending_rows
-        return sampler.choose(logits, tree.positions[rows] + 1, tree.tree_mask[rows], tree.token_ids)
+    def _sampled(self, sampler: Sampler, logits: Tensor, rows: Tensor) -> Tensor:
+        """The token after each of ``rows``, none of which is a mask."""
+        tree = self._tree
+        return sampler.choose(logits, tree.positions[rows] + 1, tree.tree_mask[rows], tree.token_ids.clamp(min=0))
+
+    def _likeliest(self, logits: Tensor, places: Tensor, count: int) -> Tensor:
+        """int64 [R, count]: what masks name for these places, the best first, as the sampler will draw there."""
+        scores = logits if self._sampler is None else self._sampler.scores(logits, places)
+        return scores.topk(min(count, scores.shape[1]), dim=1).indices
 
     def sync(self, verdict: Verdict) -> None:
         super().sync(verdict)
@@ -130,6 +165,8 @@ class FinalStageWorker(StageWorker):
     def _replay(self, advance: Advance) -> None:
         super()._replay(advance)
         self._successors = self._successors[advance.kept]
+        if self._named is not None:
+            self._named = self._named[advance.kept]
         if self._sampler is not None:
             self._sampler.add_accepted(advance.committed_ids)
         if self._logprobs is not None:
@@ -138,7 +175,9 @@ class FinalStageWorker(StageWorker):
     def first_verdict(self, last_chunk: Step) -> Verdict:
         """The verdict on prefill, from the output of the prompt's last chunk."""
         assert last_chunk.hidden is not None
-        logits, tree = self._model.logits(last_chunk.hidden[-1:]), self._tree
+        masks = num_masks(last_chunk)
+        all_logits, tree = self._model.logits(last_chunk.hidden[-1 - masks :]), self._tree
+        logits = all_logits[:1]
         if self._sampler is None:
             token = greedy(logits)
         else:
@@ -146,16 +185,47 @@ class FinalStageWorker(StageWorker):
             token = self._sampler.choose(logits, position, tree.tree_mask.new_zeros(1, 0), tree.token_ids)
         if self._num_logprobs is not None:
             self._accepted_logprobs += Logprobs.of(logits, token, self._num_logprobs).as_lists()
-        return self._verifier.first(int(token[0]))
+        verdict = self._verifier.first(int(token[0]))
+        if self._named is None or verdict.finished is not None:
+            return verdict
+        places = torch.arange(masks, device=self._device) + self._prompt_length + 1
+        named = self._likeliest(all_logits[1:], places, self._named.shape[1])
+        return replace(verdict, forecast=_as_tuples(named))
 
     def verdict(self) -> Verdict | None:
         """What the rows computed so far say after the last verdict; None if nothing new."""
         verdict = self._verifier.judge(self._tree, self._successors)
-        if verdict is not None and self._logprobs is not None:
+        if verdict is None:
+            return None
+        if self._logprobs is not None:
             self._accepted_logprobs += self._logprobs.of_rows(self._verifier.judged_rows).as_lists()
-        return verdict
+        if self._named is None or verdict.finished is not None:
+            return verdict
+        return replace(verdict, forecast=self._forecast(self._named, self._verifier.judged_rows))
+
+    def _forecast(self, named: Tensor, judged_rows: list[int]) -> tuple[tuple[int, ...], ...]:
+        """What the masks behind the last judged row that has any name for places behind the last accepted token's.
+
+        The masks nearest to a row that is not the last one stand for tokens that have been accepted with it.
+        """
+        for past, row in enumerate(reversed(judged_rows)):
+            if masks := self._masks_behind(row):
+                return _as_tuples(named[masks[past:]])
+        return ()
+
+    def _masks_behind(self, row: int) -> list[int]:
+        masks: list[int] = []
+        following = self._tree.child(row, -1)
+        while following is not None:
+            masks.append(following)
+            following = self._tree.child(following, -1 - len(masks))
+        return masks
 
     def take_logprobs(self) -> list[list[tuple[int, float]]]:
         """Per token accepted since the last call, if asked for: it and the top tokens, each (id, log-probability)."""
         taken, self._accepted_logprobs = self._accepted_logprobs, []
         return taken
+
+
+def _as_tuples(named: Tensor) -> tuple[tuple[int, ...], ...]:
+    return tuple(map(tuple, named.tolist()))

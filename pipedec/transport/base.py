@@ -11,8 +11,9 @@ from torch import Tensor
 from pipedec.core import Step, Verdict
 
 _BYTES_PER_ID = 8
-MAX_VERDICT_TOKENS = 125
-HEADER_VALUES = 3 + MAX_VERDICT_TOKENS  # rows, accepted tokens, why the answer ended, the tokens
+MAX_VERDICT_TOKENS = 125  # with those of its forecast
+_HEADER_COUNTS = 5  # rows, accepted tokens, why the answer ended, places of the forecast, tokens for each of them
+HEADER_VALUES = _HEADER_COUNTS + MAX_VERDICT_TOKENS
 HEADER_BYTES = 8 * HEADER_VALUES
 _ENDINGS = (None, "stop", "length", "cancelled")
 
@@ -50,7 +51,7 @@ class Transport(Protocol):
 
         Raises:
             RankLost: the peer is gone or did not answer in time.
-            ValueError: the verdict has more than MAX_VERDICT_TOKENS tokens.
+            ValueError: the verdict and its forecast have more than MAX_VERDICT_TOKENS tokens.
         """
 
     def receive_envelope(self, src: int) -> Envelope:
@@ -89,21 +90,24 @@ def unpack(message: Tensor, num_rows: int, hidden_size: int, dtype: torch.dtype)
 
 def pack_header(envelope: Envelope, out: Tensor) -> None:
     """Write everything but the step's rows into ``out``, int64 [HEADER_VALUES]."""
-    verdict = envelope.verdict
-    tokens = verdict.tokens if verdict else ()
+    rows = envelope.step.num_rows if envelope.step else 0
+    verdict = envelope.verdict or Verdict(())
+    tokens = [*verdict.tokens, *(token for named in verdict.forecast for token in named)]
     if len(tokens) > MAX_VERDICT_TOKENS:
         raise ValueError(f"a verdict of {len(tokens)} tokens does not fit into a header of {MAX_VERDICT_TOKENS}")
-    rows = envelope.step.num_rows if envelope.step else 0
-    ending = _ENDINGS.index(verdict.finished if verdict else None)
+    num_tokens = -1 if envelope.verdict is None else len(verdict.tokens)
+    named = len(verdict.forecast[0]) if verdict.forecast else 0
     values = out.numpy()
-    values[:3] = rows, len(tokens) if verdict else -1, ending
-    values[3 : 3 + len(tokens)] = tokens
+    values[:_HEADER_COUNTS] = rows, num_tokens, _ENDINGS.index(verdict.finished), len(verdict.forecast), named
+    values[_HEADER_COUNTS : _HEADER_COUNTS + len(tokens)] = tokens
 
 
 def unpack_header(header: Tensor) -> tuple[int, Verdict | None]:
     """The number of rows that follow, and the verdict, of int64 [HEADER_VALUES]."""
     values = header.numpy()
-    rows, num_tokens, ending = values[:3].tolist()
+    rows, num_tokens, ending, places, named = values[:_HEADER_COUNTS].tolist()
     if num_tokens < 0:
         return rows, None
-    return rows, Verdict(tuple(values[3 : 3 + num_tokens].tolist()), _ENDINGS[ending])
+    tokens = values[_HEADER_COUNTS : _HEADER_COUNTS + num_tokens + places * named].tolist()
+    forecast = (tuple(tokens[first : first + named]) for first in range(num_tokens, len(tokens), named or 1))
+    return rows, Verdict(tuple(tokens[:num_tokens]), _ENDINGS[ending], tuple(forecast))

@@ -12,6 +12,7 @@ from pipedec.core import PipedecError, SamplingParams, SchedulerLost
 from pipedec.engine.coordinator import DraftLoop
 from pipedec.engine.messages import PromptRequest
 from pipedec.engine.prompt import Prompter
+from pipedec.engine.rank_loop import Wiring
 from pipedec.scheduler import Event, MemoryScheduler, Message, Planned, Task, Topology
 from pipedec.tracing import Tracer
 from pipedec.transport import LocalTransport
@@ -44,7 +45,9 @@ class EndsAtOnce(MemoryScheduler):
 
 def loop_of(scheduler: MemoryScheduler, pair: Pair) -> DraftLoop:
     transport = LocalTransport.connect(2)[0]
-    return DraftLoop(Prompter(pair.target, CONTEXT), None, torch.device("cpu"), scheduler, transport, TOPOLOGY, Tracer(0))
+    return DraftLoop(
+        Prompter(pair.target, CONTEXT), None, 0, torch.device("cpu"), Wiring(scheduler, transport, TOPOLOGY, Tracer(0))
+    )
 
 
 def test_a_stop_that_comes_with_the_end_of_a_request_is_obeyed(pair: Pair) -> None:
