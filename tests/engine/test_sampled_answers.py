@@ -9,6 +9,7 @@ from pathlib import Path
 import naive_sampling
 import pytest
 import torch
+from bita_files import save_random_bita
 from checkpoints import save_tiny_llama
 from timesteps import check_timesteps
 from tiny_pair import Pair
@@ -42,9 +43,10 @@ SETTINGS = {
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A target, and a draft that is often right."""
+    """A target, a draft that is often right, and a BiTA that has learned nothing."""
     folder = tmp_path_factory.mktemp("models")
     target = save_tiny_llama(folder / "target", layers=LAYERS, max_position_embeddings=1024)
+    save_random_bita(folder / "bita", folder / "target")
     with torch.no_grad():
         for parameter in target.parameters():
             parameter += 0.03 * parameter.std() * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(3))
@@ -54,7 +56,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def make_pipeline(models: Path, shape: tuple[int, int]) -> LocalPipeline:
     layers = tuple((part.start, part.stop) for part in even_layers(LAYERS, shape[0]))
-    return LocalPipeline.load(PipelineSpec(models / "target", models / "near", Topology.even(*shape), layers, device="cpu"))
+    topology, bita = Topology.even(*shape), models / "bita"
+    return LocalPipeline.load(PipelineSpec(models / "target", models / "near", topology, layers, device="cpu", bita=bita))
 
 
 @torch.inference_mode()
