@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,7 @@ def line(
         "pair": {"target": "pair/target", "draft": "pair/draft"},
         "method": method,
         "tree": None if method in ("pp", "slm") else {"width": width, "children": children, "depth": None, "rows": None},
+        "bita": None,
         "prompt_set": prompt_set,
         "prompt_index": prompt_index,
         "repeat": 0,
@@ -67,6 +68,26 @@ def line(
     }  # fmt: skip
     assert changes.keys() <= fields.keys(), changes
     return fields | changes
+
+
+def bita(
+    prompt_set: str = "humaneval",
+    prompt_index: int = 0,
+    *,
+    name: str = "deep-16",
+    prompting: str = "deep",
+    prompt_tokens: int = 16,
+    masks: int = 4,
+    shape: str = "efficient",
+    depth: int = 4,
+    named: int = 5,
+    make: Callable[..., Line] = line,
+    **changes: Any,
+) -> Line:
+    """A line of ``bita`` by the BiTA called ``name`` with this tree; the rest as ``make`` has it."""
+    trained = {"name": name, "digest": name, "prompting": prompting, "masks": masks, "prompt_tokens": prompt_tokens}
+    tree = {"shape": shape, "depth": depth, "children": named}
+    return make("bita", prompt_set, prompt_index, bita=trained, tree=tree, **changes)
 
 
 def stochastic(

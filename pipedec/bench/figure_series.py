@@ -15,7 +15,7 @@ from math import exp, log
 import numpy as np
 
 from pipedec.bench.figure_methods import BASELINE, method_rank, pipelined
-from pipedec.bench.sweep_rows import PROMPT_SETS, SMALL_MODEL, Pipeline, SweepRow, Tree
+from pipedec.bench.sweep_rows import PROMPT_SETS, SMALL_MODEL, Pipeline, SweepRow, TrainedBita, Tree
 from pipedec.core import UserError
 
 REFERENCE_GROUPS = 14  # the pipeline on which the paper compares methods
@@ -65,12 +65,13 @@ class Totals:
 
 @dataclass(frozen=True)
 class Series:
-    """All answers of one method with one tree on one pipeline."""
+    """All answers of one method with one tree (and, of ``bita``, one trained BiTA) on one pipeline."""
 
     method: str
     pipeline: Pipeline
     tree: Tree | None
     rows: tuple[SweepRow, ...]
+    bita: TrainedBita | None = None
 
     @property
     def groups(self) -> int:
@@ -130,12 +131,14 @@ def geometric_mean(values: Iterable[float]) -> float:
 
 
 def all_series(rows: Iterable[SweepRow]) -> list[Series]:
-    """Every method × pipeline × tree of ``rows``: by method, then stages, then tree."""
-    grouped: dict[tuple[str, Pipeline, Tree | None], list[SweepRow]] = {}
+    """Every method × pipeline × tree × BiTA of ``rows``: by method, then stages, then tree."""
+    grouped: dict[tuple[str, Pipeline, Tree | None, TrainedBita | None], list[SweepRow]] = {}
     for row in rows:
-        grouped.setdefault((row.method, row.pipeline, row.tree), []).append(row)
-    series = [Series(*key, tuple(members)) for key, members in grouped.items()]
-    return sorted(series, key=lambda one: (method_rank(one.method), one.groups, one.pipeline.name, _tree_rank(one.tree)))
+        grouped.setdefault((row.method, row.pipeline, row.tree, row.bita), []).append(row)
+    series = [
+        Series(method, pipeline, tree, tuple(members), bita) for (method, pipeline, tree, bita), members in grouped.items()
+    ]  # fmt: skip
+    return sorted(series, key=_rank)
 
 
 def chosen_series(rows: Iterable[SweepRow]) -> list[Series]:
@@ -271,7 +274,8 @@ def _preference(series: Series) -> tuple[bool, int, float]:
     return tree is None or (tree.width, tree.children) != REFERENCE_TREE, -len(series.rows), series.totals.ms_per_token
 
 
-def _tree_rank(tree: Tree | None) -> tuple[int, ...]:
-    return (
-        () if tree is None else tuple(-1 if size is None else size for size in (tree.width, tree.children, tree.depth, tree.rows))
-    )
+def _rank(series: Series) -> tuple[object, ...]:
+    tree, bita = series.tree or Tree(None, None), series.bita
+    sizes = [-1 if size is None else size for size in (tree.width, tree.children, tree.depth, tree.rows)]
+    trained = (bita.prompt_tokens, bita.name, bita.digest) if bita else ()
+    return method_rank(series.method), series.groups, series.pipeline.name, sizes, tree.shape or "", trained

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -26,14 +26,16 @@ from pipedec.bench.sweep_shapes import (
     Shape,
     SmallModel,
     as_it_is,
+    bita_row,
     emulated,
     pair_digest,
     small_model_alone,
     small_model_as_it_is,
 )  # fmt: skip
+from pipedec.bench.sweep_trees import BITA, Cell, TreeGrid
 from pipedec.bench.tuning import TuningGrid, best_tree
 from pipedec.config import ClusterConfig
-from pipedec.core import PROPOSERS, PipedecError, SamplingParams, TreeParams, UserError
+from pipedec.core import PipedecError, SamplingParams, TreeParams, UserError
 from pipedec.decoding import DEFAULT_METHOD, METHODS
 from pipedec.engine.messages import PromptRequest
 from pipedec.engine.prompt_set import PromptSet
@@ -52,8 +54,8 @@ class SweepConfig:
         presets: partitions of ``cluster``; empty for this machine as it is, without emulation.
         stages: stage counts; empty for those of the presets.
         methods: of SWEEP_METHODS. ``stpp`` uses its best depth, ``stpp-tuned`` the best tree of a grid.
-        widths, children: limits of the tree, all combinations; empty for each method's own.
-        forwards, proposers: see ``TreeParams``.
+        trees: limits of the trees.
+        bita: directories that ``bita`` takes in turns, each on a pipeline of its own; empty for the target's own.
         samples: prompts of each set, drawn by ``seed`` from those that fit into the context.
         sampling: how to decode; with a temperature, tokens are drawn by ``seed`` + the number of the repeat.
         clock: ``measured`` in real processes, or ``computed`` in one process.
@@ -67,10 +69,8 @@ class SweepConfig:
     presets: tuple[str, ...] = ()
     stages: tuple[int, ...] = ()
     methods: tuple[str, ...] = ("pp", "stpp", TUNED, "pipedec", DEFAULT_METHOD)
-    widths: tuple[int, ...] = ()
-    children: tuple[int, ...] = ()
-    forwards: int | None = None
-    proposers: tuple[str, ...] = PROPOSERS
+    trees: TreeGrid = TreeGrid()
+    bita: tuple[Path, ...] = ()
     samples: int = 10
     seed: int = 0
     repeats: int = 1
@@ -92,36 +92,45 @@ class SweepConfig:
             self.cluster.find_partition(preset)
         if not self.presets and (not self.stages or self.clock == "computed" or TUNED in self.methods):
             raise UserError("without --preset nothing is emulated: give --stages, --clock measured and no stpp-tuned")
-        numbers = {"--widths": self.widths, "--children": self.children, "--stages": self.stages}
-        numbers |= {"--samples": (self.samples,), "--repeats": (self.repeats,)}
+        if self.bita and BITA not in self.methods:
+            raise UserError(f"--bita without the method that needs it: add {BITA} to --methods")
+        numbers = {"--stages": self.stages, "--samples": (self.samples,), "--repeats": (self.repeats,)}
         for flag, values in numbers.items():
             if any(value < 1 for value in values):
                 raise UserError(f"{flag} must be at least 1")
 
     def shapes(self) -> Iterator[Shape]:
-        """The pipelines, with ``slm``'s last."""
-        methods = set(self.methods) - {SLM}
-        for preset in self.presets if methods else ():
+        """The pipelines: the first of each length runs all methods, others ``bita`` with another BiTA; ``slm``'s comes last."""
+        methods = tuple(method for method in self.methods if method != SLM)
+        for preset in self.presets or (None,) if methods else ():
             for stages in self.stages or (None,):
-                yield emulated(self.cluster, preset, stages, self.pair, self.slow_motion)
-        for stages in self.stages if methods and not self.presets else ():
-            yield as_it_is(stages, self.pair)
+                for number, bita in enumerate(self.bita or (None,)):
+                    shape = self._shape(preset, stages, replace(self.pair, bita=bita))
+                    yield replace(shape, methods=methods if number == 0 else (BITA,))
         if SLM in self.methods and self.presets:
             yield small_model_alone(self.cluster, self.small, self.pair, self.slow_motion)
         elif SLM in self.methods:
             yield small_model_as_it_is(self.pair)
 
+    def _shape(self, preset: str | None, stages: int | None, pair: Pair) -> Shape:
+        if preset is not None:
+            return emulated(self.cluster, preset, stages, pair, self.slow_motion)
+        assert stages is not None
+        return as_it_is(stages, pair)
+
     def sampling_of(self, repeat: int) -> SamplingParams:
         """How a repeat decodes: with a seed of its own where tokens are drawn."""
         return replace(self.sampling, seed=self.seed + repeat) if self.sampling.is_stochastic else self.sampling
 
-    def trees(self) -> list[TreeParams]:
-        """The limits to try with every method that has a tree."""
-        return [
-            TreeParams(width, children, forwards=self.forwards, proposers=self.proposers)
-            for width in self.widths or (None,)
-            for children in self.children or (None,)
-        ]
+    def limits(self, method: str, shape: Shape) -> Sequence[TreeParams | None]:
+        """The limits of trees to try with a method on a pipeline; None where it has no tree.
+
+        Raises:
+            UserError: ``bita`` cannot have such a tree there.
+        """
+        if method in _WITHOUT_TREE:
+            return (None,)
+        return self.trees.of_bita(shape.spec.trained_masks()) if method == BITA else self.trees.drafted()
 
 
 class SweepProgress(Protocol):
@@ -132,25 +141,6 @@ class SweepProgress(Protocol):
     def busy(self, text: str) -> None: ...
 
     def row(self) -> None: ...
-
-
-@dataclass(frozen=True)
-class _Cell:
-    """One way to decode: a row's method, and what the pipeline is asked for."""
-
-    label: str
-    method: str
-    tree: TreeParams | None
-
-    @property
-    def limits(self) -> Row | None:
-        """What a row says of the tree: those limits that the method has."""
-        if self.tree is None:
-            return None
-        return plain(self.tree if self.method == DEFAULT_METHOD else self.tree.with_defaults())
-
-    def request(self, prompt: PromptRequest, trace: bool) -> PromptRequest:
-        return replace(prompt, method=self.method, tree=self.tree or TreeParams(), trace=trace)
 
 
 def sweep(config: SweepConfig, prompt_sets: list[PromptSet], out: Path, progress: SweepProgress) -> list[Row]:
@@ -180,45 +170,36 @@ class Sweep:
 
     def run(self, prompt_sets: list[PromptSet]) -> list[Row]:
         shapes = list(self._config.shapes())
-        per_shape = [1 if shape.is_small_model else self._num_cells() for shape in shapes]
+        num_cells = sum(len(self._config.limits(method, shape)) for shape in shapes for method in shape.methods)
         per_cell = sum(min(self._config.samples, len(one.prompts)) for one in prompt_sets) * self._config.repeats
-        self._progress.start(sum(per_shape) * per_cell)
+        self._progress.start(num_cells * per_cell)
         for shape in shapes:
             self._progress.busy(shape.label)
             self._sweep_shape(shape, prompt_sets)
         _check_lossless(self._found)
         return self._found
 
-    def _num_cells(self) -> int:
-        with_tree = [method for method in self._config.methods if method not in _WITHOUT_TREE]
-        return len(with_tree) * len(self._config.trees()) + ("pp" in self._config.methods)
-
     def _sweep_shape(self, shape: Shape, prompt_sets: list[PromptSet]) -> None:
         here = OneProcess(shape.spec)
         asked = PromptRequest("", self._config.raw_prompts, sampling=self._config.sampling_of(0))
         prompts = draw(here.prompter, prompt_sets, asked, self._config.samples, self._config.seed)
-        cells = self._cells(shape, here, prompts)
+        cells = [
+            self._cell(method, limits, shape, here, prompts)
+            for method in shape.methods
+            for limits in self._config.limits(method, shape)
+        ]
         with _LazyRunner(shape, here, self._config.clock) as runner:
             for repeat in range(self._config.repeats):
                 for prompt in prompts:
                     for cell in cells:
                         self._row(shape, cell, prompt, repeat, runner)
 
-    def _cells(self, shape: Shape, here: OneProcess, prompts: list[DrawnPrompt]) -> list[_Cell]:
-        if shape.is_small_model:
-            return [_Cell(SLM, "pp", None)]
-        cells = []
-        for method in self._config.methods:
-            if method == "pp":
-                cells.append(_Cell("pp", "pp", None))
-            elif method != SLM:
-                cells += [self._tree_cell(method, tree, shape, here, prompts) for tree in self._config.trees()]
-        return cells
-
-    def _tree_cell(self, method: str, limits: TreeParams, shape: Shape, here: OneProcess, prompts: list[DrawnPrompt]) -> _Cell:
+    def _cell(self, method: str, limits: TreeParams | None, shape: Shape, here: OneProcess, prompts: list[DrawnPrompt]) -> Cell:
+        if limits is None:
+            return Cell(method, "pp", None)
         if method in ("stpp", TUNED) and shape.spec.emulation is not None:
-            return _Cell(method, "stpp", self._tuned(method, limits, shape, here, prompts))
-        return _Cell(method, method, limits)
+            return Cell(method, "stpp", self._tuned(method, limits, shape, here, prompts))
+        return Cell(method, method, limits)
 
     def _tuned(self, method: str, limits: TreeParams, shape: Shape, here: OneProcess, prompts: list[DrawnPrompt]) -> TreeParams:
         """The best tree for this pipeline, from ``trees.json`` if it was found before: over all draws where tokens are drawn."""
@@ -244,7 +225,7 @@ class Sweep:
             self._progress.busy(shape.label)
         return TreeParams(**known[key]["best"])
 
-    def _row(self, shape: Shape, cell: _Cell, prompt: DrawnPrompt, repeat: int, runner: _LazyRunner) -> None:
+    def _row(self, shape: Shape, cell: Cell, prompt: DrawnPrompt, repeat: int, runner: _LazyRunner) -> None:
         identity = self._identity(shape, cell, prompt, repeat)
         key = _key([identity, prompt.request.prompt])
         row = self._known.get(key)
@@ -252,7 +233,7 @@ class Sweep:
             trace = self._config.clock == "measured" and self._is_traced(prompt)
             asked = replace(prompt.request, sampling=self._config.sampling_of(repeat))
             answer = runner.answer(cell.request(asked, trace))
-            row = {"schema": SCHEMA, "key": key, **self._provenance(), **identity, **_figures(answer)}
+            row = {"schema": SCHEMA, "key": key, **self._provenance(), "bita": None, **identity, **_figures(answer)}
             with self._rows_path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(row) + "\n")
             self._known[key] = row
@@ -276,9 +257,10 @@ class Sweep:
     def _sampling(self, repeat: int) -> Row:
         return plain(self._config.sampling_of(repeat))
 
-    def _identity(self, shape: Shape, cell: _Cell, prompt: DrawnPrompt, repeat: int) -> Row:
+    def _identity(self, shape: Shape, cell: Cell, prompt: DrawnPrompt, repeat: int) -> Row:
         """What tells this row from all others."""
         is_emulated = shape.spec.emulation is not None
+        bita = {"bita": bita_row(shape.spec)} if cell.method == BITA else {}
         return {
             "preset": shape.preset,
             "clock": self._config.clock,
@@ -292,6 +274,7 @@ class Sweep:
             "prompt_index": prompt.index,
             "repeat": repeat,
             "sampling": self._sampling(repeat),
+            **bita,
         }
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ PROMPT_SETS = {
 TIMINGS = ("measured", "computed", "machine")
 # The text of this method is another, smaller model's: its rows say nothing about the target.
 SMALL_MODEL = "slm"
+BITA = "bita"
 
 
 @dataclass(frozen=True)
@@ -67,12 +68,31 @@ class Pipeline:
 
 @dataclass(frozen=True)
 class Tree:
-    """Limits of the prediction tree; ``depth`` and ``rows`` only where the method has them."""
+    """Limits of the prediction tree; ``depth``, ``rows`` and ``shape`` only where the method has them."""
 
     width: int | None
     children: int | None
     depth: int | None = None
     rows: int | None = None
+    shape: str | None = None
+
+
+@dataclass(frozen=True)
+class TrainedBita:
+    """The BiTA that gave an answer of ``bita``; two with equal weights are one, whatever their names.
+
+    Attributes:
+        digest: of its weights.
+        prompting: ``deep``, ``shallow`` or ``none``.
+        masks: how many were trained; a tree may use fewer.
+        name: of its directory.
+    """
+
+    digest: str
+    prompting: str
+    masks: int
+    prompt_tokens: int
+    name: str = field(compare=False)
 
 
 @dataclass(frozen=True)
@@ -85,6 +105,7 @@ class SweepRow:
         tokens: decoded tokens, all but the first.
         models: which real models did the work: the digest of their weights, else the target's directory.
         machine: its accelerator, else ``CPU``.
+        bita: None for other methods than ``bita``.
         top_k, top_p, seed: 0, 1 and None for greedy answers, to which they mean nothing.
         case: what was asked; two methods are compared over answers with equal cases.
     """
@@ -93,6 +114,7 @@ class SweepRow:
     pipeline: Pipeline
     method: str
     tree: Tree | None
+    bita: TrainedBita | None
     prompt_set: str
     prompt_index: int
     repeat: int
@@ -138,7 +160,7 @@ class SweepRow:
 
     @property
     def identity(self) -> tuple[object, ...]:
-        return self.timing, self.models, self.pipeline, self.method, self.tree, self.case
+        return self.timing, self.models, self.pipeline, self.method, self.tree, self.bita, self.case
 
 
 def read_rows(sources: Iterable[Path]) -> list[SweepRow]:
@@ -232,6 +254,7 @@ def _row(record: dict[str, Any]) -> SweepRow:
         pipeline=_pipeline(record["preset"], _of(dict, record, "cluster")),
         method=_of(str, record, "method"),
         tree=_tree(record),
+        bita=_bita(_of(dict, record, "bita")) if record["method"] == BITA else None,
         prompt_set=_of(str, record, "prompt_set"),
         prompt_index=_count(record, "prompt_index"),
         repeat=_count(record, "repeat"),
@@ -280,7 +303,13 @@ def _tree(record: dict[str, Any]) -> Tree | None:
     if record["tree"] is None:
         return None
     raw = _of(dict, record, "tree")
-    return Tree(*(None if raw.get(name) is None else _count(raw, name) for name in ("width", "children", "depth", "rows")))
+    sizes = (None if raw.get(name) is None else _count(raw, name) for name in ("width", "children", "depth", "rows"))
+    return Tree(*sizes, shape=_of(str, raw, "shape") if record["method"] == BITA else None)
+
+
+def _bita(raw: dict[str, Any]) -> TrainedBita:
+    digest, prompting, name = (_of(str, raw, key) for key in ("digest", "prompting", "name"))
+    return TrainedBita(digest, prompting, _count(raw, "masks", least=1), _count(raw, "prompt_tokens"), name)
 
 
 def _breakdown(record: dict[str, Any]) -> dict[str, float] | None:

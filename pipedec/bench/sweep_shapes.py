@@ -11,22 +11,25 @@ from functools import cache
 from pathlib import Path
 
 from pipedec.bench.record import Row
+from pipedec.bench.sweep_trees import BITA
 from pipedec.config import ClusterConfig, DeviceConfig, PartitionConfig, ServerConfig
 from pipedec.engine.emulation import Emulation, with_stages
 from pipedec.engine.plan import Plan
 from pipedec.engine.plan import plan as make_plan
 from pipedec.engine.spec import PipelineSpec
+from pipedec.model import BitaConfig
 
 SLM = "slm"
 
 
 @dataclass(frozen=True)
 class Pair:
-    """The real models that do the work: target, draft, and the small model that runs alone (``slm``)."""
+    """The real models that do the work: target, draft, the small model that runs alone (``slm``), and the target's BiTA."""
 
     target: Path | None = None
     draft: str | None = None
     small: Path | None = None
+    bita: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -39,18 +42,19 @@ class SmallModel:
 
 @dataclass(frozen=True)
 class Shape:
-    """One pipeline: what runs (``spec``), what a row says about it, and whether it is the small model alone (``slm``)."""
+    """One pipeline: what runs (``spec``), what a row says about it, and the ``methods`` that a sweep runs on it."""
 
     preset: str | None
     spec: PipelineSpec
     cluster: Row
-    is_small_model: bool = False
+    methods: tuple[str, ...] = ()
 
     @property
     def label(self) -> str:
         """For people, while it runs."""
         stages = f"{self.spec.num_stages} stages" if self.spec.num_stages > 1 else "1 stage"
-        return f"{self.preset} ({stages})" if self.preset else stages
+        name = f"{self.preset} ({stages})" if self.preset else stages
+        return f"{name}, {self.spec.bita.name}" if self.spec.bita and BITA in self.methods else name
 
 
 def emulated(config: ClusterConfig, preset: str, stages: int | None, pair: Pair, slow_motion: float) -> Shape:
@@ -61,7 +65,7 @@ def emulated(config: ClusterConfig, preset: str, stages: int | None, pair: Pair,
     """
     cut = config if stages is None else with_stages(config, preset, stages)
     plan = make_plan(cut, preset)
-    spec = PipelineSpec.create(pair.target, pair.draft, len(plan.stages), plan.num_groups)
+    spec = PipelineSpec.create(pair.target, pair.draft, len(plan.stages), plan.num_groups, bita=pair.bita)
     return Shape(preset, replace(spec, emulation=Emulation.of_plan(plan, slow_motion)), _cluster(plan, config.draft))
 
 
@@ -73,17 +77,17 @@ def small_model_alone(config: ClusterConfig, small: SmallModel, pair: Pair, slow
     )
     plan = make_plan(alone, SLM)
     spec = replace(_small_spec(pair), emulation=Emulation.of_plan(plan, slow_motion))
-    return Shape(SLM, spec, _cluster(plan, None), is_small_model=True)
+    return Shape(SLM, spec, _cluster(plan, None), (SLM,))
 
 
 def as_it_is(stages: int, pair: Pair) -> Shape:
     """Real stages on this machine, nothing emulated."""
-    return _real(PipelineSpec.create(pair.target, pair.draft, stages))
+    return _real(PipelineSpec.create(pair.target, pair.draft, stages, bita=pair.bita))
 
 
 def small_model_as_it_is(pair: Pair) -> Shape:
     """``slm`` on this machine, nothing emulated."""
-    return replace(_real(_small_spec(pair)), is_small_model=True)
+    return replace(_real(_small_spec(pair)), methods=(SLM,))
 
 
 @cache
@@ -98,6 +102,19 @@ def digest(path: Path) -> str:
 def pair_digest(spec: PipelineSpec) -> str:
     """A name for the weights of target and draft."""
     return digest(spec.target) + (digest(spec.draft) if spec.draft else "")
+
+
+def bita_row(spec: PipelineSpec) -> Row:
+    """What a row of ``bita`` says of the BiTA that decoded."""
+    assert spec.bita is not None
+    config = BitaConfig.from_directory(spec.bita)
+    return {
+        "name": spec.bita.resolve().name,
+        "digest": digest(spec.bita),
+        "prompting": config.prompting,
+        "masks": config.num_masks,
+        "prompt_tokens": config.num_prompt_tokens,
+    }
 
 
 def _small_spec(pair: Pair) -> PipelineSpec:

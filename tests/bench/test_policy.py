@@ -15,6 +15,7 @@ from pipedec.bench.policy import Policy, PolicyAnswer, PolicyConfig, Study
 from pipedec.bench.policy_figures import PolicyFigures, compare, document
 from pipedec.bench.sweep import SweepConfig, sweep
 from pipedec.bench.sweep_shapes import Pair as Models
+from pipedec.bench.sweep_trees import TreeGrid
 from pipedec.bench.tuning import TuningGrid
 from pipedec.config import paper_cluster
 from pipedec.core import SamplingParams, TreeParams, UserError
@@ -47,9 +48,9 @@ def study(chosen: PolicyConfig, prompt_sets: list[PromptSet], directory: Path, p
 
 def swept(pair: Pair, out: Path, **changes: Any) -> list[dict[str, Any]]:
     made = SweepConfig(
-        paper_cluster(), ("paper-14",), (STAGES,), ("pp", "stpp", "pipedec", "pipedec-bestfirst"), (8,), (4,), samples=2,
-        sampling=SamplingParams(max_tokens=5, ignore_eos=True), clock="computed", pair=Models(pair.target, str(pair.draft)),
-        grid=TuningGrid(layer_depths=(2,)),
+        paper_cluster(), ("paper-14",), (STAGES,), ("pp", "stpp", "pipedec", "pipedec-bestfirst"), TreeGrid((8,), (4,)),
+        samples=2, sampling=SamplingParams(max_tokens=5, ignore_eos=True), clock="computed",
+        pair=Models(pair.target, str(pair.draft)), grid=TuningGrid(layer_depths=(2,)),
     )  # fmt: skip
     return sweep(replace(made, **changes), PROMPTS, out, Silent())
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from bita_files import save_random_bita
 from processes import marked_processes, wait_until
 from silent_progress import Silent
 from tiny_pair import Pair
@@ -20,6 +21,7 @@ from pipedec.bench.figure_sampling import greedy_and_stochastic
 from pipedec.bench.sweep import SweepConfig, sweep
 from pipedec.bench.sweep_rows import read_rows, studies
 from pipedec.bench.sweep_shapes import Pair as Models
+from pipedec.bench.sweep_trees import TreeGrid
 from pipedec.bench.tuning import TuningGrid, best_tree
 from pipedec.config import paper_cluster
 from pipedec.core import SamplingParams, UserError
@@ -50,7 +52,7 @@ def lines(out: Path) -> list[dict[str, Any]]:
 def test_every_combination_has_one_row_and_all_methods_agree(pair: Pair, tmp_path: Path) -> None:
     progress = Silent()
     methods = ("pp", "stpp", "stpp-tuned", "pipedec", "slm")
-    rows = sweep(config(pair, methods=methods, widths=(4, 8)), PROMPTS, tmp_path, progress)
+    rows = sweep(config(pair, methods=methods, trees=TreeGrid((4, 8))), PROMPTS, tmp_path, progress)
     # Two pipelines × three prompts × (pp + three methods with two trees), and slm on its own pipeline.
     assert len(rows) == progress.rows == progress.total == 2 * 3 * 7 + 3
     assert len({row["key"] for row in rows}) == len(rows)
@@ -184,6 +186,77 @@ def test_a_target_without_a_draft_is_not_taken_for_the_small_model(pair: Pair, t
     assert rows[0]["pair"]["target"] == str(pair.target) and rows[1]["pair"]["target"] == str(pair.draft)
 
 
+@pytest.fixture(scope="module")
+def wide_bita(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Another BiTA of the target: two masks, nine prompt tokens."""
+    directory = tmp_path_factory.mktemp("bita") / "wide"
+    save_random_bita(directory, pair.target, num_masks=2, num_prompt_tokens=9, seed=1)
+    return directory
+
+
+def test_every_bita_decodes_with_every_tree_it_can_and_other_methods_run_once(
+    pair: Pair, wide_bita: Path, tmp_path: Path
+) -> None:
+    trees = TreeGrid(shapes=("efficient", "straightforward", "full"), children=(1, 2), depths=(1, 2))
+    chosen = config(pair, methods=("pp", "bita", "slm"), stages=(2,), bita=(pair.bita, wide_bita), trees=trees)
+    progress = Silent()
+    rows = sweep(chosen, PROMPTS[1:], tmp_path, progress)
+    of_bita = [row for row in rows if row["method"] == "bita"]
+    assert [row["method"] for row in rows if row["method"] != "bita"] == ["pp", "slm"]
+    assert [row["bita"] for row in rows if row["method"] != "bita"] == [None, None]
+    shapes = [("efficient", 2), ("efficient", 1), ("straightforward", 1), ("full", 1), ("full", 2)]
+    expected = {(name, shape, depth, children) for name in ("bita", "wide") for shape, children in shapes for depth in (1, 2)}
+    found = [(row["bita"]["name"], *(row["tree"][name] for name in ("shape", "depth", "children"))) for row in of_bita]
+    assert set(found) == expected and len(found) == len(expected), "a mask of the straightforward tree names one token"
+    wide = next(row["bita"] for row in of_bita if row["bita"]["name"] == "wide")
+    assert (wide["prompting"], wide["masks"], wide["prompt_tokens"]) == ("deep", 2, 9)
+    assert len({row["bita"]["digest"] for row in of_bita}) == 2
+    assert len({row["key"] for row in rows}) == len(rows) == progress.rows == progress.total
+    assert len({row["answer"] for row in rows if row["method"] != "slm"}) == 1
+    assert len(read_rows([tmp_path])) == len(rows)
+    assert sweep(chosen, PROMPTS[1:], tmp_path, Silent()) == rows == lines(tmp_path)
+
+
+def test_bita_uses_all_its_masks_and_its_rows_do_not_change_those_of_others(pair: Pair, tmp_path: Path) -> None:
+    first = sweep(config(pair, methods=("pp", "pipedec-bestfirst"), stages=(2,)), PROMPTS[1:], tmp_path, Silent())
+    both = config(pair, methods=("pp", "bita", "pipedec-bestfirst"), stages=(2,), bita=(pair.bita,))
+    rows = sweep(both, PROMPTS[1:], tmp_path, Silent())
+    assert [row for row in rows if row["method"] != "bita"] == first
+    assert rows[1]["tree"] == {"shape": "efficient", "depth": 3, "children": 5}
+    assert "shape" not in first[1]["tree"], "a limit of bita alone"
+
+
+def test_real_processes_are_started_for_every_bita(pair: Pair, wide_bita: Path, tmp_path: Path, leaves_nothing: None) -> None:
+    chosen = config(pair, methods=("pp", "bita"), stages=(2,), clock="measured", slow_motion=0.1, bita=(pair.bita, wide_bita))
+    rows = sweep(chosen, PROMPTS[1:], tmp_path, Silent())
+    assert [(row["method"], row["bita"] and row["bita"]["name"]) for row in rows] == [
+        ("pp", None), ("bita", "bita"), ("bita", "wide")
+    ]  # fmt: skip
+    assert len({row["answer"] for row in rows}) == 1 and all(row["breakdown"] for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("trees", "message"),
+    [
+        (TreeGrid(depths=(1, 3)), "tree depth 3, but this BiTA was trained with 2 masks"),
+        (TreeGrid(shapes=("full",), children=(40,)), "3 masks that name 40 tokens each are more than 64"),
+        (TreeGrid(shapes=("efficient", "full"), children=(20,)), "a tree of 33684 rows is more than 4096"),
+    ],
+)
+def test_trees_that_a_bita_cannot_have_are_refused_before_anything_is_measured(
+    pair: Pair, wide_bita: Path, tmp_path: Path, trees: TreeGrid, message: str
+) -> None:
+    chosen = config(pair, methods=("pp", "bita"), stages=(2,), bita=(pair.bita, wide_bita), trees=trees)
+    with pytest.raises(UserError, match=message):
+        sweep(chosen, PROMPTS, tmp_path, Silent())
+    assert not (tmp_path / "rows.jsonl").exists()
+
+
+def test_a_target_without_a_bita_is_refused(pair: Pair, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="give --bita DIR"):
+        sweep(config(pair, methods=("pp", "bita")), PROMPTS, tmp_path, Silent())
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -191,13 +264,27 @@ def test_a_target_without_a_draft_is_not_taken_for_the_small_model(pair: Pair, t
         ({"clock": "sundial"}, "unknown clock 'sundial': choose one of measured, computed"),
         ({"presets": ("paper-15",)}, "paper-15"),
         ({"presets": ()}, "without --preset nothing is emulated"),
+        ({"bita": (Path("bita"),)}, "--bita without the method that needs it: add bita to --methods"),
         ({"samples": 0}, "--samples must be at least 1"),
-        ({"widths": (0,)}, "--widths must be at least 1"),
     ],
 )
 def test_refuses_what_cannot_work(pair: Pair, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         config(pair, **changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"widths": (0,)}, "--widths must be at least 1"),
+        ({"depths": (2, 0)}, "--depths must be at least 1"),
+        ({"forwards": 0}, "tree forwards must be at least 1"),
+        ({"shapes": ("efficient", "round")}, "tree shape must be one of efficient, straightforward, full, not round"),
+    ],
+)
+def test_refuses_limits_that_no_tree_has(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        TreeGrid(**changes)
 
 
 def test_refuses_rows_of_another_schema_and_prompts_that_do_not_fit(pair: Pair, tmp_path: Path) -> None:

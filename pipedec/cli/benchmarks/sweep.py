@@ -17,6 +17,7 @@ from pipedec.core import UserError
 
 if TYPE_CHECKING:
     from pipedec.bench.sweep import SweepConfig
+    from pipedec.bench.sweep_trees import TreeGrid
 
 MAX_OVERRUN = 0.02
 
@@ -27,12 +28,18 @@ MAX_OVERRUN = 0.02
 )
 @click.option("--stages", help="Stage counts, like 1,2,4: of a preset's first device, or real ones without a preset.")
 @click.option(
-    "--methods", default="pp,stpp,stpp-tuned,pipedec,pipedec-bestfirst", show_default=True, help="Also slm: a small model alone."
-)
+    "--methods", default="pp,stpp,stpp-tuned,pipedec,pipedec-bestfirst", show_default=True,
+    help="Also bita, and slm: a small model alone.",
+)  # fmt: skip
 @click.option("--widths", help="Rows per timestep, like 16,32 (default: pipedec-bestfirst finds its own, others 32).")
-@click.option("--children", help="Children per row (default: pipedec-bestfirst finds its own, others 16).")
+@click.option("--children", help="Children per row (default: pipedec-bestfirst finds its own, bita 5, others 16).")
 @click.option("--forwards", type=int, help="pipedec-bestfirst: draft forwards per timestep (default: what fits).")
 @click.option("--proposers", default="draft,ngrams", show_default=True, help="pipedec-bestfirst: who may name tokens.")
+@click.option(
+    "--bita", multiple=True, type=PATH, help="bita: a directory with a trained one (default: the shipped one); several times."
+)
+@click.option("--shapes", default="efficient", show_default=True, help="bita: trees, of efficient,straightforward,full.")
+@click.option("--depths", help="bita: masks used, like 1,2,3 (default: all that were trained).")
 @question_options
 @click.option("--repeats", type=int, default=1, show_default=True, help="Answers per prompt, drawn by the seed plus 0, 1, …")
 @click.option(
@@ -63,8 +70,8 @@ def sweep(asked: QuestionFlags, out: Path, **flags: Any) -> None:
 
 
 def _config(
-    asked: QuestionFlags, presets: str | None, stages: str | None, methods: str, widths: str | None, children: str | None,
-    forwards: int | None, proposers: str, repeats: int, clock: str, slow_motion: float, small: Path | None,
+    asked: QuestionFlags, presets: str | None, stages: str | None, methods: str, bita: tuple[Path, ...], repeats: int, clock: str,
+    slow_motion: float, small: Path | None, **trees: Any,
 ) -> SweepConfig:  # fmt: skip
     from pipedec.bench.sweep import SweepConfig
     from pipedec.bench.sweep_shapes import Pair
@@ -72,17 +79,30 @@ def _config(
     return SweepConfig(
         **asked.settings(),
         presets=tuple(presets.split(",")) if presets else (),
-        stages=numbers("--stages", stages) if stages else (),
+        stages=_numbers("--stages", stages),
         methods=tuple(methods.split(",")),
-        widths=numbers("--widths", widths) if widths else (),
-        children=numbers("--children", children) if children else (),
-        forwards=forwards,
-        proposers=tuple(proposers.split(",")),
+        trees=_trees(**trees),
+        bita=bita,
         repeats=repeats,
         clock=clock,
         slow_motion=slow_motion,
         pair=Pair(asked.target, asked.draft, small),
     )
+
+
+def _trees(
+    widths: str | None, children: str | None, forwards: int | None, proposers: str, shapes: str, depths: str | None
+) -> TreeGrid:
+    from pipedec.bench.sweep_trees import TreeGrid
+
+    return TreeGrid(
+        _numbers("--widths", widths), _numbers("--children", children), forwards, tuple(proposers.split(",")),
+        tuple(shapes.split(",")), _numbers("--depths", depths),
+    )  # fmt: skip
+
+
+def _numbers(flag: str, text: str | None) -> tuple[int, ...]:
+    return numbers(flag, text) if text else ()
 
 
 class ProgressBar:
@@ -159,6 +179,8 @@ def _tree(row: dict[str, Any]) -> str:
     tree = row["tree"]
     if tree is None:
         return "-"
+    if row["method"] == "bita":
+        return f"{row['bita']['name']}: {tree['shape']}, {tree['depth']} masks × {tree['children']}"
     size = f"{tree['width'] or 'auto'}×{tree['children'] or 'auto'}" if tree["rows"] is None else f"{tree['rows']} rows"
     return f"{size}, depth {tree['depth']}" if row["method"].startswith("stpp") else size
 

@@ -1,0 +1,94 @@
+"""The trees of a sweep: which limits every method tries, and what a row says of them.
+
+Knows the methods' limits. Knows nothing of pipelines, prompts and results.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from pipedec.bench.record import Row, plain
+from pipedec.core import PROPOSERS, Request, TreeParams, UserError
+from pipedec.decoding import DEFAULT_METHOD
+from pipedec.decoding.bita import Bita
+from pipedec.engine.messages import PromptRequest
+
+BITA = "bita"
+_BITA_LIMITS = ("shape", "depth", "children")
+
+
+@dataclass(frozen=True)
+class TreeGrid:
+    """Limits of trees, all combinations; what is empty is left to each method.
+
+    Attributes:
+        widths: rows per timestep, of all methods but ``bita``.
+        children: of a row; of ``bita``, tokens that a mask names.
+        forwards, proposers: see ``TreeParams``.
+        shapes, depths: of ``bita`` alone: trees of candidates (of SHAPES), and how many masks are used.
+
+    Raises:
+        UserError: a number below 1, or a name that is not known.
+    """
+
+    widths: tuple[int, ...] = ()
+    children: tuple[int, ...] = ()
+    forwards: int | None = None
+    proposers: tuple[str, ...] = PROPOSERS
+    shapes: tuple[str, ...] = ("efficient",)
+    depths: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        for flag, values in {"--widths": self.widths, "--children": self.children, "--depths": self.depths}.items():
+            if any(value < 1 for value in values):
+                raise UserError(f"{flag} must be at least 1")
+        TreeParams(forwards=self.forwards, proposers=self.proposers)
+        for shape in self.shapes:
+            TreeParams(shape=shape)
+
+    def drafted(self) -> list[TreeParams]:
+        """The limits to try with every method that drafts."""
+        return [
+            TreeParams(width, children, forwards=self.forwards, proposers=self.proposers)
+            for width in self.widths or (None,)
+            for children in self.children or (None,)
+        ]
+
+    def of_bita(self, trained_masks: int) -> list[TreeParams]:
+        """The trees of a BiTA of so many masks, their limits all set, equal ones once.
+
+        Raises:
+            UserError: there is no BiTA, it has fewer masks than a depth, or a tree is too large.
+        """
+        wishes = [
+            TreeParams(children=children, depth=depth, shape=shape)
+            for shape in self.shapes
+            for depth in self.depths or (None,)
+            for children in self.children or (None,)
+        ]
+        used = [Bita(Request(0, (), method=BITA, tree=wish), trained_masks).masks for wish in wishes]
+        trees = [replace(wish, depth=masks.count, children=masks.named) for wish, masks in zip(wishes, used, strict=True)]
+        return list(dict.fromkeys(trees))
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One way to decode: a row's method, and what the pipeline is asked for."""
+
+    label: str
+    method: str
+    tree: TreeParams | None
+
+    @property
+    def limits(self) -> Row | None:
+        """What a row says of the tree: those limits that the method has."""
+        if self.tree is None:
+            return None
+        if self.method == BITA:
+            return {name: getattr(self.tree, name) for name in _BITA_LIMITS}
+        if self.method != DEFAULT_METHOD:
+            return plain(self.tree.with_defaults())
+        return {name: value for name, value in plain(self.tree).items() if name != "shape"}
+
+    def request(self, prompt: PromptRequest, trace: bool) -> PromptRequest:
+        return replace(prompt, method=self.method, tree=self.tree or TreeParams(), trace=trace)
