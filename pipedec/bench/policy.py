@@ -25,7 +25,7 @@ from pipedec.bench.sweep_runners import OneProcess
 from pipedec.bench.sweep_shapes import Pair, Shape, emulated, pair_digest
 from pipedec.config import ClusterConfig
 from pipedec.core import Request, SamplingParams, TreeParams, UserError
-from pipedec.decoding import DEFAULT_METHOD, METHODS, Drafter, create_method
+from pipedec.decoding import DEFAULT_METHOD, Drafter, create_method
 from pipedec.decoding.controller import CHILDREN
 from pipedec.engine.messages import PromptRequest
 from pipedec.engine.prompt import Prompter
@@ -58,8 +58,8 @@ class Policy:
             UserError: it is not of this form, or the method has no such limit.
         """
         method, _, settings = text.partition(":")
-        if method not in METHODS:
-            raise UserError(f"--policy {text}: unknown method {method!r}; choose one of {', '.join(METHODS)}")
+        if method not in LIMITS:  # what BiTA's masks would say is not recorded
+            raise UserError(f"--policy {text}: unknown method {method!r}; choose one of {', '.join(LIMITS)}")
         try:
             return cls(text, method, TreeParams(**dict(_limit(method, each) for each in settings.split(",") if each)))
         except UserError as error:
