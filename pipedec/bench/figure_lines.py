@@ -6,7 +6,6 @@ Knows rows of one timing (``sweep_rows.studies``) and draws them; it reads and w
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import inf, log2
 from typing import TYPE_CHECKING
 
 from pipedec.bench.figure_methods import BASELINE, DRAINING, METHODS, method_looks
@@ -33,7 +32,9 @@ from pipedec.bench.figure_style import (
     dress,
     finish,
     legend_above,
+    log_axis,
     new_figure,
+    tick_names,
 )
 from pipedec.bench.sweep_rows import SMALL_MODEL, Pipeline, SweepRow
 
@@ -44,7 +45,6 @@ if TYPE_CHECKING:
 TREE_METHOD = "pipedec"
 _CHILDREN_COLORS = ("#F0B323", "#56B4E9", "#0072B2", "#1B2A41", "#D55E00", "#009E73")
 _CHILDREN_MARKERS = ("^", "s", "o", "D", "v", "P")
-_CLEARANCE = 0.065  # of the length of an axis
 _HOLLOW = "Hollow markers: the model would not fit into the memory of so many of these devices"
 
 
@@ -68,7 +68,7 @@ def tree_figure(rows: Sequence[SweepRow], title: str | None = None) -> Figure:
             axes.plot([_width(one) for one in line], values, linewidth=1.3, markersize=4, label=str(count), **look)
     for axes, label in zip(panels, ("latency per token (ms)", "hit rate (%)"), strict=True):
         dress(axes, "tree width (rows per layer)", label)
-        _log_axis(axes, "x", widths)
+        log_axis(axes, "x", widths)
     legend = panels[1].legend(
         title="children\nper row", title_fontsize=TICK_POINTS, loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False,
         fontsize=TICK_POINTS, labelcolor=TEXT, handlelength=1.8,
@@ -99,9 +99,9 @@ def speedup_figure(rows: Sequence[SweepRow], title: str | None = None) -> Figure
     axes.plot(stages, stages, color=FAINT, linewidth=1, linestyle=(0, (4, 2)), label="ideal = stages", zorder=1)
     _draw_by_method(axes, points)
     dress(axes, "pipeline stages", "speed-up over PP (×)", grid="both")
-    _log_axis(axes, "x", stages)
+    log_axis(axes, "x", stages)
     low, high = min(1.0, *(speed for _, speed in points)), max(stages)
-    _log_axis(axes, "y", [2**power for power in range(-3, 8) if low / 2 < 2**power <= high])
+    log_axis(axes, "y", [2**power for power in range(-3, 8) if low / 2 < 2**power <= high])
     legend_above(figure, axes)
     fits = "" if all(one.pipeline.fits for one in drawn) else _HOLLOW
     return finish(figure, [provenance(drawn, "point"), "Geometric mean over prompt sets", tree_text(drawn), fits], title)
@@ -123,7 +123,7 @@ def misses_figure(rows: Sequence[SweepRow], title: str | None = None) -> Figure:
     axes.plot(stages, stages, color=GRID, linewidth=5, label="one drain per miss", zorder=1, solid_capstyle="butt")
     _draw_by_method(axes, points)
     dress(axes, "pipeline stages", "timesteps per miss", grid="y")
-    axes.set_xticks(stages, _names(stages, stages))
+    axes.set_xticks(stages, tick_names(stages, stages))
     axes.set_ylim(bottom=0)
     legend_above(figure, axes)
     fits = "" if all(one.pipeline.fits for one in drawn) else _HOLLOW
@@ -153,26 +153,3 @@ def _most_trees(rows: Sequence[SweepRow]) -> list[Series]:
 
 def _width(series: Series) -> int:
     return (series.tree.width if series.tree else None) or 0
-
-
-def _log_axis(axes: Axes, axis: str, values: Sequence[int | float]) -> None:
-    """A base-2 axis with a plain number at each of ``values``, and no other marks."""
-    names = _names(values, [log2(value) for value in values])
-    if axis == "x":
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(values, names)
-    else:
-        axes.set_yscale("log", base=2)
-        axes.set_yticks(values, names)
-    axes.tick_params(axis=axis, which="minor", length=0)  # type: ignore[arg-type]
-    axes.tick_params(labelsize=TICK_POINTS, colors=TEXT)
-
-
-def _names(values: Sequence[int | float], places: Sequence[float]) -> list[str]:
-    """A number for each value, none where it would run into the one behind it."""
-    names, last = [], inf
-    for value, place in zip(reversed(values), reversed(places), strict=True):
-        clear = last - place >= _CLEARANCE * (places[-1] - places[0])
-        names.append(f"{value:g}" if clear else "")
-        last = place if clear else last
-    return names[::-1]

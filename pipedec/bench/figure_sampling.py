@@ -166,11 +166,11 @@ _Setting = tuple[Pipeline, tuple[int | None, int | None]]
 def _setting(row: SweepRow) -> _Setting:
     """What all bars of the picture have in common: the pipeline, and the tree's width and children.
 
-    A method that finds its own limits stands beside the paper's.
+    A method that finds its own limits, or has a tree of another kind, stands beside the paper's.
     """
     assert row.tree is not None
     limits = (row.tree.width, row.tree.children)
-    return row.pipeline, REFERENCE_TREE if limits == (None, None) else limits
+    return row.pipeline, REFERENCE_TREE if limits == (None, None) or row.bita else limits
 
 
 def _most_common(settings: Sequence[_Setting]) -> _Setting | None:

@@ -9,7 +9,7 @@ import textwrap
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
-from math import ceil
+from math import ceil, inf, log2
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,6 +30,7 @@ FORMATS = (".png", ".svg")
 _AXIS_POINTS = 50  # the room of numbers and label left of the axes
 _LEGEND_INCHES = 0.16  # a row
 _DPI = 220
+_CLEARANCE = 0.065  # of the length of an axis
 
 
 def new_figure(width: float, height: float) -> Figure:
@@ -56,6 +57,29 @@ def dress(axes: Axes, x_label: str = "", y_label: str = "", grid: str = "y") -> 
         spine.set_visible(side in ("left", "bottom"))
         spine.set_linewidth(0.6)
         spine.set_color(TEXT)
+
+
+def log_axis(axes: Axes, axis: str, values: Sequence[int | float]) -> None:
+    """A base-2 axis with a plain number at each of ``values``, and no other marks."""
+    names = tick_names(values, [log2(value) for value in values])
+    if axis == "x":
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(values, names)
+    else:
+        axes.set_yscale("log", base=2)
+        axes.set_yticks(values, names)
+    axes.tick_params(axis=axis, which="minor", length=0)  # type: ignore[arg-type]
+    axes.tick_params(labelsize=TICK_POINTS, colors=TEXT)
+
+
+def tick_names(values: Sequence[int | float], places: Sequence[float]) -> list[str]:
+    """A number for each value, none where it would run into the one behind it."""
+    names, last = [], inf
+    for value, place in zip(reversed(values), reversed(places), strict=True):
+        clear = last - place >= _CLEARANCE * (places[-1] - places[0])
+        names.append(f"{value:g}" if clear else "")
+        last = place if clear else last
+    return names[::-1]
 
 
 def whisker(axes: Axes, place: float, middle: float, ends: tuple[float, float]) -> None:

@@ -8,9 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from pipedec.bench.bita_rows import shown
+from pipedec.bench.bita_tables import bita_parts
 from pipedec.bench.figure_methods import BASELINE, method_looks
 from pipedec.bench.figure_sampling import greedy_and_stochastic, sampling_text
 from pipedec.bench.figure_series import NoFigure, Series, chosen_series, geometric_mean, provenance, speedups, spread
+from pipedec.bench.markdown import markdown_table
 from pipedec.bench.sweep_rows import PROMPT_SETS, SweepRow, greedy
 
 STATIC = ("stpp", "stpp-tuned")
@@ -43,10 +46,12 @@ def tables(studies: Mapping[str, Sequence[SweepRow]]) -> str:
     """All tables as one Markdown document.
 
     By timing the means of every method on every pipeline, then prompt set by prompt set each pipeline as its preset has it, all
-    of greedy answers; then greedy beside stochastic answers where there are both; at the end measured beside computed latency.
+    of greedy answers; then greedy beside stochastic answers where there are both, and BiTA by itself; at the end measured beside
+    computed latency. Of several BiTA the first and the last tables have one.
     """
     parts = [_ABOUT]
-    for timing, rows in studies.items():
+    compared_rows = {timing: shown(rows) for timing, rows in studies.items()}
+    for timing, rows in compared_rows.items():
         series = sorted(chosen_series(greedy(rows)), key=_place)
         parts += [f"## Means over prompt sets, {timing}", f"{provenance(series)}.", _table(_means(one, series) for one in series)]
         for pipeline in dict.fromkeys(one.pipeline for one in series if not one.pipeline.recut):
@@ -54,7 +59,8 @@ def tables(studies: Mapping[str, Sequence[SweepRow]]) -> str:
             lines = [line for one in members for line in (*_sets(one, series), _means(one, series))]
             parts += [f"## {pipeline.name}, {timing}", f"{provenance(members)}.", _table(lines)]
         parts += _stochastic_part(rows, timing)
-    measured = chosen_series(greedy(studies.get("measured", ())))
+        parts += bita_parts(greedy(studies[timing]), timing)
+    measured = chosen_series(greedy(compared_rows.get("measured", ())))
     compared = [one for one in measured if any(row.computed_ms_per_token for row in one.rows)]
     if compared:
         parts += ["## Measured beside computed latency", _computed_table(compared)]
@@ -85,7 +91,7 @@ def _means(one: Series, series: Sequence[Series]) -> list[str]:
 
 def _table(lines: Iterable[list[str]]) -> str:
     titles = ["cluster", "method", "prompt set", "prompts", "ms/token", *(f"over {_label(method)}" for method in BASELINES)]
-    return _markdown([*titles, "hit rate", "timesteps/token", "paper, PipeDec-14"], lines, left=(0, 1, 2, 10))
+    return markdown_table([*titles, "hit rate", "timesteps/token", "paper, PipeDec-14"], lines, left=(0, 1, 2, 10))
 
 
 def _stochastic_part(rows: Sequence[SweepRow], timing: str) -> list[str]:
@@ -104,7 +110,7 @@ def _stochastic_part(rows: Sequence[SweepRow], timing: str) -> list[str]:
     titles = ["cluster", "method", "decoding", "prompt set", "prompts", "repeats", "ms/token", "ms/token of repeats"]
     titles += [*(f"over {_label(method)}" for method in STATIC), "hit rate", "hit rate of repeats"]
     about = f"{provenance(members, 'method and decoding')}. {sampling_text(pairs)}. Of repeats: the lowest and the highest."
-    return [f"## Greedy beside stochastic decoding, {timing}", about, _markdown(titles, lines, left=(0, 1, 2, 3))]
+    return [f"## Greedy beside stochastic decoding, {timing}", about, markdown_table(titles, lines, left=(0, 1, 2, 3))]
 
 
 def _way_lines(one: Series, way: str, others: Sequence[Series]) -> Iterator[list[str]]:
@@ -141,7 +147,7 @@ def _computed_table(compared: Sequence[Series]) -> str:
             f"{measured / computed:.3f}", "–" if overran is None else f"{overran:.1%}",
         ])  # fmt: skip
     titles = ["preset", "method", "prompts", "measured ms/token", "computed ms/token", "measured / computed", "timesteps overrun"]
-    return _markdown(titles, rows, left=(0, 1))
+    return markdown_table(titles, rows, left=(0, 1))
 
 
 def _paper(series: Series) -> str:
@@ -172,21 +178,3 @@ def _range(ends: tuple[float, float] | None, form: str) -> str:
 def _percent(series: Series, rate: float | None) -> str:
     """A hit rate; a method without a tree has none."""
     return "–" if rate is None or series.tree is None else f"{rate:.1%}"
-
-
-def _markdown(titles: Sequence[str], rows: Iterable[Sequence[str]], left: Sequence[int]) -> str:
-    """A table whose columns are aligned as plain text, too; the columns ``left`` to the left."""
-    lines = [list(titles), *(list(row) for row in rows)]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(titles))]
-
-    def joined(cells: Iterable[str]) -> str:
-        return "| " + " | ".join(cells) + " |"
-
-    def aligned(line: Sequence[str]) -> str:
-        return joined(
-            cell.ljust(width) if at in left else cell.rjust(width)
-            for at, (cell, width) in enumerate(zip(line, widths, strict=True))
-        )
-
-    rule = joined("-" * width if at in left else "-" * (width - 1) + ":" for at, width in enumerate(widths))
-    return "\n".join([aligned(lines[0]), rule, *(aligned(line) for line in lines[1:])])

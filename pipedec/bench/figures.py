@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pipedec.bench.bita_rows import shown
 from pipedec.bench.figure_bars import breakdown_figure, latency_figure
+from pipedec.bench.figure_bita import masks_figure, prompt_tokens_figure
 from pipedec.bench.figure_lines import misses_figure, speedup_figure, tree_figure
 from pipedec.bench.figure_radar import accuracy_figure
 from pipedec.bench.figure_sampling import stochastic_figure
@@ -29,14 +31,21 @@ def _of_greedy(draw: Draw) -> Draw:
     return lambda rows, title: draw(greedy(rows), title)
 
 
+def _of_methods(draw: Draw) -> Draw:
+    """The picture ``draw`` that compares methods: with one BiTA, if there are several."""
+    return lambda rows, title: draw(shown(rows), title)
+
+
 FIGURES: dict[str, Draw] = {
-    "latency": _of_greedy(latency_figure),
-    "accuracy": _of_greedy(accuracy_figure),
-    "stochastic": stochastic_figure,
+    "latency": _of_methods(_of_greedy(latency_figure)),
+    "accuracy": _of_methods(_of_greedy(accuracy_figure)),
+    "stochastic": _of_methods(stochastic_figure),
     "tree": _of_greedy(tree_figure),
-    "speedup": _of_greedy(speedup_figure),
+    "speedup": _of_methods(_of_greedy(speedup_figure)),
     "misses": _of_greedy(misses_figure),
-    "breakdown": _of_greedy(breakdown_figure),
+    "breakdown": _of_methods(_of_greedy(breakdown_figure)),
+    "prompt-tokens": _of_greedy(prompt_tokens_figure),
+    "mask-tokens": _of_greedy(masks_figure),
 }
 
 

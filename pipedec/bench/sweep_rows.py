@@ -14,7 +14,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from pipedec.core import UserError
+from pipedec.core import SHAPES, UserError
 
 SCHEMA = "pipedec.sweep/1"
 ROWS_FILE = "rows.jsonl"
@@ -31,6 +31,7 @@ TIMINGS = ("measured", "computed", "machine")
 # The text of this method is another, smaller model's: its rows say nothing about the target.
 SMALL_MODEL = "slm"
 BITA = "bita"
+PROMPTINGS = ("none", "shallow", "deep")  # in the order of BiTA Table 3
 
 
 @dataclass(frozen=True)
@@ -93,6 +94,11 @@ class TrainedBita:
     masks: int
     prompt_tokens: int
     name: str = field(compare=False)
+
+    @property
+    def prompt(self) -> str:
+        """For people."""
+        return "no prompt" if self.prompting == "none" else f"{self.prompting} prompt of {self.prompt_tokens} tokens"
 
 
 @dataclass(frozen=True)
@@ -303,12 +309,13 @@ def _tree(record: dict[str, Any]) -> Tree | None:
     if record["tree"] is None:
         return None
     raw = _of(dict, record, "tree")
-    sizes = (None if raw.get(name) is None else _count(raw, name) for name in ("width", "children", "depth", "rows"))
-    return Tree(*sizes, shape=_of(str, raw, "shape") if record["method"] == BITA else None)
+    names = ("width", "children", "depth", "rows")
+    width, children, depth, rows = (None if raw.get(name) is None else _count(raw, name) for name in names)
+    return Tree(width, children, depth, rows, _one_of(SHAPES, raw, "shape") if record["method"] == BITA else None)
 
 
 def _bita(raw: dict[str, Any]) -> TrainedBita:
-    digest, prompting, name = (_of(str, raw, key) for key in ("digest", "prompting", "name"))
+    digest, name, prompting = _of(str, raw, "digest"), _of(str, raw, "name"), _one_of(PROMPTINGS, raw, "prompting")
     return TrainedBita(digest, prompting, _count(raw, "masks", least=1), _count(raw, "prompt_tokens"), name)
 
 
@@ -321,6 +328,13 @@ def _of(kind: type[Any], raw: dict[str, Any], name: str) -> Any:
     value = raw[name]
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
         raise TypeError(f"{name} is {value!r}, not of type {kind.__name__}")
+    return value
+
+
+def _one_of(known: Sequence[str], raw: dict[str, Any], name: str) -> str:
+    value: str = _of(str, raw, name)
+    if value not in known:
+        raise ValueError(f"{name} is {value!r}, not one of {', '.join(known)}")
     return value
 
 

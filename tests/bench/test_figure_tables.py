@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from synthetic_sweep import Line, line, rows, stochastic
+from synthetic_sweep import Line, bita, line, rows, stochastic
 
 from pipedec.bench.figure_tables import tables
 from pipedec.bench.sweep_rows import studies
@@ -86,3 +86,53 @@ def test_greedy_stands_beside_stochastic_decoding(tmp_path: Path) -> None:
 
 def test_without_both_ways_there_is_no_table_of_them(tmp_path: Path) -> None:
     assert "beside stochastic" not in tables(studies(rows(tmp_path, [*COMPARED, stochastic("pp")])))
+
+
+def by_line(found: list[dict[str, str]], first: str) -> dict[tuple[str, str], tuple[str, str, str]]:
+    return {(row[first], row["figure"]): (row["QA"], row["mean"], row["paper"]) for row in found}
+
+
+def test_bita_stands_against_pp_on_every_pipeline(tmp_path: Path) -> None:
+    lines = []
+    for groups in (1, 14):
+        lines += [line("pp", name, groups=groups, ms=300.0, misses=10) for name in ("humaneval", "qa")]
+        lines += [bita("humaneval", groups=groups, ms=100.0, misses=5), bita("qa", groups=groups, ms=300 / groups, misses=10)]
+    found = by_line(table(tmp_path, [*lines, bita(prompt_tokens=8, name="other")], "BiTA against PP, measured"), "cluster")
+    assert found == {
+        ("paper-14, 1 stage", "tokens/pass"): ("1.00", "1.41", ""),
+        ("paper-14, 1 stage", "over PP"): ("1.00×", "1.73×", "2.10–3.31×"),
+        ("paper-14", "tokens/pass"): ("1.00", "1.41", ""),
+        ("paper-14", "over PP"): ("14.00×", "6.48×", "2.10–3.31×"),
+    }
+
+
+def test_bita_is_told_by_prompting_and_by_tree_beside_the_paper(tmp_path: Path) -> None:
+    lines = [line("pp", "qa", ms=300.0, misses=10), bita("qa", ms=100.0, misses=4)]
+    lines += [bita("qa", name="none", prompting="none", prompt_tokens=0, ms=200.0, misses=5)]
+    lines += [bita("qa", shape="full", named=2, ms=150.0, misses=2), bita("qa", shape="full", named=7, ms=300.0, misses=1)]
+    found = by_line(table(tmp_path, lines, "BiTA by prompting, measured"), "prompting")
+    assert found == {
+        ("none", "tokens/pass"): ("2.00", "2.00", ""),
+        ("none", "over PP"): ("1.50×", "1.50×", "1.94–2.12×"),
+        ("deep", "tokens/pass"): ("2.50", "2.50", ""),
+        ("deep", "over PP"): ("3.00×", "3.00×", "2.19–2.73×"),
+    }
+    found = by_line(table(tmp_path, lines, "BiTA by tree, measured"), "tree")
+    assert {tree: figures for (tree, figure), figures in found.items() if figure == "over PP"} == {
+        "full, k = 2": ("2.00×", "2.00×", "2.02–2.58×"),
+        "full, k = 7": ("1.00×", "1.00×", ""),
+        "efficient, k = 5": ("3.00×", "3.00×", "2.19–2.73×"),
+    }
+    section = tables(studies(rows(tmp_path, lines))).split("## BiTA by tree, measured\n")[1]
+    assert "BiTA: deep prompt of 16 tokens, 4 masks trained, 4 used." in section
+
+
+def test_what_the_rows_do_not_hold_of_bita_has_no_table_and_other_tables_show_one_bita(tmp_path: Path) -> None:
+    one = [*COMPARED, bita("qa", ms=100.0), bita("humaneval", ms=200.0)]
+    document = tables(studies(rows(tmp_path, one)))
+    assert "## BiTA against PP" in document and "BiTA by" not in document
+    assert "BiTA" not in tables(studies(rows(tmp_path, COMPARED)))
+    other = bita("qa", name="other", prompt_tokens=8, ms=1.0)
+    for heading in ("Means over prompt sets, measured", "paper-14, measured", "Measured beside computed latency"):
+        found = table(tmp_path, [*one, other, other | {"prompt_index": 3}], heading)
+        assert found == table(tmp_path, one, heading) and any("BiTA" in row["method"] for row in found)

@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
-from synthetic_sweep import Line, line, rows, stochastic, write
+from synthetic_sweep import Line, bita, line, rows, stochastic, write
 
 from pipedec.bench.figure_bars import PARTS, breakdown_figure, latency_figure
+from pipedec.bench.figure_bita import masks_figure, prompt_tokens_figure
 from pipedec.bench.figure_lines import misses_figure, speedup_figure, tree_figure
 from pipedec.bench.figure_methods import METHODS, shade
 from pipedec.bench.figure_radar import accuracy_figure
@@ -30,7 +31,10 @@ PARTS_MS = {"wait": 1.0, "scheduler": 2.0, "sync": 3.0, "transfer": 4.0, "comput
 
 
 def everything() -> Iterator[Line]:
-    """A small sweep that has all pictures: three clusters, seven prompt sets, a grid of trees, greedy and stochastic answers."""
+    """A small sweep that has all pictures.
+
+    Three clusters, seven prompt sets, a grid of trees, several BiTA, greedy and stochastic answers.
+    """
     for prompt_set in PROMPT_SETS:
         for index in range(3):
             for groups in (7, 14, 21):
@@ -47,6 +51,10 @@ def everything() -> Iterator[Line]:
             for width in (8, 64, 128):
                 for children in (2, 4, 16):
                     yield line("pipedec", prompt_set, index, width=width, children=children, ms=8000 / width)
+            for length in (1, 2, 4, 8, 16, 32, 64):
+                yield bita(prompt_set, index, name=f"deep-{length}", prompt_tokens=length, ms=200 - length + index, misses=5)
+            for depth in (1, 2, 3):
+                yield bita(prompt_set, index, depth=depth, ms=190 - 5 * depth, misses=8 - depth)
 
 
 @pytest.fixture(scope="module")
@@ -115,15 +123,15 @@ def test_latency_bars_stand_by_prompt_set_in_the_order_of_methods(sweep: list[Sw
     assert axes.get_ylabel() == "latency per token (ms)"
     assert [text.get_text() for text in axes.get_xticklabels()] == list(PROMPT_SETS.values())
     assert legend(axes) == [
-        "PP", "STPP", "STPP tuned", "SLM", "PipeDec-7", "PipeDec-14", "PipeDec-21",
+        "PP", "STPP", "STPP tuned", "SLM", "BiTA", "PipeDec-7", "PipeDec-14", "PipeDec-21",
         "PipeDec-7 best-first", "PipeDec-14 best-first", "PipeDec-21 best-first",
     ]  # fmt: skip
     bars = [patch for container in axes.containers for patch in getattr(container, "patches", [])]
     heights = [bar.get_height() for bar in bars[::7]]
-    assert heights == pytest.approx([301, 121, 111, 40, 81, 81, 81, 61, 61, 61])
+    assert heights == pytest.approx([301, 121, 111, 40, 176, 81, 81, 81, 61, 61, 61])
     places = [bar.get_x() + bar.get_width() / 2 for bar in bars[::7]]
     assert places == sorted(places) and -0.5 < places[0] < places[-1] < 0.5
-    assert "PP, STPP, STPP tuned: 14 stages" in note(latency_figure(sweep))
+    assert "PP, STPP, STPP tuned, BiTA: 14 stages" in note(latency_figure(sweep))
 
 
 def test_longer_pipelines_are_darker_and_a_lone_one_has_the_methods_colour(sweep: list[SweepRow], tmp_path: Path) -> None:
@@ -210,7 +218,8 @@ def test_stochastic_bars_of_a_method_stand_side_by_side_and_the_second_is_lighte
     from matplotlib.colors import to_hex
 
     kinds = (line, stochastic)
-    lines = [make(method, name) for make in kinds for method in ("stpp", "pipedec", "bita") for name in ("qa", "rag")]
+    lines = [make(method, name) for make in kinds for method in ("stpp", "pipedec") for name in ("qa", "rag")]
+    lines += [bita(name, make=make) for make in kinds for name in ("qa", "rag")]
     figure = stochastic_figure(rows(tmp_path, [*lines, line("stpp-tuned"), stochastic("mine", ms=9)]))
     latency, _ = figure.axes
     names = [f"{method}, {way}" for method in ("STPP", "BiTA", "PipeDec") for way in ("greedy", "stochastic")]
@@ -371,6 +380,68 @@ def test_breakdown_stacks_the_parts_of_a_timestep(tmp_path: Path) -> None:
     assert "ms" in axes.get_xlabel()
     with pytest.raises(NoFigure, match="no row has a breakdown"):
         breakdown_figure(rows(tmp_path, [line()]))
+
+
+@pytest.mark.parametrize("name", ["latency", "accuracy", "stochastic", "speedup", "breakdown"])
+def test_pictures_that_compare_methods_show_one_bita_with_one_tree(tmp_path: Path, name: str) -> None:
+    common = [
+        make(method, prompt_set, groups=groups, breakdown=PARTS_MS)
+        for make in (line, stochastic)
+        for method in ("pp", "pipedec")
+        for prompt_set in ("qa", "rag", "mt_bench")
+        for groups in (7, 14)
+    ]
+    own = [
+        bita(
+            one["prompt_set"],
+            make=stochastic if one["sampling"]["temperature"] else line,
+            cluster=one["cluster"],
+            breakdown=PARTS_MS,
+        )
+        for one in common
+        if one["method"] == "pp"
+    ]
+    others = [one | {"bita": one["bita"] | {"digest": "b", "prompt_tokens": 8}, "decode_ms": 1.0} for one in own]
+    others += [one | {"tree": one["tree"] | {"shape": "full"}, "decode_ms": 1.0} for one in own]
+    drawn = {}
+    for kind, lines in (("one", common + own), ("many", others + common + own)):
+        (tmp_path / kind).mkdir()
+        write(tmp_path / kind / "rows.jsonl", lines)
+        done = plot(tmp_path / kind, "--out", tmp_path / kind, "--only", name)
+        assert done.exit_code == 0, (done.output, done.exception)
+        drawn[kind] = (tmp_path / kind / f"{name}.svg").read_bytes()
+    assert b"BiTA" in drawn["one"] and drawn["one"] == drawn["many"]
+
+
+def test_prompt_tokens_has_a_line_per_prompt_set_and_their_mean(tmp_path: Path) -> None:
+    lines = [line("pp", name, ms=300.0 * factor, misses=10) for name, factor in (("qa", 1), ("rag", 4))]
+    for length, ms, misses in ((1, 200.0, 8), (4, 150.0, 5), (16, 100.0, 4)):
+        lines += [bita(name, name=f"d{length}", prompt_tokens=length, ms=ms, misses=misses) for name in ("qa", "rag")]
+    figure = prompt_tokens_figure(rows(tmp_path, lines))
+    speeds, passes = figure.axes
+    assert (speeds.get_ylabel(), passes.get_ylabel()) == ("speed-up over PP (×)", "tokens per pass")
+    assert {axes.get_xlabel() for axes in figure.axes} == {"prompt tokens"}
+    for axes in figure.axes:
+        assert axes.get_xscale() == "log" and [text.get_text() for text in axes.get_xticklabels()] == ["1", "4", "16"]
+    assert lines_of(speeds) == {
+        "QA": ([1, 4, 16], pytest.approx([1.5, 2, 3])), "RAG": ([1, 4, 16], pytest.approx([6, 8, 12])),
+        "mean": ([1, 4, 16], pytest.approx([3, 4, 6])),
+    }  # fmt: skip
+    assert lines_of(passes)["mean"] == ([1, 4, 16], pytest.approx([10 / 8, 2, 2.5]))
+    assert legend(passes) == ["QA", "RAG", "mean"]
+    told = note(figure)
+    assert "BiTA: 4 masks trained, 4 used, efficient tree, 5 candidates each" in told and "14 stages" in told
+
+
+def test_mask_tokens_is_over_the_depth_of_the_tree(tmp_path: Path) -> None:
+    lines = [line("pp", ms=300.0, misses=10)]
+    lines += [bita(depth=depth, ms=300.0 / depth, misses=10 // depth) for depth in (1, 2, 5)]
+    figure = masks_figure(rows(tmp_path, lines))
+    speeds, passes = figure.axes
+    assert [text.get_text() for text in passes.get_xticklabels()] == ["1", "2", "5"] and speeds.get_xscale() == "linear"
+    assert lines_of(speeds) == {"HumanEval": ([1, 2, 5], pytest.approx([1, 2, 5]))}, "of one prompt set there is no mean"
+    assert lines_of(passes) == {"HumanEval": ([1, 2, 5], pytest.approx([1, 2, 5]))}
+    assert "BiTA: deep prompt of 16 tokens, 4 masks trained, efficient tree, 5 candidates each" in note(figure)
 
 
 def plot(*arguments: str | Path) -> Result:

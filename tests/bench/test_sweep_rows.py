@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from synthetic_sweep import line, rows, stochastic, write
+from synthetic_sweep import bita, line, rows, stochastic, write
 
-from pipedec.bench.sweep_rows import Pipeline, Tree, read_rows, studies
+from pipedec.bench.sweep_rows import Pipeline, TrainedBita, Tree, read_rows, studies
 from pipedec.core import UserError
 
 
@@ -20,6 +20,21 @@ def test_a_line_becomes_a_row(tmp_path: Path) -> None:
     assert (row.tokens, row.decode_ms, row.timesteps, row.hits, row.misses) == (9, 180.0, 5 + 28, 5, 4)
     assert row.question == ("qa", 3, 64, True)
     assert (row.is_greedy, row.sampling, row.draw) == (True, (0.0, 0, 1.0), (0, None))
+
+
+def test_a_row_of_bita_says_which_bita_and_which_tree(tmp_path: Path) -> None:
+    lines = [bita(), bita(ms=10.0, name="elsewhere") | {"bita": bita()["bita"] | {"name": "elsewhere"}}, bita(prompt_tokens=8)]
+    first, second = rows(tmp_path, [*lines, bita(name="deep-8", prompt_tokens=8)])[::2]
+    assert (first.bita, first.tree) == (TrainedBita("deep-16", "deep", 4, 16, ""), Tree(None, 5, 4, shape="efficient"))
+    assert first.bita and first.bita.name == "elsewhere" and first.decode_ms == 100.0, "equal weights, whatever their name"
+    assert second.bita and (second.bita.prompt_tokens, second.bita.prompt) == (8, "deep prompt of 8 tokens")
+
+
+def test_rows_from_before_bita_are_read(tmp_path: Path) -> None:
+    old = line("pipedec-bestfirst")
+    del old["bita"]
+    (row,) = rows(tmp_path, [old])
+    assert row.bita is None and row.tree == Tree(32, 16)
 
 
 def test_how_tokens_were_drawn_is_read_and_means_nothing_to_greedy_answers(tmp_path: Path) -> None:
@@ -129,6 +144,11 @@ def test_what_is_no_row_is_said_with_file_and_line(tmp_path: Path, bad: str, wor
         ({"cluster": {"stages": 2, "groups": 3}}, "cluster.groups must lie between 1 and cluster.stages, not 3 for 2 stages"),
         ({"cluster": {"stages": 2}}, "groups is missing"),
         ({"tree": {"width": "wide"}}, "width is 'wide'"),
+        ({"method": "bita"}, "bita is None, not of type dict"),
+        (bita() | {"tree": {"depth": 4, "children": 5}}, "shape is missing"),
+        (bita() | {"tree": {"shape": "round"}}, "shape is 'round', not one of efficient, straightforward, full"),
+        (bita() | {"bita": bita()["bita"] | {"prompting": "hard"}}, "prompting is 'hard', not one of none, shallow, deep"),
+        (bita() | {"bita": bita()["bita"] | {"masks": 0}}, "masks is 0, below 1"),
         ({"breakdown": {"compute": "much"}}, "compute is 'much'"),
     ],
 )

@@ -1,0 +1,147 @@
+"""Which BiTA are compared: what must be equal, which group of several, over which prompts; and the one that others stand beside."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from synthetic_sweep import Line, bita, line, rows
+
+from pipedec.bench.bita_rows import (
+    against_baseline,
+    by_masks,
+    by_prompt_tokens,
+    by_prompting,
+    by_tree,
+    fixed_text,
+    mean,
+    shown,
+)
+from pipedec.bench.figure_series import NoFigure
+
+SETS = ("qa", "rag")
+
+
+def deep(length: int, **changes: Any) -> list[Line]:
+    """Answers by a deep prompt of this length, of both sets."""
+    return [bita(name, **{"name": f"deep-{length}", "prompt_tokens": length} | changes) for name in SETS]
+
+
+def pp(**changes: Any) -> list[Line]:
+    return [line("pp", name, ms=300.0, misses=10, **changes) for name in SETS]
+
+
+def test_tokens_per_pass_are_decoded_tokens_over_passes_and_means_geometric(tmp_path: Path) -> None:
+    lines = [*deep(1), line("pp", "qa", misses=10, ms=300), line("pp", "qa", 1, misses=10, ms=300), line("pp", "rag", ms=100)]
+    lines += [
+        bita("qa", tokens=30, misses=10, ms=100.0),
+        bita("qa", 1, tokens=10, misses=10, ms=100.0),
+        bita("rag", misses=5, ms=50),
+    ]
+    (compared,) = against_baseline(rows(tmp_path, lines))
+    assert compared.tokens_per_pass("paper-14") == {"qa": 2, "rag": 2}
+    assert compared.speedups("paper-14") == {"qa": pytest.approx(3), "rag": pytest.approx(2)}
+    assert mean(compared.speedups("paper-14")) == pytest.approx(6**0.5)
+
+
+def test_against_pp_stands_one_bita_on_every_pipeline_that_pp_ran_on(tmp_path: Path) -> None:
+    lines = [one for groups in (1, 4, 14) for one in (*pp(groups=groups), *deep(16, groups=groups), *deep(8, groups=groups))]
+    compared = against_baseline(rows(tmp_path, [*lines, *deep(16, groups=21)]))
+    assert [list(one.points) for one in compared] == [["paper-14, 1 stage"], ["paper-14, 4 stages"], ["paper-14"]]
+    assert [one.baseline.groups for one in compared] == [1, 4, 14]
+    assert all(one.bita and one.bita.prompt_tokens == 16 for each in compared for one in each.points.values())
+    assert against_baseline(rows(tmp_path, pp())) == against_baseline(rows(tmp_path, deep(16))) == []
+
+
+def test_prompt_tokens_differ_and_nothing_else(tmp_path: Path) -> None:
+    lines = [*pp(), *deep(1), *deep(4), *deep(16), *deep(16, depth=2), *deep(4, shape="full"), *deep(8, masks=3, name="three")]
+    lines += [*deep(16, prompting="shallow", name="shallow"), *deep(0, prompting="none", name="none"), *deep(32, groups=7)]
+    compared = by_prompt_tokens(rows(tmp_path, lines))
+    assert list(compared.points) == [1, 4, 16]
+    assert {one.tree.depth for one in compared.points.values() if one.tree} == {4}
+    assert fixed_text(compared.points.values()) == "BiTA: 4 masks trained, 4 used, efficient tree, 5 candidates each"
+
+
+def test_masks_differ_and_nothing_else(tmp_path: Path) -> None:
+    lines = [one for depth in (10, 2, 1) for one in deep(16, depth=depth)]
+    lines += [*deep(8, depth=3), *deep(16, depth=4, shape="full"), *deep(16, depth=5, named=4), *deep(16, depth=6, groups=7)]
+    compared = by_masks(rows(tmp_path, [*pp(), *lines]))
+    assert list(compared.points) == [1, 2, 10]
+
+
+def test_ways_of_prompting_have_prompts_of_one_length(tmp_path: Path) -> None:
+    none = deep(0, prompting="none", name="none")
+    lines = [*pp(), *deep(16), *deep(8), *none, *deep(8, prompting="shallow", name="shallow-8")]
+    compared = by_prompting(rows(tmp_path, lines))
+    assert list(compared.points) == ["none", "shallow", "deep"]
+    assert [one.bita.prompt_tokens for one in compared.points.values() if one.bita] == [0, 8, 8]
+    two = by_prompting(rows(tmp_path, [*pp(), *deep(64), *deep(16), *deep(8), *none]))
+    assert [one.bita.prompt_tokens for one in two.points.values() if one.bita] == [0, 16], "of equals the paper's"
+
+
+def test_trees_are_of_one_bita_and_one_depth_in_the_papers_order(tmp_path: Path) -> None:
+    lines = [*pp(), *deep(16), *deep(16, shape="straightforward", named=1)]
+    lines += [one for named in (2, 1) for one in deep(16, shape="full", named=named)]
+    lines += [*deep(16, shape="full", named=3, depth=2), *deep(8, shape="full", named=4)]
+    compared = by_tree(rows(tmp_path, lines))
+    assert list(compared.points) == [("straightforward", 1), ("full", 1), ("full", 2), ("efficient", 5)]
+
+
+@pytest.mark.parametrize("choose", [by_prompt_tokens, by_masks, by_prompting, by_tree])
+def test_an_ablation_needs_two_bita_and_pp_beside_them(tmp_path: Path, choose: Any) -> None:
+    two = [
+        *deep(16), *deep(8), *deep(16, depth=2), *deep(0, prompting="none", name="none"),
+        *deep(16, shape="straightforward", named=1),
+    ]  # fmt: skip
+    assert len(choose(rows(tmp_path, [*two, *pp()])).points) == 2
+    for lines in ([*deep(16), *pp()], two, [*two, *pp(groups=7)]):
+        with pytest.raises(NoFigure, match="everything else being equal, and pp on the same pipeline"):
+            choose(rows(tmp_path, lines))
+
+
+def test_an_ablation_is_over_what_all_of_it_answered(tmp_path: Path) -> None:
+    known = {1: (0, 1, 2), 4: (1, 2), 16: (1, 3)}
+    lines = [line("pp", "qa", index, ms=300, misses=10) for index in range(4)] + [line("pp", "rag")]
+    lines += [
+        bita("qa", index, name=str(length), prompt_tokens=length, ms=index + 1) for length in known for index in known[length]
+    ]
+    compared = by_prompt_tokens(rows(tmp_path, [*lines, bita("rag", name="1", prompt_tokens=1)]))
+    assert [[(row.prompt_set, row.prompt_index) for row in one.rows] for one in compared.series] == [[("qa", 1)]] * 4
+    assert set(compared.speedups(4)) == {"qa"} and compared.speedups(4)["qa"] == pytest.approx(150)
+    with pytest.raises(NoFigure, match="no prompt was answered by pp and by every one of the 2 BiTA"):
+        by_prompt_tokens(rows(tmp_path, [line("pp", index) for index in SETS] + deep(1)[:1] + deep(2)[1:]))
+
+
+def test_of_two_bita_with_one_value_the_one_with_more_answers_is_taken(tmp_path: Path) -> None:
+    again = deep(16, name="again", ms=1.0)
+    compared = by_prompt_tokens(rows(tmp_path, [*pp(), *deep(1), again[0], *deep(16)]))
+    assert [one.bita.name for one in compared.points.values() if one.bita] == ["deep-1", "deep-16"]
+
+
+def test_ablations_prefer_most_points_then_the_papers_bita_then_its_pipeline(tmp_path: Path) -> None:
+    def chosen(*lines: Line) -> tuple[int, str | None]:
+        compared = by_prompt_tokens(rows(tmp_path, [*lines, *pp(), *pp(groups=7), *pp(groups=21, preset="paper-21")]))
+        first = next(iter(compared.points.values()))
+        return compared.baseline.groups, first.tree and first.tree.shape
+
+    papers, full = [*deep(1), *deep(16)], [*deep(1, shape="full"), *deep(16, shape="full")]
+    assert chosen(*full, *papers) == (14, "efficient")
+    assert chosen(*papers, *full, *deep(4, shape="full")) == (14, "full")
+    elsewhere = [*deep(1, groups=21, preset="paper-21"), *deep(16, groups=21, preset="paper-21")]
+    assert chosen(*elsewhere, *papers) == chosen(*papers, *elsewhere) == (14, "efficient")
+    recut = [*deep(1, groups=7), *deep(16, groups=7)]
+    assert chosen(*recut, *elsewhere) == (21, "efficient")
+
+
+def test_elsewhere_one_bita_with_one_tree_is_shown(tmp_path: Path) -> None:
+    def chosen(*lines: Line) -> set[tuple[object, ...]]:
+        found = shown(rows(tmp_path, [*pp(), *lines]))
+        assert [row.method for row in found if row.method != "bita"] == ["pp", "pp"]
+        return {(row.bita.name, row.tree.shape, row.tree.depth) for row in found if row.bita and row.tree}
+
+    fast = deep(8, ms=1.0)
+    assert chosen(*fast, *deep(16), *deep(16, shape="full", ms=1.0)) == {("deep-16", "efficient", 4)}, "the paper's"
+    assert chosen(*fast, *deep(4), bita("qa", 1, name="deep-4", prompt_tokens=4)) == {("deep-4", "efficient", 4)}, "most answers"
+    assert chosen(*deep(16, depth=3, ms=40.0), *deep(16, depth=2, ms=30.0)) == {("deep-16", "efficient", 2)}, "the fastest"
+    assert chosen() == set()
