@@ -1,4 +1,4 @@
-"""Which BiTA are compared: what must be equal, which group of several, over which prompts; and the one that others stand beside."""
+"""Which BiTA are compared: what must be equal, which of several, over which prompts; and the one shown among other methods."""
 
 from __future__ import annotations
 

@@ -144,7 +144,7 @@ def test_what_is_no_row_is_said_with_file_and_line(tmp_path: Path, bad: str, wor
         ({"cluster": {"stages": 2, "groups": 3}}, "cluster.groups must lie between 1 and cluster.stages, not 3 for 2 stages"),
         ({"cluster": {"stages": 2}}, "groups is missing"),
         ({"tree": {"width": "wide"}}, "width is 'wide'"),
-        ({"method": "bita"}, "bita is None, not of type dict"),
+        (bita() | {"bita": None}, "bita is None, not of type dict"),
         (bita() | {"tree": {"depth": 4, "children": 5}}, "shape is missing"),
         (bita() | {"tree": {"shape": "round"}}, "shape is 'round', not one of efficient, straightforward, full"),
         (bita() | {"bita": bita()["bita"] | {"prompting": "hard"}}, "prompting is 'hard', not one of none, shallow, deep"),
