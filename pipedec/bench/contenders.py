@@ -21,7 +21,7 @@ from pipedec.core import Request, SamplingParams, UserError
 from pipedec.decoding import DEFAULT_METHOD
 from pipedec.engine.local import LocalPipeline
 from pipedec.engine.spec import PipelineSpec
-from pipedec.model import KVCache, ModelConfig, StageModel
+from pipedec.model import BitaWeights, KVCache, ModelConfig, StageModel
 from pipedec.scheduler.workflow import Topology
 from pipedec.stage import FinalStageWorker, StageWorker
 
@@ -110,7 +110,7 @@ class CountedStage(StageModel):
 
 
 def load_contenders(spec: PipelineSpec) -> list[Contender]:
-    """Greedy ``transformers`` first; those that need a draft only if ``spec`` has one. ``lookup`` is prompt lookup.
+    """Greedy ``transformers`` first; those that need a draft or a BiTA only if ``spec`` has one. ``lookup`` is prompt lookup.
 
     The default method runs on the stages of ``spec``, too; the other methods gain nothing from stages in one process.
 
@@ -156,7 +156,8 @@ def _load_transformers(directory: Path, spec: PipelineSpec, device: torch.device
 def _pipelines(spec: PipelineSpec, device: torch.device) -> list[Contender]:
     whole = replace(spec, topology=Topology.even(1, 1), layers=((spec.layers[0][0], spec.layers[-1][1]),))
     pipeline, count = _load_counted(whole, device)
-    methods = [method for method in ("pp", "stpp", DEFAULT_METHOD) if method != "stpp" or spec.draft is not None]
+    lacking = {"stpp": spec.draft is None, "bita": spec.bita is None}
+    methods = [method for method in ("pp", "stpp", DEFAULT_METHOD, "bita") if not lacking.get(method)]
     contenders: list[Contender] = [PipelineContender(f"pipedec {method}, 1 stage", pipeline, method, count) for method in methods]
     if spec.draft is not None:
         pipeline, count = _load_counted(spec, device)
@@ -172,5 +173,8 @@ def _load_counted(spec: PipelineSpec, device: torch.device) -> tuple[LocalPipeli
         model = CountedStage.load(spec.target, range(first, last), spec.torch_dtype, device, config=config)
         assert isinstance(model, CountedStage)
         model.count = count
+        if spec.bita is not None:
+            model.attach(BitaWeights.load(spec.bita, config, range(first, last), spec.torch_dtype, device))
         stages.append(FinalStageWorker(model, config.eos_token_ids, device) if model.is_last else StageWorker(model, device))
-    return LocalPipeline(stages, spec.topology, spec.load_drafter(device), device), count
+    pipeline = LocalPipeline(stages, spec.topology, spec.load_drafter(device), device, trained_masks=spec.trained_masks())
+    return pipeline, count

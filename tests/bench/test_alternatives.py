@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +29,10 @@ def test_all_contenders_say_the_same_and_are_counted(pair: Pair) -> None:
     config = AlternativesConfig(max_tokens=9, repeats=2, threads=1)
     rows = measure_alternatives(pair.spec(4), SENTENCES[:2], config, lambda *progress: had.append(progress))
     figures = {row["contender"]: row for row in rows}
-    own = ["pipedec pp, 1 stage", "pipedec stpp, 1 stage", "pipedec pipedec-bestfirst, 1 stage", "pipedec, 4 stages"]
+    own = ["pipedec pp, 1 stage", "pipedec stpp, 1 stage", "pipedec pipedec-bestfirst, 1 stage", "pipedec bita, 1 stage"]
+    own.append("pipedec, 4 stages")
     assert list(figures) == ["transformers greedy", "transformers assisted", "transformers lookup", *own]
-    assert had == [(number, 28) for number in range(1, 29)]
+    assert had == [(number, 32) for number in range(1, 33)]
     tokens = rows[0]["tokens"]
     for row in rows:
         assert row["equal"] == 2 and row["tokens"] == tokens
@@ -43,6 +45,7 @@ def test_all_contenders_say_the_same_and_are_counted(pair: Pair) -> None:
         assert figures[name]["rows_per_token"] == pytest.approx((tokens - 2) / tokens)
     assert figures["transformers assisted"]["passes_per_token"] < 1 < figures["transformers assisted"]["rows_per_token"]
     assert figures["pipedec stpp, 1 stage"]["passes_per_token"] < 1
+    assert figures["pipedec bita, 1 stage"]["rows_per_token"] > 1, "masks are rows"
     assert figures["pipedec, 4 stages"]["rows_per_token"] > 1
     assert (threads, verbosity, bars) == (
         torch.get_num_threads(),
@@ -51,8 +54,8 @@ def test_all_contenders_say_the_same_and_are_counted(pair: Pair) -> None:
     )
 
 
-def test_without_a_draft_nobody_who_needs_one_takes_part(pair: Pair) -> None:
-    names = [contender.name for contender in load_contenders(pair.spec(2, draft="none"))]
+def test_without_a_draft_or_a_bita_nobody_who_needs_one_takes_part(pair: Pair) -> None:
+    names = [contender.name for contender in load_contenders(replace(pair.spec(2, draft="none"), bita=None))]
     assert names == ["transformers greedy", "transformers lookup", "pipedec pp, 1 stage", "pipedec pipedec-bestfirst, 1 stage"]
 
 
@@ -109,10 +112,15 @@ def test_command_prints_a_table_and_writes_rows(pair: Pair, tmp_path: Path) -> N
     out, prompts = tmp_path / "figures.jsonl", tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"words": text}) + "\n" for text in SENTENCES))
     flags = ["--prompts", str(prompts), "--field", "words", "--samples", "1", "--prompt", "Who?", "--stages", "2"]
-    flags += ["--max-tokens", "4", "--repeats", "1", "--threads", "1", "--out", str(out)]
+    flags += ["--bita", str(pair.bita), "--max-tokens", "4", "--repeats", "1", "--threads", "1", "--out", str(out)]
     done = CliRunner().invoke(program, ["bench", "alternatives", *pair.flags, *flags])
     assert done.exit_code == 0, (done.output, done.exception)
-    assert "transformers lookup" in done.stdout and "2/2" in done.stdout and "…" not in done.stdout
+    assert (
+        "transformers lookup" in done.stdout
+        and "pipedec bita, 1 stage" in done.stdout
+        and "2/2" in done.stdout
+        and "…" not in done.stdout
+    )
     assert "cannot be faster" in " ".join(done.stdout.split())
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     assert [row["contender"] for row in rows][-1] == "pipedec, 2 stages"

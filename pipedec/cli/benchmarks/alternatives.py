@@ -17,6 +17,7 @@ from pipedec.core import UserError
 @click.command()
 @click.option("--target", type=PATH, help="Target checkpoint directory (default: the shipped pair).")
 @click.option("--draft", help="Draft checkpoint directory, or none.")
+@click.option("--bita", help="A directory with the target's trained BiTA, or none (default: the shipped one).")
 @click.option("--stages", type=int, default=4, show_default=True, help="Stages of the method pipedec, all in this process.")
 @click.option("--prompt", "texts", multiple=True, help="A prompt; may be given several times.")
 @click.option("--prompts", "files", multiple=True, type=PATH, help="A JSONL, JSONL.gz or CSV prompt file; several times.")
@@ -28,8 +29,8 @@ from pipedec.core import UserError
 @click.option("--device", default="auto", show_default=True, help="auto, cpu or cuda.")
 @click.option("--out", type=PATH, help=OUT_HELP)
 def alternatives(
-    target: Path | None, draft: str | None, stages: int, texts: tuple[str, ...], files: tuple[Path, ...], field: str | None,
-    samples: int, max_tokens: int, repeats: int, threads: int | None, device: str, out: Path | None,
+    target: Path | None, draft: str | None, bita: str | None, stages: int, texts: tuple[str, ...], files: tuple[Path, ...],
+    field: str | None, samples: int, max_tokens: int, repeats: int, threads: int | None, device: str, out: Path | None,
 ) -> None:  # fmt: skip
     """What one would use instead: transformers (greedy, assisted, prompt lookup) beside pipedec, in one process.
 
@@ -42,7 +43,7 @@ def alternatives(
     config = AlternativesConfig(max_tokens, repeats, threads)
     prompts = _prompts(texts, files, field, samples)
     check_writable(out)
-    spec = PipelineSpec.create(target, draft, stages, device=device)
+    spec = PipelineSpec.create(target, draft, stages, device=device, bita=bita)
     with console.status("loading") as status:
         rows = measure_alternatives(spec, prompts, config, lambda had, total: status.update(f"answer {had} of {total}"))
     Console().print(_table(rows))
