@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from bita_files import save_random_bita
+from click.testing import CliRunner
 from processes import marked_processes, wait_until
 from silent_progress import Silent
 from tiny_pair import Pair
@@ -23,6 +24,7 @@ from pipedec.bench.sweep_rows import read_rows, studies
 from pipedec.bench.sweep_shapes import Pair as Models
 from pipedec.bench.sweep_trees import TreeGrid
 from pipedec.bench.tuning import TuningGrid, best_tree
+from pipedec.cli.main import program
 from pipedec.config import paper_cluster
 from pipedec.core import SamplingParams, UserError
 from pipedec.engine.prompt_set import PromptSet
@@ -233,6 +235,19 @@ def test_real_processes_are_started_for_every_bita(pair: Pair, wide_bita: Path, 
         ("pp", None), ("bita", "bita"), ("bita", "wide")
     ]  # fmt: skip
     assert len({row["answer"] for row in rows}) == 1 and all(row["breakdown"] for row in rows)
+
+
+def test_command_takes_several_bita_with_shapes_and_depths(pair: Pair, wide_bita: Path, tmp_path: Path) -> None:
+    flags = ["--preset", "paper-14", "--stages", "2", "--clock", "computed", "--methods", "pp,bita", "--prompt", "Who?"]
+    flags += ["--target", str(pair.target), "--draft", str(pair.draft), "--max-tokens", "4", "--out", str(tmp_path)]
+    flags += ["--bita", str(pair.bita), "--bita", str(wide_bita), "--shapes", "straightforward,full", "--depths", "1,2"]
+    done = CliRunner().invoke(program, ["bench", "sweep", *flags, "--children", "2"])
+    assert done.exit_code == 0, (done.output, done.exception)
+    assert "straightforward" in done.stdout
+    found = [(row["bita"]["name"], row["tree"]["shape"], row["tree"]["depth"]) for row in lines(tmp_path) if row["bita"]]
+    assert found == [
+        (name, shape, depth) for name in ("bita", "wide") for shape in ("straightforward", "full") for depth in (1, 2)
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
