@@ -96,11 +96,12 @@ def draft(
 @click.option("--steps", type=int, help="Training steps (default: the recipe's).")
 @click.option("--batch", type=int, help="Samples in a step (default: 8).")
 @click.option("--learning-rate", type=float, help="The highest (default: 0.03).")
-@click.option("--own-share", type=float, help="Share of the loss that is the target's own distribution (default: 0).")
-@click.option("--start", help="Where learning begins: tokens, or normal as in the paper (default: tokens).")
+@click.option("--start-std", type=float, help="Standard deviation of the noise that learning begins with (default: 0.02).")
 @click.option("--new-tokens", type=int, help="Tokens of an answer, at most (default: 96).")
 @click.option("--seed", type=int, help="Order of samples, places of groups, where learning begins (default: 0).")
-@click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), default="float32", show_default=True, help="Target's format.")
+@click.option(
+    "--dtype", type=click.Choice(["float32", "bfloat16"]), default="float32", show_default=True, help="Target's format."
+)
 @click.option("--threads", type=int, default=2, show_default=True, help="CPU threads.")
 def bita(
     target: Path | None,

@@ -26,11 +26,10 @@ from pipedec.model import ModelConfig
 from pipedec.model.bita import MAX_MASKS, PROMPTINGS, BitaConfig, BitaWeights, fingerprint
 from pipedec.train.bita_card import bita_card
 from pipedec.train.bita_data import Samples, Sources, gather
-from pipedec.train.bita_model import Learned, mask_pass, own_distribution, token_pass
+from pipedec.train.bita_model import Learned, mask_pass, token_pass
 from pipedec.train.bita_rows import MaskRows, draw_places, mask_rows, places_of
 from pipedec.train.continuations import Continuation
 
-STARTS = ("tokens", "normal")
 MAX_GROUPS = 64
 _TOKENS_AT_ONCE = 2048  # tokens and mask rows of one forward, with their padding
 _TREE_CANDIDATES = 5  # BiTA §4.1: candidates of each mask
@@ -40,9 +39,7 @@ _TREE_CANDIDATES = 5  # BiTA §4.1: candidates of each mask
 class BitaRecipe:
     """Everything that decides the result; a step is ``batch`` samples, each with up to ``groups`` groups of masks.
 
-    A mask learns the token of the target's answer, and for ``own_share`` of the loss the target's distribution there.
-    ``start`` is where learning begins: ``normal`` is N(0, 0.02) as in the paper, ``tokens`` the mean token embedding for
-    masks and random tokens for the prompt.
+    Masks and prompt begin as normal noise of standard deviation ``start_std``.
     """
 
     masks: int = 3
@@ -53,8 +50,7 @@ class BitaRecipe:
     batch: int = 8
     learning_rate: float = 3e-2
     warmup_steps: int = 20
-    own_share: float = 0.0
-    start: str = "tokens"
+    start_std: float = 0.02
     new_tokens: int = 96
     max_length: int = 1536
     seed: int = 0
@@ -75,10 +71,8 @@ class BitaRecipe:
             raise UserError("--new-tokens must be at least 2: behind an answer of one token no mask has anything to learn")
         if not 0 < self.learning_rate < math.inf:
             raise UserError("--learning-rate must be above 0")
-        if not 0 <= self.own_share <= 1:
-            raise UserError("--own-share must be between 0 and 1")
-        if self.start not in STARTS:
-            raise UserError(f"--start {self.start}: choose one of {', '.join(STARTS)}")
+        if not 0 < self.start_std < math.inf:
+            raise UserError("--start-std must be above 0")
 
     def rate(self, step: int) -> float:
         """The learning rate of a step: warm up, then a cosine to 0."""
@@ -110,7 +104,7 @@ def train_bita(target_path: Path, sources: Sources, out: Path, work: Path, recip
     target.eval().requires_grad_(False)
     samples = gather(target, target_path, sources, recipe.new_tokens, recipe.max_length, work)
     _check_windows(config, samples.longest + recipe.masks)
-    learned = Learned(target, recipe.masks, recipe.prompt_tokens, recipe.prompting, recipe.start, recipe.seed)
+    learned = Learned(target, recipe.masks, recipe.prompt_tokens, recipe.prompting, recipe.start_std, recipe.seed)
     BitaTrainer(target, learned, samples, recipe, work, name).run()
     weights = learned.rounded(target)
     weights.save(out, BitaConfig(name, recipe.masks, recipe.prompt_tokens, recipe.prompting))
@@ -186,12 +180,8 @@ class BitaTrainer:
         past = token_pass(self._target, rows.tokens)
         prompt = self._learned.prompt_of(self._target)
         logits = mask_pass(self._target, prompt, self._learned.masks, rows, past)
-        labels, share = rows.labels[rows.labelled], self._recipe.own_share
-        loss = (1 - share) * nn.functional.cross_entropy(logits, labels, reduction="sum")
-        if share:
-            wanted = own_distribution(self._target, rows, past)
-            loss = loss + share * nn.functional.cross_entropy(logits, wanted, reduction="sum")
-        return loss, logits.detach().argmax(-1) == labels
+        labels = rows.labels[rows.labelled]
+        return nn.functional.cross_entropy(logits, labels, reduction="sum"), logits.detach().argmax(-1) == labels
 
     def _save(self, step: int) -> None:
         tensors = {f"learned.{name}": parameter.detach() for name, parameter in self._learned.named_parameters()}
@@ -246,12 +236,7 @@ def batch_of(step: int, num_samples: int, batch: int, seed: int) -> list[int]:
 
 @torch.no_grad()
 def evaluate(target: Any, weights: BitaWeights, spoken: dict[str, list[Continuation]]) -> dict[str, dict[str, Any]]:
-    """How well the masks guess behind every place of the samples, per set.
-
-    For each mask ``top1``, ``top5`` and ``loss``; and what a pass would accept on average, its own token included:
-    ``chain_tokens`` with the likeliest guess of each mask, ``tree_tokens`` with five, of which the likeliest have children
-    (BiTA Figure 5). The latter two count groups whose labels are all there.
-    """
+    """How well the masks guess behind every place of the samples, per set: ``guess_figures``."""
     report = {}
     for name, samples in track(spoken.items(), "held out"):
         drawn = [(sample, places_of(sample)) for sample in samples]
@@ -264,7 +249,7 @@ def evaluate(target: Any, weights: BitaWeights, spoken: dict[str, list[Continuat
             ranks.append(_by_group(rows, (logits > of_label).sum(1).float(), weights.num_masks))
             losses.append(_by_group(rows, nn.functional.cross_entropy(logits, labels, reduction="none"), weights.num_masks))
         if ranks:
-            report[name] = _figures(torch.cat(ranks), torch.cat(losses))
+            report[name] = guess_figures(torch.cat(ranks), torch.cat(losses))
     return report
 
 
@@ -276,7 +261,17 @@ def _by_group(rows: MaskRows, values: Tensor, num_masks: int) -> Tensor:
     return groups[~groups.isnan().all(1)]
 
 
-def _figures(ranks_GM: Tensor, losses_GM: Tensor) -> dict[str, Any]:
+def guess_figures(ranks_GM: Tensor, losses_GM: Tensor) -> dict[str, Any]:
+    """What the masks of G groups are worth.
+
+    For each mask ``top1``, ``top5`` and ``loss``; and how many tokens a pass would yield on average, its own included:
+    ``chain_tokens`` with the likeliest guess of each mask, ``tree_tokens`` with five, of which the likeliest have children
+    (BiTA Figure 5). The latter two count groups whose labels are all there.
+
+    Args:
+        ranks_GM: how many tokens each mask holds likelier than the label; NaN where it has none.
+        losses_GM: NaN likewise.
+    """
     has_label = ~ranks_GM.isnan()
     whole = ranks_GM[has_label.all(1)]
     is_first = whole == 0
@@ -295,9 +290,7 @@ def _figures(ranks_GM: Tensor, losses_GM: Tensor) -> dict[str, Any]:
     }
 
 
-def _pieces(
-    drawn: list[tuple[Continuation, Tensor]], num_masks: int
-) -> Iterator[tuple[list[Continuation], list[Tensor]]]:
+def _pieces(drawn: list[tuple[Continuation, Tensor]], num_masks: int) -> Iterator[tuple[list[Continuation], list[Tensor]]]:
     """The samples and their places in forwards of few tokens, samples of like length together."""
     piece: list[tuple[Continuation, Tensor]] = []
     rows = 0

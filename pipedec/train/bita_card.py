@@ -14,8 +14,9 @@ fingerprint: with them it guesses tokens ahead by itself, without a draft. The t
 ## Training
 
 The target's own greedy answers, up to {new_tokens} tokens, to {samples}; samples of more than {max_length:,} tokens left out.
-{steps:,} steps of {batch} samples, up to {groups} groups of masks behind places of each answer, drawn anew every time; AdamW,
-learning rate {learning_rate:g} falling to 0 along a cosine, cross-entropy on masks alone{own}. `training.json` has the whole recipe.
+{steps:,} steps of {batch} samples, up to {groups} groups of masks behind places of each answer, drawn anew every time;
+AdamW, learning rate {learning_rate:g} falling to 0 along a cosine, cross-entropy on masks alone. The whole recipe is in
+`training.json`.
 
 ## Measured on held-out prompts
 
@@ -42,7 +43,6 @@ def bita_card(report: dict[str, Any]) -> str:
         share=report["parameters"] / report["target_parameters"],
         prompt=f"{recipe['prompt_tokens']} prompt tokens ({recipe['prompting']})" if recipe["prompt_tokens"] else "no prompt",
         samples=", ".join(f"{count:,} prompts of {name}" for name, count in report["samples"].items()),
-        own=f" ({recipe['own_share']:.0%} of it with the target's own distribution)" if recipe["own_share"] else "",
         rows="\n".join(rows),
     )
 

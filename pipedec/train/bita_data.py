@@ -109,12 +109,10 @@ def prompt_ids(prompter: Prompter, prompts: PromptSet, new_tokens: int, max_prom
 
 
 def split(prompts: list[list[int]]) -> tuple[list[list[int]], list[list[int]]]:
-    """Prompts to learn from, and one in twenty, chosen by what it says, to measure on."""
-    parts: tuple[list[list[int]], list[list[int]]] = ([], [])
-    for ids in prompts:
-        digest = hashlib.sha256(str(ids).encode()).digest()
-        parts[int.from_bytes(digest[:4], "big") % _HELD_OUT_ONE_IN == 0].append(ids)
-    return parts
+    """Prompts to learn from, and one in twenty to measure on (at least one of several), whatever order they come in."""
+    shuffled = sorted(prompts, key=lambda ids: hashlib.sha256(str(ids).encode()).digest())
+    num_held_out = max(len(prompts) // _HELD_OUT_ONE_IN, int(len(prompts) > 1))
+    return shuffled[num_held_out:], shuffled[:num_held_out]
 
 
 def usable(samples: list[Continuation], max_length: int) -> list[Continuation]:

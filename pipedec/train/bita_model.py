@@ -6,7 +6,6 @@ tokens, D head size, M masks, E hidden size, V vocabulary; B, T and R as in ``Ma
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,33 +15,24 @@ from transformers import DynamicCache
 from pipedec.model.bita import BitaWeights
 from pipedec.train.bita_rows import MaskRows
 
-_NORMAL_STD = 0.02  # BiTA §4.1
+Past = list[tuple[Tensor, Tensor]]  # keys and values of every layer, [B, K, T, D] each
 
 
 class Learned(nn.Module):
     """Mask embeddings and a prompt, in float32.
 
     The prompt is keys and values of every layer (``deep``), or input embeddings of which the layers make these (``shallow``).
+    All begin as normal noise of standard deviation ``start_std``.
     """
 
-    def __init__(self, target: Any, num_masks: int, num_prompt_tokens: int, prompting: str, start: str, seed: int) -> None:
+    def __init__(self, target: Any, num_masks: int, num_prompt_tokens: int, prompting: str, start_std: float, seed: int) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(seed)
-        embedding_VE = target.get_input_embeddings().weight.detach().float()
-        hidden = embedding_VE.shape[1]
+        hidden = target.config.hidden_size
         self.is_deep = prompting != "shallow"
-        if start == "normal":
-            shape = prompt_shape(target, num_prompt_tokens) if self.is_deep else (num_prompt_tokens, hidden)
-            masks = torch.randn(num_masks, hidden, generator=generator) * _NORMAL_STD
-            prompt = torch.randn(shape, generator=generator) * _NORMAL_STD
-        else:
-            masks = embedding_VE.mean(0) + torch.randn(num_masks, hidden, generator=generator) * _NORMAL_STD
-            prompt = embedding_VE[torch.randint(len(embedding_VE), (num_prompt_tokens,), generator=generator)]
-            if self.is_deep:
-                with torch.no_grad():
-                    prompt = folded(target, prompt)
-        self.masks = nn.Parameter(masks)
-        self.prompt = nn.Parameter(prompt.float().clone())
+        shape = prompt_shape(target, num_prompt_tokens) if self.is_deep else (num_prompt_tokens, hidden)
+        self.masks = nn.Parameter(torch.randn(num_masks, hidden, generator=generator) * start_std)
+        self.prompt = nn.Parameter(torch.randn(shape, generator=generator) * start_std)
 
     def prompt_of(self, target: Any) -> Tensor:
         """[L, 2, K, Q, D], with gradients."""
@@ -81,20 +71,12 @@ def folded(target: Any, embeddings_QE: Tensor) -> Tensor:
     return torch.stack([torch.stack((layer.keys[0], layer.values[0])) for layer in cache.layers])
 
 
-@dataclass(frozen=True)
-class Past:
-    """What the ordinary rows leave behind: keys and values of every layer, [B, K, T, D] each, and the last hidden states."""
-
-    layers: list[tuple[Tensor, Tensor]]
-    hidden: Tensor  # [B, T, E]
-
-
 @torch.no_grad()
 def token_pass(target: Any, tokens_BT: Tensor) -> Past:
-    """The ordinary rows, which see neither masks nor prompt: nothing that is learned changes them."""
+    """Keys and values of the ordinary rows, which see neither masks nor prompt: nothing that is learned changes them."""
     cache = DynamicCache()
-    hidden = _decoder(target)(input_ids=tokens_BT, past_key_values=cache, use_cache=True).last_hidden_state
-    return Past([(layer.keys, layer.values) for layer in cache.layers], hidden)
+    _decoder(target)(input_ids=tokens_BT, past_key_values=cache, use_cache=True)
+    return [(layer.keys, layer.values) for layer in cache.layers]
 
 
 def mask_pass(target: Any, prompt: Tensor, masks_ME: Tensor, rows: MaskRows, past: Past) -> Tensor:
@@ -103,7 +85,7 @@ def mask_pass(target: Any, prompt: Tensor, masks_ME: Tensor, rows: MaskRows, pas
     learned = prompt.to(target.dtype)[:, :, None].expand(-1, -1, batch, -1, -1, -1)
     layers = [
         (torch.cat((mine[0], keys), 2), torch.cat((mine[1], values), 2))
-        for mine, (keys, values) in zip(learned, past.layers, strict=True)
+        for mine, (keys, values) in zip(learned, past, strict=True)
     ]
     hidden = _decoder(target)(
         inputs_embeds=masks_ME.to(target.dtype)[rows.masks],
@@ -114,15 +96,6 @@ def mask_pass(target: Any, prompt: Tensor, masks_ME: Tensor, rows: MaskRows, pas
     ).last_hidden_state
     logits: Tensor = target.get_output_embeddings()(hidden[rows.labelled]).float()
     return logits
-
-
-def own_distribution(target: Any, rows: MaskRows, past: Past) -> Tensor:
-    """What the target itself thinks of the labels' places, knowing all tokens before them: [labelled, V], probabilities."""
-    with torch.no_grad():
-        sample = torch.arange(len(rows.tokens))[:, None].expand_as(rows.positions)[rows.labelled]
-        hidden = past.hidden[sample, rows.positions[rows.labelled]]
-        probabilities: Tensor = target.get_output_embeddings()(hidden).float().softmax(-1)
-    return probabilities
 
 
 def _decoder(target: Any) -> Any:

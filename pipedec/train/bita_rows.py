@@ -1,7 +1,7 @@
 """Groups of masks behind places of samples (BiTA §3.1), as tensors for one forward of a batch.
 
-Rows, positions and visibility come from ``pipedec.tree``, as in decoding. Knows neither models nor losses. Shapes: B samples, T tokens
-of the longest, R mask rows of the one with the most, G groups, M masks in a group, Q tokens of the learned prompt.
+Rows, positions and visibility come from ``pipedec.tree``, as in decoding. Knows neither models nor losses. Shapes: B samples,
+T tokens of the longest, R mask rows of the one with the most, G groups, M masks in a group, Q tokens of the learned prompt.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class MaskRows:
 
 
 def places_of(sample: Continuation) -> Tensor:
-    """Where a group may hang: behind the last prompt token and every token of the answer, as long as its first mask has a label."""
+    """Where a group may hang: behind the last prompt token and every answer token, while its first mask has a label."""
     return torch.arange(sample.prompt_length - 1, len(sample.ids) - 2)
 
 
