@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from pipedec.core import UserError
+from pipedec.engine.prompt import Prompter
 from pipedec.engine.spec import DTYPES
 from pipedec.model import ModelConfig
 from pipedec.model.bita import MAX_MASKS, PROMPTINGS, BitaConfig, BitaWeights, fingerprint
@@ -102,7 +103,8 @@ def train_bita(target_path: Path, sources: Sources, out: Path, work: Path, recip
     name = fingerprint(target_path)
     target = AutoModelForCausalLM.from_pretrained(target_path, dtype=DTYPES[dtype], local_files_only=True)
     target.eval().requires_grad_(False)
-    samples = gather(target, target_path, sources, recipe.new_tokens, recipe.max_length, work)
+    prompter = Prompter(target_path, config.max_positions)
+    samples = gather(target, prompter, sources, recipe.new_tokens, recipe.max_length, work)
     _check_windows(config, samples.longest + recipe.masks)
     learned = Learned(target, recipe.masks, recipe.prompt_tokens, recipe.prompting, recipe.start_std, recipe.seed)
     BitaTrainer(target, learned, samples, recipe, work, name).run()

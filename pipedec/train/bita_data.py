@@ -9,8 +9,6 @@ import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 
-from transformers import PreTrainedTokenizerFast
-
 from pipedec.core import UserError
 from pipedec.engine.prompt import Prompter
 from pipedec.engine.prompt_set import PromptSet, PromptSource
@@ -60,7 +58,7 @@ class Samples:
         return total.hexdigest()[:16]
 
 
-def gather(target: Model, target_path: Path, sources: Sources, new_tokens: int, max_length: int, work: Path) -> Samples:
+def gather(target: Model, prompter: Prompter, sources: Sources, new_tokens: int, max_length: int, work: Path) -> Samples:
     """The samples of all sources. ``work`` keeps the answers, so that a second run does not ask again.
 
     Args:
@@ -71,18 +69,15 @@ def gather(target: Model, target_path: Path, sources: Sources, new_tokens: int, 
         UserError: a prompt file is unsound, two sets have one name, no prompt of a set fits the target's context, or nothing
             is left to learn from.
     """
-    training: dict[str, list[Continuation]] = {}
-    held_out: dict[str, list[Continuation]] = {}
-    context = target.config.max_position_embeddings
-    if sources.library:
-        training, held_out = _library(target, target_path, sources, new_tokens, work)
-    prompter = Prompter(target_path, context)
+    asked: dict[str, tuple[list[list[int]], list[list[int]]]] = {}
     for source in sources.files:
-        if source.name in training:
+        if source.name in asked or (sources.library and source.name in DraftRecipe().num_prompts):
             raise UserError(f"two sets of prompts are called {source.name}: name one of them, --prompts NAME={source.path}")
-        parts = split(prompt_ids(prompter, source.read(), new_tokens, sources.max_prompts))
+        asked[source.name] = split(prompt_ids(prompter, source.read(), new_tokens, sources.max_prompts))
+    training, held_out = _library(target, prompter, sources, new_tokens, work) if sources.library else ({}, {})
+    for name, parts in asked.items():
         for said, store, prompts in zip((training, held_out), ("continuations", "held-out"), parts, strict=True):
-            said[source.name] = continue_greedily(target, prompts, new_tokens, work / store / source.name)
+            said[name] = continue_greedily(target, prompts, new_tokens, work / store / name)
     samples = Samples(*({name: usable(found, max_length) for name, found in part.items()} for part in (training, held_out)))
     if not any(samples.training.values()):
         raise UserError("nothing to learn from: every answer is shorter than two tokens, or every sample too long")
@@ -121,7 +116,7 @@ def usable(samples: list[Continuation], max_length: int) -> list[Continuation]:
 
 
 def _library(
-    target: Model, target_path: Path, sources: Sources, new_tokens: int, work: Path
+    target: Model, prompter: Prompter, sources: Sources, new_tokens: int, work: Path
 ) -> tuple[dict[str, list[Continuation]], dict[str, list[Continuation]]]:
     """The prompts of ``train draft``, and answers to them: to learn from, and held out."""
     documents = [*corpus.library_documents(), *corpus.topic_documents()]
@@ -132,8 +127,7 @@ def _library(
     most = sources.max_prompts if sources.max_prompts is not None else max(recipe.num_prompts.values())
     training = {family: min(count, most) for family, count in recipe.num_prompts.items()}
     held_out = dict.fromkeys(training, min(recipe.num_held_out_prompts, most))
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(target_path)
     return (
-        speak(target, tokenizer, by_family(documents, held_out=False), training, recipe, work / "continuations"),
-        speak(target, tokenizer, by_family(documents, held_out=True), held_out, recipe, work / "held-out"),
+        speak(target, prompter.tokenizer, by_family(documents, held_out=False), training, recipe, work / "continuations"),
+        speak(target, prompter.tokenizer, by_family(documents, held_out=True), held_out, recipe, work / "held-out"),
     )

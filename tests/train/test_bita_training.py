@@ -19,18 +19,22 @@ from processes import wait_until
 from safetensors.torch import load_file
 from tiny_pair import Pair
 from torch import Tensor
+from toy_training import small_library
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from pipedec.cli.train import train as command
 from pipedec.core import UserError
+from pipedec.engine.prompt import Prompter
 from pipedec.engine.prompt_set import PromptSource
 from pipedec.model import ModelConfig
 from pipedec.model.bita import BitaWeights, checked_bita
+from pipedec.train import continuations, corpus
 from pipedec.train.bita import BitaRecipe, BitaTrainer, batch_of, evaluate, guess_figures, train_bita
-from pipedec.train.bita_data import Samples, Sources, split
+from pipedec.train.bita_data import Samples, Sources, gather, split
 from pipedec.train.bita_model import Learned, folded, mask_pass, prompt_shape, token_pass
 from pipedec.train.bita_rows import NO_LABEL, MaskRows, draw_places, mask_rows, places_of
 from pipedec.train.continuations import Continuation, continue_greedily
+from pipedec.train.draft import DraftRecipe
 
 RECIPE = BitaRecipe(masks=2, prompt_tokens=3, groups=4, steps=6, batch=3, warmup_steps=2, new_tokens=12)
 SAMPLES = [Continuation([5, 9, 3, 17, 8, 11, 30, 4], 3), Continuation([7, 21, 6, 40, 13], 2)]
@@ -254,6 +258,25 @@ def test_prompts_to_measure_on_are_always_the_same() -> None:
     assert sorted(training + held_out) == prompts and len(held_out) == 20 and held_out != prompts[:20]
     assert split(prompts[::-1]) == (training, held_out)
     assert len(split(prompts[:2])[1]) == 1 and split(prompts[:1]) == (prompts[:1], [])
+
+
+def test_the_librarys_prompts_are_those_of_the_draft(
+    pair: Pair, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(corpus, "library_documents", small_library)
+    target = AutoModelForCausalLM.from_pretrained(pair.target).eval()
+    sources = Sources((PromptSource("asked", prompts),), library=True, max_prompts=3)
+    prompter = Prompter(pair.target, 2048)
+    samples = gather(target, prompter, sources, 4, 1000, tmp_path)
+    assert set(samples.training) == set(samples.held_out) == {"questions", "source", "requests", "passages", "asked"}
+    assert all(len(found) <= 3 for found in samples.training.values()) and samples.longest <= 1000
+    documents = [document for document in small_library() if document.family == "questions" and not document.held_out]
+    expected = continuations.prompts(documents, prompter.tokenizer, 3, DraftRecipe().seed)
+    found = [sample.ids[: sample.prompt_length] for sample in samples.training["questions"]]
+    assert sorted(found) == sorted(expected)
+    assert samples.digest() == gather(target, prompter, sources, 4, 1000, tmp_path).digest()
+    with pytest.raises(UserError, match="two sets of prompts are called source"):
+        gather(target, prompter, replace(sources, files=(PromptSource("source", prompts),)), 4, 1000, tmp_path)
 
 
 def test_an_answer_ends_at_any_end_token(pair: Pair, tmp_path: Path) -> None:
