@@ -247,7 +247,7 @@ def test_a_killed_process_goes_on_exactly(pair: Pair, prompts: Path, tmp_path: P
 
 def test_the_work_of_another_recipe_is_refused(pair: Pair, prompts: Path, tmp_path: Path) -> None:
     train(pair, prompts, tmp_path / "out", tmp_path / "work", replace(RECIPE, steps=1))
-    with pytest.raises(UserError, match=r"another run \(learning_rate 0\.03\): give another --work") as raised:
+    with pytest.raises(UserError, match=r"another run \(learning_rate 0\.2\): give another --work") as raised:
         train(pair, prompts, tmp_path / "out", tmp_path / "work", replace(RECIPE, steps=1, learning_rate=0.01))
     assert "\n" not in str(raised.value)
 
