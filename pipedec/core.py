@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 MAX_LOGPROBS = 20
 PROPOSERS = ("draft", "ngrams")
-SHAPES = ("efficient", "straightforward", "full")  # of BiTA's candidates (BiTA Table 4)
+SHAPES = ("likeliest", "efficient", "straightforward", "full")  # of BiTA's candidates
 LARGEST = sys.float_info.max  # whole numbers of JSON may be larger
 
 
@@ -121,8 +121,8 @@ class TreeParams:
         depth: of trees that enter in one step: their layers below the root; None for 4 (``stpp``), or one layer for each
             trained mask (``bita``).
         shape: of ``bita`` alone: its tree of candidates, of SHAPES.
-        rows: of the static tree alone: keep only so many of its likeliest rows, the root not counted, whatever their layers;
-            None keeps layers of ``width`` rows whole.
+        rows: of the static tree: keep only so many of its likeliest rows, the root not counted, whatever their layers; None keeps
+            layers of ``width`` rows whole. Of ``bita``'s likeliest tree: its rows, masks and all; None for 64.
         forwards: of ``pipedec-bestfirst`` alone: draft forwards per timestep.
         proposers: of ``pipedec-bestfirst`` alone: who may name tokens, of PROPOSERS.
     """
@@ -133,7 +133,7 @@ class TreeParams:
     rows: int | None = None
     forwards: int | None = None
     proposers: tuple[str, ...] = PROPOSERS
-    shape: str = "efficient"
+    shape: str = "likeliest"
 
     def __post_init__(self) -> None:
         for name in ("width", "children", "depth", "rows", "forwards"):

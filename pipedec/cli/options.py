@@ -196,8 +196,10 @@ def request_options(command: Command) -> Command:
         click.option("--forwards", type=int, help="pipedec-bestfirst: draft forwards per timestep (default: what fits)."),
         click.option("--proposers", default="draft,ngrams", show_default=True, help="pipedec-bestfirst: who may name tokens."),
         click.option("--depth", type=int, help="stpp, bita: layers of the tree below its root (default: 4; one per mask)."),
-        click.option("--shape", default="efficient", show_default=True, help="bita: efficient, straightforward or full tree."),
-        click.option("--rows", type=int, help="stpp: keep only so many of the tree's likeliest rows (default: all)."),
+        click.option(
+            "--shape", default="likeliest", show_default=True, help="bita: likeliest, efficient, straightforward, full."
+        ),
+        click.option("--rows", type=int, help="stpp, bita: only the likeliest rows of the tree (default: all; 64 with masks)."),
         click.option("--json", is_flag=True, help="Print one JSON document instead of text."),
         click.option("--trace", type=path, help="Write a Chrome/Perfetto trace of every task to this file."),
     ]

@@ -81,6 +81,74 @@ def draft(
     _print_agreement("The target's own continuations", report["on_policy"])
 
 
+@train.command()
+@click.option("--target", type=click.Path(path_type=Path), help="Target checkpoint directory (default: the shipped pair's).")
+@click.option("--prompts", multiple=True, metavar="[NAME=]FILE[#KEY=VALUE]", help="Prompts to learn from; may be repeated.")
+@click.option("--library", is_flag=True, help="Also learn from prompts made of the Python standard library, as train draft.")
+@click.option("--problems", type=click.Path(path_type=Path), help="With --library: word problems in the GSM8K JSONL format.")
+@click.option("--max-prompts", type=int, help="At most so many prompts of each set (default: all).")
+@click.option("--out", type=click.Path(path_type=Path), required=True, help="Where the weights and training.json are written.")
+@click.option("--work", type=click.Path(path_type=Path), required=True, help="Checkpoint; a second run continues from it.")
+@click.option("--masks", type=int, help="Masks in a group (default: 3).")
+@click.option("--prompt-tokens", type=int, help="Tokens of the learned prompt (default: 16; 0 with --prompting none).")
+@click.option("--prompting", help="deep (keys and values of every layer), shallow (input embeddings) or none (default: deep).")
+@click.option("--groups", type=int, help="Groups of masks in a sample, at most (default: 24).")
+@click.option("--steps", type=int, help="Training steps (default: 2000).")
+@click.option("--batch", type=int, help="Samples in a step (default: 4).")
+@click.option("--learning-rate", type=float, help="The highest (default: 0.2; the paper's: 0.03).")
+@click.option("--start-std", type=float, help="Standard deviation of the first values (default: 0.5; the paper's: 0.02).")
+@click.option("--new-tokens", type=int, help="Tokens of an answer, at most (default: 96).")
+@click.option("--seed", type=int, help="Order of samples, places of groups, where learning begins (default: 0).")
+@click.option(
+    "--dtype", type=click.Choice(["float32", "bfloat16"]), default="float32", show_default=True, help="Target's format."
+)
+@click.option("--threads", type=int, default=2, show_default=True, help="CPU threads.")
+def bita(
+    target: Path | None,
+    prompts: tuple[str, ...],
+    library: bool,
+    problems: Path | None,
+    max_prompts: int | None,
+    out: Path,
+    work: Path,
+    dtype: str,
+    threads: int,
+    **wishes: Any,
+) -> None:
+    """Train masks and a prompt (BiTA) with which a frozen target guesses tokens ahead, on its own greedy answers."""
+    from pipedec.engine.prompt_set import PromptSource
+    from pipedec.engine.spec import REFERENCE_PAIR
+    from pipedec.train.bita import BitaRecipe, train_bita
+    from pipedec.train.bita_data import Sources
+
+    if not prompts and not library:
+        raise UserError("no prompts to learn from: give --prompts FILE, or --library")
+    if problems is not None and not library:
+        raise UserError("--problems belongs to --library: give both, or --prompts FILE")
+    if problems is not None and not problems.is_file():
+        raise UserError(f"--problems {problems}: there is no such file")
+    for name, count in (("--max-prompts", max_prompts), ("--threads", threads)):
+        if count is not None and count < 1:
+            raise UserError(f"{name} must be at least 1")
+    given = {name: value for name, value in wishes.items() if value is not None}
+    if given.get("prompting") == "none":
+        given.setdefault("prompt_tokens", 0)
+    sources = Sources(tuple(map(PromptSource.parse, prompts)), library, problems, max_prompts)
+    report = train_bita(target or REFERENCE_PAIR / "target", sources, out, work, BitaRecipe(**given), dtype, threads)
+    _print_guesses(report["held_out"])
+
+
+def _print_guesses(held_out: dict[str, dict[str, Any]]) -> None:
+    from pipedec.train.bita_card import held_out_cells
+
+    table = Table(title="Held-out prompts: each mask's guesses, tokens a pass", title_justify="left")
+    for column in ("prompts", "top 1", "top 5", "loss", "chain", "tree", "groups"):
+        table.add_column(column, justify="right" if column != "prompts" else "left")
+    for name, row in held_out.items():
+        table.add_row(name, *held_out_cells(row))
+    Console().print(table)
+
+
 def _print_agreement(title: str, rows: dict[str, dict[str, Any]]) -> None:
     table = Table(title=title, title_justify="left")
     for column in ("text", "target loss", "draft loss", "top 1", "top 4", "top 16"):

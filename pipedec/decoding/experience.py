@@ -8,8 +8,9 @@ from typing import TypeVar
 
 import torch
 
-from pipedec.core import Request, SamplingParams, TreeParams
+from pipedec.core import MaskParams, Request, SamplingParams, TreeParams
 from pipedec.decoding.acceptance import Acceptance
+from pipedec.decoding.candidates import RankChances
 from pipedec.decoding.controller import Controller
 
 _MOST = 64  # ways to decode that are remembered
@@ -18,7 +19,7 @@ _Key = tuple[SamplingParams, TreeParams]
 
 
 class Experience:
-    """One ``Acceptance`` and one ``Controller`` for each way to sample and each set of limits: greedy and stochastic differ.
+    """One of each kind for each way to sample and each set of limits: greedy and stochastic differ.
 
     Args:
         passage: timesteps that a row is in the pipeline.
@@ -28,12 +29,16 @@ class Experience:
         self._passage = passage
         self._acceptances: dict[_Key, Acceptance] = {}
         self._controllers: dict[_Key, Controller] = {}
+        self._rank_chances: dict[_Key, RankChances] = {}
 
     def acceptance(self, request: Request, prior: tuple[float, ...], device: torch.device | str) -> Acceptance:
         return _kept(self._acceptances, _key(request), lambda: Acceptance(prior, device))
 
     def controller(self, request: Request) -> Controller:
         return _kept(self._controllers, _key(request), lambda: Controller(request.tree, self._passage))
+
+    def rank_chances(self, request: Request, masks: MaskParams) -> RankChances:
+        return _kept(self._rank_chances, _key(request), lambda: RankChances(masks))
 
 
 def _kept(known: dict[_Key, _T], key: _Key, make: Callable[[], _T]) -> _T:

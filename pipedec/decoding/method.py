@@ -90,7 +90,7 @@ def create_method(
     if issubclass(kind, BestFirst):
         return kind(request, drafter, experience, device)
     if issubclass(kind, Bita):
-        return kind(request, trained_masks, device)
+        return kind(request, trained_masks, experience, device)
     if drafter is None:
         raise UserError(f"method {request.method} needs a draft model: give --draft DIR, or use --method {DEFAULT_METHOD}")
     return kind(request, drafter, device)

@@ -11,16 +11,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.progress import track
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from pipedec.core import UserError
 from pipedec.train import requests
 from pipedec.train.corpus import ASSISTANT, BEGIN, Document, conversation
+
+Model = Any  # a causal language model of transformers, whose classes share no usable type
 
 _MAX_PROMPT_TOKENS = 224
 _MIN_PASSAGE_TOKENS = 256
@@ -87,7 +90,7 @@ def _turns(texts: Iterator[str], tokenizer: PreTrainedTokenizerFast) -> Iterator
         yield tokenizer.encode(question + separator, add_special_tokens=False)
 
 
-def continue_greedily(target: LlamaForCausalLM, prompt_ids: list[list[int]], new_tokens: int, store: Path) -> list[Continuation]:
+def continue_greedily(target: Model, prompt_ids: list[list[int]], new_tokens: int, store: Path) -> list[Continuation]:
     """The target's greedy continuations of all prompts, shortest prompts first; ``store`` keeps one file per batch.
 
     Raises:
@@ -144,16 +147,24 @@ def pack_whole(continuations: list[Continuation], length: int, seed: int) -> Row
 
 
 @torch.no_grad()
-def _generate(target: LlamaForCausalLM, batch: list[list[int]], new_tokens: int) -> Iterator[Continuation]:
+def _generate(target: Model, batch: list[list[int]], new_tokens: int) -> Iterator[Continuation]:
     """One batch through transformers' ``generate``, padded on the left."""
-    pad, end = target.config.pad_token_id, target.config.eos_token_id
+    ends = _end_tokens(target)
+    pad = target.config.pad_token_id if target.config.pad_token_id is not None else 0
     longest = max(map(len, batch))
     ids_BT = torch.tensor([[pad] * (longest - len(ids)) + ids for ids in batch], device=target.device)
     mask_BT = torch.tensor([[0] * (longest - len(ids)) + [1] * len(ids) for ids in batch], device=target.device)
-    output_BT = target.generate(ids_BT, attention_mask=mask_BT, max_new_tokens=new_tokens, do_sample=False, use_cache=True)
+    how = {"max_new_tokens": new_tokens, "do_sample": False, "use_cache": True, "pad_token_id": pad}
+    output_BT = target.generate(ids_BT, attention_mask=mask_BT, **how)
     for prompt, row in zip(batch, output_BT[:, longest:].tolist(), strict=True):
-        length = row.index(end) + 1 if end in row else len(row)
+        length = next((place for place, token in enumerate(row, start=1) if token in ends), len(row))
         yield Continuation(prompt + row[:length], len(prompt))
+
+
+def _end_tokens(target: Model) -> tuple[int, ...]:
+    """The tokens that end an answer of ``generate``: its generation config names one, several or none."""
+    named = target.generation_config.eos_token_id
+    return () if named is None else tuple(named) if isinstance(named, list) else (named,)
 
 
 def _save(continuations: Iterator[Continuation], path: Path) -> None:

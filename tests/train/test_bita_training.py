@@ -1,0 +1,348 @@
+"""Training BiTA at toy size: rows are what decoding will see, runs resume exactly, files are sound, mistakes are one line."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import save_tiny
+from click.testing import CliRunner
+from processes import wait_until
+from safetensors.torch import load_file
+from tiny_pair import Pair
+from torch import Tensor
+from toy_training import small_library
+from transformers import AutoModelForCausalLM, DynamicCache
+
+from pipedec.cli.train import train as command
+from pipedec.core import UserError
+from pipedec.engine.prompt import Prompter
+from pipedec.engine.prompt_set import PromptSource
+from pipedec.model import ModelConfig
+from pipedec.model.bita import BitaWeights, checked_bita
+from pipedec.train import continuations, corpus
+from pipedec.train.bita import BitaRecipe, BitaTrainer, batch_of, evaluate, guess_figures, train_bita
+from pipedec.train.bita_data import Samples, Sources, gather, split
+from pipedec.train.bita_model import Learned, folded, mask_pass, prompt_shape, token_pass
+from pipedec.train.bita_rows import NO_LABEL, MaskRows, draw_places, mask_rows, places_of
+from pipedec.train.continuations import Continuation, continue_greedily
+from pipedec.train.draft import DraftRecipe
+
+RECIPE = BitaRecipe(masks=2, prompt_tokens=3, groups=4, steps=6, batch=3, warmup_steps=2, new_tokens=12)
+SAMPLES = [Continuation([5, 9, 3, 17, 8, 11, 30, 4], 3), Continuation([7, 21, 6, 40, 13], 2)]
+PLACES = [torch.tensor([2, 3, 5]), torch.tensor([1, 2])]
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    path = tmp_path / "asked.jsonl"
+    path.write_text("".join(json.dumps({"prompt": f"How many clips did {name} sell?"}) + "\n" for name in range(60)))
+    return path
+
+
+def train(pair: Pair, prompts: Path, out: Path, work: Path, recipe: BitaRecipe = RECIPE) -> dict:
+    sources = Sources((PromptSource("asked", prompts),))
+    return train_bita(pair.target, sources, out, work, recipe, "float32", threads=1)
+
+
+def log_of(work: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (work / "log.jsonl").read_text().splitlines()]
+
+
+def random_learned(target: Any, num_masks: int, num_prompt_tokens: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    prompt = torch.randn(prompt_shape(target, num_prompt_tokens), generator=generator)
+    return prompt, torch.randn(num_masks, target.config.hidden_size, generator=generator)
+
+
+def logits_of_groups(target: Any, prompt: Tensor, masks: Tensor, rows: MaskRows) -> Tensor:
+    return mask_pass(target, prompt, masks, rows, token_pass(target, rows.tokens))
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2"])
+@pytest.mark.parametrize("num_prompt_tokens", [0, 4])
+def test_mask_rows_compute_what_each_group_computes_alone(family: str, num_prompt_tokens: int, tmp_path: Path) -> None:
+    target = save_tiny(family, tmp_path, dtype=torch.float64)
+    prompt, masks = (tensor.double() for tensor in random_learned(target, 3, num_prompt_tokens))
+    rows = mask_rows(SAMPLES, PLACES, 3, num_prompt_tokens)
+    found = logits_of_groups(target, prompt, masks, rows)
+    expected, labels = [], []
+    for sample, places in zip(SAMPLES, PLACES, strict=True):
+        for place in places.tolist():
+            cache = DynamicCache()
+            target(input_ids=torch.tensor([sample.ids[: place + 1]]), past_key_values=cache)
+            known = [(layer.keys, layer.values) for layer in cache.layers]
+            with_prompt = [
+                tuple(torch.cat((learned[None], own), 2) for learned, own in zip(layer, pair, strict=True))
+                for layer, pair in zip(prompt, known, strict=True)
+            ]
+            logits = target(
+                inputs_embeds=masks[None],
+                position_ids=torch.arange(place + 1, place + 4)[None],
+                past_key_values=DynamicCache(with_prompt),
+            ).logits[0]
+            following = sample.ids[place + 2 : place + 5]
+            expected.append(logits[: len(following)])
+            labels += following
+    torch.testing.assert_close(found.double(), torch.cat(expected), atol=1e-5, rtol=1e-5)
+    assert rows.labels[rows.labelled].tolist() == labels
+
+
+def test_masks_leave_ordinary_rows_alone(tmp_path: Path) -> None:
+    target = save_tiny("llama", tmp_path)
+    rows = mask_rows(SAMPLES, PLACES, 3, 4)
+    past = token_pass(target, rows.tokens)
+    for number, sample in enumerate(SAMPLES):
+        cache = DynamicCache()
+        target(input_ids=torch.tensor([sample.ids]), past_key_values=cache)
+        for layer, (keys, values) in zip(cache.layers, past, strict=True):
+            torch.testing.assert_close(keys[number, :, : len(sample.ids)], layer.keys[0], atol=1e-5, rtol=1e-5)
+            torch.testing.assert_close(values[number, :, : len(sample.ids)], layer.values[0], atol=1e-5, rtol=1e-5)
+
+
+def test_a_folded_prompt_is_what_its_rows_would_be(tmp_path: Path) -> None:
+    """Embeddings, tokens and one group of masks in a single forward, each seeing what it may."""
+    target = save_tiny("llama", tmp_path, dtype=torch.float64)
+    generator = torch.Generator().manual_seed(4)
+    embeddings, masks = (torch.randn(count, 32, generator=generator).double() for count in (3, 2))
+    sample, place = SAMPLES[0], 4
+    known = target.get_input_embeddings()(torch.tensor(sample.ids[: place + 1]))
+    sequence = torch.cat((embeddings, known, masks))
+    visible = torch.ones(len(sequence), len(sequence), dtype=torch.bool).tril()
+    visible[3 : 3 + len(known), :3] = False
+    positions = torch.cat((torch.zeros(3, dtype=torch.int64), torch.arange(len(known) + 2)))
+    expected = target(inputs_embeds=sequence[None], position_ids=positions[None], attention_mask=visible[None, None]).logits[
+        0, -2:
+    ]
+    rows = mask_rows([sample], [torch.tensor([place])], 2, 3)
+    found = logits_of_groups(target, folded(target, embeddings), masks, rows)
+    torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_gradients_reach_what_is_learned_and_nothing_else(tmp_path: Path) -> None:
+    target = save_tiny("llama", tmp_path).requires_grad_(False)
+    rows = mask_rows(SAMPLES, PLACES, 2, 3)
+    for prompting in ("deep", "shallow"):
+        learned = Learned(target, 2, 3, prompting, 0.1, seed=0)
+        logits_of_groups(target, learned.prompt_of(target), learned.masks, rows).logsumexp(1).sum().backward()
+        for parameter in (learned.masks, learned.prompt):
+            assert parameter.grad is not None and bool((parameter.grad.flatten(1).abs().sum(1) > 0).all())
+        assert learned.prompt_of(target).shape == (4, 2, 2, 3, 8)
+    assert all(parameter.grad is None for parameter in target.parameters())
+
+
+def test_groups_hang_behind_places_that_have_a_label() -> None:
+    assert places_of(Continuation(list(range(8)), 3)).tolist() == [2, 3, 4, 5]
+    assert places_of(Continuation([1, 2, 3, 4], 3)).tolist() == []
+    drawn = [draw_places(Continuation(list(range(40)), 3), 5, torch.Generator().manual_seed(seed)).tolist() for seed in (0, 1)]
+    assert all(len(places) == 5 and places == sorted(set(places)) for places in drawn) and drawn[0] != drawn[1]
+    rows = mask_rows(SAMPLES, PLACES, 3, 0)
+    assert rows.labels[1, 6:].tolist() == [NO_LABEL] * 3 and rows.masks[0].tolist() == [0, 1, 2] * 3
+
+
+def test_every_sample_comes_once_before_any_comes_again() -> None:
+    drawn = [number for step in range(7) for number in batch_of(step, 10, 3, seed=5)]
+    assert sorted(drawn[:10]) == sorted(drawn[10:20]) == list(range(10)) and drawn[:10] != drawn[10:20]
+
+
+def test_figures_count_guesses_and_tokens_a_pass() -> None:
+    nothing = torch.nan
+    ranks = torch.tensor([[0, 0, 7], [0, 3, 0], [6, 0, 0], [0, nothing, nothing]])
+    figures = guess_figures(ranks, torch.tensor([[1.0, 2, 3], [1, 4, 3], [4, 3, 3], [2, nothing, nothing]]))
+    assert figures["top1"] == [0.75, 0.6667, 0.6667] and figures["top5"] == [0.75, 1.0, 0.6667]
+    assert figures["loss"] == [2.0, 3.0, 3.0] and figures["groups"] == 4
+    assert figures["chain_tokens"] == pytest.approx(1 + (2 + 1 + 0) / 3, abs=1e-4)
+    assert figures["tree_tokens"] == pytest.approx(1 + (2 + 2 + 0) / 3, abs=1e-4)
+
+
+def test_figures_do_not_depend_on_how_samples_are_batched(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = AutoModelForCausalLM.from_pretrained(pair.target).eval()
+    weights = Learned(target, 3, 2, "deep", 0.5, seed=0).rounded(target)
+    weights = BitaWeights(weights.prompt.float(), weights.masks.float())
+    together = evaluate(target, weights, {"all": SAMPLES})
+    monkeypatch.setattr("pipedec.train.bita._TOKENS_AT_ONCE", 1)
+    assert evaluate(target, weights, {"all": SAMPLES}) == together
+    assert together["all"]["groups"] == sum(len(places_of(sample)) for sample in SAMPLES)
+
+
+@pytest.mark.parametrize("prompting", ["deep", "shallow", "none"])
+def test_masks_learn_to_guess(tmp_path: Path, prompting: str) -> None:
+    target = save_tiny("llama", tmp_path).requires_grad_(False)
+    recipe = replace(RECIPE, prompting=prompting, prompt_tokens=0 if prompting == "none" else 3, steps=80, learning_rate=0.1)
+    learned = Learned(target, 2, recipe.prompt_tokens, prompting, 0.02, seed=0)
+    BitaTrainer(target, learned, Samples({"all": SAMPLES}, {}), recipe, tmp_path, "target").run()
+    log = log_of(tmp_path)
+    first, last = (sum(row["loss"] for row in rows) / 5 for rows in (log[:5], log[-5:]))
+    assert last < 0.7 * first
+    assert sum(log[-1]["top1"]) > sum(log[0]["top1"])
+    figures = evaluate(target, learned.rounded(target), {"all": SAMPLES})["all"]
+    assert sum(figures["loss"]) / 2 < 0.7 * first
+
+
+@pytest.mark.parametrize("prompting", ["deep", "shallow", "none"])
+def test_a_trained_bita_loads(pair: Pair, prompts: Path, tmp_path: Path, prompting: str) -> None:
+    num_prompt_tokens = 0 if prompting == "none" else 3
+    recipe = replace(RECIPE, steps=2, prompting=prompting, prompt_tokens=num_prompt_tokens)
+    before = load_file(pair.target / "model.safetensors")
+    report = train(pair, prompts, tmp_path / "out", tmp_path / "work", recipe)
+    assert report["samples"]["asked"] == 57 and report["held_out"]["asked"]["groups"] > 0
+    assert report == json.loads((tmp_path / "out" / "training.json").read_text())
+    described = checked_bita(tmp_path / "out", pair.target)
+    assert (described.num_masks, described.num_prompt_tokens, described.prompting) == (2, num_prompt_tokens, prompting)
+    config = ModelConfig.from_directory(pair.target)
+    stored = load_file(tmp_path / "out" / "model.safetensors")
+    assert stored["prompt"].dtype == stored["masks"].dtype == torch.bfloat16
+    assert stored["prompt"].shape == (config.num_layers, 2, config.num_kv_heads, num_prompt_tokens, config.head_dim)
+    after = load_file(pair.target / "model.safetensors")
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert f"{report['held_out']['asked']['chain_tokens']:.2f}" in card and "{" not in card
+
+
+def test_an_interrupted_run_goes_on_exactly(pair: Pair, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(BitaTrainer, "SAVE_EVERY", 2)
+    train(pair, prompts, tmp_path / "straight", tmp_path / "work1")
+    step = BitaTrainer._step
+
+    def step_then_die(self: BitaTrainer, number: int) -> Any:
+        if number == 3:
+            raise KeyboardInterrupt
+        return step(self, number)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(BitaTrainer, "_step", step_then_die)
+        train(pair, prompts, tmp_path / "resumed", tmp_path / "work2")
+    assert len(log_of(tmp_path / "work2")) == 3
+    train(pair, prompts, tmp_path / "resumed", tmp_path / "work2")
+    assert log_of(tmp_path / "work1") == log_of(tmp_path / "work2")
+    assert [row["step"] for row in log_of(tmp_path / "work1")] == [1, 2, 3, 4, 5, 6]
+    straight, resumed = (load_file(tmp_path / name / "model.safetensors") for name in ("straight", "resumed"))
+    assert all(torch.equal(straight[name], resumed[name]) for name in straight)
+
+
+def test_a_killed_process_goes_on_exactly(pair: Pair, prompts: Path, tmp_path: Path) -> None:
+    flags = ["train", "bita", "--target", str(pair.target), "--prompts", f"asked={prompts}", "--out", str(tmp_path / "killed")]
+    flags += ["--work", str(tmp_path / "work"), "--threads", "1", "--steps", "60", "--batch", "2", "--groups", "2"]
+    flags += ["--masks", "2", "--prompt-tokens", "3", "--new-tokens", "6"]
+    process = subprocess.Popen([sys.executable, "-m", "pipedec.cli", *flags], env=os.environ, stdout=subprocess.DEVNULL)
+    try:
+        assert wait_until((tmp_path / "work" / "bita.safetensors").exists, 120)
+    finally:
+        process.send_signal(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
+    assert not (tmp_path / "killed").exists() and 20 <= len(log_of(tmp_path / "work")) < 60
+    recipe = BitaRecipe(masks=2, prompt_tokens=3, groups=2, steps=60, batch=2, new_tokens=6)
+    train(pair, prompts, tmp_path / "resumed", tmp_path / "work", recipe)
+    train(pair, prompts, tmp_path / "straight", tmp_path / "work2", recipe)
+    assert log_of(tmp_path / "work") == log_of(tmp_path / "work2") and len(log_of(tmp_path / "work")) == 60
+
+
+def test_the_work_of_another_recipe_is_refused(pair: Pair, prompts: Path, tmp_path: Path) -> None:
+    train(pair, prompts, tmp_path / "out", tmp_path / "work", replace(RECIPE, steps=1))
+    with pytest.raises(UserError, match=r"another run \(learning_rate 0\.2\): give another --work") as raised:
+        train(pair, prompts, tmp_path / "out", tmp_path / "work", replace(RECIPE, steps=1, learning_rate=0.01))
+    assert "\n" not in str(raised.value)
+
+
+def test_prompts_to_measure_on_are_always_the_same() -> None:
+    prompts = [[number, 7] for number in range(400)]
+    training, held_out = split(prompts)
+    assert sorted(training + held_out) == prompts and len(held_out) == 20 and held_out != prompts[:20]
+    assert split(prompts[::-1]) == (training, held_out)
+    assert len(split(prompts[:2])[1]) == 1 and split(prompts[:1]) == (prompts[:1], [])
+
+
+def test_the_librarys_prompts_are_those_of_the_draft(
+    pair: Pair, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(corpus, "library_documents", small_library)
+    target = AutoModelForCausalLM.from_pretrained(pair.target).eval()
+    sources = Sources((PromptSource("asked", prompts),), library=True, max_prompts=3)
+    prompter = Prompter(pair.target, 2048)
+    samples = gather(target, prompter, sources, 4, 1000, tmp_path)
+    assert set(samples.training) == set(samples.held_out) == {"questions", "source", "requests", "passages", "asked"}
+    assert all(len(found) <= 3 for found in samples.training.values()) and samples.longest <= 1000
+    documents = [document for document in small_library() if document.family == "questions" and not document.held_out]
+    expected = continuations.prompts(documents, prompter.tokenizer, 3, DraftRecipe().seed)
+    found = [sample.ids[: sample.prompt_length] for sample in samples.training["questions"]]
+    assert sorted(found) == sorted(expected)
+    assert samples.digest() == gather(target, prompter, sources, 4, 1000, tmp_path).digest()
+    with pytest.raises(UserError, match="two sets of prompts are called source"):
+        gather(target, prompter, replace(sources, files=(PromptSource("source", prompts),)), 4, 1000, tmp_path)
+
+
+def test_an_answer_ends_at_any_end_token(pair: Pair, tmp_path: Path) -> None:
+    target = AutoModelForCausalLM.from_pretrained(pair.target).eval()
+    target.generation_config.eos_token_id = None
+    endless = continue_greedily(target, [[1, 9, 30]], 8, tmp_path / "endless")[0].ids
+    assert len(endless) == 11
+    target.generation_config.eos_token_id = [299, endless[5]]
+    ended = continue_greedily(target, [[1, 9, 30]], 8, tmp_path / "ended")[0].ids
+    assert ended == endless[: endless.index(endless[5], 3) + 1] and len(ended) < 11
+
+
+def test_the_command_prints_what_it_measured(pair: Pair, prompts: Path, tmp_path: Path) -> None:
+    flags = ["bita", "--target", str(pair.target), "--prompts", f"clips={prompts}", "--out", str(tmp_path / "out")]
+    flags += ["--work", str(tmp_path / "work"), "--threads", "1", "--steps", "2", "--masks", "2", "--prompting", "none"]
+    flags += ["--max-prompts", "40", "--new-tokens", "6"]
+    result = CliRunner().invoke(command, flags, env={"COLUMNS": "160"}, catch_exceptions=False)
+    report = json.loads((tmp_path / "out" / "training.json").read_text())
+    assert report["recipe"]["prompt_tokens"] == 0 and report["samples"]["clips"] == 38
+    figures = report["held_out"]["clips"]
+    assert (
+        f"{figures['top1'][0]:.1%} {figures['top1'][1]:.1%}" in result.output and f"{figures['tree_tokens']:.2f}" in result.output
+    )
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ([], "give --prompts FILE, or --library"),
+        (["--prompts", "nowhere.jsonl"], "cannot read nowhere.jsonl"),
+        (["--prompts", "x.jsonl", "--problems", "x.jsonl"], "belongs to --library"),
+        (["--library", "--problems", "nowhere.jsonl"], "no such file"),
+        (["--library", "--target", "nowhere"], "nowhere is not a directory"),
+        (["--library", "--steps", "0"], "--steps must be at least 1"),
+        (["--library", "--batch", "0"], "--batch must be at least 1"),
+        (["--library", "--masks", "0"], "give 1 to 16"),
+        (["--library", "--masks", "17"], "give 1 to 16"),
+        (["--library", "--groups", "65"], "give 1 to 64"),
+        (["--library", "--prompting", "wide"], "choose one of deep, shallow, none"),
+        (["--library", "--prompting", "none", "--prompt-tokens", "4"], "0 with --prompting none alone"),
+        (["--library", "--prompt-tokens", "0"], "at least 1"),
+        (["--library", "--learning-rate", "0"], "above 0"),
+        (["--library", "--learning-rate", "nan"], "above 0"),
+        (["--library", "--start-std", "0"], "--start-std must be above 0"),
+        (["--library", "--new-tokens", "1"], "at least 2"),
+        (["--library", "--max-prompts", "0"], "--max-prompts must be at least 1"),
+    ],
+)
+def test_mistakes_are_told(flags: list[str], message: str, tmp_path: Path) -> None:
+    result = CliRunner().invoke(command, ["bita", "--out", str(tmp_path / "out"), "--work", str(tmp_path), *flags])
+    assert isinstance(result.exception, UserError) and message in str(result.exception)
+    assert "\n" not in str(result.exception) and not (tmp_path / "out").exists()
+
+
+def test_unfit_prompts_and_targets_are_told(pair: Pair, tokenizer: Any, prompts: Path, tmp_path: Path) -> None:
+    long = tmp_path / "long.jsonl"
+    long.write_text(json.dumps({"prompt": "clips " * 5000}))
+    with pytest.raises(UserError, match="no prompt of long fits"):
+        train_bita(pair.target, Sources((PromptSource("long", long),)), tmp_path, tmp_path, RECIPE, "float32", 1)
+    with pytest.raises(UserError, match="two sets of prompts are called asked"):
+        twice = Sources((PromptSource("asked", prompts), PromptSource("asked", prompts)))
+        train_bita(pair.target, twice, tmp_path, tmp_path / "w", RECIPE, "float32", 1)
+    with pytest.raises(UserError, match="every sample too long"):
+        train(pair, prompts, tmp_path, tmp_path / "w", replace(RECIPE, max_length=4))
+    save_tiny("mistral", tmp_path / "windowed", vocab=300, sliding_window=8)
+    tokenizer.save_pretrained(tmp_path / "windowed")
+    windowed = replace(pair, target=tmp_path / "windowed")
+    with pytest.raises(UserError, match="window has 8 tokens"):
+        train(windowed, prompts, tmp_path, tmp_path / "w2")
