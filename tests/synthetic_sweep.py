@@ -81,12 +81,13 @@ def bita(
     shape: str = "efficient",
     depth: int = 4,
     named: int = 5,
+    rows: int | None = None,
     make: Callable[..., Line] = line,
     **changes: Any,
 ) -> Line:
     """A line of ``bita`` by the BiTA called ``name`` with this tree; the rest as ``make`` has it."""
     trained = {"name": name, "digest": name, "prompting": prompting, "masks": masks, "prompt_tokens": prompt_tokens}
-    tree = {"shape": shape, "depth": depth, "children": named}
+    tree = {"shape": shape, "depth": depth, "children": named, "rows": rows}
     return make("bita", prompt_set, prompt_index, bita=trained, tree=tree, **changes)
 
 

@@ -7,16 +7,18 @@ plain pipeline parallelism answered. Knows series (``figure_series``), neither t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
 from pipedec.bench.figure_methods import BASELINE
 from pipedec.bench.figure_series import REFERENCE_GROUPS, NoFigure, Series, Totals, all_series, geometric_mean, speedups
 from pipedec.bench.sweep_rows import BITA, PROMPTINGS, Pipeline, SweepRow, TrainedBita, Tree
+from pipedec.core import TreeParams
 
 PAPER_PROMPT = ("deep", 16)  # prompting and prompt tokens (BiTA §4.1)
 PAPER_TREE = ("efficient", 5)  # shape and candidates of each mask
-_SHAPES = ("straightforward", "full", "efficient")  # in the order of BiTA Table 4
+_SHAPES = ("straightforward", "full", "efficient", "likeliest")  # the first three in the order of BiTA Table 4
+_DEFAULT_SHAPE = TreeParams().shape
 
 Value = TypeVar("Value")
 
@@ -49,7 +51,8 @@ def tokens_per_pass(totals: Totals) -> float:
 def shown(rows: Sequence[SweepRow]) -> list[SweepRow]:
     """The rows for pictures that compare methods: those of ``bita`` by one BiTA with one tree alone.
 
-    They are the paper's where they are there, else those of most answers, of equals the fastest.
+    It is one with the paper's prompt and a tree of the shape that ``bita`` takes by itself, where these are there; else the one
+    with most answers, of equals the fastest.
     """
     answers: dict[tuple[TrainedBita | None, Tree | None], list[SweepRow]] = {}
     for row in rows:
@@ -58,12 +61,7 @@ def shown(rows: Sequence[SweepRow]) -> list[SweepRow]:
 
     def preference(choice: tuple[TrainedBita | None, Tree | None]) -> tuple[object, ...]:
         found = answers[choice]
-        return (
-            not _has_papers_prompt(found[0].bita),
-            not _is_papers_tree(found[0].tree),
-            -len(found),
-            Totals.of(found).ms_per_token,
-        )
+        return -_preference(*choice), -len(found), Totals.of(found).ms_per_token
 
     chosen = min(answers, key=preference, default=None)
     return [row for row in rows if row.method != BITA or (row.bita, row.tree) == chosen]
@@ -89,7 +87,7 @@ def by_prompt_tokens(rows: Sequence[SweepRow]) -> Compared[int]:
 
 def by_masks(rows: Sequence[SweepRow]) -> Compared[int]:
     """Different numbers of masks used, of the same BiTA and shape of tree (BiTA Figure 9). Raises NoFigure if there are none."""
-    entries = [(tree.depth or 0, (trained, tree.shape, tree.children), one) for one, trained, tree in _of_bita(rows)]
+    entries = [(tree.depth or 0, (trained, replace(tree, depth=None)), one) for one, trained, tree in _of_bita(rows)]
     return _ablation(rows, entries, int, "trees of two depths")
 
 
@@ -110,26 +108,31 @@ def by_prompting(rows: Sequence[SweepRow]) -> Compared[str]:
     return _ablation(rows, entries, PROMPTINGS.index, "two ways of prompting")
 
 
-def by_tree(rows: Sequence[SweepRow]) -> Compared[tuple[str, int]]:
-    """Different shapes of tree and numbers of candidates, of the same BiTA and masks (BiTA Table 4).
+def by_tree(rows: Sequence[SweepRow]) -> Compared[Tree]:
+    """Different shapes of tree, numbers of candidates and of rows, of the same BiTA and masks (BiTA Table 4).
 
     Raises:
         NoFigure: there are not two of them.
     """
-    entries = [((tree.shape or "", tree.children or 0), (trained, tree.depth), one) for one, trained, tree in _of_bita(rows)]
-    return _ablation(rows, entries, lambda tree: (_SHAPES.index(tree[0]), tree[1]), "two trees")
+    entries = [(tree, (trained, tree.depth), one) for one, trained, tree in _of_bita(rows)]
+    return _ablation(rows, entries, lambda tree: (_SHAPES.index(tree.shape), tree.children, tree.rows or 0), "two trees")
 
 
 def fixed_text(series: Iterable[Series]) -> str:
     """What all series of ``bita`` have in common, for small print."""
     members = list(_of_bita([row for one in series for row in one.rows]))
     prompts, masks = {trained.prompt for _, trained, _ in members}, {trained.masks for _, trained, _ in members}
-    shapes, depths = {(tree.shape, tree.children) for _, _, tree in members}, {tree.depth for _, _, tree in members}
+    shapes, depths = {replace(tree, depth=None) for _, _, tree in members}, {tree.depth for _, _, tree in members}
     told = [*prompts] if len(prompts) == 1 else []
     told += [f"{count} masks trained" for count in masks if len(masks) == 1]
     told += [f"{count} used" for count in depths if len(depths) == 1]
-    told += [f"{shape} tree, {children} candidates each" for shape, children in shapes if len(shapes) == 1]
+    told += [f"{tree_name(tree)} tree, {tree.children} candidates each" for tree in shapes if len(shapes) == 1]
     return f"BiTA: {', '.join(told)}"
+
+
+def tree_name(tree: Tree) -> str:
+    """The shape, for people."""
+    return f"{tree.shape} {tree.rows}-row" if tree.rows else str(tree.shape)
 
 
 def mean(by_set: dict[str, float]) -> float:
@@ -164,12 +167,12 @@ def _ablation(
 
 
 def _rank(group: dict[Value, Series]) -> tuple[object, ...]:
-    """Ranks ablations: most points; of equals closest to the paper's BiTA and tree, then to its pipeline."""
+    """Ranks ablations: most points; of equals by the BiTA and trees that are preferred, then the paper's pipeline."""
     series = list(group.values())
-    papers = sum(_has_papers_prompt(one.bita) + _is_papers_tree(one.tree) for one in series)
+    preferred = sum(_preference(one.bita, one.tree) for one in series)
     pipeline = series[0].pipeline
     place = not pipeline.recut, pipeline.groups == REFERENCE_GROUPS, pipeline.groups
-    return len(series), papers, *place, sum(len(one.rows) for one in series)
+    return len(series), preferred, *place, sum(len(one.rows) for one in series)
 
 
 def _over_equal_prompts(points: dict[Value, Series], baseline: Series) -> Compared[Value]:
@@ -181,9 +184,9 @@ def _over_equal_prompts(points: dict[Value, Series], baseline: Series) -> Compar
     return Compared({value: one.only(cases) for value, one in points.items()}, baseline.only(cases))
 
 
-def _has_papers_prompt(trained: TrainedBita | None) -> bool:
-    return trained is not None and (trained.prompting, trained.prompt_tokens) == PAPER_PROMPT
-
-
-def _is_papers_tree(tree: Tree | None) -> bool:
-    return tree is not None and (tree.shape, tree.children) == PAPER_TREE
+def _preference(trained: TrainedBita | None, tree: Tree | None) -> int:
+    """The higher, the closer to the paper's prompt, then to the tree that ``bita`` takes by itself, then to the paper's."""
+    has_papers_prompt = trained is not None and (trained.prompting, trained.prompt_tokens) == PAPER_PROMPT
+    is_default = tree is not None and tree.shape == _DEFAULT_SHAPE
+    is_papers = tree is not None and (tree.shape, tree.children) == PAPER_TREE
+    return 4 * has_papers_prompt + 2 * is_default + is_papers

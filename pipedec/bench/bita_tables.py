@@ -5,12 +5,22 @@ Owns those numbers. Knows rows of one timing (``sweep_rows.studies``); which of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from pipedec.bench.bita_rows import PAPER_TREE, Compared, Value, against_baseline, by_prompting, by_tree, fixed_text, mean
+from pipedec.bench.bita_rows import (
+    PAPER_TREE,
+    Compared,
+    Value,
+    against_baseline,
+    by_prompting,
+    by_tree,
+    fixed_text,
+    mean,
+    tree_name,
+)
 from pipedec.bench.figure_series import NoFigure, prompt_set_rank, provenance
 from pipedec.bench.markdown import markdown_table
-from pipedec.bench.sweep_rows import PROMPT_SETS, SweepRow
+from pipedec.bench.sweep_rows import PROMPT_SETS, SweepRow, Tree
 
 # "BiTA: Bi-Directional Tuning for Lossless Acceleration in Large Language Models": lowest and highest speed-up over greedy
 # decoding of XSum, MT-Bench, CIP and HumanEval-X; of all models in Table 1, of LLaMA-2-7B in the others.
@@ -34,17 +44,15 @@ def bita_parts(rows: Sequence[SweepRow], timing: str) -> Iterator[str]:
     """Headings, small print and tables of what the rows hold: BiTA against plain pipelines, by prompting, by tree."""
     pairs = against_baseline(rows)
     if pairs:
-        lines = [
-            line for pair in pairs for line in _lines(pair, _sets(pairs), str, {name: PAPER_SPEEDUP for name in pair.points})
-        ]
+        lines = [line for pair in pairs for line in _lines(pair, _sets(pairs), str, lambda _: PAPER_SPEEDUP)]
         yield from _part("BiTA against PP", pairs, lines, "cluster", timing)
-    yield from _ablation(by_prompting, rows, "BiTA by prompting", str, PAPER_PROMPTINGS, timing)
-    yield from _ablation(by_tree, rows, "BiTA by tree", _tree_name, PAPER_TREES, timing)
+    yield from _ablation(by_prompting, rows, "BiTA by prompting", str, lambda name: PAPER_PROMPTINGS[name], timing)
+    yield from _ablation(by_tree, rows, "BiTA by tree", _tree_label, _paper_of_tree, timing)
 
 
 def _ablation(
     choose: Callable[[Sequence[SweepRow]], Compared[Value]], rows: Sequence[SweepRow], heading: str,
-    name: Callable[[Value], str], paper: Mapping[Value, str], timing: str,
+    name: Callable[[Value], str], paper: Callable[[Value], str], timing: str,
 ) -> Iterator[str]:  # fmt: skip
     try:
         compared = choose(rows)
@@ -66,13 +74,13 @@ def _part(
 
 
 def _lines(
-    compared: Compared[Value], names: Sequence[str], name: Callable[[Value], str], paper: Mapping[Value, str]
+    compared: Compared[Value], names: Sequence[str], name: Callable[[Value], str], paper: Callable[[Value], str]
 ) -> Iterator[list[str]]:
     """Two lines for each series: tokens per pass, and speed-up with the paper's beside it."""
     for value in compared.points:
         passes, ratios = compared.tokens_per_pass(value), compared.speedups(value)
         yield [name(value), "tokens/pass", *_cells(passes, names, "{:.2f}"), ""]
-        yield [name(value), "over PP", *_cells(ratios, names, "{:.2f}×"), paper.get(value, "")]
+        yield [name(value), "over PP", *_cells(ratios, names, "{:.2f}×"), paper(value)]
 
 
 def _cells(by_set: dict[str, float], names: Sequence[str], form: str) -> list[str]:
@@ -83,6 +91,9 @@ def _sets(compared: Iterable[Compared[Value]]) -> list[str]:
     return sorted({name for each in compared for name in each.baseline.sets}, key=prompt_set_rank)
 
 
-def _tree_name(tree: tuple[str, int]) -> str:
-    shape, candidates = tree
-    return shape if shape == "straightforward" else f"{shape}, k = {candidates}"
+def _paper_of_tree(tree: Tree) -> str:
+    return PAPER_TREES.get((tree.shape or "", tree.children or 0), "")
+
+
+def _tree_label(tree: Tree) -> str:
+    return tree_name(tree) if tree.shape == "straightforward" else f"{tree_name(tree)}, k = {tree.children}"

@@ -1,8 +1,9 @@
 """Methods × pipelines × trees × prompts, one JSONL row per answer, in an order that an interruption cannot spoil.
 
 Owns the grid and the result files (``rows.jsonl``, ``trees.json``); a row that is there is not measured again. How one answer is
-got is the runners' business, what the rows show together is ``sweep_rows``' and the figures'. What ``pipedec-bestfirst`` has
-learned goes from answer to answer and is lost with an interruption, so its later rows may take a little longer after one.
+got is the runners' business, what the rows show together is ``sweep_rows``' and the figures'. What ``pipedec-bestfirst`` and
+``bita`` have learned goes from answer to answer and is lost with an interruption, so their later rows may take a little longer
+after one.
 """
 
 from __future__ import annotations

@@ -9,12 +9,12 @@ from dataclasses import dataclass, replace
 
 from pipedec.bench.record import Row, plain
 from pipedec.core import PROPOSERS, Request, TreeParams, UserError
-from pipedec.decoding import DEFAULT_METHOD
-from pipedec.decoding.bita import Bita
+from pipedec.decoding import DEFAULT_METHOD, Experience, create_method
+from pipedec.decoding.bita import DEFAULT_ROWS
 from pipedec.engine.messages import PromptRequest
 
 BITA = "bita"
-_BITA_LIMITS = ("shape", "depth", "children")
+_BITA_LIMITS = ("shape", "depth", "children", "rows")
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,7 @@ class TreeGrid:
         children: of a row; of ``bita``, tokens that a mask names.
         forwards, proposers: see ``TreeParams``.
         shapes, depths: of ``bita`` alone: trees of candidates (of SHAPES), and how many masks are used.
+        rows: of the likeliest tree of ``bita`` alone.
 
     Raises:
         UserError: a number below 1, or a name that is not known.
@@ -35,11 +36,13 @@ class TreeGrid:
     children: tuple[int, ...] = ()
     forwards: int | None = None
     proposers: tuple[str, ...] = PROPOSERS
-    shapes: tuple[str, ...] = ("efficient",)
+    shapes: tuple[str, ...] = (TreeParams().shape,)
     depths: tuple[int, ...] = ()
+    rows: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        for flag, values in {"--widths": self.widths, "--children": self.children, "--depths": self.depths}.items():
+        numbers = {"--widths": self.widths, "--children": self.children, "--depths": self.depths, "--rows": self.rows}
+        for flag, values in numbers.items():
             if any(value < 1 for value in values):
                 raise UserError(f"{flag} must be at least 1")
         TreeParams(forwards=self.forwards, proposers=self.proposers)
@@ -55,20 +58,26 @@ class TreeGrid:
         ]
 
     def of_bita(self, trained_masks: int) -> list[TreeParams]:
-        """The trees of a BiTA of so many masks, their limits all set, equal ones once.
+        """The trees of a BiTA of so many masks, all limits set that the shape heeds, equal trees once.
 
         Raises:
             UserError: there is no BiTA, it has fewer masks than a depth, or a tree is too large.
         """
         wishes = [
-            TreeParams(children=children, depth=depth, shape=shape)
+            TreeParams(children=children, depth=depth, rows=rows, shape=shape)
             for shape in self.shapes
             for depth in self.depths or (None,)
-            for children in self.children or (None,)
+            for children in (shape != "straightforward" and self.children) or (None,)
+            for rows in (self.rows or (DEFAULT_ROWS,) if shape == "likeliest" else (None,))
         ]
-        used = [Bita(Request(0, (), method=BITA, tree=wish), trained_masks).masks for wish in wishes]
-        trees = [replace(wish, depth=masks.count, children=masks.named) for wish, masks in zip(wishes, used, strict=True)]
-        return list(dict.fromkeys(trees))
+        return list(dict.fromkeys(_with_masks(wish, trained_masks) for wish in wishes))
+
+
+def _with_masks(wish: TreeParams, trained_masks: int) -> TreeParams:
+    """``wish`` with as many masks and candidates as ``bita`` would take."""
+    asked = Request(0, (), method=BITA, tree=wish)
+    masks = create_method(asked, None, Experience(passage=1), trained_masks=trained_masks).masks
+    return replace(wish, depth=masks.count, children=masks.named)
 
 
 @dataclass(frozen=True)

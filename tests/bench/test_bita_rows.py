@@ -66,6 +66,7 @@ def test_prompt_tokens_differ_and_nothing_else(tmp_path: Path) -> None:
 def test_masks_differ_and_nothing_else(tmp_path: Path) -> None:
     lines = [one for depth in (10, 2, 1) for one in deep(16, depth=depth)]
     lines += [*deep(8, depth=3), *deep(16, depth=4, shape="full"), *deep(16, depth=5, named=4), *deep(16, depth=6, groups=7)]
+    lines += deep(16, depth=7, rows=64)
     compared = by_masks(rows(tmp_path, [*pp(), *lines]))
     assert list(compared.points) == [1, 2, 10]
 
@@ -84,8 +85,12 @@ def test_trees_are_of_one_bita_and_one_depth_in_the_papers_order(tmp_path: Path)
     lines = [*pp(), *deep(16), *deep(16, shape="straightforward", named=1)]
     lines += [one for named in (2, 1) for one in deep(16, shape="full", named=named)]
     lines += [*deep(16, shape="full", named=3, depth=2), *deep(8, shape="full", named=4)]
+    lines += [one for rows_kept in (64, 32) for one in deep(16, shape="likeliest", named=16, rows=rows_kept)]
     compared = by_tree(rows(tmp_path, lines))
-    assert list(compared.points) == [("straightforward", 1), ("full", 1), ("full", 2), ("efficient", 5)]
+    assert [(tree.shape, tree.children, tree.rows) for tree in compared.points] == [
+        ("straightforward", 1, None), ("full", 1, None), ("full", 2, None), ("efficient", 5, None),
+        ("likeliest", 16, 32), ("likeliest", 16, 64),
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("choose", [by_prompt_tokens, by_masks, by_prompting, by_tree])
@@ -132,6 +137,8 @@ def test_ablations_prefer_most_points_then_the_papers_bita_then_its_pipeline(tmp
     assert chosen(*elsewhere, *papers) == chosen(*papers, *elsewhere) == (14, "efficient")
     recut = [*deep(1, groups=7), *deep(16, groups=7)]
     assert chosen(*recut, *elsewhere) == (21, "efficient")
+    likeliest = [*deep(1, shape="likeliest", rows=64), *deep(16, shape="likeliest", rows=64)]
+    assert chosen(*papers, *likeliest) == chosen(*likeliest, *papers) == (14, "likeliest")
 
 
 def test_elsewhere_one_bita_with_one_tree_is_shown(tmp_path: Path) -> None:
@@ -141,7 +148,9 @@ def test_elsewhere_one_bita_with_one_tree_is_shown(tmp_path: Path) -> None:
         return {(row.bita.name, row.tree.shape, row.tree.depth) for row in found if row.bita and row.tree}
 
     fast = deep(8, ms=1.0)
-    assert chosen(*fast, *deep(16), *deep(16, shape="full", ms=1.0)) == {("deep-16", "efficient", 4)}, "the paper's"
+    papers = [*fast, *deep(16), *deep(16, shape="full", ms=1.0)]
+    assert chosen(*papers) == {("deep-16", "efficient", 4)}, "the paper's"
+    assert chosen(*papers, *deep(16, shape="likeliest", rows=64)) == {("deep-16", "likeliest", 4)}, "the default tree"
     assert chosen(*fast, *deep(4), bita("qa", 1, name="deep-4", prompt_tokens=4)) == {("deep-4", "efficient", 4)}, "most answers"
     assert chosen(*deep(16, depth=3, ms=40.0), *deep(16, depth=2, ms=30.0)) == {("deep-16", "efficient", 2)}, "the fastest"
     assert chosen() == set()

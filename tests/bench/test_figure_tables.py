@@ -117,11 +117,13 @@ def test_bita_is_told_by_prompting_and_by_tree_beside_the_paper(tmp_path: Path) 
         ("deep", "tokens/pass"): ("2.50", "2.50", ""),
         ("deep", "over PP"): ("3.00×", "3.00×", "2.19–2.73×"),
     }
+    lines.append(bita("qa", shape="likeliest", named=16, rows=64, ms=75.0))
     found = by_line(table(tmp_path, lines, "BiTA by tree, measured"), "tree")
     assert {tree: figures for (tree, figure), figures in found.items() if figure == "over PP"} == {
         "full, k = 2": ("2.00×", "2.00×", "2.02–2.58×"),
         "full, k = 7": ("1.00×", "1.00×", ""),
         "efficient, k = 5": ("3.00×", "3.00×", "2.19–2.73×"),
+        "likeliest 64-row, k = 16": ("4.00×", "4.00×", ""),
     }
     section = tables(studies(rows(tmp_path, lines))).split("## BiTA by tree, measured\n")[1]
     assert "BiTA: deep prompt of 16 tokens, 4 masks trained, 4 used." in section

@@ -199,16 +199,18 @@ def wide_bita(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_every_bita_decodes_with_every_tree_it_can_and_other_methods_run_once(
     pair: Pair, wide_bita: Path, tmp_path: Path
 ) -> None:
-    trees = TreeGrid(shapes=("efficient", "straightforward", "full"), children=(1, 2), depths=(1, 2))
+    shapes = ("efficient", "straightforward", "full", "likeliest")
+    trees = TreeGrid(shapes=shapes, children=(1, 2), depths=(1, 2), rows=(8, 16))
     chosen = config(pair, methods=("pp", "bita", "slm"), stages=(2,), bita=(pair.bita, wide_bita), trees=trees)
     progress = Silent()
     rows = sweep(chosen, PROMPTS[1:], tmp_path, progress)
     of_bita = [row for row in rows if row["method"] == "bita"]
     assert [row["method"] for row in rows if row["method"] != "bita"] == ["pp", "slm"]
     assert [row["bita"] for row in rows if row["method"] != "bita"] == [None, None]
-    shapes = [("efficient", 2), ("efficient", 1), ("straightforward", 1), ("full", 1), ("full", 2)]
-    expected = {(name, shape, depth, children) for name in ("bita", "wide") for shape, children in shapes for depth in (1, 2)}
-    found = [(row["bita"]["name"], *(row["tree"][name] for name in ("shape", "depth", "children"))) for row in of_bita]
+    whole = [("efficient", 2, None), ("efficient", 1, None), ("straightforward", 1, None), ("full", 1, None), ("full", 2, None)]
+    kept = [("likeliest", children, rows) for children in (1, 2) for rows in (8, 16)]
+    expected = {(name, depth, *tree) for name in ("bita", "wide") for tree in whole + kept for depth in (1, 2)}
+    found = [(row["bita"]["name"], *(row["tree"][name] for name in ("depth", "shape", "children", "rows"))) for row in of_bita]
     assert set(found) == expected and len(found) == len(expected), "a mask of the straightforward tree names one token"
     wide = next(row["bita"] for row in of_bita if row["bita"]["name"] == "wide")
     assert (wide["prompting"], wide["masks"], wide["prompt_tokens"]) == ("deep", 2, 9)
@@ -224,7 +226,7 @@ def test_bita_uses_all_its_masks_and_its_rows_do_not_change_those_of_others(pair
     both = config(pair, methods=("pp", "bita", "pipedec-bestfirst"), stages=(2,), bita=(pair.bita,))
     rows = sweep(both, PROMPTS[1:], tmp_path, Silent())
     assert [row for row in rows if row["method"] != "bita"] == first
-    assert rows[1]["tree"] == {"shape": "efficient", "depth": 3, "children": 5}
+    assert rows[1]["tree"] == {"shape": "likeliest", "depth": 3, "children": 16, "rows": 64}
     assert "shape" not in first[1]["tree"], "a limit of bita alone"
 
 
@@ -243,7 +245,7 @@ def test_command_takes_several_bita_with_shapes_and_depths(pair: Pair, wide_bita
     flags += ["--bita", str(pair.bita), "--bita", str(wide_bita), "--shapes", "straightforward,full", "--depths", "1,2"]
     done = CliRunner().invoke(program, ["bench", "sweep", *flags, "--children", "2"])
     assert done.exit_code == 0, (done.output, done.exception)
-    assert "straightforward" in done.stdout
+    assert "wide: full" in done.stdout
     found = [(row["bita"]["name"], row["tree"]["shape"], row["tree"]["depth"]) for row in lines(tmp_path) if row["bita"]]
     assert found == [
         (name, shape, depth) for name in ("bita", "wide") for shape in ("straightforward", "full") for depth in (1, 2)
@@ -255,7 +257,7 @@ def test_command_takes_several_bita_with_shapes_and_depths(pair: Pair, wide_bita
     [
         (TreeGrid(depths=(1, 3)), "tree depth 3, but this BiTA was trained with 2 masks"),
         (TreeGrid(shapes=("full",), children=(40,)), "3 masks that name 40 tokens each are more than 64"),
-        (TreeGrid(shapes=("efficient", "full"), children=(20,)), "a tree of 33684 rows is more than 4096"),
+        (TreeGrid(shapes=("efficient", "full"), children=(20,)), "a full tree of depth 3 has more than 4096 rows"),
     ],
 )
 def test_trees_that_a_bita_cannot_have_are_refused_before_anything_is_measured(
@@ -293,8 +295,9 @@ def test_refuses_what_cannot_work(pair: Pair, changes: dict[str, Any], message: 
     [
         ({"widths": (0,)}, "--widths must be at least 1"),
         ({"depths": (2, 0)}, "--depths must be at least 1"),
+        ({"rows": (0,)}, "--rows must be at least 1"),
         ({"forwards": 0}, "tree forwards must be at least 1"),
-        ({"shapes": ("efficient", "round")}, "tree shape must be one of efficient, straightforward, full, not round"),
+        ({"shapes": ("efficient", "round")}, "tree shape must be one of likeliest, efficient, straightforward, full, not round"),
     ],
 )
 def test_refuses_limits_that_no_tree_has(changes: dict[str, Any], message: str) -> None:

@@ -146,7 +146,7 @@ def test_what_is_no_row_is_said_with_file_and_line(tmp_path: Path, bad: str, wor
         ({"tree": {"width": "wide"}}, "width is 'wide'"),
         (bita() | {"bita": None}, "bita is None, not of type dict"),
         (bita() | {"tree": {"depth": 4, "children": 5}}, "shape is missing"),
-        (bita() | {"tree": {"shape": "round"}}, "shape is 'round', not one of efficient, straightforward, full"),
+        (bita() | {"tree": {"shape": "round"}}, "shape is 'round', not one of likeliest, efficient, straightforward, full"),
         (bita() | {"bita": bita()["bita"] | {"prompting": "hard"}}, "prompting is 'hard', not one of none, shallow, deep"),
         (bita() | {"bita": bita()["bita"] | {"masks": 0}}, "masks is 0, below 1"),
         ({"breakdown": {"compute": "much"}}, "compute is 'much'"),

@@ -32,14 +32,15 @@ MAX_OVERRUN = 0.02
     help="Also bita, and slm: a small model alone.",
 )  # fmt: skip
 @click.option("--widths", help="Rows per timestep, like 16,32 (default: pipedec-bestfirst finds its own, others 32).")
-@click.option("--children", help="Children per row (default: pipedec-bestfirst finds its own, bita 5, others 16).")
+@click.option("--children", help="Children per row (default: pipedec-bestfirst finds its own, bita 1 to 16 by shape, others 16).")
 @click.option("--forwards", type=int, help="pipedec-bestfirst: draft forwards per timestep (default: what fits).")
 @click.option("--proposers", default="draft,ngrams", show_default=True, help="pipedec-bestfirst: who may name tokens.")
 @click.option(
     "--bita", multiple=True, type=PATH, help="bita: a directory with a trained one (default: the shipped one); several times."
 )
-@click.option("--shapes", default="efficient", show_default=True, help="bita: trees, of efficient,straightforward,full.")
+@click.option("--shapes", default="likeliest", show_default=True, help="bita: of likeliest,efficient,straightforward,full.")
 @click.option("--depths", help="bita: masks used, like 1,2,3 (default: all that were trained).")
+@click.option("--rows", help="bita: rows of the likeliest tree, like 32,64 (default: 64).")
 @question_options
 @click.option("--repeats", type=int, default=1, show_default=True, help="Answers per prompt, drawn by the seed plus 0, 1, …")
 @click.option(
@@ -91,13 +92,19 @@ def _config(
 
 
 def _trees(
-    widths: str | None, children: str | None, forwards: int | None, proposers: str, shapes: str, depths: str | None
+    widths: str | None,
+    children: str | None,
+    forwards: int | None,
+    proposers: str,
+    shapes: str,
+    depths: str | None,
+    rows: str | None,
 ) -> TreeGrid:
     from pipedec.bench.sweep_trees import TreeGrid
 
     return TreeGrid(
         _numbers("--widths", widths), _numbers("--children", children), forwards, tuple(proposers.split(",")),
-        tuple(shapes.split(",")), _numbers("--depths", depths),
+        tuple(shapes.split(",")), _numbers("--depths", depths), _numbers("--rows", rows),
     )  # fmt: skip
 
 
@@ -180,7 +187,8 @@ def _tree(row: dict[str, Any]) -> str:
     if tree is None:
         return "-"
     if row["method"] == "bita":
-        return f"{row['bita']['name']}: {tree['shape']}, {tree['depth']} masks × {tree['children']}"
+        rows = f", {tree['rows']} rows" if tree["rows"] else ""
+        return f"{row['bita']['name']}: {tree['shape']}, {tree['depth']} masks × {tree['children']}{rows}"
     size = f"{tree['width'] or 'auto'}×{tree['children'] or 'auto'}" if tree["rows"] is None else f"{tree['rows']} rows"
     return f"{size}, depth {tree['depth']}" if row["method"].startswith("stpp") else size
 
