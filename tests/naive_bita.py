@@ -1,4 +1,4 @@
-"""What the masks behind a text say, by transformers: one group at a time, with the learned prompt as the oldest keys and values."""
+"""What the masks behind a text say, by transformers: one group at a time, the learned prompt as the oldest keys and values."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ class Growing:
         return self.accepted + self.tree.token_ids[self.tree.tree_mask[row]].tolist()
 
     def step(self, num_tokens: int, num_masks: int) -> tuple[list[Tensor], Tensor]:
-        """Enter a root with random rows below it and a group behind each; what every stage makes of them, and the groups' rows."""
+        """Enter a root, random rows below it and a group behind each: what every stage makes of them, and the groups' rows."""
         parents = torch.tensor([-1, *(self.chooser.randrange(row) for row in range(1, num_tokens))])
         self.tree.append(torch.tensor(self.chooser.sample(range(60), num_tokens)), parents)
         masks, behind = mask_groups(torch.arange(num_tokens), num_tokens, num_masks)
