@@ -38,7 +38,7 @@ class Bita:
         depth = limits.depth or trained_masks
         if depth > trained_masks:
             raise UserError(f"tree depth {depth}, but this BiTA was trained with {trained_masks} masks: lower --depth")
-        named = 1 if limits.shape == "straightforward" else limits.children or PAPER_NAMED
+        named = 1 if limits.shape == "straightforward" else limits.children or min(PAPER_NAMED, MAX_NAMED // depth)
         if depth * named > MAX_NAMED:
             raise UserError(f"{depth} masks that name {named} tokens each are more than {MAX_NAMED}: lower --depth or --children")
         self.masks = MaskParams(depth, named)
