@@ -122,6 +122,31 @@ def test_generate_by_bita_gives_rank_0_no_draft(pipedec: Pipedec, monkeypatch: p
     assert with_draft.draft is not None and with_draft.bita == bita.bita
 
 
+@pytest.mark.parametrize(
+    ("has_draft", "has_bita", "methods"),
+    [
+        (True, True, {"pp", "stpp", "pipedec", "pipedec-bestfirst", "bita"}),
+        (True, False, {"pp", "stpp", "pipedec", "pipedec-bestfirst"}),
+        (False, True, {"pp", "pipedec-bestfirst", "bita"}),
+    ],
+)
+def test_verify_compares_all_that_the_pipeline_can_do(
+    pipedec: Pipedec, pair: Pair, has_draft: bool, has_bita: bool, methods: set[str]
+) -> None:
+    models = (
+        "--target",
+        pair.target,
+        "--draft",
+        pair.draft if has_draft else "none",
+        "--bita",
+        pair.bita if has_bita else "none",
+    )
+    asked = ("--device", "cpu", "--stages", "2", "--raw-prompt", "--prompt", PROMPT, "--max-tokens", "4")
+    compared = pipedec("verify", *models, *asked, "--local")
+    assert compared.status == 0, compared.err
+    assert set(re.findall(r"2 stages in 2 groups, ([\w-]+): 1/1 equal", compared.err)) == methods
+
+
 def test_sampling_flags_reach_the_pipeline(pipedec: Pipedec, known_resident: LocalCluster) -> None:
     asked = ("submit", "--raw-prompt", "--prompt", PROMPT, "--max-tokens", "16", "--ignore-eos", "--json")
     flags = ("--temperature", "0.9", "--top-k", "40", "--top-p", "0.95", "--min-p", "0.01", "--logprobs", "2")
