@@ -1,4 +1,4 @@
-"""A tiny target and draft with a real tokenizer, as every test of whole pipelines needs them."""
+"""A tiny target, draft and BiTA with a real tokenizer, as every test of whole pipelines needs them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from bita_files import save_random_bita
 from checkpoints import save_tiny_llama
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -27,14 +28,15 @@ SENTENCES = [
 
 @dataclass(frozen=True)
 class Pair:
-    """A target of 8 layers and a draft of 2 with its tokenizer; ``foreign_draft`` has another one."""
+    """A target of 8 layers, a draft of 2 with its tokenizer, and a BiTA; ``foreign_draft`` has another tokenizer."""
 
     target: Path
     draft: Path
     foreign_draft: Path
+    bita: Path
 
     def spec(self, stages: int = 2, groups: int | None = None, draft: str | None = None) -> PipelineSpec:
-        return PipelineSpec.create(self.target, draft or self.draft, stages, groups, device="cpu")
+        return PipelineSpec.create(self.target, draft or self.draft, stages, groups, device="cpu", bita=self.bita)
 
     @property
     def flags(self) -> list[str]:
@@ -42,10 +44,11 @@ class Pair:
 
 
 def make_pair(folder: Path) -> Pair:
-    """Save all three models under ``folder``."""
-    made = Pair(folder / "target", folder / "draft", folder / "foreign")
+    """Save everything under ``folder``."""
+    made = Pair(folder / "target", folder / "draft", folder / "foreign", folder / "bita")
     tokenizer = _train_tokenizer(SENTENCES, vocab_size=300)
     target = save_tiny_llama(made.target, layers=TARGET_LAYERS, vocab=len(tokenizer), max_position_embeddings=CONTEXT)
+    save_random_bita(made.bita, made.target)
     # The draft is the target without its last layers, so that it is sometimes right.
     target.model.layers = torch.nn.ModuleList(target.model.layers[:DRAFT_LAYERS])
     target.config.num_hidden_layers = DRAFT_LAYERS

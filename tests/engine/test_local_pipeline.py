@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from bita_files import save_random_bita
 from checkpoints import save_tiny_llama
 from timesteps import check_timesteps
 from transformers import LlamaForCausalLM, PreTrainedModel
@@ -27,10 +28,11 @@ SHAPES = [(1, 1), (2, 2), (4, 4), (8, 8), (8, 4), (4, 1)]  # stages, groups
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A target; a draft of the same weights, one that is often right, and one that has nothing to do with it."""
+    """A target and its BiTA; a draft of the same weights, one that is often right, one that has nothing to do with it."""
     folder = tmp_path_factory.mktemp("models")
     target = save_tiny_llama(folder / "target", layers=LAYERS, max_position_embeddings=1024, eos_token_id=EOS)
     target.save_pretrained(folder / "same")
+    save_random_bita(folder / "bita", folder / "target")
     save_tiny_llama(folder / "random", layers=2, seed=7, max_position_embeddings=1024)
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
@@ -59,7 +61,8 @@ def make_pipeline(
 ) -> LocalPipeline:
     layers = tuple((part.start, part.stop) for part in even_layers(LAYERS, shape[0]))
     draft_path = models / draft if draft else None
-    return LocalPipeline.load(PipelineSpec(models / target, draft_path, Topology.even(*shape), layers, dtype, device="cpu"))
+    topology, bita = Topology.even(*shape), models / "bita"
+    return LocalPipeline.load(PipelineSpec(models / target, draft_path, topology, layers, dtype, device="cpu", bita=bita))
 
 
 def request(
@@ -204,7 +207,8 @@ def test_the_models_end_token_ends_the_answer(models: Path, method: str, tmp_pat
     target = LlamaForCausalLM.from_pretrained(models / "target")
     target.config.eos_token_id = target.generation_config.eos_token_id = end
     target.save_pretrained(tmp_path / "target")
-    (tmp_path / "near").symlink_to(models / "near")
+    for name in ("near", "bita"):
+        (tmp_path / name).symlink_to(models / name)
     pipeline = make_pipeline(tmp_path, (4, 4), "near")
     wanted = expected(tmp_path / "target", PROMPT, NUM_TOKENS, ignore_eos=False)
     assert wanted == spoken[: spoken.index(end) + 1]
