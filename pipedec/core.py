@@ -144,7 +144,7 @@ class TreeParams:
         if not self.proposers or not set(self.proposers) <= set(PROPOSERS):
             raise UserError(f"tree proposers must be some of {', '.join(PROPOSERS)}, not {', '.join(self.proposers) or 'none'}")
         if self.shape not in SHAPES:
-            raise UserError(f"tree shape must be one of {', '.join(SHAPES)}, not {self.shape}")
+            raise UserError(f"tree shape must be one of {', '.join(SHAPES)}, not {self.shape[:100]}")
 
     def with_defaults(self) -> PaperTree:
         """The limits with the paper's 32 rows and 16 children where none are set."""

@@ -87,7 +87,7 @@ def test_checkpoints_count_from_the_file(tmp_path: Path) -> None:
         ),
         (
             GOOD + "tree: {zzz: 8}\n",
-            "cluster.yaml: tree: unknown key 'zzz': known: width, children, depth, rows, forwards, proposers",
+            "cluster.yaml: tree: unknown key 'zzz': known: width, children, depth, rows, forwards, proposers, shape",
         ),
         (GOOD + "tree: {width: 0}\n", "cluster.yaml: tree.width: must be at least 1, not 0"),
         (GOOD + "tree: {width: true}\n", "cluster.yaml: tree.width: must be an integer, not true or false"),

@@ -6,13 +6,12 @@ from dataclasses import replace
 
 import click
 
-from pipedec.cli.options import PipelineFlags, RequestFlags, pipeline_options, request_options
+from pipedec.cli.options import NEED_DRAFT, PipelineFlags, RequestFlags, pipeline_options, request_options
 from pipedec.cli.show import ask_and_show, loading_bar
 from pipedec.core import UserError
 from pipedec.engine.client import Client
 
 _WITHOUT_DRAFT = ("pp", "bita")
-_ONLY_WITH_DRAFT = ("stpp", "pipedec")
 
 
 @click.command()
@@ -28,7 +27,7 @@ def generate(pipeline: PipelineFlags, asked: RequestFlags) -> None:
     from pipedec.cli.cluster import local_cluster
 
     cluster = local_cluster(replace(pipeline, draft="none") if request.method in _WITHOUT_DRAFT else pipeline)
-    if request.method in _ONLY_WITH_DRAFT and cluster.spec.draft is None:
+    if request.method in NEED_DRAFT and cluster.spec.draft is None:
         raise UserError(f"method {request.method} needs a draft model: give --draft DIR, or use --method pp")
     if request.method == "bita" and cluster.spec.bita is None:
         raise UserError("method bita needs what pipedec train bita has learned for this target: give --bita DIR")

@@ -16,6 +16,7 @@ from pipedec.core import SamplingParams, TreeParams, UserError
 from pipedec.engine.messages import PromptRequest
 
 METHOD_NAMES = ("pp", "stpp", "pipedec", "pipedec-bestfirst", "bita")
+NEED_DRAFT = ("stpp", "pipedec")
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from pipedec.cli.cluster import local_cluster
-from pipedec.cli.options import METHOD_NAMES, PipelineFlags, pipeline_options
+from pipedec.cli.options import METHOD_NAMES, NEED_DRAFT, PipelineFlags, pipeline_options
 from pipedec.cli.show import console
 from pipedec.core import PipedecError, Request, SamplingParams, UserError
 from pipedec.engine.client import Client
@@ -34,19 +34,19 @@ Shape = tuple[int, int]  # stages, groups
 @click.option("--field", help="The field of the prompt files that holds the prompt.")
 @click.option("--samples", type=int, default=20, show_default=True, help="Prompts drawn from each file (seed 0).")
 @click.option("--shapes", help="Stages, or stages x groups, to compare, like 1,4,14,14x7 (default: --stages and --groups).")
-@click.option("--methods", default=",".join(METHOD_NAMES), show_default=True, help="Methods to compare.")
+@click.option("--methods", help="Methods to compare, like pp,bita (default: all for which there is a draft and a BiTA).")
 @click.option("--max-tokens", type=int, default=128, show_default=True)
 @click.option("--raw-prompt", is_flag=True, help="Do not apply the model's chat template.")
 @click.option("--local", is_flag=True, help="All stages in this process (LocalPipeline) instead of one process per rank.")
 def verify(
     pipeline: PipelineFlags, prompts: tuple[str, ...], files: tuple[Path, ...], field: str | None, samples: int,
-    shapes: str | None, methods: str, max_tokens: int, raw_prompt: bool, local: bool,
+    shapes: str | None, methods: str | None, max_tokens: int, raw_prompt: bool, local: bool,
 ) -> None:  # fmt: skip
     """Check that every method says exactly what the target alone says; exit 1 at the first that does not."""
     texts = [*prompts, *(text for path in files for text in read_prompts(path, field).sample(samples).prompts)]
     if not texts:
         raise UserError("nothing to verify: give --prompt TEXT or --prompts FILE")
-    names = methods.split(",")
+    names = methods.split(",") if methods else []
     if unknown := set(names) - set(METHOD_NAMES):
         raise UserError(f"unknown method {sorted(unknown)[0]!r}: choose from {', '.join(METHOD_NAMES)}")
     asked = [PromptRequest(text, raw_prompt, sampling=SamplingParams(max_tokens=max_tokens)) for text in texts]
@@ -59,6 +59,7 @@ def _compare(pipeline: PipelineFlags, shapes: list[Shape], methods: list[str], a
     from pipedec.model import ModelConfig
 
     spec = local_cluster(pipeline).spec
+    methods = methods or _possible_methods(spec)
     prompter = Prompter(spec.target, ModelConfig.from_directory(spec.target).max_positions)
     prompt_ids = [prompter.token_ids(one.prompt, one.raw, one.sampling.max_tokens) for one in asked]
     reference = Reference(spec)
@@ -83,6 +84,12 @@ def _compare(pipeline: PipelineFlags, shapes: list[Shape], methods: list[str], a
     Console().print(table)
     if differences:
         raise PipedecError("; ".join(differences[:3]))
+
+
+def _possible_methods(spec: PipelineSpec) -> list[str]:
+    """Those that lack nothing."""
+    lacking = (NEED_DRAFT if spec.draft is None else ()) + (("bita",) if spec.bita is None else ())
+    return [name for name in METHOD_NAMES if name not in lacking]
 
 
 def _answers(

@@ -17,7 +17,7 @@ from pipedec.decoding.controller import Beat
 from pipedec.decoding.experience import Experience
 from pipedec.tree import mask_groups
 
-DEFAULT_NAMED = {"likeliest": 16, "efficient": 5, "straightforward": 1, "full": 2}  # tokens of each mask; efficient: BiTA §4.1
+DEFAULT_NAMED = {"likeliest": 16, "efficient": 5, "full": 2}  # tokens of each mask; efficient: BiTA §4.1
 DEFAULT_ROWS = 64  # of a likeliest tree: what most GPUs compute as fast as one (see ``hardware``)
 MAX_NAMED = 64  # of all masks together: a verdict has to fit into a message's header
 MAX_ROWS = 4096
@@ -37,13 +37,16 @@ class Bita:
         if not trained_masks:
             raise UserError("method bita needs what pipedec train bita has learned for this target: give --bita DIR")
         limits = request.tree
-        depth, named = limits.depth or trained_masks, limits.children or DEFAULT_NAMED[limits.shape]
+        depth = limits.depth or trained_masks
         if depth > trained_masks:
             raise UserError(f"tree depth {depth}, but this BiTA was trained with {trained_masks} masks: lower --depth")
+        is_chain = limits.shape == "straightforward"
+        named = 1 if is_chain else limits.children or min(DEFAULT_NAMED[limits.shape], MAX_NAMED // depth)
         if depth * named > MAX_NAMED:
             raise UserError(f"{depth} masks that name {named} tokens each are more than {MAX_NAMED}: lower --depth or --children")
-        if limits.shape == "full" and (1 + depth) * sum(named**layer for layer in range(depth + 1)) > MAX_ROWS:
-            raise UserError(f"a full tree of depth {depth} has more than {MAX_ROWS} rows: lower --depth or --children")
+        num_rows = (1 + depth) * sum(named**layer for layer in range(depth + 1))
+        if limits.shape == "full" and num_rows > MAX_ROWS:
+            raise UserError(f"a tree of {num_rows} rows is more than {MAX_ROWS}: lower --depth or --children")
         self.masks = MaskParams(depth, named)
         self.hits = 0
         self.misses = 0

@@ -141,7 +141,7 @@ def run_rank(place: RankPlace, spec: PipelineSpec, address: RunAddress, report: 
 
 
 def _serve(place: RankPlace, spec: PipelineSpec, scheduler: RedisScheduler, report: Report) -> None:
-    device = spec.torch_device(place.local_rank)
+    device = spec.rank_device(place.rank, place.local_rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     transport = _meet(place, spec, device)
@@ -164,11 +164,19 @@ def _serve(place: RankPlace, spec: PipelineSpec, scheduler: RedisScheduler, repo
 def _meet(place: RankPlace, spec: PipelineSpec, device: torch.device) -> Transport:
     backend = place.transport
     if backend == "auto":
-        enough_gpus = device.type == "cuda" and torch.cuda.device_count() >= place.local_world_size
-        backend = "nccl" if enough_gpus else "gloo"
+        backend = "nccl" if device.type == "cuda" and _gpus_suffice(place, spec) else "gloo"
     rendezvous = Rendezvous(place.rank, place.world_size, place.init_method, MEETING_SECONDS)
     hidden_size = ModelConfig.from_directory(spec.target).hidden_size
     return TorchTransport(backend, rendezvous, hidden_size, spec.torch_dtype, device)
+
+
+def _gpus_suffice(place: RankPlace, spec: PipelineSpec) -> bool:
+    """Whether every rank of this host that needs a GPU has its own: all but rank 0 without a draft.
+
+    The ranks of a host are consecutive, so rank 0 is among them where a rank is also the local rank.
+    """
+    without_gpu = 1 if spec.draft is None and place.rank == place.local_rank else 0
+    return torch.cuda.device_count() >= place.local_world_size - without_gpu
 
 
 def _load(

@@ -108,8 +108,15 @@ class PipelineSpec:
     def num_stages(self) -> int:
         return self.topology.num_stages
 
+    def rank_device(self, rank: int, local_rank: int) -> torch.device:
+        """The device of a rank of a cluster: rank 0 without a draft computes nothing and is on the CPU.
+
+        Local ranks of a host's stages are consecutive: as many GPUs as stages are one for each, also beside such a rank 0.
+        """
+        return torch.device("cpu") if rank == 0 and self.draft is None else self.torch_device(local_rank)
+
     def torch_device(self, local_rank: int = 0) -> torch.device:
-        """The device of a rank; ``auto`` is CUDA where there is one."""
+        """The device of whatever computes; ``auto`` is CUDA where there is one."""
         if self.device == "cpu" or (self.device == "auto" and not torch.cuda.is_available()):
             return torch.device("cpu")
         if not torch.cuda.is_available():

@@ -54,13 +54,18 @@ class BitaConfig:
         if not isinstance(raw, dict) or raw.pop("format", None) != _FORMAT:
             raise UserError(f"{path} is not of format {_FORMAT}: give a directory that pipedec train bita wrote")
         try:
-            config = cls(**raw)
-            is_sound = 1 <= config.num_masks <= MAX_MASKS and config.num_prompt_tokens >= 0 and config.prompting in PROMPTINGS
+            config: BitaConfig | None = cls(**raw)
         except TypeError:
-            is_sound = False
-        if not is_sound:
+            config = None
+        if config is None or not config._is_sound():
             raise UserError(f"{path} is damaged: train again, or copy it again")
         return config
+
+    def _is_sound(self) -> bool:
+        kinds = [type(value) for value in (self.target, self.num_masks, self.num_prompt_tokens, self.prompting)]
+        if kinds != [str, int, int, str]:
+            return False
+        return 1 <= self.num_masks <= MAX_MASKS and self.num_prompt_tokens >= 0 and self.prompting in PROMPTINGS
 
 
 @dataclass(frozen=True)
@@ -91,7 +96,7 @@ class BitaWeights:
                 for name, shape in expected.items():
                     found = list(slices[name].get_shape()) if name in slices else None
                     if found != list(shape):
-                        said = f"has shape {found}" if found else "is missing"
+                        said = "is missing" if found is None else f"has shape {found}"
                         raise UserError(f"{path}: tensor {name} {said}, but config.json and the target ask for {list(shape)}")
                 prompt, masks = slices["prompt"][layers.start : layers.stop], slices["masks"][:]
         except (SafetensorError, OSError) as error:

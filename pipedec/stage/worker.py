@@ -124,6 +124,7 @@ class FinalStageWorker(StageWorker):
         self._num_logprobs = sampling.logprobs
         self._logprobs = None
         self._accepted_logprobs = []
+        named = min(named, self._model.config.vocab_size)
         self._named = self._successors.new_zeros(0, named) if named else None
 
     def prefill(self, chunk: Step) -> Step:
@@ -156,7 +157,7 @@ class FinalStageWorker(StageWorker):
     def _likeliest(self, logits: Tensor, places: Tensor, count: int) -> Tensor:
         """int64 [R, count]: what masks name for these places, the best first, as the sampler will draw there."""
         scores = logits if self._sampler is None else self._sampler.scores(logits, places)
-        return scores.topk(min(count, scores.shape[1]), dim=1).indices
+        return scores.topk(count, dim=1).indices
 
     def sync(self, verdict: Verdict) -> None:
         super().sync(verdict)

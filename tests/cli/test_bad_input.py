@@ -76,6 +76,11 @@ def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--prompt", "a", "--draft", "none", "--method", "stpp"], "method stpp needs a draft model"),
         (["--prompt", "a", "--draft", "nowhere"], "nowhere is not a directory"),
         (["--prompt", "a", "--target", "nowhere"], "nowhere is not a directory"),
+        (["--prompt", "a", "--bita", "nowhere"], "nowhere/config.json cannot be read: give a directory that pipedec train bita"),
+        (["--prompt", "a", "--bita", "."], "config.json cannot be read: give a directory that pipedec train bita wrote"),
+        (["--prompt", "a", "--method", "bita"], "method bita needs what pipedec train bita has learned for this target"),
+        (["--prompt", "a", "--method", "bita", "--bita", "none"], "method bita needs what pipedec train bita has learned"),
+        (["--prompt", "a", "--shape", "nonsense"], "tree shape must be one of efficient, straightforward, full, not nonsense"),
         (["--prompt", "a", "--colour", "red"], "No such option '--colour'"),
     ],
 )
@@ -121,6 +126,62 @@ def test_a_damaged_checkpoint(damage: Callable[[Path], Any], message: str, piped
     copy = Path(shutil.copytree(pair.target, tmp_path / "copy"))
     damage(copy / "model.safetensors")
     assert message in pipedec("generate", "--prompt", "a", "--target", copy, "--draft", pair.draft).refused()
+
+
+@pytest.mark.usefixtures("nothing_starts")
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda path: truncate(path / "model.safetensors"), "model.safetensors is not a whole safetensors file"),
+        (lambda path: (path / "model.safetensors").unlink(), "model.safetensors is not a whole safetensors file"),
+        (lambda path: (path / "config.json").unlink(), "config.json cannot be read: give a directory that pipedec train bita"),
+        (lambda path: (path / "config.json").write_text("[]"), "config.json is not of format pipedec-bita-1"),
+        (lambda path: rewrite(path / "config.json", '"num_masks": 3', '"num_masks": 3.0'), "config.json is damaged"),
+        (lambda path: rewrite(path / "config.json", '"num_masks": 3', '"num_masks": 4'), "tensor masks has shape [3, 32], but"),
+        (lambda path: rewrite(path / "config.json", '"target": "', '"target": "f'), "was trained for another target than"),
+    ],
+    ids=["truncated", "no tensors", "no config", "foreign", "another kind", "other masks", "other target"],
+)
+@pytest.mark.parametrize("method", ["bita", "pp"])
+def test_a_damaged_bita(
+    damage: Callable[[Path], Any], message: str, method: str, pipedec: Pipedec, pair: Pair, tmp_path: Path
+) -> None:
+    copy = Path(shutil.copytree(pair.bita, tmp_path / "copy"))
+    damage(copy)
+    assert message in pipedec("generate", *pair.flags, "--prompt", "a", "--bita", copy, "--method", method).refused()
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1000])
+
+
+def rewrite(path: Path, old: str, new: str) -> None:
+    assert old in path.read_text()
+    path.write_text(path.read_text().replace(old, new))
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--depth", "4"], "tree depth 4, but this BiTA was trained with 3 masks: lower --depth"),
+        (["--children", "22"], "3 masks that name 22 tokens each are more than 64: lower --depth or --children"),
+        (["--children", "20", "--shape", "full"], "a tree of 33684 rows is more than 4096: lower --depth or --children"),
+        (["--shape", "round"], "tree shape must be one of efficient, straightforward, full, not round"),
+    ],
+)
+def test_a_tree_that_the_masks_of_a_running_cluster_cannot_grow(
+    flags: list[str], message: str, known_resident: LocalCluster, pipedec: Pipedec
+) -> None:
+    assert pipedec("submit", "--method", "bita", "--prompt", "a", *flags).refused() == message
+    assert pipedec("submit", "--method", "bita", "--prompt", "a", "--max-tokens", "2").status == 0
+
+
+def test_more_masks_than_there_are(pipedec: Pipedec, pair: Pair) -> None:
+    """Only the cluster that is started for it knows."""
+    ended = pipedec(
+        "generate", *pair.flags, "--bita", pair.bita, "--method", "bita", "--stages", "1", "--prompt", "a", "--depth", "9"
+    )
+    assert ended.refused() == "tree depth 9, but this BiTA was trained with 3 masks: lower --depth"
 
 
 @pytest.mark.parametrize(

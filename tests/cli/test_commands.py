@@ -18,6 +18,7 @@ from processes import MARK, marked_processes, wait_until
 from tiny_pair import Pair
 from transformers import PreTrainedTokenizerBase
 
+from pipedec.core import PipedecError
 from pipedec.engine.cluster import LocalCluster
 from pipedec.engine.running import RunningCluster, read_state
 from pipedec.engine.verify import Reference
@@ -89,7 +90,61 @@ def test_submit_prints_one_json_document_and_writes_a_trace(
     assert json.loads(plain.out)["token_ids"] == expected and json.loads(plain.out)["hit_rate"] == 0
     static = json.loads(pipedec("submit", *short, "--method", "stpp", "--depth", "2", "--rows", "5", "--json").out)
     assert static["token_ids"] == expected and static["timesteps"] == 3 * static["misses"]
+    for shape in ("efficient", "straightforward", "full"):
+        masked = json.loads(pipedec("submit", *short, "--method", "bita", "--children", "2", "--shape", shape, "--json").out)
+        assert masked["token_ids"] == expected and masked["timesteps"] == 2 * masked["misses"]
+        assert masked["hits"] + masked["misses"] == 15
     assert re.search(r"2 │ stage 2 \(group 2\) │ yes", pipedec("status").err)
+
+
+def test_generate_by_bita_never_looks_at_a_draft(pipedec: Pipedec, pair: Pair, expected: list[int], tmp_path: Path) -> None:
+    """Neither at one that is named, nor at the shipped one."""
+    asked = ("--method", "bita", "--stages", "2", "--raw-prompt", "--prompt", PROMPT, "--max-tokens", "16", "--ignore-eos")
+    flags = ("--target", pair.target, "--draft", tmp_path / "nowhere", "--bita", pair.bita, "--device", "cpu")
+    answered = pipedec("generate", *flags, *asked, "--json")
+    assert answered.status == 0, answered.err
+    document = json.loads(answered.out)
+    assert (document["method"], document["token_ids"]) == ("bita", expected)
+
+
+def test_generate_by_bita_gives_rank_0_no_draft(pipedec: Pipedec, monkeypatch: pytest.MonkeyPatch) -> None:
+    specs = []
+
+    def start(cluster: LocalCluster, progress: object = None) -> None:
+        specs.append(cluster.spec)
+        raise PipedecError("enough seen")
+
+    monkeypatch.setattr(LocalCluster, "start", start)
+    for method in ("bita", "pipedec"):
+        assert pipedec("generate", "--prompt", "a", "--method", method).refused(1) == "enough seen"
+    bita, with_draft = specs
+    assert bita.draft is None and bita.load_drafter(bita.torch_device()) is None and bita.trained_masks() > 0
+    assert with_draft.draft is not None and with_draft.bita == bita.bita
+
+
+@pytest.mark.parametrize(
+    ("has_draft", "has_bita", "methods"),
+    [
+        (True, True, {"pp", "stpp", "pipedec", "pipedec-bestfirst", "bita"}),
+        (True, False, {"pp", "stpp", "pipedec", "pipedec-bestfirst"}),
+        (False, True, {"pp", "pipedec-bestfirst", "bita"}),
+    ],
+)
+def test_verify_compares_all_that_the_pipeline_can_do(
+    pipedec: Pipedec, pair: Pair, has_draft: bool, has_bita: bool, methods: set[str]
+) -> None:
+    models = (
+        "--target",
+        pair.target,
+        "--draft",
+        pair.draft if has_draft else "none",
+        "--bita",
+        pair.bita if has_bita else "none",
+    )
+    asked = ("--device", "cpu", "--stages", "2", "--raw-prompt", "--prompt", PROMPT, "--max-tokens", "4")
+    compared = pipedec("verify", *models, *asked, "--local")
+    assert compared.status == 0, compared.err
+    assert set(re.findall(r"2 stages in 2 groups, ([\w-]+): 1/1 equal", compared.err)) == methods
 
 
 def test_sampling_flags_reach_the_pipeline(pipedec: Pipedec, known_resident: LocalCluster) -> None:

@@ -178,7 +178,7 @@ def test_plain_pipeline_waits_for_every_token() -> None:
 
 @pytest.mark.parametrize("name", METHODS)
 def test_the_last_verdict_proposes_and_counts_nothing(name: str, drafter: ScriptedDrafter) -> None:
-    method = create_method(Request(0, PROMPT, method=name), drafter, Experience(passage=2))
+    method = create_method(Request(0, PROMPT, method=name), drafter, Experience(passage=2), trained_masks=3)
     method.prefill(torch.tensor(PROMPT))
     method.apply(Verdict((10,)))
     method.propose()
@@ -199,7 +199,7 @@ def test_create_method(drafter: ScriptedDrafter) -> None:
         remedy = "give --draft DIR, or use --method pipedec-bestfirst"
         with pytest.raises(UserError, match=rf"^method {name} needs a draft model: {remedy}$"):
             create_method(Request(0, PROMPT, method=name), None, experience)
-    with pytest.raises(UserError, match=r"^unknown method 'best': choose one of pp, stpp, pipedec, pipedec-bestfirst$"):
+    with pytest.raises(UserError, match=r"^unknown method 'best': choose one of pp, stpp, pipedec, pipedec-bestfirst, bita$"):
         create_method(Request(0, PROMPT, method="best"), drafter, experience)
 
 

@@ -89,12 +89,15 @@ def test_other_shapes_say_what_transformers_says(
     assert len(pids) == shape[0] + 1 and not any(psutil.pid_exists(pid) for pid in pids)
 
 
-def test_an_answer_ends_at_a_stop_token(resident: LocalCluster, reference: Reference, tokenizer: PreTrainedTokenizerBase) -> None:
+@pytest.mark.parametrize("method", ["pipedec", "bita"])
+def test_an_answer_ends_at_a_stop_token(
+    resident: LocalCluster, reference: Reference, tokenizer: PreTrainedTokenizerBase, method: str
+) -> None:
     """A stop token that the undisturbed answer holds ends it there, in the middle of a speculative tree."""
     text = PROMPTS[0]
     expected = reference.generate(tokenizer(text)["input_ids"], 24, ignore_eos=True)
     stop = expected[9]
-    answer = client_of(resident).ask(prompt_request(text, ignore_eos=True, stop_token_ids=(stop,)))
+    answer = client_of(resident).ask(prompt_request(text, method, ignore_eos=True, stop_token_ids=(stop,)))
     assert answer.token_ids == expected[: expected.index(stop) + 1]
     assert answer.finish_reason == "stop"
 
@@ -203,13 +206,18 @@ def test_two_clients_at_once_both_get_their_own_answer(
         ({"tree": {"rows": 0}}, "tree rows must be at least 1, not 0"),
         ({"tree": {"depth": 0}}, "tree depth must be at least 1, not 0"),
         ({"tree": {"depth": 65}}, "tree depth must be at most 64"),
-        ({"tree": {"depth": None}}, "tree depth must be a whole number, not 'None'"),
+        ({"tree": {"depth": 2.5}}, "tree depth must be a whole number, not '2.5'"),
         ({"method": "stpp", "tree": {"width": 1000, "depth": 5}}, "5 layers of 1000 rows are drafted at once"),
         ({"method": "stpp", "tree": {"rows": 100, "depth": 41}}, "41 layers of 100 rows are drafted at once"),
         ({"method": "pipedec-bestfirst", "tree": {"width": 125}}, "a tree width of at most 124, not 125"),
         ({"tree": {"proposers": ["oracle"]}}, "tree proposers must be some of draft, ngrams, not oracle"),
         ({"tree": {"proposers": []}}, "tree proposers must be some of draft, ngrams, not none"),
         ({"tree": {"proposers": "draft"}}, "tree proposers must be texts"),
+        ({"tree": {"shape": "round"}}, "tree shape must be one of efficient, straightforward, full, not round"),
+        ({"tree": {"shape": 5}}, "tree shape must be a text"),
+        ({"method": "bita", "tree": {"depth": 4}}, "tree depth 4, but this BiTA was trained with 3 masks: lower --depth"),
+        ({"method": "bita", "tree": {"children": 22}}, "3 masks that name 22 tokens each are more than 64"),
+        ({"method": "bita", "tree": {"children": 20, "shape": "full"}}, "a tree of 33684 rows is more than 4096"),
         ({"tree": {"forwards": 0}}, "tree forwards must be at least 1, not 0"),
         ({"tree": None}, "cannot be read"),
     ],
@@ -263,15 +271,16 @@ def counted_commands(client: redis.Redis) -> dict[str, int]:
     }
 
 
+@pytest.mark.parametrize("method", ["pipedec", "bita"])
 def test_a_cancelled_request_ends_and_the_next_one_is_right(
-    resident: LocalCluster, reference: Reference, tokenizer: PreTrainedTokenizerBase
+    resident: LocalCluster, reference: Reference, tokenizer: PreTrainedTokenizerBase, method: str
 ) -> None:
     def interrupt(text: str) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        client_of(resident).ask(prompt_request(PROMPTS[0], max_tokens=1500, ignore_eos=True), interrupt)
-    answer = client_of(resident).ask(prompt_request(PROMPTS[2], max_tokens=12, ignore_eos=True))
+        client_of(resident).ask(prompt_request(PROMPTS[0], method, max_tokens=1500, ignore_eos=True), interrupt)
+    answer = client_of(resident).ask(prompt_request(PROMPTS[2], method, max_tokens=12, ignore_eos=True))
     assert answer.token_ids == reference.generate(tokenizer(PROMPTS[2])["input_ids"], 12, ignore_eos=True)
 
 

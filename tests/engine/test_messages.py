@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from pipedec.core import SamplingParams, UserError
-from pipedec.engine.messages import PromptRequest
+from pipedec.core import SamplingParams, TreeParams, UserError, Verdict
+from pipedec.engine.messages import PromptRequest, verdict_from_payload, verdict_to_payload
 
 FULL = SamplingParams(
     temperature=0.6,
@@ -80,4 +80,45 @@ def test_one_stop_string_may_be_given_as_it_is() -> None:
 def test_bad_sampling_parameters(values: Any, message: str) -> None:
     with pytest.raises(UserError) as refused:
         PromptRequest.from_json(json.dumps({"prompt": "Hello", "sampling": values}))
+    assert message in str(refused.value) and "\n" not in str(refused.value) and len(str(refused.value)) < 300
+
+
+@pytest.mark.parametrize(
+    "verdict",
+    [
+        Verdict((5, 6), None, ((7, 8), (9, 10), (11, 12))),
+        Verdict((), "cancelled"),
+        Verdict((2**40,), "stop"),
+        Verdict((1, 2), None, ()),
+    ],
+    ids=lambda verdict: str(verdict)[:40],
+)
+def test_verdicts_arrive_as_they_were(verdict: Verdict) -> None:
+    assert verdict_from_payload(json.loads(json.dumps(verdict_to_payload(verdict)))) == verdict
+
+
+@pytest.mark.parametrize(
+    "tree", [TreeParams(), TreeParams(3, 4, 5, 6, 7, ("ngrams",), "full"), TreeParams(depth=2, shape="straightforward")]
+)
+def test_tree_limits_arrive_as_they_were(tree: TreeParams) -> None:
+    assert PromptRequest.from_json(PromptRequest("Hello", tree=tree).to_json()).tree == tree
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"shape": "round"}, "tree shape must be one of efficient, straightforward, full, not round"),
+        ({"shape": 5}, "tree shape must be a text"),
+        ({"shape": None}, "tree shape must be a text"),
+        ({"shape": ["full"]}, "tree shape must be a text"),
+        ({"shape": "x" * 500}, "tree shape must be one of efficient, straightforward, full, not x"),
+        ({"depth": "deep"}, "cannot be read"),
+        ({"depth": 1.5}, "tree depth must be a whole number, not '1.5'"),
+        ({"depth": True}, "tree depth must be a whole number, not 'True'"),
+    ],
+    ids=lambda value: json.dumps(value)[:40] if isinstance(value, dict) else "",
+)
+def test_bad_tree_limits(values: Any, message: str) -> None:
+    with pytest.raises(UserError) as refused:
+        PromptRequest.from_json(json.dumps({"prompt": "Hello", "method": "bita", "tree": values}))
     assert message in str(refused.value) and "\n" not in str(refused.value) and len(str(refused.value)) < 300

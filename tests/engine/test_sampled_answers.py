@@ -162,13 +162,15 @@ def test_a_bias_outside_the_vocabulary(models: Path) -> None:
 
 TEXT = "Natalia sold 12 clips in April."
 CLUSTER_TREE = TreeParams(width=8, children=8, depth=3)
+WIDE_TREE = TreeParams(children=32, depth=1)  # masks that have learned nothing must name many tokens to be right without noise
 
 
 def ask(cluster: LocalCluster, sampling: SamplingParams, method: str = "pipedec", trace: bool = False) -> Completion:
     assert cluster.scheduler is not None
     client = Client(cluster.scheduler, cluster.check, silence_seconds=60)
     pieces: list[str] = []
-    completion = client.ask(PromptRequest(TEXT, True, method, sampling, CLUSTER_TREE, trace), pieces.append)
+    tree = WIDE_TREE if method == "bita" and not sampling.is_stochastic else CLUSTER_TREE
+    completion = client.ask(PromptRequest(TEXT, True, method, sampling, tree, trace), pieces.append)
     assert "".join(pieces) == completion.text
     return completion
 
@@ -229,7 +231,7 @@ def test_a_stop_string_ends_the_answer_before_it(
     foreign |= {token: -100.0 for token in range(len(tokenizer)) if not tokenizer.decode(token).isascii()}
     sampling = SamplingParams(temperature, seed=8, max_tokens=40, ignore_eos=True, logit_bias=foreign)
     whole, groups = ask(well_drafted, sampling, method), well_drafted.spec.topology.num_groups
-    assert len(whole.text) >= 40 and (whole.metrics.hits > 10 or method == "pp")
+    assert len(whole.text) >= 40 and whole.metrics.hits > {"pp": -1, "bita": 5}.get(method, 10)
     said = [tokenizer.decode(whole.token_ids[:count], skip_special_tokens=True) for count in range(41)]
     last = len(whole.text)
     for start, end in ((0, 1), (9, 10), (10, 13), (17, 24), (26, 28), (last - 7, last - 5), (last - 5, last)):

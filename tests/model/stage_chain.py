@@ -7,27 +7,44 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from pipedec.model.bita import BitaWeights
 from pipedec.model.config import ModelConfig
 from pipedec.model.stage_model import StageModel
 
 
 class StageChain:
-    """Stages with these numbers of layers, each with its cache."""
+    """Stages with these numbers of layers, each with its cache; ``bita`` has the tensors of all layers."""
 
-    def __init__(self, directory: Path, cut: tuple[int, ...], dtype: torch.dtype = torch.float32, block: int = 8) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        cut: tuple[int, ...],
+        dtype: torch.dtype = torch.float32,
+        block: int = 8,
+        bita: BitaWeights | None = None,
+    ) -> None:
         config = ModelConfig.from_directory(directory)
         starts = [sum(cut[:index]) for index in range(len(cut))]
         self.stages = [
             StageModel.load(directory, range(start, start + size), dtype, "cpu", config)
             for start, size in zip(starts, cut, strict=True)
         ]
+        for stage in self.stages if bita is not None else ():
+            of_layers = bita.prompt[stage.layers.start : stage.layers.stop]
+            stage.attach(BitaWeights(of_layers.to(dtype), bita.masks.to(dtype)))
         self.caches = [stage.make_cache(block) for stage in self.stages]
 
     def forward(self, ids: Tensor, positions: Tensor, mask: Tensor | None = None, prefill_length: int | None = None) -> Tensor:
-        rows = ids
+        return self.stages[-1].logits(self.hidden(ids, positions, mask, prefill_length)[-1])
+
+    def hidden(
+        self, ids: Tensor, positions: Tensor, mask: Tensor | None = None, prefill_length: int | None = None, num_masks: int = 0
+    ) -> list[Tensor]:
+        """What every stage makes of the rows, of which the last ``num_masks`` are masks."""
+        rows = [ids]
         for stage, cache in zip(self.stages, self.caches, strict=True):
-            rows = stage.forward(rows, positions, cache, mask, prefill_length)
-        return self.stages[-1].logits(rows)
+            rows.append(stage.forward(rows[-1], positions, cache, mask, prefill_length, num_masks))
+        return rows[1:]
 
     def prefill(self, ids: Tensor, chunk: int) -> Tensor:
         starts = range(0, len(ids), chunk)

@@ -26,8 +26,12 @@ def append(cache: KVCache, labels: list[int], to_tree: bool = True) -> None:
     (cache.extend_tree if to_tree else cache.extend_past)(len(labels))
 
 
-def make_cache(block: int = 4) -> KVCache:
-    return KVCache(LAYERS, HEADS, HEAD_DIM, torch.float64, "cpu", block)
+def make_cache(block: int = 4, prompt: torch.Tensor | None = None) -> KVCache:
+    return KVCache(LAYERS, HEADS, HEAD_DIM, torch.float64, "cpu", block, prompt)
+
+
+def learned_prompt(length: int) -> torch.Tensor:
+    return -1 - torch.rand(LAYERS, 2, HEADS, length, HEAD_DIM, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
 
 def assert_holds(cache: KVCache, labels: list[int]) -> None:
@@ -38,10 +42,19 @@ def assert_holds(cache: KVCache, labels: list[int]) -> None:
         assert torch.equal(values, -expected)
 
 
+def assert_begins_with(cache: KVCache, prompt: torch.Tensor) -> None:
+    """The learned prompt, then the very rows that are seen without it."""
+    for layer in range(LAYERS):
+        with_prompt, without = (cache.view(layer, 0, flag) for flag in (True, False))
+        for seen, rows, learned in zip(with_prompt, without, prompt[layer], strict=True):
+            assert torch.equal(seen, torch.cat((learned, rows), 1))
+
+
 @settings(max_examples=40, deadline=None)
-@given(data=st.data())
-def test_any_sequence_of_appends_and_advances_keeps_the_rows(data):
-    cache, past, tree, label = make_cache(), [], [], 0
+@given(data=st.data(), prompt_length=st.integers(0, 5))
+def test_any_sequence_of_appends_and_advances_keeps_the_rows(data, prompt_length):
+    prompt = learned_prompt(prompt_length)
+    cache, past, tree, label = make_cache(prompt=prompt if data.draw(st.booleans()) or prompt_length else None), [], [], 0
     for _ in range(data.draw(st.integers(1, 8))):
         if not tree and data.draw(st.booleans()):
             rows = list(range(label, label + data.draw(st.integers(1, 6))))
@@ -57,6 +70,8 @@ def test_any_sequence_of_appends_and_advances_keeps_the_rows(data):
         past, tree = past + [tree[row] for row in chosen[:split]], [tree[row] for row in chosen[split:]]
         assert (cache.past_length, cache.tree_length) == (len(past), len(tree))
         assert_holds(cache, past + tree)
+        assert_begins_with(cache, prompt)
+        assert cache.slots % cache.block == 0
 
 
 def test_committing_the_first_rows_moves_only_the_boundary():
@@ -77,6 +92,23 @@ def test_grows_by_blocks_and_reset_keeps_the_memory():
     assert cache.num_bytes == LAYERS * 2 * HEADS * 8 * HEAD_DIM * 8
     cache.reset()
     assert (cache.length, cache.slots) == (0, 8)
+
+
+def test_a_learned_prompt_takes_no_slot_and_stays_for_the_next_request():
+    prompt = learned_prompt(3)
+    cache = make_cache(block=4, prompt=prompt)
+    assert (cache.length, cache.slots, cache.prompt_length) == (0, 4, 3)
+    append(cache, [1, 2, 3, 4, 5], to_tree=False)
+    assert (cache.length, cache.slots) == (5, 8)
+    assert cache.num_bytes == LAYERS * 2 * HEADS * (3 + 8) * HEAD_DIM * 8
+    cache.reset()
+    append(cache, [6])
+    assert_holds(cache, [6])
+    assert_begins_with(cache, prompt)
+    cache.write(0, torch.ones(HEADS, 2, HEAD_DIM), torch.ones(HEADS, 2, HEAD_DIM))
+    assert torch.equal(cache.view(0, 2, True)[0], torch.cat((prompt[0, 0], cache.view(0, 2)[0]), 1))
+    with pytest.raises(ValueError, match="never written: the buffer has 8 slots"):
+        cache.view(0, 8, True)
 
 
 def test_rows_are_unseen_until_counted_in():

@@ -11,24 +11,30 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from pipedec.core import PipedecError, Step, Verdict
 from pipedec.transport import Envelope
-from pipedec.transport.torch_distributed import Rendezvous, TorchTransport
+from pipedec.transport.torch_distributed import BACKENDS, Rendezvous, TorchTransport
 
 HIDDEN_SIZE = 5
 PATIENCE_SECONDS = 60.0  # only bounds a test that hangs; far below the group's own timeout
 
 
 class Peer:
-    """Starts a rank; ``do`` runs a function of the transport there and returns what it returned, or its error's text."""
+    """Starts a rank; ``do`` runs a function of the transport there and returns what it returned, or its error's text.
 
-    def __init__(self, rank: int, world_size: int, meeting: Path, dtype: torch.dtype, timeout_seconds: float = 600.0) -> None:
+    With ``backend`` "nccl" the stages make the group that they would make, but of gloo, and on CPUs.
+    """
+
+    def __init__(
+        self, rank: int, world_size: int, meeting: Path, dtype: torch.dtype, timeout_seconds: float = 600.0, backend: str = "gloo"
+    ) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["pipedec.transport.torch_distributed"])
         self._pipe, theirs = context.Pipe()
         rendezvous = Rendezvous(rank, world_size, f"file://{meeting}", timeout_seconds)
-        self.process = context.Process(target=_live, args=(rendezvous, dtype, theirs))
+        self.process = context.Process(target=_live, args=(backend, rendezvous, dtype, theirs))
         self.process.start()
         theirs.close()
 
@@ -49,11 +55,13 @@ class Peer:
         self._pipe.close()
 
 
-def _live(rendezvous: Rendezvous, dtype: torch.dtype, orders: Connection) -> None:
+def _live(backend: str, rendezvous: Rendezvous, dtype: torch.dtype, orders: Connection) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
+    _put_gloo_in_the_place_of_nccl()
+    _note_groups()
     try:
-        transport = TorchTransport("gloo", rendezvous, HIDDEN_SIZE, dtype, torch.device("cpu"))
+        transport = TorchTransport(backend, rendezvous, HIDDEN_SIZE, dtype, torch.device("cpu"))
     except PipedecError as error:
         orders.send(str(error))
         return
@@ -65,6 +73,39 @@ def _live(rendezvous: Rendezvous, dtype: torch.dtype, orders: Connection) -> Non
                 orders.send(task(transport, *arguments))
             except PipedecError as error:
                 orders.send(f"{type(error).__name__}: {error}")
+
+
+def _put_gloo_in_the_place_of_nccl() -> None:
+    BACKENDS["nccl"] = ("cpu",)
+    new_group = dist.new_group
+
+    def new_gloo_group(ranks: range, backend: str, device_id: torch.device, **options: Any) -> Any:
+        assert (backend, device_id) == ("nccl", torch.device("cpu"))
+        return new_group(ranks, backend="gloo", **options)
+
+    dist.new_group = new_gloo_group
+
+
+_messages: list[tuple[str, int, str]] = []
+
+
+def _note_groups() -> None:
+    """Note which way messages of steps alone go; headers are sent and received by the group itself."""
+    for name in ("send", "isend", "recv"):
+        setattr(dist, name, _noting(name, getattr(dist, name)))
+
+
+def _noting(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+    def noted(tensor: torch.Tensor, peer: int, group: Any) -> Any:
+        _messages.append((name, peer, group.group_desc))
+        return call(tensor, peer, group)
+
+    return noted
+
+
+def messages(transport: TorchTransport) -> list[tuple[str, int, str]]:
+    """Calls, peers and groups of all steps that were messages of their own."""
+    return _messages
 
 
 def make_step(num_rows: int, dtype: torch.dtype | None, seed: int) -> Step:
@@ -88,8 +129,10 @@ def receive(transport: TorchTransport, num_rows: int, src: int) -> Any:
     return as_lists(transport.receive(num_rows, src))
 
 
-def send_envelope(transport: TorchTransport, seed: int, num_rows: int, verdict: Verdict | None, dst: int) -> None:
-    step = make_step(num_rows, None, seed) if num_rows else None
+def send_envelope(
+    transport: TorchTransport, seed: int, num_rows: int, verdict: Verdict | None, dst: int, dtype: torch.dtype | None = None
+) -> None:
+    step = make_step(num_rows, dtype, seed) if num_rows else None
     transport.send_envelope(Envelope(step, verdict), dst)
 
 

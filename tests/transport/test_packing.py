@@ -8,6 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipedec.core import Step, Verdict
+from pipedec.decoding.bita import MAX_NAMED
+from pipedec.model.bita import MAX_MASKS
 from pipedec.transport.base import (
     HEADER_VALUES,
     MAX_VERDICT_TOKENS,
@@ -60,7 +62,18 @@ def test_a_message_of_another_size_is_refused() -> None:
 @pytest.mark.parametrize("rows", [0, 1, 32])
 @pytest.mark.parametrize(
     "verdict",
-    [None, Verdict((5,)), Verdict((2**40, 7, 0), "stop"), Verdict((1,) * MAX_VERDICT_TOKENS, "length"), Verdict((), "cancelled")],
+    [
+        None,
+        Verdict((5,)),
+        Verdict((2**40, 7, 0), "stop"),
+        Verdict((1,) * MAX_VERDICT_TOKENS, "length"),
+        Verdict((), "cancelled"),
+        Verdict((5, 6), None, ((7,),)),
+        Verdict((5,), None, ((7, 8, 9), (2**40, 0, 1))),
+        Verdict((), None, ((1, 2),) * 4),
+        Verdict((3,) * (MAX_VERDICT_TOKENS - 64), None, tuple((index, index + 1, 0, 5) for index in range(16))),
+    ],
+    ids=lambda verdict: str(verdict)[:40],
 )
 def test_headers_survive(rows: int, verdict: Verdict | None) -> None:
     step = Step(torch.zeros(rows, dtype=torch.int64), torch.zeros(rows, dtype=torch.int64)) if rows else None
@@ -69,6 +82,34 @@ def test_headers_survive(rows: int, verdict: Verdict | None) -> None:
     assert unpack_header(header) == (rows, verdict)
 
 
-def test_a_verdict_that_is_too_long_is_refused() -> None:
-    with pytest.raises(ValueError, match="does not fit into a header"):
-        pack_header(Envelope(None, Verdict((1,) * (MAX_VERDICT_TOKENS + 1))), torch.empty(HEADER_VALUES, dtype=torch.int64))
+TOKENS = st.integers(0, 2**62)
+
+
+@given(st.data(), st.lists(TOKENS, max_size=MAX_VERDICT_TOKENS), st.sampled_from([None, "stop", "length", "cancelled"]))
+def test_any_verdict_that_fits_survives(data: st.DataObject, tokens: list[int], finished: str | None) -> None:
+    room = MAX_VERDICT_TOKENS - len(tokens)
+    named = data.draw(st.integers(1, room)) if room else 0
+    places = data.draw(st.integers(0, room // named)) if room else 0
+    forecast = tuple(tuple(data.draw(st.lists(TOKENS, min_size=named, max_size=named))) for _ in range(places))
+    verdict, header = Verdict(tuple(tokens), finished, forecast), torch.full((HEADER_VALUES,), -7)
+    pack_header(Envelope(None, verdict), header)
+    assert unpack_header(header) == (0, verdict)
+
+
+@pytest.mark.parametrize(
+    "verdict",
+    [
+        Verdict((1,) * (MAX_VERDICT_TOKENS + 1)),
+        Verdict((), None, ((1,) * (MAX_VERDICT_TOKENS + 1),)),
+        Verdict((1,) * (MAX_VERDICT_TOKENS - 11), None, ((1, 2, 3),) * 4),
+    ],
+    ids=["tokens", "forecast", "together"],
+)
+def test_a_verdict_that_is_too_long_is_refused(verdict: Verdict) -> None:
+    with pytest.raises(ValueError, match=rf"a verdict of {MAX_VERDICT_TOKENS + 1} tokens does not fit into a header"):
+        pack_header(Envelope(None, verdict), torch.empty(HEADER_VALUES, dtype=torch.int64))
+
+
+def test_every_verdict_of_bita_fits() -> None:
+    """With as many masks as a file may have, all accepted, and as many names as a request may ask for."""
+    assert MAX_MASKS + 1 + MAX_NAMED <= MAX_VERDICT_TOKENS

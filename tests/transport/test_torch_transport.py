@@ -86,6 +86,72 @@ def test_a_meeting_that_nobody_attends(tmp_path: Path) -> None:
         alone.end()
 
 
+@pytest.fixture
+def trio(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Peer, ...]]:
+    """Rank 0 and two stages; the test's parameters name each one's backend first."""
+    backends = request.node.callspec.params["backends"]
+    peers = tuple(Peer(rank, 3, tmp_path / "meeting", torch.float32, backend=backends[rank]) for rank in range(3))
+    try:
+        assert [one.result() for one in peers] == ["met"] * 3
+        yield peers
+    finally:
+        for one in peers:
+            one.end()
+
+
+def send_three_ways(sender: Peer, receiver: Peer, src: int, dtype: torch.dtype | None) -> None:
+    """Envelopes whose rows are few and many, and a transfer; all must arrive as they were."""
+    for num_rows in (3, 129):
+        receiver.order(peer.receive_envelope, src)
+        sender.do(peer.send_envelope, src, num_rows, Verdict((7,)), src + 1, dtype)
+        assert receiver.result() == (peer.as_lists(peer.make_step(num_rows, dtype, src)), Verdict((7,)))
+    receiver.order(peer.receive, 5, src)
+    sender.do(peer.send, 5, dtype, 9, src + 1)
+    assert receiver.result() == peer.as_lists(peer.make_step(5, dtype, 9))
+
+
+@pytest.mark.parametrize("backends", [("nccl", "nccl", "nccl"), ("gloo", "nccl", "nccl")], ids="-".join)
+def test_stages_with_nccl_have_a_group_to_themselves(trio: tuple[Peer, ...], backends: tuple[str, ...]) -> None:
+    """Whatever rank 0 chose. The group is gloo's here, but made and used as NCCL's would be."""
+    draft, first, last = trio
+    send_three_ways(draft, first, 0, None)
+    send_three_ways(first, last, 1, torch.float32)
+    draft.order(peer.receive_envelope, 2)
+    last.do(peer.send_envelope, 0, 0, Verdict((1, 2)), 0)
+    assert draft.result() == (None, Verdict((1, 2)))
+    assert draft.do(peer.messages) == [("isend", 1, "default_pg"), ("send", 1, "default_pg")]
+    sent = [("isend", 2, "stages"), ("isend", 2, "stages"), ("send", 2, "stages")]
+    assert first.do(peer.messages) == [("recv", 0, "default_pg"), ("recv", 0, "default_pg"), *sent]
+    assert last.do(peer.messages) == [("recv", 1, "stages")] * 3
+    last.order(peer.receive, 1, 1)
+    first.process.kill()
+    assert last.result().startswith("RankLost: rank 2 could not receive from rank 1: ")
+
+
+@pytest.mark.parametrize("backends", [("nccl", "nccl", "gloo"), ("nccl", "gloo", "gloo")], ids="-".join)
+def test_a_stage_without_nccl_keeps_the_others_from_it(trio: tuple[Peer, ...], backends: tuple[str, ...]) -> None:
+    draft, first, last = trio
+    send_three_ways(draft, first, 0, None)
+    send_three_ways(first, last, 1, torch.float32)
+    assert last.do(peer.messages) == [("recv", 1, "default_pg"), ("recv", 1, "default_pg")]
+    for one in trio:
+        one.order(peer.close)
+    assert [one.result() for one in trio] == ["closed"] * 3
+
+
+def test_one_stage_with_nccl_has_nobody_to_use_it_with(tmp_path: Path) -> None:
+    draft, stage = (Peer(rank, 2, tmp_path / "meeting", torch.float32, backend="nccl") for rank in range(2))
+    try:
+        assert draft.result() == stage.result() == "met"
+        send_three_ways(draft, stage, 0, None)
+        assert stage.do(peer.messages) == [("recv", 0, "default_pg")] * 2
+        stage.order(peer.close)
+        assert draft.do(peer.close) == stage.result() == "closed"
+    finally:
+        draft.end()
+        stage.end()
+
+
 @pytest.mark.parametrize(
     ("backend", "message"),
     [
@@ -94,6 +160,6 @@ def test_a_meeting_that_nobody_attends(tmp_path: Path) -> None:
     ],
 )
 def test_a_transport_that_cannot_be(backend: str, message: str) -> None:
-    rendezvous = Rendezvous(0, 2, "file:///nowhere/meeting", 1.0)
+    rendezvous = Rendezvous(1, 2, "file:///nowhere/meeting", 1.0)
     with pytest.raises(UserError, match=message):
         TorchTransport(backend, rendezvous, 8, torch.float32, torch.device("cpu"))

@@ -1,0 +1,114 @@
+"""BiTA's method with forecasts that the test wants: what it proposes, counts and refuses."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from drafters import PROMPT, rows
+
+from pipedec.core import MaskParams, Request, TreeParams, UserError, Verdict
+from pipedec.decoding import Experience, create_method
+from pipedec.decoding.bita import MAX_NAMED, MAX_ROWS, Bita
+from pipedec.model.bita import MAX_MASKS
+
+FORECAST = ((11, 12), (13, 14), (15, 16))
+
+
+def bita(trained_masks: int = 3, **limits: int | str) -> Bita:
+    tree = TreeParams(**limits)  # type: ignore[arg-type]
+    return Bita(Request(0, PROMPT, method="bita", tree=tree), trained_masks, Experience(passage=2))
+
+
+def test_a_group_hangs_behind_every_row_of_the_efficient_tree() -> None:
+    method = bita(2, children=2, shape="efficient")
+    assert method.masks == MaskParams(2, 2)
+    method.apply(Verdict((10,), forecast=FORECAST[:2]))
+    step = method.propose()
+    candidates = [(10, -1), (11, 0), (12, 0), (13, 1), (14, 1)]
+    groups = [pair for row in range(5) for pair in ((-1, row), (-2, 5 + 2 * row))]
+    assert rows(step) == candidates + groups
+    assert method.propose() is None
+    method.draft()
+    assert method.propose() is None
+    method.apply(Verdict((11, 14, 40), forecast=((1, 2), (3, 4))))
+    assert rows(method.propose())[:5] == [(40, -1), (1, 0), (2, 0), (3, 1), (4, 1)]
+    assert (method.hits, method.misses) == (2, 2)
+
+
+def test_straightforward_masks_stand_behind_the_root_alone() -> None:
+    method = bita(2, shape="straightforward", children=7)
+    assert method.masks == MaskParams(2, 1)
+    method.apply(Verdict((10,), forecast=((11,), (13,))))
+    assert rows(method.propose()) == [(10, -1), (11, 0), (13, 1), (-1, 0), (-2, 3)]
+    method.apply(Verdict((11, 13, 20)))  # all masks are used up
+    assert rows(method.propose()) == [(20, -1), (-1, 0), (-2, 1)]
+
+
+def test_the_last_verdict_proposes_and_counts_nothing_more() -> None:
+    method = bita()
+    method.apply(Verdict((10,), forecast=FORECAST))
+    method.propose()
+    method.apply(Verdict((11, 13), "length"))
+    assert method.propose() is None
+    assert (method.hits, method.misses) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("limits", "masks", "num_rows"),
+    [
+        ({}, MaskParams(3, 16), 64),
+        ({"rows": 1}, MaskParams(3, 16), 4),  # what is always there: the root and its masks
+        ({"children": 4, "rows": 20}, MaskParams(3, 4), 20),
+        ({"shape": "efficient"}, MaskParams(3, 5), 64),
+        ({"shape": "efficient", "depth": 1}, MaskParams(1, 5), 12),
+        ({"shape": "efficient", "depth": 2, "children": 1}, MaskParams(2, 1), 9),
+        ({"children": 2, "shape": "full"}, MaskParams(3, 2), 60),
+        ({"children": 1, "shape": "full"}, MaskParams(3, 1), 16),
+        ({"shape": "straightforward"}, MaskParams(3, 1), 7),
+        ({"shape": "straightforward", "depth": 2}, MaskParams(2, 1), 5),
+    ],
+)
+def test_limits_of_the_tree(limits: dict[str, int | str], masks: MaskParams, num_rows: int) -> None:
+    """Masks in a group, names of each, and the rows of a whole step."""
+    method = bita(**limits)
+    assert method.masks == masks
+    named = tuple(tuple(range(20 * place, 20 * place + masks.named)) for place in range(masks.count))
+    method.apply(Verdict((10,), forecast=named))
+    step = method.propose()
+    assert step is not None and step.num_rows == num_rows
+
+
+@pytest.mark.parametrize(
+    ("trained", "limits", "message"),
+    [
+        (0, {}, "method bita needs what pipedec train bita has learned for this target: give --bita DIR"),
+        (3, {"depth": 4}, "tree depth 4, but this BiTA was trained with 3 masks: lower --depth"),
+        (3, {"depth": 4, "shape": "straightforward"}, "tree depth 4, but this BiTA was trained with 3 masks: lower --depth"),
+        (3, {"children": 22}, f"3 masks that name 22 tokens each are more than {MAX_NAMED}: lower --depth or --children"),
+        (
+            MAX_MASKS,
+            {"children": 5},
+            f"{MAX_MASKS} masks that name 5 tokens each are more than {MAX_NAMED}: lower --depth or --children",
+        ),
+        (4, {"children": 6, "shape": "full"}, f"a tree of 7775 rows is more than {MAX_ROWS}: lower --depth or --children"),
+    ],
+)
+def test_what_cannot_work_is_refused(trained: int, limits: dict[str, int | str], message: str) -> None:
+    with pytest.raises(UserError) as refused:
+        bita(trained, **limits)
+    assert str(refused.value) == message
+
+
+def test_the_largest_trees_are_not_refused() -> None:
+    assert bita(1, children=MAX_NAMED).masks == MaskParams(1, MAX_NAMED)
+    assert bita(MAX_MASKS).masks == bita(MAX_MASKS, children=4).masks == MaskParams(MAX_MASKS, 4)
+    assert bita(MAX_MASKS, shape="straightforward", children=4096).masks == MaskParams(MAX_MASKS, 1)
+
+
+def test_no_draft_is_needed() -> None:
+    request = Request(0, PROMPT, method="bita")
+    method = create_method(request, None, Experience(passage=2), trained_masks=3)
+    assert isinstance(method, Bita)
+    method.prefill(torch.tensor(PROMPT))
+    with pytest.raises(UserError, match="needs what pipedec train bita has learned"):
+        create_method(request, None, Experience(passage=2))

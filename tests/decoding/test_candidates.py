@@ -1,0 +1,131 @@
+"""Which of the tokens that masks have named enter, and what verdicts teach about their ranks."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from pipedec.core import MaskParams
+from pipedec.decoding.candidates import CandidateTree, Forecast, RankChances, efficient, full, likeliest, straightforward
+
+FORECAST = ((11, 12), (13, 14), (15, 16))
+
+
+def learned(masks: MaskParams, hit_ranks: dict[int, list[int | None]], times: int = 200) -> RankChances:
+    """Chances after ``times`` forecasts, of which each mask's hits have these ranks in turn."""
+    chances = RankChances(masks)
+    rng = random.Random(0)
+    named = [[100 * mask + rank for rank in range(masks.named)] for mask in range(masks.count)]
+    for _ in range(times):
+        tokens = []
+        for mask in range(masks.count):
+            rank = rng.choice(hit_ranks[mask])
+            tokens.append(9999 if rank is None else named[mask][rank])
+        chances.observe(named, tokens)
+    return chances
+
+
+def paths(tree: CandidateTree) -> list[tuple[int, ...]]:
+    """Of every row the tokens below the root."""
+    found: list[tuple[int, ...]] = []
+    for token, parent in zip(tree.token_ids, tree.parents, strict=True):
+        found.append(() if parent < 0 else (*found[parent], token))
+    return found
+
+
+def test_figure_5_of_the_paper() -> None:
+    """Four masks that name three tokens each: only the best of a layer has children."""
+    forecast = ((10, 11, 12), (20, 21, 22), (30, 31, 32), (40, 41, 42))
+    tree = efficient(5, forecast)
+    assert tree.token_ids == [5, 10, 11, 12, 20, 21, 22, 30, 31, 32, 40, 41, 42]
+    assert tree.parents == [-1, 0, 0, 0, 1, 1, 1, 4, 4, 4, 7, 7, 7]
+    assert tree.with_masks == list(range(13))
+
+
+def test_in_the_full_tree_every_candidate_has_children() -> None:
+    tree = full(5, FORECAST)
+    assert tree.token_ids == [5, 11, 12, *(13, 14) * 2, *(15, 16) * 4]
+    assert tree.parents == [-1, 0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6]
+    assert tree.with_masks == list(range(15))
+
+
+def test_the_straightforward_tree_is_a_chain() -> None:
+    tree = straightforward(5, FORECAST)
+    assert (tree.token_ids, tree.parents, tree.with_masks) == ([5, 11, 13, 15], [-1, 0, 1, 2], [0])
+
+
+@pytest.mark.parametrize("shape", [efficient, full, straightforward])
+def test_without_a_forecast_there_is_the_root_alone(shape: object) -> None:
+    assert shape(5, ()) == CandidateTree([5], [-1], [0])  # type: ignore[operator]
+    assert shape(5, ((6,), (7,))).parents == [-1, 0, 1]  # type: ignore[operator]
+    assert likeliest(5, (), RankChances(MaskParams(2, 2)), 64, 2) == CandidateTree([5], [-1], [0])
+
+
+def test_chances_are_the_shares_of_each_rank() -> None:
+    chances = learned(MaskParams(2, 3), {0: [0, 0, 2, None], 1: [1]}, times=4000)
+    first, second = chances.of(((1, 2, 3), (4, 5, 6)))
+    assert first == pytest.approx([0.5, 0.0, 0.25], abs=0.03)
+    assert second[1] > 0.99
+
+
+def test_a_mask_learns_only_after_those_before_it_were_right() -> None:
+    chances = RankChances(MaskParams(2, 1))
+    before = chances.of(((1,), (2,)))
+    chances.observe(((1,), (2,)), (7,))  # the verdict ended with a surprise: nothing is known of the second place
+    after = chances.of(((1,), (2,)))
+    assert after[0] < before[0] and after[1] == before[1]
+
+
+def test_a_short_forecast_comes_from_the_last_masks_of_a_group() -> None:
+    chances = RankChances(MaskParams(3, 1))
+    for _ in range(50):
+        chances.observe(((5,),), (5,))
+    first, second, third = chances.of(((1,), (2,), (3,)))
+    assert third[0] > 0.8 > first[0] == second[0]
+    assert chances.of(((9,),)) == [third]
+
+
+def test_sure_masks_make_a_deep_tree_and_unsure_ones_a_wide_one() -> None:
+    masks = MaskParams(3, 6)
+    named = [[10 * mask + rank for rank in range(6)] for mask in range(3)]
+    sure = likeliest(5, named, learned(masks, {mask: [0] for mask in range(3)}), 14, 3)
+    unsure = likeliest(5, named, learned(masks, {mask: [0, 1, 2, 3, 4, 5, None] for mask in range(3)}), 14, 3)
+    assert (0, 10, 20) in paths(sure)
+    assert {(rank,) for rank in range(6)} <= set(paths(unsure))
+    assert max(map(len, paths(unsure))) < 3
+
+
+def test_masks_follow_rows_at_which_paths_end() -> None:
+    """Where the second mask is never right, a path ends at the first candidate: fresh masks are needed there."""
+    chances = learned(MaskParams(2, 2), {0: [0], 1: [None]})
+    tree = likeliest(5, ((1, 2), (3, 4)), chances, 8, 2)
+    assert tree.with_masks[:2] == [0, paths(tree).index((1,))]
+
+
+@pytest.mark.parametrize("rows", [1, 4, 5, 9, 17, 64, 300])
+@pytest.mark.parametrize("seed", range(4))
+def test_the_likeliest_rows_of_all_within_the_limit(rows: int, seed: int) -> None:
+    rng = random.Random(seed)
+    masks = MaskParams(3, 5)
+    chances = learned(masks, {mask: [rng.choice([0, 0, 1, 2, 3, 4, None]) for _ in range(7)] for mask in range(3)}, 60)
+    forecast: Forecast = [[10 * mask + rank for rank in range(5)] for mask in range(rng.randint(1, 3))]
+    tree = likeliest(7, forecast, chances, rows, masks.count)
+    found = paths(tree)
+    assert len(set(found)) == len(found) and found[0] == ()
+    assert len(tree.token_ids) + masks.count * len(tree.with_masks) <= max(rows, 1 + masks.count)
+    assert tree.with_masks[0] == 0 and len(set(tree.with_masks)) == len(tree.with_masks)
+    # No candidate that was left out is likelier than one that was taken, when its parent was taken.
+    of_place = [dict(zip(named, chance, strict=True)) for named, chance in zip(forecast, chances.of(forecast), strict=True)]
+
+    def chance(path: tuple[int, ...]) -> float:
+        product = 1.0
+        for place, token in enumerate(path):
+            product *= of_place[place][token]
+        return product
+
+    inner = [path for path in found if len(path) < len(forecast)]
+    children = {(*path, token) for path in inner for token in of_place[len(path)]}
+    left_out = children - set(found)
+    if left_out and len(found) > 1:
+        assert min(map(chance, found[1:])) >= max(map(chance, left_out)) - 1e-12

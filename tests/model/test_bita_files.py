@@ -1,0 +1,164 @@
+"""The files of a BiTA: what was saved is what is loaded, and whatever does not fit is refused in one line."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from bita_files import save_random_bita
+from checkpoints import save_tiny_llama
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from pipedec.core import UserError
+from pipedec.model import BitaConfig, BitaWeights, ModelConfig, checked_bita
+from pipedec.model.bita import MAX_MASKS, fingerprint
+
+LAYERS, MASKS, PROMPT_TOKENS = 4, 3, 5
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("models") / "target"
+    save_tiny_llama(path, layers=LAYERS)
+    return path
+
+
+@pytest.fixture
+def bita(target: Path, tmp_path: Path) -> Path:
+    save_random_bita(tmp_path / "bita", target, MASKS, PROMPT_TOKENS)
+    return tmp_path / "bita"
+
+
+def refused(directory: Path, target: Path) -> str:
+    """The one line that ``checked_bita`` says."""
+    with pytest.raises(UserError) as caught:
+        checked_bita(directory, target)
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 500
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(("num_masks", "num_prompt_tokens"), [(1, 0), (3, 5), (MAX_MASKS, 1)])
+def test_what_was_saved_is_loaded(target: Path, tmp_path: Path, num_masks: int, num_prompt_tokens: int) -> None:
+    """All layers, or those of a stage alone, in the dtype that the stage computes in."""
+    saved = save_random_bita(tmp_path / "a" / "b", target, num_masks, num_prompt_tokens)
+    described = checked_bita(tmp_path / "a" / "b", target)
+    assert described == BitaConfig.from_directory(tmp_path / "a" / "b")
+    prompting = "deep" if num_prompt_tokens else "none"
+    assert described == BitaConfig(fingerprint(target), num_masks, num_prompt_tokens, prompting)
+    config = ModelConfig.from_directory(target)
+    for layers in (range(LAYERS), range(1), range(1, 3), range(3, 4)):
+        for dtype in (torch.float32, torch.float64, torch.bfloat16):
+            loaded = BitaWeights.load(tmp_path / "a" / "b", config, layers, dtype, CPU)
+            assert loaded.num_masks == num_masks
+            assert torch.equal(loaded.prompt, saved.prompt[layers.start : layers.stop].to(dtype))
+            assert torch.equal(loaded.masks, saved.masks.to(dtype))
+    assert saved.num_parameters == saved.prompt.numel() + saved.masks.numel()
+
+
+def test_saving_again_replaces_both_files(target: Path, bita: Path) -> None:
+    saved = save_random_bita(bita, target, 2, 7, seed=1)
+    assert (checked_bita(bita, target).num_masks, checked_bita(bita, target).num_prompt_tokens) == (2, 7)
+    loaded = BitaWeights.load(bita, ModelConfig.from_directory(target), range(LAYERS), torch.float32, CPU)
+    assert torch.equal(loaded.prompt, saved.prompt)
+
+
+def test_a_fingerprint_tells_targets_apart(target: Path, tmp_path: Path) -> None:
+    assert fingerprint(target) == fingerprint(Path(shutil.copytree(target, tmp_path / "copy")))
+    model = save_tiny_llama(tmp_path / "one layer less", layers=LAYERS - 1)
+    save_tiny_llama(tmp_path / "other weights", layers=LAYERS, seed=1)
+    save_tiny_llama(tmp_path / "shards", layers=LAYERS, max_shard_size="20kB")
+    names = [fingerprint(path) for path in (target, tmp_path / "one layer less", tmp_path / "other weights")]
+    assert len(set(names)) == 3 and all(len(name) == 16 for name in names)
+    assert fingerprint(tmp_path / "shards") == names[0]
+    assert model.config.num_hidden_layers == LAYERS - 1
+
+
+def test_another_target_is_refused(target: Path, bita: Path, tmp_path: Path) -> None:
+    save_tiny_llama(tmp_path / "other", layers=LAYERS, seed=1)
+    assert refused(bita, tmp_path / "other").startswith(f"{bita} was trained for another target than {tmp_path / 'other'}: train")
+    save_tiny_llama(tmp_path / "small", layers=LAYERS - 1)
+    assert f"tensor prompt has shape [4, 2, 2, 5, 8], but config.json and the target ask for [{LAYERS - 1}, 2" in refused(
+        bita, tmp_path / "small"
+    )
+
+
+def change_config(directory: Path, **change: object) -> None:
+    path = directory / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (shutil.rmtree, "config.json cannot be read: give a directory that pipedec train bita wrote"),
+        (lambda path: (path / "config.json").unlink(), "config.json cannot be read: give a directory"),
+        (lambda path: (path / "config.json").write_text("{"), "config.json cannot be read: give a directory"),
+        (lambda path: (path / "config.json").write_bytes(b"\xff\xfe{}"), "config.json cannot be read: give a directory"),
+        (lambda path: (path / "config.json").write_text("[]"), "config.json is not of format pipedec-bita-1: give"),
+        (lambda path: (path / "config.json").write_text('{"model_type": "llama"}'), "is not of format pipedec-bita-1: give"),
+        (lambda path: change_config(path, format="pipedec-bita-9"), "is not of format pipedec-bita-1: give"),
+        (lambda path: change_config(path, colour="red"), "config.json is damaged: train again, or copy it again"),
+        (lambda path: change_config(path, num_masks="3"), "config.json is damaged"),
+        (lambda path: change_config(path, num_masks=3.0), "config.json is damaged"),
+        (lambda path: change_config(path, num_masks=True), "config.json is damaged"),
+        (lambda path: change_config(path, num_masks=0), "config.json is damaged"),
+        (lambda path: change_config(path, num_masks=MAX_MASKS + 1), "config.json is damaged"),
+        (lambda path: change_config(path, num_prompt_tokens=-1), "config.json is damaged"),
+        (lambda path: change_config(path, num_prompt_tokens=4.5), "config.json is damaged"),
+        (lambda path: change_config(path, num_prompt_tokens=None), "config.json is damaged"),
+        (lambda path: change_config(path, prompting="wide"), "config.json is damaged"),
+        (lambda path: change_config(path, prompting=["deep"]), "config.json is damaged"),
+        (lambda path: change_config(path, target=5), "config.json is damaged"),
+        (lambda path: change_config(path, target="0" * 16), "was trained for another target than"),
+        (
+            lambda path: change_config(path, num_masks=2),
+            "tensor masks has shape [3, 32], but config.json and the target ask for [2",
+        ),
+        (lambda path: change_config(path, num_prompt_tokens=6), "tensor prompt has shape [4, 2, 2, 5, 8], but config.json and"),
+        (lambda path: (path / "model.safetensors").unlink(), "model.safetensors is not a whole safetensors file"),
+        (lambda path: (path / "model.safetensors").write_bytes(b"<html>"), "model.safetensors is not a whole safetensors file"),
+        (lambda path: (path / "model.safetensors").write_bytes(b""), "model.safetensors is not a whole safetensors file"),
+        (lambda path: truncate(path / "model.safetensors", 100), "model.safetensors is not a whole safetensors file"),
+        (lambda path: truncate(path / "model.safetensors", -1), "model.safetensors is not a whole safetensors file"),
+        (lambda path: change_tensors(path, lambda all_: all_.pop("masks")), "tensor masks is missing, but config.json and"),
+        (lambda path: change_tensors(path, lambda all_: all_.pop("prompt")), "tensor prompt is missing, but config.json and"),
+        (
+            lambda path: change_tensors(path, lambda all_: all_.update(masks=all_["masks"][:, :5].contiguous())),
+            "tensor masks has shape [3, 5], but config.json and the target ask for [3, 32]",
+        ),
+        (
+            lambda path: change_tensors(path, lambda all_: all_.update(prompt=all_["prompt"][:, :, :1].contiguous())),
+            "tensor prompt has shape [4, 2, 1, 5, 8], but config.json and the target ask for [4, 2, 2, 5, 8]",
+        ),
+        (
+            lambda path: change_tensors(path, lambda all_: all_.update(masks=torch.tensor(1.0))),
+            "tensor masks has shape [], but config.json and the target ask for [3, 32]",
+        ),
+    ],
+)
+def test_damaged_files_are_refused(damage: Callable[[Path], Any], message: str, target: Path, bita: Path) -> None:
+    damage(bita)
+    assert message in refused(bita, target)
+
+
+def truncate(path: Path, size: int) -> None:
+    """The first ``size`` bytes alone; a negative number counts from the end."""
+    path.write_bytes(path.read_bytes()[:size])
+
+
+def change_tensors(directory: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
+    tensors = load_file(directory / "model.safetensors")
+    change(tensors)
+    save_file(tensors, directory / "model.safetensors")
+
+
+def test_a_file_in_place_of_the_directory(target: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("text")
+    assert "config.json cannot be read" in refused(tmp_path / "file", target)

@@ -1,0 +1,185 @@
+"""Mask rows say what transformers says of them, and no other row ever feels that they are there."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from bita_files import save_random_bita
+from checkpoints import save_tiny, save_tiny_llama
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from naive_bita import NaiveBita
+from stage_chain import StageChain
+from torch import Tensor
+from torch.nn import functional
+
+from pipedec.model import BitaWeights, StageModel
+from pipedec.tree import PredictionTree, mask_groups
+
+MASKS = 3
+WINDOW = 5
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama-no-groups": ("llama", {"kv_heads": 4}),
+    "llama-one-group": ("llama", {"kv_heads": 1, "head_dim": 16, "attention_bias": True}),
+    "mistral-window": ("mistral", {"sliding_window": WINDOW}),
+    "qwen2": ("qwen2", {}),
+}
+
+
+class Growing:
+    """A chain of stages, and the tree of the text that they hold; tokens are drawn by ``seed``."""
+
+    def __init__(self, chain: StageChain, seed: int, prompt_length: int = 9) -> None:
+        self.chain, self.chooser = chain, random.Random(seed)
+        self.accepted = [self.chooser.randrange(60) for _ in range(prompt_length)]
+        self.tree = PredictionTree()
+        self.tree.reset(prompt_length)
+        chain.reset()
+        chain.prefill(torch.tensor(self.accepted), 4)
+
+    def path(self, row: int) -> list[int]:
+        """The text up to a row of the tree."""
+        return self.accepted + self.tree.token_ids[self.tree.tree_mask[row]].tolist()
+
+    def step(self, num_tokens: int, num_masks: int) -> tuple[list[Tensor], Tensor]:
+        """Enter a root, random rows below it and a group behind each: what every stage makes of them, and the groups' rows."""
+        parents = torch.tensor([-1, *(self.chooser.randrange(row) for row in range(1, num_tokens))])
+        self.tree.append(torch.tensor(self.chooser.sample(range(60), num_tokens)), parents)
+        masks, behind = mask_groups(torch.arange(num_tokens), num_tokens, num_masks)
+        self.tree.append(masks, behind)
+        tree = self.tree
+        hidden = self.chain.hidden(tree.token_ids, tree.positions, tree.tree_mask, num_masks=len(masks))
+        return hidden, torch.arange(num_tokens, tree.num_rows).view(num_tokens, -1)
+
+    def accept(self, num_tokens: int) -> None:
+        """A random one of the token rows, and a token after it that no row stands for."""
+        said = self.tree.token_ids[self.tree.tree_mask[self.chooser.randrange(num_tokens)]].tolist()
+        self.accepted += said
+        advance = self.tree.advance([*said[1:], 60 + self.chooser.randrange(4)])
+        self.chain.advance(advance.committed.tolist(), advance.kept.tolist())
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def target(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, NaiveBita, BitaWeights]:
+    path = tmp_path_factory.mktemp("target")
+    family, kwargs = MODELS[request.param]
+    model = save_tiny(family, path, **kwargs)
+    weights = save_random_bita(path / "bita", path, MASKS)
+    return path, NaiveBita(model.double(), weights), weights
+
+
+@pytest.mark.parametrize("cut", [(4,), (1, 2, 1)])
+def test_masks_say_what_transformers_says(target: tuple[Path, NaiveBita, BitaWeights], cut: tuple[int, ...]) -> None:
+    """Groups behind candidates of several depths in one step, over several steps, whole and cut."""
+    path, naive, weights = target
+    for seed in range(3):
+        growing = Growing(StageChain(path, cut, torch.float64, bita=weights), seed)
+        for num_tokens in (6, 1, 4):
+            hidden, groups = growing.step(num_tokens, MASKS)
+            found = growing.chain.stages[-1].logits(hidden[-1])
+            for row in range(num_tokens):
+                text = growing.path(row)
+                torch.testing.assert_close(found[groups[row]], naive.logits(text), atol=1e-9, rtol=0)
+                with torch.inference_mode():
+                    expected = naive.model(torch.tensor([text])).logits[0, -1]
+                torch.testing.assert_close(found[row], expected, atol=1e-9, rtol=0)
+            growing.accept(num_tokens)
+            assert {cache.length for cache in growing.chain.caches} == {len(growing.accepted)}
+
+
+def test_the_window_does_not_hide_the_learned_prompt(tmp_path: Path) -> None:
+    """Behind a text longer than a window the prompt is as near as ever."""
+    save_tiny("mistral", tmp_path, sliding_window=WINDOW)
+    weights = save_random_bita(tmp_path / "bita", tmp_path, MASKS)
+    hidden = []
+    for prompt in (weights.prompt, 2 * weights.prompt):
+        chain = StageChain(tmp_path, (4,), torch.float64, bita=BitaWeights(prompt, weights.masks))
+        hidden.append(Growing(chain, 0, prompt_length=4 * WINDOW).step(1, MASKS)[0][-1])
+    assert not any(torch.allclose(one, other, atol=1e-3) for one, other in zip(hidden[0][1:], hidden[1][1:], strict=True))
+    assert torch.equal(hidden[0][:1], hidden[1][:1])
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("llama")
+    save_tiny_llama(path)
+    return path
+
+
+def ordinary_rows(chain: StageChain, seed: int, num_masks: int) -> list[Tensor]:
+    """Of the ordinary rows of three steps: what every stage makes of them, and its cache before and after each verdict."""
+    growing, seen = Growing(chain, seed), []
+    for num_tokens in (1, 7, 3):
+        past = len(growing.accepted)
+        seen += [rows[:num_tokens] for rows in growing.step(num_tokens, num_masks)[0]]
+        seen += [held[:, :, : past + num_tokens] for held in cached(chain)]
+        growing.accept(num_tokens)
+        seen += cached(chain)
+    return [tensor.clone() for tensor in seen]
+
+
+def cached(chain: StageChain) -> list[Tensor]:
+    """[2, K, slots, D] of every layer."""
+    return [
+        torch.stack(cache.view(layer))
+        for stage, cache in zip(chain.stages, chain.caches, strict=True)
+        for layer in range(stage.num_layers)
+    ]
+
+
+def random_weights(seed: int, scale: float = 1.0) -> BitaWeights:
+    generator = torch.Generator().manual_seed(seed)
+    return BitaWeights(
+        scale * torch.randn(4, 2, 2, 5, 8, generator=generator), scale * torch.randn(MASKS, 32, generator=generator)
+    )
+
+
+@settings(deadline=None, max_examples=8)
+@given(seed=st.integers(0, 2**32 - 1), dtype=st.sampled_from([torch.float32, torch.float64]), huge=st.booleans())
+def test_ordinary_rows_do_not_depend_on_what_was_learned(llama: Path, seed: int, dtype: torch.dtype, huge: bool) -> None:
+    """Bit for bit, at every stage and in every cache; not even if nothing but NaN was learned."""
+    learned = [random_weights(1), random_weights(2, 1e4 if huge else 1.0), random_weights(3, float("nan"))]
+    first, *others = [ordinary_rows(StageChain(llama, (1, 3), dtype, bita=weights), seed, MASKS) for weights in learned]
+    for other in others:
+        assert all(torch.equal(one, another) for one, another in zip(first, other, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_ordinary_rows_do_not_depend_on_there_being_masks(
+    llama: Path, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bit for bit where a matrix product treats every row alike; the CPU's own rounds otherwise for another number of rows."""
+
+    def compare(equal: bool) -> None:
+        for seed in range(4):
+            plain = ordinary_rows(StageChain(llama, (1, 3), dtype), seed, 0)
+            masked = ordinary_rows(StageChain(llama, (1, 3), dtype, bita=random_weights(seed)), seed, MASKS)
+            for one, other in zip(plain, masked, strict=True):
+                tolerance = 0.0 if equal else {torch.float32: 1e-4, torch.float64: 1e-12}[dtype]
+                torch.testing.assert_close(other, one, atol=tolerance, rtol=0)
+
+    compare(equal=False)
+    linear = functional.linear
+
+    def row_by_row(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return torch.cat([linear(row, weight, bias) for row in rows.split(1)])
+
+    monkeypatch.setattr(functional, "linear", row_by_row)
+    compare(equal=True)
+
+
+def test_masks_need_a_bita_and_a_tree(llama: Path) -> None:
+    stage = StageModel.load(llama, range(0, 1), torch.float32, "cpu")
+    ids, positions, chain = torch.tensor([5, -1]), torch.arange(2), torch.ones(2, 2, dtype=torch.bool).tril()
+    with pytest.raises(ValueError, match="mask rows need a BiTA"):
+        stage.forward(ids, positions, stage.make_cache(), chain, num_masks=1)
+    weights = random_weights(0)
+    stage.attach(BitaWeights(weights.prompt[:1], weights.masks))
+    with pytest.raises(ValueError, match="belong into the tree"):
+        stage.forward(ids, positions, stage.make_cache(), None, num_masks=1)
+    assert stage.forward(ids, positions, stage.make_cache(), chain, num_masks=1).shape == (2, 32)
