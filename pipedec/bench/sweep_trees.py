@@ -67,7 +67,7 @@ class TreeGrid:
             TreeParams(children=children, depth=depth, rows=rows, shape=shape)
             for shape in self.shapes
             for depth in self.depths or (None,)
-            for children in (shape != "straightforward" and self.children) or (None,)
+            for children in self.children or (None,)
             for rows in (self.rows or (DEFAULT_ROWS,) if shape == "likeliest" else (None,))
         ]
         return list(dict.fromkeys(_with_masks(wish, trained_masks) for wish in wishes))
