@@ -227,6 +227,20 @@ def load_cluster(path: str | Path) -> ClusterConfig:
     return replace(config, target=target, draft=draft, bita=bita, redis=redis_config(base=config.redis))
 
 
+def load_json(kind: type[Config], path: Path) -> Config:
+    """The dataclass ``kind`` from a JSON file whose keys are its fields.
+
+    Raises:
+        UserError: one line that names the file and what is wrong in it.
+    """
+    text = _read_text(path)
+    try:
+        document = json.loads(text, object_pairs_hook=_unique_keys)
+    except (ValueError, RecursionError):
+        raise UserError(f"{path}: not valid JSON, or a key stands in it twice") from None
+    return _with_prefix(str(path), lambda: _read(kind, document, ""))
+
+
 def redis_config(url: str | None = None, base: RedisConfig | None = None) -> RedisConfig:
     """The Redis to use: ``url`` (a flag), else PIPEDEC_REDIS_URL, else ``base`` (a file), else the local default.
 
@@ -311,6 +325,12 @@ def _read_text(path: Path) -> str:
         return data.decode()
     except UnicodeDecodeError:
         raise UserError(f"{path}: not a UTF-8 text file") from None
+
+
+def _unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    if len(dict(pairs)) < len(pairs):
+        raise ValueError("duplicate key")
+    return dict(pairs)
 
 
 class _StrictLoader(yaml.SafeLoader):

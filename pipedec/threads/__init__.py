@@ -1,0 +1,20 @@
+"""One answer, several decode threads (APAR, PASTA). Knows token ids and texts; knows no model, no process, no Redis.
+
+What needs torch is in ``visibility``, so that this package is light.
+"""
+
+from pipedec.threads.anomalies import ANOMALIES
+from pipedec.threads.bound import BoundDialect, bind
+from pipedec.threads.dialect import DIALECTS, Dialect, load_dialect
+from pipedec.threads.document import DocumentToken, ReorderBuffer
+from pipedec.threads.events import Ended, Event, Finished, Joined, Opened, Waiting
+from pipedec.threads.metrics import ThreadMetrics, measure
+from pipedec.threads.replay import replay
+from pipedec.threads.sequence import Sequence
+from pipedec.threads.thread import Context, DecodeThread, State
+
+__all__ = [
+    "ANOMALIES", "DIALECTS", "BoundDialect", "Context", "DecodeThread", "Dialect", "DocumentToken", "Ended", "Event", "Finished",
+    "Joined", "Opened", "ReorderBuffer", "Sequence", "State", "ThreadMetrics", "Waiting", "bind", "load_dialect", "measure",
+    "replay",
+]  # fmt: skip

@@ -1,0 +1,302 @@
+"""One answer as several decode threads: what every accepted token opens, closes and joins (APAR Algorithm 1, PASTA §3).
+
+Every rank replays the accepted tokens through a ``Sequence``, as it does through its ``PredictionTree``. Document, positions
+and what each token sees depend on the tokens of each thread alone, not on the order in which threads take turns; only thread
+numbers do. Owns threads and their states; knows token ids and texts, no model, no rows and no process. Structure that is broken
+never ends an answer: ``anomalies`` counts it, and docs/threads.md says what becomes of it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+
+from pipedec.threads import anomalies
+from pipedec.threads.bound import BoundDialect, OpenerTag
+from pipedec.threads.document import DocumentToken, ReorderBuffer, document, next_places
+from pipedec.threads.events import Ended, Event, Finished, Joined, Opened, Waiting
+from pipedec.threads.grammar import Grammar, Role
+from pipedec.threads.thread import Context, DecodeThread, Join, State
+
+
+class Sequence:
+    """The threads of one answer.
+
+    Attributes:
+        threads: by number, the main thread first.
+        max_tokens: the answer is cut behind so many tokens of the document. Control and forced tokens count.
+        finished: None while it goes on; else the ``reason`` of ``Finished``.
+    """
+
+    def __init__(self, bound: BoundDialect, prompt_length: int, end_token_ids: Iterable[int], max_tokens: int) -> None:
+        self._bound = bound
+        self._dialect = bound.dialect
+        self._grammar = Grammar(bound, frozenset(end_token_ids))
+        self._anomalies: Counter[str] = Counter()
+        self._numbers: dict[tuple[int, ...], int] = {(): 0}
+        self.prompt_length = prompt_length
+        self.max_tokens = max_tokens
+        self.threads = [DecodeThread(next_position=prompt_length)]
+        self.finished: str | None = None
+
+    @property
+    def main(self) -> DecodeThread:
+        return self.threads[0]
+
+    @property
+    def anomalies(self) -> dict[str, int]:
+        """How often each of ``ANOMALIES`` was met. Behind the cut at ``max_tokens``, what was decoded depends on the order."""
+        return dict(self._anomalies)
+
+    def at(self, path: tuple[int, ...]) -> DecodeThread:
+        """The thread with this path. Raises KeyError if it is not open yet."""
+        return self.threads[self._numbers[path]]
+
+    def next_position(self, number: int) -> int:
+        """Where the thread's next token will stand; after a join token is accepted, ``Joined`` says it."""
+        return self.threads[number].next_position
+
+    def context(self, number: int, index: int | None = None) -> Context:
+        """What token ``index`` of a thread (by default the next) sees besides the prompt and its own thread.
+
+        (thread number, how many of its tokens) in a fixed order: what the parent saw, the parent, joined threads.
+        """
+        return self.threads[number].context(index)
+
+    def sees(self, number: int, index: int) -> Context:
+        """``context`` of the token, and its own thread's tokens up to and with itself."""
+        return (*self.threads[number].context(index), (number, index + 1))
+
+    def banned(self, number: int, after: Iterable[int] = ()) -> frozenset[int]:
+        """Tokens that may not be sampled next in a thread, after tokens ``after`` that are not accepted yet."""
+        return self._grammar.banned(self.threads[number], list(after))
+
+    def ends_walk(self, number: int, token: int, after: Iterable[int] = ()) -> bool:
+        """Whether a verdict must stop behind ``token`` in this thread, so that what it changes falls between two timesteps.
+
+        Args:
+            after: tokens that this timestep accepted before it, if ``accept`` has not been told of them.
+        """
+        thread, walked = self.threads[number], list(after)
+        if self._grammar.role(thread, token, walked) is not Role.TEXT:
+            return True
+        if thread.parent is not None and thread.num_tokens + len(walked) + 1 >= self._dialect.max_child_tokens:
+            return True
+        return next_places(self.threads)[number] + len(walked) + 1 >= self.max_tokens
+
+    def accept(self, number: int, token: int) -> list[Event]:
+        """Take in one accepted token of a thread; forced tokens come with ``Opened`` and are not accepted.
+
+        A token for a thread that was cut is void: another thread's token has cut it in the same timestep.
+
+        Raises:
+            ValueError: the thread waits, or has ended by itself.
+        """
+        thread = self.threads[number]
+        if thread.is_cut:
+            return []
+        if thread.state is not State.RUNNING:
+            raise ValueError(f"token {token} for thread {number}, which is {thread.state.value}")
+        role = self._grammar.role(thread, token)
+        self._anomalies.update(self._grammar.oddities(thread, token, role))
+        return [*self._act(thread, token, role), *self._settle()]
+
+    def end_all(self, reason: str) -> list[Event]:
+        """End what has not ended, for a reason from outside: ``cancelled``, a stop string, or ``cache_full``, an anomaly."""
+        if self.finished is not None:
+            return []
+        self._anomalies.update([reason] if reason in anomalies.ANOMALIES else [])
+        events: list[Event] = []
+        for thread in self.threads:
+            if thread.state is not State.ENDED:
+                thread.end(reason, is_cut=True)
+                events.append(Ended(thread.number, reason))
+        self.finished = reason
+        return [*events, Finished(reason)]
+
+    def needed(self) -> list[int]:
+        """For each thread, how many of its first tokens a later token may still see."""
+        needed = [0] * len(self.threads)
+        may_be_joined = [False] * len(self.threads)
+        for thread in self.threads:
+            if thread.parent is not None and self._bound.join is not None:
+                parent = self.threads[thread.parent]
+                goes_on = parent.state is not State.ENDED and not parent.is_closing
+                may_be_joined[thread.number] = goes_on or may_be_joined[thread.parent]
+            if thread.state is not State.ENDED or may_be_joined[thread.number]:
+                needed[thread.number] = thread.num_tokens
+            if thread.state is not State.ENDED:
+                for other, count in thread.context():
+                    needed[other] = max(needed[other], count)
+        return needed
+
+    def released(self) -> tuple[int, ...]:
+        """Threads none of whose tokens any later token sees: their cache is free (APAR §2.4, early release)."""
+        return tuple(number for number, count in enumerate(self.needed()) if count == 0)
+
+    def document(self) -> list[DocumentToken]:
+        """The answer as far as it is known, in document order, cut at ``max_tokens``."""
+        return document(self.threads, self.max_tokens)
+
+    def reader(self) -> ReorderBuffer:
+        """A buffer that hands out the document as it becomes certain."""
+        return ReorderBuffer(self.threads, self.max_tokens)
+
+    def is_shown(self, token: DocumentToken) -> bool:
+        """Whether readers see it: text, and control tokens only where the dialect shows them."""
+        return self._dialect.show_control or not token.is_control
+
+    def _act(self, thread: DecodeThread, token: int, role: Role) -> Iterator[Event]:
+        if role is Role.JOIN:
+            self._break_tag(thread, thread.num_tokens)
+            thread.pending, thread.state = token, State.WAITING
+            yield from self._waiting(thread)
+        elif role in (Role.CLOSE, Role.END):
+            yield from self._close(thread, "stop" if role is Role.END else "close", token)
+        elif role is Role.OPEN:
+            tag = None if thread.tag is None else self._bound.extended(thread.tag, token)
+            self._enter(thread, token)
+            yield self._open(thread, tag)
+        else:
+            tag = self._grammar.tag_after(thread, [token])
+            if tag is None or thread.tag is None or tag.start != thread.tag.start:
+                self._break_tag(thread, thread.num_tokens)
+            thread.tag = tag
+            self._enter(thread, token)
+
+    def _break_tag(self, thread: DecodeThread, known_at: int) -> None:
+        """A tag that is not complete was text, which is known with the thread's token ``known_at``."""
+        if thread.tag is not None:
+            inside = range(thread.tag.start, thread.num_tokens)
+            thread.freed |= {index: known_at for index in inside if not self._grammar.is_control(thread.token_ids[index])}
+            thread.tag = None
+
+    def _enter(self, thread: DecodeThread, token: int) -> None:
+        thread.enter(token, thread.tag is not None or self._grammar.is_control(token))
+        if thread.promised is not None and thread.num_tokens == thread.promised + 1:
+            self._anomalies[anomalies.LENGTH_EXCEEDED] += 1
+
+    def _open(self, thread: DecodeThread, tag: OpenerTag | None) -> Opened:
+        """A child behind the thread's last token, which completed ``tag`` or is the opener."""
+        if tag is not None:
+            self._finish_tag(thread, tag)
+        promised = self._promise(tag) if self._dialect.after_opening == "predicted" else None
+        child = DecodeThread(
+            number=len(self.threads),
+            path=(*thread.path, len(thread.children)),
+            parent=thread.number,
+            opened_at=thread.num_tokens,
+            inherited=(*thread.context(), (thread.number, thread.num_tokens)),
+            next_position=thread.next_position,
+            promised=promised,
+        )
+        self.threads.append(child)
+        self._numbers[child.path] = child.number
+        thread.children.append(child.number)
+        thread.unjoined.append(child.number)
+        thread.next_position += promised or 0
+        self._enter(child, self._bound.child_start)
+        return Opened(thread.number, child.number, child.token_ids[0], child.positions[0])
+
+    def _finish_tag(self, thread: DecodeThread, tag: OpenerTag) -> None:
+        """Text behind the end of a complete tag is text."""
+        thread.tag = None
+        tail = tag.text[self._bound.end_of(tag) :]
+        if tail:
+            thread.tails[thread.num_tokens - 1] = tail
+
+    def _promise(self, tag: OpenerTag | None) -> int:
+        """How many tokens the child is predicted to have."""
+        dialect = self._dialect
+        if tag is None or dialect.length_pattern is None:
+            return dialect.default_length
+        stated = self._bound.stated_length(tag.text[: self._bound.end_of(tag)])
+        if stated is None:
+            self._anomalies[anomalies.LENGTH_MISSING] += 1
+            return dialect.default_length
+        clamped = min(max(stated, 1), dialect.max_length)
+        self._anomalies.update([anomalies.LENGTH_CLAMPED] if clamped != stated else [])
+        return clamped
+
+    def _close(self, thread: DecodeThread, reason: str, token: int | None = None) -> Iterator[Event]:
+        """The thread takes no more tokens; where there are joins it ends when its children have (an implicit join)."""
+        self._break_tag(thread, thread.num_tokens - (token is None))
+        thread.ended_by, thread.state = reason, State.WAITING
+        thread.pending = token
+        if self._bound.join is None:
+            yield self._end(thread)
+        else:
+            yield from self._waiting(thread)
+
+    def _waiting(self, thread: DecodeThread) -> Iterator[Event]:
+        if self._open_children(thread):
+            yield Waiting(thread.number)
+
+    def _open_children(self, thread: DecodeThread) -> bool:
+        return any(self.threads[number].state is not State.ENDED for number in thread.unjoined)
+
+    def _settle(self) -> Iterator[Event]:
+        """What follows, children before their parents."""
+        for thread in reversed(self.threads):
+            if thread.state is State.WAITING and thread.ended_by is None and not self._open_children(thread):
+                yield self._join(thread)
+            if thread.state is State.RUNNING and thread.parent is not None:
+                yield from self._limit(thread)
+            if thread.is_closing and not self._open_children(thread):
+                yield self._end(thread)
+        yield from self._cut()
+        if self.finished is None and all(thread.state is State.ENDED for thread in self.threads):
+            self.finished = self._finish_reason()
+            yield Finished(self.finished)
+
+    def _join(self, thread: DecodeThread) -> Joined:
+        """The waiting join token enters, and from it on the thread sees its children and all below them."""
+        assert thread.pending is not None
+        joined = tuple(number for child in thread.unjoined for number in self._family(child))
+        thread.joins.append(Join(thread.num_tokens, tuple((number, self.threads[number].num_tokens) for number in joined)))
+        thread.next_position = self._position_after_join(thread, joined)
+        token, thread.pending = thread.pending, None
+        thread.unjoined.clear()
+        thread.state = State.RUNNING
+        self._enter(thread, token)
+        return Joined(thread.number, joined, token, thread.positions[-1])
+
+    def _family(self, number: int) -> Iterator[int]:
+        """A thread and all below it, in document order."""
+        yield number
+        for child in self.threads[number].children:
+            yield from self._family(child)
+
+    def _position_after_join(self, thread: DecodeThread, joined: tuple[int, ...]) -> int:
+        if self._dialect.after_join == "longest":
+            return max(thread.next_position, *(self.threads[number].next_position for number in joined))
+        if self._dialect.after_join == "flat":
+            return self.prompt_length + sum(count for _, count in thread.context()) + thread.num_tokens
+        return thread.next_position
+
+    def _limit(self, thread: DecodeThread) -> Iterator[Event]:
+        """Close a child that is as long as the dialect lets it be."""
+        if thread.num_tokens >= self._dialect.max_child_tokens:
+            names = [anomalies.UNCLOSED_CHILD, *([anomalies.OPENER_NOT_COMPLETED] if thread.tag else [])]
+            self._anomalies.update(names)
+            yield from self._close(thread, "limit")
+
+    def _end(self, thread: DecodeThread) -> Ended:
+        assert thread.ended_by is not None
+        if thread.pending is not None:
+            self._enter(thread, thread.pending)
+        thread.end(thread.ended_by)
+        return Ended(thread.number, thread.ended_by)
+
+    def _cut(self) -> Iterator[Event]:
+        """End threads whose next token would stand behind ``max_tokens`` in the document: nobody would read it."""
+        if sum(thread.num_tokens for thread in self.threads) < self.max_tokens:
+            return
+        for thread, place in zip(self.threads, next_places(self.threads), strict=True):
+            if thread.state is not State.ENDED and place >= self.max_tokens:
+                thread.end("length", is_cut=True)
+                yield Ended(thread.number, "length")
+
+    def _finish_reason(self) -> str:
+        is_whole = sum(thread.num_tokens for thread in self.threads) <= self.max_tokens
+        return "length" if any(thread.is_cut for thread in self.threads) or not is_whole else "stop"

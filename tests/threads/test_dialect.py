@@ -1,0 +1,129 @@
+"""Dialect files, shipped and one's own, and what they become in a tokenizer."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer
+from toy_dialects import IDS, TEXTS, toy
+
+import pipedec
+from pipedec.core import UserError
+from pipedec.threads import DIALECTS, Opened, Sequence, bind, load_dialect
+
+MINIMAL = {"name": "mine", "opener": "[Fork]", "child_start": "[Child]"}
+
+
+def write(tmp_path: Path, content: dict[str, Any] | str) -> Path:
+    path = tmp_path / "mine.json"
+    path.write_text(content if isinstance(content, str) else json.dumps(content))
+    return path
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.from_file(str(Path(pipedec.__file__).parent / "reference_pair" / "target" / "tokenizer.json"))
+
+
+@pytest.mark.parametrize("name", DIALECTS)
+def test_the_shipped_tokenizer_has_the_tokens_of_the_shipped_dialects(name: str, tokenizer: Tokenizer) -> None:
+    bound = bind(load_dialect(name), tokenizer.token_to_id, lambda token: tokenizer.decode([token], skip_special_tokens=False))
+    assert bound.dialect.name == name
+    assert tokenizer.id_to_token(bound.child_start) == bound.dialect.child_start
+    assert bound.child_start in bound.never_sampled
+    assert {tokenizer.id_to_token(token) for token in bound.control} == set(bound.dialect.control_tokens)
+
+
+def test_a_promise_in_the_shipped_tokenizer_opens_at_its_last_token(tokenizer: Tokenizer) -> None:
+    dialect = load_dialect("pasta")
+    bound = bind(dialect, tokenizer.token_to_id, lambda token: tokenizer.decode([token], skip_special_tokens=False))
+    sequence = Sequence(bound, 5, (1,), 100)
+    tag = tokenizer.encode('<promise topic="the recipe" tokens="20"/>', add_special_tokens=False).ids
+    events = [event for token in tag for event in sequence.accept(0, token)]
+    assert events == [Opened(thread=0, child=1, token=bound.child_start, position=5 + len(tag))]
+    assert sequence.next_position(0) == 5 + len(tag) + 20
+
+
+def test_published_names_are_a_file_away(tmp_path: Path) -> None:
+    mine = {**MINIMAL, "name": "released", "opener": "[SplitMask]", "child_start": "[SplitSop]", "max_depth": 2}
+    dialect = load_dialect(write(tmp_path, mine))
+    assert (dialect.opener, dialect.child_start, dialect.max_depth) == ("[SplitMask]", "[SplitSop]", 2)
+    with pytest.raises(UserError, match=r"no token '\[SplitMask\]', which dialect released needs"):
+        bind(dialect, IDS.get, TEXTS.__getitem__)
+
+
+def test_one_id_for_two_tokens_is_refused() -> None:
+    with pytest.raises(UserError, match="one id for two of dialect apar's tokens"):
+        bind(load_dialect("apar"), lambda text: 0, TEXTS.__getitem__)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"opner": "x"}, r"unknown key 'opner': did you mean opener\?"),
+        ({"opener": 3}, "opener: must be a string, not an integer"),
+        ({"child_start": ""}, "child_start: must not be empty"),
+        ({"max_depth": 0}, "max_depth: must be at least 1, not 0"),
+        ({"max_child_tokens": 1}, "max_child_tokens: must be at least 2, not 1"),
+        ({"max_children": True}, "max_children: must be an integer, not true or false"),
+        ({"after_join": "back"}, "after_join: must be one of continue, longest, flat, not 'back'"),
+        ({"child_start": "[Fork]"}, "must be different tokens"),
+        ({"length_pattern": r"(\d+)"}, "length_pattern needs opener_end"),
+        ({"opener_end": "/>", "length_pattern": "("}, "must be a regular expression with one group"),
+        ({"opener_end": "/>", "length_pattern": r"\d+"}, "must be a regular expression with one group"),
+        ({"default_length": 50, "max_length": 40}, "default_length must be at most max_length, which is 40"),
+    ],
+)
+def test_what_is_wrong_with_a_file_is_one_line_that_names_it(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    path = write(tmp_path, {**MINIMAL, **change})
+    with pytest.raises(UserError, match=message) as raised:
+        load_dialect(path)
+    assert str(raised.value).startswith(str(path))
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "not valid JSON"),
+        ('{"name": "a", "name": "b"}', "a key stands in it twice"),
+        ("[" * 100_000, "not valid JSON"),
+        ("[]", "must be a mapping, not a list"),
+        ('{"name": "a"}', "opener: missing"),
+    ],
+)
+def test_files_that_are_no_dialect(tmp_path: Path, content: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        load_dialect(write(tmp_path, content))
+
+
+def test_no_such_dialect_and_no_such_file(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="unknown dialect 'aper': give one of apar, pasta, parallel, or the path"):
+        load_dialect("aper")
+    with pytest.raises(UserError, match="no such file"):
+        load_dialect(tmp_path / "none.json")
+
+
+def test_every_field_can_be_given_by_a_file(tmp_path: Path) -> None:
+    pasta = load_dialect("pasta")
+    content = {item.name: getattr(pasta, item.name) for item in fields(pasta)}
+    assert load_dialect(write(tmp_path, json.dumps(content))) == pasta
+
+
+@pytest.mark.parametrize(
+    ("text", "length"),
+    [
+        (' tokens="20"/>', 20), (" tokens = '7'/>", 7), (" tokens=12/>", 12), (' topic="x"/>', None), (' tokens=""/>', None),
+        (' tokens="-3"/>', None), (' tokens="' + "9" * 5000 + '"/>', 10**9),
+    ],
+)  # fmt: skip
+def test_the_length_that_a_promise_states(text: str, length: int | None) -> None:
+    assert toy("pasta").stated_length(text) == length
+
+
+def test_lengths_may_be_counted_in_tens() -> None:
+    assert toy("pasta", length_scale=10).stated_length(' tokens="2"/>') == 20

@@ -1,0 +1,221 @@
+"""Threads of the shipped dialects, token by token."""
+
+from __future__ import annotations
+
+import pytest
+from toy_dialects import END, IDS, ids, say, sequence_of, toy, written
+
+from pipedec.threads import Ended, Finished, Joined, Opened, Sequence, State, Waiting
+
+FORK, CHILD, ASYNC, SYNC = IDS["[Fork]"], IDS["[Child]"], IDS["<async>"], IDS["<sync/>"]
+
+
+def test_apar_forks_and_ends_each_thread_by_itself() -> None:
+    sequence = sequence_of(toy("apar"), prompt_length=10)
+    assert say(sequence, (), "a [Fork]") == [Opened(thread=0, child=1, token=CHILD, position=12)]
+    assert sequence.next_position(0) == 12
+    assert say(sequence, (), "b [Fork]") == [Opened(thread=0, child=2, token=CHILD, position=14)]
+    assert say(sequence, (0,), "x y") == []
+    assert say(sequence, (), "c <|end|>") == [Ended(0, "stop")]
+    assert say(sequence, (1,), "z <|end|>") == [Ended(2, "stop")]
+    assert sequence.context(1) == ((0, 2),)
+    assert sequence.context(2) == ((0, 4),)
+    assert sequence.at((0,)).positions == [12, 13, 14]
+    assert sequence.finished is None
+    assert say(sequence, (0,), "<|end|>") == [Ended(1, "stop"), Finished("stop")]
+    assert written(sequence) == "a [Fork] [Child] x y <|end|> b [Fork] [Child] z <|end|> c <|end|>"
+    assert sequence.main.positions == [10, 11, 12, 13, 14, 15]
+    assert sequence.anomalies == {}
+
+
+def test_apar_children_see_their_grandparents_and_no_siblings() -> None:
+    sequence = sequence_of(toy("apar"))
+    say(sequence, (), "a [Fork] b")
+    say(sequence, (0,), "x [Fork] y [Fork]")
+    assert sequence.at((0, 1)).inherited == ((0, 2), (1, 5))
+    assert sequence.at((0, 1)).depth == 2
+    assert sequence.sees(sequence.at((0, 0)).number, 0) == ((0, 2), (1, 3), (2, 1))
+
+
+def test_an_ended_child_is_released_when_nothing_below_it_goes_on() -> None:
+    sequence = sequence_of(toy("apar"))
+    say(sequence, (), "a [Fork] b")
+    say(sequence, (0,), "x [Fork] y <|end|>")
+    assert sequence.needed() == [3, 3, 1], "a grandchild still sees the child's first three tokens, not its last two"
+    assert sequence.released() == ()
+    say(sequence, (0, 0), "z <|end|>")
+    assert sequence.released() == (1, 2)
+    assert sequence.needed() == [3, 0, 0]
+
+
+def test_pasta_promises_wait_and_join() -> None:
+    sequence = sequence_of(toy("pasta"), prompt_length=10)
+    assert say(sequence, (), 'a <promise : 20 "/>') == [Opened(thread=0, child=1, token=ASYNC, position=15)]
+    assert sequence.next_position(0) == 35
+    assert say(sequence, (), '<promise : 2 "/>') == [Opened(thread=0, child=2, token=ASYNC, position=39)]
+    assert sequence.context(2) == ((0, 9),), "the second child sees both promises and no body"
+    assert say(sequence, (1,), "x </async>") == [Ended(2, "close")]
+    assert say(sequence, (), "<sync/>") == [Waiting(0)]
+    assert sequence.main.state is State.WAITING
+    assert sequence.main.num_tokens == 9, "the join token has not entered"
+    assert sequence.context(0) == ()
+    events = say(sequence, (0,), "y z </async>")
+    assert events == [Ended(1, "close"), Joined(thread=0, joined=(1, 2), token=SYNC, position=41)]
+    assert sequence.context(0) == ((1, 4), (2, 3))
+    assert sequence.context(0, 8) == ()
+    assert say(sequence, (), "b <|end|>") == [Ended(0, "stop"), Finished("stop")]
+    assert written(sequence) == (
+        'a <promise tokens=" 20 "/> <async> y z </async> <promise tokens=" 2 "/> <async> x </async> <sync/> b <|end|>'
+    )
+    assert sequence.anomalies == {"length_exceeded": 1}
+
+
+def test_children_after_a_join_see_what_was_joined() -> None:
+    sequence = sequence_of(toy("pasta"))
+    say(sequence, (), '<promise : 20 "/>')
+    say(sequence, (0,), "x </async>")
+    assert sequence.released() == ()
+    say(sequence, (), '<sync/> <promise : 1 "/>')
+    assert sequence.at((1,)).inherited == ((1, 3), (0, 9))
+    assert sequence.released() == ()
+
+
+def test_bodies_are_released_when_only_the_end_waits_for_them() -> None:
+    sequence = sequence_of(toy("pasta"))
+    say(sequence, (), '<promise : 20 "/> <promise : 20 "/>')
+    say(sequence, (0,), "x </async>")
+    assert sequence.released() == (), "a later join may see it"
+    assert say(sequence, (), "<|end|>") == [Waiting(0)]
+    assert sequence.released() == (1,)
+    assert say(sequence, (1,), "y </async>") == [Ended(2, "close"), Ended(0, "stop"), Finished("stop")]
+
+
+@pytest.mark.parametrize(("rule", "position"), [("continue", 14), ("longest", 17), ("flat", 10 + 4 + 5 + 3)])
+def test_positions_after_a_join(rule: str, position: int) -> None:
+    sequence = sequence_of(toy("parallel", after_join=rule), prompt_length=10)
+    say(sequence, (), "a <Parallel> <Parallel> b")
+    say(sequence, (0,), "p q r </Path>")
+    assert say(sequence, (), "<Conclusion>") == [Waiting(0)]
+    joined = say(sequence, (1,), "s </Path>")[-1]
+    assert isinstance(joined, Joined)
+    assert joined.position == position == sequence.next_position(0) - 1
+
+
+def test_parallel_paths_go_on_side_by_side() -> None:
+    sequence = sequence_of(toy("parallel"))
+    say(sequence, (), "<Parallel> <Parallel>")
+    assert sequence.at((0,)).positions == [11]
+    assert sequence.at((1,)).positions == [12]
+    say(sequence, (0,), "a </Path>")
+    say(sequence, (1,), "b </Path>")
+    say(sequence, (), "<Conclusion> c </Conclusion> </Parallel> <|end|>")
+    shown = [token.token_id for token in sequence.document() if sequence.is_shown(token)]
+    assert shown == ids("a b c")
+    assert sequence.finished == "stop"
+
+
+def test_what_is_banned_where() -> None:
+    sequence = sequence_of(toy("apar", max_depth=1, max_children=2))
+    assert sequence.banned(0) == {CHILD}
+    assert sequence.banned(0, [FORK]) == {CHILD, FORK}
+    say(sequence, (), "a [Fork]")
+    assert sequence.banned(0) == {CHILD, FORK}, "right behind a fork"
+    assert sequence.banned(1) == {CHILD, FORK}, "too deep"
+    say(sequence, (), "b")
+    assert sequence.banned(0) == {CHILD}
+    say(sequence, (), "[Fork] c")
+    assert sequence.banned(0) == {CHILD, FORK}, "it has two children"
+
+
+def test_no_promise_inside_a_promise() -> None:
+    sequence = sequence_of(toy("pasta"))
+    promise = IDS["<promise"]
+    assert promise not in sequence.banned(0)
+    assert promise in sequence.banned(0, ids("<promise :"))
+    say(sequence, (), "<promise :")
+    assert promise in sequence.banned(0)
+    say(sequence, (), '2 "/>')
+    assert promise not in sequence.banned(0)
+    assert promise in sequence.banned(1)
+
+
+def test_where_a_walk_ends() -> None:
+    sequence = sequence_of(toy("pasta", max_child_tokens=5), max_tokens=12)
+    assert not sequence.ends_walk(0, IDS["a"])
+    assert not sequence.ends_walk(0, IDS['"/>'])
+    assert sequence.ends_walk(0, IDS['"/>'], ids("<promise : 2"))
+    assert not sequence.ends_walk(0, SYNC), "nothing to join"
+    assert sequence.ends_walk(0, END)
+    assert not sequence.ends_walk(0, IDS["a"], ids("a") * 10)
+    assert sequence.ends_walk(0, IDS["a"], ids("a") * 11), "the answer is full"
+    say(sequence, (), '<promise : 2 "/>')
+    assert sequence.ends_walk(0, SYNC)
+    assert sequence.ends_walk(1, IDS["</async>"])
+    assert not sequence.ends_walk(0, IDS["</async>"])
+    assert not sequence.ends_walk(1, IDS["a"], ids("a a"))
+    assert sequence.ends_walk(1, IDS["a"], ids("a a a")), "the child is as long as it may be"
+
+
+def test_the_answer_is_cut_in_document_order() -> None:
+    sequence = sequence_of(toy("apar"), max_tokens=8)
+    say(sequence, (), "a [Fork] b c d")
+    assert sequence.finished is None
+    assert say(sequence, (0,), "x") == []
+    assert say(sequence, (0,), "y") == [Ended(0, "length")], "two of the document, three of the child, three of the rest"
+    assert say(sequence, (), "e") == [], "void: the other thread cut it in the same timestep"
+    assert say(sequence, (0,), "z z") == []
+    assert say(sequence, (0,), "z") == [Ended(1, "length"), Finished("length")]
+    assert written(sequence) == "a [Fork] [Child] x y z z z"
+
+
+def test_an_answer_that_just_fits_is_not_cut() -> None:
+    for max_tokens, reason in ((7, "stop"), (6, "length")):
+        sequence = sequence_of(toy("apar"), max_tokens=max_tokens)
+        say(sequence, (), "a [Fork]")
+        say(sequence, (0,), "x <|end|>")
+        say(sequence, (), "b <|end|>")
+        assert sequence.finished == reason
+        assert len(sequence.document()) == max_tokens
+
+
+def test_an_end_that_falls_behind_the_cut_later_is_cut_all_the_same() -> None:
+    sequence = sequence_of(toy("apar"), max_tokens=6)
+    say(sequence, (), "a [Fork] b <|end|>")
+    say(sequence, (0,), "x y <|end|>")
+    assert written(sequence) == "a [Fork] [Child] x y <|end|>"
+    assert sequence.finished == "length"
+
+
+def test_a_token_for_a_thread_that_waits_or_has_ended_is_a_mistake() -> None:
+    sequence = sequence_of(toy("pasta"))
+    say(sequence, (), '<promise : 2 "/> <sync/>')
+    with pytest.raises(ValueError, match="thread 0, which is waiting"):
+        sequence.accept(0, IDS["a"])
+    say(sequence, (0,), "</async>")
+    with pytest.raises(ValueError, match="thread 1, which is ended"):
+        sequence.accept(1, IDS["a"])
+
+
+def test_end_all_ends_what_goes_on_and_hands_out_what_was_held_back() -> None:
+    sequence = sequence_of(toy("pasta"))
+    reader = sequence.reader()
+    say(sequence, (), 'a <promise : 2 "/> <sync/>')
+    say(sequence, (0,), "x")
+    assert sequence.end_all("cancelled") == [Ended(0, "cancelled"), Ended(1, "cancelled"), Finished("cancelled")]
+    assert sequence.end_all("cancelled") == []
+    assert [token.token_id for token in reader.take()] == ids('a <promise : 2 "/> <async> x')
+    assert sequence.accept(1, IDS["a"]) == []
+    assert sequence.anomalies == {}
+
+
+def test_without_openers_a_sequence_is_one_thread() -> None:
+    sequence = sequence_of(toy("pasta"), max_tokens=3)
+    assert say(sequence, (), "a b") == []
+    assert say(sequence, (), "c") == [Ended(0, "length"), Finished("length")]
+    assert sequence.released() == (0,)
+
+
+def test_end_tokens_are_the_callers() -> None:
+    sequence = Sequence(toy("apar"), 3, (), 5)
+    assert sequence.accept(0, END) == []
+    assert sequence.finished is None
