@@ -258,6 +258,14 @@ def redis_config(url: str | None = None, base: RedisConfig | None = None) -> Red
         raise UserError(f"{source}: {str(error).removeprefix('url: ')}") from None
 
 
+def secret_from_environment(name: str) -> str:
+    """What the environment variable ``name`` holds. Raises UserError if that is nothing."""
+    secret = os.environ.get(name)
+    if not secret:
+        raise UserError(f"the environment variable {name} is not set, or empty: it should hold the key")
+    return secret
+
+
 def redis_url_from_environment(url: str | None = None) -> str | None:
     """What to connect to, password included: ``url`` (a flag), else PIPEDEC_REDIS_URL; None when neither is given."""
     if not url and not os.environ.get("PIPEDEC_REDIS_URL"):

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 from rich.console import Console
 from rich.table import Table
 
 from pipedec.core import UserError
+
+if TYPE_CHECKING:
+    from pipedec.train.annotated import Annotated
+    from pipedec.train.endpoint import ChatEndpoint
 
 
 @click.group()
@@ -157,3 +161,90 @@ def _print_agreement(title: str, rows: dict[str, dict[str, Any]]) -> None:
         losses = (f"{row[key]:.3f}" if key in row else "" for key in ("target_loss", "draft_loss"))
         table.add_row(family, *losses, *(f"{row[key]:.1%}" for key in ("top1", "top4", "top16")))
     Console().print(table)
+
+
+@train.command()
+@click.option("--dialect", type=click.Choice(["apar", "pasta"]), required=True, help="How threads are written.")
+@click.option("--in", "files", type=click.Path(path_type=Path), multiple=True, help="JSONL of questions and answers; repeatable.")
+@click.option("--library", is_flag=True, help="Questions that the Python standard library answers.")
+@click.option("--problems", type=click.Path(path_type=Path), help="Word problems in the GSM8K JSONL format (training split).")
+@click.option("--out", type=click.Path(path_type=Path), required=True, help="JSONL; a second run continues it.")
+@click.option("--annotator", default="rules", show_default=True, help="rules, or the base URL of an OpenAI-compatible server.")
+@click.option("--model", help="With a URL: the model to ask.")
+@click.option("--api-key-env", metavar="NAME", help="With a URL: the environment variable that holds the key.")
+@click.option("--timeout", type=float, default=120.0, show_default=True, help="With a URL: seconds to wait for a reply.")
+@click.option("--tries", type=int, default=5, show_default=True, help="With a URL: attempts while it is busy or away.")
+@click.option("--fallback", is_flag=True, help="With a URL: the rules annotate what its replies cannot (default: left out).")
+@click.option("--unstructured-share", type=float, default=0.5, show_default=True, help="Share of answers without a structure.")
+@click.option("--limit", type=int, help="At most so many answers, of all kinds alike.")
+@click.option(
+    "--tokenizer", type=click.Path(path_type=Path), help="Checkpoint directory that counts tokens (default: the pair's)."
+)
+@click.option("--seed", type=int, default=0, show_default=True, help="Wordings, order, which unstructured answers.")
+def annotate(
+    dialect: str,
+    files: tuple[Path, ...],
+    library: bool,
+    problems: Path | None,
+    out: Path,
+    annotator: str,
+    model: str | None,
+    api_key_env: str | None,
+    timeout: float,
+    tries: int,
+    fallback: bool,
+    unstructured_share: float,
+    limit: int | None,
+    tokenizer: Path | None,
+    seed: int,
+) -> None:
+    """Write down where answers can be said in parallel: training data for threads."""
+    from pipedec.engine.spec import REFERENCE_PAIR
+    from pipedec.train.annotate import Sources, choose
+    from pipedec.train.annotate import annotate as annotate_all
+    from pipedec.train.annotated import read_annotated
+    from pipedec.train.annotators import Annotator, AparRules, ModelAnnotator, PastaRules, length_in_tokens
+
+    if not (files or library or problems):
+        raise UserError("nothing to annotate: give --in FILE, --library or --problems FILE")
+    if not 0 <= unstructured_share < 1:
+        raise UserError("--unstructured-share must be at least 0 and below 1")
+    if limit is not None and limit < 1:
+        raise UserError("--limit must be at least 1")
+    if problems is not None and not problems.is_file():
+        raise UserError(f"--problems {problems}: there is no such file")
+    endpoint = _endpoint(annotator, dialect, model, api_key_env, timeout, tries) if annotator != "rules" else None
+    length = length_in_tokens(tokenizer or REFERENCE_PAIR / "target")
+    rules: Annotator = PastaRules(length) if dialect == "pasta" else AparRules()
+    chosen = ModelAnnotator(endpoint, length) if endpoint is not None else rules
+    questions = choose(Sources(files, library, problems).questions(seed), rules, unstructured_share, seed)[:limit]
+    outcome = annotate_all(questions, dialect, chosen, rules if fallback else None, out)
+    click.echo(f"{outcome.written} written to {out}, {outcome.present} were there")
+    for reason, count in outcome.rejected.most_common():
+        click.echo(f"{count} replies not used: {reason}")
+    _print_annotated(list(read_annotated(out, dialect)))
+
+
+def _endpoint(
+    address: str, dialect: str, model: str | None, api_key_env: str | None, timeout_s: float, tries: int
+) -> ChatEndpoint:
+    from pipedec.config import secret_from_environment
+    from pipedec.train.endpoint import ChatEndpoint
+
+    if dialect != "pasta" or not model:
+        raise UserError("--annotator URL goes with --dialect pasta and --model NAME")
+    api_key = secret_from_environment(api_key_env) if api_key_env else None
+    return ChatEndpoint(address, model, api_key, timeout_s, tries)
+
+
+def _print_annotated(records: list[Annotated]) -> None:
+    from pipedec.train.annotate import by_kind, by_rule
+
+    for title, rows in (("Answers by rule; lengths in characters", by_rule(records)), ("Answers by kind", by_kind(records))):
+        table = Table(title=title, title_justify="left")
+        for column in ("", "answers", "structured", "forks", "most", "median fork", "mean answer"):
+            table.add_column(column, justify="right" if column else "left", no_wrap=not column)
+        for row in rows:
+            figures = (f"{row.mean_forks:.1f}", str(row.most_forks), f"{row.median_fork:.0f}", f"{row.mean_answer:.0f}")
+            table.add_row(row.name, f"{row.documents:,}", f"{row.structured:,}", *figures)
+        Console().print(table)

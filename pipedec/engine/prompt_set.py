@@ -78,7 +78,7 @@ def read_prompts(path: Path, field: str | None = None, key: str | None = None, v
     Raises:
         UserError: the file is missing, empty, not of these formats, has no such field or no such record.
     """
-    rows = _rows(path)
+    rows = read_rows(path)
     if not rows:
         raise UserError(f"{path} holds no prompts: it is empty")
     if key is not None:
@@ -99,7 +99,12 @@ def read_prompts(path: Path, field: str | None = None, key: str | None = None, v
     return PromptSet(path.name.split(".")[0], tuple(prompts))
 
 
-def _rows(path: Path) -> list[dict[str, Any]]:
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """The records of a JSONL, JSONL.gz or CSV file, in its order.
+
+    Raises:
+        UserError: the file is missing or not of these formats.
+    """
     try:
         data = path.read_bytes()
         text = (gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data).decode("utf-8")

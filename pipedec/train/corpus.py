@@ -72,8 +72,12 @@ def word_problem_documents(path: Path) -> Iterator[Document]:
     """Conversations from a JSONL file with the fields ``question`` and ``answer`` (the GSM8K layout)."""
     for line in path.read_text(encoding="utf-8").splitlines():
         row = json.loads(line)
-        answer = re.sub(r"<<[^>]*>>", "", row["answer"])  # calculator annotations are not prose
-        yield Document("problems", conversation(row["question"], answer))
+        yield Document("problems", conversation(row["question"], without_calculator_notes(row["answer"])))
+
+
+def without_calculator_notes(answer: str) -> str:
+    """A GSM8K answer as prose."""
+    return re.sub(r"<<[^>]*>>", "", answer)
 
 
 def topic_documents() -> Iterator[Document]:
