@@ -159,7 +159,9 @@ def pipeline_options(command: Command) -> Command:
         click.option(
             "--dispatch", default="windows", show_default=True, help="What Redis grants: windows of timesteps, or tasks."
         ),
-        click.option("--bita", help="What pipedec train bita has learned for the target: a directory, or none."),
+        click.option(
+            "--bita", help="What pipedec train bita has learned: a directory, or none (default: the shipped target's own)."
+        ),
     ]
     return gathered(command, options, PipelineFlags, "pipeline")
 
