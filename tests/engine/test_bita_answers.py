@@ -33,6 +33,8 @@ TREES = (
     TreeParams(),
     TreeParams(children=1),
     TreeParams(children=16, depth=2),
+    TreeParams(rows=1),
+    TreeParams(shape="efficient"),
     TreeParams(shape="straightforward"),
     TreeParams(shape="straightforward", depth=1),
     TreeParams(children=2, shape="full"),
