@@ -159,7 +159,9 @@ def pipeline_options(command: Command) -> Command:
         click.option(
             "--dispatch", default="windows", show_default=True, help="What Redis grants: windows of timesteps, or tasks."
         ),
-        click.option("--bita", help="What pipedec train bita has learned for the target: a directory, or none."),
+        click.option(
+            "--bita", help="What pipedec train bita has learned: a directory, or none (default: the shipped target's own)."
+        ),
     ]
     return gathered(command, options, PipelineFlags, "pipeline")
 
@@ -192,7 +194,7 @@ def request_options(command: Command) -> Command:
         click.option("--ignore-eos", is_flag=True, help="Go on after the model's end token."),
         click.option("--width", type=int, help="Rows per timestep, w (default: pipedec-bestfirst finds it, others 32)."),
         click.option(
-            "--children", type=int, help="Children per row, c (default: pipedec-bestfirst finds it, bita 5, others 16)."
+            "--children", type=int, help="Children per row, c (default: pipedec-bestfirst finds it, bita by shape, others 16)."
         ),
         click.option("--forwards", type=int, help="pipedec-bestfirst: draft forwards per timestep (default: what fits)."),
         click.option("--proposers", default="draft,ngrams", show_default=True, help="pipedec-bestfirst: who may name tokens."),
@@ -200,7 +202,7 @@ def request_options(command: Command) -> Command:
         click.option(
             "--shape", default="likeliest", show_default=True, help="bita: likeliest, efficient, straightforward, full."
         ),
-        click.option("--rows", type=int, help="stpp, bita: only the likeliest rows of the tree (default: all; 64 with masks)."),
+        click.option("--rows", type=int, help="Of the tree at most, the likeliest (default: stpp all; bita's likeliest 64)."),
         click.option("--json", is_flag=True, help="Print one JSON document instead of text."),
         click.option("--trace", type=path, help="Write a Chrome/Perfetto trace of every task to this file."),
     ]

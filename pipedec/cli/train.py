@@ -88,7 +88,7 @@ def draft(
 @train.command()
 @click.option("--target", type=click.Path(path_type=Path), help="Target checkpoint directory (default: the shipped pair's).")
 @click.option("--prompts", multiple=True, metavar="[NAME=]FILE[#KEY=VALUE]", help="Prompts to learn from; may be repeated.")
-@click.option("--library", is_flag=True, help="Also learn from prompts made of the Python standard library, as train draft.")
+@click.option("--library", is_flag=True, help="For the shipped target: also learn from the prompts of train draft.")
 @click.option("--problems", type=click.Path(path_type=Path), help="With --library: word problems in the GSM8K JSONL format.")
 @click.option("--max-prompts", type=int, help="At most so many prompts of each set (default: all).")
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="Where the weights and training.json are written.")

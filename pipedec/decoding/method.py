@@ -42,7 +42,7 @@ class Method(Protocol):
         """The mask rows that follow the prompt and rows of its steps."""
 
     def prefill(self, token_ids: Tensor) -> None:
-        """Take in the next chunk of the prompt: int64 [R]."""
+        """Take in the next chunk of the prompt: int64 [R]. ``masks`` follow the last."""
 
     def draft(self) -> None:
         """The compute phase of rank 0: draft rows that are in flight, or what is to enter next."""

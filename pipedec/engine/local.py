@@ -72,7 +72,7 @@ class LocalPipeline:
         (None without one).
 
         Raises:
-            UserError: the request has stop strings (text is not known here), or its method needs a draft and there is none.
+            UserError: the request has stop strings (text is not known here), or there is no draft or BiTA that its method needs.
         """
         if request.sampling.stop:
             raise UserError("stop strings need a tokenizer, which LocalPipeline does not have: use stop_token_ids")

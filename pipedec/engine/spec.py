@@ -76,12 +76,12 @@ class PipelineSpec:
             raise UserError(f"unknown device {device!r}: choose one of {', '.join(DEVICES)}")
         if dispatch not in DISPATCHES:
             raise UserError(f"unknown dispatch {dispatch!r}: choose one of {', '.join(DISPATCHES)}")
-        if draft is None and target is not None and bita in (None, "none"):
-            raise UserError("give --draft DIR beside --target (a small model with the same tokenizer), or --draft none")
         target_path = Path(target) if target is not None else REFERENCE_PAIR / "target"
-        shipped_draft = REFERENCE_PAIR / "draft" if target is None else None
-        draft_path = shipped_draft if draft is None else None if str(draft) == "none" else Path(draft)
-        bita_path = None if str(bita) == "none" else Path(bita) if bita else None if target else REFERENCE_PAIR / "bita"
+        shipped = REFERENCE_PAIR if target is None else None
+        draft_path = _chosen(draft, shipped and shipped / "draft")
+        bita_path = _chosen(bita, shipped and shipped / "bita")
+        if draft is None and target is not None and bita_path is None:
+            raise UserError("give --draft DIR beside --target (a small model with the same tokenizer), or --draft none")
         config = checked(target_path)
         if draft_path is not None:
             checked(draft_path)
@@ -168,6 +168,13 @@ class PipelineSpec:
         config = ModelConfig.from_directory(self.draft)
         layers = range(config.num_layers)
         return DraftModel(StageModel.load(self.draft, layers, self.torch_dtype, device, config=config, progress=progress))
+
+
+def _chosen(wish: str | Path | None, shipped: Path | None) -> Path | None:
+    """The directory that was asked for; ``shipped`` if nothing was, None for ``"none"``."""
+    if wish is None:
+        return shipped
+    return None if str(wish) == "none" else Path(wish)
 
 
 def checked(directory: Path) -> ModelConfig:

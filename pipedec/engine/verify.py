@@ -53,6 +53,7 @@ class Reference:
             attention_mask=torch.ones_like(prompt),
             max_new_tokens=max_tokens,
             do_sample=False,
+            repetition_penalty=1.0,  # some chat models come with another
             eos_token_id=None if ignore_eos else self._ends,
             pad_token_id=0,
         )

@@ -105,7 +105,8 @@ def train_bita(target_path: Path, sources: Sources, out: Path, work: Path, recip
     target = AutoModelForCausalLM.from_pretrained(target_path, dtype=DTYPES[dtype], local_files_only=True)
     target.eval().requires_grad_(False)
     prompter = Prompter(target_path, config.max_positions)
-    samples = gather(target, prompter, sources, recipe.new_tokens, recipe.max_length, work)
+    answers = work / "answers" / f"{name}-{dtype}-{recipe.new_tokens}"
+    samples = gather(target, prompter, sources, recipe.new_tokens, recipe.max_length, answers)
     _check_windows(config, samples.longest + recipe.masks)
     learned = Learned(target, recipe.masks, recipe.prompt_tokens, recipe.prompting, recipe.start_std, recipe.seed)
     BitaTrainer(target, learned, samples, recipe, work, name).run()

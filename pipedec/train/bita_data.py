@@ -66,9 +66,11 @@ def gather(target: Model, prompter: Prompter, sources: Sources, new_tokens: int,
         max_length: longer samples are left out, and so are answers of fewer than two tokens, behind which no mask has a label.
 
     Raises:
-        UserError: a prompt file is unsound, two sets have one name, no prompt of a set fits the target's context, or nothing
-            is left to learn from.
+        UserError: a prompt file is unsound, two sets have one name, no prompt of a set fits the target's context, the
+            library's prompts are not in its words, or nothing is left to learn from.
     """
+    if sources.library and corpus.ASSISTANT not in prompter.tokenizer.get_vocab():
+        raise UserError(f"--library has prompts for tokenizers that know {corpus.ASSISTANT}, not this one: give --prompts FILE")
     asked: dict[str, tuple[list[list[int]], list[list[int]]]] = {}
     for source in sources.files:
         if source.name in asked or (sources.library and source.name in DraftRecipe().num_prompts):

@@ -154,7 +154,7 @@ def _generate(target: Model, batch: list[list[int]], new_tokens: int) -> Iterato
     longest = max(map(len, batch))
     ids_BT = torch.tensor([[pad] * (longest - len(ids)) + ids for ids in batch], device=target.device)
     mask_BT = torch.tensor([[0] * (longest - len(ids)) + [1] * len(ids) for ids in batch], device=target.device)
-    how = {"max_new_tokens": new_tokens, "do_sample": False, "use_cache": True, "pad_token_id": pad}
+    how = {"max_new_tokens": new_tokens, "do_sample": False, "repetition_penalty": 1.0, "use_cache": True, "pad_token_id": pad}
     output_BT = target.generate(ids_BT, attention_mask=mask_BT, **how)
     for prompt, row in zip(batch, output_BT[:, longest:].tolist(), strict=True):
         length = next((place for place, token in enumerate(row, start=1) if token in ends), len(row))

@@ -80,7 +80,10 @@ def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--prompt", "a", "--bita", "."], "config.json cannot be read: give a directory that pipedec train bita wrote"),
         (["--prompt", "a", "--method", "bita"], "method bita needs what pipedec train bita has learned for this target"),
         (["--prompt", "a", "--method", "bita", "--bita", "none"], "method bita needs what pipedec train bita has learned"),
-        (["--prompt", "a", "--shape", "nonsense"], "tree shape must be one of efficient, straightforward, full, not nonsense"),
+        (
+            ["--prompt", "a", "--shape", "nonsense"],
+            "tree shape must be one of likeliest, efficient, straightforward, full, not nonsense",
+        ),
         (["--prompt", "a", "--colour", "red"], "No such option '--colour'"),
     ],
 )
@@ -166,7 +169,7 @@ def rewrite(path: Path, old: str, new: str) -> None:
         (["--depth", "4"], "tree depth 4, but this BiTA was trained with 3 masks: lower --depth"),
         (["--children", "22"], "3 masks that name 22 tokens each are more than 64: lower --depth or --children"),
         (["--children", "20", "--shape", "full"], "a tree of 33684 rows is more than 4096: lower --depth or --children"),
-        (["--shape", "round"], "tree shape must be one of efficient, straightforward, full, not round"),
+        (["--shape", "round"], "tree shape must be one of likeliest, efficient, straightforward, full, not round"),
     ],
 )
 def test_a_tree_that_the_masks_of_a_running_cluster_cannot_grow(

@@ -213,7 +213,7 @@ def test_two_clients_at_once_both_get_their_own_answer(
         ({"tree": {"proposers": ["oracle"]}}, "tree proposers must be some of draft, ngrams, not oracle"),
         ({"tree": {"proposers": []}}, "tree proposers must be some of draft, ngrams, not none"),
         ({"tree": {"proposers": "draft"}}, "tree proposers must be texts"),
-        ({"tree": {"shape": "round"}}, "tree shape must be one of efficient, straightforward, full, not round"),
+        ({"tree": {"shape": "round"}}, "tree shape must be one of likeliest, efficient, straightforward, full, not round"),
         ({"tree": {"shape": 5}}, "tree shape must be a text"),
         ({"method": "bita", "tree": {"depth": 4}}, "tree depth 4, but this BiTA was trained with 3 masks: lower --depth"),
         ({"method": "bita", "tree": {"children": 22}}, "3 masks that name 22 tokens each are more than 64"),

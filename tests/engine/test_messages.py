@@ -107,11 +107,11 @@ def test_tree_limits_arrive_as_they_were(tree: TreeParams) -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"shape": "round"}, "tree shape must be one of efficient, straightforward, full, not round"),
+        ({"shape": "round"}, "tree shape must be one of likeliest, efficient, straightforward, full, not round"),
         ({"shape": 5}, "tree shape must be a text"),
         ({"shape": None}, "tree shape must be a text"),
         ({"shape": ["full"]}, "tree shape must be a text"),
-        ({"shape": "x" * 500}, "tree shape must be one of efficient, straightforward, full, not x"),
+        ({"shape": "x" * 500}, "tree shape must be one of likeliest, efficient, straightforward, full, not x"),
         ({"depth": "deep"}, "cannot be read"),
         ({"depth": 1.5}, "tree depth must be a whole number, not '1.5'"),
         ({"depth": True}, "tree depth must be a whole number, not 'True'"),

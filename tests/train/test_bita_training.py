@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -287,6 +288,34 @@ def test_an_answer_ends_at_any_end_token(pair: Pair, tmp_path: Path) -> None:
     target.generation_config.eos_token_id = [299, endless[5]]
     ended = continue_greedily(target, [[1, 9, 30]], 8, tmp_path / "ended")[0].ids
     assert ended == endless[: endless.index(endless[5], 3) + 1] and len(ended) < 11
+
+
+def test_answers_are_greedy_whatever_the_checkpoint_recommends(pair: Pair, tmp_path: Path) -> None:
+    target = AutoModelForCausalLM.from_pretrained(pair.target).eval()
+    plain = continue_greedily(target, [[1, 9, 30]], 24, tmp_path / "plain")
+    target.generation_config.repetition_penalty = 50.0
+    penalised = target.generate(torch.tensor([[1, 9, 30]]), max_new_tokens=24, do_sample=False, pad_token_id=0)[0].tolist()
+    assert continue_greedily(target, [[1, 9, 30]], 24, tmp_path / "penalised") == plain != [Continuation(penalised, 3)]
+
+
+def test_answers_of_another_target_are_not_taken(pair: Pair, prompts: Path, tmp_path: Path) -> None:
+    recipe, other = replace(RECIPE, steps=1), replace(pair, target=pair.draft)
+    train(pair, prompts, tmp_path / "out", tmp_path / "work", recipe)
+    (tmp_path / "work" / "bita.safetensors").unlink()
+    train(other, prompts, tmp_path / "out", tmp_path / "work", recipe)
+    train(other, prompts, tmp_path / "fresh", tmp_path / "work2", recipe)
+    assert log_of(tmp_path / "work") == log_of(tmp_path / "work2")
+
+
+def test_the_library_is_for_the_shipped_targets_tokenizer(pair: Pair, prompts: Path, tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    shutil.copytree(pair.target, target)
+    tokenizer = (target / "tokenizer.json").read_text().replace(corpus.ASSISTANT, "<|somebody|>")
+    (target / "tokenizer.json").write_text(tokenizer)
+    model, sources = AutoModelForCausalLM.from_pretrained(target), Sources((PromptSource("asked", prompts),), library=True)
+    with pytest.raises(UserError, match="--library has prompts for tokenizers that know") as raised:
+        gather(model, Prompter(target, 2048), sources, 4, 1000, tmp_path)
+    assert "\n" not in str(raised.value)
 
 
 def test_the_command_prints_what_it_measured(pair: Pair, prompts: Path, tmp_path: Path) -> None:
