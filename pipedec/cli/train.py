@@ -107,6 +107,7 @@ def draft(
     "--dtype", type=click.Choice(["float32", "bfloat16"]), default="float32", show_default=True, help="Target's format."
 )
 @click.option("--threads", type=int, default=2, show_default=True, help="CPU threads.")
+@click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True, help="Where to train.")
 def bita(
     target: Path | None,
     prompts: tuple[str, ...],
@@ -117,11 +118,12 @@ def bita(
     work: Path,
     dtype: str,
     threads: int,
+    device: str,
     **wishes: Any,
 ) -> None:
     """Train masks and a prompt (BiTA) with which a frozen target guesses tokens ahead, on its own greedy answers."""
     from pipedec.engine.prompt_set import PromptSource
-    from pipedec.engine.spec import REFERENCE_PAIR
+    from pipedec.engine.spec import REFERENCE_PAIR, chosen_device
     from pipedec.train.bita import BitaRecipe, train_bita
     from pipedec.train.bita_data import Sources
 
@@ -138,7 +140,8 @@ def bita(
     if given.get("prompting") == "none":
         given.setdefault("prompt_tokens", 0)
     sources = Sources(tuple(map(PromptSource.parse, prompts)), library, problems, max_prompts)
-    report = train_bita(target or REFERENCE_PAIR / "target", sources, out, work, BitaRecipe(**given), dtype, threads)
+    recipe, place = BitaRecipe(**given), chosen_device(device)
+    report = train_bita(target or REFERENCE_PAIR / "target", sources, out, work, recipe, dtype, threads, place)
     _print_guesses(report["held_out"])
 
 

@@ -116,12 +116,8 @@ class PipelineSpec:
         return torch.device("cpu") if rank == 0 and self.draft is None else self.torch_device(local_rank)
 
     def torch_device(self, local_rank: int = 0) -> torch.device:
-        """The device of whatever computes; ``auto`` is CUDA where there is one."""
-        if self.device == "cpu" or (self.device == "auto" and not torch.cuda.is_available()):
-            return torch.device("cpu")
-        if not torch.cuda.is_available():
-            raise UserError("--device cuda, but torch sees no GPU here: install a CUDA build of torch, or use --device cpu")
-        return torch.device("cuda", local_rank % torch.cuda.device_count())
+        """The device of whatever computes (see ``chosen_device``)."""
+        return chosen_device(self.device, local_rank)
 
     def description(self) -> dict[str, object]:
         """The pipeline as plain JSON values."""
@@ -175,6 +171,19 @@ def _chosen(wish: str | Path | None, shipped: Path | None) -> Path | None:
     if wish is None:
         return shipped
     return None if str(wish) == "none" else Path(wish)
+
+
+def chosen_device(name: str, local_rank: int = 0) -> torch.device:
+    """One of DEVICES; ``auto`` is CUDA where there is one.
+
+    Raises:
+        UserError: CUDA is asked for and not there.
+    """
+    if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise UserError("--device cuda, but torch sees no GPU here: install a CUDA build of torch, or use --device cpu")
+    return torch.device("cuda", local_rank % torch.cuda.device_count())
 
 
 def checked(directory: Path) -> ModelConfig:

@@ -89,12 +89,21 @@ class StepFigures:
     top1: list[float]
 
 
-def train_bita(target_path: Path, sources: Sources, out: Path, work: Path, recipe: BitaRecipe, dtype: str, threads: int) -> dict:
+def train_bita(
+    target_path: Path,
+    sources: Sources,
+    out: Path,
+    work: Path,
+    recipe: BitaRecipe,
+    dtype: str,
+    threads: int,
+    device: torch.device,
+) -> dict:
     """Train and write ``out``: the weights in bfloat16, ``training.json`` and a model card; returns what was measured.
 
     Args:
         work: where answers, log and checkpoint live; a second run goes on from them.
-        dtype: what the frozen target computes in.
+        dtype, device: what the frozen target computes in, and where.
 
     Raises:
         UserError: target, prompts or ``work`` are not fit for it.
@@ -103,13 +112,13 @@ def train_bita(target_path: Path, sources: Sources, out: Path, work: Path, recip
     config = ModelConfig.from_directory(target_path)
     name = fingerprint(target_path)
     target = AutoModelForCausalLM.from_pretrained(target_path, dtype=DTYPES[dtype], local_files_only=True)
-    target.eval().requires_grad_(False)
+    target.to(device).eval().requires_grad_(False)
     prompter = Prompter(target_path, config.max_positions)
     answers = work / "answers" / f"{name}-{dtype}-{recipe.new_tokens}"
     samples = gather(target, prompter, sources, recipe.new_tokens, recipe.max_length, answers)
     _check_windows(config, samples.longest + recipe.masks)
     learned = Learned(target, recipe.masks, recipe.prompt_tokens, recipe.prompting, recipe.start_std, recipe.seed)
-    BitaTrainer(target, learned, samples, recipe, work, name).run()
+    BitaTrainer(target, learned.to(device), samples, recipe, work, name).run()
     weights = learned.rounded(target)
     weights.save(out, BitaConfig(name, recipe.masks, recipe.prompt_tokens, recipe.prompting))
     report = {
@@ -169,11 +178,11 @@ class BitaTrainer:
         self._optimizer.param_groups[0]["lr"] = recipe.rate(step)
         total, right, counts = 0.0, torch.zeros(recipe.masks), torch.zeros(recipe.masks)
         for rows in batches:
-            loss, is_right = self._loss(rows)
+            loss, is_right = self._loss(rows.on(self._target.device))
             (loss / num_labels).backward()
             total += loss.item()
             masks = rows.masks[rows.labelled]
-            right += torch.bincount(masks, is_right.float(), minlength=recipe.masks)
+            right += torch.bincount(masks, is_right.float().cpu(), minlength=recipe.masks)
             counts += torch.bincount(masks, minlength=recipe.masks)
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
@@ -193,7 +202,7 @@ class BitaTrainer:
             tensors |= {f"optimizer.{number}.{key}": value for key, value in state.items()}
         partial = self._checkpoint.with_suffix(".partial")
         metadata = {"step": str(step), "identity": json.dumps(self._identity)}
-        save_file({name: tensor.clone().contiguous() for name, tensor in tensors.items()}, partial, metadata=metadata)
+        save_file({name: tensor.cpu().clone().contiguous() for name, tensor in tensors.items()}, partial, metadata=metadata)
         partial.rename(self._checkpoint)
 
     def _resume(self) -> int:
@@ -246,20 +255,20 @@ def evaluate(target: Any, weights: BitaWeights, spoken: dict[str, list[Continuat
         drawn = [(sample, places_of(sample)) for sample in samples]
         ranks, losses = [], []
         for part in _pieces(drawn, weights.num_masks):
-            rows = mask_rows(*part, weights.num_masks, weights.prompt.shape[3])
+            rows = mask_rows(*part, weights.num_masks, weights.prompt.shape[3]).on(target.device)
             logits = mask_pass(target, weights.prompt, weights.masks, rows, token_pass(target, rows.tokens))
             labels = rows.labels[rows.labelled]
             of_label = logits.gather(1, labels[:, None])
             ranks.append(_by_group(rows, (logits > of_label).sum(1).float(), weights.num_masks))
             losses.append(_by_group(rows, nn.functional.cross_entropy(logits, labels, reduction="none"), weights.num_masks))
         if ranks:
-            report[name] = guess_figures(torch.cat(ranks), torch.cat(losses))
+            report[name] = guess_figures(torch.cat(ranks).cpu(), torch.cat(losses).cpu())
     return report
 
 
 def _by_group(rows: MaskRows, values: Tensor, num_masks: int) -> Tensor:
     """Values of the rows with a label, one line for each group, NaN where there is none: [groups, M]."""
-    spread = torch.full(rows.labels.shape, torch.nan)
+    spread = torch.full(rows.labels.shape, torch.nan, device=values.device)
     spread[rows.labelled] = values
     groups = spread.view(-1, num_masks)
     return groups[~groups.isnan().all(1)]

@@ -42,6 +42,10 @@ class MaskRows:
         """bool [B, R]."""
         return self.labels != NO_LABEL
 
+    def on(self, device: torch.device) -> MaskRows:
+        """The same rows where the target computes."""
+        return MaskRows(*(tensor.to(device) for tensor in vars(self).values()))
+
 
 def places_of(sample: Continuation) -> Tensor:
     """Where a group may hang: behind the last prompt token and every answer token, while its first mask has a label."""

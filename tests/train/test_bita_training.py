@@ -37,6 +37,7 @@ from pipedec.train.bita_rows import NO_LABEL, MaskRows, draw_places, mask_rows, 
 from pipedec.train.continuations import Continuation, continue_greedily
 from pipedec.train.draft import DraftRecipe
 
+CPU = torch.device("cpu")
 RECIPE = BitaRecipe(masks=2, prompt_tokens=3, groups=4, steps=6, batch=3, warmup_steps=2, new_tokens=12)
 SAMPLES = [Continuation([5, 9, 3, 17, 8, 11, 30, 4], 3), Continuation([7, 21, 6, 40, 13], 2)]
 PLACES = [torch.tensor([2, 3, 5]), torch.tensor([1, 2])]
@@ -51,7 +52,7 @@ def prompts(tmp_path: Path) -> Path:
 
 def train(pair: Pair, prompts: Path, out: Path, work: Path, recipe: BitaRecipe = RECIPE) -> dict:
     sources = Sources((PromptSource("asked", prompts),))
-    return train_bita(pair.target, sources, out, work, recipe, "float32", threads=1)
+    return train_bita(pair.target, sources, out, work, recipe, "float32", 1, CPU)
 
 
 def log_of(work: Path) -> list[dict[str, Any]]:
@@ -364,10 +365,10 @@ def test_unfit_prompts_and_targets_are_told(pair: Pair, tokenizer: Any, prompts:
     long = tmp_path / "long.jsonl"
     long.write_text(json.dumps({"prompt": "clips " * 5000}))
     with pytest.raises(UserError, match="no prompt of long fits"):
-        train_bita(pair.target, Sources((PromptSource("long", long),)), tmp_path, tmp_path, RECIPE, "float32", 1)
+        train_bita(pair.target, Sources((PromptSource("long", long),)), tmp_path, tmp_path, RECIPE, "float32", 1, CPU)
     with pytest.raises(UserError, match="two sets of prompts are called asked"):
         twice = Sources((PromptSource("asked", prompts), PromptSource("asked", prompts)))
-        train_bita(pair.target, twice, tmp_path, tmp_path / "w", RECIPE, "float32", 1)
+        train_bita(pair.target, twice, tmp_path, tmp_path / "w", RECIPE, "float32", 1, CPU)
     with pytest.raises(UserError, match="every sample too long"):
         train(pair, prompts, tmp_path, tmp_path / "w", replace(RECIPE, max_length=4))
     save_tiny("mistral", tmp_path / "windowed", vocab=300, sliding_window=8)
