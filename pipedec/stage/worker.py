@@ -26,6 +26,7 @@ class StageWorker:
         self._cache = model.make_cache()
         self._tree = PredictionTree(device)
         self._device = device
+        self._has_masks = False
         self._prompt_length = 0
         self._pending_rows = torch.zeros(0, dtype=torch.int64, device=device)
         self._pending_hidden: Tensor | None = None
@@ -39,8 +40,9 @@ class StageWorker:
         """Forget the last request and prepare for one whose prompt has ``prompt_length`` tokens.
 
         Args:
-            named: tokens that each mask row is to name in forecasts.
+            named: tokens that each mask row is to name in forecasts; 0 for a request without masks.
         """
+        self._has_masks = named > 0
         self._prompt_length = prompt_length
         self._cache.reset()
         self._tree.reset(prompt_length)
@@ -48,7 +50,7 @@ class StageWorker:
 
     def prefill(self, chunk: Step) -> Step:
         """Compute the prompt's next chunk; returns it with this stage's activations. Masks may follow the last token."""
-        first, num_tokens = self._cache.past_length, chunk.num_rows - num_masks(chunk)
+        first, num_tokens = self._cache.past_length, chunk.num_rows - self._count_masks(chunk)
         positions = torch.arange(first, first + num_tokens, device=self._device)
         inputs = chunk.token_ids if chunk.hidden is None else chunk.hidden
         hidden = self._model.forward(inputs[:num_tokens], positions, self._cache, None, self._prompt_length)
@@ -69,10 +71,15 @@ class StageWorker:
         tree = self._tree
         return self._model.forward(inputs, tree.positions[rows], self._cache, tree.tree_mask[rows], num_masks=masks)
 
+    def _count_masks(self, step: Step) -> int:
+        """How many rows of a step, its last ones, are masks. Without masks nothing waits for the device."""
+        return int(is_mask(step.token_ids).sum()) if self._has_masks else 0
+
     def decode(self, step: Step) -> None:
         """Add the step's rows to the tree and compute them; the output waits for this timestep's verdict."""
         rows = self._tree.append(step.token_ids, step.parents)
-        self._pending_hidden = self._activations(rows, step.token_ids if step.hidden is None else step.hidden, num_masks(step))
+        inputs = step.token_ids if step.hidden is None else step.hidden
+        self._pending_hidden = self._activations(rows, inputs, self._count_masks(step))
         self._pending_rows = torch.arange(rows.start, rows.stop, device=self._device)
 
     def sync(self, verdict: Verdict) -> None:
@@ -97,11 +104,6 @@ class StageWorker:
         return Step(self._tree.token_ids[rows], self._tree.parents[rows], hidden)
 
 
-def num_masks(step: Step) -> int:
-    """How many rows of a step, its last ones, are masks."""
-    return int(is_mask(step.token_ids).sum())
-
-
 class FinalStageWorker(StageWorker):
     """The last stage L_n: its output is not passed on but judged."""
 
@@ -117,7 +119,7 @@ class FinalStageWorker(StageWorker):
         self._named: Tensor | None = None  # int64 [N, named], tokens that each mask of the tree names; None without masks
 
     def begin(self, prompt_length: int, sampling: SamplingParams, named: int = 0) -> None:
-        super().begin(prompt_length, sampling)
+        super().begin(prompt_length, sampling, named)
         self._successors = self._successors[:0]
         self._verifier = Verifier(sampling, self._eos_token_ids)
         self._sampler = Sampler.create(sampling, self._model.config.vocab_size, self._device)
@@ -129,14 +131,14 @@ class FinalStageWorker(StageWorker):
 
     def prefill(self, chunk: Step) -> Step:
         if self._sampler is not None:
-            self._sampler.add_prompt(chunk.token_ids[: chunk.num_rows - num_masks(chunk)])
+            self._sampler.add_prompt(chunk.token_ids[: chunk.num_rows - self._count_masks(chunk)])
         return super().prefill(chunk)
 
     def decode(self, step: Step) -> None:
         super().decode(step)
         assert self._pending_hidden is not None
         logits = self._model.logits(self._pending_hidden)
-        num_tokens = step.num_rows - num_masks(step)
+        num_tokens = step.num_rows - self._count_masks(step)
         successors = greedy(logits)  # of a mask nobody asks for it
         if self._sampler is not None:
             successors[:num_tokens] = self._sampled(self._sampler, logits[:num_tokens], self._pending_rows[:num_tokens])
@@ -176,7 +178,7 @@ class FinalStageWorker(StageWorker):
     def first_verdict(self, last_chunk: Step) -> Verdict:
         """The verdict on prefill, from the output of the prompt's last chunk."""
         assert last_chunk.hidden is not None
-        masks = num_masks(last_chunk)
+        masks = self._count_masks(last_chunk)
         all_logits, tree = self._model.logits(last_chunk.hidden[-1 - masks :]), self._tree
         logits = all_logits[:1]
         if self._sampler is None:
