@@ -19,6 +19,7 @@ from pipedec.engine.prompt import Prompter
 from pipedec.engine.rank_loop import Wiring
 from pipedec.scheduler import GrantedTask, Message, Task
 from pipedec.stage import FinalStageWorker, StageWorker
+from pipedec.threads import NewSequence
 
 _TOKEN = 7
 
@@ -64,7 +65,9 @@ class NullStage(StageWorker):
     def cache_slots(self) -> int:
         return 0
 
-    def begin(self, prompt_length: int, sampling: SamplingParams, named: int = 0) -> None:
+    def begin(
+        self, prompt_length: int, sampling: SamplingParams, named: int = 0, new_sequence: NewSequence | None = None
+    ) -> None:
         self._probe.reset()
         self._computed = None
 
@@ -92,7 +95,9 @@ class NullStage(StageWorker):
 class NullFinalStage(NullStage, FinalStageWorker):
     """The last stage: accepts one token at every timestep until ``max_tokens``."""
 
-    def begin(self, prompt_length: int, sampling: SamplingParams, named: int = 0) -> None:
+    def begin(
+        self, prompt_length: int, sampling: SamplingParams, named: int = 0, new_sequence: NewSequence | None = None
+    ) -> None:
         super().begin(prompt_length, sampling)
         self._left = sampling.max_tokens
 

@@ -7,7 +7,7 @@ import re
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from pipedec.core import Completion, Metrics, SamplingParams, TreeParams, UserError, Verdict
+from pipedec.core import Completion, Metrics, SamplingParams, Share, TreeParams, UserError, Verdict
 
 MAX_TREE = 4096
 MAX_DEPTH = 64
@@ -55,11 +55,17 @@ def sampling_from_payload(payload: dict) -> SamplingParams:
 
 
 def verdict_to_payload(verdict: Verdict) -> dict[str, object]:
-    return {"tokens": list(verdict.tokens), "finished": verdict.finished, "forecast": list(map(list, verdict.forecast))}
+    return {
+        "tokens": list(verdict.tokens),
+        "finished": verdict.finished,
+        "forecast": list(map(list, verdict.forecast)),
+        "shares": list(map(list, verdict.shares)),
+    }
 
 
 def verdict_from_payload(payload: dict) -> Verdict:
-    return Verdict(tuple(payload["tokens"]), payload.get("finished"), tuple(map(tuple, payload.get("forecast", ()))))
+    forecast, shares = payload.get("forecast", ()), payload.get("shares", ())
+    return Verdict(tuple(payload["tokens"]), payload.get("finished"), tuple(map(tuple, forecast)), tuple(Share(*s) for s in shares))
 
 
 def completion_to_event(completion: Completion) -> dict[str, object]:

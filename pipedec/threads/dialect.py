@@ -5,12 +5,13 @@ Owns the fields, their checks and the shipped files. Knows no token ids: those c
 
 from __future__ import annotations
 
+import json
 import re
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from pipedec.config import load_json
+from pipedec.config import load_json, parse_json
 from pipedec.core import UserError
 
 DIALECTS = ("apar", "pasta", "parallel")
@@ -89,6 +90,15 @@ class Dialect:
         named = (self.opener, self.child_start, self.child_end, self.join)
         listed = (*self.never_sampled, *self.no_opening_after, *self.markers)
         return tuple(dict.fromkeys(text for text in (*named, *listed) if text is not None))
+
+    def to_json(self) -> str:
+        """As it goes to other processes."""
+        return json.dumps({name: value for name, value in asdict(self).items() if value is not None})
+
+    @classmethod
+    def from_json(cls, text: str) -> Dialect:
+        """Raises UserError if the text describes no dialect."""
+        return parse_json(cls, text, "the dialect")
 
 
 def _has_one_group(pattern: str) -> bool:

@@ -65,6 +65,12 @@ class Grammar:
             return self._bound.never_sampled | {self._bound.opener}
         return self._bound.never_sampled
 
+    def banned_behind_opener(self, thread: DecodeThread, token: int) -> frozenset[int]:
+        """Tokens that may not be sampled in ``thread`` right behind ``token``, with which it would open a child."""
+        is_full = len(thread.children) + 1 >= self._bound.dialect.max_children
+        may_open = not is_full and token not in self._bound.no_opening_after
+        return self._bound.never_sampled if may_open else self._bound.never_sampled | {self._bound.opener}
+
     def oddities(self, thread: DecodeThread, token: int, role: Role) -> Iterator[str]:
         """The anomalies that ``token``, which does ``role``, is as the thread's next."""
         bound = self._bound

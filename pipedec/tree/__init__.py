@@ -2,5 +2,6 @@
 
 from pipedec.tree.masks import is_mask, mask_groups, visible_slots
 from pipedec.tree.prediction_tree import Advance, Candidates, PredictionTree
+from pipedec.tree.sight import Sight
 
-__all__ = ["Advance", "Candidates", "PredictionTree", "is_mask", "mask_groups", "visible_slots"]
+__all__ = ["Advance", "Candidates", "PredictionTree", "Sight", "is_mask", "mask_groups", "visible_slots"]

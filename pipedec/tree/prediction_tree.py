@@ -66,13 +66,14 @@ class PredictionTree:
     """Token ids X, parents, probabilities P and ancestor mask M of the rows in flight, in order of entry.
 
     Storage grows by ``block`` rows, never per row. ``root_position`` is the position id of the root: a row's own
-    position is that plus its depth, so siblings share it.
+    position is that plus its depth, so siblings share it. ``gap`` positions between the root and its children stay empty.
     """
 
     def __init__(self, device: torch.device | str = "cpu", block: int = 256) -> None:
         self._device = torch.device(device)
         self._block = block
         self.root_position = 0
+        self.gap = 0
         self.num_rows = 0
         self._allocate(block)
 
@@ -111,7 +112,18 @@ class PredictionTree:
     @property
     def positions(self) -> Tensor:
         """int64 [N], position ids."""
-        return self.root_position + self.tree_mask.sum(1) - 1
+        positions = self.root_position + self.tree_mask.sum(1) - 1
+        if self.gap:
+            positions[1:] += self.gap
+        return positions
+
+    @property
+    def next_positions(self) -> Tensor:
+        """int64 [N], where the token after each row stands."""
+        positions = self.positions + 1
+        if self.gap:
+            positions[:1] += self.gap
+        return positions
 
     @property
     def cumulative_log_probs(self) -> Tensor:
@@ -122,6 +134,7 @@ class PredictionTree:
         """Forget every row; the next root will stand at ``root_position``."""
         self.num_rows = 0
         self.root_position = root_position
+        self.gap = 0
 
     def plant(self, token: int) -> slice:
         """Enter an accepted token as the root of the empty tree; returns where it stands."""
@@ -204,15 +217,19 @@ class PredictionTree:
         """Drop all rows but ``rows`` and commit nothing.
 
         Args:
-            rows: int64, in order, the root first, closed under parents.
+            rows: int64, in order, the root first, closed under parents; none, to drop all.
 
         Raises:
             ValueError: they are not.
         """
+        nothing = rows.new_zeros(0)
+        if not len(rows):
+            advance = Advance(nothing, nothing, nothing, self.num_rows, hit=False)
+            self._keep(advance)
+            return advance
         in_order = bool((rows.diff() > 0).all()) and rows[:1].tolist() == [0] and int(rows[-1]) < self.num_rows
         if not in_order or not bool(torch.isin(self.parents[rows[1:]], rows).all()):
             raise ValueError("rows to keep must be in order, begin with the root, and come with their parents")
-        nothing = rows.new_zeros(0)
         advance = Advance(nothing, nothing, rows, self.num_rows, hit=True)
         self._keep(advance)
         return advance
@@ -227,7 +244,9 @@ class PredictionTree:
         self._log_probs[:1] = 0.0  # the new root is certain
         self._mask[:count, :count] = self._mask[kept][:, kept]
         self.num_rows = count
-        self.root_position += len(advance.committed)
+        if len(advance.committed):
+            self.root_position += len(advance.committed) + self.gap
+            self.gap = 0
 
     def _check_parents(self, parents: Tensor, first: int) -> None:
         own = torch.arange(first, first + len(parents), device=self._device)
