@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -289,7 +289,10 @@ class Completion:
 
     Attributes:
         seed: the request's, or the one that was drawn for it; None for a greedy answer without one.
-        logprobs: if asked for, per output token {token id: log-probability}, the chosen token first, then the top ones.
+        logprobs: if asked for, per output token {token id: log-probability}, the chosen token first, then the top ones. A token
+            that a thread was given and did not choose has the probability 1.
+        threads: of an answer in several decode threads: what each said, in order of opening, their metrics and anomalies.
+            ``token_ids`` and ``text`` are in document order.
     """
 
     method: str
@@ -301,6 +304,7 @@ class Completion:
     metrics: Metrics = field(default_factory=Metrics)
     seed: int | None = None
     logprobs: list[dict[int, float]] | None = None
+    threads: dict[str, Any] | None = None
 
     def as_dict(self) -> dict[str, object]:
         """The one JSON document of ``--json``. Rates are 0 where nothing was decoded after the first token."""
@@ -315,6 +319,7 @@ class Completion:
             "finish_reason": self.finish_reason,
             "seed": self.seed,
             **({} if self.logprobs is None else {"logprobs": self.logprobs}),
+            **({} if self.threads is None else {"threads": self.threads}),
             "prompt_tokens": self.prompt_tokens,
             "output_tokens": len(self.token_ids),
             "prefill_seconds": metrics.prefill_seconds,

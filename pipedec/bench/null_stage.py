@@ -14,7 +14,8 @@ from torch import Tensor
 
 from pipedec.core import NO_MASKS, Request, SamplingParams, Step, Verdict
 from pipedec.decoding import Beat
-from pipedec.engine.coordinator import Answer, DraftLoop
+from pipedec.engine.answer import Answer
+from pipedec.engine.coordinator import DraftLoop
 from pipedec.engine.prompt import Prompter
 from pipedec.engine.rank_loop import Wiring
 from pipedec.scheduler import GrantedTask, Message, Task
