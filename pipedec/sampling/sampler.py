@@ -28,17 +28,21 @@ class Sampler:
     """Chooses the tokens of one request, in vLLM's order: bias, penalties, temperature, min-p, top-k, top-p, draw.
 
     Drawing is the Gumbel trick: the largest of log-probability + noise is an exact draw from the distribution, and the noise
-    at a position is the same for every row that stands there.
+    at a position is the same for every row of a decode thread that stands there.
+
+    Args:
+        stream: the thread's noise (see ``gumbel``).
 
     Raises:
         UserError: a biased token is not in the vocabulary.
         ValueError: there is something to draw and no seed.
     """
 
-    def __init__(self, params: SamplingParams, vocab_size: int, device: torch.device | str = "cpu") -> None:
+    def __init__(self, params: SamplingParams, vocab_size: int, device: torch.device | str = "cpu", stream: int = 0) -> None:
         if params.is_stochastic and params.seed is None:
             raise ValueError("a seed must be drawn before the request is begun")
         self._params = params
+        self._stream = stream
         self._history = History(vocab_size, device) if params.has_penalties else None
         self._bias_V = _bias(params.logit_bias, vocab_size, device) if params.logit_bias else None
 
@@ -57,15 +61,20 @@ class Sampler:
         if self._history is not None:
             self._history.add_accepted(token_ids)
 
-    def choose(self, logits_RV: Tensor, positions_R: Tensor, mask_RN: Tensor, token_ids_N: Tensor) -> Tensor:
+    def choose(
+        self, logits_RV: Tensor, positions_R: Tensor, mask_RN: Tensor, token_ids_N: Tensor, banned_RV: Tensor | None = None
+    ) -> Tensor:
         """The token that follows each row, int64 [R].
 
         Args:
             positions_R: int64, where those tokens will stand.
             mask_RN: bool, which slots of the tree are on a row's path (itself included).
             token_ids_N: int64, the tokens of the tree.
+            banned_RV: bool, tokens that may not follow; None for none.
         """
         params, logits_RV = self._params, logits_RV.double()
+        if banned_RV is not None:
+            logits_RV = logits_RV.masked_fill(banned_RV, -torch.inf)
         if self._bias_V is not None:
             logits_RV = logits_RV + self._bias_V
         if self._history is not None:
@@ -85,7 +94,7 @@ class Sampler:
         if params.seed is None or not params.is_stochastic:
             return logits_RV
         distinct_P, which_R = positions_R.unique(return_inverse=True)  # siblings share their noise
-        noise_RV = gumbel(params.seed, distinct_P, logits_RV.shape[-1])[which_R]
+        noise_RV = gumbel(params.seed, distinct_P, logits_RV.shape[-1], self._stream)[which_R]
         return filtered(logits_RV, params) + noise_RV
 
 
