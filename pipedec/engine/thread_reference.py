@@ -106,14 +106,12 @@ def _next_token(
     vocab_size = logits_TV.shape[-1]
     sampler = Sampler(sampling, vocab_size, device, stream=thread.noise_stream)
     sampler.add_prompt(torch.tensor(prompt, dtype=torch.int64, device=device))
-    banned_1V = torch.zeros(1, vocab_size, dtype=torch.bool, device=device)
-    banned_1V[0, list(sequence.banned(thread.number))] = True
+    logits_TV[-1, list(sequence.banned(thread.number))] = -torch.inf
     token = sampler.choose(
         logits_TV[-1:],
         torch.tensor([thread.next_position], device=device),
         torch.ones(1, len(answer), dtype=torch.bool, device=device),
         torch.tensor(answer, dtype=torch.int64, device=device),
-        banned_1V,
     )
     return int(token)
 

@@ -47,9 +47,11 @@ class Sampler:
         self._bias_V = _bias(params.logit_bias, vocab_size, device) if params.logit_bias else None
 
     @classmethod
-    def create(cls, params: SamplingParams, vocab_size: int, device: torch.device | str = "cpu") -> Sampler | None:
+    def create(
+        cls, params: SamplingParams, vocab_size: int, device: torch.device | str = "cpu", stream: int = 0
+    ) -> Sampler | None:
         """The request's sampler; None where ``greedy`` alone decides."""
-        return None if params.is_plainly_greedy else cls(params, vocab_size, device)
+        return None if params.is_plainly_greedy else cls(params, vocab_size, device, stream)
 
     def add_prompt(self, token_ids: Tensor) -> None:
         """Take in a chunk of the prompt: int64."""
@@ -61,20 +63,15 @@ class Sampler:
         if self._history is not None:
             self._history.add_accepted(token_ids)
 
-    def choose(
-        self, logits_RV: Tensor, positions_R: Tensor, mask_RN: Tensor, token_ids_N: Tensor, banned_RV: Tensor | None = None
-    ) -> Tensor:
+    def choose(self, logits_RV: Tensor, positions_R: Tensor, mask_RN: Tensor, token_ids_N: Tensor) -> Tensor:
         """The token that follows each row, int64 [R].
 
         Args:
             positions_R: int64, where those tokens will stand.
             mask_RN: bool, which slots of the tree are on a row's path (itself included).
             token_ids_N: int64, the tokens of the tree.
-            banned_RV: bool, tokens that may not follow; None for none.
         """
         params, logits_RV = self._params, logits_RV.double()
-        if banned_RV is not None:
-            logits_RV = logits_RV.masked_fill(banned_RV, -torch.inf)
         if self._bias_V is not None:
             logits_RV = logits_RV + self._bias_V
         if self._history is not None:

@@ -193,17 +193,6 @@ def test_scores_leave_penalties_out() -> None:
     assert torch.equal(sampler.scores(LOGITS[None], torch.tensor([5]))[0], LOGITS.double())
 
 
-@pytest.mark.parametrize("params", [SamplingParams(logit_bias={5: 100.0}), SamplingParams(1.0, seed=3, logit_bias={5: 100.0})])
-def test_a_banned_token_is_not_chosen_whatever_its_bias(params: SamplingParams) -> None:
-    banned = torch.zeros(2, VOCABULARY, dtype=torch.bool)
-    banned[1, 5] = True
-    sampler = Sampler(params, VOCABULARY)
-    arguments = LOGITS.expand(2, -1), torch.tensor([7, 7]), torch.zeros(2, 0, dtype=torch.bool), NOTHING
-    assert sampler.choose(*arguments).tolist() == [5, 5]
-    first, second = sampler.choose(*arguments, banned).tolist()
-    assert first == 5 != second
-
-
 def test_a_stream_draws_with_noise_of_its_own() -> None:
     positions = torch.arange(7, 57)
     arguments = LOGITS.expand(50, -1), positions, torch.zeros(50, 0, dtype=torch.bool), NOTHING
