@@ -25,9 +25,9 @@ from pipedec.engine.thread_reference import Choose, naive_threads, shortest
 from pipedec.scheduler import Topology
 from pipedec.threads import BoundDialect, Dialect, Sequence, bind, load_dialect
 
-DEPTHS = (4, 14)  # layers of the targets
+MAX_TOKENS = {4: 80, 14: 40}  # by the target's number of layers
+DEPTHS = tuple(MAX_TOKENS)
 END = 1
-MAX_TOKENS = 80
 PROMPTS = ("Tell me a story.", "What does shutil.copytree() do?")
 LETTERS = "abcdefghijkl"
 PROMISE = (("<promise",), ("Ġto",), ("k",), ("ens",), ('="',), ("4", "9"), ('"',), ("/",), (">",))
@@ -100,7 +100,7 @@ class ThreadModels:
     def sampling(self, case: Case) -> SamplingParams:
         bias = dict.fromkeys(LETTERS, 0.0) | BIASES[case.dialect]
         logit_bias = {self.tokenizer.token_to_id(text): 40.0 + value for text, value in bias.items()}
-        return replace(SETTINGS[case.setting], max_tokens=MAX_TOKENS, logit_bias=logit_bias)
+        return replace(SETTINGS[case.setting], max_tokens=MAX_TOKENS[case.depth], logit_bias=logit_bias)
 
     def answer(self, case: Case, choose: Choose = shortest) -> Sequence:
         """The reference's answer."""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 import naive_sampling
 import pytest
 import torch
-from threads_support import CASES, DEPTHS, END, MAX_TOKENS, PROMPTS, Case, ThreadModels
+from threads_support import CASES, DEPTHS, END, PROMPTS, Case, ThreadModels
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
@@ -88,7 +88,7 @@ class Reread:
     def __init__(self, models: ThreadModels, case: Case, answer: Sequence) -> None:
         self._prompt = list(models.prompt_ids(case.prompt))
         self._sampling, self._model = models.sampling(case), models.target(case.depth)
-        self.sequence = Witness(models.bound(case.dialect), len(self._prompt), (END,), MAX_TOKENS)
+        self.sequence = Witness(models.bound(case.dialect), len(self._prompt), (END,), self._sampling.max_tokens)
         replay(self.sequence, (token.token_id for token in answer.document()))
         self.flat = flatten(self.sequence, self._prompt)
 
