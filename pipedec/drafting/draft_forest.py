@@ -1,6 +1,6 @@
 """The draft model on the trees of several decode threads: one cache, one forward for rows of all of them.
 
-A draft need not be right, so it forgives what a stage may not: it does not see the closing tokens of threads before they join, and
+A draft need not be right, so it forgives what a stage may not: it never sees the last tokens of threads that it joins, and
 accepted rows that it never drafted see their context as it is now. Shapes: N tree slots of the cache, C accepted rows that were
 never drafted, F rows drafted now, R = C + F, P slots of the past, S = P + N + R.
 """
