@@ -160,7 +160,7 @@ def test_an_answer_ends_when_more_has_to_be_kept_than_the_dialect_allows() -> No
     def said(limit: int) -> Sequence:
         sequence = pasta(max_cached_tokens=limit)
         say(sequence, (), PROMISE)
-        say(sequence, (0,), "x y")
+        say(sequence, (0,), "x")
         say(sequence, (), "a")
         return sequence
 
