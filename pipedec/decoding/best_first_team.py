@@ -92,19 +92,17 @@ class BestFirstTeam:
         return found
 
     def _undrafted(self) -> dict[int, Tensor]:
-        """The likeliest undrafted rows of all threads. Nothing is drafted behind a control token."""
+        """The likeliest undrafted rows of all threads."""
         running = self._running()
         count = DRAFTED_ROWS if len(running) == 1 else 2 * DRAFTED_ROWS
         shares = self._shares(running, count, InjectionTree.undrafted_chances)
         return {number: self._drafted(number, running[number].injection.undrafted(share)) for number, share in shares.items()}
 
     def _drafted(self, number: int, rows: Tensor) -> Tensor:
+        """Those of ``rows`` behind which anything is known: not behind a token that joins or ends the thread."""
         sequence, tree = self._forest.sequence, self._branches[number].injection.tree
-        is_in_tag = sequence.threads[number].tag is not None
         goes_on = [
-            not ((is_in_tag or any(map(sequence.is_control, path))) and sequence.ends_walk(number, path[-1], path[:-1]))
-            if path
-            else True
+            not (path and sequence.is_control(path[-1]) and sequence.ends_walk(number, path[-1], path[:-1]))
             for path in paths(tree, rows.tolist())
         ]
         return rows[torch.tensor(goes_on, dtype=torch.bool, device=rows.device)]
@@ -131,8 +129,8 @@ class BestFirstTeam:
         for number, tokens in turn.accepted.items():
             self._accept(number, tokens)
         for number, rest in turn.rests.items():
-            if number in self._branches:
-                self._settle(number, rest, turn.accepted.get(number, ()))
+            if number in self._branches and rest is not Rest.SUBTREE:
+                self._cut(number)
         for start in turn.starts:
             if start.thread not in self._branches:
                 self._branches[start.thread] = _Branch(InjectionTree(0, self._device), self._ngrams(start.thread))
@@ -143,7 +141,7 @@ class BestFirstTeam:
         for number in [number for number in self._branches if threads[number].state is State.ENDED and number > 0]:
             del self._branches[number]
         for number, branch in self._branches.items():
-            place(branch.injection.tree, threads[number])
+            place(branch.injection.tree, self._forest.sequence, number)
         if self._drafter is not None and turn.changes_threads:
             self._drafter.turned()
 
@@ -172,22 +170,17 @@ class BestFirstTeam:
                 self._controller.named(named)
             row = tree.child(row, token)
 
-    def _settle(self, number: int, rest: Rest, accepted: tuple[int, ...]) -> None:
-        """Forget what holds no more."""
-        if rest is Rest.SUBTREE:
-            return
-        branch, is_running = self._branches[number], self._forest.sequence.threads[number].state is State.RUNNING
-        advance = branch.injection.cut(keeps_root=rest is Rest.ROOT and is_running)
+    def _cut(self, number: int) -> None:
+        """Forget all rows of a thread that waits or has ended."""
+        branch = self._branches[number]
+        advance = branch.injection.cut()
         if self._drafter is not None:
             self._drafter.advance(number, advance)
-        branch.root_waits &= rest is Rest.ROOT and is_running
-        if is_running and accepted and rest is Rest.NOTHING:
-            self._plant(branch, accepted[-1])
+        branch.root_waits = False
 
     def _plant(self, branch: _Branch, token: int) -> None:
-        if not branch.injection.tree.num_rows:
-            branch.injection.plant(token)
-            branch.root_waits = True
+        branch.injection.plant(token)
+        branch.root_waits = True
 
     def propose(self, room: int) -> list[tuple[int, Step]]:
         """The likeliest rows; without speculation, roots alone."""

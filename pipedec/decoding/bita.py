@@ -72,8 +72,8 @@ class Bita:
         self.hits += len(verdict.tokens) - 1
         self.misses += verdict.finished is None
 
-    def cut(self, keeps_root: bool) -> None:
-        """Nothing of a tree outlives its verdict anyway."""
+    def cut(self) -> None:
+        """Forget root and forecast; nothing else outlives a verdict."""
         self._root, self._forecast = None, ()
 
     def plant(self, token: int) -> None:

@@ -70,11 +70,10 @@ class InjectionTree:
         self._follow(advance)
         return advance, self.root_has_entered
 
-    def cut(self, keeps_root: bool) -> Advance:
-        """Forget all rows, or all but the root. If nothing was drafted behind it, that is still to be done."""
-        advance = self.tree.keep(torch.arange(min(int(keeps_root), self.tree.num_rows), device=self._numbers.device))
+    def cut(self) -> Advance:
+        """Forget all rows."""
+        advance = self.tree.clear()
         self._follow(advance)
-        self._is_drafted[:] = self.choices is not None and len(self.choices.rows) > 0
         return advance
 
     @property

@@ -32,8 +32,8 @@ class Member(Protocol):
     def propose(self) -> Step | None: ...
     def observe(self, beat: Beat) -> None: ...
 
-    def cut(self, keeps_root: bool) -> None:
-        """Forget all rows, or all but the root, which is in flight."""
+    def cut(self) -> None:
+        """Forget all rows: the thread waits, or has ended."""
 
     def plant(self, token: int) -> None:
         """Begin anew with a token that is certain."""
@@ -66,8 +66,8 @@ class Members:
             member = self._members[number]
             member.apply(Verdict(tokens, None, parts[number].forecast))
         for number, rest in turn.rests.items():
-            if number in self._members:
-                self._settle(number, rest, turn.accepted.get(number, ()))
+            if number in self._members and rest is not Rest.SUBTREE:
+                self._members[number].cut()
         for start in turn.starts:
             if start.thread not in self._members:
                 self._members[start.thread] = self._make(start.thread)
@@ -76,18 +76,9 @@ class Members:
             del self._members[number]
         for number, member in self._members.items():
             if member.tree is not None:
-                place(member.tree, threads[number])
+                place(member.tree, self._forest.sequence, number)
         if self._drafter is not None and turn.changes_threads:
             self._drafter.turned()
-
-    def _settle(self, number: int, rest: Rest, accepted: tuple[int, ...]) -> None:
-        member = self._members[number]
-        is_running = self._forest.sequence.threads[number].state is State.RUNNING
-        keeps_root = rest is Rest.ROOT and is_running and self._forest.has_root(number)
-        if rest is not Rest.SUBTREE:
-            member.cut(keeps_root)
-            if is_running and accepted and not keeps_root:
-                member.plant(accepted[-1])
 
     def propose(self, room: int) -> list[tuple[int, Step]]:
         running = self._running()

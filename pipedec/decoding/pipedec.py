@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pipedec.core import NO_MASKS, Request, Step, Verdict
 from pipedec.decoding.controller import Beat
-from pipedec.tree import Advance, Candidates, PredictionTree
+from pipedec.tree import Candidates, PredictionTree
 
 if TYPE_CHECKING:
     from pipedec.decoding.method import Drafter
@@ -58,13 +58,10 @@ class PipeDec:
             self.hits += advance.hit
             self.misses += not advance.hit
 
-    def cut(self, keeps_root: bool) -> None:
-        """Forget all rows, or all but the root, which the draft then drafts once more."""
-        rows = torch.arange(self._tree.num_rows, device=self._device)
-        nothing = rows[:0]
-        self._drafter.advance(Advance(nothing, nothing, nothing, len(rows), hit=False))
-        self._tree.keep(rows[: int(keeps_root)])
-        self._layer, self._candidates, self._root = slice(0, self._tree.num_rows), None, None
+    def cut(self) -> None:
+        """Forget all rows."""
+        self._drafter.advance(self._tree.clear())
+        self._layer, self._candidates, self._root = slice(0, 0), None, None
 
     def plant(self, token: int) -> None:
         """Begin anew with a token that is certain."""

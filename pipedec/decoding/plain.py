@@ -32,8 +32,8 @@ class PlainPipeline:
         self._root = verdict.tokens[-1] if verdict.finished is None else None
         self.misses += verdict.finished is None
 
-    def cut(self, keeps_root: bool) -> None:
-        """There is nothing behind the root."""
+    def cut(self) -> None:
+        """Forget the root."""
         self._root = None
 
     def plant(self, token: int) -> None:

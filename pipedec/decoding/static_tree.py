@@ -35,7 +35,7 @@ class StaticTree:
         self._tree = PredictionTree(device)
         self._tree.reset(self._prompt_length)
         self._device = device
-        self.room = self._limits.depth * self._limits.width  # rows that may enter, if others need some of them
+        self.room = self._limits.depth * (self._limits.rows or self._limits.width)  # rows that may enter, if others need some of them
         self._root: int | None = None  # an accepted token whose tree has yet to be drafted
         self._step: Step | None = None  # the drafted tree, until it enters
 
@@ -63,9 +63,9 @@ class StaticTree:
         self.hits += len(verdict.tokens) - 1
         self.misses += verdict.finished is None
 
-    def cut(self, keeps_root: bool) -> None:
-        """Nothing of a tree outlives its verdict anyway."""
-        self._drafter.advance(self._tree.keep(self._tree.parents[:0]))
+    def cut(self) -> None:
+        """Forget all rows."""
+        self._drafter.advance(self._tree.clear())
         self._root = self._step = None
 
     def plant(self, token: int) -> None:

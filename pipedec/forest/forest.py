@@ -7,13 +7,15 @@ threads. Shapes: N rows of all trees, R rows that enter, P slots of the past, S 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from pipedec.core import Verdict
 from pipedec.forest.slots import UNSEEN, Slots
 from pipedec.forest.turn import Rest, Turn, follow
-from pipedec.threads import DecodeThread, Sequence
+from pipedec.threads import Sequence
 from pipedec.tree import Advance, PredictionTree, Sight
 
 
@@ -30,11 +32,29 @@ def paths(tree: PredictionTree, rows: list[int]) -> list[list[int]]:
     return found
 
 
-def place(tree: PredictionTree, thread: DecodeThread) -> None:
+@dataclass(frozen=True)
+class _ThreadGaps:
+    """See ``Gaps``: what a thread's promises leave empty."""
+
+    sequence: Sequence
+    number: int
+
+    def may_follow(self, token: int) -> bool:
+        return self.sequence.may_leave_gap(token)
+
+    def behind(self, path: list[int]) -> int:
+        return self.sequence.gap(self.number, path)
+
+
+def place(tree: PredictionTree, sequence: Sequence, number: int) -> None:
     """Put a tree's root where the thread's last token stands, and its children where the next will."""
-    is_pending = thread.pending is not None or not thread.positions
-    tree.root_position = thread.next_position if is_pending else thread.positions[-1]
-    tree.gap = 0 if is_pending else thread.next_position - tree.root_position - 1
+    thread = sequence.threads[number]
+    if sequence.leaves_gaps:
+        tree.gaps = _ThreadGaps(sequence, number)
+    if thread.pending is not None or not thread.positions:
+        tree.place(thread.next_position, 0)
+    else:
+        tree.place(thread.positions[-1], thread.next_position - thread.positions[-1] - 1)
 
 
 class Forest:
@@ -171,7 +191,7 @@ class Forest:
         if number not in self.trees:
             self.trees[number] = PredictionTree(self._device, block=64)
             self._past_tokens[number] = 0
-        place(self.trees[number], self.sequence.threads[number])
+        place(self.trees[number], self.sequence, number)
 
     def _gathered(self, name: str) -> Tensor:
         """[N], the values that each tree has for its own rows."""

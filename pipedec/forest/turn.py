@@ -15,7 +15,7 @@ class Rest(Enum):
     """What stays of a thread's tree behind its last accepted token."""
 
     SUBTREE = "subtree"  # that token's row and all below it
-    ROOT = "root"  # its row alone: what was guessed behind a control token holds no more
+    ROOT = "root"  # its row alone: the thread has ended, and somebody will see its last token
     NOTHING = "nothing"
 
 
@@ -63,9 +63,7 @@ def follow(sequence: Sequence, verdict: Verdict) -> Turn:
             continue
         turn.accepted[number] = tokens
         turn.rests[number] = Rest.SUBTREE
-        for count, token in enumerate(tokens, start=1):
-            if sequence.ends_walk(number, token) and turn.rests[number] is Rest.SUBTREE:
-                turn.rests[number] = Rest.ROOT if count == len(tokens) else Rest.NOTHING
+        for token in tokens:
             for event in sequence.accept(number, token):
                 if isinstance(event, Opened):
                     turn.starts.append(Start(event.child, event.token))

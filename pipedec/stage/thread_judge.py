@@ -7,7 +7,6 @@ replay further rows may arrive, so it has a ``Sequence`` of its own, which is ah
 from __future__ import annotations
 
 from collections import defaultdict
-from enum import Enum
 
 import torch
 from torch import Tensor
@@ -15,14 +14,8 @@ from torch import Tensor
 from pipedec.core import Part, SamplingParams
 from pipedec.forest import Forest, Turn, paths
 from pipedec.sampling import Sampler, greedy
-from pipedec.threads import Opened, Sequence, State
+from pipedec.threads import Sequence, State
 from pipedec.tree import PredictionTree
-
-
-class _Kind(Enum):
-    TEXT = "text"
-    OPENER = "opener"  # opens a child; its thread goes on
-    OTHER = "other"  # its thread waits or ends: what comes next depends on other threads
 
 
 class ThreadJudge:
@@ -39,7 +32,8 @@ class ThreadJudge:
         self._device = device
         self._prompt: list[Tensor] = []  # its chunks, where penalties need them
         self._samplers: dict[int, Sampler | None] = {}
-        self._ahead: dict[int, list[tuple[int, _Kind]]] = defaultdict(list)  # accepted and not replayed, of each thread
+        self._ahead: dict[int, list[int]] = defaultdict(list)  # accepted tokens of each thread that are not replayed
+        self._halted: set[int] = set()  # threads whose last token of those joins or ends: what comes next needs a replay
         self.judged_rows: list[int] = []  # the rows whose successors the last verdict accepted, one per token
 
     @property
@@ -58,7 +52,7 @@ class ThreadJudge:
         logits_1V = logits_1V.clone()
         logits_1V[:, list(banned)] = -torch.inf
         token = self._chosen(0, self._ahead_sequence, logits_1V, torch.tensor([position], device=self._device), tree, slice(0, 0))
-        self._ahead[0].append((int(token[0]), self._accept(0, int(token[0]))))
+        self._accept(0, int(token[0]))
         return token
 
     def choose(self, logits_RV: Tensor, forest: Forest, rows: Tensor) -> Tensor:
@@ -121,43 +115,37 @@ class ThreadJudge:
         return parts
 
     def _walk(self, forest: Forest, number: int, successors: list[int]) -> list[int]:
-        """The rows whose successors are accepted. Behind a control token nothing is, but what an opener's own row yields."""
+        """The rows whose successors are accepted. Behind a token that joins or ends a thread nothing is."""
         tree = forest.trees[number]
         row = self._last_accepted(tree, number)
         own = forest.rows_of(number).tolist()
         rows: list[int] = []
-        ahead = self._ahead[number]
         while row is not None and self._ahead_sequence.threads[number].state is State.RUNNING:
-            is_behind_opener = bool(ahead) and ahead[-1][1] is _Kind.OPENER
             token = successors[own[row]]
             rows.append(own[row])
-            ahead.append((token, self._accept(number, token)))
-            goes_on = ahead[-1][1] is not _Kind.OTHER and not is_behind_opener
-            row = tree.child(row, token) if goes_on else None
+            self._accept(number, token)
+            row = None if number in self._halted else tree.child(row, token)
         return rows
 
     def _last_accepted(self, tree: PredictionTree, number: int) -> int | None:
         """The row of the thread's last accepted token, if it is there and its successor can be relied upon."""
-        row = 0 if tree.num_rows else None
-        before = _Kind.TEXT
-        for token, kind in self._ahead[number]:
-            if row is None or kind is _Kind.OTHER or before is not _Kind.TEXT:
-                return None
-            row, before = tree.child(row, token), kind
+        row = 0 if tree.num_rows and number not in self._halted else None
+        for token in self._ahead[number]:
+            row = None if row is None else tree.child(row, token)
         return row
 
-    def _accept(self, number: int, token: int) -> _Kind:
-        sequence = self._ahead_sequence
-        ends_walk = sequence.ends_walk(number, token)
-        events = sequence.accept(number, token)
-        if any(isinstance(event, Opened) and event.thread == number for event in events):
-            return _Kind.OPENER
-        return _Kind.OTHER if ends_walk else _Kind.TEXT
+    def _accept(self, number: int, token: int) -> None:
+        if self._ahead_sequence.ends_walk(number, token):
+            self._halted.add(number)
+        self._ahead_sequence.accept(number, token)
+        self._ahead[number].append(token)
 
     def replayed(self, forest: Forest, turn: Turn) -> None:
         """The forest has been advanced to the oldest verdict that it had not been advanced to."""
         for number, tokens in turn.accepted.items():
             del self._ahead[number][: len(tokens)]
+            if not self._ahead[number]:
+                self._halted.discard(number)
             sampler = self._samplers.get(number)
             if sampler is not None:
                 sampler.add_accepted(turn.committed[number])

@@ -83,31 +83,51 @@ class Sequence:
         return self._grammar.banned(self.threads[number], list(after))
 
     def ends_walk(self, number: int, token: int, after: Iterable[int] = ()) -> bool:
-        """Whether a verdict must stop behind ``token`` in this thread, so that what it changes falls between two timesteps.
+        """Whether nothing is known of what comes behind ``token`` in this thread: it joins, or ends the thread.
 
         Args:
-            after: tokens that this timestep accepted before it, if ``accept`` has not been told of them.
+            after: tokens behind the thread's own, before this one, that ``accept`` has not been told of: text and openers.
         """
         thread, walked = self.threads[number], list(after)
-        if self._grammar.role(thread, token, walked) is not Role.TEXT:
+        if self._grammar.role(thread, token, walked) in (Role.JOIN, Role.CLOSE, Role.END):
             return True
         if thread.parent is not None and thread.num_tokens + len(walked) + 1 >= self._dialect.max_child_tokens:
             return True
-        return next_places(self.threads)[number] + len(walked) + 1 >= self.max_tokens
+        entering = len(walked) + 1 + self._grammar.opened(thread, [*walked, token])  # forced tokens are tokens, too
+        return next_places(self.threads)[number] + entering >= self.max_tokens
 
     def following(self, number: int, path: list[int]) -> tuple[int, frozenset[int]]:
         """Where the token behind ``path`` would stand, and which tokens may not stand there.
 
         Args:
-            path: tokens behind the thread's own that are not accepted yet; only the last may do something.
+            path: as ``after`` of ``ends_walk``.
         """
         thread = self.threads[number]
-        position = thread.next_position + len(path)
-        if not path or self._grammar.role(thread, path[-1], path[:-1]) is not Role.OPEN:
-            return position, self._grammar.banned(thread, path)
-        tag = self._grammar.tag_after(thread, path[:-1])
-        promised, _ = self._promise(None if tag is None else self._bound.extended(tag, path[-1]), position)
-        return position + promised, self._grammar.banned_behind_opener(thread, path[-1])
+        position = thread.next_position
+        for count, token in enumerate(path):
+            position += 1 + self._promised_by(thread, token, path[:count], position + 1)
+        return position, self._grammar.banned(thread, path)
+
+    def gap(self, number: int, path: list[int]) -> int:
+        """How many positions stay empty between the last token of ``path`` and the one behind it."""
+        position, _ = self.following(number, path[:-1])
+        return self._promised_by(self.threads[number], path[-1], path[:-1], position + 1)
+
+    def _promised_by(self, thread: DecodeThread, token: int, walked: list[int], position: int) -> int:
+        """The predicted length of the child that ``token`` would open at ``position``; 0 if it opens none."""
+        if not self.may_leave_gap(token) or self._grammar.role(thread, token, walked) is not Role.OPEN:
+            return 0
+        tag = self._grammar.tag_after(thread, walked)
+        return self._promise(None if tag is None else self._bound.extended(tag, token), position)[0]
+
+    @property
+    def leaves_gaps(self) -> bool:
+        """Whether positions may stay empty behind openers."""
+        return self._dialect.after_opening == "predicted"
+
+    def may_leave_gap(self, token: int) -> bool:
+        """Whether a token might be one behind which positions stay empty."""
+        return self.leaves_gaps and self._bound.may_open(token)
 
     @property
     def joins(self) -> bool:
