@@ -207,7 +207,9 @@ class Sweep:
         texts = [prompt.request.prompt for prompt in few]
         draws = range(self._config.repeats) if self._config.sampling.is_stochastic else (0,)
         asked = [replace(prompt.request, sampling=self._config.sampling_of(repeat)) for prompt in few for repeat in draws]
-        key = key_of([method, asdict(limits.with_defaults()), shape.cluster, self._pair(shape), texts, *map(self._sampling, draws)])
+        key = key_of(
+            [method, asdict(limits.with_defaults()), shape.cluster, self._pair(shape), texts, *map(self._sampling, draws)]
+        )
         known = json.loads(self._trees_path.read_text()) if self._trees_path.is_file() else {}
         if key not in known:
             grid = self._config.grid
