@@ -1,8 +1,8 @@
 """Decode threads on emulated pipelines: dialects × methods × stage counts × prompts, one JSONL row per answer.
 
-Owns the grid and the rows (``rows.jsonl``); a row that is there is not measured again. Every method and pipeline must say the same
-in a dialect. How one answer is got is ``threads_answers``' business, what the rows show together is ``threads_summary``'s. What
-``pipedec-bestfirst`` has learned goes from answer to answer of one dialect, and is lost with an interruption.
+Owns the grid and the rows (``rows.jsonl``); a row that is there is not measured again. In a dialect every method and pipeline
+must say the same. How one answer is got is ``threads_answers``' business, what the rows show together ``threads_summary``'s.
+What ``pipedec-bestfirst`` has learned goes from answer to answer of one dialect, and is lost with an interruption.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ class ThreadAnswers:
 
     def _prompt(self, prompt: str, raw: bool, max_tokens: int, dialect: str) -> tuple[int, ...]:
         grammar = self._dialects[dialect]
-        return self._prompter.token_ids(prompt, raw, max_tokens, grammar and grammar.name)
+        return self._prompter.token_ids(prompt, raw, max_tokens, None if grammar is None else grammar.name)
 
     def _pipeline(self, dialect: str) -> LocalPipeline:
         """Loaded when the first answer is needed: what is measured already loads none."""

@@ -16,6 +16,7 @@ from pipedec.bench.figure_methods import method_looks, shade
 from pipedec.bench.figure_series import NoFigure
 from pipedec.bench.figure_style import (
     COLUMN_WIDTH,
+    FAINT,
     FULL_WIDTH,
     LABEL_POINTS,
     TEXT,
@@ -32,9 +33,10 @@ from pipedec.bench.threads_summary import COMBINATIONS, FORKED, combinations
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+    from matplotlib.image import AxesImage
 
 _PANEL_INCHES = 1.05
-_SCALE = ("#E6F0F7", "#0072B2", "#07243B")  # from one row to many
+_SCALE = ("#A6CFEA", "#0072B2", "#07243B")  # from one row to many
 _THREADS = "#CC79A7"
 _BARS_SHARE = 0.84
 
@@ -57,7 +59,7 @@ def draw_threads(rows: ThreadRows, out: Path) -> Drawn:
 
 
 def fill_figure(rows: ThreadRows) -> Figure:
-    """Rows by timestep and stage on the longest pipeline: one answer in one thread and in several, with speculation and without.
+    """Rows by timestep and stage on the longest pipeline: an answer in one thread and in several, with speculation and without.
 
     Of all dialects and prompts it is the answer with most threads; the panels reach as far as the fastest needs.
 
@@ -70,22 +72,20 @@ def fill_figure(rows: ThreadRows) -> Figure:
     most = max(max(map(max, row.fill)) for row in answers.values())
     figure = new_figure(FULL_WIDTH, len(answers) * _PANEL_INCHES + 0.75)
     panels = figure.subplots(len(answers), 1, sharex=True, sharey=True)
-    image = None
     for axes, (way, row) in zip(panels, answers.items(), strict=True):
         image = _draw_fill(axes, row, length, most)
         axes.set_title(_panel_title(way, row), fontsize=LABEL_POINTS, color=TEXT, loc="left", pad=3)
     panels[-1].set_xlabel("timestep", fontsize=LABEL_POINTS, color=TEXT)
     figure.supylabel("stage", fontsize=LABEL_POINTS, color=TEXT)
-    assert image is not None
     bar = figure.colorbar(image, ax=list(panels), pad=0.01, fraction=0.025, aspect=40)
     bar.set_label("rows", fontsize=LABEL_POINTS, color=TEXT)
     bar.ax.tick_params(labelsize=TICK_POINTS, colors=TEXT, length=2)
-    bar.outline.set_visible(False)  # type: ignore[operator]
+    bar.outline.set_visible(False)
     notes = [
         f"Emulated: {both.preset}, {both.models}, {both.stages} stages; rows are real",
         f"Prompt {both.question[1]} of {both.question[0]}, dialect {both.dialect}: {both.metrics.threads} threads",
-        f"The first {length} timesteps of each, in which the last one ends; percentages are of whole answers",
-        "White: the stage is idle",
+        f"The first {length} timesteps of each, in which the last one ends",
+        "Of whole answers: the share of stages and timesteps with rows, and how many rows these have. White: the stage is idle",
     ]
     return finish(figure, notes, None)
 
@@ -114,6 +114,7 @@ def speedup_figure(rows: ThreadRows) -> Figure:
             axes.bar(places, heights, 0.92 * width, color=colors[way], label=label)
             for x, height in zip(places, heights, strict=True):
                 axes.text(x, height, f"{height:.1f}", ha="center", va="bottom", fontsize=TICK_POINTS - 1.5, color=TEXT)
+        axes.axhline(1, color=FAINT, linewidth=0.6, zorder=0)
         dress(axes, x_label="stages", y_label="speed-up per text token" if axes is panels[0] else "")
         axes.set_xticks(range(len(members)), [str(one.stages) for one in members])
         axes.tick_params(axis="x", length=0)
@@ -161,7 +162,7 @@ def _quartet(rows: ThreadRows, stages: int, dialect: str, method: str, question:
     return whole if len(whole) == len(found) else None
 
 
-def _draw_fill(axes: Axes, row: ThreadRow, length: int, most: int) -> object:
+def _draw_fill(axes: Axes, row: ThreadRow, length: int, most: int) -> AxesImage:
     from matplotlib.colors import BoundaryNorm, LinearSegmentedColormap
 
     shown = np.array(row.fill[:length], dtype=float).T
@@ -186,6 +187,6 @@ def _panel_title(way: str, row: ThreadRow) -> str:
     }  # fmt: skip
     rows_where_busy = row.rows / row.busy if row.busy else 0.0
     return (
-        f"{names[way]}: stages busy {row.busy / row.places:.0%} of the time, {rows_where_busy:.1f} rows where busy, "
-        f"{row.metrics.text_tokens} text tokens in {row.timesteps} timesteps"
+        f"{names[way]}: {row.metrics.text_tokens} text tokens in {row.timesteps} timesteps; "
+        f"{row.busy / row.places:.0%} occupied, {rows_where_busy:.1f} rows"
     )

@@ -35,6 +35,7 @@ class ThreadRow:
     anomalies: dict[str, int]
     decode_ms: float
     decoded_text: int
+    finish_reason: str
     timesteps: int
     hits: int
     misses: int
@@ -54,6 +55,7 @@ class ThreadRow:
             anomalies=record["anomalies"],
             decode_ms=record["decode_ms"],
             decoded_text=record["decoded_text"],
+            finish_reason=record["finish_reason"],
             timesteps=record["timesteps"],
             hits=record["hits"],
             misses=record["misses"],

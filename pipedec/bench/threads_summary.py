@@ -1,7 +1,7 @@
 """What decode threads are worth: the figures of a run as a Markdown document and as JSON.
 
-Owns the statistics, and the APAR paper's numbers beside ours. Everywhere *forked* answers are those of two threads or more; every
-table has them beside all answers. Ratios are geometric means over prompts (PASTA §5.1), other figures plain ones; time per token is
+Owns the statistics, and the APAR paper's numbers beside ours. *Forked* answers are those of two threads or more; every table
+has them beside all answers. Ratios are geometric means over prompts (PASTA §5.1), other figures plain ones; time per token is
 all milliseconds over all text tokens.
 """
 
@@ -18,16 +18,16 @@ from pipedec.bench.sweep_rows import PROMPT_SETS
 from pipedec.bench.threads_rows import BASELINE, SEQUENTIAL, Question, ThreadRow, ThreadRows
 
 ALL, FORKED = "all", "forked"
-# "APAR: LLMs Can Do Auto-Parallel Auto-Regressive Decoding", Tables 1, 2, 7 and 8: APAR-7B. Cached and attended tokens are means over
-# the categories that it accelerates.
+# "APAR: LLMs Can Do Auto-Parallel Auto-Regressive Decoding", Tables 1, 2, 7 and 8: APAR-7B. Cached and attended tokens are
+# means over the categories that it accelerates.
 PAPER_LINES = (
-    ["apar, the paper's 7B", "Vicuna bench", "", "", "5.1", "81%", "303 / 417", "27%", "166 / 256", "35%", "", "", ""],
-    ["apar, the paper's 7B", "MT-bench", "", "", "2.7", "37%", "502 / 571", "12%", "418 / 497", "16%", "", "", ""],
+    ["apar, the paper's 7B", "Vicuna bench", "", "", "5.1", "81%", "303 / 417", "27%", "166 / 256", "35%", "", "", "", ""],
+    ["apar, the paper's 7B", "MT-bench", "", "", "2.7", "37%", "502 / 571", "12%", "418 / 497", "16%", "", "", "", ""],
 )
 _ABOUT = (
-    "Emulated, computed clock: times are arithmetic, tokens and rows are real. Decoding alone, without the prompt. All methods and "
-    "pipelines gave the same answer to a prompt in a dialect. Forked: answers of two threads or more. Ratios are geometric means "
-    "over prompts."
+    "Emulated, computed clock: times are arithmetic, tokens and rows are real. Decoding alone, without the prompt. To a prompt "
+    "in a dialect all methods and pipelines gave the same answer. Forked: answers of two threads or more; cut: at max_tokens. "
+    "Ratios are geometric means over prompts; APAR's saved tokens are those of the categories that it accelerates."
 )
 
 
@@ -39,6 +39,7 @@ class Structure:
         threads: of an answer, the main one included; ``forked_share`` is that of answers with two or more.
         cached, attended: tokens of ``ThreadMetrics``; *flat* is the same text in one thread.
         parallelism, theoretical_speedup: PASTA's; the latter over the sequential answer, None if there is none.
+        cut_share: of answers that end at ``max_tokens``.
         anomalies: in all.
     """
 
@@ -54,6 +55,7 @@ class Structure:
     attended_flat: float
     parallelism: float
     theoretical_speedup: float | None
+    cut_share: float
     anomalies: int
 
 
@@ -187,6 +189,7 @@ def _structure(rows: ThreadRows, dialect: str, prompt_set: str, kind: str, chose
         attended_flat=fmean(row.metrics.attended_tokens_flat for row in chosen),
         parallelism=_mean(row.metrics.parallelism for row in chosen) or 0.0,
         theoretical_speedup=_mean(theoretical),
+        cut_share=fmean(row.finish_reason == "length" for row in chosen),
         anomalies=sum(sum(row.anomalies.values()) for row in chosen),
     )
 
@@ -220,7 +223,8 @@ def _four(
     rows: ThreadRows, stages: int, dialect: str, method: str, kind: str, questions: Iterable[Question]
 ) -> Four | None:  # fmt: skip
     ways = {
-        "neither": (SEQUENTIAL, BASELINE), "threads": (dialect, BASELINE), "speculation": (SEQUENTIAL, method), "both": (dialect, method),
+        "neither": (SEQUENTIAL, BASELINE), "threads": (dialect, BASELINE),
+        "speculation": (SEQUENTIAL, method), "both": (dialect, method),
     }  # fmt: skip
     quartets = [{name: rows.find(stages, *way, question) for name, way in ways.items()} for question in questions]
     whole = [{name: row for name, row in quartet.items() if row is not None} for quartet in quartets]
@@ -309,16 +313,18 @@ def _anomaly_text(rows: ThreadRows) -> Iterator[str]:
 def _structure_table(found: Iterable[Structure]) -> str:
     lines = [
         [
-            one.dialect, _set_name(one.prompt_set), one.answers, str(one.count), f"{one.threads:.1f}", f"{one.forked_share:.0%}",
+            one.dialect, PROMPT_SETS.get(one.prompt_set, one.prompt_set), one.answers, str(one.count),
+            f"{one.threads:.1f}", f"{one.forked_share:.0%}",
             f"{one.cached:.0f} / {one.cached_flat:.0f}", f"{1 - _share(one.cached, one.cached_flat):.0%}",
             f"{one.attended:.0f} / {one.attended_flat:.0f}", f"{1 - _share(one.attended, one.attended_flat):.0%}",
-            f"{one.parallelism:.2f}", _times(one.theoretical_speedup), str(one.anomalies),
+            f"{one.parallelism:.2f}", _times(one.theoretical_speedup), f"{one.cut_share:.0%}",
+            str(one.anomalies),
         ]
         for one in found
     ]  # fmt: skip
     titles = [
         "dialect", "prompts", "answers", "number", "threads", "of two or more", "max cached / flat", "saved", "attended / flat",
-        "saved", "parallelism", "theoretical speed-up", "anomalies",
+        "saved", "parallelism", "theoretical speed-up", "cut", "anomalies",
     ]  # fmt: skip
     papers = PAPER_LINES if any(line[0] == "apar" for line in lines) else ()
     return markdown_table(titles, [*lines, *papers], left=(0, 1, 2))
@@ -336,7 +342,8 @@ def _speed_table(found: Iterable[Speed]) -> str:
     ]  # fmt: skip
     titles = [
         "stages", "dialect", "method", "answers", "number", "ms/answer", "ms/text token", "timesteps", "hit rate", "occupancy",
-        "rows where busy", "answer: over the method without threads", "over pp without", "text token: over the method without", "over pp without",
+        "rows where busy", "answer, over one thread", "answer, over pp in one", "text token, over one thread",
+        "text token, over pp in one",
     ]  # fmt: skip
     return markdown_table(titles, lines, left=(1, 2, 3))
 
@@ -352,10 +359,6 @@ def _four_table(found: Iterable[Four]) -> str:
             lines.append([*begin, name, *(f"{times[way]:.1f}" for way in COMBINATIONS), *ratios])
     titles = ["stages", "dialect", "speculation by", "answers", "number", "ms per", *COMBINATIONS]
     return markdown_table([*titles, *(f"{way}, over neither" for way in COMBINATIONS[1:])], lines, left=(1, 2, 3, 5))
-
-
-def _set_name(name: str) -> str:
-    return PROMPT_SETS.get(name, name)
 
 
 def _dialect_name(name: str) -> str:
