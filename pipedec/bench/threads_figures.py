@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from matplotlib.image import AxesImage
 
 _PANEL_INCHES = 1.05
+_MOST_TIMESTEPS = 140
 _SCALE = ("#A6CFEA", "#0072B2", "#07243B")  # from one row to many
 _THREADS = "#CC79A7"
 _BARS_SHARE = 0.84
@@ -61,17 +62,17 @@ def draw_threads(rows: ThreadRows, out: Path) -> Drawn:
 def fill_figure(rows: ThreadRows) -> Figure:
     """Rows by timestep and stage on the longest pipeline: an answer in one thread and in several, with speculation and without.
 
-    Of all dialects and prompts it is the answer with most threads; the panels reach as far as the fastest needs.
+    Of all dialects and prompts it is the answer with most threads. A panel is the stretch of timesteps with most rows.
 
     Raises:
         NoFigure: the run has not all four, or no answer has two threads.
     """
     answers = _most_threads(rows)
     both = answers["both"]
-    length = len(both.fill)
+    length = min(_MOST_TIMESTEPS, *(len(row.fill) for row in answers.values()))
     most = max(max(map(max, row.fill)) for row in answers.values())
     figure = new_figure(FULL_WIDTH, len(answers) * _PANEL_INCHES + 0.75)
-    panels = figure.subplots(len(answers), 1, sharex=True, sharey=True)
+    panels = figure.subplots(len(answers), 1, sharey=True)
     for axes, (way, row) in zip(panels, answers.items(), strict=True):
         image = _draw_fill(axes, row, length, most)
         axes.set_title(_panel_title(way, row), fontsize=LABEL_POINTS, color=TEXT, loc="left", pad=3)
@@ -84,8 +85,9 @@ def fill_figure(rows: ThreadRows) -> Figure:
     notes = [
         f"Emulated: {both.preset}, {both.models}, {both.stages} stages; rows are real",
         f"Prompt {both.question[1]} of {both.question[0]}, dialect {both.dialect}: {both.metrics.threads} threads",
-        f"The first {length} timesteps of each, in which the last one ends",
-        "Of whole answers: the share of stages and timesteps with rows, and how many rows these have. White: the stage is idle",
+        f"Of each answer the {length} timesteps with most rows",
+        "In the titles, of whole answers: the share of stages and timesteps with rows, and how many rows these have",
+        "White: the stage is idle",
     ]
     return finish(figure, notes, None)
 
@@ -165,19 +167,25 @@ def _quartet(rows: ThreadRows, stages: int, dialect: str, method: str, question:
 def _draw_fill(axes: Axes, row: ThreadRow, length: int, most: int) -> AxesImage:
     from matplotlib.colors import BoundaryNorm, LinearSegmentedColormap
 
-    shown = np.array(row.fill[:length], dtype=float).T
+    start = _fullest(row, length)
+    shown = np.array(row.fill[start : start + length], dtype=float).T
     shown[shown == 0] = np.nan
     bounds = [2**power for power in range(ceil(log2(most + 1)) + 1)]
     colors = LinearSegmentedColormap.from_list("rows", _SCALE, N=256)
-    extent = (0.5, shown.shape[1] + 0.5, shown.shape[0] + 0.5, 0.5)
+    extent = (start + 0.5, start + length + 0.5, shown.shape[0] + 0.5, 0.5)
     image = axes.imshow(
         shown, cmap=colors, norm=BoundaryNorm(bounds, 256), aspect="auto", interpolation="nearest", extent=extent
     )  # fmt: skip
     dress(axes)
     axes.grid(False)
-    axes.set_xlim(0.5, length + 0.5)
     axes.set_yticks(sorted({1, shown.shape[0]}))
     return image
+
+
+def _fullest(row: ThreadRow, length: int) -> int:
+    """Where the ``length`` timesteps with most rows begin."""
+    rows = np.cumsum([0, *map(sum, row.fill)])
+    return int(np.argmax(rows[length:] - rows[:-length]))
 
 
 def _panel_title(way: str, row: ThreadRow) -> str:

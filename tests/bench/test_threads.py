@@ -116,7 +116,7 @@ def test_figures_of_the_summary_are_those_of_the_rows(whole: tuple[Path, list[di
     speedups = [row.metrics.theoretical_speedup(tokens) for row, tokens in zip(answers, baselines, strict=True)]
     assert one.theoretical_speedup == pytest.approx(prod(speedups) ** (1 / 3))
     assert one.cut_share == fmean(row.finish_reason == "length" for row in answers)
-    found: dict[tuple[Any, ...], Speed] = {(each.stages, each.dialect, each.method, each.answers): each for each in speeds(rows)}
+    found: dict[tuple[Any, ...], Speed] = {(it.stages, it.dialect, it.method, it.answers): it for it in speeds(rows)}
     assert len(found) == len(speeds(rows)) == 2 * 2 * (1 + 2)
     both = found[2, "apar", "pipedec-bestfirst", "all"]
     ours = [by_place[2, "apar", "pipedec-bestfirst", question] for question in rows.questions]
@@ -205,5 +205,6 @@ def test_refuses_a_target_without_control_tokens_and_rows_of_a_sweep(pair: Pair,
     with pytest.raises(UserError, match=r"\[Fork\]"):
         bench_threads(asked, PROMPTS, tmp_path / "empty", Silent())
     (tmp_path / "rows.jsonl").write_text('{"schema": "pipedec.sweep/1"}\n')
-    with pytest.raises(UserError, match=r"line 1: schema pipedec.sweep/1, not pipedec.threads/1; .* pipedec bench threads wrote"):
+    message = r"line 1: schema pipedec.sweep/1, not pipedec.threads/1; .* pipedec bench threads wrote"
+    with pytest.raises(UserError, match=message):
         bench_threads(asked, PROMPTS, tmp_path, Silent())
