@@ -232,7 +232,8 @@ class Part(NamedTuple):
 class Verdict:
     """What verification says: the accepted token ids, in order, and why the answer ended (None while it goes on).
 
-    ``finished`` is ``"stop"`` (end token or stop string), ``"length"`` (max_tokens) or ``"cancelled"``. ``forecast`` is what mask
+    ``finished`` is ``"stop"`` (end token or stop string), ``"length"`` (max_tokens), ``"cancelled"`` or, of an answer in several
+    threads, ``"cache_full"``. ``forecast`` is what mask
     rows say of the places behind the last accepted token's: for each place, the nearest first, the likeliest tokens, the best
     first. It is empty where there are no masks. Of an answer in several threads, ``shares`` says whose tokens and places
     these are, thread after thread; it is empty where there is but one.

@@ -7,6 +7,7 @@ which token of a promise follows which. What an answer says still depends on its
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -66,6 +67,21 @@ class Case:
 CASES = [Case(dialect, setting, prompt) for dialect in THREAD_DIALECTS for setting in SETTINGS for prompt in PROMPTS]
 
 
+def naive_answer(
+    model: PreTrainedModel,
+    bound: BoundDialect,
+    prompt_ids: Iterable[int],
+    sampling: SamplingParams,
+    end_token_ids: Iterable[int],
+    choose: Choose = shortest,
+) -> Sequence:
+    """The reference's answer to a prompt."""
+    prompt = list(prompt_ids)
+    sequence = Sequence(bound, len(prompt), end_token_ids, sampling.max_tokens)
+    naive_threads(model, sequence, prompt, sampling, choose)
+    return sequence
+
+
 class ThreadModels:
     """For each of DEPTHS a target with the shipped tokenizer, a draft that is often right, a BiTA that has learned nothing."""
 
@@ -105,7 +121,7 @@ class ThreadModels:
     def answer(self, case: Case, choose: Choose = shortest) -> Sequence:
         """The reference's answer."""
         prompt_ids, sampling = self.prompt_ids(case.prompt), self.sampling(case)
-        return naive_threads(self.target(case.depth), self.bound(case.dialect), prompt_ids, sampling, (END,), choose)
+        return naive_answer(self.target(case.depth), self.bound(case.dialect), prompt_ids, sampling, (END,), choose)
 
     def known_answer(self, case: Case) -> Sequence:
         """``answer``, worked out once."""

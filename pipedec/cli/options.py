@@ -220,7 +220,9 @@ def request_options(command: Command) -> Command:
         ),
         click.option("--rows", type=int, help="Of the tree at most, the likeliest (default: stpp all; bita's likeliest 64)."),
         click.option(
-            "--threads", metavar="NAME|FILE", help="Let the answer open decode threads: apar, pasta, parallel, or a dialect's file."
+            "--threads",
+            metavar="NAME|FILE",
+            help="Let answers open decode threads: apar, pasta, parallel, or a dialect's file.",
         ),
         click.option("--show-threads", is_flag=True, help="Show the threads side by side as they grow."),
         click.option("--json", is_flag=True, help="Print one JSON document instead of text."),

@@ -1,7 +1,7 @@
 """Best-first injection over several decode threads: at every timestep the likeliest rows of all their trees enter.
 
-A draft forward takes the likeliest undrafted rows of any thread, and a timestep the likeliest rows: roots are certain, so they come
-first. Chances, width and draft forwards are learned as for one thread (see ``best_first``), from all of them together.
+A draft forward takes the likeliest undrafted rows of any thread, and a timestep the likeliest rows: roots are certain, so they
+come first. Chances, width and draft forwards are learned as for one thread (see ``best_first``), from all of them together.
 """
 
 from __future__ import annotations

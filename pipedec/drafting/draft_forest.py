@@ -1,6 +1,6 @@
 """The draft model on the trees of several decode threads: one cache, one forward for rows of all of them.
 
-A draft need not be right, so it forgives what a stage may not: it does not see the closing tokens of threads before they join, and
+A draft need not be right, so it forgives what a stage may not: it never sees the last tokens of threads that it joins, and
 accepted rows that it never drafted see their context as it is now. Shapes: N tree slots of the cache, C accepted rows that were
 never drafted, F rows drafted now, R = C + F, P slots of the past, S = P + N + R.
 """
@@ -20,12 +20,13 @@ from pipedec.model import StageModel
 from pipedec.threads import Sequence
 from pipedec.tree import Advance, Candidates, PredictionTree, Sight
 
+_CHAINED = -1
 Ask = tuple[int, PredictionTree, Tensor]
 
 
 @dataclass(frozen=True)
 class _Entering:
-    """The rows of one forward: accepted ones that were never drafted (their ``rows`` are −1), then those that are asked for.
+    """The rows of one forward: accepted ones that were never drafted (their ``rows`` are _CHAINED), then those asked for.
 
     ``labels`` say which token of its thread a certain row is, UNSEEN for the others.
     """
@@ -105,25 +106,21 @@ class DraftForest:
             self._cache.release(kept)
 
     def _entering(self, asks: Rows[Ask]) -> _Entering:
-        chains = [(number, chain) for number, chain in self._chains.items() if chain]
-        indices = [range(self._past_tokens[number], self._past_tokens[number] + len(chain)) for number, chain in chains]
-        places = [self._sequence.threads[number].positions for number, _ in chains]
-        labels = [
-            torch.where(rows == 0, self._past_tokens[number] + len(self._chains[number]), UNSEEN) for number, _, rows in asks
+        chained = [
+            (number, self._past_tokens[number] + place, token)
+            for number, chain in self._chains.items()
+            for place, token in enumerate(chain)
         ]
+        threads, indices, token_ids = (self._tensor([entry[part] for entry in chained]) for part in range(3))
+        positions = self._tensor([self._sequence.threads[number].positions[index] for number, index, _ in chained])
+        roots = {number: self._past_tokens[number] + len(self._chains[number]) for number, _, _ in asks}
         return _Entering(
-            torch.cat([self._tensor([t for _, chain in chains for t in chain]), *(tree.token_ids[rows] for _, tree, rows in asks)]),
-            torch.cat([
-                self._tensor([number for number, chain in chains for _ in chain]),
-                *(torch.full_like(rows, number) for number, _, rows in asks),
-            ]),
-            torch.cat([self._tensor([-1 for _, chain in chains for _ in chain]), *(rows for _, _, rows in asks)]),
-            torch.cat([
-                self._tensor([at[index] for at, of_chain in zip(places, indices, strict=True) for index in of_chain]),
-                *(tree.positions[rows] for _, tree, rows in asks),
-            ]),
-            torch.cat([self._tensor([index for of_chain in indices for index in of_chain]), *labels]),
-        )  # fmt: skip
+            torch.cat([token_ids, *(tree.token_ids[rows] for _, tree, rows in asks)]),
+            torch.cat([threads, *(torch.full_like(rows, number) for number, _, rows in asks)]),
+            torch.cat([torch.full_like(indices, _CHAINED), *(rows for _, _, rows in asks)]),
+            torch.cat([positions, *(tree.positions[rows] for _, tree, rows in asks)]),
+            torch.cat([indices, *(torch.where(rows == 0, roots[number], UNSEEN) for number, _, rows in asks)]),
+        )
 
     def _sight(self, entering: _Entering, asks: Rows[Ask]) -> Sight:
         threads, rows = torch.cat((self._threads, entering.threads)), torch.cat((self._rows, entering.rows))
@@ -133,7 +130,7 @@ class DraftForest:
         labels = torch.cat((labels, entering.labels))
         seen_RS = self._slots.seen(entering.threads, threads, labels)
         seen_RN = seen_RS[:, self._slots.past_length :]
-        is_chained = entering.rows < 0
+        is_chained = entering.rows == _CHAINED
         is_later = (threads == entering.threads[:, None]) & (labels > entering.labels[:, None])
         seen_RN &= ~(is_chained[:, None] & is_later)
         first = int(is_chained.sum())
@@ -146,7 +143,7 @@ class DraftForest:
 
     def _keep(self, entering: _Entering) -> int:
         """Count in what was just computed: accepted rows become past. Returns how many of these there were."""
-        chained = int((entering.rows < 0).sum())
+        chained = int((entering.rows == _CHAINED).sum())
         first = len(self._threads)
         slots = torch.arange(first + len(entering.rows), device=self._device)
         self._commit(entering.threads[:chained], entering.labels[:chained], entering.positions[:chained])

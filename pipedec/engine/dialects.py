@@ -14,6 +14,7 @@ from pipedec.core import SamplingParams, UserError
 from pipedec.model import ModelConfig
 from pipedec.threads import BoundDialect, Dialect, NewSequence, Sequence, bind
 
+
 class Dialects:
     """What is known of dialects in the tokens of one target."""
 

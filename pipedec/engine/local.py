@@ -80,8 +80,8 @@ class LocalPipeline:
 
         Afterwards ``metrics`` are those of this request, ``seed`` is what its tokens were drawn with, ``logprobs`` are as in
         ``Completion`` if asked for, and ``emulated_ms`` is what its decoding would have lasted on the devices of the emulation
-        (None without one). Of an answer in several threads, ``sequence`` holds them. ``fill`` says how many rows each group worked
-        on, timestep after timestep, one list for each.
+        (None without one). Of an answer in several threads, ``sequence`` holds them. ``fill`` has a list for each timestep: how
+        many rows each group worked on.
 
         Raises:
             UserError: the request has stop strings (text is not known here), or there is no draft or BiTA that its method needs.

@@ -70,7 +70,9 @@ def verdict_to_payload(verdict: Verdict) -> dict[str, object]:
 
 def verdict_from_payload(payload: dict) -> Verdict:
     forecast, shares = payload.get("forecast", ()), payload.get("shares", ())
-    return Verdict(tuple(payload["tokens"]), payload.get("finished"), tuple(map(tuple, forecast)), tuple(Share(*s) for s in shares))
+    return Verdict(
+        tuple(payload["tokens"]), payload.get("finished"), tuple(map(tuple, forecast)), tuple(Share(*s) for s in shares)
+    )
 
 
 def completion_to_event(completion: Completion) -> dict[str, object]:

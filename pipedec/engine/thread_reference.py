@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from pipedec.core import SamplingParams
 from pipedec.sampling import Sampler
-from pipedec.threads import BoundDialect, Context, DecodeThread, Sequence, State
+from pipedec.threads import Context, DecodeThread, Sequence, State
 
 Choose = Callable[[list[DecodeThread]], DecodeThread]
 
@@ -30,30 +30,26 @@ def shortest(running: list[DecodeThread]) -> DecodeThread:
 @torch.inference_mode()
 def naive_threads(
     model: PreTrainedModel,
-    bound: BoundDialect,
+    sequence: Sequence,
     prompt_ids: Iterable[int],
     sampling: SamplingParams,
-    end_token_ids: Iterable[int],
     choose: Choose = shortest,
-    max_positions: int | None = None,
-) -> Sequence:
-    """The target's answer, decoded in as many threads as it opens, one token of one thread at a time.
+) -> None:
+    """Decode the target's answer in as many threads as it opens, one token of one thread at a time.
 
     Args:
         model: in evaluation mode; a sliding window, if it has one, is not applied.
-        end_token_ids: all that end a thread: ``stop_token_ids``, ``ignore_eos`` and ``stop`` of ``sampling`` are not looked at.
-        max_positions: as of ``Sequence``.
+        sequence: a fresh one, which takes in the answer. It knows what ends it, so of ``sampling`` neither ``max_tokens`` nor
+            ``stop_token_ids``, ``ignore_eos`` and ``stop`` are looked at.
         choose: which of the running threads says its next token. The answer does not depend on it.
 
     Raises:
         ValueError: there is something to draw and no seed.
     """
     prompt = list(prompt_ids)
-    sequence = Sequence(bound, len(prompt), end_token_ids, sampling.max_tokens, max_positions)
     while sequence.finished is None:
         thread = choose([thread for thread in sequence.threads if thread.state is State.RUNNING])
         sequence.accept(thread.number, _next_token(model, sequence, thread, prompt, sampling))
-    return sequence
 
 
 def first_thread_difference(expected: Sequence, found: Sequence) -> str | None:

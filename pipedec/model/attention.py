@@ -100,9 +100,9 @@ class AttentionPlan:
         count, device = prompt_length or 0, positions_R.device
         biases: dict[int | None, Tensor | None] = {}
         for window in set(windows):
-            seen_RS = sight.seen_RS
+            seen_RS = sight.seen
             if window is not None:
-                seen_RS = seen_RS & (sight.slot_positions_S > positions_R[:, None] - window)
+                seen_RS = seen_RS & (sight.slot_positions > positions_R[:, None] - window)
             seen_RS = torch.cat((seen_RS.new_ones(len(seen_RS), count), seen_RS), 1)
             bias = torch.zeros((len(seen_RS), group, seen_RS.shape[1]), dtype=dtype, device=device)
             biases[window] = bias.masked_fill_(~seen_RS[:, None], -torch.inf).flatten(0, 1)

@@ -178,7 +178,7 @@ class StageModel:
         """
         rows = len(inputs)
         if sight is not None:
-            mask_RN = sight.seen_RS[:, cache.past_length :]
+            mask_RN = sight.seen[:, cache.past_length :]
         self._check_step(rows, cache, mask_RN, num_masks)
         cache.reserve(rows)
         cos_RD, sin_RD = self._rotary.cos_sin(positions_R, prefill_length)

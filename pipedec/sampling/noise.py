@@ -1,4 +1,4 @@
-"""Random numbers that are a function of seed, decode thread, position and token: no generator is advanced, so no order can matter.
+"""Random numbers that are a function of seed, thread, position and token: no generator is advanced, so no order can matter.
 
 Whatever the decoding method, the stage count or the number of rows, the token at a position meets the same noise.
 

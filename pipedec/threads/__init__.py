@@ -14,7 +14,7 @@ from pipedec.threads.sequence import NewSequence, Sequence
 from pipedec.threads.thread import Context, DecodeThread, State
 
 __all__ = [
-    "ANOMALIES", "DIALECTS", "BoundDialect", "Context", "DecodeThread", "Dialect", "DocumentToken", "Ended", "Event", "Finished",
-    "Joined", "NewSequence", "Opened", "ReorderBuffer", "Sequence", "State", "ThreadMetrics", "Waiting", "bind", "load_dialect", "measure",
-    "replay",
+    "ANOMALIES", "DIALECTS", "BoundDialect", "Context", "DecodeThread", "Dialect", "DocumentToken", "Ended", "Event",
+    "Finished", "Joined", "NewSequence", "Opened", "ReorderBuffer", "Sequence", "State", "ThreadMetrics", "Waiting",
+    "bind", "load_dialect", "measure", "replay",
 ]  # fmt: skip

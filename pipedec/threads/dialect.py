@@ -49,6 +49,7 @@ class Dialect:
         max_depth: 1 if only the main thread opens children, 2 if they do, too, and so on.
         max_children: of one thread.
         max_child_tokens: of one child, its forced token included; it is closed there.
+        max_cached_tokens: of the prompt and all threads together that have to be kept at one time; beyond, the answer ends.
         show_control: readers see control tokens.
     """
 
@@ -71,6 +72,7 @@ class Dialect:
     max_depth: int = field(default=1, metadata=_AT_LEAST_1)
     max_children: int = field(default=16, metadata=_AT_LEAST_1)
     max_child_tokens: int = field(default=2048, metadata={"min": 2})
+    max_cached_tokens: int = field(default=65536, metadata=_AT_LEAST_1)
     show_control: bool = False
 
     def __post_init__(self) -> None:

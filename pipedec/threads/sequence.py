@@ -129,7 +129,8 @@ class Sequence:
             raise ValueError(f"token {token} for thread {number}, which is {thread.state.value}")
         role = self._grammar.role(thread, token)
         self._anomalies.update(self._grammar.oddities(thread, token, role))
-        return [*self._act(thread, token, role), *self._settle()]
+        events = [*self._act(thread, token, role), *self._settle()]
+        return [*events, *self.end_all(anomalies.CACHE_FULL)] if self._is_full() else events
 
     def end_all(self, reason: str) -> list[Event]:
         """End what has not ended, for a reason from outside: ``cancelled``, a stop string, or ``cache_full``, an anomaly."""
@@ -197,6 +198,13 @@ class Sequence:
                 self._break_tag(thread, thread.num_tokens)
             thread.tag = tag
             self._enter(thread, token)
+
+    def _is_full(self) -> bool:
+        """Whether more tokens have to be kept than the dialect allows."""
+        limit = self._dialect.max_cached_tokens
+        if self.prompt_length + sum(thread.num_tokens for thread in self.threads) <= limit:
+            return False
+        return self.prompt_length + sum(self.needed()) > limit
 
     def _break_tag(self, thread: DecodeThread, known_at: int) -> None:
         """A tag that is not complete was text, which is known with the thread's token ``known_at``."""

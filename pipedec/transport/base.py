@@ -15,7 +15,7 @@ _IDS = 3  # of each row: its token, its parent, its thread
 _HEADER_COUNTS = 6  # rows, accepted tokens, why the answer ended, places of the forecast, tokens for each of them, shares
 HEADER_VALUES = _HEADER_COUNTS + MAX_VERDICT_TOKENS
 HEADER_BYTES = 8 * HEADER_VALUES
-_ENDINGS = (None, "stop", "length", "cancelled")
+_ENDINGS = (None, "stop", "length", "cancelled", "cache_full")
 
 
 @dataclass(frozen=True)

@@ -12,16 +12,16 @@ class Sight:
     """What R rows see of S slots, those of the past and then those of all trees.
 
     Attributes:
-        seen_RS: bool.
-        slot_positions_S: int64, where the token of each slot stands.
+        seen: bool [R, S].
+        slot_positions: int64 [S], where the token of each slot stands.
         shared: so many slots, the first ones, all rows see.
     """
 
-    seen_RS: Tensor
-    slot_positions_S: Tensor
+    seen: Tensor
+    slot_positions: Tensor
     shared: int
 
     def of(self, rows: slice, hidden_slots: int = 0) -> Sight:
         """What some of the rows see, without the last ``hidden_slots`` slots."""
-        slots = slice(0, self.seen_RS.shape[1] - hidden_slots)
-        return Sight(self.seen_RS[rows, slots], self.slot_positions_S[slots], self.shared)
+        slots = slice(0, self.seen.shape[1] - hidden_slots)
+        return Sight(self.seen[rows, slots], self.slot_positions[slots], self.shared)

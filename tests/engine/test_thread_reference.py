@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterable
 import naive_sampling
 import pytest
 import torch
-from threads_support import CASES, DEPTHS, END, PROMPTS, Case, ThreadModels
+from threads_support import CASES, DEPTHS, END, PROMPTS, Case, ThreadModels, naive_answer
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
 from pipedec.core import SamplingParams
-from pipedec.engine.thread_reference import Choose, first_thread_difference, naive_threads
+from pipedec.engine.thread_reference import Choose, first_thread_difference
 from pipedec.threads import BoundDialect, DecodeThread, Event, Sequence, measure, replay
 from pipedec.threads.visibility import IGNORED, Flattened, flatten
 
@@ -166,17 +166,17 @@ def test_an_answer_of_one_thread_is_the_plain_one(thread_models: ThreadModels, d
 
         whole = generated(None)
         sampling = SamplingParams(max_tokens=30, logit_bias={bound.opener: -100.0})
-        answer = naive_threads(model, bound, ids, sampling, ())
+        answer = naive_answer(model, bound, ids, sampling, ())
         assert (answer.main.token_ids, answer.finished, len(answer.threads)) == (whole, "length", 1)
         assert answer.main.positions == list(range(len(ids), len(ids) + 30))
-        ended = naive_threads(model, bound, ids, sampling, (whole[12],))
+        ended = naive_answer(model, bound, ids, sampling, (whole[12],))
         assert (ended.main.token_ids, ended.finished) == (generated(whole[12]), "stop")
         assert len(ended.main.token_ids) <= 13
 
 
 def test_drawing_needs_a_seed(thread_models: ThreadModels) -> None:
     with pytest.raises(ValueError, match="a seed must be drawn"):
-        naive_threads(thread_models.target(), thread_models.bound("apar"), (3, 4), SamplingParams(1.0), (END,))
+        naive_answer(thread_models.target(), thread_models.bound("apar"), (3, 4), SamplingParams(1.0), (END,))
 
 
 def test_threads_at_the_same_position_draw_for_themselves(thread_models: ThreadModels) -> None:
