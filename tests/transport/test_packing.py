@@ -91,6 +91,7 @@ def test_headers_survive(rows: int, verdict: Verdict | None) -> None:
 TOKENS = st.integers(0, 2**62)
 
 
+@settings(deadline=None)
 @given(st.data(), st.lists(TOKENS, max_size=MAX_VERDICT_TOKENS), st.sampled_from([None, "stop", "length", "cancelled"]))
 def test_any_verdict_that_fits_survives(data: st.DataObject, tokens: list[int], finished: str | None) -> None:
     room = MAX_VERDICT_TOKENS - len(tokens)
@@ -102,6 +103,7 @@ def test_any_verdict_that_fits_survives(data: st.DataObject, tokens: list[int], 
     assert unpack_header(header) == (0, verdict)
 
 
+@settings(deadline=None)
 @given(st.data())
 def test_any_verdict_on_threads_that_fits_survives(data: st.DataObject) -> None:
     room, parts, named = MAX_VERDICT_TOKENS, [], data.draw(st.integers(1, 3))
