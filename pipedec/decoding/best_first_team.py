@@ -186,10 +186,12 @@ class BestFirstTeam:
         """The likeliest rows; without speculation, roots alone."""
         branches = self._entering()
         steps: list[tuple[int, Step]] = []
-        if not self._controller.is_speculating:
-            shares = {number: 1 for number, branch in list(branches.items())[:room] if branch.root_waits}
+        width = min(self._controller.width, room) if self._controller.is_speculating else room
+        waiting = [number for number, branch in branches.items() if branch.root_waits]
+        if not self._controller.is_speculating or len(waiting) >= width:
+            shares = dict.fromkeys(waiting[:width], 1)  # parents come before their children, which see their openers
         else:
-            shares = self._shares(branches, min(self._controller.width, room), InjectionTree.entering_chances)
+            shares = self._shares(branches, width, InjectionTree.entering_chances)
         entered = []
         for number in sorted(shares):
             step, chances = branches[number].injection.enter(shares[number])

@@ -89,12 +89,19 @@ class Members:
             if room < share or len(steps) == MAX_THREADS:
                 self._turn = number
                 break
+            if not self._sees_opener(number, {proposed for proposed, _ in steps}):
+                continue
             running[number].room = share
             step = running[number].propose()
             if step is not None:
                 steps.append((number, step))
                 room -= step.num_rows
         return steps
+
+    def _sees_opener(self, number: int, entering: set[int]) -> bool:
+        """Whether the token that opened a thread has entered, or its thread is among ``entering``."""
+        thread = self._forest.sequence.threads[number]
+        return thread.parent is None or thread.parent in entering or self._forest.entered(thread.parent) >= thread.opened_at
 
     def observe(self, beat: Beat) -> None:
         for member in self._members.values():

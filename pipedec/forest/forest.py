@@ -92,6 +92,10 @@ class Forest:
         """Whether the last accepted token of a thread has entered."""
         return number in self.trees and self.trees[number].num_rows > 0
 
+    def entered(self, number: int) -> int:
+        """How many of a thread's certain tokens have entered."""
+        return self._past_tokens.get(number, 0) + self.has_root(number)
+
     def rows_of(self, number: int) -> Tensor:
         """int64, ascending: the rows of a thread's tree, in the tree's own order."""
         return torch.nonzero(self.threads == number)[:, 0]
@@ -148,6 +152,8 @@ class Forest:
             turn.committed[number] = token_ids[committed[-1]]
         for number, rest in turn.rests.items():
             self._thin(number, rest, stays)
+        for number in self.sequence.released() if turn.changes_threads else ():
+            self._thin(number, Rest.NOTHING, stays)
         for number in {start.thread for start in turn.starts} | set(turn.accepted):
             self._place(number)
         if turn.starts:

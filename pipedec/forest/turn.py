@@ -8,7 +8,7 @@ from enum import Enum
 from torch import Tensor
 
 from pipedec.core import Verdict
-from pipedec.threads import Joined, Opened, Sequence, State
+from pipedec.threads import DecodeThread, Joined, Opened, Sequence, State
 
 
 class Rest(Enum):
@@ -57,7 +57,7 @@ def follow(sequence: Sequence, verdict: Verdict) -> Turn:
     Tokens of a thread that another thread's token of the same verdict has cut are void.
     """
     turn = Turn()
-    running = {thread.number for thread in sequence.threads if thread.state is State.RUNNING}
+    before = {thread.number: thread.state for thread in sequence.threads if thread.state is not State.ENDED}
     for number, tokens, _ in verdict.parts():
         if not tokens or sequence.threads[number].is_cut:
             continue
@@ -72,8 +72,11 @@ def follow(sequence: Sequence, verdict: Verdict) -> Turn:
     if verdict.finished is not None and sequence.finished is None:
         sequence.end_all(verdict.finished)
     turn.starts = [start for start in turn.starts if sequence.threads[start.thread].state is not State.ENDED]
-    for number in running:
-        _finish(sequence, turn, number)
+    for number, state in before.items():
+        if state is State.RUNNING:
+            _finish(sequence, turn, number)
+        elif sequence.threads[number].is_cut:
+            turn.rests[number] = Rest.NOTHING
     for start in turn.starts:
         turn.rests[start.thread] = Rest.NOTHING
     return turn
@@ -84,9 +87,15 @@ def _finish(sequence: Sequence, turn: Turn, number: int) -> None:
     thread = sequence.threads[number]
     if thread.state is State.RUNNING:
         return
-    is_seen = sequence.joins and thread.parent is not None and not thread.is_cut and thread.ended_by is not None
-    if is_seen and number in turn.accepted:
+    if number in turn.accepted and _is_last_seen(sequence, thread):
         turn.last[number] = turn.accepted[number][-1]
         turn.rests[number] = Rest.ROOT
     else:
         turn.rests[number] = Rest.NOTHING
+
+
+def _is_last_seen(sequence: Sequence, thread: DecodeThread) -> bool:
+    """Whether others may see the last token of a thread that runs no more, as its parent's join does, or a child that it opened."""
+    if thread.state is State.ENDED:
+        return sequence.needed()[thread.number] == thread.num_tokens > 0
+    return thread.is_closing and thread.parent is not None
