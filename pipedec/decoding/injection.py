@@ -50,7 +50,8 @@ class InjectionTree:
             log_chances: [F, K], log of the chance of each choice, given its row.
         """
         below = log_chances.clamp(max=-_LEAST_DOUBT) + self._log_chances[choices.rows, None]
-        self.choices = choices if self.choices is None else self.choices.joined(choices)
+        is_first = self.choices is None or not len(self.choices.rows)
+        self.choices = choices if is_first or self.choices is None else self.choices.joined(choices)
         self._choice_log_chances = torch.cat((self._choice_log_chances.view(-1, below.shape[1]), below))
 
     def enter(self, count: int) -> tuple[Step | None, Tensor]:

@@ -15,7 +15,7 @@ from torch import Tensor
 from pipedec.core import Verdict
 from pipedec.forest.slots import UNSEEN, Slots
 from pipedec.forest.turn import Rest, Turn, follow
-from pipedec.threads import Sequence
+from pipedec.threads import Sequence, State
 from pipedec.tree import Advance, PredictionTree, Sight
 
 
@@ -152,8 +152,8 @@ class Forest:
             turn.committed[number] = token_ids[committed[-1]]
         for number, rest in turn.rests.items():
             self._thin(number, rest, stays)
-        for number in self.sequence.released() if turn.changes_threads else ():
-            self._thin(number, Rest.NOTHING, stays)
+        if turn.changes_threads:
+            self._drop_unseen_roots(stays)
         for number in {start.thread for start in turn.starts} | set(turn.accepted):
             self._place(number)
         if turn.starts:
@@ -192,6 +192,12 @@ class Forest:
         else:
             tree.reset(tree.root_position)
             stays[own] = False
+
+    def _drop_unseen_roots(self, stays: Tensor) -> None:
+        """Drop last tokens of ended threads that nobody will see any more."""
+        for thread, needed in zip(self.sequence.threads, self.sequence.needed(), strict=True):
+            if thread.state is State.ENDED and needed < thread.num_tokens:
+                self._thin(thread.number, Rest.NOTHING, stays)
 
     def _place(self, number: int) -> None:
         if number not in self.trees:

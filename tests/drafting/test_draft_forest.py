@@ -140,7 +140,6 @@ def _copy(tree: PredictionTree) -> PredictionTree:
     copy = PredictionTree()
     copy.reset(tree.root_position)
     copy.append(tree.token_ids, tree.parents)
-    copy.gap = tree.gap
     return copy
 
 

@@ -119,13 +119,13 @@ class MarkedModel:
         if sight is None:
             cache.extend_past(rows)
             return inputs
-        assert sight.seen_RS.shape == (rows, cache.length + rows) and sight.shared == PROMPT
+        assert sight.seen.shape == (rows, cache.length + rows) and sight.shared == PROMPT
         cache.extend_tree(rows)
         slots = self.marks.read(cache.view(0)[0])
-        assert len(sight.slot_positions_S) == len(slots)
-        where = dict(zip(slots, sight.slot_positions_S.tolist(), strict=True))
+        assert len(sight.slot_positions) == len(slots)
+        where = dict(zip(slots, sight.slot_positions.tolist(), strict=True))
         for row, name in enumerate(self.marks.read(inputs)):
-            seen = [slot for slot, is_seen in zip(slots, sight.seen_RS[row].tolist(), strict=True) if is_seen]
+            seen = [slot for slot, is_seen in zip(slots, sight.seen[row].tolist(), strict=True) if is_seen]
             assert sorted(seen, key=str) == sorted(self._visible(name), key=str), name
             assert int(positions[row]) == where[name] == self._position(name), name
             assert all(where[other] == self._position(other) for other in seen)
@@ -148,9 +148,11 @@ class MarkedModel:
         path, tokens = name
         if path is None:
             return tokens[0]
-        thread, index = self.sequences[0].at(path), len(tokens) - 1
-        beyond = index - thread.num_tokens
-        return thread.positions[index] if beyond < 0 else thread.next_position + beyond
+        sequence, index = self.sequences[0], len(tokens) - 1
+        thread = sequence.at(path)
+        if index < thread.num_tokens:
+            return thread.positions[index]
+        return sequence.following(thread.number, list(tokens[thread.num_tokens : index]))[0]
 
     def logits(self, hidden: Tensor) -> Tensor:
         lines = []

@@ -30,23 +30,34 @@ def accept(forest: Forest, **texts: str) -> None:
 
 def seen(forest: Forest, rows: slice) -> list[str]:
     """Of each row, the slots that it sees, as digits."""
-    return ["".join("01"[is_seen] for is_seen in row) for row in forest.sight(rows).seen_RS.tolist()]
+    return ["".join("01"[is_seen] for is_seen in row) for row in forest.sight(rows).seen.tolist()]
 
 
 def test_rows_of_two_threads_see_their_own_trees_and_what_came_before_the_child() -> None:
     forest = forest_of()
     accept(forest, t0="a")
-    enter(forest, ("a", -1, 0), ("[Fork]", 0, 0), ("b", 1, 0))
+    enter(forest, ("a", -1, 0), ("[Fork]", 0, 0))
     accept(forest, t0="[Fork]")
-    assert forest.num_rows == 1, "what was guessed behind an opener is gone"
     rows = enter(forest, ("[Child]", -1, 1), ("c", 0, 0), ("x", 0, 1), ("y", 0, 1), ("z", 1, 1))
     # the prompt, a, [Fork], then [Child], c, x, y, z
     assert seen(forest, rows) == ["11111" + "10000", "11111" + "01000", "11111" + "10100", "11111" + "10010", "11111" + "10101"]
     assert forest.positions.tolist() == [4, 5, 5, 6, 6, 7]
     assert forest.parents.tolist() == [-1, -1, 0, 0, 0, 1]
-    assert forest.sight(rows).slot_positions_S.tolist() == [0, 1, 2, 3, 4, 5, 5, 6, 6, 7]
+    assert forest.sight(rows).slot_positions.tolist() == [0, 1, 2, 3, 4, 5, 5, 6, 6, 7]
     assert forest.sight(rows).shared == PROMPT
     assert [forest.child(1, IDS[text]) for text in "xyz"] == [3, 4, None]
+
+
+def test_rows_behind_a_promise_stand_behind_the_predicted_length() -> None:
+    forest = forest_of("pasta")
+    accept(forest, t0="<promise")
+    enter(forest, ("<promise", -1, 0), (' tokens="', 0, 0), ("2", 1, 0), ('"/>', 2, 0), ("a", 3, 0), ("b", 4, 0), ("x", 0, 0))
+    first = PROMPT
+    expected = [first, first + 1, first + 2, first + 3, first + 6, first + 7, first + 1]
+    assert forest.positions.tolist() == expected
+    accept(forest, t0='tokens 2 "/> a'.replace("tokens", ":"))
+    assert forest.positions.tolist() == [first + 6, first + 7] and forest.token_ids.tolist() == ids("a b")
+    assert forest.sequence.main.positions == [*expected[:4], first + 6]
 
 
 def test_rows_that_cannot_be_are_refused() -> None:

@@ -32,27 +32,26 @@ def test_a_verdict_without_shares_is_the_main_threads() -> None:
     assert sequence.main.token_ids == ids("a b")
 
 
-def test_an_opener_keeps_its_own_row_alone_and_its_child_begins() -> None:
+def test_what_stands_behind_an_opener_stays_and_its_child_begins() -> None:
     sequence = sequence_of(toy("apar"))
     turn = told(sequence, t0="a [Fork]")
-    assert turn.rests == {0: Rest.ROOT, 1: Rest.NOTHING}
+    assert turn.rests == {0: Rest.SUBTREE, 1: Rest.NOTHING}
     assert turn.starts == [Start(1, CHILD)] and turn.last == {} and turn.changes_threads
 
 
-def test_what_stands_behind_an_opener_begins_anew() -> None:
-    """The opener's own row may yield one more token; whatever was guessed behind the opener had other positions and bans."""
+def test_a_verdict_goes_on_behind_an_opener() -> None:
     sequence = sequence_of(toy("apar"))
     turn = told(sequence, t0="a [Fork] b")
     assert turn.accepted == {0: tuple(ids("a [Fork] b"))}
-    assert turn.rests == {0: Rest.NOTHING, 1: Rest.NOTHING} and turn.starts == [Start(1, CHILD)]
+    assert turn.rests == {0: Rest.SUBTREE, 1: Rest.NOTHING} and turn.starts == [Start(1, CHILD)]
     assert sequence.main.token_ids == ids("a [Fork] b") and sequence.at((0,)).opened_at == 2
 
 
-def test_a_tag_ends_with_the_token_that_completes_it() -> None:
+def test_a_child_begins_with_the_token_that_completes_a_tag() -> None:
     sequence = sequence_of(toy("pasta"))
     assert told(sequence, t0="<promise : 2").rests == {0: Rest.SUBTREE}
     turn = told(sequence, t0='"/> a')
-    assert turn.rests == {0: Rest.NOTHING, 1: Rest.NOTHING} and turn.starts == [Start(1, ASYNC)]
+    assert turn.rests == {0: Rest.SUBTREE, 1: Rest.NOTHING} and turn.starts == [Start(1, ASYNC)]
     assert told(sequence, t0="b").rests == {0: Rest.SUBTREE}
 
 

@@ -64,31 +64,29 @@ def test_every_thread_is_walked_as_far_as_its_rows_go() -> None:
     assert stage.verdict() == {}, "nothing is said twice"
 
 
-def test_an_openers_own_row_yields_one_more_token_and_no_second_one() -> None:
+def test_a_walk_goes_on_behind_an_opener() -> None:
     stage = Stage("apar")
-    stage.enter(("a", -1, 0, "[Fork]"), ("[Fork]", 0, 0, "b"), ("b", 1, 0, "c"), ("c", 2, 0, "d"))
-    assert stage.verdict() == {0: "[Fork] b"} and stage.judge.judged_rows == [0, 1]
+    stage.enter(("a", -1, 0, "[Fork]"), ("[Fork]", 0, 0, "b"), ("b", 1, 0, "c"))
+    assert stage.verdict() == {0: "[Fork] b c"} and stage.judge.judged_rows == [0, 1, 2]
     assert stage.verdict() == {}
     stage.replay(stage.parts)
     assert stage.successors == [] and stage.verdict() == {}
-    stage.enter(("b", -1, 0, "c"))
-    assert stage.verdict() == {0: "c"}
+    stage.enter(("c", -1, 0, "d"), ("[Child]", -1, 1, "x"))
+    assert stage.verdict() == {0: "d", 1: "x"}
 
 
-def test_an_openers_row_that_arrives_before_the_replay_yields_one_more_token_too() -> None:
+def test_a_walk_goes_on_behind_an_opener_that_is_not_replayed_yet() -> None:
     stage = Stage("apar")
     stage.enter(("a", -1, 0, "[Fork]"))
     assert stage.verdict() == {0: "[Fork]"}
     opened = stage.parts
     stage.enter(("[Fork]", 0, 0, "b"), ("b", 1, 0, "c"))
-    assert stage.verdict() == {0: "b"}
+    assert stage.verdict() == {0: "b c"}
     behind = stage.parts
-    stage.enter(("c", 2, 0, "d"))
-    assert stage.verdict() == {}, "its bans and its place are known only when the opener has been replayed"
     stage.replay(opened)
-    assert stage.forest.token_ids.tolist() == ids("[Fork]") and stage.verdict() == {}
+    assert stage.forest.token_ids.tolist() == ids("[Fork] b") and stage.verdict() == {}
     stage.replay(behind)
-    stage.enter(("b", -1, 0, "e"), ("[Child]", -1, 1, "x"))
+    stage.enter(("c", -1, 0, "e"), ("[Child]", -1, 1, "x"))
     assert stage.verdict() == {0: "e", 1: "x"}
 
 
