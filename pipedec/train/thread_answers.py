@@ -132,7 +132,9 @@ class _Running:
         for number, index in new:
             thread = self.sequence.threads[number]
             seen = (self.slots[other][:count] for other, count in self.sequence.sees(number, index))
-            yield _Row(thread.token_ids[index], thread.positions[index], [*self.slots[None], *(slot for part in seen for slot in part)])
+            yield _Row(
+                thread.token_ids[index], thread.positions[index], [*self.slots[None], *(slot for part in seen for slot in part)]
+            )
 
     def go_on(self, logits_KV: Tensor, temperature: float) -> None:
         """Every thread that runs says its next token."""

@@ -6,7 +6,8 @@ row with its mask, or each thread as a row of its own behind what it sees. Knows
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import re
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -90,13 +91,18 @@ class Writer:
         if dialect is None:
             answer = [*self.text(plain_text(record.pieces)), self.end_token_id]
         else:
-            answer = self._answer(record.pieces, self.bound[dialect])
+            answer = [*self._answer(_capped(record.pieces, self.bound[dialect]), self.bound[dialect])]
         return Sample(dialect, self.prompt(record.question.prompt, dialect), tuple(answer), record)
 
     def text(self, text: str) -> list[int]:
         """Text as tokens; what looks like a control token is spelled out."""
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
         return ids
+
+    def decode(self, token_ids: list[int]) -> str:
+        """Tokens as text, without special ones."""
+        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=True)
+        return text
 
     def rows(self, sample: Sample, form: str) -> list[Row]:
         """The sample as one row, or as a row for each thread."""
@@ -116,19 +122,17 @@ class Writer:
         return text
 
     def _answer(self, pieces: Iterable[Piece], bound: BoundDialect) -> Iterator[int]:
-        """Document order. Forks beyond what a thread may have are said in the main thread."""
-        forks = 0
+        """Document order."""
         for piece in pieces:
             if isinstance(piece, Join):
                 assert bound.join is not None
                 yield bound.join
-            elif isinstance(piece, Fork) and forks < bound.dialect.max_children:
-                forks += 1
+            elif isinstance(piece, Fork):
                 yield from self._opening(piece, bound)
                 yield from self.text(piece.text)
                 yield self.end_token_id if bound.child_end is None else bound.child_end
             else:
-                yield from self.text(piece if isinstance(piece, str) else piece.text)
+                yield from self.text(piece)
         yield self.end_token_id
 
     def _opening(self, fork: Fork, bound: BoundDialect) -> Iterator[int]:
@@ -139,26 +143,35 @@ class Writer:
 
     def _tree(self, sample: Sample) -> Row:
         if sample.dialect is None:
-            return _causal(list(sample.prompt), list(sample.answer))
+            return causal_row(list(sample.prompt), list(sample.answer))
         flat = flatten(self.sequence(sample), list(sample.prompt))
         return Row(flat.token_ids, flat.positions, flat.mask, flat.targets)
 
     def _unrolled(self, sample: Sample, bound: BoundDialect) -> Iterator[Row]:
         names = ForkTokens(bound.dialect.opener, bound.dialect.child_start)
-        for linear in unrolled(sample.record.pieces, names):
-            context, target = (self._with_control(text, names) for text in (linear.context, linear.target))
-            yield _causal([*sample.prompt, *context], [*target, self.end_token_id])
+        for linear in unrolled(_capped(sample.record.pieces, bound), names):
+            context, target = (self._with_control(text, bound) for text in (linear.context, linear.target))
+            yield causal_row([*sample.prompt, *context], [*target, self.end_token_id])
 
-    def _with_control(self, text: str, names: ForkTokens) -> list[int]:
-        ids: list[int] = []
-        for number, part in enumerate(text.split(names.fork)):
-            ids += [self._tokenizer.get_vocab()[names.fork]] if number else []
-            before, child, after = part.partition(names.child)
-            ids += self.text(before) + ([self._tokenizer.get_vocab()[names.child]] if child else []) + self.text(after)
-        return ids
+    def _with_control(self, text: str, bound: BoundDialect) -> list[int]:
+        """Text in which forks and a child's beginning are written as their tokens' names."""
+        ids = {bound.dialect.opener: bound.opener, bound.dialect.child_start: bound.child_start}
+        parts = re.split("|".join(f"({re.escape(name)})" for name in ids), text)
+        return [token for part in parts if part for token in ([ids[part]] if part in ids else self.text(part))]
 
 
-def _causal(context: list[int], learned: list[int]) -> Row:
+def _capped(pieces: Iterable[Piece], bound: BoundDialect) -> list[Piece]:
+    """The pieces with no more forks than a thread may have; the rest is said in the main thread."""
+    forks = 0
+    capped: list[Piece] = []
+    for piece in pieces:
+        forks += isinstance(piece, Fork)
+        is_spare = isinstance(piece, Fork) and forks > bound.dialect.max_children
+        capped.append(piece.text if isinstance(piece, Fork) and is_spare else piece)
+    return capped
+
+
+def causal_row(context: list[int], learned: list[int]) -> Row:
     """One thread: every token sees those before it, and ``learned`` is what is learned."""
     ids = torch.tensor([*context, *learned])
     targets = torch.full_like(ids, IGNORED)

@@ -1,30 +1,22 @@
-"""Fine-tune a model on rows whose mask and positions are those of threads, from a checkpoint on if there is one.
+"""What a model learns threads by: which samples a step has, their rows side by side, and the loss of what is learned.
 
-Owns the recipe, which samples a step has, the loss, and the checkpoint. It does not know how answers become rows, nor what is
-done with the model afterwards.
+Owns the recipe. It does not know how answers become rows, how steps are kept on disk, nor what is done with the model afterwards.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import math
-import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from pipedec.core import UserError
 from pipedec.threads.visibility import IGNORED
 from pipedec.train.thread_samples import FORMS, Row, Sample, Writer
-from pipedec.train.trainer import make_optimizers
 
 _TOKENS_AT_ONCE = 2048  # of one forward, with their padding
 
@@ -36,7 +28,7 @@ class ThreadRecipe:
     Attributes:
         form: ``tree`` or ``unrolled``.
         plain_share: of the samples drawn, how many are answered in one thread, without marker.
-        control_weight: what a target counts that is a control token of its dialect; others count 1.
+        control_weight: what a target counts that is a control token of a dialect; others count 1.
         max_length: longer samples are left out.
     """
 
@@ -52,7 +44,7 @@ class ThreadRecipe:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("steps", "batch_tokens"):
+        for name in ("steps", "batch_tokens", "max_length"):
             if getattr(self, name) < 1:
                 raise UserError(f"--{name.replace('_', '-')} must be at least 1")
         if not 0 < self.learning_rate < math.inf:
@@ -94,17 +86,29 @@ class Batch:
             mask[number, 0, :length, :length] = row.mask
         return cls(token_ids.to(device), positions.to(device), targets.to(device), mask.to(device))
 
+    @property
+    def learned(self) -> Tensor:
+        """What is learned, row by row: int64 [L]."""
+        return self.targets[self.targets != IGNORED]
 
-def learned_logits(model: Callable[..., Any], batch: Batch) -> tuple[Tensor, Tensor]:
-    """Logits of the tokens that learn something, and what they learn: [L, V] and [L]."""
-    logits = model(
+
+def learned_logits(model: Callable[..., Any], batch: Batch) -> Tensor:
+    """Logits of the tokens that learn something, row by row: float32 [L, V]."""
+    output = model(
         input_ids=batch.token_ids, attention_mask=batch.mask, position_ids=batch.positions, use_cache=False
-    ).logits  # fmt: skip
-    learns = batch.targets != IGNORED
-    return logits[learns].float(), batch.targets[learns]
+    )  # fmt: skip
+    logits: Tensor = output.logits[batch.targets != IGNORED]
+    return logits.float()
 
 
-def batches(rows: list[Row], device: torch.device) -> Iterator[Batch]:
+def answer_log_probs(model: Callable[..., Any], batch: Batch) -> Tensor:
+    """Log probability of all that each row learns: float32 [B]."""
+    losses = nn.functional.cross_entropy(learned_logits(model, batch), batch.learned, reduction="none")
+    rows = (batch.targets != IGNORED).nonzero()[:, 0]
+    return losses.new_zeros(len(batch.targets)).index_add(0, rows, -losses)
+
+
+def batches(rows: Iterable[Row], device: torch.device) -> Iterator[Batch]:
     """The rows in forwards of few tokens, rows of like length together."""
     piece: list[Row] = []
     for row in sorted(rows, key=lambda row: len(row.token_ids)):
@@ -153,126 +157,85 @@ def _drawn(samples: list[Sample], writer: Writer, recipe: ThreadRecipe) -> Itera
                 yield writer.sample(samples[number].record, None) if plain else samples[number]
 
 
-class ThreadTrainer:
-    """Runs the steps of a recipe and keeps checkpoint and log in ``work``, from which a killed run continues.
+@dataclass(frozen=True)
+class Losses:
+    """What tokens are learned with which loss, and whether they are control tokens: [L] each."""
 
-    Args:
-        model: in float32, on its device.
+    values: Tensor
+    is_control: Tensor
+
+
+@dataclass(frozen=True)
+class ThreadLoss:
+    """The loss of batches: cross-entropy with what is written there or, with a teacher, with the teacher's distribution.
+
+    Attributes:
         computes: what forwards compute in.
-        identity: what else makes this run another than the next.
-
-    Raises:
-        UserError: ``work`` holds the checkpoint of another run.
+        controls: int64, the ids of all control tokens.
     """
 
-    SAVE_EVERY = 20  # steps
+    model: Any
+    controls: Tensor
+    computes: torch.dtype = torch.float32
+    teacher: Any = None
 
-    def __init__(
-        self,
-        name: str,
-        model: Any,
-        writer: Writer,
-        samples: list[Sample],
-        recipe: ThreadRecipe,
-        work: Path,
-        computes: torch.dtype,
-        identity: dict[str, Any],
-    ) -> None:
-        self._name, self._model, self._writer, self._recipe, self._computes = name, model, writer, recipe, computes
-        self._steps = plan(samples, writer, recipe)
-        self._optimizers = make_optimizers(model, recipe)
-        self._checkpoint, self._log = work / f"{name}.safetensors", work / "log.jsonl"
-        self._identity = {**asdict(recipe), **identity, "dtype": str(computes), "samples": digest(samples)}
-        controls = frozenset(token for bound in writer.bound.values() for token in bound.control)
-        self._controls = torch.tensor(sorted(controls), device=model.device)
+    def of(self, batch: Batch) -> Losses:
+        """With gradients, where they are on."""
+        targets = batch.learned
+        logits = self._logits(self.model, batch)
+        wanted = targets
+        if self.teacher is not None:
+            with torch.no_grad():
+                wanted = self._logits(self.teacher, batch).softmax(-1)
+        return Losses(nn.functional.cross_entropy(logits, wanted, reduction="none"), torch.isin(targets, self.controls))
 
-    def run(self) -> None:
-        """All steps that are still to do."""
-        start = self._resume()
-        columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-        self._model.train()
-        with Progress(*columns) as progress, self._log.open("a") as log:
-            bar = progress.add_task(self._name, total=self._recipe.steps, completed=start)
-            for step in range(start, self._recipe.steps):
-                figures = self._step(step)
-                log.write(json.dumps({"step": step + 1, **figures, "time": round(time.time(), 1)}) + "\n")
-                log.flush()
-                progress.update(bar, advance=1, description=f"{self._name} loss {figures['loss']:.3f}")
-                if (step + 1) % self.SAVE_EVERY == 0 or step + 1 == self._recipe.steps:
-                    self._save(step + 1)
-        self._model.eval()
+    def _logits(self, model: Any, batch: Batch) -> Tensor:
+        with torch.autocast(model.device.type, dtype=self.computes, enabled=self.computes != torch.float32):
+            return learned_logits(model, batch)
 
-    def _step(self, step: int) -> dict[str, float]:
-        """One step on its samples; forwards of few tokens each add up their gradients."""
-        rows = [row for sample in self._steps[step] for row in self._writer.rows(sample, self._recipe.form)]
-        weight = sum(float(self._weights(row.targets[row.targets != IGNORED].to(self._model.device)).sum()) for row in rows)
-        sums = {"loss": 0.0, "control": 0.0}
-        num_controls = 0
-        for batch in batches(rows, self._model.device):
-            with torch.autocast(self._model.device.type, dtype=self._computes, enabled=self._computes != torch.float32):
-                logits, targets = learned_logits(self._model, batch)
-            losses = nn.functional.cross_entropy(logits, targets, reduction="none")
-            loss = (losses * self._weights(targets)).sum() / weight
-            loss.backward()
-            is_control = torch.isin(targets, self._controls)
-            sums["loss"] += loss.item()
-            sums["control"] += losses.detach()[is_control].sum().item()
-            num_controls += int(is_control.sum())
-        self._update(self._recipe.rate(step))
+
+@dataclass(frozen=True)
+class ThreadSteps:
+    """The steps of a recipe: each adds the gradients of the weighted mean loss of its samples."""
+
+    loss: ThreadLoss
+    writer: Writer
+    steps: list[list[Sample]]
+    recipe: ThreadRecipe
+
+    def __call__(self, step: int) -> dict[str, float]:
+        """The gradients of a step, in forwards of few tokens each; returns what is logged."""
+        rows = [row for sample in self.steps[step] for row in self.writer.rows(sample, self.recipe.form)]
+        targets = torch.cat([row.targets[row.targets != IGNORED] for row in rows])
+        is_control = torch.isin(targets, self.loss.controls.cpu())
+        total = float(self._weights(is_control).sum())
+        loss, control_loss = 0.0, 0.0
+        for batch in batches(rows, self.loss.model.device):
+            losses = self.loss.of(batch)
+            weighted = (losses.values * self._weights(losses.is_control)).sum() / total
+            weighted.backward()
+            loss += weighted.item()
+            control_loss += losses.values.detach()[losses.is_control].sum().item()
         return {
-            "loss": round(sums["loss"], 5),
-            "control_loss": round(sums["control"] / max(num_controls, 1), 5),
+            "loss": loss,
+            "control_loss": control_loss / max(int(is_control.sum()), 1),
             "tokens": sum(len(row.token_ids) for row in rows),
         }
 
-    def _weights(self, targets: Tensor) -> Tensor:
-        return 1 + (self._recipe.control_weight - 1) * torch.isin(targets, self._controls)
+    def _weights(self, is_control: Tensor) -> Tensor:
+        return 1 + (self.recipe.control_weight - 1) * is_control
 
-    def _update(self, rate: float) -> None:
-        nn.utils.clip_grad_norm_(self._model.parameters(), 1.0)
-        for optimizer in self._optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = rate
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
 
-    def _save(self, step: int) -> None:
-        tensors = {f"model.{name}": parameter.detach() for name, parameter in self._model.named_parameters()}
-        for number, optimizer in enumerate(self._optimizers):
-            for parameter, state in optimizer.state_dict()["state"].items():
-                tensors |= {f"optimizer.{number}.{parameter}.{key}": torch.as_tensor(value) for key, value in state.items()}
-        partial = self._checkpoint.with_suffix(".partial")
-        metadata = {"step": str(step), "identity": json.dumps(self._identity)}
-        save_file({name: tensor.cpu().clone().contiguous() for name, tensor in tensors.items()}, partial, metadata=metadata)
-        partial.rename(self._checkpoint)
-
-    def _resume(self) -> int:
-        """Load the checkpoint if there is one and forget what was logged after it; returns the steps already done."""
-        self._log.parent.mkdir(parents=True, exist_ok=True)
-        start = self._load() if self._checkpoint.exists() else 0
-        if self._log.exists():
-            kept = self._log.read_text().splitlines(keepends=True)[:start]
-            self._log.with_suffix(".partial").write_text("".join(kept))
-            self._log.with_suffix(".partial").rename(self._log)
-        return start
-
-    def _load(self) -> int:
-        with safe_open(self._checkpoint, "pt") as stored:
-            metadata = stored.metadata()
-        identity = json.loads(metadata["identity"])
-        differing = [key for key in self._identity if identity.get(key) != self._identity[key]]
-        if differing:
-            found = ", ".join(f"{key} {identity.get(key)}" for key in differing)
-            raise UserError(f"{self._checkpoint} belongs to another run ({found}): give another --work, or remove it")
-        tensors = load_file(self._checkpoint)
-        with torch.no_grad():
-            for name, parameter in self._model.named_parameters():
-                parameter.copy_(tensors[f"model.{name}"])
-        for number, optimizer in enumerate(self._optimizers):
-            states: dict[int, dict[str, Tensor]] = {}
-            for name, tensor in tensors.items():
-                if name.startswith(f"optimizer.{number}."):
-                    _, _, parameter_number, key = name.split(".", 3)
-                    states.setdefault(int(parameter_number), {})[key] = tensor
-            optimizer.load_state_dict({**optimizer.state_dict(), "state": states})
-        return int(metadata["step"])
+@torch.no_grad()
+def held_out_loss(loss: ThreadLoss, writer: Writer, samples: list[Sample]) -> dict[str, float | int]:
+    """Mean loss of the samples' text and of their control tokens, each by itself, and how many there are."""
+    found = [
+        loss.of(batch) for batch in batches((row for sample in samples for row in writer.rows(sample, "tree")), loss.model.device)
+    ]
+    if not found:
+        return {}
+    values, is_control = (torch.cat([getattr(losses, name) for losses in found]).cpu() for name in ("values", "is_control"))
+    report: dict[str, float | int] = {"loss": round(float(values[~is_control].mean()), 4), "tokens": int((~is_control).sum())}
+    if bool(is_control.any()):
+        report |= {"control_loss": round(float(values[is_control].mean()), 4), "control_tokens": int(is_control.sum())}
+    return report
