@@ -10,7 +10,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from pipedec.cli.train_threads import apar, pasta_sft
+from pipedec.cli.train_threads import apar, pasta_bonbon, pasta_sft
 from pipedec.core import UserError
 
 if TYPE_CHECKING:
@@ -254,5 +254,5 @@ def _print_annotated(records: list[Annotated]) -> None:
         Console().print(table)
 
 
-train.add_command(apar)
-train.add_command(pasta_sft)
+for command in (apar, pasta_sft, pasta_bonbon):
+    train.add_command(command)

@@ -15,9 +15,8 @@ from rich.progress import track
 from torch import Tensor
 
 from pipedec.threads import Sequence, measure
-from pipedec.threads.visibility import IGNORED, flatten
 from pipedec.train.thread_answers import Answers, Asked
-from pipedec.train.thread_samples import Row
+from pipedec.train.thread_samples import tree_row
 from pipedec.train.thread_trainer import Batch, batches, learned_logits
 
 ANSWERS_AT_ONCE = 16
@@ -78,7 +77,7 @@ def text_of(sequence: Sequence, decode: Callable[[list[int]], str]) -> str:
 @torch.no_grad()
 def agreement(model: Any, spoken: list[Spoken]) -> dict[str, Any]:
     """How often the model's k likeliest tokens hold what was said next in the thread, control tokens included."""
-    rows = [_row(prompt, sequence) for prompt, sequence in spoken]
+    rows = [tree_row(sequence, prompt) for prompt, sequence in spoken]
     found = [_ranks(model, batch) for batch in batches(rows, model.device)]
     ranks = torch.cat(found)
     shares = {f"top{k}": round(float((ranks < k).float().mean()), 4) for k in (1, 4, 16)}
@@ -89,12 +88,6 @@ def _ranks(model: Any, batch: Batch) -> Tensor:
     """How many tokens the model holds likelier than what was said: int64 [L]."""
     logits = learned_logits(model, batch)
     return (logits > logits.gather(1, batch.learned[:, None])).sum(1).cpu()
-
-
-def _row(prompt: tuple[int, ...], sequence: Sequence) -> Row:
-    flat = flatten(sequence, list(prompt))
-    assert bool((flat.targets != IGNORED).any())
-    return Row(flat.token_ids, flat.positions, flat.mask, flat.targets)
 
 
 def _mean(values: Iterable[float]) -> float:

@@ -144,8 +144,7 @@ class Writer:
     def _tree(self, sample: Sample) -> Row:
         if sample.dialect is None:
             return causal_row(list(sample.prompt), list(sample.answer))
-        flat = flatten(self.sequence(sample), list(sample.prompt))
-        return Row(flat.token_ids, flat.positions, flat.mask, flat.targets)
+        return tree_row(self.sequence(sample), sample.prompt)
 
     def _unrolled(self, sample: Sample, bound: BoundDialect) -> Iterator[Row]:
         names = ForkTokens(bound.dialect.opener, bound.dialect.child_start)
@@ -169,6 +168,12 @@ def _capped(pieces: Iterable[Piece], bound: BoundDialect) -> list[Piece]:
         is_spare = isinstance(piece, Fork) and forks > bound.dialect.max_children
         capped.append(piece.text if isinstance(piece, Fork) and is_spare else piece)
     return capped
+
+
+def tree_row(sequence: Sequence, prompt: tuple[int, ...]) -> Row:
+    """All threads of an answer beside each other, behind their prompt."""
+    flat = flatten(sequence, list(prompt))
+    return Row(flat.token_ids, flat.positions, flat.mask, flat.targets)
 
 
 def causal_row(context: list[int], learned: list[int]) -> Row:

@@ -92,6 +92,11 @@ class Batch:
         return self.targets[self.targets != IGNORED]
 
 
+def computing_in(dtype: torch.dtype, device: torch.device) -> torch.autocast:
+    """Forwards of a float32 model inside it compute in ``dtype``."""
+    return torch.autocast(device.type, dtype=dtype, enabled=dtype != torch.float32)
+
+
 def learned_logits(model: Callable[..., Any], batch: Batch) -> Tensor:
     """Logits of the tokens that learn something, row by row: float32 [L, V]."""
     output = model(
@@ -190,7 +195,7 @@ class ThreadLoss:
         return Losses(nn.functional.cross_entropy(logits, wanted, reduction="none"), torch.isin(targets, self.controls))
 
     def _logits(self, model: Any, batch: Batch) -> Tensor:
-        with torch.autocast(model.device.type, dtype=self.computes, enabled=self.computes != torch.float32):
+        with computing_in(self.computes, model.device):
             return learned_logits(model, batch)
 
 
