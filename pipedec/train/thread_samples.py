@@ -160,13 +160,16 @@ class Writer:
 
 
 def _capped(pieces: Iterable[Piece], bound: BoundDialect) -> list[Piece]:
-    """The pieces with no more forks than a thread may have; the rest is said in the main thread."""
+    """The pieces with no more forks than a thread may have, the rest said in the main thread; no text behind another."""
     forks = 0
     capped: list[Piece] = []
     for piece in pieces:
         forks += isinstance(piece, Fork)
-        is_spare = isinstance(piece, Fork) and forks > bound.dialect.max_children
-        capped.append(piece.text if isinstance(piece, Fork) and is_spare else piece)
+        said = piece.text if isinstance(piece, Fork) and forks > bound.dialect.max_children else piece
+        if isinstance(said, str) and capped and isinstance(capped[-1], str):
+            capped[-1] += said
+        else:
+            capped.append(said)
     return capped
 
 
