@@ -236,6 +236,8 @@ def test_a_killed_run_continues_to_the_same_weights(
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
     assert whole["prompts"] == 6 and 0 < whole["pairs"] <= 6 and whole["samples"]["answers"] == 24
     assert whole["held_out"]["answers"] == 2 and (tmp_path / "whole" / "out" / "README.md").read_text() == bonbon_card(whole)
+    (tmp_path / "killed" / "work" / "bonbon.safetensors").unlink()
+    assert train("killed", replace(RECIPE, quality_weight=50.0))["samples"] == whole["samples"] and len(answered) == 2
     with pytest.raises(UserError, match=r"belongs to another run \(samples 4\)"):
         train("killed", replace(RECIPE, samples=5))
     with pytest.raises(UserError, match=r"belongs to another run \(learning_rate 0.001\)"):
