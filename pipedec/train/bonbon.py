@@ -17,7 +17,6 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from pipedec.core import UserError
-from pipedec.engine.prompt import same_tokenizer
 from pipedec.engine.spec import DTYPES
 from pipedec.model.bita import fingerprint
 from pipedec.train.annotated import Annotated, read_annotated
@@ -30,8 +29,9 @@ from pipedec.train.preferences import Pair, Reader, Scored, Task, claim, digest,
 from pipedec.train.thread_answers import Asked, ModelAnswers
 from pipedec.train.thread_figures import speak, thread_figures
 from pipedec.train.thread_samples import Row, Writer, tree_row
+from pipedec.train.thread_student import Student
 from pipedec.train.thread_trainer import Batch, answer_log_probs, computing_in
-from pipedec.train.thread_tuning import Run, Student
+from pipedec.train.thread_tuning import Run
 from pipedec.train.tuner import Tuner
 
 _DIALECT = "pasta"
@@ -180,7 +180,7 @@ def prefer(
     """
     torch.set_num_threads(run.threads)
     student = Student.load(model_path, [_DIALECT], run.device, recipe.seed)
-    same_tokenizer(model_path, baseline_path)
+    student.check_companion(baseline_path, knows_all=False)
     baseline = AutoModelForCausalLM.from_pretrained(baseline_path, dtype=torch.float32, local_files_only=True)
     baseline.to(run.device).eval()
     writer = Writer(student.tokenizer, [_DIALECT], int(student.tokenizer.eos_token_id))

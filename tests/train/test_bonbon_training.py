@@ -26,8 +26,9 @@ from pipedec.train.preferences import Pair as Preference
 from pipedec.train.preferences import Reader, Scored, Task, pairs, sample_answers, score
 from pipedec.train.thread_answers import Asked, ModelAnswers
 from pipedec.train.thread_samples import Writer, tree_row
+from pipedec.train.thread_student import Student
 from pipedec.train.thread_trainer import Batch, ThreadRecipe, learned_logits
-from pipedec.train.thread_tuning import Run, Student, tune
+from pipedec.train.thread_tuning import Run, tune
 from pipedec.train.tuner import Tuner
 
 CPU = torch.device("cpu")
@@ -237,10 +238,14 @@ def test_a_killed_run_continues_to_the_same_weights(
     assert whole["prompts"] == 6 and 0 < whole["pairs"] <= 6 and whole["samples"]["answers"] == 24
     assert whole["held_out"]["answers"] == 2 and (tmp_path / "whole" / "out" / "README.md").read_text() == bonbon_card(whole)
     (tmp_path / "killed" / "work" / "bonbon.safetensors").unlink()
-    assert train("killed", replace(RECIPE, quality_weight=50.0))["samples"] == whole["samples"] and len(answered) == 2
+    with monkeypatch.context() as patch:
+        patch.setattr("pipedec.train.preferences.measure", None)
+        assert train("killed", replace(RECIPE, quality_weight=50.0))["samples"] == whole["samples"], (
+            "neither asked nor judged again"
+        )
     with pytest.raises(UserError, match=r"belongs to another run \(samples 4\)"):
         train("killed", replace(RECIPE, samples=5))
-    with pytest.raises(UserError, match=r"belongs to another run \(learning_rate 0.001\)"):
+    with pytest.raises(UserError, match=r"belongs to another run \(quality_weight 50.0, learning_rate 0.001\)"):
         train("killed", replace(RECIPE, learning_rate=2e-3))
 
 
@@ -274,6 +279,8 @@ def test_mistakes_are_told(flags: list[str], message: str, tmp_path: Path) -> No
 def test_a_baseline_of_another_family_is_told(tuned: Tuned, pair: Pair, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="different tokenizer"):
         prefer((tuned.data,), tuned.model, pair.foreign_draft, RECIPE, run_in(tmp_path))
+    untuned = prefer((tuned.data,), tuned.model, pair.draft, replace(RECIPE, steps=1), run_in(tmp_path / "untuned"))
+    assert untuned["recipe"]["steps"] == 1 and untuned["baseline"] != untuned["model"]
     only_one = write_records(tmp_path / "one.jsonl", "pasta", 1)
     with pytest.raises(UserError, match="nothing to prefer"):
         prefer((only_one,), tuned.model, tuned.model, replace(RECIPE, max_tokens=1), run_in(tmp_path))

@@ -25,6 +25,7 @@ from pipedec.train.thread_answers import Asked, ModelAnswers
 from pipedec.train.thread_card import thread_card
 from pipedec.train.thread_figures import text_of
 from pipedec.train.thread_samples import Row, Writer, with_marker
+from pipedec.train.thread_student import Student
 from pipedec.train.thread_trainer import (
     Batch,
     ThreadLoss,
@@ -35,7 +36,7 @@ from pipedec.train.thread_trainer import (
     learned_logits,
     plan,
 )
-from pipedec.train.thread_tuning import Run, Student, tune
+from pipedec.train.thread_tuning import Run, tune
 from pipedec.train.tuner import Tuner
 
 CPU = torch.device("cpu")
@@ -307,9 +308,10 @@ def test_a_draft_learns_from_its_tuned_target(pair: Pair, tmp_path: Path) -> Non
     tune(pair.target, files, replace(RECIPE, steps=1), run_in(tmp_path / "target"))
     with pytest.raises(UserError, match="different tokenizer"):
         tune(pair.draft, files, RECIPE, run_in(tmp_path / "draft"), pair.foreign_draft)
-    tune(pair.draft, files, replace(RECIPE, steps=1), run_in(tmp_path / "bare"))
+    with pytest.raises(UserError, match="different tokenizer"):
+        tune(pair.draft, files, RECIPE, run_in(tmp_path / "draft"), pair.target)
     recipe = replace(RECIPE, steps=30, learning_rate=3e-3)
-    report = tune(tmp_path / "bare" / "out", files, recipe, run_in(tmp_path / "draft"), tmp_path / "target" / "out")
+    report = tune(pair.draft, files, recipe, run_in(tmp_path / "draft"), tmp_path / "target" / "out")
     for dialect, by_rule in report["agreement"].items():
         for rule, row in by_rule.items():
             assert row["tokens"] > 0 and row["top16"] >= report["before"][dialect][rule]["top16"]
