@@ -81,18 +81,19 @@ class HeldOut:
         return [len(said[tuple(prompt)].ids) - len(prompt) for prompt in prompts]
 
 
-def held_out_of(samples: dict[str, list[Sample]], num_prompts: int, max_length: int, store: Path) -> HeldOut:
+def held_out_of(samples: list[Sample], num_prompts: int, max_length: int, store: Path) -> HeldOut:
     """Samples of at most ``max_length`` tokens, and up to ``num_prompts`` different prompts of each dialect and rule."""
-    fitting = {dialect: [one for one in found if one.num_tokens <= max_length] for dialect, found in samples.items()}
+    fitting: dict[str, list[Sample]] = {}
     prompts: dict[str, dict[str, list[Sample]]] = {}
-    for dialect, found in fitting.items():
-        by_rule: dict[str, dict[tuple[int, ...], Sample]] = {}
-        for sample in found:
-            asked = by_rule.setdefault(sample.record.rule, {})
-            if len(asked) < num_prompts:
-                asked.setdefault(sample.prompt, sample)
-        prompts[dialect] = {rule: list(asked.values()) for rule, asked in sorted(by_rule.items())}
-    return HeldOut(fitting, prompts, max_length, store)
+    for sample in samples:
+        assert sample.dialect is not None
+        if sample.num_tokens <= max_length:
+            fitting.setdefault(sample.dialect, []).append(sample)
+            chosen = prompts.setdefault(sample.dialect, {}).setdefault(sample.record.rule, [])
+            if len(chosen) < num_prompts and all(other.prompt != sample.prompt for other in chosen):
+                chosen.append(sample)
+    by_rule = {dialect: dict(sorted(found.items())) for dialect, found in prompts.items()}
+    return HeldOut(fitting, by_rule, max_length, store)
 
 
 def agreements(model: Any, spoken: dict[str, dict[str, list[Spoken]]]) -> dict[str, dict[str, Any]]:

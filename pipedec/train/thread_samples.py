@@ -79,6 +79,11 @@ class Writer:
         vocabulary = tokenizer.get_vocab()
         self.bound = {name: bind(load_dialect(name), vocabulary.get, self._text_of) for name in dialects}
 
+    @property
+    def controls(self) -> Tensor:
+        """The ids of all control tokens: int64."""
+        return torch.tensor(sorted({token for bound in self.bound.values() for token in bound.control}))
+
     def prompt(self, prompt: str, dialect: str | None) -> tuple[int, ...]:
         """The prompt through the chat template, as the engine does it."""
         variables = {} if dialect is None else {"threads": dialect}

@@ -20,7 +20,8 @@ from pipedec.model.bita import fingerprint
 from pipedec.threads import load_dialect
 from pipedec.train.annotated import UNSTRUCTURED, Annotated, read_annotated
 from pipedec.train.thread_card import thread_card
-from pipedec.train.thread_held_out import agreements, held_out_of
+from pipedec.train.thread_figures import Spoken
+from pipedec.train.thread_held_out import HeldOut, agreements, held_out_of
 from pipedec.train.thread_samples import Sample, Writer
 from pipedec.train.thread_student import Student
 from pipedec.train.thread_trainer import ThreadLoss, ThreadRecipe, ThreadSteps, digest, plan
@@ -62,43 +63,66 @@ def tune(
     student = Student.load(target_path, list(files), run.device, recipe.seed)
     _check(student.config, files, recipe)
     writer = Writer(student.tokenizer, files, int(student.tokenizer.eos_token_id))
-    records = {
-        dialect: [record for path in paths for record in read_annotated(path, dialect)] for dialect, paths in files.items()
-    }
-    training = [sample for found in _samples(writer, records, held_out=False).values() for sample in found]
+    records = {name: [record for path in paths for record in read_annotated(path, name)] for name, paths in files.items()}
+    samples = _samples(writer, records, held_out=False)
+    steps = plan(samples, writer, recipe)
     held_out = held_out_of(
         _samples(writer, records, held_out=True), run.held_out_prompts, recipe.max_length, run.work / "sequential"
     )
     teacher = None if teacher_path is None else _teacher(teacher_path, student, run.device)
-    controls = torch.tensor(sorted({token for bound in writer.bound.values() for token in bound.control}), device=run.device)
-    loss = ThreadLoss(student.model, controls, DTYPES[run.dtype], teacher)
-    written = ThreadLoss(student.model, controls)
-    steps = plan(training, writer, recipe)
-    identity = {**asdict(recipe), "target": student.name, "dtype": str(loss.computes), "samples": digest(training)}
-    identity["teacher"] = None if teacher_path is None else fingerprint(teacher_path)
+    names = {"target": student.name, "teacher": None if teacher_path is None else fingerprint(teacher_path)}
+    identity = {**asdict(recipe), **names, "dtype": str(DTYPES[run.dtype]), "samples": digest(samples)}
     tuner = Tuner("threads", student.model, recipe, run.work, identity)
-    spoken = None if teacher is None else held_out.speak(teacher, writer)
-    before = held_out.plain_loss(written, writer) if spoken is None else agreements(student.model, spoken)
+    measured = _Measured(student, writer, held_out, None if teacher is None else held_out.speak(teacher, writer))
+    before = measured.before()
+    loss = ThreadLoss(student.model, writer.controls.to(run.device), DTYPES[run.dtype], teacher)
     tuner.run(ThreadSteps(loss, writer, steps, recipe))
     student.save(run.out)
-    student.model.float()  # measured as stored
     report = {
         "recipe": asdict(recipe),
-        "target": student.name,
-        "teacher": identity["teacher"],
+        **names,
         "parameters": student.model.num_parameters(),
         "samples": {dialect: _counts(found) for dialect, found in records.items()},
         "seen_tokens": sum(sample.num_tokens for step in steps for sample in step),
         "before": before,
-        "held_out_loss": held_out.losses(written, writer),
+        **measured.after(),
     }
-    if spoken is None:
-        report["held_out"] = held_out.figures(student.model, writer, held_out.speak(student.model, writer))
-    else:
-        report["agreement"] = agreements(student.model, spoken)
     (run.out / "training.json").write_text(json.dumps(report, indent=2) + "\n")
     (run.out / "README.md").write_text(thread_card(report))
     return report
+
+
+@dataclass(frozen=True)
+class _Measured:
+    """What is measured before and after.
+
+    Attributes:
+        spoken: the teacher's answers, where there is one.
+    """
+
+    student: Student
+    writer: Writer
+    held_out: HeldOut
+    spoken: dict[str, dict[str, list[Spoken]]] | None
+
+    def before(self) -> dict[str, Any]:
+        """How well the model foresees the teacher's answers, or written ones in one thread."""
+        if self.spoken is not None:
+            return agreements(self.student.model, self.spoken)
+        return self.held_out.plain_loss(self._loss(), self.writer)
+
+    def after(self) -> dict[str, Any]:
+        """The same of the model as it is stored, all losses, and what its own answers are like."""
+        model = self.student.model.float()
+        losses = self.held_out.losses(self._loss(), self.writer)
+        if self.spoken is not None:
+            return {"held_out_loss": losses, "agreement": agreements(model, self.spoken)}
+        spoken = self.held_out.speak(model, self.writer)
+        return {"held_out_loss": losses, "held_out": self.held_out.figures(model, self.writer, spoken)}
+
+    def _loss(self) -> ThreadLoss:
+        model = self.student.model
+        return ThreadLoss(model, self.writer.controls.to(model.device))
 
 
 def _check(config: ModelConfig, files: dict[str, tuple[Path, ...]], recipe: ThreadRecipe) -> None:
@@ -118,11 +142,13 @@ def _teacher(path: Path, student: Student, device: torch.device) -> Any:
     return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, local_files_only=True).to(device).eval()
 
 
-def _samples(writer: Writer, records: dict[str, list[Annotated]], held_out: bool) -> dict[str, list[Sample]]:
-    return {
-        dialect: [writer.sample(record, dialect) for record in found if record.question.held_out == held_out]
+def _samples(writer: Writer, records: dict[str, list[Annotated]], held_out: bool) -> list[Sample]:
+    return [
+        writer.sample(record, dialect)
         for dialect, found in records.items()
-    }
+        for record in found
+        if record.question.held_out == held_out
+    ]
 
 
 def _counts(records: list[Annotated]) -> dict[str, int]:

@@ -59,7 +59,7 @@ def writer_of(student: Student) -> Writer:
 
 
 def loss_of(student: Student, writer: Writer) -> ThreadLoss:
-    return ThreadLoss(student.model, torch.tensor(sorted({token for bound in writer.bound.values() for token in bound.control})))
+    return ThreadLoss(student.model, writer.controls)
 
 
 def run_in(folder: Path) -> Run:
