@@ -139,6 +139,13 @@ class PairSteps:
     recipe: BonbonRecipe
     computes: torch.dtype
 
+    @classmethod
+    @torch.no_grad()
+    def before(cls, model: Any, rows: list[tuple[Row, Row]], recipe: BonbonRecipe, computes: torch.dtype) -> PairSteps:
+        """For a model that has learned none of it yet."""
+        start = [pair_log_probs(model, pair, computes) for pair in track(rows, "before")]
+        return cls(model, rows, start, recipe, computes)
+
     def __call__(self, step: int) -> dict[str, float]:
         """The gradients of a step, a pair at a time; returns what is logged."""
         chosen = batch_of(step, len(self.rows), self.recipe.batch, self.recipe.seed)
@@ -195,22 +202,15 @@ def prefer(
     )
     identity = names | {"tasks": digest(asked), "samples": recipe.samples, "temperature": recipe.temperature, "judge": judge.name}
     claim(run.work / "samples.json", identity)
-    answers = ModelAnswers(student.model, writer.bound[_DIALECT], (writer.end_token_id,), recipe.max_tokens, recipe.temperature)
-    samples = sample_answers(answers, asked, recipe.samples, recipe.seed, run.work / "samples.jsonl")
-    scored = score(asked, samples, reader, judge, run.work / "scores.jsonl")
+    scored = _scored(student.model, asked, recipe, reader, judge, run.work)
     chosen = pairs(scored, recipe.quality_weight)
     if not chosen:
         raise UserError("nothing to prefer: of no prompt do two samples end and score differently")
-    rows = [_rows(pair, reader) for pair in chosen]
     before = _figures(student.model, held_out, reader, judge)
     schedule = Schedule(recipe, recipe.steps or math.ceil(len(chosen) / recipe.batch))
-    computes = DTYPES[run.dtype]
-    with torch.no_grad():
-        start = [pair_log_probs(student.model, pair, computes) for pair in track(rows, "before")]
-    tuner = Tuner("bonbon", student.model, schedule, run.work, identity | asdict(recipe) | {"dtype": str(computes)})
-    tuner.run(PairSteps(student.model, rows, start, recipe, computes))
+    tuner = Tuner("bonbon", student.model, schedule, run.work, identity | asdict(recipe) | {"dtype": run.dtype})
+    tuner.run(PairSteps.before(student.model, [_rows(pair, reader) for pair in chosen], recipe, DTYPES[run.dtype]))
     student.save(run.out)
-    student.model.float()  # measured as stored
     report = {
         "recipe": asdict(recipe) | {"steps": schedule.steps, "beta": 1 / recipe.gap},
         **names,
@@ -219,11 +219,19 @@ def prefer(
         "samples": _sampled(scored, recipe),
         "pairs": len(chosen),
         "before": before,
-        "held_out": _figures(student.model, held_out, reader, judge),
+        "held_out": _figures(student.model.float(), held_out, reader, judge),
     }
     (run.out / "training.json").write_text(json.dumps(report, indent=2) + "\n")
     (run.out / "README.md").write_text(bonbon_card(report))
     return report
+
+
+def _scored(model: Any, tasks: list[Task], recipe: BonbonRecipe, reader: Reader, judge: Judge, work: Path) -> list[Scored]:
+    """Samples of the model, with their scores; ``work`` keeps both."""
+    writer = reader.writer
+    answers = ModelAnswers(model, writer.bound[_DIALECT], (writer.end_token_id,), recipe.max_tokens, recipe.temperature)
+    samples = sample_answers(answers, tasks, recipe.samples, recipe.seed, work / "samples.jsonl")
+    return score(tasks, samples, reader, judge, work / "scores.jsonl")
 
 
 def _distinct(records: list[Annotated], held_out: bool, seed: int) -> list[Annotated]:

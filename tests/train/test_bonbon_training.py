@@ -18,7 +18,7 @@ from tiny_pair import Pair
 from pipedec.cli.train import train as command
 from pipedec.core import UserError
 from pipedec.threads import Sequence, measure
-from pipedec.train.bonbon import BonbonRecipe, PairSteps, bonbon_gap, bonbon_loss, pair_log_probs, prefer
+from pipedec.train.bonbon import BonbonRecipe, PairSteps, bonbon_gap, bonbon_loss, prefer
 from pipedec.train.bonbon_card import bonbon_card
 from pipedec.train.endpoint import ChatEndpoint
 from pipedec.train.judges import EndpointJudge, Judged, LikelihoodJudge
@@ -191,12 +191,10 @@ def test_pairs_are_learned(tuned: Tuned, pair: Pair, tmp_path: Path) -> None:
     answers = [tuned.writer.sample(record(PASTA), dialect).answer for dialect in ("pasta", None)]
     best, worst = (tree_row(long.sequence(prompt, answer), prompt) for answer in answers)
     logits = learned_logits(student.model, Batch.of([best], CPU)).log_softmax(-1)
-    with torch.no_grad():
-        start = pair_log_probs(student.model, (best, worst), torch.float32)
     targets = best.targets[best.targets >= 0]
-    assert float(start[0]) == pytest.approx(float(logits.gather(1, targets[:, None]).sum()), rel=1e-4)
     recipe = replace(RECIPE, beta=0.2, batch=1)
-    steps = PairSteps(student.model, [(best, worst)], [start], recipe, torch.float32)
+    steps = PairSteps.before(student.model, [(best, worst)], recipe, torch.float32)
+    assert float(steps.start[0][0]) == pytest.approx(float(logits.gather(1, targets[:, None]).sum()), rel=1e-4)
     schedule = ThreadRecipe(steps=30, learning_rate=1e-3, warmup_steps=1)
     Tuner("bonbon", student.model, schedule, tmp_path, {}).run(steps)
     log = [json.loads(line) for line in (tmp_path / "bonbon.jsonl").read_text().splitlines()]
