@@ -46,6 +46,7 @@ class Student:
         if tokenizer.eos_token_id is None:
             raise UserError(f"the tokenizer in {path} names no end token")
         tokenizer.chat_template = with_marker(tokenizer.chat_template)
+        tokenizer.model_max_length = config.max_positions
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, local_files_only=True)
         control = list(dict.fromkeys(text for name in dialects for text in load_dialect(name).control_tokens))
         added = [text for text in control if text not in tokenizer.get_vocab()]

@@ -296,6 +296,7 @@ def test_what_is_written_loads_and_is_described(pair: Pair, tmp_path: Path) -> N
     assert all(tensor.dtype == torch.bfloat16 for tensor in load_file(out / "model.safetensors").values())
     tokenizer = AutoTokenizer.from_pretrained(out)
     assert "threads: apar" in tokenizer.apply_chat_template([{"role": "user", "content": "x"}], threads="apar", tokenize=False)
+    assert tokenizer.model_max_length == 2048
     assert len(tokenizer) == AutoModelForCausalLM.from_pretrained(out).config.vocab_size
     assert set(report["held_out_loss"]) == {"apar", "pasta", "plain"}
     held_out = [found for found in records("apar") if found.question.held_out]
