@@ -17,10 +17,13 @@ system message `threads: {first}`; without it the model answers in one thread. {
 
 ## Training
 
-{samples}. {plain:.0%} of the answers drawn were learned in one thread, without the system message.
-{steps:,} steps of {batch_tokens:,} tokens or a little more ({seen_tokens:,} in all; prompts and answers of up to
-{max_length:,} tokens), learning rate {learning_rate:g} falling to a twentieth, {form}. {loss} Control tokens count
-{control_weight:g} times. One subject in forty is held out.
+{samples}.
+{plain:.0%} of the answers drawn were learned in one thread, without the system message.
+
+{steps:,} steps of {batch_tokens:,} tokens or a little more ({seen_tokens:,} in all; prompts and answers of up to {max_length:,} tokens),
+learning rate {learning_rate:g} falling to a twentieth, {form}.
+{loss}
+Control tokens count {control_weight:g} times. One subject in forty is held out. The whole recipe is in `training.json`.
 
 ## Measured on held-out answers
 
@@ -65,7 +68,7 @@ def thread_card(report: dict[str, Any]) -> str:
         dialects=" and ".join(dialects),
         first=dialects[0],
         parameters=report["parameters"],
-        samples="; ".join(map(_samples, report["samples"].items())),
+        samples=";\n".join(map(_samples, report["samples"].items())),
         plain=recipe["plain_share"],
         seen_tokens=report["seen_tokens"],
         form="threads beside each other under a mask" if recipe["form"] == "tree" else "each thread in a row of its own",
