@@ -20,8 +20,8 @@ system message `threads: {first}`; without it the model answers in one thread. {
 {samples}.
 {plain:.0%} of the answers drawn were learned in one thread, without the system message.
 
-{steps:,} steps of {batch_tokens:,} tokens or a little more ({seen_tokens:,} in all; prompts and answers of up to {max_length:,} tokens),
-learning rate {learning_rate:g} falling to a twentieth, {form}.
+{steps:,} steps of {batch_tokens:,} tokens or a little more ({seen_tokens:,} in all), learned from prompts with answers of up to
+{max_length:,} tokens; learning rate {learning_rate:g} falling to a twentieth, {form}.
 {loss}
 Control tokens count {control_weight:g} times. One subject in forty is held out. The whole recipe is in `training.json`.
 
