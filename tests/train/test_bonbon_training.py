@@ -140,7 +140,7 @@ def test_likelihood_is_beside_the_baselines_answer(tuned: Tuned) -> None:
     for text in ("It is 4.", "clips clips clips"):
         prompt, ids = tuned.writer.prompt("Say 4 words.", None), [*tuned.writer.text(text), tuned.writer.end_token_id]
         logits = tuned.student.model(torch.tensor([[*prompt, *ids]])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
-        means.append(float(logits.gather(1, torch.tensor(ids)[:, None]).mean()))
+        means.append(logits.gather(1, torch.tensor(ids)[:, None]).mean().item())
     assert other == pytest.approx(math.exp(means[1] - means[0]), rel=1e-3) and other < 1
 
 
