@@ -233,12 +233,20 @@ def load_json(kind: type[Config], path: Path) -> Config:
     Raises:
         UserError: one line that names the file and what is wrong in it.
     """
-    text = _read_text(path)
+    return parse_json(kind, _read_text(path), str(path))
+
+
+def parse_json(kind: type[Config], text: str, source: str) -> Config:
+    """The dataclass ``kind`` from JSON text whose keys are its fields.
+
+    Raises:
+        UserError: one line that begins with ``source`` and says what is wrong in it.
+    """
     try:
         document = json.loads(text, object_pairs_hook=_unique_keys)
     except (ValueError, RecursionError):
-        raise UserError(f"{path}: not valid JSON, or a key stands in it twice") from None
-    return _with_prefix(str(path), lambda: _read(kind, document, ""))
+        raise UserError(f"{source}: not valid JSON, or a key stands in it twice") from None
+    return _with_prefix(source, lambda: _read(kind, document, ""))
 
 
 def redis_config(url: str | None = None, base: RedisConfig | None = None) -> RedisConfig:

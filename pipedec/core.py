@@ -7,13 +7,15 @@ this module without importing torch.
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 MAX_LOGPROBS = 20
+MAX_VERDICT_TOKENS = 125  # with those of its forecast, and one for every share: it must fit into a message's header
 PROPOSERS = ("draft", "ngrams")
 SHAPES = ("likeliest", "efficient", "straightforward", "full")  # of BiTA's candidates
 LARGEST = sys.float_info.max  # whole numbers of JSON may be larger
@@ -163,7 +165,10 @@ class PaperTree:
 
 @dataclass(frozen=True)
 class Request:
-    """One prompt to answer, already tokenized. ``number`` counts the requests of a run from 0."""
+    """One prompt to answer, already tokenized. ``number`` counts the requests of a run from 0.
+
+    ``threads`` is the dialect in which the model may open decode threads (``Dialect.to_json``); None: it answers in one.
+    """
 
     number: int
     prompt_token_ids: tuple[int, ...]
@@ -171,6 +176,7 @@ class Request:
     method: str = "pipedec-bestfirst"
     tree: TreeParams = TreeParams()
     trace: bool = False
+    threads: str | None = None
 
 
 @dataclass(frozen=True)
@@ -193,29 +199,70 @@ class Step:
         parents: int64 [R], indices into the receiving rank's PredictionTree (whose rows are in order of entry), −1 for
             a root. A row may name a parent in the same step: its own rows follow the receiver's present rows.
         hidden: [R, E] activations of the previous stage; None on the way into the first stage.
+        threads: int64 [R], the decode thread of each row, whose own tree ``parents`` counts in; None: all are in thread 0.
     """
 
     token_ids: Tensor
     parents: Tensor
     hidden: Tensor | None = None
+    threads: Tensor | None = None
 
     @property
     def num_rows(self) -> int:
         return len(self.token_ids)
 
 
+class Share(NamedTuple):
+    """How much of a verdict belongs to a decode thread: so many of its tokens, and so many places of its forecast."""
+
+    thread: int
+    tokens: int
+    places: int = 0
+
+
+class Part(NamedTuple):
+    """What a verdict says of one decode thread."""
+
+    thread: int
+    tokens: tuple[int, ...]
+    forecast: tuple[tuple[int, ...], ...] = ()
+
+
 @dataclass(frozen=True)
 class Verdict:
     """What verification says: the accepted token ids, in order, and why the answer ended (None while it goes on).
 
-    ``finished`` is ``"stop"`` (end token or stop string), ``"length"`` (max_tokens) or ``"cancelled"``. ``forecast`` is what mask
+    ``finished`` is ``"stop"`` (end token or stop string), ``"length"`` (max_tokens), ``"cancelled"`` or, of an answer in several
+    threads, ``"cache_full"``. ``forecast`` is what mask
     rows say of the places behind the last accepted token's: for each place, the nearest first, the likeliest tokens, the best
-    first. It is empty where there are no masks.
+    first. It is empty where there are no masks. Of an answer in several threads, ``shares`` says whose tokens and places
+    these are, thread after thread; it is empty where there is but one.
     """
 
     tokens: tuple[int, ...]
     finished: str | None = None
     forecast: tuple[tuple[int, ...], ...] = ()
+    shares: tuple[Share, ...] = ()
+
+    @classmethod
+    def of_parts(cls, parts: list[Part], finished: str | None = None) -> Verdict:
+        """What it says of several threads."""
+        return cls(
+            tuple(token for part in parts for token in part.tokens),
+            finished,
+            tuple(place for part in parts for place in part.forecast),
+            tuple(Share(part.thread, len(part.tokens), len(part.forecast)) for part in parts),
+        )
+
+    def parts(self) -> Iterator[Part]:
+        """What it says of each thread; without shares, of thread 0."""
+        if not self.shares:
+            yield Part(0, self.tokens, self.forecast)
+        token = place = 0
+        for share in self.shares:
+            until, beyond = token + share.tokens, place + share.places
+            yield Part(share.thread, self.tokens[token:until], self.forecast[place:beyond])
+            token, place = until, beyond
 
 
 @dataclass
@@ -243,7 +290,10 @@ class Completion:
 
     Attributes:
         seed: the request's, or the one that was drawn for it; None for a greedy answer without one.
-        logprobs: if asked for, per output token {token id: log-probability}, the chosen token first, then the top ones.
+        logprobs: if asked for, per output token {token id: log-probability}, the chosen token first, then the top ones. A token
+            that a thread was given and did not choose has the probability 1.
+        threads: of an answer in several decode threads: what each said, in order of opening, their metrics and anomalies.
+            ``token_ids`` and ``text`` are in document order.
     """
 
     method: str
@@ -255,6 +305,7 @@ class Completion:
     metrics: Metrics = field(default_factory=Metrics)
     seed: int | None = None
     logprobs: list[dict[int, float]] | None = None
+    threads: dict[str, Any] | None = None
 
     def as_dict(self) -> dict[str, object]:
         """The one JSON document of ``--json``. Rates are 0 where nothing was decoded after the first token."""
@@ -269,6 +320,7 @@ class Completion:
             "finish_reason": self.finish_reason,
             "seed": self.seed,
             **({} if self.logprobs is None else {"logprobs": self.logprobs}),
+            **({} if self.threads is None else {"threads": self.threads}),
             "prompt_tokens": self.prompt_tokens,
             "output_tokens": len(self.token_ids),
             "prefill_seconds": metrics.prefill_seconds,

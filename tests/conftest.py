@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from processes import deadline, marked_processes, wait_until
+from threads_support import ThreadModels
 from tiny_pair import Pair, make_pair
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
@@ -22,6 +23,11 @@ TEST_SECONDS = 180.0
 @pytest.fixture(scope="session")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     return make_pair(tmp_path_factory.mktemp("pair"))
+
+
+@pytest.fixture(scope="session")
+def thread_models(tmp_path_factory: pytest.TempPathFactory) -> ThreadModels:
+    return ThreadModels(tmp_path_factory.mktemp("threads"))
 
 
 @pytest.fixture(scope="session")

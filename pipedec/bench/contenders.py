@@ -24,6 +24,7 @@ from pipedec.engine.spec import PipelineSpec
 from pipedec.model import BitaWeights, KVCache, ModelConfig, StageModel
 from pipedec.scheduler.workflow import Topology
 from pipedec.stage import FinalStageWorker, StageWorker
+from pipedec.tree import Sight
 
 LOOKUP_TOKENS = 10
 
@@ -104,9 +105,10 @@ class CountedStage(StageModel):
         mask_RN: Tensor | None = None,
         prefill_length: int | None = None,
         num_masks: int = 0,
+        sight: Sight | None = None,
     ) -> Tensor:
         self.count.add(len(inputs), self.num_layers / self.config.num_layers)
-        return super().forward(inputs, positions_R, cache, mask_RN, prefill_length, num_masks)
+        return super().forward(inputs, positions_R, cache, mask_RN, prefill_length, num_masks, sight)
 
 
 def load_contenders(spec: PipelineSpec) -> list[Contender]:

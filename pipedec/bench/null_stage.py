@@ -14,11 +14,13 @@ from torch import Tensor
 
 from pipedec.core import NO_MASKS, Request, SamplingParams, Step, Verdict
 from pipedec.decoding import Beat
-from pipedec.engine.coordinator import Answer, DraftLoop
+from pipedec.engine.answer import Answer
+from pipedec.engine.coordinator import DraftLoop
 from pipedec.engine.prompt import Prompter
 from pipedec.engine.rank_loop import Wiring
 from pipedec.scheduler import GrantedTask, Message, Task
 from pipedec.stage import FinalStageWorker, StageWorker
+from pipedec.threads import NewSequence
 
 _TOKEN = 7
 
@@ -64,7 +66,9 @@ class NullStage(StageWorker):
     def cache_slots(self) -> int:
         return 0
 
-    def begin(self, prompt_length: int, sampling: SamplingParams, named: int = 0) -> None:
+    def begin(
+        self, prompt_length: int, sampling: SamplingParams, named: int = 0, new_sequence: NewSequence | None = None
+    ) -> None:
         self._probe.reset()
         self._computed = None
 
@@ -92,7 +96,9 @@ class NullStage(StageWorker):
 class NullFinalStage(NullStage, FinalStageWorker):
     """The last stage: accepts one token at every timestep until ``max_tokens``."""
 
-    def begin(self, prompt_length: int, sampling: SamplingParams, named: int = 0) -> None:
+    def begin(
+        self, prompt_length: int, sampling: SamplingParams, named: int = 0, new_sequence: NewSequence | None = None
+    ) -> None:
         super().begin(prompt_length, sampling)
         self._left = sampling.max_tokens
 

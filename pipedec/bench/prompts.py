@@ -5,11 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
+from typing import Protocol
 
 from pipedec.core import UserError
 from pipedec.engine.messages import PromptRequest
-from pipedec.engine.prompt import Prompter
 from pipedec.engine.prompt_set import PromptSet
+
+
+class Tokenizes(Protocol):
+    """``Prompter``, or what asks it in ways of its own."""
+
+    def token_ids(self, prompt: str, raw: bool, max_tokens: int) -> tuple[int, ...]: ...
 
 
 @dataclass(frozen=True)
@@ -23,7 +29,7 @@ class DrawnPrompt:
 
 
 def draw(
-    prompter: Prompter, prompt_sets: Iterable[PromptSet], asked: PromptRequest, samples: int, seed: int
+    prompter: Tokenizes, prompt_sets: Iterable[PromptSet], asked: PromptRequest, samples: int, seed: int
 ) -> list[DrawnPrompt]:
     """Of each set the first ``samples`` prompts, in the order of the seed, that fit into the target's context.
 
@@ -42,7 +48,7 @@ def draw(
     return drawn
 
 
-def _fitting(prompter: Prompter, prompt_set: PromptSet, asked: PromptRequest, seed: int) -> Iterator[DrawnPrompt]:
+def _fitting(prompter: Tokenizes, prompt_set: PromptSet, asked: PromptRequest, seed: int) -> Iterator[DrawnPrompt]:
     for index in prompt_set.shuffled(seed):
         request = replace(asked, prompt=prompt_set.prompts[index])
         try:

@@ -5,6 +5,7 @@ Owns the header and the file format. What the figures of a benchmark mean, only 
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import platform
@@ -90,6 +91,22 @@ def append_rows(path: Path, rows: Iterable[Row]) -> None:
     """Add ``rows`` to a JSONL file, so that one file collects many runs."""
     with path.open("a", encoding="utf-8") as file:
         file.writelines(json.dumps(row) + "\n" for row in rows)
+
+
+def key_of(identity: Any) -> str:
+    """A name for plain JSON values: the same for equal ones."""
+    return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def drop_unfinished_line(path: Path) -> None:
+    """A benchmark that was killed while it wrote may have left half a line; its row is measured again."""
+    if not path.is_file():
+        return
+    text = path.read_bytes()
+    whole = text[: text.rfind(b"\n") + 1]
+    if whole != text:
+        with path.open("r+b") as file:
+            file.truncate(len(whole))
 
 
 def _git(*arguments: str) -> str | None:

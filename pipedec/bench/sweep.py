@@ -8,7 +8,6 @@ after one.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 from collections.abc import Iterator, Sequence
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from pipedec.bench.prompts import DrawnPrompt, draw
-from pipedec.bench.record import Row, header, plain
+from pipedec.bench.record import Row, drop_unfinished_line, header, key_of, plain
 from pipedec.bench.sweep_rows import SCHEMA, read_records
 from pipedec.bench.sweep_runners import Measured, OneProcess, RealProcesses
 from pipedec.bench.sweep_shapes import (
@@ -164,7 +163,7 @@ class Sweep:
         self._progress = progress
         self._header = header("sweep", {})
         out.mkdir(parents=True, exist_ok=True)
-        _drop_unfinished_line(self._rows_path)
+        drop_unfinished_line(self._rows_path)
         records = read_records(self._rows_path) if self._rows_path.is_file() else ()
         self._known: dict[str, Row] = {record["key"]: record for _, record in records}
         self._found: list[Row] = []
@@ -208,7 +207,9 @@ class Sweep:
         texts = [prompt.request.prompt for prompt in few]
         draws = range(self._config.repeats) if self._config.sampling.is_stochastic else (0,)
         asked = [replace(prompt.request, sampling=self._config.sampling_of(repeat)) for prompt in few for repeat in draws]
-        key = _key([method, asdict(limits.with_defaults()), shape.cluster, self._pair(shape), texts, *map(self._sampling, draws)])
+        key = key_of(
+            [method, asdict(limits.with_defaults()), shape.cluster, self._pair(shape), texts, *map(self._sampling, draws)]
+        )
         known = json.loads(self._trees_path.read_text()) if self._trees_path.is_file() else {}
         if key not in known:
             grid = self._config.grid
@@ -228,7 +229,7 @@ class Sweep:
 
     def _row(self, shape: Shape, cell: Cell, prompt: DrawnPrompt, repeat: int, runner: _LazyRunner) -> None:
         identity = self._identity(shape, cell, prompt, repeat)
-        key = _key([identity, prompt.request.prompt])
+        key = key_of([identity, prompt.request.prompt])
         row = self._known.get(key)
         if row is None:
             trace = self._config.clock == "measured" and self._is_traced(prompt)
@@ -303,7 +304,7 @@ class _LazyRunner(AbstractContextManager["_LazyRunner"]):
 def _figures(answer: Measured) -> Row:
     decoded = len(answer.token_ids) - 1
     return {
-        "answer": _key(list(answer.token_ids)),
+        "answer": key_of(list(answer.token_ids)),
         "prompt_tokens": answer.prompt_tokens,
         "output_tokens": len(answer.token_ids),
         "finish_reason": answer.finish_reason,
@@ -330,21 +331,6 @@ def _check_lossless(rows: list[Row]) -> None:
         if row["answer"] != first["answer"]:
             methods, place = f"{row['method']} and {first['method']}", f"prompt {row['prompt_index']} of {row['prompt_set']}"
             raise PipedecError(f"{methods} gave different answers to {place}: a defect (or a near tie, if not in float32)")
-
-
-def _key(identity: Any) -> str:
-    return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
-
-
-def _drop_unfinished_line(path: Path) -> None:
-    """A sweep that was killed while it wrote may have left half a line; its row is measured again."""
-    if not path.is_file():
-        return
-    text = path.read_bytes()
-    whole = text[: text.rfind(b"\n") + 1]
-    if whole != text:
-        with path.open("r+b") as file:
-            file.truncate(len(whole))
 
 
 def _write_json(path: Path, document: Row) -> None:

@@ -212,22 +212,27 @@ def greedy(rows: Iterable[SweepRow]) -> list[SweepRow]:
     return [row for row in rows if row.is_greedy]
 
 
-def read_records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+def read_records(path: Path, wanted: str = SCHEMA) -> Iterator[tuple[int, dict[str, Any]]]:
     """Line numbers and rows as they were written, their schema checked. Raises UserError as ``read_rows`` does."""
-    for number, record in _documents(path):
+    for number, record in _documents(path, wanted):
         schema = record.get("schema") if isinstance(record, dict) else None
-        if schema != SCHEMA:
+        if schema != wanted:
             found = f"schema {schema}" if schema is not None else "no schema"
-            raise UserError(f"{path}, line {number}: {found}, not {SCHEMA}; give what pipedec bench sweep wrote")
+            raise UserError(f"{path}, line {number}: {found}, not {wanted}; give what {_writer(wanted)} wrote")
         yield number, record
 
 
-def _documents(path: Path) -> Iterator[tuple[int, Any]]:
+def _writer(schema: str) -> str:
+    """The command whose rows have this schema."""
+    return f"pipedec bench {schema.removeprefix('pipedec.').partition('/')[0]}"
+
+
+def _documents(path: Path, wanted: str) -> Iterator[tuple[int, Any]]:
     """Line numbers and what the lines hold."""
     try:
         lines = path.read_bytes().split(b"\n")
     except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}; give what pipedec bench sweep wrote") from None
+        raise UserError(f"cannot read {path}: {error.strerror}; give what {_writer(wanted)} wrote") from None
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
@@ -236,7 +241,7 @@ def _documents(path: Path) -> Iterator[tuple[int, Any]]:
         except (ValueError, RecursionError):
             if number == len(lines):
                 return
-            raise UserError(f"{path}, line {number}: not JSON; remove the line or give what pipedec bench sweep wrote") from None
+            raise UserError(f"{path}, line {number}: not JSON; remove the line or give what {_writer(wanted)} wrote") from None
 
 
 def _checked_row(record: Any, path: Path, number: int) -> SweepRow:

@@ -9,6 +9,7 @@ from pipedec.cli.lazy_group import LazyGroup
 BENCHMARKS = {
     "sweep": ("pipedec.cli.benchmarks.sweep", "Methods × stage counts × trees × prompt sets, one JSONL row per answer."),
     "policy": ("pipedec.cli.benchmarks.policy", "Speculation policies compared offline, on recorded answers."),
+    "threads": ("pipedec.cli.benchmarks.threads", "Answers in one thread and in several, with speculation and without."),
     "plot": ("pipedec.cli.benchmarks.plot", "Draw the paper's figures from the rows of a sweep."),
     "overhead": ("pipedec.cli.benchmarks.overhead", "The fixed cost of a timestep beside the bare transport."),
     "operations": ("pipedec.cli.benchmarks.operations", "Tree growth, prune, commit and attention against tree size."),

@@ -26,6 +26,8 @@ def generate(pipeline: PipelineFlags, asked: RequestFlags) -> None:
     request = asked.request()
     from pipedec.cli.cluster import local_cluster
 
+    if request.threads is not None:
+        pipeline = pipeline.for_threads()
     cluster = local_cluster(replace(pipeline, draft="none") if request.method in _WITHOUT_DRAFT else pipeline)
     if request.method in NEED_DRAFT and cluster.spec.draft is None:
         raise UserError(f"method {request.method} needs a draft model: give --draft DIR, or use --method pp")

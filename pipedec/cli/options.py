@@ -6,7 +6,7 @@ import functools
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,6 +14,7 @@ import click
 
 from pipedec.core import SamplingParams, TreeParams, UserError
 from pipedec.engine.messages import PromptRequest
+from pipedec.threads import load_dialect
 
 METHOD_NAMES = ("pp", "stpp", "pipedec", "pipedec-bestfirst", "bita")
 NEED_DRAFT = ("stpp", "pipedec")
@@ -34,6 +35,15 @@ class PipelineFlags:
     transport: str
     dispatch: str
     bita: str | None
+
+    def for_threads(self) -> PipelineFlags:
+        """With the shipped pair that opens threads, where no other target is named."""
+        from pipedec.engine.spec import REFERENCE_THREADS
+
+        if self.target is not None:
+            return self
+        draft = str(REFERENCE_THREADS / "draft") if self.draft is None else self.draft
+        return replace(self, target=REFERENCE_THREADS / "target", draft=draft)
 
     @property
     def layer_counts(self) -> list[int] | None:
@@ -73,12 +83,16 @@ class RequestFlags:
     forwards: int | None
     proposers: str
     shape: str
+    threads: str | None
+    show_threads: bool
     json: bool
     trace: Path | None
 
     def request(self) -> PromptRequest:
         """The request, its prompt read from where the flags say. Raises UserError before anything is started."""
         self._check_trace()
+        if self.show_threads and (self.threads is None or self.json):
+            raise UserError("--show-threads goes with --threads, and without --json")
         return PromptRequest(
             prompt=self._prompt_text(),
             raw=self.raw_prompt,
@@ -86,6 +100,8 @@ class RequestFlags:
             sampling=self._sampling(),
             tree=self._tree(),
             trace=self.trace is not None,
+            threads=None if self.threads is None else load_dialect(self.threads).to_json(),
+            show_threads=self.show_threads,
         )
 
     def _tree(self) -> TreeParams:
@@ -203,6 +219,12 @@ def request_options(command: Command) -> Command:
             "--shape", default="likeliest", show_default=True, help="bita: likeliest, efficient, straightforward, full."
         ),
         click.option("--rows", type=int, help="Of the tree at most, the likeliest (default: stpp all; bita's likeliest 64)."),
+        click.option(
+            "--threads",
+            metavar="NAME|FILE",
+            help="Let answers open decode threads: apar, pasta, parallel, or a dialect's file.",
+        ),
+        click.option("--show-threads", is_flag=True, help="Show the threads side by side as they grow."),
         click.option("--json", is_flag=True, help="Print one JSON document instead of text."),
         click.option("--trace", type=path, help="Write a Chrome/Perfetto trace of every task to this file."),
     ]

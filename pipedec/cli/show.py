@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
+from pipedec.cli.threads_view import ThreadsView
 from pipedec.core import Completion
 from pipedec.engine.client import Client
 from pipedec.engine.messages import PromptRequest
@@ -38,7 +39,12 @@ def loading_bar(num_ranks: int) -> Iterator[Callable[[int, int, int], None]]:
 
 def ask_and_show(client: Client, request: PromptRequest, as_json: bool, trace: Path | None) -> Completion:
     """Send the request, stream its text (or print one JSON document), then the figures."""
-    completion = client.ask(request, on_text=(lambda text: None) if as_json else _write)
+    if request.show_threads:
+        with ThreadsView(console) as view:
+            completion = client.ask(request, on_threads=view.update)
+        _write(completion.text)
+    else:
+        completion = client.ask(request, on_text=(lambda text: None) if as_json else _write)
     if as_json:
         print(json.dumps(completion.as_dict()))
     else:
@@ -65,6 +71,13 @@ def figures_table(completion: Completion) -> Table:
     table.add_row("tokens/s", f"{figures['tokens_per_second']:.1f}")
     table.add_row("timesteps per token", f"{figures['timesteps_per_token']:.2f}")
     table.add_row("hit rate", f"{figures['hit_rate']:.0%}")
+    if completion.threads is not None:
+        metrics, anomalies = completion.threads["metrics"], completion.threads["anomalies"]
+        table.add_row("threads", str(metrics["threads"]))
+        table.add_row("parallelism", f"{metrics['parallelism']:.2f}")
+        table.add_row("most cached tokens", f"{metrics['max_cached_tokens']} (in one thread {metrics['max_cached_tokens_flat']})")
+        for name, count in anomalies.items():
+            table.add_row(name.replace("_", " "), str(count))
     table.add_row("prefill", f"{completion.metrics.prefill_seconds * 1000:.0f} ms")
     return table
 

@@ -18,11 +18,13 @@ from pipedec.core import PipedecError, Request, SamplingParams, UserError
 from pipedec.engine.client import Client
 from pipedec.engine.messages import PromptRequest
 from pipedec.engine.prompt_set import read_prompts
+from pipedec.threads import load_dialect
 
 if TYPE_CHECKING:
     from pipedec.engine.local import LocalPipeline
     from pipedec.engine.prompt import Prompter
     from pipedec.engine.spec import PipelineSpec
+    from pipedec.engine.verify import Reference
 
 Shape = tuple[int, int]  # stages, groups
 
@@ -37,10 +39,11 @@ Shape = tuple[int, int]  # stages, groups
 @click.option("--methods", help="Methods to compare, like pp,bita (default: all for which there is a draft and a BiTA).")
 @click.option("--max-tokens", type=int, default=128, show_default=True)
 @click.option("--raw-prompt", is_flag=True, help="Do not apply the model's chat template.")
+@click.option("--threads", metavar="NAME|FILE", help="Compare answers in decode threads: apar, pasta, parallel, or a file.")
 @click.option("--local", is_flag=True, help="All stages in this process (LocalPipeline) instead of one process per rank.")
 def verify(
     pipeline: PipelineFlags, prompts: tuple[str, ...], files: tuple[Path, ...], field: str | None, samples: int,
-    shapes: str | None, methods: str | None, max_tokens: int, raw_prompt: bool, local: bool,
+    shapes: str | None, methods: str | None, max_tokens: int, raw_prompt: bool, threads: str | None, local: bool,
 ) -> None:  # fmt: skip
     """Check that every method says exactly what the target alone says; exit 1 at the first that does not."""
     texts = [*prompts, *(text for path in files for text in read_prompts(path, field).sample(samples).prompts)]
@@ -49,8 +52,9 @@ def verify(
     names = methods.split(",") if methods else []
     if unknown := set(names) - set(METHOD_NAMES):
         raise UserError(f"unknown method {sorted(unknown)[0]!r}: choose from {', '.join(METHOD_NAMES)}")
-    asked = [PromptRequest(text, raw_prompt, sampling=SamplingParams(max_tokens=max_tokens)) for text in texts]
-    _compare(pipeline, _shapes(pipeline, shapes), names, asked, local)
+    sampling, dialect = SamplingParams(max_tokens=max_tokens), None if threads is None else load_dialect(threads).to_json()
+    asked = [PromptRequest(text, raw_prompt, sampling=sampling, threads=dialect) for text in texts]
+    _compare(pipeline if threads is None else pipeline.for_threads(), _shapes(pipeline, shapes), names, asked, local)
 
 
 def _compare(pipeline: PipelineFlags, shapes: list[Shape], methods: list[str], asked: list[PromptRequest], local: bool) -> None:
@@ -61,20 +65,21 @@ def _compare(pipeline: PipelineFlags, shapes: list[Shape], methods: list[str], a
     spec = local_cluster(pipeline).spec
     methods = methods or _possible_methods(spec)
     prompter = Prompter(spec.target, ModelConfig.from_directory(spec.target).max_positions)
-    prompt_ids = [prompter.token_ids(one.prompt, one.raw, one.sampling.max_tokens) for one in asked]
+    prompt_ids = [_token_ids(prompter, one) for one in asked]
     reference = Reference(spec)
     with console.status("transformers"):
-        expected = [reference.generate(ids, one.sampling.max_tokens) for ids, one in zip(prompt_ids, asked, strict=True)]
+        expected = [_expected(reference, ids, one) for ids, one in zip(prompt_ids, asked, strict=True)]
     table = Table(title=f"{len(asked)} prompts against transformers, {spec.dtype}", title_justify="left")
     for name in ("stages", "groups", "method", "equal", "tokens", "timesteps per token"):
         table.add_column(name, justify="left" if name == "method" else "right")
-    differences = []
+    differences: list[str] = []
     for shape in shapes:
         for method in methods:
             answers = _answers(replace(pipeline, stages=shape[0], groups=shape[1]), method, asked, prompter, local)
             equal, tokens, timesteps = 0, 0, 0
             for index, (found, steps) in enumerate(answers):
-                difference = reference.compare(prompt_ids[index], expected[index], found)
+                compare = reference.compare if asked[index].threads is None else reference.compare_threads
+                difference = compare(prompt_ids[index], expected[index], found)
                 if difference is not None:
                     differences.append(f"{shape[0]} stages, {method}, prompt {index}: {difference}")
                 equal, tokens, timesteps = equal + (difference is None), tokens + len(found), timesteps + steps
@@ -84,6 +89,19 @@ def _compare(pipeline: PipelineFlags, shapes: list[Shape], methods: list[str], a
     Console().print(table)
     if differences:
         raise PipedecError("; ".join(differences[:3]))
+
+
+def _token_ids(prompter: Prompter, one: PromptRequest) -> tuple[int, ...]:
+    from pipedec.threads import Dialect
+
+    name = None if one.threads is None else Dialect.from_json(one.threads).name
+    return prompter.token_ids(one.prompt, one.raw, one.sampling.max_tokens, name)
+
+
+def _expected(reference: Reference, prompt_ids: tuple[int, ...], one: PromptRequest) -> list[int]:
+    if one.threads is None:
+        return reference.generate(prompt_ids, one.sampling.max_tokens)
+    return reference.generate_threads(prompt_ids, one.threads, one.sampling)
 
 
 def _possible_methods(spec: PipelineSpec) -> list[str]:
@@ -118,9 +136,10 @@ def _local_answers(
 
     pipeline: LocalPipeline = LocalPipeline.load(spec)
     for number, one in enumerate(asked):
-        token_ids = prompter.token_ids(one.prompt, one.raw, one.sampling.max_tokens)
-        request = Request(number, token_ids, one.sampling, method, one.tree)
+        request = Request(number, _token_ids(prompter, one), one.sampling, method, one.tree, threads=one.threads)
         found = [token for verdict in pipeline.run(request) for token in verdict.tokens]
+        if pipeline.sequence is not None:
+            found = [token.token_id for token in pipeline.sequence.document()]
         yield found, pipeline.metrics.timesteps
 
 

@@ -2,6 +2,11 @@
 
 from pipedec.decoding.controller import Beat
 from pipedec.decoding.experience import Experience
-from pipedec.decoding.method import DEFAULT_METHOD, METHODS, Drafter, Method, create_method
+from pipedec.decoding.method import DEFAULT_METHOD, METHODS, Drafter, Method, create_method, create_threaded
+from pipedec.decoding.thread_drafter import ForestDrafter
+from pipedec.decoding.threaded import Threaded
 
-__all__ = ["DEFAULT_METHOD", "METHODS", "Beat", "Drafter", "Experience", "Method", "create_method"]
+__all__ = [
+    "DEFAULT_METHOD", "METHODS", "Beat", "Drafter", "Experience", "ForestDrafter", "Method", "Threaded", "create_method",
+    "create_threaded",
+]  # fmt: skip

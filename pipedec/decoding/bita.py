@@ -52,6 +52,8 @@ class Bita:
         self.misses = 0
         self._shape = limits.shape
         self._rows = limits.rows or DEFAULT_ROWS
+        self.room = self._rows  # rows that may enter, if others need some of them
+        self.tree = None
         self._chances: RankChances = experience.rank_chances(request, self.masks)
         self._device = device
         self._root: int | None = None
@@ -70,6 +72,14 @@ class Bita:
         self.hits += len(verdict.tokens) - 1
         self.misses += verdict.finished is None
 
+    def cut(self) -> None:
+        """Forget root and forecast; nothing else outlives a verdict."""
+        self._root, self._forecast = None, ()
+
+    def plant(self, token: int) -> None:
+        """Begin anew with a token that is certain."""
+        self._root, self._forecast = token, ()
+
     def propose(self) -> Step | None:
         """The root and its candidates, then the masks."""
         if self._root is None:
@@ -87,6 +97,6 @@ class Bita:
 
     def _tree(self, root: int) -> CandidateTree:
         if self._shape == "likeliest":
-            return likeliest(root, self._forecast, self._chances, self._rows, self.masks.count)
+            return likeliest(root, self._forecast, self._chances, min(self._rows, self.room), self.masks.count)
         shapes = {"efficient": efficient, "straightforward": straightforward, "full": full}
         return shapes[self._shape](root, self._forecast)

@@ -67,6 +67,30 @@ class InjectionTree:
     def advance(self, tokens: Sequence[int]) -> tuple[Advance, bool]:
         """Accept ``tokens``; whether the row of the last one is in the pipeline, too."""
         advance = self.tree.advance(tokens)
+        self._follow(advance)
+        return advance, self.root_has_entered
+
+    def cut(self) -> Advance:
+        """Forget all rows."""
+        advance = self.tree.clear()
+        self._follow(advance)
+        return advance
+
+    @property
+    def root_has_entered(self) -> bool:
+        """Whether there is a root, and it is in the pipeline."""
+        return bool((self._numbers[:1] != _NOT_ENTERED).any())
+
+    def undrafted_chances(self, count: int) -> Tensor:
+        """The log-chances of the rows that ``undrafted`` would name, the best first."""
+        return self._best(~self._is_drafted, count)[0]
+
+    def entering_chances(self, count: int) -> Tensor:
+        """The log-chances of the rows that ``enter`` would let in, the best first."""
+        return self._best(self._numbers == _NOT_ENTERED, count)[0]
+
+    def _follow(self, advance: Advance) -> None:
+        """Prune what is kept beside the tree."""
         kept = advance.kept
         numbers, self._log_chances, self._is_drafted = self._numbers[kept], self._log_chances[kept], self._is_drafted[kept]
         has_entered = numbers != _NOT_ENTERED
@@ -78,14 +102,18 @@ class InjectionTree:
             self.choices, is_kept = self.choices.advanced(advance)
             remaining = self._choice_log_chances[is_kept]
             self._choice_log_chances = remaining - root if len(remaining) else remaining
-        return advance, bool(has_entered[:1].any())
 
-    def _take(self, is_wanted: Tensor, count: int) -> Tensor:
-        """The likeliest of the rows ``is_wanted`` and of the choices, which become rows by it: int64, ascending."""
+    def _best(self, is_wanted: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+        """The best of the rows ``is_wanted`` and of the choices: log-chances, places among both, and those rows."""
         rows = torch.nonzero(is_wanted)[:, 0]
         merit = torch.cat((self._log_chances[rows], self._choice_log_chances.flatten()))
         best = merit.topk(min(count, len(merit)))
-        taken = best.indices[best.values > -torch.inf]
+        is_one = best.values > -torch.inf
+        return best.values[is_one], best.indices[is_one], rows
+
+    def _take(self, is_wanted: Tensor, count: int) -> Tensor:
+        """The likeliest of the rows ``is_wanted`` and of the choices, which become rows by it: int64, ascending."""
+        _, taken, rows = self._best(is_wanted, count)
         is_choice = taken >= len(rows)
         new_rows = self._become_rows(taken[is_choice] - len(rows))
         return torch.cat((rows[taken[~is_choice]], new_rows)).sort().values

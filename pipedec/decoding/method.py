@@ -9,12 +9,18 @@ from torch import Tensor
 
 from pipedec.core import MaskParams, Request, Step, UserError, Verdict
 from pipedec.decoding.best_first import BestFirst
+from pipedec.decoding.best_first_team import BestFirstTeam
 from pipedec.decoding.bita import Bita
 from pipedec.decoding.controller import Beat
 from pipedec.decoding.experience import Experience
+from pipedec.decoding.members import Member, Members
 from pipedec.decoding.pipedec import PipeDec
 from pipedec.decoding.plain import PlainPipeline
 from pipedec.decoding.static_tree import StaticTree
+from pipedec.decoding.thread_drafter import ForestDrafter, ThreadDrafter
+from pipedec.decoding.threaded import Threaded
+from pipedec.forest import Forest
+from pipedec.threads import Sequence
 from pipedec.tree import Advance, Candidates, PredictionTree
 
 
@@ -74,7 +80,7 @@ def create_method(
     device: torch.device | str = "cpu",
     trained_masks: int = 0,
 ) -> Method:
-    """The method that ``request`` asks for, with what earlier answers have taught.
+    """The method that ``request`` asks for, for an answer in one thread, with what earlier answers have taught.
 
     Args:
         trained_masks: masks of the target's BiTA; 0 if it has none.
@@ -82,15 +88,52 @@ def create_method(
     Raises:
         UserError: the method is unknown, or needs a draft model or a BiTA and there is none.
     """
-    if request.method not in METHODS:
-        raise UserError(f"unknown method {request.method!r}: choose one of {', '.join(METHODS)}")
-    kind = METHODS[request.method]
-    if issubclass(kind, PlainPipeline):
-        return kind(request, device)
+    kind = _kind(request)
     if issubclass(kind, BestFirst):
         return kind(request, drafter, experience, device)
+    return _member(request, drafter, experience, device, trained_masks)
+
+
+def create_threaded(
+    request: Request,
+    sequence: Sequence,
+    drafter: ForestDrafter | None,
+    experience: Experience,
+    device: torch.device | str = "cpu",
+    trained_masks: int = 0,
+) -> Threaded:
+    """As ``create_method``, for an answer in several threads.
+
+    Args:
+        sequence: the threads, just begun; nobody else replays it.
+        drafter: replays nothing, but reads ``sequence``.
+    """
+    forest = Forest(sequence, device)
+    if issubclass(_kind(request), BestFirst):
+        return Threaded(forest, BestFirstTeam(request, drafter, experience, forest, device), device)
+
+    def make(number: int) -> Member:
+        own = None if drafter is None else ThreadDrafter(drafter, number)
+        return _member(request, own, experience, device, trained_masks)
+
+    return Threaded(forest, Members(forest, make, drafter), device)
+
+
+def _kind(request: Request) -> type[PlainPipeline] | type[StaticTree] | type[PipeDec] | type[BestFirst] | type[Bita]:
+    if request.method not in METHODS:
+        raise UserError(f"unknown method {request.method!r}: choose one of {', '.join(METHODS)}")
+    return METHODS[request.method]
+
+
+def _member(
+    request: Request, drafter: Drafter | None, experience: Experience, device: torch.device | str, trained_masks: int
+) -> PlainPipeline | StaticTree | PipeDec | Bita:
+    kind = _kind(request)
+    if issubclass(kind, PlainPipeline):
+        return kind(request, device)
     if issubclass(kind, Bita):
         return kind(request, trained_masks, experience, device)
+    assert issubclass(kind, StaticTree | PipeDec)
     if drafter is None:
         raise UserError(f"method {request.method} needs a draft model: give --draft DIR, or use --method {DEFAULT_METHOD}")
     return kind(request, drafter, device)

@@ -36,6 +36,7 @@ class PipeDec:
         self._tree.reset(self._prompt_length)
         self._device = device
         self._root: int | None = None  # an accepted token that has yet to enter
+        self.room = self._limits.width  # rows that may enter in a timestep, if others need some of them
         self._layer = slice(0, 0)  # the rows that entered last
         self._candidates: Candidates | None = None  # what may follow them
 
@@ -57,13 +58,26 @@ class PipeDec:
             self.hits += advance.hit
             self.misses += not advance.hit
 
+    def cut(self) -> None:
+        """Forget all rows."""
+        self._drafter.advance(self._tree.clear())
+        self._layer, self._candidates, self._root = slice(0, 0), None, None
+
+    def plant(self, token: int) -> None:
+        """Begin anew with a token that is certain."""
+        self._root = token
+
+    @property
+    def tree(self) -> PredictionTree:
+        return self._tree
+
     def propose(self) -> Step | None:
         """The root after a miss; else the next layer; else nothing, when the width limit cut every path that is left."""
         if self._root is not None:
             self._layer = self._tree.plant(self._root)
             self._root = None
         elif self._candidates is not None and len(self._candidates.rows):
-            self._layer = self._tree.grow(self._candidates, self._limits.width)
+            self._layer = self._tree.grow(self._candidates, min(self._limits.width, self.room))
         else:
             self._layer = slice(0, 0)
         if self._layer.start == self._layer.stop:

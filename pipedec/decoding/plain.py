@@ -19,6 +19,8 @@ class PlainPipeline:
         self.misses = 0
         self._device = device
         self._root: int | None = None
+        self.room = 1
+        self.tree = None
 
     def prefill(self, token_ids: Tensor) -> None:
         """Nothing to prepare: there is no draft."""
@@ -29,6 +31,14 @@ class PlainPipeline:
     def apply(self, verdict: Verdict) -> None:
         self._root = verdict.tokens[-1] if verdict.finished is None else None
         self.misses += verdict.finished is None
+
+    def cut(self) -> None:
+        """Forget the root."""
+        self._root = None
+
+    def plant(self, token: int) -> None:
+        """Begin anew with a token that is certain."""
+        self._root = token
 
     def propose(self) -> Step | None:
         if self._root is None:

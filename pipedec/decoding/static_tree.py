@@ -35,6 +35,7 @@ class StaticTree:
         self._tree = PredictionTree(device)
         self._tree.reset(self._prompt_length)
         self._device = device
+        self.room = self._limits.depth * (self._limits.rows or self._limits.width)  # rows that may enter, if others need some of them
         self._root: int | None = None  # an accepted token whose tree has yet to be drafted
         self._step: Step | None = None  # the drafted tree, until it enters
 
@@ -47,7 +48,7 @@ class StaticTree:
             return
         layer, self._root = self._tree.plant(self._root), None
         # No row outside the likeliest of its layer is among the likeliest of all, so layers of that width are enough.
-        width = self._limits.rows or self._limits.width
+        width = min(self._limits.rows or self._limits.width, max(self.room // self._limits.depth, 1))
         for _ in range(self._limits.depth):
             rows = torch.arange(layer.start, layer.stop, device=self._device)
             layer = self._tree.grow(self._drafter.expand(self._tree, rows, self._limits.children), width)
@@ -61,6 +62,19 @@ class StaticTree:
         self._step = None
         self.hits += len(verdict.tokens) - 1
         self.misses += verdict.finished is None
+
+    def cut(self) -> None:
+        """Forget all rows."""
+        self._drafter.advance(self._tree.clear())
+        self._root = self._step = None
+
+    def plant(self, token: int) -> None:
+        """Begin anew with a token that is certain."""
+        self._root = token
+
+    @property
+    def tree(self) -> PredictionTree:
+        return self._tree
 
     def propose(self) -> Step | None:
         step, self._step = self._step, None

@@ -1,5 +1,6 @@
 """Who proposes candidates: models that draft on the prediction tree. Knows neither methods nor stages nor processes."""
 
+from pipedec.drafting.draft_forest import DraftForest
 from pipedec.drafting.draft_model import DraftModel
 
-__all__ = ["DraftModel"]
+__all__ = ["DraftForest", "DraftModel"]

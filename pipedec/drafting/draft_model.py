@@ -10,7 +10,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from pipedec.drafting.draft_forest import DraftForest
 from pipedec.model import StageModel
+from pipedec.threads import Sequence
 from pipedec.tree import Advance, Candidates, PredictionTree
 
 
@@ -28,6 +30,10 @@ class DraftModel:
         self._nothing = torch.zeros(0, dtype=torch.int64, device=self._device)
         self._slot_rows = self._nothing  # int64 [S], the tree row of every tree slot
         self._chain_ids = self._nothing  # int64 [C], token ids behind the past
+
+    def for_threads(self, sequence: Sequence) -> DraftForest:
+        """The same model on the trees of an answer's threads. ``sequence`` is replayed by its owner."""
+        return DraftForest(self._model, sequence)
 
     def begin(self) -> None:
         """Forget the last request."""

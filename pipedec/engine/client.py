@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from typing import Any
 
 from pipedec.core import Completion, PipedecError, RankLost, UserError
 from pipedec.engine.messages import PromptRequest, completion_from_event
@@ -14,6 +15,7 @@ from pipedec.tracing import TraceEvent
 _POLL_SECONDS = 0.25
 
 OnText = Callable[[str], None]
+OnThreads = Callable[[list[dict[str, Any]]], None]
 
 
 class Client:
@@ -32,8 +34,12 @@ class Client:
         self._logprobs: list[dict[int, float]] = []
         self.overran: set[int] = set()  # timesteps of the last answer in which a rank outlasted its emulated time
 
-    def ask(self, request: PromptRequest, on_text: OnText = lambda text: None) -> Completion:
+    def ask(
+        self, request: PromptRequest, on_text: OnText = lambda text: None, on_threads: OnThreads = lambda news: None
+    ) -> Completion:
         """Submit and wait for the whole answer; ``on_text`` gets its text piece by piece.
+
+        ``on_threads`` gets what threads say, if the request asks for it: ``path``, ``text``, ``tokens`` so far, ``state``.
 
         Ctrl-C, or whatever else ``on_text`` raises, cancels the request (the cluster goes on with the next one) and is
         raised again.
@@ -45,7 +51,7 @@ class Client:
         number = self._scheduler.submit(request.to_json())
         self.trace, self.overran, self._logprobs = [], set(), []
         try:
-            completion = self._read(number, on_text)
+            completion = self._read(number, on_text, on_threads)
         except UserError:
             self._scheduler.close_answer(number)
             raise
@@ -56,13 +62,13 @@ class Client:
         self._scheduler.close_answer(number)
         return completion
 
-    def _read(self, number: int, on_text: OnText) -> Completion:
+    def _read(self, number: int, on_text: OnText, on_threads: OnThreads) -> Completion:
         position = "0"
         deadline = time.monotonic() + self._silence_seconds
         while time.monotonic() < deadline:
             events = self._scheduler.read_answer(number, position, _POLL_SECONDS)
             for position, event in events:  # noqa: B007 - the position goes on into the next read
-                if (completion := self._take(event, on_text)) is not None:
+                if (completion := self._take(event, on_text, on_threads)) is not None:
                     return completion
             if events or self._waits_in_line(number):
                 deadline = time.monotonic() + self._silence_seconds
@@ -80,15 +86,21 @@ class Client:
             raise RankLost("the cluster was stopped before it answered")
         return status.running not in (None, number)
 
-    def _completed(self, completion: Completion) -> Completion:
+    def _completed(self, event: Event) -> Completion:
         """With the log-probabilities of its tokens; the last stage may have said more before it heard of the end."""
-        completion.logprobs = self._logprobs[: len(completion.token_ids)] or None
+        completion = completion_from_event(event)
+        if self._logprobs and "sampled" in event:
+            tokens = zip(event["sampled"], completion.token_ids, strict=True)
+            completion.logprobs = [{token: 0.0} if which < 0 else self._logprobs[which] for which, token in tokens]
+        else:
+            completion.logprobs = self._logprobs[: len(completion.token_ids)] or None
         return completion
 
-    def _take(self, event: Event, on_text: OnText) -> Completion | None:
+    def _take(self, event: Event, on_text: OnText, on_threads: OnThreads) -> Completion | None:
         """Handle one event; the completion if it was the last."""
         if "text" in event:
             on_text(event["text"])
+            on_threads(event.get("threads", []))
         elif "trace" in event:
             self.trace += [TraceEvent(*row) for row in event["trace"]]
         elif "overran" in event:
@@ -96,7 +108,7 @@ class Client:
         elif "logprobs" in event:
             self._logprobs += [dict(pairs) for pairs in event["logprobs"]]
         elif "completion" in event:
-            return self._completed(completion_from_event(event))
+            return self._completed(event)
         elif event.get("kind") == "cancelled":
             raise UserError("the request was cancelled before it began")
         elif event.get("kind") == "abort":

@@ -6,69 +6,28 @@ of each request and streams the answer. It decides nothing about rows: that is t
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 
 import torch
 
-from pipedec.core import Completion, MaskParams, Request, SchedulerLost, UserError, Verdict
-from pipedec.decoding import DEFAULT_METHOD, Drafter, Experience, Method, create_method
+from pipedec.core import MaskParams, Request, SchedulerLost, UserError, Verdict
+from pipedec.decoding import DEFAULT_METHOD, Drafter, Experience, create_method, create_threaded
+from pipedec.engine.answer import Answer
 from pipedec.engine.beat import BeatClock
 from pipedec.engine.emulation import TimedDrafter
-from pipedec.engine.messages import PromptRequest, completion_to_event, verdict_from_payload
-from pipedec.engine.prompt import Prompter, StopStrings, prefill_chunks
+from pipedec.engine.messages import PromptRequest, verdict_from_payload
+from pipedec.engine.prompt import Prompter, prefill_chunks
 from pipedec.engine.publisher import AnswerPublisher
 from pipedec.engine.rank_loop import POLL_SECONDS, RankLoop, Wiring
+from pipedec.engine.threaded_answer import ThreadedAnswer
 from pipedec.sampling import seeded
 from pipedec.scheduler.protocol import Event, Message
 from pipedec.scheduler.workflow import Facts, Payload, Task, initial_tasks
+from pipedec.threads import Dialect
 from pipedec.tracing import SCHEDULER_TRACK
 from pipedec.transport import Envelope
-
-
-class Answer:
-    """One request on its way: its method, its text so far, its clock."""
-
-    def __init__(self, request: Request, method: Method, prompter: Prompter, num_stages: int) -> None:
-        self.request = request
-        self.method = method
-        self.completion = Completion(request.method, num_stages, len(request.prompt_token_ids))
-        self.completion.seed = request.sampling.seed
-        self.is_told = False  # the client has the completion
-        self._text = prompter.stream()
-        self._stops = StopStrings(self._text, request.sampling.stop) if request.sampling.stop else None
-        self._stopped_text = ""  # with stop strings: the text of the verdict that was looked at last
-        self._started = self._prefilled = time.perf_counter()
-
-    @property
-    def has_ended(self) -> bool:
-        return self.completion.finish_reason is not None
-
-    def until_stop(self, verdict: Verdict) -> Verdict:
-        """The verdict that is to be added next; if a stop string appears in its text, cut and finished there."""
-        if self._stops is None:
-            return verdict
-        self._stopped_text, count = self._stops.add(verdict.tokens)
-        return verdict if count is None else Verdict(verdict.tokens[:count], "stop")
-
-    def add(self, verdict: Verdict, timestep: int) -> str:
-        """Take in a verdict; returns the text that it makes certain."""
-        now = time.perf_counter()
-        completion, metrics = self.completion, self.completion.metrics
-        if not completion.token_ids:
-            self._prefilled = now
-        metrics.prefill_seconds = self._prefilled - self._started
-        metrics.decode_seconds = now - self._prefilled
-        metrics.timesteps = timestep
-        completion.token_ids.extend(verdict.tokens)
-        completion.finish_reason = verdict.finished
-        piece = self._stopped_text if self._stops else self._text.add(verdict.tokens)
-        piece += (self._stops or self._text).finish() if verdict.finished else ""
-        completion.text += piece
-        metrics.hits, metrics.misses = self.method.hits, self.method.misses
-        return piece
 
 
 class DraftLoop(RankLoop):
@@ -84,7 +43,7 @@ class DraftLoop(RankLoop):
     ) -> None:
         super().__init__(0, wiring)
         self._prompter = prompter
-        self._drafter = drafter and TimedDrafter(drafter, self._drafting)
+        self._drafter = None if drafter is None else TimedDrafter(drafter, self._drafting)
         self._trained_masks = trained_masks
         self._experience = Experience(self._topology.num_groups)
         self._clock = BeatClock()
@@ -145,12 +104,26 @@ class DraftLoop(RankLoop):
         """Tokenize and check a prompt, and set up its method."""
         prompt = PromptRequest.from_json(message.text)
         method_name = prompt.method or DEFAULT_METHOD
-        token_ids = self._prompter.token_ids(prompt.prompt, prompt.raw, prompt.sampling.max_tokens)
+        dialect = None if prompt.threads is None else Dialect.from_json(prompt.threads)
+        name = None if dialect is None else dialect.name
+        token_ids = self._prompter.token_ids(prompt.prompt, prompt.raw, prompt.sampling.max_tokens, name)
         self._prompter.check_bias(prompt.sampling.logit_bias)
-        request = Request(message.number, token_ids, seeded(prompt.sampling), method_name, prompt.tree, prompt.trace)
-        method = create_method(request, self._drafter, self._experience, self._device, self._trained_masks)
-        self._answer = Answer(request, method, self._prompter, self._topology.num_stages)
+        request = Request(
+            message.number, token_ids, seeded(prompt.sampling), method_name, prompt.tree, prompt.trace, prompt.threads
+        )
+        self._answer = self._create_answer(request, prompt.show_threads)
         return request
+
+    def _create_answer(self, request: Request, show_threads: bool) -> Answer:
+        stages, masks = self._topology.num_stages, self._trained_masks
+        if request.threads is None:
+            method = create_method(request, self._drafter, self._experience, self._device, masks)
+            return Answer(request, method, self._prompter, stages)
+        new_sequence = self._dialects.new_sequence(request.threads, len(request.prompt_token_ids), request.sampling)
+        sequence = new_sequence()
+        drafter = None if self._drafter is None else self._drafter.for_threads(sequence)
+        threaded = create_threaded(request, sequence, drafter, self._experience, self._device, masks)
+        return ThreadedAnswer(request, threaded, self._prompter, stages, new_sequence(), show_threads)
 
     def _prefill(self, task: Task, message: Message) -> Facts:
         token_ids = torch.tensor(message.payload["token_ids"], dtype=torch.int64, device=self._device)
@@ -202,7 +175,7 @@ class DraftLoop(RankLoop):
         self._current.completion.metrics.hits += len(last.tokens) - 1  # what the verdict yields at once; the rest is dropped
         if not self._ranks_report:
             self._current.is_told = True
-            self._events.append(completion_to_event(self._current.completion))
+            self._events.append(self._current.completed())
         if self._window_timesteps:
             self._untold = Verdict((), last.finished)
         else:
@@ -210,7 +183,7 @@ class DraftLoop(RankLoop):
 
     def _told(self, verdict: Verdict, timestep: int) -> Event:
         """What the client learns of a verdict."""
-        return {"token_ids": list(verdict.tokens), "text": self._current.add(verdict, timestep)}
+        return self._current.add(verdict, timestep)
 
     def _window(self, task: Task, message: Message) -> Facts:
         """Propose, draft and take in results, timestep by timestep; a step is back after one timestep per group."""
@@ -243,7 +216,7 @@ class DraftLoop(RankLoop):
             if verdict.finished and not self._ranks_report:
                 # Rows that are still under way take the pipeline's whole length to leave it; the client need not wait for them.
                 self._current.is_told = True
-                self._publisher.put(completion_to_event(self._current.completion))
+                self._publisher.put(self._current.completed())
         method.observe(self._clock.lap())
 
     @property
@@ -288,7 +261,7 @@ class DraftLoop(RankLoop):
             ]
             events.append({"trace": rows})
         if not answer.is_told:
-            events.append(completion_to_event(answer.completion))
+            events.append(answer.completed())
         self._answer = None
         return self._scheduler.finish(0, task, [], events)
 
@@ -305,5 +278,6 @@ def _chunk_payloads(request: Request, masks: MaskParams) -> list[Payload]:
         "sampling": asdict(request.sampling),
         "trace": request.trace,
         "named": masks.named,
+        "threads": request.threads,
     }
     return [{**shared, "token_ids": chunk} for chunk in prefill_chunks(request.prompt_token_ids, masks.count)]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from collections.abc import Sequence as Rows
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from math import ceil
@@ -18,10 +19,12 @@ from torch import Tensor
 
 from pipedec.config import ClusterConfig, DeviceConfig, PartitionConfig, ServerConfig
 from pipedec.core import UserError
-from pipedec.decoding import Beat, Drafter
+from pipedec.decoding import Beat, Drafter, ForestDrafter
+from pipedec.drafting import DraftModel
 from pipedec.engine.plan import Plan, RankTiming
 from pipedec.hardware import Link, PassTime
 from pipedec.scheduler.workflow import Topology
+from pipedec.threads import Sequence
 from pipedec.tree import Advance, Candidates, PredictionTree
 
 GPUS_PER_SERVER = 7
@@ -231,3 +234,30 @@ class TimedDrafter:
 
     def advance(self, advance: Advance) -> None:
         self._drafter.advance(advance)
+
+    def for_threads(self, sequence: Sequence) -> TimedForestDrafter:
+        """The same for the threads of an answer. Raises UserError if the drafter drafts one tree alone."""
+        if not isinstance(self._drafter, DraftModel):
+            raise UserError("this draft does not draft for several threads: use --method pp")
+        return TimedForestDrafter(self._drafter.for_threads(sequence), self._timer)
+
+
+class TimedForestDrafter:
+    """As ``TimedDrafter``, for the threads of an answer."""
+
+    def __init__(self, drafter: ForestDrafter, timer: ForwardTimer) -> None:
+        self._drafter = drafter
+        self._timer = timer
+
+    def prefill(self, token_ids: Tensor, prompt_length: int) -> None:
+        self._drafter.prefill(token_ids, prompt_length)
+
+    def expand(self, asks: Rows[tuple[int, PredictionTree, Tensor]], children: int) -> list[Candidates]:
+        with self._timer(sum(len(rows) for _, _, rows in asks)):
+            return self._drafter.expand(asks, children)
+
+    def advance(self, number: int, advance: Advance) -> None:
+        self._drafter.advance(number, advance)
+
+    def turned(self) -> None:
+        self._drafter.turned()

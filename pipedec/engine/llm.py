@@ -11,6 +11,7 @@ from pipedec.engine.client import Client
 from pipedec.engine.cluster import LocalCluster
 from pipedec.engine.messages import PromptRequest
 from pipedec.engine.spec import PipelineSpec
+from pipedec.threads import load_dialect
 
 
 class LLM:
@@ -56,8 +57,12 @@ class LLM:
         *,
         raw_prompt: bool = False,
         tree: TreeParams | None = None,
+        threads: str | Path | None = None,
     ) -> list[Completion]:
         """Answer every prompt, in order.
+
+        Args:
+            threads: the dialect in which answers may open decode threads, by name or file, as ``--threads``.
 
         Raises:
             UserError: a prompt is empty or too long.
@@ -65,7 +70,8 @@ class LLM:
         """
         texts = [prompts] if isinstance(prompts, str) else list(prompts)
         sampling, limits = sampling_params or SamplingParams(), tree or TreeParams()
-        requests = [PromptRequest(text, raw_prompt, self._method, sampling, limits) for text in texts]
+        dialect = None if threads is None else load_dialect(threads).to_json()
+        requests = [PromptRequest(text, raw_prompt, self._method, sampling, limits, threads=dialect) for text in texts]
         return [self._client.ask(request) for request in requests]
 
     def close(self) -> None:

@@ -8,20 +8,26 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import count
 
 import torch
 
 from pipedec.core import Metrics, Request, Step, UserError, Verdict
-from pipedec.decoding import Beat, Drafter, Experience, Method, create_method
+from pipedec.decoding import Beat, Drafter, Experience, Method, create_method, create_threaded
 from pipedec.engine.beat import BeatClock
+from pipedec.engine.dialects import Dialects
 from pipedec.engine.emulation import EmulatedClock, Emulation, TimedDrafter, TimestepLoad
 from pipedec.engine.prompt import prefill_chunks
 from pipedec.engine.spec import PipelineSpec
 from pipedec.sampling import seeded
 from pipedec.scheduler.workflow import Topology
 from pipedec.stage import FinalStageWorker, StageWorker
+from pipedec.threads import NewSequence
+from pipedec.threads import Sequence as ThreadSequence
 from pipedec.transport import LocalTransport
+
+_IDLE_TIMESTEPS = 16
 
 
 class LocalPipeline:
@@ -35,6 +41,7 @@ class LocalPipeline:
         device: torch.device | str = "cpu",
         emulation: Emulation | None = None,
         trained_masks: int = 0,
+        dialects: Dialects | None = None,
     ) -> None:
         if len(stages) != topology.num_stages:
             raise ValueError(f"{len(stages)} stages do not fill a topology of {topology.num_stages}")
@@ -44,10 +51,11 @@ class LocalPipeline:
         self._stages = dict(enumerate(stages, start=1))
         self._final = final
         self._topology = topology
-        self._drafter = drafter and TimedDrafter(drafter, self._drafting)
+        self._drafter = None if drafter is None else TimedDrafter(drafter, self._drafting)
         self._device = device
         self._emulation = emulation
         self._trained_masks = trained_masks
+        self._dialects = dialects
         self._load = TimestepLoad()
         self._experience = Experience(topology.num_groups)
         self._drafting_clock = BeatClock()
@@ -56,20 +64,24 @@ class LocalPipeline:
         self.seed: int | None = None
         self.logprobs: list[dict[int, float]] = []
         self.emulated_ms: float | None = None
+        self.sequence: ThreadSequence | None = None
+        self.fill: list[list[int]] = []
 
     @classmethod
     def load(cls, spec: PipelineSpec) -> LocalPipeline:
         """All stages of ``spec``, and its draft, in this process."""
         device = spec.torch_device()
         stages = [spec.load_stage(rank, device) for rank in range(1, spec.num_stages + 1)]
-        return cls(stages, spec.topology, spec.load_drafter(device), device, spec.emulation, spec.trained_masks())
+        drafter, masks = spec.load_drafter(device), spec.trained_masks()
+        return cls(stages, spec.topology, drafter, device, spec.emulation, masks, Dialects(spec.target))
 
     def run(self, request: Request) -> Iterator[Verdict]:
         """Decode ``request``, yielding every verdict as it falls.
 
         Afterwards ``metrics`` are those of this request, ``seed`` is what its tokens were drawn with, ``logprobs`` are as in
         ``Completion`` if asked for, and ``emulated_ms`` is what its decoding would have lasted on the devices of the emulation
-        (None without one).
+        (None without one). Of an answer in several threads, ``sequence`` holds them. ``fill`` has a list for each timestep: how
+        many rows each group worked on.
 
         Raises:
             UserError: the request has stop strings (text is not known here), or there is no draft or BiTA that its method needs.
@@ -77,12 +89,14 @@ class LocalPipeline:
         if request.sampling.stop:
             raise UserError("stop strings need a tokenizer, which LocalPipeline does not have: use stop_token_ids")
         sampling = seeded(request.sampling)
-        self.metrics, self.seed, self.logprobs = Metrics(), sampling.seed, []
+        self.metrics, self.seed, self.logprobs, self.fill = Metrics(), sampling.seed, [], []
         clock = EmulatedClock(self._emulation, self._topology) if self._emulation else None
         self._transports = LocalTransport.connect(self._topology.num_stages + 1)
-        method = create_method(request, self._drafter, self._experience, self._device, self._trained_masks)
+        request = replace(request, sampling=sampling)
+        new_sequence = self._new_sequence(request)
+        method = self._create_method(request, new_sequence)
         for stage in self._stages.values():
-            stage.begin(len(request.prompt_token_ids), sampling, method.masks.named)
+            stage.begin(len(request.prompt_token_ids), sampling, method.masks.named, new_sequence)
 
         started = time.perf_counter()
         verdict: Verdict | None = self._prefill(request, method)
@@ -98,6 +112,8 @@ class LocalPipeline:
                 if verdict.finished:
                     break
             arrivals = self._transmit(method, arrivals)
+            self.fill.append(list(arrivals))
+            self._check_progress()
             method.draft()
             verdict = self._compute(arrivals)
             measured = self._beat()
@@ -109,6 +125,25 @@ class LocalPipeline:
             self.metrics.decode_seconds = time.perf_counter() - prefilled
         self.metrics.hits, self.metrics.misses = method.hits, method.misses
         self.emulated_ms = clock.total_ms if clock else None
+
+    def _check_progress(self) -> None:
+        """Raises RuntimeError when nothing has been under way for longer than any method pauses."""
+        if not any(map(any, self.fill[-_IDLE_TIMESTEPS:])) and len(self.fill) >= _IDLE_TIMESTEPS:
+            raise RuntimeError(f"no row has entered the pipeline for {_IDLE_TIMESTEPS} timesteps, and the answer has not ended")
+
+    def _new_sequence(self, request: Request) -> NewSequence | None:
+        if request.threads is None:
+            return None
+        if self._dialects is None:
+            raise UserError("threads need a tokenizer, which this pipeline was made without: use LocalPipeline.load")
+        return self._dialects.new_sequence(request.threads, len(request.prompt_token_ids), request.sampling)
+
+    def _create_method(self, request: Request, new_sequence: NewSequence | None) -> Method:
+        self.sequence = None if new_sequence is None else new_sequence()
+        if self.sequence is None:
+            return create_method(request, self._drafter, self._experience, self._device, self._trained_masks)
+        drafter = None if self._drafter is None else self._drafter.for_threads(self.sequence)
+        return create_threaded(request, self.sequence, drafter, self._experience, self._device, self._trained_masks)
 
     def _prefill(self, request: Request, method: Method) -> Verdict:
         for chunk_ids in prefill_chunks(request.prompt_token_ids, method.masks.count):

@@ -7,7 +7,7 @@ import re
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from pipedec.core import Completion, Metrics, SamplingParams, TreeParams, UserError, Verdict
+from pipedec.core import Completion, Metrics, SamplingParams, Share, TreeParams, UserError, Verdict
 
 MAX_TREE = 4096
 MAX_DEPTH = 64
@@ -19,7 +19,10 @@ _TOKEN_ID = re.compile("[0-9]{1,9}")
 
 @dataclass(frozen=True)
 class PromptRequest:
-    """A client's request before tokenization. ``raw`` skips the chat template; ``method`` None takes the best there is."""
+    """A client's request before tokenization. ``raw`` skips the chat template; ``method`` None takes the best there is.
+
+    ``threads`` is a dialect as JSON text (``Dialect.to_json``), None for an answer in one thread.
+    """
 
     prompt: str
     raw: bool = False
@@ -27,6 +30,8 @@ class PromptRequest:
     sampling: SamplingParams = SamplingParams()
     tree: TreeParams = TreeParams()
     trace: bool = False
+    threads: str | None = None
+    show_threads: bool = False
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -55,11 +60,19 @@ def sampling_from_payload(payload: dict) -> SamplingParams:
 
 
 def verdict_to_payload(verdict: Verdict) -> dict[str, object]:
-    return {"tokens": list(verdict.tokens), "finished": verdict.finished, "forecast": list(map(list, verdict.forecast))}
+    return {
+        "tokens": list(verdict.tokens),
+        "finished": verdict.finished,
+        "forecast": list(map(list, verdict.forecast)),
+        "shares": list(map(list, verdict.shares)),
+    }
 
 
 def verdict_from_payload(payload: dict) -> Verdict:
-    return Verdict(tuple(payload["tokens"]), payload.get("finished"), tuple(map(tuple, payload.get("forecast", ()))))
+    forecast, shares = payload.get("forecast", ()), payload.get("shares", ())
+    return Verdict(
+        tuple(payload["tokens"]), payload.get("finished"), tuple(map(tuple, forecast)), tuple(Share(*s) for s in shares)
+    )
 
 
 def completion_to_event(completion: Completion) -> dict[str, object]:
@@ -77,7 +90,10 @@ def _check_values(prompt: PromptRequest) -> None:
         if name not in ("proposers", "shape") and type(value) is not int and value is not None:
             raise UserError(f"tree {name} must be a whole number, not {str(value)[:100]!r}")
     _check_size(prompt)
+    if prompt.threads is not None and type(prompt.threads) is not str:
+        raise UserError(f"threads must be the text of a dialect, not {str(prompt.threads)[:100]!r}")
     switches = {"raw": prompt.raw, "trace": prompt.trace, "ignore_eos": prompt.sampling.ignore_eos}
+    switches["show_threads"] = prompt.show_threads
     for name, switch in switches.items():
         if type(switch) is not bool:
             raise UserError(f"{name} must be true or false, not {str(switch)[:100]!r}")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from transformers import AutoTokenizer
@@ -41,8 +41,11 @@ class Prompter:
         self.tokenizer.model_max_length = sys.maxsize  # whether a prompt fits is checked here, in one line
         self._max_positions = max_positions
 
-    def token_ids(self, prompt: str, raw: bool, max_tokens: int) -> tuple[int, ...]:
+    def token_ids(self, prompt: str, raw: bool, max_tokens: int, threads: str | None = None) -> tuple[int, ...]:
         """The prompt's token ids, through the chat template if the model has one and ``raw`` is not set.
+
+        Args:
+            threads: name of the dialect in which the answer may open threads; the template knows it as ``threads``.
 
         Raises:
             UserError: the prompt is empty, or does not fit the context together with ``max_tokens``.
@@ -53,7 +56,8 @@ class Prompter:
             token_ids = self.tokenizer(prompt)["input_ids"]
         else:
             message = [{"role": "user", "content": prompt}]
-            token_ids = self.tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=False)
+            wishes = {} if threads is None else {"threads": threads}
+            token_ids = self.tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=False, **wishes)
         if len(token_ids) + max_tokens > self._max_positions:
             raise UserError(
                 f"the prompt has {len(token_ids)} tokens and --max-tokens asks for {max_tokens} more, "
@@ -85,8 +89,12 @@ class StopStrings:
 
     def add(self, token_ids: Sequence[int]) -> tuple[str, int | None]:
         """The text that these tokens make certain, and how many of them the answer has if a stop string ends it there."""
-        for count, token in enumerate(token_ids, start=1):
-            self._held += self._stream.add([token])
+        return self.add_pieces(self._stream.add([token]) for token in token_ids)
+
+    def add_pieces(self, pieces: Iterable[str]) -> tuple[str, int | None]:
+        """As ``add``, of tokens whose texts the stream has made already."""
+        for count, piece in enumerate(pieces, start=1):
+            self._held += piece
             found = [place for stop in self._stop if (place := self._held.find(stop)) >= 0]
             if found:
                 text, self._held = self._held[: min(found)], ""

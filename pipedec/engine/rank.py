@@ -23,6 +23,7 @@ import torch
 from pipedec.config import ClusterConfig, load_cluster, redis_url_from_environment
 from pipedec.core import PipedecError, RankLost, UserError
 from pipedec.engine.coordinator import DraftLoop
+from pipedec.engine.dialects import Dialects
 from pipedec.engine.plan import plan
 from pipedec.engine.prompt import Prompter
 from pipedec.engine.rank_loop import RankLoop, StageLoop, Wiring, rank_name
@@ -186,7 +187,7 @@ def _load(
         report("loading", done, total)
 
     tracer = Tracer(place.rank, clock_offset_us=_clock_offset_us(scheduler))
-    wiring = Wiring(scheduler, transport, spec.topology, tracer, spec.emulation, spec.window)
+    wiring = Wiring(scheduler, transport, spec.topology, tracer, spec.emulation, spec.window, Dialects(spec.target))
     if place.rank == 0:
         prompter = Prompter(spec.target, ModelConfig.from_directory(spec.target).max_positions)
         drafter = spec.load_drafter(device, progress)

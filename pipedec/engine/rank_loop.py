@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from pipedec.core import PipedecError, Step, Verdict
+from pipedec.core import PipedecError, Step, UserError, Verdict
+from pipedec.engine.dialects import Dialects
 from pipedec.engine.emulation import Emulation, Pacer
 from pipedec.engine.messages import sampling_from_payload, verdict_from_payload, verdict_to_payload
 from pipedec.scheduler.protocol import Event, Message, Scheduler
@@ -35,7 +36,10 @@ def rank_name(rank: int) -> str:
 
 @dataclass(frozen=True)
 class Wiring:
-    """What the loop of every rank needs, whatever its role. ``window``: see ``PipelineSpec.window``."""
+    """What the loop of every rank needs, whatever its role. ``window``: see ``PipelineSpec.window``.
+
+    Without ``dialects`` no request may ask for threads.
+    """
 
     scheduler: Scheduler
     transport: Transport
@@ -43,6 +47,7 @@ class Wiring:
     tracer: Tracer
     emulation: Emulation | None = None
     window: int = 0
+    dialects: Dialects | None = None
 
 
 class RankLoop(ABC):
@@ -56,6 +61,7 @@ class RankLoop(ABC):
         self._tracer = wiring.tracer
         self._pacer = Pacer(wiring.emulation, rank)
         self._window_timesteps = wiring.window  # that the scheduler grants at once; 0: it grants single tasks
+        self._wired_dialects = wiring.dialects
         self._overran: list[int] = []  # timesteps whose real work outlasted its emulated time
         self._inbox: deque[Step] = deque()
         self._outbox: dict[Task, Step] = {}
@@ -136,6 +142,12 @@ class RankLoop(ABC):
         self._inbox.clear()
         self._outbox.clear()
 
+    @property
+    def _dialects(self) -> Dialects:
+        if self._wired_dialects is None:
+            raise UserError("this pipeline does not decode in threads")
+        return self._wired_dialects
+
     @abstractmethod
     def _prefill(self, task: Task, message: Message) -> Facts:
         """Take in a chunk of the prompt."""
@@ -179,7 +191,9 @@ class StageLoop(RankLoop):
         payload = message.payload
         if payload["first"]:
             sampling = sampling_from_payload(payload["sampling"])
-            self._worker.begin(payload["prompt_length"], sampling, payload["named"])
+            length, dialect = payload["prompt_length"], payload["threads"]
+            new_sequence = None if dialect is None else self._dialects.new_sequence(dialect, length, sampling)
+            self._worker.begin(length, sampling, payload["named"], new_sequence)
             self._tells_logprobs = sampling.logprobs is not None
             self._tracer.enabled = payload["trace"]
         output = self._worker.prefill(self._prompt_chunk(payload) if self._rank == 1 else self._inbox.popleft())

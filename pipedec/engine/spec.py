@@ -20,6 +20,7 @@ from pipedec.scheduler.workflow import Topology
 from pipedec.stage import FinalStageWorker, StageWorker
 
 REFERENCE_PAIR = Path(__file__).resolve().parent.parent / "reference_pair"
+REFERENCE_THREADS = REFERENCE_PAIR.with_name("reference_threads")  # the same target and draft, trained to open threads
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
 DEVICES = ("auto", "cpu", "cuda")
 WINDOW_TIMESTEPS = 64

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM
 
+from pipedec.core import SamplingParams
+from pipedec.engine.dialects import Dialects
 from pipedec.engine.spec import PipelineSpec
+from pipedec.engine.thread_reference import naive_threads
 
 
 @dataclass(frozen=True)
@@ -20,19 +24,17 @@ class Divergence:
         position: index of the first output token that differs (or is there in only one answer).
         expected, found: the two token ids; None where the answer had ended.
         margin: how far the target's two best logits are apart there. In float32 a margin above 1e-3 is a defect; in
-            half precision a small one is a near tie that another row count may flip.
+            half precision a small one is a near tie that another row count may flip. None for an answer in several threads.
     """
 
     position: int
     expected: int | None
     found: int | None
-    margin: float
+    margin: float | None = None
 
     def __str__(self) -> str:
-        return (
-            f"output token {self.position} is {self.found}, not {self.expected}; "
-            f"the target's two best logits are {self.margin:.2g} apart there"
-        )
+        apart = f"; the target's two best logits are {self.margin:.2g} apart there" if self.margin is not None else ""
+        return f"output token {self.position} is {self.found}, not {self.expected}{apart}"
 
 
 class Reference:
@@ -43,6 +45,7 @@ class Reference:
         model = AutoModelForCausalLM.from_pretrained(Path(spec.target), dtype=spec.torch_dtype, attn_implementation="sdpa")
         self._model = model.to(self._device).eval()
         self._ends = model.generation_config.eos_token_id
+        self._dialects = Dialects(spec.target)
 
     @torch.inference_mode()
     def generate(self, prompt_token_ids: Sequence[int], max_tokens: int, ignore_eos: bool = False) -> list[int]:
@@ -58,6 +61,21 @@ class Reference:
             pad_token_id=0,
         )
         return [int(token) for token in output[0, prompt.shape[1] :]]
+
+    def generate_threads(self, prompt_token_ids: Sequence[int], dialect: str, sampling: SamplingParams) -> list[int]:
+        """The target's answer in decode threads, in document order, every token by a forward of its own."""
+        sequence = self._dialects.new_sequence(dialect, len(prompt_token_ids), sampling)()
+        naive_threads(self._model, sequence, prompt_token_ids, sampling)
+        return [token.token_id for token in sequence.document()]
+
+    def compare_threads(
+        self, prompt_token_ids: Sequence[int], expected: Sequence[int], found: Sequence[int]
+    ) -> Divergence | None:
+        """As ``compare``, of answers in document order."""
+        for position, (one, other) in enumerate(zip_longest(expected, found)):
+            if one != other:
+                return Divergence(position, one, other)
+        return None
 
     @torch.inference_mode()
     def compare(self, prompt_token_ids: Sequence[int], expected: Sequence[int], found: Sequence[int]) -> Divergence | None:

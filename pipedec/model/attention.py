@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from pipedec.tree import visible_slots
+from pipedec.tree import Sight, visible_slots
 
 PastAttention = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
@@ -29,7 +29,8 @@ class AttentionPlan:
     """What attention needs to know of one step, prepared once and used by every layer.
 
     Attributes:
-        past_length: P, with the learned prompt before it where the rows see that.
+        past_length: P, with the learned prompt before it where the rows see that; of an answer in several threads, only the slots
+            that all rows see.
         is_prefill: the rows follow the past directly and see each other causally.
         biases: window to what is added to the scores: [R, S] in prefill (None = plain causal from slot 0), else
             [R·G, S] for the folded queries.
@@ -79,6 +80,33 @@ class AttentionPlan:
             bias = torch.zeros((len(seen), group, seen.shape[1]), dtype=dtype, device=mask_RN.device)
             biases[window] = bias.masked_fill_(~seen[:, None], -torch.inf).flatten(0, 1)
         return cls((prompt_length or 0) + past_length, False, biases, _flash_applies(dtype, mask_RN.device))
+
+    @classmethod
+    def for_threads(
+        cls,
+        sight: Sight,
+        positions_R: Tensor,
+        windows: Iterable[int | None],
+        group: int,
+        dtype: torch.dtype,
+        prompt_length: int | None = None,
+    ) -> AttentionPlan:
+        """Rows of several threads, each of which sees its own part of past and trees.
+
+        Args:
+            positions_R: int64, of the rows.
+            prompt_length: as in ``for_tree``.
+        """
+        count, device = prompt_length or 0, positions_R.device
+        biases: dict[int | None, Tensor | None] = {}
+        for window in set(windows):
+            seen_RS = sight.seen
+            if window is not None:
+                seen_RS = seen_RS & (sight.slot_positions > positions_R[:, None] - window)
+            seen_RS = torch.cat((seen_RS.new_ones(len(seen_RS), count), seen_RS), 1)
+            bias = torch.zeros((len(seen_RS), group, seen_RS.shape[1]), dtype=dtype, device=device)
+            biases[window] = bias.masked_fill_(~seen_RS[:, None], -torch.inf).flatten(0, 1)
+        return cls(count + sight.shared, False, biases, _flash_applies(dtype, device))
 
 
 def tree_attention(q_RHD: Tensor, keys_KSD: Tensor, values_KSD: Tensor, plan: AttentionPlan, window: int | None) -> Tensor:

@@ -141,6 +141,20 @@ class KVCache:
         self.past_length += len(committed)
         self.tree_length = len(kept)
 
+    @torch.inference_mode()
+    def release(self, kept: Tensor) -> None:
+        """Drop all accepted rows but ``kept``: int64 slots of the past, ascending. The tree moves up behind them.
+
+        Raises:
+            ValueError: a slot outside the past, or not in order.
+        """
+        if len(kept) and (bool((kept.diff() <= 0).any()) or int(kept[0]) < 0 or int(kept[-1]) >= self.past_length):
+            raise ValueError(f"slots to keep must be ascending and below {self.past_length}")
+        tree = torch.arange(self.past_length, self.length, device=kept.device)
+        sources = torch.cat((kept, tree)) + self.prompt_length
+        self._buffer[:, :, :, self.prompt_length : self.prompt_length + len(sources)] = self._buffer.index_select(3, sources)
+        self.past_length = len(kept)
+
     def _check_written(self, rows: int) -> None:
         if rows < 0 or self.length + rows > self.slots:
             raise ValueError(f"{rows} rows cannot have been written: {self.length} of {self.slots} slots are used")

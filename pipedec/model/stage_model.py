@@ -23,7 +23,7 @@ from pipedec.model.cache import KVCache
 from pipedec.model.checkpoint import EMBEDDING, FINAL_NORM, Checkpoint
 from pipedec.model.config import ModelConfig
 from pipedec.model.rotary import Rotary, rotate
-from pipedec.tree import is_mask
+from pipedec.tree import Sight, is_mask
 
 
 @dataclass(frozen=True)
@@ -152,6 +152,7 @@ class StageModel:
         mask_RN: Tensor | None = None,
         prefill_length: int | None = None,
         num_masks: int = 0,
+        sight: Sight | None = None,
     ) -> Tensor:
         """Run rows through the stage's layers and append them to the cache.
 
@@ -166,6 +167,7 @@ class StageModel:
                 chunk of the prompt, right behind the past.
             prefill_length: tokens of the whole prompt, for a chunk of it.
             num_masks: so many of the rows, the last ones, are mask rows of the tree (BiTA).
+            sight: of an answer in several threads, what each row sees of past and tree, instead of ``mask_RN``.
 
         Returns:
             hidden_RE, before the final norm.
@@ -175,10 +177,15 @@ class StageModel:
                 where no BiTA is attached.
         """
         rows = len(inputs)
+        if sight is not None:
+            mask_RN = sight.seen[:, cache.past_length :]
         self._check_step(rows, cache, mask_RN, num_masks)
         cache.reserve(rows)
         cos_RD, sin_RD = self._rotary.cos_sin(positions_R, prefill_length)
-        plans = self._plans(cache, rows, mask_RN, num_masks)
+        if sight is not None:
+            plans = self._thread_plans(cache, positions_R, sight, num_masks)
+        else:
+            plans = self._plans(cache, rows, mask_RN, num_masks)
         hidden_RE = inputs if self._embedding_VE is None else self._embedded(inputs, self._embedding_VE)
         for index, (weights, window) in enumerate(zip(self._weights, self._windows, strict=True)):
             normed_RE = self._norm(hidden_RE, weights.input_norm)
@@ -230,6 +237,21 @@ class StageModel:
             windows, prompt_length = self._windows, cache.prompt_length
             plan = AttentionPlan.for_tree(cache.past_length, mask_RN[tokens:], windows, group, self.dtype, prompt_length)
             parts.append(_PartPlan(slice(tokens, rows), plan, rows, True))
+        return parts
+
+    def _thread_plans(self, cache: KVCache, positions_R: Tensor, sight: Sight, num_masks: int) -> list[_PartPlan]:
+        """As ``_plans``, for rows of several threads."""
+        rows = len(positions_R)
+        tokens, group = rows - num_masks, self.config.queries_per_kv_head
+        parts = []
+        if tokens:
+            own = slice(0, tokens)
+            plan = AttentionPlan.for_threads(sight.of(own, num_masks), positions_R[own], self._windows, group, self.dtype)
+            parts.append(_PartPlan(own, plan, tokens, False))
+        if num_masks:
+            own, length = slice(tokens, rows), cache.prompt_length
+            plan = AttentionPlan.for_threads(sight.of(own), positions_R[own], self._windows, group, self.dtype, length)
+            parts.append(_PartPlan(own, plan, rows, True))
         return parts
 
     def _embedded(self, token_ids_R: Tensor, embedding_VE: Tensor) -> Tensor:

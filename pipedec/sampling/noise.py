@@ -1,4 +1,4 @@
-"""Random numbers that are a function of seed, position and token: no generator is advanced, so no order can matter.
+"""Random numbers that are a function of seed, thread, position and token: no generator is advanced, so no order can matter.
 
 Whatever the decoding method, the stage count or the number of rows, the token at a position meets the same noise.
 
@@ -36,15 +36,17 @@ def philox(counters: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int, int]
     return first, second, third, fourth
 
 
-def gumbel(seed: int, positions_P: Tensor, vocab_size: int) -> Tensor:
+def gumbel(seed: int, positions_P: Tensor, vocab_size: int, stream: int = 0) -> Tensor:
     """Standard Gumbel noise for every token at every position, float64 [P, V].
 
     Args:
         seed: below 2**64.
         positions_P: int64, below 2**32: where in the sequence (prompt included) the token will stand.
+        stream: below 2**32, of one decode thread: two threads may say something at the same position.
     """
     blocks_B = torch.arange(-(-vocab_size // 4), dtype=torch.int64, device=positions_P.device)
     nothing = torch.zeros_like(blocks_B)
-    words = torch.stack(philox((blocks_B[None, :], positions_P[:, None], nothing, nothing), (seed & _WORD, seed >> 32)), -1)
+    counters = blocks_B[None, :], positions_P[:, None], nothing + stream, nothing
+    words = torch.stack(philox(counters, (seed & _WORD, seed >> 32)), -1)
     uniform_PV = (words.flatten(1)[:, :vocab_size].double() + 0.5) / 2**32  # above 0 and below 1
     return -(-uniform_PV.log()).log()

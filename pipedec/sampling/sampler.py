@@ -28,24 +28,30 @@ class Sampler:
     """Chooses the tokens of one request, in vLLM's order: bias, penalties, temperature, min-p, top-k, top-p, draw.
 
     Drawing is the Gumbel trick: the largest of log-probability + noise is an exact draw from the distribution, and the noise
-    at a position is the same for every row that stands there.
+    at a position is the same for every row of a decode thread that stands there.
+
+    Args:
+        stream: the thread's noise (see ``gumbel``).
 
     Raises:
         UserError: a biased token is not in the vocabulary.
         ValueError: there is something to draw and no seed.
     """
 
-    def __init__(self, params: SamplingParams, vocab_size: int, device: torch.device | str = "cpu") -> None:
+    def __init__(self, params: SamplingParams, vocab_size: int, device: torch.device | str = "cpu", stream: int = 0) -> None:
         if params.is_stochastic and params.seed is None:
             raise ValueError("a seed must be drawn before the request is begun")
         self._params = params
+        self._stream = stream
         self._history = History(vocab_size, device) if params.has_penalties else None
         self._bias_V = _bias(params.logit_bias, vocab_size, device) if params.logit_bias else None
 
     @classmethod
-    def create(cls, params: SamplingParams, vocab_size: int, device: torch.device | str = "cpu") -> Sampler | None:
+    def create(
+        cls, params: SamplingParams, vocab_size: int, device: torch.device | str = "cpu", stream: int = 0
+    ) -> Sampler | None:
         """The request's sampler; None where ``greedy`` alone decides."""
-        return None if params.is_plainly_greedy else cls(params, vocab_size, device)
+        return None if params.is_plainly_greedy else cls(params, vocab_size, device, stream)
 
     def add_prompt(self, token_ids: Tensor) -> None:
         """Take in a chunk of the prompt: int64."""
@@ -85,7 +91,7 @@ class Sampler:
         if params.seed is None or not params.is_stochastic:
             return logits_RV
         distinct_P, which_R = positions_R.unique(return_inverse=True)  # siblings share their noise
-        noise_RV = gumbel(params.seed, distinct_P, logits_RV.shape[-1])[which_R]
+        noise_RV = gumbel(params.seed, distinct_P, logits_RV.shape[-1], self._stream)[which_R]
         return filtered(logits_RV, params) + noise_RV
 
 

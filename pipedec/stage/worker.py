@@ -11,10 +11,13 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from pipedec.core import SamplingParams, Step, Verdict
+from pipedec.core import MAX_VERDICT_TOKENS, Part, SamplingParams, Step, Verdict
+from pipedec.forest import Forest, Turn
 from pipedec.model import StageModel
 from pipedec.sampling import Logprobs, Sampler, greedy
+from pipedec.stage.thread_judge import ThreadJudge
 from pipedec.stage.verifier import Verifier
+from pipedec.threads import NewSequence
 from pipedec.tree import Advance, PredictionTree, is_mask
 
 
@@ -25,6 +28,7 @@ class StageWorker:
         self._model = model
         self._cache = model.make_cache()
         self._tree = PredictionTree(device)
+        self._forest: Forest | None = None  # instead of the tree, for an answer in several threads
         self._device = device
         self._has_masks = False
         self._prompt_length = 0
@@ -36,12 +40,26 @@ class StageWorker:
         """Rows that the cache has room for: it grows as needed and stays."""
         return self._cache.slots
 
-    def begin(self, prompt_length: int, sampling: SamplingParams, named: int = 0) -> None:
+    @property
+    def cached_rows(self) -> int:
+        """Rows in the cache: the prompt, what was accepted and may still be seen, and what is in flight."""
+        return self._cache.length
+
+    @property
+    def _rows(self) -> PredictionTree | Forest:
+        """The rows in flight."""
+        return self._tree if self._forest is None else self._forest
+
+    def begin(
+        self, prompt_length: int, sampling: SamplingParams, named: int = 0, new_sequence: NewSequence | None = None
+    ) -> None:
         """Forget the last request and prepare for one whose prompt has ``prompt_length`` tokens.
 
         Args:
             named: tokens that each mask row is to name in forecasts; 0 for a request without masks.
+            new_sequence: makes the answer's threads; None for an answer in one.
         """
+        self._forest = None if new_sequence is None else Forest(new_sequence(), self._device)
         self._has_masks = named > 0
         self._prompt_length = prompt_length
         self._cache.reset()
@@ -61,15 +79,23 @@ class StageWorker:
     def _behind_prompt(self, inputs: Tensor, token_ids: Tensor) -> Tensor:
         """The activations of a group of masks right behind the prompt, of which nothing is kept."""
         chain = torch.arange(-1, len(token_ids) - 1, device=self._device)
-        hidden = self._activations(self._tree.append(token_ids, chain), inputs, len(token_ids))
-        self._tree.reset(self._prompt_length)
+        hidden = self._activations(self._append(Step(token_ids, chain)), inputs, len(token_ids))
+        self._rows.reset(self._prompt_length)
         self._cache.advance(chain[:0], chain[:0])
         return hidden
 
+    def _append(self, step: Step) -> slice:
+        if self._forest is None:
+            return self._tree.append(step.token_ids, step.parents)
+        threads = torch.zeros_like(step.parents) if step.threads is None else step.threads
+        return self._forest.append(step.token_ids, step.parents, threads)
+
     def _activations(self, rows: slice, inputs: Tensor, masks: int) -> Tensor:
-        """The activations of rows that have just entered the tree; the last ones are ``masks``."""
-        tree = self._tree
-        return self._model.forward(inputs, tree.positions[rows], self._cache, tree.tree_mask[rows], num_masks=masks)
+        """The activations of rows that have just entered; the last ones are ``masks``."""
+        positions = self._rows.positions[rows]
+        if self._forest is not None:
+            return self._model.forward(inputs, positions, self._cache, num_masks=masks, sight=self._forest.sight(rows))
+        return self._model.forward(inputs, positions, self._cache, self._tree.tree_mask[rows], num_masks=masks)
 
     def _count_masks(self, step: Step) -> int:
         """How many rows of a step, its last ones, are masks. Without masks nothing waits for the device."""
@@ -77,7 +103,7 @@ class StageWorker:
 
     def decode(self, step: Step) -> None:
         """Add the step's rows to the tree and compute them; the output waits for this timestep's verdict."""
-        rows = self._tree.append(step.token_ids, step.parents)
+        rows = self._append(step)
         inputs = step.token_ids if step.hidden is None else step.hidden
         self._pending_hidden = self._activations(rows, inputs, self._count_masks(step))
         self._pending_rows = torch.arange(rows.start, rows.stop, device=self._device)
@@ -86,7 +112,17 @@ class StageWorker:
         """Replay the verdict: commit and prune tree, cache and pending output. Without tokens there is nothing to replay."""
         if not verdict.tokens:
             return
-        self._replay(self._tree.advance(verdict.tokens))
+        if self._forest is None:
+            self._replay(self._tree.advance(verdict.tokens))
+        else:
+            self._replay_threads(self._forest, verdict)
+
+    def _replay_threads(self, forest: Forest, verdict: Verdict) -> Turn:
+        advance, turn = forest.advance(verdict)
+        self._replay(advance)
+        if turn.changes_threads and (kept := forest.release()) is not None:
+            self._cache.release(kept)
+        return turn
 
     def _replay(self, advance: Advance) -> None:
         """Follow the tree with everything that is kept beside it."""
@@ -100,8 +136,8 @@ class StageWorker:
         hidden, self._pending_hidden = self._pending_hidden, None
         if hidden is None or not len(self._pending_rows):
             return None
-        rows = self._pending_rows
-        return Step(self._tree.token_ids[rows], self._tree.parents[rows], hidden)
+        rows, threads = self._pending_rows, None if self._forest is None else self._forest.threads[self._pending_rows]
+        return Step(self._rows.token_ids[rows], self._rows.parents[rows], hidden, threads)
 
 
 class FinalStageWorker(StageWorker):
@@ -113,25 +149,34 @@ class FinalStageWorker(StageWorker):
         self._successors = torch.zeros(0, dtype=torch.int64, device=device)  # the target's token after each row of the tree
         self._verifier = Verifier(SamplingParams(), eos_token_ids)
         self._sampler: Sampler | None = None  # None: the likeliest token
+        self._judge: ThreadJudge | None = None  # instead of verifier and sampler, for an answer in several threads
         self._num_logprobs: int | None = None
         self._logprobs: Logprobs | None = None  # of the successors, if asked for
         self._accepted_logprobs: list[list[tuple[int, float]]] = []
         self._named: Tensor | None = None  # int64 [N, named], tokens that each mask of the tree names; None without masks
 
-    def begin(self, prompt_length: int, sampling: SamplingParams, named: int = 0) -> None:
-        super().begin(prompt_length, sampling, named)
+    def begin(
+        self, prompt_length: int, sampling: SamplingParams, named: int = 0, new_sequence: NewSequence | None = None
+    ) -> None:
+        super().begin(prompt_length, sampling, named, new_sequence)
+        vocab_size = self._model.config.vocab_size
         self._successors = self._successors[:0]
         self._verifier = Verifier(sampling, self._eos_token_ids)
-        self._sampler = Sampler.create(sampling, self._model.config.vocab_size, self._device)
+        self._judge = self._sampler = None
+        if new_sequence is None:
+            self._sampler = Sampler.create(sampling, vocab_size, self._device)
+        else:
+            self._judge = ThreadJudge(new_sequence(), sampling, vocab_size, self._device)
         self._num_logprobs = sampling.logprobs
         self._logprobs = None
         self._accepted_logprobs = []
-        named = min(named, self._model.config.vocab_size)
+        named = min(named, vocab_size)
         self._named = self._successors.new_zeros(0, named) if named else None
 
     def prefill(self, chunk: Step) -> Step:
-        if self._sampler is not None:
-            self._sampler.add_prompt(chunk.token_ids[: chunk.num_rows - self._count_masks(chunk)])
+        chooser = self._judge or self._sampler
+        if chooser is not None:
+            chooser.add_prompt(chunk.token_ids[: chunk.num_rows - self._count_masks(chunk)])
         return super().prefill(chunk)
 
     def decode(self, step: Step) -> None:
@@ -140,12 +185,16 @@ class FinalStageWorker(StageWorker):
         logits = self._model.logits(self._pending_hidden)
         num_tokens = step.num_rows - self._count_masks(step)
         successors = greedy(logits)  # of a mask nobody asks for it
-        if self._sampler is not None:
-            successors[:num_tokens] = self._sampled(self._sampler, logits[:num_tokens], self._pending_rows[:num_tokens])
+        rows, mask_rows = self._pending_rows[:num_tokens], self._pending_rows[num_tokens:]
+        if self._judge is not None and self._forest is not None:
+            successors[:num_tokens] = self._judge.choose(logits[:num_tokens], self._forest, rows)
+        elif self._sampler is not None:
+            successors[:num_tokens] = self._sampled(self._sampler, logits[:num_tokens], rows)
         self._successors = torch.cat([self._successors, successors])
         if self._named is not None:
-            places = self._tree.positions[self._pending_rows[num_tokens:]] + 1
-            of_masks = self._likeliest(logits[num_tokens:], places, self._named.shape[1])
+            threads = None if self._forest is None else self._forest.threads[mask_rows]
+            places = self._rows.positions[mask_rows] + 1
+            of_masks = self._likeliest(logits[num_tokens:], places, self._named.shape[1], threads)
             self._named = torch.cat((self._named, self._named.new_zeros(num_tokens, self._named.shape[1]), of_masks))
         if self._num_logprobs is not None:
             logprobs = Logprobs.of(logits, successors, self._num_logprobs)
@@ -156,14 +205,28 @@ class FinalStageWorker(StageWorker):
         tree = self._tree
         return sampler.choose(logits, tree.positions[rows] + 1, tree.tree_mask[rows], tree.token_ids.clamp(min=0))
 
-    def _likeliest(self, logits: Tensor, places: Tensor, count: int) -> Tensor:
-        """int64 [R, count]: what masks name for these places, the best first, as the sampler will draw there."""
-        scores = logits if self._sampler is None else self._sampler.scores(logits, places)
+    def _likeliest(self, logits: Tensor, places: Tensor, count: int, threads: Tensor | None = None) -> Tensor:
+        """int64 [R, count]: what masks name for these places, the best first, as the sampler will draw there.
+
+        Args:
+            threads: int64 [R], of the masks; None: all are the main thread's.
+        """
+        scores = logits
+        if self._judge is not None:
+            scores = self._judge.scores(logits, torch.zeros_like(places) if threads is None else threads, places)
+        elif self._sampler is not None:
+            scores = self._sampler.scores(logits, places)
         return scores.topk(count, dim=1).indices
 
     def sync(self, verdict: Verdict) -> None:
         super().sync(verdict)
         self._verifier.replayed(verdict)
+
+    def _replay_threads(self, forest: Forest, verdict: Verdict) -> Turn:
+        turn = super()._replay_threads(forest, verdict)
+        if self._judge is not None:
+            self._judge.replayed(forest, turn)
+        return turn
 
     def _replay(self, advance: Advance) -> None:
         super()._replay(advance)
@@ -181,22 +244,31 @@ class FinalStageWorker(StageWorker):
         masks = self._count_masks(last_chunk)
         all_logits, tree = self._model.logits(last_chunk.hidden[-1 - masks :]), self._tree
         logits = all_logits[:1]
-        if self._sampler is None:
+        if self._judge is not None:
+            token = self._judge.first(logits)
+        elif self._sampler is None:
             token = greedy(logits)
         else:
             position = torch.tensor([self._prompt_length], device=self._device)
             token = self._sampler.choose(logits, position, tree.tree_mask.new_zeros(1, 0), tree.token_ids)
         if self._num_logprobs is not None:
             self._accepted_logprobs += Logprobs.of(logits, token, self._num_logprobs).as_lists()
-        verdict = self._verifier.first(int(token[0]))
+        if self._judge is None:
+            verdict = self._verifier.first(int(token[0]))
+        else:
+            verdict = Verdict.of_parts([Part(0, (int(token[0]),))], self._judge.finished)
         if self._named is None or verdict.finished is not None:
             return verdict
         places = torch.arange(masks, device=self._device) + self._prompt_length + 1
         named = self._likeliest(all_logits[1:], places, self._named.shape[1])
+        if self._judge is not None:
+            return Verdict.of_parts([Part(0, verdict.tokens, _as_tuples(named))])
         return replace(verdict, forecast=_as_tuples(named))
 
     def verdict(self) -> Verdict | None:
         """What the rows computed so far say after the last verdict; None if nothing new."""
+        if self._judge is not None and self._forest is not None:
+            return self._verdict_on_threads(self._judge, self._forest)
         verdict = self._verifier.judge(self._tree, self._successors)
         if verdict is None:
             return None
@@ -205,6 +277,24 @@ class FinalStageWorker(StageWorker):
         if self._named is None or verdict.finished is not None:
             return verdict
         return replace(verdict, forecast=self._forecast(self._named, self._verifier.judged_rows))
+
+    def _verdict_on_threads(self, judge: ThreadJudge, forest: Forest) -> Verdict | None:
+        parts = judge.judge(forest, self._successors)
+        if self._logprobs is not None and judge.judged_rows:
+            rows = torch.tensor(judge.judged_rows, device=self._device)
+            self._accepted_logprobs += self._logprobs.of_rows(rows).as_lists()
+        if not parts or self._named is None or judge.finished is not None:
+            return Verdict.of_parts(parts, judge.finished) if parts else None
+        room = MAX_VERDICT_TOKENS - sum(len(part.tokens) + 1 for part in parts)
+        told, first = [], 0
+        for part in parts:
+            judged = judge.judged_rows[first : first + len(part.tokens)]
+            first += len(part.tokens)
+            forecast = self._forecast(self._named, judged)
+            size = sum(map(len, forecast))
+            told.append(part._replace(forecast=forecast if size <= room else ()))
+            room -= size if size <= room else 0
+        return Verdict.of_parts(told)
 
     def _forecast(self, named: Tensor, judged_rows: list[int]) -> tuple[tuple[int, ...], ...]:
         """What the masks behind the last judged row that has any name for places behind the last accepted token's.
@@ -218,10 +308,10 @@ class FinalStageWorker(StageWorker):
 
     def _masks_behind(self, row: int) -> list[int]:
         masks: list[int] = []
-        following = self._tree.child(row, -1)
+        following = self._rows.child(row, -1)
         while following is not None:
             masks.append(following)
-            following = self._tree.child(following, -1 - len(masks))
+            following = self._rows.child(following, -1 - len(masks))
         return masks
 
     def take_logprobs(self) -> list[list[tuple[int, float]]]:

@@ -54,6 +54,11 @@ class BoundDialect:
         """The tag with one more token."""
         return OpenerTag(tag.start, tag.num_tokens + 1, tag.text + self.text_of(token))
 
+    def may_open(self, token: int) -> bool:
+        """Whether some opener might be complete with this token."""
+        end = self.dialect.opener_end
+        return token == self.opener if end is None else end[-1] in self.text_of(token)
+
     def end_of(self, tag: OpenerTag) -> int | None:
         """How much of the tag's text it needs to be complete; None if it is not."""
         assert self.dialect.opener_end is not None

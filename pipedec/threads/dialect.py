@@ -5,12 +5,13 @@ Owns the fields, their checks and the shipped files. Knows no token ids: those c
 
 from __future__ import annotations
 
+import json
 import re
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from pipedec.config import load_json
+from pipedec.config import load_json, parse_json
 from pipedec.core import UserError
 
 DIALECTS = ("apar", "pasta", "parallel")
@@ -48,6 +49,7 @@ class Dialect:
         max_depth: 1 if only the main thread opens children, 2 if they do, too, and so on.
         max_children: of one thread.
         max_child_tokens: of one child, its forced token included; it is closed there.
+        max_cached_tokens: of the prompt and all threads together that have to be kept at one time; beyond, the answer ends.
         show_control: readers see control tokens.
     """
 
@@ -70,6 +72,7 @@ class Dialect:
     max_depth: int = field(default=1, metadata=_AT_LEAST_1)
     max_children: int = field(default=16, metadata=_AT_LEAST_1)
     max_child_tokens: int = field(default=2048, metadata={"min": 2})
+    max_cached_tokens: int = field(default=65536, metadata=_AT_LEAST_1)
     show_control: bool = False
 
     def __post_init__(self) -> None:
@@ -89,6 +92,15 @@ class Dialect:
         named = (self.opener, self.child_start, self.child_end, self.join)
         listed = (*self.never_sampled, *self.no_opening_after, *self.markers)
         return tuple(dict.fromkeys(text for text in (*named, *listed) if text is not None))
+
+    def to_json(self) -> str:
+        """As it goes to other processes."""
+        return json.dumps({name: value for name, value in asdict(self).items() if value is not None})
+
+    @classmethod
+    def from_json(cls, text: str) -> Dialect:
+        """Raises UserError if the text describes no dialect."""
+        return parse_json(cls, text, "the dialect")
 
 
 def _has_one_group(pattern: str) -> bool:

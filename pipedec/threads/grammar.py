@@ -1,11 +1,12 @@
 """What a token does in a thread, and which may not stand there: a function of the dialect and of the thread as it is.
 
-``walked`` are always tokens that stand behind the thread's own without being accepted yet, and that do nothing but stand there.
+``walked`` are always tokens that stand behind the thread's own without being accepted yet: text and openers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from enum import Enum
 
 from pipedec.threads import anomalies
@@ -23,6 +24,15 @@ class Role(Enum):
     END = "end"
 
 
+@dataclass(frozen=True)
+class _Ahead:
+    """What of a thread may have changed behind tokens that are not accepted yet."""
+
+    tag: OpenerTag | None
+    children: int
+    last: int | None
+
+
 class Grammar:
     """A bound dialect and the tokens that end a thread of an answer."""
 
@@ -37,40 +47,55 @@ class Grammar:
 
     def role(self, thread: DecodeThread, token: int, walked: list[int] | None = None) -> Role:
         """What ``token`` would do as the thread's next."""
-        walked = walked or []
+        ahead = self._ahead(thread, walked or [])
         if token in self._end_token_ids:
             return Role.END
         if token == self._bound.child_end and thread.parent is not None:
             return Role.CLOSE
-        if token == self._bound.join and thread.unjoined:
+        if token == self._bound.join and (thread.unjoined or ahead.children > len(thread.children)):
             return Role.JOIN
-        if token == self._bound.opener:
-            return Role.TEXT if self._bound.has_tags or self._refusal(thread, walked) else Role.OPEN
-        tag = self.tag_after(thread, walked)
-        return Role.OPEN if tag is not None and self._completes(tag, token) else Role.TEXT
+        return Role.OPEN if self._opens(thread, token, ahead) else Role.TEXT
 
     def tag_after(self, thread: DecodeThread, walked: list[int]) -> OpenerTag | None:
         """The opener's tag that is not complete yet behind ``walked``."""
-        tag = thread.tag
-        for count, token in enumerate(walked):
-            if token == self._bound.opener and self._bound.has_tags and not self._refusal(thread, walked[:count]):
-                tag = OpenerTag(start=thread.num_tokens + count)
-            elif tag is not None:
-                tag = self._bound.extended(tag, token) if self._stays_open(tag, token) else None
-        return tag
+        return self._ahead(thread, walked).tag
 
     def banned(self, thread: DecodeThread, walked: list[int]) -> frozenset[int]:
         """Tokens that may not be sampled next."""
-        if self.tag_after(thread, walked) is not None or self._refusal(thread, walked) is not None:
+        ahead = self._ahead(thread, walked)
+        if ahead.tag is not None or self._refusal(thread, ahead) is not None:
             return self._bound.never_sampled | {self._bound.opener}
         return self._bound.never_sampled
+
+    def opened(self, thread: DecodeThread, walked: list[int]) -> int:
+        """How many children ``walked`` would open."""
+        return self._ahead(thread, walked).children - len(thread.children)
+
+    def _ahead(self, thread: DecodeThread, walked: list[int]) -> _Ahead:
+        """The thread as it would be behind ``walked``."""
+        last = thread.token_ids[-1] if thread.token_ids else None
+        ahead = _Ahead(thread.tag, len(thread.children), last)
+        for count, token in enumerate(walked):
+            tag, bound = ahead.tag, self._bound
+            opens = self._opens(thread, token, ahead)
+            if token == bound.opener and bound.has_tags and not self._refusal(thread, ahead):
+                tag = OpenerTag(start=thread.num_tokens + count)
+            elif tag is not None:
+                tag = bound.extended(tag, token) if self._stays_open(tag, token) else None
+            ahead = _Ahead(tag, ahead.children + opens, token)
+        return ahead
+
+    def _opens(self, thread: DecodeThread, token: int, ahead: _Ahead) -> bool:
+        if token == self._bound.opener:
+            return not self._bound.has_tags and self._refusal(thread, ahead) is None
+        return ahead.tag is not None and self._completes(ahead.tag, token)
 
     def oddities(self, thread: DecodeThread, token: int, role: Role) -> Iterator[str]:
         """The anomalies that ``token``, which does ``role``, is as the thread's next."""
         bound = self._bound
         if thread.tag is not None and role is not Role.OPEN and not self._stays_open(thread.tag, token):
             yield anomalies.OPENER_NOT_COMPLETED
-        if token == bound.opener and (refusal := self._refusal(thread, [])):
+        if token == bound.opener and (refusal := self._refusal(thread, self._ahead(thread, []))):
             yield refusal
         if token == bound.child_end and role is Role.TEXT:
             yield anomalies.CLOSE_OUTSIDE_CHILD
@@ -83,14 +108,13 @@ class Grammar:
         if role in (Role.END, Role.CLOSE) and bound.join is not None and thread.unjoined:
             yield anomalies.END_WITHOUT_JOIN
 
-    def _refusal(self, thread: DecodeThread, walked: list[int]) -> str | None:
+    def _refusal(self, thread: DecodeThread, ahead: _Ahead) -> str | None:
         """The anomaly that an opener would be next; None where it may stand."""
         if thread.depth >= self._bound.dialect.max_depth:
             return anomalies.OPENER_TOO_DEEP
-        if len(thread.children) >= self._bound.dialect.max_children:
+        if ahead.children >= self._bound.dialect.max_children:
             return anomalies.TOO_MANY_CHILDREN
-        last = walked[-1:] or thread.token_ids[-1:]
-        return anomalies.OPENER_OUT_OF_PLACE if last and last[0] in self._bound.no_opening_after else None
+        return anomalies.OPENER_OUT_OF_PLACE if ahead.last in self._bound.no_opening_after else None
 
     def _completes(self, tag: OpenerTag, token: int) -> bool:
         return token not in self._breaks_tag and self._bound.end_of(self._bound.extended(tag, token)) is not None

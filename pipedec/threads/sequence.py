@@ -9,7 +9,7 @@ never ends an answer: ``anomalies`` counts it, and docs/threads.md says what bec
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from pipedec.threads import anomalies
 from pipedec.threads.bound import BoundDialect, OpenerTag
@@ -26,10 +26,21 @@ class Sequence:
         threads: by number, the main thread first.
         max_tokens: the answer is cut behind so many tokens of the document. Control and forced tokens count.
         finished: None while it goes on; else the ``reason`` of ``Finished``.
+
+    Args:
+        max_positions: of the model. Predictions are clamped so that ``max_tokens`` tokens always find room; None for no limit.
     """
 
-    def __init__(self, bound: BoundDialect, prompt_length: int, end_token_ids: Iterable[int], max_tokens: int) -> None:
+    def __init__(
+        self,
+        bound: BoundDialect,
+        prompt_length: int,
+        end_token_ids: Iterable[int],
+        max_tokens: int,
+        max_positions: int | None = None,
+    ) -> None:
         self._bound = bound
+        self._max_positions = max_positions
         self._dialect = bound.dialect
         self._grammar = Grammar(bound, frozenset(end_token_ids))
         self._anomalies: Counter[str] = Counter()
@@ -72,17 +83,56 @@ class Sequence:
         return self._grammar.banned(self.threads[number], list(after))
 
     def ends_walk(self, number: int, token: int, after: Iterable[int] = ()) -> bool:
-        """Whether a verdict must stop behind ``token`` in this thread, so that what it changes falls between two timesteps.
+        """Whether nothing is known of what comes behind ``token`` in this thread: it joins, or ends the thread.
 
         Args:
-            after: tokens that this timestep accepted before it, if ``accept`` has not been told of them.
+            after: tokens behind the thread's own, before this one, that ``accept`` has not been told of: text and openers.
         """
         thread, walked = self.threads[number], list(after)
-        if self._grammar.role(thread, token, walked) is not Role.TEXT:
+        if self._grammar.role(thread, token, walked) in (Role.JOIN, Role.CLOSE, Role.END):
             return True
         if thread.parent is not None and thread.num_tokens + len(walked) + 1 >= self._dialect.max_child_tokens:
             return True
-        return next_places(self.threads)[number] + len(walked) + 1 >= self.max_tokens
+        entering = len(walked) + 1 + self._grammar.opened(thread, [*walked, token])  # forced tokens are tokens, too
+        return next_places(self.threads)[number] + entering >= self.max_tokens
+
+    def following(self, number: int, path: list[int]) -> tuple[int, frozenset[int]]:
+        """Where the token behind ``path`` would stand, and which tokens may not stand there.
+
+        Args:
+            path: as ``after`` of ``ends_walk``.
+        """
+        thread = self.threads[number]
+        position = thread.next_position
+        for count, token in enumerate(path):
+            position += 1 + self._promised_by(thread, token, path[:count], position + 1)
+        return position, self._grammar.banned(thread, path)
+
+    def gap(self, number: int, path: list[int]) -> int:
+        """How many positions stay empty between the last token of ``path`` and the one behind it."""
+        position, _ = self.following(number, path[:-1])
+        return self._promised_by(self.threads[number], path[-1], path[:-1], position + 1)
+
+    def _promised_by(self, thread: DecodeThread, token: int, walked: list[int], position: int) -> int:
+        """The predicted length of the child that ``token`` would open at ``position``; 0 if it opens none."""
+        if not self.may_leave_gap(token) or self._grammar.role(thread, token, walked) is not Role.OPEN:
+            return 0
+        tag = self._grammar.tag_after(thread, walked)
+        return self._promise(None if tag is None else self._bound.extended(tag, token), position)[0]
+
+    @property
+    def leaves_gaps(self) -> bool:
+        """Whether positions may stay empty behind openers."""
+        return self._dialect.after_opening == "predicted"
+
+    def may_leave_gap(self, token: int) -> bool:
+        """Whether a token might be one behind which positions stay empty."""
+        return self.leaves_gaps and self._bound.may_open(token)
+
+    @property
+    def joins(self) -> bool:
+        """Whether threads see those that they have opened."""
+        return self._bound.join is not None
 
     def accept(self, number: int, token: int) -> list[Event]:
         """Take in one accepted token of a thread; forced tokens come with ``Opened`` and are not accepted.
@@ -99,7 +149,8 @@ class Sequence:
             raise ValueError(f"token {token} for thread {number}, which is {thread.state.value}")
         role = self._grammar.role(thread, token)
         self._anomalies.update(self._grammar.oddities(thread, token, role))
-        return [*self._act(thread, token, role), *self._settle()]
+        events = [*self._act(thread, token, role), *self._settle()]
+        return [*events, *self.end_all(anomalies.CACHE_FULL)] if self._is_full() else events
 
     def end_all(self, reason: str) -> list[Event]:
         """End what has not ended, for a reason from outside: ``cancelled``, a stop string, or ``cache_full``, an anomaly."""
@@ -142,6 +193,10 @@ class Sequence:
         """A buffer that hands out the document as it becomes certain."""
         return ReorderBuffer(self.threads, self.max_tokens)
 
+    def is_control(self, token: int) -> bool:
+        """Whether a token is none of the text wherever it stands."""
+        return self._grammar.is_control(token)
+
     def is_shown(self, token: DocumentToken) -> bool:
         """Whether readers see it: text, and control tokens only where the dialect shows them."""
         return self._dialect.show_control or not token.is_control
@@ -164,6 +219,13 @@ class Sequence:
             thread.tag = tag
             self._enter(thread, token)
 
+    def _is_full(self) -> bool:
+        """Whether more tokens have to be kept than the dialect allows."""
+        limit = self._dialect.max_cached_tokens
+        if self.prompt_length + sum(thread.num_tokens for thread in self.threads) <= limit:
+            return False
+        return self.prompt_length + sum(self.needed()) > limit
+
     def _break_tag(self, thread: DecodeThread, known_at: int) -> None:
         """A tag that is not complete was text, which is known with the thread's token ``known_at``."""
         if thread.tag is not None:
@@ -180,7 +242,9 @@ class Sequence:
         """A child behind the thread's last token, which completed ``tag`` or is the opener."""
         if tag is not None:
             self._finish_tag(thread, tag)
-        promised = self._promise(tag) if self._dialect.after_opening == "predicted" else None
+        is_predicted = self._dialect.after_opening == "predicted"
+        promised, names = self._promise(tag, thread.next_position)
+        self._anomalies.update(names)
         child = DecodeThread(
             number=len(self.threads),
             path=(*thread.path, len(thread.children)),
@@ -188,13 +252,13 @@ class Sequence:
             opened_at=thread.num_tokens,
             inherited=(*thread.context(), (thread.number, thread.num_tokens)),
             next_position=thread.next_position,
-            promised=promised,
+            promised=promised if is_predicted else None,
         )
         self.threads.append(child)
         self._numbers[child.path] = child.number
         thread.children.append(child.number)
         thread.unjoined.append(child.number)
-        thread.next_position += promised or 0
+        thread.next_position += promised
         self._enter(child, self._bound.child_start)
         return Opened(thread.number, child.number, child.token_ids[0], child.positions[0])
 
@@ -205,18 +269,22 @@ class Sequence:
         if tail:
             thread.tails[thread.num_tokens - 1] = tail
 
-    def _promise(self, tag: OpenerTag | None) -> int:
-        """How many tokens the child is predicted to have."""
+    def _promise(self, tag: OpenerTag | None, position: int) -> tuple[int, list[str]]:
+        """How many tokens a child at ``position`` is predicted to have, and what is wrong with it; 0 if nothing is predicted."""
         dialect = self._dialect
-        if tag is None or dialect.length_pattern is None:
-            return dialect.default_length
-        stated = self._bound.stated_length(tag.text[: self._bound.end_of(tag)])
+        if dialect.after_opening != "predicted":
+            return 0, []
+        names = []
+        stated: int | None = dialect.default_length
+        if tag is not None and dialect.length_pattern is not None:
+            stated = self._bound.stated_length(tag.text[: self._bound.end_of(tag)])
         if stated is None:
-            self._anomalies[anomalies.LENGTH_MISSING] += 1
-            return dialect.default_length
-        clamped = min(max(stated, 1), dialect.max_length)
-        self._anomalies.update([anomalies.LENGTH_CLAMPED] if clamped != stated else [])
-        return clamped
+            stated, names = dialect.default_length, [anomalies.LENGTH_MISSING]
+        most = dialect.max_length
+        if self._max_positions is not None:
+            most = min(most, self._max_positions - self.max_tokens - position)
+        clamped = max(min(stated, most), 1)
+        return clamped, names + ([anomalies.LENGTH_CLAMPED] if clamped != stated else [])
 
     def _close(self, thread: DecodeThread, reason: str, token: int | None = None) -> Iterator[Event]:
         """The thread takes no more tokens; where there are joins it ends when its children have (an implicit join)."""
@@ -300,3 +368,6 @@ class Sequence:
     def _finish_reason(self) -> str:
         is_whole = sum(thread.num_tokens for thread in self.threads) <= self.max_tokens
         return "length" if any(thread.is_cut for thread in self.threads) or not is_whole else "stop"
+
+
+NewSequence = Callable[[], Sequence]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -75,6 +76,11 @@ class DecodeThread:
     def depth(self) -> int:
         """0 for the main thread."""
         return len(self.path)
+
+    @property
+    def noise_stream(self) -> int:
+        """What the thread's tokens are drawn with besides seed and position: a function of its path, 0 for the main thread."""
+        return zlib.crc32(",".join(map(str, self.path)).encode())
 
     @property
     def num_tokens(self) -> int:

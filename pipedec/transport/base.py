@@ -8,14 +8,14 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from pipedec.core import Step, Verdict
+from pipedec.core import MAX_VERDICT_TOKENS, Share, Step, Verdict
 
 _BYTES_PER_ID = 8
-MAX_VERDICT_TOKENS = 125  # with those of its forecast
-_HEADER_COUNTS = 5  # rows, accepted tokens, why the answer ended, places of the forecast, tokens for each of them
+_IDS = 3  # of each row: its token, its parent, its thread
+_HEADER_COUNTS = 6  # rows, accepted tokens, why the answer ended, places of the forecast, tokens for each of them, shares
 HEADER_VALUES = _HEADER_COUNTS + MAX_VERDICT_TOKENS
 HEADER_BYTES = 8 * HEADER_VALUES
-_ENDINGS = (None, "stop", "length", "cancelled")
+_ENDINGS = (None, "stop", "length", "cancelled", "cache_full")
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Transport(Protocol):
 
         Raises:
             RankLost: the peer is gone or did not answer in time.
-            ValueError: the verdict and its forecast have more than MAX_VERDICT_TOKENS tokens.
+            ValueError: the verdict, its forecast and its shares are more than MAX_VERDICT_TOKENS.
         """
 
     def receive_envelope(self, src: int) -> Envelope:
@@ -66,48 +66,53 @@ class Transport(Protocol):
 
 
 def message_bytes(num_rows: int, hidden_size: int, dtype: torch.dtype) -> int:
-    """Bytes of a step of ``num_rows`` rows: token ids, parents, then the activations (so that all are aligned)."""
-    return num_rows * (2 * _BYTES_PER_ID + hidden_size * dtype.itemsize)
+    """Bytes of a step of ``num_rows`` rows: token ids, parents, threads, then the activations (so that all are aligned)."""
+    return num_rows * (_IDS * _BYTES_PER_ID + hidden_size * dtype.itemsize)
 
 
 def pack(step: Step, out: Tensor) -> None:
     """Write ``step`` into ``out``, uint8 [message_bytes]."""
-    split = step.num_rows * 2 * _BYTES_PER_ID
+    rows = step.num_rows
+    split = rows * _IDS * _BYTES_PER_ID
     ids = out[:split].view(torch.int64)
-    ids[: step.num_rows] = step.token_ids
-    ids[step.num_rows :] = step.parents
+    ids[:rows] = step.token_ids
+    ids[rows : 2 * rows] = step.parents
+    ids[2 * rows :] = 0 if step.threads is None else step.threads
     if step.hidden is not None:
         out[split:].view(step.hidden.dtype).copy_(step.hidden.flatten())
 
 
 def unpack(message: Tensor, num_rows: int, hidden_size: int, dtype: torch.dtype) -> Step:
     """The step in ``message``, as views of it. ``hidden_size`` 0 means a step without activations."""
-    split = num_rows * 2 * _BYTES_PER_ID
-    ids = message[:split].view(torch.int64)
+    split = num_rows * _IDS * _BYTES_PER_ID
+    token_ids, parents, threads = message[:split].view(torch.int64).view(_IDS, num_rows)
     hidden = message[split:].view(dtype).view(num_rows, hidden_size) if hidden_size else None
-    return Step(token_ids=ids[:num_rows], parents=ids[num_rows:], hidden=hidden)
+    return Step(token_ids, parents, hidden, threads)
 
 
 def pack_header(envelope: Envelope, out: Tensor) -> None:
     """Write everything but the step's rows into ``out``, int64 [HEADER_VALUES]."""
     rows = envelope.step.num_rows if envelope.step else 0
     verdict = envelope.verdict or Verdict(())
-    tokens = [*verdict.tokens, *(token for named in verdict.forecast for token in named)]
+    shares = [thread << 16 | tokens << 8 | places for thread, tokens, places in verdict.shares]
+    tokens = [*shares, *verdict.tokens, *(token for named in verdict.forecast for token in named)]
     if len(tokens) > MAX_VERDICT_TOKENS:
         raise ValueError(f"a verdict of {len(tokens)} tokens does not fit into a header of {MAX_VERDICT_TOKENS}")
     num_tokens = -1 if envelope.verdict is None else len(verdict.tokens)
     named = len(verdict.forecast[0]) if verdict.forecast else 0
     values = out.numpy()
-    values[:_HEADER_COUNTS] = rows, num_tokens, _ENDINGS.index(verdict.finished), len(verdict.forecast), named
+    values[:_HEADER_COUNTS] = rows, num_tokens, _ENDINGS.index(verdict.finished), len(verdict.forecast), named, len(shares)
     values[_HEADER_COUNTS : _HEADER_COUNTS + len(tokens)] = tokens
 
 
 def unpack_header(header: Tensor) -> tuple[int, Verdict | None]:
     """The number of rows that follow, and the verdict, of int64 [HEADER_VALUES]."""
     values = header.numpy()
-    rows, num_tokens, ending, places, named = values[:_HEADER_COUNTS].tolist()
+    rows, num_tokens, ending, places, named, num_shares = values[:_HEADER_COUNTS].tolist()
     if num_tokens < 0:
         return rows, None
-    tokens = values[_HEADER_COUNTS : _HEADER_COUNTS + num_tokens + places * named].tolist()
-    forecast = (tuple(tokens[first : first + named]) for first in range(num_tokens, len(tokens), named or 1))
-    return rows, Verdict(tuple(tokens[:num_tokens]), _ENDINGS[ending], tuple(forecast))
+    first = _HEADER_COUNTS + num_shares
+    shares = tuple(Share(value >> 16, value >> 8 & 0xFF, value & 0xFF) for value in values[_HEADER_COUNTS:first].tolist())
+    tokens = values[first : first + num_tokens + places * named].tolist()
+    forecast = (tuple(tokens[start : start + named]) for start in range(num_tokens, len(tokens), named or 1))
+    return rows, Verdict(tuple(tokens[:num_tokens]), _ENDINGS[ending], tuple(forecast), shares)

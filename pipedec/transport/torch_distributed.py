@@ -129,7 +129,8 @@ class TorchTransport:
         if message.device == self._device:
             return step
         hidden = None if step.hidden is None else step.hidden.to(self._device)
-        return Step(step.token_ids.to(self._device), step.parents.to(self._device), hidden)
+        threads = None if step.threads is None else step.threads.to(self._device)
+        return Step(step.token_ids.to(self._device), step.parents.to(self._device), hidden, threads)
 
     def _hidden_size_from(self, src: int) -> int:
         return 0 if src == 0 else self._hidden_size

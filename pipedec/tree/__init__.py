@@ -1,6 +1,7 @@
 """The dynamic prediction tree (paper §3.3). Knows tensors and token ids; knows no model, no process, no Redis."""
 
 from pipedec.tree.masks import is_mask, mask_groups, visible_slots
-from pipedec.tree.prediction_tree import Advance, Candidates, PredictionTree
+from pipedec.tree.prediction_tree import Advance, Candidates, Gaps, PredictionTree
+from pipedec.tree.sight import Sight
 
-__all__ = ["Advance", "Candidates", "PredictionTree", "is_mask", "mask_groups", "visible_slots"]
+__all__ = ["Advance", "Candidates", "Gaps", "PredictionTree", "Sight", "is_mask", "mask_groups", "visible_slots"]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -62,17 +63,28 @@ class Candidates:
         return Candidates(rows, self.token_ids[is_kept], self.log_probs[is_kept])
 
 
+class Gaps(Protocol):
+    """Positions that stay empty behind a row: room for the predicted length of a decode thread that its token opens."""
+
+    def may_follow(self, token: int) -> bool:
+        """Whether ``behind`` a path that ends with this token may be more than 0."""
+
+    def behind(self, path: list[int]) -> int:
+        """How many positions stay empty behind these tokens, which stand behind the root."""
+
+
 class PredictionTree:
     """Token ids X, parents, probabilities P and ancestor mask M of the rows in flight, in order of entry.
 
     Storage grows by ``block`` rows, never per row. ``root_position`` is the position id of the root: a row's own
-    position is that plus its depth, so siblings share it.
+    position is that plus its depth, so siblings share it. Positions behind a row may stay empty, as many as ``gaps`` says of it.
     """
 
     def __init__(self, device: torch.device | str = "cpu", block: int = 256) -> None:
         self._device = torch.device(device)
         self._block = block
         self.root_position = 0
+        self.gaps: Gaps | None = None
         self.num_rows = 0
         self._allocate(block)
 
@@ -80,6 +92,7 @@ class PredictionTree:
         self._token_ids = torch.zeros(capacity, dtype=torch.int64, device=self._device)
         self._parents = torch.zeros(capacity, dtype=torch.int64, device=self._device)
         self._log_probs = torch.zeros(capacity, dtype=torch.float32, device=self._device)
+        self._gaps = torch.zeros(capacity, dtype=torch.int64, device=self._device)  # positions behind each row that stay empty
         self._mask = torch.zeros(capacity, capacity, dtype=torch.bool, device=self._device)
 
     @property
@@ -111,7 +124,11 @@ class PredictionTree:
     @property
     def positions(self) -> Tensor:
         """int64 [N], position ids."""
-        return self.root_position + self.tree_mask.sum(1) - 1
+        positions = self.root_position + self.tree_mask.sum(1) - 1
+        if self.gaps is None:
+            return positions
+        gaps = self._gaps[: self.num_rows]
+        return positions + (self.tree_mask * gaps).sum(1) - gaps
 
     @property
     def cumulative_log_probs(self) -> Tensor:
@@ -147,7 +164,26 @@ class PredictionTree:
         self._log_probs[first:last] = 0.0 if log_probs is None else log_probs
         self._extend_mask(parents, first, last)
         self.num_rows = last
+        if self.gaps is not None:
+            self._set_gaps(self.gaps, first, token_ids)
         return slice(first, last)
+
+    def _set_gaps(self, gaps: Gaps, first: int, token_ids: Tensor) -> None:
+        """Ask how many positions stay empty behind each of the rows that have just entered; the root's are told otherwise."""
+        self._gaps[max(first, 1) : self.num_rows] = 0
+        for row, token in enumerate(token_ids.tolist(), start=first):
+            if row > 0 and token >= 0 and gaps.may_follow(token):
+                self._gaps[row] = gaps.behind(self.path(row))
+
+    def path(self, row: int) -> list[int]:
+        """The tokens behind the root up to and with a row."""
+        rows = torch.nonzero(self._mask[row, : row + 1])[1:, 0]
+        return self._token_ids[rows].tolist()
+
+    def place(self, root_position: int, gap: int) -> None:
+        """Say where the root stands, or will, and how many positions behind it stay empty."""
+        self.root_position = root_position
+        self._gaps[0] = gap
 
     def grow(self, candidates: Candidates, width: int) -> slice:
         """Add the layer of the ``min(w, F·c)`` candidates with the likeliest paths (paper §3.3.3).
@@ -217,17 +253,26 @@ class PredictionTree:
         self._keep(advance)
         return advance
 
+    def clear(self) -> Advance:
+        """Drop all rows and commit nothing; the next root will stand where the present one does."""
+        nothing = self._parents.new_zeros(0)
+        advance = Advance(nothing, nothing, nothing, self.num_rows, hit=False)
+        self._keep(advance)
+        return advance
+
     def _keep(self, advance: Advance) -> None:
         kept, count = advance.kept, len(advance.kept)
         _, parents = advance.renumber(self._parents[kept[1:]])
         self._parents[1:count] = parents
         self._parents[:1] = -1
-        for storage in (self._token_ids, self._log_probs):
+        self.root_position += len(advance.committed)
+        if self.gaps is not None:
+            self.root_position += int(self._gaps[advance.committed].sum())
+        for storage in (self._token_ids, self._log_probs, self._gaps):
             storage[:count] = storage[kept]
         self._log_probs[:1] = 0.0  # the new root is certain
         self._mask[:count, :count] = self._mask[kept][:, kept]
         self.num_rows = count
-        self.root_position += len(advance.committed)
 
     def _check_parents(self, parents: Tensor, first: int) -> None:
         own = torch.arange(first, first + len(parents), device=self._device)
@@ -256,8 +301,8 @@ class PredictionTree:
         capacity = len(self._token_ids)
         if rows <= capacity:
             return
-        old = self._token_ids, self._parents, self._log_probs, self._mask
+        old = self._token_ids, self._parents, self._log_probs, self._gaps, self._mask
         self._allocate(-(-rows // self._block) * self._block)
-        for mine, theirs in zip((self._token_ids, self._parents, self._log_probs), old[:3], strict=True):
+        for mine, theirs in zip((self._token_ids, self._parents, self._log_probs, self._gaps), old[:4], strict=True):
             mine[:capacity] = theirs
-        self._mask[:capacity, :capacity] = old[3]
+        self._mask[:capacity, :capacity] = old[4]

@@ -36,7 +36,7 @@ def test_toy_run_counts_what_a_timestep_must_cost() -> None:
         stages = row["stages"]
         assert row["config"]["timesteps"] == 5 and row["machine"]["cores"] >= 1
         assert row["timesteps"] == 10 and len(row["repeat_means_ms"]["raw"]) == 2
-        assert row["message_bytes"] == row["rows"] * (16 + 8 * 4)
+        assert row["message_bytes"] == row["rows"] * (24 + 8 * 4)
         assert 0 < row["pipedec_ms"]["median"] <= row["pipedec_ms"]["p90"]
         assert 0 < row["raw_ms"]["median"] <= row["raw_ms"]["p90"]
         assert len(row["round_trips_per_rank"]) == stages + 1

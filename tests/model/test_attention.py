@@ -14,6 +14,7 @@ from pipedec.model.attention import (
     reference_attention,
     tree_attention,
 )
+from pipedec.tree import Sight
 
 HEADS, KV_HEADS, HEAD_DIM = 6, 2, 8
 CPU = torch.device("cpu")
@@ -114,3 +115,47 @@ def test_the_flash_attention_path_equals_algorithm_1(monkeypatch, past, window):
     plan = AttentionPlan.for_prefill(past + 3, 5, [window], torch.float64, CPU)
     found = tree_attention(q, keys, values, plan, window)
     torch.testing.assert_close(found, reference_attention(q, keys, values, past + 3, None, window), atol=1e-13, rtol=0)
+
+
+@pytest.mark.parametrize("window", [None, 1, 5])
+@pytest.mark.parametrize("hidden", [0, 2])
+@pytest.mark.parametrize("uses_flash", [False, True])
+def test_rows_of_threads_attend_to_what_each_of_them_sees(monkeypatch, window, hidden, uses_flash):
+    """Positions of past slots are in no order, as they are when threads take turns."""
+    if uses_flash:
+        monkeypatch.setattr(attention, "_flash_attention", lambda: flash_attn_stand_in)
+        monkeypatch.setattr(attention, "_flash_applies", lambda dtype, device: True)
+    rows, shared, slots = 4, 3, 14
+    q, keys, values, _ = random_step(rows, slots - rows, 0, torch.float64)
+    generator = torch.Generator().manual_seed(5)
+    seen = torch.rand(rows, slots, generator=generator) < 0.5
+    seen[:, :shared] = True
+    own = torch.arange(slots - rows, slots)
+    seen[torch.arange(rows), own] = True
+    seen[:, slots - hidden :] = False
+    rows -= hidden
+    positions = torch.cat((torch.arange(shared), torch.randint(shared, 9, (slots - shared,), generator=generator)))
+    sight = Sight(seen, positions, shared).of(slice(0, rows), hidden)
+    own_positions = positions[own[:rows]]
+    plan = AttentionPlan.for_threads(sight, own_positions, [window, None], HEADS // KV_HEADS, torch.float64)
+    found = tree_attention(q[:rows], keys[:, : slots - hidden], values[:, : slots - hidden], plan, window)
+    near = seen if window is None else seen & (positions > positions[own][:, None] - window)
+    for row in range(rows):
+        here = near[row].clone()
+        here[own[row]] = False
+        order = torch.cat((torch.nonzero(here)[:, 0], own[row : row + 1]))
+        chain = torch.ones(1, 1, dtype=torch.bool)
+        expected = reference_attention(q[row : row + 1], keys[:, order], values[:, order], len(order) - 1, chain)
+        torch.testing.assert_close(found[row : row + 1], expected, atol=1e-13, rtol=0)
+
+
+def test_masks_of_threads_see_the_learned_prompt_too():
+    q, keys, values, _ = random_step(2, 8, 0, torch.float64)
+    seen = torch.tensor([[True, True, False, True, False, False, True, False], [True, True, True, False, False, False, True, True]])
+    plan = AttentionPlan.for_threads(Sight(seen, torch.arange(8), 2), torch.tensor([6, 7]), [3], HEADS // KV_HEADS, torch.float64, 2)
+    assert plan.past_length == 4
+    found = tree_attention(q, keys, values, plan, 3)
+    for row, slots in enumerate(([0, 1, 8], [0, 1, 8, 9])):
+        chain = torch.ones(1, 1, dtype=torch.bool)
+        expected = reference_attention(q[row : row + 1], keys[:, slots], values[:, slots], len(slots) - 1, chain)
+        torch.testing.assert_close(found[row : row + 1], expected, atol=1e-13, rtol=0)

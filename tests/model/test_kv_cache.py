@@ -136,3 +136,31 @@ def test_misuse_is_refused():
             cache.advance(indices(*committed), indices(*kept))
     with pytest.raises(ValueError, match="block"):
         make_cache(block=0)
+
+
+@settings(max_examples=25, deadline=None)
+@given(data=st.data(), past_length=st.integers(0, 9), tree_length=st.integers(0, 4), prompt_length=st.integers(0, 2))
+def test_release_moves_all_that_stays_together(data, past_length, tree_length, prompt_length):
+    prompt = learned_prompt(prompt_length)
+    cache = make_cache(prompt=prompt if prompt_length else None)
+    past = list(range(past_length))
+    append(cache, past, to_tree=False)
+    append(cache, tree := list(range(50, 50 + tree_length)))
+    kept = [row for row in past if data.draw(st.booleans())]
+    cache.release(indices(*kept))
+    assert (cache.past_length, cache.tree_length) == (len(kept), tree_length)
+    assert_holds(cache, kept + tree)
+    assert_begins_with(cache, prompt)
+    append(cache, [70])
+    cache.advance(indices(tree_length), indices(*range(tree_length)))
+    assert_holds(cache, [*kept, 70, *tree])
+
+
+@pytest.mark.parametrize("kept", [(1, 0), (1, 1), (0, 3), (-1, 0)])
+def test_slots_that_are_no_past_cannot_be_kept(kept):
+    cache = make_cache()
+    append(cache, [1, 2, 3], to_tree=False)
+    append(cache, [4])
+    with pytest.raises(ValueError, match="ascending and below 3"):
+        cache.release(indices(*kept))
+    assert_holds(cache, [1, 2, 3, 4])

@@ -51,6 +51,13 @@ def test_seed_and_position_both_count() -> None:
     assert len(noise.flatten().unique()) == noise.numel()
 
 
+def test_streams_have_noise_of_their_own() -> None:
+    positions, streams = torch.arange(3), (0, 1, 2, ALL_ONES)
+    noise = torch.cat([gumbel(4, positions, 8, stream) for stream in streams])
+    assert len(noise.flatten().unique()) == noise.numel()
+    assert torch.equal(noise[:3], gumbel(4, positions, 8))
+
+
 def test_the_noise_has_the_moments_of_a_gumbel_distribution() -> None:
     noise = gumbel(5, torch.arange(1000), 1000)
     assert noise.mean().item() == pytest.approx(0.5772157, abs=0.005)  # Euler's constant; standard error 0.0013

@@ -191,3 +191,12 @@ def test_scores_leave_penalties_out() -> None:
     sampler = Sampler(SamplingParams(repetition_penalty=50.0), VOCABULARY)
     sampler.add_prompt(torch.arange(VOCABULARY))
     assert torch.equal(sampler.scores(LOGITS[None], torch.tensor([5]))[0], LOGITS.double())
+
+
+def test_a_stream_draws_with_noise_of_its_own() -> None:
+    positions = torch.arange(7, 57)
+    arguments = LOGITS.expand(50, -1), positions, torch.zeros(50, 0, dtype=torch.bool), NOTHING
+    params = SamplingParams(1.0, seed=3)
+    plain, *others = [Sampler(params, VOCABULARY, stream=stream).choose(*arguments).tolist() for stream in (0, 1, 2**32 - 1)]
+    assert plain == Sampler(params, VOCABULARY).choose(*arguments).tolist()
+    assert all(other != plain for other in others) and others[0] != others[1]

@@ -156,6 +156,30 @@ def test_a_full_cache_ends_all_threads() -> None:
     assert written(sequence) == '<promise tokens=" 2 "/> <async> x a'
 
 
+def test_an_answer_ends_when_more_has_to_be_kept_than_the_dialect_allows() -> None:
+    def said(limit: int) -> Sequence:
+        sequence = pasta(max_cached_tokens=limit)
+        say(sequence, (), PROMISE)
+        say(sequence, (0,), "x")
+        say(sequence, (), "a")
+        return sequence
+
+    whole = said(limit=1000)
+    kept = whole.prompt_length + sum(thread.num_tokens for thread in whole.threads)
+    assert said(kept).finished is None
+    full = said(kept - 1)
+    assert (full.finished, full.anomalies) == ("cache_full", {"cache_full": 1})
+
+
+def test_released_threads_do_not_fill_the_cache() -> None:
+    sequence = sequence_of(toy("apar"))
+    sequence = sequence_of(toy("apar", max_cached_tokens=sequence.prompt_length + 8))
+    say(sequence, (), "a [Fork]")
+    say(sequence, (0,), "x x x <|end|>")
+    say(sequence, (), "b c d e")
+    assert sequence.finished is None
+
+
 @pytest.mark.parametrize("breaker", ["<sync/>", "</async>", "<|end|>"])
 def test_control_tokens_end_a_tag(breaker: str) -> None:
     sequence = pasta()

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from naive_threads import Model, NaiveAnswer, Path
 from toy_dialects import END, IDS, TAGS, WORDS, sequence_of, toy
 
-from pipedec.threads import BoundDialect, DocumentToken, Ended, Joined, Opened, Sequence, State, Waiting, measure, replay
+from pipedec.threads import BoundDialect, DocumentToken, Ended, Joined, Sequence, State, Waiting, measure, replay
 from pipedec.threads.visibility import visibility
 
 PROMPT = 7
@@ -106,7 +106,7 @@ class Run:
     def _accept(self, number: int, token: int, ends: bool) -> None:
         before = [thread.num_tokens for thread in self.sequence.threads]
         events = self.sequence.accept(number, token)
-        own = [event for event in events if isinstance(event, Opened | Waiting | Joined | Ended) and event.thread == number]
+        own = [event for event in events if isinstance(event, Waiting | Joined | Ended) and event.thread == number]
         assert bool(own) == ends
         before += [0] * (len(self.sequence.threads) - len(before))
         for thread, known in zip(self.sequence.threads, before, strict=True):

@@ -143,7 +143,8 @@ def test_where_a_walk_ends() -> None:
     sequence = sequence_of(toy("pasta", max_child_tokens=5), max_tokens=12)
     assert not sequence.ends_walk(0, IDS["a"])
     assert not sequence.ends_walk(0, IDS['"/>'])
-    assert sequence.ends_walk(0, IDS['"/>'], ids("<promise : 2"))
+    assert not sequence.ends_walk(0, IDS['"/>'], ids("<promise : 2")), "what comes behind an opener is known"
+    assert sequence.ends_walk(0, SYNC, ids('<promise : 2 "/>'))
     assert not sequence.ends_walk(0, SYNC), "nothing to join"
     assert sequence.ends_walk(0, END)
     assert not sequence.ends_walk(0, IDS["a"], ids("a") * 10)

@@ -7,8 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipedec.core import Step, Verdict
+from pipedec.core import Part, Share, Step, Verdict
 from pipedec.decoding.bita import MAX_NAMED
+from pipedec.decoding.threaded import MAX_ROWS, MAX_THREADS
 from pipedec.model.bita import MAX_MASKS
 from pipedec.transport.base import (
     HEADER_VALUES,
@@ -31,16 +32,18 @@ def test_round_trip(data: st.DataObject, num_rows: int, hidden_size: int, dtype:
     token_ids, parents = torch.tensor(data.draw(ids)), torch.tensor(data.draw(ids))
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 1000)))
     hidden = None if dtype is None else torch.randn(num_rows, hidden_size, generator=generator).to(dtype)
-    sent = Step(token_ids, parents, hidden)
+    threads = torch.tensor(data.draw(ids)) if data.draw(st.booleans()) else None
+    sent = Step(token_ids, parents, hidden, threads)
     wire_size, wire_dtype = (hidden_size, dtype) if dtype else (0, torch.float32)
 
     message = torch.full((message_bytes(num_rows, wire_size, wire_dtype),), 0xAB, dtype=torch.uint8)
     pack(sent, message)
-    assert message.is_contiguous() and message.nbytes == num_rows * (16 + wire_size * wire_dtype.itemsize)
+    assert message.is_contiguous() and message.nbytes == num_rows * (24 + wire_size * wire_dtype.itemsize)
 
     received = unpack(message, num_rows, wire_size, wire_dtype)
     assert received.num_rows == num_rows
     assert torch.equal(received.token_ids, token_ids) and torch.equal(received.parents, parents)
+    assert torch.equal(received.threads, torch.zeros_like(parents) if threads is None else threads)  # type: ignore[arg-type]
     assert (received.hidden is None) == (hidden is None)
     if hidden is not None:
         assert received.hidden is not None and received.hidden.dtype == dtype and torch.equal(received.hidden, hidden)
@@ -71,6 +74,9 @@ def test_a_message_of_another_size_is_refused() -> None:
         Verdict((5, 6), None, ((7,),)),
         Verdict((5,), None, ((7, 8, 9), (2**40, 0, 1))),
         Verdict((), None, ((1, 2),) * 4),
+        Verdict((5, 6, 7), None, (), (Share(0, 1), Share(40_000, 2))),
+        Verdict((5, 6), None, ((1, 2), (3, 4), (5, 6)), (Share(3, 1, 2), Share(0, 1, 1))),
+        Verdict((), "cancelled", (), (Share(7, 0),)),
         Verdict((3,) * (MAX_VERDICT_TOKENS - 64), None, tuple((index, index + 1, 0, 5) for index in range(16))),
     ],
     ids=lambda verdict: str(verdict)[:40],
@@ -85,6 +91,7 @@ def test_headers_survive(rows: int, verdict: Verdict | None) -> None:
 TOKENS = st.integers(0, 2**62)
 
 
+@settings(deadline=None)
 @given(st.data(), st.lists(TOKENS, max_size=MAX_VERDICT_TOKENS), st.sampled_from([None, "stop", "length", "cancelled"]))
 def test_any_verdict_that_fits_survives(data: st.DataObject, tokens: list[int], finished: str | None) -> None:
     room = MAX_VERDICT_TOKENS - len(tokens)
@@ -96,18 +103,41 @@ def test_any_verdict_that_fits_survives(data: st.DataObject, tokens: list[int], 
     assert unpack_header(header) == (0, verdict)
 
 
+@settings(deadline=None)
+@given(st.data())
+def test_any_verdict_on_threads_that_fits_survives(data: st.DataObject) -> None:
+    room, parts, named = MAX_VERDICT_TOKENS, [], data.draw(st.integers(1, 3))
+    for thread in data.draw(st.lists(st.integers(0, 2**40), unique=True, max_size=40)):
+        tokens = data.draw(st.lists(TOKENS, min_size=1, max_size=4))
+        forecast = data.draw(st.lists(st.tuples(*[TOKENS] * named), max_size=2))
+        room -= 1 + len(tokens) + named * len(forecast)
+        if room < 0:
+            break
+        parts.append(Part(thread, tuple(tokens), tuple(forecast)))
+    verdict, header = Verdict.of_parts(parts), torch.full((HEADER_VALUES,), -7)
+    pack_header(Envelope(None, verdict), header)
+    assert unpack_header(header) == (0, verdict)
+    assert list(verdict.parts()) == (parts or [Part(0, ())])
+
+
 @pytest.mark.parametrize(
     "verdict",
     [
         Verdict((1,) * (MAX_VERDICT_TOKENS + 1)),
+        Verdict((1,) * (MAX_VERDICT_TOKENS - 1), None, (), (Share(0, 60), Share(1, MAX_VERDICT_TOKENS - 61))),
         Verdict((), None, ((1,) * (MAX_VERDICT_TOKENS + 1),)),
         Verdict((1,) * (MAX_VERDICT_TOKENS - 11), None, ((1, 2, 3),) * 4),
     ],
-    ids=["tokens", "forecast", "together"],
+    ids=["tokens", "shares", "forecast", "together"],
 )
 def test_a_verdict_that_is_too_long_is_refused(verdict: Verdict) -> None:
     with pytest.raises(ValueError, match=rf"a verdict of {MAX_VERDICT_TOKENS + 1} tokens does not fit into a header"):
         pack_header(Envelope(None, verdict), torch.empty(HEADER_VALUES, dtype=torch.int64))
+
+
+def test_every_verdict_on_the_rows_of_a_step_fits() -> None:
+    """Every row of a step may be accepted, and every thread of it has a share."""
+    assert MAX_ROWS + MAX_THREADS <= MAX_VERDICT_TOKENS and MAX_THREADS < 2**16 and MAX_VERDICT_TOKENS < 2**8
 
 
 def test_every_verdict_of_bita_fits() -> None:

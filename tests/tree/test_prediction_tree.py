@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipedec.tree import Advance, Candidates, PredictionTree
+from pipedec.tree import Advance, Candidates, PredictionTree, Sight
 
 
 class NaiveTree:
@@ -34,6 +34,7 @@ def check_same(tree: PredictionTree, naive: NaiveTree) -> None:
     assert tree.child_counts.tolist() == children
 
 
+@settings(deadline=None)
 @given(st.data())
 def test_random_growth_and_verdicts_match_a_naive_tree(data: st.DataObject) -> None:
     tree, naive = PredictionTree(block=4), NaiveTree()
@@ -94,6 +95,7 @@ def closed_rows(data: st.DataObject, tree: PredictionTree) -> list[int]:
     return rows
 
 
+@settings(deadline=None)
 @given(st.integers(1, 6), st.integers(1, 5), st.integers(0, 10_000))
 def test_grow_takes_the_likeliest_paths_in_row_order(width: int, children: int, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
@@ -123,6 +125,7 @@ def test_grow_takes_the_likeliest_paths_in_row_order(width: int, children: int, 
             assert float(cumulative[index]) == pytest.approx(expected_paths[path], abs=1e-4)
 
 
+@settings(deadline=None)
 @given(st.data())
 def test_likeliest_rows_come_with_their_parents(data: st.DataObject) -> None:
     """Also where children are certain, so that they are as likely as their parents."""
@@ -158,7 +161,7 @@ def test_a_row_is_not_likelier_than_its_parent_whatever_rounding_says() -> None:
     assert tree.likeliest(3).tolist() == [0, 1, 2, 3]
 
 
-@pytest.mark.parametrize("rows", [[], [1], [0, 2], [0, 2, 1], [0, 1, 1], [0, 1, 3], [-1, 0]])
+@pytest.mark.parametrize("rows", [[1], [0, 2], [0, 2, 1], [0, 1, 1], [0, 1, 3], [-1, 0]])
 def test_rows_to_keep_that_are_no_tree_are_refused(rows: list[int]) -> None:
     tree = PredictionTree()
     tree.append(torch.tensor([1, 2, 3]), torch.tensor([-1, 0, 1]))
@@ -212,3 +215,51 @@ def test_a_verdict_of_another_tree_is_refused() -> None:
     tree.append(torch.tensor([1, 2]), torch.tensor([-1, 0]))
     with pytest.raises(ValueError, match="does not follow"):
         tree.advance([5, 6])
+
+
+def test_a_gap_lies_between_the_root_and_its_children_until_the_root_is_past() -> None:
+    tree = PredictionTree()
+    tree.reset(10)
+    tree.append(torch.tensor([1, 2, 3, 4]), torch.tensor([-1, 0, 1, 0]))
+    assert tree.positions.tolist() == [10, 11, 12, 11] and tree.next_positions.tolist() == [11, 12, 13, 12]
+    tree.gap = 5
+    assert tree.positions.tolist() == [10, 16, 17, 16] and tree.next_positions.tolist() == [16, 17, 18, 17]
+    tree.keep(torch.tensor([0, 1, 2]))
+    assert (tree.root_position, tree.gap) == (10, 5), "nothing was committed"
+    tree.advance([2])
+    assert (tree.root_position, tree.gap) == (16, 0)
+    assert tree.positions.tolist() == [16, 17] and tree.next_positions.tolist() == [17, 18]
+    tree.gap = 5
+    tree.reset(3)
+    assert tree.gap == 0
+
+
+def test_a_miss_behind_a_gap_stands_behind_it() -> None:
+    tree = PredictionTree()
+    tree.reset(10)
+    tree.append(torch.tensor([1, 2]), torch.tensor([-1, 0]))
+    tree.gap = 5
+    tree.advance([2, 9])
+    assert (tree.num_rows, tree.root_position, tree.gap) == (0, 17, 0)
+
+
+def test_nothing_is_kept_and_the_tree_can_be_planted_anew() -> None:
+    tree = PredictionTree()
+    tree.reset(10)
+    tree.append(torch.tensor([1, 2]), torch.tensor([-1, 0]))
+    tree.gap = 2
+    advance = tree.keep(torch.tensor([], dtype=torch.int64))
+    assert (len(advance.committed), len(advance.kept), advance.num_rows, advance.hit) == (0, 0, 2, False)
+    assert (tree.num_rows, tree.root_position, tree.gap) == (0, 10, 2)
+    is_kept, rows = advance.renumber(torch.tensor([0, 1]))
+    assert not is_kept.any() and not len(rows)
+    tree.plant(7)
+    assert tree.token_ids.tolist() == [7] and tree.tree_mask.tolist() == [[True]]
+
+
+def test_sight_of_some_rows_without_the_last_slots() -> None:
+    sight = Sight(torch.arange(15).view(3, 5) % 2 == 0, torch.arange(5) * 10, 2)
+    part = sight.of(slice(1, 3), hidden_slots=2)
+    assert torch.equal(part.seen_RS, sight.seen_RS[1:3, :3])
+    assert part.slot_positions_S.tolist() == [0, 10, 20] and part.shared == 2
+    assert torch.equal(sight.of(slice(0, 3)).seen_RS, sight.seen_RS)

@@ -1,0 +1,58 @@
+"""``pipedec bench threads``: what decode threads are worth, with speculation and without."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from pipedec.cli.benchmarks.shared import PATH, QuestionFlags, numbers, question_options
+from pipedec.cli.benchmarks.sweep import ProgressBar
+from pipedec.cli.show import console
+from pipedec.core import UserError
+
+
+@click.command()
+@click.option("--preset", required=True, help="The emulated cluster, like paper-14.")
+@click.option("--stages", help="Stage counts, like 1,4,14, on the preset's first device (default: the preset's own).")
+@click.option(
+    "--dialects", default="none,apar,pasta", show_default=True,
+    help="Dialects by name or file; none: answers in one thread, with which the others are compared.",
+)  # fmt: skip
+@click.option("--methods", default="pp,pipedec-bestfirst", show_default=True, help="pp is what speed-ups are over.")
+@question_options
+@click.option("--out", type=PATH, required=True, help="Directory of the results; a second run goes on where the first stopped.")
+def threads(preset: str, stages: str | None, dialects: str, methods: str, asked: QuestionFlags, out: Path) -> None:
+    """Answer every prompt in one thread and in several, by every method: one row per answer in OUT/rows.jsonl.
+
+    All stages are in one process; times are the preset's by arithmetic. Writes OUT/summary.md, OUT/summary.json and two
+    pictures. An interrupted run goes on where it stopped.
+    """
+    from pipedec.bench.sweep_shapes import Pair
+    from pipedec.bench.threads import ThreadsConfig, bench_threads
+    from pipedec.bench.threads_figures import draw_threads
+    from pipedec.bench.threads_rows import ThreadRows
+    from pipedec.bench.threads_summary import document, markdown
+
+    config = ThreadsConfig(
+        **asked.settings(),
+        preset=preset,
+        stages=numbers("--stages", stages) if stages else (),
+        dialects=tuple(dialects.split(",")),
+        methods=tuple(methods.split(",")),
+        pair=Pair(asked.target, asked.draft),
+    )
+    prompt_sets = asked.prompt_sets()
+    if out.exists() and not out.is_dir():
+        raise UserError(f"--out {out}: it is no directory")
+    with ProgressBar() as bar:
+        rows = ThreadRows(bench_threads(config, prompt_sets, out, bar))
+    text = markdown(rows)
+    (out / "summary.md").write_text(text, encoding="utf-8")
+    (out / "summary.json").write_text(document(rows), encoding="utf-8")
+    print(text, end="")
+    drawn = draw_threads(rows, out)
+    for file in (out / "rows.jsonl", out / "summary.md", out / "summary.json", *drawn.files):
+        console.print(str(file), markup=False, soft_wrap=True)
+    for reason in drawn.left_out:
+        console.print(f"left out: {reason}", markup=False, soft_wrap=True)

@@ -1,0 +1,112 @@
+"""One method for every thread of an answer, each for itself; they share the rows of a timestep evenly."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from torch import Tensor
+
+from pipedec.core import MaskParams, Part, Step, Verdict
+from pipedec.decoding.controller import Beat
+from pipedec.decoding.thread_drafter import ForestDrafter
+from pipedec.decoding.threaded import MAX_THREADS
+from pipedec.forest import Forest, Rest, Turn, place
+from pipedec.threads import State
+from pipedec.tree import PredictionTree
+
+
+class Member(Protocol):
+    """A method that can be told what threads do to its tree. ``tree`` is None if it has none."""
+
+    room: int
+
+    @property
+    def masks(self) -> MaskParams: ...
+    @property
+    def tree(self) -> PredictionTree | None: ...
+
+    def prefill(self, token_ids: Tensor) -> None: ...
+    def draft(self) -> None: ...
+    def apply(self, verdict: Verdict) -> None: ...
+    def propose(self) -> Step | None: ...
+    def observe(self, beat: Beat) -> None: ...
+
+    def cut(self) -> None:
+        """Forget all rows: the thread waits, or has ended."""
+
+    def plant(self, token: int) -> None:
+        """Begin anew with a token that is certain."""
+
+
+class Members:
+    """Runs the method that ``make`` gives for a thread's number; all of them draft with ``drafter``, if with any."""
+
+    def __init__(self, forest: Forest, make: Callable[[int], Member], drafter: ForestDrafter | None) -> None:
+        self._forest = forest
+        self._make = make
+        self._drafter = drafter
+        self._members = {0: make(0)}
+        self._turn = 0  # of the threads, whose is first when the rows of a timestep are short
+
+    @property
+    def masks(self) -> MaskParams:
+        return self._members[0].masks
+
+    def prefill(self, token_ids: Tensor) -> None:
+        self._members[0].prefill(token_ids)
+
+    def draft(self) -> None:
+        for member in self._running().values():
+            member.draft()
+
+    def apply(self, turn: Turn, parts: dict[int, Part]) -> None:
+        threads = self._forest.sequence.threads
+        for number, tokens in turn.accepted.items():
+            member = self._members[number]
+            member.apply(Verdict(tokens, None, parts[number].forecast))
+        for number, rest in turn.rests.items():
+            if number in self._members and rest is not Rest.SUBTREE:
+                self._members[number].cut()
+        for start in turn.starts:
+            if start.thread not in self._members:
+                self._members[start.thread] = self._make(start.thread)
+            self._members[start.thread].plant(start.token)
+        for number in [number for number in self._members if threads[number].state is State.ENDED and number > 0]:
+            del self._members[number]
+        for number, member in self._members.items():
+            if member.tree is not None:
+                place(member.tree, self._forest.sequence, number)
+        if self._drafter is not None and turn.changes_threads:
+            self._drafter.turned()
+
+    def propose(self, room: int) -> list[tuple[int, Step]]:
+        running = self._running()
+        share = max(room // max(len(running), 1), 1)
+        order = sorted(running, key=lambda number: (number < self._turn, number))
+        steps: list[tuple[int, Step]] = []
+        for number in order:
+            if room < share or len(steps) == MAX_THREADS:
+                self._turn = number
+                break
+            if not self._sees_opener(number, {proposed for proposed, _ in steps}):
+                continue
+            running[number].room = share
+            step = running[number].propose()
+            if step is not None:
+                steps.append((number, step))
+                room -= step.num_rows
+        return steps
+
+    def _sees_opener(self, number: int, entering: set[int]) -> bool:
+        """Whether the token that opened a thread has entered, or its thread is among ``entering``."""
+        thread = self._forest.sequence.threads[number]
+        return thread.parent is None or thread.parent in entering or self._forest.entered(thread.parent) >= thread.opened_at
+
+    def observe(self, beat: Beat) -> None:
+        for member in self._members.values():
+            member.observe(beat)
+
+    def _running(self) -> dict[int, Member]:
+        threads = self._forest.sequence.threads
+        return {number: member for number, member in self._members.items() if threads[number].state is State.RUNNING}

@@ -1,0 +1,62 @@
+"""An answer on its way to the client: its text so far, where it stops, its clock."""
+
+from __future__ import annotations
+
+import time
+
+from pipedec.core import Completion, Request, Verdict
+from pipedec.decoding import Method
+from pipedec.engine.messages import completion_to_event
+from pipedec.engine.prompt import Prompter, StopStrings
+from pipedec.scheduler.protocol import Event
+
+
+class Answer:
+    """One request on its way: its method, its text so far, its clock."""
+
+    def __init__(self, request: Request, method: Method, prompter: Prompter, num_stages: int) -> None:
+        self.request = request
+        self.method = method
+        self.completion = Completion(request.method, num_stages, len(request.prompt_token_ids))
+        self.completion.seed = request.sampling.seed
+        self.is_told = False  # the client has the completion
+        self._text = prompter.stream()
+        self._stops = StopStrings(self._text, request.sampling.stop) if request.sampling.stop else None
+        self._stopped_text = ""  # with stop strings: the text of the verdict that was looked at last
+        self._started = time.perf_counter()
+        self._prefilled: float | None = None
+
+    @property
+    def has_ended(self) -> bool:
+        return self.completion.finish_reason is not None
+
+    def until_stop(self, verdict: Verdict) -> Verdict:
+        """The verdict that is to be added next; if a stop string appears in its text, cut and finished there."""
+        if self._stops is None:
+            return verdict
+        self._stopped_text, count = self._stops.add(verdict.tokens)
+        return verdict if count is None else Verdict(verdict.tokens[:count], "stop")
+
+    def add(self, verdict: Verdict, timestep: int) -> Event:
+        """Take in a verdict; returns what the client learns of it."""
+        self._count(verdict, timestep)
+        self.completion.token_ids.extend(verdict.tokens)
+        piece = self._stopped_text if self._stops else self._text.add(verdict.tokens)
+        piece += (self._stops or self._text).finish() if verdict.finished else ""
+        self.completion.text += piece
+        return {"token_ids": list(verdict.tokens), "text": piece}
+
+    def completed(self) -> Event:
+        """The last that the client learns."""
+        return completion_to_event(self.completion)
+
+    def _count(self, verdict: Verdict, timestep: int) -> None:
+        now = time.perf_counter()
+        completion, metrics = self.completion, self.completion.metrics
+        if self._prefilled is None:
+            self._prefilled = now
+        metrics.prefill_seconds = self._prefilled - self._started
+        metrics.decode_seconds = now - self._prefilled
+        metrics.timesteps = timestep
+        completion.finish_reason = verdict.finished
+        metrics.hits, metrics.misses = self.method.hits, self.method.misses

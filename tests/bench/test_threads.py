@@ -1,0 +1,210 @@
+"""The bench of threads at toy size: its rows, what it does after an interruption, its summary, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+from math import prod
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from silent_progress import Silent
+from threads_support import THREAD_DIALECTS, Case, ThreadModels
+from tiny_pair import Pair
+
+from pipedec.bench.sweep_shapes import Pair as Models
+from pipedec.bench.threads import ThreadsConfig, bench_threads
+from pipedec.bench.threads_answers import sequential_metrics
+from pipedec.bench.threads_figures import draw_threads
+from pipedec.bench.threads_rows import ThreadRow, ThreadRows
+from pipedec.bench.threads_summary import Speed, combinations, document, markdown, speeds, structures
+from pipedec.cli.main import program
+from pipedec.config import paper_cluster
+from pipedec.core import PipedecError, SamplingParams, UserError
+from pipedec.engine.prompt_set import PromptSet
+from pipedec.threads import measure
+
+PROMPTS = [PromptSet("first", ("Tell me a story.", "What is a tree?")), PromptSet("second", ("Who sold the clips?",))]
+METHODS = ("pp", "pipedec-bestfirst")
+STAGES = (1, 2)
+CASE = Case("apar", "greedy")
+
+
+@pytest.fixture(scope="module")
+def config(thread_models: ThreadModels, tmp_path_factory: pytest.TempPathFactory) -> ThreadsConfig:
+    """Control tokens are likely, and children few and short."""
+    file = tmp_path_factory.mktemp("dialects") / "few-children.json"
+    file.write_text(THREAD_DIALECTS["apar"].to_json())
+    spec = thread_models.spec(CASE.depth, 1)
+    sampling = replace(thread_models.sampling(CASE), max_tokens=24)
+    return ThreadsConfig(
+        paper_cluster(), "paper-14", STAGES, ("none", str(file)), METHODS, samples=2, sampling=sampling,
+        pair=Models(spec.target, str(spec.draft)),
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def whole(config: ThreadsConfig, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
+    """A run that was not interrupted: its directory and rows."""
+    out = tmp_path_factory.mktemp("whole")
+    progress = Silent()
+    rows = bench_threads(config, PROMPTS, out, progress)
+    assert len(rows) == progress.rows == progress.total == 2 * 3 * 2 * 2
+    return out, rows
+
+
+def lines(out: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (out / "rows.jsonl").read_text().splitlines()]
+
+
+def test_every_combination_has_one_row(whole: tuple[Path, list[dict[str, Any]]]) -> None:
+    out, rows = whole
+    assert rows == lines(out) and len({row["key"] for row in rows}) == len(rows)
+    places = {(row["cluster"]["stages"], row["dialect"], row["method"], row["prompt_set"], row["prompt_index"]) for row in rows}
+    assert len(places) == len(rows) and {place[1] for place in places} == {"none", "apar"}
+    for row in map(ThreadRow.of, rows):
+        assert row.decode_ms > 0 and len(row.fill) == row.timesteps and {len(part) for part in row.fill} == {row.stages}
+        assert 0 < row.busy <= row.places <= row.rows + row.places - row.busy
+        assert row.metrics.tokens <= 24 and row.decoded_text <= row.metrics.text_tokens
+        assert (row.metrics.threads == 1) or row.dialect != "none"
+    assert sum(ThreadRow.of(row).forked for row in rows) >= len(rows) // 3, "the biases make threads"
+
+
+def test_an_answer_is_the_references(config: ThreadsConfig, thread_models: ThreadModels, tmp_path: Path) -> None:
+    expected = thread_models.known_answer(CASE)
+    asked = replace(config, sampling=thread_models.sampling(CASE), methods=("pp",), stages=(1,), dialects=config.dialects[1:2])
+    (row,) = bench_threads(asked, [PromptSet("first", (CASE.prompt,))], tmp_path, Silent())
+    assert row["metrics"] == asdict(measure(expected)) and row["finish_reason"] == expected.finished
+    assert row["prompt_tokens"] == expected.prompt_length and row["metrics"]["threads"] > 1
+    assert row["decoded_text"] == sum(not token.is_control for token in expected.document()[1:])
+
+
+def test_resumes_without_losing_or_repeating_a_row(
+    config: ThreadsConfig, whole: tuple[Path, list[dict[str, Any]]], tmp_path: Path
+) -> None:
+    written = [json.dumps(row) + "\n" for row in whole[1]]
+    (tmp_path / "rows.jsonl").write_text("".join(written[:9]) + written[9][:40])  # killed in the middle of the tenth row
+    plain = replace(config, methods=("pp",))
+    resumed = bench_threads(plain, PROMPTS, tmp_path, Silent())
+    expected = [row for row in whole[1] if row["method"] == "pp"]
+    assert [row["key"] for row in resumed] == [row["key"] for row in expected]
+    assert [row["decode_ms"] for row in resumed] == [row["decode_ms"] for row in expected]
+    assert (tmp_path / "rows.jsonl").read_text().startswith("".join(written[:9])), "finished rows are not measured again"
+    assert len(lines(tmp_path)) == 9 + sum(row["method"] == "pp" for row in whole[1][9:])
+
+
+def test_another_answer_of_a_method_is_an_error(
+    config: ThreadsConfig, whole: tuple[Path, list[dict[str, Any]]], tmp_path: Path
+) -> None:
+    rows = [dict(row) for row in whole[1]]
+    rows[-1]["document"] = "another"
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(PipedecError, match=r"pipedec-bestfirst on 2 stages and pp on 1 stages gave different answers"):
+        bench_threads(config, PROMPTS, tmp_path, Silent())
+
+
+def test_figures_of_the_summary_are_those_of_the_rows(whole: tuple[Path, list[dict[str, Any]]]) -> None:
+    rows = ThreadRows(whole[1])
+    by_place = {(row.stages, row.dialect, row.method, row.question): row for row in rows.all}
+    one = next(one for one in structures(rows) if (one.dialect, one.prompt_set, one.answers) == ("apar", "all", "all"))
+    answers = [by_place[1, "apar", "pp", question] for question in rows.questions]
+    assert one.count == 3 and one.threads == fmean(row.metrics.threads for row in answers)
+    baselines = [by_place[1, "none", "pp", row.question].metrics.tokens for row in answers]
+    speedups = [row.metrics.theoretical_speedup(tokens) for row, tokens in zip(answers, baselines, strict=True)]
+    assert one.theoretical_speedup == pytest.approx(prod(speedups) ** (1 / 3))
+    assert one.cut_share == fmean(row.finish_reason == "length" for row in answers)
+    found: dict[tuple[Any, ...], Speed] = {(it.stages, it.dialect, it.method, it.answers): it for it in speeds(rows)}
+    assert len(found) == len(speeds(rows)) == 2 * 2 * (1 + 2)
+    both = found[2, "apar", "pipedec-bestfirst", "all"]
+    ours = [by_place[2, "apar", "pipedec-bestfirst", question] for question in rows.questions]
+    plain = [by_place[2, "none", "pp", question] for question in rows.questions]
+    ratios = [base.decode_ms / row.decode_ms for base, row in zip(plain, ours, strict=True)]
+    assert both.over_pp == pytest.approx(prod(ratios) ** (1 / 3))
+    assert both.occupancy == sum(row.busy for row in ours) / sum(row.places for row in ours)
+    assert both.ms_per_token == sum(row.decode_ms for row in ours) / sum(row.decoded_text for row in ours)
+    four = next(one for one in combinations(rows) if (one.stages, one.dialect, one.answers) == (2, "apar", "all"))
+    assert four.speedup_answer == {
+        "neither": 1.0, "threads": pytest.approx(found[2, "apar", "pp", "all"].over_pp),
+        "speculation": pytest.approx(found[2, "none", "pipedec-bestfirst", "all"].over_pp), "both": pytest.approx(both.over_pp),
+    }  # fmt: skip
+    forked = [question for question in rows.questions if by_place[1, "apar", "pp", question].forked]
+    assert found[2, "apar", "pp", "forked"].count == len(forked) >= 1
+
+
+def test_plain_pipelines_work_on_one_stage_at_a_time(whole: tuple[Path, list[dict[str, Any]]]) -> None:
+    for one in speeds(ThreadRows(whole[1])):
+        if one.method == "pp" and one.dialect == "none":
+            assert one.occupancy == pytest.approx(1 / one.stages) and one.rows_per_busy == 1 == one.over_same == one.over_pp
+
+
+def test_an_answer_in_one_thread_saves_nothing() -> None:
+    metrics = sequential_metrics(10, 5, 4)
+    assert (metrics.threads, metrics.longest_chain, metrics.parallelism) == (1, 5, 0.8)
+    assert metrics.attended_tokens == metrics.attended_tokens_flat == 10 + (0 + 1 + 2 + 3) / 4
+    assert metrics.max_cached_tokens == metrics.max_cached_tokens_flat == 14
+    assert sequential_metrics(3, 0, 0).parallelism == 0
+
+
+def test_tables_and_pictures(whole: tuple[Path, list[dict[str, Any]]], tmp_path: Path) -> None:
+    rows = ThreadRows(whole[1])
+    text = markdown(rows)
+    assert text.startswith("Preset paper-14, llama-3.1-70b. Emulated")
+    for heading in ("## Answers in threads", "## What they cost", "## Threads, speculation, both"):
+        table = [line for line in text.split(heading)[1].split("\n##")[0].splitlines() if line.startswith("|")]
+        assert len(table) > 3 and len({len(line) for line in table}) == 1, "aligned"
+    assert set(json.loads(document(rows))) == {"structure", "speed", "combinations", "anomalies"}
+    drawn = draw_threads(rows, tmp_path)
+    assert [file.name for file in drawn.files] == [
+        f"{name}.{kind}" for name in ("pipeline-fill", "threads-speedup") for kind in ("png", "svg")
+    ]  # fmt: skip
+    assert not drawn.left_out and all(file.stat().st_size > 5000 for file in drawn.files)
+    alone = draw_threads(ThreadRows(row for row in whole[1] if row["dialect"] != "none"), tmp_path / "alone")
+    assert not alone.files and len(alone.left_out) == 2
+
+
+def test_command_writes_everything_and_measures_nothing_twice(pair: Pair, tmp_path: Path) -> None:
+    """The tiny pair has no control tokens: it answers in one thread alone."""
+    flags = ["bench", "threads", "--preset", "paper-14", "--stages", "1,2", "--dialects", "none", "--prompt", "Who?"]
+    flags += ["--target", str(pair.target), "--draft", str(pair.draft), "--max-tokens", "4", "--out", str(tmp_path)]
+    outputs = []
+    for _ in range(2):
+        done = CliRunner().invoke(program, flags)
+        assert done.exit_code == 0, (done.output, done.exception)
+        outputs.append(done.stdout)
+    assert outputs[0] == outputs[1] and "one thread" in outputs[0]
+    assert len(lines(tmp_path)) == 4 and {path.name for path in tmp_path.iterdir()} == {
+        "rows.jsonl", "summary.md", "summary.json"
+    }  # fmt: skip
+    assert (tmp_path / "summary.md").read_text() == outputs[0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"methods": ("warp",)}, "unknown method 'warp': choose from pp, "),
+        ({"dialects": ("none", "esperanto")}, "unknown dialect 'esperanto'"),
+        ({"dialects": ("apar", "apar")}, "--dialects names a dialect twice"),
+        ({"preset": "paper-15"}, "paper-15"),
+        ({"stages": (0,)}, "--stages must be at least 1"),
+        ({"samples": 0}, "--samples must be at least 1"),
+    ],
+)
+def test_refuses_what_cannot_work(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        replace(ThreadsConfig(paper_cluster(), "paper-14"), **changes)
+
+
+def test_refuses_a_target_without_control_tokens_and_rows_of_a_sweep(pair: Pair, tmp_path: Path) -> None:
+    asked = ThreadsConfig(
+        paper_cluster(), "paper-14", (1,), ("apar",), sampling=SamplingParams(max_tokens=4),
+        pair=Models(pair.target, str(pair.draft)),
+    )  # fmt: skip
+    with pytest.raises(UserError, match=r"\[Fork\]"):
+        bench_threads(asked, PROMPTS, tmp_path / "empty", Silent())
+    (tmp_path / "rows.jsonl").write_text('{"schema": "pipedec.sweep/1"}\n')
+    message = r"line 1: schema pipedec.sweep/1, not pipedec.threads/1; .* pipedec bench threads wrote"
+    with pytest.raises(UserError, match=message):
+        bench_threads(asked, PROMPTS, tmp_path, Silent())

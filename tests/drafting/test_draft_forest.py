@@ -1,0 +1,206 @@
+"""The draft model on the trees of several threads: as for one tree, and as one forward of transformers per path."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints import save_tiny
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from toy_dialects import IDS, TEXTS, ids, say, sequence_of, toy
+from transformers import PreTrainedModel
+
+from pipedec.core import Part, Verdict
+from pipedec.drafting import DraftForest, DraftModel
+from pipedec.forest import Forest
+from pipedec.model import StageModel
+from pipedec.threads import Sequence
+from pipedec.tree import Candidates, PredictionTree
+
+PROMPT = [30, 41, 28, 50, 33]
+VOCAB = len(TEXTS)
+WORDS = [IDS[word] for word in "abcdefgh"]
+
+
+class Model:
+    """The same draft twice: ours and transformers'."""
+
+    def __init__(self, path: Path, family: str) -> None:
+        window = {"sliding_window": 6} if family == "mistral" else {}
+        self.theirs: PreTrainedModel = save_tiny(family, path, layers=2, vocab=VOCAB, dtype=torch.float64, **window)
+        self.ours = DraftModel(StageModel.load(path, range(2), torch.float64, "cpu"))
+
+    def forest(self, sequence: Sequence) -> DraftForest:
+        forest = self.ours.for_threads(sequence)
+        forest.prefill(torch.tensor(PROMPT[:2]), len(PROMPT))
+        forest.prefill(torch.tensor(PROMPT[2:]), len(PROMPT))
+        return forest
+
+    def check(self, candidates: Candidates, paths: list[str]) -> None:
+        """They are the likeliest after the prompt and each of ``paths``, which stand without gaps."""
+        for line, path in enumerate(paths):
+            with torch.inference_mode():
+                log_probs: Tensor = self.theirs(torch.tensor([[*PROMPT, *ids(path)]])).logits[0, -1].log_softmax(-1)
+            best = log_probs.topk(candidates.token_ids.shape[1])
+            assert candidates.token_ids[line].tolist() == best.indices.tolist(), path
+            assert torch.allclose(candidates.log_probs[line], best.values, rtol=0, atol=1e-9)
+        assert len(candidates.rows) == len(paths)
+
+
+@pytest.fixture(scope="module", params=["llama", "mistral"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
+    return Model(tmp_path_factory.mktemp("draft"), request.param)
+
+
+@settings(deadline=None, max_examples=15)
+@given(data=st.data())
+def test_one_thread_is_drafted_as_one_tree_is(model: Model, data: st.DataObject) -> None:
+    """Rows drafted or not, accepted or not: the same candidates as by the class for one tree."""
+    sequence = sequence_of(toy("apar"), len(PROMPT))
+    forest, single, tree = model.forest(sequence), model.ours, PredictionTree(block=4)
+    single.begin()
+    single.prefill(torch.tensor(PROMPT), len(PROMPT))
+    tree.reset(len(PROMPT))
+    drafted: list[int] = []
+    sequence.accept(0, WORDS[0])
+    tree.plant(WORDS[0])
+    for _ in range(data.draw(st.integers(2, 6))):
+        for _ in range(data.draw(st.integers(0, 4))):
+            parent = data.draw(st.integers(0, tree.num_rows - 1))
+            token = data.draw(st.sampled_from(WORDS))
+            if tree.child(parent, token) is None:
+                tree.append(torch.tensor([token]), torch.tensor([parent]))
+        rows: list[int] = []
+        for row, parent in enumerate(tree.parents.tolist()):
+            if row not in drafted and (parent < 0 or parent in drafted or parent in rows) and data.draw(st.booleans()):
+                rows.append(row)
+        if rows:
+            found = forest.expand([(0, tree, torch.tensor(rows))], 4)[0]
+            expected = single.expand(tree, torch.tensor(rows), 4)
+            assert torch.equal(found.rows, expected.rows) and torch.equal(found.token_ids, expected.token_ids)
+            assert torch.allclose(found.log_probs, expected.log_probs, rtol=0, atol=1e-9)
+            drafted += rows
+        row, tokens = 0, []
+        while (below := torch.nonzero(tree.parents == row)[:, 0].tolist()) and data.draw(st.booleans()):
+            row = data.draw(st.sampled_from(below))
+            tokens.append(int(tree.token_ids[row]))
+        tokens += [data.draw(st.sampled_from(WORDS))] if data.draw(st.booleans()) else []
+        if tokens:
+            for token in tokens:
+                sequence.accept(0, token)
+            advance = tree.advance(tokens)
+            forest.advance(0, advance)
+            single.advance(advance)
+            is_kept, kept = advance.renumber(torch.tensor(drafted, dtype=torch.int64))
+            drafted = kept.tolist()
+            if not tree.num_rows:
+                tree.plant(tokens[-1])
+
+
+class Draft:
+    """A draft beside the forest that its owner replays."""
+
+    def __init__(self, model: Model, dialect: str) -> None:
+        self._model = model
+        self.forest = Forest(sequence_of(toy(dialect), len(PROMPT)))
+        self.draft = model.forest(self.forest.sequence)
+
+    def accept(self, **texts: str) -> None:
+        """As a team does: trees are advanced, then the draft, then it is told what became of the threads."""
+        before = {number: tree.num_rows for number, tree in self.forest.trees.items()}
+        copies = {number: _copy(tree) for number, tree in self.forest.trees.items()}
+        _, turn = self.forest.advance(Verdict.of_parts([Part(int(name[1:]), tuple(ids(text))) for name, text in texts.items()]))
+        for number, tokens in turn.accepted.items():
+            self.draft.advance(number, copies[number].advance(tokens))
+        for number in turn.rests:
+            if number in before and copies[number].num_rows > self.forest.trees[number].num_rows:
+                kept = torch.arange(self.forest.trees[number].num_rows)
+                self.draft.advance(number, copies[number].keep(kept))
+        if turn.changes_threads:
+            self.draft.turned()
+
+    def enter(self, *rows: tuple[str, int, int]) -> None:
+        texts, parents, threads = zip(*rows, strict=True)
+        self.forest.append(torch.tensor([IDS[text] for text in texts]), torch.tensor(parents), torch.tensor(threads))
+
+    def check(self, asked: dict[int, list[int]], *paths: str) -> None:
+        """Draft rows of some threads in one forward."""
+        asks = [(number, self.forest.trees[number], torch.tensor(rows)) for number, rows in asked.items()]
+        found = self.draft.expand(asks, 3)
+        assert [len(candidates.rows) for candidates in found] == list(map(len, asked.values()))
+        left = list(paths)
+        for candidates in found:
+            self._model.check(candidates, [left.pop(0) for _ in candidates.rows])
+
+
+def _copy(tree: PredictionTree) -> PredictionTree:
+    copy = PredictionTree()
+    copy.reset(tree.root_position)
+    copy.append(tree.token_ids, tree.parents)
+    copy.gap = tree.gap
+    return copy
+
+
+def test_rows_of_two_threads_in_one_forward(model: Model) -> None:
+    draft = Draft(model, "apar")
+    draft.accept(t0="a")
+    draft.enter(("a", -1, 0), ("b", 0, 0))
+    draft.check({0: [0, 1]}, "a", "a b")
+    draft.accept(t0="b [Fork]")
+    draft.enter(("[Fork]", -1, 0), ("[Child]", -1, 1), ("c", 0, 0), ("x", 0, 1), ("y", 1, 1))
+    draft.check({0: [0], 1: [0, 1]}, "a b [Fork]", "a b [Fork] [Child]", "a b [Fork] [Child] x")
+    draft.check({0: [1], 1: [2]}, "a b [Fork] c", "a b [Fork] [Child] x y")
+    draft.accept(t0="c d", t1="x z")
+    draft.enter(("d", -1, 0), ("z", -1, 1))
+    draft.check({0: [0], 1: [0]}, "a b [Fork] c d", "a b [Fork] [Child] x z")
+
+
+def test_accepted_rows_that_were_never_drafted_are_a_chain_of_their_thread(model: Model) -> None:
+    draft = Draft(model, "apar")
+    draft.accept(t0="a")
+    draft.enter(("a", -1, 0))
+    draft.accept(t0="[Fork]")
+    draft.enter(("[Fork]", -1, 0), ("[Child]", -1, 1))
+    draft.accept(t0="b", t1="x")
+    draft.enter(("b", -1, 0), ("x", -1, 1))
+    draft.accept(t0="c", t1="y")
+    draft.enter(("c", -1, 0), ("y", -1, 1), ("z", 0, 1))
+    draft.check({1: [0, 1]}, "a [Fork] [Child] x y", "a [Fork] [Child] x y z")
+    draft.check({0: [0]}, "a [Fork] b c")
+
+
+def test_a_child_drafts_on_when_its_parent_has_ended(model: Model) -> None:
+    """The parent's tokens behind the opener are forgotten, those before it are not."""
+    draft = Draft(model, "apar")
+    draft.accept(t0="a")
+    draft.enter(("a", -1, 0))
+    draft.accept(t0="[Fork]")
+    draft.enter(("[Fork]", -1, 0), ("[Child]", -1, 1))
+    draft.check({0: [0], 1: [0]}, "a [Fork]", "a [Fork] [Child]")
+    draft.accept(t0="b", t1="x")
+    draft.enter(("b", -1, 0), ("x", -1, 1))
+    draft.check({0: [0], 1: [0]}, "a [Fork] b", "a [Fork] [Child] x")
+    draft.accept(t0="<|end|>", t1="y")
+    assert draft.draft._cache.past_length == len(PROMPT) + 4, "a [Fork] [Child] x"
+    draft.enter(("y", -1, 1))
+    draft.check({1: [0]}, "a [Fork] [Child] x y")
+
+
+def test_a_child_sees_the_tree_of_no_other_thread(model: Model) -> None:
+    sequence = sequence_of(toy("apar"), len(PROMPT))
+    say(sequence, (), "a [Fork] b [Fork]")
+    assert sequence.context(2) == ((0, 4),)
+    draft = Draft(model, "apar")
+    draft.accept(t0="a")
+    draft.enter(("a", -1, 0))
+    draft.accept(t0="[Fork]")
+    draft.enter(("[Fork]", -1, 0), ("[Child]", -1, 1), ("x", 0, 1))
+    draft.check({0: [0], 1: [0, 1]}, "a [Fork]", "a [Fork] [Child]", "a [Fork] [Child] x")
+    draft.accept(t0="b")
+    draft.enter(("b", -1, 0))
+    draft.accept(t0="[Fork]")
+    draft.enter(("[Fork]", -1, 0), ("[Child]", -1, 2))
+    draft.check({2: [0], 0: [0]}, "a [Fork] b [Fork] [Child]", "a [Fork] b [Fork]")

@@ -1,0 +1,51 @@
+"""Whatever the method, the number of stages and the dispatch: rows see what they should, slots hold what may be seen, and the answer
+is the naive one."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from marked import Rehearsal
+from toy_dialects import toy
+
+from pipedec.core import TreeParams
+from pipedec.decoding import METHODS
+from pipedec.threads import Sequence
+
+SMALL = {"max_child_tokens": 9, "max_children": 3}
+DIALECTS = {
+    "apar": toy("apar", **SMALL),
+    "apar, three deep": toy("apar", max_depth=3, max_children=2, no_opening_after=()),
+    "pasta": toy("pasta", **SMALL, max_opener_tokens=6, default_length=5, max_length=8),
+    "pasta, nested": toy(
+        "pasta", max_depth=3, max_child_tokens=12, max_children=2, max_opener_tokens=5, default_length=5, max_length=8
+    ),
+    "parallel": toy("parallel", **SMALL),
+    "parallel, nested and flat": toy("parallel", max_depth=2, max_children=3, after_join="flat"),
+}
+SETTINGS = settings(max_examples=10, deadline=None)
+
+
+def said(sequence: Sequence) -> list[tuple[tuple[int, ...], int, int]]:
+    """The document: of each token its thread, itself, where it stands."""
+    threads = sequence.threads
+    return [
+        (threads[token.thread].path, token.token_id, threads[token.thread].positions[token.ordinal])
+        for token in sequence.document()
+    ]
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("name", DIALECTS)
+@SETTINGS
+@given(
+    seed=st.integers(0, 2**32), stages=st.integers(1, 4), windows=st.booleans(), max_tokens=st.integers(1, 70),
+    width=st.sampled_from([1, 2, 6]), accuracy=st.sampled_from([0.3, 0.9]),
+)  # fmt: skip
+def test_every_rank_sees_and_holds_the_same(name, method, seed, stages, windows, max_tokens, width, accuracy) -> None:
+    tree = TreeParams(width=width, children=3, depth=2, forwards=2)
+    rehearsal = Rehearsal(DIALECTS[name], seed, method, stages, windows, max_tokens, tree, accuracy)
+    answer, expected = rehearsal.run(), rehearsal.expected()
+    assert said(answer) == said(expected)
+    assert answer.finished == expected.finished

@@ -1,0 +1,214 @@
+"""Verdicts on several threads: how far each is walked, also ahead of the replay, what is banned, and whose noise it is."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from toy_dialects import IDS, TEXTS, ids, sequence_of, texts, toy
+
+from pipedec.core import Part, SamplingParams, Verdict
+from pipedec.forest import Forest
+from pipedec.sampling.noise import gumbel
+from pipedec.stage.thread_judge import ThreadJudge
+
+VOCAB = len(TEXTS)
+GREEDY = SamplingParams()
+
+
+class Stage:
+    """The forest of a last stage and its judge. ``successors`` are what the target says after each row."""
+
+    def __init__(self, dialect: str, sampling: SamplingParams = GREEDY, max_tokens: int = 100, said: str = "a") -> None:
+        bound = toy(dialect)
+        self.forest = Forest(sequence_of(bound, 10, max_tokens))
+        self.judge = ThreadJudge(sequence_of(bound, 10, max_tokens), sampling, VOCAB, "cpu")
+        self.successors: list[int] = []
+        self.parts: list[Part] = []  # of the last verdict
+        first = self.judge.first(wish(said))
+        self.replay([Part(0, (int(first[0]),))])
+
+    def enter(self, *rows: tuple[str, int, int, str]) -> None:
+        """Rows as (token, parent, thread, the target's successor)."""
+        tokens, parents, threads, successors = zip(*rows, strict=True)
+        self.forest.append(torch.tensor([IDS[token] for token in tokens]), torch.tensor(parents), torch.tensor(threads))
+        self.successors += [IDS[token] for token in successors]
+
+    def verdict(self) -> dict[int, str]:
+        """What is accepted of each thread."""
+        parts = self.judge.judge(self.forest, torch.tensor(self.successors))
+        self.parts = parts or self.parts
+        return {part.thread: texts(part.tokens) for part in parts}
+
+    def replay(self, parts: list[Part]) -> None:
+        advance, turn = self.forest.advance(Verdict.of_parts(parts))
+        self.judge.replayed(self.forest, turn)
+        self.successors = [self.successors[row] for row in advance.kept.tolist()]
+
+
+def wish(*best: str) -> torch.Tensor:
+    """[1, V] logits that rank these tokens first."""
+    logits = torch.zeros(1, VOCAB)
+    for place, token in enumerate(best):
+        logits[0, IDS[token]] = 20.0 - place
+    return logits
+
+
+def test_every_thread_is_walked_as_far_as_its_rows_go() -> None:
+    stage = Stage("apar")
+    stage.enter(("a", -1, 0, "[Fork]"))
+    assert stage.verdict() == {0: "[Fork]"} and stage.judge.judged_rows == [0]
+    stage.replay(stage.parts)
+    stage.enter(("[Fork]", -1, 0, "b"), ("[Child]", -1, 1, "x"), ("b", 0, 0, "c"), ("x", 0, 1, "y"), ("z", 0, 1, "q"))
+    assert stage.verdict() == {0: "b c", 1: "x y"}
+    assert stage.judge.judged_rows == [0, 2, 1, 3], "of each thread in turn"
+    assert stage.verdict() == {}, "nothing is said twice"
+
+
+def test_an_openers_own_row_yields_one_more_token_and_no_second_one() -> None:
+    stage = Stage("apar")
+    stage.enter(("a", -1, 0, "[Fork]"), ("[Fork]", 0, 0, "b"), ("b", 1, 0, "c"), ("c", 2, 0, "d"))
+    assert stage.verdict() == {0: "[Fork] b"} and stage.judge.judged_rows == [0, 1]
+    assert stage.verdict() == {}
+    stage.replay(stage.parts)
+    assert stage.successors == [] and stage.verdict() == {}
+    stage.enter(("b", -1, 0, "c"))
+    assert stage.verdict() == {0: "c"}
+
+
+def test_an_openers_row_that_arrives_before_the_replay_yields_one_more_token_too() -> None:
+    stage = Stage("apar")
+    stage.enter(("a", -1, 0, "[Fork]"))
+    assert stage.verdict() == {0: "[Fork]"}
+    opened = stage.parts
+    stage.enter(("[Fork]", 0, 0, "b"), ("b", 1, 0, "c"))
+    assert stage.verdict() == {0: "b"}
+    behind = stage.parts
+    stage.enter(("c", 2, 0, "d"))
+    assert stage.verdict() == {}, "its bans and its place are known only when the opener has been replayed"
+    stage.replay(opened)
+    assert stage.forest.token_ids.tolist() == ids("[Fork]") and stage.verdict() == {}
+    stage.replay(behind)
+    stage.enter(("b", -1, 0, "e"), ("[Child]", -1, 1, "x"))
+    assert stage.verdict() == {0: "e", 1: "x"}
+
+
+def test_rows_ahead_of_the_replay_go_on_behind_text() -> None:
+    stage = Stage("apar")
+    stage.enter(("a", -1, 0, "b"))
+    assert stage.verdict() == {0: "b"}
+    first = stage.parts
+    stage.enter(("b", 0, 0, "c"), ("c", 1, 0, "d"))
+    assert stage.verdict() == {0: "c d"}
+    second = stage.parts
+    stage.replay(first)
+    stage.replay(second)
+    assert stage.successors == [] and stage.forest.sequence.main.token_ids == ids("a b c d")
+
+
+def test_nothing_is_walked_behind_a_join() -> None:
+    stage = Stage("parallel")
+    stage.enter(("a", -1, 0, "<Parallel>"))
+    stage.verdict()
+    stage.replay(stage.parts)
+    stage.enter(("<Parallel>", -1, 0, "<Conclusion>"), ("<Conclusion>", 0, 0, "c"), ("c", 1, 0, "d"), ("<Path>", -1, 1, "x"))
+    assert stage.verdict() == {0: "<Conclusion>", 1: "x"}
+    assert stage.verdict() == {}
+    stage.replay(stage.parts)
+    stage.enter(("x", -1, 1, "</Path>"), ("</Path>", 0, 1, "q"))
+    assert stage.verdict() == {1: "</Path>"}, "nor behind the end of a thread"
+    stage.replay(stage.parts)
+    assert stage.forest.token_ids.tolist() == ids("</Path>")
+    stage.enter(("<Conclusion>", -1, 0, "c"))
+    assert stage.verdict() == {0: "c"}
+
+
+def test_a_join_whose_children_have_ended_waits_for_its_replay() -> None:
+    """What it sees is known at once, but rows that were guessed behind it saw something else."""
+    stage = Stage("parallel")
+    stage.enter(("a", -1, 0, "<Parallel>"))
+    stage.verdict()
+    stage.replay(stage.parts)
+    stage.enter(("<Parallel>", -1, 0, "b"), ("<Path>", -1, 1, "</Path>"), ("b", 0, 0, "c"))
+    assert stage.verdict() == {0: "b c", 1: "</Path>"}
+    ended = stage.parts
+    stage.enter(("c", 1, 0, "<Conclusion>"), ("<Conclusion>", 2, 0, "d"))
+    assert stage.verdict() == {0: "<Conclusion>"}
+    joined = stage.parts
+    stage.replay(ended)
+    stage.replay(joined)
+    assert stage.verdict() == {} and 0 not in stage.forest.threads.tolist()
+
+
+def test_the_end_of_the_answer() -> None:
+    stage = Stage("apar", max_tokens=3)
+    stage.enter(("a", -1, 0, "b"), ("b", 0, 0, "c"), ("c", 1, 0, "d"))
+    assert stage.judge.finished is None
+    assert stage.verdict() == {0: "b c"} and stage.judge.finished == "length"
+    assert stage.verdict() == {}
+    stage = Stage("apar")
+    stage.enter(("a", -1, 0, "<|end|>"))
+    assert stage.verdict() == {0: "<|end|>"} and stage.judge.finished == "stop"
+    assert Stage("apar", max_tokens=1).judge.finished == "length"
+
+
+def chosen(stage: Stage, logits: torch.Tensor) -> list[str]:
+    """What follows the last rows that have entered."""
+    rows = torch.arange(stage.forest.num_rows - len(logits), stage.forest.num_rows)
+    return [TEXTS[token] for token in stage.judge.choose(logits, stage.forest, rows).tolist()]
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SamplingParams(temperature=0.01, seed=3)], ids=["greedy", "drawn"])
+def test_banned_tokens_are_never_chosen(sampling: SamplingParams) -> None:
+    assert Stage("apar", sampling, said="b").forest.sequence.main.token_ids == ids("b")
+    stage = Stage("apar", sampling)
+    stage.judge = ThreadJudge(sequence_of(toy("apar")), sampling, VOCAB, "cpu")
+    assert stage.judge.first(wish("[Child]", "c")).tolist() == ids("c")
+    stage = Stage("apar", sampling)
+    stage.enter(("a", -1, 0, "a"), ("b", 0, 0, "a"), ("[Fork]", 0, 0, "a"))
+    logits = torch.cat((wish("[Child]", "[Fork]"), wish("[Fork]", "d"), wish("[Fork]", "[Child]", "d")))
+    assert chosen(stage, logits) == ["[Fork]", "[Fork]", "d"], "no opener stands right behind an opener"
+    assert (logits > 0).sum() == 7, "the logits are the caller's"
+
+
+def test_bans_are_those_of_a_rows_own_thread() -> None:
+    stage = Stage("pasta")
+    stage.enter(("a", -1, 0, "<promise"), ("<promise", 0, 0, '"/>'))
+    assert stage.verdict() == {0: '<promise "/>'}
+    stage.replay(stage.parts)
+    stage.enter(('"/>', -1, 0, "b"), ("<async>", -1, 1, "x"), ("x", 0, 1, "y"))
+    logits = wish("<promise", "b").expand(3, -1)
+    assert chosen(stage, logits) == ["<promise", "b", "b"], "children open none in this dialect"
+
+
+def test_each_thread_meets_its_own_noise() -> None:
+    stage = Stage("apar", SamplingParams(temperature=1.0, seed=11))
+    assert stage.forest.sequence.main.token_ids == ids("a")
+    stage.enter(("a", -1, 0, "[Fork]"))
+    stage.verdict()
+    stage.replay(stage.parts)
+    stage.enter(("[Fork]", -1, 0, "b"), ("[Child]", -1, 1, "x"), ("b", 0, 0, "b"))
+    plain = [token for token in range(VOCAB) if token not in ids("[Child] [Fork]")]
+    logits = torch.full((3, VOCAB), -torch.inf)
+    logits[:, plain] = 0.0
+    threads = stage.forest.sequence.threads
+    assert threads[0].next_position == threads[1].positions[0] == 12
+    expected = []
+    for position, thread in ((12, 0), (13, 1), (13, 0)):
+        noise = gumbel(11, torch.tensor([position]), VOCAB, threads[thread].noise_stream)[0]
+        expected.append(TEXTS[plain[int(noise[plain].argmax())]])
+    assert chosen(stage, logits) == expected
+    assert len(set(expected)) == 3
+
+
+def test_penalties_count_what_a_thread_sees() -> None:
+    """A child has not said what its parent says behind the opener."""
+    sampling = SamplingParams(frequency_penalty=2.0)
+    stage = Stage("apar", sampling)
+    stage.judge.add_prompt(torch.tensor(ids("q")))
+    stage.enter(("a", -1, 0, "[Fork]"))
+    stage.verdict()
+    stage.replay(stage.parts)
+    stage.enter(("[Fork]", -1, 0, "b"), ("[Child]", -1, 1, "x"), ("b", 0, 0, "c"))
+    near = torch.zeros(3, VOCAB)
+    near[:, ids("a b c")] = torch.tensor([20.0, 19.0, 18.5])
+    assert chosen(stage, near) == ["b", "b", "c"], "all have seen a once, and one row b, too"
