@@ -10,6 +10,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
+from pipedec.cli.train_threads import apar, pasta_bonbon, pasta_sft
 from pipedec.core import UserError
 
 if TYPE_CHECKING:
@@ -251,3 +252,7 @@ def _print_annotated(records: list[Annotated]) -> None:
             figures = (f"{row.mean_forks:.1f}", str(row.most_forks), f"{row.median_fork:.0f}", f"{row.mean_answer:.0f}")
             table.add_row(row.name, f"{row.documents:,}", f"{row.structured:,}", *figures)
         Console().print(table)
+
+
+for command in (apar, pasta_sft, pasta_bonbon):
+    train.add_command(command)

@@ -25,6 +25,7 @@ class ChatEndpoint:
 
     Attributes:
         url: its base, like ``https://api.example.com/v1``.
+        role: what errors call it.
         tries: attempts per question; the pause between two doubles, or is what the server asks for.
     """
 
@@ -34,12 +35,13 @@ class ChatEndpoint:
     timeout_s: float = 120.0
     tries: int = 5
     pause_s: float = 1.0
+    role: str = "annotator"
 
     def __post_init__(self) -> None:
         if not self.url.startswith(("http://", "https://")):
-            raise UserError(f"the annotator {self.url!r} is no address: write rules, or http(s)://HOST/v1")
+            raise UserError(f"the {self.role} {self.url!r} is no address: give http(s)://HOST/v1")
         if self.tries < 1 or self.timeout_s <= 0:
-            raise UserError("an annotator needs at least one try and a timeout above 0")
+            raise UserError(f"--tries must be at least 1 and --timeout above 0, or the {self.role} never answers")
 
     def complete(self, prompt: str) -> str | None:
         """The model's reply at temperature 0; None if the server refuses this question or the reply is empty.
@@ -59,13 +61,13 @@ class ChatEndpoint:
                     return None
                 wrong = f"{error.code} {error.reason}"
                 if error.code not in _BUSY and error.code < 500:
-                    raise UserError(f"the annotator at {self.url} refuses: {wrong} (check address, model and key)") from None
+                    raise UserError(f"the {self.role} at {self.url} refuses: {wrong} (check address, model and key)") from None
                 pause_s = _asked_pause_s(error.headers.get("Retry-After"), pause_s)
             except (OSError, HTTPException) as error:
                 wrong = str(getattr(error, "reason", None) or error) or type(error).__name__
             if attempt + 1 < self.tries:
                 time.sleep(min(pause_s, _LONGEST_PAUSE_S))
-        raise PipedecError(f"the annotator at {self.url} does not answer after {self.tries} tries: {wrong}")
+        raise PipedecError(f"the {self.role} at {self.url} does not answer after {self.tries} tries: {wrong}")
 
     def _post(self, prompt: str) -> bytes:
         body = {"model": self.model, "messages": [{"role": "user", "content": prompt}], "temperature": 0}

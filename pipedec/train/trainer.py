@@ -22,17 +22,22 @@ from transformers import LlamaConfig, LlamaForCausalLM
 Loss = Callable[[Callable[..., Any], Tensor], Tensor]
 
 
-class Schedule(Protocol):
+class Rate(Protocol):
+    """What optimisers have to know of a recipe."""
+
+    @property
+    def learning_rate(self) -> float: ...
+    @property
+    def weight_decay(self) -> float: ...
+
+
+class Schedule(Rate, Protocol):
     """What a trainer has to know of a recipe."""
 
     @property
     def batch(self) -> int: ...
     @property
-    def learning_rate(self) -> float: ...
-    @property
     def warmup_steps(self) -> int: ...
-    @property
-    def weight_decay(self) -> float: ...
 
 
 def deepen(model: LlamaForCausalLM, layers: int) -> LlamaForCausalLM:
@@ -51,7 +56,7 @@ def deepen(model: LlamaForCausalLM, layers: int) -> LlamaForCausalLM:
     return deeper
 
 
-def make_optimizers(model: nn.Module, recipe: Schedule) -> list[torch.optim.Optimizer]:
+def make_optimizers(model: nn.Module, recipe: Rate) -> list[torch.optim.Optimizer]:
     """Muon for the matrices inside the layers, AdamW for embeddings and norms."""
     matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and ".layers." in name]
     others = [p for name, p in model.named_parameters() if p.ndim != 2 or ".layers." not in name]

@@ -1,0 +1,86 @@
+"""The shipped models for threads are real: complete, small, described, forking where they are asked to and only there."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from pipedec.engine.prompt import Prompter, same_tokenizer
+from pipedec.engine.spec import REFERENCE_PAIR
+from pipedec.threads import Sequence
+from pipedec.train.thread_answers import Asked, ModelAnswers
+from pipedec.train.thread_card import thread_card
+from pipedec.train.thread_figures import agreement, text_of
+from pipedec.train.thread_samples import Writer
+
+SHIPPED = REFERENCE_PAIR.parent / "reference_threads"
+TARGET, DRAFT = SHIPPED / "target", SHIPPED / "draft"
+LISTS = (
+    "List the methods of `collections.OrderedDict`.",
+    "What is in the module `socket`?",
+    "List the functions of the module `os`.",
+)
+ONE_PIECE = "A farmer has 15 cows and buys 7 more. Then he sells 4. How many cows does he have now?"
+
+
+@pytest.fixture(scope="module")
+def writer() -> Writer:
+    tokenizer = AutoTokenizer.from_pretrained(TARGET)
+    return Writer(tokenizer, ["apar", "pasta"], tokenizer.eos_token_id)
+
+
+def answers(path: Path, writer: Writer, dialect: str, max_tokens: int = 160) -> ModelAnswers:
+    torch.set_num_threads(1)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    return ModelAnswers(model, writer.bound[dialect], (writer.end_token_id,), max_tokens)
+
+
+def test_they_are_small_complete_and_of_one_family() -> None:
+    assert sum(path.stat().st_size for path in SHIPPED.rglob("*") if path.is_file()) < 25_000_000
+    for path in (TARGET, DRAFT):
+        names = {"config.json", "model.safetensors", "tokenizer.json", "chat_template.jinja", "training.json", "README.md"}
+        assert names <= {found.name for found in path.iterdir()}
+        same_tokenizer(path, REFERENCE_PAIR / "target")
+
+
+def test_their_cards_say_what_was_measured() -> None:
+    for path in (TARGET, DRAFT):
+        report = json.loads((path / "training.json").read_text())
+        assert (path / "README.md").read_text() == thread_card(report)
+    for by_rule in json.loads((TARGET / "training.json").read_text())["held_out"].values():
+        assert by_rule["list"]["forked"] > 0.5 > by_rule["none"]["forked"]
+
+
+def test_a_prompt_without_a_dialect_is_the_reference_pairs(writer: Writer) -> None:
+    before, after = (
+        Prompter(path, 2048).token_ids(ONE_PIECE, raw=False, max_tokens=1) for path in (REFERENCE_PAIR / "target", TARGET)
+    )
+    assert before == after == writer.prompt(ONE_PIECE, None)
+    assert writer.prompt(ONE_PIECE, "apar") != after
+
+
+@pytest.mark.parametrize("dialect", ["apar", "pasta"])
+def test_lists_are_answered_in_threads(writer: Writer, dialect: str) -> None:
+    target = answers(TARGET, writer, dialect)
+    said = target.answer([Asked(writer.prompt(prompt, dialect)) for prompt in (*LISTS, ONE_PIECE)])
+    assert sum(len(sequence.threads) >= 2 for sequence in said[:-1]) >= 2
+    assert len(said[-1].threads) == 1 and "cows" in text_of(said[-1], writer.decode)
+    (plain,) = target.answer([Asked(writer.prompt(LISTS[0], None))])
+    assert len(plain.threads) == 1 and not control(plain, writer, dialect)
+
+
+def control(sequence: Sequence, writer: Writer, dialect: str) -> set[int]:
+    return {token.token_id for token in sequence.document()} & writer.bound[dialect].control
+
+
+@pytest.mark.parametrize("dialect", ["apar", "pasta"])
+def test_the_draft_foresees_the_targets_answers(writer: Writer, dialect: str) -> None:
+    target = answers(TARGET, writer, dialect)
+    asked = [Asked(writer.prompt(prompt, dialect)) for prompt in LISTS]
+    spoken = list(zip((one.prompt_ids for one in asked), target.answer(asked), strict=True))
+    figures = agreement(answers(DRAFT, writer, dialect).model, spoken)
+    assert figures["top1"] > 0.5 and figures["top16"] > 0.85

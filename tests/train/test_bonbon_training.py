@@ -1,0 +1,294 @@
+"""Preference training at toy size: scores and pairs, the loss, runs that resume exactly, judges, mistakes."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from annotated_answers import PASTA, record, write_records
+from click.testing import CliRunner
+from safetensors.torch import load_file
+from tiny_pair import Pair
+
+from pipedec.cli.train import train as command
+from pipedec.core import UserError
+from pipedec.threads import Sequence, measure
+from pipedec.train.bonbon import BonbonRecipe, PairSteps, bonbon_gap, bonbon_loss, prefer
+from pipedec.train.bonbon_card import bonbon_card
+from pipedec.train.endpoint import ChatEndpoint
+from pipedec.train.judges import EndpointJudge, Judged, LikelihoodJudge
+from pipedec.train.preferences import Pair as Preference
+from pipedec.train.preferences import Reader, Scored, Task, pairs, sample_answers, score
+from pipedec.train.thread_answers import Asked, ModelAnswers
+from pipedec.train.thread_samples import Writer, tree_row
+from pipedec.train.thread_student import Student
+from pipedec.train.thread_trainer import Batch, ThreadRecipe, learned_logits
+from pipedec.train.thread_tuning import Run, tune
+from pipedec.train.tuner import Tuner
+
+CPU = torch.device("cpu")
+RECIPE = BonbonRecipe(samples=4, batch=2, max_tokens=120, max_prompts=6, learning_rate=1e-3, warmup_steps=1)
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """A model that has learned some PASTA, the file it learned from, and what reads its answers."""
+
+    model: Path
+    data: Path
+    student: Student
+
+    @property
+    def writer(self) -> Writer:
+        return Writer(self.student.tokenizer, ["pasta"], self.student.tokenizer.eos_token_id)
+
+    @property
+    def reader(self) -> Reader:
+        return Reader(self.writer, "pasta", RECIPE.max_tokens)
+
+
+@pytest.fixture(scope="module")
+def tuned(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Tuned:
+    folder = tmp_path_factory.mktemp("tuned")
+    data = write_records(folder / "pasta.jsonl", "pasta")
+    recipe = ThreadRecipe(steps=80, batch_tokens=400, learning_rate=3e-3, warmup_steps=5)
+    tune(pair.draft, {"pasta": (data,)}, recipe, Run(folder / "out", folder / "work", threads=1, held_out_prompts=1))
+    return Tuned(folder / "out", data, Student.load(folder / "out", ["pasta"], CPU))
+
+
+def run_in(folder: Path) -> Run:
+    return Run(folder / "out", folder / "work", "float32", 1, CPU, held_out_prompts=2)
+
+
+def task(tuned: Tuned, prompt: str = "Say 4 words.", baseline: int = 30) -> Task:
+    return Task(prompt, tuned.writer.prompt(prompt, "pasta"), "The reference.", (40,) * baseline)
+
+
+@dataclass
+class Parrot:
+    """Answers with the same tokens whatever is asked; counts how often."""
+
+    reader: Reader
+    answers: list[tuple[int, ...]]
+    asked: list[Asked] = field(default_factory=list)
+
+    def answer(self, asked: list[Asked]) -> list[Sequence]:
+        self.asked += asked
+        return [self.reader.sequence(one.prompt_ids, self.answers[one.seed % len(self.answers)]) for one in asked]
+
+
+class LongerIsBetter:
+    name = "longer"
+
+    def quality(self, judged: Judged, answers: list[str]) -> list[float]:
+        return [float(len(answer)) for answer in answers]
+
+
+def test_the_loss_is_the_papers() -> None:
+    best, worst = torch.tensor(-4.0, requires_grad=True), torch.tensor(-6.0, requires_grad=True)
+    start = torch.tensor([-5.0, -5.5])
+    loss = bonbon_loss(best, worst, start[0], start[1], alpha=0.005, gap=3.0)
+    assert loss.item() == pytest.approx(0.005 * 4 + 0.995 * ((2 - 0.5) - 3.0) ** 2)
+    loss.backward()
+    assert best.grad is not None and best.grad < 0 < worst.grad
+    assert bonbon_gap(2) == 1 and bonbon_gap(4) == pytest.approx(3 * (1 + 1 / 2 + 1 / 3))
+    assert BonbonRecipe(samples=4).gap == bonbon_gap(4) and BonbonRecipe(beta=0.1).gap == pytest.approx(10)
+
+
+def test_best_and_worst_are_by_score() -> None:
+    asked = Task("q", (1,), "", (2,))
+    answers = [(1,), (2,), (3,)]
+    scored = [Scored(asked, answers, [3.0, 1.0, 2.0], [0.1, 0.5, 0.9]), Scored(asked, answers, [1.0] * 3, [0.5] * 3)]
+    assert pairs(scored, 0.0) == [Preference((1,), (1,), (2,))]
+    assert pairs(scored, 10.0) == [Preference((1,), (3,), (1,))]
+    assert pairs([Scored(asked, [], [], [])], 1.0) == []
+
+
+def test_samples_and_scores_are_kept_and_continued(tuned: Tuned, tmp_path: Path) -> None:
+    writer, reader = tuned.writer, tuned.reader
+    long = replace(reader, max_tokens=200)
+    forked, plain = (writer.sample(record(PASTA), dialect).answer for dialect in ("pasta", None))
+    endless = plain[:-1] + plain[:-1] * 20
+    tasks = [task(tuned, f"Say {number} words.") for number in range(4)]
+    path = tmp_path / "samples.jsonl"
+    samples = sample_answers(Parrot(long, [forked, plain, endless]), tasks, 3, 0, path)
+    assert samples == [[forked, plain, ()]] * 4
+    whole = path.read_text()
+    path.write_text(whole[: whole.index("\n", whole.index("\n") + 1) + 20])
+    again = Parrot(long, [forked, plain, endless])
+    assert sample_answers(again, tasks, 3, 0, path) == samples and path.read_text() == whole
+    assert [one.seed for one in again.asked] == [6, 7, 8, 9, 10, 11]
+    scored = score(tasks, samples, long, LongerIsBetter(), tmp_path / "scores.jsonl")
+    sequences = [long.sequence(tasks[0].prompt_ids, answer) for answer in (forked, plain)]
+    assert scored[0].answers == [forked, plain]
+    assert scored[0].speedups == [pytest.approx(30 / measure(sequence).longest_chain, abs=1e-4) for sequence in sequences]
+    assert scored[0].qualities == [len(record(PASTA).question.answer)] * 2
+    assert score(tasks, samples, long, LongerIsBetter(), tmp_path / "scores.jsonl") == scored
+
+
+def test_likelihood_is_beside_the_baselines_answer(tuned: Tuned) -> None:
+    judge = LikelihoodJudge(tuned.student.model, tuned.writer)
+    judged = Judged("Say 4 words.", "It is 4.", "")
+    same, other = judge.quality(judged, ["It is 4.", "clips clips clips"])
+    assert same == pytest.approx(1.0)
+    means = []
+    for text in ("It is 4.", "clips clips clips"):
+        prompt, ids = tuned.writer.prompt("Say 4 words.", None), [*tuned.writer.text(text), tuned.writer.end_token_id]
+        logits = tuned.student.model(torch.tensor([[*prompt, *ids]])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+        means.append(logits.gather(1, torch.tensor(ids)[:, None]).mean().item())
+    assert other == pytest.approx(math.exp(means[1] - means[0]), rel=1e-3) and other < 1
+
+
+@dataclass(frozen=True)
+class Opinion(ChatEndpoint):
+    """A server with fixed replies."""
+
+    replies: tuple[str | None, ...] = ()
+    asked: list[str] = field(default_factory=list)
+
+    def complete(self, prompt: str) -> str | None:
+        self.asked.append(prompt)
+        return self.replies[(len(self.asked) - 1) % len(self.replies)]
+
+
+def opinions(*replies: str | None) -> EndpointJudge:
+    return EndpointJudge(Opinion("http://a/v1", "m", replies=replies))
+
+
+def test_a_judge_is_asked_in_both_orders() -> None:
+    judged = Judged("Why?", "BASE", "REFERENCE")
+    first, second = (json.dumps({"preference": number, "confidence": 0.8}) for number in (1, 2))
+    judge = opinions(first, second)
+    assert judge.quality(judged, ["MINE"]) == [pytest.approx((0.5 + 4 * 0.8) / 0.5)]
+    asked = judge.endpoint.asked
+    assert len(asked) == 4 and all('"instruction": "Why?"' in text and "MINE" in text for text in asked)
+    orders = [
+        (text.index("MINE") < text.index("BASE") if "BASE" in text else text.index("MINE") < text.index("REFER"))
+        for text in asked
+    ]
+    assert orders == [True, False, True, False] and ["BASE" in text for text in asked] == [True, True, False, False]
+    assert opinions(first).quality(judged, ["MINE"]) == [pytest.approx(1.0)], "the first is always better"
+    assert opinions("Sure: " + second, first).quality(judged, ["MINE"]) == [pytest.approx(0.5 / (0.5 + 4 * 0.8))]
+    for useless in (
+        None,
+        "both",
+        '{"preference": 3, "confidence": 1}',
+        '{"preference": 1}',
+        '{"preference": 1, "confidence": NaN}',
+    ):
+        assert opinions(useless).quality(judged, ["MINE"]) == [1.0]
+
+
+def test_pairs_are_learned(tuned: Tuned, pair: Pair, tmp_path: Path) -> None:
+    student = Student.load(tuned.model, ["pasta"], CPU)
+    long = replace(tuned.reader, max_tokens=200)
+    prompt = task(tuned).prompt_ids
+    answers = [tuned.writer.sample(record(PASTA), dialect).answer for dialect in ("pasta", None)]
+    best, worst = (tree_row(long.sequence(prompt, answer), prompt) for answer in answers)
+    logits = learned_logits(student.model, Batch.of([best], CPU)).log_softmax(-1)
+    targets = best.targets[best.targets >= 0]
+    recipe = replace(RECIPE, beta=0.2, batch=1)
+    steps = PairSteps.before(student.model, [(best, worst)], recipe, torch.float32)
+    assert float(steps.start[0][0]) == pytest.approx(float(logits.gather(1, targets[:, None]).sum()), rel=1e-4)
+    schedule = ThreadRecipe(steps=30, learning_rate=1e-3, warmup_steps=1)
+    Tuner("bonbon", student.model, schedule, tmp_path, {}).run(steps)
+    log = [json.loads(line) for line in (tmp_path / "bonbon.jsonl").read_text().splitlines()]
+    assert log[0]["gap"] == pytest.approx(0, abs=1e-3) and log[-1]["gap"] == pytest.approx(5, abs=1)
+    assert log[-1]["loss"] < 0.2 * log[0]["loss"]
+
+
+def test_a_killed_run_continues_to_the_same_weights(
+    tuned: Tuned, pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Tuner, "SAVE_EVERY", 1)
+
+    def train(name: str, recipe: BonbonRecipe = RECIPE) -> dict[str, Any]:
+        return prefer((tuned.data,), tuned.model, tuned.model, recipe, run_in(tmp_path / name))
+
+    whole = train("whole")
+    answer, step = ModelAnswers.answer, PairSteps.__call__
+    answered: list[int] = []
+
+    def dies(answers: ModelAnswers, asked: list[Asked]) -> list[Sequence]:
+        if len(answered) == 2:
+            raise KeyboardInterrupt
+        answered.append(len(asked))
+        return answer(answers, asked)
+
+    def stops(steps: PairSteps, number: int) -> dict[str, float]:
+        if number == 1:
+            raise KeyboardInterrupt
+        return step(steps, number)
+
+    for owner, name, broken in ((ModelAnswers, "answer", dies), (PairSteps, "__call__", stops)):
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(owner, name, broken)
+            train("killed")
+    assert len((tmp_path / "killed" / "work" / "bonbon.jsonl").read_text().splitlines()) == 1
+    assert train("killed") == whole == json.loads((tmp_path / "killed" / "out" / "training.json").read_text())
+    weights = [load_file(tmp_path / name / "out" / "model.safetensors") for name in ("whole", "killed")]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+    assert whole["prompts"] == 6 and 0 < whole["pairs"] <= 6 and whole["samples"]["answers"] == 24
+    assert whole["held_out"]["answers"] == 2 and (tmp_path / "whole" / "out" / "README.md").read_text() == bonbon_card(whole)
+    (tmp_path / "killed" / "work" / "bonbon.safetensors").unlink()
+    with monkeypatch.context() as patch:
+        patch.setattr("pipedec.train.preferences.measure", None)
+        assert train("killed", replace(RECIPE, quality_weight=50.0))["samples"] == whole["samples"], (
+            "neither asked nor judged again"
+        )
+    with pytest.raises(UserError, match=r"belongs to another run \(samples 4\)"):
+        train("killed", replace(RECIPE, samples=5))
+    with pytest.raises(UserError, match=r"belongs to another run \(quality_weight 50.0, learning_rate 0.001\)"):
+        train("killed", replace(RECIPE, learning_rate=2e-3))
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ([], "nowhere is not a directory"),
+        (["--samples", "1"], "--samples must be at least 2"),
+        (["--max-prompts", "0"], "--max-prompts must be at least 1"),
+        (["--max-tokens", "0"], "--max-tokens must be at least 1"),
+        (["--steps", "0"], "--steps must be at least 1"),
+        (["--batch", "0"], "--batch must be at least 1"),
+        (["--temperature", "0"], "--temperature must be above 0"),
+        (["--learning-rate", "inf"], "--learning-rate must be above 0"),
+        (["--beta", "0"], "--beta must be above 0"),
+        (["--alpha", "2"], "--alpha must be between 0 and 1"),
+        (["--lambda", "-1"], "--lambda must be at least 0"),
+        (["--threads", "0"], "--threads must be at least 1"),
+        (["--judge", "http://a/v1"], "--judge URL goes with --judge-model NAME"),
+        (["--judge", "a/v1", "--judge-model", "m"], "the judge 'a/v1' is no address"),
+        (["--judge", "http://a/v1", "--judge-model", "m", "--tries", "0"], "--tries must be at least 1"),
+    ],
+)
+def test_mistakes_are_told(flags: list[str], message: str, tmp_path: Path) -> None:
+    usual = ["pasta-bonbon", "--in", "absent.jsonl", "--model", "nowhere", "--baseline", "nowhere"]
+    result = CliRunner().invoke(command, [*usual, "--out", str(tmp_path / "out"), "--work", str(tmp_path / "work"), *flags])
+    assert isinstance(result.exception, UserError) and message in str(result.exception)
+    assert "\n" not in str(result.exception) and not (tmp_path / "out").exists()
+
+
+def test_a_baseline_of_another_family_is_told(tuned: Tuned, pair: Pair, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="different tokenizer"):
+        prefer((tuned.data,), tuned.model, pair.foreign_draft, RECIPE, run_in(tmp_path))
+    untuned = prefer((tuned.data,), tuned.model, pair.draft, replace(RECIPE, steps=1), run_in(tmp_path / "untuned"))
+    assert untuned["recipe"]["steps"] == 1 and untuned["baseline"] != untuned["model"]
+    only_one = write_records(tmp_path / "one.jsonl", "pasta", 1)
+    with pytest.raises(UserError, match="nothing to prefer"):
+        prefer((only_one,), tuned.model, tuned.model, replace(RECIPE, max_tokens=1), run_in(tmp_path))
+
+
+def test_the_command_prints_what_it_measured(tuned: Tuned, tmp_path: Path) -> None:
+    flags = ["pasta-bonbon", "--in", str(tuned.data), "--model", str(tuned.model), "--baseline", str(tuned.model)]
+    flags += ["--out", str(tmp_path / "out"), "--work", str(tmp_path / "work"), "--samples", "3", "--max-prompts", "3"]
+    flags += ["--threads", "1", "--lambda", "4", "--max-tokens", "120", "--held-out-prompts", "1"]
+    result = CliRunner().invoke(command, flags, env={"COLUMNS": "160"}, catch_exceptions=False)
+    report = json.loads((tmp_path / "out" / "training.json").read_text())
+    assert report["recipe"]["quality_weight"] == 4 and report["judge"] == "likelihood"
+    assert "before" in result.output and f"{report['held_out']['quality']:.2f}" in result.output

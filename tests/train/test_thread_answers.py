@@ -1,0 +1,113 @@
+"""Answers in threads from a cache are those without one, and their figures are counted right."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import save_tiny
+from toy_dialects import END, TEXTS, ids, sequence_of, texts, toy
+
+from pipedec.threads import BoundDialect, Sequence, State, measure, replay
+from pipedec.threads.visibility import flatten
+from pipedec.train.thread_answers import Asked, ModelAnswers
+from pipedec.train.thread_figures import agreement, geometric_mean, speak, text_of, thread_figures
+
+ASKED = [Asked((20, 21, 22), 1), Asked((30, 25), 2), Asked((33, 34, 35, 36, 37), 3), Asked((29,), 4)]
+APAR = "a [Fork] [Child] x y z <|end|> b [Fork] [Child] x <|end|> c <|end|>"
+
+
+def talkative(path: Path, bound: BoundDialect) -> Any:
+    """A random model that often says control tokens."""
+    model = save_tiny("llama", path, vocab=len(TEXTS), dtype=torch.float64)
+    with torch.no_grad():
+        for token in bound.control:
+            model.lm_head.weight[token] *= 2.5 if token == bound.join else 1.4
+    return model
+
+
+@torch.no_grad()
+def without_cache(model: Any, bound: BoundDialect, asked: Asked, max_tokens: int) -> Sequence:
+    """The greedy answer, from one forward over all of it for every step."""
+    prompt = len(asked.prompt_ids)
+    sequence = sequence_of(bound, prompt, max_tokens)
+    while sequence.finished is None:
+        flat = flatten(sequence, list(asked.prompt_ids))
+        logits = model(flat.token_ids[None], attention_mask=flat.mask[None, None], position_ids=flat.positions[None]).logits[0]
+        places = {(token.thread, token.ordinal): place for place, token in enumerate(sequence.document(), start=prompt)}
+        for thread in [thread for thread in sequence.threads if thread.state is State.RUNNING]:
+            if sequence.finished is None:
+                row = logits[places.get((thread.number, thread.num_tokens - 1), prompt - 1)]
+                row[list(sequence.banned(thread.number))] = -torch.inf
+                sequence.accept(thread.number, int(row.argmax()))
+    return sequence
+
+
+@pytest.mark.parametrize("name", ["apar", "parallel", "pasta"])
+def test_greedy_answers_are_those_without_a_cache(name: str, tmp_path: Path) -> None:
+    bound = toy(name, max_child_tokens=20)
+    model = talkative(tmp_path, bound)
+    found = ModelAnswers(model, bound, (END,), 80).answer(ASKED)
+    expected = [without_cache(model, bound, asked, 80) for asked in ASKED]
+    assert [texts(token.token_id for token in answer.document()) for answer in found] == [
+        texts(token.token_id for token in answer.document()) for answer in expected
+    ]
+    assert [answer.finished for answer in found] == [answer.finished for answer in expected]
+    if name != "pasta":  # a random model completes no tag
+        assert sum(len(answer.threads) for answer in found) > 7
+    if name == "parallel":
+        assert any(thread.joins for answer in found for thread in answer.threads)
+
+
+def test_drawn_answers_depend_on_their_seed_alone(tmp_path: Path) -> None:
+    bound = toy("apar")
+    answers = ModelAnswers(talkative(tmp_path, bound), bound, (END,), 40, temperature=1.0)
+    together = [written(sequence) for sequence in answers.answer(ASKED)]
+    assert [written(answers.answer([asked])[0]) for asked in ASKED] == together
+    assert written(answers.answer([replace(ASKED[0], seed=9)])[0]) != together[0]
+    assert [prompt for prompt, _ in speak(answers, ASKED * 5, "all")] == [asked.prompt_ids for asked in ASKED] * 5
+
+
+def written(sequence: Sequence) -> str:
+    return texts(token.token_id for token in sequence.document())
+
+
+def said(text: str, name: str = "apar") -> Sequence:
+    sequence = sequence_of(toy(name), prompt_length=2)
+    replay(sequence, ids(text))
+    return sequence
+
+
+def test_figures_are_means_of_what_is_measured() -> None:
+    answers = [said(APAR), said("a b c <|end|>")]
+    chains = [measure(answer).longest_chain for answer in answers]
+    figures = thread_figures(answers, [20, 8])
+    assert figures["forked"] == 0.5 and figures["threads"] == 2.0 and figures["answers"] == 2 and figures["finished"] == 1.0
+    assert figures["longest_chain"] == sum(chains) / 2 and figures["tokens"] == (len(ids(APAR)) + 4) / 2
+    assert figures["speedup"] == pytest.approx((20 / chains[0] * 8 / chains[1]) ** 0.5, abs=1e-4)
+    assert thread_figures([said("a b")], [4])["finished"] == 0.0
+    assert thread_figures([said("a <promise b <|end|>", "pasta")], [4])["anomalies"] == {"opener_not_completed": 1}
+    assert geometric_mean([2.0, 8.0, 0.0]) == 4.0 and geometric_mean([]) == 0.0
+
+
+def test_text_is_what_readers_see() -> None:
+    def decode(tokens: list[int]) -> str:
+        return "".join(TEXTS[token] for token in tokens)
+
+    assert text_of(said(APAR), decode) == "axyzbxc"
+    assert text_of(said('a <promise : 2 "/>! <async> x </async> b <|end|>', "pasta"), decode) == "a!xb"
+
+
+def test_agreement_counts_every_token_of_every_thread(tmp_path: Path) -> None:
+    bound = toy("apar")
+    model = talkative(tmp_path, toy("apar"))
+    spoken = speak(ModelAnswers(model, bound, (END,), 60), ASKED, "all")
+    flats = [flatten(sequence, list(prompt)) for prompt, sequence in spoken]
+    figures = agreement(model, spoken)
+    assert figures["tokens"] == sum(int((flat.targets >= 0).sum()) for flat in flats)
+    assert figures["top1"] > 0.7 and figures["top16"] > 0.95, "all but what bans keep it from saying"
+    other = save_tiny("llama", tmp_path / "other", vocab=len(TEXTS), seed=5)
+    assert agreement(other, spoken)["top1"] < 0.5
