@@ -35,7 +35,8 @@ class StaticTree:
         self._tree = PredictionTree(device)
         self._tree.reset(self._prompt_length)
         self._device = device
-        self.room = 1 + self._limits.depth * (self._limits.rows or self._limits.width)  # rows that may enter, if others need some of them
+        widest = self._limits.rows or self._limits.width
+        self.room = 1 + self._limits.depth * widest  # rows that may enter, if others need some of them
         self._root: int | None = None  # an accepted token whose tree has yet to be drafted
         self._is_drafted = False  # the tree, which has yet to enter
 
