@@ -107,9 +107,9 @@ def test_many_threads_share_the_rows_of_timesteps(method: str) -> None:
 @pytest.mark.parametrize("width", [1, 8])
 def test_a_child_never_enters_before_the_token_that_opened_it(method: str, width: int) -> None:
     """``Team.step`` checks it, here with more waiting rows than there is room for, and some threads always first in turn."""
-    team = wide(method, tree=TreeParams(width=width, children=2, depth=2, forwards=1))
+    team = wide(method, 36, TreeParams(width=width, children=2, depth=1, forwards=1))
     for first in (1, 2):
-        team.accept(**{f"t{number}": "[Fork]" if number in range(first, 41, 3) else "q" for number in range(41)})
+        team.accept(**{f"t{number}": "[Fork]" if number in range(first, 37, 3) else "q" for number in range(37)})
         team.step()
         team.step()
         team.settle(200)
