@@ -52,7 +52,7 @@ class Bita:
         self.misses = 0
         self._shape = limits.shape
         self._rows = limits.rows or DEFAULT_ROWS
-        self.room = self._rows  # rows that may enter, if others need some of them
+        self.room = MAX_ROWS  # rows that may enter, if others need some of them
         self.tree = None
         self._chances: RankChances = experience.rank_chances(request, self.masks)
         self._device = device
@@ -96,7 +96,12 @@ class Bita:
         """There is nothing to adapt."""
 
     def _tree(self, root: int) -> CandidateTree:
-        if self._shape == "likeliest":
-            return likeliest(root, self._forecast, self._chances, min(self._rows, self.room), self.masks.count)
+        """The root and its candidates; the root alone where there is no room for masks."""
+        if self.room <= self.masks.count:
+            return CandidateTree([root])
         shapes = {"efficient": efficient, "straightforward": straightforward, "full": full}
-        return shapes[self._shape](root, self._forecast)
+        if self._shape in shapes:
+            tree = shapes[self._shape](root, self._forecast)
+            if len(tree.token_ids) + self.masks.count * len(tree.with_masks) <= self.room:
+                return tree
+        return likeliest(root, self._forecast, self._chances, min(self._rows, self.room), self.masks.count)

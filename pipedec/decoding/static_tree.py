@@ -35,9 +35,10 @@ class StaticTree:
         self._tree = PredictionTree(device)
         self._tree.reset(self._prompt_length)
         self._device = device
-        self.room = self._limits.depth * (self._limits.rows or self._limits.width)  # rows that may enter, if others need some of them
+        widest = self._limits.rows or self._limits.width
+        self.room = 1 + self._limits.depth * widest  # rows that may enter, if others need some of them
         self._root: int | None = None  # an accepted token whose tree has yet to be drafted
-        self._step: Step | None = None  # the drafted tree, until it enters
+        self._is_drafted = False  # the tree, which has yet to enter
 
     def prefill(self, token_ids: Tensor) -> None:
         self._drafter.prefill(token_ids, self._prompt_length)
@@ -54,19 +55,19 @@ class StaticTree:
             layer = self._tree.grow(self._drafter.expand(self._tree, rows, self._limits.children), width)
         if self._limits.rows is not None:
             self._drafter.advance(self._tree.keep(self._tree.likeliest(self._limits.rows)))
-        self._step = Step(self._tree.token_ids.clone(), self._tree.parents.clone())
+        self._is_drafted = True
 
     def apply(self, verdict: Verdict) -> None:
         self._drafter.advance(self._tree.advance(verdict.tokens))
         self._root = verdict.tokens[-1] if verdict.finished is None else None
-        self._step = None
+        self._is_drafted = False
         self.hits += len(verdict.tokens) - 1
         self.misses += verdict.finished is None
 
     def cut(self) -> None:
         """Forget all rows."""
         self._drafter.advance(self._tree.clear())
-        self._root = self._step = None
+        self._root, self._is_drafted = None, False
 
     def plant(self, token: int) -> None:
         """Begin anew with a token that is certain."""
@@ -77,8 +78,13 @@ class StaticTree:
         return self._tree
 
     def propose(self) -> Step | None:
-        step, self._step = self._step, None
-        return step
+        """The whole tree, or as many of its likeliest rows as there is room for."""
+        if not self._is_drafted:
+            return None
+        self._is_drafted = False
+        if self._tree.num_rows > self.room:
+            self._drafter.advance(self._tree.keep(self._tree.likeliest(self.room - 1)))
+        return Step(self._tree.token_ids.clone(), self._tree.parents.clone())
 
     def observe(self, beat: Beat) -> None:
         """The tree does not change."""

@@ -87,22 +87,25 @@ class ThreadedAnswer(Answer):
 
     def completed(self) -> Event:
         sequence = self._sequence
+        written = sequence.document()[: len(self.completion.token_ids)]
+        of_threads: dict[int, list[DocumentToken]] = {0: []}
+        for token in written:
+            of_threads.setdefault(token.thread, []).append(token)
         self.completion.threads = {
-            "threads": [self._thread(thread) for thread in sequence.threads],
+            "threads": [self._thread(sequence.threads[number], of_threads[number]) for number in sorted(of_threads)],
             "metrics": asdict(measure(sequence)),
             "anomalies": sequence.anomalies,
         }
-        written = sequence.document()[: len(self.completion.token_ids)]
         sampled = [self._sampled.get((token.thread, token.ordinal), NOT_SAMPLED) for token in written]
         return {**completion_to_event(self.completion), "sampled": sampled}
 
     def _text_of(self, token: DocumentToken) -> str:
         return self._text.add([token.token_id]) if self._sequence.is_shown(token) else token.tail
 
-    def _thread(self, thread: DecodeThread) -> dict[str, object]:
-        shown = [token for token, is_control in zip(thread.token_ids, thread.is_control, strict=True) if not is_control]
-        text = self._prompter.text(shown)
-        return {"path": list(thread.path), "tokens": thread.num_tokens, "text": text, "ended_by": thread.ended_by}
+    def _thread(self, thread: DecodeThread, written: list[DocumentToken]) -> dict[str, object]:
+        """What the answer has of a thread: what was decoded behind its end depends on the order of decoding."""
+        text = self._prompter.text([token.token_id for token in written if not token.is_control])
+        return {"path": list(thread.path), "tokens": len(written), "text": text, "ended_by": thread.ended_by}
 
     def _news(self, streams: dict[int, TextStream]) -> list[dict[str, object]]:
         """What each thread has said since the client was told last."""

@@ -95,7 +95,7 @@ def _finish(sequence: Sequence, turn: Turn, number: int) -> None:
 
 
 def _is_last_seen(sequence: Sequence, thread: DecodeThread) -> bool:
-    """Whether others may see the last token of a thread that runs no more, as its parent's join does, or a child that it opened."""
+    """Whether others may see the last token of a thread that runs no more: its parent's join, or a child that it opened."""
     if thread.state is State.ENDED:
         return sequence.needed()[thread.number] == thread.num_tokens > 0
     return thread.is_closing and thread.parent is not None

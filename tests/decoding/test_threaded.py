@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from toy_dialects import IDS, ids, sequence_of, toy
 
 from pipedec.core import Part, Request, Step, TreeParams, Verdict
@@ -74,9 +72,9 @@ class Team:
                 assert self.method._forest.entered(other) >= count, "a row must see tokens that have not entered"
         return step
 
-    def settle(self) -> int:
+    def settle(self, most: int = 10) -> int:
         """Steps until all running threads have their last tokens in the pipeline."""
-        for count in range(1, 10):
+        for count in range(1, most):
             self.step()
             if all(self.method._forest.has_root(t.number) for t in self.sequence.threads if t.state is State.RUNNING):
                 return count
@@ -106,18 +104,15 @@ def test_many_threads_share_the_rows_of_timesteps(method: str) -> None:
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("width", [1, 8, 100])
-@settings(deadline=None, max_examples=3)
-@given(openers=st.sets(st.integers(1, 40), min_size=1))
-def test_a_child_never_enters_before_the_token_that_opened_it(method: str, width: int, openers: set[int]) -> None:
+@pytest.mark.parametrize("width", [1, 8])
+def test_a_child_never_enters_before_the_token_that_opened_it(method: str, width: int) -> None:
     """``Team.step`` checks it, here with more waiting rows than there is room for, and some threads always first in turn."""
-    team = wide(method, tree=TreeParams(width=width, children=2, depth=2, forwards=1))
-    for _ in range(2):
-        team.accept(**{f"t{number}": "[Fork]" if number in openers else "q" for number in range(41)})
+    team = wide(method, 36, TreeParams(width=width, children=2, depth=1, forwards=1))
+    for first in (1, 2):
+        team.accept(**{f"t{number}": "[Fork]" if number in range(first, 37, 3) else "q" for number in range(37)})
         team.step()
         team.step()
-        while any(not team.method._forest.has_root(t.number) for t in team.sequence.threads):
-            team.step()
+        team.settle(200)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -156,7 +151,10 @@ def test_threads_share_the_width_by_chance() -> None:
     team = Team("pipedec-bestfirst", tree=TreeParams(width=8, children=4, forwards=4), draft=draft)
     team.accept(t0="a")
     team.step()
-    draft.of_thread = {0: [("a", 0.01), ("b", 0.01), ("c", 0.01)], 1: [("a", 0.9), ("b", 0.05), ("c", 0.04)]}
+    draft.of_thread = {
+        0: [(text, 0.01) for text in "abcd"],
+        1: [("a", 0.9), ("b", 0.04), ("c", 0.03), ("d", 0.02)],
+    }
     team.accept(t0="[Fork]")
     team.entered.clear()
     step = team.step()

@@ -94,7 +94,7 @@ def test_one_thread_is_drafted_as_one_tree_is(model: Model, data: st.DataObject)
             advance = tree.advance(tokens)
             forest.advance(0, advance)
             single.advance(advance)
-            is_kept, kept = advance.renumber(torch.tensor(drafted, dtype=torch.int64))
+            _, kept = advance.renumber(torch.tensor(drafted, dtype=torch.int64))
             drafted = kept.tolist()
             if not tree.num_rows:
                 tree.plant(tokens[-1])

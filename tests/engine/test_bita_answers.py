@@ -195,7 +195,9 @@ class Oracle:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, teacher: Teacher) -> None:
         self.asked: list[list[int]] = []
 
-        def likeliest(worker: FinalStageWorker, logits: Tensor, places: Tensor, count: int, threads: Tensor | None = None) -> Tensor:
+        def likeliest(
+            worker: FinalStageWorker, logits: Tensor, places: Tensor, count: int, threads: Tensor | None = None
+        ) -> Tensor:
             numbers = [place - len(PROMPT) for place in places.tolist()]
             self.asked.append(numbers)
             assert len(logits) == len(numbers)

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from pipedec.core import SamplingParams, TreeParams, UserError, Verdict
+from pipedec.core import SamplingParams, Share, TreeParams, UserError, Verdict
 from pipedec.engine.messages import PromptRequest, verdict_from_payload, verdict_to_payload
+from pipedec.threads import load_dialect
 
 FULL = SamplingParams(
     temperature=0.6,
@@ -90,6 +91,7 @@ def test_bad_sampling_parameters(values: Any, message: str) -> None:
         Verdict((), "cancelled"),
         Verdict((2**40,), "stop"),
         Verdict((1, 2), None, ()),
+        Verdict((1, 2, 3), None, ((7, 8),), (Share(40, 2, 1), Share(0, 1, 0))),
     ],
     ids=lambda verdict: str(verdict)[:40],
 )
@@ -121,4 +123,28 @@ def test_tree_limits_arrive_as_they_were(tree: TreeParams) -> None:
 def test_bad_tree_limits(values: Any, message: str) -> None:
     with pytest.raises(UserError) as refused:
         PromptRequest.from_json(json.dumps({"prompt": "Hello", "method": "bita", "tree": values}))
+    assert message in str(refused.value) and "\n" not in str(refused.value) and len(str(refused.value)) < 300
+
+
+@pytest.mark.parametrize("show_threads", [True, False])
+@pytest.mark.parametrize("threads", [None, load_dialect("pasta").to_json()], ids=["one", "threads"])
+def test_wishes_for_threads_arrive_as_they_were(threads: str | None, show_threads: bool) -> None:
+    sent = PromptRequest("Hello", threads=threads, show_threads=show_threads)
+    assert PromptRequest.from_json(sent.to_json()) == sent
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"threads": 5}, "threads must be the text of a dialect, not '5'"),
+        ({"threads": {"name": "apar"}}, "threads must be the text of a dialect, not"),
+        ({"threads": ["x" * 500]}, "threads must be the text of a dialect, not"),
+        ({"show_threads": 1}, "show_threads must be true or false, not '1'"),
+        ({"show_threads": None}, "show_threads must be true or false, not 'None'"),
+    ],
+    ids=lambda value: json.dumps(value)[:40] if isinstance(value, dict) else "",
+)
+def test_bad_wishes_for_threads(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError) as refused:
+        PromptRequest.from_json(json.dumps({"prompt": "Hello", **fields}))
     assert message in str(refused.value) and "\n" not in str(refused.value) and len(str(refused.value)) < 300

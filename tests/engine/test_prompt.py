@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_pair import CONTEXT, Pair
+from tiny_pair import CHAT_TEMPLATE, CONTEXT, Pair
 
 from pipedec.core import UserError
 from pipedec.engine.prompt import PREFILL_CHUNK, Prompter, StopStrings, prefill_chunks, same_tokenizer
@@ -118,6 +119,34 @@ def test_only_what_may_become_a_stop_string_is_held_back(prompter: Prompter) -> 
     assert stopped(prompter, token_ids, ["abd"], 1) == (["", "", "ab", "", "ab", "", "abc", ""], None)
     assert stopped(prompter, token_ids, ["c"], 3) == (["aba", "bab", ""], 7)
     assert stopped(prompter, token_ids, ["ba", "ab"], 7) == ([""], 2)
+
+
+def test_texts_that_are_made_elsewhere_stop_an_answer_too(prompter: Prompter) -> None:
+    watched = StopStrings(prompter.stream(), ["END", "ab"])
+    assert watched.add_pieces(["x", "", "yE"]) == ("xy", None)
+    assert watched.add_pieces([]) == ("", None)
+    assert watched.add_pieces(iter(["N", "", "a"])) == ("EN", None)
+    assert watched.finish() == "a"
+    watched = StopStrings(prompter.stream(), ["END"])
+    assert watched.add_pieces(["one E", "", "ND two", "three"]) == ("one ", 3)
+    assert watched.finish() == ""
+
+
+def test_the_template_knows_the_dialect(prompter: Prompter, pair: Pair, tmp_path: Path) -> None:
+    shutil.copytree(pair.target, tmp_path / "target")
+    template = CHAT_TEMPLATE.replace("{% for", "{% if threads is defined %}{{ threads }}{% endif %}{% for", 1)
+    (tmp_path / "target" / "chat_template.jinja").write_text(template)
+    config = tmp_path / "target" / "tokenizer_config.json"
+    values = json.loads(config.read_text())
+    values.pop("chat_template", None)
+    config.write_text(json.dumps(values))
+    knowing = Prompter(tmp_path / "target", CONTEXT)
+    plain = prompter.token_ids("How many?", raw=False, max_tokens=1)
+    apar = tuple(prompter.tokenizer("apar")["input_ids"])
+    assert knowing.token_ids("How many?", raw=False, max_tokens=1) == plain
+    assert knowing.token_ids("How many?", raw=False, max_tokens=1, threads="apar") == (*apar, *plain)
+    assert prompter.token_ids("How many?", raw=False, max_tokens=1, threads="apar") == plain, "templates may not care"
+    assert knowing.token_ids("How many?", raw=True, max_tokens=1, threads="apar") == plain[1:-1]
 
 
 @pytest.mark.parametrize("text", ["", " ", "\n\t"])

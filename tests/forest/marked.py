@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import random
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
 from types import SimpleNamespace

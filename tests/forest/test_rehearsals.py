@@ -1,5 +1,7 @@
-"""Whatever the method, the number of stages and the dispatch: rows see what they should, slots hold what may be seen, and the answer
-is the naive one."""
+"""Whatever the method, the number of stages and the dispatch: rows see what they should, slots hold what may be seen.
+
+The answer is the naive one.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ DIALECTS = {
     "parallel": toy("parallel", **SMALL),
     "parallel, nested and flat": toy("parallel", max_depth=2, max_children=3, after_join="flat"),
 }
-SETTINGS = settings(max_examples=10, deadline=None)
+SETTINGS = settings(max_examples=4, deadline=None)
 
 
 def said(sequence: Sequence) -> list[tuple[tuple[int, ...], int, int]]:

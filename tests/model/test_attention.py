@@ -151,8 +151,12 @@ def test_rows_of_threads_attend_to_what_each_of_them_sees(monkeypatch, window, h
 
 def test_masks_of_threads_see_the_learned_prompt_too():
     q, keys, values, _ = random_step(2, 8, 0, torch.float64)
-    seen = torch.tensor([[True, True, False, True, False, False, True, False], [True, True, True, False, False, False, True, True]])
-    plan = AttentionPlan.for_threads(Sight(seen, torch.arange(8), 2), torch.tensor([6, 7]), [3], HEADS // KV_HEADS, torch.float64, 2)
+    seen = torch.tensor(
+        [[True, True, False, True, False, False, True, False], [True, True, True, False, False, False, True, True]]
+    )
+    plan = AttentionPlan.for_threads(
+        Sight(seen, torch.arange(8), 2), torch.tensor([6, 7]), [3], HEADS // KV_HEADS, torch.float64, 2
+    )
     assert plan.past_length == 4
     found = tree_attention(q, keys, values, plan, 3)
     for row, slots in enumerate(([0, 1, 8], [0, 1, 8, 9])):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from toy_dialects import IDS, TEXTS, toy
 
 import pipedec
 from pipedec.core import UserError
-from pipedec.threads import DIALECTS, Opened, Sequence, bind, load_dialect
+from pipedec.threads import DIALECTS, Dialect, Opened, Sequence, bind, load_dialect
 
 MINIMAL = {"name": "mine", "opener": "[Fork]", "child_start": "[Child]"}
 
@@ -127,3 +127,16 @@ def test_the_length_that_a_promise_states(text: str, length: int | None) -> None
 
 def test_lengths_may_be_counted_in_tens() -> None:
     assert toy("pasta", length_scale=10).stated_length(' tokens="2"/>') == 20
+
+
+@pytest.mark.parametrize("name", DIALECTS)
+def test_a_dialect_arrives_in_other_processes_as_it_was(name: str) -> None:
+    dialect = replace(load_dialect(name), markers=("<x>",), max_children=3, show_control=True)
+    assert Dialect.from_json(dialect.to_json()) == dialect
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", '{"name": "x"}', '{"name": "x", "opener": "a", "child_start": "a"}', '"apar"'])
+def test_a_text_that_is_no_dialect_is_refused(text: str) -> None:
+    with pytest.raises(UserError) as refused:
+        Dialect.from_json(text)
+    assert "\n" not in str(refused.value)

@@ -12,7 +12,18 @@ from hypothesis import strategies as st
 from naive_threads import Model, NaiveAnswer, Path
 from toy_dialects import END, IDS, TAGS, WORDS, sequence_of, toy
 
-from pipedec.threads import BoundDialect, DocumentToken, Ended, Joined, Sequence, State, Waiting, measure, replay
+from pipedec.threads import (
+    BoundDialect,
+    DecodeThread,
+    DocumentToken,
+    Ended,
+    Joined,
+    Sequence,
+    State,
+    Waiting,
+    measure,
+    replay,
+)
 from pipedec.threads.visibility import visibility
 
 PROMPT = 7
@@ -187,3 +198,68 @@ def test_random_answers_have_what_they_should_test() -> None:
                 found |= {f"depth {thread.depth}" for thread in sequence.threads}
                 found |= {"tail" for thread in sequence.threads if thread.tails}
     assert {"stop", "length", "pasta join", "parallel join", "depth 3", "tail", "unclosed_child", "opener_not_completed"} <= found
+
+
+@pytest.mark.parametrize("name", DIALECTS)
+@settings(max_examples=25, deadline=None)
+@given(seed=st.integers(0, 2**32), max_tokens=st.integers(5, 80), max_positions=st.sampled_from([None, 100, 130]))
+def test_what_follows_a_path_is_what_is_there_once_it_is_accepted(name, seed, max_tokens, max_positions) -> None:
+    """``following`` looked along paths of which only the last token does something; then the path is accepted."""
+    bound, turn = DIALECTS[name], random.Random(seed)
+    model = random_model(bound, seed)
+    sequence = Sequence(bound, PROMPT, (END,), max_tokens, max_positions)
+    said: dict[Path, int] = {}
+    while sequence.finished is None:
+        thread = turn.choice([thread for thread in sequence.threads if thread.state is State.RUNNING])
+        path: list[int] = []
+        for _ in range(turn.randint(1, 4)):
+            path.append(model(thread.path, said.get(thread.path, 0) + len(path)))
+            if sequence.ends_walk(thread.number, path[-1], path[:-1]):
+                break
+        said[thread.path] = said.get(thread.path, 0) + len(path)
+        assert sequence.following(thread.number, []) == (thread.next_position, sequence.banned(thread.number))
+        position, banned = sequence.following(thread.number, path)
+        for token in path:
+            sequence.accept(thread.number, token)
+        if (
+            thread.state is State.RUNNING
+            and thread.token_ids[-1] == path[-1]
+            and len(thread.joins) == _joins_before(thread, path)
+        ):
+            assert (position, banned) == (thread.next_position, sequence.banned(thread.number))
+
+
+def _joins_before(thread: DecodeThread, path: list[int]) -> int:
+    """How many joins a thread has but those that the last token of ``path`` made: behind a join others say what follows."""
+    return sum(join.index < thread.num_tokens - 1 for join in thread.joins)
+
+
+@pytest.mark.parametrize("name", ["pasta", "pasta, nested", "pasta, fixed length", "pasta, longest"])
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 2**32), max_tokens=st.integers(1, 60), room=st.integers(0, 40))
+def test_no_token_stands_beyond_the_models_context(name, seed, max_tokens, room) -> None:
+    """A prompt and ``max_tokens`` fit, so all tokens do, whatever lengths an answer promises."""
+    bound = toy("pasta", max_depth=3, max_length=1000, default_length=400, after_join=DIALECTS[name].dialect.after_join)
+    most = PROMPT + max_tokens + room
+    sequence = Sequence(bound, PROMPT, (END,), max_tokens, most)
+    model, turn = (random_model if seed % 2 else tidy_model)(bound, seed), random.Random(seed)
+    said: dict[Path, int] = {}
+    while sequence.finished is None:
+        thread = turn.choice([thread for thread in sequence.threads if thread.state is State.RUNNING])
+        sequence.accept(thread.number, model(thread.path, said.get(thread.path, 0)))
+        said[thread.path] = said.get(thread.path, 0) + 1
+    for thread in sequence.threads:
+        never_entered = thread.is_cut and thread.num_tokens == 1
+        assert never_entered or all(position < most for position in thread.positions)
+
+
+def test_a_promise_is_clamped_to_what_the_context_has_room_for() -> None:
+    sequence = Sequence(toy("pasta"), PROMPT, (END,), 20, PROMPT + 30)
+    for token in (IDS[text] for text in ("<promise", ' tokens="', "20", '"/>')):
+        sequence.accept(0, token)
+    assert sequence.next_position(0) == PROMPT + 4 + 6, "of 30 places 20 are left for tokens, and 4 were said"
+    assert sequence.anomalies == {"length_clamped": 1}
+    free = Sequence(toy("pasta"), PROMPT, (END,), 20)
+    for token in (IDS[text] for text in ("<promise", ' tokens="', "20", '"/>')):
+        free.accept(0, token)
+    assert free.next_position(0) == PROMPT + 4 + 20 and free.anomalies == {}

@@ -1,0 +1,236 @@
+"""What a client reads of an answer in several threads: document order, stop strings, log-probabilities, news of each thread."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from pipedec.core import Part, Request, SamplingParams, UserError, Verdict
+from pipedec.engine.client import Client
+from pipedec.engine.dialects import Dialects
+from pipedec.engine.prompt import Prompter
+from pipedec.engine.spec import REFERENCE_PAIR
+from pipedec.engine.threaded_answer import ThreadedAnswer
+from pipedec.threads import Sequence, bind, load_dialect
+
+TARGET = REFERENCE_PAIR / "target"
+PROMPT = (20, 21, 22)
+END = "<|end|>"
+
+
+@pytest.fixture(scope="module")
+def prompter() -> Prompter:
+    return Prompter(TARGET, 2048)
+
+
+class Telling:
+    """An answer, and what the client has heard of it."""
+
+    def __init__(self, prompter: Prompter, dialect: str, show_threads: bool = False, **sampling: Any) -> None:
+        params = SamplingParams(**{"max_tokens": 200, **sampling})
+        new_sequence = Dialects(TARGET).new_sequence(load_dialect(dialect).to_json(), len(PROMPT), params)
+        method: Any = SimpleNamespace(hits=0, misses=0)
+        self._prompter = prompter
+        self.answer = ThreadedAnswer(Request(0, PROMPT, params), method, prompter, 2, new_sequence(), show_threads)
+        self.text = ""
+        self.token_ids: list[int] = []
+        self.verdicts = 0
+
+    def ids(self, text: str) -> list[int]:
+        found: list[int] = self._prompter.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return found
+
+    def say(self, finished: str | None = None, **texts: str) -> str:
+        """The text that a verdict adds."""
+        parts = [Part(int(name[1:]), tuple(self.ids(text))) for name, text in texts.items()]
+        self.verdicts += 1
+        verdict = self.answer.until_stop(Verdict.of_parts(parts, finished))
+        self.event = self.answer.add(verdict, self.verdicts)
+        self.text += str(self.event["text"])
+        self.token_ids += self.event["token_ids"]  # type: ignore[operator]
+        assert self.answer.completion.text == self.text and self.answer.completion.token_ids == self.token_ids
+        return str(self.event["text"])
+
+    def completed(self) -> dict[str, Any]:
+        return self.answer.completed()
+
+
+def test_threads_are_read_in_document_order_whichever_ends_first(prompter: Prompter) -> None:
+    telling = Telling(prompter, "apar")
+    assert telling.say(t0="One.[Fork]") == "One."
+    assert telling.say(t0=" Two.[Fork]") == ""
+    assert telling.say(t0=" Three." + END, t2=" second" + END) == ""
+    assert telling.say(t1=" first") == " first"
+    assert telling.say("stop", t1=END) == " Two. second Three."
+    assert telling.text == "One. first Two. second Three."
+    assert telling.answer.has_ended and telling.answer.completion.finish_reason == "stop"
+    assert prompter.text(telling.token_ids) == telling.text
+    told = telling.completed()["completion"]["threads"]
+    assert [(tuple(thread["path"]), thread["ended_by"]) for thread in told["threads"]] == [
+        ((), "stop"),
+        ((0,), "stop"),
+        ((1,), "stop"),
+    ]
+    assert [thread["text"] for thread in told["threads"]] == ["One. Two. Three.", " first", " second"]
+    assert told["metrics"]["threads"] == 3 and told["anomalies"] == {}
+
+
+@pytest.mark.parametrize("finished", ["stop", "length", "cancelled"])
+def test_what_was_held_back_is_told_at_the_end(prompter: Prompter, finished: str) -> None:
+    telling = Telling(prompter, "apar")
+    telling.say(t0="One.[Fork] Two.", t1=" fir")
+    assert telling.say(finished, t1="st") == "st Two."
+    assert telling.answer.completion.finish_reason == finished
+
+
+def test_threads_are_told_as_far_as_the_answer_goes(prompter: Prompter) -> None:
+    """How much was decoded behind the cut depends on who was faster."""
+    telling = Telling(prompter, "apar", max_tokens=8)
+    telling.say(t0="a[Fork]b[Fork]c")
+    telling.say(t1="x", t2="q")
+    telling.say(t1="y")
+    telling.say(t1="z")
+    telling.say("length", t1="w")
+    told = telling.completed()["completion"]
+    assert prompter.tokenizer.decode(told["token_ids"]) == "a[Fork][Child]xyzwb"
+    assert [(thread["text"], thread["tokens"]) for thread in told["threads"]["threads"]] == [("ab", 3), ("xyzw", 5)]
+    assert told["threads"]["metrics"]["threads"] == 2
+
+
+def test_tags_are_not_shown_but_their_tails_are(prompter: Prompter) -> None:
+    telling = Telling(prompter, "pasta")
+    telling.say(t0='One<promise tokens="5"/')
+    assert telling.text == "One", "it may yet be text"
+    assert telling.say(t0="> two") == ""
+    assert telling.say(t1=" body</async>") == " body two"
+    telling.say(t0="<sync/> three" + END)
+    telling.say("stop")
+    assert telling.text == "One body two three"
+    broken = Telling(prompter, "pasta")
+    broken.say(t0="One<promise two" + END)
+    broken.say("stop")
+    assert broken.text == "One two" and broken.completed()["completion"]["threads"]["anomalies"] == {"opener_not_completed": 1}
+
+
+def test_a_tail_is_shown_where_it_stands(prompter: Prompter) -> None:
+    """Text behind the end of a tag, in the token that completes it."""
+    [last] = prompter.tokenizer("!", add_special_tokens=False)["input_ids"]
+    tokenizer = prompter.tokenizer
+    bound = bind(load_dialect("pasta"), tokenizer.convert_tokens_to_ids, lambda token: "/>!" if token == last else "")
+    telling = Telling(prompter, "pasta")
+    telling.answer = ThreadedAnswer(telling.answer.request, telling.answer.method, prompter, 2, Sequence(bound, 3, (), 50), False)
+    assert telling.say(t0="One<promise!") == "One!"
+    telling.say(t0=" two", t1=" body</async>")
+    assert telling.text == "One! body two"
+
+
+def test_a_stop_string_counts_in_document_order_and_across_threads(prompter: Prompter) -> None:
+    telling = Telling(prompter, "apar", stop=("st Tw",))
+    telling.say(t0="One.[Fork] Two. Three.")
+    assert not telling.answer.has_ended and telling.text == "One."
+    assert telling.say(t1=" first") == " fir", "what may become a stop string is held back"
+    assert telling.say(t1=END) == ""
+    assert telling.answer.completion.finish_reason == "stop"
+    assert telling.text == "One. fir"
+    document = prompter.text(telling.token_ids)
+    assert "st Tw" in document and "Three" not in document
+    assert len(telling.completed()["sampled"]) == len(telling.token_ids)
+
+
+def test_a_stop_string_that_only_a_threads_own_text_holds_does_not_stop(prompter: Prompter) -> None:
+    """Between the two words of the parent stands its child."""
+    telling = Telling(prompter, "apar", stop=("One. Two",))
+    telling.say(t0="One.[Fork] Two." + END)
+    telling.say("stop", t1=" first" + END)
+    assert telling.text == "One. first Two."
+
+
+def test_a_stop_string_behind_the_end_of_another_does_not_cut_what_stands_before(prompter: Prompter) -> None:
+    """The parent says it first in time, but its child, which has not ended, stands before it."""
+    telling = Telling(prompter, "apar", stop=("Two",))
+    assert telling.say(t0="One.[Fork] Two. Three.") == "One."
+    assert telling.say(t1=" first") == " first"
+    assert not telling.answer.has_ended
+    telling.say(t1=" more" + END)
+    assert telling.text == "One. first more " and telling.answer.completion.finish_reason == "stop"
+
+
+def test_a_stop_string_in_what_the_end_makes_certain_cuts_there(prompter: Prompter) -> None:
+    telling = Telling(prompter, "apar", stop=("Two",))
+    telling.say(t0="One.[Fork] Two. Three.", t1=" first")
+    telling.say("length", t1=" x")
+    assert telling.text == "One. first x "
+
+
+def test_log_probabilities_follow_the_document(prompter: Prompter) -> None:
+    """``sampled`` says which of all accepted tokens each token of the document is; the forced one was never sampled."""
+    telling = Telling(prompter, "apar", logprobs=0)
+    telling.say(t0="a[Fork]")
+    telling.say(t0="b", t1="x")
+    telling.say("stop", t0=END, t1="y" + END)
+    event = telling.completed()
+    written = [prompter.tokenizer.decode([token]) for token in telling.token_ids]
+    assert written == ["a", "[Fork]", "[Child]", "x", "y", END, "b", END]
+    assert event["sampled"] == [0, 1, -1, 3, 5, 6, 2, 4]
+
+    client = Client(SimpleNamespace(), silence_seconds=1)  # type: ignore[arg-type]
+    client._logprobs = [{100 + index: -float(index)} for index in range(7)]
+    completion = client._completed(event)
+    forced = prompter.tokenizer.convert_tokens_to_ids("[Child]")
+    assert completion.logprobs is not None
+    assert [list(entry) for entry in completion.logprobs] == [[100], [101], [forced], [103], [105], [106], [102], [104]]
+    assert completion.logprobs[2] == {forced: 0.0}
+
+
+def test_news_of_each_thread_come_as_it_speaks(prompter: Prompter) -> None:
+    telling = Telling(prompter, "parallel", show_threads=True)
+    telling.say(t0="One.<Parallel>")
+    assert telling.event["threads"] == [
+        {"path": [], "text": "One.", "state": "running", "tokens": 4},
+        {"path": [0], "text": "", "state": "running", "tokens": 1},
+    ]
+    telling.say(t0="<Conclusion>", t1=" first")
+    news = telling.event["threads"]
+    assert [(one["path"], one["text"], one["state"]) for one in news] == [([0], " first", "running")]  # type: ignore[attr-defined]
+    telling.say(t1="</Path>")
+    news = {tuple(one["path"]): one for one in telling.event["threads"]}  # type: ignore[attr-defined]
+    assert news[0,]["state"] == "ended" and news[0,]["text"] == ""
+
+
+def test_answers_without_show_threads_send_no_news(prompter: Prompter) -> None:
+    telling = Telling(prompter, "apar")
+    telling.say(t0="One.[Fork]")
+    assert "threads" not in telling.event
+
+
+def test_dialects_need_the_targets_tokens(tmp_path: Path) -> None:
+    dialects = Dialects(TARGET)
+    own = load_dialect("apar").to_json().replace("[Fork]", "[Split]")
+    with pytest.raises(UserError, match=r"the tokenizer has no token '\[Split\]', which dialect apar needs"):
+        dialects.new_sequence(own, 3, SamplingParams())
+    with pytest.raises(UserError, match="the dialect"):
+        dialects.new_sequence("{", 3, SamplingParams())
+    with pytest.raises(UserError, match=r"--threads needs a tokenizer.json in"):
+        (tmp_path / "config.json").write_text((TARGET / "config.json").read_text())
+        Dialects(tmp_path).new_sequence(load_dialect("apar").to_json(), 3, SamplingParams())
+
+
+def test_what_ends_a_thread_is_what_ends_an_answer() -> None:
+    """The model's own end tokens, unless they are ignored, and the request's."""
+    dialects, dialect = Dialects(TARGET), load_dialect("apar").to_json()
+    [end] = Prompter(TARGET, 2048).tokenizer(END, add_special_tokens=False)["input_ids"]
+    for params, token, ends in (
+        (SamplingParams(), end, True),
+        (SamplingParams(ignore_eos=True), end, False),
+        (SamplingParams(ignore_eos=True, stop_token_ids=(40,)), 40, True),
+        (SamplingParams(), 40, False),
+    ):
+        sequence = dialects.new_sequence(dialect, 3, params)()
+        sequence.accept(0, token)
+        assert (sequence.finished == "stop") == ends
+    new_sequence = dialects.new_sequence(dialect, 3, SamplingParams(max_tokens=7))
+    assert new_sequence() is not new_sequence()
+    assert (new_sequence().max_tokens, new_sequence().prompt_length) == (7, 3)
