@@ -57,7 +57,8 @@ def follow(sequence: Sequence, verdict: Verdict) -> Turn:
     Tokens of a thread that another thread's token of the same verdict has cut are void.
     """
     turn = Turn()
-    before = {thread.number: thread.state for thread in sequence.threads if thread.state is not State.ENDED}
+    running = [thread.number for thread in sequence.threads if thread.state is State.RUNNING]
+    pending = [thread.number for thread in sequence.threads if thread.pending is not None]
     for number, tokens, _ in verdict.parts():
         if not tokens or sequence.threads[number].is_cut:
             continue
@@ -72,10 +73,10 @@ def follow(sequence: Sequence, verdict: Verdict) -> Turn:
     if verdict.finished is not None and sequence.finished is None:
         sequence.end_all(verdict.finished)
     turn.starts = [start for start in turn.starts if sequence.threads[start.thread].state is not State.ENDED]
-    for number, state in before.items():
-        if state is State.RUNNING:
-            _finish(sequence, turn, number)
-        elif sequence.threads[number].is_cut:
+    for number in running:
+        _finish(sequence, turn, number)
+    for number in pending:
+        if sequence.threads[number].is_cut:  # the token that waited for its children will never be
             turn.rests[number] = Rest.NOTHING
     for start in turn.starts:
         turn.rests[start.thread] = Rest.NOTHING
@@ -87,15 +88,16 @@ def _finish(sequence: Sequence, turn: Turn, number: int) -> None:
     thread = sequence.threads[number]
     if thread.state is State.RUNNING:
         return
-    if number in turn.accepted and _is_last_seen(sequence, thread):
-        turn.last[number] = turn.accepted[number][-1]
-        turn.rests[number] = Rest.ROOT
-    else:
-        turn.rests[number] = Rest.NOTHING
+    token = _last_seen(sequence, thread)
+    turn.rests[number] = Rest.NOTHING if token is None else Rest.ROOT
+    if token is not None:
+        turn.last[number] = token
 
 
-def _is_last_seen(sequence: Sequence, thread: DecodeThread) -> bool:
-    """Whether others may see the last token of a thread that runs no more: its parent's join, or a child that it opened."""
+def _last_seen(sequence: Sequence, thread: DecodeThread) -> int | None:
+    """The last token of a thread that runs no more, if others may see it: its parent's join, or a child that it opened."""
     if thread.state is State.ENDED:
-        return sequence.needed()[thread.number] == thread.num_tokens > 0
-    return thread.is_closing and thread.parent is not None
+        return thread.token_ids[-1] if sequence.needed()[thread.number] == thread.num_tokens > 0 else None
+    if not thread.is_closing or thread.parent is None:
+        return None
+    return thread.token_ids[-1] if thread.pending is None else thread.pending
