@@ -292,7 +292,7 @@ class Completion:
         seed: the request's, or the one that was drawn for it; None for a greedy answer without one.
         logprobs: if asked for, per output token {token id: log-probability}, the chosen token first, then the top ones. A token
             that a thread was given and did not choose has the probability 1.
-        threads: of an answer in several decode threads: what each said, in order of opening, their metrics and anomalies.
+        threads: of an answer in several decode threads: what each said, in document order, their metrics and anomalies.
             ``token_ids`` and ``text`` are in document order.
     """
 

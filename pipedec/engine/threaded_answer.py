@@ -87,17 +87,24 @@ class ThreadedAnswer(Answer):
 
     def completed(self) -> Event:
         sequence = self._sequence
-        written = sequence.document()[: len(self.completion.token_ids)]
+        sequence.max_tokens = len(self.completion.token_ids)  # nothing behind the end of the answer is told or counted
+        written = sequence.document()
         of_threads: dict[int, list[DocumentToken]] = {0: []}
         for token in written:
             of_threads.setdefault(token.thread, []).append(token)
         self.completion.threads = {
-            "threads": [self._thread(sequence.threads[number], of_threads[number]) for number in sorted(of_threads)],
+            "threads": [
+                self._thread(thread, of_threads[thread.number]) for thread in self._by_path() if thread.number in of_threads
+            ],
             "metrics": asdict(measure(sequence)),
             "anomalies": sequence.anomalies,
         }
         sampled = [self._sampled.get((token.thread, token.ordinal), NOT_SAMPLED) for token in written]
         return {**completion_to_event(self.completion), "sampled": sampled}
+
+    def _by_path(self) -> list[DecodeThread]:
+        """Threads are numbered as they open, which depends on time."""
+        return sorted(self._sequence.threads, key=lambda thread: thread.path)
 
     def _text_of(self, token: DocumentToken) -> str:
         return self._text.add([token.token_id]) if self._sequence.is_shown(token) else token.tail

@@ -33,14 +33,18 @@ def threads(preset: str, stages: str | None, dialects: str, methods: str, asked:
     from pipedec.bench.threads_figures import draw_threads
     from pipedec.bench.threads_rows import ThreadRows
     from pipedec.bench.threads_summary import document, markdown
+    from pipedec.engine.spec import REFERENCE_THREADS
 
+    target, draft = asked.target, asked.draft
+    if target is None:
+        target, draft = REFERENCE_THREADS / "target", draft or str(REFERENCE_THREADS / "draft")
     config = ThreadsConfig(
         **asked.settings(),
         preset=preset,
         stages=numbers("--stages", stages) if stages else (),
         dialects=tuple(dialects.split(",")),
         methods=tuple(methods.split(",")),
-        pair=Pair(asked.target, asked.draft),
+        pair=Pair(target, draft),
     )
     prompt_sets = asked.prompt_sets()
     if out.exists() and not out.is_dir():
