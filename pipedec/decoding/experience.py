@@ -15,11 +15,11 @@ from pipedec.decoding.controller import Controller
 
 _MOST = 64  # ways to decode that are remembered
 _T = TypeVar("_T")
-_Key = tuple[SamplingParams, TreeParams]
+_Key = tuple[SamplingParams, TreeParams, str | None]
 
 
 class Experience:
-    """One of each kind for each way to sample and each set of limits: greedy and stochastic differ.
+    """One of each kind for each way to sample, each set of limits and each dialect of threads: greedy and stochastic differ.
 
     Args:
         passage: timesteps that a row is in the pipeline.
@@ -52,4 +52,4 @@ def _kept(known: dict[_Key, _T], key: _Key, make: Callable[[], _T]) -> _T:
 
 def _key(request: Request) -> _Key:
     sampling = replace(request.sampling, seed=None, max_tokens=1, stop=(), stop_token_ids=(), logprobs=None, ignore_eos=False)
-    return sampling, request.tree
+    return sampling, request.tree, request.threads
