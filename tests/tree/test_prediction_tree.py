@@ -161,7 +161,7 @@ def test_a_row_is_not_likelier_than_its_parent_whatever_rounding_says() -> None:
     assert tree.likeliest(3).tolist() == [0, 1, 2, 3]
 
 
-@pytest.mark.parametrize("rows", [[1], [0, 2], [0, 2, 1], [0, 1, 1], [0, 1, 3], [-1, 0]])
+@pytest.mark.parametrize("rows", [[], [1], [0, 2], [0, 2, 1], [0, 1, 1], [0, 1, 3], [-1, 0]])
 def test_rows_to_keep_that_are_no_tree_are_refused(rows: list[int]) -> None:
     tree = PredictionTree()
     tree.append(torch.tensor([1, 2, 3]), torch.tensor([-1, 0, 1]))
@@ -217,40 +217,56 @@ def test_a_verdict_of_another_tree_is_refused() -> None:
         tree.advance([5, 6])
 
 
-def test_a_gap_lies_between_the_root_and_its_children_until_the_root_is_past() -> None:
-    tree = PredictionTree()
+class Fives:
+    """Five positions stay empty behind every path that ends with token 5."""
+
+    def may_follow(self, token: int) -> bool:
+        return token == 5
+
+    def behind(self, path: list[int]) -> int:
+        assert path[-1] == 5
+        return 5 if len(path) > 1 else 3
+
+
+def gapped(*rows: tuple[int, int]) -> PredictionTree:
+    """Rows as (token, parent) behind position 10."""
+    tree = PredictionTree(block=4)
+    tree.gaps = Fives()
     tree.reset(10)
-    tree.append(torch.tensor([1, 2, 3, 4]), torch.tensor([-1, 0, 1, 0]))
-    assert tree.positions.tolist() == [10, 11, 12, 11] and tree.next_positions.tolist() == [11, 12, 13, 12]
-    tree.gap = 5
-    assert tree.positions.tolist() == [10, 16, 17, 16] and tree.next_positions.tolist() == [16, 17, 18, 17]
-    tree.keep(torch.tensor([0, 1, 2]))
-    assert (tree.root_position, tree.gap) == (10, 5), "nothing was committed"
+    tree.place(10, 2)
+    tree.append(*(torch.tensor(column) for column in zip(*rows, strict=True)))
+    return tree
+
+
+def test_positions_behind_a_row_stay_empty() -> None:
+    tree = gapped((1, -1), (2, 0), (5, 0), (3, 1), (5, 1), (4, 4), (6, 2), (7, 5))
+    assert tree.positions.tolist() == [10, 13, 13, 14, 14, 20, 17, 21]
+    assert tree.path(5) == [2, 5, 4] and tree.path(0) == []
+
+
+def test_a_root_keeps_the_gap_behind_it() -> None:
+    tree = gapped((1, -1), (2, 0), (5, 1), (4, 2))
     tree.advance([2])
-    assert (tree.root_position, tree.gap) == (16, 0)
-    assert tree.positions.tolist() == [16, 17] and tree.next_positions.tolist() == [17, 18]
-    tree.gap = 5
-    tree.reset(3)
-    assert tree.gap == 0
+    assert (tree.root_position, tree.positions.tolist()) == (13, [13, 14, 20])
+    tree.advance([5])
+    assert (tree.root_position, tree.positions.tolist()) == (14, [14, 20])
+    tree.advance([4])
+    assert (tree.root_position, tree.positions.tolist()) == (20, [20])
 
 
 def test_a_miss_behind_a_gap_stands_behind_it() -> None:
+    tree = gapped((1, -1), (2, 0), (5, 1))
+    tree.advance([2, 5, 9])
+    assert (tree.num_rows, tree.root_position) == (0, 20)
+
+
+def test_all_rows_can_be_dropped_and_the_tree_planted_anew() -> None:
     tree = PredictionTree()
     tree.reset(10)
     tree.append(torch.tensor([1, 2]), torch.tensor([-1, 0]))
-    tree.gap = 5
-    tree.advance([2, 9])
-    assert (tree.num_rows, tree.root_position, tree.gap) == (0, 17, 0)
-
-
-def test_nothing_is_kept_and_the_tree_can_be_planted_anew() -> None:
-    tree = PredictionTree()
-    tree.reset(10)
-    tree.append(torch.tensor([1, 2]), torch.tensor([-1, 0]))
-    tree.gap = 2
-    advance = tree.keep(torch.tensor([], dtype=torch.int64))
+    advance = tree.clear()
     assert (len(advance.committed), len(advance.kept), advance.num_rows, advance.hit) == (0, 0, 2, False)
-    assert (tree.num_rows, tree.root_position, tree.gap) == (0, 10, 2)
+    assert (tree.num_rows, tree.root_position) == (0, 10)
     is_kept, rows = advance.renumber(torch.tensor([0, 1]))
     assert not is_kept.any() and not len(rows)
     tree.plant(7)
@@ -260,6 +276,6 @@ def test_nothing_is_kept_and_the_tree_can_be_planted_anew() -> None:
 def test_sight_of_some_rows_without_the_last_slots() -> None:
     sight = Sight(torch.arange(15).view(3, 5) % 2 == 0, torch.arange(5) * 10, 2)
     part = sight.of(slice(1, 3), hidden_slots=2)
-    assert torch.equal(part.seen_RS, sight.seen_RS[1:3, :3])
-    assert part.slot_positions_S.tolist() == [0, 10, 20] and part.shared == 2
-    assert torch.equal(sight.of(slice(0, 3)).seen_RS, sight.seen_RS)
+    assert torch.equal(part.seen, sight.seen[1:3, :3])
+    assert part.slot_positions.tolist() == [0, 10, 20] and part.shared == 2
+    assert torch.equal(sight.of(slice(0, 3)).seen, sight.seen)
