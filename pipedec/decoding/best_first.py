@@ -8,14 +8,16 @@ drains the pipeline. When the accepted token was drafted but has not entered, th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from pipedec.core import NO_MASKS, Request, Step, UserError, Verdict
+from pipedec.decoding.acceptance import Acceptance
 from pipedec.decoding.choices import Choices, Proposer
-from pipedec.decoding.controller import WIDTHS, Beat
+from pipedec.decoding.controller import WIDTHS, Beat, Controller
 from pipedec.decoding.experience import Experience
 from pipedec.decoding.injection import InjectionTree
 from pipedec.decoding.proposers import DraftProposer, NgramProposer
@@ -70,7 +72,7 @@ class BestFirst:
             self._injection.add(choices, self._acceptance.log_chances(choices))
 
     def apply(self, verdict: Verdict) -> None:
-        self._learn(verdict)
+        learn(self._injection, verdict.tokens, self._acceptance, self._controller)
         self._controller.accepted(len(verdict.tokens))
         advance, has_entered = self._injection.advance(verdict.tokens)
         if self._drafter is not None:
@@ -99,14 +101,15 @@ class BestFirst:
     def observe(self, beat: Beat) -> None:
         self._controller.timestep(beat)
 
-    def _learn(self, verdict: Verdict) -> None:
-        """Every accepted token says which choice of a drafted row was the right one."""
-        tree, choices = self._injection.tree, self._injection.choices
-        row = 0 if tree.num_rows else None
-        for token in verdict.tokens:
-            if row is None or choices is None:
-                return
-            named = self._acceptance.observe(choices, row, token)
-            if named is not None:
-                self._controller.named(named)
-            row = tree.child(row, token)
+
+def learn(injection: InjectionTree, tokens: Sequence[int], acceptance: Acceptance, controller: Controller) -> None:
+    """Every accepted token says which choice of a drafted row was the right one."""
+    tree, choices = injection.tree, injection.choices
+    row = 0 if tree.num_rows else None
+    for token in tokens:
+        if row is None or choices is None:
+            return
+        named = acceptance.observe(choices, row, token)
+        if named is not None:
+            controller.named(named)
+        row = tree.child(row, token)

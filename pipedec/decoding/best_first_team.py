@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from pipedec.core import NO_MASKS, Part, Request, Step, UserError
-from pipedec.decoding.best_first import DRAFTED_ROWS
+from pipedec.decoding.best_first import DRAFTED_ROWS, learn
 from pipedec.decoding.choices import Choices, Proposal
 from pipedec.decoding.controller import Beat
 from pipedec.decoding.experience import Experience
@@ -147,7 +147,7 @@ class BestFirstTeam:
 
     def _accept(self, number: int, tokens: tuple[int, ...]) -> None:
         branch = self._branches[number]
-        self._learn(branch.injection, tokens)
+        learn(branch.injection, tokens, self._acceptance, self._controller)
         self._controller.accepted(len(tokens))
         advance, has_entered = branch.injection.advance(tokens)
         if self._drafter is not None:
@@ -157,18 +157,6 @@ class BestFirstTeam:
         branch.root_waits = not has_entered
         if not advance.hit:
             branch.injection.plant(tokens[-1])
-
-    def _learn(self, injection: InjectionTree, tokens: tuple[int, ...]) -> None:
-        """Every accepted token says which choice of a drafted row was the right one."""
-        tree, choices = injection.tree, injection.choices
-        row = 0 if tree.num_rows else None
-        for token in tokens:
-            if row is None or choices is None:
-                return
-            named = self._acceptance.observe(choices, row, token)
-            if named is not None:
-                self._controller.named(named)
-            row = tree.child(row, token)
 
     def _cut(self, number: int) -> None:
         """Forget all rows of a thread that waits or has ended."""

@@ -77,8 +77,7 @@ class AttentionPlan:
         biases: dict[int | None, Tensor | None] = {}
         for window in set(windows):
             seen = seen_RS if window is None else seen_RS & _near_slots(mask_RN, prompt_length or 0, past_length, window)
-            bias = torch.zeros((len(seen), group, seen.shape[1]), dtype=dtype, device=mask_RN.device)
-            biases[window] = bias.masked_fill_(~seen[:, None], -torch.inf).flatten(0, 1)
+            biases[window] = _folded_bias(seen, group, dtype)
         return cls((prompt_length or 0) + past_length, False, biases, _flash_applies(dtype, mask_RN.device))
 
     @classmethod
@@ -104,9 +103,15 @@ class AttentionPlan:
             if window is not None:
                 seen_RS = seen_RS & (sight.slot_positions > positions_R[:, None] - window)
             seen_RS = torch.cat((seen_RS.new_ones(len(seen_RS), count), seen_RS), 1)
-            bias = torch.zeros((len(seen_RS), group, seen_RS.shape[1]), dtype=dtype, device=device)
-            biases[window] = bias.masked_fill_(~seen_RS[:, None], -torch.inf).flatten(0, 1)
+            biases[window] = _folded_bias(seen_RS, group, dtype)
         return cls(count + sight.shared, False, biases, _flash_applies(dtype, device))
+
+
+def _folded_bias(seen_RS: Tensor, group: int, dtype: torch.dtype) -> Tensor:
+    """[R·G, S], what is added to the scores of folded queries."""
+    rows, slots = seen_RS.shape
+    bias = torch.zeros((rows, group, slots), dtype=dtype, device=seen_RS.device)
+    return bias.masked_fill_(~seen_RS[:, None], -torch.inf).flatten(0, 1)
 
 
 def tree_attention(q_RHD: Tensor, keys_KSD: Tensor, values_KSD: Tensor, plan: AttentionPlan, window: int | None) -> Tensor:
