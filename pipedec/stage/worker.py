@@ -41,11 +41,6 @@ class StageWorker:
         return self._cache.slots
 
     @property
-    def cached_rows(self) -> int:
-        """Rows in the cache: the prompt, what was accepted and may still be seen, and what is in flight."""
-        return self._cache.length
-
-    @property
     def _rows(self) -> PredictionTree | Forest:
         """The rows in flight."""
         return self._tree if self._forest is None else self._forest
