@@ -9,7 +9,7 @@ usage: launch/ssh.sh HOST=DEVICES... -- RANK FLAGS...
 
   HOST=DEVICES   a host and the GPUs to use there, e.g. server-1=0,1,2,3. Ranks are numbered in this order: the first device
                  of the first host is rank 0 (draft and coordinator), then come stages 1..n. A host may be given twice.
-  RANK FLAGS     go to pipedec.engine.rank; --redis, --run and --stages are added here.
+  RANK FLAGS     go to pipedec.cluster.torchrun; --redis, --run and --stages are added here.
 
 environment: PIPEDEC_REDIS_URL (needed), PIPEDEC_REDIS_PASSWORD, RUN (name of the run), DIRECTORY (working directory on every
 host, default: this one), PYTHON (interpreter on every host, default: python3), MASTER_ADDR (default: first host),
@@ -83,7 +83,7 @@ start() {
     for word in pipedec-rank "$devices" "$directory" "$python" -m torch.distributed.run \
         --nnodes "${#places[@]}" --node-rank "$number" --nproc-per-node "$(count_devices "$devices")" \
         --rdzv-backend static --master-addr "$master_address" --master-port "${MASTER_PORT:-29500}" \
-        -m -- pipedec.engine.rank --redis "$PIPEDEC_REDIS_URL" --run "$run" --stages $((world_size - 1)) "$@"; do
+        -m -- pipedec.cluster.torchrun --redis "$PIPEDEC_REDIS_URL" --run "$run" --stages $((world_size - 1)) "$@"; do
         command+=" $(quote "$word")"
     done
     mkfifo "$scratch/$number"

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 from pipedec.core import Completion, SamplingParams, TreeParams
 
 if TYPE_CHECKING:
-    from pipedec.engine.llm import LLM
+    from pipedec.client.llm import LLM
 
 __version__ = "0.1.0"
 __all__ = ["LLM", "Completion", "SamplingParams", "TreeParams"]
@@ -14,7 +14,7 @@ __all__ = ["LLM", "Completion", "SamplingParams", "TreeParams"]
 def __getattr__(name: str) -> Any:
     """``LLM`` is loaded when it is first used, because it needs torch and a client does not."""
     if name == "LLM":
-        from pipedec.engine.llm import LLM
+        from pipedec.client.llm import LLM
 
         return LLM
     raise AttributeError(f"module 'pipedec' has no attribute {name!r}")

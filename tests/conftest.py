@@ -13,9 +13,9 @@ from threads_support import ThreadModels
 from tiny_pair import Pair, make_pair
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from pipedec.engine.cluster import LocalCluster
+from pipedec.cluster.local import LocalCluster
 from pipedec.engine.spec import DISPATCHES
-from pipedec.engine.verify import Reference
+from pipedec.verify.reference import Reference
 
 TEST_SECONDS = 180.0
 

@@ -342,7 +342,7 @@ def run_ssh_launcher(tmp_path: Path, fail: str) -> tuple[int, list[str], str]:
 def test_ssh_launcher_starts_ranks_in_order(tmp_path: Path) -> None:
     code, notes, commands = run_ssh_launcher(tmp_path, fail="none")
     assert code == 0
-    place = "--rdzv-backend static --master-addr server-4 --master-port 29500 -m -- pipedec.engine.rank"
+    place = "--rdzv-backend static --master-addr server-4 --master-port 29500 -m -- pipedec.cluster.torchrun"
     flags = "--redis redis://server-1:6379/0 --run try --stages 2 --target /a dir/it's"
     head = "-m torch.distributed.run --nnodes 2 --node-rank"
     assert notes == [

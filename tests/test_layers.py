@@ -101,8 +101,8 @@ def test_reading_the_environment_is_seen(source: str) -> None:
 def test_only_config_and_entry_points_read_the_environment() -> None:
     assert {module for module in MODULES if reads_environment((PACKAGE / module).read_text(encoding="utf-8"))} == {
         "config.py",
-        "engine/rank.py",  # RANK, WORLD_SIZE and the like, set by torchrun
-        "engine/running.py",  # whether PIPEDEC_REDIS_URL is set
+        "cluster/torchrun.py",  # RANK, WORLD_SIZE and the like, set by torchrun
+        "cluster/state.py",  # whether PIPEDEC_REDIS_URL is set
     }
 
 

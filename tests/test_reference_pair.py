@@ -8,12 +8,12 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 
 from pipedec.core import Request, SamplingParams
 from pipedec.engine.local import LocalPipeline
-from pipedec.engine.prompt import Prompter
 from pipedec.engine.spec import REFERENCE_PAIR, PipelineSpec
-from pipedec.engine.verify import Reference
+from pipedec.text.prompt import Prompter
 from pipedec.train.continuations import Continuation
 from pipedec.train.draft import on_policy_agreement
 from pipedec.train.model_card import model_card
+from pipedec.verify.reference import Reference
 
 PROMPTS = [
     "A farmer has 15 cows and buys 7 more. Then he sells 4. How many cows does he have now?",

@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from pipedec.engine.prompt import Prompter, same_tokenizer
 from pipedec.engine.spec import REFERENCE_PAIR
+from pipedec.text.prompt import Prompter, same_tokenizer
 from pipedec.threads import Sequence
 from pipedec.train.thread_answers import Asked, ModelAnswers
 from pipedec.train.thread_card import thread_card

@@ -20,11 +20,11 @@ from tokenizers import Tokenizer
 from transformers import LlamaForCausalLM, PreTrainedModel
 
 from pipedec.core import SamplingParams
-from pipedec.engine.plan import even_layers
 from pipedec.engine.spec import REFERENCE_PAIR, PipelineSpec
-from pipedec.engine.thread_reference import Choose, naive_threads, shortest
-from pipedec.scheduler import Topology
+from pipedec.plan.layers import even_layers
 from pipedec.threads import BoundDialect, Dialect, Sequence, bind, load_dialect
+from pipedec.topology import Topology
+from pipedec.verify.threads import Choose, naive_threads, shortest
 
 MAX_TOKENS = {4: 80, 14: 40}  # by the target's number of layers
 DEPTHS = tuple(MAX_TOKENS)

@@ -18,9 +18,9 @@ import transformers
 from pipedec.bench.contenders import Contender, load_contenders, quiet_transformers
 from pipedec.bench.record import Row, header
 from pipedec.bench.stopwatch import check_positive
-from pipedec.engine.prompt import Prompter
 from pipedec.engine.spec import PipelineSpec
 from pipedec.model import ModelConfig
+from pipedec.text.prompt import Prompter
 
 Turns = list[list["TimedAnswer"]]  # of one contender: prompts, and every repeat of each
 

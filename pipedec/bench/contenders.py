@@ -22,8 +22,8 @@ from pipedec.decoding import DEFAULT_METHOD
 from pipedec.engine.local import LocalPipeline
 from pipedec.engine.spec import PipelineSpec
 from pipedec.model import BitaWeights, KVCache, ModelConfig, StageModel
-from pipedec.scheduler.workflow import Topology
 from pipedec.stage import FinalStageWorker, StageWorker
+from pipedec.topology import Topology
 from pipedec.tree import Sight
 
 LOOKUP_TOKENS = 10

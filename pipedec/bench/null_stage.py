@@ -15,11 +15,11 @@ from torch import Tensor
 from pipedec.core import NO_MASKS, Request, SamplingParams, Step, Verdict
 from pipedec.decoding import Beat
 from pipedec.engine.answer import Answer
-from pipedec.engine.coordinator import DraftLoop
-from pipedec.engine.prompt import Prompter
+from pipedec.engine.draft_loop import DraftLoop
 from pipedec.engine.rank_loop import Wiring
 from pipedec.scheduler import GrantedTask, Message, Task
 from pipedec.stage import FinalStageWorker, StageWorker
+from pipedec.text.prompt import Prompter
 from pipedec.threads import NewSequence
 
 _TOKEN = 7

@@ -25,13 +25,13 @@ from pipedec.bench.sweep_runners import OneProcess
 from pipedec.bench.sweep_shapes import Pair, Shape, emulated, pair_digest
 from pipedec.config import ClusterConfig
 from pipedec.core import Request, SamplingParams, TreeParams, UserError
+from pipedec.data.prompts import PromptSet
 from pipedec.decoding import DEFAULT_METHOD, Drafter, create_method
 from pipedec.decoding.controller import CHILDREN
-from pipedec.engine.messages import PromptRequest
-from pipedec.engine.prompt import Prompter
-from pipedec.engine.prompt_set import PromptSet
 from pipedec.engine.spec import PipelineSpec
+from pipedec.messages import PromptRequest
 from pipedec.model import ModelConfig
+from pipedec.text.prompt import Prompter
 
 # The limits of the tree that each method heeds.
 LIMITS: dict[str, tuple[str, ...]] = {

@@ -15,7 +15,7 @@ from pipedec.bench.policy_memo import DraftMemo
 from pipedec.bench.prompts import DrawnPrompt
 from pipedec.bench.record import Row
 from pipedec.core import UserError
-from pipedec.engine.messages import PromptRequest
+from pipedec.messages import PromptRequest
 
 SCHEMA = "pipedec.recording/1"
 _TokenIds = tuple[int, ...]

@@ -19,9 +19,11 @@ from pipedec.core import Request, Step, Verdict
 from pipedec.decoding import Experience, create_method
 from pipedec.decoding.acceptance import Acceptance
 from pipedec.decoding.choices import Choices
-from pipedec.engine.emulation import EmulatedClock, Emulation, TimedDrafter, TimestepLoad
-from pipedec.engine.prompt import prefill_chunks
-from pipedec.scheduler.workflow import Topology
+from pipedec.engine.emulated_time import EmulatedClock, TimestepLoad
+from pipedec.engine.prefill import prefill_chunks
+from pipedec.engine.timed_drafter import TimedDrafter
+from pipedec.plan.emulation import Emulation
+from pipedec.topology import Topology
 from pipedec.tree import PredictionTree
 
 

@@ -8,8 +8,8 @@ from itertools import islice
 from typing import Protocol
 
 from pipedec.core import UserError
-from pipedec.engine.messages import PromptRequest
-from pipedec.engine.prompt_set import PromptSet
+from pipedec.data.prompts import PromptSet
+from pipedec.messages import PromptRequest
 
 
 class Tokenizes(Protocol):

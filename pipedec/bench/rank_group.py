@@ -14,8 +14,8 @@ from multiprocessing.connection import Connection, wait
 from types import TracebackType
 from typing import Any
 
+from pipedec.cluster.processes import begin_rank_process, rank_context
 from pipedec.core import PipedecError, RankLost
-from pipedec.engine.forkserver import begin_rank_process, rank_context
 
 _END_SECONDS = 10.0
 

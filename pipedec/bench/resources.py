@@ -14,10 +14,10 @@ from pathlib import Path
 import psutil
 
 from pipedec.bench.record import Row, header
+from pipedec.cluster.local import LocalCluster
 from pipedec.core import PipedecError, RankLost, SamplingParams, UserError
-from pipedec.engine.cluster import LocalCluster
-from pipedec.engine.messages import PromptRequest, completion_from_event
 from pipedec.engine.spec import PipelineSpec
+from pipedec.messages import PromptRequest, completion_from_event
 from pipedec.model import ModelConfig
 from pipedec.scheduler import RedisScheduler
 

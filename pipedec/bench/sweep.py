@@ -36,9 +36,9 @@ from pipedec.bench.sweep_trees import BITA, Cell, TreeGrid
 from pipedec.bench.tuning import TuningGrid, best_tree
 from pipedec.config import ClusterConfig
 from pipedec.core import PipedecError, SamplingParams, TreeParams, UserError
+from pipedec.data.prompts import PromptSet
 from pipedec.decoding import DEFAULT_METHOD, METHODS
-from pipedec.engine.messages import PromptRequest
-from pipedec.engine.prompt_set import PromptSet
+from pipedec.messages import PromptRequest
 
 TUNED = "stpp-tuned"
 SWEEP_METHODS = (*METHODS, TUNED, SLM)

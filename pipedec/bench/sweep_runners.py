@@ -9,14 +9,15 @@ from dataclasses import dataclass, replace
 from types import TracebackType
 
 from pipedec.bench.breakdown import breakdown
+from pipedec.client.client import Client
+from pipedec.cluster.local import LocalCluster
 from pipedec.core import Metrics, PipedecError, Request
-from pipedec.engine.client import Client
-from pipedec.engine.cluster import LocalCluster
 from pipedec.engine.local import LocalPipeline
-from pipedec.engine.messages import PromptRequest
-from pipedec.engine.prompt import Prompter, prefill_chunks
+from pipedec.engine.prefill import prefill_chunks
 from pipedec.engine.spec import PipelineSpec
+from pipedec.messages import PromptRequest
 from pipedec.model import ModelConfig
+from pipedec.text.prompt import Prompter
 
 
 @dataclass(frozen=True)

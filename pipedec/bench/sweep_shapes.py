@@ -13,11 +13,11 @@ from pathlib import Path
 from pipedec.bench.record import Row
 from pipedec.bench.sweep_trees import BITA
 from pipedec.config import ClusterConfig, DeviceConfig, PartitionConfig, ServerConfig
-from pipedec.engine.emulation import Emulation, with_stages
-from pipedec.engine.plan import Plan
-from pipedec.engine.plan import plan as make_plan
 from pipedec.engine.spec import PipelineSpec
 from pipedec.model import BitaConfig
+from pipedec.plan.emulation import Emulation, with_stages
+from pipedec.plan.partition import Plan
+from pipedec.plan.partition import plan as make_plan
 
 SLM = "slm"
 

@@ -11,7 +11,7 @@ from pipedec.bench.record import Row, plain
 from pipedec.core import PROPOSERS, Request, TreeParams, UserError
 from pipedec.decoding import DEFAULT_METHOD, Experience, create_method
 from pipedec.decoding.bita import DEFAULT_ROWS
-from pipedec.engine.messages import PromptRequest
+from pipedec.messages import PromptRequest
 
 BITA = "bita"
 _BITA_LIMITS = ("shape", "depth", "children", "rows")

@@ -21,9 +21,9 @@ from pipedec.bench.threads_answers import ThreadAnswers
 from pipedec.bench.threads_rows import BASELINE, SCHEMA, SEQUENTIAL
 from pipedec.config import ClusterConfig
 from pipedec.core import PipedecError, SamplingParams, UserError
+from pipedec.data.prompts import PromptSet
 from pipedec.decoding import DEFAULT_METHOD, METHODS
-from pipedec.engine.messages import PromptRequest
-from pipedec.engine.prompt_set import PromptSet
+from pipedec.messages import PromptRequest
 from pipedec.threads import Dialect, load_dialect
 
 

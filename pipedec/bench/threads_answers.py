@@ -11,10 +11,11 @@ from dataclasses import asdict
 from pipedec.bench.record import Row, key_of
 from pipedec.core import Request
 from pipedec.engine.local import LocalPipeline
-from pipedec.engine.messages import PromptRequest
-from pipedec.engine.prompt import Prompter, prefill_chunks
+from pipedec.engine.prefill import prefill_chunks
 from pipedec.engine.spec import PipelineSpec
+from pipedec.messages import PromptRequest
 from pipedec.model import ModelConfig
+from pipedec.text.prompt import Prompter
 from pipedec.threads import Dialect, Sequence, ThreadMetrics, measure
 
 

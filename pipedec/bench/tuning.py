@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from pipedec.bench.record import Row
 from pipedec.bench.sweep_runners import OneProcess
 from pipedec.core import TreeParams
-from pipedec.engine.messages import PromptRequest
+from pipedec.messages import PromptRequest
 
 
 @dataclass(frozen=True)

@@ -16,12 +16,12 @@ from rich.table import Table
 
 from pipedec.cli.options import PipelineFlags, pipeline_options, place_options
 from pipedec.cli.show import console, loading_bar
+from pipedec.cluster.state import DEFAULT_RUN, RunningCluster, find_run, process_start, read_state
 from pipedec.config import redis_url_from_environment, state_directory
 from pipedec.core import PipedecError, UserError
-from pipedec.engine.running import DEFAULT_RUN, RunningCluster, find_run, process_start, read_state
 
 if TYPE_CHECKING:
-    from pipedec.engine.cluster import LocalCluster
+    from pipedec.cluster.local import LocalCluster
     from pipedec.scheduler import RedisScheduler
 
 DETACH_SECONDS = 600.0
@@ -30,7 +30,7 @@ FAREWELL_SECONDS = 1.0
 
 def local_cluster(flags: PipelineFlags, redis: str | None = None, run: str | None = None) -> LocalCluster:
     """The cluster that the flags describe, not yet started. Raises UserError for flags that cannot work."""
-    from pipedec.engine.cluster import LocalCluster
+    from pipedec.cluster.local import LocalCluster
     from pipedec.engine.spec import PipelineSpec
 
     spec = PipelineSpec.create(

@@ -8,8 +8,8 @@ import click
 
 from pipedec.cli.options import NEED_DRAFT, PipelineFlags, RequestFlags, pipeline_options, request_options
 from pipedec.cli.show import ask_and_show, loading_bar
+from pipedec.client.client import Client
 from pipedec.core import UserError
-from pipedec.engine.client import Client
 
 _WITHOUT_DRAFT = ("pp", "bita")
 

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import click
 
 from pipedec.core import SamplingParams, TreeParams, UserError
-from pipedec.engine.messages import PromptRequest
+from pipedec.messages import PromptRequest
 from pipedec.threads import load_dialect
 
 METHOD_NAMES = ("pp", "stpp", "pipedec", "pipedec-bestfirst", "bita")

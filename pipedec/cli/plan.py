@@ -16,8 +16,8 @@ from pipedec.core import PipedecError
 @click.option("--partition", help="Which partition of the file (default: the file's own default).")
 def plan(file: Path, partition: str | None) -> None:
     """Print the partition, the memory of every GPU and the expected timestep; exit 1 if it does not fit."""
-    from pipedec.engine.plan import plan as make_plan
-    from pipedec.engine.plan import plan_table
+    from pipedec.plan.partition import plan as make_plan
+    from pipedec.plan.table import plan_table
 
     made = make_plan(load_cluster(file), partition)
     Console(width=100 if not Console().is_terminal else None).print(plan_table(made))

@@ -13,9 +13,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
 from pipedec.cli.threads_view import ThreadsView
+from pipedec.client.client import Client
 from pipedec.core import Completion
-from pipedec.engine.client import Client
-from pipedec.engine.messages import PromptRequest
+from pipedec.messages import PromptRequest
 from pipedec.tracing import SCHEDULER_TRACK, write_trace
 
 console = Console(stderr=True, highlight=False)

@@ -6,8 +6,8 @@ import click
 
 from pipedec.cli.options import RequestFlags, place_options, request_options
 from pipedec.cli.show import ask_and_show
-from pipedec.engine.client import Client
-from pipedec.engine.running import find_run
+from pipedec.client.client import Client
+from pipedec.cluster.state import find_run
 
 
 @click.command()

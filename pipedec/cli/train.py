@@ -123,7 +123,7 @@ def bita(
     **wishes: Any,
 ) -> None:
     """Train masks and a prompt (BiTA) with which a frozen target guesses tokens ahead, on its own greedy answers."""
-    from pipedec.engine.prompt_set import PromptSource
+    from pipedec.data.prompts import PromptSource
     from pipedec.engine.spec import REFERENCE_PAIR, chosen_device
     from pipedec.train.bita import BitaRecipe, train_bita
     from pipedec.train.bita_data import Sources

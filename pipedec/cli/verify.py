@@ -14,17 +14,17 @@ from rich.table import Table
 from pipedec.cli.cluster import local_cluster
 from pipedec.cli.options import METHOD_NAMES, NEED_DRAFT, PipelineFlags, pipeline_options
 from pipedec.cli.show import console
+from pipedec.client.client import Client
 from pipedec.core import PipedecError, Request, SamplingParams, UserError
-from pipedec.engine.client import Client
-from pipedec.engine.messages import PromptRequest
-from pipedec.engine.prompt_set import read_prompts
+from pipedec.data.prompts import read_prompts
+from pipedec.messages import PromptRequest
 from pipedec.threads import load_dialect
 
 if TYPE_CHECKING:
     from pipedec.engine.local import LocalPipeline
-    from pipedec.engine.prompt import Prompter
     from pipedec.engine.spec import PipelineSpec
-    from pipedec.engine.verify import Reference
+    from pipedec.text.prompt import Prompter
+    from pipedec.verify.reference import Reference
 
 Shape = tuple[int, int]  # stages, groups
 
@@ -58,9 +58,9 @@ def verify(
 
 
 def _compare(pipeline: PipelineFlags, shapes: list[Shape], methods: list[str], asked: list[PromptRequest], local: bool) -> None:
-    from pipedec.engine.prompt import Prompter
-    from pipedec.engine.verify import Reference
     from pipedec.model import ModelConfig
+    from pipedec.text.prompt import Prompter
+    from pipedec.verify.reference import Reference
 
     spec = local_cluster(pipeline).spec
     methods = methods or _possible_methods(spec)

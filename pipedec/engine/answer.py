@@ -6,9 +6,10 @@ import time
 
 from pipedec.core import Completion, Request, Verdict
 from pipedec.decoding import Method
-from pipedec.engine.messages import completion_to_event
-from pipedec.engine.prompt import Prompter, StopStrings
+from pipedec.messages import completion_to_event
 from pipedec.scheduler.protocol import Event
+from pipedec.text.prompt import Prompter
+from pipedec.text.stream import StopStrings
 
 
 class Answer:

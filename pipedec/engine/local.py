@@ -15,16 +15,18 @@ import torch
 
 from pipedec.core import Metrics, Request, Step, UserError, Verdict
 from pipedec.decoding import Beat, Drafter, Experience, Method, create_method, create_threaded
-from pipedec.engine.beat import BeatClock
+from pipedec.engine.clock import BeatClock
 from pipedec.engine.dialects import Dialects
-from pipedec.engine.emulation import EmulatedClock, Emulation, TimedDrafter, TimestepLoad
-from pipedec.engine.prompt import prefill_chunks
+from pipedec.engine.emulated_time import EmulatedClock, TimestepLoad
+from pipedec.engine.prefill import prefill_chunks
 from pipedec.engine.spec import PipelineSpec
+from pipedec.engine.timed_drafter import TimedDrafter
+from pipedec.plan.emulation import Emulation
 from pipedec.sampling import seeded
-from pipedec.scheduler.workflow import Topology
 from pipedec.stage import FinalStageWorker, StageWorker
 from pipedec.threads import NewSequence
 from pipedec.threads import Sequence as ThreadSequence
+from pipedec.topology import Topology
 from pipedec.transport import LocalTransport
 
 _IDLE_TIMESTEPS = 16

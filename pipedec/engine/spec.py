@@ -12,12 +12,12 @@ import torch
 from pipedec.core import UserError
 from pipedec.decoding import Drafter
 from pipedec.drafting import DraftModel
-from pipedec.engine.emulation import Emulation
-from pipedec.engine.plan import even_layers, explicit_layers
-from pipedec.engine.prompt import same_tokenizer
 from pipedec.model import BitaConfig, BitaWeights, Checkpoint, ModelConfig, StageModel, checked_bita
-from pipedec.scheduler.workflow import Topology
+from pipedec.plan.emulation import Emulation
+from pipedec.plan.layers import even_layers, explicit_layers
 from pipedec.stage import FinalStageWorker, StageWorker
+from pipedec.text.prompt import same_tokenizer
+from pipedec.topology import Topology
 
 REFERENCE_PAIR = Path(__file__).resolve().parent.parent / "reference_pair"
 REFERENCE_THREADS = REFERENCE_PAIR.with_name("reference_threads")  # the same target and draft, trained to open threads

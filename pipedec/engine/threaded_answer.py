@@ -8,9 +8,10 @@ from dataclasses import asdict, replace
 from pipedec.core import Request, Verdict
 from pipedec.decoding import Method
 from pipedec.engine.answer import Answer
-from pipedec.engine.messages import completion_to_event
-from pipedec.engine.prompt import Prompter, TextStream
+from pipedec.messages import completion_to_event
 from pipedec.scheduler.protocol import Event
+from pipedec.text.prompt import Prompter
+from pipedec.text.stream import TextStream
 from pipedec.threads import DecodeThread, DocumentToken, Sequence, measure
 
 NOT_SAMPLED = -1

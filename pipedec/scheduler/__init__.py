@@ -6,7 +6,8 @@ from pipedec.scheduler.memory import MemoryScheduler
 from pipedec.scheduler.protocol import Event, GrantedTask, Message, RunStatus, Scheduler
 from pipedec.scheduler.redis_scheduler import RedisScheduler
 from pipedec.scheduler.server import EmbeddedServer
-from pipedec.scheduler.workflow import Facts, Payload, Planned, Task, Topology, initial_tasks, post_process
+from pipedec.scheduler.workflow import Facts, Payload, Planned, Task, initial_tasks, post_process
+from pipedec.topology import Topology
 
 __all__ = [
     "EmbeddedServer",

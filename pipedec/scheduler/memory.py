@@ -13,7 +13,8 @@ from typing import Any
 
 from pipedec.core import RankLost, SchedulerLost, UserError
 from pipedec.scheduler.protocol import Event, GrantedTask, Message, RunStatus, cancelled_payload
-from pipedec.scheduler.workflow import Payload, Planned, Task, Topology
+from pipedec.scheduler.workflow import Payload, Planned, Task
+from pipedec.topology import Topology
 
 
 @dataclass

@@ -16,7 +16,8 @@ from pipedec.scheduler.client import BLOCK_SECONDS, OwnConnection, translated
 from pipedec.scheduler.keys import Keys
 from pipedec.scheduler.protocol import Event, GrantedTask, Message, RunStatus
 from pipedec.scheduler.scripts import script_text
-from pipedec.scheduler.workflow import Planned, Task, Topology
+from pipedec.scheduler.workflow import Planned, Task
+from pipedec.topology import Topology
 
 # The run's keys outlive its last sign of life by this long at most.
 KEY_SECONDS = 60

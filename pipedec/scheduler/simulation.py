@@ -11,7 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from pipedec.scheduler.protocol import Message, Scheduler
-from pipedec.scheduler.workflow import Facts, Payload, Planned, Task, Topology, initial_tasks, post_process
+from pipedec.scheduler.workflow import Facts, Payload, Planned, Task, initial_tasks, post_process
+from pipedec.topology import Topology
 
 Observer = Callable[[], None]
 

@@ -17,7 +17,7 @@ from typing import Any
 from rich.progress import track
 
 from pipedec.core import UserError
-from pipedec.engine.prompt_set import read_rows
+from pipedec.data.records import read_rows
 from pipedec.train import corpus, library_questions
 from pipedec.train.annotated import UNSTRUCTURED, Annotated, Question, drop_unfinished_line, read_annotated, write_annotated
 from pipedec.train.annotators import Annotator, Rejected

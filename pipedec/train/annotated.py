@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from pipedec.core import UserError
-from pipedec.engine.prompt_set import read_rows
+from pipedec.data.records import read_rows
 from pipedec.train import pasta_language
 from pipedec.train.structure import Fork, Join, Piece, plain_text
 

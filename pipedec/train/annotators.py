@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
-from pipedec.engine.prompt import Prompter
+from pipedec.text.prompt import Prompter
 from pipedec.train import pasta_language
 from pipedec.train.endpoint import ChatEndpoint
 from pipedec.train.structure import Fork, Join, Piece, Structured, ambiguity, paragraph_tree, plain_text

@@ -21,10 +21,10 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from pipedec.core import UserError
-from pipedec.engine.prompt import Prompter
 from pipedec.engine.spec import DTYPES
 from pipedec.model import ModelConfig
 from pipedec.model.bita import MAX_MASKS, PROMPTINGS, BitaConfig, BitaWeights, fingerprint
+from pipedec.text.prompt import Prompter
 from pipedec.train.bita_card import bita_card
 from pipedec.train.bita_data import Samples, Sources, gather
 from pipedec.train.bita_model import Learned, mask_pass, token_pass

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pipedec.core import UserError
-from pipedec.engine.prompt import Prompter
-from pipedec.engine.prompt_set import PromptSet, PromptSource
+from pipedec.data.prompts import PromptSet, PromptSource
+from pipedec.text.prompt import Prompter
 from pipedec.train import corpus
 from pipedec.train.bita_rows import places_of
 from pipedec.train.continuations import Continuation, Model, continue_greedily

@@ -14,9 +14,9 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from pipedec.core import UserError
-from pipedec.engine.prompt import Prompter
 from pipedec.model import ModelConfig
 from pipedec.model.bita import fingerprint
+from pipedec.text.prompt import Prompter
 from pipedec.threads import load_dialect
 from pipedec.train.thread_samples import with_marker
 

@@ -21,8 +21,9 @@ from pipedec.bench.rank_group import RankGroup
 from pipedec.bench.record import append_rows, check_writable, header, revision
 from pipedec.cli.main import program
 from pipedec.core import PipedecError, RankLost, UserError
-from pipedec.scheduler import EmbeddedServer, GrantedTask, RedisScheduler, Task, Topology, connect
+from pipedec.scheduler import EmbeddedServer, GrantedTask, RedisScheduler, Task, connect
 from pipedec.scheduler.simulation import SimulatedPipeline
+from pipedec.topology import Topology
 
 
 def test_toy_run_counts_what_a_timestep_must_cost() -> None:

@@ -19,7 +19,7 @@ from pipedec.bench.sweep_trees import TreeGrid
 from pipedec.bench.tuning import TuningGrid
 from pipedec.config import paper_cluster
 from pipedec.core import SamplingParams, TreeParams, UserError
-from pipedec.engine.prompt_set import PromptSet
+from pipedec.data.prompts import PromptSet
 
 PROMPTS = [
     PromptSet("first", ("The pipeline", "Natalia sold", "word " * 4000, "Größe")),

@@ -20,11 +20,12 @@ from pipedec.core import Request, SamplingParams, TreeParams
 from pipedec.decoding import Drafter
 from pipedec.decoding.acceptance import Acceptance
 from pipedec.decoding.choices import Choices
-from pipedec.engine.emulation import Emulation, with_stages
 from pipedec.engine.local import LocalPipeline
-from pipedec.engine.plan import even_layers, plan
 from pipedec.engine.spec import PipelineSpec
-from pipedec.scheduler import Topology
+from pipedec.plan.emulation import Emulation, with_stages
+from pipedec.plan.layers import even_layers
+from pipedec.plan.partition import plan
+from pipedec.topology import Topology
 
 LAYERS, VOCAB = 14, 200
 PROMPTS = ((1, 9, 30, 4, 51, 17, 8, 22, 40, 3), (5, 6, 7, 5, 6, 7, 5, 6))

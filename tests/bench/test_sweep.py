@@ -27,7 +27,7 @@ from pipedec.bench.tuning import TuningGrid, best_tree
 from pipedec.cli.main import program
 from pipedec.config import paper_cluster
 from pipedec.core import SamplingParams, UserError
-from pipedec.engine.prompt_set import PromptSet
+from pipedec.data.prompts import PromptSet
 
 PROMPTS = [PromptSet("first", ("The pipeline", "Natalia sold", "Größe")), PromptSet("second", ("at every timestep",))]
 GRID = TuningGrid(layer_depths=(1, 2), depths=(2, 3), rows=(4, 8))

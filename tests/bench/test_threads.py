@@ -24,7 +24,7 @@ from pipedec.bench.threads_summary import Speed, combinations, document, markdow
 from pipedec.cli.main import program
 from pipedec.config import paper_cluster
 from pipedec.core import PipedecError, SamplingParams, UserError
-from pipedec.engine.prompt_set import PromptSet
+from pipedec.data.prompts import PromptSet
 from pipedec.threads import measure
 
 PROMPTS = [PromptSet("first", ("Tell me a story.", "What is a tree?")), PromptSet("second", ("Who sold the clips?",))]

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from pipedec.cli import main
-from pipedec.engine.cluster import LocalCluster
-from pipedec.engine.running import RunningCluster
+from pipedec.cluster.local import LocalCluster
+from pipedec.cluster.state import RunningCluster
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from tiny_pair import CONTEXT, TARGET_LAYERS, Pair
 
-from pipedec.engine.cluster import LocalCluster
-from pipedec.engine.running import RunningCluster, process_start
+from pipedec.cluster.local import LocalCluster
+from pipedec.cluster.state import RunningCluster, process_start
 from pipedec.scheduler import EmbeddedServer, connect
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")

@@ -18,10 +18,10 @@ from processes import MARK, marked_processes, wait_until
 from tiny_pair import Pair
 from transformers import PreTrainedTokenizerBase
 
+from pipedec.cluster.local import LocalCluster
+from pipedec.cluster.state import RunningCluster, read_state
 from pipedec.core import PipedecError
-from pipedec.engine.cluster import LocalCluster
-from pipedec.engine.running import RunningCluster, read_state
-from pipedec.engine.verify import Reference
+from pipedec.verify.reference import Reference
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 

@@ -18,12 +18,12 @@ from transformers import AutoModelForCausalLM
 
 from pipedec.core import Request, SamplingParams, TreeParams, UserError, Verdict
 from pipedec.engine.local import LocalPipeline
-from pipedec.engine.plan import even_layers
-from pipedec.engine.prompt import PREFILL_CHUNK
+from pipedec.engine.prefill import PREFILL_CHUNK
 from pipedec.engine.spec import DTYPES, PipelineSpec
 from pipedec.model import BitaWeights, ModelConfig
-from pipedec.scheduler import Topology
+from pipedec.plan.layers import even_layers
 from pipedec.stage import FinalStageWorker
+from pipedec.topology import Topology
 
 LAYERS, MASKS, VOCAB = 8, 3, 64
 PROMPT = (1, 9, 30, 4, 51, 17, 8, 22, 40, 3)

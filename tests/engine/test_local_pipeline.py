@@ -14,9 +14,9 @@ from transformers import LlamaForCausalLM, PreTrainedModel
 from pipedec.core import Metrics, Request, SamplingParams, TreeParams, UserError, Verdict
 from pipedec.decoding import METHODS
 from pipedec.engine.local import LocalPipeline
-from pipedec.engine.plan import even_layers
 from pipedec.engine.spec import DTYPES, PipelineSpec
-from pipedec.scheduler import Topology
+from pipedec.plan.layers import even_layers
+from pipedec.topology import Topology
 
 LAYERS = 8
 EOS = 2

@@ -9,7 +9,8 @@ from processes import wait_until
 
 from pipedec.core import SchedulerLost
 from pipedec.engine.publisher import AnswerPublisher
-from pipedec.scheduler import MemoryScheduler, Topology
+from pipedec.scheduler import MemoryScheduler
+from pipedec.topology import Topology
 
 
 class Recording(MemoryScheduler):

@@ -15,16 +15,16 @@ from timesteps import check_timesteps
 from tiny_pair import Pair
 from transformers import LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
+from pipedec.client.client import Client
+from pipedec.cluster.local import LocalCluster
 from pipedec.core import Completion, Request, SamplingParams, TreeParams, UserError
 from pipedec.decoding import METHODS
-from pipedec.engine.client import Client
-from pipedec.engine.cluster import LocalCluster
 from pipedec.engine.local import LocalPipeline
-from pipedec.engine.messages import PromptRequest
-from pipedec.engine.plan import even_layers
-from pipedec.engine.prompt import PREFILL_CHUNK
+from pipedec.engine.prefill import PREFILL_CHUNK
 from pipedec.engine.spec import DISPATCHES, PipelineSpec
-from pipedec.scheduler import Topology
+from pipedec.messages import PromptRequest
+from pipedec.plan.layers import even_layers
+from pipedec.topology import Topology
 
 LAYERS = 8
 PROMPT = (1, 9, 30, 4, 51, 17, 8, 22, 40, 9)

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
+from pipedec.client.client import Client
 from pipedec.core import Part, Request, SamplingParams, UserError, Verdict
-from pipedec.engine.client import Client
 from pipedec.engine.dialects import Dialects
-from pipedec.engine.prompt import Prompter
 from pipedec.engine.spec import REFERENCE_PAIR
 from pipedec.engine.threaded_answer import ThreadedAnswer
+from pipedec.text.prompt import Prompter
 from pipedec.threads import Sequence, bind, load_dialect
 
 TARGET = REFERENCE_PAIR / "target"

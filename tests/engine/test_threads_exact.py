@@ -8,8 +8,8 @@ from threads_support import DEPTHS, THREAD_DIALECTS, Case, ThreadModels
 from pipedec.core import Request, TreeParams
 from pipedec.decoding import METHODS
 from pipedec.engine.local import LocalPipeline
-from pipedec.engine.thread_reference import first_thread_difference
 from pipedec.threads import Sequence
+from pipedec.verify.threads import first_thread_difference
 
 SHAPES = [(1, 1), (2, 2), (4, 4), (4, 2), (14, 14)]  # stages, groups
 TREE = TreeParams(width=6, children=4)

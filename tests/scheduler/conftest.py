@@ -8,7 +8,8 @@ from itertools import count
 import pytest
 import redis
 
-from pipedec.scheduler import EmbeddedServer, MemoryScheduler, RedisScheduler, Scheduler, Topology, connect
+from pipedec.scheduler import EmbeddedServer, MemoryScheduler, RedisScheduler, Scheduler, connect
+from pipedec.topology import Topology
 
 _run_numbers = count()
 

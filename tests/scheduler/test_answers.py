@@ -7,8 +7,9 @@ from collections.abc import Callable
 
 import pytest
 
-from pipedec.scheduler import MemoryScheduler, RedisScheduler, Scheduler, Task, Topology
+from pipedec.scheduler import MemoryScheduler, RedisScheduler, Scheduler, Task
 from pipedec.scheduler.simulation import History, SimulatedPipeline
+from pipedec.topology import Topology
 
 TOPOLOGIES = [
     Topology.even(1, 1),

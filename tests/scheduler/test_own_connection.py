@@ -10,8 +10,9 @@ import pytest
 import redis
 
 from pipedec.core import SchedulerLost
-from pipedec.scheduler import EmbeddedServer, RedisScheduler, Task, Topology, connect, initial_tasks
+from pipedec.scheduler import EmbeddedServer, RedisScheduler, Task, connect, initial_tasks
 from pipedec.scheduler.client import OwnConnection
+from pipedec.topology import Topology
 
 TWO = Topology.even(2, 2)
 

@@ -9,8 +9,18 @@ from collections.abc import Callable
 import pytest
 
 from pipedec.core import RankLost, SchedulerLost, UserError
-from pipedec.scheduler import Facts, Message, Planned, RedisScheduler, Scheduler, Task, Topology, initial_tasks, post_process
+from pipedec.scheduler import (
+    Facts,
+    Message,
+    Planned,
+    RedisScheduler,
+    Scheduler,
+    Task,
+    initial_tasks,
+    post_process,
+)
 from pipedec.scheduler.simulation import SimulatedPipeline
+from pipedec.topology import Topology
 
 MakeScheduler = Callable[[Topology], Scheduler]
 TWO = Topology.even(2, 2)

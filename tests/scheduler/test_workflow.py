@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipedec.core import UserError
-from pipedec.scheduler.workflow import Facts, Planned, Task, Topology, initial_tasks, post_process
+from pipedec.scheduler.workflow import Facts, Planned, Task, initial_tasks, post_process
+from pipedec.topology import Topology
 
 PAIRS = Topology(((1, 2), (3, 4), (5,)))
 TWO = Topology.even(2, 2)

@@ -25,10 +25,10 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from pipedec.cli.train import train as command
 from pipedec.core import UserError
-from pipedec.engine.prompt import Prompter
-from pipedec.engine.prompt_set import PromptSource
+from pipedec.data.prompts import PromptSource
 from pipedec.model import ModelConfig
 from pipedec.model.bita import BitaWeights, checked_bita
+from pipedec.text.prompt import Prompter
 from pipedec.train import continuations, corpus
 from pipedec.train.bita import BitaRecipe, BitaTrainer, batch_of, evaluate, guess_figures, train_bita
 from pipedec.train.bita_data import Samples, Sources, gather, split

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from pipedec.cli.train import train as command
 from pipedec.core import UserError
-from pipedec.engine.prompt import Prompter
+from pipedec.text.prompt import Prompter
 from pipedec.threads.visibility import IGNORED
 from pipedec.train.structure import Fork
 from pipedec.train.thread_answers import Asked, ModelAnswers

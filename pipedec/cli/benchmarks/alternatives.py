@@ -51,7 +51,7 @@ def alternatives(
 
 
 def _prompts(texts: tuple[str, ...], files: tuple[Path, ...], field: str | None, samples: int) -> list[str]:
-    from pipedec.engine.prompt_set import read_prompts
+    from pipedec.data.prompts import read_prompts
 
     if samples < 1:
         raise UserError(f"--samples must be at least 1, not {samples}")

@@ -13,7 +13,7 @@ from pipedec.cli.options import Command, gathered
 from pipedec.cli.show import console
 from pipedec.config import load_cluster, paper_cluster
 from pipedec.core import SamplingParams, UserError
-from pipedec.engine.prompt_set import PromptSet, PromptSource
+from pipedec.data.prompts import PromptSet, PromptSource
 
 PATH = click.Path(path_type=Path)
 OUT_HELP = "Append the figures to this JSONL file."

@@ -1,0 +1,119 @@
+"""The client's side of a request: submit it, read the answer as it grows, cancel it. Needs no torch and no checkpoint."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+from pipedec.core import Completion, PipedecError, RankLost, UserError
+from pipedec.messages import PromptRequest, completion_from_event
+from pipedec.scheduler.protocol import Event, Scheduler
+from pipedec.tracing import TraceEvent
+
+_POLL_SECONDS = 0.25
+
+OnText = Callable[[str], None]
+OnThreads = Callable[[list[dict[str, Any]]], None]
+
+
+class Client:
+    """Sends requests to a running cluster.
+
+    Args:
+        check: called while waiting; raises if the cluster is known to be in trouble (``LocalCluster.check``).
+        silence_seconds: how long a cluster may say nothing before it counts as lost.
+    """
+
+    def __init__(self, scheduler: Scheduler, check: Callable[[], None] = lambda: None, silence_seconds: float = 600.0) -> None:
+        self._scheduler = scheduler
+        self._check = check
+        self._silence_seconds = silence_seconds
+        self.trace: list[TraceEvent] = []
+        self._logprobs: list[dict[int, float]] = []
+        self.overran: set[int] = set()  # timesteps of the last answer in which a rank outlasted its emulated time
+
+    def ask(
+        self, request: PromptRequest, on_text: OnText = lambda text: None, on_threads: OnThreads = lambda news: None
+    ) -> Completion:
+        """Submit and wait for the whole answer; ``on_text`` gets its text piece by piece.
+
+        ``on_threads`` gets what threads say, if the request asks for it: ``path``, ``text``, ``tokens`` so far, ``state``.
+
+        Ctrl-C, or whatever else ``on_text`` raises, cancels the request (the cluster goes on with the next one) and is
+        raised again.
+
+        Raises:
+            UserError: the cluster refused the request.
+            RankLost, SchedulerLost: the cluster died or fell silent.
+        """
+        number = self._scheduler.submit(request.to_json())
+        self.trace, self.overran, self._logprobs = [], set(), []
+        try:
+            completion = self._read(number, on_text, on_threads)
+        except UserError:
+            self._scheduler.close_answer(number)
+            raise
+        except BaseException:
+            with suppress(PipedecError):
+                self._scheduler.cancel(number)
+            raise
+        self._scheduler.close_answer(number)
+        return completion
+
+    def _read(self, number: int, on_text: OnText, on_threads: OnThreads) -> Completion:
+        position = "0"
+        deadline = time.monotonic() + self._silence_seconds
+        while time.monotonic() < deadline:
+            events = self._scheduler.read_answer(number, position, _POLL_SECONDS)
+            for position, event in events:  # noqa: B007 - the position goes on into the next read
+                if (completion := self._take(event, on_text, on_threads)) is not None:
+                    return completion
+            if events or self._waits_in_line(number):
+                deadline = time.monotonic() + self._silence_seconds
+        raise RankLost(f"the cluster has said nothing for {self._silence_seconds:.0f} s; see pipedec status")
+
+    def _waits_in_line(self, number: int) -> bool:
+        """Whether another request is being answered; raises if the cluster is in trouble or has ended."""
+        self._check()
+        if failure := self._scheduler.failure():
+            raise RankLost(failure)
+        if lost := self._scheduler.expired_ranks():
+            raise RankLost(f"{', '.join(f'rank {rank}' for rank in lost)} stopped answering")
+        status = self._scheduler.status()
+        if status.state == "gone":
+            raise RankLost("the cluster was stopped before it answered")
+        return status.running not in (None, number)
+
+    def _completed(self, event: Event) -> Completion:
+        """With the log-probabilities of its tokens; the last stage may have said more before it heard of the end."""
+        completion = completion_from_event(event)
+        if self._logprobs and "sampled" in event:
+            tokens = zip(event["sampled"], completion.token_ids, strict=True)
+            completion.logprobs = [{token: 0.0} if which < 0 else self._logprobs[which] for which, token in tokens]
+        else:
+            completion.logprobs = self._logprobs[: len(completion.token_ids)] or None
+        return completion
+
+    def _take(self, event: Event, on_text: OnText, on_threads: OnThreads) -> Completion | None:
+        """Handle one event; the completion if it was the last."""
+        if "text" in event:
+            on_text(event["text"])
+            on_threads(event.get("threads", []))
+        elif "trace" in event:
+            self.trace += [TraceEvent(*row) for row in event["trace"]]
+        elif "overran" in event:
+            self.overran.update(event["overran"])
+        elif "logprobs" in event:
+            self._logprobs += [dict(pairs) for pairs in event["logprobs"]]
+        elif "completion" in event:
+            return self._completed(event)
+        elif event.get("kind") == "cancelled":
+            raise UserError("the request was cancelled before it began")
+        elif event.get("kind") == "abort":
+            self._check()  # who watches the processes knows better what happened than their neighbours
+            raise RankLost(event["text"])
+        elif "error" in event:
+            raise UserError(event["error"])
+        return None

@@ -1,0 +1,85 @@
+"""The Python API, in the shape of vLLM's: ``LLM(...).generate(prompts, SamplingParams(...))``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+
+from pipedec.client.client import Client
+from pipedec.cluster.local import LocalCluster
+from pipedec.core import Completion, SamplingParams, TreeParams
+from pipedec.engine.spec import PipelineSpec
+from pipedec.messages import PromptRequest
+from pipedec.threads import load_dialect
+
+
+class LLM:
+    """A resident cluster on this machine that answers prompts one after the other.
+
+    Starts in the constructor; ``close`` (or the end of a ``with`` block) stops it. A script that uses it must guard its
+    main part with ``if __name__ == "__main__":`` and be a file (not standard input), because the ranks are fresh processes
+    that import it.
+
+    Args:
+        target, draft: checkpoint directories; the shipped pair by default, ``draft="none"`` for a pipeline without one.
+        method: as ``--method``; the best there is by default.
+        stages, groups, layers, dtype, device, bita: as the flags of ``pipedec generate``.
+
+    Raises:
+        UserError: the arguments do not fit together or do not fit the checkpoints.
+        PipedecError: a rank could not start.
+    """
+
+    def __init__(
+        self,
+        target: str | Path | None = None,
+        draft: str | Path | None = None,
+        *,
+        method: str | None = None,
+        stages: int = 4,
+        groups: int | None = None,
+        layers: list[int] | None = None,
+        dtype: str = "float32",
+        device: str = "auto",
+        bita: str | Path | None = None,
+    ) -> None:
+        self._method = method
+        self._cluster = LocalCluster(PipelineSpec.create(target, draft, stages, groups, layers, dtype, device, bita=bita))
+        self._cluster.start()
+        assert self._cluster.scheduler is not None
+        self._client = Client(self._cluster.scheduler, self._cluster.check)
+
+    def generate(
+        self,
+        prompts: str | Sequence[str],
+        sampling_params: SamplingParams | None = None,
+        *,
+        raw_prompt: bool = False,
+        tree: TreeParams | None = None,
+        threads: str | Path | None = None,
+    ) -> list[Completion]:
+        """Answer every prompt, in order.
+
+        Args:
+            threads: the dialect in which answers may open decode threads, by name or file, as ``--threads``.
+
+        Raises:
+            UserError: a prompt is empty or too long.
+            RankLost, SchedulerLost: the cluster died.
+        """
+        texts = [prompts] if isinstance(prompts, str) else list(prompts)
+        sampling, limits = sampling_params or SamplingParams(), tree or TreeParams()
+        dialect = None if threads is None else load_dialect(threads).to_json()
+        requests = [PromptRequest(text, raw_prompt, self._method, sampling, limits, threads=dialect) for text in texts]
+        return [self._client.ask(request) for request in requests]
+
+    def close(self) -> None:
+        """Stop the cluster. Nothing is left running."""
+        self._cluster.stop()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()

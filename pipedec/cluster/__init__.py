@@ -1,0 +1,1 @@
+"""A cluster on one machine or under torchrun: rank processes, their leases, where a running cluster is."""

@@ -1,0 +1,180 @@
+"""One rank of a resident cluster, from process start to process end.
+
+Owns the order in which a rank comes up (meet the others, load its own weights, say that it is alive, serve) and goes down.
+Started by torchrun on every host (``cluster/torchrun.py``), or by ``LocalCluster`` on one machine.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from pipedec.cluster.lease import LEASE_RENEWAL_SECONDS, LeaseKeeper
+from pipedec.core import PipedecError, RankLost
+from pipedec.engine.dialects import Dialects
+from pipedec.engine.draft_loop import DraftLoop
+from pipedec.engine.rank_loop import RankLoop, Wiring
+from pipedec.engine.spec import PipelineSpec
+from pipedec.engine.stage_loop import StageLoop
+from pipedec.model import ModelConfig
+from pipedec.scheduler import RedisScheduler, Scheduler, connect
+from pipedec.text.prompt import Prompter
+from pipedec.tracing import Tracer
+from pipedec.transport import Transport
+from pipedec.transport.torch_distributed import Rendezvous, TorchTransport
+
+MEETING_SECONDS = 120.0
+LOADING_SECONDS = 3600.0
+STARTING = -1  # the answer that belongs to no request: on it the ranks say that they have loaded
+
+Report = Callable[[str, int, int], None]  # what happens, how much of it is done, how much there is
+
+
+@dataclass(frozen=True)
+class RankPlace:
+    """Which rank this process is, and where it meets the others."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    init_method: str
+    transport: str = "auto"
+
+
+@dataclass(frozen=True)
+class RunAddress:
+    """Where a run's scheduler is: a Redis URL (with its password: never print it) and the run's name."""
+
+    redis_url: str
+    run_id: str
+
+    def scheduler(self, spec: PipelineSpec) -> RedisScheduler:
+        return RedisScheduler(connect(self.redis_url), self.run_id, spec.topology)
+
+
+def run_rank(place: RankPlace, spec: PipelineSpec, address: RunAddress, report: Report) -> int:
+    """Serve as one rank until the run is stopped; returns the exit status.
+
+    Whatever goes wrong is told to the other ranks and to whoever waits for an answer, then printed in one line. The process
+    should then end by ``os._exit``: a process group that lost a peer can hang in its own clean-up.
+    """
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // place.local_world_size))
+    scheduler: RedisScheduler | None = None
+    try:
+        scheduler = address.scheduler(spec)
+        _serve(place, spec, scheduler, report)
+        return 0
+    except PipedecError as error:
+        message = str(error).removeprefix(f"rank {place.rank} ")
+    except Exception as error:
+        traceback.print_exc()
+        message = f"internal error: {type(error).__name__}: {error}"
+    _tell_others(scheduler, place.rank, message)
+    print(f"pipedec rank {place.rank}: {message}", file=sys.stderr, flush=True)
+    return 1
+
+
+def _serve(place: RankPlace, spec: PipelineSpec, scheduler: RedisScheduler, report: Report) -> None:
+    device = spec.rank_device(place.rank, place.local_rank)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    transport = _meet(place, spec, device)
+    lease = LeaseKeeper(scheduler, place.rank)
+    lease.start()
+    loop = _load(place, spec, device, scheduler, transport, report)
+    scheduler.publish(STARTING, {"loaded": place.rank})
+    if place.rank == 0:
+        _wait_for_ranks(scheduler, place.world_size)
+        scheduler.open(spec.description())
+        report("ready", 1, 1)
+    loop.run()
+    lease.stop()
+    if place.rank == 0:
+        _wait_for_leavers(scheduler)
+        scheduler.clear()
+    transport.close()
+
+
+def _meet(place: RankPlace, spec: PipelineSpec, device: torch.device) -> Transport:
+    backend = place.transport
+    if backend == "auto":
+        backend = "nccl" if device.type == "cuda" and _gpus_suffice(place, spec) else "gloo"
+    rendezvous = Rendezvous(place.rank, place.world_size, place.init_method, MEETING_SECONDS)
+    hidden_size = ModelConfig.from_directory(spec.target).hidden_size
+    return TorchTransport(backend, rendezvous, hidden_size, spec.torch_dtype, device)
+
+
+def _gpus_suffice(place: RankPlace, spec: PipelineSpec) -> bool:
+    """Whether every rank of this host that needs a GPU has its own: all but rank 0 without a draft.
+
+    The ranks of a host are consecutive, so rank 0 is among them where a rank is also the local rank.
+    """
+    without_gpu = 1 if spec.draft is None and place.rank == place.local_rank else 0
+    return torch.cuda.device_count() >= place.local_world_size - without_gpu
+
+
+def _load(
+    place: RankPlace, spec: PipelineSpec, device: torch.device, scheduler: RedisScheduler, transport: Transport, report: Report
+) -> RankLoop:
+    def progress(done: int, total: int) -> None:
+        report("loading", done, total)
+
+    tracer = Tracer(place.rank, clock_offset_us=_clock_offset_us(scheduler))
+    wiring = Wiring(scheduler, transport, spec.topology, tracer, spec.emulation, spec.window, Dialects(spec.target))
+    if place.rank == 0:
+        prompter = Prompter(spec.target, ModelConfig.from_directory(spec.target).max_positions)
+        drafter = spec.load_drafter(device, progress)
+        return DraftLoop(prompter, drafter, spec.trained_masks(), device, wiring)
+    worker = spec.load_stage(place.rank, device, progress)
+    return StageLoop(worker, device, place.rank, wiring)
+
+
+def _clock_offset_us(scheduler: RedisScheduler) -> int:
+    """Redis's clock minus ours, from the quickest of several questions (a slow answer says little)."""
+    samples = []
+    for _ in range(8):
+        before_us = time.time_ns() // 1000
+        theirs_us = scheduler.clock_us()
+        after_us = time.time_ns() // 1000
+        samples.append((after_us - before_us, theirs_us - (before_us + after_us) // 2))
+    return min(samples)[1]
+
+
+def _wait_for_ranks(scheduler: RedisScheduler, world_size: int) -> None:
+    """Rank 0 opens the run when every rank has its weights."""
+    deadline = time.monotonic() + LOADING_SECONDS
+    missing, position = set(range(world_size)), "0"
+    while missing:
+        events = scheduler.read_answer(STARTING, position, LEASE_RENEWAL_SECONDS)
+        for position, event in events:  # noqa: B007 - the position goes on into the next read
+            missing.discard(event["loaded"])
+        if time.monotonic() > deadline:
+            raise RankLost(f"ranks {sorted(missing)} have not loaded their weights within {LOADING_SECONDS:.0f} s")
+        if failure := scheduler.failure():
+            raise PipedecError(failure)
+        if lost := scheduler.expired_ranks():
+            raise RankLost(f"{', '.join(f'rank {rank}' for rank in lost)} stopped answering while it loaded its weights")
+    scheduler.close_answer(STARTING)
+
+
+def _wait_for_leavers(scheduler: RedisScheduler) -> None:
+    """Rank 0 deletes the run's keys last, when nobody needs them any more; ranks that never leave have died."""
+    deadline = time.monotonic() + 10.0
+    while scheduler.members() and time.monotonic() < deadline:
+        time.sleep(0.02)
+
+
+def _tell_others(scheduler: Scheduler | None, rank: int, message: str) -> None:
+    if scheduler is None:
+        return
+    try:
+        scheduler.abort(rank, message)
+    except PipedecError:
+        print(f"pipedec rank {rank}: could not tell the other ranks", file=sys.stderr, flush=True)

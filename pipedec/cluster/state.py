@@ -1,0 +1,110 @@
+"""Running clusters: where they are, how a client joins one, how they are stopped.
+
+A cluster started here by ``pipedec up`` leaves a state file in a private directory; clusters elsewhere are named by their
+Redis and run. The file holds the Redis password, so only its owner may read it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from pipedec.config import redis_config, state_directory
+from pipedec.core import PipedecError, UserError
+from pipedec.scheduler import RedisScheduler, connect
+from pipedec.topology import Topology
+
+STOP_SECONDS = 20.0
+DEFAULT_RUN = "default"  # of runs on a Redis that the user names
+
+
+@dataclass(frozen=True)
+class RunningCluster:
+    """A run and its Redis. If its supervisor runs on this machine: its ``pid``, and when it ``began`` (``process_start``)."""
+
+    redis_url: str
+    run_id: str
+    pid: int | None = None
+    began: int | None = None
+
+    def connect(self) -> RedisScheduler:
+        """A scheduler client that knows the run's ranks.
+
+        Raises:
+            SchedulerLost: Redis cannot be reached or refuses the password.
+            UserError: there is no such run.
+        """
+        client = connect(self.redis_url)
+        description = RedisScheduler.describe(client, self.run_id)
+        if description is None:
+            raise UserError(f"no cluster named {self.run_id!r} is running on that Redis: start one, or give --run NAME")
+        return RedisScheduler(client, self.run_id, Topology(tuple(tuple(group) for group in description["groups"])))
+
+    def save(self) -> None:
+        """Make this the machine's running cluster."""
+        path = _state_file()
+        partial = path.with_suffix(".partial")
+        partial.touch(mode=0o600)
+        partial.write_text(json.dumps(asdict(self)))
+        partial.rename(path)
+
+    def forget(self) -> None:
+        """Remove the state file if it is (still) this cluster's."""
+        if read_state() == self:
+            _state_file().unlink(missing_ok=True)
+
+    def is_alive(self) -> bool:
+        """Whether the supervisor's process exists: a zombie does not count, nor another process that got its number."""
+        return self.pid is not None and (start := process_start(self.pid)) is not None and self.began in (None, start)
+
+    def wait_until_gone(self) -> bool:
+        """Wait for the supervisor to end; False if it did not within ``STOP_SECONDS``."""
+        deadline = time.monotonic() + STOP_SECONDS
+        while self.is_alive():
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.05)
+        return True
+
+
+def find_run(redis_url: str | None, run_id: str | None) -> RunningCluster:
+    """The cluster that the flags name, else the one in the environment, else the one started here by ``pipedec up``.
+
+    Raises:
+        UserError: none is named and none is running here.
+    """
+    if redis_url is not None or os.environ.get("PIPEDEC_REDIS_URL"):
+        return RunningCluster(redis_config(redis_url).connection_url, run_id or DEFAULT_RUN)
+    state = read_state()
+    if state is None or not state.is_alive() or run_id not in (None, state.run_id):
+        raise UserError("no cluster is running here: start one with `pipedec up`, or give --redis URL --run NAME")
+    return state
+
+
+def read_state() -> RunningCluster | None:
+    """The cluster in the state file, running or not."""
+    try:
+        return RunningCluster(**json.loads(_state_file().read_text()))
+    except FileNotFoundError:
+        return None
+    except (ValueError, TypeError) as error:
+        raise PipedecError(f"{_state_file()} is damaged: remove it ({error})") from error
+
+
+def process_start(pid: int) -> int | None:
+    """When a process began, in the kernel's ticks since boot; None if there is none or it is a zombie.
+
+    (In some containers nobody reaps orphans, so signals would call a zombie alive.)
+    """
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return None if fields[0] in ("Z", "X") else int(fields[19])
+
+
+def _state_file() -> Path:
+    return state_directory() / "cluster.json"

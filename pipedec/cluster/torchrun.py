@@ -1,0 +1,153 @@
+"""One rank under torchrun: its flags, torchrun's environment, its exit status.
+
+Started on every host by ``torchrun … -m -- pipedec.cluster.torchrun``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from pipedec.cluster.lease import claim_run
+from pipedec.cluster.processes import die_with_parent
+from pipedec.cluster.rank import RankPlace, Report, RunAddress, run_rank
+from pipedec.config import ClusterConfig, load_cluster, redis_url_from_environment
+from pipedec.core import PipedecError, UserError
+from pipedec.engine.spec import PipelineSpec
+from pipedec.hardware import MODEL_SHAPES
+from pipedec.plan.partition import plan
+
+
+def main() -> None:
+    """Entry point under torchrun. Exits 0 after ``pipedec down``, 1 after anything else."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # torchrun passes Ctrl-C on and waits for the ranks to end
+    die_with_parent()
+    try:
+        place, spec, address = parse_arguments(sys.argv[1:])
+        claim_run(address.scheduler(spec))
+    except PipedecError as error:
+        print(f"pipedec: {error}", file=sys.stderr, flush=True)
+        os._exit(2 if isinstance(error, UserError) else 1)
+    status = run_rank(place, spec, address, _print_report(place.rank))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+def parse_arguments(arguments: list[str]) -> tuple[RankPlace, PipelineSpec, RunAddress]:
+    """The flags of the rank entry point and torchrun's environment.
+
+    Raises:
+        UserError: a flag is wrong, or the number of processes is not stages + 1.
+    """
+    parser = argparse.ArgumentParser(prog="torchrun … -m -- pipedec.cluster.rank", description=__doc__)
+    parser.add_argument("--redis", help="redis://:password@host:port/0; default: $PIPEDEC_REDIS_URL, then the config's")
+    parser.add_argument("--run", default="default", help="name of the run; several runs may share a Redis")
+    parser.add_argument("--config", type=Path, help="cluster.yaml: models, dtype, Redis and a partition; flags go before it")
+    parser.add_argument("--partition", help="partition of the config; default: the config's own")
+    parser.add_argument("--stages", type=int, help="default: 4")
+    parser.add_argument("--groups", type=int, help="groups of stages that share a timestep slot; default: one per stage")
+    parser.add_argument("--layers", help="layers of each stage, like 6,6,6,6; default: even")
+    parser.add_argument("--target", type=Path, help="checkpoint directory; default: the shipped pair")
+    parser.add_argument("--draft", help="checkpoint directory, or none")
+    parser.add_argument("--bita", help="what pipedec train bita has learned for the target: a directory, or none")
+    parser.add_argument("--dtype", help="default: float32")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--transport", default="auto", choices=("auto", "gloo", "nccl"))
+    parser.add_argument("--dispatch", default="windows", help="what Redis grants: windows of timesteps, or tasks")
+    flags = parser.parse_args(arguments)
+    wishes = _Wishes.from_flags(flags)
+    if flags.config is not None:
+        wishes = wishes.completed(load_cluster(flags.config), flags.partition)
+    elif flags.partition is not None:
+        raise UserError("--partition names a partition of a file: give --config cluster.yaml with it")
+    if wishes.redis_url is None:
+        raise UserError("torchrun ranks need a Redis that all hosts reach: give --redis URL or set PIPEDEC_REDIS_URL")
+    spec = PipelineSpec.create(
+        wishes.target,
+        wishes.draft,
+        wishes.stages or 4,
+        wishes.groups,
+        wishes.layers,
+        wishes.dtype or "float32",
+        flags.device,
+        flags.dispatch,
+        wishes.bita,
+    )
+    return _torchrun_place(spec, flags.transport), spec, RunAddress(wishes.redis_url, flags.run)
+
+
+@dataclass(frozen=True)
+class _Wishes:
+    """What the flags say about the pipeline, None where they are silent."""
+
+    redis_url: str | None
+    target: str | Path | None
+    draft: str | None
+    bita: str | None
+    stages: int | None
+    groups: int | None
+    layers: list[int] | None
+    dtype: str | None
+
+    @classmethod
+    def from_flags(cls, flags: argparse.Namespace) -> _Wishes:
+        try:
+            layers = [int(count) for count in flags.layers.split(",")] if flags.layers else None
+        except ValueError:
+            raise UserError(f"--layers {flags.layers}: write numbers with commas between them, like 6,6,6,6") from None
+        redis_url = redis_url_from_environment(flags.redis)
+        return cls(redis_url, flags.target, flags.draft, flags.bita, flags.stages, flags.groups, layers, flags.dtype)
+
+    def completed(self, config: ClusterConfig, partition: str | None) -> _Wishes:
+        """What the flags leave open comes from a partition of ``config``.
+
+        Raises:
+            UserError: there is no such partition, it has another number of stages, or a model is a shape without weights.
+        """
+        name, part = config.find_partition(partition)
+        target, draft = self.target or config.target, self.draft or config.draft
+        for key, model in (("target", target), ("draft", draft)):
+            if str(model) in MODEL_SHAPES:
+                raise UserError(f"{key}: {model} is a shape to plan with and has no weights: give a checkpoint directory")
+        if self.stages not in (None, part.stages):
+            raise UserError(f"--stages {self.stages}, but partition {name} has {part.stages} stages: leave out one of them")
+        return _Wishes(
+            redis_url=self.redis_url or config.redis.connection_url,
+            target=target,
+            draft=draft,
+            bita=self.bita or config.bita,
+            stages=part.stages,
+            groups=self.groups or part.num_groups,
+            layers=self.layers or [len(stage.layers) for stage in plan(config, name).stages],
+            dtype=self.dtype or config.dtype,
+        )
+
+
+def _torchrun_place(spec: PipelineSpec, transport: str) -> RankPlace:
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    if any(name not in os.environ for name in names):
+        raise UserError("start this module with torchrun, or use pipedec up on one machine")
+    rank, world_size, local_rank, local_world_size = (int(os.environ[name]) for name in names)
+    if world_size != spec.num_stages + 1:
+        raise UserError(
+            f"{world_size} processes, but {spec.num_stages} stages and the draft rank make {spec.num_stages + 1}: "
+            f"let --nnodes × --nproc-per-node be {spec.num_stages + 1}, or change --stages"
+        )
+    return RankPlace(rank, world_size, local_rank, local_world_size, "env://", transport)
+
+
+def _print_report(rank: int) -> Report:
+    def report(what: str, done: int, total: int) -> None:
+        if done == total:
+            print(f"pipedec rank {rank}: {what} done", file=sys.stderr, flush=True)
+
+    return report
+
+
+if __name__ == "__main__":
+    main()

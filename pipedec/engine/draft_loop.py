@@ -1,0 +1,285 @@
+"""Rank 0: takes requests from the queue, drafts, and tells the client what the target said.
+
+The draft worker holds the decoding method of the present request; the loop around it tokenizes prompts, opens the workflow
+of each request and streams the answer. It decides nothing about rows: that is the method's business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+
+import torch
+
+from pipedec.core import MaskParams, Request, SchedulerLost, UserError, Verdict
+from pipedec.decoding import DEFAULT_METHOD, Drafter, Experience, create_method, create_threaded
+from pipedec.engine.answer import Answer
+from pipedec.engine.clock import BeatClock
+from pipedec.engine.payloads import verdict_from_payload
+from pipedec.engine.prefill import prefill_chunks
+from pipedec.engine.publisher import AnswerPublisher
+from pipedec.engine.rank_loop import POLL_SECONDS, RankLoop, Wiring
+from pipedec.engine.threaded_answer import ThreadedAnswer
+from pipedec.engine.timed_drafter import TimedDrafter
+from pipedec.messages import PromptRequest
+from pipedec.sampling import seeded
+from pipedec.scheduler.protocol import Event, Message
+from pipedec.scheduler.workflow import Facts, Payload, Task, initial_tasks
+from pipedec.text.prompt import Prompter
+from pipedec.threads import Dialect
+from pipedec.tracing import SCHEDULER_TRACK
+from pipedec.transport import Envelope
+
+
+class DraftLoop(RankLoop):
+    """Rank 0 of a resident cluster: one request after the other, nothing reloaded between them."""
+
+    def __init__(
+        self,
+        prompter: Prompter,
+        drafter: Drafter | None,
+        trained_masks: int,
+        device: torch.device,
+        wiring: Wiring,
+    ) -> None:
+        super().__init__(0, wiring)
+        self._prompter = prompter
+        self._drafter = None if drafter is None else TimedDrafter(drafter, self._drafting)
+        self._trained_masks = trained_masks
+        self._experience = Experience(self._topology.num_groups)
+        self._clock = BeatClock()
+        self._device = device
+        self._answer: Answer | None = None
+        self._publisher = AnswerPublisher(self._scheduler)
+        self._untold: Verdict | None = None  # inside windows: a verdict that the stages have yet to replay
+        self._in_flight = 0  # inside windows: timesteps whose result the last stage has not sent yet
+        self._stopping = False
+
+    def run(self) -> None:
+        while not self._stopping:
+            message = self._scheduler.wait_request(POLL_SECONDS)
+            if message is None:
+                self._check_run()
+            elif not self._is_stop(message):
+                self._serve(message)
+        while (message := self._scheduler.wait_request(0)) is not None:
+            self._scheduler.publish(self._checked(message).number, {"error": "the cluster is being stopped"})
+
+    def _is_stop(self, message: Message) -> bool:
+        """Notes a stop, which takes effect when no request is under way."""
+        is_stop = self._checked(message).kind == "stop"
+        self._stopping |= is_stop
+        return is_stop
+
+    def _check_run(self) -> None:
+        if self._scheduler.status().state == "gone":
+            raise SchedulerLost("Redis no longer knows the run: its keys were deleted")
+
+    def _serve(self, message: Message) -> None:
+        """Answer one request, to its end."""
+        try:
+            request = self._admit(message)
+        except UserError as error:
+            self._scheduler.publish(message.number, {"error": str(error)})
+            return
+        self._run_answer(request)
+
+    def _run_answer(self, request: Request) -> None:
+        """From prefill to the end of the present answer."""
+        self._tracer.enabled = request.trace
+        chunks = _chunk_payloads(request, self._current.method.masks)
+        self._scheduler.begin(request.number, initial_tasks(self._topology, chunks), request.trace)
+        following: Message | None = None
+        while self._answer is not None:
+            following = following or self._next()
+            if self._is_stop(following):
+                following = None
+            elif following.task is not None and following.task.name == "end":
+                following = self._end(following.task)
+            else:
+                following = self._execute(following)
+        if following is not None:
+            self._is_stop(following)
+
+    def _admit(self, message: Message) -> Request:
+        """Tokenize and check a prompt, and set up its method."""
+        prompt = PromptRequest.from_json(message.text)
+        method_name = prompt.method or DEFAULT_METHOD
+        dialect = None if prompt.threads is None else Dialect.from_json(prompt.threads)
+        name = None if dialect is None else dialect.name
+        token_ids = self._prompter.token_ids(prompt.prompt, prompt.raw, prompt.sampling.max_tokens, name)
+        self._prompter.check_bias(prompt.sampling.logit_bias)
+        request = Request(
+            message.number, token_ids, seeded(prompt.sampling), method_name, prompt.tree, prompt.trace, prompt.threads
+        )
+        self._answer = self._create_answer(request, prompt.show_threads)
+        return request
+
+    def _create_answer(self, request: Request, show_threads: bool) -> Answer:
+        stages, masks = self._topology.num_stages, self._trained_masks
+        if request.threads is None:
+            method = create_method(request, self._drafter, self._experience, self._device, masks)
+            return Answer(request, method, self._prompter, stages)
+        new_sequence = self._dialects.new_sequence(request.threads, len(request.prompt_token_ids), request.sampling)
+        sequence = new_sequence()
+        drafter = None if self._drafter is None else self._drafter.for_threads(sequence)
+        threaded = create_threaded(request, sequence, drafter, self._experience, self._device, masks)
+        return ThreadedAnswer(request, threaded, self._prompter, stages, new_sequence(), show_threads)
+
+    def _prefill(self, task: Task, message: Message) -> Facts:
+        token_ids = torch.tensor(message.payload["token_ids"], dtype=torch.int64, device=self._device)
+        self._current.method.prefill(token_ids)
+        return Facts(payload=message.payload)
+
+    @contextmanager
+    def _drafting(self, rows: int) -> Iterator[None]:
+        with self._clock.forward(), self._pacer.computing(rows):
+            yield
+
+    def _decode(self, task: Task, message: Message) -> Facts:
+        method = self._current.method
+        beat = self._clock.lap()
+        if task.seq > self._topology.num_groups:
+            method.observe(beat)
+        method.draft()
+        step = None if self._topology.has_sync(message.active) else method.propose()
+        self._clock.pause()
+        return Facts(rows_out=self._keep_outgoing(step, task.seq), active=message.active)
+
+    def _sync(self, task: Task, message: Message) -> Facts:
+        verdict = verdict_from_payload(message.payload["verdict"])
+        answer, method = self._current, self._current.method
+        self._clock.resume()
+        if not (verdict.tokens or verdict.finished):  # the rows of this timestep do not follow what is accepted so far
+            step = method.propose()
+            self._clock.pause()
+            return Facts(rows_out=self._keep_outgoing(step, task.seq))
+        said = verdict if answer.has_ended else answer.until_stop(verdict)
+        if verdict.finished is None and said.finished is not None:
+            self._stop_early(said, task.seq)
+        method.apply(said if verdict.finished else verdict)
+        step = None if verdict.finished or self._window_timesteps else method.propose()
+        if verdict.finished:
+            self._forget_request()
+        if not answer.has_ended:
+            self._events.append(self._told(said, task.seq))
+        rows_out = self._keep_outgoing(step, task.seq)
+        self._clock.pause()
+        return Facts(rows_out=rows_out, finished=verdict.finished is not None, window=self._window_timesteps)
+
+    def _stop_early(self, last: Verdict, seq: int) -> None:
+        """A stop string ends the answer with a verdict that every rank is being told in full.
+
+        A window begins by telling the stages that the answer has ended; with single tasks they learn it by a cancellation.
+        """
+        self._events.append(self._told(last, seq))
+        self._current.completion.metrics.hits += len(last.tokens) - 1  # what the verdict yields at once; the rest is dropped
+        if not self._ranks_report:
+            self._current.is_told = True
+            self._events.append(self._current.completed())
+        if self._window_timesteps:
+            self._untold = Verdict((), last.finished)
+        else:
+            self._scheduler.cancel(self._current.request.number)
+
+    def _told(self, verdict: Verdict, timestep: int) -> Event:
+        """What the client learns of a verdict."""
+        return self._current.add(verdict, timestep)
+
+    def _window(self, task: Task, message: Message) -> Facts:
+        """Propose, draft and take in results, timestep by timestep; a step is back after one timestep per group."""
+        self._clock.restart()
+        with self._publisher.publishing(self._current.request.number):
+            for seq in range(task.seq, task.seq + message.payload["timesteps"]):
+                if self._untold is not None and self._untold.finished:
+                    self._leave_request(self._untold, seq)
+                    return Facts(finished=True)
+                self._timestep(seq)
+        return Facts(window=self._window_timesteps)
+
+    def _timestep(self, seq: int) -> None:
+        method = self._current.method
+        self._send_envelope(Envelope(method.propose(), self._untold), 1, seq)
+        self._untold = None
+        self._in_flight += 1
+        with self._tracer.task(Task.compute("dec", 0, seq).label, "dec"):
+            method.draft()
+        self._note_overrun(seq)
+        if self._in_flight < self._topology.num_groups:
+            self._clock.restart()
+            return  # the pipeline is still filling
+        verdict = self._result()
+        if verdict is not None:
+            with self._tracer.task(Task.compute("sync", 0, seq).label, "sync"):
+                method.apply(verdict)
+            self._publisher.put(self._told(verdict, seq))
+            self._untold = verdict
+            if verdict.finished and not self._ranks_report:
+                # Rows that are still under way take the pipeline's whole length to leave it; the client need not wait for them.
+                self._current.is_told = True
+                self._publisher.put(self._current.completed())
+        method.observe(self._clock.lap())
+
+    @property
+    def _ranks_report(self) -> bool:
+        """Whether the client expects events of other ranks, which they send when the answer has ended."""
+        request = self._current.request
+        return request.trace or self._pacer.is_emulating or request.sampling.logprobs is not None
+
+    def _result(self) -> Verdict | None:
+        """What the last stage says of the oldest timestep in flight; a stop string or a cancellation ends the answer with it."""
+        verdict = self._receive_result()
+        if verdict is None:
+            return None
+        verdict = self._current.until_stop(verdict)
+        if self._publisher.is_cancelled:
+            return replace(verdict, finished=verdict.finished or "cancelled")
+        return verdict
+
+    def _receive_result(self) -> Verdict | None:
+        self._clock.pause()
+        verdict = self._transport.receive_envelope(self._topology.final_rank).verdict
+        self._clock.resume()
+        self._in_flight -= 1
+        return verdict
+
+    def _leave_request(self, last: Verdict, seq: int) -> None:
+        """Tell the stages that the answer has ended, and take what they had still under way."""
+        self._send_envelope(Envelope(verdict=last), 1, seq)
+        while self._in_flight:
+            self._receive_result()
+        self._untold = None
+        self._forget_request()
+
+    def _end(self, task: Task) -> Message | None:
+        """Every rank has synchronised with the last verdict: close the answer. Returns what comes next, like any report."""
+        answer = self._current
+        events: list[Event] = []
+        if answer.request.trace:
+            rows = [
+                [SCHEDULER_TRACK, granted.task.label, granted.task.kind, granted.granted_us, granted.finished_us]
+                for granted in self._scheduler.trace()
+            ]
+            events.append({"trace": rows})
+        if not answer.is_told:
+            events.append(answer.completed())
+        self._answer = None
+        return self._scheduler.finish(0, task, [], events)
+
+    @property
+    def _current(self) -> Answer:
+        assert self._answer is not None, "a task arrived outside a request"
+        return self._answer
+
+
+def _chunk_payloads(request: Request, masks: MaskParams) -> list[Payload]:
+    """What the stages have to know of the request travels with each chunk of its prompt."""
+    shared = {
+        "prompt_length": len(request.prompt_token_ids),
+        "sampling": asdict(request.sampling),
+        "trace": request.trace,
+        "named": masks.named,
+        "threads": request.threads,
+    }
+    return [{**shared, "token_ids": chunk} for chunk in prefill_chunks(request.prompt_token_ids, masks.count)]

@@ -1,0 +1,118 @@
+"""How an emulated device's time passes: a real rank sleeps until its work would be over, a pipeline in one process adds up.
+
+``Pacer`` does the first, ``EmulatedClock`` the second; how long work lasts, the ``Emulation`` knows (``plan/emulation.py``)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from pipedec.decoding import Beat
+from pipedec.plan.emulation import Emulation
+from pipedec.topology import Topology
+
+
+class Pacer:
+    """Makes one rank's work last as long as the emulated device's; without an emulation it does nothing.
+
+    The real work counts towards that time; what is left of it is slept. Real computing that takes longer is an overrun, which
+    must be told; a transfer that takes longer is part of the fixed cost of a timestep.
+    """
+
+    def __init__(self, emulation: Emulation | None, rank: int) -> None:
+        self._emulation = emulation
+        self._rank = rank
+        self._overran = False
+
+    @contextmanager
+    def computing(self, rows: int) -> Iterator[None]:
+        """Around one pass of ``rows`` rows through this rank's layers."""
+        timing = self._emulation and self._emulation.timing(self._rank)
+        end = self._end(timing.compute_ms(rows) if timing else 0.0)
+        yield
+        self._overran |= timing is not None and time.perf_counter() > end
+        _sleep_until(end)
+
+    @contextmanager
+    def sending(self, source: int, rows: int) -> Iterator[None]:
+        """Around the transfer of ``rows`` rows from rank ``source``, at either end."""
+        end = self._sent_at(source, rows)
+        yield
+        _sleep_until(end)
+
+    def delay_sending(self, rows: int) -> None:
+        """Wait as long as ``rows`` rows are under way from this rank."""
+        _sleep_until(self._sent_at(self._rank, rows))
+
+    @property
+    def is_emulating(self) -> bool:
+        return self._emulation is not None
+
+    def take_overran(self) -> bool:
+        """Whether computing overran since this was asked last."""
+        overran, self._overran = self._overran, False
+        return overran
+
+    def _sent_at(self, source: int, rows: int) -> float:
+        timing = self._emulation and self._emulation.timing(source)
+        return self._end(timing.send_ms(rows) if timing else 0.0)
+
+    def _end(self, emulated_ms: float) -> float:
+        slow_motion = self._emulation.slow_motion if self._emulation else 0.0
+        return time.perf_counter() + emulated_ms * slow_motion / 1000
+
+
+def _sleep_until(end: float) -> None:
+    if (remaining := end - time.perf_counter()) > 0:
+        time.sleep(remaining)
+
+
+@dataclass
+class TimestepLoad:
+    """What every rank had to do in one timestep: rows drafted forward by forward, computed and sent by rank."""
+
+    drafted: list[int] = field(default_factory=list)
+    computed: dict[int, int] = field(default_factory=dict)
+    sent: dict[int, int] = field(default_factory=dict)
+
+
+class EmulatedClock:
+    """Adds up what timesteps last: the slowest group or the draft, then the rank that sends and receives longest.
+
+    A rank takes part in one transfer at a time (Algorithm 2), so its sending and its receiving add up.
+    """
+
+    def __init__(self, emulation: Emulation, topology: Topology) -> None:
+        self._emulation = emulation
+        self._topology = topology
+        self.total_ms = 0.0
+
+    def add(self, load: TimestepLoad) -> Beat:
+        """Another timestep; returns what rank 0 would measure of it."""
+        timestep_ms = self._compute_ms(load) + self._transfer_ms(load)
+        self.total_ms += timestep_ms
+        forwards = self._forwards_ms(load)
+        waiting_ms = timestep_ms - sum(forwards)
+        return Beat(timestep_ms / 1000, waiting_ms / 1000, tuple(forward / 1000 for forward in forwards))
+
+    def _forwards_ms(self, load: TimestepLoad) -> list[float]:
+        draft = self._emulation.draft
+        return [draft.compute_ms(rows) for rows in load.drafted] if draft else []
+
+    def _compute_ms(self, load: TimestepLoad) -> float:
+        slowest = sum(self._forwards_ms(load))
+        for group in self._topology.groups:
+            inside = [self._send_ms(rank, load) for rank in group[:-1]]
+            work = [self._emulation.stages[rank - 1].compute_ms(load.computed[rank]) for rank in group if rank in load.computed]
+            slowest = max(slowest, sum(work) + sum(inside))
+        return slowest
+
+    def _transfer_ms(self, load: TimestepLoad) -> float:
+        leaving = {rank: self._send_ms(rank, load) for rank in load.sent if self._topology.feeds_next_group(rank)}
+        return max((leaving.get(rank, 0.0) + leaving.get(rank - 1, 0.0) for rank in self._topology.ranks), default=0.0)
+
+    def _send_ms(self, rank: int, load: TimestepLoad) -> float:
+        timing = self._emulation.timing(rank)
+        return timing.send_ms(load.sent[rank]) if timing and rank in load.sent else 0.0

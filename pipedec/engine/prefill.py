@@ -1,0 +1,17 @@
+"""How a prompt is cut into the chunks that prefill sends through the pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+PREFILL_CHUNK = 512
+
+
+def prefill_chunks(token_ids: Sequence[int], num_masks: int = 0) -> list[list[int]]:
+    """The prompt in pieces of at most ``PREFILL_CHUNK`` tokens, so that long prompts need no more memory than short ones.
+
+    The last piece ends with a group of ``num_masks`` masks.
+    """
+    chunks = [list(token_ids[start : start + PREFILL_CHUNK]) for start in range(0, len(token_ids), PREFILL_CHUNK)]
+    chunks[-1] += [-mask for mask in range(1, num_masks + 1)]
+    return chunks

@@ -1,0 +1,95 @@
+"""Emulated clusters: real processes and real tokens whose work lasts as long as it would on given devices and links.
+
+Owns how long each rank's work should last (from the plan of a cluster) and two ways to apply it: ``Pacer`` makes a real rank
+sleep until that time is over; ``EmulatedClock`` adds the same times up without waiting, for a pipeline in one process. Prefill,
+verdicts and Redis are not emulated: they take what they take here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from math import ceil
+from typing import Any
+
+from pipedec.config import ClusterConfig, DeviceConfig, PartitionConfig, ServerConfig
+from pipedec.core import UserError
+from pipedec.hardware import Link, PassTime
+from pipedec.plan.costs import RankTiming
+from pipedec.plan.partition import Plan
+
+GPUS_PER_SERVER = 7
+
+
+@dataclass(frozen=True)
+class Emulation:
+    """What every rank of a pipeline pretends to be.
+
+    Attributes:
+        preset: the partition it comes from.
+        slow_motion: every emulated time is stretched by this factor, so that the fixed cost of the machine at hand weighs
+            less; figures are divided back by whoever reports them.
+        draft: rank 0; None without a draft model.
+        stages: ranks 1..n.
+    """
+
+    preset: str
+    slow_motion: float
+    draft: RankTiming | None
+    stages: tuple[RankTiming, ...]
+
+    def __post_init__(self) -> None:
+        if not 0.1 <= self.slow_motion <= 1000:
+            raise UserError(f"slow motion must be a factor between 0.1 and 1000, not {self.slow_motion}")
+
+    @classmethod
+    def of_plan(cls, plan: Plan, slow_motion: float = 1.0) -> Emulation:
+        draft = plan.draft.timing if plan.draft else None
+        return cls(plan.partition, slow_motion, draft, tuple(stage.timing for stage in plan.stages))
+
+    def timing(self, rank: int) -> RankTiming | None:
+        """The timing of a rank; None for rank 0 without a draft."""
+        return self.draft if rank == 0 else self.stages[rank - 1]
+
+    def prefill_ms(self, chunk_rows: list[int]) -> float:
+        """A prompt by arithmetic: its first chunk through all stages, then the slowest stage for each further chunk."""
+        if not chunk_rows:
+            return 0.0
+        times = [[stage.compute_ms(rows) + stage.send_ms(rows) for stage in self.stages] for rows in chunk_rows]
+        return sum(times[0]) + sum(max(chunk) for chunk in times[1:])
+
+    def description(self) -> dict[str, Any]:
+        """As plain JSON values."""
+        return asdict(self)
+
+    @classmethod
+    def from_description(cls, raw: dict[str, Any]) -> Emulation:
+        draft = None if raw["draft"] is None else _timing(raw["draft"])
+        return cls(raw["preset"], raw["slow_motion"], draft, tuple(_timing(stage) for stage in raw["stages"]))
+
+
+def _timing(raw: dict[str, Any]) -> RankTiming:
+    return RankTiming(PassTime(**raw["compute"]), Link(**raw["link"]), raw["row_bytes"])
+
+
+def with_stages(config: ClusterConfig, name: str, stages: int) -> ClusterConfig:
+    """``config`` with its partition ``name`` cut anew: ``stages`` single-stage groups on devices like the partition's first one.
+
+    Layers are balanced; whether they fit into the devices' memory the plan says.
+    """
+    name, partition = config.find_partition(name)
+    device = partition.devices[0].device if partition.devices else next(iter(_servers(config, partition)[0].devices))
+    servers = [
+        ServerConfig(f"server-{index + 1}", {device: min(GPUS_PER_SERVER, stages - index * GPUS_PER_SERVER)})
+        for index in range(ceil(stages / GPUS_PER_SERVER))
+    ]
+    draft_device = None
+    if partition.draft_device is not None:
+        servers.append(ServerConfig("draft-server", {partition.draft_device.device: 1}))
+        draft_device = DeviceConfig("draft-server", partition.draft_device.device)
+    hosts = tuple(server.host for server in servers if server.host != "draft-server")
+    cut = PartitionConfig(stages, servers=hosts, draft_device=draft_device)
+    return replace(config, servers=tuple(servers), partitions={name: cut}, partition=name)
+
+
+def _servers(config: ClusterConfig, partition: PartitionConfig) -> list[ServerConfig]:
+    return [server for server in config.servers if not partition.servers or server.host in partition.servers]

@@ -1,0 +1,197 @@
+"""What a partition will cost before anything is started: layers, memory and times of every stage.
+
+Owns the split of layers over stages (even, explicit or balanced) and the arithmetic of a plan. It measures nothing and
+starts nothing: a stage is memory-bound or compute-bound by its device's data sheet, a transfer is latency plus bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pipedec.config import ClusterConfig, PartitionConfig, model_shape
+from pipedec.core import UserError
+from pipedec.hardware import DEVICES, GIGA, LINKS, Link
+from pipedec.plan.costs import ROW_BYTES, ModelCosts, RankTiming
+from pipedec.plan.layers import balance, explicit_layers
+from pipedec.plan.placement import Placement, place_stages
+from pipedec.topology import Topology
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """What one rank holds and how long it takes. Rank 0 is the draft (group 0), stages are ranks 1..n.
+
+    Attributes:
+        group: the group G_i of the stage, from 1.
+        layers: transformer layers, counted from 0.
+        weight_bytes, kv_bytes, workspace_bytes: the memory it needs; KV for the context and the rows of the tree.
+        memory_bytes: the memory the device has.
+        timing: how long it computes and sends, for any number of rows.
+        rows: rows of a full tree layer.
+        compute_ms: one pass of so many rows through the stage.
+        transfer_ms: sending its output: rows to the next rank, the verdict from the last one.
+    """
+
+    rank: int
+    placement: Placement
+    group: int
+    layers: range
+    weight_bytes: int
+    kv_bytes: int
+    workspace_bytes: int
+    memory_bytes: int
+    timing: RankTiming
+    rows: int
+
+    @property
+    def compute_ms(self) -> float:
+        return self.timing.compute_ms(self.rows)
+
+    @property
+    def transfer_ms(self) -> float:
+        return self.timing.send_ms(self.rows)
+
+    @property
+    def total_bytes(self) -> int:
+        return self.weight_bytes + self.kv_bytes + self.workspace_bytes
+
+    @property
+    def fits(self) -> bool:
+        return self.total_bytes <= self.memory_bytes
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A partition with its expected times.
+
+    Attributes:
+        rows: rows per timestep, the tree's width.
+        draft: rank 0; None without a draft model.
+        timestep_ms: the slowest group (or the draft), then the slowest transfer between groups (paper §3.1).
+        pipeline_ms: one token through all groups, timestep by timestep: what a miss costs.
+        pp_token_ms: plain pipeline parallelism, for comparison: one row through every stage and the token back.
+        problems: why the plan cannot run, in whole sentences; empty when it can.
+    """
+
+    partition: str
+    target: str
+    dtype: str
+    context_tokens: int
+    rows: int
+    draft: StagePlan | None
+    stages: tuple[StagePlan, ...]
+    timestep_ms: float
+    pipeline_ms: float
+    pp_token_ms: float
+    problems: tuple[str, ...]
+
+    @property
+    def num_groups(self) -> int:
+        return self.stages[-1].group
+
+
+def plan(config: ClusterConfig, partition_name: str | None = None) -> Plan:
+    """The plan of one partition of ``config``. What does not fit is listed in ``problems``; mistakes are UserErrors."""
+    name, partition = config.find_partition(partition_name)
+    target = model_shape(config.target)
+    draft_place, places = place_stages(config, name, partition)
+    costs = ModelCosts(target, config.dtype, config.tree.with_defaults().width, config.context_tokens, partition.num_groups)
+    layers, problems = _split(costs, partition, places)
+    topology = Topology.even(partition.stages, partition.num_groups)
+    stages = tuple(
+        _plan_stage(costs, config, rank, topology.group_of(rank) + 1, layers, places) for rank in range(1, partition.stages + 1)
+    )
+    draft = _plan_draft(config, costs, draft_place, places[0]) if draft_place else None
+    advice = "use more stages or bfloat16" if config.dtype == "float32" else "use more stages"
+    for stage in stages:
+        if not stage.fits:
+            problems.append(f"stage {stage.rank} {_shortage(stage)}: {advice}")
+    if draft and not draft.fits:
+        problems.append(f"the draft {_shortage(draft)}: use a larger device or a smaller draft")
+    timestep = _timestep_ms(draft, stages)
+    return Plan(
+        name, config.target, config.dtype, config.context_tokens, config.tree.with_defaults().width, draft, stages, timestep,
+        timestep * partition.num_groups, _pp_token_ms(stages), tuple(problems),
+    )  # fmt: skip
+
+
+def _split(costs: ModelCosts, partition: PartitionConfig, places: Sequence[Placement]) -> tuple[list[range], list[str]]:
+    """The layers of each stage, and what is wrong with them: when nothing fits, the balance ignores memory."""
+    num_layers, stages = costs.shape.num_hidden_layers, partition.stages
+    if stages > num_layers:
+        raise UserError(f"{stages} stages, but the target has {num_layers} layers: use at most {num_layers}")
+    if partition.layers != "auto":
+        return explicit_layers(partition.layers, num_layers), []
+    ends = [(stage == 0, stage == stages - 1) for stage in range(stages)]
+    devices = [DEVICES[place.device] for place in places]
+    layer_ms = [device.pass_time(costs.read_parameters(1, False), 1, costs.dtype).ms(costs.rows) for device in devices]
+    extra_ms = [
+        device.pass_time(costs.read_parameters(0, last), 0, costs.dtype).ms(costs.rows)
+        for device, (_, last) in zip(devices, ends, strict=True)
+    ]
+    room = [costs.room(device.name, *end) for device, end in zip(devices, ends, strict=True)]
+    try:
+        return explicit_layers(balance(num_layers, layer_ms, extra_ms, room), num_layers), []
+    except UserError as error:
+        anyhow = balance(num_layers, layer_ms, extra_ms, [num_layers] * stages)
+        return explicit_layers(anyhow, num_layers), [str(error)]
+
+
+def _plan_stage(
+    costs: ModelCosts, config: ClusterConfig, rank: int, group: int, layers: Sequence[range], places: Sequence[Placement]
+) -> StagePlan:
+    first, last = rank == 1, rank == len(places)
+    count, place = len(layers[rank - 1]), places[rank - 1]
+    device = DEVICES[place.device]
+    parameters = count * costs.shape.layer_parameters + costs.extra_parameters(first, last)
+    timing = RankTiming(
+        device.pass_time(costs.read_parameters(count, last), count, costs.dtype),
+        _link(config, place, None if last else places[rank]),
+        0 if last else costs.shape.hidden_size * costs.element_bytes,
+    )
+    return StagePlan(
+        rank, place, group, layers[rank - 1], parameters * costs.element_bytes, count * costs.layer_kv_bytes,
+        costs.workspace_bytes, device.memory_bytes, timing, costs.rows,
+    )  # fmt: skip
+
+
+def _plan_draft(config: ClusterConfig, target: ModelCosts, place: Placement, first_stage: Placement) -> StagePlan:
+    costs = ModelCosts(model_shape(config.draft), target.dtype, target.rows, target.context_tokens, target.groups)
+    device, layers = DEVICES[place.device], costs.shape.num_hidden_layers
+    timing = RankTiming(
+        device.pass_time(costs.read_parameters(layers, True), layers, costs.dtype), _link(config, place, first_stage), ROW_BYTES
+    )
+    return StagePlan(
+        0, place, 0, range(layers), costs.shape.parameters * costs.element_bytes, layers * costs.layer_kv_bytes,
+        costs.workspace_bytes, device.memory_bytes, timing, costs.rows,
+    )  # fmt: skip
+
+
+def _link(config: ClusterConfig, source: Placement, target: Placement | None) -> Link:
+    """The connection of two devices; ``target`` None is rank 0, which the verdict may have to reach over the network."""
+    if target is not None and source.host == target.host:
+        return LINKS[config.network.within_server]
+    return Link("between servers", config.network.latency_us, config.network.bandwidth_gbps / 8, "network: of the configuration")
+
+
+def _timestep_ms(draft: StagePlan | None, stages: Sequence[StagePlan]) -> float:
+    """Slowest group, its own transfers included, or the draft; then the slowest transfer that leaves a group."""
+    group_ms: dict[int, float] = {0: draft.compute_ms} if draft else {}
+    leaving = [draft.transfer_ms] if draft else []
+    for stage, following in zip(stages, [*stages[1:], None], strict=True):
+        inside = following is not None and following.group == stage.group
+        group_ms[stage.group] = group_ms.get(stage.group, 0.0) + stage.compute_ms + (stage.transfer_ms if inside else 0.0)
+        if not inside:
+            leaving.append(stage.transfer_ms)
+    return max(group_ms.values()) + max(leaving)
+
+
+def _pp_token_ms(stages: Sequence[StagePlan]) -> float:
+    """One row through every stage, and the token back to rank 0."""
+    return sum(stage.timing.compute_ms(1) + stage.timing.send_ms(1) for stage in stages)
+
+
+def _shortage(stage: StagePlan) -> str:
+    place = stage.placement
+    return f"on {place.host} {place.device} needs {stage.total_bytes / GIGA:.1f} GB of {stage.memory_bytes / GIGA:.1f} GB"

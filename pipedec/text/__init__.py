@@ -1,0 +1,1 @@
+"""Text and token ids: tokenizer, chat template, stop strings, streamed text."""

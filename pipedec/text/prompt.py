@@ -1,0 +1,89 @@
+"""From text to token ids and back: the tokenizer that both models share, and its chat template.
+
+The only module that knows the tokenizer. Knows nothing of stages, methods or processes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from transformers import AutoTokenizer
+
+from pipedec.core import UserError
+from pipedec.text.stream import TextStream
+
+
+class Prompter:
+    """Tokenizes prompts for a checkpoint and checks that they fit."""
+
+    def __init__(self, directory: Path, max_positions: int) -> None:
+        if not any((directory / name).exists() for name in ("tokenizer.json", "tokenizer.model")):
+            raise UserError(f"no tokenizer in {directory}: expected tokenizer.json beside config.json")
+        try:
+            self.tokenizer = AutoTokenizer.from_pretrained(directory)
+        except Exception as error:  # tokenizers raises a bare Exception for a corrupt file
+            raise UserError(f"the tokenizer in {directory} cannot be read: {str(error).splitlines()[0][:160]}") from error
+        self.tokenizer.model_max_length = sys.maxsize  # whether a prompt fits is checked here, in one line
+        self._max_positions = max_positions
+
+    def token_ids(self, prompt: str, raw: bool, max_tokens: int, threads: str | None = None) -> tuple[int, ...]:
+        """The prompt's token ids, through the chat template if the model has one and ``raw`` is not set.
+
+        Args:
+            threads: name of the dialect in which the answer may open threads; the template knows it as ``threads``.
+
+        Raises:
+            UserError: the prompt is empty, or does not fit the context together with ``max_tokens``.
+        """
+        if not prompt.strip():
+            raise UserError("the prompt is empty: give --prompt TEXT, --prompt-file FILE, or text on standard input")
+        if self.tokenizer.chat_template is None or raw:
+            token_ids = self.tokenizer(prompt)["input_ids"]
+        else:
+            message = [{"role": "user", "content": prompt}]
+            wishes = {} if threads is None else {"threads": threads}
+            token_ids = self.tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=False, **wishes)
+        if len(token_ids) + max_tokens > self._max_positions:
+            raise UserError(
+                f"the prompt has {len(token_ids)} tokens and --max-tokens asks for {max_tokens} more, "
+                f"but the model's context is {self._max_positions}: shorten the prompt or lower --max-tokens"
+            )
+        return tuple(token_ids)
+
+    def check_bias(self, logit_bias: Mapping[int, float] | None) -> None:
+        """Raises UserError if a biased token is not in the vocabulary."""
+        if logit_bias and max(logit_bias) >= len(self.tokenizer):
+            raise UserError(f"logit_bias names token {max(logit_bias)}, but the vocabulary has {len(self.tokenizer)} tokens")
+
+    def stream(self) -> TextStream:
+        """A fresh decoder for one answer."""
+        return TextStream(self.text)
+
+    def text(self, token_ids: Sequence[int]) -> str:
+        """Token ids as a reader wants them: without control tokens."""
+        return self.tokenizer.decode(token_ids, skip_special_tokens=True)
+
+
+def same_tokenizer(target: Path, draft: Path) -> None:
+    """Check that both models speak the same tokens.
+
+    Raises:
+        UserError: their tokenizers differ.
+    """
+    digests = [hashlib.sha256((path / "tokenizer.json").read_bytes()).digest() for path in (target, draft) if _has(path)]
+    if len(digests) == 2 and digests[0] == digests[1]:
+        return
+    vocabularies = [AutoTokenizer.from_pretrained(path).get_vocab() for path in (target, draft)]
+    if vocabularies[0] != vocabularies[1]:
+        sizes = " and ".join(str(len(vocabulary)) for vocabulary in vocabularies)
+        raise UserError(
+            f"the draft {draft} has a different tokenizer than the target {target} ({sizes} tokens): "
+            "use a draft of the same family, or --method pp --draft none"
+        )
+
+
+def _has(directory: Path) -> bool:
+    return (directory / "tokenizer.json").exists()

@@ -1,0 +1,92 @@
+"""Which ranks there are, and which stages share a timestep slot. Knows nothing of tasks or devices."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from pipedec.core import UserError
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Which stages share a timestep slot: ``groups[i]`` lists the stage ranks of the paper's G_{i+1}, in order.
+
+    Rank 0 is the draft rank (the paper's S); stages are ranks 1..n. The stages of a group run one after another within a
+    timestep, the groups in parallel.
+    """
+
+    groups: tuple[tuple[int, ...], ...]
+
+    def __post_init__(self) -> None:
+        ranks = [rank for group in self.groups for rank in group]
+        if not ranks or not all(self.groups):
+            raise UserError("groups must hold at least one stage each")
+        if ranks != list(range(1, len(ranks) + 1)):
+            raise UserError(f"groups must list the stages 1..{len(ranks)} in order, each once, not {self.groups}")
+
+    @classmethod
+    def even(cls, stages: int, groups: int) -> Topology:
+        """``stages`` stages in ``groups`` groups whose sizes differ by at most one; the larger ones come first."""
+        if stages < 1:
+            raise UserError(f"stages must be at least 1, not {stages}")
+        if not 1 <= groups <= stages:
+            raise UserError(f"groups must be between 1 and the number of stages ({stages}), not {groups}")
+        small, larger = divmod(stages, groups)
+        bounds = [index * small + min(index, larger) for index in range(groups + 1)]
+        return cls(tuple(tuple(range(low + 1, high + 1)) for low, high in pairwise(bounds)))
+
+    @property
+    def num_stages(self) -> int:
+        return sum(len(group) for group in self.groups)
+
+    @property
+    def num_groups(self) -> int:
+        return len(self.groups)
+
+    @property
+    def ranks(self) -> range:
+        """Every rank, the draft rank 0 included."""
+        return range(self.num_stages + 1)
+
+    @property
+    def entry_ranks(self) -> tuple[int, ...]:
+        return tuple(group[0] for group in self.groups)
+
+    @property
+    def exit_ranks(self) -> tuple[int, ...]:
+        return tuple(group[-1] for group in self.groups)
+
+    @property
+    def final_rank(self) -> int:
+        """Rank n, which holds the head and says the verdict."""
+        return self.groups[-1][-1]
+
+    def group_of(self, rank: int) -> int:
+        """Index of the group that holds stage ``rank``, from 0."""
+        for index, group in enumerate(self.groups):
+            if rank in group:
+                return index
+        raise ValueError(f"rank {rank} is not a stage of {self.groups}")
+
+    def is_exit(self, rank: int) -> bool:
+        """Whether ``rank`` is the last stage of its group (rank 0 is in no group)."""
+        return rank in self.exit_ranks
+
+    def feeds_next_group(self, rank: int) -> bool:
+        """Whether ``rank``'s output enters a group in the next timestep: rank 0 and every exit but the last."""
+        return rank == 0 or (rank != self.final_rank and self.is_exit(rank))
+
+    def has_sync(self, active: Sequence[int]) -> bool:
+        """Whether a timestep with these active entry ranks ends in a verdict ("SYNC in seq")."""
+        return self.entry_ranks[-1] in active
+
+    def active_ranks(self, active: Sequence[int]) -> tuple[int, ...]:
+        """All ranks at work in a timestep with these active entry ranks: rank 0 and the whole active groups."""
+        return (0, *(rank for group in self.groups if group[0] in active for rank in group))
+
+
+def rank_name(rank: int) -> str:
+    """A rank for people."""
+    return f"rank {rank} ({'draft' if rank == 0 else f'stage {rank}'})"

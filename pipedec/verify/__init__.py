@@ -1,0 +1,1 @@
+"""The target's answers by ``transformers`` alone, to compare a pipeline's with."""

@@ -1,0 +1,94 @@
+"""Is the answer the target's own? The same prompt through ``transformers`` and through the pipeline, token by token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from pipedec.core import SamplingParams
+from pipedec.engine.dialects import Dialects
+from pipedec.engine.spec import PipelineSpec
+from pipedec.verify.threads import naive_threads
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """The first difference between two answers.
+
+    Attributes:
+        position: index of the first output token that differs (or is there in only one answer).
+        expected, found: the two token ids; None where the answer had ended.
+        margin: how far the target's two best logits are apart there. In float32 a margin above 1e-3 is a defect; in
+            half precision a small one is a near tie that another row count may flip. None for an answer in several threads.
+    """
+
+    position: int
+    expected: int | None
+    found: int | None
+    margin: float | None = None
+
+    def __str__(self) -> str:
+        apart = f"; the target's two best logits are {self.margin:.2g} apart there" if self.margin is not None else ""
+        return f"output token {self.position} is {self.found}, not {self.expected}{apart}"
+
+
+class Reference:
+    """The target alone, in ``transformers``, with the number format and on the device of a pipeline."""
+
+    def __init__(self, spec: PipelineSpec) -> None:
+        self._device = spec.torch_device()
+        model = AutoModelForCausalLM.from_pretrained(Path(spec.target), dtype=spec.torch_dtype, attn_implementation="sdpa")
+        self._model = model.to(self._device).eval()
+        self._ends = model.generation_config.eos_token_id
+        self._dialects = Dialects(spec.target)
+
+    @torch.inference_mode()
+    def generate(self, prompt_token_ids: Sequence[int], max_tokens: int, ignore_eos: bool = False) -> list[int]:
+        """The target's greedy answer."""
+        prompt = torch.tensor([list(prompt_token_ids)], device=self._device)
+        output = self._model.generate(
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            max_new_tokens=max_tokens,
+            do_sample=False,
+            repetition_penalty=1.0,  # some chat models come with another
+            eos_token_id=None if ignore_eos else self._ends,
+            pad_token_id=0,
+        )
+        return [int(token) for token in output[0, prompt.shape[1] :]]
+
+    def generate_threads(self, prompt_token_ids: Sequence[int], dialect: str, sampling: SamplingParams) -> list[int]:
+        """The target's answer in decode threads, in document order, every token by a forward of its own."""
+        sequence = self._dialects.new_sequence(dialect, len(prompt_token_ids), sampling)()
+        naive_threads(self._model, sequence, prompt_token_ids, sampling)
+        return [token.token_id for token in sequence.document()]
+
+    def compare_threads(
+        self, prompt_token_ids: Sequence[int], expected: Sequence[int], found: Sequence[int]
+    ) -> Divergence | None:
+        """As ``compare``, of answers in document order."""
+        for position, (one, other) in enumerate(zip_longest(expected, found)):
+            if one != other:
+                return Divergence(position, one, other)
+        return None
+
+    @torch.inference_mode()
+    def compare(self, prompt_token_ids: Sequence[int], expected: Sequence[int], found: Sequence[int]) -> Divergence | None:
+        """Where two answers to a prompt part, or None if they are equal."""
+        if list(expected) == list(found):
+            return None
+        pairs = enumerate(zip(expected, found, strict=False))
+        position = next((index for index, (one, other) in pairs if one != other), min(len(expected), len(found)))
+        context = torch.tensor([[*prompt_token_ids, *expected[:position]]], device=self._device)
+        best = self._model(context).logits[0, -1].float().topk(2).values
+        return Divergence(
+            position,
+            expected[position] if position < len(expected) else None,
+            found[position] if position < len(found) else None,
+            float(best[0] - best[1]),
+        )

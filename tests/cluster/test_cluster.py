@@ -1,0 +1,427 @@
+"""A resident cluster of real processes, a real Redis and gloo: what it answers, and what it does not leak."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import re
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import redis
+from processes import marked_processes, wait_until
+from timesteps import check_timesteps
+from tiny_pair import Pair
+from transformers import PreTrainedTokenizerBase
+
+from pipedec.cli.options import METHOD_NAMES
+from pipedec.client.client import Client
+from pipedec.cluster.local import LocalCluster
+from pipedec.cluster.state import RunningCluster
+from pipedec.core import Completion, PipedecError, RankLost, SamplingParams, SchedulerLost, TreeParams, UserError
+from pipedec.engine.prefill import PREFILL_CHUNK
+from pipedec.messages import PromptRequest
+from pipedec.scheduler import EmbeddedServer, RedisScheduler, connect
+from pipedec.tracing import SCHEDULER_TRACK
+from pipedec.verify.reference import Reference
+
+pytestmark = pytest.mark.usefixtures("leaves_nothing")
+
+PROMPTS = ("Natalia sold 12 clips in April.", "The pipeline is kept full: " * 60, "東京 \U0001f680")
+TREE = TreeParams(width=8, children=8, depth=3, rows=20)
+
+
+def prompt_request(
+    text: str, method: str = "pipedec", max_tokens: int = 24, trace: bool = False, **sampling: Any
+) -> PromptRequest:
+    return PromptRequest(text, True, method, SamplingParams(max_tokens=max_tokens, **sampling), TREE, trace)
+
+
+def client_of(cluster: LocalCluster) -> Client:
+    assert cluster.scheduler is not None
+    return Client(cluster.scheduler, cluster.check, silence_seconds=60)
+
+
+def check_answers(cluster: LocalCluster, reference: Reference, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Every prompt by every method says what transformers says, in the number of timesteps that the paper gives."""
+    groups, hits = cluster.spec.topology.num_groups, dict.fromkeys(METHOD_NAMES, 0)
+    for text in PROMPTS:
+        token_ids = tokenizer(text)["input_ids"]
+        expected = reference.generate(token_ids, 24, ignore_eos=True)
+        for method in METHOD_NAMES:
+            pieces: list[str] = []
+            answer = client_of(cluster).ask(prompt_request(text, method, ignore_eos=True), pieces.append)
+            assert answer.token_ids == expected
+            assert answer.text == "".join(pieces) == tokenizer.decode(expected, skip_special_tokens=True)
+            metrics = answer.metrics
+            assert metrics.hits + metrics.misses == len(expected) - 1
+            check_timesteps(metrics, groups, method)
+            assert (answer.stages, answer.prompt_tokens) == (cluster.spec.num_stages, len(token_ids))
+            assert answer.finish_reason == "length"
+            hits[method] += metrics.hits
+    assert hits["pp"] == 0 and hits["stpp"] > 0
+    assert (
+        min(hits["pipedec"], hits["pipedec-bestfirst"]) > 0 or groups == 1
+    )  # a hit was in flight when its parent left the last group
+
+
+def test_two_stages_say_what_transformers_says(
+    resident: LocalCluster, reference: Reference, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    assert len(tokenizer(PROMPTS[1])["input_ids"]) > PREFILL_CHUNK
+    check_answers(resident, reference, tokenizer)
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (4, 4), (4, 2)], ids=lambda shape: f"{shape[0]}in{shape[1]}")
+def test_other_shapes_say_what_transformers_says(
+    shape: tuple[int, int], pair: Pair, reference: Reference, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    with LocalCluster(pair.spec(*shape)) as cluster:
+        pids = list(cluster.pids.values())
+        check_answers(cluster, reference, tokenizer)
+    assert len(pids) == shape[0] + 1 and not any(psutil.pid_exists(pid) for pid in pids)
+
+
+@pytest.mark.parametrize("method", ["pipedec", "bita"])
+def test_an_answer_ends_at_a_stop_token(
+    resident: LocalCluster, reference: Reference, tokenizer: PreTrainedTokenizerBase, method: str
+) -> None:
+    """A stop token that the undisturbed answer holds ends it there, in the middle of a speculative tree."""
+    text = PROMPTS[0]
+    expected = reference.generate(tokenizer(text)["input_ids"], 24, ignore_eos=True)
+    stop = expected[9]
+    answer = client_of(resident).ask(prompt_request(text, method, ignore_eos=True, stop_token_ids=(stop,)))
+    assert answer.token_ids == expected[: expected.index(stop) + 1]
+    assert answer.finish_reason == "stop"
+
+
+def test_the_chat_template_is_applied_unless_raw(resident: LocalCluster, tokenizer: PreTrainedTokenizerBase) -> None:
+    request = PromptRequest("How many?", sampling=SamplingParams(max_tokens=1))
+    assert client_of(resident).ask(request).prompt_tokens == len(tokenizer("<|user|>How many?<|assistant|>")["input_ids"])
+
+
+def test_a_trace_covers_every_rank_and_the_scheduler(resident: LocalCluster) -> None:
+    client = client_of(resident)
+    answer = client.ask(prompt_request(PROMPTS[1], max_tokens=6, trace=True, ignore_eos=True))
+    assert {event.rank for event in client.trace} == {SCHEDULER_TRACK, 0, 1, 2}
+    for rank in (1, 2):
+        labels = {event.label for event in client.trace if event.rank == rank}
+        assert {f"{rank}P-1", f"{rank}P0", f"{rank}F{rank}", f"{rank}S{answer.metrics.timesteps}"} <= labels
+    assert all(re.fullmatch(r"(\d+[PFSWE]-?\d+)|(\d+>\d+@-?\d+)|((\d+|all)V-?\d+)", event.label) for event in client.trace)
+    assert all(event.start_us <= event.end_us for event in client.trace)
+    scheduled = {event.label for event in client.trace if event.rank == SCHEDULER_TRACK}
+    done = {event.label for event in client.trace if event.rank != SCHEDULER_TRACK}
+    if resident.spec.dispatch == "windows":
+        assert {"0W1", "1W1", "2W1"} <= scheduled & done and not [label for label in scheduled if "F" in label]
+        done -= {label for label in done if int(re.split("[A-Z@]", label)[-1]) > 0 and "W" not in label}
+    assert {label for label in done if label[-2] != "E"} <= scheduled | {"0E" + str(answer.metrics.timesteps)}
+    client.ask(prompt_request(PROMPTS[0], max_tokens=2))
+    assert client.trace == []
+
+
+def test_many_requests_leave_keys_and_memory_as_they_were(resident: LocalCluster) -> None:
+    client = client_of(resident)
+    for text in PROMPTS:  # the longest one sets the size of the caches
+        client.ask(prompt_request(text, max_tokens=8))
+    keys, resident_bytes = run_keys(resident), memory_of(resident)
+    for number in range(30):
+        client.ask(prompt_request(PROMPTS[number % len(PROMPTS)], "pp" if number % 2 else "pipedec", max_tokens=8))
+    assert wait_until(lambda: run_keys(resident) <= keys), run_keys(resident) - keys
+    for rank, size in memory_of(resident).items():
+        assert size < resident_bytes[rank] + 12 * 2**20
+
+
+def run_keys(cluster: LocalCluster) -> set[bytes]:
+    """All keys in the cluster's own Redis but the leases, which come and go."""
+    with connect(cluster.address.redis_url) as client:
+        return {key for key in client.keys("*") if b":alive:" not in key}  # type: ignore[union-attr]
+
+
+def memory_of(cluster: LocalCluster) -> dict[int, int]:
+    return {rank: psutil.Process(pid).memory_info().rss for rank, pid in cluster.pids.items()}
+
+
+class Asking(threading.Thread):
+    """A client of its own connection in the background. ``result()`` gives the answer, or raises what ``ask`` raised."""
+
+    def __init__(self, cluster: LocalCluster, request: PromptRequest) -> None:
+        super().__init__(daemon=True)
+        self._address, self._request = cluster.address, request
+        self._outcome: Completion | BaseException | None = None
+        self.speaks = threading.Event()
+        self.start()
+
+    def run(self) -> None:
+        try:
+            scheduler = RunningCluster(self._address.redis_url, self._address.run_id).connect()
+            self._outcome = Client(scheduler, silence_seconds=60).ask(self._request, lambda text: self.speaks.set())
+        except BaseException as error:
+            self._outcome = error
+
+    def result(self, seconds: float = 30.0) -> Completion:
+        self.join(seconds)
+        assert self._outcome is not None, f"no answer and no error within {seconds} s"
+        if isinstance(self._outcome, BaseException):
+            raise self._outcome
+        return self._outcome
+
+
+def test_two_clients_at_once_both_get_their_own_answer(
+    resident: LocalCluster, reference: Reference, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    texts = (PROMPTS[0], PROMPTS[2])
+    asked = [Asking(resident, prompt_request(text, max_tokens=40, ignore_eos=True)) for text in texts]
+    for text, asking in zip(texts, asked, strict=True):
+        assert asking.result().token_ids == reference.generate(tokenizer(text)["input_ids"], 40, ignore_eos=True)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"prompt": " \n"}, "prompt is empty"),
+        ({"prompt": 5}, "text field prompt"),
+        ({"prompt": "\ud800"}, "not UTF-8"),
+        ({"colour": "red"}, "text field prompt"),
+        ({"method": "magic"}, "unknown method 'magic': choose one of pp, stpp, pipedec, pipedec-bestfirst"),
+        ({"raw": "yes"}, "raw must be true or false, not 'yes'"),
+        ({"sampling": {"max_tokens": 0}}, "max_tokens must be at least 1, not 0"),
+        ({"sampling": {"max_tokens": 1.5}}, "max_tokens must be a whole number, not '1.5'"),
+        ({"sampling": {"max_tokens": "many"}}, "max_tokens must be a whole number, not 'many'"),
+        ({"sampling": {"max_tokens": 10**6}}, "the model's context is 2048"),
+        ({"sampling": {"temperature": -1}}, "temperature must be finite and at least 0, not -1"),
+        ({"sampling": {"logit_bias": {"5000": 1}}}, "logit_bias names token 5000"),
+        ({"sampling": {"stop_token_ids": [[1]]}}, "stop_token_ids must be whole numbers"),
+        ({"sampling": []}, "cannot be read"),
+        ({"tree": {"width": 2.5}}, "tree width must be a whole number, not '2.5'"),
+        ({"tree": {"width": 10**9}}, "at most 4096"),
+        ({"tree": {"rows": 4097}}, "at most 4096"),
+        ({"tree": {"rows": True}}, "tree rows must be a whole number, not 'True'"),
+        ({"tree": {"rows": 0}}, "tree rows must be at least 1, not 0"),
+        ({"tree": {"depth": 0}}, "tree depth must be at least 1, not 0"),
+        ({"tree": {"depth": 65}}, "tree depth must be at most 64"),
+        ({"tree": {"depth": 2.5}}, "tree depth must be a whole number, not '2.5'"),
+        ({"method": "stpp", "tree": {"width": 1000, "depth": 5}}, "5 layers of 1000 rows are drafted at once"),
+        ({"method": "stpp", "tree": {"rows": 100, "depth": 41}}, "41 layers of 100 rows are drafted at once"),
+        ({"method": "pipedec-bestfirst", "tree": {"width": 125}}, "a tree width of at most 124, not 125"),
+        ({"tree": {"proposers": ["oracle"]}}, "tree proposers must be some of draft, ngrams, not oracle"),
+        ({"tree": {"proposers": []}}, "tree proposers must be some of draft, ngrams, not none"),
+        ({"tree": {"proposers": "draft"}}, "tree proposers must be texts"),
+        ({"tree": {"shape": "round"}}, "tree shape must be one of likeliest, efficient, straightforward, full, not round"),
+        ({"tree": {"shape": 5}}, "tree shape must be a text"),
+        ({"method": "bita", "tree": {"depth": 4}}, "tree depth 4, but this BiTA was trained with 3 masks: lower --depth"),
+        ({"method": "bita", "tree": {"children": 22}}, "3 masks that name 22 tokens each are more than 64"),
+        ({"method": "bita", "tree": {"children": 20, "shape": "full"}}, "a tree of 33684 rows is more than 4096"),
+        ({"tree": {"forwards": 0}}, "tree forwards must be at least 1, not 0"),
+        ({"tree": None}, "cannot be read"),
+    ],
+    ids=lambda value: json.dumps(value)[:40] if isinstance(value, dict) else "",
+)
+def test_a_bad_request_gets_one_line_and_the_cluster_goes_on(
+    resident: LocalCluster, change: dict[str, Any], message: str
+) -> None:
+    fields = json.loads(PromptRequest("Hello").to_json()) | change
+    with pytest.raises(UserError, match=re.escape(message)) as refused:
+        ask_raw(resident, json.dumps(fields))
+    assert "\n" not in str(refused.value) and len(str(refused.value)) < 400
+    assert len(client_of(resident).ask(prompt_request("Hello", max_tokens=2, ignore_eos=True)).token_ids) == 2
+
+
+@pytest.mark.parametrize("text", ["", "null", "[]", '"text"', "{", "1", '{"prompt":'])
+def test_a_request_that_is_no_object_is_refused(resident: LocalCluster, text: str) -> None:
+    with pytest.raises(UserError, match="request"):
+        ask_raw(resident, text)
+
+
+def ask_raw(cluster: LocalCluster, text: str) -> None:
+    class Raw:
+        def to_json(self) -> str:
+            return text
+
+    client_of(cluster).ask(Raw())  # type: ignore[arg-type]
+
+
+def test_an_idle_cluster_hardly_speaks_to_redis(resident: LocalCluster) -> None:
+    with connect(resident.address.redis_url) as client:
+        before, clients = counted_commands(client), client.info("clients")
+        time.sleep(2)
+        after = counted_commands(client)
+    calls = {name: count - before.get(name, 0) for name, count in after.items() if count > before.get(name, 0)}
+    ranks = len(resident.pids)
+    # A second of a rank: BLPOP, the peers' leases, its own lease, the failure flag. Rank 0 also looks at the run's state.
+    assert sum(calls.values()) <= 2 * (ranks * 5 + 8), calls
+    assert calls["blpop"] <= 2 * ranks * 2
+    assert clients["blocked_clients"] <= ranks
+
+
+def counted_commands(client: redis.Redis) -> dict[str, int]:
+    """Commands so far; those that a script calls are counted with it, so they are left out here."""
+    within_scripts = {"sadd", "expire", "set", "exists", "info"}
+    stats: Any = client.info("commandstats")
+    return {
+        name.removeprefix("cmdstat_"): fields["calls"]
+        for name, fields in stats.items()
+        if name.removeprefix("cmdstat_") not in within_scripts
+    }
+
+
+@pytest.mark.parametrize("method", ["pipedec", "bita"])
+def test_a_cancelled_request_ends_and_the_next_one_is_right(
+    resident: LocalCluster, reference: Reference, tokenizer: PreTrainedTokenizerBase, method: str
+) -> None:
+    def interrupt(text: str) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        client_of(resident).ask(prompt_request(PROMPTS[0], method, max_tokens=1500, ignore_eos=True), interrupt)
+    answer = client_of(resident).ask(prompt_request(PROMPTS[2], method, max_tokens=12, ignore_eos=True))
+    assert answer.token_ids == reference.generate(tokenizer(PROMPTS[2])["input_ids"], 12, ignore_eos=True)
+
+
+def test_a_reader_that_goes_away_ends_its_request(resident: LocalCluster) -> None:
+    """``pipedec submit | head -1``: nobody reads on, so nobody computes on."""
+
+    def broken(text: str) -> None:
+        raise BrokenPipeError
+
+    assert resident.scheduler is not None
+    with pytest.raises(BrokenPipeError):
+        client_of(resident).ask(prompt_request(PROMPTS[0], max_tokens=1500, ignore_eos=True), broken)
+    assert wait_until(lambda: resident.scheduler.status().running is None, 5)  # type: ignore[union-attr]
+
+
+@contextmanager
+def own_redis() -> Iterator[tuple[EmbeddedServer, redis.Redis]]:
+    with EmbeddedServer() as server, connect(server.url) as client:
+        yield server, client
+
+
+def stop_when(condition: Callable[[], object], cluster: LocalCluster) -> threading.Thread:
+    """Tells the run to stop from another thread, like ``pipedec down``, once ``condition`` holds."""
+
+    def stop() -> None:
+        assert wait_until(condition)
+        RunningCluster(cluster.address.redis_url, cluster.run_id).connect().stop()
+
+    thread = threading.Thread(target=stop, daemon=True)
+    thread.start()
+    return thread
+
+
+def test_a_stop_finishes_the_request_under_way_and_refuses_the_rest(
+    pair: Pair, reference: Reference, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    with own_redis() as (server, redis_client):
+        cluster = LocalCluster(pair.spec(2), redis_url=server.url, run_id="stopped")
+        cluster.start()
+        try:
+            first = Asking(cluster, prompt_request(PROMPTS[0], max_tokens=150, ignore_eos=True))
+            assert first.speaks.wait(20)
+            second = Asking(cluster, prompt_request(PROMPTS[2]))
+            stop_when(lambda: cluster.scheduler.status().waiting == 1, cluster)  # type: ignore[union-attr]
+            cluster.wait()  # the ranks end by themselves, and well
+            expected = reference.generate(tokenizer(PROMPTS[0])["input_ids"], 150, ignore_eos=True)
+            assert first.result().token_ids == expected
+            with pytest.raises(UserError, match="being stopped"):
+                second.result()
+            assert wait_until(lambda: redis_client.keys("*") == []), redis_client.keys("*")
+        finally:
+            cluster.stop()
+
+
+def test_ending_a_cluster_cancels_the_request_under_way(pair: Pair) -> None:
+    with LocalCluster(pair.spec(1)) as cluster:
+        asking = Asking(cluster, prompt_request(PROMPTS[0], max_tokens=2000, ignore_eos=True))
+        assert asking.speaks.wait(20)
+        threading.Timer(0.0, lambda: None).start()
+        cluster.stop()
+        try:
+            assert asking.result().finish_reason == "cancelled"
+        except PipedecError as error:  # Redis went down before the client had read the end
+            assert "Redis" in str(error) or "stopped" in str(error)
+
+
+def test_a_run_name_in_use_is_refused_and_the_run_goes_on(pair: Pair, resident: LocalCluster) -> None:
+    second = LocalCluster(pair.spec(1), redis_url=resident.address.redis_url, run_id=resident.run_id)
+    with pytest.raises(UserError, match=f"'{resident.run_id}' is already up"):
+        second.start()
+    assert second.pids == {}
+    assert len(client_of(resident).ask(prompt_request("Hello", max_tokens=3, ignore_eos=True)).token_ids) == 3
+
+
+def test_two_runs_share_a_redis(pair: Pair, resident: LocalCluster) -> None:
+    keys = run_keys(resident)
+    with LocalCluster(pair.spec(1), redis_url=resident.address.redis_url, run_id="guest") as guest:
+        asked = [Asking(cluster, prompt_request(PROMPTS[0], max_tokens=20, ignore_eos=True)) for cluster in (guest, resident)]
+        assert asked[0].result().token_ids == asked[1].result().token_ids
+    assert wait_until(lambda: run_keys(resident) <= keys), run_keys(resident) - keys
+
+
+def test_what_a_dead_run_left_does_not_hinder_the_next(pair: Pair) -> None:
+    with own_redis() as (server, redis_client):
+        dead = RedisScheduler(redis_client, "again", pair.spec(1).topology, lease_ms=300)
+        dead.renew_lease(1)
+        dead.open({"groups": [[1]]})
+        dead.abort(1, "went away")
+        with LocalCluster(pair.spec(1), redis_url=server.url, run_id="again") as cluster:
+            assert len(client_of(cluster).ask(prompt_request("Hello", max_tokens=3, ignore_eos=True)).token_ids) == 3
+        assert redis_client.keys("*") == []
+
+
+def test_a_cluster_that_cannot_start_says_why_and_is_gone(pair: Pair, tmp_path: Path) -> None:
+    """Ranks fail while they load: one of the files is damaged after it was checked."""
+    spec = pair.spec(2)
+    target = tmp_path / "target"
+    target.mkdir()
+    for file in pair.target.iterdir():
+        (target / file.name).write_bytes(file.read_bytes())
+    damaged = type(spec)(target, spec.draft, spec.topology, spec.layers, spec.dtype, spec.device)
+    (target / "model.safetensors").write_bytes(b"\0" * 100)
+    with pytest.raises(RankLost, match=r"rank [12]: .*model.safetensors is not a whole safetensors file"):
+        LocalCluster(damaged).start()
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_rank_killed_while_it_starts_is_named(pair: Pair, victim: int) -> None:
+    cluster = LocalCluster(pair.spec(2))
+    killer = threading.Thread(target=lambda: kill_when_there(cluster, victim), daemon=True)
+    killer.start()
+    with pytest.raises(RankLost, match=rf"rank {victim} \(.*\) was killed by SIGKILL"):
+        cluster.start()
+    killer.join(10)
+
+
+def kill_when_there(cluster: LocalCluster, rank: int) -> None:
+    assert wait_until(lambda: rank in cluster.pids)
+    psutil.Process(cluster.pids[rank]).send_signal(signal.SIGKILL)
+
+
+def test_redis_killed_while_the_ranks_start(pair: Pair) -> None:
+    cluster = LocalCluster(pair.spec(2))
+
+    def kill() -> None:
+        assert wait_until(lambda: len(cluster.pids) == 3)
+        psutil.Process(cluster._server.pid).kill()  # type: ignore[union-attr]
+
+    killer = threading.Thread(target=kill, daemon=True)
+    killer.start()
+    with pytest.raises(SchedulerLost, match="cannot reach Redis"):
+        cluster.start()
+    killer.join(10)
+
+
+def test_no_helper_of_multiprocessing_is_counted() -> None:
+    """The leak check would be blind if it took ranks for helpers."""
+    child = multiprocessing.get_context("forkserver").Process(target=time.sleep, args=(30,))
+    child.start()
+    try:
+        assert child.pid in marked_processes()
+    finally:
+        child.kill()
+        child.join(10)

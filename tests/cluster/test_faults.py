@@ -1,0 +1,219 @@
+"""Ranks and Redis that die or stop in mid-generation: an error within seconds that names them, and nothing left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import psutil
+import pytest
+from processes import wait_until
+from tiny_pair import Pair
+
+from pipedec.client.client import Client
+from pipedec.cluster import local as cluster_module
+from pipedec.cluster.lease import LeaseKeeper
+from pipedec.cluster.local import LocalCluster
+from pipedec.cluster.state import RunningCluster
+from pipedec.core import Completion, PipedecError, RankLost, SamplingParams, SchedulerLost
+from pipedec.engine.spec import DISPATCHES
+from pipedec.messages import PromptRequest
+from pipedec.scheduler import EmbeddedServer, RedisScheduler, connect
+from pipedec.topology import Topology
+
+pytestmark = pytest.mark.usefixtures("leaves_nothing")
+with_each_dispatch = pytest.mark.parametrize("dispatch", DISPATCHES)
+
+STAGES = 3
+NAMES = {0: r"rank 0 \(draft\)"} | {rank: rf"rank {rank} \(stage {rank}\)" for rank in range(1, STAGES + 1)}
+LONG = PromptRequest("Natalia sold 12 clips.", True, "pipedec", SamplingParams(max_tokens=2000, ignore_eos=True))
+
+
+class Victim:
+    """A cluster with a request under way, and two who watch it: its owner's client, and a client from elsewhere."""
+
+    def __init__(self, cluster: LocalCluster) -> None:
+        assert cluster.scheduler is not None
+        self.cluster = cluster
+        elsewhere = RunningCluster(cluster.address.redis_url, cluster.run_id).connect()
+        self._speaks = threading.Event()
+        self._outcomes: dict[str, Completion | PipedecError] = {}
+        self._threads = [
+            threading.Thread(target=self._ask, args=("owner", Client(cluster.scheduler, cluster.check)), daemon=True),
+            threading.Thread(target=self._ask, args=("elsewhere", Client(elsewhere)), daemon=True),
+        ]
+        self._threads[0].start()
+        assert self._speaks.wait(30), "the cluster does not answer"
+        self._threads[1].start()
+        assert wait_until(lambda: elsewhere.status().waiting == 1)
+
+    def _ask(self, who: str, client: Client) -> None:
+        try:
+            self._outcomes[who] = client.ask(LONG, lambda text: self._speaks.set())
+        except PipedecError as error:
+            self._outcomes[who] = error
+
+    def errors(self, seconds: float) -> tuple[PipedecError, PipedecError]:
+        """What the clients were told, the owner first."""
+        for thread in self._threads:
+            thread.join(seconds)
+        assert set(self._outcomes) == {"owner", "elsewhere"}, f"no error within {seconds} s"
+        owner, elsewhere = self._outcomes["owner"], self._outcomes["elsewhere"]
+        assert isinstance(owner, PipedecError) and isinstance(elsewhere, PipedecError)
+        return owner, elsewhere
+
+
+def supervise(cluster: LocalCluster, expected: type[PipedecError], message: str) -> None:
+    """What ``pipedec up`` does: the supervisor ends with an error, which is a non-zero exit status."""
+    with pytest.raises(expected, match=message):
+        cluster.wait()
+
+
+@pytest.mark.parametrize("rank", range(STAGES + 1))
+@with_each_dispatch
+def test_a_rank_killed_in_mid_generation_is_named(pair: Pair, rank: int, dispatch: str) -> None:
+    with LocalCluster(replace(pair.spec(STAGES), dispatch=dispatch)) as cluster:
+        victim = Victim(cluster)
+        os.kill(cluster.pids[rank], signal.SIGKILL)
+        supervise(cluster, RankLost, f"{NAMES[rank]} was killed by SIGKILL")
+        owner, elsewhere = victim.errors(10)
+        assert isinstance(owner, RankLost) and f"rank {rank} " in str(owner)
+        assert f"rank {rank}" in str(elsewhere)
+
+
+@with_each_dispatch
+def test_a_stage_that_stands_still_is_named(pair: Pair, dispatch: str) -> None:
+    """Only its lease gives it away: its sockets stay open."""
+    with LocalCluster(replace(pair.spec(STAGES), dispatch=dispatch)) as cluster:
+        victim = Victim(cluster)
+        others = [psutil.Process(pid) for rank, pid in cluster.pids.items() if rank != 2]
+        os.kill(cluster.pids[2], signal.SIGSTOP)
+        owner, elsewhere = victim.errors(15)
+        assert "rank 2" in str(owner) and "stopped answering" in str(owner)
+        assert "rank 2" in str(elsewhere)
+        supervise(cluster, RankLost, r"rank 2 .*stopped answering")
+        # Neighbours that wait in a transfer for the one that stands still end by themselves, without a supervisor.
+        assert psutil.wait_procs(others, timeout=15)[1] == []
+        cluster.kill()
+
+
+def rank_that_can_be_told_to_leave(*arguments: Any) -> None:
+    signal.signal(signal.SIGUSR1, lambda number, frame: os._exit(0))
+    cluster_module._rank_process(*arguments)
+
+
+@with_each_dispatch
+def test_a_rank_that_ends_early_and_content_is_a_failure(pair: Pair, monkeypatch: pytest.MonkeyPatch, dispatch: str) -> None:
+    original = cluster_module._rank_process
+    monkeypatch.setattr(cluster_module, "_rank_process", rank_that_can_be_told_to_leave)
+    with LocalCluster(replace(pair.spec(STAGES), dispatch=dispatch)) as cluster:
+        monkeypatch.setattr(cluster_module, "_rank_process", original)
+        victim = Victim(cluster)
+        os.kill(cluster.pids[1], signal.SIGUSR1)
+        supervise(cluster, RankLost, f"{NAMES[1]} ended before it was told to")
+        owner, elsewhere = victim.errors(10)
+        assert "rank 1" in str(owner) and "rank 1" in str(elsewhere)
+
+
+def redis_of(cluster: LocalCluster) -> psutil.Process:
+    assert cluster._server is not None
+    return psutil.Process(cluster._server.pid)
+
+
+@with_each_dispatch
+def test_redis_killed_in_mid_generation_is_named(pair: Pair, dispatch: str) -> None:
+    with LocalCluster(replace(pair.spec(STAGES), dispatch=dispatch)) as cluster:
+        victim = Victim(cluster)
+        redis_of(cluster).kill()
+        owner, elsewhere = victim.errors(10)
+        assert isinstance(owner, SchedulerLost) and isinstance(elsewhere, SchedulerLost)
+        assert str(owner).startswith("cannot reach Redis at 127.0.0.1:")
+        supervise(cluster, SchedulerLost, "cannot reach Redis")
+
+
+@with_each_dispatch
+def test_redis_that_stands_still_is_named(pair: Pair, monkeypatch: pytest.MonkeyPatch, dispatch: str) -> None:
+    monkeypatch.setattr("pipedec.scheduler.client.REPLY_SECONDS", 2.0)  # the clients'; the ranks' are in other processes
+    with LocalCluster(replace(pair.spec(1), dispatch=dispatch)) as cluster:
+        victim = Victim(cluster)
+        redis_of(cluster).suspend()
+        owner, elsewhere = victim.errors(15)
+        assert "Redis" in str(owner) and "does not answer" in str(owner) and "does not answer" in str(elsewhere)
+        cluster.kill()
+
+
+@with_each_dispatch
+def test_keys_deleted_by_somebody_else_end_the_run(pair: Pair, dispatch: str) -> None:
+    with LocalCluster(replace(pair.spec(1), dispatch=dispatch)) as cluster:
+        with connect(cluster.address.redis_url) as client:
+            client.flushall()
+        supervise(cluster, RankLost, "Redis no longer knows the run")
+
+
+@with_each_dispatch
+def test_keys_deleted_in_mid_generation_end_the_run(pair: Pair, dispatch: str) -> None:
+    with LocalCluster(replace(pair.spec(STAGES), dispatch=dispatch)) as cluster:
+        victim = Victim(cluster)
+        with connect(cluster.address.redis_url) as client:
+            client.flushall()
+        owner, elsewhere = victim.errors(10)
+        assert isinstance(owner, PipedecError) and isinstance(elsewhere, PipedecError)
+        supervise(cluster, RankLost, r"rank \d: .*(Redis|could not)")
+
+
+def test_a_killed_client_leaves_the_cluster_serving(pair: Pair, resident: LocalCluster) -> None:
+    """Its answer is read by nobody and must not hinder the next request."""
+    assert resident.scheduler is not None
+    number = resident.scheduler.submit(LONG.to_json())
+    assert resident.scheduler.read_answer(number, "0", 20)
+    short = PromptRequest("Hello", True, "pp", SamplingParams(max_tokens=3, ignore_eos=True))
+    resident.scheduler.cancel(number)  # so that this test need not wait for all of the answer
+    assert len(Client(resident.scheduler, resident.check).ask(short).token_ids) == 3
+
+
+@pytest.fixture
+def give_up(monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[int]]:
+    """Statuses with which the lease keeper ended the process (which it does not here)."""
+    statuses: list[int] = []
+    monkeypatch.setattr("pipedec.cluster.lease.os._exit", statuses.append)
+    monkeypatch.setattr("pipedec.cluster.lease.GIVE_UP_SECONDS", 0.2)
+    monkeypatch.setattr("pipedec.cluster.lease.LEASE_RENEWAL_SECONDS", 0.05)
+    return lambda: statuses
+
+
+@pytest.mark.parametrize("trouble", ["the run failed", "it stood still", "Redis died"])
+def test_the_lease_keeper_ends_a_rank_that_is_stuck(
+    trouble: str, give_up: Callable[[], list[int]], capfd: pytest.CaptureFixture[str]
+) -> None:
+    with EmbeddedServer() as server:
+        scheduler = RedisScheduler(connect(server.url), "stuck", Topology.even(2, 2), lease_ms=400)
+        keeper = LeaseKeeper(scheduler, 1)
+        keeper.start()
+        said = {
+            "the run failed": "rank 2: went away",
+            "it stood still": "stood still for",
+            "Redis died": "cannot reach Redis",
+        }
+        if trouble == "the run failed":
+            scheduler.abort(2, "went away")
+        elif trouble == "it stood still":
+            scheduler.lease_ms = 10
+        else:
+            psutil.Process(server.pid).kill()
+        assert wait_until(lambda: give_up() == [1], 5)
+        assert said[trouble] in capfd.readouterr().err
+
+
+def test_the_lease_keeper_gives_the_lease_up_in_order(give_up: Callable[[], list[int]]) -> None:
+    with EmbeddedServer() as server:
+        scheduler = RedisScheduler(connect(server.url), "tidy", Topology.even(1, 1), lease_ms=400)
+        keeper = LeaseKeeper(scheduler, 1)
+        keeper.start()
+        assert not wait_until(lambda: scheduler.expired_ranks(), 0.8)  # renewed in time
+        assert scheduler.members() == [1]
+        keeper.stop()
+        assert scheduler.members() == [] and give_up() == []

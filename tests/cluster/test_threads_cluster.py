@@ -1,0 +1,132 @@
+"""Answers in several threads from a resident cluster of real processes: those of ``LocalPipeline``, whatever the dispatch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from threads_support import BIASES, END, LETTERS, PROMPTS, THREAD_DIALECTS, ThreadModels
+
+from pipedec.client.client import Client
+from pipedec.cluster.local import LocalCluster
+from pipedec.core import Completion, Request, SamplingParams, UserError
+from pipedec.engine.local import LocalPipeline
+from pipedec.engine.spec import DISPATCHES
+from pipedec.messages import PromptRequest
+from pipedec.threads import Dialect
+
+LAYERS, MAX_TOKENS = 4, 60
+
+
+@pytest.fixture(scope="module", params=list(DISPATCHES))
+def cluster(thread_models: ThreadModels, request: pytest.FixtureRequest) -> Iterator[LocalCluster]:
+    with LocalCluster(replace(thread_models.spec(LAYERS, 2), dispatch=request.param)) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def local(thread_models: ThreadModels) -> LocalPipeline:
+    return LocalPipeline.load(thread_models.spec(LAYERS, 2))
+
+
+def sampling_of(models: ThreadModels, dialect: str, **values: Any) -> SamplingParams:
+    """Letters and control tokens are likely, most of all openers."""
+    bias = dict.fromkeys(LETTERS, 0.0) | BIASES[dialect]
+    logit_bias = {models.tokenizer.token_to_id(text): 40.0 + value for text, value in bias.items()}
+    return SamplingParams(**{"max_tokens": MAX_TOKENS, "logit_bias": logit_bias, **values})
+
+
+def client_of(cluster: LocalCluster) -> Client:
+    assert cluster.scheduler is not None
+    return Client(cluster.scheduler, cluster.check, silence_seconds=60)
+
+
+def ask(cluster: LocalCluster, dialect: Dialect, sampling: SamplingParams, method: str | None = None, **hooks: Any) -> Completion:
+    show = "on_threads" in hooks
+    request = PromptRequest(PROMPTS[0], True, method, sampling, threads=dialect.to_json(), show_threads=show)
+    return client_of(cluster).ask(request, **hooks)
+
+
+@pytest.mark.parametrize("method", ["pipedec-bestfirst", "bita"])
+@pytest.mark.parametrize("dialect", THREAD_DIALECTS)
+def test_a_cluster_says_what_one_process_says(
+    cluster: LocalCluster, local: LocalPipeline, thread_models: ThreadModels, dialect: str, method: str
+) -> None:
+    for values in ({}, {"temperature": 1.0, "seed": 8}):
+        sampling, threads = sampling_of(thread_models, dialect, **values), THREAD_DIALECTS[dialect]
+        prompt_ids = thread_models.prompt_ids(PROMPTS[0])
+        for _ in local.run(Request(0, prompt_ids, sampling, method, threads=threads.to_json())):
+            pass
+        assert local.sequence is not None and len(local.sequence.threads) > 1
+        pieces: list[str] = []
+        answer = ask(cluster, threads, sampling, method, on_text=pieces.append)
+        assert answer.token_ids == [token.token_id for token in local.sequence.document()]
+        assert answer.finish_reason == local.sequence.finished
+        assert answer.text == "".join(pieces)
+        paths = {local.sequence.threads[token.thread].path for token in local.sequence.document()}
+        assert answer.threads is not None and answer.threads["metrics"]["threads"] == len(paths)
+        assert {tuple(thread["path"]) for thread in answer.threads["threads"]} == paths
+
+
+def test_news_of_the_threads_are_what_they_said(cluster: LocalCluster, thread_models: ThreadModels) -> None:
+    told: dict[tuple[int, ...], str] = {}
+    ended: set[tuple[int, ...]] = set()
+
+    def listen(news: list[dict[str, Any]]) -> None:
+        for one in news:
+            path = tuple(one["path"])
+            assert path not in ended, "an ended thread says nothing"
+            told[path] = told.get(path, "") + one["text"]
+            ended.update([path] if one["state"] == "ended" else [])
+
+    sampling = sampling_of(thread_models, "parallel", temperature=1.0, seed=8, logprobs=1)
+    answer = ask(cluster, THREAD_DIALECTS["parallel"], sampling, on_threads=listen)
+    assert answer.threads is not None and len(told) > 1
+    assert all(told[tuple(thread["path"])].startswith(thread["text"]) for thread in answer.threads["threads"])
+    assert answer.logprobs is not None and [next(iter(entry)) for entry in answer.logprobs] == answer.token_ids
+
+
+def test_a_dialect_that_the_target_lacks_is_refused_and_the_cluster_goes_on(
+    cluster: LocalCluster, thread_models: ThreadModels
+) -> None:
+    foreign = Dialect("apar-released", opener="[SplitMask]", child_start="[SplitSop]")
+    with pytest.raises(UserError, match=r"the tokenizer has no token '\[SplitMask\]', which dialect apar-released") as refused:
+        ask(cluster, foreign, SamplingParams(max_tokens=4))
+    assert "\n" not in str(refused.value)
+    with pytest.raises(UserError, match="the dialect"):
+        client_of(cluster).ask(PromptRequest("Hello", True, threads='{"name": "x"}'))
+    assert len(ask(cluster, THREAD_DIALECTS["apar"], SamplingParams(max_tokens=3, ignore_eos=True)).token_ids) == 3
+
+
+def test_a_cancelled_answer_leaves_nothing_of_its_threads(
+    cluster: LocalCluster, local: LocalPipeline, thread_models: ThreadModels
+) -> None:
+    """Ctrl-C when several threads are open."""
+
+    def interrupt(news: list[dict[str, Any]]) -> None:
+        if sum(one["state"] == "running" for one in news) > 1:
+            raise KeyboardInterrupt
+
+    endless = sampling_of(thread_models, "apar", max_tokens=1500, ignore_eos=True)
+    endless = replace(endless, logit_bias={**(endless.logit_bias or {}), END: -100.0})
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            ask(cluster, THREAD_DIALECTS["apar"], endless, on_threads=interrupt)
+    sampling, prompt_ids = sampling_of(thread_models, "pasta"), thread_models.prompt_ids(PROMPTS[0])
+    for _ in local.run(Request(0, prompt_ids, sampling, threads=THREAD_DIALECTS["pasta"].to_json())):
+        pass
+    assert local.sequence is not None
+    answer = ask(cluster, THREAD_DIALECTS["pasta"], sampling)
+    assert answer.token_ids == [token.token_id for token in local.sequence.document()]
+
+
+def test_a_stop_string_across_threads_ends_the_answer_of_a_cluster(cluster: LocalCluster, thread_models: ThreadModels) -> None:
+    sampling = sampling_of(thread_models, "apar", temperature=1.0, seed=8)
+    whole = ask(cluster, THREAD_DIALECTS["apar"], sampling)
+    stop = whole.text[25:29]
+    answer = ask(cluster, THREAD_DIALECTS["apar"], replace(sampling, stop=(stop,)))
+    assert answer.finish_reason == "stop" and answer.text == whole.text[: whole.text.index(stop)]
+    assert answer.token_ids == whole.token_ids[: len(answer.token_ids)]
+    assert ask(cluster, THREAD_DIALECTS["apar"], sampling).token_ids == whole.token_ids

@@ -1,0 +1,226 @@
+"""Ranks started by torchrun: two agents that meet on one machine as two hosts would, and the flags of the rank module."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+import pytest
+import redis
+from processes import wait_until
+from tiny_pair import CONTEXT, TARGET_LAYERS, Pair
+from transformers import PreTrainedTokenizerBase
+
+from pipedec.client.client import Client
+from pipedec.cluster.state import RunningCluster
+from pipedec.cluster.torchrun import parse_arguments
+from pipedec.config import load_cluster
+from pipedec.core import PipedecError, SamplingParams, UserError
+from pipedec.messages import PromptRequest
+from pipedec.plan.partition import plan
+from pipedec.scheduler import EmbeddedServer, connect
+from pipedec.verify.reference import Reference
+
+pytestmark = pytest.mark.usefixtures("leaves_nothing")
+
+START_SECONDS = 90.0
+
+
+@dataclass
+class Agents:
+    """Two torchrun agents of two ranks each, and the Redis between them."""
+
+    server: EmbeddedServer
+    client: redis.Redis
+    logs: Path
+    processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
+
+    def start(self, *flags: str, run: str = "two-hosts") -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        environment = {
+            **os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+            "PIPEDEC_REDIS_URL": self.server.url,
+        }  # fmt: skip
+        for node in (0, 1):
+            command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "2"]
+            command += ["--node-rank", str(node), "--master-addr", "127.0.0.1", "--master-port", str(port)]
+            command += ["-m", "--", "pipedec.cluster.torchrun", "--run", run, *flags]
+            with (self.logs / f"{node}.log").open("wb") as log:
+                self.processes.append(
+                    subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment)
+                )
+
+    def wait_until_up(self, run: str = "two-hosts") -> RunningCluster:
+        running = RunningCluster(self.server.url, run)
+
+        def is_up() -> bool:
+            assert all(process.poll() is None for process in self.processes), self.output()
+            return self.client.hget(f"pipedec:{{{run}}}:run", "state") == b"up"
+
+        assert wait_until(is_up, START_SECONDS), self.output()
+        return running
+
+    def statuses(self, seconds: float) -> list[int]:
+        return [process.wait(seconds) for process in self.processes]
+
+    def output(self) -> str:
+        return "".join((self.logs / f"{node}.log").read_text() for node in range(len(self.processes)))
+
+    def rank_pid(self, rank: int) -> int:
+        """torchrun gives the ranks 2·node and 2·node + 1 to its node."""
+        children = psutil.Process(self.processes[rank // 2].pid).children()
+        ranks = {int(child.environ()["RANK"]): child.pid for child in children if "RANK" in child.environ()}
+        return ranks[rank]
+
+
+@pytest.fixture
+def agents(tmp_path: Path, state_directory: Path) -> Iterator[Agents]:
+    with EmbeddedServer() as server, connect(server.url) as client:
+        made = Agents(server, client, tmp_path)
+        yield made
+        for process in made.processes:
+            if process.poll() is None:
+                process.kill()  # its ranks die with it
+            process.wait(10)
+
+
+def run_cli(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "pipedec.cli", *arguments], capture_output=True, text=True, timeout=60, check=False,
+        stdin=subprocess.DEVNULL,
+    )  # fmt: skip
+
+
+def test_two_agents_answer_and_end_in_order(
+    agents: Agents, pair: Pair, reference: Reference, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    agents.start("--stages", "3", *pair.flags)
+    agents.wait_until_up()
+    place = ("--redis", agents.server.url, "--run", "two-hosts")
+    for text in ("Natalia sold 12 clips.", "The pipeline is kept full: " * 3):
+        answered = run_cli("submit", *place, "--raw-prompt", "--prompt", text, "--max-tokens", "12", "--ignore-eos")
+        expected = reference.generate(tokenizer(text)["input_ids"], 12, ignore_eos=True)
+        assert (answered.returncode, answered.stdout) == (0, tokenizer.decode(expected, skip_special_tokens=True) + "\n")
+    ended = run_cli("down", *place)
+    assert ended.returncode == 0 and "Cluster two-hosts is down" in ended.stderr
+    assert agents.client.keys("*") == []
+    assert agents.statuses(30) == [0, 0], agents.output()
+    assert agents.server.url.split("@")[0].removeprefix("redis://:") not in agents.output()
+
+
+def test_a_killed_rank_ends_both_agents_and_is_named_to_the_client(agents: Agents, pair: Pair) -> None:
+    agents.start("--stages", "3", *pair.flags)
+    running = agents.wait_until_up()
+    request = PromptRequest("Hello", True, "pipedec", SamplingParams(max_tokens=2000, ignore_eos=True))
+    killed: list[int] = []
+
+    def kill(text: str) -> None:
+        if not killed:
+            killed.append(agents.rank_pid(3))
+            os.kill(killed[0], signal.SIGKILL)
+
+    with pytest.raises(PipedecError, match="rank 3"):
+        Client(running.connect(), silence_seconds=30).ask(request, kill)
+    assert all(status != 0 for status in agents.statuses(60)), agents.output()
+
+
+def test_a_wrong_world_size_is_answered_with_torchruns_numbers(agents: Agents, pair: Pair) -> None:
+    agents.start("--stages", "5", *pair.flags)
+    assert all(status != 0 for status in agents.statuses(START_SECONDS))
+    assert "4 processes, but 5 stages and the draft rank make 6: let --nnodes × --nproc-per-node be 6" in agents.output()
+    assert agents.client.keys("*") == []
+
+
+@pytest.fixture
+def torchrun_environment(monkeypatch: pytest.MonkeyPatch, state_directory: Path) -> Callable[[int], None]:
+    def set_world(size: int) -> None:
+        for name, value in {"RANK": 1, "WORLD_SIZE": size, "LOCAL_RANK": 1, "LOCAL_WORLD_SIZE": 2}.items():
+            monkeypatch.setenv(name, str(value))
+
+    return set_world
+
+
+def write_config(path: Path, target: str, draft: str, redis_url: str = "redis://:secret@somewhere:7000/1") -> Path:
+    path.write_text(
+        f"target: {target}\ndraft: {draft}\ndtype: bfloat16\ncontext_tokens: {CONTEXT}\n"
+        f"redis: {{url: '{redis_url}'}}\n"
+        "servers: [{host: a, devices: {rtx3090: 5}}]\n"
+        "partition: uneven\n"
+        "partitions:\n"
+        f"  uneven: {{stages: 4, groups: 2, layers: [1, 2, 2, {TARGET_LAYERS - 5}], "
+        "draft_device: {host: a, device: rtx3090}}\n"
+        "  pair: {stages: 2, draft_device: {host: a, device: rtx3090}}\n"
+    )
+    return path
+
+
+def test_a_partition_of_the_config_says_what_the_flags_do_not(
+    pair: Pair, tmp_path: Path, torchrun_environment: Callable[[int], None]
+) -> None:
+    config = str(write_config(tmp_path / "cluster.yaml", str(pair.target), str(pair.draft)))
+    torchrun_environment(5)
+    place, spec, address = parse_arguments(["--config", config, "--run", "mine"])
+    assert (place.rank, place.world_size) == (1, 5)
+    assert spec.layers == ((0, 1), (1, 3), (3, 5), (5, 8))
+    assert spec.topology.groups == ((1, 2), (3, 4))
+    assert (spec.target, spec.draft, spec.dtype) == (pair.target, pair.draft, "bfloat16")
+    assert (address.redis_url, address.run_id) == ("redis://:secret@somewhere:7000/1", "mine")
+
+    torchrun_environment(3)
+    _, spec, _ = parse_arguments(["--config", config, "--partition", "pair", "--stages", "2"])
+    planned = plan(load_cluster(config), "pair").stages
+    assert spec.layers == tuple((stage.layers.start, stage.layers.stop) for stage in planned)
+    assert len(spec.layers) == spec.topology.num_groups == 2
+
+
+def test_flags_go_before_the_config(pair: Pair, tmp_path: Path, torchrun_environment: Callable[[int], None]) -> None:
+    config = str(write_config(tmp_path / "cluster.yaml", "llama-3.1-70b", "llama-3.2-1b"))
+    torchrun_environment(5)
+    flags = ["--target", str(pair.target), "--draft", "none", "--dtype", "float32", "--groups", "4", "--layers", "2,2,2,2"]
+    _, spec, address = parse_arguments(["--config", config, "--redis", "redis://elsewhere:1/0", *flags])
+    assert (spec.target, spec.draft, spec.dtype) == (pair.target, None, "float32")
+    assert spec.topology.num_groups == 4 and spec.layers[1] == (2, 4)
+    assert address.redis_url == "redis://elsewhere:1/0"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--config", "CONFIG"], "target: llama-3.1-70b is a shape to plan with and has no weights"),
+        (["--config", "CONFIG", "--target", "TARGET"], "draft: llama-3.2-1b is a shape to plan with"),
+        (["--config", "CONFIG", "--partition", "pear"], "pear.*pair"),
+        (
+            ["--config", "CONFIG", "--target", "TARGET", "--draft", "none", "--stages", "3"],
+            "--stages 3, but partition uneven has 4",
+        ),
+        (["--config", "missing.yaml"], "missing.yaml: no such file"),
+        (["--partition", "pair"], "give --config"),
+        (["--target", "TARGET", "--draft", "none"], "give --redis URL or set PIPEDEC_REDIS_URL"),
+        (["--redis", "redis://a", "--target", "TARGET", "--draft", "none", "--layers", "2;6"], "--layers 2;6: write numbers"),
+        (["--redis", "redis://a", "--target", "TARGET", "--draft", "none", "--stages", "2"], "5 processes, but 2 stages"),
+    ],
+)
+def test_wrong_flags_are_refused_in_one_line(
+    arguments: list[str], message: str, pair: Pair, tmp_path: Path, torchrun_environment: Callable[[int], None]
+) -> None:
+    config = write_config(tmp_path / "cluster.yaml", "llama-3.1-70b", "llama-3.2-1b")
+    torchrun_environment(5)
+    places = {"CONFIG": str(config), "TARGET": str(pair.target)}
+    with pytest.raises(UserError, match=message) as refused:
+        parse_arguments([places.get(argument, argument) for argument in arguments])
+    assert "\n" not in str(refused.value)
+
+
+def test_without_torchrun_the_module_says_so(pair: Pair, state_directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(UserError, match="start this module with torchrun"):
+        parse_arguments(["--redis", "redis://a", "--stages", "2", *pair.flags])

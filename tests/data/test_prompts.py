@@ -1,0 +1,132 @@
+"""Prompt files of every kind, and what is wrong with those that cannot be used."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+
+from pipedec.core import UserError
+from pipedec.data.prompts import PromptSet, PromptSource, read_prompts
+
+
+def write(path: Path, rows: list[object]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize("field", ["prompt", "question", "turns", "request", "text", "instruction"])
+def test_the_usual_fields_are_found(tmp_path: Path, field: str) -> None:
+    file = write(tmp_path / "set.jsonl", [{"id": 1, field: "Größe?"}, {field: "How many?", "extra": None}])
+    assert read_prompts(file) == PromptSet("set", ("Größe?", "How many?"))
+
+
+def test_a_named_field_goes_before_the_usual_ones(tmp_path: Path) -> None:
+    file = write(tmp_path / "set.jsonl", [{"prompt": "one", "other": "two"}])
+    assert read_prompts(file, "other").prompts == ("two",)
+
+
+def test_the_first_turn_of_a_conversation_is_the_prompt(tmp_path: Path) -> None:
+    file = write(tmp_path / "mt.jsonl", [{"turns": ["first", "second"]}])
+    assert read_prompts(file).prompts == ("first",)
+
+
+def test_gzip_is_seen_by_its_content(tmp_path: Path) -> None:
+    file = tmp_path / "set.jsonl.gz"
+    file.write_bytes(gzip.compress(b'{"prompt": "a"}\n\n{"prompt": "b"}\n'))
+    assert read_prompts(file) == PromptSet("set", ("a", "b"))
+
+
+def test_csv_with_commas_and_line_breaks_in_a_field(tmp_path: Path) -> None:
+    file = tmp_path / "set.csv"
+    file.write_text('id,prompt\n1,"one, two\nthree"\n2,four\n')
+    assert read_prompts(file).prompts == ("one, two\nthree", "four")
+
+
+def test_line_separators_within_a_text_do_not_end_its_line(tmp_path: Path) -> None:
+    """JSON leaves U+2028 and U+0085 as they are."""
+    file = tmp_path / "set.jsonl"
+    file.write_text(json.dumps({"prompt": "a\u2028b\x85c"}, ensure_ascii=False) + "\n", encoding="utf-8")
+    assert read_prompts(file).prompts == ("a\u2028b\x85c",)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("empty.jsonl", b"", "holds no prompts: it is empty"),
+        ("blank.jsonl", b"\n\n", "holds no prompts: it is empty"),
+        ("header.csv", b"prompt\n", "holds no prompts: it is empty"),
+        ("text.jsonl", b"How many?\n", "line 1: not a JSON document"),
+        ("half.jsonl", b'{"prompt": "a"}\n{"prompt": \n', "line 2: not a JSON document"),
+        ("list.jsonl", b'["a"]\n', "line 1: not a JSON object"),
+        ("field.jsonl", b'{"colour": "red"}\n', "has no field 'prompt': name one of colour"),
+        ("number.jsonl", b'{"prompt": 5}\n', "record 1: the field 'prompt' is no text"),
+        ("missing.jsonl", b'{"prompt": "a"}\n{"colour": "b"}\n', "record 2: the field 'prompt' is no text"),
+        ("turns.jsonl", b'{"turns": []}\n', "record 1: the field 'turns' is no text"),
+        ("blank.csv", b"prompt,id\n ,1\n", "record 1: the field 'prompt' is no text"),
+        ("latin.jsonl", b'{"prompt": "caf\xe9"}\n', "neither UTF-8 text nor a whole gzip file"),
+        ("half.jsonl.gz", gzip.compress(b'{"prompt": "a"}\n')[:-6], "neither UTF-8 text nor a whole gzip file"),
+        ("noise.jsonl.gz", b"\x1f\x8bnoise", "cannot read|neither UTF-8 text nor a whole gzip file"),
+        (
+            "damaged.jsonl.gz",
+            gzip.compress(b'{"prompt": "a"}\n')[:10] + b"\xff" * 20,
+            "cannot read|neither UTF-8 text nor",
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) and value.count(".") and " " not in value else "",
+)
+def test_a_bad_file_is_named_with_what_is_wrong(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+    file = tmp_path / name
+    file.write_bytes(content)
+    with pytest.raises(UserError, match=message) as refused:
+        read_prompts(file)
+    assert name in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_a_field_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="has no field 'answer': name one of prompt, id"):
+        read_prompts(write(tmp_path / "set.jsonl", [{"prompt": "a", "id": 1}]), "answer")
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    for path in (tmp_path / "nothing.jsonl", tmp_path):
+        with pytest.raises(UserError, match="cannot read"):
+            read_prompts(path)
+
+
+def test_a_sample_is_the_same_for_the_same_seed() -> None:
+    whole = PromptSet("set", tuple(map(str, range(50))))
+    drawn = whole.sample(10)
+    assert drawn == whole.sample(10) and drawn != whole.sample(10, seed=1)
+    assert len(set(drawn.prompts)) == 10 and set(drawn.prompts) <= set(whole.prompts)
+    assert sorted(whole.sample(99).prompts) == sorted(whole.prompts)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("some/HumanEval.jsonl.gz", PromptSource("HumanEval", Path("some/HumanEval.jsonl.gz"))),
+        ("math=gsm8k/test.jsonl", PromptSource("math", Path("gsm8k/test.jsonl"))),
+        ("q.jsonl#category=qa", PromptSource("qa", Path("q.jsonl"), "category", ("qa",))),
+        ("bench=q.jsonl#category=stem,math", PromptSource("bench", Path("q.jsonl"), "category", ("stem", "math"))),
+        ("q.jsonl#category=stem,math", PromptSource("q", Path("q.jsonl"), "category", ("stem", "math"))),
+    ],
+)
+def test_sources_are_files_or_some_of_their_records(text: str, expected: PromptSource) -> None:
+    assert PromptSource.parse(text) == expected
+
+
+@pytest.mark.parametrize("text", ["", "=file", "name=", "file#", "file#category", "file#=qa", "#category=qa"])
+def test_sources_of_another_form_are_refused(text: str) -> None:
+    with pytest.raises(UserError, match="names no prompts: write FILE"):
+        PromptSource.parse(text)
+
+
+def test_records_are_chosen_by_a_field(tmp_path: Path) -> None:
+    path = tmp_path / "q.jsonl"
+    path.write_text("".join(json.dumps({"category": c, "prompt": f"{c}?"}) + "\n" for c in ("qa", "rag", "qa")))
+    assert PromptSource.parse(f"{path}#category=qa").read() == PromptSet("qa", ("qa?", "qa?"))
+    with pytest.raises(UserError, match="has no record with such a 'category': it holds qa, rag"):
+        PromptSource.parse(f"{path}#category=sums").read()

@@ -1,0 +1,73 @@
+"""Rank 0's loop alone, with a scheduler that says what the test wants."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from tiny_pair import CONTEXT, Pair
+
+from pipedec.core import PipedecError, SamplingParams, SchedulerLost
+from pipedec.engine.draft_loop import DraftLoop
+from pipedec.engine.rank_loop import Wiring
+from pipedec.messages import PromptRequest
+from pipedec.scheduler import Event, MemoryScheduler, Message, Planned, Task
+from pipedec.text.prompt import Prompter
+from pipedec.topology import Topology
+from pipedec.tracing import Tracer
+from pipedec.transport import LocalTransport
+
+TOPOLOGY = Topology.even(1, 1)
+REQUEST = PromptRequest("Hello", True, "pp", SamplingParams(max_tokens=4)).to_json()
+
+
+class EndsAtOnce(MemoryScheduler):
+    """Every request's first task is its last one, and a given message comes back when that is reported."""
+
+    def __init__(self, reply: Message | None) -> None:
+        super().__init__(TOPOLOGY)
+        self._reply = reply
+        self.open({})
+
+    def begin(self, request_number: int, planned: Sequence[Planned], trace: bool = False) -> None:
+        self._push(0, Message("task", request_number, Task.compute("end", 0, 0)))
+
+    def finish(self, rank: int, task: Task, planned: Sequence[Planned], events: Sequence[Event] = ()) -> Message | None:
+        for event in events:
+            self.publish(self._submitted - 1, event)
+        return self._reply
+
+    def wait_request(self, timeout_seconds: float) -> Message | None:
+        message = super().wait_request(timeout_seconds)
+        assert message is not None or timeout_seconds == 0, "rank 0 waits on: the message was lost"
+        return message
+
+
+def loop_of(scheduler: MemoryScheduler, pair: Pair) -> DraftLoop:
+    transport = LocalTransport.connect(2)[0]
+    return DraftLoop(
+        Prompter(pair.target, CONTEXT), None, 0, torch.device("cpu"), Wiring(scheduler, transport, TOPOLOGY, Tracer(0))
+    )
+
+
+def test_a_stop_that_comes_with_the_end_of_a_request_is_obeyed(pair: Pair) -> None:
+    """The scheduler hands a rank its next message with the reply to a report; here that message is the stop."""
+    scheduler = EndsAtOnce(reply=Message("stop"))
+    first, second = scheduler.submit(REQUEST), scheduler.submit(REQUEST)
+    loop_of(scheduler, pair).run()
+    assert scheduler.read_answer(second, "0", 0)[-1][1] == {"error": "the cluster is being stopped"}
+    assert not [event for _, event in scheduler.read_answer(first, "0", 0) if "error" in event]
+
+
+def test_an_abort_that_comes_with_the_end_of_a_request_is_raised(pair: Pair) -> None:
+    scheduler = EndsAtOnce(reply=Message("abort", text="rank 1: went away"))
+    scheduler.submit(REQUEST)
+    with pytest.raises(PipedecError, match="rank 1: went away"):
+        loop_of(scheduler, pair).run()
+
+
+def test_a_run_whose_keys_are_gone_is_given_up(pair: Pair) -> None:
+    scheduler = MemoryScheduler(TOPOLOGY)  # never opened: as after a FLUSHALL
+    with pytest.raises(SchedulerLost, match="Redis no longer knows the run"):
+        loop_of(scheduler, pair).run()

@@ -1,0 +1,160 @@
+"""Emulated devices: how long things should last, ranks that sleep until then, and the same times added up."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+from tiny_pair import Pair
+
+from pipedec.client.client import Client
+from pipedec.cluster.local import LocalCluster
+from pipedec.config import paper_cluster
+from pipedec.core import Request, SamplingParams, UserError
+from pipedec.engine.emulated_time import EmulatedClock, Pacer, TimestepLoad
+from pipedec.engine.local import LocalPipeline
+from pipedec.engine.spec import PipelineSpec
+from pipedec.hardware import LINKS, Link, PassTime
+from pipedec.messages import PromptRequest
+from pipedec.plan.costs import RankTiming
+from pipedec.plan.emulation import Emulation, with_stages
+from pipedec.plan.partition import plan
+from pipedec.topology import Topology
+
+SLOW_LINK = Link("slow", 1000, 1, "test")  # 1 ms + 1 ms per MB
+
+
+def emulation(stages: int = 3, slow_motion: float = 1.0) -> Emulation:
+    """Stages of 10 ms up to 5 rows, 2 ms per row from there; a draft of 4 ms; rows of 1 MB."""
+    stage = RankTiming(PassTime(10, 2, 0), SLOW_LINK, 1_000_000)
+    return Emulation("test", slow_motion, RankTiming(PassTime(4, 0.1, 0), SLOW_LINK, 0), (stage,) * stages)
+
+
+def test_the_paper_s_stage_is_22_ms_up_to_the_roofline_s_knee() -> None:
+    made = Emulation.of_plan(plan(paper_cluster(), "paper-14"))
+    stage = made.stages[1].compute
+    assert stage.ms(1) == pytest.approx(22, abs=0.1)
+    assert 70 < stage.knee_rows < 80
+    assert stage.ms(128) == pytest.approx(2 * 128 * 6 * 855_654_400 / 35.6e12 * 1000, rel=0.01)
+    assert made.stages[6].send_ms(32) > 8 * made.stages[5].send_ms(32), "stage 7 sends to the other server"
+    assert made.draft is not None
+    assert made.draft.compute_ms(32) == pytest.approx(6, abs=0.1)
+
+
+def test_a_description_survives_json() -> None:
+    made = Emulation.of_plan(plan(paper_cluster(), "paper-21"), 4.0)
+    assert Emulation.from_description(json.loads(json.dumps(made.description()))) == made
+
+
+@pytest.mark.parametrize("factor", [0.0, -1.0, float("nan"), 1e9])
+def test_slow_motion_has_bounds(factor: float) -> None:
+    with pytest.raises(UserError, match="slow motion must be a factor"):
+        emulation(slow_motion=factor)
+
+
+def test_another_stage_count_takes_the_same_devices() -> None:
+    cut = plan(with_stages(paper_cluster(), "paper-14", 8), "paper-14")
+    assert [stage.placement.device for stage in cut.stages] == ["rtx3090"] * 8
+    assert [stage.placement.host for stage in cut.stages] == ["server-1"] * 7 + ["server-2"]
+    assert sum(len(stage.layers) for stage in cut.stages) == 80
+    assert cut.num_groups == 8
+    assert cut.problems, "10 layers of a 70B in float32 do not fit into 24 GB"
+    assert cut.draft is not None and cut.draft.placement.device == "l40"
+
+
+def test_clock_takes_the_slowest_rank_and_the_busiest_link() -> None:
+    clock = EmulatedClock(emulation(), Topology.even(3, 3))
+    clock.add(TimestepLoad(drafted=[8], computed={1: 1, 2: 10, 3: 5}, sent={0: 1, 1: 1, 2: 3}))
+    # Stage 2 multiplies 10 rows in 20 ms; then it receives 1 row (2 ms) and sends 3 (4 ms).
+    assert clock.total_ms == pytest.approx(20 + 2 + 4)
+
+
+def test_clock_adds_up_the_draft_s_forwards() -> None:
+    clock = EmulatedClock(emulation(), Topology.even(3, 3))
+    clock.add(TimestepLoad(drafted=[1, 8, 8, 8], computed={1: 1}))
+    assert clock.total_ms == pytest.approx(16)
+
+
+def test_clock_runs_the_stages_of_a_group_one_after_another() -> None:
+    clock = EmulatedClock(emulation(4), Topology.even(4, 2))
+    clock.add(TimestepLoad(computed={1: 1, 2: 1, 3: 1, 4: 1}, sent={0: 1, 1: 1, 2: 1, 3: 1}))
+    # Two stages and the transfer between them; then stage 2 to stage 3. Rank 0's transfer is as long as its latency.
+    assert clock.total_ms == pytest.approx(10 + 2 + 10 + 2)
+
+
+def test_prefill_is_all_stages_once_and_the_slowest_again_for_each_further_chunk() -> None:
+    assert emulation().prefill_ms([]) == 0
+    assert emulation().prefill_ms([5]) == pytest.approx(3 * (10 + 6))
+    assert emulation().prefill_ms([5, 10]) == pytest.approx(3 * (10 + 6) + 20 + 11)
+
+
+def test_pacer_sleeps_the_rest_and_reports_overruns() -> None:
+    pacer = Pacer(emulation(slow_motion=2.0), 1)
+    start = time.perf_counter()
+    with pacer.computing(1):
+        pass
+    assert time.perf_counter() - start >= 0.020
+    assert not pacer.take_overran()
+    with pacer.computing(1):
+        time.sleep(0.025)
+    assert pacer.take_overran()
+    assert not pacer.take_overran(), "an overrun is told once"
+    start = time.perf_counter()
+    with pacer.sending(0, 7):
+        pass
+    assert time.perf_counter() - start >= 0.002
+    assert not pacer.take_overran()
+
+
+def test_pacer_without_emulation_does_nothing() -> None:
+    pacer = Pacer(None, 1)
+    with pacer.computing(1000), pacer.sending(0, 1000):
+        pass
+    assert not pacer.take_overran()
+
+
+def test_links_are_ordered_as_their_names_say() -> None:
+    for one, other in (("10gbe", "25gbe"), ("25gbe", "pcie4"), ("pcie4", "nvlink")):
+        assert LINKS[one].transfer_ms(1e6) > LINKS[other].transfer_ms(1e6)
+
+
+@pytest.mark.parametrize("method", ["pp", "stpp", "pipedec"])
+def test_local_pipeline_computes_what_it_would_last(pair: Pair, method: str) -> None:
+    spec = replace(pair.spec(3), emulation=emulation())
+    pipeline = LocalPipeline.load(spec)
+    request = Request(0, (1, 5, 9, 20), SamplingParams(max_tokens=12, ignore_eos=True), method)
+    plain = LocalPipeline.load(pair.spec(3))
+    expected = [verdict.tokens for verdict in plain.run(request)]
+    assert [verdict.tokens for verdict in pipeline.run(request)] == expected
+    assert plain.emulated_ms is None
+    timesteps = pipeline.metrics.timesteps
+    assert pipeline.emulated_ms is not None
+    if method == "pp":  # 10 ms; then the row that enters, or a row that was sent on: 1 ms of latency, 1 ms for its bytes
+        assert pipeline.emulated_ms == pytest.approx(11 * (11 + 12 + 12))
+    else:
+        assert pipeline.emulated_ms > 10 * (timesteps - pipeline.metrics.misses)
+
+
+def test_processes_last_as_long_as_the_emulated_devices(pair: Pair, leaves_nothing: None) -> None:
+    slow = replace(pair.spec(2), emulation=replace(emulation(2), slow_motion=2.0))
+    impossible = RankTiming(PassTime(1e-6, 1e-9, 0), SLOW_LINK, 0)
+    request = PromptRequest("The pipeline", method="pipedec", sampling=SamplingParams(max_tokens=8, ignore_eos=True))
+    with LocalCluster(slow) as cluster:
+        assert cluster.scheduler is not None
+        client = Client(cluster.scheduler)
+        completion = client.ask(request)
+        assert completion.metrics.decode_seconds >= 2 * 0.010 * completion.metrics.timesteps
+    with LocalCluster(replace(slow, emulation=Emulation("test", 1.0, impossible, (impossible,) * 2))) as cluster:
+        assert cluster.scheduler is not None
+        client = Client(cluster.scheduler)
+        assert client.ask(request).token_ids == completion.token_ids
+        assert client.overran == set(range(1, completion.metrics.timesteps + 1))
+
+
+def test_spec_carries_its_emulation_to_the_ranks(pair: Pair) -> None:
+    spec = replace(pair.spec(2), emulation=emulation(2))
+    assert PipelineSpec.from_description(json.loads(json.dumps(spec.description()))) == spec
+    assert torch.device("cpu") == spec.torch_device()

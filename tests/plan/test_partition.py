@@ -1,0 +1,203 @@
+"""Splitting layers over stages, and the arithmetic of a plan."""
+
+import io
+import itertools
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from pipedec.config import ClusterConfig, DeviceConfig, PartitionConfig, ServerConfig, load_cluster
+from pipedec.core import UserError
+from pipedec.plan.layers import balance, even_layers, explicit_layers
+from pipedec.plan.partition import Plan, plan
+from pipedec.plan.table import plan_table
+
+PAPER = Path(__file__).resolve().parents[2] / "cluster.yaml"
+
+
+@pytest.fixture
+def paper(monkeypatch: pytest.MonkeyPatch) -> ClusterConfig:
+    monkeypatch.delenv("PIPEDEC_REDIS_URL", raising=False)
+    return load_cluster(PAPER)
+
+
+def small(stages: int, model: str = "llama-3.2-1b", **partition: object) -> ClusterConfig:
+    servers = (ServerConfig("a", {"rtx3090": 3}), ServerConfig("b", {"l40": 2}))
+    return ClusterConfig(model, servers, {"only": PartitionConfig(stages, **partition)})  # type: ignore[arg-type]
+
+
+def shown(planned: Plan) -> str:
+    output = io.StringIO()
+    Console(width=100, file=output).print(plan_table(planned))
+    return output.getvalue()
+
+
+@pytest.mark.parametrize("name", ["paper-7", "paper-14", "paper-21", "auto-14"])
+def test_paper_partitions_fit(paper: ClusterConfig, name: str) -> None:
+    planned = plan(paper, name)
+    assert planned.problems == ()
+    assert [stage.rank for stage in planned.stages] == list(range(1, len(planned.stages) + 1))
+    assert [layer for stage in planned.stages for layer in stage.layers] == list(range(80))
+    assert planned.draft is not None
+    assert (planned.draft.placement.host, planned.draft.placement.index) == ("server-4", 3)
+    assert len({stage.placement for stage in (planned.draft, *planned.stages)}) == len(planned.stages) + 1
+
+
+def test_six_layers_of_the_paper(paper: ClusterConfig) -> None:
+    """Paper §4.1: about 20 GB of parameters; at 936 GB/s that takes 22 ms."""
+    planned = plan(paper, "paper-14")
+    stage = planned.stages[1]
+    assert stage.layers == range(4, 10)
+    assert stage.weight_bytes / 1e9 == pytest.approx(20.5, abs=0.1)
+    assert stage.compute_ms == pytest.approx(22, abs=0.1)  # launches included
+    # A draft pass takes about a quarter of a stage's.
+    assert planned.draft is not None
+    assert planned.draft.compute_ms == pytest.approx(stage.compute_ms / 4, rel=0.1)
+
+
+def test_first_and_last_stage_hold_embedding_and_head(paper: ClusterConfig) -> None:
+    first, *_, last = plan(paper, "paper-14").stages
+    layers, embedding = 4 * 855_654_400, 128256 * 8192
+    assert first.weight_bytes == 4 * (layers + embedding)
+    assert last.weight_bytes == 4 * (layers + embedding + 8192)
+    assert last.compute_ms > first.compute_ms, "the head is read at every pass, the embedding is not"
+
+
+def test_tied_model_on_one_stage_counts_its_embedding_once() -> None:
+    one, two = plan(small(1)), plan(small(2))
+    embedding_bytes = 4 * 128256 * 2048
+    assert sum(stage.weight_bytes for stage in two.stages) - one.stages[0].weight_bytes == embedding_bytes
+
+
+def test_timestep_of_groups(paper: ClusterConfig) -> None:
+    single, paired = plan(paper, "paper-14"), plan(paper, "paper-7")
+    assert [stage.group for stage in paired.stages] == [group for group in range(1, 8) for _ in range(2)]
+    # The slowest pair is the one whose own transfer crosses the servers; every other boundary is inside a server.
+    crossing = paired.stages[6]
+    assert paired.timestep_ms == pytest.approx(2 * crossing.compute_ms + crossing.transfer_ms + paired.stages[1].transfer_ms)
+    assert single.timestep_ms == pytest.approx(crossing.compute_ms + crossing.transfer_ms)
+    assert single.pipeline_ms == pytest.approx(14 * single.timestep_ms)
+    assert single.pp_token_ms == paired.pp_token_ms
+
+
+def test_transfer_is_latency_and_bytes(paper: ClusterConfig) -> None:
+    crossing = plan(paper, "paper-14").stages[6]
+    assert crossing.transfer_ms == pytest.approx(0.05 + 32 * 8192 * 4 * 8 / 10e9 * 1000)
+
+
+def test_slow_draft_sets_the_timestep(paper: ClusterConfig) -> None:
+    planned = plan(replace(paper, draft="llama-3.1-8b"), "paper-14")
+    assert planned.draft is not None
+    assert planned.timestep_ms > planned.draft.compute_ms > planned.stages[1].compute_ms
+
+
+def test_what_does_not_fit_is_said(paper: ClusterConfig) -> None:
+    partition = replace(paper.partitions["paper-14"], stages=7, groups=None, layers=(9, 12, 12, 12, 12, 12, 11))
+    planned = plan(replace(paper, partition=None, partitions={"half": partition}), "half")
+    assert planned.problems[1] == "stage 2 on server-1 rtx3090 needs 42.3 GB of 24.0 GB: use more stages or bfloat16"
+    assert len(planned.problems) == 7
+    assert "Problem: stage 7 on server-1 rtx3090 needs" in shown(planned)
+
+
+def test_bfloat16_halves_what_is_needed(paper: ClusterConfig) -> None:
+    partition = replace(paper.partitions["paper-14"], stages=7, groups=None, layers="auto")
+    planned = plan(replace(paper, partition=None, partitions={"half": partition}, dtype="float32"), "half")
+    assert planned.problems[0] == "the 7 stages have room for 40 layers, the target has 80"
+    assert (
+        plan(
+            replace(paper, partition=None, partitions={"half": partition}, dtype="bfloat16", context_tokens=1024), "half"
+        ).problems
+        == ()
+    )
+
+
+def test_draft_that_does_not_fit(paper: ClusterConfig) -> None:
+    planned = plan(replace(paper, draft="llama-3.1-70b"), "paper-14")
+    assert len(planned.problems) == 1
+    assert planned.problems[0].startswith("the draft on server-4 l40 needs ")
+
+
+def test_table_is_readable_at_100_columns(paper: ClusterConfig) -> None:
+    text = shown(plan(paper, "paper-21"))
+    assert max(len(line) for line in text.splitlines()) <= 100
+    assert "…" not in text
+    for words in ("21 stages in 21 groups", "rtx3090 #6", "78-79", "server-4", "draft", "plain pipeline (pp)"):
+        assert words in text
+
+
+def test_placement_mistakes(paper: ClusterConfig) -> None:
+    with pytest.raises(UserError, match=r"^partitions\.only\.stages: 6 stages need as many devices, but 5 are free$"):
+        plan(small(6))
+    with pytest.raises(UserError, match=r"^partitions\.only\.devices: no free l40 is left on b$"):
+        plan(small(3, devices=(DeviceConfig("b", "l40", 3),)))
+    with pytest.raises(UserError, match=r"^partitions\.only\.draft_device: missing"):
+        plan(replace(small(2), draft="llama-3.2-1b"))
+
+
+def test_devices_in_the_order_given() -> None:
+    planned = plan(small(3, devices=(DeviceConfig("b", "l40"), DeviceConfig("a", "rtx3090", 2))))
+    places = [(stage.placement.host, stage.placement.index) for stage in planned.stages]
+    assert places == [("b", 0), ("a", 0), ("a", 1)]
+    assert planned.draft is None
+
+
+def test_explicit_layers() -> None:
+    assert explicit_layers([2, 1, 3], 6) == [range(0, 2), range(2, 3), range(3, 6)]
+    with pytest.raises(UserError, match=r"^layers sum to 79, the target has 80$"):
+        explicit_layers([40, 39], 80)
+    with pytest.raises(UserError, match=r"^every stage needs at least 1 layer$"):
+        explicit_layers([7, 0], 7)
+    with pytest.raises(UserError, match=r"^layers sum to 17, the target has 16$"):
+        plan(small(2, layers=(8, 9)))
+
+
+def test_more_stages_than_layers() -> None:
+    with pytest.raises(UserError, match=r"^32 stages, but the target has 24 layers: use at most 24$"):
+        even_layers(24, 32)
+    with pytest.raises(UserError, match=r"^3 stages, but the target has 2 layers: use at most 2$"):
+        balance(2, [1.0] * 3, [0.0] * 3, [9] * 3)
+    config = small(17)
+    crowd = (ServerConfig("a", {"h100": 17}),)
+    with pytest.raises(UserError, match=r"^17 stages, but the target has 16 layers: use at most 16$"):
+        plan(replace(config, servers=crowd))
+    with pytest.raises(UserError, match=r"^stages must be at least 1, not 0$"):
+        even_layers(24, 0)
+
+
+@given(st.integers(1, 130), st.integers(1, 130))
+def test_even_split(layers: int, stages: int) -> None:
+    assume(stages <= layers)
+    split = even_layers(layers, stages)
+    sizes = [len(part) for part in split]
+    assert [layer for part in split for layer in part] == list(range(layers))
+    assert sizes == sorted(sizes, reverse=True)
+    assert max(sizes) - min(sizes) <= 1
+
+
+@given(st.data(), st.integers(1, 4), st.integers(1, 9))
+def test_balance_equals_brute_force(data: st.DataObject, stages: int, num_layers: int) -> None:
+    assume(stages <= num_layers)
+    times = st.lists(st.integers(1, 20).map(float), min_size=stages, max_size=stages)
+    layer_ms, extra_ms = data.draw(times), data.draw(times)
+    room = data.draw(st.lists(st.integers(1, 9), min_size=stages, max_size=stages))
+
+    def slowest(counts: tuple[int, ...]) -> float:
+        return max(extra + count * layer for extra, count, layer in zip(extra_ms, counts, layer_ms, strict=True))
+
+    choices = [c for c in itertools.product(*(range(1, r + 1) for r in room)) if sum(c) == num_layers]
+    if not choices:
+        with pytest.raises(UserError, match="have room for"):
+            balance(num_layers, layer_ms, extra_ms, room)
+        return
+    counts = tuple(balance(num_layers, layer_ms, extra_ms, room))
+    assert counts in choices
+    assert slowest(counts) == min(map(slowest, choices))
+
+
+def test_balance_names_the_stage_without_room() -> None:
+    with pytest.raises(UserError, match=r"^stage 2 has no room for a single layer$"):
+        balance(4, [1.0, 1.0], [0.0, 0.0], [4, 0])

@@ -1,0 +1,190 @@
+"""From text to tokens and back: streamed text, chat templates, limits, and tokenizers that differ."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny_pair import CHAT_TEMPLATE, CONTEXT, Pair
+
+from pipedec.core import UserError
+from pipedec.engine.prefill import PREFILL_CHUNK, prefill_chunks
+from pipedec.text.prompt import Prompter, same_tokenizer
+from pipedec.text.stream import StopStrings
+
+TEXT = "Größe: naïve café, Ελλάδα, 東京, \U0001f680\U0001f468\u200d\U0001f469\u200d\U0001f467 — twice: 12 + 12 = 24.\n\n  Done."
+
+
+@pytest.fixture(scope="session")
+def prompter(pair: Pair) -> Prompter:
+    return Prompter(pair.target, CONTEXT)
+
+
+def streamed(prompter: Prompter, token_ids: list[int], sizes: list[int]) -> list[str]:
+    """The pieces of text when the tokens come in bursts of these sizes, again and again."""
+    stream, pieces, start = prompter.stream(), [], 0
+    while start < len(token_ids):
+        size = sizes[len(pieces) % len(sizes)]
+        pieces.append(stream.add(token_ids[start : start + size]))
+        start += size
+    return [*pieces, stream.finish()]
+
+
+@settings(deadline=None)
+@given(text=st.text(max_size=60), sizes=st.lists(st.integers(1, 5), min_size=1, max_size=4))
+def test_streamed_text_never_splits_a_character(prompter: Prompter, text: str, sizes: list[int]) -> None:
+    token_ids = prompter.tokenizer(text)["input_ids"]
+    pieces = streamed(prompter, token_ids, sizes)
+    assert "".join(pieces) == prompter.text(token_ids)
+    if "\ufffd" not in text:
+        assert all("\ufffd" not in piece for piece in pieces)
+
+
+@settings(deadline=None)
+@given(token_ids=st.lists(st.integers(0, 299), max_size=40), sizes=st.lists(st.integers(1, 4), min_size=1, max_size=3))
+def test_whatever_the_model_says_the_pieces_make_the_whole_text(
+    prompter: Prompter, token_ids: list[int], sizes: list[int]
+) -> None:
+    """Broken characters and control tokens in any order included."""
+    assert "".join(streamed(prompter, token_ids, sizes)) == prompter.text(token_ids)
+
+
+def test_text_is_handed_out_as_soon_as_it_is_certain(prompter: Prompter) -> None:
+    token_ids = prompter.tokenizer(TEXT)["input_ids"]
+    pieces = streamed(prompter, token_ids, [1])
+    assert "".join(pieces) == TEXT and pieces[-1] == ""
+    assert sum(piece == "" for piece in pieces) < len(pieces) / 2  # only what may be half a character is held back
+    assert "" in pieces[:-1]  # and that is
+
+
+def test_half_a_character_comes_at_the_end(prompter: Prompter) -> None:
+    token_ids = prompter.tokenizer("a\U0001f680")["input_ids"][:-1]
+    assert streamed(prompter, token_ids, [1])[-1].endswith("\ufffd")
+
+
+def test_the_chat_template_wraps_the_prompt_unless_it_is_raw(prompter: Prompter) -> None:
+    chat = prompter.token_ids("How many?", raw=False, max_tokens=1)
+    raw = prompter.token_ids("How many?", raw=True, max_tokens=1)
+    user, assistant = prompter.tokenizer.convert_tokens_to_ids(["<|user|>", "<|assistant|>"])
+    assert chat == (user, *raw, assistant)
+    assert list(raw) == prompter.tokenizer("How many?")["input_ids"]
+
+
+def test_a_model_without_a_template_gets_the_raw_prompt(prompter: Prompter, pair: Pair, tmp_path: Path) -> None:
+    shutil.copy(pair.target / "tokenizer.json", tmp_path)
+    plain = Prompter(tmp_path, CONTEXT)
+    assert plain.token_ids("How many?", raw=False, max_tokens=1) == prompter.token_ids("How many?", raw=True, max_tokens=1)
+
+
+def stopped(prompter: Prompter, token_ids: list[int], stop: list[str], size: int) -> tuple[list[str], int | None]:
+    """The pieces of text when tokens come in bursts of ``size``, and how many tokens the answer has if a stop string ends it."""
+    watched, pieces = StopStrings(prompter.stream(), stop), []
+    for start in range(0, len(token_ids), size):
+        text, count = watched.add(token_ids[start : start + size])
+        pieces.append(text)
+        if count is not None:
+            return pieces, start + count
+    return [*pieces, watched.finish()], None
+
+
+@settings(deadline=None, max_examples=300)
+@given(
+    text=st.text("abé ", max_size=40),
+    stop=st.lists(st.text("abé ", min_size=1, max_size=4), min_size=1, max_size=3),
+    size=st.integers(1, 5),
+)
+def test_an_answer_ends_where_the_first_stop_string_begins(prompter: Prompter, text: str, stop: list[str], size: int) -> None:
+    token_ids = prompter.tokenizer(text)["input_ids"]
+    pieces, count = stopped(prompter, token_ids, stop, size)
+    heard = [text_so_far(prompter, token_ids[:number]) for number in range(len(token_ids) + 1)]
+    expected = next((number for number, said in enumerate(heard) if any(one in said for one in stop)), None)
+    assert count == expected
+    if count is None:
+        assert "".join(pieces) == text
+    else:
+        assert "".join(pieces) == text[: min(place for one in stop if (place := heard[count].find(one)) >= 0)]
+
+
+def text_so_far(prompter: Prompter, token_ids: list[int]) -> str:
+    """What is certain: without half a character at the end."""
+    return prompter.text(token_ids).rstrip("\ufffd")
+
+
+def test_only_what_may_become_a_stop_string_is_held_back(prompter: Prompter) -> None:
+    token_ids = prompter.tokenizer("abababc")["input_ids"]
+    assert len(token_ids) == 7, "one token per letter"
+    assert stopped(prompter, token_ids, ["abc"], 1) == (["", "", "ab", "", "ab", "", ""], 7)
+    assert stopped(prompter, token_ids, ["abd"], 1) == (["", "", "ab", "", "ab", "", "abc", ""], None)
+    assert stopped(prompter, token_ids, ["c"], 3) == (["aba", "bab", ""], 7)
+    assert stopped(prompter, token_ids, ["ba", "ab"], 7) == ([""], 2)
+
+
+def test_texts_that_are_made_elsewhere_stop_an_answer_too(prompter: Prompter) -> None:
+    watched = StopStrings(prompter.stream(), ["END", "ab"])
+    assert watched.add_pieces(["x", "", "yE"]) == ("xy", None)
+    assert watched.add_pieces([]) == ("", None)
+    assert watched.add_pieces(iter(["N", "", "a"])) == ("EN", None)
+    assert watched.finish() == "a"
+    watched = StopStrings(prompter.stream(), ["END"])
+    assert watched.add_pieces(["one E", "", "ND two", "three"]) == ("one ", 3)
+    assert watched.finish() == ""
+
+
+def test_the_template_knows_the_dialect(prompter: Prompter, pair: Pair, tmp_path: Path) -> None:
+    shutil.copytree(pair.target, tmp_path / "target")
+    template = CHAT_TEMPLATE.replace("{% for", "{% if threads is defined %}{{ threads }}{% endif %}{% for", 1)
+    (tmp_path / "target" / "chat_template.jinja").write_text(template)
+    config = tmp_path / "target" / "tokenizer_config.json"
+    values = json.loads(config.read_text())
+    values.pop("chat_template", None)
+    config.write_text(json.dumps(values))
+    knowing = Prompter(tmp_path / "target", CONTEXT)
+    plain = prompter.token_ids("How many?", raw=False, max_tokens=1)
+    apar = tuple(prompter.tokenizer("apar")["input_ids"])
+    assert knowing.token_ids("How many?", raw=False, max_tokens=1) == plain
+    assert knowing.token_ids("How many?", raw=False, max_tokens=1, threads="apar") == (*apar, *plain)
+    assert prompter.token_ids("How many?", raw=False, max_tokens=1, threads="apar") == plain, "templates may not care"
+    assert knowing.token_ids("How many?", raw=True, max_tokens=1, threads="apar") == plain[1:-1]
+
+
+@pytest.mark.parametrize("text", ["", " ", "\n\t"])
+def test_an_empty_prompt_is_refused(prompter: Prompter, text: str) -> None:
+    with pytest.raises(UserError, match="the prompt is empty"):
+        prompter.token_ids(text, raw=True, max_tokens=1)
+
+
+def test_prompt_and_answer_must_fit_the_context(prompter: Prompter) -> None:
+    length = len(prompter.token_ids("How many?", raw=True, max_tokens=1))
+    assert len(prompter.token_ids("How many?", raw=True, max_tokens=CONTEXT - length)) == length
+    with pytest.raises(UserError, match=f"has {length} tokens and --max-tokens asks for {CONTEXT - length + 1} more"):
+        prompter.token_ids("How many?", raw=True, max_tokens=CONTEXT - length + 1)
+
+
+@pytest.mark.parametrize("length", [1, PREFILL_CHUNK, PREFILL_CHUNK + 1, 3 * PREFILL_CHUNK])
+def test_chunks_are_the_prompt_in_order(length: int) -> None:
+    chunks = prefill_chunks(range(length))
+    assert [token for chunk in chunks for token in chunk] == list(range(length))
+    assert len(chunks) == -(-length // PREFILL_CHUNK) and all(0 < len(chunk) <= PREFILL_CHUNK for chunk in chunks)
+
+
+def test_a_missing_or_damaged_tokenizer_is_named(pair: Pair, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no tokenizer in"):
+        Prompter(tmp_path, CONTEXT)
+    (tmp_path / "tokenizer.json").write_text((pair.target / "tokenizer.json").read_text()[:-500])
+    with pytest.raises(UserError, match=r"the tokenizer in .* cannot be read") as refused:
+        Prompter(tmp_path, CONTEXT)
+    assert "\n" not in str(refused.value)
+
+
+def test_tokenizers_are_compared_by_what_they_know(pair: Pair, tmp_path: Path) -> None:
+    same_tokenizer(pair.target, pair.draft)
+    shutil.copytree(pair.draft, tmp_path / "spaced")
+    file = tmp_path / "spaced" / "tokenizer.json"
+    file.write_text(file.read_text() + "\n")  # another file, the same tokenizer
+    same_tokenizer(pair.target, tmp_path / "spaced")
+    with pytest.raises(UserError, match=r"has a different tokenizer than the target .*\(300 and 300 tokens\)"):
+        same_tokenizer(pair.target, pair.foreign_draft)

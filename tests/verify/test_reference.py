@@ -1,0 +1,23 @@
+"""What answers are compared with: the target's own likeliest tokens."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+from tiny_pair import Pair
+
+from pipedec.verify.reference import Reference
+
+
+def test_the_reference_is_greedy_whatever_the_checkpoint_recommends(pair: Pair, tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    shutil.copytree(pair.target, target)
+    config = json.loads((target / "generation_config.json").read_text())
+    (target / "generation_config.json").write_text(json.dumps({**config, "repetition_penalty": 50.0}))
+    spec = pair.spec(1)
+    expected = Reference(spec).generate((1, 9, 30), 24, ignore_eos=True)
+    assert len(set(expected)) < len(expected)  # a penalty would show
+    assert Reference(replace(spec, target=target)).generate((1, 9, 30), 24, ignore_eos=True) == expected
