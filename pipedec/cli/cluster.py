@@ -16,9 +16,9 @@ from rich.table import Table
 
 from pipedec.cli.options import PipelineFlags, pipeline_options, place_options
 from pipedec.cli.show import console, loading_bar
-from pipedec.cluster.state import DEFAULT_RUN, RunningCluster, find_run, process_start, read_state
+from pipedec.cluster.state import DEFAULT_RUN, MachineLock, RunningCluster, find_run, process_start, read_state
 from pipedec.config import redis_url_from_environment, state_directory
-from pipedec.core import PipedecError, UserError
+from pipedec.core import PipedecError
 
 if TYPE_CHECKING:
     from pipedec.cluster.local import LocalCluster
@@ -51,20 +51,22 @@ def local_cluster(flags: PipelineFlags, redis: str | None = None, run: str | Non
 @pipeline_options
 @place_options
 @click.option("--detach", is_flag=True, help="Return when the cluster is up and leave it running.")
-def up(pipeline: PipelineFlags, redis: str | None, run: str | None, detach: bool) -> None:
+@click.option("--lock-fd", type=int, hidden=True, help="The machine's lock, inherited from the command with --detach.")
+def up(pipeline: PipelineFlags, redis: str | None, run: str | None, detach: bool, lock_fd: int | None) -> None:
     """Start all ranks on this machine, with a Redis of their own unless --redis names one.
 
     The cluster loads its weights once and answers `pipedec submit` until `pipedec down` or Ctrl-C.
     """
-    state = read_state()
-    if state is not None and state.is_alive():
-        raise UserError(f"a cluster is already running here (process {state.pid}): stop it with `pipedec down`")
-    redis_url = redis_url_from_environment(redis)
-    cluster = local_cluster(pipeline, redis_url, run or (DEFAULT_RUN if redis_url else None))
-    if detach:
-        _detach()
-        return
-    _serve(cluster)
+    lock = MachineLock(lock_fd)
+    try:
+        redis_url = redis_url_from_environment(redis)
+        cluster = local_cluster(pipeline, redis_url, run or (DEFAULT_RUN if redis_url else None))
+        if detach:
+            _detach(lock)
+        else:
+            _serve(cluster)
+    finally:
+        lock.release()
 
 
 def _serve(cluster: LocalCluster) -> None:
@@ -102,14 +104,14 @@ def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
     raise KeyboardInterrupt
 
 
-def _detach() -> None:
+def _detach(lock: MachineLock) -> None:
     """Start the same command again as a process of its own session, and wait until it is up."""
     arguments = [argument for argument in sys.argv[1:] if argument != "--detach"]
     log_path = state_directory() / "cluster.log"
     with log_path.open("w") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "pipedec.cli", *arguments],
-            stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
+            [sys.executable, "-m", "pipedec.cli", *arguments, "--lock-fd", str(lock.fileno())],
+            stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, pass_fds=[lock.fileno()],
         )  # fmt: skip
     try:
         with console.status("Starting the cluster"):

@@ -68,17 +68,25 @@ def figures_table(completion: Completion) -> Table:
     table.add_row("tokens", f"{figures['output_tokens']} ({completion.finish_reason})")
     if completion.seed is not None:
         table.add_row("seed", str(completion.seed))
+    metrics = completion.metrics
+    if metrics.ttft_seconds is not None:
+        table.add_row("TTFT", f"{metrics.ttft_seconds * 1000:.1f} ms")
+    if metrics.tpot_seconds is not None:
+        table.add_row("TPOT", f"{metrics.tpot_seconds * 1000:.1f} ms")
     table.add_row("tokens/s", f"{figures['tokens_per_second']:.1f}")
     table.add_row("timesteps per token", f"{figures['timesteps_per_token']:.2f}")
+    if metrics.acceptance_rate is not None:
+        table.add_row("acceptance rate", f"{metrics.acceptance_rate:.0%} of {metrics.draft_tokens} draft tokens")
     table.add_row("hit rate", f"{figures['hit_rate']:.0%}")
+    table.add_row("prefill", f"{metrics.prefill_seconds * 1000:.1f} ms")
     if completion.threads is not None:
-        metrics, anomalies = completion.threads["metrics"], completion.threads["anomalies"]
-        table.add_row("threads", str(metrics["threads"]))
-        table.add_row("parallelism", f"{metrics['parallelism']:.2f}")
-        table.add_row("most cached tokens", f"{metrics['max_cached_tokens']} (in one thread {metrics['max_cached_tokens_flat']})")
+        of_threads, anomalies = completion.threads["metrics"], completion.threads["anomalies"]
+        table.add_row("threads", str(of_threads["threads"]))
+        table.add_row("parallelism", f"{of_threads['parallelism']:.2f}")
+        cached, cached_flat = of_threads["max_cached_tokens"], of_threads["max_cached_tokens_flat"]
+        table.add_row("peak cached tokens", f"{cached} ({cached_flat} if decoded in one thread)")
         for name, count in anomalies.items():
             table.add_row(name.replace("_", " "), str(count))
-    table.add_row("prefill", f"{completion.metrics.prefill_seconds * 1000:.0f} ms")
     return table
 
 

@@ -18,6 +18,30 @@ OnText = Callable[[str], None]
 OnThreads = Callable[[list[dict[str, Any]]], None]
 
 
+class TokenArrivals:
+    """When the tokens of one answer arrive at the client, counted from submitting the request."""
+
+    def __init__(self) -> None:
+        self._submitted = time.perf_counter()
+        self._first: float | None = None
+        self._last = self._submitted
+
+    def note(self, num_tokens: int) -> None:
+        """``num_tokens`` tokens arrive now."""
+        if num_tokens:
+            self._last = time.perf_counter()
+            self._first = self._first or self._last
+
+    @property
+    def ttft_seconds(self) -> float | None:
+        """Time to first token; None if none has arrived."""
+        return None if self._first is None else self._first - self._submitted
+
+    def tpot_seconds(self, num_tokens: int) -> float | None:
+        """Time per output token after the first, of an answer of ``num_tokens``; None if there is only one."""
+        return None if self._first is None or num_tokens < 2 else (self._last - self._first) / (num_tokens - 1)
+
+
 class Client:
     """Sends requests to a running cluster.
 
@@ -32,6 +56,7 @@ class Client:
         self._silence_seconds = silence_seconds
         self.trace: list[TraceEvent] = []
         self._logprobs: list[dict[int, float]] = []
+        self._arrivals = TokenArrivals()
         self.overran: set[int] = set()  # timesteps of the last answer in which a rank outlasted its emulated time
 
     def ask(
@@ -48,8 +73,9 @@ class Client:
             UserError: the cluster refused the request.
             RankLost, SchedulerLost: the cluster died or fell silent.
         """
-        number = self._scheduler.submit(request.to_json())
         self.trace, self.overran, self._logprobs = [], set(), []
+        self._arrivals = TokenArrivals()
+        number = self._scheduler.submit(request.to_json())
         try:
             completion = self._read(number, on_text, on_threads)
         except UserError:
@@ -89,6 +115,8 @@ class Client:
     def _completed(self, event: Event) -> Completion:
         """With the log-probabilities of its tokens; the last stage may have said more before it heard of the end."""
         completion = completion_from_event(event)
+        completion.metrics.ttft_seconds = self._arrivals.ttft_seconds
+        completion.metrics.tpot_seconds = self._arrivals.tpot_seconds(len(completion.token_ids))
         if self._logprobs and "sampled" in event:
             tokens = zip(event["sampled"], completion.token_ids, strict=True)
             completion.logprobs = [{token: 0.0} if which < 0 else self._logprobs[which] for which, token in tokens]
@@ -99,6 +127,7 @@ class Client:
     def _take(self, event: Event, on_text: OnText, on_threads: OnThreads) -> Completion | None:
         """Handle one event; the completion if it was the last."""
         if "text" in event:
+            self._arrivals.note(len(event["token_ids"]))
             on_text(event["text"])
             on_threads(event.get("threads", []))
         elif "trace" in event:

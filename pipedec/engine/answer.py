@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 
-from pipedec.core import Completion, Request, Verdict
+from pipedec.core import Completion, Request, Step, Verdict
 from pipedec.decoding import Method
+from pipedec.engine.draft_tokens import DraftTokens
 from pipedec.messages import completion_to_event
 from pipedec.scheduler.protocol import Event
 from pipedec.text.prompt import Prompter
@@ -21,6 +22,7 @@ class Answer:
         self.completion = Completion(request.method, num_stages, len(request.prompt_token_ids))
         self.completion.seed = request.sampling.seed
         self.is_told = False  # the client has the completion
+        self._draft_tokens = DraftTokens()
         self._text = prompter.stream()
         self._stops = StopStrings(self._text, request.sampling.stop) if request.sampling.stop else None
         self._stopped_text = ""  # with stop strings: the text of the verdict that was looked at last
@@ -30,6 +32,10 @@ class Answer:
     @property
     def has_ended(self) -> bool:
         return self.completion.finish_reason is not None
+
+    def propose(self) -> Step | None:
+        """The rows that enter the pipeline next, or None."""
+        return self._draft_tokens.add(self.method.propose())
 
     def until_stop(self, verdict: Verdict) -> Verdict:
         """The verdict that is to be added next; if a stop string appears in its text, cut and finished there."""
@@ -61,3 +67,5 @@ class Answer:
         metrics.timesteps = timestep
         completion.finish_reason = verdict.finished
         metrics.hits, metrics.misses = self.method.hits, self.method.misses
+        if verdict.finished is not None:
+            metrics.draft_tokens = self._draft_tokens.total()

@@ -143,7 +143,7 @@ class DraftLoop(RankLoop):
         if task.seq > self._topology.num_groups:
             method.observe(beat)
         method.draft()
-        step = None if self._topology.has_sync(message.active) else method.propose()
+        step = None if self._topology.has_sync(message.active) else self._current.propose()
         self._clock.pause()
         return Facts(rows_out=self._keep_outgoing(step, task.seq), active=message.active)
 
@@ -152,14 +152,14 @@ class DraftLoop(RankLoop):
         answer, method = self._current, self._current.method
         self._clock.resume()
         if not (verdict.tokens or verdict.finished):  # the rows of this timestep do not follow what is accepted so far
-            step = method.propose()
+            step = self._current.propose()
             self._clock.pause()
             return Facts(rows_out=self._keep_outgoing(step, task.seq))
         said = verdict if answer.has_ended else answer.until_stop(verdict)
         if verdict.finished is None and said.finished is not None:
             self._stop_early(said, task.seq)
         method.apply(said if verdict.finished else verdict)
-        step = None if verdict.finished or self._window_timesteps else method.propose()
+        step = None if verdict.finished or self._window_timesteps else self._current.propose()
         if verdict.finished:
             self._forget_request()
         if not answer.has_ended:
@@ -200,7 +200,7 @@ class DraftLoop(RankLoop):
 
     def _timestep(self, seq: int) -> None:
         method = self._current.method
-        self._send_envelope(Envelope(method.propose(), self._untold), 1, seq)
+        self._send_envelope(Envelope(self._current.propose(), self._untold), 1, seq)
         self._untold = None
         self._in_flight += 1
         with self._tracer.task(Task.compute("dec", 0, seq).label, "dec"):

@@ -17,6 +17,7 @@ from pipedec.core import Metrics, Request, Step, UserError, Verdict
 from pipedec.decoding import Beat, Drafter, Experience, Method, create_method, create_threaded
 from pipedec.engine.clock import BeatClock
 from pipedec.engine.dialects import Dialects
+from pipedec.engine.draft_tokens import DraftTokens
 from pipedec.engine.emulated_time import EmulatedClock, TimestepLoad
 from pipedec.engine.prefill import prefill_chunks
 from pipedec.engine.spec import PipelineSpec
@@ -59,6 +60,7 @@ class LocalPipeline:
         self._trained_masks = trained_masks
         self._dialects = dialects
         self._load = TimestepLoad()
+        self._draft_tokens = DraftTokens()
         self._experience = Experience(topology.num_groups)
         self._drafting_clock = BeatClock()
         self._slowest_seconds = 0.0  # of the groups, in the present timestep
@@ -92,6 +94,7 @@ class LocalPipeline:
             raise UserError("stop strings need a tokenizer, which LocalPipeline does not have: use stop_token_ids")
         sampling = seeded(request.sampling)
         self.metrics, self.seed, self.logprobs, self.fill = Metrics(), sampling.seed, [], []
+        self._draft_tokens = DraftTokens()
         clock = EmulatedClock(self._emulation, self._topology) if self._emulation else None
         self._transports = LocalTransport.connect(self._topology.num_stages + 1)
         request = replace(request, sampling=sampling)
@@ -126,6 +129,7 @@ class LocalPipeline:
             self.metrics.timesteps = timestep
             self.metrics.decode_seconds = time.perf_counter() - prefilled
         self.metrics.hits, self.metrics.misses = method.hits, method.misses
+        self.metrics.draft_tokens = self._draft_tokens.total()
         self.emulated_ms = clock.total_ms if clock else None
 
     def _check_progress(self) -> None:
@@ -178,7 +182,7 @@ class LocalPipeline:
     def _transmit(self, method: Method, arrivals: list[int]) -> list[int]:
         """Pruned outputs move one group on; returns how many rows arrive at each."""
         self._stages[self._topology.final_rank].outgoing()
-        moved = [self._pass_on(method.propose(), 0)]
+        moved = [self._pass_on(self._draft_tokens.add(method.propose()), 0)]
         for group, num_rows in zip(self._topology.groups[:-1], arrivals[:-1], strict=True):
             exit_rank = group[-1]
             moved.append(self._pass_on(self._stages[exit_rank].outgoing(), exit_rank) if num_rows else 0)
