@@ -1,4 +1,6 @@
-"""The client's side of a request: submit it, read the answer as it grows, cancel it. Needs no torch and no checkpoint."""
+"""The client's side of a request: submit it, read the answer while it is generated, cancel it. Needs no torch and no
+checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,7 @@ class Client:
 
     Args:
         check: called while waiting; raises if the cluster is known to be in trouble (``LocalCluster.check``).
-        silence_seconds: how long a cluster may say nothing before it counts as lost.
+        silence_seconds: how long to wait for the next event before the cluster counts as lost.
     """
 
     def __init__(self, scheduler: Scheduler, check: Callable[[], None] = lambda: None, silence_seconds: float = 600.0) -> None:
@@ -57,21 +59,24 @@ class Client:
         self.trace: list[TraceEvent] = []
         self._logprobs: list[dict[int, float]] = []
         self._arrivals = TokenArrivals()
-        self.overran: set[int] = set()  # timesteps of the last answer in which a rank outlasted its emulated time
+        self.overran: set[int] = set()  # timesteps of the last answer in which a rank took longer than its emulated time
 
     def ask(
         self, request: PromptRequest, on_text: OnText = lambda text: None, on_threads: OnThreads = lambda news: None
     ) -> Completion:
-        """Submit and wait for the whole answer; ``on_text`` gets its text piece by piece.
+        """Submit a request and wait for its completion.
 
-        ``on_threads`` gets what threads say, if the request asks for it: ``path``, ``text``, ``tokens`` so far, ``state``.
+        Ctrl-C, or any other exception in a callback, cancels the request and is raised again; the cluster goes on with the next
+        request.
 
-        Ctrl-C, or whatever else ``on_text`` raises, cancels the request (the cluster goes on with the next one) and is
-        raised again.
+        Args:
+            on_text: receives the text in pieces.
+            on_threads: receives the news of decode threads (``path``, ``text``, ``tokens``, ``state``) if the request has
+                ``show_threads``.
 
         Raises:
             UserError: the cluster refused the request.
-            RankLost, SchedulerLost: the cluster died or fell silent.
+            RankLost, SchedulerLost: the cluster died or stopped answering.
         """
         self.trace, self.overran, self._logprobs = [], set(), []
         self._arrivals = TokenArrivals()
@@ -98,10 +103,10 @@ class Client:
                     return completion
             if events or self._waits_in_line(number):
                 deadline = time.monotonic() + self._silence_seconds
-        raise RankLost(f"the cluster has said nothing for {self._silence_seconds:.0f} s; see pipedec status")
+        raise RankLost(f"no event has arrived for {self._silence_seconds:.0f} s; see pipedec status")
 
     def _waits_in_line(self, number: int) -> bool:
-        """Whether another request is being answered; raises if the cluster is in trouble or has ended."""
+        """Whether another request is being answered. Raises if the cluster has failed or ended."""
         self._check()
         if failure := self._scheduler.failure():
             raise RankLost(failure)
@@ -113,7 +118,7 @@ class Client:
         return status.running not in (None, number)
 
     def _completed(self, event: Event) -> Completion:
-        """With the log-probabilities of its tokens; the last stage may have said more before it heard of the end."""
+        """The completion, with the log-probabilities of its tokens (the last stage may have sent those of further tokens)."""
         completion = completion_from_event(event)
         completion.metrics.ttft_seconds = self._arrivals.ttft_seconds
         completion.metrics.tpot_seconds = self._arrivals.tpot_seconds(len(completion.token_ids))
@@ -125,7 +130,7 @@ class Client:
         return completion
 
     def _take(self, event: Event, on_text: OnText, on_threads: OnThreads) -> Completion | None:
-        """Handle one event; the completion if it was the last."""
+        """Handle one event. Returns the completion if it was the last event."""
         if "text" in event:
             self._arrivals.note(len(event["token_ids"]))
             on_text(event["text"])
@@ -141,7 +146,7 @@ class Client:
         elif event.get("kind") == "cancelled":
             raise UserError("the request was cancelled before it began")
         elif event.get("kind") == "abort":
-            self._check()  # who watches the processes knows better what happened than their neighbours
+            self._check()  # the supervisor knows better than the other ranks what happened to a process
             raise RankLost(event["text"])
         elif "error" in event:
             raise UserError(event["error"])

@@ -1,4 +1,4 @@
-"""Rank 0's stopwatch: what a timestep takes, how long of it rank 0 waits for the stages, and how long each draft forward is."""
+"""Rank 0's clock: how long a timestep takes, how long of it rank 0 waits for the stages, how long each draft forward takes."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from pipedec.decoding import Beat
 
 
 class BeatClock:
-    """Laps from one timestep to the next."""
+    """Measures one timestep after another."""
 
     def __init__(self) -> None:
         self.restart()
 
     def restart(self) -> None:
-        """A lap begins now; nothing before counts."""
+        """A timestep begins now; discard what was measured before."""
         self._began = time.perf_counter()
         self._paused: float | None = None
         self._waited = 0.0
         self._forwards: list[float] = []
 
     def lap(self) -> Beat:
-        """The lap that ends now, and begin the next."""
+        """End the current timestep, return its timing and begin the next timestep."""
         self.resume()
         beat = Beat(time.perf_counter() - self._began, self._waited, tuple(self._forwards))
         self.restart()
@@ -31,13 +31,13 @@ class BeatClock:
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """Around a draft forward."""
+        """Measure a draft forward."""
         began = time.perf_counter()
         yield
         self._forwards.append(time.perf_counter() - began)
 
     def pause(self) -> None:
-        """Waiting begins, until ``resume``."""
+        """Rank 0 begins to wait, until ``resume``."""
         self._paused = time.perf_counter()
 
     def resume(self) -> None:

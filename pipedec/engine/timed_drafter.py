@@ -1,4 +1,4 @@
-"""A drafter whose forwards are timed: by the clock that the method learns from, and by the emulation."""
+"""Wraps a drafter so that each of its forwards runs inside a timer: a clock, or the pacer of an emulated device."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from pipedec.tree import Advance, Candidates, PredictionTree
 
 
 class ForwardTimer(Protocol):
-    """What happens around one forward of the draft model with so many rows."""
+    """Returns the context in which one draft forward of ``rows`` rows runs."""
 
     def __call__(self, rows: int, /) -> AbstractContextManager[None]: ...
 
 
 class TimedDrafter:
-    """A drafter with a timer around each of its forwards while it decodes."""
+    """A drafter with a timer around each of its forwards in decoding."""
 
     def __init__(self, drafter: Drafter, timer: ForwardTimer) -> None:
         self._drafter = drafter
@@ -42,14 +42,14 @@ class TimedDrafter:
         self._drafter.advance(advance)
 
     def for_threads(self, sequence: Sequence) -> TimedForestDrafter:
-        """The same for the threads of an answer. Raises UserError if the drafter drafts one tree alone."""
+        """The drafter for the threads of an answer. Raises UserError if it can only draft for one tree."""
         if not isinstance(self._drafter, DraftModel):
-            raise UserError("this draft does not draft for several threads: use --method pp")
+            raise UserError("this drafter cannot draft for several threads: use --method pp")
         return TimedForestDrafter(self._drafter.for_threads(sequence), self._timer)
 
 
 class TimedForestDrafter:
-    """As ``TimedDrafter``, for the threads of an answer."""
+    """Like ``TimedDrafter``, for the threads of an answer."""
 
     def __init__(self, drafter: ForestDrafter, timer: ForwardTimer) -> None:
         self._drafter = drafter
