@@ -131,7 +131,7 @@ class Client:
 
     def _take(self, event: Event, on_text: OnText, on_threads: OnThreads) -> Completion | None:
         """Handle one event. Returns the completion if it was the last event."""
-        if "text" in event:
+        if "token_ids" in event:
             self._arrivals.note(len(event["token_ids"]))
             on_text(event["text"])
             on_threads(event.get("threads", []))
