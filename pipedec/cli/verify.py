@@ -31,29 +31,15 @@ Shape = tuple[int, int]  # stages, groups
 
 @click.command()
 @pipeline_options
-@click.option("--prompt", "prompts", multiple=True, help="Prompt text; may be repeated.")
-@click.option(
-    "--prompts",
-    "files",
-    multiple=True,
-    type=click.Path(path_type=Path),
-    help="JSONL, JSONL.gz or CSV file of prompts; may be repeated.",
-)
+@click.option("--prompt", "prompts", multiple=True, help="Prompt text. This and --prompts may be repeated.")
+@click.option("--prompts", "files", multiple=True, type=click.Path(path_type=Path), help="Prompt file: JSONL, JSONL.gz or CSV.")
 @click.option("--field", help="Field of the prompt files that holds the prompt.")
 @click.option("--samples", type=int, default=20, show_default=True, help="Prompts sampled from each file (seed 0).")
-@click.option(
-    "--shapes", help="Pipelines to check, as STAGES or STAGESxGROUPS, like 1,4,14,14x7 (default: --stages and --groups)."
-)
-@click.option(
-    "--methods", help="Methods to check, like pp,bita (default: all that the available draft model and BiTA weights allow)."
-)
+@click.option("--shapes", help="Pipelines to check: STAGES or STAGESxGROUPS, like 1,4,14x7 (default: --stages and --groups).")
+@click.option("--methods", help="Methods to check, like pp,bita (default: all for which draft and BiTA weights are available).")
 @click.option("--max-tokens", type=int, default=128, show_default=True, help="Maximum output tokens per answer.")
 @click.option("--raw-prompt", is_flag=True, help="Do not apply the model's chat template.")
-@click.option(
-    "--threads",
-    metavar="NAME|FILE",
-    help="Check answers in decode threads, in this dialect: apar, pasta, parallel, or a JSON file.",
-)
+@click.option("--threads", metavar="NAME|FILE", help="Check answers in decode threads: apar, pasta, parallel or a JSON file.")
 @click.option("--local", is_flag=True, help="Run all stages in this process (LocalPipeline) instead of one process per rank.")
 def verify(
     pipeline: PipelineFlags, prompts: tuple[str, ...], files: tuple[Path, ...], field: str | None, samples: int,
