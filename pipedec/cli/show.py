@@ -1,4 +1,4 @@
-"""How answers, progress and tables look. Text goes to standard output, everything else to standard error."""
+"""Prints answers, progress and metrics. The answer goes to standard output, everything else to standard error."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def loading_bar(num_ranks: int) -> Iterator[Callable[[int, int, int], None]]:
 
 
 def ask_and_show(client: Client, request: PromptRequest, as_json: bool, trace: Path | None) -> Completion:
-    """Send the request, stream its text (or print one JSON document), then the figures."""
+    """Submit the request, stream its text (or print one JSON document), then print its metrics."""
     if request.show_threads:
         with ThreadsView(console) as view:
             completion = client.ask(request, on_threads=view.update)
@@ -49,7 +49,7 @@ def ask_and_show(client: Client, request: PromptRequest, as_json: bool, trace: P
         print(json.dumps(completion.as_dict()))
     else:
         _write("\n")
-        console.print(figures_table(completion))
+        console.print(metrics_table(completion))
     if trace is not None:
         names = {0: "rank 0: draft", SCHEDULER_TRACK: "scheduler"}
         names |= {rank: f"rank {rank}: stage {rank}" for rank in range(1, completion.stages + 1)}
@@ -58,8 +58,8 @@ def ask_and_show(client: Client, request: PromptRequest, as_json: bool, trace: P
     return completion
 
 
-def figures_table(completion: Completion) -> Table:
-    """The short table under an answer."""
+def metrics_table(completion: Completion) -> Table:
+    """The metrics of an answer, as printed below it."""
     figures = completion.as_dict()
     table = Table(title=f"{completion.method}, {completion.stages} stages", show_header=False, title_justify="left")
     table.add_column(style="dim")
