@@ -66,7 +66,15 @@ def test_generate_prints_the_answer_and_its_figures(
     )
     assert answered.status == 0
     assert answered.out == tokenizer.decode(expected, skip_special_tokens=True) + "\n"
-    for figure in ("pipedec-bestfirst, 2 stages", "tokens/s", "timesteps per token", "hit rate", "16 (length)"):
+    for figure in (
+        "pipedec-bestfirst, 2 stages",
+        "TTFT",
+        "TPOT",
+        "acceptance rate",
+        "timesteps per token",
+        "hit rate",
+        "16 (length)",
+    ):
         assert figure in answered.err
 
 
