@@ -17,7 +17,7 @@ from torch import Tensor
 from pipedec.core import NO_MASKS, Request, Step, UserError, Verdict
 from pipedec.decoding.acceptance import Acceptance
 from pipedec.decoding.choices import Choices, Proposer
-from pipedec.decoding.controller import WIDTHS, Beat, Controller
+from pipedec.decoding.controller import WIDTHS, Controller, TimestepTiming
 from pipedec.decoding.experience import Experience
 from pipedec.decoding.injection import InjectionTree
 from pipedec.decoding.proposers import DraftProposer, NgramProposer
@@ -98,8 +98,8 @@ class BestFirst:
         self._root_waits = False
         return step
 
-    def observe(self, beat: Beat) -> None:
-        self._controller.timestep(beat)
+    def observe(self, timing: TimestepTiming) -> None:
+        self._controller.timestep(timing)
 
 
 def learn(injection: InjectionTree, tokens: Sequence[int], acceptance: Acceptance, controller: Controller) -> None:

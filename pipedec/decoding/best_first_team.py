@@ -14,7 +14,7 @@ from torch import Tensor
 from pipedec.core import NO_MASKS, Part, Request, Step, UserError
 from pipedec.decoding.best_first import DRAFTED_ROWS, learn
 from pipedec.decoding.choices import Choices, Proposal
-from pipedec.decoding.controller import Beat
+from pipedec.decoding.controller import TimestepTiming
 from pipedec.decoding.experience import Experience
 from pipedec.decoding.injection import InjectionTree
 from pipedec.decoding.proposers import DraftProposal, DraftProposer, NgramProposer
@@ -197,5 +197,5 @@ class BestFirstTeam:
         order = sorted(running, key=lambda number: (not running[number].root_waits, number))
         return {number: running[number] for number in order[:MAX_THREADS]}
 
-    def observe(self, beat: Beat) -> None:
-        self._controller.timestep(beat)
+    def observe(self, timing: TimestepTiming) -> None:
+        self._controller.timestep(timing)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pipedec.core import MaskParams, Request, Step, UserError, Verdict
 from pipedec.decoding.candidates import CandidateTree, Forecast, RankChances, efficient, full, likeliest, straightforward
-from pipedec.decoding.controller import Beat
+from pipedec.decoding.controller import TimestepTiming
 from pipedec.decoding.experience import Experience
 from pipedec.tree import mask_groups
 
@@ -92,7 +92,7 @@ class Bita:
         masks, behind = mask_groups(with_masks, len(tokens), self.masks.count)
         return Step(torch.cat((tokens, masks)), torch.cat((parents, behind)))
 
-    def observe(self, beat: Beat) -> None:
+    def observe(self, timing: TimestepTiming) -> None:
         """There is nothing to adapt."""
 
     def _tree(self, root: int) -> CandidateTree:

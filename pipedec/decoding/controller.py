@@ -38,18 +38,18 @@ _OFF_TOKENS = 64  # tokens without speculation after which it is tried again
 
 
 @dataclass(frozen=True)
-class Beat:
-    """One timestep of the full pipeline as rank 0 saw it, in seconds.
+class TimestepTiming:
+    """How long one timestep of the full pipeline took, as measured on rank 0.
 
     Attributes:
-        period: from its beginning to the next.
-        waiting: how long of it rank 0 had nothing to do but to wait for the stages.
-        forwards: how long each draft forward was.
+        seconds: duration of the timestep.
+        waiting_seconds: how much of it rank 0 was idle, waiting for the stages.
+        forward_seconds: duration of each draft forward.
     """
 
-    period: float
-    waiting: float
-    forwards: tuple[float, ...]
+    seconds: float
+    waiting_seconds: float
+    forward_seconds: tuple[float, ...]
 
 
 class Controller:
@@ -74,7 +74,7 @@ class Controller:
         self._tokens_per_timestep = 0.0
         self._unnamed_share = 0.0
         self._unsettled = 0  # timesteps that are still shaped by the old width
-        self._beats: list[Beat] = []
+        self._timings: list[TimestepTiming] = []
         self._entered: list[int] = []  # rows of each timestep
         self._tokens = 0
 
@@ -99,14 +99,14 @@ class Controller:
         """A verdict accepted so many tokens."""
         self._tokens += num_tokens
 
-    def timestep(self, beat: Beat) -> None:
+    def timestep(self, timing: TimestepTiming) -> None:
         """What a timestep took."""
         if self._unsettled:
             self._unsettled -= 1
             self._entered, self._tokens = [], 0
             return
-        self._beats.append(beat)
-        if len(self._beats) >= (_EPOCH if self.is_speculating else _OFF_TOKENS * self._passage):
+        self._timings.append(timing)
+        if len(self._timings) >= (_EPOCH if self.is_speculating else _OFF_TOKENS * self._passage):
             self._decide()
 
     def _decide(self) -> None:
@@ -116,12 +116,15 @@ class Controller:
             self._set_forwards()
         if self._limits.children is None:
             self._set_children()
-        self._beats, self._entered, self._tokens = [], [], 0
+        self._timings, self._entered, self._tokens = [], [], 0
         if self._limits.width is None:
             self._set_width()
 
     def _measure(self) -> None:
-        period, waiting = fmean(beat.period for beat in self._beats), fmean(beat.waiting for beat in self._beats)
+        period, waiting = (
+            fmean(timing.seconds for timing in self._timings),
+            fmean(timing.waiting_seconds for timing in self._timings),
+        )
         self._epoch += 1
         for width in [width for width, epoch in self._tried.items() if self._epoch - epoch > _REMEMBERED_EPOCHS]:
             del self._periods[width], self._rows[width], self._tried[width]
@@ -129,16 +132,16 @@ class Controller:
             self._periods[self.width] = (self._periods.get(self.width, period) + period) / 2
             self._rows[self.width] = max(sum(self._entered) / max(len(self._entered), 1), 1)
             self._tried[self.width] = self._epoch
-        rate = self._tokens / len(self._beats)
+        rate = self._tokens / len(self._timings)
         self._tokens_per_timestep = _MEMORY * (self._tokens_per_timestep or rate) + (1 - _MEMORY) * rate
 
     def _set_forwards(self) -> None:
-        drafted = [beat for beat in self._beats if len(beat.forwards) == self.forwards]
+        drafted = [timing for timing in self._timings if len(timing.forward_seconds) == self.forwards]
         if not drafted:
             return  # there was too little to draft
-        waiting = _median([beat.waiting for beat in drafted])
-        forward = _median([seconds for beat in drafted for seconds in beat.forwards])
-        spare = waiting - _LITTLE * _median([beat.period for beat in drafted])
+        waiting = _median([timing.waiting_seconds for timing in drafted])
+        forward = _median([seconds for timing in drafted for seconds in timing.forward_seconds])
+        spare = waiting - _LITTLE * _median([timing.seconds for timing in drafted])
         if spare > forward:
             self.forwards = min(self.forwards + int(spare / forward), MAX_FORWARDS)
         elif spare < 0:

@@ -8,7 +8,7 @@ from typing import Protocol
 from torch import Tensor
 
 from pipedec.core import MaskParams, Part, Step, Verdict
-from pipedec.decoding.controller import Beat
+from pipedec.decoding.controller import TimestepTiming
 from pipedec.decoding.thread_drafter import ForestDrafter
 from pipedec.decoding.threaded import MAX_THREADS
 from pipedec.forest import Forest, Rest, Turn, place
@@ -30,7 +30,7 @@ class Member(Protocol):
     def draft(self) -> None: ...
     def apply(self, verdict: Verdict) -> None: ...
     def propose(self) -> Step | None: ...
-    def observe(self, beat: Beat) -> None: ...
+    def observe(self, timing: TimestepTiming) -> None: ...
 
     def cut(self) -> None:
         """Forget all rows: the thread waits, or has ended."""
@@ -103,9 +103,9 @@ class Members:
         thread = self._forest.sequence.threads[number]
         return thread.parent is None or thread.parent in entering or self._forest.entered(thread.parent) >= thread.opened_at
 
-    def observe(self, beat: Beat) -> None:
+    def observe(self, timing: TimestepTiming) -> None:
         for member in self._members.values():
-            member.observe(beat)
+            member.observe(timing)
 
     def _running(self) -> dict[int, Member]:
         threads = self._forest.sequence.threads

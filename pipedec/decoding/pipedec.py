@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from pipedec.core import NO_MASKS, Request, Step, Verdict
-from pipedec.decoding.controller import Beat
+from pipedec.decoding.controller import TimestepTiming
 from pipedec.tree import Candidates, PredictionTree
 
 if TYPE_CHECKING:
@@ -84,5 +84,5 @@ class PipeDec:
             return None
         return Step(self._tree.token_ids[self._layer].clone(), self._tree.parents[self._layer].clone())
 
-    def observe(self, beat: Beat) -> None:
+    def observe(self, timing: TimestepTiming) -> None:
         """The paper's limits do not change."""

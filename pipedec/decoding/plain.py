@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from pipedec.core import NO_MASKS, Request, Step, Verdict
-from pipedec.decoding.controller import Beat
+from pipedec.decoding.controller import TimestepTiming
 
 
 class PlainPipeline:
@@ -49,5 +49,5 @@ class PlainPipeline:
             parents=torch.tensor([-1], dtype=torch.int64, device=self._device),
         )
 
-    def observe(self, beat: Beat) -> None:
+    def observe(self, timing: TimestepTiming) -> None:
         """There is nothing to adapt."""

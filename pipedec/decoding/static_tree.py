@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from pipedec.core import NO_MASKS, Request, Step, Verdict
-from pipedec.decoding.controller import Beat
+from pipedec.decoding.controller import TimestepTiming
 from pipedec.tree import PredictionTree
 
 if TYPE_CHECKING:
@@ -86,5 +86,5 @@ class StaticTree:
             self._drafter.advance(self._tree.keep(self._tree.likeliest(self.room - 1)))
         return Step(self._tree.token_ids.clone(), self._tree.parents.clone())
 
-    def observe(self, beat: Beat) -> None:
+    def observe(self, timing: TimestepTiming) -> None:
         """The tree does not change."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from pipedec.core import MAX_VERDICT_TOKENS, MaskParams, Part, Step, Verdict
-from pipedec.decoding.controller import Beat
+from pipedec.decoding.controller import TimestepTiming
 from pipedec.forest import Forest, Turn
 from pipedec.threads import Sequence, State
 from pipedec.tree import is_mask
@@ -39,7 +39,7 @@ class Team(Protocol):
     def propose(self, room: int) -> list[tuple[int, Step]]:
         """At most ``room`` rows that enter at the next timestep, by thread."""
 
-    def observe(self, beat: Beat) -> None:
+    def observe(self, timing: TimestepTiming) -> None:
         """What a timestep of the full pipeline took."""
 
 
@@ -107,5 +107,5 @@ class Threaded:
     def _certain(self, token: int) -> Step:
         return Step(torch.tensor([token], device=self._device), torch.tensor([-1], device=self._device))
 
-    def observe(self, beat: Beat) -> None:
-        self._team.observe(beat)
+    def observe(self, timing: TimestepTiming) -> None:
+        self._team.observe(timing)

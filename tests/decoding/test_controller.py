@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pipedec.core import Request, SamplingParams, TreeParams
-from pipedec.decoding.controller import CHILDREN, MAX_FORWARDS, WIDTHS, Beat, Controller
+from pipedec.decoding.controller import CHILDREN, MAX_FORWARDS, WIDTHS, Controller, TimestepTiming
 from pipedec.decoding.experience import Experience
 
 PASSAGE = 5
@@ -38,7 +38,7 @@ class SyntheticPipeline:
             self.controller.accepted(int(unsaid + 1e-9))
             unsaid -= int(unsaid + 1e-9)
             stages, draft = self.stages(max(width, 1)), forwards * self.forward
-            self.controller.timestep(Beat(max(stages, draft), max(stages - draft, 0.0), (self.forward,) * forwards))
+            self.controller.timestep(TimestepTiming(max(stages, draft), max(stages - draft, 0.0), (self.forward,) * forwards))
             history.append((self.controller.width, self.controller.forwards))
         return history
 
@@ -79,7 +79,7 @@ def test_timesteps_with_too_little_to_draft_do_not_count() -> None:
     limits = controller(width=32)
     before = limits.forwards
     for _ in range(100):
-        limits.timestep(Beat(1.0, 0.9, (0.1,) * (before - 1)))
+        limits.timestep(TimestepTiming(1.0, 0.9, (0.1,) * (before - 1)))
     assert limits.forwards == before
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from toy_dialects import END, IDS, TAGS, TEXTS
 
 from pipedec.core import Request, SamplingParams, Step, TreeParams, Verdict
-from pipedec.decoding import Beat, Experience, Threaded, create_threaded
+from pipedec.decoding import Experience, Threaded, TimestepTiming, create_threaded
 from pipedec.forest import paths
 from pipedec.model.cache import KVCache
 from pipedec.stage import FinalStageWorker, StageWorker
@@ -334,7 +334,7 @@ class Rehearsal:
 
     def _draft(self) -> None:
         self.method.draft()
-        self.method.observe(Beat(0.01, 0.005, (0.001,)))
+        self.method.observe(TimestepTiming(0.01, 0.005, (0.001,)))
 
     def _propose(self) -> Step | None:
         """Rows with their names, which rank 0's own trees tell."""
