@@ -73,7 +73,7 @@ class BestFirst:
 
     def apply(self, verdict: Verdict) -> None:
         learn(self._injection, verdict.tokens, self._acceptance, self._controller)
-        self._controller.accepted(len(verdict.tokens))
+        self._controller.record_accepted(len(verdict.tokens))
         advance, has_entered = self._injection.advance(verdict.tokens)
         if self._drafter is not None:
             self._drafter.advance(advance)
@@ -94,12 +94,12 @@ class BestFirst:
             step = self._injection.enter(1)[0] if self._root_waits else None
         else:
             step, chances = self._injection.enter(self._controller.width)
-            self._controller.entered(chances)
+            self._controller.record_entered(chances)
         self._root_waits = False
         return step
 
     def observe(self, timing: TimestepTiming) -> None:
-        self._controller.timestep(timing)
+        self._controller.record_timestep(timing)
 
 
 def learn(injection: InjectionTree, tokens: Sequence[int], acceptance: Acceptance, controller: Controller) -> None:
@@ -111,5 +111,5 @@ def learn(injection: InjectionTree, tokens: Sequence[int], acceptance: Acceptanc
             return
         named = acceptance.observe(choices, row, token)
         if named is not None:
-            controller.named(named)
+            controller.record_named(named)
         row = tree.child(row, token)

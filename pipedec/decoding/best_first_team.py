@@ -20,7 +20,7 @@ from pipedec.decoding.injection import InjectionTree
 from pipedec.decoding.proposers import DraftProposal, DraftProposer, NgramProposer
 from pipedec.decoding.thread_drafter import ForestDrafter
 from pipedec.decoding.threaded import MAX_THREADS
-from pipedec.forest import Forest, Rest, Turn, paths, place
+from pipedec.forest import Forest, Remaining, ThreadChanges, paths, position_root
 from pipedec.threads import State
 from pipedec.tree import Candidates
 
@@ -124,14 +124,14 @@ class BestFirstTeam:
         threads = self._forest.sequence.threads
         return {number: branch for number, branch in self._branches.items() if threads[number].state is State.RUNNING}
 
-    def apply(self, turn: Turn, parts: dict[int, Part]) -> None:
+    def apply(self, changes: ThreadChanges, parts: dict[int, Part]) -> None:
         threads = self._forest.sequence.threads
-        for number, tokens in turn.accepted.items():
+        for number, tokens in changes.accepted.items():
             self._accept(number, tokens)
-        for number, rest in turn.rests.items():
-            if number in self._branches and rest is not Rest.SUBTREE:
+        for number, rest in changes.remaining.items():
+            if number in self._branches and rest is not Remaining.SUBTREE:
                 self._cut(number)
-        for start in turn.starts:
+        for start in changes.starts:
             if start.thread not in self._branches:
                 self._branches[start.thread] = _Branch(InjectionTree(0, self._device), self._ngrams(start.thread))
             branch = self._branches[start.thread]
@@ -141,14 +141,14 @@ class BestFirstTeam:
         for number in [number for number in self._branches if threads[number].state is State.ENDED and number > 0]:
             del self._branches[number]
         for number, branch in self._branches.items():
-            place(branch.injection.tree, self._forest.sequence, number)
-        if self._drafter is not None and turn.changes_threads:
-            self._drafter.turned()
+            position_root(branch.injection.tree, self._forest.sequence, number)
+        if self._drafter is not None and changes.affects_threads:
+            self._drafter.threads_changed()
 
     def _accept(self, number: int, tokens: tuple[int, ...]) -> None:
         branch = self._branches[number]
         learn(branch.injection, tokens, self._acceptance, self._controller)
-        self._controller.accepted(len(tokens))
+        self._controller.record_accepted(len(tokens))
         advance, has_entered = branch.injection.advance(tokens)
         if self._drafter is not None:
             self._drafter.advance(number, advance)
@@ -188,7 +188,7 @@ class BestFirstTeam:
                 entered.append(chances)
                 branches[number].root_waits = False
         if self._controller.is_speculating:
-            self._controller.entered(torch.cat(entered) if entered else torch.zeros(0, device=self._device))
+            self._controller.record_entered(torch.cat(entered) if entered else torch.zeros(0, device=self._device))
         return steps
 
     def _entering(self) -> dict[int, _Branch]:
@@ -198,4 +198,4 @@ class BestFirstTeam:
         return {number: running[number] for number in order[:MAX_THREADS]}
 
     def observe(self, timing: TimestepTiming) -> None:
-        self._controller.timestep(timing)
+        self._controller.record_timestep(timing)

@@ -82,7 +82,7 @@ class Controller:
     def is_speculating(self) -> bool:
         return self.width > 0
 
-    def entered(self, chances: Tensor) -> None:
+    def record_entered(self, chances: Tensor) -> None:
         """The rows of a timestep have these chances of acceptance: [R], in no order."""
         self._entered.append(len(chances))
         best = chances.sort(descending=True).values.tolist()
@@ -91,15 +91,15 @@ class Controller:
                 worth = sum(best[narrower:width])
                 self._worth[width] = _MEMORY * self._worth.get(width, worth) + (1 - _MEMORY) * worth
 
-    def named(self, was_named: bool) -> None:
+    def record_named(self, was_named: bool) -> None:
         """Whether the token that was accepted after a drafted row was among that row's choices."""
         self._unnamed_share = _LONG_MEMORY * self._unnamed_share + (1 - _LONG_MEMORY) * (not was_named)
 
-    def accepted(self, num_tokens: int) -> None:
+    def record_accepted(self, num_tokens: int) -> None:
         """A verdict accepted so many tokens."""
         self._tokens += num_tokens
 
-    def timestep(self, timing: TimestepTiming) -> None:
+    def record_timestep(self, timing: TimestepTiming) -> None:
         """What a timestep took."""
         if self._unsettled:
             self._unsettled -= 1

@@ -11,7 +11,7 @@ from pipedec.core import MaskParams, Part, Step, Verdict
 from pipedec.decoding.controller import TimestepTiming
 from pipedec.decoding.thread_drafter import ForestDrafter
 from pipedec.decoding.threaded import MAX_THREADS
-from pipedec.forest import Forest, Rest, Turn, place
+from pipedec.forest import Forest, Remaining, ThreadChanges, position_root
 from pipedec.threads import State
 from pipedec.tree import PredictionTree
 
@@ -60,15 +60,15 @@ class Members:
         for member in self._running().values():
             member.draft()
 
-    def apply(self, turn: Turn, parts: dict[int, Part]) -> None:
+    def apply(self, changes: ThreadChanges, parts: dict[int, Part]) -> None:
         threads = self._forest.sequence.threads
-        for number, tokens in turn.accepted.items():
+        for number, tokens in changes.accepted.items():
             member = self._members[number]
             member.apply(Verdict(tokens, None, parts[number].forecast))
-        for number, rest in turn.rests.items():
-            if number in self._members and rest is not Rest.SUBTREE:
+        for number, rest in changes.remaining.items():
+            if number in self._members and rest is not Remaining.SUBTREE:
                 self._members[number].cut()
-        for start in turn.starts:
+        for start in changes.starts:
             if start.thread not in self._members:
                 self._members[start.thread] = self._make(start.thread)
             self._members[start.thread].plant(start.token)
@@ -76,9 +76,9 @@ class Members:
             del self._members[number]
         for number, member in self._members.items():
             if member.tree is not None:
-                place(member.tree, self._forest.sequence, number)
-        if self._drafter is not None and turn.changes_threads:
-            self._drafter.turned()
+                position_root(member.tree, self._forest.sequence, number)
+        if self._drafter is not None and changes.affects_threads:
+            self._drafter.threads_changed()
 
     def propose(self, room: int) -> list[tuple[int, Step]]:
         running = self._running()

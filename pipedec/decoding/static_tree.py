@@ -54,7 +54,7 @@ class StaticTree:
             rows = torch.arange(layer.start, layer.stop, device=self._device)
             layer = self._tree.grow(self._drafter.expand(self._tree, rows, self._limits.children), width)
         if self._limits.rows is not None:
-            self._drafter.advance(self._tree.keep(self._tree.likeliest(self._limits.rows)))
+            self._drafter.advance(self._tree.keep(self._tree.most_probable(self._limits.rows)))
         self._is_drafted = True
 
     def apply(self, verdict: Verdict) -> None:
@@ -83,7 +83,7 @@ class StaticTree:
             return None
         self._is_drafted = False
         if self._tree.num_rows > self.room:
-            self._drafter.advance(self._tree.keep(self._tree.likeliest(self.room - 1)))
+            self._drafter.advance(self._tree.keep(self._tree.most_probable(self.room - 1)))
         return Step(self._tree.token_ids.clone(), self._tree.parents.clone())
 
     def observe(self, timing: TimestepTiming) -> None:

@@ -20,7 +20,7 @@ class ForestDrafter(Protocol):
 
     def advance(self, number: int, advance: Advance) -> None: ...
 
-    def turned(self) -> None:
+    def threads_changed(self) -> None:
         """Threads were opened, joined or ended."""
 
 

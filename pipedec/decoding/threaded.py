@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pipedec.core import MAX_VERDICT_TOKENS, MaskParams, Part, Step, Verdict
 from pipedec.decoding.controller import TimestepTiming
-from pipedec.forest import Forest, Turn
+from pipedec.forest import Forest, ThreadChanges
 from pipedec.threads import Sequence, State
 from pipedec.tree import is_mask
 
@@ -33,7 +33,7 @@ class Team(Protocol):
     def draft(self) -> None:
         """The compute phase of rank 0."""
 
-    def apply(self, turn: Turn, parts: dict[int, Part]) -> None:
+    def apply(self, changes: ThreadChanges, parts: dict[int, Part]) -> None:
         """Follow a verdict."""
 
     def propose(self, room: int) -> list[tuple[int, Step]]:
@@ -69,17 +69,17 @@ class Threaded:
         self._team.draft()
 
     def apply(self, verdict: Verdict) -> None:
-        _, turn = self._forest.advance(verdict)
-        if turn.changes_threads:
+        _, changes = self._forest.advance(verdict)
+        if changes.affects_threads:
             self._forest.release()
-        self._count(turn)
+        self._count(changes)
         if self.sequence.finished is not None:
             return
-        self._last |= {number: token for number, token in turn.last.items() if not self._forest.has_root(number)}
-        self._team.apply(turn, {part.thread: part for part in verdict.parts()})
+        self._last |= {number: token for number, token in changes.last.items() if not self._forest.has_root(number)}
+        self._team.apply(changes, {part.thread: part for part in verdict.parts()})
 
-    def _count(self, turn: Turn) -> None:
-        for number, tokens in turn.accepted.items():
+    def _count(self, changes: ThreadChanges) -> None:
+        for number, tokens in changes.accepted.items():
             self.hits += len(tokens) - 1
             if self.sequence.threads[number].state is State.RUNNING:
                 has_entered = self._forest.has_root(number)

@@ -96,9 +96,9 @@ class DraftForest:
         self._threads, self._rows, self._positions = self._threads[stays], self._rows[stays], self._positions[stays]
         self._chains[number] += advance.committed_ids[~is_drafted].tolist()
 
-    def turned(self) -> None:
+    def threads_changed(self) -> None:
         """Threads were opened, joined or ended."""
-        self._slots.changed()
+        self._slots.threads_changed()
         for number in self._sequence.released():
             self._chains.pop(number, None)
         kept = self._slots.release()

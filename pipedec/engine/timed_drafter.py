@@ -65,5 +65,5 @@ class TimedForestDrafter:
     def advance(self, number: int, advance: Advance) -> None:
         self._drafter.advance(number, advance)
 
-    def turned(self) -> None:
-        self._drafter.turned()
+    def threads_changed(self) -> None:
+        self._drafter.threads_changed()

@@ -21,13 +21,13 @@ class Verifier:
         self._num_tokens = 0
         self._ahead: list[int] = []  # accepted tokens below the tree's root
         self._finished = False
-        self.judged_rows: list[int] = []  # the rows whose successors the last verdict of ``judge`` accepted, one per token
+        self.verified_rows: list[int] = []  # the rows whose successors the last verdict of ``judge`` accepted, one per token
 
     def first(self, token: int) -> Verdict:
         """The verdict on prefill: the target's first token."""
         return self._judged([token])
 
-    def judge(self, tree: PredictionTree, successors_N: Tensor) -> Verdict | None:
+    def verify(self, tree: PredictionTree, successors_N: Tensor) -> Verdict | None:
         """Walk on from the last accepted token along the target's own tokens, as deep as computed rows go (paper §3.3.4).
 
         Args:
@@ -48,7 +48,7 @@ class Verifier:
             tokens.append(successors[row])
             row = tree.child(row, tokens[-1])
         verdict = self._judged(tokens)
-        self.judged_rows = rows[: len(verdict.tokens)]
+        self.verified_rows = rows[: len(verdict.tokens)]
         return verdict
 
     def replayed(self, verdict: Verdict) -> None:

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from pipedec.core import MAX_VERDICT_TOKENS, Part, SamplingParams, Step, Verdict
-from pipedec.forest import Forest, Turn
+from pipedec.forest import Forest, ThreadChanges
 from pipedec.model import StageModel
 from pipedec.sampling import Logprobs, Sampler, greedy
-from pipedec.stage.thread_judge import ThreadJudge
+from pipedec.stage.thread_verifier import ThreadVerifier
 from pipedec.stage.verifier import Verifier
 from pipedec.threads import NewSequence
 from pipedec.tree import Advance, PredictionTree, is_mask
@@ -112,12 +112,12 @@ class StageWorker:
         else:
             self._replay_threads(self._forest, verdict)
 
-    def _replay_threads(self, forest: Forest, verdict: Verdict) -> Turn:
-        advance, turn = forest.advance(verdict)
+    def _replay_threads(self, forest: Forest, verdict: Verdict) -> ThreadChanges:
+        advance, changes = forest.advance(verdict)
         self._replay(advance)
-        if turn.changes_threads and (kept := forest.release()) is not None:
+        if changes.affects_threads and (kept := forest.release()) is not None:
             self._cache.release(kept)
-        return turn
+        return changes
 
     def _replay(self, advance: Advance) -> None:
         """Follow the tree with everything that is kept beside it."""
@@ -144,7 +144,7 @@ class FinalStageWorker(StageWorker):
         self._successors = torch.zeros(0, dtype=torch.int64, device=device)  # the target's token after each row of the tree
         self._verifier = Verifier(SamplingParams(), eos_token_ids)
         self._sampler: Sampler | None = None  # None: the likeliest token
-        self._judge: ThreadJudge | None = None  # instead of verifier and sampler, for an answer in several threads
+        self._thread_verifier: ThreadVerifier | None = None  # instead of verifier and sampler, for an answer in several threads
         self._num_logprobs: int | None = None
         self._logprobs: Logprobs | None = None  # of the successors, if asked for
         self._accepted_logprobs: list[list[tuple[int, float]]] = []
@@ -157,11 +157,11 @@ class FinalStageWorker(StageWorker):
         vocab_size = self._model.config.vocab_size
         self._successors = self._successors[:0]
         self._verifier = Verifier(sampling, self._eos_token_ids)
-        self._judge = self._sampler = None
+        self._thread_verifier = self._sampler = None
         if new_sequence is None:
             self._sampler = Sampler.create(sampling, vocab_size, self._device)
         else:
-            self._judge = ThreadJudge(new_sequence(), sampling, vocab_size, self._device)
+            self._thread_verifier = ThreadVerifier(new_sequence(), sampling, vocab_size, self._device)
         self._num_logprobs = sampling.logprobs
         self._logprobs = None
         self._accepted_logprobs = []
@@ -169,7 +169,7 @@ class FinalStageWorker(StageWorker):
         self._named = self._successors.new_zeros(0, named) if named else None
 
     def prefill(self, chunk: Step) -> Step:
-        chooser = self._judge or self._sampler
+        chooser = self._thread_verifier or self._sampler
         if chooser is not None:
             chooser.add_prompt(chunk.token_ids[: chunk.num_rows - self._count_masks(chunk)])
         return super().prefill(chunk)
@@ -181,8 +181,8 @@ class FinalStageWorker(StageWorker):
         num_tokens = step.num_rows - self._count_masks(step)
         successors = greedy(logits)  # of a mask nobody asks for it
         rows, mask_rows = self._pending_rows[:num_tokens], self._pending_rows[num_tokens:]
-        if self._judge is not None and self._forest is not None:
-            successors[:num_tokens] = self._judge.choose(logits[:num_tokens], self._forest, rows)
+        if self._thread_verifier is not None and self._forest is not None:
+            successors[:num_tokens] = self._thread_verifier.choose(logits[:num_tokens], self._forest, rows)
         elif self._sampler is not None:
             successors[:num_tokens] = self._sampled(self._sampler, logits[:num_tokens], rows)
         self._successors = torch.cat([self._successors, successors])
@@ -207,8 +207,8 @@ class FinalStageWorker(StageWorker):
             threads: int64 [R], of the masks; None: all are the main thread's.
         """
         scores = logits
-        if self._judge is not None:
-            scores = self._judge.scores(logits, torch.zeros_like(places) if threads is None else threads, places)
+        if self._thread_verifier is not None:
+            scores = self._thread_verifier.scores(logits, torch.zeros_like(places) if threads is None else threads, places)
         elif self._sampler is not None:
             scores = self._sampler.scores(logits, places)
         return scores.topk(count, dim=1).indices
@@ -217,11 +217,11 @@ class FinalStageWorker(StageWorker):
         super().sync(verdict)
         self._verifier.replayed(verdict)
 
-    def _replay_threads(self, forest: Forest, verdict: Verdict) -> Turn:
-        turn = super()._replay_threads(forest, verdict)
-        if self._judge is not None:
-            self._judge.replayed(forest, turn)
-        return turn
+    def _replay_threads(self, forest: Forest, verdict: Verdict) -> ThreadChanges:
+        changes = super()._replay_threads(forest, verdict)
+        if self._thread_verifier is not None:
+            self._thread_verifier.replayed(forest, changes)
+        return changes
 
     def _replay(self, advance: Advance) -> None:
         super()._replay(advance)
@@ -239,8 +239,8 @@ class FinalStageWorker(StageWorker):
         masks = self._count_masks(last_chunk)
         all_logits, tree = self._model.logits(last_chunk.hidden[-1 - masks :]), self._tree
         logits = all_logits[:1]
-        if self._judge is not None:
-            token = self._judge.first(logits)
+        if self._thread_verifier is not None:
+            token = self._thread_verifier.first(logits)
         elif self._sampler is None:
             token = greedy(logits)
         else:
@@ -248,42 +248,42 @@ class FinalStageWorker(StageWorker):
             token = self._sampler.choose(logits, position, tree.tree_mask.new_zeros(1, 0), tree.token_ids)
         if self._num_logprobs is not None:
             self._accepted_logprobs += Logprobs.of(logits, token, self._num_logprobs).as_lists()
-        if self._judge is None:
+        if self._thread_verifier is None:
             verdict = self._verifier.first(int(token[0]))
         else:
-            verdict = Verdict.of_parts([Part(0, (int(token[0]),))], self._judge.finished)
+            verdict = Verdict.of_parts([Part(0, (int(token[0]),))], self._thread_verifier.finished)
         if self._named is None or verdict.finished is not None:
             return verdict
         places = torch.arange(masks, device=self._device) + self._prompt_length + 1
         named = self._likeliest(all_logits[1:], places, self._named.shape[1])
-        if self._judge is not None:
+        if self._thread_verifier is not None:
             return Verdict.of_parts([Part(0, verdict.tokens, _as_tuples(named))])
         return replace(verdict, forecast=_as_tuples(named))
 
     def verdict(self) -> Verdict | None:
         """What the rows computed so far say after the last verdict; None if nothing new."""
-        if self._judge is not None and self._forest is not None:
-            return self._verdict_on_threads(self._judge, self._forest)
-        verdict = self._verifier.judge(self._tree, self._successors)
+        if self._thread_verifier is not None and self._forest is not None:
+            return self._verdict_on_threads(self._thread_verifier, self._forest)
+        verdict = self._verifier.verify(self._tree, self._successors)
         if verdict is None:
             return None
         if self._logprobs is not None:
-            self._accepted_logprobs += self._logprobs.of_rows(self._verifier.judged_rows).as_lists()
+            self._accepted_logprobs += self._logprobs.of_rows(self._verifier.verified_rows).as_lists()
         if self._named is None or verdict.finished is not None:
             return verdict
-        return replace(verdict, forecast=self._forecast(self._named, self._verifier.judged_rows))
+        return replace(verdict, forecast=self._forecast(self._named, self._verifier.verified_rows))
 
-    def _verdict_on_threads(self, judge: ThreadJudge, forest: Forest) -> Verdict | None:
-        parts = judge.judge(forest, self._successors)
-        if self._logprobs is not None and judge.judged_rows:
-            rows = torch.tensor(judge.judged_rows, device=self._device)
+    def _verdict_on_threads(self, verifier: ThreadVerifier, forest: Forest) -> Verdict | None:
+        parts = verifier.verify(forest, self._successors)
+        if self._logprobs is not None and verifier.verified_rows:
+            rows = torch.tensor(verifier.verified_rows, device=self._device)
             self._accepted_logprobs += self._logprobs.of_rows(rows).as_lists()
-        if not parts or self._named is None or judge.finished is not None:
-            return Verdict.of_parts(parts, judge.finished) if parts else None
+        if not parts or self._named is None or verifier.finished is not None:
+            return Verdict.of_parts(parts, verifier.finished) if parts else None
         room = MAX_VERDICT_TOKENS - sum(len(part.tokens) + 1 for part in parts)
         told, first = [], 0
         for part in parts:
-            judged = judge.judged_rows[first : first + len(part.tokens)]
+            judged = verifier.verified_rows[first : first + len(part.tokens)]
             first += len(part.tokens)
             forecast = self._forecast(self._named, judged)
             size = sum(map(len, forecast))
@@ -291,12 +291,12 @@ class FinalStageWorker(StageWorker):
             room -= size if size <= room else 0
         return Verdict.of_parts(told)
 
-    def _forecast(self, named: Tensor, judged_rows: list[int]) -> tuple[tuple[int, ...], ...]:
+    def _forecast(self, named: Tensor, verified_rows: list[int]) -> tuple[tuple[int, ...], ...]:
         """What the masks behind the last judged row that has any name for places behind the last accepted token's.
 
         The masks nearest to a row that is not the last one stand for tokens that have been accepted with it.
         """
-        for past, row in enumerate(reversed(judged_rows)):
+        for past, row in enumerate(reversed(verified_rows)):
             if masks := self._masks_behind(row):
                 return _as_tuples(named[masks[past:]])
         return ()

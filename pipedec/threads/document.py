@@ -43,12 +43,12 @@ def _written(threads: list[DecodeThread], thread: DecodeThread) -> Iterator[tupl
 
 def _token(thread: DecodeThread, index: int, left: int) -> DocumentToken:
     """A token of which ``left`` tokens, itself the first of them, stand before the cut. Nothing is opened inside a tag."""
-    is_freed = thread.freed.get(index, index + left) < index + left
-    is_control = thread.is_control[index] and not is_freed
+    is_reverted = thread.reverted.get(index, index + left) < index + left
+    is_control = thread.is_control[index] and not is_reverted
     return DocumentToken(thread.number, thread.token_ids[index], index, is_control, thread.tails.get(index, ""))
 
 
-def next_places(threads: list[DecodeThread]) -> list[int]:
+def next_indices(threads: list[DecodeThread]) -> list[int]:
     """For each thread, where in the document its next token stands, at the earliest: more may still come before it."""
     sizes = [thread.num_tokens for thread in threads]
     for thread in reversed(threads[1:]):  # children have larger numbers than their parents

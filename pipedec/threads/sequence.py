@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 from pipedec.threads import anomalies
 from pipedec.threads.bound import BoundDialect, OpenerTag
-from pipedec.threads.document import DocumentToken, ReorderBuffer, document, next_places
+from pipedec.threads.document import DocumentToken, ReorderBuffer, document, next_indices
 from pipedec.threads.events import Ended, Event, Finished, Joined, Opened, Waiting
 from pipedec.threads.grammar import Grammar, Role
 from pipedec.threads.thread import Context, DecodeThread, Join, State
@@ -88,13 +88,13 @@ class Sequence:
         Args:
             after: tokens behind the thread's own, before this one, that ``accept`` has not been told of: text and openers.
         """
-        thread, walked = self.threads[number], list(after)
-        if self._grammar.role(thread, token, walked) in (Role.JOIN, Role.CLOSE, Role.END):
+        thread, lookahead = self.threads[number], list(after)
+        if self._grammar.role(thread, token, lookahead) in (Role.JOIN, Role.CLOSE, Role.END):
             return True
-        if thread.parent is not None and thread.num_tokens + len(walked) + 1 >= self._dialect.max_child_tokens:
+        if thread.parent is not None and thread.num_tokens + len(lookahead) + 1 >= self._dialect.max_child_tokens:
             return True
-        entering = len(walked) + 1 + self._grammar.opened(thread, [*walked, token])  # forced tokens are tokens, too
-        return next_places(self.threads)[number] + entering >= self.max_tokens
+        entering = len(lookahead) + 1 + self._grammar.opened(thread, [*lookahead, token])  # forced tokens are tokens, too
+        return next_indices(self.threads)[number] + entering >= self.max_tokens
 
     def following(self, number: int, path: list[int]) -> tuple[int, frozenset[int]]:
         """Where the token behind ``path`` would stand, and which tokens may not stand there.
@@ -105,20 +105,20 @@ class Sequence:
         thread = self.threads[number]
         position = thread.next_position
         for count, token in enumerate(path):
-            position += 1 + self._promised_by(thread, token, path[:count], position + 1)
+            position += 1 + self._length_predicted_by(thread, token, path[:count], position + 1)
         return position, self._grammar.banned(thread, path)
 
     def gap(self, number: int, path: list[int]) -> int:
         """How many positions stay empty between the last token of ``path`` and the one behind it."""
         position, _ = self.following(number, path[:-1])
-        return self._promised_by(self.threads[number], path[-1], path[:-1], position + 1)
+        return self._length_predicted_by(self.threads[number], path[-1], path[:-1], position + 1)
 
-    def _promised_by(self, thread: DecodeThread, token: int, walked: list[int], position: int) -> int:
+    def _length_predicted_by(self, thread: DecodeThread, token: int, lookahead: list[int], position: int) -> int:
         """The predicted length of the child that ``token`` would open at ``position``; 0 if it opens none."""
-        if not self.may_leave_gap(token) or self._grammar.role(thread, token, walked) is not Role.OPEN:
+        if not self.may_leave_gap(token) or self._grammar.role(thread, token, lookahead) is not Role.OPEN:
             return 0
-        tag = self._grammar.tag_after(thread, walked)
-        return self._promise(None if tag is None else self._bound.extended(tag, token), position)[0]
+        tag = self._grammar.tag_after(thread, lookahead)
+        return self._predict_length(None if tag is None else self._bound.extended(tag, token), position)[0]
 
     @property
     def leaves_gaps(self) -> bool:
@@ -148,7 +148,7 @@ class Sequence:
         if thread.state is not State.RUNNING:
             raise ValueError(f"token {token} for thread {number}, which is {thread.state.value}")
         role = self._grammar.role(thread, token)
-        self._anomalies.update(self._grammar.oddities(thread, token, role))
+        self._anomalies.update(self._grammar.anomalies_of(thread, token, role))
         events = [*self._act(thread, token, role), *self._settle()]
         return [*events, *self.end_all(anomalies.CACHE_FULL)] if self._is_full() else events
 
@@ -230,12 +230,12 @@ class Sequence:
         """A tag that is not complete was text, which is known with the thread's token ``known_at``."""
         if thread.tag is not None:
             inside = range(thread.tag.start, thread.num_tokens)
-            thread.freed |= {index: known_at for index in inside if not self._grammar.is_control(thread.token_ids[index])}
+            thread.reverted |= {index: known_at for index in inside if not self._grammar.is_control(thread.token_ids[index])}
             thread.tag = None
 
     def _enter(self, thread: DecodeThread, token: int) -> None:
         thread.enter(token, thread.tag is not None or self._grammar.is_control(token))
-        if thread.promised is not None and thread.num_tokens == thread.promised + 1:
+        if thread.predicted_length is not None and thread.num_tokens == thread.predicted_length + 1:
             self._anomalies[anomalies.LENGTH_EXCEEDED] += 1
 
     def _open(self, thread: DecodeThread, tag: OpenerTag | None) -> Opened:
@@ -243,7 +243,7 @@ class Sequence:
         if tag is not None:
             self._finish_tag(thread, tag)
         is_predicted = self._dialect.after_opening == "predicted"
-        promised, names = self._promise(tag, thread.next_position)
+        predicted, names = self._predict_length(tag, thread.next_position)
         self._anomalies.update(names)
         child = DecodeThread(
             number=len(self.threads),
@@ -252,13 +252,13 @@ class Sequence:
             opened_at=thread.num_tokens,
             inherited=(*thread.context(), (thread.number, thread.num_tokens)),
             next_position=thread.next_position,
-            promised=promised if is_predicted else None,
+            predicted_length=predicted if is_predicted else None,
         )
         self.threads.append(child)
         self._numbers[child.path] = child.number
         thread.children.append(child.number)
         thread.unjoined.append(child.number)
-        thread.next_position += promised
+        thread.next_position += predicted
         self._enter(child, self._bound.child_start)
         return Opened(thread.number, child.number, child.token_ids[0], child.positions[0])
 
@@ -269,7 +269,7 @@ class Sequence:
         if tail:
             thread.tails[thread.num_tokens - 1] = tail
 
-    def _promise(self, tag: OpenerTag | None, position: int) -> tuple[int, list[str]]:
+    def _predict_length(self, tag: OpenerTag | None, position: int) -> tuple[int, list[str]]:
         """How many tokens a child at ``position`` is predicted to have, and what is wrong with it; 0 if nothing is predicted."""
         dialect = self._dialect
         if dialect.after_opening != "predicted":
@@ -360,7 +360,7 @@ class Sequence:
         """End threads whose next token would stand behind ``max_tokens`` in the document: nobody would read it."""
         if sum(thread.num_tokens for thread in self.threads) < self.max_tokens:
             return
-        for thread, place in zip(self.threads, next_places(self.threads), strict=True):
+        for thread, place in zip(self.threads, next_indices(self.threads), strict=True):
             if thread.state is not State.ENDED and place >= self.max_tokens:
                 thread.end("length", is_cut=True)
                 yield Ended(thread.number, "length")

@@ -40,7 +40,7 @@ class DecodeThread:
         next_position: position of the next token to enter, unless a join moves it.
         promised: predicted number of its tokens, where the dialect predicts.
         is_control: for each token, whether it is control rather than text; inside a tag all are.
-        freed: text that stands in a tag which was broken off: index of the token to index of the one with which that is known.
+        reverted: text that stands in a tag which was broken off: index of the token to index of the one with which that is known.
         tails: text that stands behind the end of a tag in the token that completes it, by the token's index.
         children: numbers, in order of opening; ``unjoined`` are those of them that no join token has named yet.
         joins: in order.
@@ -57,11 +57,11 @@ class DecodeThread:
     opened_at: int = 0
     inherited: Context = ()
     next_position: int = 0
-    promised: int | None = None
+    predicted_length: int | None = None
     token_ids: list[int] = field(default_factory=list)
     positions: list[int] = field(default_factory=list)
     is_control: list[bool] = field(default_factory=list)
-    freed: dict[int, int] = field(default_factory=dict)
+    reverted: dict[int, int] = field(default_factory=dict)
     tails: dict[int, str] = field(default_factory=dict)
     children: list[int] = field(default_factory=list)
     unjoined: list[int] = field(default_factory=list)

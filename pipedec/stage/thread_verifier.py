@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from pipedec.core import Part, SamplingParams
-from pipedec.forest import Forest, Turn, paths
+from pipedec.forest import Forest, ThreadChanges, paths
 from pipedec.sampling import Sampler, greedy
 from pipedec.threads import Sequence, State
 from pipedec.tree import PredictionTree
 
 
-class ThreadJudge:
+class ThreadVerifier:
     """Chooses the token after each row, and accepts as far as the rows of each thread go.
 
     Args:
@@ -34,7 +34,7 @@ class ThreadJudge:
         self._samplers: dict[int, Sampler | None] = {}
         self._ahead: dict[int, list[int]] = defaultdict(list)  # accepted tokens of each thread that are not replayed
         self._halted: set[int] = set()  # threads whose last token of those joins or ends: what comes next needs a replay
-        self.judged_rows: list[int] = []  # the rows whose successors the last verdict accepted, one per token
+        self.verified_rows: list[int] = []  # the rows whose successors the last verdict accepted, one per token
 
     @property
     def finished(self) -> str | None:
@@ -97,7 +97,7 @@ class ThreadJudge:
                 scores_RV[own] = sampler.scores(logits_RV[own], places_R[own])
         return scores_RV
 
-    def judge(self, forest: Forest, successors_N: Tensor) -> list[Part]:
+    def verify(self, forest: Forest, successors_N: Tensor) -> list[Part]:
         """Walk on in every thread from its last accepted token along the target's own tokens, as deep as computed rows go.
 
         Args:
@@ -105,13 +105,13 @@ class ThreadJudge:
             successors_N: int64 [N], the target's token after each of them.
         """
         parts = []
-        self.judged_rows = []
+        self.verified_rows = []
         successors = successors_N.tolist()
         for number in list(forest.trees):
             rows = self._walk(forest, number, successors)
             if rows:
                 parts.append(Part(number, tuple(successors[row] for row in rows)))
-                self.judged_rows += rows
+                self.verified_rows += rows
         return parts
 
     def _walk(self, forest: Forest, number: int, successors: list[int]) -> list[int]:
@@ -140,16 +140,16 @@ class ThreadJudge:
         self._ahead_sequence.accept(number, token)
         self._ahead[number].append(token)
 
-    def replayed(self, forest: Forest, turn: Turn) -> None:
+    def replayed(self, forest: Forest, changes: ThreadChanges) -> None:
         """The forest has been advanced to the oldest verdict that it had not been advanced to."""
-        for number, tokens in turn.accepted.items():
+        for number, tokens in changes.accepted.items():
             del self._ahead[number][: len(tokens)]
             if not self._ahead[number]:
                 self._halted.discard(number)
             sampler = self._samplers.get(number)
             if sampler is not None:
-                sampler.add_accepted(turn.committed[number])
-        for start in turn.starts:
+                sampler.add_accepted(changes.committed[number])
+        for start in changes.starts:
             self._samplers[start.thread] = self._sampler(start.thread, forest.sequence)
 
     def _sampler(self, number: int, sequence: Sequence) -> Sampler | None:
