@@ -130,12 +130,6 @@ class PredictionTree:
         return self._mask[: self.num_rows, : self.num_rows]
 
     @property
-    def child_counts(self) -> Tensor:
-        """int64 [N], number of children of each row (paper's C)."""
-        has_parent = self.parents >= 0
-        return torch.bincount(self.parents[has_parent], minlength=self.num_rows)
-
-    @property
     def positions(self) -> Tensor:
         """int64 [N], position ids."""
         positions = self.root_position + self.tree_mask.sum(1) - 1
