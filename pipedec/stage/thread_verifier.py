@@ -55,9 +55,7 @@ class ThreadVerifier:
         tree = PredictionTree(self._device)
         logits_1V = logits_1V.clone()
         logits_1V[:, list(banned)] = -torch.inf
-        token = self._choose_in_thread(
-            0, self._sequence, logits_1V, torch.tensor([position], device=self._device), tree, slice(0, 0)
-        )
+        token = self._choose_in_thread(0, self._sequence, logits_1V, position, tree, slice(0, 0))
         self._accept(0, int(token[0]))
         return token
 
