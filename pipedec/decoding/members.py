@@ -1,4 +1,4 @@
-"""One method for every thread of an answer, each for itself; they share the rows of a timestep evenly."""
+"""A separate instance of a method for every thread of an answer; threads share the rows of a timestep evenly."""
 
 from __future__ import annotations
 
@@ -17,14 +17,19 @@ from pipedec.tree import PredictionTree
 
 
 class Member(Protocol):
-    """A method that can be told what threads do to its tree. ``tree`` is None if it has none."""
+    """A method that can decode one of several threads: a ``Method`` with calls for the events of its thread.
+
+    Attributes:
+        room: maximum rows of the next step.
+    """
 
     room: int
 
     @property
     def masks(self) -> MaskParams: ...
     @property
-    def tree(self) -> PredictionTree | None: ...
+    def tree(self) -> PredictionTree | None:
+        """Its tree; None if it has none."""
 
     def prefill(self, token_ids: Tensor) -> None: ...
     def draft(self) -> None: ...
@@ -33,21 +38,26 @@ class Member(Protocol):
     def observe(self, timing: TimestepTiming) -> None: ...
 
     def cut(self) -> None:
-        """Forget all rows: the thread waits, or has ended."""
+        """Drop all rows: the thread waits or has ended."""
 
     def plant(self, token: int) -> None:
-        """Begin anew with a token that is certain."""
+        """Start again from a certain token, a forced token or a join token."""
 
 
 class Members:
-    """Runs the method that ``make`` gives for a thread's number; all of them draft with ``drafter``, if with any."""
+    """The ``Team`` of methods that decode each thread separately.
+
+    Args:
+        make: creates the method for a thread number.
+        drafter: used by all of them; None if they need no draft model.
+    """
 
     def __init__(self, forest: Forest, make: Callable[[int], Member], drafter: ForestDrafter | None) -> None:
         self._forest = forest
         self._make = make
         self._drafter = drafter
         self._members = {0: make(0)}
-        self._turn = 0  # of the threads, whose is first when the rows of a timestep are short
+        self._next_thread = 0  # the thread that is served first in the next timestep, if the rows did not suffice for all
 
     @property
     def masks(self) -> MaskParams:
@@ -65,8 +75,8 @@ class Members:
         for number, tokens in changes.accepted.items():
             member = self._members[number]
             member.apply(Verdict(tokens, None, parts[number].forecast))
-        for number, rest in changes.remaining.items():
-            if number in self._members and rest is not Remaining.SUBTREE:
+        for number, remaining in changes.remaining.items():
+            if number in self._members and remaining is not Remaining.SUBTREE:
                 self._members[number].cut()
         for start in changes.starts:
             if start.thread not in self._members:
@@ -83,11 +93,11 @@ class Members:
     def propose(self, room: int) -> list[tuple[int, Step]]:
         running = self._running()
         share = max(room // max(len(running), 1), 1)
-        order = sorted(running, key=lambda number: (number < self._turn, number))
+        order = sorted(running, key=lambda number: (number < self._next_thread, number))
         steps: list[tuple[int, Step]] = []
         for number in order:
             if room < share or len(steps) == MAX_THREADS:
-                self._turn = number
+                self._next_thread = number
                 break
             if not self._sees_opener(number, {proposed for proposed, _ in steps}):
                 continue
@@ -99,7 +109,7 @@ class Members:
         return steps
 
     def _sees_opener(self, number: int, entering: set[int]) -> bool:
-        """Whether the token that opened a thread has entered, or its thread is among ``entering``."""
+        """Whether the opener of a thread has entered, or its parent is among the threads that are ``entering`` now."""
         thread = self._forest.sequence.threads[number]
         return thread.parent is None or thread.parent in entering or self._forest.entered(thread.parent) >= thread.opened_at
 

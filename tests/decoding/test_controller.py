@@ -90,7 +90,7 @@ def test_limits_that_are_set_stay() -> None:
     pipeline = SyntheticPipeline(limits, forward=0.01, merit=lambda place: 1e-3, stages=float)
     for _ in range(300):
         assert pipeline.run(1) == [(11, 3)]
-        limits.record_named(False)
+        limits.record_proposed(False)
     assert limits.children == 7
 
 
@@ -154,7 +154,7 @@ def test_there_are_more_children_while_unnamed_tokens_are_accepted() -> None:
     seen = []
     for name_every in (2, 1):
         for count in range(400):
-            limits.record_named(count % name_every == 0)
+            limits.record_proposed(count % name_every == 0)
             pipeline.run(1)
         seen.append(limits.children)
     assert seen == [CHILDREN[-1], CHILDREN[0]]
