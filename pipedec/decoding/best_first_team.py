@@ -101,9 +101,8 @@ class BestFirstTeam:
         running = self._running()
         count = DRAFTED_ROWS if len(running) == 1 else 2 * DRAFTED_ROWS
         shares = self._shares(running, count, InjectionTree.undrafted_chances)
-        return {
-            number: self._with_successors(number, running[number].injection.undrafted(share)) for number, share in shares.items()
-        }
+        taken = {number: running[number].injection.undrafted(share) for number, share in shares.items()}
+        return {number: self._with_successors(number, rows) for number, rows in taken.items()}
 
     def _with_successors(self, number: int, rows: Tensor) -> Tensor:
         """Those of ``rows`` that can have successors: their token neither joins nor ends the thread."""

@@ -34,7 +34,7 @@ _MAX_COST_RATIO = 0.98  # another width is taken if its estimated cost is below 
 _NEGLIGIBLE = 0.05  # share of a timestep
 _MAX_EPOCHS = 64  # epochs after which the measurement of a width is forgotten
 _MANY_UNPROPOSED, _FEW_UNPROPOSED = 0.08, 0.04  # shares of accepted tokens
-_OFF_TOKENS = 64  # tokens without speculation after which it is tried again
+_OFF_TOKENS = 64  # tokens generated without speculation before it is tried again
 
 
 @dataclass(frozen=True)
@@ -157,10 +157,8 @@ class Controller:
         best = WIDTHS[1]  # speculate again after an epoch without speculation
         if self.is_speculating:
             index = WIDTHS.index(self.width)
-            options = {
-                *WIDTHS[min(1, index - 1) : index + 2],
-                *self._durations,
-            }  # at most one step wider; off only from the narrowest
+            # At most one step wider than the present width, and off only from the narrowest, or any width measured before.
+            options = {*WIDTHS[min(1, index - 1) : index + 2], *self._durations}
             best = min(sorted(options), key=lambda width: self._cost(width) * (_MAX_COST_RATIO if width == self.width else 1))
         if best != self.width:
             self._unsettled = self._passage
