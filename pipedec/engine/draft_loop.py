@@ -15,7 +15,7 @@ import torch
 from pipedec.core import MaskParams, Request, SchedulerLost, UserError, Verdict
 from pipedec.decoding import DEFAULT_METHOD, Drafter, Experience, create_method, create_threaded
 from pipedec.engine.answer import Answer
-from pipedec.engine.clock import BeatClock
+from pipedec.engine.clock import TimestepClock
 from pipedec.engine.payloads import verdict_from_payload
 from pipedec.engine.prefill import prefill_chunks
 from pipedec.engine.publisher import AnswerPublisher
@@ -48,7 +48,7 @@ class DraftLoop(RankLoop):
         self._drafter = None if drafter is None else TimedDrafter(drafter, self._drafting)
         self._trained_masks = trained_masks
         self._experience = Experience(self._topology.num_groups)
-        self._clock = BeatClock()
+        self._clock = TimestepClock()
         self._device = device
         self._answer: Answer | None = None
         self._publisher = AnswerPublisher(self._scheduler)
@@ -139,9 +139,9 @@ class DraftLoop(RankLoop):
 
     def _decode(self, task: Task, message: Message) -> Facts:
         method = self._current.method
-        beat = self._clock.lap()
+        timing = self._clock.finish_timestep()
         if task.seq > self._topology.num_groups:
-            method.observe(beat)
+            method.observe(timing)
         method.draft()
         step = None if self._topology.has_sync(message.active) else self._current.propose()
         self._clock.pause()
@@ -215,7 +215,7 @@ class DraftLoop(RankLoop):
                 # The rows still in flight take as many timesteps as there are groups to leave; the client need not wait for them.
                 self._current.is_published = True
                 self._publisher.put(self._current.completed())
-        method.observe(self._clock.lap())
+        method.observe(self._clock.finish_timestep())
 
     @property
     def _ranks_report(self) -> bool:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from pipedec.decoding import Beat
+from pipedec.decoding import TimestepTiming
 from pipedec.plan.emulation import Emulation
 from pipedec.topology import Topology
 
@@ -95,13 +95,13 @@ class EmulatedClock:
         self._topology = topology
         self.total_ms = 0.0
 
-    def add(self, load: TimestepLoad) -> Beat:
+    def add(self, load: TimestepLoad) -> TimestepTiming:
         """Add a timestep and return its timing as rank 0 would measure it."""
         timestep_ms = self._compute_ms(load) + self._transfer_ms(load)
         self.total_ms += timestep_ms
         forwards = self._forwards_ms(load)
         waiting_ms = timestep_ms - sum(forwards)
-        return Beat(timestep_ms / 1000, waiting_ms / 1000, tuple(forward / 1000 for forward in forwards))
+        return TimestepTiming(timestep_ms / 1000, waiting_ms / 1000, tuple(forward / 1000 for forward in forwards))
 
     def _forwards_ms(self, load: TimestepLoad) -> list[float]:
         draft = self._emulation.draft

@@ -14,8 +14,8 @@ from itertools import count
 import torch
 
 from pipedec.core import Metrics, Request, Step, UserError, Verdict
-from pipedec.decoding import Beat, Drafter, Experience, Method, create_method, create_threaded
-from pipedec.engine.clock import BeatClock
+from pipedec.decoding import Drafter, Experience, Method, TimestepTiming, create_method, create_threaded
+from pipedec.engine.clock import TimestepClock
 from pipedec.engine.dialects import Dialects
 from pipedec.engine.draft_tokens import DraftTokens
 from pipedec.engine.emulated_time import EmulatedClock, TimestepLoad
@@ -62,7 +62,7 @@ class LocalPipeline:
         self._load = TimestepLoad()
         self._draft_tokens = DraftTokens()
         self._experience = Experience(topology.num_groups)
-        self._drafting_clock = BeatClock()
+        self._drafting_clock = TimestepClock()
         self._slowest_seconds = 0.0  # the slowest group of the current timestep
         self.metrics = Metrics()
         self.seed: int | None = None
@@ -121,10 +121,10 @@ class LocalPipeline:
             self._check_progress()
             method.draft()
             verdict = self._compute(arrivals)
-            measured = self._beat()
-            beat = measured if clock is None else clock.add(self._load)
+            measured = self._timing()
+            timing = measured if clock is None else clock.add(self._load)
             if timestep >= self._topology.num_groups:
-                method.observe(beat)
+                method.observe(timing)
             self._load = TimestepLoad()
             self.metrics.timesteps = timestep
             self.metrics.decode_seconds = time.perf_counter() - prefilled
@@ -201,8 +201,8 @@ class LocalPipeline:
         with self._drafting_clock.forward():
             yield
 
-    def _beat(self) -> Beat:
+    def _timing(self) -> TimestepTiming:
         """What rank 0 would measure if every stage had a device of its own."""
-        forwards = self._drafting_clock.lap().forwards
+        forwards = self._drafting_clock.finish_timestep().forward_seconds
         drafting = sum(forwards)
-        return Beat(max(self._slowest_seconds, drafting), max(self._slowest_seconds - drafting, 0.0), forwards)
+        return TimestepTiming(max(self._slowest_seconds, drafting), max(self._slowest_seconds - drafting, 0.0), forwards)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Rows
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -58,12 +57,12 @@ class TimedForestDrafter:
     def prefill(self, token_ids: Tensor, prompt_length: int) -> None:
         self._drafter.prefill(token_ids, prompt_length)
 
-    def expand(self, asks: Rows[tuple[int, PredictionTree, Tensor]], children: int) -> list[Candidates]:
-        with self._timer(sum(len(rows) for _, _, rows in asks)):
-            return self._drafter.expand(asks, children)
+    def expand(self, requested: list[tuple[int, PredictionTree, Tensor]], children: int) -> list[Candidates]:
+        with self._timer(sum(len(rows) for _, _, rows in requested)):
+            return self._drafter.expand(requested, children)
 
     def advance(self, number: int, advance: Advance) -> None:
         self._drafter.advance(number, advance)
 
-    def turned(self) -> None:
-        self._drafter.turned()
+    def threads_changed(self) -> None:
+        self._drafter.threads_changed()

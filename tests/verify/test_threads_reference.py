@@ -47,7 +47,7 @@ def test_the_answers_have_what_they_should_test(thread_models: ThreadModels) -> 
     assert {"unclosed_child", "length_exceeded", "opener_not_completed", "end_without_join"} <= anomalies
     assert {"join_without_children", "close_outside_child", "end_token_in_child"} <= anomalies
     assert not anomalies & BANNED_ANOMALIES
-    promised = {thread.promised for answer in answers.values() for thread in answer.threads}
+    promised = {thread.predicted_length for answer in answers.values() for thread in answer.threads}
     assert {4, 9} <= promised, "lengths that promises state"
 
 
