@@ -6,9 +6,9 @@ import random
 from collections.abc import Callable
 
 import pytest
+from simulated_pipeline import History, SimulatedPipeline
 
 from pipedec.scheduler import MemoryScheduler, RedisScheduler, Scheduler, Task
-from pipedec.scheduler.simulation import History, SimulatedPipeline
 from pipedec.topology import Topology
 
 TOPOLOGIES = [

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 
 import pytest
+from simulated_pipeline import SimulatedPipeline
 
 from pipedec.core import RankLost, SchedulerLost, UserError
 from pipedec.scheduler import (
@@ -19,7 +20,6 @@ from pipedec.scheduler import (
     initial_tasks,
     post_process,
 )
-from pipedec.scheduler.simulation import SimulatedPipeline
 from pipedec.topology import Topology
 
 MakeScheduler = Callable[[Topology], Scheduler]
