@@ -11,7 +11,7 @@ import redis
 
 from pipedec.core import SchedulerLost
 from pipedec.scheduler import EmbeddedServer, RedisScheduler, Task, connect, initial_tasks
-from pipedec.scheduler.client import OwnConnection
+from pipedec.scheduler.client import DedicatedConnection
 from pipedec.topology import Topology
 
 TWO = Topology.even(2, 2)
@@ -19,7 +19,7 @@ TWO = Topology.even(2, 2)
 
 def test_an_interrupted_wait_leaves_no_reply_behind(redis_client: redis.Redis) -> None:
     """Ctrl-C in the middle of a BLPOP: the message pushed afterwards must not answer the next command."""
-    own = OwnConnection(redis_client)
+    own = DedicatedConnection(redis_client)
     before = signal.signal(signal.SIGALRM, lambda number, frame: (_ for _ in ()).throw(KeyboardInterrupt))
     try:
         signal.setitimer(signal.ITIMER_REAL, 0.1)
@@ -36,14 +36,14 @@ def test_an_interrupted_wait_leaves_no_reply_behind(redis_client: redis.Redis) -
 
 
 def test_an_error_reply_leaves_the_connection_in_order(redis_client: redis.Redis) -> None:
-    own = OwnConnection(redis_client)
+    own = DedicatedConnection(redis_client)
     with pytest.raises(redis.ResponseError):
         own.call("LPOP")
     assert own.call("ECHO", "next") == b"next"
 
 
 def test_a_second_thread_is_not_kept_waiting(redis_client: redis.Redis) -> None:
-    own = OwnConnection(redis_client)
+    own = DedicatedConnection(redis_client)
     replies: list[object] = []
     waiter = threading.Thread(target=lambda: replies.append(own.call("BLPOP", "awaited", 20)))
     waiter.start()
