@@ -2,8 +2,8 @@
 -- Purpose:   records that the run has failed, and notifies every rank and every reader of an unfinished answer.
 -- Invariant: only the first failure is recorded; later calls change nothing.
 -- KEYS:      1 run (hash)  2 workflow (hash)  3 requests (list)  4 ...: the queue of every rank (list)
--- ARGV:      1 time to live of the keys in seconds  2 failure message, naming the rank  3 prefix of the answer keys (which of
---            them are needed is known only here)
+-- ARGV:      1 time to live of the keys in seconds  2 failure message, naming the rank  3 prefix of the answer keys (the numbers
+--            of the unfinished requests are known only here)
 -- Returns:   1 if this was the first failure, else 0
 if redis.call('HSETNX', KEYS[1], 'failure', ARGV[2]) == 0 then
   return 0

@@ -1,7 +1,6 @@
 -- lease.lua
 -- Purpose:   renews a rank's lease and the time to live of the run's keys.
--- Invariant: however a run ends, its keys expire ARGV[1] seconds after the last renewal. Leases are timed by the server's clock
---            alone.
+-- Invariant: however a run ends, its keys expire ARGV[1] seconds after the last renewal. Only the server's clock times leases.
 -- KEYS:      1 members (set)  2 alive of this rank (string)  3 ...: every other key of the run
 -- ARGV:      1 time to live of the keys in seconds  2 duration of the lease in milliseconds  3 rank
 -- Returns:   1

@@ -90,7 +90,7 @@ class TorchTransport:
             use_nccl = self._all_stages_request_nccl(backend == "nccl") and rendezvous.rank > 0
             self._stage_link = self._nccl_link() if use_nccl else self._host_link
         except (RuntimeError, ValueError, dist.DistError) as error:
-            raise RankLost(f"rank {rendezvous.rank} could not meet the other {rendezvous.world_size - 1}: {error}") from error
+            raise RankLost(f"rank {rendezvous.rank} could not join the {rendezvous.world_size} ranks: {error}") from error
 
     def _all_stages_request_nccl(self, requested: bool) -> bool:
         """Whether every stage requests NCCL: with ``auto``, stages on different hosts may choose differently. Rank 0 abstains."""

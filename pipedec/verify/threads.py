@@ -118,7 +118,7 @@ def _next_token(
 
 
 def _visible_tokens(sequence: Sequence, thread: DecodeThread) -> list[tuple[int, int]]:
-    """(thread number, index) of every token of the answer that the thread's last token sees, which comes last itself."""
+    """(thread number, index) of every token of the answer that the thread's last token sees, ending with that token."""
     context: Context = sequence.sees(thread.number, thread.num_tokens - 1) if thread.num_tokens else ()
     parts = sorted(context, key=lambda part: (part[0] == thread.number, sequence.threads[part[0]].path))
     return [(number, index) for number, count in parts for index in range(count)]

@@ -81,7 +81,7 @@ def test_a_killed_peer_is_named(pair: Pair) -> None:
 def test_a_rendezvous_without_the_other_ranks_raises_rank_lost(tmp_path: Path) -> None:
     alone = Peer(0, 3, tmp_path / "meeting", torch.float32, timeout_seconds=1.0)
     try:
-        assert alone.result().startswith("rank 0 could not meet the other 2: ")
+        assert alone.result().startswith("rank 0 could not join the 3 ranks: ")
     finally:
         alone.end()
 
