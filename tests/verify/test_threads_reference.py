@@ -175,7 +175,7 @@ def test_an_answer_of_one_thread_is_the_plain_one(thread_models: ThreadModels, d
 
 
 def test_drawing_needs_a_seed(thread_models: ThreadModels) -> None:
-    with pytest.raises(ValueError, match="a seed must be drawn"):
+    with pytest.raises(ValueError, match="needs a seed"):
         naive_answer(thread_models.target(), thread_models.bound("apar"), (3, 4), SamplingParams(1.0), (END,))
 
 
