@@ -174,13 +174,8 @@ def test_an_answer_in_one_thread_equals_the_plain_answer(thread_models: ThreadMo
         assert len(ended.main.token_ids) <= 13
 
 
-<<<<<<< HEAD
 def test_stochastic_sampling_needs_a_seed(thread_models: ThreadModels) -> None:
-    with pytest.raises(ValueError, match="a seed must be drawn"):
-=======
-def test_drawing_needs_a_seed(thread_models: ThreadModels) -> None:
     with pytest.raises(ValueError, match="needs a seed"):
->>>>>>> words1
         naive_answer(thread_models.target(), thread_models.bound("apar"), (3, 4), SamplingParams(1.0), (END,))
 
 
