@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 MAX_LOGPROBS = 20
+NUM_ROW_IDS = 3  # of each row that is sent: token id, parent, thread
+ROW_ID_BYTES = 8 * NUM_ROW_IDS  # as int64
 MAX_VERDICT_TOKENS = 125  # with those of its forecast, and one for every share: it must fit into a message's header
 PROPOSERS = ("draft", "ngrams")
 SHAPES = ("likeliest", "efficient", "straightforward", "full")  # of BiTA's candidates

@@ -8,8 +8,6 @@ from pipedec.hardware import DEVICES, DTYPE_BYTES, Link, ModelShape, PassTime
 
 FIXED_WORKSPACE_BYTES = 500_000_000  # the CUDA context with its libraries
 PREFILL_ROWS = 512  # rows of a prompt that prefill sends at once
-# What the draft sends for one row: token id and parent.
-ROW_BYTES = 16
 
 
 @dataclass(frozen=True)
@@ -19,7 +17,7 @@ class RankTiming:
     Attributes:
         compute: one pass through its layers.
         link: the connection to the next rank; from the last stage, to rank 0.
-        row_bytes: what it sends for one row; 0 from the last stage, which sends a verdict.
+        row_bytes: bytes sent for one row: ids, and activations from a stage; 0 from the last stage, which sends a verdict.
     """
 
     compute: PassTime

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pipedec.config import ClusterConfig, PartitionConfig, model_shape
-from pipedec.core import UserError
+from pipedec.core import ROW_ID_BYTES, UserError
 from pipedec.hardware import DEVICES, GIGA, LINKS, Link
-from pipedec.plan.costs import ROW_BYTES, ModelCosts, RankTiming
+from pipedec.plan.costs import ModelCosts, RankTiming
 from pipedec.plan.layers import balance, explicit_layers
 from pipedec.plan.placement import Placement, place_stages
 from pipedec.topology import Topology
@@ -148,7 +148,7 @@ def _plan_stage(
     timing = RankTiming(
         device.pass_time(costs.read_parameters(count, last), count, costs.dtype),
         _link(config, place, None if last else places[rank]),
-        0 if last else costs.shape.hidden_size * costs.element_bytes,
+        0 if last else ROW_ID_BYTES + costs.shape.hidden_size * costs.element_bytes,
     )
     return StagePlan(
         rank, place, group, layers[rank - 1], parameters * costs.element_bytes, count * costs.layer_kv_bytes,
@@ -160,7 +160,9 @@ def _plan_draft(config: ClusterConfig, target: ModelCosts, place: Placement, fir
     costs = ModelCosts(model_shape(config.draft), target.dtype, target.rows, target.context_tokens, target.groups)
     device, layers = DEVICES[place.device], costs.shape.num_hidden_layers
     timing = RankTiming(
-        device.pass_time(costs.read_parameters(layers, True), layers, costs.dtype), _link(config, place, first_stage), ROW_BYTES
+        device.pass_time(costs.read_parameters(layers, True), layers, costs.dtype),
+        _link(config, place, first_stage),
+        ROW_ID_BYTES,
     )
     return StagePlan(
         0, place, 0, range(layers), costs.shape.parameters * costs.element_bytes, layers * costs.layer_kv_bytes,
