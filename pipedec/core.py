@@ -18,8 +18,7 @@ MAX_LOGPROBS = 20
 NUM_ROW_IDS = 3  # of each row that is sent: token id, parent, thread
 ROW_ID_BYTES = 8 * NUM_ROW_IDS  # as int64
 MAX_VERDICT_TOKENS = 125  # with those of its forecast, and one for every share: it must fit into a message's header
-PROPOSERS = ("draft", "ngrams")
-SHAPES = ("likeliest", "efficient", "straightforward", "full")  # of BiTA's candidates
+DEFAULT_METHOD = "pipedec-bestfirst"
 LARGEST = sys.float_info.max  # whole numbers of JSON may be larger
 
 
@@ -29,6 +28,13 @@ class PipedecError(Exception):
 
 class UserError(PipedecError):
     """The user's mistake: the message says in one line what was wrong and what to do."""
+
+
+class BadValue(UserError, ValueError):
+    """A value that is not allowed, as ``KEY: must be …``.
+
+    Also a ValueError, so that pydantic catches it and the path of a nested key can be put in front.
+    """
 
 
 class RankLost(PipedecError):
@@ -41,26 +47,31 @@ class SchedulerLost(PipedecError):
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How to decode one request: vLLM's field names, meanings and ranges. By default decoding is greedy.
+    """Sampling parameters of a request, with vLLM's names, meanings and ranges. The default is greedy decoding.
 
-    Filters apply in the order min_p, top_k, top_p, all after the temperature; tokens equal to the last one kept are kept, too.
+    The order is: logit bias, penalties, temperature, then min_p, top_k and top_p. Tokens as probable as the last one that a
+    filter keeps are kept, too.
 
     Attributes:
-        temperature: 0 takes the likeliest token (the lowest id among equals); above 0 draws from the target's distribution.
-        top_k: draw from so many likeliest tokens; 0 or −1 for all.
-        top_p: draw from the likeliest tokens that together have this probability.
-        min_p: draw from tokens at least so many times as likely as the likeliest.
-        seed: the same seed gives the same tokens by every method; None draws one.
-        max_tokens: output tokens at most, at least 1.
-        stop: texts that end the answer: its text is cut before the first of them, its tokens after the one that completes it.
-            One string may be given as it is.
-        stop_token_ids: token ids that end the answer besides the model's own end tokens.
-        repetition_penalty: divides positive and multiplies negative logits of tokens in prompt and output.
-        presence_penalty, frequency_penalty: taken from the logits of tokens in the output, once or for each time.
-        logit_bias: token id to what is added to its logit, before the penalties.
-        logprobs: so many top log-probabilities per output token, and the chosen token's; None for none. They are the
-            target's own: before bias, penalties and temperature.
-        ignore_eos: go on after the model's end tokens until ``max_tokens``.
+        temperature: controls randomness. 0 is greedy: the most probable token, of equals the lowest id.
+        top_k: number of most probable tokens to sample from. 0 or −1 considers all tokens.
+        top_p: cumulative probability of the most probable tokens to sample from, in (0, 1]. 1 considers all tokens.
+        min_p: minimum probability of a token, relative to the most probable one, in [0, 1]. 0 disables it.
+        seed: random seed. The same seed gives the same tokens with every method; None takes a random one, which is reported.
+        max_tokens: maximum number of tokens to generate.
+        stop: string or strings that stop the generation. The returned text does not contain them.
+        stop_token_ids: tokens that stop the generation, besides the model's end tokens.
+        repetition_penalty: values above 1 penalize tokens of the prompt and the generated text: positive logits are divided
+            by it, negative ones multiplied.
+        presence_penalty: subtracted from the logits of tokens that the generated text contains, in [−2, 2].
+        frequency_penalty: subtracted as often as the generated text contains the token, in [−2, 2].
+        logit_bias: from token id to the value, in [−100, 100], that is added to its logit.
+        logprobs: number of most probable tokens whose log probabilities are returned per output token, besides the chosen
+            one. They are taken before bias, penalties and temperature. None returns none.
+        ignore_eos: continue after the model's end tokens.
+
+    Raises:
+        UserError: a value is out of its range.
     """
 
     temperature: float = 0.0
@@ -69,7 +80,7 @@ class SamplingParams:
     min_p: float = 0.0
     seed: int | None = None
     max_tokens: int = 128
-    stop: tuple[str, ...] = ()
+    stop: str | tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
@@ -89,7 +100,7 @@ class SamplingParams:
             ("min_p", 0 <= self.min_p <= 1, "between 0 and 1"),
             ("seed", self.seed is None or 0 <= self.seed < 2**64, "at least 0 and below 2**64"),
             ("max_tokens", self.max_tokens >= 1, "at least 1"),
-            ("stop", all(self.stop), "texts that are not empty"),
+            ("stop", all(self.stop), "strings that are not empty"),
             ("repetition_penalty", 0 < self.repetition_penalty <= LARGEST, "finite and above 0"),
             ("presence_penalty", -2 <= self.presence_penalty <= 2, "between -2 and 2"),
             ("frequency_penalty", -2 <= self.frequency_penalty <= 2, "between -2 and 2"),
@@ -115,68 +126,27 @@ class SamplingParams:
 
 
 @dataclass(frozen=True)
-class TreeParams:
-    """Limits of the prediction tree: rows per timestep (paper's w) and children per row (paper's c).
-
-    None leaves a limit to the method: ``pipedec`` and ``stpp`` take the paper's (see ``with_defaults``), ``pipedec-bestfirst``
-    finds its own while it decodes.
-
-    Attributes:
-        depth: of trees that enter in one step: their layers below the root; None for 4 (``stpp``), or one layer for each
-            trained mask (``bita``).
-        shape: of ``bita`` alone: its tree of candidates, of SHAPES.
-        rows: of the static tree: keep only so many of its likeliest rows, the root not counted, whatever their layers; None keeps
-            layers of ``width`` rows whole. Of ``bita``'s likeliest tree: its rows, masks and all; None for 64.
-        forwards: of ``pipedec-bestfirst`` alone: draft forwards per timestep.
-        proposers: of ``pipedec-bestfirst`` alone: who may name tokens, of PROPOSERS.
-    """
-
-    width: int | None = None
-    children: int | None = None
-    depth: int | None = None
-    rows: int | None = None
-    forwards: int | None = None
-    proposers: tuple[str, ...] = PROPOSERS
-    shape: str = "likeliest"
-
-    def __post_init__(self) -> None:
-        for name in ("width", "children", "depth", "rows", "forwards"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise UserError(f"tree {name} must be at least 1, not {value}")
-        object.__setattr__(self, "proposers", tuple(self.proposers))
-        if not self.proposers or not set(self.proposers) <= set(PROPOSERS):
-            raise UserError(f"tree proposers must be some of {', '.join(PROPOSERS)}, not {', '.join(self.proposers) or 'none'}")
-        if self.shape not in SHAPES:
-            raise UserError(f"tree shape must be one of {', '.join(SHAPES)}, not {self.shape[:100]}")
-
-    def with_defaults(self) -> PaperTree:
-        """The limits with the paper's 32 rows and 16 children where none are set."""
-        return PaperTree(self.width or 32, self.children or 16, self.depth or 4, self.rows)
-
-
-@dataclass(frozen=True)
-class PaperTree:
-    """Limits of the paper's trees, all set (see ``TreeParams``)."""
-
-    width: int
-    children: int
-    depth: int
-    rows: int | None
+class MethodOptions:
+    """The options of one decoding method. Every method has a class of its own (see ``methods``)."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """One prompt to answer, already tokenized. ``number`` counts the requests of a run from 0.
+    """One prompt to answer, already tokenized.
 
-    ``threads`` is the dialect in which the model may open decode threads (``Dialect.to_json``); None: it answers in one.
+    Attributes:
+        number: counts the requests of a run from 0.
+        method: a name of the table in ``methods``.
+        options: of the method's own options class; None for its defaults.
+        trace: record every task of every rank.
+        threads: the dialect in which the model may open decode threads (``Dialect.to_json``); None for a single thread.
     """
 
     number: int
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams = SamplingParams()
-    method: str = "pipedec-bestfirst"
-    tree: TreeParams = TreeParams()
+    method: str = DEFAULT_METHOD
+    options: MethodOptions | None = None
     trace: bool = False
     threads: str | None = None
 

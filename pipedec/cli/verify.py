@@ -12,12 +12,13 @@ from rich.console import Console
 from rich.table import Table
 
 from pipedec.cli.cluster import local_cluster
-from pipedec.cli.options import METHOD_NAMES, NEED_DRAFT, PipelineFlags, pipeline_options
+from pipedec.cli.options import PipelineFlags, pipeline_options
 from pipedec.cli.show import console
 from pipedec.client.client import Client
 from pipedec.core import PipedecError, Request, SamplingParams, UserError
 from pipedec.data.prompts import read_prompts
 from pipedec.messages import PromptRequest
+from pipedec.methods import METHODS, find_method, make_options
 from pipedec.threads import load_dialect
 
 if TYPE_CHECKING:
@@ -50,21 +51,19 @@ def verify(
     if not texts:
         raise UserError("nothing to verify: give --prompt TEXT or --prompts FILE")
     names = methods.split(",") if methods else []
-    if unknown := set(names) - set(METHOD_NAMES):
-        raise UserError(f"unknown method {sorted(unknown)[0]!r}: choose from {', '.join(METHOD_NAMES)}")
+    for name in names:
+        find_method(name)
     sampling, dialect = SamplingParams(max_tokens=max_tokens), None if threads is None else load_dialect(threads).to_json()
     asked = [PromptRequest(text, raw_prompt, sampling=sampling, threads=dialect) for text in texts]
     _compare(pipeline if threads is None else pipeline.for_threads(), _shapes(pipeline, shapes), names, asked, local)
 
 
 def _compare(pipeline: PipelineFlags, shapes: list[Shape], methods: list[str], asked: list[PromptRequest], local: bool) -> None:
-    from pipedec.model import ModelConfig
-    from pipedec.text.prompt import Prompter
     from pipedec.verify.reference import Reference
 
     spec = local_cluster(pipeline).spec
     methods = methods or _possible_methods(spec)
-    prompter = Prompter(spec.target, ModelConfig.from_directory(spec.target).max_positions)
+    prompter = spec.load_prompter()
     prompt_ids = [_token_ids(prompter, one) for one in asked]
     reference = Reference(spec)
     with console.status("transformers"):
@@ -105,9 +104,9 @@ def _expected(reference: Reference, prompt_ids: tuple[int, ...], one: PromptRequ
 
 
 def _possible_methods(spec: PipelineSpec) -> list[str]:
-    """Those that lack nothing."""
-    lacking = (NEED_DRAFT if spec.draft is None else ()) + (("bita",) if spec.bita is None else ())
-    return [name for name in METHOD_NAMES if name not in lacking]
+    """The methods for which the pipeline has a draft model and a BiTA where they need them."""
+    has_draft, has_bita = spec.draft is not None, spec.bita is not None
+    return [entry.name for entry in METHODS.values() if entry.missing(has_draft, has_bita) is None]
 
 
 def _answers(
@@ -136,7 +135,8 @@ def _local_answers(
 
     pipeline: LocalPipeline = LocalPipeline.load(spec)
     for number, one in enumerate(asked):
-        request = Request(number, _token_ids(prompter, one), one.sampling, method, one.tree, threads=one.threads)
+        options = make_options(method, one.options)
+        request = Request(number, _token_ids(prompter, one), one.sampling, method, options, threads=one.threads)
         found = [token for verdict in pipeline.run(request) for token in verdict.tokens]
         if pipeline.sequence is not None:
             found = [token.token_id for token in pipeline.sequence.document()]

@@ -96,7 +96,7 @@ def plan(config: ClusterConfig, partition_name: str | None = None) -> Plan:
     name, partition = config.find_partition(partition_name)
     target = model_shape(config.target)
     draft_place, places = place_stages(config, name, partition)
-    costs = ModelCosts(target, config.dtype, config.tree.with_defaults().width, config.context_tokens, partition.num_groups)
+    costs = ModelCosts(target, config.dtype, config.tree.width, config.context_tokens, partition.num_groups)
     layers, problems = _split(costs, partition, places)
     topology = Topology.even(partition.stages, partition.num_groups)
     stages = tuple(
@@ -111,7 +111,7 @@ def plan(config: ClusterConfig, partition_name: str | None = None) -> Plan:
         problems.append(f"the draft {_shortage(draft)}: use a larger device or a smaller draft")
     timestep = _timestep_ms(draft, stages)
     return Plan(
-        name, config.target, config.dtype, config.context_tokens, config.tree.with_defaults().width, draft, stages, timestep,
+        name, config.target, config.dtype, config.context_tokens, config.tree.width, draft, stages, timestep,
         timestep * partition.num_groups, _pp_token_ms(stages), tuple(problems),
     )  # fmt: skip
 
