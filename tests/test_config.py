@@ -6,6 +6,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from checkpoints import FAMILIES, save_tiny
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -19,8 +20,9 @@ from pipedec.config import (
     state_directory,
 )
 from pipedec.core import UserError
-from pipedec.hardware import DEVICES, MODEL_SHAPES
+from pipedec.hardware import DEVICES, MODEL_SHAPES, SUPPORTED_MODEL_TYPES
 from pipedec.methods import LayerTreeOptions
+from pipedec.model import ModelConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 GOOD = """\
@@ -259,6 +261,29 @@ def test_bad_checkpoint_shape(tmp_path: Path, text: str, expected: str) -> None:
     with pytest.raises(UserError) as error:
         model_shape(str(tmp_path))
     assert str(error.value).removeprefix(f"{tmp_path}/") == expected
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("llama", {}),
+        ("llama", {"attention_bias": True}),
+        ("llama", {"mlp_bias": True, "tie_word_embeddings": True}),
+        ("mistral", {"head_dim": 16}),
+        ("qwen2", {}),
+        ("qwen2", {"attention_bias": False, "tie_word_embeddings": True}),
+    ],
+)
+def test_the_shape_of_a_checkpoint_counts_all_its_parameters(family: str, changes: dict[str, object], tmp_path: Path) -> None:
+    model = save_tiny(family, tmp_path, layers=3, **changes)
+    shape, config = model_shape(str(tmp_path)), ModelConfig.from_directory(tmp_path)
+    assert shape.parameters == sum(parameter.numel() for parameter in model.parameters())
+    assert shape.layer_parameters == config.num_layer_parameters
+    assert shape.cache_values_per_token == config.num_cache_elements_per_row
+
+
+def test_every_model_type_that_runs_can_be_planned() -> None:
+    assert set(FAMILIES) == set(SUPPORTED_MODEL_TYPES)
 
 
 def test_unknown_model() -> None:

@@ -149,7 +149,7 @@ class _Settings:
             groups=self.groups or part.num_groups,
             layers=self.layers or [len(stage.layers) for stage in plan(config, name).stages],
             dtype=self.dtype or config.dtype,
-            context_tokens=self.context_tokens or config.context_tokens,
+            context_tokens=config.context_tokens if self.context_tokens is None else self.context_tokens,
             tree=config.tree,
         )
 
