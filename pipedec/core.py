@@ -1,7 +1,6 @@
-"""The shared nouns: plain dataclasses that every layer may use.
+"""The shared nouns: plain dataclasses and errors that every layer may use.
 
-Nothing here computes. Tensors are only named in annotations, so that a client that never touches a model can import
-this module without importing torch.
+Nothing here computes. Tensors stand in annotations only, so that a client imports this module without torch.
 """
 
 from __future__ import annotations
@@ -17,13 +16,13 @@ if TYPE_CHECKING:
 MAX_LOGPROBS = 20
 NUM_ROW_IDS = 3  # of each row that is sent: token id, parent, thread
 ROW_ID_BYTES = 8 * NUM_ROW_IDS  # as int64
-MAX_VERDICT_TOKENS = 125  # with those of its forecast, and one for every share: it must fit into a message's header
+MAX_VERDICT_TOKENS = 125  # accepted tokens, forecast tokens and shares together: a verdict fits into a message's header
 DEFAULT_METHOD = "pipedec-bestfirst"
-LARGEST = sys.float_info.max  # whole numbers of JSON may be larger
+LARGEST = sys.float_info.max  # an integer in JSON may be larger
 
 
 class PipedecError(Exception):
-    """Something that ends a command with one line and a non-zero exit, never with a traceback."""
+    """An error that ends a command with one line and a non-zero exit, never with a traceback."""
 
 
 class UserError(PipedecError):
@@ -121,7 +120,7 @@ class SamplingParams:
 
     @property
     def is_plainly_greedy(self) -> bool:
-        """Whether the likeliest token of the target's own logits is taken, and nothing else matters."""
+        """Whether decoding takes the most probable token of the unchanged logits."""
         return not (self.is_stochastic or self.has_penalties or self.logit_bias)
 
 
@@ -153,7 +152,7 @@ class Request:
 
 @dataclass(frozen=True)
 class MaskParams:
-    """The mask rows of a method (BiTA): ``count`` of them stand in a group, and each names ``named`` tokens."""
+    """The mask rows of a method (BiTA): ``count`` per group, each of which proposes ``named`` tokens."""
 
     count: int = 0
     named: int = 0
@@ -167,11 +166,11 @@ class Step:
     """The rows that enter a stage at one timestep (the paper's data flow df).
 
     Attributes:
-        token_ids: int64 [R]. The m-th mask of a group has the id −m; masks come behind all other rows.
+        token_ids: int64 [R]. The m-th mask row of a group has the id −m; mask rows come after all other rows.
         parents: int64 [R], indices into the receiving rank's PredictionTree (whose rows are in order of entry), −1 for
-            a root. A row may name a parent in the same step: its own rows follow the receiver's present rows.
+            a root. The parent may be in the same step: its rows are numbered after the receiver's present rows.
         hidden: [R, E] activations of the previous stage; None on the way into the first stage.
-        threads: int64 [R], the decode thread of each row, whose own tree ``parents`` counts in; None: all are in thread 0.
+        threads: int64 [R], the decode thread of each row; ``parents`` are indices into that thread's tree. None: thread 0.
     """
 
     token_ids: Tensor
@@ -185,7 +184,7 @@ class Step:
 
 
 class Share(NamedTuple):
-    """How much of a verdict belongs to a decode thread: so many of its tokens, and so many places of its forecast."""
+    """The numbers of a verdict's accepted tokens and forecast positions that belong to one decode thread."""
 
     thread: int
     tokens: int
@@ -193,7 +192,7 @@ class Share(NamedTuple):
 
 
 class Part(NamedTuple):
-    """What a verdict says of one decode thread."""
+    """The accepted tokens and the forecast of one decode thread."""
 
     thread: int
     tokens: tuple[int, ...]
@@ -202,13 +201,16 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class Verdict:
-    """What verification says: the accepted token ids, in order, and why the answer ended (None while it goes on).
+    """The result of verification.
 
-    ``finished`` is ``"stop"`` (end token or stop string), ``"length"`` (max_tokens), ``"cancelled"`` or, of an answer in several
-    threads, ``"cache_full"``. ``forecast`` is what mask
-    rows say of the places behind the last accepted token's: for each place, the nearest first, the likeliest tokens, the best
-    first. It is empty where there are no masks. Of an answer in several threads, ``shares`` says whose tokens and places
-    these are, thread after thread; it is empty where there is but one.
+    Attributes:
+        tokens: accepted token ids, in order.
+        finished: why the answer ended: ``"stop"`` (end token or stop string), ``"length"`` (max_tokens), ``"cancelled"`` or, of
+            an answer in several threads, ``"cache_full"``; None while it goes on.
+        forecast: for each position after the last accepted token, nearest first, the most probable tokens there by the mask
+            rows, best first; empty without mask rows.
+        shares: of an answer in several threads: how many tokens and positions belong to each thread, in their order; empty
+            with a single thread.
     """
 
     tokens: tuple[int, ...]
@@ -218,7 +220,7 @@ class Verdict:
 
     @classmethod
     def of_parts(cls, parts: list[Part], finished: str | None = None) -> Verdict:
-        """What it says of several threads."""
+        """The verdict on several threads."""
         return cls(
             tuple(token for part in parts for token in part.tokens),
             finished,
@@ -227,26 +229,26 @@ class Verdict:
         )
 
     def parts(self) -> Iterator[Part]:
-        """What it says of each thread; without shares, of thread 0."""
+        """The part of each thread; without shares, all of it is thread 0's."""
         if not self.shares:
             yield Part(0, self.tokens, self.forecast)
-        token = place = 0
+        first_token = first_place = 0
         for share in self.shares:
-            until, beyond = token + share.tokens, place + share.places
-            yield Part(share.thread, self.tokens[token:until], self.forecast[place:beyond])
-            token, place = until, beyond
+            last_token, last_place = first_token + share.tokens, first_place + share.places
+            yield Part(share.thread, self.tokens[first_token:last_token], self.forecast[first_place:last_place])
+            first_token, first_place = last_token, last_place
 
 
 @dataclass
 class Metrics:
     """Counters of one request. ``timesteps`` = ``hits`` + groups × ``misses`` for the layer-wise method (paper §3.3.4).
 
-    A decoded token is a *hit* when the row that yields it was already in flight at the verdict before it, so that it
-    comes one timestep later; it is a *miss* when its row had to enter the empty pipeline. The first token comes from
-    prefill and is neither. So ``hits`` + ``misses`` are the decoded tokens but the first.
+    A decoded token is a *hit* if the row that yields it was already in flight when the token before it was accepted: it comes
+    one timestep later. It is a *miss* if its row had to enter the empty pipeline. The first token comes from prefill and is
+    neither, so ``hits`` + ``misses`` = decoded tokens − 1.
 
-    With the static tree (``stpp``) every root is such a miss, and each accepted row below it is a hit, whose token comes in
-    the same verdict: ``timesteps`` = (groups + 1) × ``misses``, because the draft works one timestep alone.
+    With the static tree (``stpp``) every root is a miss, and each accepted row below it is a hit in the same verdict:
+    ``timesteps`` = (groups + 1) × ``misses``, because the stages wait for the draft for one timestep.
     """
 
     timesteps: int = 0
@@ -258,13 +260,13 @@ class Metrics:
 
 @dataclass
 class Completion:
-    """A finished answer: what was said, and how the pipeline got there.
+    """A finished answer with its metrics.
 
     Attributes:
-        seed: the request's, or the one that was drawn for it; None for a greedy answer without one.
-        logprobs: if asked for, per output token {token id: log-probability}, the chosen token first, then the top ones. A token
-            that a thread was given and did not choose has the probability 1.
-        threads: of an answer in several decode threads: what each said, in document order, their metrics and anomalies.
+        seed: of the request, or the random one that was chosen for it; None for a greedy answer without one.
+        logprobs: if requested, per output token {token id: log probability}, the chosen token first, then the most probable
+            ones. A token that was forced on a thread has the log probability 0.
+        threads: of an answer in decode threads: the text of each, in document order, their metrics and anomalies.
             ``token_ids`` and ``text`` are in document order.
     """
 
@@ -280,10 +282,10 @@ class Completion:
     threads: dict[str, Any] | None = None
 
     def as_dict(self) -> dict[str, object]:
-        """The one JSON document of ``--json``. Rates are 0 where nothing was decoded after the first token."""
+        """The JSON document of ``--json``. Rates are 0 if nothing was decoded after the first token."""
         metrics = self.metrics
         decoded = max(0, len(self.token_ids) - 1)
-        judged = metrics.hits + metrics.misses
+        verified = metrics.hits + metrics.misses
         return {
             "method": self.method,
             "stages": self.stages,
@@ -302,5 +304,5 @@ class Completion:
             "timesteps_per_token": metrics.timesteps / decoded if decoded else 0.0,
             "hits": metrics.hits,
             "misses": metrics.misses,
-            "hit_rate": metrics.hits / judged if judged else 0.0,
+            "hit_rate": metrics.hits / verified if verified else 0.0,
         }
