@@ -9,9 +9,10 @@ from typing import Any
 
 import click
 import pytest
+from click.testing import CliRunner
 
 from pipedec import LLM, PipeDecOptions
-from pipedec.cli.options import OPTION_NAMES, request_options
+from pipedec.cli.options import OPTION_NAMES, RequestFlags, request_options
 from pipedec.core import DEFAULT_METHOD, Request, UserError
 from pipedec.decoding.controller import WIDTHS
 from pipedec.methods import (
@@ -103,13 +104,15 @@ def test_limits_that_several_methods_share() -> None:
 def test_every_option_has_a_flag_that_names_its_methods() -> None:
     @click.command()
     @request_options
-    def command(asked: object) -> None: ...
+    def command(asked: RequestFlags) -> None:
+        print(asked.options)
 
     flags = {option.name: option for option in command.params if isinstance(option, click.Option)}
     for name in OPTION_NAMES:
         takers = [method for method, entry in METHODS.items() if name in entry.option_names]
-        assert flags[name].get_default(click.Context(command)) is None
         assert all(f"{method}: " in str(flags[name].help) for method in takers)
+    done = CliRunner().invoke(command, ["--prompt", "a", "--width", "3", "--proposers", "draft"])
+    assert done.output == "{'width': 3, 'proposers': ['draft']}\n", "only what was given"
 
 
 @pytest.mark.parametrize(
