@@ -1,4 +1,4 @@
-"""``pipedec generate``: a cluster for one answer."""
+"""``pipedec generate``: answer one prompt with a cluster that is started for it and stopped after it."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from pipedec.methods import find_method
 @pipeline_options
 @request_options
 def generate(pipeline: PipelineFlags, asked: RequestFlags) -> None:
-    """Answer one prompt with a cluster of its own on this machine.
+    """Answer one prompt with a temporary cluster on this machine.
 
-    Starts Redis, rank 0 and one rank per stage, streams the answer, and stops them again. The draft model is loaded only if
-    the method uses one.
+    Starts a Redis server, rank 0 and one process per stage, streams the answer, and stops them. The draft model is loaded if the
+    method can use one.
     """
     request = asked.request()
     from pipedec.cli.cluster import local_cluster

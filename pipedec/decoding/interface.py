@@ -11,7 +11,7 @@ from typing import Protocol
 from torch import Tensor
 
 from pipedec.core import MaskParams, Step, Verdict
-from pipedec.decoding.controller import Beat
+from pipedec.decoding.controller import TimestepTiming
 from pipedec.tree import Advance, Candidates, PredictionTree
 
 
@@ -50,5 +50,5 @@ class Method(Protocol):
     def propose(self) -> Step | None:
         """The rows that enter the first stage at the next timestep, or None."""
 
-    def observe(self, beat: Beat) -> None:
+    def observe(self, timing: TimestepTiming) -> None:
         """What a timestep of the full pipeline took."""
