@@ -2,13 +2,14 @@
 
 from typing import TYPE_CHECKING, Any
 
-from pipedec.core import Completion, SamplingParams, TreeParams
+from pipedec.core import Completion, SamplingParams
+from pipedec.methods import BestFirstOptions, BitaOptions, PipeDecOptions, StaticTreeOptions
 
 if TYPE_CHECKING:
     from pipedec.client.llm import LLM
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "Completion", "SamplingParams", "TreeParams"]
+__all__ = ["LLM", "BestFirstOptions", "BitaOptions", "Completion", "PipeDecOptions", "SamplingParams", "StaticTreeOptions"]
 
 
 def __getattr__(name: str) -> Any:

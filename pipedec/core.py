@@ -1,7 +1,6 @@
-"""The shared nouns: plain dataclasses that every layer may use.
+"""The shared nouns: plain dataclasses and errors that every layer may use.
 
-Nothing here computes. Tensors are only named in annotations, so that a client that never touches a model can import
-this module without importing torch.
+Nothing here computes. Tensors stand in annotations only, so that a client imports this module without torch.
 """
 
 from __future__ import annotations
@@ -15,18 +14,26 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 MAX_LOGPROBS = 20
-MAX_VERDICT_TOKENS = 125  # with those of its forecast, and one for every share: it must fit into a message's header
-PROPOSERS = ("draft", "ngrams")
-SHAPES = ("likeliest", "efficient", "straightforward", "full")  # of BiTA's candidates
-LARGEST = sys.float_info.max  # whole numbers of JSON may be larger
+NUM_ROW_IDS = 3  # of each row that is sent: token id, parent, thread
+ROW_ID_BYTES = 8 * NUM_ROW_IDS  # as int64
+MAX_VERDICT_TOKENS = 125  # accepted tokens, forecast tokens and shares together: a verdict fits into a message's header
+DEFAULT_METHOD = "pipedec-bestfirst"
+LARGEST = sys.float_info.max  # an integer in JSON may be larger
 
 
 class PipedecError(Exception):
-    """Something that ends a command with one line and a non-zero exit, never with a traceback."""
+    """An error that ends a command with one line and a non-zero exit, never with a traceback."""
 
 
 class UserError(PipedecError):
     """The user's mistake: the message says in one line what was wrong and what to do."""
+
+
+class BadValue(UserError, ValueError):
+    """A value that is not allowed, as ``KEY: must be …``.
+
+    Also a ValueError, so that pydantic catches it and the path of a nested key can be put in front.
+    """
 
 
 class RankLost(PipedecError):
@@ -39,26 +46,31 @@ class SchedulerLost(PipedecError):
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How to decode one request: vLLM's field names, meanings and ranges. By default decoding is greedy.
+    """Sampling parameters of a request, with vLLM's names, meanings and ranges. The default is greedy decoding.
 
-    Filters apply in the order min_p, top_k, top_p, all after the temperature; tokens equal to the last one kept are kept, too.
+    The order is: logit bias, penalties, temperature, then min_p, top_k and top_p. Tokens as probable as the last one that a
+    filter keeps are kept, too.
 
     Attributes:
-        temperature: 0 takes the likeliest token (the lowest id among equals); above 0 draws from the target's distribution.
-        top_k: draw from so many likeliest tokens; 0 or −1 for all.
-        top_p: draw from the likeliest tokens that together have this probability.
-        min_p: draw from tokens at least so many times as likely as the likeliest.
-        seed: the same seed gives the same tokens by every method; None draws one.
-        max_tokens: output tokens at most, at least 1.
-        stop: texts that end the answer: its text is cut before the first of them, its tokens after the one that completes it.
-            One string may be given as it is.
-        stop_token_ids: token ids that end the answer besides the model's own end tokens.
-        repetition_penalty: divides positive and multiplies negative logits of tokens in prompt and output.
-        presence_penalty, frequency_penalty: taken from the logits of tokens in the output, once or for each time.
-        logit_bias: token id to what is added to its logit, before the penalties.
-        logprobs: so many top log-probabilities per output token, and the chosen token's; None for none. They are the
-            target's own: before bias, penalties and temperature.
-        ignore_eos: go on after the model's end tokens until ``max_tokens``.
+        temperature: controls randomness. 0 is greedy: the most probable token, of equals the lowest id.
+        top_k: number of most probable tokens to sample from. 0 or −1 considers all tokens.
+        top_p: cumulative probability of the most probable tokens to sample from, in (0, 1]. 1 considers all tokens.
+        min_p: minimum probability of a token, relative to the most probable one, in [0, 1]. 0 disables it.
+        seed: random seed. The same seed gives the same tokens with every method; None takes a random one, which is reported.
+        max_tokens: maximum number of tokens to generate.
+        stop: string or strings that stop the generation. The returned text does not contain them.
+        stop_token_ids: tokens that stop the generation, besides the model's end tokens.
+        repetition_penalty: values above 1 penalize tokens of the prompt and the generated text: positive logits are divided
+            by it, negative ones multiplied.
+        presence_penalty: subtracted from the logits of tokens that the generated text contains, in [−2, 2].
+        frequency_penalty: subtracted as often as the generated text contains the token, in [−2, 2].
+        logit_bias: from token id to the value, in [−100, 100], that is added to its logit.
+        logprobs: number of most probable tokens whose log probabilities are returned per output token, besides the chosen
+            one. They are taken before bias, penalties and temperature. None returns none.
+        ignore_eos: continue after the model's end tokens.
+
+    Raises:
+        UserError: a value is out of its range.
     """
 
     temperature: float = 0.0
@@ -67,7 +79,7 @@ class SamplingParams:
     min_p: float = 0.0
     seed: int | None = None
     max_tokens: int = 128
-    stop: tuple[str, ...] = ()
+    stop: str | tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
@@ -87,7 +99,7 @@ class SamplingParams:
             ("min_p", 0 <= self.min_p <= 1, "between 0 and 1"),
             ("seed", self.seed is None or 0 <= self.seed < 2**64, "at least 0 and below 2**64"),
             ("max_tokens", self.max_tokens >= 1, "at least 1"),
-            ("stop", all(self.stop), "texts that are not empty"),
+            ("stop", all(self.stop), "strings that are not empty"),
             ("repetition_penalty", 0 < self.repetition_penalty <= LARGEST, "finite and above 0"),
             ("presence_penalty", -2 <= self.presence_penalty <= 2, "between -2 and 2"),
             ("frequency_penalty", -2 <= self.frequency_penalty <= 2, "between -2 and 2"),
@@ -108,80 +120,39 @@ class SamplingParams:
 
     @property
     def is_plainly_greedy(self) -> bool:
-        """Whether the likeliest token of the target's own logits is taken, and nothing else matters."""
+        """Whether decoding takes the most probable token of the unchanged logits."""
         return not (self.is_stochastic or self.has_penalties or self.logit_bias)
 
 
 @dataclass(frozen=True)
-class TreeParams:
-    """Limits of the prediction tree: rows per timestep (paper's w) and children per row (paper's c).
-
-    None leaves a limit to the method: ``pipedec`` and ``stpp`` take the paper's (see ``with_defaults``), ``pipedec-bestfirst``
-    finds its own while it decodes.
-
-    Attributes:
-        depth: of trees that enter in one step: their layers below the root; None for 4 (``stpp``), or one layer for each
-            trained mask (``bita``).
-        shape: of ``bita`` alone: its tree of candidates, of SHAPES.
-        rows: of the static tree: keep only so many of its likeliest rows, the root not counted, whatever their layers; None keeps
-            layers of ``width`` rows whole. Of ``bita``'s likeliest tree: its rows, masks and all; None for 64.
-        forwards: of ``pipedec-bestfirst`` alone: draft forwards per timestep.
-        proposers: of ``pipedec-bestfirst`` alone: who may name tokens, of PROPOSERS.
-    """
-
-    width: int | None = None
-    children: int | None = None
-    depth: int | None = None
-    rows: int | None = None
-    forwards: int | None = None
-    proposers: tuple[str, ...] = PROPOSERS
-    shape: str = "likeliest"
-
-    def __post_init__(self) -> None:
-        for name in ("width", "children", "depth", "rows", "forwards"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise UserError(f"tree {name} must be at least 1, not {value}")
-        object.__setattr__(self, "proposers", tuple(self.proposers))
-        if not self.proposers or not set(self.proposers) <= set(PROPOSERS):
-            raise UserError(f"tree proposers must be some of {', '.join(PROPOSERS)}, not {', '.join(self.proposers) or 'none'}")
-        if self.shape not in SHAPES:
-            raise UserError(f"tree shape must be one of {', '.join(SHAPES)}, not {self.shape[:100]}")
-
-    def with_defaults(self) -> PaperTree:
-        """The limits with the paper's 32 rows and 16 children where none are set."""
-        return PaperTree(self.width or 32, self.children or 16, self.depth or 4, self.rows)
-
-
-@dataclass(frozen=True)
-class PaperTree:
-    """Limits of the paper's trees, all set (see ``TreeParams``)."""
-
-    width: int
-    children: int
-    depth: int
-    rows: int | None
+class MethodOptions:
+    """The options of one decoding method. Every method has a class of its own (see ``methods``)."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """One prompt to answer, already tokenized. ``number`` counts the requests of a run from 0.
+    """One prompt to answer, already tokenized.
 
-    ``threads`` is the dialect in which the model may open decode threads (``Dialect.to_json``); None: it answers in one.
+    Attributes:
+        number: counts the requests of a run from 0.
+        method: a name of the table in ``methods``.
+        options: of the method's own options class; None for its defaults.
+        trace: record every task of every rank.
+        threads: the dialect in which the model may open decode threads (``Dialect.to_json``); None for a single thread.
     """
 
     number: int
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams = SamplingParams()
-    method: str = "pipedec-bestfirst"
-    tree: TreeParams = TreeParams()
+    method: str = DEFAULT_METHOD
+    options: MethodOptions | None = None
     trace: bool = False
     threads: str | None = None
 
 
 @dataclass(frozen=True)
 class MaskParams:
-    """The mask rows of a method (BiTA): ``count`` of them stand in a group, and each names ``named`` tokens."""
+    """The mask rows of a method (BiTA): ``count`` per group, each of which proposes ``named`` tokens."""
 
     count: int = 0
     named: int = 0
@@ -195,11 +166,11 @@ class Step:
     """The rows that enter a stage at one timestep (the paper's data flow df).
 
     Attributes:
-        token_ids: int64 [R]. The m-th mask of a group has the id −m; masks come behind all other rows.
+        token_ids: int64 [R]. The m-th mask row of a group has the id −m; mask rows come after all other rows.
         parents: int64 [R], indices into the receiving rank's PredictionTree (whose rows are in order of entry), −1 for
-            a root. A row may name a parent in the same step: its own rows follow the receiver's present rows.
+            a root. The parent may be in the same step: its rows are numbered after the receiver's present rows.
         hidden: [R, E] activations of the previous stage; None on the way into the first stage.
-        threads: int64 [R], the decode thread of each row, whose own tree ``parents`` counts in; None: all are in thread 0.
+        threads: int64 [R], the decode thread of each row; ``parents`` are indices into that thread's tree. None: thread 0.
     """
 
     token_ids: Tensor
@@ -213,7 +184,7 @@ class Step:
 
 
 class Share(NamedTuple):
-    """How much of a verdict belongs to a decode thread: so many of its tokens, and so many places of its forecast."""
+    """The numbers of a verdict's accepted tokens and forecast positions that belong to one decode thread."""
 
     thread: int
     tokens: int
@@ -221,7 +192,7 @@ class Share(NamedTuple):
 
 
 class Part(NamedTuple):
-    """What a verdict says of one decode thread."""
+    """The accepted tokens and the forecast of one decode thread."""
 
     thread: int
     tokens: tuple[int, ...]
@@ -230,13 +201,16 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class Verdict:
-    """What verification says: the accepted token ids, in order, and why the answer ended (None while it goes on).
+    """The result of verification.
 
-    ``finished`` is ``"stop"`` (end token or stop string), ``"length"`` (max_tokens), ``"cancelled"`` or, of an answer in several
-    threads, ``"cache_full"``. ``forecast`` is what mask
-    rows say of the places behind the last accepted token's: for each place, the nearest first, the likeliest tokens, the best
-    first. It is empty where there are no masks. Of an answer in several threads, ``shares`` says whose tokens and places
-    these are, thread after thread; it is empty where there is but one.
+    Attributes:
+        tokens: accepted token ids, in order.
+        finished: why the answer ended: ``"stop"`` (end token or stop string), ``"length"`` (max_tokens), ``"cancelled"`` or, of
+            an answer in several threads, ``"cache_full"``; None while it goes on.
+        forecast: for each position after the last accepted token, nearest first, the most probable tokens there by the mask
+            rows, best first; empty without mask rows.
+        shares: of an answer in several threads: how many tokens and positions belong to each thread, in their order; empty
+            with a single thread.
     """
 
     tokens: tuple[int, ...]
@@ -246,7 +220,7 @@ class Verdict:
 
     @classmethod
     def of_parts(cls, parts: list[Part], finished: str | None = None) -> Verdict:
-        """What it says of several threads."""
+        """The verdict on several threads."""
         return cls(
             tuple(token for part in parts for token in part.tokens),
             finished,
@@ -255,26 +229,26 @@ class Verdict:
         )
 
     def parts(self) -> Iterator[Part]:
-        """What it says of each thread; without shares, of thread 0."""
+        """The part of each thread; without shares, all of it is thread 0's."""
         if not self.shares:
             yield Part(0, self.tokens, self.forecast)
-        token = place = 0
+        first_token = first_place = 0
         for share in self.shares:
-            until, beyond = token + share.tokens, place + share.places
-            yield Part(share.thread, self.tokens[token:until], self.forecast[place:beyond])
-            token, place = until, beyond
+            last_token, last_place = first_token + share.tokens, first_place + share.places
+            yield Part(share.thread, self.tokens[first_token:last_token], self.forecast[first_place:last_place])
+            first_token, first_place = last_token, last_place
 
 
 @dataclass
 class Metrics:
     """Counters of one request. ``timesteps`` = ``hits`` + groups × ``misses`` for the layer-wise method (paper §3.3.4).
 
-    A decoded token is a *hit* when the row that yields it was already in flight at the verdict before it, so that it
-    comes one timestep later; it is a *miss* when its row had to enter the empty pipeline. The first token comes from
-    prefill and is neither. So ``hits`` + ``misses`` are the decoded tokens but the first.
+    A decoded token is a *hit* if the row that yields it was already in flight when the token before it was accepted: it comes
+    one timestep later. It is a *miss* if its row had to enter the empty pipeline. The first token comes from prefill and is
+    neither, so ``hits`` + ``misses`` = decoded tokens − 1.
 
-    With the static tree (``stpp``) every root is such a miss, and each accepted row below it is a hit, whose token comes in
-    the same verdict: ``timesteps`` = (groups + 1) × ``misses``, because the draft works one timestep alone.
+    With the static tree (``stpp``) every root is a miss, and each accepted row below it is a hit in the same verdict:
+    ``timesteps`` = (groups + 1) × ``misses``, because the stages wait for the draft for one timestep.
 
     Attributes:
         draft_tokens: rows that entered the pipeline as guesses (roots and mask rows are none). Every hit is an accepted one.
@@ -299,13 +273,13 @@ class Metrics:
 
 @dataclass
 class Completion:
-    """A finished answer: what was said, and how the pipeline got there.
+    """A finished answer with its metrics.
 
     Attributes:
-        seed: the request's, or the one that was drawn for it; None for a greedy answer without one.
-        logprobs: if asked for, per output token {token id: log-probability}, the chosen token first, then the top ones. A token
-            that a thread was given and did not choose has the probability 1.
-        threads: of an answer in several decode threads: what each said, in document order, their metrics and anomalies.
+        seed: of the request, or the random one that was chosen for it; None for a greedy answer without one.
+        logprobs: if requested, per output token {token id: log probability}, the chosen token first, then the most probable
+            ones. A token that was forced on a thread has the log probability 0.
+        threads: of an answer in decode threads: the text of each, in document order, their metrics and anomalies.
             ``token_ids`` and ``text`` are in document order.
     """
 
@@ -321,10 +295,10 @@ class Completion:
     threads: dict[str, Any] | None = None
 
     def as_dict(self) -> dict[str, object]:
-        """The one JSON document of ``--json``. Rates are 0 where nothing was decoded after the first token."""
+        """The JSON document of ``--json``. Rates are 0 if nothing was decoded after the first token."""
         metrics = self.metrics
         decoded = max(0, len(self.token_ids) - 1)
-        judged = metrics.hits + metrics.misses
+        verified = metrics.hits + metrics.misses
         return {
             "method": self.method,
             "stages": self.stages,
@@ -345,7 +319,7 @@ class Completion:
             "timesteps_per_token": metrics.timesteps / decoded if decoded else 0.0,
             "hits": metrics.hits,
             "misses": metrics.misses,
-            "hit_rate": metrics.hits / judged if judged else 0.0,
+            "hit_rate": metrics.hits / verified if verified else 0.0,
             "draft_tokens": metrics.draft_tokens,
             "acceptance_rate": metrics.acceptance_rate,
         }

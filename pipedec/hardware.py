@@ -7,6 +7,9 @@ configuration files or how layers are divided into stages.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
+
+from annotated_types import Ge, Le
 
 GIGA = 1_000_000_000
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -87,18 +90,44 @@ class Device:
         return PassTime(1000 * read_seconds, 1000 * row_seconds, layers * LAUNCH_US_PER_LAYER / 1000)
 
 
+SUPPORTED_MODEL_TYPES = ("llama", "mistral", "qwen2")
+Size = Annotated[int, Ge(1), Le(10_000_000)]
+
+
+@dataclass(frozen=True)
+class Biases:
+    """Which projections of a layer have a bias: query, key and value; the attention's output; the three of the MLP."""
+
+    qkv_bias: bool
+    output_bias: bool
+    mlp_bias: bool
+
+
+def projection_biases(model_type: str, attention_bias: bool, mlp_bias: bool) -> Biases:
+    """The biases of a model, from its type and these two keys of its ``config.json``, which only LLaMA obeys."""
+    is_llama = model_type == "llama"
+    return Biases((is_llama and attention_bias) or model_type == "qwen2", is_llama and attention_bias, is_llama and mlp_bias)
+
+
 @dataclass(frozen=True)
 class ModelShape:
-    """The sizes of a LLaMA model, under the names of its Hugging Face ``config.json``."""
+    """The sizes of a model of a supported type, under the names of its Hugging Face ``config.json``.
 
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    vocab_size: int
+    Attributes:
+        qkv_bias, output_bias, mlp_bias: see ``Biases``.
+    """
+
+    hidden_size: Size
+    intermediate_size: Size
+    num_hidden_layers: Size
+    num_attention_heads: Size
+    num_key_value_heads: Size
+    vocab_size: Size
     tie_word_embeddings: bool = False
-    head_dim: int | None = None
+    head_dim: Size | None = None
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
 
     @property
     def head_size(self) -> int:
@@ -106,10 +135,11 @@ class ModelShape:
 
     @property
     def layer_parameters(self) -> int:
-        """Weights of one transformer layer: attention, SwiGLU, two norms."""
-        query_and_output = 2 * self.num_attention_heads * self.head_size
-        key_and_value = 2 * self.num_key_value_heads * self.head_size
-        return self.hidden_size * (query_and_output + key_and_value + 3 * self.intermediate_size + 2)
+        """Parameters of one transformer layer: attention, SwiGLU, two norms, biases."""
+        queries, keys = self.num_attention_heads * self.head_size, self.num_key_value_heads * self.head_size
+        weights = self.hidden_size * (2 * queries + 2 * keys + 3 * self.intermediate_size + 2)
+        qkv_bias, mlp_bias = queries + 2 * keys, 2 * self.intermediate_size + self.hidden_size
+        return weights + qkv_bias * self.qkv_bias + self.hidden_size * self.output_bias + mlp_bias * self.mlp_bias
 
     @property
     def embedding_parameters(self) -> int:

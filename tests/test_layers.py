@@ -100,14 +100,15 @@ def test_reading_the_environment_is_seen(source: str) -> None:
 
 def test_only_config_and_entry_points_read_the_environment() -> None:
     assert {module for module in MODULES if reads_environment((PACKAGE / module).read_text(encoding="utf-8"))} == {
-        "config.py",
+        "config/environment.py",
+        "config/redis.py",
         "cluster/torchrun.py",  # RANK, WORLD_SIZE and the like, set by torchrun
         "cluster/state.py",  # whether PIPEDEC_REDIS_URL is set
     }
 
 
 @pytest.mark.parametrize(
-    "module", ["pipedec", "pipedec.cli.main", "pipedec.cli.submit", "pipedec.cli.cluster", "pipedec.cli.plan"]
+    "module", ["pipedec", "pipedec.cli.main", "pipedec.cli.submit", "pipedec.cli.cluster", "pipedec.cli.plan", "pipedec.methods"]
 )
 def test_a_client_does_not_load_torch(module: str) -> None:
     program = f"import sys, {module}; print([name for name in ('torch', 'transformers', 'numpy') if name in sys.modules])"

@@ -13,12 +13,12 @@ from typing import Any, Generic, TypeVar
 from pipedec.bench.figure_methods import BASELINE
 from pipedec.bench.figure_series import REFERENCE_GROUPS, NoFigure, Series, Totals, all_series, geometric_mean, speedups
 from pipedec.bench.sweep_rows import BITA, PROMPTINGS, Pipeline, SweepRow, TrainedBita, Tree
-from pipedec.core import TreeParams
+from pipedec.methods import BitaOptions
 
 PAPER_PROMPT = ("deep", 16)  # prompting and prompt tokens (BiTA §4.1)
 PAPER_TREE = ("efficient", 5)  # shape and candidates of each mask
 _SHAPES = ("straightforward", "full", "efficient", "likeliest")  # the first three in the order of BiTA Table 4
-_DEFAULT_SHAPE = TreeParams().shape
+_DEFAULT_SHAPE = BitaOptions().shape
 
 Value = TypeVar("Value")
 

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
-from pipedec.core import Request, SamplingParams, UserError
-from pipedec.decoding import DEFAULT_METHOD
+from pipedec.core import DEFAULT_METHOD, Request, SamplingParams, UserError
 from pipedec.engine.local import LocalPipeline
 from pipedec.engine.spec import PipelineSpec
+from pipedec.methods import METHODS
 from pipedec.model import BitaWeights, KVCache, ModelConfig, StageModel
 from pipedec.stage import FinalStageWorker, StageWorker
 from pipedec.topology import Topology
@@ -158,8 +158,9 @@ def _load_transformers(directory: Path, spec: PipelineSpec, device: torch.device
 def _pipelines(spec: PipelineSpec, device: torch.device) -> list[Contender]:
     whole = replace(spec, topology=Topology.even(1, 1), layers=((spec.layers[0][0], spec.layers[-1][1]),))
     pipeline, count = _load_counted(whole, device)
-    lacking = {"stpp": spec.draft is None, "bita": spec.bita is None}
-    methods = [method for method in ("pp", "stpp", DEFAULT_METHOD, "bita") if not lacking.get(method)]
+    has_draft, has_bita = spec.draft is not None, spec.bita is not None
+    compared = ("pp", "stpp", DEFAULT_METHOD, "bita")
+    methods = [method for method in compared if METHODS[method].missing(has_draft, has_bita) is None]
     contenders: list[Contender] = [PipelineContender(f"pipedec {method}, 1 stage", pipeline, method, count) for method in methods]
     if spec.draft is not None:
         pipeline, count = _load_counted(spec, device)

@@ -24,31 +24,27 @@ from pipedec.bench.sweep import SweepProgress
 from pipedec.bench.sweep_runners import OneProcess
 from pipedec.bench.sweep_shapes import Pair, Shape, emulated, pair_digest
 from pipedec.config import ClusterConfig
-from pipedec.core import Request, SamplingParams, TreeParams, UserError
+from pipedec.core import MethodOptions, Request, SamplingParams, UserError
 from pipedec.data.prompts import PromptSet
-from pipedec.decoding import DEFAULT_METHOD, Drafter, create_method
+from pipedec.decoding import Drafter, create_method
 from pipedec.decoding.controller import CHILDREN
 from pipedec.engine.spec import PipelineSpec
 from pipedec.messages import PromptRequest
+from pipedec.methods import METHODS, make_options
 from pipedec.model import ModelConfig
 from pipedec.text.prompt import Prompter
 
-# The limits of the tree that each method heeds.
-LIMITS: dict[str, tuple[str, ...]] = {
-    "pp": (),
-    "stpp": ("width", "children", "depth", "rows"),
-    "pipedec": ("width", "children"),
-    DEFAULT_METHOD: ("width", "children", "forwards", "proposers"),
-}
+# The options of each method that can be replayed. What BiTA's mask rows would propose is not recorded.
+LIMITS = {name: entry.option_names for name, entry in METHODS.items() if not entry.needs_bita}
 
 
 @dataclass(frozen=True)
 class Policy:
-    """A method with limits of its tree; ``name`` is what the user wrote."""
+    """A method with its options; ``name`` is what the user wrote."""
 
     name: str
     method: str
-    tree: TreeParams
+    options: MethodOptions
 
     @classmethod
     def parse(cls, text: str) -> Policy:
@@ -58,18 +54,18 @@ class Policy:
             UserError: it is not of this form, or the method has no such limit.
         """
         method, _, settings = text.partition(":")
-        if method not in LIMITS:  # what BiTA's masks would say is not recorded
+        if method not in LIMITS:
             raise UserError(f"--policy {text}: unknown method {method!r}; choose one of {', '.join(LIMITS)}")
         try:
-            return cls(text, method, TreeParams(**dict(_limit(method, each) for each in settings.split(",") if each)))
+            return cls(text, method, make_options(method, dict(_limit(method, each) for each in settings.split(",") if each)))
         except UserError as error:
             raise UserError(f"--policy {text}: {error}") from None
 
     @property
     def limits(self) -> Row:
-        """Those that the method heeds, the paper's where it takes those."""
-        limits = self.tree if self.method == DEFAULT_METHOD else self.tree.with_defaults()
-        return {name: value for name, value in plain(limits).items() if name in LIMITS[self.method]}
+        """The method's options, defaults included."""
+        limits: Row = plain(self.options)
+        return limits
 
 
 def _limit(method: str, setting: str) -> tuple[str, Any]:
@@ -188,8 +184,8 @@ class Study:
         return drafter
 
     def _drafter(self, memo: DraftMemo) -> RecordedDrafter | None:
-        most = max(CHILDREN[-1], *(policy.tree.children or 0 for policy in self._config.policies))
+        most = max(CHILDREN[-1], *(policy.limits.get("children") or 0 for policy in self._config.policies))
         return RecordedDrafter(memo, lambda: self._draft, most) if self._spec.draft else None
 
     def _request(self, policy: Policy, prompt: tuple[int, ...]) -> Request:
-        return Request(0, prompt, self._config.asked.sampling, policy.method, policy.tree)
+        return Request(0, prompt, self._config.asked.sampling, policy.method, policy.options)

@@ -12,7 +12,7 @@ import json
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -35,13 +35,13 @@ from pipedec.bench.sweep_shapes import (
 from pipedec.bench.sweep_trees import BITA, Cell, TreeGrid
 from pipedec.bench.tuning import TuningGrid, best_tree
 from pipedec.config import ClusterConfig
-from pipedec.core import PipedecError, SamplingParams, TreeParams, UserError
+from pipedec.core import DEFAULT_METHOD, MethodOptions, PipedecError, SamplingParams, UserError
 from pipedec.data.prompts import PromptSet
-from pipedec.decoding import DEFAULT_METHOD, METHODS
 from pipedec.messages import PromptRequest
+from pipedec.methods import METHOD_NAMES, StaticTreeOptions
 
 TUNED = "stpp-tuned"
-SWEEP_METHODS = (*METHODS, TUNED, SLM)
+SWEEP_METHODS = (*METHOD_NAMES, TUNED, SLM)
 CLOCKS = ("measured", "computed")
 _WITHOUT_TREE = ("pp", SLM)
 
@@ -122,7 +122,7 @@ class SweepConfig:
         """How a repeat decodes: with a seed of its own where tokens are drawn."""
         return replace(self.sampling, seed=self.seed + repeat) if self.sampling.is_stochastic else self.sampling
 
-    def limits(self, method: str, shape: Shape) -> Sequence[TreeParams | None]:
+    def limits(self, method: str, shape: Shape) -> Sequence[MethodOptions | None]:
         """The limits of trees to try with a method on a pipeline; None where it has no tree.
 
         Raises:
@@ -130,7 +130,9 @@ class SweepConfig:
         """
         if method in _WITHOUT_TREE:
             return (None,)
-        return self.trees.of_bita(shape.spec.trained_masks()) if method == BITA else self.trees.drafted()
+        if method == BITA:
+            return self.trees.of_bita(shape.spec.trained_masks())
+        return self.trees.drafted("stpp" if method == TUNED else method)
 
 
 class SweepProgress(Protocol):
@@ -194,22 +196,24 @@ class Sweep:
                     for cell in cells:
                         self._row(shape, cell, prompt, repeat, runner)
 
-    def _cell(self, method: str, limits: TreeParams | None, shape: Shape, here: OneProcess, prompts: list[DrawnPrompt]) -> Cell:
+    def _cell(
+        self, method: str, limits: MethodOptions | None, shape: Shape, here: OneProcess, prompts: list[DrawnPrompt]
+    ) -> Cell:
         if limits is None:
             return Cell(method, "pp", None)
-        if method in ("stpp", TUNED) and shape.spec.emulation is not None:
+        if isinstance(limits, StaticTreeOptions) and shape.spec.emulation is not None:
             return Cell(method, "stpp", self._tuned(method, limits, shape, here, prompts))
         return Cell(method, method, limits)
 
-    def _tuned(self, method: str, limits: TreeParams, shape: Shape, here: OneProcess, prompts: list[DrawnPrompt]) -> TreeParams:
+    def _tuned(
+        self, method: str, limits: StaticTreeOptions, shape: Shape, here: OneProcess, prompts: list[DrawnPrompt]
+    ) -> StaticTreeOptions:
         """The best tree for this pipeline, from ``trees.json`` if it was found before: over all draws where tokens are drawn."""
         few = list({prompt.prompt_set: prompt for prompt in reversed(prompts)}.values())  # the first of each set
         texts = [prompt.request.prompt for prompt in few]
         draws = range(self._config.repeats) if self._config.sampling.is_stochastic else (0,)
         asked = [replace(prompt.request, sampling=self._config.sampling_of(repeat)) for prompt in few for repeat in draws]
-        key = key_of(
-            [method, asdict(limits.with_defaults()), shape.cluster, self._pair(shape), texts, *map(self._sampling, draws)]
-        )
+        key = key_of([method, asdict(limits), shape.cluster, self._pair(shape), texts, *map(self._sampling, draws)])
         known = json.loads(self._trees_path.read_text()) if self._trees_path.is_file() else {}
         if key not in known:
             grid = self._config.grid
@@ -225,7 +229,7 @@ class Sweep:
             }
             _write_json(self._trees_path, known)
             self._progress.busy(shape.label)
-        return TreeParams(**known[key]["best"])
+        return StaticTreeOptions(**{item.name: known[key]["best"][item.name] for item in fields(StaticTreeOptions)})
 
     def _row(self, shape: Shape, cell: Cell, prompt: DrawnPrompt, repeat: int, runner: _LazyRunner) -> None:
         identity = self._identity(shape, cell, prompt, repeat)

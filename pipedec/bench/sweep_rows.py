@@ -14,7 +14,8 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from pipedec.core import SHAPES, UserError
+from pipedec.core import UserError
+from pipedec.methods import SHAPES
 
 SCHEMA = "pipedec.sweep/1"
 ROWS_FILE = "rows.jsonl"

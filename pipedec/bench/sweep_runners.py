@@ -16,6 +16,7 @@ from pipedec.engine.local import LocalPipeline
 from pipedec.engine.prefill import prefill_chunks
 from pipedec.engine.spec import PipelineSpec
 from pipedec.messages import PromptRequest
+from pipedec.methods import make_options
 from pipedec.model import ModelConfig
 from pipedec.text.prompt import Prompter
 
@@ -53,7 +54,7 @@ class OneProcess:
     def answer(self, asked: PromptRequest) -> Measured:
         prompt = self.prompter.token_ids(asked.prompt, asked.raw, asked.sampling.max_tokens)
         assert asked.method is not None
-        request = Request(self._number, prompt, asked.sampling, asked.method, asked.tree)
+        request = Request(self._number, prompt, asked.sampling, asked.method, make_options(asked.method, asked.options))
         self._number += 1
         verdicts = list(self._pipeline.run(request))
         token_ids = tuple(token for verdict in verdicts for token in verdict.tokens)

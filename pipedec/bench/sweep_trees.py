@@ -5,16 +5,17 @@ Knows the methods' limits. Knows nothing of pipelines, prompts and results.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 from pipedec.bench.record import Row, plain
-from pipedec.core import PROPOSERS, Request, TreeParams, UserError
-from pipedec.decoding import DEFAULT_METHOD, Experience, create_method
-from pipedec.decoding.bita import DEFAULT_ROWS
+from pipedec.core import DEFAULT_METHOD, MethodOptions, Request, UserError
+from pipedec.decoding import Experience, create_method
 from pipedec.messages import PromptRequest
+from pipedec.methods import PROPOSERS, BestFirstOptions, BitaOptions, applicable_options
 
 BITA = "bita"
-_BITA_LIMITS = ("shape", "depth", "children", "rows")
+# Rows have always had these limits, too, and are recognised by all of them.
+_UNUSED_LIMITS: dict[str, Row] = {"pipedec": {"depth": 4, "rows": None}, DEFAULT_METHOD: {"depth": None, "rows": None}}
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,7 @@ class TreeGrid:
     Attributes:
         widths: rows per timestep, of all methods but ``bita``.
         children: of a row; of ``bita``, tokens that a mask names.
-        forwards, proposers: see ``TreeParams``.
+        forwards, proposers: of ``pipedec-bestfirst`` alone.
         shapes, depths: of ``bita`` alone: trees of candidates (of SHAPES), and how many masks are used.
         rows: of the likeliest tree of ``bita`` alone.
 
@@ -36,7 +37,7 @@ class TreeGrid:
     children: tuple[int, ...] = ()
     forwards: int | None = None
     proposers: tuple[str, ...] = PROPOSERS
-    shapes: tuple[str, ...] = (TreeParams().shape,)
+    shapes: tuple[str, ...] = (BitaOptions().shape,)
     depths: tuple[int, ...] = ()
     rows: tuple[int, ...] = ()
 
@@ -45,37 +46,38 @@ class TreeGrid:
         for flag, values in numbers.items():
             if any(value < 1 for value in values):
                 raise UserError(f"{flag} must be at least 1")
-        TreeParams(forwards=self.forwards, proposers=self.proposers)
+        BestFirstOptions(forwards=self.forwards, proposers=self.proposers)
         for shape in self.shapes:
-            TreeParams(shape=shape)
+            BitaOptions(shape=shape)
 
-    def drafted(self) -> list[TreeParams]:
-        """The limits to try with every method that drafts."""
+    def drafted(self, method: str) -> list[MethodOptions]:
+        """The limits to try with a method that drafts: those of the grid that it takes."""
+        shared = {"forwards": self.forwards, "proposers": self.proposers}
         return [
-            TreeParams(width, children, forwards=self.forwards, proposers=self.proposers)
+            applicable_options(method, {"width": width, "children": children, **shared})
             for width in self.widths or (None,)
             for children in self.children or (None,)
         ]
 
-    def of_bita(self, trained_masks: int) -> list[TreeParams]:
+    def of_bita(self, trained_masks: int) -> list[BitaOptions]:
         """The trees of a BiTA of so many masks, all limits set that the shape heeds, equal trees once.
 
         Raises:
             UserError: there is no BiTA, it has fewer masks than a depth, or a tree is too large.
         """
         wishes = [
-            TreeParams(children=children, depth=depth, rows=rows, shape=shape)
+            BitaOptions(shape, depth, children, rows)
             for shape in self.shapes
             for depth in self.depths or (None,)
             for children in self.children or (None,)
-            for rows in (self.rows or (DEFAULT_ROWS,) if shape == "likeliest" else (None,))
+            for rows in (self.rows if shape == "likeliest" and self.rows else (BitaOptions().rows,))
         ]
         return list(dict.fromkeys(_with_masks(wish, trained_masks) for wish in wishes))
 
 
-def _with_masks(wish: TreeParams, trained_masks: int) -> TreeParams:
+def _with_masks(wish: BitaOptions, trained_masks: int) -> BitaOptions:
     """``wish`` with as many masks and candidates as ``bita`` would take."""
-    asked = Request(0, (), method=BITA, tree=wish)
+    asked = Request(0, (), method=BITA, options=wish)
     masks = create_method(asked, None, Experience(passage=1), trained_masks=trained_masks).masks
     return replace(wish, depth=masks.count, children=masks.named)
 
@@ -86,18 +88,17 @@ class Cell:
 
     label: str
     method: str
-    tree: TreeParams | None
+    tree: MethodOptions | None
 
     @property
     def limits(self) -> Row | None:
         """What a row says of the tree: those limits that the method has."""
         if self.tree is None:
             return None
-        if self.method == BITA:
-            return {name: getattr(self.tree, name) for name in _BITA_LIMITS}
-        if self.method != DEFAULT_METHOD:
-            return plain(self.tree.with_defaults())
-        return {name: value for name, value in plain(self.tree).items() if name != "shape"}
+        limits: Row = plain(self.tree)
+        if isinstance(self.tree, BitaOptions) and self.tree.shape != "likeliest":
+            limits["rows"] = None  # no limit of this shape
+        return _UNUSED_LIMITS.get(self.method, {}) | limits
 
     def request(self, prompt: PromptRequest, trace: bool) -> PromptRequest:
-        return replace(prompt, method=self.method, tree=self.tree or TreeParams(), trace=trace)
+        return replace(prompt, method=self.method, options=asdict(self.tree) if self.tree else {}, trace=trace)

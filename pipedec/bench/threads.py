@@ -20,10 +20,10 @@ from pipedec.bench.sweep_shapes import Pair, Shape, emulated, pair_digest
 from pipedec.bench.threads_answers import ThreadAnswers
 from pipedec.bench.threads_rows import BASELINE, SCHEMA, SEQUENTIAL
 from pipedec.config import ClusterConfig
-from pipedec.core import PipedecError, SamplingParams, UserError
+from pipedec.core import DEFAULT_METHOD, PipedecError, SamplingParams, UserError
 from pipedec.data.prompts import PromptSet
-from pipedec.decoding import DEFAULT_METHOD, METHODS
 from pipedec.messages import PromptRequest
+from pipedec.methods import find_method
 from pipedec.threads import Dialect, load_dialect
 
 
@@ -35,7 +35,7 @@ class ThreadsConfig:
         preset: a partition of ``cluster``.
         stages: stage counts; empty for that of the preset.
         dialects: names or files of dialects; SEQUENTIAL for answers in one thread, with which the others are compared.
-        methods: of METHODS.
+        methods: of METHOD_NAMES.
         samples: prompts of each set, drawn by ``seed`` from those that fit into the context.
         sampling: how to decode; with a temperature, tokens are drawn by ``seed``.
 
@@ -56,8 +56,7 @@ class ThreadsConfig:
 
     def __post_init__(self) -> None:
         for method in self.methods:
-            if method not in METHODS:
-                raise UserError(f"unknown method {method!r}: choose from {', '.join(METHODS)}")
+            find_method(method)
         for flag, values in {"--stages": self.stages, "--samples": (self.samples,)}.items():
             if any(value < 1 for value in values):
                 raise UserError(f"{flag} must be at least 1")

@@ -14,6 +14,7 @@ from pipedec.engine.local import LocalPipeline
 from pipedec.engine.prefill import prefill_chunks
 from pipedec.engine.spec import PipelineSpec
 from pipedec.messages import PromptRequest
+from pipedec.methods import make_options
 from pipedec.model import ModelConfig
 from pipedec.text.prompt import Prompter
 from pipedec.threads import Dialect, Sequence, ThreadMetrics, measure
@@ -39,7 +40,8 @@ class ThreadAnswers:
         grammar, pipeline = self._dialects[dialect], self._pipeline(dialect)
         assert asked.method is not None
         threads = None if grammar is None else grammar.to_json()
-        verdicts = list(pipeline.run(Request(0, prompt, asked.sampling, asked.method, asked.tree, threads=threads)))
+        options = make_options(asked.method, asked.options)
+        verdicts = list(pipeline.run(Request(0, prompt, asked.sampling, asked.method, options, threads=threads)))
         tokens = [token for verdict in verdicts for token in verdict.tokens]
         said = self._sequential(len(prompt), tokens) if pipeline.sequence is None else _threaded(pipeline.sequence)
         return {

@@ -10,8 +10,8 @@ from dataclasses import asdict, dataclass, replace
 
 from pipedec.bench.record import Row
 from pipedec.bench.sweep_runners import OneProcess
-from pipedec.core import TreeParams
 from pipedec.messages import PromptRequest
+from pipedec.methods import StaticTreeOptions
 
 
 @dataclass(frozen=True)
@@ -22,25 +22,25 @@ class TuningGrid:
     depths: tuple[int, ...] = (4, 6, 8, 10)
     rows: tuple[int, ...] = (24, 48, 72)
 
-    def layer_wise(self, limits: TreeParams) -> list[TreeParams]:
+    def layer_wise(self, limits: StaticTreeOptions) -> list[StaticTreeOptions]:
         """Trees of whole layers: the paper's growth, stopped at a depth."""
         return [replace(limits, depth=depth, rows=None) for depth in self.layer_depths]
 
-    def best_first(self, limits: TreeParams) -> list[TreeParams]:
+    def best_first(self, limits: StaticTreeOptions) -> list[StaticTreeOptions]:
         """Trees of the likeliest rows."""
         return [replace(limits, depth=depth, rows=rows) for depth in self.depths for rows in self.rows if rows > depth]
 
 
 def best_tree(
     pipeline: OneProcess,
-    trees: Sequence[TreeParams],
+    trees: Sequence[StaticTreeOptions],
     prompts: Sequence[PromptRequest],
     on_tree: Callable[[], None] = lambda: None,
-) -> tuple[TreeParams, list[Row]]:
+) -> tuple[StaticTreeOptions, list[Row]]:
     """The tree with which ``stpp`` decodes ``prompts`` fastest, and milliseconds per token of every tree."""
-    tried: list[tuple[float, TreeParams]] = []
+    tried: list[tuple[float, StaticTreeOptions]] = []
     for tree in trees:
-        answers = [pipeline.answer(replace(prompt, method="stpp", tree=tree)) for prompt in prompts]
+        answers = [pipeline.answer(replace(prompt, method="stpp", options=asdict(tree))) for prompt in prompts]
         tokens = sum(len(answer.token_ids) - 1 for answer in answers)
         tried.append((sum(answer.decode_ms for answer in answers) / max(1, tokens), tree))
         on_tree()

@@ -34,15 +34,16 @@ def local_cluster(flags: PipelineFlags, redis: str | None = None, run: str | Non
     from pipedec.engine.spec import PipelineSpec
 
     spec = PipelineSpec.create(
-        flags.target,
-        flags.draft,
-        flags.stages,
-        flags.groups,
-        flags.layer_counts,
-        flags.dtype,
-        flags.device,
-        flags.dispatch,
-        flags.bita,
+        target=flags.target,
+        draft=flags.draft,
+        stages=flags.stages,
+        groups=flags.groups,
+        layers=flags.layer_counts,
+        dtype=flags.dtype,
+        device=flags.device,
+        dispatch=flags.dispatch,
+        bita=flags.bita,
+        context_tokens=flags.context_tokens,
     )
     return LocalCluster(spec, redis_url=redis, run_id=run, transport=flags.transport)
 

@@ -6,12 +6,11 @@ from dataclasses import replace
 
 import click
 
-from pipedec.cli.options import NEED_DRAFT, PipelineFlags, RequestFlags, pipeline_options, request_options
+from pipedec.cli.options import PipelineFlags, RequestFlags, pipeline_options, request_options
 from pipedec.cli.show import ask_and_show, loading_bar
 from pipedec.client.client import Client
-from pipedec.core import UserError
-
-_WITHOUT_DRAFT = ("pp", "bita")
+from pipedec.core import DEFAULT_METHOD
+from pipedec.methods import find_method
 
 
 @click.command()
@@ -28,11 +27,9 @@ def generate(pipeline: PipelineFlags, asked: RequestFlags) -> None:
 
     if request.threads is not None:
         pipeline = pipeline.for_threads()
-    cluster = local_cluster(replace(pipeline, draft="none") if request.method in _WITHOUT_DRAFT else pipeline)
-    if request.method in NEED_DRAFT and cluster.spec.draft is None:
-        raise UserError(f"method {request.method} needs a draft model: give --draft DIR, or use --method pp")
-    if request.method == "bita" and cluster.spec.bita is None:
-        raise UserError("method bita needs what pipedec train bita has learned for this target: give --bita DIR")
+    method = find_method(request.method or DEFAULT_METHOD)
+    cluster = local_cluster(replace(pipeline, draft="none") if method.draft == "none" else pipeline)
+    method.check_needs(cluster.spec.draft is not None, cluster.spec.bita is not None)
     try:
         with loading_bar(cluster.spec.num_stages + 1) as progress:
             cluster.start(progress)

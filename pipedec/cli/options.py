@@ -1,4 +1,7 @@
-"""Flags that several commands share, gathered into one dataclass for the pipeline and one for the request."""
+"""Flags that several commands share, gathered into one dataclass for the pipeline and one for the request.
+
+The flags of the methods' options come from the table in ``pipedec.methods``.
+"""
 
 from __future__ import annotations
 
@@ -12,18 +15,18 @@ from typing import Any, TypeVar
 
 import click
 
-from pipedec.core import SamplingParams, TreeParams, UserError
+from pipedec.core import DEFAULT_METHOD, SamplingParams, UserError
 from pipedec.messages import PromptRequest
+from pipedec.methods import METHOD_NAMES, METHODS, make_options, option_rules
 from pipedec.threads import load_dialect
 
-METHOD_NAMES = ("pp", "stpp", "pipedec", "pipedec-bestfirst", "bita")
-NEED_DRAFT = ("stpp", "pipedec")
+OPTION_NAMES = tuple(dict.fromkeys(name for entry in METHODS.values() for name in entry.option_names))
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True)
 class PipelineFlags:
-    """What the pipeline is made of (see ``PipelineSpec.create``)."""
+    """The flags of a pipeline (see ``PipelineSpec.create``)."""
 
     target: Path | None
     draft: str | None
@@ -35,9 +38,10 @@ class PipelineFlags:
     transport: str
     dispatch: str
     bita: str | None
+    context_tokens: int | None
 
     def for_threads(self) -> PipelineFlags:
-        """With the shipped pair that opens threads, where no other target is named."""
+        """With the shipped pair that opens threads, unless another target is given."""
         from pipedec.engine.spec import REFERENCE_THREADS
 
         if self.target is not None:
@@ -57,7 +61,7 @@ class PipelineFlags:
 
 @dataclass(frozen=True)
 class RequestFlags:
-    """What is asked, and how the answer is shown."""
+    """The flags of a request, and how its answer is shown. ``options`` holds those of the method that were given, by name."""
 
     prompt: str | None
     prompt_file: Path | None
@@ -76,21 +80,16 @@ class RequestFlags:
     logit_bias: tuple[str, ...]
     logprobs: int | None
     ignore_eos: bool
-    width: int | None
-    children: int | None
-    depth: int | None
-    rows: int | None
-    forwards: int | None
-    proposers: str
-    shape: str
+    options: dict[str, Any]
     threads: str | None
     show_threads: bool
     json: bool
     trace: Path | None
 
     def request(self) -> PromptRequest:
-        """The request, its prompt read from where the flags say. Raises UserError before anything is started."""
+        """The request, with its prompt read. Raises UserError for flags that cannot work, before anything is started."""
         self._check_trace()
+        make_options(self.method or DEFAULT_METHOD, self.options)
         if self.show_threads and (self.threads is None or self.json):
             raise UserError("--show-threads goes with --threads, and without --json")
         return PromptRequest(
@@ -98,15 +97,11 @@ class RequestFlags:
             raw=self.raw_prompt,
             method=self.method,
             sampling=self._sampling(),
-            tree=self._tree(),
+            options=self.options,
             trace=self.trace is not None,
             threads=None if self.threads is None else load_dialect(self.threads).to_json(),
             show_threads=self.show_threads,
         )
-
-    def _tree(self) -> TreeParams:
-        proposers = tuple(self.proposers.split(","))
-        return TreeParams(self.width, self.children, self.depth, self.rows, self.forwards, proposers, self.shape)
 
     def _sampling(self) -> SamplingParams:
         values = {field.name: getattr(self, field.name) for field in fields(SamplingParams) if field.name != "stop_token_ids"}
@@ -117,8 +112,8 @@ class RequestFlags:
             return
         if not self.trace.parent.is_dir():
             raise UserError(f"--trace {self.trace}: there is no directory {self.trace.parent}")
-        place = self.trace if self.trace.exists() else self.trace.parent
-        if self.trace.is_dir() or not os.access(place, os.W_OK):
+        written = self.trace if self.trace.exists() else self.trace.parent
+        if self.trace.is_dir() or not os.access(written, os.W_OK):
             raise UserError(f"--trace {self.trace}: cannot write there")
 
     def _prompt_text(self) -> str:
@@ -161,80 +156,97 @@ def _decoded(text: bytes, source: str) -> str:
 
 def pipeline_options(command: Command) -> Command:
     """Adds the pipeline's flags; the command gets them as ``pipeline``."""
+    directory = click.Path(path_type=Path)
     options = [
-        click.option(
-            "--target", type=click.Path(path_type=Path), help="Target checkpoint directory (default: the shipped pair)."
+        _flag("--target", type=directory, metavar="DIR", help="Target checkpoint directory (default: the shipped pair)."),
+        _flag("--draft", metavar="DIR|none", help="Draft checkpoint directory (default: the shipped target's)."),
+        _flag("--stages", type=int, default=4, help="Pipeline stages, one process each."),
+        _flag("--groups", type=int, help="Groups of stages that share a timestep (default: one per stage)."),
+        _flag("--layers", metavar="N,N,…", help="Layers of each stage, like 6,6,6,6 (default: even)."),
+        _flag("--dtype", default="float32", help="float32, float64, bfloat16 or float16."),
+        _flag("--device", default="auto", help="auto, cpu or cuda."),
+        _flag("--transport", default="auto", help="auto, gloo or nccl."),
+        _flag("--dispatch", default="windows", help="Granularity of scheduling: windows of timesteps, or single tasks."),
+        _flag(
+            "--bita", metavar="DIR|none", help="Directory that pipedec train bita wrote (default: the shipped target's).",
         ),
-        click.option("--draft", help="Draft checkpoint directory, or none."),
-        click.option("--stages", type=int, default=4, show_default=True, help="Pipeline stages, one process each."),
-        click.option("--groups", type=int, help="Groups of stages that share a timestep (default: one per stage)."),
-        click.option("--layers", help="Layers of each stage, like 6,6,6,6 (default: even)."),
-        click.option("--dtype", default="float32", show_default=True, help="float32, float64, bfloat16 or float16."),
-        click.option("--device", default="auto", show_default=True, help="auto, cpu or cuda."),
-        click.option("--transport", default="auto", show_default=True, help="auto, gloo or nccl."),
-        click.option(
-            "--dispatch", default="windows", show_default=True, help="What Redis grants: windows of timesteps, or tasks."
-        ),
-        click.option(
-            "--bita", help="What pipedec train bita has learned: a directory, or none (default: the shipped target's own)."
-        ),
-    ]
+        _flag("--context-tokens", type=int, help="Maximum tokens of a prompt and its answer (default: the target's context)."),
+    ]  # fmt: skip
     return gathered(command, options, PipelineFlags, "pipeline")
 
 
 def request_options(command: Command) -> Command:
     """Adds the request's flags; the command gets them as ``asked``."""
-    methods = click.Choice(METHOD_NAMES)
     path = click.Path(path_type=Path)
     options = [
-        click.option("--prompt", help="The prompt (else --prompt-file, else standard input)."),
-        click.option("--prompt-file", type=path, help="Read the prompt from a file."),
-        click.option("--raw-prompt", is_flag=True, help="Do not apply the model's chat template."),
-        click.option("--method", type=methods, help="How to decode (default: pipedec-bestfirst)."),
-        click.option("--temperature", type=float, default=0.0, show_default=True, help="0: the likeliest token; above: drawn."),
-        click.option("--top-k", type=int, default=0, show_default=True, help="Draw from so many likeliest tokens; 0 for all."),
-        click.option(
-            "--top-p", type=float, default=1.0, show_default=True, help="Draw from the likeliest with this probability."
+        _flag("--prompt", metavar="TEXT", help="The prompt (default: --prompt-file, or standard input)."),
+        _flag("--prompt-file", type=path, metavar="FILE", help="Read the prompt from a file."),
+        _flag("--raw-prompt", is_flag=True, help="Do not apply the model's chat template."),
+        _flag("--method", type=click.Choice(METHOD_NAMES), help=f"Decoding method (default: {DEFAULT_METHOD})."),
+        _flag("--temperature", type=float, default=0.0, help="Sampling temperature; 0 is greedy."),
+        _flag("--top-k", type=int, default=0, help="Number of most probable tokens to sample from; 0 for all."),
+        _flag("--top-p", type=float, default=1.0, help="Cumulative probability of the tokens to sample from."),
+        _flag("--min-p", type=float, default=0.0, help="Minimum probability relative to the most probable token."),
+        _flag("--seed", type=int, help="Random seed of the answer (default: random, and reported)."),
+        _flag("--max-tokens", type=int, default=128, help="Maximum number of output tokens."),
+        _flag("--stop", multiple=True, metavar="TEXT", help="Stop string, excluded from the output; may be repeated."),
+        _flag("--repetition-penalty", type=float, default=1.0, help="Penalizes tokens of prompt and answer; 1 for none."),
+        _flag("--presence-penalty", type=float, default=0.0, help="Penalizes tokens that the answer contains."),
+        _flag("--frequency-penalty", type=float, default=0.0, help="Penalizes tokens by their count in the answer."),
+        _flag("--logit-bias", multiple=True, metavar="ID=VALUE", help="Added to a token's logit; may be repeated."),
+        _flag("--logprobs", type=int, help="With --json: number of top log probabilities per token."),
+        _flag("--ignore-eos", is_flag=True, help="Continue after the model's end token."),
+        *map(_option_flag, OPTION_NAMES),
+        _flag(
+            "--threads", metavar="NAME|FILE", help="Let answers open decode threads: apar, pasta, parallel, or a dialect file.",
         ),
-        click.option("--min-p", type=float, default=0.0, show_default=True, help="Draw from tokens so likely beside the first."),
-        click.option("--seed", type=int, help="The same seed gives the same tokens (default: drawn, and reported)."),
-        click.option("--max-tokens", type=int, default=128, show_default=True, help="Output tokens at most."),
-        click.option("--stop", multiple=True, help="A text that ends the answer before it; may be given several times."),
-        click.option("--repetition-penalty", type=float, default=1.0, show_default=True, help="Of tokens in prompt and answer."),
-        click.option("--presence-penalty", type=float, default=0.0, show_default=True, help="Of tokens in the answer."),
-        click.option(
-            "--frequency-penalty", type=float, default=0.0, show_default=True, help="Of tokens, each time in the answer."
-        ),
-        click.option("--logit-bias", multiple=True, metavar="ID=VALUE", help="Added to a token's logit; may be repeated."),
-        click.option("--logprobs", type=int, help="With --json: so many top log-probabilities per token."),
-        click.option("--ignore-eos", is_flag=True, help="Go on after the model's end token."),
-        click.option("--width", type=int, help="Rows per timestep, w (default: pipedec-bestfirst finds it, others 32)."),
-        click.option(
-            "--children", type=int, help="Children per row, c (default: pipedec-bestfirst finds it, bita by shape, others 16)."
-        ),
-        click.option("--forwards", type=int, help="pipedec-bestfirst: draft forwards per timestep (default: what fits)."),
-        click.option("--proposers", default="draft,ngrams", show_default=True, help="pipedec-bestfirst: who may name tokens."),
-        click.option("--depth", type=int, help="stpp, bita: layers of the tree below its root (default: 4; one per mask)."),
-        click.option(
-            "--shape", default="likeliest", show_default=True, help="bita: likeliest, efficient, straightforward, full."
-        ),
-        click.option("--rows", type=int, help="Of the tree at most, the likeliest (default: stpp all; bita's likeliest 64)."),
-        click.option(
-            "--threads",
-            metavar="NAME|FILE",
-            help="Let answers open decode threads: apar, pasta, parallel, or a dialect's file.",
-        ),
-        click.option("--show-threads", is_flag=True, help="Show the threads side by side as they grow."),
-        click.option("--json", is_flag=True, help="Print one JSON document instead of text."),
-        click.option("--trace", type=path, help="Write a Chrome/Perfetto trace of every task to this file."),
-    ]
-    return gathered(command, options, RequestFlags, "asked")
+        _flag("--show-threads", is_flag=True, help="Show the threads side by side as they grow."),
+        _flag("--json", is_flag=True, help="Print one JSON document instead of text."),
+        _flag("--trace", type=path, metavar="FILE", help="Write a Chrome/Perfetto trace of every task."),
+    ]  # fmt: skip
+    return _with_given_options(gathered(command, options, RequestFlags, "asked"))
+
+
+def _flag(name: str, **settings: Any) -> Callable[[Any], Any]:
+    """A click option that shows its default and calls a number N."""
+    if settings.get("type") in (int, float):
+        settings.setdefault("metavar", "N" if settings["type"] is int else "X")
+    return click.option(name, show_default=settings.get("default") is not None, **settings)
+
+
+def _option_flag(name: str) -> Callable[[Any], Any]:
+    """The flag of an option of the methods. Its help says which methods take it, and their defaults."""
+    meanings: dict[str, list[str]] = {}
+    for entry in METHODS.values():
+        if name in entry.option_names:
+            option, default = option_rules(entry.options)[name], getattr(entry.options, name)
+            shown = option.default or (",".join(default) if isinstance(default, tuple) else default)
+            meanings.setdefault(option.help, []).append(f"{entry.name}: {shown}")
+    text = " ".join(f"{meaning} ({', '.join(methods)})." for meaning, methods in meanings.items())
+    if isinstance(default, tuple):
+        choices = ",".join(option.choices)
+        return click.option(f"--{name}", metavar=choices, callback=lambda *call: call[2] and call[2].split(","), help=text)
+    if option.choices:
+        return click.option(f"--{name}", type=click.Choice(option.choices), help=text)
+    return click.option(f"--{name}", type=int, metavar="N", help=text)
+
+
+def _with_given_options(command: Command) -> Command:
+    """Gathers the methods' options that were given into ``options``."""
+
+    @functools.wraps(command)
+    def gathering(**flags: Any) -> Any:
+        given = {name: flags.pop(name) for name in OPTION_NAMES}
+        return command(options={name: value for name, value in given.items() if value is not None}, **flags)
+
+    wrapped: Any = gathering
+    return wrapped
 
 
 def place_options(command: Command) -> Command:
     """Adds the flags that name a running cluster: ``redis`` and ``run``."""
-    command = click.option("--run", help="Name of the run (default: the cluster started here by pipedec up).")(command)
-    return click.option("--redis", help="redis://:password@host:port/0 of a cluster elsewhere.")(command)
+    command = click.option("--run", metavar="NAME", help="Name of the run (default: the cluster started by pipedec up).")(command)
+    return click.option("--redis", metavar="URL", help="Redis of a cluster elsewhere: redis://:password@host:port/0.")(command)
 
 
 def gathered(command: Command, options: list[Callable[[Any], Any]], kind: type, name: str) -> Command:

@@ -12,12 +12,13 @@ from rich.console import Console
 from rich.table import Table
 
 from pipedec.cli.cluster import local_cluster
-from pipedec.cli.options import METHOD_NAMES, NEED_DRAFT, PipelineFlags, pipeline_options
+from pipedec.cli.options import PipelineFlags, pipeline_options
 from pipedec.cli.show import console
 from pipedec.client.client import Client
 from pipedec.core import PipedecError, Request, SamplingParams, UserError
 from pipedec.data.prompts import read_prompts
 from pipedec.messages import PromptRequest
+from pipedec.methods import METHODS, find_method, make_options
 from pipedec.threads import load_dialect
 
 if TYPE_CHECKING:
@@ -53,8 +54,8 @@ def verify(
     if not texts:
         raise UserError("nothing to verify: give --prompt TEXT or --prompts FILE")
     names = methods.split(",") if methods else []
-    if unknown := set(names) - set(METHOD_NAMES):
-        raise UserError(f"unknown method {sorted(unknown)[0]!r}: choose from {', '.join(METHOD_NAMES)}")
+    for name in names:
+        find_method(name)
     sampling, dialect = SamplingParams(max_tokens=max_tokens), None if threads is None else load_dialect(threads).to_json()
     requests = [PromptRequest(text, raw_prompt, sampling=sampling, threads=dialect) for text in texts]
     _compare(pipeline if threads is None else pipeline.for_threads(), _shapes(pipeline, shapes), names, requests, local)
@@ -63,13 +64,11 @@ def verify(
 def _compare(
     pipeline: PipelineFlags, shapes: list[Shape], methods: list[str], requests: list[PromptRequest], local: bool
 ) -> None:
-    from pipedec.model import ModelConfig
-    from pipedec.text.prompt import Prompter
     from pipedec.verify.reference import Reference
 
     spec = local_cluster(pipeline).spec
     methods = methods or _possible_methods(spec)
-    prompter = Prompter(spec.target, ModelConfig.from_directory(spec.target).max_positions)
+    prompter = spec.load_prompter()
     prompt_ids = [_token_ids(prompter, request) for request in requests]
     reference = Reference(spec)
     with console.status("Generating the reference answers with transformers"):
@@ -111,8 +110,8 @@ def _expected(reference: Reference, prompt_ids: tuple[int, ...], request: Prompt
 
 def _possible_methods(spec: PipelineSpec) -> list[str]:
     """The methods whose draft model or BiTA weights are available."""
-    lacking = (NEED_DRAFT if spec.draft is None else ()) + (("bita",) if spec.bita is None else ())
-    return [name for name in METHOD_NAMES if name not in lacking]
+    has_draft, has_bita = spec.draft is not None, spec.bita is not None
+    return [entry.name for entry in METHODS.values() if entry.missing(has_draft, has_bita) is None]
 
 
 def _answers(
@@ -141,7 +140,8 @@ def _local_answers(
 
     pipeline: LocalPipeline = LocalPipeline.load(spec)
     for number, asked in enumerate(requests):
-        request = Request(number, _token_ids(prompter, asked), asked.sampling, method, asked.tree, threads=asked.threads)
+        options = make_options(method, asked.options)
+        request = Request(number, _token_ids(prompter, asked), asked.sampling, method, options, threads=asked.threads)
         found = [token for verdict in pipeline.run(request) for token in verdict.tokens]
         if pipeline.sequence is not None:
             found = [token.token_id for token in pipeline.sequence.document()]

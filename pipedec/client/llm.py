@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from pipedec.client.client import Client
 from pipedec.cluster.local import LocalCluster
-from pipedec.core import Completion, SamplingParams, TreeParams
+from pipedec.core import DEFAULT_METHOD, Completion, MethodOptions, SamplingParams, UserError
 from pipedec.engine.spec import PipelineSpec
 from pipedec.messages import PromptRequest
+from pipedec.methods import find_method, make_options
 from pipedec.threads import load_dialect
 
 
@@ -23,8 +26,8 @@ class LLM:
 
     Args:
         target, draft: checkpoint directories; the shipped pair by default, ``draft="none"`` for a pipeline without one.
-        method: as ``--method``; the best there is by default.
-        stages, groups, layers, dtype, device, bita: as the flags of ``pipedec generate``.
+        method: as ``--method``.
+        stages, groups, layers, dtype, device, bita, context_tokens: as the flags of ``pipedec generate``.
 
     Raises:
         UserError: the arguments do not fit together or do not fit the checkpoints.
@@ -43,9 +46,11 @@ class LLM:
         dtype: str = "float32",
         device: str = "auto",
         bita: str | Path | None = None,
+        context_tokens: int | None = None,
     ) -> None:
         self._method = method
-        self._cluster = LocalCluster(PipelineSpec.create(target, draft, stages, groups, layers, dtype, device, bita=bita))
+        spec = PipelineSpec.create(target, draft, stages, groups, layers, dtype, device, bita=bita, context_tokens=context_tokens)
+        self._cluster = LocalCluster(spec)
         self._cluster.start()
         assert self._cluster.scheduler is not None
         self._client = Client(self._cluster.scheduler, self._cluster.check)
@@ -56,23 +61,37 @@ class LLM:
         sampling_params: SamplingParams | None = None,
         *,
         raw_prompt: bool = False,
-        tree: TreeParams | None = None,
+        options: MethodOptions | Mapping[str, Any] | None = None,
         threads: str | Path | None = None,
+        tree: object = None,
     ) -> list[Completion]:
         """Answer every prompt, in order.
 
         Args:
+            options: of the method, for example ``{"width": 16}`` or ``PipeDecOptions(width=16)`` (see ``pipedec.methods``).
             threads: the dialect in which answers may open decode threads, by name or file, as ``--threads``.
 
         Raises:
-            UserError: a prompt is empty or too long.
+            UserError: a prompt is empty or too long, or the method has no such option. ``tree`` is now called ``options``.
             RankLost, SchedulerLost: the cluster died.
         """
         texts = [prompts] if isinstance(prompts, str) else list(prompts)
-        sampling, limits = sampling_params or SamplingParams(), tree or TreeParams()
+        if tree is not None:
+            raise UserError("generate has no tree: give options, for example options={'width': 16}")
+        sampling, given = sampling_params or SamplingParams(), self._checked(options)
         dialect = None if threads is None else load_dialect(threads).to_json()
-        requests = [PromptRequest(text, raw_prompt, self._method, sampling, limits, threads=dialect) for text in texts]
+        requests = [PromptRequest(text, raw_prompt, self._method, sampling, given, threads=dialect) for text in texts]
         return [self._client.ask(request) for request in requests]
+
+    def _checked(self, options: MethodOptions | Mapping[str, Any] | None) -> Mapping[str, Any]:
+        """By name, as a request sends them. Raises UserError if they are another method's."""
+        method = self._method or DEFAULT_METHOD
+        expected = find_method(method).options
+        if isinstance(options, MethodOptions) and type(options) is not expected:
+            raise UserError(f"method {method} takes {expected.__name__}, not {type(options).__name__}")
+        given = asdict(options) if isinstance(options, MethodOptions) else dict(options or {})
+        make_options(method, given)
+        return given
 
     def close(self) -> None:
         """Stop the cluster. Nothing is left running."""

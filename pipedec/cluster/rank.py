@@ -24,7 +24,6 @@ from pipedec.engine.spec import PipelineSpec
 from pipedec.engine.stage_loop import StageLoop
 from pipedec.model import ModelConfig
 from pipedec.scheduler import RedisScheduler, Scheduler, connect
-from pipedec.text.prompt import Prompter
 from pipedec.tracing import Tracer
 from pipedec.transport import Transport
 from pipedec.transport.torch_distributed import Rendezvous, TorchTransport
@@ -129,9 +128,8 @@ def _load(
     tracer = Tracer(place.rank, clock_offset_us=_clock_offset_us(scheduler))
     wiring = Wiring(scheduler, transport, spec.topology, tracer, spec.emulation, spec.window, Dialects(spec.target))
     if place.rank == 0:
-        prompter = Prompter(spec.target, ModelConfig.from_directory(spec.target).max_positions)
         drafter = spec.load_drafter(device, progress)
-        return DraftLoop(prompter, drafter, spec.trained_masks(), device, wiring)
+        return DraftLoop(spec.load_prompter(), drafter, spec.trained_masks(), device, wiring, spec.tree)
     worker = spec.load_stage(place.rank, device, progress)
     return StageLoop(worker, device, place.rank, wiring)
 

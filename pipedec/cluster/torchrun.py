@@ -19,6 +19,7 @@ from pipedec.config import ClusterConfig, load_cluster, redis_url_from_environme
 from pipedec.core import PipedecError, UserError
 from pipedec.engine.spec import PipelineSpec
 from pipedec.hardware import MODEL_SHAPES
+from pipedec.methods import LayerTreeOptions
 from pipedec.plan.partition import plan
 
 
@@ -44,46 +45,57 @@ def parse_arguments(arguments: list[str]) -> tuple[RankPlace, PipelineSpec, RunA
     Raises:
         UserError: a flag is wrong, or the number of processes is not stages + 1.
     """
-    parser = argparse.ArgumentParser(prog="torchrun … -m -- pipedec.cluster.rank", description=__doc__)
-    parser.add_argument("--redis", help="redis://:password@host:port/0; default: $PIPEDEC_REDIS_URL, then the config's")
+    parser = argparse.ArgumentParser(prog="torchrun … -m -- pipedec.cluster.torchrun", description=__doc__)
+    parser.add_argument(
+        "--redis", metavar="URL", help="redis://:password@host:port/0; default: $PIPEDEC_REDIS_URL, then the config's"
+    )
     parser.add_argument("--run", default="default", help="name of the run; several runs may share a Redis")
-    parser.add_argument("--config", type=Path, help="cluster.yaml: models, dtype, Redis and a partition; flags go before it")
-    parser.add_argument("--partition", help="partition of the config; default: the config's own")
-    parser.add_argument("--stages", type=int, help="default: 4")
-    parser.add_argument("--groups", type=int, help="groups of stages that share a timestep slot; default: one per stage")
-    parser.add_argument("--layers", help="layers of each stage, like 6,6,6,6; default: even")
-    parser.add_argument("--target", type=Path, help="checkpoint directory; default: the shipped pair")
-    parser.add_argument("--draft", help="checkpoint directory, or none")
-    parser.add_argument("--bita", help="what pipedec train bita has learned for the target: a directory, or none")
-    parser.add_argument("--dtype", help="default: float32")
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--transport", default="auto", choices=("auto", "gloo", "nccl"))
-    parser.add_argument("--dispatch", default="windows", help="what Redis grants: windows of timesteps, or tasks")
+    parser.add_argument(
+        "--config", type=Path, metavar="FILE", help="cluster.yaml: models, limits, Redis and partitions; flags override it"
+    )
+    parser.add_argument("--partition", metavar="NAME", help="partition of the config; default: the one it names")
+    parser.add_argument("--stages", type=int, metavar="N", help="pipeline stages, one process each; default: 4")
+    parser.add_argument(
+        "--groups", type=int, metavar="N", help="groups of stages that share a timestep slot; default: one per stage"
+    )
+    parser.add_argument("--layers", metavar="N,N,…", help="layers of each stage, like 6,6,6,6; default: even")
+    parser.add_argument("--target", type=Path, metavar="DIR", help="target checkpoint directory; default: the shipped pair")
+    parser.add_argument("--draft", metavar="DIR|none", help="draft checkpoint directory")
+    parser.add_argument("--bita", metavar="DIR|none", help="directory that pipedec train bita wrote for the target")
+    parser.add_argument("--dtype", help="float32, float64, bfloat16 or float16; default: float32")
+    parser.add_argument(
+        "--context-tokens", type=int, metavar="N", help="maximum tokens of prompt and answer; default: the config's"
+    )
+    parser.add_argument("--device", default="auto", help="auto, cpu or cuda; default: auto")
+    parser.add_argument("--transport", default="auto", choices=("auto", "gloo", "nccl"), help="default: auto")
+    parser.add_argument("--dispatch", default="windows", help="windows of timesteps, or single tasks; default: windows")
     flags = parser.parse_args(arguments)
-    wishes = _Wishes.from_flags(flags)
+    settings = _Settings.from_flags(flags)
     if flags.config is not None:
-        wishes = wishes.completed(load_cluster(flags.config), flags.partition)
+        settings = settings.completed(load_cluster(flags.config), flags.partition)
     elif flags.partition is not None:
         raise UserError("--partition names a partition of a file: give --config cluster.yaml with it")
-    if wishes.redis_url is None:
+    if settings.redis_url is None:
         raise UserError("torchrun ranks need a Redis that all hosts reach: give --redis URL or set PIPEDEC_REDIS_URL")
     spec = PipelineSpec.create(
-        wishes.target,
-        wishes.draft,
-        wishes.stages or 4,
-        wishes.groups,
-        wishes.layers,
-        wishes.dtype or "float32",
-        flags.device,
-        flags.dispatch,
-        wishes.bita,
+        target=settings.target,
+        draft=settings.draft,
+        stages=settings.stages or 4,
+        groups=settings.groups,
+        layers=settings.layers,
+        dtype=settings.dtype or "float32",
+        device=flags.device,
+        dispatch=flags.dispatch,
+        bita=settings.bita,
+        context_tokens=settings.context_tokens,
+        tree=settings.tree,
     )
-    return _torchrun_place(spec, flags.transport), spec, RunAddress(wishes.redis_url, flags.run)
+    return _torchrun_place(spec, flags.transport), spec, RunAddress(settings.redis_url, flags.run)
 
 
 @dataclass(frozen=True)
-class _Wishes:
-    """What the flags say about the pipeline, None where they are silent."""
+class _Settings:
+    """The pipeline's settings from flags and the config; None if not given."""
 
     redis_url: str | None
     target: str | Path | None
@@ -93,18 +105,30 @@ class _Wishes:
     groups: int | None
     layers: list[int] | None
     dtype: str | None
+    context_tokens: int | None
+    tree: LayerTreeOptions | None = None  # of the config alone
 
     @classmethod
-    def from_flags(cls, flags: argparse.Namespace) -> _Wishes:
+    def from_flags(cls, flags: argparse.Namespace) -> _Settings:
         try:
             layers = [int(count) for count in flags.layers.split(",")] if flags.layers else None
         except ValueError:
             raise UserError(f"--layers {flags.layers}: write numbers with commas between them, like 6,6,6,6") from None
         redis_url = redis_url_from_environment(flags.redis)
-        return cls(redis_url, flags.target, flags.draft, flags.bita, flags.stages, flags.groups, layers, flags.dtype)
+        return cls(
+            redis_url,
+            flags.target,
+            flags.draft,
+            flags.bita,
+            flags.stages,
+            flags.groups,
+            layers,
+            flags.dtype,
+            flags.context_tokens,
+        )
 
-    def completed(self, config: ClusterConfig, partition: str | None) -> _Wishes:
-        """What the flags leave open comes from a partition of ``config``.
+    def completed(self, config: ClusterConfig, partition: str | None) -> _Settings:
+        """With the settings of a partition of ``config`` where no flag is given.
 
         Raises:
             UserError: there is no such partition, it has another number of stages, or a model is a shape without weights.
@@ -116,7 +140,7 @@ class _Wishes:
                 raise UserError(f"{key}: {model} is a shape to plan with and has no weights: give a checkpoint directory")
         if self.stages not in (None, part.stages):
             raise UserError(f"--stages {self.stages}, but partition {name} has {part.stages} stages: leave out one of them")
-        return _Wishes(
+        return _Settings(
             redis_url=self.redis_url or config.redis.connection_url,
             target=target,
             draft=draft,
@@ -125,6 +149,8 @@ class _Wishes:
             groups=self.groups or part.num_groups,
             layers=self.layers or [len(stage.layers) for stage in plan(config, name).stages],
             dtype=self.dtype or config.dtype,
+            context_tokens=config.context_tokens if self.context_tokens is None else self.context_tokens,
+            tree=config.tree,
         )
 
 

@@ -10,7 +10,6 @@ its subtree is kept and enters with it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -18,15 +17,13 @@ from torch import Tensor
 from pipedec.core import NO_MASKS, Request, Step, UserError, Verdict
 from pipedec.decoding.acceptance import Acceptance
 from pipedec.decoding.choices import Choices, Proposer
-from pipedec.decoding.controller import WIDTHS, Controller, TimestepTiming
+from pipedec.decoding.controller import Controller, TimestepTiming
 from pipedec.decoding.experience import Experience
 from pipedec.decoding.injection import InjectionTree
+from pipedec.decoding.interface import Drafter
 from pipedec.decoding.proposers import DraftProposer, NgramProposer
+from pipedec.methods import BestFirstOptions, options_of
 
-if TYPE_CHECKING:
-    from pipedec.decoding.method import Drafter
-
-MAX_WIDTH = WIDTHS[-1]  # a verdict accepts a step's rows at most and must fit into a message's header
 DRAFTED_ROWS = 16  # of one forward: more make no answer faster
 
 
@@ -38,14 +35,13 @@ class BestFirst:
     def __init__(
         self, request: Request, drafter: Drafter | None, experience: Experience, device: torch.device | str = "cpu"
     ) -> None:
-        if (request.tree.width or 0) > MAX_WIDTH:
-            raise UserError(f"method pipedec-bestfirst takes a tree width of at most {MAX_WIDTH}, not {request.tree.width}")
+        sources = options_of(request, BestFirstOptions).proposers
         self.hits = 0
         self.misses = 0
         self._prompt_length = len(request.prompt_token_ids)
         self._controller = experience.controller(request)
-        self._drafter = drafter if "draft" in request.tree.proposers else None
-        self._ngrams = NgramProposer(request.prompt_token_ids, device) if "ngrams" in request.tree.proposers else None
+        self._drafter = drafter if "draft" in sources else None
+        self._ngrams = NgramProposer(request.prompt_token_ids, device) if "ngrams" in sources else None
         self._proposers: list[Proposer] = []
         if self._drafter is not None:
             self._drafter.begin()

@@ -22,6 +22,7 @@ from pipedec.decoding.proposers import DraftProposal, DraftProposer, NgramPropos
 from pipedec.decoding.thread_drafter import ForestDrafter
 from pipedec.decoding.threaded import MAX_THREADS
 from pipedec.forest import Forest, Remaining, ThreadChanges, paths, position_root
+from pipedec.methods import BestFirstOptions, options_of
 from pipedec.threads import State
 from pipedec.tree import Candidates
 
@@ -52,7 +53,8 @@ class BestFirstTeam:
         self._device = device
         self._controller = experience.controller(request)
         self._children = self._controller.children
-        self._drafter = drafter if "draft" in request.tree.proposers else None
+        self._sources = options_of(request, BestFirstOptions).proposers
+        self._drafter = drafter if "draft" in self._sources else None
         self._branches = {0: _Branch(InjectionTree(len(request.prompt_token_ids), device), self._ngrams(0))}
         prior = (*(DraftProposer.prior if self._drafter else ()), *(NgramProposer.prior if self._branches[0].ngrams else ()))
         if not prior:
@@ -61,7 +63,7 @@ class BestFirstTeam:
 
     def _ngrams(self, number: int) -> NgramProposer | None:
         """The prompt, what was said so far, and last what the thread itself sees."""
-        if "ngrams" not in self._request.tree.proposers:
+        if "ngrams" not in self._sources:
             return None
         threads = self._forest.sequence.threads
         seen = [token for other, count in self._forest.sequence.context(number) for token in threads[other].token_ids[:count]]

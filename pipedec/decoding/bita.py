@@ -15,31 +15,29 @@ from pipedec.core import MaskParams, Request, Step, UserError, Verdict
 from pipedec.decoding.candidates import CandidateTree, Forecast, RankChances, efficient, full, likeliest, straightforward
 from pipedec.decoding.controller import TimestepTiming
 from pipedec.decoding.experience import Experience
+from pipedec.methods import BitaOptions, options_of
 from pipedec.tree import mask_groups
 
 DEFAULT_NAMED = {"likeliest": 16, "efficient": 5, "full": 2}  # tokens of each mask; efficient: BiTA §4.1
-DEFAULT_ROWS = 64  # of a likeliest tree: what most GPUs compute as fast as one (see ``hardware``)
 MAX_NAMED = 64  # of all masks together: a verdict has to fit into a message's header
 MAX_ROWS = 4096
 
 
 class Bita:
-    """One tree per passage of the pipeline, as ``request.tree`` shapes it.
+    """One tree per passage of the pipeline, as the request's options shape it.
 
     Args:
-        trained_masks: masks that the target's BiTA was trained with; 0 if it has none.
+        trained_masks: masks that the target's BiTA was trained with, at least 1.
 
     Raises:
-        UserError: there is no BiTA, or it has fewer masks than the request's depth, or the tree is too large.
+        UserError: it has fewer masks than the request's depth, or the tree is too large.
     """
 
     def __init__(self, request: Request, trained_masks: int, experience: Experience, device: torch.device | str = "cpu") -> None:
-        if not trained_masks:
-            raise UserError("method bita needs what pipedec train bita has learned for this target: give --bita DIR")
-        limits = request.tree
+        limits = options_of(request, BitaOptions)
         depth = limits.depth or trained_masks
         if depth > trained_masks:
-            raise UserError(f"tree depth {depth}, but this BiTA was trained with {trained_masks} masks: lower --depth")
+            raise UserError(f"depth {depth}, but this BiTA was trained with {trained_masks} masks: lower --depth")
         is_chain = limits.shape == "straightforward"
         named = 1 if is_chain else limits.children or min(DEFAULT_NAMED[limits.shape], MAX_NAMED // depth)
         if depth * named > MAX_NAMED:
@@ -51,7 +49,7 @@ class Bita:
         self.hits = 0
         self.misses = 0
         self._shape = limits.shape
-        self._rows = limits.rows or DEFAULT_ROWS
+        self._rows = limits.rows
         self.room = MAX_ROWS  # rows that may enter, if others need some of them
         self.tree = None
         self._chances: RankChances = experience.rank_chances(request, self.masks)

@@ -20,7 +20,7 @@ from statistics import fmean
 
 from torch import Tensor
 
-from pipedec.core import TreeParams
+from pipedec.methods import BestFirstOptions
 
 WIDTHS = (0, 8, 16, 32, 64, 124)
 CHILDREN = (16, 32)
@@ -56,11 +56,11 @@ class Controller:
     """Holds ``width`` and ``forwards`` for the next timestep, and ``children`` for the next answer.
 
     Args:
-        limits: what is set by hand; None for what is to be found.
+        limits: set by the user; None = auto-tuned.
         passage: timesteps that a row is in the pipeline.
     """
 
-    def __init__(self, limits: TreeParams, passage: int) -> None:
+    def __init__(self, limits: BestFirstOptions, passage: int) -> None:
         self._limits = limits
         self._passage = passage
         self.width = _INITIAL_WIDTH if limits.width is None else limits.width

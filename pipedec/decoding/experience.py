@@ -8,14 +8,15 @@ from typing import TypeVar
 
 import torch
 
-from pipedec.core import MaskParams, Request, SamplingParams, TreeParams
+from pipedec.core import MaskParams, MethodOptions, Request, SamplingParams
 from pipedec.decoding.acceptance import Acceptance
 from pipedec.decoding.candidates import RankChances
 from pipedec.decoding.controller import Controller
+from pipedec.methods import BestFirstOptions, options_of
 
 _MAX_KEPT = 64  # entries of each kind
 _T = TypeVar("_T")
-_Key = tuple[SamplingParams, TreeParams, str | None]
+_Key = tuple[SamplingParams, MethodOptions | None, str | None]
 
 
 class Experience:
@@ -35,7 +36,7 @@ class Experience:
         return _kept(self._acceptances, _key(request), lambda: Acceptance(prior, device))
 
     def controller(self, request: Request) -> Controller:
-        return _kept(self._controllers, _key(request), lambda: Controller(request.tree, self._passage))
+        return _kept(self._controllers, _key(request), lambda: Controller(options_of(request, BestFirstOptions), self._passage))
 
     def rank_chances(self, request: Request, masks: MaskParams) -> RankChances:
         return _kept(self._rank_chances, _key(request), lambda: RankChances(masks))
@@ -52,4 +53,4 @@ def _kept(known: dict[_Key, _T], key: _Key, make: Callable[[], _T]) -> _T:
 
 def _key(request: Request) -> _Key:
     sampling = replace(request.sampling, seed=None, max_tokens=1, stop=(), stop_token_ids=(), logprobs=None, ignore_eos=False)
-    return sampling, request.tree, request.threads
+    return sampling, request.options, request.threads

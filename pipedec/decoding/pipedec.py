@@ -7,17 +7,14 @@ accepted token becomes the root of a new tree, which enters the draft model and 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
 from pipedec.core import NO_MASKS, Request, Step, Verdict
 from pipedec.decoding.controller import TimestepTiming
+from pipedec.decoding.interface import Drafter
+from pipedec.methods import PipeDecOptions, options_of
 from pipedec.tree import Candidates, PredictionTree
-
-if TYPE_CHECKING:
-    from pipedec.decoding.method import Drafter
 
 
 class PipeDec:
@@ -28,7 +25,7 @@ class PipeDec:
     def __init__(self, request: Request, drafter: Drafter, device: torch.device | str = "cpu") -> None:
         self.hits = 0
         self.misses = 0
-        self._limits = request.tree.with_defaults()
+        self._limits = options_of(request, PipeDecOptions)
         self._prompt_length = len(request.prompt_token_ids)
         self._drafter = drafter
         self._drafter.begin()

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.nn.functional import one_hot, pad
 
 from pipedec.decoding.choices import NO_TOKEN, is_repeated
+from pipedec.decoding.interface import Drafter
 from pipedec.tree import Candidates, PredictionTree
-
-if TYPE_CHECKING:
-    from pipedec.decoding.method import Drafter
 
 MAX_MATCH = 8  # longest n-gram that is compared
 _MIN_MATCH = 2  # shortest n-gram after which a token is proposed

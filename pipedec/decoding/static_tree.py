@@ -7,17 +7,14 @@ agree, and one more token, which is the next root.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
 from pipedec.core import NO_MASKS, Request, Step, Verdict
 from pipedec.decoding.controller import TimestepTiming
+from pipedec.decoding.interface import Drafter
+from pipedec.methods import StaticTreeOptions, options_of
 from pipedec.tree import PredictionTree
-
-if TYPE_CHECKING:
-    from pipedec.decoding.method import Drafter
 
 
 class StaticTree:
@@ -28,7 +25,7 @@ class StaticTree:
     def __init__(self, request: Request, drafter: Drafter, device: torch.device | str = "cpu") -> None:
         self.hits = 0
         self.misses = 0
-        self._limits = request.tree.with_defaults()
+        self._limits = options_of(request, StaticTreeOptions)
         self._prompt_length = len(request.prompt_token_ids)
         self._drafter = drafter
         self._drafter.begin()

@@ -12,8 +12,8 @@ from dataclasses import asdict, replace
 
 import torch
 
-from pipedec.core import MaskParams, Request, SchedulerLost, UserError, Verdict
-from pipedec.decoding import DEFAULT_METHOD, Drafter, Experience, create_method, create_threaded
+from pipedec.core import DEFAULT_METHOD, MaskParams, Request, SchedulerLost, UserError, Verdict
+from pipedec.decoding import Drafter, Experience, create_method, create_threaded
 from pipedec.engine.answer import Answer
 from pipedec.engine.clock import TimestepClock
 from pipedec.engine.payloads import verdict_from_payload
@@ -23,6 +23,7 @@ from pipedec.engine.rank_loop import POLL_SECONDS, RankLoop, Wiring
 from pipedec.engine.threaded_answer import ThreadedAnswer
 from pipedec.engine.timed_drafter import TimedDrafter
 from pipedec.messages import PromptRequest
+from pipedec.methods import LayerTreeOptions, make_options
 from pipedec.sampling import seeded
 from pipedec.scheduler.protocol import Event, Message
 from pipedec.scheduler.workflow import Facts, Payload, Task, initial_tasks
@@ -42,11 +43,13 @@ class DraftLoop(RankLoop):
         trained_masks: int,
         device: torch.device,
         wiring: Wiring,
+        tree: LayerTreeOptions | None = None,
     ) -> None:
         super().__init__(0, wiring)
         self._prompter = prompter
         self._drafter = None if drafter is None else TimedDrafter(drafter, self._drafting)
         self._trained_masks = trained_masks
+        self._tree = tree  # the cluster's own defaults
         self._experience = Experience(self._topology.num_groups)
         self._clock = TimestepClock()
         self._device = device
@@ -110,9 +113,8 @@ class DraftLoop(RankLoop):
         name = None if dialect is None else dialect.name
         token_ids = self._prompter.token_ids(prompt.prompt, prompt.raw, prompt.sampling.max_tokens, name)
         self._prompter.check_bias(prompt.sampling.logit_bias)
-        request = Request(
-            message.number, token_ids, seeded(prompt.sampling), method_name, prompt.tree, prompt.trace, prompt.threads
-        )
+        options = make_options(method_name, prompt.options, self._tree)
+        request = Request(message.number, token_ids, seeded(prompt.sampling), method_name, options, prompt.trace, prompt.threads)
         self._answer = self._create_answer(request, prompt.show_threads)
         return request
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +12,12 @@ import torch
 from pipedec.core import UserError
 from pipedec.decoding import Drafter
 from pipedec.drafting import DraftModel
+from pipedec.methods import LayerTreeOptions
 from pipedec.model import BitaConfig, BitaWeights, Checkpoint, ModelConfig, StageModel, checked_bita
 from pipedec.plan.emulation import Emulation
 from pipedec.plan.layers import even_layers, explicit_layers
 from pipedec.stage import FinalStageWorker, StageWorker
-from pipedec.text.prompt import same_tokenizer
+from pipedec.text.prompt import Prompter, same_tokenizer
 from pipedec.topology import Topology
 
 REFERENCE_PAIR = Path(__file__).resolve().parent.parent / "reference_pair"
@@ -38,6 +39,8 @@ class PipelineSpec:
         layers: for each stage, its first layer of the target and the layer behind its last.
         emulation: makes every rank's work take as long as on the devices that it names; None to run at full speed.
         dispatch: what the scheduler grants, ``windows`` of timesteps or single ``tasks``.
+        context_tokens: maximum tokens of a prompt and its answer; None for the target's context.
+        tree: default tree of methods whose trees grow by layers; None for their own.
     """
 
     target: Path
@@ -49,6 +52,8 @@ class PipelineSpec:
     emulation: Emulation | None = None
     dispatch: str = "windows"
     bita: Path | None = None
+    context_tokens: int | None = None
+    tree: LayerTreeOptions | None = None
 
     @classmethod
     def create(
@@ -62,6 +67,8 @@ class PipelineSpec:
         device: str = "auto",
         dispatch: str = "windows",
         bita: str | Path | None = None,
+        context_tokens: int | None = None,
+        tree: LayerTreeOptions | None = None,
     ) -> PipelineSpec:
         """Check the user's options and fill in the rest: the shipped pair, even layers, one stage per group.
 
@@ -80,6 +87,8 @@ class PipelineSpec:
             raise UserError(f"unknown device {device!r}: choose one of {', '.join(DEVICES)}")
         if dispatch not in DISPATCHES:
             raise UserError(f"unknown dispatch {dispatch!r}: choose one of {', '.join(DISPATCHES)}")
+        if context_tokens is not None and context_tokens < 1:
+            raise UserError(f"--context-tokens must be at least 1, not {context_tokens}")
         target_path = Path(target) if target is not None else REFERENCE_PAIR / "target"
         shipped = REFERENCE_PAIR if target is None else None
         draft_path = _chosen(draft, shipped and shipped / "draft")
@@ -97,7 +106,10 @@ class PipelineSpec:
             raise UserError(f"--layers lists {len(layers)} stages, but there are {stages}: give one number for each stage")
         parts = even_layers(config.num_layers, stages) if layers is None else explicit_layers(layers, config.num_layers)
         bounds = tuple((part.start, part.stop) for part in parts)
-        return cls(target_path, draft_path, topology, bounds, dtype, device, dispatch=dispatch, bita=bita_path)
+        return cls(
+            target_path, draft_path, topology, bounds, dtype, device, dispatch=dispatch, bita=bita_path,
+            context_tokens=context_tokens, tree=tree,
+        )  # fmt: skip
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -130,7 +142,8 @@ class PipelineSpec:
             "target": str(self.target), "draft": str(self.draft) if self.draft else None,
             "groups": self.topology.groups, "layers": self.layers, "dtype": self.dtype, "device": self.device,
             "emulation": self.emulation.description() if self.emulation else None, "dispatch": self.dispatch,
-            "bita": str(self.bita) if self.bita else None,
+            "bita": str(self.bita) if self.bita else None, "context_tokens": self.context_tokens,
+            "tree": asdict(self.tree) if self.tree else None,
         }  # fmt: skip
 
     @classmethod
@@ -145,7 +158,13 @@ class PipelineSpec:
             emulation=Emulation.from_description(raw["emulation"]) if raw["emulation"] else None,
             dispatch=raw["dispatch"],
             bita=Path(raw["bita"]) if raw["bita"] else None,
+            context_tokens=raw["context_tokens"],
+            tree=LayerTreeOptions(**raw["tree"]) if raw["tree"] else None,
         )
+
+    def load_prompter(self) -> Prompter:
+        """The target's tokenizer, with the limits of the target and of this pipeline."""
+        return Prompter(self.target, ModelConfig.from_directory(self.target).max_positions, self.context_tokens)
 
     def trained_masks(self) -> int:
         """Masks of the target's BiTA; 0 if it has none."""

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from pipedec.core import UserError
-
-SUPPORTED_MODEL_TYPES = ("llama", "mistral", "qwen2")
+from pipedec.hardware import SUPPORTED_MODEL_TYPES, projection_biases
 
 
 @dataclass(frozen=True)
@@ -157,7 +156,7 @@ def _sliding_windows(hf: Any) -> tuple[int | None, ...]:
 
 
 def _from_hf(hf: Any, eos_token_ids: tuple[int, ...]) -> ModelConfig:
-    llama_attention_bias = bool(getattr(hf, "attention_bias", False)) and hf.model_type == "llama"
+    biases = projection_biases(hf.model_type, bool(getattr(hf, "attention_bias", False)), bool(getattr(hf, "mlp_bias", False)))
     return ModelConfig(
         model_type=hf.model_type,
         vocab_size=hf.vocab_size,
@@ -170,9 +169,9 @@ def _from_hf(hf: Any, eos_token_ids: tuple[int, ...]) -> ModelConfig:
         rms_norm_eps=hf.rms_norm_eps,
         hidden_act=hf.hidden_act,
         tie_word_embeddings=bool(hf.tie_word_embeddings),
-        attention_bias=llama_attention_bias or hf.model_type == "qwen2",
-        output_bias=llama_attention_bias,
-        mlp_bias=bool(getattr(hf, "mlp_bias", False)) and hf.model_type == "llama",
+        attention_bias=biases.qkv_bias,
+        output_bias=biases.output_bias,
+        mlp_bias=biases.mlp_bias,
         max_positions=hf.max_position_embeddings,
         eos_token_ids=eos_token_ids,
         sliding_windows=_sliding_windows(hf),

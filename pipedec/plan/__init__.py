@@ -1,1 +1,1 @@
-"""What a partition costs before anything is started, and what an emulated device pretends to take."""
+"""Plans: memory and times of a partition before anything is started, and the times of emulated devices."""

@@ -1,4 +1,4 @@
-"""What the parts of a model cost on a device: bytes of weights, caches and activations, milliseconds of a pass or a transfer."""
+"""Costs of a model's parts on a device: bytes of weights, caches and activations, milliseconds of a pass or a transfer."""
 
 from __future__ import annotations
 
@@ -8,18 +8,16 @@ from pipedec.hardware import DEVICES, DTYPE_BYTES, Link, ModelShape, PassTime
 
 FIXED_WORKSPACE_BYTES = 500_000_000  # the CUDA context with its libraries
 PREFILL_ROWS = 512  # rows of a prompt that prefill sends at once
-# What the draft sends for one row: token id and parent.
-ROW_BYTES = 16
 
 
 @dataclass(frozen=True)
 class RankTiming:
-    """How long one rank computes and sends, by its device's and its link's data sheets.
+    """Compute and transfer times of one rank, by the data sheets of its device and link.
 
     Attributes:
         compute: one pass through its layers.
         link: the connection to the next rank; from the last stage, to rank 0.
-        row_bytes: what it sends for one row; 0 from the last stage, which sends a verdict.
+        row_bytes: bytes sent for one row: ids, and activations from a stage; 0 from the last stage, which sends a verdict.
     """
 
     compute: PassTime
@@ -49,19 +47,20 @@ class ModelCosts:
 
     @property
     def layer_kv_bytes(self) -> int:
-        """Past and tree cache of one layer: the context, and a tree layer per group with the one that enters."""
+        """Past and tree cache of one layer: the context, a tree layer per group, and the layer that enters."""
         slots = self.context_tokens + self.rows * (self.groups + 1)
         return slots * self.shape.cache_values_per_token * self.element_bytes
 
     @property
     def workspace_bytes(self) -> int:
-        """What a stage needs besides weights and caches: fixed part, activations of a prefill chunk, one row of logits each."""
+        """Memory besides weights and caches: a fixed part, activations of a prefill chunk, and the logits of every row."""
         width = 4 * self.shape.hidden_size + 3 * self.shape.intermediate_size
         values = max(self.rows, PREFILL_ROWS) * width + self.rows * self.shape.vocab_size
         return FIXED_WORKSPACE_BYTES + values * self.element_bytes
 
     def extra_parameters(self, first: bool, last: bool) -> int:
-        """Weights besides layers: embedding on the first stage, norm and head on the last; a tied head needs both apart."""
+        """Weights besides layers: embedding on the first stage, norm and head on the last. A tied head is stored twice unless one
+        stage is both."""
         embedding, norm = self.shape.embedding_parameters, self.shape.hidden_size
         shared = first and last and self.shape.tie_word_embeddings
         return embedding * (first + last - shared) + norm * last
@@ -71,7 +70,7 @@ class ModelCosts:
         return layers * self.shape.layer_parameters + last * (self.shape.embedding_parameters + self.shape.hidden_size)
 
     def room(self, device: str, first: bool, last: bool) -> int:
-        """How many layers fit on a device beside everything else."""
+        """Number of layers that fit on a device beside everything else."""
         other = self.extra_parameters(first, last) * self.element_bytes + self.workspace_bytes
         layer = self.shape.layer_parameters * self.element_bytes + self.layer_kv_bytes
         return max(0, (DEVICES[device].memory_bytes - other) // layer)

@@ -1,8 +1,7 @@
 """Emulated clusters: real processes and real tokens whose work lasts as long as it would on given devices and links.
 
-Owns how long each rank's work should last (from the plan of a cluster) and two ways to apply it: ``Pacer`` makes a real rank
-sleep until that time is over; ``EmulatedClock`` adds the same times up without waiting, for a pipeline in one process. Prefill,
-verdicts and Redis are not emulated: they take what they take here.
+Owns how long each rank's work should last, from the plan of a cluster. Who waits for that time or adds it up is in
+``engine.emulated_time``. Prefill, verdicts and Redis are not emulated: they take their real time on this machine.
 """
 
 from __future__ import annotations
@@ -22,12 +21,12 @@ GPUS_PER_SERVER = 7
 
 @dataclass(frozen=True)
 class Emulation:
-    """What every rank of a pipeline pretends to be.
+    """The emulated times of every rank of a pipeline.
 
     Attributes:
         preset: the partition it comes from.
-        slow_motion: every emulated time is stretched by this factor, so that the fixed cost of the machine at hand weighs
-            less; figures are divided back by whoever reports them.
+        slow_motion: every emulated time is stretched by this factor, so that the fixed cost of this machine weighs less.
+            Benchmarks divide the times that they report by it.
         draft: rank 0; None without a draft model.
         stages: ranks 1..n.
     """
@@ -51,7 +50,7 @@ class Emulation:
         return self.draft if rank == 0 else self.stages[rank - 1]
 
     def prefill_ms(self, chunk_rows: list[int]) -> float:
-        """A prompt by arithmetic: its first chunk through all stages, then the slowest stage for each further chunk."""
+        """The expected prefill time: the first chunk through all stages, then the slowest stage for each further chunk."""
         if not chunk_rows:
             return 0.0
         times = [[stage.compute_ms(rows) + stage.send_ms(rows) for stage in self.stages] for rows in chunk_rows]
@@ -74,7 +73,7 @@ def _timing(raw: dict[str, Any]) -> RankTiming:
 def with_stages(config: ClusterConfig, name: str, stages: int) -> ClusterConfig:
     """``config`` with its partition ``name`` cut anew: ``stages`` single-stage groups on devices like the partition's first one.
 
-    Layers are balanced; whether they fit into the devices' memory the plan says.
+    Layers are balanced. The plan says whether they fit into the devices' memory.
     """
     name, partition = config.find_partition(name)
     device = partition.devices[0].device if partition.devices else next(iter(_servers(config, partition)[0].devices))

@@ -1,4 +1,4 @@
-"""How many layers each stage gets: even, explicit, or balanced by what each device takes."""
+"""The number of layers of each stage: even, explicit, or balanced by the speed and memory of each device."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pipedec.core import UserError
 
 
 def even_layers(num_layers: int, stages: int) -> list[range]:
-    """The layers of each stage, as equal as can be; the front stages take the remainder. UserError for too many stages."""
+    """The layers of each stage, as equal as possible; the first stages take the remainder. UserError for too many stages."""
     if stages > num_layers:
         raise UserError(f"{stages} stages, but the target has {num_layers} layers: use at most {num_layers}")
     if stages < 1:
@@ -31,11 +31,11 @@ def explicit_layers(counts: Sequence[int], num_layers: int) -> list[range]:
 
 
 def balance(num_layers: int, layer_ms: Sequence[float], extra_ms: Sequence[float], room: Sequence[int]) -> list[int]:
-    """The number of layers of each stage that makes the slowest stage as fast as it can be, at least 1 each.
+    """The number of layers of each stage, at least 1, that makes the slowest stage as fast as possible.
 
     Stage i takes ``extra_ms[i] + layers · layer_ms[i]`` and holds at most ``room[i]`` layers. Each further layer goes to the
-    stage that is fastest with it (the first of equals). This is exact: the layers so placed are the cheapest of all
-    (stage, how many) steps, so no other split has a lower maximum. UserError when the layers do not fit.
+    stage that is fastest with it (of equals the first). This is exact: it takes the cheapest of all (stage, number of layers)
+    steps, so no other split has a lower maximum. UserError if the layers do not fit.
     """
     stages = len(layer_ms)
     if stages > num_layers:

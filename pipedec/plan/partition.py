@@ -1,7 +1,7 @@
-"""What a partition will cost before anything is started: layers, memory and times of every stage.
+"""The plan of a partition: layers, memory and expected times of every stage.
 
-Owns the split of layers over stages (even, explicit or balanced) and the arithmetic of a plan. It measures nothing and
-starts nothing: a stage is memory-bound or compute-bound by its device's data sheet, a transfer is latency plus bytes.
+Measures nothing and starts nothing: a stage is memory-bound or compute-bound by its device's data sheet, a transfer takes the
+link's latency plus its bytes by the bandwidth.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pipedec.config import ClusterConfig, PartitionConfig, model_shape
-from pipedec.core import UserError
+from pipedec.core import ROW_ID_BYTES, UserError
 from pipedec.hardware import DEVICES, GIGA, LINKS, Link
-from pipedec.plan.costs import ROW_BYTES, ModelCosts, RankTiming
+from pipedec.plan.costs import ModelCosts, RankTiming
 from pipedec.plan.layers import balance, explicit_layers
 from pipedec.plan.placement import Placement, place_stages
 from pipedec.topology import Topology
@@ -20,17 +20,17 @@ from pipedec.topology import Topology
 
 @dataclass(frozen=True)
 class StagePlan:
-    """What one rank holds and how long it takes. Rank 0 is the draft (group 0), stages are ranks 1..n.
+    """The layers, memory and times of one rank. Rank 0 is the draft (group 0), stages are ranks 1..n.
 
     Attributes:
         group: the group G_i of the stage, from 1.
         layers: transformer layers, counted from 0.
         weight_bytes, kv_bytes, workspace_bytes: the memory it needs; KV for the context and the rows of the tree.
-        memory_bytes: the memory the device has.
-        timing: how long it computes and sends, for any number of rows.
+        memory_bytes: the memory of the device.
+        timing: compute and transfer times for any number of rows.
         rows: rows of a full tree layer.
-        compute_ms: one pass of so many rows through the stage.
-        transfer_ms: sending its output: rows to the next rank, the verdict from the last one.
+        compute_ms: one pass of ``rows`` rows through the stage.
+        transfer_ms: sending its output: rows to the next rank, from the last stage the verdict to rank 0.
     """
 
     rank: int
@@ -71,7 +71,7 @@ class Plan:
         timestep_ms: the slowest group (or the draft), then the slowest transfer between groups (paper §3.1).
         pipeline_ms: one token through all groups, timestep by timestep: what a miss costs.
         pp_token_ms: plain pipeline parallelism, for comparison: one row through every stage and the token back.
-        problems: why the plan cannot run, in whole sentences; empty when it can.
+        problems: why the plan cannot run, in whole sentences; empty if it can.
     """
 
     partition: str
@@ -92,11 +92,15 @@ class Plan:
 
 
 def plan(config: ClusterConfig, partition_name: str | None = None) -> Plan:
-    """The plan of one partition of ``config``. What does not fit is listed in ``problems``; mistakes are UserErrors."""
+    """The plan of one partition of ``config``. Stages that do not fit are listed in ``problems``.
+
+    Raises:
+        UserError: the configuration is wrong.
+    """
     name, partition = config.find_partition(partition_name)
     target = model_shape(config.target)
     draft_place, places = place_stages(config, name, partition)
-    costs = ModelCosts(target, config.dtype, config.tree.with_defaults().width, config.context_tokens, partition.num_groups)
+    costs = ModelCosts(target, config.dtype, config.tree.width, config.context_tokens, partition.num_groups)
     layers, problems = _split(costs, partition, places)
     topology = Topology.even(partition.stages, partition.num_groups)
     stages = tuple(
@@ -111,13 +115,13 @@ def plan(config: ClusterConfig, partition_name: str | None = None) -> Plan:
         problems.append(f"the draft {_shortage(draft)}: use a larger device or a smaller draft")
     timestep = _timestep_ms(draft, stages)
     return Plan(
-        name, config.target, config.dtype, config.context_tokens, config.tree.with_defaults().width, draft, stages, timestep,
+        name, config.target, config.dtype, config.context_tokens, config.tree.width, draft, stages, timestep,
         timestep * partition.num_groups, _pp_token_ms(stages), tuple(problems),
     )  # fmt: skip
 
 
 def _split(costs: ModelCosts, partition: PartitionConfig, places: Sequence[Placement]) -> tuple[list[range], list[str]]:
-    """The layers of each stage, and what is wrong with them: when nothing fits, the balance ignores memory."""
+    """The layers of each stage, and problems: if they fit nowhere, they are balanced without regard to memory."""
     num_layers, stages = costs.shape.num_hidden_layers, partition.stages
     if stages > num_layers:
         raise UserError(f"{stages} stages, but the target has {num_layers} layers: use at most {num_layers}")
@@ -134,8 +138,8 @@ def _split(costs: ModelCosts, partition: PartitionConfig, places: Sequence[Place
     try:
         return explicit_layers(balance(num_layers, layer_ms, extra_ms, room), num_layers), []
     except UserError as error:
-        anyhow = balance(num_layers, layer_ms, extra_ms, [num_layers] * stages)
-        return explicit_layers(anyhow, num_layers), [str(error)]
+        unlimited = balance(num_layers, layer_ms, extra_ms, [num_layers] * stages)
+        return explicit_layers(unlimited, num_layers), [str(error)]
 
 
 def _plan_stage(
@@ -148,7 +152,7 @@ def _plan_stage(
     timing = RankTiming(
         device.pass_time(costs.read_parameters(count, last), count, costs.dtype),
         _link(config, place, None if last else places[rank]),
-        0 if last else costs.shape.hidden_size * costs.element_bytes,
+        0 if last else ROW_ID_BYTES + costs.shape.hidden_size * costs.element_bytes,
     )
     return StagePlan(
         rank, place, group, layers[rank - 1], parameters * costs.element_bytes, count * costs.layer_kv_bytes,
@@ -160,7 +164,9 @@ def _plan_draft(config: ClusterConfig, target: ModelCosts, place: Placement, fir
     costs = ModelCosts(model_shape(config.draft), target.dtype, target.rows, target.context_tokens, target.groups)
     device, layers = DEVICES[place.device], costs.shape.num_hidden_layers
     timing = RankTiming(
-        device.pass_time(costs.read_parameters(layers, True), layers, costs.dtype), _link(config, place, first_stage), ROW_BYTES
+        device.pass_time(costs.read_parameters(layers, True), layers, costs.dtype),
+        _link(config, place, first_stage),
+        ROW_ID_BYTES,
     )
     return StagePlan(
         0, place, 0, range(layers), costs.shape.parameters * costs.element_bytes, layers * costs.layer_kv_bytes,
@@ -169,7 +175,7 @@ def _plan_draft(config: ClusterConfig, target: ModelCosts, place: Placement, fir
 
 
 def _link(config: ClusterConfig, source: Placement, target: Placement | None) -> Link:
-    """The connection of two devices; ``target`` None is rank 0, which the verdict may have to reach over the network."""
+    """The link between two devices; ``target`` None is rank 0, which is taken to be on another server."""
     if target is not None and source.host == target.host:
         return LINKS[config.network.within_server]
     return Link("between servers", config.network.latency_us, config.network.bandwidth_gbps / 8, "network: of the configuration")

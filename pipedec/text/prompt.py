@@ -17,9 +17,14 @@ from pipedec.text.stream import TextStream
 
 
 class Prompter:
-    """Tokenizes prompts for a checkpoint and checks that they fit."""
+    """Tokenizes prompts for a checkpoint and checks that they fit.
 
-    def __init__(self, directory: Path, max_positions: int) -> None:
+    Args:
+        max_positions: the model's context.
+        context_tokens: the cluster's own limit for a prompt and its answer; None for none.
+    """
+
+    def __init__(self, directory: Path, max_positions: int, context_tokens: int | None = None) -> None:
         if not any((directory / name).exists() for name in ("tokenizer.json", "tokenizer.model")):
             raise UserError(f"no tokenizer in {directory}: expected tokenizer.json beside config.json")
         try:
@@ -27,7 +32,9 @@ class Prompter:
         except Exception as error:  # tokenizers raises a bare Exception for a corrupt file
             raise UserError(f"the tokenizer in {directory} cannot be read: {str(error).splitlines()[0][:160]}") from error
         self.tokenizer.model_max_length = sys.maxsize  # silences a warning: token_ids checks the length itself
-        self._max_positions = max_positions
+        self._context, self._owner = max_positions, "model"
+        if context_tokens is not None and context_tokens < max_positions:
+            self._context, self._owner = context_tokens, "cluster"
 
     def token_ids(self, prompt: str, raw: bool, max_tokens: int, threads: str | None = None) -> tuple[int, ...]:
         """The prompt's token ids, after the chat template unless the model has none.
@@ -38,7 +45,7 @@ class Prompter:
             threads: dialect in which the answer may open decode threads, passed to the template as ``threads``; None for none.
 
         Raises:
-            UserError: the prompt is empty, or prompt and ``max_tokens`` exceed the model's context.
+            UserError: the prompt is empty, or prompt and ``max_tokens`` exceed the context of the model or the cluster.
         """
         if not prompt.strip():
             raise UserError("the prompt is empty: give --prompt TEXT, --prompt-file FILE, or text on standard input")
@@ -48,10 +55,10 @@ class Prompter:
             message = [{"role": "user", "content": prompt}]
             options = {} if threads is None else {"threads": threads}
             token_ids = self.tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=False, **options)
-        if len(token_ids) + max_tokens > self._max_positions:
+        if len(token_ids) + max_tokens > self._context:
             raise UserError(
                 f"the prompt has {len(token_ids)} tokens and --max-tokens asks for {max_tokens} more, "
-                f"but the model's context is {self._max_positions}: shorten the prompt or lower --max-tokens"
+                f"but the {self._owner}'s context is {self._context}: shorten the prompt or lower --max-tokens"
             )
         return tuple(token_ids)
 

@@ -7,16 +7,19 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Literal
+
+from annotated_types import Ge, MinLen
 
 from pipedec.config import load_json, parse_json
 from pipedec.core import UserError
 
 DIALECTS = ("apar", "pasta", "parallel")
 _DIRECTORY = Path(__file__).parent / "dialects"
-_AT_LEAST_1: dict[str, Any] = {"min": 1}
+_Text = Annotated[str, MinLen(1)]
+_Count = Annotated[int, Ge(1)]
 
 
 @dataclass(frozen=True)
@@ -53,26 +56,26 @@ class Dialect:
         show_control: whether control tokens appear in the text that users read.
     """
 
-    name: str
-    opener: str
-    child_start: str
-    opener_end: str | None = None
-    max_opener_tokens: int = field(default=64, metadata=_AT_LEAST_1)
-    length_pattern: str | None = None
-    length_scale: int = field(default=1, metadata=_AT_LEAST_1)
-    default_length: int = field(default=40, metadata=_AT_LEAST_1)
-    max_length: int = field(default=1000, metadata=_AT_LEAST_1)
-    child_end: str | None = None
-    join: str | None = None
-    never_sampled: tuple[str, ...] = ()
-    no_opening_after: tuple[str, ...] = ()
-    markers: tuple[str, ...] = ()
+    name: _Text
+    opener: _Text
+    child_start: _Text
+    opener_end: _Text | None = None
+    max_opener_tokens: _Count = 64
+    length_pattern: _Text | None = None
+    length_scale: _Count = 1
+    default_length: _Count = 40
+    max_length: _Count = 1000
+    child_end: _Text | None = None
+    join: _Text | None = None
+    never_sampled: tuple[_Text, ...] = ()
+    no_opening_after: tuple[_Text, ...] = ()
+    markers: tuple[_Text, ...] = ()
     after_opening: Literal["next", "predicted"] = "next"
     after_join: Literal["continue", "longest", "flat"] = "continue"
-    max_depth: int = field(default=1, metadata=_AT_LEAST_1)
-    max_children: int = field(default=16, metadata=_AT_LEAST_1)
-    max_child_tokens: int = field(default=2048, metadata={"min": 2})
-    max_cached_tokens: int = field(default=65536, metadata=_AT_LEAST_1)
+    max_depth: _Count = 1
+    max_children: _Count = 16
+    max_child_tokens: Annotated[int, Ge(2)] = 2048
+    max_cached_tokens: _Count = 65536
     show_control: bool = False
 
     def __post_init__(self) -> None:

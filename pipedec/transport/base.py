@@ -8,10 +8,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from pipedec.core import MAX_VERDICT_TOKENS, Share, Step, Verdict
+from pipedec.core import MAX_VERDICT_TOKENS, NUM_ROW_IDS, ROW_ID_BYTES, Share, Step, Verdict
 
-_BYTES_PER_ID = 8
-_IDS_PER_ROW = 3  # token id, parent, thread
 _HEADER_COUNTS = 6  # rows, accepted tokens, finish reason, forecast positions, tokens per forecast position, shares
 HEADER_VALUES = _HEADER_COUNTS + MAX_VERDICT_TOKENS
 HEADER_BYTES = 8 * HEADER_VALUES
@@ -67,13 +65,13 @@ class Transport(Protocol):
 
 def message_bytes(num_rows: int, hidden_size: int, dtype: torch.dtype) -> int:
     """Size of a step in bytes: token ids, parents and threads first, then the activations, so that all are aligned."""
-    return num_rows * (_IDS_PER_ROW * _BYTES_PER_ID + hidden_size * dtype.itemsize)
+    return num_rows * (ROW_ID_BYTES + hidden_size * dtype.itemsize)
 
 
 def pack(step: Step, out: Tensor) -> None:
     """Write ``step`` into ``out``, uint8 [``message_bytes``]."""
     rows = step.num_rows
-    split = rows * _IDS_PER_ROW * _BYTES_PER_ID
+    split = rows * ROW_ID_BYTES
     ids = out[:split].view(torch.int64)
     ids[:rows] = step.token_ids
     ids[rows : 2 * rows] = step.parents
@@ -84,8 +82,8 @@ def pack(step: Step, out: Tensor) -> None:
 
 def unpack(message: Tensor, num_rows: int, hidden_size: int, dtype: torch.dtype) -> Step:
     """The step in ``message``, as views of it. With ``hidden_size`` 0 the step has no activations."""
-    split = num_rows * _IDS_PER_ROW * _BYTES_PER_ID
-    token_ids, parents, threads = message[:split].view(torch.int64).view(_IDS_PER_ROW, num_rows)
+    split = num_rows * ROW_ID_BYTES
+    token_ids, parents, threads = message[:split].view(torch.int64).view(NUM_ROW_IDS, num_rows)
     hidden = message[split:].view(dtype).view(num_rows, hidden_size) if hidden_size else None
     return Step(token_ids, parents, hidden, threads)
 

@@ -18,8 +18,9 @@ from pipedec.bench.sweep_shapes import Pair as Models
 from pipedec.bench.sweep_trees import TreeGrid
 from pipedec.bench.tuning import TuningGrid
 from pipedec.config import paper_cluster
-from pipedec.core import SamplingParams, TreeParams, UserError
+from pipedec.core import MethodOptions, SamplingParams, UserError
 from pipedec.data.prompts import PromptSet
+from pipedec.methods import BestFirstOptions, PlainOptions, StaticTreeOptions
 
 PROMPTS = [
     PromptSet("first", ("The pipeline", "Natalia sold", "word " * 4000, "Größe")),
@@ -157,16 +158,20 @@ def test_answers_of_one_token_have_no_figures(pair: Pair, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("text", "method", "tree"),
+    ("text", "method", "options"),
     [
-        ("pp", "pp", TreeParams()),
-        ("stpp:width=8,children=2,depth=3,rows=9", "stpp", TreeParams(8, 2, 3, 9)),
-        ("pipedec-bestfirst:forwards=3,proposers=ngrams", "pipedec-bestfirst", TreeParams(forwards=3, proposers=("ngrams",))),
-        ("pipedec-bestfirst:proposers=draft+ngrams", "pipedec-bestfirst", TreeParams(proposers=("draft", "ngrams"))),
+        ("pp", "pp", PlainOptions()),
+        ("stpp:width=8,children=2,depth=3,rows=9", "stpp", StaticTreeOptions(8, 2, 3, 9)),
+        (
+            "pipedec-bestfirst:forwards=3,proposers=ngrams",
+            "pipedec-bestfirst",
+            BestFirstOptions(forwards=3, proposers=("ngrams",)),
+        ),
+        ("pipedec-bestfirst:proposers=draft+ngrams", "pipedec-bestfirst", BestFirstOptions(proposers=("draft", "ngrams"))),
     ],
 )
-def test_policies_as_text(text: str, method: str, tree: TreeParams) -> None:
-    assert Policy.parse(text) == Policy(text, method, tree)
+def test_policies_as_text(text: str, method: str, options: MethodOptions) -> None:
+    assert Policy.parse(text) == Policy(text, method, options)
 
 
 @pytest.mark.parametrize(
@@ -178,8 +183,8 @@ def test_policies_as_text(text: str, method: str, tree: TreeParams) -> None:
         ("pipedec:forwards=2", "pipedec has no limit 'forwards'; it has width, children"),
         ("pipedec:width=wide", "width must be a whole number, not 'wide'"),
         ("pipedec:width", "width must be a whole number, not ''"),
-        ("pipedec:width=0", "--policy pipedec:width=0: tree width must be at least 1, not 0"),
-        ("pipedec-bestfirst:proposers=oracle", "tree proposers must be some of draft, ngrams, not oracle"),
+        ("pipedec:width=0", "--policy pipedec:width=0: width: must be between 1 and 4096, not 0"),
+        ("pipedec-bestfirst:proposers=oracle", "proposers: must be one or more of draft, ngrams, not oracle"),
     ],
 )
 def test_refuses_policies_that_are_none(text: str, message: str) -> None:
@@ -204,7 +209,7 @@ def test_refuses_what_cannot_work(pair: Pair, changes: dict[str, Any], message: 
 def test_refuses_prompts_that_do_not_fit_and_widths_that_no_message_holds(pair: Pair, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no prompt of long fits"):
         study(config(pair), [PromptSet("long", ("word " * 4000,))], tmp_path, Silent())
-    with pytest.raises(UserError, match="takes a tree width of at most 124, not 125"):
+    with pytest.raises(UserError, match="width: must be between 1 and 124, not 125"):
         study(config(pair, "pipedec-bestfirst:width=125"), PROMPTS, tmp_path, Silent())
 
 

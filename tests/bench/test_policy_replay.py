@@ -16,12 +16,13 @@ from pipedec.bench.policy_losses import Losses, losses
 from pipedec.bench.policy_memo import DraftMemo
 from pipedec.bench.policy_replay import Replayed, ReplayedPipeline, WatchedExperience
 from pipedec.config import paper_cluster
-from pipedec.core import Request, SamplingParams, TreeParams
+from pipedec.core import MethodOptions, Request, SamplingParams
 from pipedec.decoding import Drafter
 from pipedec.decoding.acceptance import Acceptance
 from pipedec.decoding.choices import Choices
 from pipedec.engine.local import LocalPipeline
 from pipedec.engine.spec import PipelineSpec
+from pipedec.methods import BestFirstOptions, PipeDecOptions, PlainOptions, StaticTreeOptions
 from pipedec.plan.emulation import Emulation, with_stages
 from pipedec.plan.layers import even_layers
 from pipedec.plan.partition import plan
@@ -32,13 +33,13 @@ PROMPTS = ((1, 9, 30, 4, 51, 17, 8, 22, 40, 3), (5, 6, 7, 5, 6, 7, 5, 6))
 # Presets, stages, and tokens of an answer; the last has 14 stages in 7 groups.
 SHAPES = {"1": ("paper-14", 1, 7), "4": ("paper-14", 4, 7), "14": ("paper-14", None, 4), "14x7": ("paper-7", None, 4)}
 POLICIES = {
-    "pp": ("pp", TreeParams()),
-    "stpp": ("stpp", TreeParams(6, 4, depth=3)),
-    "stpp, rows": ("stpp", TreeParams(6, 4, depth=3, rows=5)),
-    "pipedec": ("pipedec", TreeParams(6, 4)),
-    "best-first": ("pipedec-bestfirst", TreeParams(6, 4, forwards=2)),
-    "best-first, n-grams": ("pipedec-bestfirst", TreeParams(4, 4, forwards=1, proposers=("ngrams",))),
-    "best-first, its own limits": ("pipedec-bestfirst", TreeParams()),
+    "pp": ("pp", PlainOptions()),
+    "stpp": ("stpp", StaticTreeOptions(6, 4, depth=3)),
+    "stpp, rows": ("stpp", StaticTreeOptions(6, 4, depth=3, rows=5)),
+    "pipedec": ("pipedec", PipeDecOptions(6, 4)),
+    "best-first": ("pipedec-bestfirst", BestFirstOptions(6, 4, forwards=2)),
+    "best-first, n-grams": ("pipedec-bestfirst", BestFirstOptions(4, 4, forwards=1, proposers=("ngrams",))),
+    "best-first, its own limits": ("pipedec-bestfirst", BestFirstOptions()),
 }
 
 
@@ -83,9 +84,9 @@ class Both:
         assert draft is not None
         self._draft: Drafter = draft
 
-    def answer(self, prompt: tuple[int, ...], method: str, tree: TreeParams, tokens: int = 7) -> Replayed:
+    def answer(self, prompt: tuple[int, ...], method: str, options: MethodOptions, tokens: int = 7) -> Replayed:
         """What the replay says, after the pipeline's own answer and figures."""
-        request = Request(0, prompt, SamplingParams(max_tokens=tokens, ignore_eos=True), method, tree)
+        request = Request(0, prompt, SamplingParams(max_tokens=tokens, ignore_eos=True), method, options)
         said = tuple(token for verdict in self.pipeline.run(request) for token in verdict.tokens)
         drafter = RecordedDrafter(self._memos.setdefault(prompt, DraftMemo()), lambda: self._draft, VOCAB)
         return self._replayed.run(request, said, drafter, self._experience)
@@ -112,7 +113,7 @@ def test_counts_and_lasts_what_the_pipeline_does(both: Callable[[str], Both], sh
 @pytest.mark.parametrize("tokens", [1, 2])
 def test_an_answer_that_hardly_decodes(both: Callable[[str], Both], tokens: int) -> None:
     here = both("4")
-    replayed = here.answer(PROMPTS[0], "pipedec-bestfirst", TreeParams(), tokens)
+    replayed = here.answer(PROMPTS[0], "pipedec-bestfirst", BestFirstOptions(), tokens)
     assert replayed.timesteps == here.pipeline.metrics.timesteps == 4 * (tokens - 1)
     assert replayed.losses == Losses(first=replayed.timesteps)
 
@@ -120,13 +121,13 @@ def test_an_answer_that_hardly_decodes(both: Callable[[str], Both], tokens: int)
 def test_misses_are_told_apart_by_who_had_named_the_token(both: Callable[[str], Both]) -> None:
     """A plain pipeline names nothing; with a child for every token, all that is drafted is named."""
     here = both("4")
-    plain = here.answer(PROMPTS[0], "pp", TreeParams()).losses
+    plain = here.answer(PROMPTS[0], "pp", PlainOptions()).losses
     assert plain.unnamed > 0 and plain.named == plain.late == plain.together == 0
-    wide = here.answer(PROMPTS[0], "pipedec", TreeParams(2, VOCAB)).losses
-    narrow = here.answer(PROMPTS[0], "pipedec", TreeParams(2, 2)).losses
+    wide = here.answer(PROMPTS[0], "pipedec", PipeDecOptions(2, VOCAB)).losses
+    narrow = here.answer(PROMPTS[0], "pipedec", PipeDecOptions(2, 2)).losses
     assert wide.named > 0 and wide.unnamed == 0
     assert narrow.unnamed > 0
-    first = here.answer(PROMPTS[0], "pipedec-bestfirst", TreeParams(1, VOCAB, forwards=1)).losses
+    first = here.answer(PROMPTS[0], "pipedec-bestfirst", BestFirstOptions(1, VOCAB, forwards=1)).losses
     assert first.named + first.late > 0 and first.unnamed == 0
 
 

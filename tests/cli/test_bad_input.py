@@ -53,17 +53,17 @@ def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--prompt", "a", "--top-p", "0"], "top_p must be above 0 and at most 1, not 0.0"),
         (["--prompt", "a", "--min-p", "2"], "min_p must be between 0 and 1, not 2.0"),
         (["--prompt", "a", "--seed", "-1"], "seed must be at least 0 and below 2**64, not -1"),
-        (["--prompt", "a", "--stop", ""], "stop must be texts that are not empty"),
+        (["--prompt", "a", "--stop", ""], "stop must be strings that are not empty"),
         (["--prompt", "a", "--repetition-penalty", "0"], "repetition_penalty must be finite and above 0, not 0.0"),
         (["--prompt", "a", "--presence-penalty", "3"], "presence_penalty must be between -2 and 2, not 3.0"),
         (["--prompt", "a", "--frequency-penalty", "-3"], "frequency_penalty must be between -2 and 2, not -3.0"),
         (["--prompt", "a", "--logit-bias", "five"], "--logit-bias five: write TOKEN_ID=VALUE, like 42=-5"),
         (["--prompt", "a", "--logit-bias", "5=500"], "logit_bias must be between -100 and 100"),
         (["--prompt", "a", "--logprobs", "21"], "logprobs must be between 0 and 20, not 21"),
-        (["--prompt", "a", "--width", "0"], "tree width must be at least 1, not 0"),
-        (["--prompt", "a", "--children", "-1"], "tree children must be at least 1, not -1"),
-        (["--prompt", "a", "--depth", "0"], "tree depth must be at least 1, not 0"),
-        (["--prompt", "a", "--rows", "0"], "tree rows must be at least 1, not 0"),
+        (["--prompt", "a", "--width", "0"], "width: must be between 1 and 124, not 0"),
+        (["--prompt", "a", "--children", "-1"], "children: must be between 1 and 4096, not -1"),
+        (["--prompt", "a", "--method", "stpp", "--depth", "0"], "depth: must be between 1 and 64, not 0"),
+        (["--prompt", "a", "--method", "stpp", "--rows", "0"], "rows: must be between 1 and 4096, not 0"),
         (["--prompt", "a", "--method", "magic"], "'magic' is not one of 'pp', 'stpp', 'pipedec'"),
         (["--prompt", "a", "--trace", "nowhere/trace.json"], "--trace nowhere/trace.json: there is no directory nowhere"),
         (["--prompt", "a", "--trace", "."], "--trace .: cannot write there"),
@@ -86,8 +86,16 @@ def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--prompt", "a", "--method", "bita", "--bita", "none"], "method bita needs what pipedec train bita has learned"),
         (
             ["--prompt", "a", "--shape", "nonsense"],
-            "tree shape must be one of likeliest, efficient, straightforward, full, not nonsense",
+            "'nonsense' is not one of 'likeliest', 'efficient', 'straightforward', 'full'",
         ),
+        (["--prompt", "a", "--proposers", "oracle"], "proposers: must be one or more of draft, ngrams, not oracle"),
+        (["--prompt", "a", "--depth", "4"], "method pipedec-bestfirst has no option 'depth': it is an option of stpp, bita"),
+        (
+            ["--prompt", "a", "--method", "pp", "--width", "4"],
+            "method pp has no option 'width': it is an option of stpp, pipedec",
+        ),
+        (["--prompt", "a", "--method", "pipedec", "--shape", "full"], "has no option 'shape': it is an option of bita"),
+        (["--prompt", "a", "--context-tokens", "0"], "--context-tokens must be at least 1, not 0"),
         (["--prompt", "a", "--colour", "red"], "No such option '--colour'"),
     ],
 )
@@ -170,10 +178,10 @@ def rewrite(path: Path, old: str, new: str) -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--depth", "4"], "tree depth 4, but this BiTA was trained with 3 masks: lower --depth"),
+        (["--depth", "4"], "depth 4, but this BiTA was trained with 3 masks: lower --depth"),
         (["--children", "22"], "3 masks that name 22 tokens each are more than 64: lower --depth or --children"),
         (["--children", "20", "--shape", "full"], "a tree of 33684 rows is more than 4096: lower --depth or --children"),
-        (["--shape", "round"], "tree shape must be one of likeliest, efficient, straightforward, full, not round"),
+        (["--width", "4"], "method bita has no option 'width': it is an option of stpp, pipedec, pipedec-bestfirst"),
     ],
 )
 def test_a_tree_that_the_masks_of_a_running_cluster_cannot_grow(
@@ -188,7 +196,7 @@ def test_more_masks_than_there_are(pipedec: Pipedec, pair: Pair) -> None:
     ended = pipedec(
         "generate", *pair.flags, "--bita", pair.bita, "--method", "bita", "--stages", "1", "--prompt", "a", "--depth", "9"
     )
-    assert ended.refused() == "tree depth 9, but this BiTA was trained with 3 masks: lower --depth"
+    assert ended.refused() == "depth 9, but this BiTA was trained with 3 masks: lower --depth"
 
 
 @pytest.mark.parametrize(

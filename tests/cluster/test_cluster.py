@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +22,13 @@ from timesteps import check_timesteps
 from tiny_pair import Pair
 from transformers import PreTrainedTokenizerBase
 
-from pipedec.cli.options import METHOD_NAMES
 from pipedec.client.client import Client
 from pipedec.cluster.local import LocalCluster
 from pipedec.cluster.state import RunningCluster
-from pipedec.core import Completion, PipedecError, RankLost, SamplingParams, SchedulerLost, TreeParams, UserError
+from pipedec.core import Completion, PipedecError, RankLost, SamplingParams, SchedulerLost, UserError
 from pipedec.engine.prefill import PREFILL_CHUNK
 from pipedec.messages import PromptRequest
+from pipedec.methods import METHOD_NAMES, applicable_options
 from pipedec.scheduler import EmbeddedServer, RedisScheduler, connect
 from pipedec.tracing import SCHEDULER_TRACK
 from pipedec.verify.reference import Reference
@@ -35,13 +36,14 @@ from pipedec.verify.reference import Reference
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 
 PROMPTS = ("Natalia sold 12 clips in April.", "The pipeline is kept full: " * 60, "東京 \U0001f680")
-TREE = TreeParams(width=8, children=8, depth=3, rows=20)
+TREE = {"width": 8, "children": 8, "depth": 3, "rows": 20}
 
 
 def prompt_request(
     text: str, method: str = "pipedec", max_tokens: int = 24, trace: bool = False, **sampling: Any
 ) -> PromptRequest:
-    return PromptRequest(text, True, method, SamplingParams(max_tokens=max_tokens, **sampling), TREE, trace)
+    options = asdict(applicable_options(method, TREE))
+    return PromptRequest(text, True, method, SamplingParams(max_tokens=max_tokens, **sampling), options, trace)
 
 
 def client_of(cluster: LocalCluster) -> Client:
@@ -192,34 +194,35 @@ def test_two_clients_at_once_both_get_their_own_answer(
         ({"method": "magic"}, "unknown method 'magic': choose one of pp, stpp, pipedec, pipedec-bestfirst"),
         ({"raw": "yes"}, "raw must be true or false, not 'yes'"),
         ({"sampling": {"max_tokens": 0}}, "max_tokens must be at least 1, not 0"),
-        ({"sampling": {"max_tokens": 1.5}}, "max_tokens must be a whole number, not '1.5'"),
-        ({"sampling": {"max_tokens": "many"}}, "max_tokens must be a whole number, not 'many'"),
+        ({"sampling": {"max_tokens": 1.5}}, "sampling.max_tokens: must be an integer, not a number"),
+        ({"sampling": {"max_tokens": "many"}}, "sampling.max_tokens: must be an integer, not a string"),
         ({"sampling": {"max_tokens": 10**6}}, "the model's context is 2048"),
         ({"sampling": {"temperature": -1}}, "temperature must be finite and at least 0, not -1"),
         ({"sampling": {"logit_bias": {"5000": 1}}}, "logit_bias names token 5000"),
-        ({"sampling": {"stop_token_ids": [[1]]}}, "stop_token_ids must be whole numbers"),
-        ({"sampling": []}, "cannot be read"),
-        ({"tree": {"width": 2.5}}, "tree width must be a whole number, not '2.5'"),
-        ({"tree": {"width": 10**9}}, "at most 4096"),
-        ({"tree": {"rows": 4097}}, "at most 4096"),
-        ({"tree": {"rows": True}}, "tree rows must be a whole number, not 'True'"),
-        ({"tree": {"rows": 0}}, "tree rows must be at least 1, not 0"),
-        ({"tree": {"depth": 0}}, "tree depth must be at least 1, not 0"),
-        ({"tree": {"depth": 65}}, "tree depth must be at most 64"),
-        ({"tree": {"depth": 2.5}}, "tree depth must be a whole number, not '2.5'"),
-        ({"method": "stpp", "tree": {"width": 1000, "depth": 5}}, "5 layers of 1000 rows are drafted at once"),
-        ({"method": "stpp", "tree": {"rows": 100, "depth": 41}}, "41 layers of 100 rows are drafted at once"),
-        ({"method": "pipedec-bestfirst", "tree": {"width": 125}}, "a tree width of at most 124, not 125"),
-        ({"tree": {"proposers": ["oracle"]}}, "tree proposers must be some of draft, ngrams, not oracle"),
-        ({"tree": {"proposers": []}}, "tree proposers must be some of draft, ngrams, not none"),
-        ({"tree": {"proposers": "draft"}}, "tree proposers must be texts"),
-        ({"tree": {"shape": "round"}}, "tree shape must be one of likeliest, efficient, straightforward, full, not round"),
-        ({"tree": {"shape": 5}}, "tree shape must be a text"),
-        ({"method": "bita", "tree": {"depth": 4}}, "tree depth 4, but this BiTA was trained with 3 masks: lower --depth"),
-        ({"method": "bita", "tree": {"children": 22}}, "3 masks that name 22 tokens each are more than 64"),
-        ({"method": "bita", "tree": {"children": 20, "shape": "full"}}, "a tree of 33684 rows is more than 4096"),
-        ({"tree": {"forwards": 0}}, "tree forwards must be at least 1, not 0"),
-        ({"tree": None}, "cannot be read"),
+        ({"sampling": {"stop_token_ids": [[1]]}}, "sampling.stop_token_ids[0]: must be an integer, not a list"),
+        ({"sampling": []}, "the request: sampling: must be a mapping, not a list"),
+        ({"options": {"width": 2.5}}, "width: must be a whole number, not 2.5"),
+        ({"options": {"width": 125}}, "width: must be between 1 and 124, not 125"),
+        ({"options": {"children": 10**9}}, "children: must be between 1 and 4096, not 1000000000"),
+        ({"options": {"forwards": 0}}, "forwards: must be between 1 and 4096, not 0"),
+        ({"options": {"forwards": None, "width": True}}, "width: must be a whole number, not True"),
+        ({"options": {"proposers": ["oracle"]}}, "proposers: must be one or more of draft, ngrams, not oracle"),
+        ({"options": {"proposers": []}}, "proposers: must be one or more of draft, ngrams, not none"),
+        ({"options": {"proposers": "draft"}}, "proposers: must be one or more of draft, ngrams, not draft"),
+        ({"options": {"depth": 4}}, "method pipedec-bestfirst has no option 'depth': it is an option of stpp, bita"),
+        ({"options": {"colour": 4}}, "has no option 'colour': it takes width, children, forwards, proposers"),
+        ({"options": [4]}, "the request: options: must be a mapping, not a list"),
+        ({"options": None}, "the request: options: must be a mapping, not empty"),
+        ({"method": "pp", "options": {"width": 4}}, "method pp has no option 'width': it is an option of stpp, pipedec"),
+        ({"method": "stpp", "options": {"rows": 4097}}, "rows: must be between 1 and 4096, not 4097"),
+        ({"method": "stpp", "options": {"depth": 65}}, "depth: must be between 1 and 64, not 65"),
+        ({"method": "stpp", "options": {"width": 1000, "depth": 5}}, "5 layers of 1000 rows are drafted at once"),
+        ({"method": "stpp", "options": {"rows": 100, "depth": 41}}, "41 layers of 100 rows are drafted at once"),
+        ({"method": "bita", "options": {"shape": "round"}}, "efficient, straightforward, full, not round"),
+        ({"method": "bita", "options": {"shape": 5}}, "shape: must be one of likeliest, efficient"),
+        ({"method": "bita", "options": {"depth": 4}}, "depth 4, but this BiTA was trained with 3 masks: lower --depth"),
+        ({"method": "bita", "options": {"children": 22}}, "3 masks that name 22 tokens each are more than 64"),
+        ({"method": "bita", "options": {"children": 20, "shape": "full"}}, "a tree of 33684 rows is more than 4096"),
     ],
     ids=lambda value: json.dumps(value)[:40] if isinstance(value, dict) else "",
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -14,6 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 import redis
+from checkpoints import save_tiny
 from processes import wait_until
 from tiny_pair import CONTEXT, TARGET_LAYERS, Pair
 from transformers import PreTrainedTokenizerBase
@@ -24,6 +26,7 @@ from pipedec.cluster.torchrun import parse_arguments
 from pipedec.config import load_cluster
 from pipedec.core import PipedecError, SamplingParams, UserError
 from pipedec.messages import PromptRequest
+from pipedec.methods import LayerTreeOptions
 from pipedec.plan.partition import plan
 from pipedec.scheduler import EmbeddedServer, connect
 from pipedec.verify.reference import Reference
@@ -149,15 +152,44 @@ def torchrun_environment(monkeypatch: pytest.MonkeyPatch, state_directory: Path)
     return set_world
 
 
-def write_config(path: Path, target: str, draft: str, redis_url: str = "redis://:secret@somewhere:7000/1") -> Path:
+def test_a_cluster_obeys_its_config(agents: Agents, pair: Pair, tmp_path: Path) -> None:
+    config = write_config(tmp_path / "cluster.yaml", str(pair.target), str(pair.draft), agents.server.url, "float32", 40)
+    agents.start("--config", str(config), "--partition", "trio", "--device", "cpu")
+    agents.wait_until_up()
+    submit = ("submit", "--redis", agents.server.url, "--run", "two-hosts", "--raw-prompt", "--prompt")
+    refused = run_cli(*submit, "Hello", "--max-tokens", "40")
+    assert refused.returncode == 2 and "but the cluster's context is 40: shorten the prompt or lower" in refused.stderr
+    for method in ("stpp", "pipedec"):
+        asked = (*submit, "Natalia sold", "--max-tokens", "20", "--ignore-eos", "--json", "--method", method)
+        own, same, wide = (
+            json.loads(run_cli(*asked, *flags).stdout)
+            for flags in ((), ("--width", "2", "--children", "1"), ("--width", "32", "--children", "16"))
+        )
+        assert (own["hits"], own["timesteps"]) == (same["hits"], same["timesteps"]) != (wide["hits"], wide["timesteps"])
+        assert own["token_ids"] == wide["token_ids"]
+    limits_of_its_own = run_cli(*submit, "Hello", "--max-tokens", "20", "--ignore-eos", "--json")
+    assert json.loads(limits_of_its_own.stdout)["output_tokens"] == 20
+    assert run_cli("down", "--redis", agents.server.url, "--run", "two-hosts").returncode == 0
+    assert agents.statuses(30) == [0, 0], agents.output()
+
+
+def write_config(
+    path: Path,
+    target: str,
+    draft: str,
+    redis_url: str = "redis://:secret@somewhere:7000/1",
+    dtype: str = "bfloat16",
+    context_tokens: int = CONTEXT,
+) -> Path:
     path.write_text(
-        f"target: {target}\ndraft: {draft}\ndtype: bfloat16\ncontext_tokens: {CONTEXT}\n"
+        f"target: {target}\ndraft: {draft}\ndtype: {dtype}\ncontext_tokens: {context_tokens}\ntree: {{width: 2, children: 1}}\n"
         f"redis: {{url: '{redis_url}'}}\n"
         "servers: [{host: a, devices: {rtx3090: 5}}]\n"
         "partition: uneven\n"
         "partitions:\n"
         f"  uneven: {{stages: 4, groups: 2, layers: [1, 2, 2, {TARGET_LAYERS - 5}], "
         "draft_device: {host: a, device: rtx3090}}\n"
+        "  trio: {stages: 3, layers: [3, 3, 2], draft_device: {host: a, device: rtx3090}}\n"
         "  pair: {stages: 2, draft_device: {host: a, device: rtx3090}}\n"
     )
     return path
@@ -174,6 +206,7 @@ def test_a_partition_of_the_config_says_what_the_flags_do_not(
     assert spec.topology.groups == ((1, 2), (3, 4))
     assert (spec.target, spec.draft, spec.dtype) == (pair.target, pair.draft, "bfloat16")
     assert (address.redis_url, address.run_id) == ("redis://:secret@somewhere:7000/1", "mine")
+    assert (spec.context_tokens, spec.tree) == (CONTEXT, LayerTreeOptions(2, 1))
 
     torchrun_environment(3)
     _, spec, _ = parse_arguments(["--config", config, "--partition", "pair", "--stages", "2"])
@@ -185,11 +218,35 @@ def test_a_partition_of_the_config_says_what_the_flags_do_not(
 def test_flags_go_before_the_config(pair: Pair, tmp_path: Path, torchrun_environment: Callable[[int], None]) -> None:
     config = str(write_config(tmp_path / "cluster.yaml", "llama-3.1-70b", "llama-3.2-1b"))
     torchrun_environment(5)
-    flags = ["--target", str(pair.target), "--draft", "none", "--dtype", "float32", "--groups", "4", "--layers", "2,2,2,2"]
+    flags = [
+        "--target",
+        str(pair.target),
+        "--draft",
+        "none",
+        "--dtype",
+        "float32",
+        "--context-tokens",
+        "50",
+        "--groups",
+        "4",
+        "--layers",
+        "2,2,2,2",
+    ]
     _, spec, address = parse_arguments(["--config", config, "--redis", "redis://elsewhere:1/0", *flags])
-    assert (spec.target, spec.draft, spec.dtype) == (pair.target, None, "float32")
+    assert (spec.target, spec.draft, spec.dtype, spec.context_tokens) == (pair.target, None, "float32", 50)
     assert spec.topology.num_groups == 4 and spec.layers[1] == (2, 4)
     assert address.redis_url == "redis://elsewhere:1/0"
+
+
+@pytest.mark.parametrize("family", ["mistral", "qwen2"])
+def test_stages_of_every_model_type_are_planned(
+    family: str, pair: Pair, tmp_path: Path, torchrun_environment: Callable[[int], None]
+) -> None:
+    save_tiny(family, tmp_path / family, layers=4)
+    config = str(write_config(tmp_path / "cluster.yaml", str(tmp_path / family), "none"))
+    torchrun_environment(3)
+    _, spec, _ = parse_arguments(["--config", config, "--partition", "pair"])
+    assert spec.layers == ((0, 2), (2, 4))
 
 
 @pytest.mark.parametrize(

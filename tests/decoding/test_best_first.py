@@ -10,10 +10,12 @@ import pytest
 import torch
 from drafters import PROMPT, RARE, Line, ScriptedDrafter, rows
 
-from pipedec.core import Request, Step, TreeParams, UserError, Verdict
+from pipedec.core import Request, Step, UserError, Verdict
 from pipedec.decoding import Experience, Method, TimestepTiming
-from pipedec.decoding.best_first import MAX_WIDTH, BestFirst
+from pipedec.decoding.best_first import BestFirst
+from pipedec.decoding.controller import WIDTHS
 from pipedec.decoding.plain import PlainPipeline
+from pipedec.methods import BestFirstOptions
 from pipedec.tree import PredictionTree
 
 PASSAGE = 3
@@ -32,7 +34,7 @@ def best_first(
     experience: Experience | None = None,
 ) -> BestFirst:
     """A method that has taken in the prompt."""
-    request = Request(0, prompt, tree=TreeParams(width, 2, forwards=forwards, proposers=proposers))
+    request = Request(0, prompt, options=BestFirstOptions(width, 2, forwards=forwards, proposers=proposers))
     method = BestFirst(request, drafter, experience or Experience(PASSAGE))
     method.prefill(torch.tensor(prompt))
     return method
@@ -92,7 +94,7 @@ def test_every_verdict_teaches() -> None:
     experience = Experience(PASSAGE)
     for _ in range(3):
         method = best_first(ScriptedDrafter(SURE), experience=experience)
-        request = Request(0, PROMPT, tree=TreeParams(4, 2, forwards=3, proposers=DRAFT_ALONE))
+        request = Request(0, PROMPT, options=BestFirstOptions(4, 2, forwards=3, proposers=DRAFT_ALONE))
         weights = experience.acceptance(request, (9.0, 9.0), "cpu").weights
         before = weights.clone()
         for _ in range(10):
@@ -166,10 +168,9 @@ def test_no_proposer_is_refused() -> None:
 
 
 def test_a_width_that_no_verdict_holds_is_refused() -> None:
-    message = rf"^method pipedec-bestfirst takes a tree width of at most {MAX_WIDTH}, not {MAX_WIDTH + 1}$"
-    with pytest.raises(UserError, match=message):
-        best_first(ScriptedDrafter(SURE), width=MAX_WIDTH + 1)
-    best_first(ScriptedDrafter(SURE), width=MAX_WIDTH)
+    with pytest.raises(UserError, match=rf"^width: must be between 1 and {WIDTHS[-1]}, not {WIDTHS[-1] + 1}$"):
+        best_first(ScriptedDrafter(SURE), width=WIDTHS[-1] + 1)
+    best_first(ScriptedDrafter(SURE), width=WIDTHS[-1])
 
 
 class KnowingDrafter(ScriptedDrafter):

@@ -6,17 +6,18 @@ import pytest
 import torch
 from drafters import PROMPT, rows
 
-from pipedec.core import MaskParams, Request, TreeParams, UserError, Verdict
+from pipedec.core import MaskParams, Request, UserError, Verdict
 from pipedec.decoding import Experience, create_method
 from pipedec.decoding.bita import MAX_NAMED, MAX_ROWS, Bita
+from pipedec.methods import BitaOptions
 from pipedec.model.bita import MAX_MASKS
 
 FORECAST = ((11, 12), (13, 14), (15, 16))
 
 
 def bita(trained_masks: int = 3, **limits: int | str) -> Bita:
-    tree = TreeParams(**limits)  # type: ignore[arg-type]
-    return Bita(Request(0, PROMPT, method="bita", tree=tree), trained_masks, Experience(passage=2))
+    options = BitaOptions(**limits)  # type: ignore[arg-type]
+    return Bita(Request(0, PROMPT, method="bita", options=options), trained_masks, Experience(passage=2))
 
 
 def test_a_group_hangs_behind_every_row_of_the_efficient_tree() -> None:
@@ -81,9 +82,8 @@ def test_limits_of_the_tree(limits: dict[str, int | str], masks: MaskParams, num
 @pytest.mark.parametrize(
     ("trained", "limits", "message"),
     [
-        (0, {}, "method bita needs what pipedec train bita has learned for this target: give --bita DIR"),
-        (3, {"depth": 4}, "tree depth 4, but this BiTA was trained with 3 masks: lower --depth"),
-        (3, {"depth": 4, "shape": "straightforward"}, "tree depth 4, but this BiTA was trained with 3 masks: lower --depth"),
+        (3, {"depth": 4}, "depth 4, but this BiTA was trained with 3 masks: lower --depth"),
+        (3, {"depth": 4, "shape": "straightforward"}, "depth 4, but this BiTA was trained with 3 masks: lower --depth"),
         (3, {"children": 22}, f"3 masks that name 22 tokens each are more than {MAX_NAMED}: lower --depth or --children"),
         (
             MAX_MASKS,

@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from pipedec.core import Request, SamplingParams, TreeParams
+from pipedec.core import Request, SamplingParams
 from pipedec.decoding.controller import CHILDREN, MAX_FORWARDS, WIDTHS, Controller, TimestepTiming
 from pipedec.decoding.experience import Experience
+from pipedec.methods import BestFirstOptions
 
 PASSAGE = 5
 
@@ -46,7 +47,7 @@ class SyntheticPipeline:
 
 
 def controller(width: int | None = None, children: int | None = None, forwards: int | None = None) -> Controller:
-    return Controller(TreeParams(width, children, forwards=forwards), PASSAGE)
+    return Controller(BestFirstOptions(width, children, forwards=forwards), PASSAGE)
 
 
 @pytest.mark.parametrize(
@@ -119,7 +120,7 @@ def test_a_width_without_further_worth_is_not_taken() -> None:
 @pytest.mark.parametrize("passage", [2, 3, 4, 5, 8])
 def test_without_speculation_where_every_row_costs_and_none_comes_true(passage: int) -> None:
     """Nothing but the last accepted token yields one, once per passage. From time to time speculation is tried again."""
-    limits = Controller(TreeParams(forwards=1), passage)
+    limits = Controller(BestFirstOptions(forwards=1), passage)
     pipeline = SyntheticPipeline(limits, float, merit=lambda place: 1e-3, tokens=1 / passage, passage=passage)
     widths = [width for width, _ in pipeline.run(800 * passage)]
     assert widths.count(0) > 0.8 * len(widths)
@@ -165,7 +166,7 @@ def test_experience_is_kept_for_the_same_limits_and_way_to_sample() -> None:
     greedy = Request(0, (1, 2))
     again = replace(greedy, number=1, prompt_token_ids=(3,), sampling=SamplingParams(seed=4, max_tokens=9, stop=("x",)))
     drawn = replace(greedy, sampling=SamplingParams(temperature=0.6))
-    narrow = replace(greedy, tree=TreeParams(width=8))
+    narrow = replace(greedy, options=BestFirstOptions(width=8))
     first = experience.controller(greedy), experience.acceptance(greedy, (1.0,), "cpu")
     assert (experience.controller(again), experience.acceptance(again, (1.0,), "cpu")) == first
     for other in (drawn, narrow):

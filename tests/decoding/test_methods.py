@@ -6,13 +6,13 @@ import pytest
 import torch
 from drafters import PROMPT, ScriptedDrafter, rows
 
-from pipedec.cli.options import METHOD_NAMES
-from pipedec.core import Request, TreeParams, UserError, Verdict
-from pipedec.decoding import METHODS, Experience, create_method
+from pipedec.core import Request, UserError, Verdict
+from pipedec.decoding import Experience, create_method
 from pipedec.decoding.best_first import BestFirst
 from pipedec.decoding.pipedec import PipeDec
 from pipedec.decoding.plain import PlainPipeline
 from pipedec.decoding.static_tree import StaticTree
+from pipedec.methods import METHODS, PipeDecOptions, StaticTreeOptions
 
 #: after each token: the likeliest next tokens with their probabilities
 BIGRAMS = {
@@ -37,7 +37,7 @@ def drafter() -> ScriptedDrafter:
 
 def pipedec(drafter: ScriptedDrafter, width: int = 3, children: int = 2, token: int = 10) -> PipeDec:
     """A method that has taken in the prompt and whose target has said ``token``."""
-    method = PipeDec(Request(0, PROMPT, tree=TreeParams(width, children)), drafter)
+    method = PipeDec(Request(0, PROMPT, options=PipeDecOptions(width, children)), drafter)
     method.prefill(torch.tensor(PROMPT))
     method.apply(Verdict((token,)))
     return method
@@ -116,7 +116,7 @@ def test_an_empty_frontier_proposes_nothing_until_the_miss(drafter: ScriptedDraf
 
 def static_tree(drafter: ScriptedDrafter, **limits: int) -> StaticTree:
     """A method that has taken in the prompt and whose target has said 10."""
-    method = StaticTree(Request(0, PROMPT, method="stpp", tree=TreeParams(**limits)), drafter)
+    method = StaticTree(Request(0, PROMPT, method="stpp", options=StaticTreeOptions(**limits)), drafter)
     method.prefill(torch.tensor(PROMPT))
     method.apply(Verdict((10,)))
     return method
@@ -201,8 +201,3 @@ def test_create_method(drafter: ScriptedDrafter) -> None:
             create_method(Request(0, PROMPT, method=name), None, experience)
     with pytest.raises(UserError, match=r"^unknown method 'best': choose one of pp, stpp, pipedec, pipedec-bestfirst, bita$"):
         create_method(Request(0, PROMPT, method="best"), drafter, experience)
-
-
-def test_the_command_line_offers_every_method() -> None:
-    """Its list is written twice, because a client does not load torch."""
-    assert tuple(METHODS) == METHOD_NAMES

@@ -10,9 +10,10 @@ import torch
 from checkpoints import save_tiny_llama
 from transformers import PreTrainedModel
 
-from pipedec.core import Request, Step, TreeParams, Verdict
+from pipedec.core import Request, Step, Verdict
 from pipedec.decoding.static_tree import StaticTree
 from pipedec.drafting import DraftModel
+from pipedec.methods import StaticTreeOptions
 from pipedec.model import StageModel
 
 PROMPT = (1, 9, 30, 4, 51)
@@ -54,8 +55,8 @@ def draft(tmp_path_factory: pytest.TempPathFactory) -> Draft:
 
 
 def begun(draft: Draft, rows: int | None, width: int = 1) -> StaticTree:
-    limits = TreeParams(width, CHILDREN, DEPTH, rows)
-    method = StaticTree(Request(0, PROMPT, method="stpp", tree=limits), DraftModel(draft.ours))
+    limits = StaticTreeOptions(width, CHILDREN, DEPTH, rows)
+    method = StaticTree(Request(0, PROMPT, method="stpp", options=limits), DraftModel(draft.ours))
     method.prefill(torch.tensor(PROMPT))
     return method
 

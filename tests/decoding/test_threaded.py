@@ -6,14 +6,15 @@ import pytest
 import torch
 from toy_dialects import IDS, ids, sequence_of, toy
 
-from pipedec.core import Part, Request, Step, TreeParams, Verdict
-from pipedec.decoding import METHODS, Experience, Threaded, create_threaded
+from pipedec.core import Part, Request, Step, Verdict
+from pipedec.decoding import Experience, Threaded, create_threaded
 from pipedec.decoding.threaded import MAX_ROWS, MAX_THREADS
+from pipedec.methods import METHODS, applicable_options
 from pipedec.threads import State
 from pipedec.tree import Advance, Candidates, PredictionTree
 
 PROMPT = (1, 2, 3)
-TREE = TreeParams(width=100, children=4, depth=2, forwards=1)
+TREE = {"width": 100, "children": 4, "depth": 2, "forwards": 1}
 FORK, CHILD, CLOSE, JOIN = IDS["[Fork]"], IDS["[Child]"], IDS["</Path>"], IDS["<Conclusion>"]
 
 
@@ -44,11 +45,11 @@ class Lines:
 class Team:
     """A threaded method that is told what to accept, and checked at every step."""
 
-    def __init__(self, method: str, dialect: str = "apar", tree: TreeParams = TREE, draft: Lines | None = None) -> None:
+    def __init__(self, method: str, dialect: str = "apar", tree: dict[str, int] = TREE, draft: Lines | None = None) -> None:
         changes = {"max_children": 50, "max_depth": 2, "no_opening_after": ()}
         self.sequence = sequence_of(toy(dialect, **changes), len(PROMPT), 10_000)
         self.draft = draft or Lines()
-        request = Request(0, PROMPT, method=method, tree=tree)
+        request = Request(0, PROMPT, method=method, options=applicable_options(method, tree))
         self.method: Threaded = create_threaded(request, self.sequence, self.draft, Experience(2), "cpu", trained_masks=2)
         self.entered: list[tuple[int, int]] = []  # thread and token of all rows so far
 
@@ -81,7 +82,7 @@ class Team:
         raise AssertionError("some thread's last token never enters")
 
 
-def wide(method: str, children: int = 40, tree: TreeParams = TREE) -> Team:
+def wide(method: str, children: int = 40, tree: dict[str, int] = TREE) -> Team:
     """A main thread with many children, each with its forced token in the pipeline."""
     team = Team(method, tree=tree)
     team.accept(t0="a")
@@ -107,7 +108,7 @@ def test_many_threads_share_the_rows_of_timesteps(method: str) -> None:
 @pytest.mark.parametrize("width", [1, 8])
 def test_a_child_never_enters_before_the_token_that_opened_it(method: str, width: int) -> None:
     """``Team.step`` checks it, here with more waiting rows than there is room for, and some threads always first in turn."""
-    team = wide(method, 36, TreeParams(width=width, children=2, depth=1, forwards=1))
+    team = wide(method, 36, {"width": width, "children": 2, "depth": 1, "forwards": 1})
     for first in (1, 2):
         team.accept(**{f"t{number}": "[Fork]" if number in range(first, 37, 3) else "q" for number in range(37)})
         team.step()
@@ -148,7 +149,7 @@ def test_nothing_is_drafted_behind_a_token_that_ends_its_thread() -> None:
 
 def test_threads_share_the_width_by_chance() -> None:
     draft = Lines()
-    team = Team("pipedec-bestfirst", tree=TreeParams(width=8, children=4, forwards=4), draft=draft)
+    team = Team("pipedec-bestfirst", tree={"width": 8, "children": 4, "forwards": 4}, draft=draft)
     team.accept(t0="a")
     team.step()
     draft.of_thread = {
@@ -165,7 +166,7 @@ def test_threads_share_the_width_by_chance() -> None:
 
 def test_one_methods_rows_are_shared_evenly() -> None:
     """BiTA trees of 64 rows do not fit beside each other."""
-    team = Team("bita", tree=TreeParams(rows=64))
+    team = Team("bita", tree={"rows": 64})
     team.accept(t0="a")
     team.step()
     team.accept(t0="[Fork]")

@@ -16,10 +16,11 @@ from timesteps import check_timesteps
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from pipedec.core import Request, SamplingParams, TreeParams, UserError, Verdict
+from pipedec.core import Request, SamplingParams, UserError, Verdict
 from pipedec.engine.local import LocalPipeline
 from pipedec.engine.prefill import PREFILL_CHUNK
 from pipedec.engine.spec import DTYPES, PipelineSpec
+from pipedec.methods import BitaOptions
 from pipedec.model import BitaWeights, ModelConfig
 from pipedec.plan.layers import even_layers
 from pipedec.stage import FinalStageWorker
@@ -30,15 +31,15 @@ PROMPT = (1, 9, 30, 4, 51, 17, 8, 22, 40, 3)
 NUM_TOKENS = 8
 SHAPES = [(1, 1), (2, 2), (4, 4), (8, 8), (8, 4), (4, 1)]  # stages, groups
 TREES = (
-    TreeParams(),
-    TreeParams(children=1),
-    TreeParams(children=16, depth=2),
-    TreeParams(rows=1),
-    TreeParams(shape="efficient"),
-    TreeParams(shape="straightforward"),
-    TreeParams(shape="straightforward", depth=1),
-    TreeParams(children=2, shape="full"),
-    TreeParams(children=3, depth=2, shape="full"),
+    BitaOptions(),
+    BitaOptions(children=1),
+    BitaOptions(children=16, depth=2),
+    BitaOptions(rows=1),
+    BitaOptions(shape="efficient"),
+    BitaOptions(shape="straightforward"),
+    BitaOptions(shape="straightforward", depth=1),
+    BitaOptions(children=2, shape="full"),
+    BitaOptions(children=3, depth=2, shape="full"),
 )
 DRAWN = SamplingParams(0.9, seed=3)
 
@@ -64,7 +65,7 @@ def make_pipeline(
 
 
 def request(
-    tree: TreeParams = TREES[0],
+    tree: BitaOptions = TREES[0],
     sampling: SamplingParams = DRAWN,
     prompt: tuple[int, ...] = PROMPT,
     method: str = "bita",
@@ -128,7 +129,7 @@ def test_other_bitas(models: Path, tmp_path: Path, num_masks: int, num_prompt_to
     save_random_bita(tmp_path, models / "llama", num_masks, num_prompt_tokens)
     pipeline = make_pipeline(models, (2, 2), bita=tmp_path)
     drawn = answer(pipeline, request(method="pp"))
-    for tree in (TreeParams(), TreeParams(children=2, depth=1), TreeParams(shape="straightforward")):
+    for tree in (BitaOptions(), BitaOptions(children=2, depth=1), BitaOptions(shape="straightforward")):
         assert answer(pipeline, request(tree)) == drawn
         check_counts(pipeline, 2, NUM_TOKENS)
 
@@ -169,7 +170,7 @@ def test_a_vocabulary_smaller_than_the_names_asked_for(tmp_path: Path) -> None:
     pipeline = make_pipeline(tmp_path, (2, 2))
     prompt = tuple(token % 20 for token in PROMPT)
     drawn = answer(pipeline, request(prompt=prompt, method="pp"))
-    for tree in (TreeParams(children=21), TreeParams(children=64, depth=1)):
+    for tree in (BitaOptions(children=21), BitaOptions(children=64, depth=1)):
         assert answer(pipeline, request(tree, prompt=prompt)) == drawn
         check_counts(pipeline, 2, NUM_TOKENS)
     assert (
@@ -239,7 +240,7 @@ def test_masks_that_are_always_right_fill_every_pass(
     sampling, said = known
     oracle = Oracle(monkeypatch, lambda number: [wrong(said[number], by) for by in range(children)])
     pipeline, num_tokens = make_pipeline(models, (4, 2)), 1 + 4 * (depth + 1)
-    tree = TreeParams(children=children, depth=depth, shape=tree_shape)
+    tree = BitaOptions(children=children, depth=depth, shape=tree_shape)
     counts, found = lengths(pipeline, request(tree, sampling, max_tokens=num_tokens))
     assert (counts, found) == ([1] + 4 * [depth + 1], said[:num_tokens])
     metrics = pipeline.metrics
@@ -258,7 +259,7 @@ def test_only_the_best_candidate_has_children_in_the_efficient_tree(
     """The right token is named second each time."""
     sampling, said = known
     Oracle(monkeypatch, lambda number: [wrong(said[number]), said[number]])
-    tree = TreeParams(children=2, shape=tree_shape)
+    tree = BitaOptions(children=2, shape=tree_shape)
     asked = request(tree, sampling, max_tokens=sum(expected))
     assert lengths(make_pipeline(models, (2, 2)), asked) == (expected, said[: sum(expected)])
 
@@ -270,7 +271,7 @@ def test_a_rejection_stops_the_walk_also_with_one_candidate(
     """What is right behind a wrong candidate counts for nothing (Algorithm 1 in the paper goes on where k is 1)."""
     sampling, said = known
     Oracle(monkeypatch, lambda number: [wrong(said[number]) if number % 3 == 1 else said[number]])
-    tree = TreeParams(children=1, shape=tree_shape)
+    tree = BitaOptions(children=1, shape=tree_shape)
     # Token 0 comes with the prompt, and 1 is missed. Then 2 and 3 are right and 4 is wrong, and so on.
     expected = {"efficient": [1, 1, 3, 3, 3], "full": [1, 1, 3, 3, 3], "straightforward": [1, 1, 3, 2, 1, 3]}[tree_shape]
     asked = request(tree, sampling, max_tokens=11)
@@ -284,7 +285,7 @@ def test_figure_4_of_the_paper(
     sampling, said = known
     Oracle(monkeypatch, lambda number: [wrong(said[number]) if number == 8 else said[number]])
     pipeline = make_pipeline(models, (2, 2))
-    asked = request(TreeParams(shape="straightforward"), sampling, max_tokens=11)
+    asked = request(BitaOptions(shape="straightforward"), sampling, max_tokens=11)
     verdicts = list(pipeline.run(asked))
     assert [len(verdict.tokens) for verdict in verdicts] == [1, 4, 1, 3, 2]
     assert [len(verdict.forecast) for verdict in verdicts] == [3, 0, 3, 1, 0]
@@ -299,7 +300,7 @@ def test_an_answer_may_end_inside_a_tree(
     """By its length or by a stop token; the next request finds nothing of what was left."""
     sampling, said = known
     Oracle(monkeypatch, lambda number: [said[number], wrong(said[number])])
-    pipeline, tree = make_pipeline(models, (4, 2)), TreeParams(children=2)
+    pipeline, tree = make_pipeline(models, (4, 2)), BitaOptions(children=2)
     verdicts = list(pipeline.run(request(tree, sampling, max_tokens=num_tokens)))
     assert (tokens_of(verdicts), verdicts[-1].finished, verdicts[-1].forecast) == (said[:num_tokens], "length", ())
     check_counts(pipeline, 2, num_tokens)
@@ -319,7 +320,7 @@ def test_forecasts_are_what_transformers_says_behind_the_accepted_text(models: P
     weights = BitaWeights.load(models / "llama-bita", config, range(LAYERS), torch.float64, torch.device("cpu"))
     naive = NaiveBita(AutoModelForCausalLM.from_pretrained(models / "llama", dtype=torch.float64).eval(), weights)
     for prompt in (PROMPT, PROMPT * 52):  # one chunk, and one that begins a second
-        for tree in (TreeParams(children=4), TreeParams(children=4, depth=2), TreeParams(children=4, shape="full")):
+        for tree in (BitaOptions(children=4), BitaOptions(children=4, depth=2), BitaOptions(children=4, shape="full")):
             text = list(prompt)
             verdicts = list(pipeline.run(request(tree, SamplingParams(), prompt=prompt, max_tokens=5)))
             for verdict in verdicts[:-1]:

@@ -11,17 +11,17 @@ from checkpoints import save_tiny_llama
 from timesteps import check_timesteps
 from transformers import LlamaForCausalLM, PreTrainedModel
 
-from pipedec.core import Metrics, Request, SamplingParams, TreeParams, UserError, Verdict
-from pipedec.decoding import METHODS
+from pipedec.core import MethodOptions, Metrics, Request, SamplingParams, UserError, Verdict
 from pipedec.engine.local import LocalPipeline
 from pipedec.engine.spec import DTYPES, PipelineSpec
+from pipedec.methods import METHODS, BestFirstOptions, PipeDecOptions, StaticTreeOptions, applicable_options
 from pipedec.plan.layers import even_layers
 from pipedec.topology import Topology
 
 LAYERS = 8
 EOS = 2
 PROMPT = (1, 9, 30, 4, 51, 17, 8, 22, 40, 3)
-TREE = TreeParams(width=6, children=4)
+TREE = {"width": 6, "children": 4}
 NUM_TOKENS = 14
 SHAPES = [(1, 1), (2, 2), (4, 4), (8, 8), (8, 4), (4, 1)]  # stages, groups
 
@@ -69,10 +69,11 @@ def request(
     prompt: tuple[int, ...] = PROMPT,
     num_tokens: int = NUM_TOKENS,
     method: str = "pipedec",
-    tree: TreeParams = TREE,
+    options: MethodOptions | None = None,
     **sampling: object,
 ) -> Request:
-    return Request(0, prompt, SamplingParams(max_tokens=num_tokens, **sampling), method, tree)  # type: ignore[arg-type]
+    chosen = options or applicable_options(method, TREE)
+    return Request(0, prompt, SamplingParams(max_tokens=num_tokens, **sampling), method, chosen)  # type: ignore[arg-type]
 
 
 def answer(pipeline: LocalPipeline, asked: Request) -> tuple[tuple[int, ...], str | None]:
@@ -109,14 +110,14 @@ def test_best_first_injection_says_what_transformers_says(models: Path, shape: t
     """With limits found while decoding or set by hand, with either proposer, at any width."""
     wanted = expected(models / "target", PROMPT, NUM_TOKENS)
     trees = (
-        TreeParams(), TreeParams(width=1, forwards=2), TreeParams(width=5, children=3, forwards=3),
-        TreeParams(width=124, forwards=8, proposers=("draft",)), TreeParams(width=4, proposers=("ngrams",)),
+        BestFirstOptions(), BestFirstOptions(width=1, forwards=2), BestFirstOptions(width=5, children=3, forwards=3),
+        BestFirstOptions(width=124, forwards=8, proposers=("draft",)), BestFirstOptions(width=4, proposers=("ngrams",)),
     )  # fmt: skip
     hits = {}
     for draft in ("same", "near", "random"):
         pipeline = make_pipeline(models, shape, draft)
         for tree in trees:
-            asked = request(method="pipedec-bestfirst", tree=tree, ignore_eos=True)
+            asked = request(method="pipedec-bestfirst", options=tree, ignore_eos=True)
             assert answer(pipeline, asked) == (wanted, "length")
             check_metrics(pipeline.metrics, shape[1], NUM_TOKENS, "pipedec-bestfirst")
             hits[draft, tree] = pipeline.metrics.hits
@@ -129,14 +130,14 @@ def test_best_first_injection_needs_no_draft(models: Path) -> None:
     wanted = expected(models / "target", prompt, NUM_TOKENS)
     assert answer(pipeline, request(prompt, method="pipedec-bestfirst", ignore_eos=True)) == (wanted, "length")
     with pytest.raises(UserError, match="has no proposer"):
-        answer(pipeline, request(method="pipedec-bestfirst", tree=TreeParams(proposers=("draft",))))
+        answer(pipeline, request(method="pipedec-bestfirst", options=BestFirstOptions(proposers=("draft",))))
 
 
 def test_a_sure_draft_enters_several_layers_at_once(models: Path) -> None:
     """The draft is the target itself, so that one timestep can yield as many tokens as it drafts forwards."""
     pipeline = make_pipeline(models, (4, 4), "same", "float64")
     wanted = expected(models / "target", PROMPT, 60, "float64")
-    asked = request(num_tokens=60, method="pipedec-bestfirst", tree=TreeParams(width=32, forwards=3), ignore_eos=True)
+    asked = request(num_tokens=60, method="pipedec-bestfirst", options=BestFirstOptions(width=32, forwards=3), ignore_eos=True)
     for _ in range(3):  # until it has learned to trust the draft
         assert answer(pipeline, asked) == (wanted, "length")
     assert pipeline.metrics.timesteps < 59
@@ -145,18 +146,23 @@ def test_a_sure_draft_enters_several_layers_at_once(models: Path) -> None:
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: f"{shape[0]}in{shape[1]}")
 def test_a_static_tree_says_what_transformers_says(models: Path, shape: tuple[int, int]) -> None:
     wanted = expected(models / "target", PROMPT, NUM_TOKENS)
-    trees = (TREE, TreeParams(3, 2, depth=1), TreeParams(1, 8, depth=2, rows=1), TreeParams(1, 5, depth=5, rows=12))
+    trees = (
+        StaticTreeOptions(**TREE),
+        StaticTreeOptions(3, 2, depth=1),
+        StaticTreeOptions(1, 8, depth=2, rows=1),
+        StaticTreeOptions(1, 5, depth=5, rows=12),
+    )
     hits = {}
     for draft in ("same", "near", "random"):
         pipeline = make_pipeline(models, shape, draft)
         for tree in trees:
-            verdicts = list(pipeline.run(request(method="stpp", tree=tree, ignore_eos=True)))
+            verdicts = list(pipeline.run(request(method="stpp", options=tree, ignore_eos=True)))
             assert tuple(token for verdict in verdicts for token in verdict.tokens) == wanted
             assert pipeline.metrics.misses == len(verdicts) - 1  # the rounds
             check_metrics(pipeline.metrics, shape[1], NUM_TOKENS, "stpp")
             hits[draft, tree] = pipeline.metrics.hits
-    assert hits["same", TREE] > hits["near", TREE] > hits["random", TREE]
-    assert hits["same", trees[1]] < hits["same", TREE]
+    assert hits["same", trees[0]] > hits["near", trees[0]] > hits["random", trees[0]]
+    assert hits["same", trees[1]] < hits["same", trees[0]]
 
 
 @pytest.mark.parametrize("depth", [1, 2, 5])
@@ -165,8 +171,8 @@ def test_a_draft_that_is_always_right_fills_every_round(models: Path, width: int
     """A round then gives the depth of the tree and one token more. It ends at a leaf, which the draft never computed."""
     pipeline = make_pipeline(models, (2, 2), "same", "float64")
     num_tokens = 1 + 4 * (depth + 1)
-    tree = TreeParams(width, children, depth)  # a chain, or all there is
-    verdicts = list(pipeline.run(request(num_tokens=num_tokens, method="stpp", tree=tree, ignore_eos=True)))
+    tree = StaticTreeOptions(width, children, depth)  # a chain, or all there is
+    verdicts = list(pipeline.run(request(num_tokens=num_tokens, method="stpp", options=tree, ignore_eos=True)))
     assert [len(verdict.tokens) for verdict in verdicts] == [1] + 4 * [depth + 1]
     wanted = expected(models / "target", PROMPT, num_tokens, "float64")
     assert tuple(token for verdict in verdicts for token in verdict.tokens) == wanted
@@ -179,7 +185,7 @@ def test_tree_limits_change_the_speed_only(models: Path, width: int) -> None:
     pipeline = make_pipeline(models, (4, 4), "near")
     for children in (1, 16):
         sampling = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True)
-        asked = Request(0, PROMPT, sampling, "pipedec", TreeParams(width, children))
+        asked = Request(0, PROMPT, sampling, "pipedec", PipeDecOptions(width, children))
         assert answer(pipeline, asked) == (wanted, "length")
         check_metrics(pipeline.metrics, 4, NUM_TOKENS)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import naive_sampling
@@ -17,18 +17,18 @@ from transformers import LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerB
 
 from pipedec.client.client import Client
 from pipedec.cluster.local import LocalCluster
-from pipedec.core import Completion, Request, SamplingParams, TreeParams, UserError
-from pipedec.decoding import METHODS
+from pipedec.core import Completion, Request, SamplingParams, UserError
 from pipedec.engine.local import LocalPipeline
 from pipedec.engine.prefill import PREFILL_CHUNK
 from pipedec.engine.spec import DISPATCHES, PipelineSpec
 from pipedec.messages import PromptRequest
+from pipedec.methods import METHODS, applicable_options
 from pipedec.plan.layers import even_layers
 from pipedec.topology import Topology
 
 LAYERS = 8
 PROMPT = (1, 9, 30, 4, 51, 17, 8, 22, 40, 9)
-TREE = TreeParams(width=6, children=4)
+TREE = {"width": 6, "children": 4}
 NUM_TOKENS = 20
 SHAPES = [(1, 1), (2, 2), (8, 8), (8, 4), (4, 1)]  # stages, groups
 SETTINGS = {
@@ -70,7 +70,7 @@ def expected(target: PreTrainedModel, prompt: tuple[int, ...], sampling: Samplin
 
 
 def asked(sampling: SamplingParams, method: str, prompt: tuple[int, ...] = PROMPT) -> Request:
-    return Request(0, prompt, replace(sampling, max_tokens=NUM_TOKENS, ignore_eos=True), method, TREE)
+    return Request(0, prompt, replace(sampling, max_tokens=NUM_TOKENS, ignore_eos=True), method, applicable_options(method, TREE))
 
 
 def answer(pipeline: LocalPipeline, request: Request) -> tuple[int, ...]:
@@ -161,8 +161,8 @@ def test_a_bias_outside_the_vocabulary(models: Path) -> None:
 # A cluster of real processes.
 
 TEXT = "Natalia sold 12 clips in April."
-CLUSTER_TREE = TreeParams(width=8, children=8, depth=3)
-WIDE_TREE = TreeParams(children=32, depth=1)  # masks that have learned nothing must name many tokens to be right without noise
+CLUSTER_TREE = {"width": 8, "children": 8, "depth": 3}
+WIDE_TREE = {"children": 32, "depth": 1}  # masks that have learned nothing must name many tokens to be right without noise
 
 
 def ask(cluster: LocalCluster, sampling: SamplingParams, method: str = "pipedec", trace: bool = False) -> Completion:
@@ -170,7 +170,9 @@ def ask(cluster: LocalCluster, sampling: SamplingParams, method: str = "pipedec"
     client = Client(cluster.scheduler, cluster.check, silence_seconds=60)
     pieces: list[str] = []
     tree = WIDE_TREE if method == "bita" and not sampling.is_stochastic else CLUSTER_TREE
-    completion = client.ask(PromptRequest(TEXT, True, method, sampling, tree, trace), pieces.append)
+    completion = client.ask(
+        PromptRequest(TEXT, True, method, sampling, asdict(applicable_options(method, tree)), trace), pieces.append
+    )
     assert "".join(pieces) == completion.text
     return completion
 

@@ -5,21 +5,22 @@ from __future__ import annotations
 import pytest
 from threads_support import DEPTHS, THREAD_DIALECTS, Case, ThreadModels
 
-from pipedec.core import Request, TreeParams
-from pipedec.decoding import METHODS
+from pipedec.core import Request
 from pipedec.engine.local import LocalPipeline
+from pipedec.methods import METHODS, applicable_options
 from pipedec.threads import Sequence
 from pipedec.verify.threads import first_thread_difference
 
 SHAPES = [(1, 1), (2, 2), (4, 4), (4, 2), (14, 14)]  # stages, groups
-TREE = TreeParams(width=6, children=4)
+TREE = {"width": 6, "children": 4}
 SETTINGS = ("greedy", "drawn")
 
 
 def threaded_answer(models: ThreadModels, pipeline: LocalPipeline, case: Case, method: str) -> Sequence:
     """The threads of the pipeline's answer."""
     dialect = THREAD_DIALECTS[case.dialect].to_json()
-    request = Request(0, models.prompt_ids(case.prompt), models.sampling(case), method, TREE, threads=dialect)
+    options = applicable_options(method, TREE)
+    request = Request(0, models.prompt_ids(case.prompt), models.sampling(case), method, options, threads=dialect)
     verdicts = list(pipeline.run(request))
     assert all(verdict.finished is None for verdict in verdicts[:-1])
     assert pipeline.sequence is not None and verdicts[-1].finished == pipeline.sequence.finished

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import random
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from types import SimpleNamespace
@@ -18,9 +19,10 @@ import torch
 from torch import Tensor
 from toy_dialects import END, IDS, TAGS, TEXTS
 
-from pipedec.core import Request, SamplingParams, Step, TreeParams, Verdict
+from pipedec.core import Request, SamplingParams, Step, Verdict
 from pipedec.decoding import Experience, Threaded, TimestepTiming, create_threaded
 from pipedec.forest import paths
+from pipedec.methods import applicable_options
 from pipedec.model.cache import KVCache
 from pipedec.stage import FinalStageWorker, StageWorker
 from pipedec.threads import BoundDialect, DecodeThread, NewSequence, Sequence, State
@@ -229,7 +231,7 @@ class Rehearsal:
 
     def __init__(
         self, bound: BoundDialect, seed: int, method: str, stages: int, windows: bool, max_tokens: int,
-        tree: TreeParams = TreeParams(), accuracy: float = 0.7, chatter: float = 1.0,  # noqa: B008
+        tree: Mapping[str, int] | None = None, accuracy: float = 0.7, chatter: float = 1.0,
     ) -> None:  # fmt: skip
         self._marks, self._windows = Marks(), windows
         self._target = Target(bound, seed, chatter)
@@ -241,7 +243,7 @@ class Rehearsal:
         self._workers.append(self._final)
         self.sequence = self._new_sequence()
         drafter = MarkedDrafter(self._target, self.sequence, accuracy, seed)
-        request = Request(0, tuple(range(PROMPT)), sampling, method, tree)
+        request = Request(0, tuple(range(PROMPT)), sampling, method, applicable_options(method, tree or {}))
         self.method: Threaded = create_threaded(request, self.sequence, drafter, Experience(stages), "cpu", MASKS)
         for model, worker in zip(self._models, self._workers, strict=True):
             worker.begin(PROMPT, sampling, self.method.masks.named, self._recorded(model))

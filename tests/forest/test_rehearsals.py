@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from marked import Rehearsal
 from toy_dialects import toy
 
-from pipedec.core import TreeParams
-from pipedec.decoding import METHODS
+from pipedec.methods import METHODS
 from pipedec.threads import Sequence
 
 SMALL = {"max_child_tokens": 9, "max_children": 3}
@@ -46,7 +45,7 @@ def said(sequence: Sequence) -> list[tuple[tuple[int, ...], int, int]]:
     width=st.sampled_from([1, 2, 6]), accuracy=st.sampled_from([0.3, 0.9]),
 )  # fmt: skip
 def test_every_rank_sees_and_holds_the_same(name, method, seed, stages, windows, max_tokens, width, accuracy) -> None:
-    tree = TreeParams(width=width, children=3, depth=2, forwards=2)
+    tree = {"width": width, "children": 3, "depth": 2, "forwards": 2}
     rehearsal = Rehearsal(DIALECTS[name], seed, method, stages, windows, max_tokens, tree, accuracy)
     answer, expected = rehearsal.run(), rehearsal.expected()
     assert said(answer) == said(expected)

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from rich.console import Console
@@ -15,6 +16,7 @@ from pipedec.core import UserError
 from pipedec.plan.layers import balance, even_layers, explicit_layers
 from pipedec.plan.partition import Plan, plan
 from pipedec.plan.table import plan_table
+from pipedec.transport.base import message_bytes
 
 PAPER = Path(__file__).resolve().parents[2] / "cluster.yaml"
 
@@ -86,7 +88,15 @@ def test_timestep_of_groups(paper: ClusterConfig) -> None:
 
 def test_transfer_is_latency_and_bytes(paper: ClusterConfig) -> None:
     crossing = plan(paper, "paper-14").stages[6]
-    assert crossing.transfer_ms == pytest.approx(0.05 + 32 * 8192 * 4 * 8 / 10e9 * 1000)
+    assert crossing.transfer_ms == pytest.approx(0.05 + 32 * (3 * 8 + 8192 * 4) * 8 / 10e9 * 1000)
+
+
+def test_rows_are_counted_as_the_transport_sends_them(paper: ClusterConfig) -> None:
+    planned = plan(paper, "paper-14")
+    assert planned.draft is not None
+    assert planned.draft.timing.row_bytes == message_bytes(1, 0, torch.float32)
+    assert planned.stages[0].timing.row_bytes == message_bytes(1, 8192, torch.float32)
+    assert planned.stages[-1].timing.row_bytes == 0
 
 
 def test_slow_draft_sets_the_timestep(paper: ClusterConfig) -> None:

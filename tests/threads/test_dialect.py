@@ -90,7 +90,7 @@ def test_what_is_wrong_with_a_file_is_one_line_that_names_it(tmp_path: Path, cha
     ("content", "message"),
     [
         ("{", "not valid JSON"),
-        ('{"name": "a", "name": "b"}', "a key stands in it twice"),
+        ('{"name": "a", "name": "b"}', "duplicate key 'name'"),
         ("[" * 100_000, "not valid JSON"),
         ("[]", "must be a mapping, not a list"),
         ('{"name": "a"}', "opener: missing"),

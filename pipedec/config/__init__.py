@@ -1,0 +1,26 @@
+"""What files and the environment configure, as frozen dataclasses: ``cluster.yaml``, the Redis server, model sizes, directories.
+
+With ``cluster.torchrun``, the only package that reads configuration files and environment variables. Does not know what a
+partition costs or whether it fits.
+"""
+
+from pipedec.config.cluster import (
+    ClusterConfig,
+    DeviceConfig,
+    NetworkConfig,
+    PartitionConfig,
+    ServerConfig,
+    load_cluster,
+    paper_cluster,
+)
+from pipedec.config.environment import secret_from_environment, state_directory
+from pipedec.config.files import load_json
+from pipedec.config.model import model_shape
+from pipedec.config.redis import RedisConfig, redis_config, redis_url_from_environment
+from pipedec.validation import parse_json
+
+__all__ = [
+    "ClusterConfig", "DeviceConfig", "NetworkConfig", "PartitionConfig", "RedisConfig", "ServerConfig", "load_cluster",
+    "load_json", "model_shape", "paper_cluster", "parse_json", "redis_config", "redis_url_from_environment",
+    "secret_from_environment", "state_directory",
+]  # fmt: skip

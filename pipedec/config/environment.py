@@ -1,0 +1,40 @@
+"""Secrets and the state directory, from environment variables."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+from pipedec.core import UserError
+
+
+def secret_from_environment(name: str) -> str:
+    """The value of the environment variable ``name``. Raises UserError if it is not set or empty."""
+    secret = os.environ.get(name)
+    if not secret:
+        raise UserError(f"the environment variable {name} is not set, or empty: it should hold the key")
+    return secret
+
+
+def state_directory() -> Path:
+    """The private directory for the state of a local cluster, created with mode 0700.
+
+    $PIPEDEC_STATE_DIR, else $XDG_RUNTIME_DIR/pipedec, else ~/.cache/pipedec. UserError when it cannot be made, belongs to
+    somebody else or lets others in.
+    """
+    chosen, runtime = os.environ.get("PIPEDEC_STATE_DIR"), os.environ.get("XDG_RUNTIME_DIR", "")
+    if chosen:
+        directory = Path(chosen).absolute()
+    elif os.path.isabs(runtime) and os.path.isdir(runtime):
+        directory = Path(runtime) / "pipedec"
+    else:
+        directory = Path(os.path.expanduser("~/.cache/pipedec"))
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = directory.stat()
+    except OSError as error:
+        raise UserError(f"{directory}: {error.strerror}: set PIPEDEC_STATE_DIR to a directory of your own") from None
+    if status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o077:
+        raise UserError(f"{directory}: open to other users: chmod 700 it, or set PIPEDEC_STATE_DIR to a directory of your own")
+    return directory

@@ -1,0 +1,38 @@
+"""The sizes of a model: of a known one by its name, of a checkpoint from its ``config.json``."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, fields
+from pathlib import Path
+
+from pipedec.config.files import read_text
+from pipedec.core import UserError
+from pipedec.hardware import MODEL_SHAPES, SUPPORTED_MODEL_TYPES, ModelShape, projection_biases
+from pipedec.validation import shortened, validated
+
+
+def model_shape(name: str) -> ModelShape:
+    """The sizes of a known model, or of the checkpoint in directory ``name``.
+
+    Raises:
+        UserError: neither, or a model type that is not supported.
+    """
+    if name in MODEL_SHAPES:
+        return MODEL_SHAPES[name]
+    path = Path(name) / "config.json"
+    if not path.is_file():
+        known_models = ", ".join(MODEL_SHAPES)
+        raise UserError(f"{shortened(name)!r} is neither a directory with a config.json nor a known model ({known_models})")
+    try:
+        document = json.loads(read_text(path))
+    except (ValueError, RecursionError):
+        raise UserError(f"{path}: not valid JSON") from None
+    model_type = document.get("model_type") if isinstance(document, dict) else None
+    if model_type not in SUPPORTED_MODEL_TYPES:
+        supported = ", ".join(SUPPORTED_MODEL_TYPES)
+        raise UserError(f"{path}: model_type {shortened(model_type)!r} is not supported: it must be one of {supported}")
+    sizes = {item.name: document[item.name] for item in fields(ModelShape) if document.get(item.name) is not None}
+    sizes.setdefault("num_key_value_heads", sizes.get("num_attention_heads"))
+    biases = projection_biases(model_type, bool(document.get("attention_bias")), bool(document.get("mlp_bias")))
+    return validated(ModelShape, sizes | asdict(biases), str(path))

@@ -1,0 +1,80 @@
+"""Where Redis is: from a flag, the environment or a file."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field, replace
+from typing import Annotated
+from urllib.parse import quote, unquote, urlsplit
+
+from annotated_types import MinLen
+
+from pipedec.core import BadValue, UserError
+
+
+@dataclass(frozen=True)
+class RedisConfig:
+    """Where Redis is. The password is kept apart from the URL and never shown.
+
+    Attributes:
+        url: ``redis://host:port/database``, ``rediss://…`` (TLS) or ``unix:///path``, without a password.
+        password: PIPEDEC_REDIS_PASSWORD takes precedence.
+        tls: encrypt the connection; the same as writing ``rediss://``.
+    """
+
+    url: Annotated[str, MinLen(1)] = "redis://127.0.0.1:6379/0"
+    password: str | None = field(default=None, repr=False)
+    tls: bool = False
+
+    def __post_init__(self) -> None:
+        try:
+            parts = urlsplit(self.url)
+            host, password, _ = parts.hostname, parts.password, parts.port
+        except ValueError:
+            raise BadValue("url: not a Redis address: write redis://host:6379/0") from None
+        if parts.scheme not in ("redis", "rediss", "unix") or not (parts.path if parts.scheme == "unix" else host):
+            raise BadValue("url: must look like redis://host:6379/0, rediss://host:6379/0 or unix:///path")
+        if "password=" in parts.query:
+            raise BadValue("url: must not carry the password in its query: use PIPEDEC_REDIS_PASSWORD")
+        if self.tls and parts.scheme == "unix":
+            raise BadValue("tls: a Unix socket has no TLS: remove tls, or use a rediss:// address")
+        user_and_password, at, address = parts.netloc.rpartition("@")
+        user = user_and_password.partition(":")[0]
+        scheme = "rediss" if self.tls else parts.scheme
+        path = parts.path + ("?" + parts.query) * bool(parts.query)
+        object.__setattr__(self, "url", f"{scheme}://{user}{at * bool(user)}{address}{path}")
+        object.__setattr__(self, "password", unquote(password) if password else self.password or None)
+        object.__setattr__(self, "tls", scheme == "rediss")
+
+    @property
+    def connection_url(self) -> str:
+        """The URL with the password in it: for connecting, never for showing."""
+        if self.password is None:
+            return self.url
+        scheme, _, rest = self.url.partition("://")
+        user, _, address = rest.rpartition("@")
+        return f"{scheme}://{user}:{quote(self.password, safe='')}@{address}"
+
+
+def redis_config(url: str | None = None, base: RedisConfig | None = None) -> RedisConfig:
+    """The Redis to use: ``url`` (a flag), else PIPEDEC_REDIS_URL, else ``base`` (a file), else the local default.
+
+    A password in the chosen URL is used; then PIPEDEC_REDIS_PASSWORD, then the one of ``base``. UserError for a bad URL.
+    """
+    base = base or RedisConfig()
+    chosen = url or os.environ.get("PIPEDEC_REDIS_URL")
+    password = os.environ.get("PIPEDEC_REDIS_PASSWORD") or base.password
+    if not chosen:
+        return replace(base, password=password)
+    try:
+        return RedisConfig(chosen, password)
+    except UserError as error:
+        source = "--redis" if url else "PIPEDEC_REDIS_URL"
+        raise UserError(f"{source}: {str(error).removeprefix('url: ')}") from None
+
+
+def redis_url_from_environment(url: str | None = None) -> str | None:
+    """The URL to connect to, with the password: ``url`` (a flag), else PIPEDEC_REDIS_URL; None if neither is given."""
+    if not url and not os.environ.get("PIPEDEC_REDIS_URL"):
+        return None
+    return redis_config(url).connection_url

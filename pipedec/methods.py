@@ -1,0 +1,230 @@
+"""The decoding methods in one table: the name of each, what it needs, which options it takes, where its code is.
+
+The command line, messages, benchmarks and rank 0 all read this table. A new method is one entry here and one file in
+``decoding``. Nothing here loads torch: a client uses this module, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_type_hints
+
+from pipedec.core import DEFAULT_METHOD, MAX_VERDICT_TOKENS, BadValue, MethodOptions, Request, UserError
+
+MAX_ROWS = 4096  # of one tree
+MAX_DEPTH = 64
+PROPOSERS = ("draft", "ngrams")
+SHAPES = ("likeliest", "efficient", "straightforward", "full")
+Options = TypeVar("Options", bound=MethodOptions)
+
+
+@dataclass(frozen=True)
+class Option:
+    """What is allowed for an option, and how it is explained. Stands in the annotation of its field.
+
+    Attributes:
+        help: without a full stop.
+        at_most: of a number, which is at least 1.
+        choices: of a text, or of the entries of a list; empty for a number.
+        default: the default in words, where its value says too little.
+    """
+
+    help: str
+    at_most: int = MAX_ROWS
+    choices: tuple[str, ...] = ()
+    default: str | None = None
+
+
+@dataclass(frozen=True)
+class _CheckedOptions(MethodOptions):
+    """Raises BadValue for a value that is not allowed."""
+
+    def __post_init__(self) -> None:
+        for name, option in option_rules(type(self)).items():
+            value, default = getattr(self, name), getattr(type(self), name)
+            if value is None and default is None:
+                continue
+            if isinstance(default, tuple):
+                if not isinstance(value, list | tuple) or not value or not all(entry in option.choices for entry in value):
+                    raise BadValue(f"{name}: must be one or more of {', '.join(option.choices)}, not {_shown(value)}")
+                object.__setattr__(self, name, tuple(value))
+            elif option.choices and value not in option.choices:
+                raise BadValue(f"{name}: must be one of {', '.join(option.choices)}, not {_shown(value)}")
+            elif not option.choices and type(value) is not int:
+                raise BadValue(f"{name}: must be a whole number, not {_shown(value)}")
+            elif not option.choices and not 1 <= value <= option.at_most:
+                raise BadValue(f"{name}: must be between 1 and {option.at_most}, not {_shown(value)}")
+
+
+@dataclass(frozen=True)
+class PlainOptions(_CheckedOptions):
+    """``pp`` has no options."""
+
+
+@dataclass(frozen=True)
+class LayerTreeOptions(_CheckedOptions):
+    """The limits of trees that grow by whole layers, with the paper's values (PipeDec §4.3.1)."""
+
+    width: Annotated[int, Option("Maximum rows per tree layer, w")] = 32
+    children: Annotated[int, Option("Maximum children per row, c")] = 16
+
+
+@dataclass(frozen=True)
+class PipeDecOptions(LayerTreeOptions):
+    """``pipedec``: one layer of the tree enters at every timestep."""
+
+
+@dataclass(frozen=True)
+class StaticTreeOptions(LayerTreeOptions):
+    """``stpp``: a whole tree enters in one timestep. With ``rows``, only its most probable rows do, whatever their layer."""
+
+    depth: Annotated[int, Option("Tree layers below the root", MAX_DEPTH)] = 4
+    rows: Annotated[int | None, Option("Maximum tree size; keeps the most probable rows", default="whole layers")] = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        layer = self.rows or self.width
+        if self.depth * layer > MAX_ROWS:
+            raise BadValue(f"depth: {self.depth} layers of {layer} rows are drafted at once: together at most {MAX_ROWS}")
+
+
+@dataclass(frozen=True)
+class BestFirstOptions(_CheckedOptions):
+    """``pipedec-bestfirst``: what is None is tuned while it decodes."""
+
+    width: Annotated[int | None, Option("Maximum rows per timestep, w", MAX_VERDICT_TOKENS - 1, default="auto-tuned")] = None
+    children: Annotated[int | None, Option("Maximum children per row, c", default="auto-tuned")] = None
+    forwards: Annotated[int | None, Option("Draft forwards per timestep", default="auto-tuned")] = None
+    proposers: Annotated[tuple[str, ...], Option("Draft sources", choices=PROPOSERS)] = PROPOSERS
+
+
+@dataclass(frozen=True)
+class BitaOptions(_CheckedOptions):
+    """``bita``: the tree of candidates that the mask rows propose (BiTA §3.2, Table 4; ``likeliest`` is ours)."""
+
+    shape: Annotated[str, Option("Shape of the candidate tree", choices=SHAPES)] = "likeliest"
+    depth: Annotated[int | None, Option("Mask rows per group, at most those trained", MAX_DEPTH, default="all")] = None
+    children: Annotated[int | None, Option("Candidates per mask row", default="16, 5 or 2 by shape")] = None
+    # 64 rows: what most GPUs compute as fast as one (see ``hardware``).
+    rows: Annotated[int, Option("Maximum size of a likeliest tree, mask rows included")] = 64
+
+
+def option_rules(kind: type[MethodOptions]) -> dict[str, Option]:
+    """The options of a class by name."""
+    hints = get_type_hints(kind, include_extras=True)
+    return {item.name: get_args(hints[item.name])[1] for item in fields(kind)}
+
+
+@dataclass(frozen=True)
+class MethodEntry:
+    """One row of the table.
+
+    Attributes:
+        help: one sentence.
+        options: the class of its options.
+        implementation: module and class of a ``Method`` (see ``decoding.interface``), imported when it is first used.
+        team: module and class that decodes several threads together; None: one ``implementation`` per thread.
+        draft: whether it uses a draft model.
+        needs_bita: whether the target must have a trained BiTA.
+    """
+
+    name: str
+    help: str
+    options: type[MethodOptions]
+    implementation: str
+    team: str | None = None
+    draft: Literal["none", "optional", "required"] = "none"
+    needs_bita: bool = False
+
+    @property
+    def option_names(self) -> tuple[str, ...]:
+        return tuple(option_rules(self.options))
+
+    def missing(self, has_draft: bool, has_bita: bool) -> str | None:
+        """Why the method cannot run on a pipeline, and what to do; None if it can."""
+        if self.draft == "required" and not has_draft:
+            return f"method {self.name} needs a draft model: give --draft DIR, or use --method {DEFAULT_METHOD}"
+        if self.needs_bita and not has_bita:
+            return f"method {self.name} needs what pipedec train bita has learned for this target: give --bita DIR"
+        return None
+
+    def check_needs(self, has_draft: bool, has_bita: bool) -> None:
+        """Raises UserError if the pipeline lacks what the method needs."""
+        reason = self.missing(has_draft, has_bita)
+        if reason is not None:
+            raise UserError(reason)
+
+
+METHODS = {
+    entry.name: entry
+    for entry in (
+        MethodEntry(
+            "pp", "Plain pipeline parallelism, without speculation.", PlainOptions, "pipedec.decoding.plain:PlainPipeline"
+        ),
+        MethodEntry(
+            "stpp", "A static tree per pass of the pipeline.", StaticTreeOptions,
+            "pipedec.decoding.static_tree:StaticTree", draft="required",
+        ),
+        MethodEntry(
+            "pipedec", "PipeDec: one layer of a dynamic tree per timestep.", PipeDecOptions,
+            "pipedec.decoding.pipedec:PipeDec", draft="required",
+        ),
+        MethodEntry(
+            DEFAULT_METHOD, "The most probable rows of any depth enter at every timestep.", BestFirstOptions,
+            "pipedec.decoding.best_first:BestFirst", team="pipedec.decoding.best_first_team:BestFirstTeam", draft="optional",
+        ),
+        MethodEntry(
+            "bita", "BiTA: the target drafts for itself with trained mask rows.", BitaOptions,
+            "pipedec.decoding.bita:Bita", needs_bita=True,
+        ),
+    )
+}  # fmt: skip
+METHOD_NAMES = tuple(METHODS)
+
+
+def find_method(name: str) -> MethodEntry:
+    """The table's entry. Raises UserError for an unknown name."""
+    if name not in METHODS:
+        raise UserError(f"unknown method {_shown(name)!r}: choose one of {', '.join(METHODS)}")
+    return METHODS[name]
+
+
+def make_options(name: str, given: Mapping[str, Any] | None = None, tree: LayerTreeOptions | None = None) -> MethodOptions:
+    """The options of one request.
+
+    Args:
+        name: of the method.
+        given: what the request sets; the rest takes its default.
+        tree: a cluster's own defaults for methods whose trees grow by layers.
+
+    Raises:
+        UserError: an unknown method, an option that it does not take, or a value that is not allowed.
+    """
+    entry, values = find_method(name), dict(given or {})
+    for key in values:
+        if key not in entry.option_names:
+            takers = [other.name for other in METHODS.values() if key in other.option_names]
+            hint = f"it is an option of {', '.join(takers)}" if takers else f"it takes {', '.join(entry.option_names) or 'none'}"
+            raise UserError(f"method {name} has no option {_shown(key)!r}: {hint}")
+    defaults = asdict(tree) if tree is not None and issubclass(entry.options, LayerTreeOptions) else {}
+    return entry.options(**{**defaults, **values})
+
+
+def applicable_options(name: str, limits: Mapping[str, Any]) -> MethodOptions:
+    """The options of a method from limits that several methods share: those that it does not take, and None, are left out."""
+    taken = find_method(name).option_names
+    return make_options(name, {key: value for key, value in limits.items() if key in taken and value is not None})
+
+
+def options_of(request: Request, kind: type[Options]) -> Options:
+    """The request's options, or the defaults of ``kind`` if it has none."""
+    if request.options is None:
+        return kind()
+    assert isinstance(request.options, kind), f"{request.method} takes {kind.__name__}, not {request.options}"
+    return request.options
+
+
+def _shown(value: object) -> str:
+    text = ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+    return text[:100] or "none"

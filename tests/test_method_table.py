@@ -1,0 +1,132 @@
+"""The table of methods: what every reader of it takes from there, and options that a method does not take."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from dataclasses import asdict
+from typing import Any
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from pipedec import LLM, PipeDecOptions
+from pipedec.cli.options import OPTION_NAMES, RequestFlags, request_options
+from pipedec.core import DEFAULT_METHOD, Request, UserError
+from pipedec.decoding.controller import WIDTHS
+from pipedec.methods import (
+    METHOD_NAMES,
+    METHODS,
+    BestFirstOptions,
+    BitaOptions,
+    LayerTreeOptions,
+    MethodEntry,
+    StaticTreeOptions,
+    applicable_options,
+    find_method,
+    make_options,
+    option_rules,
+)
+
+GIVEN = {"request", "drafter", "experience", "device", "trained_masks", "forest"}
+
+
+@pytest.mark.parametrize("entry", METHODS.values(), ids=METHOD_NAMES)
+def test_every_entry_leads_to_code_and_to_options(entry: MethodEntry) -> None:
+    for path in filter(None, (entry.implementation, entry.team)):
+        module, _, name = path.partition(":")
+        needed = set(inspect.signature(getattr(importlib.import_module(module), name)).parameters)
+        assert needed <= GIVEN and ("drafter" in needed) == (entry.draft != "none")
+    assert make_options(entry.name) == entry.options()
+    assert entry.help.endswith(".") and entry.option_names == tuple(asdict(entry.options()))
+    assert all(rule.help and not rule.help.endswith(".") for rule in option_rules(entry.options).values())
+
+
+def test_the_default_and_the_widest_step() -> None:
+    assert find_method(Request(0, ()).method).name == DEFAULT_METHOD
+    assert option_rules(BestFirstOptions)["width"].at_most == WIDTHS[-1]
+
+
+@pytest.mark.parametrize(
+    ("has_draft", "has_bita", "possible"),
+    [
+        (True, True, METHOD_NAMES),
+        (False, True, ("pp", "pipedec-bestfirst", "bita")),
+        (True, False, ("pp", "stpp", "pipedec", "pipedec-bestfirst")),
+        (False, False, ("pp", "pipedec-bestfirst")),
+    ],
+)
+def test_what_a_pipeline_can_run(has_draft: bool, has_bita: bool, possible: tuple[str, ...]) -> None:
+    assert tuple(name for name, entry in METHODS.items() if entry.missing(has_draft, has_bita) is None) == possible
+
+
+@pytest.mark.parametrize(
+    ("method", "given", "message"),
+    [
+        ("best", {}, "unknown method 'best': choose one of pp, stpp, pipedec, pipedec-bestfirst, bita"),
+        ("pp", {"width": 3}, "method pp has no option 'width': it is an option of stpp, pipedec, pipedec-bestfirst"),
+        ("pp", {"colour": 3}, "method pp has no option 'colour': it takes none"),
+        ("pipedec", {"colour": 3}, "method pipedec has no option 'colour': it takes width, children"),
+        ("pipedec", {"width": 0}, "width: must be between 1 and 4096, not 0"),
+        ("pipedec", {"width": None}, "width: must be a whole number, not None"),
+        ("pipedec", {"width": True}, "width: must be a whole number, not True"),
+        ("pipedec", {"width": "wide"}, "width: must be a whole number, not wide"),
+        ("stpp", {"depth": 65}, "depth: must be between 1 and 64, not 65"),
+        ("stpp", {"rows": 2000, "depth": 3}, "depth: 3 layers of 2000 rows are drafted at once: together at most 4096"),
+        ("pipedec-bestfirst", {"width": 125}, "width: must be between 1 and 124, not 125"),
+        ("pipedec-bestfirst", {"proposers": ()}, "proposers: must be one or more of draft, ngrams, not none"),
+        ("pipedec-bestfirst", {"proposers": [["draft"]]}, "proposers: must be one or more of draft, ngrams, not ['draft']"),
+        ("bita", {"shape": ["full"]}, "shape: must be one of likeliest, efficient, straightforward, full, not full"),
+        ("bita", {"shape": "x" * 500}, "shape: must be one of likeliest, efficient, straightforward, full, not x"),
+    ],
+)
+def test_options_that_are_refused(method: str, given: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError) as refused:
+        make_options(method, given)
+    assert str(refused.value).startswith(message) and "\n" not in str(refused.value) and len(str(refused.value)) < 300
+
+
+def test_what_is_given_goes_before_the_cluster_s_tree() -> None:
+    tree = LayerTreeOptions(3, 2)
+    assert make_options("pipedec", {"children": 5}, tree) == PipeDecOptions(3, 5)
+    assert make_options("stpp", {"depth": 2}, tree) == StaticTreeOptions(3, 2, 2)
+    assert make_options(DEFAULT_METHOD, {"proposers": ["ngrams"]}, tree) == BestFirstOptions(proposers=("ngrams",))
+    assert make_options("bita", {}, tree) == BitaOptions()
+
+
+def test_limits_that_several_methods_share() -> None:
+    limits = {"width": 6, "children": None, "depth": 2}
+    made = [applicable_options(name, limits) for name in METHOD_NAMES]
+    assert made[1:] == [StaticTreeOptions(6, depth=2), PipeDecOptions(6), BestFirstOptions(6), BitaOptions(depth=2)]
+
+
+def test_every_option_has_a_flag_that_names_its_methods() -> None:
+    @click.command()
+    @request_options
+    def command(asked: RequestFlags) -> None:
+        print(asked.options)
+
+    flags = {option.name: option for option in command.params if isinstance(option, click.Option)}
+    for name in OPTION_NAMES:
+        takers = [method for method, entry in METHODS.items() if name in entry.option_names]
+        assert all(f"{method}: " in str(flags[name].help) for method in takers)
+    done = CliRunner().invoke(command, ["--prompt", "a", "--width", "3", "--proposers", "draft"])
+    assert done.output == "{'width': 3, 'proposers': ['draft']}\n", "only what was given"
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"tree": object()}, "generate has no tree: give options, for example options={'width': 16}"),
+        ({"options": BestFirstOptions()}, "method pipedec takes PipeDecOptions, not BestFirstOptions"),
+        ({"options": {"forwards": 2}}, "method pipedec has no option 'forwards': it is an option of pipedec-bestfirst"),
+        ({"options": {"width": 0}}, "width: must be between 1 and 4096, not 0"),
+    ],
+)
+def test_the_python_api_refuses_options_before_it_asks(given: dict[str, Any], message: str) -> None:
+    llm: LLM = object.__new__(LLM)  # no cluster is started
+    llm._method = "pipedec"
+    with pytest.raises(UserError) as refused:
+        llm.generate("Hello", **given)
+    assert str(refused.value) == message
