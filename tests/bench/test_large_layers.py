@@ -13,8 +13,8 @@ import torch
 from checkpoints import save_tiny_llama
 from click.testing import CliRunner
 
-from pipedec.bench import layers
-from pipedec.bench.layers import LayersConfig, Roofline, driver, measure_layers
+from pipedec.bench.kernels import layers
+from pipedec.bench.kernels.layers import LayersConfig, Roofline, driver, measure_layers
 from pipedec.cli.main import program
 from pipedec.core import UserError
 from pipedec.hardware import DEVICES, MODEL_SHAPES, ModelShape

@@ -17,8 +17,8 @@ from click.testing import CliRunner
 from simulated_pipeline import SimulatedPipeline
 
 from pipedec.bench.critical_path import critical_path, critical_path_lengths
-from pipedec.bench.overhead import OverheadConfig, measure_overhead
-from pipedec.bench.rank_group import RankGroup
+from pipedec.bench.overhead.benchmark import OverheadConfig, measure_overhead
+from pipedec.bench.overhead.rank_group import RankGroup
 from pipedec.bench.record import append_rows, check_writable, header, revision
 from pipedec.cli.main import program
 from pipedec.core import PipedecError, RankLost, UserError

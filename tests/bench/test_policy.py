@@ -11,8 +11,8 @@ import pytest
 from silent_progress import Silent
 from tiny_pair import Pair
 
-from pipedec.bench.policy import Policy, PolicyAnswer, PolicyConfig, Study
-from pipedec.bench.policy_figures import PolicyFigures, compare, document
+from pipedec.bench.policy.study import Policy, PolicyAnswer, PolicyConfig, Study
+from pipedec.bench.policy.summary import PolicyFigures, compare, document
 from pipedec.bench.sweep import SweepConfig, sweep
 from pipedec.bench.sweep_shapes import Pair as Models
 from pipedec.bench.sweep_trees import TreeGrid
@@ -102,7 +102,7 @@ def test_predicts_the_rows_of_a_sweep(pair: Pair, tmp_path: Path) -> None:
 def test_what_is_recorded_is_not_computed_again(pair: Pair, whole: Whole, monkeypatch: pytest.MonkeyPatch) -> None:
     recorded = {path: path.read_bytes() for path in whole.recording.iterdir()}
     assert len(recorded) == 1 + 3, "the answers, and what the draft said below each of three prompts"
-    monkeypatch.setattr("pipedec.bench.policy.OneProcess", never)
+    monkeypatch.setattr("pipedec.bench.policy.study.OneProcess", never)
     monkeypatch.setattr("pipedec.engine.spec.PipelineSpec.load_drafter", never)
     assert costs(study(config(pair), PROMPTS, whole.recording, Silent())) == costs(whole.answers)
     assert {path: path.read_bytes() for path in whole.recording.iterdir()} == recorded

@@ -10,8 +10,8 @@ from checkpoints import save_tiny_llama
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipedec.bench.policy_drafter import RecordedDrafter
-from pipedec.bench.policy_memo import PROMPT, DraftMemo
+from pipedec.bench.policy.drafter import RecordedDrafter
+from pipedec.bench.policy.memo import PROMPT, DraftMemo
 from pipedec.core import UserError
 from pipedec.decoding import Drafter
 from pipedec.drafting import DraftModel

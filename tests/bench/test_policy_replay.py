@@ -11,10 +11,10 @@ import pytest
 import torch
 from checkpoints import save_tiny_llama
 
-from pipedec.bench.policy_drafter import RecordedDrafter
-from pipedec.bench.policy_losses import Losses, losses
-from pipedec.bench.policy_memo import DraftMemo
-from pipedec.bench.policy_replay import Replayed, ReplayedPipeline, WatchedExperience
+from pipedec.bench.policy.drafter import RecordedDrafter
+from pipedec.bench.policy.losses import Losses, losses
+from pipedec.bench.policy.memo import DraftMemo
+from pipedec.bench.policy.replay import Replayed, ReplayedPipeline, WatchedExperience
 from pipedec.config import paper_cluster
 from pipedec.core import Request, SamplingParams, TreeParams
 from pipedec.decoding import Drafter

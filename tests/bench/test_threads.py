@@ -16,11 +16,11 @@ from threads_support import THREAD_DIALECTS, Case, ThreadModels
 from tiny_pair import Pair
 
 from pipedec.bench.sweep_shapes import Pair as Models
-from pipedec.bench.threads import ThreadsConfig, bench_threads
-from pipedec.bench.threads_answers import sequential_metrics
-from pipedec.bench.threads_figures import draw_threads
-from pipedec.bench.threads_rows import ThreadRow, ThreadRows
-from pipedec.bench.threads_summary import Speed, combinations, document, markdown, speeds, structures
+from pipedec.bench.threads.answers import sequential_metrics
+from pipedec.bench.threads.benchmark import ThreadsConfig, bench_threads
+from pipedec.bench.threads.figures import draw_threads
+from pipedec.bench.threads.rows import ThreadRow, ThreadRows
+from pipedec.bench.threads.summary import Speed, combinations, document, markdown, speeds, structures
 from pipedec.cli.main import program
 from pipedec.config import paper_cluster
 from pipedec.core import PipedecError, SamplingParams, UserError

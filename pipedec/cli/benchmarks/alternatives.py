@@ -36,7 +36,7 @@ def alternatives(
 
     Same checkpoint, same prompts, float32, greedy; nothing is emulated. Answers end at an end token or at --max-tokens.
     """
-    from pipedec.bench.alternatives import AlternativesConfig, measure_alternatives
+    from pipedec.bench.alternatives.benchmark import AlternativesConfig, measure_alternatives
     from pipedec.bench.record import check_writable
     from pipedec.engine.spec import PipelineSpec
 

@@ -34,7 +34,7 @@ def layers(
 
     On a laptop: --model llama-3.2-1b --layers 1 --rows 1,8 --past 64.
     """
-    from pipedec.bench.layers import LayersConfig, measure_layers
+    from pipedec.bench.kernels.layers import LayersConfig, measure_layers
     from pipedec.bench.record import check_writable
 
     rows_asked, past_asked, sizes = numbers("--rows", rows), numbers("--past", past), numbers("--tree-rows", tree_rows)

@@ -43,7 +43,7 @@ def operations(
 
     The shape is by default that of the shipped target, six of its layers in a stage.
     """
-    from pipedec.bench.operations import OperationsConfig, measure_operations
+    from pipedec.bench.kernels.operations import OperationsConfig, measure_operations
     from pipedec.bench.record import check_writable
 
     sizes_asked = numbers("--sizes", sizes)

@@ -26,7 +26,7 @@ def overhead(stages: str, rows: str, timesteps: int, hidden: int, repeats: int, 
 
     Ranks, Redis, tasks and transfers are the real ones, one thread per rank, every stage busy at every timestep.
     """
-    from pipedec.bench.overhead import OverheadConfig, measure_overhead
+    from pipedec.bench.overhead.benchmark import OverheadConfig, measure_overhead
     from pipedec.bench.record import check_writable
 
     dispatches = tuple(dispatch.split(","))

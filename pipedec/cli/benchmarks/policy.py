@@ -16,7 +16,7 @@ from pipedec.cli.benchmarks.sweep import ProgressBar
 from pipedec.core import UserError
 
 if TYPE_CHECKING:
-    from pipedec.bench.policy_figures import Comparison, PolicyFigures
+    from pipedec.bench.policy.summary import Comparison, PolicyFigures
 
 _CAUSES = {"first": "first token", "tokens": "token itself", "late": "late", "named": "miss, named", "unnamed": "miss, unnamed"}
 
@@ -41,8 +41,8 @@ def policy(
     The target answers every prompt once, the draft is asked once per context, and both are kept in RECORDING. Methods are the
     real ones, timesteps are counted as a pipeline would, times are the preset's by arithmetic.
     """
-    from pipedec.bench.policy import Policy, PolicyConfig, Study
-    from pipedec.bench.policy_figures import PolicyFigures, compare, document
+    from pipedec.bench.policy.study import Policy, PolicyConfig, Study
+    from pipedec.bench.policy.summary import PolicyFigures, compare, document
     from pipedec.bench.record import check_writable
     from pipedec.bench.sweep_rows import ROWS_FILE, read_records, read_rows
     from pipedec.bench.sweep_shapes import Pair

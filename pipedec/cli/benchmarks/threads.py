@@ -29,10 +29,10 @@ def threads(preset: str, stages: str | None, dialects: str, methods: str, asked:
     pictures. An interrupted run goes on where it stopped.
     """
     from pipedec.bench.sweep_shapes import Pair
-    from pipedec.bench.threads import ThreadsConfig, bench_threads
-    from pipedec.bench.threads_figures import draw_threads
-    from pipedec.bench.threads_rows import ThreadRows
-    from pipedec.bench.threads_summary import document, markdown
+    from pipedec.bench.threads.benchmark import ThreadsConfig, bench_threads
+    from pipedec.bench.threads.figures import draw_threads
+    from pipedec.bench.threads.rows import ThreadRows
+    from pipedec.bench.threads.summary import document, markdown
     from pipedec.engine.spec import REFERENCE_THREADS
 
     target, draft = asked.target, asked.draft

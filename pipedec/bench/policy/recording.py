@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from pipedec.bench.policy_memo import DraftMemo
+from pipedec.bench.policy.memo import DraftMemo
 from pipedec.bench.prompts import DrawnPrompt
 from pipedec.bench.record import Row
 from pipedec.core import UserError

@@ -13,8 +13,8 @@ from itertools import count
 import torch
 from torch import Tensor
 
-from pipedec.bench.policy_drafter import RecordedDrafter
-from pipedec.bench.policy_losses import Losses, losses
+from pipedec.bench.policy.drafter import RecordedDrafter
+from pipedec.bench.policy.losses import Losses, losses
 from pipedec.core import Request, Step, Verdict
 from pipedec.decoding import Experience, create_method
 from pipedec.decoding.acceptance import Acceptance

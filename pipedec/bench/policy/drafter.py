@@ -12,7 +12,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from pipedec.bench.policy_memo import PROMPT, DraftMemo
+from pipedec.bench.policy.memo import PROMPT, DraftMemo
 from pipedec.decoding import Drafter
 from pipedec.tree import Advance, Candidates, PredictionTree
 

@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
-from pipedec.bench.policy_drafter import RecordedDrafter
-from pipedec.bench.policy_memo import DraftMemo
-from pipedec.bench.policy_recording import Recording
-from pipedec.bench.policy_replay import Replayed, ReplayedPipeline, WatchedExperience
+from pipedec.bench.policy.drafter import RecordedDrafter
+from pipedec.bench.policy.memo import DraftMemo
+from pipedec.bench.policy.recording import Recording
+from pipedec.bench.policy.replay import Replayed, ReplayedPipeline, WatchedExperience
 from pipedec.bench.prompts import DrawnPrompt, draw
 from pipedec.bench.record import Row, plain
 from pipedec.bench.sweep import SweepProgress

@@ -16,9 +16,9 @@ from pathlib import Path
 
 import torch
 
-from pipedec.bench.operations import OperationsConfig, filled_cache, grown_tree, measure_bookkeeping
+from pipedec.bench.kernels.operations import OperationsConfig, filled_cache, grown_tree, measure_bookkeeping
+from pipedec.bench.kernels.stopwatch import Stopwatch, check_known, check_memory, check_positive, device_named
 from pipedec.bench.record import Row, header
-from pipedec.bench.stopwatch import Stopwatch, check_known, check_memory, check_positive, device_named
 from pipedec.engine.spec import DEVICES as DEVICE_NAMES
 from pipedec.engine.spec import DTYPES
 from pipedec.hardware import DEVICES, DTYPE_BYTES, GIGA, MODEL_SHAPES, ModelShape

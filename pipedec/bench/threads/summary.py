@@ -15,7 +15,7 @@ from statistics import fmean
 from pipedec.bench.figure_series import geometric_mean
 from pipedec.bench.markdown import markdown_table
 from pipedec.bench.sweep_rows import PROMPT_SETS
-from pipedec.bench.threads_rows import BASELINE, SEQUENTIAL, Question, ThreadRow, ThreadRows
+from pipedec.bench.threads.rows import BASELINE, SEQUENTIAL, Question, ThreadRow, ThreadRows
 
 ALL, FORKED = "all", "forked"
 # "APAR: LLMs Can Do Auto-Parallel Auto-Regressive Decoding", Tables 1, 2, 7 and 8: APAR-7B. Cached and attended tokens are

@@ -13,8 +13,8 @@ from statistics import fmean
 from typing import Any, TypeVar
 
 from pipedec.bench.figure_series import Totals, geometric_mean
-from pipedec.bench.policy import LIMITS, Policy, PolicyAnswer, PolicyConfig
-from pipedec.bench.policy_losses import Losses
+from pipedec.bench.policy.losses import Losses
+from pipedec.bench.policy.study import LIMITS, Policy, PolicyAnswer, PolicyConfig
 from pipedec.bench.record import Row, header, plain
 from pipedec.bench.sweep import TUNED
 from pipedec.core import SamplingParams, UserError

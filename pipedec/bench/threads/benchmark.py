@@ -17,8 +17,8 @@ from pipedec.bench.record import Row, drop_unfinished_line, header, key_of, plai
 from pipedec.bench.sweep import SweepProgress
 from pipedec.bench.sweep_rows import ROWS_FILE, read_records
 from pipedec.bench.sweep_shapes import Pair, Shape, emulated, pair_digest
-from pipedec.bench.threads_answers import ThreadAnswers
-from pipedec.bench.threads_rows import BASELINE, SCHEMA, SEQUENTIAL
+from pipedec.bench.threads.answers import ThreadAnswers
+from pipedec.bench.threads.rows import BASELINE, SCHEMA, SEQUENTIAL
 from pipedec.config import ClusterConfig
 from pipedec.core import PipedecError, SamplingParams, UserError
 from pipedec.data.prompts import PromptSet

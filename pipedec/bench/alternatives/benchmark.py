@@ -15,9 +15,9 @@ from dataclasses import asdict, dataclass, replace
 import torch
 import transformers
 
-from pipedec.bench.contenders import Contender, load_contenders, quiet_transformers
+from pipedec.bench.alternatives.contenders import Contender, load_contenders, quiet_transformers
+from pipedec.bench.kernels.stopwatch import check_positive
 from pipedec.bench.record import Row, header
-from pipedec.bench.stopwatch import check_positive
 from pipedec.engine.spec import PipelineSpec
 from pipedec.model import ModelConfig
 from pipedec.text.prompt import Prompter

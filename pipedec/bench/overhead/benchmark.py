@@ -16,8 +16,8 @@ from pathlib import Path
 
 import torch
 
-from pipedec.bench.null_rank import TRACED_TIMESTEPS, RankPlan, Sample, measure_rank
-from pipedec.bench.rank_group import RankGroup
+from pipedec.bench.overhead.null_rank import TRACED_TIMESTEPS, RankPlan, Sample, measure_rank
+from pipedec.bench.overhead.rank_group import RankGroup
 from pipedec.bench.record import Row, header, spread
 from pipedec.core import UserError
 from pipedec.engine.spec import DISPATCHES

@@ -27,8 +27,8 @@ from pipedec.bench.figure_style import (
     save,
 )
 from pipedec.bench.figures import Drawn
-from pipedec.bench.threads_rows import BASELINE, SEQUENTIAL, Question, ThreadRow, ThreadRows
-from pipedec.bench.threads_summary import COMBINATIONS, FORKED, combinations
+from pipedec.bench.threads.rows import BASELINE, SEQUENTIAL, Question, ThreadRow, ThreadRows
+from pipedec.bench.threads.summary import COMBINATIONS, FORKED, combinations
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -13,7 +13,7 @@ from itertools import pairwise
 import torch
 
 from pipedec.bench.critical_path import critical_path_lengths
-from pipedec.bench.null_stage import NullFinalStage, NullStage, Probe, ScriptedDraftLoop
+from pipedec.bench.overhead.null_stage import NullFinalStage, NullStage, Probe, ScriptedDraftLoop
 from pipedec.cluster.lease import LeaseKeeper
 from pipedec.engine.rank_loop import Wiring
 from pipedec.engine.spec import DISPATCHES
@@ -21,7 +21,7 @@ from pipedec.engine.stage_loop import StageLoop
 from pipedec.scheduler import RedisScheduler, connect
 from pipedec.topology import Topology
 from pipedec.tracing import Tracer
-from pipedec.transport.raw_floor import raw_timesteps
+from pipedec.transport.bare_messages import raw_timesteps
 from pipedec.transport.torch_distributed import Rendezvous, TorchTransport
 
 WARM_UP = 5
