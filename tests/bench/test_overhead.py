@@ -112,7 +112,7 @@ def _crash(rank: int, report: Callable[[Any], None]) -> None:
 
 
 def test_a_dead_rank_is_named_and_nothing_is_left_over() -> None:
-    with pytest.raises(RankLost, match="rank 1 ended with status 3"), RankGroup(_sleep_or_die, [0, 1, 2]) as group:
+    with pytest.raises(RankLost, match="rank 1 failed with exit status 3"), RankGroup(_sleep_or_die, [0, 1, 2]) as group:
         pids = group.pids
         group.collect(30)
     assert len(pids) == 3 and not [pid for pid in pids if psutil.pid_exists(pid)]

@@ -101,17 +101,17 @@ def test_a_stage_that_stands_still_is_named(pair: Pair, dispatch: str) -> None:
         cluster.kill()
 
 
-def rank_that_can_be_told_to_leave(*arguments: Any) -> None:
+def rank_that_can_be_told_to_leave(*arguments: Any) -> int:
     signal.signal(signal.SIGUSR1, lambda number, frame: os._exit(0))
-    cluster_module._rank_process(*arguments)
+    return cluster_module.serve_rank(*arguments)
 
 
 @with_each_dispatch
 def test_a_rank_that_ends_early_and_content_is_a_failure(pair: Pair, monkeypatch: pytest.MonkeyPatch, dispatch: str) -> None:
-    original = cluster_module._rank_process
-    monkeypatch.setattr(cluster_module, "_rank_process", rank_that_can_be_told_to_leave)
+    original = cluster_module.serve_rank
+    monkeypatch.setattr(cluster_module, "serve_rank", rank_that_can_be_told_to_leave)
     with LocalCluster(replace(pair.spec(STAGES), dispatch=dispatch)) as cluster:
-        monkeypatch.setattr(cluster_module, "_rank_process", original)
+        monkeypatch.setattr(cluster_module, "serve_rank", original)
         victim = Victim(cluster)
         os.kill(cluster.pids[1], signal.SIGUSR1)
         supervise(cluster, RankLost, f"{NAMES[1]} ended before it was told to")
