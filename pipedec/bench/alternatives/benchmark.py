@@ -16,7 +16,7 @@ import torch
 import transformers
 
 from pipedec.bench.alternatives.contenders import Contender, load_contenders, quiet_transformers
-from pipedec.bench.kernels.stopwatch import check_positive
+from pipedec.bench.checks import check_positive
 from pipedec.bench.record import Row, header
 from pipedec.engine.spec import PipelineSpec
 from pipedec.model import ModelConfig

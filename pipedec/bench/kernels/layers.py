@@ -16,8 +16,9 @@ from pathlib import Path
 
 import torch
 
+from pipedec.bench.checks import check_known, check_positive
 from pipedec.bench.kernels.operations import OperationsConfig, filled_cache, grown_tree, measure_bookkeeping
-from pipedec.bench.kernels.stopwatch import Stopwatch, check_known, check_memory, check_positive, device_named
+from pipedec.bench.kernels.stopwatch import Stopwatch, check_memory, device_named
 from pipedec.bench.record import Row, header
 from pipedec.engine.spec import DEVICES as DEVICE_NAMES
 from pipedec.engine.spec import DTYPES

@@ -14,7 +14,8 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from pipedec.bench.kernels.stopwatch import Stopwatch, check_known, check_memory, check_positive, device_named
+from pipedec.bench.checks import check_known, check_positive
+from pipedec.bench.kernels.stopwatch import Stopwatch, check_memory, device_named
 from pipedec.bench.record import Row, header
 from pipedec.core import UserError
 from pipedec.engine.spec import DEVICES, DTYPES

@@ -6,13 +6,14 @@ Knows neither trees nor models; what is timed, the benchmarks say.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
 import psutil
 import torch
 
+from pipedec.bench.checks import check_known
 from pipedec.bench.record import spread
 from pipedec.core import UserError
 from pipedec.engine.spec import DEVICES
@@ -71,16 +72,3 @@ def check_memory(what: str, needed_bytes: int, device: torch.device, advice: str
         raise UserError(
             f"{what} would take {needed_bytes / GIGA:.1f} GB, but {device.type} has {free_bytes / GIGA:.1f} GB free: {advice}"
         )
-
-
-def check_positive(numbers: Mapping[str, Iterable[int]]) -> None:
-    """Raise UserError for the first flag that has no number, or one below 1."""
-    for flag, values in numbers.items():
-        if min(values, default=0) < 1:
-            raise UserError(f"{flag} must be at least 1")
-
-
-def check_known(kind: str, name: str, choices: Iterable[str]) -> None:
-    """Raise UserError if ``name`` is none of ``choices``."""
-    if name not in choices:
-        raise UserError(f"unknown {kind} {name!r}: choose one of {', '.join(choices)}")

@@ -1,117 +1,77 @@
-"""The rows of ``pipedec bench threads`` as objects, and which of them belong together. Knows no statistics and no pictures."""
+"""The rows of ``pipedec bench threads`` as one data frame, an answer per row. Knows no statistics and no pictures."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from typing import Any
+
+import pandas as pd
+from pandas import DataFrame, Series
 
 from pipedec.bench.record import Row
-from pipedec.threads import ThreadMetrics
 
 SCHEMA = "pipedec.threads/1"
 SEQUENTIAL = "none"  # the dialect of answers in one thread
 BASELINE = "pp"
+QUESTION = ["prompt_set", "prompt_index"]
+# With threads and without, with speculation and without.
+COMBINATIONS = ("neither", "threads", "speculation", "both")
 
-Question = tuple[str, int]
 
+def read_frame(records: Iterable[Row]) -> DataFrame:
+    """Lines of the file as a frame; of several rows for one answer the last.
 
-@dataclass(frozen=True)
-class ThreadRow:
-    """One answer. Times are emulated, in ms, without the prompt's.
-
-    Attributes:
-        question: prompt set, and the prompt's number in it.
-        decoded_text: text tokens but the first token of the answer, which comes with the prompt.
-        fill: rows that each group worked on, timestep after timestep.
+    Columns: preset, model, stages; dialect and method, ordered categories (``SEQUENTIAL`` first, then as they appear); the
+    question, prompt_set and prompt_index; the fields of ``ThreadMetrics``; is_forked, two threads or more; anomalies, a count by
+    name; is_cut, ended at ``max_tokens``; decode_ms, emulated and without prefill; decoded_text, text tokens except the first
+    token of the answer; ms_per_token, NaN without such tokens; timesteps, hits, misses; fill, the rows of each group in each
+    timestep; rows, their sum; busy, the group-timesteps with rows; group_timesteps, all of them.
     """
-
-    preset: str
-    stages: int
-    models: str
-    dialect: str
-    method: str
-    question: Question
-    metrics: ThreadMetrics
-    anomalies: dict[str, int]
-    decode_ms: float
-    decoded_text: int
-    finish_reason: str
-    timesteps: int
-    hits: int
-    misses: int
-    fill: list[list[int]]
-
-    @classmethod
-    def of(cls, record: Row) -> ThreadRow:
-        """From a line of the file."""
-        return cls(
-            preset=record["preset"],
-            stages=record["cluster"]["stages"],
-            models=record["cluster"]["model"],
-            dialect=record["dialect"],
-            method=record["method"],
-            question=(record["prompt_set"], record["prompt_index"]),
-            metrics=ThreadMetrics(**record["metrics"]),
-            anomalies=record["anomalies"],
-            decode_ms=record["decode_ms"],
-            decoded_text=record["decoded_text"],
-            finish_reason=record["finish_reason"],
-            timesteps=record["timesteps"],
-            hits=record["hits"],
-            misses=record["misses"],
-            fill=record["fill"],
-        )
-
-    @property
-    def forked(self) -> bool:
-        return self.metrics.threads >= 2
-
-    @property
-    def ms_per_token(self) -> float | None:
-        """Per text token."""
-        return self.decode_ms / self.decoded_text if self.decoded_text else None
-
-    @property
-    def busy(self) -> int:
-        """Group-timesteps with rows."""
-        return sum(rows > 0 for timestep in self.fill for rows in timestep)
-
-    @property
-    def places(self) -> int:
-        """All group-timesteps."""
-        return sum(map(len, self.fill))
-
-    @property
-    def rows(self) -> int:
-        """That groups worked on, in all."""
-        return sum(map(sum, self.fill))
+    frame = DataFrame(map(_columns, records)).drop_duplicates(["stages", "dialect", "method", *QUESTION], keep="last")
+    frame["ms_per_token"] = ratio(frame["decode_ms"], frame["decoded_text"])
+    for name, first in (("dialect", SEQUENTIAL), ("method", None), ("prompt_set", None)):
+        categories = sorted(frame[name].unique(), key=lambda value: value != first)
+        frame[name] = pd.Categorical(frame[name], categories, ordered=True)
+    return frame.reset_index(drop=True)
 
 
-class ThreadRows:
-    """The answers of one run, by what they came from."""
+def threaded_answers(frame: DataFrame) -> DataFrame:
+    """One row per dialect and question, sequential answers excluded: neither method nor pipeline changes an answer's text."""
+    return frame[frame["dialect"] != SEQUENTIAL].drop_duplicates(["dialect", *QUESTION])
 
-    def __init__(self, records: Iterable[Row]) -> None:
-        self.all = [ThreadRow.of(record) for record in records]
-        self._found = {(row.stages, row.dialect, row.method, row.question): row for row in self.all}
-        self.stages = sorted({row.stages for row in self.all})
-        self.methods = list(dict.fromkeys(row.method for row in self.all))
-        self.dialects = [name for name in dict.fromkeys(row.dialect for row in self.all) if name != SEQUENTIAL]
-        self.questions = list(dict.fromkeys(row.question for row in self.all))
-        self.is_sequential_known = any(row.dialect == SEQUENTIAL for row in self.all)
 
-    @property
-    def speculative(self) -> list[str]:
-        """The methods beside plain pipeline parallelism."""
-        return [method for method in self.methods if method != BASELINE]
+def quartets(frame: DataFrame) -> DataFrame:
+    """Questions answered in all four ``COMBINATIONS``: the index of each answer, and stages, dialect, method and is_forked."""
+    is_threaded, is_speculative = frame["dialect"] != SEQUENTIAL, frame["method"] != BASELINE
+    numbered = frame[["stages", "dialect", "method", *QUESTION, "is_forked"]].reset_index(names="both")
+    found = numbered[is_threaded & is_speculative]
+    for way, answers, same in (
+        ("threads", is_threaded & ~is_speculative, ["dialect"]), ("speculation", ~is_threaded & is_speculative, ["method"]),
+        ("neither", ~is_threaded & ~is_speculative, []),
+    ):  # fmt: skip
+        keys = ["stages", *same, *QUESTION]
+        found = found.merge(numbered[answers][[*keys, "both"]].rename(columns={"both": way}), on=keys)
+    return found
 
-    def find(self, stages: int, dialect: str, method: str, question: Question) -> ThreadRow | None:
-        return self._found.get((stages, dialect, method, question))
 
-    def answers(self, dialect: str) -> dict[Question, ThreadRow]:
-        """One row for each question: what is said in a dialect depends neither on the method nor on the pipeline."""
-        return {row.question: row for row in reversed(self.all) if row.dialect == dialect}
+def ratio(part: Series, whole: Series) -> Series:
+    """NaN where ``whole`` is 0."""
+    return part / whole.where(whole > 0)
 
-    def forked(self, dialect: str) -> list[Question]:
-        """Questions whose answers in this dialect have two threads or more."""
-        found = self.answers(dialect)
-        return [question for question in self.questions if question in found and found[question].forked]
+
+def _columns(record: Row) -> dict[str, Any]:
+    fill = record["fill"]
+    copied = (
+        "preset", "dialect", "method", *QUESTION, "anomalies", "decode_ms", "decoded_text", "timesteps", "hits", "misses", "fill",
+    )  # fmt: skip
+    return {
+        **{name: record[name] for name in copied},
+        **record["metrics"],
+        "stages": record["cluster"]["stages"],
+        "model": record["cluster"]["model"],
+        "is_forked": record["metrics"]["threads"] >= 2,
+        "is_cut": record["finish_reason"] == "length",
+        "rows": sum(map(sum, fill)),
+        "busy": sum(rows > 0 for timestep in fill for rows in timestep),
+        "group_timesteps": sum(map(len, fill)),
+    }

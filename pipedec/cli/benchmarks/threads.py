@@ -31,7 +31,7 @@ def threads(preset: str, stages: str | None, dialects: str, methods: str, asked:
     from pipedec.bench.sweep_shapes import Pair
     from pipedec.bench.threads.benchmark import ThreadsConfig, bench_threads
     from pipedec.bench.threads.figures import draw_threads
-    from pipedec.bench.threads.rows import ThreadRows
+    from pipedec.bench.threads.rows import read_frame
     from pipedec.bench.threads.summary import document, markdown
     from pipedec.engine.spec import REFERENCE_THREADS
 
@@ -50,12 +50,12 @@ def threads(preset: str, stages: str | None, dialects: str, methods: str, asked:
     if out.exists() and not out.is_dir():
         raise UserError(f"--out {out}: it is no directory")
     with ProgressBar() as bar:
-        rows = ThreadRows(bench_threads(config, prompt_sets, out, bar))
-    text = markdown(rows)
+        frame = read_frame(bench_threads(config, prompt_sets, out, bar))
+    text = markdown(frame)
     (out / "summary.md").write_text(text, encoding="utf-8")
-    (out / "summary.json").write_text(document(rows), encoding="utf-8")
+    (out / "summary.json").write_text(document(frame), encoding="utf-8")
     print(text, end="")
-    drawn = draw_threads(rows, out)
+    drawn = draw_threads(frame, out)
     for file in (out / "rows.jsonl", out / "summary.md", out / "summary.json", *drawn.files):
         console.print(str(file), markup=False, soft_wrap=True)
     for reason in drawn.left_out:
