@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -77,3 +78,13 @@ def test_mistakes_are_one_line(pipedec: Pipedec, pair: Pair, tmp_path: Path, arg
 def test_asks_for_prompts(pipedec: Pipedec, tmp_path: Path) -> None:
     line = pipedec("bench", "policy", "--preset", "paper-14", "--recording", tmp_path / "recording").refused()
     assert line == "nothing to ask: give --prompts FILE or --prompt TEXT"
+
+
+def test_without_pandas_one_line_says_what_to_install(
+    pipedec: Pipedec, pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    monkeypatch.delitem(sys.modules, "pipedec.bench.policy.summary", raising=False)
+    line = pipedec(*flags(pair, tmp_path / "recording")).refused()
+    assert line == "this command needs pandas: pip install 'pipedec[bench]'"
+    assert not (tmp_path / "recording").exists()

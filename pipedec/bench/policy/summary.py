@@ -1,60 +1,52 @@
-"""What replayed answers show together: figures of a policy, of a prompt set, and beside the rows of a sweep.
+"""What replayed answers show together: figures of each policy and prompt set, and a comparison with the rows of a sweep.
 
 Knows neither recordings nor methods. A figure of a prompt set is a ratio of totals; figures over sets are means, geometric ones
-for times and speed-ups (as in ``figure_series``).
+for times and speed-ups.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
-from statistics import fmean
-from typing import Any, TypeVar
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, fields
+from math import isnan
+from typing import Any
 
-from pipedec.bench.figure_series import Totals, geometric_mean
+import numpy as np
+from pandas import DataFrame, MultiIndex
+
 from pipedec.bench.policy.losses import Losses
-from pipedec.bench.policy.study import LIMITS, Policy, PolicyAnswer, PolicyConfig
+from pipedec.bench.policy.study import LIMITS, PolicyAnswer, PolicyConfig
 from pipedec.bench.record import Row, header, plain
 from pipedec.bench.sweep import TUNED
 from pipedec.core import SamplingParams, UserError
 
 SCHEMA = "pipedec.policy/1"
-_T = TypeVar("_T")
-_Key = TypeVar("_Key")
-
-
-@dataclass(frozen=True)
-class AnswerFigures:
-    """Some answers of one policy."""
-
-    totals: Totals
-    losses: Losses
-
-    @classmethod
-    def of(cls, answers: Iterable[PolicyAnswer]) -> AnswerFigures:
-        replayed = [one.replayed for one in answers]
-        figures = [(one.decode_ms, one.tokens, one.timesteps, one.hits, one.misses) for one in replayed]
-        totals = Totals(*(sum(column) for column in zip(*figures, strict=True)))
-        return cls(totals, Losses.total(one.losses for one in replayed))
-
-    @property
-    def lost_per_token(self) -> dict[str, float]:
-        """Timesteps per decoded token by cause, which add up to all; and ``together``, a share of tokens."""
-        return {cause: timesteps / self.totals.tokens for cause, timesteps in asdict(self.losses).items()}
+_TOTALS = ["decode_ms", "tokens", "timesteps", "hits", "misses"]
+_CAUSES = [field.name for field in fields(Losses)]
 
 
 @dataclass(frozen=True)
 class PolicyFigures:
-    """One policy over all prompt sets."""
+    """Figures of all policies, in their order. Frames:
 
-    policy: Policy
-    overall: AnswerFigures
-    sets: dict[str, AnswerFigures]
+    Attributes:
+        totals: by policy and prompt set, decode_ms (emulated), decoded tokens, timesteps, hits, misses, and ms_per_token.
+        causes: by policy and prompt set, the fields of ``Losses``.
+        means: by policy, over prompt sets: ms_per_token, timesteps_per_token, hit_rate, timesteps_per_miss (beyond one per hit;
+            NaN without misses) and speedup over the first policy.
+        causes_per_token: by policy, over prompt sets: timesteps per decoded token by cause, which add up to
+            timesteps_per_token; ``together`` is a share of tokens and not part of the sum.
+    """
+
+    totals: DataFrame
+    causes: DataFrame
+    means: DataFrame
+    causes_per_token: DataFrame
 
     @classmethod
-    def of(cls, answers: Iterable[PolicyAnswer]) -> list[PolicyFigures]:
-        """Those of every policy, in order, without answers of a single token, which cost nothing.
+    def of(cls, answers: Iterable[PolicyAnswer]) -> PolicyFigures:
+        """Without answers of a single token, which cost nothing.
 
         Raises:
             UserError: no answer has more than one token.
@@ -62,87 +54,84 @@ class PolicyFigures:
         decoded = [one for one in answers if one.replayed.tokens]
         if not decoded:
             raise UserError("every answer has a single token, so nothing is decoded: use other prompts or more --max-tokens")
-        figures = []
-        for policy, found in _grouped(decoded, lambda one: one.policy).items():
-            by_set = _grouped(found, lambda one: one.prompt.prompt_set)
-            sets = {name: AnswerFigures.of(several) for name, several in by_set.items()}
-            figures.append(cls(policy, AnswerFigures.of(found), sets))
-        return figures
-
-    @property
-    def ms_per_token(self) -> float:
-        return geometric_mean(one.totals.ms_per_token for one in self.sets.values())
-
-    @property
-    def timesteps_per_token(self) -> float:
-        return fmean(one.totals.timesteps_per_token for one in self.sets.values())
-
-    @property
-    def hit_rate(self) -> float:
-        return fmean(one.totals.hit_rate or 0.0 for one in self.sets.values())
-
-    @property
-    def lost_per_token(self) -> dict[str, float]:
-        """As of a set; what adds up there adds up here to ``timesteps_per_token``."""
-        several = [one.lost_per_token for one in self.sets.values()]
-        return {cause: fmean(one[cause] for one in several) for cause in several[0]}
-
-    def speedup(self, other: PolicyFigures) -> float:
-        """How much less time per token than ``other`` takes."""
-        return other.ms_per_token / self.ms_per_token
-
-    def row(self) -> Row:
-        """As plain JSON values."""
-        return {
-            "policy": self.policy.name, "method": self.policy.method, "limits": self.policy.limits,
-            "ms_per_token": self.ms_per_token, "timesteps_per_token": self.timesteps_per_token, "hit_rate": self.hit_rate,
-            "timesteps_per_miss": self.overall.totals.lost_per_miss, "timesteps_per_token_by_cause": self.lost_per_token,
-            "sets": {name: {**asdict(one.totals), "timesteps_by_cause": asdict(one.losses)} for name, one in self.sets.items()},
-        }  # fmt: skip
+        sets = MultiIndex.from_tuples(
+            [(one.policy.name, one.prompt.prompt_set) for one in decoded], names=["policy", "prompt_set"]
+        )  # fmt: skip
+        totals, causes = (
+            DataFrame(rows, sets, names).groupby(level=[0, 1], sort=False).sum()
+            for rows, names in (
+                ([[getattr(one.replayed, name) for name in _TOTALS] for one in decoded], _TOTALS),
+                ([asdict(one.replayed.losses) for one in decoded], _CAUSES),
+            )
+        )
+        totals["ms_per_token"] = totals["decode_ms"] / totals["tokens"]
+        ratios = DataFrame({
+            "timesteps_per_token": totals["timesteps"] / totals["tokens"],
+            "hit_rate": (totals["hits"] / (totals["hits"] + totals["misses"])).fillna(0.0),
+        })  # fmt: skip
+        means = ratios.groupby(level=0, sort=False).mean()
+        means["ms_per_token"] = np.exp(np.log(totals["ms_per_token"]).groupby(level=0, sort=False).mean())
+        sums = totals.groupby(level=0, sort=False).sum()
+        means["timesteps_per_miss"] = (sums["timesteps"] - sums["hits"]) / sums["misses"].where(sums["misses"] > 0)
+        means["speedup"] = means["ms_per_token"].iloc[0] / means["ms_per_token"]
+        return cls(totals, causes, means, causes.div(totals["tokens"], axis=0).groupby(level=0, sort=False).mean())
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """Milliseconds per token of one policy over the answers that a sweep has, too, with one clock and slow motion."""
-
-    policy: str
-    clock: str
-    slow_motion: float
-    answers: int
-    predicted: float
-    found: float
-
-    @property
-    def ratio(self) -> float:
-        return self.predicted / self.found
-
-
-def document(config: PolicyConfig, figures: Sequence[PolicyFigures], comparisons: Sequence[Comparison]) -> Row:
+def document(config: PolicyConfig, figures: PolicyFigures, comparisons: DataFrame) -> Row:
     """Everything as one JSON document."""
     pipeline = {"preset": config.preset, "cluster": config.shape.cluster}
     described = {**pipeline, **config.origin, "samples": config.samples, "seed": config.seed}
-    compared = [{**asdict(one), "ratio": one.ratio} for one in comparisons]
-    return {"schema": SCHEMA, **header("policy", described), "policies": [one.row() for one in figures], "check": compared}
+    policies = [
+        {"policy": policy.name, "method": policy.method, "limits": policy.limits, **_policy_figures(figures, policy.name)}
+        for policy in config.policies
+    ]
+    return {"schema": SCHEMA, **header("policy", described), "policies": policies, "check": comparisons.to_dict("records")}
 
 
-def compare(config: PolicyConfig, answers: Iterable[PolicyAnswer], rows: Iterable[Row]) -> list[Comparison]:
-    """The answers beside those of ``rows``, a sweep's, that are of the same pipeline, pair, sampling, policy and prompt."""
+def compare(config: PolicyConfig, answers: Iterable[PolicyAnswer], rows: Iterable[Row]) -> DataFrame:
+    """The answers that ``rows``, a sweep's, have too: of the same pipeline, pair, sampling, policy and prompt.
+
+    One row per policy, clock and slow_motion of the sweep: answers, their number; milliseconds per token, predicted and found;
+    ratio, predicted / found.
+    """
     pipeline = config.preset, config.shape.cluster, *config.origin.values()
     known = {_case(one, *pipeline): one for one in answers if one.replayed.tokens}
-    found = [(known[case], row) for row in rows if (case := _case_of_row(row)) in known]
-    groups = _grouped(found, lambda pair: (config.policies.index(pair[0].policy), pair[1]["clock"], pair[1]["slow_motion"]))
-    return [_comparison(groups[key]) for key in sorted(groups)]
+    pairs = [(known[case], row) for row in rows if (case := _case_of_row(row)) in known]
+    names = ["policy", "clock", "slow_motion"]
+    found = DataFrame(
+        [
+            (config.policies.index(one.policy), row["clock"], row["slow_motion"], one.replayed.tokens, one.replayed.decode_ms,
+             row["decode_ms"])
+            for one, row in pairs
+        ],
+        columns=[*names, "tokens", "predicted", "found"],
+    )  # fmt: skip
+    sums = found.assign(answers=1).groupby(names, as_index=False).sum()
+    return DataFrame({
+        "policy": [config.policies[number].name for number in sums["policy"]],
+        **sums[["clock", "slow_motion", "answers"]],
+        "predicted": sums["predicted"] / sums["tokens"],
+        "found": sums["found"] / sums["tokens"],
+        "ratio": sums["predicted"] / sums["found"],
+    })  # fmt: skip
 
 
-def _comparison(pairs: Sequence[tuple[PolicyAnswer, Row]]) -> Comparison:
-    first, row = pairs[0]
-    tokens = sum(one.replayed.tokens for one, _ in pairs)
-    predicted, found = sum(one.replayed.decode_ms for one, _ in pairs), sum(row["decode_ms"] for _, row in pairs)
-    return Comparison(first.policy.name, row["clock"], row["slow_motion"], len(pairs), predicted / tokens, found / tokens)
+def _policy_figures(figures: PolicyFigures, name: str) -> Row:
+    """One policy as plain JSON values."""
+    means = figures.means.to_dict("index")[name]
+    totals, causes = (
+        frame.loc[[name]].droplevel("policy").to_dict("index") for frame in (figures.totals[_TOTALS], figures.causes)
+    )
+    return {
+        **{mean: means[mean] for mean in ("ms_per_token", "timesteps_per_token", "hit_rate")},
+        "timesteps_per_miss": None if isnan(means["timesteps_per_miss"]) else means["timesteps_per_miss"],
+        "timesteps_per_token_by_cause": figures.causes_per_token.to_dict("index")[name],
+        "sets": {prompt_set: {**totals[prompt_set], "timesteps_by_cause": causes[prompt_set]} for prompt_set in totals},
+    }
 
 
 def _case(one: PolicyAnswer, *pipeline: Any) -> str:
-    """All that must be equal in a sweep's row of the same answer."""
+    """Everything that must be equal in a sweep's row of the same answer."""
     policy, prompt = one.policy, one.prompt
     lengths = len(prompt.token_ids), len(one.token_ids)
     return json.dumps([*pipeline, policy.method, policy.limits, prompt.prompt_set, prompt.index, *lengths], sort_keys=True)
@@ -155,10 +144,3 @@ def _case_of_row(row: Row) -> str:
     pipeline = row["preset"], row["cluster"], row["pair"].get("digest"), sampling
     question = row["prompt_set"], row["prompt_index"], row.get("prompt_tokens"), row["output_tokens"]
     return json.dumps([*pipeline, method, limits, *question], sort_keys=True)
-
-
-def _grouped(values: Iterable[_T], key: Callable[[_T], _Key]) -> dict[_Key, list[_T]]:
-    groups: dict[_Key, list[_T]] = {}
-    for value in values:
-        groups.setdefault(key(value), []).append(value)
-    return groups

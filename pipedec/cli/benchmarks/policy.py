@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json as json_format
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,7 +15,9 @@ from pipedec.cli.benchmarks.sweep import ProgressBar
 from pipedec.core import UserError
 
 if TYPE_CHECKING:
-    from pipedec.bench.policy.summary import Comparison, PolicyFigures
+    from pandas import DataFrame
+
+    from pipedec.bench.policy.summary import PolicyFigures
 
 _CAUSES = {"first": "first token", "tokens": "token itself", "late": "late", "named": "miss, named", "unnamed": "miss, unnamed"}
 
@@ -64,29 +65,29 @@ def policy(
     page = Console(width=None if Console().is_terminal else 120)
     for table in (_summary(figures, config.shape.label), _losses(figures), _by_set(figures)):
         page.print(table)
-    if comparisons:
+    if len(comparisons):
         page.print(_checked(comparisons))
     if out is not None:
         out.write_text(json_format.dumps(document(config, figures, comparisons), indent=1) + "\n", encoding="utf-8")
-    if check is not None and not comparisons:
+    if check is not None and not len(comparisons):
         same = "policies, prompts, pipeline, pair and sampling"
         raise UserError(f"--check {check}: no row is of these {same}; give the directory of a sweep with the same")
 
 
-def _summary(figures: Sequence[PolicyFigures], pipeline: str) -> Table:
+def _summary(figures: PolicyFigures, pipeline: str) -> Table:
     table = _table(f"Policies on {pipeline}, emulated", "Means over prompt sets, geometric for times and ratios.")
     for name in ("timesteps/token", "ms/token", "hit rate", "timesteps/miss", "over the first"):
         table.add_column(name, justify="right")
-    for one in figures:
-        per_miss = one.overall.totals.lost_per_miss
+    for policy, one in figures.means.iterrows():
+        per_miss = one["timesteps_per_miss"]
         table.add_row(
-            one.policy.name, f"{one.timesteps_per_token:.3f}", f"{one.ms_per_token:.1f}", f"{one.hit_rate:.1%}",
-            "-" if per_miss is None else f"{per_miss:.2f}", f"{one.speedup(figures[0]):.3f}×",
+            str(policy), f"{one['timesteps_per_token']:.3f}", f"{one['ms_per_token']:.1f}", f"{one['hit_rate']:.1%}",
+            f"{per_miss:.2f}" if per_miss == per_miss else "-", f"{one['speedup']:.3f}×",
         )  # fmt: skip
     return table
 
 
-def _losses(figures: Sequence[PolicyFigures]) -> Table:
+def _losses(figures: PolicyFigures) -> Table:
     """What the timesteps per token went to."""
     caption = (
         "All but together add up to timesteps/token. together: share of tokens whose row entered with the row before it; "
@@ -96,28 +97,27 @@ def _losses(figures: Sequence[PolicyFigures]) -> Table:
     table = _table("Timesteps per token by cause", caption)
     for name in ("together", *_CAUSES.values()):
         table.add_column(name, justify="right")
-    for one in figures:
-        lost = one.lost_per_token
-        table.add_row(one.policy.name, f"{lost['together']:.1%}", *(f"{lost[cause]:.3f}" for cause in _CAUSES))
+    for policy, causes in figures.causes_per_token.iterrows():
+        table.add_row(str(policy), f"{causes['together']:.1%}", *(f"{causes[cause]:.3f}" for cause in _CAUSES))
     return table
 
 
-def _by_set(figures: Sequence[PolicyFigures]) -> Table:
+def _by_set(figures: PolicyFigures) -> Table:
     table = _table("Emulated ms/token by prompt set")
-    for name in figures[0].sets:
+    for name in figures.totals.index.unique("prompt_set"):
         table.add_column(name, justify="right")
-    for one in figures:
-        table.add_row(one.policy.name, *(f"{part.totals.ms_per_token:.1f}" for part in one.sets.values()))
+    for policy, sets in figures.totals["ms_per_token"].groupby(level="policy", sort=False):
+        table.add_row(str(policy), *(f"{ms_per_token:.1f}" for ms_per_token in sets))
     return table
 
 
-def _checked(comparisons: Sequence[Comparison]) -> Table:
+def _checked(comparisons: DataFrame) -> Table:
     table = _table("Beside a sweep, ms/token of the answers that both have")
     for name in ("clock", "slow motion", "answers", "predicted", "found", "predicted / found"):
         table.add_column(name, justify="right")
-    for one in comparisons:
-        figures = f"{one.predicted:.2f}", f"{one.found:.2f}", f"{one.ratio:.4f}"
-        table.add_row(one.policy, one.clock, f"{one.slow_motion:g}", str(one.answers), *figures)
+    for one in comparisons.to_dict("records"):
+        figures = f"{one['predicted']:.2f}", f"{one['found']:.2f}", f"{one['ratio']:.4f}"
+        table.add_row(one["policy"], one["clock"], f"{one['slow_motion']:g}", str(one["answers"]), *figures)
     return table
 
 
