@@ -1,7 +1,7 @@
-"""The traffic of a timestep without anything else: what the transport itself costs, as a floor to compare with.
+"""The messages of a timestep over the bare process group: what ``bench overhead`` compares a whole timestep with.
 
-Knows message sizes; knows neither tasks nor the scheduler. It runs in the process group of a ``TorchTransport`` that is
-not otherwise in use, so that both measurements go over the same sockets.
+Knows message sizes; knows neither envelopes nor the scheduler. It uses the process group of an idle ``TorchTransport``, so
+that both measurements use the same sockets.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ import torch.distributed as dist
 from pipedec.core import RankLost
 from pipedec.transport.base import message_bytes
 
-_VERDICT_VALUES = 4  # number of accepted tokens, their ids, why it ended: a small tensor
+_VERDICT_VALUES = 4  # about the size of a verdict: number of accepted tokens, their ids, finish reason
 
 
-def raw_timesteps(num_rows: int, hidden_size: int, dtype: torch.dtype, timesteps: int) -> list[float]:
-    """Shift a step by one rank and broadcast a verdict, ``timesteps`` times.
+def bare_timesteps(num_rows: int, hidden_size: int, dtype: torch.dtype, timesteps: int) -> list[float]:
+    """Pass a step from each rank to the next and broadcast a verdict, ``timesteps`` times.
 
-    Every rank but the last sends the bytes of a step of ``num_rows`` rows to the next one (rank 0 without activations);
-    when a rank has received and sent, it takes part in the broadcast of an int64 tensor from the last rank. There is no other
-    barrier: a rank may begin to send while others still wait for the verdict.
+    Every rank except the last sends the bytes of a step of ``num_rows`` rows to the next rank (rank 0 without activations).
+    After receiving and sending, a rank joins the broadcast of an int64 tensor from the last rank. There is no other barrier: a
+    rank may start to send while others still wait for the broadcast.
 
     Returns:
-        The clock (seconds) of this rank after every broadcast.
+        This rank's clock (seconds) after each broadcast.
 
     Raises:
         RankLost: a rank is gone or did not answer in time.
@@ -37,9 +37,9 @@ def raw_timesteps(num_rows: int, hidden_size: int, dtype: torch.dtype, timesteps
     clock = []
     try:
         for _ in range(timesteps):
-            under_way = [dist.irecv(incoming, rank - 1)] if rank > 0 else []
-            under_way += [dist.isend(outgoing, rank + 1)] if rank < last else []
-            for work in under_way:
+            transfers = [dist.irecv(incoming, rank - 1)] if rank > 0 else []
+            transfers += [dist.isend(outgoing, rank + 1)] if rank < last else []
+            for work in transfers:
                 if work is not None:
                     work.wait()
             dist.broadcast(verdict, src=last)

@@ -223,7 +223,7 @@ def test_refuses_another_recording(pair: Pair, whole: Whole, tmp_path: Path) -> 
         path.write_text(text)
         with pytest.raises(UserError, match=r"recording.json is no recording"):
             Study(config(pair, "pp"), PROMPTS, tmp_path)
-    with pytest.raises(UserError, match="it is no directory"):
+    with pytest.raises(UserError, match="not a directory"):
         Study(config(pair, "pp"), PROMPTS, path)
 
 

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from pipedec.bench.resources import ResourcesConfig, TimedAnswer, _latencies
+from pipedec.bench.resources import ResourcesConfig, TimedAnswer, latencies
 from pipedec.cli.main import program
 from pipedec.core import PipedecError, UserError
 
@@ -61,5 +61,5 @@ def test_impossible_sizes_are_refused(flags: dict[str, Any], words: str) -> None
 
 
 def test_an_answer_of_one_token_has_no_decoded_token() -> None:
-    with pytest.raises(PipedecError, match="nothing was decoded"):
-        _latencies(TimedAnswer(token_seconds=[0.1]))
+    with pytest.raises(PipedecError, match="no decoding was timed"):
+        latencies(TimedAnswer(token_seconds=[0.1]))

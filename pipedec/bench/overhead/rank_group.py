@@ -1,7 +1,4 @@
-"""The ranks of a measurement: started together, read with a deadline, and ended together.
-
-What the ranks measure and report is theirs.
-"""
+"""The ranks of a measurement: started together, read with a deadline, ended together. Knows nothing of what they measure."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ from typing import Any
 from pipedec.cluster.processes import RankProcesses, describe_exit
 from pipedec.core import PipedecError, RankLost
 
-RankBody = Callable[[Any, Callable[[Any], None]], None]  # its plan, and how it reports
+RankBody = Callable[[Any, Callable[[Any], None]], None]  # called with the rank's plan and a function that reports
 
 
 class RankGroup:

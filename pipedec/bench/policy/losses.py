@@ -1,6 +1,6 @@
-"""Why an answer took as many timesteps as it did: the distance from each token's row to the row before it, by its cause.
+"""Where the timesteps of an answer went: for each token, how much later its row entered than the row before it, and why.
 
-Knows when rows entered a pipeline, and nothing of methods.
+Knows when rows entered the pipeline; does not know methods.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from itertools import pairwise
 
 @dataclass(frozen=True)
 class Losses:
-    """Timesteps of decoded tokens by cause; all but ``together`` add up to the answer's.
+    """Timesteps of decoded tokens by cause; all except ``together`` add up to the timesteps of the answer.
 
     Attributes:
-        together: tokens (not timesteps) whose row entered with the row before it.
-        first: until the first decoded token is known, which nobody can shorten.
-        tokens: one for every further token whose row entered after the row before it.
-        late: beyond that one, of rows that entered before they were accepted.
-        named: beyond it, of rows that entered after they were accepted, although somebody had named their token.
-        unnamed: the same, where nobody had.
+        together: tokens (not timesteps) whose row entered in the same timestep as the row before it.
+        first: until the first decoded token is verified; no method can shorten it.
+        tokens: one for each further token whose row entered later than the row before it.
+        late: beyond that one, for rows that entered before their token was accepted.
+        named: beyond that one, for rows that entered after their token was accepted although a draft source had proposed it.
+        unnamed: the same, for tokens that no draft source had proposed.
     """
 
     together: int = 0
@@ -36,29 +36,29 @@ class Losses:
 
     @classmethod
     def total(cls, several: Iterable[Losses]) -> Losses:
-        """Those of several answers together."""
+        """The sums over several answers."""
         columns = zip(*(asdict(losses).values() for losses in several), strict=True)
         return cls(*(sum(column) for column in columns))
 
 
-def losses(entries: Sequence[int], is_named: Sequence[bool], passage: int) -> Losses:
-    """What the timesteps of an answer went to.
+def losses(entries: Sequence[int], is_proposed: Sequence[bool], passage: int) -> Losses:
+    """The timesteps of one answer by cause.
 
     Args:
-        entries: the timestep, from 1, in which the row of each token but the last entered.
-        is_named: whether somebody had named each of these tokens before it was accepted.
-        passage: timesteps that a row is in the pipeline, so that a token is known that much after the row before it entered.
+        entries: the timestep, from 1, in which the row of each token except the last entered.
+        is_proposed: whether a draft source had proposed each of these tokens before it was accepted.
+        passage: timesteps from a row's entry to its verdict.
     """
     if not entries:
         return Losses()
     found = Losses(first=entries[0] - 1 + passage)
     steps = [after - before for before, after in pairwise(entries)]
-    return Losses.total([found, *(_of_token(step, named, passage) for step, named in zip(steps, is_named[1:], strict=True))])
+    return Losses.total([found, *(_of_token(step, named, passage) for step, named in zip(steps, is_proposed[1:], strict=True))])
 
 
-def _of_token(step: int, is_named: bool, passage: int) -> Losses:
+def _of_token(step: int, is_proposed: bool, passage: int) -> Losses:
     if step == 0:
         return Losses(together=1)
     if step < passage:
         return Losses(tokens=1, late=step - 1)
-    return Losses(tokens=1, named=step - 1) if is_named else Losses(tokens=1, unnamed=step - 1)
+    return Losses(tokens=1, named=step - 1) if is_proposed else Losses(tokens=1, unnamed=step - 1)

@@ -1,7 +1,7 @@
-"""What replayed answers show together: figures of each policy and prompt set, and a comparison with the rows of a sweep.
+"""Statistics of replayed answers: figures by policy and prompt set, and a comparison with the rows of a sweep.
 
-Knows neither recordings nor methods. A figure of a prompt set is a ratio of totals; figures over sets are means, geometric ones
-for times and speed-ups.
+Knows neither recordings nor methods. A figure of a prompt set is a ratio of totals; over prompt sets it is the mean: geometric
+for times and speed-ups, arithmetic for the others.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _CAUSES = [field.name for field in fields(Losses)]
 
 @dataclass(frozen=True)
 class PolicyFigures:
-    """Figures of all policies, in their order. Frames:
+    """Data frames of all policies, in the order of the answers.
 
     Attributes:
         totals: by policy and prompt set, decode_ms (emulated), decoded tokens, timesteps, hits, misses, and ms_per_token.
@@ -46,7 +46,7 @@ class PolicyFigures:
 
     @classmethod
     def of(cls, answers: Iterable[PolicyAnswer]) -> PolicyFigures:
-        """Without answers of a single token, which cost nothing.
+        """The figures of ``answers``; those of a single token are left out, since nothing is decoded.
 
         Raises:
             UserError: no answer has more than one token.
@@ -89,10 +89,10 @@ def document(config: PolicyConfig, figures: PolicyFigures, comparisons: DataFram
 
 
 def compare(config: PolicyConfig, answers: Iterable[PolicyAnswer], rows: Iterable[Row]) -> DataFrame:
-    """The answers that ``rows``, a sweep's, have too: of the same pipeline, pair, sampling, policy and prompt.
+    """Compare with ``rows`` of a sweep: answers of equal pipeline, models, sampling, policy and prompt.
 
-    One row per policy, clock and slow_motion of the sweep: answers, their number; milliseconds per token, predicted and found;
-    ratio, predicted / found.
+    One row per policy and the sweep's clock and slow_motion. Columns: answers, their number; predicted and found, milliseconds
+    per token of the replay and the sweep; ratio, predicted / found.
     """
     pipeline = config.preset, config.shape.cluster, *config.origin.values()
     known = {_case(one, *pipeline): one for one in answers if one.replayed.tokens}

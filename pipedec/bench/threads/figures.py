@@ -1,6 +1,6 @@
 """The figures of decode threads: how full the pipeline is, and what threads and speculation save together.
 
-Draws the frame of one run (``rows``); the heights of the bars come from ``summary``.
+Draws the frame of one run (``rows``); ``summary`` computes the heights of the bars.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from matplotlib.image import AxesImage
 
 _PANEL_INCHES = 1.05
-_MOST_TIMESTEPS = 140
+_MAX_TIMESTEPS = 140
 _SCALE = ("#A6CFEA", "#0072B2", "#07243B")  # from one row to many
 _THREADS = "#CC79A7"
 _BARS_SHARE = 0.84
@@ -71,7 +71,7 @@ def fill_figure(frame: DataFrame) -> Figure:
     """
     answers = _most_threads(frame)
     both = answers["both"]
-    length = min(_MOST_TIMESTEPS, *(len(one["fill"]) for one in answers.values()))
+    length = min(_MAX_TIMESTEPS, *(len(one["fill"]) for one in answers.values()))
     most = max(max(map(max, one["fill"])) for one in answers.values())
     figure = new_figure(FULL_WIDTH, len(answers) * _PANEL_INCHES + 0.75)
     panels = figure.subplots(len(answers), 1, sharey=True)
@@ -144,7 +144,7 @@ def _legends(figure: Figure, panels: Sequence[Axes]) -> None:
 
 
 def _most_threads(frame: DataFrame) -> dict[str, Row]:
-    """The four answers to the prompt whose answer has most threads, by what they are decoded with."""
+    """The four answers to the question whose threaded answer has most threads, by combination."""
     found = quartets(frame)
     last_method = found["method"].cat.categories[-1]
     found = found[found["is_forked"] & (found["stages"] == frame["stages"].max()) & (found["method"] == last_method)]
