@@ -84,7 +84,7 @@ class LocalCluster:
         world_size = self.spec.num_stages + 1
         for rank in range(world_size):
             place = RankPlace(rank, world_size, rank, world_size, meeting_place, self._transport)
-            self._processes.start(rank, serve_rank, place, self.spec.description(), self.address)
+            self._processes.start(rank, _serve_rank, place, self.spec.description(), self.address)
         self._wait_until_ready(progress)
         self._is_up = True
 
@@ -178,7 +178,7 @@ class LocalCluster:
         return f"file://{self._files.enter_context(tempfile.TemporaryDirectory(prefix='pipedec-'))}/rendezvous"
 
 
-def serve_rank(
+def _serve_rank(
     place: RankPlace, description: dict[str, Any], address: RunAddress, report: Callable[[tuple[str, int, int]], None]
 ) -> int:
     """What a rank's process runs; returns its exit status. Nobody reads its reports once the cluster is up."""

@@ -26,6 +26,7 @@ from pipedec.scheduler import EmbeddedServer, GrantedTask, RedisScheduler, Task,
 from pipedec.topology import Topology
 
 
+@pytest.mark.slow
 def test_toy_run_counts_what_a_timestep_must_cost() -> None:
     before = {process.pid for process in psutil.Process().children(recursive=True)}
     rows = measure_overhead(OverheadConfig(stages=(1, 2), rows=(1, 3), timesteps=5, hidden_size=8, repeats=2))

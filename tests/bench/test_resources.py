@@ -31,6 +31,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+@pytest.mark.slow
 def test_toy_cluster(pair: Path, tmp_path: Path) -> None:
     out = tmp_path / "figures.jsonl"
     flags = ["--target", str(pair / "target"), "--draft", str(pair / "draft"), "--stages", "2", "--device", "cpu"]
