@@ -15,7 +15,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext, ForkServerProcess
@@ -29,18 +28,12 @@ _SOCKET_PATH_BYTES = 104  # sockaddr_un.sun_path on macOS; Linux has 108
 _SHORT_DIRECTORY = "/tmp"
 
 
-@dataclass(frozen=True)
-class _RankProcess:
-    process: ForkServerProcess
-    reports: Connection
-
-
 class RankProcesses:
     """The processes of several ranks, each with a pipe on which it reports to this process."""
 
     def __init__(self) -> None:
-        self._ranks: dict[int, _RankProcess] = {}
-        self._reporting: dict[Connection, int] = {}
+        self._processes: dict[int, ForkServerProcess] = {}
+        self._pipes: dict[Connection, int] = {}  # those that are open, and their ranks
 
     def start(self, rank: int, body: Callable[..., int], *arguments: Any) -> None:
         """Start the process of ``rank``: ``body(*arguments, report)`` returns its exit status.
@@ -52,62 +45,61 @@ class RankProcesses:
         process = context.Process(target=_run, args=(body, arguments, sender), name=f"pipedec rank {rank}")
         process.start()
         sender.close()
-        self._ranks[rank] = _RankProcess(process, receiver)
-        self._reporting[receiver] = rank
+        self._processes[rank] = process
+        self._pipes[receiver] = rank
 
     @property
     def pids(self) -> dict[int, int]:
         """Process ids by rank."""
-        return {rank: one.process.pid for rank, one in self._ranks.items() if one.process.pid is not None}
+        return {rank: process.pid for rank, process in self._processes.items() if process.pid is not None}
 
     @property
     def exit_statuses(self) -> dict[int, int]:
         """Exit statuses of the ranks that have ended; -N means killed by signal N."""
-        return {rank: status for rank, one in self._ranks.items() if (status := one.process.exitcode) is not None}
+        return {rank: status for rank, process in self._processes.items() if (status := process.exitcode) is not None}
 
     @property
     def reporting(self) -> list[int]:
         """Ranks whose pipe is still open."""
-        return list(self._reporting.values())
+        return list(self._pipes.values())
 
     def read(self, seconds: float) -> list[tuple[int, Any]]:
         """Wait up to ``seconds`` for reports: one per rank that sent any, None from a rank whose pipe has just ended."""
         reports = []
-        for pipe in wait(list(self._reporting), timeout=seconds):
+        for pipe in wait(list(self._pipes), timeout=seconds):
             assert isinstance(pipe, Connection)
-            rank = self._reporting[pipe]
             try:
-                reports.append((rank, pipe.recv()))
+                reports.append((self._pipes[pipe], pipe.recv()))
             except EOFError:
-                del self._reporting[pipe]
-                reports.append((rank, None))
+                reports.append((self._pipes.pop(pipe), None))
+                pipe.close()
         return reports
 
     def exit_status(self, rank: int) -> int | None:
         """The exit status of a rank that is about to end; None if it has not ended after ten seconds."""
-        self._ranks[rank].process.join(_END_SECONDS)
-        return self._ranks[rank].process.exitcode
+        self._processes[rank].join(_END_SECONDS)
+        return self._processes[rank].exitcode
 
     def wait_for_end(self, seconds: float) -> bool:
         """Wait up to ``seconds`` until a rank ends; whether one has."""
-        return bool(wait([one.process.sentinel for one in self._ranks.values()], timeout=seconds))
+        return bool(wait([process.sentinel for process in self._processes.values()], timeout=seconds))
 
-    def join(self, seconds: float = _END_SECONDS) -> None:
-        """Wait up to ``seconds`` until all ranks have ended."""
-        deadline = time.monotonic() + seconds
-        for one in self._ranks.values():
-            one.process.join(max(0.0, deadline - time.monotonic()))
+    def join(self) -> None:
+        """Wait up to ten seconds until all ranks have ended."""
+        deadline = time.monotonic() + _END_SECONDS
+        for process in self._processes.values():
+            process.join(max(0.0, deadline - time.monotonic()))
 
     def kill(self) -> None:
         """Kill the ranks that still run, and forget all of them."""
-        for one in self._ranks.values():
-            if one.process.exitcode is None:
-                one.process.kill()
+        for process in self._processes.values():
+            if process.exitcode is None:
+                process.kill()
         self.join()
-        for one in self._ranks.values():
-            one.reports.close()
-        self._ranks.clear()
-        self._reporting.clear()
+        for pipe in self._pipes:
+            pipe.close()
+        self._processes.clear()
+        self._pipes.clear()
 
 
 def describe_exit(status: int) -> str:

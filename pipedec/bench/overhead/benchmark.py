@@ -18,7 +18,7 @@ import torch
 
 from pipedec.bench.checks import check_known, check_positive
 from pipedec.bench.overhead.null_rank import TRACED_TIMESTEPS, RankPlan, Sample, measure_rank
-from pipedec.bench.overhead.rank_group import RankGroup
+from pipedec.bench.overhead.ranks import run_ranks
 from pipedec.bench.record import Row, header, spread
 from pipedec.engine.spec import DISPATCHES
 from pipedec.scheduler import EmbeddedServer
@@ -88,8 +88,7 @@ def _measure_stages(config: OverheadConfig, stages: int, dispatch: str, server: 
     )  # fmt: skip
     plans = [replace(plan, rank=rank) for rank in range(stages + 1)]
     try:
-        with RankGroup(measure_rank, plans) as group:
-            reports: list[list[Sample]] = group.collect(config.silence_seconds)
+        reports: list[list[Sample]] = run_ranks(measure_rank, plans, config.silence_seconds)
     finally:
         shutil.rmtree(directory, ignore_errors=True)
     for num_rows in config.rows:
