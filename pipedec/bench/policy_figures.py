@@ -1,7 +1,7 @@
 """What replayed answers show together: figures of a policy, of a prompt set, and beside the rows of a sweep.
 
 Knows neither recordings nor methods. A figure of a prompt set is a ratio of totals; figures over sets are means, geometric ones
-for times and speed-ups (as in ``figure_series``).
+for times and speed-ups (as in ``report.statistics``).
 """
 
 from __future__ import annotations
@@ -9,19 +9,48 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
-from statistics import fmean
+from statistics import fmean, geometric_mean
 from typing import Any, TypeVar
 
-from pipedec.bench.figure_series import Totals, geometric_mean
 from pipedec.bench.policy import LIMITS, Policy, PolicyAnswer, PolicyConfig
 from pipedec.bench.policy_losses import Losses
 from pipedec.bench.record import Row, header, plain
-from pipedec.bench.sweep import TUNED
+from pipedec.bench.sweep.config import TUNED
 from pipedec.core import SamplingParams, UserError
 
 SCHEMA = "pipedec.policy/1"
 _T = TypeVar("_T")
 _Key = TypeVar("_Key")
+
+
+@dataclass(frozen=True)
+class Totals:
+    """Sums over answers, and their ratios."""
+
+    decode_ms: float
+    tokens: int
+    timesteps: int
+    hits: int
+    misses: int
+
+    @property
+    def ms_per_token(self) -> float:
+        return self.decode_ms / self.tokens
+
+    @property
+    def timesteps_per_token(self) -> float:
+        return self.timesteps / self.tokens
+
+    @property
+    def hit_rate(self) -> float | None:
+        """Hits over all decoded tokens; None if the method does not count them."""
+        verified = self.hits + self.misses
+        return self.hits / verified if verified else None
+
+    @property
+    def lost_per_miss(self) -> float | None:
+        """Timesteps beyond one per hit, per miss: the number of groups if each miss drains the pipeline once."""
+        return (self.timesteps - self.hits) / self.misses if self.misses else None
 
 
 @dataclass(frozen=True)

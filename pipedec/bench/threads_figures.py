@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from pipedec.bench.figure_methods import method_looks, shade
-from pipedec.bench.figure_series import NoFigure
-from pipedec.bench.figure_style import (
+from pipedec.bench.report.figures.catalogue import Drawn
+from pipedec.bench.report.figures.style import (
     COLUMN_WIDTH,
     FAINT,
     FULL_WIDTH,
@@ -26,7 +25,8 @@ from pipedec.bench.figure_style import (
     new_figure,
     save,
 )
-from pipedec.bench.figures import Drawn
+from pipedec.bench.report.methods import method_looks, shade
+from pipedec.bench.report.missing import NoFigure
 from pipedec.bench.threads_rows import BASELINE, SEQUENTIAL, Question, ThreadRow, ThreadRows
 from pipedec.bench.threads_summary import COMBINATIONS, FORKED, combinations
 

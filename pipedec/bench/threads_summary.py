@@ -10,11 +10,10 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from statistics import fmean
+from statistics import fmean, geometric_mean
 
-from pipedec.bench.figure_series import geometric_mean
-from pipedec.bench.markdown import markdown_table
-from pipedec.bench.sweep_rows import PROMPT_SETS
+from pipedec.bench.report.markdown import markdown_table
+from pipedec.bench.report.prompt_sets import PROMPT_SETS
 from pipedec.bench.threads_rows import BASELINE, SEQUENTIAL, Question, ThreadRow, ThreadRows
 
 ALL, FORKED = "all", "forked"

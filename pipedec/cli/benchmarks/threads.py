@@ -28,7 +28,7 @@ def threads(preset: str, stages: str | None, dialects: str, methods: str, asked:
     All stages are in one process; times are the preset's by arithmetic. Writes OUT/summary.md, OUT/summary.json and two
     pictures. An interrupted run goes on where it stopped.
     """
-    from pipedec.bench.sweep_shapes import Pair
+    from pipedec.bench.sweep.pipelines import Pair
     from pipedec.bench.threads import ThreadsConfig, bench_threads
     from pipedec.bench.threads_figures import draw_threads
     from pipedec.bench.threads_rows import ThreadRows

@@ -1,0 +1,192 @@
+"""The results of a sweep as Markdown tables, beside the paper's; and measured beside computed times.
+
+Owns the paper's numbers. Needs no matplotlib.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from math import isnan
+
+import pandas as pd
+
+from pipedec.bench.report.ablation_tables import bita_parts
+from pipedec.bench.report.ablations import one_bita
+from pipedec.bench.report.captions import provenance
+from pipedec.bench.report.decoding import BothWays, greedy_and_stochastic
+from pipedec.bench.report.frames import Variant, at, greedy, select, variants
+from pipedec.bench.report.markdown import markdown_table
+from pipedec.bench.report.methods import BASELINE, method_looks
+from pipedec.bench.report.missing import NoFigure
+from pipedec.bench.report.prompt_sets import PROMPT_SETS
+from pipedec.bench.report.selection import one_tree_each
+from pipedec.bench.report.statistics import by_prompt_set, means, spread
+
+STATIC = ("stpp", "stpp-tuned")
+BASELINES = (BASELINE, *STATIC)
+
+
+@dataclass(frozen=True)
+class PaperSpeedup:
+    """A speed-up that the paper reports: lowest and highest of its six data sets, and their mean."""
+
+    lowest: float
+    highest: float
+    mean: float
+
+
+# "PipeDec: Low-Latency Pipeline-based Inference with Dynamic Speculative Decoding towards Large-scale Models": ranges from the
+# abstract and §4.3.2, means from §1. LLaMA 3.1-70B with LLaMA 3.2-1B, greedy; HumanEval, DROP, MMLU, WMT14, TriviaQA, GSM8K.
+PAPER_PRESET = "paper-14"
+PAPER_METHOD = "pipedec"
+PAPER_SPEEDUPS = {BASELINE: PaperSpeedup(4.46, 7.79, 6.17), "stpp": PaperSpeedup(2.2, 2.69, 2.53)}
+
+_ABOUT = (
+    "ms/token and timesteps/token of a prompt set: totals over tokens, of all prompts the method answered. Speed-ups: ratios "
+    "of ms/token over the prompts that both methods answered on the same pipeline. Means: geometric over prompt sets, plain for "
+    "hit rates. The paper's figures are those of its PipeDec-14 on six data sets of its own: the mean, and lowest to highest."
+)
+
+
+def tables(studies: Mapping[str, pd.DataFrame]) -> str:
+    """All tables as one Markdown document.
+
+    By timing the means of every method on every pipeline, then prompt set by prompt set each pipeline with its preset's number
+    of stages, all of greedy answers; then greedy beside stochastic answers if there are both, and the ablations of BiTA; at the
+    end measured beside computed latency. Of several BiTA the first and the last tables show one.
+    """
+    parts = [_ABOUT]
+    compared = {timing: one_bita(answers) for timing, answers in studies.items()}
+    for timing, answers in compared.items():
+        parts += _methods_part(one_tree_each(greedy(answers)), timing)
+        parts += _stochastic_part(answers, timing)
+        parts += bita_parts(greedy(studies[timing]), timing)
+    if "measured" in compared:
+        parts += _computed_part(one_tree_each(greedy(compared["measured"])))
+    return "\n\n".join(parts) + "\n"
+
+
+def _methods_part(answers: pd.DataFrame, timing: str) -> Iterator[str]:
+    table = by_prompt_set(answers, BASELINES)
+    mean = means(table)
+    ordered = sorted(variants(answers), key=_place)
+    mean_lines = {one: _line(one, "mean", at(mean, one), _paper(one)) for one in ordered}
+    yield f"## Means over prompt sets, {timing}"
+    yield f"{provenance(answers)}."
+    yield _table(mean_lines.values())
+    for pipeline in dict.fromkeys(one.pipeline for one in ordered if not one.pipeline.recut):
+        members = [one for one in ordered if one.pipeline == pipeline]
+        yield f"## {pipeline.name}, {timing}"
+        yield f"{provenance(select(answers, members))}."
+        yield _table(line for one in members for line in (*_set_lines(one, at(table, one)), mean_lines[one]))
+
+
+def _set_lines(one: Variant, table: pd.DataFrame) -> Iterator[list[str]]:
+    for name, results in table.iterrows():
+        yield _line(one, PROMPT_SETS.get(str(name), str(name)), results)
+
+
+def _line(one: Variant, name: str, results: pd.Series, paper: str = "") -> list[str]:
+    return [
+        one.pipeline.name, _label(one.method), name, f"{results['prompts']:.0f}", f"{results['ms_per_token']:.1f}",
+        *(_times(results[f"over {baseline}"]) for baseline in BASELINES), _hit_rate(one, results["hit_rate"]),
+        f"{results['timesteps_per_token']:.2f}", paper,
+    ]  # fmt: skip
+
+
+def _table(lines: Iterable[list[str]]) -> str:
+    titles = ["cluster", "method", "prompt set", "prompts", "ms/token", *(f"over {_label(method)}" for method in BASELINES)]
+    return markdown_table([*titles, "hit rate", "timesteps/token", "paper, PipeDec-14"], lines, left=(0, 1, 2, 10))
+
+
+def _stochastic_part(answers: pd.DataFrame, timing: str) -> list[str]:
+    """Heading, small print and table of the methods that decoded both ways; nothing if none did."""
+    try:
+        both = greedy_and_stochastic(answers)
+    except NoFigure:
+        return []
+    lines = {way: _way_lines(found, way) for way, found in both.ways.items()}
+    titles = ["cluster", "method", "decoding", "prompt set", "prompts", "repeats", "ms/token", "ms/token of repeats"]
+    titles += [*(f"over {_label(method)}" for method in STATIC), "hit rate", "hit rate of repeats"]
+    about = f"{_both_provenance(both)}. {both.sampling_text}. Of repeats: the lowest and the highest."
+    body = [line for method in both.methods for way in lines for line in lines[way][method]]
+    return [f"## Greedy beside stochastic decoding, {timing}", about, markdown_table(titles, body, left=(0, 1, 2, 3))]
+
+
+def _both_provenance(both: BothWays) -> str:
+    return provenance(both.answers, "method and decoding")
+
+
+def _way_lines(answers: pd.DataFrame, way: str) -> dict[str, list[list[str]]]:
+    """By method a line for each prompt set, and one of the means."""
+    table = by_prompt_set(answers, STATIC)
+    mean = means(table)
+    lines = {}
+    for one in variants(answers):
+        own = select(answers, [one])
+        begin = [one.pipeline.name, _label(one.method), way]
+        found = []
+        for name, results in at(table, one).iterrows():
+            part = own[own["prompt_set"] == name]
+            ms, hits = (
+                _range(spread(part, column), form) for column, form in (("ms_per_token", "{:.1f}"), ("hit_rate", "{:.1%}"))
+            )
+            found.append([*begin, PROMPT_SETS.get(str(name), str(name)), *_way_cells(one, part, results, ms, hits)])
+        lines[one.method] = [*found, [*begin, "mean", *_way_cells(one, own, at(mean, one), "", "")]]
+    return lines
+
+
+def _way_cells(one: Variant, answers: pd.DataFrame, results: pd.Series, ms_range: str, hits_range: str) -> list[str]:
+    return [
+        f"{results['prompts']:.0f}", str(answers["draw"].nunique()), f"{results['ms_per_token']:.1f}", ms_range,
+        *(_times(results[f"over {baseline}"]) for baseline in STATIC), _hit_rate(one, results["hit_rate"]), hits_range,
+    ]  # fmt: skip
+
+
+def _computed_part(answers: pd.DataFrame) -> list[str]:
+    """Latency measured and by arithmetic, over the answers that have both; the share of timesteps that overran."""
+    both = answers[answers["computed_ms_per_token"].fillna(0.0) > 0]
+    lines = []
+    for one in sorted(variants(both), key=_place):
+        found = select(both, [one])
+        tokens = found["tokens"].sum()
+        measured, computed = found["decode_ms"].sum() / tokens, (found["computed_ms_per_token"] * found["tokens"]).sum() / tokens
+        known = found[found["overran"].notna()]
+        overran = (known["overran"] * known["timesteps"]).sum() / known["timesteps"].sum() if len(known) else None
+        lines.append([
+            one.pipeline.name, _label(one.method), str(len(found[["prompt_set", "prompt_index"]].drop_duplicates())),
+            f"{measured:.1f}", f"{computed:.1f}", f"{measured / computed:.3f}", "–" if overran is None else f"{overran:.1%}",
+        ])  # fmt: skip
+    titles = ["preset", "method", "prompts", "measured ms/token", "computed ms/token", "measured / computed", "timesteps overrun"]
+    return ["## Measured beside computed latency", markdown_table(titles, lines, left=(0, 1))] if lines else []
+
+
+def _paper(one: Variant) -> str:
+    """What the paper reports of this method on this cluster: speed-ups over PP and STPP."""
+    if (one.method, one.pipeline.preset, one.pipeline.recut) != (PAPER_METHOD, PAPER_PRESET, False):
+        return ""
+    ratios = {_label(baseline): f"{it.mean:g}× ({it.lowest:g}–{it.highest:g}×)" for baseline, it in PAPER_SPEEDUPS.items()}
+    return ", ".join(f"{ratio} over {baseline}" for baseline, ratio in ratios.items())
+
+
+def _label(method: str) -> str:
+    return method_looks([method])[method].name()
+
+
+def _place(one: Variant) -> tuple[bool, int, str]:
+    """Presets with their own number of stages before others; then by length. Within a pipeline methods keep their order."""
+    return one.pipeline.recut, one.groups, one.pipeline.name
+
+
+def _times(ratio: float) -> str:
+    return "–" if isnan(ratio) else f"{ratio:.2f}×"
+
+
+def _range(ends: tuple[float, float] | None, form: str) -> str:
+    return "–" if ends is None else "–".join(form.format(end) for end in ends)
+
+
+def _hit_rate(one: Variant, rate: float) -> str:
+    """A method without a tree has none."""
+    return "–" if isnan(rate) or one.tree is None else f"{rate:.1%}"
