@@ -1,4 +1,4 @@
-"""How long benchmarks report their progress."""
+"""How a benchmark of many rows reports its progress."""
 
 from __future__ import annotations
 

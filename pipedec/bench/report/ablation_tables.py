@@ -41,8 +41,8 @@ PAPER_TREES = {
     PAPER_TREE: "2.19–2.73×",
 }
 _ABOUT = (
-    "Tokens per pass: decoded tokens over passes of the pipeline. Over PP: ratio of ms/token. Both over prompts that all lines "
-    "and PP answered; means are geometric over prompt sets. Paper: lowest and highest of its four data sets"
+    "Tokens per pass: decoded tokens over passes of the pipeline. Over PP: ratio of TPOT (time per output token). Both over "
+    "prompts that all lines and PP answered; means are geometric over prompt sets. Paper: range over its four data sets"
 )
 
 
@@ -76,7 +76,7 @@ def _part(
     yield f"## {heading}, {timing}"
     fixed = fixed_text(point for one in ablations for point in one.points.values())
     yield f"{provenance(answers, 'line')}. {fixed}. {_ABOUT}."
-    yield markdown_table([first, "figure", *names, "mean", "paper"], lines, left=(0, 1))
+    yield markdown_table([first, "quantity", *names, "mean", "paper"], lines, left=(0, 1))
 
 
 def _lines(

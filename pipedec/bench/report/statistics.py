@@ -25,7 +25,7 @@ def totals(answers: pd.DataFrame, by: str | list[str]) -> pd.DataFrame:
     ``tokens_per_pass`` is for ``bita``, whose passes each begin with a miss.
     """
     table = answers.groupby(by, observed=True)[_SUMS].sum()
-    table["ms_per_token"] = table["decode_ms"] / table["tokens"]
+    table["tpot_ms"] = table["decode_ms"] / table["tokens"]
     table["timesteps_per_token"] = table["timesteps"] / table["tokens"]
     table["hit_rate"] = table["hits"] / (table["hits"] + table["misses"])
     table["timesteps_per_miss"] = (table["timesteps"] - table["hits"]) / table["misses"].replace(0, np.nan)
@@ -46,7 +46,7 @@ def means(table: pd.DataFrame) -> pd.DataFrame:
     """By variant the means of ``by_prompt_set`` over prompt sets; of prompts the sum."""
     groups = table.groupby("variant", observed=True)
     ratios = [
-        "ms_per_token",
+        "tpot_ms",
         "timesteps_per_token",
         "tokens_per_pass",
         *(name for name in table if str(name).startswith("over ")),
@@ -58,7 +58,7 @@ def means(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def speedups(answers: pd.DataFrame, baseline: str) -> pd.Series:
-    """By variant and prompt set: how many times less time per token than ``baseline`` on the same pipeline.
+    """By variant and prompt set: the TPOT of ``baseline`` on the same pipeline over that of the variant.
 
     Over the cases that both answered; variants and prompt sets without such cases are absent, and so is the baseline itself.
     """
@@ -70,7 +70,7 @@ def speedups(answers: pd.DataFrame, baseline: str) -> pd.Series:
 
 
 def interval(answers: pd.DataFrame) -> tuple[float, float] | None:
-    """The 95 % interval of ms per token over prompts, by resampling prompts (bootstrap, always the same draws).
+    """The 95 % interval of TPOT over prompts, by resampling prompts (bootstrap, always the same draws).
 
     None for fewer than three prompts.
     """

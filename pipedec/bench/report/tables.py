@@ -43,9 +43,10 @@ PAPER_METHOD = "pipedec"
 PAPER_SPEEDUPS = {BASELINE: PaperSpeedup(4.46, 7.79, 6.17), "stpp": PaperSpeedup(2.2, 2.69, 2.53)}
 
 _ABOUT = (
-    "ms/token and timesteps/token of a prompt set: totals over tokens, of all prompts the method answered. Speed-ups: ratios "
-    "of ms/token over the prompts that both methods answered on the same pipeline. Means: geometric over prompt sets, plain for "
-    "hit rates. The paper's figures are those of its PipeDec-14 on six data sets of its own: the mean, and lowest to highest."
+    "TPOT is the time per output token. TPOT and timesteps/token of a prompt set: totals over tokens, of all prompts that the "
+    "method answered. Speed-ups: ratios of TPOT over the prompts that both methods answered on the same pipeline. Means over "
+    "prompt sets: geometric, of hit rates arithmetic. The paper's numbers are those of its PipeDec-14 on its own six data sets: "
+    "the mean, and lowest to highest."
 )
 
 
@@ -89,14 +90,14 @@ def _set_lines(one: Variant, table: pd.DataFrame) -> Iterator[list[str]]:
 
 def _line(one: Variant, name: str, results: pd.Series, paper: str = "") -> list[str]:
     return [
-        one.pipeline.name, _label(one.method), name, f"{results['prompts']:.0f}", f"{results['ms_per_token']:.1f}",
+        one.pipeline.name, _label(one.method), name, f"{results['prompts']:.0f}", f"{results['tpot_ms']:.1f}",
         *(_times(results[f"over {baseline}"]) for baseline in BASELINES), _hit_rate(one, results["hit_rate"]),
         f"{results['timesteps_per_token']:.2f}", paper,
     ]  # fmt: skip
 
 
 def _table(lines: Iterable[list[str]]) -> str:
-    titles = ["cluster", "method", "prompt set", "prompts", "ms/token", *(f"over {_label(method)}" for method in BASELINES)]
+    titles = ["cluster", "method", "prompt set", "prompts", "TPOT (ms)", *(f"over {_label(method)}" for method in BASELINES)]
     return markdown_table([*titles, "hit rate", "timesteps/token", "paper, PipeDec-14"], lines, left=(0, 1, 2, 10))
 
 
@@ -107,7 +108,7 @@ def _stochastic_part(answers: pd.DataFrame, timing: str) -> list[str]:
     except NoFigure:
         return []
     lines = {way: _way_lines(found, way) for way, found in both.ways.items()}
-    titles = ["cluster", "method", "decoding", "prompt set", "prompts", "repeats", "ms/token", "ms/token of repeats"]
+    titles = ["cluster", "method", "decoding", "prompt set", "prompts", "repeats", "TPOT (ms)", "TPOT of repeats"]
     titles += [*(f"over {_label(method)}" for method in STATIC), "hit rate", "hit rate of repeats"]
     about = f"{_both_provenance(both)}. {both.sampling_text}. Of repeats: the lowest and the highest."
     body = [line for method in both.methods for way in lines for line in lines[way][method]]
@@ -129,9 +130,7 @@ def _way_lines(answers: pd.DataFrame, way: str) -> dict[str, list[list[str]]]:
         found = []
         for name, results in at(table, one).iterrows():
             part = own[own["prompt_set"] == name]
-            ms, hits = (
-                _range(spread(part, column), form) for column, form in (("ms_per_token", "{:.1f}"), ("hit_rate", "{:.1%}"))
-            )
+            ms, hits = (_range(spread(part, column), form) for column, form in (("tpot_ms", "{:.1f}"), ("hit_rate", "{:.1%}")))
             found.append([*begin, PROMPT_SETS.get(str(name), str(name)), *_way_cells(one, part, results, ms, hits)])
         lines[one.method] = [*found, [*begin, "mean", *_way_cells(one, own, at(mean, one), "", "")]]
     return lines
@@ -139,7 +138,7 @@ def _way_lines(answers: pd.DataFrame, way: str) -> dict[str, list[list[str]]]:
 
 def _way_cells(one: Variant, answers: pd.DataFrame, results: pd.Series, ms_range: str, hits_range: str) -> list[str]:
     return [
-        f"{results['prompts']:.0f}", str(answers["draw"].nunique()), f"{results['ms_per_token']:.1f}", ms_range,
+        f"{results['prompts']:.0f}", str(answers["draw"].nunique()), f"{results['tpot_ms']:.1f}", ms_range,
         *(_times(results[f"over {baseline}"]) for baseline in STATIC), _hit_rate(one, results["hit_rate"]), hits_range,
     ]  # fmt: skip
 
@@ -158,7 +157,7 @@ def _computed_part(answers: pd.DataFrame) -> list[str]:
             one.pipeline.name, _label(one.method), str(len(found[["prompt_set", "prompt_index"]].drop_duplicates())),
             f"{measured:.1f}", f"{computed:.1f}", f"{measured / computed:.3f}", "–" if overran is None else f"{overran:.1%}",
         ])  # fmt: skip
-    titles = ["preset", "method", "prompts", "measured ms/token", "computed ms/token", "measured / computed", "timesteps overrun"]
+    titles = ["preset", "method", "prompts", "measured TPOT", "computed TPOT", "measured / computed", "timesteps overrun"]
     return ["## Measured beside computed latency", markdown_table(titles, lines, left=(0, 1))] if lines else []
 
 

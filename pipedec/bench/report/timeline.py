@@ -91,12 +91,12 @@ def read_timeline(path: Path) -> Timeline:
         raise UserError(f"cannot read {path}: {error.strerror}") from None
     except (ValueError, KeyError, TypeError, AttributeError):
         raise UserError(f"{path} is not a Chrome trace: give a file that pipedec generate --trace wrote") from None
-    drawn = sorted((bar for bar in bars if bar is not None), key=lambda bar: bar.start_ms)
-    if not drawn:
+    tasks = sorted((bar for bar in bars if bar is not None), key=lambda bar: bar.start_ms)
+    if not tasks:
         raise UserError(f"{path} holds no pipeline task: trace a request with pipedec generate --trace FILE")
-    used = {bar.lane for bar in drawn}
+    used = {bar.lane for bar in tasks}
     scheduler_last = sorted(used, key=lambda lane: (lane == 0, lane))
-    return Timeline(tuple(drawn), {lane: lanes.get(lane, f"rank {lane - 1}") for lane in scheduler_last})
+    return Timeline(tuple(tasks), {lane: lanes.get(lane, f"rank {lane - 1}") for lane in scheduler_last})
 
 
 def draw_timeline(timeline: Timeline, out: Path, title: str | None = None) -> None:
@@ -152,11 +152,11 @@ def _stacked(timeline: Timeline) -> tuple[list[tuple[float, float]], dict[int, f
     for lane, height in heights.items():
         tops[lane] = top
         top += height
-    placed = []
+    positions = []
     for bar, level in zip(timeline.bars, levels, strict=True):
         height = 0.76 * heights[bar.lane] / len(ends[bar.lane])
-        placed.append((tops[bar.lane] + 0.12 * heights[bar.lane] + level * height, height))
-    return placed, heights, top
+        positions.append((tops[bar.lane] + 0.12 * heights[bar.lane] + level * height, height))
+    return positions, heights, top
 
 
 def _draw_bar(axes: Any, bar: Bar, top: float, height: float, span: float, points_per_ms: float) -> None:

@@ -52,13 +52,13 @@ class Pipeline:
 
     @property
     def recut(self) -> bool:
-        """Whether the preset is partitioned into another number of stages than its name says."""
+        """Whether the preset is partitioned into another number of stages than its name has."""
         number = re.search(r"-(\d+)$", self.preset or "")
         return number is not None and int(number[1]) != self.groups
 
     @property
     def name(self) -> str:
-        """For people: the preset, and the number of stages unless the preset's name says it."""
+        """For people: the preset, and the number of stages unless it is in the preset's name."""
         stages = f"{self.groups} stages" if self.groups > 1 else "1 stage"
         return self.preset if self.preset and not self.recut else f"{self.preset}, {stages}" if self.preset else stages
 

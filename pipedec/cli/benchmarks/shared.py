@@ -74,7 +74,7 @@ def question_options(command: Command) -> Command:
             type=int,
             default=0,
             show_default=True,
-            help="Seed of choosing prompts and of sampling.",
+            help="Seed for choosing prompts and for sampling.",
         ),
         click.option(
             "--temperature", type=float, default=0.0, show_default=True, help="Sampling temperature; 0: greedy decoding."
@@ -85,7 +85,7 @@ def question_options(command: Command) -> Command:
             type=float,
             default=1.0,
             show_default=True,
-            help="Sample from the most probable tokens that add up to this.",
+            help="Sample from the most probable tokens whose probabilities reach this sum.",
         ),
         click.option("--max-tokens", type=int, default=64, show_default=True, help="Maximum number of tokens of an answer."),
         click.option("--target", type=PATH, help="Target checkpoint directory (default: the shipped pair)."),

@@ -80,15 +80,23 @@ def grid_options(command: Command) -> Command:
     """Adds these flags; the command gets them as ``grid``."""
     options = [
         click.option("--preset", "presets", help="Emulated clusters, like paper-7,paper-14 (default: this machine itself)."),
-        click.option("--stages", help="Numbers of stages, like 1,2,4 (default: the preset's own)."),
+        click.option(
+            "--stages", help="Numbers of stages, like 1,2,4; with --preset, of devices like its first (default: its own number)."
+        ),
         click.option(
             "--methods", default="pp,stpp,stpp-tuned,pipedec,pipedec-bestfirst", show_default=True,
             help="Also bita, and slm: a small model alone.",
         ),
         click.option("--bita", multiple=True, type=PATH, help="bita: a trained BiTA (default: the shipped one; repeatable)."),
         click.option("--repeats", type=int, default=1, show_default=True, help="Answers per prompt, each with its own seed."),
-        click.option("--clock", default="measured", show_default=True, help="measured (real processes), computed (arithmetic)."),
-        click.option("--slow-motion", type=float, default=4.0, show_default=True, help="Factor on emulated times."),
+        click.option(
+            "--clock", default="measured", show_default=True,
+            help="measured: real processes; computed: one process, times by arithmetic.",
+        ),
+        click.option(
+            "--slow-motion", type=float, default=4.0, show_default=True, 
+            help="Factor on all emulated times; results are divided by it.",
+        ),
         click.option("--small", type=PATH, help="The model of the method slm (default: the draft)."),
     ]  # fmt: skip
     return gathered(command, options, GridFlags, "grid")
@@ -166,11 +174,11 @@ class ProgressBar:
 def _summary(rows: list[dict[str, Any]]) -> Table:
     """By pipeline, method and tree: totals of all answers."""
     emulated, computed = rows[0]["emulated"], rows[0]["clock"] == "computed"
-    title = "Latency per token" + ", emulated" * emulated + ", computed" * computed
+    title = "Time per output token (TPOT)" + ", emulated" * emulated + ", computed" * computed
     table = Table(title=title, title_justify="left")
     for name in ("pipeline", "method", "tree"):
         table.add_column(name)
-    for name in ("answers", "ms per token", "computed", "timesteps per token", "hit rate", "overran"):
+    for name in ("answers", "TPOT ms", "computed", "timesteps per token", "hit rate", "overran"):
         table.add_column(name, justify="right")
     groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for row in rows:

@@ -115,7 +115,7 @@ def test_every_figure_names_the_origin_of_its_data(sweep: pd.DataFrame, name: st
 def test_latency_bars_are_by_prompt_set_in_the_order_of_methods(sweep: pd.DataFrame) -> None:
     figure = FIGURES["latency"](sweep, None)
     (axes,) = figure.axes
-    assert axes.get_ylabel() == "latency per token (ms)" and ticks(axes) == list(PROMPT_SETS.values())
+    assert axes.get_ylabel() == "TPOT (ms)" and ticks(axes) == list(PROMPT_SETS.values())
     labels = [
         "PP", "STPP", "STPP tuned", "SLM", "BiTA", "PipeDec-7", "PipeDec-14", "PipeDec-21",
         "PipeDec-7 best-first", "PipeDec-14 best-first", "PipeDec-21 best-first",
@@ -164,7 +164,7 @@ def test_stochastic_stands_beside_greedy_by_prompt_set_and_method(tmp_path: Path
             lines += [stochastic(method, name, repeat=repeat, ms=ms, misses=misses) for name in ("rag", "qa")]
     figure = stochastic_figure(answers(tmp_path, lines))
     latency, hits = figure.axes
-    assert (latency.get_ylabel(), hits.get_ylabel()) == ("latency per token (ms)", "hit rate (%)")
+    assert (latency.get_ylabel(), hits.get_ylabel()) == ("TPOT (ms)", "hit rate (%)")
     assert ticks(hits) == ["QA", "RAG"]
     assert bars_of(latency) == {
         "STPP, greedy": [100, 100], "STPP, stochastic": [80, 80], "PipeDec, greedy": [50, 50], "PipeDec, stochastic": [80, 80]
@@ -262,7 +262,7 @@ def test_tree_has_a_line_per_number_of_children_over_the_width(tmp_path: Path) -
     unshared = [line(prompt_set="qa", prompt_index=9, width=32, children=4, ms=9999)]
     elsewhere = [line(width=width, groups=7, preset="paper-7") for width in (8, 16)]
     latency, hits = tree_figure(answers(tmp_path, grid + unshared + elsewhere)).axes
-    assert (latency.get_ylabel(), hits.get_ylabel()) == ("latency per token (ms)", "hit rate (%)")
+    assert (latency.get_ylabel(), hits.get_ylabel()) == ("TPOT (ms)", "hit rate (%)")
     assert latency.get_xscale() == "log" and ticks(latency) == ["8", "16", "32"]
     assert lines_of(latency)["4"] == ([8, 16, 32], pytest.approx([16, 32, 64])), "geometric means; shared prompts alone"
     assert {name: values for name, (_, values) in lines_of(hits).items()} == {
@@ -291,7 +291,7 @@ def test_speedup_is_over_pp_of_the_same_pipeline(tmp_path: Path) -> None:
     assert list(drawn) == ["ideal = stages", "PipeDec"]
     assert drawn["PipeDec"] == ([2, 4, 14], pytest.approx([8, 9.6, 12]))
     assert drawn["ideal = stages"] == ([2, 4, 14], [2, 4, 14])
-    assert "Hollow markers: the model would not fit" in note(figure)
+    assert "Hollow markers: the model does not fit" in note(figure)
     assert (axes.get_xlabel(), axes.get_ylabel()) == ("pipeline stages", "speed-up over PP (×)")
 
 

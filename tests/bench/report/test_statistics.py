@@ -20,14 +20,14 @@ def only(table: pd.DataFrame) -> pd.Series:
 
 def test_long_answers_weigh_as_much_as_their_tokens(tmp_path: Path) -> None:
     found = answers(tmp_path, [line(prompt_index=0, tokens=10, ms=50), line(prompt_index=1, tokens=30, ms=10)])
-    assert only(totals(found, "variant"))["ms_per_token"] == pytest.approx((500 + 300) / 40)
+    assert only(totals(found, "variant"))["tpot_ms"] == pytest.approx((500 + 300) / 40)
 
 
 def test_means_over_prompt_sets_are_geometric_and_of_hit_rates_arithmetic(tmp_path: Path) -> None:
     lines = [line(prompt_set="qa", ms=40, misses=2), line(prompt_set="rag", ms=90, misses=4)]
     found = answers(tmp_path, [*lines, line(prompt_set="rag", prompt_index=1, ms=90, misses=4)])
     mean = only(means(by_prompt_set(found)))
-    assert (mean["ms_per_token"], mean["prompts"]) == (pytest.approx(60), 3)
+    assert (mean["tpot_ms"], mean["prompts"]) == (pytest.approx(60), 3)
     assert mean["hit_rate"] == pytest.approx((0.8 + 0.6) / 2)
     assert mean["timesteps_per_token"] == pytest.approx(((8 + 2 * 14) / 10 * (6 + 4 * 14) / 10) ** 0.5)
 
@@ -47,7 +47,7 @@ def test_speedups_are_over_the_prompts_that_both_answered(tmp_path: Path) -> Non
     ]  # fmt: skip
     found = answers(tmp_path, lines)
     pipedec = variants(found)[1]
-    # A mean of the prompts' ratios would be 4 for qa; the totals are 150 over 50 ms per token.
+    # A mean of the prompts' ratios would be 4 for qa; the totals are 150 over 50 TPOT.
     expected = {(pipedec, "qa"): pytest.approx(3), (pipedec, "rag"): pytest.approx(2)}
     assert speedups(found, "pp").to_dict() == expected
     assert means(by_prompt_set(found, ["pp"]))["over pp"].dropna().to_dict() == {pipedec: pytest.approx(6**0.5)}
@@ -76,7 +76,7 @@ def test_the_spread_is_over_repeats_of_all_prompts(tmp_path: Path) -> None:
             for turn, pair in enumerate(times)
             for index, ms in enumerate(pair)
         ]
-        return spread(answers(tmp_path, lines), "ms_per_token")
+        return spread(answers(tmp_path, lines), "tpot_ms")
 
     assert of((10, 90)) is None, "prompts are no repeats"
     assert of((10, 90), (60, 60), (30, 50)) == (40, 60)

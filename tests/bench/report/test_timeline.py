@@ -1,4 +1,4 @@
-"""Pictures of traces: what is drawn, and what is said of files that are no traces."""
+"""Timelines of traces: their bars and lanes, and the errors about files that are no traces."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_an_empty_part_is_refused(trace: Path, low: float, high: float, words: s
 @pytest.mark.parametrize(("suffix", "magic"), [(".png", b"\x89PNG"), (".svg", b"<?xml")])
 def test_command_draws(trace: Path, tmp_path: Path, suffix: str, magic: bytes) -> None:
     pytest.importorskip("matplotlib")
-    out = tmp_path / f"picture{suffix}"
+    out = tmp_path / f"timeline{suffix}"
     flags = ["--out", str(out), "--from-ms", "1", "--to-ms", "4.5", "--title", "four timesteps"]
     done = CliRunner().invoke(program, ["bench", "timeline", str(trace), *flags])
     assert done.exit_code == 0, (done.output, done.exception)
@@ -70,8 +70,8 @@ def test_command_draws(trace: Path, tmp_path: Path, suffix: str, magic: bytes) -
 def test_svg_holds_labels_and_legend(trace: Path, tmp_path: Path) -> None:
     matplotlib = pytest.importorskip("matplotlib")
     with matplotlib.rc_context({"svg.fonttype": "none"}):
-        draw_timeline(read_timeline(trace), tmp_path / "picture.svg")
-    text = (tmp_path / "picture.svg").read_text()
+        draw_timeline(read_timeline(trace), tmp_path / "timeline.svg")
+    text = (tmp_path / "timeline.svg").read_text()
     assert all(word in text for word in ("rank 1: stage 1", "scheduler", "time (ms)", "2P0", "2F3", *CATEGORIES))
 
 
@@ -88,7 +88,7 @@ def test_svg_holds_labels_and_legend(trace: Path, tmp_path: Path) -> None:
         (None, "cannot read"),
     ],
 )
-def test_what_is_no_trace_is_said_in_one_line(tmp_path: Path, content: str | None, words: str) -> None:
+def test_a_file_that_is_no_trace_is_refused_in_one_line(tmp_path: Path, content: str | None, words: str) -> None:
     path = tmp_path / "trace.json"
     if content is not None:
         path.write_text(content)
@@ -96,7 +96,7 @@ def test_what_is_no_trace_is_said_in_one_line(tmp_path: Path, content: str | Non
     assert isinstance(done.exception, UserError) and words in str(done.exception) and "\n" not in str(done.exception)
 
 
-def test_unknown_picture_formats_are_refused(trace: Path, tmp_path: Path) -> None:
+def test_unknown_formats_are_refused(trace: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"must end in one of \.svg"):
         draw_timeline(read_timeline(trace), tmp_path / "x.gif")
 

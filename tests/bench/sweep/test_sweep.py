@@ -58,7 +58,7 @@ def test_every_combination_has_one_row_and_all_methods_agree(pair: Pair, tmp_pat
     assert len(rows) == progress.rows == progress.total == 2 * 3 * 7 + 3
     assert len({row["key"] for row in rows}) == len(rows)
     assert rows == lines(tmp_path)
-    assert read_rows([tmp_path]), "the readers of rows understand them"
+    assert read_rows([tmp_path]), "the schema of the readers"
     for row in rows:
         assert row["emulated"] and row["clock"] == "computed" and row["output_tokens"] == 6
         assert row["ms_per_token"] == row["computed_ms_per_token"] > 0

@@ -1,4 +1,4 @@
-"""Figures of bars: latency per token by prompt set (the paper's Figure 5), and where the time of a timestep goes."""
+"""Figures of bars: time per output token (TPOT) by prompt set (the paper's Figure 5), and where the time of a timestep goes."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _BARS_SHARE = 0.84  # of the room of a prompt set
 
 
 def latency_figure(answers: pd.DataFrame, title: str | None = None) -> Figure:
-    """Bars of ms per token by prompt set, one per method and pipeline, all over the same prompts; 95 % intervals over prompts."""
+    """Bars of TPOT by prompt set, one per method and pipeline, all over the same prompts; 95 % intervals over prompts."""
     answers = over_shared_cases(headline(answers))
     if answers.empty:
         raise NoFigure("no prompt was answered by all methods")
@@ -52,7 +52,7 @@ def latency_figure(answers: pd.DataFrame, title: str | None = None) -> Figure:
     width = _BARS_SHARE / len(shown)
     has_intervals = False
     for number, (one, color, label) in enumerate(zip(shown, colors(shown), labels(shown), strict=True)):
-        heights = at(table["ms_per_token"], one)
+        heights = at(table["tpot_ms"], one)
         xs = [names.index(name) + (number - (len(shown) - 1) / 2) * width for name in heights.index]
         axes.bar(xs, heights, 0.92 * width, color=color, label=label)
         own = select(answers, [one])
@@ -60,7 +60,7 @@ def latency_figure(answers: pd.DataFrame, title: str | None = None) -> Figure:
             if (ends := interval(own[own["prompt_set"] == name])) is not None:
                 whisker(axes, x, height, ends)
                 has_intervals = True
-    dress(axes, y_label="latency per token (ms)")
+    dress(axes, y_label="TPOT (ms)")
     axes.set_xticks(range(len(names)), [set_label(name) for name in names])
     axes.tick_params(axis="x", length=0)
     axes.set_xlim(-0.5, len(names) - 0.5)

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 TREE_METHOD = "pipedec"
 _CHILDREN_COLORS = ("#F0B323", "#56B4E9", "#0072B2", "#1B2A41", "#D55E00", "#009E73")
 _CHILDREN_MARKERS = ("^", "s", "o", "D", "v", "P")
-_HOLLOW = "Hollow markers: the model would not fit into the memory of so many of these devices"
+_HOLLOW = "Hollow markers: the model does not fit into the memory of these devices"
 
 
 def tree_figure(answers: pd.DataFrame, title: str | None = None) -> Figure:
@@ -55,9 +55,9 @@ def tree_figure(answers: pd.DataFrame, title: str | None = None) -> Figure:
     latency, hits = figure.subplots(1, 2)
     for number, (children, found) in enumerate(points.sort_values("width").groupby("children")):
         look = {"color": _CHILDREN_COLORS[number % 6], "marker": _CHILDREN_MARKERS[number % 6], "label": str(children)}
-        latency.plot(found["width"], found["ms_per_token"], linewidth=1.3, markersize=4, **look)
+        latency.plot(found["width"], found["tpot_ms"], linewidth=1.3, markersize=4, **look)
         hits.plot(found["width"], 100 * found["hit_rate"].fillna(0.0), linewidth=1.3, markersize=4, **look)
-    for axes, label in ((latency, "latency per token (ms)"), (hits, "hit rate (%)")):
+    for axes, label in ((latency, "TPOT (ms)"), (hits, "hit rate (%)")):
         dress(axes, "tree width (rows per layer)", label)
         log_axis(axes, "x", widths)
     legend = hits.legend(

@@ -22,16 +22,16 @@ _BARS_SHARE = 0.84  # of the room of a prompt set
 
 
 def stochastic_figure(answers: pd.DataFrame, title: str | None = None) -> Figure:
-    """Bars of ms per token, and of hit rates below, by prompt set: per method a greedy one and, lighter, a stochastic one.
+    """Bars of TPOT, and of hit rates below, by prompt set: per method a greedy one and, lighter, a stochastic one.
 
     Whiskers are the lowest and the highest repeat.
     """
     both = greedy_and_stochastic(answers)
     figure = new_figure(FULL_WIDTH, 3.8)
     latency, hits = figure.subplots(2, 1, sharex=True)
-    _draw(latency, both, "ms_per_token")
+    _draw(latency, both, "tpot_ms")
     _draw(hits, both, "hit_rate", scale=100.0)
-    dress(latency, y_label="latency per token (ms)")
+    dress(latency, y_label="TPOT (ms)")
     dress(hits, y_label="hit rate (%)")
     names = prompt_sets(both.greedy)
     hits.set_xticks(range(len(names)), [set_label(name) for name in names])
