@@ -1,7 +1,7 @@
 """The rows of a sweep as one data frame: an answer per row.
 
 Owns the frame's columns, their order and which answers may appear in one figure. Knows no statistics. Columns: the fields of
-``SweepRow``, flat, and
+``SweepRow``, and
 
 - ``variant``: what decoded the answer, an ordered category; rows are sorted by it, ``prompt_set`` is an ordered category, too;
 - ``question``: a number for what was asked, ``case`` one for the question and its sampling, ``draw`` one for repeat and seed.
@@ -21,7 +21,7 @@ import pandas as pd
 
 from pipedec.bench.report.methods import method_rank
 from pipedec.bench.report.prompt_sets import prompt_set_rank
-from pipedec.bench.sweep.rows import BITA, SMALL_MODEL, Pipeline, SweepRow, TrainedBita, Tree, read_rows
+from pipedec.bench.sweep.rows import SMALL_MODEL, Pipeline, SweepRow, TrainedBita, Tree, read_rows
 from pipedec.core import UserError
 
 TIMINGS = ("measured", "computed", "machine")
@@ -121,17 +121,13 @@ def prompt_sets(answers: pd.DataFrame) -> list[str]:
 
 
 def _record(row: SweepRow) -> dict[str, Any]:
-    variant = Variant(row.method, row.pipeline, row.limits, row.bita if row.method == BITA else None)
     return {
-        **row.model_dump(exclude={"cluster", "pair", "machine", "tree", "bita", "sampling", "output_tokens", "slow_motion"}),
-        **row.sampling.model_dump(),
+        **dict(row),
         "timing": row.timing,
-        "variant": variant,
-        "pipeline": variant.pipeline,
-        "models": row.pair.digest or row.pair.target,
-        "machine": row.machine.gpu or "CPU",
-        "slow_motion": row.slow_motion or 1.0,
         "tokens": row.tokens,
+        "variant": Variant(row.method, row.pipeline, row.tree, row.bita),
+        "models": row.digest or row.target,
+        "machine": row.gpu or "CPU",
     }
 
 

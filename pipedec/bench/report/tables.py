@@ -14,7 +14,7 @@ import pandas as pd
 from pipedec.bench.report.ablation_tables import bita_parts
 from pipedec.bench.report.ablations import one_bita
 from pipedec.bench.report.captions import provenance
-from pipedec.bench.report.decoding import BothWays, greedy_and_stochastic
+from pipedec.bench.report.decoding import greedy_and_stochastic
 from pipedec.bench.report.frames import Variant, at, greedy, select, variants
 from pipedec.bench.report.markdown import markdown_table
 from pipedec.bench.report.methods import BASELINE, method_looks
@@ -73,6 +73,7 @@ def _methods_part(answers: pd.DataFrame, timing: str) -> Iterator[str]:
     mean = means(table)
     ordered = sorted(variants(answers), key=_place)
     mean_lines = {one: _line(one, "mean", at(mean, one), _paper(one)) for one in ordered}
+    lines = {one: [*(_line(one, str(name), row) for name, row in at(table, one).iterrows()), mean_lines[one]] for one in ordered}
     yield f"## Means over prompt sets, {timing}"
     yield f"{provenance(answers)}."
     yield _table(mean_lines.values())
@@ -80,19 +81,14 @@ def _methods_part(answers: pd.DataFrame, timing: str) -> Iterator[str]:
         members = [one for one in ordered if one.pipeline == pipeline]
         yield f"## {pipeline.name}, {timing}"
         yield f"{provenance(select(answers, members))}."
-        yield _table(line for one in members for line in (*_set_lines(one, at(table, one)), mean_lines[one]))
-
-
-def _set_lines(one: Variant, table: pd.DataFrame) -> Iterator[list[str]]:
-    for name, results in table.iterrows():
-        yield _line(one, PROMPT_SETS.get(str(name), str(name)), results)
+        yield _table(line for one in members for line in lines[one])
 
 
 def _line(one: Variant, name: str, results: pd.Series, paper: str = "") -> list[str]:
     return [
-        one.pipeline.name, _label(one.method), name, f"{results['prompts']:.0f}", f"{results['tpot_ms']:.1f}",
-        *(_times(results[f"over {baseline}"]) for baseline in BASELINES), _hit_rate(one, results["hit_rate"]),
-        f"{results['timesteps_per_token']:.2f}", paper,
+        one.pipeline.name, _label(one.method), PROMPT_SETS.get(name, name), f"{results['prompts']:.0f}",
+        f"{results['tpot_ms']:.1f}", *(_times(results[f"over {baseline}"]) for baseline in BASELINES),
+        _hit_rate(one, results["hit_rate"]), f"{results['timesteps_per_token']:.2f}", paper,
     ]  # fmt: skip
 
 
@@ -110,37 +106,27 @@ def _stochastic_part(answers: pd.DataFrame, timing: str) -> list[str]:
     lines = {way: _way_lines(found, way) for way, found in both.ways.items()}
     titles = ["cluster", "method", "decoding", "prompt set", "prompts", "repeats", "TPOT (ms)", "TPOT of repeats"]
     titles += [*(f"over {_label(method)}" for method in STATIC), "hit rate", "hit rate of repeats"]
-    about = f"{_both_provenance(both)}. {both.sampling_text}. Of repeats: the lowest and the highest."
+    about = f"{provenance(both.answers, 'method and decoding')}. {both.sampling_text}. Of repeats: the lowest and the highest."
     body = [line for method in both.methods for way in lines for line in lines[way][method]]
     return [f"## Greedy beside stochastic decoding, {timing}", about, markdown_table(titles, body, left=(0, 1, 2, 3))]
-
-
-def _both_provenance(both: BothWays) -> str:
-    return provenance(both.answers, "method and decoding")
 
 
 def _way_lines(answers: pd.DataFrame, way: str) -> dict[str, list[list[str]]]:
     """By method a line for each prompt set, and one of the means."""
     table = by_prompt_set(answers, STATIC)
     mean = means(table)
-    lines = {}
+    lines: dict[str, list[list[str]]] = {}
     for one in variants(answers):
         own = select(answers, [one])
-        begin = [one.pipeline.name, _label(one.method), way]
-        found = []
-        for name, results in at(table, one).iterrows():
-            part = own[own["prompt_set"] == name]
-            ms, hits = (_range(spread(part, column), form) for column, form in (("tpot_ms", "{:.1f}"), ("hit_rate", "{:.1%}")))
-            found.append([*begin, PROMPT_SETS.get(str(name), str(name)), *_way_cells(one, part, results, ms, hits)])
-        lines[one.method] = [*found, [*begin, "mean", *_way_cells(one, own, at(mean, one), "", "")]]
+        parts = {str(name): (own[own["prompt_set"] == name], results) for name, results in at(table, one).iterrows()}
+        for name, (part, results) in {**parts, "mean": (own, at(mean, one))}.items():
+            ranges = ("", "") if name == "mean" else (_range(part, "tpot_ms", "{:.1f}"), _range(part, "hit_rate", "{:.1%}"))
+            lines.setdefault(one.method, []).append([
+                one.pipeline.name, _label(one.method), way, PROMPT_SETS.get(name, name), f"{results['prompts']:.0f}",
+                str(part["draw"].nunique()), f"{results['tpot_ms']:.1f}", ranges[0],
+                *(_times(results[f"over {baseline}"]) for baseline in STATIC), _hit_rate(one, results["hit_rate"]), ranges[1],
+            ])  # fmt: skip
     return lines
-
-
-def _way_cells(one: Variant, answers: pd.DataFrame, results: pd.Series, ms_range: str, hits_range: str) -> list[str]:
-    return [
-        f"{results['prompts']:.0f}", str(answers["draw"].nunique()), f"{results['tpot_ms']:.1f}", ms_range,
-        *(_times(results[f"over {baseline}"]) for baseline in STATIC), _hit_rate(one, results["hit_rate"]), hits_range,
-    ]  # fmt: skip
 
 
 def _computed_part(answers: pd.DataFrame) -> list[str]:
@@ -182,7 +168,9 @@ def _times(ratio: float) -> str:
     return "–" if isnan(ratio) else f"{ratio:.2f}×"
 
 
-def _range(ends: tuple[float, float] | None, form: str) -> str:
+def _range(answers: pd.DataFrame, column: str, form: str) -> str:
+    """The lowest and the highest repeat."""
+    ends = spread(answers, column)
     return "–" if ends is None else "–".join(form.format(end) for end in ends)
 
 

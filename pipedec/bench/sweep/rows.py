@@ -9,9 +9,9 @@ import re
 from collections.abc import Iterable
 from dataclasses import field, replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StrictBool, ValidationError, model_validator
+from pydantic import AliasPath, BaseModel, Field, StrictBool, StrictInt, ValidationError, model_validator
 from pydantic.dataclasses import dataclass
 
 from pipedec.bench.record import ROWS_FILE, read_records
@@ -96,57 +96,41 @@ class TrainedBita:
         return "no prompt" if self.prompting == "none" else f"{self.prompting} prompt of {self.prompt_tokens} tokens"
 
 
-class Sampling(BaseModel):
-    """How the tokens were chosen. At temperature 0 (greedy decoding) ``top_k``, ``top_p`` and ``seed`` mean nothing."""
-
-    temperature: Number
-    max_tokens: Count
-    ignore_eos: StrictBool
-    top_k: Annotated[int, Field(strict=True)] | None = None
-    top_p: Number | None = None
-    seed: Annotated[int, Field(strict=True)] | None = None
-
-    @model_validator(mode="after")
-    def _normalize(self) -> Sampling:
-        if self.temperature == 0:
-            self.top_k, self.top_p, self.seed = 0, 1.0, None
-        for name in ("top_k", "top_p", "seed") if self.temperature else ():
-            if getattr(self, name) is None:
-                raise ValueError(f"{name} is missing, which a temperature above 0 needs")
-        self.top_k = max(0, self.top_k or 0)
-        return self
+def _at(*path: str) -> Any:
+    """A field that is nested in the row; None if it is missing there."""
+    return Field(None, validation_alias=AliasPath(*path))
 
 
-class Models(BaseModel):
-    """The real models that did the work."""
-
-    target: str
-    digest: str | None = None
-
-
-class Machine(BaseModel):
-    gpu: str | None = None
+def _needed(*path: str) -> Any:
+    return Field(validation_alias=AliasPath(*path))
 
 
 class SweepRow(BaseModel):
-    """One answer. Times are those of the emulated devices, in ms, already divided by ``slow_motion``."""
+    """One answer, without nesting. Times are those of the emulated devices, in ms, already divided by ``slow_motion``.
 
-    model_config = ConfigDict(frozen=True)
+    At temperature 0 (greedy decoding) ``top_k``, ``top_p`` and ``seed`` mean nothing: they are 0, 1 and None.
+    """
 
     clock: Literal["measured", "computed"]
     emulated: StrictBool
     slow_motion: Number | None
     preset: str | None
-    cluster: Pipeline
-    pair: Models
-    machine: Machine
+    pipeline: Pipeline = Field(validation_alias="cluster")
+    target: str = _needed("pair", "target")
+    digest: str | None = _at("pair", "digest")
+    gpu: str | None = _at("machine", "gpu")
     method: str
     tree: Tree | None
     bita: TrainedBita | None = None
     prompt_set: str
     prompt_index: Count
     repeat: Count
-    sampling: Sampling
+    temperature: Number = _needed("sampling", "temperature")
+    max_tokens: Count = _needed("sampling", "max_tokens")
+    ignore_eos: StrictBool = _needed("sampling", "ignore_eos")
+    top_k: StrictInt | None = _at("sampling", "top_k")
+    top_p: Number | None = _at("sampling", "top_p")
+    seed: StrictInt | None = _at("sampling", "seed")
     output_tokens: Count
     timesteps: Count
     hits: Count
@@ -166,6 +150,19 @@ class SweepRow(BaseModel):
             raise ValueError("bita is missing, which the method bita needs")
         if self.method == BITA and self.tree is not None and self.tree.shape not in SHAPES:
             raise ValueError(f"tree.shape must be one of {', '.join(SHAPES)}, not {self.tree.shape}")
+        for name in ("top_k", "top_p", "seed") if self.temperature else ():
+            if getattr(self, name) is None:
+                raise ValueError(f"sampling.{name} is missing, which a temperature above 0 needs")
+        return self
+
+    @model_validator(mode="after")
+    def _normalize(self) -> SweepRow:
+        if self.temperature == 0:
+            self.top_k, self.top_p, self.seed = 0, 1.0, None
+        if self.method != BITA:
+            self.bita, self.tree = None, self.tree and replace(self.tree, shape=None)
+        self.top_k, self.slow_motion = max(0, self.top_k or 0), self.slow_motion or 1.0
+        self.pipeline = replace(self.pipeline, preset=self.preset)
         return self
 
     @property
@@ -177,15 +174,6 @@ class SweepRow(BaseModel):
     def tokens(self) -> int:
         """Decoded tokens: all but the first, which is the prefill's."""
         return max(0, self.output_tokens - 1)
-
-    @property
-    def pipeline(self) -> Pipeline:
-        return replace(self.cluster, preset=self.preset)
-
-    @property
-    def limits(self) -> Tree | None:
-        """The tree, without the shape if the method has none."""
-        return self.tree if self.tree is None or self.method == BITA else replace(self.tree, shape=None)
 
 
 def read_rows(sources: Iterable[Path]) -> list[SweepRow]:
