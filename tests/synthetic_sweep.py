@@ -1,4 +1,4 @@
-"""Rows of a sweep that nobody ran: figures chosen by the test, in the schema of ``pipedec bench sweep``."""
+"""Synthetic rows of a sweep, in the schema of ``pipedec bench sweep``."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from pipedec.bench.sweep_rows import SweepRow, read_rows
+import pandas as pd
+
+from pipedec.bench.report.frames import read_answers
 
 Line = dict[str, Any]
 
@@ -85,7 +87,7 @@ def bita(
     make: Callable[..., Line] = line,
     **changes: Any,
 ) -> Line:
-    """A line of ``bita`` by the BiTA called ``name`` with this tree; the rest as ``make`` has it."""
+    """A line of ``bita`` with the BiTA called ``name`` and this tree; the rest as in ``make``."""
     trained = {"name": name, "digest": name, "prompting": prompting, "masks": masks, "prompt_tokens": prompt_tokens}
     tree = {"shape": shape, "depth": depth, "children": named, "rows": rows}
     return make("bita", prompt_set, prompt_index, bita=trained, tree=tree, **changes)
@@ -94,9 +96,9 @@ def bita(
 def stochastic(
     *arguments: Any, repeat: int = 0, temperature: float = 0.6, top_k: int = 80, top_p: float = 0.9, seed: int = 0, **changes: Any
 ) -> Line:
-    """A line of an answer whose tokens were drawn, by ``seed`` + ``repeat``; the rest as ``line``."""
-    drawn = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed + repeat}
-    return line(*arguments, repeat=repeat, sampling=line()["sampling"] | drawn, **changes)
+    """A line of an answer whose tokens were sampled, with ``seed`` + ``repeat``; the rest as ``line``."""
+    sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed + repeat}
+    return line(*arguments, repeat=repeat, sampling=line()["sampling"] | sampling, **changes)
 
 
 def write(path: Path, lines: Iterable[Line]) -> Path:
@@ -104,6 +106,6 @@ def write(path: Path, lines: Iterable[Line]) -> Path:
     return path
 
 
-def rows(tmp_path: Path, lines: Iterable[Line]) -> list[SweepRow]:
-    """The lines as the figures get them, by way of a file."""
-    return read_rows([write(tmp_path / "rows.jsonl", lines)])
+def answers(tmp_path: Path, lines: Iterable[Line]) -> pd.DataFrame:
+    """The lines as figures and tables receive them, through a file."""
+    return read_answers([write(tmp_path / "rows.jsonl", lines)])

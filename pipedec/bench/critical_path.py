@@ -1,6 +1,6 @@
-"""Which reports to Redis a timestep had to wait for, one after another: read off the scheduler's own trace.
+"""The sequential reports to Redis that a timestep had to wait for, from the scheduler's trace.
 
-Knows tasks and their times; knows nothing of how they were executed.
+Knows tasks and their times, not how they were executed.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from pipedec.scheduler import GrantedTask, Task
 
 
 def critical_path(trace: Sequence[GrantedTask], seq: int) -> list[Task]:
-    """The chain of tasks that led from (C,dec,0,``seq``) becoming due to (C,dec,0,``seq`` + 1) becoming due, in order.
+    """The chain of tasks between the grant of (C,dec,0,``seq``) and the grant of (C,dec,0,``seq`` + 1), in order.
 
-    A task is granted by the script call that reports the last task it waited for, and inside a script Redis's clock stands
-    still, so the time of a grant names its cause. The walk goes backwards from rank 0's next dec: the cause of a
-    task is the report that arrived last among (a) the one that granted it and (b) reports that its own ranks had still to make
-    after that, because a rank does one thing at a time. Every task of the chain is one report to Redis
-    that the next one could not precede: its length is the number of round trips on the critical path.
+    A task is granted by the script call that reports the last task it depended on, and Redis's clock does not advance inside a
+    script, so the time of a grant identifies its cause. The walk goes backwards from rank 0's next dec: the cause of a task is
+    the latest report among (a) the one that granted it and (b) those that its ranks still had to make after that, because a
+    rank runs one task at a time. Every task of the chain is one report to Redis that had to precede the next one, so the
+    chain's length is the number of round trips on the critical path.
 
     Raises:
         KeyError: the trace has no dec of rank 0 at ``seq`` or at ``seq`` + 1.
@@ -43,7 +43,7 @@ def critical_path_lengths(trace: Sequence[GrantedTask]) -> list[int]:
 
 
 def _last_before(ordered: Sequence[GrantedTask], time_us: int, but: GrantedTask | None) -> GrantedTask | None:
-    """The last report that was made not after ``time_us``."""
+    """The last report that was made at ``time_us`` or before, other than ``but``."""
     index = bisect_left(ordered, time_us + 1, key=lambda line: line.finished_us) - 1
     while index >= 0 and ordered[index] is but:
         index -= 1

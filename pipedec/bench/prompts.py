@@ -1,4 +1,4 @@
-"""The prompts of a measurement: drawn from each set by a seed, so that every benchmark with that seed asks the same ones."""
+"""The prompts of a benchmark: chosen from each set by a seed, so that all benchmarks with that seed use the same ones."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pipedec.messages import PromptRequest
 
 
 class Tokenizes(Protocol):
-    """``Prompter``, or what asks it in ways of its own."""
+    """``Prompter``, or a wrapper that formats prompts differently."""
 
     def token_ids(self, prompt: str, raw: bool, max_tokens: int) -> tuple[int, ...]: ...
 
@@ -31,10 +31,10 @@ class DrawnPrompt:
 def draw(
     prompter: Tokenizes, prompt_sets: Iterable[PromptSet], asked: PromptRequest, samples: int, seed: int
 ) -> list[DrawnPrompt]:
-    """Of each set the first ``samples`` prompts, in the order of the seed, that fit into the target's context.
+    """From each set the first ``samples`` prompts, in the order of the seed, that fit into the target's context.
 
     Args:
-        asked: how to ask; its own prompt does not matter.
+        asked: the request of every prompt; its own prompt is replaced.
 
     Raises:
         UserError: no prompt of a set fits.

@@ -1,6 +1,6 @@
-"""What every measurement is written down with: the machine, the revision, the date, the whole configuration; one JSON row each.
+"""The JSONL files of all benchmarks: the header of a row (machine, revision, date, configuration), appending and reading rows.
 
-Owns the header and the file format. What the figures of a benchmark mean, only the benchmark knows.
+Owns the header and the file format. It does not know what the fields of a benchmark mean.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import os
 import platform
 import statistics
 import subprocess
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from datetime import datetime, timezone
 from pathlib import Path
@@ -24,6 +24,8 @@ from pipedec import __version__
 from pipedec.core import UserError
 
 Row = dict[str, Any]
+
+ROWS_FILE = "rows.jsonl"  # in the directory of a benchmark's results
 
 _CHECKOUT = Path(__file__).resolve().parent.parent.parent
 _GIT_SECONDS = 5.0
@@ -42,7 +44,7 @@ def header(benchmark: str, config: Row) -> Row:
 
 
 def revision() -> str:
-    """The commit of the checkout this package lies in, with ``-dirty`` behind it if files differ; else ``unknown``."""
+    """The commit of the checkout that contains this package, with ``-dirty`` appended if files differ; else ``unknown``."""
     commit = _git("rev-parse", "HEAD")
     # A package installed inside somebody's repository must not report that repository's commit.
     if commit is None or _git("rev-parse", "--show-toplevel") != str(_CHECKOUT):
@@ -51,7 +53,7 @@ def revision() -> str:
 
 
 def machine() -> Row:
-    """What the figures depend on besides the code."""
+    """Hardware and software versions that the results depend on."""
     return {
         "cpu": _cpu_model(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
@@ -65,20 +67,20 @@ def machine() -> Row:
 
 
 def plain(value: Any) -> Row:
-    """The fields of a dataclass as a JSON file gives them back."""
+    """The fields of a dataclass, as reading them back from a JSON file would give them."""
     fields: Row = json.loads(json.dumps(asdict(value)))
     return fields
 
 
 def spread(samples: Sequence[float]) -> dict[str, float]:
-    """The 10th percentile (least disturbed by other work on the machine), the median and the 90th."""
+    """The 10th percentile (least disturbed by other work on the machine), the median and the 90th percentile."""
     ordered = sorted(samples)
     low, high = ordered[int(0.1 * len(ordered))], ordered[min(len(ordered) - 1, int(0.9 * len(ordered)))]
     return {"p10": low, "median": statistics.median(ordered), "p90": high}
 
 
 def check_writable(path: Path | None, flag: str = "--out") -> None:
-    """Raise UserError before anything is measured, if the results could not be written to ``path`` (of ``flag``) afterwards."""
+    """Raise UserError, before anything is measured, if the results of ``flag`` could not be written to ``path``."""
     if path is None:
         return
     if not path.parent.is_dir():
@@ -88,18 +90,47 @@ def check_writable(path: Path | None, flag: str = "--out") -> None:
 
 
 def append_rows(path: Path, rows: Iterable[Row]) -> None:
-    """Add ``rows`` to a JSONL file, so that one file collects many runs."""
+    """Append ``rows`` to a JSONL file; one file may collect many runs."""
     with path.open("a", encoding="utf-8") as file:
         file.writelines(json.dumps(row) + "\n" for row in rows)
 
 
+def read_records(path: Path, schema: str) -> Iterator[tuple[int, Row]]:
+    """Line numbers and rows of a JSONL file whose rows have this schema (``pipedec.BENCHMARK/NUMBER``).
+
+    An unfinished last line is ignored: its writer was interrupted.
+
+    Raises:
+        UserError: the file cannot be read, or a line is not JSON or of another schema.
+    """
+    writer = f"pipedec bench {schema.removeprefix('pipedec.').partition('/')[0]}"
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}; give a file that {writer} wrote") from None
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line.decode("utf-8"))
+        except (ValueError, RecursionError):
+            if number == len(lines):
+                return
+            raise UserError(f"{path}, line {number}: not JSON; remove the line, or give a file that {writer} wrote") from None
+        found = record.get("schema") if isinstance(record, dict) else None
+        if found != schema:
+            problem = "no schema" if found is None else f"schema {found}"
+            raise UserError(f"{path}, line {number}: {problem}, not {schema}; give a file that {writer} wrote")
+        yield number, record
+
+
 def key_of(identity: Any) -> str:
-    """A name for plain JSON values: the same for equal ones."""
+    """A digest of plain JSON values: equal for equal values."""
     return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def drop_unfinished_line(path: Path) -> None:
-    """A benchmark that was killed while it wrote may have left half a line; its row is measured again."""
+    """Remove an unfinished last line, left by a benchmark that was killed while it wrote; its row will be measured again."""
     if not path.is_file():
         return
     text = path.read_bytes()
@@ -110,7 +141,7 @@ def drop_unfinished_line(path: Path) -> None:
 
 
 def _git(*arguments: str) -> str | None:
-    """What git says, stripped; None if it is missing, or this is no checkout."""
+    """The stripped output of git; None if git is missing or this is no checkout."""
     try:
         command = ["git", "-C", str(_CHECKOUT), *arguments]
         done = subprocess.run(command, capture_output=True, text=True, timeout=_GIT_SECONDS, check=False)

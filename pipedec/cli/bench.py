@@ -10,16 +10,16 @@ BENCHMARKS = {
     "sweep": ("pipedec.cli.benchmarks.sweep", "Methods × stage counts × trees × prompt sets, one JSONL row per answer."),
     "policy": ("pipedec.cli.benchmarks.policy", "Speculation policies compared offline, on recorded answers."),
     "threads": ("pipedec.cli.benchmarks.threads", "Answers in one thread and in several, with speculation and without."),
-    "plot": ("pipedec.cli.benchmarks.plot", "Draw the paper's figures from the rows of a sweep."),
+    "plot": ("pipedec.cli.benchmarks.plot", "The paper's figures and tables from the rows of a sweep."),
     "overhead": ("pipedec.cli.benchmarks.overhead", "The fixed cost of a timestep beside the bare transport."),
     "operations": ("pipedec.cli.benchmarks.operations", "Tree growth, prune, commit and attention against tree size."),
     "alternatives": ("pipedec.cli.benchmarks.alternatives", "The same prompts through transformers, in one process."),
     "layers": ("pipedec.cli.benchmarks.layers", "Large layers on this machine's GPU or CPU against its memory bandwidth."),
     "resources": ("pipedec.cli.benchmarks.resources", "Idle CPU, memory per rank, latency of a resident cluster."),
-    "timeline": ("pipedec.cli.benchmarks.timeline", "A picture of a trace."),
+    "timeline": ("pipedec.cli.benchmarks.timeline", "A figure of a trace."),
 }
 
 
 @click.group(cls=LazyGroup, lazy_commands=BENCHMARKS)
 def bench() -> None:
-    """Measure. Every figure is written down with the machine, the revision and the whole configuration."""
+    """Measure. Every result is written with the machine, the revision and the whole configuration."""

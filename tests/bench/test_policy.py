@@ -13,10 +13,11 @@ from tiny_pair import Pair
 
 from pipedec.bench.policy.study import Policy, PolicyAnswer, PolicyConfig, Study
 from pipedec.bench.policy.summary import PolicyFigures, compare, document
-from pipedec.bench.sweep import SweepConfig, sweep
-from pipedec.bench.sweep_shapes import Pair as Models
-from pipedec.bench.sweep_trees import TreeGrid
-from pipedec.bench.tuning import TuningGrid
+from pipedec.bench.sweep.benchmark import sweep
+from pipedec.bench.sweep.config import SweepConfig
+from pipedec.bench.sweep.pipelines import Pair as Models
+from pipedec.bench.sweep.trees import TreeGrid
+from pipedec.bench.sweep.tuning import TuningGrid
 from pipedec.config import paper_cluster
 from pipedec.core import MethodOptions, SamplingParams, UserError
 from pipedec.data.prompts import PromptSet

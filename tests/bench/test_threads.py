@@ -15,7 +15,7 @@ from silent_progress import Silent
 from threads_support import THREAD_DIALECTS, Case, ThreadModels
 from tiny_pair import Pair
 
-from pipedec.bench.sweep_shapes import Pair as Models
+from pipedec.bench.sweep.pipelines import Pair as Models
 from pipedec.bench.threads.answers import sequential_metrics
 from pipedec.bench.threads.benchmark import ThreadsConfig, bench_threads
 from pipedec.bench.threads.figures import draw_threads

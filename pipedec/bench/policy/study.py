@@ -19,11 +19,11 @@ from pipedec.bench.policy.drafter import RecordedDrafter
 from pipedec.bench.policy.memo import DraftMemo
 from pipedec.bench.policy.recording import Recording
 from pipedec.bench.policy.replay import Replayed, ReplayedPipeline, WatchedExperience
+from pipedec.bench.progress import SweepProgress
 from pipedec.bench.prompts import DrawnPrompt, draw
 from pipedec.bench.record import Row, plain
-from pipedec.bench.sweep import SweepProgress
-from pipedec.bench.sweep_runners import OneProcess
-from pipedec.bench.sweep_shapes import Pair, Shape, emulated, pair_digest
+from pipedec.bench.sweep.pipelines import Pair, Shape, emulated, pair_digest
+from pipedec.bench.sweep.runners import OneProcess
 from pipedec.config import ClusterConfig
 from pipedec.core import MethodOptions, Request, SamplingParams, UserError
 from pipedec.data.prompts import PromptSet

@@ -18,7 +18,7 @@ from pandas import DataFrame, MultiIndex
 from pipedec.bench.policy.losses import Losses
 from pipedec.bench.policy.study import LIMITS, PolicyAnswer, PolicyConfig
 from pipedec.bench.record import Row, header, plain
-from pipedec.bench.sweep import TUNED
+from pipedec.bench.sweep.config import TUNED
 from pipedec.core import SamplingParams, UserError
 
 SCHEMA = "pipedec.policy/1"

@@ -13,11 +13,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pipedec.bench.checks import check_positive
+from pipedec.bench.progress import SweepProgress
 from pipedec.bench.prompts import DrawnPrompt, draw
-from pipedec.bench.record import Row, drop_unfinished_line, header, key_of, plain
-from pipedec.bench.sweep import SweepProgress
-from pipedec.bench.sweep_rows import ROWS_FILE, read_records
-from pipedec.bench.sweep_shapes import Pair, Shape, emulated, pair_digest
+from pipedec.bench.record import ROWS_FILE, Row, drop_unfinished_line, header, key_of, plain, read_records
+from pipedec.bench.sweep.pipelines import Pair, Shape, emulated, pair_digest
 from pipedec.bench.threads.answers import ThreadAnswers
 from pipedec.bench.threads.rows import BASELINE, SCHEMA, SEQUENTIAL
 from pipedec.config import ClusterConfig

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 from pandas import DataFrame
 
-from pipedec.bench.figure_methods import method_looks, shade
-from pipedec.bench.figure_series import NoFigure
-from pipedec.bench.figure_style import (
+from pipedec.bench.record import Row
+from pipedec.bench.report.figures.catalogue import Drawn
+from pipedec.bench.report.figures.style import (
     COLUMN_WIDTH,
     FAINT,
     FULL_WIDTH,
@@ -27,8 +27,8 @@ from pipedec.bench.figure_style import (
     new_figure,
     save,
 )
-from pipedec.bench.figures import Drawn
-from pipedec.bench.record import Row
+from pipedec.bench.report.methods import method_looks, shade
+from pipedec.bench.report.missing import NoFigure
 from pipedec.bench.threads.rows import COMBINATIONS, quartets
 from pipedec.bench.threads.summary import FORKED, combinations
 

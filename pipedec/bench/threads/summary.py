@@ -16,9 +16,9 @@ import numpy as np
 import pandas as pd
 from pandas import DataFrame, Series
 
-from pipedec.bench.markdown import markdown_table
 from pipedec.bench.record import Row
-from pipedec.bench.sweep_rows import PROMPT_SETS
+from pipedec.bench.report.markdown import markdown_table
+from pipedec.bench.report.prompt_sets import PROMPT_SETS
 from pipedec.bench.threads.rows import (
     BASELINE,
     COMBINATIONS,

@@ -46,9 +46,9 @@ def policy(
     """
     from pipedec.bench.policy.study import Policy, PolicyConfig, Study
     from pipedec.bench.policy.summary import PolicyFigures, compare, document
-    from pipedec.bench.record import check_writable
-    from pipedec.bench.sweep_rows import ROWS_FILE, read_records, read_rows
-    from pipedec.bench.sweep_shapes import Pair
+    from pipedec.bench.record import ROWS_FILE, check_writable, read_records
+    from pipedec.bench.sweep.pipelines import Pair
+    from pipedec.bench.sweep.rows import SCHEMA, read_rows
 
     policies = tuple(Policy.parse(spec) for spec in specs)
     config = PolicyConfig(
@@ -59,7 +59,7 @@ def policy(
     rows = []
     if check is not None:
         read_rows([check / ROWS_FILE])  # raises for rows that are not a sweep's
-        rows = [row for _, row in read_records(check / ROWS_FILE)]
+        rows = [row for _, row in read_records(check / ROWS_FILE, SCHEMA)]
     with ProgressBar() as bar:
         answers = list(study.run(bar))
     figures = PolicyFigures.of(answers)

@@ -1,4 +1,4 @@
-"""What several ``pipedec bench`` commands have in common: questions and models, the results file, the machine in words."""
+"""What several ``pipedec bench`` commands share: flags for prompts and models, the results file, a text about the machine."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from pipedec.core import SamplingParams, UserError
 from pipedec.data.prompts import PromptSet, PromptSource
 
 PATH = click.Path(path_type=Path)
-OUT_HELP = "Append the figures to this JSONL file."
+OUT_HELP = "Append the results to this JSONL file."
 
 
 @dataclass(frozen=True)
 class QuestionFlags:
-    """What is asked, of which models, emulated on which cluster."""
+    """Prompts, sampling, models and the emulated cluster."""
 
     cluster: Path | None
     sources: tuple[str, ...]
@@ -38,7 +38,7 @@ class QuestionFlags:
     draft: str | None
 
     def settings(self) -> dict[str, Any]:
-        """The fields that the configurations of these commands share."""
+        """The fields that the configurations of all these commands have."""
         sampling = SamplingParams(self.temperature, self.top_k, self.top_p, max_tokens=self.max_tokens)
         return {
             "cluster": load_cluster(self.cluster) if self.cluster else paper_cluster(), "samples": self.samples,
@@ -46,12 +46,12 @@ class QuestionFlags:
         }  # fmt: skip
 
     def prompt_sets(self) -> list[PromptSet]:
-        """The sets to draw from. Raises UserError if there are none, or one cannot be read."""
+        """The prompt sets. Raises UserError if there are none, or one cannot be read."""
         sets = [PromptSource.parse(source).read(self.field) for source in self.sources]
         if self.texts:
             sets.append(PromptSet("prompt", self.texts))
         if not sets:
-            raise UserError("nothing to ask: give --prompts FILE or --prompt TEXT")
+            raise UserError("no prompts: give --prompts FILE or --prompt TEXT")
         return sets
 
 
@@ -66,16 +66,28 @@ def question_options(command: Command) -> Command:
             help="[NAME=]FILE[#KEY=VALUE,…]: JSONL, JSONL.gz or CSV, or some records of it.",
         ),
         click.option("--field", help="The field of the prompt files that holds the prompt."),
-        click.option("--prompt", "texts", multiple=True, help="A prompt; may be given several times."),
+        click.option("--prompt", "texts", multiple=True, help="A prompt; may be repeated."),
         click.option("--raw-prompt", is_flag=True, help="Do not apply the model's chat template."),
-        click.option("--samples", type=int, default=10, show_default=True, help="Prompts drawn from each set."),
-        click.option("--seed", type=int, default=0, show_default=True, help="Draws samples and, with a temperature, tokens."),
-        click.option("--temperature", type=float, default=0.0, show_default=True, help="0: the likeliest token; above: drawn."),
-        click.option("--top-k", type=int, default=0, show_default=True, help="Draw from so many likeliest tokens; 0 for all."),
+        click.option("--samples", type=int, default=10, show_default=True, help="Number of prompts chosen from each set."),
         click.option(
-            "--top-p", type=float, default=1.0, show_default=True, help="Draw from the likeliest with this probability."
+            "--seed",
+            type=int,
+            default=0,
+            show_default=True,
+            help="Seed for choosing prompts and for sampling.",
         ),
-        click.option("--max-tokens", type=int, default=64, show_default=True, help="Tokens of every answer at most."),
+        click.option(
+            "--temperature", type=float, default=0.0, show_default=True, help="Sampling temperature; 0: greedy decoding."
+        ),
+        click.option("--top-k", type=int, default=0, show_default=True, help="Sample from the N most probable tokens; 0: all."),
+        click.option(
+            "--top-p",
+            type=float,
+            default=1.0,
+            show_default=True,
+            help="Sample from the most probable tokens whose probabilities reach this sum.",
+        ),
+        click.option("--max-tokens", type=int, default=64, show_default=True, help="Maximum number of tokens of an answer."),
         click.option("--target", type=PATH, help="Target checkpoint directory (default: the shipped pair)."),
         click.option("--draft", help="Draft checkpoint directory, or none."),
     ]
@@ -95,16 +107,16 @@ def comma_numbers(context: click.Context, parameter: click.Parameter, text: str)
 
 
 def append(out: Path | None, rows: Iterable[dict[str, Any]]) -> None:
-    """Add ``rows`` to the results file, if there is one, and say so."""
+    """Append ``rows`` to the results file, if one was given, and report it."""
     from pipedec.bench.record import append_rows
 
     if out is not None:
         append_rows(out, rows)
-        console.print(f"Figures appended to {out}")
+        console.print(f"Results appended to {out}")
 
 
 def machine_text(row: dict[str, Any]) -> str:
-    """For a caption: where a row that has ``device`` and ``threads`` in its configuration was measured."""
+    """For a caption: the machine of a row whose configuration has ``device`` and ``threads``."""
     machine, config = row["machine"], row["config"]
     if config["device"] == "cuda":
         return f"{machine['gpu']}, torch {machine['torch']}"

@@ -28,7 +28,7 @@ def threads(preset: str, stages: str | None, dialects: str, methods: str, asked:
     All stages run in one process; times are computed for the preset. Writes OUT/summary.md, OUT/summary.json and two figures.
     Answers that OUT/rows.jsonl already contains are not measured again.
     """
-    from pipedec.bench.sweep_shapes import Pair
+    from pipedec.bench.sweep.pipelines import Pair
     from pipedec.bench.threads.benchmark import ThreadsConfig, bench_threads
     from pipedec.bench.threads.figures import draw_threads
     from pipedec.bench.threads.rows import read_frame

@@ -1,4 +1,4 @@
-"""``pipedec bench timeline``: a picture of a trace."""
+"""``pipedec bench timeline``: a figure of a trace."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from pipedec.cli.show import console
 
 @click.command()
 @click.argument("trace", type=PATH)
-@click.option("--out", type=PATH, required=True, help="The picture: a name that ends in .svg, .png or .pdf.")
-@click.option("--from-ms", type=float, help="Where the picture begins (default: the first task).")
-@click.option("--to-ms", type=float, help="Where it ends (default: the last task).")
-@click.option("--title", help="Text above the picture.")
+@click.option("--out", type=PATH, required=True, help="The figure: a file name ending in .svg, .png or .pdf.")
+@click.option("--from-ms", type=float, help="Start of the figure (default: the first task).")
+@click.option("--to-ms", type=float, help="End of the figure (default: the last task).")
+@click.option("--title", help="Text above the figure.")
 def timeline(trace: Path, out: Path, from_ms: float | None, to_ms: float | None, title: str | None) -> None:
     """Draw TRACE, written by `pipedec generate --trace`: one lane per rank and one for the scheduler."""
     from pipedec.bench.record import check_writable
-    from pipedec.bench.timeline import draw_timeline, read_timeline
+    from pipedec.bench.report.timeline import draw_timeline, read_timeline
 
     check_writable(out)
     drawn = read_timeline(trace).between(from_ms, to_ms)

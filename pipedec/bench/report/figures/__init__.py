@@ -1,0 +1,1 @@
+"""The figures of ``pipedec bench plot``, one module per kind."""

@@ -1,0 +1,1 @@
+"""``pipedec bench sweep``: methods × pipelines × trees × prompts, one row per answer."""

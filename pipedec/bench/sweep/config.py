@@ -1,0 +1,117 @@
+"""What a sweep measures: the grid of pipelines, methods, trees and repeats, and how answers are decoded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from pipedec.bench.sweep.pipelines import (
+    SLM,
+    Pair,
+    Shape,
+    SmallModel,
+    as_it_is,
+    emulated,
+    small_model_alone,
+    small_model_as_it_is,
+)
+from pipedec.bench.sweep.trees import BITA, TreeGrid
+from pipedec.bench.sweep.tuning import TuningGrid
+from pipedec.config import ClusterConfig
+from pipedec.core import DEFAULT_METHOD, MethodOptions, SamplingParams, UserError
+from pipedec.methods import METHOD_NAMES
+
+TUNED = "stpp-tuned"
+SWEEP_METHODS = (*METHOD_NAMES, TUNED, SLM)
+CLOCKS = ("measured", "computed")
+_WITHOUT_TREE = ("pp", SLM)
+
+
+@dataclass(frozen=True)
+class SweepConfig:
+    """The grid of a sweep.
+
+    Attributes:
+        presets: partitions of ``cluster``; empty to measure this machine without emulation.
+        stages: stage counts; empty for those of the presets.
+        methods: of SWEEP_METHODS. ``stpp`` uses its best depth, ``stpp-tuned`` the best tree of a grid.
+        trees: limits of the trees.
+        bita: directories of trained BiTA, each decoding on a pipeline of its own; empty for the target's own.
+        samples: number of prompts of each set, chosen by ``seed`` from those that fit into the context.
+        sampling: how to decode; with a temperature, repeat N samples tokens with ``seed`` + N.
+        clock: ``measured`` in real processes, or ``computed`` in one process.
+        slow_motion: see ``Emulation``.
+
+    Raises:
+        UserError: an unknown method or clock, a number below 1, or a combination that cannot work.
+    """
+
+    cluster: ClusterConfig
+    presets: tuple[str, ...] = ()
+    stages: tuple[int, ...] = ()
+    methods: tuple[str, ...] = ("pp", "stpp", TUNED, "pipedec", DEFAULT_METHOD)
+    trees: TreeGrid = TreeGrid()
+    bita: tuple[Path, ...] = ()
+    samples: int = 10
+    seed: int = 0
+    repeats: int = 1
+    sampling: SamplingParams = SamplingParams(max_tokens=64)
+    clock: str = "measured"
+    slow_motion: float = 4.0
+    raw_prompts: bool = False
+    pair: Pair = Pair()
+    small: SmallModel = SmallModel()
+    grid: TuningGrid = TuningGrid()
+
+    def __post_init__(self) -> None:
+        for method in self.methods:
+            if method not in SWEEP_METHODS:
+                raise UserError(f"unknown method {method!r}: choose from {', '.join(SWEEP_METHODS)}")
+        if self.clock not in CLOCKS:
+            raise UserError(f"unknown clock {self.clock!r}: choose one of {', '.join(CLOCKS)}")
+        for preset in self.presets:
+            self.cluster.find_partition(preset)
+        if not self.presets and (not self.stages or self.clock == "computed" or TUNED in self.methods):
+            raise UserError("without --preset nothing is emulated: give --stages, --clock measured and no stpp-tuned")
+        if self.bita and BITA not in self.methods:
+            raise UserError(f"--bita needs the method {BITA}: add it to --methods")
+        numbers = {"--stages": self.stages, "--samples": (self.samples,), "--repeats": (self.repeats,)}
+        for flag, values in numbers.items():
+            if any(value < 1 for value in values):
+                raise UserError(f"{flag} must be at least 1")
+
+    def shapes(self) -> Iterator[Shape]:
+        """The pipelines: the first of each length runs all methods, others ``bita`` with another BiTA; ``slm`` is last."""
+        methods = tuple(method for method in self.methods if method != SLM)
+        for preset in self.presets or (None,) if methods else ():
+            for stages in self.stages or (None,):
+                for number, bita in enumerate(self.bita or (None,)):
+                    shape = self._shape(preset, stages, replace(self.pair, bita=bita))
+                    yield replace(shape, methods=methods if number == 0 else (BITA,))
+        if SLM in self.methods and self.presets:
+            yield small_model_alone(self.cluster, self.small, self.pair, self.slow_motion)
+        elif SLM in self.methods:
+            yield small_model_as_it_is(self.pair)
+
+    def _shape(self, preset: str | None, stages: int | None, pair: Pair) -> Shape:
+        if preset is not None:
+            return emulated(self.cluster, preset, stages, pair, self.slow_motion)
+        assert stages is not None
+        return as_it_is(stages, pair)
+
+    def sampling_of(self, repeat: int) -> SamplingParams:
+        """The sampling of a repeat: with a seed of its own unless decoding is greedy."""
+        return replace(self.sampling, seed=self.seed + repeat) if self.sampling.is_stochastic else self.sampling
+
+    def limits(self, method: str, shape: Shape) -> Sequence[MethodOptions | None]:
+        """The limits of trees to try with a method on a pipeline; None if the method has no tree.
+
+        Raises:
+            UserError: ``bita`` cannot have such a tree on this pipeline.
+        """
+        if method in _WITHOUT_TREE:
+            return (None,)
+        if method == BITA:
+            return self.trees.of_bita(shape.spec.trained_masks())
+        return self.trees.drafted("stpp" if method == TUNED else method)

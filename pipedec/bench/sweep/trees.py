@@ -1,0 +1,104 @@
+"""The trees of a sweep: which limits each method tries, and a row's field about them.
+
+Knows nothing of pipelines, prompts and results.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+
+from pipedec.bench.record import Row, plain
+from pipedec.core import DEFAULT_METHOD, MethodOptions, Request, UserError
+from pipedec.decoding import Experience, create_method
+from pipedec.messages import PromptRequest
+from pipedec.methods import PROPOSERS, BestFirstOptions, BitaOptions, applicable_options
+
+BITA = "bita"
+# Rows have always had these limits, too, and are recognised by all of them.
+_UNUSED_LIMITS: dict[str, Row] = {"pipedec": {"depth": 4, "rows": None}, DEFAULT_METHOD: {"depth": None, "rows": None}}
+
+
+@dataclass(frozen=True)
+class TreeGrid:
+    """Limits of trees, all combinations; an empty limit is left to the method.
+
+    Attributes:
+        widths: rows per timestep; of all methods but ``bita``.
+        children: of a row; for ``bita``, candidates of a mask.
+        forwards, proposers: of ``pipedec-bestfirst`` alone.
+        shapes, depths: of ``bita`` alone: shapes of the tree (of SHAPES), numbers of masks used.
+        rows: of ``bita``'s ``likeliest`` tree alone.
+
+    Raises:
+        UserError: a number below 1, or an unknown name.
+    """
+
+    widths: tuple[int, ...] = ()
+    children: tuple[int, ...] = ()
+    forwards: int | None = None
+    proposers: tuple[str, ...] = PROPOSERS
+    shapes: tuple[str, ...] = (BitaOptions().shape,)
+    depths: tuple[int, ...] = ()
+    rows: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        numbers = {"--widths": self.widths, "--children": self.children, "--depths": self.depths, "--rows": self.rows}
+        for flag, values in numbers.items():
+            if any(value < 1 for value in values):
+                raise UserError(f"{flag} must be at least 1")
+        BestFirstOptions(forwards=self.forwards, proposers=self.proposers)
+        for shape in self.shapes:
+            BitaOptions(shape=shape)
+
+    def drafted(self, method: str) -> list[MethodOptions]:
+        """The limits to try with a method that drafts: those of the grid that it takes."""
+        shared = {"forwards": self.forwards, "proposers": self.proposers}
+        return [
+            applicable_options(method, {"width": width, "children": children, **shared})
+            for width in self.widths or (None,)
+            for children in self.children or (None,)
+        ]
+
+    def of_bita(self, trained_masks: int) -> list[BitaOptions]:
+        """The trees to try with a BiTA that has ``trained_masks`` masks: all limits set that the shape uses, equal trees once.
+
+        Raises:
+            UserError: there is no BiTA, a depth exceeds its masks, or a tree is too large.
+        """
+        requested = [
+            BitaOptions(shape, depth, children, rows)
+            for shape in self.shapes
+            for depth in self.depths or (None,)
+            for children in self.children or (None,)
+            for rows in (self.rows if shape == "likeliest" and self.rows else (BitaOptions().rows,))
+        ]
+        return list(dict.fromkeys(_with_masks(tree, trained_masks) for tree in requested))
+
+
+def _with_masks(tree: BitaOptions, trained_masks: int) -> BitaOptions:
+    """``tree`` with the numbers of masks and candidates that ``bita`` would use."""
+    request = Request(0, (), method=BITA, options=tree)
+    masks = create_method(request, None, Experience(passage=1), trained_masks=trained_masks).masks
+    return replace(tree, depth=masks.count, children=masks.named)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One way to decode: the row's method (``label``), and the method and tree of the request."""
+
+    label: str
+    method: str
+    tree: MethodOptions | None
+
+    @property
+    def limits(self) -> Row | None:
+        """A row's field ``tree``: the limits that the method has."""
+        if self.tree is None:
+            return None
+        limits: Row = plain(self.tree)
+        if isinstance(self.tree, BitaOptions) and self.tree.shape != "likeliest":
+            limits["rows"] = None  # no limit of this shape
+        return _UNUSED_LIMITS.get(self.method, {}) | limits
+
+    def request(self, prompt: PromptRequest, trace: bool) -> PromptRequest:
+        return replace(prompt, method=self.method, options=asdict(self.tree) if self.tree else {}, trace=trace)

@@ -1,0 +1,310 @@
+"""The sweep at toy size: its rows, resuming after an interruption, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from bita_files import save_random_bita
+from click.testing import CliRunner
+from processes import marked_processes, wait_until
+from silent_progress import Silent
+from tiny_pair import Pair
+
+from pipedec.bench.report.decoding import greedy_and_stochastic
+from pipedec.bench.report.frames import read_answers, studies, variants
+from pipedec.bench.sweep.benchmark import sweep
+from pipedec.bench.sweep.config import SweepConfig
+from pipedec.bench.sweep.pipelines import Pair as Models
+from pipedec.bench.sweep.rows import read_rows
+from pipedec.bench.sweep.trees import TreeGrid
+from pipedec.bench.sweep.tuning import TuningGrid, best_tree
+from pipedec.cli.main import program
+from pipedec.config import paper_cluster
+from pipedec.core import SamplingParams, UserError
+from pipedec.data.prompts import PromptSet
+
+PROMPTS = [PromptSet("first", ("The pipeline", "Natalia sold", "Größe")), PromptSet("second", ("at every timestep",))]
+GRID = TuningGrid(layer_depths=(1, 2), depths=(2, 3), rows=(4, 8))
+
+
+def config(pair: Pair, **changes: Any) -> SweepConfig:
+    made = SweepConfig(
+        paper_cluster(),
+        stages=(1, 3),
+        presets=("paper-14",),
+        samples=2,
+        sampling=SamplingParams(max_tokens=6, ignore_eos=True),
+        clock="computed",
+        pair=Models(pair.target, str(pair.draft)),
+        grid=GRID,
+    )
+    return replace(made, **changes)
+
+
+def lines(out: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (out / "rows.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.slow
+def test_every_combination_has_one_row_and_all_methods_agree(pair: Pair, tmp_path: Path) -> None:
+    progress = Silent()
+    methods = ("pp", "stpp", "stpp-tuned", "pipedec", "slm")
+    rows = sweep(config(pair, methods=methods, trees=TreeGrid((4, 8))), PROMPTS, tmp_path, progress)
+    # Two pipelines × three prompts × (pp + three methods with two trees), and slm on its own pipeline.
+    assert len(rows) == progress.rows == progress.total == 2 * 3 * 7 + 3
+    assert len({row["key"] for row in rows}) == len(rows)
+    assert rows == lines(tmp_path)
+    assert read_rows([tmp_path]), "the schema of the readers"
+    for row in rows:
+        assert row["emulated"] and row["clock"] == "computed" and row["output_tokens"] == 6
+        assert row["ms_per_token"] == row["computed_ms_per_token"] > 0
+        assert row["cluster"]["model"] == ("llama-3.1-8b" if row["method"] == "slm" else "llama-3.1-70b")
+    answers = {(row["prompt_set"], row["prompt_index"], row["answer"]) for row in rows if row["method"] != "slm"}
+    assert len(answers) == 3
+    for row in rows:
+        if row["method"] == "stpp-tuned":
+            assert row["tree"]["rows"] in GRID.rows
+
+
+def test_pp_of_the_paper_takes_what_the_plan_says(pair: Pair, tmp_path: Path) -> None:
+    shipped = replace(config(pair, methods=("pp",), stages=()), pair=Models())
+    rows = sweep(shipped, PROMPTS, tmp_path, Silent())
+    assert rows[0]["ms_per_token"] == pytest.approx(298, abs=3)
+
+
+def test_resumes_without_losing_or_repeating_a_row(pair: Pair, tmp_path: Path) -> None:
+    chosen, out = config(pair, stages=(2,)), tmp_path
+    whole = sweep(chosen, PROMPTS, out, Silent())
+    written = (out / "rows.jsonl").read_text().splitlines(keepends=True)
+    (out / "rows.jsonl").write_text("".join(written[:5]) + written[5][:40])  # killed in the middle of the sixth row
+    trees = (out / "trees.json").read_text()
+    resumed = sweep(chosen, PROMPTS, out, Silent())
+    assert [row["key"] for row in resumed] == [row["key"] for row in whole] == [row["key"] for row in lines(out)]
+    assert (out / "rows.jsonl").read_text().startswith("".join(written[:5])), "finished rows are not measured again"
+    assert (out / "trees.json").read_text() == trees
+
+
+class Interrupted(Exception):
+    pass
+
+
+class InterruptedAtFirst(Silent):
+    def row(self) -> None:
+        super().row()
+        raise Interrupted
+
+
+@pytest.mark.slow
+def test_an_interrupted_sweep_of_real_processes_resumes(pair: Pair, tmp_path: Path, leaves_nothing: None) -> None:
+    prompts = [PromptSet("first", PROMPTS[0].prompts[:2])]
+    chosen = config(pair, stages=(2,), methods=("pp", "pipedec"), clock="measured", slow_motion=0.1)
+    out, others = tmp_path / "out", marked_processes()
+    with pytest.raises(Interrupted):
+        sweep(chosen, prompts, out, InterruptedAtFirst())
+    (first,) = lines(out)
+    assert wait_until(lambda: not marked_processes() - others), "its ranks and its Redis end with it"
+    rows = sweep(chosen, prompts, out, Silent())
+    assert rows == lines(out) and rows[0] == first
+    assert len(rows) == len({row["key"] for row in rows}) == 4
+    traced = [row["breakdown"] is not None for row in rows]
+    assert traced == [True, True, False, False], "the first prompt of a set"
+    for row in rows:
+        assert row["clock"] == "measured" and row["slow_motion"] == 0.1 and 0 <= row["overran"] <= 1
+
+
+def test_without_a_preset_the_machine_itself_is_measured(pair: Pair, tmp_path: Path, leaves_nothing: None) -> None:
+    chosen = config(pair, presets=(), stages=(2,), methods=("pp", "pipedec"), clock="measured")
+    rows = sweep(chosen, PROMPTS[1:], tmp_path / "out", Silent())
+    assert [row["method"] for row in rows] == ["pp", "pipedec"]
+    for row in rows:
+        assert not row["emulated"] and row["preset"] is None and row["computed_ms_per_token"] is None
+
+
+def test_with_a_temperature_every_repeat_has_a_seed_of_its_own_and_all_methods_agree(pair: Pair, tmp_path: Path) -> None:
+    sampling = SamplingParams(1.0, top_k=80, top_p=0.9, max_tokens=6, ignore_eos=True)
+    chosen = config(pair, sampling=sampling, seed=5, repeats=2, methods=("pp", "stpp", "pipedec"), stages=(2,))
+    rows = sweep(chosen, PROMPTS[:1], tmp_path, Silent())
+    assert {(row["repeat"], row["sampling"]["seed"]) for row in rows} == {(0, 5), (1, 6)}
+    assert {row["sampling"]["temperature"] for row in rows} == {1.0}
+    by_case: dict[tuple[int, int], set[str]] = {}
+    for row in rows:
+        by_case.setdefault((row["prompt_index"], row["repeat"]), set()).add(row["answer"])
+    assert all(len(answers) == 1 for answers in by_case.values())
+    assert len(set.union(*by_case.values())) == len(by_case) == 4, "another seed, another answer"
+    assert len(read_rows([tmp_path])) == len(rows)
+    assert sweep(chosen, PROMPTS[:1], tmp_path, Silent()) == rows == lines(tmp_path)
+    greedy = sweep(config(pair, seed=5, repeats=2, methods=("pp",), stages=(2,)), PROMPTS[:1], tmp_path / "greedy", Silent())
+    assert {row["sampling"]["seed"] for row in greedy} == {None} and len({row["answer"] for row in greedy}) == 2
+
+
+@pytest.mark.slow
+def test_greedy_and_stochastic_rows_share_a_directory_and_go_on(pair: Pair, tmp_path: Path) -> None:
+    greedy = config(pair, methods=("stpp", "stpp-tuned", "pipedec"), stages=(2,), seed=5)
+    drawn = replace(greedy, repeats=3, sampling=SamplingParams(1.0, top_k=80, top_p=0.9, max_tokens=6, ignore_eos=True))
+    first = sweep(greedy, PROMPTS, tmp_path, Silent())
+    second = sweep(drawn, PROMPTS, tmp_path, Silent())
+    assert (len(first), len(second)) == (9, 27) and lines(tmp_path) == first + second
+    assert {(row["prompt_set"], row["prompt_index"]) for row in first} == {
+        (row["prompt_set"], row["prompt_index"]) for row in second
+    }
+    tuned = json.loads((tmp_path / "trees.json").read_text())
+    assert len(tuned) == 4, "two static trees, chosen for each way to decode"
+    assert sweep(greedy, PROMPTS, tmp_path, Silent()) == first and sweep(drawn, PROMPTS, tmp_path, Silent()) == second
+    assert lines(tmp_path) == first + second and json.loads((tmp_path / "trees.json").read_text()) == tuned
+    both = greedy_and_stochastic(studies(read_answers([tmp_path]))["computed"])
+    assert both.methods == [one.method for one in variants(both.stochastic)] == ["stpp", "stpp-tuned", "pipedec"]
+    assert (len(both.greedy), len(both.stochastic)) == (3 * 3, 3 * 9)
+
+
+def test_static_trees_are_the_best_over_all_draws(pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seeds = []
+
+    def spy(here: Any, trees: list[Any], asked: list[Any]) -> Any:
+        seeds.append([one.sampling.seed for one in asked])
+        return best_tree(here, trees[:1], asked)
+
+    monkeypatch.setattr("pipedec.bench.sweep.benchmark.best_tree", spy)
+    chosen = config(pair, methods=("stpp",), stages=(2,), seed=5, repeats=2)
+    sweep(chosen, PROMPTS, tmp_path, Silent())
+    sweep(replace(chosen, sampling=SamplingParams(1.0, max_tokens=6, ignore_eos=True)), PROMPTS, tmp_path, Silent())
+    assert seeds == [[None, None], [5, 6, 5, 6]]
+
+
+def test_a_target_without_a_draft_is_not_taken_for_the_small_model(pair: Pair, tmp_path: Path, leaves_nothing: None) -> None:
+    chosen = replace(
+        config(pair, presets=(), stages=(1,), methods=("pp", "slm"), clock="measured"),
+        pair=Models(pair.target, "none", pair.draft),
+    )
+    progress = Silent()
+    rows = sweep(chosen, PROMPTS[1:], tmp_path / "out", progress)
+    assert [row["method"] for row in rows] == ["pp", "slm"] and progress.total == progress.rows == 2
+    assert rows[0]["pair"]["target"] == str(pair.target) and rows[1]["pair"]["target"] == str(pair.draft)
+
+
+@pytest.fixture(scope="module")
+def wide_bita(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Another BiTA of the target: two masks, nine prompt tokens."""
+    directory = tmp_path_factory.mktemp("bita") / "wide"
+    save_random_bita(directory, pair.target, num_masks=2, num_prompt_tokens=9, seed=1)
+    return directory
+
+
+def test_every_bita_decodes_with_every_tree_it_can_and_other_methods_run_once(
+    pair: Pair, wide_bita: Path, tmp_path: Path
+) -> None:
+    shapes = ("efficient", "straightforward", "full", "likeliest")
+    trees = TreeGrid(shapes=shapes, children=(1, 2), depths=(1, 2), rows=(8, 16))
+    chosen = config(pair, methods=("pp", "bita", "slm"), stages=(2,), bita=(pair.bita, wide_bita), trees=trees)
+    progress = Silent()
+    rows = sweep(chosen, PROMPTS[1:], tmp_path, progress)
+    of_bita = [row for row in rows if row["method"] == "bita"]
+    assert [row["method"] for row in rows if row["method"] != "bita"] == ["pp", "slm"]
+    assert [row["bita"] for row in rows if row["method"] != "bita"] == [None, None]
+    whole = [("efficient", 2, None), ("efficient", 1, None), ("straightforward", 1, None), ("full", 1, None), ("full", 2, None)]
+    kept = [("likeliest", children, rows) for children in (1, 2) for rows in (8, 16)]
+    expected = {(name, depth, *tree) for name in ("bita", "wide") for tree in whole + kept for depth in (1, 2)}
+    found = [(row["bita"]["name"], *(row["tree"][name] for name in ("depth", "shape", "children", "rows"))) for row in of_bita]
+    assert set(found) == expected and len(found) == len(expected), "a mask of the straightforward tree names one token"
+    wide = next(row["bita"] for row in of_bita if row["bita"]["name"] == "wide")
+    assert (wide["prompting"], wide["masks"], wide["prompt_tokens"]) == ("deep", 2, 9)
+    assert len({row["bita"]["digest"] for row in of_bita}) == 2
+    assert len({row["key"] for row in rows}) == len(rows) == progress.rows == progress.total
+    assert len({row["answer"] for row in rows if row["method"] != "slm"}) == 1
+    assert len(read_rows([tmp_path])) == len(rows)
+    assert sweep(chosen, PROMPTS[1:], tmp_path, Silent()) == rows == lines(tmp_path)
+
+
+def test_bita_uses_all_its_masks_and_its_rows_do_not_change_those_of_others(pair: Pair, tmp_path: Path) -> None:
+    first = sweep(config(pair, methods=("pp", "pipedec-bestfirst"), stages=(2,)), PROMPTS[1:], tmp_path, Silent())
+    both = config(pair, methods=("pp", "bita", "pipedec-bestfirst"), stages=(2,), bita=(pair.bita,))
+    rows = sweep(both, PROMPTS[1:], tmp_path, Silent())
+    assert [row for row in rows if row["method"] != "bita"] == first
+    assert rows[1]["tree"] == {"shape": "likeliest", "depth": 3, "children": 16, "rows": 64}
+    assert "shape" not in first[1]["tree"], "a limit of bita alone"
+
+
+def test_real_processes_are_started_for_every_bita(pair: Pair, wide_bita: Path, tmp_path: Path, leaves_nothing: None) -> None:
+    chosen = config(pair, methods=("pp", "bita"), stages=(2,), clock="measured", slow_motion=0.1, bita=(pair.bita, wide_bita))
+    rows = sweep(chosen, PROMPTS[1:], tmp_path, Silent())
+    assert [(row["method"], row["bita"] and row["bita"]["name"]) for row in rows] == [
+        ("pp", None), ("bita", "bita"), ("bita", "wide")
+    ]  # fmt: skip
+    assert len({row["answer"] for row in rows}) == 1 and all(row["breakdown"] for row in rows)
+
+
+def test_command_takes_several_bita_with_shapes_and_depths(pair: Pair, wide_bita: Path, tmp_path: Path) -> None:
+    flags = ["--preset", "paper-14", "--stages", "2", "--clock", "computed", "--methods", "pp,bita", "--prompt", "Who?"]
+    flags += ["--target", str(pair.target), "--draft", str(pair.draft), "--max-tokens", "4", "--out", str(tmp_path)]
+    flags += ["--bita", str(pair.bita), "--bita", str(wide_bita), "--shapes", "straightforward,full", "--depths", "1,2"]
+    done = CliRunner().invoke(program, ["bench", "sweep", *flags, "--children", "2"])
+    assert done.exit_code == 0, (done.output, done.exception)
+    assert "wide: full" in done.stdout
+    found = [(row["bita"]["name"], row["tree"]["shape"], row["tree"]["depth"]) for row in lines(tmp_path) if row["bita"]]
+    assert found == [
+        (name, shape, depth) for name in ("bita", "wide") for shape in ("straightforward", "full") for depth in (1, 2)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("trees", "message"),
+    [
+        (TreeGrid(depths=(1, 3)), "depth 3, but this BiTA was trained with 2 masks"),
+        (TreeGrid(shapes=("full",), children=(40,)), "3 masks that name 40 tokens each are more than 64"),
+        (TreeGrid(shapes=("efficient", "full"), children=(20,)), "a tree of 33684 rows is more than 4096"),
+    ],
+)
+def test_trees_that_a_bita_cannot_have_are_refused_before_anything_is_measured(
+    pair: Pair, wide_bita: Path, tmp_path: Path, trees: TreeGrid, message: str
+) -> None:
+    chosen = config(pair, methods=("pp", "bita"), stages=(2,), bita=(pair.bita, wide_bita), trees=trees)
+    with pytest.raises(UserError, match=message):
+        sweep(chosen, PROMPTS, tmp_path, Silent())
+    assert not (tmp_path / "rows.jsonl").exists()
+
+
+def test_a_target_without_a_bita_is_refused(pair: Pair, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="give --bita DIR"):
+        sweep(config(pair, methods=("pp", "bita")), PROMPTS, tmp_path, Silent())
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"methods": ("warp",)}, "unknown method 'warp': choose from pp, "),
+        ({"clock": "sundial"}, "unknown clock 'sundial': choose one of measured, computed"),
+        ({"presets": ("paper-15",)}, "paper-15"),
+        ({"presets": ()}, "without --preset nothing is emulated"),
+        ({"bita": (Path("bita"),)}, "--bita needs the method bita: add it to --methods"),
+        ({"samples": 0}, "--samples must be at least 1"),
+    ],
+)
+def test_refuses_what_cannot_work(pair: Pair, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        config(pair, **changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"widths": (0,)}, "--widths must be at least 1"),
+        ({"depths": (2, 0)}, "--depths must be at least 1"),
+        ({"rows": (0,)}, "--rows must be at least 1"),
+        ({"forwards": 0}, "forwards: must be between 1 and 4096, not 0"),
+        ({"shapes": ("efficient", "round")}, "shape: must be one of likeliest, efficient, straightforward, full, not round"),
+    ],
+)
+def test_refuses_limits_that_no_tree_has(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        TreeGrid(**changes)
+
+
+def test_refuses_rows_of_another_schema_and_prompts_that_do_not_fit(pair: Pair, tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"schema": "pipedec.sweep/0"}\n')
+    with pytest.raises(UserError, match=r"rows.jsonl, line 1: schema pipedec.sweep/0"):
+        sweep(config(pair), PROMPTS, tmp_path, Silent())
+    with pytest.raises(UserError, match="no prompt of long fits"):
+        sweep(config(pair), [PromptSet("long", ("word " * 4000,))], tmp_path / "other", Silent())
