@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoints import save_tiny
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from toy_dialects import IDS, TEXTS, ids, say, sequence_of, toy
@@ -55,7 +56,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return Model(tmp_path_factory.mktemp("draft"), request.param)
 
 
-@settings(deadline=None, max_examples=15)
+@examples(15)
 @given(data=st.data())
 def test_one_thread_is_drafted_as_one_tree_is(model: Model, data: st.DataObject) -> None:
     """Rows drafted or not, accepted or not: the same candidates as by the class for one tree."""
