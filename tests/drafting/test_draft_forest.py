@@ -18,6 +18,7 @@ from pipedec.core import Part, Verdict
 from pipedec.drafting import DraftForest, DraftModel
 from pipedec.forest import Forest
 from pipedec.model import StageModel
+from pipedec.model.cache import KVCache
 from pipedec.threads import Sequence
 from pipedec.tree import Candidates, PredictionTree
 
@@ -32,7 +33,15 @@ class Model:
     def __init__(self, path: Path, family: str) -> None:
         window = {"sliding_window": 6} if family == "mistral" else {}
         self.theirs: PreTrainedModel = save_tiny(family, path, layers=2, vocab=VOCAB, dtype=torch.float64, **window)
-        self.ours = DraftModel(StageModel.load(path, range(2), torch.float64, "cpu"))
+        stage = StageModel.load(path, range(2), torch.float64, "cpu")
+        make_cache = stage.make_cache
+
+        def make() -> KVCache:
+            self.cache = make_cache()  # the latest one
+            return self.cache
+
+        stage.make_cache = make  # type: ignore[method-assign]
+        self.ours = DraftModel(stage)
 
     def forest(self, sequence: Sequence) -> DraftForest:
         forest = self.ours.for_threads(sequence)
@@ -186,7 +195,7 @@ def test_a_child_drafts_on_when_its_parent_has_ended(model: Model) -> None:
     draft.enter(("b", -1, 0), ("x", -1, 1))
     draft.check({0: [0], 1: [0]}, "a [Fork] b", "a [Fork] [Child] x")
     draft.accept(t0="<|end|>", t1="y")
-    assert draft.draft._cache.past_length == len(PROMPT) + 4, "a [Fork] [Child] x"
+    assert model.cache.past_length == len(PROMPT) + 4, "a [Fork] [Child] x"
     draft.enter(("y", -1, 1))
     draft.check({1: [0]}, "a [Fork] [Child] x y")
 

@@ -14,10 +14,9 @@ from checkpoints import save_tiny
 from naive_bita import NaiveBita
 from pairwise import pairwise
 from timesteps import check_timesteps
-from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from pipedec.core import Request, SamplingParams, UserError, Verdict
+from pipedec.core import Request, SamplingParams, Step, UserError, Verdict
 from pipedec.engine.local import LocalPipeline
 from pipedec.engine.prefill import PREFILL_CHUNK
 from pipedec.engine.spec import DTYPES, PipelineSpec
@@ -196,20 +195,30 @@ Teacher = Callable[[int], Sequence[int]]
 
 
 class Oracle:
-    """Makes the masks name what ``teacher`` says of a token's number in the answer; the first name is the best."""
+    """Makes forecasts name what ``teacher`` says of a token's number in the answer; the first name is the best.
+
+    ``asked`` lists the numbers of the tokens in each forecast.
+    """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, teacher: Teacher) -> None:
         self.asked: list[list[int]] = []
+        self._teacher = teacher
+        self._num_tokens = 0
+        first_verdict, verdict = FinalStageWorker.first_verdict, FinalStageWorker.verdict
 
-        def predict(
-            worker: FinalStageWorker, logits: Tensor, places: Tensor, count: int, threads: Tensor | None = None
-        ) -> Tensor:
-            numbers = [place - len(PROMPT) for place in places.tolist()]
-            self.asked.append(numbers)
-            assert len(logits) == len(numbers)
-            return torch.tensor([list(teacher(number))[:count] for number in numbers], dtype=torch.int64).view(-1, count)
+        def first(worker: FinalStageWorker, chunk: Step) -> Verdict:
+            self._num_tokens = 0
+            return self._taught(first_verdict(worker, chunk))
 
-        monkeypatch.setattr(FinalStageWorker, "_predict", predict)
+        monkeypatch.setattr(FinalStageWorker, "first_verdict", first)
+        monkeypatch.setattr(FinalStageWorker, "verdict", lambda worker: self._taught(verdict(worker)))
+
+    def _taught(self, verdict: Verdict) -> Verdict:
+        self._num_tokens += len(verdict.tokens)
+        numbers = list(range(self._num_tokens, self._num_tokens + len(verdict.forecast)))
+        self.asked.append(numbers)
+        named = zip(numbers, verdict.forecast, strict=True)
+        return replace(verdict, forecast=tuple(tuple(self._teacher(number))[: len(names)] for number, names in named))
 
 
 def lengths(pipeline: LocalPipeline, asked: Request) -> tuple[list[int], tuple[int, ...]]:
