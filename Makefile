@@ -1,4 +1,5 @@
 # Two commands do everything on a fresh machine: `make demo` and `make test`.
+# `make test` leaves out tests marked slow; `make test-all` runs every test, with more examples of each property.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -6,14 +7,22 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 # Without an NVIDIA driver the CPU build of torch is enough; the other one is several gigabytes.
 TORCH := torch==2.13.0$(shell command -v nvidia-smi > /dev/null 2>&1 || echo +cpu)
 
-.PHONY: demo test lint clean
+# Two workers; each has one thread to compute with, and tests of one file stay together because they share clusters and models.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
+
+.PHONY: demo test test-all lint clean
 
 demo: $(VENV)/.ready
 	$(BIN)/pipedec generate --stages 4 --max-tokens 96 \
 	  --prompt "A baker makes 24 rolls every morning and sells each for \$$2. How much does he earn in 5 days?"
 
 test: $(VENV)/.ready-dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
+	@echo "Fast tier: all tests but those marked slow."
+	$(PYTEST) -m "not slow" --hypothesis-profile=fast $(PYTEST_ARGS)
+
+test-all: $(VENV)/.ready-dev
+	@echo "Full tier: all tests."
+	$(PYTEST) --hypothesis-profile=full $(PYTEST_ARGS)
 
 lint: $(VENV)/.ready-dev
 	$(BIN)/ruff check .

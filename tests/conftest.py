@@ -1,4 +1,7 @@
-"""What tests of several packages share: a tiny pair of checkpoints, a resident cluster, and the proof that nothing is left."""
+"""What tests of several packages share: the tiers, tiny checkpoints, a resident cluster, the proof that nothing is left.
+
+The fast tier leaves out tests marked ``slow`` and tries fewer examples of each property; see CONTRIBUTING.md.
+"""
 
 from __future__ import annotations
 
@@ -7,17 +10,33 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import hypothesis
 import pytest
 from processes import deadline, marked_processes, wait_until
 from threads_support import ThreadModels
 from tiny_pair import Pair, make_pair
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers.utils import logging as transformers_logging
 
 from pipedec.cluster.local import LocalCluster
 from pipedec.engine.spec import DISPATCHES
 from pipedec.verify.reference import Reference
 
 TEST_SECONDS = 180.0
+
+# Examples of a property: --hypothesis-profile chooses. No deadline for one example, because the machine may be busy.
+hypothesis.settings.register_profile("full", max_examples=100, deadline=None)
+hypothesis.settings.register_profile("fast", max_examples=25, deadline=None)
+hypothesis.settings.load_profile("fast")
+
+transformers_logging.disable_progress_bar()  # "Writing model shards" would stand in the report of every failure
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests that must leave no process behind are those that start some."""
+    for item in items:
+        if "leaves_nothing" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.processes)
 
 
 @pytest.fixture(scope="session")
@@ -59,11 +78,17 @@ def state_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return directory
 
 
+@pytest.fixture(scope="session")
+def short_directory() -> Iterator[Path]:
+    """A directory whose name leaves room for names of Unix sockets, which have 107 bytes at most; that of tmp_path does not."""
+    with tempfile.TemporaryDirectory(prefix="t-", ignore_cleanup_errors=True) as directory:
+        yield Path(directory)
+
+
 @pytest.fixture
-def leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def leaves_nothing(short_directory: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Fails the test if it hangs, or if a process it started or a temporary file of ours is still there after its end."""
-    scratch = tmp_path / "scratch"
-    scratch.mkdir()
+    scratch = Path(tempfile.mkdtemp(dir=short_directory))  # stays: multiprocessing keeps the first one that it sees
     monkeypatch.setenv("TMPDIR", str(scratch))
     monkeypatch.setattr(tempfile, "tempdir", str(scratch))
     before = marked_processes()

@@ -15,6 +15,9 @@ from types import FrameType
 
 import psutil
 
+from pipedec.cluster.local import LocalCluster
+from pipedec.scheduler import connect
+
 # Every process that the tests start, however indirectly, has this in its environment.
 MARK = f"PIPEDEC_TESTS={uuid.uuid4().hex}"
 os.environ.update([MARK.split("=")])
@@ -46,6 +49,12 @@ def wait_until(condition: Callable[[], object], seconds: float = 15.0) -> bool:
             return False
         time.sleep(0.02)
     return True
+
+
+def redis_of(cluster: LocalCluster) -> psutil.Process:
+    """The Redis server that a cluster uses."""
+    with connect(cluster.address.redis_url) as client:
+        return psutil.Process(client.info("server")["process_id"])  # type: ignore[index]
 
 
 @contextmanager

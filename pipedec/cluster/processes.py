@@ -20,8 +20,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from typing import Any
 
-# What the fork server imports. Reading a checkpoint's config.json makes transformers import the second.
-_PRELOAD = ["pipedec.cluster.rank", "transformers.models.llama.configuration_llama"]
+_PRELOAD = ["pipedec.cluster.fork_server"]
 _END_SECONDS = 10.0
 _SOCKET_NAME_BYTES = len("/pymp-XXXXXXXX/listener-XXXXXXXX\0")  # what multiprocessing appends to the temporary directory
 _SOCKET_PATH_BYTES = 104  # sockaddr_un.sun_path on macOS; Linux has 108
@@ -109,10 +108,10 @@ def describe_exit(status: int) -> str:
     return "ended before it was told to" if status == 0 else f"failed with exit status {status}"
 
 
-def die_with_parent() -> None:
-    """Ask the kernel (Linux) to end this process when its parent ends, however that happens."""
+def die_with_parent(die: bool = True) -> None:
+    """Ask the kernel (Linux) to kill this process when the thread that started it ends, however that happens; or no longer to."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL if die else 0)  # PR_SET_PDEATHSIG
 
 
 def _fork_server_context() -> ForkServerContext:

@@ -20,7 +20,7 @@ from pipedec.core import PipedecError, RankLost
 from pipedec.engine.dialects import Dialects
 from pipedec.engine.draft_loop import DraftLoop
 from pipedec.engine.rank_loop import RankLoop, Wiring
-from pipedec.engine.spec import PipelineSpec
+from pipedec.engine.spec import PipelineSpec, num_gpus
 from pipedec.engine.stage_loop import StageLoop
 from pipedec.model import ModelConfig
 from pipedec.scheduler import RedisScheduler, Scheduler, connect
@@ -102,21 +102,23 @@ def _serve(place: RankPlace, spec: PipelineSpec, scheduler: RedisScheduler, repo
 
 
 def _meet(place: RankPlace, spec: PipelineSpec, device: torch.device) -> Transport:
-    backend = place.transport
-    if backend == "auto":
-        backend = "nccl" if device.type == "cuda" and _gpus_suffice(place, spec) else "gloo"
+    backend = chosen_backend(place, spec, num_gpus()) if place.transport == "auto" else place.transport
     rendezvous = Rendezvous(place.rank, place.world_size, place.init_method, MEETING_SECONDS)
     hidden_size = ModelConfig.from_directory(spec.target).hidden_size
     return TorchTransport(backend, rendezvous, hidden_size, spec.torch_dtype, device)
 
 
-def _gpus_suffice(place: RankPlace, spec: PipelineSpec) -> bool:
-    """Whether every rank of this host that needs a GPU (all but a rank 0 without a draft) has one of its own.
+def chosen_backend(place: RankPlace, spec: PipelineSpec, gpus: int) -> str:
+    """NCCL if every rank of this host that needs a GPU (all but a rank 0 without a draft) has one of its own, else gloo.
 
-    The ranks of a host are consecutive, so rank 0 is on this host if this rank equals its local rank.
+    The ranks of a host are consecutive, so rank 0 is on this host if this rank equals its local rank. A CPU uses gloo.
+
+    Args:
+        gpus: GPUs of this host.
     """
     without_gpu = 1 if spec.draft is None and place.rank == place.local_rank else 0
-    return torch.cuda.device_count() >= place.local_world_size - without_gpu
+    is_on_gpu = spec.rank_device(place.rank, place.local_rank, gpus).type == "cuda"
+    return "nccl" if is_on_gpu and gpus >= place.local_world_size - without_gpu else "gloo"
 
 
 def _load(

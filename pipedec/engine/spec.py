@@ -124,17 +124,17 @@ class PipelineSpec:
     def num_stages(self) -> int:
         return self.topology.num_stages
 
-    def rank_device(self, rank: int, local_rank: int) -> torch.device:
+    def rank_device(self, rank: int, local_rank: int, gpus: int | None = None) -> torch.device:
         """The device of a rank of a cluster. Rank 0 without a draft computes nothing and uses the CPU.
 
         The stages of a host have consecutive local ranks, so each gets a GPU of its own if there are as many GPUs as stages, also
         when such a rank 0 is on the host.
         """
-        return torch.device("cpu") if rank == 0 and self.draft is None else self.torch_device(local_rank)
+        return torch.device("cpu") if rank == 0 and self.draft is None else chosen_device(self.device, local_rank, gpus)
 
-    def torch_device(self, local_rank: int = 0) -> torch.device:
+    def torch_device(self) -> torch.device:
         """The device of a rank that computes (see ``chosen_device``)."""
-        return chosen_device(self.device, local_rank)
+        return chosen_device(self.device)
 
     def description(self) -> dict[str, object]:
         """The pipeline as plain JSON values."""
@@ -197,17 +197,26 @@ def _chosen(given: str | Path | None, shipped: Path | None) -> Path | None:
     return None if str(given) == "none" else Path(given)
 
 
-def chosen_device(name: str, local_rank: int = 0) -> torch.device:
+def num_gpus() -> int:
+    """GPUs that torch can use here."""
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def chosen_device(name: str, local_rank: int = 0, gpus: int | None = None) -> torch.device:
     """The device that ``name``, one of DEVICES, stands for; ``auto`` prefers CUDA.
+
+    Args:
+        gpus: GPUs of this machine; None counts them.
 
     Raises:
         UserError: CUDA is requested but not available.
     """
-    if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
+    gpus = num_gpus() if gpus is None else gpus
+    if name == "cpu" or (name == "auto" and not gpus):
         return torch.device("cpu")
-    if not torch.cuda.is_available():
+    if not gpus:
         raise UserError("--device cuda, but torch sees no GPU here: install a CUDA build of torch, or use --device cpu")
-    return torch.device("cuda", local_rank % torch.cuda.device_count())
+    return torch.device("cuda", local_rank % gpus)
 
 
 def checked(directory: Path) -> ModelConfig:

@@ -178,7 +178,7 @@ def test_sampling_flags_reach_the_pipeline(pipedec: Pipedec, known_resident: Loc
     assert re.search(r"seed +│ +123456789", shown.err)
 
 
-@pytest.mark.parametrize("moment", ["starting", "answering"])
+@pytest.mark.parametrize("moment", ["starting", pytest.param("answering", marks=pytest.mark.slow)])
 def test_ctrl_c_ends_generate_with_all_it_started(moment: str, started: Started, pair: Pair) -> None:
     process = started("generate", *pair.flags, "--stages", "2", *LONG)
     if moment == "answering":
@@ -197,6 +197,7 @@ def others_than(process: subprocess.Popen[bytes]) -> set[int]:
     return {child.pid for child in psutil.Process(process.pid).children(recursive=True)}
 
 
+@pytest.mark.slow
 def test_sigterm_ends_generate_with_all_it_started(started: Started, pair: Pair) -> None:
     process = started("generate", *pair.flags, "--stages", "1", *LONG)
     first_bytes(process)
@@ -226,14 +227,15 @@ def test_a_reader_that_closes_the_pipe_ends_its_request(started: Started, known_
     assert wait_until(lambda: known_resident.scheduler.status().running is None, 5)  # type: ignore[union-attr]
 
 
-def bring_up(started: Started, *flags: str) -> tuple[subprocess.Popen[bytes], RunningCluster]:
-    process = started("up", *flags)
+def bring_up(started: Started, *flags: str, background: bool = False) -> tuple[subprocess.Popen[bytes], RunningCluster]:
+    process = started("up", *flags, background=background)
     assert wait_until(lambda: process.poll() is not None or read_state() is not None, START_SECONDS)
     state = read_state()
     assert state is not None and state.pid == process.pid, process.stderr and process.stderr.read().decode()
     return process, state
 
 
+@pytest.mark.slow
 def test_a_supervisor_killed_at_once_leaves_no_rank_and_no_redis(started: Started, pipedec: Pipedec, pair: Pair) -> None:
     process, _ = bring_up(started, *pair.flags, "--stages", "2")
     others = others_than(process)
@@ -244,29 +246,23 @@ def test_a_supervisor_killed_at_once_leaves_no_rank_and_no_redis(started: Starte
     assert "no cluster is running here" in pipedec("down").refused()
 
 
+@pytest.mark.slow
 def test_sigterm_ends_a_resident_cluster_in_order(started: Started, pair: Pair, state_directory: Path) -> None:
-    process, state = bring_up(started, *pair.flags, "--stages", "1")
+    """Also one that is deaf to Ctrl-C, as a shell's background jobs are."""
+    process, state = bring_up(started, *pair.flags, "--stages", "1", background=True)
     file = state_directory / "cluster.json"
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     password = state.redis_url.partition("redis://:")[2].partition("@")[0]
     for pid in {process.pid} | others_than(process):
         assert password not in Path(f"/proc/{pid}/cmdline").read_text()
+    interrupt(process)
     process.terminate()
     status, err = ended(process)
     assert status == 0 and "Stopping the cluster." in err and password not in err
     assert not file.exists()
 
 
-def test_sigterm_ends_a_cluster_that_is_deaf_to_ctrl_c(started: Started, pair: Pair, state_directory: Path) -> None:
-    """A shell's background jobs ignore SIGINT."""
-    process = started("up", *pair.flags, "--stages", "1", background=True)
-    assert wait_until(lambda: (state_directory / "cluster.json").exists(), START_SECONDS)
-    interrupt(process)
-    process.terminate()
-    status, err = ended(process)
-    assert status == 0 and "Stopping the cluster." in err
-
-
+@pytest.mark.slow
 def test_a_resident_cluster_that_loses_a_rank_ends_with_an_error(
     started: Started, pipedec: Pipedec, pair: Pair, state_directory: Path
 ) -> None:

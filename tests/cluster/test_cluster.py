@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 import pytest
 import redis
-from processes import marked_processes, wait_until
+from processes import marked_processes, redis_of, wait_until
 from timesteps import check_timesteps
 from tiny_pair import Pair
 from transformers import PreTrainedTokenizerBase
@@ -81,7 +81,9 @@ def test_two_stages_say_what_transformers_says(
     check_answers(resident, reference, tokenizer)
 
 
-@pytest.mark.parametrize("shape", [(1, 1), (4, 4), (4, 2)], ids=lambda shape: f"{shape[0]}in{shape[1]}")
+@pytest.mark.parametrize(
+    "shape", [(1, 1), (4, 4), pytest.param((4, 2), marks=pytest.mark.slow)], ids=lambda shape: f"{shape[0]}in{shape[1]}"
+)
 def test_other_shapes_say_what_transformers_says(
     shape: tuple[int, int], pair: Pair, reference: Reference, tokenizer: PreTrainedTokenizerBase
 ) -> None:
@@ -342,7 +344,6 @@ def test_ending_a_cluster_cancels_the_request_under_way(pair: Pair) -> None:
     with LocalCluster(pair.spec(1)) as cluster:
         asking = Asking(cluster, prompt_request(PROMPTS[0], max_tokens=2000, ignore_eos=True))
         assert asking.speaks.wait(20)
-        threading.Timer(0.0, lambda: None).start()
         cluster.stop()
         try:
             assert asking.result().finish_reason == "cancelled"
@@ -359,6 +360,7 @@ def test_a_run_name_in_use_is_refused_and_the_run_goes_on(pair: Pair, resident: 
 
 
 def test_two_runs_share_a_redis(pair: Pair, resident: LocalCluster) -> None:
+    client_of(resident).ask(prompt_request(PROMPTS[0], max_tokens=2))  # some keys of a run stay after its first request
     keys = run_keys(resident)
     with LocalCluster(pair.spec(1), redis_url=resident.address.redis_url, run_id="guest") as guest:
         asked = [Asking(cluster, prompt_request(PROMPTS[0], max_tokens=20, ignore_eos=True)) for cluster in (guest, resident)]
@@ -410,7 +412,7 @@ def test_redis_killed_while_the_ranks_start(pair: Pair) -> None:
 
     def kill() -> None:
         assert wait_until(lambda: len(cluster.pids) == 3)
-        psutil.Process(cluster._server.pid).kill()  # type: ignore[union-attr]
+        redis_of(cluster).kill()
 
     killer = threading.Thread(target=kill, daemon=True)
     killer.start()

@@ -11,7 +11,7 @@ from typing import Any
 
 import psutil
 import pytest
-from processes import wait_until
+from processes import redis_of, wait_until
 from tiny_pair import Pair
 
 from pipedec.client.client import Client
@@ -26,6 +26,7 @@ from pipedec.topology import Topology
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 with_each_dispatch = pytest.mark.parametrize("dispatch", DISPATCHES)
+tasks_are_slow = pytest.mark.parametrize("dispatch", ["windows", pytest.param("tasks", marks=pytest.mark.slow)])
 
 STAGES = 3
 NAMES = {0: r"rank 0 \(draft\)"} | {rank: rf"rank {rank} \(stage {rank}\)" for rank in range(1, STAGES + 1)}
@@ -84,7 +85,7 @@ def test_a_rank_killed_in_mid_generation_is_named(pair: Pair, rank: int, dispatc
         assert f"rank {rank}" in str(elsewhere)
 
 
-@with_each_dispatch
+@tasks_are_slow
 def test_a_stage_that_stands_still_is_named(pair: Pair, dispatch: str) -> None:
     """Only its lease gives it away: its sockets stay open."""
     with LocalCluster(replace(pair.spec(STAGES), dispatch=dispatch)) as cluster:
@@ -123,11 +124,6 @@ def test_a_rank_that_ends_early_and_content_is_a_failure(pair: Pair, dispatch: s
         assert "rank 1" in str(owner) and "rank 1" in str(elsewhere)
 
 
-def redis_of(cluster: LocalCluster) -> psutil.Process:
-    assert cluster._server is not None
-    return psutil.Process(cluster._server.pid)
-
-
 @with_each_dispatch
 def test_redis_killed_in_mid_generation_is_named(pair: Pair, dispatch: str) -> None:
     with LocalCluster(replace(pair.spec(STAGES), dispatch=dispatch)) as cluster:
@@ -139,7 +135,7 @@ def test_redis_killed_in_mid_generation_is_named(pair: Pair, dispatch: str) -> N
         supervise(cluster, SchedulerLost, "cannot reach Redis")
 
 
-@with_each_dispatch
+@tasks_are_slow
 def test_redis_that_stands_still_is_named(pair: Pair, monkeypatch: pytest.MonkeyPatch, dispatch: str) -> None:
     monkeypatch.setattr("pipedec.scheduler.client.REPLY_SECONDS", 2.0)  # the clients'; the ranks' are in other processes
     with LocalCluster(replace(pair.spec(1), dispatch=dispatch)) as cluster:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from pairwise import pairwise
 from threads_support import BIASES, END, LETTERS, PROMPTS, THREAD_DIALECTS, ThreadModels
 
 from pipedec.client.client import Client
@@ -49,25 +50,27 @@ def ask(cluster: LocalCluster, dialect: Dialect, sampling: SamplingParams, metho
     return client_of(cluster).ask(request, **hooks)
 
 
-@pytest.mark.parametrize("method", ["pipedec-bestfirst", "bita"])
-@pytest.mark.parametrize("dialect", THREAD_DIALECTS)
+@pytest.mark.parametrize(
+    ("cluster", "dialect", "method", "temperature"),
+    sorted(pairwise(DISPATCHES, THREAD_DIALECTS, ["pipedec-bestfirst", "bita"], [0.0, 1.0])),
+    indirect=["cluster"],
+)
 def test_a_cluster_says_what_one_process_says(
-    cluster: LocalCluster, local: LocalPipeline, thread_models: ThreadModels, dialect: str, method: str
+    cluster: LocalCluster, local: LocalPipeline, thread_models: ThreadModels, dialect: str, method: str, temperature: float
 ) -> None:
-    for values in ({}, {"temperature": 1.0, "seed": 8}):
-        sampling, threads = sampling_of(thread_models, dialect, **values), THREAD_DIALECTS[dialect]
-        prompt_ids = thread_models.prompt_ids(PROMPTS[0])
-        for _ in local.run(Request(0, prompt_ids, sampling, method, threads=threads.to_json())):
-            pass
-        assert local.sequence is not None and len(local.sequence.threads) > 1
-        pieces: list[str] = []
-        answer = ask(cluster, threads, sampling, method, on_text=pieces.append)
-        assert answer.token_ids == [token.token_id for token in local.sequence.document()]
-        assert answer.finish_reason == local.sequence.finished
-        assert answer.text == "".join(pieces)
-        paths = {local.sequence.threads[token.thread].path for token in local.sequence.document()}
-        assert answer.threads is not None and answer.threads["metrics"]["threads"] == len(paths)
-        assert {tuple(thread["path"]) for thread in answer.threads["threads"]} == paths
+    sampling, threads = sampling_of(thread_models, dialect, temperature=temperature, seed=8), THREAD_DIALECTS[dialect]
+    prompt_ids = thread_models.prompt_ids(PROMPTS[0])
+    for _ in local.run(Request(0, prompt_ids, sampling, method, threads=threads.to_json())):
+        pass
+    assert local.sequence is not None and len(local.sequence.threads) > 1
+    pieces: list[str] = []
+    answer = ask(cluster, threads, sampling, method, on_text=pieces.append)
+    assert answer.token_ids == [token.token_id for token in local.sequence.document()]
+    assert answer.finish_reason == local.sequence.finished
+    assert answer.text == "".join(pieces)
+    paths = {local.sequence.threads[token.thread].path for token in local.sequence.document()}
+    assert answer.threads is not None and answer.threads["metrics"]["threads"] == len(paths)
+    assert {tuple(thread["path"]) for thread in answer.threads["threads"]} == paths
 
 
 def test_news_of_the_threads_are_what_they_said(cluster: LocalCluster, thread_models: ThreadModels) -> None:

@@ -103,6 +103,7 @@ def run_cli(*arguments: str) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_two_agents_answer_and_end_in_order(
     agents: Agents, pair: Pair, reference: Reference, tokenizer: PreTrainedTokenizerBase
 ) -> None:
@@ -120,6 +121,7 @@ def test_two_agents_answer_and_end_in_order(
     assert agents.server.url.split("@")[0].removeprefix("redis://:") not in agents.output()
 
 
+@pytest.mark.slow
 def test_a_killed_rank_ends_both_agents_and_is_named_to_the_client(agents: Agents, pair: Pair) -> None:
     agents.start("--stages", "3", *pair.flags)
     running = agents.wait_until_up()
@@ -136,6 +138,7 @@ def test_a_killed_rank_ends_both_agents_and_is_named_to_the_client(agents: Agent
     assert all(status != 0 for status in agents.statuses(60)), agents.output()
 
 
+@pytest.mark.slow
 def test_a_wrong_world_size_is_answered_with_torchruns_numbers(agents: Agents, pair: Pair) -> None:
     agents.start("--stages", "5", *pair.flags)
     assert all(status != 0 for status in agents.statuses(START_SECONDS))

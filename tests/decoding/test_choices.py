@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -115,7 +116,7 @@ def check_row(proposal: NgramProposal, index: int, naive: NaiveSearch) -> None:
     assert features[-1] == [0.0] * (2 * MAX_MATCH)
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(st.integers(0, 2**32), st.integers(1, 60), st.integers(0, 6))
 def test_ngrams_equal_a_naive_search(seed: int, length: int, below: int) -> None:
     """From a text of two tokens on: few different tokens, so that there are long matches; rows anywhere in a small tree."""

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 from drafters import rows
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -153,7 +154,7 @@ class Trio:
         assert not self._naive.entered or self._stage.root_position == self._injection.tree.root_position
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(st.integers(0, 2**32), st.integers(5, 30))
 def test_random_drafts_entries_and_verdicts_match_a_naive_model(seed: int, operations: int) -> None:
     Trio(seed).run(operations)

@@ -9,6 +9,7 @@ from toy_dialects import IDS, ids, sequence_of, toy
 from pipedec.core import Part, Request, Step, Verdict
 from pipedec.decoding import Experience, Threaded, create_threaded
 from pipedec.decoding.threaded import MAX_ROWS, MAX_THREADS
+from pipedec.forest import Forest
 from pipedec.methods import METHODS, applicable_options
 from pipedec.threads import State
 from pipedec.tree import Advance, Candidates, PredictionTree
@@ -43,18 +44,27 @@ class Lines:
 
 
 class Team:
-    """A threaded method that is told what to accept, and checked at every step."""
+    """A threaded method that is told what to accept, and checked at every step.
+
+    ``forest`` replays its steps and verdicts as every stage does: it knows what is in the pipeline.
+    """
 
     def __init__(self, method: str, dialect: str = "apar", tree: dict[str, int] = TREE, draft: Lines | None = None) -> None:
         changes = {"max_children": 50, "max_depth": 2, "no_opening_after": ()}
-        self.sequence = sequence_of(toy(dialect, **changes), len(PROMPT), 10_000)
+        replayed, self.sequence = (sequence_of(toy(dialect, **changes), len(PROMPT), 10_000) for _ in range(2))
+        self.forest = Forest(self.sequence)
         self.draft = draft or Lines()
         request = Request(0, PROMPT, method=method, options=applicable_options(method, tree))
-        self.method: Threaded = create_threaded(request, self.sequence, self.draft, Experience(2), "cpu", trained_masks=2)
+        self.method: Threaded = create_threaded(request, replayed, self.draft, Experience(2), "cpu", trained_masks=2)
         self.entered: list[tuple[int, int]] = []  # thread and token of all rows so far
 
     def accept(self, **texts: str) -> None:
-        self.method.apply(Verdict.of_parts([Part(int(name[1:]), tuple(ids(text))) for name, text in texts.items()]))
+        self.apply(*(Part(int(name[1:]), tuple(ids(text))) for name, text in texts.items()))
+
+    def apply(self, *parts: Part) -> None:
+        verdict = Verdict.of_parts(list(parts))
+        self.method.apply(verdict)
+        self.forest.advance(verdict)
 
     def step(self) -> Step | None:
         """The next rows, within their limits; whoever opened a thread that has rows is in the pipeline."""
@@ -66,18 +76,19 @@ class Team:
         threads = step.threads.tolist()
         assert len(threads) <= MAX_ROWS and len(set(threads)) <= MAX_THREADS
         self.entered += zip(threads, step.token_ids.tolist(), strict=True)
+        self.forest.append(step.token_ids, step.parents, step.threads)
         for number in set(threads):
             thread = self.sequence.threads[number]
-            assert thread.parent is None or self.method._forest.entered(thread.parent) >= thread.opened_at
+            assert thread.parent is None or self.forest.entered(thread.parent) >= thread.opened_at
             for other, count in self.sequence.context(number):
-                assert self.method._forest.entered(other) >= count, "a row must see tokens that have not entered"
+                assert self.forest.entered(other) >= count, "a row must see tokens that have not entered"
         return step
 
     def settle(self, most: int = 10) -> int:
         """Steps until all running threads have their last tokens in the pipeline."""
         for count in range(1, most):
             self.step()
-            if all(self.method._forest.has_root(t.number) for t in self.sequence.threads if t.state is State.RUNNING):
+            if all(self.forest.has_root(t.number) for t in self.sequence.threads if t.state is State.RUNNING):
                 return count
         raise AssertionError("some thread's last token never enters")
 
@@ -172,7 +183,7 @@ def test_one_methods_rows_are_shared_evenly() -> None:
     team.accept(t0="[Fork]")
     team.step()
     forecast = tuple(tuple(ids("a b c d e f g h")) for _ in range(2))
-    team.method.apply(Verdict.of_parts([Part(0, tuple(ids("q")), forecast), Part(1, tuple(ids("q")), forecast)]))
+    team.apply(Part(0, tuple(ids("q")), forecast), Part(1, tuple(ids("q")), forecast))
     step = team.step()
     assert step is not None and step.threads is not None
     counts = [(step.threads == number).sum().item() for number in (0, 1)]

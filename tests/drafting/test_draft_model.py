@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import save_tiny
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -83,7 +84,7 @@ def some_rows(data: st.DataObject, tree: PredictionTree, done: set[int]) -> list
     return rows
 
 
-@settings(deadline=None, max_examples=25)
+@examples(25)
 @given(st.data())
 def test_expand_equals_one_forward_per_path(pair: Pair, data: st.DataObject) -> None:
     """Whatever rows are drafted, in whatever order, and whatever becomes of them, drafted or not."""

@@ -12,11 +12,11 @@ import torch
 from bita_files import save_random_bita
 from checkpoints import save_tiny
 from naive_bita import NaiveBita
+from pairwise import pairwise
 from timesteps import check_timesteps
-from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from pipedec.core import Request, SamplingParams, UserError, Verdict
+from pipedec.core import Request, SamplingParams, Step, UserError, Verdict
 from pipedec.engine.local import LocalPipeline
 from pipedec.engine.prefill import PREFILL_CHUNK
 from pipedec.engine.spec import DTYPES, PipelineSpec
@@ -98,17 +98,21 @@ def check_counts(pipeline: LocalPipeline, groups: int, num_tokens: int) -> None:
     check_timesteps(metrics, groups, "bita")
 
 
+CASES = pairwise(SHAPES, ["float32", "float64"], TREES, ["greedy", "drawn"])
+
+
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: f"{shape[0]}in{shape[1]}")
 def test_every_tree_says_what_transformers_says(models: Path, shape: tuple[int, int], dtype: str) -> None:
+    """Every pair of shape, data type, tree, and greedy or sampled answers."""
     pipeline = make_pipeline(models, shape, dtype)
-    greedy = greedy_answer(models / "llama", PROMPT, NUM_TOKENS, dtype)
-    drawn = answer(pipeline, request(method="pp"))
-    assert drawn != greedy
-    for tree in TREES:
-        assert answer(pipeline, request(tree, SamplingParams())) == greedy
-        check_counts(pipeline, shape[1], NUM_TOKENS)
-        assert answer(pipeline, request(tree)) == drawn
+    expected = {
+        "greedy": greedy_answer(models / "llama", PROMPT, NUM_TOKENS, dtype),
+        "drawn": answer(pipeline, request(method="pp")),
+    }
+    assert expected["drawn"] != expected["greedy"]
+    for _, _, tree, how in [case for case in CASES if case[:2] == (shape, dtype)]:
+        assert answer(pipeline, request(tree, DRAWN if how == "drawn" else SamplingParams())) == expected[how]
         check_counts(pipeline, shape[1], NUM_TOKENS)
 
 
@@ -119,9 +123,9 @@ def test_other_families(models: Path, target: str, dtype: str) -> None:
     pipeline = make_pipeline(models, (4, 2), dtype, target)
     greedy = greedy_answer(models / target, PROMPT, NUM_TOKENS, dtype)
     drawn = answer(pipeline, request(method="pp"))
-    for tree in TREES[::2]:
-        assert answer(pipeline, request(tree, SamplingParams())) == greedy
-        assert answer(pipeline, request(tree)) == drawn
+    for index, tree in enumerate(TREES):
+        is_greedy = (index % 2 == 0) == (dtype == "float32")
+        assert answer(pipeline, request(tree, SamplingParams() if is_greedy else DRAWN)) == (greedy if is_greedy else drawn)
 
 
 @pytest.mark.parametrize(("num_masks", "num_prompt_tokens"), [(1, 0), (4, 0), (1, 3), (9, 1)])
@@ -191,20 +195,30 @@ Teacher = Callable[[int], Sequence[int]]
 
 
 class Oracle:
-    """Makes the masks name what ``teacher`` says of a token's number in the answer; the first name is the best."""
+    """Makes forecasts name what ``teacher`` says of a token's number in the answer; the first name is the best.
+
+    ``asked`` lists the numbers of the tokens in each forecast.
+    """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, teacher: Teacher) -> None:
         self.asked: list[list[int]] = []
+        self._teacher = teacher
+        self._num_tokens = 0
+        first_verdict, verdict = FinalStageWorker.first_verdict, FinalStageWorker.verdict
 
-        def predict(
-            worker: FinalStageWorker, logits: Tensor, places: Tensor, count: int, threads: Tensor | None = None
-        ) -> Tensor:
-            numbers = [place - len(PROMPT) for place in places.tolist()]
-            self.asked.append(numbers)
-            assert len(logits) == len(numbers)
-            return torch.tensor([list(teacher(number))[:count] for number in numbers], dtype=torch.int64).view(-1, count)
+        def first(worker: FinalStageWorker, chunk: Step) -> Verdict:
+            self._num_tokens = 0
+            return self._taught(first_verdict(worker, chunk))
 
-        monkeypatch.setattr(FinalStageWorker, "_predict", predict)
+        monkeypatch.setattr(FinalStageWorker, "first_verdict", first)
+        monkeypatch.setattr(FinalStageWorker, "verdict", lambda worker: self._taught(verdict(worker)))
+
+    def _taught(self, verdict: Verdict) -> Verdict:
+        self._num_tokens += len(verdict.tokens)
+        numbers = list(range(self._num_tokens, self._num_tokens + len(verdict.forecast)))
+        self.asked.append(numbers)
+        named = zip(numbers, verdict.forecast, strict=True)
+        return replace(verdict, forecast=tuple(tuple(self._teacher(number))[: len(names)] for number, names in named))
 
 
 def lengths(pipeline: LocalPipeline, asked: Request) -> tuple[list[int], tuple[int, ...]]:

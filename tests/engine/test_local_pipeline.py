@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
 from bita_files import save_random_bita
 from checkpoints import save_tiny_llama
+from pairwise import pairwise
 from timesteps import check_timesteps
 from transformers import LlamaForCausalLM, PreTrainedModel
 
 from pipedec.core import MethodOptions, Metrics, Request, SamplingParams, UserError, Verdict
 from pipedec.engine.local import LocalPipeline
 from pipedec.engine.spec import DTYPES, PipelineSpec
-from pipedec.methods import METHODS, BestFirstOptions, PipeDecOptions, StaticTreeOptions, applicable_options
+from pipedec.methods import METHODS, BestFirstOptions, PipeDecOptions, PlainOptions, StaticTreeOptions, applicable_options
 from pipedec.plan.layers import even_layers
 from pipedec.topology import Topology
 
@@ -24,6 +26,23 @@ PROMPT = (1, 9, 30, 4, 51, 17, 8, 22, 40, 3)
 TREE = {"width": 6, "children": 4}
 NUM_TOKENS = 14
 SHAPES = [(1, 1), (2, 2), (4, 4), (8, 8), (8, 4), (4, 1)]  # stages, groups
+DTYPES_COMPARED = ["float32", "float64"]
+DRAFTS = ["same", "near", "random"]
+# Best-first injection: limits found while decoding or set by hand, either proposer, any width.
+OPTIONS = {
+    "pp": [PlainOptions()],
+    "pipedec": [PipeDecOptions(**TREE)],
+    "stpp": [
+        StaticTreeOptions(**TREE), StaticTreeOptions(3, 2, depth=1), StaticTreeOptions(1, 8, depth=2, rows=1),
+        StaticTreeOptions(1, 5, depth=5, rows=12),
+    ],
+    "pipedec-bestfirst": [
+        BestFirstOptions(), BestFirstOptions(width=1, forwards=2), BestFirstOptions(width=5, children=3, forwards=3),
+        BestFirstOptions(width=124, forwards=8, proposers=("draft",)), BestFirstOptions(width=4, proposers=("ngrams",)),
+    ],
+}  # fmt: skip
+METHODS_AND_OPTIONS = [(method, options) for method, choices in OPTIONS.items() for options in choices]
+CASES = pairwise(SHAPES, METHODS_AND_OPTIONS, DRAFTS, DTYPES_COMPARED)
 
 
 @pytest.fixture(scope="module")
@@ -42,6 +61,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@cache
 def expected(
     model: Path, prompt: tuple[int, ...], num_tokens: int, dtype: str = "float32", ignore_eos: bool = True
 ) -> tuple[int, ...]:
@@ -88,40 +108,39 @@ def check_metrics(metrics: Metrics, groups: int, num_tokens: int, method: str = 
     check_timesteps(metrics, groups, method)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("dtype", DTYPES_COMPARED)
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: f"{shape[0]}in{shape[1]}")
 def test_every_method_says_what_transformers_says(models: Path, shape: tuple[int, int], dtype: str) -> None:
+    """Every pair of shape, method with its options, draft and data type."""
+    assert set(OPTIONS) | {"bita"} == set(METHODS), "BiTA alone has a table of its own"
     wanted = expected(models / "target", PROMPT, NUM_TOKENS, dtype)
-    hits = {}
-    for draft, method in (("same", "pp"), ("same", "pipedec"), ("near", "pipedec"), ("random", "pipedec")):
+    for _, (method, options), draft, _ in [case for case in CASES if case[0] == shape and case[3] == dtype]:
         pipeline = make_pipeline(models, shape, draft, dtype)
-        assert answer(pipeline, request(method=method, ignore_eos=True)) == (wanted, "length")
-        check_metrics(pipeline.metrics, shape[1], NUM_TOKENS)
-        hits[method, draft] = pipeline.metrics.hits
-    assert hits["pp", "same"] == 0
-    if shape[1] == 1:  # a layer enters when the one before it has been judged, so nothing is ever in flight
-        assert set(hits.values()) == {0}
-    else:
-        assert hits["pipedec", "same"] > hits["pipedec", "near"] > hits["pipedec", "random"]
+        verdicts = list(pipeline.run(request(method=method, options=options, ignore_eos=True)))
+        assert tuple(token for verdict in verdicts for token in verdict.tokens) == wanted, (method, options, draft)
+        assert [verdict.finished for verdict in verdicts if verdict.finished] == [verdicts[-1].finished] == ["length"]
+        check_metrics(pipeline.metrics, shape[1], NUM_TOKENS, method)
+        if method == "pp" or (method == "pipedec" and shape[1] == 1):
+            assert pipeline.metrics.hits == 0  # a layer enters when the one before it has been verified: nothing is in flight
+        if method == "stpp":
+            assert pipeline.metrics.misses == len(verdicts) - 1  # the rounds
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: f"{shape[0]}in{shape[1]}")
-def test_best_first_injection_says_what_transformers_says(models: Path, shape: tuple[int, int]) -> None:
-    """With limits found while decoding or set by hand, with either proposer, at any width."""
-    wanted = expected(models / "target", PROMPT, NUM_TOKENS)
-    trees = (
-        BestFirstOptions(), BestFirstOptions(width=1, forwards=2), BestFirstOptions(width=5, children=3, forwards=3),
-        BestFirstOptions(width=124, forwards=8, proposers=("draft",)), BestFirstOptions(width=4, proposers=("ngrams",)),
-    )  # fmt: skip
-    hits = {}
-    for draft in ("same", "near", "random"):
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [("pipedec", OPTIONS["pipedec"][0]), ("stpp", OPTIONS["stpp"][0]), ("pipedec-bestfirst", OPTIONS["pipedec-bestfirst"][2])],
+)
+@pytest.mark.parametrize("shape", [(2, 2), (8, 4)], ids=lambda shape: f"{shape[0]}in{shape[1]}")
+def test_a_better_draft_gives_more_hits(models: Path, shape: tuple[int, int], method: str, options: MethodOptions) -> None:
+    hits = []
+    for draft in ("random", "near", "same"):
         pipeline = make_pipeline(models, shape, draft)
-        for tree in trees:
-            asked = request(method="pipedec-bestfirst", options=tree, ignore_eos=True)
-            assert answer(pipeline, asked) == (wanted, "length")
-            check_metrics(pipeline.metrics, shape[1], NUM_TOKENS, "pipedec-bestfirst")
-            hits[draft, tree] = pipeline.metrics.hits
-    assert hits["same", trees[2]] > hits["random", trees[2]]
+        answer(pipeline, request(method=method, options=options, ignore_eos=True))
+        hits.append(pipeline.metrics.hits)
+    assert hits[0] < hits[1] < hits[2]
+    if method == "stpp":
+        answer(pipeline, request(method=method, options=OPTIONS["stpp"][1], ignore_eos=True))
+        assert pipeline.metrics.hits < hits[2], "a tree of one layer"
 
 
 def test_best_first_injection_needs_no_draft(models: Path) -> None:
@@ -141,28 +160,6 @@ def test_a_sure_draft_enters_several_layers_at_once(models: Path) -> None:
     for _ in range(3):  # until it has learned to trust the draft
         assert answer(pipeline, asked) == (wanted, "length")
     assert pipeline.metrics.timesteps < 59
-
-
-@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: f"{shape[0]}in{shape[1]}")
-def test_a_static_tree_says_what_transformers_says(models: Path, shape: tuple[int, int]) -> None:
-    wanted = expected(models / "target", PROMPT, NUM_TOKENS)
-    trees = (
-        StaticTreeOptions(**TREE),
-        StaticTreeOptions(3, 2, depth=1),
-        StaticTreeOptions(1, 8, depth=2, rows=1),
-        StaticTreeOptions(1, 5, depth=5, rows=12),
-    )
-    hits = {}
-    for draft in ("same", "near", "random"):
-        pipeline = make_pipeline(models, shape, draft)
-        for tree in trees:
-            verdicts = list(pipeline.run(request(method="stpp", options=tree, ignore_eos=True)))
-            assert tuple(token for verdict in verdicts for token in verdict.tokens) == wanted
-            assert pipeline.metrics.misses == len(verdicts) - 1  # the rounds
-            check_metrics(pipeline.metrics, shape[1], NUM_TOKENS, "stpp")
-            hits[draft, tree] = pipeline.metrics.hits
-    assert hits["same", trees[0]] > hits["near", trees[0]] > hits["random", trees[0]]
-    assert hits["same", trees[1]] < hits["same", trees[0]]
 
 
 @pytest.mark.parametrize("depth", [1, 2, 5])

@@ -13,8 +13,11 @@ from pipedec.core import Part, Request, SamplingParams, UserError, Verdict
 from pipedec.engine.dialects import Dialects
 from pipedec.engine.spec import REFERENCE_PAIR
 from pipedec.engine.threaded_answer import ThreadedAnswer
+from pipedec.messages import PromptRequest
+from pipedec.scheduler import Event, MemoryScheduler
 from pipedec.text.prompt import Prompter
 from pipedec.threads import Sequence, bind, load_dialect
+from pipedec.topology import Topology
 
 TARGET = REFERENCE_PAIR / "target"
 PROMPT = (20, 21, 22)
@@ -56,6 +59,20 @@ class Telling:
 
     def completed(self) -> dict[str, Any]:
         return self.answer.completed()
+
+
+class Recorded(MemoryScheduler):
+    """A cluster that has one answer to every request."""
+
+    def __init__(self, *events: Event) -> None:
+        super().__init__(Topology.even(1, 1))
+        self.open({})
+        self._answer = events
+
+    def submit(self, request_json: str) -> int:
+        number = super().submit(request_json)
+        self.publish(number, *self._answer)
+        return number
 
 
 def test_threads_are_read_in_document_order_whichever_ends_first(prompter: Prompter) -> None:
@@ -176,9 +193,8 @@ def test_log_probabilities_follow_the_document(prompter: Prompter) -> None:
     assert written == ["a", "[Fork]", "[Child]", "x", "y", END, "b", END]
     assert event["sampled"] == [0, 1, -1, 3, 5, 6, 2, 4]
 
-    client = Client(SimpleNamespace(), silence_seconds=1)  # type: ignore[arg-type]
-    client._logprobs = [{100 + index: -float(index)} for index in range(7)]
-    completion = client._completed(event)
+    logprobs = [[[100 + index, -float(index)]] for index in range(7)]
+    completion = Client(Recorded({"logprobs": logprobs}, event)).ask(PromptRequest("Hello"))
     forced = prompter.tokenizer.convert_tokens_to_ids("[Child]")
     assert completion.logprobs is not None
     assert [list(entry) for entry in completion.logprobs] == [[100], [101], [forced], [103], [105], [106], [102], [104]]

@@ -1,9 +1,10 @@
-"""An answer in decode threads is that of the naive reference, by every method and shape, greedy and drawn."""
+"""An answer in decode threads is that of the naive reference, by every method and shape, greedy and sampled."""
 
 from __future__ import annotations
 
 import pytest
-from threads_support import DEPTHS, THREAD_DIALECTS, Case, ThreadModels
+from pairwise import pairwise
+from threads_support import DEPTHS, SETTINGS, THREAD_DIALECTS, Case, ThreadModels
 
 from pipedec.core import Request
 from pipedec.engine.local import LocalPipeline
@@ -13,7 +14,14 @@ from pipedec.verify.threads import first_thread_difference
 
 SHAPES = [(1, 1), (2, 2), (4, 4), (4, 2), (14, 14)]  # stages, groups
 TREE = {"width": 6, "children": 4}
-SETTINGS = ("greedy", "drawn")
+CASES = [
+    pytest.param(
+        method, shape, Case(dialect, setting, depth=DEPTHS[shape[0] > DEPTHS[0]]),
+        id=f"{method}-{shape[0]}in{shape[1]}-{dialect}-{setting.replace(' ', '-')}",
+        marks=[pytest.mark.slow] if shape[0] > DEPTHS[0] else [],
+    )
+    for method, shape, dialect, setting in pairwise(METHODS, SHAPES, THREAD_DIALECTS, SETTINGS)
+]  # fmt: skip
 
 
 def threaded_answer(models: ThreadModels, pipeline: LocalPipeline, case: Case, method: str) -> Sequence:
@@ -27,25 +35,9 @@ def threaded_answer(models: ThreadModels, pipeline: LocalPipeline, case: Case, m
     return pipeline.sequence
 
 
-@pytest.mark.parametrize("dialect", THREAD_DIALECTS)
-@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: f"{shape[0]}in{shape[1]}")
-@pytest.mark.parametrize("method", METHODS)
-def test_threads_say_what_the_reference_says(
-    thread_models: ThreadModels, method: str, shape: tuple[int, int], dialect: str
-) -> None:
-    depth = next(depth for depth in DEPTHS if depth >= shape[0])
-    pipeline = LocalPipeline.load(thread_models.spec(depth, *shape))
-    for setting in SETTINGS:
-        case = Case(dialect, setting, depth=depth)
-        answer = threaded_answer(thread_models, pipeline, case, method)
-        assert first_thread_difference(thread_models.known_answer(case), answer) is None, setting
-
-
-@pytest.mark.parametrize("dialect", THREAD_DIALECTS)
-@pytest.mark.parametrize("setting", ["greedy penalised", "filtered"])
-def test_penalties_count_what_a_thread_sees(thread_models: ThreadModels, dialect: str, setting: str) -> None:
-    pipeline = LocalPipeline.load(thread_models.spec(DEPTHS[0], 2))
-    case = Case(dialect, setting)
-    for method in METHODS:
-        answer = threaded_answer(thread_models, pipeline, case, method)
-        assert first_thread_difference(thread_models.known_answer(case), answer) is None, method
+@pytest.mark.parametrize(("method", "shape", "case"), CASES)
+def test_threads_equal_the_references(thread_models: ThreadModels, method: str, shape: tuple[int, int], case: Case) -> None:
+    """Every pair of method, shape, dialect and sampling settings; with penalties, which count what a thread sees."""
+    pipeline = LocalPipeline.load(thread_models.spec(case.depth, *shape))
+    answer = threaded_answer(thread_models, pipeline, case, method)
+    assert first_thread_difference(thread_models.known_answer(case), answer) is None

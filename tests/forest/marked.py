@@ -21,7 +21,7 @@ from toy_dialects import END, IDS, TAGS, TEXTS
 
 from pipedec.core import Request, SamplingParams, Step, Verdict
 from pipedec.decoding import Experience, Threaded, TimestepTiming, create_threaded
-from pipedec.forest import paths
+from pipedec.forest import Forest, paths
 from pipedec.methods import applicable_options
 from pipedec.model.cache import KVCache
 from pipedec.stage import FinalStageWorker, StageWorker
@@ -242,6 +242,7 @@ class Rehearsal:
         self._final = FinalStageWorker(self._models[-1], (END,))  # type: ignore[arg-type]
         self._workers.append(self._final)
         self.sequence = self._new_sequence()
+        self._forest = Forest(self._new_sequence())  # replays what rank 0 knows, to name its rows
         drafter = MarkedDrafter(self._target, self.sequence, accuracy, seed)
         request = Request(0, tuple(range(PROMPT)), sampling, method, applicable_options(method, tree or {}))
         self.method: Threaded = create_threaded(request, self.sequence, drafter, Experience(stages), "cpu", MASKS)
@@ -333,13 +334,14 @@ class Rehearsal:
             self.largest_verdict, len(verdict.shares) + len(verdict.tokens) + sum(map(len, verdict.forecast))
         )
         self.method.apply(verdict)
+        self._forest.advance(verdict)
 
     def _draft(self) -> None:
         self.method.draft()
         self.method.observe(TimestepTiming(0.01, 0.005, (0.001,)))
 
     def _propose(self) -> Step | None:
-        """Rows with their names, which rank 0's own trees tell."""
+        """Rows with their names."""
         if self.sequence.finished is not None:
             return None
         step = self.method.propose()
@@ -347,10 +349,11 @@ class Rehearsal:
             return None
         assert step.threads is not None
         self.widest = max(self.widest, step.num_rows)
-        forest, names, taken = self.method._forest, list[Name](), dict[int, int]()
+        self._forest.append(step.token_ids, step.parents, step.threads)
+        names, taken = list[Name](), dict[int, int]()
         counts = {number: int((step.threads == number).sum()) for number in step.threads.unique().tolist()}
         for number in step.threads.tolist():
-            tree, thread = forest.trees[number], self.sequence.threads[number]
+            tree, thread = self._forest.trees[number], self.sequence.threads[number]
             row = tree.num_rows - counts[number] + taken.setdefault(number, 0)
             taken[number] += 1
             names.append((thread.path, (*tokens_of(thread), *paths(tree, [row])[0])))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pipedec.model.cache import KVCache
@@ -50,7 +51,7 @@ def assert_begins_with(cache: KVCache, prompt: torch.Tensor) -> None:
             assert torch.equal(seen, torch.cat((learned, rows), 1))
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(data=st.data(), prompt_length=st.integers(0, 5))
 def test_any_sequence_of_appends_and_advances_keeps_the_rows(data, prompt_length):
     prompt = learned_prompt(prompt_length)
@@ -138,7 +139,7 @@ def test_misuse_is_refused():
         make_cache(block=0)
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(data=st.data(), past_length=st.integers(0, 9), tree_length=st.integers(0, 4), prompt_length=st.integers(0, 2))
 def test_release_keeps_the_given_rows_and_the_tree(data, past_length, tree_length, prompt_length):
     prompt = learned_prompt(prompt_length)

@@ -33,7 +33,7 @@ print(json.dumps({"growth": status("VmHWM") - before, "weights": stage.num_bytes
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peak memory is read from /proc")
-@pytest.mark.parametrize("max_shard_size", ["40MB", "1GB"])
+@pytest.mark.parametrize("max_shard_size", ["40MB", pytest.param("1GB", marks=pytest.mark.slow)])
 def test_peak_memory_is_little_more_than_the_stage(tmp_path, max_shard_size):
     save_tiny_llama(tmp_path, layers=40, hidden=352, vocab=512, max_shard_size=max_shard_size)
     on_disk = sum(file.stat().st_size for file in tmp_path.glob("*.safetensors"))

@@ -10,7 +10,8 @@ import pytest
 import torch
 from bita_files import save_random_bita
 from checkpoints import save_tiny, save_tiny_llama
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from naive_bita import NaiveBita
 from stage_chain import StageChain
@@ -139,7 +140,7 @@ def random_weights(seed: int, scale: float = 1.0) -> BitaWeights:
     )
 
 
-@settings(deadline=None, max_examples=8)
+@examples(8)
 @given(seed=st.integers(0, 2**32 - 1), dtype=st.sampled_from([torch.float32, torch.float64]), huge=st.booleans())
 def test_ordinary_rows_do_not_depend_on_the_learned_weights(llama: Path, seed: int, dtype: torch.dtype, huge: bool) -> None:
     """Bit for bit, at every stage and in every cache, even if all learned weights are NaN."""

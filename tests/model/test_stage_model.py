@@ -8,7 +8,8 @@ import random
 import pytest
 import torch
 from checkpoints import save_tiny, save_tiny_llama, save_tiny_mistral
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from stage_chain import StageChain
 from transformers import AutoModelForCausalLM
@@ -163,7 +164,7 @@ def tree_target(request, tmp_path_factory):
     return model, StageChain(path, (1, 2))
 
 
-@settings(max_examples=12, deadline=None)
+@examples(12)
 @given(seed=st.integers(0, 2**32 - 1))
 def test_rows_of_random_trees_equal_a_forward_of_their_own_path(tree_target, seed):
     model, chain = tree_target

@@ -138,6 +138,7 @@ def test_local_pipeline_computes_what_it_would_last(pair: Pair, method: str) -> 
         assert pipeline.emulated_ms > 10 * (timesteps - pipeline.metrics.misses)
 
 
+@pytest.mark.slow
 def test_processes_last_as_long_as_the_emulated_devices(pair: Pair, leaves_nothing: None) -> None:
     slow = replace(pair.spec(2), emulation=replace(emulation(2), slow_motion=2.0))
     impossible = RankTiming(PassTime(1e-6, 1e-9, 0), SLOW_LINK, 0)

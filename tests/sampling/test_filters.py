@@ -5,7 +5,8 @@ from __future__ import annotations
 import naive_sampling
 import pytest
 import torch
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pipedec.core import SamplingParams
@@ -16,7 +17,7 @@ LOGITS = st.lists(
 )  # ties are common
 
 
-@settings(deadline=None, max_examples=300)
+@examples(300)
 @given(
     LOGITS,
     st.floats(0.05, 3.0),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pipedec.sampling.noise import gumbel, philox
@@ -31,7 +31,6 @@ def test_philox_gives_the_published_words(
     assert tuple(int(word) for word in philox((first, second, third, fourth), key)) == words
 
 
-@settings(deadline=None)
 @given(
     st.integers(0, 2**64 - 1),
     st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=40),

@@ -5,7 +5,8 @@ from __future__ import annotations
 import naive_sampling
 import pytest
 import torch
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -21,7 +22,6 @@ LEAST_P_VALUE = 1e-4
 NOTHING = torch.zeros(0, dtype=torch.int64)
 
 
-@settings(deadline=None)
 @given(
     st.lists(st.lists(FEW_VALUES, min_size=7, max_size=7), min_size=1, max_size=5),
     st.sampled_from([torch.float32, torch.float64]),
@@ -114,7 +114,7 @@ PARAMS = st.builds(
 )
 
 
-@settings(deadline=None, max_examples=200)
+@examples(200)
 @given(PARAMS, st.integers(0, 10_000))
 def test_every_row_is_chosen_as_its_path_alone_would_be(params: SamplingParams, seed: int) -> None:
     """A prompt in chunks, accepted tokens, and a small tree with two branches of repeated tokens."""

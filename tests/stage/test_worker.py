@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoints import save_tiny_llama
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -141,7 +142,7 @@ class NaiveStage:
         return pending
 
 
-@settings(deadline=None, max_examples=25)
+@examples(25)
 @given(st.integers(0, 10_000))
 def test_rows_mean_the_same_at_every_stage(target: Target, seed: int) -> None:
     """Random rows and verdicts in lockstep: a step names its rows' parents as its receiver numbers them, and carries the

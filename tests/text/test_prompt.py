@@ -7,7 +7,8 @@ import shutil
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from tiny_pair import CHAT_TEMPLATE, CONTEXT, Pair
 
@@ -34,7 +35,6 @@ def streamed(prompter: Prompter, token_ids: list[int], sizes: list[int]) -> list
     return [*pieces, stream.finish()]
 
 
-@settings(deadline=None)
 @given(text=st.text(max_size=60), sizes=st.lists(st.integers(1, 5), min_size=1, max_size=4))
 def test_streamed_text_never_splits_a_character(prompter: Prompter, text: str, sizes: list[int]) -> None:
     token_ids = prompter.tokenizer(text)["input_ids"]
@@ -44,7 +44,6 @@ def test_streamed_text_never_splits_a_character(prompter: Prompter, text: str, s
         assert all("\ufffd" not in piece for piece in pieces)
 
 
-@settings(deadline=None)
 @given(token_ids=st.lists(st.integers(0, 299), max_size=40), sizes=st.lists(st.integers(1, 4), min_size=1, max_size=3))
 def test_the_pieces_of_any_tokens_make_the_whole_text(prompter: Prompter, token_ids: list[int], sizes: list[int]) -> None:
     """Including incomplete characters and special tokens in any order."""
@@ -91,7 +90,7 @@ def stopped(prompter: Prompter, token_ids: list[int], stop: list[str], size: int
     return [*pieces, watched.finish()], None
 
 
-@settings(deadline=None, max_examples=300)
+@examples(300)
 @given(
     text=st.text("abé ", max_size=40),
     stop=st.lists(st.text("abé ", min_size=1, max_size=4), min_size=1, max_size=3),

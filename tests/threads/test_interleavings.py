@@ -7,7 +7,8 @@ from dataclasses import asdict
 
 import pytest
 import torch
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from naive_threads import Model, NaiveAnswer, Path
 from toy_dialects import END, IDS, TAGS, WORDS, sequence_of, toy
@@ -154,7 +155,7 @@ def check(sequence: Sequence, naive: NaiveAnswer) -> None:
 
 @pytest.mark.parametrize("make_model", [random_model, tidy_model])
 @pytest.mark.parametrize("name", DIALECTS)
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(seed=st.integers(0, 2**32), max_tokens=st.integers(1, 120), turns=st.integers(0, 2**32))
 def test_every_interleaving_is_the_document_of_a_naive_reader(name, make_model, seed, max_tokens, turns) -> None:
     bound = DIALECTS[name]
@@ -172,7 +173,7 @@ def test_every_interleaving_is_the_document_of_a_naive_reader(name, make_model, 
 
 
 @pytest.mark.parametrize("name", DIALECTS)
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(seed=st.integers(0, 2**32), max_tokens=st.integers(1, 80), turns=st.integers(0, 2**32))
 def test_the_reader_gets_the_whole_document_and_the_document_reads_back(name, seed, max_tokens, turns) -> None:
     bound = DIALECTS[name]
@@ -201,7 +202,7 @@ def test_random_answers_have_what_they_should_test() -> None:
 
 
 @pytest.mark.parametrize("name", DIALECTS)
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(seed=st.integers(0, 2**32), max_tokens=st.integers(5, 80), max_positions=st.sampled_from([None, 100, 130]))
 def test_what_follows_a_path_is_what_is_there_once_it_is_accepted(name, seed, max_tokens, max_positions) -> None:
     """``following`` looked along paths of which only the last token does something; then the path is accepted."""
@@ -235,7 +236,7 @@ def _joins_before(thread: DecodeThread, path: list[int]) -> int:
 
 
 @pytest.mark.parametrize("name", ["pasta", "pasta, nested", "pasta, fixed length", "pasta, longest"])
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(seed=st.integers(0, 2**32), max_tokens=st.integers(1, 60), room=st.integers(0, 40))
 def test_no_token_stands_beyond_the_models_context(name, seed, max_tokens, room) -> None:
     """A prompt and ``max_tokens`` fit, so all tokens do, whatever lengths an answer promises."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pipedec.core import Part, Share, Step, Verdict
@@ -25,7 +25,6 @@ from pipedec.transport.base import (
 INT64 = st.integers(-(2**63), 2**63 - 1)
 
 
-@settings(deadline=None)
 @given(st.data(), st.integers(1, 40), st.sampled_from([1, 3, 8]), st.sampled_from([torch.float32, torch.bfloat16, None]))
 def test_round_trip(data: st.DataObject, num_rows: int, hidden_size: int, dtype: torch.dtype | None) -> None:
     ids = st.lists(INT64, min_size=num_rows, max_size=num_rows)
@@ -91,7 +90,6 @@ def test_headers_round_trip(rows: int, verdict: Verdict | None) -> None:
 TOKENS = st.integers(0, 2**62)
 
 
-@settings(deadline=None)
 @given(st.data(), st.lists(TOKENS, max_size=MAX_VERDICT_TOKENS), st.sampled_from([None, "stop", "length", "cancelled"]))
 def test_any_verdict_that_fits_round_trips(data: st.DataObject, tokens: list[int], finished: str | None) -> None:
     room = MAX_VERDICT_TOKENS - len(tokens)
@@ -103,7 +101,6 @@ def test_any_verdict_that_fits_round_trips(data: st.DataObject, tokens: list[int
     assert unpack_header(header) == (0, verdict)
 
 
-@settings(deadline=None)
 @given(st.data())
 def test_any_verdict_with_shares_that_fits_round_trips(data: st.DataObject) -> None:
     room, parts, named = MAX_VERDICT_TOKENS, [], data.draw(st.integers(1, 3))

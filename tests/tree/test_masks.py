@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import torch
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pipedec.model import KVCache
@@ -83,7 +84,7 @@ def write(cache: KVCache, labels: list[list[int]], to_tree: bool) -> None:
     (cache.extend_tree if to_tree else cache.extend_past)(len(labels))
 
 
-@settings(deadline=None, max_examples=60)
+@examples(60)
 @given(data=st.data(), num_prompt_tokens=st.integers(0, 3), num_masks=st.integers(1, 3))
 def test_random_rows_masks_and_verdicts(data: st.DataObject, num_prompt_tokens: int, num_masks: int) -> None:
     """Tokens and groups enter in any order over many steps; every row sees, stands and stays as its path alone says."""

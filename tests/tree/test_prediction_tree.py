@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pipedec.tree import Advance, Candidates, PredictionTree, Sight
@@ -32,7 +32,6 @@ def check_same(tree: PredictionTree, naive: NaiveTree) -> None:
         assert torch.nonzero(tree.tree_mask[index])[:, 0].tolist() == sorted(ancestors)
 
 
-@settings(deadline=None)
 @given(st.data())
 def test_random_growth_and_verdicts_match_a_naive_tree(data: st.DataObject) -> None:
     tree, naive = PredictionTree(block=4), NaiveTree()
@@ -93,7 +92,6 @@ def closed_rows(data: st.DataObject, tree: PredictionTree) -> list[int]:
     return rows
 
 
-@settings(deadline=None)
 @given(st.integers(1, 6), st.integers(1, 5), st.integers(0, 10_000))
 def test_grow_takes_the_likeliest_paths_in_row_order(width: int, children: int, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
@@ -123,7 +121,6 @@ def test_grow_takes_the_likeliest_paths_in_row_order(width: int, children: int, 
             assert float(cumulative[index]) == pytest.approx(expected_paths[path], abs=1e-4)
 
 
-@settings(deadline=None)
 @given(st.data())
 def test_likeliest_rows_come_with_their_parents(data: st.DataObject) -> None:
     """Also where children are certain, so that they are as likely as their parents."""

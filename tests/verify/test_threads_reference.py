@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterable
 import naive_sampling
 import pytest
 import torch
-from threads_support import CASES, DEPTHS, END, PROMPTS, Case, ThreadModels, naive_answer
+from pairwise import pairwise
+from threads_support import CASES, DEPTHS, END, PROMPTS, SETTINGS, THREAD_DIALECTS, Case, ThreadModels, naive_answer
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
@@ -51,9 +52,11 @@ def test_the_answers_cover_the_interesting_cases(thread_models: ThreadModels) ->
     assert {4, 9} <= promised, "lengths that promises state"
 
 
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("case", CASES[::2], ids=name)
-def test_the_order_in_which_threads_take_turns_changes_nothing(thread_models: ThreadModels, case: Case, order: str) -> None:
+@pytest.mark.parametrize(("dialect", "setting", "order"), pairwise(THREAD_DIALECTS, SETTINGS, ORDERS))
+def test_the_order_in_which_threads_take_turns_changes_nothing(
+    thread_models: ThreadModels, dialect: str, setting: str, order: str
+) -> None:
+    case = Case(dialect, setting)
     usual, other = thread_models.known_answer(case), thread_models.answer(case, ORDERS[order])
     assert first_thread_difference(usual, other) is None
     assert measure(usual) == measure(other)

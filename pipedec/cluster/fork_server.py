@@ -1,0 +1,15 @@
+"""What the fork server of the ranks imports before it serves: torch and everything else that a rank needs, which takes seconds.
+
+Until that is done it cannot notice that the supervisor has ended (Ctrl-C while a cluster starts), so the kernel watches for it.
+"""
+
+from pipedec.cluster.processes import die_with_parent
+
+die_with_parent()
+
+import transformers.models.llama.configuration_llama  # noqa: E402, F401 - imported when a rank reads a config.json
+
+import pipedec.cluster.rank  # noqa: E402, F401
+
+# From here on it reads the end of a pipe; the kernel would kill it as soon as the thread that started the cluster ends.
+die_with_parent(False)
