@@ -10,10 +10,11 @@ from pipedec.core import Request, SamplingParams
 from pipedec.engine.local import LocalPipeline
 from pipedec.engine.spec import REFERENCE_PAIR, PipelineSpec
 from pipedec.text.prompt import Prompter
+from pipedec.train.cards.render import CARDS, card
 from pipedec.train.continuations import Continuation
-from pipedec.train.draft import on_policy_agreement
-from pipedec.train.model_card import model_card
+from pipedec.train.draft.measuring import on_policy_agreement
 from pipedec.verify.reference import Reference
+from recipes.reference_models.pair import CARD
 
 PROMPTS = [
     "A farmer has 15 cows and buys 7 more. Then he sells 4. How many cows does he have now?",
@@ -51,7 +52,9 @@ def test_the_report_tells_how_the_draft_came_to_agree() -> None:
         assert all(report[kind][family]["top1"] > row["top1"] for family, row in first[kind].items())
     gains = [row["top1"] - last["on_policy"][family]["top1"] for family, row in report["on_policy"].items()]
     assert min(gains) > -0.01 and sum(gains) / len(gains) > 0.03
-    assert (REFERENCE_PAIR / "README.md").read_text() == model_card(report)
+    bita = json.loads((REFERENCE_PAIR / "bita" / "training.json").read_text())
+    assert (REFERENCE_PAIR / "bita" / "README.md").read_text() == card(CARDS / "bita.md.jinja", bita)
+    assert (REFERENCE_PAIR / "README.md").read_text() == card(CARD, report)
 
 
 def test_the_draft_agrees_with_the_targets_own_words() -> None:

@@ -21,7 +21,7 @@ COMMANDS = {
     "plan": ("pipedec.cli.plan", "Show what a cluster.yaml would do before anything is started."),
     "verify": ("pipedec.cli.verify", "Compare the pipeline's tokens with those of transformers."),
     "bench": ("pipedec.cli.bench", "Measure."),
-    "train": ("pipedec.cli.train", "Train the models the project ships."),
+    "train": ("pipedec.cli.train", "Train drafts, BiTA and thread-opening models for a target."),
 }
 
 
@@ -31,10 +31,10 @@ def program() -> None:
     """Pipeline-parallel speculative decoding: one request, many GPUs, exactly the target's own answer."""
 
 
-def main() -> NoReturn:
-    """Run the program. Exit status: 0 done, 1 it failed, 2 the user's mistake, 130 interrupted."""
+def main(command: click.Command = program) -> NoReturn:
+    """Run the program, or another command. Exit status: 0 done, 1 it failed, 2 the user's mistake, 130 interrupted."""
     try:
-        sys.exit(program(standalone_mode=False) or 0)
+        sys.exit(command(standalone_mode=False) or 0)
     except click.exceptions.Exit as leave:
         sys.exit(leave.exit_code)
     except click.ClickException as error:

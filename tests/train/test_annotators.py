@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipedec.core import PipedecError, UserError
-from pipedec.train.annotators import ModelAnnotator, PastaRules, Rejected, annotation_prompt
-from pipedec.train.endpoint import ChatEndpoint
-from pipedec.train.pasta_language import Malformed, parse, promised_tokens, topic_of, written
-from pipedec.train.structure import Fork, Join, Piece, plain_text
+from pipedec.train.annotate.annotators import ModelAnnotator, PastaRules, Rejected, annotation_prompt
+from pipedec.train.annotate.pasta_language import Malformed, parse, promised_tokens, topic_of, written
+from pipedec.train.annotate.structure import Fork, Join, Piece, plain_text
+from pipedec.train.chat_endpoint import ChatEndpoint
 
 ANSWER = "Discs came in 1983. A joint venture of two firms made that possible. They changed how we hear music, too."
 TAGGED = (

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipedec.train.structure import (
+from pipedec.train.annotate.structure import (
     Fork,
     ForkTokens,
     Join,

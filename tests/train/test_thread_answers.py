@@ -13,8 +13,8 @@ from toy_dialects import END, TEXTS, ids, sequence_of, texts, toy
 
 from pipedec.threads import BoundDialect, Sequence, State, measure, replay
 from pipedec.threads.visibility import flatten
-from pipedec.train.thread_answers import Asked, ModelAnswers
-from pipedec.train.thread_figures import agreement, geometric_mean, speak, text_of, thread_figures
+from pipedec.train.threads.answers import Asked, ModelAnswers
+from pipedec.train.threads.figures import agreement, geometric_mean, speak, text_of, thread_figures
 
 ASKED = [Asked((20, 21, 22), 1), Asked((30, 25), 2), Asked((33, 34, 35, 36, 37), 3), Asked((29,), 4)]
 APAR = "a [Fork] [Child] x y z <|end|> b [Fork] [Child] x <|end|> c <|end|>"
