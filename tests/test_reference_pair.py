@@ -16,6 +16,7 @@ from pipedec.train.draft.measuring import on_policy_agreement
 from pipedec.verify.reference import Reference
 from recipes.reference_models.pair import CARD
 
+SLOW = pytest.mark.slow
 PROMPTS = [
     "A farmer has 15 cows and buys 7 more. Then he sells 4. How many cows does he have now?",
     'def count_vowels(text: str) -> int:\n    """Return the number of vowels in text."""',
@@ -70,7 +71,10 @@ def test_the_draft_agrees_with_the_targets_own_words() -> None:
     assert agreement["top4"] > 0.8 and agreement["top16"] > 0.9
 
 
-@pytest.mark.parametrize(("stages", "groups"), [(1, 1), (4, 4), (14, 14), (14, 7), (24, 24)])
+@pytest.mark.parametrize(
+    ("stages", "groups"),
+    [(1, 1), (4, 4), pytest.param(14, 14, marks=SLOW), pytest.param(14, 7, marks=SLOW), pytest.param(24, 24, marks=SLOW)],
+)
 def test_the_pipeline_says_what_transformers_says(stages: int, groups: int) -> None:
     torch.set_num_threads(1)
     spec = PipelineSpec.create(stages=stages, groups=groups, device="cpu")

@@ -1,6 +1,6 @@
-"""One question to an OpenAI-compatible server, asked again while it is busy.
+"""Prompts to an OpenAI-compatible server, with retries while it is busy.
 
-Owns HTTP, patience and the wording of what goes wrong. It does not know what is asked.
+Owns HTTP, retries and error messages. It does not know what prompts are for.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from http.client import HTTPException
 from pipedec.core import PipedecError, UserError
 
 _LONGEST_PAUSE_S = 60.0
-_THIS_QUESTION = (400, 413, 422)  # too long, or against the server's rules: another question may pass
+_THIS_PROMPT = (400, 413, 422)  # too long, or against the server's rules: another prompt may be answered
 _BUSY = (408, 409, 425, 429)
 
 
 @dataclass(frozen=True)
 class ChatEndpoint:
-    """A server that speaks ``POST {url}/chat/completions``.
+    """A server that answers ``POST {url}/chat/completions``.
 
     Attributes:
         url: its base, like ``https://api.example.com/v1``.
-        role: what errors call it.
-        tries: attempts per question; the pause between two doubles, or is what the server asks for.
+        role: its name in errors.
+        tries: attempts per prompt. The pause between two doubles, unless the server names one (Retry-After).
     """
 
     url: str
@@ -39,15 +39,15 @@ class ChatEndpoint:
 
     def __post_init__(self) -> None:
         if not self.url.startswith(("http://", "https://")):
-            raise UserError(f"the {self.role} {self.url!r} is no address: give http(s)://HOST/v1")
+            raise UserError(f"the {self.role} {self.url!r} is not an address: give http(s)://HOST/v1")
         if self.tries < 1 or self.timeout_s <= 0:
             raise UserError(f"--tries must be at least 1 and --timeout above 0, or the {self.role} never answers")
 
     def complete(self, prompt: str) -> str | None:
-        """The model's reply at temperature 0; None if the server refuses this question or the reply is empty.
+        """The model's reply at temperature 0; None if the server refuses this prompt or the reply is empty.
 
         Raises:
-            UserError: the address, the key or the model is wrong, or the server speaks something else.
+            UserError: the address, the key or the model is wrong, or the server is not OpenAI-compatible.
             PipedecError: it was still unreachable or busy at the last try.
         """
         wrong = ""
@@ -57,7 +57,7 @@ class ChatEndpoint:
                 return self._text(self._post(prompt))
             except urllib.error.HTTPError as error:
                 error.close()
-                if error.code in _THIS_QUESTION:
+                if error.code in _THIS_PROMPT:
                     return None
                 wrong = f"{error.code} {error.reason}"
                 if error.code not in _BUSY and error.code < 500:

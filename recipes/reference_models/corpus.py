@@ -1,4 +1,4 @@
-"""Real text that is on every machine: the Python standard library, and word problems from a JSONL file.
+"""Training text: the Python standard library, and word problems from a JSONL file.
 
 Owns how that text becomes documents (raw source, conversations) and which of them are held out. It does not know
 tokenizers, models or optimisers.
@@ -19,7 +19,7 @@ from pipedec.train.annotate.questions import without_calculator_notes
 
 BEGIN, USER, ASSISTANT, END = "<|begin|>", "<|user|>", "<|assistant|>", "<|end|>"
 
-# Tables, vendored grammars and generated files teach a language model nothing.
+# Tables, vendored grammars and generated files are no use as training text.
 _EXCLUDED_PARTS = {"site-packages", "test", "tests", "encodings", "__pycache__", "lib2to3", "idle_test", "ensurepip"}
 _HELD_OUT_ONE_IN = 40
 _MAX_CODE_CHARACTERS = 1600
@@ -29,7 +29,7 @@ _TOPIC_PARAGRAPHS = 4
 
 @dataclass(frozen=True)
 class Document:
-    """One training document: its family (for mixing), its text with turn tokens in place, and its split."""
+    """One training document: its family (for mixing), its text with turn tokens, and its split."""
 
     family: str
     text: str
@@ -85,9 +85,9 @@ def topic_documents() -> Iterator[Document]:
 
 
 def mix(documents: list[Document], weights: dict[str, float], characters: int, seed: int) -> Iterator[Document]:
-    """Yield documents until ``characters`` are spent, each family getting its share, epochs reshuffled.
+    """Yield documents of ``characters`` in total, each family with its share; every epoch is shuffled anew.
 
-    Families absent from ``weights`` are left out; families absent from ``documents`` give their share to the others.
+    Families without a weight are left out; the shares of families without documents go to the others.
     """
     families = {name: [doc for doc in documents if doc.family == name] for name in weights}
     families = {name: docs for name, docs in families.items() if docs}

@@ -1,6 +1,6 @@
-"""What a docstring says in whole sentences and in sections of names with descriptions.
+"""Whole sentences of docstrings, and their sections of names with descriptions.
 
-Owns where such text begins and ends. It does not know what is asked about it.
+Owns where such text begins and ends. It does not know the questions about it.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ _NO_NAMES = frozenset(
 
 @dataclass(frozen=True)
 class Entry:
-    """One member, argument or step: its name and what is said about it."""
+    """One member, argument or step: its name and description."""
 
     name: str
     text: str
 
 
 def sections(docstring: str) -> Iterator[tuple[str, list[Entry]]]:
-    """Lists of three or more ``name -- description`` in a docstring, each with what the line before it calls it."""
+    """Lists of three or more ``name -- description`` in a docstring, each with the noun that the line before it suggests."""
     header = ""
     entries: list[Entry] = []
     entries_depth = 0
@@ -74,7 +74,7 @@ def _noun(header: str) -> str:
 
 
 def prose(docstring: str) -> str:
-    """The first paragraphs on one line, up to some hundred characters."""
+    """The first paragraphs on one line, up to 700 characters."""
     text = ""
     for paragraph in docstring.split("\n\n"):
         line = " ".join(paragraph.split())
@@ -85,7 +85,7 @@ def prose(docstring: str) -> str:
 
 
 def gloss(text: str) -> str:
-    """The first paragraph's whole sentences on one line, up to some hundred characters; empty if that is nothing to say."""
+    """The first paragraph's whole sentences on one line, up to 320 characters; empty if they are too short or ambiguous."""
     paragraph = " ".join(text.split("\n\n")[0].split())
     short = ""
     for sentence in sentences(paragraph):
@@ -93,8 +93,8 @@ def gloss(text: str) -> str:
             break
         short += sentence
     short = short.rstrip(" :;,")
-    says_something = len(short) >= MIN_DETAIL_CHARACTERS and " " in short and not _SIGNATURE.match(short)
-    return short if says_something and not ambiguity(short) else ""
+    is_useful = len(short) >= MIN_DETAIL_CHARACTERS and " " in short and not _SIGNATURE.match(short)
+    return short if is_useful and not ambiguity(short) else ""
 
 
 def is_good_paragraph(paragraph: str) -> bool:

@@ -1,6 +1,6 @@
 """Prompts made of the corpus's documents: cut out of them, or invented from their words.
 
-Owns which prompts the shipped draft and BiTA learn from, by family. The target's answers to them are not its business.
+Owns which prompts the shipped draft and BiTA learn from, by family. It does not know the target's answers.
 """
 
 from __future__ import annotations

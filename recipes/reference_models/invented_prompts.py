@@ -1,7 +1,7 @@
-"""Prompts that are no document of the corpus, made of its prose: short requests, and long passages with a question to them.
+"""Prompts invented from the prose of documents: short requests, and long passages with a question or an instruction.
 
-Owns their wording. Both draw without end from the documents given, so that held-out prompts are made of held-out prose; part
-of the words are invented, because readers' names and languages are not the library's.
+Owns their wording. Both are endless, and use only the documents given, so that held-out prompts are made of held-out prose. Some
+words are invented, because users' names and languages do not occur in the library.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _INSTRUCTIONS = (
 
 
 def prose(documents: list[Document]) -> list[str]:
-    """What people would read in these documents: the docstrings that answer questions, the words of problems, the topics."""
+    """The prose of these documents: docstrings that answer questions, word problems, help topics."""
     texts = [
         document.text.removeprefix(BEGIN + USER).split(END + ASSISTANT)[document.family == "questions"].removesuffix(END)
         for document in documents
@@ -51,21 +51,21 @@ def prose(documents: list[Document]) -> list[str]:
 
 
 def requests(texts: list[str], rng: random.Random) -> Iterator[str]:
-    """Short requests, in the words of ``texts``, without end."""
+    """An endless stream of short requests in the words of ``texts``."""
     words = _Words(texts, rng)
     while True:
         yield words.fill(rng.choice(_REQUESTS))
 
 
 def passages(texts: list[str], rng: random.Random) -> Iterator[str]:
-    """Pieces of ``texts``, some hundred to some thousand characters of them, with something to do about them, without end."""
+    """An endless stream of passages of ``texts`` (900 to 5,600 characters), each with a question or an instruction."""
     words = _Words(texts, rng)
     while True:
         yield words.fill(rng.choice(_INSTRUCTIONS))
 
 
 class _Words:
-    """Draws what stands in the braces of a wording."""
+    """Fills the braces of a wording."""
 
     def __init__(self, texts: list[str], rng: random.Random) -> None:
         self._texts, self._rng = texts, rng
@@ -114,7 +114,7 @@ class _Words:
         return re.sub(r"[A-Za-z]{3,}", lambda found: self._invented(found[0]) if self._rng.random() < share else found[0], text)
 
     def _invented(self, word: str) -> str:
-        """A word that begins like this one and ends like others; one in two is a name."""
+        """A word that begins like this one and ends like others; half of them are capitalised like names."""
         others = re.findall("[a-z]{3,}", self._rng.choice(self._texts)) or [word]
         ends = [end[len(end) // 2 :] for end in self._rng.choices(others, k=self._rng.choice((1, 1, 2)))]
         letters = word[: len(word) // 2 + 1].lower() + "".join(ends)

@@ -1,6 +1,6 @@
-"""Questions for lists and paragraphs that the Python standard library answers: its docstrings, comments and help topics.
+"""Questions that the Python standard library answers with lists and paragraphs: its docstrings, comments and help topics.
 
-Owns what of the library is asked about. The wording is ``list_questions``'; what becomes of the answers it does not know.
+Owns which parts of the library questions are about. Their wording is in ``list_questions``.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _NOUN = re.compile(
 _NO_SUBJECTS = frozenset(
     ("given", "same", "other", "first", "last", "above", "next", "result", "value", "number", "such", "them")
 )
-_MAX_SHARING = 40  # a word in more descriptions is no subject
+_MAX_SHARING = 40  # a word that occurs in more descriptions is not a subject
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
 _STATEMENTS: dict[type[ast.stmt], str] = {
     ast.If: "Check", ast.For: "Loop", ast.AsyncFor: "Loop", ast.While: "Repeat", ast.Return: "Return", ast.Try: "Try",
@@ -54,7 +54,7 @@ _STATEMENTS: dict[type[ast.stmt], str] = {
 
 
 def library_questions(seed: int) -> Iterator[Question]:
-    """Questions about every module of the standard library, the builtins and the help topics; ``seed`` draws the wordings."""
+    """Questions about every module of the standard library, the builtins and the help topics; ``seed`` chooses the wordings."""
     root = Path(sysconfig.get_paths()["stdlib"])
     modules: list[Entry] = []
     functions: list[Entry] = []
@@ -98,7 +98,7 @@ class _ModuleQuestions:
 
     Attributes:
         docstring: the module's own.
-        functions, classes, exceptions: docstrings of what is public in it, by name.
+        functions, classes, exceptions: docstrings of its public members, by name.
     """
 
     def __init__(self, module: str, source: str, tree: ast.Module, rng: random.Random) -> None:
@@ -135,7 +135,7 @@ class _ModuleQuestions:
         yield from steps(subject, list(self._steps(node)), self._rng)
 
     def _steps(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> Iterator[Entry]:
-        """The comments in a function's body that stand before a statement, each named after it."""
+        """The comments before statements of a function's body, each named after its statement."""
         numbers = range(node.body[0].lineno, (node.end_lineno or 0) + 1)
         comments = {number: found[1] for number in numbers if (found := _COMMENT.match(self._lines[number - 1]))}
         if len(comments) < MIN_POINTS:
@@ -156,14 +156,14 @@ class _ModuleQuestions:
 
 
 def _package_questions(modules: list[Entry], rng: random.Random) -> Iterator[Question]:
-    """What is in a package, one dot deep."""
+    """Lists of the modules of each package."""
     for package in sorted({name.rpartition(".")[0] for name in (entry.name for entry in modules)} - {""}):
         inside = [entry for entry in modules if entry.name.rpartition(".")[0] == package]
         yield from listings("modules", f"the package `{package}`", inside, rng)
 
 
 def _suggestion_questions(noun: str, entries: list[Entry], rng: random.Random) -> Iterator[Question]:
-    """What has to do with a word that a few descriptions share."""
+    """Lists of entries whose descriptions share a word."""
     by_word: dict[str, list[Entry]] = {}
     for entry in entries:
         if not re.search(r"(?:^|\.)(?:_|idlelib|distutils)", entry.name):
@@ -186,7 +186,7 @@ def _builtin_questions(rng: random.Random) -> Iterator[Question]:
 
 
 def _public(docs: dict[str, str | None]) -> dict[str, str]:
-    """Without what begins with an underscore, and without the signatures that docstrings of C functions begin with."""
+    """Public members, without the signatures at the start of docstrings of C functions."""
     cleaned = {name: re.sub(r"^\w+\(.*\)(?: *->.*)?\n+", "", doc or "") for name, doc in docs.items()}
     return {name: doc for name, doc in cleaned.items() if doc and "._" not in name}
 
@@ -204,7 +204,7 @@ def _topic_questions(rng: random.Random) -> Iterator[Question]:
 
 
 def _documented(subject: str, docstring: str | None, rng: random.Random) -> Iterator[Question]:
-    """What a docstring alone answers: its sections of names with descriptions, and its prose."""
+    """Questions that one docstring answers: its sections of names with descriptions, and its prose."""
     if docstring is None:
         return
     for noun, entries in sections(docstring):
@@ -214,14 +214,14 @@ def _documented(subject: str, docstring: str | None, rng: random.Random) -> Iter
 
 
 def _members(noun: str, subject: str, docs: dict[str, str], rng: random.Random) -> Iterator[Question]:
-    """Lists of members, and a paragraph about each of some of them."""
+    """Lists of members, and a paragraph each about some of them."""
     yield from listings(noun, subject, [Entry(name, gloss(doc)) for name, doc in docs.items()], rng)
     texts = {name: prose(doc) for name, doc in docs.items()}
     yield from descriptions(subject, {name: text for name, text in texts.items() if len(list(sentences(text))) > 1}, rng)
 
 
 def _documentation(nodes: Iterable[ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef]) -> dict[str, str]:
-    """Name and docstring of those that are public and documented."""
+    """Names and docstrings of the nodes that are public and documented."""
     docs = {}
     for node in nodes:
         docstring = ast.get_docstring(node)
@@ -231,7 +231,7 @@ def _documentation(nodes: Iterable[ast.FunctionDef | ast.AsyncFunctionDef | ast.
 
 
 def _deed(statement: ast.stmt) -> str:
-    """What a statement does, in a word or two."""
+    """A statement's action in a word or two."""
     if isinstance(statement, ast.Assign | ast.AnnAssign | ast.AugAssign):
         target = ast.unparse(statement.targets[0] if isinstance(statement, ast.Assign) else statement.target)
         return f"Set `{target}`" if len(target) <= 30 else "Assign"

@@ -1,7 +1,7 @@
-"""The wording of questions that people want lists and paragraphs for, and of their answers.
+"""Questions whose answers are lists or paragraphs: the wording of both.
 
-Owns ordered lists (``1. `name`: text``, with an opening and sometimes a closing) and runs of paragraphs, made of what is given
-to say about a subject. It does not know where that comes from.
+Owns ordered lists (``1. `name`: text``, with an opening and sometimes a closing) and runs of paragraphs about a subject. It does
+not know where entries and paragraphs come from.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ _NUMBERS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eigh
 
 
 def explanations(kind: str, subject: str, paragraphs: list[str], rng: random.Random) -> Iterator[Question]:
-    """Up to four paragraphs at a time, where they have a structure."""
+    """A question for every four paragraphs, if they have a parallel structure."""
     for first in range(0, len(paragraphs), _MAX_PARAGRAPHS):
         part = paragraphs[first : first + _MAX_PARAGRAPHS]
         answer = "\n\n".join(part)
@@ -85,7 +85,7 @@ def explanations(kind: str, subject: str, paragraphs: list[str], rng: random.Ran
 
 
 def descriptions(subject: str, texts: Mapping[str, str], rng: random.Random) -> Iterator[Question]:
-    """A paragraph about each of two or three members at a time, where they have a structure."""
+    """A question for every two or three members, if the paragraphs about them have a parallel structure."""
     names = list(texts)
     for first in range(0, len(names) - 1, _MAX_DESCRIBED):
         some = names[first : first + _MAX_DESCRIBED]
@@ -96,7 +96,7 @@ def descriptions(subject: str, texts: Mapping[str, str], rng: random.Random) -> 
 
 
 def listings(noun: str, subject: str, entries: list[Entry], rng: random.Random) -> Iterator[Question]:
-    """All entries that have a text (up to eight), and a few at a time."""
+    """A question for all entries that have a text (up to eight), and questions for some of them."""
     entries = [entry for entry in entries if entry.text]
     if len(entries) < MIN_POINTS:
         return
@@ -110,7 +110,7 @@ def listings(noun: str, subject: str, entries: list[Entry], rng: random.Random) 
 
 
 def suggestions(noun: str, word: str, entries: list[Entry], rng: random.Random) -> Iterator[Question]:
-    """Three or more entries, drawn, that have to do with a word."""
+    """A question for three or more random entries that have to do with a word."""
     if len(entries) < MIN_POINTS:
         return
     some = rng.sample(entries, rng.randint(MIN_POINTS, min(_MAX_ITEMS, len(entries))))
@@ -122,7 +122,7 @@ def suggestions(noun: str, word: str, entries: list[Entry], rng: random.Random) 
 
 
 def steps(subject: str, entries: list[Entry], rng: random.Random) -> Iterator[Question]:
-    """The first eight of three or more steps."""
+    """A question for three or more steps; the answer has the first eight."""
     if len(entries) >= MIN_POINTS:
         prompt = rng.choice(_STEP_WORDINGS).format(subject=subject, count=_counted(min(len(entries), _MAX_ITEMS), rng))
         opening = rng.choice(_STEP_OPENINGS).format(subject=subject)
@@ -138,14 +138,14 @@ def _listing(noun: str, subject: str, some: list[Entry], others: list[Entry], wo
 
 
 def _closing(others: list[Entry], words: Mapping[str, str], rng: random.Random) -> str:
-    """A sentence behind the list, with the names of some that are not in it."""
+    """A sentence after the list that names some entries that are not in it."""
     names = [entry.name for entry in others[: rng.randint(1, 4)]]
     are = "is" if len(names) == 1 else "are"
     return rng.choice(_CLOSINGS if names else _PLAIN_CLOSINGS).format(others=_joined(names), are=are, **words)
 
 
 def _marked(entries: list[Entry], rng: random.Random) -> list[Entry]:
-    """The entries with their names as code, in bold or plain."""
+    """The entries with their names formatted as code, in bold or plain."""
     mark = rng.choice(_MARKS)
     return [Entry(mark.format(entry.name), entry.text) for entry in entries]
 

@@ -1,8 +1,8 @@
 """Train the shipped pair: a 24-layer target grown from a shallow one, and a draft distilled from it.
 
-Owns the recipe (tokenizer, growth phases, optimisers, checkpoints, evaluation). A thin, deep LLaMA trains slowly, so
-the target starts with few layers and doubles twice: each new layer is a copy whose output projections are zero, so the
-function is unchanged at the moment of growth. A killed run resumes from its last checkpoint.
+Owns the recipe: tokenizer, sizes, phases, data. A thin, deep LLaMA trains slowly, so the target starts with few layers, which
+are doubled twice: each new layer is a copy whose output projections are zero, so growth does not change the function. A killed
+run resumes from its last checkpoint.
 """
 
 from collections.abc import Iterator
@@ -63,8 +63,7 @@ class Recipe:
     """Everything that decides the result.
 
     All phases are (layers, steps); a step is ``batch`` rows of ``length`` tokens, taken in order from ``characters`` of text.
-    The tokenizer is trained on ``tokenizer_characters``.
-    The draft first learns the text by itself, then the target's distribution.
+    The tokenizer is trained on ``tokenizer_characters`` of it. The draft first learns the text, then the target's distribution.
     """
 
     vocabulary: int = 4096

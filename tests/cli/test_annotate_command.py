@@ -54,7 +54,7 @@ def test_annotate_writes_and_continues(pipedec: Pipedec, answers: Path, tmp_path
         (["--dialect", "apar", "--in", "a", "--limit", "0"], "at least 1"),
         (["--dialect", "apar", "--in", "a", "--annotator", "http://a/v1", "--model", "m"], "goes with --dialect pasta"),
         (["--dialect", "pasta", "--in", "a", "--annotator", "http://a/v1"], "--model NAME"),
-        (["--dialect", "pasta", "--in", "a", "--annotator", "a/v1", "--model", "m"], "no address"),
+        (["--dialect", "pasta", "--in", "a", "--annotator", "a/v1", "--model", "m"], "is not an address"),
         (
             ["--dialect", "pasta", "--in", "a", "--annotator", "http://a/v1", "--model", "m", "--api-key-env", "ABSENT"],
             "the environment variable ABSENT is not set",

@@ -265,7 +265,7 @@ def test_a_killed_run_continues_to_the_same_weights(
         (["--lambda", "-1"], "--lambda must be at least 0"),
         (["--threads", "0"], "--threads must be at least 1"),
         (["--judge", "http://a/v1"], "--judge URL goes with --judge-model NAME"),
-        (["--judge", "a/v1", "--judge-model", "m"], "the judge 'a/v1' is no address"),
+        (["--judge", "a/v1", "--judge-model", "m"], "the judge 'a/v1' is not an address"),
         (["--judge", "http://a/v1", "--judge-model", "m", "--tries", "0"], "--tries must be at least 1"),
     ],
 )

@@ -41,7 +41,7 @@ from pipedec.train.threads.student import Student
 from pipedec.train.threads.tuning import tune
 
 CPU = torch.device("cpu")
-RECIPE = ThreadRecipe(steps=6, batch_tokens=300, warmup_steps=2, learning_rate=1e-3, max_length=160)
+RECIPE = ThreadRecipe(steps=6, batch_tokens=300, warmup_steps=2, learning_rate=1e-3, max_length=130)
 
 
 @pytest.fixture
@@ -220,6 +220,7 @@ def test_a_teachers_distribution_is_learned(student: Student, writer: Writer, pa
     torch.testing.assert_close(taught.values, -(own.exp() * own).sum(-1), atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_threads_are_learned(student: Student, writer: Writer, tmp_path: Path) -> None:
     """A model that has learned two answers by heart says them, in threads where it is asked to."""
     samples = [writer.sample(record(APAR), "apar"), writer.sample(record(PASTA), "pasta"), writer.sample(record(APAR), None)]
@@ -264,8 +265,8 @@ def test_tokens_that_were_never_learned_get_embeddings_of_their_own(student: Stu
 
 def test_a_killed_run_continues_to_the_same_weights(pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TrainingLoop, "SAVE_EVERY", 2)
-    files = files_in(tmp_path)
-    whole = tune(pair.draft, files, RECIPE, run_in(tmp_path / "whole"))
+    files, recipe = {"apar": files_in(tmp_path)["apar"]}, replace(RECIPE, max_length=90)
+    whole = tune(pair.draft, files, recipe, run_in(tmp_path / "whole"))
     step = ThreadSteps.__call__
 
     def dies(steps: ThreadSteps, number: int) -> dict[str, float]:
@@ -275,18 +276,18 @@ def test_a_killed_run_continues_to_the_same_weights(pair: Pair, tmp_path: Path, 
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(ThreadSteps, "__call__", dies)
-        tune(pair.draft, files, RECIPE, run_in(tmp_path / "killed"))
+        tune(pair.draft, files, recipe, run_in(tmp_path / "killed"))
     log = tmp_path / "killed" / "work" / "threads.jsonl"
     assert len(log.read_text().splitlines()) == 3
     done: list[int] = []
     with monkeypatch.context() as patch:
         patch.setattr(ThreadSteps, "__call__", lambda steps, number: done.append(number) or step(steps, number))
-        assert tune(pair.draft, files, RECIPE, run_in(tmp_path / "killed")) == whole
+        assert tune(pair.draft, files, recipe, run_in(tmp_path / "killed")) == whole
     assert done == [2, 3, 4, 5] and log.read_text() == (tmp_path / "whole" / "work" / "threads.jsonl").read_text()
     weights = [load_file(tmp_path / name / "out" / "model.safetensors") for name in ("whole", "killed")]
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
     with pytest.raises(UserError, match=r"belongs to another run \(seed 0\): give another --work"):
-        tune(pair.draft, files, replace(RECIPE, seed=1), run_in(tmp_path / "killed"))
+        tune(pair.draft, files, replace(recipe, seed=1), run_in(tmp_path / "killed"))
 
 
 def test_what_is_written_loads_and_is_described(pair: Pair, tmp_path: Path) -> None:
@@ -307,6 +308,7 @@ def test_what_is_written_loads_and_is_described(pair: Pair, tmp_path: Path) -> N
     assert [row["answers"] for row in report["held_out"]["apar"].values()] == [1, 1]
 
 
+@pytest.mark.slow
 def test_a_draft_learns_from_its_tuned_target(pair: Pair, tmp_path: Path) -> None:
     files = files_in(tmp_path)
     tune(pair.target, files, replace(RECIPE, steps=1), run_in(tmp_path / "target"))

@@ -1,6 +1,7 @@
-"""Who decides where an answer is said in parallel: APAR's rules, the same rules in PASTA's language, or a language model.
+"""Annotators: they find the parts of an answer that can be decoded in parallel.
 
-Owns what each of them makes of one answer and when an annotation is refused. It does not know where answers come from.
+APAR's rules, the same rules with PASTA's promises, or a language model. Owns when an annotation is refused; does not know where
+answers come from.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class Annotator(Protocol):
     name: str
 
     def annotate(self, question: str, answer: str) -> Structured | None:
-        """The answer in pieces, None if it is said in one. Raises Rejected."""
+        """The answer in pieces; None if it has no parallel structure. Raises Rejected."""
 
 
 class AparRules:
@@ -54,10 +55,10 @@ class AparRules:
 
 
 class PastaRules:
-    """The same structures as promises: details of fewer than five words stay in the main thread, a join stands before a closing.
+    """APAR's structures as PASTA promises. Details of fewer than five words stay in the main thread; a join precedes a closing.
 
     Args:
-        length: tokens of a text.
+        length: counts the tokens of a text.
     """
 
     name = "rules"
@@ -84,10 +85,10 @@ class PastaRules:
 
 
 class ModelAnnotator:
-    """A language model, asked with the prompt of PASTA's Appendix A; what it answers is believed only if nothing else changed.
+    """A language model, prompted as in PASTA's Appendix A. Its reply is used only if tags are all that it adds.
 
     Args:
-        length: tokens of a text; the model is not asked for lengths.
+        length: counts the tokens of a text; the model is not asked for lengths.
     """
 
     def __init__(self, endpoint: ChatEndpoint, length: Length) -> None:
@@ -100,7 +101,7 @@ class ModelAnnotator:
             raise Rejected("the answer holds control tokens")
         reply = self._endpoint.complete(annotation_prompt(question, answer))
         if reply is None:
-            raise Rejected("the model refuses or says nothing")
+            raise Rejected("the model gave no reply")
         return self._checked(_value(reply), answer)
 
     def _checked(self, annotated: str, answer: str) -> Structured | None:
@@ -126,7 +127,7 @@ def length_in_tokens(directory: Path) -> Length:
 
 
 def annotation_prompt(question: str, answer: str) -> str:
-    """What the model is asked: the paper's instructions and this conversation."""
+    """The prompt for the model: the paper's instructions and this conversation."""
     turns = [{"from": "human", "value": question}, {"from": "chatbot", "value": answer}]
     conversation = json.dumps(turns, indent=2, ensure_ascii=False)
     return _TEMPLATE.read_text(encoding="utf-8").replace("{conversation}", conversation)
@@ -138,7 +139,7 @@ def with_promise(fork: Fork, topic: str, length: Length) -> Fork:
 
 
 def _merged(pieces: tuple[Piece, ...]) -> Iterator[Piece]:
-    """The pieces with too short forks as text of the main thread; every fork behind a text of its own."""
+    """The pieces, forks that are too short turned into text of the main thread; a text precedes every fork."""
     text = ""
     for piece in pieces:
         if isinstance(piece, Fork) and len(piece.text.split()) >= MIN_BLOCK_WORDS:

@@ -1,7 +1,7 @@
 """The written form of PASTA-LANG (§3): promises, asynchronous blocks and joins as tags in an answer.
 
-Owns how pieces become tags and tags become pieces, and what a topic and a promised length look like. It does not know who
-decided where the tags stand.
+Owns how pieces become tags and tags become pieces, and what a topic and a promised length look like. It does not know how
+the places of the tags are found.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _UNIMPORTANT = frozenset(
 
 
 class Malformed(ValueError):
-    """The tags are not PASTA-LANG; the message says in a few words why."""
+    """The tags are not PASTA-LANG; the message is a short reason."""
 
 
 def written(pieces: Sequence[Piece]) -> str:
@@ -65,12 +65,12 @@ def parse(text: str) -> list[Piece]:
 
 
 def promised_tokens(text: str, length: Callable[[str], int]) -> int:
-    """The ``tokens`` of a block: its length with both its tags, rounded up to tens, so that the positions promised hold it."""
+    """The ``tokens`` of a block: its length with both tags, rounded up to tens, so that the promised positions suffice."""
     return -(-length(f"{BLOCK}{text}{BLOCK_END}") // LENGTH_UNIT) * LENGTH_UNIT
 
 
 def topic_of(lead: str) -> str | None:
-    """At most three words for what a list item's title or a first sentence leads to; None if it holds no word."""
+    """At most three words of a list item's title or a first sentence; None if there is no word."""
     line = re.sub(r"^\s*(?:\d+[.)]|[-*+•])\s+", "", lead.rstrip().rpartition("\n")[2])
     words = [word.rstrip(".'-") for word in _WORD.findall(line)]
     if len(words) > MAX_TOPIC_WORDS:

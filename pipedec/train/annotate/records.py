@@ -2,7 +2,7 @@
 
 Owns the format. A line has ``prompt``, ``answer``, ``dialect`` (``apar`` or ``pasta``), ``annotated``, ``rule``, ``annotator``,
 ``source``, ``kind`` and ``subject``. Of dialect pasta, ``annotated`` is the answer with its tags; of apar it is a list of texts
-and ``{"fork": text}`` objects. The rule of an answer that is said in one is ``none``.
+and ``{"fork": text}`` objects. An answer without structure has the rule ``none``.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Question:
     Attributes:
         source: ``library``, ``problems`` or a file's name.
         kind: what sort of question it is (``methods``, ``steps``, …).
-        subject: what it is about; questions with one subject are held out together.
+        subject: the topic; questions with the same subject are held out together.
     """
 
     prompt: str
@@ -48,7 +48,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Annotated:
-    """A question with its answer in pieces; unstructured (``rule`` is ``none``): one piece."""
+    """A question with its answer in pieces; one piece if it is unstructured (``rule`` is ``none``)."""
 
     question: Question
     pieces: tuple[Piece, ...]
@@ -61,7 +61,7 @@ class Annotated:
 
 
 def write_annotated(record: Annotated, dialect: str) -> str:
-    """One line of the file, with its end."""
+    """One line of the file, newline included."""
     question = record.question
     annotated = pasta_language.written(record.pieces) if dialect == "pasta" else [_apar_object(piece) for piece in record.pieces]
     row = {
@@ -76,7 +76,7 @@ def read_annotated(path: Path, dialect: str) -> Iterator[Annotated]:
     """The records of a file.
 
     Raises:
-        UserError: the file is missing or no JSONL, or a record is of another dialect, incomplete, or does not hold its answer.
+        UserError: the file is missing or not JSONL, or a record has another dialect, lacks a field, or does not hold its answer.
     """
     for number, row in enumerate(read_rows(path), start=1):
         try:
@@ -86,7 +86,7 @@ def read_annotated(path: Path, dialect: str) -> Iterator[Annotated]:
 
 
 def drop_unfinished_line(path: Path) -> None:
-    """Cut off what a killed run left of its last line."""
+    """Remove the last line if a killed run left it unfinished."""
     text = path.read_bytes()
     if text and not text.endswith(b"\n"):
         path.write_bytes(text[: text.rfind(b"\n") + 1])
@@ -96,7 +96,7 @@ def _record(row: dict[str, Any], dialect: str) -> Annotated:
     texts = {name: row.get(name, "") for name in ("prompt", "answer", "rule", "annotator", "source", "kind", "subject")}
     for name, text in texts.items():
         if not isinstance(text, str) or (name in ("prompt", "answer") and not text.strip()):
-            raise ValueError(f"the field {name!r} is no text")
+            raise ValueError(f"the field {name!r} must be a text")
     if row.get("dialect") != dialect:
         raise ValueError(f"its dialect is {row.get('dialect')!r}, not {dialect!r}")
     pieces = _pasta_pieces(row.get("annotated")) if dialect == "pasta" else _apar_pieces(row.get("annotated"))
@@ -109,7 +109,7 @@ def _record(row: dict[str, Any], dialect: str) -> Annotated:
 
 def _pasta_pieces(annotated: object) -> list[Piece]:
     if not isinstance(annotated, str):
-        raise ValueError("the field 'annotated' is no text")
+        raise ValueError("the field 'annotated' must be a text")
     pieces = pasta_language.parse(annotated)
     if any(isinstance(piece, Fork) and piece.tokens is None for piece in pieces):
         raise ValueError("a block without a promised length")
@@ -124,11 +124,11 @@ def _apar_object(piece: Piece) -> str | dict[str, str]:
 
 def _apar_pieces(annotated: object) -> list[Piece]:
     if not isinstance(annotated, list):
-        raise ValueError("the field 'annotated' is no list")
+        raise ValueError("the field 'annotated' must be a list")
     pieces: list[Piece] = []
     for entry in annotated:
         text = entry.get("fork") if isinstance(entry, dict) else entry
         if not isinstance(text, str):
-            raise ValueError("'annotated' holds something else than texts and forks")
+            raise ValueError("'annotated' must hold only texts and forks")
         pieces.append(Fork(text) if isinstance(entry, dict) else text)
     return pieces

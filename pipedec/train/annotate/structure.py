@@ -1,7 +1,7 @@
-"""Where an answer can be said in parallel: the rules of APAR (Appendix B), and what they find in two forms to train on.
+"""Which parts of an answer can be decoded in parallel, by the rules of APAR (Appendix B), and samples to train on.
 
-Owns the neutral form, a row of pieces: text of the main thread, forks with the text of their child, joins. It knows neither
-tokenizers nor how PASTA writes its tags. Whatever the form, putting the text together again gives the answer, every space of it.
+Owns the neutral form, a sequence of pieces: text of the main thread, forks with their child's text, joins. Concatenated, the
+pieces are the answer exactly. It knows neither tokenizers nor PASTA's tags.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 MIN_POINTS = 3
 MIN_DETAIL_CHARACTERS = 10
 
-# What makes the two structures ambiguous: code, mathematics, addresses, tables, and the control tokens themselves.
+# Text whose structure the rules cannot be sure of: code, mathematics, addresses, tables, and the control tokens themselves.
 _AMBIGUOUS = {
     "code": re.compile(
         r"```|~~~|^\s*>>> |^(?!\s*(?:[-*+•]|\d+[.)])\s)\S.*\n[ \t]*\n(?: {4}|\t)\s*\S"
@@ -40,7 +40,7 @@ _ABBREVIATION = re.compile(
 
 @dataclass(frozen=True)
 class Fork:
-    """A child thread opened here: its text, and for PASTA what its promise says (``tokens`` is a multiple of ten)."""
+    """A child thread opened here: its text and, for PASTA, topic and length of its promise (``tokens`` is a multiple of ten)."""
 
     text: str
     topic: str | None = None
@@ -73,7 +73,7 @@ def plain_text(pieces: Sequence[Piece]) -> str:
 
 
 def ambiguity(answer: str) -> str | None:
-    """What in this answer keeps the rules from being sure of its structure (``code``, ``math``, …), if anything."""
+    """Why the rules do not apply to this answer (``code``, ``math``, …); None if they do."""
     return next((name for name, pattern in _AMBIGUOUS.items() if pattern.search(answer)), None)
 
 
@@ -81,7 +81,7 @@ def paragraph_tree(answer: str) -> Structured | None:
     """The answer's root-and-detail structure by the rules of APAR's Appendix B; None if it is unstructured.
 
     Of an ordered list with ``1. title: content`` in at least three points, all contents are forked; else of the paragraphs with
-    more than one sentence, all that follows their first. Where the paper is silent: a content ends with its last visible
+    more than one sentence, all that follows their first. Where the paper leaves it open: a content ends with its last visible
     character, at the next point or before an unindented paragraph; a point's number begins a line, at the least indentation
     that any has; headings, bullets, quotes and indented text are no paragraphs; a fork that nothing follows is not worth one.
     """
@@ -95,7 +95,7 @@ def paragraph_tree(answer: str) -> Structured | None:
 
 
 def sentences(paragraph: str) -> Iterator[str]:
-    """The paragraph in sentences, the space between two of them with the first."""
+    """The sentences of a paragraph; the space between two sentences belongs to the first."""
     start = 0
     for end in _SENTENCE_END.finditer(paragraph):
         if not end[1].islower() and not _ABBREVIATION.search(paragraph[start : end.start() + 1]):
@@ -110,7 +110,7 @@ def is_prose(paragraph: str) -> bool:
 
 
 def _points(answer: str) -> Iterator[tuple[int, int]]:
-    """Where the contents of an ordered list begin and end; nothing if it is no valid one."""
+    """Where the contents of an ordered list begin and end; nothing if the list is not valid."""
     numbers = list(_NUMBER.finditer(answer))
     indent = min((len(number[1]) for number in numbers), default=0)
     numbers = [number for number in numbers if len(number[1]) == indent]
@@ -161,38 +161,6 @@ class ForkTokens:
 
 
 @dataclass(frozen=True)
-class ParagraphNode:
-    """A node of the paragraph tree (§2.2), control tokens in its text. A node with a child ends with the fork token."""
-
-    text: str
-    first_child: ParagraphNode | None = None
-    next_sibling: ParagraphNode | None = None
-
-
-def paragraph_nodes(pieces: Sequence[Piece], tokens: ForkTokens = ForkTokens()) -> ParagraphNode:
-    """The tree form: each node attends to its ancestors only, whether they lead to it as parent or as sibling.
-
-    Raises:
-        ValueError: there are joins, or the text holds a control token.
-    """
-    texts, forks = _threads(pieces, tokens)
-    node = ParagraphNode(texts[-1])
-    for text, fork in zip(reversed(texts[:-1]), reversed(forks), strict=True):
-        node = ParagraphNode(text + tokens.fork, ParagraphNode(tokens.child + fork.text), node)
-    return node
-
-
-def tree_text(root: ParagraphNode, tokens: ForkTokens = ForkTokens()) -> str:
-    """The answer: root, first child, next sibling, without control tokens."""
-    text, open_nodes = "", [root]
-    while open_nodes:
-        node = open_nodes.pop()
-        text += node.text.removeprefix(tokens.child).removesuffix(tokens.fork)
-        open_nodes += [link for link in (node.next_sibling, node.first_child) if link is not None]
-    return text
-
-
-@dataclass(frozen=True)
 class LinearSample:
     """One thread alone, its ancestors in front: the loss is taken on ``target`` (and the end token after it) only."""
 
@@ -213,13 +181,6 @@ def unrolled(pieces: Sequence[Piece], tokens: ForkTokens = ForkTokens()) -> list
         path += text + tokens.fork
         samples.append(LinearSample(path + tokens.child, fork.text))
     return samples
-
-
-def unrolled_text(samples: Sequence[LinearSample], tokens: ForkTokens = ForkTokens()) -> str:
-    """The answer whose linear samples these are."""
-    main, *children = (sample.target for sample in samples)
-    texts = main.split(tokens.fork)
-    return "".join(text + child for text, child in zip(texts, [*children, ""], strict=True))
 
 
 def _threads(pieces: Sequence[Piece], tokens: ForkTokens) -> tuple[list[str], list[Fork]]:

@@ -18,7 +18,7 @@ _TREE_CANDIDATES = 5  # BiTA §4.1: candidates of each mask
 
 @torch.no_grad()
 def evaluate(target: Any, weights: BitaWeights, spoken: dict[str, list[Continuation]]) -> dict[str, dict[str, Any]]:
-    """How well the masks guess behind every place of the samples, per set: ``guess_figures``."""
+    """How well the masks predict behind every place of the samples, per set: ``guess_figures``."""
     report = {}
     for name, samples in track(spoken.items(), "held out"):
         drawn = [(sample, places_of(sample)) for sample in samples]
@@ -36,7 +36,7 @@ def evaluate(target: Any, weights: BitaWeights, spoken: dict[str, list[Continuat
 
 
 def _by_group(rows: MaskRows, values: Tensor, num_masks: int) -> Tensor:
-    """Values of the rows with a label, one line for each group, NaN where there is none: [groups, M]."""
+    """Values of the rows with a label, one line per group, NaN without a label: [groups, M]."""
     spread = torch.full(rows.labels.shape, torch.nan, device=values.device)
     spread[rows.labelled] = values
     groups = spread.view(-1, num_masks)
@@ -44,14 +44,14 @@ def _by_group(rows: MaskRows, values: Tensor, num_masks: int) -> Tensor:
 
 
 def guess_figures(ranks_GM: Tensor, losses_GM: Tensor) -> dict[str, Any]:
-    """What the masks of G groups are worth.
+    """Figures of the predictions of G groups of masks.
 
-    For each mask ``top1``, ``top5`` and ``loss``; and how many tokens a pass would yield on average, its own included:
-    ``chain_tokens`` with the likeliest guess of each mask, ``tree_tokens`` with five, of which the likeliest have children
-    (BiTA Figure 5). The latter two count groups whose labels are all there.
+    For each mask ``top1``, ``top5`` and ``loss``; and the mean number of tokens per pass, the target's own included:
+    ``chain_tokens`` with the top prediction of each mask, ``tree_tokens`` with its top five, of which only the first has children
+    (BiTA Figure 5). Tokens per pass count only groups in which every mask has a label.
 
     Args:
-        ranks_GM: how many tokens each mask holds likelier than the label; NaN where it has none.
+        ranks_GM: number of tokens that a mask ranks above its label; NaN if it has none.
         losses_GM: NaN likewise.
     """
     has_label = ~ranks_GM.isnan()

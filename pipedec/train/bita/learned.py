@@ -1,4 +1,4 @@
-"""What BiTA learns beside a frozen target, and the two passes that train and measure it.
+"""BiTA's parameters beside a frozen target, and the two forward passes that train and measure them.
 
 Knows transformers' models and caches; knows nothing of data, steps or files. Shapes: L layers, K key-value heads, Q prompt
 tokens, D head size, M masks, E hidden size, V vocabulary; B, T and R as in ``MaskRows``.
@@ -21,8 +21,8 @@ Past = list[tuple[Tensor, Tensor]]  # keys and values of every layer, [B, K, T, 
 class Learned(nn.Module):
     """Mask embeddings and a prompt, in float32.
 
-    The prompt is keys and values of every layer (``deep``), or input embeddings of which the layers make these (``shallow``).
-    All begin as normal noise of standard deviation ``start_std``.
+    The prompt is keys and values of every layer (``deep``), or input embeddings from which the layers compute them (``shallow``).
+    Initial values are normal noise of standard deviation ``start_std``.
     """
 
     def __init__(self, target: Any, num_masks: int, num_prompt_tokens: int, prompting: str, start_std: float, seed: int) -> None:
@@ -40,7 +40,7 @@ class Learned(nn.Module):
 
     @torch.no_grad()
     def rounded(self, target: Any) -> BitaWeights:
-        """As they are stored: in the format of decoding, in bfloat16."""
+        """The weights as they are stored: in the format of decoding, in bfloat16."""
         return BitaWeights(self.prompt_of(target).to(torch.bfloat16), self.masks.detach().to(torch.bfloat16))
 
 
@@ -52,9 +52,9 @@ def prompt_shape(target: Any, num_prompt_tokens: int) -> tuple[int, ...]:
 
 
 def folded(target: Any, embeddings_QE: Tensor) -> Tensor:
-    """Keys and values that the layers make of prompt embeddings, each seeing those before it, all at position 0.
+    """Keys and values that the layers compute from prompt embeddings, with causal attention, all at position 0.
 
-    At position 0 the rotation does nothing, so these are prompt keys like those that are learned directly.
+    The rotary embedding is the identity at position 0, so these keys are like those of a ``deep`` prompt.
     """
     num_tokens = len(embeddings_QE)
     if not num_tokens:
@@ -73,14 +73,14 @@ def folded(target: Any, embeddings_QE: Tensor) -> Tensor:
 
 @torch.no_grad()
 def token_pass(target: Any, tokens_BT: Tensor) -> Past:
-    """Keys and values of the ordinary rows, which see neither masks nor prompt: nothing that is learned changes them."""
+    """Keys and values of the ordinary rows. They attend to neither masks nor prompt, so training does not change them."""
     cache = DynamicCache()
     _decoder(target)(input_ids=tokens_BT, past_key_values=cache, use_cache=True)
     return [(layer.keys, layer.values) for layer in cache.layers]
 
 
 def mask_pass(target: Any, prompt: Tensor, masks_ME: Tensor, rows: MaskRows, past: Past) -> Tensor:
-    """Logits of the rows that have a label, in order: [labelled, V]. Gradients flow into ``prompt`` and ``masks_ME``."""
+    """Logits of the rows with a label, in order: [labelled, V]. Gradients flow into ``prompt`` and ``masks_ME``."""
     batch = len(rows.tokens)
     learned = prompt.to(target.dtype)[:, :, None].expand(-1, -1, batch, -1, -1, -1)
     layers = [

@@ -1,7 +1,7 @@
 """Groups of masks behind places of samples (BiTA §3.1), as tensors for one forward of a batch.
 
 Rows, positions and visibility come from ``pipedec.tree``, as in decoding. Knows neither models nor losses. Shapes: B samples,
-T tokens of the longest, R mask rows of the one with the most, G groups, M masks in a group, Q tokens of the learned prompt.
+T tokens of the longest, R maximum mask rows of a sample, G groups, M masks in a group, Q tokens of the learned prompt.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class MaskRows:
 
     Attributes:
         tokens: int64 [B, T].
-        masks: int64 [B, R], which mask of its group each row is, from 0.
+        masks: int64 [B, R], the number of each row's mask in its group, from 0.
         positions: int64 [B, R].
         visible: bool [B, R, Q + T + R]: the learned prompt, the tokens, the rows themselves. A padded row sees itself.
         labels: int64 [B, R], the token after each row's position; ``NO_LABEL`` past the sample's end and in padding.
@@ -45,17 +45,17 @@ class MaskRows:
         return self.labels != NO_LABEL
 
     def on(self, device: torch.device) -> MaskRows:
-        """The same rows where the target computes."""
+        """The same rows on another device."""
         return MaskRows(*(tensor.to(device) for tensor in vars(self).values()))
 
 
 def places_of(sample: Continuation) -> Tensor:
-    """Where a group may hang: behind the last prompt token and every answer token, while its first mask has a label."""
+    """Positions that a group may follow: the last prompt token and all answer tokens after which the first mask has a label."""
     return torch.arange(sample.prompt_length - 1, len(sample.ids) - 2)
 
 
 def draw_places(sample: Continuation, groups: int, generator: torch.Generator) -> Tensor:
-    """At most ``groups`` of the sample's places, in order: int64 [G]."""
+    """Up to ``groups`` random places of the sample, in order: int64 [G]."""
     places = places_of(sample)
     return places[torch.randperm(len(places), generator=generator)[:groups]].sort().values
 
@@ -97,7 +97,7 @@ def _rows_of(sample: Continuation, places: Tensor, num_masks: int, num_prompt_to
 
 
 def sample_batches(drawn: list[tuple[Continuation, Tensor]], num_masks: int) -> Iterator[tuple[list[Continuation], list[Tensor]]]:
-    """The samples and their places in forwards of few tokens, samples of like length together."""
+    """The samples and their places in small forward passes, samples of similar length together."""
     piece: list[tuple[Continuation, Tensor]] = []
     rows = 0
     for sample, places in sorted(drawn, key=lambda pair: len(pair[0].ids)):

@@ -34,8 +34,8 @@ MAX_GROUPS = 64
 class BitaRecipe:
     """Everything that decides the result; a step is ``batch`` samples, each with up to ``groups`` groups of masks.
 
-    Masks and prompt begin as normal noise of standard deviation ``start_std``. The defaults are the best that were found for the
-    shipped target, which takes large steps; the paper has batches of 128, a rate of 0.03 and a standard deviation of 0.02.
+    Masks and prompt begin as normal noise of standard deviation ``start_std``. The defaults are the best found for the shipped
+    target, which needs large learning rates; the paper has batches of 128, a rate of 0.03 and a standard deviation of 0.02.
     """
 
     masks: int = 3
@@ -57,12 +57,12 @@ class BitaRecipe:
         if self.prompting not in PROMPTINGS:
             raise UserError(f"--prompting {self.prompting}: choose one of {', '.join(PROMPTINGS)}")
         if (self.prompt_tokens > 0) != (self.prompting != "none") or self.prompt_tokens < 0:
-            raise UserError("--prompt-tokens must be at least 1, and is 0 with --prompting none alone")
+            raise UserError("--prompt-tokens must be at least 1, or 0 with --prompting none")
         if not 1 <= self.groups <= MAX_GROUPS:
             raise UserError(f"--groups {self.groups}: give 1 to {MAX_GROUPS}")
         at_least_one(self, "steps", "batch")
         if self.new_tokens < 2:
-            raise UserError("--new-tokens must be at least 2: behind an answer of one token no mask has anything to learn")
+            raise UserError("--new-tokens must be at least 2: masks learn nothing from answers of one token")
         above_zero(self, "learning_rate", "start_std")
 
     def rate(self, step: int) -> float:
@@ -114,7 +114,7 @@ def usable(answered: Answered, max_length: int) -> Answered:
         for part in (answered.training, answered.held_out)
     )
     if not any(training.values()):
-        raise UserError("nothing to learn from: every answer is shorter than two tokens, or every sample too long")
+        raise UserError("nothing to learn from: every answer is shorter than two tokens, or every sample is too long")
     return Answered(training, held_out)
 
 
@@ -163,6 +163,6 @@ def _check_windows(config: ModelConfig, longest: int) -> None:
     windows = [window for window in config.sliding_windows if window is not None]
     if windows and min(windows) < longest:
         raise UserError(
-            f"the target's attention window has {min(windows)} tokens, but samples and masks {longest}: "
+            f"the target's attention window has {min(windows)} tokens, but samples with masks have {longest}: "
             "use shorter prompts or a smaller --new-tokens"
         )

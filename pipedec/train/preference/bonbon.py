@@ -1,6 +1,6 @@
-"""PASTA's second stage: prefer, of a model's own sampled answers, those that are both quick and good (BoNBoN, PASTA §4).
+"""PASTA's second stage: learn to prefer, among a model's own samples, answers that are both quick and good (BoNBoN, PASTA §4).
 
-Owns the recipe, the loss and the report. Which answers are the best and the worst is known by ``preferences``.
+Owns the recipe, the loss and the report. ``ranking`` finds the best and the worst answers.
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ class BonbonRecipe:
     The paper has 10 samples at temperature 1, λ of 1 to 8, α = 0.005 and a learning rate of 5e-7 for 7 billion parameters.
 
     Attributes:
-        samples: answers to each prompt.
+        samples: sampled answers per prompt.
         quality_weight: λ of the score, speed-up + λ · quality.
-        alpha: share of the SFT loss.
-        beta: 1 / β is the gap that the IPO loss wants between the log ratios; None for BoNBoN's own, (n − 1) · Σ 1/k over k < n
-            for n samples, by which the best of n differs from the worst.
-        steps: None for once through all pairs.
-        max_tokens: of an answer; samples that are longer are left out.
-        max_prompts: at most so many; None for all.
+        alpha: weight of the SFT loss.
+        beta: 1 / β is the gap between the log ratios at which the IPO loss is 0; None = BoNBoN's, (n − 1) · Σ 1/k over k < n
+            for n samples: the gap between the best and the worst of n.
+        steps: None = one pass over all pairs.
+        max_tokens: maximum length of an answer; samples that do not end within it are left out.
+        max_prompts: maximum number of prompts; None = all.
     """
 
     samples: int = 10
@@ -105,7 +105,7 @@ def bonbon_loss(best: Tensor, worst: Tensor, start_best: Tensor, start_worst: Te
     """PASTA §4: α · SFT on the best + (1 − α) · IPO between best and worst, per pair, from log probabilities of whole answers.
 
     Args:
-        start_best, start_worst: those of the model before this stage.
+        start_best, start_worst: log probabilities by the model before this stage.
     """
     ratio = (best - worst) - (start_best - start_worst)
     return -alpha * best + (1 - alpha) * (ratio - gap).square()
@@ -129,12 +129,12 @@ class PairSteps:
     @classmethod
     @torch.no_grad()
     def before(cls, model: Any, rows: list[tuple[Row, Row]], recipe: BonbonRecipe, computes: torch.dtype) -> PairSteps:
-        """For a model that has learned none of it yet."""
+        """Record the log probabilities of a model before its first step."""
         start = [pair_log_probs(model, pair, computes) for pair in track(rows, "before")]
         return cls(model, rows, start, recipe, computes)
 
     def __call__(self, step: int) -> dict[str, float]:
-        """The gradients of a step, a pair at a time; returns what is logged."""
+        """Add the gradients of a step, one pair at a time; returns what is logged."""
         chosen = epoch_batch(step, len(self.rows), self.recipe.batch, self.recipe.seed)
         loss, gap = 0.0, 0.0
         for number in chosen:
@@ -164,13 +164,13 @@ def prefer(
     """Sample, score, train, and write ``run.out``: the model in bfloat16, ``training.json`` and a model card.
 
     Args:
-        files: annotated answers of dialect pasta; their prompts are asked.
-        model_path: tuned by ``train pasta-sft``.
+        files: annotated answers of dialect pasta, whose prompts are answered.
+        model_path: a model tuned by ``train pasta-sft``.
         baseline_path: a model with the same tokenizer that answers in one thread.
-        endpoint: the judge; None for likelihood under the baseline.
+        endpoint: the judge; None = likelihood under the baseline.
 
     Raises:
-        UserError: models, files or ``run.work`` are not fit for it.
+        UserError: models, files or ``run.work`` do not fit.
     """
     torch.set_num_threads(run.threads)
     student = Student.load(model_path, [_DIALECT], run.device, recipe.seed)
@@ -192,7 +192,7 @@ def prefer(
     scored = _scored(student.model, asked, recipe, reader, judge, run.work)
     chosen = pairs(scored, recipe.quality_weight)
     if not chosen:
-        raise UserError("nothing to prefer: of no prompt do two samples end and score differently")
+        raise UserError("nothing to prefer: no prompt has two finished samples with different scores")
     before = _figures(student.model, held_out, reader, judge)
     num_steps = recipe.steps or math.ceil(len(chosen) / recipe.batch)
     optimizers = muon_and_adamw(student.model, recipe.learning_rate, recipe.weight_decay)
@@ -215,7 +215,7 @@ def prefer(
 
 
 def _scored(model: Any, tasks: list[Task], recipe: BonbonRecipe, reader: Reader, judge: Judge, work: Path) -> list[Scored]:
-    """Samples of the model, with their scores; ``work`` keeps both."""
+    """The model's samples with their scores; ``work`` keeps both."""
     writer = reader.writer
     answers = ModelAnswers(model, writer.bound[_DIALECT], (writer.end_token_id,), recipe.max_tokens, recipe.temperature)
     samples = sample_answers(answers, tasks, recipe.samples, recipe.seed, work / "samples.jsonl")
@@ -232,8 +232,8 @@ def _distinct(records: list[Annotated], held_out: bool, seed: int) -> list[Annot
 
 def _tasks(records: list[Annotated], baseline: Any, writer: Writer, recipe: BonbonRecipe, store: Path) -> list[Task]:
     prompts = [list(writer.prompt(record.question.prompt, None)) for record in records]
-    said = continue_greedily(baseline, prompts, recipe.max_tokens, store)
-    answers = {tuple(one.ids[: one.prompt_length]): tuple(one.ids[one.prompt_length :]) for one in said}
+    answered = continue_greedily(baseline, prompts, recipe.max_tokens, store)
+    answers = {tuple(one.ids[: one.prompt_length]): tuple(one.ids[one.prompt_length :]) for one in answered}
     return [
         Task(record.question.prompt, writer.prompt(record.question.prompt, _DIALECT), record.question.answer, answers[tuple(ids)])
         for record, ids in zip(records, prompts, strict=True)
@@ -246,7 +246,7 @@ def _rows(pair: Pair, reader: Reader) -> tuple[Row, Row]:
 
 
 def _figures(model: Any, tasks: list[Task], reader: Reader, judge: Judge) -> dict[str, Any]:
-    """Of greedy answers to the tasks: how parallel they are, and the mean of the judge's qualities."""
+    """Figures of greedy answers to the tasks, and their mean quality by the judge."""
     if not tasks:
         return {}
     writer = reader.writer
@@ -261,7 +261,7 @@ def _figures(model: Any, tasks: list[Task], reader: Reader, judge: Judge) -> dic
 
 
 def _sampled(scored: list[Scored], recipe: BonbonRecipe) -> dict[str, float | int]:
-    """How many samples there are, how many ended, and their mean speed-up and quality."""
+    """Number of samples, of those that ended, and their mean speed-up and quality."""
     speedups, qualities = ([value for one in scored for value in getattr(one, name)] for name in ("speedups", "qualities"))
     return {
         "answers": len(scored) * recipe.samples,

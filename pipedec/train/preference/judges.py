@@ -1,6 +1,6 @@
-"""How good an answer is beside others to the same question: by its likelihood, or by what a language model prefers.
+"""Judges: the quality of an answer relative to others, by its likelihood or by a language model's preference.
 
-Owns what the numbers mean. It does not know threads, nor what is done with the numbers.
+Owns the meaning of the numbers. It does not know threads, nor how the numbers are used.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _SMOOTHING = 0.5
 
 @dataclass(frozen=True)
 class Judged:
-    """A question, and the answers that others are compared with: the sequential model's, and the one in the data."""
+    """A question with the answers to compare with: the sequential model's, and the one in the data."""
 
     question: str
     baseline: str
@@ -32,22 +32,22 @@ class Judged:
 
 
 class Judge(Protocol):
-    """Says how good answers are; larger is better, and 1 is as good as what they are compared with."""
+    """Rates answers; larger is better, and 1 is as good as the answers compared with."""
 
     @property
     def name(self) -> str: ...
 
     def quality(self, judged: Judged, answers: list[str]) -> list[float]:
-        """Of each answer."""
+        """The quality of each answer."""
 
 
 @dataclass(frozen=True)
 class LikelihoodJudge:
-    """Judges without a server, by a sequential model.
+    """Rates answers by their likelihood under a sequential model; needs no server.
 
-    An answer's quality is the geometric mean of the probabilities that the model gives to the tokens of its plain text and to
-    the end token behind it, divided by the same mean of the baseline's own answer. Neither length nor control tokens count.
-    The baseline's greedy answer is likely, so qualities lie mostly between 0 and 1.
+    An answer's quality is the geometric mean of the probabilities of its plain text's tokens and of
+    the end token, divided by the same mean of the baseline's own answer. Neither length nor control tokens count.
+    The baseline's greedy answer is likely, so most qualities lie between 0 and 1.
     """
 
     model: Any
@@ -65,17 +65,17 @@ class LikelihoodJudge:
         return causal_row(prompt, [*self.writer.text(text), self.writer.end_token_id])
 
     def _mean(self, row: Row) -> float:
-        """Mean log probability of what the row learns."""
+        """Mean log probability of the row's targets."""
         batch = Batch.of([row], self.model.device)
         return float(answer_log_probs(self.model, batch)) / len(batch.learned)
 
 
 @dataclass(frozen=True)
 class EndpointJudge:
-    """Judges by a language model's preferences, as PASTA §4 does.
+    """Rates answers by a language model's preferences, as in PASTA §4.
 
     An answer is compared with the baseline's and with the one in the data, each in both orders; the model names the better one
-    and how sure it is, from 0 to 1. Quality is the sum of the confidences of won comparisons divided by that of lost ones, each
+    and its confidence from 0 to 1. Quality is the sum of the confidences of won comparisons divided by that of lost ones, each
     with 0.5 added, so that an answer without losses has a finite one.
     """
 
@@ -100,14 +100,14 @@ class EndpointJudge:
 
 
 def judge_prompt(question: str, first: str, second: str) -> str:
-    """What the model is asked."""
+    """The prompt for the model."""
     comparison = {"instruction": question, "response_1": first, "response_2": second}
     template = _TEMPLATE.read_text(encoding="utf-8")
     return template.replace("{comparison}", json.dumps(comparison, indent=2, ensure_ascii=False))
 
 
 def _preference(reply: str | None) -> tuple[int, float]:
-    """Which answer is better and how sure the model is; 0 if it does not say."""
+    """The number of the better answer (0 if the reply names none) and the confidence."""
     reply = reply or ""
     try:
         found = json.loads(reply[reply.find("{") : reply.rfind("}") + 1])

@@ -1,6 +1,6 @@
-"""Which of several sampled answers is the best to its prompt and which the worst (PASTA §4): samples, scores, pairs.
+"""The best and the worst of several sampled answers to each prompt (PASTA §4): samples, scores, pairs.
 
-Owns the files in which samples and scores are kept, one line a prompt, so that a killed run continues, and the score. It does not
+Owns the score, and the files that keep samples and scores, one line per prompt, so that a killed run continues. It does not
 know what is learned from the pairs.
 """
 
@@ -29,7 +29,7 @@ class Task:
     """A prompt to answer.
 
     Attributes:
-        prompt_ids: with the marker of the dialect.
+        prompt_ids: the prompt, with the marker of the dialect.
         reference: the answer in the data.
         baseline_ids: the sequential model's answer, with its end token if it has ended.
     """
@@ -42,7 +42,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Scored:
-    """The samples of a task that have ended, in document order, with what they save and how good they are."""
+    """The finished samples of a task, in document order, with their speed-ups and qualities."""
 
     task: Task
     answers: list[tuple[int, ...]]
@@ -78,7 +78,7 @@ class Reader:
 
 
 def sample_answers(answers: Answers, tasks: list[Task], num_samples: int, seed: int, path: Path) -> list[list[tuple[int, ...]]]:
-    """``num_samples`` answers to each task, each with a seed of its own; those cut off are empty. ``path`` keeps them."""
+    """``num_samples`` answers to each task, each with its own seed; unfinished ones are empty. ``path`` keeps them."""
 
     def drawn(number: int) -> list[list[int]]:
         asked = [Asked(tasks[number].prompt_ids, seed + number * num_samples + count) for count in range(num_samples)]
@@ -89,7 +89,7 @@ def sample_answers(answers: Answers, tasks: list[Task], num_samples: int, seed: 
 
 
 def score(tasks: list[Task], samples: list[list[tuple[int, ...]]], reader: Reader, judge: Judge, path: Path) -> list[Scored]:
-    """Theoretical speed-up against the baseline, and the judge's quality, of all samples that have ended; ``path`` keeps them."""
+    """Theoretical speed-up over the baseline and quality by the judge, of all finished samples; ``path`` keeps them."""
 
     def scored(number: int) -> dict[str, list[float]]:
         task, ended = tasks[number], [answer for answer in samples[number] if answer]
@@ -108,7 +108,7 @@ def score(tasks: list[Task], samples: list[list[tuple[int, ...]]], reader: Reade
 
 
 def pairs(scored: list[Scored], quality_weight: float) -> list[Pair]:
-    """Best and worst by speed-up + λ · quality (PASTA §4), of the tasks whose samples do not all score alike."""
+    """Best and worst by speed-up + λ · quality (PASTA §4), for tasks whose samples have different scores."""
     found = []
     for one in scored:
         totals = [speedup + quality_weight * quality for speedup, quality in zip(one.speedups, one.qualities, strict=True)]
@@ -119,12 +119,12 @@ def pairs(scored: list[Scored], quality_weight: float) -> list[Pair]:
 
 
 def digest(tasks: list[Task]) -> str:
-    """A name for the tasks."""
+    """A short name for the tasks, equal for equal tasks."""
     return hashlib.sha256(json.dumps([asdict(task) for task in tasks]).encode()).hexdigest()[:16]
 
 
 def claim(path: Path, identity: dict[str, Any]) -> None:
-    """Note down whose files these are. Raises UserError if they are another run's."""
+    """Record the identity of the run that owns the files beside ``path``. Raises UserError if another run owns them."""
     if path.exists():
         check_identity(path.parent, json.loads(path.read_text()), identity)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -136,7 +136,7 @@ def _ended(sequence: Sequence) -> list[int]:
 
 
 def _kept(path: Path, count: int, title: str, make: Callable[[int], Any]) -> list[Any]:
-    """``make`` of all numbers below ``count``, one line each; the lines that ``path`` has are taken from there."""
+    """``make(number)`` for all numbers below ``count``, one line each; lines that ``path`` already has are read instead."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.touch()
     drop_unfinished_line(path)

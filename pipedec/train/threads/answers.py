@@ -1,7 +1,7 @@
-"""Answers in threads from a model of transformers: one forward a step holds the next token of every running thread.
+"""Answers in threads from a transformers model: each forward pass computes the next token of every running thread.
 
-Owns the cache and who sees what in it; which threads there are is known by ``Sequence``. Several answers are decoded side by
-side. Slower than a pipeline, and exact: training measures itself with it. Shapes: B answers, K rows, S slots, V vocabulary.
+Owns the cache and which slots each row attends to; ``Sequence`` knows the threads. Several answers are decoded in one batch.
+Slower than the pipeline, but exact: tuned models are measured with it. Shapes: B answers, K rows, S slots, V vocabulary.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from pipedec.threads import BoundDialect, Sequence, State
 
 @dataclass(frozen=True)
 class Asked:
-    """A prompt, and the seed of what is drawn for it."""
+    """A prompt, and the seed of its sampling."""
 
     prompt_ids: tuple[int, ...]
     seed: int = 0
 
 
 class Answers(Protocol):
-    """Whoever answers in threads."""
+    """A source of answers in threads."""
 
     def answer(self, asked: list[Asked]) -> list[Sequence]:
         """A finished sequence for each prompt."""
@@ -37,8 +37,8 @@ class ModelAnswers:
     """Answers of a causal language model, with the dialect's bans.
 
     Attributes:
-        temperature: 0 for the likeliest tokens; otherwise an answer's tokens are drawn with its own seed.
-        max_tokens: of an answer, control and forced tokens included.
+        temperature: 0 = greedy; otherwise each answer is sampled with its own seed.
+        max_tokens: maximum length of an answer, control and forced tokens included.
     """
 
     model: Any
@@ -49,7 +49,7 @@ class ModelAnswers:
 
     @torch.no_grad()
     def answer(self, asked: list[Asked]) -> list[Sequence]:
-        """A finished sequence for each prompt; all are decoded in the same forwards."""
+        """A finished sequence for each prompt; all are decoded in one batch."""
         running = [_Running.start(self, one) for one in asked]
         cache, num_slots = DynamicCache(), 0
         while any(answer.sequence.finished is None for answer in running):
@@ -57,11 +57,11 @@ class ModelAnswers:
             logits_BKV = self._forward(rows, cache, num_slots)
             num_slots += logits_BKV.shape[1]
             for answer, logits_KV in zip(running, logits_BKV, strict=True):
-                answer.go_on(logits_KV, self.temperature)
+                answer.accept(logits_KV, self.temperature)
         return [answer.sequence for answer in running]
 
     def _forward(self, rows: list[list[_Row]], cache: DynamicCache, num_slots: int) -> Tensor:
-        """Logits of the rows, which fill the next slots of the cache: [B, K, V]. Padding sees itself alone."""
+        """Logits of the rows, which fill the next slots of the cache: [B, K, V]. Padding attends only to itself."""
         width = max(map(len, rows))
         tokens, positions = torch.zeros(len(rows), width, dtype=torch.int64), torch.zeros(len(rows), width, dtype=torch.int64)
         mask = torch.zeros(len(rows), 1, width, num_slots + width, dtype=torch.bool)
@@ -83,7 +83,7 @@ class ModelAnswers:
 
 @dataclass(frozen=True)
 class _Row:
-    """A token to compute, and the slots that it sees besides its own."""
+    """A token to compute, and the slots that it attends to besides its own."""
 
     token: int
     position: int
@@ -92,10 +92,10 @@ class _Row:
 
 @dataclass
 class _Running:
-    """One answer on its way.
+    """One answer being decoded.
 
     Attributes:
-        slots: where the tokens of each thread are in the cache, those of the prompt under None.
+        slots: cache slots of each thread's tokens; the prompt's are under None.
         last: for each thread, the row that predicts its next token.
     """
 
@@ -111,7 +111,7 @@ class _Running:
         return cls(sequence, asked.prompt_ids, torch.Generator().manual_seed(asked.seed))
 
     def take_rows(self, first_slot: int) -> list[_Row]:
-        """All tokens that are not in the cache yet, to be computed in the slots from ``first_slot`` on."""
+        """The tokens that are not in the cache yet; they get the slots from ``first_slot`` on."""
         if self.sequence.finished is not None:
             return []
         if not self.slots:
@@ -136,8 +136,8 @@ class _Running:
                 thread.token_ids[index], thread.positions[index], [*self.slots[None], *(slot for part in seen for slot in part)]
             )
 
-    def go_on(self, logits_KV: Tensor, temperature: float) -> None:
-        """Every thread that runs says its next token."""
+    def accept(self, logits_KV: Tensor, temperature: float) -> None:
+        """Accept the next token of every running thread."""
         running = [thread.number for thread in self.sequence.threads if thread.state is State.RUNNING]
         for number in running:
             if self.sequence.finished is None:

@@ -1,6 +1,6 @@
-"""How a model answers in threads: how often it forks, how parallel its answers are, what that saves against one thread.
+"""Figures of answers in threads: how often they fork, how parallel they are, and the speed-up over one thread.
 
-Means of ratios are geometric, as in PASTA §5.1. Knows sequences and whoever makes them; knows no files and no training.
+Means of ratios are geometric, as in PASTA §5.1. Knows neither files nor training.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Spoken = tuple[tuple[int, ...], Sequence]  # a prompt and its answer
 
 
 def speak(answers: Answers, asked: list[Asked], title: str) -> list[Spoken]:
-    """Answers to all prompts, some at once."""
+    """Answers to all prompts, decoded in batches."""
     spoken: list[Spoken] = []
     for start in track(range(0, len(asked), ANSWERS_AT_ONCE), title):
         part = asked[start : start + ANSWERS_AT_ONCE]
@@ -34,10 +34,10 @@ def speak(answers: Answers, asked: list[Asked], title: str) -> list[Spoken]:
 
 
 def thread_figures(sequences: list[Sequence], baseline_tokens: list[int]) -> dict[str, Any]:
-    """Of answers, and of the tokens that the same prompts' answers in one thread have.
+    """Figures of answers; ``baseline_tokens`` are the lengths of the answers to the same prompts in one thread.
 
     ``forked`` is the share of answers with two threads or more; ``threads``, ``tokens`` and ``longest_chain`` are means,
-    ``parallelism`` and ``speedup`` (theoretical) geometric means; ``finished`` is the share that was not cut off.
+    ``parallelism`` and ``speedup`` (theoretical) geometric means; ``finished`` is the share of answers that ended by themselves.
     """
     measured = [measure(sequence) for sequence in sequences]
     speedups = [metrics.theoretical_speedup(tokens) for metrics, tokens in zip(measured, baseline_tokens, strict=True)]
@@ -58,7 +58,7 @@ def thread_figures(sequences: list[Sequence], baseline_tokens: list[int]) -> dic
 
 
 def geometric_mean(values: Iterable[float]) -> float:
-    """Of the values that are not 0; 0 if there are none."""
+    """Geometric mean of the values that are not 0; 0 if there are none."""
     logs = [math.log(value) for value in values if value > 0]
     return round(math.exp(sum(logs) / len(logs)), 4) if logs else 0.0
 
@@ -76,7 +76,7 @@ def text_of(sequence: Sequence, decode: Callable[[list[int]], str]) -> str:
 
 @torch.no_grad()
 def agreement(model: Any, spoken: list[Spoken]) -> dict[str, Any]:
-    """How often the model's k likeliest tokens hold what was said next in the thread, control tokens included."""
+    """How often the model's top k holds the next token of the thread, control tokens included."""
     rows = [tree_row(sequence, prompt) for prompt, sequence in spoken]
     found = [_ranks(model, batch) for batch in batches(rows, model.device)]
     ranks = torch.cat(found)
@@ -85,7 +85,7 @@ def agreement(model: Any, spoken: list[Spoken]) -> dict[str, Any]:
 
 
 def _ranks(model: Any, batch: Batch) -> Tensor:
-    """How many tokens the model holds likelier than what was said: int64 [L]."""
+    """Number of tokens that the model ranks above the next one: int64 [L]."""
     logits = learned_logits(model, batch)
     return (logits > logits.gather(1, batch.learned[:, None])).sum(1).cpu()
 

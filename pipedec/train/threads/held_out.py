@@ -1,6 +1,6 @@
-"""What a model tuned for threads is measured on: held-out answers, and prompts that it answers itself.
+"""What a model tuned for threads is measured on: held-out answers, and held-out prompts that it answers itself.
 
-Owns which figures there are. What they mean is known by ``thread_figures``.
+Owns which figures are reported; ``figures`` computes them.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ PLAIN = "plain"
 
 @dataclass(frozen=True)
 class HeldOut:
-    """What is measured on: all samples of each dialect, and prompts of each kind, by rule.
+    """Held-out samples of each dialect, and prompts to answer, by dialect and rule.
 
     Attributes:
-        prompts: of each dialect and rule; an answer has at most ``max_tokens`` tokens.
-        store: keeps answers in one thread.
+        max_tokens: maximum length of an answer.
+        store: directory that keeps the answers in one thread.
     """
 
     samples: dict[str, list[Sample]]
@@ -33,11 +33,12 @@ class HeldOut:
     store: Path
 
     def losses(self, loss: ThreadLoss, writer: Writer) -> dict[str, dict[str, Any]]:
-        """Of each dialect, and of the same answers in one thread."""
+        """Losses by dialect, and of the same answers in one thread (``plain``)."""
         report = {dialect: held_out_loss(loss, writer, samples) for dialect, samples in self.samples.items()}
         return report | self.plain_loss(loss, writer)
 
     def plain_loss(self, loss: ThreadLoss, writer: Writer) -> dict[str, dict[str, Any]]:
+        """Loss of the written answers in one thread, each answer once."""
         distinct = {(sample.record.question.prompt, sample.record.question.answer): sample.record for sample in self._all()}
         return {PLAIN: held_out_loss(loss, writer, [writer.sample(record, None) for record in distinct.values()])}
 
@@ -45,7 +46,7 @@ class HeldOut:
         return [sample for samples in self.samples.values() for sample in samples]
 
     def speak(self, model: Any, writer: Writer) -> dict[str, dict[str, list[Spoken]]]:
-        """Greedy answers to the prompts of each dialect and rule."""
+        """Greedy answers to the prompts, by dialect and rule."""
         return {
             dialect: {
                 rule: speak(
@@ -59,7 +60,7 @@ class HeldOut:
         }
 
     def figures(self, model: Any, writer: Writer, spoken: dict[str, dict[str, list[Spoken]]]) -> dict[str, dict[str, Any]]:
-        """What these answers are like beside the model's answers in one thread, of each dialect and rule."""
+        """Figures of these answers against the model's answers in one thread, by dialect and rule."""
         return {
             dialect: {
                 rule: thread_figures(
@@ -72,13 +73,13 @@ class HeldOut:
         }
 
     def _baseline(self, model: Any, writer: Writer, samples: list[Sample], name: str) -> list[int]:
-        """Tokens of the answers in one thread."""
+        """Lengths of the answers in one thread."""
         prompts = [list(writer.prompt(sample.record.question.prompt, None)) for sample in samples]
-        said = {
+        plain = {
             tuple(found.ids[: found.prompt_length]): found
             for found in continue_greedily(model, prompts, self.max_tokens, self.store / name)
         }
-        return [len(said[tuple(prompt)].ids) - len(prompt) for prompt in prompts]
+        return [len(plain[tuple(prompt)].ids) - len(prompt) for prompt in prompts]
 
 
 def held_out_of(samples: list[Sample], num_prompts: int, max_length: int, store: Path) -> HeldOut:
@@ -97,7 +98,7 @@ def held_out_of(samples: list[Sample], num_prompts: int, max_length: int, store:
 
 
 def agreements(model: Any, spoken: dict[str, dict[str, list[Spoken]]]) -> dict[str, dict[str, Any]]:
-    """How well the model foresees these answers, of each dialect and rule."""
+    """How well the model predicts these answers, by dialect and rule."""
     return {
         dialect: {rule: agreement(model, answers) for rule, answers in by_rule.items()} for dialect, by_rule in spoken.items()
     }

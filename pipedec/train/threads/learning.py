@@ -1,6 +1,6 @@
-"""What a model learns threads by: which samples a step has, their rows side by side, and the loss of what is learned.
+"""How a model learns threads: the samples of each step, batches of their rows, and the loss.
 
-Owns the recipe. It does not know how answers become rows, how steps are kept on disk, nor what is done with the model afterwards.
+Owns the recipe. It does not know how answers become rows, nor what is done with the model afterwards.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from pipedec.train.checks import above_zero, at_least_one, shares
 from pipedec.train.loop import linear_decay, warm_up
 from pipedec.train.threads.rows import FORMS, Row, Sample, Writer
 
-_TOKENS_AT_ONCE = 2048  # of one forward, with their padding
+_TOKENS_AT_ONCE = 2048  # of one forward pass, padding included
 
 
 @dataclass(frozen=True)
 class ThreadRecipe:
-    """Everything that decides the result; a step is as many samples as have ``batch_tokens`` tokens together.
+    """Everything that decides the result; a step is the fewest samples that have ``batch_tokens`` tokens together.
 
     Attributes:
         form: ``tree`` or ``unrolled``.
-        plain_share: of the samples drawn, how many are answered in one thread, without marker.
-        control_weight: what a target counts that is a control token of a dialect; others count 1.
-        max_length: longer samples are left out.
+        plain_share: share of samples that are learned in one thread, without the marker.
+        control_weight: weight of the loss of a dialect's control tokens; other tokens have 1.
+        max_length: samples with more tokens are left out.
     """
 
     steps: int = 400
@@ -58,7 +58,7 @@ class ThreadRecipe:
 
 @dataclass(frozen=True)
 class Batch:
-    """Rows side by side, padded to N tokens: padding sees itself alone and learns nothing.
+    """Rows padded to N tokens. Padding attends only to itself and has no target.
 
     Attributes:
         token_ids, positions, targets: int64 [B, N].
@@ -85,17 +85,17 @@ class Batch:
 
     @property
     def learned(self) -> Tensor:
-        """What is learned, row by row: int64 [L]."""
+        """The targets, row by row: int64 [L]."""
         return self.targets[self.targets != IGNORED]
 
 
 def computing_in(dtype: torch.dtype, device: torch.device) -> torch.autocast:
-    """Forwards of a float32 model inside it compute in ``dtype``."""
+    """A context in which forward passes of a float32 model compute in ``dtype``."""
     return torch.autocast(device.type, dtype=dtype, enabled=dtype != torch.float32)
 
 
 def learned_logits(model: Callable[..., Any], batch: Batch) -> Tensor:
-    """Logits of the tokens that learn something, row by row: float32 [L, V]."""
+    """Logits at the tokens with a target, row by row: float32 [L, V]."""
     output = model(
         input_ids=batch.token_ids, attention_mask=batch.mask, position_ids=batch.positions, use_cache=False
     )  # fmt: skip
@@ -104,14 +104,14 @@ def learned_logits(model: Callable[..., Any], batch: Batch) -> Tensor:
 
 
 def answer_log_probs(model: Callable[..., Any], batch: Batch) -> Tensor:
-    """Log probability of all that each row learns: float32 [B]."""
+    """Log probability of all targets of each row: float32 [B]."""
     losses = nn.functional.cross_entropy(learned_logits(model, batch), batch.learned, reduction="none")
     rows = (batch.targets != IGNORED).nonzero()[:, 0]
     return losses.new_zeros(len(batch.targets)).index_add(0, rows, -losses)
 
 
 def batches(rows: Iterable[Row], device: torch.device) -> Iterator[Batch]:
-    """The rows in forwards of few tokens, rows of like length together."""
+    """The rows in small forward passes, rows of similar length together."""
     piece: list[Row] = []
     for row in sorted(rows, key=lambda row: len(row.token_ids)):
         if piece and (len(piece) + 1) * len(row.token_ids) > _TOKENS_AT_ONCE:
@@ -123,7 +123,7 @@ def batches(rows: Iterable[Row], device: torch.device) -> Iterator[Batch]:
 
 
 def digest(samples: list[Sample]) -> str:
-    """A name for the samples to learn from."""
+    """A short name for the samples, equal for equal tokens."""
     total = hashlib.sha256()
     for sample in samples:
         total.update(f"{sample.dialect} {sample.prompt} {sample.answer}".encode())
@@ -131,7 +131,7 @@ def digest(samples: list[Sample]) -> str:
 
 
 def plan(samples: list[Sample], writer: Writer, recipe: ThreadRecipe) -> list[list[Sample]]:
-    """The samples of every step: each once before any comes again, some of them answered in one thread instead.
+    """The samples of every step. All are used once before any is used again; some are answered in one thread instead.
 
     Raises:
         UserError: no sample is short enough.
@@ -161,7 +161,7 @@ def _drawn(samples: list[Sample], writer: Writer, recipe: ThreadRecipe) -> Itera
 
 @dataclass(frozen=True)
 class Losses:
-    """What tokens are learned with which loss, and whether they are control tokens: [L] each."""
+    """The losses of the targets, and whether they are control tokens: [L] each."""
 
     values: Tensor
     is_control: Tensor
@@ -169,10 +169,10 @@ class Losses:
 
 @dataclass(frozen=True)
 class ThreadLoss:
-    """The loss of batches: cross-entropy with what is written there or, with a teacher, with the teacher's distribution.
+    """The loss of batches: cross-entropy with the written tokens or, with a teacher, with the teacher's distribution.
 
     Attributes:
-        computes: what forwards compute in.
+        computes: number format of forward passes.
         controls: int64, the ids of all control tokens.
     """
 
@@ -182,7 +182,7 @@ class ThreadLoss:
     teacher: Any = None
 
     def of(self, batch: Batch) -> Losses:
-        """With gradients, where they are on."""
+        """The losses of a batch, with gradients if they are enabled."""
         targets = batch.learned
         logits = self._logits(self.model, batch)
         wanted = targets
@@ -206,7 +206,7 @@ class ThreadSteps:
     recipe: ThreadRecipe
 
     def __call__(self, step: int) -> dict[str, float]:
-        """The gradients of a step, in forwards of few tokens each; returns what is logged."""
+        """Add the gradients of a step, in small forward passes; returns what is logged."""
         rows = [row for sample in self.steps[step] for row in self.writer.rows(sample, self.recipe.form)]
         targets = torch.cat([row.targets[row.targets != IGNORED] for row in rows])
         is_control = torch.isin(targets, self.loss.controls.cpu())
@@ -230,7 +230,7 @@ class ThreadSteps:
 
 @torch.no_grad()
 def held_out_loss(loss: ThreadLoss, writer: Writer, samples: list[Sample]) -> dict[str, float | int]:
-    """Mean loss of the samples' text and of their control tokens, each by itself, and how many there are."""
+    """Mean losses and token counts of the samples, separately for text and control tokens."""
     found = [
         loss.of(batch) for batch in batches((row for sample in samples for row in writer.rows(sample, "tree")), loss.model.device)
     ]

@@ -1,7 +1,7 @@
-"""Annotated answers as rows of tensors to train on: a prompt, its answer in a dialect, and what every token sees and predicts.
+"""Annotated answers as rows of tensors to train on: prompt, answer in a dialect, attention mask and targets.
 
-Owns how pieces become tokens, the marker that tells the model its dialect, and both forms of a paragraph tree: the answer as one
-row with its mask, or each thread as a row of its own behind what it sees. Knows no model and no optimiser.
+Owns how pieces become tokens, the marker that names the dialect in the prompt, and both forms of a paragraph tree: the answer as
+one row with its mask, or each thread as a row of its own behind what it attends to. Knows no model and no optimiser.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pipedec.train.annotate.structure import Fork, ForkTokens, Join, Piece, plai
 
 FORMS = ("tree", "unrolled")
 
-# Put before a chat template: with ``threads="apar"``, the model is told so by a system message.
+# Put before a chat template: ``threads="apar"`` adds a system message that names the dialect.
 _MARKER = (
     "{%- if threads %}{%- set marker = 'threads: ' + threads %}"
     "{%- if messages and messages[0].role == 'system' %}"
@@ -41,8 +41,8 @@ class Row:
 
     Attributes:
         token_ids, positions: int64 [N].
-        mask: bool [N, N], ``mask[i, j]`` = token i sees token j.
-        targets: int64 [N], IGNORED where nothing is learned.
+        mask: bool [N, N], ``mask[i, j]`` = token i attends to token j.
+        targets: int64 [N], IGNORED where there is no target.
     """
 
     token_ids: Tensor
@@ -53,10 +53,10 @@ class Row:
 
 @dataclass(frozen=True)
 class Sample:
-    """A prompt and its answer in tokens, and where it comes from.
+    """A prompt and its answer in tokens, and the record they were made from.
 
     Attributes:
-        dialect: None for the answer in one thread, which no marker asks for.
+        dialect: None = answered in one thread, without a marker.
         answer: in document order, control, forced and end tokens included.
     """
 
@@ -71,7 +71,7 @@ class Sample:
 
 
 class Writer:
-    """Writes records in one tokenizer's ids. Raises UserError if it lacks a dialect's tokens."""
+    """Writes records as token ids of one tokenizer. Raises UserError if it lacks a dialect's control tokens."""
 
     def __init__(self, tokenizer: Any, dialects: Iterable[str], end_token_id: int) -> None:
         self._tokenizer = tokenizer
@@ -85,7 +85,7 @@ class Writer:
         return torch.tensor(sorted({token for bound in self.bound.values() for token in bound.control}))
 
     def prompt(self, prompt: str, dialect: str | None) -> tuple[int, ...]:
-        """The prompt through the chat template, as the engine does it."""
+        """The prompt through the chat template, as the engine tokenizes it."""
         variables = {} if dialect is None else {"threads": dialect}
         message = [{"role": "user", "content": prompt}]
         ids = self._tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=False, **variables)
@@ -100,7 +100,7 @@ class Writer:
         return Sample(dialect, self.prompt(record.question.prompt, dialect), tuple(answer), record)
 
     def text(self, text: str) -> list[int]:
-        """Text as tokens; what looks like a control token is spelled out."""
+        """Text as tokens; text that looks like a control token is encoded as plain text."""
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
         return ids
 
@@ -110,7 +110,7 @@ class Writer:
         return text
 
     def rows(self, sample: Sample, form: str) -> list[Row]:
-        """The sample as one row, or as a row for each thread."""
+        """The sample as one row (``tree``), or as one row per thread (``unrolled``)."""
         if form == "unrolled" and sample.dialect is not None:
             return list(self._unrolled(sample, self.bound[sample.dialect]))
         return [self._tree(sample)]
@@ -127,7 +127,7 @@ class Writer:
         return text
 
     def _answer(self, pieces: Iterable[Piece], bound: BoundDialect) -> Iterator[int]:
-        """Document order."""
+        """The answer's tokens in document order."""
         for piece in pieces:
             if isinstance(piece, Join):
                 assert bound.join is not None
@@ -158,34 +158,34 @@ class Writer:
             yield causal_row([*sample.prompt, *context], [*target, self.end_token_id])
 
     def _with_control(self, text: str, bound: BoundDialect) -> list[int]:
-        """Text in which forks and a child's beginning are written as their tokens' names."""
+        """Token ids of a text that holds the names of the opener and of the child's start."""
         ids = {bound.dialect.opener: bound.opener, bound.dialect.child_start: bound.child_start}
         parts = re.split("|".join(f"({re.escape(name)})" for name in ids), text)
         return [token for part in parts if part for token in ([ids[part]] if part in ids else self.text(part))]
 
 
 def _capped(pieces: Iterable[Piece], bound: BoundDialect) -> list[Piece]:
-    """The pieces with no more forks than a thread may have, the rest said in the main thread; no text behind another."""
+    """The pieces with no more forks than a thread may have; further forks become text. Adjacent texts are joined."""
     forks = 0
     capped: list[Piece] = []
     for piece in pieces:
         forks += isinstance(piece, Fork)
-        said = piece.text if isinstance(piece, Fork) and forks > bound.dialect.max_children else piece
-        if isinstance(said, str) and capped and isinstance(capped[-1], str):
-            capped[-1] += said
+        kept = piece.text if isinstance(piece, Fork) and forks > bound.dialect.max_children else piece
+        if isinstance(kept, str) and capped and isinstance(capped[-1], str):
+            capped[-1] += kept
         else:
-            capped.append(said)
+            capped.append(kept)
     return capped
 
 
 def tree_row(sequence: Sequence, prompt: tuple[int, ...]) -> Row:
-    """All threads of an answer beside each other, behind their prompt."""
+    """All threads of an answer in one row, behind their prompt."""
     flat = flatten(sequence, list(prompt))
     return Row(flat.token_ids, flat.positions, flat.mask, flat.targets)
 
 
 def causal_row(context: list[int], learned: list[int]) -> Row:
-    """One thread: every token sees those before it, and ``learned`` is what is learned."""
+    """One thread with causal attention; the tokens of ``learned`` are the targets."""
     ids = torch.tensor([*context, *learned])
     targets = torch.full_like(ids, IGNORED)
     targets[len(context) - 1 : -1] = ids[len(context) :]

@@ -1,6 +1,6 @@
-"""A model that is to learn threads: it gets a chat template that names dialects, the control tokens it lacks, and rows for them.
+"""Prepares a model for learning threads: a chat template with dialects, the control tokens that it lacks, their embeddings.
 
-Owns what has to be true of model and tokenizer before the first step. Knows no samples and no training.
+Owns the state of model and tokenizer before the first step. Knows no samples and no training.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from pipedec.text.prompt import Prompter
 from pipedec.threads import load_dialect
 from pipedec.train.threads.rows import with_marker
 
-_ALIKE = 0.99  # cosine
+_ALIKE = 0.99  # cosine above which two embeddings count as equal
 
 
 @dataclass(frozen=True)
 class Student:
-    """A model that learns, in float32 on its device, and its tokenizer, which knows the marker and all control tokens."""
+    """A model to train, in float32 on its device, and its tokenizer, which has the marker and all control tokens."""
 
     model: Any
     tokenizer: Any
@@ -34,17 +34,17 @@ class Student:
 
     @classmethod
     def load(cls, path: Path, dialects: list[str], device: torch.device, seed: int = 0) -> Student:
-        """The model; its tokenizer gets the control tokens that it lacks, and those that it never learned get new embeddings.
+        """Load a model; missing control tokens are added, and control tokens that it never learned get new embeddings.
 
         Raises:
-            UserError: it is not fit for it.
+            UserError: there is no model, chat template or end token.
         """
         config = ModelConfig.from_directory(path)
         tokenizer = Prompter(path, config.max_positions).tokenizer
         if tokenizer.chat_template is None:
-            raise UserError(f"{path} has no chat template, through which a model is told in what dialect to answer")
+            raise UserError(f"{path} has no chat template, which is needed to name the dialect in the prompt")
         if tokenizer.eos_token_id is None:
-            raise UserError(f"the tokenizer in {path} names no end token")
+            raise UserError(f"the tokenizer in {path} has no end token")
         tokenizer.chat_template = with_marker(tokenizer.chat_template)
         tokenizer.model_max_length = config.max_positions
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, local_files_only=True)
@@ -57,10 +57,13 @@ class Student:
         return cls(model.to(device).eval(), tokenizer, config, fingerprint(path))
 
     def check_companion(self, path: Path, knows_all: bool) -> None:
-        """A model beside this one must mean the same by its tokens; one that reads answers in threads must know all of them.
+        """Check that another model has the same token ids.
+
+        Args:
+            knows_all: it must also have all control tokens, because it reads answers in threads.
 
         Raises:
-            UserError: it does not.
+            UserError: its tokenizer differs.
         """
         own, other = self.tokenizer.get_vocab(), Prompter(path, self.config.max_positions).tokenizer.get_vocab()
         if not other.items() <= own.items() or (knows_all and len(other) < len(own)):
@@ -69,17 +72,17 @@ class Student:
             )
 
     def save(self, out: Path) -> None:
-        """In bfloat16, with the tokenizer."""
+        """Write the model in bfloat16, with its tokenizer."""
         self.model.to(torch.bfloat16).save_pretrained(out)
         self.tokenizer.save_pretrained(out)
 
 
 @torch.no_grad()
 def renew_embeddings(model: Any, tokenizer: Any, control: list[str], added: list[str], seed: int) -> None:
-    """Draw new embeddings, like those of other tokens, for tokens of which none was learned: those ``added``, and special ones
-    that training has pushed to one and the same place because they never came.
+    """Draw new embeddings, distributed like the others, for tokens that were never learned: those ``added``, and special tokens
+    with nearly equal embeddings (pretraining pushes all tokens that never occur in the same direction).
 
-    Only control tokens and what the chat template puts around the marker are looked at.
+    Only control tokens and the chat template's special tokens around the marker are considered.
     """
     special = {token for token, added_token in tokenizer.added_tokens_decoder.items() if added_token.special}
     turn = tokenizer.apply_chat_template([{"role": "user", "content": "?"}], threads="?", return_dict=False)

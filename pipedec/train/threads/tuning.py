@@ -1,6 +1,6 @@
 """Fine-tune a model for threads (APAR §3, PASTA-SFT): annotated files in, a checkpoint directory out.
 
-Owns what goes into a run and what is reported of it.
+Owns the inputs of a run and its report.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ def tune(
 
     Args:
         files: annotated answers, by dialect.
-        teacher_path: a model with the same tokenizer, tuned already: the distribution of its next token is learned instead of
-            the written one, and what is measured is how well its answers are foreseen.
+        teacher_path: a tuned model with the same tokenizer. Its next-token distribution is learned instead of the written
+            tokens, and the report says how well its answers are predicted.
 
     Raises:
-        UserError: models, files or ``run.work`` are not fit for it.
+        UserError: models, files or ``run.work`` do not fit.
     """
     torch.set_num_threads(run.threads)
     student = Student.load(target_path, list(files), run.device, recipe.seed)
@@ -75,10 +75,10 @@ def tune(
 
 @dataclass(frozen=True)
 class _Measured:
-    """What is measured before and after.
+    """What is measured before and after training.
 
     Attributes:
-        spoken: the teacher's answers, where there is one.
+        spoken: the teacher's answers; None without a teacher.
     """
 
     student: Student
@@ -87,13 +87,13 @@ class _Measured:
     spoken: dict[str, dict[str, list[Spoken]]] | None
 
     def before(self) -> dict[str, Any]:
-        """How well the model foresees the teacher's answers, or written ones in one thread."""
+        """Agreement with the teacher's answers; without a teacher, the loss of the written answers in one thread."""
         if self.spoken is not None:
             return agreements(self.student.model, self.spoken)
         return self.held_out.plain_loss(self._loss(), self.writer)
 
     def after(self) -> dict[str, Any]:
-        """The same of the model as it is stored, all losses, and what its own answers are like."""
+        """All losses of the model as it is stored, and its agreement with the teacher or the figures of its own answers."""
         model = self.student.model.float()
         losses = self.held_out.losses(self._loss(), self.writer)
         if self.spoken is not None:
@@ -113,7 +113,7 @@ def _check(config: ModelConfig, files: dict[str, tuple[Path, ...]], recipe: Thre
     windows = [window for window in config.sliding_windows if window is not None]
     if windows and min(windows) < recipe.max_length:
         raise UserError(
-            f"the target's attention window has {min(windows)} tokens, but samples {recipe.max_length}: "
+            f"the target's attention window has {min(windows)} tokens, but samples may have {recipe.max_length}: "
             "use a smaller --max-length"
         )
 
@@ -133,6 +133,6 @@ def _samples(writer: Writer, records: dict[str, list[Annotated]], held_out: bool
 
 
 def _counts(records: list[Annotated]) -> dict[str, int]:
-    """Answers to learn from, and how many of them are in several threads."""
+    """Number of answers to learn from, and of those in several threads."""
     training = [record for record in records if not record.question.held_out]
     return {"answers": len(training), "structured": sum(record.rule != UNSTRUCTURED for record in training)}
