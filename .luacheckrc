@@ -1,10 +1,10 @@
--- For `luacheck lua`. The scripts run inside Redis: Lua 5.1 and the server's own globals, none of which may be set.
+-- For `luacheck lua`. The scripts run inside Redis: Lua 5.1 and the server's globals, which are read-only.
 std = "lua51"
 max_line_length = 130
 read_globals = { "redis", "cjson", "KEYS", "ARGV" }
 
--- The loader (pipedec/scheduler/scripts.py) puts graph.lua in front of a script that begins with "-- uses: graph", so
--- the locals of the one are what the other uses.
+-- The loader (pipedec/scheduler/scripts.py) puts graph.lua in front of a script that begins with "-- uses: graph", so such
+-- a script uses the locals of graph.lua.
 local graph = {
   fields = {
     add = {}, complete = {}, report = {}, release = {},

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Start the ranks of one pipedec run over plain ssh, in the order of the hosts given, and stop all of them when one ends or
-# this script does (Ctrl-C, kill, a closed terminal).
+# Starts the ranks of one pipedec run over ssh, in the order of the given hosts. Stops all of them when one fails or this script
+# ends (Ctrl-C, kill, a closed terminal).
 set -euo pipefail
 
 usage() {
@@ -8,11 +8,11 @@ usage() {
 usage: launch/ssh.sh HOST=DEVICES... -- RANK FLAGS...
 
   HOST=DEVICES   a host and the GPUs to use there, e.g. server-1=0,1,2,3. Ranks are numbered in this order: the first device
-                 of the first host is rank 0 (draft and coordinator), then come stages 1..n. A host may be given twice.
-  RANK FLAGS     go to pipedec.cluster.torchrun; --redis, --run and --stages are added here.
+                 of the first host is rank 0 (draft and coordinator), followed by stages 1..n. A host may occur twice.
+  RANK FLAGS     flags of pipedec.cluster.torchrun; the script adds --redis, --run and --stages.
 
-environment: PIPEDEC_REDIS_URL (needed), PIPEDEC_REDIS_PASSWORD, RUN (name of the run), DIRECTORY (working directory on every
-host, default: this one), PYTHON (interpreter on every host, default: python3), MASTER_ADDR (default: first host),
+environment: PIPEDEC_REDIS_URL (required), PIPEDEC_REDIS_PASSWORD, RUN (name of the run), DIRECTORY (working directory on every
+host, default: the current one), PYTHON (interpreter on every host, default: python3), MASTER_ADDR (default: first host),
 MASTER_PORT (default: 29500).
 
 example (the paper's 14 stages, the draft on an L40 of server-4):
@@ -21,17 +21,17 @@ USAGE
     exit 2
 }
 
-places=()
+host_specs=()
 while (($#)) && [[ $1 != -- ]]; do
     [[ $1 =~ ^[A-Za-z0-9@._-]+=[0-9]+(,[0-9]+)*$ && $1 != -* ]] || usage
-    places+=("$1")
+    host_specs+=("$1")
     shift
 done
-((${#places[@]})) && [[ ${1:-} == -- ]] || usage
+((${#host_specs[@]})) && [[ ${1:-} == -- ]] || usage
 shift
 : "${PIPEDEC_REDIS_URL:?set PIPEDEC_REDIS_URL to the address of Redis, e.g. redis://server-1:6379/0}"
 if [[ $PIPEDEC_REDIS_URL == *:*:*@* ]]; then
-    echo "PIPEDEC_REDIS_URL holds a password, which command lines would show: use PIPEDEC_REDIS_PASSWORD" >&2
+    echo "PIPEDEC_REDIS_URL contains a password, which command lines would show: set PIPEDEC_REDIS_PASSWORD instead" >&2
     exit 2
 fi
 
@@ -41,17 +41,17 @@ count_devices() {
 }
 
 world_size=0
-for place in "${places[@]}"; do
-    world_size=$((world_size + $(count_devices "${place#*=}")))
+for spec in "${host_specs[@]}"; do
+    world_size=$((world_size + $(count_devices "${spec#*=}")))
 done
-first_host=${places[0]%%=*}
+first_host=${host_specs[0]%%=*}
 run=${RUN:-ssh-$(date +%Y%m%d-%H%M%S)}
 directory=${DIRECTORY:-$PWD}
 python=${PYTHON:-python3}
 
-# What every host runs. Its standard input brings the password (so that no command line and no log holds it) and then stays
-# open for as long as this script lives: its end stops the ranks, even when the script was killed with -9. torchrun gets a
-# time to end its ranks.
+# The script that every host runs. It reads the password from standard input, so that no command line or log contains it.
+# Standard input then stays open until this script ends, which stops the ranks even if this script was killed with SIGKILL.
+# torchrun gets SIGTERM, so that it can stop its ranks.
 read -r -d '' remote_script <<'REMOTE' || true
 IFS= read -r PIPEDEC_REDIS_PASSWORD
 if [ -n "$PIPEDEC_REDIS_PASSWORD" ]; then export PIPEDEC_REDIS_PASSWORD; else unset PIPEDEC_REDIS_PASSWORD; fi
@@ -69,19 +69,19 @@ kill "$watcher" 2>/dev/null
 exit "$code"
 REMOTE
 
-# One word for the shell on the other side.
+# Quotes one word for the remote shell.
 quote() {
     printf "'%s' " "${1//\'/\'\\\'\'}"
 }
 
-# start NUMBER PLACE RANK-FLAG...: the ranks of one host, in the background. The static rendezvous numbers ranks by
+# start NUMBER HOST=DEVICES RANK-FLAG...: starts the ranks of one host in the background. The static rendezvous numbers ranks by
 # --node-rank; c10d would sort the hosts by name.
 start() {
     local number=$1 host=${2%%=*} devices=${2#*=} command word fd
     shift 2
     command="sh -c $(quote "$remote_script")"
     for word in pipedec-rank "$devices" "$directory" "$python" -m torch.distributed.run \
-        --nnodes "${#places[@]}" --node-rank "$number" --nproc-per-node "$(count_devices "$devices")" \
+        --nnodes "${#host_specs[@]}" --node-rank "$number" --nproc-per-node "$(count_devices "$devices")" \
         --rdzv-backend static --master-addr "$master_address" --master-port "${MASTER_PORT:-29500}" \
         -m -- pipedec.cluster.torchrun --redis "$PIPEDEC_REDIS_URL" --run "$run" --stages $((world_size - 1)) "$@"; do
         command+=" $(quote "$word")"
@@ -111,11 +111,11 @@ trap stop_all EXIT
 trap 'exit 130' INT
 trap 'exit 143' TERM HUP
 
-echo "run $run: $((world_size - 1)) stages on ${#places[@]} hosts"
-for number in "${!places[@]}"; do
-    start "$number" "${places[$number]}" "$@"
+echo "run $run: $((world_size - 1)) stages on ${#host_specs[@]} hosts"
+for number in "${!host_specs[@]}"; do
+    start "$number" "${host_specs[$number]}" "$@"
 done
-# Ranks that end well are waited for, one after another; the first that fails ends the run.
-for _ in "${places[@]}"; do
+# Waits for all hosts; the first one that fails ends this script and with it the run.
+for _ in "${host_specs[@]}"; do
     wait -n
 done

@@ -1,10 +1,10 @@
 -- uses: graph
 -- begin.lua
--- Purpose:   opens the workflow of a request: drops what the previous one left and adds the initial tasks.
+-- Purpose:   starts the workflow of a request: deletes the state of the previous one and adds the initial tasks.
 -- Invariant: at most one request runs at a time.
 -- KEYS:      as in graph.lua
--- ARGV:      1 seconds keys live  2 request number  3 entry ranks as ",1,3,"  4 trace ("1" or "0")
---            5 planned tasks, JSON [[id, [ids before it], payload JSON text], ...]
+-- ARGV:      1 time to live of the keys in seconds  2 request number  3 entry ranks as ",1,3,"  4 trace ("1" or "0")
+--            5 planned tasks, JSON [[id, [ids it depends on], payload JSON text], ...]
 -- Returns:   1; error PIPEDEC FAILED if the run has failed, PIPEDEC BUSY if a request is running (nothing changes)
 local planned = cjson.decode(ARGV[5])
 local failure = redis.call('HGET', RUN, 'failure')

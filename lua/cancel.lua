@@ -1,9 +1,9 @@
 -- cancel.lua
--- Purpose:   ends a request early: a running one at its next verdict, a waiting one at once.
--- Invariant: a request that rank 0 has taken but not begun is remembered, so that no moment loses a cancellation.
+-- Purpose:   cancels a request: a waiting one ends at once, a running one at its next verdict.
+-- Invariant: no cancellation is lost: that of a request that rank 0 has taken but not begun is kept until it begins.
 -- KEYS:      1 run (hash)  2 workflow (hash)  3 requests (list)  4 cancelled (set)  5 answer (stream)
--- ARGV:      1 seconds keys live  2 request number  3 event for the answer of a waiting request, JSON
--- Returns:   1 if the request will end early, 0 if there is none of that number or it has ended
+-- ARGV:      1 time to live of the keys in seconds  2 request number  3 event for the answer of a waiting request, JSON
+-- Returns:   1 if the request will end early, 0 if it is unknown or has ended
 local number = tonumber(ARGV[2])
 for _, waiting in ipairs(redis.call('LRANGE', KEYS[3], 0, -1)) do
   if string.match(waiting, '^{"kind":"request","number":(%d+),') == ARGV[2] then

@@ -1,6 +1,6 @@
 -- expired.lua
--- Purpose:   finds the ranks that have held a lease and let it run out.
--- Invariant: changes nothing.
+-- Purpose:   finds the ranks whose lease has expired.
+-- Invariant: read-only.
 -- KEYS:      1 members (set)  2 + rank: alive of that rank (string)
 -- ARGV:      none
 -- Returns:   list of ranks

@@ -1,38 +1,39 @@
 -- uses: graph
 -- finish.lua
 -- Purpose:   a rank reports a task done, schedules the tasks that follow from it, publishes events to the request's answer,
---            and gets its own next message, all in one round trip.
--- Invariant: a task takes effect once. Reported again by the same rank (its reply was lost), it changes nothing and gives
---            the same next message; reported for another request or without having been granted, it does nothing.
---            If the request has been cancelled, every sync scheduled from here on carries the cancellation.
+--            and receives its next message, all in one round trip.
+-- Invariant: a task takes effect once. If the same rank reports it again (the reply was lost), nothing changes and the reply
+--            is the same message. A report for another request, or of a task that was not granted, does nothing.
+--            Once the request has been cancelled, every newly scheduled sync carries the cancellation.
 -- KEYS:      as in graph.lua
--- ARGV:      1 seconds keys live  2 request number  3 rank  4 id of the finished task
---            5 planned tasks, JSON [[id, [ids before it], payload JSON text], ...]  6 events, JSON [event JSON text, ...]
--- Returns:   the rank's next message (JSON) or nil; error PIPEDEC LOST if the workflow is gone (FLUSHALL, expiry)
+-- ARGV:      1 time to live of the keys in seconds  2 request number  3 rank  4 id of the finished task
+--            5 planned tasks, JSON [[id, [ids it depends on], payload JSON text], ...]  6 events, JSON [event JSON text, ...]
+-- Returns:   the rank's next message (JSON), or nil if its queue is empty; error PIPEDEC LOST if the workflow does not exist
+--            any more (FLUSHALL, expiry)
 local rank, id = tonumber(ARGV[3]), ARGV[4]
 local planned, events = cjson.decode(ARGV[5]), cjson.decode(ARGV[6])
-local last, answer = 'last ' .. rank, 'reply ' .. rank
-local now_running = redis.call('HMGET', WORKFLOW, 'number', 'entries', 'trace', 'cancelled', last, answer,
+local last, reply = 'last ' .. rank, 'reply ' .. rank
+local stored = redis.call('HMGET', WORKFLOW, 'number', 'entries', 'trace', 'cancelled', last, reply,
   'granted ' .. id)
-if not now_running[1] then
+if not stored[1] then
   return redis.error_reply('PIPEDEC LOST the workflow is no longer stored')
 end
-if now_running[1] ~= NUMBER then
+if stored[1] ~= NUMBER then
   return false
 end
-if not now_running[7] then
-  if now_running[5] ~= id then
+if not stored[7] then
+  if stored[5] ~= id then
     return false
   end
-  local message = now_running[6] ~= '' and now_running[6] or redis.call('LPOP', KEYS[FIRST_QUEUE + rank])
-  redis.call('HSET', WORKFLOW, answer, message or '')
+  local message = stored[6] ~= '' and stored[6] or redis.call('LPOP', KEYS[FIRST_QUEUE + rank])
+  redis.call('HSET', WORKFLOW, reply, message or '')
   return message
 end
 
-graph.entries, graph.tracing = now_running[2], now_running[3] == '1'
+graph.entries, graph.tracing = stored[2], stored[3] == '1'
 local transfer_finished = graph.report(id)
 for _, plan in ipairs(planned) do
-  graph.add(plan, now_running[4] == '1')
+  graph.add(plan, stored[4] == '1')
 end
 graph.complete(id)
 graph.release(transfer_finished)
@@ -45,5 +46,5 @@ for _, event in ipairs(events) do
   redis.call('EXPIRE', ANSWER, TTL)
 end
 local message = redis.call('LPOP', KEYS[FIRST_QUEUE + rank])
-redis.call('HSET', WORKFLOW, last, id, answer, message or '')
+redis.call('HSET', WORKFLOW, last, id, reply, message or '')
 return message

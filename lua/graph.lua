@@ -1,11 +1,11 @@
--- graph.lua: the task graph of one request, shared by begin.lua and finish.lua (no script of its own: the loader puts it
--- in front of every script whose first line says "uses: graph").
--- Purpose:   add tasks with their dependencies, complete tasks, release what they held up, and grant transfers without
---            conflict (the paper's Algorithm 2).
--- Invariant: a task is granted once, after all tasks it depends on; a rank takes part in at most one granted transfer.
+-- graph.lua: the task graph of one request. Not a script of its own: shared by begin.lua and finish.lua; the loader puts it
+-- in front of every script whose first line is "-- uses: graph".
+-- Purpose:   adds tasks with their dependencies, completes tasks, releases the tasks that waited for them, and grants
+--            transfers without conflict (the paper's Algorithm 2).
+-- Invariant: a task is granted once, after all its dependencies are done; a rank takes part in at most one granted transfer.
 -- KEYS:      1 workflow (hash)  2 done (zset)  3 pending (list)  4 bitmap (string)  5 trace (list)  6 run (hash)
 --            7 answer (stream)  8 cancelled (set)  9 + rank: queue of that rank (list)
--- ARGV:      1 seconds the keys may outlive the last renewal  2 request number
+-- ARGV:      1 time to live of the keys in seconds  2 request number
 local WORKFLOW, DONE, PENDING, BITMAP, TRACE, RUN = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5], KEYS[6]
 local ANSWER, CANCELLED, FIRST_QUEUE = KEYS[7], KEYS[8], 9
 local TTL, NUMBER = ARGV[1], ARGV[2]
@@ -17,13 +17,13 @@ local function split(id)
   return kind, name, target, tonumber(seq)
 end
 
--- Redis time in microseconds, as a string (a Lua number prints with too few digits).
+-- Redis time in microseconds, as a string (tostring of a Lua number keeps too few digits).
 local function now()
   local time = redis.call('TIME')
   return string.format('%.0f', time[1] * 1000000 + time[2])
 end
 
--- Adds {id, {ids it depends on}, payload}. Tasks that wait for nothing go to graph.ready and are stored nowhere.
+-- Adds a task {id, {ids it depends on}, payload}. A task without unmet dependencies goes to graph.ready and is not stored.
 function graph.add(planned, cancelled)
   local id, payload = planned[1], planned[3]
   local kind, name, target, seq = split(id)
@@ -51,7 +51,7 @@ function graph.add(planned, cancelled)
   end
 end
 
--- Marks a task done and moves the tasks that waited only for it to graph.ready.
+-- Marks a task done, and moves the tasks that had no other unmet dependency to graph.ready.
 function graph.complete(id)
   local kind, _, target, seq = split(id)
   redis.call('ZADD', DONE, seq, id)
@@ -67,7 +67,7 @@ function graph.complete(id)
       end
     end
   end
-  if kind == 'V' and target == 'all' then -- the barrier: nothing can refer to earlier timesteps any more
+  if kind == 'V' and target == 'all' then -- the barrier: no later task depends on earlier timesteps
     redis.call('ZREMRANGEBYSCORE', DONE, '-inf', seq - 1)
     redis.call('HDEL', WORKFLOW, 'active ' .. seq)
   end
@@ -107,9 +107,9 @@ function graph.grant_transfers()
   end
 end
 
--- Empties graph.ready: virtual tasks complete at once (and may make others ready), ready transfers join the pending list
--- and are granted if they can be, then ready compute tasks go to their ranks. Transfers go first so that a receiver is
--- not kept waiting by its sender's next computation.
+-- Empties graph.ready. Virtual tasks complete at once, which may make others ready; transfers join the pending list and are
+-- granted if both ranks are free; compute tasks are granted last, so that a receiver does not wait for its sender's next
+-- computation.
 function graph.release(transfer_finished)
   local computes, scan, index = {}, transfer_finished, 1
   while graph.ready[index] do
@@ -141,7 +141,7 @@ function graph.release(transfer_finished)
   redis.call('EXPIRE', DONE, TTL)
 end
 
--- Reports a granted task done: frees the ranks of a transfer, writes the trace line.
+-- Reports a granted task done: frees the ranks of a transfer and writes the trace line. Returns whether it was a transfer.
 function graph.report(id)
   local kind, source, target = split(id)
   local granted = redis.call('HGET', WORKFLOW, 'granted ' .. id)

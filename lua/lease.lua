@@ -1,9 +1,8 @@
 -- lease.lua
--- Purpose:   a rank says that it is alive, and keeps the run's keys.
--- Invariant: the run's keys outlive its last sign of life by ARGV[1] seconds at most, whatever ended it. Leases run on the
---            server's clock alone.
+-- Purpose:   renews a rank's lease and the time to live of the run's keys.
+-- Invariant: however a run ends, its keys expire ARGV[1] seconds after the last renewal. Only the server's clock times leases.
 -- KEYS:      1 members (set)  2 alive of this rank (string)  3 ...: every other key of the run
--- ARGV:      1 seconds keys live  2 milliseconds of the lease  3 rank
+-- ARGV:      1 time to live of the keys in seconds  2 duration of the lease in milliseconds  3 rank
 -- Returns:   1
 redis.call('SADD', KEYS[1], ARGV[3])
 redis.call('EXPIRE', KEYS[1], ARGV[1])

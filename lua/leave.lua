@@ -1,5 +1,5 @@
 -- leave.lua
--- Purpose:   a rank that ends in order gives up its lease.
+-- Purpose:   gives up the lease of a rank that exits normally.
 -- Invariant: a rank that has left is neither a member nor expired.
 -- KEYS:      1 members (set)  2 alive of this rank (string)
 -- ARGV:      1 rank

@@ -1,9 +1,9 @@
 -- open.lua
 -- Purpose:   declares a run up, so that requests are accepted.
--- Invariant: a run id is opened once.
+-- Invariant: a run id can be opened only once.
 -- KEYS:      1 run (hash)
--- ARGV:      1 seconds keys live  2 description of the run for clients, JSON
--- Returns:   1; error PIPEDEC INUSE if the run id is in use, PIPEDEC FAILED if the run has failed meanwhile
+-- ARGV:      1 time to live of the keys in seconds  2 description of the run for clients, JSON
+-- Returns:   1; error PIPEDEC INUSE if the run id is in use, PIPEDEC FAILED if the run has already failed
 local failure = redis.call('HGET', KEYS[1], 'failure')
 if failure then
   return redis.error_reply('PIPEDEC FAILED ' .. failure)

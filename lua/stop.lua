@@ -1,8 +1,8 @@
 -- stop.lua
--- Purpose:   tells every rank to end after what is already in its queue.
--- Invariant: from here on no request is accepted; a second stop changes nothing.
+-- Purpose:   asks every rank to end after the messages already in its queue.
+-- Invariant: no request is accepted afterwards; a second call changes nothing.
 -- KEYS:      1 run (hash)  2 ...: the queue of every rank (list)
--- ARGV:      1 seconds keys live
+-- ARGV:      1 time to live of the keys in seconds
 -- Returns:   1 if this was the first stop, else 0
 if redis.call('HGET', KEYS[1], 'state') == 'stopping' then
   return 0

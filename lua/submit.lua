@@ -1,9 +1,9 @@
 -- submit.lua
 -- Purpose:   queues a request for rank 0.
--- Invariant: only a run that is up, has not failed and is not stopping takes requests; numbers count from 0 without gaps.
+-- Invariant: requests are accepted only while the run is up and has not failed; they are numbered from 0 without gaps.
 -- KEYS:      1 run (hash)  2 requests (list)
--- ARGV:      1 seconds keys live  2 the request's JSON
--- Returns:   the request's number; error PIPEDEC FAILED or PIPEDEC NOTUP
+-- ARGV:      1 time to live of the keys in seconds  2 the request's JSON
+-- Returns:   the request's number; error PIPEDEC FAILED if the run has failed, PIPEDEC NOTUP if it is not up or is stopping
 local run = redis.call('HMGET', KEYS[1], 'failure', 'state')
 if run[1] then
   return redis.error_reply('PIPEDEC FAILED ' .. run[1])

@@ -275,13 +275,26 @@ class Metrics:
 
     With the static tree (``stpp``) every root is such a miss, and each accepted row below it is a hit, whose token comes in
     the same verdict: ``timesteps`` = (groups + 1) × ``misses``, because the draft works one timestep alone.
+
+    Attributes:
+        draft_tokens: rows that entered the pipeline as guesses (roots and mask rows are none). Every hit is an accepted one.
+        ttft_seconds: time to first token, from submitting the request; queueing and prefill are included. None without a client.
+        tpot_seconds: time per output token after the first. None without a client, or if there is only one token.
     """
 
     timesteps: int = 0
     hits: int = 0
     misses: int = 0
+    draft_tokens: int = 0
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
+    ttft_seconds: float | None = None
+    tpot_seconds: float | None = None
+
+    @property
+    def acceptance_rate(self) -> float | None:
+        """Accepted draft tokens / draft tokens; None if nothing was drafted."""
+        return self.hits / self.draft_tokens if self.draft_tokens else None
 
 
 @dataclass
@@ -325,10 +338,14 @@ class Completion:
             "output_tokens": len(self.token_ids),
             "prefill_seconds": metrics.prefill_seconds,
             "decode_seconds": metrics.decode_seconds,
+            "ttft_seconds": metrics.ttft_seconds,
+            "tpot_seconds": metrics.tpot_seconds,
             "tokens_per_second": decoded / metrics.decode_seconds if metrics.decode_seconds > 0 else 0.0,
             "timesteps": metrics.timesteps,
             "timesteps_per_token": metrics.timesteps / decoded if decoded else 0.0,
             "hits": metrics.hits,
             "misses": metrics.misses,
             "hit_rate": metrics.hits / judged if judged else 0.0,
+            "draft_tokens": metrics.draft_tokens,
+            "acceptance_rate": metrics.acceptance_rate,
         }

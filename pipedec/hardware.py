@@ -1,7 +1,7 @@
-"""Three tables of published numbers: devices a stage may run on, links between them, shapes of well-known LLaMA models.
+"""Three tables of published numbers: devices a stage may run on, links between them, shapes of well-known models.
 
-Owns the numbers and what follows from them by arithmetic (parameters, bytes, peak rates, times). It does not know clusters,
-configuration files or how layers are spread over stages.
+Owns the numbers and the quantities derived from them (parameters, bytes, peak rates, times). Does not know clusters,
+configuration files or how layers are divided into stages.
 """
 
 from __future__ import annotations
@@ -10,19 +10,19 @@ from dataclasses import dataclass
 
 GIGA = 1_000_000_000
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-# What starting the kernels of one layer adds to its work when they are replayed as a CUDA graph: about ten of them, each with a
-# gap of one to two microseconds behind it. An assumption, not a data sheet's number.
+# Launch overhead of one layer whose kernels are replayed as a CUDA graph: about ten kernels, each followed by a gap of one to
+# two microseconds. An assumption, not a data sheet figure.
 LAUNCH_US_PER_LAYER = 15.0
 
 
 @dataclass(frozen=True)
 class PassTime:
-    """How long one pass through some layers lasts on a device: a roofline, and the launches.
+    """Duration of one forward pass through some layers on a device: a roofline plus kernel launches.
 
     Attributes:
-        read_ms: reading the weights from memory once.
-        row_ms: multiplying one row by them at the peak rate.
-        launch_ms: starting the kernels.
+        read_ms: time to read the weights from memory once.
+        row_ms: time to multiply one row by them at the peak rate.
+        launch_ms: launch overhead of the kernels.
     """
 
     read_ms: float
@@ -35,13 +35,13 @@ class PassTime:
 
     @property
     def knee_rows(self) -> float:
-        """Rows at which multiplying begins to take longer than reading."""
+        """The knee of the roofline: number of rows from which compute takes longer than reading the weights."""
         return self.read_ms / self.row_ms
 
 
 @dataclass(frozen=True)
 class Link:
-    """A connection between two devices: one-way latency in µs and usable bandwidth in GB/s."""
+    """A connection between two devices: one-way latency in µs, usable bandwidth in GB/s, and the source of both."""
 
     name: str
     latency_us: float
@@ -54,15 +54,15 @@ class Link:
 
 @dataclass(frozen=True)
 class Device:
-    """A GPU as its data sheet describes it; dense rates, without sparsity.
+    """A GPU according to its data sheet. Rates are dense, without sparsity.
 
     Attributes:
-        memory_gb: memory in GB of 10^9 bytes. The data sheets mean 2^30; the 7 % between the two is left to the
+        memory_gb: memory in GB, counted as 10^9 bytes. Data sheets mean 2^30 bytes; the difference of 7 % is reserved for the
             driver, the allocator and fragmentation.
         bandwidth_gb_per_s: memory bandwidth in GB/s.
         float32_tflops: peak rate of plain float32, without TF32.
-        bfloat16_tflops: peak rate of the tensor cores for 16-bit operands with float32 accumulation.
-        source: where the numbers come from.
+        bfloat16_tflops: peak tensor core rate for 16-bit operands with float32 accumulation.
+        source: where the figures come from.
     """
 
     name: str
@@ -77,11 +77,11 @@ class Device:
         return round(self.memory_gb * GIGA)
 
     def peak_flops(self, dtype: str) -> float:
-        """Peak operations per second with weights of ``dtype``."""
+        """Peak FLOP/s with weights of ``dtype``."""
         return (self.float32_tflops if dtype == "float32" else self.bfloat16_tflops) * 1e12
 
     def pass_time(self, parameters: int, layers: int, dtype: str) -> PassTime:
-        """One pass through ``layers`` layers that read ``parameters`` weights of ``dtype`` in all."""
+        """One forward pass through ``layers`` layers with ``parameters`` weights of ``dtype`` in total."""
         read_seconds = parameters * DTYPE_BYTES[dtype] / (self.bandwidth_gb_per_s * GIGA)
         row_seconds = 2 * parameters / self.peak_flops(dtype)
         return PassTime(1000 * read_seconds, 1000 * row_seconds, layers * LAUNCH_US_PER_LAYER / 1000)
@@ -113,17 +113,17 @@ class ModelShape:
 
     @property
     def embedding_parameters(self) -> int:
-        """Weights of the token embedding, and as many again of the head."""
+        """Parameters of the token embedding; the head has the same number."""
         return self.vocab_size * self.hidden_size
 
     @property
     def cache_values_per_token(self) -> int:
-        """Numbers that one layer keeps for one token: a key and a value per KV head."""
+        """Elements of one token in the KV cache of one layer: a key and a value per key-value head."""
         return 2 * self.num_key_value_heads * self.head_size
 
     @property
     def parameters(self) -> int:
-        """All weights; a tied head is counted once."""
+        """Parameters of the whole model; a tied head counts once."""
         embeddings = self.embedding_parameters * (1 if self.tie_word_embeddings else 2)
         return embeddings + self.num_hidden_layers * self.layer_parameters + self.hidden_size
 
@@ -145,7 +145,7 @@ LINKS = {
     for link in (
         Link("10gbe", 50, 1.25, "line rate of 10 Gbit/s; latency of a small message over TCP"),
         Link("25gbe", 40, 3.125, "line rate of 25 Gbit/s; latency of a small message over TCP"),
-        Link("pcie4", 20, 12, "PCIe 4.0 x16 as peer-to-peer copies reach it, or two copies through pinned memory"),
+        Link("pcie4", 20, 12, "PCIe 4.0 x16, as reached by peer-to-peer copies or by two copies through pinned memory"),
         Link("nvlink", 10, 250, "NVLink 3 of an A100: 300 GB/s in one direction, less protocol"),
     )
 }

@@ -1,4 +1,4 @@
-"""Which ranks there are, and which stages share a timestep slot. Knows nothing of tasks or devices."""
+"""The ranks of a run, and the groups of stages that share a timestep slot. Knows nothing of tasks or devices."""
 
 from __future__ import annotations
 
@@ -11,10 +11,13 @@ from pipedec.core import UserError
 
 @dataclass(frozen=True)
 class Topology:
-    """Which stages share a timestep slot: ``groups[i]`` lists the stage ranks of the paper's G_{i+1}, in order.
+    """The groups of stages (PipeDec §3.1): ``groups[i]`` lists the stage ranks of the paper's G_{i+1}, in order.
 
-    Rank 0 is the draft rank (the paper's S); stages are ranks 1..n. The stages of a group run one after another within a
-    timestep, the groups in parallel.
+    Rank 0 is the draft rank (the paper's S); stages are ranks 1..n. Within a timestep the stages of a group run one after
+    another, and the groups run in parallel.
+
+    Raises:
+        UserError: a group is empty, or the groups do not list the ranks 1..n in order.
     """
 
     groups: tuple[tuple[int, ...], ...]
@@ -28,7 +31,11 @@ class Topology:
 
     @classmethod
     def even(cls, stages: int, groups: int) -> Topology:
-        """``stages`` stages in ``groups`` groups whose sizes differ by at most one; the larger ones come first."""
+        """``stages`` stages in ``groups`` groups whose sizes differ by at most one, the larger groups first.
+
+        Raises:
+            UserError: there are no stages, or fewer stages than groups.
+        """
         if stages < 1:
             raise UserError(f"stages must be at least 1, not {stages}")
         if not 1 <= groups <= stages:
@@ -60,11 +67,11 @@ class Topology:
 
     @property
     def final_rank(self) -> int:
-        """Rank n, which holds the head and says the verdict."""
+        """Rank n, which holds the head and verifies."""
         return self.groups[-1][-1]
 
     def group_of(self, rank: int) -> int:
-        """Index of the group that holds stage ``rank``, from 0."""
+        """Index of the group that holds stage ``rank``, from 0. Raises ValueError if it is not a stage."""
         for index, group in enumerate(self.groups):
             if rank in group:
                 return index
@@ -75,7 +82,7 @@ class Topology:
         return rank in self.exit_ranks
 
     def feeds_next_group(self, rank: int) -> bool:
-        """Whether ``rank``'s output enters a group in the next timestep: rank 0 and every exit but the last."""
+        """Whether the output of ``rank`` enters the next group one timestep later: rank 0 and every exit but the last."""
         return rank == 0 or (rank != self.final_rank and self.is_exit(rank))
 
     def has_sync(self, active: Sequence[int]) -> bool:
@@ -83,10 +90,10 @@ class Topology:
         return self.entry_ranks[-1] in active
 
     def active_ranks(self, active: Sequence[int]) -> tuple[int, ...]:
-        """All ranks at work in a timestep with these active entry ranks: rank 0 and the whole active groups."""
+        """All ranks that compute in a timestep with these active entry ranks: rank 0 and the stages of the active groups."""
         return (0, *(rank for group in self.groups if group[0] in active for rank in group))
 
 
 def rank_name(rank: int) -> str:
-    """A rank for people."""
+    """The name of a rank in messages: ``rank 0 (draft)``, ``rank 2 (stage 2)``."""
     return f"rank {rank} ({'draft' if rank == 0 else f'stage {rank}'})"

@@ -1,7 +1,7 @@
-"""A record of what every rank did and when, written as a Chrome/Perfetto trace.
+"""Records the tasks of every rank with their times, and writes them as a Chrome/Perfetto trace.
 
-Owns the event and the file format. Who collects the events of other ranks is not its business; times are microseconds
-of one clock (Redis's, to which ranks align theirs).
+Owns the event and the file format, not the collection of events from other ranks. All times are microseconds of one clock, that
+of Redis, to which the ranks align theirs.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ SCHEDULER_TRACK = -1
 
 @dataclass(frozen=True)
 class TraceEvent:
-    """One task on one track. ``rank`` is −1 for the scheduler's track; times are µs since the epoch."""
+    """One task on the track of ``rank`` (SCHEDULER_TRACK for the scheduler). Times are µs since the epoch."""
 
     rank: int
     label: str
@@ -27,12 +27,13 @@ class TraceEvent:
     end_us: int
 
     def as_row(self) -> list[int | str]:
+        """The event as a JSON list, which ``TraceEvent(*row)`` turns back into the event."""
         return [self.rank, self.label, self.category, self.start_us, self.end_us]
 
 
 @dataclass
 class Tracer:
-    """Collects one rank's events while ``enabled``. ``clock_offset_us`` is added to this machine's clock."""
+    """Records one rank's events while ``enabled``. ``clock_offset_us`` is added to this machine's clock."""
 
     rank: int
     clock_offset_us: int = 0
@@ -41,6 +42,7 @@ class Tracer:
 
     @contextmanager
     def task(self, label: str, category: str) -> Iterator[None]:
+        """Record the body of the ``with`` statement as one event, even if it raises."""
         if not self.enabled:
             yield
             return
@@ -53,13 +55,13 @@ class Tracer:
             self.events.append(TraceEvent(self.rank, label, category, start + offset, end + offset))
 
     def drain(self) -> list[TraceEvent]:
-        """Hand over the events recorded so far."""
+        """Return the events recorded so far and clear them."""
         events, self.events = self.events, []
         return events
 
 
 def chrome_trace(events: Iterable[TraceEvent], track_names: dict[int, str]) -> dict[str, object]:
-    """The trace as a JSON document that chrome://tracing and Perfetto read; time starts at the first event."""
+    """The trace as a JSON document for chrome://tracing and Perfetto. Time 0 is the first event."""
     ordered = sorted(events, key=lambda event: event.start_us)
     origin = ordered[0].start_us if ordered else 0
     names = [

@@ -1,4 +1,4 @@
-"""Recording tasks, and the file that trace viewers read."""
+"""Recording tasks, and the trace file."""
 
 import json
 from pathlib import Path
@@ -56,7 +56,7 @@ def test_chrome_trace_file(tmp_path: Path) -> None:
     assert tasks == [
         {"ph": "X", "pid": 0, "tid": 1, "name": "0F17", "cat": "dec", "ts": 0, "dur": 300},
         {"ph": "X", "pid": 0, "tid": 3, "name": "2F17", "cat": "dec", "ts": 400, "dur": 500},
-        {"ph": "X", "pid": 0, "tid": 0, "name": "2>3@17", "cat": "T", "ts": 900, "dur": 1},  # no viewer shows 0
+        {"ph": "X", "pid": 0, "tid": 0, "name": "2>3@17", "cat": "T", "ts": 900, "dur": 1},  # viewers do not show a duration of 0
     ]
     titles = {event["tid"]: event["args"]["name"] for event in document["traceEvents"] if event["name"] == "thread_name"}
     assert titles == {1: "rank 0: draft", 3: "rank 2: stage 2", 0: "scheduler"}

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from pipedec.core import NO_MASKS, Request, SamplingParams, Step, Verdict
-from pipedec.decoding import Beat
+from pipedec.decoding import TimestepTiming
 from pipedec.engine.answer import Answer
 from pipedec.engine.draft_loop import DraftLoop
 from pipedec.engine.rank_loop import Wiring
@@ -132,7 +132,7 @@ class ScriptedMethod:
     def propose(self) -> Step:
         return self._step
 
-    def observe(self, beat: Beat) -> None:
+    def observe(self, timing: TimestepTiming) -> None:
         """There is nothing to learn."""
 
 

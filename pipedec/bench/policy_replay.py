@@ -106,9 +106,9 @@ class ReplayedPipeline:
             stages.transmit(method.propose(), timestep, self._load)
             method.draft()
             verdict = stages.compute(self._load)
-            beat = clock.add(self._load)
+            timing = clock.add(self._load)
             if timestep >= self._topology.num_groups:
-                method.observe(beat)
+                method.observe(timing)
         if drafter is not None:
             is_named = [one or other for one, other in zip(is_named, drafter.named(answer), strict=True)]
         why = losses(stages.entries, is_named[:-1], self._topology.num_groups)

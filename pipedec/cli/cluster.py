@@ -16,20 +16,20 @@ from rich.table import Table
 
 from pipedec.cli.options import PipelineFlags, pipeline_options, place_options
 from pipedec.cli.show import console, loading_bar
-from pipedec.cluster.state import DEFAULT_RUN, RunningCluster, find_run, process_start, read_state
+from pipedec.cluster.state import DEFAULT_RUN, MachineLock, RunningCluster, find_run, process_start, read_state
 from pipedec.config import redis_url_from_environment, state_directory
-from pipedec.core import PipedecError, UserError
+from pipedec.core import PipedecError
 
 if TYPE_CHECKING:
     from pipedec.cluster.local import LocalCluster
     from pipedec.scheduler import RedisScheduler
 
 DETACH_SECONDS = 600.0
-FAREWELL_SECONDS = 1.0
+CLIENT_GRACE_SECONDS = 1.0
 
 
 def local_cluster(flags: PipelineFlags, redis: str | None = None, run: str | None = None) -> LocalCluster:
-    """The cluster that the flags describe, not yet started. Raises UserError for flags that cannot work."""
+    """The cluster that the flags describe, not started yet. Raises UserError for flags that cannot work."""
     from pipedec.cluster.local import LocalCluster
     from pipedec.engine.spec import PipelineSpec
 
@@ -51,24 +51,26 @@ def local_cluster(flags: PipelineFlags, redis: str | None = None, run: str | Non
 @pipeline_options
 @place_options
 @click.option("--detach", is_flag=True, help="Return when the cluster is up and leave it running.")
-def up(pipeline: PipelineFlags, redis: str | None, run: str | None, detach: bool) -> None:
-    """Start all ranks on this machine, with a Redis of their own unless --redis names one.
+@click.option("--lock-fd", type=int, hidden=True, help="The machine's lock, inherited from the command with --detach.")
+def up(pipeline: PipelineFlags, redis: str | None, run: str | None, detach: bool, lock_fd: int | None) -> None:
+    """Start all ranks on this machine, and a Redis unless --redis names one.
 
-    The cluster loads its weights once and answers `pipedec submit` until `pipedec down` or Ctrl-C.
+    The cluster loads its weights once and serves `pipedec submit` until `pipedec down` or Ctrl-C.
     """
-    state = read_state()
-    if state is not None and state.is_alive():
-        raise UserError(f"a cluster is already running here (process {state.pid}): stop it with `pipedec down`")
-    redis_url = redis_url_from_environment(redis)
-    cluster = local_cluster(pipeline, redis_url, run or (DEFAULT_RUN if redis_url else None))
-    if detach:
-        _detach()
-        return
-    _serve(cluster)
+    lock = MachineLock(lock_fd)
+    try:
+        redis_url = redis_url_from_environment(redis)
+        cluster = local_cluster(pipeline, redis_url, run or (DEFAULT_RUN if redis_url else None))
+        if detach:
+            _detach(lock)
+        else:
+            _serve(cluster)
+    finally:
+        lock.release()
 
 
 def _serve(cluster: LocalCluster) -> None:
-    """Supervise until the run is stopped, a rank dies, or a signal comes."""
+    """Supervise the cluster until the run is stopped, a rank dies, or a signal arrives."""
     signal.signal(signal.SIGTERM, _interrupt)
     running: RunningCluster | None = None
     try:
@@ -89,7 +91,7 @@ def _serve(cluster: LocalCluster) -> None:
         cluster.stop()
     except BaseException:
         if running is not None:
-            time.sleep(FAREWELL_SECONDS)  # clients elsewhere read what happened before Redis goes
+            time.sleep(CLIENT_GRACE_SECONDS)  # clients elsewhere read the cause before Redis stops
         cluster.kill()
         raise
     finally:
@@ -98,18 +100,18 @@ def _serve(cluster: LocalCluster) -> None:
 
 
 def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
-    """SIGTERM ends the cluster like Ctrl-C, also where Ctrl-C itself is ignored (a shell's background job)."""
+    """SIGTERM ends the cluster like Ctrl-C, even where Ctrl-C itself is ignored (in a shell's background job)."""
     raise KeyboardInterrupt
 
 
-def _detach() -> None:
-    """Start the same command again as a process of its own session, and wait until it is up."""
+def _detach(lock: MachineLock) -> None:
+    """Run the same command as a process of its own session, and wait until the cluster is up."""
     arguments = [argument for argument in sys.argv[1:] if argument != "--detach"]
     log_path = state_directory() / "cluster.log"
     with log_path.open("w") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "pipedec.cli", *arguments],
-            stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
+            [sys.executable, "-m", "pipedec.cli", *arguments, "--lock-fd", str(lock.fileno())],
+            stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, pass_fds=[lock.fileno()],
         )  # fmt: skip
     try:
         with console.status("Starting the cluster"):
@@ -136,7 +138,7 @@ def _wait_until_up(process: subprocess.Popen[bytes], log_path: Path) -> RunningC
 @click.command()
 @place_options
 def status(redis: str | None, run: str | None) -> None:
-    """Show a running cluster: its ranks, and what it is doing."""
+    """Show a running cluster: its ranks and its requests."""
     found = find_run(redis, run)
     scheduler = found.connect()
     current = scheduler.status()
@@ -148,8 +150,8 @@ def status(redis: str | None, run: str | None) -> None:
         role = "draft" if rank == 0 else f"stage {rank} (group {scheduler.topology.group_of(rank) + 1})"
         table.add_row(str(rank), role, "yes" if rank in current.alive else "no")
     console.print(table)
-    busy = "nothing" if current.running is None else f"request {current.running}"
-    console.print(f"{current.submitted} requests so far, {current.waiting} waiting; working on {busy}.")
+    running = "none" if current.running is None else f"request {current.running}"
+    console.print(f"Requests: {current.submitted} submitted, {current.waiting} waiting, running: {running}.")
 
 
 @click.command()
@@ -157,7 +159,7 @@ def status(redis: str | None, run: str | None) -> None:
 def down(redis: str | None, run: str | None) -> None:
     """Stop a running cluster.
 
-    The request under way is finished first (on a cluster started here, for up to 20 seconds); those that wait are refused.
+    The running request is finished first (for up to 20 seconds on a cluster started here); waiting requests are refused.
     """
     found = find_run(redis, run)
     scheduler = found.connect()
@@ -167,12 +169,12 @@ def down(redis: str | None, run: str | None) -> None:
     elif not found.wait_until_gone():
         os.kill(found.pid, signal.SIGTERM)
         if not found.wait_until_gone():
-            raise PipedecError(f"process {found.pid} does not end: kill it")
+            raise PipedecError(f"process {found.pid} does not end: kill it with `kill -9 {found.pid}`")
     console.print(f"Cluster {found.run_id} is down.")
 
 
 def _wait_until_down(scheduler: RedisScheduler) -> None:
-    """Until its ranks have left, or died; then nothing of the run is left in Redis."""
+    """Wait until its ranks have left or died, then delete the run's keys in Redis."""
     deadline = time.monotonic() + DETACH_SECONDS
     while alive := scheduler.status().alive:
         if time.monotonic() > deadline:

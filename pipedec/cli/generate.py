@@ -1,4 +1,4 @@
-"""``pipedec generate``: a cluster for one answer."""
+"""``pipedec generate``: answer one prompt with a cluster that is started for it and stopped after it."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _WITHOUT_DRAFT = ("pp", "bita")
 @pipeline_options
 @request_options
 def generate(pipeline: PipelineFlags, asked: RequestFlags) -> None:
-    """Answer one prompt with a cluster of its own on this machine.
+    """Answer one prompt with a temporary cluster on this machine.
 
-    Starts a Redis, rank 0 and one rank per stage, streams the answer, and stops everything again. A draft model is loaded if the
-    method may use one.
+    Starts a Redis server, rank 0 and one process per stage, streams the answer, and stops them. The draft model is loaded if the
+    method can use one.
     """
     request = asked.request()
     from pipedec.cli.cluster import local_cluster

@@ -1,4 +1,4 @@
-"""A group of commands that lists all of them and imports one, so that no command waits for another's imports."""
+"""A group of commands that imports only the command that runs, so that no command waits for another's imports."""
 
 from __future__ import annotations
 
@@ -7,11 +7,16 @@ from typing import Any
 
 import click
 
-Commands = dict[str, tuple[str, str]]  # name: (module, one line of help)
+Commands = dict[str, tuple[str, str]]  # name: (module, help line)
 
 
 class LazyGroup(click.Group):
-    """Imports a command's module when that command runs; the module holds it under the command's own name."""
+    """A group whose commands are imported when they run.
+
+    Args:
+        lazy_commands: the module and the help line of every command. The module defines a ``click.Command`` of the command's
+            name, with underscores for hyphens.
+    """
 
     def __init__(self, *args: Any, lazy_commands: Commands, **options: Any) -> None:
         super().__init__(*args, **options)

@@ -1,4 +1,4 @@
-"""The ``pipedec`` program: its commands, and how an error ends it (one line, non-zero exit, never a traceback)."""
+"""The ``pipedec`` program: its commands and its exit statuses. An error ends it with one line, never with a traceback."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from pipedec import __version__
 from pipedec.cli.lazy_group import LazyGroup
 from pipedec.core import PipedecError, UserError
 
-# command: (module, one line of help); modules are imported when their command runs.
+# command: (module, help line). A module is imported only when its command runs.
 COMMANDS = {
-    "generate": ("pipedec.cli.generate", "Answer one prompt: start a cluster here, submit, stop it."),
-    "up": ("pipedec.cli.cluster", "Start a resident cluster on this machine."),
+    "generate": ("pipedec.cli.generate", "Answer one prompt with a temporary cluster on this machine."),
+    "up": ("pipedec.cli.cluster", "Start a cluster on this machine that stays up between requests."),
     "submit": ("pipedec.cli.submit", "Send a prompt to a running cluster and stream the answer."),
-    "status": ("pipedec.cli.cluster", "Show the running cluster."),
-    "down": ("pipedec.cli.cluster", "Stop the running cluster."),
-    "plan": ("pipedec.cli.plan", "Show what a cluster.yaml would do before anything is started."),
-    "verify": ("pipedec.cli.verify", "Compare the pipeline's tokens with those of transformers."),
-    "bench": ("pipedec.cli.bench", "Measure."),
-    "train": ("pipedec.cli.train", "Train drafts, BiTA and thread-opening models for a target."),
+    "status": ("pipedec.cli.cluster", "Show the state of a running cluster."),
+    "down": ("pipedec.cli.cluster", "Stop a running cluster."),
+    "plan": ("pipedec.cli.plan", "Show layers, memory and expected times of a cluster.yaml."),
+    "verify": ("pipedec.cli.verify", "Check that the pipeline generates the same tokens as transformers."),
+    "bench": ("pipedec.cli.bench", "Run benchmarks."),
+    "train": ("pipedec.cli.train", "Train draft models, BiTA prompts and models that open threads."),
 }
 
 
 @click.group(cls=LazyGroup, lazy_commands=COMMANDS, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="pipedec")
 def program() -> None:
-    """Pipeline-parallel speculative decoding: one request, many GPUs, exactly the target's own answer."""
+    """Pipeline-parallel speculative decoding: one request on many GPUs, with exactly the target model's own output."""
 
 
 def main(command: click.Command = program) -> NoReturn:
-    """Run the program, or another command. Exit status: 0 done, 1 it failed, 2 the user's mistake, 130 interrupted."""
+    """Run the program, or another command. Exit status: 0 success, 1 failure, 2 invalid usage, 130 interrupted."""
     try:
         sys.exit(command(standalone_mode=False) or 0)
     except click.exceptions.Exit as leave:

@@ -1,4 +1,4 @@
-"""``pipedec plan``: what a cluster.yaml would do, before anything is started."""
+"""``pipedec plan``: the layers, memory and expected times of a cluster.yaml, before anything is started."""
 
 from __future__ import annotations
 
@@ -13,9 +13,12 @@ from pipedec.core import PipedecError
 
 @click.command()
 @click.argument("file", type=click.Path(path_type=Path), default=Path("cluster.yaml"))
-@click.option("--partition", help="Which partition of the file (default: the file's own default).")
+@click.option("--partition", help="Partition to plan (default: the one that the file names as its default).")
 def plan(file: Path, partition: str | None) -> None:
-    """Print the partition, the memory of every GPU and the expected timestep; exit 1 if it does not fit."""
+    """Print the layers, memory and expected time of every rank, and the expected time per token.
+
+    FILE is a cluster.yaml. Nothing is started. Exits with status 1 if the model does not fit into the devices' memory.
+    """
     from pipedec.plan.partition import plan as make_plan
     from pipedec.plan.table import plan_table
 

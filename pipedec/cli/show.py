@@ -1,4 +1,4 @@
-"""How answers, progress and tables look. Text goes to standard output, everything else to standard error."""
+"""Prints answers, progress and metrics. The answer goes to standard output, everything else to standard error."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def loading_bar(num_ranks: int) -> Iterator[Callable[[int, int, int], None]]:
 
 
 def ask_and_show(client: Client, request: PromptRequest, as_json: bool, trace: Path | None) -> Completion:
-    """Send the request, stream its text (or print one JSON document), then the figures."""
+    """Submit the request, stream its text (or print one JSON document), then print its metrics."""
     if request.show_threads:
         with ThreadsView(console) as view:
             completion = client.ask(request, on_threads=view.update)
@@ -49,7 +49,7 @@ def ask_and_show(client: Client, request: PromptRequest, as_json: bool, trace: P
         print(json.dumps(completion.as_dict()))
     else:
         _write("\n")
-        console.print(figures_table(completion))
+        console.print(metrics_table(completion))
     if trace is not None:
         names = {0: "rank 0: draft", SCHEDULER_TRACK: "scheduler"}
         names |= {rank: f"rank {rank}: stage {rank}" for rank in range(1, completion.stages + 1)}
@@ -58,8 +58,8 @@ def ask_and_show(client: Client, request: PromptRequest, as_json: bool, trace: P
     return completion
 
 
-def figures_table(completion: Completion) -> Table:
-    """The short table under an answer."""
+def metrics_table(completion: Completion) -> Table:
+    """The metrics of an answer, as printed below it."""
     figures = completion.as_dict()
     table = Table(title=f"{completion.method}, {completion.stages} stages", show_header=False, title_justify="left")
     table.add_column(style="dim")
@@ -68,17 +68,25 @@ def figures_table(completion: Completion) -> Table:
     table.add_row("tokens", f"{figures['output_tokens']} ({completion.finish_reason})")
     if completion.seed is not None:
         table.add_row("seed", str(completion.seed))
+    metrics = completion.metrics
+    if metrics.ttft_seconds is not None:
+        table.add_row("TTFT", f"{metrics.ttft_seconds * 1000:.1f} ms")
+    if metrics.tpot_seconds is not None:
+        table.add_row("TPOT", f"{metrics.tpot_seconds * 1000:.1f} ms")
     table.add_row("tokens/s", f"{figures['tokens_per_second']:.1f}")
     table.add_row("timesteps per token", f"{figures['timesteps_per_token']:.2f}")
+    if metrics.acceptance_rate is not None:
+        table.add_row("acceptance rate", f"{metrics.acceptance_rate:.0%} of {metrics.draft_tokens} draft tokens")
     table.add_row("hit rate", f"{figures['hit_rate']:.0%}")
+    table.add_row("prefill", f"{metrics.prefill_seconds * 1000:.1f} ms")
     if completion.threads is not None:
-        metrics, anomalies = completion.threads["metrics"], completion.threads["anomalies"]
-        table.add_row("threads", str(metrics["threads"]))
-        table.add_row("parallelism", f"{metrics['parallelism']:.2f}")
-        table.add_row("most cached tokens", f"{metrics['max_cached_tokens']} (in one thread {metrics['max_cached_tokens_flat']})")
+        of_threads, anomalies = completion.threads["metrics"], completion.threads["anomalies"]
+        table.add_row("threads", str(of_threads["threads"]))
+        table.add_row("parallelism", f"{of_threads['parallelism']:.2f}")
+        cached, cached_flat = of_threads["max_cached_tokens"], of_threads["max_cached_tokens_flat"]
+        table.add_row("peak cached tokens", f"{cached} ({cached_flat} if decoded in one thread)")
         for name, count in anomalies.items():
             table.add_row(name.replace("_", " "), str(count))
-    table.add_row("prefill", f"{completion.metrics.prefill_seconds * 1000:.0f} ms")
     return table
 
 

@@ -1,4 +1,4 @@
-"""``pipedec submit``: one request to a running cluster, from any machine that reaches its Redis."""
+"""``pipedec submit``: send one request to a running cluster, from any machine that can connect to its Redis."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pipedec.cluster.state import find_run
 @place_options
 @request_options
 def submit(redis: str | None, run: str | None, asked: RequestFlags) -> None:
-    """Send a prompt to a running cluster and stream the answer. Ctrl-C cancels the request; the cluster goes on."""
+    """Send a prompt to a running cluster and stream the answer. Ctrl-C cancels the request; the cluster keeps running."""
     request = asked.request()
     scheduler = find_run(redis, run).connect()
     ask_and_show(Client(scheduler), request, asked.json, asked.trace)

@@ -1,4 +1,4 @@
-"""The threads of an answer side by side, as they grow."""
+"""The decode threads of an answer side by side, while they are generated (``--show-threads``)."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from rich.live import Live
 from rich.panel import Panel
 from rich.text import Text
 
-_LINES = 12  # of each thread, the latest
+_LINES = 12  # the latest lines of each thread that a panel shows
 _BORDERS = {"running": "green", "waiting": "yellow", "ended": "dim"}
 
 
 class ThreadsView:
-    """On a terminal, one panel for each thread, redrawn in place; elsewhere, a line for each thread when it has ended."""
+    """On a terminal, one panel per thread, redrawn in place. Otherwise one line per thread, printed when the thread ends."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -31,16 +31,20 @@ class ThreadsView:
         if self._live is not None:
             self._live.stop()
 
-    def update(self, news: list[dict[str, Any]]) -> None:
-        """Take in what threads have said."""
-        for one in news:
-            path = tuple(one["path"])
+    def update(self, changes: list[dict[str, Any]]) -> None:
+        """Show new text and states of threads.
+
+        Args:
+            changes: for each changed thread its ``path``, new ``text``, ``state`` and number of ``tokens`` so far.
+        """
+        for change in changes:
+            path = tuple(change["path"])
             known = self._threads.setdefault(path, {"text": "", "state": "running", "tokens": 0})
             has_ended = known["state"] == "ended"
-            known |= {"text": known["text"] + one["text"], "state": one["state"], "tokens": one["tokens"]}
-            if self._live is None and one["state"] == "ended" and not has_ended:
-                self._console.print(f"{_name(path)}, {one['tokens']} tokens: {known['text'].strip()}", markup=False)
-        if self._live is not None and news:
+            known |= {"text": known["text"] + change["text"], "state": change["state"], "tokens": change["tokens"]}
+            if self._live is None and change["state"] == "ended" and not has_ended:
+                self._console.print(f"{_name(path)}, {change['tokens']} tokens: {known['text'].strip()}", markup=False)
+        if self._live is not None and changes:
             self._live.update(self._panels())
 
     def _panels(self) -> Group:

@@ -1,4 +1,4 @@
-"""``pipedec verify``: the pipeline's tokens against those of ``transformers``."""
+"""``pipedec verify``: compare the tokens that the pipeline generates with those of ``transformers``."""
 
 from __future__ import annotations
 
@@ -31,21 +31,24 @@ Shape = tuple[int, int]  # stages, groups
 
 @click.command()
 @pipeline_options
-@click.option("--prompt", "prompts", multiple=True, help="A prompt; may be given several times.")
-@click.option("--prompts", "files", multiple=True, type=click.Path(path_type=Path), help="A JSONL, JSONL.gz or CSV prompt file.")
-@click.option("--field", help="The field of the prompt files that holds the prompt.")
-@click.option("--samples", type=int, default=20, show_default=True, help="Prompts drawn from each file (seed 0).")
-@click.option("--shapes", help="Stages, or stages x groups, to compare, like 1,4,14,14x7 (default: --stages and --groups).")
-@click.option("--methods", help="Methods to compare, like pp,bita (default: all for which there is a draft and a BiTA).")
-@click.option("--max-tokens", type=int, default=128, show_default=True)
+@click.option("--prompt", "prompts", multiple=True, help="Prompt text. This and --prompts may be repeated.")
+@click.option("--prompts", "files", multiple=True, type=click.Path(path_type=Path), help="Prompt file: JSONL, JSONL.gz or CSV.")
+@click.option("--field", help="Field of the prompt files that holds the prompt.")
+@click.option("--samples", type=int, default=20, show_default=True, help="Prompts sampled from each file (seed 0).")
+@click.option("--shapes", help="Pipelines to check: STAGES or STAGESxGROUPS, like 1,4,14x7 (default: --stages and --groups).")
+@click.option("--methods", help="Methods to check, like pp,bita (default: all for which draft and BiTA weights are available).")
+@click.option("--max-tokens", type=int, default=128, show_default=True, help="Maximum output tokens per answer.")
 @click.option("--raw-prompt", is_flag=True, help="Do not apply the model's chat template.")
-@click.option("--threads", metavar="NAME|FILE", help="Compare answers in decode threads: apar, pasta, parallel, or a file.")
-@click.option("--local", is_flag=True, help="All stages in this process (LocalPipeline) instead of one process per rank.")
+@click.option("--threads", metavar="NAME|FILE", help="Check answers in decode threads: apar, pasta, parallel or a JSON file.")
+@click.option("--local", is_flag=True, help="Run all stages in this process (LocalPipeline) instead of one process per rank.")
 def verify(
     pipeline: PipelineFlags, prompts: tuple[str, ...], files: tuple[Path, ...], field: str | None, samples: int,
     shapes: str | None, methods: str | None, max_tokens: int, raw_prompt: bool, threads: str | None, local: bool,
 ) -> None:  # fmt: skip
-    """Check that every method says exactly what the target alone says; exit 1 at the first that does not."""
+    """Check that every method generates exactly the tokens of the target alone, as transformers computes them (greedy).
+
+    Prints one line per method and pipeline. Exits with status 1 if any answer differs.
+    """
     texts = [*prompts, *(text for path in files for text in read_prompts(path, field).sample(samples).prompts)]
     if not texts:
         raise UserError("nothing to verify: give --prompt TEXT or --prompts FILE")
@@ -53,11 +56,13 @@ def verify(
     if unknown := set(names) - set(METHOD_NAMES):
         raise UserError(f"unknown method {sorted(unknown)[0]!r}: choose from {', '.join(METHOD_NAMES)}")
     sampling, dialect = SamplingParams(max_tokens=max_tokens), None if threads is None else load_dialect(threads).to_json()
-    asked = [PromptRequest(text, raw_prompt, sampling=sampling, threads=dialect) for text in texts]
-    _compare(pipeline if threads is None else pipeline.for_threads(), _shapes(pipeline, shapes), names, asked, local)
+    requests = [PromptRequest(text, raw_prompt, sampling=sampling, threads=dialect) for text in texts]
+    _compare(pipeline if threads is None else pipeline.for_threads(), _shapes(pipeline, shapes), names, requests, local)
 
 
-def _compare(pipeline: PipelineFlags, shapes: list[Shape], methods: list[str], asked: list[PromptRequest], local: bool) -> None:
+def _compare(
+    pipeline: PipelineFlags, shapes: list[Shape], methods: list[str], requests: list[PromptRequest], local: bool
+) -> None:
     from pipedec.model import ModelConfig
     from pipedec.text.prompt import Prompter
     from pipedec.verify.reference import Reference
@@ -65,78 +70,78 @@ def _compare(pipeline: PipelineFlags, shapes: list[Shape], methods: list[str], a
     spec = local_cluster(pipeline).spec
     methods = methods or _possible_methods(spec)
     prompter = Prompter(spec.target, ModelConfig.from_directory(spec.target).max_positions)
-    prompt_ids = [_token_ids(prompter, one) for one in asked]
+    prompt_ids = [_token_ids(prompter, request) for request in requests]
     reference = Reference(spec)
-    with console.status("transformers"):
-        expected = [_expected(reference, ids, one) for ids, one in zip(prompt_ids, asked, strict=True)]
-    table = Table(title=f"{len(asked)} prompts against transformers, {spec.dtype}", title_justify="left")
+    with console.status("Generating the reference answers with transformers"):
+        expected = [_expected(reference, ids, request) for ids, request in zip(prompt_ids, requests, strict=True)]
+    table = Table(title=f"{len(requests)} prompts against transformers, {spec.dtype}", title_justify="left")
     for name in ("stages", "groups", "method", "equal", "tokens", "timesteps per token"):
         table.add_column(name, justify="left" if name == "method" else "right")
     differences: list[str] = []
     for shape in shapes:
         for method in methods:
-            answers = _answers(replace(pipeline, stages=shape[0], groups=shape[1]), method, asked, prompter, local)
+            answers = _answers(replace(pipeline, stages=shape[0], groups=shape[1]), method, requests, prompter, local)
             equal, tokens, timesteps = 0, 0, 0
             for index, (found, steps) in enumerate(answers):
-                compare = reference.compare if asked[index].threads is None else reference.compare_threads
+                compare = reference.compare if requests[index].threads is None else reference.compare_threads
                 difference = compare(prompt_ids[index], expected[index], found)
                 if difference is not None:
                     differences.append(f"{shape[0]} stages, {method}, prompt {index}: {difference}")
                 equal, tokens, timesteps = equal + (difference is None), tokens + len(found), timesteps + steps
-            per_token = timesteps / max(1, tokens - len(asked))
-            table.add_row(str(shape[0]), str(shape[1]), method, f"{equal}/{len(asked)}", str(tokens), f"{per_token:.2f}")
-            console.print(f"{shape[0]} stages in {shape[1]} groups, {method}: {equal}/{len(asked)} equal")
+            per_token = timesteps / max(1, tokens - len(requests))
+            table.add_row(str(shape[0]), str(shape[1]), method, f"{equal}/{len(requests)}", str(tokens), f"{per_token:.2f}")
+            console.print(f"{shape[0]} stages in {shape[1]} groups, {method}: {equal}/{len(requests)} equal")
     Console().print(table)
     if differences:
         raise PipedecError("; ".join(differences[:3]))
 
 
-def _token_ids(prompter: Prompter, one: PromptRequest) -> tuple[int, ...]:
+def _token_ids(prompter: Prompter, request: PromptRequest) -> tuple[int, ...]:
     from pipedec.threads import Dialect
 
-    name = None if one.threads is None else Dialect.from_json(one.threads).name
-    return prompter.token_ids(one.prompt, one.raw, one.sampling.max_tokens, name)
+    name = None if request.threads is None else Dialect.from_json(request.threads).name
+    return prompter.token_ids(request.prompt, request.raw, request.sampling.max_tokens, name)
 
 
-def _expected(reference: Reference, prompt_ids: tuple[int, ...], one: PromptRequest) -> list[int]:
-    if one.threads is None:
-        return reference.generate(prompt_ids, one.sampling.max_tokens)
-    return reference.generate_threads(prompt_ids, one.threads, one.sampling)
+def _expected(reference: Reference, prompt_ids: tuple[int, ...], request: PromptRequest) -> list[int]:
+    if request.threads is None:
+        return reference.generate(prompt_ids, request.sampling.max_tokens)
+    return reference.generate_threads(prompt_ids, request.threads, request.sampling)
 
 
 def _possible_methods(spec: PipelineSpec) -> list[str]:
-    """Those that lack nothing."""
+    """The methods whose draft model or BiTA weights are available."""
     lacking = (NEED_DRAFT if spec.draft is None else ()) + (("bita",) if spec.bita is None else ())
     return [name for name in METHOD_NAMES if name not in lacking]
 
 
 def _answers(
-    flags: PipelineFlags, method: str, asked: list[PromptRequest], prompter: Prompter, local: bool
+    flags: PipelineFlags, method: str, requests: list[PromptRequest], prompter: Prompter, local: bool
 ) -> Iterator[tuple[list[int], int]]:
-    """The pipeline's answers: token ids and timesteps of each."""
+    """Yields the output token ids and the number of timesteps of each answer."""
     if local:
-        yield from _local_answers(local_cluster(flags).spec, method, asked, prompter)
+        yield from _local_answers(local_cluster(flags).spec, method, requests, prompter)
         return
     cluster = local_cluster(flags)
     try:
         cluster.start()
         assert cluster.scheduler is not None
         client = Client(cluster.scheduler, cluster.check)
-        for one in asked:
-            completion = client.ask(replace(one, method=method))
+        for request in requests:
+            completion = client.ask(replace(request, method=method))
             yield completion.token_ids, completion.metrics.timesteps
     finally:
         cluster.stop()
 
 
 def _local_answers(
-    spec: PipelineSpec, method: str, asked: list[PromptRequest], prompter: Prompter
+    spec: PipelineSpec, method: str, requests: list[PromptRequest], prompter: Prompter
 ) -> Iterator[tuple[list[int], int]]:
     from pipedec.engine.local import LocalPipeline
 
     pipeline: LocalPipeline = LocalPipeline.load(spec)
-    for number, one in enumerate(asked):
-        request = Request(number, _token_ids(prompter, one), one.sampling, method, one.tree, threads=one.threads)
+    for number, asked in enumerate(requests):
+        request = Request(number, _token_ids(prompter, asked), asked.sampling, method, asked.tree, threads=asked.threads)
         found = [token for verdict in pipeline.run(request) for token in verdict.tokens]
         if pipeline.sequence is not None:
             found = [token.token_id for token in pipeline.sequence.document()]
@@ -150,4 +155,4 @@ def _shapes(pipeline: PipelineFlags, shapes: str | None) -> list[Shape]:
         pairs = [[int(number) for number in shape.split("x")] for shape in shapes.split(",")]
         return [(pair[0], pair[-1]) for pair in pairs]
     except ValueError:
-        raise UserError(f"--shapes {shapes}: write stages or stages x groups, like 1,4,14,14x7") from None
+        raise UserError(f"--shapes {shapes}: expected STAGES or STAGESxGROUPS, separated by commas, like 1,4,14,14x7") from None

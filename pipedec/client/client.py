@@ -1,4 +1,6 @@
-"""The client's side of a request: submit it, read the answer as it grows, cancel it. Needs no torch and no checkpoint."""
+"""The client's side of a request: submit it, read the answer while it is generated, cancel it. Needs no torch and no
+checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +20,36 @@ OnText = Callable[[str], None]
 OnThreads = Callable[[list[dict[str, Any]]], None]
 
 
+class TokenArrivals:
+    """When the tokens of one answer arrive at the client, counted from submitting the request."""
+
+    def __init__(self) -> None:
+        self._submitted = time.perf_counter()
+        self._first: float | None = None
+        self._last = self._submitted
+
+    def note(self, num_tokens: int) -> None:
+        """``num_tokens`` tokens arrive now."""
+        if num_tokens:
+            self._last = time.perf_counter()
+            self._first = self._first or self._last
+
+    @property
+    def ttft_seconds(self) -> float | None:
+        """Time to first token; None if none has arrived."""
+        return None if self._first is None else self._first - self._submitted
+
+    def tpot_seconds(self, num_tokens: int) -> float | None:
+        """Time per output token after the first, of an answer of ``num_tokens``; None if there is only one."""
+        return None if self._first is None or num_tokens < 2 else (self._last - self._first) / (num_tokens - 1)
+
+
 class Client:
     """Sends requests to a running cluster.
 
     Args:
         check: called while waiting; raises if the cluster is known to be in trouble (``LocalCluster.check``).
-        silence_seconds: how long a cluster may say nothing before it counts as lost.
+        silence_seconds: how long to wait for the next event before the cluster counts as lost.
     """
 
     def __init__(self, scheduler: Scheduler, check: Callable[[], None] = lambda: None, silence_seconds: float = 600.0) -> None:
@@ -32,24 +58,29 @@ class Client:
         self._silence_seconds = silence_seconds
         self.trace: list[TraceEvent] = []
         self._logprobs: list[dict[int, float]] = []
-        self.overran: set[int] = set()  # timesteps of the last answer in which a rank outlasted its emulated time
+        self._arrivals = TokenArrivals()
+        self.overran: set[int] = set()  # timesteps of the last answer in which a rank took longer than its emulated time
 
     def ask(
         self, request: PromptRequest, on_text: OnText = lambda text: None, on_threads: OnThreads = lambda news: None
     ) -> Completion:
-        """Submit and wait for the whole answer; ``on_text`` gets its text piece by piece.
+        """Submit a request and wait for its completion.
 
-        ``on_threads`` gets what threads say, if the request asks for it: ``path``, ``text``, ``tokens`` so far, ``state``.
+        Ctrl-C, or any other exception in a callback, cancels the request and is raised again; the cluster goes on with the next
+        request.
 
-        Ctrl-C, or whatever else ``on_text`` raises, cancels the request (the cluster goes on with the next one) and is
-        raised again.
+        Args:
+            on_text: receives the text in pieces.
+            on_threads: receives the news of decode threads (``path``, ``text``, ``tokens``, ``state``) if the request has
+                ``show_threads``.
 
         Raises:
             UserError: the cluster refused the request.
-            RankLost, SchedulerLost: the cluster died or fell silent.
+            RankLost, SchedulerLost: the cluster died or stopped answering.
         """
-        number = self._scheduler.submit(request.to_json())
         self.trace, self.overran, self._logprobs = [], set(), []
+        self._arrivals = TokenArrivals()
+        number = self._scheduler.submit(request.to_json())
         try:
             completion = self._read(number, on_text, on_threads)
         except UserError:
@@ -72,10 +103,10 @@ class Client:
                     return completion
             if events or self._waits_in_line(number):
                 deadline = time.monotonic() + self._silence_seconds
-        raise RankLost(f"the cluster has said nothing for {self._silence_seconds:.0f} s; see pipedec status")
+        raise RankLost(f"no event has arrived for {self._silence_seconds:.0f} s; see pipedec status")
 
     def _waits_in_line(self, number: int) -> bool:
-        """Whether another request is being answered; raises if the cluster is in trouble or has ended."""
+        """Whether another request is being answered. Raises if the cluster has failed or ended."""
         self._check()
         if failure := self._scheduler.failure():
             raise RankLost(failure)
@@ -87,8 +118,10 @@ class Client:
         return status.running not in (None, number)
 
     def _completed(self, event: Event) -> Completion:
-        """With the log-probabilities of its tokens; the last stage may have said more before it heard of the end."""
+        """The completion, with the log-probabilities of its tokens (the last stage may have sent those of further tokens)."""
         completion = completion_from_event(event)
+        completion.metrics.ttft_seconds = self._arrivals.ttft_seconds
+        completion.metrics.tpot_seconds = self._arrivals.tpot_seconds(len(completion.token_ids))
         if self._logprobs and "sampled" in event:
             tokens = zip(event["sampled"], completion.token_ids, strict=True)
             completion.logprobs = [{token: 0.0} if which < 0 else self._logprobs[which] for which, token in tokens]
@@ -97,8 +130,9 @@ class Client:
         return completion
 
     def _take(self, event: Event, on_text: OnText, on_threads: OnThreads) -> Completion | None:
-        """Handle one event; the completion if it was the last."""
-        if "text" in event:
+        """Handle one event. Returns the completion if it was the last event."""
+        if "token_ids" in event:
+            self._arrivals.note(len(event["token_ids"]))
             on_text(event["text"])
             on_threads(event.get("threads", []))
         elif "trace" in event:
@@ -112,7 +146,7 @@ class Client:
         elif event.get("kind") == "cancelled":
             raise UserError("the request was cancelled before it began")
         elif event.get("kind") == "abort":
-            self._check()  # who watches the processes knows better what happened than their neighbours
+            self._check()  # the supervisor knows better than the other ranks what happened to a process
             raise RankLost(event["text"])
         elif "error" in event:
             raise UserError(event["error"])

@@ -1,4 +1,4 @@
-"""Who is alive: each rank's lease in Redis, and the claim to a run's name before its ranks meet."""
+"""Which ranks are alive: each rank renews a lease in Redis. Also the claim to a run's name, before its ranks meet."""
 
 from __future__ import annotations
 
@@ -12,16 +12,14 @@ from pipedec.scheduler import RedisScheduler
 from pipedec.topology import Topology, rank_name
 
 LEASE_RENEWAL_SECONDS = 1.0
-
-
 GIVE_UP_SECONDS = 5.0
 
 
 class LeaseKeeper:
-    """Holds a rank's lease from a thread, so that a long computation is not taken for a death.
+    """Renews a rank's lease from a thread, so that a rank in a long computation does not count as dead.
 
-    The thread also ends the process when the run has failed and the rank does not notice, because it waits in a transfer
-    for a peer that has stopped, or when the process itself was stopped for longer than its lease.
+    The thread also ends the process if the run has failed and the rank does not notice because it waits in a transfer for a peer
+    that has stopped, or if the process itself was suspended for longer than its lease.
     """
 
     def __init__(self, scheduler: RedisScheduler, rank: int) -> None:
@@ -35,13 +33,15 @@ class LeaseKeeper:
         self._thread.start()
 
     def stop(self) -> None:
-        """Give up the lease: this rank ends in order."""
+        """Give up the lease: this rank ends as planned."""
         self._ended.set()
         self._thread.join(timeout=2 * LEASE_RENEWAL_SECONDS)
         self._scheduler.leave(self._rank)
 
     def _lost_peer(self) -> str | None:
-        """Who stands still, if anybody: all ranks are told, also those that wait for it in a transfer or for a task."""
+        """The ranks whose lease has expired, as a message; None if there are none. Aborts the run, so that no rank waits for
+        them.
+        """
         lost = self._scheduler.expired_ranks()
         if not lost:
             return None
@@ -56,7 +56,7 @@ class LeaseKeeper:
             if self._ended.wait(LEASE_RENEWAL_SECONDS):
                 return
             if (late := time.monotonic() - renewed) > self._scheduler.lease_ms / 1000:
-                failure = f"stood still for {late:.0f} s, longer than its lease"
+                failure = f"was suspended for {late:.0f} s, longer than its lease"
                 break
             try:
                 self._scheduler.renew_lease(self._rank)
@@ -64,22 +64,22 @@ class LeaseKeeper:
                 failure = self._scheduler.failure() or self._lost_peer()
             except PipedecError as error:
                 failure = str(error)
-        if not self._ended.wait(GIVE_UP_SECONDS):  # the rank's own loop finds the same and says so, unless it is stuck
+        if not self._ended.wait(GIVE_UP_SECONDS):  # the rank's own loop notices and reports the same, unless it is stuck
             print(f"pipedec rank {self._rank}: {failure}", file=sys.stderr, flush=True)
             os._exit(1)
 
 
 def claim_run(scheduler: RedisScheduler) -> None:
-    """Make sure that nobody else's ranks serve under this run's name, and delete what a run that died has left.
+    """Make sure that no other ranks serve under this run's name, and delete the keys that a dead run has left.
 
-    To be called before the ranks meet: until then no rank of this run has written anything.
+    To be called before the ranks meet: until then no rank of this run has written any key.
 
     Raises:
         UserError: a run of this name is up.
     """
     deadline = time.monotonic() + scheduler.lease_ms / 1000 + LEASE_RENEWAL_SECONDS
     while (run := _run_found(scheduler)).status().alive:
-        if time.monotonic() > deadline:  # not the last leases of ranks that are dead
+        if time.monotonic() > deadline:  # these are not just the last leases of dead ranks
             name = scheduler.keys.run_id
             raise UserError(f"a run named {name!r} is already up on that Redis: stop it, or give another --run NAME")
         time.sleep(0.2)
@@ -87,6 +87,6 @@ def claim_run(scheduler: RedisScheduler) -> None:
 
 
 def _run_found(scheduler: RedisScheduler) -> RedisScheduler:
-    """The run that has this name now, which may have more ranks than ours will have."""
+    """The run that has this name now; it may have more ranks than ours will have."""
     stages = max([scheduler.topology.num_stages, *scheduler.members()])
     return RedisScheduler(scheduler.client, scheduler.keys.run_id, Topology.even(stages, 1))

@@ -1,6 +1,6 @@
 """One rank of a resident cluster, from process start to process end.
 
-Owns the order in which a rank comes up (meet the others, load its own weights, say that it is alive, serve) and goes down.
+Owns the order of a rank's start (meet the others, load its own weights, report that it is alive, serve) and of its end.
 Started by torchrun on every host (``cluster/torchrun.py``), or by ``LocalCluster`` on one machine.
 """
 
@@ -31,9 +31,9 @@ from pipedec.transport.torch_distributed import Rendezvous, TorchTransport
 
 MEETING_SECONDS = 120.0
 LOADING_SECONDS = 3600.0
-STARTING = -1  # the answer that belongs to no request: on it the ranks say that they have loaded
+STARTING = -1  # the answer stream, of no request, on which ranks report that they have loaded their weights
 
-Report = Callable[[str, int, int], None]  # what happens, how much of it is done, how much there is
+Report = Callable[[str, int, int], None]  # what the rank does, how many units are done, how many there are
 
 
 @dataclass(frozen=True)
@@ -62,8 +62,8 @@ class RunAddress:
 def run_rank(place: RankPlace, spec: PipelineSpec, address: RunAddress, report: Report) -> int:
     """Serve as one rank until the run is stopped; returns the exit status.
 
-    Whatever goes wrong is told to the other ranks and to whoever waits for an answer, then printed in one line. The process
-    should then end by ``os._exit``: a process group that lost a peer can hang in its own clean-up.
+    A failure is reported to the other ranks and to clients that wait for an answer, then printed in one line. The caller should
+    end the process by ``os._exit``: a process group that has lost a peer can hang in its own clean-up.
     """
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // place.local_world_size))
     scheduler: RedisScheduler | None = None
@@ -76,7 +76,7 @@ def run_rank(place: RankPlace, spec: PipelineSpec, address: RunAddress, report: 
     except Exception as error:
         traceback.print_exc()
         message = f"internal error: {type(error).__name__}: {error}"
-    _tell_others(scheduler, place.rank, message)
+    _notify_others(scheduler, place.rank, message)
     print(f"pipedec rank {place.rank}: {message}", file=sys.stderr, flush=True)
     return 1
 
@@ -112,9 +112,9 @@ def _meet(place: RankPlace, spec: PipelineSpec, device: torch.device) -> Transpo
 
 
 def _gpus_suffice(place: RankPlace, spec: PipelineSpec) -> bool:
-    """Whether every rank of this host that needs a GPU has its own: all but rank 0 without a draft.
+    """Whether every rank of this host that needs a GPU (all but a rank 0 without a draft) has one of its own.
 
-    The ranks of a host are consecutive, so rank 0 is among them where a rank is also the local rank.
+    The ranks of a host are consecutive, so rank 0 is on this host if this rank equals its local rank.
     """
     without_gpu = 1 if spec.draft is None and place.rank == place.local_rank else 0
     return torch.cuda.device_count() >= place.local_world_size - without_gpu
@@ -137,7 +137,7 @@ def _load(
 
 
 def _clock_offset_us(scheduler: RedisScheduler) -> int:
-    """Redis's clock minus ours, from the quickest of several questions (a slow answer says little)."""
+    """Redis's clock minus this host's, from the fastest of several round trips (a slow one is imprecise)."""
     samples = []
     for _ in range(8):
         before_us = time.time_ns() // 1000
@@ -148,7 +148,7 @@ def _clock_offset_us(scheduler: RedisScheduler) -> int:
 
 
 def _wait_for_ranks(scheduler: RedisScheduler, world_size: int) -> None:
-    """Rank 0 opens the run when every rank has its weights."""
+    """Rank 0 waits until every rank has loaded its weights; then it opens the run."""
     deadline = time.monotonic() + LOADING_SECONDS
     missing, position = set(range(world_size)), "0"
     while missing:
@@ -165,16 +165,16 @@ def _wait_for_ranks(scheduler: RedisScheduler, world_size: int) -> None:
 
 
 def _wait_for_leavers(scheduler: RedisScheduler) -> None:
-    """Rank 0 deletes the run's keys last, when nobody needs them any more; ranks that never leave have died."""
+    """Rank 0 waits until the other ranks have left, because it deletes the run's keys; ranks that never leave have died."""
     deadline = time.monotonic() + 10.0
     while scheduler.members() and time.monotonic() < deadline:
         time.sleep(0.02)
 
 
-def _tell_others(scheduler: Scheduler | None, rank: int, message: str) -> None:
+def _notify_others(scheduler: Scheduler | None, rank: int, message: str) -> None:
     if scheduler is None:
         return
     try:
         scheduler.abort(rank, message)
     except PipedecError:
-        print(f"pipedec rank {rank}: could not tell the other ranks", file=sys.stderr, flush=True)
+        print(f"pipedec rank {rank}: could not notify the other ranks", file=sys.stderr, flush=True)

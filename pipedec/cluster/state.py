@@ -1,11 +1,12 @@
-"""Running clusters: where they are, how a client joins one, how they are stopped.
+"""Running clusters: how a client finds one, and how two on one machine are kept apart.
 
-A cluster started here by ``pipedec up`` leaves a state file in a private directory; clusters elsewhere are named by their
-Redis and run. The file holds the Redis password, so only its owner may read it.
+A cluster started by ``pipedec up`` leaves a state file in a private directory; any other cluster is named by its Redis URL and
+run. The file holds the Redis password, so only its owner may read it.
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import time
@@ -18,12 +19,17 @@ from pipedec.scheduler import RedisScheduler, connect
 from pipedec.topology import Topology
 
 STOP_SECONDS = 20.0
-DEFAULT_RUN = "default"  # of runs on a Redis that the user names
+DEFAULT_RUN = "default"  # name of the run if the user names a Redis but no run
 
 
 @dataclass(frozen=True)
 class RunningCluster:
-    """A run and its Redis. If its supervisor runs on this machine: its ``pid``, and when it ``began`` (``process_start``)."""
+    """A run and its Redis.
+
+    Attributes:
+        pid: process id of its supervisor, if that runs on this machine.
+        began: when the supervisor started (see ``process_start``).
+    """
 
     redis_url: str
     run_id: str
@@ -31,7 +37,7 @@ class RunningCluster:
     began: int | None = None
 
     def connect(self) -> RedisScheduler:
-        """A scheduler client that knows the run's ranks.
+        """A scheduler client for the run's ranks.
 
         Raises:
             SchedulerLost: Redis cannot be reached or refuses the password.
@@ -57,7 +63,7 @@ class RunningCluster:
             _state_file().unlink(missing_ok=True)
 
     def is_alive(self) -> bool:
-        """Whether the supervisor's process exists: a zombie does not count, nor another process that got its number."""
+        """Whether the supervisor's process exists. A zombie does not count, nor another process with a reused process id."""
         return self.pid is not None and (start := process_start(self.pid)) is not None and self.began in (None, start)
 
     def wait_until_gone(self) -> bool:
@@ -70,8 +76,46 @@ class RunningCluster:
         return True
 
 
+class MachineLock:
+    """Held by the one ``pipedec up`` that may run under a state directory, from before it starts until it ends.
+
+    The kernel releases the lock when the process that holds it ends, whatever ends it. A detached process inherits the lock from
+    the command that started it, as an open file (``fileno``).
+
+    Args:
+        inherited: the open file of a lock that the parent process has taken.
+
+    Raises:
+        UserError: another process holds the lock, or the state file names a cluster that is alive.
+    """
+
+    def __init__(self, inherited: int | None = None) -> None:
+        if inherited is not None:
+            self._file = os.fdopen(inherited, "w")
+            return
+        self._file = (state_directory() / "cluster.lock").open("w")
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            other = None
+        except BlockingIOError:
+            other = "another `pipedec up` is starting or stopping a cluster here: wait until it is done"
+        state = read_state()
+        if state is not None and state.is_alive():
+            other = f"a cluster is already running here (process {state.pid}): stop it with `pipedec down`"
+        if other is not None:
+            self._file.close()
+            raise UserError(other)
+
+    def fileno(self) -> int:
+        return self._file.fileno()
+
+    def release(self) -> None:
+        """Let go of the lock; a process that has inherited it still holds it."""
+        self._file.close()
+
+
 def find_run(redis_url: str | None, run_id: str | None) -> RunningCluster:
-    """The cluster that the flags name, else the one in the environment, else the one started here by ``pipedec up``.
+    """The cluster named by the flags, else by the environment, else the one started here by ``pipedec up``.
 
     Raises:
         UserError: none is named and none is running here.
@@ -95,9 +139,9 @@ def read_state() -> RunningCluster | None:
 
 
 def process_start(pid: int) -> int | None:
-    """When a process began, in the kernel's ticks since boot; None if there is none or it is a zombie.
+    """When a process started, in clock ticks since boot; None if there is no such process or it is a zombie.
 
-    (In some containers nobody reaps orphans, so signals would call a zombie alive.)
+    (Where nobody reaps orphans, as in some containers, signal 0 would report a zombie as alive.)
     """
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

@@ -1,6 +1,6 @@
-"""Prompts for measuring: any JSONL, JSONL.gz or CSV file with the prompt in a named field.
+"""Prompt files: JSONL, JSONL.gz or CSV, with the prompt in one field of each record.
 
-Knows file formats and sampling; knows nothing of models or of what the prompts are for.
+Knows how to select and sample prompts, but nothing of models or of the use of the prompts.
 """
 
 from __future__ import annotations
@@ -14,30 +14,30 @@ from typing import Any
 from pipedec.core import UserError
 from pipedec.data.records import read_rows
 
-# Where the well-known sets keep their prompt, tried in order when no field is named.
+# The fields in which well-known data sets keep their prompt, tried in this order if no field is given.
 _USUAL_FIELDS = ("prompt", "question", "turns", "request", "text", "instruction")
 
 
 @dataclass(frozen=True)
 class PromptSet:
-    """Prompts of one file, in its order."""
+    """Prompts of one file, in the file's order."""
 
     name: str
     prompts: tuple[str, ...]
 
     def shuffled(self, seed: int = 0) -> list[int]:
-        """The numbers of all prompts in an order drawn by ``seed``."""
+        """The indices of all prompts in a random order; the same for the same seed."""
         return random.Random(seed).sample(range(len(self.prompts)), len(self.prompts))
 
     def sample(self, count: int, seed: int = 0) -> PromptSet:
-        """``count`` prompts drawn without replacement (all, if there are fewer), the same for the same seed."""
+        """``count`` prompts sampled without replacement (all if there are fewer); the same for the same seed."""
         rng = random.Random(seed)
         return PromptSet(self.name, tuple(rng.sample(self.prompts, min(count, len(self.prompts)))))
 
 
 @dataclass(frozen=True)
 class PromptSource:
-    """Where a named set comes from: a file, or the records of a file whose ``key`` holds one of ``values``."""
+    """A named source of prompts: a file, or only those of its records whose field ``key`` is one of ``values``."""
 
     name: str
     path: Path
@@ -46,33 +46,33 @@ class PromptSource:
 
     @classmethod
     def parse(cls, text: str) -> PromptSource:
-        """``[NAME=]FILE[#KEY=VALUE,…]``; the name is by default the value, or the file's own.
+        """Parse ``[NAME=]FILE[#KEY=VALUE,…]``. The name defaults to the value if there is exactly one, else to the file's name.
 
         Raises:
-            UserError: it is not of this form.
+            UserError: ``text`` does not have this form.
         """
-        place, has_filter, chosen = text.partition("#")
-        name, has_name, path = place.rpartition("=")
-        key, has_value, values = chosen.partition("=")
+        location, has_filter, condition = text.partition("#")
+        name, has_name, path = location.rpartition("=")
+        key, has_value, values = condition.partition("=")
         if not path or (has_filter and not (key and has_value and values)) or (has_name and not name):
-            raise UserError(f"{text!r} names no prompts: write FILE, NAME=FILE or NAME=FILE#KEY=VALUE")
+            raise UserError(f"{text!r} is not a source of prompts: write FILE, NAME=FILE or NAME=FILE#KEY=VALUE")
         default = values if has_filter and "," not in values else Path(path).name.split(".")[0]
         return cls(name or default, Path(path), key or None, tuple(values.split(",")) if values else ())
 
     def read(self, field: str | None = None) -> PromptSet:
-        """Its prompts. Raises UserError as ``read_prompts`` does, or when no record has such a value."""
+        """Read the prompts. Raises UserError as ``read_prompts`` does."""
         return replace(read_prompts(self.path, field, self.key, self.values), name=self.name)
 
 
 def read_prompts(path: Path, field: str | None = None, key: str | None = None, values: Container[str] = ()) -> PromptSet:
-    """Read a prompt file. Of a conversation (a list of turns) the first turn is the prompt.
+    """Read a prompt file. If the field holds a conversation (a list of turns), the prompt is its first turn.
 
     Args:
-        field: the field that holds the prompt; None for the usual ones.
-        key, values: take only records whose field ``key`` is one of ``values``.
+        field: the field that holds the prompt; None to try the usual names.
+        key, values: select the records whose field ``key`` is one of ``values``; None for all records.
 
     Raises:
-        UserError: the file is missing, empty, not of these formats, has no such field or no such record.
+        UserError: the file is missing, empty or not in one of these formats, a record has no prompt, or none is selected.
     """
     rows = read_rows(path)
     if not rows:
@@ -81,15 +81,15 @@ def read_prompts(path: Path, field: str | None = None, key: str | None = None, v
         found = sorted({str(row.get(key)) for row in rows})
         rows = [row for row in rows if str(row.get(key)) in values]
         if not rows:
-            raise UserError(f"{path} has no record with such a {key!r}: it holds {', '.join(found[:20])}")
+            raise UserError(f"{path} has no record with the requested {key!r}; its values are {', '.join(found[:20])}")
     chosen = field or next((name for name in _USUAL_FIELDS if name in rows[0]), None)
     if chosen is None or chosen not in rows[0]:
-        raise UserError(f"{path} has no field {field or 'prompt'!r}: name one of {', '.join(map(str, rows[0]))}")
+        raise UserError(f"{path} has no field {field or 'prompt'!r}: choose one of {', '.join(map(str, rows[0]))}")
     prompts = []
     for number, row in enumerate(rows, start=1):
         value: Any = row.get(chosen)
         text = value[0] if isinstance(value, list) and value else value
         if not isinstance(text, str) or not text.strip():
-            raise UserError(f"{path}, record {number}: the field {chosen!r} is no text")
+            raise UserError(f"{path}, record {number}: the field {chosen!r} holds no text")
         prompts.append(text)
     return PromptSet(path.name.split(".")[0], tuple(prompts))

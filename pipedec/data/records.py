@@ -14,10 +14,10 @@ from pipedec.core import UserError
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The records of a JSONL, JSONL.gz or CSV file, in its order.
+    """The records of a JSONL, JSONL.gz or CSV file, in the file's order.
 
     Raises:
-        UserError: the file is missing or not of these formats.
+        UserError: the file is missing or not in one of these formats.
     """
     try:
         data = path.read_bytes()
@@ -25,7 +25,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror or error}") from None
     except (UnicodeDecodeError, EOFError, zlib.error):
-        raise UserError(f"{path} is neither UTF-8 text nor a whole gzip file of it") from None
+        raise UserError(f"{path} is neither UTF-8 text nor a complete gzip file of UTF-8 text") from None
     if path.suffix == ".csv":
         return list(csv.DictReader(io.StringIO(text)))
     rows = []

@@ -1,9 +1,10 @@
-"""Best-first injection (``pipedec-bestfirst``): at every timestep the likeliest rows of *any* depth enter the pipeline.
+"""Best-first injection (``pipedec-bestfirst``): at every timestep the most probable rows of *any* depth enter the pipeline.
 
-While the stages compute, the draft runs several forwards, each on the likeliest rows that it has not drafted yet, wherever they
-stand. A row's chance is the product of *measured* chances of acceptance along its path (``acceptance``), so a sure draft enters
-several layers at once, and an unsure one enters late siblings near the root, which cost a short delay where the paper's policy
-drains the pipeline. When the accepted token was drafted but has not entered, the subtree below it is kept and enters with it.
+While the stages compute, the draft model runs several forwards, each on the most probable rows that are not drafted yet, at any
+depth. A row's probability is the product of *learned* acceptance probabilities along its path (``acceptance``). So several layers
+enter at once where drafts are reliable. Where they are not, further siblings near the root enter later: such a token is delayed a
+little, where the paper's policy would have a miss and drain the pipeline. If an accepted token was drafted but has not entered,
+its subtree is kept and enters with it.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch import Tensor
 from pipedec.core import NO_MASKS, Request, Step, UserError, Verdict
 from pipedec.decoding.acceptance import Acceptance
 from pipedec.decoding.choices import Choices, Proposer
-from pipedec.decoding.controller import WIDTHS, Beat, Controller
+from pipedec.decoding.controller import WIDTHS, Controller, TimestepTiming
 from pipedec.decoding.experience import Experience
 from pipedec.decoding.injection import InjectionTree
 from pipedec.decoding.proposers import DraftProposer, NgramProposer
@@ -30,7 +31,7 @@ DRAFTED_ROWS = 16  # of one forward: more make no answer faster
 
 
 class BestFirst:
-    """Width, children and draft forwards are the controller's; with ``proposers`` one can do without the draft or the n-grams."""
+    """Best-first injection for an answer in one thread. Limits that the request does not set are tuned by ``Controller``."""
 
     masks = NO_MASKS
 
@@ -56,14 +57,14 @@ class BestFirst:
         prior = tuple(weight for proposer in self._proposers for weight in proposer.prior)
         self._acceptance = experience.acceptance(request, prior, device)
         self._injection = InjectionTree(self._prompt_length, device)
-        self._root_waits = False  # for its entry
+        self._root_pending = False  # the root has yet to enter
 
     def prefill(self, token_ids: Tensor) -> None:
         if self._drafter is not None:
             self._drafter.prefill(token_ids, self._prompt_length)
 
     def draft(self) -> None:
-        """As many forwards as the controller allows."""
+        """Run the number of draft forwards that the controller has set."""
         for _ in range(self._controller.forwards if self._controller.is_speculating else 0):
             tree, rows = self._injection.tree, self._injection.undrafted(DRAFTED_ROWS)
             if not len(rows):
@@ -72,8 +73,8 @@ class BestFirst:
             self._injection.add(choices, self._acceptance.log_chances(choices))
 
     def apply(self, verdict: Verdict) -> None:
-        learn(self._injection, verdict.tokens, self._acceptance, self._controller)
-        self._controller.accepted(len(verdict.tokens))
+        learn_from_accepted(self._injection, verdict.tokens, self._acceptance, self._controller)
+        self._controller.record_accepted(len(verdict.tokens))
         advance, has_entered = self._injection.advance(verdict.tokens)
         if self._drafter is not None:
             self._drafter.advance(advance)
@@ -84,32 +85,32 @@ class BestFirst:
             return
         self.hits += has_entered
         self.misses += not has_entered
-        self._root_waits = not has_entered
+        self._root_pending = not has_entered
         if not advance.hit:
             self._injection.plant(verdict.tokens[-1])
 
     def propose(self) -> Step | None:
-        """The likeliest rows; without speculation, the root alone."""
+        """The most probable rows; without speculation, the root alone."""
         if not self._controller.is_speculating:
-            step = self._injection.enter(1)[0] if self._root_waits else None
+            step = self._injection.enter(1)[0] if self._root_pending else None
         else:
             step, chances = self._injection.enter(self._controller.width)
-            self._controller.entered(chances)
-        self._root_waits = False
+            self._controller.record_entered(chances)
+        self._root_pending = False
         return step
 
-    def observe(self, beat: Beat) -> None:
-        self._controller.timestep(beat)
+    def observe(self, timing: TimestepTiming) -> None:
+        self._controller.record_timestep(timing)
 
 
-def learn(injection: InjectionTree, tokens: Sequence[int], acceptance: Acceptance, controller: Controller) -> None:
-    """Every accepted token says which choice of a drafted row was the right one."""
+def learn_from_accepted(injection: InjectionTree, tokens: Sequence[int], acceptance: Acceptance, controller: Controller) -> None:
+    """Update the acceptance model with every accepted token that follows a drafted row of the tree."""
     tree, choices = injection.tree, injection.choices
     row = 0 if tree.num_rows else None
     for token in tokens:
         if row is None or choices is None:
             return
-        named = acceptance.observe(choices, row, token)
-        if named is not None:
-            controller.named(named)
+        was_proposed = acceptance.observe(choices, row, token)
+        if was_proposed is not None:
+            controller.record_proposed(was_proposed)
         row = tree.child(row, token)

@@ -1,9 +1,9 @@
 """BiTA (``bita``): the target drafts for itself, with mask rows and a learned prompt. No draft model is needed.
 
-A step is a tree: the last accepted token, candidates for the tokens after it, and groups of masks behind some of them. One
-pass over all stages verifies the candidates and forecasts the next ones (BiTA §3.2, Algorithm 1): the verdict brings, with the
-accepted tokens, what masks name for the places after them. Nothing of a tree outlives its verdict but the accepted rows, so this
-class keeps no tree and computes nothing.
+A step is a tree: the last accepted token, candidates for the tokens after it, and groups of masks below some of these rows. One
+pass through all stages verifies the candidates and forecasts the next ones (BiTA §3.2, Algorithm 1): the verdict contains the
+accepted tokens and the masks' predictions for the positions after them. Only accepted rows outlive a verdict, so this class keeps
+no tree and runs no model.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pipedec.core import MaskParams, Request, Step, UserError, Verdict
 from pipedec.decoding.candidates import CandidateTree, Forecast, RankChances, efficient, full, likeliest, straightforward
-from pipedec.decoding.controller import Beat
+from pipedec.decoding.controller import TimestepTiming
 from pipedec.decoding.experience import Experience
 from pipedec.tree import mask_groups
 
@@ -60,10 +60,10 @@ class Bita:
         self._forecast: Forecast = ()
 
     def prefill(self, token_ids: Tensor) -> None:
-        """Nothing to prepare: there is no draft."""
+        """Nothing to do: there is no draft model."""
 
     def draft(self) -> None:
-        """Nothing to compute: the stages did."""
+        """Nothing to do: the stages compute the forecast."""
 
     def apply(self, verdict: Verdict) -> None:
         self._chances.observe(self._forecast, verdict.tokens)
@@ -73,15 +73,15 @@ class Bita:
         self.misses += verdict.finished is None
 
     def cut(self) -> None:
-        """Forget root and forecast; nothing else outlives a verdict."""
+        """Drop root and forecast; nothing else outlives a verdict."""
         self._root, self._forecast = None, ()
 
     def plant(self, token: int) -> None:
-        """Begin anew with a token that is certain."""
+        """Start again from a certain token."""
         self._root, self._forecast = token, ()
 
     def propose(self) -> Step | None:
-        """The root and its candidates, then the masks."""
+        """The root, the candidates, then the masks."""
         if self._root is None:
             return None
         tree = self._tree(self._root)
@@ -89,14 +89,14 @@ class Bita:
         tokens, parents, with_masks = (
             torch.tensor(rows, dtype=torch.int64, device=self._device) for rows in (tree.token_ids, tree.parents, tree.with_masks)
         )
-        masks, behind = mask_groups(with_masks, len(tokens), self.masks.count)
-        return Step(torch.cat((tokens, masks)), torch.cat((parents, behind)))
+        masks, mask_parents = mask_groups(with_masks, len(tokens), self.masks.count)
+        return Step(torch.cat((tokens, masks)), torch.cat((parents, mask_parents)))
 
-    def observe(self, beat: Beat) -> None:
-        """There is nothing to adapt."""
+    def observe(self, timing: TimestepTiming) -> None:
+        """Nothing to adapt."""
 
     def _tree(self, root: int) -> CandidateTree:
-        """The root and its candidates; the root alone where there is no room for masks."""
+        """The root and its candidates; the root alone if there is no room for masks."""
         if self.room <= self.masks.count:
             return CandidateTree([root])
         shapes = {"efficient": efficient, "straightforward": straightforward, "full": full}

@@ -1,4 +1,4 @@
-"""What rank 0 has learned from verdicts and timesteps, kept from one answer to the next."""
+"""What rank 0 has learned from verdicts and timings, kept from one answer to the next."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from pipedec.decoding.acceptance import Acceptance
 from pipedec.decoding.candidates import RankChances
 from pipedec.decoding.controller import Controller
 
-_MOST = 64  # ways to decode that are remembered
+_MAX_KEPT = 64  # entries of each kind
 _T = TypeVar("_T")
 _Key = tuple[SamplingParams, TreeParams, str | None]
 
 
 class Experience:
-    """One of each kind for each way to sample, each set of limits and each dialect of threads: greedy and stochastic differ.
+    """Learned state by sampling parameters, method options and dialect, since acceptance depends on all of them.
 
     Args:
-        passage: timesteps that a row is in the pipeline.
+        passage: number of timesteps that a row takes to pass through the pipeline.
     """
 
     def __init__(self, passage: int) -> None:
@@ -42,10 +42,10 @@ class Experience:
 
 
 def _kept(known: dict[_Key, _T], key: _Key, make: Callable[[], _T]) -> _T:
-    """What is known for ``key``, made if it is new; what was asked for longest ago makes room for it."""
+    """The entry for ``key``, created if it is new. The least recently used entry is evicted."""
     found = known.pop(key, None) or make()
     known[key] = found
-    if len(known) > _MOST:
+    if len(known) > _MAX_KEPT:
         del known[next(iter(known))]
     return found
 

@@ -1,8 +1,8 @@
-"""The tree of best-first injection: every row that was drafted or has entered the pipeline, and the choices below them.
+"""The tree of best-first injection: all rows that were drafted or have entered the pipeline, and the choices below them.
 
-Knows how likely each row and choice is to be accepted, given what is accepted already, and hands out the likeliest of those that
-are not drafted, or have not entered. The stages know only the rows that entered, in the order in which they did; this class
-translates. It knows no proposer and no clock. Shapes: N rows, D of them drafted, K choices for each.
+Knows the probability that each row and choice is accepted (its *chance*), and selects the most probable ones to be drafted or to
+enter. The trees of the stages hold only the rows that entered, in order of entry; this class translates between the two
+numberings. It knows no draft source and no clock. Shapes: N rows, D of them drafted, K choices for each of these.
 """
 
 from __future__ import annotations
@@ -17,45 +17,54 @@ from pipedec.decoding.choices import Choices
 from pipedec.tree import Advance, PredictionTree
 
 _NOT_ENTERED = -1
-_LEAST_DOUBT = 1e-4  # a choice is always a little less likely than its row, so that no row is taken before its parent
+_MIN_LOSS = 1e-4  # the log-chance of a choice is at least this much below its row's, so no row is taken before its parent
 
 
 class InjectionTree:
-    """A prediction tree whose rows are drafted, and enter, in the order of their chances."""
+    """A prediction tree whose rows are drafted and enter in order of decreasing chance.
+
+    Attributes:
+        tree: the rows, with the numbering of rank 0.
+        choices: proposed tokens below drafted rows; None until there are any.
+    """
 
     def __init__(self, root_position: int, device: torch.device | str = "cpu") -> None:
         self.tree = PredictionTree(device)
         self.tree.reset(root_position)
-        self._numbers = torch.zeros(0, dtype=torch.int64, device=device)  # [N], of each row in the stages' trees
-        self._log_chances = torch.zeros(0, device=device)  # [N], of the path from the root to each row
+        self._numbers = torch.zeros(0, dtype=torch.int64, device=device)  # [N], row in the stages' trees
+        self._log_chances = torch.zeros(0, device=device)  # [N], log-chance of the path from the root to each row
         self._is_drafted = torch.zeros(0, dtype=torch.bool, device=device)  # [N]
         self.choices: Choices | None = None
         self._choice_log_chances = torch.zeros(0, 0, device=device)  # [D, K], −∞ once a choice has become a row
 
     def plant(self, token: int) -> None:
-        """An accepted token that is not in the tree becomes its root, which has yet to be drafted and to enter."""
+        """Make an accepted token the root of the empty tree. It has yet to be drafted and to enter."""
         self.tree.plant(token)
         self._add_rows(self._log_chances.new_zeros(1))
 
     def undrafted(self, count: int) -> Tensor:
-        """The likeliest ``count`` rows that were never drafted, now counted as drafted: int64, ascending."""
+        """Take the ``count`` most probable rows that are not drafted, and mark them as drafted: int64, ascending."""
         rows = self._take(~self._is_drafted, count)
         self._is_drafted[rows] = True
         return rows
 
     def add(self, choices: Choices, log_chances: Tensor) -> None:
-        """What may follow rows that were just drafted.
+        """Add the choices of F rows that were just drafted.
 
         Args:
-            log_chances: [F, K], log of the chance of each choice, given its row.
+            log_chances: [F, K], log-probability that each choice is accepted, given that its row is.
         """
-        below = log_chances.clamp(max=-_LEAST_DOUBT) + self._log_chances[choices.rows, None]
+        below = log_chances.clamp(max=-_MIN_LOSS) + self._log_chances[choices.rows, None]
         is_first = self.choices is None or not len(self.choices.rows)
         self.choices = choices if is_first or self.choices is None else self.choices.joined(choices)
         self._choice_log_chances = torch.cat((self._choice_log_chances.view(-1, below.shape[1]), below))
 
     def enter(self, count: int) -> tuple[Step | None, Tensor]:
-        """The likeliest ``count`` rows that have not entered, as the stages number them, and their chances in no order."""
+        """Let the ``count`` most probable rows that have not entered enter.
+
+        Returns:
+            the step, with parents in the numbering of the stages, None if there are no such rows; and the chances of its rows.
+        """
         rows = self._take(self._numbers == _NOT_ENTERED, count)
         if not len(rows):
             return None, self._log_chances[rows]
@@ -66,69 +75,76 @@ class InjectionTree:
         return Step(self.tree.token_ids[rows], numbers), self._log_chances[rows].exp()
 
     def advance(self, tokens: Sequence[int]) -> tuple[Advance, bool]:
-        """Accept ``tokens``; whether the row of the last one is in the pipeline, too."""
+        """Accept ``tokens``; also returns whether the last one has entered the pipeline."""
         advance = self.tree.advance(tokens)
         self._follow(advance)
         return advance, self.root_has_entered
 
     def cut(self) -> Advance:
-        """Forget all rows."""
+        """Drop all rows."""
         advance = self.tree.clear()
         self._follow(advance)
         return advance
 
     @property
     def root_has_entered(self) -> bool:
-        """Whether there is a root, and it is in the pipeline."""
+        """Whether there is a root and it has entered the pipeline."""
         return bool((self._numbers[:1] != _NOT_ENTERED).any())
 
     def undrafted_chances(self, count: int) -> Tensor:
-        """The log-chances of the rows that ``undrafted`` would name, the best first."""
+        """The log-chances of the rows that ``undrafted`` would return, best first."""
         return self._best(~self._is_drafted, count)[0]
 
     def entering_chances(self, count: int) -> Tensor:
-        """The log-chances of the rows that ``enter`` would let in, the best first."""
+        """The log-chances of the rows that ``enter`` would take, best first."""
         return self._best(self._numbers == _NOT_ENTERED, count)[0]
 
     def _follow(self, advance: Advance) -> None:
-        """Prune what is kept beside the tree."""
+        """Prune everything that is stored per row or per choice."""
         kept = advance.kept
         numbers, self._log_chances, self._is_drafted = self._numbers[kept], self._log_chances[kept], self._is_drafted[kept]
         has_entered = numbers != _NOT_ENTERED
         numbers[has_entered] = numbers[has_entered].argsort().argsort()
         self._numbers = numbers
         root = self._log_chances[:1].clone()
-        self._log_chances = self._log_chances - root  # given the root
+        self._log_chances = self._log_chances - root  # relative to the new root, which is certain
         if self.choices is not None:
             self.choices, is_kept = self.choices.advanced(advance)
             remaining = self._choice_log_chances[is_kept]
             self._choice_log_chances = remaining - root if len(remaining) else remaining
 
-    def _best(self, is_wanted: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
-        """The best of the rows ``is_wanted`` and of the choices: log-chances, places among both, and those rows."""
-        rows = torch.nonzero(is_wanted)[:, 0]
-        merit = torch.cat((self._log_chances[rows], self._choice_log_chances.flatten()))
-        best = merit.topk(min(count, len(merit)))
-        is_one = best.values > -torch.inf
-        return best.values[is_one], best.indices[is_one], rows
+    def _best(self, is_eligible: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+        """The ``count`` most probable of the eligible rows and of all choices, best first.
 
-    def _take(self, is_wanted: Tensor, count: int) -> Tensor:
-        """The likeliest of the rows ``is_wanted`` and of the choices, which become rows by it: int64, ascending."""
-        _, taken, rows = self._best(is_wanted, count)
+        Args:
+            is_eligible: bool [N].
+
+        Returns:
+            their log-chances; their indices into the eligible rows followed by the D · K choices; and int64, the eligible rows.
+        """
+        rows = torch.nonzero(is_eligible)[:, 0]
+        log_chances = torch.cat((self._log_chances[rows], self._choice_log_chances.flatten()))
+        best = log_chances.topk(min(count, len(log_chances)))
+        exists = best.values > -torch.inf
+        return best.values[exists], best.indices[exists], rows
+
+    def _take(self, is_eligible: Tensor, count: int) -> Tensor:
+        """The rows selected by ``_best``, int64, ascending; selected choices become rows."""
+        _, taken, rows = self._best(is_eligible, count)
         is_choice = taken >= len(rows)
         new_rows = self._become_rows(taken[is_choice] - len(rows))
         return torch.cat((rows[taken[~is_choice]], new_rows)).sort().values
 
     def _become_rows(self, chosen: Tensor) -> Tensor:
-        """Turn choices (int64, of all D · K) into rows of the tree."""
+        """Turn choices (int64, indices into all D · K) into rows of the tree; returns these rows."""
         if self.choices is None or not len(chosen):
             return chosen
         parents = self.choices.rows[chosen // self.choices.token_ids.shape[1]]
-        where = self.tree.append(self.choices.token_ids.flatten()[chosen], parents)
-        chances = self._choice_log_chances.view(-1)
-        self._add_rows(chances[chosen])
-        chances[chosen] = -torch.inf
-        return torch.arange(where.start, where.stop, device=chosen.device)
+        rows = self.tree.append(self.choices.token_ids.flatten()[chosen], parents)
+        log_chances = self._choice_log_chances.view(-1)
+        self._add_rows(log_chances[chosen])
+        log_chances[chosen] = -torch.inf
+        return torch.arange(rows.start, rows.stop, device=chosen.device)
 
     def _add_rows(self, log_chances: Tensor) -> None:
         count = len(log_chances)

@@ -1,4 +1,4 @@
-"""One method for every thread of an answer, each for itself; they share the rows of a timestep evenly."""
+"""A separate instance of a method for every thread of an answer; threads share the rows of a timestep evenly."""
 
 from __future__ import annotations
 
@@ -8,46 +8,56 @@ from typing import Protocol
 from torch import Tensor
 
 from pipedec.core import MaskParams, Part, Step, Verdict
-from pipedec.decoding.controller import Beat
+from pipedec.decoding.controller import TimestepTiming
 from pipedec.decoding.thread_drafter import ForestDrafter
 from pipedec.decoding.threaded import MAX_THREADS
-from pipedec.forest import Forest, Rest, Turn, place
+from pipedec.forest import Forest, Remaining, ThreadChanges, position_root
 from pipedec.threads import State
 from pipedec.tree import PredictionTree
 
 
 class Member(Protocol):
-    """A method that can be told what threads do to its tree. ``tree`` is None if it has none."""
+    """A method that can decode one of several threads: a ``Method`` with calls for the events of its thread.
+
+    Attributes:
+        room: maximum rows of the next step.
+    """
 
     room: int
 
     @property
     def masks(self) -> MaskParams: ...
     @property
-    def tree(self) -> PredictionTree | None: ...
+    def tree(self) -> PredictionTree | None:
+        """Its tree; None if it has none."""
 
     def prefill(self, token_ids: Tensor) -> None: ...
     def draft(self) -> None: ...
     def apply(self, verdict: Verdict) -> None: ...
     def propose(self) -> Step | None: ...
-    def observe(self, beat: Beat) -> None: ...
+    def observe(self, timing: TimestepTiming) -> None: ...
 
     def cut(self) -> None:
-        """Forget all rows: the thread waits, or has ended."""
+        """Drop all rows: the thread waits or has ended."""
 
     def plant(self, token: int) -> None:
-        """Begin anew with a token that is certain."""
+        """Start again from a certain token, a forced token or a join token."""
 
 
 class Members:
-    """Runs the method that ``make`` gives for a thread's number; all of them draft with ``drafter``, if with any."""
+    """The ``Team`` of methods that decode each thread separately.
+
+    Args:
+        make: creates the method for a thread number.
+        drafter: used by all of them; None if they need no draft model.
+    """
 
     def __init__(self, forest: Forest, make: Callable[[int], Member], drafter: ForestDrafter | None) -> None:
         self._forest = forest
         self._make = make
         self._drafter = drafter
         self._members = {0: make(0)}
-        self._turn = 0  # of the threads, whose is first when the rows of a timestep are short
+        self._next_thread = 0  # the thread that is served first in the next timestep, if the rows did not suffice for all
 
     @property
     def masks(self) -> MaskParams:
@@ -60,15 +70,15 @@ class Members:
         for member in self._running().values():
             member.draft()
 
-    def apply(self, turn: Turn, parts: dict[int, Part]) -> None:
+    def apply(self, changes: ThreadChanges, parts: dict[int, Part]) -> None:
         threads = self._forest.sequence.threads
-        for number, tokens in turn.accepted.items():
+        for number, tokens in changes.accepted.items():
             member = self._members[number]
             member.apply(Verdict(tokens, None, parts[number].forecast))
-        for number, rest in turn.rests.items():
-            if number in self._members and rest is not Rest.SUBTREE:
+        for number, remaining in changes.remaining.items():
+            if number in self._members and remaining is not Remaining.SUBTREE:
                 self._members[number].cut()
-        for start in turn.starts:
+        for start in changes.starts:
             if start.thread not in self._members:
                 self._members[start.thread] = self._make(start.thread)
             self._members[start.thread].plant(start.token)
@@ -76,18 +86,18 @@ class Members:
             del self._members[number]
         for number, member in self._members.items():
             if member.tree is not None:
-                place(member.tree, self._forest.sequence, number)
-        if self._drafter is not None and turn.changes_threads:
-            self._drafter.turned()
+                position_root(member.tree, self._forest.sequence, number)
+        if self._drafter is not None and changes.affects_threads:
+            self._drafter.threads_changed()
 
     def propose(self, room: int) -> list[tuple[int, Step]]:
         running = self._running()
         share = max(room // max(len(running), 1), 1)
-        order = sorted(running, key=lambda number: (number < self._turn, number))
+        order = sorted(running, key=lambda number: (number < self._next_thread, number))
         steps: list[tuple[int, Step]] = []
         for number in order:
             if room < share or len(steps) == MAX_THREADS:
-                self._turn = number
+                self._next_thread = number
                 break
             if not self._sees_opener(number, {proposed for proposed, _ in steps}):
                 continue
@@ -99,13 +109,13 @@ class Members:
         return steps
 
     def _sees_opener(self, number: int, entering: set[int]) -> bool:
-        """Whether the token that opened a thread has entered, or its thread is among ``entering``."""
+        """Whether the opener of a thread has entered, or its parent is among the threads that are ``entering`` now."""
         thread = self._forest.sequence.threads[number]
         return thread.parent is None or thread.parent in entering or self._forest.entered(thread.parent) >= thread.opened_at
 
-    def observe(self, beat: Beat) -> None:
+    def observe(self, timing: TimestepTiming) -> None:
         for member in self._members.values():
-            member.observe(beat)
+            member.observe(timing)
 
     def _running(self) -> dict[int, Member]:
         threads = self._forest.sequence.threads

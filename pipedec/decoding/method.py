@@ -11,7 +11,7 @@ from pipedec.core import MaskParams, Request, Step, UserError, Verdict
 from pipedec.decoding.best_first import BestFirst
 from pipedec.decoding.best_first_team import BestFirstTeam
 from pipedec.decoding.bita import Bita
-from pipedec.decoding.controller import Beat
+from pipedec.decoding.controller import TimestepTiming
 from pipedec.decoding.experience import Experience
 from pipedec.decoding.members import Member, Members
 from pipedec.decoding.pipedec import PipeDec
@@ -59,7 +59,7 @@ class Method(Protocol):
     def propose(self) -> Step | None:
         """The rows that enter the first stage at the next timestep, or None."""
 
-    def observe(self, beat: Beat) -> None:
+    def observe(self, timing: TimestepTiming) -> None:
         """What a timestep of the full pipeline took."""
 
 

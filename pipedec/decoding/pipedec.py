@@ -1,8 +1,8 @@
 """PipeDec (paper §3): one layer of the prediction tree enters the pipeline at every timestep.
 
-While the stages compute, the draft expands the layer that entered last. When the verdict hits, the tree and the draft's
-output are pruned to the subtree of the accepted token, and the next layer is chosen from what is left; when it misses, the
-accepted token becomes the root of a new tree and enters the draft and the first stage together.
+While the stages compute, the draft model expands the layer that entered last. On a hit, the tree and the draft model's output
+are pruned to the subtree of the accepted token, and the next layer is chosen from the remaining candidates. On a miss, the
+accepted token becomes the root of a new tree, which enters the draft model and the first stage at the same time.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from pipedec.core import NO_MASKS, Request, Step, Verdict
-from pipedec.decoding.controller import Beat
+from pipedec.decoding.controller import TimestepTiming
 from pipedec.tree import Candidates, PredictionTree
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class PipeDec:
-    """Layer-wise dynamic tree: top ``width`` candidates by cumulative probability, ``children`` per row."""
+    """Layer-wise dynamic tree: the ``width`` most probable paths per layer, ``children`` candidates per row."""
 
     masks = NO_MASKS
 
@@ -36,9 +36,9 @@ class PipeDec:
         self._tree.reset(self._prompt_length)
         self._device = device
         self._root: int | None = None  # an accepted token that has yet to enter
-        self.room = self._limits.width  # rows that may enter in a timestep, if others need some of them
+        self.room = self._limits.width  # maximum rows of a step; lowered when threads share it
         self._layer = slice(0, 0)  # the rows that entered last
-        self._candidates: Candidates | None = None  # what may follow them
+        self._candidates: Candidates | None = None  # their children, as drafted
 
     def prefill(self, token_ids: Tensor) -> None:
         self._drafter.prefill(token_ids, self._prompt_length)
@@ -59,12 +59,12 @@ class PipeDec:
             self.misses += not advance.hit
 
     def cut(self) -> None:
-        """Forget all rows."""
+        """Drop all rows."""
         self._drafter.advance(self._tree.clear())
         self._layer, self._candidates, self._root = slice(0, 0), None, None
 
     def plant(self, token: int) -> None:
-        """Begin anew with a token that is certain."""
+        """Start again from a certain token."""
         self._root = token
 
     @property
@@ -72,7 +72,7 @@ class PipeDec:
         return self._tree
 
     def propose(self) -> Step | None:
-        """The root after a miss; else the next layer; else nothing, when the width limit cut every path that is left."""
+        """The root after a miss, else the next layer; None if no candidates are left, because the width limit cut them off."""
         if self._root is not None:
             self._layer = self._tree.plant(self._root)
             self._root = None
@@ -84,5 +84,5 @@ class PipeDec:
             return None
         return Step(self._tree.token_ids[self._layer].clone(), self._tree.parents[self._layer].clone())
 
-    def observe(self, beat: Beat) -> None:
-        """The paper's limits do not change."""
+    def observe(self, timing: TimestepTiming) -> None:
+        """Nothing to adapt: the limits are fixed."""

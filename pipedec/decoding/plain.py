@@ -1,4 +1,4 @@
-"""Plain pipeline parallelism (``pp``): one row crosses all stages for every token. The baseline that nobody drafts for."""
+"""Plain pipeline parallelism (``pp``): one row passes through all stages for every token. The baseline without speculation."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 from pipedec.core import NO_MASKS, Request, Step, Verdict
-from pipedec.decoding.controller import Beat
+from pipedec.decoding.controller import TimestepTiming
 
 
 class PlainPipeline:
-    """Proposes the last accepted token alone, then waits for its successor."""
+    """Proposes the last accepted token alone, then waits for the next verdict."""
 
     masks = NO_MASKS
 
@@ -23,21 +23,21 @@ class PlainPipeline:
         self.tree = None
 
     def prefill(self, token_ids: Tensor) -> None:
-        """Nothing to prepare: there is no draft."""
+        """Nothing to do: there is no draft model."""
 
     def draft(self) -> None:
-        """Nothing to compute: there is no draft."""
+        """Nothing to do: there is no draft model."""
 
     def apply(self, verdict: Verdict) -> None:
         self._root = verdict.tokens[-1] if verdict.finished is None else None
         self.misses += verdict.finished is None
 
     def cut(self) -> None:
-        """Forget the root."""
+        """Drop the root."""
         self._root = None
 
     def plant(self, token: int) -> None:
-        """Begin anew with a token that is certain."""
+        """Start again from a certain token."""
         self._root = token
 
     def propose(self) -> Step | None:
@@ -49,5 +49,5 @@ class PlainPipeline:
             parents=torch.tensor([-1], dtype=torch.int64, device=self._device),
         )
 
-    def observe(self, beat: Beat) -> None:
-        """There is nothing to adapt."""
+    def observe(self, timing: TimestepTiming) -> None:
+        """Nothing to adapt."""

@@ -1,7 +1,7 @@
-"""An answer in several decode threads: a method for each of them, and one budget of rows for all (APAR §2, PASTA §3).
+"""Decoding an answer in several threads, which share the rows of each timestep (APAR §2, PASTA §3).
 
-Owns what rank 0 replays, and in what order rows enter: first those that are certain, then candidates. How candidates are found is
-the business of a *team*: ``Members`` runs any method on each thread by itself, ``BestFirstTeam`` compares candidates of all.
+Owns rank 0's copy of the forest, and the order in which rows enter: first the last tokens of ended threads, then the rows that
+a *team* selects. ``Members`` runs a method on each thread separately; ``BestFirstTeam`` compares candidates of all threads.
 """
 
 from __future__ import annotations
@@ -12,35 +12,40 @@ import torch
 from torch import Tensor
 
 from pipedec.core import MAX_VERDICT_TOKENS, MaskParams, Part, Step, Verdict
-from pipedec.decoding.controller import Beat
-from pipedec.forest import Forest, Turn
+from pipedec.decoding.controller import TimestepTiming
+from pipedec.forest import Forest, ThreadChanges
 from pipedec.threads import Sequence, State
 from pipedec.tree import is_mask
 
-MAX_THREADS = 32  # that have rows in one step, and
-MAX_ROWS = MAX_VERDICT_TOKENS - MAX_THREADS - 1  # of a step: its verdict must fit into a message's header
+MAX_THREADS = 32  # maximum threads with rows in one step
+MAX_ROWS = MAX_VERDICT_TOKENS - MAX_THREADS - 1  # maximum rows of a step, so that its verdict fits into a message's header
 
 
 class Team(Protocol):
-    """Finds the rows of all threads. ``forest`` holds what has entered, and has been advanced when ``apply`` is called."""
+    """Selects the rows of all threads. It shares the ``Forest`` of ``Threaded``, which holds the rows that have entered."""
 
     @property
     def masks(self) -> MaskParams: ...
 
     def prefill(self, token_ids: Tensor) -> None:
-        """Take in the next chunk of the prompt: int64 [R]."""
+        """Process the next chunk of the prompt: int64 [any number]."""
 
     def draft(self) -> None:
-        """The compute phase of rank 0."""
+        """Run the draft model, while the stages compute."""
 
-    def apply(self, turn: Turn, parts: dict[int, Part]) -> None:
-        """Follow a verdict."""
+    def apply(self, changes: ThreadChanges, parts: dict[int, Part]) -> None:
+        """Follow a verdict, by which the forest has been advanced.
+
+        Args:
+            changes: its effects on the threads.
+            parts: its accepted tokens and forecasts, by thread.
+        """
 
     def propose(self, room: int) -> list[tuple[int, Step]]:
-        """At most ``room`` rows that enter at the next timestep, by thread."""
+        """The rows that enter at the next timestep, at most ``room``: (thread number, step)."""
 
-    def observe(self, beat: Beat) -> None:
-        """What a timestep of the full pipeline took."""
+    def observe(self, timing: TimestepTiming) -> None:
+        """Learn from the timing of a timestep of the full pipeline."""
 
 
 class Threaded:
@@ -52,7 +57,7 @@ class Threaded:
         self._forest = forest
         self._team = team
         self._device = device
-        self._last: dict[int, int] = {}  # last tokens of ended threads, which enter without a successor
+        self._last: dict[int, int] = {}  # by thread: last tokens of ended threads that have yet to enter
 
     @property
     def masks(self) -> MaskParams:
@@ -69,17 +74,17 @@ class Threaded:
         self._team.draft()
 
     def apply(self, verdict: Verdict) -> None:
-        _, turn = self._forest.advance(verdict)
-        if turn.changes_threads:
+        _, changes = self._forest.advance(verdict)
+        if changes.affects_threads:
             self._forest.release()
-        self._count(turn)
+        self._count(changes)
         if self.sequence.finished is not None:
             return
-        self._last |= {number: token for number, token in turn.last.items() if not self._forest.has_root(number)}
-        self._team.apply(turn, {part.thread: part for part in verdict.parts()})
+        self._last |= {number: token for number, token in changes.last.items() if not self._forest.has_root(number)}
+        self._team.apply(changes, {part.thread: part for part in verdict.parts()})
 
-    def _count(self, turn: Turn) -> None:
-        for number, tokens in turn.accepted.items():
+    def _count(self, changes: ThreadChanges) -> None:
+        for number, tokens in changes.accepted.items():
             self.hits += len(tokens) - 1
             if self.sequence.threads[number].state is State.RUNNING:
                 has_entered = self._forest.has_root(number)
@@ -87,11 +92,11 @@ class Threaded:
                 self.misses += not has_entered
 
     def propose(self) -> Step | None:
-        """Last tokens of ended threads first: a join token may enter in the same step, and sees them."""
+        """The rows of all threads. Last tokens of ended threads go first: a join token in the same step attends to them."""
         last = dict(list(self._last.items())[:MAX_THREADS])
         for number in last:
             del self._last[number]
-        steps = [(number, self._certain(token)) for number, token in last.items()]
+        steps = [(number, self._root_step(token)) for number, token in last.items()]
         if not self._last:
             steps += self._team.propose(MAX_ROWS - len(steps))
         if not steps:
@@ -99,13 +104,13 @@ class Threaded:
         token_ids = torch.cat([step.token_ids for _, step in steps])
         parents = torch.cat([step.parents for _, step in steps])
         threads = torch.cat([torch.full_like(step.parents, number) for number, step in steps])
-        order = is_mask(token_ids).int().sort(stable=True).indices  # masks come behind all other rows
+        order = is_mask(token_ids).int().sort(stable=True).indices  # masks are the last rows of a step
         step = Step(token_ids[order], parents[order], threads=threads[order])
         self._forest.append(step.token_ids, step.parents, threads[order])
         return step
 
-    def _certain(self, token: int) -> Step:
+    def _root_step(self, token: int) -> Step:
         return Step(torch.tensor([token], device=self._device), torch.tensor([-1], device=self._device))
 
-    def observe(self, beat: Beat) -> None:
-        self._team.observe(beat)
+    def observe(self, timing: TimestepTiming) -> None:
+        self._team.observe(timing)

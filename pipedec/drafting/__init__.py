@@ -1,4 +1,4 @@
-"""Who proposes candidates: models that draft on the prediction tree. Knows neither methods nor stages nor processes."""
+"""Draft models, which predict candidates for rows of prediction trees. Knows neither methods nor stages nor processes."""
 
 from pipedec.drafting.draft_forest import DraftForest
 from pipedec.drafting.draft_model import DraftModel

@@ -1,2 +1,4 @@
-"""Wires everything: pipelines in one process or many, the rank processes, the client. The only package that knows both
-methods and workers."""
+"""What every rank does with its tasks, and the same pipeline in one process.
+
+The only package that knows both methods and workers.
+"""

@@ -1,4 +1,4 @@
-"""Rank 0's stopwatch: what a timestep takes, how long of it rank 0 waits for the stages, and how long each draft forward is."""
+"""Rank 0's stopwatch: the duration of a timestep, how much of it rank 0 waits for the stages, and of each draft forward."""
 
 from __future__ import annotations
 
@@ -6,41 +6,42 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from pipedec.decoding import Beat
+from pipedec.decoding import TimestepTiming
 
 
-class BeatClock:
-    """Laps from one timestep to the next."""
+class TimestepClock:
+    """Times successive timesteps."""
 
     def __init__(self) -> None:
         self.restart()
 
     def restart(self) -> None:
-        """A lap begins now; nothing before counts."""
+        """Start timing a timestep now; discard what has been measured of the current one."""
         self._began = time.perf_counter()
         self._paused: float | None = None
         self._waited = 0.0
         self._forwards: list[float] = []
 
-    def lap(self) -> Beat:
-        """The lap that ends now, and begin the next."""
+    def finish_timestep(self) -> TimestepTiming:
+        """The timing of the timestep that ends now; the next one starts."""
         self.resume()
-        beat = Beat(time.perf_counter() - self._began, self._waited, tuple(self._forwards))
+        timing = TimestepTiming(time.perf_counter() - self._began, self._waited, tuple(self._forwards))
         self.restart()
-        return beat
+        return timing
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """Around a draft forward."""
+        """Time a draft forward."""
         began = time.perf_counter()
         yield
         self._forwards.append(time.perf_counter() - began)
 
     def pause(self) -> None:
-        """Waiting begins, until ``resume``."""
+        """Rank 0 begins to wait for the stages, until ``resume``. The timestep goes on."""
         self._paused = time.perf_counter()
 
     def resume(self) -> None:
+        """Rank 0 stops waiting. Without ``pause`` before, nothing happens."""
         if self._paused is not None:
             self._waited += time.perf_counter() - self._paused
             self._paused = None

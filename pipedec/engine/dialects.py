@@ -1,6 +1,6 @@
-"""Dialects on a rank: in the tokens of the target, and the threads of one answer.
+"""Dialects on a rank: their control tokens as token ids of the target, and the threads of one answer.
 
-Every rank reads the target's tokenizer by itself, when the first request in threads comes.
+Every rank reads the target's tokenizer itself, at the first request that asks for threads.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from pipedec.threads import BoundDialect, Dialect, NewSequence, Sequence, bind
 
 
 class Dialects:
-    """What is known of dialects in the tokens of one target."""
+    """The dialects of requests, bound to the token ids of one target."""
 
     def __init__(self, target: Path) -> None:
         self._target = target
         self.bound = lru_cache(maxsize=8)(self._bound)
 
     def new_sequence(self, dialect: str, prompt_length: int, sampling: SamplingParams) -> NewSequence:
-        """What makes the threads of an answer.
+        """A function that creates the threads of one answer.
 
         Args:
             dialect: as ``Dialect.to_json`` writes it.
 
         Raises:
-            UserError: it is no dialect, or the target has no tokens for it.
+            UserError: ``dialect`` is invalid, or the target lacks tokens for it.
         """
         ends = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else set(self._config.eos_token_ids))
         limits = sampling.max_tokens, self._config.max_positions
@@ -41,7 +41,7 @@ class Dialects:
 
     @cached_property
     def _tokenizer(self) -> Tokenizer:
-        """The fast tokenizer by itself: loading it takes no ``transformers``."""
+        """The fast tokenizer alone, which loads without ``transformers``."""
         path = self._target / "tokenizer.json"
         if not path.exists():
             raise UserError(f"--threads needs a tokenizer.json in {self._target}")

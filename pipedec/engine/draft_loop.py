@@ -1,7 +1,7 @@
-"""Rank 0: takes requests from the queue, drafts, and tells the client what the target said.
+"""Rank 0: takes requests from the queue, drafts, and streams the answers to the client.
 
-The draft worker holds the decoding method of the present request; the loop around it tokenizes prompts, opens the workflow
-of each request and streams the answer. It decides nothing about rows: that is the method's business.
+The loop tokenizes prompts, opens the workflow of each request and publishes the accepted tokens. It decides nothing about rows:
+the decoding method of the current request does.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from pipedec.core import MaskParams, Request, SchedulerLost, UserError, Verdict
 from pipedec.decoding import DEFAULT_METHOD, Drafter, Experience, create_method, create_threaded
 from pipedec.engine.answer import Answer
-from pipedec.engine.clock import BeatClock
+from pipedec.engine.clock import TimestepClock
 from pipedec.engine.payloads import verdict_from_payload
 from pipedec.engine.prefill import prefill_chunks
 from pipedec.engine.publisher import AnswerPublisher
@@ -33,7 +33,7 @@ from pipedec.transport import Envelope
 
 
 class DraftLoop(RankLoop):
-    """Rank 0 of a resident cluster: one request after the other, nothing reloaded between them."""
+    """Rank 0 of a resident cluster. Serves one request after another without reloading anything."""
 
     def __init__(
         self,
@@ -48,11 +48,11 @@ class DraftLoop(RankLoop):
         self._drafter = None if drafter is None else TimedDrafter(drafter, self._drafting)
         self._trained_masks = trained_masks
         self._experience = Experience(self._topology.num_groups)
-        self._clock = BeatClock()
+        self._clock = TimestepClock()
         self._device = device
         self._answer: Answer | None = None
         self._publisher = AnswerPublisher(self._scheduler)
-        self._untold: Verdict | None = None  # inside windows: a verdict that the stages have yet to replay
+        self._unsent: Verdict | None = None  # inside windows: the verdict that the stages have yet to replay
         self._in_flight = 0  # inside windows: timesteps whose result the last stage has not sent yet
         self._stopping = False
 
@@ -67,7 +67,7 @@ class DraftLoop(RankLoop):
             self._scheduler.publish(self._checked(message).number, {"error": "the cluster is being stopped"})
 
     def _is_stop(self, message: Message) -> bool:
-        """Notes a stop, which takes effect when no request is under way."""
+        """Whether ``message`` asks the run to stop; it stops when no request is running."""
         is_stop = self._checked(message).kind == "stop"
         self._stopping |= is_stop
         return is_stop
@@ -77,7 +77,7 @@ class DraftLoop(RankLoop):
             raise SchedulerLost("Redis no longer knows the run: its keys were deleted")
 
     def _serve(self, message: Message) -> None:
-        """Answer one request, to its end."""
+        """Answer one request completely."""
         try:
             request = self._admit(message)
         except UserError as error:
@@ -86,7 +86,7 @@ class DraftLoop(RankLoop):
         self._run_answer(request)
 
     def _run_answer(self, request: Request) -> None:
-        """From prefill to the end of the present answer."""
+        """From prefill until the current answer has ended."""
         self._tracer.enabled = request.trace
         chunks = _chunk_payloads(request, self._current.method.masks)
         self._scheduler.begin(request.number, initial_tasks(self._topology, chunks), request.trace)
@@ -103,7 +103,7 @@ class DraftLoop(RankLoop):
             self._is_stop(following)
 
     def _admit(self, message: Message) -> Request:
-        """Tokenize and check a prompt, and set up its method."""
+        """Tokenize and check a prompt, and create its method."""
         prompt = PromptRequest.from_json(message.text)
         method_name = prompt.method or DEFAULT_METHOD
         dialect = None if prompt.threads is None else Dialect.from_json(prompt.threads)
@@ -139,11 +139,11 @@ class DraftLoop(RankLoop):
 
     def _decode(self, task: Task, message: Message) -> Facts:
         method = self._current.method
-        beat = self._clock.lap()
+        timing = self._clock.finish_timestep()
         if task.seq > self._topology.num_groups:
-            method.observe(beat)
+            method.observe(timing)
         method.draft()
-        step = None if self._topology.has_sync(message.active) else method.propose()
+        step = None if self._topology.has_sync(message.active) else self._current.propose()
         self._clock.pause()
         return Facts(rows_out=self._keep_outgoing(step, task.seq), active=message.active)
 
@@ -151,57 +151,53 @@ class DraftLoop(RankLoop):
         verdict = verdict_from_payload(message.payload["verdict"])
         answer, method = self._current, self._current.method
         self._clock.resume()
-        if not (verdict.tokens or verdict.finished):  # the rows of this timestep do not follow what is accepted so far
-            step = method.propose()
+        if not (verdict.tokens or verdict.finished):  # no row of this timestep continues the accepted tokens
+            step = self._current.propose()
             self._clock.pause()
             return Facts(rows_out=self._keep_outgoing(step, task.seq))
-        said = verdict if answer.has_ended else answer.until_stop(verdict)
-        if verdict.finished is None and said.finished is not None:
-            self._stop_early(said, task.seq)
-        method.apply(said if verdict.finished else verdict)
-        step = None if verdict.finished or self._window_timesteps else method.propose()
+        published = verdict if answer.has_ended else answer.until_stop(verdict)
+        if verdict.finished is None and published.finished is not None:
+            self._stop_early(published, task.seq)
+        method.apply(published if verdict.finished else verdict)
+        step = None if verdict.finished or self._window_timesteps else self._current.propose()
         if verdict.finished:
             self._forget_request()
         if not answer.has_ended:
-            self._events.append(self._told(said, task.seq))
+            self._events.append(self._current.add(published, task.seq))
         rows_out = self._keep_outgoing(step, task.seq)
         self._clock.pause()
         return Facts(rows_out=rows_out, finished=verdict.finished is not None, window=self._window_timesteps)
 
     def _stop_early(self, last: Verdict, seq: int) -> None:
-        """A stop string ends the answer with a verdict that every rank is being told in full.
+        """A stop string ends the answer within a verdict that every rank replays in full.
 
-        A window begins by telling the stages that the answer has ended; with single tasks they learn it by a cancellation.
+        Inside a window, the next envelope tells the stages that the answer has ended; with single tasks, a cancellation does.
         """
-        self._events.append(self._told(last, seq))
-        self._current.completion.metrics.hits += len(last.tokens) - 1  # what the verdict yields at once; the rest is dropped
+        self._events.append(self._current.add(last, seq))
+        self._current.completion.metrics.hits += len(last.tokens) - 1  # the tokens up to the stop string; the rest are dropped
         if not self._ranks_report:
-            self._current.is_told = True
+            self._current.is_published = True
             self._events.append(self._current.completed())
         if self._window_timesteps:
-            self._untold = Verdict((), last.finished)
+            self._unsent = Verdict((), last.finished)
         else:
             self._scheduler.cancel(self._current.request.number)
 
-    def _told(self, verdict: Verdict, timestep: int) -> Event:
-        """What the client learns of a verdict."""
-        return self._current.add(verdict, timestep)
-
     def _window(self, task: Task, message: Message) -> Facts:
-        """Propose, draft and take in results, timestep by timestep; a step is back after one timestep per group."""
+        """Propose rows, draft and apply results, timestep by timestep. A step's result arrives after one timestep per group."""
         self._clock.restart()
         with self._publisher.publishing(self._current.request.number):
             for seq in range(task.seq, task.seq + message.payload["timesteps"]):
-                if self._untold is not None and self._untold.finished:
-                    self._leave_request(self._untold, seq)
+                if self._unsent is not None and self._unsent.finished:
+                    self._leave_request(self._unsent, seq)
                     return Facts(finished=True)
                 self._timestep(seq)
         return Facts(window=self._window_timesteps)
 
     def _timestep(self, seq: int) -> None:
         method = self._current.method
-        self._send_envelope(Envelope(method.propose(), self._untold), 1, seq)
-        self._untold = None
+        self._send_envelope(Envelope(self._current.propose(), self._unsent), 1, seq)
+        self._unsent = None
         self._in_flight += 1
         with self._tracer.task(Task.compute("dec", 0, seq).label, "dec"):
             method.draft()
@@ -213,22 +209,22 @@ class DraftLoop(RankLoop):
         if verdict is not None:
             with self._tracer.task(Task.compute("sync", 0, seq).label, "sync"):
                 method.apply(verdict)
-            self._publisher.put(self._told(verdict, seq))
-            self._untold = verdict
+            self._publisher.put(self._current.add(verdict, seq))
+            self._unsent = verdict
             if verdict.finished and not self._ranks_report:
-                # Rows that are still under way take the pipeline's whole length to leave it; the client need not wait for them.
-                self._current.is_told = True
+                # The rows still in flight take as many timesteps as there are groups to leave; the client need not wait for them.
+                self._current.is_published = True
                 self._publisher.put(self._current.completed())
-        method.observe(self._clock.lap())
+        method.observe(self._clock.finish_timestep())
 
     @property
     def _ranks_report(self) -> bool:
-        """Whether the client expects events of other ranks, which they send when the answer has ended."""
+        """Whether the client expects events from other ranks, which they send when the answer has ended."""
         request = self._current.request
         return request.trace or self._pacer.is_emulating or request.sampling.logprobs is not None
 
     def _result(self) -> Verdict | None:
-        """What the last stage says of the oldest timestep in flight; a stop string or a cancellation ends the answer with it."""
+        """The verdict of the oldest timestep in flight, cut at a stop string; finished if the request was cancelled."""
         verdict = self._receive_result()
         if verdict is None:
             return None
@@ -245,15 +241,15 @@ class DraftLoop(RankLoop):
         return verdict
 
     def _leave_request(self, last: Verdict, seq: int) -> None:
-        """Tell the stages that the answer has ended, and take what they had still under way."""
+        """Tell the stages that the answer has ended, and receive the results that are still in flight."""
         self._send_envelope(Envelope(verdict=last), 1, seq)
         while self._in_flight:
             self._receive_result()
-        self._untold = None
+        self._unsent = None
         self._forget_request()
 
     def _end(self, task: Task) -> Message | None:
-        """Every rank has synchronised with the last verdict: close the answer. Returns what comes next, like any report."""
+        """Close the answer: every rank has replayed the last verdict. Returns rank 0's next message, if there is one."""
         answer = self._current
         events: list[Event] = []
         if answer.request.trace:
@@ -262,7 +258,7 @@ class DraftLoop(RankLoop):
                 for granted in self._scheduler.trace()
             ]
             events.append({"trace": rows})
-        if not answer.is_told:
+        if not answer.is_published:
             events.append(answer.completed())
         self._answer = None
         return self._scheduler.finish(0, task, [], events)
@@ -274,7 +270,7 @@ class DraftLoop(RankLoop):
 
 
 def _chunk_payloads(request: Request, masks: MaskParams) -> list[Payload]:
-    """What the stages have to know of the request travels with each chunk of its prompt."""
+    """The prompt's chunks, each with what the stages must know of the request."""
     shared = {
         "prompt_length": len(request.prompt_token_ids),
         "sampling": asdict(request.sampling),

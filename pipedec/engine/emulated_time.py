@@ -1,6 +1,7 @@
-"""How an emulated device's time passes: a real rank sleeps until its work would be over, a pipeline in one process adds up.
+"""How emulated time passes: ``Pacer`` lets a real rank sleep, ``EmulatedClock`` adds up the times of a pipeline in one process.
 
-``Pacer`` does the first, ``EmulatedClock`` the second; how long work lasts, the ``Emulation`` knows (``plan/emulation.py``)."""
+How long work takes is defined by ``plan/emulation.py``. Prefill, verdicts and Redis are not emulated: they take real time.
+"""
 
 from __future__ import annotations
 
@@ -9,16 +10,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from pipedec.decoding import Beat
+from pipedec.decoding import TimestepTiming
 from pipedec.plan.emulation import Emulation
 from pipedec.topology import Topology
 
 
 class Pacer:
-    """Makes one rank's work last as long as the emulated device's; without an emulation it does nothing.
+    """Makes a rank's work take as long as on its emulated device; without an emulation it does nothing.
 
-    The real work counts towards that time; what is left of it is slept. Real computing that takes longer is an overrun, which
-    must be told; a transfer that takes longer is part of the fixed cost of a timestep.
+    Real work counts towards the emulated time; the rank sleeps for the remainder. Computing that takes longer than its emulated
+    time is an overrun and must be reported. A transfer that takes longer is part of the fixed cost of a timestep.
     """
 
     def __init__(self, emulation: Emulation | None, rank: int) -> None:
@@ -28,7 +29,7 @@ class Pacer:
 
     @contextmanager
     def computing(self, rows: int) -> Iterator[None]:
-        """Around one pass of ``rows`` rows through this rank's layers."""
+        """Pace one forward of ``rows`` rows through this rank's layers."""
         timing = self._emulation and self._emulation.timing(self._rank)
         end = self._end(timing.compute_ms(rows) if timing else 0.0)
         yield
@@ -37,13 +38,13 @@ class Pacer:
 
     @contextmanager
     def sending(self, source: int, rows: int) -> Iterator[None]:
-        """Around the transfer of ``rows`` rows from rank ``source``, at either end."""
+        """Pace the transfer of ``rows`` rows from rank ``source``, on the sending or the receiving rank."""
         end = self._sent_at(source, rows)
         yield
         _sleep_until(end)
 
     def delay_sending(self, rows: int) -> None:
-        """Wait as long as ``rows`` rows are under way from this rank."""
+        """Sleep for as long as ``rows`` rows take from this rank to the next."""
         _sleep_until(self._sent_at(self._rank, rows))
 
     @property
@@ -51,7 +52,7 @@ class Pacer:
         return self._emulation is not None
 
     def take_overran(self) -> bool:
-        """Whether computing overran since this was asked last."""
+        """Whether there was an overrun since the last call."""
         overran, self._overran = self._overran, False
         return overran
 
@@ -71,7 +72,12 @@ def _sleep_until(end: float) -> None:
 
 @dataclass
 class TimestepLoad:
-    """What every rank had to do in one timestep: rows drafted forward by forward, computed and sent by rank."""
+    """The work of one timestep.
+
+    Attributes:
+        drafted: rows of each draft forward.
+        computed, sent: rows by rank.
+    """
 
     drafted: list[int] = field(default_factory=list)
     computed: dict[int, int] = field(default_factory=dict)
@@ -79,9 +85,9 @@ class TimestepLoad:
 
 
 class EmulatedClock:
-    """Adds up what timesteps last: the slowest group or the draft, then the rank that sends and receives longest.
+    """Adds up the duration of timesteps: the slowest group or the draft, then the slowest transfers.
 
-    A rank takes part in one transfer at a time (Algorithm 2), so its sending and its receiving add up.
+    A rank takes part in one transfer at a time (Algorithm 2), so the times it sends and receives add up.
     """
 
     def __init__(self, emulation: Emulation, topology: Topology) -> None:
@@ -89,13 +95,13 @@ class EmulatedClock:
         self._topology = topology
         self.total_ms = 0.0
 
-    def add(self, load: TimestepLoad) -> Beat:
-        """Another timestep; returns what rank 0 would measure of it."""
+    def add(self, load: TimestepLoad) -> TimestepTiming:
+        """Add a timestep and return its timing as rank 0 would measure it."""
         timestep_ms = self._compute_ms(load) + self._transfer_ms(load)
         self.total_ms += timestep_ms
         forwards = self._forwards_ms(load)
         waiting_ms = timestep_ms - sum(forwards)
-        return Beat(timestep_ms / 1000, waiting_ms / 1000, tuple(forward / 1000 for forward in forwards))
+        return TimestepTiming(timestep_ms / 1000, waiting_ms / 1000, tuple(forward / 1000 for forward in forwards))
 
     def _forwards_ms(self, load: TimestepLoad) -> list[float]:
         draft = self._emulation.draft

@@ -1,6 +1,6 @@
-"""LocalPipeline: every stage in one process, no Redis. The reference that the distributed pipeline must equal.
+"""LocalPipeline: all stages in one process, without Redis. The distributed pipeline must give the same answers.
 
-The fastest way to debug a method: one timestep after the other, in one thread, straight down the page.
+The simplest place to debug a method: one timestep after another in one thread.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ from itertools import count
 import torch
 
 from pipedec.core import Metrics, Request, Step, UserError, Verdict
-from pipedec.decoding import Beat, Drafter, Experience, Method, create_method, create_threaded
-from pipedec.engine.clock import BeatClock
+from pipedec.decoding import Drafter, Experience, Method, TimestepTiming, create_method, create_threaded
+from pipedec.engine.clock import TimestepClock
 from pipedec.engine.dialects import Dialects
+from pipedec.engine.draft_tokens import DraftTokens
 from pipedec.engine.emulated_time import EmulatedClock, TimestepLoad
 from pipedec.engine.prefill import prefill_chunks
 from pipedec.engine.spec import PipelineSpec
@@ -33,7 +34,7 @@ _IDLE_TIMESTEPS = 16
 
 
 class LocalPipeline:
-    """Runs one request at a time through stages 1..n, grouped as in ``topology``."""
+    """Runs one request at a time through stages 1..n, which are grouped as ``topology`` says."""
 
     def __init__(
         self,
@@ -59,9 +60,10 @@ class LocalPipeline:
         self._trained_masks = trained_masks
         self._dialects = dialects
         self._load = TimestepLoad()
+        self._draft_tokens = DraftTokens()
         self._experience = Experience(topology.num_groups)
-        self._drafting_clock = BeatClock()
-        self._slowest_seconds = 0.0  # of the groups, in the present timestep
+        self._drafting_clock = TimestepClock()
+        self._slowest_seconds = 0.0  # the slowest group of the current timestep
         self.metrics = Metrics()
         self.seed: int | None = None
         self.logprobs: list[dict[int, float]] = []
@@ -78,20 +80,21 @@ class LocalPipeline:
         return cls(stages, spec.topology, drafter, device, spec.emulation, masks, Dialects(spec.target))
 
     def run(self, request: Request) -> Iterator[Verdict]:
-        """Decode ``request``, yielding every verdict as it falls.
+        """Decode ``request`` and yield every verdict.
 
-        Afterwards ``metrics`` are those of this request, ``seed`` is what its tokens were drawn with, ``logprobs`` are as in
-        ``Completion`` if asked for, and ``emulated_ms`` is what its decoding would have lasted on the devices of the emulation
-        (None without one). Of an answer in several threads, ``sequence`` holds them. ``fill`` has a list for each timestep: how
-        many rows each group worked on.
+        Afterwards these attributes describe the request: ``metrics``; ``seed``, with which its tokens were sampled; ``logprobs``
+        as in ``Completion``; ``emulated_ms``, how long decoding would take on the emulated devices (None without an emulation);
+        ``sequence``, the threads of an answer in several threads; ``fill``, for each timestep the number of rows in each group.
 
         Raises:
-            UserError: the request has stop strings (text is not known here), or there is no draft or BiTA that its method needs.
+            UserError: the request has stop strings (there is no tokenizer here), or its method needs a draft or a BiTA and there
+            is none.
         """
         if request.sampling.stop:
             raise UserError("stop strings need a tokenizer, which LocalPipeline does not have: use stop_token_ids")
         sampling = seeded(request.sampling)
         self.metrics, self.seed, self.logprobs, self.fill = Metrics(), sampling.seed, [], []
+        self._draft_tokens = DraftTokens()
         clock = EmulatedClock(self._emulation, self._topology) if self._emulation else None
         self._transports = LocalTransport.connect(self._topology.num_stages + 1)
         request = replace(request, sampling=sampling)
@@ -104,7 +107,7 @@ class LocalPipeline:
         verdict: Verdict | None = self._prefill(request, method)
         prefilled = time.perf_counter()
         self.metrics.prefill_seconds = prefilled - started
-        arrivals = [0] * self._topology.num_groups  # rows on their way into each group
+        arrivals = [0] * self._topology.num_groups  # rows that enter each group in this timestep
         self._load = TimestepLoad()
         for timestep in count(1):
             if verdict is not None:
@@ -118,18 +121,19 @@ class LocalPipeline:
             self._check_progress()
             method.draft()
             verdict = self._compute(arrivals)
-            measured = self._beat()
-            beat = measured if clock is None else clock.add(self._load)
+            measured = self._timing()
+            timing = measured if clock is None else clock.add(self._load)
             if timestep >= self._topology.num_groups:
-                method.observe(beat)
+                method.observe(timing)
             self._load = TimestepLoad()
             self.metrics.timesteps = timestep
             self.metrics.decode_seconds = time.perf_counter() - prefilled
         self.metrics.hits, self.metrics.misses = method.hits, method.misses
+        self.metrics.draft_tokens = self._draft_tokens.total()
         self.emulated_ms = clock.total_ms if clock else None
 
     def _check_progress(self) -> None:
-        """Raises RuntimeError when nothing has been under way for longer than any method pauses."""
+        """Raises RuntimeError if the pipeline has been empty for longer than any method leaves it empty."""
         if not any(map(any, self.fill[-_IDLE_TIMESTEPS:])) and len(self.fill) >= _IDLE_TIMESTEPS:
             raise RuntimeError(f"no row has entered the pipeline for {_IDLE_TIMESTEPS} timesteps, and the answer has not ended")
 
@@ -157,7 +161,7 @@ class LocalPipeline:
         return self._final.first_verdict(chunk)
 
     def _compute(self, arrivals: list[int]) -> Verdict | None:
-        """Every group works on the rows that arrived, its stages one after another; the last may yield a verdict."""
+        """Every group computes its rows, stage by stage; the last group may yield a verdict."""
         self._slowest_seconds = 0.0
         for group, num_rows in zip(self._topology.groups, arrivals, strict=True):
             started = time.perf_counter()
@@ -176,9 +180,9 @@ class LocalPipeline:
             stage.sync(verdict)
 
     def _transmit(self, method: Method, arrivals: list[int]) -> list[int]:
-        """Pruned outputs move one group on; returns how many rows arrive at each."""
+        """Pass the remaining rows of every group to the next one. Returns the number of rows that enter each group."""
         self._stages[self._topology.final_rank].outgoing()
-        moved = [self._pass_on(method.propose(), 0)]
+        moved = [self._pass_on(self._draft_tokens.add(method.propose()), 0)]
         for group, num_rows in zip(self._topology.groups[:-1], arrivals[:-1], strict=True):
             exit_rank = group[-1]
             moved.append(self._pass_on(self._stages[exit_rank].outgoing(), exit_rank) if num_rows else 0)
@@ -197,8 +201,8 @@ class LocalPipeline:
         with self._drafting_clock.forward():
             yield
 
-    def _beat(self) -> Beat:
+    def _timing(self) -> TimestepTiming:
         """What rank 0 would measure if every stage had a device of its own."""
-        forwards = self._drafting_clock.lap().forwards
+        forwards = self._drafting_clock.finish_timestep().forward_seconds
         drafting = sum(forwards)
-        return Beat(max(self._slowest_seconds, drafting), max(self._slowest_seconds - drafting, 0.0), forwards)
+        return TimestepTiming(max(self._slowest_seconds, drafting), max(self._slowest_seconds - drafting, 0.0), forwards)

@@ -1,6 +1,6 @@
-"""What the client learns of an answer while its pipeline runs through a window: told from a thread, so that no timestep waits.
+"""Publishes an answer's events from a thread of its own, so that no timestep of a window waits for Redis.
 
-Owns that thread and what it has found out: whether the answer has been cancelled. Knows nothing of tokens.
+The thread also checks whether the request was cancelled. Knows nothing of tokens.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from queue import Empty, SimpleQueue
 from pipedec.core import PipedecError
 from pipedec.scheduler.protocol import Event, Scheduler
 
-_CHECK_SECONDS = 0.1  # between two looks for a cancellation
+_CHECK_SECONDS = 0.1  # between two checks for a cancellation
 _PAUSE_SECONDS = 0.01  # between two batches of events: the thread shares the interpreter with the pipeline
 
 
 class AnswerPublisher:
-    """Publishes one answer's events in order, and watches for its cancellation, inside ``publishing``."""
+    """Inside ``publishing``: publishes one answer's events in order and watches for its cancellation."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
@@ -29,7 +29,7 @@ class AnswerPublisher:
 
     @contextmanager
     def publishing(self, request_number: int) -> Iterator[None]:
-        """Runs the thread; everything put has been published when this ends.
+        """Run the thread. When the context ends, every event has been published.
 
         Raises:
             PipedecError: Redis was lost.
@@ -46,7 +46,7 @@ class AnswerPublisher:
         self._check()
 
     def put(self, event: Event) -> None:
-        """Have ``event`` published. Raises PipedecError if publishing has failed meanwhile."""
+        """Publish ``event`` soon. Raises PipedecError if publishing an earlier event has failed."""
         self._check()
         self._events.put(event)
 
@@ -63,18 +63,18 @@ class AnswerPublisher:
             self._failure = error
 
     def _publish(self, request_number: int) -> bool:
-        """Publish what is there, waiting for it a while; False once the end was put."""
+        """Publish the queued events, after waiting briefly for the first. Returns False at the end of the queue."""
         events: list[Event | None] = []
-        with suppress(Empty):  # then these are all
+        with suppress(Empty):  # the queue is empty
             events.append(self._events.get(timeout=_CHECK_SECONDS))
             while True:
                 events.append(self._events.get_nowait())
-        told = [event for event in events if event is not None]
-        if told:
-            self._scheduler.publish(request_number, *told)
-        if len(told) < len(events):
+        batch = [event for event in events if event is not None]
+        if batch:
+            self._scheduler.publish(request_number, *batch)
+        if len(batch) < len(events):
             return False
-        time.sleep(_PAUSE_SECONDS if told else 0.0)
+        time.sleep(_PAUSE_SECONDS if batch else 0.0)
         return True
 
     def _check(self) -> None:

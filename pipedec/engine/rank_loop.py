@@ -1,7 +1,7 @@
-"""What a rank process does: take the next task from the scheduler, do it, report it together with what follows from it.
+"""What a rank process does: take the next task from the scheduler, execute it, report it and the tasks that follow from it.
 
-One loop for every rank, one subclass per role. The loop knows tasks, transfers and deadlines; what rows and verdicts mean,
-the worker knows; what is scheduled next, Algorithm 4 (``workflow.post_process``) knows.
+One loop for every rank, one subclass per role. The loop knows tasks, transfers and deadlines. What rows and verdicts mean is
+known to the worker; what is scheduled next is decided by Algorithm 4 (``workflow.post_process``).
 """
 
 from __future__ import annotations
@@ -27,9 +27,11 @@ POLL_SECONDS = 1.0
 
 @dataclass(frozen=True)
 class Wiring:
-    """What the loop of every rank needs, whatever its role. ``window``: see ``PipelineSpec.window``.
+    """What the loop of every rank needs, whatever its role.
 
-    Without ``dialects`` no request may ask for threads.
+    Attributes:
+        window: timesteps that the scheduler grants at once; 0 if it grants single tasks.
+        dialects: None if this pipeline cannot decode in threads.
     """
 
     scheduler: Scheduler
@@ -42,7 +44,7 @@ class Wiring:
 
 
 class RankLoop(ABC):
-    """Runs one rank until it is told to stop."""
+    """Runs one rank until the run is stopped."""
 
     def __init__(self, rank: int, wiring: Wiring) -> None:
         self._rank = rank
@@ -51,9 +53,9 @@ class RankLoop(ABC):
         self._topology = wiring.topology
         self._tracer = wiring.tracer
         self._pacer = Pacer(wiring.emulation, rank)
-        self._window_timesteps = wiring.window  # that the scheduler grants at once; 0: it grants single tasks
+        self._window_timesteps = wiring.window
         self._wired_dialects = wiring.dialects
-        self._overran: list[int] = []  # timesteps whose real work outlasted its emulated time
+        self._overran: list[int] = []  # timesteps whose real work took longer than its emulated time
         self._inbox: deque[Step] = deque()
         self._outbox: dict[Task, Step] = {}
         self._events: list[Event] = []
@@ -76,13 +78,13 @@ class RankLoop(ABC):
             message = self._execute(message) or self._next()
 
     def _next(self) -> Message:
-        """The next message, however long it takes. That a rank has been lost meanwhile is such a message, too."""
+        """Wait for the next message, without a deadline of its own: the loss of another rank also arrives as a message."""
         while (message := self._scheduler.wait(self._rank, POLL_SECONDS)) is None:
             continue
         return self._checked(message)
 
     def _execute(self, message: Message) -> Message | None:
-        """Do one task and report it; returns this rank's next message if the scheduler already has one."""
+        """Execute and report one task. Returns this rank's next message if the scheduler already has one."""
         task = message.task
         assert task is not None
         with self._tracer.task(task.label, "transfer" if task.kind == "T" else task.name):
@@ -104,15 +106,15 @@ class RankLoop(ABC):
             self._overran.append(seq)
 
     def _send_envelope(self, envelope: Envelope, target: int, seq: int) -> None:
-        """Inside a window: pass on what belongs to timestep ``seq``."""
+        """Inside a window: send the envelope of timestep ``seq`` to rank ``target``."""
         rows = envelope.step.num_rows if envelope.step else 0
         with self._tracer.task(Task.transfer(self._rank, target, seq).label, "transfer"):
             if rows:
-                self._pacer.delay_sending(rows)  # the receiver must not have it before an emulated link would have brought it
+                self._pacer.delay_sending(rows)  # the receiver must not get it earlier than over the emulated link
             self._transport.send_envelope(envelope, target)
 
     def _transfer(self, task: Task, message: Message) -> Facts:
-        """Algorithm 3: the sender empties its cache of the step, the receiver fills its own."""
+        """Algorithm 3: the sender takes the step from its outbox, the receiver puts it into its inbox."""
         rows, is_prompt = message.payload["rows"], "prompt_length" in message.payload
         with nullcontext() if is_prompt else self._pacer.sending(task.source, rows):
             if task.source == self._rank:
@@ -122,14 +124,14 @@ class RankLoop(ABC):
         return Facts()
 
     def _keep_outgoing(self, step: Step | None, seq: int) -> int:
-        """Put the step by until its transfer is granted; returns its rows."""
+        """Keep the step until its transfer is granted. Returns its number of rows."""
         if step is None:
             return 0
         self._outbox[Task.transfer(self._rank, self._rank + 1, seq)] = step
         return step.num_rows
 
     def _forget_request(self) -> None:
-        """The answer has ended: rows that were still under way are nobody's any more."""
+        """The answer has ended: discard the rows that were still in flight."""
         self._inbox.clear()
         self._outbox.clear()
 
@@ -141,11 +143,11 @@ class RankLoop(ABC):
 
     @abstractmethod
     def _prefill(self, task: Task, message: Message) -> Facts:
-        """Take in a chunk of the prompt."""
+        """Process a chunk of the prompt."""
 
     @abstractmethod
     def _decode(self, task: Task, message: Message) -> Facts:
-        """Compute the rows that arrived for this timestep."""
+        """Compute the rows of this timestep."""
 
     @abstractmethod
     def _sync(self, task: Task, message: Message) -> Facts:
@@ -153,7 +155,7 @@ class RankLoop(ABC):
 
     @abstractmethod
     def _window(self, task: Task, message: Message) -> Facts:
-        """Run through the timesteps of a window without asking the scheduler."""
+        """Run all timesteps of a window without asking the scheduler in between."""
 
     def _checked(self, message: Message) -> Message:
         if message.kind == "abort":

@@ -1,4 +1,4 @@
-"""What a pipeline is made of: models, layers, groups, number format, device. Plain data that every rank gets alike."""
+"""What a pipeline is made of: models, layers, groups, dtype, device. Plain data, the same on every rank."""
 
 from __future__ import annotations
 
@@ -31,10 +31,13 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class PipelineSpec:
-    """One pipeline: ``layers[i]`` of the target run on stage ``i`` + 1; ``draft`` and ``bita`` are None where there is none.
+    """One pipeline.
 
-    With an ``emulation`` every rank's work lasts as long as on the devices it names. ``dispatch`` says whether the scheduler
-    grants ``windows`` of timesteps or single ``tasks``.
+    Attributes:
+        draft, bita: None if there is none.
+        layers: for each stage, its first layer of the target and the layer behind its last.
+        emulation: makes every rank's work take as long as on the devices that it names; None to run at full speed.
+        dispatch: what the scheduler grants, ``windows`` of timesteps or single ``tasks``.
     """
 
     target: Path
@@ -60,16 +63,16 @@ class PipelineSpec:
         dispatch: str = "windows",
         bita: str | Path | None = None,
     ) -> PipelineSpec:
-        """Check a user's wishes and fill in the rest: the shipped pair, even layers, one stage per group.
+        """Check the user's options and fill in the rest: the shipped pair, even layers, one stage per group.
 
         Args:
-            draft: a checkpoint directory; None for the shipped draft beside the shipped target, and for no draft beside another
-                target with a BiTA; ``"none"`` for no draft.
+            draft: a checkpoint directory; ``"none"`` for no draft. None takes the shipped draft for the shipped target, and no
+                draft for another target with a BiTA.
             layers: layers of each stage; they must add up to the target's.
             bita: a directory that ``pipedec train bita`` wrote; None for the shipped one with the shipped target; ``"none"``.
 
         Raises:
-            UserError: whatever is wrong with the checkpoints or the numbers, in one line.
+            UserError: one line that says what is wrong with the checkpoints or the numbers.
         """
         if dtype not in DTYPES:
             raise UserError(f"unknown dtype {dtype!r}: choose one of {', '.join(DTYPES)}")
@@ -110,14 +113,15 @@ class PipelineSpec:
         return self.topology.num_stages
 
     def rank_device(self, rank: int, local_rank: int) -> torch.device:
-        """The device of a rank of a cluster: rank 0 without a draft computes nothing and is on the CPU.
+        """The device of a rank of a cluster. Rank 0 without a draft computes nothing and uses the CPU.
 
-        Local ranks of a host's stages are consecutive: as many GPUs as stages are one for each, also beside such a rank 0.
+        The stages of a host have consecutive local ranks, so each gets a GPU of its own if there are as many GPUs as stages, also
+        when such a rank 0 is on the host.
         """
         return torch.device("cpu") if rank == 0 and self.draft is None else self.torch_device(local_rank)
 
     def torch_device(self, local_rank: int = 0) -> torch.device:
-        """The device of whatever computes (see ``chosen_device``)."""
+        """The device of a rank that computes (see ``chosen_device``)."""
         return chosen_device(self.device, local_rank)
 
     def description(self) -> dict[str, object]:
@@ -159,7 +163,7 @@ class PipelineSpec:
         return StageWorker(model, device)
 
     def load_drafter(self, device: torch.device, progress: Progress | None = None) -> Drafter | None:
-        """The draft model, whole, or None."""
+        """The whole draft model; None if there is no draft."""
         if self.draft is None:
             return None
         config = ModelConfig.from_directory(self.draft)
@@ -167,18 +171,18 @@ class PipelineSpec:
         return DraftModel(StageModel.load(self.draft, layers, self.torch_dtype, device, config=config, progress=progress))
 
 
-def _chosen(wish: str | Path | None, shipped: Path | None) -> Path | None:
-    """The directory that was asked for; ``shipped`` if nothing was, None for ``"none"``."""
-    if wish is None:
+def _chosen(given: str | Path | None, shipped: Path | None) -> Path | None:
+    """The given directory; ``shipped`` if none is given; None for ``"none"``."""
+    if given is None:
         return shipped
-    return None if str(wish) == "none" else Path(wish)
+    return None if str(given) == "none" else Path(given)
 
 
 def chosen_device(name: str, local_rank: int = 0) -> torch.device:
-    """One of DEVICES; ``auto`` is CUDA where there is one.
+    """The device that ``name``, one of DEVICES, stands for; ``auto`` prefers CUDA.
 
     Raises:
-        UserError: CUDA is asked for and not there.
+        UserError: CUDA is requested but not available.
     """
     if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
@@ -191,7 +195,7 @@ def checked(directory: Path) -> ModelConfig:
     """The config of a complete checkpoint.
 
     Raises:
-        UserError: it is missing, damaged, of another family, or lacks tensors.
+        UserError: it is missing, damaged, of an unsupported family, or lacks tensors.
     """
     config = ModelConfig.from_directory(directory)
     Checkpoint(directory).check_complete(config)

@@ -1,4 +1,4 @@
-"""What a stage's rank does in every task: compute its rows, replay the verdict, pass on what goes on."""
+"""What a stage rank does with its tasks: compute rows, replay verdicts, pass on the rows that are left."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class StageLoop(RankLoop):
         super().__init__(rank, wiring)
         self._worker = worker
         self._device = device
-        self._tells_logprobs = False
+        self._reports_logprobs = False
 
     def run(self) -> None:
         super().run()
-        # Rank 0 finishes the request under way before it obeys the stop, so serve until it has left.
+        # Rank 0 finishes the running request before it stops, so serve until it has left.
         while 0 in self._scheduler.status().alive:
             message = self._scheduler.wait(self._rank, STOPPING_SECONDS)
             while message is not None:
@@ -42,7 +42,7 @@ class StageLoop(RankLoop):
             length, dialect = payload["prompt_length"], payload["threads"]
             new_sequence = None if dialect is None else self._dialects.new_sequence(dialect, length, sampling)
             self._worker.begin(length, sampling, payload["named"], new_sequence)
-            self._tells_logprobs = sampling.logprobs is not None
+            self._reports_logprobs = sampling.logprobs is not None
             self._tracer.enabled = payload["trace"]
         output = self._worker.prefill(self._prompt_chunk(payload) if self._rank == 1 else self._inbox.popleft())
         if self._rank == self._topology.final_rank:
@@ -88,7 +88,7 @@ class StageLoop(RankLoop):
         return Facts()
 
     def _forward(self, envelope: Envelope, seq: int) -> None:
-        """Compute the step of a timestep, if there is one, and pass it on; from the last stage the verdict goes to rank 0."""
+        """Compute the step of a timestep, if there is one, and pass it on; the last stage sends its verdict to rank 0."""
         is_final = self._rank == self._topology.final_rank
         leaving: Step | None = None
         verdict: Verdict | None = None
@@ -118,17 +118,17 @@ class StageLoop(RankLoop):
 
     def _first_verdict(self, last_chunk: Step) -> dict[str, object]:
         verdict = self._final_worker.first_verdict(last_chunk)
-        self._note_logprobs()
+        self._report_logprobs()
         return verdict_to_payload(verdict)
 
     def _verdict(self) -> Verdict | None:
         verdict = self._final_worker.verdict()
-        self._note_logprobs()
+        self._report_logprobs()
         return verdict
 
-    def _note_logprobs(self) -> None:
-        """Log-probabilities go to the client as an event with this rank's next report, beside the pipeline's messages."""
-        if self._tells_logprobs and (logprobs := self._final_worker.take_logprobs()):
+    def _report_logprobs(self) -> None:
+        """Send log-probabilities to the client as an event, with this rank's next report."""
+        if self._reports_logprobs and (logprobs := self._final_worker.take_logprobs()):
             self._events.append({"logprobs": logprobs})
 
     @property

@@ -1,4 +1,4 @@
-"""An answer in several decode threads on its way to the client, who reads it in document order."""
+"""A running request whose answer is decoded in several threads. The client receives its text in document order."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ NOT_SAMPLED = -1
 
 
 class ThreadedAnswer(Answer):
-    """Replays the verdicts by itself, ahead of the method: a stop string in what has become certain ends the answer.
+    """Replays the verdicts ahead of the method, because a stop string in the document's certain text ends the answer.
 
     Args:
-        sequence: a fresh one.
-        show_threads: tell the client also what each thread says, as it is said.
+        sequence: a new one, which only this object advances.
+        show_threads: also send the client the text of each thread as it is generated.
     """
 
     def __init__(
@@ -32,11 +32,11 @@ class ThreadedAnswer(Answer):
         self._prompter = prompter
         self._sequence = sequence
         self._reader = sequence.reader()
-        self._sampled: dict[tuple[int, int], int] = {}  # which of all accepted tokens each token of a thread is
-        self._certain: list[DocumentToken] = []  # of the verdict that was looked at last
+        self._sampled: dict[tuple[int, int], int] = {}  # (thread, ordinal in the thread) → ordinal among all accepted tokens
+        self._certain: list[DocumentToken] = []  # tokens that became certain with the verdict last passed to ``until_stop``
         self._piece = ""  # their text
         self._streams: dict[int, TextStream] | None = defaultdict(prompter.stream) if show_threads else None
-        self._shown: dict[int, int] = defaultdict(int)  # tokens of each thread that the client has seen
+        self._shown: dict[int, int] = defaultdict(int)  # number of tokens of each thread that the client has received
 
     def until_stop(self, verdict: Verdict) -> Verdict:
         sequence = self._sequence
@@ -71,7 +71,7 @@ class ThreadedAnswer(Answer):
         return event
 
     def _end(self, reason: str) -> None:
-        """What was held back is certain now; of an answer that a stop string has ended, it is not wanted."""
+        """Release the text that was held back, unless a stop string has ended the answer."""
         is_stopped = self._stops is not None and self._sequence.finished == "stop" and reason == "stop"
         if self._sequence.finished is None:
             self._sequence.end_all(reason)
@@ -88,7 +88,7 @@ class ThreadedAnswer(Answer):
 
     def completed(self) -> Event:
         sequence = self._sequence
-        sequence.max_tokens = len(self.completion.token_ids)  # nothing behind the end of the answer is told or counted
+        sequence.max_tokens = len(self.completion.token_ids)  # nothing behind the end of the answer is reported or counted
         written = sequence.document()
         of_threads: dict[int, list[DocumentToken]] = {0: []}
         for token in written:
@@ -104,19 +104,21 @@ class ThreadedAnswer(Answer):
         return {**completion_to_event(self.completion), "sampled": sampled}
 
     def _by_path(self) -> list[DecodeThread]:
-        """Threads are numbered as they open, which depends on time."""
+        """All threads by path: their numbers depend on the order in which they opened."""
         return sorted(self._sequence.threads, key=lambda thread: thread.path)
 
     def _text_of(self, token: DocumentToken) -> str:
         return self._text.add([token.token_id]) if self._sequence.is_shown(token) else token.tail
 
     def _thread(self, thread: DecodeThread, written: list[DocumentToken]) -> dict[str, object]:
-        """What the answer has of a thread: what was decoded behind its end depends on the order of decoding."""
+        """A thread as the completion reports it, without tokens decoded behind its end (these depend on the order of
+        decoding).
+        """
         text = self._prompter.text([token.token_id for token in written if not token.is_control])
         return {"path": list(thread.path), "tokens": len(written), "text": text, "ended_by": thread.ended_by}
 
     def _news(self, streams: dict[int, TextStream]) -> list[dict[str, object]]:
-        """What each thread has said since the client was told last."""
+        """The new text of each thread since the last event."""
         news = []
         for thread in self._sequence.threads:
             first, self._shown[thread.number] = self._shown[thread.number], thread.num_tokens

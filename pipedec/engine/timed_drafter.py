@@ -1,8 +1,7 @@
-"""A drafter whose forwards are timed: by the clock that the method learns from, and by the emulation."""
+"""Wraps a drafter so that each of its forwards runs inside a timer: a clock, or the pacer of an emulated device."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Rows
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -16,13 +15,13 @@ from pipedec.tree import Advance, Candidates, PredictionTree
 
 
 class ForwardTimer(Protocol):
-    """What happens around one forward of the draft model with so many rows."""
+    """Returns the context in which one draft forward of ``rows`` rows runs."""
 
     def __call__(self, rows: int, /) -> AbstractContextManager[None]: ...
 
 
 class TimedDrafter:
-    """A drafter with a timer around each of its forwards while it decodes."""
+    """A drafter with a timer around each of its forwards in decoding."""
 
     def __init__(self, drafter: Drafter, timer: ForwardTimer) -> None:
         self._drafter = drafter
@@ -42,14 +41,14 @@ class TimedDrafter:
         self._drafter.advance(advance)
 
     def for_threads(self, sequence: Sequence) -> TimedForestDrafter:
-        """The same for the threads of an answer. Raises UserError if the drafter drafts one tree alone."""
+        """The drafter for the threads of an answer. Raises UserError if it can only draft for one tree."""
         if not isinstance(self._drafter, DraftModel):
-            raise UserError("this draft does not draft for several threads: use --method pp")
+            raise UserError("this drafter cannot draft for several threads: use --method pp")
         return TimedForestDrafter(self._drafter.for_threads(sequence), self._timer)
 
 
 class TimedForestDrafter:
-    """As ``TimedDrafter``, for the threads of an answer."""
+    """Like ``TimedDrafter``, for the threads of an answer."""
 
     def __init__(self, drafter: ForestDrafter, timer: ForwardTimer) -> None:
         self._drafter = drafter
@@ -58,12 +57,12 @@ class TimedForestDrafter:
     def prefill(self, token_ids: Tensor, prompt_length: int) -> None:
         self._drafter.prefill(token_ids, prompt_length)
 
-    def expand(self, asks: Rows[tuple[int, PredictionTree, Tensor]], children: int) -> list[Candidates]:
-        with self._timer(sum(len(rows) for _, _, rows in asks)):
-            return self._drafter.expand(asks, children)
+    def expand(self, requested: list[tuple[int, PredictionTree, Tensor]], children: int) -> list[Candidates]:
+        with self._timer(sum(len(rows) for _, _, rows in requested)):
+            return self._drafter.expand(requested, children)
 
     def advance(self, number: int, advance: Advance) -> None:
         self._drafter.advance(number, advance)
 
-    def turned(self) -> None:
-        self._drafter.turned()
+    def threads_changed(self) -> None:
+        self._drafter.threads_changed()

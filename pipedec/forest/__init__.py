@@ -1,7 +1,7 @@
-"""The prediction trees of an answer's decode threads, in one cache. Knows trees and threads; knows no model and no process."""
+"""The prediction trees of an answer's decode threads, sharing one KV cache. Knows trees and threads, no model and no process."""
 
-from pipedec.forest.forest import Forest, paths, place
+from pipedec.forest.changes import Remaining, Start, ThreadChanges, apply_verdict
+from pipedec.forest.forest import Forest, paths, position_root
 from pipedec.forest.slots import Slots
-from pipedec.forest.turn import Rest, Start, Turn, follow
 
-__all__ = ["Forest", "Rest", "Slots", "Start", "Turn", "follow", "paths", "place"]
+__all__ = ["Forest", "Remaining", "Slots", "Start", "ThreadChanges", "apply_verdict", "paths", "position_root"]

@@ -1,8 +1,8 @@
-"""A prediction tree for every decode thread of an answer, and one order of entry for the rows of all: that of a cache.
+"""One prediction tree for every decode thread of an answer; the rows of all trees share the slots of one KV cache.
 
-Owns which row of which tree each cache slot holds, what every row sees of its own and of other threads, and what a verdict does
-to all of it. Rows travel with their thread and their parent in that thread's tree, so ranks need not agree on the order across
-threads. Shapes: N rows of all trees, R rows that enter, P slots of the past, S = P + N.
+Owns which row of which tree each cache slot holds, what each row attends to in its own and in other threads, and how a verdict
+changes this. A row is sent with its thread and its parent's index in that thread's tree, so ranks need not agree on the order of
+rows across threads. Shapes: N rows of all trees, in order of entry; R rows that enter; P slots of the past; S = P + N.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from pipedec.core import Verdict
+from pipedec.forest.changes import Remaining, ThreadChanges, apply_verdict
 from pipedec.forest.slots import UNSEEN, Slots
-from pipedec.forest.turn import Rest, Turn, follow
 from pipedec.threads import Sequence, State
 from pipedec.tree import Advance, PredictionTree, Sight
 
 
 def paths(tree: PredictionTree, rows: list[int]) -> list[list[int]]:
-    """For each of ``rows``, the tokens behind the root up to and with it."""
+    """For each of ``rows``, the tokens on the path from below the root to it, inclusive."""
     token_ids, parents = tree.token_ids.tolist(), tree.parents.tolist()
     found = []
     for row in rows:
@@ -34,7 +34,7 @@ def paths(tree: PredictionTree, rows: list[int]) -> list[list[int]]:
 
 @dataclass(frozen=True)
 class _ThreadGaps:
-    """See ``Gaps``: what a thread's promises leave empty."""
+    """The ``Gaps`` of a thread: room for the predicted lengths of the children that it opens."""
 
     sequence: Sequence
     number: int
@@ -42,32 +42,40 @@ class _ThreadGaps:
     def may_follow(self, token: int) -> bool:
         return self.sequence.may_leave_gap(token)
 
-    def behind(self, path: list[int]) -> int:
+    def after(self, path: list[int]) -> int:
         return self.sequence.gap(self.number, path)
 
 
-def place(tree: PredictionTree, sequence: Sequence, number: int) -> None:
-    """Put a tree's root where the thread's last token stands, and its children where the next will."""
+def position_root(tree: PredictionTree, sequence: Sequence, number: int) -> None:
+    """Set the position of a tree's root to that of the thread's last token, and the gap so that its children get the next."""
     thread = sequence.threads[number]
     if sequence.leaves_gaps:
         tree.gaps = _ThreadGaps(sequence, number)
     if thread.pending is not None or not thread.positions:
-        tree.place(thread.next_position, 0)
+        tree.set_root_position(thread.next_position, 0)
     else:
-        tree.place(thread.positions[-1], thread.next_position - thread.positions[-1] - 1)
+        tree.set_root_position(thread.positions[-1], thread.next_position - thread.positions[-1] - 1)
 
 
 class Forest:
-    """Replays the verdicts on an answer in several threads. ``trees`` are by thread number; ended threads may keep a root."""
+    """Replays the verdicts on an answer in several threads.
+
+    Args:
+        sequence: the answer's threads; the forest passes accepted tokens to it.
+
+    Attributes:
+        trees: by thread number. The tree of an ended thread may keep its root.
+        threads: int64 [N], each row's thread.
+    """
 
     def __init__(self, sequence: Sequence, device: torch.device | str = "cpu") -> None:
         self.sequence = sequence
         self.trees: dict[int, PredictionTree] = {}
         self.slots = Slots(sequence, device)
         self._device = device
-        self._past_tokens: dict[int, int] = {}  # of each thread, how many of its tokens have left its tree
-        self.threads = torch.zeros(0, dtype=torch.int64, device=device)  # [N], each row's thread
-        self._place(0)
+        self._past_tokens: dict[int, int] = {}  # by thread: number of tokens that have moved from its tree to the past
+        self.threads = torch.zeros(0, dtype=torch.int64, device=device)
+        self._ensure_tree(0)
 
     @property
     def num_rows(self) -> int:
@@ -80,7 +88,7 @@ class Forest:
 
     @property
     def parents(self) -> Tensor:
-        """int64 [N], in each row's own tree; −1 for roots."""
+        """int64 [N], row indices in each row's own tree; −1 for roots."""
         return self._gathered("parents")
 
     @property
@@ -89,22 +97,27 @@ class Forest:
         return self._gathered("positions")
 
     def has_root(self, number: int) -> bool:
-        """Whether the last accepted token of a thread has entered."""
+        """Whether the last certain token of a thread has entered."""
         return number in self.trees and self.trees[number].num_rows > 0
 
     def entered(self, number: int) -> int:
-        """How many of a thread's certain tokens have entered."""
+        """The number of a thread's certain tokens that have entered."""
         return self._past_tokens.get(number, 0) + self.has_root(number)
 
     def rows_of(self, number: int) -> Tensor:
-        """int64, ascending: the rows of a thread's tree, in the tree's own order."""
+        """The rows of a thread's tree, in that tree's order: int64, ascending."""
         return torch.nonzero(self.threads == number)[:, 0]
 
     def append(self, token_ids: Tensor, parents: Tensor, threads: Tensor) -> slice:
-        """Add R rows, whose parents are counted in their own trees, and return where they stand.
+        """Add R rows; returns the slice of their indices.
+
+        Args:
+            token_ids: int64 [R].
+            parents: int64 [R], row indices in each row's own tree; −1 for roots.
+            threads: int64 [R], each row's thread.
 
         Raises:
-            ValueError: a thread that is not open, or a parent that is not there.
+            ValueError: a thread is not open, or a parent does not exist.
         """
         first = self.num_rows
         for number in threads.unique().tolist():
@@ -116,7 +129,7 @@ class Forest:
         return slice(first, self.num_rows)
 
     def sight(self, rows: slice) -> Sight:
-        """What ``rows`` see of the past and of all trees."""
+        """The attention mask of ``rows`` over the past and all trees."""
         indices = torch.full_like(self.threads, UNSEEN)
         for number in self.threads.unique().tolist():
             indices[self.rows_of(number)[0]] = self._past_tokens[number]
@@ -137,76 +150,77 @@ class Forest:
         return None if found is None else int(own[found])
 
     def reset(self, root_position: int) -> None:
-        """Forget all rows of the main thread, which has the only ones; its root will stand at ``root_position``."""
+        """Drop all rows of the main thread, the only thread with rows; its next root gets position ``root_position``."""
         self.trees[0].reset(root_position)
         self.threads = self.threads[:0]
 
-    def advance(self, verdict: Verdict) -> tuple[Advance, Turn]:
-        """Replay a verdict: what it commits and keeps of the rows of all trees, and what it does to each thread."""
-        turn = follow(self.sequence, verdict)
+    def advance(self, verdict: Verdict) -> tuple[Advance, ThreadChanges]:
+        """Replay a verdict. Returns which rows of all trees are committed and kept, and the effects on each thread."""
+        changes = apply_verdict(self.sequence, verdict)
         token_ids = self.token_ids
-        stays = torch.ones_like(self.threads, dtype=torch.bool)
+        is_kept = torch.ones_like(self.threads, dtype=torch.bool)
         committed = []
-        for number, tokens in turn.accepted.items():
-            committed.append(self._accept(number, tokens, stays))
-            turn.committed[number] = token_ids[committed[-1]]
-        for number, rest in turn.rests.items():
-            self._thin(number, rest, stays)
-        if turn.changes_threads:
-            self._drop_unseen_roots(stays)
-        for number in {start.thread for start in turn.starts} | set(turn.accepted):
-            self._place(number)
-        if turn.starts:
-            self.slots.changed()
+        for number, tokens in changes.accepted.items():
+            committed.append(self._accept(number, tokens, is_kept))
+            changes.committed[number] = token_ids[committed[-1]]
+        for number, remaining in changes.remaining.items():
+            self._reduce(number, remaining, is_kept)
+        if changes.affects_threads:
+            self._drop_unneeded_roots(is_kept)
+        for number in {start.thread for start in changes.starts} | set(changes.accepted):
+            self._ensure_tree(number)
+        if changes.starts:
+            self.slots.threads_changed()
         rows = torch.cat([self.threads[:0], *committed])
-        advance = Advance(rows, token_ids[rows], torch.nonzero(stays)[:, 0], len(stays), hit=False)
-        self.threads = self.threads[stays]
-        return advance, turn
+        advance = Advance(rows, token_ids[rows], torch.nonzero(is_kept)[:, 0], len(is_kept), hit=False)
+        self.threads = self.threads[is_kept]
+        return advance, changes
 
     def release(self) -> Tensor | None:
-        """Forget tokens of the past that nobody will see again: int64, the slots of the past that stay; None if all do."""
+        """Forget tokens that no later token attends to. Returns int64, the slots of the past that remain; None if all do."""
         return self.slots.release()
 
-    def _accept(self, number: int, tokens: tuple[int, ...], stays: Tensor) -> Tensor:
-        """Advance one tree; returns the rows that have become past."""
+    def _accept(self, number: int, tokens: tuple[int, ...], is_kept: Tensor) -> Tensor:
+        """Advance one tree; returns the rows that are committed."""
         own, tree = self.rows_of(number), self.trees[number]
         positions = tree.positions
         advance = tree.advance(tokens)
-        stays[own] = False
-        stays[own[advance.kept]] = True
+        is_kept[own] = False
+        is_kept[own[advance.kept]] = True
         count = len(advance.committed)
         indices = torch.arange(self._past_tokens[number], self._past_tokens[number] + count, device=self._device)
         self._past_tokens[number] += count
         self.slots.commit(torch.full_like(indices, number), indices, positions[advance.committed])
         return own[advance.committed]
 
-    def _thin(self, number: int, rest: Rest, stays: Tensor) -> None:
+    def _reduce(self, number: int, remaining: Remaining, is_kept: Tensor) -> None:
         """Drop rows of a tree that has been advanced."""
         tree = self.trees.get(number)
-        if tree is None or rest is Rest.SUBTREE or not tree.num_rows:
+        if tree is None or remaining is Remaining.SUBTREE or not tree.num_rows:
             return
-        own = torch.nonzero(stays & (self.threads == number))[:, 0]
-        if rest is Rest.ROOT:
+        own = torch.nonzero(is_kept & (self.threads == number))[:, 0]
+        if remaining is Remaining.ROOT:
             tree.keep(own.new_zeros(1))
-            stays[own[1:]] = False
+            is_kept[own[1:]] = False
         else:
             tree.reset(tree.root_position)
-            stays[own] = False
+            is_kept[own] = False
 
-    def _drop_unseen_roots(self, stays: Tensor) -> None:
-        """Drop last tokens of ended threads that nobody will see any more."""
+    def _drop_unneeded_roots(self, is_kept: Tensor) -> None:
+        """Drop the last tokens of ended threads if no later token attends to them."""
         for thread, needed in zip(self.sequence.threads, self.sequence.needed(), strict=True):
             if thread.state is State.ENDED and needed < thread.num_tokens:
-                self._thin(thread.number, Rest.NOTHING, stays)
+                self._reduce(thread.number, Remaining.NOTHING, is_kept)
 
-    def _place(self, number: int) -> None:
+    def _ensure_tree(self, number: int) -> None:
+        """Create a thread's tree if it has none, and set the position of its root."""
         if number not in self.trees:
             self.trees[number] = PredictionTree(self._device, block=64)
             self._past_tokens[number] = 0
-        place(self.trees[number], self.sequence, number)
+        position_root(self.trees[number], self.sequence, number)
 
     def _gathered(self, name: str) -> Tensor:
-        """[N], the values that each tree has for its own rows."""
+        """[N], the attribute ``name`` of every row, collected from the trees."""
         values = torch.zeros_like(self.threads)
         for number in self.threads.unique().tolist():
             values[self.threads == number] = getattr(self.trees[number], name)

@@ -1,7 +1,7 @@
-"""Which token of which thread each slot of a cache holds, and so which slots the rows of a thread see.
+"""Labels for the slots of a KV cache: which thread's token each slot holds, and so which threads attend to it.
 
-Slots are in the cache's order: those of the past first, the prompt's at their beginning, then those of the trees. Shapes: R rows,
-P slots of the past, N of the trees, S = P + N.
+Slots are in cache order: first the past, beginning with the prompt, then the rows of all trees. A token is *certain* when it is
+accepted or forced. Shapes: R rows, P slots of the past, N slots of the trees, S = P + N, T threads.
 """
 
 from __future__ import annotations
@@ -11,18 +11,23 @@ from torch import Tensor
 
 from pipedec.threads import Sequence
 
-UNSEEN = 2**40  # index of rows that are no certain tokens: only their own tree sees them
+UNSEEN = 2**40  # token index of rows that are not certain: only rows of their own tree attend to them
 
 
 class Slots:
-    """Labels of slots, and for each thread how many tokens of the others it sees."""
+    """The labels of all slots of the past, and how many tokens of every other thread each thread attends to.
+
+    A slot's label is 0 for the prompt, else the thread number + 1.
+    """
 
     def __init__(self, sequence: Sequence, device: torch.device | str) -> None:
         self._sequence = sequence
         self._device = device
         prompt = torch.arange(sequence.prompt_length, device=device)
-        self._past = torch.stack((torch.zeros_like(prompt), torch.zeros_like(prompt), prompt))  # [3, P]: label, index, position
-        self._limits: Tensor | None = None  # int64 [T, T + 1]
+        self._past = torch.stack(
+            (torch.zeros_like(prompt), torch.zeros_like(prompt), prompt)
+        )  # [3, P]: label, token index, position id
+        self._limits: Tensor | None = None  # [T, T + 1], see ``_visible_tokens``; None = outdated
 
     @property
     def past_length(self) -> int:
@@ -30,28 +35,43 @@ class Slots:
 
     @property
     def shared(self) -> int:
-        """How many slots, the first ones, every thread sees."""
+        """Number of leading slots visible to every thread."""
         return self._sequence.prompt_length
 
     @property
     def past_positions(self) -> Tensor:
-        """int64 [P]."""
+        """int64 [P], position ids."""
         return self._past[2]
 
     def commit(self, threads: Tensor, indices: Tensor, positions: Tensor) -> None:
-        """Rows become past, in this order: int64 [R], whose token each is, which of them, and where it stands."""
+        """Append R rows to the past.
+
+        Args:
+            threads: int64 [R], the thread of each token.
+            indices: int64 [R], the token's index in its thread.
+            positions: int64 [R], its position id.
+        """
         self._past = torch.cat((self._past, torch.stack((threads + 1, indices, positions))), 1)
 
     def seen(self, threads_R: Tensor, tree_threads_N: Tensor, tree_indices_N: Tensor) -> Tensor:
-        """bool [R, S]: the certain tokens that rows of these threads see."""
+        """The certain tokens that rows attend to.
+
+        Args:
+            threads_R: int64, the thread of each row.
+            tree_threads_N: int64, the thread of each tree slot.
+            tree_indices_N: int64, the token index of each tree slot, UNSEEN if its token is not certain.
+
+        Returns:
+            bool [R, S].
+        """
         labels_S = torch.cat((self._past[0], tree_threads_N + 1))
         indices_S = torch.cat((self._past[1], tree_indices_N))
         if self._limits is None:
-            self._limits = self._seen_tokens()
+            self._limits = self._visible_tokens()
         return indices_S < self._limits[threads_R][:, labels_S]
 
     def release(self) -> Tensor | None:
-        """Forget what no later token may see: int64, the slots of the past that stay; None if all do."""
+        """Forget tokens that no later token attends to. Returns int64, the slots of the past that remain; None if all do."""
         needed = torch.tensor([1, *self._sequence.needed()], device=self._device)
         is_kept = self._past[1] < needed[self._past[0]]
         if bool(is_kept.all()):
@@ -59,12 +79,12 @@ class Slots:
         self._past = self._past[:, is_kept]
         return torch.nonzero(is_kept)[:, 0]
 
-    def changed(self) -> None:
-        """Threads were opened or joined others since the last call."""
+    def threads_changed(self) -> None:
+        """To be called when threads were opened or have joined others."""
         self._limits = None
 
-    def _seen_tokens(self) -> Tensor:
-        """For each thread, how many tokens it sees of the prompt (where 1 stands for all) and of each thread."""
+    def _visible_tokens(self) -> Tensor:
+        """int64 [T, T + 1], number of tokens of each label that a thread attends to; 1 stands for the whole prompt."""
         count = len(self._sequence.threads)
         table = []
         for number in range(count):

@@ -1,6 +1,6 @@
-"""The stage model: some layers of a LLaMA-family checkpoint, with a two-level cache and tree attention.
+"""The stage model: consecutive layers of a LLaMA-family checkpoint, with a two-level KV cache and tree attention.
 
-Knows tensors and Hugging Face checkpoints; knows neither the cluster, nor tokenizers, nor the decoding method.
+Knows tensors and Hugging Face checkpoints, but not the cluster, tokenizers or decoding methods.
 """
 
 from pipedec.model.bita import BitaConfig, BitaWeights, checked_bita, fingerprint

@@ -1,6 +1,6 @@
 """Attention over the accepted past and the prediction tree (paper Algorithm 1), for CPU and CUDA.
 
-Both score blocks share one softmax; the past needs no mask. Knows tensors only: neither cache nor model.
+The scores over past and tree share one softmax; the past needs no mask. Knows tensors only, neither cache nor model.
 
 Shape legend: R rows in this step, P past tokens, N tree slots including this step's rows, S = P + N, H query heads,
 K key-value heads, G = H / K, D head size, E hidden size, V vocabulary, L layers.
@@ -26,15 +26,15 @@ PastAttention = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True)
 class AttentionPlan:
-    """What attention needs to know of one step, prepared once and used by every layer.
+    """The masks of one step, prepared once and used by every layer.
 
     Attributes:
-        past_length: P, with the learned prompt before it where the rows see that; of an answer in several threads, only the slots
-            that all rows see.
-        is_prefill: the rows follow the past directly and see each other causally.
-        biases: window to what is added to the scores: [R, S] in prefill (None = plain causal from slot 0), else
-            [R·G, S] for the folded queries.
-        uses_flash: flash-attention takes the layers without a window, and all layers in prefill.
+        past_length: number of leading slots that every row sees: the past, and in front of it the learned prompt if the rows
+            see that. With several decode threads, only the slots visible to all of them.
+        is_prefill: the rows directly follow the past and attend to each other causally.
+        biases: for each sliding window, the tensor that is added to the scores: [R, S] in prefill (None = plain causal
+            attention from slot 0), else [R·G, S] for the folded queries.
+        uses_flash: use flash-attention in layers without a sliding window, and in all layers during prefill.
     """
 
     past_length: int
@@ -46,7 +46,7 @@ class AttentionPlan:
     def for_prefill(
         cls, past_length: int, rows: int, windows: Iterable[int | None], dtype: torch.dtype, device: torch.device
     ) -> AttentionPlan:
-        """A chunk of the prompt, right behind the past."""
+        """For a chunk of the prompt, directly behind the past."""
         uses_flash = _flash_applies(dtype, device)
         biases: dict[int | None, Tensor | None] = {}
         for window in set(windows):
@@ -67,16 +67,19 @@ class AttentionPlan:
         dtype: torch.dtype,
         prompt_length: int | None = None,
     ) -> AttentionPlan:
-        """Rows of the prediction tree; every row of ``mask_RN`` marks the row's ancestors and itself.
+        """For rows of the prediction tree.
 
         Args:
-            prompt_length: Q, for rows that are masks: the keys begin with the learned prompt. None: the rows are no masks.
+            mask_RN: bool; each row marks its ancestors and itself.
+            windows: the sliding windows of the layers, None for a layer without one.
+            group: G.
+            prompt_length: for mask rows (BiTA): length Q of the learned prompt in front of the keys. None for ordinary rows.
         """
         is_mask_R = mask_RN.new_full((len(mask_RN),), prompt_length is not None)
         seen_RS = visible_slots(mask_RN, is_mask_R, prompt_length or 0, past_length)
         biases: dict[int | None, Tensor | None] = {}
         for window in set(windows):
-            seen = seen_RS if window is None else seen_RS & _near_slots(mask_RN, prompt_length or 0, past_length, window)
+            seen = seen_RS if window is None else seen_RS & _slots_in_window(mask_RN, prompt_length or 0, past_length, window)
             biases[window] = _folded_bias(seen, group, dtype)
         return cls((prompt_length or 0) + past_length, False, biases, _flash_applies(dtype, mask_RN.device))
 
@@ -90,25 +93,26 @@ class AttentionPlan:
         dtype: torch.dtype,
         prompt_length: int | None = None,
     ) -> AttentionPlan:
-        """Rows of several threads, each of which sees its own part of past and trees.
+        """For rows of several decode threads, each of which sees its own part of past and trees.
 
         Args:
-            positions_R: int64, of the rows.
-            prompt_length: as in ``for_tree``.
+            sight: the slots that each row sees.
+            positions_R: int64 positions of the rows.
+            windows, group, prompt_length: as in ``for_tree``.
         """
-        count, device = prompt_length or 0, positions_R.device
+        num_prompt_slots, device = prompt_length or 0, positions_R.device
         biases: dict[int | None, Tensor | None] = {}
         for window in set(windows):
             seen_RS = sight.seen
             if window is not None:
                 seen_RS = seen_RS & (sight.slot_positions > positions_R[:, None] - window)
-            seen_RS = torch.cat((seen_RS.new_ones(len(seen_RS), count), seen_RS), 1)
+            seen_RS = torch.cat((seen_RS.new_ones(len(seen_RS), num_prompt_slots), seen_RS), 1)
             biases[window] = _folded_bias(seen_RS, group, dtype)
-        return cls(count + sight.shared, False, biases, _flash_applies(dtype, device))
+        return cls(num_prompt_slots + sight.shared, False, biases, _flash_applies(dtype, device))
 
 
 def _folded_bias(seen_RS: Tensor, group: int, dtype: torch.dtype) -> Tensor:
-    """[R·G, S], what is added to the scores of folded queries."""
+    """[R·G, S], to be added to the scores of folded queries: 0 for visible slots, −inf for all others."""
     rows, slots = seen_RS.shape
     bias = torch.zeros((rows, group, slots), dtype=dtype, device=seen_RS.device)
     return bias.masked_fill_(~seen_RS[:, None], -torch.inf).flatten(0, 1)
@@ -120,8 +124,8 @@ def tree_attention(q_RHD: Tensor, keys_KSD: Tensor, values_KSD: Tensor, plan: At
     Args:
         q_RHD: rotated queries.
         keys_KSD: rotated keys of past, tree and this step's rows.
-        values_KSD: their values.
-        plan: built for this step with this window among its windows.
+        values_KSD: values of the same slots.
+        plan: the plan of this step; its windows include ``window``.
         window: the layer's sliding window, or None.
 
     Returns:
@@ -146,7 +150,7 @@ def reference_attention(
     mask_RN: Tensor | None = None,
     window: int | None = None,
 ) -> Tensor:
-    """Paper Algorithm 1 to the letter: two score blocks, one softmax, two weighted sums. Slow; tests compare with it."""
+    """Paper Algorithm 1 as written: two score blocks, one softmax, two weighted sums. Slow; a reference for tests."""
     rows, heads, head_dim = q_RHD.shape
     group = heads // keys_KSD.shape[0]
     keys_HSD, values_HSD = keys_KSD.repeat_interleave(group, 0), values_KSD.repeat_interleave(group, 0)
@@ -154,7 +158,7 @@ def reference_attention(
         seen_RS = _causal_mask(past_length, rows, window, q_RHD.device)
     else:
         seen_RS = visible_slots(mask_RN, mask_RN.new_zeros(rows), 0, past_length)
-        seen_RS &= _near_slots(mask_RN, 0, past_length, window or keys_KSD.shape[1] + 1)
+        seen_RS &= _slots_in_window(mask_RN, 0, past_length, window or keys_KSD.shape[1] + 1)
     scores_HRS = torch.einsum("rhd,hsd->hrs", q_RHD, keys_HSD) / head_dim**0.5
     past_HRP = scores_HRS[:, :, :past_length].masked_fill(~seen_RS[:, :past_length], -torch.inf)
     tree_HRN = scores_HRS[:, :, past_length:].masked_fill(~seen_RS[:, past_length:], -torch.inf)
@@ -167,11 +171,14 @@ def reference_attention(
 def attention_by_parts(
     q_RHD: Tensor, keys_KSD: Tensor, values_KSD: Tensor, past_length: int, bias: Tensor, attend_past: PastAttention
 ) -> Tensor:
-    """The past by a kernel that also returns the log-sum-exp of its scores, the tree by a small masked one, merged.
+    """Attend to past and tree separately, and merge the results by the log-sum-exp of their scores.
 
     Args:
-        bias: [R·G, S], added to the scores; only its tree columns are used.
-        attend_past: (q_RHD, keys_KPD, values_KPD) to (out_RHD, lse_RH), all keys seen by all rows.
+        bias: [R·G, S], added to the scores; only the tree's columns are used.
+        attend_past: an unmasked kernel, (q_RHD, keys_KPD, values_KPD) to (out_RHD, lse_RH).
+
+    Returns:
+        out_RHD.
     """
     out_past_RHD, lse_past_RH = attend_past(q_RHD, keys_KSD[:, :past_length], values_KSD[:, :past_length])
     out_tree_RHD, lse_tree_RH = attention_with_lse(
@@ -181,10 +188,10 @@ def attention_by_parts(
 
 
 def attention_with_lse(q_RHD: Tensor, keys_KSD: Tensor, values_KSD: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Attention that also returns the log-sum-exp of its scores, in plain tensor operations.
+    """Attention in plain tensor operations that also returns the log-sum-exp of its scores.
 
     Returns:
-        out_RHD, lse_RH (float32 at least).
+        out_RHD, lse_RH (in float32 or wider).
     """
     rows, heads, head_dim = q_RHD.shape
     scores = torch.bmm(_fold(q_RHD, keys_KSD.shape[0]), keys_KSD.transpose(1, 2)) * head_dim**-0.5
@@ -197,7 +204,7 @@ def attention_with_lse(q_RHD: Tensor, keys_KSD: Tensor, values_KSD: Tensor, bias
 
 
 def merge_by_lse(out_a_RHD: Tensor, lse_a_RH: Tensor, out_b_RHD: Tensor, lse_b_RH: Tensor) -> Tensor:
-    """Join two attentions over disjoint keys as if one softmax had covered both: weights exp(lse) of each."""
+    """Merge two attentions over disjoint keys into the one over all keys, weighting each by exp(lse)."""
     lse_RH = torch.logaddexp(lse_a_RH, lse_b_RH)
     share_a_RH1 = (lse_a_RH - lse_RH).exp()[..., None]
     share_b_RH1 = (lse_b_RH - lse_RH).exp()[..., None]
@@ -205,7 +212,7 @@ def merge_by_lse(out_a_RHD: Tensor, lse_a_RH: Tensor, out_b_RHD: Tensor, lse_b_R
 
 
 def _fold(q_RHD: Tensor, kv_heads: int) -> Tensor:
-    """Queries as [K, R·G, D]: the heads that share keys become rows, so that keys are never repeated."""
+    """Queries as [K, R·G, D]: the heads that share a key-value head become rows, so that keys need not be repeated."""
     rows, heads, head_dim = q_RHD.shape
     return q_RHD.view(rows, kv_heads, heads // kv_heads, head_dim).transpose(0, 1).reshape(kv_heads, -1, head_dim)
 
@@ -224,7 +231,7 @@ def _folded_attention(q_RHD: Tensor, keys_KSD: Tensor, values_KSD: Tensor, bias:
 
 
 def _wide_attention(q_RHD: Tensor, keys_KSD: Tensor, values_KSD: Tensor, bias_RS: Tensor | None) -> Tensor:
-    """Prefill: key-value heads as the batch, so that the [R, S] bias is shared; keys are expanded without a copy."""
+    """For prefill: key-value heads are the batch, so that all share one [R, S] bias; keys are expanded without a copy."""
     rows, heads, head_dim = q_RHD.shape
     kv_heads, slots, _ = keys_KSD.shape
     group = heads // kv_heads
@@ -236,29 +243,30 @@ def _wide_attention(q_RHD: Tensor, keys_KSD: Tensor, values_KSD: Tensor, bias_RS
 
 
 def _causal_mask(past_length: int, rows: int, window: int | None, device: torch.device) -> Tensor:
-    """[R, S] of rows that follow the past directly: slots are positions."""
+    """bool [R, S] for rows that directly follow the past, where slot numbers are positions."""
     positions_R1 = torch.arange(past_length, past_length + rows, device=device)[:, None]
     slots_S = torch.arange(past_length + rows, device=device)
     seen_RS = slots_S <= positions_R1
     return seen_RS if window is None else seen_RS & (slots_S > positions_R1 - window)
 
 
-def _near_slots(mask_RN: Tensor, prompt_length: int, past_length: int, window: int) -> Tensor:
-    """bool [R, Q + P + N]: slots among the last ``window`` positions up to each tree row's own, and the learned prompt.
+def _slots_in_window(mask_RN: Tensor, prompt_length: int, past_length: int, window: int) -> Tensor:
+    """bool [R, Q + P + N]: the slots within the last ``window`` positions, each tree row's own included.
 
-    A past slot is its position. A path has one tree row per position and rows enter after their parents, so the
-    distance from a row to a marked ancestor is the number of marks behind it. The learned prompt takes no positions.
+    The number of a past slot is its position. A path has one tree row per position and rows enter after their parents, so the
+    distance from a row to a marked ancestor is the number of marks to the right of it. The learned prompt has no positions and
+    is always in the window.
     """
     depth_R1 = mask_RN.sum(1, keepdim=True)
-    near_RN = depth_R1 - mask_RN.cumsum(1) < window
+    tree_RN = depth_R1 - mask_RN.cumsum(1) < window
     slots_P = torch.arange(past_length, device=mask_RN.device)
     past_RP = slots_P > past_length + depth_R1 - 1 - window
-    return torch.cat((mask_RN.new_ones(len(mask_RN), prompt_length), past_RP, near_RN), dim=1)
+    return torch.cat((mask_RN.new_ones(len(mask_RN), prompt_length), past_RP, tree_RN), dim=1)
 
 
 @cache
 def _flash_attention() -> Any:
-    """flash_attn_func, or None where the package is not installed."""
+    """``flash_attn_func``, or None if the package is not installed."""
     if importlib.util.find_spec("flash_attn") is None:
         return None
     return importlib.import_module("flash_attn").flash_attn_func
@@ -269,10 +277,10 @@ def _flash_applies(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 def _flash_prefill(q_RHD: Tensor, keys_KSD: Tensor, values_KSD: Tensor, window: int | None) -> Tensor:
-    """flash-attention's causal mask is aligned to the last key, which is what rows behind a past need."""
-    reach = (-1, -1) if window is None else (window - 1, 0)
+    """Causal attention of a prompt chunk: flash-attention aligns its causal mask to the last key, as rows behind a past need."""
+    window_size = (-1, -1) if window is None else (window - 1, 0)
     keys, values = keys_KSD.transpose(0, 1)[None], values_KSD.transpose(0, 1)[None]
-    out_RHD: Tensor = _flash_attention()(q_RHD[None], keys, values, causal=True, window_size=reach)[0]
+    out_RHD: Tensor = _flash_attention()(q_RHD[None], keys, values, causal=True, window_size=window_size)[0]
     return out_RHD
 
 

@@ -1,7 +1,7 @@
-"""The files of a trained BiTA: learned prompt keys and values for every layer of a target, and one embedding per mask.
+"""The files of a trained BiTA: keys and values of a learned prompt for every layer of a target, and one embedding per mask.
 
-Knows the file format and which target a file belongs to. Knows nothing of how the tensors are used. Shapes: L layers, K key-value
-heads, Q prompt tokens, D head size, M masks, E hidden size.
+Knows the file format and which target a file belongs to, but not how the tensors are used. Shapes: L layers, K key-value heads,
+Q prompt tokens, D head size, M masks, E hidden size.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ _FORMAT = "pipedec-bita-1"
 
 @dataclass(frozen=True)
 class BitaConfig:
-    """What ``config.json`` of a BiTA directory says.
+    """``config.json`` of a BiTA directory.
 
     Attributes:
         target: ``fingerprint`` of the target it was trained for.
         num_masks: M.
         num_prompt_tokens: Q; 0 without a prompt.
-        prompting: how the prompt was learned: ``deep`` (keys and values of every layer), ``shallow`` (input embeddings, of which
-            the layers made these keys and values), ``none`` (BiTA Table 3).
+        prompting: how the prompt was learned (BiTA Table 3): ``deep`` (keys and values of every layer), ``shallow`` (input
+            embeddings, from which the layers computed the keys and values) or ``none``.
     """
 
     target: str
@@ -45,7 +45,7 @@ class BitaConfig:
 
     @classmethod
     def from_directory(cls, directory: Path) -> BitaConfig:
-        """Raises UserError if there is no such file, or it is not of this format."""
+        """Read the config. Raises UserError if the file is missing, damaged or not in this format."""
         path = directory / "config.json"
         try:
             raw: Any = json.loads(path.read_text(encoding="utf-8"))
@@ -57,11 +57,11 @@ class BitaConfig:
             config: BitaConfig | None = cls(**raw)
         except TypeError:
             config = None
-        if config is None or not config._is_sound():
+        if config is None or not config._is_valid():
             raise UserError(f"{path} is damaged: train again, or copy it again")
         return config
 
-    def _is_sound(self) -> bool:
+    def _is_valid(self) -> bool:
         kinds = [type(value) for value in (self.target, self.num_masks, self.num_prompt_tokens, self.prompting)]
         if kinds != [str, int, int, str]:
             return False
@@ -70,11 +70,11 @@ class BitaConfig:
 
 @dataclass(frozen=True)
 class BitaWeights:
-    """What the layers of one stage need.
+    """The tensors that the layers of one stage need.
 
     Attributes:
-        prompt: [L, 2, K, Q, D], keys and values of the learned prompt; keys are not rotated, for it takes no positions.
-        masks: [M, E], embeddings; the first stage needs them.
+        prompt: [L, 2, K, Q, D], keys and values of the learned prompt. It has no positions, so its keys are not rotated.
+        masks: [M, E], embeddings of the masks; used by the first stage.
     """
 
     prompt: Tensor
@@ -82,22 +82,24 @@ class BitaWeights:
 
     @classmethod
     def load(cls, directory: Path, config: ModelConfig, layers: range, dtype: torch.dtype, device: torch.device) -> BitaWeights:
-        """Those of ``layers`` alone.
+        """Read the tensors of ``layers`` only.
+
+        Args:
+            config: the target's shape.
 
         Raises:
-            UserError: the file is missing, truncated, or of other shapes than its config and the target say.
+            UserError: the file is missing or truncated, or a shape does not match the BiTA's config and the target.
         """
-        described = BitaConfig.from_directory(directory)
         path = directory / SINGLE_FILE
-        expected = _shapes(described, config)
+        expected = _shapes(BitaConfig.from_directory(directory), config)
         try:
             with safe_open(str(path), framework="pt") as file:
                 slices = {name: file.get_slice(name) for name in expected if name in file.keys()}  # noqa: SIM118
                 for name, shape in expected.items():
                     found = list(slices[name].get_shape()) if name in slices else None
                     if found != list(shape):
-                        said = "is missing" if found is None else f"has shape {found}"
-                        raise UserError(f"{path}: tensor {name} {said}, but config.json and the target ask for {list(shape)}")
+                        problem = "is missing" if found is None else f"has shape {found}"
+                        raise UserError(f"{path}: tensor {name} {problem}, but config.json and the target ask for {list(shape)}")
                 prompt, masks = slices["prompt"][layers.start : layers.stop], slices["masks"][:]
         except (SafetensorError, OSError) as error:
             reason = " ".join(str(error).split())
@@ -105,7 +107,7 @@ class BitaWeights:
         return cls(prompt.to(device, dtype), masks.to(device, dtype))
 
     def save(self, directory: Path, config: BitaConfig) -> None:
-        """Write both files, from tensors of all layers."""
+        """Write both files. These weights must be those of all layers."""
         directory.mkdir(parents=True, exist_ok=True)
         tensors = {"prompt": self.prompt, "masks": self.masks}
         save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, directory / SINGLE_FILE)
@@ -122,10 +124,10 @@ class BitaWeights:
 
 
 def checked_bita(directory: Path, target: Path) -> BitaConfig:
-    """The config of a BiTA that was trained for ``target``.
+    """Read a BiTA's config and check that its tensors fit and that it was trained for ``target``.
 
     Raises:
-        UserError: it cannot be read, or belongs to another target.
+        UserError: it cannot be read, or was trained for another target.
     """
     config = BitaConfig.from_directory(directory)
     model = ModelConfig.from_directory(target)
@@ -136,7 +138,7 @@ def checked_bita(directory: Path, target: Path) -> BitaConfig:
 
 
 def fingerprint(target: Path) -> str:
-    """A name for a target's weights that is quick to find: the SHA-256 of every tensor's name, shape and first row."""
+    """A quick digest of a target's weights: SHA-256 over the name, shape and first row of every tensor (16 hex digits)."""
     total = hashlib.sha256()
     for name, shape, first_row in Checkpoint(target).first_rows():
         total.update(f"{name} {list(shape)}".encode())
@@ -144,6 +146,6 @@ def fingerprint(target: Path) -> str:
     return total.hexdigest()[:16]
 
 
-def _shapes(described: BitaConfig, config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    prompt = (config.num_layers, 2, config.num_kv_heads, described.num_prompt_tokens, config.head_dim)
-    return {"prompt": prompt, "masks": (described.num_masks, config.hidden_size)}
+def _shapes(bita: BitaConfig, target: ModelConfig) -> dict[str, tuple[int, ...]]:
+    prompt = (target.num_layers, 2, target.num_kv_heads, bita.num_prompt_tokens, target.head_dim)
+    return {"prompt": prompt, "masks": (bita.num_masks, target.hidden_size)}

@@ -1,8 +1,8 @@
-"""The two-level key-value cache of one stage: accepted rows (``past``), then speculative rows (``tree``), in one buffer.
+"""The two-level KV cache of one stage: accepted rows (``past``), then speculative rows (``tree``), in one buffer.
 
-In front of both there may be a third region that never changes: a learned prompt, which only those see who ask for it.
+In front of both may be a learned prompt (BiTA), which never changes and which only views ``with_prompt`` include.
 
-Knows slots and row order. Knows nothing of tokens, parents or masks.
+Knows slots and the order of rows, but not tokens, parents or masks.
 """
 
 from __future__ import annotations
@@ -14,15 +14,18 @@ from torch import Tensor
 class KVCache:
     """Keys and values of every layer of a stage, in one tensor [L, 2, K, slots, D].
 
-    Slots [0, past_length) hold the accepted rows in order of position, the next ``tree_length`` slots the speculative
-    rows in order of entry. Committing the root therefore only moves the boundary, and attention sees both levels as
-    one block. A step's rows are written behind both; ``extend_tree`` or ``extend_past`` then counts them in.
+    Slots [0, past_length) hold the accepted rows in the order in which they were committed, the next ``tree_length`` slots the
+    speculative rows in the order of entry. Committing the root therefore only moves the boundary, and attention sees both levels
+    as one block. A step's rows are written behind both; ``extend_tree`` or ``extend_past`` then adds them to a level.
 
-    Slots are counted from the first that may hold a row; the learned prompt lies before it.
+    Slot 0 is the first one behind the learned prompt.
 
     Args:
-        block: slots the buffer grows by.
-        prompt: [L, 2, K, Q, D], keys and values of the learned prompt; None for none.
+        block: number of slots by which the buffer grows.
+        prompt: [L, 2, K, Q, D], keys and values of the learned prompt, or None.
+
+    Raises:
+        ValueError: ``block`` is less than 1.
     """
 
     def __init__(
@@ -48,27 +51,27 @@ class KVCache:
 
     @property
     def length(self) -> int:
-        """Rows in both levels."""
+        """Number of rows in both levels."""
         return self.past_length + self.tree_length
 
     @property
     def slots(self) -> int:
-        """Rows that the buffer can hold."""
+        """Number of rows that the buffer can hold."""
         return self._buffer.shape[3] - self.prompt_length
 
     @property
     def num_bytes(self) -> int:
-        """Memory of the buffer."""
+        """Size of the buffer in bytes."""
         return self._buffer.nbytes
 
     def reset(self) -> None:
-        """Forget all rows; the memory stays."""
+        """Drop all rows; the buffer stays allocated."""
         self.past_length = 0
         self.tree_length = 0
 
     @torch.inference_mode()
     def reserve(self, rows: int) -> None:
-        """Make room for ``rows`` more rows behind the present ones, growing the buffer by whole blocks."""
+        """Make room for ``rows`` more rows, growing the buffer by whole blocks if necessary."""
         needed = self.length + rows
         if needed <= self.slots:
             return
@@ -81,10 +84,10 @@ class KVCache:
 
     @torch.inference_mode()
     def write(self, layer: int, keys_KRD: Tensor, values_KRD: Tensor) -> None:
-        """Write a step's rows behind the present rows of one layer, without counting them in.
+        """Write a step's rows behind the rows of one layer, without adding them to a level.
 
         Raises:
-            ValueError: there is no room; ``reserve`` comes first.
+            ValueError: the buffer is too small; call ``reserve`` first.
         """
         end = self.length + keys_KRD.shape[1]
         if end > self.slots:
@@ -94,7 +97,15 @@ class KVCache:
         self._buffer[layer, 1, :, where] = values_KRD
 
     def view(self, layer: int, extra_rows: int = 0, with_prompt: bool = False) -> tuple[Tensor, Tensor]:
-        """keys_KSD, values_KSD of past, tree and ``extra_rows`` rows just written; ``with_prompt``, the learned prompt first."""
+        """keys_KSD, values_KSD of past and tree, without copying.
+
+        Args:
+            extra_rows: also include this number of rows just written behind them.
+            with_prompt: put the learned prompt first.
+
+        Raises:
+            ValueError: the buffer has fewer slots than that.
+        """
         end = self.length + extra_rows
         if end > self.slots:
             raise ValueError(f"{end} rows were never written: the buffer has {self.slots} slots")
@@ -103,15 +114,15 @@ class KVCache:
         return keys_KSD, values_KSD
 
     def extend_tree(self, rows: int) -> None:
-        """Count rows that every layer has written into the tree level."""
+        """Add ``rows`` written rows to the tree level. Raises ValueError if the buffer is too small to hold them."""
         self._check_written(rows)
         self.tree_length += rows
 
     def extend_past(self, rows: int) -> None:
-        """Count rows that every layer has written into the past level.
+        """Add ``rows`` written rows to the past level.
 
         Raises:
-            ValueError: the tree is not empty, so these rows do not follow the past.
+            ValueError: the tree is not empty, so the rows do not follow the past, or the buffer is too small to hold them.
         """
         if self.tree_length:
             raise ValueError(f"cannot extend the past behind {self.tree_length} tree rows: advance or reset first")
@@ -120,14 +131,14 @@ class KVCache:
 
     @torch.inference_mode()
     def advance(self, committed: Tensor, kept: Tensor) -> None:
-        """Move accepted tree rows into the past and drop all that is not kept (one copy over all layers).
+        """Commit tree rows to the past and prune those that are not kept (one copy over all layers).
 
         Args:
             committed: int64 indices into the tree rows, in the order in which they join the past.
-            kept: int64 indices into the tree rows, in the order that the tree has afterwards.
+            kept: int64 indices into the tree rows, in their new order.
 
         Raises:
-            ValueError: an index outside the tree, or one given twice.
+            ValueError: an index is outside the tree or occurs twice.
         """
         order = committed.tolist() + kept.tolist()
         if len(set(order)) != len(order) or (order and not 0 <= min(order) <= max(order) < self.tree_length):
@@ -143,10 +154,13 @@ class KVCache:
 
     @torch.inference_mode()
     def release(self, kept: Tensor) -> None:
-        """Drop all accepted rows but ``kept``: int64 slots of the past, ascending. The tree moves up behind them.
+        """Drop all past rows except ``kept``; the tree follows directly behind them.
+
+        Args:
+            kept: int64 slots of the past, ascending.
 
         Raises:
-            ValueError: a slot outside the past, or not in order.
+            ValueError: a slot is outside the past or out of order.
         """
         if len(kept) and (bool((kept.diff() <= 0).any()) or int(kept[0]) < 0 or int(kept[-1]) >= self.past_length):
             raise ValueError(f"slots to keep must be ascending and below {self.past_length}")

@@ -1,6 +1,6 @@
-"""The safetensors files of a Hugging Face checkpoint: which tensor lies where, what a stage needs, and reading just that.
+"""The safetensors files of a Hugging Face checkpoint: where each tensor is, which ones a stage needs, and reading only those.
 
-Knows file formats and tensor names. Knows nothing of how the tensors are used.
+Knows file formats and tensor names, but not how the tensors are used.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ Shape = tuple[int, ...]
 
 
 class Checkpoint:
-    """Maps every tensor of a checkpoint to its file, its shape and its dtype, from the headers alone.
+    """The file, shape and dtype of every tensor of a checkpoint. Only the headers are read.
 
     Raises:
-        UserError: no safetensors weights, a shard that is missing, truncated or not safetensors, or an index that
-            does not agree with its shards.
+        UserError: there are no safetensors weights, a shard is missing, truncated or not in safetensors format, or the index
+            does not match its shards.
     """
 
     def __init__(self, directory: str | Path) -> None:
@@ -55,14 +55,16 @@ class Checkpoint:
         return name in self._files
 
     def tensor_names(self, config: ModelConfig, layers: range, first: bool, last: bool) -> list[str]:
-        """The tensors that a stage of these layers needs, in the order of the model."""
+        """Names of the tensors that a stage needs, in the order of the model. Arguments as in ``expected_shapes``."""
         return list(self.expected_shapes(config, layers, first, last))
 
     def expected_shapes(self, config: ModelConfig, layers: range, first: bool, last: bool) -> dict[str, Shape]:
         """Name and shape of every tensor that a stage needs.
 
-        The first stage has the embedding, the last one the final norm and the head. Where the head is tied and the
-        checkpoint has none of its own, the last stage needs the embedding too.
+        Args:
+            first: whether it is the first stage, which holds the embedding.
+            last: whether it is the last stage, which holds the final norm and the head. If the head is tied and the
+                checkpoint has no tensor for it, the last stage needs the embedding.
         """
         shapes: dict[str, Shape] = {EMBEDDING: (config.vocab_size, config.hidden_size)} if first else {}
         for layer in layers:
@@ -73,14 +75,14 @@ class Checkpoint:
         return shapes
 
     def head_name(self, config: ModelConfig) -> str:
-        """The tensor that serves as the head: its own where the checkpoint has one or the config does not tie it."""
+        """Name of the head's tensor: the embedding if the config ties them and the checkpoint has no separate head."""
         return EMBEDDING if config.tie_word_embeddings and HEAD not in self._files else HEAD
 
     def check_complete(self, config: ModelConfig) -> None:
-        """Every tensor of the whole model is there with its shape, and no other tensor is.
+        """Check that the checkpoint holds every tensor of the model with its shape, and no others.
 
         Raises:
-            UserError: naming the missing, misshaped or unused tensor.
+            UserError: a tensor is missing, has the wrong shape or dtype, or is not part of the model.
         """
         expected = self.expected_shapes(config, range(config.num_layers), first=True, last=True)
         for name, shape in expected.items():
@@ -88,15 +90,15 @@ class Checkpoint:
         for name in self._files:
             if name not in expected and not name.endswith(".rotary_emb.inv_freq"):
                 raise UserError(
-                    f"{self._files[name]}: tensor {name} has no place in this {config.model_type} model; "
-                    "config.json and weights do not belong together"
+                    f"{self._files[name]}: tensor {name} is not part of this {config.model_type} model: "
+                    "config.json and the weights do not belong together"
                 )
 
     def check_tensor(self, name: str, shape: Shape) -> None:
-        """The tensor is there, holds floating-point numbers and has this shape.
+        """Check that the checkpoint holds a floating-point tensor of this name and shape.
 
         Raises:
-            UserError: naming the tensor, and expected and found shapes.
+            UserError: it does not; the message names the tensor, and the expected and actual shape.
         """
         if name not in self._files:
             raise UserError(f"{self.directory}: tensor {name} is missing from the checkpoint; download it again")
@@ -110,15 +112,14 @@ class Checkpoint:
     def read_into(self, targets: dict[str, Tensor], progress: Callable[[int, int], None] | None = None) -> None:
         """Copy tensors into preallocated ones (which may be views), converting to their dtype and device.
 
-        The file is mapped anew for every tensor, so that never more than one tensor's pages are resident beside the
-        targets.
+        The file is mapped again for every tensor, so that apart from the targets at most one tensor is resident.
 
         Args:
-            targets: tensor name to where it goes; the target's shape is the expected one.
-            progress: called with (tensors read, tensors in all) after each.
+            targets: destination of every tensor, by name. Its shape is the expected one.
+            progress: called with (tensors read, tensors in total) after each tensor.
 
         Raises:
-            UserError: a tensor is missing or has another shape.
+            UserError: a tensor is missing, or has the wrong shape or dtype.
         """
         for name, target in targets.items():
             self.check_tensor(name, tuple(target.shape))
@@ -129,7 +130,7 @@ class Checkpoint:
                 progress(done, len(targets))
 
     def first_rows(self) -> Iterator[tuple[str, Shape, Tensor]]:
-        """Name, shape and first row (the whole of a vector) of every tensor, in order of their names."""
+        """Name, shape and first row (of a vector, all of it) of every tensor, in alphabetical order."""
         for name in sorted(self._files):
             with safe_open(str(self._files[name]), framework="pt") as file:
                 part = file.get_slice(name)
@@ -148,12 +149,12 @@ class Checkpoint:
                 raise UserError(f"{self.directory / shard}: tensor {name} is missing, though {INDEX_FILE} names it here")
 
     def _read_header(self, file: Path) -> None:
-        """Note the tensors of one file. safetensors checks the header and the file's size against it."""
+        """Register the tensors of one file. safetensors checks the header and the file's size against it."""
         if not file.is_file():
             raise UserError(f"{file} is missing; download the checkpoint again")
         try:
             with safe_open(str(file), framework="pt") as opened:
-                for name in opened.keys():  # noqa: SIM118 - the handle is no mapping
+                for name in opened.keys():  # noqa: SIM118 - the handle is not a mapping
                     part = opened.get_slice(name)
                     self._files[name] = file
                     self._shapes[name] = tuple(part.get_shape())

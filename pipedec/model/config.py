@@ -1,4 +1,4 @@
-"""What a checkpoint's config.json says about the shape of the model, as one frozen dataclass.
+"""The shape of a model, read from a checkpoint's config.json into one frozen dataclass.
 
 Owns the list of supported families and how their configs differ. Knows nothing of weights or devices.
 """
@@ -21,10 +21,11 @@ class ModelConfig:
 
     Attributes:
         attention_bias: whether the query, key and value projections have a bias.
-        output_bias: whether the attention's output projection has one.
-        mlp_bias: whether the three projections of the MLP have one.
-        eos_token_ids: tokens that end an answer; generation_config.json has the last word where it names any.
-        sliding_windows: per layer, how many positions back a row sees (itself included), or None for all.
+        output_bias: whether the attention's output projection has a bias.
+        mlp_bias: whether the three projections of the MLP have a bias.
+        max_positions: the model's context length.
+        eos_token_ids: tokens that end an answer; generation_config.json takes precedence over config.json.
+        sliding_windows: for each layer, the number of positions that a row sees, its own included; None for all.
         hf: the transformers config object, for the rotary embedding.
     """
 
@@ -52,8 +53,8 @@ class ModelConfig:
         """Read ``config.json`` (and ``generation_config.json``) of a Hugging Face checkpoint directory.
 
         Raises:
-            UserError: no such directory or file, unreadable JSON, a family that is not supported, or values that
-                transformers refuses.
+            UserError: the directory or file does not exist, is not valid JSON, describes an unsupported family or quantized
+                weights, or is refused by transformers.
         """
         directory = Path(path)
         if not directory.is_dir():
@@ -72,7 +73,7 @@ class ModelConfig:
 
     @property
     def queries_per_kv_head(self) -> int:
-        """G: query heads that share one key-value head."""
+        """G: number of query heads that share one key-value head."""
         return self.num_heads // self.num_kv_heads
 
     @property
@@ -96,11 +97,11 @@ class ModelConfig:
 
     @property
     def num_cache_elements_per_row(self) -> int:
-        """Numbers that one row occupies in the cache of one layer: its key and its value for every key-value head."""
+        """Elements of one row in the KV cache of one layer: a key and a value for every key-value head."""
         return 2 * self.num_kv_heads * self.head_dim
 
     def num_stage_parameters(self, layers: range) -> int:
-        """Parameters that a stage of these layers holds. A tied head costs nothing beside the embedding."""
+        """Parameters of a stage with these layers. A tied head shares the embedding if the stage holds both."""
         first, last = layers.start == 0, layers.stop == self.num_layers
         count = len(layers) * self.num_layer_parameters
         count += self.num_embedding_parameters if first else 0
@@ -111,7 +112,7 @@ class ModelConfig:
 
 
 def _read_json(file: Path) -> dict[str, Any]:
-    """The JSON object in a file; anything else is the user's mistake."""
+    """The JSON object in a file. Raises UserError if it is missing or anything else."""
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -134,18 +135,18 @@ def _transformers_config(directory: Path) -> Any:
 
 
 def _eos_token_ids(directory: Path, hf: Any) -> tuple[int, ...]:
-    """End tokens: generation_config.json where it names any, else the config. Either may hold an int, a list or null."""
+    """End tokens, from generation_config.json if it has any, else from the config. Either may hold an int, a list or null."""
     file = directory / "generation_config.json"
-    named = _read_json(file).get("eos_token_id") if file.exists() else None
-    if named is None:
-        named = getattr(hf, "eos_token_id", None)
-    if named is None:
+    eos = _read_json(file).get("eos_token_id") if file.exists() else None
+    if eos is None:
+        eos = getattr(hf, "eos_token_id", None)
+    if eos is None:
         return ()
-    return tuple(named) if isinstance(named, list | tuple) else (int(named),)
+    return tuple(eos) if isinstance(eos, list | tuple) else (int(eos),)
 
 
 def _sliding_windows(hf: Any) -> tuple[int | None, ...]:
-    """Mistral: one window for all layers. Qwen2: for the layers that ``layer_types`` calls sliding. LLaMA: none."""
+    """Mistral: one window for all layers. Qwen2: for the layers marked as sliding in ``layer_types``. LLaMA: none."""
     layers: int = hf.num_hidden_layers
     window: int | None = getattr(hf, "sliding_window", None)
     if hf.model_type == "mistral":

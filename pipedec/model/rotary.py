@@ -1,6 +1,6 @@
-"""Rotary position embedding for every rope type that transformers knows for LLaMA.
+"""Rotary position embedding for every rope type that transformers supports for LLaMA.
 
-Owns which frequencies a row gets, also where they depend on the length of the sequence. Knows nothing of attention.
+Owns the choice of frequencies for a row, including types that depend on the sequence length. Knows nothing of attention.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ LENGTH_DEPENDENT = ("dynamic", "longrope")
 
 
 class Rotary:
-    """Cosines and sines of positions.
+    """Cosines and sines for position ids.
 
     Args:
-        config: the model's shape; its ``hf.rope_parameters`` decide the frequencies.
-        dtype: of the cosines and sines. They are computed in float32, as transformers does.
-        device: where rows live.
+        config: the model's shape; its ``hf.rope_parameters`` determine the frequencies.
+        dtype: dtype of the returned cosines and sines. They are computed in float32, as in transformers.
+        device: device of the rows.
 
     Raises:
-        UserError: a rope type that the installed transformers does not know, or one that rotates part of a head.
+        UserError: the installed transformers does not know the rope type, or it rotates only part of a head.
     """
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> None:
@@ -45,26 +45,26 @@ class Rotary:
             raise UserError(f"rope type {self.rope_type!r} in config.json is not known; transformers knows {known}")
         if 2 * len(frequencies) != config.head_dim:
             raise UserError(
-                f"config.json rotates {2 * len(frequencies)} of {config.head_dim} numbers of a head; only all is supported"
+                f"config.json rotates {2 * len(frequencies)} of {config.head_dim} numbers of a head; it must rotate all"
             )
         self._frequencies_D = _both_halves(frequencies).to(self._device)
         if self.rope_type == "longrope":
-            self._short_length: int = parameters["original_max_position_embeddings"]
-            long_frequencies, _ = self._initialise(config.hf, seq_len=self._short_length + 1)
+            self._original_length: int = parameters["original_max_position_embeddings"]
+            long_frequencies, _ = self._initialise(config.hf, seq_len=self._original_length + 1)
             self._long_frequencies_D = _both_halves(long_frequencies).to(self._device)
 
     def cos_sin(self, positions_R: Tensor, prefill_length: int | None = None) -> tuple[Tensor, Tensor]:
         """Cosines and signed sines for ``rotate``.
 
-        Rope types that depend on the length of the sequence use, for a decoded row at position p, the frequencies of
-        length p + 1 (what decoding token by token uses), and for a row of the prompt those of the whole prompt.
+        Rope types that depend on the sequence length use, for a decoded row at position p, the frequencies of length p + 1 (as
+        when decoding token by token), and for a row of the prompt those of the whole prompt's length.
 
         Args:
             positions_R: int64 position ids.
-            prefill_length: tokens of the whole prompt if these rows belong to it, else None.
+            prefill_length: number of tokens in the whole prompt if the rows belong to it, else None.
 
         Returns:
-            cos_RD, sin_RD: the first half of the sines is negated, which saves ``rotate`` a negation per layer.
+            cos_RD, sin_RD. The first half of the sines is negated, which saves ``rotate`` a negation per layer.
         """
         angles_RD = positions_R[:, None].float() * self._row_frequencies(positions_R, prefill_length)
         cos_RD, sin_RD = angles_RD.cos(), angles_RD.sin()
@@ -73,23 +73,23 @@ class Rotary:
         return cos_RD.to(self._dtype), sin_RD.to(self._dtype)
 
     def _row_frequencies(self, positions_R: Tensor, prefill_length: int | None) -> Tensor:
-        """Frequencies [D] for all rows, or [R, D] where each row has its own."""
+        """Frequencies: [D] if all rows share them, else [R, D]."""
         if self.rope_type not in LENGTH_DEPENDENT:
             return self._frequencies_D
         lengths_R = positions_R + 1 if prefill_length is None else torch.full_like(positions_R, prefill_length)
         if self.rope_type == "longrope":
-            is_long_R1 = (lengths_R > self._short_length)[:, None]
+            is_long_R1 = (lengths_R > self._original_length)[:, None]
             return torch.where(is_long_R1, self._long_frequencies_D, self._frequencies_D)
         frequencies, _ = self._initialise(self._hf, self._device, seq_len=lengths_R[:, None])
         return _both_halves(frequencies)
 
 
 def rotate(x_RHD: Tensor, cos_RD: Tensor, sin_RD: Tensor) -> Tensor:
-    """Rotate every head of every row by its position; the arguments come from ``Rotary.cos_sin``."""
+    """Rotate every head of every row by its position, with the result of ``Rotary.cos_sin``."""
     swapped_RHD = x_RHD.roll(x_RHD.shape[-1] // 2, dims=-1)
     return torch.addcmul(x_RHD * cos_RD[:, None], swapped_RHD, sin_RD[:, None])
 
 
 def _both_halves(frequencies: Tensor) -> Tensor:
-    """Frequencies of half a head for the whole head: minus and plus. A cosine does not see the sign, a sine keeps it."""
+    """Frequencies of half a head, extended to the whole head. The first half is negated: this changes the sines only."""
     return torch.cat((-frequencies, frequencies), dim=-1).float()

@@ -1,6 +1,6 @@
-"""Some consecutive layers of a LLaMA-family model, with the embedding on the first stage and the head on the last.
+"""Consecutive layers of a LLaMA-family model, with the embedding on the first stage and the head on the last.
 
-Takes rows and gives rows. Knows nothing of other stages, of tokenizers or of the decoding method.
+Maps rows to rows. Knows nothing of other stages, tokenizers or decoding methods.
 
 Shape legend: R rows in this step, P past tokens, N tree slots including this step's rows, H query heads, K key-value
 heads, D head size, E hidden size, I inner size of the MLP, V vocabulary.
@@ -28,7 +28,7 @@ from pipedec.tree import Sight, is_mask
 
 @dataclass(frozen=True)
 class LayerWeights:
-    """One transformer layer. Query, key and value projections are one matrix, gate and up another."""
+    """Weights of one transformer layer. Query, key and value projections are fused into one matrix, gate and up into another."""
 
     input_norm: Tensor  # [E]
     qkv_weight: Tensor  # [(H + 2K)·D, E]
@@ -43,31 +43,42 @@ class LayerWeights:
 
 
 @dataclass(frozen=True)
-class _PartPlan:
-    """Attention of some of a step's rows, over the first ``written`` of those that the step has just written."""
+class _RowsAttention:
+    """Attention of some of a step's rows: either the ordinary rows or the mask rows.
+
+    Attributes:
+        rows: which rows of the step.
+        plan: their masks.
+        visible_rows: number of rows of this step, from the first, that they may attend to.
+        with_prompt: whether they attend to the learned prompt.
+    """
 
     rows: slice
     plan: AttentionPlan
-    written: int
+    visible_rows: int
     with_prompt: bool
 
     def attend(self, q_RHD: Tensor, layer: int, window: int | None, cache: KVCache) -> Tensor:
-        keys_KSD, values_KSD = cache.view(layer, self.written, self.with_prompt)
+        keys_KSD, values_KSD = cache.view(layer, self.visible_rows, self.with_prompt)
         return tree_attention(q_RHD[self.rows], keys_KSD, values_KSD, self.plan, window)
 
 
 class StageModel:
-    """The layers of one stage; ``load`` reads them from a checkpoint.
+    """The layers of one stage, with uninitialized weights; ``load`` reads them from a checkpoint.
 
     Attributes:
-        config: the whole model's shape.
-        layers: which of its layers these are.
-        is_first, is_last: whether the embedding, or the final norm and the head, are here too.
+        config: shape of the whole model.
+        layers: the layers of this stage.
+        is_first: whether the stage holds the embedding.
+        is_last: whether the stage holds the final norm and the head.
+
+    Raises:
+        UserError: the model does not have these layers.
     """
 
     def __init__(self, config: ModelConfig, layers: range, dtype: torch.dtype, device: torch.device | str) -> None:
         if not 0 <= layers.start < layers.stop <= config.num_layers or layers.step != 1:
-            raise UserError(f"layers {layers.start} to {layers.stop - 1} are no part of a model of {config.num_layers} layers")
+            raise UserError(f"layers {layers.start} to {layers.stop - 1} do not exist in a model of {config.num_layers} layers")
         self.config = config
         self.layers = layers
         self.dtype = dtype
@@ -94,13 +105,14 @@ class StageModel:
         config: ModelConfig | None = None,
         progress: Callable[[int, int], None] | None = None,
     ) -> StageModel:
-        """Read one stage from a Hugging Face checkpoint: its own tensors only, tensor by tensor.
+        """Read one stage from a Hugging Face checkpoint: only its own tensors, one at a time.
 
         Args:
-            progress: called with (tensors read, tensors in all).
+            config: the model's shape; None to read it from ``directory``.
+            progress: called with (tensors read, tensors in total) after each tensor.
 
         Raises:
-            UserError: the checkpoint is not supported, not complete or damaged, or has no such layers.
+            UserError: the checkpoint is unsupported, incomplete or damaged, or does not have these layers.
         """
         config = config or ModelConfig.from_directory(directory)
         checkpoint = Checkpoint(directory)
@@ -115,7 +127,7 @@ class StageModel:
 
     @classmethod
     def random(cls, config: ModelConfig, layers: range, dtype: torch.dtype, device: torch.device | str) -> StageModel:
-        """A stage with random weights, to measure a shape of which there is no checkpoint at hand."""
+        """A stage with random weights, to measure a shape without a checkpoint."""
         stage = cls(config, layers, dtype, device)
         for tensor in stage._tensors():
             if tensor.dim() == 1:
@@ -126,20 +138,20 @@ class StageModel:
 
     @property
     def num_layers(self) -> int:
-        """Layers of this stage."""
+        """Number of layers of this stage."""
         return len(self.layers)
 
     @property
     def num_bytes(self) -> int:
-        """Memory of the weights; a tied head that shares the embedding counts once."""
+        """Size of the weights in bytes; a tied head that shares the embedding counts once."""
         return sum({tensor.data_ptr(): tensor.nbytes for tensor in self._tensors()}.values())
 
     def attach(self, bita: BitaWeights) -> None:
-        """From now on mask rows are understood; caches made before know no learned prompt."""
+        """Enable mask rows with these weights. Only caches made afterwards hold the learned prompt."""
         self._bita = bita
 
     def make_cache(self, block: int = 256) -> KVCache:
-        """An empty cache for this stage's layers, which grows by ``block`` slots."""
+        """An empty cache for this stage's layers that grows by ``block`` slots."""
         config, prompt = self.config, None if self._bita is None else self._bita.prompt
         return KVCache(self.num_layers, config.num_kv_heads, config.head_dim, self.dtype, self.device, block, prompt)
 
@@ -156,25 +168,24 @@ class StageModel:
     ) -> Tensor:
         """Run rows through the stage's layers and append them to the cache.
 
-        What masks see and hold cannot reach the other rows, which attend to a part of the cache without this step's masks and
-        without the learned prompt.
+        Mask rows (BiTA) cannot influence ordinary rows, which attend neither to this step's mask rows nor to the learned prompt.
 
         Args:
             inputs: on the first stage token ids, int64 [R]; on the others the previous stage's hidden_RE.
             positions_R: int64 position ids.
-            cache: of this stage; rows go to its tree level if there is a mask, else to its past.
-            mask_RN: bool; each row marks its ancestors in the tree (older rows, then this step's) and itself. None: a
-                chunk of the prompt, right behind the past.
-            prefill_length: tokens of the whole prompt, for a chunk of it.
-            num_masks: so many of the rows, the last ones, are mask rows of the tree (BiTA).
-            sight: of an answer in several threads, what each row sees of past and tree, instead of ``mask_RN``.
+            cache: this stage's cache. Rows are added to the tree level if ``mask_RN`` or ``sight`` is given, else to the past.
+            mask_RN: bool; each row marks its ancestors in the tree (older rows, then this step's) and itself. None for a
+                chunk of the prompt, which directly follows the past.
+            prefill_length: for a chunk of the prompt, the number of tokens in the whole prompt.
+            num_masks: number of mask rows, which are the last rows of the step.
+            sight: for an answer in several decode threads, the slots of past and tree that each row sees; replaces ``mask_RN``.
 
         Returns:
             hidden_RE, before the final norm.
 
         Raises:
-            ValueError: no rows, a mask of another shape than [rows, tree slots], a prompt chunk behind tree rows, or mask rows
-                where no BiTA is attached.
+            ValueError: there are no rows, the mask is not [rows, tree slots], a prompt chunk follows tree rows, or there are mask
+                rows but no BiTA or no tree.
         """
         rows = len(inputs)
         if sight is not None:
@@ -183,14 +194,14 @@ class StageModel:
         cache.reserve(rows)
         cos_RD, sin_RD = self._rotary.cos_sin(positions_R, prefill_length)
         if sight is not None:
-            plans = self._thread_plans(cache, positions_R, sight, num_masks)
+            parts = self._thread_attention(cache, positions_R, sight, num_masks)
         else:
-            plans = self._plans(cache, rows, mask_RN, num_masks)
+            parts = self._tree_attention(cache, rows, mask_RN, num_masks)
         hidden_RE = inputs if self._embedding_VE is None else self._embedded(inputs, self._embedding_VE)
         for index, (weights, window) in enumerate(zip(self._weights, self._windows, strict=True)):
             normed_RE = self._norm(hidden_RE, weights.input_norm)
             q_RHD = self._append_rows(index, weights, normed_RE, cos_RD, sin_RD, cache)
-            attended = [part.attend(q_RHD, index, window, cache) for part in plans]
+            attended = [part.attend(q_RHD, index, window, cache) for part in parts]
             attended_RHD = attended[0] if len(attended) == 1 else torch.cat(attended)
             hidden_RE = _add_linear(hidden_RE, attended_RHD.flatten(1), weights.output_weight, weights.output_bias)
             hidden_RE = self._add_mlp(hidden_RE, weights)
@@ -205,7 +216,7 @@ class StageModel:
         """Final norm and head, as float32 [R, V] (float64 stays float64).
 
         Raises:
-            ValueError: this is not the last stage.
+            ValueError: this stage is not the last one.
         """
         if self._final_norm_E is None or self._head_VE is None:
             raise ValueError(f"layers {self.layers.start} to {self.layers.stop - 1} have no head: only the last stage does")
@@ -216,42 +227,42 @@ class StageModel:
         if rows == 0:
             raise ValueError("a step needs at least one row")
         if num_masks and (self._bita is None or mask_RN is None):
-            raise ValueError("mask rows need a BiTA, and belong into the tree")
+            raise ValueError("mask rows need a BiTA and a tree")
         if mask_RN is None and cache.tree_length:
             raise ValueError(f"a prompt chunk cannot follow {cache.tree_length} tree rows")
         if mask_RN is not None and mask_RN.shape != (rows, cache.tree_length + rows):
             raise ValueError(f"the mask is {list(mask_RN.shape)}, but the step is {[rows, cache.tree_length + rows]}")
 
-    def _plans(self, cache: KVCache, rows: int, mask_RN: Tensor | None, num_masks: int) -> list[_PartPlan]:
-        """How ordinary rows attend, then how masks do; only what there is."""
+    def _tree_attention(self, cache: KVCache, rows: int, mask_RN: Tensor | None, num_masks: int) -> list[_RowsAttention]:
+        """Attention of the ordinary rows and of the mask rows, each only if the step has such rows."""
         if mask_RN is None:
             plan = AttentionPlan.for_prefill(cache.past_length, rows, self._windows, self.dtype, self.device)
-            return [_PartPlan(slice(0, rows), plan, rows, False)]
+            return [_RowsAttention(slice(0, rows), plan, rows, False)]
         parts = []
         tokens, group = rows - num_masks, self.config.queries_per_kv_head
         if tokens:
             seen_RN = mask_RN[:tokens, : mask_RN.shape[1] - num_masks]
             plan = AttentionPlan.for_tree(cache.past_length, seen_RN, self._windows, group, self.dtype)
-            parts.append(_PartPlan(slice(0, tokens), plan, tokens, False))
+            parts.append(_RowsAttention(slice(0, tokens), plan, tokens, False))
         if num_masks:
             windows, prompt_length = self._windows, cache.prompt_length
             plan = AttentionPlan.for_tree(cache.past_length, mask_RN[tokens:], windows, group, self.dtype, prompt_length)
-            parts.append(_PartPlan(slice(tokens, rows), plan, rows, True))
+            parts.append(_RowsAttention(slice(tokens, rows), plan, rows, True))
         return parts
 
-    def _thread_plans(self, cache: KVCache, positions_R: Tensor, sight: Sight, num_masks: int) -> list[_PartPlan]:
-        """As ``_plans``, for rows of several threads."""
+    def _thread_attention(self, cache: KVCache, positions_R: Tensor, sight: Sight, num_masks: int) -> list[_RowsAttention]:
+        """As ``_tree_attention``, for rows of several decode threads."""
         rows = len(positions_R)
         tokens, group = rows - num_masks, self.config.queries_per_kv_head
         parts = []
         if tokens:
             own = slice(0, tokens)
             plan = AttentionPlan.for_threads(sight.of(own, num_masks), positions_R[own], self._windows, group, self.dtype)
-            parts.append(_PartPlan(own, plan, tokens, False))
+            parts.append(_RowsAttention(own, plan, tokens, False))
         if num_masks:
             own, length = slice(tokens, rows), cache.prompt_length
             plan = AttentionPlan.for_threads(sight.of(own), positions_R[own], self._windows, group, self.dtype, length)
-            parts.append(_PartPlan(own, plan, rows, True))
+            parts.append(_RowsAttention(own, plan, rows, True))
         return parts
 
     def _embedded(self, token_ids_R: Tensor, embedding_VE: Tensor) -> Tensor:
@@ -277,7 +288,7 @@ class StageModel:
         return _add_linear(hidden_RE, self._activation(gate_RI).mul_(up_RI), weights.down_weight, weights.down_bias)
 
     def _norm(self, hidden_RE: Tensor, weight_E: Tensor) -> Tensor:
-        """RMSNorm in float32, whatever the dtype of the rows, as transformers computes it."""
+        """RMSNorm, computed in float32 for every dtype, as in transformers."""
         if self.dtype == torch.float32:
             return functional.rms_norm(hidden_RE, weight_E.shape, weight_E, self.config.rms_norm_eps)
         normed_RE = functional.rms_norm(hidden_RE.float(), weight_E.shape, eps=self.config.rms_norm_eps)
@@ -309,7 +320,7 @@ class StageModel:
         return [tensor for tensor in tensors if tensor is not None]
 
     def _targets(self, head_name: str) -> dict[str, Tensor]:
-        """Where every tensor of the checkpoint goes: parameters, or the slices of the fused ones."""
+        """The destination of every tensor of the checkpoint: a weight of this stage, or a slice of a fused one."""
         targets: dict[str, Tensor] = {}
         for layer, weights in zip(self.layers, self._weights, strict=True):
             targets.update(self._layer_targets(f"model.layers.{layer}.", weights))
@@ -343,7 +354,7 @@ class StageModel:
 
 
 def _add_linear(residual_RE: Tensor, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """residual + inputs · weightᵀ (+ bias), the sum in place."""
+    """residual + inputs · weightᵀ (+ bias); the residual is added in place."""
     return functional.linear(inputs, weight, bias).add_(residual_RE)
 
 

@@ -1,4 +1,4 @@
-"""A plan as a table for people."""
+"""The table that ``pipedec plan`` prints: what each rank holds, how long it takes, and the expected time per token."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pipedec.plan.partition import Plan
 
 
 def plan_table(plan: Plan) -> Table:
-    """The plan as a table of at most 100 columns, with the expected times and the problems below it."""
+    """One line per rank, in at most 100 columns; expected times and problems are below it. Ranks that lack memory are red."""
     title = f"{plan.partition}: {plan.target} in {plan.dtype}, {len(plan.stages)} stages in {plan.num_groups} groups"
     table = Table(
         title=title, caption=_summary(plan), caption_justify="left", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False
@@ -19,7 +19,7 @@ def plan_table(plan: Plan) -> Table:
     table.add_column("group", justify="right")
     table.add_column("server", overflow="ellipsis", max_width=20, no_wrap=True)
     table.add_column("device", no_wrap=True)
-    for heading in ("layers", "weights\nGB", "KV\nGB", "work\nGB", "total of\nmemory GB", "compute\nms", "send\nms"):
+    for heading in ("layers", "weights\nGB", "KV\nGB", "other\nGB", "total /\nmemory GB", "compute\nms", "send\nms"):
         table.add_column(heading, justify="right", no_wrap=True)
     for row in ([plan.draft] if plan.draft else []) + list(plan.stages):
         table.add_row(
@@ -34,10 +34,10 @@ def plan_table(plan: Plan) -> Table:
 
 def _summary(plan: Plan) -> str:
     lines = [
-        f"Expected, for {plan.rows} rows per timestep and room for {plan.context_tokens:,} tokens of context:",
-        f"  timestep             {plan.timestep_ms:7.1f} ms   one token per timestep while predictions hit",
-        f"  whole pipeline       {plan.pipeline_ms:7.1f} ms   what a miss costs",
-        f"  plain pipeline (pp)  {plan.pp_token_ms:7.1f} ms   per token, for comparison",
+        f"Expected with {plan.rows} rows per timestep and a KV cache for {plan.context_tokens:,} tokens:",
+        f"  timestep             {plan.timestep_ms:7.1f} ms   per token, as long as every token is a hit",
+        f"  whole pipeline       {plan.pipeline_ms:7.1f} ms   per miss: one pass through all groups",
+        f"  plain pipeline (pp)  {plan.pp_token_ms:7.1f} ms   per token, without speculation",
         *(f"Problem: {problem}" for problem in plan.problems),
     ]
     return "\n".join(lines)

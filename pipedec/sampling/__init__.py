@@ -1,4 +1,4 @@
-"""Which token the target's logits mean. Pure functions on logits; knows nothing of trees, requests under way or processes."""
+"""Choosing tokens from the target's logits. Knows tensors and sampling parameters, no scheduler and no process."""
 
 from pipedec.sampling.logprobs import Logprobs
 from pipedec.sampling.sampler import Sampler, filtered, greedy, seeded

@@ -1,9 +1,9 @@
-"""Which tokens may be drawn, and how their probabilities are sharpened: temperature, min-p, top-k, top-p.
+"""Temperature and filters: min-p, top-k, top-p.
 
-Each takes logits and gives logits, −inf where a token may not be drawn. Tokens that are equally likely stay or go together, so
-no result depends on how a sort breaks ties. Values that filter nothing give the logits back.
+Each function maps logits to logits, with −inf for excluded tokens. Equally probable tokens are kept or excluded together, so no
+result depends on how a sort breaks ties. Parameters that exclude nothing return the logits unchanged.
 
-Shapes: R rows, V vocabulary, K tokens that may be left.
+Shapes: R rows, V vocabulary, K sorted tokens.
 """
 
 from __future__ import annotations
@@ -13,30 +13,30 @@ from torch import Tensor
 
 
 def tempered(logits_RV: Tensor, temperature: float) -> Tensor:
-    """Logits divided by a temperature above 0, the largest of a row moved to 0 so that no temperature overflows."""
+    """Logits divided by ``temperature``, which is above 0. Each row's maximum is first shifted to 0 to prevent overflow."""
     return (logits_RV - logits_RV.amax(-1, keepdim=True)) / temperature
 
 
-def min_p(logits_RV: Tensor, least: float) -> Tensor:
-    """Keep tokens at least ``least`` times as likely as the likeliest."""
-    if least <= 0:
+def min_p(logits_RV: Tensor, ratio: float) -> Tensor:
+    """Keep tokens whose probability is at least ``ratio`` times that of the most probable token."""
+    if ratio <= 0:
         return logits_RV
     probabilities_RV = logits_RV.softmax(-1)
-    return _without(logits_RV, probabilities_RV < least * probabilities_RV.amax(-1, keepdim=True))
+    return _without(logits_RV, probabilities_RV < ratio * probabilities_RV.amax(-1, keepdim=True))
 
 
 def top_k(logits_RV: Tensor, count: int) -> Tensor:
-    """Keep the ``count`` likeliest tokens, and those equal to the last of them; 0 or −1 keeps all."""
+    """Keep the ``count`` most probable tokens and those that tie with the last of them; 0 or −1 keeps all."""
     if not 0 < count < logits_RV.shape[-1]:
         return logits_RV
     return _without(logits_RV, logits_RV < logits_RV.topk(count).values[:, -1:])
 
 
 def top_p(logits_RV: Tensor, mass: float, count: int = 0) -> Tensor:
-    """Keep the fewest likeliest tokens that together have probability ``mass``, and those equal to the last of them.
+    """Keep the smallest set of most probable tokens whose total probability is at least ``mass``, and ties with the last.
 
     Args:
-        count: the limit of a ``top_k`` before, if there was one: only so many tokens need to be sorted.
+        count: the ``top_k`` already applied to the logits, if any; then only that many tokens are sorted.
     """
     if mass >= 1:
         return logits_RV

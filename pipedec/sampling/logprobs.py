@@ -1,4 +1,4 @@
-"""Log-probabilities of the target beside the tokens that were chosen, for those who ask for them.
+"""Log-probabilities of the chosen and the most probable tokens, for requests that set ``logprobs``.
 
 Shapes: R rows, V vocabulary, K = 1 + the number of top tokens.
 """
@@ -13,11 +13,11 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Logprobs:
-    """For every row its chosen token and then the likeliest ones, whether or not the chosen is among them.
+    """For every row, the chosen token followed by the most probable ones, which may include the chosen token again.
 
     Attributes:
         token_ids: int64 [R, K].
-        values: [R, K], log-softmax of the target's own logits, before penalties, bias and temperature (as vLLM's).
+        values: [R, K], log-softmax of the target's logits before bias, penalties and temperature (as in vLLM).
     """
 
     token_ids: Tensor
@@ -25,6 +25,7 @@ class Logprobs:
 
     @classmethod
     def of(cls, logits_RV: Tensor, chosen_R: Tensor, num_top: int) -> Logprobs:
+        """The log-probabilities of ``chosen_R`` (int64) and of the ``num_top`` most probable tokens."""
         logprobs_RV = logits_RV.log_softmax(-1)
         top = logprobs_RV.topk(min(num_top, logits_RV.shape[-1]))
         chosen_R1 = chosen_R[:, None]
@@ -32,12 +33,13 @@ class Logprobs:
         return cls(torch.cat([chosen_R1, top.indices], 1), values)
 
     def followed_by(self, other: Logprobs) -> Logprobs:
+        """The rows of both, those of ``other`` last."""
         return Logprobs(torch.cat([self.token_ids, other.token_ids]), torch.cat([self.values, other.values]))
 
     def of_rows(self, rows: Tensor | list[int]) -> Logprobs:
         return Logprobs(self.token_ids[rows], self.values[rows])
 
     def as_lists(self) -> list[list[tuple[int, float]]]:
-        """Per row, (token id, log-probability) of each of its tokens."""
+        """For every row, the (token id, log-probability) of each of its K tokens."""
         pairs = zip(self.token_ids.tolist(), self.values.tolist(), strict=True)
         return [list(zip(ids, values, strict=True)) for ids, values in pairs]

@@ -1,6 +1,6 @@
-"""Random numbers that are a function of seed, thread, position and token: no generator is advanced, so no order can matter.
+"""Random numbers as a function of seed, thread, position and token. There is no generator state, so no order matters.
 
-Whatever the decoding method, the stage count or the number of rows, the token at a position meets the same noise.
+A token at a position gets the same noise whatever the decoding method, the number of stages or the number of rows.
 
 Shapes: P positions, V vocabulary, B blocks of four tokens.
 """
@@ -24,7 +24,7 @@ def philox(counters: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int, int]
         key: two numbers below 2**32.
 
     Returns:
-        int64 tensors with values below 2**32. A product of two words wraps in int64, but all its 64 bits are right.
+        int64 tensors with values below 2**32. Products of two words wrap around in int64, but all their 64 bits are correct.
     """
     first, second, third, fourth = counters
     low_key, high_key = key
@@ -41,12 +41,12 @@ def gumbel(seed: int, positions_P: Tensor, vocab_size: int, stream: int = 0) -> 
 
     Args:
         seed: below 2**64.
-        positions_P: int64, below 2**32: where in the sequence (prompt included) the token will stand.
-        stream: below 2**32, of one decode thread: two threads may say something at the same position.
+        positions_P: int64, below 2**32, position ids of the tokens to be chosen (the prompt counts).
+        stream: below 2**32; distinguishes decode threads, since two threads may have tokens at the same position.
     """
     blocks_B = torch.arange(-(-vocab_size // 4), dtype=torch.int64, device=positions_P.device)
-    nothing = torch.zeros_like(blocks_B)
-    counters = blocks_B[None, :], positions_P[:, None], nothing + stream, nothing
+    zeros_B = torch.zeros_like(blocks_B)
+    counters = blocks_B[None, :], positions_P[:, None], zeros_B + stream, zeros_B
     words = torch.stack(philox(counters, (seed & _WORD, seed >> 32)), -1)
     uniform_PV = (words.flatten(1)[:, :vocab_size].double() + 0.5) / 2**32  # above 0 and below 1
     return -(-uniform_PV.log()).log()

@@ -1,6 +1,6 @@
-"""How a token is chosen from the target's logits: the likeliest, or one drawn by noise that depends on seed and position alone.
+"""Choosing a token from the target's logits: greedily, or sampled with noise that depends only on seed, thread and position.
 
-Shapes: R rows, N tree slots, V vocabulary.
+Shapes: R rows, N tree slots, V vocabulary, P distinct positions.
 """
 
 from __future__ import annotations
@@ -16,31 +16,31 @@ from pipedec.sampling.filters import min_p, tempered, top_k, top_p
 from pipedec.sampling.noise import gumbel
 from pipedec.sampling.penalties import History
 
-_DRAWN_SEED_BITS = 53  # every reader of JSON has such numbers exactly
+_GENERATED_SEED_BITS = 53  # integers that every JSON parser represents exactly
 
 
 def greedy(logits_RV: Tensor) -> Tensor:
-    """The likeliest token of every row, int64 [R]; among equals the lowest id, on every device."""
+    """The most probable token of every row, int64 [R]; of tied tokens the lowest id, on every device."""
     return logits_RV.argmax(dim=-1)
 
 
 class Sampler:
-    """Chooses the tokens of one request, in vLLM's order: bias, penalties, temperature, min-p, top-k, top-p, draw.
+    """Chooses the tokens of one request. Order as in vLLM: bias, penalties, temperature, min-p, top-k, top-p, sampling.
 
-    Drawing is the Gumbel trick: the largest of log-probability + noise is an exact draw from the distribution, and the noise
-    at a position is the same for every row of a decode thread that stands there.
+    Sampling uses the Gumbel trick: the argmax of log-probability + Gumbel noise is an exact sample from the distribution. All
+    rows of a decode thread at the same position share their noise.
 
     Args:
-        stream: the thread's noise (see ``gumbel``).
+        stream: the noise stream of the decode thread (see ``gumbel``).
 
     Raises:
-        UserError: a biased token is not in the vocabulary.
-        ValueError: there is something to draw and no seed.
+        UserError: ``logit_bias`` names a token that is not in the vocabulary.
+        ValueError: the parameters are stochastic and have no seed.
     """
 
     def __init__(self, params: SamplingParams, vocab_size: int, device: torch.device | str = "cpu", stream: int = 0) -> None:
         if params.is_stochastic and params.seed is None:
-            raise ValueError("a seed must be drawn before the request is begun")
+            raise ValueError("stochastic sampling needs a seed: call seeded() first")
         self._params = params
         self._stream = stream
         self._history = History(vocab_size, device) if params.has_penalties else None
@@ -50,16 +50,16 @@ class Sampler:
     def create(
         cls, params: SamplingParams, vocab_size: int, device: torch.device | str = "cpu", stream: int = 0
     ) -> Sampler | None:
-        """The request's sampler; None where ``greedy`` alone decides."""
+        """A sampler, or None if ``greedy`` is all that the parameters ask for."""
         return None if params.is_plainly_greedy else cls(params, vocab_size, device, stream)
 
     def add_prompt(self, token_ids: Tensor) -> None:
-        """Take in a chunk of the prompt: int64."""
+        """Add a chunk of the prompt: int64 [any number]."""
         if self._history is not None:
             self._history.add_prompt(token_ids)
 
     def add_accepted(self, token_ids: Tensor) -> None:
-        """Take in accepted tokens that leave the tree: int64."""
+        """Add committed tokens: int64 [any number]."""
         if self._history is not None:
             self._history.add_accepted(token_ids)
 
@@ -67,8 +67,8 @@ class Sampler:
         """The token that follows each row, int64 [R].
 
         Args:
-            positions_R: int64, where those tokens will stand.
-            mask_RN: bool, which slots of the tree are on a row's path (itself included).
+            positions_R: int64, position ids of the tokens to be chosen.
+            mask_RN: bool, which tree slots are on a row's path, the row itself included.
             token_ids_N: int64, the tokens of the tree.
         """
         params, logits_RV = self._params, logits_RV.double()
@@ -76,17 +76,21 @@ class Sampler:
             logits_RV = logits_RV + self._bias_V
         if self._history is not None:
             logits_RV = self._history.penalised(logits_RV, mask_RN, token_ids_N, params)
-        return greedy(self._drawn(logits_RV, positions_R))
+        return greedy(self._perturbed(logits_RV, positions_R))
 
     def scores(self, logits_RV: Tensor, positions_R: Tensor) -> Tensor:
-        """[R, V]: by which to guess what ``choose`` will say at these positions, from logits that somebody else has predicted.
+        """Scores that rank predictions of the tokens that ``choose`` will return at these positions: [R, V].
 
-        Penalties are left out. The noise is that of the choice to come, so that a good guess meets it also where it is drawn.
+        The noise is that of the later choice, so a prediction can match it also when tokens are sampled. Penalties are ignored.
+
+        Args:
+            logits_RV: predicted logits, e.g. of mask rows.
+            positions_R: int64, position ids of the predicted tokens.
         """
-        return self._drawn(logits_RV.double() if self._bias_V is None else logits_RV + self._bias_V, positions_R)
+        return self._perturbed(logits_RV.double() if self._bias_V is None else logits_RV + self._bias_V, positions_R)
 
-    def _drawn(self, logits_RV: Tensor, positions_R: Tensor) -> Tensor:
-        """Scores whose largest is the token: with noise where tokens are drawn."""
+    def _perturbed(self, logits_RV: Tensor, positions_R: Tensor) -> Tensor:
+        """[R, V], scores whose argmax is the token: filtered logits plus noise, or the logits alone if decoding is greedy."""
         params = self._params
         if params.seed is None or not params.is_stochastic:
             return logits_RV
@@ -96,16 +100,16 @@ class Sampler:
 
 
 def filtered(logits_RV: Tensor, params: SamplingParams) -> Tensor:
-    """The logits of the distribution that tokens are drawn from."""
+    """The logits of the distribution that tokens are sampled from: temperature, min-p, top-k and top-p applied."""
     logits_RV = min_p(tempered(logits_RV, params.temperature), params.min_p)
     return top_p(top_k(logits_RV, params.top_k), params.top_p, params.top_k)
 
 
 def seeded(params: SamplingParams) -> SamplingParams:
-    """The parameters, with a seed drawn if one is needed and none is given."""
+    """The parameters, with a random seed if one is needed and none is given."""
     if params.seed is not None or not params.is_stochastic:
         return params
-    return replace(params, seed=secrets.randbits(_DRAWN_SEED_BITS))
+    return replace(params, seed=secrets.randbits(_GENERATED_SEED_BITS))
 
 
 def _bias(logit_bias: dict[int, float], vocab_size: int, device: torch.device | str) -> Tensor:

@@ -1,4 +1,4 @@
-"""The central scheduler: the workflow graph as data, the rules as Lua scripts in Redis, and their pure-Python twin."""
+"""The central scheduler: task graphs as plain data, the scheduling rules as Lua scripts in Redis, and their Python twin."""
 
 from pipedec.scheduler.client import connect
 from pipedec.scheduler.keys import Keys

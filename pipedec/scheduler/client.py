@@ -1,4 +1,4 @@
-"""Connects to Redis and says in one line what went wrong; it knows no key and no script. Passwords are never shown."""
+"""Connections to Redis, with every failure reported in one line and without passwords. Knows no key and no script."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from pipedec.core import RankLost, SchedulerLost, UserError
 
 OLDEST_SERVER = (6, 2)
 CONNECT_SECONDS = 3.0
-# No single command may take longer, and no blocking one is asked to wait longer than BLOCK_SECONDS: a server that is
-# gone without a word is noticed after this time.
+# A server that vanished without closing the connection is noticed after REPLY_SECONDS: blocking commands wait at most
+# BLOCK_SECONDS, so no reply takes longer.
 REPLY_SECONDS = 10.0
 BLOCK_SECONDS = 5.0
 
 
 def address_of(url: str) -> str:
-    """``host:port`` or the socket's path, without user and password."""
+    """``host:port`` or the socket's path, without user and password. Raises UserError if ``url`` cannot be parsed."""
     try:
         parts = urlsplit(url)
         return parts.path if parts.scheme == "unix" else f"{parts.hostname or 'localhost'}:{parts.port or 6379}"
@@ -33,15 +33,21 @@ def address_of(url: str) -> str:
 
 
 def connect(url: str) -> redis.Redis:
-    """A checked connection (pool) to the server at ``url``: ``redis://``, ``rediss://`` or ``unix://``.
+    """A client (connection pool) of the server at ``url``, which has answered and whose version has been checked.
 
-    Commands are never retried: redis-py's default runs a script twice whose reply was lost. Raises SchedulerLost within 5
-    seconds if the server cannot be reached, refuses the password or is older than 6.2; UserError if it is no URL.
+    Commands are never retried: redis-py's default would run a script a second time when only its reply was lost.
+
+    Args:
+        url: ``redis://``, ``rediss://`` or ``unix://``.
+
+    Raises:
+        SchedulerLost: within 5 seconds, if the server cannot be reached, refuses the password or is older than 6.2.
+        UserError: ``url`` is not such a URL.
     """
     address = address_of(url)
     if not url.startswith(("redis://", "rediss://", "unix://")):
         raise UserError(f"the Redis address of {address} must start with redis://, rediss:// or unix://")
-    with translated(address), _client(url, reply_seconds=CONNECT_SECONDS) as probe:
+    with translated_errors(address), _client(url, reply_seconds=CONNECT_SECONDS) as probe:
         info: Any = probe.info("server")
     check_version(address, str(info.get("valkey_version") or info.get("redis_version", "0")))
     return _client(url, REPLY_SECONDS)
@@ -59,12 +65,12 @@ def _client(url: str, reply_seconds: float) -> redis.Redis:
     )
 
 
-class OwnConnection:
-    """One connection of ``client``'s pool, kept by its user for the commands that decide how fast the pipeline is.
+class DedicatedConnection:
+    """One connection of ``client``'s pool, reserved for the commands on the pipeline's critical path.
 
-    redis-py's checkout, retries and metrics around every command cost a rank more CPU than the command itself; here a command
-    is written and its reply is read. A second thread that calls meanwhile goes through the pool, so any thread may call
-    at any time. Nothing is sent twice.
+    redis-py's pool checkout, retries and metrics cost a rank more CPU than the command itself; here the command is written
+    and its reply is read, nothing else. Thread-safe: a call made while another one is in progress goes through the pool.
+    No command is sent twice.
     """
 
     def __init__(self, client: redis.Redis) -> None:
@@ -72,25 +78,25 @@ class OwnConnection:
         self._busy = threading.Lock()
         self._connection: Any = None
 
-    def call(self, *words: Any) -> Any:
-        """Send one command and return its reply, undecoded. Raises what redis-py raises."""
+    def call(self, *arguments: Any) -> Any:
+        """Send one command and return its reply, undecoded. Raises redis-py's exceptions."""
         if not self._busy.acquire(blocking=False):
-            return self._client.execute_command(*words)
+            return self._client.execute_command(*arguments)
         try:
-            return self._exchange(words)
+            return self._exchange(arguments)
         finally:
             self._busy.release()
 
-    def _exchange(self, words: tuple[Any, ...]) -> Any:
+    def _exchange(self, arguments: tuple[Any, ...]) -> Any:
         if self._connection is None:
             self._connection = self._client.connection_pool.get_connection()
         try:
-            self._connection.send_command(*words)
+            self._connection.send_command(*arguments)
             return self._connection.read_response()
         except redis.ResponseError:
-            raise  # the server's answer: the connection is in order
+            raise  # a complete reply: the connection can be used again
         except BaseException:
-            # A reply may still be on its way (a signal can interrupt the wait): no later command may read it.
+            # The reply may still arrive (a signal can interrupt the wait), and the next command must not read it.
             broken, self._connection = self._connection, None
             broken.disconnect()
             self._client.connection_pool.release(broken)
@@ -98,7 +104,7 @@ class OwnConnection:
 
 
 def check_version(address: str, version: str) -> None:
-    """Raises SchedulerLost, naming the version, if a server is too old for the scripts."""
+    """Raises SchedulerLost, naming the version, if the server is older than the scripts support."""
     numbers = tuple(int(part) if part.isdigit() else 0 for part in version.split(".")[:2])
     if numbers < OLDEST_SERVER:
         oldest = ".".join(map(str, OLDEST_SERVER))
@@ -106,8 +112,8 @@ def check_version(address: str, version: str) -> None:
 
 
 @contextlib.contextmanager
-def translated(address: str) -> Iterator[None]:
-    """Turns redis-py's errors, and the PIPEDEC errors of our scripts, into one clear line of our own."""
+def translated_errors(address: str) -> Iterator[None]:
+    """Turns redis-py's exceptions, and the ``PIPEDEC`` error replies of our scripts, into one-line pipedec errors."""
     try:
         yield
     except (redis.AuthenticationError, redis.exceptions.NoPermissionError):
@@ -133,6 +139,6 @@ def _script_error(address: str, text: str) -> Exception:
 
 
 def _keepalive() -> dict[int, int]:
-    """Probes that find a half-open connection after about 4 seconds, where the system has them."""
+    """Socket options that detect a half-open connection within about 4 seconds, as far as the system supports them."""
     wanted = {"TCP_KEEPIDLE": 1, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 3}
     return {getattr(socket, name): value for name, value in wanted.items() if hasattr(socket, name)}

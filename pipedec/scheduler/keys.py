@@ -1,4 +1,4 @@
-"""Every Redis key of a run, in one place. ``lua/README.md`` says what each holds, who writes it and when it goes."""
+"""Every Redis key of a run, in one place. ``lua/README.md`` lists their contents, writers and lifetimes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,11 @@ from pipedec.core import UserError
 
 @dataclass(frozen=True)
 class Keys:
-    """The key names of run ``run_id``; the braces are a hash tag, so that a Redis cluster keeps a run on one node."""
+    """The key names of run ``run_id``. The braces are a hash tag, so that a Redis cluster keeps a run's keys on one node.
+
+    Raises:
+        UserError: ``run_id`` is empty, too long or has other characters than letters, digits, ``_``, ``.`` and ``-``.
+    """
 
     run_id: str
 

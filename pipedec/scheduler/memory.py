@@ -1,6 +1,6 @@
-"""The scheduler's pure-Python twin: the same rules as the Lua scripts, in one process, for tests and simulation.
+"""The scheduler's pure-Python twin: the rules of the Lua scripts, in one process, for tests and simulation.
 
-The same test suite runs on both and compares what they grant. It knows no clock but the process's own.
+One test suite runs on both and compares the tasks they grant. All times are from the process's own clocks.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pipedec.topology import Topology
 
 @dataclass
 class _Graph:
-    """The task graph of one request: what ``lua/graph.lua`` keeps in Redis."""
+    """The task graph of one request, as ``lua/graph.lua`` keeps it in Redis."""
 
     number: int
     traced: bool
@@ -101,7 +101,7 @@ class _Graph:
 
 
 class MemoryScheduler:
-    """Keeps the ``Scheduler`` protocol in this process. Nothing blocks: a ``wait`` with nothing there returns None."""
+    """Implements ``Scheduler`` in this process. Nothing blocks: ``wait`` returns None at once if the queue is empty."""
 
     def __init__(self, topology: Topology, lease_seconds: float = 5.0) -> None:
         self.topology = topology
@@ -156,7 +156,7 @@ class MemoryScheduler:
         return message
 
     def _repeat(self, graph: _Graph, rank: int, task: Task) -> Message | None:
-        """The answer to a task reported again: the message given the first time, or what has come since."""
+        """The reply to a repeated report: the message returned the first time or, if there was none, the next one."""
         last, message = graph.replies.get(rank, (None, None))
         if last != task:
             return None

@@ -1,6 +1,6 @@
-"""What a rank sees of the scheduler: the messages it gets and the calls it may make.
+"""The interface of the scheduler: the messages that ranks receive and the calls that ranks and clients make.
 
-Two classes keep this protocol by the same rules: ``RedisScheduler`` and its pure-Python twin ``MemoryScheduler``.
+Two classes implement it by the same rules: ``RedisScheduler`` and its pure-Python twin ``MemoryScheduler``.
 """
 
 from __future__ import annotations
@@ -17,15 +17,16 @@ Event = dict[str, Any]
 
 @dataclass(frozen=True)
 class Message:
-    """One thing for a rank to do.
+    """A message in a rank's queue.
 
     Attributes:
         kind: ``"task"``; ``"request"`` (only from ``wait_request``); ``"stop"``; ``"abort"``.
-        number: the request it belongs to, -1 for stop and abort.
-        task: the granted task, if ``kind`` is ``"task"``.
-        payload: the task's payload. In a sync's verdict, ``finished`` is ``"cancelled"`` if the user cancelled in time.
-        active: with a dec task, the entry ranks active in its seq, ascending.
-        text: the request's JSON, or why the run was aborted.
+        number: the request it belongs to; -1 for stop and abort.
+        task: the granted task; None unless ``kind`` is ``"task"``.
+        payload: the task's payload. In the verdict of a sync task, ``finished`` is ``"cancelled"`` if the request was
+            cancelled before the task was scheduled and the answer had not ended otherwise.
+        active: for a dec task, the entry ranks that are active in its timestep, ascending.
+        text: for a request its JSON, for an abort the reason.
     """
 
     kind: str
@@ -37,7 +38,7 @@ class Message:
 
     @classmethod
     def from_json(cls, line: str | bytes) -> Message:
-        """Reads what the Lua scripts push into a queue."""
+        """Parse a message as the Lua scripts write it."""
         raw = json.loads(line)
         task = Task.parse(raw["task"]) if "task" in raw else None
         payload = raw.get("payload", {})
@@ -47,16 +48,16 @@ class Message:
 
 
 def cancelled_payload(payload: Payload) -> Payload:
-    """The payload of a sync whose request was cancelled before rank n scheduled it; a verdict that ended it anyway stays."""
+    """The payload of a sync task with its verdict marked as cancelled, unless the verdict ends the answer anyway."""
     verdict = payload["verdict"]
     return {**payload, "verdict": {**verdict, "finished": verdict.get("finished") or "cancelled"}}
 
 
 @dataclass(frozen=True)
 class GrantedTask:
-    """One line of the scheduler's own trace: when a task was granted and when it was reported done.
+    """One line of the scheduler's trace: when a task was granted and when it was reported done.
 
-    Times are microseconds of the scheduler's clock (Redis TIME, since the epoch).
+    Times are microseconds since the epoch on the scheduler's clock (Redis ``TIME``).
     """
 
     task: Task
@@ -66,13 +67,14 @@ class GrantedTask:
 
 @dataclass(frozen=True)
 class RunStatus:
-    """A run at a glance.
+    """The state of a run.
 
     Attributes:
-        state: ``up``, ``stopping``, or ``gone`` when nothing is stored about it (any more).
-        submitted, waiting: requests taken so far, and those of them that have not been begun.
-        running: the number of the request being answered, or None.
-        alive: ranks that hold a lease.
+        state: ``up``, ``stopping``, or ``gone`` if Redis has no state of this run.
+        submitted: number of requests accepted so far.
+        waiting: number of requests that rank 0 has not taken yet.
+        running: number of the request being answered, or None.
+        alive: ranks with a valid lease.
     """
 
     state: str
@@ -83,79 +85,105 @@ class RunStatus:
 
 
 class Scheduler(Protocol):
-    """The central scheduler. One object per process; every call may raise ``SchedulerLost``."""
+    """The central scheduler. One object per process. Every call may raise SchedulerLost.
+
+    ``round_trips`` counts the commands sent to the server.
+    """
 
     round_trips: int
 
     def open(self, description: dict[str, Any]) -> None:
-        """Declares the run up: from now on ``submit`` is accepted. Raises UserError if the run id is in use.
+        """Declare the run up, so that ``submit`` is accepted.
 
-        ``description`` tells clients what they need to know of the run; ``groups`` (lists of ranks) at least.
+        Args:
+            description: what clients need to know about the run; at least ``groups`` (lists of ranks).
+
+        Raises:
+            UserError: the run id is in use.
+            RankLost: the run has failed.
         """
 
     def begin(self, request_number: int, planned: Sequence[Planned], trace: bool = False) -> None:
-        """Opens the workflow of a request with its initial tasks. Raises UserError if another one is running."""
+        """Start a request's workflow with its initial tasks.
+
+        Raises:
+            UserError: another request is running.
+            RankLost: the run has failed.
+        """
 
     def finish(self, rank: int, task: Task, planned: Sequence[Planned], events: Sequence[Event] = ()) -> Message | None:
-        """Reports ``task`` done, schedules ``planned``, publishes ``events`` to the request's answer, all at once.
+        """Report ``task`` done, schedule ``planned`` and publish ``events`` to the request's answer, in one atomic step.
 
-        A transfer is finished by its receiver only (Algorithm 3). Returns the rank's next message if there is one by
-        then. Reported twice, it has effect once and gives the same message again.
+        A transfer is reported by its receiver only (Algorithm 3). A repeated report changes nothing and returns the same
+        message as the first.
+
+        Returns:
+            The rank's next message, or None if its queue is empty.
         """
 
     def wait(self, rank: int, timeout_seconds: float) -> Message | None:
-        """The rank's next message, or None after ``timeout_seconds``."""
+        """The rank's next message, or None if none arrives within ``timeout_seconds``."""
 
     def submit(self, request_json: str) -> int:
-        """Queues a request; returns its number. Raises UserError if the run is not up, RankLost if it has failed."""
+        """Queue a request and return its number. Raises UserError if the run is not up, RankLost if it has failed."""
 
     def wait_request(self, timeout_seconds: float) -> Message | None:
-        """For rank 0 between two requests: the next ``request``, ``stop`` or ``abort``, or None after the time."""
+        """For rank 0 between two requests: the next ``request``, ``stop`` or ``abort``, or None after ``timeout_seconds``."""
 
     def publish(self, request_number: int, *events: Event) -> None:
-        """Appends events to the answer of a request."""
+        """Append events to the answer of a request."""
 
     def read_answer(self, request_number: int, last: str, timeout_seconds: float) -> list[tuple[str, Event]]:
-        """Events of an answer after position ``last`` (``"0"`` for all), each with its position; [] after the time."""
+        """The events of an answer behind position ``last``, each with its position.
+
+        Args:
+            last: position of the last event already read; ``"0"`` to start at the beginning.
+
+        Returns:
+            [] if no event arrives within ``timeout_seconds``.
+        """
 
     def close_answer(self, request_number: int) -> None:
-        """Deletes an answer that has been read."""
+        """Delete an answer that has been read."""
 
     def cancel(self, request_number: int) -> bool:
-        """Ends a request at its next verdict (at once if it still waits); False if there is no such request any more."""
+        """End a request: a waiting one at once, a running one at its next verdict. False if it is unknown or has ended."""
 
     def is_cancelled(self, request_number: int) -> bool:
         """Whether the running request ``request_number`` has been cancelled."""
 
     def abort(self, rank: int, message: str) -> bool:
-        """Records that the run failed at ``rank`` and tells every rank and reader. The first failure wins (True)."""
+        """Record that the run failed at ``rank``, and notify every rank and every reader of an answer.
+
+        Only the first failure is recorded: True for it, False for later ones.
+        """
 
     def failure(self) -> str | None:
         """The message of the first abort, or None."""
 
     def stop(self) -> None:
-        """Tells every rank to end, after what is already in its queue, and refuses further requests."""
+        """Ask every rank to end after the messages already in its queue, and refuse further requests."""
 
     def renew_lease(self, rank: int) -> None:
-        """Says that ``rank`` is alive for another lease time, and keeps the run's keys for another minute."""
+        """Renew the lease of ``rank`` and the time to live of the run's keys."""
 
     def expired_ranks(self) -> list[int]:
-        """Ranks that have held a lease and let it run out."""
+        """Ranks whose lease has expired."""
 
     def leave(self, rank: int) -> None:
-        """Gives up the lease of a rank that ends in order."""
+        """Give up the lease of a rank that exits normally."""
 
     def members(self) -> list[int]:
-        """Ranks that have taken a lease and not left."""
+        """Ranks that have taken a lease and have not left, expired ones included."""
 
     def status(self) -> RunStatus:
-        """The run at a glance."""
+        """The state of the run."""
 
     def clock_us(self) -> int:
-        """The scheduler's clock, µs since the epoch: the one that traces of several machines are aligned to."""
+        """The scheduler's clock in µs since the epoch, to which ranks on all machines align their traces."""
 
     def trace(self) -> list[GrantedTask]:
-        """What was granted and finished in the request begun last, if it was begun with ``trace``."""
+        """The trace of the request begun last; empty unless it was begun with ``trace``."""
 
     def clear(self) -> None:
-        """Deletes everything the run has stored."""
+        """Delete everything the run has stored."""

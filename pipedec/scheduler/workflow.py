@@ -1,7 +1,7 @@
 """The workflow as plain data: tasks, their dependencies, and the rules by which a finished task schedules the next ones.
 
-This is the paper's Appendix B (Algorithm 4) as pure functions. It knows neither Redis nor processes nor tensors; the
-same lists are run by the scheduler, simulated in tests and named in traces.
+The paper's Appendix B (Algorithm 4) as pure functions. Knows neither Redis nor processes nor tensors; the scheduler runs
+these tasks, tests simulate them, and traces show them.
 """
 
 from __future__ import annotations
@@ -22,8 +22,12 @@ _LETTERS = {"pre": "P", "dec": "F", "sync": "S", "window": "W", "end": "E"}
 class Task:
     """One node of the workflow graph, as in the paper's Appendix B.
 
-    ``C`` compute: ``name`` pre, dec, sync, window or end at rank ``target``. ``T`` transfer: from ``source`` to ``target``.
-    ``V`` virtual: ``name`` finish, of rank ``target`` or of all (``target`` -1); it completes as soon as it is ready.
+    Attributes:
+        kind: ``C`` compute, ``T`` transfer or ``V`` virtual. A virtual task completes as soon as it is ready.
+        name: pre, dec, sync, window or end for ``C``; send for ``T``; finish for ``V``.
+        source: the sender of a transfer; else equal to ``target``.
+        target: the receiver of a transfer, else the task's rank; -1 for a finish of all ranks.
+        seq: the timestep; 0 and less in prefill. A window has the seq of its first timestep.
     """
 
     kind: Literal["C", "T", "V"]
@@ -52,7 +56,7 @@ class Task:
 
     @classmethod
     def parse(cls, identifier: str) -> Task:
-        """The task whose ``id`` this is. Raises ValueError for anything else."""
+        """The task with this ``id``. Raises ValueError if it is not a task id."""
         kind, first, second, seq = identifier.split(":")
         if kind == "T":
             return cls.transfer(int(first), int(second), int(seq))
@@ -71,7 +75,7 @@ class Task:
 
     @property
     def label(self) -> str:
-        """For people: ``2P0`` prefill, ``2F17`` forward, ``2S17`` sync, ``2W17`` window, ``2>3@17`` transfer."""
+        """Short form for traces: ``2P0`` prefill, ``2F17`` forward, ``2S17`` sync, ``2W17`` window, ``2>3@17`` transfer."""
         if self.kind == "T":
             return f"{self.source}>{self.target}@{self.seq}"
         letter = "V" if self.kind == "V" else _LETTERS[self.name]
@@ -79,16 +83,16 @@ class Task:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The ranks that execute it: one for a compute task, sender and receiver for a transfer, none if virtual."""
+        """The ranks that execute the task: one for compute, sender and receiver for a transfer, none if virtual."""
         return {"C": (self.target,), "T": (self.source, self.target), "V": ()}[self.kind]
 
 
 @dataclass(frozen=True)
 class Planned:
-    """A scheduling action S(task) → after: the task runs once every task in ``after`` is done.
+    """A scheduling action S(task) → after: the task is granted once every task in ``after`` is done.
 
-    ``payload`` is small JSON that reaches the rank with the task: ``{"rows": 12}`` of a transfer, the token ids of a prompt
-    chunk, ``{"verdict": …}`` of a sync.
+    ``payload`` is a small JSON object that is delivered with the task: ``{"rows": 12}`` with a transfer, the token ids with
+    a prompt chunk, ``{"verdict": …}`` with a sync.
     """
 
     task: Task
@@ -98,15 +102,15 @@ class Planned:
 
 @dataclass(frozen=True)
 class Facts:
-    """What the finishing rank knows about the task it has just finished.
+    """The outcome of a task that the scheduling rules depend on, as its rank reports it.
 
     Attributes:
-        rows_out: rows of its (pruned) output that go on to the next rank.
-        verdict: after (C,dec,n,seq) or the last chunk of (C,pre,n,0), what rank n decided, as JSON; else None.
-        finished: at a sync or after a window, whether a verdict ended the answer.
-        window: at a sync, how many timesteps a window lasts; 0 when every task is granted on its own.
-        active: at a dec, the entry ranks active in this seq, as delivered with the task.
-        payload: at a pre, the payload delivered with the task, which goes on to the next stage.
+        rows_out: rows of the (pruned) output that are sent to the next rank.
+        verdict: after (C,dec,n,seq) and the last prompt chunk (C,pre,n,0), the verdict of rank n as JSON; else None.
+        finished: after a sync or a window, whether a verdict ended the answer.
+        window: after a sync, the number of timesteps in a window; 0 if every task is granted on its own.
+        active: after a dec, the entry ranks active in this timestep, as delivered with the task.
+        payload: after a pre, the payload delivered with the task, which is passed on to the next stage.
     """
 
     rows_out: int = 0
@@ -118,10 +122,13 @@ class Facts:
 
 
 def initial_tasks(topology: Topology, chunks: Sequence[Payload]) -> list[Planned]:
-    """The tasks that start a request: case [1] of Algorithm 4, (C,pre,0,s) and (C,pre,1,s) of every prompt chunk.
+    """The tasks that start a request: case [1] of Algorithm 4, (C,pre,0,s) and (C,pre,1,s) for every prompt chunk.
 
-    Chunk k of K has seq k - (K - 1): the last one has the paper's seq 0 and earlier ones are negative. Each payload gets
-    ``first`` and ``last``. Raises UserError without a chunk.
+    Chunk k of K has seq k - (K - 1): the last one has the paper's seq 0, earlier ones are negative. The flags ``first`` and
+    ``last`` are added to each payload.
+
+    Raises:
+        UserError: ``chunks`` is empty.
     """
     if not chunks:
         raise UserError("a request needs at least one prompt chunk")
@@ -136,9 +143,9 @@ def initial_tasks(topology: Topology, chunks: Sequence[Payload]) -> list[Planned
 
 
 def post_process(task: Task, topology: Topology, facts: Facts) -> list[Planned]:
-    """What a rank schedules when it has finished ``task``: Algorithm 4, cases [2] to [12]; nothing after T or end.
+    """The tasks that a rank schedules after finishing ``task``: Algorithm 4, cases [2] to [12]; none after a transfer or end.
 
-    With windows, the cases of dec and of later syncs do not occur: see ``_after_window``.
+    With windows there are no dec tasks, and no syncs but those of prefill: see ``_after_window``.
     """
     if task.kind != "C":
         return []
@@ -154,18 +161,18 @@ def post_process(task: Task, topology: Topology, facts: Facts) -> list[Planned]:
 
 
 def _after_prefill(task: Task, topology: Topology, facts: Facts) -> list[Planned]:
-    """Cases [2] and [3]. Rank 0 has nothing to send: stage 1 has the prompt from the start."""
+    """Cases [2] and [3]. Rank 0 sends nothing: stage 1 gets the prompt from the scheduler."""
     rank, seq = task.target, task.seq
     if rank == topology.final_rank:  # [3]
-        # Deviation: the first token is told to every rank by the same sync as all later ones, and the tasks of timestep
-        # 1 follow from those syncs ([11], [12]) instead of being scheduled here.
+        # Deviation: the first token reaches the ranks by a sync like all later tokens, and those syncs schedule the tasks
+        # of timestep 1 ([11], [12]).
         return _syncs(topology, seq, facts, after={i: [Task.compute("pre", i, seq)] for i in topology.ranks}) if seq == 0 else []
     if rank == 0:
         return []
     transfer = Task.transfer(rank, rank + 1, seq)  # [2]
     payload = {key: value for key, value in facts.payload.items() if key != "token_ids"} | {"rows": facts.rows_out}
-    # Deviation: a prompt is several chunks, and a stage takes them in order. The first chunk is marked by its payload so
-    # that it waits for no predecessor.
+    # Deviation: a prompt may have several chunks, which a stage takes in order; the payload marks the first one, which has
+    # no predecessor.
     earlier = () if payload.get("first") else (Task.compute("pre", rank + 1, seq - 1),)
     return [Planned(transfer, (), payload), Planned(Task.compute("pre", rank + 1, seq), (transfer, *earlier), payload)]
 
@@ -195,13 +202,13 @@ def _after_decode(task: Task, topology: Topology, facts: Facts) -> list[Planned]
 
 
 def _after_sync(task: Task, topology: Topology, facts: Facts) -> list[Planned]:
-    """Cases [11] and [12]. Deviation: an answer may end here, then rank 0 gets (C,end,0,seq) after the barrier."""
+    """Cases [11] and [12]. Deviation: if the answer ends here, rank 0 gets (C,end,0,seq) after the barrier."""
     rank, seq = task.target, task.seq
     planned: list[Planned] = []
     if not facts.finished and topology.feeds_next_group(rank):  # [12]
         planned += _send_on(rank, seq, facts.rows_out)
     if rank == 0:
-        if seq == 0:  # prefill has no dec at which the barrier could have been scheduled
+        if seq == 0:  # otherwise rank 0's dec has scheduled the barrier ([7]); prefill has none
             planned.append(_barrier(seq, topology.ranks))
         if facts.window and not facts.finished:
             planned += [_window(rank, seq + 1, facts.window, after=Task.finish_all(seq)) for rank in topology.ranks]
@@ -213,10 +220,10 @@ def _after_sync(task: Task, topology: Topology, facts: Facts) -> list[Planned]:
 
 
 def _after_window(task: Task, topology: Topology, facts: Facts) -> list[Planned]:
-    """Not in the paper: ``window`` timesteps are granted at once, and the ranks run through them on their own.
+    """Not in the paper: ``window`` timesteps are granted at once, and the ranks run them without further grants.
 
-    Every transfer in a window goes from a rank to the next one, so no two conflict, and each rank takes its steps in order.
-    Rank 0 grants the next window to each rank as soon as that rank is through with this one: nobody waits for all.
+    Transfers in a window go from a rank to the next one only, so no two conflict, and each rank takes its steps in order.
+    Rank 0 schedules the next window of every rank; it depends on that rank's current window only, not on other ranks.
     """
     rank, seq = task.target, task.seq
     if rank != 0:
@@ -237,7 +244,7 @@ def _barrier(seq: int, ranks: Sequence[int]) -> Planned:
 
 
 def _send_on(rank: int, seq: int, rows: int) -> list[Planned]:
-    """The output of timestep ``seq`` enters the next group at ``seq`` + 1; an empty output activates nothing."""
+    """Send the output of timestep ``seq`` to the next group, which computes it at ``seq`` + 1. No rows, no tasks."""
     if rows == 0:
         return []
     transfer = Task.transfer(rank, rank + 1, seq)
@@ -247,15 +254,15 @@ def _send_on(rank: int, seq: int, rows: int) -> list[Planned]:
 
 
 def _before_sync(topology: Topology, seq: int, active: Sequence[int]) -> dict[int, list[Task]]:
-    """What each rank must have done before it may prune: its own dec, and whatever still reads its unpruned output."""
+    """The tasks that must be done before each rank prunes: its own dec, and those that still read its unpruned output."""
     before: dict[int, list[Task]] = {rank: [] for rank in topology.ranks}
     for rank in topology.active_ranks(active):
         before[rank].append(Task.compute("dec", rank, seq))
         if rank != 0 and not topology.is_exit(rank):
             before[rank] += [Task.transfer(rank, rank + 1, seq), Task.compute("dec", rank + 1, seq)]
     for entry in active:
-        # Not in the paper: rows of seq - 1 that are still to be sent (a node is in one transfer at a time) leave before
-        # their sender prunes by the verdict of seq. No cost: the receiver's dec, which the barrier awaits, needs them.
+        # Not in the paper: rows of seq - 1 that wait to be sent (a rank takes part in one transfer at a time) are sent before
+        # their sender prunes by the verdict of seq. This costs nothing: the barrier awaits the receiver's dec anyway.
         before[entry - 1].append(Task.transfer(entry - 1, entry, seq - 1))
     return before
 

@@ -1,4 +1,4 @@
-"""What one pipeline stage does with rows and verdicts. Knows neither the decoding method nor the other processes."""
+"""The computation of one pipeline stage: rows in, activations or verdicts out. Knows no decoding method and no other process."""
 
 from pipedec.stage.worker import FinalStageWorker, StageWorker
 

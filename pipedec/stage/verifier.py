@@ -1,7 +1,7 @@
-"""Turns the target's own tokens into verdicts: how far the tree's path agrees with them, and whether the answer ends.
+"""Verification: compares the tree with the target's tokens, and decides whether the answer ends.
 
-Knows the tree and the request's end conditions; knows no model and no cache. Between a verdict and its replay further rows may
-arrive, so it remembers the accepted tokens that the tree has not been advanced to yet.
+Knows the tree and the request's end conditions; knows no model and no cache. Further rows may arrive between a verdict and its
+replay, so a verifier keeps the accepted tokens to which the tree has not been advanced yet.
 """
 
 from __future__ import annotations
@@ -13,29 +13,33 @@ from pipedec.tree import PredictionTree
 
 
 class Verifier:
-    """Counts an answer's tokens and knows what ends it."""
+    """Verifies the rows of an answer in one thread.
+
+    Attributes:
+        verified_rows: rows whose successors the last verdict of ``verify`` accepted, one per token.
+    """
 
     def __init__(self, sampling: SamplingParams, eos_token_ids: tuple[int, ...]) -> None:
         self._max_tokens = sampling.max_tokens
-        self._ends = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else set(eos_token_ids))
+        self._end_token_ids = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else set(eos_token_ids))
         self._num_tokens = 0
-        self._ahead: list[int] = []  # accepted tokens below the tree's root
+        self._ahead: list[int] = []  # accepted tokens that are not replayed yet: a path below the tree's root
         self._finished = False
-        self.judged_rows: list[int] = []  # the rows whose successors the last verdict of ``judge`` accepted, one per token
+        self.verified_rows: list[int] = []
 
     def first(self, token: int) -> Verdict:
-        """The verdict on prefill: the target's first token."""
-        return self._judged([token])
+        """The verdict after prefill, which accepts the target's first token."""
+        return self._truncate([token])
 
-    def judge(self, tree: PredictionTree, successors_N: Tensor) -> Verdict | None:
-        """Walk on from the last accepted token along the target's own tokens, as deep as computed rows go (paper §3.3.4).
+    def verify(self, tree: PredictionTree, successors_N: Tensor) -> Verdict | None:
+        """Walk down from the last accepted token along the target's tokens, as deep as there are rows (PipeDec §3.3.4).
 
         Args:
             tree: the last stage's tree; all its rows are computed.
-            successors_N: int64 [N], the target's token after each of them.
+            successors_N: int64 [N], the target's token after each row.
 
         Returns:
-            None when the row of the last accepted token is not there (yet), or the answer has ended.
+            the verdict; None if the last accepted token has no row yet, or the answer has ended.
         """
         row = self._last_accepted(tree)
         if row is None or self._finished:
@@ -47,12 +51,12 @@ class Verifier:
             rows.append(row)
             tokens.append(successors[row])
             row = tree.child(row, tokens[-1])
-        verdict = self._judged(tokens)
-        self.judged_rows = rows[: len(verdict.tokens)]
+        verdict = self._truncate(tokens)
+        self.verified_rows = rows[: len(verdict.tokens)]
         return verdict
 
     def replayed(self, verdict: Verdict) -> None:
-        """The tree has been advanced to ``verdict``, the oldest one that it had not been advanced to."""
+        """To be called when the tree has been advanced by ``verdict``. Verdicts are replayed in order."""
         del self._ahead[: len(verdict.tokens)]
 
     def _last_accepted(self, tree: PredictionTree) -> int | None:
@@ -61,16 +65,16 @@ class Verifier:
             row = None if row is None else tree.child(row, token)
         return row
 
-    def _judged(self, tokens: list[int]) -> Verdict:
-        """Cut ``tokens`` at the first end token or at ``max_tokens``."""
+    def _truncate(self, tokens: list[int]) -> Verdict:
+        """The verdict on ``tokens``, truncated after the first end token or at ``max_tokens``."""
         for count, token in enumerate(tokens, start=1):
-            if token in self._ends:
-                return self._counted(tokens[:count], "stop")
+            if token in self._end_token_ids:
+                return self._record(tokens[:count], "stop")
             if self._num_tokens + count == self._max_tokens:
-                return self._counted(tokens[:count], "length")
-        return self._counted(tokens, None)
+                return self._record(tokens[:count], "length")
+        return self._record(tokens, None)
 
-    def _counted(self, tokens: list[int], finished: str | None) -> Verdict:
+    def _record(self, tokens: list[int], finished: str | None) -> Verdict:
         self._num_tokens += len(tokens)
         self._ahead += tokens
         self._finished = finished is not None

@@ -1,1 +1,1 @@
-"""Text and token ids: tokenizer, chat template, stop strings, streamed text."""
+"""Text and token ids: tokenizer, chat template, stop strings, text streaming."""

@@ -1,6 +1,6 @@
-"""From text to token ids and back: the tokenizer that both models share, and its chat template.
+"""From text to token ids and back: the tokenizer that target and draft share, and its chat template.
 
-The only module that knows the tokenizer. Knows nothing of stages, methods or processes.
+The only module that loads the tokenizer. Knows nothing of stages, methods or processes.
 """
 
 from __future__ import annotations
@@ -26,17 +26,19 @@ class Prompter:
             self.tokenizer = AutoTokenizer.from_pretrained(directory)
         except Exception as error:  # tokenizers raises a bare Exception for a corrupt file
             raise UserError(f"the tokenizer in {directory} cannot be read: {str(error).splitlines()[0][:160]}") from error
-        self.tokenizer.model_max_length = sys.maxsize  # whether a prompt fits is checked here, in one line
+        self.tokenizer.model_max_length = sys.maxsize  # silences a warning: token_ids checks the length itself
         self._max_positions = max_positions
 
     def token_ids(self, prompt: str, raw: bool, max_tokens: int, threads: str | None = None) -> tuple[int, ...]:
-        """The prompt's token ids, through the chat template if the model has one and ``raw`` is not set.
+        """The prompt's token ids, after the chat template unless the model has none.
 
         Args:
-            threads: name of the dialect in which the answer may open threads; the template knows it as ``threads``.
+            raw: skip the chat template.
+            max_tokens: room to leave for the answer.
+            threads: dialect in which the answer may open decode threads, passed to the template as ``threads``; None for none.
 
         Raises:
-            UserError: the prompt is empty, or does not fit the context together with ``max_tokens``.
+            UserError: the prompt is empty, or prompt and ``max_tokens`` exceed the model's context.
         """
         if not prompt.strip():
             raise UserError("the prompt is empty: give --prompt TEXT, --prompt-file FILE, or text on standard input")
@@ -44,8 +46,8 @@ class Prompter:
             token_ids = self.tokenizer(prompt)["input_ids"]
         else:
             message = [{"role": "user", "content": prompt}]
-            wishes = {} if threads is None else {"threads": threads}
-            token_ids = self.tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=False, **wishes)
+            options = {} if threads is None else {"threads": threads}
+            token_ids = self.tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=False, **options)
         if len(token_ids) + max_tokens > self._max_positions:
             raise UserError(
                 f"the prompt has {len(token_ids)} tokens and --max-tokens asks for {max_tokens} more, "
@@ -59,21 +61,22 @@ class Prompter:
             raise UserError(f"logit_bias names token {max(logit_bias)}, but the vocabulary has {len(self.tokenizer)} tokens")
 
     def stream(self) -> TextStream:
-        """A fresh decoder for one answer."""
+        """A new incremental decoder for one answer."""
         return TextStream(self.text)
 
     def text(self, token_ids: Sequence[int]) -> str:
-        """Token ids as a reader wants them: without control tokens."""
+        """The text of token ids, without special tokens."""
         return self.tokenizer.decode(token_ids, skip_special_tokens=True)
 
 
 def same_tokenizer(target: Path, draft: Path) -> None:
-    """Check that both models speak the same tokens.
+    """Check that both models have the same vocabulary.
 
     Raises:
-        UserError: their tokenizers differ.
+        UserError: the vocabularies differ.
     """
-    digests = [hashlib.sha256((path / "tokenizer.json").read_bytes()).digest() for path in (target, draft) if _has(path)]
+    files = [path / "tokenizer.json" for path in (target, draft)]
+    digests = [hashlib.sha256(file.read_bytes()).digest() for file in files if file.exists()]
     if len(digests) == 2 and digests[0] == digests[1]:
         return
     vocabularies = [AutoTokenizer.from_pretrained(path).get_vocab() for path in (target, draft)]
@@ -83,7 +86,3 @@ def same_tokenizer(target: Path, draft: Path) -> None:
             f"the draft {draft} has a different tokenizer than the target {target} ({sizes} tokens): "
             "use a draft of the same family, or --method pp --draft none"
         )
-
-
-def _has(directory: Path) -> bool:
-    return (directory / "tokenizer.json").exists()

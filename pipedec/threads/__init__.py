@@ -1,6 +1,6 @@
-"""One answer, several decode threads (APAR, PASTA). Knows token ids and texts; knows no model, no process, no Redis.
+"""Answers in several decode threads (APAR, PASTA). Knows token ids and texts; knows no model, no process, no Redis.
 
-What needs torch is in ``visibility``, so that this package is light.
+Importing this package does not import torch; only its module ``visibility`` needs it.
 """
 
 from pipedec.threads.anomalies import ANOMALIES

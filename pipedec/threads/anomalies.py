@@ -1,4 +1,4 @@
-"""Names of what may be wrong with the structure of an answer. None of it ends a request; docs/threads.md says what happens."""
+"""Names of structural errors in a threaded answer. Each is counted and resolved by a fixed rule (docs/threads.md)."""
 
 UNCLOSED_CHILD = "unclosed_child"
 LENGTH_MISSING = "length_missing"

@@ -1,6 +1,6 @@
-"""A dialect in the tokens of one tokenizer.
+"""A dialect bound to a tokenizer.
 
-Owns the ids of the control tokens, and how the tag of an opener is read. Knows no threads.
+Owns the ids of the control tokens and the parsing of opener tags. Knows no threads.
 """
 
 from __future__ import annotations
@@ -17,7 +17,13 @@ MAX_DIGITS = 9
 
 @dataclass(frozen=True)
 class OpenerTag:
-    """An opener's tag that is not complete yet: where it began in its thread, how many tokens it has, its text so far."""
+    """An opener's tag that is not complete yet.
+
+    Attributes:
+        start: index of its first token in the thread.
+        num_tokens: number of tokens so far.
+        text: their text, without that of the opener itself.
+    """
 
     start: int
     num_tokens: int = 1
@@ -26,13 +32,13 @@ class OpenerTag:
 
 @dataclass(frozen=True)
 class BoundDialect:
-    """The ids of a dialect's control tokens. ``child_end`` and ``join`` are None where the dialect has none.
+    """The ids of a dialect's control tokens. ``child_end`` and ``join`` are None if the dialect has no such token.
 
     Attributes:
-        control: ids of all control tokens.
-        never_sampled: ids of those that are entered, never sampled.
-        no_opening_after: ids right after which ``opener`` is banned.
-        text_of: the text of one token.
+        control: all control tokens.
+        never_sampled: control tokens that are banned from sampling.
+        no_opening_after: tokens directly after which ``opener`` is banned.
+        text_of: the text of a token id.
     """
 
     dialect: Dialect
@@ -47,7 +53,7 @@ class BoundDialect:
 
     @property
     def has_tags(self) -> bool:
-        """Whether an opener is a whole tag, not one token."""
+        """Whether an opener is a tag of several tokens rather than a single token."""
         return self.dialect.opener_end is not None
 
     def extended(self, tag: OpenerTag, token: int) -> OpenerTag:
@@ -55,22 +61,22 @@ class BoundDialect:
         return OpenerTag(tag.start, tag.num_tokens + 1, tag.text + self.text_of(token))
 
     def may_open(self, token: int) -> bool:
-        """Whether some opener might be complete with this token."""
+        """Whether this token might complete an opener."""
         end = self.dialect.opener_end
         return token == self.opener if end is None else end[-1] in self.text_of(token)
 
     def end_of(self, tag: OpenerTag) -> int | None:
-        """How much of the tag's text it needs to be complete; None if it is not."""
+        """Index in the tag's text just after ``opener_end``; None if the tag is not complete."""
         assert self.dialect.opener_end is not None
-        place = tag.text.find(self.dialect.opener_end)
-        return None if place < 0 else place + len(self.dialect.opener_end)
+        found = tag.text.find(self.dialect.opener_end)
+        return None if found < 0 else found + len(self.dialect.opener_end)
 
     def is_open(self, tag: OpenerTag) -> bool:
-        """Whether the tag may still be completed."""
+        """Whether the tag is not complete yet and further tokens may complete it."""
         return self.end_of(tag) is None and tag.num_tokens < self.dialect.max_opener_tokens
 
     def stated_length(self, text: str) -> int | None:
-        """The number of tokens that a complete tag states for its child; None if it states none."""
+        """The length in tokens that a complete tag states for its child; None if it states none."""
         found = re.search(self.dialect.length_pattern, text) if self.dialect.length_pattern else None
         if found is None:
             return None
@@ -81,14 +87,14 @@ class BoundDialect:
 
 
 def bind(dialect: Dialect, token_of: Callable[[str], int | None], text_of: Callable[[int], str]) -> BoundDialect:
-    """The dialect in a tokenizer's ids.
+    """Look up the control tokens of a dialect in a tokenizer.
 
     Args:
-        token_of: the id of a token by its text; None if the vocabulary lacks it.
-        text_of: the text of a token by its id.
+        token_of: token text to id; None if the vocabulary lacks it.
+        text_of: token id to text.
 
     Raises:
-        UserError: the tokenizer lacks a control token, or has one id for two of them.
+        UserError: the tokenizer lacks a control token, or gives two of them the same id.
     """
     ids: dict[str, int] = {}
     for text in dialect.control_tokens:
@@ -96,11 +102,11 @@ def bind(dialect: Dialect, token_of: Callable[[str], int | None], text_of: Calla
         if token is None:
             raise UserError(
                 f"the tokenizer has no token {text!r}, which dialect {dialect.name} needs: "
-                f"give a model trained for it, or a dialect file with the model's own names"
+                f"use a model trained for this dialect, or a dialect file with the control tokens of your model"
             )
         ids[text] = token
     if len(set(ids.values())) < len(ids):
-        raise UserError(f"the tokenizer has one id for two of dialect {dialect.name}'s tokens: {', '.join(ids)}")
+        raise UserError(f"the tokenizer gives two control tokens of dialect {dialect.name} the same id: {', '.join(ids)}")
     return BoundDialect(
         dialect,
         opener=ids[dialect.opener],

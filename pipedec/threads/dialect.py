@@ -1,6 +1,6 @@
-"""Dialects: with which control tokens a model opens, closes and joins threads, as data in a JSON file.
+"""Dialects: the control tokens with which a model opens, closes and joins decode threads, described in a JSON file.
 
-Owns the fields, their checks and the shipped files. Knows no token ids: those come from a tokenizer (see ``bound``).
+Owns the fields, their validation and the shipped files. Knows no token ids: those come from a tokenizer (see ``bound``).
 """
 
 from __future__ import annotations
@@ -21,36 +21,36 @@ _AT_LEAST_1: dict[str, Any] = {"min": 1}
 
 @dataclass(frozen=True)
 class Dialect:
-    """How an answer says which parts of it are decoded side by side.
+    """How an answer marks the parts of it that are decoded in parallel.
 
-    The caps hold for one thread each. A cap on all threads of an answer (APAR's 32) would depend on which thread opens a child
-    first in time; depth and children of one thread bound the same number, and every order of decoding meets them alike.
+    Limits apply to each thread. A limit on all threads of an answer (APAR's 32) would depend on which thread happens to open a
+    child first; limits on depth and on children per thread bound the same number whatever the order of decoding.
 
     Attributes:
-        name: what users call it.
-        opener: the token that opens a child, or with which a tag begins that does.
-        opener_end: what completes the tag, e.g. ``/>``: the child opens at the token whose text completes it. Without it, the
-            opener alone opens.
-        max_opener_tokens: a tag that is not complete within so many tokens is text.
-        length_pattern: regular expression with one group, the predicted number of the child's tokens; searched in the tag.
-        length_scale: what the number is multiplied by.
-        default_length: the prediction if the tag has none, or there is no pattern.
-        max_length: larger predictions are taken for this.
-        child_start: the forced first token of a child.
-        child_end: the token that closes a child; without it the end token does.
-        join: the token that waits for the thread's children; without it no thread ever sees another's.
-        never_sampled: control tokens that are never sampled, besides ``child_start``.
-        no_opening_after: tokens right after which the opener is banned.
-        markers: further control tokens, which do nothing.
-        after_opening: where the parent goes on if the opener ended at position t: ``next`` at t + 1, ``predicted`` at t + 1 +
-            the predicted length.
-        after_join: the position of the join token: ``continue`` where the thread was, ``longest`` behind the farthest of the
-            thread and those it joins, ``flat`` as if all it sees stood in one sequence.
-        max_depth: 1 if only the main thread opens children, 2 if they do, too, and so on.
-        max_children: of one thread.
-        max_child_tokens: of one child, its forced token included; it is closed there.
-        max_cached_tokens: of the prompt and all threads together that have to be kept at one time; beyond, the answer ends.
-        show_control: readers see control tokens.
+        name: name shown to users.
+        opener: token that opens a child, or the first token of a tag that opens one.
+        opener_end: text that ends the tag, e.g. ``/>``; the child opens at the token that completes it. If not given, the opener
+            is a single token.
+        max_opener_tokens: maximum tokens of a tag; one that is not complete by then is ordinary text.
+        length_pattern: regular expression searched in the tag; its one group is the predicted length of the child.
+        length_scale: tokens per unit of the predicted length.
+        default_length: predicted tokens if the tag states no length or there is no pattern.
+        max_length: maximum predicted tokens; larger predictions are clamped.
+        child_start: forced first token of a child.
+        child_end: token that closes a child; if not given, the end token does.
+        join: token at which a thread waits for its children and then attends to them; if not given, threads never join.
+        never_sampled: control tokens that are banned from sampling, besides ``child_start``.
+        no_opening_after: tokens directly after which the opener is banned.
+        markers: further control tokens, without effect on threads.
+        after_opening: position of the parent's next token after an opener at position t: ``next`` is t + 1, ``predicted`` is
+            t + 1 + the predicted length of the child.
+        after_join: position of the join token: ``continue`` is the thread's next position, ``longest`` is the largest next
+            position of the thread and those it joins, ``flat`` is the number of tokens that it attends to.
+        max_depth: nesting depth of children; 1 if only the main thread may open them.
+        max_children: maximum children of one thread.
+        max_child_tokens: maximum tokens of one child, the forced token included; it is closed there.
+        max_cached_tokens: maximum tokens of prompt and threads together in the KV cache; beyond it the answer ends.
+        show_control: whether control tokens appear in the text that users read.
     """
 
     name: str
@@ -80,26 +80,30 @@ class Dialect:
         if len(set(roles)) < len(roles):
             raise UserError("opener, child_start, child_end and join must be different tokens")
         if self.length_pattern is not None and self.opener_end is None:
-            raise UserError("length_pattern needs opener_end: a length can only stand in a tag")
+            raise UserError("length_pattern needs opener_end, because only a tag can state a length")
         if self.length_pattern is not None and not _has_one_group(self.length_pattern):
-            raise UserError("length_pattern must be a regular expression with one group, the number")
+            raise UserError("length_pattern must be a regular expression with one group, which matches the number of tokens")
         if self.default_length > self.max_length:
             raise UserError(f"default_length must be at most max_length, which is {self.max_length}")
 
     @property
     def control_tokens(self) -> tuple[str, ...]:
-        """Every token that the tokenizer must have, each once."""
+        """The distinct tokens that the tokenizer must have."""
         named = (self.opener, self.child_start, self.child_end, self.join)
         listed = (*self.never_sampled, *self.no_opening_after, *self.markers)
         return tuple(dict.fromkeys(text for text in (*named, *listed) if text is not None))
 
     def to_json(self) -> str:
-        """As it goes to other processes."""
+        """The JSON text that is sent to other processes."""
         return json.dumps({name: value for name, value in asdict(self).items() if value is not None})
 
     @classmethod
     def from_json(cls, text: str) -> Dialect:
-        """Raises UserError if the text describes no dialect."""
+        """The inverse of ``to_json``.
+
+        Raises:
+            UserError: the text does not describe a dialect.
+        """
         return parse_json(cls, text, "the dialect")
 
 
@@ -111,10 +115,10 @@ def _has_one_group(pattern: str) -> bool:
 
 
 def load_dialect(name_or_path: str | Path) -> Dialect:
-    """A shipped dialect by its name (of DIALECTS), or one of your own by the path of its file.
+    """Load a shipped dialect by its name (see DIALECTS), or another one from a JSON file.
 
     Raises:
-        UserError: no such dialect, or the file is not one.
+        UserError: there is no such dialect or file, or the file does not describe a dialect.
     """
     if name_or_path in DIALECTS:
         return load_json(Dialect, _DIRECTORY / f"{name_or_path}.json")

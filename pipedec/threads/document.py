@@ -1,7 +1,7 @@
-"""The answer in document order: a child's tokens stand right behind the token that opened it.
+"""The answer in document order: a child's tokens come directly after the token that opened it.
 
-So an answer reads root, first child, next sibling (APAR §2.3), and a body behind its promise (PASTA §3). Owns that order, the
-cut at ``max_tokens``, and the reorder buffer for readers. Knows no control tokens.
+So an answer reads root, first child, next sibling (APAR §2.3), and asynchronous text follows its promise (PASTA §3). Owns that
+order, the truncation at ``max_tokens``, and the reorder buffer that streams the document. Knows no control tokens.
 """
 
 from __future__ import annotations
@@ -14,10 +14,14 @@ from pipedec.threads.thread import DecodeThread, State
 
 
 class DocumentToken(NamedTuple):
-    """Token ``ordinal`` of ``thread``.
+    """One token of the document.
 
-    ``is_control`` holds for a whole tag, and for one that the cut divides. ``tail`` is text behind the end of a tag in its last
-    token: readers see it even so.
+    Attributes:
+        thread: number of its thread.
+        token_id: its id.
+        ordinal: its index in the thread.
+        is_control: whether it is control rather than text; true of all tokens of a tag, also of one truncated by ``max_tokens``.
+        tail: text after the end of a tag, within the tag's last token. It belongs to the answer's text.
     """
 
     thread: int
@@ -28,28 +32,33 @@ class DocumentToken(NamedTuple):
 
 
 def document(threads: list[DecodeThread], max_tokens: int) -> list[DocumentToken]:
-    """The first ``max_tokens`` of all tokens that are known."""
-    written = enumerate(islice(_written(threads, threads[0]), max_tokens))
-    return [_token(thread, index, max_tokens - place) for place, (thread, index) in written]
+    """The tokens generated so far in document order, at most ``max_tokens``."""
+    ordered = enumerate(islice(_in_document_order(threads, threads[0]), max_tokens))
+    return [_token(thread, index, max_tokens - count) for count, (thread, index) in ordered]
 
 
-def _written(threads: list[DecodeThread], thread: DecodeThread) -> Iterator[tuple[DecodeThread, int]]:
+def _in_document_order(threads: list[DecodeThread], thread: DecodeThread) -> Iterator[tuple[DecodeThread, int]]:
     children = {threads[number].opened_at: threads[number] for number in thread.children}
     for index in range(thread.num_tokens):
         yield thread, index
         if index + 1 in children:
-            yield from _written(threads, children[index + 1])
+            yield from _in_document_order(threads, children[index + 1])
 
 
-def _token(thread: DecodeThread, index: int, left: int) -> DocumentToken:
-    """A token of which ``left`` tokens, itself the first of them, stand before the cut. Nothing is opened inside a tag."""
-    is_freed = thread.freed.get(index, index + left) < index + left
-    is_control = thread.is_control[index] and not is_freed
+def _token(thread: DecodeThread, index: int, remaining: int) -> DocumentToken:
+    """Token ``index`` of a thread.
+
+    Args:
+        remaining: number of tokens from this one on that fit into ``max_tokens``. A tag's tokens are consecutive in the
+            document, so a token of a broken tag is text if the token that broke the tag is among them.
+    """
+    is_reverted = thread.reverted.get(index, index + remaining) < index + remaining
+    is_control = thread.is_control[index] and not is_reverted
     return DocumentToken(thread.number, thread.token_ids[index], index, is_control, thread.tails.get(index, ""))
 
 
-def next_places(threads: list[DecodeThread]) -> list[int]:
-    """For each thread, where in the document its next token stands, at the earliest: more may still come before it."""
+def next_indices(threads: list[DecodeThread]) -> list[int]:
+    """For each thread, the smallest index that its next token can have in the document; tokens yet to come may precede it."""
     sizes = [thread.num_tokens for thread in threads]
     for thread in reversed(threads[1:]):  # children have larger numbers than their parents
         assert thread.parent is not None
@@ -64,21 +73,21 @@ def next_places(threads: list[DecodeThread]) -> list[int]:
 
 
 class ReorderBuffer:
-    """Hands out each token of an answer once, in document order, as soon as nothing can come before it any more."""
+    """Returns each token of an answer once, in document order, as soon as no other token can still precede it."""
 
     def __init__(self, threads: list[DecodeThread], max_tokens: int) -> None:
         self._threads = threads
-        self._left = max_tokens
-        self._stack = [0]  # threads whose text is being handed out, the innermost last
-        self._taken = [0]  # how many tokens of each
+        self._remaining = max_tokens
+        self._stack = [0]  # the thread being read and its ancestors, outermost first
+        self._taken = [0]  # number of tokens already returned of each thread on the stack
         self._visited: set[int] = set()
 
     def take(self) -> list[DocumentToken]:
-        """The tokens that have become certain since the last call."""
+        """The tokens that have become available since the last call."""
         taken = []
-        while self._left and (token := self._next()) is not None:
+        while self._remaining and (token := self._next()) is not None:
             taken.append(token)
-            self._left -= 1
+            self._remaining -= 1
         return taken
 
     def _next(self) -> DocumentToken | None:
@@ -91,7 +100,7 @@ class ReorderBuffer:
                 self._taken.append(0)
             elif index < (thread.tag.start if thread.tag else thread.num_tokens):
                 self._taken[-1] += 1
-                return _token(thread, index, self._left)
+                return _token(thread, index, self._remaining)
             elif thread.state is State.ENDED:
                 self._stack.pop()
                 self._taken.pop()

@@ -1,4 +1,4 @@
-"""What an accepted token changes about the threads of an answer. Threads are named by their numbers."""
+"""Events that an accepted token causes in the threads of an answer. Threads are given by their numbers."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ class Opened:
 
 @dataclass(frozen=True)
 class Waiting:
-    """``thread`` goes on, or ends, when its open children have ended."""
+    """``thread`` waits until its open children have ended, and then continues or ends."""
 
     thread: int
 
 
 @dataclass(frozen=True)
 class Joined:
-    """``thread`` goes on: its join ``token`` entered at ``position`` and sees all tokens of the threads ``joined``."""
+    """``thread`` continues: its join ``token`` entered at ``position`` and attends to all tokens of the threads ``joined``."""
 
     thread: int
     joined: tuple[int, ...]
@@ -34,7 +34,7 @@ class Joined:
 
 @dataclass(frozen=True)
 class Ended:
-    """``thread`` takes no more tokens. For ``reason`` see ``DecodeThread.ended_by``."""
+    """``thread`` accepts no further tokens. For ``reason`` see ``DecodeThread.ended_by``."""
 
     thread: int
     reason: str
@@ -42,7 +42,7 @@ class Ended:
 
 @dataclass(frozen=True)
 class Finished:
-    """All threads have ended: ``stop``, ``length`` (the answer was cut at max_tokens), or what ``end_all`` was given."""
+    """All threads have ended. ``reason``: ``stop``, ``length`` (max_tokens was reached), or the argument of ``end_all``."""
 
     reason: str
 

@@ -1,6 +1,6 @@
-"""What a token does in a thread, and which may not stand there: a function of the dialect and of the thread as it is.
+"""The effect of a token on its thread, and which tokens are banned next: functions of the dialect and the thread's state.
 
-``walked`` are always tokens that stand behind the thread's own without being accepted yet: text and openers.
+``lookahead`` is always a list of tokens that follow the thread's own but are not accepted yet: text and openers.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pipedec.threads.thread import DecodeThread
 
 
 class Role(Enum):
-    """What a token does to its thread."""
+    """The effect of a token on its thread."""
 
     TEXT = "text"
     OPEN = "open"
@@ -25,8 +25,8 @@ class Role(Enum):
 
 
 @dataclass(frozen=True)
-class _Ahead:
-    """What of a thread may have changed behind tokens that are not accepted yet."""
+class _Lookahead:
+    """The state of a thread after a lookahead: its incomplete tag, its number of children and its last token."""
 
     tag: OpenerTag | None
     children: int
@@ -34,7 +34,7 @@ class _Ahead:
 
 
 class Grammar:
-    """A bound dialect and the tokens that end a thread of an answer."""
+    """The rules of a bound dialect, with the model's end tokens."""
 
     def __init__(self, bound: BoundDialect, end_token_ids: frozenset[int]) -> None:
         self._bound = bound
@@ -42,12 +42,12 @@ class Grammar:
         self._breaks_tag = end_token_ids | {bound.opener, bound.child_end, bound.join}
 
     def is_control(self, token: int) -> bool:
-        """Whether the token is none of the text wherever it stands."""
+        """Whether the token is control rather than text in every context."""
         return token in self._bound.control or token in self._end_token_ids
 
-    def role(self, thread: DecodeThread, token: int, walked: list[int] | None = None) -> Role:
-        """What ``token`` would do as the thread's next."""
-        ahead = self._ahead(thread, walked or [])
+    def role(self, thread: DecodeThread, token: int, lookahead: list[int] | None = None) -> Role:
+        """The effect of ``token`` if it is the thread's next token after ``lookahead``."""
+        ahead = self._ahead(thread, lookahead or [])
         if token in self._end_token_ids:
             return Role.END
         if token == self._bound.child_end and thread.parent is not None:
@@ -56,42 +56,42 @@ class Grammar:
             return Role.JOIN
         return Role.OPEN if self._opens(thread, token, ahead) else Role.TEXT
 
-    def tag_after(self, thread: DecodeThread, walked: list[int]) -> OpenerTag | None:
-        """The opener's tag that is not complete yet behind ``walked``."""
-        return self._ahead(thread, walked).tag
+    def tag_after(self, thread: DecodeThread, lookahead: list[int]) -> OpenerTag | None:
+        """The incomplete tag after ``lookahead``, if any."""
+        return self._ahead(thread, lookahead).tag
 
-    def banned(self, thread: DecodeThread, walked: list[int]) -> frozenset[int]:
-        """Tokens that may not be sampled next."""
-        ahead = self._ahead(thread, walked)
+    def banned(self, thread: DecodeThread, lookahead: list[int]) -> frozenset[int]:
+        """Tokens that may not be sampled after ``lookahead``."""
+        ahead = self._ahead(thread, lookahead)
         if ahead.tag is not None or self._refusal(thread, ahead) is not None:
             return self._bound.never_sampled | {self._bound.opener}
         return self._bound.never_sampled
 
-    def opened(self, thread: DecodeThread, walked: list[int]) -> int:
-        """How many children ``walked`` would open."""
-        return self._ahead(thread, walked).children - len(thread.children)
+    def opened(self, thread: DecodeThread, lookahead: list[int]) -> int:
+        """The number of children that ``lookahead`` would open."""
+        return self._ahead(thread, lookahead).children - len(thread.children)
 
-    def _ahead(self, thread: DecodeThread, walked: list[int]) -> _Ahead:
-        """The thread as it would be behind ``walked``."""
+    def _ahead(self, thread: DecodeThread, lookahead: list[int]) -> _Lookahead:
+        """The state of the thread after ``lookahead``."""
         last = thread.token_ids[-1] if thread.token_ids else None
-        ahead = _Ahead(thread.tag, len(thread.children), last)
-        for count, token in enumerate(walked):
+        ahead = _Lookahead(thread.tag, len(thread.children), last)
+        for count, token in enumerate(lookahead):
             tag, bound = ahead.tag, self._bound
             opens = self._opens(thread, token, ahead)
             if token == bound.opener and bound.has_tags and not self._refusal(thread, ahead):
                 tag = OpenerTag(start=thread.num_tokens + count)
             elif tag is not None:
                 tag = bound.extended(tag, token) if self._stays_open(tag, token) else None
-            ahead = _Ahead(tag, ahead.children + opens, token)
+            ahead = _Lookahead(tag, ahead.children + opens, token)
         return ahead
 
-    def _opens(self, thread: DecodeThread, token: int, ahead: _Ahead) -> bool:
+    def _opens(self, thread: DecodeThread, token: int, ahead: _Lookahead) -> bool:
         if token == self._bound.opener:
             return not self._bound.has_tags and self._refusal(thread, ahead) is None
         return ahead.tag is not None and self._completes(ahead.tag, token)
 
-    def oddities(self, thread: DecodeThread, token: int, role: Role) -> Iterator[str]:
-        """The anomalies that ``token``, which does ``role``, is as the thread's next."""
+    def anomalies_of(self, thread: DecodeThread, token: int, role: Role) -> Iterator[str]:
+        """The anomalies that arise if ``token``, whose effect is ``role``, is the thread's next token."""
         bound = self._bound
         if thread.tag is not None and role is not Role.OPEN and not self._stays_open(thread.tag, token):
             yield anomalies.OPENER_NOT_COMPLETED
@@ -108,8 +108,8 @@ class Grammar:
         if role in (Role.END, Role.CLOSE) and bound.join is not None and thread.unjoined:
             yield anomalies.END_WITHOUT_JOIN
 
-    def _refusal(self, thread: DecodeThread, ahead: _Ahead) -> str | None:
-        """The anomaly that an opener would be next; None where it may stand."""
+    def _refusal(self, thread: DecodeThread, ahead: _Lookahead) -> str | None:
+        """The anomaly that an opener would be as the next token; None if it is allowed."""
         if thread.depth >= self._bound.dialect.max_depth:
             return anomalies.OPENER_TOO_DEEP
         if ahead.children >= self._bound.dialect.max_children:

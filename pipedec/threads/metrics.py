@@ -1,8 +1,8 @@
 """How parallel an answer is, and what its threads save (APAR Tables 1 and 2, PASTA §5.1).
 
-Counts tokens of the document, up to the cut at max_tokens, so nothing here depends on which thread was decoded when. A *step*
-is the earliest moment at which a token can be known if every thread decodes one token per step: forced tokens take none, and a
-join token enters when all it joins are known.
+All metrics cover the document, truncated at max_tokens, and so do not depend on the order of decoding. The *step* of a token is
+the earliest at which it can be decoded if every thread decodes one token per step. Forced tokens take no step, and a join token
+comes no earlier than the last token of the threads it joins.
 """
 
 from __future__ import annotations
@@ -19,15 +19,18 @@ Steps = dict[int, list[int]]
 
 @dataclass(frozen=True)
 class ThreadMetrics:
-    """Of one answer, finished or not. *Flat* is the same text written without control tokens by one thread.
+    """Metrics of one answer, finished or not.
+
+    The fields named ``…_flat`` are for the same text without control tokens, decoded by a single thread.
 
     Attributes:
-        threads: with the main thread, as APAR counts.
-        tokens: all of them; ``text_tokens`` are those that are not control.
-        longest_chain: tokens that must be decoded one after another.
+        threads: number of threads, the main thread included (as in APAR).
+        tokens: number of tokens.
+        text_tokens: number of tokens that are not control.
+        longest_chain: number of tokens that must be decoded one after another.
         parallelism: text tokens / longest chain (PASTA's theoretical parallelism).
-        attended_tokens: prompt and answer tokens seen when predicting a text token, the mean (APAR Table 2).
-        max_cached_tokens: cache slots needed at the worst step, if a slot is free when no later token sees it (APAR Table 1).
+        attended_tokens: mean number of prompt and answer tokens attended to when a text token is predicted (APAR Table 2).
+        max_cached_tokens: peak number of cache slots, if a slot is freed when no later token attends to it (APAR Table 1).
     """
 
     threads: int
@@ -41,21 +44,21 @@ class ThreadMetrics:
     max_cached_tokens_flat: int
 
     def theoretical_speedup(self, baseline_tokens: int) -> float:
-        """Tokens of a sequential answer to the same prompt / longest chain (PASTA §5.1)."""
+        """The speedup over a sequential answer to the same prompt: its number of tokens / longest chain (PASTA §5.1)."""
         return baseline_tokens / self.longest_chain if self.longest_chain else 0.0
 
 
 def measure(sequence: Sequence) -> ThreadMetrics:
-    """The metrics of what is known of an answer."""
-    written = sequence.document()
-    text = [token for token in written if not token.is_control]
-    steps = _steps(sequence, written)
+    """The metrics of the tokens generated so far."""
+    document = sequence.document()
+    text = [token for token in document if not token.is_control]
+    steps = _steps(sequence, document)
     longest_chain = max((thread_steps[-1] for thread_steps in steps.values()), default=0)
     prompt, count = sequence.prompt_length, len(text)
     attended = sum(_attended(sequence, token) for token in text)
     return ThreadMetrics(
         threads=max(1, len(steps)),
-        tokens=len(written),
+        tokens=len(document),
         text_tokens=count,
         longest_chain=longest_chain,
         parallelism=count / longest_chain if longest_chain else 0.0,
@@ -66,12 +69,12 @@ def measure(sequence: Sequence) -> ThreadMetrics:
     )
 
 
-def _steps(sequence: Sequence, written: list[DocumentToken]) -> Steps:
-    """The step of every token of every thread; in document order all that a token waits for comes before it."""
+def _steps(sequence: Sequence, document: list[DocumentToken]) -> Steps:
+    """The step of every token of every thread. In document order, whatever a token waits for precedes it."""
     steps: Steps = defaultdict(list)
-    for token in written:
+    for token in document:
         thread, own = sequence.threads[token.thread], steps[token.thread]
-        opened_by = None if own else thread.parent  # of a forced token, which enters with its opener
+        opened_by = None if own else thread.parent  # a forced token enters with its opener
         before = own if opened_by is None else steps[opened_by]
         joined = (number for join in thread.joins if join.index == token.ordinal for number, _ in join.context)
         step = (before[-1] if before else 0) + (opened_by is None)
@@ -80,14 +83,14 @@ def _steps(sequence: Sequence, written: list[DocumentToken]) -> Steps:
 
 
 def _attended(sequence: Sequence, token: DocumentToken) -> int:
-    """Answer tokens that the row before ``token`` in its thread sees."""
+    """The number of answer tokens attended to when ``token`` is predicted, that is by the token before it in its thread."""
     if token.ordinal == 0:
         return 0
     return sum(count for _, count in sequence.sees(token.thread, token.ordinal - 1))
 
 
 def _last_seen(sequence: Sequence, steps: Steps) -> Steps:
-    """The last step at which a token that sees it is predicted, for every token; 0 if none is."""
+    """For every token, the last step at which a token attending to it is predicted; 0 if there is none."""
     last = {number: [0] * len(own) for number, own in steps.items()}
     for number, own in steps.items():
         thread = sequence.threads[number]
@@ -101,7 +104,7 @@ def _last_seen(sequence: Sequence, steps: Steps) -> Steps:
 
 
 def _most_cached(steps: Steps, last: Steps, longest_chain: int) -> int:
-    """Most tokens that are known before a step and seen in it or later."""
+    """The maximum over all steps of the number of tokens decoded before the step and attended to in it or later."""
     changes = [0] * (longest_chain + 2)
     for number, own in steps.items():
         for step, seen in zip(own, last[number], strict=True):

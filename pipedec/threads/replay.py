@@ -1,4 +1,4 @@
-"""A written answer, its children's tokens where a reader finds them, read back into threads: for training and for measuring."""
+"""Reconstructs the threads of an answer from its tokens in document order, for training and for measuring."""
 
 from __future__ import annotations
 
@@ -10,23 +10,26 @@ from pipedec.threads.thread import State
 
 
 def replay(sequence: Sequence, token_ids: Iterable[int]) -> None:
-    """Give a fresh sequence an answer in document order, control and forced tokens included. It may stop anywhere.
+    """Pass an answer to a new sequence.
+
+    Args:
+        token_ids: tokens in document order, control and forced tokens included. The answer may be incomplete.
 
     Raises:
-        ValueError: no forced token stands behind an opener, or tokens stand behind the end of the answer.
+        ValueError: an opener is not followed by its forced token, or tokens follow the end of the answer.
     """
-    writing = [0]
+    open_threads = [0]  # the current thread and its ancestors, outermost first
     tokens = iter(token_ids)
     for token in tokens:
-        if not writing:
+        if not open_threads:
             if sequence.finished == "length":
                 return
-            raise ValueError("tokens stand behind the end of the answer")
-        for event in sequence.accept(writing[-1], token):
+            raise ValueError("tokens follow the end of the answer")
+        for event in sequence.accept(open_threads[-1], token):
             if isinstance(event, Opened):
                 forced = next(tokens, event.token)
                 if forced != event.token:
-                    raise ValueError(f"token {forced} stands behind an opener, where the forced token {event.token} should")
-                writing.append(event.child)
-        while writing and sequence.threads[writing[-1]].state is State.ENDED:
-            writing.pop()
+                    raise ValueError(f"token {forced} follows an opener instead of the forced token {event.token}")
+                open_threads.append(event.child)
+        while open_threads and sequence.threads[open_threads[-1]].state is State.ENDED:
+            open_threads.pop()

@@ -1,9 +1,9 @@
-"""One answer as several decode threads: what every accepted token opens, closes and joins (APAR Algorithm 1, PASTA §3).
+"""One answer in several decode threads: how accepted tokens open, close and join them (APAR Algorithm 1, PASTA §3).
 
-Every rank replays the accepted tokens through a ``Sequence``, as it does through its ``PredictionTree``. Document, positions
-and what each token sees depend on the tokens of each thread alone, not on the order in which threads take turns; only thread
-numbers do. Owns threads and their states; knows token ids and texts, no model, no rows and no process. Structure that is broken
-never ends an answer: ``anomalies`` counts it, and docs/threads.md says what becomes of it.
+Every rank replays the accepted tokens through a ``Sequence``, as through its ``PredictionTree``. Document, positions and
+visibility depend only on the tokens of each thread, not on how the decoding of threads interleaves; only thread numbers depend
+on that. Owns threads and their states; knows token ids and texts, no model, no rows and no process. Broken structure never ends
+an answer: it is counted in ``anomalies`` and resolved by fixed rules (docs/threads.md).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 from pipedec.threads import anomalies
 from pipedec.threads.bound import BoundDialect, OpenerTag
-from pipedec.threads.document import DocumentToken, ReorderBuffer, document, next_places
+from pipedec.threads.document import DocumentToken, ReorderBuffer, document, next_indices
 from pipedec.threads.events import Ended, Event, Finished, Joined, Opened, Waiting
 from pipedec.threads.grammar import Grammar, Role
 from pipedec.threads.thread import Context, DecodeThread, Join, State
@@ -24,11 +24,15 @@ class Sequence:
 
     Attributes:
         threads: by number, the main thread first.
-        max_tokens: the answer is cut behind so many tokens of the document. Control and forced tokens count.
-        finished: None while it goes on; else the ``reason`` of ``Finished``.
+        max_tokens: maximum tokens of the document, control and forced tokens included; the answer is truncated there.
+        finished: None until the answer ends; then the ``reason`` of ``Finished``.
 
     Args:
-        max_positions: of the model. Predictions are clamped so that ``max_tokens`` tokens always find room; None for no limit.
+        bound: the dialect and its token ids.
+        prompt_length: tokens of the prompt.
+        end_token_ids: the model's end tokens, and the request's stop tokens.
+        max_positions: number of positions of the model. Predicted lengths are clamped so that ``max_tokens`` tokens always fit;
+            None for no limit.
     """
 
     def __init__(
@@ -56,91 +60,94 @@ class Sequence:
 
     @property
     def anomalies(self) -> dict[str, int]:
-        """How often each of ``ANOMALIES`` was met. Behind the cut at ``max_tokens``, what was decoded depends on the order."""
+        """Count by name (see ``ANOMALIES``). Tokens decoded beyond ``max_tokens`` of the document depend on the interleaving."""
         return dict(self._anomalies)
 
     def at(self, path: tuple[int, ...]) -> DecodeThread:
-        """The thread with this path. Raises KeyError if it is not open yet."""
+        """The thread with this path.
+
+        Raises:
+            KeyError: it is not open yet.
+        """
         return self.threads[self._numbers[path]]
 
     def next_position(self, number: int) -> int:
-        """Where the thread's next token will stand; after a join token is accepted, ``Joined`` says it."""
+        """Position id of the thread's next token. The position of a waiting join token is known only from ``Joined``."""
         return self.threads[number].next_position
 
     def context(self, number: int, index: int | None = None) -> Context:
-        """What token ``index`` of a thread (by default the next) sees besides the prompt and its own thread.
+        """The tokens of other threads that token ``index`` of a thread (default: the next) attends to.
 
-        (thread number, how many of its tokens) in a fixed order: what the parent saw, the parent, joined threads.
+        Returns:
+            (thread number, number of its leading tokens) in a fixed order: the parent's context, the parent, joined threads.
         """
         return self.threads[number].context(index)
 
     def sees(self, number: int, index: int) -> Context:
-        """``context`` of the token, and its own thread's tokens up to and with itself."""
+        """``context`` of a token, and its own thread's tokens up to itself, inclusive."""
         return (*self.threads[number].context(index), (number, index + 1))
 
     def banned(self, number: int, after: Iterable[int] = ()) -> frozenset[int]:
-        """Tokens that may not be sampled next in a thread, after tokens ``after`` that are not accepted yet."""
+        """Tokens that may not be sampled next in a thread, after the tokens ``after``, which are not accepted yet."""
         return self._grammar.banned(self.threads[number], list(after))
 
     def ends_walk(self, number: int, token: int, after: Iterable[int] = ()) -> bool:
-        """Whether nothing is known of what comes behind ``token`` in this thread: it joins, or ends the thread.
+        """Whether ``token`` joins or ends the thread, so that its successor cannot be predicted yet.
 
         Args:
-            after: tokens behind the thread's own, before this one, that ``accept`` has not been told of: text and openers.
+            after: text and openers between the thread's own tokens and ``token``, not accepted yet.
         """
-        thread, walked = self.threads[number], list(after)
-        if self._grammar.role(thread, token, walked) in (Role.JOIN, Role.CLOSE, Role.END):
+        thread, lookahead = self.threads[number], list(after)
+        if self._grammar.role(thread, token, lookahead) in (Role.JOIN, Role.CLOSE, Role.END):
             return True
-        if thread.parent is not None and thread.num_tokens + len(walked) + 1 >= self._dialect.max_child_tokens:
+        if thread.parent is not None and thread.num_tokens + len(lookahead) + 1 >= self._dialect.max_child_tokens:
             return True
-        entering = len(walked) + 1 + self._grammar.opened(thread, [*walked, token])  # forced tokens are tokens, too
-        return next_places(self.threads)[number] + entering >= self.max_tokens
+        entering = len(lookahead) + 1 + self._grammar.opened(thread, [*lookahead, token])  # forced tokens count
+        return next_indices(self.threads)[number] + entering >= self.max_tokens
 
     def following(self, number: int, path: list[int]) -> tuple[int, frozenset[int]]:
-        """Where the token behind ``path`` would stand, and which tokens may not stand there.
+        """Constraints on the token after ``path``.
 
         Args:
-            path: as ``after`` of ``ends_walk``.
+            path: text and openers after the thread's own tokens, not accepted yet.
+
+        Returns:
+            its position id, and the tokens that are banned there.
         """
         thread = self.threads[number]
         position = thread.next_position
         for count, token in enumerate(path):
-            position += 1 + self._promised_by(thread, token, path[:count], position + 1)
+            position += 1 + self._length_predicted_by(thread, token, path[:count], position + 1)
         return position, self._grammar.banned(thread, path)
 
     def gap(self, number: int, path: list[int]) -> int:
-        """How many positions stay empty between the last token of ``path`` and the one behind it."""
+        """The number of positions left empty between the last token of ``path`` and its successor."""
         position, _ = self.following(number, path[:-1])
-        return self._promised_by(self.threads[number], path[-1], path[:-1], position + 1)
+        return self._length_predicted_by(self.threads[number], path[-1], path[:-1], position + 1)
 
-    def _promised_by(self, thread: DecodeThread, token: int, walked: list[int], position: int) -> int:
+    def _length_predicted_by(self, thread: DecodeThread, token: int, lookahead: list[int], position: int) -> int:
         """The predicted length of the child that ``token`` would open at ``position``; 0 if it opens none."""
-        if not self.may_leave_gap(token) or self._grammar.role(thread, token, walked) is not Role.OPEN:
+        if not self.may_leave_gap(token) or self._grammar.role(thread, token, lookahead) is not Role.OPEN:
             return 0
-        tag = self._grammar.tag_after(thread, walked)
-        return self._promise(None if tag is None else self._bound.extended(tag, token), position)[0]
+        tag = self._grammar.tag_after(thread, lookahead)
+        return self._predict_length(None if tag is None else self._bound.extended(tag, token), position)[0]
 
     @property
     def leaves_gaps(self) -> bool:
-        """Whether positions may stay empty behind openers."""
+        """Whether positions are left empty after openers."""
         return self._dialect.after_opening == "predicted"
 
     def may_leave_gap(self, token: int) -> bool:
-        """Whether a token might be one behind which positions stay empty."""
+        """Whether positions might be left empty after this token."""
         return self.leaves_gaps and self._bound.may_open(token)
 
-    @property
-    def joins(self) -> bool:
-        """Whether threads see those that they have opened."""
-        return self._bound.join is not None
-
     def accept(self, number: int, token: int) -> list[Event]:
-        """Take in one accepted token of a thread; forced tokens come with ``Opened`` and are not accepted.
+        """Append an accepted token to a thread. Forced tokens are appended by the opener's call; see ``Opened``.
 
-        A token for a thread that was cut is void: another thread's token has cut it in the same timestep.
+        A token of a thread that was cut is ignored: another thread's token cut the thread in the same timestep.
 
         Raises:
-            ValueError: the thread waits, or has ended by itself.
+            ValueError: the thread is waiting or has ended without being cut.
         """
         thread = self.threads[number]
         if thread.is_cut:
@@ -148,12 +155,12 @@ class Sequence:
         if thread.state is not State.RUNNING:
             raise ValueError(f"token {token} for thread {number}, which is {thread.state.value}")
         role = self._grammar.role(thread, token)
-        self._anomalies.update(self._grammar.oddities(thread, token, role))
+        self._anomalies.update(self._grammar.anomalies_of(thread, token, role))
         events = [*self._act(thread, token, role), *self._settle()]
         return [*events, *self.end_all(anomalies.CACHE_FULL)] if self._is_full() else events
 
     def end_all(self, reason: str) -> list[Event]:
-        """End what has not ended, for a reason from outside: ``cancelled``, a stop string, or ``cache_full``, an anomaly."""
+        """End all open threads for a reason that is not one of their tokens: ``cancelled``, a stop string, or ``cache_full``."""
         if self.finished is not None:
             return []
         self._anomalies.update([reason] if reason in anomalies.ANOMALIES else [])
@@ -166,14 +173,14 @@ class Sequence:
         return [*events, Finished(reason)]
 
     def needed(self) -> list[int]:
-        """For each thread, how many of its first tokens a later token may still see."""
+        """For each thread, the number of its leading tokens that a later token may still attend to."""
         needed = [0] * len(self.threads)
         may_be_joined = [False] * len(self.threads)
         for thread in self.threads:
             if thread.parent is not None and self._bound.join is not None:
                 parent = self.threads[thread.parent]
-                goes_on = parent.state is not State.ENDED and not parent.is_closing
-                may_be_joined[thread.number] = goes_on or may_be_joined[thread.parent]
+                continues = parent.state is not State.ENDED and not parent.is_closing
+                may_be_joined[thread.number] = continues or may_be_joined[thread.parent]
             if thread.state is not State.ENDED or may_be_joined[thread.number]:
                 needed[thread.number] = thread.num_tokens
             if thread.state is not State.ENDED:
@@ -182,23 +189,23 @@ class Sequence:
         return needed
 
     def released(self) -> tuple[int, ...]:
-        """Threads none of whose tokens any later token sees: their cache is free (APAR §2.4, early release)."""
+        """Threads whose tokens no later token attends to, so that their cache can be freed (APAR §2.4, early release)."""
         return tuple(number for number, count in enumerate(self.needed()) if count == 0)
 
     def document(self) -> list[DocumentToken]:
-        """The answer as far as it is known, in document order, cut at ``max_tokens``."""
+        """The tokens generated so far, in document order, truncated at ``max_tokens``."""
         return document(self.threads, self.max_tokens)
 
     def reader(self) -> ReorderBuffer:
-        """A buffer that hands out the document as it becomes certain."""
+        """A buffer that streams the document."""
         return ReorderBuffer(self.threads, self.max_tokens)
 
     def is_control(self, token: int) -> bool:
-        """Whether a token is none of the text wherever it stands."""
+        """Whether a token is control rather than text in every context."""
         return self._grammar.is_control(token)
 
     def is_shown(self, token: DocumentToken) -> bool:
-        """Whether readers see it: text, and control tokens only where the dialect shows them."""
+        """Whether the token appears in the text that users read."""
         return self._dialect.show_control or not token.is_control
 
     def _act(self, thread: DecodeThread, token: int, role: Role) -> Iterator[Event]:
@@ -220,30 +227,30 @@ class Sequence:
             self._enter(thread, token)
 
     def _is_full(self) -> bool:
-        """Whether more tokens have to be kept than the dialect allows."""
+        """Whether more tokens must be cached than the dialect allows."""
         limit = self._dialect.max_cached_tokens
         if self.prompt_length + sum(thread.num_tokens for thread in self.threads) <= limit:
             return False
         return self.prompt_length + sum(self.needed()) > limit
 
     def _break_tag(self, thread: DecodeThread, known_at: int) -> None:
-        """A tag that is not complete was text, which is known with the thread's token ``known_at``."""
+        """Turn the tokens of an incomplete tag into text; the thread's token ``known_at`` is the one that broke the tag."""
         if thread.tag is not None:
             inside = range(thread.tag.start, thread.num_tokens)
-            thread.freed |= {index: known_at for index in inside if not self._grammar.is_control(thread.token_ids[index])}
+            thread.reverted |= {index: known_at for index in inside if not self._grammar.is_control(thread.token_ids[index])}
             thread.tag = None
 
     def _enter(self, thread: DecodeThread, token: int) -> None:
         thread.enter(token, thread.tag is not None or self._grammar.is_control(token))
-        if thread.promised is not None and thread.num_tokens == thread.promised + 1:
+        if thread.predicted_length is not None and thread.num_tokens == thread.predicted_length + 1:
             self._anomalies[anomalies.LENGTH_EXCEEDED] += 1
 
     def _open(self, thread: DecodeThread, tag: OpenerTag | None) -> Opened:
-        """A child behind the thread's last token, which completed ``tag`` or is the opener."""
+        """Open a child after the token that completes ``tag``, or after the opener if there is no tag."""
         if tag is not None:
             self._finish_tag(thread, tag)
         is_predicted = self._dialect.after_opening == "predicted"
-        promised, names = self._promise(tag, thread.next_position)
+        predicted, names = self._predict_length(tag, thread.next_position)
         self._anomalies.update(names)
         child = DecodeThread(
             number=len(self.threads),
@@ -252,25 +259,25 @@ class Sequence:
             opened_at=thread.num_tokens,
             inherited=(*thread.context(), (thread.number, thread.num_tokens)),
             next_position=thread.next_position,
-            promised=promised if is_predicted else None,
+            predicted_length=predicted if is_predicted else None,
         )
         self.threads.append(child)
         self._numbers[child.path] = child.number
         thread.children.append(child.number)
         thread.unjoined.append(child.number)
-        thread.next_position += promised
+        thread.next_position += predicted
         self._enter(child, self._bound.child_start)
         return Opened(thread.number, child.number, child.token_ids[0], child.positions[0])
 
     def _finish_tag(self, thread: DecodeThread, tag: OpenerTag) -> None:
-        """Text behind the end of a complete tag is text."""
+        """Keep the text after the end of a complete tag, which is not part of it."""
         thread.tag = None
         tail = tag.text[self._bound.end_of(tag) :]
         if tail:
             thread.tails[thread.num_tokens - 1] = tail
 
-    def _promise(self, tag: OpenerTag | None, position: int) -> tuple[int, list[str]]:
-        """How many tokens a child at ``position`` is predicted to have, and what is wrong with it; 0 if nothing is predicted."""
+    def _predict_length(self, tag: OpenerTag | None, position: int) -> tuple[int, list[str]]:
+        """The predicted length of a child at ``position`` (0 if the dialect predicts none), and anomalies of the prediction."""
         dialect = self._dialect
         if dialect.after_opening != "predicted":
             return 0, []
@@ -287,7 +294,7 @@ class Sequence:
         return clamped, names + ([anomalies.LENGTH_CLAMPED] if clamped != stated else [])
 
     def _close(self, thread: DecodeThread, reason: str, token: int | None = None) -> Iterator[Event]:
-        """The thread takes no more tokens; where there are joins it ends when its children have (an implicit join)."""
+        """Stop a thread. If the dialect has joins, it ends only when its children have (an implicit join)."""
         self._break_tag(thread, thread.num_tokens - (token is None))
         thread.ended_by, thread.state = reason, State.WAITING
         thread.pending = token
@@ -304,7 +311,7 @@ class Sequence:
         return any(self.threads[number].state is not State.ENDED for number in thread.unjoined)
 
     def _settle(self) -> Iterator[Event]:
-        """What follows, children before their parents."""
+        """Join, close and end threads that are due after a token, children before their parents."""
         for thread in reversed(self.threads):
             if thread.state is State.WAITING and thread.ended_by is None and not self._open_children(thread):
                 yield self._join(thread)
@@ -318,7 +325,7 @@ class Sequence:
             yield Finished(self.finished)
 
     def _join(self, thread: DecodeThread) -> Joined:
-        """The waiting join token enters, and from it on the thread sees its children and all below them."""
+        """Append the pending join token; from there on the thread attends to its children and all their descendants."""
         assert thread.pending is not None
         joined = tuple(number for child in thread.unjoined for number in self._family(child))
         thread.joins.append(Join(thread.num_tokens, tuple((number, self.threads[number].num_tokens) for number in joined)))
@@ -330,7 +337,7 @@ class Sequence:
         return Joined(thread.number, joined, token, thread.positions[-1])
 
     def _family(self, number: int) -> Iterator[int]:
-        """A thread and all below it, in document order."""
+        """A thread and its descendants, in document order."""
         yield number
         for child in self.threads[number].children:
             yield from self._family(child)
@@ -343,7 +350,7 @@ class Sequence:
         return thread.next_position
 
     def _limit(self, thread: DecodeThread) -> Iterator[Event]:
-        """Close a child that is as long as the dialect lets it be."""
+        """Close a child that has reached the dialect's ``max_child_tokens``."""
         if thread.num_tokens >= self._dialect.max_child_tokens:
             names = [anomalies.UNCLOSED_CHILD, *([anomalies.OPENER_NOT_COMPLETED] if thread.tag else [])]
             self._anomalies.update(names)
@@ -357,17 +364,17 @@ class Sequence:
         return Ended(thread.number, thread.ended_by)
 
     def _cut(self) -> Iterator[Event]:
-        """End threads whose next token would stand behind ``max_tokens`` in the document: nobody would read it."""
+        """End threads whose next token would come after the first ``max_tokens`` of the document."""
         if sum(thread.num_tokens for thread in self.threads) < self.max_tokens:
             return
-        for thread, place in zip(self.threads, next_places(self.threads), strict=True):
-            if thread.state is not State.ENDED and place >= self.max_tokens:
+        for thread, index in zip(self.threads, next_indices(self.threads), strict=True):
+            if thread.state is not State.ENDED and index >= self.max_tokens:
                 thread.end("length", is_cut=True)
                 yield Ended(thread.number, "length")
 
     def _finish_reason(self) -> str:
-        is_whole = sum(thread.num_tokens for thread in self.threads) <= self.max_tokens
-        return "length" if any(thread.is_cut for thread in self.threads) or not is_whole else "stop"
+        is_complete = sum(thread.num_tokens for thread in self.threads) <= self.max_tokens
+        return "length" if any(thread.is_cut for thread in self.threads) or not is_complete else "stop"
 
 
-NewSequence = Callable[[], Sequence]
+NewSequence = Callable[[], Sequence]  # makes the sequence of a new answer

@@ -1,4 +1,4 @@
-"""One decode thread of an answer: its tokens, where they stand, and what they see of other threads. Knows no dialect."""
+"""One decode thread of an answer: its tokens, their positions, and what they attend to in other threads. Knows no dialect."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from enum import Enum
 
 from pipedec.threads.bound import OpenerTag
 
-Context = tuple[tuple[int, int], ...]
+Context = tuple[tuple[int, int], ...]  # (thread number, number of its leading tokens)
 
 
 class State(Enum):
-    """Waiting is for open children: before a join token enters, or before the thread ends."""
+    """A waiting thread waits for its open children: before its join token enters, or before it ends."""
 
     RUNNING = "running"
     WAITING = "waiting"
@@ -21,7 +21,7 @@ class State(Enum):
 
 @dataclass(frozen=True)
 class Join:
-    """From its token ``index`` on, the join token, a thread sees ``context``: (thread number, all its tokens) of each joined."""
+    """From its join token, at ``index``, a thread attends to ``context``: all tokens of the joined threads."""
 
     index: int
     context: Context
@@ -32,23 +32,26 @@ class DecodeThread:
     """Tokens decoded one after another.
 
     Attributes:
-        number: in order of opening, so it depends on which thread opens first in time. The main thread is 0.
-        path: ordinals of the openings from the main thread, (), to this one: the identity that does not depend on time.
+        number: index in order of opening, which depends on the interleaving of threads. The main thread is 0.
+        path: child indices on the way from the main thread to this one, () for the main thread: an identity that does not
+            depend on the interleaving.
         parent: number of the thread that opened it; None for the main thread.
-        opened_at: how many of the parent's tokens it sees: those up to and with its opener.
-        inherited: what all its tokens see of other threads, as (thread number, tokens): the parent's context, and the parent.
-        next_position: position of the next token to enter, unless a join moves it.
-        promised: predicted number of its tokens, where the dialect predicts.
-        is_control: for each token, whether it is control rather than text; inside a tag all are.
-        freed: text that stands in a tag which was broken off: index of the token to index of the one with which that is known.
-        tails: text that stands behind the end of a tag in the token that completes it, by the token's index.
-        children: numbers, in order of opening; ``unjoined`` are those of them that no join token has named yet.
+        opened_at: number of the parent's tokens up to the opener, inclusive; the thread attends to these.
+        inherited: what all its tokens attend to in other threads: the parent's context, and the parent.
+        next_position: position of the next token, unless that is a join token.
+        predicted_length: predicted number of its tokens; None if the dialect predicts none.
+        is_control: for each token, whether it is control rather than text. All tokens of a tag are control.
+        reverted: tokens of broken tags, which are text: index of the token → index of the token that broke the tag.
+        tails: text after the end of a tag within the tag's last token, by the index of that token.
+        children: their numbers, in order of opening.
+        unjoined: the children that the thread has not joined yet.
         joins: in order.
-        tag: an opener's tag that is not complete yet.
-        pending: the accepted token that waits for the children: it is not among ``token_ids`` yet.
-        ended_by: ``stop`` (end token), ``close``, ``limit`` (the dialect's max_child_tokens), ``length`` (max_tokens), or what
-            ``Sequence.end_all`` was given. Of a waiting thread: by what it will end, None before a join.
-        is_cut: it ended by no token of its own, so tokens accepted for it elsewhere in the same timestep are void.
+        tag: the incomplete tag of an opener, if any.
+        pending: an accepted token that waits for the children and is not in ``token_ids`` yet.
+        ended_by: ``stop`` (end token), ``close``, ``limit`` (the dialect's max_child_tokens), ``length`` (max_tokens), or the
+            argument of ``Sequence.end_all``. Of a waiting thread: the reason why it will end; None if it waits for a join.
+        is_cut: whether it was ended by something other than its own token; then further tokens accepted for it in the same
+            timestep are void.
     """
 
     number: int = 0
@@ -57,11 +60,11 @@ class DecodeThread:
     opened_at: int = 0
     inherited: Context = ()
     next_position: int = 0
-    promised: int | None = None
+    predicted_length: int | None = None
     token_ids: list[int] = field(default_factory=list)
     positions: list[int] = field(default_factory=list)
     is_control: list[bool] = field(default_factory=list)
-    freed: dict[int, int] = field(default_factory=dict)
+    reverted: dict[int, int] = field(default_factory=dict)
     tails: dict[int, str] = field(default_factory=dict)
     children: list[int] = field(default_factory=list)
     unjoined: list[int] = field(default_factory=list)
@@ -79,7 +82,7 @@ class DecodeThread:
 
     @property
     def noise_stream(self) -> int:
-        """What the thread's tokens are drawn with besides seed and position: a function of its path, 0 for the main thread."""
+        """The thread's stream of sampling noise (see ``gumbel``): a function of its path, 0 for the main thread."""
         return zlib.crc32(",".join(map(str, self.path)).encode())
 
     @property
@@ -88,11 +91,11 @@ class DecodeThread:
 
     @property
     def is_closing(self) -> bool:
-        """It waits, not for a join, but to end."""
+        """Whether it waits to end, not to join."""
         return self.state is State.WAITING and self.ended_by is not None
 
     def context(self, index: int | None = None) -> Context:
-        """What its token ``index`` (by default the next one) sees of other threads, as (thread number, tokens)."""
+        """What token ``index`` (default: the next) attends to in other threads."""
         index = self.num_tokens if index is None else index
         joined = (entry for join in self.joins if join.index <= index for entry in join.context)
         return (*self.inherited, *joined)
@@ -105,5 +108,6 @@ class DecodeThread:
         self.next_position += 1
 
     def end(self, reason: str, is_cut: bool = False) -> None:
+        """End the thread. For ``reason`` see ``ended_by``."""
         self.state, self.ended_by, self.is_cut = State.ENDED, reason, is_cut
         self.pending = self.tag = None

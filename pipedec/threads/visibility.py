@@ -1,4 +1,4 @@
-"""An answer as one sequence of tensors, for training and for tests: token ids, positions, who sees whom, what comes next.
+"""A threaded answer as one sequence of tensors, for training and for tests: token ids, positions, attention mask, targets.
 
 Shapes: P prompt tokens, A tokens of the document, N = P + A.
 """
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pipedec.threads.sequence import Sequence
 
-IGNORED = -100  # what torch's cross-entropy ignores
+IGNORED = -100  # ``ignore_index`` of torch's cross-entropy
 
 
 @dataclass(frozen=True)
@@ -21,11 +21,10 @@ class Flattened:
 
     Attributes:
         token_ids: int64 [N].
-        positions: int64 [N].
-        mask: bool [N, N], ``mask[i, j]`` = token i sees token j.
-        targets: int64 [N], the token that its thread says next, and IGNORED where none does: inside the prompt, at the end of a
-            thread. Forced tokens are nobody's target (APAR §2.2), and an opener's is what its own thread says behind it
-            (PASTA §4).
+        positions: int64 [N], position ids.
+        mask: bool [N, N], ``mask[i, j]``: token i attends to token j.
+        targets: int64 [N], the next token of the same thread; IGNORED inside the prompt and at the end of a thread. So a forced
+            token is never a target (APAR §2.2), and the target of an opener is the next token of its own thread (PASTA §4).
     """
 
     token_ids: Tensor
@@ -35,43 +34,47 @@ class Flattened:
 
 
 def visibility(sequence: Sequence) -> Tensor:
-    """bool [A, A] over the document, ``[i, j]`` = token i sees token j. All see the prompt."""
-    written = sequence.document()
-    places = _places(sequence)
-    mask = torch.zeros(len(written), len(written), dtype=torch.bool)
-    for row, token in enumerate(written):
+    """The attention mask over the document: bool [A, A], ``[i, j]``: token i attends to token j. All attend to the prompt."""
+    document = sequence.document()
+    indices = _document_indices(sequence)
+    mask = torch.zeros(len(document), len(document), dtype=torch.bool)
+    for row, token in enumerate(document):
         for number, count in sequence.sees(token.thread, token.ordinal):
-            mask[row, places[number][:count]] = True
+            mask[row, indices[number][:count]] = True
     return mask
 
 
 def flatten(sequence: Sequence, prompt_token_ids: list[int]) -> Flattened:
-    """Prompt and answer as one sequence. Raises ValueError if the prompt has another length than the sequence's."""
+    """Prompt and answer as one sequence.
+
+    Raises:
+        ValueError: the length of the prompt is not ``sequence.prompt_length``.
+    """
     prompt = len(prompt_token_ids)
     if prompt != sequence.prompt_length:
-        raise ValueError(f"a prompt of {prompt} tokens for a sequence behind {sequence.prompt_length}")
-    written = sequence.document()
-    length = prompt + len(written)
-    positions = [sequence.threads[token.thread].positions[token.ordinal] for token in written]
+        raise ValueError(f"the prompt has {prompt} tokens, but the sequence expects {sequence.prompt_length}")
+    document = sequence.document()
+    length = prompt + len(document)
+    positions = [sequence.threads[token.thread].positions[token.ordinal] for token in document]
     mask = torch.ones(length, length, dtype=torch.bool).tril()
     mask[prompt:, prompt:] = visibility(sequence)
     targets = torch.full((length,), IGNORED)
-    for number, places in _places(sequence).items():
-        told = torch.tensor(sequence.threads[number].token_ids[: len(places)])
-        targets[prompt + places[:-1]] = told[1:]
+    for number, indices in _document_indices(sequence).items():
+        own = torch.tensor(sequence.threads[number].token_ids[: len(indices)])
+        targets[prompt + indices[:-1]] = own[1:]
         if number == 0 and prompt:
-            targets[prompt - 1] = told[0]
+            targets[prompt - 1] = own[0]
     return Flattened(
-        torch.tensor([*prompt_token_ids, *(token.token_id for token in written)], dtype=torch.int64),
+        torch.tensor([*prompt_token_ids, *(token.token_id for token in document)], dtype=torch.int64),
         torch.tensor([*range(prompt), *positions], dtype=torch.int64),
         mask,
         targets,
     )
 
 
-def _places(sequence: Sequence) -> dict[int, Tensor]:
-    """Where the tokens of each thread stand in the document."""
-    places: dict[int, list[int]] = {}
-    for place, token in enumerate(sequence.document()):
-        places.setdefault(token.thread, []).append(place)
-    return {number: torch.tensor(found) for number, found in places.items()}
+def _document_indices(sequence: Sequence) -> dict[int, Tensor]:
+    """By thread, int64: the indices of its tokens in the document."""
+    indices: dict[int, list[int]] = {}
+    for index, token in enumerate(sequence.document()):
+        indices.setdefault(token.thread, []).append(index)
+    return {number: torch.tensor(own) for number, own in indices.items()}

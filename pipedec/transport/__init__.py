@@ -1,4 +1,4 @@
-"""Tensors from rank to rank. The only package that touches torch.distributed; knows steps, but not why they move."""
+"""Transfers between ranks. The only package that touches torch.distributed; knows steps, but not when or why they are sent."""
 
 from pipedec.transport.base import Envelope, Transport
 from pipedec.transport.local import LocalTransport

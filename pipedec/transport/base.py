@@ -1,4 +1,4 @@
-"""What every transport can do, and how steps and verdicts become messages."""
+"""The interface of a transport, and the encoding of steps and verdicts as messages."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from torch import Tensor
 from pipedec.core import MAX_VERDICT_TOKENS, Share, Step, Verdict
 
 _BYTES_PER_ID = 8
-_IDS = 3  # of each row: its token, its parent, its thread
-_HEADER_COUNTS = 6  # rows, accepted tokens, why the answer ended, places of the forecast, tokens for each of them, shares
+_IDS_PER_ROW = 3  # token id, parent, thread
+_HEADER_COUNTS = 6  # rows, accepted tokens, finish reason, forecast positions, tokens per forecast position, shares
 HEADER_VALUES = _HEADER_COUNTS + MAX_VERDICT_TOKENS
 HEADER_BYTES = 8 * HEADER_VALUES
-_ENDINGS = (None, "stop", "length", "cancelled", "cache_full")
+_FINISH_REASONS = (None, "stop", "length", "cancelled", "cache_full")
 
 
 @dataclass(frozen=True)
 class Envelope:
-    """What goes from a rank to the next once per timestep inside a window: a verdict to replay first, then a step.
+    """The message from one rank to the next in each timestep of a window: a verdict to replay, then a step.
 
-    Both may be absent: then the message only says that the timestep has come this far.
+    An envelope without both only signals that the timestep has reached this rank.
     """
 
     step: Step | None = None
@@ -30,50 +30,50 @@ class Envelope:
 
 
 class Transport(Protocol):
-    """Point-to-point transfer of steps. Sizes are agreed beforehand: the task that orders a transfer names its rows."""
+    """Point-to-point transfer of steps and envelopes. The receiver of a single step knows its number of rows from the task."""
 
     def send(self, step: Step, dst: int) -> None:
-        """Send ``step`` to rank ``dst``; returns when its tensors may be reused.
+        """Send ``step`` to rank ``dst``. Returns when its tensors may be reused.
 
         Raises:
-            RankLost: the peer is gone or did not answer in time.
+            RankLost: the connection failed or timed out.
         """
 
     def receive(self, num_rows: int, src: int) -> Step:
         """Wait for a step of ``num_rows`` rows from rank ``src``.
 
         Raises:
-            RankLost: the peer is gone or did not answer in time.
+            RankLost: the connection failed or timed out.
         """
 
     def send_envelope(self, envelope: Envelope, dst: int) -> None:
-        """Send a header of fixed size, and the step behind it if there is one; does not wait for the receiver.
+        """Send a header of fixed size, followed by the step if there is one. Does not wait for the receiver.
 
         Raises:
-            RankLost: the peer is gone or did not answer in time.
-            ValueError: the verdict, its forecast and its shares are more than MAX_VERDICT_TOKENS.
+            RankLost: the connection failed or timed out.
+            ValueError: tokens, forecast and shares of the verdict are more than MAX_VERDICT_TOKENS values together.
         """
 
     def receive_envelope(self, src: int) -> Envelope:
         """Wait for the next envelope from rank ``src``.
 
         Raises:
-            RankLost: the peer is gone or did not answer in time.
+            RankLost: the connection failed or timed out.
         """
 
     def close(self) -> None:
-        """Leave the group and free its sockets."""
+        """Leave the process group and close its sockets."""
 
 
 def message_bytes(num_rows: int, hidden_size: int, dtype: torch.dtype) -> int:
-    """Bytes of a step of ``num_rows`` rows: token ids, parents, threads, then the activations (so that all are aligned)."""
-    return num_rows * (_IDS * _BYTES_PER_ID + hidden_size * dtype.itemsize)
+    """Size of a step in bytes: token ids, parents and threads first, then the activations, so that all are aligned."""
+    return num_rows * (_IDS_PER_ROW * _BYTES_PER_ID + hidden_size * dtype.itemsize)
 
 
 def pack(step: Step, out: Tensor) -> None:
-    """Write ``step`` into ``out``, uint8 [message_bytes]."""
+    """Write ``step`` into ``out``, uint8 [``message_bytes``]."""
     rows = step.num_rows
-    split = rows * _IDS * _BYTES_PER_ID
+    split = rows * _IDS_PER_ROW * _BYTES_PER_ID
     ids = out[:split].view(torch.int64)
     ids[:rows] = step.token_ids
     ids[rows : 2 * rows] = step.parents
@@ -83,36 +83,42 @@ def pack(step: Step, out: Tensor) -> None:
 
 
 def unpack(message: Tensor, num_rows: int, hidden_size: int, dtype: torch.dtype) -> Step:
-    """The step in ``message``, as views of it. ``hidden_size`` 0 means a step without activations."""
-    split = num_rows * _IDS * _BYTES_PER_ID
-    token_ids, parents, threads = message[:split].view(torch.int64).view(_IDS, num_rows)
+    """The step in ``message``, as views of it. With ``hidden_size`` 0 the step has no activations."""
+    split = num_rows * _IDS_PER_ROW * _BYTES_PER_ID
+    token_ids, parents, threads = message[:split].view(torch.int64).view(_IDS_PER_ROW, num_rows)
     hidden = message[split:].view(dtype).view(num_rows, hidden_size) if hidden_size else None
     return Step(token_ids, parents, hidden, threads)
 
 
 def pack_header(envelope: Envelope, out: Tensor) -> None:
-    """Write everything but the step's rows into ``out``, int64 [HEADER_VALUES]."""
+    """Write the number of rows and the verdict into ``out``, int64 [HEADER_VALUES]. Raises ValueError if they do not fit."""
     rows = envelope.step.num_rows if envelope.step else 0
     verdict = envelope.verdict or Verdict(())
-    shares = [thread << 16 | tokens << 8 | places for thread, tokens, places in verdict.shares]
-    tokens = [*shares, *verdict.tokens, *(token for named in verdict.forecast for token in named)]
-    if len(tokens) > MAX_VERDICT_TOKENS:
-        raise ValueError(f"a verdict of {len(tokens)} tokens does not fit into a header of {MAX_VERDICT_TOKENS}")
+    shares = [thread << 16 | num_tokens << 8 | positions for thread, num_tokens, positions in verdict.shares]
+    body = [*shares, *verdict.tokens, *(token for candidates in verdict.forecast for token in candidates)]
+    if len(body) > MAX_VERDICT_TOKENS:
+        raise ValueError(f"a verdict of {len(body)} tokens does not fit into a header of {MAX_VERDICT_TOKENS}")
     num_tokens = -1 if envelope.verdict is None else len(verdict.tokens)
-    named = len(verdict.forecast[0]) if verdict.forecast else 0
+    reason, positions = _FINISH_REASONS.index(verdict.finished), len(verdict.forecast)
+    tokens_per_position = len(verdict.forecast[0]) if verdict.forecast else 0
     values = out.numpy()
-    values[:_HEADER_COUNTS] = rows, num_tokens, _ENDINGS.index(verdict.finished), len(verdict.forecast), named, len(shares)
-    values[_HEADER_COUNTS : _HEADER_COUNTS + len(tokens)] = tokens
+    values[:_HEADER_COUNTS] = rows, num_tokens, reason, positions, tokens_per_position, len(shares)
+    values[_HEADER_COUNTS : _HEADER_COUNTS + len(body)] = body
 
 
 def unpack_header(header: Tensor) -> tuple[int, Verdict | None]:
-    """The number of rows that follow, and the verdict, of int64 [HEADER_VALUES]."""
+    """The number of rows that follow the header, and the verdict (None if there is none).
+
+    Args:
+        header: int64 [HEADER_VALUES].
+    """
     values = header.numpy()
-    rows, num_tokens, ending, places, named, num_shares = values[:_HEADER_COUNTS].tolist()
+    rows, num_tokens, reason, positions, tokens_per_position, num_shares = values[:_HEADER_COUNTS].tolist()
     if num_tokens < 0:
         return rows, None
     first = _HEADER_COUNTS + num_shares
     shares = tuple(Share(value >> 16, value >> 8 & 0xFF, value & 0xFF) for value in values[_HEADER_COUNTS:first].tolist())
-    tokens = values[first : first + num_tokens + places * named].tolist()
-    forecast = (tuple(tokens[start : start + named]) for start in range(num_tokens, len(tokens), named or 1))
-    return rows, Verdict(tuple(tokens[:num_tokens]), _ENDINGS[ending], tuple(forecast), shares)
+    tokens = values[first : first + num_tokens + positions * tokens_per_position].tolist()
+    starts = range(num_tokens, len(tokens), tokens_per_position or 1)
+    forecast = tuple(tuple(tokens[start : start + tokens_per_position]) for start in starts)
+    return rows, Verdict(tuple(tokens[:num_tokens]), _FINISH_REASONS[reason], forecast, shares)

@@ -1,4 +1,4 @@
-"""Steps between the stages of one process: a mailbox for every pair of ranks."""
+"""Transfers between the stages of one process: a mailbox for every pair of ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Mailboxes = defaultdict[tuple[int, int], deque[Item]]
 
 
 class LocalTransport:
-    """In-process transfer for LocalPipeline: nothing is copied, a step is handed over as it is."""
+    """In-process transfers for LocalPipeline. Steps are passed by reference, nothing is copied."""
 
     def __init__(self, rank: int, mailboxes: Mailboxes[Step], envelopes: Mailboxes[Envelope]) -> None:
         self._rank = rank

@@ -1,7 +1,7 @@
-"""Steps between processes over torch.distributed: gloo between all ranks, NCCL between stages on CUDA.
+"""Transfers between processes over torch.distributed: gloo between all ranks, NCCL between stages on CUDA.
 
-Owns the process groups and their deadlines. Headers, and whatever rank 0 sends or receives, go through host memory, so rank 0
-needs no GPU; so do the steps of CUDA stages without NCCL (one GPU for several ranks).
+Owns the process groups and their timeouts. Headers, and all messages from and to rank 0, go through host memory, so rank 0
+needs no GPU. So do the steps of CUDA stages that do not use NCCL (several ranks on one GPU).
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from torch import Tensor
 from pipedec.core import RankLost, Step, UserError
 from pipedec.transport.base import HEADER_BYTES, HEADER_VALUES, Envelope, message_bytes, pack, pack_header, unpack, unpack_header
 
-BACKENDS = {"gloo": ("cpu", "cuda"), "nccl": ("cuda",)}  # by name: where a stage may compute
-_MAX_UNDER_WAY = 16  # messages sent and not yet taken: a receiver that is behind holds its sender up only then
-_HEADER_TAG = 1  # headers of envelopes are awaited ahead of time and must not be taken for steps
-_INLINE_ROWS = 128  # larger steps follow the header of their envelope in a message of their own
+BACKENDS = {"gloo": ("cpu", "cuda"), "nccl": ("cuda",)}  # name: device types that a stage may use
+_MAX_PENDING_SENDS = 16  # a sender waits for a slow receiver only when this many messages are pending
+_HEADER_TAG = 1  # receives of headers are posted early; the tag keeps them from matching steps
+_INLINE_ROWS = 128  # steps of more rows are sent in a separate message behind the header
 
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """Where the ranks of a run meet. ``init_method`` is torch's URL form (``env://`` under torchrun, ``file://…``)."""
+    """How the ranks of a run find each other. ``init_method`` is a torch URL (``env://`` under torchrun, ``file://…``)."""
 
     rank: int
     world_size: int
@@ -36,17 +36,32 @@ class Rendezvous:
 
 @dataclass(frozen=True)
 class _Link:
-    """How steps reach a peer: in which group, through whose memory, and up to how many rows behind the header."""
+    """How steps reach a peer.
+
+    Attributes:
+        group: the process group of the transfers.
+        buffer_device: where messages are packed and received.
+        inline_rows: the most rows that are sent in the same message as the envelope's header.
+    """
 
     group: dist.ProcessGroup
-    wire: torch.device
+    buffer_device: torch.device
     inline_rows: int
 
 
 class TorchTransport:
-    """One rank's end of the process groups. Rank 0 sends steps without activations (it has no stage before it).
+    """One rank's member of the process groups. Steps from rank 0 have no activations.
 
-    ``backend`` is a wish for the steps between stages: NCCL is used if every stage asks for it.
+    Args:
+        backend: for steps between stages, ``gloo`` or ``nccl``; NCCL is used only if every stage requests it.
+        rendezvous: how to find the other ranks.
+        hidden_size: width of the activations.
+        dtype: dtype of the activations.
+        device: device of this rank's steps.
+
+    Raises:
+        UserError: the backend is unknown or does not work on ``device``.
+        RankLost: the other ranks did not join in time.
     """
 
     def __init__(self, backend: str, rendezvous: Rendezvous, hidden_size: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -58,8 +73,8 @@ class TorchTransport:
         self._hidden_size = hidden_size
         self._dtype = dtype
         self._device = device
-        self._under_way: deque[tuple[Any, Tensor]] = deque()  # what is being sent, with its buffers
-        self._awaited: dict[int, tuple[Any, Tensor]] = {}
+        self._pending_sends: deque[tuple[Any, Tensor]] = deque()  # with the buffers being sent
+        self._pending_receives: dict[int, tuple[Any, Tensor]] = {}  # of headers, by sender
         try:
             dist.init_process_group(
                 "gloo",
@@ -68,30 +83,30 @@ class TorchTransport:
                 world_size=rendezvous.world_size,
                 timeout=timedelta(seconds=rendezvous.timeout_seconds),
             )
-            # Once per timestep and rank: the checks that isend and irecv make before this call cost as much as the call.
+            # Headers are sent by the group itself: the checks in dist.isend and dist.irecv cost as much as the transfer.
             assert dist.group.WORLD is not None
             self._group = dist.group.WORLD
             self._host_link = _Link(self._group, torch.device("cpu"), _INLINE_ROWS)
-            use_nccl = self._stages_want(backend == "nccl") and rendezvous.rank > 0
+            use_nccl = self._all_stages_request_nccl(backend == "nccl") and rendezvous.rank > 0
             self._stage_link = self._nccl_link() if use_nccl else self._host_link
         except (RuntimeError, ValueError, dist.DistError) as error:
-            raise RankLost(f"rank {rendezvous.rank} could not meet the other {rendezvous.world_size - 1}: {error}") from error
+            raise RankLost(f"rank {rendezvous.rank} could not join the {rendezvous.world_size} ranks: {error}") from error
 
-    def _stages_want(self, nccl: bool) -> bool:
-        """Whether all stages want NCCL: with ``auto``, hosts with other GPUs may want something else. Rank 0 has no say."""
-        wishes = torch.tensor([self._rendezvous.rank == 0 or nccl], dtype=torch.uint8)
-        dist.all_reduce(wishes, dist.ReduceOp.MIN)
-        return bool(wishes.item())
+    def _all_stages_request_nccl(self, requested: bool) -> bool:
+        """Whether every stage requests NCCL: with ``auto``, stages on different hosts may choose differently. Rank 0 abstains."""
+        votes = torch.tensor([self._rendezvous.rank == 0 or requested], dtype=torch.uint8)
+        dist.all_reduce(votes, dist.ReduceOp.MIN)
+        return bool(votes.item())
 
     def _nccl_link(self) -> _Link:
-        """From device to device, in a group of all stages that rank 0 need not know of."""
+        """From device to device, in a group of all stages that rank 0 does not join."""
         group = dist.new_group(
             range(1, self._rendezvous.world_size),
             timeout=timedelta(seconds=self._rendezvous.timeout_seconds),
             backend="nccl",
             use_local_synchronization=True,
             group_desc="stages",
-            device_id=self._device,  # connects at once; the group of all ranks must have none, or torch tries to split it
+            device_id=self._device,  # connects eagerly; the group of all ranks has none, or torch would try to split it
         )
         return _Link(group, self._device, inline_rows=0)
 
@@ -100,30 +115,30 @@ class TorchTransport:
 
     def send(self, step: Step, dst: int) -> None:
         link = self._link(dst)
-        message = self._packed(step, link.wire)
+        message = self._pack(step, link.buffer_device)
         try:
             dist.send(message, dst, link.group)
         except RuntimeError as error:
-            raise self._lost(dst, "send to", error) from error
+            raise self._rank_lost(dst, "send to", error) from error
 
-    def _packed(self, step: Step, wire: torch.device) -> Tensor:
+    def _pack(self, step: Step, device: torch.device) -> Tensor:
         hidden_size = 0 if step.hidden is None else self._hidden_size
         size = message_bytes(step.num_rows, hidden_size, self._dtype)
-        message = torch.empty(size, dtype=torch.uint8, device=wire)
+        message = torch.empty(size, dtype=torch.uint8, device=device)
         pack(step, message)
         return message
 
     def receive(self, num_rows: int, src: int) -> Step:
         link = self._link(src)
         size = message_bytes(num_rows, self._hidden_size_from(src), self._dtype)
-        message = torch.empty(size, dtype=torch.uint8, device=link.wire)
+        message = torch.empty(size, dtype=torch.uint8, device=link.buffer_device)
         try:
             dist.recv(message, src, link.group)
         except RuntimeError as error:
-            raise self._lost(src, "receive from", error) from error
-        return self._unpacked(message, num_rows, src)
+            raise self._rank_lost(src, "receive from", error) from error
+        return self._unpack(message, num_rows, src)
 
-    def _unpacked(self, message: Tensor, num_rows: int, src: int) -> Step:
+    def _unpack(self, message: Tensor, num_rows: int, src: int) -> Step:
         hidden_size = self._hidden_size_from(src)
         step = unpack(message[: message_bytes(num_rows, hidden_size, self._dtype)], num_rows, hidden_size, self._dtype)
         if message.device == self._device:
@@ -141,35 +156,35 @@ class TorchTransport:
         pack_header(envelope, header)
         message = header.view(torch.uint8)
         if step is not None and step.num_rows <= link.inline_rows:
-            message = torch.cat([message, self._packed(step, link.wire)])
+            message = torch.cat([message, self._pack(step, link.buffer_device)])
             step = None
         try:
-            while len(self._under_way) >= _MAX_UNDER_WAY:
-                self._under_way.popleft()[0].wait()
-            self._under_way.append((self._group.send([message], dst, _HEADER_TAG), message))
+            while len(self._pending_sends) >= _MAX_PENDING_SENDS:
+                self._pending_sends.popleft()[0].wait()
+            self._pending_sends.append((self._group.send([message], dst, _HEADER_TAG), message))
             if step is not None:
-                body = self._packed(step, link.wire)
-                self._under_way.append((dist.isend(body, dst, link.group), body))
+                body = self._pack(step, link.buffer_device)
+                self._pending_sends.append((dist.isend(body, dst, link.group), body))
         except RuntimeError as error:
-            raise self._lost(dst, "send to", error) from error
+            raise self._rank_lost(dst, "send to", error) from error
 
     def receive_envelope(self, src: int) -> Envelope:
         try:
-            work, message = self._awaited.pop(src) if src in self._awaited else self._await_header(src)
+            work, message = self._pending_receives.pop(src) if src in self._pending_receives else self._post_header_receive(src)
             work.wait()
         except RuntimeError as error:
-            raise self._lost(src, "receive from", error) from error
+            raise self._rank_lost(src, "receive from", error) from error
         num_rows, verdict = unpack_header(message[:HEADER_BYTES].view(torch.int64))
         if verdict is None or verdict.finished is None:
-            self._awaited[src] = self._await_header(src)
+            self._pending_receives[src] = self._post_header_receive(src)
         if num_rows > self._link(src).inline_rows:
             return Envelope(self.receive(num_rows, src), verdict)
-        return Envelope(self._unpacked(message[HEADER_BYTES:], num_rows, src) if num_rows else None, verdict)
+        return Envelope(self._unpack(message[HEADER_BYTES:], num_rows, src) if num_rows else None, verdict)
 
-    def _await_header(self, src: int) -> tuple[Any, Tensor]:
-        """Post the receive of a header before it is sent, so that it finds its buffer: with room for the rows behind it.
+    def _post_header_receive(self, src: int) -> tuple[Any, Tensor]:
+        """Post the receive of the next header before it is sent. The buffer also has room for inline rows.
 
-        gloo lets a message be shorter than the buffer it is received into.
+        gloo allows a message to be shorter than the buffer that receives it.
         """
         room = message_bytes(self._link(src).inline_rows, self._hidden_size_from(src), self._dtype)
         message = torch.empty(HEADER_BYTES + room, dtype=torch.uint8)
@@ -179,6 +194,6 @@ class TorchTransport:
         if dist.is_initialized():
             dist.destroy_process_group()
 
-    def _lost(self, peer: int, action: str, error: Exception) -> RankLost:
+    def _rank_lost(self, peer: int, action: str, error: Exception) -> RankLost:
         reason = str(error).split(". ")[0].splitlines()[0][:160]
         return RankLost(f"rank {self._rendezvous.rank} could not {action} rank {peer}: {reason}")

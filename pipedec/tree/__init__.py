@@ -1,4 +1,4 @@
-"""The dynamic prediction tree (paper §3.3). Knows tensors and token ids; knows no model, no process, no Redis."""
+"""The dynamic prediction tree (PipeDec §3.3). Knows tensors and token ids; knows no model, no process, no Redis."""
 
 from pipedec.tree.masks import is_mask, mask_groups, visible_slots
 from pipedec.tree.prediction_tree import Advance, Candidates, Gaps, PredictionTree

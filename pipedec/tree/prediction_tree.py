@@ -1,9 +1,9 @@
-"""The dynamic prediction tree: what the target may say next, as tensors (paper §3.3).
+"""The dynamic prediction tree: the tokens that the target may generate next, as tensors (PipeDec §3.3).
 
-Owns the rows of the tree, their ancestor mask and how both change when rows enter and when a verdict arrives. The same
-class serves the draft rank, every stage and the tests: given the accepted token ids, each replays the same walk.
+Owns the rows of the tree and their ancestor mask, and how both change when rows enter and when a verdict arrives. Rank 0 and
+every stage each keep a copy; since all replay the same steps and verdicts, the copies agree.
 
-Shapes: N rows in the tree (in order of entry, root first), R rows that enter, F rows that were drafted, c children each.
+Shapes: N rows in the tree (in order of entry, root first), R rows that enter, F drafted rows, c children per drafted row.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Advance:
-    """How a verdict changes a tree of N rows, for everything that is kept beside the tree (caches, pending outputs).
+    """How a verdict changes a tree of N rows; whatever is stored per row (caches, pending outputs) follows it.
 
     Attributes:
-        committed: int64, rows that became accepted past, in order.
+        committed: int64, rows that move from the tree to the past, in order.
         committed_ids: int64, their token ids.
-        kept: int64, rows that stay, in order: the subtree under the last accepted token, its root first.
+        kept: int64, rows that remain, in order: the subtree of the last accepted token, its root first.
         num_rows: N before the verdict.
-        hit: the last accepted token was in the tree, so its row is computed or in flight.
+        hit: whether the last accepted token was in the tree, so that its row is computed or in flight.
     """
 
     committed: Tensor
@@ -35,7 +35,14 @@ class Advance:
     hit: bool
 
     def renumber(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Which of ``rows`` (int64 [R], old numbers) are kept (bool [R]), and the new numbers of those (int64)."""
+        """Translate row indices from before the verdict to after it.
+
+        Args:
+            rows: int64 [R], indices before the verdict.
+
+        Returns:
+            bool [R], which of ``rows`` are kept; and int64, the new indices of those.
+        """
         new_numbers = torch.full((self.num_rows,), -1, dtype=torch.int64, device=rows.device)
         new_numbers[self.kept] = torch.arange(len(self.kept), device=rows.device)
         renumbered = new_numbers[rows]
@@ -45,11 +52,11 @@ class Advance:
 
 @dataclass(frozen=True)
 class Candidates:
-    """What the draft model says may follow F rows of the tree (paper's Q and Y).
+    """The draft model's predictions for F rows of the tree (paper's Q and Y).
 
     Attributes:
         rows: int64 [F], tree rows that were drafted.
-        token_ids: int64 [F, c], the c likeliest next tokens of each.
+        token_ids: int64 [F, c], the c most probable next tokens of each row.
         log_probs: [F, c], their log-probabilities.
     """
 
@@ -58,26 +65,33 @@ class Candidates:
     log_probs: Tensor
 
     def advanced(self, advance: Advance) -> Candidates:
-        """Those whose row is kept, renumbered (paper §3.4.3: the draft's output is pruned by M_h)."""
+        """The candidates of the rows that are kept, with new row indices (paper §3.4.3: M_h prunes the draft's output)."""
         is_kept, rows = advance.renumber(self.rows)
         return Candidates(rows, self.token_ids[is_kept], self.log_probs[is_kept])
 
 
 class Gaps(Protocol):
-    """Positions that stay empty behind a row: room for the predicted length of a decode thread that its token opens."""
+    """Positions left empty after a row: room for the predicted length of a decode thread that the row's token opens."""
 
     def may_follow(self, token: int) -> bool:
-        """Whether ``behind`` a path that ends with this token may be more than 0."""
+        """Whether a gap is possible after this token. False means ``after`` is 0 for every path that ends with it."""
 
-    def behind(self, path: list[int]) -> int:
-        """How many positions stay empty behind these tokens, which stand behind the root."""
+    def after(self, path: list[int]) -> int:
+        """The number of positions left empty after the last token of ``path``, the tokens below the root."""
 
 
 class PredictionTree:
     """Token ids X, parents, probabilities P and ancestor mask M of the rows in flight, in order of entry.
 
-    Storage grows by ``block`` rows, never per row. ``root_position`` is the position id of the root: a row's own
-    position is that plus its depth, so siblings share it. Positions behind a row may stay empty, as many as ``gaps`` says of it.
+    A row's position id is ``root_position`` plus its depth plus the gaps after its ancestors, so siblings share a position.
+
+    Args:
+        block: number of rows by which the storage grows.
+
+    Attributes:
+        root_position: position id of the root.
+        gaps: positions left empty after rows; None if there are none.
+        num_rows: N.
     """
 
     def __init__(self, device: torch.device | str = "cpu", block: int = 256) -> None:
@@ -92,7 +106,7 @@ class PredictionTree:
         self._token_ids = torch.zeros(capacity, dtype=torch.int64, device=self._device)
         self._parents = torch.zeros(capacity, dtype=torch.int64, device=self._device)
         self._log_probs = torch.zeros(capacity, dtype=torch.float32, device=self._device)
-        self._gaps = torch.zeros(capacity, dtype=torch.int64, device=self._device)  # positions behind each row that stay empty
+        self._gaps = torch.zeros(capacity, dtype=torch.int64, device=self._device)  # positions left empty after each row
         self._mask = torch.zeros(capacity, capacity, dtype=torch.bool, device=self._device)
 
     @property
@@ -107,19 +121,13 @@ class PredictionTree:
 
     @property
     def log_probs(self) -> Tensor:
-        """[N] log-probability of each row's token after its parent (log of the paper's P), 0 for the root."""
+        """[N], log-probability of each row's token given its parent (log of the paper's P), 0 for the root."""
         return self._log_probs[: self.num_rows]
 
     @property
     def tree_mask(self) -> Tensor:
-        """bool [N, N], ``mask[i, j]`` = row j is row i or an ancestor of it (paper's M)."""
+        """bool [N, N], ``mask[i, j]``: row j is row i or an ancestor of it (paper's M)."""
         return self._mask[: self.num_rows, : self.num_rows]
-
-    @property
-    def child_counts(self) -> Tensor:
-        """int64 [N], children of each row (paper's C)."""
-        has_parent = self.parents >= 0
-        return torch.bincount(self.parents[has_parent], minlength=self.num_rows)
 
     @property
     def positions(self) -> Tensor:
@@ -132,29 +140,33 @@ class PredictionTree:
 
     @property
     def cumulative_log_probs(self) -> Tensor:
-        """[N], B = M · log P (paper §3.3.3): how likely each row's whole path is."""
+        """[N], B = M · log P (paper §3.3.3): log-probability of the path from the root to each row."""
         return self.tree_mask.to(self._log_probs.dtype) @ self.log_probs
 
     def reset(self, root_position: int) -> None:
-        """Forget every row; the next root will stand at ``root_position``."""
+        """Drop all rows; the next root will have position ``root_position``."""
         self.num_rows = 0
         self.root_position = root_position
 
     def plant(self, token: int) -> slice:
-        """Enter an accepted token as the root of the empty tree; returns where it stands."""
+        """Add an accepted token as the root of the empty tree; returns its row.
+
+        Raises:
+            ValueError: the tree is not empty.
+        """
         return self.append(self._token_ids.new_tensor([token]), self._parents.new_tensor([-1]))
 
     def append(self, token_ids: Tensor, parents: Tensor, log_probs: Tensor | None = None) -> slice:
-        """Add R rows behind the present ones and return where they stand.
+        """Add R rows after the existing ones; returns the slice of their indices.
 
         Args:
             token_ids: int64 [R].
-            parents: int64 [R]: a present row, an earlier row of this call (numbered behind the present rows), or −1 for
-                the root of an empty tree.
-            log_probs: [R], or None where probabilities do not matter.
+            parents: int64 [R], index of an existing row or of an earlier row of this call (numbered from N on); −1 for the
+                root of an empty tree.
+            log_probs: [R], log-probability of each token given its parent; None if unused.
 
         Raises:
-            ValueError: a second root, or a parent that is not there.
+            ValueError: a second root, or a parent that does not exist.
         """
         first, last = self.num_rows, self.num_rows + len(token_ids)
         self._check_parents(parents, first)
@@ -169,24 +181,24 @@ class PredictionTree:
         return slice(first, last)
 
     def _set_gaps(self, gaps: Gaps, first: int, token_ids: Tensor) -> None:
-        """Ask how many positions stay empty behind each of the rows that have just entered; the root's are told otherwise."""
+        """Set the gaps after the rows that were just added. The root's gap is set by ``set_root_position``."""
         self._gaps[max(first, 1) : self.num_rows] = 0
         for row, token in enumerate(token_ids.tolist(), start=first):
             if row > 0 and token >= 0 and gaps.may_follow(token):
-                self._gaps[row] = gaps.behind(self.path(row))
+                self._gaps[row] = gaps.after(self.path(row))
 
     def path(self, row: int) -> list[int]:
-        """The tokens behind the root up to and with a row."""
+        """The tokens on the path from below the root to ``row``, inclusive."""
         rows = torch.nonzero(self._mask[row, : row + 1])[1:, 0]
         return self._token_ids[rows].tolist()
 
-    def place(self, root_position: int, gap: int) -> None:
-        """Say where the root stands, or will, and how many positions behind it stay empty."""
+    def set_root_position(self, root_position: int, gap: int) -> None:
+        """Set the position id of the root, also of one still to come, and the number of positions left empty after it."""
         self.root_position = root_position
         self._gaps[0] = gap
 
     def grow(self, candidates: Candidates, width: int) -> slice:
-        """Add the layer of the ``min(w, F·c)`` candidates with the likeliest paths (paper §3.3.3).
+        """Add a layer: the ``min(width, F·c)`` candidates with the most probable paths (paper §3.3.3); returns its rows.
 
         Candidates enter in row order (the selection mask S applied to the flattened Y), so the tree stays in BFS order.
         """
@@ -199,10 +211,10 @@ class PredictionTree:
             candidates.log_probs.flatten()[chosen],
         )
 
-    def likeliest(self, count: int) -> Tensor:
-        """The root and the ``count`` rows below it with the likeliest paths: int64, in order, closed under parents.
+    def most_probable(self, count: int) -> Tensor:
+        """The root and the ``count`` rows with the most probable paths below it: int64, ascending, each with its ancestors.
 
-        Of two that are equally likely, the earlier one. No row counts as likelier than its parent, whatever rounding says.
+        Of two equally probable rows the earlier is taken. Rounding never ranks a row above its parent.
         """
         bounded = torch.where(self.tree_mask, self.cumulative_log_probs, torch.inf).amin(1)
         return bounded.sort(descending=True, stable=True).indices[: count + 1].sort().values
@@ -213,11 +225,11 @@ class PredictionTree:
         return int(found[0, 0]) if len(found) else None
 
     def advance(self, tokens: Sequence[int]) -> Advance:
-        """Accept ``tokens``: commit the path up to the last of them, keep the subtree below it, drop the rest.
+        """Accept ``tokens``: commit the path before the last of them, keep the last one's subtree, drop all other rows.
 
-        The root and every accepted row but the last become past; the last accepted token is the new root, which stays in
-        the tree if it is there (a hit) and otherwise has yet to enter (a miss). An empty tree (after prefill) commits
-        nothing. Paper §3.3.4: the kept rows are the mask column of the hit.
+        The root and every accepted row but the last are committed. The last accepted token is the new root: if it is in the
+        tree (a hit), its subtree is kept (the mask column of the hit, paper §3.3.4); otherwise (a miss) the tree is empty
+        until the token enters. An empty tree (after prefill) commits nothing.
 
         Raises:
             ValueError: a token other than the last is not in the tree, so the verdict belongs to another tree.
@@ -237,26 +249,26 @@ class PredictionTree:
         return advance
 
     def keep(self, rows: Tensor) -> Advance:
-        """Drop all rows but ``rows`` and commit nothing.
+        """Drop all rows except ``rows``; commit nothing.
 
         Args:
-            rows: int64, in order, the root first, closed under parents.
+            rows: int64, ascending, beginning with the root, each row with its ancestors.
 
         Raises:
-            ValueError: they are not.
+            ValueError: ``rows`` are not so.
         """
         in_order = bool((rows.diff() > 0).all()) and rows[:1].tolist() == [0] and int(rows[-1]) < self.num_rows
         if not in_order or not bool(torch.isin(self.parents[rows[1:]], rows).all()):
-            raise ValueError("rows to keep must be in order, begin with the root, and come with their parents")
-        nothing = rows.new_zeros(0)
-        advance = Advance(nothing, nothing, rows, self.num_rows, hit=True)
+            raise ValueError("rows to keep must be ascending, begin with the root, and include their parents")
+        no_rows = rows.new_zeros(0)
+        advance = Advance(no_rows, no_rows, rows, self.num_rows, hit=True)
         self._keep(advance)
         return advance
 
     def clear(self) -> Advance:
-        """Drop all rows and commit nothing; the next root will stand where the present one does."""
-        nothing = self._parents.new_zeros(0)
-        advance = Advance(nothing, nothing, nothing, self.num_rows, hit=False)
+        """Drop all rows; commit nothing. The next root gets the position of the present one."""
+        no_rows = self._parents.new_zeros(0)
+        advance = Advance(no_rows, no_rows, no_rows, self.num_rows, hit=False)
         self._keep(advance)
         return advance
 
@@ -283,11 +295,11 @@ class PredictionTree:
             raise ValueError("a tree has exactly one root, its first row")
 
     def _extend_mask(self, parents: Tensor, first: int, last: int) -> None:
-        """Block-wise mask growth (paper §3.3.3): inherit the parents' rows, add the new rows' own block."""
+        """Block-wise mask growth (paper §3.3.3): copy the parents' mask rows, then add the block of the new rows."""
         num_rows = last - first
         own = torch.eye(num_rows, dtype=torch.bool, device=self._device)
         inside = parents >= first
-        if bool(inside.any()):  # parents inside this step: every round doubles how many ancestors a row has gathered
+        if bool(inside.any()):  # some parents are new rows, too: each round doubles the distance to the ancestors collected
             farthest = torch.where(inside, parents - first, torch.arange(num_rows, device=self._device))
             for _ in range((num_rows - 1).bit_length()):
                 own |= own[farthest]
@@ -303,6 +315,6 @@ class PredictionTree:
             return
         old = self._token_ids, self._parents, self._log_probs, self._gaps, self._mask
         self._allocate(-(-rows // self._block) * self._block)
-        for mine, theirs in zip((self._token_ids, self._parents, self._log_probs, self._gaps), old[:4], strict=True):
-            mine[:capacity] = theirs
+        for new, previous in zip((self._token_ids, self._parents, self._log_probs, self._gaps), old[:4], strict=True):
+            new[:capacity] = previous
         self._mask[:capacity, :capacity] = old[4]

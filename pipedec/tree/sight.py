@@ -1,4 +1,4 @@
-"""What rows of an answer in several threads see: not all of the past, and more than their own tree."""
+"""The attention mask of an answer in several decode threads, whose rows see parts of the past and of several trees."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Sight:
-    """What R rows see of S slots, those of the past and then those of all trees.
+    """Which of S cache slots R rows attend to. Slots of the past come first, then those of all trees.
 
     Attributes:
-        seen: bool [R, S].
-        slot_positions: int64 [S], where the token of each slot stands.
-        shared: so many slots, the first ones, all rows see.
+        seen: bool [R, S], ``[i, j]``: row i attends to slot j.
+        slot_positions: int64 [S], position id of the token in each slot.
+        shared: number of leading slots visible to every row.
     """
 
     seen: Tensor
@@ -22,6 +22,6 @@ class Sight:
     shared: int
 
     def of(self, rows: slice, hidden_slots: int = 0) -> Sight:
-        """What some of the rows see, without the last ``hidden_slots`` slots."""
+        """The mask of some of the rows, without the last ``hidden_slots`` slots."""
         slots = slice(0, self.seen.shape[1] - hidden_slots)
         return Sight(self.seen[rows, slots], self.slot_positions[slots], self.shared)

@@ -1,9 +1,8 @@
-"""What an answer in decode threads is compared with: every token by a forward of its own over exactly what it sees.
+"""The reference for answers in decode threads: a separate forward pass for every token, over exactly the tokens it sees.
 
-No cache, no tree, no pipeline: a model of ``transformers``, an explicit mask, explicit positions. Owns the comparison of two
-answers, too.
+No cache, no tree, no pipeline: a ``transformers`` model with explicit mask and positions. Also compares two such answers.
 
-Shapes: P prompt tokens, T tokens that a row sees (prompt and its own included), V vocabulary.
+Shapes: T tokens that a row sees (the prompt and the row's own token included), V vocabulary.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ Choose = Callable[[list[DecodeThread]], DecodeThread]
 
 
 def shortest(running: list[DecodeThread]) -> DecodeThread:
-    """The thread with the fewest tokens, the oldest of them: all go on side by side."""
+    """The thread with the fewest tokens, the oldest if several have as few: the threads advance side by side."""
     return min(running, key=lambda thread: thread.num_tokens)
 
 
@@ -35,16 +34,16 @@ def naive_threads(
     sampling: SamplingParams,
     choose: Choose = shortest,
 ) -> None:
-    """Decode the target's answer in as many threads as it opens, one token of one thread at a time.
+    """Decode the target's answer with all the threads that it opens, one token of one thread at a time.
 
     Args:
-        model: in evaluation mode; a sliding window, if it has one, is not applied.
-        sequence: a fresh one, which takes in the answer. It knows what ends it, so of ``sampling`` neither ``max_tokens`` nor
-            ``stop_token_ids``, ``ignore_eos`` and ``stop`` are looked at.
-        choose: which of the running threads says its next token. The answer does not depend on it.
+        model: in evaluation mode. A sliding window, if it has one, is not applied.
+        sequence: a new sequence, to which the answer is added. It decides when the answer ends; ``max_tokens``,
+            ``stop_token_ids``, ``ignore_eos`` and ``stop`` of ``sampling`` are ignored.
+        choose: selects the running thread that generates the next token. The answer does not depend on it.
 
     Raises:
-        ValueError: there is something to draw and no seed.
+        ValueError: ``sampling`` is stochastic but has no seed.
     """
     prompt = list(prompt_ids)
     while sequence.finished is None:
@@ -53,23 +52,24 @@ def naive_threads(
 
 
 def first_thread_difference(expected: Sequence, found: Sequence) -> str | None:
-    """Where two answers to a prompt part, as one line, or None if they are equal.
+    """Describe the first difference between two answers to a prompt in one line; None if they are equal.
 
-    The first place in document order: everything that a token sees stands before it, so what went wrong there is no
-    consequence of another difference. Behind the cut at ``max_tokens`` nothing is compared.
+    The first in document order: all tokens that a token sees precede it, so this difference does not follow from another one.
+    Tokens behind the cut at ``max_tokens`` are not compared.
     """
-    for one, other in zip_longest(_said(expected), _said(found)):
+    for one, other in zip_longest(_placed_tokens(expected), _placed_tokens(found)):
         if one != other:
-            return _difference(one, other)
+            return _describe_difference(one, other)
     if expected.finished != found.finished:
         return f"the answer's finish reason is {found.finished}, not {expected.finished}"
     return None
 
 
-_Said = tuple[tuple[int, ...], int, int, int]  # path, index in the thread, token, position
+_PlacedToken = tuple[tuple[int, ...], int, int, int]  # thread path, index in the thread, token id, position
 
 
-def _said(sequence: Sequence) -> list[_Said]:
+def _placed_tokens(sequence: Sequence) -> list[_PlacedToken]:
+    """The tokens of an answer in document order."""
     threads = sequence.threads
     return [
         (threads[token.thread].path, token.ordinal, token.token_id, threads[token.thread].positions[token.ordinal])
@@ -77,10 +77,13 @@ def _said(sequence: Sequence) -> list[_Said]:
     ]
 
 
-def _difference(expected: _Said | None, found: _Said | None) -> str:
-    """All before is equal, so if the paths differ, the longer one's thread goes on in one answer and has ended in the other."""
-    path, index, _, _ = max((said for said in (expected, found) if said is not None), key=lambda said: len(said[0]))
-    token, wanted = (said[2] if said is not None and said[0] == path else None for said in (found, expected))
+def _describe_difference(expected: _PlacedToken | None, found: _PlacedToken | None) -> str:
+    """Describe the difference of two tokens, all tokens before them being equal.
+
+    If the paths differ, the thread with the longer path continues in one answer and has ended in the other.
+    """
+    path, index, _, _ = max((placed for placed in (expected, found) if placed is not None), key=lambda placed: len(placed[0]))
+    token, wanted = (placed[2] if placed is not None and placed[0] == path else None for placed in (found, expected))
     if expected is not None and found is not None and token == wanted:
         return f"thread {path}, token {index} ({token}): its position is {found[3]}, not {expected[3]}"
     return f"thread {path}, token {index} is {token}, not {wanted}"
@@ -89,15 +92,15 @@ def _difference(expected: _Said | None, found: _Said | None) -> str:
 def _next_token(
     model: PreTrainedModel, sequence: Sequence, thread: DecodeThread, prompt: list[int], sampling: SamplingParams
 ) -> int:
-    """What the model says behind a thread's last token, or, where the main thread has none, behind the prompt."""
+    """Sample the token behind a thread's last one; for a main thread without tokens, the one behind the prompt."""
     device = model.device
-    seen = _seen(sequence, thread)
-    answer = [sequence.threads[number].token_ids[index] for number, index in seen]
-    positions = [sequence.threads[number].positions[index] for number, index in seen]
+    visible = _visible_tokens(sequence, thread)
+    answer = [sequence.threads[number].token_ids[index] for number, index in visible]
+    positions = [sequence.threads[number].positions[index] for number, index in visible]
     logits_TV = model(
         input_ids=torch.tensor([[*prompt, *answer]], device=device),
         position_ids=torch.tensor([[*range(len(prompt)), *positions]], device=device),
-        attention_mask=_bias(sequence, seen).to(device, model.dtype)[None, None],
+        attention_mask=_attention_bias(sequence, visible).to(device, model.dtype)[None, None],
         use_cache=False,
     ).logits[0]
 
@@ -114,19 +117,19 @@ def _next_token(
     return int(token)
 
 
-def _seen(sequence: Sequence, thread: DecodeThread) -> list[tuple[int, int]]:
-    """(thread number, index) of every token of the answer that the thread's last token sees, itself the last of them."""
+def _visible_tokens(sequence: Sequence, thread: DecodeThread) -> list[tuple[int, int]]:
+    """(thread number, index) of every token of the answer that the thread's last token sees, ending with that token."""
     context: Context = sequence.sees(thread.number, thread.num_tokens - 1) if thread.num_tokens else ()
     parts = sorted(context, key=lambda part: (part[0] == thread.number, sequence.threads[part[0]].path))
     return [(number, index) for number, count in parts for index in range(count)]
 
 
-def _bias(sequence: Sequence, seen: list[tuple[int, int]]) -> Tensor:
-    """[T, T] for attention: 0 where a token sees another, −inf elsewhere. The prompt is causal, and seen by all."""
-    prompt = sequence.prompt_length
-    visible_TT = torch.ones(prompt + len(seen), prompt + len(seen), dtype=torch.bool).tril()
-    visible_TT[prompt:, prompt:] = False
-    columns = {place: column for column, place in enumerate(seen, start=prompt)}
-    for row, (number, index) in enumerate(seen, start=prompt):
-        visible_TT[row, [columns[other, place] for other, count in sequence.sees(number, index) for place in range(count)]] = True
+def _attention_bias(sequence: Sequence, visible: list[tuple[int, int]]) -> Tensor:
+    """[T, T], to be added to the scores: 0 where a token sees another, else −inf. The prompt is causal and visible to all."""
+    start = sequence.prompt_length
+    visible_TT = torch.ones(start + len(visible), start + len(visible), dtype=torch.bool).tril()
+    visible_TT[start:, start:] = False
+    columns = {token: column for column, token in enumerate(visible, start=start)}
+    for row, (number, index) in enumerate(visible, start=start):
+        visible_TT[row, [columns[other, past] for other, count in sequence.sees(number, index) for past in range(count)]] = True
     return torch.zeros(visible_TT.shape).masked_fill(~visible_TT, -torch.inf)

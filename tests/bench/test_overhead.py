@@ -14,6 +14,7 @@ from typing import Any
 import psutil
 import pytest
 from click.testing import CliRunner
+from simulated_pipeline import SimulatedPipeline
 
 from pipedec.bench.critical_path import critical_path, critical_path_lengths
 from pipedec.bench.overhead import OverheadConfig, measure_overhead
@@ -22,7 +23,6 @@ from pipedec.bench.record import append_rows, check_writable, header, revision
 from pipedec.cli.main import program
 from pipedec.core import PipedecError, RankLost, UserError
 from pipedec.scheduler import EmbeddedServer, GrantedTask, RedisScheduler, Task, connect
-from pipedec.scheduler.simulation import SimulatedPipeline
 from pipedec.topology import Topology
 
 

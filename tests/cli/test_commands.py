@@ -66,7 +66,15 @@ def test_generate_prints_the_answer_and_its_figures(
     )
     assert answered.status == 0
     assert answered.out == tokenizer.decode(expected, skip_special_tokens=True) + "\n"
-    for figure in ("pipedec-bestfirst, 2 stages", "tokens/s", "timesteps per token", "hit rate", "16 (length)"):
+    for figure in (
+        "pipedec-bestfirst, 2 stages",
+        "TTFT",
+        "TPOT",
+        "acceptance rate",
+        "timesteps per token",
+        "hit rate",
+        "16 (length)",
+    ):
         assert figure in answered.err
 
 
@@ -287,7 +295,7 @@ def test_up_status_submit_down(
     assert f"already running here (process {state.pid})" in pipedec("up", *pair.flags).refused()
     asked = ("--raw-prompt", "--prompt", PROMPT, "--max-tokens", "16", "--ignore-eos", "--json")
     assert json.loads(pipedec("submit", *asked).out)["token_ids"] == expected
-    assert wait_until(lambda: "1 requests so far, 0 waiting; working on nothing." in pipedec("status").err)
+    assert wait_until(lambda: "Requests: 1 submitted, 0 waiting, running: none." in pipedec("status").err)
 
     down = pipedec("down")
     assert down.status == 0 and down.err == f"Cluster {state.run_id} is down.\n"

@@ -195,7 +195,7 @@ def test_the_lease_keeper_ends_a_rank_that_is_stuck(
         keeper.start()
         said = {
             "the run failed": "rank 2: went away",
-            "it stood still": "stood still for",
+            "it stood still": "was suspended for",
             "Redis died": "cannot reach Redis",
         }
         if trouble == "the run failed":

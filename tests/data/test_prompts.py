@@ -1,4 +1,4 @@
-"""Prompt files of every kind, and what is wrong with those that cannot be used."""
+"""Prompt files in every format, and the errors for those that cannot be used."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_the_usual_fields_are_found(tmp_path: Path, field: str) -> None:
     assert read_prompts(file) == PromptSet("set", ("Größe?", "How many?"))
 
 
-def test_a_named_field_goes_before_the_usual_ones(tmp_path: Path) -> None:
+def test_a_given_field_takes_precedence_over_the_usual_ones(tmp_path: Path) -> None:
     file = write(tmp_path / "set.jsonl", [{"prompt": "one", "other": "two"}])
     assert read_prompts(file, "other").prompts == ("two",)
 
@@ -33,7 +33,7 @@ def test_the_first_turn_of_a_conversation_is_the_prompt(tmp_path: Path) -> None:
     assert read_prompts(file).prompts == ("first",)
 
 
-def test_gzip_is_seen_by_its_content(tmp_path: Path) -> None:
+def test_gzip_is_recognised_by_content(tmp_path: Path) -> None:
     file = tmp_path / "set.jsonl.gz"
     file.write_bytes(gzip.compress(b'{"prompt": "a"}\n\n{"prompt": "b"}\n'))
     assert read_prompts(file) == PromptSet("set", ("a", "b"))
@@ -46,7 +46,7 @@ def test_csv_with_commas_and_line_breaks_in_a_field(tmp_path: Path) -> None:
 
 
 def test_line_separators_within_a_text_do_not_end_its_line(tmp_path: Path) -> None:
-    """JSON leaves U+2028 and U+0085 as they are."""
+    """JSON does not escape U+2028 and U+0085."""
     file = tmp_path / "set.jsonl"
     file.write_text(json.dumps({"prompt": "a\u2028b\x85c"}, ensure_ascii=False) + "\n", encoding="utf-8")
     assert read_prompts(file).prompts == ("a\u2028b\x85c",)
@@ -61,14 +61,14 @@ def test_line_separators_within_a_text_do_not_end_its_line(tmp_path: Path) -> No
         ("text.jsonl", b"How many?\n", "line 1: not a JSON document"),
         ("half.jsonl", b'{"prompt": "a"}\n{"prompt": \n', "line 2: not a JSON document"),
         ("list.jsonl", b'["a"]\n', "line 1: not a JSON object"),
-        ("field.jsonl", b'{"colour": "red"}\n', "has no field 'prompt': name one of colour"),
-        ("number.jsonl", b'{"prompt": 5}\n', "record 1: the field 'prompt' is no text"),
-        ("missing.jsonl", b'{"prompt": "a"}\n{"colour": "b"}\n', "record 2: the field 'prompt' is no text"),
-        ("turns.jsonl", b'{"turns": []}\n', "record 1: the field 'turns' is no text"),
-        ("blank.csv", b"prompt,id\n ,1\n", "record 1: the field 'prompt' is no text"),
-        ("latin.jsonl", b'{"prompt": "caf\xe9"}\n', "neither UTF-8 text nor a whole gzip file"),
-        ("half.jsonl.gz", gzip.compress(b'{"prompt": "a"}\n')[:-6], "neither UTF-8 text nor a whole gzip file"),
-        ("noise.jsonl.gz", b"\x1f\x8bnoise", "cannot read|neither UTF-8 text nor a whole gzip file"),
+        ("field.jsonl", b'{"colour": "red"}\n', "has no field 'prompt': choose one of colour"),
+        ("number.jsonl", b'{"prompt": 5}\n', "record 1: the field 'prompt' holds no text"),
+        ("missing.jsonl", b'{"prompt": "a"}\n{"colour": "b"}\n', "record 2: the field 'prompt' holds no text"),
+        ("turns.jsonl", b'{"turns": []}\n', "record 1: the field 'turns' holds no text"),
+        ("blank.csv", b"prompt,id\n ,1\n", "record 1: the field 'prompt' holds no text"),
+        ("latin.jsonl", b'{"prompt": "caf\xe9"}\n', "neither UTF-8 text nor a complete gzip file"),
+        ("half.jsonl.gz", gzip.compress(b'{"prompt": "a"}\n')[:-6], "neither UTF-8 text nor a complete gzip file"),
+        ("noise.jsonl.gz", b"\x1f\x8bnoise", "cannot read|neither UTF-8 text nor a complete gzip file"),
         (
             "damaged.jsonl.gz",
             gzip.compress(b'{"prompt": "a"}\n')[:10] + b"\xff" * 20,
@@ -77,7 +77,7 @@ def test_line_separators_within_a_text_do_not_end_its_line(tmp_path: Path) -> No
     ],
     ids=lambda value: value if isinstance(value, str) and value.count(".") and " " not in value else "",
 )
-def test_a_bad_file_is_named_with_what_is_wrong(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+def test_bad_files_are_refused_with_the_reason(tmp_path: Path, name: str, content: bytes, message: str) -> None:
     file = tmp_path / name
     file.write_bytes(content)
     with pytest.raises(UserError, match=message) as refused:
@@ -85,12 +85,12 @@ def test_a_bad_file_is_named_with_what_is_wrong(tmp_path: Path, name: str, conte
     assert name in str(refused.value) and "\n" not in str(refused.value)
 
 
-def test_a_field_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="has no field 'answer': name one of prompt, id"):
+def test_a_missing_field_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="has no field 'answer': choose one of prompt, id"):
         read_prompts(write(tmp_path / "set.jsonl", [{"prompt": "a", "id": 1}]), "answer")
 
 
-def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+def test_a_missing_file_is_refused(tmp_path: Path) -> None:
     for path in (tmp_path / "nothing.jsonl", tmp_path):
         with pytest.raises(UserError, match="cannot read"):
             read_prompts(path)
@@ -114,13 +114,13 @@ def test_a_sample_is_the_same_for_the_same_seed() -> None:
         ("q.jsonl#category=stem,math", PromptSource("q", Path("q.jsonl"), "category", ("stem", "math"))),
     ],
 )
-def test_sources_are_files_or_some_of_their_records(text: str, expected: PromptSource) -> None:
+def test_parsing_a_source(text: str, expected: PromptSource) -> None:
     assert PromptSource.parse(text) == expected
 
 
 @pytest.mark.parametrize("text", ["", "=file", "name=", "file#", "file#category", "file#=qa", "#category=qa"])
-def test_sources_of_another_form_are_refused(text: str) -> None:
-    with pytest.raises(UserError, match="names no prompts: write FILE"):
+def test_malformed_sources_are_refused(text: str) -> None:
+    with pytest.raises(UserError, match="is not a source of prompts: write FILE"):
         PromptSource.parse(text)
 
 
@@ -128,5 +128,5 @@ def test_records_are_chosen_by_a_field(tmp_path: Path) -> None:
     path = tmp_path / "q.jsonl"
     path.write_text("".join(json.dumps({"category": c, "prompt": f"{c}?"}) + "\n" for c in ("qa", "rag", "qa")))
     assert PromptSource.parse(f"{path}#category=qa").read() == PromptSet("qa", ("qa?", "qa?"))
-    with pytest.raises(UserError, match="has no record with such a 'category': it holds qa, rag"):
+    with pytest.raises(UserError, match="has no record with the requested 'category'; its values are qa, rag"):
         PromptSource.parse(f"{path}#category=sums").read()

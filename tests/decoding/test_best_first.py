@@ -11,7 +11,7 @@ import torch
 from drafters import PROMPT, RARE, Line, ScriptedDrafter, rows
 
 from pipedec.core import Request, Step, TreeParams, UserError, Verdict
-from pipedec.decoding import Beat, Experience, Method
+from pipedec.decoding import Experience, Method, TimestepTiming
 from pipedec.decoding.best_first import MAX_WIDTH, BestFirst
 from pipedec.decoding.plain import PlainPipeline
 from pipedec.tree import PredictionTree
@@ -282,7 +282,7 @@ def test_an_answer_completes_while_speculation_ends_and_begins_again() -> None:
 
     def observe(num_rows: int) -> None:
         drafted.append(len(drafter.expanded))
-        method.observe(Beat(float(max(num_rows, 1)), 0.9, (0.1,)))
+        method.observe(TimestepTiming(float(max(num_rows, 1)), 0.9, (0.1,)))
 
     simulate(method, answer, groups, observe)
     assert drafted[-1] < len(drafted) / 2

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pipedec.core import Request, SamplingParams, TreeParams
-from pipedec.decoding.controller import CHILDREN, MAX_FORWARDS, WIDTHS, Beat, Controller
+from pipedec.decoding.controller import CHILDREN, MAX_FORWARDS, WIDTHS, Controller, TimestepTiming
 from pipedec.decoding.experience import Experience
 
 PASSAGE = 5
@@ -33,12 +33,14 @@ class SyntheticPipeline:
         for _ in range(timesteps):
             width, forwards = self.controller.width, self.controller.forwards * self.controller.is_speculating
             if width:
-                self.controller.entered(torch.tensor([self.merit(place) for place in range(width)]).flip(0))
+                self.controller.record_entered(torch.tensor([self.merit(place) for place in range(width)]).flip(0))
             unsaid += self.tokens if width else 1 / self.passage
-            self.controller.accepted(int(unsaid + 1e-9))
+            self.controller.record_accepted(int(unsaid + 1e-9))
             unsaid -= int(unsaid + 1e-9)
             stages, draft = self.stages(max(width, 1)), forwards * self.forward
-            self.controller.timestep(Beat(max(stages, draft), max(stages - draft, 0.0), (self.forward,) * forwards))
+            self.controller.record_timestep(
+                TimestepTiming(max(stages, draft), max(stages - draft, 0.0), (self.forward,) * forwards)
+            )
             history.append((self.controller.width, self.controller.forwards))
         return history
 
@@ -79,7 +81,7 @@ def test_timesteps_with_too_little_to_draft_do_not_count() -> None:
     limits = controller(width=32)
     before = limits.forwards
     for _ in range(100):
-        limits.timestep(Beat(1.0, 0.9, (0.1,) * (before - 1)))
+        limits.record_timestep(TimestepTiming(1.0, 0.9, (0.1,) * (before - 1)))
     assert limits.forwards == before
 
 
@@ -88,7 +90,7 @@ def test_limits_that_are_set_stay() -> None:
     pipeline = SyntheticPipeline(limits, forward=0.01, merit=lambda place: 1e-3, stages=float)
     for _ in range(300):
         assert pipeline.run(1) == [(11, 3)]
-        limits.named(False)
+        limits.record_proposed(False)
     assert limits.children == 7
 
 
@@ -152,7 +154,7 @@ def test_there_are_more_children_while_unnamed_tokens_are_accepted() -> None:
     seen = []
     for name_every in (2, 1):
         for count in range(400):
-            limits.named(count % name_every == 0)
+            limits.record_proposed(count % name_every == 0)
             pipeline.run(1)
         seen.append(limits.children)
     assert seen == [CHILDREN[-1], CHILDREN[0]]

@@ -112,15 +112,17 @@ class Draft:
         """As a team does: trees are advanced, then the draft, then it is told what became of the threads."""
         before = {number: tree.num_rows for number, tree in self.forest.trees.items()}
         copies = {number: _copy(tree) for number, tree in self.forest.trees.items()}
-        _, turn = self.forest.advance(Verdict.of_parts([Part(int(name[1:]), tuple(ids(text))) for name, text in texts.items()]))
-        for number, tokens in turn.accepted.items():
+        _, changes = self.forest.advance(
+            Verdict.of_parts([Part(int(name[1:]), tuple(ids(text))) for name, text in texts.items()])
+        )
+        for number, tokens in changes.accepted.items():
             self.draft.advance(number, copies[number].advance(tokens))
-        for number in turn.rests:
+        for number in changes.remaining:
             if number in before and copies[number].num_rows > self.forest.trees[number].num_rows:
                 kept = torch.arange(self.forest.trees[number].num_rows)
                 self.draft.advance(number, copies[number].keep(kept))
-        if turn.changes_threads:
-            self.draft.turned()
+        if changes.affects_threads:
+            self.draft.threads_changed()
 
     def enter(self, *rows: tuple[str, int, int]) -> None:
         texts, parents, threads = zip(*rows, strict=True)

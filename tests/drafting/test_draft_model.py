@@ -141,7 +141,13 @@ def test_accepted_rows_that_were_never_drafted_share_the_next_forward(pair: Pair
 
 @pytest.mark.parametrize(
     ("rows", "message"),
-    [([0], "drafted before"), ([1, 3], "undrafted one"), ([3], "undrafted one"), ([2, 1], "ascending"), ([1, 1], "ascending")],
+    [
+        ([0], "drafted twice"),
+        ([1, 3], "after their ancestors"),
+        ([3], "after their ancestors"),
+        ([2, 1], "ascending"),
+        ([1, 1], "ascending"),
+    ],
 )
 def test_rows_that_cannot_be_drafted_are_refused(pair: Pair, rows: list[int], message: str) -> None:
     draft, tree = begun(pair)

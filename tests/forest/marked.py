@@ -19,7 +19,7 @@ from torch import Tensor
 from toy_dialects import END, IDS, TAGS, TEXTS
 
 from pipedec.core import Request, SamplingParams, Step, TreeParams, Verdict
-from pipedec.decoding import Beat, Experience, Threaded, create_threaded
+from pipedec.decoding import Experience, Threaded, TimestepTiming, create_threaded
 from pipedec.forest import paths
 from pipedec.model.cache import KVCache
 from pipedec.stage import FinalStageWorker, StageWorker
@@ -200,7 +200,7 @@ class MarkedDrafter:
 
     def prefill(self, token_ids: Tensor, prompt_length: int) -> None: ...
     def advance(self, number: int, advance: Advance) -> None: ...
-    def turned(self) -> None: ...
+    def threads_changed(self) -> None: ...
 
     def expand(self, asks: list[tuple[int, PredictionTree, Tensor]], children: int) -> list[Candidates]:
         found = []
@@ -334,7 +334,7 @@ class Rehearsal:
 
     def _draft(self) -> None:
         self.method.draft()
-        self.method.observe(Beat(0.01, 0.005, (0.001,)))
+        self.method.observe(TimestepTiming(0.01, 0.005, (0.001,)))
 
     def _propose(self) -> Step | None:
         """Rows with their names, which rank 0's own trees tell."""

@@ -13,7 +13,7 @@ from pipedec.model.stage_model import StageModel
 
 
 class StageChain:
-    """Stages with these numbers of layers, each with its cache; ``bita`` has the tensors of all layers."""
+    """Stages with the given numbers of layers, each with its cache. ``bita`` has the tensors of all layers."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class StageChain:
     def hidden(
         self, ids: Tensor, positions: Tensor, mask: Tensor | None = None, prefill_length: int | None = None, num_masks: int = 0
     ) -> list[Tensor]:
-        """What every stage makes of the rows, of which the last ``num_masks`` are masks."""
+        """The output of every stage for these rows, the last ``num_masks`` of which are masks."""
         rows = [ids]
         for stage, cache in zip(self.stages, self.caches, strict=True):
             rows.append(stage.forward(rows[-1], positions, cache, mask, prefill_length, num_masks))
@@ -55,7 +55,7 @@ class StageChain:
         return torch.cat(parts)
 
     def decode(self, token: Tensor) -> Tensor:
-        """One row that is accepted at once, as plain pipeline decoding does."""
+        """Enter one row and commit it at once, as in plain decoding."""
         position = torch.tensor([self.caches[0].past_length])
         logits = self.forward(token.view(1), position, torch.ones(1, 1, dtype=torch.bool))
         self.advance([0], [])

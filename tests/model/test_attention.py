@@ -1,4 +1,4 @@
-"""Every way to compute attention equals the paper's Algorithm 1 written out."""
+"""Every implementation of attention equals the paper's Algorithm 1."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 
 
 def random_step(rows: int, past: int, older: int, dtype: torch.dtype):
-    """Queries, keys, values and the mask of a random tree of ``older`` rows with ``rows`` new ones behind."""
+    """Queries, keys, values and mask for a random tree of ``older`` rows, followed by ``rows`` new ones."""
     generator = torch.Generator().manual_seed(rows * 100 + past * 10 + older)
     total = older + rows
     ancestors = torch.zeros(total, total, dtype=torch.bool)
@@ -60,7 +60,7 @@ def test_prefill_equals_algorithm_1(rows, past, window):
     torch.testing.assert_close(found, reference_attention(q, keys, values, past, None, window), atol=1e-13, rtol=0)
 
 
-def test_a_causal_chunk_is_the_tree_whose_rows_form_a_chain():
+def test_a_prompt_chunk_equals_a_tree_that_is_a_chain():
     q, keys, values, _ = random_step(6, 5, 0, torch.float64)
     chain = torch.ones(6, 6, dtype=torch.bool).tril()
     for window in (None, 3):
@@ -94,7 +94,7 @@ def test_attention_by_parts_equals_algorithm_1():
 
 
 def flash_attn_stand_in(q, k, v, causal=False, window_size=(-1, -1), return_attn_probs=False):
-    """flash_attn_func in plain operations: [1, R, H, D] queries, [1, S, K, D] keys, causal aligned to the last key."""
+    """``flash_attn_func`` in plain operations: queries [1, R, H, D], keys [1, S, K, D], causal mask aligned to the last key."""
     rows, slots = q.shape[1], k.shape[1]
     reach = slots if window_size[0] < 0 else window_size[0]
     gap = torch.arange(slots - rows, slots)[:, None] - torch.arange(slots)
@@ -120,8 +120,8 @@ def test_the_flash_attention_path_equals_algorithm_1(monkeypatch, past, window):
 @pytest.mark.parametrize("window", [None, 1, 5])
 @pytest.mark.parametrize("hidden", [0, 2])
 @pytest.mark.parametrize("uses_flash", [False, True])
-def test_rows_of_threads_attend_to_what_each_of_them_sees(monkeypatch, window, hidden, uses_flash):
-    """Positions of past slots are in no order, as they are when threads take turns."""
+def test_rows_of_threads_attend_to_their_visible_slots(monkeypatch, window, hidden, uses_flash):
+    """Past slots are not in order of position, as when several threads commit in turn."""
     if uses_flash:
         monkeypatch.setattr(attention, "_flash_attention", lambda: flash_attn_stand_in)
         monkeypatch.setattr(attention, "_flash_applies", lambda dtype, device: True)

@@ -1,4 +1,4 @@
-"""The files of a BiTA: what was saved is what is loaded, and whatever does not fit is refused in one line."""
+"""The files of a BiTA: saving and loading, and a one-line error for every file that does not fit."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def bita(target: Path, tmp_path: Path) -> Path:
 
 
 def refused(directory: Path, target: Path) -> str:
-    """The one line that ``checked_bita`` says."""
+    """The one-line error of ``checked_bita``."""
     with pytest.raises(UserError) as caught:
         checked_bita(directory, target)
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 500
@@ -46,7 +46,7 @@ def refused(directory: Path, target: Path) -> str:
 
 @pytest.mark.parametrize(("num_masks", "num_prompt_tokens"), [(1, 0), (3, 5), (MAX_MASKS, 1)])
 def test_what_was_saved_is_loaded(target: Path, tmp_path: Path, num_masks: int, num_prompt_tokens: int) -> None:
-    """All layers, or those of a stage alone, in the dtype that the stage computes in."""
+    """All layers or those of one stage, in the stage's dtype."""
     saved = save_random_bita(tmp_path / "a" / "b", target, num_masks, num_prompt_tokens)
     described = checked_bita(tmp_path / "a" / "b", target)
     assert described == BitaConfig.from_directory(tmp_path / "a" / "b")
@@ -149,7 +149,7 @@ def test_damaged_files_are_refused(damage: Callable[[Path], Any], message: str, 
 
 
 def truncate(path: Path, size: int) -> None:
-    """The first ``size`` bytes alone; a negative number counts from the end."""
+    """Keep the first ``size`` bytes; a negative number counts from the end."""
     path.write_bytes(path.read_bytes()[:size])
 
 

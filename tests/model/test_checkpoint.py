@@ -1,4 +1,4 @@
-"""Checkpoints: which tensors a stage takes, and one clear line for every way in which files can be wrong."""
+"""Checkpoints: the tensors that a stage reads, and a one-line error for every kind of damage."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def assert_refused(path, *words, check=False):
         assert word in message
 
 
-def test_a_stage_takes_its_own_tensors_only(single):
+def test_a_stage_reads_only_its_own_tensors(single):
     config, checkpoint = ModelConfig.from_directory(single), Checkpoint(single)
     first = checkpoint.tensor_names(config, range(0, 1), first=True, last=False)
     middle = checkpoint.tensor_names(config, range(1, 3), first=False, last=False)
@@ -60,7 +60,7 @@ def test_a_stage_takes_its_own_tensors_only(single):
     checkpoint.check_complete(config)
 
 
-def test_a_tied_head_takes_the_embedding(tmp_path):
+def test_a_tied_head_uses_the_embedding(tmp_path):
     save_tiny_llama(tmp_path, tie_word_embeddings=True)
     config, checkpoint = ModelConfig.from_directory(tmp_path), Checkpoint(tmp_path)
     assert HEAD not in checkpoint
@@ -124,7 +124,7 @@ def test_missing_unused_misshaped_and_quantized_tensors_are_named(single):
     assert_refused(single, norm, "missing", check=True)
     file.write_bytes(original)
     rewrite(file, lambda tensors: tensors.update({"model.layers.9.extra": torch.zeros(1)}))
-    assert_refused(single, "model.layers.9.extra", "no place", check=True)
+    assert_refused(single, "model.layers.9.extra", "not part of", check=True)
     file.write_bytes(original)
     rewrite(file, lambda tensors: tensors.update({norm: torch.zeros(31)}))
     assert_refused(single, norm, "[31]", "[32]", check=True)
@@ -134,7 +134,7 @@ def test_missing_unused_misshaped_and_quantized_tensors_are_named(single):
     assert_refused(single, norm, "I8", check=True)
 
 
-def test_old_rotary_buffers_are_no_complaint(single):
+def test_old_rotary_buffers_are_ignored(single):
     name = "model.layers.0.self_attn.rotary_emb.inv_freq"
     rewrite(single / "model.safetensors", lambda tensors: tensors.update({name: torch.zeros(4)}))
     Checkpoint(single).check_complete(ModelConfig.from_directory(single))

@@ -17,7 +17,7 @@ def indices(*rows: int) -> torch.Tensor:
 
 
 def append(cache: KVCache, labels: list[int], to_tree: bool = True) -> None:
-    """Write rows whose every number tells label, layer and key or value apart."""
+    """Write rows whose numbers encode label, layer, and key or value."""
     cache.reserve(len(labels))
     for layer in range(LAYERS):
         rows = torch.tensor(labels, dtype=torch.float64)[None, :, None] * 10 + layer
@@ -43,7 +43,7 @@ def assert_holds(cache: KVCache, labels: list[int]) -> None:
 
 
 def assert_begins_with(cache: KVCache, prompt: torch.Tensor) -> None:
-    """The learned prompt, then the very rows that are seen without it."""
+    """A view with the prompt is the learned prompt, followed by the view without it."""
     for layer in range(LAYERS):
         with_prompt, without = (cache.view(layer, 0, flag) for flag in (True, False))
         for seen, rows, learned in zip(with_prompt, without, prompt[layer], strict=True):
@@ -94,7 +94,7 @@ def test_grows_by_blocks_and_reset_keeps_the_memory():
     assert (cache.length, cache.slots) == (0, 8)
 
 
-def test_a_learned_prompt_takes_no_slot_and_stays_for_the_next_request():
+def test_a_learned_prompt_takes_no_slots_and_survives_reset():
     prompt = learned_prompt(3)
     cache = make_cache(block=4, prompt=prompt)
     assert (cache.length, cache.slots, cache.prompt_length) == (0, 4, 3)
@@ -111,7 +111,7 @@ def test_a_learned_prompt_takes_no_slot_and_stays_for_the_next_request():
         cache.view(0, 8, True)
 
 
-def test_rows_are_unseen_until_counted_in():
+def test_written_rows_do_not_count_until_extend():
     cache = make_cache()
     append(cache, [1])
     cache.write(0, torch.ones(HEADS, 2, HEAD_DIM), torch.ones(HEADS, 2, HEAD_DIM))
@@ -140,7 +140,7 @@ def test_misuse_is_refused():
 
 @settings(max_examples=25, deadline=None)
 @given(data=st.data(), past_length=st.integers(0, 9), tree_length=st.integers(0, 4), prompt_length=st.integers(0, 2))
-def test_release_moves_all_that_stays_together(data, past_length, tree_length, prompt_length):
+def test_release_keeps_the_given_rows_and_the_tree(data, past_length, tree_length, prompt_length):
     prompt = learned_prompt(prompt_length)
     cache = make_cache(prompt=prompt if prompt_length else None)
     past = list(range(past_length))
@@ -157,7 +157,7 @@ def test_release_moves_all_that_stays_together(data, past_length, tree_length, p
 
 
 @pytest.mark.parametrize("kept", [(1, 0), (1, 1), (0, 3), (-1, 0)])
-def test_slots_that_are_no_past_cannot_be_kept(kept):
+def test_release_refuses_slots_outside_the_past_or_out_of_order(kept):
     cache = make_cache()
     append(cache, [1, 2, 3], to_tree=False)
     append(cache, [4])

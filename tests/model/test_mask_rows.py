@@ -1,4 +1,4 @@
-"""Mask rows say what transformers says of them, and no other row ever feels that they are there."""
+"""Mask rows give the outputs that transformers gives, and never influence other rows."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 class Growing:
-    """A chain of stages, and the tree of the text that they hold; tokens are drawn by ``seed``."""
+    """A chain of stages and its prediction tree of random tokens, drawn with ``seed``."""
 
     def __init__(self, chain: StageChain, seed: int, prompt_length: int = 9) -> None:
         self.chain, self.chooser = chain, random.Random(seed)
@@ -43,11 +43,11 @@ class Growing:
         chain.prefill(torch.tensor(self.accepted), 4)
 
     def path(self, row: int) -> list[int]:
-        """The text up to a row of the tree."""
+        """Token ids up to a row of the tree, the prompt included."""
         return self.accepted + self.tree.token_ids[self.tree.tree_mask[row]].tolist()
 
     def step(self, num_tokens: int, num_masks: int) -> tuple[list[Tensor], Tensor]:
-        """Enter a root, random rows below it and a group behind each: what every stage makes of them, and the groups' rows."""
+        """Enter a root, random rows below it and a mask group behind each; return every stage's output and the groups' rows."""
         parents = torch.tensor([-1, *(self.chooser.randrange(row) for row in range(1, num_tokens))])
         self.tree.append(torch.tensor(self.chooser.sample(range(60), num_tokens)), parents)
         masks, behind = mask_groups(torch.arange(num_tokens), num_tokens, num_masks)
@@ -57,7 +57,7 @@ class Growing:
         return hidden, torch.arange(num_tokens, tree.num_rows).view(num_tokens, -1)
 
     def accept(self, num_tokens: int) -> None:
-        """A random one of the token rows, and a token after it that no row stands for."""
+        """Accept a random token row, and a token behind it that has no row."""
         said = self.tree.token_ids[self.tree.tree_mask[self.chooser.randrange(num_tokens)]].tolist()
         self.accepted += said
         advance = self.tree.advance([*said[1:], 60 + self.chooser.randrange(4)])
@@ -74,8 +74,8 @@ def target(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 @pytest.mark.parametrize("cut", [(4,), (1, 2, 1)])
-def test_masks_say_what_transformers_says(target: tuple[Path, NaiveBita, BitaWeights], cut: tuple[int, ...]) -> None:
-    """Groups behind candidates of several depths in one step, over several steps, whole and cut."""
+def test_mask_rows_equal_transformers(target: tuple[Path, NaiveBita, BitaWeights], cut: tuple[int, ...]) -> None:
+    """Mask groups behind candidates of several depths in one step, over several steps, with one stage and several."""
     path, naive, weights = target
     for seed in range(3):
         growing = Growing(StageChain(path, cut, torch.float64, bita=weights), seed)
@@ -93,7 +93,7 @@ def test_masks_say_what_transformers_says(target: tuple[Path, NaiveBita, BitaWei
 
 
 def test_the_window_does_not_hide_the_learned_prompt(tmp_path: Path) -> None:
-    """Behind a text longer than a window the prompt is as near as ever."""
+    """Even behind a text longer than the window, mask rows see the learned prompt."""
     save_tiny("mistral", tmp_path, sliding_window=WINDOW)
     weights = save_random_bita(tmp_path / "bita", tmp_path, MASKS)
     hidden = []
@@ -112,7 +112,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def ordinary_rows(chain: StageChain, seed: int, num_masks: int) -> list[Tensor]:
-    """Of the ordinary rows of three steps: what every stage makes of them, and its cache before and after each verdict."""
+    """For the ordinary rows of three steps: every stage's output, and its cache before and after each verdict."""
     growing, seen = Growing(chain, seed), []
     for num_tokens in (1, 7, 3):
         past = len(growing.accepted)
@@ -141,8 +141,8 @@ def random_weights(seed: int, scale: float = 1.0) -> BitaWeights:
 
 @settings(deadline=None, max_examples=8)
 @given(seed=st.integers(0, 2**32 - 1), dtype=st.sampled_from([torch.float32, torch.float64]), huge=st.booleans())
-def test_ordinary_rows_do_not_depend_on_what_was_learned(llama: Path, seed: int, dtype: torch.dtype, huge: bool) -> None:
-    """Bit for bit, at every stage and in every cache; not even if nothing but NaN was learned."""
+def test_ordinary_rows_do_not_depend_on_the_learned_weights(llama: Path, seed: int, dtype: torch.dtype, huge: bool) -> None:
+    """Bit for bit, at every stage and in every cache, even if all learned weights are NaN."""
     learned = [random_weights(1), random_weights(2, 1e4 if huge else 1.0), random_weights(3, float("nan"))]
     first, *others = [ordinary_rows(StageChain(llama, (1, 3), dtype, bita=weights), seed, MASKS) for weights in learned]
     for other in others:
@@ -150,10 +150,10 @@ def test_ordinary_rows_do_not_depend_on_what_was_learned(llama: Path, seed: int,
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_ordinary_rows_do_not_depend_on_there_being_masks(
+def test_ordinary_rows_do_not_depend_on_the_presence_of_masks(
     llama: Path, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Bit for bit where a matrix product treats every row alike; the CPU's own rounds otherwise for another number of rows."""
+    """Bit for bit if matrix products run row by row; the CPU's own rounding depends on the number of rows."""
 
     def compare(equal: bool) -> None:
         for seed in range(4):
@@ -180,6 +180,6 @@ def test_masks_need_a_bita_and_a_tree(llama: Path) -> None:
         stage.forward(ids, positions, stage.make_cache(), chain, num_masks=1)
     weights = random_weights(0)
     stage.attach(BitaWeights(weights.prompt[:1], weights.masks))
-    with pytest.raises(ValueError, match="belong into the tree"):
+    with pytest.raises(ValueError, match="and a tree"):
         stage.forward(ids, positions, stage.make_cache(), None, num_masks=1)
     assert stage.forward(ids, positions, stage.make_cache(), chain, num_masks=1).shape == (2, 32)

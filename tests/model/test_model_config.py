@@ -1,4 +1,4 @@
-"""config.json: what is read from it, and one clear line for what cannot be."""
+"""Reading config.json, and a one-line error for every config that cannot be used."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_biases_and_windows_of_the_families(tmp_path):
     assert qwen2.sliding_windows == (None, None, None, 9)
 
 
-def test_head_size_follows_from_the_hidden_size_unless_it_is_named(tmp_path):
+def test_head_size_follows_from_the_hidden_size_unless_given(tmp_path):
     save_tiny_llama(tmp_path)
     assert ModelConfig.from_directory(tmp_path).head_dim == 8
     change_json(tmp_path / "config.json", head_dim=24)

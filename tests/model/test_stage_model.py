@@ -1,4 +1,4 @@
-"""The stage model equals transformers: whole and cut, for every family and rope type, along chains and in trees."""
+"""The stage model equals transformers: as one stage and several, for every family and rope type, for chains and trees."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def random_ids(count: int, seed: int = 1) -> torch.Tensor:
 
 @torch.no_grad()
 def decode_with_transformers(directory, ids, prompt_length, dtype):
-    """Logits [T, V] of a prompt in one go, then token by token, as ``generate`` runs them."""
+    """Logits [T, V]: the prompt in one forward, then token by token, as in ``generate``."""
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype)
     output = model(ids[None, :prompt_length], use_cache=True)
     logits = [output.logits[0]]
@@ -73,7 +73,7 @@ def decode_with_stages(directory, ids, prompt_length, dtype, cut, chunk):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("name", MODELS)
-def test_logits_equal_transformers_whole_and_cut(tmp_path, name, dtype):
+def test_logits_equal_transformers_with_one_stage_and_several(tmp_path, name, dtype):
     family, kwargs = MODELS[name]
     save_tiny(family, tmp_path, **kwargs)
     ids = random_ids(24)
@@ -86,7 +86,7 @@ def test_logits_equal_transformers_whole_and_cut(tmp_path, name, dtype):
 
 @pytest.mark.parametrize("prompt_length", [6, 21])
 @pytest.mark.parametrize("rope", ROPES)
-def test_every_rope_type_equals_transformers_on_both_sides_of_the_trained_length(tmp_path, rope, prompt_length):
+def test_every_rope_type_equals_transformers_below_and_above_the_trained_length(tmp_path, rope, prompt_length):
     save_tiny_llama(tmp_path, rope_parameters={"rope_theta": 1000.0, **ROPES[rope]}, max_position_embeddings=16)
     ids = random_ids(26)
     expected = decode_with_transformers(tmp_path, ids, prompt_length, torch.float32)
@@ -101,7 +101,7 @@ def test_every_rope_type_equals_transformers_on_both_sides_of_the_trained_length
         ({"rope_type": "linear", "factor": 2.0, "partial_rotary_factor": 0.5}, "4 of 8 numbers of a head"),
     ],
 )
-def test_ropes_that_no_llama_has_are_refused(tmp_path, rope, words):
+def test_unsupported_rope_types_are_refused(tmp_path, rope, words):
     save_tiny_llama(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "rope_parameters": {"rope_theta": 1000.0, **rope}}))
@@ -145,7 +145,7 @@ class GrowingTree:
         return torch.tensor(self.tokens[first:]), positions, mask
 
     def accept(self, row: int) -> tuple[list[int], list[int]]:
-        """The rows to commit and to keep when this row and its path come true."""
+        """The rows to commit and to keep when this row and its path are accepted."""
         committed = self.path(row)
         kept = [other for other in range(len(self.tokens)) if row in self.path(other)[:-1]]
         self.accepted = self.accepted + [self.tokens[index] for index in committed]
@@ -156,7 +156,7 @@ class GrowingTree:
 
 @pytest.fixture(scope="module", params=["llama", "mistral"])
 def tree_target(request, tmp_path_factory):
-    """A checkpoint as transformers' model and as a chain of stages; Mistral's window is smaller than the context."""
+    """A checkpoint as a transformers model and as a chain of stages; Mistral's window is smaller than the context."""
     path = tmp_path_factory.mktemp("tree_target")
     save = {"llama": save_tiny_llama, "mistral": save_tiny_mistral}[request.param]
     model = save(path, layers=3, **({"sliding_window": 4} if request.param == "mistral" else {}))

@@ -151,7 +151,7 @@ def test_a_seed_is_drawn_where_one_is_needed() -> None:
     drawn = {seeded(SamplingParams(0.5)).seed for _ in range(20)}
     assert len(drawn) == 20 and all(seed is not None and 0 <= seed < 2**53 for seed in drawn)
     assert seeded(SamplingParams(0.5, seed=7)).seed == 7 and seeded(SamplingParams()).seed is None
-    with pytest.raises(ValueError, match="a seed must be drawn"):
+    with pytest.raises(ValueError, match="needs a seed"):
         Sampler(SamplingParams(0.5), 9)
 
 

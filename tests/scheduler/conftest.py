@@ -34,7 +34,7 @@ def make_redis_scheduler(redis_client: redis.Redis) -> Callable[[Topology], Redi
 
 @pytest.fixture(params=["memory", "redis"])
 def make_scheduler(request: pytest.FixtureRequest) -> Callable[[Topology], Scheduler]:
-    """The same suite runs on both back ends."""
+    """Makes schedulers of both kinds, so that one suite runs on both."""
     if request.param == "memory":
         return lambda topology: MemoryScheduler(topology, lease_seconds=0.05)
     made: Callable[[Topology], Scheduler] = request.getfixturevalue("make_redis_scheduler")

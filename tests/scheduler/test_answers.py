@@ -1,4 +1,4 @@
-"""Whole answers through both schedulers, all ranks in random order, checked against what the rules promise."""
+"""Whole answers through both schedulers, ranks in random order: every scheduling rule holds throughout."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import random
 from collections.abc import Callable
 
 import pytest
+from simulated_pipeline import History, SimulatedPipeline
 
 from pipedec.scheduler import MemoryScheduler, RedisScheduler, Scheduler, Task
-from pipedec.scheduler.simulation import History, SimulatedPipeline
 from pipedec.topology import Topology
 
 TOPOLOGIES = [
@@ -28,7 +28,7 @@ def named(topology: Topology) -> str:
 
 
 def check_order(history: History) -> None:
-    """Every task ran once, after all it depends on; virtual tasks are done when what they depend on is."""
+    """Every task ran once and after all its dependencies. A virtual task is done when its dependencies are."""
     position = {task: index for index, task in enumerate(history.finished)}
     assert len(position) == len(history.finished)
     after = {plan.task: plan.after for plan in history.planned}
@@ -46,14 +46,14 @@ def check_order(history: History) -> None:
 
 
 def check_barriers(history: History) -> None:
-    """No compute task of timestep seq + 1 runs before all of timestep seq are done."""
+    """No compute task of timestep seq + 1 runs before all those of timestep seq are done."""
     computes = [task.seq for task in history.finished if task.name in ("dec", "sync", "end")]
     assert computes == sorted(computes)
 
 
 def check_answer(topology: Topology, history: History, num_tokens: int) -> None:
-    said = [verdict["tokens"][0] for verdict in history.verdicts[0]]
-    assert said == list(range(1, num_tokens + 1))
+    accepted = [verdict["tokens"][0] for verdict in history.verdicts[0]]
+    assert accepted == list(range(1, num_tokens + 1))
     assert all(history.verdicts[rank] == history.verdicts[0] for rank in topology.ranks)
     assert history.verdicts[0][-1]["finished"] == "length"
     assert len(history.hits) == num_tokens - 1
@@ -113,7 +113,7 @@ def test_both_back_ends_grant_the_same(make_redis_scheduler: Callable[[Topology]
     assert histories[0].finished == histories[1].finished
 
 
-def test_nothing_is_left_in_the_twin_at_the_end() -> None:
+def test_the_memory_scheduler_keeps_nothing_of_a_finished_request() -> None:
     topology = Topology.even(6, 3)
     scheduler = MemoryScheduler(topology)
     for number in range(3):
@@ -125,7 +125,7 @@ def test_nothing_is_left_in_the_twin_at_the_end() -> None:
         assert all(scheduler.wait(rank, 0) is None for rank in topology.ranks)
 
 
-def test_nothing_is_left_in_redis_at_the_end(make_redis_scheduler: Callable[[Topology], RedisScheduler]) -> None:
+def test_redis_keeps_nothing_of_a_finished_request(make_redis_scheduler: Callable[[Topology], RedisScheduler]) -> None:
     topology = Topology.even(6, 3)
     scheduler = make_redis_scheduler(topology)
     keys, client = scheduler.keys, scheduler.client
@@ -134,11 +134,11 @@ def test_nothing_is_left_in_redis_at_the_end(make_redis_scheduler: Callable[[Top
         words = {field.decode().split(" ")[0] for field in client.hkeys(keys.workflow)}
         assert words == {"number", "running", "entries", "trace", "cancelled", "last", "reply"}
         assert not client.get(keys.bitmap).strip(b"\0")
-        left = {key.decode() for key in client.scan_iter(match=keys.prefix + "*")}
-        assert left == {keys.workflow, keys.bitmap}
+        remaining = {key.decode() for key in client.scan_iter(match=keys.prefix + "*")}
+        assert remaining == {keys.workflow, keys.bitmap}
 
 
-def test_memory_does_not_grow_with_the_answer(make_redis_scheduler: Callable[[Topology], RedisScheduler]) -> None:
+def test_stored_state_does_not_grow_with_the_answer(make_redis_scheduler: Callable[[Topology], RedisScheduler]) -> None:
     topology = Topology.even(4, 4)
     scheduler = make_redis_scheduler(topology)
     client, keys = scheduler.client, scheduler.keys
@@ -155,4 +155,4 @@ def test_memory_does_not_grow_with_the_answer(make_redis_scheduler: Callable[[To
     history = pipeline.run(observe=observe)
     assert history.timesteps > 200
     for early, late in zip(largest[0], largest[1], strict=True):
-        assert late <= early + 12  # a timestep's worth of luck, not 140 timesteps' worth of tasks
+        assert late <= early + 12  # random variation within a timestep, not the tasks of 140 timesteps

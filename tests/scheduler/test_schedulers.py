@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 
 import pytest
+from simulated_pipeline import SimulatedPipeline
 
 from pipedec.core import RankLost, SchedulerLost, UserError
 from pipedec.scheduler import (
@@ -19,7 +20,6 @@ from pipedec.scheduler import (
     initial_tasks,
     post_process,
 )
-from pipedec.scheduler.simulation import SimulatedPipeline
 from pipedec.topology import Topology
 
 MakeScheduler = Callable[[Topology], Scheduler]
@@ -31,7 +31,7 @@ def begin(scheduler: Scheduler, number: int = 0, trace: bool = False) -> None:
 
 
 def prefill(scheduler: Scheduler, finished: str | None = None) -> None:
-    """Takes a begun request up to the report of rank 2, which schedules the first syncs."""
+    """Run a begun request up to the report of rank 2 that schedules the first syncs."""
     for rank in (0, 1):
         message = scheduler.wait(rank, 1)
         assert message is not None and message.task == Task.compute("pre", rank, 0)
@@ -58,7 +58,7 @@ def test_a_task_reported_twice_has_effect_once(make_scheduler: MakeScheduler) ->
     assert scheduler.wait(1, 0) is None, "the transfer was granted twice"
 
 
-def test_a_repeat_gives_what_has_come_since(make_scheduler: MakeScheduler) -> None:
+def test_a_repeated_report_returns_the_message_that_came_since(make_scheduler: MakeScheduler) -> None:
     scheduler = make_scheduler(TWO)
     begin(scheduler)
     message = scheduler.wait(0, 1)
@@ -162,7 +162,7 @@ def test_a_run_takes_requests_only_while_it_is_up(make_scheduler: MakeScheduler)
     assert message is not None and message.kind == "stop"
 
 
-def test_abort_reaches_every_rank_first_and_every_reader(make_scheduler: MakeScheduler) -> None:
+def test_abort_overtakes_every_queue_and_reaches_every_reader(make_scheduler: MakeScheduler) -> None:
     scheduler = make_scheduler(TWO)
     scheduler.open({"groups": [[1]]})
     for text in ("running", "waiting"):
@@ -184,7 +184,7 @@ def test_abort_reaches_every_rank_first_and_every_reader(make_scheduler: MakeSch
         begin(scheduler, 1)
 
 
-def test_answers_are_read_from_where_one_left_off(make_scheduler: MakeScheduler) -> None:
+def test_reading_an_answer_continues_at_a_position(make_scheduler: MakeScheduler) -> None:
     scheduler = make_scheduler(TWO)
     assert scheduler.read_answer(0, "0", 0) == []
     scheduler.publish(0, {"tokens": [1]})
@@ -197,7 +197,7 @@ def test_answers_are_read_from_where_one_left_off(make_scheduler: MakeScheduler)
     assert scheduler.read_answer(0, "0", 0) == []
 
 
-def test_a_lease_that_runs_out_is_found(make_scheduler: MakeScheduler) -> None:
+def test_expired_leases_are_found(make_scheduler: MakeScheduler) -> None:
     scheduler = make_scheduler(TWO)
     assert scheduler.expired_ranks() == []
     scheduler.renew_lease(1)
@@ -249,14 +249,14 @@ def test_clear_leaves_no_key(make_redis_scheduler: Callable[[Topology], RedisSch
     assert list(scheduler.client.scan_iter(match=scheduler.keys.prefix + "*")) == []
 
 
-def test_script_flush_is_not_noticed(make_redis_scheduler: Callable[[Topology], RedisScheduler]) -> None:
+def test_an_answer_survives_script_flush(make_redis_scheduler: Callable[[Topology], RedisScheduler]) -> None:
     topology = Topology.even(3, 3)
     scheduler = make_redis_scheduler(topology)
     history = SimulatedPipeline(topology, scheduler, random.Random(3), 10).run(observe=scheduler.client.script_flush)
     assert len(history.verdicts[0]) == 10
 
 
-def test_a_flushed_server_is_a_lost_scheduler(make_redis_scheduler: Callable[[Topology], RedisScheduler]) -> None:
+def test_a_deleted_workflow_raises_scheduler_lost(make_redis_scheduler: Callable[[Topology], RedisScheduler]) -> None:
     scheduler = make_redis_scheduler(TWO)
     begin(scheduler)
     scheduler.client.delete(scheduler.keys.workflow)
@@ -304,13 +304,13 @@ def test_status_and_members(make_scheduler: Callable[[Topology], Scheduler]) -> 
     assert scheduler.members() == [0, 2]
     time.sleep(0.08)  # longer than the fixture's lease
     assert scheduler.status().alive == ()
-    assert scheduler.expired_ranks() == [0, 2], "a rank that left in order has not expired"
+    assert scheduler.expired_ranks() == [0, 2], "a rank that left normally has not expired"
     scheduler.stop()
     assert scheduler.status().state == "stopping"
     assert scheduler.clock_us() > 1_600_000_000_000_000
 
 
-def test_clients_learn_a_run_from_its_description(make_redis_scheduler: Callable[[Topology], RedisScheduler]) -> None:
+def test_clients_read_the_description_of_a_run(make_redis_scheduler: Callable[[Topology], RedisScheduler]) -> None:
     scheduler = make_redis_scheduler(Topology.even(3, 2))
     run_id = scheduler.keys.run_id
     assert RedisScheduler.describe(scheduler.client, run_id) is None
@@ -319,7 +319,7 @@ def test_clients_learn_a_run_from_its_description(make_redis_scheduler: Callable
 
 
 def test_windows_follow_each_other_without_a_barrier(make_scheduler: MakeScheduler) -> None:
-    """A rank that is through with its window gets the next one although another rank still works on the last."""
+    """A rank that has finished its window gets the next one while another rank still works on the previous one."""
     topology = Topology.even(2, 2)
     scheduler = make_scheduler(topology)
     scheduler.open({})
@@ -347,7 +347,7 @@ def test_windows_follow_each_other_without_a_barrier(make_scheduler: MakeSchedul
     assert end is not None and end.task == Task.compute("end", 0, 5)
 
 
-def test_a_cancelled_request_can_be_asked_for(make_scheduler: MakeScheduler) -> None:
+def test_is_cancelled_is_true_for_the_cancelled_running_request_only(make_scheduler: MakeScheduler) -> None:
     topology = Topology.even(1, 1)
     scheduler = make_scheduler(topology)
     scheduler.open({})

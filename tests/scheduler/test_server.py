@@ -1,4 +1,4 @@
-"""The embedded server and what a user reads when Redis cannot be used."""
+"""The embedded server, and the error messages when Redis cannot be used."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pipedec.scheduler.server import find_server_binary, server_version
 
 
 def is_alive(pid: int) -> bool:
-    """A zombie counts as dead: where nobody reaps orphans, signal 0 calls them alive."""
+    """Whether the process runs. A zombie counts as dead (signal 0 would still reach it)."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
     except (FileNotFoundError, ProcessLookupError):
@@ -34,7 +34,7 @@ def wait_until_dead(pid: int) -> bool:
     return not is_alive(pid)
 
 
-def test_a_server_lives_as_long_as_its_block() -> None:
+def test_a_server_lives_as_long_as_its_with_block() -> None:
     with EmbeddedServer(unix_socket=True) as server:
         pid = server.pid
         assert server.socket_path is not None
@@ -46,7 +46,7 @@ def test_a_server_lives_as_long_as_its_block() -> None:
     server.stop()
 
 
-def test_a_server_dies_with_a_killed_parent() -> None:
+def test_a_server_dies_when_its_parent_is_killed() -> None:
     code = (
         "import sys, time; from pipedec.scheduler import EmbeddedServer\n"
         "server = EmbeddedServer(); print(server.pid, flush=True); time.sleep(60)"
@@ -63,7 +63,7 @@ def test_a_server_dies_with_a_killed_parent() -> None:
     assert wait_until_dead(pid)
 
 
-def test_a_server_that_cannot_start_says_why(tmp_path: Path) -> None:
+def test_a_server_that_cannot_start_reports_its_last_line(tmp_path: Path) -> None:
     binary = tmp_path / "redis-server"
     binary.write_text("#!/bin/sh\necho cannot load the moon >&2\nexit 3\n", encoding="utf-8")
     binary.chmod(0o700)
@@ -71,10 +71,10 @@ def test_a_server_that_cannot_start_says_why(tmp_path: Path) -> None:
         EmbeddedServer(binary=binary)
 
 
-@pytest.mark.parametrize("says", ["echo Redis server v=5.0.7 sha=0", "exit 127"])
-def test_an_old_or_broken_server_is_passed_over(says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("script", ["echo Redis server v=5.0.7 sha=0", "exit 127"])
+def test_an_old_or_broken_server_is_skipped(script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     binary = tmp_path / "redis-server"
-    binary.write_text(f"#!/bin/sh\n{says}\n", encoding="utf-8")
+    binary.write_text(f"#!/bin/sh\n{script}\n", encoding="utf-8")
     binary.chmod(0o700)
     monkeypatch.setenv("PATH", str(tmp_path))
     assert server_version(binary) < (6, 2)
@@ -85,13 +85,13 @@ def test_an_old_or_broken_server_is_passed_over(says: str, tmp_path: Path, monke
 
 
 @pytest.mark.parametrize("password", [":wrong@", ""])
-def test_a_wrong_password_is_named_and_not_shown(redis_server: EmbeddedServer, password: str) -> None:
+def test_a_wrong_password_is_reported_but_not_shown(redis_server: EmbeddedServer, password: str) -> None:
     with pytest.raises(SchedulerLost) as caught:
         connect(f"redis://{password}{redis_server.address}")
     assert str(caught.value) == f"wrong Redis password for {redis_server.address}"
 
 
-def test_an_unreachable_server_is_named_without_password() -> None:
+def test_an_unreachable_server_is_reported_without_password() -> None:
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         port = closed.getsockname()[1]
@@ -100,7 +100,7 @@ def test_an_unreachable_server_is_named_without_password() -> None:
     assert f"127.0.0.1:{port}" in str(caught.value) and "secret" not in str(caught.value)
 
 
-def test_a_server_that_does_not_answer_is_given_up() -> None:
+def test_connecting_to_a_silent_server_times_out() -> None:
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         silent.listen()
@@ -109,7 +109,7 @@ def test_a_server_that_does_not_answer_is_given_up() -> None:
 
 
 @pytest.mark.parametrize("url", ["http://:secret@host:1", "redis://:secret@host:port"])
-def test_an_address_that_is_none(url: str) -> None:
+def test_an_invalid_url_is_refused_without_showing_the_password(url: str) -> None:
     with pytest.raises(UserError) as caught:
         connect(url)
     assert "secret" not in str(caught.value)

@@ -39,7 +39,7 @@ def test_even_topology_covers_all_stages(stages: int, groups: int) -> None:
 
 
 @pytest.mark.parametrize("groups", [(), ((),), ((1,), ()), ((2,),), ((1, 3),), ((1,), (1,)), ((2, 1),)])
-def test_bad_groups_are_the_users_mistake(groups: tuple[tuple[int, ...], ...]) -> None:
+def test_bad_groups_raise_user_error(groups: tuple[tuple[int, ...], ...]) -> None:
     with pytest.raises(UserError):
         Topology(groups)
 
@@ -63,7 +63,7 @@ def test_task_names(task: Task, identifier: str, label: str) -> None:
 
 
 @pytest.mark.parametrize("identifier", ["C:jump:1:1", "V:begin:1:1", "X:1:2:3", "C:dec:1", "T:a:b:c"])
-def test_other_strings_are_no_tasks(identifier: str) -> None:
+def test_other_strings_are_refused(identifier: str) -> None:
     with pytest.raises(ValueError):
         Task.parse(identifier)
 
@@ -82,7 +82,7 @@ def test_case_1_every_chunk_at_ranks_0_and_1() -> None:
         initial_tasks(PAIRS, [])
 
 
-def test_case_2_prefill_goes_on_with_its_facts() -> None:
+def test_case_2_prefill_sends_rows_and_payload_to_the_next_stage() -> None:
     facts = Facts(rows_out=2, payload={"token_ids": [1, 2], "length": 3, "first": False, "last": True})
     planned = post_process(Task.compute("pre", 1, 0), PAIRS, facts)
     assert strings(planned) == {"T:1:2:0": [], "C:pre:2:0": ["T:1:2:0", "C:pre:2:-1"]}
@@ -90,7 +90,7 @@ def test_case_2_prefill_goes_on_with_its_facts() -> None:
     assert post_process(Task.compute("pre", 0, 0), PAIRS, facts) == []
 
 
-def test_case_3_first_token_is_told_by_sync() -> None:
+def test_case_3_first_token_reaches_the_ranks_by_sync() -> None:
     planned = post_process(Task.compute("pre", 5, 0), PAIRS, Facts(verdict=VERDICT))
     assert strings(planned) == {f"C:sync:{rank}:0": [f"C:pre:{rank}:0"] for rank in range(6)}
     assert all(plan.payload == {"verdict": VERDICT} for plan in planned)
@@ -125,7 +125,7 @@ def test_case_8_an_empty_output_activates_nothing(rows: int, tasks: set[str]) ->
     assert set(strings(planned)) == tasks
 
 
-def test_case_9_syncs_wait_for_what_still_reads_unpruned_rows() -> None:
+def test_case_9_syncs_wait_for_tasks_that_read_unpruned_rows() -> None:
     planned = post_process(Task.compute("dec", 5, 9), PAIRS, Facts(verdict=VERDICT, active=(1, 5)))
     assert strings(planned) == {
         "C:sync:0:9": ["C:dec:0:9", "T:0:1:8"],
@@ -155,13 +155,13 @@ def test_cases_11_12_after_a_sync() -> None:
         assert strings(post_process(Task.compute("sync", rank, 9), PAIRS, Facts(rows_out=2))) == {f"V:finish:{rank}:9": []}
 
 
-def test_the_sync_of_prefill_also_sets_the_barrier() -> None:
+def test_the_sync_of_prefill_also_schedules_the_barrier() -> None:
     planned = strings(post_process(Task.compute("sync", 0, 0), PAIRS, Facts(rows_out=1)))
     assert planned["V:finish:all:0"] == [f"V:finish:{rank}:0" for rank in range(6)]
     assert planned["C:dec:0:1"] == ["V:finish:all:0"]
 
 
-def test_an_answer_that_ended_schedules_only_its_end() -> None:
+def test_a_sync_that_ends_the_answer_schedules_only_the_end_task() -> None:
     assert strings(post_process(Task.compute("sync", 0, 9), PAIRS, Facts(rows_out=1, finished=True))) == {
         "C:end:0:9": ["V:finish:all:9"],
         "V:finish:0:9": [],
@@ -171,7 +171,7 @@ def test_an_answer_that_ended_schedules_only_its_end() -> None:
     assert post_process(Task.transfer(0, 1, 9), PAIRS, Facts()) == []
 
 
-def test_with_windows_the_sync_of_prefill_grants_one_to_every_rank() -> None:
+def test_with_windows_the_sync_of_prefill_schedules_one_for_every_rank() -> None:
     planned = post_process(Task.compute("sync", 0, 0), TWO, Facts(window=8))
     windows = [plan for plan in planned if plan.task.name == "window"]
     assert [plan.task for plan in windows] == [Task.compute("window", rank, 1) for rank in TWO.ranks]
@@ -182,7 +182,7 @@ def test_with_windows_the_sync_of_prefill_grants_one_to_every_rank() -> None:
     assert "window" not in {plan.task.name for plan in ended}
 
 
-def test_rank_0_grants_each_rank_its_next_window_when_it_is_through() -> None:
+def test_after_a_window_rank_0_schedules_the_next_one_of_every_rank() -> None:
     assert post_process(Task.compute("window", 1, 1), TWO, Facts(window=8)) == []
     planned = {plan.task: plan for plan in post_process(Task.compute("window", 0, 1), TWO, Facts(window=8))}
     for rank in TWO.ranks:

@@ -1,4 +1,4 @@
-"""From text to tokens and back: streamed text, chat templates, limits, and tokenizers that differ."""
+"""Tokenizing prompts and streaming text: chat templates, stop strings, limits, and tokenizers that differ."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def prompter(pair: Pair) -> Prompter:
 
 
 def streamed(prompter: Prompter, token_ids: list[int], sizes: list[int]) -> list[str]:
-    """The pieces of text when the tokens come in bursts of these sizes, again and again."""
+    """The pieces of text when tokens arrive in bursts of these sizes, repeated."""
     stream, pieces, start = prompter.stream(), [], 0
     while start < len(token_ids):
         size = sizes[len(pieces) % len(sizes)]
@@ -46,22 +46,22 @@ def test_streamed_text_never_splits_a_character(prompter: Prompter, text: str, s
 
 @settings(deadline=None)
 @given(token_ids=st.lists(st.integers(0, 299), max_size=40), sizes=st.lists(st.integers(1, 4), min_size=1, max_size=3))
-def test_whatever_the_model_says_the_pieces_make_the_whole_text(
-    prompter: Prompter, token_ids: list[int], sizes: list[int]
-) -> None:
-    """Broken characters and control tokens in any order included."""
+def test_the_pieces_of_any_tokens_make_the_whole_text(prompter: Prompter, token_ids: list[int], sizes: list[int]) -> None:
+    """Including incomplete characters and special tokens in any order."""
     assert "".join(streamed(prompter, token_ids, sizes)) == prompter.text(token_ids)
 
 
-def test_text_is_handed_out_as_soon_as_it_is_certain(prompter: Prompter) -> None:
+def test_text_is_returned_as_soon_as_it_is_final(prompter: Prompter) -> None:
     token_ids = prompter.tokenizer(TEXT)["input_ids"]
     pieces = streamed(prompter, token_ids, [1])
     assert "".join(pieces) == TEXT and pieces[-1] == ""
-    assert sum(piece == "" for piece in pieces) < len(pieces) / 2  # only what may be half a character is held back
-    assert "" in pieces[:-1]  # and that is
+    assert (
+        sum(piece == "" for piece in pieces) < len(pieces) / 2
+    )  # only text that may end in an incomplete character is held back
+    assert "" in pieces[:-1]  # and that text is
 
 
-def test_half_a_character_comes_at_the_end(prompter: Prompter) -> None:
+def test_an_incomplete_character_is_returned_at_the_end(prompter: Prompter) -> None:
     token_ids = prompter.tokenizer("a\U0001f680")["input_ids"][:-1]
     assert streamed(prompter, token_ids, [1])[-1].endswith("\ufffd")
 
@@ -81,7 +81,7 @@ def test_a_model_without_a_template_gets_the_raw_prompt(prompter: Prompter, pair
 
 
 def stopped(prompter: Prompter, token_ids: list[int], stop: list[str], size: int) -> tuple[list[str], int | None]:
-    """The pieces of text when tokens come in bursts of ``size``, and how many tokens the answer has if a stop string ends it."""
+    """The pieces of text when tokens arrive in bursts of ``size``, and the answer's length if a stop string ends it."""
     watched, pieces = StopStrings(prompter.stream(), stop), []
     for start in range(0, len(token_ids), size):
         text, count = watched.add(token_ids[start : start + size])
@@ -110,11 +110,11 @@ def test_an_answer_ends_where_the_first_stop_string_begins(prompter: Prompter, t
 
 
 def text_so_far(prompter: Prompter, token_ids: list[int]) -> str:
-    """What is certain: without half a character at the end."""
+    """The text without an incomplete character at the end."""
     return prompter.text(token_ids).rstrip("\ufffd")
 
 
-def test_only_what_may_become_a_stop_string_is_held_back(prompter: Prompter) -> None:
+def test_only_the_possible_start_of_a_stop_string_is_held_back(prompter: Prompter) -> None:
     token_ids = prompter.tokenizer("abababc")["input_ids"]
     assert len(token_ids) == 7, "one token per letter"
     assert stopped(prompter, token_ids, ["abc"], 1) == (["", "", "ab", "", "ab", "", ""], 7)
@@ -123,7 +123,7 @@ def test_only_what_may_become_a_stop_string_is_held_back(prompter: Prompter) -> 
     assert stopped(prompter, token_ids, ["ba", "ab"], 7) == ([""], 2)
 
 
-def test_texts_that_are_made_elsewhere_stop_an_answer_too(prompter: Prompter) -> None:
+def test_decoded_pieces_can_contain_stop_strings(prompter: Prompter) -> None:
     watched = StopStrings(prompter.stream(), ["END", "ab"])
     assert watched.add_pieces(["x", "", "yE"]) == ("xy", None)
     assert watched.add_pieces([]) == ("", None)
@@ -134,7 +134,7 @@ def test_texts_that_are_made_elsewhere_stop_an_answer_too(prompter: Prompter) ->
     assert watched.finish() == ""
 
 
-def test_the_template_knows_the_dialect(prompter: Prompter, pair: Pair, tmp_path: Path) -> None:
+def test_the_chat_template_gets_the_dialect(prompter: Prompter, pair: Pair, tmp_path: Path) -> None:
     shutil.copytree(pair.target, tmp_path / "target")
     template = CHAT_TEMPLATE.replace("{% for", "{% if threads is defined %}{{ threads }}{% endif %}{% for", 1)
     (tmp_path / "target" / "chat_template.jinja").write_text(template)
@@ -171,7 +171,7 @@ def test_chunks_are_the_prompt_in_order(length: int) -> None:
     assert len(chunks) == -(-length // PREFILL_CHUNK) and all(0 < len(chunk) <= PREFILL_CHUNK for chunk in chunks)
 
 
-def test_a_missing_or_damaged_tokenizer_is_named(pair: Pair, tmp_path: Path) -> None:
+def test_a_missing_or_damaged_tokenizer_is_refused(pair: Pair, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no tokenizer in"):
         Prompter(tmp_path, CONTEXT)
     (tmp_path / "tokenizer.json").write_text((pair.target / "tokenizer.json").read_text()[:-500])
@@ -180,7 +180,7 @@ def test_a_missing_or_damaged_tokenizer_is_named(pair: Pair, tmp_path: Path) -> 
     assert "\n" not in str(refused.value)
 
 
-def test_tokenizers_are_compared_by_what_they_know(pair: Pair, tmp_path: Path) -> None:
+def test_tokenizers_are_compared_by_vocabulary(pair: Pair, tmp_path: Path) -> None:
     same_tokenizer(pair.target, pair.draft)
     shutil.copytree(pair.draft, tmp_path / "spaced")
     file = tmp_path / "spaced" / "tokenizer.json"

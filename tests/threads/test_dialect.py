@@ -57,7 +57,7 @@ def test_published_names_are_a_file_away(tmp_path: Path) -> None:
 
 
 def test_one_id_for_two_tokens_is_refused() -> None:
-    with pytest.raises(UserError, match="one id for two of dialect apar's tokens"):
+    with pytest.raises(UserError, match="two control tokens of dialect apar the same id"):
         bind(load_dialect("apar"), lambda text: 0, TEXTS.__getitem__)
 
 

@@ -49,7 +49,7 @@ def test_all_see_the_prompt_and_an_answer_of_one_thread_is_causal() -> None:
 
 
 def test_a_prompt_of_another_length_is_a_mistake() -> None:
-    with pytest.raises(ValueError, match="a prompt of 2 tokens for a sequence behind 3"):
+    with pytest.raises(ValueError, match="the prompt has 2 tokens, but the sequence expects 3"):
         flatten(sequence_of(toy("apar"), prompt_length=3), [1, 2])
 
 
@@ -60,9 +60,9 @@ def test_an_empty_answer_is_its_prompt() -> None:
 
 
 def test_what_cannot_be_read_back() -> None:
-    with pytest.raises(ValueError, match="where the forced token"):
+    with pytest.raises(ValueError, match="instead of the forced token"):
         replay(sequence_of(toy("apar")), ids("a [Fork] b"))
-    with pytest.raises(ValueError, match="behind the end"):
+    with pytest.raises(ValueError, match="follow the end"):
         replay(sequence_of(toy("apar")), ids("a <|end|> b"))
 
 

@@ -1,4 +1,4 @@
-"""A rank of a process group in a process of its own, told by pipe what to do. For the tests of TorchTransport."""
+"""A rank of a process group in its own process, controlled through a pipe. For the tests of TorchTransport."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ PATIENCE_SECONDS = 60.0  # only bounds a test that hangs; far below the group's 
 
 
 class Peer:
-    """Starts a rank; ``do`` runs a function of the transport there and returns what it returned, or its error's text.
+    """Starts a rank. ``do`` runs a function with its transport there and returns the result, or the text of its error.
 
-    With ``backend`` "nccl" the stages make the group that they would make, but of gloo, and on CPUs.
+    With ``backend`` "nccl" the stages create their own group as usual, but with gloo on CPUs.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class Peer:
         context.set_forkserver_preload(["pipedec.transport.torch_distributed"])
         self._pipe, theirs = context.Pipe()
         rendezvous = Rendezvous(rank, world_size, f"file://{meeting}", timeout_seconds)
-        self.process = context.Process(target=_live, args=(backend, rendezvous, dtype, theirs))
+        self.process = context.Process(target=_serve, args=(backend, rendezvous, dtype, theirs))
         self.process.start()
         theirs.close()
 
@@ -55,11 +55,11 @@ class Peer:
         self._pipe.close()
 
 
-def _live(backend: str, rendezvous: Rendezvous, dtype: torch.dtype, orders: Connection) -> None:
+def _serve(backend: str, rendezvous: Rendezvous, dtype: torch.dtype, orders: Connection) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
-    _put_gloo_in_the_place_of_nccl()
-    _note_groups()
+    _replace_nccl_by_gloo()
+    _record_groups()
     try:
         transport = TorchTransport(backend, rendezvous, HIDDEN_SIZE, dtype, torch.device("cpu"))
     except PipedecError as error:
@@ -75,7 +75,7 @@ def _live(backend: str, rendezvous: Rendezvous, dtype: torch.dtype, orders: Conn
                 orders.send(f"{type(error).__name__}: {error}")
 
 
-def _put_gloo_in_the_place_of_nccl() -> None:
+def _replace_nccl_by_gloo() -> None:
     BACKENDS["nccl"] = ("cpu",)
     new_group = dist.new_group
 
@@ -89,27 +89,27 @@ def _put_gloo_in_the_place_of_nccl() -> None:
 _messages: list[tuple[str, int, str]] = []
 
 
-def _note_groups() -> None:
-    """Note which way messages of steps alone go; headers are sent and received by the group itself."""
+def _record_groups() -> None:
+    """Record the group of every separate message of a step. Headers are not recorded: the group sends them itself."""
     for name in ("send", "isend", "recv"):
-        setattr(dist, name, _noting(name, getattr(dist, name)))
+        setattr(dist, name, _recording(name, getattr(dist, name)))
 
 
-def _noting(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-    def noted(tensor: torch.Tensor, peer: int, group: Any) -> Any:
+def _recording(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+    def recorded(tensor: torch.Tensor, peer: int, group: Any) -> Any:
         _messages.append((name, peer, group.group_desc))
         return call(tensor, peer, group)
 
-    return noted
+    return recorded
 
 
 def messages(transport: TorchTransport) -> list[tuple[str, int, str]]:
-    """Calls, peers and groups of all steps that were messages of their own."""
+    """(call, peer, group) of all steps that were sent or received as a separate message."""
     return _messages
 
 
 def make_step(num_rows: int, dtype: torch.dtype | None, seed: int) -> Step:
-    """A random step; ``dtype`` None for one without activations."""
+    """A random step, without activations if ``dtype`` is None."""
     generator = torch.Generator().manual_seed(seed)
     token_ids, parents = torch.randint(0, 2**40, (2, num_rows), generator=generator)
     hidden = None if dtype is None else torch.randn(num_rows, HIDDEN_SIZE, generator=generator).to(dtype)
@@ -143,5 +143,5 @@ def receive_envelope(transport: TorchTransport, src: int) -> Any:
 
 def close(transport: TorchTransport) -> str:
     transport.close()
-    transport.close()  # the second time there is nothing left to leave
+    transport.close()  # closing twice is harmless
     return "closed"

@@ -23,7 +23,7 @@ def test_steps_arrive_in_order_from_each_sender() -> None:
 
 
 @pytest.mark.parametrize("num_rows", [1, 3])
-def test_a_step_of_another_size_was_not_sent(num_rows: int) -> None:
+def test_a_step_of_another_size_raises_rank_lost(num_rows: int) -> None:
     ranks = LocalTransport.connect(2)
     ranks[0].send(step(1, 2), 1)
     with pytest.raises(RankLost, match=rf"^rank 1 expected {num_rows} rows from rank 0, which did not send them$"):
@@ -31,7 +31,7 @@ def test_a_step_of_another_size_was_not_sent(num_rows: int) -> None:
     assert ranks[1].receive(2, 0).num_rows == 2
 
 
-def test_nothing_was_sent() -> None:
+def test_an_empty_mailbox_raises_rank_lost() -> None:
     ranks = LocalTransport.connect(2)
     with pytest.raises(RankLost):
         ranks[0].receive(1, 1)

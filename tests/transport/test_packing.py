@@ -1,4 +1,4 @@
-"""A step as one message and back."""
+"""Packing steps and headers into messages and back."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_a_message_of_another_size_is_refused() -> None:
     ],
     ids=lambda verdict: str(verdict)[:40],
 )
-def test_headers_survive(rows: int, verdict: Verdict | None) -> None:
+def test_headers_round_trip(rows: int, verdict: Verdict | None) -> None:
     step = Step(torch.zeros(rows, dtype=torch.int64), torch.zeros(rows, dtype=torch.int64)) if rows else None
     header = torch.full((HEADER_VALUES,), -7)
     pack_header(Envelope(step, verdict), header)
@@ -93,7 +93,7 @@ TOKENS = st.integers(0, 2**62)
 
 @settings(deadline=None)
 @given(st.data(), st.lists(TOKENS, max_size=MAX_VERDICT_TOKENS), st.sampled_from([None, "stop", "length", "cancelled"]))
-def test_any_verdict_that_fits_survives(data: st.DataObject, tokens: list[int], finished: str | None) -> None:
+def test_any_verdict_that_fits_round_trips(data: st.DataObject, tokens: list[int], finished: str | None) -> None:
     room = MAX_VERDICT_TOKENS - len(tokens)
     named = data.draw(st.integers(1, room)) if room else 0
     places = data.draw(st.integers(0, room // named)) if room else 0
@@ -105,7 +105,7 @@ def test_any_verdict_that_fits_survives(data: st.DataObject, tokens: list[int], 
 
 @settings(deadline=None)
 @given(st.data())
-def test_any_verdict_on_threads_that_fits_survives(data: st.DataObject) -> None:
+def test_any_verdict_with_shares_that_fits_round_trips(data: st.DataObject) -> None:
     room, parts, named = MAX_VERDICT_TOKENS, [], data.draw(st.integers(1, 3))
     for thread in data.draw(st.lists(st.integers(0, 2**40), unique=True, max_size=40)):
         tokens = data.draw(st.lists(TOKENS, min_size=1, max_size=4))
@@ -136,10 +136,10 @@ def test_a_verdict_that_is_too_long_is_refused(verdict: Verdict) -> None:
 
 
 def test_every_verdict_on_the_rows_of_a_step_fits() -> None:
-    """Every row of a step may be accepted, and every thread of it has a share."""
+    """Even if every row of the largest step is accepted, with a share for every thread."""
     assert MAX_ROWS + MAX_THREADS <= MAX_VERDICT_TOKENS and MAX_THREADS < 2**16 and MAX_VERDICT_TOKENS < 2**8
 
 
 def test_every_verdict_of_bita_fits() -> None:
-    """With as many masks as a file may have, all accepted, and as many names as a request may ask for."""
+    """Even with the largest number of masks, all accepted, and the largest forecast."""
     assert MAX_MASKS + 1 + MAX_NAMED <= MAX_VERDICT_TOKENS

@@ -1,4 +1,4 @@
-"""Steps between real processes over gloo, and what happens when one of them is gone."""
+"""Steps between real processes over gloo, and the errors when one of them is gone."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_steps_arrive_equal(pair: Pair, request: pytest.FixtureRequest) -> None:
 
 
 def test_envelopes_arrive_in_order_and_leave_room_for_steps(pair: Pair) -> None:
-    """Headers are awaited ahead of time: a step that is sent in between must not be taken for one."""
+    """Receives of headers are posted early: a step sent in between must not match them."""
     draft, stage = pair
     sent = [(3, Verdict((8, 9))), (0, None), (128, None), (129, Verdict((5,))), (1, None), (0, Verdict((4,), "stop"))]
     for seed, (num_rows, verdict) in enumerate(sent):
@@ -78,17 +78,17 @@ def test_a_killed_peer_is_named(pair: Pair) -> None:
     assert draft.do(peer.send, 3, None, 0, 1).startswith("RankLost: rank 0 could not send to rank 1: ")
 
 
-def test_a_meeting_that_nobody_attends(tmp_path: Path) -> None:
+def test_a_rendezvous_without_the_other_ranks_raises_rank_lost(tmp_path: Path) -> None:
     alone = Peer(0, 3, tmp_path / "meeting", torch.float32, timeout_seconds=1.0)
     try:
-        assert alone.result().startswith("rank 0 could not meet the other 2: ")
+        assert alone.result().startswith("rank 0 could not join the 3 ranks: ")
     finally:
         alone.end()
 
 
 @pytest.fixture
 def trio(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Peer, ...]]:
-    """Rank 0 and two stages; the test's parameters name each one's backend first."""
+    """Rank 0 and two stages; the test's first parameter lists their backends."""
     backends = request.node.callspec.params["backends"]
     peers = tuple(Peer(rank, 3, tmp_path / "meeting", torch.float32, backend=backends[rank]) for rank in range(3))
     try:
@@ -100,7 +100,7 @@ def trio(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Peer,
 
 
 def send_three_ways(sender: Peer, receiver: Peer, src: int, dtype: torch.dtype | None) -> None:
-    """Envelopes whose rows are few and many, and a transfer; all must arrive as they were."""
+    """Envelopes with few and with many rows, and a single transfer; all must arrive unchanged."""
     for num_rows in (3, 129):
         receiver.order(peer.receive_envelope, src)
         sender.do(peer.send_envelope, src, num_rows, Verdict((7,)), src + 1, dtype)
@@ -111,8 +111,8 @@ def send_three_ways(sender: Peer, receiver: Peer, src: int, dtype: torch.dtype |
 
 
 @pytest.mark.parametrize("backends", [("nccl", "nccl", "nccl"), ("gloo", "nccl", "nccl")], ids="-".join)
-def test_stages_with_nccl_have_a_group_to_themselves(trio: tuple[Peer, ...], backends: tuple[str, ...]) -> None:
-    """Whatever rank 0 chose. The group is gloo's here, but made and used as NCCL's would be."""
+def test_stages_with_nccl_have_their_own_group(trio: tuple[Peer, ...], backends: tuple[str, ...]) -> None:
+    """Whatever backend rank 0 has. Here the group uses gloo, but is created and used like an NCCL group."""
     draft, first, last = trio
     send_three_ways(draft, first, 0, None)
     send_three_ways(first, last, 1, torch.float32)
@@ -129,7 +129,7 @@ def test_stages_with_nccl_have_a_group_to_themselves(trio: tuple[Peer, ...], bac
 
 
 @pytest.mark.parametrize("backends", [("nccl", "nccl", "gloo"), ("nccl", "gloo", "gloo")], ids="-".join)
-def test_a_stage_without_nccl_keeps_the_others_from_it(trio: tuple[Peer, ...], backends: tuple[str, ...]) -> None:
+def test_one_stage_without_nccl_disables_it_for_all(trio: tuple[Peer, ...], backends: tuple[str, ...]) -> None:
     draft, first, last = trio
     send_three_ways(draft, first, 0, None)
     send_three_ways(first, last, 1, torch.float32)
@@ -139,7 +139,7 @@ def test_a_stage_without_nccl_keeps_the_others_from_it(trio: tuple[Peer, ...], b
     assert [one.result() for one in trio] == ["closed"] * 3
 
 
-def test_one_stage_with_nccl_has_nobody_to_use_it_with(tmp_path: Path) -> None:
+def test_a_single_stage_with_nccl_works(tmp_path: Path) -> None:
     draft, stage = (Peer(rank, 2, tmp_path / "meeting", torch.float32, backend="nccl") for rank in range(2))
     try:
         assert draft.result() == stage.result() == "met"
@@ -159,7 +159,7 @@ def test_one_stage_with_nccl_has_nobody_to_use_it_with(tmp_path: Path) -> None:
         ("mpi", "^unknown transport 'mpi': choose one of gloo, nccl$"),
     ],
 )
-def test_a_transport_that_cannot_be(backend: str, message: str) -> None:
+def test_impossible_transports_are_refused(backend: str, message: str) -> None:
     rendezvous = Rendezvous(1, 2, "file:///nowhere/meeting", 1.0)
     with pytest.raises(UserError, match=message):
         TorchTransport(backend, rendezvous, 8, torch.float32, torch.device("cpu"))

@@ -1,4 +1,4 @@
-"""What answers are compared with: the target's own likeliest tokens."""
+"""The reference for plain answers: the target's greedy tokens."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tiny_pair import Pair
 from pipedec.verify.reference import Reference
 
 
-def test_the_reference_is_greedy_whatever_the_checkpoint_recommends(pair: Pair, tmp_path: Path) -> None:
+def test_the_reference_ignores_the_sampling_of_the_generation_config(pair: Pair, tmp_path: Path) -> None:
     target = tmp_path / "target"
     shutil.copytree(pair.target, target)
     config = json.loads((target / "generation_config.json").read_text())

@@ -1,4 +1,4 @@
-"""What answers in decode threads are compared with: the same in any order, and what one forward over the whole answer says."""
+"""The reference for threaded answers: independent of thread order, and equal to one forward over the whole answer."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def name(case: Case) -> str:
     return f"{case.dialect}-{case.setting}-{case.prompt[:4]}"
 
 
-def test_the_answers_have_what_they_should_test(thread_models: ThreadModels) -> None:
+def test_the_answers_cover_the_interesting_cases(thread_models: ThreadModels) -> None:
     """Threads, joins, cuts, natural ends and broken structure, without which the tests below mean little."""
     answers = {case: thread_models.known_answer(case) for case in CASES}
     measured = [measure(answer) for answer in answers.values()]
@@ -47,7 +47,7 @@ def test_the_answers_have_what_they_should_test(thread_models: ThreadModels) -> 
     assert {"unclosed_child", "length_exceeded", "opener_not_completed", "end_without_join"} <= anomalies
     assert {"join_without_children", "close_outside_child", "end_token_in_child"} <= anomalies
     assert not anomalies & BANNED_ANOMALIES
-    promised = {thread.promised for answer in answers.values() for thread in answer.threads}
+    promised = {thread.predicted_length for answer in answers.values() for thread in answer.threads}
     assert {4, 9} <= promised, "lengths that promises state"
 
 
@@ -63,8 +63,8 @@ def test_the_order_in_which_threads_take_turns_changes_nothing(thread_models: Th
         assert ends[0] == ends[1]
 
 
-class Witness(Sequence):
-    """Notes, before each accepted token, what was banned there and where the token would have stood."""
+class RecordingSequence(Sequence):
+    """Records the banned tokens and the next position before each accepted token."""
 
     def __init__(self, bound: BoundDialect, prompt_length: int, end_token_ids: Iterable[int], max_tokens: int) -> None:
         super().__init__(bound, prompt_length, end_token_ids, max_tokens)
@@ -77,27 +77,27 @@ class Witness(Sequence):
 
 @torch.inference_mode()
 def logits_of(model: LlamaForCausalLM, flat: Flattened, mask: Tensor) -> Tensor:
-    """[N, V]: of the whole answer at once."""
+    """[N, V]: logits of the whole answer in one forward."""
     bias = torch.zeros(mask.shape).masked_fill(~mask, -torch.inf)
     return model(flat.token_ids[None], position_ids=flat.positions[None], attention_mask=bias[None, None]).logits[0]
 
 
 class Reread:
-    """A written answer, read back, and what a model says at each of its tokens."""
+    """A finished answer, replayed, and the model's choice at each of its tokens."""
 
     def __init__(self, models: ThreadModels, case: Case, answer: Sequence) -> None:
         self._prompt = list(models.prompt_ids(case.prompt))
         self._sampling, self._model = models.sampling(case), models.target(case.depth)
-        self.sequence = Witness(models.bound(case.dialect), len(self._prompt), (END,), self._sampling.max_tokens)
+        self.sequence = RecordingSequence(models.bound(case.dialect), len(self._prompt), (END,), self._sampling.max_tokens)
         replay(self.sequence, (token.token_id for token in answer.document()))
         self.flat = flatten(self.sequence, self._prompt)
 
     def wrong_places(self, mask: Tensor, counted: Tensor) -> list[tuple[tuple[int, ...], int]]:
-        """(path, index) of the tokens that are not those that one forward says at the tokens before them.
+        """(path, index) of the tokens that differ from the choice of one forward over the whole answer.
 
         Args:
-            mask: bool [N, N], who sees whom.
-            counted: bool [N, N], whose penalties count what.
+            mask: bool [N, N], the tokens that each token sees.
+            counted: bool [N, N], the tokens that penalties count at each token.
         """
         logits, start = logits_of(self._model, self.flat, mask), len(self._prompt)
         written = self.sequence.document()
@@ -116,8 +116,8 @@ class Reread:
 
 
 @pytest.mark.parametrize("case", CASES, ids=name)
-def test_one_forward_over_the_whole_answer_says_the_same(thread_models: ThreadModels, case: Case) -> None:
-    """With the mask and the positions that training uses, and the definitions of filters and penalties."""
+def test_one_forward_over_the_whole_answer_gives_the_same_tokens(thread_models: ThreadModels, case: Case) -> None:
+    """With mask and positions as in training, and naive filters and penalties."""
     reread = Reread(thread_models, case, thread_models.known_answer(case))
     num_targets = int((reread.flat.targets != IGNORED).sum())
     assert num_targets == sum(1 for token in reread.sequence.document() if token.thread == 0 or token.ordinal)
@@ -126,13 +126,13 @@ def test_one_forward_over_the_whole_answer_says_the_same(thread_models: ThreadMo
 
 @pytest.mark.parametrize("setting", ["greedy", "drawn"])
 @pytest.mark.parametrize("dialect", ["apar", "pasta", "parallel"])
-def test_it_matters_who_sees_whom(thread_models: ThreadModels, dialect: str, setting: str) -> None:
+def test_a_wrong_mask_gives_other_tokens(thread_models: ThreadModels, dialect: str, setting: str) -> None:
     case = Case(dialect, setting)
     reread = Reread(thread_models, case, thread_models.known_answer(case))
     assert reread.wrong_places(torch.ones_like(reread.flat.mask).tril(), reread.flat.mask)
 
 
-def test_penalties_count_what_is_seen_of_other_threads(thread_models: ThreadModels) -> None:
+def test_penalties_count_visible_tokens_of_other_threads(thread_models: ThreadModels) -> None:
     for dialect in ("apar", "pasta", "parallel"):
         wrong = []
         for setting, prompt in [("greedy penalised", PROMPTS[0]), ("filtered", PROMPTS[1])]:
@@ -147,7 +147,7 @@ def test_penalties_count_what_is_seen_of_other_threads(thread_models: ThreadMode
 
 
 @pytest.mark.parametrize("depth", DEPTHS)
-def test_an_answer_of_one_thread_is_the_plain_one(thread_models: ThreadModels, depth: int) -> None:
+def test_an_answer_in_one_thread_equals_the_plain_answer(thread_models: ThreadModels, depth: int) -> None:
     model, bound = thread_models.target(depth), thread_models.bound("apar")
     for prompt in PROMPTS:
         ids = thread_models.prompt_ids(prompt)
@@ -174,13 +174,13 @@ def test_an_answer_of_one_thread_is_the_plain_one(thread_models: ThreadModels, d
         assert len(ended.main.token_ids) <= 13
 
 
-def test_drawing_needs_a_seed(thread_models: ThreadModels) -> None:
+def test_stochastic_sampling_needs_a_seed(thread_models: ThreadModels) -> None:
     with pytest.raises(ValueError, match="a seed must be drawn"):
         naive_answer(thread_models.target(), thread_models.bound("apar"), (3, 4), SamplingParams(1.0), (END,))
 
 
-def test_threads_at_the_same_position_draw_for_themselves(thread_models: ThreadModels) -> None:
-    """Parent and child stand at the same positions; with one noise for both they would tend to say the same."""
+def test_threads_at_the_same_position_use_different_noise(thread_models: ThreadModels) -> None:
+    """Parent and child have the same positions; with the same noise they would tend to sample the same tokens."""
     paths = [(), (0,), (1,), (0, 0), (0, 1), (10,)]
     streams = [DecodeThread(path=path).noise_stream for path in paths]
     assert streams[0] == 0 and len(set(streams)) == len(paths) and all(0 <= stream < 2**32 for stream in streams)
@@ -191,14 +191,14 @@ def test_threads_at_the_same_position_draw_for_themselves(thread_models: ThreadM
     assert reread.wrong_places(reread.flat.mask, reread.flat.mask)
 
 
-# Where two answers part.
+# The first difference between two answers.
 
 Say = Callable[..., Sequence]
 
 
 @pytest.fixture
 def say(thread_models: ThreadModels) -> Say:
-    """An answer of (path, text) after (path, text), behind a prompt of ten tokens unless said otherwise."""
+    """Builds an answer from (path, text) turns, by default behind a prompt of ten tokens."""
 
     def answer(
         *turns: tuple[tuple[int, ...], str], dialect: str = "apar", prompt_length: int = 10, max_tokens: int = 50
@@ -215,7 +215,7 @@ def say(thread_models: ThreadModels) -> Say:
 TWO_CHILDREN = [((), "a [Fork] b [Fork] c <|end|>"), ((0,), "d e <|end|>"), ((1,), "f <|end|>")]
 
 
-def test_equal_answers_have_no_difference_whoever_opens_first(say: Say) -> None:
+def test_the_order_of_opening_threads_makes_no_difference(say: Say) -> None:
     grandchildren = [((0,), "d [Fork] e <|end|>"), ((0, 0), "g <|end|>")]
     one = say(((), "a [Fork] b [Fork] c <|end|>"), *grandchildren, ((1,), "f <|end|>"))
     other = say(((), "a [Fork]"), *grandchildren, ((), "b [Fork]"), ((1,), "f <|end|>"), ((), "c <|end|>"))
@@ -249,7 +249,7 @@ def test_positions_and_finish_reasons_count(say: Say, thread_models: ThreadModel
     assert first_thread_difference(say(((), "a b")), cancelled) == "the answer's finish reason is cancelled, not None"
 
 
-def test_nothing_is_compared_behind_the_cut(say: Say) -> None:
+def test_tokens_behind_the_cut_are_not_compared(say: Say) -> None:
     one = say(((), "a [Fork] b c"), ((0,), "d e"), max_tokens=5)
     other = say(((), "a [Fork]"), ((0,), "d e"), max_tokens=5)
     assert one.finished == other.finished == "length" and one.main.num_tokens > other.main.num_tokens

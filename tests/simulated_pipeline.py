@@ -1,7 +1,6 @@
 """Drives a scheduler through whole answers without models: ranks are small state machines, run in random order.
 
-It stands in for the rank loop in tests of the rules, and shows what the workflow of an answer looks like. It knows nothing
-of tokens beyond counting them.
+Replaces the rank loops in tests of the scheduling rules, and shows the workflow of one answer. Tokens are only counted.
 """
 
 from __future__ import annotations
@@ -22,11 +21,11 @@ class History:
     """What happened, in order.
 
     Attributes:
-        received: (rank, message) as each rank got it.
-        finished: tasks as they were reported done (a transfer once, by its receiver).
-        planned: every scheduling action, in order of its report.
-        verdicts: per rank, the verdicts it has synchronised.
-        hits: per decoded token, whether its row was in flight at the verdict before it (``Metrics``' meaning).
+        received: (rank, message) in the order of delivery.
+        finished: tasks in the order in which they were reported done (a transfer once, by its receiver).
+        planned: every scheduling action, in the order of the reports that made it.
+        verdicts: for each rank, the verdicts of its sync tasks.
+        hits: for each decoded token, whether its row was in flight at the previous verdict (as ``Metrics`` counts hits).
     """
 
     received: list[tuple[int, Message]] = field(default_factory=list)
@@ -41,10 +40,17 @@ class History:
 
 
 class SimulatedPipeline:
-    """All ranks of one request. Rows are numbers only: a hit keeps the output of the last few exits, a miss keeps none.
+    """All ranks of one request. Rows are only counted: a hit keeps the rows of the last few exit ranks, a miss keeps none.
 
-    Each move executes one granted task of one rank, chosen by ``random_source``; a transfer is a rendezvous of its two
-    ranks. Raises AssertionError if no rank can move before the answer has ended (a deadlock).
+    Each move executes one granted task of one rank, chosen by ``random_source``; a transfer needs both of its ranks.
+
+    Args:
+        num_tokens: length of the answer.
+        hit_rate: probability that a verdict is a hit, where one is possible.
+        repeat_rate: probability that a task is reported twice, as after a lost reply.
+
+    Raises:
+        AssertionError: no rank can move before the answer has ended (a deadlock).
     """
 
     def __init__(
@@ -65,13 +71,13 @@ class SimulatedPipeline:
         self.history = History(verdicts={rank: [] for rank in topology.ranks})
         self.current: dict[int, Message | None] = dict.fromkeys(topology.ranks)
         self.rows = dict.fromkeys(topology.ranks, 0)
-        self.said = 0
+        self.num_accepted = 0
         self.next_in_flight = False
         self.frontier_alive = True
         self.ended = False
 
     def run(self, request_number: int = 0, num_chunks: int = 1, trace: bool = False, observe: Observer | None = None) -> History:
-        """One answer from prompt to end. ``observe`` is called after every move."""
+        """Run one request from prefill to its end task. ``observe`` is called after every move."""
         chunks: list[Payload] = [{"token_ids": [index], "length": num_chunks} for index in range(num_chunks)]
         planned = initial_tasks(self.topology, chunks)
         self.history.planned += planned
@@ -96,7 +102,7 @@ class SimulatedPipeline:
             self.history.received.append((rank, message))
 
     def _can_move(self, rank: int) -> bool:
-        """A sender moves with its receiver, so only the receiver counts, once both have the task."""
+        """Whether ``rank`` has a task it can execute. A transfer counts as the receiver's, once both ranks have it."""
         message = self.current[rank]
         if message is None or message.task is None:
             return False
@@ -124,7 +130,7 @@ class SimulatedPipeline:
 
     def _execute(self, rank: int, task: Task, message: Message) -> Facts:
         if task.name == "pre":
-            verdict = self._say(hit=False) if rank == self.topology.final_rank and task.seq == 0 else None
+            verdict = self._next_verdict(hit=False) if rank == self.topology.final_rank and task.seq == 0 else None
             return Facts(rows_out=len(message.payload.get("token_ids", [0])), verdict=verdict, payload=message.payload)
         if task.name == "dec":
             return self._decode(rank, message)
@@ -137,24 +143,24 @@ class SimulatedPipeline:
         self.rows[rank] = rows
         verdict = None
         if rank == self.topology.final_rank:
-            verdict = self._say(hit=self.random.random() < self.hit_rate and self._row_behind_is_alive())
+            verdict = self._next_verdict(hit=self.random.random() < self.hit_rate and self._a_hit_is_possible())
         return Facts(rows_out=rows, verdict=verdict, active=message.active)
 
-    def _row_behind_is_alive(self) -> bool:
-        """Whether the exit before the last group holds rows in this timestep; rank 0's own are known only at its dec."""
-        before = self.topology.entry_ranks[-1] - 1
-        if before == 0:
+    def _a_hit_is_possible(self) -> bool:
+        """Whether the rank in front of the last group holds rows in this timestep."""
+        if self.topology.entry_ranks[-1] - 1 == 0:  # rank 0, which chooses its rows only at its dec task
             return self.frontier_alive
         message = self.current[self.topology.final_rank]
         return message is not None and self.topology.entry_ranks[-2] in message.active
 
-    def _say(self, hit: bool) -> Payload:
-        """The next verdict. ``keep``: how many exits, counted from the end, keep rows; the ones before them do not."""
-        if self.said > 0:
+    def _next_verdict(self, hit: bool) -> Payload:
+        """The next verdict. ``keep`` is the number of exit ranks, counted from the last, that keep their rows."""
+        if self.num_accepted > 0:
             self.history.hits.append(self.next_in_flight)
-        self.said, self.next_in_flight = self.said + 1, hit
+        self.num_accepted, self.next_in_flight = self.num_accepted + 1, hit
         keep = self.random.randint(1, self.topology.num_groups) if hit else 0
-        return {"tokens": [self.said], "finished": "length" if self.said >= self.num_tokens else None, "keep": keep}
+        finished = "length" if self.num_accepted >= self.num_tokens else None
+        return {"tokens": [self.num_accepted], "finished": finished, "keep": keep}
 
     def _synchronise(self, rank: int, verdict: Payload) -> Facts:
         self.history.verdicts[rank].append(verdict)

@@ -1,4 +1,4 @@
-"""The connection that a rank keeps for itself: replies stay with their commands, whatever goes wrong."""
+"""DedicatedConnection: after interrupts and errors every reply still belongs to its command."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import redis
 
 from pipedec.core import SchedulerLost
 from pipedec.scheduler import EmbeddedServer, RedisScheduler, Task, connect, initial_tasks
-from pipedec.scheduler.client import OwnConnection
+from pipedec.scheduler.client import DedicatedConnection
 from pipedec.topology import Topology
 
 TWO = Topology.even(2, 2)
@@ -19,44 +19,44 @@ TWO = Topology.even(2, 2)
 
 def test_an_interrupted_wait_leaves_no_reply_behind(redis_client: redis.Redis) -> None:
     """Ctrl-C in the middle of a BLPOP: the message pushed afterwards must not answer the next command."""
-    own = OwnConnection(redis_client)
+    connection = DedicatedConnection(redis_client)
     before = signal.signal(signal.SIGALRM, lambda number, frame: (_ for _ in ()).throw(KeyboardInterrupt))
     try:
         signal.setitimer(signal.ITIMER_REAL, 0.1)
         with pytest.raises(KeyboardInterrupt):
-            own.call("BLPOP", "interrupted", 5)
+            connection.call("BLPOP", "interrupted", 5)
     finally:
         signal.signal(signal.SIGALRM, before)
     deadline = time.monotonic() + 5
     while redis_client.info("clients")["blocked_clients"] and time.monotonic() < deadline:
         time.sleep(0.01)
     redis_client.rpush("interrupted", "message")
-    assert own.call("PING") in (b"PONG", "PONG")
-    assert own.call("BLPOP", "interrupted", 1) == [b"interrupted", b"message"]
+    assert connection.call("PING") in (b"PONG", "PONG")
+    assert connection.call("BLPOP", "interrupted", 1) == [b"interrupted", b"message"]
 
 
-def test_an_error_reply_leaves_the_connection_in_order(redis_client: redis.Redis) -> None:
-    own = OwnConnection(redis_client)
+def test_an_error_reply_leaves_the_connection_usable(redis_client: redis.Redis) -> None:
+    connection = DedicatedConnection(redis_client)
     with pytest.raises(redis.ResponseError):
-        own.call("LPOP")
-    assert own.call("ECHO", "next") == b"next"
+        connection.call("LPOP")
+    assert connection.call("ECHO", "next") == b"next"
 
 
-def test_a_second_thread_is_not_kept_waiting(redis_client: redis.Redis) -> None:
-    own = OwnConnection(redis_client)
+def test_a_second_thread_does_not_wait_for_the_first(redis_client: redis.Redis) -> None:
+    connection = DedicatedConnection(redis_client)
     replies: list[object] = []
-    waiter = threading.Thread(target=lambda: replies.append(own.call("BLPOP", "awaited", 20)))
+    waiter = threading.Thread(target=lambda: replies.append(connection.call("BLPOP", "awaited", 20)))
     waiter.start()
     try:
         for number in range(20):
-            assert own.call("ECHO", number) == str(number).encode()
+            assert connection.call("ECHO", number) == str(number).encode()
     finally:
-        own.call("RPUSH", "awaited", "message")
+        connection.call("RPUSH", "awaited", "message")
         waiter.join(20)
     assert replies in ([[b"awaited", b"message"]], [(b"awaited", b"message")])
 
 
-def test_a_server_that_forgot_its_scripts_gets_them_again(redis_client: redis.Redis) -> None:
+def test_a_script_is_sent_again_after_script_flush(redis_client: redis.Redis) -> None:
     scheduler = RedisScheduler(redis_client, "forgetful", TWO)
     scheduler.begin(0, initial_tasks(TWO, [{"token_ids": [1]}]))
     message = scheduler.wait(0, 1)
@@ -66,7 +66,7 @@ def test_a_server_that_forgot_its_scripts_gets_them_again(redis_client: redis.Re
     assert redis_client.hget(scheduler.keys.workflow, "last 0") == b"C:pre:0:0"
 
 
-def test_a_server_that_dies_is_lost() -> None:
+def test_a_dead_server_raises_scheduler_lost() -> None:
     with EmbeddedServer() as server:
         scheduler = RedisScheduler(connect(server.url), "dying", TWO)
         assert scheduler.wait(0, 0.01) is None

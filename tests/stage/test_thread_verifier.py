@@ -9,22 +9,22 @@ from toy_dialects import IDS, TEXTS, ids, sequence_of, texts, toy
 from pipedec.core import Part, SamplingParams, Verdict
 from pipedec.forest import Forest
 from pipedec.sampling.noise import gumbel
-from pipedec.stage.thread_judge import ThreadJudge
+from pipedec.stage.thread_verifier import ThreadVerifier
 
 VOCAB = len(TEXTS)
 GREEDY = SamplingParams()
 
 
 class Stage:
-    """The forest of a last stage and its judge. ``successors`` are what the target says after each row."""
+    """The forest of a last stage and its verifier. ``successors`` are the target's token after each row."""
 
     def __init__(self, dialect: str, sampling: SamplingParams = GREEDY, max_tokens: int = 100, said: str = "a") -> None:
         bound = toy(dialect)
         self.forest = Forest(sequence_of(bound, 10, max_tokens))
-        self.judge = ThreadJudge(sequence_of(bound, 10, max_tokens), sampling, VOCAB, "cpu")
+        self.verifier = ThreadVerifier(sequence_of(bound, 10, max_tokens), sampling, VOCAB, "cpu")
         self.successors: list[int] = []
         self.parts: list[Part] = []  # of the last verdict
-        first = self.judge.first(wish(said))
+        first = self.verifier.first(wish(said))
         self.replay([Part(0, (int(first[0]),))])
 
     def enter(self, *rows: tuple[str, int, int, str]) -> None:
@@ -35,13 +35,13 @@ class Stage:
 
     def verdict(self) -> dict[int, str]:
         """What is accepted of each thread."""
-        parts = self.judge.judge(self.forest, torch.tensor(self.successors))
+        parts = self.verifier.verify(self.forest, torch.tensor(self.successors))
         self.parts = parts or self.parts
         return {part.thread: texts(part.tokens) for part in parts}
 
     def replay(self, parts: list[Part]) -> None:
-        advance, turn = self.forest.advance(Verdict.of_parts(parts))
-        self.judge.replayed(self.forest, turn)
+        advance, changes = self.forest.advance(Verdict.of_parts(parts))
+        self.verifier.replayed(self.forest, changes)
         self.successors = [self.successors[row] for row in advance.kept.tolist()]
 
 
@@ -56,18 +56,18 @@ def wish(*best: str) -> torch.Tensor:
 def test_every_thread_is_walked_as_far_as_its_rows_go() -> None:
     stage = Stage("apar")
     stage.enter(("a", -1, 0, "[Fork]"))
-    assert stage.verdict() == {0: "[Fork]"} and stage.judge.judged_rows == [0]
+    assert stage.verdict() == {0: "[Fork]"} and stage.verifier.verified_rows == [0]
     stage.replay(stage.parts)
     stage.enter(("[Fork]", -1, 0, "b"), ("[Child]", -1, 1, "x"), ("b", 0, 0, "c"), ("x", 0, 1, "y"), ("z", 0, 1, "q"))
     assert stage.verdict() == {0: "b c", 1: "x y"}
-    assert stage.judge.judged_rows == [0, 2, 1, 3], "of each thread in turn"
+    assert stage.verifier.verified_rows == [0, 2, 1, 3], "of each thread in turn"
     assert stage.verdict() == {}, "nothing is said twice"
 
 
 def test_a_walk_goes_on_behind_an_opener() -> None:
     stage = Stage("apar")
     stage.enter(("a", -1, 0, "[Fork]"), ("[Fork]", 0, 0, "b"), ("b", 1, 0, "c"))
-    assert stage.verdict() == {0: "[Fork] b c"} and stage.judge.judged_rows == [0, 1, 2]
+    assert stage.verdict() == {0: "[Fork] b c"} and stage.verifier.verified_rows == [0, 1, 2]
     assert stage.verdict() == {}
     stage.replay(stage.parts)
     assert stage.successors == [] and stage.verdict() == {}
@@ -140,27 +140,27 @@ def test_a_join_whose_children_have_ended_waits_for_its_replay() -> None:
 def test_the_end_of_the_answer() -> None:
     stage = Stage("apar", max_tokens=3)
     stage.enter(("a", -1, 0, "b"), ("b", 0, 0, "c"), ("c", 1, 0, "d"))
-    assert stage.judge.finished is None
-    assert stage.verdict() == {0: "b c"} and stage.judge.finished == "length"
+    assert stage.verifier.finished is None
+    assert stage.verdict() == {0: "b c"} and stage.verifier.finished == "length"
     assert stage.verdict() == {}
     stage = Stage("apar")
     stage.enter(("a", -1, 0, "<|end|>"))
-    assert stage.verdict() == {0: "<|end|>"} and stage.judge.finished == "stop"
-    assert Stage("apar", max_tokens=1).judge.finished == "length"
+    assert stage.verdict() == {0: "<|end|>"} and stage.verifier.finished == "stop"
+    assert Stage("apar", max_tokens=1).verifier.finished == "length"
 
 
 def chosen(stage: Stage, logits: torch.Tensor) -> list[str]:
     """What follows the last rows that have entered."""
     rows = torch.arange(stage.forest.num_rows - len(logits), stage.forest.num_rows)
-    return [TEXTS[token] for token in stage.judge.choose(logits, stage.forest, rows).tolist()]
+    return [TEXTS[token] for token in stage.verifier.choose(logits, stage.forest, rows).tolist()]
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, SamplingParams(temperature=0.01, seed=3)], ids=["greedy", "drawn"])
 def test_banned_tokens_are_never_chosen(sampling: SamplingParams) -> None:
     assert Stage("apar", sampling, said="b").forest.sequence.main.token_ids == ids("b")
     stage = Stage("apar", sampling)
-    stage.judge = ThreadJudge(sequence_of(toy("apar")), sampling, VOCAB, "cpu")
-    assert stage.judge.first(wish("[Child]", "c")).tolist() == ids("c")
+    stage.verifier = ThreadVerifier(sequence_of(toy("apar")), sampling, VOCAB, "cpu")
+    assert stage.verifier.first(wish("[Child]", "c")).tolist() == ids("c")
     stage = Stage("apar", sampling)
     stage.enter(("a", -1, 0, "a"), ("b", 0, 0, "a"), ("[Fork]", 0, 0, "a"))
     logits = torch.cat((wish("[Child]", "[Fork]"), wish("[Fork]", "d"), wish("[Fork]", "[Child]", "d")))
@@ -202,7 +202,7 @@ def test_penalties_count_what_a_thread_sees() -> None:
     """A child has not said what its parent says behind the opener."""
     sampling = SamplingParams(frequency_penalty=2.0)
     stage = Stage("apar", sampling)
-    stage.judge.add_prompt(torch.tensor(ids("q")))
+    stage.verifier.add_prompt(torch.tensor(ids("q")))
     stage.enter(("a", -1, 0, "[Fork]"))
     stage.verdict()
     stage.replay(stage.parts)

@@ -1,0 +1,40 @@
+"""Draft tokens, counted from the steps that enter the pipeline."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tiny_pair import Pair
+
+from pipedec.core import Request, SamplingParams, Step
+from pipedec.engine.draft_tokens import DraftTokens
+from pipedec.engine.local import LocalPipeline
+
+
+def step(token_ids: list[int], parents: list[int]) -> Step:
+    return Step(torch.tensor(token_ids), torch.tensor(parents))
+
+
+def test_roots_and_masks_are_no_draft_tokens() -> None:
+    draft_tokens = DraftTokens()
+    assert draft_tokens.total() == 0
+    entering = step([7, 11, 12, -1, -2], [-1, 0, 0, 1, 3])
+    assert draft_tokens.add(entering) is entering
+    assert draft_tokens.add(None) is None
+    draft_tokens.add(step([13], [-1]))
+    assert draft_tokens.total() == 2
+
+
+@pytest.mark.parametrize("method", ["pp", "stpp", "pipedec", "pipedec-bestfirst", "bita"])
+def test_every_method_reports_what_it_drafted_and_accepted(pair: Pair, method: str) -> None:
+    pipeline = LocalPipeline.load(pair.spec(stages=2, draft=str(pair.target)))
+    for _ in pipeline.run(Request(0, (5, 9, 11, 20), SamplingParams(max_tokens=12, ignore_eos=True), method)):
+        pass
+    metrics = pipeline.metrics
+    if method == "pp":
+        assert (metrics.draft_tokens, metrics.hits, metrics.acceptance_rate) == (0, 0, None)
+    else:
+        assert metrics.draft_tokens > metrics.hits
+        assert metrics.acceptance_rate == metrics.hits / metrics.draft_tokens
+    if method in ("stpp", "pipedec", "pipedec-bestfirst"):  # the draft is the target itself
+        assert metrics.hits > 0
