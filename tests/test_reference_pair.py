@@ -63,11 +63,11 @@ def test_the_draft_agrees_with_the_targets_own_words() -> None:
     assert draft.num_parameters() <= 1_600_000
     spec = PipelineSpec.create(stages=1, device="cpu")
     reference, prompter = Reference(spec), Prompter(spec.target, 2048)
-    spoken = []
+    answered = []
     for text in PROMPTS:
         token_ids = list(prompter.token_ids(text, raw=False, max_tokens=40))
-        spoken.append(Continuation(token_ids + reference.generate(token_ids, 40), len(token_ids)))
-    agreement = on_policy_agreement(draft, {"prompts": spoken})["prompts"]
+        answered.append(Continuation(token_ids + reference.generate(token_ids, 40), len(token_ids)))
+    agreement = on_policy_agreement(draft, {"prompts": answered})["prompts"]
     assert agreement["top4"] > 0.8 and agreement["top16"] > 0.9
 
 

@@ -81,6 +81,6 @@ def control(sequence: Sequence, writer: Writer, dialect: str) -> set[int]:
 def test_the_draft_foresees_the_targets_answers(writer: Writer, dialect: str) -> None:
     target = answers(TARGET, writer, dialect)
     asked = [Asked(writer.prompt(prompt, dialect)) for prompt in LISTS]
-    spoken = list(zip((one.prompt_ids for one in asked), target.answer(asked), strict=True))
-    figures = agreement(answers(DRAFT, writer, dialect).model, spoken)
+    answered = list(zip((one.prompt_ids for one in asked), target.answer(asked), strict=True))
+    figures = agreement(answers(DRAFT, writer, dialect).model, answered)
     assert figures["top1"] > 0.5 and figures["top16"] > 0.85

@@ -166,7 +166,7 @@ def passage_prompts(
 
 
 def _turns(texts: Iterator[str], tokenizer: PreTrainedTokenizerBase) -> Iterator[list[int]]:
-    """What a user says, up to where the assistant begins."""
+    """The user turns of these texts, up to where the assistant begins."""
     for text in texts:
         question, separator, _ = conversation(text, "").partition(ASSISTANT)
         yield tokenizer.encode(question + separator, add_special_tokens=False)

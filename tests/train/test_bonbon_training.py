@@ -22,7 +22,7 @@ from pipedec.train.cards.render import CARDS, card
 from pipedec.train.chat_endpoint import ChatEndpoint
 from pipedec.train.loop import TrainingLoop, linear_decay, muon_and_adamw
 from pipedec.train.preference.bonbon import BonbonRecipe, PairSteps, bonbon_gap, bonbon_loss, prefer
-from pipedec.train.preference.judges import EndpointJudge, Judged, LikelihoodJudge
+from pipedec.train.preference.judges import Comparison, EndpointJudge, LikelihoodJudge
 from pipedec.train.preference.ranking import Pair as Preference
 from pipedec.train.preference.ranking import Reader, Scored, Task, pairs, sample_answers, score
 from pipedec.train.run import Run
@@ -86,7 +86,7 @@ class Parrot:
 class LongerIsBetter:
     name = "longer"
 
-    def quality(self, judged: Judged, answers: list[str]) -> list[float]:
+    def quality(self, comparison: Comparison, answers: list[str]) -> list[float]:
         return [float(len(answer)) for answer in answers]
 
 
@@ -134,8 +134,8 @@ def test_samples_and_scores_are_kept_and_continued(tuned: Tuned, tmp_path: Path)
 
 def test_likelihood_is_beside_the_baselines_answer(tuned: Tuned) -> None:
     judge = LikelihoodJudge(tuned.student.model, tuned.writer)
-    judged = Judged("Say 4 words.", "It is 4.", "")
-    same, other = judge.quality(judged, ["It is 4.", "clips clips clips"])
+    comparison = Comparison("Say 4 words.", "It is 4.", "")
+    same, other = judge.quality(comparison, ["It is 4.", "clips clips clips"])
     assert same == pytest.approx(1.0)
     means = []
     for text in ("It is 4.", "clips clips clips"):
@@ -162,10 +162,10 @@ def opinions(*replies: str | None) -> EndpointJudge:
 
 
 def test_a_judge_is_asked_in_both_orders() -> None:
-    judged = Judged("Why?", "BASE", "REFERENCE")
+    comparison = Comparison("Why?", "BASE", "REFERENCE")
     first, second = (json.dumps({"preference": number, "confidence": 0.8}) for number in (1, 2))
     judge = opinions(first, second)
-    assert judge.quality(judged, ["MINE"]) == [pytest.approx((0.5 + 4 * 0.8) / 0.5)]
+    assert judge.quality(comparison, ["MINE"]) == [pytest.approx((0.5 + 4 * 0.8) / 0.5)]
     asked = judge.endpoint.asked
     assert len(asked) == 4 and all('"instruction": "Why?"' in text and "MINE" in text for text in asked)
     orders = [
@@ -173,8 +173,8 @@ def test_a_judge_is_asked_in_both_orders() -> None:
         for text in asked
     ]
     assert orders == [True, False, True, False] and ["BASE" in text for text in asked] == [True, True, False, False]
-    assert opinions(first).quality(judged, ["MINE"]) == [pytest.approx(1.0)], "the first is always better"
-    assert opinions("Sure: " + second, first).quality(judged, ["MINE"]) == [pytest.approx(0.5 / (0.5 + 4 * 0.8))]
+    assert opinions(first).quality(comparison, ["MINE"]) == [pytest.approx(1.0)], "the first is always better"
+    assert opinions("Sure: " + second, first).quality(comparison, ["MINE"]) == [pytest.approx(0.5 / (0.5 + 4 * 0.8))]
     for useless in (
         None,
         "both",
@@ -182,7 +182,7 @@ def test_a_judge_is_asked_in_both_orders() -> None:
         '{"preference": 1}',
         '{"preference": 1, "confidence": NaN}',
     ):
-        assert opinions(useless).quality(judged, ["MINE"]) == [1.0]
+        assert opinions(useless).quality(comparison, ["MINE"]) == [1.0]
 
 
 def test_pairs_are_learned(tuned: Tuned, pair: Pair, tmp_path: Path) -> None:
@@ -241,7 +241,7 @@ def test_a_killed_run_continues_to_the_same_weights(
     with monkeypatch.context() as patch:
         patch.setattr("pipedec.train.preference.ranking.measure", None)
         assert train("killed", replace(RECIPE, quality_weight=50.0))["samples"] == whole["samples"], (
-            "neither asked nor judged again"
+            "neither asked nor comparison again"
         )
     with pytest.raises(UserError, match=r"belongs to another run \(samples 4\)"):
         train("killed", replace(RECIPE, samples=5))

@@ -76,12 +76,12 @@ def test_too_few_prompts_are_told(pair: Pair, tmp_path: Path) -> None:
 
 
 def test_rows_begin_with_a_prompt() -> None:
-    spoken = [Continuation([number] * length, 1) for number, length in enumerate((3, 4, 5, 2, 4, 4), start=1)]
-    rows = pack_whole(spoken, length=6, seed=0).ids.tolist()
+    answered = [Continuation([number] * length, 1) for number, length in enumerate((3, 4, 5, 2, 4, 4), start=1)]
+    rows = pack_whole(answered, length=6, seed=0).ids.tolist()
     assert len(rows) == 4 and all(len(row) == 6 for row in rows)
     whole = {row[0]: row.count(row[0]) for row in rows}
-    assert all(len(spoken[number - 1].ids) == length for number, length in whole.items())
-    cut = [row.count(row[-1]) < len(spoken[row[-1] - 1].ids) for row in rows]
+    assert all(len(answered[number - 1].ids) == length for number, length in whole.items())
+    cut = [row.count(row[-1]) < len(answered[row[-1] - 1].ids) for row in rows]
     assert any(cut)
     assert all(following[0] == row[-1] for row, following, was_cut in zip(rows, rows[1:], cut, strict=False) if was_cut)
     assert len(pack_whole([], length=6, seed=0).ids) == 0

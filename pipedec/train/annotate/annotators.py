@@ -33,7 +33,7 @@ Length = Callable[[str], int]
 
 
 class Rejected(Exception):
-    """An annotation that cannot be used; the message says in a few words why."""
+    """An annotation that cannot be used; the message is a short reason."""
 
 
 class Annotator(Protocol):

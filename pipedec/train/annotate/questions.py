@@ -47,9 +47,9 @@ def without_calculator_notes(answer: str) -> str:
 
 
 def choose(questions: Iterable[Question], rules: Annotator, unstructured_share: float, seed: int) -> list[Question]:
-    """All questions whose answers have a structure by the rules, and so many others that they make up their share, shuffled.
+    """All questions whose answers the rules find structured, and enough others to make up their share, shuffled.
 
-    The order is such that any first part of it has about the same shares.
+    Any prefix of the result has about the same shares, so that it can be cut off.
     """
     structured: list[Question] = []
     others: list[Question] = []

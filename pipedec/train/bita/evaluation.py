@@ -17,10 +17,10 @@ _TREE_CANDIDATES = 5  # BiTA §4.1: candidates of each mask
 
 
 @torch.no_grad()
-def evaluate(target: Any, weights: BitaWeights, spoken: dict[str, list[Continuation]]) -> dict[str, dict[str, Any]]:
+def evaluate(target: Any, weights: BitaWeights, answered: dict[str, list[Continuation]]) -> dict[str, dict[str, Any]]:
     """How well the masks predict behind every place of the samples, per set: ``guess_figures``."""
     report = {}
-    for name, samples in track(spoken.items(), "held out"):
+    for name, samples in track(answered.items(), "held out"):
         drawn = [(sample, places_of(sample)) for sample in samples]
         ranks, losses = [], []
         for part in sample_batches(drawn, weights.num_masks):

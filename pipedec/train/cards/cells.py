@@ -32,7 +32,7 @@ def loss_cells(row: Row) -> list[str]:
 
 
 def answer_cells(row: Row) -> list[str]:
-    """Figures of answers in threads (``thread_figures``); their quality where it was judged."""
+    """Figures of answers in threads (``thread_figures``); with their quality, if a judge rated them."""
     means = (f"{row[name]:.1f}" for name in ("threads", "tokens", "longest_chain"))
     ratios = (f"{row[name]:.2f}" for name in ("parallelism", "speedup"))
     quality = [f"{row['quality']:.2f}"] if "quality" in row else []

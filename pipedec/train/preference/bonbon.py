@@ -24,7 +24,7 @@ from pipedec.train.chat_endpoint import ChatEndpoint
 from pipedec.train.checks import above_zero, at_least_one, shares
 from pipedec.train.continuations import continue_greedily
 from pipedec.train.loop import TrainingLoop, epoch_batch, linear_decay, muon_and_adamw, warm_up
-from pipedec.train.preference.judges import EndpointJudge, Judge, Judged, LikelihoodJudge
+from pipedec.train.preference.judges import Comparison, EndpointJudge, Judge, LikelihoodJudge
 from pipedec.train.preference.ranking import (
     Pair,
     Reader,
@@ -38,7 +38,7 @@ from pipedec.train.preference.ranking import (
 )
 from pipedec.train.run import Run
 from pipedec.train.threads.answers import Asked, ModelAnswers
-from pipedec.train.threads.figures import speak, thread_figures
+from pipedec.train.threads.figures import answer_all, thread_figures
 from pipedec.train.threads.learning import Batch, answer_log_probs, computing_in
 from pipedec.train.threads.rows import Row, Writer, tree_row
 from pipedec.train.threads.student import Student
@@ -251,12 +251,14 @@ def _figures(model: Any, tasks: list[Task], reader: Reader, judge: Judge) -> dic
         return {}
     writer = reader.writer
     answers = ModelAnswers(model, writer.bound[_DIALECT], (writer.end_token_id,), reader.max_tokens)
-    spoken = [sequence for _, sequence in speak(answers, [Asked(task.prompt_ids) for task in tasks], "held out")]
+    answered = [sequence for _, sequence in answer_all(answers, [Asked(task.prompt_ids) for task in tasks], "held out")]
     qualities = [
-        judge.quality(Judged(task.question, writer.decode(list(task.baseline_ids)), task.reference), [reader.text(sequence)])[0]
-        for task, sequence in zip(tasks, spoken, strict=True)
+        judge.quality(Comparison(task.question, writer.decode(list(task.baseline_ids)), task.reference), [reader.text(sequence)])[
+            0
+        ]
+        for task, sequence in zip(tasks, answered, strict=True)
     ]
-    figures = thread_figures(spoken, [len(task.baseline_ids) for task in tasks])
+    figures = thread_figures(answered, [len(task.baseline_ids) for task in tasks])
     return figures | {"quality": round(sum(qualities) / len(qualities), 4)}
 
 

@@ -23,7 +23,7 @@ _SMOOTHING = 0.5
 
 
 @dataclass(frozen=True)
-class Judged:
+class Comparison:
     """A question with the answers to compare with: the sequential model's, and the one in the data."""
 
     question: str
@@ -37,7 +37,7 @@ class Judge(Protocol):
     @property
     def name(self) -> str: ...
 
-    def quality(self, judged: Judged, answers: list[str]) -> list[float]:
+    def quality(self, comparison: Comparison, answers: list[str]) -> list[float]:
         """The quality of each answer."""
 
 
@@ -55,9 +55,9 @@ class LikelihoodJudge:
     name: str = "likelihood"
 
     @torch.no_grad()
-    def quality(self, judged: Judged, answers: list[str]) -> list[float]:
-        prompt = list(self.writer.prompt(judged.question, None))
-        rows = [self._row(prompt, text) for text in (judged.baseline, *answers)]
+    def quality(self, comparison: Comparison, answers: list[str]) -> list[float]:
+        prompt = list(self.writer.prompt(comparison.question, None))
+        rows = [self._row(prompt, text) for text in (comparison.baseline, *answers)]
         means = [self._mean(row) for row in rows]
         return [math.exp(mean - means[0]) for mean in means[1:]]
 
@@ -85,14 +85,14 @@ class EndpointJudge:
     def name(self) -> str:
         return self.endpoint.model
 
-    def quality(self, judged: Judged, answers: list[str]) -> list[float]:
-        return [self._ratio(judged, answer) for answer in answers]
+    def quality(self, comparison: Comparison, answers: list[str]) -> list[float]:
+        return [self._ratio(comparison, answer) for answer in answers]
 
-    def _ratio(self, judged: Judged, answer: str) -> float:
+    def _ratio(self, comparison: Comparison, answer: str) -> float:
         won = lost = _SMOOTHING
-        for other, is_first in product((judged.baseline, judged.reference), (True, False)):
+        for other, is_first in product((comparison.baseline, comparison.reference), (True, False)):
             pair = (answer, other) if is_first else (other, answer)
-            preference, confidence = _preference(self.endpoint.complete(judge_prompt(judged.question, *pair)))
+            preference, confidence = _preference(self.endpoint.complete(judge_prompt(comparison.question, *pair)))
             if preference in (1, 2):
                 is_won = (preference == 1) == is_first
                 won, lost = won + is_won * confidence, lost + (not is_won) * confidence

@@ -18,7 +18,7 @@ from rich.progress import track
 from pipedec.threads import Sequence, measure, replay
 from pipedec.train.annotate.records import drop_unfinished_line
 from pipedec.train.loop import check_identity
-from pipedec.train.preference.judges import Judge, Judged
+from pipedec.train.preference.judges import Comparison, Judge
 from pipedec.train.threads.answers import Answers, Asked
 from pipedec.train.threads.figures import text_of
 from pipedec.train.threads.rows import Writer
@@ -94,10 +94,10 @@ def score(tasks: list[Task], samples: list[list[tuple[int, ...]]], reader: Reade
     def scored(number: int) -> dict[str, list[float]]:
         task, ended = tasks[number], [answer for answer in samples[number] if answer]
         sequences = [reader.sequence(task.prompt_ids, answer) for answer in ended]
-        judged = Judged(task.question, reader.writer.decode(list(task.baseline_ids)), task.reference)
+        comparison = Comparison(task.question, reader.writer.decode(list(task.baseline_ids)), task.reference)
         return {
             "speedup": [round(measure(sequence).theoretical_speedup(len(task.baseline_ids)), 5) for sequence in sequences],
-            "quality": [round(quality, 5) for quality in judge.quality(judged, [reader.text(found) for found in sequences])],
+            "quality": [round(quality, 5) for quality in judge.quality(comparison, [reader.text(found) for found in sequences])],
         }
 
     rows = _kept(path, len(tasks), "scores", scored)

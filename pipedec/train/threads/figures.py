@@ -21,16 +21,16 @@ from pipedec.train.threads.rows import tree_row
 
 ANSWERS_AT_ONCE = 16
 
-Spoken = tuple[tuple[int, ...], Sequence]  # a prompt and its answer
+AnsweredPrompt = tuple[tuple[int, ...], Sequence]  # a prompt and its answer
 
 
-def speak(answers: Answers, asked: list[Asked], title: str) -> list[Spoken]:
+def answer_all(answers: Answers, asked: list[Asked], title: str) -> list[AnsweredPrompt]:
     """Answers to all prompts, decoded in batches."""
-    spoken: list[Spoken] = []
+    answered: list[AnsweredPrompt] = []
     for start in track(range(0, len(asked), ANSWERS_AT_ONCE), title):
         part = asked[start : start + ANSWERS_AT_ONCE]
-        spoken += zip((one.prompt_ids for one in part), answers.answer(part), strict=True)
-    return spoken
+        answered += zip((one.prompt_ids for one in part), answers.answer(part), strict=True)
+    return answered
 
 
 def thread_figures(sequences: list[Sequence], baseline_tokens: list[int]) -> dict[str, Any]:
@@ -75,9 +75,9 @@ def text_of(sequence: Sequence, decode: Callable[[list[int]], str]) -> str:
 
 
 @torch.no_grad()
-def agreement(model: Any, spoken: list[Spoken]) -> dict[str, Any]:
+def agreement(model: Any, answered: list[AnsweredPrompt]) -> dict[str, Any]:
     """How often the model's top k holds the next token of the thread, control tokens included."""
-    rows = [tree_row(sequence, prompt) for prompt, sequence in spoken]
+    rows = [tree_row(sequence, prompt) for prompt, sequence in answered]
     found = [_ranks(model, batch) for batch in batches(rows, model.device)]
     ranks = torch.cat(found)
     shares = {f"top{k}": round(float((ranks < k).float().mean()), 4) for k in (1, 4, 16)}

@@ -11,7 +11,7 @@ from typing import Any
 
 from pipedec.train.continuations import continue_greedily
 from pipedec.train.threads.answers import Asked, ModelAnswers
-from pipedec.train.threads.figures import Spoken, agreement, speak, thread_figures
+from pipedec.train.threads.figures import AnsweredPrompt, agreement, answer_all, thread_figures
 from pipedec.train.threads.learning import ThreadLoss, held_out_loss
 from pipedec.train.threads.rows import Sample, Writer
 
@@ -45,11 +45,11 @@ class HeldOut:
     def _all(self) -> list[Sample]:
         return [sample for samples in self.samples.values() for sample in samples]
 
-    def speak(self, model: Any, writer: Writer) -> dict[str, dict[str, list[Spoken]]]:
+    def answers(self, model: Any, writer: Writer) -> dict[str, dict[str, list[AnsweredPrompt]]]:
         """Greedy answers to the prompts, by dialect and rule."""
         return {
             dialect: {
-                rule: speak(
+                rule: answer_all(
                     ModelAnswers(model, writer.bound[dialect], (writer.end_token_id,), self.max_tokens),
                     [Asked(sample.prompt) for sample in samples],
                     f"held out: {dialect} {rule}",
@@ -59,7 +59,9 @@ class HeldOut:
             for dialect, by_rule in self.prompts.items()
         }
 
-    def figures(self, model: Any, writer: Writer, spoken: dict[str, dict[str, list[Spoken]]]) -> dict[str, dict[str, Any]]:
+    def figures(
+        self, model: Any, writer: Writer, answered: dict[str, dict[str, list[AnsweredPrompt]]]
+    ) -> dict[str, dict[str, Any]]:
         """Figures of these answers against the model's answers in one thread, by dialect and rule."""
         return {
             dialect: {
@@ -69,7 +71,7 @@ class HeldOut:
                 )
                 for rule, answers in by_rule.items()
             }
-            for dialect, by_rule in spoken.items()
+            for dialect, by_rule in answered.items()
         }
 
     def _baseline(self, model: Any, writer: Writer, samples: list[Sample], name: str) -> list[int]:
@@ -97,8 +99,8 @@ def held_out_of(samples: list[Sample], num_prompts: int, max_length: int, store:
     return HeldOut(fitting, by_rule, max_length, store)
 
 
-def agreements(model: Any, spoken: dict[str, dict[str, list[Spoken]]]) -> dict[str, dict[str, Any]]:
+def agreements(model: Any, answered: dict[str, dict[str, list[AnsweredPrompt]]]) -> dict[str, dict[str, Any]]:
     """How well the model predicts these answers, by dialect and rule."""
     return {
-        dialect: {rule: agreement(model, answers) for rule, answers in by_rule.items()} for dialect, by_rule in spoken.items()
+        dialect: {rule: agreement(model, answers) for rule, answers in by_rule.items()} for dialect, by_rule in answered.items()
     }

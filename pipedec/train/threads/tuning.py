@@ -20,7 +20,7 @@ from pipedec.train.annotate.records import UNSTRUCTURED, Annotated, read_annotat
 from pipedec.train.cards.render import CARDS
 from pipedec.train.loop import TrainingLoop, muon_and_adamw
 from pipedec.train.run import Run
-from pipedec.train.threads.figures import Spoken
+from pipedec.train.threads.figures import AnsweredPrompt
 from pipedec.train.threads.held_out import HeldOut, agreements, held_out_of
 from pipedec.train.threads.learning import ThreadLoss, ThreadRecipe, ThreadSteps, digest, plan
 from pipedec.train.threads.rows import Sample, Writer
@@ -55,7 +55,7 @@ def tune(
     identity = {**asdict(recipe), **names, "dtype": str(run.torch_dtype), "samples": digest(samples)}
     optimizers = muon_and_adamw(student.model, recipe.learning_rate, recipe.weight_decay)
     loop = TrainingLoop("threads", student.model, optimizers, run.work, identity)
-    measured = _Measured(student, writer, held_out, None if teacher is None else held_out.speak(teacher, writer))
+    measured = _Measured(student, writer, held_out, None if teacher is None else held_out.answers(teacher, writer))
     before = measured.before()
     loss = ThreadLoss(student.model, writer.controls.to(run.device), run.torch_dtype, teacher)
     loop.run(recipe.steps, recipe.rate, ThreadSteps(loss, writer, steps, recipe))
@@ -78,28 +78,28 @@ class _Measured:
     """What is measured before and after training.
 
     Attributes:
-        spoken: the teacher's answers; None without a teacher.
+        answered: the teacher's answers; None without a teacher.
     """
 
     student: Student
     writer: Writer
     held_out: HeldOut
-    spoken: dict[str, dict[str, list[Spoken]]] | None
+    answered: dict[str, dict[str, list[AnsweredPrompt]]] | None
 
     def before(self) -> dict[str, Any]:
         """Agreement with the teacher's answers; without a teacher, the loss of the written answers in one thread."""
-        if self.spoken is not None:
-            return agreements(self.student.model, self.spoken)
+        if self.answered is not None:
+            return agreements(self.student.model, self.answered)
         return self.held_out.plain_loss(self._loss(), self.writer)
 
     def after(self) -> dict[str, Any]:
         """All losses of the model as it is stored, and its agreement with the teacher or the figures of its own answers."""
         model = self.student.model.float()
         losses = self.held_out.losses(self._loss(), self.writer)
-        if self.spoken is not None:
-            return {"held_out_loss": losses, "agreement": agreements(model, self.spoken)}
-        spoken = self.held_out.speak(model, self.writer)
-        return {"held_out_loss": losses, "held_out": self.held_out.figures(model, self.writer, spoken)}
+        if self.answered is not None:
+            return {"held_out_loss": losses, "agreement": agreements(model, self.answered)}
+        answered = self.held_out.answers(model, self.writer)
+        return {"held_out_loss": losses, "held_out": self.held_out.figures(model, self.writer, answered)}
 
     def _loss(self) -> ThreadLoss:
         model = self.student.model
