@@ -10,11 +10,13 @@ from pipedec.core import Request, SamplingParams
 from pipedec.engine.local import LocalPipeline
 from pipedec.engine.spec import REFERENCE_PAIR, PipelineSpec
 from pipedec.text.prompt import Prompter
+from pipedec.train.cards.render import CARDS, card
 from pipedec.train.continuations import Continuation
-from pipedec.train.draft import on_policy_agreement
-from pipedec.train.model_card import model_card
+from pipedec.train.draft.measuring import on_policy_agreement
 from pipedec.verify.reference import Reference
+from recipes.reference_models.pair import CARD
 
+SLOW = pytest.mark.slow
 PROMPTS = [
     "A farmer has 15 cows and buys 7 more. Then he sells 4. How many cows does he have now?",
     'def count_vowels(text: str) -> int:\n    """Return the number of vowels in text."""',
@@ -51,7 +53,9 @@ def test_the_report_tells_how_the_draft_came_to_agree() -> None:
         assert all(report[kind][family]["top1"] > row["top1"] for family, row in first[kind].items())
     gains = [row["top1"] - last["on_policy"][family]["top1"] for family, row in report["on_policy"].items()]
     assert min(gains) > -0.01 and sum(gains) / len(gains) > 0.03
-    assert (REFERENCE_PAIR / "README.md").read_text() == model_card(report)
+    bita = json.loads((REFERENCE_PAIR / "bita" / "training.json").read_text())
+    assert (REFERENCE_PAIR / "bita" / "README.md").read_text() == card(CARDS / "bita.md.jinja", bita)
+    assert (REFERENCE_PAIR / "README.md").read_text() == card(CARD, report)
 
 
 def test_the_draft_agrees_with_the_targets_own_words() -> None:
@@ -59,15 +63,18 @@ def test_the_draft_agrees_with_the_targets_own_words() -> None:
     assert draft.num_parameters() <= 1_600_000
     spec = PipelineSpec.create(stages=1, device="cpu")
     reference, prompter = Reference(spec), Prompter(spec.target, 2048)
-    spoken = []
+    answered = []
     for text in PROMPTS:
         token_ids = list(prompter.token_ids(text, raw=False, max_tokens=40))
-        spoken.append(Continuation(token_ids + reference.generate(token_ids, 40), len(token_ids)))
-    agreement = on_policy_agreement(draft, {"prompts": spoken})["prompts"]
+        answered.append(Continuation(token_ids + reference.generate(token_ids, 40), len(token_ids)))
+    agreement = on_policy_agreement(draft, {"prompts": answered})["prompts"]
     assert agreement["top4"] > 0.8 and agreement["top16"] > 0.9
 
 
-@pytest.mark.parametrize(("stages", "groups"), [(1, 1), (4, 4), (14, 14), (14, 7), (24, 24)])
+@pytest.mark.parametrize(
+    ("stages", "groups"),
+    [(1, 1), (4, 4), pytest.param(14, 14, marks=SLOW), pytest.param(14, 7, marks=SLOW), pytest.param(24, 24, marks=SLOW)],
+)
 def test_the_pipeline_says_what_transformers_says(stages: int, groups: int) -> None:
     torch.set_num_threads(1)
     spec = PipelineSpec.create(stages=stages, groups=groups, device="cpu")

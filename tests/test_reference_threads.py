@@ -12,10 +12,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from pipedec.engine.spec import REFERENCE_PAIR
 from pipedec.text.prompt import Prompter, same_tokenizer
 from pipedec.threads import Sequence
-from pipedec.train.thread_answers import Asked, ModelAnswers
-from pipedec.train.thread_card import thread_card
-from pipedec.train.thread_figures import agreement, text_of
-from pipedec.train.thread_samples import Writer
+from pipedec.train.cards.render import CARDS, card
+from pipedec.train.threads.answers import Asked, ModelAnswers
+from pipedec.train.threads.figures import agreement, text_of
+from pipedec.train.threads.rows import Writer
 
 SHIPPED = REFERENCE_PAIR.parent / "reference_threads"
 TARGET, DRAFT = SHIPPED / "target", SHIPPED / "draft"
@@ -50,7 +50,7 @@ def test_they_are_small_complete_and_of_one_family() -> None:
 def test_their_cards_say_what_was_measured() -> None:
     for path in (TARGET, DRAFT):
         report = json.loads((path / "training.json").read_text())
-        assert (path / "README.md").read_text() == thread_card(report)
+        assert (path / "README.md").read_text() == card(CARDS / "threads.md.jinja", report)
     for by_rule in json.loads((TARGET / "training.json").read_text())["held_out"].values():
         assert by_rule["list"]["forked"] > 0.5 > by_rule["none"]["forked"]
 
@@ -81,6 +81,6 @@ def control(sequence: Sequence, writer: Writer, dialect: str) -> set[int]:
 def test_the_draft_foresees_the_targets_answers(writer: Writer, dialect: str) -> None:
     target = answers(TARGET, writer, dialect)
     asked = [Asked(writer.prompt(prompt, dialect)) for prompt in LISTS]
-    spoken = list(zip((one.prompt_ids for one in asked), target.answer(asked), strict=True))
-    figures = agreement(answers(DRAFT, writer, dialect).model, spoken)
+    answered = list(zip((one.prompt_ids for one in asked), target.answer(asked), strict=True))
+    figures = agreement(answers(DRAFT, writer, dialect).model, answered)
     assert figures["top1"] > 0.5 and figures["top16"] > 0.85

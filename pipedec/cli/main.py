@@ -33,10 +33,10 @@ def program() -> None:
     """Pipeline-parallel speculative decoding: one request on many GPUs, with exactly the target model's own output."""
 
 
-def main() -> NoReturn:
-    """Run the program. Exit status: 0 success, 1 failure, 2 invalid usage, 130 interrupted."""
+def main(command: click.Command = program) -> NoReturn:
+    """Run the program, or another command. Exit status: 0 success, 1 failure, 2 invalid usage, 130 interrupted."""
     try:
-        sys.exit(program(standalone_mode=False) or 0)
+        sys.exit(command(standalone_mode=False) or 0)
     except click.exceptions.Exit as leave:
         sys.exit(leave.exit_code)
     except click.ClickException as error:

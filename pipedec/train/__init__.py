@@ -1,1 +1,1 @@
-"""Training of the models the project ships. Knows corpora and optimisers; nothing here runs while decoding."""
+"""Training of drafts, BiTA and models that answer in threads, for any target. Nothing here runs while decoding."""

@@ -1,15 +1,14 @@
-"""What the target says by itself: greedy continuations of prompts, which are cut out of documents or made of their words.
+"""The target's own greedy continuations of prompts: the text that drafts and BiTA learn to predict.
 
-Owns the prompts, their generation in large batches and the files that keep what was generated, so that a killed run
-continues. It does not know the draft, which learns from these sequences because greedy decoding is what it has to predict.
+Owns their generation in large batches and the files that keep them, so that a killed run continues. It does not know where
+prompts come from, nor who learns.
 """
 
 from __future__ import annotations
 
-import random
+import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +16,12 @@ import torch
 from rich.progress import track
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import PreTrainedTokenizerFast
 
 from pipedec.core import UserError
-from pipedec.train import requests
-from pipedec.train.corpus import ASSISTANT, BEGIN, Document, conversation
+from pipedec.train.prompts import SplitPrompts
 
 Model = Any  # a causal language model of transformers, whose classes share no usable type
 
-_MAX_PROMPT_TOKENS = 224
-_MIN_PASSAGE_TOKENS = 256
-_MAX_DRAWS = 20  # for one prompt of a fitting length
-_CUT_TOKENS = (32, 160)  # of source text, which has no question to stop at
 _BATCH = 96
 _BATCH_TOKENS = 16_384  # of prompts, with their padding
 
@@ -41,53 +34,36 @@ class Continuation:
     prompt_length: int
 
 
-def prompts(documents: list[Document], tokenizer: PreTrainedTokenizerFast, num_prompts: int, seed: int) -> list[list[int]]:
-    """Token ids of ``num_prompts`` prompts: the user's turns of conversations, and pieces of source text."""
-    rng = random.Random(seed)
-    found: list[list[int]] = []
-    while len(found) < num_prompts:
-        shuffled = (_prompt(document.text, tokenizer, rng) for document in rng.sample(documents, len(documents)))
-        short = [ids for ids in shuffled if len(ids) <= _MAX_PROMPT_TOKENS]
-        if not short:
-            break
-        found.extend(short)
-    return found[:num_prompts]
+@dataclass(frozen=True)
+class Answered:
+    """Prompts with the target's greedy answers, by set: to learn from, and held out."""
+
+    training: dict[str, list[Continuation]]
+    held_out: dict[str, list[Continuation]]
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest prompt with its answer."""
+        everything = [*self.training.values(), *self.held_out.values()]
+        return max(len(answered.ids) for found in everything for answered in found)
+
+    def digest(self) -> str:
+        """A short name for the training part, equal for equal tokens."""
+        total = hashlib.sha256()
+        for name, found in self.training.items():
+            total.update(f"{name} {[(answered.ids, answered.prompt_length) for answered in found]}".encode())
+        return total.hexdigest()[:16]
 
 
-def _prompt(text: str, tokenizer: PreTrainedTokenizerFast, rng: random.Random) -> list[int]:
-    question, separator, _ = text.partition(ASSISTANT)
-    if separator:
-        return tokenizer.encode(question + separator, add_special_tokens=False)
-    lines = text.removeprefix(BEGIN).splitlines(keepends=True)
-    first = rng.randrange(len(lines))
-    ids = tokenizer.encode(BEGIN + "".join(lines[first : first + 40]), add_special_tokens=False)
-    return ids[: rng.randint(*_CUT_TOKENS)]
-
-
-def request_prompts(
-    documents: list[Document], tokenizer: PreTrainedTokenizerFast, num_prompts: int, seed: int
-) -> list[list[int]]:
-    """Token ids of ``num_prompts`` short requests made of the documents' prose; fewer if few fit."""
-    texts = requests.prose(documents)
-    drawn = islice(requests.requests(texts, random.Random(seed)), _MAX_DRAWS * num_prompts) if texts else iter(())
-    return list(islice((ids for ids in _turns(drawn, tokenizer) if len(ids) <= _MAX_PROMPT_TOKENS), num_prompts))
-
-
-def passage_prompts(
-    documents: list[Document], tokenizer: PreTrainedTokenizerFast, num_prompts: int, max_tokens: int, seed: int
-) -> list[list[int]]:
-    """Token ids of ``num_prompts`` passages of the documents' prose, each with an instruction; fewer if few fit."""
-    texts = requests.prose(documents)
-    drawn = islice(requests.passages(texts, random.Random(seed)), _MAX_DRAWS * num_prompts) if texts else iter(())
-    fitting = (ids for ids in _turns(drawn, tokenizer) if _MIN_PASSAGE_TOKENS <= len(ids) <= max_tokens)
-    return list(islice(fitting, num_prompts))
-
-
-def _turns(texts: Iterator[str], tokenizer: PreTrainedTokenizerFast) -> Iterator[list[int]]:
-    """What a user says, up to where the assistant begins."""
-    for text in texts:
-        question, separator, _ = conversation(text, "").partition(ASSISTANT)
-        yield tokenizer.encode(question + separator, add_special_tokens=False)
+def answer(target: Model, prompts: dict[str, SplitPrompts], new_tokens: int, work: Path) -> Answered:
+    """The target's greedy answers to all prompts; ``work`` keeps them, so that a second run does not generate them again."""
+    return Answered(
+        {
+            name: continue_greedily(target, part.training, new_tokens, work / "continuations" / name)
+            for name, part in prompts.items()
+        },
+        {name: continue_greedily(target, part.held_out, new_tokens, work / "held-out" / name) for name, part in prompts.items()},
+    )
 
 
 def continue_greedily(target: Model, prompt_ids: list[list[int]], new_tokens: int, store: Path) -> list[Continuation]:
@@ -118,32 +94,6 @@ def _batches(ordered: list[list[int]]) -> list[list[list[int]]]:
             batches.append([])
         batches[-1].append(ids)
     return batches
-
-
-@dataclass(frozen=True)
-class Rows:
-    """Packed token ids, and which of them are followed by a token that the target said: int64 and bool, [rows, length]."""
-
-    ids: Tensor
-    before_own: Tensor
-
-
-def pack_whole(continuations: list[Continuation], length: int, seed: int) -> Rows:
-    """Rows of ``length`` tokens that begin with a prompt.
-
-    A continuation that a row's end cuts off comes again, whole, at the start of the next row; none may be longer than a row.
-    """
-    rows: list[list[tuple[int, bool]]] = []
-    row: list[tuple[int, bool]] = []
-    for continuation in random.Random(seed).sample(continuations, len(continuations)):
-        last = len(continuation.ids) - 1
-        sequence = [(token, continuation.prompt_length - 1 <= place < last) for place, token in enumerate(continuation.ids)]
-        row = row + sequence
-        if len(row) >= length:
-            rows.append(row[:length])
-            row = sequence if len(row) > length else []
-    packed = torch.tensor(rows, dtype=torch.int64).view(-1, length, 2)
-    return Rows(packed[..., 0].contiguous(), packed[..., 1].bool())
 
 
 @torch.no_grad()

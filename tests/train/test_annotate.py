@@ -1,25 +1,20 @@
-"""From sources to annotated files: shares, resuming, refusals, and the questions that the library answers."""
+"""From questions to annotated files: shares, resuming, refusals."""
 
 from __future__ import annotations
 
 import json
-import re
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from pipedec.core import UserError
-from pipedec.train import annotate
-from pipedec.train.annotate import Sources, choose
-from pipedec.train.annotate import annotate as annotate_all
-from pipedec.train.annotated import Annotated, Question, read_annotated, write_annotated
-from pipedec.train.annotators import AparRules, PastaRules, Rejected
-from pipedec.train.corpus import standard_library_files
-from pipedec.train.docstrings import Entry, gloss, sections
-from pipedec.train.library_questions import library_questions
-from pipedec.train.structure import Fork, Join, Structured, paragraph_tree
+from pipedec.train.annotate import summary
+from pipedec.train.annotate.annotation import annotate as annotate_all
+from pipedec.train.annotate.annotators import AparRules, PastaRules, Rejected
+from pipedec.train.annotate.questions import choose, read_questions
+from pipedec.train.annotate.records import Annotated, Question, read_annotated, write_annotated
+from pipedec.train.annotate.structure import Fork, Join, Structured
 
 LIST = (
     "Three of them:\n\n1. One: the first of all points\n2. Two: the second of them all\n3. Six: the last of all points\n\nDone."
@@ -43,18 +38,23 @@ def test_files_and_problems_are_questions_once_each(tmp_path: Path) -> None:
     row = {"question": " How many? ", "answer": "It is <<2*3=6>>6.\n"}
     file = jsonl(tmp_path / "file.jsonl", row, {"instruction": "Go", "output": "Gone."}, row)
     problems = jsonl(tmp_path / "problems.jsonl", row)
-    assert [(found.prompt, found.answer, found.source) for found in Sources((file,), problems=problems).questions(0)] == [
+    assert [(found.prompt, found.answer, found.source) for found in read_questions((file,), problems)] == [
         ("How many?", "It is <<2*3=6>>6.", "file.jsonl"),
         ("Go", "Gone.", "file.jsonl"),
         ("How many?", "It is 6.", "problems"),
     ]
 
 
+def test_a_record_may_name_source_kind_and_subject(tmp_path: Path) -> None:
+    file = jsonl(tmp_path / "file.jsonl", {"prompt": "a", "answer": "b", "source": "s", "kind": "k", "subject": "t"})
+    assert list(read_questions((file,))) == [Question("a", "b", "s", "k", "t")]
+
+
 @pytest.mark.parametrize("row", [{"question": "How?"}, {"question": "How?", "answer": " "}, {"question": "How?", "answer": 3}])
 def test_a_record_without_an_answer_is_named(tmp_path: Path, row: object) -> None:
     file = jsonl(tmp_path / "file.jsonl", {"question": "a", "answer": "b"}, row)
     with pytest.raises(UserError, match=r"file\.jsonl, record 2: no question or no answer"):
-        list(Sources((file,)).questions(0))
+        list(read_questions((file,)))
 
 
 @pytest.mark.parametrize(("share", "others"), [(0.0, 0), (0.2, 2), (0.5, 8), (0.9, 30)])
@@ -111,10 +111,10 @@ def test_what_is_refused_is_left_out_or_left_to_the_rules(tmp_path: Path) -> Non
     [
         ("apar", {"dialect": "pasta"}, "its dialect is 'pasta', not 'apar'"),
         ("apar", {"annotated": ["a", {"fork": " c"}]}, "'annotated' is not the answer"),
-        ("apar", {"annotated": "a b"}, "'annotated' is no list"),
-        ("apar", {"annotated": ["a", {"spoon": " b"}]}, "something else than texts and forks"),
-        ("apar", {"prompt": ""}, "'prompt' is no text"),
-        ("pasta", {"dialect": "pasta"}, "'annotated' is no text"),
+        ("apar", {"annotated": "a b"}, "'annotated' must be a list"),
+        ("apar", {"annotated": ["a", {"spoon": " b"}]}, "must hold only texts and forks"),
+        ("apar", {"prompt": ""}, "'prompt' must be a text"),
+        ("pasta", {"dialect": "pasta"}, "'annotated' must be a text"),
         ("pasta", {"dialect": "pasta", "annotated": "a<async topic='b'> b</async>"}, "without a promised length"),
         ("pasta", {"dialect": "pasta", "annotated": "a<async> b"}, "unpaired"),
     ],
@@ -140,72 +140,7 @@ def test_little_is_needed_of_a_record_from_elsewhere(tmp_path: Path) -> None:
 def test_counts_say_how_many_forks_and_how_long() -> None:
     pieces = ("a", Fork("four"), "b", Fork("eleven char"))
     records = [Annotated(question(0, "ab"), pieces, "list", "rules"), Annotated(question(1, "abcd"), ("abcd",), "none", "rules")]
-    listed, none = annotate.by_rule(records)
+    listed, none = summary.by_rule(records)
     assert (listed.name, listed.documents, listed.structured, listed.mean_forks, listed.most_forks) == ("list", 1, 1, 2, 2)
     assert (listed.median_fork, none.structured, none.mean_answer) == (7.5, 0, 4)
-    assert [(row.name, row.documents) for row in annotate.by_kind(records)] == [("file.jsonl", 2)]
-
-
-def test_sections_of_a_docstring_are_lists() -> None:
-    docstring = """Do it.
-
-    Positional arguments:
-      first -- what comes first,
-               and is needed
-      *rest -- all that follows it
-
-      last: what comes last
-
-    Then it ends. Note: this is no entry.
-    """
-    ((noun, entries),) = sections(docstring)
-    assert noun == "arguments"
-    assert entries == [
-        Entry("first", "what comes first, and is needed"),
-        Entry("rest", "all that follows it"),
-        Entry("last", "what comes last"),
-    ]
-
-
-@pytest.mark.parametrize(
-    ("text", "short"),
-    [("Say it.\nAnd more.\n\nLater.", "Say it. And more."), ("Short.", ""), ("S.find(sub) -> int", ""),
-     ("See https://a.b now.", ""),
-     ("Long. " + "x" * 330 + ".", ""), ("Long enough. " + "X" * 330 + ".", "Long enough.")],
-)  # fmt: skip
-def test_a_gloss_is_whole_sentences_that_say_something(text: str, short: str) -> None:
-    assert gloss(text) == short
-
-
-@pytest.fixture(scope="module")
-def library() -> Iterator[list[Question]]:
-    """Of one file in six, which is quick."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("pipedec.train.library_questions.standard_library_files", lambda: standard_library_files()[::6])
-        yield list(library_questions(seed=0))
-
-
-def test_the_library_answers_with_lists_and_paragraphs(library: list[Question]) -> None:
-    rules: dict[str, Counter[str]] = {}
-    for found in library:
-        structure = paragraph_tree(found.answer)
-        rules.setdefault(found.kind, Counter())[structure.rule if structure else "none"] += 1
-    assert {"methods", "functions", "classes", "arguments", "attributes", "exceptions", "modules", "steps", "suggestions"} <= set(
-        rules
-    )
-    for kind, counts in rules.items():
-        wanted = "paragraphs" if kind in ("descriptions", "explanations", "topics") else "list"
-        assert counts[wanted] > 0.9 * counts.total(), (kind, counts)
-    assert sum(counts["list"] for counts in rules.values()) > 300
-
-
-def test_a_question_for_so_many_is_answered_with_so_many(library: list[Question]) -> None:
-    asked = [(re.search(r"^(?:Give|Name|List) (?:me )?(\d) ", found.prompt), found.answer) for found in library]
-    counted = [(int(number[1]), len(re.findall(r"^\d\. ", answer, re.MULTILINE))) for number, answer in asked if number]
-    assert len(counted) > 10 and all(wanted == given for wanted, given in counted)
-
-
-def test_questions_are_held_out_with_their_subject(library: list[Question]) -> None:
-    held_out = {found.subject for found in library if found.held_out}
-    assert not held_out & {found.subject for found in library if not found.held_out}
-    assert 0.01 < len(held_out) / len({found.subject for found in library}) < 0.05
+    assert [(row.name, row.documents) for row in summary.by_kind(records)] == [("file.jsonl", 2)]

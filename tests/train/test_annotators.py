@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipedec.core import PipedecError, UserError
-from pipedec.train.annotators import ModelAnnotator, PastaRules, Rejected, annotation_prompt
-from pipedec.train.endpoint import ChatEndpoint
-from pipedec.train.pasta_language import Malformed, parse, promised_tokens, topic_of, written
-from pipedec.train.structure import Fork, Join, Piece, plain_text
+from pipedec.train.annotate.annotators import ModelAnnotator, PastaRules, Rejected, annotation_prompt
+from pipedec.train.annotate.pasta_language import Malformed, parse, promised_tokens, topic_of, written
+from pipedec.train.annotate.structure import Fork, Join, Piece, plain_text
+from pipedec.train.chat_endpoint import ChatEndpoint
 
 ANSWER = "Discs came in 1983. A joint venture of two firms made that possible. They changed how we hear music, too."
 TAGGED = (
@@ -194,7 +194,7 @@ def test_an_answer_without_tags_is_said_in_one(server: Server, ask: Callable[[],
         (TAGGED.replace("</async>", ""), "unpaired"),
         (TAGGED.replace("impact", "what it did to us"), "a topic of 5 words"),
         (ANSWER.replace("in 1983.", "<async topic='year'>in 1983.</async>"), "fewer than five words"),
-        (None, "says nothing"),
+        (None, "gave no reply"),
     ],
 )
 def test_bad_annotations_are_refused(server: Server, ask: Callable[[], Any], reply: str | None, reason: str) -> None:
@@ -230,7 +230,7 @@ def test_nobody_there_is_said_in_one_line(server: Server) -> None:
     with pytest.raises(PipedecError, match="refused") as ended:
         ChatEndpoint(server.url, "judge", tries=2, pause_s=0).complete("?")
     assert "\n" not in str(ended.value)
-    with pytest.raises(UserError, match="no address"):
+    with pytest.raises(UserError, match="is not an address"):
         ChatEndpoint("example.com/v1", "judge")
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -20,7 +19,6 @@ from processes import wait_until
 from safetensors.torch import load_file
 from tiny_pair import Pair
 from torch import Tensor
-from toy_training import small_library
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from pipedec.cli.train import train as command
@@ -29,13 +27,14 @@ from pipedec.data.prompts import PromptSource
 from pipedec.model import ModelConfig
 from pipedec.model.bita import BitaWeights, checked_bita
 from pipedec.text.prompt import Prompter
-from pipedec.train import continuations, corpus
-from pipedec.train.bita import BitaRecipe, BitaTrainer, batch_of, evaluate, guess_figures, train_bita
-from pipedec.train.bita_data import Samples, Sources, gather, split
-from pipedec.train.bita_model import Learned, folded, mask_pass, prompt_shape, token_pass
-from pipedec.train.bita_rows import NO_LABEL, MaskRows, draw_places, mask_rows, places_of
-from pipedec.train.continuations import Continuation, continue_greedily
-from pipedec.train.draft import DraftRecipe
+from pipedec.train.bita.evaluation import evaluate, guess_figures
+from pipedec.train.bita.learned import Learned, folded, mask_pass, prompt_shape, token_pass
+from pipedec.train.bita.mask_rows import NO_LABEL, MaskRows, draw_places, mask_rows, places_of
+from pipedec.train.bita.training import BitaRecipe, MaskSteps, train_bita
+from pipedec.train.continuations import Answered, Continuation, continue_greedily
+from pipedec.train.loop import Figures, TrainingLoop
+from pipedec.train.prompts import SplitPrompts, file_prompts, split
+from pipedec.train.run import Run
 
 CPU = torch.device("cpu")
 RECIPE = BitaRecipe(masks=2, prompt_tokens=3, groups=4, steps=6, batch=3, warmup_steps=2, new_tokens=12)
@@ -51,12 +50,15 @@ def prompts(tmp_path: Path) -> Path:
 
 
 def train(pair: Pair, prompts: Path, out: Path, work: Path, recipe: BitaRecipe = RECIPE) -> dict:
-    sources = Sources((PromptSource("asked", prompts),))
-    return train_bita(pair.target, sources, out, work, recipe, "float32", 1, CPU)
+    return train_bita(pair.target, asked_in(prompts, pair.target), recipe, Run(out, work, threads=1))
+
+
+def asked_in(prompts: Path, target: Path) -> dict[str, SplitPrompts]:
+    return file_prompts(Prompter(target, 2048), (PromptSource("asked", prompts),), new_tokens=12)
 
 
 def log_of(work: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (work / "log.jsonl").read_text().splitlines()]
+    return [json.loads(line) for line in (work / "bita.jsonl").read_text().splitlines()]
 
 
 def random_learned(target: Any, num_masks: int, num_prompt_tokens: int) -> tuple[Tensor, Tensor]:
@@ -150,11 +152,6 @@ def test_groups_hang_behind_places_that_have_a_label() -> None:
     assert rows.labels[1, 6:].tolist() == [NO_LABEL] * 3 and rows.masks[0].tolist() == [0, 1, 2] * 3
 
 
-def test_every_sample_comes_once_before_any_comes_again() -> None:
-    drawn = [number for step in range(7) for number in batch_of(step, 10, 3, seed=5)]
-    assert sorted(drawn[:10]) == sorted(drawn[10:20]) == list(range(10)) and drawn[:10] != drawn[10:20]
-
-
 def test_figures_count_guesses_and_tokens_a_pass() -> None:
     nothing = torch.nan
     ranks = torch.tensor([[0, 0, 7], [0, 3, 0], [6, 0, 0], [0, nothing, nothing]])
@@ -170,7 +167,7 @@ def test_figures_do_not_depend_on_how_samples_are_batched(pair: Pair, monkeypatc
     weights = Learned(target, 3, 2, "deep", 0.5, seed=0).rounded(target)
     weights = BitaWeights(weights.prompt.float(), weights.masks.float())
     together = evaluate(target, weights, {"all": SAMPLES})
-    monkeypatch.setattr("pipedec.train.bita._TOKENS_AT_ONCE", 1)
+    monkeypatch.setattr("pipedec.train.bita.mask_rows._TOKENS_AT_ONCE", 1)
     assert evaluate(target, weights, {"all": SAMPLES}) == together
     assert together["all"]["groups"] == sum(len(places_of(sample)) for sample in SAMPLES)
 
@@ -180,7 +177,9 @@ def test_masks_learn_to_guess(tmp_path: Path, prompting: str) -> None:
     target = save_tiny("llama", tmp_path).requires_grad_(False)
     recipe = replace(RECIPE, prompting=prompting, prompt_tokens=0 if prompting == "none" else 3, steps=80, learning_rate=0.1)
     learned = Learned(target, 2, recipe.prompt_tokens, prompting, 0.02, seed=0)
-    BitaTrainer(target, learned, Samples({"all": SAMPLES}, {}), recipe, tmp_path, "target").run()
+    optimizer = torch.optim.AdamW(learned.parameters(), weight_decay=0.0)
+    steps = MaskSteps(target, learned, Answered({"all": SAMPLES}, {}), recipe)
+    TrainingLoop("bita", learned, [optimizer], tmp_path, {}, max_norm=None).run(recipe.steps, recipe.rate, steps)
     log = log_of(tmp_path)
     first, last = (sum(row["loss"] for row in rows) / 5 for rows in (log[:5], log[-5:]))
     assert last < 0.7 * first
@@ -210,17 +209,17 @@ def test_a_trained_bita_loads(pair: Pair, prompts: Path, tmp_path: Path, prompti
 
 
 def test_an_interrupted_run_goes_on_exactly(pair: Pair, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(BitaTrainer, "SAVE_EVERY", 2)
+    monkeypatch.setattr(TrainingLoop, "SAVE_EVERY", 2)
     train(pair, prompts, tmp_path / "straight", tmp_path / "work1")
-    step = BitaTrainer._step
+    step = MaskSteps.__call__
 
-    def step_then_die(self: BitaTrainer, number: int) -> Any:
+    def step_then_die(self: MaskSteps, number: int) -> Figures:
         if number == 3:
             raise KeyboardInterrupt
         return step(self, number)
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(BitaTrainer, "_step", step_then_die)
+        patch.setattr(MaskSteps, "__call__", step_then_die)
         train(pair, prompts, tmp_path / "resumed", tmp_path / "work2")
     assert len(log_of(tmp_path / "work2")) == 3
     train(pair, prompts, tmp_path / "resumed", tmp_path / "work2")
@@ -230,6 +229,7 @@ def test_an_interrupted_run_goes_on_exactly(pair: Pair, prompts: Path, tmp_path:
     assert all(torch.equal(straight[name], resumed[name]) for name in straight)
 
 
+@pytest.mark.slow
 def test_a_killed_process_goes_on_exactly(pair: Pair, prompts: Path, tmp_path: Path) -> None:
     flags = ["train", "bita", "--target", str(pair.target), "--prompts", f"asked={prompts}", "--out", str(tmp_path / "killed")]
     flags += ["--work", str(tmp_path / "work"), "--threads", "1", "--steps", "60", "--batch", "2", "--groups", "2"]
@@ -256,29 +256,10 @@ def test_the_work_of_another_recipe_is_refused(pair: Pair, prompts: Path, tmp_pa
 
 def test_prompts_to_measure_on_are_always_the_same() -> None:
     prompts = [[number, 7] for number in range(400)]
-    training, held_out = split(prompts)
-    assert sorted(training + held_out) == prompts and len(held_out) == 20 and held_out != prompts[:20]
-    assert split(prompts[::-1]) == (training, held_out)
-    assert len(split(prompts[:2])[1]) == 1 and split(prompts[:1]) == (prompts[:1], [])
-
-
-def test_the_librarys_prompts_are_those_of_the_draft(
-    pair: Pair, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(corpus, "library_documents", small_library)
-    target = AutoModelForCausalLM.from_pretrained(pair.target).eval()
-    sources = Sources((PromptSource("asked", prompts),), library=True, max_prompts=3)
-    prompter = Prompter(pair.target, 2048)
-    samples = gather(target, prompter, sources, 4, 1000, tmp_path)
-    assert set(samples.training) == set(samples.held_out) == {"questions", "source", "requests", "passages", "asked"}
-    assert all(len(found) <= 3 for found in samples.training.values()) and samples.longest <= 1000
-    documents = [document for document in small_library() if document.family == "questions" and not document.held_out]
-    expected = continuations.prompts(documents, prompter.tokenizer, 3, DraftRecipe().seed)
-    found = [sample.ids[: sample.prompt_length] for sample in samples.training["questions"]]
-    assert sorted(found) == sorted(expected)
-    assert samples.digest() == gather(target, prompter, sources, 4, 1000, tmp_path).digest()
-    with pytest.raises(UserError, match="two sets of prompts are called source"):
-        gather(target, prompter, replace(sources, files=(PromptSource("source", prompts),)), 4, 1000, tmp_path)
+    parts = split(prompts)
+    assert sorted(parts.training + parts.held_out) == prompts and len(parts.held_out) == 20 and parts.held_out != prompts[:20]
+    assert split(prompts[::-1]) == parts
+    assert len(split(prompts[:2]).held_out) == 1 and split(prompts[:1]) == SplitPrompts(prompts[:1], [])
 
 
 def test_an_answer_ends_at_any_end_token(pair: Pair, tmp_path: Path) -> None:
@@ -308,17 +289,6 @@ def test_answers_of_another_target_are_not_taken(pair: Pair, prompts: Path, tmp_
     assert log_of(tmp_path / "work") == log_of(tmp_path / "work2")
 
 
-def test_the_library_is_for_the_shipped_targets_tokenizer(pair: Pair, prompts: Path, tmp_path: Path) -> None:
-    target = tmp_path / "target"
-    shutil.copytree(pair.target, target)
-    tokenizer = (target / "tokenizer.json").read_text().replace(corpus.ASSISTANT, "<|somebody|>")
-    (target / "tokenizer.json").write_text(tokenizer)
-    model, sources = AutoModelForCausalLM.from_pretrained(target), Sources((PromptSource("asked", prompts),), library=True)
-    with pytest.raises(UserError, match="--library has prompts for tokenizers that know") as raised:
-        gather(model, Prompter(target, 2048), sources, 4, 1000, tmp_path)
-    assert "\n" not in str(raised.value)
-
-
 def test_the_command_prints_what_it_measured(pair: Pair, prompts: Path, tmp_path: Path) -> None:
     flags = ["bita", "--target", str(pair.target), "--prompts", f"clips={prompts}", "--out", str(tmp_path / "out")]
     flags += ["--work", str(tmp_path / "work"), "--threads", "1", "--steps", "2", "--masks", "2", "--prompting", "none"]
@@ -335,24 +305,24 @@ def test_the_command_prints_what_it_measured(pair: Pair, prompts: Path, tmp_path
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ([], "give --prompts FILE, or --library"),
+        ([], "no prompts to learn from: give --prompts FILE"),
         (["--prompts", "nowhere.jsonl"], "cannot read nowhere.jsonl"),
-        (["--prompts", "x.jsonl", "--problems", "x.jsonl"], "belongs to --library"),
-        (["--library", "--problems", "nowhere.jsonl"], "no such file"),
-        (["--library", "--target", "nowhere"], "nowhere is not a directory"),
-        (["--library", "--steps", "0"], "--steps must be at least 1"),
-        (["--library", "--batch", "0"], "--batch must be at least 1"),
-        (["--library", "--masks", "0"], "give 1 to 16"),
-        (["--library", "--masks", "17"], "give 1 to 16"),
-        (["--library", "--groups", "65"], "give 1 to 64"),
-        (["--library", "--prompting", "wide"], "choose one of deep, shallow, none"),
-        (["--library", "--prompting", "none", "--prompt-tokens", "4"], "0 with --prompting none alone"),
-        (["--library", "--prompt-tokens", "0"], "at least 1"),
-        (["--library", "--learning-rate", "0"], "above 0"),
-        (["--library", "--learning-rate", "nan"], "above 0"),
-        (["--library", "--start-std", "0"], "--start-std must be above 0"),
-        (["--library", "--new-tokens", "1"], "at least 2"),
-        (["--library", "--max-prompts", "0"], "--max-prompts must be at least 1"),
+        (["--prompts", "x.jsonl", "--problems", "x.jsonl"], "use python -m recipes.reference_models bita"),
+        (["--library"], "use python -m recipes.reference_models bita"),
+        (["--prompts", "x.jsonl", "--target", "nowhere"], "nowhere is not a directory"),
+        (["--prompts", "x.jsonl", "--steps", "0"], "--steps must be at least 1"),
+        (["--prompts", "x.jsonl", "--batch", "0"], "--batch must be at least 1"),
+        (["--prompts", "x.jsonl", "--masks", "0"], "give 1 to 16"),
+        (["--prompts", "x.jsonl", "--masks", "17"], "give 1 to 16"),
+        (["--prompts", "x.jsonl", "--groups", "65"], "give 1 to 64"),
+        (["--prompts", "x.jsonl", "--prompting", "wide"], "choose one of deep, shallow, none"),
+        (["--prompts", "x.jsonl", "--prompting", "none", "--prompt-tokens", "4"], "or 0 with --prompting none"),
+        (["--prompts", "x.jsonl", "--prompt-tokens", "0"], "at least 1"),
+        (["--prompts", "x.jsonl", "--learning-rate", "0"], "above 0"),
+        (["--prompts", "x.jsonl", "--learning-rate", "nan"], "above 0"),
+        (["--prompts", "x.jsonl", "--start-std", "0"], "--start-std must be above 0"),
+        (["--prompts", "x.jsonl", "--new-tokens", "1"], "at least 2"),
+        (["--prompts", "x.jsonl", "--max-prompts", "0"], "--max-prompts must be at least 1"),
     ],
 )
 def test_mistakes_are_told(flags: list[str], message: str, tmp_path: Path) -> None:
@@ -364,12 +334,12 @@ def test_mistakes_are_told(flags: list[str], message: str, tmp_path: Path) -> No
 def test_unfit_prompts_and_targets_are_told(pair: Pair, tokenizer: Any, prompts: Path, tmp_path: Path) -> None:
     long = tmp_path / "long.jsonl"
     long.write_text(json.dumps({"prompt": "clips " * 5000}))
+    prompter = Prompter(pair.target, 2048)
     with pytest.raises(UserError, match="no prompt of long fits"):
-        train_bita(pair.target, Sources((PromptSource("long", long),)), tmp_path, tmp_path, RECIPE, "float32", 1, CPU)
+        file_prompts(prompter, (PromptSource("long", long),), 12)
     with pytest.raises(UserError, match="two sets of prompts are called asked"):
-        twice = Sources((PromptSource("asked", prompts), PromptSource("asked", prompts)))
-        train_bita(pair.target, twice, tmp_path, tmp_path / "w", RECIPE, "float32", 1, CPU)
-    with pytest.raises(UserError, match="every sample too long"):
+        file_prompts(prompter, (PromptSource("asked", prompts), PromptSource("asked", prompts)), 12)
+    with pytest.raises(UserError, match="every sample is too long"):
         train(pair, prompts, tmp_path, tmp_path / "w", replace(RECIPE, max_length=4))
     save_tiny("mistral", tmp_path / "windowed", vocab=300, sliding_window=8)
     tokenizer.save_pretrained(tmp_path / "windowed")

@@ -18,18 +18,19 @@ from tiny_pair import Pair
 from pipedec.cli.train import train as command
 from pipedec.core import UserError
 from pipedec.threads import Sequence, measure
-from pipedec.train.bonbon import BonbonRecipe, PairSteps, bonbon_gap, bonbon_loss, prefer
-from pipedec.train.bonbon_card import bonbon_card
-from pipedec.train.endpoint import ChatEndpoint
-from pipedec.train.judges import EndpointJudge, Judged, LikelihoodJudge
-from pipedec.train.preferences import Pair as Preference
-from pipedec.train.preferences import Reader, Scored, Task, pairs, sample_answers, score
-from pipedec.train.thread_answers import Asked, ModelAnswers
-from pipedec.train.thread_samples import Writer, tree_row
-from pipedec.train.thread_student import Student
-from pipedec.train.thread_trainer import Batch, ThreadRecipe, learned_logits
-from pipedec.train.thread_tuning import Run, tune
-from pipedec.train.tuner import Tuner
+from pipedec.train.cards.render import CARDS, card
+from pipedec.train.chat_endpoint import ChatEndpoint
+from pipedec.train.loop import TrainingLoop, linear_decay, muon_and_adamw
+from pipedec.train.preference.bonbon import BonbonRecipe, PairSteps, bonbon_gap, bonbon_loss, prefer
+from pipedec.train.preference.judges import Comparison, EndpointJudge, LikelihoodJudge
+from pipedec.train.preference.ranking import Pair as Preference
+from pipedec.train.preference.ranking import Reader, Scored, Task, pairs, sample_answers, score
+from pipedec.train.run import Run
+from pipedec.train.threads.answers import Asked, ModelAnswers
+from pipedec.train.threads.learning import Batch, ThreadRecipe, learned_logits
+from pipedec.train.threads.rows import Writer, tree_row
+from pipedec.train.threads.student import Student
+from pipedec.train.threads.tuning import tune
 
 CPU = torch.device("cpu")
 RECIPE = BonbonRecipe(samples=4, batch=2, max_tokens=120, max_prompts=6, learning_rate=1e-3, warmup_steps=1)
@@ -85,7 +86,7 @@ class Parrot:
 class LongerIsBetter:
     name = "longer"
 
-    def quality(self, judged: Judged, answers: list[str]) -> list[float]:
+    def quality(self, comparison: Comparison, answers: list[str]) -> list[float]:
         return [float(len(answer)) for answer in answers]
 
 
@@ -133,8 +134,8 @@ def test_samples_and_scores_are_kept_and_continued(tuned: Tuned, tmp_path: Path)
 
 def test_likelihood_is_beside_the_baselines_answer(tuned: Tuned) -> None:
     judge = LikelihoodJudge(tuned.student.model, tuned.writer)
-    judged = Judged("Say 4 words.", "It is 4.", "")
-    same, other = judge.quality(judged, ["It is 4.", "clips clips clips"])
+    comparison = Comparison("Say 4 words.", "It is 4.", "")
+    same, other = judge.quality(comparison, ["It is 4.", "clips clips clips"])
     assert same == pytest.approx(1.0)
     means = []
     for text in ("It is 4.", "clips clips clips"):
@@ -161,10 +162,10 @@ def opinions(*replies: str | None) -> EndpointJudge:
 
 
 def test_a_judge_is_asked_in_both_orders() -> None:
-    judged = Judged("Why?", "BASE", "REFERENCE")
+    comparison = Comparison("Why?", "BASE", "REFERENCE")
     first, second = (json.dumps({"preference": number, "confidence": 0.8}) for number in (1, 2))
     judge = opinions(first, second)
-    assert judge.quality(judged, ["MINE"]) == [pytest.approx((0.5 + 4 * 0.8) / 0.5)]
+    assert judge.quality(comparison, ["MINE"]) == [pytest.approx((0.5 + 4 * 0.8) / 0.5)]
     asked = judge.endpoint.asked
     assert len(asked) == 4 and all('"instruction": "Why?"' in text and "MINE" in text for text in asked)
     orders = [
@@ -172,8 +173,8 @@ def test_a_judge_is_asked_in_both_orders() -> None:
         for text in asked
     ]
     assert orders == [True, False, True, False] and ["BASE" in text for text in asked] == [True, True, False, False]
-    assert opinions(first).quality(judged, ["MINE"]) == [pytest.approx(1.0)], "the first is always better"
-    assert opinions("Sure: " + second, first).quality(judged, ["MINE"]) == [pytest.approx(0.5 / (0.5 + 4 * 0.8))]
+    assert opinions(first).quality(comparison, ["MINE"]) == [pytest.approx(1.0)], "the first is always better"
+    assert opinions("Sure: " + second, first).quality(comparison, ["MINE"]) == [pytest.approx(0.5 / (0.5 + 4 * 0.8))]
     for useless in (
         None,
         "both",
@@ -181,7 +182,7 @@ def test_a_judge_is_asked_in_both_orders() -> None:
         '{"preference": 1}',
         '{"preference": 1, "confidence": NaN}',
     ):
-        assert opinions(useless).quality(judged, ["MINE"]) == [1.0]
+        assert opinions(useless).quality(comparison, ["MINE"]) == [1.0]
 
 
 def test_pairs_are_learned(tuned: Tuned, pair: Pair, tmp_path: Path) -> None:
@@ -195,8 +196,8 @@ def test_pairs_are_learned(tuned: Tuned, pair: Pair, tmp_path: Path) -> None:
     recipe = replace(RECIPE, beta=0.2, batch=1)
     steps = PairSteps.before(student.model, [(best, worst)], recipe, torch.float32)
     assert float(steps.start[0][0]) == pytest.approx(float(logits.gather(1, targets[:, None]).sum()), rel=1e-4)
-    schedule = ThreadRecipe(steps=30, learning_rate=1e-3, warmup_steps=1)
-    Tuner("bonbon", student.model, schedule, tmp_path, {}).run(steps)
+    loop = TrainingLoop("bonbon", student.model, muon_and_adamw(student.model, 1e-3, 0.01), tmp_path, {})
+    loop.run(30, lambda step: 1e-3 * linear_decay(step, 30), steps)
     log = [json.loads(line) for line in (tmp_path / "bonbon.jsonl").read_text().splitlines()]
     assert log[0]["gap"] == pytest.approx(0, abs=1e-3) and log[-1]["gap"] == pytest.approx(5, abs=1)
     assert log[-1]["loss"] < 0.2 * log[0]["loss"]
@@ -205,7 +206,7 @@ def test_pairs_are_learned(tuned: Tuned, pair: Pair, tmp_path: Path) -> None:
 def test_a_killed_run_continues_to_the_same_weights(
     tuned: Tuned, pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Tuner, "SAVE_EVERY", 1)
+    monkeypatch.setattr(TrainingLoop, "SAVE_EVERY", 1)
 
     def train(name: str, recipe: BonbonRecipe = RECIPE) -> dict[str, Any]:
         return prefer((tuned.data,), tuned.model, tuned.model, recipe, run_in(tmp_path / name))
@@ -234,12 +235,13 @@ def test_a_killed_run_continues_to_the_same_weights(
     weights = [load_file(tmp_path / name / "out" / "model.safetensors") for name in ("whole", "killed")]
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
     assert whole["prompts"] == 6 and 0 < whole["pairs"] <= 6 and whole["samples"]["answers"] == 24
-    assert whole["held_out"]["answers"] == 2 and (tmp_path / "whole" / "out" / "README.md").read_text() == bonbon_card(whole)
+    assert whole["held_out"]["answers"] == 2
+    assert (tmp_path / "whole" / "out" / "README.md").read_text() == card(CARDS / "preference.md.jinja", whole)
     (tmp_path / "killed" / "work" / "bonbon.safetensors").unlink()
     with monkeypatch.context() as patch:
-        patch.setattr("pipedec.train.preferences.measure", None)
+        patch.setattr("pipedec.train.preference.ranking.measure", None)
         assert train("killed", replace(RECIPE, quality_weight=50.0))["samples"] == whole["samples"], (
-            "neither asked nor judged again"
+            "neither asked nor comparison again"
         )
     with pytest.raises(UserError, match=r"belongs to another run \(samples 4\)"):
         train("killed", replace(RECIPE, samples=5))
@@ -263,7 +265,7 @@ def test_a_killed_run_continues_to_the_same_weights(
         (["--lambda", "-1"], "--lambda must be at least 0"),
         (["--threads", "0"], "--threads must be at least 1"),
         (["--judge", "http://a/v1"], "--judge URL goes with --judge-model NAME"),
-        (["--judge", "a/v1", "--judge-model", "m"], "the judge 'a/v1' is no address"),
+        (["--judge", "a/v1", "--judge-model", "m"], "the judge 'a/v1' is not an address"),
         (["--judge", "http://a/v1", "--judge-model", "m", "--tries", "0"], "--tries must be at least 1"),
     ],
 )

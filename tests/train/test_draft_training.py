@@ -1,9 +1,9 @@
-"""Continuing a draft at toy size: it runs, it resumes exactly, its rows are the target's own words, mistakes are one line."""
+"""Continuing a draft at toy size: it learns its target's answers, runs resume exactly, rows and loss, mistakes are one line."""
 
 from __future__ import annotations
 
 import json
-import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,124 +11,77 @@ import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file
 from tiny_pair import Pair
-from toy_training import TOY, small_library
-from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFast
+from toy_training import killed_in_step
+from transformers import AutoModelForCausalLM
 
 from pipedec.cli.train import train as command
 from pipedec.core import UserError
-from pipedec.train import continuations, corpus, reference
-from pipedec.train.continuations import Continuation, continue_greedily, pack_whole, passage_prompts, prompts, request_prompts
-from pipedec.train.corpus import Document
-from pipedec.train.draft import DraftRecipe, RememberedTarget, continue_draft, mean_loss, on_policy_agreement
-from pipedec.train.trainer import Trainer
+from pipedec.train import continuations
+from pipedec.train.continuations import Continuation, continue_greedily
+from pipedec.train.draft import training
+from pipedec.train.draft.distillation import RememberedTarget, mean_loss
+from pipedec.train.draft.rows import pack_whole
+from pipedec.train.draft.training import DraftRecipe, continue_draft
+from pipedec.train.loop import TrainingLoop
+from pipedec.train.prompts import SplitPrompts
+from pipedec.train.run import Run
 
-RECIPE = DraftRecipe(
-    steps=5, batch=3, length=64, long_batch=1, long_length=2048, warmup_steps=2, text_rows=8, num_held_out_prompts=3,
-    new_tokens=6, num_prompts={"questions": 12, "source": 12, "requests": 4, "passages": 4},
-)  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def small_documents(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(corpus, "library_documents", small_library)
+RECIPE = DraftRecipe(steps=12, batch=4, length=32, long_batch=1, long_length=96, warmup_steps=2, new_tokens=12)
+SHORT = SplitPrompts([[1, 5 + number, 9, 30] for number in range(24)], [[1, 5 + number, 9, 30] for number in range(24, 28)])
+LONG = SplitPrompts([[1, 5 + number, 9] * 14 for number in range(12)], [[1, 60, 9] * 14])
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A pair as ``train reference`` writes it."""
-    out = tmp_path_factory.mktemp("trained")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(corpus, "library_documents", small_library)
-        reference.train(None, out, out / "work", TOY, compiled=False, threads=1)
-    return out
+def proceed(pair: Pair, folder: Path, prompts: dict[str, SplitPrompts], recipe: DraftRecipe = RECIPE) -> dict:
+    run = Run(folder / "out", folder / "work", threads=1)
+    return continue_draft(pair.target, pair.draft, prompts, recipe.with_long_sets(prompts), run, compiled=False)
 
 
-def proceed(trained: Path, out: Path, work: Path, recipe: DraftRecipe = RECIPE) -> dict:
-    return continue_draft(trained / "target", trained / "draft", None, out, work, recipe, compiled=False, threads=1)
+def test_a_draft_learns_its_targets_answers(pair: Pair, tmp_path: Path) -> None:
+    report = proceed(pair, tmp_path, {"short": SHORT, "long": LONG}, replace(RECIPE, steps=40))
+    (continuation,) = report["continuations"]
+    assert continuation["recipe"]["long_sets"] == ("long",) and continuation["seen_tokens"] == 40 * (3 * 32 + 96)
+    assert report["on_policy"].keys() == {"short", "long"} and report["held_out"] == {}
+    before = continuation["before"]["on_policy"]["short"]
+    assert report["on_policy"]["short"]["top16"] > before["top16"] and report["on_policy"]["short"]["tokens"] == before["tokens"]
+    old, new = (load_file(path / "model.safetensors") for path in (pair.draft, tmp_path / "out" / "draft"))
+    assert new.keys() <= old.keys() and all(tensor.dtype == torch.bfloat16 for tensor in new.values())
+    AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "draft")
+    log = [json.loads(line)["loss"] for line in (tmp_path / "work" / "draft.jsonl").read_text().splitlines()]
+    assert sum(log[-5:]) < sum(log[:5])
 
 
-def losses(work: Path) -> list[tuple[int, float]]:
-    rows = [json.loads(line) for line in (work / "log.jsonl").read_text().splitlines()]
-    return [(row["step"], row["loss"]) for row in rows]
+@pytest.mark.parametrize(("prompts", "tokens"), [({"short": SHORT}, 4 * 32), ({"long": LONG}, 4 * 96)])
+def test_rows_may_all_be_of_one_length(pair: Pair, tmp_path: Path, prompts: dict[str, SplitPrompts], tokens: int) -> None:
+    report = proceed(pair, tmp_path, prompts, replace(RECIPE, steps=1))
+    assert report["continuations"][0]["seen_tokens"] == tokens
 
 
-def test_a_continued_draft_loads_and_its_report_goes_on(trained: Path, tmp_path: Path) -> None:
-    report = proceed(trained, tmp_path / "once", tmp_path / "work")
-    assert set(report["on_policy"]) == {"questions", "source", "requests", "passages"}
-    assert "questions" in report["held_out"] and "topics" not in report["held_out"]
-    assert report["continuations"][0]["seen_tokens"] == 5 * (2 * 64 + 2048)
-    assert report["continuations"][0]["row_tokens"]["passages"] % 2048 == 0
-    assert report["recipe"] == json.loads((trained / "training.json").read_text())["recipe"]
-    draft = LlamaForCausalLM.from_pretrained(tmp_path / "once" / "draft")
-    assert draft.dtype == torch.bfloat16 and draft.generation_config.use_cache
-    old, new = (load_file(path / "draft" / "model.safetensors") for path in (trained, tmp_path / "once"))
-    assert old.keys() == new.keys() and not all(torch.equal(old[key], new[key]) for key in old)
-    tokenizers = [AutoTokenizer.from_pretrained(path / "draft") for path in (trained, tmp_path / "once")]
-    assert tokenizers[0].get_vocab() == tokenizers[1].get_vocab()
-    shutil.copytree(trained / "target", tmp_path / "once" / "target")
-    again = proceed(tmp_path / "once", tmp_path / "twice", tmp_path / "work2")
-    assert again["continuations"][1]["before"]["on_policy"] == report["on_policy"]
-    card = (tmp_path / "twice" / "README.md").read_text()
-    assert card.count("2 × 64 and 1 × 2,048 tokens; 5 steps") == 2 and card.count("% → ") == 12
-
-
-def test_a_killed_run_resumes_to_the_same_weights(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Trainer, "SAVE_EVERY", 2)
-    proceed(trained, tmp_path / "straight", tmp_path / "work1")
-    save = Trainer._save
-
-    def save_then_die(self: Trainer, *arguments: object) -> None:
-        save(self, *arguments)  # type: ignore[arg-type]
-        raise KeyboardInterrupt
-
-    for _ in range(3):
-        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(Trainer, "_save", save_then_die)
-            proceed(trained, tmp_path / "resumed", tmp_path / "work2")
-    proceed(trained, tmp_path / "resumed", tmp_path / "work2")
-    assert [step for step, _ in losses(tmp_path / "work1")] == [2, 4, 5]
-    assert losses(tmp_path / "work1") == losses(tmp_path / "work2")
-    straight, resumed = (load_file(tmp_path / out / "draft" / "model.safetensors") for out in ("straight", "resumed"))
+def test_a_killed_run_resumes_to_the_same_weights(pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TrainingLoop, "SAVE_EVERY", 5)
+    prompts = {"short": SHORT, "long": LONG}
+    proceed(pair, tmp_path / "straight", prompts)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(training, "row_steps", killed_in_step(8))
+        proceed(pair, tmp_path / "resumed", prompts)
+    proceed(pair, tmp_path / "resumed", prompts)
+    straight, resumed = (load_file(tmp_path / name / "out" / "draft" / "model.safetensors") for name in ("straight", "resumed"))
     assert all(torch.equal(straight[key], resumed[key]) for key in straight)
+    with pytest.raises(UserError, match="belongs to another run"):
+        proceed(pair, tmp_path / "resumed", prompts, replace(RECIPE, learning_rate=1e-3))
 
 
-def test_continuations_are_the_targets_greedy_words_and_are_kept(trained: Path, tmp_path: Path) -> None:
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(trained / "target")
-    target = LlamaForCausalLM.from_pretrained(trained / "target", dtype=torch.float64).eval()
-    documents = [document for document in small_library() if document.family == "questions"]
-    asked = [*prompts(documents, tokenizer, 3, seed=0), tokenizer.encode("<|begin|>def f(value):", add_special_tokens=False)]
-    assert all(
-        ids[0] == tokenizer.bos_token_id and ids[-1] == tokenizer.convert_tokens_to_ids("<|assistant|>") for ids in asked[:3]
-    )
-    said = continue_greedily(target, asked, 6, tmp_path / "store")
-    assert sorted(asked, key=len) == [continuation.ids[: continuation.prompt_length] for continuation in said]
-    for continuation in said:  # token by token, without a cache, without padding
-        ids = continuation.ids[: continuation.prompt_length]
-        while len(ids) < len(continuation.ids):
-            ids = [*ids, int(target(input_ids=torch.tensor([ids])).logits[0, -1].argmax())]
-        assert ids == continuation.ids
-        assert len(ids) == continuation.prompt_length + 6 or ids[-1] == tokenizer.eos_token_id
-    assert continue_greedily(None, asked, 6, tmp_path / "store") == said  # type: ignore[arg-type]
-    assert on_policy_agreement(target, {"all": said})["all"]["top1"] == 1.0
-    with pytest.raises(UserError, match="other prompts"):
-        continue_greedily(target, asked[:2], 6, tmp_path / "store")
-
-
-def test_source_text_is_cut_and_long_prompts_are_left_out(trained: Path) -> None:
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(trained / "target")
-    source = Document("source", "<|begin|>" + "".join(f"line_{number} = {number}\n" for number in range(100)) + "<|end|>")
-    cut = prompts([source], tokenizer, 5, seed=0)
-    assert len(cut) == 5 and len({tuple(ids) for ids in cut}) > 1 and all(len(ids) <= 160 for ids in cut)
-    assert prompts([Document("problems", corpus.conversation("How many? " * 300, "9"))], tokenizer, 5, seed=0) == []
+def test_too_few_prompts_are_told(pair: Pair, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="the answers fill no row"):
+        proceed(pair, tmp_path, {"few": SplitPrompts([[1, 5]], [])})
 
 
 def test_rows_begin_with_a_prompt() -> None:
-    spoken = [Continuation([number] * length, 1) for number, length in enumerate((3, 4, 5, 2, 4, 4), start=1)]
-    rows = pack_whole(spoken, length=6, seed=0).ids.tolist()
+    answered = [Continuation([number] * length, 1) for number, length in enumerate((3, 4, 5, 2, 4, 4), start=1)]
+    rows = pack_whole(answered, length=6, seed=0).ids.tolist()
     assert len(rows) == 4 and all(len(row) == 6 for row in rows)
     whole = {row[0]: row.count(row[0]) for row in rows}
-    assert all(len(spoken[number - 1].ids) == length for number, length in whole.items())
-    cut = [row.count(row[-1]) < len(spoken[row[-1] - 1].ids) for row in rows]
+    assert all(len(answered[number - 1].ids) == length for number, length in whole.items())
+    cut = [row.count(row[-1]) < len(answered[row[-1] - 1].ids) for row in rows]
     assert any(cut)
     assert all(following[0] == row[-1] for row, following, was_cut in zip(rows, rows[1:], cut, strict=False) if was_cut)
     assert len(pack_whole([], length=6, seed=0).ids) == 0
@@ -140,29 +93,10 @@ def test_rows_tell_where_the_target_speaks_next() -> None:
     assert rows.before_own.tolist() == [[False, False, True, True, False, False, False]] * 2
 
 
-def test_made_prompts_are_turns_of_the_documents_prose_within_their_lengths(trained: Path) -> None:
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(trained / "target")
-    documents = [
-        Document("questions", corpus.conversation("What is it?", f"It is the {word} of all the others in this long row."))
-        for word in ("first", "second", "third")
-    ]
-    asked = request_prompts(documents, tokenizer, 40, seed=3)
-    long = passage_prompts(documents, tokenizer, 5, max_tokens=2000, seed=3)
-    for ids in [*asked, *long]:
-        text = tokenizer.decode(ids)
-        assert text.startswith("<|begin|><|user|>") and text.endswith("<|end|><|assistant|>") and "{" not in text
-    assert len(asked) == 40 and len({tuple(ids) for ids in asked}) > 30 and all(len(ids) <= 224 for ids in asked)
-    assert len(long) == 5 and all(256 <= len(ids) <= 2000 for ids in long)
-    assert any("of all the others in this long row" in tokenizer.decode(ids) for ids in long)
-    assert asked == request_prompts(documents, tokenizer, 40, seed=3) != request_prompts(documents, tokenizer, 40, seed=4)
-    source = [Document("source", "<|begin|>value = 1\n<|end|>")]
-    assert request_prompts(source, tokenizer, 3, seed=0) == passage_prompts(source, tokenizer, 3, 2000, seed=0) == []
-
-
-def test_long_prompts_are_generated_in_smaller_batches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, trained: Path) -> None:
+def test_long_prompts_are_generated_in_smaller_batches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, pair: Pair) -> None:
     monkeypatch.setattr(continuations, "_BATCH", 3)
     monkeypatch.setattr(continuations, "_BATCH_TOKENS", 16)
-    target = LlamaForCausalLM.from_pretrained(trained / "target", dtype=torch.float32).eval()
+    target = AutoModelForCausalLM.from_pretrained(pair.target).eval()
     asked = [[2] * length for length in (1, 2, 3, 4, 7, 8, 20)]
     continue_greedily(target, asked, 1, tmp_path)
     sizes = [len(load_file(path)["lengths"]) for path in sorted(tmp_path.iterdir())]
@@ -212,10 +146,16 @@ class Said:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--problems", "nowhere.jsonl"], "no such file"),
-        (["--steps", "0"], "at least 1"),
-        (["--target", "nowhere", "--draft", "nowhere"], "nowhere"),
-        (["--draft", "none"], "to continue"),
+        ([], "no prompts to learn from: give --prompts FILE"),
+        (
+            ["--problems", "x.jsonl"],
+            "in a checkout of pipedec, use python -m recipes.reference_models draft",
+        ),
+        (["--prompts", "nowhere.jsonl"], "cannot read nowhere.jsonl"),
+        (["--prompts", "x.jsonl", "--steps", "0"], "at least 1"),
+        (["--prompts", "x.jsonl", "--max-prompts", "0"], "--max-prompts must be at least 1"),
+        (["--prompts", "x.jsonl", "--target", "nowhere", "--draft", "nowhere"], "nowhere"),
+        (["--prompts", "x.jsonl", "--draft", "none"], "to continue"),
     ],
 )
 def test_mistakes_are_told(flags: list[str], message: str, tmp_path: Path) -> None:
@@ -224,7 +164,24 @@ def test_mistakes_are_told(flags: list[str], message: str, tmp_path: Path) -> No
     assert "\n" not in str(result.exception)
 
 
+def test_a_moved_command_is_refused() -> None:
+    result = CliRunner().invoke(command, ["reference", "--problems", "train.jsonl", "--out", "a", "--work", "b"])
+    assert isinstance(result.exception, UserError)
+    assert str(result.exception).endswith("use python -m recipes.reference_models pair")
+
+
 def test_a_draft_with_another_tokenizer_is_refused(pair: Pair, tmp_path: Path) -> None:
-    flags = ["--target", str(pair.target), "--draft", str(pair.foreign_draft)]
+    flags = ["--prompts", "x.jsonl", "--target", str(pair.target), "--draft", str(pair.foreign_draft)]
     result = CliRunner().invoke(command, ["draft", "--out", str(tmp_path), "--work", str(tmp_path), *flags])
     assert isinstance(result.exception, UserError) and "different tokenizer" in str(result.exception)
+
+
+def test_the_command_prints_what_it_measured(pair: Pair, tmp_path: Path) -> None:
+    asked = tmp_path / "asked.jsonl"
+    asked.write_text("".join(json.dumps({"prompt": f"How many clips did {name} sell?"}) + "\n" for name in range(300)))
+    flags = ["draft", "--target", str(pair.target), "--draft", str(pair.draft), "--prompts", str(asked), "--no-compile"]
+    flags += ["--out", str(tmp_path / "out"), "--work", str(tmp_path / "work"), "--threads", "1", "--steps", "1"]
+    flags += ["--max-prompts", "200"]
+    result = CliRunner().invoke(command, flags, env={"COLUMNS": "160"}, catch_exceptions=False)
+    report = json.loads((tmp_path / "out" / "training.json").read_text())
+    assert f"{report['on_policy']['asked']['top4']:.1%}" in result.output and "Held-out text" not in result.output

@@ -6,20 +6,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipedec.train.structure import (
+from pipedec.train.annotate.structure import (
     Fork,
     ForkTokens,
     Join,
     LinearSample,
-    ParagraphNode,
     ambiguity,
-    paragraph_nodes,
     paragraph_tree,
     plain_text,
     sentences,
-    tree_text,
     unrolled,
-    unrolled_text,
 )
 
 LIST = """Here is some advice:
@@ -114,13 +110,6 @@ def test_ambiguous_answers_are_unstructured(answer: str, addition: str, name: st
     assert paragraph_tree(f"{answer}\n\n{addition}") is None
 
 
-def test_the_tree_has_details_as_children_and_what_follows_as_siblings() -> None:
-    pieces = ("a:", Fork(" b"), "\nc:", Fork(" d"), "\ne")
-    last = ParagraphNode("\ne")
-    second = ParagraphNode("\nc:[Fork]", ParagraphNode("[Child] d"), last)
-    assert paragraph_nodes(pieces) == ParagraphNode("a:[Fork]", ParagraphNode("[Child] b"), second)
-
-
 def test_linear_samples_have_the_path_in_front_and_no_other_child() -> None:
     pieces = ("a:", Fork(" b"), "\nc:", Fork(" d"), "\ne")
     names = ForkTokens("[SplitMask]", "[SplitSop]")
@@ -132,11 +121,10 @@ def test_linear_samples_have_the_path_in_front_and_no_other_child() -> None:
 
 
 def test_joins_and_control_tokens_have_no_place_in_a_tree() -> None:
-    for form in (paragraph_nodes, unrolled):
-        with pytest.raises(ValueError, match="joins"):
-            form(("a", Fork("b"), Join()))
-        with pytest.raises(ValueError, match="control token"):
-            form(("a [Child]", Fork("b")))
+    with pytest.raises(ValueError, match="joins"):
+        unrolled(("a", Fork("b"), Join()))
+    with pytest.raises(ValueError, match="control token"):
+        unrolled(("a [Child]", Fork("b")))
 
 
 _LINE = st.sampled_from(
@@ -155,12 +143,17 @@ def test_every_form_gives_the_answer_back(answer: str) -> None:
     if found is not None:
         assert found.forks and all(len(fork.text.strip()) >= 10 for fork in found.forks)
         assert plain_text(found.pieces) == answer
-        assert tree_text(paragraph_nodes(found.pieces)) == answer
-        assert unrolled_text(unrolled(found.pieces)) == answer
+        assert text_of(unrolled(found.pieces)) == answer
 
 
-def test_a_list_of_a_thousand_points_is_a_tree_too() -> None:
+def test_a_list_of_a_thousand_points_is_unrolled_too() -> None:
     answer = "\n".join(f"{number}. Point: content of {number}" for number in range(1, 1001))
     found = paragraph_tree(answer)
     assert found is not None and len(found.forks) == 1000
-    assert tree_text(paragraph_nodes(found.pieces)) == answer
+    assert text_of(unrolled(found.pieces)) == answer
+
+
+def text_of(samples: list[LinearSample]) -> str:
+    """The answer that was unrolled."""
+    main, *children = (sample.target for sample in samples)
+    return "".join(text + child for text, child in zip(main.split(ForkTokens().fork), [*children, ""], strict=True))

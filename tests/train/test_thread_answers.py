@@ -13,8 +13,8 @@ from toy_dialects import END, TEXTS, ids, sequence_of, texts, toy
 
 from pipedec.threads import BoundDialect, Sequence, State, measure, replay
 from pipedec.threads.visibility import flatten
-from pipedec.train.thread_answers import Asked, ModelAnswers
-from pipedec.train.thread_figures import agreement, geometric_mean, speak, text_of, thread_figures
+from pipedec.train.threads.answers import Asked, ModelAnswers
+from pipedec.train.threads.figures import agreement, answer_all, geometric_mean, text_of, thread_figures
 
 ASKED = [Asked((20, 21, 22), 1), Asked((30, 25), 2), Asked((33, 34, 35, 36, 37), 3), Asked((29,), 4)]
 APAR = "a [Fork] [Child] x y z <|end|> b [Fork] [Child] x <|end|> c <|end|>"
@@ -68,7 +68,7 @@ def test_drawn_answers_depend_on_their_seed_alone(tmp_path: Path) -> None:
     together = [written(sequence) for sequence in answers.answer(ASKED)]
     assert [written(answers.answer([asked])[0]) for asked in ASKED] == together
     assert written(answers.answer([replace(ASKED[0], seed=9)])[0]) != together[0]
-    assert [prompt for prompt, _ in speak(answers, ASKED * 5, "all")] == [asked.prompt_ids for asked in ASKED] * 5
+    assert [prompt for prompt, _ in answer_all(answers, ASKED * 5, "all")] == [asked.prompt_ids for asked in ASKED] * 5
 
 
 def written(sequence: Sequence) -> str:
@@ -104,10 +104,10 @@ def test_text_is_what_readers_see() -> None:
 def test_agreement_counts_every_token_of_every_thread(tmp_path: Path) -> None:
     bound = toy("apar")
     model = talkative(tmp_path, toy("apar"))
-    spoken = speak(ModelAnswers(model, bound, (END,), 60), ASKED, "all")
-    flats = [flatten(sequence, list(prompt)) for prompt, sequence in spoken]
-    figures = agreement(model, spoken)
+    answered = answer_all(ModelAnswers(model, bound, (END,), 60), ASKED, "all")
+    flats = [flatten(sequence, list(prompt)) for prompt, sequence in answered]
+    figures = agreement(model, answered)
     assert figures["tokens"] == sum(int((flat.targets >= 0).sum()) for flat in flats)
     assert figures["top1"] > 0.7 and figures["top16"] > 0.95, "all but what bans keep it from saying"
     other = save_tiny("llama", tmp_path / "other", vocab=len(TEXTS), seed=5)
-    assert agreement(other, spoken)["top1"] < 0.5
+    assert agreement(other, answered)["top1"] < 0.5

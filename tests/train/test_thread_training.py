@@ -20,13 +20,13 @@ from pipedec.cli.train import train as command
 from pipedec.core import UserError
 from pipedec.text.prompt import Prompter
 from pipedec.threads.visibility import IGNORED
-from pipedec.train.structure import Fork
-from pipedec.train.thread_answers import Asked, ModelAnswers
-from pipedec.train.thread_card import thread_card
-from pipedec.train.thread_figures import text_of
-from pipedec.train.thread_samples import Row, Writer, with_marker
-from pipedec.train.thread_student import Student
-from pipedec.train.thread_trainer import (
+from pipedec.train.annotate.structure import Fork
+from pipedec.train.cards.render import CARDS, card
+from pipedec.train.loop import TrainingLoop, muon_and_adamw
+from pipedec.train.run import Run
+from pipedec.train.threads.answers import Asked, ModelAnswers
+from pipedec.train.threads.figures import text_of
+from pipedec.train.threads.learning import (
     Batch,
     ThreadLoss,
     ThreadRecipe,
@@ -36,11 +36,12 @@ from pipedec.train.thread_trainer import (
     learned_logits,
     plan,
 )
-from pipedec.train.thread_tuning import Run, tune
-from pipedec.train.tuner import Tuner
+from pipedec.train.threads.rows import Row, Writer, with_marker
+from pipedec.train.threads.student import Student
+from pipedec.train.threads.tuning import tune
 
 CPU = torch.device("cpu")
-RECIPE = ThreadRecipe(steps=6, batch_tokens=300, warmup_steps=2, learning_rate=1e-3)
+RECIPE = ThreadRecipe(steps=6, batch_tokens=300, warmup_steps=2, learning_rate=1e-3, max_length=130)
 
 
 @pytest.fixture
@@ -205,7 +206,7 @@ def test_control_tokens_count_more(student: Student, writer: Writer) -> None:
 def test_losses_do_not_depend_on_how_rows_are_batched(student: Student, writer: Writer, monkeypatch: pytest.MonkeyPatch) -> None:
     samples = [writer.sample(found, "pasta") for found in records("pasta", 9)]
     together = held_out_loss(loss_of(student, writer), writer, samples)
-    monkeypatch.setattr("pipedec.train.thread_trainer._TOKENS_AT_ONCE", 1)
+    monkeypatch.setattr("pipedec.train.threads.learning._TOKENS_AT_ONCE", 1)
     rows = [row for sample in samples for row in writer.rows(sample, "tree")]
     assert len(list(batches(rows, CPU))) == len(samples)
     alone = held_out_loss(loss_of(student, writer), writer, samples)
@@ -219,13 +220,14 @@ def test_a_teachers_distribution_is_learned(student: Student, writer: Writer, pa
     torch.testing.assert_close(taught.values, -(own.exp() * own).sum(-1), atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_threads_are_learned(student: Student, writer: Writer, tmp_path: Path) -> None:
     """A model that has learned two answers by heart says them, in threads where it is asked to."""
     samples = [writer.sample(record(APAR), "apar"), writer.sample(record(PASTA), "pasta"), writer.sample(record(APAR), None)]
     recipe = replace(RECIPE, steps=120, learning_rate=3e-3, plain_share=0.0)
-    Tuner("threads", student.model, recipe, tmp_path, {}).run(
-        ThreadSteps(loss_of(student, writer), writer, [samples] * recipe.steps, recipe)
-    )
+    steps = ThreadSteps(loss_of(student, writer), writer, [samples] * recipe.steps, recipe)
+    optimizers = muon_and_adamw(student.model, recipe.learning_rate, recipe.weight_decay)
+    TrainingLoop("threads", student.model, optimizers, tmp_path, {}).run(recipe.steps, recipe.rate, steps)
     log = [json.loads(line) for line in (tmp_path / "threads.jsonl").read_text().splitlines()]
     assert log[-1]["loss"] < 0.1 * log[0]["loss"] and log[-1]["control_loss"] < 0.5
     for sample in samples[:2]:
@@ -262,9 +264,9 @@ def test_tokens_that_were_never_learned_get_embeddings_of_their_own(student: Stu
 
 
 def test_a_killed_run_continues_to_the_same_weights(pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Tuner, "SAVE_EVERY", 2)
-    files = files_in(tmp_path)
-    whole = tune(pair.draft, files, RECIPE, run_in(tmp_path / "whole"))
+    monkeypatch.setattr(TrainingLoop, "SAVE_EVERY", 2)
+    files, recipe = {"apar": files_in(tmp_path)["apar"]}, replace(RECIPE, max_length=90)
+    whole = tune(pair.draft, files, recipe, run_in(tmp_path / "whole"))
     step = ThreadSteps.__call__
 
     def dies(steps: ThreadSteps, number: int) -> dict[str, float]:
@@ -274,25 +276,27 @@ def test_a_killed_run_continues_to_the_same_weights(pair: Pair, tmp_path: Path, 
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(ThreadSteps, "__call__", dies)
-        tune(pair.draft, files, RECIPE, run_in(tmp_path / "killed"))
+        tune(pair.draft, files, recipe, run_in(tmp_path / "killed"))
     log = tmp_path / "killed" / "work" / "threads.jsonl"
     assert len(log.read_text().splitlines()) == 3
     done: list[int] = []
     with monkeypatch.context() as patch:
         patch.setattr(ThreadSteps, "__call__", lambda steps, number: done.append(number) or step(steps, number))
-        assert tune(pair.draft, files, RECIPE, run_in(tmp_path / "killed")) == whole
+        assert tune(pair.draft, files, recipe, run_in(tmp_path / "killed")) == whole
     assert done == [2, 3, 4, 5] and log.read_text() == (tmp_path / "whole" / "work" / "threads.jsonl").read_text()
     weights = [load_file(tmp_path / name / "out" / "model.safetensors") for name in ("whole", "killed")]
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
     with pytest.raises(UserError, match=r"belongs to another run \(seed 0\): give another --work"):
-        tune(pair.draft, files, replace(RECIPE, seed=1), run_in(tmp_path / "killed"))
+        tune(pair.draft, files, replace(recipe, seed=1), run_in(tmp_path / "killed"))
 
 
 def test_what_is_written_loads_and_is_described(pair: Pair, tmp_path: Path) -> None:
     files = files_in(tmp_path)
     report = tune(pair.draft, files, replace(RECIPE, steps=2), run_in(tmp_path))
     out = tmp_path / "out"
-    assert report == json.loads((out / "training.json").read_text()) and (out / "README.md").read_text() == thread_card(report)
+    assert report == json.loads((out / "training.json").read_text()) and (out / "README.md").read_text() == card(
+        CARDS / "threads.md.jinja", report
+    )
     assert all(tensor.dtype == torch.bfloat16 for tensor in load_file(out / "model.safetensors").values())
     tokenizer = AutoTokenizer.from_pretrained(out)
     assert "threads: apar" in tokenizer.apply_chat_template([{"role": "user", "content": "x"}], threads="apar", tokenize=False)
@@ -304,6 +308,7 @@ def test_what_is_written_loads_and_is_described(pair: Pair, tmp_path: Path) -> N
     assert [row["answers"] for row in report["held_out"]["apar"].values()] == [1, 1]
 
 
+@pytest.mark.slow
 def test_a_draft_learns_from_its_tuned_target(pair: Pair, tmp_path: Path) -> None:
     files = files_in(tmp_path)
     tune(pair.target, files, replace(RECIPE, steps=1), run_in(tmp_path / "target"))

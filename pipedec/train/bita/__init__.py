@@ -1,0 +1,1 @@
+"""BiTA: masks and a learned prompt with which a frozen target predicts tokens ahead."""

@@ -1,0 +1,168 @@
+"""Train BiTA for a frozen target: a learned prompt and mask embeddings that predict tokens ahead (BiTA §3.1).
+
+Owns the recipe, the gradients of a step and what is written. Which rows there are is known by ``mask_rows``, how the target
+computes them by ``learned``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+from pipedec.core import UserError
+from pipedec.model import ModelConfig
+from pipedec.model.bita import MAX_MASKS, PROMPTINGS, BitaConfig, fingerprint
+from pipedec.train.bita.evaluation import evaluate
+from pipedec.train.bita.learned import Learned, mask_pass, token_pass
+from pipedec.train.bita.mask_rows import MaskRows, draw_places, mask_rows, places_of, sample_batches
+from pipedec.train.cards.render import CARDS
+from pipedec.train.checks import above_zero, at_least_one
+from pipedec.train.continuations import Answered, Continuation, answer
+from pipedec.train.loop import Figures, TrainingLoop, cosine_decay, epoch_batch, warm_up
+from pipedec.train.prompts import SplitPrompts
+from pipedec.train.run import Run
+
+MAX_GROUPS = 64
+
+
+@dataclass(frozen=True)
+class BitaRecipe:
+    """Everything that decides the result; a step is ``batch`` samples, each with up to ``groups`` groups of masks.
+
+    Masks and prompt begin as normal noise of standard deviation ``start_std``. The defaults are the best found for the shipped
+    target, which needs large learning rates; the paper has batches of 128, a rate of 0.03 and a standard deviation of 0.02.
+    """
+
+    masks: int = 3
+    prompt_tokens: int = 16
+    prompting: str = "deep"
+    groups: int = 24
+    steps: int = 2000
+    batch: int = 4
+    learning_rate: float = 0.2
+    warmup_steps: int = 20
+    start_std: float = 0.5
+    new_tokens: int = 96
+    max_length: int = 1536
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.masks <= MAX_MASKS:
+            raise UserError(f"--masks {self.masks}: give 1 to {MAX_MASKS}")
+        if self.prompting not in PROMPTINGS:
+            raise UserError(f"--prompting {self.prompting}: choose one of {', '.join(PROMPTINGS)}")
+        if (self.prompt_tokens > 0) != (self.prompting != "none") or self.prompt_tokens < 0:
+            raise UserError("--prompt-tokens must be at least 1, or 0 with --prompting none")
+        if not 1 <= self.groups <= MAX_GROUPS:
+            raise UserError(f"--groups {self.groups}: give 1 to {MAX_GROUPS}")
+        at_least_one(self, "steps", "batch")
+        if self.new_tokens < 2:
+            raise UserError("--new-tokens must be at least 2: masks learn nothing from answers of one token")
+        above_zero(self, "learning_rate", "start_std")
+
+    def rate(self, step: int) -> float:
+        """The learning rate of a step: linear warm-up, then a cosine to 0."""
+        return self.learning_rate * warm_up(step, self.warmup_steps) * cosine_decay(step, self.steps)
+
+
+def train_bita(target_path: Path, prompts: dict[str, SplitPrompts], recipe: BitaRecipe, run: Run) -> dict[str, Any]:
+    """Train and write ``run.out``: the weights in bfloat16, ``training.json`` and a model card; returns what was measured.
+
+    Raises:
+        UserError: target, prompts or ``run.work`` do not fit.
+    """
+    torch.set_num_threads(run.threads)
+    config, name = ModelConfig.from_directory(target_path), fingerprint(target_path)
+    target = AutoModelForCausalLM.from_pretrained(target_path, dtype=run.torch_dtype, local_files_only=True)
+    target.to(run.device).eval().requires_grad_(False)
+    answered = answer(target, prompts, recipe.new_tokens, run.work / "answers" / f"{name}-{run.dtype}-{recipe.new_tokens}")
+    samples = usable(answered, recipe.max_length)
+    _check_windows(config, samples.longest + recipe.masks)
+    learned = Learned(target, recipe.masks, recipe.prompt_tokens, recipe.prompting, recipe.start_std, recipe.seed).to(run.device)
+    optimizer = torch.optim.AdamW(learned.parameters(), lr=recipe.learning_rate, weight_decay=0.0)
+    identity = {**asdict(recipe), "samples": samples.digest(), "target": name, "dtype": str(target.dtype)}
+    loop = TrainingLoop("bita", learned, [optimizer], run.work, identity, max_norm=None)
+    loop.run(recipe.steps, recipe.rate, MaskSteps(target, learned, samples, recipe))
+    weights = learned.rounded(target)
+    weights.save(run.out, BitaConfig(name, recipe.masks, recipe.prompt_tokens, recipe.prompting))
+    report = {
+        "recipe": asdict(recipe),
+        "target": name,
+        "parameters": weights.num_parameters,
+        "target_parameters": target.num_parameters(),
+        "samples": {name: len(found) for name, found in samples.training.items()},
+        "tokens": {name: sum(len(sample.ids) for sample in found) for name, found in samples.training.items()},
+        "held_out": evaluate(target, weights, samples.held_out),
+    }
+    run.write_report(report, CARDS / "bita.md.jinja")
+    return report
+
+
+def usable(answered: Answered, max_length: int) -> Answered:
+    """Prompts with answers of at least two tokens (else no mask has a label) and together at most ``max_length`` tokens.
+
+    Raises:
+        UserError: nothing is left to learn from.
+    """
+    training, held_out = (
+        {name: [one for one in found if len(one.ids) <= max_length and len(places_of(one))] for name, found in part.items()}
+        for part in (answered.training, answered.held_out)
+    )
+    if not any(training.values()):
+        raise UserError("nothing to learn from: every answer is shorter than two tokens, or every sample is too long")
+    return Answered(training, held_out)
+
+
+class MaskSteps:
+    """The steps of a recipe: each adds the gradients of the mean loss of its samples' masks."""
+
+    def __init__(self, target: Any, learned: Learned, samples: Answered, recipe: BitaRecipe) -> None:
+        self._target, self._learned, self._recipe = target, learned, recipe
+        self._samples = [sample for found in samples.training.values() for sample in found]
+
+    def __call__(self, step: int) -> Figures:
+        """The gradients of a step, in small forward passes; returns its loss and each mask's share of correct predictions.
+
+        A mask without a label in this step has the share NaN.
+        """
+        recipe = self._recipe
+        batches_of_rows = self._rows(step)
+        num_labels = sum(int(rows.labelled.sum()) for rows in batches_of_rows)
+        total, correct, counts = 0.0, torch.zeros(recipe.masks), torch.zeros(recipe.masks)
+        for rows in batches_of_rows:
+            loss, is_correct = self._loss(rows.on(self._target.device))
+            (loss / num_labels).backward()
+            total += loss.item()
+            masks = rows.masks[rows.labelled]
+            correct += torch.bincount(masks, is_correct.float().cpu(), minlength=recipe.masks)
+            counts += torch.bincount(masks, minlength=recipe.masks)
+        return {"loss": total / num_labels, "top1": [round(share, 4) for share in (correct / counts).tolist()]}
+
+    def _rows(self, step: int) -> list[MaskRows]:
+        recipe = self._recipe
+        generator = torch.Generator().manual_seed(recipe.seed * 1_000_003 + step)
+        chosen = [self._samples[number] for number in epoch_batch(step, len(self._samples), recipe.batch, recipe.seed)]
+        drawn: list[tuple[Continuation, Tensor]] = [(sample, draw_places(sample, recipe.groups, generator)) for sample in chosen]
+        return [mask_rows(*part, recipe.masks, recipe.prompt_tokens) for part in sample_batches(drawn, recipe.masks)]
+
+    def _loss(self, rows: MaskRows) -> tuple[Tensor, Tensor]:
+        """The summed loss of the rows that have a label, and which of them predict it."""
+        past = token_pass(self._target, rows.tokens)
+        prompt = self._learned.prompt_of(self._target)
+        logits = mask_pass(self._target, prompt, self._learned.masks, rows, past)
+        labels = rows.labels[rows.labelled]
+        return nn.functional.cross_entropy(logits, labels, reduction="sum"), logits.detach().argmax(-1) == labels
+
+
+def _check_windows(config: ModelConfig, longest: int) -> None:
+    windows = [window for window in config.sliding_windows if window is not None]
+    if windows and min(windows) < longest:
+        raise UserError(
+            f"the target's attention window has {min(windows)} tokens, but samples with masks have {longest}: "
+            "use shorter prompts or a smaller --new-tokens"
+        )

@@ -1,0 +1,1 @@
+"""Model cards: templates, and figures as text."""

@@ -1,0 +1,1 @@
+"""Continued training of a draft against its frozen target."""

@@ -1,0 +1,273 @@
+"""PASTA's second stage: learn to prefer, among a model's own samples, answers that are both quick and good (BoNBoN, PASTA §4).
+
+Owns the recipe, the loss and the report. ``ranking`` finds the best and the worst answers.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.progress import track
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from pipedec.core import UserError
+from pipedec.model.bita import fingerprint
+from pipedec.train.annotate.records import Annotated, read_annotated
+from pipedec.train.cards.render import CARDS
+from pipedec.train.chat_endpoint import ChatEndpoint
+from pipedec.train.checks import above_zero, at_least_one, shares
+from pipedec.train.continuations import continue_greedily
+from pipedec.train.loop import TrainingLoop, epoch_batch, linear_decay, muon_and_adamw, warm_up
+from pipedec.train.preference.judges import Comparison, EndpointJudge, Judge, LikelihoodJudge
+from pipedec.train.preference.ranking import (
+    Pair,
+    Reader,
+    Scored,
+    Task,
+    claim,
+    digest,
+    pairs,
+    sample_answers,
+    score,
+)
+from pipedec.train.run import Run
+from pipedec.train.threads.answers import Asked, ModelAnswers
+from pipedec.train.threads.figures import answer_all, thread_figures
+from pipedec.train.threads.learning import Batch, answer_log_probs, computing_in
+from pipedec.train.threads.rows import Row, Writer, tree_row
+from pipedec.train.threads.student import Student
+
+_DIALECT = "pasta"
+
+
+@dataclass(frozen=True)
+class BonbonRecipe:
+    """Everything that decides the result; a step is ``batch`` pairs.
+
+    The paper has 10 samples at temperature 1, λ of 1 to 8, α = 0.005 and a learning rate of 5e-7 for 7 billion parameters.
+
+    Attributes:
+        samples: sampled answers per prompt.
+        quality_weight: λ of the score, speed-up + λ · quality.
+        alpha: weight of the SFT loss.
+        beta: 1 / β is the gap between the log ratios at which the IPO loss is 0; None = BoNBoN's, (n − 1) · Σ 1/k over k < n
+            for n samples: the gap between the best and the worst of n.
+        steps: None = one pass over all pairs.
+        max_tokens: maximum length of an answer; samples that do not end within it are left out.
+        max_prompts: maximum number of prompts; None = all.
+    """
+
+    samples: int = 10
+    temperature: float = 1.0
+    quality_weight: float = 2.0
+    alpha: float = 0.005
+    beta: float | None = None
+    steps: int | None = None
+    batch: int = 8
+    learning_rate: float = 2e-4
+    warmup_steps: int = 5
+    weight_decay: float = 0.0
+    max_tokens: int = 384
+    max_prompts: int | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.samples < 2:
+            raise UserError("--samples must be at least 2: a best and a worst")
+        at_least_one(self, "steps", "batch", "max_tokens", "max_prompts")
+        above_zero(self, "temperature", "learning_rate", "beta")
+        shares(self, "alpha")
+        if not 0 <= self.quality_weight < math.inf:
+            raise UserError("--lambda must be at least 0")
+
+    @property
+    def gap(self) -> float:
+        """1 / β."""
+        return 1 / self.beta if self.beta is not None else bonbon_gap(self.samples)
+
+    def rate(self, step: int, steps: int) -> float:
+        """The learning rate of a step of ``steps``: linear warm-up, then linear decay to a twentieth."""
+        return self.learning_rate * warm_up(step, self.warmup_steps) * linear_decay(step, steps)
+
+
+def bonbon_gap(samples: int) -> float:
+    """(n − 1) · Σ 1/k over k < n (BoNBoN, Theorem 3): the gap between best and worst of n under the best-of-n distribution."""
+    return (samples - 1) * sum(1 / k for k in range(1, samples))
+
+
+def bonbon_loss(best: Tensor, worst: Tensor, start_best: Tensor, start_worst: Tensor, alpha: float, gap: float) -> Tensor:
+    """PASTA §4: α · SFT on the best + (1 − α) · IPO between best and worst, per pair, from log probabilities of whole answers.
+
+    Args:
+        start_best, start_worst: log probabilities by the model before this stage.
+    """
+    ratio = (best - worst) - (start_best - start_worst)
+    return -alpha * best + (1 - alpha) * (ratio - gap).square()
+
+
+@dataclass(frozen=True)
+class PairSteps:
+    """The steps of a schedule: each adds the gradients of the mean loss of its pairs.
+
+    Attributes:
+        rows: best and worst of each pair.
+        start: their log probabilities before the first step.
+    """
+
+    model: Any
+    rows: list[tuple[Row, Row]]
+    start: list[Tensor]
+    recipe: BonbonRecipe
+    computes: torch.dtype
+
+    @classmethod
+    @torch.no_grad()
+    def before(cls, model: Any, rows: list[tuple[Row, Row]], recipe: BonbonRecipe, computes: torch.dtype) -> PairSteps:
+        """Record the log probabilities of a model before its first step."""
+        start = [pair_log_probs(model, pair, computes) for pair in track(rows, "before")]
+        return cls(model, rows, start, recipe, computes)
+
+    def __call__(self, step: int) -> dict[str, float]:
+        """Add the gradients of a step, one pair at a time; returns what is logged."""
+        chosen = epoch_batch(step, len(self.rows), self.recipe.batch, self.recipe.seed)
+        loss, gap = 0.0, 0.0
+        for number in chosen:
+            best, worst = pair_log_probs(self.model, self.rows[number], self.computes)
+            start_best, start_worst = self.start[number].tolist()
+            pair_loss = bonbon_loss(best, worst, start_best, start_worst, self.recipe.alpha, self.recipe.gap) / len(chosen)
+            pair_loss.backward()
+            loss += pair_loss.item()
+            gap += (best - worst).item() - (start_best - start_worst)
+        return {"loss": loss, "gap": gap / len(chosen)}
+
+
+def pair_log_probs(model: Any, rows: tuple[Row, Row], computes: torch.dtype) -> Tensor:
+    """Log probabilities of the best and the worst answer: [2]."""
+    with computing_in(computes, model.device):
+        return answer_log_probs(model, Batch.of(list(rows), model.device))
+
+
+def prefer(
+    files: tuple[Path, ...],
+    model_path: Path,
+    baseline_path: Path,
+    recipe: BonbonRecipe,
+    run: Run,
+    endpoint: ChatEndpoint | None = None,
+) -> dict[str, Any]:
+    """Sample, score, train, and write ``run.out``: the model in bfloat16, ``training.json`` and a model card.
+
+    Args:
+        files: annotated answers of dialect pasta, whose prompts are answered.
+        model_path: a model tuned by ``train pasta-sft``.
+        baseline_path: a model with the same tokenizer that answers in one thread.
+        endpoint: the judge; None = likelihood under the baseline.
+
+    Raises:
+        UserError: models, files or ``run.work`` do not fit.
+    """
+    torch.set_num_threads(run.threads)
+    student = Student.load(model_path, [_DIALECT], run.device, recipe.seed)
+    student.check_companion(baseline_path, knows_all=False)
+    baseline = AutoModelForCausalLM.from_pretrained(baseline_path, dtype=torch.float32, local_files_only=True)
+    baseline.to(run.device).eval()
+    writer = Writer(student.tokenizer, [_DIALECT], int(student.tokenizer.eos_token_id))
+    reader = Reader(writer, _DIALECT, recipe.max_tokens)
+    judge: Judge = LikelihoodJudge(baseline, writer) if endpoint is None else EndpointJudge(endpoint)
+    records = [record for path in files for record in read_annotated(path, _DIALECT)]
+    names = {"model": student.name, "baseline": fingerprint(baseline_path)}
+    claim(run.work / "asked.json", names | {"max_tokens": recipe.max_tokens})
+    asked, held_out = (
+        _tasks(_distinct(records, held_out, recipe.seed)[:most], baseline, writer, recipe, run.work / f"baseline-{name}")
+        for name, held_out, most in (("asked", False, recipe.max_prompts), ("held-out", True, run.held_out_prompts))
+    )
+    identity = names | {"tasks": digest(asked), "samples": recipe.samples, "temperature": recipe.temperature, "judge": judge.name}
+    claim(run.work / "samples.json", identity)
+    scored = _scored(student.model, asked, recipe, reader, judge, run.work)
+    chosen = pairs(scored, recipe.quality_weight)
+    if not chosen:
+        raise UserError("nothing to prefer: no prompt has two finished samples with different scores")
+    before = _figures(student.model, held_out, reader, judge)
+    num_steps = recipe.steps or math.ceil(len(chosen) / recipe.batch)
+    optimizers = muon_and_adamw(student.model, recipe.learning_rate, recipe.weight_decay)
+    loop = TrainingLoop("bonbon", student.model, optimizers, run.work, identity | asdict(recipe) | {"dtype": run.dtype})
+    steps = PairSteps.before(student.model, [_rows(pair, reader) for pair in chosen], recipe, run.torch_dtype)
+    loop.run(num_steps, partial(recipe.rate, steps=num_steps), steps)
+    student.save(run.out)
+    report = {
+        "recipe": asdict(recipe) | {"steps": num_steps, "beta": 1 / recipe.gap},
+        **names,
+        "judge": judge.name,
+        "prompts": len(asked),
+        "samples": _sampled(scored, recipe),
+        "pairs": len(chosen),
+        "before": before,
+        "held_out": _figures(student.model.float(), held_out, reader, judge),
+    }
+    run.write_report(report, CARDS / "preference.md.jinja")
+    return report
+
+
+def _scored(model: Any, tasks: list[Task], recipe: BonbonRecipe, reader: Reader, judge: Judge, work: Path) -> list[Scored]:
+    """The model's samples with their scores; ``work`` keeps both."""
+    writer = reader.writer
+    answers = ModelAnswers(model, writer.bound[_DIALECT], (writer.end_token_id,), recipe.max_tokens, recipe.temperature)
+    samples = sample_answers(answers, tasks, recipe.samples, recipe.seed, work / "samples.jsonl")
+    return score(tasks, samples, reader, judge, work / "scores.jsonl")
+
+
+def _distinct(records: list[Annotated], held_out: bool, seed: int) -> list[Annotated]:
+    """Records of different prompts, in an order drawn by ``seed``."""
+    distinct = {record.question.prompt: record for record in records if record.question.held_out == held_out}
+    order = torch.randperm(len(distinct), generator=torch.Generator().manual_seed(seed)).tolist()
+    found = list(distinct.values())
+    return [found[number] for number in order]
+
+
+def _tasks(records: list[Annotated], baseline: Any, writer: Writer, recipe: BonbonRecipe, store: Path) -> list[Task]:
+    prompts = [list(writer.prompt(record.question.prompt, None)) for record in records]
+    answered = continue_greedily(baseline, prompts, recipe.max_tokens, store)
+    answers = {tuple(one.ids[: one.prompt_length]): tuple(one.ids[one.prompt_length :]) for one in answered}
+    return [
+        Task(record.question.prompt, writer.prompt(record.question.prompt, _DIALECT), record.question.answer, answers[tuple(ids)])
+        for record, ids in zip(records, prompts, strict=True)
+    ]
+
+
+def _rows(pair: Pair, reader: Reader) -> tuple[Row, Row]:
+    best, worst = (tree_row(reader.sequence(pair.prompt_ids, answer), pair.prompt_ids) for answer in (pair.best, pair.worst))
+    return best, worst
+
+
+def _figures(model: Any, tasks: list[Task], reader: Reader, judge: Judge) -> dict[str, Any]:
+    """Figures of greedy answers to the tasks, and their mean quality by the judge."""
+    if not tasks:
+        return {}
+    writer = reader.writer
+    answers = ModelAnswers(model, writer.bound[_DIALECT], (writer.end_token_id,), reader.max_tokens)
+    answered = [sequence for _, sequence in answer_all(answers, [Asked(task.prompt_ids) for task in tasks], "held out")]
+    qualities = [
+        judge.quality(Comparison(task.question, writer.decode(list(task.baseline_ids)), task.reference), [reader.text(sequence)])[
+            0
+        ]
+        for task, sequence in zip(tasks, answered, strict=True)
+    ]
+    figures = thread_figures(answered, [len(task.baseline_ids) for task in tasks])
+    return figures | {"quality": round(sum(qualities) / len(qualities), 4)}
+
+
+def _sampled(scored: list[Scored], recipe: BonbonRecipe) -> dict[str, float | int]:
+    """Number of samples, of those that ended, and their mean speed-up and quality."""
+    speedups, qualities = ([value for one in scored for value in getattr(one, name)] for name in ("speedups", "qualities"))
+    return {
+        "answers": len(scored) * recipe.samples,
+        "ended": len(speedups),
+        "speedup": round(sum(speedups) / max(len(speedups), 1), 4),
+        "quality": round(sum(qualities) / max(len(qualities), 1), 4),
+    }

@@ -1,0 +1,149 @@
+"""The best and the worst of several sampled answers to each prompt (PASTA §4): samples, scores, pairs.
+
+Owns the score, and the files that keep samples and scores, one line per prompt, so that a killed run continues. It does not
+know what is learned from the pairs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.progress import track
+
+from pipedec.threads import Sequence, measure, replay
+from pipedec.train.annotate.records import drop_unfinished_line
+from pipedec.train.loop import check_identity
+from pipedec.train.preference.judges import Comparison, Judge
+from pipedec.train.threads.answers import Answers, Asked
+from pipedec.train.threads.figures import text_of
+from pipedec.train.threads.rows import Writer
+
+
+@dataclass(frozen=True)
+class Task:
+    """A prompt to answer.
+
+    Attributes:
+        prompt_ids: the prompt, with the marker of the dialect.
+        reference: the answer in the data.
+        baseline_ids: the sequential model's answer, with its end token if it has ended.
+    """
+
+    question: str
+    prompt_ids: tuple[int, ...]
+    reference: str
+    baseline_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Scored:
+    """The finished samples of a task, in document order, with their speed-ups and qualities."""
+
+    task: Task
+    answers: list[tuple[int, ...]]
+    speedups: list[float]
+    qualities: list[float]
+
+
+@dataclass(frozen=True)
+class Pair:
+    """The best and the worst answer to a prompt, in document order."""
+
+    prompt_ids: tuple[int, ...]
+    best: tuple[int, ...]
+    worst: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Reader:
+    """Reads answers back into the dialect's threads, and into text."""
+
+    writer: Writer
+    dialect: str
+    max_tokens: int
+
+    def sequence(self, prompt_ids: tuple[int, ...], answer: tuple[int, ...]) -> Sequence:
+        bound, end = self.writer.bound[self.dialect], self.writer.end_token_id
+        sequence = Sequence(bound, len(prompt_ids), [end], self.max_tokens)
+        replay(sequence, answer)
+        return sequence
+
+    def text(self, sequence: Sequence) -> str:
+        return text_of(sequence, self.writer.decode)
+
+
+def sample_answers(answers: Answers, tasks: list[Task], num_samples: int, seed: int, path: Path) -> list[list[tuple[int, ...]]]:
+    """``num_samples`` answers to each task, each with its own seed; unfinished ones are empty. ``path`` keeps them."""
+
+    def drawn(number: int) -> list[list[int]]:
+        asked = [Asked(tasks[number].prompt_ids, seed + number * num_samples + count) for count in range(num_samples)]
+        return [_ended(sequence) for sequence in answers.answer(asked)]
+
+    rows = _kept(path, len(tasks), "samples", drawn)
+    return [[tuple(answer) for answer in row] for row in rows]
+
+
+def score(tasks: list[Task], samples: list[list[tuple[int, ...]]], reader: Reader, judge: Judge, path: Path) -> list[Scored]:
+    """Theoretical speed-up over the baseline and quality by the judge, of all finished samples; ``path`` keeps them."""
+
+    def scored(number: int) -> dict[str, list[float]]:
+        task, ended = tasks[number], [answer for answer in samples[number] if answer]
+        sequences = [reader.sequence(task.prompt_ids, answer) for answer in ended]
+        comparison = Comparison(task.question, reader.writer.decode(list(task.baseline_ids)), task.reference)
+        return {
+            "speedup": [round(measure(sequence).theoretical_speedup(len(task.baseline_ids)), 5) for sequence in sequences],
+            "quality": [round(quality, 5) for quality in judge.quality(comparison, [reader.text(found) for found in sequences])],
+        }
+
+    rows = _kept(path, len(tasks), "scores", scored)
+    return [
+        Scored(task, [answer for answer in found if answer], row["speedup"], row["quality"])
+        for task, found, row in zip(tasks, samples, rows, strict=True)
+    ]
+
+
+def pairs(scored: list[Scored], quality_weight: float) -> list[Pair]:
+    """Best and worst by speed-up + λ · quality (PASTA §4), for tasks whose samples have different scores."""
+    found = []
+    for one in scored:
+        totals = [speedup + quality_weight * quality for speedup, quality in zip(one.speedups, one.qualities, strict=True)]
+        if totals and max(totals) > min(totals):
+            best, worst = (one.answers[totals.index(extreme)] for extreme in (max(totals), min(totals)))
+            found.append(Pair(one.task.prompt_ids, best, worst))
+    return found
+
+
+def digest(tasks: list[Task]) -> str:
+    """A short name for the tasks, equal for equal tasks."""
+    return hashlib.sha256(json.dumps([asdict(task) for task in tasks]).encode()).hexdigest()[:16]
+
+
+def claim(path: Path, identity: dict[str, Any]) -> None:
+    """Record the identity of the run that owns the files beside ``path``. Raises UserError if another run owns them."""
+    if path.exists():
+        check_identity(path.parent, json.loads(path.read_text()), identity)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(identity, indent=2) + "\n")
+
+
+def _ended(sequence: Sequence) -> list[int]:
+    return [token.token_id for token in sequence.document()] if sequence.finished == "stop" else []
+
+
+def _kept(path: Path, count: int, title: str, make: Callable[[int], Any]) -> list[Any]:
+    """``make(number)`` for all numbers below ``count``, one line each; lines that ``path`` already has are read instead."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.touch()
+    drop_unfinished_line(path)
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    with path.open("a") as stream:
+        for number in track(range(len(rows), count), title, total=count, completed=len(rows)):
+            rows.append(make(number))
+            stream.write(json.dumps(rows[-1]) + "\n")
+            stream.flush()
+    return rows

@@ -1,0 +1,45 @@
+"""Where a training computes, where it writes, and the two files that every trained model comes with.
+
+Owns ``training.json`` and the model card beside the weights. It does not know what is trained.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pipedec.engine.spec import DTYPES
+from pipedec.train.cards.render import card
+
+
+@dataclass(frozen=True)
+class Run:
+    """Options that decide where a training runs and what it leaves behind.
+
+    Attributes:
+        out: directory of the trained model.
+        work: directory of log, checkpoint and generated answers; a second run continues from them.
+        dtype: what forward passes compute in; trained weights are float32.
+        threads: CPU threads.
+        held_out_prompts: for models that answer in threads: how many prompts of each dialect and rule to measure on, at most.
+    """
+
+    out: Path
+    work: Path
+    dtype: str = "float32"
+    threads: int = 2
+    device: torch.device = torch.device("cpu")
+    held_out_prompts: int = 48
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return DTYPES[self.dtype]
+
+    def write_report(self, report: dict[str, Any], template: Path) -> None:
+        """Write ``training.json`` and the model card made from it by a template of ``cards/``."""
+        (self.out / "training.json").write_text(json.dumps(report, indent=2) + "\n")
+        (self.out / "README.md").write_text(card(template, report))

@@ -1,0 +1,1 @@
+"""Fine-tuning of models that answer in decode threads, and how their answers are measured."""

@@ -1,0 +1,243 @@
+"""How a model learns threads: the samples of each step, batches of their rows, and the loss.
+
+Owns the recipe. It does not know how answers become rows, nor what is done with the model afterwards.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipedec.core import UserError
+from pipedec.threads.visibility import IGNORED
+from pipedec.train.checks import above_zero, at_least_one, shares
+from pipedec.train.loop import linear_decay, warm_up
+from pipedec.train.threads.rows import FORMS, Row, Sample, Writer
+
+_TOKENS_AT_ONCE = 2048  # of one forward pass, padding included
+
+
+@dataclass(frozen=True)
+class ThreadRecipe:
+    """Everything that decides the result; a step is the fewest samples that have ``batch_tokens`` tokens together.
+
+    Attributes:
+        form: ``tree`` or ``unrolled``.
+        plain_share: share of samples that are learned in one thread, without the marker.
+        control_weight: weight of the loss of a dialect's control tokens; other tokens have 1.
+        max_length: samples with more tokens are left out.
+    """
+
+    steps: int = 400
+    batch_tokens: int = 4096
+    learning_rate: float = 2e-3
+    warmup_steps: int = 20
+    weight_decay: float = 0.01
+    control_weight: float = 2.0
+    plain_share: float = 0.15
+    max_length: int = 512
+    form: str = "tree"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        at_least_one(self, "steps", "batch_tokens", "max_length")
+        above_zero(self, "learning_rate")
+        shares(self, "plain_share")
+        if self.form not in FORMS:
+            raise UserError(f"--form {self.form}: choose one of {', '.join(FORMS)}")
+
+    def rate(self, step: int) -> float:
+        """The learning rate of a step: linear warm-up, then linear decay to a twentieth."""
+        return self.learning_rate * warm_up(step, self.warmup_steps) * linear_decay(step, self.steps)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Rows padded to N tokens. Padding attends only to itself and has no target.
+
+    Attributes:
+        token_ids, positions, targets: int64 [B, N].
+        mask: bool [B, 1, N, N].
+    """
+
+    token_ids: Tensor
+    positions: Tensor
+    targets: Tensor
+    mask: Tensor
+
+    @classmethod
+    def of(cls, rows: list[Row], device: torch.device) -> Batch:
+        longest = max(len(row.token_ids) for row in rows)
+        token_ids = torch.zeros(len(rows), longest, dtype=torch.int64)
+        positions, targets = torch.zeros_like(token_ids), torch.full_like(token_ids, IGNORED)
+        mask = torch.eye(longest, dtype=torch.bool).repeat(len(rows), 1, 1, 1)
+        for number, row in enumerate(rows):
+            length = len(row.token_ids)
+            token_ids[number, :length], positions[number, :length] = row.token_ids, row.positions
+            targets[number, :length] = row.targets
+            mask[number, 0, :length, :length] = row.mask
+        return cls(token_ids.to(device), positions.to(device), targets.to(device), mask.to(device))
+
+    @property
+    def learned(self) -> Tensor:
+        """The targets, row by row: int64 [L]."""
+        return self.targets[self.targets != IGNORED]
+
+
+def computing_in(dtype: torch.dtype, device: torch.device) -> torch.autocast:
+    """A context in which forward passes of a float32 model compute in ``dtype``."""
+    return torch.autocast(device.type, dtype=dtype, enabled=dtype != torch.float32)
+
+
+def learned_logits(model: Callable[..., Any], batch: Batch) -> Tensor:
+    """Logits at the tokens with a target, row by row: float32 [L, V]."""
+    output = model(
+        input_ids=batch.token_ids, attention_mask=batch.mask, position_ids=batch.positions, use_cache=False
+    )  # fmt: skip
+    logits: Tensor = output.logits[batch.targets != IGNORED]
+    return logits.float()
+
+
+def answer_log_probs(model: Callable[..., Any], batch: Batch) -> Tensor:
+    """Log probability of all targets of each row: float32 [B]."""
+    losses = nn.functional.cross_entropy(learned_logits(model, batch), batch.learned, reduction="none")
+    rows = (batch.targets != IGNORED).nonzero()[:, 0]
+    return losses.new_zeros(len(batch.targets)).index_add(0, rows, -losses)
+
+
+def batches(rows: Iterable[Row], device: torch.device) -> Iterator[Batch]:
+    """The rows in small forward passes, rows of similar length together."""
+    piece: list[Row] = []
+    for row in sorted(rows, key=lambda row: len(row.token_ids)):
+        if piece and (len(piece) + 1) * len(row.token_ids) > _TOKENS_AT_ONCE:
+            yield Batch.of(piece, device)
+            piece = []
+        piece.append(row)
+    if piece:
+        yield Batch.of(piece, device)
+
+
+def digest(samples: list[Sample]) -> str:
+    """A short name for the samples, equal for equal tokens."""
+    total = hashlib.sha256()
+    for sample in samples:
+        total.update(f"{sample.dialect} {sample.prompt} {sample.answer}".encode())
+    return total.hexdigest()[:16]
+
+
+def plan(samples: list[Sample], writer: Writer, recipe: ThreadRecipe) -> list[list[Sample]]:
+    """The samples of every step. All are used once before any is used again; some are answered in one thread instead.
+
+    Raises:
+        UserError: no sample is short enough.
+    """
+    if not any(sample.num_tokens <= recipe.max_length for sample in samples):
+        raise UserError(f"nothing to learn from: no answer with its prompt has at most {recipe.max_length} tokens")
+    steps: list[list[Sample]] = []
+    chosen: list[Sample] = []
+    drawn = _drawn(samples, writer, recipe)
+    while len(steps) < recipe.steps:
+        chosen.append(next(drawn))
+        if sum(sample.num_tokens for sample in chosen) >= recipe.batch_tokens:
+            steps.append(chosen)
+            chosen = []
+    return steps
+
+
+def _drawn(samples: list[Sample], writer: Writer, recipe: ThreadRecipe) -> Iterator[Sample]:
+    generator = torch.Generator().manual_seed(recipe.seed)
+    while True:
+        order = torch.randperm(len(samples), generator=generator).tolist()
+        is_plain = (torch.rand(len(samples), generator=generator) < recipe.plain_share).tolist()
+        for number, plain in zip(order, is_plain, strict=True):
+            if samples[number].num_tokens <= recipe.max_length:
+                yield writer.sample(samples[number].record, None) if plain else samples[number]
+
+
+@dataclass(frozen=True)
+class Losses:
+    """The losses of the targets, and whether they are control tokens: [L] each."""
+
+    values: Tensor
+    is_control: Tensor
+
+
+@dataclass(frozen=True)
+class ThreadLoss:
+    """The loss of batches: cross-entropy with the written tokens or, with a teacher, with the teacher's distribution.
+
+    Attributes:
+        computes: number format of forward passes.
+        controls: int64, the ids of all control tokens.
+    """
+
+    model: Any
+    controls: Tensor
+    computes: torch.dtype = torch.float32
+    teacher: Any = None
+
+    def of(self, batch: Batch) -> Losses:
+        """The losses of a batch, with gradients if they are enabled."""
+        targets = batch.learned
+        logits = self._logits(self.model, batch)
+        wanted = targets
+        if self.teacher is not None:
+            with torch.no_grad():
+                wanted = self._logits(self.teacher, batch).softmax(-1)
+        return Losses(nn.functional.cross_entropy(logits, wanted, reduction="none"), torch.isin(targets, self.controls))
+
+    def _logits(self, model: Any, batch: Batch) -> Tensor:
+        with computing_in(self.computes, model.device):
+            return learned_logits(model, batch)
+
+
+@dataclass(frozen=True)
+class ThreadSteps:
+    """The steps of a recipe: each adds the gradients of the weighted mean loss of its samples."""
+
+    loss: ThreadLoss
+    writer: Writer
+    steps: list[list[Sample]]
+    recipe: ThreadRecipe
+
+    def __call__(self, step: int) -> dict[str, float]:
+        """Add the gradients of a step, in small forward passes; returns what is logged."""
+        rows = [row for sample in self.steps[step] for row in self.writer.rows(sample, self.recipe.form)]
+        targets = torch.cat([row.targets[row.targets != IGNORED] for row in rows])
+        is_control = torch.isin(targets, self.loss.controls.cpu())
+        total = float(self._weights(is_control).sum())
+        loss, control_loss = 0.0, 0.0
+        for batch in batches(rows, self.loss.model.device):
+            losses = self.loss.of(batch)
+            weighted = (losses.values * self._weights(losses.is_control)).sum() / total
+            weighted.backward()
+            loss += weighted.item()
+            control_loss += losses.values.detach()[losses.is_control].sum().item()
+        return {
+            "loss": loss,
+            "control_loss": control_loss / max(int(is_control.sum()), 1),
+            "tokens": sum(len(row.token_ids) for row in rows),
+        }
+
+    def _weights(self, is_control: Tensor) -> Tensor:
+        return 1 + (self.recipe.control_weight - 1) * is_control
+
+
+@torch.no_grad()
+def held_out_loss(loss: ThreadLoss, writer: Writer, samples: list[Sample]) -> dict[str, float | int]:
+    """Mean losses and token counts of the samples, separately for text and control tokens."""
+    found = [
+        loss.of(batch) for batch in batches((row for sample in samples for row in writer.rows(sample, "tree")), loss.model.device)
+    ]
+    if not found:
+        return {}
+    values, is_control = (torch.cat([getattr(losses, name) for losses in found]).cpu() for name in ("values", "is_control"))
+    report: dict[str, float | int] = {"loss": round(float(values[~is_control].mean()), 4), "tokens": int((~is_control).sum())}
+    if bool(is_control.any()):
+        report |= {"control_loss": round(float(values[is_control].mean()), 4), "control_tokens": int(is_control.sum())}
+    return report

@@ -1,0 +1,192 @@
+"""Annotated answers as rows of tensors to train on: prompt, answer in a dialect, attention mask and targets.
+
+Owns how pieces become tokens, the marker that names the dialect in the prompt, and both forms of a paragraph tree: the answer as
+one row with its mask, or each thread as a row of its own behind what it attends to. Knows no model and no optimiser.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipedec.threads import BoundDialect, Sequence, bind, load_dialect, replay
+from pipedec.threads.visibility import IGNORED, flatten
+from pipedec.train.annotate.records import Annotated
+from pipedec.train.annotate.structure import Fork, ForkTokens, Join, Piece, plain_text, unrolled
+
+FORMS = ("tree", "unrolled")
+
+# Put before a chat template: ``threads="apar"`` adds a system message that names the dialect.
+_MARKER = (
+    "{%- if threads %}{%- set marker = 'threads: ' + threads %}"
+    "{%- if messages and messages[0].role == 'system' %}"
+    "{%- set messages = [{'role': 'system', 'content': marker + '\\n' + messages[0].content}] + messages[1:] %}"
+    "{%- else %}{%- set messages = [{'role': 'system', 'content': marker}] + messages %}{%- endif %}{%- endif %}"
+)
+
+
+def with_marker(chat_template: str) -> str:
+    """The chat template, taking the variable ``threads``: the dialect to answer in. Without it nothing changes."""
+    return chat_template if chat_template.startswith(_MARKER) else _MARKER + chat_template
+
+
+@dataclass(frozen=True)
+class Row:
+    """One sequence to train on, of N tokens.
+
+    Attributes:
+        token_ids, positions: int64 [N].
+        mask: bool [N, N], ``mask[i, j]`` = token i attends to token j.
+        targets: int64 [N], IGNORED where there is no target.
+    """
+
+    token_ids: Tensor
+    positions: Tensor
+    mask: Tensor
+    targets: Tensor
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A prompt and its answer in tokens, and the record they were made from.
+
+    Attributes:
+        dialect: None = answered in one thread, without a marker.
+        answer: in document order, control, forced and end tokens included.
+    """
+
+    dialect: str | None
+    prompt: tuple[int, ...]
+    answer: tuple[int, ...]
+    record: Annotated
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompt) + len(self.answer)
+
+
+class Writer:
+    """Writes records as token ids of one tokenizer. Raises UserError if it lacks a dialect's control tokens."""
+
+    def __init__(self, tokenizer: Any, dialects: Iterable[str], end_token_id: int) -> None:
+        self._tokenizer = tokenizer
+        self.end_token_id = end_token_id
+        vocabulary = tokenizer.get_vocab()
+        self.bound = {name: bind(load_dialect(name), vocabulary.get, self._text_of) for name in dialects}
+
+    @property
+    def controls(self) -> Tensor:
+        """The ids of all control tokens: int64."""
+        return torch.tensor(sorted({token for bound in self.bound.values() for token in bound.control}))
+
+    def prompt(self, prompt: str, dialect: str | None) -> tuple[int, ...]:
+        """The prompt through the chat template, as the engine tokenizes it."""
+        variables = {} if dialect is None else {"threads": dialect}
+        message = [{"role": "user", "content": prompt}]
+        ids = self._tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=False, **variables)
+        return tuple(ids)
+
+    def sample(self, record: Annotated, dialect: str | None) -> Sample:
+        """The record answered in a dialect, or in one thread."""
+        if dialect is None:
+            answer = [*self.text(plain_text(record.pieces)), self.end_token_id]
+        else:
+            answer = [*self._answer(_capped(record.pieces, self.bound[dialect]), self.bound[dialect])]
+        return Sample(dialect, self.prompt(record.question.prompt, dialect), tuple(answer), record)
+
+    def text(self, text: str) -> list[int]:
+        """Text as tokens; text that looks like a control token is encoded as plain text."""
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
+        return ids
+
+    def decode(self, token_ids: list[int]) -> str:
+        """Tokens as text, without special ones."""
+        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=True)
+        return text
+
+    def rows(self, sample: Sample, form: str) -> list[Row]:
+        """The sample as one row (``tree``), or as one row per thread (``unrolled``)."""
+        if form == "unrolled" and sample.dialect is not None:
+            return list(self._unrolled(sample, self.bound[sample.dialect]))
+        return [self._tree(sample)]
+
+    def sequence(self, sample: Sample) -> Sequence:
+        """The threads of the sample's answer."""
+        assert sample.dialect is not None
+        sequence = Sequence(self.bound[sample.dialect], len(sample.prompt), [self.end_token_id], len(sample.answer) + 1)
+        replay(sequence, sample.answer)
+        return sequence
+
+    def _text_of(self, token: int) -> str:
+        text: str = self._tokenizer.decode([token])
+        return text
+
+    def _answer(self, pieces: Iterable[Piece], bound: BoundDialect) -> Iterator[int]:
+        """The answer's tokens in document order."""
+        for piece in pieces:
+            if isinstance(piece, Join):
+                assert bound.join is not None
+                yield bound.join
+            elif isinstance(piece, Fork):
+                yield from self._opening(piece, bound)
+                yield from self.text(piece.text)
+                yield self.end_token_id if bound.child_end is None else bound.child_end
+            else:
+                yield from self.text(piece)
+        yield self.end_token_id
+
+    def _opening(self, fork: Fork, bound: BoundDialect) -> Iterator[int]:
+        yield bound.opener
+        if bound.has_tags:
+            yield from self.text(f' topic="{fork.topic}" tokens="{fork.tokens}"{bound.dialect.opener_end}')
+        yield bound.child_start
+
+    def _tree(self, sample: Sample) -> Row:
+        if sample.dialect is None:
+            return causal_row(list(sample.prompt), list(sample.answer))
+        return tree_row(self.sequence(sample), sample.prompt)
+
+    def _unrolled(self, sample: Sample, bound: BoundDialect) -> Iterator[Row]:
+        names = ForkTokens(bound.dialect.opener, bound.dialect.child_start)
+        for linear in unrolled(_capped(sample.record.pieces, bound), names):
+            context, target = (self._with_control(text, bound) for text in (linear.context, linear.target))
+            yield causal_row([*sample.prompt, *context], [*target, self.end_token_id])
+
+    def _with_control(self, text: str, bound: BoundDialect) -> list[int]:
+        """Token ids of a text that holds the names of the opener and of the child's start."""
+        ids = {bound.dialect.opener: bound.opener, bound.dialect.child_start: bound.child_start}
+        parts = re.split("|".join(f"({re.escape(name)})" for name in ids), text)
+        return [token for part in parts if part for token in ([ids[part]] if part in ids else self.text(part))]
+
+
+def _capped(pieces: Iterable[Piece], bound: BoundDialect) -> list[Piece]:
+    """The pieces with no more forks than a thread may have; further forks become text. Adjacent texts are joined."""
+    forks = 0
+    capped: list[Piece] = []
+    for piece in pieces:
+        forks += isinstance(piece, Fork)
+        kept = piece.text if isinstance(piece, Fork) and forks > bound.dialect.max_children else piece
+        if isinstance(kept, str) and capped and isinstance(capped[-1], str):
+            capped[-1] += kept
+        else:
+            capped.append(kept)
+    return capped
+
+
+def tree_row(sequence: Sequence, prompt: tuple[int, ...]) -> Row:
+    """All threads of an answer in one row, behind their prompt."""
+    flat = flatten(sequence, list(prompt))
+    return Row(flat.token_ids, flat.positions, flat.mask, flat.targets)
+
+
+def causal_row(context: list[int], learned: list[int]) -> Row:
+    """One thread with causal attention; the tokens of ``learned`` are the targets."""
+    ids = torch.tensor([*context, *learned])
+    targets = torch.full_like(ids, IGNORED)
+    targets[len(context) - 1 : -1] = ids[len(context) :]
+    return Row(ids, torch.arange(len(ids)), torch.ones(len(ids), len(ids), dtype=torch.bool).tril(), targets)

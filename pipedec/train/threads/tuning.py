@@ -1,0 +1,138 @@
+"""Fine-tune a model for threads (APAR §3, PASTA-SFT): annotated files in, a checkpoint directory out.
+
+Owns the inputs of a run and its report.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from pipedec.core import UserError
+from pipedec.model import ModelConfig
+from pipedec.model.bita import fingerprint
+from pipedec.threads import load_dialect
+from pipedec.train.annotate.records import UNSTRUCTURED, Annotated, read_annotated
+from pipedec.train.cards.render import CARDS
+from pipedec.train.loop import TrainingLoop, muon_and_adamw
+from pipedec.train.run import Run
+from pipedec.train.threads.figures import AnsweredPrompt
+from pipedec.train.threads.held_out import HeldOut, agreements, held_out_of
+from pipedec.train.threads.learning import ThreadLoss, ThreadRecipe, ThreadSteps, digest, plan
+from pipedec.train.threads.rows import Sample, Writer
+from pipedec.train.threads.student import Student
+
+
+def tune(
+    target_path: Path, files: dict[str, tuple[Path, ...]], recipe: ThreadRecipe, run: Run, teacher_path: Path | None = None
+) -> dict:
+    """Train and write ``run.out``: the model in bfloat16 with its tokenizer, ``training.json`` and a model card.
+
+    Args:
+        files: annotated answers, by dialect.
+        teacher_path: a tuned model with the same tokenizer. Its next-token distribution is learned instead of the written
+            tokens, and the report says how well its answers are predicted.
+
+    Raises:
+        UserError: models, files or ``run.work`` do not fit.
+    """
+    torch.set_num_threads(run.threads)
+    student = Student.load(target_path, list(files), run.device, recipe.seed)
+    _check(student.config, files, recipe)
+    writer = Writer(student.tokenizer, files, int(student.tokenizer.eos_token_id))
+    records = {name: [record for path in paths for record in read_annotated(path, name)] for name, paths in files.items()}
+    samples = _samples(writer, records, held_out=False)
+    steps = plan(samples, writer, recipe)
+    held_out = held_out_of(
+        _samples(writer, records, held_out=True), run.held_out_prompts, recipe.max_length, run.work / "sequential"
+    )
+    teacher = None if teacher_path is None else _teacher(teacher_path, student, run.device)
+    names = {"target": student.name, "teacher": None if teacher_path is None else fingerprint(teacher_path)}
+    identity = {**asdict(recipe), **names, "dtype": str(run.torch_dtype), "samples": digest(samples)}
+    optimizers = muon_and_adamw(student.model, recipe.learning_rate, recipe.weight_decay)
+    loop = TrainingLoop("threads", student.model, optimizers, run.work, identity)
+    measured = _Measured(student, writer, held_out, None if teacher is None else held_out.answers(teacher, writer))
+    before = measured.before()
+    loss = ThreadLoss(student.model, writer.controls.to(run.device), run.torch_dtype, teacher)
+    loop.run(recipe.steps, recipe.rate, ThreadSteps(loss, writer, steps, recipe))
+    student.save(run.out)
+    report = {
+        "recipe": asdict(recipe),
+        **names,
+        "parameters": student.model.num_parameters(),
+        "samples": {dialect: _counts(found) for dialect, found in records.items()},
+        "seen_tokens": sum(sample.num_tokens for step in steps for sample in step),
+        "before": before,
+        **measured.after(),
+    }
+    run.write_report(report, CARDS / "threads.md.jinja")
+    return report
+
+
+@dataclass(frozen=True)
+class _Measured:
+    """What is measured before and after training.
+
+    Attributes:
+        answered: the teacher's answers; None without a teacher.
+    """
+
+    student: Student
+    writer: Writer
+    held_out: HeldOut
+    answered: dict[str, dict[str, list[AnsweredPrompt]]] | None
+
+    def before(self) -> dict[str, Any]:
+        """Agreement with the teacher's answers; without a teacher, the loss of the written answers in one thread."""
+        if self.answered is not None:
+            return agreements(self.student.model, self.answered)
+        return self.held_out.plain_loss(self._loss(), self.writer)
+
+    def after(self) -> dict[str, Any]:
+        """All losses of the model as it is stored, and its agreement with the teacher or the figures of its own answers."""
+        model = self.student.model.float()
+        losses = self.held_out.losses(self._loss(), self.writer)
+        if self.answered is not None:
+            return {"held_out_loss": losses, "agreement": agreements(model, self.answered)}
+        answered = self.held_out.answers(model, self.writer)
+        return {"held_out_loss": losses, "held_out": self.held_out.figures(model, self.writer, answered)}
+
+    def _loss(self) -> ThreadLoss:
+        model = self.student.model
+        return ThreadLoss(model, self.writer.controls.to(model.device))
+
+
+def _check(config: ModelConfig, files: dict[str, tuple[Path, ...]], recipe: ThreadRecipe) -> None:
+    for name in files:
+        if recipe.form == "unrolled" and load_dialect(name).join is not None:
+            raise UserError(f"--form unrolled is for dialects without joins, which {name} has: use --form tree")
+    windows = [window for window in config.sliding_windows if window is not None]
+    if windows and min(windows) < recipe.max_length:
+        raise UserError(
+            f"the target's attention window has {min(windows)} tokens, but samples may have {recipe.max_length}: "
+            "use a smaller --max-length"
+        )
+
+
+def _teacher(path: Path, student: Student, device: torch.device) -> Any:
+    student.check_companion(path, knows_all=True)
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, local_files_only=True).to(device).eval()
+
+
+def _samples(writer: Writer, records: dict[str, list[Annotated]], held_out: bool) -> list[Sample]:
+    return [
+        writer.sample(record, dialect)
+        for dialect, found in records.items()
+        for record in found
+        if record.question.held_out == held_out
+    ]
+
+
+def _counts(records: list[Annotated]) -> dict[str, int]:
+    """Number of answers to learn from, and of those in several threads."""
+    training = [record for record in records if not record.question.held_out]
+    return {"answers": len(training), "structured": sum(record.rule != UNSTRUCTURED for record in training)}

@@ -1,0 +1,1 @@
+"""What made the models that pipedec ships; not part of the wheel."""

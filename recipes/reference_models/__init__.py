@@ -1,0 +1,1 @@
+"""The shipped models' training data, made of the Python standard library, and the recipes of pair, draft and BiTA."""

@@ -1,0 +1,180 @@
+"""Train the shipped pair: a 24-layer target grown from a shallow one, and a draft distilled from it.
+
+Owns the recipe: tokenizer, sizes, phases, data. A thin, deep LLaMA trains slowly, so the target starts with few layers, which
+are doubled twice: each new layer is a copy whose output projections are zero, so growth does not change the function. A killed
+run resumes from its last checkpoint.
+"""
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from pipedec.train.draft.measuring import text_agreement
+from pipedec.train.run import Run
+from recipes.reference_models import corpus
+from recipes.reference_models.corpus import ASSISTANT, BEGIN, END, USER, Document
+from recipes.reference_models.growth import GrowingTrainer, distillation_loss, next_token_loss
+
+CARD = Path(__file__).with_name("pair.md.jinja")
+HELD_OUT_ROWS = 32  # of each family
+
+# Reserved from the start, so that the thread dialects never need a new vocabulary.
+CONTROL_TOKENS = [
+    BEGIN, END, USER, ASSISTANT, "<|system|>", "<|pad|>", "[Fork]", "[Child]",
+    "<promise", "<async>", "</async>", "<sync/>", "<Parallel>", "</Parallel>", "<Path>", "</Path>",
+    "<Conclusion>", "</Conclusion>", *(f"<|reserved_{number}|>" for number in range(14)),
+]  # fmt: skip
+CHAT_TEMPLATE = (
+    f"{{{{ '{BEGIN}' }}}}{{% for message in messages %}}"
+    f"{{% if message.role == 'assistant' %}}{{{{ '{ASSISTANT}' + message.content + '{END}' }}}}"
+    f"{{% elif message.role == 'system' %}}{{{{ '<|system|>' + message.content + '{END}' }}}}"
+    f"{{% else %}}{{{{ '{USER}' + message.content.strip() + '{END}' }}}}{{% endif %}}{{% endfor %}}"
+    f"{{% if add_generation_prompt %}}{{{{ '{ASSISTANT}' }}}}{{% endif %}}"
+)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The sizes of a LLaMA model."""
+
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int = 2
+
+    def config(self, layers: int, vocabulary: int, tokenizer: PreTrainedTokenizerFast) -> LlamaConfig:
+        return LlamaConfig(
+            vocab_size=vocabulary, hidden_size=self.hidden, intermediate_size=self.intermediate,
+            num_hidden_layers=layers, num_attention_heads=self.heads, num_key_value_heads=self.kv_heads,
+            max_position_embeddings=2048, tie_word_embeddings=True, use_cache=False,
+            bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Everything that decides the result.
+
+    All phases are (layers, steps); a step is ``batch`` rows of ``length`` tokens, taken in order from ``characters`` of text.
+    The tokenizer is trained on ``tokenizer_characters`` of it. The draft first learns the text, then the target's distribution.
+    """
+
+    vocabulary: int = 4096
+    target: Shape = Shape(hidden=192, intermediate=512, heads=6)
+    draft: Shape = Shape(hidden=128, intermediate=352, heads=4)
+    phases: tuple[tuple[int, int], ...] = ((6, 1600), (12, 800), (24, 280))
+    draft_phases: tuple[tuple[int, int], ...] = ((2, 600),)
+    distillation_phases: tuple[tuple[int, int], ...] = ((2, 300),)
+    characters: int = 86_343_680
+    tokenizer_characters: int = 8_000_000
+    batch: int = 16
+    length: int = 512
+    learning_rate: float = 7e-3
+    warmup_steps: int = 40
+    weight_decay: float = 0.05
+    seed: int = 0
+    weights: dict[str, float] = field(
+        default_factory=lambda: {"problems": 0.3, "functions": 0.2, "questions": 0.15, "source": 0.35}
+    )
+
+
+def train_tokenizer(documents: list[Document], recipe: Recipe, out: Path) -> PreTrainedTokenizerFast:
+    """Byte-level BPE with single digits, the control tokens first. Saved in ``out`` in HF format."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=recipe.vocabulary,
+        special_tokens=CONTROL_TOKENS,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    sample = corpus.mix(documents, recipe.weights, characters=recipe.tokenizer_characters, seed=recipe.seed)
+    tokenizer.train_from_iterator((document.text for document in sample), trainer)
+    begin = tokenizer.token_to_id(BEGIN)
+    tokenizer.post_processor = processors.TemplateProcessing(single=f"{BEGIN} $A", special_tokens=[(BEGIN, begin)])
+    wrapped = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token=BEGIN, eos_token=END, pad_token="<|pad|>",
+        clean_up_tokenization_spaces=False, chat_template=CHAT_TEMPLATE, model_max_length=2048,
+    )  # fmt: skip
+    wrapped.save_pretrained(out)
+    return wrapped
+
+
+def pack(documents: Iterator[Document], tokenizer: PreTrainedTokenizerFast, length: int, seed: int) -> Tensor:
+    """Concatenate documents into rows of ``length`` token ids and shuffle the rows: int64 [rows, length]."""
+    ids: list[int] = []
+    texts = [document.text for document in documents]
+    for encoding in tokenizer.backend_tokenizer.encode_batch_fast(texts, add_special_tokens=False):
+        ids.extend(encoding.ids)
+    rows = torch.tensor(ids[: len(ids) // length * length]).view(-1, length)
+    return rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))]
+
+
+def train_pair(problems: Path | None, recipe: Recipe, run: Run, compiled: bool) -> dict[str, Any]:
+    """Train the pair into ``run.out/target`` and ``run.out/draft`` (bfloat16, HF format); returns what was measured.
+
+    Args:
+        problems: GSM8K-format JSONL; None = train on the standard library alone.
+        compiled: use torch.compile, which needs a C++ compiler.
+    """
+    torch.set_num_threads(run.threads)
+    torch.manual_seed(recipe.seed)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    run.work.mkdir(parents=True, exist_ok=True)
+    documents = list(corpus.library_documents())
+    if problems is not None:
+        documents += corpus.word_problem_documents(problems)
+    training = [document for document in documents if not document.held_out]
+    if not (run.work / "tokenizer.json").exists():
+        train_tokenizer(training, recipe, run.work)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(run.work)
+    mixed = corpus.mix(training, recipe.weights, characters=recipe.characters, seed=recipe.seed)
+    rows = pack(mixed, tokenizer, recipe.length, recipe.seed)
+    target, draft = _train_models(tokenizer, rows, recipe, GrowingTrainer(recipe, run.work, device, compiled))
+    for name, model in (("target", target), ("draft", draft)):
+        model.config.use_cache = model.generation_config.use_cache = True
+        model.to(torch.bfloat16).save_pretrained(run.out / name)
+        tokenizer.save_pretrained(run.out / name)
+    # Measure what is shipped: the rounded weights, computed in float32.
+    target, draft = (
+        LlamaForCausalLM.from_pretrained(run.out / name, dtype=torch.float32).to(device) for name in ("target", "draft")
+    )
+    held_out = {}
+    for family in recipe.weights:
+        family_documents = [document for document in documents if document.held_out and document.family == family]
+        if family_documents:
+            held_out[family] = pack(iter(family_documents), tokenizer, recipe.length, recipe.seed)[:HELD_OUT_ROWS]
+    report = {
+        "recipe": asdict(recipe),
+        "training_tokens": sum(steps for _, steps in recipe.phases) * recipe.batch * recipe.length,
+        "prepared_tokens": rows.numel(),
+        "parameters": {"target": target.num_parameters(), "draft": draft.num_parameters()},
+        "held_out": text_agreement(target, draft, held_out, device),
+    }
+    run.write_report(report, CARD)
+    return report
+
+
+def _train_models(
+    tokenizer: PreTrainedTokenizerFast, rows: Tensor, recipe: Recipe, trainer: GrowingTrainer
+) -> tuple[LlamaForCausalLM, LlamaForCausalLM]:
+    """Target and draft, trained."""
+    vocabulary = len(tokenizer)
+    target = LlamaForCausalLM(recipe.target.config(recipe.phases[0][0], vocabulary, tokenizer))
+    target = trainer.run("target", target, recipe.phases, rows, next_token_loss)
+    draft = LlamaForCausalLM(recipe.draft.config(recipe.draft_phases[0][0], vocabulary, tokenizer))
+    target.eval().requires_grad_(False)
+    draft_rows = rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(recipe.seed + 1))]
+    draft = trainer.run("draft", draft, recipe.draft_phases, draft_rows, next_token_loss)
+    draft = trainer.run("distilled", draft, recipe.distillation_phases, rows, partial(distillation_loss, teacher=target))
+    return target, draft

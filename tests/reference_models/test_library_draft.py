@@ -1,0 +1,167 @@
+"""Continuing the shipped draft at toy size: its prompts are made of the library, the report goes on, runs resume exactly."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from itertools import islice
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tiny_pair import Pair
+from toy_training import TOY, killed_in_step, small_library
+from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from pipedec.core import UserError
+from pipedec.text.prompt import Prompter
+from pipedec.train.continuations import continue_greedily
+from pipedec.train.draft import training
+from pipedec.train.draft.measuring import on_policy_agreement
+from pipedec.train.draft.training import DraftRecipe
+from pipedec.train.loop import TrainingLoop
+from pipedec.train.run import Run
+from recipes.reference_models import corpus
+from recipes.reference_models.corpus import Document
+from recipes.reference_models.document_prompts import (
+    LibraryRecipe,
+    bita_prompts,
+    passage_prompts,
+    prompts,
+    request_prompts,
+)
+from recipes.reference_models.draft import continue_library_draft
+from recipes.reference_models.pair import train_pair
+
+RECIPE = DraftRecipe(steps=5, batch=3, length=64, long_batch=1, warmup_steps=2, new_tokens=6, long_sets=("passages",))
+LIBRARY = LibraryRecipe(
+    text_rows=8, num_held_out_prompts=3, num_prompts={"questions": 12, "source": 12, "requests": 4, "passages": 4}
+)
+
+
+TOPICS = list(islice(corpus.topic_documents(), 60))
+
+
+@pytest.fixture(autouse=True)
+def small_documents(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(corpus, "library_documents", small_library)
+    monkeypatch.setattr(corpus, "topic_documents", lambda: iter(TOPICS))
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("trained")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(corpus, "library_documents", small_library)
+        train_pair(None, TOY, Run(out, out / "work", threads=1), compiled=False)
+    return out
+
+
+def proceed(trained: Path, out: Path, work: Path) -> dict:
+    pair, run = (trained / "target", trained / "draft"), Run(out, work, threads=1)
+    return continue_library_draft(pair, None, RECIPE, run, LIBRARY, compiled=False)
+
+
+def steps_logged(work: Path) -> list[int]:
+    return [json.loads(line)["step"] for line in (work / "draft.jsonl").read_text().splitlines()]
+
+
+def test_a_continued_draft_loads_and_its_report_goes_on(trained: Path, tmp_path: Path) -> None:
+    report = proceed(trained, tmp_path / "once", tmp_path / "work")
+    assert set(report["on_policy"]) == {"questions", "source", "requests", "passages"}
+    assert "questions" in report["held_out"] and "topics" not in report["held_out"]
+    assert report["continuations"][0]["seen_tokens"] == 5 * (2 * 64 + 2048)
+    assert report["continuations"][0]["row_tokens"]["passages"] % 2048 == 0
+    assert report["recipe"] == json.loads((trained / "training.json").read_text())["recipe"]
+    draft = LlamaForCausalLM.from_pretrained(tmp_path / "once" / "draft")
+    assert draft.dtype == torch.bfloat16 and draft.generation_config.use_cache
+    old, new = (load_file(path / "draft" / "model.safetensors") for path in (trained, tmp_path / "once"))
+    assert old.keys() == new.keys() and not all(torch.equal(old[key], new[key]) for key in old)
+    tokenizers = [AutoTokenizer.from_pretrained(path / "draft") for path in (trained, tmp_path / "once")]
+    assert tokenizers[0].get_vocab() == tokenizers[1].get_vocab()
+    shutil.copytree(trained / "target", tmp_path / "once" / "target")
+    again = proceed(tmp_path / "once", tmp_path / "twice", tmp_path / "work2")
+    assert again["continuations"][1]["before"]["on_policy"] == report["on_policy"]
+    card = (tmp_path / "twice" / "README.md").read_text()
+    assert card.count("2 × 64 and 1 × 2,048 tokens; 5 steps") == 2 and card.count("% → ") == 12
+
+
+def test_a_killed_run_resumes_to_the_same_weights(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TrainingLoop, "SAVE_EVERY", 2)
+    proceed(trained, tmp_path / "straight", tmp_path / "work1")
+    for step in (1, 3, 4):
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(training, "row_steps", killed_in_step(step))
+            proceed(trained, tmp_path / "resumed", tmp_path / "work2")
+    proceed(trained, tmp_path / "resumed", tmp_path / "work2")
+    assert steps_logged(tmp_path / "work1") == [1, 2, 3, 4, 5]
+    logs = [(tmp_path / work / "draft.jsonl").read_text() for work in ("work1", "work2")]
+    assert logs[0] == logs[1]
+    straight, resumed = (load_file(tmp_path / out / "draft" / "model.safetensors") for out in ("straight", "resumed"))
+    assert all(torch.equal(straight[key], resumed[key]) for key in straight)
+
+
+def test_continuations_are_the_targets_greedy_words_and_are_kept(trained: Path, tmp_path: Path) -> None:
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(trained / "target")
+    target = LlamaForCausalLM.from_pretrained(trained / "target", dtype=torch.float64).eval()
+    documents = [document for document in small_library() if document.family == "questions"]
+    asked = [*prompts(documents, tokenizer, 3, seed=0), tokenizer.encode("<|begin|>def f(value):", add_special_tokens=False)]
+    assert all(
+        ids[0] == tokenizer.bos_token_id and ids[-1] == tokenizer.convert_tokens_to_ids("<|assistant|>") for ids in asked[:3]
+    )
+    said = continue_greedily(target, asked, 6, tmp_path / "store")
+    assert sorted(asked, key=len) == [continuation.ids[: continuation.prompt_length] for continuation in said]
+    for continuation in said:  # token by token, without a cache, without padding
+        ids = continuation.ids[: continuation.prompt_length]
+        while len(ids) < len(continuation.ids):
+            ids = [*ids, int(target(input_ids=torch.tensor([ids])).logits[0, -1].argmax())]
+        assert ids == continuation.ids
+        assert len(ids) == continuation.prompt_length + 6 or ids[-1] == tokenizer.eos_token_id
+    assert continue_greedily(None, asked, 6, tmp_path / "store") == said  # type: ignore[arg-type]
+    assert on_policy_agreement(target, {"all": said})["all"]["top1"] == 1.0
+    with pytest.raises(UserError, match="other prompts"):
+        continue_greedily(target, asked[:2], 6, tmp_path / "store")
+
+
+def test_source_text_is_cut_and_long_prompts_are_left_out(trained: Path) -> None:
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(trained / "target")
+    source = Document("source", "<|begin|>" + "".join(f"line_{number} = {number}\n" for number in range(100)) + "<|end|>")
+    cut = prompts([source], tokenizer, 5, seed=0)
+    assert len(cut) == 5 and len({tuple(ids) for ids in cut}) > 1 and all(len(ids) <= 160 for ids in cut)
+    assert prompts([Document("problems", corpus.conversation("How many? " * 300, "9"))], tokenizer, 5, seed=0) == []
+
+
+def test_made_prompts_are_turns_of_the_documents_prose_within_their_lengths(trained: Path) -> None:
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(trained / "target")
+    documents = [
+        Document("questions", corpus.conversation("What is it?", f"It is the {word} of all the others in this long row."))
+        for word in ("first", "second", "third")
+    ]
+    asked = request_prompts(documents, tokenizer, 40, seed=3)
+    long = passage_prompts(documents, tokenizer, 5, max_tokens=2000, seed=3)
+    for ids in [*asked, *long]:
+        text = tokenizer.decode(ids)
+        assert text.startswith("<|begin|><|user|>") and text.endswith("<|end|><|assistant|>") and "{" not in text
+    assert len(asked) == 40 and len({tuple(ids) for ids in asked}) > 30 and all(len(ids) <= 224 for ids in asked)
+    assert len(long) == 5 and all(256 <= len(ids) <= 2000 for ids in long)
+    assert any("of all the others in this long row" in tokenizer.decode(ids) for ids in long)
+    assert asked == request_prompts(documents, tokenizer, 40, seed=3) != request_prompts(documents, tokenizer, 40, seed=4)
+    source = [Document("source", "<|begin|>value = 1\n<|end|>")]
+    assert request_prompts(source, tokenizer, 3, seed=0) == passage_prompts(source, tokenizer, 3, 2000, seed=0) == []
+
+
+def test_bita_learns_from_the_drafts_prompts(pair: Pair, tmp_path: Path) -> None:
+    found = bita_prompts(pair.target, None, new_tokens=4, max_prompts=3)
+    assert set(found) == {"questions", "source", "requests", "passages"}
+    assert all(len(part.training) <= 3 and len(part.held_out) <= 3 for part in found.values())
+    documents = [document for document in small_library() if document.family == "questions" and not document.held_out]
+    tokenizer = Prompter(pair.target, 2048).tokenizer
+    assert found["questions"].training == prompts(documents, tokenizer, 3, DraftRecipe().seed)
+    target = tmp_path / "target"
+    shutil.copytree(pair.target, target)
+    renamed = (target / "tokenizer.json").read_text().replace(corpus.ASSISTANT, "<|somebody|>")
+    (target / "tokenizer.json").write_text(renamed)
+    with pytest.raises(UserError, match="prompts are for tokenizers that know") as raised:
+        bita_prompts(target, None, new_tokens=4, max_prompts=3)
+    assert "\n" not in str(raised.value)

@@ -1,0 +1,97 @@
+"""The questions that the library answers: their lists and paragraphs have a structure, subjects are held out together."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from toy_training import small_library
+
+from pipedec.train.annotate.questions import read_questions
+from pipedec.train.annotate.records import Question
+from pipedec.train.annotate.structure import paragraph_tree
+from recipes.reference_models import corpus
+from recipes.reference_models.__main__ import reference_models
+from recipes.reference_models.corpus import standard_library_files
+from recipes.reference_models.docstrings import Entry, gloss, sections
+from recipes.reference_models.library_questions import corpus_questions, library_questions
+
+
+def test_sections_of_a_docstring_are_lists() -> None:
+    docstring = """Do it.
+
+    Positional arguments:
+      first -- what comes first,
+               and is needed
+      *rest -- all that follows it
+
+      last: what comes last
+
+    Then it ends. Note: this is no entry.
+    """
+    ((noun, entries),) = sections(docstring)
+    assert noun == "arguments"
+    assert entries == [
+        Entry("first", "what comes first, and is needed"),
+        Entry("rest", "all that follows it"),
+        Entry("last", "what comes last"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "short"),
+    [("Say it.\nAnd more.\n\nLater.", "Say it. And more."), ("Short.", ""), ("S.find(sub) -> int", ""),
+     ("See https://a.b now.", ""),
+     ("Long. " + "x" * 330 + ".", ""), ("Long enough. " + "X" * 330 + ".", "Long enough.")],
+)  # fmt: skip
+def test_a_gloss_is_whole_sentences_that_say_something(text: str, short: str) -> None:
+    assert gloss(text) == short
+
+
+@pytest.fixture(scope="module")
+def library() -> Iterator[list[Question]]:
+    """Of one file in six, which is quick."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("recipes.reference_models.library_questions.standard_library_files", lambda: standard_library_files()[::6])
+        yield list(library_questions(seed=0))
+
+
+def test_the_library_answers_with_lists_and_paragraphs(library: list[Question]) -> None:
+    rules: dict[str, Counter[str]] = {}
+    for found in library:
+        structure = paragraph_tree(found.answer)
+        rules.setdefault(found.kind, Counter())[structure.rule if structure else "none"] += 1
+    assert {"methods", "functions", "classes", "arguments", "attributes", "exceptions", "modules", "steps", "suggestions"} <= set(
+        rules
+    )
+    for kind, counts in rules.items():
+        wanted = "paragraphs" if kind in ("descriptions", "explanations", "topics") else "list"
+        assert counts[wanted] > 0.9 * counts.total(), (kind, counts)
+    assert sum(counts["list"] for counts in rules.values()) > 300
+
+
+def test_a_question_for_so_many_is_answered_with_so_many(library: list[Question]) -> None:
+    asked = [(re.search(r"^(?:Give|Name|List) (?:me )?(\d) ", found.prompt), found.answer) for found in library]
+    counted = [(int(number[1]), len(re.findall(r"^\d\. ", answer, re.MULTILINE))) for number, answer in asked if number]
+    assert len(counted) > 10 and all(wanted == given for wanted, given in counted)
+
+
+def test_questions_are_held_out_with_their_subject(library: list[Question]) -> None:
+    held_out = {found.subject for found in library if found.held_out}
+    assert not held_out & {found.subject for found in library if not found.held_out}
+    assert 0.01 < len(held_out) / len({found.subject for found in library}) < 0.05
+
+
+def test_a_file_of_questions_is_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = standard_library_files()[::40]
+    monkeypatch.setattr("recipes.reference_models.library_questions.standard_library_files", lambda: files)
+    monkeypatch.setattr(corpus, "library_documents", small_library)
+    path = tmp_path / "library.jsonl"
+    result = CliRunner().invoke(reference_models, ["questions", "--out", str(path), "--seed", "3"], catch_exceptions=False)
+    assert f"written to {path}" in result.output
+    expected = list(dict.fromkeys([*library_questions(3), *corpus_questions()]))
+    assert list(read_questions([path])) == expected and {"docstrings", "methods"} <= {found.kind for found in expected}
