@@ -255,7 +255,7 @@ def test_command_takes_several_bita_with_shapes_and_depths(pair: Pair, wide_bita
 @pytest.mark.parametrize(
     ("trees", "message"),
     [
-        (TreeGrid(depths=(1, 3)), "tree depth 3, but this BiTA was trained with 2 masks"),
+        (TreeGrid(depths=(1, 3)), "depth 3, but this BiTA was trained with 2 masks"),
         (TreeGrid(shapes=("full",), children=(40,)), "3 masks that name 40 tokens each are more than 64"),
         (TreeGrid(shapes=("efficient", "full"), children=(20,)), "a tree of 33684 rows is more than 4096"),
     ],
@@ -296,8 +296,8 @@ def test_refuses_what_cannot_work(pair: Pair, changes: dict[str, Any], message: 
         ({"widths": (0,)}, "--widths must be at least 1"),
         ({"depths": (2, 0)}, "--depths must be at least 1"),
         ({"rows": (0,)}, "--rows must be at least 1"),
-        ({"forwards": 0}, "tree forwards must be at least 1"),
-        ({"shapes": ("efficient", "round")}, "tree shape must be one of likeliest, efficient, straightforward, full, not round"),
+        ({"forwards": 0}, "forwards: must be between 1 and 4096, not 0"),
+        ({"shapes": ("efficient", "round")}, "shape: must be one of likeliest, efficient, straightforward, full, not round"),
     ],
 )
 def test_refuses_limits_that_no_tree_has(changes: dict[str, Any], message: str) -> None:

@@ -184,7 +184,7 @@ def test_command_writes_everything_and_measures_nothing_twice(pair: Pair, tmp_pa
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"methods": ("warp",)}, "unknown method 'warp': choose from pp, "),
+        ({"methods": ("warp",)}, "unknown method 'warp': choose one of pp, "),
         ({"dialects": ("none", "esperanto")}, "unknown dialect 'esperanto'"),
         ({"dialects": ("apar", "apar")}, "--dialects names a dialect twice"),
         ({"preset": "paper-15"}, "paper-15"),
