@@ -1,6 +1,6 @@
-"""What a resident cluster costs besides time per token: idle CPU, memory, latency of a request, and what requests leave behind.
+"""What a resident cluster costs besides time per token: idle CPU, memory, TTFT, and what requests leave in memory and Redis.
 
-Knows processes and answers; knows nothing of what the ranks do with them.
+Knows processes and answers, not the work of the ranks.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _POLL_SECONDS = 0.25
 
 @dataclass(frozen=True)
 class ResourcesConfig:
-    """How long the cluster idles, and what it is then asked.
+    """How long the cluster idles, and the requests that it then answers.
 
     Raises:
         UserError: a number is out of range.
@@ -50,12 +50,12 @@ class ResourcesConfig:
 
 @dataclass
 class TimedAnswer:
-    """When an answer came, in seconds after its submission, and what the ranks said of their caches.
+    """When the parts of an answer arrived, in seconds after its submission, and the size of the stages' KV caches.
 
     Attributes:
-        token_seconds: one entry for every verdict, the one on prefill first.
-        prefill_seconds: as rank 0 measured it.
-        cache_slots: by stage rank; only if the request was traced.
+        token_seconds: one entry per verdict, starting with the verdict after prefill.
+        prefill_seconds: measured by rank 0.
+        cache_slots: by stage rank; only of a traced request.
     """
 
     token_seconds: list[float] = field(default_factory=list)
@@ -66,10 +66,10 @@ class TimedAnswer:
 def measure_resources(
     spec: PipelineSpec, config: ResourcesConfig, transport: str = "auto", on_phase: Callable[[str], None] = lambda text: None
 ) -> Row:
-    """Start a cluster, leave it idle, ask it ``requests`` + 3 times, stop it; returns one JSONL row.
+    """Start a cluster, leave it idle, submit ``requests`` + 3 requests, stop it; returns one JSONL row.
 
     Raises:
-        PipedecError: the cluster could not start, lost a rank, or fell silent.
+        PipedecError: the cluster could not start, lost a rank, or stopped answering.
     """
     row = header("resources", asdict(config) | {"pipeline": spec.description()})
     cluster = LocalCluster(spec, transport=transport)
@@ -91,8 +91,8 @@ def measure_resources(
         rss_after, keys_after = _resident_bytes(cluster), scheduler.usage().keys
         last = _ask(cluster, scheduler, replace(asked, trace=True))
         peaks = {rank: _peak_bytes(pid) for rank, pid in cluster.pids.items()}
-    # The first and the last request are traced, which is how the caches are told; what is counted lies between them.
-    row["second_request_ms"] = _latencies(second)
+    # The first and the last request are traced, since traces contain the cache sizes; memory growth is measured between them.
+    row["second_request_ms"] = latencies(second)
     row["redis_keys"] = {"before": keys_before, "after": keys_after}
     weights = _weight_bytes(spec)
     row["ranks"] = [
@@ -109,7 +109,7 @@ def measure_resources(
 
 
 def _idle_cpu(cluster: LocalCluster, scheduler: RedisScheduler, seconds: float) -> Row:
-    """CPU time of all ranks, and of Redis, while nothing is asked, in percent of one core."""
+    """CPU time of all ranks and of Redis without requests, in percent of one core."""
     time.sleep(SETTLE_SECONDS)
     processes = [psutil.Process(pid) for pid in cluster.pids.values()]
     started, ranks, server = time.perf_counter(), _cpu_seconds(processes), scheduler.usage().cpu_seconds
@@ -126,10 +126,10 @@ def _cpu_seconds(processes: list[psutil.Process]) -> float:
 
 
 def _ask(cluster: LocalCluster, scheduler: RedisScheduler, request: PromptRequest) -> TimedAnswer:
-    """Submit a request and note when each part of its answer comes.
+    """Submit a request and record when each part of its answer arrives.
 
     Raises:
-        PipedecError: it was refused, or the cluster is in trouble or says nothing any more.
+        PipedecError: the request was refused, or the cluster lost a rank or stopped answering.
     """
     answer, submitted = TimedAnswer(), time.perf_counter()
     number = scheduler.submit(request.to_json())
@@ -150,13 +150,17 @@ def _ask(cluster: LocalCluster, scheduler: RedisScheduler, request: PromptReques
             elif "error" in event or "kind" in event:
                 raise PipedecError(event.get("error") or event.get("text") or f"the request was {event['kind']}")
         cluster.check()
-    raise RankLost(f"the cluster has said nothing for {_SILENCE_SECONDS:.0f} s")
+    raise RankLost(f"the cluster has sent nothing for {_SILENCE_SECONDS:.0f} s")
 
 
-def _latencies(answer: TimedAnswer) -> Row:
-    """From submission to the first and to the first decoded token, and the latter without prefill, in ms."""
+def latencies(answer: TimedAnswer) -> Row:
+    """Milliseconds from submission to the first token (TTFT) and to the first decoded token, the latter also without prefill.
+
+    Raises:
+        PipedecError: the answer has a single token.
+    """
     if len(answer.token_seconds) < 2:
-        raise PipedecError("the answer ended with its first token: nothing was decoded that could be timed")
+        raise PipedecError("the answer ended with its first token, so no decoding was timed: use another --prompt")
     first, decoded = answer.token_seconds[:2]
     prefill = answer.prefill_seconds
     figures = {
@@ -169,7 +173,7 @@ def _latencies(answer: TimedAnswer) -> Row:
 
 
 def _wait_until_idle(scheduler: RedisScheduler) -> None:
-    """A client has its answer a little before the ranks are through with it; what they hold until then does not count."""
+    """A client has its answer shortly before the ranks finish the request; memory is read after they have."""
     deadline = time.monotonic() + _SILENCE_SECONDS
     while scheduler.status().running is not None:
         if time.monotonic() > deadline:
@@ -182,14 +186,14 @@ def _resident_bytes(cluster: LocalCluster) -> dict[int, int]:
 
 
 def _peak_bytes(pid: int) -> int | None:
-    """The most memory a process ever had resident, libraries that it shares with the others included; None off Linux."""
+    """Peak resident memory of a process, shared libraries included; None on systems other than Linux."""
     status = Path(f"/proc/{pid}/status")
     found = re.search(r"VmHWM:\s+(\d+) kB", status.read_text(encoding="utf-8")) if status.is_file() else None
     return 1024 * int(found[1]) if found else None
 
 
 def _weight_bytes(spec: PipelineSpec) -> dict[int, int]:
-    """Bytes of each rank's own weights: what it would hold if it held nothing else."""
+    """Bytes of each rank's own weights."""
     size = spec.torch_dtype.itemsize
     target = ModelConfig.from_directory(spec.target)
     weights = {rank: size * target.num_stage_parameters(range(*spec.layers[rank - 1])) for rank in range(1, spec.num_stages + 1)}

@@ -24,6 +24,8 @@ COMMANDS = {
     "train": ("pipedec.cli.train", "Train draft models, BiTA prompts and models that open threads."),
 }
 
+_BENCH_PACKAGES = ("matplotlib", "pandas")  # of the extra ``bench``
+
 
 @click.group(cls=LazyGroup, lazy_commands=COMMANDS, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="pipedec")
@@ -43,6 +45,10 @@ def main() -> NoReturn:
         _leave(str(error), 2)
     except PipedecError as error:
         _leave(str(error), 1)
+    except ModuleNotFoundError as error:
+        if error.name not in _BENCH_PACKAGES:
+            raise
+        _leave(f"this command needs {error.name}: pip install 'pipedec[bench]'", 2)
     except (KeyboardInterrupt, click.Abort):
         _leave("interrupted", 130)
     except BrokenPipeError:

@@ -1,45 +1,31 @@
-"""A resident cluster on this machine: an embedded Redis and one process per rank, started together and gone together.
+"""A resident cluster on this machine: an embedded Redis and one process per rank, started and ended together.
 
-Owns the processes, their deaths and the files of the run. Ranks are forked from a server process that has imported torch
-once (``forkserver``), so that fifteen of them start in seconds; they and Redis die with this process, whatever ends it.
+Owns the ranks of one run, notices their deaths, and removes the files of the run. Ranks and Redis end with this process,
+however it ends.
 """
 
 from __future__ import annotations
 
 import os
 import secrets
-import signal
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
-from multiprocessing.connection import Connection, wait
-from multiprocessing.context import ForkServerProcess
 from types import TracebackType
 from typing import Any
 
 from pipedec.cluster.lease import claim_run
-from pipedec.cluster.processes import begin_rank_process, rank_context
+from pipedec.cluster.processes import RankProcesses, describe_exit
 from pipedec.cluster.rank import RankPlace, RunAddress, run_rank
 from pipedec.core import PipedecError, RankLost, SchedulerLost
 from pipedec.engine.spec import PipelineSpec
 from pipedec.scheduler import EmbeddedServer, RedisScheduler
 from pipedec.topology import rank_name
 
-STOP_SECONDS = 10.0
+_REPORT_SECONDS = 0.05
 
 LoadProgress = Callable[[int, int, int], None]  # rank, tensors read, tensors in all
-
-
-@dataclass
-class RankProcess:
-    """One rank's process and the pipe on which it reports how far it is."""
-
-    process: ForkServerProcess
-    reports: Connection
-    ready: bool = False
 
 
 class LocalCluster:
@@ -47,7 +33,8 @@ class LocalCluster:
 
     Args:
         redis_url: an existing server; None starts one that belongs to this cluster.
-        run_id: name of the run; None draws one.
+        run_id: name of the run; None for a random one.
+        transport: ``gloo``, ``nccl``, or ``auto``.
     """
 
     def __init__(
@@ -60,7 +47,7 @@ class LocalCluster:
         self._server: EmbeddedServer | None = None
         self._files = ExitStack()
         self._is_up = False
-        self._ranks: dict[int, RankProcess] = {}
+        self._processes = RankProcesses()
         self.scheduler: RedisScheduler | None = None
 
     @property
@@ -73,7 +60,7 @@ class LocalCluster:
     @property
     def pids(self) -> dict[int, int]:
         """Process ids by rank."""
-        return {rank: entry.process.pid for rank, entry in self._ranks.items() if entry.process.pid is not None}
+        return self._processes.pids
 
     def start(self, progress: LoadProgress | None = None) -> None:
         """Start everything and return when the cluster takes requests.
@@ -94,83 +81,80 @@ class LocalCluster:
         claim_run(scheduler)
         self.scheduler = scheduler  # from here on the run's keys are ours to delete
         meeting_place = self._meeting_place()
-        context = rank_context()
         world_size = self.spec.num_stages + 1
         for rank in range(world_size):
             place = RankPlace(rank, world_size, rank, world_size, meeting_place, self._transport)
-            receiver, sender = context.Pipe(duplex=False)
-            process = context.Process(
-                target=_rank_process, args=(place, self.spec.description(), self.address, sender), name=f"pipedec rank {rank}"
-            )
-            process.start()
-            sender.close()
-            self._ranks[rank] = RankProcess(process, receiver)
-        while not self._ranks[0].ready:
-            self.check()
-            self._read_reports(0.05, progress)
+            self._processes.start(rank, _serve_rank, place, self.spec.description(), self.address)
+        self._wait_until_ready(progress)
         self._is_up = True
 
+    def _wait_until_ready(self, progress: LoadProgress | None) -> None:
+        """Pass on how far the ranks have loaded, until rank 0 reports that all of them have."""
+        while True:
+            self.check()
+            for rank, report in self._processes.read(_REPORT_SECONDS):
+                match report:
+                    case "ready", _, _:
+                        return
+                    case "loading", done, total if progress is not None:
+                        progress(rank, done, total)
+
     def check(self) -> None:
-        """Notice a rank that has ended without having been told to.
+        """Raise if a rank has ended although the run was not stopped.
 
         Raises:
-            RankLost: names the rank and what ended it. The other ranks have been told to end.
+            RankLost: names the rank and how it ended. The run has been aborted, so the other ranks end, too.
             SchedulerLost: Redis died, and the ranks with it.
         """
-        ended = {rank: status for rank, entry in self._ranks.items() if (status := entry.process.exitcode) is not None}
+        ended = self._processes.exit_statuses
         if not ended or self.scheduler is None:
             return
         state = self.scheduler.status().state
-        was_told = state == "stopping" or (self._is_up and state == "gone")
-        lost = {rank: status for rank, status in ended.items() if status != 0 or not was_told}
+        is_stopped = state == "stopping" or (self._is_up and state == "gone")
+        lost = {rank: status for rank, status in ended.items() if status != 0 or not is_stopped}
         if not lost:
             return
-        # A rank that gives up says why. One that was killed cannot; the others then only say that they lost it.
-        silent = [rank for rank, status in lost.items() if status <= 0]
-        rank = silent[0] if silent else next(iter(lost))
-        message = f"{rank_name(rank)} {_ending(lost[rank])}"
+        # A rank that fails reports why. One that was killed cannot; the other ranks then only report that they lost it.
+        killed = [rank for rank, status in lost.items() if status <= 0]
+        rank = killed[0] if killed else next(iter(lost))
+        message = f"{rank_name(rank)} {describe_exit(lost[rank])}"
         failure = self.scheduler.failure()
         if failure is None:
-            self._tell(rank, _ending(lost[rank]))
-        raise RankLost(message if silent or failure is None else failure)
+            with suppress(PipedecError):
+                self.scheduler.abort(rank, describe_exit(lost[rank]))
+        raise RankLost(message if killed or failure is None else failure)
 
     def wait(self) -> None:
-        """Block until somebody stops the run.
+        """Block until the run is stopped.
 
         Raises:
-            RankLost, SchedulerLost: a rank or Redis died instead.
+            RankLost, SchedulerLost: a rank or Redis died.
         """
-        while not wait([entry.process.sentinel for entry in self._ranks.values()], timeout=60.0):
+        while not self._processes.wait_for_end(60.0):
             continue
         self.check()
-        self._join(STOP_SECONDS)
+        self._processes.join()
         self.check()
 
     def stop(self) -> None:
-        """End in order: the request under way is cancelled, the ranks end, their keys are deleted, Redis stops."""
+        """Stop in order: cancel the running request, wait for the ranks to end, delete the run's keys, stop Redis."""
         try:
-            if self.scheduler is not None and self._ranks:
-                with suppress(PipedecError):  # then the ranks end by themselves
+            if self.scheduler is not None and self.pids:
+                with suppress(PipedecError):  # without Redis the ranks end by themselves
                     self.scheduler.stop()
                     if (running := self.scheduler.status().running) is not None:
                         self.scheduler.cancel(running)
-                self._join(STOP_SECONDS)
+                self._processes.join()
         finally:
             self.kill()
 
     def kill(self) -> None:
-        """End at once whatever still runs, and leave nothing behind."""
-        for entry in self._ranks.values():
-            if entry.process.exitcode is None:
-                entry.process.kill()
-        self._join(STOP_SECONDS)
-        for entry in self._ranks.values():
-            entry.reports.close()
-        self._ranks.clear()
+        """Kill the ranks, stop Redis, and remove the run's keys and files."""
+        self._processes.kill()
         self._is_up = False
         scheduler, self.scheduler = self.scheduler, None
         if scheduler is not None:
-            if self._server is None:  # keys in a Redis of our own go with it
+            if self._server is None:  # an embedded Redis loses its keys when it stops
                 with suppress(SchedulerLost):
                     scheduler.clear()
             scheduler.client.close()
@@ -186,51 +170,17 @@ class LocalCluster:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.stop() if kind is None else self.kill()
 
-    def _join(self, seconds: float) -> None:
-        deadline = time.monotonic() + seconds
-        for entry in self._ranks.values():
-            entry.process.join(max(0.0, deadline - time.monotonic()))
-
-    def _read_reports(self, seconds: float, progress: LoadProgress | None) -> None:
-        by_pipe = {entry.reports: (rank, entry) for rank, entry in self._ranks.items()}
-        for pipe in wait(list(by_pipe), timeout=seconds):
-            rank, entry = by_pipe[pipe]  # type: ignore[index]
-            try:
-                what, done, total = entry.reports.recv()
-            except EOFError:
-                time.sleep(seconds)  # its process is about to be seen dead
-                continue
-            entry.ready = entry.ready or what == "ready"
-            if progress is not None and what == "loading":
-                progress(rank, done, total)
-
-    def _tell(self, rank: int, message: str) -> None:
-        with suppress(PipedecError):
-            if self.scheduler is not None:
-                self.scheduler.abort(rank, message)
-
     def _meeting_place(self) -> str:
-        """Where the ranks meet: on Linux a file without a name, which is gone with this process whatever ends it."""
+        """URL of the file through which the ranks meet: on Linux a file without a name, which disappears with this process."""
         if sys.platform == "linux":
             file = self._files.enter_context(tempfile.TemporaryFile(prefix="pipedec-"))  # noqa: SIM115 - kill closes it
             return f"file:///proc/{os.getpid()}/fd/{file.fileno()}"
         return f"file://{self._files.enter_context(tempfile.TemporaryDirectory(prefix='pipedec-'))}/rendezvous"
 
 
-def _ending(status: int) -> str:
-    if status < 0:
-        return f"was killed by {signal.Signals(-status).name}"
-    return "ended before it was told to" if status == 0 else f"failed with exit status {status}"
-
-
-def _rank_process(place: RankPlace, description: dict[str, Any], address: RunAddress, reports: Connection) -> None:
-    """What a rank's process runs. Its reports say how far loading is; nobody reads them once the cluster is up."""
-    begin_rank_process()
-
-    def report(what: str, done: int, total: int) -> None:
-        with suppress(OSError):
-            reports.send((what, done, total))
-
-    status = run_rank(place, PipelineSpec.from_description(description), address, report)
-    sys.stderr.flush()
-    os._exit(status)  # a process group that lost a peer can hang in its own clean-up
+def _serve_rank(
+    place: RankPlace, description: dict[str, Any], address: RunAddress, report: Callable[[tuple[str, int, int]], None]
+) -> int:
+    """What a rank's process runs; returns its exit status. Nobody reads its reports once the cluster is up."""
+    spec = PipelineSpec.from_description(description)
+    return run_rank(place, spec, address, lambda what, done, total: report((what, done, total)))

@@ -1,6 +1,7 @@
-"""How rank processes of this machine are born: forked from one process that has imported torch once.
+"""Rank processes on this machine: how they are started, how they report, how they end.
 
-Fifteen ranks then start in the time of one. Knows processes and signals; what they run is the caller's business.
+Ranks are forked from one server process that has imported torch once (``forkserver``), so fifteen ranks start in the time of
+one. Knows processes, pipes and signals; what a rank runs and what its reports mean is the caller's business.
 """
 
 from __future__ import annotations
@@ -10,37 +11,157 @@ import multiprocessing
 import os
 import signal
 import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from multiprocessing import forkserver, resource_tracker
-from multiprocessing.context import ForkServerContext
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerContext, ForkServerProcess
+from typing import Any
 
-# What the common ancestor imports. Reading a checkpoint's config.json makes transformers import the second.
+# What the fork server imports. Reading a checkpoint's config.json makes transformers import the second.
 _PRELOAD = ["pipedec.cluster.rank", "transformers.models.llama.configuration_llama"]
+_END_SECONDS = 10.0
+_SOCKET_NAME_BYTES = len("/pymp-XXXXXXXX/listener-XXXXXXXX\0")  # what multiprocessing appends to the temporary directory
+_SOCKET_PATH_BYTES = 104  # sockaddr_un.sun_path on macOS; Linux has 108
+_SHORT_DIRECTORY = "/tmp"
 
 
-def rank_context() -> ForkServerContext:
-    """The context to start ranks with; their ancestor is deaf to Ctrl-C, which is for the supervisor alone."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOAD)
-    resource_tracker.ensure_running()  # forkserver would start it, and it would lift the block
-    usual = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        forkserver.ensure_running()
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, usual)
-    return context
+class RankProcesses:
+    """The processes of several ranks, each with a pipe on which it reports to this process."""
+
+    def __init__(self) -> None:
+        self._processes: dict[int, ForkServerProcess] = {}
+        self._pipes: dict[Connection, int] = {}  # those that are open, and their ranks
+
+    def start(self, rank: int, body: Callable[..., int], *arguments: Any) -> None:
+        """Start the process of ``rank``: ``body(*arguments, report)`` returns its exit status.
+
+        ``body``, its arguments and what it reports must be picklable.
+        """
+        context = _fork_server_context()
+        receiver, sender = context.Pipe(duplex=False)
+        process = context.Process(target=_run, args=(body, arguments, sender), name=f"pipedec rank {rank}")
+        process.start()
+        sender.close()
+        self._processes[rank] = process
+        self._pipes[receiver] = rank
+
+    @property
+    def pids(self) -> dict[int, int]:
+        """Process ids by rank."""
+        return {rank: process.pid for rank, process in self._processes.items() if process.pid is not None}
+
+    @property
+    def exit_statuses(self) -> dict[int, int]:
+        """Exit statuses of the ranks that have ended; -N means killed by signal N."""
+        return {rank: status for rank, process in self._processes.items() if (status := process.exitcode) is not None}
+
+    @property
+    def reporting(self) -> list[int]:
+        """Ranks whose pipe is still open."""
+        return list(self._pipes.values())
+
+    def read(self, seconds: float) -> list[tuple[int, Any]]:
+        """Wait up to ``seconds`` for reports: one per rank that sent any, None from a rank whose pipe has just ended."""
+        reports = []
+        for pipe in wait(list(self._pipes), timeout=seconds):
+            assert isinstance(pipe, Connection)
+            try:
+                reports.append((self._pipes[pipe], pipe.recv()))
+            except EOFError:
+                reports.append((self._pipes.pop(pipe), None))
+                pipe.close()
+        return reports
+
+    def exit_status(self, rank: int) -> int | None:
+        """The exit status of a rank that is about to end; None if it has not ended after ten seconds."""
+        self._processes[rank].join(_END_SECONDS)
+        return self._processes[rank].exitcode
+
+    def wait_for_end(self, seconds: float) -> bool:
+        """Wait up to ``seconds`` until a rank ends; whether one has."""
+        return bool(wait([process.sentinel for process in self._processes.values()], timeout=seconds))
+
+    def join(self) -> None:
+        """Wait up to ten seconds until all ranks have ended."""
+        deadline = time.monotonic() + _END_SECONDS
+        for process in self._processes.values():
+            process.join(max(0.0, deadline - time.monotonic()))
+
+    def kill(self) -> None:
+        """Kill the ranks that still run, and forget all of them."""
+        for process in self._processes.values():
+            if process.exitcode is None:
+                process.kill()
+        self.join()
+        for pipe in self._pipes:
+            pipe.close()
+        self._processes.clear()
+        self._pipes.clear()
 
 
-def begin_rank_process() -> None:
-    """The first thing a rank's process does: leave Ctrl-C to the supervisor, end when it ends, meet over loopback."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    die_with_parent()
-    supervisor = multiprocessing.parent_process()
-    if supervisor is not None and not supervisor.is_alive():  # it died before the line above
-        os._exit(1)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+def describe_exit(status: int) -> str:
+    """How a rank ended that should still run, as the end of a sentence."""
+    if status < 0:
+        return f"was killed by {signal.Signals(-status).name}"
+    return "ended before it was told to" if status == 0 else f"failed with exit status {status}"
 
 
 def die_with_parent() -> None:
     """Ask the kernel (Linux) to end this process when its parent ends, however that happens."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
+def _fork_server_context() -> ForkServerContext:
+    """The context to start ranks with, its fork server running. The server ignores Ctrl-C, which is for the supervisor alone."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOAD)
+    resource_tracker.ensure_running()  # the fork server would start it, which would unblock SIGINT
+    usual = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        with _short_temporary_directory():
+            forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, usual)
+    return context
+
+
+@contextmanager
+def _short_temporary_directory() -> Iterator[None]:
+    """Makes multiprocessing put its socket into /tmp where the path below TMPDIR would be too long for a Unix socket.
+
+    multiprocessing chooses its directory once per process, and removes it when the process ends.
+    """
+    usual = tempfile.gettempdir()
+    if len(os.fsencode(usual)) + _SOCKET_NAME_BYTES > _SOCKET_PATH_BYTES:
+        tempfile.tempdir = _SHORT_DIRECTORY
+    try:
+        yield
+    finally:
+        tempfile.tempdir = usual
+
+
+def _run(body: Callable[..., int], arguments: tuple[Any, ...], reports: Connection) -> None:
+    """What the process of a rank does."""
+    _begin_rank_process()
+
+    def report(content: Any) -> None:
+        with suppress(OSError):  # the supervisor reads no longer
+            reports.send(content)
+
+    status = body(*arguments, report)
+    sys.stderr.flush()
+    os._exit(status)  # a process group that lost a peer can hang in its own clean-up
+
+
+def _begin_rank_process() -> None:
+    """Leave Ctrl-C to the supervisor, end when the supervisor ends, and meet the other ranks over loopback."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    die_with_parent()
+    supervisor = multiprocessing.parent_process()
+    if supervisor is not None and not supervisor.is_alive():  # it ended before the line above
+        os._exit(1)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")

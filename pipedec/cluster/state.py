@@ -80,10 +80,10 @@ class MachineLock:
     """Held by the one ``pipedec up`` that may run under a state directory, from before it starts until it ends.
 
     The kernel releases the lock when the process that holds it ends, whatever ends it. A detached process inherits the lock from
-    the command that started it, as an open file (``fileno``).
+    the command that started it, as an open file descriptor (``fileno``).
 
     Args:
-        inherited: the open file of a lock that the parent process has taken.
+        inherited: file descriptor of a lock that the parent process has taken.
 
     Raises:
         UserError: another process holds the lock, or the state file names a cluster that is alive.
@@ -91,27 +91,27 @@ class MachineLock:
 
     def __init__(self, inherited: int | None = None) -> None:
         if inherited is not None:
-            self._file = os.fdopen(inherited, "w")
+            self._descriptor = inherited
             return
-        self._file = (state_directory() / "cluster.lock").open("w")
+        self._descriptor = os.open(state_directory(), os.O_RDONLY)  # locking the directory itself leaves no file behind
+        other = None
         try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            other = None
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             other = "another `pipedec up` is starting or stopping a cluster here: wait until it is done"
         state = read_state()
         if state is not None and state.is_alive():
             other = f"a cluster is already running here (process {state.pid}): stop it with `pipedec down`"
         if other is not None:
-            self._file.close()
+            self.release()
             raise UserError(other)
 
     def fileno(self) -> int:
-        return self._file.fileno()
+        return self._descriptor
 
     def release(self) -> None:
         """Let go of the lock; a process that has inherited it still holds it."""
-        self._file.close()
+        os.close(self._descriptor)
 
 
 def find_run(redis_url: str | None, run_id: str | None) -> RunningCluster:

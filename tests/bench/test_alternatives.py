@@ -16,9 +16,9 @@ from click.testing import CliRunner
 from tiny_pair import SENTENCES, Pair
 from transformers.utils import logging
 
-from pipedec.bench import alternatives
-from pipedec.bench.alternatives import AlternativesConfig, measure_alternatives
-from pipedec.bench.contenders import PassCount, load_contenders
+from pipedec.bench.alternatives import benchmark as alternatives
+from pipedec.bench.alternatives.benchmark import AlternativesConfig, measure_alternatives
+from pipedec.bench.alternatives.contenders import PassCount, load_contenders
 from pipedec.cli.main import program
 from pipedec.core import UserError
 

@@ -13,8 +13,8 @@ import torch
 from checkpoints import save_tiny_llama
 from click.testing import CliRunner
 
-from pipedec.bench import layers
-from pipedec.bench.layers import LayersConfig, Roofline, driver, measure_layers
+from pipedec.bench.kernels import layers
+from pipedec.bench.kernels.layers import LayersConfig, Roofline, driver, measure_layers
 from pipedec.cli.main import program
 from pipedec.core import UserError
 from pipedec.hardware import DEVICES, MODEL_SHAPES, ModelShape
@@ -56,12 +56,12 @@ def test_a_known_device_is_bound_by_its_data_sheet(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
     known = Roofline.of(torch.device("cuda"), "bfloat16")
     assert (known.bytes_per_second, known.flops_per_second) == (4.8e12, 9.89e14) and "H200" in known.source
-    assert set(layers._DATA_SHEETS.values()) == set(DEVICES)
+    assert set(layers.DATA_SHEETS.values()) == set(DEVICES)
 
 
 def test_an_unknown_device_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layers, "_COPIED_BYTES", {"cpu": 1 << 16})
-    monkeypatch.setattr(layers, "_MULTIPLIED_SIZE", {"cpu": 16})
+    monkeypatch.setattr(layers, "COPIED_BYTES", {"cpu": 1 << 16})
+    monkeypatch.setattr(layers, "MULTIPLIED_SIZE", {"cpu": 16})
     measured = Roofline.of(torch.device("cpu"), "float32")
     assert measured.bytes_per_second > 0 and measured.flops_per_second > 0 and "measured" in measured.source
 

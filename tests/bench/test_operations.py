@@ -11,8 +11,8 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from pipedec.bench.operations import OperationsConfig, filled_cache, grown_tree, measure_operations
-from pipedec.bench.stopwatch import Stopwatch, check_memory, device_named
+from pipedec.bench.kernels.operations import OperationsConfig, filled_cache, grown_tree, measure_operations
+from pipedec.bench.kernels.stopwatch import Stopwatch, check_memory, device_named
 from pipedec.cli.main import program
 from pipedec.core import UserError
 from pipedec.engine.spec import REFERENCE_PAIR

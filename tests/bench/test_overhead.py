@@ -17,8 +17,8 @@ from click.testing import CliRunner
 from simulated_pipeline import SimulatedPipeline
 
 from pipedec.bench.critical_path import critical_path, critical_path_lengths
-from pipedec.bench.overhead import OverheadConfig, measure_overhead
-from pipedec.bench.rank_group import RankGroup
+from pipedec.bench.overhead.benchmark import OverheadConfig, measure_overhead
+from pipedec.bench.overhead.ranks import run_ranks
 from pipedec.bench.record import append_rows, check_writable, header, revision
 from pipedec.cli.main import program
 from pipedec.core import PipedecError, RankLost, UserError
@@ -26,6 +26,7 @@ from pipedec.scheduler import EmbeddedServer, GrantedTask, RedisScheduler, Task,
 from pipedec.topology import Topology
 
 
+@pytest.mark.slow
 def test_toy_run_counts_what_a_timestep_must_cost() -> None:
     before = {process.pid for process in psutil.Process().children(recursive=True)}
     rows = measure_overhead(OverheadConfig(stages=(1, 2), rows=(1, 3), timesteps=5, hidden_size=8, repeats=2))
@@ -111,22 +112,22 @@ def _crash(rank: int, report: Callable[[Any], None]) -> None:
     raise ZeroDivisionError("by design")
 
 
+@pytest.mark.usefixtures("leaves_nothing")
 def test_a_dead_rank_is_named_and_nothing_is_left_over() -> None:
-    with pytest.raises(RankLost, match="rank 1 ended with status 3"), RankGroup(_sleep_or_die, [0, 1, 2]) as group:
-        pids = group.pids
-        group.collect(30)
-    assert len(pids) == 3 and not [pid for pid in pids if psutil.pid_exists(pid)]
+    with pytest.raises(RankLost, match="rank 1 failed with exit status 3"):
+        run_ranks(_sleep_or_die, [0, 1, 2], 30)
 
 
+@pytest.mark.usefixtures("leaves_nothing")
 def test_silence_has_an_end() -> None:
-    with pytest.raises(RankLost, match="reported nothing"), RankGroup(_sleep_or_die, [0]) as group:
-        group.collect(1.0)
+    with pytest.raises(RankLost, match="ranks 0 have reported nothing for 1 s"):
+        run_ranks(_sleep_or_die, [0], 1.0)
 
 
 @pytest.mark.parametrize(("body", "words"), [(_refuse, "rank 0 will not"), (_crash, "internal error: ZeroDivisionError")])
 def test_a_rank_that_fails_says_why(body: Any, words: str) -> None:
-    with pytest.raises(PipedecError, match=words), RankGroup(body, [0]) as group:
-        group.collect(30)
+    with pytest.raises(PipedecError, match=words):
+        run_ranks(body, [0], 30)
 
 
 def test_rows_are_appended_with_their_header(tmp_path: Path) -> None:

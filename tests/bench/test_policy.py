@@ -11,8 +11,8 @@ import pytest
 from silent_progress import Silent
 from tiny_pair import Pair
 
-from pipedec.bench.policy import Policy, PolicyAnswer, PolicyConfig, Study
-from pipedec.bench.policy_figures import PolicyFigures, compare, document
+from pipedec.bench.policy.study import Policy, PolicyAnswer, PolicyConfig, Study
+from pipedec.bench.policy.summary import PolicyFigures, compare, document
 from pipedec.bench.sweep import SweepConfig, sweep
 from pipedec.bench.sweep_shapes import Pair as Models
 from pipedec.bench.sweep_trees import TreeGrid
@@ -92,18 +92,18 @@ def test_predicts_the_rows_of_a_sweep(pair: Pair, tmp_path: Path) -> None:
         assert (replayed.timesteps, replayed.hits, replayed.misses) == (row["timesteps"], row["hits"], row["misses"])
         assert replayed.decode_ms == pytest.approx(row["decode_ms"], abs=1e-3)
     compared = compare(chosen, answers, rows)
-    assert [(one.policy, one.clock, one.answers) for one in compared] == [(name, "computed", 2) for name in policies]
-    for one in compared:
-        assert one.slow_motion == 1 and one.ratio == pytest.approx(1, abs=1e-5)
+    assert compared[["policy", "clock", "answers"]].values.tolist() == [[name, "computed", 2] for name in policies]
+    assert (compared["slow_motion"] == 1).all() and compared["ratio"].tolist() == pytest.approx([1] * 4, abs=1e-5)
     slower = [{**row, "clock": "measured", "slow_motion": 2.0, "decode_ms": 2 * row["decode_ms"]} for row in rows]
     both = compare(chosen, answers, [*slower, *rows])
-    assert [(one.clock, one.slow_motion, round(one.ratio, 4)) for one in both] == [("computed", 1, 1), ("measured", 2, 0.5)] * 4
+    found = both[["clock", "slow_motion", "ratio"]].round(4).values.tolist()
+    assert found == [["computed", 1, 1], ["measured", 2, 0.5]] * 4
 
 
 def test_what_is_recorded_is_not_computed_again(pair: Pair, whole: Whole, monkeypatch: pytest.MonkeyPatch) -> None:
     recorded = {path: path.read_bytes() for path in whole.recording.iterdir()}
     assert len(recorded) == 1 + 3, "the answers, and what the draft said below each of three prompts"
-    monkeypatch.setattr("pipedec.bench.policy.OneProcess", never)
+    monkeypatch.setattr("pipedec.bench.policy.study.OneProcess", never)
     monkeypatch.setattr("pipedec.engine.spec.PipelineSpec.load_drafter", never)
     assert costs(study(config(pair), PROMPTS, whole.recording, Silent())) == costs(whole.answers)
     assert {path: path.read_bytes() for path in whole.recording.iterdir()} == recorded
@@ -129,16 +129,16 @@ def test_without_a_draft_the_text_alone_proposes(pair: Pair, tmp_path: Path) -> 
 
 def test_figures_add_up(pair: Pair, whole: Whole) -> None:
     figures = PolicyFigures.of(whole.answers)
-    assert [one.policy.name for one in figures] == list(POLICIES)
-    for one in figures:
-        causes = {cause: lost for cause, lost in one.lost_per_token.items() if cause != "together"}
-        assert sum(causes.values()) == pytest.approx(one.timesteps_per_token)
-        assert list(one.sets) == ["first", "second"]
-        assert one.sets["first"].totals.tokens == 8 and one.sets["second"].totals.tokens == 4
-    plain, paper = figures[0], figures[2]
-    assert (plain.timesteps_per_token, plain.hit_rate, plain.overall.totals.lost_per_miss) == (STAGES, 0, STAGES)
-    assert plain.speedup(plain) == 1 and paper.speedup(plain) == pytest.approx(plain.ms_per_token / paper.ms_per_token)
-    written = json.loads(json.dumps(document(config(pair), figures, [])))
+    means = figures.means.to_dict("index")
+    assert list(means) == list(POLICIES)
+    for name, one in means.items():
+        causes = figures.causes_per_token.loc[name].drop("together")
+        assert causes.sum() == pytest.approx(one["timesteps_per_token"])
+        assert figures.totals.loc[name]["tokens"].to_dict() == {"first": 8, "second": 4}
+    plain, paper = means["pp"], means[POLICIES[2]]
+    assert (plain["timesteps_per_token"], plain["hit_rate"], plain["timesteps_per_miss"]) == (STAGES, 0, STAGES)
+    assert plain["speedup"] == 1 and paper["speedup"] == pytest.approx(plain["ms_per_token"] / paper["ms_per_token"])
+    written = json.loads(json.dumps(document(config(pair), figures, compare(config(pair), whole.answers, []))))
     assert written["schema"] == "pipedec.policy/1" and written["benchmark"] == "policy"
     assert [row["limits"] for row in written["policies"]] == [
         {},
@@ -228,7 +228,7 @@ def test_refuses_another_recording(pair: Pair, whole: Whole, tmp_path: Path) -> 
         path.write_text(text)
         with pytest.raises(UserError, match=r"recording.json is no recording"):
             Study(config(pair, "pp"), PROMPTS, tmp_path)
-    with pytest.raises(UserError, match="it is no directory"):
+    with pytest.raises(UserError, match="not a directory"):
         Study(config(pair, "pp"), PROMPTS, path)
 
 
@@ -236,9 +236,9 @@ def test_rows_of_anything_else_are_not_compared(pair: Pair, whole: Whole, tmp_pa
     rows = swept(pair, tmp_path / "sweep", methods=("pp", "pipedec"))
     chosen = config(pair)
     answers = [one for one in whole.answers if one.policy.method == "pipedec"]
-    assert [(one.policy, one.answers) for one in compare(chosen, answers, rows)] == [(POLICIES[2], 3)]
+    assert compare(chosen, answers, rows)[["policy", "answers"]].values.tolist() == [[POLICIES[2], 3]]
     for change in (
         {"preset": "paper-7"}, {"prompt_index": 99}, {"prompt_set": "third"}, {"output_tokens": 4}, {"prompt_tokens": 4},
         {"method": "slm"}, {"tree": {"width": 8, "children": 5}}, {"pair": {"digest": "0"}}, {"sampling": {}}, {"cluster": {}},
     ):  # fmt: skip
-        assert compare(chosen, answers, [{**row, **change} for row in rows]) == []
+        assert compare(chosen, answers, [{**row, **change} for row in rows]).empty

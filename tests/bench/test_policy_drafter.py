@@ -10,8 +10,8 @@ from checkpoints import save_tiny_llama
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipedec.bench.policy_drafter import RecordedDrafter
-from pipedec.bench.policy_memo import PROMPT, DraftMemo
+from pipedec.bench.policy.drafter import RecordedDrafter
+from pipedec.bench.policy.memo import PROMPT, DraftMemo
 from pipedec.core import UserError
 from pipedec.decoding import Drafter
 from pipedec.drafting import DraftModel
@@ -173,13 +173,13 @@ def test_tells_which_tokens_of_the_answer_this_request_had_asked_for(model: Stag
     begin(drafter)
     likeliest = drafter.expand(planted(5), torch.tensor([0]), 3).token_ids[0].tolist()
     other = next(token for token in range(VOCAB) if token not in likeliest)
-    for token, is_named in ((likeliest[0], True), (likeliest[2], True), (other, False)):
-        assert drafter.named([5, token, 1]) == [False, is_named, False]
+    for token, is_proposed in ((likeliest[0], True), (likeliest[2], True), (other, False)):
+        assert drafter.proposed([5, token, 1]) == [False, is_proposed, False]
     fewer = RecordedDrafter(memo, forwards.load, RECORDED)
     begin(fewer)
-    assert fewer.named([5, likeliest[2]]) == [False, False], "recorded, but not asked for"
+    assert fewer.proposed([5, likeliest[2]]) == [False, False], "recorded, but not requested"
     fewer.expand(planted(5), torch.tensor([0]), 2)
-    assert fewer.named([5, likeliest[2]]) == [False, False]
+    assert fewer.proposed([5, likeliest[2]]) == [False, False]
 
 
 def test_what_is_saved_is_found_again(model: StageModel, tmp_path: Path) -> None:
@@ -204,5 +204,5 @@ def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "draft.safetensors"
     assert not DraftMemo.load(path).knows(0, 1), "no file, no contexts"
     path.write_bytes(b"nothing")
-    with pytest.raises(UserError, match=r"cannot read .*draft.safetensors: .*; remove it"):
+    with pytest.raises(UserError, match=r"cannot read .*draft.safetensors: .*; remove the file"):
         DraftMemo.load(path)

@@ -11,10 +11,10 @@ import pytest
 import torch
 from checkpoints import save_tiny_llama
 
-from pipedec.bench.policy_drafter import RecordedDrafter
-from pipedec.bench.policy_losses import Losses, losses
-from pipedec.bench.policy_memo import DraftMemo
-from pipedec.bench.policy_replay import Replayed, ReplayedPipeline, WatchedExperience
+from pipedec.bench.policy.drafter import RecordedDrafter
+from pipedec.bench.policy.losses import Losses, losses
+from pipedec.bench.policy.memo import DraftMemo
+from pipedec.bench.policy.replay import Replayed, ReplayedPipeline, WatchedExperience
 from pipedec.config import paper_cluster
 from pipedec.core import MethodOptions, Request, SamplingParams
 from pipedec.decoding import Drafter
@@ -135,16 +135,16 @@ def test_experience_tells_which_accepted_tokens_were_among_the_choices() -> None
     experience, request = WatchedExperience(4), Request(0, (1, 2))
     choices = Choices(torch.tensor([0]), torch.tensor([[7, 8]]), torch.tensor([[[1.0], [0.0], [0.0]]]))
     acceptance, expected = experience.acceptance(request, (1.0,), "cpu"), Acceptance((1.0,))
-    for row, token, is_named in ((0, 8, True), (0, 9, False), (5, 8, None)):
-        assert acceptance.observe(choices, row, token) is expected.observe(choices, row, token) is is_named
-    assert experience.take_named(3) == [True, False, False]
-    assert experience.take_named(2) == [False, False], "nothing was drafted"
+    for row, token, is_proposed in ((0, 8, True), (0, 9, False), (5, 8, None)):
+        assert acceptance.observe(choices, row, token) is expected.observe(choices, row, token) is is_proposed
+    assert experience.take_proposed(3) == [True, False, False]
+    assert experience.take_proposed(2) == [False, False], "nothing was drafted"
     again = experience.acceptance(request, (1.0,), "cpu")
     assert torch.equal(again.log_chances(choices), expected.log_chances(choices)), "the same one learns on"
 
 
 @pytest.mark.parametrize(
-    ("entries", "is_named", "expected"),
+    ("entries", "is_proposed", "expected"),
     [
         ([], [], Losses()),
         ([1], [False], Losses(first=4)),
@@ -157,8 +157,8 @@ def test_experience_tells_which_accepted_tokens_were_among_the_choices() -> None
         ([2, 2, 7, 8], [False, False, False, True], Losses(first=5, together=1, tokens=2, unnamed=4)),
     ],
 )
-def test_causes(entries: list[int], is_named: list[bool], expected: Losses) -> None:
-    assert losses(entries, is_named, passage=4) == expected
+def test_causes(entries: list[int], is_proposed: list[bool], expected: Losses) -> None:
+    assert losses(entries, is_proposed, passage=4) == expected
 
 
 def test_the_parts_of_several_answers_add_up() -> None:

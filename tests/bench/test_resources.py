@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from pipedec.bench.resources import ResourcesConfig, TimedAnswer, _latencies
+from pipedec.bench.resources import ResourcesConfig, TimedAnswer, latencies
 from pipedec.cli.main import program
 from pipedec.core import PipedecError, UserError
 
@@ -31,6 +31,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+@pytest.mark.slow
 def test_toy_cluster(pair: Path, tmp_path: Path) -> None:
     out = tmp_path / "figures.jsonl"
     flags = ["--target", str(pair / "target"), "--draft", str(pair / "draft"), "--stages", "2", "--device", "cpu"]
@@ -61,5 +62,5 @@ def test_impossible_sizes_are_refused(flags: dict[str, Any], words: str) -> None
 
 
 def test_an_answer_of_one_token_has_no_decoded_token() -> None:
-    with pytest.raises(PipedecError, match="nothing was decoded"):
-        _latencies(TimedAnswer(token_seconds=[0.1]))
+    with pytest.raises(PipedecError, match="no decoding was timed"):
+        latencies(TimedAnswer(token_seconds=[0.1]))

@@ -16,11 +16,11 @@ from threads_support import THREAD_DIALECTS, Case, ThreadModels
 from tiny_pair import Pair
 
 from pipedec.bench.sweep_shapes import Pair as Models
-from pipedec.bench.threads import ThreadsConfig, bench_threads
-from pipedec.bench.threads_answers import sequential_metrics
-from pipedec.bench.threads_figures import draw_threads
-from pipedec.bench.threads_rows import ThreadRow, ThreadRows
-from pipedec.bench.threads_summary import Speed, combinations, document, markdown, speeds, structures
+from pipedec.bench.threads.answers import sequential_metrics
+from pipedec.bench.threads.benchmark import ThreadsConfig, bench_threads
+from pipedec.bench.threads.figures import draw_threads
+from pipedec.bench.threads.rows import quartets, read_frame
+from pipedec.bench.threads.summary import combinations, document, markdown, speeds, structures
 from pipedec.cli.main import program
 from pipedec.config import paper_cluster
 from pipedec.core import PipedecError, SamplingParams, UserError
@@ -65,12 +65,14 @@ def test_every_combination_has_one_row(whole: tuple[Path, list[dict[str, Any]]])
     assert rows == lines(out) and len({row["key"] for row in rows}) == len(rows)
     places = {(row["cluster"]["stages"], row["dialect"], row["method"], row["prompt_set"], row["prompt_index"]) for row in rows}
     assert len(places) == len(rows) and {place[1] for place in places} == {"none", "apar"}
-    for row in map(ThreadRow.of, rows):
-        assert row.decode_ms > 0 and len(row.fill) == row.timesteps and {len(part) for part in row.fill} == {row.stages}
-        assert 0 < row.busy <= row.places <= row.rows + row.places - row.busy
-        assert row.metrics.tokens <= 24 and row.decoded_text <= row.metrics.text_tokens
-        assert (row.metrics.threads == 1) or row.dialect != "none"
-    assert sum(ThreadRow.of(row).forked for row in rows) >= len(rows) // 3, "the biases make threads"
+    frame = read_frame(rows)
+    assert len(frame) == len(rows) and (frame["decode_ms"] > 0).all()
+    for row in frame.to_dict("records"):
+        assert len(row["fill"]) == row["timesteps"] and {len(part) for part in row["fill"]} == {row["stages"]}
+        assert 0 < row["busy"] <= row["group_timesteps"] <= row["rows"] + row["group_timesteps"] - row["busy"]
+        assert row["tokens"] <= 24 and row["decoded_text"] <= row["text_tokens"]
+        assert row["threads"] == 1 or row["dialect"] != "none"
+    assert frame["is_forked"].sum() >= len(rows) // 3, "the biases make threads"
 
 
 def test_an_answer_is_the_references(config: ThreadsConfig, thread_models: ThreadModels, tmp_path: Path) -> None:
@@ -107,37 +109,58 @@ def test_another_answer_of_a_method_is_an_error(
 
 
 def test_figures_of_the_summary_are_those_of_the_rows(whole: tuple[Path, list[dict[str, Any]]]) -> None:
-    rows = ThreadRows(whole[1])
-    by_place = {(row.stages, row.dialect, row.method, row.question): row for row in rows.all}
-    one = next(one for one in structures(rows) if (one.dialect, one.prompt_set, one.answers) == ("apar", "all", "all"))
-    answers = [by_place[1, "apar", "pp", question] for question in rows.questions]
-    assert one.count == 3 and one.threads == fmean(row.metrics.threads for row in answers)
-    baselines = [by_place[1, "none", "pp", row.question].metrics.tokens for row in answers]
-    speedups = [row.metrics.theoretical_speedup(tokens) for row, tokens in zip(answers, baselines, strict=True)]
-    assert one.theoretical_speedup == pytest.approx(prod(speedups) ** (1 / 3))
-    assert one.cut_share == fmean(row.finish_reason == "length" for row in answers)
-    found: dict[tuple[Any, ...], Speed] = {(it.stages, it.dialect, it.method, it.answers): it for it in speeds(rows)}
-    assert len(found) == len(speeds(rows)) == 2 * 2 * (1 + 2)
-    both = found[2, "apar", "pipedec-bestfirst", "all"]
-    ours = [by_place[2, "apar", "pipedec-bestfirst", question] for question in rows.questions]
-    plain = [by_place[2, "none", "pp", question] for question in rows.questions]
-    ratios = [base.decode_ms / row.decode_ms for base, row in zip(plain, ours, strict=True)]
-    assert both.over_pp == pytest.approx(prod(ratios) ** (1 / 3))
-    assert both.occupancy == sum(row.busy for row in ours) / sum(row.places for row in ours)
-    assert both.ms_per_token == sum(row.decode_ms for row in ours) / sum(row.decoded_text for row in ours)
-    four = next(one for one in combinations(rows) if (one.stages, one.dialect, one.answers) == (2, "apar", "all"))
-    assert four.speedup_answer == {
-        "neither": 1.0, "threads": pytest.approx(found[2, "apar", "pp", "all"].over_pp),
-        "speculation": pytest.approx(found[2, "none", "pipedec-bestfirst", "all"].over_pp), "both": pytest.approx(both.over_pp),
+    frame = read_frame(whole[1])
+    rows = {(row["stages"], row["dialect"], row["method"], row["prompt_set"], row["prompt_index"]): row
+            for row in frame.to_dict("records")}  # fmt: skip
+    questions = list(dict.fromkeys(place[3:] for place in rows))
+
+    def answers(*place: Any) -> list[dict[Any, Any]]:
+        return [rows[(*place, *question)] for question in questions]
+
+    found = structures(frame).set_index(["dialect", "prompt_set", "answers"])
+    one, threaded = found.loc[("apar", "all", "all")], answers(1, "apar", "pp")
+    assert one["count"] == 3 and one["threads"] == fmean(row["threads"] for row in threaded)
+    sequential = answers(1, "none", "pp")
+    speedups = [base["tokens"] / row["longest_chain"] for base, row in zip(sequential, threaded, strict=True)]
+    assert one["theoretical_speedup"] == pytest.approx(prod(speedups) ** (1 / 3))
+    assert one["cut_share"] == fmean(row["is_cut"] for row in threaded)
+    costs = speeds(frame).set_index(["stages", "dialect", "method", "answers"])
+    assert len(costs) == 2 * 2 * (1 + 2)
+    both, ours, plain = (
+        costs.loc[(2, "apar", "pipedec-bestfirst", "all")],
+        answers(2, "apar", METHODS[1]),
+        answers(2, "none", "pp"),
+    )
+    ratios = [base["decode_ms"] / row["decode_ms"] for base, row in zip(plain, ours, strict=True)]
+    assert both["over_pp"] == pytest.approx(prod(ratios) ** (1 / 3))
+    assert both["occupancy"] == sum(row["busy"] for row in ours) / sum(row["group_timesteps"] for row in ours)
+    assert both["ms_per_token"] == pytest.approx(sum(row["decode_ms"] for row in ours) / sum(row["decoded_text"] for row in ours))
+    four = next(one for one in combinations(frame) if (one["stages"], one["dialect"], one["answers"]) == (2, "apar", "all"))
+    assert four["speedup_answer"] == {
+        "neither": 1.0, "threads": pytest.approx(costs.loc[(2, "apar", "pp", "all")]["over_pp"]),
+        "speculation": pytest.approx(costs.loc[(2, "none", "pipedec-bestfirst", "all")]["over_pp"]),
+        "both": pytest.approx(both["over_pp"]),
     }  # fmt: skip
-    forked = [question for question in rows.questions if by_place[1, "apar", "pp", question].forked]
-    assert found[2, "apar", "pp", "forked"].count == len(forked) >= 1
+    forked = [row for row in threaded if row["threads"] > 1]
+    assert costs.loc[(2, "apar", "pp", "forked")]["count"] == len(forked) >= 1
+
+
+def test_answers_without_their_counterparts_are_left_out(whole: tuple[Path, list[dict[str, Any]]]) -> None:
+    frame = read_frame(row for row in whole[1] if (row["dialect"], row["method"]) != ("none", "pp") or row["prompt_index"] == 0)
+    found = quartets(frame)
+    assert set(found["prompt_index"]) == {0} and len(found) == 2 * 2
+    costs = speeds(frame).set_index(["stages", "dialect", "method", "answers"])
+    assert costs.loc[(1, "apar", "pp", "all")]["count"] == 3 and costs.loc[(1, "none", "pp", "all")]["count"] == 2
+    alone = read_frame(row for row in whole[1] if row["dialect"] != "none")
+    assert quartets(alone).empty and speeds(alone)["over_pp"].isna().all() and combinations(alone) == []
+    assert json.loads(document(alone))["speed"][0]["over_pp"] is None and "–" in markdown(alone)
 
 
 def test_plain_pipelines_work_on_one_stage_at_a_time(whole: tuple[Path, list[dict[str, Any]]]) -> None:
-    for one in speeds(ThreadRows(whole[1])):
-        if one.method == "pp" and one.dialect == "none":
-            assert one.occupancy == pytest.approx(1 / one.stages) and one.rows_per_busy == 1 == one.over_same == one.over_pp
+    found = speeds(read_frame(whole[1]))
+    for one in found[(found["method"] == "pp") & (found["dialect"] == "none")].to_dict("records"):
+        assert one["occupancy"] == pytest.approx(1 / one["stages"])
+        assert one["rows_per_busy"] == 1 == one["over_same"] == one["over_pp"]
 
 
 def test_an_answer_in_one_thread_saves_nothing() -> None:
@@ -149,19 +172,19 @@ def test_an_answer_in_one_thread_saves_nothing() -> None:
 
 
 def test_tables_and_pictures(whole: tuple[Path, list[dict[str, Any]]], tmp_path: Path) -> None:
-    rows = ThreadRows(whole[1])
-    text = markdown(rows)
+    frame = read_frame(whole[1])
+    text = markdown(frame)
     assert text.startswith("Preset paper-14, llama-3.1-70b. Emulated")
     for heading in ("## Answers in threads", "## What they cost", "## Threads, speculation, both"):
         table = [line for line in text.split(heading)[1].split("\n##")[0].splitlines() if line.startswith("|")]
         assert len(table) > 3 and len({len(line) for line in table}) == 1, "aligned"
-    assert set(json.loads(document(rows))) == {"structure", "speed", "combinations", "anomalies"}
-    drawn = draw_threads(rows, tmp_path)
+    assert set(json.loads(document(frame))) == {"structure", "speed", "combinations", "anomalies"}
+    drawn = draw_threads(frame, tmp_path)
     assert [file.name for file in drawn.files] == [
         f"{name}.{kind}" for name in ("pipeline-fill", "threads-speedup") for kind in ("png", "svg")
     ]  # fmt: skip
     assert not drawn.left_out and all(file.stat().st_size > 5000 for file in drawn.files)
-    alone = draw_threads(ThreadRows(row for row in whole[1] if row["dialect"] != "none"), tmp_path / "alone")
+    alone = draw_threads(read_frame(row for row in whole[1] if row["dialect"] != "none"), tmp_path / "alone")
     assert not alone.files and len(alone.left_out) == 2
 
 

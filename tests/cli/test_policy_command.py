@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,13 @@ def test_compares_policies_with_each_other_and_with_a_sweep(pipedec: Pipedec, pa
     policies = ["--policy", "pp", "--policy", "pipedec:width=4", "--policy", "pipedec-bestfirst"]
     ended = pipedec(*asked, *policies, "--json", tmp_path / "out.json", "--check", tmp_path / "sweep")
     assert ended.status == 0, ended.err
-    for text in ("Policies on paper-14 (2 stages), emulated", "by cause", "by prompt set", "Beside a sweep", "pipedec:width=4"):
+    for text in (
+        "Policies on paper-14 (2 stages), emulated",
+        "by cause",
+        "by prompt set",
+        "Compared with a sweep",
+        "pipedec:width=4",
+    ):
         assert text in ended.out
     written = json.loads((tmp_path / "out.json").read_text())
     assert policies_in(tmp_path / "out.json") == ["pp", "pipedec:width=4", "pipedec-bestfirst"]
@@ -43,7 +50,7 @@ def test_compares_policies_with_each_other_and_with_a_sweep(pipedec: Pipedec, pa
 def test_by_default_the_papers_method_beside_best_first(pipedec: Pipedec, pair: Pair, tmp_path: Path) -> None:
     ended = pipedec(*flags(pair, tmp_path / "recording"), "--json", tmp_path / "out.json")
     assert ended.status == 0, ended.err
-    assert "Beside a sweep" not in ended.out
+    assert "Compared with a sweep" not in ended.out
     assert policies_in(tmp_path / "out.json") == ["pipedec", "pipedec-bestfirst"]
 
 
@@ -52,7 +59,7 @@ def test_without_a_row_to_compare_with_there_are_figures(pipedec: Pipedec, pair:
     sweep = [*asked[2:-2], "--clock", "computed", "--methods", "pp", "--out", tmp_path / "sweep"]
     assert pipedec("bench", "sweep", *sweep).status == 0
     ended = pipedec(*asked, "--policy", "pipedec", "--json", tmp_path / "out.json", "--check", tmp_path / "sweep")
-    assert ended.status == 2 and "no row is of these policies" in ended.err and "Beside a sweep" not in ended.out
+    assert ended.status == 2 and "no row has the same policies" in ended.err and "Compared with a sweep" not in ended.out
     assert policies_in(tmp_path / "out.json") == ["pipedec"]
 
 
@@ -77,3 +84,13 @@ def test_mistakes_are_one_line(pipedec: Pipedec, pair: Pair, tmp_path: Path, arg
 def test_asks_for_prompts(pipedec: Pipedec, tmp_path: Path) -> None:
     line = pipedec("bench", "policy", "--preset", "paper-14", "--recording", tmp_path / "recording").refused()
     assert line == "nothing to ask: give --prompts FILE or --prompt TEXT"
+
+
+def test_without_pandas_one_line_says_what_to_install(
+    pipedec: Pipedec, pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    monkeypatch.delitem(sys.modules, "pipedec.bench.policy.summary", raising=False)
+    line = pipedec(*flags(pair, tmp_path / "recording")).refused()
+    assert line == "this command needs pandas: pip install 'pipedec[bench]'"
+    assert not (tmp_path / "recording").exists()

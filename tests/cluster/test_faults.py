@@ -15,7 +15,6 @@ from processes import wait_until
 from tiny_pair import Pair
 
 from pipedec.client.client import Client
-from pipedec.cluster import local as cluster_module
 from pipedec.cluster.lease import LeaseKeeper
 from pipedec.cluster.local import LocalCluster
 from pipedec.cluster.state import RunningCluster
@@ -101,17 +100,22 @@ def test_a_stage_that_stands_still_is_named(pair: Pair, dispatch: str) -> None:
         cluster.kill()
 
 
-def rank_that_can_be_told_to_leave(*arguments: Any) -> None:
+class LeavesWhenAsked(str):
+    """The name of a transport. Once it arrives in a rank's process, SIGUSR1 makes that process leave as if all were well."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _leave_when_asked, (str(self),)
+
+
+def _leave_when_asked(transport: str) -> str:
     signal.signal(signal.SIGUSR1, lambda number, frame: os._exit(0))
-    cluster_module._rank_process(*arguments)
+    return transport
 
 
 @with_each_dispatch
-def test_a_rank_that_ends_early_and_content_is_a_failure(pair: Pair, monkeypatch: pytest.MonkeyPatch, dispatch: str) -> None:
-    original = cluster_module._rank_process
-    monkeypatch.setattr(cluster_module, "_rank_process", rank_that_can_be_told_to_leave)
-    with LocalCluster(replace(pair.spec(STAGES), dispatch=dispatch)) as cluster:
-        monkeypatch.setattr(cluster_module, "_rank_process", original)
+def test_a_rank_that_ends_early_and_content_is_a_failure(pair: Pair, dispatch: str) -> None:
+    spec = replace(pair.spec(STAGES), dispatch=dispatch)
+    with LocalCluster(spec, transport=LeavesWhenAsked("auto")) as cluster:
         victim = Victim(cluster)
         os.kill(cluster.pids[1], signal.SIGUSR1)
         supervise(cluster, RankLost, f"{NAMES[1]} ended before it was told to")

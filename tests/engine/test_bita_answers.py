@@ -196,7 +196,7 @@ class Oracle:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, teacher: Teacher) -> None:
         self.asked: list[list[int]] = []
 
-        def likeliest(
+        def predict(
             worker: FinalStageWorker, logits: Tensor, places: Tensor, count: int, threads: Tensor | None = None
         ) -> Tensor:
             numbers = [place - len(PROMPT) for place in places.tolist()]
@@ -204,7 +204,7 @@ class Oracle:
             assert len(logits) == len(numbers)
             return torch.tensor([list(teacher(number))[:count] for number in numbers], dtype=torch.int64).view(-1, count)
 
-        monkeypatch.setattr(FinalStageWorker, "_likeliest", likeliest)
+        monkeypatch.setattr(FinalStageWorker, "_predict", predict)
 
 
 def lengths(pipeline: LocalPipeline, asked: Request) -> tuple[list[int], tuple[int, ...]]:

@@ -1,7 +1,8 @@
-"""``pipedec bench alternatives``: the same prompts through what one would use instead."""
+"""``pipedec bench alternatives``: the same prompts through transformers and pipedec."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,60 +11,102 @@ from rich.console import Console
 from rich.table import Table
 
 from pipedec.cli.benchmarks.shared import OUT_HELP, PATH, append, machine_text
+from pipedec.cli.options import Command, gathered
 from pipedec.cli.show import console
 from pipedec.core import UserError
 
 
+@dataclass(frozen=True)
+class PairFlags:
+    """The models, and the stages of the method that is measured on several (see ``PipelineSpec.create``)."""
+
+    target: Path | None
+    draft: str | None
+    bita: str | None
+    stages: int
+    device: str
+
+
+@dataclass(frozen=True)
+class PromptFlags:
+    """Where the prompts come from."""
+
+    texts: tuple[str, ...]
+    files: tuple[Path, ...]
+    field: str | None
+    samples: int
+
+    def read(self) -> list[str]:
+        """All prompts. Raises UserError if there are none, or a file cannot be read."""
+        from pipedec.data.prompts import read_prompts
+
+        if self.samples < 1:
+            raise UserError(f"--samples must be at least 1, not {self.samples}")
+        drawn = (text for path in self.files for text in read_prompts(path, self.field).sample(self.samples).prompts)
+        prompts = [*self.texts, *drawn]
+        if not prompts:
+            raise UserError("nothing to answer: give --prompt TEXT or --prompts FILE")
+        return prompts
+
+
+def _pair_options(command: Command) -> Command:
+    options = [
+        click.option("--target", type=PATH, help="Target checkpoint directory (default: the shipped pair)."),
+        click.option("--draft", help="Draft checkpoint directory, or none."),
+        click.option("--bita", help="Directory of BiTA trained for the target, or none (default: the shipped one)."),
+        click.option(
+            "--stages",
+            type=int,
+            default=4,
+            show_default=True,
+            help="Stages of pipedec's default method, in one process.",
+        ),
+        click.option("--device", default="auto", show_default=True, help="auto, cpu or cuda."),
+    ]
+    return gathered(command, options, PairFlags, "pair")
+
+
+def _prompt_options(command: Command) -> Command:
+    options = [
+        click.option("--prompt", "texts", multiple=True, help="A prompt; may be repeated."),
+        click.option("--prompts", "files", multiple=True, type=PATH, help="JSONL, JSONL.gz or CSV prompt file; may be repeated."),
+        click.option("--field", help="The field of the prompt files that holds the prompt."),
+        click.option("--samples", type=int, default=10, show_default=True, help="Prompts sampled from each file (seed 0)."),
+    ]
+    return gathered(command, options, PromptFlags, "prompts")
+
+
 @click.command()
-@click.option("--target", type=PATH, help="Target checkpoint directory (default: the shipped pair).")
-@click.option("--draft", help="Draft checkpoint directory, or none.")
-@click.option("--bita", help="A directory with the target's trained BiTA, or none (default: the shipped one).")
-@click.option("--stages", type=int, default=4, show_default=True, help="Stages of the method pipedec, all in this process.")
-@click.option("--prompt", "texts", multiple=True, help="A prompt; may be given several times.")
-@click.option("--prompts", "files", multiple=True, type=PATH, help="A JSONL, JSONL.gz or CSV prompt file; several times.")
-@click.option("--field", help="The field of the prompt files that holds the prompt.")
-@click.option("--samples", type=int, default=10, show_default=True, help="Prompts drawn from each file (seed 0).")
-@click.option("--max-tokens", type=int, default=128, show_default=True, help="Output tokens at most.")
-@click.option("--repeats", type=int, default=3, show_default=True, help="Times that each contender answers each prompt.")
-@click.option("--threads", type=int, help="Threads that torch computes with (default: its own choice).")
-@click.option("--device", default="auto", show_default=True, help="auto, cpu or cuda.")
+@_pair_options
+@_prompt_options
+@click.option("--max-tokens", type=int, default=128, show_default=True, help="Maximum number of output tokens.")
+@click.option("--repeats", type=int, default=3, show_default=True, help="Number of times each contender answers each prompt.")
+@click.option("--threads", type=int, help="Number of CPU threads torch uses (default: torch's choice).")
 @click.option("--out", type=PATH, help=OUT_HELP)
 def alternatives(
-    target: Path | None, draft: str | None, bita: str | None, stages: int, texts: tuple[str, ...], files: tuple[Path, ...],
-    field: str | None, samples: int, max_tokens: int, repeats: int, threads: int | None, device: str, out: Path | None,
-) -> None:  # fmt: skip
-    """What one would use instead: transformers (greedy, assisted, prompt lookup) beside pipedec, in one process.
+    pair: PairFlags, prompts: PromptFlags, max_tokens: int, repeats: int, threads: int | None, out: Path | None
+) -> None:
+    """Compare pipedec with transformers (greedy, assisted, prompt lookup) in one process.
 
     Same checkpoint, same prompts, float32, greedy; nothing is emulated. Answers end at an end token or at --max-tokens.
     """
-    from pipedec.bench.alternatives import AlternativesConfig, measure_alternatives
+    from pipedec.bench.alternatives.benchmark import AlternativesConfig, measure_alternatives
     from pipedec.bench.record import check_writable
     from pipedec.engine.spec import PipelineSpec
 
     config = AlternativesConfig(max_tokens, repeats, threads)
-    prompts = _prompts(texts, files, field, samples)
+    texts = prompts.read()
     check_writable(out)
-    spec = PipelineSpec.create(target, draft, stages, device=device, bita=bita)
+    spec = PipelineSpec.create(pair.target, pair.draft, pair.stages, device=pair.device, bita=pair.bita)
     with console.status("loading") as status:
-        rows = measure_alternatives(spec, prompts, config, lambda had, total: status.update(f"answer {had} of {total}"))
+        rows = measure_alternatives(spec, texts, config, lambda done, total: status.update(f"answer {done} of {total}"))
     Console().print(_table(rows))
     append(out, rows)
 
 
-def _prompts(texts: tuple[str, ...], files: tuple[Path, ...], field: str | None, samples: int) -> list[str]:
-    from pipedec.data.prompts import read_prompts
-
-    if samples < 1:
-        raise UserError(f"--samples must be at least 1, not {samples}")
-    prompts = [*texts, *(text for path in files for text in read_prompts(path, field).sample(samples).prompts)]
-    if not prompts:
-        raise UserError("nothing to answer: give --prompt TEXT or --prompts FILE")
-    return prompts
-
-
 def _table(rows: list[dict[str, Any]]) -> Table:
     config, greedy = rows[0]["config"], rows[0]
-    table = Table(title="The same prompts by other means, in one process", caption=_caption(greedy))
+    table = Table(title="The same prompts by transformers and pipedec, in one process", caption=_caption(greedy))
     table.title_justify = table.caption_justify = "left"
     table.add_column("", no_wrap=True)
     for name in ("tokens/s", "ratio", "ms per token", "passes per token", "rows per token", "same tokens"):
@@ -81,11 +124,11 @@ def _caption(row: dict[str, Any]) -> str:
     config = row["config"]
     return (
         f"Wall time of whole answers, prefill included. Prompts: {config['prompts']}; tokens: {row['tokens']}; runs of each: "
-        f"{config['repeats']}, of which the median counts, contenders in turns. {machine_text(row)}, "
+        f"{config['repeats']}, of which the median is reported; contenders take turns. {machine_text(row)}, "
         f"{config['pipeline']['dtype']}. transformers "
-        f"{row['transformers']} with its key-value cache; assisted by the same draft with the default heuristics; lookup with "
-        "prompt_lookup_num_tokens=10. Ratio and same tokens: to transformers greedy. Passes and rows are the target's, rows "
-        "those beyond the prompt.\n"
+        f"{row['transformers']} with its KV cache; assisted: the same draft with the default heuristics; lookup: "
+        "prompt_lookup_num_tokens=10. Ratio and same tokens: compared with transformers greedy. Passes and rows are the "
+        "target's, prompt rows excluded.\n"
         "pipedec's stages run one after another in this process. On one machine a pipeline cannot be faster than one process, "
         "since its stages share the cores; stages are for targets that one device cannot hold or cannot read fast enough."
     )

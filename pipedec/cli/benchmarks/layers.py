@@ -1,4 +1,4 @@
-"""``pipedec bench layers``: large layers against the machine's limits."""
+"""``pipedec bench layers``: large layers compared with the device's roofline."""
 
 from __future__ import annotations
 
@@ -11,49 +11,53 @@ from rich.console import Console
 from rich.table import Table
 
 from pipedec.cli.benchmarks.operations import operations_table
-from pipedec.cli.benchmarks.shared import OUT_HELP, PATH, append, machine_text, numbers
+from pipedec.cli.benchmarks.shared import OUT_HELP, PATH, append, comma_numbers, machine_text
 from pipedec.cli.show import console
 from pipedec.hardware import GIGA, MODEL_SHAPES
 
 
 @click.command()
-@click.option("--model", default="llama-3.1-70b", show_default=True, help=f"{', '.join(MODEL_SHAPES)}.")
-@click.option("--layers", "num_layers", type=int, default=6, show_default=True, help="Layers of the stage.")
-@click.option("--rows", default="1,2,4,8,16,32,64,128", show_default=True, help="Rows of a step, with commas between them.")
-@click.option("--past", default="512,2048,8192", show_default=True, help="Accepted tokens before them, with commas.")
-@click.option("--tree-rows", default="32,448", show_default=True, help="Rows in the trees that are grown and pruned.")
+@click.option("--model", default="llama-3.1-70b", show_default=True, help=f"Model shape: {', '.join(MODEL_SHAPES)}.")
+@click.option("--layers", type=int, default=6, show_default=True, help="Number of layers of the stage.")
+@click.option(
+    "--rows", default="1,2,4,8,16,32,64,128", show_default=True, callback=comma_numbers, help="Rows per step, comma-separated."
+)
+@click.option(
+    "--past", default="512,2048,8192", show_default=True, callback=comma_numbers,
+    help="Accepted tokens before the step, comma-separated.",
+)  # fmt: skip
+@click.option(
+    "--tree-rows", default="32,448", show_default=True, callback=comma_numbers,
+    help="Sizes of the trees that are grown and pruned, comma-separated.",
+)  # fmt: skip
 @click.option("--dtype", help="float32, bfloat16 or float16 (default: bfloat16 on CUDA, float32 on CPU).")
 @click.option("--device", default="auto", show_default=True, help="auto, cpu or cuda.")
-@click.option("--repeats", type=int, default=20, show_default=True, help="Times that every step runs.")
+@click.option("--repeats", type=int, default=20, show_default=True, help="Number of timed runs per step.")
 @click.option("--out", type=PATH, help=OUT_HELP)
-def layers(
-    model: str, num_layers: int, rows: str, past: str, tree_rows: str, dtype: str | None, device: str, repeats: int,
-    out: Path | None,
-) -> None:  # fmt: skip
-    """Random layers of a known shape, timed against memory bandwidth and peak arithmetic; no checkpoint is needed.
+def layers(out: Path | None, **settings: Any) -> None:
+    """Time layers with random weights against memory bandwidth and peak arithmetic; no checkpoint is needed.
 
     On a laptop: --model llama-3.2-1b --layers 1 --rows 1,8 --past 64.
     """
-    from pipedec.bench.layers import LayersConfig, measure_layers
+    from pipedec.bench.kernels.layers import LayersConfig, measure_layers
     from pipedec.bench.record import check_writable
 
-    rows_asked, past_asked, sizes = numbers("--rows", rows), numbers("--past", past), numbers("--tree-rows", tree_rows)
-    config = LayersConfig(model, num_layers, rows_asked, past_asked, sizes, dtype, device, repeats)
+    config = LayersConfig(**settings)
     check_writable(out)
-    with console.status("making the layers") as status:
+    with console.status("creating the layers") as status:
         measured = measure_layers(config, lambda row: status.update(f"measured: {row['operation']}"))
     forward = [row for row in measured if row["operation"] == "forward"]
     output = Console()
     output.print(_forward_table(forward))
     longest = max(row["past"] for row in forward)
-    beside = f"Median (90th percentile), beside the steps above. The cache is the whole stage's, behind {longest} tokens."
-    output.print(operations_table([row for row in measured if row["operation"] != "forward"], beside))
+    caption = f"Median (90th percentile). The KV cache is the whole stage's, with {longest} accepted tokens before the tree."
+    output.print(operations_table([row for row in measured if row["operation"] != "forward"], caption))
     append(out, measured)
 
 
 def _forward_table(rows: list[dict[str, Any]]) -> Table:
     config = rows[0]["config"]
-    title = f"Stage of {config['model']}, {config['dtype']}, layers: {config['layers']}; one step of so many rows"
+    title = f"Stage of {config['model']}, {config['dtype']}, layers: {config['layers']}; one step"
     table = Table(title=title, caption=_caption(rows[0]), title_justify="left", caption_justify="left")
     for name in ("past", "rows", "measured ms", "bound ms", "set by", "of the bound", "GB/s"):
         table.add_column(name, justify="left" if name == "set by" else "right")

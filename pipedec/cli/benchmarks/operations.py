@@ -1,4 +1,4 @@
-"""``pipedec bench operations``: tree, cache and attention by themselves."""
+"""``pipedec bench operations``: operations on tree, cache and attention, timed one by one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from pipedec.cli.benchmarks.shared import OUT_HELP, PATH, append, machine_text, numbers
+from pipedec.cli.benchmarks.shared import OUT_HELP, PATH, append, comma_numbers, machine_text
 from pipedec.cli.show import console
 
 _LABELS = {
@@ -25,29 +25,27 @@ _LABELS = {
 
 
 @click.command()
-@click.option("--sizes", default="32,128,512,1024", show_default=True, help="Rows in the tree, with commas between them.")
+@click.option(
+    "--sizes", default="32,128,512,1024", show_default=True, callback=comma_numbers, help="Tree sizes in rows, comma-separated."
+)
 @click.option("--past", type=int, default=512, show_default=True, help="Accepted tokens before the tree.")
-@click.option("--layers", type=int, default=6, show_default=True, help="Layers of the stage whose cache is pruned.")
+@click.option("--layers", type=int, default=6, show_default=True, help="Number of layers of the stage whose KV cache is pruned.")
 @click.option("--heads", type=int, default=6, show_default=True, help="Query heads (a 70B LLaMA: 64).")
 @click.option("--kv-heads", type=int, default=2, show_default=True, help="Key-value heads (a 70B LLaMA: 8).")
-@click.option("--head-dim", type=int, default=32, show_default=True, help="Size of a head (a 70B LLaMA: 128).")
+@click.option("--head-dim", type=int, default=32, show_default=True, help="Head dimension (a 70B LLaMA: 128).")
 @click.option("--dtype", default="float32", show_default=True, help="float32, float64, bfloat16 or float16.")
 @click.option("--device", default="auto", show_default=True, help="auto, cpu or cuda.")
-@click.option("--repeats", type=int, default=100, show_default=True, help="Times that every operation runs.")
+@click.option("--repeats", type=int, default=100, show_default=True, help="Number of timed runs per operation.")
 @click.option("--out", type=PATH, help=OUT_HELP)
-def operations(
-    sizes: str, past: int, layers: int, heads: int, kv_heads: int, head_dim: int, dtype: str, device: str, repeats: int,
-    out: Path | None,
-) -> None:  # fmt: skip
-    """Growing, committing, pruning and attending, against the rows in the tree (width 32, 16 children).
+def operations(out: Path | None, **settings: Any) -> None:
+    """Time growing, committing, pruning and attention, by tree size (width 32, 16 children).
 
-    The shape is by default that of the shipped target, six of its layers in a stage.
+    The default shape is that of the shipped target, with six of its layers in a stage.
     """
-    from pipedec.bench.operations import OperationsConfig, measure_operations
+    from pipedec.bench.kernels.operations import OperationsConfig, measure_operations
     from pipedec.bench.record import check_writable
 
-    sizes_asked = numbers("--sizes", sizes)
-    config = OperationsConfig(sizes_asked, past, layers, heads, kv_heads, head_dim, dtype, device, repeats)
+    config = OperationsConfig(**settings)
     check_writable(out)
     with console.status("measuring") as status:
         measured = measure_operations(config, lambda row: status.update(f"measured {row['operation']}, {row['tree_rows']} rows"))
@@ -56,7 +54,7 @@ def operations(
 
 
 def operations_table(rows: list[dict[str, Any]], caption: str) -> Table:
-    """One line per operation, one column per size of the tree; under them, what the hit keeps."""
+    """One line per operation, one column per tree size; below them the number of rows that a hit keeps."""
     table = Table(title="Time of one operation in µs, by rows in the tree", caption=caption)
     table.title_justify = table.caption_justify = "left"
     sizes = sorted({row["tree_rows"] for row in rows})

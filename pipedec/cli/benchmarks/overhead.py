@@ -9,34 +9,36 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from pipedec.cli.benchmarks.shared import OUT_HELP, PATH, append, numbers
+from pipedec.cli.benchmarks.shared import OUT_HELP, PATH, append, comma_numbers
 from pipedec.cli.show import console
 
 
 @click.command()
-@click.option("--stages", default="1,2,4,7,8,14,21", show_default=True, help="Numbers of stages, with commas between them.")
-@click.option("--rows", default="1,32", show_default=True, help="Rows of every step, with commas between them.")
+@click.option(
+    "--stages", default="1,2,4,7,8,14,21", show_default=True, callback=comma_numbers, help="Numbers of stages, comma-separated."
+)
+@click.option("--rows", default="1,32", show_default=True, callback=comma_numbers, help="Rows per step, comma-separated.")
 @click.option("--timesteps", type=int, default=200, show_default=True, help="Timed timesteps per repeat.")
-@click.option("--hidden", type=int, default=192, show_default=True, help="Hidden size: it sets the bytes of a step.")
-@click.option("--repeats", type=int, default=3, show_default=True, help="Turns that pipeline and bare transport take.")
-@click.option("--dispatch", default="windows,tasks", show_default=True, help="What Redis grants.")
+@click.option("--hidden", type=int, default=192, show_default=True, help="Hidden size; determines the bytes of a step.")
+@click.option("--repeats", type=int, default=3, show_default=True, help="Number of times pipeline and bare gloo take turns.")
+@click.option("--dispatch", default="windows,tasks", show_default=True, help="What Redis grants: windows, tasks, or both.")
 @click.option("--out", type=PATH, help=OUT_HELP)
-def overhead(stages: str, rows: str, timesteps: int, hidden: int, repeats: int, dispatch: str, out: Path | None) -> None:
-    """The fixed cost of a timestep: stages that compute nothing, beside the same bytes over bare gloo.
+def overhead(
+    stages: tuple[int, ...], rows: tuple[int, ...], timesteps: int, hidden: int, repeats: int, dispatch: str, out: Path | None
+) -> None:
+    """Measure the fixed cost of a timestep: stages that compute nothing, compared with the same bytes over bare gloo.
 
-    Ranks, Redis, tasks and transfers are the real ones, one thread per rank, every stage busy at every timestep.
+    Ranks, Redis, tasks and transfers are real; one thread per rank, every stage busy at every timestep.
     """
-    from pipedec.bench.overhead import OverheadConfig, measure_overhead
+    from pipedec.bench.overhead.benchmark import OverheadConfig, measure_overhead
     from pipedec.bench.record import check_writable
 
-    dispatches = tuple(dispatch.split(","))
-    config = OverheadConfig(numbers("--stages", stages), numbers("--rows", rows), timesteps, hidden, repeats, dispatches)
+    config = OverheadConfig(stages, rows, timesteps, hidden, repeats, tuple(dispatch.split(",")))
     check_writable(out)
-    measured = []
     with console.status("measuring") as status:
-        for row in measure_overhead(config):
-            measured.append(row)
-            status.update(f"measured {row['stages']} stages, {row['rows']} rows")
+        measured = measure_overhead(
+            config, lambda row: status.update(f"measured {row['stages']} stages, {row['dispatch']}, {row['rows']} rows")
+        )
     Console(width=None if Console().is_terminal else 100).print(_overhead_table(measured))
     append(out, measured)
 
@@ -44,9 +46,9 @@ def overhead(stages: str, rows: str, timesteps: int, hidden: int, repeats: int, 
 def _overhead_table(rows: list[dict[str, Any]]) -> Table:
     machine = rows[0]["machine"]
     table = Table(
-        title="Fixed cost of a timestep, stages that compute nothing",
+        title="Fixed cost of a timestep: stages that compute nothing",
         caption=f"{machine['cpu']}, {machine['cores']} cores, torch {machine['torch']}; times in ms: mean (90th percentile);\n"
-        "serial: Redis calls one after another",
+        "serial: successive Redis calls on the critical path",
         title_justify="left",
         caption_justify="left",
     )

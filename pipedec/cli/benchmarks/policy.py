@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json as json_format
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,33 +15,37 @@ from pipedec.cli.benchmarks.sweep import ProgressBar
 from pipedec.core import UserError
 
 if TYPE_CHECKING:
-    from pipedec.bench.policy_figures import Comparison, PolicyFigures
+    from pandas import DataFrame
 
-_CAUSES = {"first": "first token", "tokens": "token itself", "late": "late", "named": "miss, named", "unnamed": "miss, unnamed"}
+    from pipedec.bench.policy.summary import PolicyFigures
+
+_CAUSES = {
+    "first": "first token", "tokens": "token itself", "late": "late", "named": "miss, proposed", "unnamed": "miss, not proposed",
+}  # fmt: skip
 
 
 @click.command()
-@click.option("--preset", required=True, help="The emulated cluster, like paper-14.")
-@click.option("--stages", type=int, help="So many stages on the preset's first device (default: the preset's own).")
+@click.option("--preset", required=True, help="Partition of the emulated cluster, like paper-14.")
+@click.option("--stages", type=int, help="Number of stages, on the preset's first device (default: the preset's own).")
 @question_options
 @click.option(
     "--policy", "specs", multiple=True, default=("pipedec", "pipedec-bestfirst"), show_default=True,
-    help="METHOD[:KEY=VALUE,…] with width, children, depth, rows, forwards, proposers (draft+ngrams); several times.",
+    help="METHOD[:KEY=VALUE,…] with width, children, depth, rows, forwards, proposers (draft+ngrams); may be repeated.",
 )  # fmt: skip
-@click.option("--recording", type=PATH, required=True, help="Directory of recorded answers; what it lacks is recorded.")
+@click.option("--recording", type=PATH, required=True, help="Directory of recorded answers; missing ones are recorded.")
 @click.option("--json", "out", type=PATH, help="Write all figures to this file.")
-@click.option("--check", type=PATH, help="Compare with the rows of a sweep in this directory.")
+@click.option("--check", type=PATH, help="Compare with the rows of a sweep, in this directory.")
 def policy(
     preset: str, stages: int | None, asked: QuestionFlags, specs: tuple[str, ...], recording: Path, out: Path | None,
     check: Path | None,
 ) -> None:  # fmt: skip
-    """Compare speculation policies in minutes: their timesteps on recorded answers of the target, and what these would take.
+    """Compare speculation policies in minutes: timesteps on recorded answers of the target, and their emulated time.
 
-    The target answers every prompt once, the draft is asked once per context, and both are kept in RECORDING. Methods are the
-    real ones, timesteps are counted as a pipeline would, times are the preset's by arithmetic.
+    The target answers each prompt once and the draft model runs once per context; both are kept in RECORDING. The methods are the
+    real ones, timesteps are counted as in a pipeline, and times are computed for the preset.
     """
-    from pipedec.bench.policy import Policy, PolicyConfig, Study
-    from pipedec.bench.policy_figures import PolicyFigures, compare, document
+    from pipedec.bench.policy.study import Policy, PolicyConfig, Study
+    from pipedec.bench.policy.summary import PolicyFigures, compare, document
     from pipedec.bench.record import check_writable
     from pipedec.bench.sweep_rows import ROWS_FILE, read_records, read_rows
     from pipedec.bench.sweep_shapes import Pair
@@ -55,7 +58,7 @@ def policy(
     check_writable(out, "--json")
     rows = []
     if check is not None:
-        read_rows([check / ROWS_FILE])  # refuses what no sweep wrote
+        read_rows([check / ROWS_FILE])  # raises for rows that are not a sweep's
         rows = [row for _, row in read_records(check / ROWS_FILE)]
     with ProgressBar() as bar:
         answers = list(study.run(bar))
@@ -64,60 +67,59 @@ def policy(
     page = Console(width=None if Console().is_terminal else 120)
     for table in (_summary(figures, config.shape.label), _losses(figures), _by_set(figures)):
         page.print(table)
-    if comparisons:
+    if len(comparisons):
         page.print(_checked(comparisons))
     if out is not None:
         out.write_text(json_format.dumps(document(config, figures, comparisons), indent=1) + "\n", encoding="utf-8")
-    if check is not None and not comparisons:
-        same = "policies, prompts, pipeline, pair and sampling"
-        raise UserError(f"--check {check}: no row is of these {same}; give the directory of a sweep with the same")
+    if check is not None and not len(comparisons):
+        same = "policies, prompts, pipeline, models and sampling"
+        raise UserError(f"--check {check}: no row has the same {same}; give the directory of a sweep that has")
 
 
-def _summary(figures: Sequence[PolicyFigures], pipeline: str) -> Table:
+def _summary(figures: PolicyFigures, pipeline: str) -> Table:
     table = _table(f"Policies on {pipeline}, emulated", "Means over prompt sets, geometric for times and ratios.")
     for name in ("timesteps/token", "ms/token", "hit rate", "timesteps/miss", "over the first"):
         table.add_column(name, justify="right")
-    for one in figures:
-        per_miss = one.overall.totals.lost_per_miss
+    for policy, one in figures.means.iterrows():
+        per_miss = one["timesteps_per_miss"]
         table.add_row(
-            one.policy.name, f"{one.timesteps_per_token:.3f}", f"{one.ms_per_token:.1f}", f"{one.hit_rate:.1%}",
-            "-" if per_miss is None else f"{per_miss:.2f}", f"{one.speedup(figures[0]):.3f}×",
+            str(policy), f"{one['timesteps_per_token']:.3f}", f"{one['ms_per_token']:.1f}", f"{one['hit_rate']:.1%}",
+            f"{per_miss:.2f}" if per_miss == per_miss else "-", f"{one['speedup']:.3f}×",
         )  # fmt: skip
     return table
 
 
-def _losses(figures: Sequence[PolicyFigures]) -> Table:
-    """What the timesteps per token went to."""
+def _losses(figures: PolicyFigures) -> Table:
+    """Timesteps per token by cause."""
     caption = (
-        "All but together add up to timesteps/token. together: share of tokens whose row entered with the row before it; "
-        "late: it entered later than the timestep after that, but before its acceptance; miss: after its acceptance, though "
-        "somebody had named the token, or nobody had."
+        "All except together add up to timesteps/token. together: share of tokens whose row entered in the same timestep as the "
+        "row before it; late: the row entered more than one timestep after that row, but before the token was accepted; miss: it "
+        "entered after the token was accepted, which a draft source had proposed or not."
     )
     table = _table("Timesteps per token by cause", caption)
     for name in ("together", *_CAUSES.values()):
         table.add_column(name, justify="right")
-    for one in figures:
-        lost = one.lost_per_token
-        table.add_row(one.policy.name, f"{lost['together']:.1%}", *(f"{lost[cause]:.3f}" for cause in _CAUSES))
+    for policy, causes in figures.causes_per_token.iterrows():
+        table.add_row(str(policy), f"{causes['together']:.1%}", *(f"{causes[cause]:.3f}" for cause in _CAUSES))
     return table
 
 
-def _by_set(figures: Sequence[PolicyFigures]) -> Table:
+def _by_set(figures: PolicyFigures) -> Table:
     table = _table("Emulated ms/token by prompt set")
-    for name in figures[0].sets:
+    for name in figures.totals.index.unique("prompt_set"):
         table.add_column(name, justify="right")
-    for one in figures:
-        table.add_row(one.policy.name, *(f"{part.totals.ms_per_token:.1f}" for part in one.sets.values()))
+    for policy, sets in figures.totals["ms_per_token"].groupby(level="policy", sort=False):
+        table.add_row(str(policy), *(f"{ms_per_token:.1f}" for ms_per_token in sets))
     return table
 
 
-def _checked(comparisons: Sequence[Comparison]) -> Table:
-    table = _table("Beside a sweep, ms/token of the answers that both have")
-    for name in ("clock", "slow motion", "answers", "predicted", "found", "predicted / found"):
+def _checked(comparisons: DataFrame) -> Table:
+    table = _table("Compared with a sweep: ms/token of the answers in both")
+    for name in ("clock", "slow motion", "answers", "predicted", "sweep", "predicted / sweep"):
         table.add_column(name, justify="right")
-    for one in comparisons:
-        figures = f"{one.predicted:.2f}", f"{one.found:.2f}", f"{one.ratio:.4f}"
-        table.add_row(one.policy, one.clock, f"{one.slow_motion:g}", str(one.answers), *figures)
+    for one in comparisons.to_dict("records"):
+        figures = f"{one['predicted']:.2f}", f"{one['found']:.2f}", f"{one['ratio']:.4f}"
+        table.add_row(one["policy"], one["clock"], f"{one['slow_motion']:g}", str(one["answers"]), *figures)
     return table
 
 

@@ -1,4 +1,4 @@
-"""``pipedec bench resources``: what a resident cluster costs."""
+"""``pipedec bench resources``: CPU, memory and request latency of a resident cluster."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ _MIB = 1024 * 1024
 
 @click.command()
 @pipeline_options
-@click.option("--idle-seconds", type=float, default=5.0, show_default=True, help="How long the idle cluster is watched.")
+@click.option("--idle-seconds", type=float, default=5.0, show_default=True, help="How long idle CPU is measured.")
 @click.option(
-    "--requests", type=int, default=20, show_default=True, help="Requests in a row, before and after which memory is read."
+    "--requests", type=int, default=20, show_default=True, help="Number of requests over which memory growth is measured."
 )
-@click.option("--max-tokens", type=int, default=32, show_default=True, help="Tokens of every answer.")
-@click.option("--prompt", help="What every request asks.")
+@click.option("--max-tokens", type=int, default=32, show_default=True, help="Output tokens per request.")
+@click.option("--prompt", help="Prompt of every request.")
 @click.option("--out", type=PATH, help=OUT_HELP)
 def resources(
     pipeline: PipelineFlags, idle_seconds: float, requests: int, max_tokens: int, prompt: str | None, out: Path | None
 ) -> None:
-    """What a resident cluster costs: idle CPU, memory per rank, latency of a request, what requests leave behind."""
+    """Measure a resident cluster: idle CPU, memory per rank, latency of a request, memory and Redis keys left by requests."""
     from pipedec.bench.record import check_writable
     from pipedec.bench.resources import ResourcesConfig, measure_resources
 
@@ -63,7 +63,7 @@ def _print_resources(row: dict[str, Any]) -> None:
     figures.add_column(style="dim")
     figures.add_column(justify="right")
     figures.add_row("idle CPU, all ranks and Redis", f"{idle['total']:.1f} % of a core (Redis {idle['redis']:.1f} %)")
-    figures.add_row("second request to first token", f"{latency['first_token']:.1f} ms (prefill {latency['prefill']:.1f} ms)")
-    figures.add_row("to first decoded token, less prefill", f"{latency['first_decoded_less_prefill']:.1f} ms")
+    figures.add_row("TTFT of the second request", f"{latency['first_token']:.1f} ms (prefill {latency['prefill']:.1f} ms)")
+    figures.add_row("time to the second token, without prefill", f"{latency['first_decoded_less_prefill']:.1f} ms")
     figures.add_row("Redis keys of the run", f"{keys['before']} to {keys['after']}")
     output.print(figures)

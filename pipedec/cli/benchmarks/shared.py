@@ -89,6 +89,11 @@ def numbers(flag: str, text: str) -> tuple[int, ...]:
         raise UserError(f"{flag} {text}: write numbers with commas between them, like 1,4,8") from None
 
 
+def comma_numbers(context: click.Context, parameter: click.Parameter, text: str) -> tuple[int, ...]:
+    """Callback of an option whose value is numbers with commas between them."""
+    return numbers(parameter.opts[0], text)
+
+
 def append(out: Path | None, rows: Iterable[dict[str, Any]]) -> None:
     """Add ``rows`` to the results file, if there is one, and say so."""
     from pipedec.bench.record import append_rows

@@ -1,8 +1,8 @@
 """Decode threads on emulated pipelines: dialects × methods × stage counts × prompts, one JSONL row per answer.
 
-Owns the grid and the rows (``rows.jsonl``); a row that is there is not measured again. In a dialect every method and pipeline
-must say the same. How one answer is got is ``threads_answers``' business, what the rows show together ``threads_summary``'s.
-What ``pipedec-bestfirst`` has learned goes from answer to answer of one dialect, and is lost with an interruption.
+Owns the grid and the rows (``rows.jsonl``); rows in the file are not measured again. In one dialect every method and pipeline
+must generate the same answer. ``answers`` generates one answer, ``summary`` computes statistics of the rows.
+``pipedec-bestfirst`` keeps what it has learned from answer to answer of one dialect; an interruption loses it.
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from pipedec.bench.checks import check_positive
 from pipedec.bench.prompts import DrawnPrompt, draw
 from pipedec.bench.record import Row, drop_unfinished_line, header, key_of, plain
 from pipedec.bench.sweep import SweepProgress
 from pipedec.bench.sweep_rows import ROWS_FILE, read_records
 from pipedec.bench.sweep_shapes import Pair, Shape, emulated, pair_digest
-from pipedec.bench.threads_answers import ThreadAnswers
-from pipedec.bench.threads_rows import BASELINE, SCHEMA, SEQUENTIAL
+from pipedec.bench.threads.answers import ThreadAnswers
+from pipedec.bench.threads.rows import BASELINE, SCHEMA, SEQUENTIAL
 from pipedec.config import ClusterConfig
 from pipedec.core import DEFAULT_METHOD, PipedecError, SamplingParams, UserError
 from pipedec.data.prompts import PromptSet
@@ -33,11 +34,11 @@ class ThreadsConfig:
 
     Attributes:
         preset: a partition of ``cluster``.
-        stages: stage counts; empty for that of the preset.
-        dialects: names or files of dialects; SEQUENTIAL for answers in one thread, with which the others are compared.
-        methods: of METHOD_NAMES.
-        samples: prompts of each set, drawn by ``seed`` from those that fit into the context.
-        sampling: how to decode; with a temperature, tokens are drawn by ``seed``.
+        stages: stage counts; empty for the preset's own.
+        dialects: names or files of dialects; SEQUENTIAL for answers in one thread, the baseline.
+        methods: names of methods.
+        samples: number of prompts from each set, sampled by ``seed`` from those that fit into the context.
+        sampling: how to decode; with a temperature, ``seed`` also seeds the tokens.
 
     Raises:
         UserError: an unknown method, dialect or preset, or a number below 1.
@@ -57,14 +58,12 @@ class ThreadsConfig:
     def __post_init__(self) -> None:
         for method in self.methods:
             find_method(method)
-        for flag, values in {"--stages": self.stages, "--samples": (self.samples,)}.items():
-            if any(value < 1 for value in values):
-                raise UserError(f"{flag} must be at least 1")
+        check_positive({"--stages": self.stages or [1], "--samples": [self.samples]})
         self.cluster.find_partition(self.preset)
         self.load_dialects()
 
     def load_dialects(self) -> dict[str, Dialect | None]:
-        """Every dialect by its own name; None for answers in one thread."""
+        """The dialects by name; None for answers in one thread."""
         loaded = [None if name == SEQUENTIAL else load_dialect(name) for name in self.dialects]
         named = {SEQUENTIAL if dialect is None else dialect.name: dialect for dialect in loaded}
         if len(named) < len(loaded):
@@ -75,23 +74,24 @@ class ThreadsConfig:
         for stages in self.stages or (None,):
             yield emulated(self.cluster, self.preset, stages, self.pair, 1.0)
 
-    def drawn_sampling(self) -> SamplingParams:
-        """How every answer is decoded."""
+    def seeded_sampling(self) -> SamplingParams:
+        """Sampling parameters of every answer."""
         return replace(self.sampling, seed=self.seed) if self.sampling.is_stochastic else self.sampling
 
 
 def bench_threads(config: ThreadsConfig, prompt_sets: list[PromptSet], out: Path, progress: SweepProgress) -> list[Row]:
-    """Measure what ``out`` lacks; returns all rows of this configuration, those measured before included.
+    """Measure the answers that are missing in ``out``; returns the rows of all answers of this configuration.
 
     Raises:
-        UserError: no prompt fits, the target has no tokens for a dialect, or ``out`` holds rows of another schema.
-        PipedecError: a method or pipeline gave another answer than the first that was asked.
+        UserError: no prompt fits into the context, the target lacks a dialect's control tokens, or ``out`` contains rows of
+            another schema.
+        PipedecError: two methods or pipelines gave different answers in the same dialect.
     """
     return ThreadsBench(config, out, progress).run(prompt_sets)
 
 
 class ThreadsBench:
-    """One grid into one directory."""
+    """One grid, written to one directory."""
 
     def __init__(self, config: ThreadsConfig, out: Path, progress: SweepProgress) -> None:
         self._config = config
@@ -114,8 +114,8 @@ class ThreadsBench:
     def _of_shape(self, shape: Shape, prompt_sets: list[PromptSet]) -> Iterator[Row]:
         self._progress.busy(shape.label)
         answers = ThreadAnswers(shape.spec, self._dialects)
-        asked = PromptRequest("", self._config.raw_prompts, sampling=self._config.drawn_sampling())
-        for prompt in draw(answers, prompt_sets, asked, self._config.samples, self._config.seed):
+        request = PromptRequest("", self._config.raw_prompts, sampling=self._config.seeded_sampling())
+        for prompt in draw(answers, prompt_sets, request, self._config.samples, self._config.seed):
             for dialect in self._dialects:
                 for method in self._config.methods:
                     row = self._row(shape, prompt, dialect, method, answers)
@@ -125,10 +125,10 @@ class ThreadsBench:
 
     def _row(self, shape: Shape, prompt: DrawnPrompt, dialect: str, method: str, answers: ThreadAnswers) -> Row:
         identity = self._identity(shape, prompt, dialect, method)
-        grammar = self._dialects[dialect]
-        key = key_of([identity, prompt.request.prompt, prompt.request.raw, grammar and grammar.to_json()])
+        rules = self._dialects[dialect]
+        key = key_of([identity, prompt.request.prompt, prompt.request.raw, rules and rules.to_json()])
         if key not in self._known:
-            figures = answers.ask(replace(prompt.request, method=method), dialect)
+            figures = answers.generate(replace(prompt.request, method=method), dialect)
             provenance = {name: self._header[name] for name in ("date", "version", "revision", "machine")}
             row = {"schema": SCHEMA, "key": key, **provenance, **identity, **figures}
             self._check(row)
@@ -138,7 +138,7 @@ class ThreadsBench:
         return self._known[key]
 
     def _identity(self, shape: Shape, prompt: DrawnPrompt, dialect: str, method: str) -> Row:
-        """What tells this row from all others."""
+        """The fields that identify an answer."""
         spec = shape.spec
         return {
             "preset": shape.preset,
@@ -154,9 +154,9 @@ class ThreadsBench:
         }  # fmt: skip
 
     def _check(self, row: Row) -> None:
-        """Raises PipedecError unless the answer is that of the first method on the first pipeline."""
+        """Raise PipedecError unless the answer equals that of the first method on the first pipeline."""
         first = self._first.setdefault((row["prompt_set"], row["prompt_index"], row["dialect"]), row)
         if (row["document"], row["finish_reason"]) != (first["document"], first["finish_reason"]):
             both = " and ".join(f"{one['method']} on {one['cluster']['stages']} stages" for one in (row, first))
-            place = f"prompt {row['prompt_index']} of {row['prompt_set']}, dialect {row['dialect']}"
-            raise PipedecError(f"{both} gave different answers to {place}: a defect (or a near tie, if not in float32)")
+            question = f"prompt {row['prompt_index']} of {row['prompt_set']}, dialect {row['dialect']}"
+            raise PipedecError(f"{both} gave different answers to {question}: a defect (or a near tie, if not in float32)")

@@ -1,6 +1,6 @@
-"""Stages that compute nothing and a rank 0 that is always right, so that what is left of a timestep is its fixed cost.
+"""Stages that compute nothing, and a rank 0 whose proposals are always accepted: what remains of a timestep is its fixed cost.
 
-They run in the real ``StageLoop`` and ``RankLoop``: every task, message and transfer is a real one, only the model is not.
+They run in the real ``StageLoop`` and ``RankLoop``: tasks, messages and transfers are real, only the models are not.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _TOKEN = 7
 
 
 class Probe:
-    """Notes the clocks and a counter of one rank whenever it has synchronised with a verdict.
+    """Records the clocks and the Redis commands of one rank at each sync with a verdict.
 
     Attributes:
-        wall_seconds, cpu_seconds, round_trips: one entry for every sync of the present request, the prefill's first.
+        wall_seconds, cpu_seconds, round_trips: one entry per sync of the current request, starting with the prefill's.
     """
 
     def __init__(self, round_trips: Callable[[], int]) -> None:
@@ -37,7 +37,7 @@ class Probe:
         self.reset()
 
     def reset(self) -> None:
-        """Begin a new request."""
+        """Start a new request."""
         self.wall_seconds: list[float] = []
         self.cpu_seconds: list[float] = []
         self.round_trips: list[int] = []
@@ -50,9 +50,9 @@ class Probe:
 
 
 class NullStage(StageWorker):
-    """A stage that hands on as many rows as it gets, none of them ever pruned; its activations are zeros [R, E].
+    """A stage that passes on the rows it receives, without pruning any; its activations are zeros [R, E].
 
-    ``on_finished`` is called at the last sync of every request.
+    ``on_finished`` is called at the last sync of each request.
     """
 
     def __init__(self, hidden_size: int, probe: Probe, on_finished: Callable[[], None]) -> None:
@@ -94,7 +94,7 @@ class NullStage(StageWorker):
 
 
 class NullFinalStage(NullStage, FinalStageWorker):
-    """The last stage: accepts one token at every timestep until ``max_tokens``."""
+    """The last stage: accepts one token per timestep until ``max_tokens``."""
 
     def begin(
         self, prompt_length: int, sampling: SamplingParams, named: int = 0, new_sequence: NewSequence | None = None
@@ -111,7 +111,7 @@ class NullFinalStage(NullStage, FinalStageWorker):
 
 
 class ScriptedMethod:
-    """R rows enter at every timestep, and every verdict is taken for a hit."""
+    """``num_rows`` rows enter at every timestep; verdicts change nothing."""
 
     masks = NO_MASKS
 
@@ -133,13 +133,13 @@ class ScriptedMethod:
         return self._step
 
     def observe(self, timing: TimestepTiming) -> None:
-        """There is nothing to learn."""
+        """Timestep timing is not used."""
 
 
-class SilentPrompter:
-    """A tokenizer whose tokens are all the same word."""
+class OneWordPrompter:
+    """A detokenizer in which every token is the same word."""
 
-    def stream(self) -> SilentPrompter:
+    def stream(self) -> OneWordPrompter:
         return self
 
     def add(self, tokens: Sequence[int]) -> str:
@@ -150,24 +150,24 @@ class SilentPrompter:
 
 
 class ScriptedDraftLoop(DraftLoop):
-    """Rank 0 without a draft model, a tokenizer and a queue of requests."""
+    """Rank 0 without a draft model, a tokenizer and a request queue."""
 
     def __init__(self, probe: Probe, wiring: Wiring) -> None:
-        self._silent = cast(Prompter, SilentPrompter())
-        super().__init__(self._silent, None, 0, torch.device("cpu"), wiring)
+        self._prompts = cast(Prompter, OneWordPrompter())
+        super().__init__(self._prompts, None, 0, torch.device("cpu"), wiring)
         self._probe = probe
         self._granted: list[GrantedTask] = []
 
     def answer(self, number: int, num_rows: int, max_tokens: int, trace: bool = False) -> list[GrantedTask]:
-        """Run one request of ``max_tokens`` verdicts; returns the scheduler's own trace of it if ``trace``.
+        """Run one request of ``max_tokens`` verdicts; returns the scheduler's trace of it if ``trace``.
 
         Raises:
-            PipedecError: the run was aborted, a rank is lost, or Redis is.
+            PipedecError: the run was aborted, or a rank or Redis was lost.
         """
         self._probe.reset()
         self._granted = []
         request = Request(number, (_TOKEN,), SamplingParams(max_tokens=max_tokens), "scripted", trace=trace)
-        self._answer = Answer(request, ScriptedMethod(num_rows, self._probe), self._silent, self._topology.num_stages)
+        self._answer = Answer(request, ScriptedMethod(num_rows, self._probe), self._prompts, self._topology.num_stages)
         self._run_answer(request)
         return self._granted
 

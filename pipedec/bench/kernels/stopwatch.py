@@ -1,18 +1,19 @@
-"""Timing bare operations on one device: which device, whether its memory suffices, and a stopwatch that waits for it.
+"""Timing operations on one device: the device, whether its memory suffices, and a stopwatch that synchronises with it.
 
-Knows neither trees nor models; what is timed, the benchmarks say.
+Knows neither trees nor models.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
 import psutil
 import torch
 
+from pipedec.bench.checks import check_known
 from pipedec.bench.record import spread
 from pipedec.core import UserError
 from pipedec.engine.spec import DEVICES
@@ -26,15 +27,15 @@ Prepared = TypeVar("Prepared")
 
 @dataclass(frozen=True)
 class Stopwatch:
-    """Runs an operation ``repeats`` times on ``device``, a few times more to warm up."""
+    """Runs an operation on ``device``: a few times to warm up, then ``repeats`` times."""
 
     device: torch.device
     repeats: int
 
     def time_us(self, prepare: Callable[[], Prepared], run: Callable[[Prepared], object]) -> dict[str, float]:
-        """The spread of microseconds that ``run`` takes of what ``prepare`` makes anew, untimed, each time.
+        """The spread of the microseconds of ``run``; ``prepare`` makes its argument before each run and is not timed.
 
-        On CUDA the clock runs until the device has finished, launches included: what the caller of one operation waits.
+        On CUDA a run ends when the device has finished: the time that the caller of a single operation waits.
         """
         times_us = []
         for _ in range(_WARM_UP + self.repeats):
@@ -52,7 +53,7 @@ class Stopwatch:
 
 
 def device_named(name: str) -> torch.device:
-    """The device that ``--device`` means; ``auto`` is CUDA where there is one.
+    """The device for ``--device``; ``auto`` is CUDA if available.
 
     Raises:
         UserError: there is no such device here.
@@ -71,16 +72,3 @@ def check_memory(what: str, needed_bytes: int, device: torch.device, advice: str
         raise UserError(
             f"{what} would take {needed_bytes / GIGA:.1f} GB, but {device.type} has {free_bytes / GIGA:.1f} GB free: {advice}"
         )
-
-
-def check_positive(numbers: Mapping[str, Iterable[int]]) -> None:
-    """Raise UserError for the first flag that has no number, or one below 1."""
-    for flag, values in numbers.items():
-        if min(values, default=0) < 1:
-            raise UserError(f"{flag} must be at least 1")
-
-
-def check_known(kind: str, name: str, choices: Iterable[str]) -> None:
-    """Raise UserError if ``name`` is none of ``choices``."""
-    if name not in choices:
-        raise UserError(f"unknown {kind} {name!r}: choose one of {', '.join(choices)}")

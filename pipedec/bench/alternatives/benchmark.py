@@ -1,7 +1,7 @@
-"""What a user could run instead, on this machine: the same checkpoint and prompts through ``transformers`` and pipedec.
+"""The same checkpoint and prompts through ``transformers`` and pipedec, on this machine.
 
-Everything runs in this process, one answer at a time, the contenders in turns; nothing is emulated. Owns the turns and the
-figures; who the contenders are ``contenders`` knows.
+Everything runs in this process, one answer at a time; the contenders (``contenders``) take turns, and nothing is emulated. Owns
+the turns and the figures.
 """
 
 from __future__ import annotations
@@ -15,19 +15,24 @@ from dataclasses import asdict, dataclass, replace
 import torch
 import transformers
 
-from pipedec.bench.contenders import Contender, load_contenders, quiet_transformers
+from pipedec.bench.alternatives.contenders import Contender, load_contenders, quiet_transformers
+from pipedec.bench.checks import check_positive
 from pipedec.bench.record import Row, header
-from pipedec.bench.stopwatch import check_positive
 from pipedec.engine.spec import PipelineSpec
 from pipedec.model import ModelConfig
 from pipedec.text.prompt import Prompter
 
-Turns = list[list["TimedAnswer"]]  # of one contender: prompts, and every repeat of each
+Turns = list[list["TimedAnswer"]]  # of one contender: for each prompt, the answer of every repeat
 
 
 @dataclass(frozen=True)
 class AlternativesConfig:
-    """Answers of ``max_tokens`` tokens at most, each ``repeats`` times, with so many threads (None: torch's own choice).
+    """What is measured.
+
+    Attributes:
+        max_tokens: maximum number of output tokens.
+        repeats: number of times each contender answers each prompt.
+        threads: number of CPU threads torch uses; None for torch's choice.
 
     Raises:
         UserError: a number is below 1.
@@ -45,7 +50,7 @@ class AlternativesConfig:
 
 @dataclass(frozen=True)
 class TimedAnswer:
-    """One answer, the seconds from its prompt to its last token, and what the target computed for it."""
+    """One answer, its seconds from prompt to last token, and the target's passes and rows for it."""
 
     token_ids: tuple[int, ...]
     seconds: float
@@ -59,10 +64,10 @@ def measure_alternatives(
     config: AlternativesConfig,
     on_answer: Callable[[int, int], None] = lambda *_: None,
 ) -> list[Row]:
-    """One JSONL row per contender; the first is greedy ``transformers``, with whose answers all others are compared.
+    """One JSONL row per contender. The first is greedy ``transformers``; the other answers are compared with its answers.
 
     Args:
-        on_answer: called with (answers had, answers in all).
+        on_answer: called after each answer with (answers done, answers in all).
 
     Raises:
         UserError: a prompt does not fit the target's context, or a contender cannot be loaded.
@@ -90,14 +95,14 @@ def _take_turns(
     config: AlternativesConfig,
     on_answer: Callable[[int, int], None],
 ) -> list[Turns]:
-    """All answers, contender by contender. For each prompt all answer it in turns, and each turn another one begins."""
+    """All answers, by contender. All contenders answer a prompt before the next; each round starts with another one."""
     turns: list[Turns] = [[[] for _ in prompt_ids] for _ in contenders]
     rounds = [index for index in range(len(prompt_ids)) for _ in range(config.repeats)]
     for number, index in enumerate(rounds):
-        for place in range(len(contenders)):
-            chosen = (number + place) % len(contenders)
+        for turn in range(len(contenders)):
+            chosen = (number + turn) % len(contenders)
             turns[chosen][index].append(_timed(contenders[chosen], prompt_ids[index], config.max_tokens))
-            on_answer(number * len(contenders) + place + 1, len(rounds) * len(contenders))
+            on_answer(number * len(contenders) + turn + 1, len(rounds) * len(contenders))
     return turns
 
 
@@ -111,7 +116,7 @@ def _timed(contender: Contender, prompt_token_ids: Sequence[int], max_tokens: in
 
 
 def _figures(turns: Turns, prompt_ids: list[tuple[int, ...]], expected: list[tuple[int, ...]]) -> Row:
-    """Rates over all prompts, each with its median time; passes and rows per token, rows of the prompts not counted."""
+    """Rates over all prompts, from the median time of each; passes and rows per token, prompt rows excluded."""
     answers = [repeats[0] for repeats in turns]
     tokens = sum(len(answer.token_ids) for answer in answers)
     seconds = sum(statistics.median(answer.seconds for answer in repeats) for repeats in turns)
@@ -129,7 +134,7 @@ def _figures(turns: Turns, prompt_ids: list[tuple[int, ...]], expected: list[tup
 
 @contextmanager
 def _threads(number: int | None) -> Iterator[int]:
-    """torch with so many threads, for a while."""
+    """Sets the number of torch's CPU threads inside the block; None leaves it as it is."""
     usual = torch.get_num_threads()
     torch.set_num_threads(number or usual)
     try:

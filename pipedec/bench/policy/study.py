@@ -1,7 +1,7 @@
 """Speculation policies compared offline: recorded answers replayed through the real methods, timestep by timestep.
 
-Owns the policies and the order of work. Answers are recorded once (``policy_recording``), the draft is asked only for contexts
-that no earlier policy met (``policy_drafter``), and no stage computes anything (``policy_replay``).
+Owns the policies and the order of work. Answers are recorded once (``recording``), the draft model runs only for contexts that no
+earlier policy needed (``drafter``), and no stage computes anything (``replay``).
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ from typing import Any
 
 import torch
 
-from pipedec.bench.policy_drafter import RecordedDrafter
-from pipedec.bench.policy_memo import DraftMemo
-from pipedec.bench.policy_recording import Recording
-from pipedec.bench.policy_replay import Replayed, ReplayedPipeline, WatchedExperience
+from pipedec.bench.checks import check_positive
+from pipedec.bench.policy.drafter import RecordedDrafter
+from pipedec.bench.policy.memo import DraftMemo
+from pipedec.bench.policy.recording import Recording
+from pipedec.bench.policy.replay import Replayed, ReplayedPipeline, WatchedExperience
 from pipedec.bench.prompts import DrawnPrompt, draw
 from pipedec.bench.record import Row, plain
 from pipedec.bench.sweep import SweepProgress
@@ -51,10 +52,10 @@ class Policy:
         """``METHOD[:KEY=VALUE,…]``, like ``pipedec-bestfirst:width=64,proposers=draft+ngrams``.
 
         Raises:
-            UserError: it is not of this form, or the method has no such limit.
+            UserError: the text is not of this form, or the method has no such limit.
         """
         method, _, settings = text.partition(":")
-        if method not in LIMITS:
+        if method not in LIMITS:  # not bita: the output at its mask rows is not recorded
             raise UserError(f"--policy {text}: unknown method {method!r}; choose one of {', '.join(LIMITS)}")
         try:
             return cls(text, method, make_options(method, dict(_limit(method, each) for each in settings.split(",") if each)))
@@ -85,13 +86,13 @@ class PolicyConfig:
     """What is compared.
 
     Attributes:
-        preset: a partition of ``cluster``, whose devices the emulated times are of.
-        stages: cut it into so many stages; None for its own.
-        samples: prompts of each set, drawn by ``seed`` as a sweep draws them.
-        sampling: how the target decodes; with a temperature, tokens are drawn by ``seed``.
+        preset: a partition of ``cluster``; emulated times are those of its devices.
+        stages: number of stages; None for the preset's own.
+        samples: number of prompts from each set, sampled by ``seed`` as in a sweep.
+        sampling: how the target decodes; with a temperature, ``seed`` also seeds the tokens.
 
     Raises:
-        UserError: a number below 1, two policies that are the same, or no such preset.
+        UserError: a number below 1, two equal policies, or no such preset.
     """
 
     cluster: ClusterConfig
@@ -106,33 +107,31 @@ class PolicyConfig:
 
     def __post_init__(self) -> None:
         self.cluster.find_partition(self.preset)
-        for flag, value in (("--samples", self.samples), ("--stages", self.stages)):
-            if value is not None and value < 1:
-                raise UserError(f"{flag} must be at least 1")
+        check_positive({"--samples": [self.samples], "--stages": [1 if self.stages is None else self.stages]})
         for number, policy in enumerate(self.policies):
             if any((one.method, one.limits) == (policy.method, policy.limits) for one in self.policies[:number]):
                 raise UserError(f"--policy {policy.name} was given twice: leave one of them out")
 
     @cached_property
     def shape(self) -> Shape:
-        """The pipeline. Raises UserError if the pair has too few layers."""
+        """The emulated pipeline. Raises UserError if the target has too few layers."""
         return emulated(self.cluster, self.preset, self.stages, self.pair, slow_motion=1.0)
 
     @property
-    def asked(self) -> PromptRequest:
-        """How the target is asked for its own answer."""
+    def request(self) -> PromptRequest:
+        """The request for the target's own answer, without a prompt."""
         seeded = replace(self.sampling, seed=self.seed) if self.sampling.is_stochastic else self.sampling
         return PromptRequest("", self.raw_prompts, "pp", seeded)
 
     @property
     def origin(self) -> Row:
-        """What the answers depend on besides the prompt, as a recording and a sweep's rows have it."""
-        return {"pair": pair_digest(self.shape.spec), "sampling": plain(self.asked.sampling)}
+        """What determines the answers besides the prompt, in the form of recordings and of a sweep's rows."""
+        return {"pair": pair_digest(self.shape.spec), "sampling": plain(self.request.sampling)}
 
 
 @dataclass(frozen=True)
 class PolicyAnswer:
-    """What the answer to one prompt, ``token_ids``, costs under one policy."""
+    """The cost of the answer ``token_ids`` to one prompt under one policy."""
 
     policy: Policy
     prompt: DrawnPrompt
@@ -141,10 +140,11 @@ class PolicyAnswer:
 
 
 class Study:
-    """All policies on one pipeline. What verdicts teach a policy it keeps from prompt to prompt, as in a sweep.
+    """All policies on one pipeline. A policy keeps what it learns from verdicts from prompt to prompt, as in a sweep.
 
     Raises:
-        UserError: no prompt of a set fits, a policy cannot work with this pair, or ``directory`` holds another recording.
+        UserError: no prompt of a set fits into the context, a policy cannot run with this pair of models, or ``directory``
+            contains another recording.
     """
 
     def __init__(self, config: PolicyConfig, prompt_sets: Iterable[PromptSet], directory: Path) -> None:
@@ -154,17 +154,17 @@ class Study:
         self._pipeline = ReplayedPipeline(self._spec.emulation, self._spec.topology)
         self._experiences = {policy: WatchedExperience(self._spec.topology.num_groups) for policy in config.policies}
         self._recording = Recording(directory, **config.origin)
-        for policy in config.policies:  # one that cannot work is found before anything is recorded
+        for policy in config.policies:  # raises for a policy that cannot run, before anything is recorded
             create_method(self._request(policy, (0,)), self._drafter(DraftMemo()), self._experiences[policy])
         prompter = Prompter(self._spec.target, ModelConfig.from_directory(self._spec.target).max_positions)
-        self._prompts = draw(prompter, prompt_sets, config.asked, config.samples, config.seed)
+        self._prompts = draw(prompter, prompt_sets, config.request, config.samples, config.seed)
 
     def run(self, progress: SweepProgress) -> Iterator[PolicyAnswer]:
-        """Replay every answer under every policy; what the directory lacks is recorded first."""
+        """Replay every answer under every policy. Answers that the directory does not contain are recorded first."""
         progress.start(len(self._prompts) * len(self._config.policies))
         progress.busy(self._config.shape.label)
         for prompt in self._prompts:
-            token_ids = self._recording.answer(prompt, lambda asked: self._target.answer(asked).token_ids)
+            token_ids = self._recording.answer(prompt, lambda request: self._target.answer(request).token_ids)
             memo = self._recording.memo(prompt)
             for policy, experience in self._experiences.items():
                 request = self._request(policy, prompt.token_ids)
@@ -184,8 +184,8 @@ class Study:
         return drafter
 
     def _drafter(self, memo: DraftMemo) -> RecordedDrafter | None:
-        most = max(CHILDREN[-1], *(policy.limits.get("children") or 0 for policy in self._config.policies))
-        return RecordedDrafter(memo, lambda: self._draft, most) if self._spec.draft else None
+        max_children = max(CHILDREN[-1], *(policy.limits.get("children") or 0 for policy in self._config.policies))
+        return RecordedDrafter(memo, lambda: self._draft, max_children) if self._spec.draft else None
 
     def _request(self, policy: Policy, prompt: tuple[int, ...]) -> Request:
-        return Request(0, prompt, self._config.asked.sampling, policy.method, policy.options)
+        return Request(0, prompt, self._config.request.sampling, policy.method, policy.options)

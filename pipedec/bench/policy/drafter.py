@@ -1,7 +1,7 @@
-"""A drafter that answers from what was recorded, and asks the draft model only for contexts that were never met.
+"""A drafter that replays recorded candidates, and runs the draft model only for contexts that are not recorded.
 
-Owns which rows of the method's tree are known and which the draft model holds. What a context is, the memo knows. Shapes: N
-rows in the tree, F rows asked for.
+Tracks which rows of the method's tree are in the draft model's cache. Contexts are defined by ``memo``. Shapes: N rows in the
+tree, F requested rows.
 """
 
 from __future__ import annotations
@@ -12,44 +12,44 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from pipedec.bench.policy_memo import PROMPT, DraftMemo
+from pipedec.bench.policy.memo import PROMPT, DraftMemo
 from pipedec.decoding import Drafter
 from pipedec.tree import Advance, Candidates, PredictionTree
 
 
 class RecordedDrafter:
-    """The draft of one prompt.
+    """The drafter of one prompt.
 
-    The draft model is loaded, and takes in the prompt, when a forward is needed first. Rows that the memo answered are unknown
-    to it: the next forward drafts those that are ancestors of its rows, too.
+    The draft model is loaded and prefilled when the first forward is needed. Rows whose candidates came from the memo are not in
+    its cache: the next forward includes those that are ancestors of its rows.
 
     Args:
-        load: the draft model, the same object every time.
-        most: the most children that any method asks for; every forward asks for so many.
+        load: returns the draft model, the same object each time.
+        max_children: the largest number of children that any method requests; every forward records that number.
     """
 
-    def __init__(self, memo: DraftMemo, load: Callable[[], Drafter], most: int) -> None:
+    def __init__(self, memo: DraftMemo, load: Callable[[], Drafter], max_children: int) -> None:
         self._memo = memo
         self._load = load
-        self._most = most
+        self._max_children = max_children
         self.begin()
 
     def begin(self) -> None:
-        """Forget the last request."""
+        """Start a new request."""
         self._draft: Drafter | None = None
         self._chunks: list[tuple[Tensor, int]] = []  # of the prompt
         self._accepted: list[int] = []  # tokens before the root
         self._past = PROMPT  # their context
-        self._contexts: list[int | None] = []  # of the rows so far; None until it is asked for
-        self._is_drafted = torch.zeros(0, dtype=torch.bool)  # by the draft model, of the rows so far
-        self._asked: dict[int, int] = {}  # children by context
+        self._contexts: list[int | None] = []  # of each row; None until needed
+        self._is_drafted = torch.zeros(0, dtype=torch.bool)  # [N], in the draft model's cache
+        self._requested: dict[int, int] = {}  # number of children by context
 
     def prefill(self, token_ids: Tensor, prompt_length: int) -> None:
-        """Keep the next chunk of the prompt (int64 [R]) for a draft model that may be needed."""
+        """Keep the next chunk of the prompt (int64 [R]) in case the draft model is needed."""
         self._chunks.append((token_ids, prompt_length))
 
     def expand(self, tree: PredictionTree, rows: Tensor, children: int) -> Candidates:
-        """The likeliest ``children`` of ``rows``: int64 [F], ascending rows of the tree."""
+        """The ``children`` most probable children of each of ``rows``: int64 [F], ascending rows of the tree."""
         new = tree.num_rows - len(self._contexts)
         self._contexts += [None] * new
         self._is_drafted = torch.nn.functional.pad(self._is_drafted, (0, new))
@@ -57,11 +57,11 @@ class RecordedDrafter:
         is_unknown = torch.tensor([not self._memo.knows(context, children) for context in contexts])
         if bool(is_unknown.any()):
             self._draft_rows(tree, rows[is_unknown])
-        self._asked.update(dict.fromkeys(contexts, children))
-        return Candidates(rows, *self._memo.said(contexts, children))
+        self._requested.update(dict.fromkeys(contexts, children))
+        return Candidates(rows, *self._memo.children(contexts, children))
 
     def advance(self, advance: Advance) -> None:
-        """Follow the tree, and let the draft model follow it if it is in use."""
+        """Commit and prune like the tree, in the draft model too if it is in use."""
         tokens = advance.committed_ids.tolist()
         for token in tokens:
             self._past = self._memo.continued(self._past, token)
@@ -71,18 +71,18 @@ class RecordedDrafter:
         if self._draft is not None:
             self._draft.advance(advance)
 
-    def named(self, answer: Sequence[int]) -> list[bool]:
-        """For each token of the accepted ``answer``: was it among the children that this request asked for?"""
-        is_named = [False]
+    def proposed(self, answer: Sequence[int]) -> list[bool]:
+        """For each token of the accepted ``answer``: was it among the children that this request was given?"""
+        is_proposed = [False]
         context = PROMPT
         for before, token in pairwise(answer):
             context = self._memo.continued(context, before)
-            asked = self._asked.get(context)
-            is_named.append(asked is not None and token in self._memo.said([context], asked)[0].flatten().tolist())
-        return is_named
+            children = self._requested.get(context)
+            is_proposed.append(children is not None and token in self._memo.children([context], children)[0].flatten().tolist())
+        return is_proposed
 
     def _context(self, tree: PredictionTree, row: int) -> int:
-        """The context of ``row``, found together with those of its ancestors."""
+        """The context of ``row``; also finds those of its ancestors."""
         context = self._contexts[row]
         if context is None:
             parent = int(tree.parents[row])
@@ -91,14 +91,14 @@ class RecordedDrafter:
         return context
 
     def _draft_rows(self, tree: PredictionTree, rows: Tensor) -> None:
-        """One forward over ``rows`` and what the draft model lacks above them."""
+        """One forward over ``rows`` and their ancestors that are not in the draft model's cache."""
         missing = torch.nonzero(tree.tree_mask[rows].any(0) & ~self._is_drafted)[:, 0]
-        said = self._begun().expand(tree, missing, self._most)
+        candidates = self._prefilled().expand(tree, missing, self._max_children)
         self._is_drafted[missing] = True
-        self._memo.add([self._context(tree, row) for row in missing.tolist()], said, self._most)
+        self._memo.add([self._context(tree, row) for row in missing.tolist()], candidates, self._max_children)
 
-    def _begun(self) -> Drafter:
-        """The draft model, behind the accepted tokens."""
+    def _prefilled(self) -> Drafter:
+        """The draft model, with the prompt and the accepted tokens in its cache."""
         if self._draft is None:
             self._draft = self._load()
             self._draft.begin()

@@ -1,4 +1,4 @@
-"""What the prediction tree, the cache and tree attention cost by themselves, against the number of rows in the tree.
+"""The time of single operations on the prediction tree, the KV cache and tree attention, by tree size.
 
 Owns trees grown to a size and caches filled to a length. Knows neither weights nor pipelines.
 
@@ -14,8 +14,9 @@ from dataclasses import asdict, dataclass
 
 import torch
 
+from pipedec.bench.checks import check_known, check_positive
+from pipedec.bench.kernels.stopwatch import Stopwatch, check_memory, device_named
 from pipedec.bench.record import Row, header
-from pipedec.bench.stopwatch import Stopwatch, check_known, check_memory, check_positive, device_named
 from pipedec.core import UserError
 from pipedec.engine.spec import DEVICES, DTYPES
 from pipedec.model import KVCache
@@ -25,10 +26,17 @@ from pipedec.tree import Advance, Candidates, PredictionTree
 
 @dataclass(frozen=True)
 class OperationsConfig:
-    """Trees of ``sizes`` rows behind ``past`` tokens, in a stage of ``layers`` layers; by default six of the shipped target's.
+    """What is measured; the default shape is six layers of the shipped target.
+
+    Attributes:
+        sizes: tree sizes, in rows.
+        past: accepted tokens before the tree.
+        layers: layers of the stage whose KV cache is pruned.
+        repeats: timed runs per operation.
+        width, children: how trees grow.
 
     Raises:
-        UserError: a number is below 1, heads that cannot share keys evenly, or an unknown dtype or device.
+        UserError: a number below 1, heads that are no multiple of kv_heads, or an unknown dtype or device.
     """
 
     sizes: tuple[int, ...] = (32, 128, 512, 1024)
@@ -56,12 +64,12 @@ class OperationsConfig:
         return DTYPES[self.dtype]
 
     def cache_bytes(self, size: int) -> int:
-        """The cache behind a tree of ``size`` rows, and as much again for what pruning moves."""
+        """The KV cache with a tree of ``size`` rows, and the same again as scratch space for pruning."""
         return 2 * 2 * self.layers * self.kv_heads * self.head_dim * (self.past + size) * self.torch_dtype.itemsize
 
     def num_bytes(self, size: int) -> int:
         """Memory for all operations at ``size`` rows."""
-        trees = 8 * (size + self.width) ** 2  # masks of two trees, and one in float32 for the paths' probabilities
+        trees = 8 * (size + self.width) ** 2  # masks of two trees, and one in float32 for path probabilities
         repeated = 4 * self.heads * (self.head_dim + self.width) * (self.past + size) * self.torch_dtype.itemsize  # Algorithm 1
         return trees + self.cache_bytes(size) + repeated
 
@@ -85,17 +93,17 @@ def measure_operations(config: OperationsConfig, on_row: Callable[[Row], None] =
 
 
 def measure_bookkeeping(config: OperationsConfig, size: int, device: torch.device) -> Iterator[Row]:
-    """What a timestep does besides computing: grow the tree by a layer; commit and prune tree and cache, on hit and miss.
+    """What a timestep does besides forwards: grow the tree by a layer; commit and prune tree and cache, on hit and miss.
 
-    A miss keeps nothing. The hit here keeps the largest subtree that there is below the root: the most there can be to move.
+    A miss keeps nothing. A hit keeps the largest subtree below the root, so that pruning moves as many rows as possible.
     """
     stopwatch = Stopwatch(device, config.repeats)
     tree, candidates = grown_tree(config, size, device)
     yield _figures("grow", size, stopwatch.time_us(lambda: deepcopy(tree), lambda one: one.grow(candidates, config.width)))
     cache = filled_cache(config, size, device)
-    verdicts = {"miss": config.children}  # tokens are 0, 1, … below ``children``
+    verdicts = {"miss": config.children}  # every candidate token is below ``children``
     if size > 1:
-        verdicts = {"hit": _likeliest_token(tree), **verdicts}
+        verdicts = {"hit": _largest_subtree_token(tree), **verdicts}
     for verdict, token in verdicts.items():
         advance = deepcopy(tree).advance([token])
         kept = {"verdict": verdict, "kept_rows": len(advance.kept)}
@@ -104,9 +112,9 @@ def measure_bookkeeping(config: OperationsConfig, size: int, device: torch.devic
 
 
 def grown_tree(config: OperationsConfig, size: int, device: torch.device) -> tuple[PredictionTree, Candidates]:
-    """A tree of ``size`` rows grown layer by layer, its last layer full if possible, and what may follow that layer.
+    """A tree of ``size`` rows, grown layer by layer with a full last layer if possible, and candidates for the next layer.
 
-    Its storage has room for one layer more, as that of a running pipeline has.
+    Like a running pipeline's, its storage has room for one more layer.
     """
     generator = torch.Generator().manual_seed(0)
     tree = PredictionTree(device, block=size + config.width)
@@ -130,7 +138,7 @@ def filled_cache(config: OperationsConfig, size: int, device: torch.device) -> K
 
 @torch.inference_mode()
 def _measure_attention(config: OperationsConfig, size: int, device: torch.device) -> list[Row]:
-    """One layer's attention of the last rows over past and tree; the plan is made once per step, for all layers."""
+    """One layer's attention of the last rows over past and tree. A pipeline makes one plan per step, for all layers."""
     stopwatch, dtype = Stopwatch(device, config.repeats), config.torch_dtype
     tree, _ = grown_tree(config, size, device)
     mask_RN = tree.tree_mask[-config.width :]
@@ -142,13 +150,11 @@ def _measure_attention(config: OperationsConfig, size: int, device: torch.device
 
     plan = make_plan()
     attention = stopwatch.time_us(lambda: None, lambda _: tree_attention(q_RHD, keys_KSD, values_KSD, plan, None))
-    to_the_letter = stopwatch.time_us(
-        lambda: None, lambda _: reference_attention(q_RHD, keys_KSD, values_KSD, config.past, mask_RN)
-    )
+    reference = stopwatch.time_us(lambda: None, lambda _: reference_attention(q_RHD, keys_KSD, values_KSD, config.past, mask_RN))
     return [
         _figures("attention plan", size, stopwatch.time_us(lambda: None, lambda _: make_plan())),
         _figures("tree attention", size, attention),
-        _figures("reference attention", size, to_the_letter),
+        _figures("reference attention", size, reference),
     ]
 
 
@@ -176,8 +182,8 @@ def _drafted(layer: slice, children: int, generator: torch.Generator, device: to
     return Candidates(rows, torch.arange(children, device=device).expand(len(rows), -1), log_probs.to(device))
 
 
-def _likeliest_token(tree: PredictionTree) -> int:
-    """The token of the root's child that has the most rows below it."""
+def _largest_subtree_token(tree: PredictionTree) -> int:
+    """The token of the root's child with the largest subtree."""
     children = torch.nonzero(tree.parents == 0)[:, 0]
     largest = children[tree.tree_mask.sum(0)[children].argmax()]
     return int(tree.token_ids[largest])

@@ -1,6 +1,6 @@
-"""One rank of the overhead measurement: the real rank loop with a stage that computes nothing, then the bare transport.
+"""One rank of the overhead measurement: the real rank loop with a stage that computes nothing, then the bare messages.
 
-Knows how to measure on its own rank; what the figures of all ranks say together is ``overhead``'s business.
+Measures its own rank; ``benchmark`` combines the ranks.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from itertools import pairwise
 import torch
 
 from pipedec.bench.critical_path import critical_path_lengths
-from pipedec.bench.null_stage import NullFinalStage, NullStage, Probe, ScriptedDraftLoop
+from pipedec.bench.overhead.null_stage import NullFinalStage, NullStage, Probe, ScriptedDraftLoop
 from pipedec.cluster.lease import LeaseKeeper
 from pipedec.engine.rank_loop import Wiring
 from pipedec.engine.spec import DISPATCHES
@@ -21,7 +21,7 @@ from pipedec.engine.stage_loop import StageLoop
 from pipedec.scheduler import RedisScheduler, connect
 from pipedec.topology import Topology
 from pipedec.tracing import Tracer
-from pipedec.transport.raw_floor import raw_timesteps
+from pipedec.transport.bare_messages import bare_timesteps
 from pipedec.transport.torch_distributed import Rendezvous, TorchTransport
 
 WARM_UP = 5
@@ -31,7 +31,7 @@ PEER_SECONDS = 60.0
 
 @dataclass(frozen=True)
 class RankPlan:
-    """What one rank has to do, alike on all ranks but for ``rank``. ``redis_url`` holds a password: never print it."""
+    """What one rank measures; equal on all ranks except ``rank``. ``redis_url`` contains a password: never print it."""
 
     rank: int
     stages: int
@@ -50,11 +50,12 @@ class Sample:
     """One rank's figures of one repeat with ``rows`` rows.
 
     Attributes:
-        kind: ``"pipedec"`` or ``"raw"``.
-        timesteps_ms: how long each timestep took on this rank's clock.
-        round_trips: commands to Redis per timestep; cpu_ms: this process's CPU time per timestep (all its threads).
-        redis_cpu_ms: the server's CPU time per timestep, rank 0 only.
-        critical_path: reports to Redis one after another in each traced timestep, rank 0 only.
+        kind: ``"pipedec"``, or ``"raw"`` for the bare messages.
+        timesteps_ms: duration of each timestep on this rank's clock.
+        round_trips: Redis commands per timestep.
+        cpu_ms: CPU time of this process per timestep, all threads.
+        redis_cpu_ms: CPU time of the Redis server per timestep; rank 0 only.
+        critical_path: successive reports to Redis in each traced timestep; rank 0 only.
     """
 
     kind: str
@@ -67,7 +68,7 @@ class Sample:
 
 
 def measure_rank(plan: RankPlan, report: Callable[[Sample], None]) -> None:
-    """Alternate between the pipeline and the bare transport, ``repeats`` times, and report a sample of each and every R.
+    """Alternate between the pipeline and the bare messages, ``repeats`` times; report a sample of each for every number of rows.
 
     Raises:
         PipedecError: a peer or Redis was lost.
@@ -86,7 +87,7 @@ def measure_rank(plan: RankPlan, report: Callable[[Sample], None]) -> None:
 
 
 def _pipeline_samples(plan: RankPlan, run_id: str, transport: TorchTransport) -> list[Sample]:
-    """One run of its own name: a request per number of rows, and a short traced one."""
+    """One run: a timed request and a short traced one for each number of rows."""
     topology = Topology.even(plan.stages, plan.stages)
     scheduler = RedisScheduler(connect(plan.redis_url), run_id, topology)
     lease = LeaseKeeper(scheduler, plan.rank)
@@ -94,13 +95,13 @@ def _pipeline_samples(plan: RankPlan, run_id: str, transport: TorchTransport) ->
     try:
         samples = (_drive if plan.rank == 0 else _follow)(plan, scheduler, transport, topology)
     finally:
-        lease.stop()  # and leave: stages serve until rank 0 has left
+        lease.stop()  # this also leaves the run: stages serve until rank 0 has left
     scheduler.client.close()
     return samples
 
 
 def _drive(plan: RankPlan, scheduler: RedisScheduler, transport: TorchTransport, topology: Topology) -> list[Sample]:
-    """Rank 0: the requests one after the other, then the end of the run."""
+    """Rank 0: run the requests one after another, then stop the run."""
     probe = Probe(lambda: scheduler.round_trips)
     loop = ScriptedDraftLoop(probe, _wiring(plan, scheduler, transport, topology))
     samples = []
@@ -117,7 +118,7 @@ def _drive(plan: RankPlan, scheduler: RedisScheduler, transport: TorchTransport,
 
 
 def _follow(plan: RankPlan, scheduler: RedisScheduler, transport: TorchTransport, topology: Topology) -> list[Sample]:
-    """A stage: serve until the run is stopped. Of its requests, the traced ones are not counted."""
+    """A stage: serve until the run is stopped. Samples of traced requests are dropped."""
     requests: list[Sample] = []
     probe = Probe(lambda: scheduler.round_trips)
     kind = NullFinalStage if plan.rank == plan.stages else NullStage
@@ -131,7 +132,7 @@ def _wiring(plan: RankPlan, scheduler: RedisScheduler, transport: TorchTransport
 
 
 def _sample(probe: Probe, rows: int) -> Sample:
-    """The steady state of the request just ended: all stages busy, ``WARM_UP`` timesteps after the pipeline was full."""
+    """The steady state of the last request: from ``WARM_UP`` timesteps after the pipeline was full."""
     first = 1 + WARM_UP
     wall, cpu, trips = probe.wall_seconds[first:], probe.cpu_seconds[first:], probe.round_trips[first:]
     per_timestep = 1 / (len(wall) - 1)
@@ -140,14 +141,14 @@ def _sample(probe: Probe, rows: int) -> Sample:
 
 
 def _raw_sample(plan: RankPlan, rows: int) -> Sample:
-    raw_timesteps(rows, plan.hidden_size, torch.float32, WARM_UP)
+    bare_timesteps(rows, plan.hidden_size, torch.float32, WARM_UP)
     cpu = time.process_time()
-    clock = raw_timesteps(rows, plan.hidden_size, torch.float32, plan.timesteps + 1)
+    clock = bare_timesteps(rows, plan.hidden_size, torch.float32, plan.timesteps + 1)
     return Sample("raw", rows, _intervals_ms(clock), cpu_ms=1000 * (time.process_time() - cpu) / (plan.timesteps + 1))
 
 
 def _verdicts(timesteps: int) -> int:
-    """The first token, the one that fills the pipeline, those of the warm-up, and one for each timestep to be timed."""
+    """Verdicts of a request: on prefill, on the step that fills the pipeline, the warm-up, and one per timed timestep."""
     return 2 + WARM_UP + timesteps
 
 

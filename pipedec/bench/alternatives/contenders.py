@@ -1,6 +1,6 @@
-"""Ways to get the target's greedy answer in one process: those of ``transformers``, and pipedec's methods.
+"""Ways to get the target's greedy answer in one process: generation by ``transformers``, and pipedec's methods.
 
-Owns how each is loaded and asked, and counts what the target computes for it. Knows neither clocks nor tables.
+Owns loading and calling each, and counts the target's passes and rows. Knows neither clocks nor tables.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ LOOKUP_TOKENS = 10
 
 @dataclass
 class PassCount:
-    """What the target has computed: passes through all of its layers, and the rows in them."""
+    """The target's work: passes through all of its layers, and the rows in these passes."""
 
     passes: float = 0.0
     rows: float = 0.0
 
     def add(self, rows: int, share: float = 1.0) -> None:
-        """Count a forward of ``rows`` rows through this share of the target's layers."""
+        """Count a forward of ``rows`` rows through ``share`` of the target's layers."""
         self.passes += share
         self.rows += rows * share
 
 
 class Contender(Protocol):
-    """One way to answer; ``count`` grows with every answer."""
+    """One way to generate an answer; ``count`` accumulates over answers."""
 
     name: str
     count: PassCount
@@ -53,7 +53,7 @@ class Contender(Protocol):
 
 
 class TransformersContender:
-    """``generate`` of a loaded target, always with a key-value cache, whatever its generation config says."""
+    """``generate`` of a loaded target, always with a KV cache, whatever its generation config sets."""
 
     def __init__(self, name: str, target: Any, **options: Any) -> None:
         self.name = name
@@ -93,7 +93,7 @@ class PipelineContender:
 
 
 class CountedStage(StageModel):
-    """A stage that counts every forward as its share of the target, once ``count`` is set."""
+    """A stage that counts every forward as its share of the target's layers. ``count`` must be set after loading."""
 
     count: PassCount
 
@@ -112,12 +112,12 @@ class CountedStage(StageModel):
 
 
 def load_contenders(spec: PipelineSpec) -> list[Contender]:
-    """Greedy ``transformers`` first; those that need a draft or a BiTA only if ``spec`` has one. ``lookup`` is prompt lookup.
+    """Greedy ``transformers`` first; contenders that need a draft model or BiTA only if ``spec`` has one.
 
-    The default method runs on the stages of ``spec``, too; the other methods gain nothing from stages in one process.
+    The default method runs in one stage and in the stages of ``spec``; other methods gain nothing from stages in one process.
 
     Raises:
-        UserError: ``transformers`` would refuse the draft.
+        UserError: ``transformers`` does not accept the draft model.
     """
     device = spec.torch_device()
     target = _load_transformers(spec.target, spec, device)
@@ -136,7 +136,7 @@ def load_contenders(spec: PipelineSpec) -> list[Contender]:
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Within it transformers shows neither warnings nor progress bars."""
+    """Hides the warnings and progress bars of transformers inside the block."""
     verbosity, shows_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
@@ -169,7 +169,7 @@ def _pipelines(spec: PipelineSpec, device: torch.device) -> list[Contender]:
 
 
 def _load_counted(spec: PipelineSpec, device: torch.device) -> tuple[LocalPipeline, PassCount]:
-    """As ``LocalPipeline.load``, with stages that count."""
+    """Like ``LocalPipeline.load``, with stages that count their forwards."""
     config, count = ModelConfig.from_directory(spec.target), PassCount()
     stages: list[StageWorker] = []
     for first, last in spec.layers:

@@ -1,6 +1,6 @@
-"""What simulated policies replay, in one directory: the target's own answers, and what the draft said below each prompt.
+"""What policies replay, in one directory: the target's own answers, and the draft model's candidates for each prompt.
 
-Owns the files: ``recording.json``, and a ``draft-KEY.safetensors`` for every prompt. How an answer is got, the caller knows.
+Owns the files: ``recording.json``, and a ``draft-KEY.safetensors`` per prompt.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from pipedec.bench.policy_memo import DraftMemo
+from pipedec.bench.policy.memo import DraftMemo
 from pipedec.bench.prompts import DrawnPrompt
 from pipedec.bench.record import Row
 from pipedec.core import UserError
@@ -22,36 +22,37 @@ _TokenIds = tuple[int, ...]
 
 
 class Recording:
-    """One directory. What is there is not recorded again.
+    """One directory. What it contains is not recorded again.
 
     Args:
-        pair, sampling: the digest of the weights, and how tokens were chosen: the same for all answers.
+        pair: digest of both models' weights.
+        sampling: sampling parameters of all answers.
 
     Raises:
-        UserError: the directory holds a recording of something else, or something that is none.
+        UserError: the directory contains a recording with other weights or parameters, or a file that is no recording.
     """
 
     def __init__(self, directory: Path, pair: str, sampling: Row) -> None:
         if directory.exists() and not directory.is_dir():
-            raise UserError(f"--recording {directory}: it is no directory; give another")
+            raise UserError(f"--recording {directory}: not a directory; give another")
         self._directory = directory
         self._path = directory / "recording.json"
         self._origin = {"schema": SCHEMA, "pair": pair, "sampling": sampling}
         self._answers = self._read()
 
-    def answer(self, prompt: DrawnPrompt, ask: Callable[[PromptRequest], _TokenIds]) -> _TokenIds:
-        """The answer to ``prompt``, from ``ask`` if it is not recorded yet."""
+    def answer(self, prompt: DrawnPrompt, generate: Callable[[PromptRequest], _TokenIds]) -> _TokenIds:
+        """The answer to ``prompt``, from ``generate`` if it is not recorded yet."""
         if prompt.token_ids not in self._answers:
-            self._answers[prompt.token_ids] = ask(prompt.request)
+            self._answers[prompt.token_ids] = generate(prompt.request)
             self._write()
         return self._answers[prompt.token_ids]
 
     def memo(self, prompt: DrawnPrompt) -> DraftMemo:
-        """What the draft has said below ``prompt`` so far."""
+        """The recorded candidates for ``prompt``."""
         return DraftMemo.load(self._draft_path(prompt))
 
     def keep(self, prompt: DrawnPrompt, memo: DraftMemo) -> None:
-        """Write down what ``memo`` has learned since it was read."""
+        """Save ``memo`` if candidates were added."""
         if memo.has_changed:
             memo.save(self._draft_path(prompt))
 
@@ -70,8 +71,8 @@ class Recording:
             raise UserError(f"{self._path} is no recording: give --recording another directory") from None
         for name, wanted in _settings(self._origin).items():
             if found.get(name) != wanted:
-                told = f"{self._path} was recorded with another {name} ({found.get(name)}, not {wanted})"
-                raise UserError(f"{told}: give --recording another directory")
+                difference = f"{self._path} was recorded with another {name} ({found.get(name)}, not {wanted})"
+                raise UserError(f"{difference}: give --recording another directory")
         return answers
 
     def _write(self) -> None:
@@ -83,5 +84,5 @@ class Recording:
 
 
 def _settings(origin: Row) -> Row:
-    """Every setting by its own name."""
+    """All settings as one flat dictionary."""
     return {"schema": origin["schema"], "pair": origin["pair"], **origin["sampling"]}

@@ -1,7 +1,7 @@
 """The fixed cost of a timestep: real processes, a real Redis, real transfers, and stages that compute nothing.
 
-Beside it, in the same processes and in turns with it, the same bytes over the bare transport. Knows what the samples of all
-ranks say together; how one rank measures is ``null_rank``'s business.
+For comparison the same processes alternate with sending the same bytes over the bare process group. Combines the samples of all
+ranks; ``null_rank`` measures one rank.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ import shutil
 import statistics
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
 
-from pipedec.bench.null_rank import TRACED_TIMESTEPS, RankPlan, Sample, measure_rank
-from pipedec.bench.rank_group import RankGroup
+from pipedec.bench.checks import check_known, check_positive
+from pipedec.bench.overhead.null_rank import TRACED_TIMESTEPS, RankPlan, Sample, measure_rank
+from pipedec.bench.overhead.ranks import run_ranks
 from pipedec.bench.record import Row, header, spread
-from pipedec.core import UserError
 from pipedec.engine.spec import DISPATCHES
 from pipedec.scheduler import EmbeddedServer
 from pipedec.transport.base import message_bytes
@@ -30,10 +30,10 @@ _TIMESTEP_SECONDS = 0.5
 
 @dataclass(frozen=True)
 class OverheadConfig:
-    """What is measured: every number of ``stages`` with every number of ``rows``, ``repeats`` × ``timesteps`` each.
+    """What is measured: every number of ``stages`` × dispatch × number of ``rows``, ``repeats`` × ``timesteps`` each.
 
     Raises:
-        UserError: a number is below 1, or there is none.
+        UserError: an unknown dispatch, a number below 1, or no number.
     """
 
     stages: tuple[int, ...] = (1, 2, 4, 7, 8, 14, 21)
@@ -44,32 +44,28 @@ class OverheadConfig:
     dispatches: tuple[str, ...] = tuple(DISPATCHES)
 
     def __post_init__(self) -> None:
-        numbers = {"--stages": self.stages, "--rows": self.rows}
-        numbers |= {"--timesteps": (self.timesteps,), "--hidden": (self.hidden_size,), "--repeats": (self.repeats,)}
         for dispatch in self.dispatches:
-            if dispatch not in DISPATCHES:
-                raise UserError(f"unknown dispatch {dispatch!r}: choose from {', '.join(DISPATCHES)}")
-        for flag, values in numbers.items():
-            if not values or min(values) < 1:
-                raise UserError(f"{flag} must be at least 1")
+            check_known("dispatch", dispatch, DISPATCHES)
+        check_positive({"--stages": self.stages, "--rows": self.rows})
+        check_positive({"--timesteps": [self.timesteps], "--hidden": [self.hidden_size], "--repeats": [self.repeats]})
 
     @property
     def silence_seconds(self) -> float:
-        """A rank reports once per repeat; no report for this long means that something hangs."""
+        """Without any report for this long the measurement hangs; each rank reports once per repeat."""
         verdicts = (self.timesteps + TRACED_TIMESTEPS) * len(self.rows) * 2
         return _START_SECONDS + verdicts * _TIMESTEP_SECONDS
 
 
 def measure_overhead(config: OverheadConfig, on_row: Callable[[Row], None] = lambda row: None) -> list[Row]:
-    """One JSONL row for every number of stages and of rows; ``on_row`` gets each as soon as it is known.
+    """One JSONL row per number of stages, dispatch and number of rows; ``on_row`` gets each as soon as it is measured.
 
-    Times are rank 0's: from one sync of its to the next, all stages busy. ``mean_ms`` is the median over the repeats of their
-    means, and ``ratio`` compares these: without a barrier several results may come at once, so single timesteps say little.
-    Round trips per rank are commands sent to Redis, counted by each rank's scheduler object (renewals of the lease, once a
-    second, included). ``critical_path_round_trips`` is counted in a short traced request of its own: see ``critical_path``.
+    Times are rank 0's, from one of its syncs to the next, with all stages busy. ``mean_ms`` is the median of the repeats' means,
+    and ``ratio`` compares these: without a barrier several results may arrive at once, so single timesteps mean little.
+    Round trips per rank are Redis commands counted by each rank's scheduler, lease renewals (one per second) included.
+    ``critical_path_round_trips`` is counted in a separate short traced request: see ``critical_path``.
 
     Raises:
-        RankLost: a rank died or fell silent; no process is left over.
+        RankLost: a rank died or stopped reporting; all processes have ended.
     """
     first = header("overhead", asdict(config))
     rows = []
@@ -86,16 +82,13 @@ def _measure_stages(config: OverheadConfig, stages: int, dispatch: str, server: 
     directory = tempfile.mkdtemp(prefix="pipedec-bench-")
     init_method = f"file://{Path(directory) / 'rendezvous'}"
     run_id = f"overhead-{secrets.token_hex(4)}"
-    plans = [
-        RankPlan(
-            rank, stages, config.rows, config.timesteps, config.hidden_size, config.repeats,
-            dispatch, server.url, run_id, init_method,
-        )
-        for rank in range(stages + 1)
-    ]  # fmt: skip
+    plan = RankPlan(
+        rank=0, stages=stages, rows=config.rows, timesteps=config.timesteps, hidden_size=config.hidden_size,
+        repeats=config.repeats, dispatch=dispatch, redis_url=server.url, run_id=run_id, init_method=init_method,
+    )  # fmt: skip
+    plans = [replace(plan, rank=rank) for rank in range(stages + 1)]
     try:
-        with RankGroup(measure_rank, plans) as group:
-            reports: list[list[Sample]] = group.collect(config.silence_seconds)
+        reports: list[list[Sample]] = run_ranks(measure_rank, plans, config.silence_seconds)
     finally:
         shutil.rmtree(directory, ignore_errors=True)
     for num_rows in config.rows:
@@ -103,7 +96,7 @@ def _measure_stages(config: OverheadConfig, stages: int, dispatch: str, server: 
 
 
 def _figures(config: OverheadConfig, stages: int, num_rows: int, reports: list[list[Sample]]) -> Row:
-    """What the samples of all ranks with ``num_rows`` rows say together."""
+    """The figures of all ranks' samples with ``num_rows`` rows."""
     ranks = [[sample for sample in samples if sample.rows == num_rows] for samples in reports]
     own = [[sample for sample in samples if sample.kind == "pipedec"] for samples in ranks]
     raw = [[sample for sample in samples if sample.kind == "raw"] for samples in ranks]

@@ -1,7 +1,7 @@
-"""Large transformer layers on this machine against what its memory and its arithmetic allow.
+"""Large transformer layers on this machine, compared with its roofline: memory bandwidth and peak arithmetic.
 
-Weights are random: only the shape decides how long a step takes. Owns the bound; the layers are ``StageModel``'s own code, what
-tree and cache cost beside them ``operations`` measures. Knows no pipeline.
+Weights are random: only the shape determines how long a step takes. Owns the bound; the layers run ``StageModel``'s code, and
+``operations`` times tree and KV cache. Knows no pipeline.
 """
 
 from __future__ import annotations
@@ -16,30 +16,39 @@ from pathlib import Path
 
 import torch
 
-from pipedec.bench.operations import OperationsConfig, filled_cache, grown_tree, measure_bookkeeping
+from pipedec.bench.checks import check_known, check_positive
+from pipedec.bench.kernels.operations import OperationsConfig, filled_cache, grown_tree, measure_bookkeeping
+from pipedec.bench.kernels.stopwatch import Stopwatch, check_memory, device_named
 from pipedec.bench.record import Row, header
-from pipedec.bench.stopwatch import Stopwatch, check_known, check_memory, check_positive, device_named
 from pipedec.engine.spec import DEVICES as DEVICE_NAMES
 from pipedec.engine.spec import DTYPES
 from pipedec.hardware import DEVICES, DTYPE_BYTES, GIGA, MODEL_SHAPES, ModelShape
 from pipedec.model import ModelConfig, StageModel
 
-# What CUDA calls the devices whose data sheets we know. Others (PCIe variants have slower memory) are measured.
-_DATA_SHEETS = {
+# CUDA names of the devices with a data sheet in ``hardware``. Others are measured (PCIe variants have slower memory).
+DATA_SHEETS = {
     "NVIDIA GeForce RTX 3090": "rtx3090", "NVIDIA GeForce RTX 4090": "rtx4090", "NVIDIA L40": "l40",
     "NVIDIA A100-SXM4-80GB": "a100-80", "NVIDIA H100 80GB HBM3": "h100", "NVIDIA H200": "h200",
 }  # fmt: skip
-_COPIED_BYTES = {"cuda": 1 << 30, "cpu": 1 << 28}
-_MULTIPLIED_SIZE = {"cuda": 8192, "cpu": 1024}
+COPIED_BYTES = {"cuda": 1 << 30, "cpu": 1 << 28}
+MULTIPLIED_SIZE = {"cuda": 8192, "cpu": 1024}
 _NVIDIA_SMI_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
 class LayersConfig:
-    """``layers`` layers of ``model``: steps of so many ``rows`` behind so many ``past`` tokens, trees of ``tree_rows`` rows.
+    """What is measured.
+
+    Attributes:
+        model: of ``MODEL_SHAPES``.
+        layers: number of layers in the stage.
+        rows, past: steps of each number of rows after each number of accepted tokens.
+        tree_rows: sizes of the trees that are grown and pruned.
+        dtype: None for bfloat16 on CUDA, float32 on CPU.
+        repeats: timed runs per step.
 
     Raises:
-        UserError: a number is below 1, or an unknown model, dtype or device.
+        UserError: a number below 1, or an unknown model, dtype or device.
     """
 
     model: str = "llama-3.1-70b"
@@ -64,17 +73,23 @@ class LayersConfig:
         return MODEL_SHAPES[self.model]
 
     def operations(self, device: torch.device) -> OperationsConfig:
-        """The same layers for ``operations``: dtype and device decided, and the longest past."""
-        shape, dtype = self.shape, self.dtype or ("bfloat16" if device.type == "cuda" else "float32")
-        heads, kv_heads = shape.num_attention_heads, shape.num_key_value_heads
+        """The same layers for ``operations``, with dtype and device resolved and the longest past."""
         return OperationsConfig(
-            self.tree_rows, max(self.past), self.layers, heads, kv_heads, shape.head_size, dtype, device.type, self.repeats
+            sizes=self.tree_rows,
+            past=max(self.past),
+            layers=self.layers,
+            heads=self.shape.num_attention_heads,
+            kv_heads=self.shape.num_key_value_heads,
+            head_dim=self.shape.head_size,
+            dtype=self.dtype or ("bfloat16" if device.type == "cuda" else "float32"),
+            device=device.type,
+            repeats=self.repeats,
         )
 
 
 @dataclass(frozen=True)
 class Roofline:
-    """What a device can do at best, and who says so."""
+    """Peak bandwidth and arithmetic of a device; ``source`` is the data sheet, or that they were measured."""
 
     bytes_per_second: float
     flops_per_second: float
@@ -82,13 +97,13 @@ class Roofline:
 
     @classmethod
     def of(cls, device: torch.device, dtype: str) -> Roofline:
-        """From the data sheet where the device is known, else measured: a large copy and a large product of matrices."""
+        """From the data sheet if the device is known, else measured: a large copy and a large matrix product."""
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-        if name in _DATA_SHEETS:
-            sheet = DEVICES[_DATA_SHEETS[name]]
+        if name in DATA_SHEETS:
+            sheet = DEVICES[DATA_SHEETS[name]]
             return cls(sheet.bandwidth_gb_per_s * GIGA, sheet.peak_flops(dtype), sheet.source)
-        stopwatch, size = Stopwatch(device, repeats=5), _MULTIPLIED_SIZE[device.type]
-        source = torch.ones(_COPIED_BYTES[device.type], dtype=torch.uint8, device=device)
+        stopwatch, size = Stopwatch(device, repeats=5), MULTIPLIED_SIZE[device.type]
+        source = torch.ones(COPIED_BYTES[device.type], dtype=torch.uint8, device=device)
         target = torch.empty_like(source)
         copy_us = stopwatch.time_us(lambda: None, lambda _: target.copy_(source))["p10"]
         factor = torch.ones(size, size, dtype=DTYPES[dtype], device=device)
@@ -96,13 +111,13 @@ class Roofline:
         return cls(2 * source.nbytes / copy_us * 1e6, 2 * size**3 / product_us * 1e6, "a copy and a product measured here")
 
     def bound_ms(self, num_bytes: float, flops: float) -> tuple[float, str]:
-        """The least time for reading and computing so much, and which of the two decides it."""
+        """Lower bound for reading ``num_bytes`` and computing ``flops``, and what sets it: ``memory`` or ``compute``."""
         read_ms, compute_ms = 1000 * num_bytes / self.bytes_per_second, 1000 * flops / self.flops_per_second
         return max(read_ms, compute_ms), "memory" if read_ms >= compute_ms else "compute"
 
 
 def measure_layers(config: LayersConfig, on_row: Callable[[Row], None] = lambda row: None) -> list[Row]:
-    """Rows with ``operation`` ``forward``, one per past and number of rows, then those of ``measure_bookkeeping``.
+    """JSONL rows: ``operation`` ``forward`` for each past and number of rows, then those of ``measure_bookkeeping``.
 
     Raises:
         UserError: there is no such device, or the layers do not fit into its memory.
@@ -114,8 +129,8 @@ def measure_layers(config: LayersConfig, on_row: Callable[[Row], None] = lambda 
     needed = weight_bytes + operations.cache_bytes(max(*config.rows, *config.tree_rows))
     check_memory(what, needed, device, "lower --layers or --past, or take a smaller --model or --dtype")
     roofline = Roofline.of(device, operations.dtype)
-    settled = {"dtype": operations.dtype, "device": device.type, "threads": torch.get_num_threads()}
-    first = header("layers", asdict(config) | settled)
+    resolved = {"dtype": operations.dtype, "device": device.type, "threads": torch.get_num_threads()}
+    first = header("layers", asdict(config) | resolved)
     first |= {"driver": driver(), "cuda": torch.version.cuda, "roofline": asdict(roofline)}
     rows = []
     for figures in _figures(config, operations, roofline, device):
@@ -147,7 +162,7 @@ def _figures(config: LayersConfig, operations: OperationsConfig, roofline: Roofl
 
 
 def _random_stage(config: LayersConfig, dtype: torch.dtype, device: torch.device) -> StageModel:
-    """Layers from the middle of a model: neither embedding nor head is among them."""
+    """Layers from the middle of a model, without embedding and head."""
     shape = {**asdict(config.shape), "model_type": "llama", "num_hidden_layers": config.layers + 2}
     with tempfile.TemporaryDirectory(prefix="pipedec-bench-") as directory:
         (Path(directory) / "config.json").write_text(json.dumps(shape), encoding="utf-8")
@@ -156,19 +171,19 @@ def _random_stage(config: LayersConfig, dtype: torch.dtype, device: torch.device
 
 
 def _measure_forward(stage: StageModel, operations: OperationsConfig, rows: int, roofline: Roofline, device: torch.device) -> Row:
-    """One step of ``rows`` tree rows through all layers, and the least it could take."""
+    """One step of ``rows`` tree rows through all layers, and its lower bound."""
     past, config = operations.past, stage.config
     tree, _ = grown_tree(operations, rows, device)
     cache = filled_cache(operations, rows, device)
     hidden_RE = torch.randn(rows, config.hidden_size, dtype=stage.dtype, device=device)
     positions_R = tree.positions + past
 
-    def without_tree() -> None:
+    def reset_cache() -> None:
         cache.reset()
         cache.extend_past(past)
 
     stopwatch = Stopwatch(device, operations.repeats)
-    time_us = stopwatch.time_us(without_tree, lambda _: stage.forward(hidden_RE, positions_R, cache, mask_RN=tree.tree_mask))
+    time_us = stopwatch.time_us(reset_cache, lambda _: stage.forward(hidden_RE, positions_R, cache, mask_RN=tree.tree_mask))
     cached = stage.num_layers * (past + rows) * config.num_cache_elements_per_row
     num_bytes = stage.num_bytes + cached * stage.dtype.itemsize
     attention = 4 * stage.num_layers * rows * (past + rows) * config.num_heads * config.head_dim

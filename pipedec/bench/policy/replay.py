@@ -1,4 +1,4 @@
-"""One answer through a pipeline without stages: the answer is known, and so is the timestep of every verdict.
+"""One answer through a pipeline without stages: the answer is known, and with it the timestep of every verdict.
 
 Owns the rows in flight, timestep by timestep as in ``LocalPipeline.run``, and the emulated time. The method is the real one.
 """
@@ -13,8 +13,8 @@ from itertools import count
 import torch
 from torch import Tensor
 
-from pipedec.bench.policy_drafter import RecordedDrafter
-from pipedec.bench.policy_losses import Losses, losses
+from pipedec.bench.policy.drafter import RecordedDrafter
+from pipedec.bench.policy.losses import Losses, losses
 from pipedec.core import Request, Step, Verdict
 from pipedec.decoding import Experience, create_method
 from pipedec.decoding.acceptance import Acceptance
@@ -29,7 +29,7 @@ from pipedec.tree import PredictionTree
 
 @dataclass(frozen=True)
 class Replayed:
-    """What one answer costs: ``tokens`` are decoded ones, all but the first; ``decode_ms`` is emulated."""
+    """The cost of one answer: ``tokens`` are the decoded tokens, all except the first; ``decode_ms`` is emulated."""
 
     tokens: int
     timesteps: int
@@ -40,36 +40,36 @@ class Replayed:
 
 
 class WatchedExperience(Experience):
-    """Experience that also tells which accepted tokens had been named."""
+    """Experience that also reports which accepted tokens had been proposed."""
 
     def __init__(self, passage: int) -> None:
         super().__init__(passage)
-        self._said: list[bool] = []
+        self._is_proposed: list[bool] = []
 
     def acceptance(self, request: Request, prior: tuple[float, ...], device: torch.device | str) -> Acceptance:
-        return _WatchedAcceptance(super().acceptance(request, prior, device), self._said)
+        return _WatchedAcceptance(super().acceptance(request, prior, device), self._is_proposed)
 
-    def take_named(self, tokens: int) -> list[bool]:
-        """For each of the ``tokens`` of the last verdict, whether a choice had been it; none, if none was ever drafted."""
-        said = self._said[:] or [False] * tokens
-        self._said.clear()
-        return said
+    def take_proposed(self, tokens: int) -> list[bool]:
+        """For each of the ``tokens`` of the last verdict: was it among the choices? False for all if there were no choices."""
+        is_proposed = self._is_proposed[:] or [False] * tokens
+        self._is_proposed.clear()
+        return is_proposed
 
 
 class _WatchedAcceptance(Acceptance):
-    """Notes what ``observe`` says of every accepted token."""
+    """Records the result of ``observe`` for every accepted token."""
 
-    def __init__(self, watched: Acceptance, said: list[bool]) -> None:
+    def __init__(self, watched: Acceptance, is_proposed: list[bool]) -> None:
         self._watched = watched
-        self._said = said
+        self._is_proposed = is_proposed
 
     def log_chances(self, choices: Choices) -> Tensor:
         return self._watched.log_chances(choices)
 
     def observe(self, choices: Choices, row: int, token: int) -> bool | None:
-        is_named = self._watched.observe(choices, row, token)
-        self._said.append(bool(is_named))
-        return is_named
+        is_proposed = self._watched.observe(choices, row, token)
+        self._is_proposed.append(bool(is_proposed))
+        return is_proposed
 
 
 class ReplayedPipeline:
@@ -83,10 +83,10 @@ class ReplayedPipeline:
     def run(
         self, request: Request, answer: tuple[int, ...], drafter: RecordedDrafter | None, experience: WatchedExperience
     ) -> Replayed:
-        """What ``request`` costs when the target says ``answer``.
+        """The cost of ``request`` if the target generates ``answer``.
 
         Raises:
-            UserError: the method refuses the request.
+            UserError: the method does not accept the request.
         """
         clock = EmulatedClock(self._emulation, self._topology)
         method = create_method(request, drafter and TimedDrafter(drafter, self._drafting), experience)
@@ -94,11 +94,11 @@ class ReplayedPipeline:
             method.prefill(torch.tensor(chunk_ids, dtype=torch.int64))
         stages = _Stages(self._topology, answer)
         verdict: Verdict | None = stages.first_verdict()
-        is_named: list[bool] = []
+        is_proposed: list[bool] = []
         for timestep in count(1):
             if verdict is not None:
                 method.apply(verdict)
-                is_named += experience.take_named(len(verdict.tokens))
+                is_proposed += experience.take_proposed(len(verdict.tokens))
                 stages.sync(verdict)
                 if verdict.finished:
                     break
@@ -110,9 +110,9 @@ class ReplayedPipeline:
             if timestep >= self._topology.num_groups:
                 method.observe(timing)
         if drafter is not None:
-            is_named = [one or other for one, other in zip(is_named, drafter.named(answer), strict=True)]
-        why = losses(stages.entries, is_named[:-1], self._topology.num_groups)
-        return Replayed(len(answer) - 1, timestep - 1, method.hits, method.misses, clock.total_ms, why)
+            is_proposed = [one or other for one, other in zip(is_proposed, drafter.proposed(answer), strict=True)]
+        causes = losses(stages.entries, is_proposed[:-1], self._topology.num_groups)
+        return Replayed(len(answer) - 1, timestep - 1, method.hits, method.misses, clock.total_ms, causes)
 
     @contextmanager
     def _drafting(self, rows: int) -> Iterator[None]:
@@ -121,16 +121,18 @@ class ReplayedPipeline:
 
 
 class _Stages:
-    """The rows in flight, group by group, numbered as the first stage numbers them.
+    """The rows in flight, by group, with the first stage's row numbers.
 
-    A row is computed when the last group has had it; then the answer says what follows. ``entries`` are the timesteps in which
-    the rows of accepted tokens entered, in order.
+    A row is computed once it has passed the last group; the recorded answer then gives the next token.
+
+    Attributes:
+        entries: the timesteps in which the rows of accepted tokens entered, in order.
     """
 
     def __init__(self, topology: Topology, answer: tuple[int, ...]) -> None:
         self._topology = topology
         self._answer = answer
-        self._told = 0  # tokens of the answer
+        self._num_accepted = 0  # tokens of the answer
         self._tree = PredictionTree()
         self._entered = torch.zeros(0, dtype=torch.int64)  # [N], timesteps
         self._is_computed = torch.zeros(0, dtype=torch.bool)  # [N]
@@ -142,7 +144,7 @@ class _Stages:
         return self._verdict(1)
 
     def sync(self, verdict: Verdict) -> None:
-        """Prune what cannot come true any more."""
+        """Prune rows that can no longer be accepted."""
         advance = self._tree.advance(verdict.tokens)
         self.entries += self._entered[advance.committed].tolist()
         self._entered, self._is_computed = self._entered[advance.kept], self._is_computed[advance.kept]
@@ -150,7 +152,7 @@ class _Stages:
         self._arrivals = [rows if rows is not None and len(rows) else None for rows in pruned]
 
     def transmit(self, step: Step | None, timestep: int, load: TimestepLoad) -> None:
-        """``step`` enters the first group, and everything else moves one group on."""
+        """``step`` enters the first group; the other rows move on by one group."""
         entering = None if step is None else self._enter(step, timestep)
         self._arrivals = [entering, *self._arrivals[:-1]]
         for sender, rows in zip((0, *self._topology.exit_ranks), self._arrivals, strict=False):
@@ -158,7 +160,7 @@ class _Stages:
                 load.sent[sender] = len(rows)
 
     def compute(self, load: TimestepLoad) -> Verdict | None:
-        """Every group works on the rows that arrived; the last may yield a verdict."""
+        """Every group computes the rows that have arrived; the last group may yield a verdict."""
         for group, rows in zip(self._topology.groups, self._arrivals, strict=True):
             if rows is not None:
                 load.computed.update(dict.fromkeys(group, len(rows)))
@@ -167,7 +169,7 @@ class _Stages:
         if computed is None:
             return None
         self._is_computed[computed] = True
-        return self._judge()
+        return self._verify()
 
     def _enter(self, step: Step, timestep: int) -> Tensor:
         rows = self._tree.append(step.token_ids, step.parents)
@@ -175,15 +177,15 @@ class _Stages:
         self._is_computed = torch.nn.functional.pad(self._is_computed, (0, step.num_rows))
         return torch.arange(rows.start, rows.stop)
 
-    def _judge(self) -> Verdict | None:
-        """As far as the answer follows computed rows; None if the root is not computed."""
+    def _verify(self) -> Verdict | None:
+        """Accept tokens of the answer along computed rows; None if the root is not computed."""
         row, tokens = 0 if self._tree.num_rows else None, 0
-        while row is not None and bool(self._is_computed[row]) and self._told + tokens < len(self._answer):
-            row = self._tree.child(row, self._answer[self._told + tokens])
+        while row is not None and bool(self._is_computed[row]) and self._num_accepted + tokens < len(self._answer):
+            row = self._tree.child(row, self._answer[self._num_accepted + tokens])
             tokens += 1
         return self._verdict(tokens) if tokens else None
 
     def _verdict(self, tokens: int) -> Verdict:
-        """The next ``tokens`` of the answer. Why it ends makes no difference to a method."""
-        first, self._told = self._told, self._told + tokens
-        return Verdict(self._answer[first : self._told], "length" if self._told == len(self._answer) else None)
+        """The next ``tokens`` of the answer. The finish reason makes no difference to methods."""
+        first, self._num_accepted = self._num_accepted, self._num_accepted + tokens
+        return Verdict(self._answer[first : self._num_accepted], "length" if self._num_accepted == len(self._answer) else None)

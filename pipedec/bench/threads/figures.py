@@ -1,0 +1,183 @@
+"""The figures of decode threads: how full the pipeline is, and what threads and speculation save together.
+
+Draws the frame of one run (``rows``); ``summary`` computes the heights of the bars.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import ceil, log2
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from pandas import DataFrame
+
+from pipedec.bench.figure_methods import method_looks, shade
+from pipedec.bench.figure_series import NoFigure
+from pipedec.bench.figure_style import (
+    COLUMN_WIDTH,
+    FAINT,
+    FULL_WIDTH,
+    LABEL_POINTS,
+    TEXT,
+    TICK_POINTS,
+    dress,
+    finish,
+    new_figure,
+    save,
+)
+from pipedec.bench.figures import Drawn
+from pipedec.bench.record import Row
+from pipedec.bench.threads.rows import COMBINATIONS, quartets
+from pipedec.bench.threads.summary import FORKED, combinations
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from matplotlib.image import AxesImage
+
+_PANEL_INCHES = 1.05
+_MAX_TIMESTEPS = 140
+_SCALE = ("#A6CFEA", "#0072B2", "#07243B")  # from one row to many
+_THREADS = "#CC79A7"
+_BARS_SHARE = 0.84
+
+
+def draw_threads(frame: DataFrame, out: Path) -> Drawn:
+    """Write ``pipeline-fill`` and ``threads-speedup`` into the directory ``out``, each as PNG and SVG.
+
+    Raises:
+        UserError: matplotlib is not installed, or a file cannot be written.
+    """
+    files: list[Path] = []
+    left_out = []
+    drawings: dict[str, Callable[[DataFrame], Figure]] = {"pipeline-fill": fill_figure, "threads-speedup": speedup_figure}
+    for name, draw in drawings.items():
+        try:
+            files += save(draw(frame), out / name)
+        except NoFigure as reason:
+            left_out.append(f"{name} ({reason})")
+    return Drawn(tuple(files), tuple(left_out))
+
+
+def fill_figure(frame: DataFrame) -> Figure:
+    """The rows of every stage, timestep by timestep, of one answer in one thread and in several, with speculation and without.
+
+    The answer is the one with most threads of all dialects and prompts. Each panel shows the timesteps with most rows.
+
+    Raises:
+        NoFigure: the run has not all four, or no answer has two threads.
+    """
+    answers = _most_threads(frame)
+    both = answers["both"]
+    length = min(_MAX_TIMESTEPS, *(len(one["fill"]) for one in answers.values()))
+    most = max(max(map(max, one["fill"])) for one in answers.values())
+    figure = new_figure(FULL_WIDTH, len(answers) * _PANEL_INCHES + 0.75)
+    panels = figure.subplots(len(answers), 1, sharey=True)
+    for axes, one in zip(panels, answers.values(), strict=True):
+        image = _draw_fill(axes, one["fill"], length, most)
+        axes.set_title(_panel_title(one), fontsize=LABEL_POINTS, color=TEXT, loc="left", pad=3)
+    panels[-1].set_xlabel("timestep", fontsize=LABEL_POINTS, color=TEXT)
+    figure.supylabel("stage", fontsize=LABEL_POINTS, color=TEXT)
+    bar = figure.colorbar(image, ax=list(panels), pad=0.01, fraction=0.025, aspect=40)
+    bar.set_label("rows", fontsize=LABEL_POINTS, color=TEXT)
+    bar.ax.tick_params(labelsize=TICK_POINTS, colors=TEXT, length=2)
+    bar.outline.set_visible(False)
+    notes = [
+        f"Emulated: {both['preset']}, {both['model']}, {both['stages']} stages; rows are real",
+        f"Prompt {both['prompt_index']} of {both['prompt_set']}, dialect {both['dialect']}: {both['threads']} threads",
+        f"Of each answer the {length} timesteps with most rows",
+        "In the titles, of whole answers: the share of stages and timesteps with rows, and how many rows these have",
+        "White: the stage is idle",
+    ]
+    return finish(figure, notes, None)
+
+
+def speedup_figure(frame: DataFrame) -> Figure:
+    """Bars of speed-up per text token over plain pipelines in one thread, by stages, for each dialect; forked answers only.
+
+    Raises:
+        NoFigure: the run has not all of one thread, several, ``pp`` and another method.
+    """
+    found = [one for one in combinations(frame) if one["answers"] == FORKED]
+    if not found:
+        raise NoFigure("it needs forked answers, dialect none, pp and another method")
+    pairs = list(dict.fromkeys((one["dialect"], one["method"]) for one in found))
+    figure = new_figure(max(COLUMN_WIDTH, len(pairs) * COLUMN_WIDTH), 2.2)
+    panels = figure.subplots(1, len(pairs), sharey=True, squeeze=False)[0]
+    for axes, (dialect, method) in zip(panels, pairs, strict=True):
+        members = [one for one in found if (one["dialect"], one["method"]) == (dialect, method)]
+        color = method_looks([method])[method].color
+        colors = {"threads": _THREADS, "speculation": color, "both": shade(color, 1, 2)}
+        width = _BARS_SHARE / len(colors)
+        for number, way in enumerate(COMBINATIONS[1:]):
+            positions = [index + (number - 1) * width for index in range(len(members))]
+            heights = [one["speedup_token"][way] for one in members]
+            label = {"threads": f"threads ({dialect})", "speculation": method, "both": "both"}[way]
+            axes.bar(positions, heights, 0.92 * width, color=colors[way], label=label)
+            for x, height in zip(positions, heights, strict=True):
+                axes.text(x, height, f"{height:.1f}", ha="center", va="bottom", fontsize=TICK_POINTS - 1.5, color=TEXT)
+        axes.axhline(1, color=FAINT, linewidth=0.6, zorder=0)
+        dress(axes, x_label="stages", y_label="speed-up per text token" if axes is panels[0] else "")
+        axes.set_xticks(range(len(members)), [str(one["stages"]) for one in members])
+        axes.tick_params(axis="x", length=0)
+    _legends(figure, panels)
+    counts = "; ".join(
+        f"{dialect}: {max(one['count'] for one in found if one['dialect'] == dialect)} prompts"
+        for dialect in dict.fromkeys(one["dialect"] for one in found)
+    )
+    notes = [
+        f"Emulated: {frame['preset'][0]}, {frame['model'][0]}, computed clock",
+        f"Answers of two threads or more, {counts}. Over pp in one thread; geometric means over prompts",
+    ]
+    return finish(figure, notes, None)
+
+
+def _legends(figure: Figure, panels: Sequence[Axes]) -> None:
+    for axes in panels:
+        axes.legend(
+            loc="lower left", bbox_to_anchor=(0, 1.0), borderaxespad=0.4, ncols=3, frameon=False, fontsize=TICK_POINTS - 1,
+            labelcolor=TEXT, handlelength=1.1, handletextpad=0.4, columnspacing=0.9,
+        )  # fmt: skip
+    figure.set_figheight(figure.get_figheight() + 0.2)
+
+
+def _most_threads(frame: DataFrame) -> dict[str, Row]:
+    """The four answers to the question whose threaded answer has most threads, by combination."""
+    found = quartets(frame)
+    last_method = found["method"].cat.categories[-1]
+    found = found[found["is_forked"] & (found["stages"] == frame["stages"].max()) & (found["method"] == last_method)]
+    if found.empty:
+        raise NoFigure("it needs an answer of two threads, dialect none, pp and another method")
+    found = found.assign(count=frame["threads"][found["both"]].to_numpy()).sort_values("dialect", kind="stable")
+    best = found.loc[found["count"].idxmax()]
+    return {way: frame.loc[best[way]].to_dict() for way in COMBINATIONS}
+
+
+def _draw_fill(axes: Axes, fill: list[list[int]], length: int, most: int) -> AxesImage:
+    from matplotlib.colors import BoundaryNorm, LinearSegmentedColormap
+
+    sums = np.cumsum([0, *map(sum, fill)])
+    start = int(np.argmax(sums[length:] - sums[:-length]))  # of the ``length`` timesteps with most rows
+    shown = np.array(fill[start : start + length], dtype=float).T
+    shown[shown == 0] = np.nan
+    bounds = [2**power for power in range(ceil(log2(most + 1)) + 1)]
+    colors = LinearSegmentedColormap.from_list("rows", _SCALE, N=256)
+    extent = (start + 0.5, start + length + 0.5, shown.shape[0] + 0.5, 0.5)
+    image = axes.imshow(
+        shown, cmap=colors, norm=BoundaryNorm(bounds, 256), aspect="auto", interpolation="nearest", extent=extent
+    )  # fmt: skip
+    dress(axes)
+    axes.grid(False)
+    axes.set_yticks(sorted({1, shown.shape[0]}))
+    return image
+
+
+def _panel_title(answer: Row) -> str:
+    threads = f"{answer['threads']} threads" if answer["threads"] > 1 else "one thread"
+    rows_where_busy = answer["rows"] / answer["busy"] if answer["busy"] else 0.0
+    return (
+        f"{answer['method']}, {threads}: {answer['text_tokens']} text tokens in {answer['timesteps']} timesteps; "
+        f"{answer['busy'] / answer['group_timesteps']:.0%} occupied, {rows_where_busy:.1f} rows"
+    )

@@ -1,0 +1,261 @@
+"""What decode threads are worth: the figures of a run as a Markdown document and as JSON.
+
+Owns the statistics, and the APAR paper's numbers for comparison. *Forked* answers have two threads or more; every table has
+them beside all answers. Ratios are geometric means over prompts (PASTA §5.1), other figures arithmetic ones; time per token is
+all milliseconds over all text tokens. Frames are as in ``rows``; NaN means that there is nothing to compare with.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from pandas import DataFrame, Series
+
+from pipedec.bench.markdown import markdown_table
+from pipedec.bench.record import Row
+from pipedec.bench.sweep_rows import PROMPT_SETS
+from pipedec.bench.threads.rows import (
+    BASELINE,
+    COMBINATIONS,
+    QUESTION,
+    SEQUENTIAL,
+    quartets,
+    ratio,
+    threaded_answers,
+)
+
+ALL, FORKED = "all", "forked"
+# "APAR: LLMs Can Do Auto-Parallel Auto-Regressive Decoding", Tables 1, 2, 7 and 8: APAR-7B. Cached and attended tokens are
+# means over the categories that it accelerates.
+PAPER_LINES = (
+    ["apar, the paper's 7B", "Vicuna bench", "", "", "5.1", "81%", "303 / 417", "27%", "166 / 256", "35%", "", "", "", ""],
+    ["apar, the paper's 7B", "MT-bench", "", "", "2.7", "37%", "502 / 571", "12%", "418 / 497", "16%", "", "", "", ""],
+)
+_ABOUT = (
+    "Emulated, computed clock: times are arithmetic, tokens and rows are real. Decoding alone, without the prompt. To a prompt "
+    "in a dialect all methods and pipelines gave the same answer. Forked: answers of two threads or more; cut: at max_tokens. "
+    "Ratios are geometric means over prompts; APAR's saved tokens are those of the categories that it accelerates."
+)
+_COSTS = ["decode_ms", "ms_per_token"]
+_STRUCTURE_COLUMNS = (
+    ("dialect", "{dialect}"),
+    ("prompts", "{prompt_set}"),
+    ("answers", "{answers}"),
+    ("number", "{count}"),
+    ("threads", "{threads:.1f}"),
+    ("of two or more", "{forked_share:.0%}"),
+    ("max cached / flat", "{cached:.0f} / {cached_flat:.0f}"),
+    ("saved", "{cached_saved:.0%}"),
+    ("attended / flat", "{attended:.0f} / {attended_flat:.0f}"),
+    ("saved", "{attended_saved:.0%}"),
+    ("parallelism", "{parallelism:.2f}"),
+    ("theoretical speed-up", "{theoretical_speedup:.2f}×"),
+    ("cut", "{cut_share:.0%}"),
+    ("anomalies", "{anomalies}"),
+)
+_SPEED_COLUMNS = (
+    ("stages", "{stages}"),
+    ("dialect", "{dialect}"),
+    ("method", "{method}"),
+    ("answers", "{answers}"),
+    ("number", "{count}"),
+    ("ms/answer", "{ms_per_answer:.0f}"),
+    ("ms/text token", "{ms_per_token:.1f}"),
+    ("timesteps", "{timesteps:.0f}"),
+    ("hit rate", "{hit_rate:.0%}"),
+    ("occupancy", "{occupancy:.0%}"),
+    ("rows where busy", "{rows_per_busy:.1f}"),
+    ("answer, over one thread", "{over_same:.2f}×"),
+    ("answer, over pp in one", "{over_pp:.2f}×"),
+    ("text token, over one thread", "{over_same_token:.2f}×"),
+    ("text token, over pp in one", "{over_pp_token:.2f}×"),
+)
+
+
+def structures(frame: DataFrame) -> DataFrame:
+    """What the answers of each dialect look like, by prompt set and in all: all answers, then forked ones.
+
+    Columns: dialect, prompt_set, answers, count; threads, the main one included; forked_share; cached and attended, tokens of
+    ``ThreadMetrics``, *flat* for the same text in one thread; parallelism and theoretical_speedup, PASTA's, the latter over the
+    sequential answer; cut_share; anomalies, in all.
+    """
+    sequential = frame[frame["dialect"] == SEQUENTIAL].drop_duplicates(QUESTION)
+    answers = threaded_answers(frame).merge(sequential[[*QUESTION, "tokens"]], "left", QUESTION, suffixes=("", "_sequential"))
+    answers["theoretical_speedup"] = ratio(answers["tokens_sequential"], answers["longest_chain"])
+    answers["anomalies"] = answers["anomalies"].map(lambda counts: sum(counts.values()))
+    sets = list(frame["prompt_set"].cat.categories)
+    answers["prompt_set"] = answers["prompt_set"].cat.add_categories([ALL])
+    if len(sets) > 1:
+        answers = pd.concat(
+            [answers, answers.assign(prompt_set=pd.Categorical([ALL] * len(answers), [*sets, ALL], ordered=True))]
+        )
+    groups = _with_forked(answers).groupby(["dialect", "prompt_set", "answers"], observed=True)
+    found = groups.agg(
+        count=("threads", "size"),
+        threads=("threads", "mean"),
+        forked_share=("is_forked", "mean"),
+        cached=("max_cached_tokens", "mean"),
+        cached_flat=("max_cached_tokens_flat", "mean"),
+        attended=("attended_tokens", "mean"),
+        attended_flat=("attended_tokens_flat", "mean"),
+        parallelism=("parallelism", _geometric_mean),
+        theoretical_speedup=("theoretical_speedup", _geometric_mean),
+        cut_share=("is_cut", "mean"),
+        anomalies=("anomalies", "sum"),
+    )
+    return found.fillna({"parallelism": 0.0}).reset_index()
+
+
+def speeds(frame: DataFrame) -> DataFrame:
+    """What the answers of each method on each pipeline cost in each dialect, answers in one thread first.
+
+    Columns: stages, dialect, method, answers, count, ms_per_answer, ms_per_token, timesteps, hit_rate; occupancy, the share of
+    group-timesteps with rows, and rows_per_busy, the mean rows of these; over_same and over_pp, speed-ups per answer over the
+    same method and over plain pipeline parallelism, both in one thread; over_same_token and over_pp_token, the same per text
+    token.
+    """
+    sequential = frame[frame["dialect"] == SEQUENTIAL]
+    answers = frame
+    for base, rows, keys in (
+        ("same", sequential, ["stages", "method", *QUESTION]),
+        ("pp", sequential[sequential["method"] == BASELINE], ["stages", *QUESTION]),
+    ):
+        answers = answers.merge(rows[[*keys, *_COSTS]], "left", keys, suffixes=("", f"_{base}"))
+        answers[f"over_{base}"] = ratio(answers[f"decode_ms_{base}"], answers["decode_ms"])
+        answers[f"over_{base}_token"] = ratio(answers[f"ms_per_token_{base}"], answers["ms_per_token"])
+    groups = _with_forked(answers).groupby(["stages", "dialect", "method", "answers"], observed=True)
+    sums = groups[["decode_ms", "decoded_text", "hits", "misses", "busy", "group_timesteps", "rows"]].sum()
+    speedups = {name: (name, _geometric_mean) for name in ("over_same", "over_pp", "over_same_token", "over_pp_token")}
+    found = groups.agg(
+        count=("decode_ms", "size"), ms_per_answer=("decode_ms", "mean"), timesteps=("timesteps", "mean"), **speedups
+    )  # fmt: skip
+    found.insert(2, "ms_per_token", ratio(sums["decode_ms"], sums["decoded_text"]).fillna(0.0))
+    found.insert(4, "hit_rate", ratio(sums["hits"], sums["hits"] + sums["misses"]))
+    found.insert(5, "occupancy", ratio(sums["busy"], sums["group_timesteps"]).fillna(0.0))
+    found.insert(6, "rows_per_busy", ratio(sums["rows"], sums["busy"]).fillna(0.0))
+    return found.reset_index()
+
+
+def combinations(frame: DataFrame) -> list[Row]:
+    """Time per text token and per answer in each of the ``COMBINATIONS``, and speed-ups over ``neither``.
+
+    By stages, dialect and speculative method, over the questions that were answered in all four.
+    """
+    groups = _with_forked(quartets(frame)).groupby(["stages", "dialect", "method", "answers"], observed=True)
+    found = []
+    for group, four in groups:
+        answers = {way: frame.loc[four[way]].reset_index(drop=True) for way in COMBINATIONS}
+        totals = {way: one[["decode_ms", "decoded_text"]].sum() for way, one in answers.items()}
+        speedups = {
+            cost: {way: _geometric_mean(ratio(answers["neither"][cost], one[cost]), none=0.0) for way, one in answers.items()}
+            for cost in _COSTS
+        }
+        found.append({
+            **dict(zip(("stages", "dialect", "method", "answers"), group, strict=True)),
+            "count": len(four),
+            "ms_per_token": {way: _share(one["decode_ms"], one["decoded_text"]) for way, one in totals.items()},
+            "ms_per_answer": {way: float(one["decode_ms"].mean()) for way, one in answers.items()},
+            "speedup_token": speedups["ms_per_token"],
+            "speedup_answer": speedups["decode_ms"],
+        })  # fmt: skip
+    return found
+
+
+def anomalies(frame: DataFrame) -> dict[str, Counter[str]]:
+    """Anomalies by dialect and name."""
+    found: dict[str, Counter[str]] = {dialect: Counter() for dialect in frame["dialect"].cat.categories if dialect != SEQUENTIAL}
+    for answer in threaded_answers(frame)[::-1].itertuples():
+        found[str(answer.dialect)].update(answer.anomalies)  # type: ignore[arg-type]
+    return found
+
+
+def document(frame: DataFrame) -> str:
+    """All figures as JSON."""
+    figures = {
+        "structure": _records(structures(frame)),
+        "speed": _records(speeds(frame)),
+        "combinations": combinations(frame),
+        "anomalies": anomalies(frame),
+    }
+    return json.dumps(figures, indent=1) + "\n"
+
+
+def markdown(frame: DataFrame) -> str:
+    """All figures as tables."""
+    parts = [f"Preset {frame['preset'][0]}, {frame['model'][0]}. {_ABOUT}"]
+    parts += ["## Answers in threads", _structure_table(structures(frame))]
+    counted = {
+        dialect: ", ".join(f"{count} {name}" for name, count in counts.items()) for dialect, counts in anomalies(frame).items()
+    }
+    if any(counted.values()):
+        parts.append(f"Anomalies: {'; '.join(f'{dialect}: {counts}' for dialect, counts in counted.items() if counts)}.")
+    parts += ["## What they cost", _speed_table(speeds(frame))]
+    if fours := combinations(frame):
+        parts += ["## Threads, speculation, both", _combination_table(fours)]
+    return "\n\n".join(parts) + "\n"
+
+
+def _with_forked(answers: DataFrame) -> DataFrame:
+    """All answers, then the forked ones once more; the column ``answers`` is ``ALL`` or ``FORKED``."""
+    return pd.concat([answers.assign(answers=ALL), answers[answers["is_forked"]].assign(answers=FORKED)])
+
+
+def _geometric_mean(ratios: Series, none: float = np.nan) -> float:
+    """Of the ratios above 0; ``none`` if there are none."""
+    positive = ratios[ratios > 0]
+    return float(np.exp(np.log(positive).mean())) if len(positive) else none
+
+
+def _share(part: float, whole: float) -> float:
+    return float(part / whole) if whole else 0.0
+
+
+def _records(frame: DataFrame) -> list[dict[Any, Any]]:
+    """The rows of a frame as plain values, None for NaN."""
+    return frame.astype(object).where(frame.notna(), None).to_dict("records")
+
+
+def _structure_table(found: DataFrame) -> str:
+    found = found.assign(
+        prompt_set=[PROMPT_SETS.get(name, name) for name in found["prompt_set"]],
+        cached_saved=1 - ratio(found["cached"], found["cached_flat"]).fillna(0.0),
+        attended_saved=1 - ratio(found["attended"], found["attended_flat"]).fillna(0.0),
+    )
+    lines = _lines(found, _STRUCTURE_COLUMNS)
+    papers = PAPER_LINES if any(line[0] == "apar" for line in lines) else ()
+    return markdown_table([title for title, _ in _STRUCTURE_COLUMNS], [*lines, *papers], left=(0, 1, 2))
+
+
+def _speed_table(found: DataFrame) -> str:
+    dialects = found["dialect"].astype(str).replace(SEQUENTIAL, "one thread")
+    lines = _lines(found.assign(dialect=dialects), _SPEED_COLUMNS)
+    return markdown_table([title for title, _ in _SPEED_COLUMNS], lines, left=(1, 2, 3))
+
+
+def _combination_table(found: list[Row]) -> str:
+    lines = []
+    for one in found:
+        begin = [str(one[name]) for name in ("stages", "dialect", "method", "answers", "count")]
+        for unit, name in (("token", "text token"), ("answer", "answer")):
+            times = (f"{one[f'ms_per_{unit}'][way]:.1f}" for way in COMBINATIONS)
+            speedups = (f"{one[f'speedup_{unit}'][way]:.2f}×" for way in COMBINATIONS[1:])
+            lines.append([*begin, name, *times, *speedups])
+    titles = ["stages", "dialect", "speculation by", "answers", "number", "ms per", *COMBINATIONS]
+    return markdown_table([*titles, *(f"{way}, over neither" for way in COMBINATIONS[1:])], lines, left=(1, 2, 3, 5))
+
+
+def _lines(found: DataFrame, columns: Sequence[tuple[str, str]]) -> list[list[str]]:
+    """A line of cells for each row; – where a number is missing."""
+    return [[_cell(template, one) for _, template in columns] for one in _records(found)]
+
+
+def _cell(template: str, values: Row) -> str:
+    try:
+        return template.format_map(values)
+    except TypeError:  # None has no digits
+        return "–"

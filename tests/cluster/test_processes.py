@@ -1,0 +1,73 @@
+"""Rank processes by themselves: reports, exit statuses, and a temporary directory whose path is too long for a socket."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipedec.cluster.processes import RankProcesses, describe_exit
+
+# A process of its own: the fork server of this one is running already.
+_PROGRAM = """
+import multiprocessing.util
+import tempfile
+from pipedec.cluster.processes import RankProcesses
+if __name__ == "__main__":
+    ranks, before = RankProcesses(), tempfile.gettempdir()
+    ranks.start(0, len, "abc", [])  # fails: len takes one argument
+    ranks.exit_status(0)
+    assert tempfile.gettempdir() == before
+    print(multiprocessing.util.get_temp_dir())
+    ranks.kill()
+"""
+
+
+def _report_and_end(rank: int, report: Callable[[Any], None]) -> int:
+    report(("rank", rank))
+    return rank
+
+
+def test_ranks_report_and_end() -> None:
+    ranks = RankProcesses()
+    try:
+        for rank in range(2):
+            ranks.start(rank, _report_and_end, rank)
+        assert sorted(ranks.pids) == [0, 1] == sorted(ranks.reporting)
+        reports: list[tuple[int, Any]] = []
+        while ranks.reporting:
+            reports += ranks.read(30.0)
+        assert {rank: [report for one, report in reports if one == rank] for rank in range(2)} == {
+            0: [("rank", 0), None], 1: [("rank", 1), None],
+        }  # fmt: skip
+        assert (ranks.exit_status(0), ranks.exit_status(1)) == (0, 1)
+        assert ranks.exit_statuses == {0: 0, 1: 1} and ranks.wait_for_end(0.0)
+    finally:
+        ranks.kill()
+    assert not ranks.pids and not ranks.reporting and not ranks.exit_statuses
+
+
+@pytest.mark.parametrize(
+    ("status", "text"), [(-9, "was killed by SIGKILL"), (0, "ended before it was told to"), (3, "failed with exit status 3")]
+)
+def test_ends_in_words(status: int, text: str) -> None:
+    assert describe_exit(status) == text
+
+
+@pytest.mark.parametrize("length", [40, 150])
+def test_a_long_temporary_directory_is_no_obstacle(tmp_path: Path, length: int) -> None:
+    scratch = Path(str(tmp_path / "long").ljust(length, "x"))
+    scratch.mkdir(parents=True)
+    program = tmp_path / "program.py"
+    program.write_text(_PROGRAM)
+    environment = {**os.environ, "TMPDIR": str(scratch)}
+    done = subprocess.run([sys.executable, program], env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    sockets = Path(done.stdout.strip())
+    assert sockets.is_relative_to(scratch if len(str(scratch)) < 70 else "/tmp") and not sockets.exists()
+    assert not list(scratch.iterdir())
