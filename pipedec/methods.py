@@ -160,10 +160,10 @@ METHODS = {
     entry.name: entry
     for entry in (
         MethodEntry(
-            "pp", "Plain pipeline parallelism, without speculation.", PlainOptions, "pipedec.decoding.plain:PlainPipeline"
+            "pp", "Pipeline parallelism without speculation.", PlainOptions, "pipedec.decoding.plain:PlainPipeline"
         ),
         MethodEntry(
-            "stpp", "A static tree per pass of the pipeline.", StaticTreeOptions,
+            "stpp", "One static tree per pass of the pipeline.", StaticTreeOptions,
             "pipedec.decoding.static_tree:StaticTree", draft="required",
         ),
         MethodEntry(
@@ -171,7 +171,7 @@ METHODS = {
             "pipedec.decoding.pipedec:PipeDec", draft="required",
         ),
         MethodEntry(
-            DEFAULT_METHOD, "The most probable rows of any depth enter at every timestep.", BestFirstOptions,
+            DEFAULT_METHOD, "The most probable rows of any depth per timestep.", BestFirstOptions,
             "pipedec.decoding.best_first:BestFirst", team="pipedec.decoding.best_first_team:BestFirstTeam", draft="optional",
         ),
         MethodEntry(

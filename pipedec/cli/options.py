@@ -178,11 +178,12 @@ def pipeline_options(command: Command) -> Command:
 def request_options(command: Command) -> Command:
     """Adds the request's flags; the command gets them as ``asked``."""
     path = click.Path(path_type=Path)
+    summaries = " ".join(f"{entry.name}: {entry.help}" for entry in METHODS.values())
     options = [
         _flag("--prompt", metavar="TEXT", help="The prompt (default: --prompt-file, or standard input)."),
         _flag("--prompt-file", type=path, metavar="FILE", help="Read the prompt from a file."),
         _flag("--raw-prompt", is_flag=True, help="Do not apply the model's chat template."),
-        _flag("--method", type=click.Choice(METHOD_NAMES), help=f"Decoding method (default: {DEFAULT_METHOD})."),
+        _flag("--method", type=click.Choice(METHOD_NAMES), help=f"Decoding method (default: {DEFAULT_METHOD}). {summaries}"),
         _flag("--temperature", type=float, default=0.0, help="Sampling temperature; 0 is greedy."),
         _flag("--top-k", type=int, default=0, help="Number of most probable tokens to sample from; 0 for all."),
         _flag("--top-p", type=float, default=1.0, help="Cumulative probability of the tokens to sample from."),

@@ -67,7 +67,7 @@ def test_without_a_row_to_compare_with_there_are_figures(pipedec: Pipedec, pair:
     ("arguments", "message"),
     [
         (["--policy", "warp"], "--policy warp: unknown method 'warp'"),
-        (["--policy", "pipedec:width=0"], "tree width must be at least 1, not 0"),
+        (["--policy", "pipedec:width=0"], "width: must be between 1 and 4096, not 0"),
         (["--preset", "paper-15"], "paper-15"),
         (["--stages", "99"], "99 stages"),
         (["--json", "nowhere/out.json"], "--json nowhere/out.json: there is no directory nowhere"),
