@@ -20,9 +20,7 @@ from pipedec.threads import load_dialect
 class LLM:
     """A resident cluster on this machine that answers prompts one after the other.
 
-    Starts in the constructor; ``close`` (or the end of a ``with`` block) stops it. A script that uses it must guard its
-    main part with ``if __name__ == "__main__":`` and be a file (not standard input), because the ranks are fresh processes
-    that import it.
+    Starts in the constructor; ``close`` (or the end of a ``with`` block) stops it.
 
     Args:
         target, draft: checkpoint directories; the shipped pair by default, ``draft="none"`` for a pipeline without one.

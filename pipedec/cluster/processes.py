@@ -18,6 +18,7 @@ from contextlib import contextmanager, suppress
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext, ForkServerProcess
+from types import ModuleType
 from typing import Any
 
 _PRELOAD = ["pipedec.cluster.fork_server"]
@@ -42,7 +43,8 @@ class RankProcesses:
         context = _fork_server_context()
         receiver, sender = context.Pipe(duplex=False)
         process = context.Process(target=_run, args=(body, arguments, sender), name=f"pipedec rank {rank}")
-        process.start()
+        with _without_main_module():
+            process.start()
         sender.close()
         self._processes[rank] = process
         self._pipes[receiver] = rank
@@ -141,6 +143,20 @@ def _short_temporary_directory() -> Iterator[None]:
         yield
     finally:
         tempfile.tempdir = usual
+
+
+@contextmanager
+def _without_main_module() -> Iterator[None]:
+    """Keeps multiprocessing from importing the program's main module in the rank, which needs nothing of it.
+
+    So a script that starts ranks needs no ``if __name__ == "__main__":``, and may be read from standard input.
+    """
+    main_module = sys.modules["__main__"]
+    sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main_module
 
 
 def _run(body: Callable[..., int], arguments: tuple[Any, ...], reports: Connection) -> None:

@@ -1,34 +1,30 @@
 """Rank 0: takes requests from the queue, drafts, and streams the answers to the client.
 
-The loop tokenizes prompts, opens the workflow of each request and publishes the accepted tokens. It decides nothing about rows:
-the decoding method of the current request does.
+The loop opens the workflow of each request and publishes the accepted tokens. It decides nothing about rows: the decoding method
+of the current request does.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import torch
 
-from pipedec.core import DEFAULT_METHOD, MaskParams, Request, SchedulerLost, UserError, Verdict
-from pipedec.decoding import Drafter, Experience, create_method, create_threaded
+from pipedec.core import Request, SchedulerLost, UserError, Verdict
+from pipedec.decoding import Drafter
+from pipedec.engine.admission import Admission, chunk_payloads
 from pipedec.engine.answer import Answer
 from pipedec.engine.clock import TimestepClock
 from pipedec.engine.payloads import verdict_from_payload
-from pipedec.engine.prefill import prefill_chunks
 from pipedec.engine.publisher import AnswerPublisher
 from pipedec.engine.rank_loop import POLL_SECONDS, RankLoop, Wiring
-from pipedec.engine.threaded_answer import ThreadedAnswer
 from pipedec.engine.timed_drafter import TimedDrafter
-from pipedec.messages import PromptRequest
-from pipedec.methods import LayerTreeOptions, make_options
-from pipedec.sampling import seeded
+from pipedec.methods import LayerTreeOptions
 from pipedec.scheduler.protocol import Event, Message
-from pipedec.scheduler.workflow import Facts, Payload, Task, initial_tasks
+from pipedec.scheduler.workflow import Facts, Task, initial_tasks
 from pipedec.text.prompt import Prompter
-from pipedec.threads import Dialect
 from pipedec.tracing import SCHEDULER_TRACK
 from pipedec.transport import Envelope
 
@@ -46,11 +42,8 @@ class DraftLoop(RankLoop):
         tree: LayerTreeOptions | None = None,
     ) -> None:
         super().__init__(0, wiring)
-        self._prompter = prompter
-        self._drafter = None if drafter is None else TimedDrafter(drafter, self._drafting)
-        self._trained_masks = trained_masks
-        self._tree = tree  # the cluster's own defaults
-        self._experience = Experience(self._topology.num_groups)
+        timed = None if drafter is None else TimedDrafter(drafter, self._drafting)
+        self._admission = Admission(self._topology, prompter, wiring.dialects, timed, trained_masks, device, tree)
         self._clock = TimestepClock()
         self._device = device
         self._answer: Answer | None = None
@@ -82,16 +75,16 @@ class DraftLoop(RankLoop):
     def _serve(self, message: Message) -> None:
         """Answer one request completely."""
         try:
-            request = self._admit(message)
+            self._answer = self._admission.admit(message)
         except UserError as error:
             self._scheduler.publish(message.number, {"error": str(error)})
             return
-        self._run_answer(request)
+        self._run_answer(self._answer.request)
 
     def _run_answer(self, request: Request) -> None:
         """From prefill until the current answer has ended."""
         self._tracer.enabled = request.trace
-        chunks = _chunk_payloads(request, self._current.method.masks)
+        chunks = chunk_payloads(request, self._current.method.masks)
         self._scheduler.begin(request.number, initial_tasks(self._topology, chunks), request.trace)
         following: Message | None = None
         while self._answer is not None:
@@ -104,30 +97,6 @@ class DraftLoop(RankLoop):
                 following = self._execute(following)
         if following is not None:
             self._is_stop(following)
-
-    def _admit(self, message: Message) -> Request:
-        """Tokenize and check a prompt, and create its method."""
-        prompt = PromptRequest.from_json(message.text)
-        method_name = prompt.method or DEFAULT_METHOD
-        dialect = None if prompt.threads is None else Dialect.from_json(prompt.threads)
-        name = None if dialect is None else dialect.name
-        token_ids = self._prompter.token_ids(prompt.prompt, prompt.raw, prompt.sampling.max_tokens, name)
-        self._prompter.check_bias(prompt.sampling.logit_bias)
-        options = make_options(method_name, prompt.options, self._tree)
-        request = Request(message.number, token_ids, seeded(prompt.sampling), method_name, options, prompt.trace, prompt.threads)
-        self._answer = self._create_answer(request, prompt.show_threads)
-        return request
-
-    def _create_answer(self, request: Request, show_threads: bool) -> Answer:
-        stages, masks = self._topology.num_stages, self._trained_masks
-        if request.threads is None:
-            method = create_method(request, self._drafter, self._experience, self._device, masks)
-            return Answer(request, method, self._prompter, stages)
-        new_sequence = self._dialects.new_sequence(request.threads, len(request.prompt_token_ids), request.sampling)
-        sequence = new_sequence()
-        drafter = None if self._drafter is None else self._drafter.for_threads(sequence)
-        threaded = create_threaded(request, sequence, drafter, self._experience, self._device, masks)
-        return ThreadedAnswer(request, threaded, self._prompter, stages, new_sequence(), show_threads)
 
     def _prefill(self, task: Task, message: Message) -> Facts:
         token_ids = torch.tensor(message.payload["token_ids"], dtype=torch.int64, device=self._device)
@@ -269,15 +238,3 @@ class DraftLoop(RankLoop):
     def _current(self) -> Answer:
         assert self._answer is not None, "a task arrived outside a request"
         return self._answer
-
-
-def _chunk_payloads(request: Request, masks: MaskParams) -> list[Payload]:
-    """The prompt's chunks, each with what the stages must know of the request."""
-    shared = {
-        "prompt_length": len(request.prompt_token_ids),
-        "sampling": asdict(request.sampling),
-        "trace": request.trace,
-        "named": masks.named,
-        "threads": request.threads,
-    }
-    return [{**shared, "token_ids": chunk} for chunk in prefill_chunks(request.prompt_token_ids, masks.count)]
