@@ -23,7 +23,6 @@ with LLM({str(pair.target)!r}, {str(pair.draft)!r}, stages=1) as llm:
     path = tmp_path / "script.py"
     path.write_text(script)
     command = [sys.executable, str(path)] if source == "file" else [sys.executable, "-"]
-    ended = subprocess.run(
-        command, input=script if source == "standard input" else "", capture_output=True, text=True, timeout=120
-    )
+    stdin = script if source == "standard input" else ""
+    ended = subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=120)
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "3\n", "")
