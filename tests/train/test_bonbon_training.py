@@ -57,7 +57,7 @@ class Tuned:
 def tuned(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Tuned:
     folder = tmp_path_factory.mktemp("tuned")
     data = write_records(folder / "pasta.jsonl", "pasta")
-    recipe = ThreadRecipe(steps=80, batch_tokens=400, learning_rate=3e-3, warmup_steps=5)
+    recipe = ThreadRecipe(steps=80, batch_tokens=400, learning_rate=3e-3, warmup_steps=5, max_length=130)
     tune(pair.draft, {"pasta": (data,)}, recipe, Run(folder / "out", folder / "work", threads=1, held_out_prompts=1))
     return Tuned(folder / "out", data, Student.load(folder / "out", ["pasta"], CPU))
 
