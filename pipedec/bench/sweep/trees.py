@@ -14,7 +14,7 @@ from pipedec.messages import PromptRequest
 from pipedec.methods import PROPOSERS, BestFirstOptions, BitaOptions, applicable_options
 
 BITA = "bita"
-# Rows have always had these limits, too, and are recognised by all of them.
+# Rows also have these limits, which their methods ignore: they are part of a row's key.
 _UNUSED_LIMITS: dict[str, Row] = {"pipedec": {"depth": 4, "rows": None}, DEFAULT_METHOD: {"depth": None, "rows": None}}
 
 
@@ -51,7 +51,7 @@ class TreeGrid:
             BitaOptions(shape=shape)
 
     def drafted(self, method: str) -> list[MethodOptions]:
-        """The limits to try with a method that drafts: those of the grid that it takes."""
+        """The limits to try with a method that drafts: those of the grid that it has."""
         shared = {"forwards": self.forwards, "proposers": self.proposers}
         return [
             applicable_options(method, {"width": width, "children": children, **shared})
@@ -97,7 +97,7 @@ class Cell:
             return None
         limits: Row = plain(self.tree)
         if isinstance(self.tree, BitaOptions) and self.tree.shape != "likeliest":
-            limits["rows"] = None  # no limit of this shape
+            limits["rows"] = None  # a limit of the shape ``likeliest`` alone
         return _UNUSED_LIMITS.get(self.method, {}) | limits
 
     def request(self, prompt: PromptRequest, trace: bool) -> PromptRequest:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 
 import click
@@ -26,9 +25,6 @@ def plot(sources: tuple[Path, ...], out: Path, only: tuple[str, ...], title: str
 
     Measured and computed times are never mixed: rows of both give one figure of each.
     """
-    for package in ("pandas", "matplotlib"):
-        if importlib.util.find_spec(package) is None:
-            raise UserError(f"drawing needs {package}: pip install 'pipedec[bench]'")
     from pipedec.bench.report.figures.catalogue import draw_figures
     from pipedec.bench.report.frames import read_answers, studies
     from pipedec.bench.report.tables import tables
