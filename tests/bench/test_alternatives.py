@@ -130,7 +130,7 @@ def test_command_prints_a_table_and_writes_rows(pair: Pair, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        ([], "nothing to answer: give --prompt TEXT or --prompts FILE"),
+        ([], "no prompts: give --prompt TEXT or --prompts FILE"),
         (["--prompts", "nowhere.jsonl"], "cannot read nowhere.jsonl"),
         (["--prompts", "empty.jsonl"], "empty.jsonl holds no prompts"),
         (["--prompt", "a", "--samples", "0"], "--samples must be at least 1, not 0"),

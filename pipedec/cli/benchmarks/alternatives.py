@@ -45,7 +45,7 @@ class PromptFlags:
         drawn = (text for path in self.files for text in read_prompts(path, self.field).sample(self.samples).prompts)
         prompts = [*self.texts, *drawn]
         if not prompts:
-            raise UserError("nothing to answer: give --prompt TEXT or --prompts FILE")
+            raise UserError("no prompts: give --prompt TEXT or --prompts FILE")
         return prompts
 
 
