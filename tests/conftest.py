@@ -5,6 +5,7 @@ The fast tier leaves out tests marked ``slow`` and tries fewer examples of each 
 
 from __future__ import annotations
 
+import multiprocessing.util
 import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
@@ -24,9 +25,9 @@ from pipedec.verify.reference import Reference
 
 TEST_SECONDS = 180.0
 
-# Examples of a property: --hypothesis-profile chooses. No deadline for one example, because the machine may be busy.
+# Examples of a property: --hypothesis-profile chooses. The fast ones are always the same. No deadlines: the machine may be busy.
 hypothesis.settings.register_profile("full", max_examples=100, deadline=None)
-hypothesis.settings.register_profile("fast", max_examples=25, deadline=None)
+hypothesis.settings.register_profile("fast", max_examples=25, deadline=None, derandomize=True)
 hypothesis.settings.load_profile("fast")
 
 transformers_logging.disable_progress_bar()  # "Writing model shards" would stand in the report of every failure
@@ -81,6 +82,7 @@ def state_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture(scope="session")
 def short_directory() -> Iterator[Path]:
     """A directory whose name leaves room for names of Unix sockets, which have 107 bytes at most; that of tmp_path does not."""
+    multiprocessing.util.get_temp_dir()  # its own, for the whole session, outside of this one
     with tempfile.TemporaryDirectory(prefix="t-", ignore_cleanup_errors=True) as directory:
         yield Path(directory)
 
@@ -88,7 +90,7 @@ def short_directory() -> Iterator[Path]:
 @pytest.fixture
 def leaves_nothing(short_directory: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Fails the test if it hangs, or if a process it started or a temporary file of ours is still there after its end."""
-    scratch = Path(tempfile.mkdtemp(dir=short_directory))  # stays: multiprocessing keeps the first one that it sees
+    scratch = Path(tempfile.mkdtemp(dir=short_directory))
     monkeypatch.setenv("TMPDIR", str(scratch))
     monkeypatch.setattr(tempfile, "tempdir", str(scratch))
     before = marked_processes()
