@@ -16,8 +16,8 @@ import pytest
 from click.testing import CliRunner
 from simulated_pipeline import SimulatedPipeline
 
-from pipedec.bench.critical_path import critical_path, critical_path_lengths
 from pipedec.bench.overhead.benchmark import OverheadConfig, measure_overhead
+from pipedec.bench.overhead.critical_path import critical_path, critical_path_lengths
 from pipedec.bench.overhead.ranks import run_ranks
 from pipedec.bench.record import append_rows, check_writable, header, revision
 from pipedec.cli.main import program

@@ -12,7 +12,7 @@ from itertools import pairwise
 
 import torch
 
-from pipedec.bench.critical_path import critical_path_lengths
+from pipedec.bench.overhead.critical_path import critical_path_lengths
 from pipedec.bench.overhead.null_stage import NullFinalStage, NullStage, Probe, ScriptedDraftLoop
 from pipedec.cluster.lease import LeaseKeeper
 from pipedec.engine.rank_loop import Wiring
