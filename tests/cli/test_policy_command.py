@@ -83,7 +83,7 @@ def test_mistakes_are_one_line(pipedec: Pipedec, pair: Pair, tmp_path: Path, arg
 
 def test_asks_for_prompts(pipedec: Pipedec, tmp_path: Path) -> None:
     line = pipedec("bench", "policy", "--preset", "paper-14", "--recording", tmp_path / "recording").refused()
-    assert line == "nothing to ask: give --prompts FILE or --prompt TEXT"
+    assert line == "no prompts: give --prompts FILE or --prompt TEXT"
 
 
 def test_without_pandas_one_line_says_what_to_install(
