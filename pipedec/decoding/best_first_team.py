@@ -62,7 +62,7 @@ class BestFirstTeam:
         self._acceptance = experience.acceptance(request, prior, device)
 
     def _ngrams(self, number: int) -> NgramProposer | None:
-        """The prompt, what was said so far, and last what the thread itself sees."""
+        """N-grams of the other threads, the prompt and, last, the tokens that the thread itself sees."""
         if "ngrams" not in self._sources:
             return None
         threads = self._forest.sequence.threads

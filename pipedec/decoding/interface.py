@@ -1,6 +1,6 @@
-"""What a decoding method is, and what it asks of a draft model: two protocols.
+"""The protocols of a decoding method and of the draft model that it uses.
 
-The constructor of a method takes, by these names, what it needs of: ``request``, ``drafter``, ``experience``, ``device``,
+The constructor of a method names the arguments that it needs: ``request``, ``drafter``, ``experience``, ``device``,
 ``trained_masks`` (see ``registry``).
 """
 
@@ -23,32 +23,32 @@ class Drafter(Protocol):
     def prefill(self, token_ids: Tensor, prompt_length: int) -> None: ...
 
     def expand(self, tree: PredictionTree, rows: Tensor, children: int) -> Candidates:
-        """In one forward, the likeliest ``children`` of ``rows``: int64 [F], ascending, each after its ancestors."""
+        """In one forward, the ``children`` most probable children of each of ``rows``: int64 [F], ascending, ancestors first."""
 
     def advance(self, advance: Advance) -> None: ...
 
 
 class Method(Protocol):
-    """Runs on rank 0. In every timestep: ``draft`` while the stages compute, ``apply`` when a verdict came, ``propose``."""
+    """Runs on rank 0. In every timestep: ``draft`` while the stages compute, ``apply`` if there is a verdict, ``propose``."""
 
     hits: int
     misses: int
 
     @property
     def masks(self) -> MaskParams:
-        """The mask rows that follow the prompt and rows of its steps."""
+        """The mask rows behind the prompt and behind rows of the method's steps."""
 
     def prefill(self, token_ids: Tensor) -> None:
-        """Take in the next chunk of the prompt: int64 [R]. ``masks`` follow the last."""
+        """Process the next chunk of the prompt: int64 [R]. The ``masks`` follow the last chunk."""
 
     def draft(self) -> None:
-        """The compute phase of rank 0: draft rows that are in flight, or what is to enter next."""
+        """Rank 0's compute phase: run the draft model below rows in flight, or for the rows that enter next."""
 
     def apply(self, verdict: Verdict) -> None:
-        """Advance to the accepted tokens and forget what cannot come true."""
+        """Advance to the accepted tokens and prune what can no longer be accepted."""
 
     def propose(self) -> Step | None:
         """The rows that enter the first stage at the next timestep, or None."""
 
     def observe(self, timing: TimestepTiming) -> None:
-        """What a timestep of the full pipeline took."""
+        """Learn how long a timestep of the full pipeline took."""
