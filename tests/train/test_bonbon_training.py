@@ -195,7 +195,7 @@ def test_pairs_are_learned(tuned: Tuned, pair: Pair, tmp_path: Path) -> None:
     targets = best.targets[best.targets >= 0]
     recipe = replace(RECIPE, beta=0.2, batch=1)
     steps = PairSteps.before(student.model, [(best, worst)], recipe, torch.float32)
-    assert float(steps.start[0][0]) == pytest.approx(float(logits.gather(1, targets[:, None]).sum()), rel=1e-4)
+    assert float(steps.start[0][0].detach()) == pytest.approx(float(logits.gather(1, targets[:, None]).sum().detach()), rel=1e-4)
     loop = TrainingLoop("bonbon", student.model, muon_and_adamw(student.model, 1e-3, 0.01), tmp_path, {})
     loop.run(30, lambda step: 1e-3 * linear_decay(step, 30), steps)
     log = [json.loads(line) for line in (tmp_path / "bonbon.jsonl").read_text().splitlines()]
