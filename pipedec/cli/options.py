@@ -246,8 +246,9 @@ def _with_given_options(command: Command) -> Command:
 
 def place_options(command: Command) -> Command:
     """Adds the flags that name a running cluster: ``redis`` and ``run``."""
-    command = click.option("--run", metavar="NAME", help="Name of the run (default: the cluster started by pipedec up).")(command)
-    return click.option("--redis", metavar="URL", help="Redis of a cluster elsewhere: redis://:password@host:port/0.")(command)
+    command = click.option("--run", metavar="NAME", help="Name of the run, if several share a Redis.")(command)
+    redis_help = "Redis server, like redis://:password@host:port/0 (default: the one that pipedec up starts)."
+    return click.option("--redis", metavar="URL", help=redis_help)(command)
 
 
 def gathered(command: Command, options: list[Callable[[Any], Any]], kind: type, name: str) -> Command:
