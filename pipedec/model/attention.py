@@ -47,7 +47,7 @@ class AttentionPlan:
         cls, past_length: int, rows: int, windows: Iterable[int | None], dtype: torch.dtype, device: torch.device
     ) -> AttentionPlan:
         """For a chunk of the prompt, directly behind the past."""
-        uses_flash = _flash_applies(dtype, device)
+        uses_flash = flash_applies(dtype, device)
         biases: dict[int | None, Tensor | None] = {}
         for window in set(windows):
             if uses_flash or (window is None and past_length == 0):
@@ -81,7 +81,7 @@ class AttentionPlan:
         for window in set(windows):
             seen = seen_RS if window is None else seen_RS & _slots_in_window(mask_RN, prompt_length or 0, past_length, window)
             biases[window] = _folded_bias(seen, group, dtype)
-        return cls((prompt_length or 0) + past_length, False, biases, _flash_applies(dtype, mask_RN.device))
+        return cls((prompt_length or 0) + past_length, False, biases, flash_applies(dtype, mask_RN.device))
 
     @classmethod
     def for_threads(
@@ -108,7 +108,7 @@ class AttentionPlan:
                 seen_RS = seen_RS & (sight.slot_positions > positions_R[:, None] - window)
             seen_RS = torch.cat((seen_RS.new_ones(len(seen_RS), num_prompt_slots), seen_RS), 1)
             biases[window] = _folded_bias(seen_RS, group, dtype)
-        return cls(num_prompt_slots + sight.shared, False, biases, _flash_applies(dtype, device))
+        return cls(num_prompt_slots + sight.shared, False, biases, flash_applies(dtype, device))
 
 
 def _folded_bias(seen_RS: Tensor, group: int, dtype: torch.dtype) -> Tensor:
@@ -265,26 +265,26 @@ def _slots_in_window(mask_RN: Tensor, prompt_length: int, past_length: int, wind
 
 
 @cache
-def _flash_attention() -> Any:
+def flash_attention() -> Any:
     """``flash_attn_func``, or None if the package is not installed."""
     if importlib.util.find_spec("flash_attn") is None:
         return None
     return importlib.import_module("flash_attn").flash_attn_func
 
 
-def _flash_applies(dtype: torch.dtype, device: torch.device) -> bool:
-    return device.type == "cuda" and dtype in (torch.float16, torch.bfloat16) and _flash_attention() is not None
+def flash_applies(dtype: torch.dtype, device: torch.device) -> bool:
+    return device.type == "cuda" and dtype in (torch.float16, torch.bfloat16) and flash_attention() is not None
 
 
 def _flash_prefill(q_RHD: Tensor, keys_KSD: Tensor, values_KSD: Tensor, window: int | None) -> Tensor:
     """Causal attention of a prompt chunk: flash-attention aligns its causal mask to the last key, as rows behind a past need."""
     window_size = (-1, -1) if window is None else (window - 1, 0)
     keys, values = keys_KSD.transpose(0, 1)[None], values_KSD.transpose(0, 1)[None]
-    out_RHD: Tensor = _flash_attention()(q_RHD[None], keys, values, causal=True, window_size=window_size)[0]
+    out_RHD: Tensor = flash_attention()(q_RHD[None], keys, values, causal=True, window_size=window_size)[0]
     return out_RHD
 
 
 def _flash_past(q_RHD: Tensor, keys_KPD: Tensor, values_KPD: Tensor) -> tuple[Tensor, Tensor]:
     keys, values = keys_KPD.transpose(0, 1)[None], values_KPD.transpose(0, 1)[None]
-    out, lse, _ = _flash_attention()(q_RHD[None], keys, values, causal=False, return_attn_probs=True)
+    out, lse, _ = flash_attention()(q_RHD[None], keys, values, causal=False, return_attn_probs=True)
     return out[0], lse[0].transpose(0, 1)

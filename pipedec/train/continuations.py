@@ -22,8 +22,8 @@ from pipedec.train.prompts import SplitPrompts
 
 Model = Any  # a causal language model of transformers, whose classes share no usable type
 
-_BATCH = 96
-_BATCH_TOKENS = 16_384  # of prompts, with their padding
+BATCH_PROMPTS = 96
+BATCH_TOKENS = 16_384  # of prompts, with their padding
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ def _batches(ordered: list[list[int]]) -> list[list[list[int]]]:
     """Prompts, shortest first, in batches that fit both limits; one that fits none has a batch of its own."""
     batches: list[list[list[int]]] = []
     for ids in ordered:
-        if not batches or len(batches[-1]) >= min(_BATCH, _BATCH_TOKENS // len(ids)):
+        if not batches or len(batches[-1]) >= min(BATCH_PROMPTS, BATCH_TOKENS // len(ids)):
             batches.append([])
         batches[-1].append(ids)
     return batches

@@ -107,8 +107,8 @@ def flash_attn_stand_in(q, k, v, causal=False, window_size=(-1, -1), return_attn
 @pytest.mark.parametrize("window", [None, 4])
 @pytest.mark.parametrize("past", [0, 7])
 def test_the_flash_attention_path_equals_algorithm_1(monkeypatch, past, window):
-    monkeypatch.setattr(attention, "_flash_attention", lambda: flash_attn_stand_in)
-    monkeypatch.setattr(attention, "_flash_applies", lambda dtype, device: True)
+    monkeypatch.setattr(attention, "flash_attention", lambda: flash_attn_stand_in)
+    monkeypatch.setattr(attention, "flash_applies", lambda dtype, device: True)
     q, keys, values, mask = random_step(5, past, 3, torch.float64)
     found = tree_attention(q, keys, values, plan_for(past, mask, window, torch.float64), window)
     torch.testing.assert_close(found, reference_attention(q, keys, values, past, mask, window), atol=1e-13, rtol=0)
@@ -123,8 +123,8 @@ def test_the_flash_attention_path_equals_algorithm_1(monkeypatch, past, window):
 def test_rows_of_threads_attend_to_their_visible_slots(monkeypatch, window, hidden, uses_flash):
     """Past slots are not in order of position, as when several threads commit in turn."""
     if uses_flash:
-        monkeypatch.setattr(attention, "_flash_attention", lambda: flash_attn_stand_in)
-        monkeypatch.setattr(attention, "_flash_applies", lambda dtype, device: True)
+        monkeypatch.setattr(attention, "flash_attention", lambda: flash_attn_stand_in)
+        monkeypatch.setattr(attention, "flash_applies", lambda dtype, device: True)
     rows, shared, slots = 4, 3, 14
     q, keys, values, _ = random_step(rows, slots - rows, 0, torch.float64)
     generator = torch.Generator().manual_seed(5)

@@ -167,7 +167,7 @@ def test_figures_do_not_depend_on_how_samples_are_batched(pair: Pair, monkeypatc
     weights = Learned(target, 3, 2, "deep", 0.5, seed=0).rounded(target)
     weights = BitaWeights(weights.prompt.float(), weights.masks.float())
     together = evaluate(target, weights, {"all": SAMPLES})
-    monkeypatch.setattr("pipedec.train.bita.mask_rows._TOKENS_AT_ONCE", 1)
+    monkeypatch.setattr("pipedec.train.bita.mask_rows.TOKENS_PER_FORWARD", 1)
     assert evaluate(target, weights, {"all": SAMPLES}) == together
     assert together["all"]["groups"] == sum(len(places_of(sample)) for sample in SAMPLES)
 

@@ -94,8 +94,8 @@ def test_rows_tell_where_the_target_speaks_next() -> None:
 
 
 def test_long_prompts_are_generated_in_smaller_batches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, pair: Pair) -> None:
-    monkeypatch.setattr(continuations, "_BATCH", 3)
-    monkeypatch.setattr(continuations, "_BATCH_TOKENS", 16)
+    monkeypatch.setattr(continuations, "BATCH_PROMPTS", 3)
+    monkeypatch.setattr(continuations, "BATCH_TOKENS", 16)
     target = AutoModelForCausalLM.from_pretrained(pair.target).eval()
     asked = [[2] * length for length in (1, 2, 3, 4, 7, 8, 20)]
     continue_greedily(target, asked, 1, tmp_path)

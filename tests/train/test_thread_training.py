@@ -206,7 +206,7 @@ def test_control_tokens_count_more(student: Student, writer: Writer) -> None:
 def test_losses_do_not_depend_on_how_rows_are_batched(student: Student, writer: Writer, monkeypatch: pytest.MonkeyPatch) -> None:
     samples = [writer.sample(found, "pasta") for found in records("pasta", 9)]
     together = held_out_loss(loss_of(student, writer), writer, samples)
-    monkeypatch.setattr("pipedec.train.threads.learning._TOKENS_AT_ONCE", 1)
+    monkeypatch.setattr("pipedec.train.threads.learning.TOKENS_PER_FORWARD", 1)
     rows = [row for sample in samples for row in writer.rows(sample, "tree")]
     assert len(list(batches(rows, CPU))) == len(samples)
     alone = held_out_loss(loss_of(student, writer), writer, samples)

@@ -18,7 +18,7 @@ from pipedec.tree.masks import is_mask, mask_groups, visible_slots
 from pipedec.tree.prediction_tree import PredictionTree
 
 NO_LABEL = -100
-_TOKENS_AT_ONCE = 2048  # tokens and mask rows of one forward pass, with their padding
+TOKENS_PER_FORWARD = 2048  # tokens and mask rows of one forward pass, with their padding
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ def sample_batches(drawn: list[tuple[Continuation, Tensor]], num_masks: int) -> 
     rows = 0
     for sample, places in sorted(drawn, key=lambda pair: len(pair[0].ids)):
         widest = max(rows, len(places) * num_masks)
-        if piece and (len(piece) + 1) * (len(sample.ids) + widest) > _TOKENS_AT_ONCE:
+        if piece and (len(piece) + 1) * (len(sample.ids) + widest) > TOKENS_PER_FORWARD:
             yield [found for found, _ in piece], [at for _, at in piece]
             piece, widest = [], len(places) * num_masks
         piece.append((sample, places))

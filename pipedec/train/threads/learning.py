@@ -19,7 +19,7 @@ from pipedec.train.checks import above_zero, at_least_one, shares
 from pipedec.train.loop import linear_decay, warm_up
 from pipedec.train.threads.rows import FORMS, Row, Sample, Writer
 
-_TOKENS_AT_ONCE = 2048  # of one forward pass, padding included
+TOKENS_PER_FORWARD = 2048  # of one forward pass, padding included
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ def batches(rows: Iterable[Row], device: torch.device) -> Iterator[Batch]:
     """The rows in small forward passes, rows of similar length together."""
     piece: list[Row] = []
     for row in sorted(rows, key=lambda row: len(row.token_ids)):
-        if piece and (len(piece) + 1) * len(row.token_ids) > _TOKENS_AT_ONCE:
+        if piece and (len(piece) + 1) * len(row.token_ids) > TOKENS_PER_FORWARD:
             yield Batch.of(piece, device)
             piece = []
         piece.append(row)
