@@ -38,3 +38,12 @@ def test_every_method_reports_what_it_drafted_and_accepted(pair: Pair, method: s
         assert metrics.acceptance_rate == metrics.hits / metrics.draft_tokens
     if method in ("stpp", "pipedec", "pipedec-bestfirst"):  # the draft is the target itself
         assert metrics.hits > 0
+
+
+def test_long_answers_are_counted_in_full() -> None:
+    draft_tokens = DraftTokens()
+    for number in range(1000):
+        draft_tokens.add(step([number, number + 1, number + 2], [-1, 0, 1]))
+        if number == 500:
+            assert draft_tokens.total() == 2 * 501
+    assert draft_tokens.total() == 2000
