@@ -81,7 +81,7 @@ def test_a_rank_killed_in_mid_generation_is_named(pair: Pair, rank: int, dispatc
         os.kill(cluster.pids[rank], signal.SIGKILL)
         supervise(cluster, RankLost, f"{NAMES[rank]} was killed by SIGKILL")
         owner, elsewhere = victim.errors(10)
-        assert isinstance(owner, RankLost) and f"rank {rank} " in str(owner)
+        assert isinstance(owner, RankLost) and f"rank {rank}" in str(owner)
         assert f"rank {rank}" in str(elsewhere)
 
 
