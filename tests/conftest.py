@@ -25,8 +25,8 @@ from pipedec.verify.reference import Reference
 
 TEST_SECONDS = 180.0
 
-# Examples of a property: --hypothesis-profile chooses. The fast ones are always the same. No deadlines: the machine may be busy.
-hypothesis.settings.register_profile("full", max_examples=100, deadline=None)
+# Examples of a property: --hypothesis-profile chooses how many. They are always the same. No deadlines: the machine may be busy.
+hypothesis.settings.register_profile("full", max_examples=100, deadline=None, derandomize=True)
 hypothesis.settings.register_profile("fast", max_examples=25, deadline=None, derandomize=True)
 hypothesis.settings.load_profile("fast")
 
