@@ -13,7 +13,7 @@ import statistics
 import subprocess
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,7 @@ def header(benchmark: str, config: Row) -> Row:
     """The fields that begin every row of one run of ``benchmark``."""
     return {
         "benchmark": benchmark,
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "version": __version__,
         "revision": revision(),
         "machine": machine(),
