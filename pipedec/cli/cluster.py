@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NoReturn
 import click
 from rich.table import Table
 
-from pipedec.cli.options import PipelineFlags, pipeline_options, place_options
+from pipedec.cli.options import PipelineFlags, cluster_options, pipeline_options
 from pipedec.cli.show import console, loading_bar
 from pipedec.cluster.state import DEFAULT_RUN, MachineLock, RunningCluster, find_run, process_start, read_state
 from pipedec.config import redis_url_from_environment, state_directory
@@ -50,7 +50,7 @@ def local_cluster(flags: PipelineFlags, redis: str | None = None, run: str | Non
 
 @click.command()
 @pipeline_options
-@place_options
+@cluster_options
 @click.option("--detach", is_flag=True, help="Return when the cluster is up and leave it running.")
 @click.option("--lock-fd", type=int, hidden=True, help="The machine's lock, inherited from the command with --detach.")
 def up(pipeline: PipelineFlags, redis: str | None, run: str | None, detach: bool, lock_fd: int | None) -> None:
@@ -137,7 +137,7 @@ def _wait_until_up(process: subprocess.Popen[bytes], log_path: Path) -> RunningC
 
 
 @click.command()
-@place_options
+@cluster_options
 def status(redis: str | None, run: str | None) -> None:
     """Show a running cluster: its ranks and its requests."""
     found = find_run(redis, run)
@@ -156,7 +156,7 @@ def status(redis: str | None, run: str | None) -> None:
 
 
 @click.command()
-@place_options
+@cluster_options
 def down(redis: str | None, run: str | None) -> None:
     """Stop a running cluster.
 

@@ -244,7 +244,7 @@ def _with_given_options(command: Command) -> Command:
     return wrapped
 
 
-def place_options(command: Command) -> Command:
+def cluster_options(command: Command) -> Command:
     """Adds the flags that name a running cluster: ``redis`` and ``run``."""
     command = click.option("--run", metavar="NAME", help="Name of the run, if several share a Redis.")(command)
     redis_help = "Redis server, like redis://:password@host:port/0 (default: the one that pipedec up starts)."

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 
-from pipedec.core import PipedecError, Step, UserError
+from pipedec.core import PipedecError, Step
 from pipedec.engine.dialects import Dialects
 from pipedec.engine.emulated_time import Pacer
 from pipedec.plan.emulation import Emulation
@@ -54,7 +54,7 @@ class RankLoop(ABC):
         self._tracer = wiring.tracer
         self._pacer = Pacer(wiring.emulation, rank)
         self._window_timesteps = wiring.window
-        self._wired_dialects = wiring.dialects
+        self._dialects = wiring.dialects
         self._overran: list[int] = []  # timesteps whose real work took longer than its emulated time
         self._inbox: deque[Step] = deque()
         self._outbox: dict[Task, Step] = {}
@@ -134,12 +134,6 @@ class RankLoop(ABC):
         """The answer has ended: discard the rows that were still in flight."""
         self._inbox.clear()
         self._outbox.clear()
-
-    @property
-    def _dialects(self) -> Dialects:
-        if self._wired_dialects is None:
-            raise UserError("this pipeline does not decode in threads")
-        return self._wired_dialects
 
     @abstractmethod
     def _prefill(self, task: Task, message: Message) -> Facts:

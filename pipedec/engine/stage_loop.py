@@ -40,7 +40,10 @@ class StageLoop(RankLoop):
         if payload["first"]:
             sampling = sampling_from_payload(payload["sampling"])
             length, dialect = payload["prompt_length"], payload["threads"]
-            new_sequence = None if dialect is None else self._dialects.new_sequence(dialect, length, sampling)
+            new_sequence = None
+            if dialect is not None:
+                assert self._dialects is not None, "rank 0 admits no threads without dialects"
+                new_sequence = self._dialects.new_sequence(dialect, length, sampling)
             self._worker.begin(length, sampling, payload["named"], new_sequence)
             self._reports_logprobs = sampling.logprobs is not None
             self._tracer.enabled = payload["trace"]

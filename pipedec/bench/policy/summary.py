@@ -7,22 +7,24 @@ for times and speed-ups, arithmetic for the others.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, fields
 from math import isnan
 from typing import Any
 
 import numpy as np
-from pandas import DataFrame, MultiIndex
+from pandas import Categorical, DataFrame
 
 from pipedec.bench.policy.losses import Losses
+from pipedec.bench.policy.replay import Replayed
 from pipedec.bench.policy.study import LIMITS, PolicyAnswer, PolicyConfig
 from pipedec.bench.record import Row, header, plain
+from pipedec.bench.report.statistics import SUMS, totals
 from pipedec.bench.sweep.config import TUNED
 from pipedec.core import SamplingParams, UserError
 
 SCHEMA = "pipedec.policy/1"
-_TOTALS = ["decode_ms", "tokens", "timesteps", "hits", "misses"]
+_SETS = ["policy", "prompt_set"]
 _CAUSES = [field.name for field in fields(Losses)]
 
 
@@ -31,7 +33,7 @@ class PolicyFigures:
     """Data frames of all policies, in the order of the answers.
 
     Attributes:
-        totals: by policy and prompt set, decode_ms (emulated), decoded tokens, timesteps, hits, misses, and ms_per_token.
+        totals: by policy and prompt set, as ``report.statistics.totals``; times are emulated.
         causes: by policy and prompt set, the fields of ``Losses``.
         means: by policy, over prompt sets: ms_per_token, timesteps_per_token, hit_rate, timesteps_per_miss (beyond one per hit;
             NaN without misses) and speedup over the first policy.
@@ -54,27 +56,27 @@ class PolicyFigures:
         decoded = [one for one in answers if one.replayed.tokens]
         if not decoded:
             raise UserError("every answer has a single token, so nothing is decoded: use other prompts or more --max-tokens")
-        sets = MultiIndex.from_tuples(
-            [(one.policy.name, one.prompt.prompt_set) for one in decoded], names=["policy", "prompt_set"]
-        )  # fmt: skip
-        totals, causes = (
-            DataFrame(rows, sets, names).groupby(level=[0, 1], sort=False).sum()
-            for rows, names in (
-                ([[getattr(one.replayed, name) for name in _TOTALS] for one in decoded], _TOTALS),
-                ([asdict(one.replayed.losses) for one in decoded], _CAUSES),
-            )
+        sums, losses = _frame(decoded, _sums), _frame(decoded, lambda replayed: asdict(replayed.losses))
+        table, causes = totals(sums, _SETS), losses.groupby(_SETS, observed=True)[_CAUSES].sum()
+        means = (
+            table[["timesteps_per_token"]].assign(hit_rate=table["hit_rate"].fillna(0.0)).groupby("policy", observed=True).mean()
         )
-        totals["ms_per_token"] = totals["decode_ms"] / totals["tokens"]
-        ratios = DataFrame({
-            "timesteps_per_token": totals["timesteps"] / totals["tokens"],
-            "hit_rate": (totals["hits"] / (totals["hits"] + totals["misses"])).fillna(0.0),
-        })  # fmt: skip
-        means = ratios.groupby(level=0, sort=False).mean()
-        means["ms_per_token"] = np.exp(np.log(totals["ms_per_token"]).groupby(level=0, sort=False).mean())
-        sums = totals.groupby(level=0, sort=False).sum()
-        means["timesteps_per_miss"] = (sums["timesteps"] - sums["hits"]) / sums["misses"].where(sums["misses"] > 0)
+        means["ms_per_token"] = np.exp(np.log(table["tpot_ms"]).groupby("policy", observed=True).mean())
+        means["timesteps_per_miss"] = totals(sums, "policy")["timesteps_per_miss"]
         means["speedup"] = means["ms_per_token"].iloc[0] / means["ms_per_token"]
-        return cls(totals, causes, means, causes.div(totals["tokens"], axis=0).groupby(level=0, sort=False).mean())
+        return cls(table, causes, means, causes.div(table["tokens"], axis=0).groupby("policy", observed=True).mean())
+
+
+def _frame(answers: list[PolicyAnswer], record: Callable[[Replayed], Row]) -> DataFrame:
+    """One row per answer; policies and prompt sets in the order of the answers."""
+    frame = DataFrame({"policy": one.policy.name, "prompt_set": one.prompt.prompt_set, **record(one.replayed)} for one in answers)
+    for key in _SETS:
+        frame[key] = Categorical(frame[key], frame[key].unique(), ordered=True)
+    return frame
+
+
+def _sums(replayed: Replayed) -> Row:
+    return {name: getattr(replayed, name) for name in SUMS}
 
 
 def document(config: PolicyConfig, figures: PolicyFigures, comparisons: DataFrame) -> Row:
@@ -119,9 +121,7 @@ def compare(config: PolicyConfig, answers: Iterable[PolicyAnswer], rows: Iterabl
 def _policy_figures(figures: PolicyFigures, name: str) -> Row:
     """One policy as plain JSON values."""
     means = figures.means.to_dict("index")[name]
-    totals, causes = (
-        frame.loc[[name]].droplevel("policy").to_dict("index") for frame in (figures.totals[_TOTALS], figures.causes)
-    )
+    totals, causes = (frame.loc[[name]].droplevel("policy").to_dict("index") for frame in (figures.totals[SUMS], figures.causes))
     return {
         **{mean: means[mean] for mean in ("ms_per_token", "timesteps_per_token", "hit_rate")},
         "timesteps_per_miss": None if isnan(means["timesteps_per_miss"]) else means["timesteps_per_miss"],

@@ -13,18 +13,18 @@ import numpy as np
 import pandas as pd
 
 SETS = ["variant", "prompt_set"]
-_SUMS = ["decode_ms", "tokens", "timesteps", "hits", "misses"]
+SUMS = ["decode_ms", "tokens", "timesteps", "hits", "misses"]
 _RESAMPLES = 2000
 _FEWEST_PROMPTS = 3
 
 
 def totals(answers: pd.DataFrame, by: str | list[str]) -> pd.DataFrame:
-    """Sums over the answers of each group, and their ratios; a ratio is NaN if the group has nothing to divide by.
+    """Sums over the answers (columns SUMS) of each group, and their ratios; NaN if the group has nothing to divide by.
 
     ``timesteps_per_miss`` are those beyond one per hit: as many as pipeline groups if each miss drains the pipeline once.
     ``tokens_per_pass`` is for ``bita``, whose passes each begin with a miss.
     """
-    table = answers.groupby(by, observed=True)[_SUMS].sum()
+    table = answers.groupby(by, observed=True)[SUMS].sum()
     table["tpot_ms"] = table["decode_ms"] / table["tokens"]
     table["timesteps_per_token"] = table["timesteps"] / table["tokens"]
     table["hit_rate"] = table["hits"] / (table["hits"] + table["misses"])

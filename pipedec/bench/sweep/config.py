@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from pipedec.bench.checks import check_known, check_positive
 from pipedec.bench.sweep.pipelines import (
     SLM,
     Pair,
@@ -66,20 +67,15 @@ class SweepConfig:
 
     def __post_init__(self) -> None:
         for method in self.methods:
-            if method not in SWEEP_METHODS:
-                raise UserError(f"unknown method {method!r}: choose from {', '.join(SWEEP_METHODS)}")
-        if self.clock not in CLOCKS:
-            raise UserError(f"unknown clock {self.clock!r}: choose one of {', '.join(CLOCKS)}")
+            check_known("method", method, SWEEP_METHODS)
+        check_known("clock", self.clock, CLOCKS)
         for preset in self.presets:
             self.cluster.find_partition(preset)
         if not self.presets and (not self.stages or self.clock == "computed" or TUNED in self.methods):
             raise UserError("without --preset nothing is emulated: give --stages, --clock measured and no stpp-tuned")
         if self.bita and BITA not in self.methods:
             raise UserError(f"--bita needs the method {BITA}: add it to --methods")
-        numbers = {"--stages": self.stages, "--samples": (self.samples,), "--repeats": (self.repeats,)}
-        for flag, values in numbers.items():
-            if any(value < 1 for value in values):
-                raise UserError(f"{flag} must be at least 1")
+        check_positive({"--stages": self.stages or [1], "--samples": [self.samples], "--repeats": [self.repeats]})
 
     def shapes(self) -> Iterator[Shape]:
         """The pipelines: the first of each length runs all methods, others ``bita`` with another BiTA; ``slm`` is last."""

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
 
+from pipedec.bench.checks import check_positive
 from pipedec.bench.record import Row, plain
-from pipedec.core import DEFAULT_METHOD, MethodOptions, Request, UserError
+from pipedec.core import DEFAULT_METHOD, MethodOptions, Request
 from pipedec.decoding import Experience, create_method
 from pipedec.messages import PromptRequest
 from pipedec.methods import PROPOSERS, BestFirstOptions, BitaOptions, applicable_options
@@ -43,9 +44,7 @@ class TreeGrid:
 
     def __post_init__(self) -> None:
         numbers = {"--widths": self.widths, "--children": self.children, "--depths": self.depths, "--rows": self.rows}
-        for flag, values in numbers.items():
-            if any(value < 1 for value in values):
-                raise UserError(f"{flag} must be at least 1")
+        check_positive({flag: values for flag, values in numbers.items() if values})
         BestFirstOptions(forwards=self.forwards, proposers=self.proposers)
         for shape in self.shapes:
             BitaOptions(shape=shape)

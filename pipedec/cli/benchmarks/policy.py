@@ -108,7 +108,7 @@ def _by_set(figures: PolicyFigures) -> Table:
     table = _table("Emulated ms/token by prompt set")
     for name in figures.totals.index.unique("prompt_set"):
         table.add_column(name, justify="right")
-    for policy, sets in figures.totals["ms_per_token"].groupby(level="policy", sort=False):
+    for policy, sets in figures.totals["tpot_ms"].groupby(level="policy", observed=True):
         table.add_row(str(policy), *(f"{ms_per_token:.1f}" for ms_per_token in sets))
     return table
 

@@ -274,7 +274,7 @@ def test_a_target_without_a_bita_is_refused(pair: Pair, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"methods": ("warp",)}, "unknown method 'warp': choose from pp, "),
+        ({"methods": ("warp",)}, "unknown method 'warp': choose one of pp, "),
         ({"clock": "sundial"}, "unknown clock 'sundial': choose one of measured, computed"),
         ({"presets": ("paper-15",)}, "paper-15"),
         ({"presets": ()}, "without --preset nothing is emulated"),
