@@ -8,7 +8,7 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 
 from pipedec.core import Request, SamplingParams
 from pipedec.engine.local import LocalPipeline
-from pipedec.engine.spec import REFERENCE_PAIR, PipelineSpec
+from pipedec.engine.spec import REFERENCE_PAIR, Cut, PipelineSpec
 from pipedec.text.prompt import Prompter
 from pipedec.train.cards.render import CARDS, card
 from pipedec.train.continuations import Continuation
@@ -61,7 +61,7 @@ def test_the_report_tells_how_the_draft_came_to_agree() -> None:
 def test_the_draft_agrees_with_the_targets_own_words() -> None:
     draft = LlamaForCausalLM.from_pretrained(REFERENCE_PAIR / "draft", dtype=torch.float32)
     assert draft.num_parameters() <= 1_600_000
-    spec = PipelineSpec.create(stages=1, device="cpu")
+    spec = PipelineSpec.create(cut=Cut(1), device="cpu")
     reference, prompter = Reference(spec), Prompter(spec.target, 2048)
     answered = []
     for text in PROMPTS:
@@ -77,7 +77,7 @@ def test_the_draft_agrees_with_the_targets_own_words() -> None:
 )
 def test_the_pipeline_says_what_transformers_says(stages: int, groups: int) -> None:
     torch.set_num_threads(1)
-    spec = PipelineSpec.create(stages=stages, groups=groups, device="cpu")
+    spec = PipelineSpec.create(cut=Cut(stages, groups), device="cpu")
     reference, pipeline, prompter = Reference(spec), LocalPipeline.load(spec), Prompter(spec.target, 2048)
     for number, text in enumerate(PROMPTS):
         token_ids = prompter.token_ids(text, raw=False, max_tokens=40)

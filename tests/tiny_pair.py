@@ -11,7 +11,7 @@ from checkpoints import save_tiny_llama
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from pipedec.engine.spec import PipelineSpec
+from pipedec.engine.spec import Cut, Models, PipelineSpec
 
 TARGET_LAYERS, DRAFT_LAYERS = 8, 2
 CONTEXT = 2048
@@ -36,7 +36,7 @@ class Pair:
     bita: Path
 
     def spec(self, stages: int = 2, groups: int | None = None, draft: str | None = None) -> PipelineSpec:
-        return PipelineSpec.create(self.target, draft or self.draft, stages, groups, device="cpu", bita=self.bita)
+        return PipelineSpec.create(Models(self.target, draft or self.draft, self.bita), Cut(stages, groups), device="cpu")
 
     @property
     def flags(self) -> list[str]:

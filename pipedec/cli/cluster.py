@@ -31,20 +31,11 @@ CLIENT_GRACE_SECONDS = 1.0
 def local_cluster(flags: PipelineFlags, redis: str | None = None, run: str | None = None) -> LocalCluster:
     """The cluster that the flags describe, not started yet. Raises UserError for flags that cannot work."""
     from pipedec.cluster.local import LocalCluster
-    from pipedec.engine.spec import PipelineSpec
+    from pipedec.engine.spec import Cut, Models, PipelineSpec
 
-    spec = PipelineSpec.create(
-        target=flags.target,
-        draft=flags.draft,
-        stages=flags.stages,
-        groups=flags.groups,
-        layers=flags.layer_counts,
-        dtype=flags.dtype,
-        device=flags.device,
-        dispatch=flags.dispatch,
-        bita=flags.bita,
-        context_tokens=flags.context_tokens,
-    )
+    models = Models(flags.target, flags.draft, flags.bita)
+    cut = Cut(flags.stages, flags.groups, flags.layer_counts)
+    spec = PipelineSpec.create(models, cut, flags.dtype, flags.device, flags.dispatch, flags.context_tokens)
     return LocalCluster(spec, redis_url=redis, run_id=run, transport=flags.transport)
 
 

@@ -75,9 +75,9 @@ def draft(target: Path | None, draft: Path | None, asked: PromptFlags, run: RunF
 
 def chosen_pair(target: Path | None, draft: Path | None) -> tuple[Path, Path]:
     """The checkpoints, by default the shipped ones. Raises UserError if they do not fit each other."""
-    from pipedec.engine.spec import PipelineSpec
+    from pipedec.engine.spec import Cut, Models, PipelineSpec
 
-    pair = PipelineSpec.create(target, draft, stages=1)
+    pair = PipelineSpec.create(Models(target, draft), Cut(1))
     if pair.draft is None:
         raise UserError("--draft none: give the directory of a draft to continue")
     return pair.target, pair.draft

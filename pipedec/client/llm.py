@@ -11,7 +11,7 @@ from typing import Any
 from pipedec.client.client import Client
 from pipedec.cluster.local import LocalCluster
 from pipedec.core import DEFAULT_METHOD, Completion, MethodOptions, SamplingParams, UserError
-from pipedec.engine.spec import PipelineSpec
+from pipedec.engine.spec import Cut, Models, PipelineSpec
 from pipedec.messages import PromptRequest
 from pipedec.methods import find_method, make_options
 from pipedec.threads import load_dialect
@@ -47,7 +47,8 @@ class LLM:
         context_tokens: int | None = None,
     ) -> None:
         self._method = method
-        spec = PipelineSpec.create(target, draft, stages, groups, layers, dtype, device, bita=bita, context_tokens=context_tokens)
+        models, cut = Models(target, draft, bita), Cut(stages, groups, layers)
+        spec = PipelineSpec.create(models, cut, dtype, device, context_tokens=context_tokens)
         self._cluster = LocalCluster(spec)
         self._cluster.start()
         assert self._cluster.scheduler is not None

@@ -17,7 +17,7 @@ from pipedec.cluster.processes import die_with_parent
 from pipedec.cluster.rank import RankPlace, Report, RunAddress, run_rank
 from pipedec.config import ClusterConfig, load_cluster, redis_url_from_environment
 from pipedec.core import PipedecError, UserError
-from pipedec.engine.spec import PipelineSpec
+from pipedec.engine.spec import Cut, Models, PipelineSpec
 from pipedec.hardware import MODEL_SHAPES
 from pipedec.methods import LayerTreeOptions
 from pipedec.plan.partition import plan
@@ -77,19 +77,10 @@ def parse_arguments(arguments: list[str]) -> tuple[RankPlace, PipelineSpec, RunA
         raise UserError("--partition names a partition of a file: give --config cluster.yaml with it")
     if settings.redis_url is None:
         raise UserError("torchrun ranks need a Redis that all hosts reach: give --redis URL or set PIPEDEC_REDIS_URL")
-    spec = PipelineSpec.create(
-        target=settings.target,
-        draft=settings.draft,
-        stages=settings.stages or 4,
-        groups=settings.groups,
-        layers=settings.layers,
-        dtype=settings.dtype or "float32",
-        device=flags.device,
-        dispatch=flags.dispatch,
-        bita=settings.bita,
-        context_tokens=settings.context_tokens,
-        tree=settings.tree,
-    )
+    models = Models(settings.target, settings.draft, settings.bita)
+    cut = Cut(settings.stages or 4, settings.groups, settings.layers)
+    dtype, limit = settings.dtype or "float32", settings.context_tokens
+    spec = PipelineSpec.create(models, cut, dtype, flags.device, flags.dispatch, limit, settings.tree)
     return _torchrun_place(spec, flags.transport), spec, RunAddress(settings.redis_url, flags.run)
 
 

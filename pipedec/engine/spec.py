@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,74 @@ WINDOW_TIMESTEPS = 64
 DISPATCHES = {"windows": WINDOW_TIMESTEPS, "tasks": 0}  # timesteps that the scheduler grants at once
 
 Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class Models:
+    """The models of a pipeline as a user names them.
+
+    Attributes:
+        target: a checkpoint directory; None for the shipped one.
+        draft: a checkpoint directory; ``"none"`` for no draft. None takes the shipped draft for the shipped target, and no draft
+            for another target with a BiTA.
+        bita: a directory that ``pipedec train bita`` wrote; ``"none"`` for no BiTA. None takes the shipped one for the shipped
+            target.
+    """
+
+    target: str | Path | None = None
+    draft: str | Path | None = None
+    bita: str | Path | None = None
+
+    def checked_paths(self) -> tuple[Path, Path | None, Path | None]:
+        """The directories of target, draft and BiTA; None for what the pipeline does without.
+
+        Raises:
+            UserError: a checkpoint is missing, damaged or does not fit the others.
+        """
+        shipped = REFERENCE_PAIR if self.target is None else None
+        target = Path(self.target) if self.target is not None else REFERENCE_PAIR / "target"
+        draft = _chosen(self.draft, shipped and shipped / "draft")
+        bita = _chosen(self.bita, shipped and shipped / "bita")
+        if self.draft is None and self.target is not None and bita is None:
+            raise UserError("give --draft DIR beside --target (a small model with the same tokenizer), or --draft none")
+        checked(target)
+        if draft is not None:
+            checked(draft)
+            same_tokenizer(target, draft)
+        if bita is not None:
+            checked_bita(bita, target)
+        return target, draft, bita
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How the target's layers are cut into stages.
+
+    Attributes:
+        groups: groups of stages that share a timestep; None for one per stage.
+        layers: layers of each stage, which add up to the target's; None for an even cut.
+    """
+
+    stages: int = 4
+    groups: int | None = None
+    layers: Sequence[int] | None = None
+
+    @property
+    def topology(self) -> Topology:
+        """Raises UserError for numbers that cannot be."""
+        return Topology.even(self.stages, self.stages if self.groups is None else self.groups)
+
+    def bounds(self, num_layers: int) -> tuple[tuple[int, int], ...]:
+        """For each stage, its first layer and the layer behind its last. Raises UserError if they do not fit ``num_layers``."""
+        if self.layers is None:
+            parts = even_layers(num_layers, self.stages)
+        elif len(self.layers) != self.stages:
+            raise UserError(
+                f"--layers lists {len(self.layers)} stages, but there are {self.stages}: give one number for each stage"
+            )
+        else:
+            parts = explicit_layers(self.layers, num_layers)
+        return tuple((part.start, part.stop) for part in parts)
 
 
 @dataclass(frozen=True)
@@ -58,25 +126,15 @@ class PipelineSpec:
     @classmethod
     def create(
         cls,
-        target: str | Path | None = None,
-        draft: str | Path | None = None,
-        stages: int = 4,
-        groups: int | None = None,
-        layers: list[int] | None = None,
+        models: Models = Models(),
+        cut: Cut = Cut(),
         dtype: str = "float32",
         device: str = "auto",
         dispatch: str = "windows",
-        bita: str | Path | None = None,
         context_tokens: int | None = None,
         tree: LayerTreeOptions | None = None,
     ) -> PipelineSpec:
-        """Check the user's options and fill in the rest: the shipped pair, even layers, one stage per group.
-
-        Args:
-            draft: a checkpoint directory; ``"none"`` for no draft. None takes the shipped draft for the shipped target, and no
-                draft for another target with a BiTA.
-            layers: layers of each stage; they must add up to the target's.
-            bita: a directory that ``pipedec train bita`` wrote; None for the shipped one with the shipped target; ``"none"``.
+        """The pipeline that a user asks for; by default the shipped pair in four stages.
 
         Raises:
             UserError: one line that says what is wrong with the checkpoints or the numbers.
@@ -89,27 +147,11 @@ class PipelineSpec:
             raise UserError(f"unknown dispatch {dispatch!r}: choose one of {', '.join(DISPATCHES)}")
         if context_tokens is not None and context_tokens < 1:
             raise UserError(f"--context-tokens must be at least 1, not {context_tokens}")
-        target_path = Path(target) if target is not None else REFERENCE_PAIR / "target"
-        shipped = REFERENCE_PAIR if target is None else None
-        draft_path = _chosen(draft, shipped and shipped / "draft")
-        bita_path = _chosen(bita, shipped and shipped / "bita")
-        if draft is None and target is not None and bita_path is None:
-            raise UserError("give --draft DIR beside --target (a small model with the same tokenizer), or --draft none")
-        config = checked(target_path)
-        if draft_path is not None:
-            checked(draft_path)
-            same_tokenizer(target_path, draft_path)
-        if bita_path is not None:
-            checked_bita(bita_path, target_path)
-        topology = Topology.even(stages, stages if groups is None else groups)
-        if layers is not None and len(layers) != stages:
-            raise UserError(f"--layers lists {len(layers)} stages, but there are {stages}: give one number for each stage")
-        parts = even_layers(config.num_layers, stages) if layers is None else explicit_layers(layers, config.num_layers)
-        bounds = tuple((part.start, part.stop) for part in parts)
+        target, draft, bita = models.checked_paths()
+        topology, layers = cut.topology, cut.bounds(ModelConfig.from_directory(target).num_layers)
         return cls(
-            target_path, draft_path, topology, bounds, dtype, device, dispatch=dispatch, bita=bita_path,
-            context_tokens=context_tokens, tree=tree,
-        )  # fmt: skip
+            target, draft, topology, layers, dtype, device, dispatch=dispatch, bita=bita, context_tokens=context_tokens, tree=tree
+        )
 
     @property
     def torch_dtype(self) -> torch.dtype:

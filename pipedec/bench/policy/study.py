@@ -29,7 +29,7 @@ from pipedec.core import MethodOptions, Request, SamplingParams, UserError
 from pipedec.data.prompts import PromptSet
 from pipedec.decoding import Drafter, create_method
 from pipedec.decoding.controller import CHILDREN
-from pipedec.engine.spec import PipelineSpec
+from pipedec.engine.spec import Cut, Models, PipelineSpec
 from pipedec.messages import PromptRequest
 from pipedec.methods import METHODS, make_options
 from pipedec.model import ModelConfig
@@ -175,7 +175,7 @@ class Study:
 
     @cached_property
     def _target(self) -> OneProcess:
-        return OneProcess(PipelineSpec.create(self._spec.target, "none", stages=1))
+        return OneProcess(PipelineSpec.create(Models(self._spec.target, "none"), Cut(1)))
 
     @cached_property
     def _draft(self) -> Drafter:

@@ -13,7 +13,7 @@ from pathlib import Path
 from pipedec.bench.record import Row
 from pipedec.bench.sweep.trees import BITA
 from pipedec.config import ClusterConfig, DeviceConfig, PartitionConfig, ServerConfig
-from pipedec.engine.spec import PipelineSpec
+from pipedec.engine.spec import Cut, Models, PipelineSpec
 from pipedec.model import BitaConfig
 from pipedec.plan.emulation import Emulation, with_stages
 from pipedec.plan.partition import Plan
@@ -30,6 +30,11 @@ class Pair:
     draft: str | None = None
     small: Path | None = None
     bita: Path | None = None
+
+    @property
+    def models(self) -> Models:
+        """What a pipeline of the pair is made of."""
+        return Models(self.target, self.draft, self.bita)
 
 
 @dataclass(frozen=True)
@@ -65,7 +70,7 @@ def emulated(config: ClusterConfig, preset: str, stages: int | None, pair: Pair,
     """
     cut = config if stages is None else with_stages(config, preset, stages)
     plan = make_plan(cut, preset)
-    spec = PipelineSpec.create(pair.target, pair.draft, len(plan.stages), plan.num_groups, bita=pair.bita)
+    spec = PipelineSpec.create(pair.models, Cut(len(plan.stages), plan.num_groups))
     return Shape(preset, replace(spec, emulation=Emulation.of_plan(plan, slow_motion)), _cluster(plan, config.draft))
 
 
@@ -82,7 +87,7 @@ def small_model_alone(config: ClusterConfig, small: SmallModel, pair: Pair, slow
 
 def as_it_is(stages: int, pair: Pair) -> Shape:
     """Real stages on this machine, nothing emulated."""
-    return _real(PipelineSpec.create(pair.target, pair.draft, stages, bita=pair.bita))
+    return _real(PipelineSpec.create(pair.models, Cut(stages)))
 
 
 def small_model_as_it_is(pair: Pair) -> Shape:
@@ -118,8 +123,8 @@ def bita_row(spec: PipelineSpec) -> Row:
 
 
 def _small_spec(pair: Pair) -> PipelineSpec:
-    small = pair.small or PipelineSpec.create(pair.target, pair.draft, 1).draft
-    return PipelineSpec.create(small, "none", 1)
+    small = pair.small or PipelineSpec.create(Models(pair.target, pair.draft), Cut(1)).draft
+    return PipelineSpec.create(Models(small, "none"), Cut(1))
 
 
 def _real(spec: PipelineSpec) -> Shape:

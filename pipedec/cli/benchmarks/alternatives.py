@@ -92,12 +92,12 @@ def alternatives(
     """
     from pipedec.bench.alternatives.benchmark import AlternativesConfig, measure_alternatives
     from pipedec.bench.record import check_writable
-    from pipedec.engine.spec import PipelineSpec
+    from pipedec.engine.spec import Cut, Models, PipelineSpec
 
     config = AlternativesConfig(max_tokens, repeats, threads)
     texts = prompts.read()
     check_writable(out)
-    spec = PipelineSpec.create(pair.target, pair.draft, pair.stages, device=pair.device, bita=pair.bita)
+    spec = PipelineSpec.create(Models(pair.target, pair.draft, pair.bita), Cut(pair.stages), device=pair.device)
     with console.status("loading") as status:
         rows = measure_alternatives(spec, texts, config, lambda done, total: status.update(f"answer {done} of {total}"))
     Console().print(_table(rows))
