@@ -65,6 +65,12 @@ def check_answers(cluster: LocalCluster, reference: Reference, tokenizer: PreTra
             metrics = answer.metrics
             assert metrics.hits + metrics.misses == len(expected) - 1
             check_timesteps(metrics, groups, method)
+            if method in ("pp", "stpp"):  # the static tree enters once per miss
+                assert metrics.draft_tokens == (0 if method == "pp" else TREE["rows"] * metrics.misses)
+            else:  # with one group nothing is in flight when a token is accepted, and pipedec drafts nothing
+                assert metrics.draft_tokens > metrics.hits or groups == 1
+            assert metrics.ttft_seconds is not None and metrics.ttft_seconds > metrics.prefill_seconds
+            assert metrics.tpot_seconds is not None and metrics.tpot_seconds > 0
             assert (answer.stages, answer.prompt_tokens) == (cluster.spec.num_stages, len(token_ids))
             assert answer.finish_reason == "length"
             hits[method] += metrics.hits

@@ -9,6 +9,7 @@ from tiny_pair import Pair
 from pipedec.core import Request, SamplingParams, Step
 from pipedec.engine.draft_tokens import DraftTokens
 from pipedec.engine.local import LocalPipeline
+from pipedec.methods import StaticTreeOptions
 
 
 def step(token_ids: list[int], parents: list[int]) -> Step:
@@ -33,11 +34,21 @@ def test_every_method_reports_what_it_drafted_and_accepted(pair: Pair, method: s
     metrics = pipeline.metrics
     if method == "pp":
         assert (metrics.draft_tokens, metrics.hits, metrics.acceptance_rate) == (0, 0, None)
-    else:
-        assert metrics.draft_tokens > metrics.hits
-        assert metrics.acceptance_rate == metrics.hits / metrics.draft_tokens
-    if method in ("stpp", "pipedec", "pipedec-bestfirst"):  # the draft is the target itself
-        assert metrics.hits > 0
+        return
+    assert metrics.draft_tokens > metrics.hits
+    if method != "bita":  # the draft is the target itself
+        assert metrics.hits > 0 and metrics.acceptance_rate is not None and 0 < metrics.acceptance_rate < 1
+
+
+def test_a_static_tree_is_drafted_for_every_root(pair: Pair) -> None:
+    """Two children of the root and three rows below them, five draft tokens; two are right if the draft is the target."""
+    pipeline = LocalPipeline.load(pair.spec(stages=2, draft=str(pair.target)))
+    options = StaticTreeOptions(width=3, children=2, depth=2)
+    for _ in pipeline.run(Request(0, (5, 9, 11, 20), SamplingParams(max_tokens=13, ignore_eos=True), "stpp", options)):
+        pass
+    metrics = pipeline.metrics
+    assert (metrics.misses, metrics.hits, metrics.draft_tokens) == (4, 8, 20)
+    assert metrics.acceptance_rate == 8 / 20
 
 
 def test_long_answers_are_counted_in_full() -> None:
