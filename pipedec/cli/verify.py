@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from pipedec.cli.cluster import local_cluster
-from pipedec.cli.options import PipelineFlags, pipeline_options
+from pipedec.cli.options import Command, PipelineFlags, gathered, pipeline_options
 from pipedec.cli.show import console
 from pipedec.client.client import Client
 from pipedec.core import PipedecError, Request, SamplingParams, UserError
@@ -30,35 +30,64 @@ if TYPE_CHECKING:
 Shape = tuple[int, int]  # stages, groups
 
 
+@dataclass(frozen=True)
+class QuestionFlags:
+    """What is asked: prompts, and how they are answered."""
+
+    prompts: tuple[str, ...]
+    files: tuple[Path, ...]
+    field: str | None
+    samples: int
+    max_tokens: int
+    raw_prompt: bool
+    threads: str | None
+
+    def requests(self) -> list[PromptRequest]:
+        """Raises UserError if there is no prompt, or a file or dialect cannot be read."""
+        texts = [*self.prompts]
+        for path in self.files:
+            texts += read_prompts(path, self.field).sample(self.samples).prompts
+        if not texts:
+            raise UserError("nothing to verify: give --prompt TEXT or --prompts FILE")
+        dialect = None if self.threads is None else load_dialect(self.threads).to_json()
+        sampling = SamplingParams(max_tokens=self.max_tokens)
+        return [PromptRequest(text, self.raw_prompt, sampling=sampling, threads=dialect) for text in texts]
+
+
+def question_options(command: Command) -> Command:
+    """Adds these flags; the command gets them as ``asked``."""
+    path = click.Path(path_type=Path)
+    options = [
+        click.option("--prompt", "prompts", multiple=True, help="Prompt text. This and --prompts may be repeated."),
+        click.option("--prompts", "files", multiple=True, type=path, help="Prompt file: JSONL, JSONL.gz or CSV."),
+        click.option("--field", help="Field of the prompt files that holds the prompt."),
+        click.option("--samples", type=int, default=20, show_default=True, help="Prompts sampled from each file (seed 0)."),
+        click.option("--max-tokens", type=int, default=128, show_default=True, help="Maximum output tokens per answer."),
+        click.option("--raw-prompt", is_flag=True, help="Do not apply the model's chat template."),
+        click.option(
+            "--threads", metavar="NAME|FILE", help="Check answers in decode threads: apar, pasta, parallel or a JSON file."
+        ),
+    ]
+    return gathered(command, options, QuestionFlags, "asked")
+
+
 @click.command()
 @pipeline_options
-@click.option("--prompt", "prompts", multiple=True, help="Prompt text. This and --prompts may be repeated.")
-@click.option("--prompts", "files", multiple=True, type=click.Path(path_type=Path), help="Prompt file: JSONL, JSONL.gz or CSV.")
-@click.option("--field", help="Field of the prompt files that holds the prompt.")
-@click.option("--samples", type=int, default=20, show_default=True, help="Prompts sampled from each file (seed 0).")
+@question_options
 @click.option("--shapes", help="Pipelines to check: STAGES or STAGESxGROUPS, like 1,4,14x7 (default: --stages and --groups).")
 @click.option("--methods", help="Methods to check, like pp,bita (default: all for which draft and BiTA weights are available).")
-@click.option("--max-tokens", type=int, default=128, show_default=True, help="Maximum output tokens per answer.")
-@click.option("--raw-prompt", is_flag=True, help="Do not apply the model's chat template.")
-@click.option("--threads", metavar="NAME|FILE", help="Check answers in decode threads: apar, pasta, parallel or a JSON file.")
 @click.option("--local", is_flag=True, help="Run all stages in this process (LocalPipeline) instead of one process per rank.")
-def verify(
-    pipeline: PipelineFlags, prompts: tuple[str, ...], files: tuple[Path, ...], field: str | None, samples: int,
-    shapes: str | None, methods: str | None, max_tokens: int, raw_prompt: bool, threads: str | None, local: bool,
-) -> None:  # fmt: skip
+def verify(pipeline: PipelineFlags, asked: QuestionFlags, shapes: str | None, methods: str | None, local: bool) -> None:
     """Check that every method generates exactly the tokens of the target alone, as transformers computes them (greedy).
 
     Prints one line per method and pipeline. Exits with status 1 if any answer differs.
     """
-    texts = [*prompts, *(text for path in files for text in read_prompts(path, field).sample(samples).prompts)]
-    if not texts:
-        raise UserError("nothing to verify: give --prompt TEXT or --prompts FILE")
+    requests = asked.requests()
     names = methods.split(",") if methods else []
     for name in names:
         find_method(name)
-    sampling, dialect = SamplingParams(max_tokens=max_tokens), None if threads is None else load_dialect(threads).to_json()
-    requests = [PromptRequest(text, raw_prompt, sampling=sampling, threads=dialect) for text in texts]
-    _compare(pipeline if threads is None else pipeline.for_threads(), _shapes(pipeline, shapes), names, requests, local)
+    compared = pipeline if asked.threads is None else pipeline.for_threads()
+    _compare(compared, _shapes(pipeline, shapes), names, requests, local)
 
 
 def _compare(
