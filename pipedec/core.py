@@ -6,7 +6,6 @@ Nothing here computes. Tensors stand in annotations only, so that a client impor
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -16,7 +15,6 @@ if TYPE_CHECKING:
 MAX_LOGPROBS = 20
 NUM_ROW_IDS = 3  # of each row that is sent: token id, parent, thread
 ROW_ID_BYTES = 8 * NUM_ROW_IDS  # as int64
-MAX_VERDICT_TOKENS = 125  # accepted tokens, forecast tokens and shares together: a verdict fits into a message's header
 DEFAULT_METHOD = "pipedec-bestfirst"
 LARGEST = sys.float_info.max  # an integer in JSON may be larger
 
@@ -183,16 +181,14 @@ class Step:
         return len(self.token_ids)
 
 
-class Share(NamedTuple):
-    """The numbers of a verdict's accepted tokens and forecast positions that belong to one decode thread."""
+class Accepted(NamedTuple):
+    """What a verdict says of one decode thread.
 
-    thread: int
-    tokens: int
-    places: int = 0
-
-
-class Part(NamedTuple):
-    """The accepted tokens and the forecast of one decode thread."""
+    Attributes:
+        tokens: accepted token ids, in order.
+        forecast: for each position after the last accepted token, nearest first, the most probable tokens there by the mask
+            rows, best first; empty without mask rows.
+    """
 
     thread: int
     tokens: tuple[int, ...]
@@ -201,42 +197,37 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class Verdict:
-    """The result of verification.
+    """The result of verification: the accepted tokens of each decode thread. An answer in one thread is thread 0.
 
     Attributes:
-        tokens: accepted token ids, in order.
+        accepted: in the order of verification; a thread occurs at most once.
         finished: why the answer ended: ``"stop"`` (end token or stop string), ``"length"`` (max_tokens), ``"cancelled"`` or, of
             an answer in several threads, ``"cache_full"``; None while it goes on.
-        forecast: for each position after the last accepted token, nearest first, the most probable tokens there by the mask
-            rows, best first; empty without mask rows.
-        shares: of an answer in several threads: how many tokens and positions belong to each thread, in their order; empty
-            with a single thread.
     """
 
-    tokens: tuple[int, ...]
+    accepted: tuple[Accepted, ...] = ()
     finished: str | None = None
-    forecast: tuple[tuple[int, ...], ...] = ()
-    shares: tuple[Share, ...] = ()
 
     @classmethod
-    def of_parts(cls, parts: list[Part], finished: str | None = None) -> Verdict:
-        """The verdict on several threads."""
-        return cls(
-            tuple(token for part in parts for token in part.tokens),
-            finished,
-            tuple(place for part in parts for place in part.forecast),
-            tuple(Share(part.thread, len(part.tokens), len(part.forecast)) for part in parts),
-        )
+    def of(cls, *tokens: int, finished: str | None = None, forecast: tuple[tuple[int, ...], ...] = ()) -> Verdict:
+        """The verdict that accepts ``tokens`` in the main thread."""
+        return cls((Accepted(0, tokens, forecast),) if tokens else (), finished)
 
-    def parts(self) -> Iterator[Part]:
-        """The part of each thread; without shares, all of it is thread 0's."""
-        if not self.shares:
-            yield Part(0, self.tokens, self.forecast)
-        first_token = first_place = 0
-        for share in self.shares:
-            last_token, last_place = first_token + share.tokens, first_place + share.places
-            yield Part(share.thread, self.tokens[first_token:last_token], self.forecast[first_place:last_place])
-            first_token, first_place = last_token, last_place
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """All accepted token ids, thread after thread."""
+        return tuple(token for part in self.accepted for token in part.tokens)
+
+
+@dataclass(frozen=True)
+class Envelope:
+    """What one rank passes to the next at a timestep: a verdict to replay, then rows to compute.
+
+    An envelope without both only signals that the timestep has reached this rank.
+    """
+
+    step: Step | None = None
+    verdict: Verdict | None = None
 
 
 @dataclass

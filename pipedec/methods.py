@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_type_hints
 
-from pipedec.core import DEFAULT_METHOD, MAX_VERDICT_TOKENS, BadValue, MethodOptions, Request, UserError
+from pipedec.core import DEFAULT_METHOD, BadValue, MethodOptions, Request, UserError
 
 MAX_ROWS = 4096  # of one tree
 MAX_DEPTH = 64
@@ -93,7 +93,7 @@ class StaticTreeOptions(LayerTreeOptions):
 class BestFirstOptions(_CheckedOptions):
     """``pipedec-bestfirst``: what is None is tuned while it decodes."""
 
-    width: Annotated[int | None, Option("Maximum rows per timestep, w", MAX_VERDICT_TOKENS - 1, default="auto-tuned")] = None
+    width: Annotated[int | None, Option("Maximum rows per timestep, w", default="auto-tuned")] = None
     children: Annotated[int | None, Option("Maximum children per row, c", default="auto-tuned")] = None
     forwards: Annotated[int | None, Option("Draft forwards per timestep", default="auto-tuned")] = None
     proposers: Annotated[tuple[str, ...], Option("Draft sources", choices=PROPOSERS)] = PROPOSERS

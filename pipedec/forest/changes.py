@@ -59,7 +59,7 @@ def apply_verdict(sequence: Sequence, verdict: Verdict) -> ThreadChanges:
     changes = ThreadChanges()
     running = [thread.number for thread in sequence.threads if thread.state is State.RUNNING]
     pending = [thread.number for thread in sequence.threads if thread.pending is not None]
-    for number, tokens, _ in verdict.parts():
+    for number, tokens, _ in verdict.accepted:
         if not tokens or sequence.threads[number].is_cut:
             continue
         changes.accepted[number] = tokens

@@ -86,6 +86,23 @@ class BoundDialect:
         return int(digits) * self.dialect.length_scale if digits.isdecimal() else None
 
 
+_NEVER = -(2**62)  # no vocabulary has this token
+_UNLIMITED = 2**62
+
+# Of an answer in one thread: nothing opens another one, and every token is text.
+NO_DIALECT = BoundDialect(
+    Dialect(name="none", opener="none", child_start="never", max_cached_tokens=_UNLIMITED, show_control=True),
+    opener=_NEVER,
+    child_start=_NEVER,
+    child_end=None,
+    join=None,
+    control=frozenset(),
+    never_sampled=frozenset(),
+    no_opening_after=frozenset(),
+    text_of=str,
+)
+
+
 def bind(dialect: Dialect, token_of: Callable[[str], int | None], text_of: Callable[[int], str]) -> BoundDialect:
     """Look up the control tokens of a dialect in a tokenizer.
 

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 
 from pipedec.threads import anomalies
-from pipedec.threads.bound import BoundDialect, OpenerTag
+from pipedec.threads.bound import NO_DIALECT, BoundDialect, OpenerTag
 from pipedec.threads.document import DocumentToken, ReorderBuffer, document, next_indices
 from pipedec.threads.events import Ended, Event, Finished, Joined, Opened, Waiting
 from pipedec.threads.grammar import Grammar, Role
@@ -53,6 +53,11 @@ class Sequence:
         self.max_tokens = max_tokens
         self.threads = [DecodeThread(next_position=prompt_length)]
         self.finished: str | None = None
+
+    @property
+    def can_fork(self) -> bool:
+        """Whether the answer may ever have more than one thread."""
+        return self._bound is not NO_DIALECT
 
     @property
     def main(self) -> DecodeThread:
@@ -375,6 +380,11 @@ class Sequence:
     def _finish_reason(self) -> str:
         is_complete = sum(thread.num_tokens for thread in self.threads) <= self.max_tokens
         return "length" if any(thread.is_cut for thread in self.threads) or not is_complete else "stop"
+
+
+def single_thread(prompt_length: int, end_token_ids: Iterable[int], max_tokens: int) -> Sequence:
+    """The sequence of an answer that cannot fork. Arguments as of ``Sequence``."""
+    return Sequence(NO_DIALECT, prompt_length, end_token_ids, max_tokens)
 
 
 NewSequence = Callable[[], Sequence]  # makes the sequence of a new answer
