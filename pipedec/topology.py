@@ -70,6 +70,10 @@ class Topology:
         """Rank n, which holds the head and verifies."""
         return self.groups[-1][-1]
 
+    def following(self, rank: int) -> int:
+        """The rank that gets what ``rank`` sends at a timestep: the next stage, behind the last one rank 0."""
+        return 0 if rank == self.final_rank else rank + 1
+
     def group_of(self, rank: int) -> int:
         """Index of the group that holds stage ``rank``, from 0. Raises ValueError if it is not a stage."""
         for index, group in enumerate(self.groups):

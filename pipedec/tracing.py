@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -40,19 +39,11 @@ class Tracer:
     enabled: bool = False
     events: list[TraceEvent] = field(default_factory=list)
 
-    @contextmanager
-    def task(self, label: str, category: str) -> Iterator[None]:
-        """Record the body of the ``with`` statement as one event, even if it raises."""
-        if not self.enabled:
-            yield
-            return
-        start = time.time_ns() // 1000
-        try:
-            yield
-        finally:
-            end = time.time_ns() // 1000
-            offset = self.clock_offset_us
-            self.events.append(TraceEvent(self.rank, label, category, start + offset, end + offset))
+    def add(self, label: str, category: str, began: float, ended: float) -> None:
+        """Record an event. Times are seconds of ``time.perf_counter``."""
+        offset_us = self.clock_offset_us + time.time_ns() // 1000 - round(time.perf_counter() * 1e6)
+        start_us, end_us = round(began * 1e6) + offset_us, round(ended * 1e6) + offset_us
+        self.events.append(TraceEvent(self.rank, label, category, start_us, end_us))
 
     def drain(self) -> list[TraceEvent]:
         """Return the events recorded so far and clear them."""

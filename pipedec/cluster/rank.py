@@ -17,9 +17,9 @@ import torch
 
 from pipedec.cluster.lease import LEASE_RENEWAL_SECONDS, LeaseKeeper
 from pipedec.core import PipedecError, RankLost
-from pipedec.engine.dialects import Dialects
 from pipedec.engine.draft_loop import DraftLoop
-from pipedec.engine.rank_loop import RankLoop, Wiring
+from pipedec.engine.rank_tasks import Wiring
+from pipedec.engine.sequences import Sequences
 from pipedec.engine.spec import PipelineSpec, num_gpus
 from pipedec.engine.stage_loop import StageLoop
 from pipedec.model import ModelConfig
@@ -123,17 +123,17 @@ def chosen_backend(place: RankPlace, spec: PipelineSpec, gpus: int) -> str:
 
 def _load(
     place: RankPlace, spec: PipelineSpec, device: torch.device, scheduler: RedisScheduler, transport: Transport, report: Report
-) -> RankLoop:
+) -> DraftLoop | StageLoop:
     def progress(done: int, total: int) -> None:
         report("loading", done, total)
 
     tracer = Tracer(place.rank, clock_offset_us=_clock_offset_us(scheduler))
-    wiring = Wiring(scheduler, transport, spec.topology, tracer, spec.emulation, spec.window, Dialects(spec.target))
+    sequences = Sequences(spec.target)
+    wiring = Wiring(scheduler, transport, spec.topology, tracer, sequences, device, spec.emulation, spec.window)
     if place.rank == 0:
         drafter = spec.load_drafter(device, progress)
-        return DraftLoop(spec.load_prompter(), drafter, spec.trained_masks(), device, wiring, spec.tree)
-    worker = spec.load_stage(place.rank, device, progress)
-    return StageLoop(worker, device, place.rank, wiring)
+        return DraftLoop(spec.load_prompter(), drafter, spec.trained_masks(), wiring, spec.tree)
+    return StageLoop(spec.load_stage(place.rank, device, progress), place.rank, wiring)
 
 
 def _clock_offset_us(scheduler: RedisScheduler) -> int:

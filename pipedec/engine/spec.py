@@ -220,7 +220,7 @@ class PipelineSpec:
         if self.bita is not None:
             model.attach(BitaWeights.load(self.bita, config, layers, self.torch_dtype, device))
         if rank == self.topology.final_rank:
-            return FinalStageWorker(model, config.eos_token_ids, device)
+            return FinalStageWorker(model, device)
         return StageWorker(model, device)
 
     def load_drafter(self, device: torch.device, progress: Progress | None = None) -> Drafter | None:

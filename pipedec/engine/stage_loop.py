@@ -1,140 +1,115 @@
-"""What a stage rank does with its tasks: compute rows, replay verdicts, pass on the rows that are left."""
+"""What a stage rank does: it takes tasks, and its worker computes rows and replays verdicts."""
 
 from __future__ import annotations
 
-from typing import Any
+from contextlib import AbstractContextManager
+from functools import partial
 
 import torch
 
 from pipedec.core import Step, Verdict
-from pipedec.engine.payloads import verdict_from_payload, verdict_to_payload
-from pipedec.engine.rank_loop import RankLoop, Wiring
-from pipedec.messages import sampling_from_payload
+from pipedec.engine.rank_tasks import RankTasks, Wiring
+from pipedec.messages import CacheSlotsEvent, LogprobsEvent, Opening, verdict_from_payload
 from pipedec.scheduler.protocol import Message
 from pipedec.scheduler.workflow import Facts, Task
-from pipedec.stage import FinalStageWorker, StageWorker
-from pipedec.transport import Envelope
+from pipedec.stage import StageWorker
 
 STOPPING_SECONDS = 0.05
 
 
-class StageLoop(RankLoop):
+class StageLoop:
     """Ranks 1..n."""
 
-    def __init__(self, worker: StageWorker, device: torch.device, rank: int, wiring: Wiring) -> None:
-        super().__init__(rank, wiring)
+    def __init__(self, worker: StageWorker, rank: int, wiring: Wiring) -> None:
         self._worker = worker
-        self._device = device
-        self._reports_logprobs = False
+        self._rank = rank
+        self._wiring = wiring
+        self._tasks = RankTasks(rank, wiring)
+        self._num_chunks = 0
+        self._handlers = {"pre": self._prefill, "dec": self._decode, "sync": self._sync, "window": self._window}
 
     def run(self) -> None:
-        super().run()
-        # Rank 0 finishes the running request before it stops, so serve until it has left.
-        while 0 in self._scheduler.status().alive:
-            message = self._scheduler.wait(self._rank, STOPPING_SECONDS)
-            while message is not None:
-                message = self._execute(self._checked(message))
+        """Serve until ``stop``, and until rank 0 has left: it finishes the running request before it stops.
+
+        Raises:
+            PipedecError: the run was aborted, a rank is lost, or Redis is.
+        """
+        while (message := self._tasks.next()).kind != "stop":
+            self._execute(message)
+        while 0 in self._wiring.scheduler.status().alive:
+            while (late := self._tasks.poll(STOPPING_SECONDS)) is not None:
+                self._execute(late)
+
+    def _execute(self, message: Message) -> None:
+        if message.opening is not None:
+            self._open(message.opening)
+        if message.task is not None:
+            self._tasks.report(message.task, self._handlers[message.task.name](message.task, message))
+
+    def _open(self, opening: Opening) -> None:
+        """Prepare for a request."""
+        new_sequence = self._wiring.sequences.maker(opening.prompt_length, opening.sampling, opening.threads)
+        self._worker.begin(new_sequence, opening.sampling, opening.tokens_per_mask)
+        self._num_chunks = opening.num_chunks
+        self._wiring.tracer.enabled = opening.trace
 
     def _prefill(self, task: Task, message: Message) -> Facts:
-        payload = message.payload
-        if payload["first"]:
-            sampling = sampling_from_payload(payload["sampling"])
-            length, dialect = payload["prompt_length"], payload["threads"]
-            new_sequence = None
-            if dialect is not None:
-                assert self._dialects is not None, "rank 0 admits no threads without dialects"
-                new_sequence = self._dialects.new_sequence(dialect, length, sampling)
-            self._worker.begin(length, sampling, payload["named"], new_sequence)
-            self._reports_logprobs = sampling.logprobs is not None
-            self._tracer.enabled = payload["trace"]
-        output = self._worker.prefill(self._prompt_chunk(payload) if self._rank == 1 else self._inbox.popleft())
-        if self._rank == self._topology.final_rank:
-            return Facts(verdict=self._first_verdict(output) if payload["last"] else None, payload=payload)
-        return Facts(rows_out=self._keep_outgoing(output, task.seq), payload=payload)
+        token_ids = message.payload.get("token_ids")
+        self._worker.prefill(self._tasks.inbox.popleft() if token_ids is None else self._prompt_chunk(token_ids))
+        rows = self._tasks.keep(self._worker.outgoing(), task.seq)
+        return Facts(rows, self._verdict(), is_first_chunk=task.seq == 1 - self._num_chunks)
+
+    def _prompt_chunk(self, token_ids: list[int]) -> Step:
+        chunk = torch.tensor(token_ids, dtype=torch.int64, device=self._wiring.device)
+        return Step(chunk, torch.full_like(chunk, -1))
 
     def _decode(self, task: Task, message: Message) -> Facts:
-        step = self._inbox.popleft()
-        with self._pacer.computing(step.num_rows):
+        step = self._tasks.inbox.popleft()
+        with self._tasks.recorder.computing(step.num_rows):
             self._worker.decode(step)
-            verdict = self._verdict() if self._rank == self._topology.final_rank else None
-        if self._rank == self._topology.final_rank:
-            return Facts(verdict=verdict_to_payload(verdict or Verdict(())), active=message.active)
-        in_group = not self._topology.is_exit(self._rank)
-        no_sync = not self._topology.has_sync(message.active)
-        leaving = self._worker.outgoing() if in_group or no_sync else None
-        return Facts(rows_out=self._keep_outgoing(leaving, task.seq), active=message.active)
+            verdict = self._verdict()
+        topology = self._wiring.topology
+        waits_for_sync = topology.is_exit(self._rank) and topology.has_sync(message.active)
+        rows = 0 if waits_for_sync else self._tasks.keep(self._worker.outgoing(), task.seq)
+        return Facts(rows, verdict, active=message.active)
 
     def _sync(self, task: Task, message: Message) -> Facts:
         verdict = verdict_from_payload(message.payload["verdict"])
         self._worker.sync(verdict)
-        leaving = self._worker.outgoing()
-        if self._rank == self._topology.final_rank:
-            leaving = None
-        if verdict.finished or self._window_timesteps:
-            leaving = None
         if verdict.finished:
-            self._forget_request()
-            if self._tracer.enabled:
-                self._events.append({"rank": self._rank, "cache_slots": self._worker.cache_slots})
-        return Facts(rows_out=self._keep_outgoing(leaving, task.seq), finished=verdict.finished is not None)
+            self._close()
+            return Facts(finished=True)
+        return Facts(self._tasks.keep(self._worker.outgoing(), task.seq))
 
     def _window(self, task: Task, message: Message) -> Facts:
-        for seq in range(task.seq, task.seq + message.payload["timesteps"]):
-            envelope = self._transport.receive_envelope(self._rank - 1)
-            if envelope.verdict is not None:
-                with self._tracer.task(Task.compute("sync", self._rank, seq).label, "sync"):
-                    self._worker.sync(envelope.verdict)
-                if envelope.verdict.finished:
-                    self._leave_request(envelope, seq)
-                    return Facts(finished=True)
-            self._forward(envelope, seq)
+        """All timesteps of a window, without asking the scheduler in between (see ``windows``)."""
+        transport, following = self._wiring.transport, self._wiring.topology.following(self._rank)
+        for number in range(task.seq, task.seq + message.payload["timesteps"]):
+            received = transport.receive_envelope(self._rank - 1)
+            reply = self._worker.advance(received, partial(self._span, number))
+            self._report_logprobs()
+            self._tasks.send(reply, following, number)
+            self._tasks.note(self._tasks.timestep(number))
+            if received.verdict is not None and received.verdict.finished:
+                self._close()
+                return Facts(finished=True)
         return Facts()
 
-    def _forward(self, envelope: Envelope, seq: int) -> None:
-        """Compute the step of a timestep, if there is one, and pass it on; the last stage sends its verdict to rank 0."""
-        is_final = self._rank == self._topology.final_rank
-        leaving: Step | None = None
-        verdict: Verdict | None = None
-        if envelope.step is not None:
-            with self._tracer.task(Task.compute("dec", self._rank, seq).label, "dec"):
-                with self._pacer.computing(envelope.step.num_rows):
-                    self._worker.decode(envelope.step)
-                    verdict = self._verdict() if is_final else None
-                leaving = self._worker.outgoing()
-            self._note_overrun(seq)
-        if is_final:
-            self._send_envelope(Envelope(verdict=verdict), 0, seq)
-        else:
-            self._send_envelope(Envelope(leaving, envelope.verdict), self._rank + 1, seq)
-
-    def _leave_request(self, last: Envelope, seq: int) -> None:
-        if self._rank != self._topology.final_rank:
-            self._send_envelope(last, self._rank + 1, seq)
-        self._worker.outgoing()
-        self._forget_request()
-        if self._tracer.enabled:
-            self._events.append({"rank": self._rank, "cache_slots": self._worker.cache_slots})
-
-    def _prompt_chunk(self, payload: dict[str, Any]) -> Step:
-        token_ids = torch.tensor(payload["token_ids"], dtype=torch.int64, device=self._device)
-        return Step(token_ids, torch.full_like(token_ids, -1))
-
-    def _first_verdict(self, last_chunk: Step) -> dict[str, object]:
-        verdict = self._final_worker.first_verdict(last_chunk)
-        self._report_logprobs()
-        return verdict_to_payload(verdict)
+    def _span(self, number: int, name: str, rows: int = 0) -> AbstractContextManager[None]:
+        return self._tasks.recorder.span(Task.compute(name, self._rank, number).label, name, rows)
 
     def _verdict(self) -> Verdict | None:
-        verdict = self._final_worker.verdict()
+        verdict = self._worker.verdict()
         self._report_logprobs()
         return verdict
 
     def _report_logprobs(self) -> None:
-        """Send log-probabilities to the client as an event, with this rank's next report."""
-        if self._reports_logprobs and (logprobs := self._final_worker.take_logprobs()):
-            self._events.append({"logprobs": logprobs})
+        """Send the log-probabilities of accepted tokens to the client, with this rank's next report."""
+        if logprobs := self._worker.take_logprobs():
+            self._tasks.events.append(LogprobsEvent(logprobs))
 
-    @property
-    def _final_worker(self) -> FinalStageWorker:
-        assert isinstance(self._worker, FinalStageWorker)
-        return self._worker
+    def _close(self) -> None:
+        """The answer has ended."""
+        self._tasks.forget()
+        if self._wiring.tracer.enabled:
+            self._tasks.events.append(CacheSlotsEvent(self._rank, self._worker.cache_slots))

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from pipedec.core import SamplingParams
-from pipedec.engine.dialects import Dialects
+from pipedec.engine.sequences import Sequences
 from pipedec.engine.spec import PipelineSpec
 from pipedec.verify.threads import naive_threads
 
@@ -45,7 +45,7 @@ class Reference:
         model = AutoModelForCausalLM.from_pretrained(Path(spec.target), dtype=spec.torch_dtype, attn_implementation="sdpa")
         self._model = model.to(self._device).eval()
         self._eos_token_ids = model.generation_config.eos_token_id
-        self._dialects = Dialects(spec.target)
+        self._sequences = Sequences(spec.target)
 
     @torch.inference_mode()
     def generate(self, prompt_token_ids: Sequence[int], max_tokens: int, ignore_eos: bool = False) -> list[int]:
@@ -64,7 +64,7 @@ class Reference:
 
     def generate_threads(self, prompt_token_ids: Sequence[int], dialect: str, sampling: SamplingParams) -> list[int]:
         """The target's answer in decode threads, in document order, with a separate forward pass for every token."""
-        sequence = self._dialects.new_sequence(dialect, len(prompt_token_ids), sampling)()
+        sequence = self._sequences.maker(len(prompt_token_ids), sampling, dialect)()
         naive_threads(self._model, sequence, prompt_token_ids, sampling)
         return [token.token_id for token in sequence.document()]
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
-import torch
 from tiny_pair import CONTEXT, Pair
 
-from pipedec.core import PipedecError, SamplingParams, SchedulerLost
+from pipedec.core import PipedecError, SamplingParams, SchedulerLost, Verdict
 from pipedec.engine.draft_loop import DraftLoop
-from pipedec.engine.rank_loop import Wiring
-from pipedec.messages import PromptRequest
-from pipedec.scheduler import Event, MemoryScheduler, Message, Planned, Task
+from pipedec.engine.rank_tasks import Wiring
+from pipedec.engine.sequences import Sequences
+from pipedec.messages import ErrorEvent, Event, Opening, PromptRequest, verdict_to_payload
+from pipedec.scheduler import MemoryScheduler, Message, Planned, Task
 from pipedec.text.prompt import Prompter
 from pipedec.topology import Topology
 from pipedec.tracing import Tracer
@@ -23,20 +23,22 @@ REQUEST = PromptRequest("Hello", True, "pp", SamplingParams(max_tokens=4)).to_js
 
 
 class EndsAtOnce(MemoryScheduler):
-    """Every request's first task is its last one, and a given message comes back when that is reported."""
+    """Every request ends with its first token, and a given message comes back when its last task is reported."""
 
     def __init__(self, reply: Message | None) -> None:
         super().__init__(TOPOLOGY)
         self._reply = reply
         self.open({})
 
-    def begin(self, request_number: int, planned: Sequence[Planned], trace: bool = False) -> None:
-        self._push(0, Message("task", request_number, Task.compute("end", 0, 0)))
+    def begin(self, request_number: int, opening: Opening, planned: Sequence[Planned], trace: bool = False) -> None:
+        verdict = {"verdict": verdict_to_payload(Verdict.of(5, finished="length"))}
+        self._push(0, Message("task", request_number, Task.compute("pre", 0, 0)))
+        sync = Message("task", request_number, Task.compute("sync", 0, 0), verdict)
+        self._replies = iter([sync, Message("task", request_number, Task.compute("end", 0, 0)), self._reply])
 
     def finish(self, rank: int, task: Task, planned: Sequence[Planned], events: Sequence[Event] = ()) -> Message | None:
-        for event in events:
-            self.publish(self._submitted - 1, event)
-        return self._reply
+        self.publish(self._submitted - 1, *events)
+        return next(self._replies)
 
     def wait_request(self, timeout_seconds: float) -> Message | None:
         message = super().wait_request(timeout_seconds)
@@ -46,9 +48,8 @@ class EndsAtOnce(MemoryScheduler):
 
 def loop_of(scheduler: MemoryScheduler, pair: Pair) -> DraftLoop:
     transport = LocalTransport.connect(2)[0]
-    return DraftLoop(
-        Prompter(pair.target, CONTEXT), None, 0, torch.device("cpu"), Wiring(scheduler, transport, TOPOLOGY, Tracer(0))
-    )
+    wiring = Wiring(scheduler, transport, TOPOLOGY, Tracer(0), Sequences(pair.target))
+    return DraftLoop(Prompter(pair.target, CONTEXT), None, 0, wiring)
 
 
 def test_a_stop_that_comes_with_the_end_of_a_request_is_obeyed(pair: Pair) -> None:
@@ -56,8 +57,8 @@ def test_a_stop_that_comes_with_the_end_of_a_request_is_obeyed(pair: Pair) -> No
     scheduler = EndsAtOnce(reply=Message("stop"))
     first, second = scheduler.submit(REQUEST), scheduler.submit(REQUEST)
     loop_of(scheduler, pair).run()
-    assert scheduler.read_answer(second, "0", 0)[-1][1] == {"error": "the cluster is being stopped"}
-    assert not [event for _, event in scheduler.read_answer(first, "0", 0) if "error" in event]
+    assert scheduler.read_answer(second, "0", 0)[-1][1] == ErrorEvent("the cluster is being stopped")
+    assert not [event for _, event in scheduler.read_answer(first, "0", 0) if isinstance(event, ErrorEvent)]
 
 
 def test_an_abort_that_comes_with_the_end_of_a_request_is_raised(pair: Pair) -> None:

@@ -9,6 +9,7 @@ from tiny_pair import Pair
 from pipedec.core import Request, SamplingParams, Step
 from pipedec.engine.draft_tokens import DraftTokens
 from pipedec.engine.local import LocalPipeline
+from pipedec.engine.recorder import Timestep
 from pipedec.methods import StaticTreeOptions
 
 
@@ -19,10 +20,9 @@ def step(token_ids: list[int], parents: list[int]) -> Step:
 def test_roots_and_masks_are_no_draft_tokens() -> None:
     draft_tokens = DraftTokens()
     assert draft_tokens.total() == 0
-    entering = step([7, 11, 12, -1, -2], [-1, 0, 0, 1, 3])
-    assert draft_tokens.add(entering) is entering
-    assert draft_tokens.add(None) is None
-    draft_tokens.add(step([13], [-1]))
+    draft_tokens.count(Timestep(1, step([7, 11, 12, -1, -2], [-1, 0, 0, 1, 3])))
+    draft_tokens.count(Timestep(2))
+    draft_tokens.count(Timestep(3, step([13], [-1])))
     assert draft_tokens.total() == 2
 
 
@@ -54,7 +54,7 @@ def test_a_static_tree_is_drafted_for_every_root(pair: Pair) -> None:
 def test_long_answers_are_counted_in_full() -> None:
     draft_tokens = DraftTokens()
     for number in range(1000):
-        draft_tokens.add(step([number, number + 1, number + 2], [-1, 0, 1]))
+        draft_tokens.count(Timestep(number, step([number, number + 1, number + 2], [-1, 0, 1])))
         if number == 500:
             assert draft_tokens.total() == 2 * 501
     assert draft_tokens.total() == 2000

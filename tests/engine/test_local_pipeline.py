@@ -15,6 +15,7 @@ from transformers import LlamaForCausalLM, PreTrainedModel
 
 from pipedec.core import MethodOptions, Metrics, Request, SamplingParams, UserError, Verdict
 from pipedec.engine.local import LocalPipeline
+from pipedec.engine.sequences import Sequences
 from pipedec.engine.spec import DTYPES, PipelineSpec
 from pipedec.methods import METHODS, BestFirstOptions, PipeDecOptions, PlainOptions, StaticTreeOptions, applicable_options
 from pipedec.plan.layers import even_layers
@@ -233,6 +234,6 @@ def test_stages_must_fill_the_topology(models: Path) -> None:
     spec = PipelineSpec(models / "target", None, Topology.even(2, 2), ((0, 4), (4, 8)), device="cpu")
     stages = [spec.load_stage(rank, torch.device("cpu")) for rank in (1, 2)]
     with pytest.raises(ValueError, match="2 stages do not fill a topology of 3"):
-        LocalPipeline(stages, Topology.even(3, 3))
+        LocalPipeline(stages, Topology.even(3, 3), Sequences(spec.target))
     with pytest.raises(ValueError, match="the last stage must be a FinalStageWorker"):
-        LocalPipeline(stages[::-1], Topology.even(2, 2))
+        LocalPipeline(stages[::-1], Topology.even(2, 2), Sequences(spec.target))

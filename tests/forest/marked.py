@@ -10,26 +10,30 @@ from __future__ import annotations
 import math
 import random
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
 from toy_dialects import END, IDS, TAGS, TEXTS
 
-from pipedec.core import Request, SamplingParams, Step, Verdict
-from pipedec.decoding import Experience, Threaded, TimestepTiming, create_threaded
+from pipedec.core import Envelope, Request, SamplingParams, Step, Verdict
+from pipedec.decoding import Experience, TimestepTiming, create_method
+from pipedec.engine.loop import decode
+from pipedec.engine.recorder import Timestep
 from pipedec.forest import Forest, paths
 from pipedec.methods import applicable_options
 from pipedec.model.cache import KVCache
 from pipedec.stage import FinalStageWorker, StageWorker
-from pipedec.threads import BoundDialect, DecodeThread, NewSequence, Sequence, State
+from pipedec.threads import BoundDialect, DecodeThread, NewSequence, Sequence, State, single_thread
 from pipedec.tree import Advance, Candidates, PredictionTree, Sight
 
 PROMPT = 5
 MASKS = 3
+TIMING = TimestepTiming(0.01, 0.005, (0.001,))
 Path = tuple[int, ...]
 Name = tuple[Path | None, tuple[int, ...]]  # of the prompt: no path
 
@@ -56,12 +60,12 @@ class Marks:
 class Target:
     """What is said next depends on a thread's path and on how much it has said. ``chatter`` is the weight of plain words."""
 
-    def __init__(self, bound: BoundDialect, seed: int, chatter: float = 1.0) -> None:
-        dialect = bound.dialect
-        control = [token for token in (bound.opener, bound.child_end, bound.join, END) if token is not None]
-        weights = {token: 1e-9 for token in range(len(TEXTS))} | {token: 1.5 for token in control}
-        weights |= {bound.opener: 4.0, bound.child_start: 0.5} | {IDS[word]: chatter for word in "abcdefgh"}
-        if dialect.opener_end is not None:
+    def __init__(self, bound: BoundDialect | None, seed: int, chatter: float = 1.0) -> None:
+        weights = {token: 1e-9 for token in range(len(TEXTS))} | {END: 1.5} | {IDS[word]: chatter for word in "abcdefgh"}
+        if bound is not None:
+            weights |= {token: 1.5 for token in (bound.child_end, bound.join) if token is not None}
+            weights |= {bound.opener: 4.0, bound.child_start: 0.5}
+        if bound is not None and bound.dialect.opener_end is not None:
             weights |= {IDS[text]: 0.7 for text in TAGS} | {IDS['"/>']: 6.0}
         self._weights = [weights[token] for token in range(len(TEXTS))]
         self._seed = seed
@@ -105,6 +109,15 @@ class MarkedModel:
     target: Target
     sequences: list[Sequence] = field(default_factory=list)
     config = SimpleNamespace(vocab_size=len(TEXTS))
+
+    def recording(self, new_sequence: NewSequence) -> NewSequence:
+        """Makes sequences and keeps them."""
+
+        def recorded() -> Sequence:
+            self.sequences.append(new_sequence())
+            return self.sequences[-1]
+
+        return recorded
 
     def make_cache(self) -> KVCache:
         self.cache = KVCache(1, 1, 1, torch.float64, "cpu", block=4)
@@ -168,6 +181,8 @@ class MarkedModel:
     def check_slots(self) -> None:
         """Every token that may be seen again is in one slot, every other one in none."""
         sequence, cache = self.sequences[0], self.cache
+        if sequence.finished is not None and not sequence.can_fork:
+            return  # the next request drops everything
         slots = self.marks.read(cache.view(0)[0])
         assert len(set(slots)) == len(slots)
         assert slots[:PROMPT] == prompt_names()
@@ -196,11 +211,14 @@ def prompt_names() -> list[Name]:
 class MarkedDrafter:
     """Says what the target will say, bans apart, ``accuracy`` of the time."""
 
-    def __init__(self, target: Target, sequence: Sequence, accuracy: float, seed: int) -> None:
-        self._target, self._sequence, self._accuracy = target, sequence, accuracy
+    def __init__(self, target: Target, accuracy: float, seed: int) -> None:
+        self._target, self._accuracy = target, accuracy
         self._random = random.Random(seed)
 
-    def prefill(self, token_ids: Tensor, prompt_length: int) -> None: ...
+    def begin(self, sequence: Sequence) -> None:
+        self._sequence = sequence
+
+    def prefill(self, token_ids: Tensor) -> None: ...
     def advance(self, number: int, advance: Advance) -> None: ...
     def threads_changed(self) -> None: ...
 
@@ -226,135 +244,144 @@ class Rehearsal:
     """An answer by ``method`` through marked stages, each in a group of its own.
 
     Args:
+        bound: the dialect; None for an answer in one thread.
         windows: verdicts travel with the rows; else all ranks learn them at once, and what is under way is pruned.
     """
 
     def __init__(
-        self, bound: BoundDialect, seed: int, method: str, stages: int, windows: bool, max_tokens: int,
+        self, bound: BoundDialect | None, seed: int, method: str, stages: int, windows: bool, max_tokens: int,
         tree: Mapping[str, int] | None = None, accuracy: float = 0.7, chatter: float = 1.0,
     ) -> None:  # fmt: skip
-        self._marks, self._windows = Marks(), windows
         self._target = Target(bound, seed, chatter)
-        self._new_sequence: NewSequence = lambda: Sequence(bound, PROMPT, (END,), max_tokens)
+        self._new_sequence: NewSequence = lambda: (
+            single_thread(PROMPT, (END,), max_tokens) if bound is None else Sequence(bound, PROMPT, (END,), max_tokens)
+        )
         sampling = SamplingParams(max_tokens=max_tokens)
-        self._models = [MarkedModel(self._marks, self._target) for _ in range(stages)]
-        self._workers: list[StageWorker] = [StageWorker(model) for model in self._models[:-1]]  # type: ignore[arg-type]
-        self._final = FinalStageWorker(self._models[-1], (END,))  # type: ignore[arg-type]
-        self._workers.append(self._final)
         self.sequence = self._new_sequence()
-        self._forest = Forest(self._new_sequence())  # replays what rank 0 knows, to name its rows
-        drafter = MarkedDrafter(self._target, self.sequence, accuracy, seed)
-        request = Request(0, tuple(range(PROMPT)), sampling, method, applicable_options(method, tree or {}))
-        self.method: Threaded = create_threaded(request, self.sequence, drafter, Experience(stages), "cpu", MASKS)
-        for model, worker in zip(self._models, self._workers, strict=True):
-            worker.begin(PROMPT, sampling, self.method.masks.named, self._recorded(model))
-        self.widest = 0
-        self.largest_verdict = 0
-
-    def _recorded(self, model: MarkedModel) -> NewSequence:
-        def new_sequence() -> Sequence:
-            model.sequences.append(self._new_sequence())
-            return model.sequences[-1]
-
-        return new_sequence
+        drafter = MarkedDrafter(self._target, accuracy, seed)
+        self._request = Request(0, tuple(range(PROMPT)), sampling, method, applicable_options(method, tree or {}))
+        self.method = create_method(self._request, self.sequence, drafter, Experience(stages), "cpu", MASKS)
+        kind = WindowedStages if windows else InstructedStages
+        self.stages = kind(self._target, self._new_sequence, self.sequence, stages, sampling, self.method.masks.named)
 
     def run(self) -> Sequence:
         """The answer's threads, the very same ones at every rank."""
-        verdict: Verdict | None = self._prefill()
-        (self._run_windows if self._windows else self._run_tasks)(verdict)
-        for model in self._models:
+        for _ in decode(self._request, self.method, self.stages):
+            pass
+        for model in self.stages.models:
             assert [tokens_of(thread) for thread in model.sequences[0].threads] == list(map(tokens_of, self.sequence.threads))
-            assert model.cache.length == PROMPT
+            assert not self.sequence.can_fork or model.cache.length == PROMPT
         return self.sequence
 
     def expected(self) -> Sequence:
         return naive_answer(self._target, self._new_sequence)
 
-    def _prefill(self) -> Verdict:
-        masks = self.method.masks.count
-        tokens = torch.tensor([*range(PROMPT), *range(-1, -masks - 1, -1)])
-        names: list[Name] = [*prompt_names(), *(((), tuple(range(-1, -count - 1, -1))) for count in range(1, masks + 1))]
-        chunk = Step(tokens, torch.full_like(tokens, -1), self._marks.of(names))
-        self.method.prefill(tokens)
+
+class MarkedStages:
+    """Stages on marked models: what drivers of the decode loop share.
+
+    Args:
+        sequence: of rank 0, which names the rows that enter.
+
+    Attributes:
+        widest: rows of the largest step.
+        most_threads: threads of the step with the most of them.
+    """
+
+    def __init__(
+        self, target: Target, new_sequence: NewSequence, sequence: Sequence, stages: int, sampling: SamplingParams, named: int
+    ) -> None:
+        self._marks = Marks()
+        self._sequence = sequence
+        self._forest = Forest(new_sequence())  # replays what rank 0 knows, to name its rows
+        self.models = [MarkedModel(self._marks, target) for _ in range(stages)]
+        self._workers: list[StageWorker] = [StageWorker(model) for model in self.models[:-1]]  # type: ignore[arg-type]
+        self._workers.append(FinalStageWorker(self.models[-1]))  # type: ignore[arg-type]
+        for model, worker in zip(self.models, self._workers, strict=True):
+            worker.begin(model.recording(new_sequence), sampling, named)
+        self._idle = 0
+        self.widest = self.most_threads = 0
+
+    def prefill(self, chunks: list[list[int]], compute: Callable[[Tensor], None]) -> Verdict:
+        [chunk] = chunks
+        tokens = torch.tensor(chunk)
+        compute(tokens)
+        masks = [((), tuple(range(-1, token - 1, -1))) for token in chunk if token < 0]
+        step: Step | None = Step(tokens, torch.full_like(tokens, -1), self._marks.of([*prompt_names(), *masks]))
         for worker in self._workers:
-            chunk = worker.prefill(chunk)
-        return self._final.first_verdict(chunk)
-
-    def _run_tasks(self, verdict: Verdict | None) -> None:
-        arriving: list[Step | None] = [None] * len(self._workers)
-        idle = 0
-        while True:
-            if verdict is not None:
-                self._apply(verdict)
-                for worker, model in zip(self._workers, self._models, strict=True):
-                    worker.sync(verdict)
-                    model.check_slots()
-                if verdict.finished:
-                    return
-            self._final.outgoing()
-            arriving = [self._propose(), *(worker.outgoing() for worker in self._workers[:-1])]
-            idle = 0 if any(arriving) else idle + 1
-            assert idle < 3, "the answer stands still"
-            self._draft()
-            for worker, step in zip(self._workers, arriving, strict=True):
-                if step is not None:
-                    worker.decode(step)
-            verdict = None if arriving[-1] is None else self._final.verdict()
-
-    def _run_windows(self, verdict: Verdict | None) -> None:
-        """Every rank replays the same verdicts and rows; only rank 0 learns a verdict some timesteps after it fell."""
+            assert step is not None
+            worker.prefill(step)
+            step = worker.outgoing()
+        verdict = self._workers[-1].verdict()
         assert verdict is not None
-        self._apply(verdict)
-        results: deque[Verdict | None] = deque([None] * (len(self._workers) - 1))
-        idle = 0
-        while True:
-            step = self._propose()
-            results.append(self._through(step, verdict))
-            if verdict is not None and verdict.finished:
-                return
-            self._draft()
-            verdict = results.popleft()
-            if verdict is not None:
-                self._apply(verdict)
-            idle = idle + 1 if step is None and verdict is None else 0
-            assert idle < 3 + len(self._workers), "the answer stands still"
+        return verdict
 
-    def _through(self, step: Step | None, verdict: Verdict | None) -> Verdict | None:
-        for worker, model in zip(self._workers, self._models, strict=True):
-            if verdict is not None:
-                worker.sync(verdict)
-                model.check_slots()
-            if step is not None and not (verdict and verdict.finished):
-                worker.decode(step)
-                step = step if worker is self._final else worker.outgoing()
-        return None if step is None or (verdict and verdict.finished) else self._final.verdict()
+    def _sync(self, worker: StageWorker, model: MarkedModel, verdict: Verdict | None) -> None:
+        if verdict is not None:
+            worker.sync(verdict)
+            model.check_slots()
 
-    def _apply(self, verdict: Verdict) -> None:
-        self.largest_verdict = max(
-            self.largest_verdict, len(verdict.shares) + len(verdict.tokens) + sum(map(len, verdict.forecast))
-        )
-        self.method.apply(verdict)
-        self._forest.advance(verdict)
-
-    def _draft(self) -> None:
-        self.method.draft()
-        self.method.observe(TimestepTiming(0.01, 0.005, (0.001,)))
-
-    def _propose(self) -> Step | None:
-        """Rows with their names."""
-        if self.sequence.finished is not None:
-            return None
-        step = self.method.propose()
+    def _enter(self, entering: Envelope) -> Step | None:
+        """Rank 0's rows with their names."""
+        if entering.verdict is not None:
+            self._forest.advance(entering.verdict)
+        self._idle = 0 if entering.step is not None or entering.verdict is not None else self._idle + 1
+        assert self._idle < 3 + len(self._workers), "the answer stands still"
+        step = entering.step
         if step is None:
             return None
-        assert step.threads is not None
+        threads = torch.zeros_like(step.parents) if step.threads is None else step.threads
         self.widest = max(self.widest, step.num_rows)
-        self._forest.append(step.token_ids, step.parents, step.threads)
+        self.most_threads = max(self.most_threads, len(threads.unique()))
+        self._forest.append(step.token_ids, step.parents, threads)
         names, taken = list[Name](), dict[int, int]()
-        counts = {number: int((step.threads == number).sum()) for number in step.threads.unique().tolist()}
-        for number in step.threads.tolist():
-            tree, thread = self._forest.trees[number], self.sequence.threads[number]
+        counts = {number: int((threads == number).sum()) for number in threads.unique().tolist()}
+        for number in threads.tolist():
+            tree, thread = self._forest.trees[number], self._sequence.threads[number]
             row = tree.num_rows - counts[number] + taken.setdefault(number, 0)
             taken[number] += 1
             names.append((thread.path, (*tokens_of(thread), *paths(tree, [row])[0])))
         return Step(step.token_ids, step.parents, self._marks.of(names), step.threads)
+
+
+class InstructedStages(MarkedStages):
+    """All ranks learn a verdict at once, and what is under way is pruned: single tasks, and ``LocalPipeline``."""
+
+    def advance(self, number: int, entering: Envelope, meanwhile: Callable[[], None]) -> Timestep:
+        for worker, model in zip(self._workers, self.models, strict=True):
+            self._sync(worker, model, entering.verdict)
+        arriving = [self._enter(entering), *(worker.outgoing() for worker in self._workers[:-1])]
+        meanwhile()
+        for worker, step in zip(self._workers, arriving, strict=True):
+            if step is not None:
+                worker.decode(step)
+        verdict = None if arriving[-1] is None else self._workers[-1].verdict()
+        return Timestep(number, entering.step, verdict, TIMING)
+
+    def close(self, last: Verdict) -> None:
+        for worker, model in zip(self._workers, self.models, strict=True):
+            self._sync(worker, model, last)
+
+
+class WindowedStages(MarkedStages):
+    """Every rank replays the same verdicts and rows in one order; only rank 0 learns a verdict some timesteps after it fell."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._results: deque[Verdict | None] = deque([None] * (len(self._workers) - 1))
+
+    def advance(self, number: int, entering: Envelope, meanwhile: Callable[[], None]) -> Timestep:
+        self._results.append(self._through(Envelope(self._enter(entering), entering.verdict)))
+        meanwhile()
+        return Timestep(number, entering.step, self._results.popleft(), TIMING)
+
+    def close(self, last: Verdict) -> None:
+        assert self._through(Envelope(verdict=last)) == last
+
+    def _through(self, envelope: Envelope) -> Verdict | None:
+        for worker, model in zip(self._workers, self.models, strict=True):
+            verdict = envelope.verdict
+            envelope = worker.advance(envelope)
+            if verdict is not None:
+                model.check_slots()
+        return envelope.verdict

@@ -16,6 +16,7 @@ from pipedec.threads import Sequence
 
 SMALL = {"max_child_tokens": 9, "max_children": 3}
 DIALECTS = {
+    "one thread": None,
     "apar": toy("apar", **SMALL),
     "apar, three deep": toy("apar", max_depth=3, max_children=2, no_opening_after=()),
     "pasta": toy("pasta", **SMALL, max_opener_tokens=6, default_length=5, max_length=8),

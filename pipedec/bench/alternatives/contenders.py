@@ -19,6 +19,7 @@ from transformers.utils import logging
 
 from pipedec.core import DEFAULT_METHOD, Request, SamplingParams, UserError
 from pipedec.engine.local import LocalPipeline
+from pipedec.engine.sequences import Sequences
 from pipedec.engine.spec import PipelineSpec
 from pipedec.methods import METHODS
 from pipedec.model import BitaWeights, KVCache, ModelConfig, StageModel
@@ -178,6 +179,6 @@ def _load_counted(spec: PipelineSpec, device: torch.device) -> tuple[LocalPipeli
         model.count = count
         if spec.bita is not None:
             model.attach(BitaWeights.load(spec.bita, config, range(first, last), spec.torch_dtype, device))
-        stages.append(FinalStageWorker(model, config.eos_token_ids, device) if model.is_last else StageWorker(model, device))
-    pipeline = LocalPipeline(stages, spec.topology, spec.load_drafter(device), device, trained_masks=spec.trained_masks())
-    return pipeline, count
+        stages.append(FinalStageWorker(model, device) if model.is_last else StageWorker(model, device))
+    sequences, drafter, masks = Sequences(spec.target), spec.load_drafter(device), spec.trained_masks()
+    return LocalPipeline(stages, spec.topology, sequences, drafter, device, trained_masks=masks), count

@@ -15,8 +15,9 @@ import torch
 from pipedec.bench.overhead.critical_path import critical_path_lengths
 from pipedec.bench.overhead.null_stage import NullFinalStage, NullStage, Probe, ScriptedDraftLoop
 from pipedec.cluster.lease import LeaseKeeper
-from pipedec.engine.rank_loop import Wiring
-from pipedec.engine.spec import DISPATCHES
+from pipedec.engine.rank_tasks import Wiring
+from pipedec.engine.sequences import Sequences
+from pipedec.engine.spec import DISPATCHES, REFERENCE_PAIR
 from pipedec.engine.stage_loop import StageLoop
 from pipedec.scheduler import RedisScheduler, connect
 from pipedec.topology import Topology
@@ -107,10 +108,10 @@ def _drive(plan: RankPlan, scheduler: RedisScheduler, transport: TorchTransport,
     samples = []
     for index, rows in enumerate(plan.rows):
         before, timesteps = scheduler.usage().cpu_seconds, _verdicts(plan.timesteps) + plan.stages
-        loop.answer(2 * index, rows, _verdicts(plan.timesteps))
+        loop.run_scripted(2 * index, rows, _verdicts(plan.timesteps))
         redis_cpu_ms = 1000 * (scheduler.usage().cpu_seconds - before) / timesteps
         timed = _sample(probe, rows)
-        granted = loop.answer(2 * index + 1, rows, _verdicts(TRACED_TIMESTEPS), trace=True)
+        granted = loop.run_scripted(2 * index + 1, rows, _verdicts(TRACED_TIMESTEPS), trace=True)
         lengths = critical_path_lengths(granted)[WARM_UP:]
         samples.append(replace(timed, redis_cpu_ms=redis_cpu_ms, critical_path=lengths))
     scheduler.stop()
@@ -123,12 +124,13 @@ def _follow(plan: RankPlan, scheduler: RedisScheduler, transport: TorchTransport
     probe = Probe(lambda: scheduler.round_trips)
     kind = NullFinalStage if plan.rank == plan.stages else NullStage
     stage = kind(plan.hidden_size, probe, on_finished=lambda: requests.append(_sample(probe, plan.rows[len(requests) // 2])))
-    StageLoop(stage, torch.device("cpu"), plan.rank, _wiring(plan, scheduler, transport, topology)).run()
+    StageLoop(stage, plan.rank, _wiring(plan, scheduler, transport, topology)).run()
     return requests[::2]
 
 
 def _wiring(plan: RankPlan, scheduler: RedisScheduler, transport: TorchTransport, topology: Topology) -> Wiring:
-    return Wiring(scheduler, transport, topology, Tracer(plan.rank), window=DISPATCHES[plan.dispatch])
+    sequences = Sequences(REFERENCE_PAIR / "target")  # the answers of stages that compute nothing ignore them
+    return Wiring(scheduler, transport, topology, Tracer(plan.rank), sequences, window=DISPATCHES[plan.dispatch])
 
 
 def _sample(probe: Probe, rows: int) -> Sample:

@@ -1,6 +1,6 @@
 """Stages that compute nothing, and a rank 0 whose proposals are always accepted: what remains of a timestep is its fixed cost.
 
-They run in the real ``StageLoop`` and ``RankLoop``: tasks, messages and transfers are real, only the models are not.
+They run in the real ``StageLoop`` and ``DraftLoop``: tasks, messages and transfers are real, only the models are not.
 """
 
 from __future__ import annotations
@@ -13,14 +13,15 @@ import torch
 from torch import Tensor
 
 from pipedec.core import NO_MASKS, Request, SamplingParams, Step, Verdict
-from pipedec.decoding import TimestepTiming
+from pipedec.decoding import Method, TimestepTiming
 from pipedec.engine.answer import Answer
 from pipedec.engine.draft_loop import DraftLoop
-from pipedec.engine.rank_loop import Wiring
-from pipedec.scheduler import GrantedTask, Message, Task
+from pipedec.engine.rank_tasks import Wiring
+from pipedec.messages import Event
+from pipedec.scheduler import GrantedTask
 from pipedec.stage import FinalStageWorker, StageWorker
 from pipedec.text.prompt import Prompter
-from pipedec.threads import NewSequence
+from pipedec.threads import NewSequence, single_thread
 
 _TOKEN = 7
 
@@ -66,17 +67,17 @@ class NullStage(StageWorker):
     def cache_slots(self) -> int:
         return 0
 
-    def begin(
-        self, prompt_length: int, sampling: SamplingParams, named: int = 0, new_sequence: NewSequence | None = None
-    ) -> None:
+    def begin(self, new_sequence: NewSequence, sampling: SamplingParams, tokens_per_mask: int = 0) -> None:
         self._probe.reset()
         self._computed = None
 
-    def prefill(self, chunk: Step) -> Step:
-        return self._output(chunk)
+    def prefill(self, chunk: Step) -> None:
+        self.decode(chunk)
 
     def decode(self, step: Step) -> None:
-        self._computed = self._output(step)
+        if step.num_rows not in self._zeros:
+            self._zeros[step.num_rows] = torch.zeros(step.num_rows, self._hidden_size)
+        self._computed = Step(step.token_ids, step.parents, self._zeros[step.num_rows])
 
     def sync(self, verdict: Verdict) -> None:
         self._probe.note()
@@ -87,27 +88,23 @@ class NullStage(StageWorker):
         computed, self._computed = self._computed, None
         return computed
 
-    def _output(self, step: Step) -> Step:
-        if step.num_rows not in self._zeros:
-            self._zeros[step.num_rows] = torch.zeros(step.num_rows, self._hidden_size)
-        return Step(step.token_ids, step.parents, self._zeros[step.num_rows])
-
 
 class NullFinalStage(NullStage, FinalStageWorker):
     """The last stage: accepts one token per timestep until ``max_tokens``."""
 
-    def begin(
-        self, prompt_length: int, sampling: SamplingParams, named: int = 0, new_sequence: NewSequence | None = None
-    ) -> None:
-        super().begin(prompt_length, sampling)
+    def begin(self, new_sequence: NewSequence, sampling: SamplingParams, tokens_per_mask: int = 0) -> None:
+        super().begin(new_sequence, sampling)
         self._left = sampling.max_tokens
 
-    def first_verdict(self, last_chunk: Step) -> Verdict:
-        return self.verdict()
+    def outgoing(self) -> Step | None:
+        return None
 
     def verdict(self) -> Verdict:
         self._left = max(0, self._left - 1)
-        return Verdict((_TOKEN,), "length" if self._left == 0 else None)
+        return Verdict.of(_TOKEN, finished="length" if self._left == 0 else None)
+
+    def take_logprobs(self) -> list[list[tuple[int, float]]]:
+        return []
 
 
 class ScriptedMethod:
@@ -154,11 +151,11 @@ class ScriptedDraftLoop(DraftLoop):
 
     def __init__(self, probe: Probe, wiring: Wiring) -> None:
         self._prompts = cast(Prompter, OneWordPrompter())
-        super().__init__(self._prompts, None, 0, torch.device("cpu"), wiring)
+        super().__init__(self._prompts, None, 0, wiring)
         self._probe = probe
         self._granted: list[GrantedTask] = []
 
-    def answer(self, number: int, num_rows: int, max_tokens: int, trace: bool = False) -> list[GrantedTask]:
+    def run_scripted(self, number: int, num_rows: int, max_tokens: int, trace: bool = False) -> list[GrantedTask]:
         """Run one request of ``max_tokens`` verdicts; returns the scheduler's trace of it if ``trace``.
 
         Raises:
@@ -167,11 +164,11 @@ class ScriptedDraftLoop(DraftLoop):
         self._probe.reset()
         self._granted = []
         request = Request(number, (_TOKEN,), SamplingParams(max_tokens=max_tokens), "scripted", trace=trace)
-        self._answer = Answer(request, ScriptedMethod(num_rows, self._probe), self._prompts, self._topology.num_stages)
-        self._run_answer(request)
+        answer = Answer(request, single_thread(1, (), max_tokens), self._prompts, self._wiring.topology.num_stages)
+        self.answer(answer, cast(Method, ScriptedMethod(num_rows, self._probe)))
         return self._granted
 
-    def _end(self, task: Task) -> Message | None:
-        if self._current.request.trace:
+    def _trace(self, answer: Answer) -> list[Event]:
+        if answer.request.trace:
             self._granted = self._scheduler.trace()
-        return super()._end(task)
+        return super()._trace(answer)

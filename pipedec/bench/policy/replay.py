@@ -1,28 +1,28 @@
 """One answer through a pipeline without stages: the answer is known, and with it the timestep of every verdict.
 
-Owns the rows in flight, timestep by timestep as in ``LocalPipeline.run``, and the emulated time. The method is the real one.
+Owns the rows in flight and the emulated time. Loop and method are the real ones.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import count
 
 import torch
 from torch import Tensor
 
 from pipedec.bench.policy.drafter import RecordedDrafter
 from pipedec.bench.policy.losses import Losses, losses
-from pipedec.core import Request, Step, Verdict
+from pipedec.core import Envelope, Request, Step, Verdict
 from pipedec.decoding import Experience, create_method
 from pipedec.decoding.acceptance import Acceptance
 from pipedec.decoding.choices import Choices
-from pipedec.engine.emulated_time import EmulatedClock, TimestepLoad
-from pipedec.engine.prefill import prefill_chunks
+from pipedec.engine.emulated_time import EmulatedClock, Pacer, TimestepLoad
+from pipedec.engine.loop import decode
+from pipedec.engine.recorder import Recorder, Timestep
 from pipedec.engine.timed_drafter import TimedDrafter
 from pipedec.plan.emulation import Emulation
+from pipedec.threads import single_thread
 from pipedec.topology import Topology
 from pipedec.tree import PredictionTree
 
@@ -78,7 +78,6 @@ class ReplayedPipeline:
     def __init__(self, emulation: Emulation, topology: Topology) -> None:
         self._emulation = emulation
         self._topology = topology
-        self._load = TimestepLoad()
 
     def run(
         self, request: Request, answer: tuple[int, ...], drafter: RecordedDrafter | None, experience: WatchedExperience
@@ -88,70 +87,73 @@ class ReplayedPipeline:
         Raises:
             UserError: the method does not accept the request.
         """
-        clock = EmulatedClock(self._emulation, self._topology)
-        method = create_method(request, drafter and TimedDrafter(drafter, self._drafting), experience)
-        for chunk_ids in prefill_chunks(request.prompt_token_ids):
-            method.prefill(torch.tensor(chunk_ids, dtype=torch.int64))
-        stages = _Stages(self._topology, answer)
-        verdict: Verdict | None = stages.first_verdict()
+        clock, recorder = EmulatedClock(self._emulation, self._topology), Recorder(Pacer(None, 0))
+        timed = None if drafter is None else TimedDrafter(drafter, recorder.drafting)
+        sequence = single_thread(len(request.prompt_token_ids), (), len(answer))
+        method = create_method(request, sequence, timed, experience)
+        stages = _Stages(self._topology, answer, clock, recorder)
         is_proposed: list[bool] = []
-        for timestep in count(1):
-            if verdict is not None:
-                method.apply(verdict)
-                is_proposed += experience.take_proposed(len(verdict.tokens))
-                stages.sync(verdict)
-                if verdict.finished:
-                    break
-            self._load = TimestepLoad()
-            stages.transmit(method.propose(), timestep, self._load)
-            method.draft()
-            verdict = stages.compute(self._load)
-            timing = clock.add(self._load)
-            if timestep >= self._topology.num_groups:
-                method.observe(timing)
+        for verdict in decode(request, method, stages):
+            is_proposed += experience.take_proposed(len(verdict.tokens))
         if drafter is not None:
             is_proposed = [one or other for one, other in zip(is_proposed, drafter.proposed(answer), strict=True)]
         causes = losses(stages.entries, is_proposed[:-1], self._topology.num_groups)
-        return Replayed(len(answer) - 1, timestep - 1, method.hits, method.misses, clock.total_ms, causes)
-
-    @contextmanager
-    def _drafting(self, rows: int) -> Iterator[None]:
-        self._load.drafted.append(rows)
-        yield
+        return Replayed(len(answer) - 1, stages.timesteps, method.hits, method.misses, clock.total_ms, causes)
 
 
 class _Stages:
-    """The rows in flight, by group, with the first stage's row numbers.
+    """The ``Pipeline`` of the decode loop without stages: the rows in flight, by group, with the first stage's row numbers.
 
     A row is computed once it has passed the last group; the recorded answer then gives the next token.
 
     Attributes:
         entries: the timesteps in which the rows of accepted tokens entered, in order.
+        timesteps: so far.
     """
 
-    def __init__(self, topology: Topology, answer: tuple[int, ...]) -> None:
+    def __init__(self, topology: Topology, answer: tuple[int, ...], clock: EmulatedClock, recorder: Recorder) -> None:
         self._topology = topology
         self._answer = answer
+        self._clock = clock
+        self._recorder = recorder
         self._num_accepted = 0  # tokens of the answer
         self._tree = PredictionTree()
         self._entered = torch.zeros(0, dtype=torch.int64)  # [N], timesteps
         self._is_computed = torch.zeros(0, dtype=torch.bool)  # [N]
         self._arrivals: list[Tensor | None] = [None] * topology.num_groups  # rows at each group
         self.entries: list[int] = []
+        self.timesteps = 0
 
-    def first_verdict(self) -> Verdict:
-        """The verdict on prefill."""
+    def prefill(self, chunks: Sequence[list[int]], compute: Callable[[Tensor], None]) -> Verdict:
+        for chunk in chunks:
+            compute(torch.tensor(chunk, dtype=torch.int64))
         return self._verdict(1)
 
-    def sync(self, verdict: Verdict) -> None:
+    def advance(self, number: int, entering: Envelope, meanwhile: Callable[[], None]) -> Timestep:
+        self.timesteps, load = number, TimestepLoad()
+        self._sync(entering.verdict)
+        self._transmit(entering.step, number, load)
+        self._recorder.restart()
+        meanwhile()
+        load.drafted = self._recorder.drafted
+        verdict = self._compute(load)
+        timing = self._clock.add(load)
+        return Timestep(number, entering.step, verdict, timing if number >= self._topology.num_groups else None, load)
+
+    def close(self, last: Verdict) -> None:
+        self._sync(last)
+
+    def _sync(self, verdict: Verdict | None) -> None:
         """Prune rows that can no longer be accepted."""
+        if verdict is None:
+            return
         advance = self._tree.advance(verdict.tokens)
         self.entries += self._entered[advance.committed].tolist()
         self._entered, self._is_computed = self._entered[advance.kept], self._is_computed[advance.kept]
         pruned = [None if rows is None else advance.renumber(rows)[1] for rows in self._arrivals]
         self._arrivals = [rows if rows is not None and len(rows) else None for rows in pruned]
 
-    def transmit(self, step: Step | None, timestep: int, load: TimestepLoad) -> None:
+    def _transmit(self, step: Step | None, timestep: int, load: TimestepLoad) -> None:
         """``step`` enters the first group; the other rows move on by one group."""
         entering = None if step is None else self._enter(step, timestep)
         self._arrivals = [entering, *self._arrivals[:-1]]
@@ -159,7 +161,7 @@ class _Stages:
             if rows is not None:
                 load.sent[sender] = len(rows)
 
-    def compute(self, load: TimestepLoad) -> Verdict | None:
+    def _compute(self, load: TimestepLoad) -> Verdict | None:
         """Every group computes the rows that have arrived; the last group may yield a verdict."""
         for group, rows in zip(self._topology.groups, self._arrivals, strict=True):
             if rows is not None:
@@ -188,4 +190,5 @@ class _Stages:
     def _verdict(self, tokens: int) -> Verdict:
         """The next ``tokens`` of the answer. The finish reason makes no difference to methods."""
         first, self._num_accepted = self._num_accepted, self._num_accepted + tokens
-        return Verdict(self._answer[first : self._num_accepted], "length" if self._num_accepted == len(self._answer) else None)
+        finished = "length" if self._num_accepted == len(self._answer) else None
+        return Verdict.of(*self._answer[first : self._num_accepted], finished=finished)

@@ -34,6 +34,7 @@ from pipedec.messages import PromptRequest
 from pipedec.methods import METHODS, make_options
 from pipedec.model import ModelConfig
 from pipedec.text.prompt import Prompter
+from pipedec.threads import single_thread
 
 # The options of each method that can be replayed. What BiTA's mask rows would propose is not recorded.
 LIMITS = {name: entry.option_names for name, entry in METHODS.items() if not entry.needs_bita}
@@ -155,7 +156,8 @@ class Study:
         self._experiences = {policy: WatchedExperience(self._spec.topology.num_groups) for policy in config.policies}
         self._recording = Recording(directory, **config.origin)
         for policy in config.policies:  # raises for a policy that cannot run, before anything is recorded
-            create_method(self._request(policy, (0,)), self._drafter(DraftMemo()), self._experiences[policy])
+            request = self._request(policy, (0,))
+            create_method(request, single_thread(1, (), 1), self._drafter(DraftMemo()), self._experiences[policy])
         prompter = Prompter(self._spec.target, ModelConfig.from_directory(self._spec.target).max_positions)
         self._prompts = draw(prompter, prompt_sets, config.request, config.samples, config.seed)
 

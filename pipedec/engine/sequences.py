@@ -1,4 +1,4 @@
-"""Dialects on a rank: their control tokens as token ids of the target, and the threads of one answer.
+"""The sequences of answers, as every rank makes them: where an answer ends and, in a dialect, which tokens open threads.
 
 Every rank reads the target's tokenizer itself, at the first request that asks for threads.
 """
@@ -12,28 +12,35 @@ from tokenizers import Tokenizer
 
 from pipedec.core import SamplingParams, UserError
 from pipedec.model import ModelConfig
-from pipedec.threads import BoundDialect, Dialect, NewSequence, Sequence, bind
+from pipedec.threads import BoundDialect, Dialect, NewSequence, Sequence, bind, single_thread
 
 
-class Dialects:
-    """The dialects of requests, bound to the token ids of one target."""
+class Sequences:
+    """Makes the sequences of answers of one target.
+
+    Args:
+        target: its checkpoint.
+    """
 
     def __init__(self, target: Path) -> None:
         self._target = target
         self.bound = lru_cache(maxsize=8)(self._bound)
 
-    def new_sequence(self, dialect: str, prompt_length: int, sampling: SamplingParams) -> NewSequence:
-        """A function that creates the threads of one answer.
+    def maker(self, prompt_length: int, sampling: SamplingParams, dialect: str | None = None) -> NewSequence:
+        """A function that creates the sequence of one answer.
 
         Args:
-            dialect: as ``Dialect.to_json`` writes it.
+            dialect: as ``Dialect.to_json`` writes it; None for an answer in one thread.
 
         Raises:
             UserError: ``dialect`` is invalid, or the target lacks tokens for it.
         """
-        ends = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else set(self._config.eos_token_ids))
-        limits = sampling.max_tokens, self._config.max_positions
-        return partial(Sequence, self.bound(dialect), prompt_length, frozenset(ends), *limits)
+        ends = frozenset(sampling.stop_token_ids) | frozenset(() if sampling.ignore_eos else self._config.eos_token_ids)
+        if dialect is None:
+            return partial(single_thread, prompt_length, ends, sampling.max_tokens)
+        return partial(
+            Sequence, self.bound(dialect), prompt_length, ends, sampling.max_tokens, self._config.max_positions
+        )
 
     @cached_property
     def _config(self) -> ModelConfig:

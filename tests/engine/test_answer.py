@@ -1,4 +1,4 @@
-"""What a client reads of an answer in several threads: document order, stop strings, log-probabilities, news of each thread."""
+"""What a client reads of an answer: text, document order of threads, stop strings, log-probabilities, news of each thread."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from pipedec.client.client import Client
-from pipedec.core import Part, Request, SamplingParams, UserError, Verdict
-from pipedec.engine.dialects import Dialects
+from pipedec.core import Accepted, Request, SamplingParams, UserError, Verdict
+from pipedec.engine.answer import Answer
+from pipedec.engine.sequences import Sequences
 from pipedec.engine.spec import REFERENCE_PAIR
-from pipedec.engine.threaded_answer import ThreadedAnswer
-from pipedec.messages import PromptRequest
-from pipedec.scheduler import Event, MemoryScheduler
+from pipedec.messages import CompletionEvent, Event, LogprobsEvent, PromptRequest, ThreadNews
+from pipedec.scheduler import MemoryScheduler
 from pipedec.text.prompt import Prompter
 from pipedec.threads import Sequence, bind, load_dialect
 from pipedec.topology import Topology
@@ -30,17 +30,16 @@ def prompter() -> Prompter:
 
 
 class Telling:
-    """An answer, and what the client has heard of it."""
+    """An answer, and what the client has heard of it. ``dialect`` None: in one thread."""
 
-    def __init__(self, prompter: Prompter, dialect: str, show_threads: bool = False, **sampling: Any) -> None:
+    def __init__(self, prompter: Prompter, dialect: str | None, show_threads: bool = False, **sampling: Any) -> None:
         params = SamplingParams(**{"max_tokens": 200, **sampling})
-        new_sequence = Dialects(TARGET).new_sequence(load_dialect(dialect).to_json(), len(PROMPT), params)
-        method: Any = SimpleNamespace(hits=0, misses=0)
+        text = None if dialect is None else load_dialect(dialect).to_json()
+        new_sequence = Sequences(TARGET).maker(len(PROMPT), params, text)
         self._prompter = prompter
-        self.answer = ThreadedAnswer(Request(0, PROMPT, params), method, prompter, 2, new_sequence(), show_threads)
+        self.answer = Answer(Request(0, PROMPT, params), new_sequence(), prompter, 2, show_threads)
         self.text = ""
         self.token_ids: list[int] = []
-        self.verdicts = 0
 
     def ids(self, text: str) -> list[int]:
         found: list[int] = self._prompter.tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -48,17 +47,26 @@ class Telling:
 
     def say(self, finished: str | None = None, **texts: str) -> str:
         """The text that a verdict adds."""
-        parts = [Part(int(name[1:]), tuple(self.ids(text))) for name, text in texts.items()]
-        self.verdicts += 1
-        verdict = self.answer.until_stop(Verdict.of_parts(parts, finished))
-        self.event = self.answer.add(verdict, self.verdicts)
-        self.text += str(self.event["text"])
-        self.token_ids += self.event["token_ids"]  # type: ignore[operator]
+        accepted = tuple(Accepted(int(name[1:]), tuple(self.ids(text))) for name, text in texts.items())
+        self.verdict, self.event = self.answer.take(Verdict(accepted, finished))
+        self.text += self.event.text
+        self.token_ids += self.event.token_ids
         assert self.answer.completion.text == self.text and self.answer.completion.token_ids == self.token_ids
-        return str(self.event["text"])
+        assert self.answer.completion.finish_reason == self.verdict.finished
+        return self.event.text
 
-    def completed(self) -> dict[str, Any]:
-        return self.answer.completed()
+    @property
+    def has_ended(self) -> bool:
+        return self.verdict.finished is not None
+
+    def completed(self) -> CompletionEvent:
+        method: Any = SimpleNamespace(hits=0, misses=0)
+        return self.answer.completed(method)
+
+    def threads(self) -> dict[str, Any]:
+        found = self.completed().completion.threads
+        assert found is not None
+        return found
 
 
 class Recorded(MemoryScheduler):
@@ -75,6 +83,23 @@ class Recorded(MemoryScheduler):
         return number
 
 
+def test_a_stop_string_cuts_the_verdict_of_an_answer_in_one_thread(prompter: Prompter) -> None:
+    """Every rank replays the same, cut verdict."""
+    telling = Telling(prompter, None, stop=("st Tw",))
+    assert telling.say(t0="One first") == "One fir" and not telling.has_ended
+    assert telling.say(t0=" Two three four") == ""
+    assert telling.text == "One fir" and telling.verdict == Verdict.of(*telling.ids(" Two"), finished="stop")
+    assert prompter.text(telling.token_ids) == "One first Two"
+    assert telling.completed().sampled is None and telling.completed().completion.threads is None
+
+
+@pytest.mark.parametrize("finished", ["length", "cancelled", "stop"])
+def test_text_that_might_begin_a_stop_string_is_released_at_the_end(prompter: Prompter, finished: str) -> None:
+    telling = Telling(prompter, None, stop=("first light",))
+    assert telling.say(t0="One first") == "One "
+    assert telling.say(finished, t0=" l") == "first l"
+
+
 def test_threads_are_read_in_document_order_whichever_ends_first(prompter: Prompter) -> None:
     telling = Telling(prompter, "apar")
     assert telling.say(t0="One.[Fork]") == "One."
@@ -83,9 +108,9 @@ def test_threads_are_read_in_document_order_whichever_ends_first(prompter: Promp
     assert telling.say(t1=" first") == " first"
     assert telling.say("stop", t1=END) == " Two. second Three."
     assert telling.text == "One. first Two. second Three."
-    assert telling.answer.has_ended and telling.answer.completion.finish_reason == "stop"
+    assert telling.has_ended and telling.answer.completion.finish_reason == "stop"
     assert prompter.text(telling.token_ids) == telling.text
-    told = telling.completed()["completion"]["threads"]
+    told = telling.threads()
     assert [(tuple(thread["path"]), thread["ended_by"]) for thread in told["threads"]] == [
         ((), "stop"),
         ((0,), "stop"),
@@ -111,10 +136,10 @@ def test_threads_are_told_as_far_as_the_answer_goes(prompter: Prompter) -> None:
     telling.say(t1="y")
     telling.say(t1="z")
     telling.say("length", t1="w")
-    told = telling.completed()["completion"]
-    assert prompter.tokenizer.decode(told["token_ids"]) == "a[Fork][Child]xyzwb"
-    assert [(thread["text"], thread["tokens"]) for thread in told["threads"]["threads"]] == [("ab", 3), ("xyzw", 5)]
-    assert told["threads"]["metrics"]["threads"] == 2
+    told = telling.threads()
+    assert prompter.tokenizer.decode(telling.answer.completion.token_ids) == "a[Fork][Child]xyzwb"
+    assert [(thread["text"], thread["tokens"]) for thread in told["threads"]] == [("ab", 3), ("xyzw", 5)]
+    assert told["metrics"]["threads"] == 2
 
 
 def test_tags_are_not_shown_but_their_tails_are(prompter: Prompter) -> None:
@@ -129,7 +154,7 @@ def test_tags_are_not_shown_but_their_tails_are(prompter: Prompter) -> None:
     broken = Telling(prompter, "pasta")
     broken.say(t0="One<promise two" + END)
     broken.say("stop")
-    assert broken.text == "One two" and broken.completed()["completion"]["threads"]["anomalies"] == {"opener_not_completed": 1}
+    assert broken.text == "One two" and broken.threads()["anomalies"] == {"opener_not_completed": 1}
 
 
 def test_a_tail_is_shown_where_it_stands(prompter: Prompter) -> None:
@@ -138,7 +163,7 @@ def test_a_tail_is_shown_where_it_stands(prompter: Prompter) -> None:
     tokenizer = prompter.tokenizer
     bound = bind(load_dialect("pasta"), tokenizer.convert_tokens_to_ids, lambda token: "/>!" if token == last else "")
     telling = Telling(prompter, "pasta")
-    telling.answer = ThreadedAnswer(telling.answer.request, telling.answer.method, prompter, 2, Sequence(bound, 3, (), 50), False)
+    telling.answer = Answer(telling.answer.request, Sequence(bound, 3, (), 50), prompter, 2)
     assert telling.say(t0="One<promise!") == "One!"
     telling.say(t0=" two", t1=" body</async>")
     assert telling.text == "One! body two"
@@ -147,14 +172,14 @@ def test_a_tail_is_shown_where_it_stands(prompter: Prompter) -> None:
 def test_a_stop_string_counts_in_document_order_and_across_threads(prompter: Prompter) -> None:
     telling = Telling(prompter, "apar", stop=("st Tw",))
     telling.say(t0="One.[Fork] Two. Three.")
-    assert not telling.answer.has_ended and telling.text == "One."
+    assert not telling.has_ended and telling.text == "One."
     assert telling.say(t1=" first") == " fir", "what may become a stop string is held back"
     assert telling.say(t1=END) == ""
     assert telling.answer.completion.finish_reason == "stop"
     assert telling.text == "One. fir"
     document = prompter.text(telling.token_ids)
     assert "st Tw" in document and "Three" not in document
-    assert len(telling.completed()["sampled"]) == len(telling.token_ids)
+    assert len(telling.completed().sampled or ()) == len(telling.token_ids)
 
 
 def test_a_stop_string_that_only_a_threads_own_text_holds_does_not_stop(prompter: Prompter) -> None:
@@ -170,7 +195,7 @@ def test_a_stop_string_behind_the_end_of_another_does_not_cut_what_stands_before
     telling = Telling(prompter, "apar", stop=("Two",))
     assert telling.say(t0="One.[Fork] Two. Three.") == "One."
     assert telling.say(t1=" first") == " first"
-    assert not telling.answer.has_ended
+    assert not telling.has_ended
     telling.say(t1=" more" + END)
     assert telling.text == "One. first more " and telling.answer.completion.finish_reason == "stop"
 
@@ -191,10 +216,10 @@ def test_log_probabilities_follow_the_document(prompter: Prompter) -> None:
     event = telling.completed()
     written = [prompter.tokenizer.decode([token]) for token in telling.token_ids]
     assert written == ["a", "[Fork]", "[Child]", "x", "y", END, "b", END]
-    assert event["sampled"] == [0, 1, -1, 3, 5, 6, 2, 4]
+    assert event.sampled == [0, 1, -1, 3, 5, 6, 2, 4]
 
     logprobs = [[[100 + index, -float(index)]] for index in range(7)]
-    completion = Client(Recorded({"logprobs": logprobs}, event)).ask(PromptRequest("Hello"))
+    completion = Client(Recorded(LogprobsEvent(logprobs), event)).ask(PromptRequest("Hello"))
     forced = prompter.tokenizer.convert_tokens_to_ids("[Child]")
     assert completion.logprobs is not None
     assert [list(entry) for entry in completion.logprobs] == [[100], [101], [forced], [103], [105], [106], [102], [104]]
@@ -204,39 +229,35 @@ def test_log_probabilities_follow_the_document(prompter: Prompter) -> None:
 def test_news_of_each_thread_come_as_it_speaks(prompter: Prompter) -> None:
     telling = Telling(prompter, "parallel", show_threads=True)
     telling.say(t0="One.<Parallel>")
-    assert telling.event["threads"] == [
-        {"path": [], "text": "One.", "state": "running", "tokens": 4},
-        {"path": [0], "text": "", "state": "running", "tokens": 1},
-    ]
+    assert telling.event.threads == [ThreadNews([], "One.", "running", 4), ThreadNews([0], "", "running", 1)]
     telling.say(t0="<Conclusion>", t1=" first")
-    news = telling.event["threads"]
-    assert [(one["path"], one["text"], one["state"]) for one in news] == [([0], " first", "running")]  # type: ignore[attr-defined]
+    assert [(one.path, one.text, one.state) for one in telling.event.threads or ()] == [([0], " first", "running")]
     telling.say(t1="</Path>")
-    news = {tuple(one["path"]): one for one in telling.event["threads"]}  # type: ignore[attr-defined]
-    assert news[0,]["state"] == "ended" and news[0,]["text"] == ""
+    news = {tuple(one.path): one for one in telling.event.threads or ()}
+    assert news[0,].state == "ended" and news[0,].text == ""
 
 
 def test_answers_without_show_threads_send_no_news(prompter: Prompter) -> None:
     telling = Telling(prompter, "apar")
     telling.say(t0="One.[Fork]")
-    assert "threads" not in telling.event
+    assert telling.event.threads is None
 
 
 def test_dialects_need_the_targets_tokens(tmp_path: Path) -> None:
-    dialects = Dialects(TARGET)
+    sequences = Sequences(TARGET)
     own = load_dialect("apar").to_json().replace("[Fork]", "[Split]")
     with pytest.raises(UserError, match=r"the tokenizer has no token '\[Split\]', which dialect apar needs"):
-        dialects.new_sequence(own, 3, SamplingParams())
+        sequences.maker(3, SamplingParams(), own)
     with pytest.raises(UserError, match="the dialect"):
-        dialects.new_sequence("{", 3, SamplingParams())
+        sequences.maker(3, SamplingParams(), "{")
     with pytest.raises(UserError, match=r"--threads needs a tokenizer.json in"):
         (tmp_path / "config.json").write_text((TARGET / "config.json").read_text())
-        Dialects(tmp_path).new_sequence(load_dialect("apar").to_json(), 3, SamplingParams())
+        Sequences(tmp_path).maker(3, SamplingParams(), load_dialect("apar").to_json())
 
 
 def test_what_ends_a_thread_is_what_ends_an_answer() -> None:
     """The model's own end tokens, unless they are ignored, and the request's."""
-    dialects, dialect = Dialects(TARGET), load_dialect("apar").to_json()
+    sequences = Sequences(TARGET)
     [end] = Prompter(TARGET, 2048).tokenizer(END, add_special_tokens=False)["input_ids"]
     for params, token, ends in (
         (SamplingParams(), end, True),
@@ -244,9 +265,10 @@ def test_what_ends_a_thread_is_what_ends_an_answer() -> None:
         (SamplingParams(ignore_eos=True, stop_token_ids=(40,)), 40, True),
         (SamplingParams(), 40, False),
     ):
-        sequence = dialects.new_sequence(dialect, 3, params)()
-        sequence.accept(0, token)
-        assert (sequence.finished == "stop") == ends
-    new_sequence = dialects.new_sequence(dialect, 3, SamplingParams(max_tokens=7))
+        for dialect in (None, load_dialect("apar").to_json()):
+            sequence = sequences.maker(3, params, dialect)()
+            sequence.accept(0, token)
+            assert (sequence.finished == "stop") == ends and sequence.can_fork == (dialect is not None)
+    new_sequence = sequences.maker(3, SamplingParams(max_tokens=7))
     assert new_sequence() is not new_sequence()
     assert (new_sequence().max_tokens, new_sequence().prompt_length) == (7, 3)

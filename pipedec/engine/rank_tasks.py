@@ -1,0 +1,174 @@
+"""One rank's side of the scheduler: takes tasks, executes transfers, reports what is done and which tasks follow from it.
+
+Knows tasks, transfers and deadlines. What rows and verdicts mean is known to workers and methods; what is scheduled next is
+decided by Algorithm 4 (``workflow.post_process``).
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import torch
+
+from pipedec.core import Envelope, PipedecError, Step, Verdict
+from pipedec.decoding import TimestepTiming
+from pipedec.engine.emulated_time import Pacer
+from pipedec.engine.recorder import Recorder, Timestep
+from pipedec.engine.sequences import Sequences
+from pipedec.messages import Event, OverranEvent, TraceEvents
+from pipedec.plan.emulation import Emulation
+from pipedec.scheduler.protocol import Message, Scheduler
+from pipedec.scheduler.workflow import Facts, Task, post_process
+from pipedec.topology import Topology
+from pipedec.tracing import Tracer
+from pipedec.transport import Transport
+
+POLL_SECONDS = 1.0
+
+
+@dataclass(frozen=True)
+class Wiring:
+    """What every rank needs, whatever its role.
+
+    Attributes:
+        window: timesteps that the scheduler grants at once; 0 if it grants single tasks.
+        sequences: makes the sequences of answers.
+        device: of the rank's model.
+    """
+
+    scheduler: Scheduler
+    transport: Transport
+    topology: Topology
+    tracer: Tracer
+    sequences: Sequences
+    device: torch.device = torch.device("cpu")
+    emulation: Emulation | None = None
+    window: int = 0
+
+
+class RankTasks:
+    """The tasks of one rank.
+
+    Attributes:
+        recorder: times the rank's work.
+        events: for the client, sent with the next report.
+        inbox: steps received, in order.
+    """
+
+    def __init__(self, rank: int, wiring: Wiring) -> None:
+        self.rank = rank
+        self.recorder = Recorder(Pacer(wiring.emulation, rank))
+        self.events: list[Event] = []
+        self.inbox: deque[Step] = deque()
+        self._outbox: dict[Task, Step] = {}
+        self._wiring = wiring
+        self._following: Message | None = None  # the next message, if the last report brought it
+        self._began = 0.0  # when the present task was received
+        self._overran: list[int] = []  # timesteps whose real work took longer than its emulated time
+
+    def next(self) -> Message:
+        """Wait for the next message that is no transfer; transfers are executed on the way.
+
+        It has no deadline: the loss of another rank also arrives as a message.
+
+        Raises:
+            PipedecError: the run was aborted, a rank is lost, or Redis is.
+        """
+        while (message := self.poll(POLL_SECONDS)) is None:
+            continue
+        return message
+
+    def poll(self, timeout_seconds: float) -> Message | None:
+        """As ``next``; None if no message arrives in time."""
+        while (message := self._receive(self._wiring.scheduler.wait, self.rank, timeout_seconds)) is not None:
+            self._began = time.perf_counter()
+            if message.task is None or message.task.kind != "T":
+                return message
+            self._transfer(message.task, message)
+        return None
+
+    def request(self, timeout_seconds: float) -> Message | None:
+        """For rank 0 between two answers: the next request or ``stop``, None if neither arrives in time. Raises as ``next``."""
+        return self._receive(self._wiring.scheduler.wait_request, timeout_seconds)
+
+    def _receive(self, wait: Callable[..., Message | None], *arguments: float) -> Message | None:
+        """The message that came with the last report, else what ``wait`` brings."""
+        message, self._following = self._following, None
+        if message is None:
+            with self.recorder.waiting():
+                message = wait(*arguments)
+        if message is not None and message.kind == "abort":
+            raise PipedecError(message.text)
+        return message
+
+    def report(self, task: Task, facts: Facts) -> None:
+        """Report a task done, with the tasks that follow from it and the events so far."""
+        self.recorder.add(task.label, "transfer" if task.kind == "T" else task.name, self._began)
+        self.note(self.timestep(task.seq))
+        events = self._take_events()
+        planned = post_process(task, self._wiring.topology, facts)
+        self._following = self._wiring.scheduler.finish(self.rank, task, planned, events)
+
+    def timestep(
+        self,
+        number: int,
+        step: Step | None = None,
+        verdict: Verdict | None = None,
+        timing: TimestepTiming | None = None,
+    ) -> Timestep:
+        """The record of what this rank has done since the last one."""
+        spans, overran = self.recorder.take_spans(), self.recorder.pacer.take_overran()
+        return Timestep(number, step, verdict, timing, spans=spans, overran=overran)
+
+    def note(self, timestep: Timestep) -> None:
+        """Listens to the timesteps of this rank: traces their spans, and counts those that overran."""
+        for span in timestep.spans if self._wiring.tracer.enabled else ():
+            self._wiring.tracer.add(*span)
+        if timestep.overran:
+            self._overran.append(timestep.number)
+
+    def send(self, envelope: Envelope, target: int, number: int) -> None:
+        """Inside a window: send the envelope of a timestep to rank ``target``."""
+        rows = envelope.step.num_rows if envelope.step else 0
+        with self.recorder.span(Task.transfer(self.rank, target, number).label, "transfer"):
+            if rows:
+                self.recorder.pacer.delay_sending(rows)  # the receiver must not get it earlier than over the emulated link
+            self._wiring.transport.send_envelope(envelope, target)
+
+    def keep(self, step: Step | None, seq: int) -> int:
+        """Keep the step until its transfer is granted. Returns its number of rows."""
+        if step is None:
+            return 0
+        self._outbox[Task.transfer(self.rank, self.rank + 1, seq)] = step
+        return step.num_rows
+
+    def forget(self) -> None:
+        """The answer has ended: discard the rows that were still in flight."""
+        self.inbox.clear()
+        self._outbox.clear()
+
+    def _transfer(self, task: Task, message: Message) -> None:
+        """Algorithm 3: the sender takes the step from its outbox, the receiver puts it into its inbox and reports."""
+        rows, is_prompt = message.payload["rows"], task.seq <= 0 < task.source
+        with nullcontext() if is_prompt else self.recorder.pacer.sending(task.source, rows):
+            if task.source == self.rank:
+                self._wiring.transport.send(self._outbox.pop(task), task.target)
+            else:
+                self.inbox.append(self._wiring.transport.receive(rows, task.source))
+        if task.target == self.rank:
+            self.report(task, Facts())
+        else:
+            self.recorder.add(task.label, "transfer", self._began)
+
+    def _take_events(self) -> list[Event]:
+        if self._wiring.tracer.enabled:
+            self.events.append(TraceEvents([event.as_row() for event in self._wiring.tracer.drain()]))
+        if self._overran:
+            self.events.append(OverranEvent(self._overran))
+            self._overran = []
+        events, self.events = self.events, []
+        return events
