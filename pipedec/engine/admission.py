@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from pipedec.core import DEFAULT_METHOD, MaskParams, Request, UserError
+from pipedec.core import DEFAULT_METHOD, MaskParams, Request
 from pipedec.decoding import Experience, Method, create_method
 from pipedec.engine.answer import Answer
 from pipedec.engine.prefill import prefill_chunks

@@ -99,7 +99,9 @@ class DraftLoop:
         if not answer.request.trace:
             return []
         lines = self._scheduler.trace()
-        return [TraceEvents([[SCHEDULER_TRACK, line.task.label, line.task.kind, line.granted_us, line.finished_us] for line in lines])]
+        return [
+            TraceEvents([[SCHEDULER_TRACK, line.task.label, line.task.kind, line.granted_us, line.finished_us] for line in lines])
+        ]
 
 
 def _accept(answer: Answer, pipeline: RankZero, verdict: Verdict) -> Verdict:

@@ -23,7 +23,7 @@ class Pipeline(Protocol):
     """The stages as rank 0 sees them."""
 
     def prefill(self, chunks: Sequence[list[int]], compute: Callable[[Tensor], None]) -> Verdict:
-        """Send the prompt through all stages, and let rank 0 ``compute`` each chunk (int64 [R]); the verdict on the last token."""
+        """Send the prompt through all stages, while rank 0 computes each chunk (int64 [R]) too; the verdict on its last token."""
 
     def advance(self, number: int, entering: Envelope, meanwhile: Callable[[], None]) -> Timestep:
         """Move every stage on by one timestep.

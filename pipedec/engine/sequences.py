@@ -38,9 +38,7 @@ class Sequences:
         ends = frozenset(sampling.stop_token_ids) | frozenset(() if sampling.ignore_eos else self._config.eos_token_ids)
         if dialect is None:
             return partial(single_thread, prompt_length, ends, sampling.max_tokens)
-        return partial(
-            Sequence, self.bound(dialect), prompt_length, ends, sampling.max_tokens, self._config.max_positions
-        )
+        return partial(Sequence, self.bound(dialect), prompt_length, ends, sampling.max_tokens, self._config.max_positions)
 
     @cached_property
     def _config(self) -> ModelConfig:

@@ -76,4 +76,3 @@ class WindowPipeline(RankZero):
             verdict = self._wiring.transport.receive_envelope(self._wiring.topology.final_rank).verdict
         self._in_flight -= 1
         return verdict
-
