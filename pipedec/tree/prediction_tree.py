@@ -70,6 +70,9 @@ class Candidates:
         return Candidates(rows, self.token_ids[is_kept], self.log_probs[is_kept])
 
 
+RowsToDraft = tuple[int, "PredictionTree", Tensor]  # thread number, its tree, int64 [F] rows of the tree, ascending
+
+
 class Gaps(Protocol):
     """Positions left empty after a row: room for the predicted length of a decode thread that the row's token opens."""
 
