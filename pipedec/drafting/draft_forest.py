@@ -2,7 +2,7 @@
 
 Drafts need not be exact, so this class approximates where a stage may not: the last tokens of joined threads are never
 computed, and accepted rows that were never drafted attend to the context as it is when they are computed. Shapes: N tree slots of
-the cache, C accepted tokens that were never drafted, F rows to draft, R = C + F, P slots of the past, S = P + N + R.
+the cache, C accepted tokens that were never drafted, F rows to draft, R = C + F, P slots of the past behind the prompt.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pipedec.forest import Slots
 from pipedec.forest.slots import UNSEEN
 from pipedec.model import StageModel
 from pipedec.threads import Sequence
-from pipedec.tree import Advance, Candidates, PredictionTree, Sight
+from pipedec.tree import Advance, Candidates, PredictionTree, Visibility
 
 _CHAINED = -1
 RowsToDraft = tuple[int, PredictionTree, Tensor]  # thread number, its tree, int64 [F] rows
@@ -65,7 +65,7 @@ class DraftForest:
         """Compute the next chunk of the prompt: int64 [any number]."""
         first = self._cache.past_length
         positions = torch.arange(first, first + len(token_ids), device=self._device)
-        self._model.forward(token_ids, positions, self._cache, mask_RN=None, prefill_length=prompt_length)
+        self._model.forward(token_ids, positions, self._cache, None, prompt_length)
 
     def expand(self, requested: list[RowsToDraft], children: int) -> list[Candidates]:
         """Draft rows of several trees in one forward.
@@ -79,8 +79,8 @@ class DraftForest:
             the candidates for each entry of ``requested``.
         """
         entering = self._forward_rows(requested)
-        sight = self._sight(entering, requested)
-        hidden = self._model.forward(entering.token_ids, entering.positions, self._cache, sight=sight)
+        visibility = self._visibility(entering, requested)
+        hidden = self._model.forward(entering.token_ids, entering.positions, self._cache, visibility)
         chained = self._keep(entering)
         log_probs_FV = self._model.logits(hidden[chained:]).log_softmax(-1)
         top = log_probs_FV.topk(min(children, log_probs_FV.shape[-1]))
@@ -132,15 +132,15 @@ class DraftForest:
             torch.cat([indices, *(torch.where(rows == 0, roots[number], UNSEEN) for number, _, rows in requested)]),
         )
 
-    def _sight(self, entering: _ForwardRows, requested: list[RowsToDraft]) -> Sight:
+    def _visibility(self, entering: _ForwardRows, requested: list[RowsToDraft]) -> Visibility:
         """The attention mask of the rows of a forward."""
         threads, rows = torch.cat((self._threads, entering.threads)), torch.cat((self._rows, entering.rows))
         is_root = self._rows == 0
         indices = torch.full_like(self._threads, UNSEEN)
         indices[is_root] = self._tensor([self._past_tokens[number] for number in self._threads[is_root].tolist()])
         indices = torch.cat((indices, entering.indices))
-        seen_RS = self._slots.seen(entering.threads, threads, indices)
-        seen_RN = seen_RS[:, self._slots.past_length :]
+        seen = self._slots.seen(entering.threads, threads, indices)
+        seen_RN = seen[:, self._slots.past_length :]
         is_chained = entering.rows == _CHAINED
         is_later = (threads == entering.threads[:, None]) & (indices > entering.indices[:, None])
         seen_RN &= ~(is_chained[:, None] & is_later)
@@ -150,7 +150,7 @@ class DraftForest:
             seen_RN[first : first + len(of_tree), own] = tree.tree_mask[of_tree][:, rows[own]]
             first += len(of_tree)
         positions = torch.cat((self._slots.past_positions, self._positions, entering.positions))
-        return Sight(seen_RS, positions, self._slots.shared)
+        return Visibility(seen, self._sequence.prompt_length, lambda: positions)
 
     def _keep(self, entering: _ForwardRows) -> int:
         """Record the rows just computed; the chains are committed. Returns the number of tokens in the chains."""

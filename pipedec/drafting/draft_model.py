@@ -13,7 +13,7 @@ from torch import Tensor
 from pipedec.drafting.draft_forest import DraftForest
 from pipedec.model import StageModel
 from pipedec.threads import Sequence
-from pipedec.tree import Advance, Candidates, PredictionTree
+from pipedec.tree import Advance, Candidates, PredictionTree, Visibility
 
 
 class DraftModel:
@@ -47,7 +47,7 @@ class DraftModel:
     def prefill(self, token_ids: Tensor, prompt_length: int) -> None:
         """Compute the next chunk of the prompt: int64 [any number]."""
         positions = self._positions_after_past(len(token_ids))
-        self._model.forward(token_ids, positions, self._cache, mask_RN=None, prefill_length=prompt_length)
+        self._model.forward(token_ids, positions, self._cache, None, prompt_length)
 
     def expand(self, tree: PredictionTree, rows: Tensor, children: int) -> Candidates:
         """Draft ``rows`` in one forward.
@@ -61,12 +61,10 @@ class DraftModel:
         """
         self._check(tree, rows)
         chain = len(self._chain_ids)
-        hidden = self._model.forward(
-            torch.cat((self._chain_ids, tree.token_ids[rows])),
-            torch.cat((self._positions_after_past(chain), tree.positions[rows])),
-            self._cache,
-            mask_RN=self._mask(tree, rows),
-        )
+        token_ids = torch.cat((self._chain_ids, tree.token_ids[rows]))
+        positions = torch.cat((self._positions_after_past(chain), tree.positions[rows]))
+        visibility = self._visibility(tree, rows, positions)
+        hidden = self._model.forward(token_ids, positions, self._cache, visibility)
         if chain:
             new_slots = torch.arange(chain + len(rows))
             self._cache.advance(new_slots[:chain], new_slots[chain:])
@@ -90,6 +88,12 @@ class DraftModel:
         """int64 [num_rows], the position ids directly after the past."""
         first = self._cache.past_length
         return torch.arange(first, first + num_rows, device=self._device)
+
+    def _visibility(self, tree: PredictionTree, rows: Tensor, positions: Tensor) -> Visibility:
+        """The attention mask of the chain and of ``rows``, over S + C + F slots."""
+        slot_rows = self._slot_rows
+        mask, past_length = self._mask(tree, rows), self._cache.past_length
+        return Visibility(mask, past_length, lambda: torch.cat((tree.positions[slot_rows], positions)))
 
     def _mask(self, tree: PredictionTree, rows: Tensor) -> Tensor:
         """bool [C + F, S + C + F]. No row below the chain has been drafted yet, so C or S is 0."""

@@ -2,6 +2,6 @@
 
 from pipedec.tree.masks import is_mask, mask_groups, visible_slots
 from pipedec.tree.prediction_tree import Advance, Candidates, Gaps, PredictionTree
-from pipedec.tree.sight import Sight
+from pipedec.tree.visibility import Visibility
 
-__all__ = ["Advance", "Candidates", "Gaps", "PredictionTree", "Sight", "is_mask", "mask_groups", "visible_slots"]
+__all__ = ["Advance", "Candidates", "Gaps", "PredictionTree", "Visibility", "is_mask", "mask_groups", "visible_slots"]
