@@ -67,7 +67,7 @@ class ChoiceTable:
     def __init__(self, device: torch.device | str) -> None:
         self.num_rows = 0
         empty = torch.zeros(0, device=device)
-        self._columns = (empty.long(), empty.long(), empty, empty)  # rows, token ids, features, log-chances
+        self._columns: tuple[Tensor, ...] = (empty.long(), empty.long(), empty, empty)  # rows, token ids, features, log-chances
 
     @property
     def choices(self) -> Choices:

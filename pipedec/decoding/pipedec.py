@@ -27,7 +27,7 @@ class PipeDec:
         self.tree = PredictionTree(context.device)
         self._root: int | None = None  # a certain token that has yet to enter
         self.room = self._limits.width
-        self._layer = slice(0, 0)  # the rows that entered last
+        self._layer = slice(0, 0)  # the rows that entered last and have yet to be drafted
         self._candidates: Candidates | None = None  # their children, as drafted
 
     @property
@@ -36,7 +36,9 @@ class PipeDec:
 
     def draft(self) -> None:
         rows = torch.arange(self._layer.start, self._layer.stop, device=self._device)
-        self._candidates = self._drafter.expand(self.tree, rows, self._limits.children) if len(rows) else None
+        if len(rows):
+            self._candidates = self._drafter.expand(self.tree, rows, self._limits.children)
+        self._layer = slice(0, 0)
 
     def accept(self, accepted: Accepted) -> None:
         advance = self.tree.advance(accepted.tokens)
@@ -55,13 +57,12 @@ class PipeDec:
 
     def propose(self) -> Step | None:
         """The root after a miss, else the next layer; None if no candidates are left, because the width limit cut them off."""
+        candidates, self._candidates = self._candidates, None
         if self._root is not None:
             self._layer = self.tree.plant(self._root)
             self._root = None
-        elif self._candidates is not None and len(self._candidates.rows):
-            self._layer = self.tree.grow(self._candidates, min(self._limits.width, self.room))
+        elif candidates is not None and len(candidates.rows):
+            self._layer = self.tree.grow(candidates, min(self._limits.width, self.room))
         else:
-            self._layer = slice(0, 0)
-        if self._layer.start == self._layer.stop:
             return None
         return Step(self.tree.token_ids[self._layer].clone(), self.tree.parents[self._layer].clone())

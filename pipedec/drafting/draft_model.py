@@ -7,45 +7,13 @@ F rows to draft, R = C + F.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
-from pipedec.drafting.labels import ThreadLabels
+from pipedec.drafting.thread_labels import ThreadLabels
 from pipedec.model import StageModel
 from pipedec.threads import Sequence, single_thread
-from pipedec.tree import Advance, Candidates, PredictionTree, RowsToDraft, Sight
-
-
-@dataclass(frozen=True)
-class _Entering:
-    """The R rows of one forward: first the chains, thread after thread, then the requested rows.
-
-    Attributes:
-        chains: int64 token ids by thread number.
-        requested: see ``DraftModel.expand``.
-        num_chained: C.
-    """
-
-    chains: dict[int, Tensor]
-    requested: list[RowsToDraft]
-    num_chained: int
-
-    @property
-    def rows(self) -> Tensor:
-        """int64 [F], the requested rows, numbered by their own trees."""
-        return torch.cat([rows for _, _, rows in self.requested])
-
-    @property
-    def token_ids(self) -> Tensor:
-        """int64 [R]."""
-        return torch.cat([*self.chains.values(), *(tree.token_ids[rows] for _, tree, rows in self.requested)])
-
-    @property
-    def positions(self) -> Tensor:
-        """int64 [F], position ids of the requested rows."""
-        return torch.cat([tree.positions[rows] for _, tree, rows in self.requested])
+from pipedec.tree import Advance, Candidates, PredictionTree, RowsToDraft, Visibility
 
 
 class DraftModel:
@@ -70,7 +38,7 @@ class DraftModel:
         """
         self._cache.reset()
         self._sequence = sequence
-        self._slot_rows = torch.zeros(0, dtype=torch.int64, device=self._device)  # int64 [N], row of its tree in every tree slot
+        self._slot_rows = torch.zeros(0, dtype=torch.int64, device=self._device)  # [N], the row of its tree in every tree slot
         self._chains: dict[int, Tensor] = {}  # by thread: int64, token ids that follow the past
         self._labels = ThreadLabels(sequence, self._device) if sequence.can_fork else None
 
@@ -94,9 +62,8 @@ class DraftModel:
         """
         for number, tree, rows in requested:
             self._check(tree, self._slot_rows[self._slots_of(number)], rows)
-        entering = _Entering(self._chains, requested, sum(map(len, self._chains.values())))
-        hidden = self._forward(entering)
-        log_probs_FV = self._model.logits(hidden[entering.num_chained :]).log_softmax(-1)
+        rows = torch.cat([rows for _, _, rows in requested])
+        log_probs_FV = self._model.logits(self._forward(requested, rows)).log_softmax(-1)
         top = log_probs_FV.topk(min(children, log_probs_FV.shape[-1]))
         counts = [len(rows) for _, _, rows in requested]
         found = zip(requested, top.indices.split(counts), top.values.split(counts), strict=True)
@@ -105,21 +72,21 @@ class DraftModel:
     def advance(self, thread: int, advance: Advance) -> None:
         """Commit and prune cache entries as the thread's tree was."""
         own = self._slots_of(thread)
+        rows = self._slot_rows[own]
         slots = torch.full((advance.num_rows,), -1, dtype=torch.int64, device=self._device)
-        slots[self._slot_rows[own]] = own
+        slots[rows] = own
         committed = slots[advance.committed]
         is_drafted = committed >= 0
-        is_kept, rows = advance.renumber(self._slot_rows[own])
+        drafted, chain = committed[is_drafted], advance.committed_ids[~is_drafted]
+        is_kept, new_rows = advance.renumber(rows)
+        kept = own[is_kept]
+        self._slot_rows[kept] = new_rows
         if self._labels is not None:
-            self._slot_rows[own[is_kept]] = rows
-            kept = self._labels.advance(thread, committed[is_drafted], own[is_kept])
-            self._slot_rows = self._slot_rows[kept]
-        else:
-            kept, self._slot_rows = own[is_kept], rows
-        self._cache.advance(committed[is_drafted], kept)
-        chain = advance.committed_ids[~is_drafted]
+            kept = self._labels.advance(thread, drafted, own[~is_kept])
+        self._slot_rows = self._slot_rows[kept]
+        self._cache.advance(drafted, kept)
         if len(chain):
-            self._chains[thread] = torch.cat((self._chains[thread], chain)) if thread in self._chains else chain
+            self._chains[thread] = torch.cat((self._chains.get(thread, chain[:0]), chain))
 
     def threads_changed(self) -> None:
         """To be called when threads were opened, joined or ended."""
@@ -140,36 +107,36 @@ class DraftModel:
         """int64, ascending, the tree slots that hold rows of a thread's tree."""
         return torch.arange(len(self._slot_rows), device=self._device) if self._labels is None else self._labels.slots_of(number)
 
-    def _forward(self, entering: _Entering) -> Tensor:
-        """Compute the rows; the chains are committed. Returns hidden states: [R, E]."""
-        chained, rows, positions = entering.num_chained, entering.rows, entering.positions
+    def _forward(self, requested: list[RowsToDraft], rows: Tensor) -> Tensor:
+        """Compute first the chains, which join the past, then ``rows``, those of all trees. Returns hidden states of the latter.
+
+        Returns:
+            [F, E].
+        """
+        token_ids = torch.cat([*self._chains.values(), *(tree.token_ids[of_tree] for _, tree, of_tree in requested)])
         if self._labels is None:
-            mask = self._mask(entering)
-            positions = torch.cat((self._positions_after_past(chained), positions))
-            hidden = self._model.forward(entering.token_ids, positions, self._cache, mask_RN=mask)
+            positions, visibility = self._visibility(*requested[0])
         else:
-            self._labels.enter(self._chains, entering.requested, positions)
-            sight = self._labels.sight(chained, entering.requested, torch.cat((self._slot_rows, rows)))
-            hidden = self._model.forward(entering.token_ids, self._labels.positions[-len(rows) - chained :], self._cache, sight=sight)
-            self._labels.commit_chains(chained, len(rows))
-        first = len(self._slot_rows)
+            positions, visibility = self._labels.enter(self._chains, requested, self._slot_rows)
+        hidden = self._model.forward(token_ids, positions, self._cache, visibility)
+        first, chained = len(self._slot_rows), len(token_ids) - len(rows)
         if chained:
-            slots = torch.arange(first + chained + len(rows), device=self._device)
+            slots = torch.arange(first + len(token_ids), device=self._device)
             self._cache.advance(slots[first : first + chained], torch.cat((slots[:first], slots[first + chained :])))
         self._chains = {}
         self._slot_rows = torch.cat((self._slot_rows, rows))
-        return hidden
+        return hidden[chained:]
 
-    def _mask(self, entering: _Entering) -> Tensor:
-        """bool [R, N + R], for one thread. No row below the chain has been drafted yet, so C or N is 0."""
-        ((_, tree, rows),) = entering.requested
-        tree_mask = tree.tree_mask[rows][:, torch.cat((self._slot_rows, rows))]
-        chained = entering.num_chained
-        if not chained:
-            return tree_mask
-        mask = tree_mask.new_ones((chained + len(rows), chained + len(rows))).tril()
-        mask[chained:, chained:] = tree_mask
-        return mask
+    def _visibility(self, number: int, tree: PredictionTree, rows: Tensor) -> tuple[Tensor, Visibility]:
+        """Positions and attention mask of chain and ``rows`` for an answer that cannot fork."""
+        chained = len(self._chains.get(number, ()))
+        slot_rows = self._slot_rows
+        positions = torch.cat((self._positions_after_past(chained), tree.positions[rows]))
+        mask = tree.tree_mask[rows][:, torch.cat((slot_rows, rows))]
+        if chained:  # no row below the chain has been drafted yet: there are no tree slots
+            tree_mask, mask = mask, mask.new_ones((len(positions), len(positions))).tril()
+            mask[chained:, chained:] = tree_mask
+        return positions, Visibility(mask, self._cache.past_length, lambda: torch.cat((tree.positions[slot_rows], positions)))
 
     def _check(self, tree: PredictionTree, drafted: Tensor, rows: Tensor) -> None:
         if bool((rows.diff() <= 0).any()):

@@ -2,8 +2,8 @@
 
 from pipedec.tree.masks import is_mask, mask_groups, visible_slots
 from pipedec.tree.prediction_tree import Advance, Candidates, Gaps, PredictionTree, RowsToDraft
-from pipedec.tree.sight import Sight
+from pipedec.tree.visibility import Visibility
 
 __all__ = [
-    "Advance", "Candidates", "Gaps", "PredictionTree", "RowsToDraft", "Sight", "is_mask", "mask_groups", "visible_slots",
+    "Advance", "Candidates", "Gaps", "PredictionTree", "RowsToDraft", "Visibility", "is_mask", "mask_groups", "visible_slots",
 ]  # fmt: skip
