@@ -123,8 +123,8 @@ class MethodEntry:
     Attributes:
         help: one sentence.
         options: the class of its options.
-        implementation: module and class of a ``Method`` (see ``decoding.interface``), imported when it is first used.
-        team: module and class that decodes several threads together; None: one ``implementation`` per thread.
+        implementation: module and class (see ``decoding.interface``), imported when it is first used.
+        compares_threads: whether that class is a ``Policy`` for all threads together, or a ``Member`` for each thread.
         draft: whether it uses a draft model.
         needs_bita: whether the target must have a trained BiTA.
     """
@@ -133,7 +133,7 @@ class MethodEntry:
     help: str
     options: type[MethodOptions]
     implementation: str
-    team: str | None = None
+    compares_threads: bool = False
     draft: Literal["none", "optional", "required"] = "none"
     needs_bita: bool = False
 
@@ -172,7 +172,7 @@ METHODS = {
         ),
         MethodEntry(
             DEFAULT_METHOD, "The most probable rows of any depth per timestep.", BestFirstOptions,
-            "pipedec.decoding.best_first:BestFirst", team="pipedec.decoding.best_first_team:BestFirstTeam", draft="optional",
+            "pipedec.decoding.best_first:BestFirst", compares_threads=True, draft="optional",
         ),
         MethodEntry(
             "bita", "BiTA: the target drafts for itself with trained mask rows.", BitaOptions,

@@ -14,8 +14,8 @@ from click.testing import CliRunner
 from pipedec import LLM, PipeDecOptions
 from pipedec.cli.options import OPTION_NAMES, RequestFlags, request_options
 from pipedec.core import DEFAULT_METHOD, Request, UserError
-from pipedec.decoding.controller import WIDTHS
 from pipedec.methods import (
+    MAX_ROWS,
     METHOD_NAMES,
     METHODS,
     BestFirstOptions,
@@ -29,15 +29,12 @@ from pipedec.methods import (
     option_rules,
 )
 
-GIVEN = {"request", "drafter", "experience", "device", "trained_masks", "forest"}
-
 
 @pytest.mark.parametrize("entry", METHODS.values(), ids=METHOD_NAMES)
 def test_every_entry_leads_to_code_and_to_options(entry: MethodEntry) -> None:
-    for path in filter(None, (entry.implementation, entry.team)):
-        module, _, name = path.partition(":")
-        needed = set(inspect.signature(getattr(importlib.import_module(module), name)).parameters)
-        assert needed <= GIVEN and ("drafter" in needed) == (entry.draft != "none")
+    module, _, name = entry.implementation.partition(":")
+    needed = list(inspect.signature(getattr(importlib.import_module(module), name)).parameters)
+    assert needed == (["context"] if entry.compares_threads else ["context", "number"])
     assert make_options(entry.name) == entry.options()
     assert entry.help.endswith(".") and entry.option_names == tuple(asdict(entry.options()))
     assert all(rule.help and not rule.help.endswith(".") for rule in option_rules(entry.options).values())
@@ -45,7 +42,7 @@ def test_every_entry_leads_to_code_and_to_options(entry: MethodEntry) -> None:
 
 def test_the_default_and_the_widest_step() -> None:
     assert find_method(Request(0, ()).method).name == DEFAULT_METHOD
-    assert option_rules(BestFirstOptions)["width"].at_most == WIDTHS[-1]
+    assert option_rules(BestFirstOptions)["width"].at_most == MAX_ROWS
 
 
 @pytest.mark.parametrize(
@@ -74,7 +71,7 @@ def test_what_a_pipeline_can_run(has_draft: bool, has_bita: bool, possible: tupl
         ("pipedec", {"width": "wide"}, "width: must be a whole number, not wide"),
         ("stpp", {"depth": 65}, "depth: must be between 1 and 64, not 65"),
         ("stpp", {"rows": 2000, "depth": 3}, "depth: 3 layers of 2000 rows are drafted at once: together at most 4096"),
-        ("pipedec-bestfirst", {"width": 125}, "width: must be between 1 and 124, not 125"),
+        ("pipedec-bestfirst", {"width": 4097}, "width: must be between 1 and 4096, not 4097"),
         ("pipedec-bestfirst", {"proposers": ()}, "proposers: must be one or more of draft, ngrams, not none"),
         ("pipedec-bestfirst", {"proposers": [["draft"]]}, "proposers: must be one or more of draft, ngrams, not ['draft']"),
         ("bita", {"shape": ["full"]}, "shape: must be one of likeliest, efficient, straightforward, full, not full"),

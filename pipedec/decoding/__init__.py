@@ -2,11 +2,8 @@
 
 from pipedec.decoding.controller import TimestepTiming
 from pipedec.decoding.experience import Experience
-from pipedec.decoding.interface import Drafter, Method
-from pipedec.decoding.registry import create_method, create_threaded
-from pipedec.decoding.thread_drafter import ForestDrafter
-from pipedec.decoding.threaded import Threaded
+from pipedec.decoding.interface import Drafter
+from pipedec.decoding.method import Method
+from pipedec.decoding.registry import create_method
 
-__all__ = [
-    "Drafter", "Experience", "ForestDrafter", "Method", "Threaded", "TimestepTiming", "create_method", "create_threaded",
-]  # fmt: skip
+__all__ = ["Drafter", "Experience", "Method", "TimestepTiming", "create_method"]

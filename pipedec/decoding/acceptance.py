@@ -40,23 +40,19 @@ class Acceptance:
         if not len(found):
             return None
         index = int(found[0, 0])
-        token_ids, features = choices.token_ids[index : index + 1], choices.features[index : index + 1]
-        is_accepted = torch.cat((token_ids[0] == token, token_ids.new_ones(1).bool()))
-        is_accepted[-1] = not bool(is_accepted[:-1].any())
-        residual = is_accepted.float() - self._log_probs(token_ids, features)[0].exp()
-        gradient = residual @ _with_none_feature(features)[0]
+        token_ids, features = choices.token_ids[index : index + 1], choices.features[index]
+        residual = self._log_probs(token_ids, features[None])[0].exp_().neg_()
+        proposed = torch.nonzero(token_ids[0] == token)
+        was_proposed = len(proposed) > 0
+        residual[proposed[0, 0] if was_proposed else -1] += 1
+        gradient = torch.cat((residual @ features, residual[-1:]))
         self._squares += gradient * gradient
         self.weights += _LEARNING_RATE * gradient / self._squares.sqrt()
-        return not bool(is_accepted[-1])
+        return was_proposed
 
     def _log_probs(self, token_ids: Tensor, features: Tensor) -> Tensor:
-        scores = _with_none_feature(features) @ self.weights
+        """[D, K + 1], the last for "none of the choices"."""
+        scores = features @ self.weights[:-1]
+        scores[:, -1] += self.weights[-1]
         scores[:, :-1].masked_fill_(token_ids == NO_TOKEN, -torch.inf)
         return scores.log_softmax(-1)
-
-
-def _with_none_feature(features: Tensor) -> Tensor:
-    """[D, K + 1, W + 1], ``features`` with one more, which is 1 for "none of the choices" and else 0."""
-    none = torch.zeros_like(features[..., :1])
-    none[:, -1] = 1
-    return torch.cat((features, none), -1)

@@ -5,108 +5,195 @@ depth. A row's probability is the product of *learned* acceptance probabilities 
 enter at once where drafts are reliable. Where they are not, further siblings near the root enter later: such a token is delayed a
 little, where the paper's policy would have a miss and drain the pipeline. If an accepted token was drafted but has not entered,
 its subtree is kept and enters with it.
+
+If an answer has several threads, the rows of all their trees are compared: roots are certain and so come first. Acceptance
+probabilities, width and number of draft forwards are learned from all threads together.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from pipedec.core import NO_MASKS, Request, Step, UserError, Verdict
+from pipedec.core import NO_MASKS, Accepted, Step, UserError
 from pipedec.decoding.acceptance import Acceptance
-from pipedec.decoding.choices import Choices, Proposer
+from pipedec.decoding.choices import Choices, Proposal
+from pipedec.decoding.context import MethodContext
 from pipedec.decoding.controller import Controller, TimestepTiming
-from pipedec.decoding.experience import Experience
 from pipedec.decoding.injection import InjectionTree
 from pipedec.decoding.interface import Drafter
-from pipedec.decoding.proposers import DraftProposer, NgramProposer
+from pipedec.decoding.proposers import DraftProposal, NgramProposer
+from pipedec.forest import paths
 from pipedec.methods import BestFirstOptions, options_of
+from pipedec.tree import PredictionTree
 
-DRAFTED_ROWS = 16  # of one forward: more make no answer faster
+DRAFTED_ROWS = 16  # of one forward for one thread: more make no answer faster
+
+
+class Branch:
+    """The rows of one thread."""
+
+    def __init__(self, number: int, policy: BestFirst, ngrams: NgramProposer | None, device: torch.device | str) -> None:
+        self.number = number
+        self.injection = InjectionTree(device)
+        self.ngrams = ngrams
+        self.root_pending = False  # the root has yet to enter
+        self._policy = policy
+
+    @property
+    def tree(self) -> PredictionTree:
+        return self.injection.tree
+
+    @property
+    def has_entered(self) -> bool:
+        return not self.root_pending
+
+    def accept(self, accepted: Accepted) -> None:
+        self._policy.learn(self.injection, accepted.tokens)
+        advance = self.injection.advance(accepted.tokens)
+        if self._policy.drafter is not None:
+            self._policy.drafter.advance(self.number, advance)
+        if self.ngrams is not None:
+            self.ngrams.accept(accepted.tokens)
+        self.root_pending = not self.injection.root_has_entered
+        if not advance.hit:
+            self.injection.plant(accepted.tokens[-1])
+
+    def cut(self) -> None:
+        advance = self.injection.cut()
+        if self._policy.drafter is not None:
+            self._policy.drafter.advance(self.number, advance)
+        self.root_pending = False
+
+    def plant(self, token: int) -> None:
+        if self.ngrams is not None:
+            self.ngrams.accept((token,))
+        self.injection.plant(token)
+        self.root_pending = True
 
 
 class BestFirst:
-    """Best-first injection for an answer in one thread. Limits that the request does not set are tuned by ``Controller``."""
+    """Limits that the request does not set are tuned by ``Controller``.
+
+    Raises:
+        UserError: the request leaves no draft source.
+    """
 
     masks = NO_MASKS
 
-    def __init__(
-        self, request: Request, drafter: Drafter | None, experience: Experience, device: torch.device | str = "cpu"
-    ) -> None:
-        sources = options_of(request, BestFirstOptions).proposers
-        self.hits = 0
-        self.misses = 0
-        self._prompt_length = len(request.prompt_token_ids)
-        self._controller = experience.controller(request)
-        self._drafter = drafter if "draft" in sources else None
-        self._ngrams = NgramProposer(request.prompt_token_ids, device) if "ngrams" in sources else None
-        self._proposers: list[Proposer] = []
-        if self._drafter is not None:
-            self._drafter.begin()
-            self._proposers.append(DraftProposer(self._drafter, self._controller.children))
-        if self._ngrams is not None:
-            self._proposers.append(self._ngrams)
-        if not self._proposers:
+    def __init__(self, context: MethodContext) -> None:
+        sources = options_of(context.request, BestFirstOptions).proposers
+        self.drafter: Drafter | None = context.drafter if "draft" in sources else None
+        self._uses_ngrams = "ngrams" in sources
+        prior = (*(DraftProposal.prior if self.drafter else ()), *(NgramProposer.prior if self._uses_ngrams else ()))
+        if not prior:
             raise UserError("method pipedec-bestfirst has no proposer: give --draft DIR, or let the n-grams propose")
-        prior = tuple(weight for proposer in self._proposers for weight in proposer.prior)
-        self._acceptance = experience.acceptance(request, prior, device)
-        self._injection = InjectionTree(self._prompt_length, device)
-        self._root_pending = False  # the root has yet to enter
+        self._context = context
+        self._sequence = context.sequence
+        self._controller: Controller = context.experience.controller(context.request)
+        self._children = self._controller.children
+        self._acceptance: Acceptance = context.experience.acceptance(context.request, prior, context.device)
 
-    def prefill(self, token_ids: Tensor) -> None:
-        if self._drafter is not None:
-            self._drafter.prefill(token_ids, self._prompt_length)
+    @property
+    def rows(self) -> int:
+        return self._controller.width
 
-    def draft(self) -> None:
-        """Run the number of draft forwards that the controller has set."""
-        for _ in range(self._controller.forwards if self._controller.is_speculating else 0):
-            tree, rows = self._injection.tree, self._injection.undrafted(DRAFTED_ROWS)
-            if not len(rows):
+    def create(self, number: int) -> Branch:
+        return Branch(number, self, self._ngrams(number) if self._uses_ngrams else None, self._context.device)
+
+    def _ngrams(self, number: int) -> NgramProposer:
+        """N-grams of the other threads, the prompt and, last, the tokens that the thread itself sees."""
+        threads = self._sequence.threads
+        seen = [token for other, count in self._sequence.context(number) for token in threads[other].token_ids[:count]]
+        siblings = [] if number == 0 else [t for thread in threads if thread.number != number for t in thread.token_ids]
+        return NgramProposer((*siblings, *self._context.request.prompt_token_ids, *seen), self._context.device)
+
+    def learn(self, injection: InjectionTree, tokens: Sequence[int]) -> None:
+        """Update the acceptance model with every accepted token that follows a drafted row of the tree."""
+        self._controller.record_accepted(len(tokens))
+        tree, choices = injection.tree, injection.choices
+        row = 0 if tree.num_rows else None
+        for token in tokens:
+            if row is None or not len(choices.rows):
                 return
-            choices = Choices.merged(rows, [proposer.propose(tree, rows) for proposer in self._proposers])
-            self._injection.add(choices, self._acceptance.log_chances(choices))
+            was_proposed = self._acceptance.observe(choices, row, token)
+            if was_proposed is not None:
+                self._controller.record_proposed(was_proposed)
+            row = tree.child(row, token)
 
-    def apply(self, verdict: Verdict) -> None:
-        learn_from_accepted(self._injection, verdict.tokens, self._acceptance, self._controller)
-        self._controller.record_accepted(len(verdict.tokens))
-        advance, has_entered = self._injection.advance(verdict.tokens)
-        if self._drafter is not None:
-            self._drafter.advance(advance)
-        if self._ngrams is not None:
-            self._ngrams.accept(verdict.tokens)
-        self.hits += max(0, len(verdict.tokens) - 1)
-        if verdict.finished is not None:
-            return
-        self.hits += has_entered
-        self.misses += not has_entered
-        self._root_pending = not has_entered
-        if not advance.hit:
-            self._injection.plant(verdict.tokens[-1])
+    def draft(self, running: dict[int, Branch]) -> None:
+        """Run the number of draft forwards that the controller has set, each on rows of all threads."""
+        for _ in range(self._controller.forwards if self._controller.is_speculating else 0):
+            rows = {number: rows for number, rows in self._undrafted(running).items() if len(rows)}
+            if not rows:
+                return
+            for number, proposals in self._proposals(running, rows).items():
+                choices = Choices.merged(rows[number], proposals)
+                running[number].injection.add(choices, self._acceptance.log_chances(choices))
 
-    def propose(self) -> Step | None:
-        """The most probable rows; without speculation, the root alone."""
-        if not self._controller.is_speculating:
-            step = self._injection.enter(1)[0] if self._root_pending else None
+    def _proposals(self, running: dict[int, Branch], rows: dict[int, Tensor]) -> dict[int, list[Proposal]]:
+        found: dict[int, list[Proposal]] = {number: [] for number in rows}
+        if self.drafter is not None:
+            requested = [(number, running[number].tree, of_thread) for number, of_thread in rows.items()]
+            for number, candidates in zip(rows, self.drafter.expand(requested, self._children), strict=True):
+                found[number].append(DraftProposal(candidates))
+        for number, proposals in found.items():
+            ngrams = running[number].ngrams
+            if ngrams is not None:
+                proposals.append(ngrams.propose(running[number].tree, rows[number]))
+        return found
+
+    def _undrafted(self, running: dict[int, Branch]) -> dict[int, Tensor]:
+        """By thread, the most probable undrafted rows among all threads, to be drafted now."""
+        count = DRAFTED_ROWS if len(running) == 1 else 2 * DRAFTED_ROWS
+        shares = _shares(running, count, InjectionTree.undrafted_chances)
+        taken = {number: running[number].injection.undrafted(share) for number, share in shares.items()}
+        if not self._sequence.can_fork:
+            return taken
+        return {number: self._with_successors(running[number], rows) for number, rows in taken.items()}
+
+    def _with_successors(self, branch: Branch, rows: Tensor) -> Tensor:
+        """Those of ``rows`` that can have successors: their token neither joins nor ends the thread."""
+        sequence = self._sequence
+        has_successor = [
+            not (path and sequence.is_control(path[-1]) and sequence.ends_walk(branch.number, path[-1], path[:-1]))
+            for path in paths(branch.tree, rows.tolist())
+        ]
+        return rows[torch.tensor(has_successor, dtype=torch.bool, device=rows.device)]
+
+    def propose(self, running: dict[int, Branch], room: int) -> list[tuple[int, Step]]:
+        """The most probable rows of all threads; without speculation, their roots alone."""
+        is_speculating = self._controller.is_speculating
+        width = min(self._controller.width, room) if is_speculating else room
+        pending = [number for number, branch in running.items() if branch.root_pending]
+        if not is_speculating or len(pending) >= width:
+            shares = dict.fromkeys(pending[:width], 1)  # parents before their children, which attend to the openers
         else:
-            step, chances = self._injection.enter(self._controller.width)
-            self._controller.record_entered(chances)
-        self._root_pending = False
-        return step
+            shares = _shares(running, width, InjectionTree.entering_chances)
+        steps, chances = [], []
+        for number in sorted(shares):
+            step, of_step = running[number].injection.enter(shares[number])
+            if step is not None:
+                steps.append((number, step))
+                chances.append(of_step)
+                running[number].root_pending = False
+        if is_speculating:
+            self._controller.record_entered(torch.cat(chances) if chances else torch.zeros(0, device=self._context.device))
+        return steps
 
     def observe(self, timing: TimestepTiming) -> None:
         self._controller.record_timestep(timing)
 
 
-def learn_from_accepted(injection: InjectionTree, tokens: Sequence[int], acceptance: Acceptance, controller: Controller) -> None:
-    """Update the acceptance model with every accepted token that follows a drafted row of the tree."""
-    tree, choices = injection.tree, injection.choices
-    row = 0 if tree.num_rows else None
-    for token in tokens:
-        if row is None or choices is None:
-            return
-        was_proposed = acceptance.observe(choices, row, token)
-        if was_proposed is not None:
-            controller.record_proposed(was_proposed)
-        row = tree.child(row, token)
+def _shares(running: dict[int, Branch], count: int, chances_of: Callable[[InjectionTree, int], Tensor]) -> dict[int, int]:
+    """By thread, the number of its rows among the ``count`` most probable rows of all threads."""
+    if len(running) <= 1:
+        return dict.fromkeys(running, count)
+    chances = {number: chances_of(branch.injection, count) for number, branch in running.items()}
+    owners = torch.cat([torch.full((len(of_tree),), number) for number, of_tree in chances.items()])
+    all_chances = torch.cat(list(chances.values()))
+    best = owners[all_chances.topk(min(count, len(all_chances))).indices.to(owners.device)]
+    numbers, counts = best.unique(return_counts=True)
+    return dict(zip(numbers.tolist(), counts.tolist(), strict=True))

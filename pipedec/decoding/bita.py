@@ -9,80 +9,67 @@ no tree and runs no model.
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
-from pipedec.core import MaskParams, Request, Step, UserError, Verdict
+from pipedec.core import Accepted, MaskParams, Step, UserError
 from pipedec.decoding.candidates import CandidateTree, Forecast, RankChances, efficient, full, likeliest, straightforward
-from pipedec.decoding.controller import TimestepTiming
-from pipedec.decoding.experience import Experience
-from pipedec.methods import BitaOptions, options_of
+from pipedec.decoding.context import MethodContext
+from pipedec.methods import MAX_ROWS, BitaOptions, options_of
 from pipedec.tree import mask_groups
 
 DEFAULT_NAMED = {"likeliest": 16, "efficient": 5, "full": 2}  # tokens of each mask; efficient: BiTA §4.1
-MAX_NAMED = 64  # of all masks together: a verdict has to fit into a message's header
-MAX_ROWS = 4096
+DEFAULT_FORECAST = 64  # maximum tokens of all masks together, unless the request sets the tokens of each
 
 
 class Bita:
     """One tree per passage of the pipeline, as the request's options shape it.
 
-    Args:
-        trained_masks: masks that the target's BiTA was trained with, at least 1.
-
     Raises:
-        UserError: it has fewer masks than the request's depth, or the tree is too large.
+        UserError: the target's BiTA has fewer masks than the request's depth, or the tree is too large.
     """
 
-    def __init__(self, request: Request, trained_masks: int, experience: Experience, device: torch.device | str = "cpu") -> None:
-        limits = options_of(request, BitaOptions)
-        depth = limits.depth or trained_masks
-        if depth > trained_masks:
-            raise UserError(f"depth {depth}, but this BiTA was trained with {trained_masks} masks: lower --depth")
+    tree = None
+
+    def __init__(self, context: MethodContext, number: int) -> None:
+        limits = options_of(context.request, BitaOptions)
+        depth = limits.depth or context.trained_masks
+        if depth > context.trained_masks:
+            raise UserError(f"depth {depth}, but this BiTA was trained with {context.trained_masks} masks: lower --depth")
         is_chain = limits.shape == "straightforward"
-        named = 1 if is_chain else limits.children or min(DEFAULT_NAMED[limits.shape], MAX_NAMED // depth)
-        if depth * named > MAX_NAMED:
-            raise UserError(f"{depth} masks that name {named} tokens each are more than {MAX_NAMED}: lower --depth or --children")
-        num_rows = (1 + depth) * sum(named**layer for layer in range(depth + 1))
-        if limits.shape == "full" and num_rows > MAX_ROWS:
-            raise UserError(f"a tree of {num_rows} rows is more than {MAX_ROWS}: lower --depth or --children")
+        named = 1 if is_chain else limits.children or min(DEFAULT_NAMED[limits.shape], DEFAULT_FORECAST // depth)
+        self.room = _largest(limits, depth, named)  # maximum rows of a step; lowered when threads share it
+        if max(self.room, depth * named) > MAX_ROWS:
+            rows = f"a tree of {self.room} rows" if self.room > MAX_ROWS else f"a forecast of {depth * named} tokens"
+            raise UserError(f"{rows} is more than {MAX_ROWS}: lower --depth or --children")
         self.masks = MaskParams(depth, named)
-        self.hits = 0
-        self.misses = 0
         self._shape = limits.shape
         self._rows = limits.rows
-        self.room = MAX_ROWS  # rows that may enter, if others need some of them
-        self.tree = None
-        self._chances: RankChances = experience.rank_chances(request, self.masks)
-        self._device = device
-        self._root: int | None = None
+        self._chances: RankChances = context.experience.rank_chances(context.request, self.masks)
+        self._device = context.device
+        self._root: int | None = None  # a certain token that has yet to enter
         self._forecast: Forecast = ()
 
-    def prefill(self, token_ids: Tensor) -> None:
-        """Nothing to do: there is no draft model."""
+    @property
+    def has_entered(self) -> bool:
+        return self._root is None
 
     def draft(self) -> None:
         """Nothing to do: the stages compute the forecast."""
 
-    def apply(self, verdict: Verdict) -> None:
-        self._chances.observe(self._forecast, verdict.tokens)
-        self._root = verdict.tokens[-1] if verdict.finished is None else None
-        self._forecast = verdict.forecast
-        self.hits += len(verdict.tokens) - 1
-        self.misses += verdict.finished is None
+    def accept(self, accepted: Accepted) -> None:
+        self._chances.observe(self._forecast, accepted.tokens)
+        self._root, self._forecast = accepted.tokens[-1], accepted.forecast
 
     def cut(self) -> None:
-        """Drop root and forecast; nothing else outlives a verdict."""
         self._root, self._forecast = None, ()
 
     def plant(self, token: int) -> None:
-        """Start again from a certain token."""
         self._root, self._forecast = token, ()
 
     def propose(self) -> Step | None:
         """The root, the candidates, then the masks."""
         if self._root is None:
             return None
-        tree = self._tree(self._root)
+        tree = self._candidates(self._root)
         self._root = None
         tokens, parents, with_masks = (
             torch.tensor(rows, dtype=torch.int64, device=self._device) for rows in (tree.token_ids, tree.parents, tree.with_masks)
@@ -90,10 +77,7 @@ class Bita:
         masks, mask_parents = mask_groups(with_masks, len(tokens), self.masks.count)
         return Step(torch.cat((tokens, masks)), torch.cat((parents, mask_parents)))
 
-    def observe(self, timing: TimestepTiming) -> None:
-        """Nothing to adapt."""
-
-    def _tree(self, root: int) -> CandidateTree:
+    def _candidates(self, root: int) -> CandidateTree:
         """The root and its candidates; the root alone if there is no room for masks."""
         if self.room <= self.masks.count:
             return CandidateTree([root])
@@ -103,3 +87,13 @@ class Bita:
             if len(tree.token_ids) + self.masks.count * len(tree.with_masks) <= self.room:
                 return tree
         return likeliest(root, self._forecast, self._chances, min(self._rows, self.room), self.masks.count)
+
+
+def _largest(limits: BitaOptions, depth: int, named: int) -> int:
+    """Rows of the largest tree of a shape, masks included: the root and a group of masks at least."""
+    shapes = {
+        "straightforward": 1 + 2 * depth,
+        "efficient": (1 + depth) * (1 + depth * named),
+        "full": (1 + depth) * sum(named**layer for layer in range(depth + 1)),
+    }
+    return shapes.get(limits.shape, max(limits.rows, 1 + depth))

@@ -15,9 +15,10 @@ Everything is measured while answers are decoded and kept for later answers. Lim
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import islice, pairwise
 from statistics import fmean
 
+import torch
 from torch import Tensor
 
 from pipedec.methods import BestFirstOptions
@@ -72,6 +73,7 @@ class Controller:
         self._epoch = 0
         self._gains: dict[int, float] = {}  # by width: summed chances of the rows that it adds to the next narrower width
         self._tokens_per_timestep = 0.0
+        self._chances: list[Tensor] = []  # of the rows of each timestep, not in ``_gains`` yet
         self._unproposed_share = 0.0
         self._unsettled = 0  # timesteps still affected by the previous width, which are not measured
         self._timings: list[TimestepTiming] = []  # of the present epoch
@@ -85,11 +87,8 @@ class Controller:
     def record_entered(self, chances: Tensor) -> None:
         """Record the acceptance probabilities of the rows of a timestep: [R], in any order."""
         self._entered.append(len(chances))
-        best = chances.sort(descending=True).values.tolist()
-        for narrower, width in pairwise(WIDTHS):
-            if width <= self.width:
-                gain = sum(best[narrower:width])
-                self._gains[width] = _DECAY * self._gains.get(width, gain) + (1 - _DECAY) * gain
+        if self._limits.width is None:
+            self._chances.append(chances)
 
     def record_proposed(self, was_proposed: bool) -> None:
         """Record whether the token accepted after a drafted row was among that row's choices."""
@@ -151,7 +150,19 @@ class Controller:
         elif self._unproposed_share < _FEW_UNPROPOSED:
             self.children = CHILDREN[0]
 
+    def _count_gains(self) -> None:
+        """Bring ``_gains`` up to date: the device is asked once for the chances of many timesteps."""
+        all_chances = iter(torch.cat(self._chances).tolist() if self._chances else [])
+        for chances in self._chances:
+            best = sorted(islice(all_chances, len(chances)), reverse=True)
+            for narrower, width in pairwise(WIDTHS):
+                if width <= self.width:
+                    gain = sum(best[narrower:width])
+                    self._gains[width] = _DECAY * self._gains.get(width, gain) + (1 - _DECAY) * gain
+        self._chances.clear()
+
     def _set_width(self) -> None:
+        self._count_gains()
         if self.width not in self._durations:
             return  # timesteps are bound by the draft model
         best = WIDTHS[1]  # speculate again after an epoch without speculation

@@ -8,11 +8,9 @@ accepted token becomes the root of a new tree, which enters the draft model and 
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
-from pipedec.core import NO_MASKS, Request, Step, Verdict
-from pipedec.decoding.controller import TimestepTiming
-from pipedec.decoding.interface import Drafter
+from pipedec.core import NO_MASKS, Accepted, Step
+from pipedec.decoding.context import MethodContext
 from pipedec.methods import PipeDecOptions, options_of
 from pipedec.tree import Candidates, PredictionTree
 
@@ -22,64 +20,49 @@ class PipeDec:
 
     masks = NO_MASKS
 
-    def __init__(self, request: Request, drafter: Drafter, device: torch.device | str = "cpu") -> None:
-        self.hits = 0
-        self.misses = 0
-        self._limits = options_of(request, PipeDecOptions)
-        self._prompt_length = len(request.prompt_token_ids)
-        self._drafter = drafter
-        self._drafter.begin()
-        self._tree = PredictionTree(device)
-        self._tree.reset(self._prompt_length)
-        self._device = device
-        self._root: int | None = None  # an accepted token that has yet to enter
-        self.room = self._limits.width  # maximum rows of a step; lowered when threads share it
-        self._layer = slice(0, 0)  # the rows that entered last
+    def __init__(self, context: MethodContext, number: int) -> None:
+        self._limits = options_of(context.request, PipeDecOptions)
+        self._drafter = context.drafter_of(number)
+        self._device = context.device
+        self.tree = PredictionTree(context.device)
+        self._root: int | None = None  # a certain token that has yet to enter
+        self.room = self._limits.width
+        self._layer = slice(0, 0)  # the rows that entered last and have yet to be drafted
         self._candidates: Candidates | None = None  # their children, as drafted
 
-    def prefill(self, token_ids: Tensor) -> None:
-        self._drafter.prefill(token_ids, self._prompt_length)
+    @property
+    def has_entered(self) -> bool:
+        return self._root is None
 
     def draft(self) -> None:
         rows = torch.arange(self._layer.start, self._layer.stop, device=self._device)
-        self._candidates = self._drafter.expand(self._tree, rows, self._limits.children) if len(rows) else None
+        if len(rows):
+            self._candidates = self._drafter.expand(self.tree, rows, self._limits.children)
+        self._layer = slice(0, 0)
 
-    def apply(self, verdict: Verdict) -> None:
-        advance = self._tree.advance(verdict.tokens)
+    def accept(self, accepted: Accepted) -> None:
+        advance = self.tree.advance(accepted.tokens)
         self._drafter.advance(advance)
         if self._candidates is not None:
             self._candidates = self._candidates.advanced(advance)
         self._layer = slice(0, 0)
-        self._root = None if advance.hit or verdict.finished else verdict.tokens[-1]
-        if verdict.finished is None:
-            self.hits += advance.hit
-            self.misses += not advance.hit
+        self._root = None if advance.hit else accepted.tokens[-1]
 
     def cut(self) -> None:
-        """Drop all rows."""
-        self._drafter.advance(self._tree.clear())
+        self._drafter.advance(self.tree.clear())
         self._layer, self._candidates, self._root = slice(0, 0), None, None
 
     def plant(self, token: int) -> None:
-        """Start again from a certain token."""
         self._root = token
-
-    @property
-    def tree(self) -> PredictionTree:
-        return self._tree
 
     def propose(self) -> Step | None:
         """The root after a miss, else the next layer; None if no candidates are left, because the width limit cut them off."""
+        candidates, self._candidates = self._candidates, None
         if self._root is not None:
-            self._layer = self._tree.plant(self._root)
+            self._layer = self.tree.plant(self._root)
             self._root = None
-        elif self._candidates is not None and len(self._candidates.rows):
-            self._layer = self._tree.grow(self._candidates, min(self._limits.width, self.room))
+        elif candidates is not None and len(candidates.rows):
+            self._layer = self.tree.grow(candidates, min(self._limits.width, self.room))
         else:
-            self._layer = slice(0, 0)
-        if self._layer.start == self._layer.stop:
             return None
-        return Step(self._tree.token_ids[self._layer].clone(), self._tree.parents[self._layer].clone())
-
-    def observe(self, timing: TimestepTiming) -> None:
-        """Nothing to adapt: the limits are fixed."""
+        return Step(self.tree.token_ids[self._layer].clone(), self.tree.parents[self._layer].clone())

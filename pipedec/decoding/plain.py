@@ -3,41 +3,36 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
-from pipedec.core import NO_MASKS, Request, Step, Verdict
-from pipedec.decoding.controller import TimestepTiming
+from pipedec.core import NO_MASKS, Accepted, Step
+from pipedec.decoding.context import MethodContext
 
 
 class PlainPipeline:
     """Proposes the last accepted token alone, then waits for the next verdict."""
 
     masks = NO_MASKS
+    tree = None
 
-    def __init__(self, request: Request, device: torch.device | str = "cpu") -> None:
-        self.hits = 0
-        self.misses = 0
-        self._device = device
-        self._root: int | None = None
+    def __init__(self, context: MethodContext, number: int) -> None:
+        self._device = context.device
+        self._root: int | None = None  # a certain token that has yet to enter
         self.room = 1
-        self.tree = None
 
-    def prefill(self, token_ids: Tensor) -> None:
-        """Nothing to do: there is no draft model."""
+    @property
+    def has_entered(self) -> bool:
+        return self._root is None
 
     def draft(self) -> None:
         """Nothing to do: there is no draft model."""
 
-    def apply(self, verdict: Verdict) -> None:
-        self._root = verdict.tokens[-1] if verdict.finished is None else None
-        self.misses += verdict.finished is None
+    def accept(self, accepted: Accepted) -> None:
+        self._root = accepted.tokens[-1]
 
     def cut(self) -> None:
-        """Drop the root."""
         self._root = None
 
     def plant(self, token: int) -> None:
-        """Start again from a certain token."""
         self._root = token
 
     def propose(self) -> Step | None:
@@ -48,6 +43,3 @@ class PlainPipeline:
             token_ids=torch.tensor([token], dtype=torch.int64, device=self._device),
             parents=torch.tensor([-1], dtype=torch.int64, device=self._device),
         )
-
-    def observe(self, timing: TimestepTiming) -> None:
-        """Nothing to adapt."""

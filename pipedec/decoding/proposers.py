@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -9,7 +11,6 @@ from torch import Tensor
 from torch.nn.functional import one_hot, pad
 
 from pipedec.decoding.choices import NO_TOKEN, is_repeated
-from pipedec.decoding.interface import Drafter
 from pipedec.tree import Candidates, PredictionTree
 
 MAX_MATCH = 8  # longest n-gram that is compared
@@ -23,6 +24,7 @@ _MIN_REST = 1e-4  # minimum probability assumed for all tokens that the draft mo
 class DraftProposal:
     """The draft model's most probable children. Features: the log-probability; 1 for tokens that are not among the children."""
 
+    prior = (1.0, 0.0)
     children: Candidates
 
     @property
@@ -39,19 +41,6 @@ class DraftProposal:
         estimated = torch.where(is_child, of_children, log_probs[:, -1:])
         not_child = (~is_child).to(estimated.dtype)
         return torch.stack((torch.cat((estimated, rest[:, None]), 1), pad(not_child, (0, 1))), -1)
-
-
-class DraftProposer:
-    """The draft model as a draft source: one forward for every proposal."""
-
-    prior = (1.0, 0.0)
-
-    def __init__(self, drafter: Drafter, children: int) -> None:
-        self._drafter = drafter
-        self._children = children
-
-    def propose(self, tree: PredictionTree, rows: Tensor) -> DraftProposal:
-        return DraftProposal(self._drafter.expand(tree, rows, self._children))
 
 
 @dataclass(frozen=True)
@@ -80,7 +69,7 @@ class NgramProposal:
 
 
 class NgramProposer:
-    """N-grams of the prompt and the answer so far. Needs no forward.
+    """N-grams of the prompt and the answer so far. Needs no forward. Shapes: L tokens of text, J occurrences of a token.
 
     Args:
         text: token ids of the prompt and of all other text to search.
@@ -88,21 +77,30 @@ class NgramProposer:
 
     prior = tuple(0.5 * min(length, 4) for length in range(1, MAX_MATCH + 1)) + (1.0,) * MAX_MATCH
 
-    def __init__(self, text: tuple[int, ...], device: torch.device | str) -> None:
-        self._text = torch.tensor(text, dtype=torch.int64, device=device)
+    def __init__(self, text: Iterable[int], device: torch.device | str) -> None:
+        tokens = list(text)
+        self._counts = Counter(tokens)
+        before = [NO_TOKEN] * (MAX_MATCH - 1)
+        self._text = torch.tensor(before + tokens, dtype=torch.int64, device=device)  # [MAX_MATCH − 1 + L]
+        self._by_token: tuple[Tensor, Tensor] | None = None  # see ``_occurrences``; None if the text has grown
 
-    def accept(self, tokens: tuple[int, ...]) -> None:
+    def accept(self, tokens: Sequence[int]) -> None:
         """Append accepted tokens; the last one is the tree's root."""
+        self._counts.update(tokens)
         self._text = torch.cat((self._text, self._text.new_tensor(tokens)))
+        self._by_token = None
 
     def propose(self, tree: PredictionTree, rows: Tensor) -> NgramProposal:
-        lengths_FL = self._match_lengths(self._context(tree, rows))
-        num_indices = lengths_FL.shape[1]
-        rank_FL = lengths_FL * num_indices + torch.arange(num_indices, device=rows.device)  # of equal lengths the latest
-        indices_FP = rank_FL.topk(min(_MAX_OCCURRENCES, num_indices), dim=1).indices
-        padding = (0, _MAX_OCCURRENCES - indices_FP.shape[1])  # if the text is short
-        next_ids = pad(self._text[indices_FP + 1], padding, value=NO_TOKEN)
-        lengths = pad(lengths_FL.gather(1, indices_FP), padding)
+        """Tokens that may follow ``rows``: int64 [F], ascending."""
+        context_FM = self._context(tree, rows)
+        indices_FJ, is_occurrence = self._occurrences(context_FM[:, -1:].contiguous())
+        first = (indices_FJ - (MAX_MATCH - 1)).clamp(min=0)
+        differs = self._text.unfold(0, MAX_MATCH, 1)[first] != context_FM[:, None]
+        distances = torch.arange(1, MAX_MATCH + 1, device=rows.device)
+        lengths_FJ = (MAX_MATCH - (differs * distances).amax(-1)) * is_occurrence
+        ranks = lengths_FJ * len(self._text) + indices_FJ  # of equal lengths the latest
+        best_FP = ranks.topk(min(_MAX_OCCURRENCES, ranks.shape[1])).indices
+        next_ids, lengths = self._text[indices_FJ.gather(1, best_FP) + 1], lengths_FJ.gather(1, best_FP)
         return NgramProposal(self._proposed(next_ids, lengths), next_ids, lengths)
 
     def _proposed(self, next_ids: Tensor, lengths: Tensor) -> Tensor:
@@ -112,27 +110,28 @@ class NgramProposer:
         return next_ids.masked_fill(~is_proposed, NO_TOKEN).gather(1, order)
 
     def _context(self, tree: PredictionTree, rows: Tensor) -> Tensor:
-        """int64 [F, MAX_MATCH], each row's token and those before it, nearest first; NO_TOKEN before the start of the text."""
-        tokens = []
-        row, steps_in_text = rows, torch.zeros_like(rows)
-        for _ in range(MAX_MATCH):
-            index = len(self._text) - 1 - steps_in_text
-            in_text = torch.where(index >= 0, self._text[index.clamp(min=0)], NO_TOKEN)
-            tokens.append(torch.where(row > 0, tree.token_ids[row], in_text))
-            steps_in_text = steps_in_text + (row == 0)
-            row = torch.where(row > 0, tree.parents[row], 0)
-        return torch.stack(tokens, 1)
+        """int64 [F, MAX_MATCH], the tokens up to each row, the row's own last; NO_TOKEN before the start of the text."""
+        above = MAX_MATCH - 1  # tokens of the text before the root; in front of the tree's rows they are a chain that leads to it
+        token_ids = torch.cat((self._text[-MAX_MATCH:-1], tree.token_ids))
+        parents = torch.cat((torch.arange(-1, above - 1, device=rows.device), tree.parents + above))
+        path = [rows + above]
+        for _ in range(above):
+            path.append(parents[path[-1]])
+        return token_ids[torch.stack(path[::-1], 1)]
 
-    def _match_lengths(self, context_FM: Tensor) -> Tensor:
-        """int64 [F, L − 1], length of the n-gram ending at each index of the text (L tokens) that ends each context, too.
+    def _occurrences(self, token_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Where the text contains a token, except at its end, since nothing follows it.
 
-        The last index of the text is left out, since nothing follows it.
+        Args:
+            token_ids: int64 [F, 1].
+
+        Returns:
+            int64 [F, J], indices into ``_text``, the latest first; and bool [F, J], which of them are such occurrences.
         """
-        num_indices = len(self._text) - 1
-        is_match = torch.ones(len(context_FM), num_indices, dtype=torch.bool, device=context_FM.device)
-        lengths = torch.zeros_like(is_match, dtype=torch.int64)
-        for distance in range(min(MAX_MATCH, num_indices)):
-            is_match[:, :distance] = False
-            is_match[:, distance:] &= self._text[: num_indices - distance] == context_FM[:, distance, None]
-            lengths += is_match
-        return lengths
+        if self._by_token is None:
+            self._by_token = self._text[:-1].sort(stable=True)[:2]
+        sorted_ids, indices = self._by_token
+        most = max(max(self._counts.values()), _MAX_PROPOSED)
+        places = torch.searchsorted(sorted_ids, token_ids, right=True) - torch.arange(1, most + 1, device=token_ids.device)
+        places.clamp_(min=0)
+        return indices[places], sorted_ids[places] == token_ids

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
-from torch import Tensor
-
 from pipedec.core import Verdict
 from pipedec.threads import DecodeThread, Joined, Opened, Sequence, State
 
@@ -36,14 +34,12 @@ class ThreadChanges:
         remaining: what remains of the trees of threads with accepted tokens, and of threads that have ended or were cut.
         last: last tokens of ended threads that other threads will attend to: each enters, and nothing follows it.
         starts: tokens that become roots of new trees.
-        committed: int64, ids of the tokens that moved from the thread's tree to the past (set by ``Forest.advance``).
     """
 
     accepted: dict[int, tuple[int, ...]] = field(default_factory=dict)
     remaining: dict[int, Remaining] = field(default_factory=dict)
     last: dict[int, int] = field(default_factory=dict)
     starts: list[Start] = field(default_factory=list)
-    committed: dict[int, Tensor] = field(default_factory=dict)
 
     @property
     def affects_threads(self) -> bool:

@@ -1,12 +1,13 @@
-"""One prediction tree for every decode thread of an answer; the rows of all trees share the slots of one KV cache.
+"""The prediction trees of an answer: one for every decode thread; the rows of all trees share the slots of one KV cache.
 
 Owns which row of which tree each cache slot holds, what each row attends to in its own and in other threads, and how a verdict
 changes this. A row is sent with its thread and its parent's index in that thread's tree, so ranks need not agree on the order of
-rows across threads. Shapes: N rows of all trees, in order of entry; R rows that enter; P slots of the past; S = P + N.
+rows across threads. Shapes: N rows of all trees, in order of entry; R rows that enter; P slots of the past behind the prompt.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -16,20 +17,12 @@ from pipedec.core import Verdict
 from pipedec.forest.changes import Remaining, ThreadChanges, apply_verdict
 from pipedec.forest.slots import UNSEEN, Slots
 from pipedec.threads import Sequence, State
-from pipedec.tree import Advance, PredictionTree, Sight
+from pipedec.tree import Advance, PredictionTree, Visibility
 
 
 def paths(tree: PredictionTree, rows: list[int]) -> list[list[int]]:
     """For each of ``rows``, the tokens on the path from below the root to it, inclusive."""
-    token_ids, parents = tree.token_ids.tolist(), tree.parents.tolist()
-    found = []
-    for row in rows:
-        path: list[int] = []
-        while row > 0:
-            path.append(token_ids[row])
-            row = parents[row]
-        found.append(path[::-1])
-    return found
+    return [tree.path(row) for row in rows]
 
 
 @dataclass(frozen=True)
@@ -58,111 +51,151 @@ def position_root(tree: PredictionTree, sequence: Sequence, number: int) -> None
 
 
 class Forest:
-    """Replays the verdicts on an answer in several threads.
+    """The trees of an answer. Replays the verdicts on it.
+
+    The rows of an answer that cannot fork are those of its only tree, in the same order, and attend to the whole past. So
+    nothing is stored for them here, and everything that is asked of them is passed to that tree.
 
     Args:
         sequence: the answer's threads; the forest passes accepted tokens to it.
 
     Attributes:
         trees: by thread number. The tree of an ended thread may keep its root.
-        threads: int64 [N], each row's thread.
     """
 
     def __init__(self, sequence: Sequence, device: torch.device | str = "cpu") -> None:
         self.sequence = sequence
         self.trees: dict[int, PredictionTree] = {}
-        self.slots = Slots(sequence, device)
         self._device = device
+        self._slots = Slots(sequence, device)
         self._past_tokens: dict[int, int] = {}  # by thread: number of tokens that have moved from its tree to the past
-        self.threads = torch.zeros(0, dtype=torch.int64, device=device)
+        self._threads = torch.zeros(0, dtype=torch.int64, device=device)  # [N], each row's thread
+        self._rows: dict[int, Tensor] = {}  # by thread that has any: int64, its rows, in the order of its tree
         self._ensure_tree(0)
+        self._only_tree = None if sequence.can_fork else self.trees[0]
 
     @property
     def num_rows(self) -> int:
-        return len(self.threads)
+        return len(self._threads) if self._only_tree is None else self._only_tree.num_rows
 
     @property
     def token_ids(self) -> Tensor:
         """int64 [N]."""
-        return self._gathered("token_ids")
+        return self._of_trees("token_ids")
 
     @property
     def parents(self) -> Tensor:
         """int64 [N], row indices in each row's own tree; −1 for roots."""
-        return self._gathered("parents")
+        return self._of_trees("parents")
 
     @property
     def positions(self) -> Tensor:
         """int64 [N], position ids."""
-        return self._gathered("positions")
+        return self._of_trees("positions")
 
-    def has_root(self, number: int) -> bool:
-        """Whether the last certain token of a thread has entered."""
-        return number in self.trees and self.trees[number].num_rows > 0
+    @property
+    def threads(self) -> Tensor | None:
+        """int64 [N], each row's thread; None if the answer cannot fork."""
+        return self._threads if self._only_tree is None else None
 
-    def entered(self, number: int) -> int:
-        """The number of a thread's certain tokens that have entered."""
-        return self._past_tokens.get(number, 0) + self.has_root(number)
+    def _of_trees(self, name: str) -> Tensor:
+        """[N], the attribute ``name`` of every row."""
+        if self._only_tree is not None:
+            return getattr(self._only_tree, name)  # type: ignore[no-any-return]
+        values = torch.zeros_like(self._threads)
+        if self._rows:
+            values[torch.cat(list(self._rows.values()))] = torch.cat([getattr(self.trees[number], name) for number in self._rows])
+        return values
 
-    def rows_of(self, number: int) -> Tensor:
-        """The rows of a thread's tree, in that tree's order: int64, ascending."""
-        return torch.nonzero(self.threads == number)[:, 0]
+    def rows_of(self, number: int) -> range | list[int]:
+        """The rows of a thread, in the order of its tree."""
+        return range(self.num_rows) if self._only_tree is not None else self._rows[number].tolist()
 
-    def append(self, token_ids: Tensor, parents: Tensor, threads: Tensor) -> slice:
+    def by_thread(self, rows: slice) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """Split ``rows`` into those of each thread.
+
+        Returns:
+            thread number; int64, which of ``rows`` are its own, counted from 0; int64, the same as rows of the thread's tree.
+        """
+        if self._only_tree is not None:
+            own = torch.arange(rows.start, rows.stop, device=self._device)
+            yield 0, own - rows.start, own
+            return
+        for number in self._threads[rows].unique().tolist():
+            own = self._rows[number]
+            of_tree = ((own >= rows.start) & (own < rows.stop)).nonzero()[:, 0]
+            yield number, own[of_tree] - rows.start, of_tree
+
+    def append(self, token_ids: Tensor, parents: Tensor, threads: Tensor | None = None) -> slice:
         """Add R rows; returns the slice of their indices.
 
         Args:
             token_ids: int64 [R].
             parents: int64 [R], row indices in each row's own tree; −1 for roots.
-            threads: int64 [R], each row's thread.
+            threads: int64 [R], each row's thread; None if all are of the main thread.
 
         Raises:
             ValueError: a thread is not open, or a parent does not exist.
         """
+        if self._only_tree is not None:
+            return self._only_tree.append(token_ids, parents)
+        threads = torch.zeros_like(parents) if threads is None else threads
         first = self.num_rows
         for number in threads.unique().tolist():
             if number not in self.trees:
                 raise ValueError(f"a row for thread {number}, which is not open")
             is_own = threads == number
             self.trees[number].append(token_ids[is_own], parents[is_own])
-        self.threads = torch.cat((self.threads, threads))
+        self._set_threads(torch.cat((self._threads, threads)))
         return slice(first, self.num_rows)
 
-    def sight(self, rows: slice) -> Sight:
+    def _set_threads(self, threads: Tensor) -> None:
+        order = threads.argsort(stable=True)
+        numbers, counts = threads[order].unique_consecutive(return_counts=True)
+        self._threads = threads
+        self._rows = dict(zip(numbers.tolist(), order.split(counts.tolist()), strict=True))
+
+    def visibility(self, rows: slice) -> Visibility:
         """The attention mask of ``rows`` over the past and all trees."""
-        indices = torch.full_like(self.threads, UNSEEN)
-        for number in self.threads.unique().tolist():
-            indices[self.rows_of(number)[0]] = self._past_tokens[number]
-        seen_RS = self.slots.seen(self.threads[rows], self.threads, indices)
-        seen_RN = seen_RS[:, self.slots.past_length :]
-        for number in self.threads[rows].unique().tolist():
-            own = self.rows_of(number)
-            entered = torch.nonzero(self.threads[rows] == number)[:, 0]
-            seen_RN[entered[:, None], own] = self.trees[number].tree_mask[-len(entered) :]
-        positions = torch.cat((self.slots.past_positions, self.positions))
-        return Sight(seen_RS, positions, self.slots.shared)
+        if self._only_tree is not None:
+            tree = self._only_tree
+            return Visibility(tree.tree_mask[rows], tree.root_position, lambda: tree.positions)
+        indices = torch.full_like(self._threads, UNSEEN)
+        for number, own in self._rows.items():
+            indices[own[0]] = self._past_tokens[number]
+        seen = self._slots.seen(self._threads[rows], self._threads, indices)
+        seen_RN = seen[:, self._slots.past_length :]
+        for number, of_step, of_tree in self.by_thread(rows):
+            seen_RN[of_step[:, None], self._rows[number]] = self.trees[number].tree_mask[of_tree]
+        past_positions = self._slots.past_positions
+        return Visibility(seen, self.sequence.prompt_length, lambda: torch.cat((past_positions, self.positions)))
 
     def child(self, row: int, token: int) -> int | None:
         """The child of ``row`` with this token id, or None."""
-        number = int(self.threads[row])
-        own = self.rows_of(number)
+        if self._only_tree is not None:
+            return self._only_tree.child(row, token)
+        number = int(self._threads[row])
+        own = self._rows[number]
         found = self.trees[number].child(int(torch.searchsorted(own, row)), token)
         return None if found is None else int(own[found])
 
-    def reset(self, root_position: int) -> None:
-        """Drop all rows of the main thread, the only thread with rows; its next root gets position ``root_position``."""
-        self.trees[0].reset(root_position)
-        self.threads = self.threads[:0]
+    def reset(self) -> None:
+        """Drop all rows of an answer without tokens."""
+        self.trees[0].reset(self.sequence.prompt_length)
+        self._set_threads(self._threads[:0])
 
     def advance(self, verdict: Verdict) -> tuple[Advance, ThreadChanges]:
         """Replay a verdict. Returns which rows of all trees are committed and kept, and the effects on each thread."""
         changes = apply_verdict(self.sequence, verdict)
+        advance = (
+            self._advance_trees(changes) if self._only_tree is None else self._only_tree.advance(changes.accepted.get(0, ()))
+        )
+        return advance, changes
+
+    def _advance_trees(self, changes: ThreadChanges) -> Advance:
         token_ids = self.token_ids
-        is_kept = torch.ones_like(self.threads, dtype=torch.bool)
-        committed = []
-        for number, tokens in changes.accepted.items():
-            committed.append(self._accept(number, tokens, is_kept))
-            changes.committed[number] = token_ids[committed[-1]]
+        is_kept = torch.ones_like(self._threads, dtype=torch.bool)
+        committed = [self._accept(number, tokens, is_kept) for number, tokens in changes.accepted.items()]
         for number, remaining in changes.remaining.items():
             self._reduce(number, remaining, is_kept)
         if changes.affects_threads:
@@ -170,19 +203,19 @@ class Forest:
         for number in {start.thread for start in changes.starts} | set(changes.accepted):
             self._ensure_tree(number)
         if changes.starts:
-            self.slots.threads_changed()
-        rows = torch.cat([self.threads[:0], *committed])
+            self._slots.threads_changed()
+        rows = torch.cat([self._threads[:0], *committed])
         advance = Advance(rows, token_ids[rows], torch.nonzero(is_kept)[:, 0], len(is_kept), hit=False)
-        self.threads = self.threads[is_kept]
-        return advance, changes
+        self._set_threads(self._threads[is_kept])
+        return advance
 
     def release(self) -> Tensor | None:
         """Forget tokens that no later token attends to. Returns int64, the slots of the past that remain; None if all do."""
-        return self.slots.release()
+        return self._slots.release()
 
     def _accept(self, number: int, tokens: tuple[int, ...], is_kept: Tensor) -> Tensor:
         """Advance one tree; returns the rows that are committed."""
-        own, tree = self.rows_of(number), self.trees[number]
+        own, tree = self._rows.get(number, self._threads[:0]), self.trees[number]
         positions = tree.positions
         advance = tree.advance(tokens)
         is_kept[own] = False
@@ -190,7 +223,7 @@ class Forest:
         count = len(advance.committed)
         indices = torch.arange(self._past_tokens[number], self._past_tokens[number] + count, device=self._device)
         self._past_tokens[number] += count
-        self.slots.commit(torch.full_like(indices, number), indices, positions[advance.committed])
+        self._slots.commit(torch.full_like(indices, number), indices, positions[advance.committed])
         return own[advance.committed]
 
     def _reduce(self, number: int, remaining: Remaining, is_kept: Tensor) -> None:
@@ -198,7 +231,8 @@ class Forest:
         tree = self.trees.get(number)
         if tree is None or remaining is Remaining.SUBTREE or not tree.num_rows:
             return
-        own = torch.nonzero(is_kept & (self.threads == number))[:, 0]
+        own = self._rows[number]
+        own = own[is_kept[own]]
         if remaining is Remaining.ROOT:
             tree.keep(own.new_zeros(1))
             is_kept[own[1:]] = False
@@ -215,13 +249,6 @@ class Forest:
     def _ensure_tree(self, number: int) -> None:
         """Create a thread's tree if it has none, and set the position of its root."""
         if number not in self.trees:
-            self.trees[number] = PredictionTree(self._device, block=64)
+            self.trees[number] = PredictionTree(self._device, block=64 if self.sequence.can_fork else 256)
             self._past_tokens[number] = 0
         position_root(self.trees[number], self.sequence, number)
-
-    def _gathered(self, name: str) -> Tensor:
-        """[N], the attribute ``name`` of every row, collected from the trees."""
-        values = torch.zeros_like(self.threads)
-        for number in self.threads.unique().tolist():
-            values[self.threads == number] = getattr(self.trees[number], name)
-        return values

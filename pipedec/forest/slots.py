@@ -1,7 +1,8 @@
 """Labels for the slots of a KV cache: which thread's token each slot holds, and so which threads attend to it.
 
-Slots are in cache order: first the past, beginning with the prompt, then the rows of all trees. A token is *certain* when it is
-accepted or forced. Shapes: R rows, P slots of the past, N slots of the trees, S = P + N, T threads.
+Slots are in cache order: first the past, beginning with the prompt, then the rows of all trees. All threads attend to the whole
+prompt, so its slots have no labels. A token is *certain* when it is accepted or forced. Shapes: R rows, P slots of the past
+behind the prompt, N slots of the trees, T threads.
 """
 
 from __future__ import annotations
@@ -15,28 +16,18 @@ UNSEEN = 2**40  # token index of rows that are not certain: only rows of their o
 
 
 class Slots:
-    """The labels of all slots of the past, and how many tokens of every other thread each thread attends to.
-
-    A slot's label is 0 for the prompt, else the thread number + 1.
-    """
+    """The labels of all slots of the past, and how many tokens of every other thread each thread attends to."""
 
     def __init__(self, sequence: Sequence, device: torch.device | str) -> None:
         self._sequence = sequence
         self._device = device
-        prompt = torch.arange(sequence.prompt_length, device=device)
-        self._past = torch.stack(
-            (torch.zeros_like(prompt), torch.zeros_like(prompt), prompt)
-        )  # [3, P]: label, token index, position id
-        self._limits: Tensor | None = None  # [T, T + 1], see ``_visible_tokens``; None = outdated
+        self._past = torch.zeros(3, 0, dtype=torch.int64, device=device)  # [3, P]: thread, token index, position id
+        self._limits: Tensor | None = None  # [T, T], see ``_visible_tokens``; None = outdated
 
     @property
     def past_length(self) -> int:
+        """P."""
         return self._past.shape[1]
-
-    @property
-    def shared(self) -> int:
-        """Number of leading slots visible to every thread."""
-        return self._sequence.prompt_length
 
     @property
     def past_positions(self) -> Tensor:
@@ -51,10 +42,10 @@ class Slots:
             indices: int64 [R], the token's index in its thread.
             positions: int64 [R], its position id.
         """
-        self._past = torch.cat((self._past, torch.stack((threads + 1, indices, positions))), 1)
+        self._past = torch.cat((self._past, torch.stack((threads, indices, positions))), 1)
 
     def seen(self, threads_R: Tensor, tree_threads_N: Tensor, tree_indices_N: Tensor) -> Tensor:
-        """The certain tokens that rows attend to.
+        """The certain tokens behind the prompt that rows attend to.
 
         Args:
             threads_R: int64, the thread of each row.
@@ -62,35 +53,38 @@ class Slots:
             tree_indices_N: int64, the token index of each tree slot, UNSEEN if its token is not certain.
 
         Returns:
-            bool [R, S].
+            bool [R, P + N].
         """
-        labels_S = torch.cat((self._past[0], tree_threads_N + 1))
-        indices_S = torch.cat((self._past[1], tree_indices_N))
+        labels = torch.cat((self._past[0], tree_threads_N))
+        indices = torch.cat((self._past[1], tree_indices_N))
         if self._limits is None:
             self._limits = self._visible_tokens()
-        return indices_S < self._limits[threads_R][:, labels_S]
+        return indices < self._limits[threads_R][:, labels]
 
     def release(self) -> Tensor | None:
-        """Forget tokens that no later token attends to. Returns int64, the slots of the past that remain; None if all do."""
-        needed = torch.tensor([1, *self._sequence.needed()], device=self._device)
+        """Forget tokens that no later token attends to.
+
+        Returns:
+            int64, the slots of the past that remain, the prompt's among them; None if all do.
+        """
+        needed = torch.tensor(self._sequence.needed(), device=self._device)
         is_kept = self._past[1] < needed[self._past[0]]
         if bool(is_kept.all()):
             return None
         self._past = self._past[:, is_kept]
-        return torch.nonzero(is_kept)[:, 0]
+        prompt_length = self._sequence.prompt_length
+        prompt = torch.arange(prompt_length, device=self._device)
+        return torch.cat((prompt, torch.nonzero(is_kept)[:, 0] + prompt_length))
 
     def threads_changed(self) -> None:
         """To be called when threads were opened or have joined others."""
         self._limits = None
 
     def _visible_tokens(self) -> Tensor:
-        """int64 [T, T + 1], number of tokens of each label that a thread attends to; 1 stands for the whole prompt."""
-        count = len(self._sequence.threads)
-        table = []
-        for number in range(count):
-            limits = [1] + [0] * count
+        """int64 [T, T], the number of tokens of each other thread that a thread attends to."""
+        table = [[0] * len(self._sequence.threads) for _ in self._sequence.threads]
+        for number, limits in enumerate(table):
             for other, tokens in self._sequence.context(number):
-                limits[other + 1] = max(limits[other + 1], tokens)
-            limits[number + 1] = UNSEEN
-            table.append(limits)
+                limits[other] = max(limits[other], tokens)
+            limits[number] = UNSEEN
         return torch.tensor(table, device=self._device)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from pipedec.tree import Sight, visible_slots
+from pipedec.tree import Visibility, visible_slots
 
 PastAttention = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
@@ -30,9 +30,9 @@ class AttentionPlan:
 
     Attributes:
         past_length: number of leading slots that every row sees: the past, and in front of it the learned prompt if the rows
-            see that. With several decode threads, only the slots visible to all of them.
+            see that. With several decode threads, only the slots visible to all of them (see ``Visibility``).
         is_prefill: the rows directly follow the past and attend to each other causally.
-        biases: for each sliding window, the tensor that is added to the scores: [R, S] in prefill (None = plain causal
+        biases: for each sliding window, the tensor that is added to the scores, 0 or −inf: [R, S] in prefill (None = plain causal
             attention from slot 0), else [R·G, S] for the folded queries.
         uses_flash: use flash-attention in layers without a sliding window, and in all layers during prefill.
     """
@@ -60,62 +60,36 @@ class AttentionPlan:
     @classmethod
     def for_tree(
         cls,
-        past_length: int,
-        mask_RN: Tensor,
-        windows: Iterable[int | None],
-        group: int,
-        dtype: torch.dtype,
-        prompt_length: int | None = None,
-    ) -> AttentionPlan:
-        """For rows of the prediction tree.
-
-        Args:
-            mask_RN: bool; each row marks its ancestors and itself.
-            windows: the sliding windows of the layers, None for a layer without one.
-            group: G.
-            prompt_length: for mask rows (BiTA): length Q of the learned prompt in front of the keys. None for ordinary rows.
-        """
-        is_mask_R = mask_RN.new_full((len(mask_RN),), prompt_length is not None)
-        seen_RS = visible_slots(mask_RN, is_mask_R, prompt_length or 0, past_length)
-        biases: dict[int | None, Tensor | None] = {}
-        for window in set(windows):
-            seen = seen_RS if window is None else seen_RS & _slots_in_window(mask_RN, prompt_length or 0, past_length, window)
-            biases[window] = _folded_bias(seen, group, dtype)
-        return cls((prompt_length or 0) + past_length, False, biases, flash_applies(dtype, mask_RN.device))
-
-    @classmethod
-    def for_threads(
-        cls,
-        sight: Sight,
+        visibility: Visibility,
         positions_R: Tensor,
         windows: Iterable[int | None],
         group: int,
         dtype: torch.dtype,
         prompt_length: int | None = None,
     ) -> AttentionPlan:
-        """For rows of several decode threads, each of which sees its own part of past and trees.
+        """For rows of prediction trees.
 
         Args:
-            sight: the slots that each row sees.
-            positions_R: int64 positions of the rows.
-            windows, group, prompt_length: as in ``for_tree``.
+            visibility: the slots that each row attends to.
+            positions_R: int64 position ids of the rows.
+            windows: the sliding windows of the layers, None for a layer without one.
+            group: G.
+            prompt_length: for mask rows (BiTA): length Q of the learned prompt in front of the keys. It has no positions and is
+                in every window. None for ordinary rows.
         """
-        num_prompt_slots, device = prompt_length or 0, positions_R.device
+        num_prompt_slots, shared, device = prompt_length or 0, visibility.shared, positions_R.device
         biases: dict[int | None, Tensor | None] = {}
         for window in set(windows):
-            seen_RS = sight.seen
+            seen = visibility.seen
+            bias = torch.zeros(len(seen), group, num_prompt_slots + shared + seen.shape[1], dtype=dtype, device=device)
             if window is not None:
-                seen_RS = seen_RS & (sight.slot_positions > positions_R[:, None] - window)
-            seen_RS = torch.cat((seen_RS.new_ones(len(seen_RS), num_prompt_slots), seen_RS), 1)
-            biases[window] = _folded_bias(seen_RS, group, dtype)
-        return cls(num_prompt_slots + sight.shared, False, biases, flash_applies(dtype, device))
-
-
-def _folded_bias(seen_RS: Tensor, group: int, dtype: torch.dtype) -> Tensor:
-    """[R·G, S], to be added to the scores of folded queries: 0 for visible slots, −inf for all others."""
-    rows, slots = seen_RS.shape
-    bias = torch.zeros((rows, group, slots), dtype=dtype, device=seen_RS.device)
-    return bias.masked_fill_(~seen_RS[:, None], -torch.inf).flatten(0, 1)
+                positions = torch.cat((torch.arange(shared, device=device), visibility.slot_positions()[: seen.shape[1]]))
+                in_window = positions > positions_R[:, None] - window
+                seen = seen & in_window[:, shared:]
+                bias[:, :, num_prompt_slots : num_prompt_slots + shared].masked_fill_(~in_window[:, None, :shared], -torch.inf)
+            bias[:, :, num_prompt_slots + shared :].masked_fill_(~seen[:, None], -torch.inf)
+            biases[window] = bias.flatten(0, 1)
+        return cls(num_prompt_slots + shared, False, biases, flash_applies(dtype, device))
 
 
 def tree_attention(q_RHD: Tensor, keys_KSD: Tensor, values_KSD: Tensor, plan: AttentionPlan, window: int | None) -> Tensor:

@@ -140,14 +140,15 @@ class KVCache:
         Raises:
             ValueError: an index is outside the tree or occurs twice.
         """
-        order = committed.tolist() + kept.tolist()
+        rows = torch.cat((committed, kept))
+        order = rows.tolist()
         if len(set(order)) != len(order) or (order and not 0 <= min(order) <= max(order) < self.tree_length):
             raise ValueError(f"advance needs distinct indices below {self.tree_length}, not {order}")
         moved = next((slot for slot, row in enumerate(order) if slot != row), len(order))
         if moved < len(order):
             first = self.prompt_length + self.past_length
             start, end = first + moved, first + len(order)
-            sources = torch.tensor(order[moved:], device=self._buffer.device) + first
+            sources = rows[moved:].to(self._buffer.device) + first
             self._buffer[:, :, :, start:end] = self._buffer.index_select(3, sources)
         self.past_length += len(committed)
         self.tree_length = len(kept)

@@ -23,7 +23,7 @@ from pipedec.model.cache import KVCache
 from pipedec.model.checkpoint import EMBEDDING, FINAL_NORM, Checkpoint
 from pipedec.model.config import ModelConfig
 from pipedec.model.rotary import Rotary, rotate
-from pipedec.tree import Sight, is_mask
+from pipedec.tree import Visibility, is_mask
 
 
 @dataclass(frozen=True)
@@ -161,10 +161,9 @@ class StageModel:
         inputs: Tensor,
         positions_R: Tensor,
         cache: KVCache,
-        mask_RN: Tensor | None = None,
+        visibility: Visibility | None = None,
         prefill_length: int | None = None,
         num_masks: int = 0,
-        sight: Sight | None = None,
     ) -> Tensor:
         """Run rows through the stage's layers and append them to the cache.
 
@@ -173,30 +172,24 @@ class StageModel:
         Args:
             inputs: on the first stage token ids, int64 [R]; on the others the previous stage's hidden_RE.
             positions_R: int64 position ids.
-            cache: this stage's cache. Rows are added to the tree level if ``mask_RN`` or ``sight`` is given, else to the past.
-            mask_RN: bool; each row marks its ancestors in the tree (older rows, then this step's) and itself. None for a
-                chunk of the prompt, which directly follows the past.
+            cache: this stage's cache. Rows are added to the tree level if ``visibility`` is given, else to the past.
+            visibility: the slots of past and tree (older rows, then this step's) that each row attends to. None for a chunk of
+                the prompt, which directly follows the past.
             prefill_length: for a chunk of the prompt, the number of tokens in the whole prompt.
             num_masks: number of mask rows, which are the last rows of the step.
-            sight: for an answer in several decode threads, the slots of past and tree that each row sees; replaces ``mask_RN``.
 
         Returns:
             hidden_RE, before the final norm.
 
         Raises:
-            ValueError: there are no rows, the mask is not [rows, tree slots], a prompt chunk follows tree rows, or there are mask
-                rows but no BiTA or no tree.
+            ValueError: there are no rows, the mask is not [rows, slots], a prompt chunk follows tree rows, or there are mask rows
+                but no BiTA or no tree.
         """
         rows = len(inputs)
-        if sight is not None:
-            mask_RN = sight.seen[:, cache.past_length :]
-        self._check_step(rows, cache, mask_RN, num_masks)
+        self._check_step(rows, cache, visibility, num_masks)
         cache.reserve(rows)
         cos_RD, sin_RD = self._rotary.cos_sin(positions_R, prefill_length)
-        if sight is not None:
-            parts = self._thread_attention(cache, positions_R, sight, num_masks)
-        else:
-            parts = self._tree_attention(cache, rows, mask_RN, num_masks)
+        parts = self._attention(cache, positions_R, visibility, num_masks)
         hidden_RE = inputs if self._embedding_VE is None else self._embedded(inputs, self._embedding_VE)
         for index, (weights, window) in enumerate(zip(self._weights, self._windows, strict=True)):
             normed_RE = self._norm(hidden_RE, weights.input_norm)
@@ -205,7 +198,7 @@ class StageModel:
             attended_RHD = attended[0] if len(attended) == 1 else torch.cat(attended)
             hidden_RE = _add_linear(hidden_RE, attended_RHD.flatten(1), weights.output_weight, weights.output_bias)
             hidden_RE = self._add_mlp(hidden_RE, weights)
-        if mask_RN is None:
+        if visibility is None:
             cache.extend_past(rows)
         else:
             cache.extend_tree(rows)
@@ -223,46 +216,31 @@ class StageModel:
         logits_RV = functional.linear(self._norm(hidden_RE, self._final_norm_E), self._head_VE)
         return logits_RV.to(torch.promote_types(self.dtype, torch.float32))
 
-    def _check_step(self, rows: int, cache: KVCache, mask_RN: Tensor | None, num_masks: int) -> None:
+    def _check_step(self, rows: int, cache: KVCache, visibility: Visibility | None, num_masks: int) -> None:
         if rows == 0:
             raise ValueError("a step needs at least one row")
-        if num_masks and (self._bita is None or mask_RN is None):
+        if num_masks and (self._bita is None or visibility is None):
             raise ValueError("mask rows need a BiTA and a tree")
-        if mask_RN is None and cache.tree_length:
+        if visibility is None and cache.tree_length:
             raise ValueError(f"a prompt chunk cannot follow {cache.tree_length} tree rows")
-        if mask_RN is not None and mask_RN.shape != (rows, cache.tree_length + rows):
-            raise ValueError(f"the mask is {list(mask_RN.shape)}, but the step is {[rows, cache.tree_length + rows]}")
+        if visibility is not None and visibility.seen.shape != (rows, cache.length + rows - visibility.shared):
+            slots = cache.length + rows - visibility.shared
+            raise ValueError(f"the mask is {list(visibility.seen.shape)}, but the step is {[rows, slots]}")
 
-    def _tree_attention(self, cache: KVCache, rows: int, mask_RN: Tensor | None, num_masks: int) -> list[_RowsAttention]:
+    def _attention(
+        self, cache: KVCache, positions_R: Tensor, visibility: Visibility | None, num_masks: int
+    ) -> list[_RowsAttention]:
         """Attention of the ordinary rows and of the mask rows, each only if the step has such rows."""
-        if mask_RN is None:
+        rows, group = len(positions_R), self.config.queries_per_kv_head
+        if visibility is None:
             plan = AttentionPlan.for_prefill(cache.past_length, rows, self._windows, self.dtype, self.device)
             return [_RowsAttention(slice(0, rows), plan, rows, False)]
-        parts = []
-        tokens, group = rows - num_masks, self.config.queries_per_kv_head
-        if tokens:
-            seen_RN = mask_RN[:tokens, : mask_RN.shape[1] - num_masks]
-            plan = AttentionPlan.for_tree(cache.past_length, seen_RN, self._windows, group, self.dtype)
-            parts.append(_RowsAttention(slice(0, tokens), plan, tokens, False))
-        if num_masks:
-            windows, prompt_length = self._windows, cache.prompt_length
-            plan = AttentionPlan.for_tree(cache.past_length, mask_RN[tokens:], windows, group, self.dtype, prompt_length)
-            parts.append(_RowsAttention(slice(tokens, rows), plan, rows, True))
-        return parts
-
-    def _thread_attention(self, cache: KVCache, positions_R: Tensor, sight: Sight, num_masks: int) -> list[_RowsAttention]:
-        """As ``_tree_attention``, for rows of several decode threads."""
-        rows = len(positions_R)
-        tokens, group = rows - num_masks, self.config.queries_per_kv_head
-        parts = []
-        if tokens:
-            own = slice(0, tokens)
-            plan = AttentionPlan.for_threads(sight.of(own, num_masks), positions_R[own], self._windows, group, self.dtype)
-            parts.append(_RowsAttention(own, plan, tokens, False))
-        if num_masks:
-            own, length = slice(tokens, rows), cache.prompt_length
-            plan = AttentionPlan.for_threads(sight.of(own), positions_R[own], self._windows, group, self.dtype, length)
-            parts.append(_RowsAttention(own, plan, rows, True))
+        tokens, parts = rows - num_masks, []
+        for own, prompt_length in ((slice(0, tokens), None), (slice(tokens, rows), cache.prompt_length)):
+            if own.start < own.stop:
+                visible = visibility.of(own, cache.length + own.stop)
+                plan = AttentionPlan.for_tree(visible, positions_R[own], self._windows, group, self.dtype, prompt_length)
+                parts.append(_RowsAttention(own, plan, own.stop, prompt_length is not None))
         return parts
 
     def _embedded(self, token_ids_R: Tensor, embedding_VE: Tensor) -> Tensor:

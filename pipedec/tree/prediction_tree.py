@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 import torch
@@ -43,11 +44,16 @@ class Advance:
         Returns:
             bool [R], which of ``rows`` are kept; and int64, the new indices of those.
         """
-        new_numbers = torch.full((self.num_rows,), -1, dtype=torch.int64, device=rows.device)
-        new_numbers[self.kept] = torch.arange(len(self.kept), device=rows.device)
-        renumbered = new_numbers[rows]
+        renumbered = self.new_numbers[rows]
         is_kept = renumbered >= 0
         return is_kept, renumbered[is_kept]
+
+    @cached_property
+    def new_numbers(self) -> Tensor:
+        """int64 [N], the index of each row after the verdict; −1 if the row is dropped."""
+        numbers = torch.full((self.num_rows,), -1, dtype=torch.int64, device=self.kept.device)
+        numbers[self.kept] = torch.arange(len(self.kept), device=self.kept.device)
+        return numbers
 
 
 @dataclass(frozen=True)
@@ -68,6 +74,9 @@ class Candidates:
         """The candidates of the rows that are kept, with new row indices (paper §3.4.3: M_h prunes the draft's output)."""
         is_kept, rows = advance.renumber(self.rows)
         return Candidates(rows, self.token_ids[is_kept], self.log_probs[is_kept])
+
+
+RowsToDraft = tuple[int, "PredictionTree", Tensor]  # thread number, its tree, int64 [F] rows of the tree, ascending
 
 
 class Gaps(Protocol):
@@ -100,13 +109,14 @@ class PredictionTree:
         self.root_position = 0
         self.gaps: Gaps | None = None
         self.num_rows = 0
+        self._has_log_probs = False  # else all are 0
+        self._lists: list[list[int]] | None = None  # see ``_as_lists``; None = outdated
         self._allocate(block)
 
     def _allocate(self, capacity: int) -> None:
-        self._token_ids = torch.zeros(capacity, dtype=torch.int64, device=self._device)
-        self._parents = torch.zeros(capacity, dtype=torch.int64, device=self._device)
+        self._rows = torch.zeros(4, capacity, dtype=torch.int64, device=self._device)
+        self._token_ids, self._parents, self._depths, self._gaps = self._rows  # gaps: positions left empty after each row
         self._log_probs = torch.zeros(capacity, dtype=torch.float32, device=self._device)
-        self._gaps = torch.zeros(capacity, dtype=torch.int64, device=self._device)  # positions left empty after each row
         self._mask = torch.zeros(capacity, capacity, dtype=torch.bool, device=self._device)
 
     @property
@@ -132,11 +142,16 @@ class PredictionTree:
     @property
     def positions(self) -> Tensor:
         """int64 [N], position ids."""
-        positions = self.root_position + self.tree_mask.sum(1) - 1
+        positions = self._depths[: self.num_rows] + self.root_position
         if self.gaps is None:
             return positions
         gaps = self._gaps[: self.num_rows]
         return positions + (self.tree_mask * gaps).sum(1) - gaps
+
+    @property
+    def next_positions(self) -> Tensor:
+        """int64 [N], position ids of each row's children."""
+        return self.positions + 1 if self.gaps is None else self.positions + 1 + self._gaps[: self.num_rows]
 
     @property
     def cumulative_log_probs(self) -> Tensor:
@@ -147,6 +162,7 @@ class PredictionTree:
         """Drop all rows; the next root will have position ``root_position``."""
         self.num_rows = 0
         self.root_position = root_position
+        self._lists = None
 
     def plant(self, token: int) -> slice:
         """Add an accepted token as the root of the empty tree; returns its row.
@@ -169,16 +185,26 @@ class PredictionTree:
             ValueError: a second root, or a parent that does not exist.
         """
         first, last = self.num_rows, self.num_rows + len(token_ids)
-        self._check_parents(parents, first)
+        parents_listed = parents.tolist()
+        _check_parents(parents_listed, first)
         self._reserve(last)
         self._token_ids[first:last] = token_ids
         self._parents[first:last] = parents
-        self._log_probs[first:last] = 0.0 if log_probs is None else log_probs
-        self._extend_mask(parents, first, last)
+        self._set_log_probs(first, last, log_probs)
+        self._extend_mask(parents, first, last, has_new_parents=max(parents_listed, default=-1) >= first)
+        self._depths[first:last] = self._mask[first:last, :last].sum(1) - 1
         self.num_rows = last
+        self._lists = None
         if self.gaps is not None:
             self._set_gaps(self.gaps, first, token_ids)
         return slice(first, last)
+
+    def _set_log_probs(self, first: int, last: int, log_probs: Tensor | None) -> None:
+        if log_probs is not None:
+            self._log_probs[first:last] = log_probs
+            self._has_log_probs = True
+        elif self._has_log_probs:
+            self._log_probs[first:last] = 0.0
 
     def _set_gaps(self, gaps: Gaps, first: int, token_ids: Tensor) -> None:
         """Set the gaps after the rows that were just added. The root's gap is set by ``set_root_position``."""
@@ -189,13 +215,18 @@ class PredictionTree:
 
     def path(self, row: int) -> list[int]:
         """The tokens on the path from below the root to ``row``, inclusive."""
-        rows = torch.nonzero(self._mask[row, : row + 1])[1:, 0]
-        return self._token_ids[rows].tolist()
+        token_ids, parents = self._as_lists()
+        path = []
+        while row > 0:
+            path.append(token_ids[row])
+            row = parents[row]
+        return path[::-1]
 
     def set_root_position(self, root_position: int, gap: int) -> None:
         """Set the position id of the root, also of one still to come, and the number of positions left empty after it."""
         self.root_position = root_position
-        self._gaps[0] = gap
+        if self.gaps is not None:
+            self._gaps[0] = gap
 
     def grow(self, candidates: Candidates, width: int) -> slice:
         """Add a layer: the ``min(width, F·c)`` candidates with the most probable paths (paper §3.3.3); returns its rows.
@@ -221,8 +252,9 @@ class PredictionTree:
 
     def child(self, row: int, token: int) -> int | None:
         """The child of ``row`` with this token id, or None."""
-        found = torch.nonzero((self.parents == row) & (self.token_ids == token))
-        return int(found[0, 0]) if len(found) else None
+        token_ids, parents = self._as_lists()
+        later = range(row + 1, self.num_rows)
+        return next((child for child in later if parents[child] == row and token_ids[child] == token), None)
 
     def advance(self, tokens: Sequence[int]) -> Advance:
         """Accept ``tokens``: commit the path before the last of them, keep the last one's subtree, drop all other rows.
@@ -242,7 +274,7 @@ class PredictionTree:
             if row is not None:
                 committed.append(row)
                 row = self.child(row, token)
-        kept = self._mask.new_zeros(0, dtype=torch.int64) if row is None else torch.nonzero(self.tree_mask[:, row])[:, 0]
+        kept = self._rows.new_zeros(0) if row is None else self._mask[: self.num_rows, row].nonzero()[:, 0]
         committed_rows = torch.tensor(committed, dtype=torch.int64, device=self._device)
         advance = Advance(committed_rows, self._token_ids[committed_rows], kept, self.num_rows, hit=row is not None)
         self._keep(advance)
@@ -257,8 +289,9 @@ class PredictionTree:
         Raises:
             ValueError: ``rows`` are not so.
         """
-        in_order = bool((rows.diff() > 0).all()) and rows[:1].tolist() == [0] and int(rows[-1]) < self.num_rows
-        if not in_order or not bool(torch.isin(self.parents[rows[1:]], rows).all()):
+        kept, (_, parents) = rows.tolist(), self._as_lists()
+        in_order = kept[:1] == [0] and kept == sorted(set(kept)) and kept[-1] < self.num_rows
+        if not in_order or not {parents[row] for row in kept[1:]} <= set(kept):
             raise ValueError("rows to keep must be ascending, begin with the root, and include their parents")
         no_rows = rows.new_zeros(0)
         advance = Advance(no_rows, no_rows, rows, self.num_rows, hit=True)
@@ -274,47 +307,56 @@ class PredictionTree:
 
     def _keep(self, advance: Advance) -> None:
         kept, count = advance.kept, len(advance.kept)
-        _, parents = advance.renumber(self._parents[kept[1:]])
-        self._parents[1:count] = parents
-        self._parents[:1] = -1
         self.root_position += len(advance.committed)
         if self.gaps is not None:
             self.root_position += int(self._gaps[advance.committed].sum())
-        for storage in (self._token_ids, self._log_probs, self._gaps):
-            storage[:count] = storage[kept]
-        self._log_probs[:1] = 0.0  # the new root is certain
-        self._mask[:count, :count] = self._mask[kept][:, kept]
+        if count:
+            rows = self._rows[:, kept]
+            rows[1] = advance.new_numbers[rows[1]]
+            rows[2] -= len(advance.committed)
+            self._rows[:, :count] = rows
+            self._parents[0] = -1
+            self._mask[:count, :count] = self._mask[kept][:, kept]
+        if self._has_log_probs:
+            self._log_probs[:count] = self._log_probs[kept]
+            self._log_probs[:1] = 0.0  # the new root is certain
         self.num_rows = count
+        self._lists = None
 
-    def _check_parents(self, parents: Tensor, first: int) -> None:
-        own = torch.arange(first, first + len(parents), device=self._device)
-        is_root = parents < 0
-        if bool((parents >= own).any()):
-            raise ValueError("a row must enter after its parent")
-        if bool(is_root[1:].any()) or (len(parents) and bool(is_root[0]) != (first == 0)):
-            raise ValueError("a tree has exactly one root, its first row")
-
-    def _extend_mask(self, parents: Tensor, first: int, last: int) -> None:
+    def _extend_mask(self, parents: Tensor, first: int, last: int, has_new_parents: bool) -> None:
         """Block-wise mask growth (paper §3.3.3): copy the parents' mask rows, then add the block of the new rows."""
         num_rows = last - first
         own = torch.eye(num_rows, dtype=torch.bool, device=self._device)
-        inside = parents >= first
-        if bool(inside.any()):  # some parents are new rows, too: each round doubles the distance to the ancestors collected
-            farthest = torch.where(inside, parents - first, torch.arange(num_rows, device=self._device))
+        if has_new_parents:  # each round doubles the distance to the ancestors collected
+            farthest = torch.where(parents >= first, parents - first, torch.arange(num_rows, device=self._device))
             for _ in range((num_rows - 1).bit_length()):
                 own |= own[farthest]
                 farthest = farthest[farthest]
             parents = parents[farthest]
-        self._mask[:first, first:last] = False
-        self._mask[first:last, :first] = self._mask[parents.clamp(min=0), :first] & (parents >= 0)[:, None]
+        if first:
+            self._mask[:first, first:last] = False
+            self._mask[first:last, :first] = self._mask[parents, :first]
         self._mask[first:last, first:last] = own
 
-    def _reserve(self, rows: int) -> None:
+    def _as_lists(self) -> list[list[int]]:
+        """Token ids and parents on the host: one transfer per state of the tree, for walks along it."""
+        if self._lists is None:
+            self._lists = self._rows[:2, : self.num_rows].tolist()
+        return self._lists
+
+    def _reserve(self, rows_needed: int) -> None:
         capacity = len(self._token_ids)
-        if rows <= capacity:
+        if rows_needed <= capacity:
             return
-        old = self._token_ids, self._parents, self._log_probs, self._gaps, self._mask
-        self._allocate(-(-rows // self._block) * self._block)
-        for new, previous in zip((self._token_ids, self._parents, self._log_probs, self._gaps), old[:4], strict=True):
-            new[:capacity] = previous
-        self._mask[:capacity, :capacity] = old[4]
+        rows, log_probs, mask = self._rows, self._log_probs, self._mask
+        self._allocate(-(-rows_needed // self._block) * self._block)
+        self._rows[:, :capacity] = rows
+        self._log_probs[:capacity] = log_probs
+        self._mask[:capacity, :capacity] = mask
+
+
+def _check_parents(parents: list[int], first: int) -> None:
+    if any(parent >= row for row, parent in enumerate(parents, start=first)):
+        raise ValueError("a row must enter after its parent")
+    if any(parent < 0 for parent in parents[0 if first else 1 :]):
+        raise ValueError("a tree has exactly one root, its first row")

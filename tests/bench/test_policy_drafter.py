@@ -16,7 +16,8 @@ from pipedec.core import UserError
 from pipedec.decoding import Drafter
 from pipedec.drafting import DraftModel
 from pipedec.model import StageModel
-from pipedec.tree import Candidates, PredictionTree
+from pipedec.threads import single_thread
+from pipedec.tree import Candidates, PredictionTree, RowsToDraft
 
 PROMPT_IDS = torch.tensor([1, 9, 30, 4, 51, 17, 8])
 VOCAB = 64
@@ -42,17 +43,21 @@ class Forwards:
         forwards = self
 
         class Counted(DraftModel):
-            def expand(self, tree: PredictionTree, rows: torch.Tensor, children: int) -> Candidates:
-                forwards.rows.append(len(rows))
-                return super().expand(tree, rows, children)
+            def expand(self, requested: list[RowsToDraft], children: int) -> list[Candidates]:
+                forwards.rows.append(sum(len(rows) for _, _, rows in requested))
+                return super().expand(requested, children)
 
         return Counted(self._model)
 
 
 def begin(drafter: Drafter) -> None:
-    drafter.begin()
-    drafter.prefill(PROMPT_IDS[:3], len(PROMPT_IDS))
-    drafter.prefill(PROMPT_IDS[3:], len(PROMPT_IDS))
+    drafter.begin(single_thread(len(PROMPT_IDS), (), 1000))
+    drafter.prefill(PROMPT_IDS[:3])
+    drafter.prefill(PROMPT_IDS[3:])
+
+
+def expand(drafter: Drafter, tree: PredictionTree, rows: torch.Tensor, children: int) -> Candidates:
+    return drafter.expand([(0, tree, rows)], children)[0]
 
 
 def planted(*tokens: int) -> PredictionTree:
@@ -95,15 +100,15 @@ def some_request(data: st.DataObject, recorded: RecordedDrafter, expected: Draft
         rows = draftable(data, tree, is_drafted)
         if len(rows):
             children = data.draw(st.integers(1, RECORDED))
-            same(recorded.expand(tree, rows, children), expected.expand(tree, rows, children))
+            same(expand(recorded, tree, rows, children), expand(expected, tree, rows, children))
             is_drafted[rows] = True
         tokens = walk(data, tree) if data.draw(st.booleans()) else None
         advance = (
             tree.keep(torch.arange(tree.num_rows)[: data.draw(st.integers(1, 2))]) if tokens is None else tree.advance(tokens)
         )
         is_drafted = is_drafted[advance.kept]
-        recorded.advance(advance)
-        expected.advance(advance)
+        recorded.advance(0, advance)
+        expected.advance(0, advance)
 
 
 def walk(data: st.DataObject, tree: PredictionTree) -> list[int]:
@@ -134,25 +139,25 @@ def test_a_context_is_drafted_once_and_a_recorded_request_needs_no_draft(model: 
     tree = planted(5, 6, 7)
     first = RecordedDrafter(memo, forwards.load, RECORDED)
     begin(first)
-    said = first.expand(tree, torch.tensor([0, 1]), 4)
+    said = expand(first, tree, torch.tensor([0, 1]), 4)
     assert forwards.rows == [2]
     again = RecordedDrafter(memo, lambda: pytest.fail("the draft was loaded"), RECORDED)
     begin(again)
-    same(again.expand(planted(5, 6, 7), torch.tensor([0, 1]), 4), said)
+    same(expand(again, planted(5, 6, 7), torch.tensor([0, 1]), 4), said)
 
 
 def test_ancestors_that_the_memo_answered_are_drafted_with_the_rows_below_them(model: StageModel) -> None:
     memo, forwards = DraftMemo(), Forwards(model)
     first = RecordedDrafter(memo, forwards.load, RECORDED)
     begin(first)
-    first.expand(planted(5, 6, 7), torch.tensor([0, 1]), 4)
+    expand(first, planted(5, 6, 7), torch.tensor([0, 1]), 4)
     second, expected = RecordedDrafter(memo, forwards.load, RECORDED), DraftModel(model)
     begin(second)
     begin(expected)
     tree = planted(5, 6, 7)
-    second.expand(tree, torch.tensor([0, 1]), 4)
-    expected.expand(tree, torch.tensor([0, 1]), 4)
-    same(second.expand(tree, torch.tensor([2]), 4), expected.expand(tree, torch.tensor([2]), 4))
+    expand(second, tree, torch.tensor([0, 1]), 4)
+    expand(expected, tree, torch.tensor([0, 1]), 4)
+    same(expand(second, tree, torch.tensor([2]), 4), expand(expected, tree, torch.tensor([2]), 4))
     assert forwards.rows == [2, 3]
 
 
@@ -161,7 +166,7 @@ def test_more_children_than_recorded_are_drafted_again_and_fewer_are_not(model: 
     for children, rows in ((4, [1]), (2, [1]), (4, [1]), (5, [1, 1]), (VOCAB + 9, [1, 1, 1]), (VOCAB + 9, [1, 1, 1])):
         drafter = RecordedDrafter(memo, forwards.load, children)
         begin(drafter)
-        said = drafter.expand(planted(5), torch.tensor([0]), children)
+        said = expand(drafter, planted(5), torch.tensor([0]), children)
         assert forwards.rows == rows
         assert said.token_ids.shape == said.log_probs.shape == (1, min(children, VOCAB))
     assert sorted(said.token_ids[0].tolist()) == list(range(VOCAB))
@@ -171,14 +176,14 @@ def test_tells_which_tokens_of_the_answer_this_request_had_asked_for(model: Stag
     memo, forwards = DraftMemo(), Forwards(model)
     drafter = RecordedDrafter(memo, forwards.load, RECORDED)
     begin(drafter)
-    likeliest = drafter.expand(planted(5), torch.tensor([0]), 3).token_ids[0].tolist()
+    likeliest = expand(drafter, planted(5), torch.tensor([0]), 3).token_ids[0].tolist()
     other = next(token for token in range(VOCAB) if token not in likeliest)
     for token, is_proposed in ((likeliest[0], True), (likeliest[2], True), (other, False)):
         assert drafter.proposed([5, token, 1]) == [False, is_proposed, False]
     fewer = RecordedDrafter(memo, forwards.load, RECORDED)
     begin(fewer)
     assert fewer.proposed([5, likeliest[2]]) == [False, False], "recorded, but not requested"
-    fewer.expand(planted(5), torch.tensor([0]), 2)
+    expand(fewer, planted(5), torch.tensor([0]), 2)
     assert fewer.proposed([5, likeliest[2]]) == [False, False]
 
 
@@ -186,7 +191,7 @@ def test_what_is_saved_is_found_again(model: StageModel, tmp_path: Path) -> None
     path, memo, forwards = tmp_path / "draft.safetensors", DraftMemo(), Forwards(model)
     drafter = RecordedDrafter(memo, forwards.load, RECORDED)
     begin(drafter)
-    said = drafter.expand(planted(5, 6), torch.tensor([0, 1]), 4)
+    said = expand(drafter, planted(5, 6), torch.tensor([0, 1]), 4)
     assert memo.has_changed
     memo.save(path)
     assert not memo.has_changed
@@ -194,8 +199,8 @@ def test_what_is_saved_is_found_again(model: StageModel, tmp_path: Path) -> None
     again = RecordedDrafter(loaded, forwards.load, RECORDED)
     begin(again)
     tree = planted(5, 6, 7)
-    same(again.expand(tree, torch.tensor([0, 1]), 4), said)
-    again.expand(tree, torch.tensor([2]), 4)
+    same(expand(again, tree, torch.tensor([0, 1]), 4), said)
+    expand(again, tree, torch.tensor([2]), 4)
     assert forwards.rows == [2, 3], "contexts that were loaded can be continued"
     assert loaded.continued(PROMPT, 5) == memo.continued(PROMPT, 5) == 0 and loaded.continued(PROMPT, 6) == 3
 

@@ -7,8 +7,10 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from pipedec.core import Step
-from pipedec.tree import Advance, Candidates, PredictionTree
+from pipedec import threads
+from pipedec.core import Request, Step
+from pipedec.decoding import Drafter, Experience, Method, create_method
+from pipedec.tree import Advance, Candidates, PredictionTree, RowsToDraft
 
 PROMPT = (1, 2, 3, 4, 5)
 RARE = ((60, 0.02), (61, 0.01))
@@ -26,14 +28,20 @@ class ScriptedDrafter:
         self.prompt: list[int] = []
         self._bigrams = bigrams
 
-    def begin(self) -> None:
+    def begin(self, sequence: threads.Sequence) -> None:
         self.begun += 1
 
-    def prefill(self, token_ids: Tensor, prompt_length: int) -> None:
-        assert prompt_length == len(PROMPT)
+    def prefill(self, token_ids: Tensor) -> None:
         self.prompt += token_ids.tolist()
 
-    def expand(self, tree: PredictionTree, rows: Tensor, children: int) -> Candidates:
+    def threads_changed(self) -> None: ...
+
+    def expand(self, requested: list[RowsToDraft], children: int) -> list[Candidates]:
+        ((number, tree, rows),) = requested
+        assert number == 0
+        return [self._expand(tree, rows, children)]
+
+    def _expand(self, tree: PredictionTree, rows: Tensor, children: int) -> Candidates:
         assert (rows.diff() > 0).all(), "rows are in ascending order"
         self.drafted = torch.cat((self.drafted, rows))
         assert len(self.drafted.unique()) == len(self.drafted), "a row is drafted once"
@@ -50,9 +58,19 @@ class ScriptedDrafter:
         """What may follow ``row``."""
         return self._bigrams.get(int(tree.token_ids[row]), RARE)
 
-    def advance(self, advance: Advance) -> None:
+    def advance(self, thread: int, advance: Advance) -> None:
         self.skipped += advance.num_rows - len(self.drafted)
         _, self.drafted = advance.renumber(self.drafted)
+
+
+def begun(
+    request: Request, drafter: Drafter | None = None, experience: Experience | None = None, trained_masks: int = 0
+) -> Method:
+    """The method of an answer in one thread that has taken in the prompt."""
+    sequence = threads.single_thread(len(request.prompt_token_ids), (), 10_000)
+    method = create_method(request, sequence, drafter, experience or Experience(passage=2), "cpu", trained_masks)
+    method.prefill(torch.tensor(request.prompt_token_ids))
+    return method
 
 
 def rows(step: Step | None) -> list[tuple[int, int]]:

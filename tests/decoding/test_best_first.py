@@ -8,14 +8,11 @@ from itertools import pairwise
 
 import pytest
 import torch
-from drafters import PROMPT, RARE, Line, ScriptedDrafter, rows
+from drafters import PROMPT, RARE, Line, ScriptedDrafter, begun, rows
 
 from pipedec.core import Request, Step, UserError, Verdict
 from pipedec.decoding import Experience, Method, TimestepTiming
-from pipedec.decoding.best_first import BestFirst
-from pipedec.decoding.controller import WIDTHS
-from pipedec.decoding.plain import PlainPipeline
-from pipedec.methods import BestFirstOptions
+from pipedec.methods import MAX_ROWS, BestFirstOptions
 from pipedec.tree import PredictionTree
 
 PASSAGE = 3
@@ -32,18 +29,16 @@ def best_first(
     proposers: tuple[str, ...] = DRAFT_ALONE,
     prompt: tuple[int, ...] = PROMPT,
     experience: Experience | None = None,
-) -> BestFirst:
+) -> Method:
     """A method that has taken in the prompt."""
     request = Request(0, prompt, options=BestFirstOptions(width, 2, forwards=forwards, proposers=proposers))
-    method = BestFirst(request, drafter, experience or Experience(PASSAGE))
-    method.prefill(torch.tensor(prompt))
-    return method
+    return begun(request, drafter, experience or Experience(PASSAGE))
 
 
 def test_several_layers_enter_at_once_when_the_draft_is_sure() -> None:
     drafter = ScriptedDrafter(SURE)
     method = best_first(drafter, width=3)
-    method.apply(Verdict((10,)))
+    method.apply(Verdict.of(10))
     assert rows(method.propose()) == [(10, -1)]
     method.draft()
     assert (drafter.begun, drafter.prompt) == (1, list(PROMPT))
@@ -53,7 +48,7 @@ def test_several_layers_enter_at_once_when_the_draft_is_sure() -> None:
 
 def test_siblings_enter_late_when_the_draft_is_unsure() -> None:
     method = best_first(ScriptedDrafter(UNSURE), width=1, forwards=2)
-    method.apply(Verdict((10,)))
+    method.apply(Verdict.of(10))
     assert rows(method.propose()) == [(10, -1)]
     method.draft()
     assert rows(method.propose()) == [(11, 0)]
@@ -65,10 +60,10 @@ def test_a_drafted_row_enters_as_the_root_with_what_is_below_it() -> None:
     """Accepted before it entered: a miss, but what was drafted below it is not lost."""
     drafter = ScriptedDrafter({10: ((11, 0.5), (12, 0.4)), 12: ((13, 0.8), (14, 0.1))})
     method = best_first(drafter, width=3)
-    method.apply(Verdict((10,)))
+    method.apply(Verdict.of(10))
     method.propose()
     method.draft()
-    method.apply(Verdict((12,)))
+    method.apply(Verdict.of(12))
     assert (method.hits, method.misses) == (0, 2)
     assert rows(method.propose()) == [(12, -1), (13, 0), (14, 0)]
     assert drafter.skipped == 0
@@ -76,16 +71,16 @@ def test_a_drafted_row_enters_as_the_root_with_what_is_below_it() -> None:
 
 def test_hits_and_misses_of_verdicts_of_several_tokens() -> None:
     method = best_first(ScriptedDrafter(SURE))
-    method.apply(Verdict((10,)))
+    method.apply(Verdict.of(10))
     for _ in range(2):
         method.propose()
         method.draft()
-    method.apply(Verdict((11, 12)))
+    method.apply(Verdict.of(11, 12))
     assert (method.hits, method.misses) == (2, 1)
-    method.apply(Verdict((13, 99)))
+    method.apply(Verdict.of(13, 99))
     assert (method.hits, method.misses) == (3, 2)
     method.propose()
-    method.apply(Verdict((98,), "stop"))
+    method.apply(Verdict.of(98, finished="stop"))
     assert (method.hits, method.misses) == (3, 2)
 
 
@@ -98,7 +93,7 @@ def test_every_verdict_teaches() -> None:
         weights = experience.acceptance(request, (9.0, 9.0), "cpu").weights
         before = weights.clone()
         for _ in range(10):
-            method.apply(Verdict((20,)))
+            method.apply(Verdict.of(20))
             method.propose()
             method.draft()
         assert weights[0] < before[0]
@@ -109,13 +104,11 @@ def test_without_speculation_it_is_the_plain_pipeline() -> None:
     experience, drafter = Experience(PASSAGE), ScriptedDrafter(SURE)
     request = Request(0, PROMPT)
     experience.controller(request).width = 0
-    ours, plain = BestFirst(request, drafter, experience), PlainPipeline(request)
-    for method in (ours, plain):
-        method.prefill(torch.tensor(PROMPT))
+    ours, plain = begun(request, drafter, experience), begun(Request(0, PROMPT, method="pp"))
     assert ours.propose() is None
     for token in (10, 11, 12):
         for method in (ours, plain):
-            method.apply(Verdict((token,)))
+            method.apply(Verdict.of(token))
             assert rows(method.propose()) == [(token, -1)]
             for _ in range(2):
                 method.draft()
@@ -126,11 +119,11 @@ def test_without_speculation_it_is_the_plain_pipeline() -> None:
 
 def test_ngrams_alone_find_the_continuation() -> None:
     method = best_first(None, width=8, proposers=NGRAMS_ALONE, prompt=(1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2))
-    method.apply(Verdict((3,)))
+    method.apply(Verdict.of(3))
     assert rows(method.propose()) == [(3, -1)]
     method.draft()
     assert rows(method.propose()) == [(4, 0), (5, 1), (6, 2)]
-    method.apply(Verdict((4, 5)))
+    method.apply(Verdict.of(4, 5))
     method.draft()
     assert rows(method.propose()) == [(7, 1), (8, 2), (9, 3)]
 
@@ -138,7 +131,7 @@ def test_ngrams_alone_find_the_continuation() -> None:
 def test_ngrams_alone_leave_the_draft_alone() -> None:
     drafter = ScriptedDrafter(SURE)
     method = best_first(drafter, proposers=NGRAMS_ALONE)
-    method.apply(Verdict((10,)))
+    method.apply(Verdict.of(10))
     method.draft()
     assert (drafter.begun, drafter.prompt, drafter.expanded) == (0, [], [])
 
@@ -146,8 +139,8 @@ def test_ngrams_alone_leave_the_draft_alone() -> None:
 def test_ngrams_and_draft_together() -> None:
     """The draft knows nothing of 4 after 3, the text nothing of what the draft says."""
     method = best_first(ScriptedDrafter({3: ((11, 0.3), (12, 0.1))}), proposers=("draft", "ngrams"), forwards=1, prompt=PROMPT)
-    method.apply(Verdict((2,)))
-    method.apply(Verdict((3,)))
+    method.apply(Verdict.of(2))
+    method.apply(Verdict.of(3))
     method.propose()
     method.draft()
     assert {token for token, parent in rows(method.propose()) if parent == 0} == {4, 11, 12}
@@ -157,7 +150,7 @@ def test_ngrams_and_draft_together() -> None:
 @pytest.mark.parametrize("proposers", [NGRAMS_ALONE, ("draft", "ngrams")])
 def test_prompts_of_any_length(length: int, proposers: tuple[str, ...]) -> None:
     answer = [7] * 12
-    drafter = KnowingDrafter(answer, lambda index: index + 1, length)
+    drafter = KnowingDrafter(answer, lambda index: index + 1)
     method = best_first(drafter, width=8, proposers=proposers, prompt=(7,) * length)
     assert simulate(method, answer, 2) < 2 * len(answer)
 
@@ -167,26 +160,22 @@ def test_no_proposer_is_refused() -> None:
         best_first(None, proposers=DRAFT_ALONE)
 
 
-def test_a_width_that_no_verdict_holds_is_refused() -> None:
-    with pytest.raises(UserError, match=rf"^width: must be between 1 and {WIDTHS[-1]}, not {WIDTHS[-1] + 1}$"):
-        best_first(ScriptedDrafter(SURE), width=WIDTHS[-1] + 1)
-    best_first(ScriptedDrafter(SURE), width=WIDTHS[-1])
+def test_a_width_that_no_tree_holds_is_refused() -> None:
+    with pytest.raises(UserError, match=rf"^width: must be between 1 and {MAX_ROWS}, not {MAX_ROWS + 1}$"):
+        best_first(ScriptedDrafter(SURE), width=MAX_ROWS + 1)
+    best_first(ScriptedDrafter(SURE), width=MAX_ROWS)
 
 
 class KnowingDrafter(ScriptedDrafter):
     """Knows which answer is wanted: names what stands at ``recall`` of the index of a row, if anything does."""
 
-    def __init__(self, answer: list[int], recall: Callable[[int], int | None], prompt_length: int = len(PROMPT)) -> None:
+    def __init__(self, answer: list[int], recall: Callable[[int], int | None]) -> None:
         super().__init__({})
         self._answer = answer
         self._recall = recall
-        self._prompt_length = prompt_length
-
-    def prefill(self, token_ids: torch.Tensor, prompt_length: int) -> None:
-        assert prompt_length == self._prompt_length
 
     def line(self, tree: PredictionTree, row: int) -> Line:
-        place = self._recall(int(tree.positions[row]) - self._prompt_length)
+        place = self._recall(int(tree.positions[row]) - len(self.prompt))
         if place is None or not 0 <= place < len(self._answer):
             return RARE
         return ((self._answer[place], 0.97), RARE[0])
@@ -204,7 +193,7 @@ def simulate(method: Method, answer: list[int], groups: int, observe: Callable[[
     tree = PredictionTree()
     in_flight = [torch.zeros(0, dtype=torch.int64)] * groups  # rows in each group
     is_computed = torch.zeros(0, dtype=torch.bool)
-    verdict, said, timesteps = Verdict((answer[0],)), 1, 0
+    verdict, said, timesteps = Verdict.of(answer[0]), 1, 0
     while True:
         if verdict.tokens:
             method.apply(verdict)
@@ -223,7 +212,7 @@ def simulate(method: Method, answer: list[int], groups: int, observe: Callable[[
         is_computed[in_flight[-1]] = True
         tokens = walk(tree, is_computed, answer[said:])
         said += len(tokens)
-        verdict = Verdict(tokens, "length" if said == len(answer) else None)
+        verdict = Verdict.of(*tokens, finished="length" if said == len(answer) else None)
 
 
 def enter(tree: PredictionTree, step: Step | None) -> torch.Tensor:

@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 import pytest
-import torch
-from drafters import PROMPT, rows
+from drafters import PROMPT, begun, rows
 
 from pipedec.core import MaskParams, Request, UserError, Verdict
-from pipedec.decoding import Experience, create_method
-from pipedec.decoding.bita import MAX_NAMED, MAX_ROWS, Bita
-from pipedec.methods import BitaOptions
+from pipedec.decoding import Method
+from pipedec.methods import MAX_ROWS, BitaOptions
 from pipedec.model.bita import MAX_MASKS
 
 FORECAST = ((11, 12), (13, 14), (15, 16))
 
 
-def bita(trained_masks: int = 3, **limits: int | str) -> Bita:
+def bita(trained_masks: int = 3, **limits: int | str) -> Method:
     options = BitaOptions(**limits)  # type: ignore[arg-type]
-    return Bita(Request(0, PROMPT, method="bita", options=options), trained_masks, Experience(passage=2))
+    return begun(Request(0, PROMPT, method="bita", options=options), trained_masks=trained_masks)
 
 
 def test_a_group_hangs_behind_every_row_of_the_efficient_tree() -> None:
     method = bita(2, children=2, shape="efficient")
     assert method.masks == MaskParams(2, 2)
-    method.apply(Verdict((10,), forecast=FORECAST[:2]))
+    method.apply(Verdict.of(10, forecast=FORECAST[:2]))
     step = method.propose()
     candidates = [(10, -1), (11, 0), (12, 0), (13, 1), (14, 1)]
     groups = [pair for row in range(5) for pair in ((-1, row), (-2, 5 + 2 * row))]
@@ -31,7 +29,7 @@ def test_a_group_hangs_behind_every_row_of_the_efficient_tree() -> None:
     assert method.propose() is None
     method.draft()
     assert method.propose() is None
-    method.apply(Verdict((11, 14, 40), forecast=((1, 2), (3, 4))))
+    method.apply(Verdict.of(11, 14, 40, forecast=((1, 2), (3, 4))))
     assert rows(method.propose())[:5] == [(40, -1), (1, 0), (2, 0), (3, 1), (4, 1)]
     assert (method.hits, method.misses) == (2, 2)
 
@@ -39,17 +37,17 @@ def test_a_group_hangs_behind_every_row_of_the_efficient_tree() -> None:
 def test_straightforward_masks_stand_behind_the_root_alone() -> None:
     method = bita(2, shape="straightforward", children=7)
     assert method.masks == MaskParams(2, 1)
-    method.apply(Verdict((10,), forecast=((11,), (13,))))
+    method.apply(Verdict.of(10, forecast=((11,), (13,))))
     assert rows(method.propose()) == [(10, -1), (11, 0), (13, 1), (-1, 0), (-2, 3)]
-    method.apply(Verdict((11, 13, 20)))  # all masks are used up
+    method.apply(Verdict.of(11, 13, 20))  # all masks are used up
     assert rows(method.propose()) == [(20, -1), (-1, 0), (-2, 1)]
 
 
 def test_the_last_verdict_proposes_and_counts_nothing_more() -> None:
     method = bita()
-    method.apply(Verdict((10,), forecast=FORECAST))
+    method.apply(Verdict.of(10, forecast=FORECAST))
     method.propose()
-    method.apply(Verdict((11, 13), "length"))
+    method.apply(Verdict.of(11, 13, finished="length"))
     assert method.propose() is None
     assert (method.hits, method.misses) == (1, 1)
 
@@ -74,7 +72,7 @@ def test_limits_of_the_tree(limits: dict[str, int | str], masks: MaskParams, num
     method = bita(**limits)
     assert method.masks == masks
     named = tuple(tuple(range(20 * place, 20 * place + masks.named)) for place in range(masks.count))
-    method.apply(Verdict((10,), forecast=named))
+    method.apply(Verdict.of(10, forecast=named))
     step = method.propose()
     assert step is not None and step.num_rows == num_rows
 
@@ -84,12 +82,8 @@ def test_limits_of_the_tree(limits: dict[str, int | str], masks: MaskParams, num
     [
         (3, {"depth": 4}, "depth 4, but this BiTA was trained with 3 masks: lower --depth"),
         (3, {"depth": 4, "shape": "straightforward"}, "depth 4, but this BiTA was trained with 3 masks: lower --depth"),
-        (3, {"children": 22}, f"3 masks that name 22 tokens each are more than {MAX_NAMED}: lower --depth or --children"),
-        (
-            MAX_MASKS,
-            {"children": 5},
-            f"{MAX_MASKS} masks that name 5 tokens each are more than {MAX_NAMED}: lower --depth or --children",
-        ),
+        (3, {"children": 1366}, f"a forecast of 4098 tokens is more than {MAX_ROWS}: lower --depth or --children"),
+        (4, {"children": 300, "shape": "efficient"}, f"a tree of 6005 rows is more than {MAX_ROWS}: lower --depth or --children"),
         (4, {"children": 6, "shape": "full"}, f"a tree of 7775 rows is more than {MAX_ROWS}: lower --depth or --children"),
     ],
 )
@@ -100,15 +94,14 @@ def test_what_cannot_work_is_refused(trained: int, limits: dict[str, int | str],
 
 
 def test_the_largest_trees_are_not_refused() -> None:
-    assert bita(1, children=MAX_NAMED).masks == MaskParams(1, MAX_NAMED)
+    assert bita(1, children=MAX_ROWS).masks == MaskParams(1, MAX_ROWS)
     assert bita(MAX_MASKS).masks == bita(MAX_MASKS, children=4).masks == MaskParams(MAX_MASKS, 4)
+    assert bita(MAX_MASKS, children=MAX_ROWS // MAX_MASKS).masks == MaskParams(MAX_MASKS, MAX_ROWS // MAX_MASKS)
     assert bita(MAX_MASKS, shape="straightforward", children=4096).masks == MaskParams(MAX_MASKS, 1)
 
 
 def test_no_draft_is_needed() -> None:
     request = Request(0, PROMPT, method="bita")
-    method = create_method(request, None, Experience(passage=2), trained_masks=3)
-    assert isinstance(method, Bita)
-    method.prefill(torch.tensor(PROMPT))
+    assert begun(request, None, trained_masks=3).masks == MaskParams(3, 16)
     with pytest.raises(UserError, match="needs what pipedec train bita has learned"):
-        create_method(request, None, Experience(passage=2))
+        begun(request, None)

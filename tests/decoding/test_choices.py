@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from pipedec.decoding.acceptance import Acceptance
-from pipedec.decoding.choices import NO_TOKEN, Choices
+from pipedec.decoding.choices import NO_TOKEN, Choices, ChoiceTable
 from pipedec.decoding.proposers import MAX_MATCH, DraftProposal, NgramProposal, NgramProposer
 from pipedec.tree import Candidates, PredictionTree
 
@@ -55,14 +55,19 @@ def test_merged_features_stand_beside_their_tokens() -> None:
 def test_choices_follow_the_tree() -> None:
     tree = PredictionTree()
     tree.append(torch.tensor([1, 2, 3, 4]), torch.tensor([-1, 0, 0, 2]))
+    table, log_chances = ChoiceTable("cpu"), torch.tensor([[-1.0, -2.0], [-3.0, -torch.inf]])
     first = Choices.merged(torch.tensor([0, 2]), [FIRST])
-    choices = first.joined(Choices.merged(torch.tensor([1, 3]), [FIRST]))
-    assert choices.rows.tolist() == [0, 2, 1, 3]
-    kept, is_kept = choices.advanced(tree.advance([3]))
-    assert is_kept.tolist() == [False, True, False, True]
-    assert kept.rows.tolist() == [0, 1]
-    assert torch.equal(kept.token_ids, FIRST.token_ids[[1, 1]])
-    assert torch.equal(kept.features, first.features[[1, 1]])
+    table.add(first, log_chances)
+    table.add(Choices.merged(torch.tensor([1, 3]), [FIRST]), log_chances)
+    assert table.choices.rows.tolist() == [0, 2, 1, 3]
+    table.advance(tree.advance([3]), torch.tensor([-0.5]))
+    assert table.choices.rows.tolist() == [0, 1]
+    assert torch.equal(table.choices.token_ids, FIRST.token_ids[[1, 1]])
+    assert torch.equal(table.choices.features, first.features[[1, 1]])
+    assert table.log_chances.tolist() == [-2.5, -torch.inf, -2.5, -torch.inf]
+    rows, token_ids, taken = table.take(torch.tensor([2]))
+    assert (rows.tolist(), token_ids.tolist(), taken.tolist()) == ([1], [4], [-2.5])
+    assert table.log_chances.tolist() == [-2.5, -torch.inf, -torch.inf, -torch.inf]
 
 
 def test_a_draft_says_how_likely_its_tokens_are() -> None:
@@ -176,4 +181,7 @@ def test_choices_of_a_short_and_of_a_longer_text_can_be_joined() -> None:
     before = Choices.merged(row, [proposer.propose(tree, row)])
     proposer.accept((5,) * 8)
     after = Choices.merged(row, [proposer.propose(tree, row)])
-    assert 5 in before.joined(after).token_ids[1].tolist()
+    table = ChoiceTable("cpu")
+    for choices in (before, after):
+        table.add(choices, torch.zeros_like(choices.token_ids, dtype=torch.float32))
+    assert 5 in table.choices.token_ids[1].tolist()

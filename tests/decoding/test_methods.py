@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import pytest
-import torch
-from drafters import PROMPT, ScriptedDrafter, rows
+from drafters import PROMPT, ScriptedDrafter, begun, rows
 
-from pipedec.core import Request, UserError, Verdict
-from pipedec.decoding import Experience, create_method
-from pipedec.decoding.best_first import BestFirst
-from pipedec.decoding.pipedec import PipeDec
-from pipedec.decoding.plain import PlainPipeline
-from pipedec.decoding.static_tree import StaticTree
+from pipedec.core import NO_MASKS, Request, UserError, Verdict
+from pipedec.decoding import Experience, Method, create_method
 from pipedec.methods import METHODS, PipeDecOptions, StaticTreeOptions
+from pipedec.threads import single_thread
 
 #: after each token: the likeliest next tokens with their probabilities
 BIGRAMS = {
@@ -35,11 +31,10 @@ def drafter() -> ScriptedDrafter:
     return ScriptedDrafter(BIGRAMS)
 
 
-def pipedec(drafter: ScriptedDrafter, width: int = 3, children: int = 2, token: int = 10) -> PipeDec:
+def pipedec(drafter: ScriptedDrafter, width: int = 3, children: int = 2, token: int = 10) -> Method:
     """A method that has taken in the prompt and whose target has said ``token``."""
-    method = PipeDec(Request(0, PROMPT, options=PipeDecOptions(width, children)), drafter)
-    method.prefill(torch.tensor(PROMPT))
-    method.apply(Verdict((token,)))
+    method = begun(Request(0, PROMPT, method="pipedec", options=PipeDecOptions(width, children)), drafter)
+    method.apply(Verdict.of(token))
     return method
 
 
@@ -62,7 +57,7 @@ def test_a_hit_prunes_the_candidates_before_the_next_layer_is_chosen(drafter: Sc
         method.propose()
         method.draft()
     # Without the verdict 13, 14 and 15 would enter; now 15 cannot come true and 16 of the same branch neither.
-    method.apply(Verdict((11,)))
+    method.apply(Verdict.of(11))
     assert rows(method.propose()) == [(13, 0), (14, 0)]
     method.draft()
     assert drafter.expanded[-1] == [13, 14]
@@ -76,7 +71,7 @@ def test_a_hit_on_the_other_branch(drafter: ScriptedDrafter) -> None:
     for _ in range(2):
         method.propose()
         method.draft()
-    method.apply(Verdict((12,)))
+    method.apply(Verdict.of(12))
     assert rows(method.propose()) == [(15, 0), (16, 0)]
 
 
@@ -85,7 +80,7 @@ def test_a_miss_starts_a_new_tree(drafter: ScriptedDrafter) -> None:
     for _ in range(3):
         method.propose()
         method.draft()
-    method.apply(Verdict((40,)))
+    method.apply(Verdict.of(40))
     assert rows(method.propose()) == [(40, -1)]
     method.draft()
     assert rows(method.propose()) == [(41, 0), (42, 0)]
@@ -103,22 +98,21 @@ def test_an_empty_frontier_proposes_nothing_until_the_miss(drafter: ScriptedDraf
     method.draft()
     assert rows(method.propose()) == [(23, 1), (24, 1)]
     method.draft()
-    method.apply(Verdict((22,)))
+    method.apply(Verdict.of(22))
     assert (method.hits, method.misses) == (1, 1)
     for _ in range(2):
         assert method.propose() is None
         method.draft()
     assert drafter.expanded == [[20], [21, 22], [23, 24]]
-    method.apply(Verdict((25,)))
+    method.apply(Verdict.of(25))
     assert rows(method.propose()) == [(25, -1)]
     assert (method.hits, method.misses) == (1, 2)
 
 
-def static_tree(drafter: ScriptedDrafter, **limits: int) -> StaticTree:
+def static_tree(drafter: ScriptedDrafter, **limits: int) -> Method:
     """A method that has taken in the prompt and whose target has said 10."""
-    method = StaticTree(Request(0, PROMPT, method="stpp", options=StaticTreeOptions(**limits)), drafter)
-    method.prefill(torch.tensor(PROMPT))
-    method.apply(Verdict((10,)))
+    method = begun(Request(0, PROMPT, method="stpp", options=StaticTreeOptions(**limits)), drafter)
+    method.apply(Verdict.of(10))
     return method
 
 
@@ -133,7 +127,7 @@ def test_a_static_tree_enters_whole_and_waits_for_its_verdict(drafter: ScriptedD
         method.draft()
         assert method.propose() is None
     assert len(drafter.expanded) == 2
-    method.apply(Verdict((11, 14, 40)))
+    method.apply(Verdict.of(11, 14, 40))
     assert (method.hits, method.misses) == (2, 2)
     assert method.propose() is None
     method.draft()
@@ -147,7 +141,7 @@ def test_a_static_tree_keeps_its_likeliest_rows_of_any_depth(drafter: ScriptedDr
     assert drafter.expanded == [[10], [11, 12], [13, 14, 15, 16]]
     assert rows(method.propose()) == [(10, -1), (11, 0), (12, 0), (13, 1), (14, 1), (15, 2), (17, 5)]
     assert drafter.drafted.tolist() == [0, 1, 2, 3, 4, 5]
-    method.apply(Verdict((12, 15, 17, 13)))
+    method.apply(Verdict.of(12, 15, 17, 13))
     assert (method.hits, method.misses) == (3, 2)
     method.draft()
     assert drafter.expanded[3:] == [[13], [17, 18], [60, 61, 60, 61]]
@@ -158,18 +152,17 @@ def test_a_static_tree_that_ends_counts_its_accepted_rows(drafter: ScriptedDraft
     method = static_tree(drafter, depth=2)
     method.draft()
     method.propose()
-    method.apply(Verdict((11, 14), "length"))
+    method.apply(Verdict.of(11, 14, finished="length"))
     assert (method.hits, method.misses) == (1, 1)
     method.draft()
     assert method.propose() is None
 
 
 def test_plain_pipeline_waits_for_every_token() -> None:
-    method = PlainPipeline(Request(0, PROMPT, method="pp"))
-    method.prefill(torch.tensor(PROMPT))
+    method = begun(Request(0, PROMPT, method="pp"))
     assert method.propose() is None
     for count, token in enumerate((10, 11), start=1):
-        method.apply(Verdict((token,)))
+        method.apply(Verdict.of(token))
         assert rows(method.propose()) == [(token, -1)]
         method.draft()
         assert method.propose() is None
@@ -178,26 +171,26 @@ def test_plain_pipeline_waits_for_every_token() -> None:
 
 @pytest.mark.parametrize("name", METHODS)
 def test_the_last_verdict_proposes_and_counts_nothing(name: str, drafter: ScriptedDrafter) -> None:
-    method = create_method(Request(0, PROMPT, method=name), drafter, Experience(passage=2), trained_masks=3)
-    method.prefill(torch.tensor(PROMPT))
-    method.apply(Verdict((10,)))
+    method = begun(Request(0, PROMPT, method=name), drafter, trained_masks=3)
+    method.apply(Verdict.of(10))
     method.propose()
     method.draft()
-    method.apply(Verdict((99,), "stop"))
+    method.apply(Verdict.of(99, finished="stop"))
     assert method.propose() is None
     assert (method.hits, method.misses) == (0, 1)
 
 
 def test_create_method(drafter: ScriptedDrafter) -> None:
-    experience = Experience(passage=2)
-    assert isinstance(create_method(Request(0, PROMPT, method="pp"), None, experience), PlainPipeline)
-    assert isinstance(create_method(Request(0, PROMPT, method="pipedec"), drafter, experience), PipeDec)
-    assert isinstance(create_method(Request(0, PROMPT, method="stpp"), drafter, experience), StaticTree)
-    assert isinstance(create_method(Request(0, PROMPT), drafter, experience), BestFirst)
-    assert isinstance(create_method(Request(0, PROMPT), None, experience), BestFirst)
+    def create(name: str, drafter: ScriptedDrafter | None) -> Method:
+        return create_method(Request(0, PROMPT, method=name), single_thread(5, (), 10), drafter, Experience(passage=2))
+
+    for count, name in enumerate(("pp", "pipedec", "stpp", "pipedec-bestfirst")):
+        assert create(name, drafter).masks == NO_MASKS
+        assert drafter.begun == count, "a method that drafts begins the drafter; pp does not"
+    create("pipedec-bestfirst", None)
     for name in ("stpp", "pipedec"):
         remedy = "give --draft DIR, or use --method pipedec-bestfirst"
         with pytest.raises(UserError, match=rf"^method {name} needs a draft model: {remedy}$"):
-            create_method(Request(0, PROMPT, method=name), None, experience)
+            create(name, None)
     with pytest.raises(UserError, match=r"^unknown method 'best': choose one of pp, stpp, pipedec, pipedec-bestfirst, bita$"):
-        create_method(Request(0, PROMPT, method="best"), drafter, experience)
+        create("best", drafter)

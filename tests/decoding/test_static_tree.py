@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoints import save_tiny_llama
+from drafters import begun
 from transformers import PreTrainedModel
 
 from pipedec.core import Request, Step, Verdict
-from pipedec.decoding.static_tree import StaticTree
+from pipedec.decoding import Method
 from pipedec.drafting import DraftModel
 from pipedec.methods import StaticTreeOptions
 from pipedec.model import StageModel
@@ -54,14 +55,12 @@ def draft(tmp_path_factory: pytest.TempPathFactory) -> Draft:
     return Draft(tmp_path_factory.mktemp("draft"))
 
 
-def begun(draft: Draft, rows: int | None, width: int = 1) -> StaticTree:
+def static_tree(draft: Draft, rows: int | None, width: int = 1) -> Method:
     limits = StaticTreeOptions(width, CHILDREN, DEPTH, rows)
-    method = StaticTree(Request(0, PROMPT, method="stpp", options=limits), DraftModel(draft.ours))
-    method.prefill(torch.tensor(PROMPT))
-    return method
+    return begun(Request(0, PROMPT, method="stpp", options=limits), DraftModel(draft.ours))
 
 
-def drafted(method: StaticTree, prefix: TokenPath) -> list[TokenPath]:
+def drafted(method: Method, prefix: TokenPath) -> list[TokenPath]:
     """The paths of the tree that enters, behind ``prefix``; the root's comes first."""
     method.draft()
     step = method.propose()
@@ -76,11 +75,11 @@ def drafted(method: StaticTree, prefix: TokenPath) -> list[TokenPath]:
 @pytest.mark.parametrize("rows", [1, 2, 3, 5, 8, 13, 30, 70, 84, 100])
 def test_kept_rows_are_the_likeliest_of_all(draft: Draft, rows: int) -> None:
     """In each of three rounds, the answer going on below a leaf, at a token of no row, and right behind the root."""
-    method = begun(draft, rows)
+    method = static_tree(draft, rows)
     accepted: TokenPath = ()
     verdict = (7,)
     for depth in (DEPTH, 1, 0):
-        method.apply(Verdict(verdict))
+        method.apply(Verdict.of(*verdict))
         root = (*accepted, verdict[-1])
         scores = draft.all_paths(root)
         paths = drafted(method, accepted)
@@ -93,8 +92,8 @@ def test_kept_rows_are_the_likeliest_of_all(draft: Draft, rows: int) -> None:
 
 @pytest.mark.parametrize("width", [1, 3, 64])
 def test_without_a_limit_every_layer_is_as_wide_as_allowed(draft: Draft, width: int) -> None:
-    method = begun(draft, None, width)
-    method.apply(Verdict((7,)))
+    method = static_tree(draft, None, width)
+    method.apply(Verdict.of(7))
     layer = {(7,): 0.0}
     wanted = [*layer]
     for _ in range(DEPTH):

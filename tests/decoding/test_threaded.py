@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 import torch
 from toy_dialects import IDS, ids, sequence_of, toy
 
-from pipedec.core import Part, Request, Step, Verdict
-from pipedec.decoding import Experience, Threaded, create_threaded
-from pipedec.decoding.threaded import MAX_ROWS, MAX_THREADS
+from pipedec.core import Accepted, Request, Step, Verdict
+from pipedec.decoding import Experience, create_method
+from pipedec.decoding.method import ROWS_OF_SEVERAL_THREADS
 from pipedec.forest import Forest
 from pipedec.methods import METHODS, applicable_options
-from pipedec.threads import State
-from pipedec.tree import Advance, Candidates, PredictionTree
+from pipedec.threads import Sequence, State
+from pipedec.tree import Advance, Candidates, RowsToDraft
 
 PROMPT = (1, 2, 3)
 TREE = {"width": 100, "children": 4, "depth": 2, "forwards": 1}
@@ -27,13 +29,14 @@ class Lines:
         self.default = default or [("a", 0.5), ("b", 0.2), ("c", 0.1), ("d", 0.05)]
         self.asked: list[tuple[int, int, int]] = []  # thread, depth and token of each row
 
-    def prefill(self, token_ids: torch.Tensor, prompt_length: int) -> None: ...
-    def advance(self, number: int, advance: Advance) -> None: ...
+    def begin(self, sequence: Sequence) -> None: ...
+    def prefill(self, token_ids: torch.Tensor) -> None: ...
+    def advance(self, thread: int, advance: Advance) -> None: ...
     def threads_changed(self) -> None: ...
 
-    def expand(self, asks: list[tuple[int, PredictionTree, torch.Tensor]], children: int) -> list[Candidates]:
+    def expand(self, requested: list[RowsToDraft], children: int) -> list[Candidates]:
         found = []
-        for number, tree, rows in asks:
+        for number, tree, rows in requested:
             depths = (tree.tree_mask.sum(1) - 1)[rows].tolist()
             self.asked += [(number, depth, token) for depth, token in zip(depths, tree.token_ids[rows].tolist(), strict=True)]
             line = self.of_thread.get(number, self.default)[:children]
@@ -43,8 +46,8 @@ class Lines:
         return found
 
 
-class Team:
-    """A threaded method that is told what to accept, and checked at every step.
+class Answer:
+    """An answer by a method that is told what to accept, and checked at every step.
 
     ``forest`` replays its steps and verdicts as every stage does: it knows what is in the pipeline.
     """
@@ -55,16 +58,28 @@ class Team:
         self.forest = Forest(self.sequence)
         self.draft = draft or Lines()
         request = Request(0, PROMPT, method=method, options=applicable_options(method, tree))
-        self.method: Threaded = create_threaded(request, replayed, self.draft, Experience(2), "cpu", trained_masks=2)
+        self.method = create_method(request, replayed, self.draft, Experience(2), "cpu", trained_masks=2)
+        self.room = max(1 + tree.get("width", 0) * tree.get("depth", 1), ROWS_OF_SEVERAL_THREADS)
+        self.past: Counter[int] = Counter()  # by thread: its tokens that are no rows of a tree any more
         self.entered: list[tuple[int, int]] = []  # thread and token of all rows so far
 
     def accept(self, **texts: str) -> None:
-        self.apply(*(Part(int(name[1:]), tuple(ids(text))) for name, text in texts.items()))
+        self.apply(*(Accepted(int(name[1:]), tuple(ids(text))) for name, text in texts.items()))
 
-    def apply(self, *parts: Part) -> None:
-        verdict = Verdict.of_parts(list(parts))
-        self.method.apply(verdict)
-        self.forest.advance(verdict)
+    def apply(self, *accepted: Accepted) -> None:
+        self.method.apply(Verdict(accepted))
+        threads = self.forest.threads
+        assert threads is not None
+        advance, _ = self.forest.advance(Verdict(accepted))
+        self.past.update(threads[advance.committed].tolist())
+
+    def has_root(self, number: int) -> bool:
+        """Whether the thread's last certain token has entered."""
+        return number in self.forest.trees and self.forest.trees[number].num_rows > 0
+
+    def num_entered(self, number: int) -> int:
+        """The number of the thread's certain tokens that have entered."""
+        return self.past[number] + self.has_root(number)
 
     def step(self) -> Step | None:
         """The next rows, within their limits; whoever opened a thread that has rows is in the pipeline."""
@@ -74,132 +89,143 @@ class Team:
             return None
         assert step.threads is not None
         threads = step.threads.tolist()
-        assert len(threads) <= MAX_ROWS and len(set(threads)) <= MAX_THREADS
+        assert len(threads) <= self.room
         self.entered += zip(threads, step.token_ids.tolist(), strict=True)
         self.forest.append(step.token_ids, step.parents, step.threads)
         for number in set(threads):
             thread = self.sequence.threads[number]
-            assert thread.parent is None or self.forest.entered(thread.parent) >= thread.opened_at
+            assert thread.parent is None or self.num_entered(thread.parent) >= thread.opened_at
             for other, count in self.sequence.context(number):
-                assert self.forest.entered(other) >= count, "a row must see tokens that have not entered"
+                assert self.num_entered(other) >= count, "a row must see tokens that have not entered"
         return step
 
     def settle(self, most: int = 10) -> int:
         """Steps until all running threads have their last tokens in the pipeline."""
         for count in range(1, most):
             self.step()
-            if all(self.forest.has_root(t.number) for t in self.sequence.threads if t.state is State.RUNNING):
+            if all(self.has_root(t.number) for t in self.sequence.threads if t.state is State.RUNNING):
                 return count
         raise AssertionError("some thread's last token never enters")
 
 
-def wide(method: str, children: int = 40, tree: dict[str, int] = TREE) -> Team:
+def wide(method: str, children: int = 40, tree: dict[str, int] = TREE) -> Answer:
     """A main thread with many children, each with its forced token in the pipeline."""
-    team = Team(method, tree=tree)
-    team.accept(t0="a")
-    team.settle()
+    answer = Answer(method, tree=tree)
+    answer.accept(t0="a")
+    answer.settle()
     for _ in range(children):
-        team.accept(t0="[Fork]")
-        team.settle()
-    return team
+        answer.accept(t0="[Fork]")
+        answer.settle()
+    return answer
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_many_threads_share_the_rows_of_timesteps(method: str) -> None:
     """Every thread's last token enters soon, however many threads there are."""
-    team = wide(method)
+    answer = wide(method)
     for text in ("q", "w"):
-        team.entered.clear()
-        team.accept(**{f"t{number}": text for number in range(41)})
-        assert team.settle() <= 4
-        assert [team.entered.count((number, IDS[text])) for number in range(41)] == [1] * 41
+        answer.entered.clear()
+        answer.accept(**{f"t{number}": text for number in range(41)})
+        assert answer.settle() <= 4
+        assert [answer.entered.count((number, IDS[text])) for number in range(41)] == [1] * 41
+
+
+@pytest.mark.parametrize("method", ["pipedec-bestfirst", "pipedec"])
+def test_a_step_may_have_200_rows_of_40_threads(method: str) -> None:
+    """As many as the options allow one thread; no verdict or message limits them."""
+    answer = wide(method, 39, {"width": 200, "children": 4, "forwards": 8})
+    answer.accept(**{f"t{number}": "q" for number in range(40)})
+    steps = [answer.step() for _ in range(4)]
+    largest = max((step for step in steps if step is not None), key=lambda step: step.num_rows)
+    assert largest.num_rows == 200
+    assert largest.threads is not None and len(largest.threads.unique()) == 40
 
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("width", [1, 8])
 def test_a_child_never_enters_before_the_token_that_opened_it(method: str, width: int) -> None:
-    """``Team.step`` checks it, here with more waiting rows than there is room for, and some threads always first in turn."""
-    team = wide(method, 36, {"width": width, "children": 2, "depth": 1, "forwards": 1})
+    """``Answer.step`` checks it, here with more waiting rows than there is room for, and some threads always first in turn."""
+    answer = wide(method, 36, {"width": width, "children": 2, "depth": 1, "forwards": 1})
     for first in (1, 2):
-        team.accept(**{f"t{number}": "[Fork]" if number in range(first, 37, 3) else "q" for number in range(37)})
-        team.step()
-        team.step()
-        team.settle(200)
+        answer.accept(**{f"t{number}": "[Fork]" if number in range(first, 37, 3) else "q" for number in range(37)})
+        answer.step()
+        answer.step()
+        answer.settle(200)
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_join_enters_behind_the_last_tokens_of_all_that_it_joins(method: str) -> None:
-    team = Team(method, "parallel")
-    team.accept(t0="a")
-    team.settle()
+    answer = Answer(method, "parallel")
+    answer.accept(t0="a")
+    answer.settle()
     for _ in range(40):
-        team.accept(t0="<Parallel>")
-        team.settle()
-    team.accept(t0="<Conclusion>")
-    team.entered.clear()
-    team.accept(**{f"t{number}": "</Path>" for number in range(1, 41)})
-    steps = [team.step() for _ in range(3)]
-    closing = [entry for entry in team.entered if entry[1] == CLOSE]
+        answer.accept(t0="<Parallel>")
+        answer.settle()
+    answer.accept(t0="<Conclusion>")
+    answer.entered.clear()
+    answer.accept(**{f"t{number}": "</Path>" for number in range(1, 41)})
+    steps = [answer.step() for _ in range(3)]
+    closing = [entry for entry in answer.entered if entry[1] == CLOSE]
     assert sorted(number for number, _ in closing) == list(range(1, 41))
-    assert team.entered.count((0, JOIN)) == 1 and team.entered.index((0, JOIN)) > max(map(team.entered.index, closing))
-    assert steps[0] is not None and steps[0].num_rows == MAX_THREADS, "and nothing else comes before them"
+    assert answer.entered.count((0, JOIN)) == 1 and answer.entered.index((0, JOIN)) > max(map(answer.entered.index, closing))
+    assert steps[0] is not None and steps[0].token_ids.tolist()[:40] == [CLOSE] * 40, "and nothing else comes before them"
 
 
 def test_nothing_is_drafted_behind_a_token_that_ends_its_thread() -> None:
-    team = Team("pipedec-bestfirst", draft=Lines([("[Fork]", 0.6), ("<|end|>", 0.2), ("a", 0.1)]))
-    team.accept(t0="a")
+    answer = Answer("pipedec-bestfirst", draft=Lines([("[Fork]", 0.6), ("<|end|>", 0.2), ("a", 0.1)]))
+    answer.accept(t0="a")
     for _ in range(4):
-        team.step()
-    asked = {token for _, depth, token in team.draft.asked if depth}
+        answer.step()
+    asked = {token for _, depth, token in answer.draft.asked if depth}
     assert asked == {IDS["a"], FORK}
-    assert (0, FORK) in team.entered, "but it may enter"
-    team.accept(t0="[Fork]")
-    team.step()
-    assert (1, 0, CHILD) in team.draft.asked, "roots are certain"
+    assert (0, FORK) in answer.entered, "but it may enter"
+    answer.accept(t0="[Fork]")
+    answer.step()
+    assert (1, 0, CHILD) in answer.draft.asked, "roots are certain"
 
 
 def test_threads_share_the_width_by_chance() -> None:
     draft = Lines()
-    team = Team("pipedec-bestfirst", tree={"width": 8, "children": 4, "forwards": 4}, draft=draft)
-    team.accept(t0="a")
-    team.step()
+    answer = Answer("pipedec-bestfirst", tree={"width": 8, "children": 4, "forwards": 4}, draft=draft)
+    answer.accept(t0="a")
+    answer.step()
     draft.of_thread = {
         0: [(text, 0.01) for text in "abcd"],
         1: [("a", 0.9), ("b", 0.04), ("c", 0.03), ("d", 0.02)],
     }
-    team.accept(t0="[Fork]")
-    team.entered.clear()
-    step = team.step()
+    answer.accept(t0="[Fork]")
+    answer.entered.clear()
+    step = answer.step()
     assert step is not None and step.num_rows == 8
     assert step.threads is not None and (step.threads == 0).sum() == 1, "its root; every path of the sure child is likelier"
-    assert {(0, FORK), (1, CHILD)} <= set(team.entered)
+    assert {(0, FORK), (1, CHILD)} <= set(answer.entered)
 
 
 def test_one_methods_rows_are_shared_evenly() -> None:
-    """BiTA trees of 64 rows do not fit beside each other."""
-    team = Team("bita", tree={"rows": 64})
-    team.accept(t0="a")
-    team.step()
-    team.accept(t0="[Fork]")
-    team.step()
+    """BiTA trees of 100 rows do not fit beside each other."""
+    answer = Answer("bita", tree={"rows": 100})
+    answer.accept(t0="a")
+    answer.step()
+    answer.accept(t0="[Fork]")
+    answer.step()
     forecast = tuple(tuple(ids("a b c d e f g h")) for _ in range(2))
-    team.apply(Part(0, tuple(ids("q")), forecast), Part(1, tuple(ids("q")), forecast))
-    step = team.step()
+    answer.apply(Accepted(0, tuple(ids("q")), forecast), Accepted(1, tuple(ids("q")), forecast))
+    step = answer.step()
     assert step is not None and step.threads is not None
     counts = [(step.threads == number).sum().item() for number in (0, 1)]
-    assert sum(counts) <= MAX_ROWS and abs(counts[0] - counts[1]) <= 3 and min(counts) > 30
+    assert sum(counts) <= ROWS_OF_SEVERAL_THREADS and abs(counts[0] - counts[1]) <= 3 and min(counts) > 50
     assert (step.token_ids < 0).int().diff().ge(0).all(), "masks come behind all other rows"
 
 
 def test_a_threaded_method_counts_hits_and_misses_of_all_threads() -> None:
-    team = Team("pp")
-    team.accept(t0="a")
-    assert (team.method.hits, team.method.misses) == (0, 1)
-    team.step()
-    team.accept(t0="[Fork]")
-    team.step()
-    team.accept(t0="b", t1="x")
-    assert (team.method.hits, team.method.misses) == (0, 4)
-    team.step()
-    team.accept(t0="c", t1="<|end|>")
-    assert (team.method.hits, team.method.misses) == (0, 5)
+    answer = Answer("pp")
+    answer.accept(t0="a")
+    assert (answer.method.hits, answer.method.misses) == (0, 1)
+    answer.step()
+    answer.accept(t0="[Fork]")
+    answer.step()
+    answer.accept(t0="b", t1="x")
+    assert (answer.method.hits, answer.method.misses) == (0, 4)
+    answer.step()
+    answer.accept(t0="c", t1="<|end|>")
+    assert (answer.method.hits, answer.method.misses) == (0, 5)

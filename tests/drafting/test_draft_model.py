@@ -16,10 +16,12 @@ from transformers import PreTrainedModel
 
 from pipedec.drafting import DraftModel
 from pipedec.model import StageModel
+from pipedec.threads import single_thread
 from pipedec.tree import Candidates, PredictionTree
 
 PROMPT = [1, 9, 30, 4, 51, 17, 8]
 VOCAB = 64
+SEQUENCE = single_thread(len(PROMPT), (), 1000)
 
 
 @dataclass
@@ -47,10 +49,15 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 def begun(pair: Pair) -> tuple[DraftModel, PredictionTree]:
     """A draft that has taken in the prompt but its last token, which is the root of the tree."""
     draft, tree = DraftModel(pair.ours), PredictionTree(block=4)
-    draft.prefill(torch.tensor(PROMPT[:3]), len(PROMPT))
-    draft.prefill(torch.tensor(PROMPT[3:]), len(PROMPT))
+    draft.begin(SEQUENCE)
+    draft.prefill(torch.tensor(PROMPT[:3]))
+    draft.prefill(torch.tensor(PROMPT[3:]))
     tree.reset(len(PROMPT))
     return draft, tree
+
+
+def expand(draft: DraftModel, tree: PredictionTree, rows: Tensor, children: int) -> Candidates:
+    return draft.expand([(0, tree, rows)], children)[0]
 
 
 def add_random_rows(data: st.DataObject, tree: PredictionTree, paths: list[tuple[int, ...]], prefix: tuple[int, ...]) -> None:
@@ -97,17 +104,17 @@ def test_expand_equals_one_forward_per_path(pair: Pair, data: st.DataObject) -> 
         for _ in range(data.draw(st.integers(0, 2))):
             rows = some_rows(data, tree, {row for row, path in enumerate(paths) if path in drafted})
             if rows:
-                check(pair, draft.expand(tree, torch.tensor(rows), 5), rows, paths, 5)
+                check(pair, expand(draft, tree, torch.tensor(rows), 5), rows, paths, 5)
                 drafted |= {paths[row] for row in rows}
         if data.draw(st.booleans()):
             kept = sorted({0, *some_rows(data, tree, set())})
             kept = [row for row in kept if row == 0 or int(tree.parents[row]) in kept]
-            draft.advance(tree.keep(torch.tensor(kept)))
+            draft.advance(0, tree.keep(torch.tensor(kept)))
             paths = [paths[row] for row in kept]
         if data.draw(st.booleans()):
             walked = data.draw(st.sampled_from(paths))
             token = data.draw(st.integers(0, VOCAB - 1))
-            draft.advance(tree.advance([*walked[len(accepted) + 1 :], token]))
+            draft.advance(0, tree.advance([*walked[len(accepted) + 1 :], token]))
             accepted = walked
             paths = [path for path in paths if path[: len(walked) + 1] == (*walked, token)]
         drafted &= set(paths)
@@ -115,13 +122,13 @@ def test_expand_equals_one_forward_per_path(pair: Pair, data: st.DataObject) -> 
         add_random_rows(data, tree, paths, accepted)
     rest = [row for row, path in enumerate(paths) if path not in drafted]
     if rest:
-        check(pair, draft.expand(tree, torch.tensor(rest), 5), rest, paths, 5)
+        check(pair, expand(draft, tree, torch.tensor(rest), 5), rest, paths, 5)
 
 
 def test_accepted_rows_that_were_never_drafted_share_the_next_forward(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     draft, tree = begun(pair)
     tree.append(torch.tensor([3, 4, 5, 6]), torch.tensor([-1, 0, 1, 2]))
-    draft.expand(tree, torch.tensor([0, 1]), 2)
+    expand(draft, tree, torch.tensor([0, 1]), 2)
     forwards: list[list[int]] = []
     forward = pair.ours.forward
 
@@ -130,13 +137,13 @@ def test_accepted_rows_that_were_never_drafted_share_the_next_forward(pair: Pair
         return forward(token_ids, *arguments, **keywords)
 
     monkeypatch.setattr(pair.ours, "forward", counting)
-    draft.advance(tree.advance([4, 5]))  # commits the rows of 3 and 4, which were drafted
-    draft.advance(tree.advance([6]))  # commits the row of 5, which was not
-    draft.advance(tree.advance([7]))  # and that of 6
+    draft.advance(0, tree.advance([4, 5]))  # commits the rows of 3 and 4, which were drafted
+    draft.advance(0, tree.advance([6]))  # commits the row of 5, which was not
+    draft.advance(0, tree.advance([7]))  # and that of 6
     assert forwards == []
     tree.append(torch.tensor([7, 8]), torch.tensor([-1, 0]))
-    check(pair, draft.expand(tree, torch.tensor([0]), 3), [0], [(3, 4, 5, 6, 7)], 3)
-    check(pair, draft.expand(tree, torch.tensor([1]), 3), [1], [(), (3, 4, 5, 6, 7, 8)], 3)
+    check(pair, expand(draft, tree, torch.tensor([0]), 3), [0], [(3, 4, 5, 6, 7)], 3)
+    check(pair, expand(draft, tree, torch.tensor([1]), 3), [1], [(), (3, 4, 5, 6, 7, 8)], 3)
     assert forwards == [[5, 6, 7], [8]]
 
 
@@ -153,16 +160,16 @@ def test_accepted_rows_that_were_never_drafted_share_the_next_forward(pair: Pair
 def test_rows_that_cannot_be_drafted_are_refused(pair: Pair, rows: list[int], message: str) -> None:
     draft, tree = begun(pair)
     tree.append(torch.tensor([3, 4, 5, 6]), torch.tensor([-1, 0, 0, 2]))
-    draft.expand(tree, torch.tensor([0]), 2)
+    expand(draft, tree, torch.tensor([0]), 2)
     with pytest.raises(ValueError, match=message):
-        draft.expand(tree, torch.tensor(rows), 2)
-    check(pair, draft.expand(tree, torch.tensor([2, 3]), 4), [2, 3], [(3,), (3, 4), (3, 5), (3, 5, 6)], 4)
+        expand(draft, tree, torch.tensor(rows), 2)
+    check(pair, expand(draft, tree, torch.tensor([2, 3]), 4), [2, 3], [(3,), (3, 4), (3, 5), (3, 5, 6)], 4)
 
 
 def test_more_children_than_tokens(pair: Pair) -> None:
     draft, tree = begun(pair)
     tree.append(torch.tensor([3]), torch.tensor([-1]))
-    candidates = draft.expand(tree, torch.tensor([0]), VOCAB + 100)
+    candidates = expand(draft, tree, torch.tensor([0]), VOCAB + 100)
     assert sorted(candidates.token_ids[0].tolist()) == list(range(VOCAB))
     assert float(candidates.log_probs.exp().sum()) == pytest.approx(1)
 
@@ -170,9 +177,9 @@ def test_more_children_than_tokens(pair: Pair) -> None:
 def test_begin_forgets_the_last_request(pair: Pair) -> None:
     draft, tree = begun(pair)
     tree.append(torch.tensor([3, 4]), torch.tensor([-1, 0]))
-    first = draft.expand(tree, torch.tensor([0, 1]), 4)
-    draft.begin()
-    draft.prefill(torch.tensor(PROMPT), len(PROMPT))
-    again = draft.expand(tree, torch.tensor([0, 1]), 4)
+    first = expand(draft, tree, torch.tensor([0, 1]), 4)
+    draft.begin(SEQUENCE)
+    draft.prefill(torch.tensor(PROMPT))
+    again = expand(draft, tree, torch.tensor([0, 1]), 4)
     assert torch.equal(first.token_ids, again.token_ids)
     assert torch.allclose(first.log_probs, again.log_probs, rtol=0, atol=1e-12)

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipedec.tree import Advance, Candidates, PredictionTree, Sight
+from pipedec.tree import Advance, Candidates, PredictionTree
 
 
 class NaiveTree:

@@ -25,7 +25,7 @@ from pipedec.methods import METHODS
 from pipedec.model import BitaWeights, KVCache, ModelConfig, StageModel
 from pipedec.stage import FinalStageWorker, StageWorker
 from pipedec.topology import Topology
-from pipedec.tree import Sight
+from pipedec.tree import Visibility
 
 LOOKUP_TOKENS = 10
 
@@ -103,13 +103,12 @@ class CountedStage(StageModel):
         inputs: Tensor,
         positions_R: Tensor,
         cache: KVCache,
-        mask_RN: Tensor | None = None,
+        visibility: Visibility | None = None,
         prefill_length: int | None = None,
         num_masks: int = 0,
-        sight: Sight | None = None,
     ) -> Tensor:
         self.count.add(len(inputs), self.num_layers / self.config.num_layers)
-        return super().forward(inputs, positions_R, cache, mask_RN, prefill_length, num_masks, sight)
+        return super().forward(inputs, positions_R, cache, visibility, prefill_length, num_masks)
 
 
 def load_contenders(spec: PipelineSpec) -> list[Contender]:

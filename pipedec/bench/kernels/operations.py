@@ -21,7 +21,7 @@ from pipedec.core import UserError
 from pipedec.engine.spec import DEVICES, DTYPES
 from pipedec.model import KVCache
 from pipedec.model.attention import AttentionPlan, reference_attention, tree_attention
-from pipedec.tree import Advance, Candidates, PredictionTree
+from pipedec.tree import Advance, Candidates, PredictionTree, Visibility
 
 
 @dataclass(frozen=True)
@@ -141,12 +141,13 @@ def _measure_attention(config: OperationsConfig, size: int, device: torch.device
     """One layer's attention of the last rows over past and tree. A pipeline makes one plan per step, for all layers."""
     stopwatch, dtype = Stopwatch(device, config.repeats), config.torch_dtype
     tree, _ = grown_tree(config, size, device)
-    mask_RN = tree.tree_mask[-config.width :]
+    mask_RN, positions_N = tree.tree_mask[-config.width :], tree.positions + config.past
     q_RHD = torch.randn(len(mask_RN), config.heads, config.head_dim, dtype=dtype, device=device)
     keys_KSD, values_KSD = torch.randn(2, config.kv_heads, config.past + size, config.head_dim, dtype=dtype, device=device)
 
     def make_plan() -> AttentionPlan:
-        return AttentionPlan.for_tree(config.past, mask_RN, (None,), config.heads // config.kv_heads, dtype)
+        visibility, group = Visibility(mask_RN, config.past, lambda: positions_N), config.heads // config.kv_heads
+        return AttentionPlan.for_tree(visibility, positions_N[-config.width :], (None,), group, dtype)
 
     plan = make_plan()
     attention = stopwatch.time_us(lambda: None, lambda _: tree_attention(q_RHD, keys_KSD, values_KSD, plan, None))

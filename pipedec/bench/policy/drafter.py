@@ -14,7 +14,8 @@ from torch import Tensor
 
 from pipedec.bench.policy.memo import PROMPT, DraftMemo
 from pipedec.decoding import Drafter
-from pipedec.tree import Advance, Candidates, PredictionTree
+from pipedec.threads import Sequence as ThreadSequence
+from pipedec.tree import Advance, Candidates, PredictionTree, RowsToDraft
 
 
 class RecordedDrafter:
@@ -32,24 +33,29 @@ class RecordedDrafter:
         self._memo = memo
         self._load = load
         self._max_children = max_children
-        self.begin()
 
-    def begin(self) -> None:
-        """Start a new request."""
+    def begin(self, sequence: ThreadSequence) -> None:
+        """Start a new request.
+
+        Args:
+            sequence: of an answer that cannot fork.
+        """
+        self._sequence = sequence
         self._draft: Drafter | None = None
-        self._chunks: list[tuple[Tensor, int]] = []  # of the prompt
+        self._chunks: list[Tensor] = []  # of the prompt
         self._accepted: list[int] = []  # tokens before the root
         self._past = PROMPT  # their context
         self._contexts: list[int | None] = []  # of each row; None until needed
         self._is_drafted = torch.zeros(0, dtype=torch.bool)  # [N], in the draft model's cache
         self._requested: dict[int, int] = {}  # number of children by context
 
-    def prefill(self, token_ids: Tensor, prompt_length: int) -> None:
+    def prefill(self, token_ids: Tensor) -> None:
         """Keep the next chunk of the prompt (int64 [R]) in case the draft model is needed."""
-        self._chunks.append((token_ids, prompt_length))
+        self._chunks.append(token_ids)
 
-    def expand(self, tree: PredictionTree, rows: Tensor, children: int) -> Candidates:
-        """The ``children`` most probable children of each of ``rows``: int64 [F], ascending rows of the tree."""
+    def expand(self, requested: list[RowsToDraft], children: int) -> list[Candidates]:
+        """The ``children`` most probable children of each of the requested rows, which are of one tree."""
+        ((_, tree, rows),) = requested
         new = tree.num_rows - len(self._contexts)
         self._contexts += [None] * new
         self._is_drafted = torch.nn.functional.pad(self._is_drafted, (0, new))
@@ -58,9 +64,12 @@ class RecordedDrafter:
         if bool(is_unknown.any()):
             self._draft_rows(tree, rows[is_unknown])
         self._requested.update(dict.fromkeys(contexts, children))
-        return Candidates(rows, *self._memo.children(contexts, children))
+        return [Candidates(rows, *self._memo.children(contexts, children))]
 
-    def advance(self, advance: Advance) -> None:
+    def threads_changed(self) -> None:
+        """Nothing to do: there is one thread."""
+
+    def advance(self, thread: int, advance: Advance) -> None:
         """Commit and prune like the tree, in the draft model too if it is in use."""
         tokens = advance.committed_ids.tolist()
         for token in tokens:
@@ -69,7 +78,7 @@ class RecordedDrafter:
         kept = advance.kept[advance.kept < len(self._contexts)]
         self._contexts, self._is_drafted = [self._contexts[row] for row in kept.tolist()], self._is_drafted[kept]
         if self._draft is not None:
-            self._draft.advance(advance)
+            self._draft.advance(thread, advance)
 
     def proposed(self, answer: Sequence[int]) -> list[bool]:
         """For each token of the accepted ``answer``: was it among the children that this request was given?"""
@@ -93,7 +102,7 @@ class RecordedDrafter:
     def _draft_rows(self, tree: PredictionTree, rows: Tensor) -> None:
         """One forward over ``rows`` and their ancestors that are not in the draft model's cache."""
         missing = torch.nonzero(tree.tree_mask[rows].any(0) & ~self._is_drafted)[:, 0]
-        candidates = self._prefilled().expand(tree, missing, self._max_children)
+        (candidates,) = self._prefilled().expand([(0, tree, missing)], self._max_children)
         self._is_drafted[missing] = True
         self._memo.add([self._context(tree, row) for row in missing.tolist()], candidates, self._max_children)
 
@@ -101,9 +110,9 @@ class RecordedDrafter:
         """The draft model, with the prompt and the accepted tokens in its cache."""
         if self._draft is None:
             self._draft = self._load()
-            self._draft.begin()
-            for token_ids, prompt_length in self._chunks:
-                self._draft.prefill(token_ids, prompt_length)
+            self._draft.begin(self._sequence)
+            for token_ids in self._chunks:
+                self._draft.prefill(token_ids)
             rows = torch.arange(len(self._accepted))
-            self._draft.advance(Advance(rows, torch.tensor(self._accepted, dtype=torch.int64), rows[:0], len(rows), hit=False))
+            self._draft.advance(0, Advance(rows, torch.tensor(self._accepted, dtype=torch.int64), rows[:0], len(rows), hit=False))
         return self._draft

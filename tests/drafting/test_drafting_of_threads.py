@@ -14,12 +14,12 @@ from torch import Tensor
 from toy_dialects import IDS, TEXTS, ids, say, sequence_of, toy
 from transformers import PreTrainedModel
 
-from pipedec.core import Part, Verdict
-from pipedec.drafting import DraftForest, DraftModel
+from pipedec.core import Accepted, Verdict
+from pipedec.drafting import DraftModel
 from pipedec.forest import Forest
 from pipedec.model import StageModel
 from pipedec.model.cache import KVCache
-from pipedec.threads import Sequence
+from pipedec.threads import Sequence, single_thread
 from pipedec.tree import Candidates, PredictionTree
 
 PROMPT = [30, 41, 28, 50, 33]
@@ -41,13 +41,14 @@ class Model:
             return self.cache
 
         stage.make_cache = make  # type: ignore[method-assign]
-        self.ours = DraftModel(stage)
+        self._stage = stage
 
-    def forest(self, sequence: Sequence) -> DraftForest:
-        forest = self.ours.for_threads(sequence)
-        forest.prefill(torch.tensor(PROMPT[:2]), len(PROMPT))
-        forest.prefill(torch.tensor(PROMPT[2:]), len(PROMPT))
-        return forest
+    def begun(self, sequence: Sequence) -> DraftModel:
+        draft = DraftModel(self._stage)
+        draft.begin(sequence)
+        draft.prefill(torch.tensor(PROMPT[:2]))
+        draft.prefill(torch.tensor(PROMPT[2:]))
+        return draft
 
     def check(self, candidates: Candidates, paths: list[str]) -> None:
         """They are the likeliest after the prompt and each of ``paths``, which stand without gaps."""
@@ -68,11 +69,10 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 @examples(15)
 @given(data=st.data())
 def test_one_thread_is_drafted_as_one_tree_is(model: Model, data: st.DataObject) -> None:
-    """Rows drafted or not, accepted or not: the same candidates as by the class for one tree."""
+    """Rows drafted or not, accepted or not: the same candidates as for an answer that cannot fork."""
     sequence = sequence_of(toy("apar"), len(PROMPT))
-    forest, single, tree = model.forest(sequence), model.ours, PredictionTree(block=4)
-    single.begin()
-    single.prefill(torch.tensor(PROMPT), len(PROMPT))
+    single = model.begun(single_thread(len(PROMPT), (), 1000))
+    forest, tree = model.begun(sequence), PredictionTree(block=4)
     tree.reset(len(PROMPT))
     drafted: list[int] = []
     sequence.accept(0, WORDS[0])
@@ -89,7 +89,7 @@ def test_one_thread_is_drafted_as_one_tree_is(model: Model, data: st.DataObject)
                 rows.append(row)
         if rows:
             found = forest.expand([(0, tree, torch.tensor(rows))], 4)[0]
-            expected = single.expand(tree, torch.tensor(rows), 4)
+            expected = single.expand([(0, tree, torch.tensor(rows))], 4)[0]
             assert torch.equal(found.rows, expected.rows) and torch.equal(found.token_ids, expected.token_ids)
             assert torch.allclose(found.log_probs, expected.log_probs, rtol=0, atol=1e-9)
             drafted += rows
@@ -103,7 +103,7 @@ def test_one_thread_is_drafted_as_one_tree_is(model: Model, data: st.DataObject)
                 sequence.accept(0, token)
             advance = tree.advance(tokens)
             forest.advance(0, advance)
-            single.advance(advance)
+            single.advance(0, advance)
             _, kept = advance.renumber(torch.tensor(drafted, dtype=torch.int64))
             drafted = kept.tolist()
             if not tree.num_rows:
@@ -116,14 +116,14 @@ class Draft:
     def __init__(self, model: Model, dialect: str) -> None:
         self._model = model
         self.forest = Forest(sequence_of(toy(dialect), len(PROMPT)))
-        self.draft = model.forest(self.forest.sequence)
+        self.draft = model.begun(self.forest.sequence)
 
     def accept(self, **texts: str) -> None:
-        """As a team does: trees are advanced, then the draft, then it is told what became of the threads."""
+        """As a method does: trees are advanced, then the draft, then it is told what became of the threads."""
         before = {number: tree.num_rows for number, tree in self.forest.trees.items()}
         copies = {number: _copy(tree) for number, tree in self.forest.trees.items()}
         _, changes = self.forest.advance(
-            Verdict.of_parts([Part(int(name[1:]), tuple(ids(text))) for name, text in texts.items()])
+            Verdict(tuple(Accepted(int(name[1:]), tuple(ids(text))) for name, text in texts.items()))
         )
         for number, tokens in changes.accepted.items():
             self.draft.advance(number, copies[number].advance(tokens))

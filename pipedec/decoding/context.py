@@ -1,0 +1,53 @@
+"""What a policy and its members are made from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pipedec.core import Request
+from pipedec.decoding.experience import Experience
+from pipedec.decoding.interface import Drafter
+from pipedec.threads import Sequence
+from pipedec.tree import Advance, Candidates, PredictionTree
+
+
+@dataclass(frozen=True)
+class ThreadDrafter:
+    """The drafter for the tree of one thread."""
+
+    drafter: Drafter
+    number: int
+
+    def expand(self, tree: PredictionTree, rows: Tensor, children: int) -> Candidates:
+        """In one forward, the ``children`` most probable children of each of ``rows``: int64 [F], ascending."""
+        return self.drafter.expand([(self.number, tree, rows)], children)[0]
+
+    def advance(self, advance: Advance) -> None:
+        self.drafter.advance(self.number, advance)
+
+
+@dataclass(frozen=True)
+class MethodContext:
+    """One answer and what rank 0 has for it.
+
+    Attributes:
+        sequence: the answer's threads; policies and members only read it.
+        drafter: the draft model; None if there is none.
+        experience: what earlier answers have taught.
+        trained_masks: mask rows that the target's BiTA was trained with; 0 if it has none.
+    """
+
+    request: Request
+    sequence: Sequence
+    drafter: Drafter | None
+    experience: Experience
+    device: torch.device | str = "cpu"
+    trained_masks: int = 0
+
+    def drafter_of(self, number: int) -> ThreadDrafter:
+        """The drafter for a thread, of a method that requires a draft model."""
+        assert self.drafter is not None
+        return ThreadDrafter(self.drafter, number)

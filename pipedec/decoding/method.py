@@ -1,0 +1,127 @@
+"""A decoding method at work on one answer: the answer's threads, and the policy that selects their rows (APAR §2, PASTA §3).
+
+Owns the order in which rows enter: first the last tokens of ended threads, then the rows that the policy selects. An answer in
+one thread is an answer whose sequence cannot fork.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from pipedec.core import MaskParams, Step, Verdict
+from pipedec.decoding.controller import TimestepTiming
+from pipedec.decoding.interface import Member, Policy
+from pipedec.forest import Remaining, ThreadChanges, apply_verdict, position_root
+from pipedec.threads import Sequence, State
+from pipedec.tree import is_mask
+
+ROWS_OF_SEVERAL_THREADS = 128  # rows of a step that running threads share; more if the method's own options allow one thread more
+
+
+class Method:
+    """Runs on rank 0. In every timestep: ``draft`` while the stages compute, ``apply`` if there is a verdict, ``propose``.
+
+    Args:
+        sequence: the answer's threads, just begun. The method alone passes accepted tokens to it.
+
+    Attributes:
+        hits, misses: see ``Metrics``. The first token of an answer or of a child is neither.
+    """
+
+    def __init__(self, sequence: Sequence, policy: Policy, device: torch.device | str) -> None:
+        self.hits = 0
+        self.misses = 0
+        self.sequence = sequence
+        self._policy = policy
+        self._device = device
+        self._members: dict[int, Member] = {0: policy.create(0)}  # by thread, of those that have not ended
+        self._last: dict[int, int] = {}  # by thread: last tokens of ended threads that have yet to enter
+
+    @property
+    def masks(self) -> MaskParams:
+        """The mask rows behind the prompt and behind rows of the method's steps."""
+        return self._policy.masks
+
+    def prefill(self, token_ids: Tensor) -> None:
+        """Process the next chunk of the prompt: int64 [R]. The ``masks`` follow the last chunk."""
+        if self._policy.drafter is not None:
+            self._policy.drafter.prefill(token_ids)
+
+    def draft(self) -> None:
+        """Rank 0's compute phase: run the draft model below rows in flight, or for the rows that enter next."""
+        self._policy.draft(self._running())
+
+    def apply(self, verdict: Verdict) -> None:
+        """Advance to the accepted tokens and prune what can no longer be accepted."""
+        changes = apply_verdict(self.sequence, verdict)
+        for accepted in verdict.accepted:
+            if accepted.thread in changes.accepted:
+                self._members[accepted.thread].accept(accepted)
+        if changes.affects_threads:
+            self._follow(changes)
+        for number, member in self._members.items():
+            if member.tree is not None:
+                position_root(member.tree, self.sequence, number)
+        self._count(changes)
+
+    def _follow(self, changes: ThreadChanges) -> None:
+        """Open, cut and close the members of threads."""
+        self._last |= {number: token for number, token in changes.last.items() if not self._members[number].has_entered}
+        if self.sequence.finished is not None:
+            self._last.clear()
+        for number, remaining in changes.remaining.items():
+            if remaining is not Remaining.SUBTREE and number in self._members:
+                self._members[number].cut()
+        for start in changes.starts:
+            if start.thread not in self._members:
+                self._members[start.thread] = self._policy.create(start.thread)
+            self._members[start.thread].plant(start.token)
+        threads = self.sequence.threads
+        self._members = {number: one for number, one in self._members.items() if threads[number].state is not State.ENDED}
+        if self._policy.drafter is not None:
+            self._policy.drafter.threads_changed()
+
+    def _count(self, changes: ThreadChanges) -> None:
+        for number, tokens in changes.accepted.items():
+            self.hits += len(tokens) - 1
+            if self.sequence.threads[number].state is State.RUNNING:
+                has_entered = self._members[number].has_entered
+                self.hits += has_entered
+                self.misses += not has_entered
+
+    def propose(self) -> Step | None:
+        """The rows that enter the first stage at the next timestep, or None.
+
+        Last tokens of ended threads go first: a join token in the same step attends to them.
+        """
+        room = max(self._policy.rows, ROWS_OF_SEVERAL_THREADS)
+        last = list(self._last.items())[:room]
+        for number, _ in last:
+            del self._last[number]
+        steps = [(number, self._root_step(token)) for number, token in last]
+        if not self._last:
+            steps += self._policy.propose(self._running(), room - len(steps))
+        if not steps:
+            return None
+        return _merged(steps) if self.sequence.can_fork else steps[0][1]
+
+    def _root_step(self, token: int) -> Step:
+        return Step(torch.tensor([token], device=self._device), torch.tensor([-1], device=self._device))
+
+    def _running(self) -> dict[int, Member]:
+        threads = self.sequence.threads
+        return {number: member for number, member in self._members.items() if threads[number].state is State.RUNNING}
+
+    def observe(self, timing: TimestepTiming) -> None:
+        """Learn how long a timestep of the full pipeline took."""
+        self._policy.observe(timing)
+
+
+def _merged(steps: list[tuple[int, Step]]) -> Step:
+    """One step of the rows of several threads; masks are its last rows."""
+    token_ids = torch.cat([step.token_ids for _, step in steps])
+    parents = torch.cat([step.parents for _, step in steps])
+    threads = torch.cat([torch.full_like(step.parents, number) for number, step in steps])
+    order = is_mask(token_ids).int().sort(stable=True).indices
+    return Step(token_ids[order], parents[order], threads=threads[order])

@@ -1,0 +1,127 @@
+"""The target's token after each row: of every decode thread its own sampler, noise and banned tokens.
+
+Knows logits, trees and the tokens that threads may continue with; knows no model, no cache and no verdicts.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import torch
+from torch import Tensor
+
+from pipedec.core import SamplingParams
+from pipedec.forest import Forest, ThreadChanges
+from pipedec.sampling import Sampler, greedy
+from pipedec.threads import Sequence
+from pipedec.tree import PredictionTree
+
+RowsByBan = dict[frozenset[int], list[int]]
+
+
+class TokenChooser:
+    """Chooses tokens as the sampling parameters say.
+
+    Args:
+        sequence: the forest's.
+
+    Raises:
+        UserError: ``logit_bias`` names a token that is not in the vocabulary.
+    """
+
+    def __init__(self, sequence: Sequence, sampling: SamplingParams, vocab_size: int, device: torch.device | str) -> None:
+        self._sequence = sequence
+        self._sampling = sampling
+        self._vocab_size = vocab_size
+        self._device = device
+        self._prompt: list[Tensor] = []  # in chunks
+        self._samplers: dict[int, Sampler] = {}  # by thread; empty if decoding is greedy
+        self._start(0)
+
+    def add_prompt(self, token_ids: Tensor) -> None:
+        """Add a chunk of the prompt: int64 [any number]."""
+        if self._sampling.has_penalties:
+            self._prompt.append(token_ids)
+            self._samplers[0].add_prompt(token_ids)
+
+    def first(self, logits_1V: Tensor) -> Tensor:
+        """The first token of the answer, int64 [1], from the logits of the prompt's last token."""
+        logits_1V = _without(logits_1V, {self._sequence.banned(0): [0]})
+        if self._sampling.is_plainly_greedy:
+            return greedy(logits_1V)
+        tree = PredictionTree(self._device, block=1)
+        position = torch.tensor([self._sequence.prompt_length], device=self._device)
+        return self._samplers[0].choose(logits_1V, position, tree.tree_mask.new_zeros(1, 0), tree.token_ids)
+
+    def choose(self, logits_RV: Tensor, forest: Forest, rows: slice) -> Tensor:
+        """The token after each of ``rows``, none of which is a mask: int64 [R]."""
+        if self._sequence.can_fork:
+            logits_RV = _without(logits_RV, self._rows_by_ban(forest, rows))
+        if self._sampling.is_plainly_greedy:
+            return greedy(logits_RV)
+        chosen = torch.zeros(len(logits_RV), dtype=torch.int64, device=self._device)
+        for number, of_step, of_tree in forest.by_thread(rows):
+            tree = forest.trees[number]
+            positions, mask_RN = tree.next_positions[of_tree], tree.tree_mask[of_tree]
+            chosen[of_step] = self._samplers[number].choose(logits_RV[of_step], positions, mask_RN, tree.token_ids.clamp(min=0))
+        return chosen
+
+    def _rows_by_ban(self, forest: Forest, rows: slice) -> RowsByBan:
+        """Which of ``rows``, counted from 0, may not be followed by which tokens."""
+        found: RowsByBan = defaultdict(list)
+        for number, of_step, of_tree in forest.by_thread(rows):
+            tree = forest.trees[number]
+            for index, row in zip(of_step.tolist(), of_tree.tolist(), strict=True):
+                found[self._sequence.banned(number, tree.path(row))].append(index)
+        return found
+
+    def scores(self, logits_MV: Tensor, positions_M: Tensor, threads_M: Tensor | None = None) -> Tensor:
+        """Scores that rank the predictions of mask rows: [M, V] (see ``Sampler.scores``).
+
+        Args:
+            positions_M: int64, position ids of the predicted tokens.
+            threads_M: int64, the thread of each mask; None if all are in the main thread.
+        """
+        if self._sampling.is_plainly_greedy:
+            return logits_MV
+        if threads_M is None:
+            return self._samplers[0].scores(logits_MV, positions_M)
+        scores_MV = logits_MV.double()
+        for number in threads_M.unique().tolist():
+            own = threads_M == number
+            scores_MV[own] = self._samplers[number].scores(logits_MV[own], positions_M[own])
+        return scores_MV
+
+    def replayed(self, changes: ThreadChanges) -> None:
+        """To be called when the forest has been advanced by a verdict with these effects."""
+        if self._sampling.has_penalties:
+            for number, tokens in changes.accepted.items():
+                token_ids = self._sequence.threads[number].token_ids
+                self._samplers[number].add_accepted(self._tensor(token_ids[-1 - len(tokens) : -1]))
+        for start in changes.starts:
+            self._start(start.thread)
+
+    def _start(self, number: int) -> None:
+        """Create a thread's sampler. For penalties, it counts all tokens visible to the thread except those in its tree."""
+        thread = self._sequence.threads[number]
+        sampler = Sampler.create(self._sampling, self._vocab_size, self._device, thread.noise_stream)
+        if sampler is None:
+            return
+        self._samplers[number] = sampler
+        for chunk in self._prompt:
+            sampler.add_prompt(chunk)
+        seen = (*self._sequence.context(number), (number, max(thread.num_tokens - 1, 0)))
+        visible = [token for other, count in seen for token in self._sequence.threads[other].token_ids[:count]]
+        sampler.add_accepted(self._tensor(visible))
+
+    def _tensor(self, token_ids: list[int]) -> Tensor:
+        return torch.tensor(token_ids, dtype=torch.int64, device=self._device)
+
+
+def _without(logits_RV: Tensor, rows_by_ban: RowsByBan) -> Tensor:
+    """A copy of the logits in which those of banned tokens are −inf."""
+    logits_RV = logits_RV.clone()
+    for banned, rows in rows_by_ban.items():
+        if banned:
+            logits_RV[torch.tensor(rows)[:, None], list(banned)] = -torch.inf
+    return logits_RV
