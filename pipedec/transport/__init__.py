@@ -1,6 +1,6 @@
 """Transfers between ranks. The only package that touches torch.distributed; knows steps, but not when or why they are sent."""
 
-from pipedec.transport.base import Envelope, Transport
+from pipedec.transport.interface import Transport
 from pipedec.transport.local import LocalTransport
 
-__all__ = ["Envelope", "LocalTransport", "Transport"]
+__all__ = ["LocalTransport", "Transport"]

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from pipedec.core import RankLost
-from pipedec.transport.base import message_bytes
+from pipedec.transport.wire import message_bytes
 
 _VERDICT_VALUES = 4  # about the size of a verdict: number of accepted tokens, their ids, finish reason
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from typing import TypeVar
 
-from pipedec.core import RankLost, Step
-from pipedec.transport.base import Envelope
+from pipedec.core import Envelope, RankLost, Step
 
 Item = TypeVar("Item")
 Mailboxes = defaultdict[tuple[int, int], deque[Item]]

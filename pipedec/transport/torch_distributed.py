@@ -1,27 +1,43 @@
 """Transfers between processes over torch.distributed: gloo between all ranks, NCCL between stages on CUDA.
 
-Owns the process groups and their timeouts. Headers, and all messages from and to rank 0, go through host memory, so rank 0
-needs no GPU. So do the steps of CUDA stages that do not use NCCL (several ranks on one GPU).
+Owns the process groups and their timeouts. The first messages of envelopes, and all messages from and to rank 0, go through host
+memory, so rank 0 needs no GPU. So do the steps of CUDA stages that do not use NCCL (several ranks on one GPU).
 """
 
 from __future__ import annotations
 
+import re
 from collections import deque
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipedec.core import RankLost, Step, UserError
-from pipedec.transport.base import HEADER_BYTES, HEADER_VALUES, Envelope, message_bytes, pack, pack_header, unpack, unpack_header
+from pipedec.core import Envelope, RankLost, Step, UserError
+from pipedec.transport.wire import (
+    INLINE_VALUES,
+    PREFIX_BYTES,
+    Bytes,
+    Prefix,
+    message_bytes,
+    pack,
+    pack_envelope,
+    unpack,
+    unpack_from,
+    unpack_prefix,
+    unpack_verdict,
+)
 
 BACKENDS = {"gloo": ("cpu", "cuda"), "nccl": ("cuda",)}  # name: device types that a stage may use
 _MAX_PENDING_SENDS = 16  # a sender waits for a slow receiver only when this many messages are pending
-_HEADER_TAG = 1  # receives of headers are posted early; the tag keeps them from matching steps
-_INLINE_ROWS = 128  # steps of more rows are sent in a separate message behind the header
+_ENVELOPE_TAG = 1  # receives of envelopes are posted early; the tag keeps them from matching steps
+_INLINE_ROWS = 128  # of steps in an envelope's first message
+_SOURCE_LINE = re.compile(r"\[/\S+:\d+\] ")  # where in gloo's source an error was raised
 
 
 @dataclass(frozen=True)
@@ -36,17 +52,28 @@ class Rendezvous:
 
 @dataclass(frozen=True)
 class _Link:
-    """How steps reach a peer.
+    """How messages with steps go to and from a peer.
 
     Attributes:
         group: the process group of the transfers.
-        buffer_device: where messages are packed and received.
-        inline_rows: the most rows that are sent in the same message as the envelope's header.
+        device: where messages are packed and received.
+        inline_rows: the most rows that are sent in an envelope's first message.
+        hidden_size: width of the activations that the peer sends; 0 from rank 0.
     """
 
     group: dist.ProcessGroup
-    buffer_device: torch.device
+    device: torch.device
     inline_rows: int
+    hidden_size: int
+    dtype: torch.dtype
+
+    def message_bytes(self, num_rows: int) -> int:
+        return message_bytes(num_rows, self.hidden_size, self.dtype)
+
+    @cached_property
+    def room(self) -> int:
+        """Bytes of the largest first message of an envelope."""
+        return PREFIX_BYTES + 8 * INLINE_VALUES + self.message_bytes(self.inline_rows)
 
 
 class TorchTransport:
@@ -70,11 +97,9 @@ class TorchTransport:
         if rendezvous.rank > 0 and device.type not in BACKENDS[backend]:
             raise UserError("transport nccl needs --device cuda; use gloo on a CPU")
         self._rendezvous = rendezvous
-        self._hidden_size = hidden_size
-        self._dtype = dtype
         self._device = device
         self._pending_sends: deque[tuple[Any, Tensor]] = deque()  # with the buffers being sent
-        self._pending_receives: dict[int, tuple[Any, Tensor]] = {}  # of headers, by sender
+        self._pending_receives: dict[int, tuple[Any, Bytes]] = {}  # of envelopes, by sender
         try:
             dist.init_process_group(
                 "gloo",
@@ -83,12 +108,14 @@ class TorchTransport:
                 world_size=rendezvous.world_size,
                 timeout=timedelta(seconds=rendezvous.timeout_seconds),
             )
-            # Headers are sent by the group itself: the checks in dist.isend and dist.irecv cost as much as the transfer.
             assert dist.group.WORLD is not None
             self._group = dist.group.WORLD
-            self._host_link = _Link(self._group, torch.device("cpu"), _INLINE_ROWS)
+            # For envelopes: the checks in dist.isend and dist.irecv, and the dispatch, cost as much as the transfer.
+            self._gloo: Any = self._group._get_backend(torch.device("cpu"))
+            self._draft_link = _Link(self._group, torch.device("cpu"), _INLINE_ROWS, 0, dtype)
             use_nccl = self._all_stages_request_nccl(backend == "nccl") and rendezvous.rank > 0
-            self._stage_link = self._nccl_link() if use_nccl else self._host_link
+            stages, place, inline_rows = self._nccl() if use_nccl else (self._group, torch.device("cpu"), _INLINE_ROWS)
+            self._stage_link = _Link(stages, place, inline_rows, hidden_size, dtype)
         except (RuntimeError, ValueError, dist.DistError) as error:
             raise RankLost(f"rank {rendezvous.rank} could not join the {rendezvous.world_size} ranks: {error}") from error
 
@@ -98,8 +125,8 @@ class TorchTransport:
         dist.all_reduce(votes, dist.ReduceOp.MIN)
         return bool(votes.item())
 
-    def _nccl_link(self) -> _Link:
-        """From device to device, in a group of all stages that rank 0 does not join."""
+    def _nccl(self) -> tuple[dist.ProcessGroup, torch.device, int]:
+        """From device to device, in a group of all stages that rank 0 does not join; no rows inline."""
         group = dist.new_group(
             range(1, self._rendezvous.world_size),
             timeout=timedelta(seconds=self._rendezvous.timeout_seconds),
@@ -108,92 +135,99 @@ class TorchTransport:
             group_desc="stages",
             device_id=self._device,  # connects eagerly; the group of all ranks has none, or torch would try to split it
         )
-        return _Link(group, self._device, inline_rows=0)
+        return group, self._device, 0
 
     def _link(self, peer: int) -> _Link:
-        return self._stage_link if peer > 0 else self._host_link
+        return self._stage_link if peer > 0 else self._draft_link
 
     def send(self, step: Step, dst: int) -> None:
         link = self._link(dst)
-        message = self._pack(step, link.buffer_device)
         try:
-            dist.send(message, dst, link.group)
+            dist.send(pack(step, link.device), dst, link.group)
         except RuntimeError as error:
             raise self._rank_lost(dst, "send to", error) from error
-
-    def _pack(self, step: Step, device: torch.device) -> Tensor:
-        hidden_size = 0 if step.hidden is None else self._hidden_size
-        size = message_bytes(step.num_rows, hidden_size, self._dtype)
-        message = torch.empty(size, dtype=torch.uint8, device=device)
-        pack(step, message)
-        return message
 
     def receive(self, num_rows: int, src: int) -> Step:
         link = self._link(src)
-        size = message_bytes(num_rows, self._hidden_size_from(src), self._dtype)
-        message = torch.empty(size, dtype=torch.uint8, device=link.buffer_device)
+        message = torch.empty(link.message_bytes(num_rows), dtype=torch.uint8, device=link.device)
+        self._receive_into(message, src, link.group)
+        return self._on_device(unpack(message, num_rows, link.hidden_size, link.dtype))
+
+    def _receive_into(self, message: Tensor, src: int, group: dist.ProcessGroup) -> None:
         try:
-            dist.recv(message, src, link.group)
+            dist.recv(message, src, group)
         except RuntimeError as error:
             raise self._rank_lost(src, "receive from", error) from error
-        return self._unpack(message, num_rows, src)
 
-    def _unpack(self, message: Tensor, num_rows: int, src: int) -> Step:
-        hidden_size = self._hidden_size_from(src)
-        step = unpack(message[: message_bytes(num_rows, hidden_size, self._dtype)], num_rows, hidden_size, self._dtype)
-        if message.device == self._device:
+    def _on_device(self, step: Step) -> Step:
+        if step.token_ids.device == self._device:
             return step
-        hidden = None if step.hidden is None else step.hidden.to(self._device)
-        threads = None if step.threads is None else step.threads.to(self._device)
+        hidden, threads = (None if tensor is None else tensor.to(self._device) for tensor in (step.hidden, step.threads))
         return Step(step.token_ids.to(self._device), step.parents.to(self._device), hidden, threads)
-
-    def _hidden_size_from(self, src: int) -> int:
-        return 0 if src == 0 else self._hidden_size
 
     def send_envelope(self, envelope: Envelope, dst: int) -> None:
         step, link = envelope.step, self._link(dst)
-        header = torch.empty(HEADER_VALUES, dtype=torch.int64)
-        pack_header(envelope, header)
-        message = header.view(torch.uint8)
-        if step is not None and step.num_rows <= link.inline_rows:
-            message = torch.cat([message, self._pack(step, link.buffer_device)])
-            step = None
+        first, verdict = pack_envelope(envelope, link.inline_rows)
         try:
             while len(self._pending_sends) >= _MAX_PENDING_SENDS:
                 self._pending_sends.popleft()[0].wait()
-            self._pending_sends.append((self._group.send([message], dst, _HEADER_TAG), message))
-            if step is not None:
-                body = self._pack(step, link.buffer_device)
-                self._pending_sends.append((dist.isend(body, dst, link.group), body))
+            self._pending_sends.append((self._gloo.send([first], dst, _ENVELOPE_TAG), first))
+            if verdict is not None:
+                self._send_behind(verdict, dst, self._group)
+            if step is not None and step.num_rows > link.inline_rows:
+                self._send_behind(pack(step, link.device), dst, link.group)
         except RuntimeError as error:
             raise self._rank_lost(dst, "send to", error) from error
 
+    def _send_behind(self, message: Tensor, dst: int, group: dist.ProcessGroup) -> None:
+        """Send what did not fit into an envelope's first message."""
+        self._pending_sends.append((dist.isend(message, dst, group), message))
+
     def receive_envelope(self, src: int) -> Envelope:
+        link, buffer = self._link(src), self._first_message(src)
         try:
-            work, message = self._pending_receives.pop(src) if src in self._pending_receives else self._post_header_receive(src)
+            prefix = unpack_prefix(buffer)
+            if not prefix.is_last:
+                self._pending_receives[src] = self._post_receive(src)
+            verdict = unpack_verdict(self._verdict_values(buffer, prefix, src), prefix)
+        except ValueError as error:
+            raise RankLost(f"rank {src} sent a message that is no envelope: {error}") from None
+        if prefix.rows > link.inline_rows:
+            return Envelope(self.receive(prefix.rows, src), verdict)
+        if not prefix.rows:
+            return Envelope(None, verdict)
+        return Envelope(self._on_device(unpack_from(buffer, prefix.end, prefix.rows, link.hidden_size, link.dtype)), verdict)
+
+    def _first_message(self, src: int) -> Bytes:
+        work, buffer = self._pending_receives.pop(src) if src in self._pending_receives else self._post_receive(src)
+        try:
             work.wait()
         except RuntimeError as error:
             raise self._rank_lost(src, "receive from", error) from error
-        num_rows, verdict = unpack_header(message[:HEADER_BYTES].view(torch.int64))
-        if verdict is None or verdict.finished is None:
-            self._pending_receives[src] = self._post_header_receive(src)
-        if num_rows > self._link(src).inline_rows:
-            return Envelope(self.receive(num_rows, src), verdict)
-        return Envelope(self._unpack(message[HEADER_BYTES:], num_rows, src) if num_rows else None, verdict)
+        return buffer
 
-    def _post_header_receive(self, src: int) -> tuple[Any, Tensor]:
-        """Post the receive of the next header before it is sent. The buffer also has room for inline rows.
+    def _post_receive(self, src: int) -> tuple[Any, Bytes]:
+        """Post the receive of the next envelope's first message before it is sent.
 
         gloo allows a message to be shorter than the buffer that receives it.
         """
-        room = message_bytes(self._link(src).inline_rows, self._hidden_size_from(src), self._dtype)
-        message = torch.empty(HEADER_BYTES + room, dtype=torch.uint8)
-        return self._group.recv([message], src, _HEADER_TAG), message
+        buffer = np.empty(self._link(src).room, np.uint8)
+        try:
+            return self._gloo.recv([torch.from_numpy(buffer)], src, _ENVELOPE_TAG), buffer
+        except RuntimeError as error:
+            raise self._rank_lost(src, "receive from", error) from error
+
+    def _verdict_values(self, buffer: Bytes, prefix: Prefix, src: int) -> list[int]:
+        if prefix.values <= INLINE_VALUES:
+            return buffer[PREFIX_BYTES : prefix.end].view(np.int64).tolist()
+        values = torch.empty(prefix.values, dtype=torch.int64)
+        self._receive_into(values.view(torch.uint8), src, self._group)
+        return values.tolist()
 
     def close(self) -> None:
         if dist.is_initialized():
             dist.destroy_process_group()
 
     def _rank_lost(self, peer: int, action: str, error: Exception) -> RankLost:
-        reason = str(error).split(". ")[0].splitlines()[0][:160]
+        reason = _SOURCE_LINE.sub("", str(error)).split(". ")[0].splitlines()[0][:160]
         return RankLost(f"rank {self._rendezvous.rank} could not {action} rank {peer}: {reason}")

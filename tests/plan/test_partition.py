@@ -16,7 +16,7 @@ from pipedec.core import UserError
 from pipedec.plan.layers import balance, even_layers, explicit_layers
 from pipedec.plan.partition import Plan, plan
 from pipedec.plan.table import plan_table
-from pipedec.transport.base import message_bytes
+from pipedec.transport.wire import message_bytes
 
 PAPER = Path(__file__).resolve().parents[2] / "cluster.yaml"
 

@@ -13,9 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pipedec.core import PipedecError, Step, Verdict
-from pipedec.transport import Envelope
-from pipedec.transport.torch_distributed import BACKENDS, Rendezvous, TorchTransport
+from pipedec.core import Envelope, PipedecError, Step, Verdict
+from pipedec.transport.torch_distributed import _ENVELOPE_TAG, BACKENDS, Rendezvous, TorchTransport
 
 HIDDEN_SIZE = 5
 PATIENCE_SECONDS = 60.0  # only bounds a test that hangs; far below the group's own timeout
@@ -90,7 +89,7 @@ _messages: list[tuple[str, int, str]] = []
 
 
 def _record_groups() -> None:
-    """Record the group of every separate message of a step. Headers are not recorded: the group sends them itself."""
+    """Record the group of every message of a step's own. Not the first messages of envelopes, which gloo sends itself."""
     for name in ("send", "isend", "recv"):
         setattr(dist, name, _recording(name, getattr(dist, name)))
 
@@ -108,17 +107,18 @@ def messages(transport: TorchTransport) -> list[tuple[str, int, str]]:
     return _messages
 
 
-def make_step(num_rows: int, dtype: torch.dtype | None, seed: int) -> Step:
-    """A random step, without activations if ``dtype`` is None."""
+def make_step(num_rows: int, dtype: torch.dtype | None, seed: int, num_threads: int = 0) -> Step:
+    """A random step, without activations if ``dtype`` is None; its rows are those of ``num_threads`` threads in turn."""
     generator = torch.Generator().manual_seed(seed)
     token_ids, parents = torch.randint(0, 2**40, (2, num_rows), generator=generator)
     hidden = None if dtype is None else torch.randn(num_rows, HIDDEN_SIZE, generator=generator).to(dtype)
-    return Step(token_ids, parents, hidden)
+    return Step(token_ids, parents, hidden, torch.arange(num_rows) % num_threads if num_threads else None)
 
 
-def as_lists(step: Step) -> tuple[Any, Any, Any]:
-    hidden = step.hidden
-    return step.token_ids.tolist(), step.parents.tolist(), None if hidden is None else (hidden.dtype, hidden.tolist())
+def as_lists(step: Step) -> tuple[Any, ...]:
+    """Ids, threads and activations. No threads are thread 0."""
+    hidden, threads = step.hidden, [0] * step.num_rows if step.threads is None else step.threads.tolist()
+    return step.token_ids.tolist(), step.parents.tolist(), threads, None if hidden is None else (hidden.dtype, hidden.tolist())
 
 
 def send(transport: TorchTransport, num_rows: int, dtype: torch.dtype | None, seed: int, dst: int) -> None:
@@ -130,15 +130,26 @@ def receive(transport: TorchTransport, num_rows: int, src: int) -> Any:
 
 
 def send_envelope(
-    transport: TorchTransport, seed: int, num_rows: int, verdict: Verdict | None, dst: int, dtype: torch.dtype | None = None
+    transport: TorchTransport,
+    seed: int,
+    num_rows: int,
+    verdict: Verdict | None,
+    dst: int,
+    dtype: torch.dtype | None = None,
+    num_threads: int = 0,
 ) -> None:
-    step = make_step(num_rows, dtype, seed) if num_rows else None
+    step = make_step(num_rows, dtype, seed, num_threads) if num_rows else None
     transport.send_envelope(Envelope(step, verdict), dst)
 
 
 def receive_envelope(transport: TorchTransport, src: int) -> Any:
     envelope = transport.receive_envelope(src)
     return as_lists(envelope.step) if envelope.step else None, envelope.verdict
+
+
+def send_bytes(transport: TorchTransport, message: bytes, dst: int) -> None:
+    """Send ``message`` where an envelope is expected."""
+    transport._gloo.send([torch.frombuffer(bytearray(message), dtype=torch.uint8)], dst, _ENVELOPE_TAG).wait()
 
 
 def close(transport: TorchTransport) -> str:

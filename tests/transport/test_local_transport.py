@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from pipedec.core import RankLost, Step
+from pipedec.core import Accepted, Envelope, RankLost, Step, Verdict
 from pipedec.transport import LocalTransport
 
 
@@ -39,3 +39,14 @@ def test_an_empty_mailbox_raises_rank_lost() -> None:
     ranks[0].close()
     with pytest.raises(RankLost):
         ranks[1].receive(1, 0)
+
+
+def test_envelopes_of_any_size_arrive_as_they_were() -> None:
+    rows = torch.arange(200)
+    accepted = tuple(Accepted(number, (number, 1, 2), ((3, 4), (5, 6))) for number in range(40))
+    envelope = Envelope(Step(rows, rows - 1, torch.zeros(200, 4), rows % 40), Verdict(accepted, "stop"))
+    ranks = LocalTransport.connect(2)
+    ranks[0].send_envelope(envelope, 1)
+    assert ranks[1].receive_envelope(0) is envelope
+    with pytest.raises(RankLost, match=r"^rank 1 expected an envelope from rank 0"):
+        ranks[1].receive_envelope(0)

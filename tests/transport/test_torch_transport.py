@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 from peer import Peer
 
-from pipedec.core import UserError, Verdict
+from pipedec.core import Accepted, UserError, Verdict
 from pipedec.transport.torch_distributed import Rendezvous, TorchTransport
 
 Pair = tuple[Peer, Peer]
@@ -44,9 +45,9 @@ def test_steps_arrive_equal(pair: Pair, request: pytest.FixtureRequest) -> None:
 
 
 def test_envelopes_arrive_in_order_and_leave_room_for_steps(pair: Pair) -> None:
-    """Receives of headers are posted early: a step sent in between must not match them."""
+    """Receives of envelopes are posted early: a step sent in between must not match them."""
     draft, stage = pair
-    sent = [(3, Verdict((8, 9))), (0, None), (128, None), (129, Verdict((5,))), (1, None), (0, Verdict((4,), "stop"))]
+    sent = [(3, Verdict.of(8, 9)), (0, None), (128, None), (129, Verdict.of(5)), (1, None), (0, Verdict.of(4, finished="stop"))]
     for seed, (num_rows, verdict) in enumerate(sent):
         stage.order(peer.receive_envelope, 0)
         draft.do(peer.send_envelope, seed, num_rows, verdict, 1)
@@ -58,11 +59,71 @@ def test_envelopes_arrive_in_order_and_leave_room_for_steps(pair: Pair) -> None:
             assert stage.result() == peer.as_lists(peer.make_step(2, None, seed))
 
 
+def forty_threads(finished: str | None = None) -> Verdict:
+    """Several tokens and a forecast of each of 40 threads: far more values than the first message has room for."""
+    accepted = [
+        Accepted(number, tuple(range(number, number + 5)), tuple((2**40, place, number) for place in range(3)))
+        for number in range(40)
+    ]
+    return Verdict(tuple(accepted), finished)
+
+
+@pytest.mark.parametrize("num_rows", [0, 3, 200])
+def test_many_rows_in_many_threads_and_their_verdict_arrive(pair: Pair, num_rows: int) -> None:
+    draft, stage = pair
+    for verdict in (forty_threads(), Verdict.of(5), None, forty_threads("stop")):
+        stage.order(peer.receive_envelope, 0)
+        draft.do(peer.send_envelope, 1, num_rows, verdict, 1, None, 40)
+        step = peer.as_lists(peer.make_step(num_rows, None, 1, 40)) if num_rows else None
+        assert stage.result() == (step, verdict)
+        draft.order(peer.receive_envelope, 1)
+        stage.do(peer.send_envelope, 2, num_rows, verdict, 0, torch.float32, 40)
+        step = peer.as_lists(peer.make_step(num_rows, torch.float32, 2, 40)) if num_rows else None
+        assert draft.result() == (step, verdict)
+
+
+PREFIX = struct.Struct("<8siii4x")
+
+
+@pytest.mark.parametrize(
+    ("message", "reason"),
+    [
+        (bytes(64), "it begins with other bytes"),
+        (PREFIX.pack(b"pipedec2", -1, 0, -1), "-1 rows, which must be between 0 and 65536"),
+        (PREFIX.pack(b"pipedec2", 2**31 - 1, 0, -1), "2147483647 rows"),
+        (PREFIX.pack(b"pipedec2", 0, 2**31 - 1, 0), "a verdict of 2147483647 values, of which 1048576 are allowed"),
+        (PREFIX.pack(b"pipedec2", 0, -3, 0), "a verdict of -3 values"),
+        (PREFIX.pack(b"pipedec2", 0, 4, -1), "4 values of no verdict"),
+        (PREFIX.pack(b"pipedec2", 0, 0, 5), "unknown finish reason 5"),
+        (PREFIX.pack(b"pipedec2", 0, 4, 0) + struct.pack("<4q", 0, 2, 0, 5), "a verdict whose lengths do not add up"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_is_no_envelope_names_its_sender(pair: Pair, message: bytes, reason: str) -> None:
+    draft, stage = pair
+    stage.order(peer.receive_envelope, 0)
+    draft.do(peer.send_bytes, message, 1)
+    assert stage.result().startswith(f"RankLost: rank 0 sent a message that is no envelope: {reason}")
+
+
 def test_a_peer_killed_inside_a_window_is_named(pair: Pair) -> None:
     draft, stage = pair
     stage.order(peer.receive_envelope, 0)
     draft.process.kill()
-    assert stage.result().startswith("RankLost: rank 1 could not receive from rank 0")
+    message = stage.result()
+    assert message.startswith("RankLost: rank 1 could not receive from rank 0: ")
+    assert "gloo" not in message and "\n" not in message
+
+
+def test_a_peer_killed_before_the_next_envelope_is_awaited_is_named(pair: Pair) -> None:
+    draft, stage = pair
+    stage.order(peer.receive_envelope, 0)
+    draft.do(peer.send_envelope, 0, 3, None, 1)
+    stage.result()
+    draft.process.kill()
+    draft.process.join()
+    for _ in range(2):
+        assert stage.do(peer.receive_envelope, 0).startswith("RankLost: rank 1 could not receive from rank 0: ")
 
 
 def test_a_killed_peer_is_named(pair: Pair) -> None:
@@ -103,8 +164,8 @@ def send_three_ways(sender: Peer, receiver: Peer, src: int, dtype: torch.dtype |
     """Envelopes with few and with many rows, and a single transfer; all must arrive unchanged."""
     for num_rows in (3, 129):
         receiver.order(peer.receive_envelope, src)
-        sender.do(peer.send_envelope, src, num_rows, Verdict((7,)), src + 1, dtype)
-        assert receiver.result() == (peer.as_lists(peer.make_step(num_rows, dtype, src)), Verdict((7,)))
+        sender.do(peer.send_envelope, src, num_rows, Verdict.of(7), src + 1, dtype)
+        assert receiver.result() == (peer.as_lists(peer.make_step(num_rows, dtype, src)), Verdict.of(7))
     receiver.order(peer.receive, 5, src)
     sender.do(peer.send, 5, dtype, 9, src + 1)
     assert receiver.result() == peer.as_lists(peer.make_step(5, dtype, 9))
@@ -117,8 +178,8 @@ def test_stages_with_nccl_have_their_own_group(trio: tuple[Peer, ...], backends:
     send_three_ways(draft, first, 0, None)
     send_three_ways(first, last, 1, torch.float32)
     draft.order(peer.receive_envelope, 2)
-    last.do(peer.send_envelope, 0, 0, Verdict((1, 2)), 0)
-    assert draft.result() == (None, Verdict((1, 2)))
+    last.do(peer.send_envelope, 0, 0, Verdict.of(1, 2), 0)
+    assert draft.result() == (None, Verdict.of(1, 2))
     assert draft.do(peer.messages) == [("isend", 1, "default_pg"), ("send", 1, "default_pg")]
     sent = [("isend", 2, "stages"), ("isend", 2, "stages"), ("send", 2, "stages")]
     assert first.do(peer.messages) == [("recv", 0, "default_pg"), ("recv", 0, "default_pg"), *sent]

@@ -22,7 +22,7 @@ from pipedec.bench.overhead.ranks import run_ranks
 from pipedec.bench.record import Row, header, spread
 from pipedec.engine.spec import DISPATCHES
 from pipedec.scheduler import EmbeddedServer
-from pipedec.transport.base import message_bytes
+from pipedec.transport.wire import message_bytes
 
 _START_SECONDS = 120.0
 _TIMESTEP_SECONDS = 0.5

@@ -1,0 +1,43 @@
+"""The interface of a transport."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from pipedec.core import Envelope, Step
+
+
+class Transport(Protocol):
+    """Point-to-point transfer of steps and envelopes. The receiver of a single step knows its number of rows from the task."""
+
+    def send(self, step: Step, dst: int) -> None:
+        """Send ``step`` to rank ``dst``. Returns when its tensors may be reused.
+
+        Raises:
+            RankLost: the connection failed or timed out.
+        """
+
+    def receive(self, num_rows: int, src: int) -> Step:
+        """Wait for a step of ``num_rows`` rows from rank ``src``.
+
+        Raises:
+            RankLost: the connection failed or timed out.
+        """
+
+    def send_envelope(self, envelope: Envelope, dst: int) -> None:
+        """Send a verdict, a step, both or neither to rank ``dst``. Does not wait for the receiver.
+
+        Raises:
+            RankLost: the connection failed or timed out.
+            ValueError: the envelope is larger than any receiver accepts (see ``wire``).
+        """
+
+    def receive_envelope(self, src: int) -> Envelope:
+        """Wait for the next envelope from rank ``src``.
+
+        Raises:
+            RankLost: the connection failed or timed out, or what arrived is no envelope.
+        """
+
+    def close(self) -> None:
+        """Leave the process group and close its sockets."""
