@@ -157,5 +157,5 @@ class Answer:
                 continue
             added = zip(thread.token_ids[first:], thread.is_control[first:], strict=True)
             text = streams[thread.number].add([token for token, is_control in added if not is_control])
-            news.append(ThreadNews(list(thread.path), text, thread.state.value, thread.num_tokens))
+            news.append(ThreadNews(thread.path, text, thread.state.value, thread.num_tokens))
         return news

@@ -229,11 +229,11 @@ def test_log_probabilities_follow_the_document(prompter: Prompter) -> None:
 def test_news_of_each_thread_come_as_it_speaks(prompter: Prompter) -> None:
     telling = Telling(prompter, "parallel", show_threads=True)
     telling.say(t0="One.<Parallel>")
-    assert telling.event.threads == [ThreadNews([], "One.", "running", 4), ThreadNews([0], "", "running", 1)]
+    assert telling.event.threads == [ThreadNews((), "One.", "running", 4), ThreadNews((0,), "", "running", 1)]
     telling.say(t0="<Conclusion>", t1=" first")
-    assert [(one.path, one.text, one.state) for one in telling.event.threads or ()] == [([0], " first", "running")]
+    assert [(one.path, one.text, one.state) for one in telling.event.threads or ()] == [((0,), " first", "running")]
     telling.say(t1="</Path>")
-    news = {tuple(one.path): one for one in telling.event.threads or ()}
+    news = {one.path: one for one in telling.event.threads or ()}
     assert news[0,].state == "ended" and news[0,].text == ""
 
 
