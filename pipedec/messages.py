@@ -1,4 +1,4 @@
-"""What travels through Redis as JSON: requests, what every rank must know of one, verdicts, events of answers, the run's description.
+"""What travels through Redis as JSON: requests and their openings, verdicts, events of answers, the description of a run.
 
 The one place that knows these formats. Classes are plain dataclasses, written by ``to_json`` as they are. What comes from another
 program (requests, events, descriptions) is checked by pydantic when it is read; ranks trust each other's verdicts.
@@ -153,7 +153,7 @@ class CompletionEvent:
     """The answer is complete.
 
     Attributes:
-        sampled: of an answer in threads, for each token of the document its ordinal in the order of sampling, −1 if it was forced.
+        sampled: of an answer in threads, for each token of the document its ordinal in the order of sampling; −1: it was forced.
     """
 
     completion: Completion

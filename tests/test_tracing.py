@@ -41,7 +41,7 @@ def test_times_are_on_the_schedulers_clock(monkeypatch: pytest.MonkeyPatch) -> N
     tracer = Tracer(1, clock_offset_us=-400, enabled=True)
     with tracer.task("1F1", "dec"):
         pass
-    assert [event.as_row() for event in tracer.drain()] == [[1, "1F1", "dec", 600, 3100]]
+    assert [event.as_row() for event in tracer.drain()] == [(1, "1F1", "dec", 600, 3100)]
 
 
 def test_rows_travel_as_json() -> None:
