@@ -7,7 +7,7 @@ read_globals = { "redis", "cjson", "KEYS", "ARGV" }
 -- a script uses the locals of graph.lua.
 local graph = {
   fields = {
-    add = {}, complete = {}, report = {}, release = {},
+    announce = {}, add = {}, complete = {}, report = {}, release = {},
     entries = { read_only = false }, tracing = { read_only = false },
   },
 }

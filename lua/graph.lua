@@ -79,6 +79,13 @@ local function push(rank, message)
   redis.call('EXPIRE', queue, TTL)
 end
 
+-- Tells every rank what it must know of the request (JSON), before it gets a task.
+function graph.announce(opening)
+  for rank = 0, #KEYS - FIRST_QUEUE do
+    push(rank, '{"kind":"open","number":' .. NUMBER .. ',"opening":' .. opening .. '}')
+  end
+end
+
 local function message_of(id, payload, active)
   return '{"kind":"task","number":' .. NUMBER .. ',"task":"' .. id .. '","active":[' .. (active or '')
     .. '],"payload":' .. payload .. '}'

@@ -1,25 +1,21 @@
-"""What travels between a client and rank 0 through Redis, as JSON: a request on the way in, events on the way out.
+"""What travels through Redis as JSON: requests and their openings, verdicts, events of answers, the description of a run.
 
-The events of an answer, by their keys:
-
-- ``text``, ``token_ids`` and, if asked for, ``threads``: new text
-- ``logprobs``: of sampled tokens, in the order of sampling, from the last stage
-- ``trace``: rows of a ``TraceEvent``, from every rank
-- ``overran``: timesteps in which a rank's work took longer than its emulated time
-- ``completion`` and, for an answer in threads, ``sampled``: the answer is complete
-- ``error``: the request was refused
-- ``kind`` ``cancelled`` or ``abort``, written by Lua: the request never began, or a rank was lost (``text`` says why)
+The one place that knows these formats. Classes are plain dataclasses, written by ``to_json`` as they are. What comes from another
+program (requests, events, descriptions) is checked by pydantic when it is read; ranks trust each other's verdicts.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, get_args
 
-from pipedec.core import Completion, Metrics, SamplingParams
-from pipedec.validation import parse_json
+from pipedec.core import Accepted, Completion, PipedecError, SamplingParams, UserError, Verdict
+from pipedec.methods import LayerTreeOptions
+from pipedec.validation import load_validator, parse_json, validated
+
+TraceRow = tuple[int, str, str, int, int]  # the fields of a ``TraceEvent``
 
 
 @dataclass(frozen=True)
@@ -45,7 +41,7 @@ class PromptRequest:
     show_threads: bool = False
 
     def to_json(self) -> str:
-        return json.dumps(asdict(self))
+        return to_json(self)
 
     @classmethod
     def from_json(cls, text: str) -> PromptRequest:
@@ -53,15 +49,201 @@ class PromptRequest:
         return parse_json(cls, text, "the request")
 
 
-def sampling_from_payload(payload: dict) -> SamplingParams:
-    bias = payload.get("logit_bias")
-    return SamplingParams(**{**payload, "logit_bias": bias and {int(token): value for token, value in bias.items()}})
+@dataclass(frozen=True)
+class Opening:
+    """What every rank must know of a request before its first task.
+
+    Attributes:
+        prompt_length: tokens of the prompt.
+        num_chunks: prompt chunks; the last one has seq 0.
+        tokens_per_mask: tokens that each mask row predicts; 0 without masks.
+        threads: the dialect (``Dialect.to_json``); None for an answer in one thread.
+        trace: record every task.
+    """
+
+    prompt_length: int
+    num_chunks: int
+    sampling: SamplingParams
+    tokens_per_mask: int = 0
+    threads: str | None = None
+    trace: bool = False
 
 
-def completion_to_event(completion: Completion) -> dict[str, object]:
-    return {"completion": asdict(completion)}
+@dataclass(frozen=True)
+class RunDescription:
+    """A run as its clients see it: how its pipeline is cut, and what it is made of.
+
+    Attributes:
+        groups: the stage ranks of each group (see ``Topology``).
+        layers: for each stage, its first layer of the target and the layer behind its last.
+        target, draft, bita: directories; None if there is none.
+        emulation: name of the emulated partition.
+    """
+
+    groups: tuple[tuple[int, ...], ...]
+    layers: tuple[tuple[int, int], ...]
+    target: str
+    draft: str | None = None
+    bita: str | None = None
+    dtype: str = "float32"
+    device: str = "auto"
+    dispatch: str = "windows"
+    context_tokens: int | None = None
+    tree: LayerTreeOptions | None = None
+    emulation: str | None = None
 
 
-def completion_from_event(event: dict) -> Completion:
-    raw = dict(event["completion"])
-    return Completion(**{**raw, "metrics": Metrics(**raw["metrics"])})
+@dataclass(frozen=True)
+class ThreadNews:
+    """What is new of one decode thread.
+
+    Attributes:
+        path: of ordinals, from the main thread's child down; empty for the main thread.
+        text: since the last event.
+        state: ``running``, ``waiting`` or ``ended``.
+        tokens: number of its tokens so far.
+    """
+
+    path: tuple[int, ...]
+    text: str
+    state: str
+    tokens: int
+
+
+@dataclass(frozen=True)
+class TokensEvent:
+    """New tokens of an answer and their text; of an answer whose threads are shown, also what is new of each."""
+
+    token_ids: list[int]
+    text: str
+    threads: list[ThreadNews] | None = None
+
+
+@dataclass(frozen=True)
+class LogprobsEvent:
+    """For sampled tokens, in the order of sampling: (token id, log probability) of the chosen one, then of the most probable."""
+
+    logprobs: list[list[tuple[int, float]]]
+
+
+@dataclass(frozen=True)
+class TraceEvents:
+    """Tasks of one rank, or of the scheduler."""
+
+    rows: list[TraceRow]
+
+
+@dataclass(frozen=True)
+class OverranEvent:
+    """Timesteps in which a rank's work took longer than its emulated time."""
+
+    timesteps: list[int]
+
+
+@dataclass(frozen=True)
+class CacheSlotsEvent:
+    """Capacity of a stage's KV cache, in rows, at the end of a traced answer."""
+
+    rank: int
+    slots: int
+
+
+@dataclass(frozen=True)
+class CompletionEvent:
+    """The answer is complete.
+
+    Attributes:
+        sampled: of an answer in threads, for each token of the document its ordinal in the order of sampling; −1: it was forced.
+    """
+
+    completion: Completion
+    sampled: list[int] | None = None
+
+
+@dataclass(frozen=True)
+class ErrorEvent:
+    """The request was refused."""
+
+    message: str
+
+
+@dataclass(frozen=True)
+class CancelledEvent:
+    """The request was cancelled before it began. Written by ``cancel.lua``."""
+
+
+@dataclass(frozen=True)
+class AbortEvent:
+    """The run has failed; ``text`` says why. Written by ``abort.lua``."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class LoadedEvent:
+    """A rank has loaded its weights."""
+
+    rank: int
+
+
+Event = (
+    TokensEvent | LogprobsEvent | TraceEvents | OverranEvent | CacheSlotsEvent | CompletionEvent | ErrorEvent | CancelledEvent
+    | AbortEvent | LoadedEvent
+)  # fmt: skip
+_KINDS = {
+    TokensEvent: "tokens", LogprobsEvent: "logprobs", TraceEvents: "trace", OverranEvent: "overran",
+    CacheSlotsEvent: "cache_slots", CompletionEvent: "completion", ErrorEvent: "error", CancelledEvent: "cancelled",
+    AbortEvent: "abort", LoadedEvent: "loaded",
+}  # fmt: skip
+_EVENTS = {kind: event for event, kind in _KINDS.items()}
+
+
+def to_json(message: PromptRequest | Opening | RunDescription | Event) -> str:
+    """The message as JSON. An event has its ``kind`` beside its fields."""
+    return json.dumps(message, default=_fields)
+
+
+def _fields(message: Any) -> dict[str, Any]:
+    kind = _KINDS.get(type(message))
+    return vars(message) if kind is None else {"kind": kind, **vars(message)}
+
+
+def event_from_json(text: str | bytes) -> Event:
+    """Raises PipedecError, in one line, for anything that is no event."""
+    try:
+        fields = json.loads(text)
+        event: type[Event] = _EVENTS[fields.pop("kind")]
+        return validated(event, fields)
+    except UserError as error:
+        reason = str(error)
+    except (ValueError, RecursionError):
+        reason = "not valid JSON"
+    except (AttributeError, KeyError, TypeError):
+        reason = "of no known kind"
+    raise PipedecError(f"the cluster sent an event that this version does not understand: {reason}")
+
+
+def load_validators() -> None:
+    """Load pydantic and build what ``event_from_json`` and the like need, which takes 0.2 s: before an answer is timed."""
+    for kind in (PromptRequest, Opening, *get_args(Event)):
+        load_validator(kind)
+
+
+def opening_from_payload(payload: Mapping[str, Any]) -> Opening:
+    return validated(Opening, payload, "the opening of a request")
+
+
+def description_from_json(text: str) -> RunDescription:
+    """Raises UserError if another version has written it."""
+    return parse_json(RunDescription, text, "the description of the run")
+
+
+def verdict_to_payload(verdict: Verdict) -> dict[str, Any]:
+    """As plain JSON values, for the payload of a task."""
+    accepted = [[thread, list(tokens), list(map(list, forecast))] for thread, tokens, forecast in verdict.accepted]
+    return {"accepted": accepted, "finished": verdict.finished}
+
+
+def verdict_from_payload(payload: Mapping[str, Any]) -> Verdict:
+    accepted = (Accepted(thread, tuple(tokens), tuple(map(tuple, forecast))) for thread, tokens, forecast in payload["accepted"])
+    return Verdict(tuple(accepted), payload["finished"])

@@ -25,9 +25,9 @@ class TraceEvent:
     start_us: int
     end_us: int
 
-    def as_row(self) -> list[int | str]:
-        """The event as a JSON list, which ``TraceEvent(*row)`` turns back into the event."""
-        return [self.rank, self.label, self.category, self.start_us, self.end_us]
+    def as_row(self) -> tuple[int, str, str, int, int]:
+        """The event as it travels, which ``TraceEvent(*row)`` turns back into the event."""
+        return self.rank, self.label, self.category, self.start_us, self.end_us
 
 
 @dataclass

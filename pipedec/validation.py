@@ -76,6 +76,11 @@ def validated(kind: type[Config], document: object, source: str = "") -> Config:
         raise UserError(joined(source, "a number of too many digits, or nested too deeply")) from None
 
 
+def load_validator(kind: type) -> None:
+    """Load pydantic and build the validator of ``kind`` now, so that nothing has to wait for it later."""
+    _adapter(kind)
+
+
 def one_line(details: Iterable[_Detail], kind: type) -> str:
     """The first mistake that pydantic found, unknown keys before all others, as ``KEY: must be …, not …``."""
     ordered = sorted(details, key=lambda one: one["type"] != "unexpected_keyword_argument")

@@ -9,8 +9,10 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from pipedec.core import SamplingParams, Verdict
+from pipedec.messages import Opening, verdict_from_payload
 from pipedec.scheduler.protocol import Message, Scheduler
-from pipedec.scheduler.workflow import Facts, Payload, Planned, Task, initial_tasks, post_process
+from pipedec.scheduler.workflow import Facts, Planned, Task, initial_tasks, post_process
 from pipedec.topology import Topology
 
 Observer = Callable[[], None]
@@ -31,7 +33,7 @@ class History:
     received: list[tuple[int, Message]] = field(default_factory=list)
     finished: list[Task] = field(default_factory=list)
     planned: list[Planned] = field(default_factory=list)
-    verdicts: dict[int, list[Payload]] = field(default_factory=dict)
+    verdicts: dict[int, list[Verdict]] = field(default_factory=dict)
     hits: list[bool] = field(default_factory=list)
 
     @property
@@ -48,6 +50,7 @@ class SimulatedPipeline:
         num_tokens: length of the answer.
         hit_rate: probability that a verdict is a hit, where one is possible.
         repeat_rate: probability that a task is reported twice, as after a lost reply.
+        stop_after: number of tokens after which rank 0 finds a stop string; the other ranks go on until the pipeline is empty.
 
     Raises:
         AssertionError: no rank can move before the answer has ended (a deadlock).
@@ -61,6 +64,7 @@ class SimulatedPipeline:
         num_tokens: int,
         hit_rate: float = 0.6,
         repeat_rate: float = 0.0,
+        stop_after: int | None = None,
     ) -> None:
         self.topology = topology
         self.scheduler = scheduler
@@ -68,6 +72,10 @@ class SimulatedPipeline:
         self.num_tokens = num_tokens
         self.hit_rate = hit_rate
         self.repeat_rate = repeat_rate
+        self.stop_after = stop_after
+        self.num_chunks = 0
+        self.kept: dict[int, int] = {}  # for each token, the number of exit ranks, counted from the last, that keep their rows
+        self.stopped = False
         self.history = History(verdicts={rank: [] for rank in topology.ranks})
         self.current: dict[int, Message | None] = dict.fromkeys(topology.ranks)
         self.rows = dict.fromkeys(topology.ranks, 0)
@@ -78,10 +86,10 @@ class SimulatedPipeline:
 
     def run(self, request_number: int = 0, num_chunks: int = 1, trace: bool = False, observe: Observer | None = None) -> History:
         """Run one request from prefill to its end task. ``observe`` is called after every move."""
-        chunks: list[Payload] = [{"token_ids": [index], "length": num_chunks} for index in range(num_chunks)]
-        planned = initial_tasks(self.topology, chunks)
+        self.num_chunks = num_chunks
+        planned = initial_tasks(self.topology, [[index] for index in range(num_chunks)])
         self.history.planned += planned
-        self.scheduler.begin(request_number, planned, trace)
+        self.scheduler.begin(request_number, Opening(num_chunks, num_chunks, SamplingParams()), planned, trace)
         while not self.ended:
             self._collect()
             movable = [rank for rank in self.topology.ranks if self._can_move(rank)]
@@ -92,14 +100,14 @@ class SimulatedPipeline:
         return self.history
 
     def _collect(self) -> None:
-        for rank, message in self.current.items():
-            if message is None:
-                self._receive(rank, self.scheduler.wait(rank, 0))
+        for rank in self.topology.ranks:
+            while self.current[rank] is None and (message := self.scheduler.wait(rank, 0)) is not None:
+                self._receive(rank, message)
 
     def _receive(self, rank: int, message: Message | None) -> None:
-        self.current[rank] = message
         if message is not None:
             self.history.received.append((rank, message))
+        self.current[rank] = None if message is not None and message.kind == "open" else message
 
     def _can_move(self, rank: int) -> bool:
         """Whether ``rank`` has a task it can execute. A transfer counts as the receiver's, once both ranks have it."""
@@ -131,15 +139,17 @@ class SimulatedPipeline:
     def _execute(self, rank: int, task: Task, message: Message) -> Facts:
         if task.name == "pre":
             verdict = self._next_verdict(hit=False) if rank == self.topology.final_rank and task.seq == 0 else None
-            return Facts(rows_out=len(message.payload.get("token_ids", [0])), verdict=verdict, payload=message.payload)
+            return Facts(rows_out=1, verdict=verdict, is_first_chunk=task.seq == 1 - self.num_chunks)
         if task.name == "dec":
             return self._decode(rank, message)
         if task.name == "sync":
-            return self._synchronise(rank, message.payload["verdict"])
+            return self._synchronise(rank, verdict_from_payload(message.payload["verdict"]))
         return Facts()
 
     def _decode(self, rank: int, message: Message) -> Facts:
         rows = message.payload["rows"] if rank else (self.random.randint(1, 4) if self.frontier_alive else 0)
+        if self.stopped and rank == 0:
+            return Facts(active=message.active, finished=not message.active)
         self.rows[rank] = rows
         verdict = None
         if rank == self.topology.final_rank:
@@ -153,21 +163,24 @@ class SimulatedPipeline:
         message = self.current[self.topology.final_rank]
         return message is not None and self.topology.entry_ranks[-2] in message.active
 
-    def _next_verdict(self, hit: bool) -> Payload:
-        """The next verdict. ``keep`` is the number of exit ranks, counted from the last, that keep their rows."""
+    def _next_verdict(self, hit: bool) -> Verdict:
         if self.num_accepted > 0:
             self.history.hits.append(self.next_in_flight)
         self.num_accepted, self.next_in_flight = self.num_accepted + 1, hit
-        keep = self.random.randint(1, self.topology.num_groups) if hit else 0
-        finished = "length" if self.num_accepted >= self.num_tokens else None
-        return {"tokens": [self.num_accepted], "finished": finished, "keep": keep}
+        self.kept[self.num_accepted] = self.random.randint(1, self.topology.num_groups) if hit else 0
+        return Verdict.of(self.num_accepted, finished="length" if self.num_accepted >= self.num_tokens else None)
 
-    def _synchronise(self, rank: int, verdict: Payload) -> Facts:
+    def _synchronise(self, rank: int, verdict: Verdict) -> Facts:
         self.history.verdicts[rank].append(verdict)
+        [token] = verdict.tokens
+        keep = self.kept[token]
         distance = self.topology.num_groups - (self.topology.group_of(rank) + 1 if rank else 0)
-        if rank == 0 and verdict["keep"] == 0:
+        self.stopped = self.stopped or token == self.stop_after
+        if rank == 0 and keep == 0:
             self.rows[0], self.frontier_alive = 1, True  # the accepted token is the new root
-        elif distance > verdict["keep"]:
+        elif distance > keep:
             self.rows[rank] = 0
             self.frontier_alive = self.frontier_alive and rank != 0
-        return Facts(rows_out=self.rows[rank], finished=verdict["finished"] is not None)
+        if rank == 0 and self.stopped:
+            self.rows[0], self.frontier_alive = 0, False
+        return Facts(rows_out=self.rows[rank], finished=verdict.finished is not None)

@@ -7,9 +7,31 @@ from typing import Any
 
 import pytest
 
-from pipedec.core import SamplingParams, Share, UserError, Verdict
-from pipedec.engine.payloads import verdict_from_payload, verdict_to_payload
-from pipedec.messages import PromptRequest
+from pipedec.core import Accepted, Completion, Metrics, PipedecError, SamplingParams, UserError, Verdict
+from pipedec.messages import (
+    AbortEvent,
+    CacheSlotsEvent,
+    CancelledEvent,
+    CompletionEvent,
+    ErrorEvent,
+    Event,
+    LoadedEvent,
+    LogprobsEvent,
+    Opening,
+    OverranEvent,
+    PromptRequest,
+    RunDescription,
+    ThreadNews,
+    TokensEvent,
+    TraceEvents,
+    description_from_json,
+    event_from_json,
+    opening_from_payload,
+    to_json,
+    verdict_from_payload,
+    verdict_to_payload,
+)
+from pipedec.methods import LayerTreeOptions
 from pipedec.threads import load_dialect
 
 FULL = SamplingParams(
@@ -88,16 +110,97 @@ def test_bad_sampling_parameters(values: Any, message: str) -> None:
 @pytest.mark.parametrize(
     "verdict",
     [
-        Verdict((5, 6), None, ((7, 8), (9, 10), (11, 12))),
+        Verdict.of(5, 6, forecast=((7, 8), (9, 10), (11, 12))),
         Verdict((), "cancelled"),
-        Verdict((2**40,), "stop"),
-        Verdict((1, 2), None, ()),
-        Verdict((1, 2, 3), None, ((7, 8),), (Share(40, 2, 1), Share(0, 1, 0))),
+        Verdict.of(2**40, finished="stop"),
+        Verdict((Accepted(40, (1, 2), ((7, 8),)), Accepted(0, (3,)), Accepted(1, ())), "cache_full"),
     ],
     ids=lambda verdict: str(verdict)[:40],
 )
 def test_verdicts_arrive_as_they_were(verdict: Verdict) -> None:
-    assert verdict_from_payload(json.loads(json.dumps(verdict_to_payload(verdict)))) == verdict
+    payload = verdict_to_payload(verdict)
+    assert json.loads(json.dumps(payload)) == payload
+    assert verdict_from_payload(payload) == verdict
+
+
+@pytest.mark.parametrize("sampling", [FULL, SamplingParams()])
+def test_openings_arrive_as_they_were(sampling: SamplingParams) -> None:
+    sent = Opening(70_000, 137, sampling, 3, load_dialect("pasta").to_json(), True)
+    assert opening_from_payload(json.loads(to_json(sent))) == sent
+
+
+METRICS = Metrics(9, 4, 3, 20, 0.25, 1.5, None, 0.125)
+THREADS = {"threads": [{"path": [0], "text": "a"}], "metrics": {"parallelism": 1.5}, "anomalies": {}}
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        TokensEvent([5, 2**40], "é\n"),
+        TokensEvent([], "", [ThreadNews((), "a", "waiting", 3), ThreadNews((0, 1), "b", "ended", 0)]),
+        LogprobsEvent([[(5, -0.5), (7, float("-inf"))], []]),
+        TraceEvents([(-1, "1F1", "dec", 1_763_800_000_000_000, 1_763_800_000_000_001)]),
+        OverranEvent([1, 5]),
+        CacheSlotsEvent(2, 1024),
+        CompletionEvent(Completion("pp", 4, 3, [5, 6], "ab", "stop", METRICS, 2**63)),
+        CompletionEvent(Completion("pp", 4, 3, [5], "ab", None, METRICS, None, [{5: -0.5, 6: -1.0}], THREADS), [3, -1]),
+        ErrorEvent("no such method"),
+        CancelledEvent(),
+        AbortEvent('rank 2: "é"'),
+        LoadedEvent(0),
+    ],
+    ids=lambda event: type(event).__name__,
+)
+def test_events_arrive_as_they_were(event: Event) -> None:
+    text = to_json(event)
+    assert event_from_json(text) == event_from_json(text.encode()) == event
+    assert "kind" in json.loads(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("{", "not valid JSON"),
+        ("[" * 100_000, "not valid JSON"),
+        ("5", "of no known kind"),
+        ("[]", "of no known kind"),
+        ("{}", "of no known kind"),
+        ('{"kind": "news"}', "of no known kind"),
+        ('{"kind": ["tokens"]}', "of no known kind"),
+        ('{"kind": "tokens", "token_ids": [1]}', "text: missing"),
+        ('{"kind": "tokens", "token_ids": ["a"], "text": ""}', "token_ids[0]: must be an integer, not a string"),
+        ('{"kind": "abort", "text": 5}', "text: must be a string, not an integer"),
+        ('{"kind": "loaded", "rank": 1, "tank": 2}', "unknown key 'tank': did you mean rank?"),
+        ('{"kind": "completion", "completion": {"method": "pp"}}', "completion.stages: missing"),
+    ],
+    ids=lambda value: value[:40],
+)
+def test_what_is_no_event(text: str, reason: str) -> None:
+    with pytest.raises(PipedecError) as refused:
+        event_from_json(text)
+    message = str(refused.value)
+    assert message.startswith(f"the cluster sent an event that this version does not understand: {reason}")
+    assert "\n" not in message and len(message) < 300 and not isinstance(refused.value, UserError)
+
+
+def test_descriptions_of_a_run_arrive_as_they_were() -> None:
+    full = RunDescription(
+        ((1, 2), (3,)),
+        ((0, 2), (2, 3), (3, 6)),
+        "t",
+        "d",
+        "b",
+        "bfloat16",
+        "cpu",
+        "tasks",
+        99,
+        LayerTreeOptions(8, 4),
+        "paper-14",
+    )
+    for sent in (full, RunDescription(((1,),), ((0, 6),), "t")):
+        assert description_from_json(to_json(sent)) == sent
+    with pytest.raises(UserError, match=r"^the description of the run: layers: missing"):
+        description_from_json('{"groups": [[1]], "target": "t"}')
 
 
 def test_options_arrive_as_they_were() -> None:

@@ -17,7 +17,17 @@ from pipedec.bench.record import Row, header
 from pipedec.cluster.local import LocalCluster
 from pipedec.core import PipedecError, RankLost, SamplingParams, UserError
 from pipedec.engine.spec import PipelineSpec
-from pipedec.messages import PromptRequest, completion_from_event
+from pipedec.messages import (
+    AbortEvent,
+    CacheSlotsEvent,
+    CancelledEvent,
+    CompletionEvent,
+    ErrorEvent,
+    Event,
+    PromptRequest,
+    TokensEvent,
+    load_validators,
+)
 from pipedec.model import ModelConfig
 from pipedec.scheduler import RedisScheduler
 
@@ -71,8 +81,9 @@ def measure_resources(
     Raises:
         PipedecError: the cluster could not start, lost a rank, or stopped answering.
     """
-    row = header("resources", asdict(config) | {"pipeline": spec.description()})
+    row = header("resources", asdict(config) | {"pipeline": asdict(spec.description())})
     cluster = LocalCluster(spec, transport=transport)
+    load_validators()
     on_phase("starting the cluster")
     with cluster:
         scheduler = cluster.scheduler
@@ -136,21 +147,30 @@ def _ask(cluster: LocalCluster, scheduler: RedisScheduler, request: PromptReques
     position, deadline = "0", submitted + _SILENCE_SECONDS
     while time.perf_counter() < deadline:
         events = scheduler.read_answer(number, position, _POLL_SECONDS)
-        position = events[-1][0] if events else position
-        for _, event in events:
+        for position, event in events:  # noqa: B007 - the position goes on into the next read
             deadline = time.perf_counter() + _SILENCE_SECONDS
-            if "token_ids" in event:
-                answer.token_seconds.append(time.perf_counter() - submitted)
-            elif "cache_slots" in event:
-                answer.cache_slots[event["rank"]] = event["cache_slots"]
-            elif "completion" in event:
-                answer.prefill_seconds = completion_from_event(event).metrics.prefill_seconds
+            if _note(event, answer, time.perf_counter() - submitted):
                 scheduler.close_answer(number)
                 return answer
-            elif "error" in event or "kind" in event:
-                raise PipedecError(event.get("error") or event.get("text") or f"the request was {event['kind']}")
         cluster.check()
     raise RankLost(f"the cluster has sent nothing for {_SILENCE_SECONDS:.0f} s")
+
+
+def _note(event: Event, answer: TimedAnswer, seconds: float) -> bool:
+    """Record an event that arrives now; True if the answer is complete."""
+    match event:
+        case TokensEvent():
+            answer.token_seconds.append(seconds)
+        case CacheSlotsEvent(rank, slots):
+            answer.cache_slots[rank] = slots
+        case CompletionEvent(completion):
+            answer.prefill_seconds = completion.metrics.prefill_seconds
+            return True
+        case ErrorEvent(message) | AbortEvent(message):
+            raise PipedecError(message)
+        case CancelledEvent():
+            raise PipedecError("the request was cancelled")
+    return False
 
 
 def latencies(answer: TimedAnswer) -> Row:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
 
 from rich.columns import Columns
 from rich.console import Console, Group
 from rich.live import Live
 from rich.panel import Panel
 from rich.text import Text
+
+from pipedec.messages import ThreadNews
 
 _LINES = 12  # the latest lines of each thread that a panel shows
 _BORDERS = {"running": "green", "waiting": "yellow", "ended": "dim"}
@@ -19,7 +21,7 @@ class ThreadsView:
 
     def __init__(self, console: Console) -> None:
         self._console = console
-        self._threads: dict[tuple[int, ...], dict[str, Any]] = {}
+        self._threads: dict[tuple[int, ...], ThreadNews] = {}  # with the whole text of each
         self._live = Live(console=console, refresh_per_second=10, transient=False) if console.is_terminal else None
 
     def __enter__(self) -> ThreadsView:
@@ -31,19 +33,13 @@ class ThreadsView:
         if self._live is not None:
             self._live.stop()
 
-    def update(self, changes: list[dict[str, Any]]) -> None:
-        """Show new text and states of threads.
-
-        Args:
-            changes: for each changed thread its ``path``, new ``text``, ``state`` and number of ``tokens`` so far.
-        """
+    def update(self, changes: list[ThreadNews]) -> None:
+        """Show new text and states of threads."""
         for change in changes:
-            path = tuple(change["path"])
-            known = self._threads.setdefault(path, {"text": "", "state": "running", "tokens": 0})
-            has_ended = known["state"] == "ended"
-            known |= {"text": known["text"] + change["text"], "state": change["state"], "tokens": change["tokens"]}
-            if self._live is None and change["state"] == "ended" and not has_ended:
-                self._console.print(f"{_name(path)}, {change['tokens']} tokens: {known['text'].strip()}", markup=False)
+            before = self._threads.get(change.path, ThreadNews(change.path, "", "running", 0))
+            known = self._threads[change.path] = replace(change, text=before.text + change.text)
+            if self._live is None and known.state == "ended" != before.state:
+                self._console.print(f"{_name(known.path)}, {known.tokens} tokens: {known.text.strip()}", markup=False)
         if self._live is not None and changes:
             self._live.update(self._panels())
 
@@ -51,8 +47,8 @@ class ThreadsView:
         width = max(24, min(48, (self._console.width - 2) // max(1, min(len(self._threads), 4)) - 1))
         panels = [
             Panel(
-                Text("\n".join(known["text"].strip().splitlines()[-_LINES:])),
-                title=f"{_name(path)} · {known['tokens']}", width=width, border_style=_BORDERS[known["state"]],
+                Text("\n".join(known.text.strip().splitlines()[-_LINES:])),
+                title=f"{_name(path)} · {known.tokens}", width=width, border_style=_BORDERS[known.state],
             )
             for path, known in sorted(self._threads.items())
         ]  # fmt: skip

@@ -7,17 +7,29 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
 
 from pipedec.core import Completion, PipedecError, RankLost, UserError
-from pipedec.messages import PromptRequest, completion_from_event
-from pipedec.scheduler.protocol import Event, Scheduler
+from pipedec.messages import (
+    AbortEvent,
+    CancelledEvent,
+    CompletionEvent,
+    ErrorEvent,
+    Event,
+    LogprobsEvent,
+    OverranEvent,
+    PromptRequest,
+    ThreadNews,
+    TokensEvent,
+    TraceEvents,
+    load_validators,
+)
+from pipedec.scheduler.protocol import Scheduler
 from pipedec.tracing import TraceEvent
 
 _POLL_SECONDS = 0.25
 
 OnText = Callable[[str], None]
-OnThreads = Callable[[list[dict[str, Any]]], None]
+OnThreads = Callable[[list[ThreadNews]], None]
 
 
 class TokenArrivals:
@@ -60,6 +72,7 @@ class Client:
         self._logprobs: list[dict[int, float]] = []
         self._arrivals = TokenArrivals()
         self.overran: set[int] = set()  # timesteps of the last answer in which a rank took longer than its emulated time
+        load_validators()  # not while the first token is on its way
 
     def ask(
         self, request: PromptRequest, on_text: OnText = lambda text: None, on_threads: OnThreads = lambda news: None
@@ -71,8 +84,7 @@ class Client:
 
         Args:
             on_text: receives the text in pieces.
-            on_threads: receives the news of decode threads (``path``, ``text``, ``tokens``, ``state``) if the request has
-                ``show_threads``.
+            on_threads: receives the news of decode threads if the request has ``show_threads``.
 
         Raises:
             UserError: the cluster refused the request.
@@ -117,13 +129,13 @@ class Client:
             raise RankLost("the cluster was stopped before it answered")
         return status.running not in (None, number)
 
-    def _completed(self, event: Event) -> Completion:
+    def _completed(self, event: CompletionEvent) -> Completion:
         """The completion, with the log-probabilities of its tokens (the last stage may have sent those of further tokens)."""
-        completion = completion_from_event(event)
+        completion = event.completion
         completion.metrics.ttft_seconds = self._arrivals.ttft_seconds
         completion.metrics.tpot_seconds = self._arrivals.tpot_seconds(len(completion.token_ids))
-        if self._logprobs and "sampled" in event:
-            tokens = zip(event["sampled"], completion.token_ids, strict=True)
+        if self._logprobs and event.sampled is not None:
+            tokens = zip(event.sampled, completion.token_ids, strict=True)
             completion.logprobs = [{token: 0.0} if which < 0 else self._logprobs[which] for which, token in tokens]
         else:
             completion.logprobs = self._logprobs[: len(completion.token_ids)] or None
@@ -131,23 +143,24 @@ class Client:
 
     def _take(self, event: Event, on_text: OnText, on_threads: OnThreads) -> Completion | None:
         """Handle one event. Returns the completion if it was the last event."""
-        if "token_ids" in event:
-            self._arrivals.note(len(event["token_ids"]))
-            on_text(event["text"])
-            on_threads(event.get("threads", []))
-        elif "trace" in event:
-            self.trace += [TraceEvent(*row) for row in event["trace"]]
-        elif "overran" in event:
-            self.overran.update(event["overran"])
-        elif "logprobs" in event:
-            self._logprobs += [dict(pairs) for pairs in event["logprobs"]]
-        elif "completion" in event:
-            return self._completed(event)
-        elif event.get("kind") == "cancelled":
-            raise UserError("the request was cancelled before it began")
-        elif event.get("kind") == "abort":
-            self._check()  # the supervisor knows better than the other ranks what happened to a process
-            raise RankLost(event["text"])
-        elif "error" in event:
-            raise UserError(event["error"])
+        match event:
+            case TokensEvent(token_ids, text, threads):
+                self._arrivals.note(len(token_ids))
+                on_text(text)
+                on_threads(threads or [])
+            case TraceEvents(rows):
+                self.trace += [TraceEvent(*row) for row in rows]
+            case OverranEvent(timesteps):
+                self.overran.update(timesteps)
+            case LogprobsEvent(logprobs):
+                self._logprobs += map(dict, logprobs)
+            case CompletionEvent():
+                return self._completed(event)
+            case CancelledEvent():
+                raise UserError("the request was cancelled before it began")
+            case AbortEvent(text):
+                self._check()  # the supervisor knows better than the other ranks what happened to a process
+                raise RankLost(text)
+            case ErrorEvent(message):
+                raise UserError(message)
         return None

@@ -10,6 +10,9 @@ die_with_parent()
 import transformers.models.llama.configuration_llama  # noqa: E402, F401 - imported when a rank reads a config.json
 
 import pipedec.cluster.rank  # noqa: E402, F401
+from pipedec.messages import load_validators  # noqa: E402
+
+load_validators()
 
 # From here on it reads the end of a pipe; the kernel would kill it as soon as the thread that started the cluster ends.
 die_with_parent(False)

@@ -13,7 +13,6 @@ import tempfile
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from types import TracebackType
-from typing import Any
 
 from pipedec.cluster.lease import claim_run
 from pipedec.cluster.processes import RankProcesses, describe_exit
@@ -84,7 +83,7 @@ class LocalCluster:
         world_size = self.spec.num_stages + 1
         for rank in range(world_size):
             place = RankPlace(rank, world_size, rank, world_size, meeting_place, self._transport)
-            self._processes.start(rank, _serve_rank, place, self.spec.description(), self.address)
+            self._processes.start(rank, _serve_rank, place, self.spec, self.address)
         self._wait_until_ready(progress)
         self._is_up = True
 
@@ -178,9 +177,6 @@ class LocalCluster:
         return f"file://{self._files.enter_context(tempfile.TemporaryDirectory(prefix='pipedec-'))}/rendezvous"
 
 
-def _serve_rank(
-    place: RankPlace, description: dict[str, Any], address: RunAddress, report: Callable[[tuple[str, int, int]], None]
-) -> int:
+def _serve_rank(place: RankPlace, spec: PipelineSpec, address: RunAddress, report: Callable[[tuple[str, int, int]], None]) -> int:
     """What a rank's process runs; returns its exit status. Nobody reads its reports once the cluster is up."""
-    spec = PipelineSpec.from_description(description)
     return run_rank(place, spec, address, lambda what, done, total: report((what, done, total)))

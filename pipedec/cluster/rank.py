@@ -22,6 +22,7 @@ from pipedec.engine.rank_tasks import Wiring
 from pipedec.engine.sequences import Sequences
 from pipedec.engine.spec import PipelineSpec, num_gpus
 from pipedec.engine.stage_loop import StageLoop
+from pipedec.messages import LoadedEvent, load_validators
 from pipedec.model import ModelConfig
 from pipedec.scheduler import RedisScheduler, Scheduler, connect
 from pipedec.tracing import Tracer
@@ -87,8 +88,9 @@ def _serve(place: RankPlace, spec: PipelineSpec, scheduler: RedisScheduler, repo
     transport = _meet(place, spec, device)
     lease = LeaseKeeper(scheduler, place.rank)
     lease.start()
+    load_validators()  # not while the first request waits
     loop = _load(place, spec, device, scheduler, transport, report)
-    scheduler.publish(STARTING, {"loaded": place.rank})
+    scheduler.publish(STARTING, LoadedEvent(place.rank))
     if place.rank == 0:
         _wait_for_ranks(scheduler, place.world_size)
         scheduler.open(spec.description())
@@ -153,8 +155,8 @@ def _wait_for_ranks(scheduler: RedisScheduler, world_size: int) -> None:
     missing, position = set(range(world_size)), "0"
     while missing:
         events = scheduler.read_answer(STARTING, position, LEASE_RENEWAL_SECONDS)
-        for position, event in events:  # noqa: B007 - the position goes on into the next read
-            missing.discard(event["loaded"])
+        position = events[-1][0] if events else position
+        missing -= {event.rank for _, event in events if isinstance(event, LoadedEvent)}
         if time.monotonic() > deadline:
             raise RankLost(f"ranks {sorted(missing)} have not loaded their weights within {LOADING_SECONDS:.0f} s")
         if failure := scheduler.failure():

@@ -41,13 +41,13 @@ class RunningCluster:
 
         Raises:
             SchedulerLost: Redis cannot be reached or refuses the password.
-            UserError: there is no such run.
+            UserError: there is no such run, or another version runs it.
         """
         client = connect(self.redis_url)
         description = RedisScheduler.describe(client, self.run_id)
         if description is None:
             raise UserError(f"no cluster named {self.run_id!r} is running on that Redis: start one, or give --run NAME")
-        return RedisScheduler(client, self.run_id, Topology(tuple(tuple(group) for group in description["groups"])))
+        return RedisScheduler(client, self.run_id, Topology(description.groups))
 
     def save(self) -> None:
         """Make this the machine's running cluster."""

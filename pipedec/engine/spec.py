@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from pipedec.core import UserError
 from pipedec.decoding import Drafter
 from pipedec.drafting import DraftModel
+from pipedec.messages import RunDescription
 from pipedec.methods import LayerTreeOptions
 from pipedec.model import BitaConfig, BitaWeights, Checkpoint, ModelConfig, StageModel, checked_bita
 from pipedec.plan.emulation import Emulation
@@ -178,30 +178,20 @@ class PipelineSpec:
         """The device of a rank that computes (see ``chosen_device``)."""
         return chosen_device(self.device)
 
-    def description(self) -> dict[str, object]:
-        """The pipeline as plain JSON values."""
-        return {
-            "target": str(self.target), "draft": str(self.draft) if self.draft else None,
-            "groups": self.topology.groups, "layers": self.layers, "dtype": self.dtype, "device": self.device,
-            "emulation": self.emulation.description() if self.emulation else None, "dispatch": self.dispatch,
-            "bita": str(self.bita) if self.bita else None, "context_tokens": self.context_tokens,
-            "tree": asdict(self.tree) if self.tree else None,
-        }  # fmt: skip
-
-    @classmethod
-    def from_description(cls, raw: dict[str, Any]) -> PipelineSpec:
-        return cls(
-            target=Path(raw["target"]),
-            draft=Path(raw["draft"]) if raw["draft"] else None,
-            topology=Topology(tuple(tuple(group) for group in raw["groups"])),
-            layers=tuple((first, last) for first, last in raw["layers"]),
-            dtype=raw["dtype"],
-            device=raw["device"],
-            emulation=Emulation.from_description(raw["emulation"]) if raw["emulation"] else None,
-            dispatch=raw["dispatch"],
-            bita=Path(raw["bita"]) if raw["bita"] else None,
-            context_tokens=raw["context_tokens"],
-            tree=LayerTreeOptions(**raw["tree"]) if raw["tree"] else None,
+    def description(self) -> RunDescription:
+        """What clients are told about the pipeline."""
+        return RunDescription(
+            self.topology.groups,
+            self.layers,
+            str(self.target),
+            str(self.draft) if self.draft else None,
+            str(self.bita) if self.bita else None,
+            self.dtype,
+            self.device,
+            self.dispatch,
+            self.context_tokens,
+            self.tree,
+            self.emulation.preset if self.emulation else None,
         )
 
     def load_prompter(self) -> Prompter:

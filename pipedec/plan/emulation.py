@@ -6,13 +6,11 @@ Owns how long each rank's work should last, from the plan of a cluster. Who wait
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from math import ceil
-from typing import Any
 
 from pipedec.config import ClusterConfig, DeviceConfig, PartitionConfig, ServerConfig
 from pipedec.core import UserError
-from pipedec.hardware import Link, PassTime
 from pipedec.plan.costs import RankTiming
 from pipedec.plan.partition import Plan
 
@@ -55,19 +53,6 @@ class Emulation:
             return 0.0
         times = [[stage.compute_ms(rows) + stage.send_ms(rows) for stage in self.stages] for rows in chunk_rows]
         return sum(times[0]) + sum(max(chunk) for chunk in times[1:])
-
-    def description(self) -> dict[str, Any]:
-        """As plain JSON values."""
-        return asdict(self)
-
-    @classmethod
-    def from_description(cls, raw: dict[str, Any]) -> Emulation:
-        draft = None if raw["draft"] is None else _timing(raw["draft"])
-        return cls(raw["preset"], raw["slow_motion"], draft, tuple(_timing(stage) for stage in raw["stages"]))
-
-
-def _timing(raw: dict[str, Any]) -> RankTiming:
-    return RankTiming(PassTime(**raw["compute"]), Link(**raw["link"]), raw["row_bytes"])
 
 
 def with_stages(config: ClusterConfig, name: str, stages: int) -> ClusterConfig:

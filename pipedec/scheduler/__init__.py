@@ -3,7 +3,7 @@
 from pipedec.scheduler.client import connect
 from pipedec.scheduler.keys import Keys
 from pipedec.scheduler.memory import MemoryScheduler
-from pipedec.scheduler.protocol import Event, GrantedTask, Message, RunStatus, Scheduler
+from pipedec.scheduler.protocol import GrantedTask, Message, RunStatus, Scheduler
 from pipedec.scheduler.redis_scheduler import RedisScheduler
 from pipedec.scheduler.server import EmbeddedServer
 from pipedec.scheduler.workflow import Facts, Payload, Planned, Task, initial_tasks, post_process
@@ -11,7 +11,6 @@ from pipedec.topology import Topology
 
 __all__ = [
     "EmbeddedServer",
-    "Event",
     "Facts",
     "GrantedTask",
     "Keys",

@@ -9,10 +9,10 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from pipedec.core import RankLost, SchedulerLost, UserError
-from pipedec.scheduler.protocol import Event, GrantedTask, Message, RunStatus, cancelled_payload
+from pipedec.messages import AbortEvent, CancelledEvent, Event, Opening, RunDescription
+from pipedec.scheduler.protocol import GrantedTask, Message, RunStatus, cancelled_payload
 from pipedec.scheduler.workflow import Payload, Planned, Task
 from pipedec.topology import Topology
 
@@ -120,18 +120,20 @@ class MemoryScheduler:
         self._failure: str | None = None
         self._submitted = 0
 
-    def open(self, description: dict[str, Any]) -> None:
+    def open(self, description: RunDescription) -> None:
         self._check_failure()
         if self._state is not None:
             raise UserError("this run id is already in use")
         self._state = "up"
 
-    def begin(self, request_number: int, planned: Sequence[Planned], trace: bool = False) -> None:
+    def begin(self, request_number: int, opening: Opening, planned: Sequence[Planned], trace: bool = False) -> None:
         self._check_failure()
         if self.graph is not None and self.graph.running:
             raise UserError(f"request {self.graph.number} is still running")
         self.graph = _Graph(request_number, trace, self.topology.entry_ranks, request_number in self._cancelled)
         self._cancelled.discard(request_number)
+        for rank in self.topology.ranks:
+            self._push(rank, Message("open", request_number, opening=opening))
         for plan in planned:
             self.graph.add(plan)
         self.graph.release(self._push)
@@ -196,7 +198,7 @@ class MemoryScheduler:
         for message in self._requests:
             if message.number == request_number:
                 self._requests.remove(message)
-                self.publish(request_number, {"kind": "cancelled"})
+                self.publish(request_number, CancelledEvent())
                 return True
         begun = self.graph.number if self.graph else -1
         if self.graph is not None and request_number == begun:
@@ -219,7 +221,7 @@ class MemoryScheduler:
         begun = self.graph.number if self.graph else -1
         numbers = [begun] if self.graph is not None and self.graph.running else []
         for number in [*numbers, *range(begun + 1, self._submitted)]:
-            self.publish(number, {"kind": "abort", "text": self._failure})
+            self.publish(number, AbortEvent(self._failure))
         return True
 
     def failure(self) -> str | None:

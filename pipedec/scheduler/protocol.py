@@ -8,11 +8,10 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
+from pipedec.messages import Event, Opening, RunDescription, opening_from_payload
 from pipedec.scheduler.workflow import Payload, Planned, Task
-
-Event = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -20,13 +19,14 @@ class Message:
     """A message in a rank's queue.
 
     Attributes:
-        kind: ``"task"``; ``"request"`` (only from ``wait_request``); ``"stop"``; ``"abort"``.
+        kind: ``"open"``; ``"task"``; ``"request"`` (only from ``wait_request``); ``"stop"``; ``"abort"``.
         number: the request it belongs to; -1 for stop and abort.
         task: the granted task; None unless ``kind`` is ``"task"``.
         payload: the task's payload. In the verdict of a sync task, ``finished`` is ``"cancelled"`` if the request was
             cancelled before the task was scheduled and the answer had not ended otherwise.
         active: for a dec task, the entry ranks that are active in its timestep, ascending.
         text: for a request its JSON, for an abort the reason.
+        opening: the request that begins, if ``kind`` is ``"open"``; its tasks follow.
     """
 
     kind: str
@@ -35,6 +35,7 @@ class Message:
     payload: Payload = field(default_factory=dict)
     active: tuple[int, ...] = ()
     text: str = ""
+    opening: Opening | None = None
 
     @classmethod
     def from_json(cls, line: str | bytes) -> Message:
@@ -44,7 +45,9 @@ class Message:
         payload = raw.get("payload", {})
         if raw.get("cancelled"):
             payload = cancelled_payload(payload)
-        return cls(raw["kind"], raw.get("number", -1), task, payload, tuple(sorted(raw.get("active", ()))), raw.get("text", ""))
+        opening = opening_from_payload(raw["opening"]) if "opening" in raw else None
+        active = tuple(sorted(raw.get("active", ())))
+        return cls(raw["kind"], raw.get("number", -1), task, payload, active, raw.get("text", ""), opening)
 
 
 def cancelled_payload(payload: Payload) -> Payload:
@@ -92,19 +95,16 @@ class Scheduler(Protocol):
 
     round_trips: int
 
-    def open(self, description: dict[str, Any]) -> None:
+    def open(self, description: RunDescription) -> None:
         """Declare the run up, so that ``submit`` is accepted.
-
-        Args:
-            description: what clients need to know about the run; at least ``groups`` (lists of ranks).
 
         Raises:
             UserError: the run id is in use.
             RankLost: the run has failed.
         """
 
-    def begin(self, request_number: int, planned: Sequence[Planned], trace: bool = False) -> None:
-        """Start a request's workflow with its initial tasks.
+    def begin(self, request_number: int, opening: Opening, planned: Sequence[Planned], trace: bool = False) -> None:
+        """Tell every rank of a request, in a message of kind ``open``, then start its workflow with its initial tasks.
 
         Raises:
             UserError: another request is running.
@@ -141,6 +141,9 @@ class Scheduler(Protocol):
 
         Returns:
             [] if no event arrives within ``timeout_seconds``.
+
+        Raises:
+            PipedecError: what arrived is no event.
         """
 
     def close_answer(self, request_number: int) -> None:

@@ -12,9 +12,10 @@ from typing import Any
 
 import redis
 
+from pipedec.messages import CancelledEvent, Event, Opening, RunDescription, description_from_json, event_from_json, to_json
 from pipedec.scheduler.client import BLOCK_SECONDS, DedicatedConnection, translated_errors
 from pipedec.scheduler.keys import Keys
-from pipedec.scheduler.protocol import Event, GrantedTask, Message, RunStatus
+from pipedec.scheduler.protocol import GrantedTask, Message, RunStatus
 from pipedec.scheduler.scripts import script_text
 from pipedec.scheduler.workflow import Planned, Task
 from pipedec.topology import Topology
@@ -54,23 +55,27 @@ class RedisScheduler:
         self._queues = [self.keys.queue(rank) for rank in topology.ranks]
 
     @staticmethod
-    def describe(client: redis.Redis, run_id: str) -> dict[str, Any] | None:
-        """The description given to ``open``; None if there is no such run. For clients, which do not know the topology yet."""
+    def describe(client: redis.Redis, run_id: str) -> RunDescription | None:
+        """The description given to ``open``; None if there is no such run. For clients, which do not know the topology yet.
+
+        Raises:
+            UserError: another version has opened the run.
+        """
         options = client.connection_pool.connection_kwargs
         with translated_errors(options.get("path") or f"{options.get('host', 'localhost')}:{options.get('port', 6379)}"):
             text: Any = client.hget(Keys(run_id).run, "description")
-        return json.loads(text) if text is not None else None
+        return description_from_json(text.decode()) if text is not None else None
 
-    def open(self, description: dict[str, Any]) -> None:
-        self._run_script("open", [self.keys.run], [KEY_SECONDS, json.dumps(description)])
+    def open(self, description: RunDescription) -> None:
+        self._run_script("open", [self.keys.run], [KEY_SECONDS, to_json(description)])
 
-    def begin(self, request_number: int, planned: Sequence[Planned], trace: bool = False) -> None:
+    def begin(self, request_number: int, opening: Opening, planned: Sequence[Planned], trace: bool = False) -> None:
         self._request_number = request_number
-        arguments = [KEY_SECONDS, request_number, self._entries, int(trace), _encode(planned)]
+        arguments = [KEY_SECONDS, request_number, self._entries, int(trace), _encode(planned), to_json(opening)]
         self._run_script("begin", self._graph_keys(), arguments)
 
     def finish(self, rank: int, task: Task, planned: Sequence[Planned], events: Sequence[Event] = ()) -> Message | None:
-        texts = json.dumps([json.dumps(event) for event in events])
+        texts = json.dumps([to_json(event) for event in events])
         keys = self._graph_keys()
         arguments = [len(keys), *keys, KEY_SECONDS, self._request_number, rank, task.id, _encode(planned), texts]
         with self._command():
@@ -93,7 +98,7 @@ class RedisScheduler:
         with self._command():
             pipe = self.client.pipeline(transaction=True)
             for event in events:
-                pipe.xadd(self.keys.answer(request_number), {"event": json.dumps(event)}, maxlen=16384, approximate=True)
+                pipe.xadd(self.keys.answer(request_number), {"event": to_json(event)}, maxlen=16384, approximate=True)
             pipe.expire(self.keys.answer(request_number), KEY_SECONDS)
             pipe.execute()
 
@@ -105,7 +110,7 @@ class RedisScheduler:
                 block = max(1, int(remaining * 1000)) if remaining > 0 else None
                 reply: Any = self.client.xread({self.keys.answer(request_number): last}, block=block)
             if reply:
-                return [(position.decode(), json.loads(fields[b"event"])) for position, fields in reply[0][1]]
+                return [(position.decode(), event_from_json(fields[b"event"])) for position, fields in reply[0][1]]
             if time.monotonic() >= deadline:
                 return []
 
@@ -116,7 +121,7 @@ class RedisScheduler:
     def cancel(self, request_number: int) -> bool:
         keys = self.keys
         names = [keys.run, keys.workflow, keys.requests, keys.cancelled, keys.answer(request_number)]
-        return bool(self._run_script("cancel", names, [KEY_SECONDS, request_number, json.dumps({"kind": "cancelled"})]))
+        return bool(self._run_script("cancel", names, [KEY_SECONDS, request_number, to_json(CancelledEvent())]))
 
     def is_cancelled(self, request_number: int) -> bool:
         with self._command():
@@ -230,7 +235,7 @@ class RedisScheduler:
         if line is None:
             return None
         message = Message.from_json(line)
-        if message.kind == "task":
+        if message.kind in ("open", "task"):
             self._request_number = message.number
         return message
 

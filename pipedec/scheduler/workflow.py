@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from pipedec.core import UserError
+from pipedec.core import UserError, Verdict
+from pipedec.messages import verdict_to_payload
 from pipedec.topology import Topology
 
 Payload = dict[str, Any]
@@ -91,8 +92,8 @@ class Task:
 class Planned:
     """A scheduling action S(task) → after: the task is granted once every task in ``after`` is done.
 
-    ``payload`` is a small JSON object that is delivered with the task: ``{"rows": 12}`` with a transfer, the token ids with
-    a prompt chunk, ``{"verdict": …}`` with a sync.
+    ``payload`` is a small JSON object that is delivered with the task: ``{"rows": 12}`` with a transfer and with the task that
+    computes its rows, the token ids with stage 1's prompt chunk, ``{"verdict": …}`` with a sync.
     """
 
     task: Task
@@ -106,26 +107,30 @@ class Facts:
 
     Attributes:
         rows_out: rows of the (pruned) output that are sent to the next rank.
-        verdict: after (C,dec,n,seq) and the last prompt chunk (C,pre,n,0), the verdict of rank n as JSON; else None.
-        finished: after a sync or a window, whether a verdict ended the answer.
+        verdict: after the last prompt chunk (C,pre,n,0) the first verdict of rank n; after (C,dec,n,seq) its verdict, None if
+            no further token is accepted; else None.
+        finished: after a sync or a window, whether a verdict ended the answer; after (C,dec,0,seq), whether a stop string has
+            ended it and no other rank has a task any more.
         window: after a sync, the number of timesteps in a window; 0 if every task is granted on its own.
         active: after a dec, the entry ranks active in this timestep, as delivered with the task.
-        payload: after a pre, the payload delivered with the task, which is passed on to the next stage.
+        is_first_chunk: after a pre, whether it was the prompt's first chunk.
     """
 
     rows_out: int = 0
-    verdict: Payload | None = None
+    verdict: Verdict | None = None
     finished: bool = False
     window: int = 0
     active: tuple[int, ...] = ()
-    payload: Payload = field(default_factory=dict)
+    is_first_chunk: bool = False
 
 
-def initial_tasks(topology: Topology, chunks: Sequence[Payload]) -> list[Planned]:
+def initial_tasks(topology: Topology, chunks: Sequence[Sequence[int]]) -> list[Planned]:
     """The tasks that start a request: case [1] of Algorithm 4, (C,pre,0,s) and (C,pre,1,s) for every prompt chunk.
 
-    Chunk k of K has seq k - (K - 1): the last one has the paper's seq 0, earlier ones are negative. The flags ``first`` and
-    ``last`` are added to each payload.
+    Chunk k of K has seq k - (K - 1): the last one has the paper's seq 0, earlier ones are negative.
+
+    Args:
+        chunks: token ids, which only stage 1 gets with its tasks: rank 0 has the prompt.
 
     Raises:
         UserError: ``chunks`` is empty.
@@ -135,8 +140,7 @@ def initial_tasks(topology: Topology, chunks: Sequence[Payload]) -> list[Planned
     planned = []
     for index, chunk in enumerate(chunks):
         seq = index - (len(chunks) - 1)
-        payload = {**chunk, "first": index == 0, "last": seq == 0}
-        for rank in (0, 1):
+        for rank, payload in ((0, {}), (1, {"token_ids": list(chunk)})):
             before = (Task.compute("pre", rank, seq - 1),) if index else ()
             planned.append(Planned(Task.compute("pre", rank, seq), before, payload))  # [1]
     return planned
@@ -163,22 +167,23 @@ def post_process(task: Task, topology: Topology, facts: Facts) -> list[Planned]:
 def _after_prefill(task: Task, topology: Topology, facts: Facts) -> list[Planned]:
     """Cases [2] and [3]. Rank 0 sends nothing: stage 1 gets the prompt from the scheduler."""
     rank, seq = task.target, task.seq
+    if rank == 0 or (rank == topology.final_rank and seq < 0):
+        return []
     if rank == topology.final_rank:  # [3]
+        if facts.verdict is None:
+            raise ValueError(f"rank {rank} finished prefill without a verdict")
         # Deviation: the first token reaches the ranks by a sync like all later tokens, and those syncs schedule the tasks
         # of timestep 1 ([11], [12]).
-        return _syncs(topology, seq, facts, after={i: [Task.compute("pre", i, seq)] for i in topology.ranks}) if seq == 0 else []
-    if rank == 0:
-        return []
+        return _syncs(topology, seq, facts.verdict, after={i: [Task.compute("pre", i, seq)] for i in topology.ranks})
     transfer = Task.transfer(rank, rank + 1, seq)  # [2]
-    payload = {key: value for key, value in facts.payload.items() if key != "token_ids"} | {"rows": facts.rows_out}
-    # Deviation: a prompt may have several chunks, which a stage takes in order; the payload marks the first one, which has
-    # no predecessor.
-    earlier = () if payload.get("first") else (Task.compute("pre", rank + 1, seq - 1),)
+    payload = {"rows": facts.rows_out}
+    # Deviation: a prompt may have several chunks, which a stage takes in order; the first one has no predecessor.
+    earlier = () if facts.is_first_chunk else (Task.compute("pre", rank + 1, seq - 1),)
     return [Planned(transfer, (), payload), Planned(Task.compute("pre", rank + 1, seq), (transfer, *earlier), payload)]
 
 
 def _after_decode(task: Task, topology: Topology, facts: Facts) -> list[Planned]:
-    """Cases [4] to [10]."""
+    """Cases [4] to [10]. Deviation: rank 0 may find that the answer has ended, and (C,end,0,seq) takes the place of its dec."""
     rank, seq = task.target, task.seq
     sync = topology.has_sync(facts.active)
     planned: list[Planned] = []
@@ -188,14 +193,15 @@ def _after_decode(task: Task, topology: Topology, facts: Facts) -> list[Planned]
         planned += [Planned(transfer, (), payload), Planned(Task.compute("dec", rank + 1, seq), (transfer,), payload)]
     elif rank == 0 and not sync:  # [5] [6]
         planned.append(_barrier(seq, topology.active_ranks(facts.active)))
-        planned.append(Planned(Task.compute("dec", 0, seq + 1), (Task.finish_all(seq),)))
+        following = Task.compute("end", 0, seq) if facts.finished else Task.compute("dec", 0, seq + 1)
+        planned.append(Planned(following, (Task.finish_all(seq),)))
     elif rank == 0:  # [5] [7]
         # Deviation: (C,dec,0,seq+1) is scheduled at rank 0's sync, because the verdict may end the answer.
         planned.append(_barrier(seq, topology.ranks))
-    if not sync and topology.feeds_next_group(rank):  # [8]
+    if not sync and not facts.finished and topology.feeds_next_group(rank):  # [8]
         planned += _send_on(rank, seq, facts.rows_out)
     if rank == topology.final_rank:  # [9]
-        planned += _syncs(topology, seq, facts, after=_before_sync(topology, seq, facts.active))
+        planned += _syncs(topology, seq, facts.verdict or Verdict(), _before_sync(topology, seq, facts.active))
     if not sync:  # [10]
         planned.append(Planned(Task.finish(rank, seq)))
     return planned
@@ -267,8 +273,6 @@ def _before_sync(topology: Topology, seq: int, active: Sequence[int]) -> dict[in
     return before
 
 
-def _syncs(topology: Topology, seq: int, facts: Facts, after: dict[int, list[Task]]) -> list[Planned]:
-    if facts.verdict is None:
-        raise ValueError(f"rank {topology.final_rank} finished timestep {seq} without a verdict")
-    payload = {"verdict": facts.verdict}
+def _syncs(topology: Topology, seq: int, verdict: Verdict, after: dict[int, list[Task]]) -> list[Planned]:
+    payload = {"verdict": verdict_to_payload(verdict)}
     return [Planned(Task.compute("sync", rank, seq), tuple(after[rank]), payload) for rank in topology.ranks]

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import io
-from typing import Any
 
 from rich.console import Console
 
 from pipedec.cli.threads_view import ThreadsView
+from pipedec.messages import ThreadNews
 
 
-def news(*path: int, text: str = "", state: str = "running", tokens: int = 1) -> dict[str, Any]:
-    return {"path": list(path), "text": text, "state": state, "tokens": tokens}
+def news(*path: int, text: str = "", state: str = "running", tokens: int = 1) -> ThreadNews:
+    return ThreadNews(path, text, state, tokens)
 
 
 def test_elsewhere_a_thread_is_a_line_when_it_has_ended() -> None:

@@ -15,7 +15,7 @@ from pipedec.cluster.local import LocalCluster
 from pipedec.core import Completion, Request, SamplingParams, UserError
 from pipedec.engine.local import LocalPipeline
 from pipedec.engine.spec import DISPATCHES
-from pipedec.messages import PromptRequest
+from pipedec.messages import PromptRequest, ThreadNews
 from pipedec.threads import Dialect
 
 LAYERS, MAX_TOKENS = 4, 60
@@ -77,12 +77,11 @@ def test_news_of_the_threads_are_what_they_said(cluster: LocalCluster, thread_mo
     told: dict[tuple[int, ...], str] = {}
     ended: set[tuple[int, ...]] = set()
 
-    def listen(news: list[dict[str, Any]]) -> None:
+    def listen(news: list[ThreadNews]) -> None:
         for one in news:
-            path = tuple(one["path"])
-            assert path not in ended, "an ended thread says nothing"
-            told[path] = told.get(path, "") + one["text"]
-            ended.update([path] if one["state"] == "ended" else [])
+            assert one.path not in ended, "an ended thread says nothing"
+            told[one.path] = told.get(one.path, "") + one.text
+            ended.update([one.path] if one.state == "ended" else [])
 
     sampling = sampling_of(thread_models, "parallel", temperature=1.0, seed=8, logprobs=1)
     answer = ask(cluster, THREAD_DIALECTS["parallel"], sampling, on_threads=listen)
@@ -108,8 +107,8 @@ def test_a_cancelled_answer_leaves_nothing_of_its_threads(
 ) -> None:
     """Ctrl-C when several threads are open."""
 
-    def interrupt(news: list[dict[str, Any]]) -> None:
-        if sum(one["state"] == "running" for one in news) > 1:
+    def interrupt(news: list[ThreadNews]) -> None:
+        if sum(one.state == "running" for one in news) > 1:
             raise KeyboardInterrupt
 
     endless = sampling_of(thread_models, "apar", max_tokens=1500, ignore_eos=True)

@@ -204,21 +204,30 @@ class Oracle:
         self.asked: list[list[int]] = []
         self._teacher = teacher
         self._num_tokens = 0
-        first_verdict, verdict = FinalStageWorker.first_verdict, FinalStageWorker.verdict
+        begin, verdict = FinalStageWorker.begin, FinalStageWorker.verdict
 
-        def first(worker: FinalStageWorker, chunk: Step) -> Verdict:
+        def begun(worker: FinalStageWorker, *arguments: Any) -> None:
             self._num_tokens = 0
-            return self._taught(first_verdict(worker, chunk))
+            begin(worker, *arguments)
 
-        monkeypatch.setattr(FinalStageWorker, "first_verdict", first)
+        monkeypatch.setattr(FinalStageWorker, "begin", begun)
         monkeypatch.setattr(FinalStageWorker, "verdict", lambda worker: self._taught(verdict(worker)))
 
-    def _taught(self, verdict: Verdict) -> Verdict:
+    def _taught(self, verdict: Verdict | None) -> Verdict | None:
+        if verdict is None:
+            return None
         self._num_tokens += len(verdict.tokens)
-        numbers = list(range(self._num_tokens, self._num_tokens + len(verdict.forecast)))
+        forecast = forecast_of(verdict)
+        numbers = list(range(self._num_tokens, self._num_tokens + len(forecast)))
         self.asked.append(numbers)
-        named = zip(numbers, verdict.forecast, strict=True)
-        return replace(verdict, forecast=tuple(tuple(self._teacher(number))[: len(names)] for number, names in named))
+        named = zip(numbers, forecast, strict=True)
+        taught = tuple(tuple(self._teacher(number))[: len(names)] for number, names in named)
+        return Verdict.of(*verdict.tokens, finished=verdict.finished, forecast=taught)
+
+
+def forecast_of(verdict: Verdict) -> tuple[tuple[int, ...], ...]:
+    [accepted] = verdict.accepted
+    return accepted.forecast
 
 
 def lengths(pipeline: LocalPipeline, asked: Request) -> tuple[list[int], tuple[int, ...]]:
@@ -302,8 +311,8 @@ def test_figure_4_of_the_paper(
     asked = request(BitaOptions(shape="straightforward"), sampling, max_tokens=11)
     verdicts = list(pipeline.run(asked))
     assert [len(verdict.tokens) for verdict in verdicts] == [1, 4, 1, 3, 2]
-    assert [len(verdict.forecast) for verdict in verdicts] == [3, 0, 3, 1, 0]
-    assert verdicts[0].forecast == tuple((token,) for token in said[1:4])
+    assert [len(forecast_of(verdict)) for verdict in verdicts] == [3, 0, 3, 1, 0]
+    assert forecast_of(verdicts[0]) == tuple((token,) for token in said[1:4])
     assert tokens_of(verdicts) == said[:11]
 
 
@@ -316,12 +325,12 @@ def test_an_answer_may_end_inside_a_tree(
     Oracle(monkeypatch, lambda number: [said[number], wrong(said[number])])
     pipeline, tree = make_pipeline(models, (4, 2)), BitaOptions(children=2)
     verdicts = list(pipeline.run(request(tree, sampling, max_tokens=num_tokens)))
-    assert (tokens_of(verdicts), verdicts[-1].finished, verdicts[-1].forecast) == (said[:num_tokens], "length", ())
+    assert (tokens_of(verdicts), verdicts[-1].finished, forecast_of(verdicts[-1])) == (said[:num_tokens], "length", ())
     check_counts(pipeline, 2, num_tokens)
     stop = said[num_tokens - 1]
     kept = said[: said.index(stop) + 1]
     verdicts = list(pipeline.run(request(tree, sampling, stop_token_ids=(stop,))))
-    assert (tokens_of(verdicts), verdicts[-1].finished, verdicts[-1].forecast) == (kept, "stop", ())
+    assert (tokens_of(verdicts), verdicts[-1].finished, forecast_of(verdicts[-1])) == (kept, "stop", ())
     check_counts(pipeline, 2, len(kept))
     counts, found = lengths(pipeline, request(tree, sampling, max_tokens=9))
     assert (counts, found) == ([1, 4, 4], said[:9])
@@ -340,4 +349,4 @@ def test_forecasts_are_what_transformers_says_behind_the_accepted_text(models: P
             for verdict in verdicts[:-1]:
                 text += verdict.tokens
                 expected = naive.logits(text[:-1], tree.depth or MASKS).topk(4).indices
-                assert verdict.forecast == tuple(map(tuple, expected.tolist()))
+                assert forecast_of(verdict) == tuple(map(tuple, expected.tolist()))

@@ -29,7 +29,7 @@ from pipedec.methods import applicable_options
 from pipedec.model.cache import KVCache
 from pipedec.stage import FinalStageWorker, StageWorker
 from pipedec.threads import BoundDialect, DecodeThread, NewSequence, Sequence, State, single_thread
-from pipedec.tree import Advance, Candidates, PredictionTree, Sight
+from pipedec.tree import Advance, Candidates, RowsToDraft, Visibility
 
 PROMPT = 5
 MASKS = 3
@@ -124,22 +124,24 @@ class MarkedModel:
         return self.cache
 
     def forward(
-        self, inputs: Tensor, positions: Tensor, cache: KVCache, mask_RN: Tensor | None = None,
-        prefill_length: int | None = None, num_masks: int = 0, sight: Sight | None = None,
+        self, inputs: Tensor, positions: Tensor, cache: KVCache, visibility: Visibility | None = None,
+        prefill_length: int | None = None, num_masks: int = 0,
     ) -> Tensor:  # fmt: skip
         rows = len(inputs)
         cache.reserve(rows)
         cache.write(0, inputs.view(1, rows, 1), -inputs.view(1, rows, 1))
-        if sight is None:
+        if visibility is None:
             cache.extend_past(rows)
             return inputs
-        assert sight.seen.shape == (rows, cache.length + rows) and sight.shared == PROMPT
+        shared = visibility.shared
+        assert shared == (PROMPT if self.sequences[0].can_fork else cache.past_length)
+        assert visibility.seen.shape == (rows, cache.length + rows - shared)
         cache.extend_tree(rows)
         slots = self.marks.read(cache.view(0)[0])
-        assert len(sight.slot_positions) == len(slots)
-        where = dict(zip(slots, sight.slot_positions.tolist(), strict=True))
+        where = dict(zip(slots, [*range(shared), *visibility.slot_positions().tolist()], strict=True))
         for row, name in enumerate(self.marks.read(inputs)):
-            seen = [slot for slot, is_seen in zip(slots, sight.seen[row].tolist(), strict=True) if is_seen]
+            is_seen = [True] * shared + visibility.seen[row].tolist()
+            seen = [slot for slot, is_one in zip(slots, is_seen, strict=True) if is_one]
             assert sorted(seen, key=str) == sorted(self._visible(name), key=str), name
             assert int(positions[row]) == where[name] == self._position(name), name
             assert all(where[other] == self._position(other) for other in seen)
@@ -222,7 +224,7 @@ class MarkedDrafter:
     def advance(self, number: int, advance: Advance) -> None: ...
     def threads_changed(self) -> None: ...
 
-    def expand(self, asks: list[tuple[int, PredictionTree, Tensor]], children: int) -> list[Candidates]:
+    def expand(self, asks: list[RowsToDraft], children: int) -> list[Candidates]:
         found = []
         for number, tree, rows in asks:
             thread = self._sequence.threads[number]

@@ -8,6 +8,8 @@ from collections.abc import Callable
 import pytest
 from simulated_pipeline import History, SimulatedPipeline
 
+from pipedec.core import SamplingParams
+from pipedec.messages import Opening
 from pipedec.scheduler import MemoryScheduler, RedisScheduler, Scheduler, Task
 from pipedec.topology import Topology
 
@@ -51,11 +53,22 @@ def check_barriers(history: History) -> None:
     assert computes == sorted(computes)
 
 
+def check_openings(topology: Topology, history: History, num_chunks: int) -> None:
+    """Every rank is told of the request once, before its first task, and by no task."""
+    for rank in topology.ranks:
+        messages = [message for receiver, message in history.received if receiver == rank]
+        assert [message.kind for message in messages] == ["open"] + ["task"] * (len(messages) - 1)
+        assert messages[0].number == messages[1].number
+        assert messages[0].opening == Opening(num_chunks, num_chunks, SamplingParams())
+        keys = {"token_ids"} if rank == 1 else set()
+        assert set().union(*(message.payload for message in messages)) <= {"rows", "verdict"} | keys
+
+
 def check_answer(topology: Topology, history: History, num_tokens: int) -> None:
-    accepted = [verdict["tokens"][0] for verdict in history.verdicts[0]]
+    accepted = [verdict.tokens[0] for verdict in history.verdicts[0]]
     assert accepted == list(range(1, num_tokens + 1))
     assert all(history.verdicts[rank] == history.verdicts[0] for rank in topology.ranks)
-    assert history.verdicts[0][-1]["finished"] == "length"
+    assert history.verdicts[0][-1].finished == "length"
     assert len(history.hits) == num_tokens - 1
     assert history.timesteps == sum(1 if hit else topology.num_groups for hit in history.hits)
     assert history.finished[-1].name == "end"
@@ -69,6 +82,7 @@ def test_whole_answers(make_scheduler: MakeScheduler, topology: Topology, seed: 
     history = pipeline.run(num_chunks=1 + 2 * seed)
     check_order(history)
     check_barriers(history)
+    check_openings(topology, history, 1 + 2 * seed)
     check_answer(topology, history, num_tokens)
 
 
@@ -78,6 +92,26 @@ def test_short_answers(make_scheduler: MakeScheduler, topology: Topology, num_to
     history = SimulatedPipeline(topology, make_scheduler(topology), random.Random(0), num_tokens).run()
     check_order(history)
     check_answer(topology, history, num_tokens)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("topology", TOPOLOGIES, ids=named)
+def test_an_answer_that_a_stop_string_ends(make_scheduler: MakeScheduler, topology: Topology, seed: int) -> None:
+    """Rank 0 lets the pipeline run empty, then ends the answer by itself; the next request finds nothing of it."""
+    scheduler = make_scheduler(topology)
+    for number in range(2):
+        pipeline = SimulatedPipeline(topology, scheduler, random.Random(seed), 100, hit_rate=0.9, stop_after=3)
+        history = pipeline.run(number)
+        check_order(history)
+        check_barriers(history)
+        check_openings(topology, history, 1)
+        tokens = [verdict.tokens[0] for verdict in history.verdicts[0]]
+        assert tokens == list(range(1, len(tokens) + 1)) and 3 <= len(tokens) <= 3 + topology.num_groups
+        assert all(verdicts == history.verdicts[0] for verdicts in history.verdicts.values())
+        end, last = history.finished[-1], max(task.seq for task in history.finished if task.name == "sync")
+        assert end.name == "end" and end.seq > last
+        assert [task for task in history.finished if task.seq == end.seq] == [Task.compute("dec", 0, end.seq), end]
+        assert all(scheduler.wait(rank, 0) is None for rank in topology.ranks)
 
 
 @pytest.mark.parametrize("seed", range(20))

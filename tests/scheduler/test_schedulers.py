@@ -9,7 +9,18 @@ from collections.abc import Callable
 import pytest
 from simulated_pipeline import SimulatedPipeline
 
-from pipedec.core import RankLost, SchedulerLost, UserError
+from pipedec.core import PipedecError, RankLost, SamplingParams, SchedulerLost, UserError, Verdict
+from pipedec.messages import (
+    AbortEvent,
+    CancelledEvent,
+    Opening,
+    OverranEvent,
+    RunDescription,
+    ThreadNews,
+    TokensEvent,
+    verdict_from_payload,
+)
+from pipedec.methods import LayerTreeOptions
 from pipedec.scheduler import (
     Facts,
     Message,
@@ -24,10 +35,20 @@ from pipedec.topology import Topology
 
 MakeScheduler = Callable[[Topology], Scheduler]
 TWO = Topology.even(2, 2)
+DESCRIPTION = RunDescription(((1,), (2,)), ((0, 1), (1, 2)), "target")
+OPENING = Opening(3, 1, SamplingParams(stop=("END",), logit_bias={5: -1.0}), threads="{}", trace=True)
+
+
+def planned_verdict(message: Message | None) -> Verdict:
+    assert message is not None
+    return verdict_from_payload(message.payload["verdict"])
 
 
 def begin(scheduler: Scheduler, number: int = 0, trace: bool = False) -> None:
-    scheduler.begin(number, initial_tasks(TWO, [{"token_ids": [1, 2, 3], "length": 3}]), trace)
+    """Begin a request of one chunk; every rank takes its opening."""
+    scheduler.begin(number, OPENING, initial_tasks(TWO, [[1, 2, 3]]), trace)
+    for rank in TWO.ranks:
+        assert scheduler.wait(rank, 1) == Message("open", number, opening=OPENING)
 
 
 def prefill(scheduler: Scheduler, finished: str | None = None) -> None:
@@ -35,13 +56,12 @@ def prefill(scheduler: Scheduler, finished: str | None = None) -> None:
     for rank in (0, 1):
         message = scheduler.wait(rank, 1)
         assert message is not None and message.task == Task.compute("pre", rank, 0)
-        scheduler.finish(rank, message.task, post_process(message.task, TWO, Facts(rows_out=3, payload=message.payload)))
+        scheduler.finish(rank, message.task, post_process(message.task, TWO, Facts(rows_out=3, is_first_chunk=True)))
     message = scheduler.wait(2, 1)
-    assert message is not None and message.task == Task.transfer(1, 2, 0) and message.payload["rows"] == 3
+    assert message is not None and message.task == Task.transfer(1, 2, 0) and message.payload == {"rows": 3}
     following = scheduler.finish(2, Task.transfer(1, 2, 0), [])
     assert following is not None and following.task == Task.compute("pre", 2, 0)
-    verdict = {"tokens": [5], "finished": finished}
-    planned = post_process(following.task, TWO, Facts(verdict=verdict))
+    planned = post_process(following.task, TWO, Facts(verdict=Verdict.of(5, finished=finished)))
     own = scheduler.finish(2, following.task, planned)
     assert own is not None and own.task == Task.compute("sync", 2, 0)
 
@@ -51,7 +71,7 @@ def test_a_task_reported_twice_has_effect_once(make_scheduler: MakeScheduler) ->
     begin(scheduler)
     task = Task.compute("pre", 1, 0)
     assert scheduler.wait(1, 1) is not None
-    planned = post_process(task, TWO, Facts(rows_out=3, payload={"first": True}))
+    planned = post_process(task, TWO, Facts(rows_out=3, is_first_chunk=True))
     first = scheduler.finish(1, task, planned)
     again = scheduler.finish(1, task, planned)
     assert first == again and first is not None and first.task == Task.transfer(1, 2, 0)
@@ -102,8 +122,7 @@ def test_cancel_ends_the_answer_at_the_next_verdict(make_scheduler: MakeSchedule
     assert scheduler.cancel(0)
     prefill(scheduler)
     for rank in (0, 1):
-        message = scheduler.wait(rank, 1)
-        assert message is not None and message.payload == {"verdict": {"tokens": [5], "finished": "cancelled"}}
+        assert planned_verdict(scheduler.wait(rank, 1)) == Verdict.of(5, finished="cancelled")
     assert not scheduler.cancel(7)
 
 
@@ -112,8 +131,7 @@ def test_cancel_does_not_rewrite_an_answer_that_ended_itself(make_scheduler: Mak
     begin(scheduler)
     scheduler.cancel(0)
     prefill(scheduler, finished="stop")
-    message = scheduler.wait(0, 1)
-    assert message is not None and message.payload["verdict"]["finished"] == "stop"
+    assert planned_verdict(scheduler.wait(0, 1)).finished == "stop"
 
 
 def test_cancel_after_the_verdict_waits_for_the_next(make_scheduler: MakeScheduler) -> None:
@@ -121,34 +139,32 @@ def test_cancel_after_the_verdict_waits_for_the_next(make_scheduler: MakeSchedul
     begin(scheduler)
     prefill(scheduler)
     assert scheduler.cancel(0)
-    verdicts = [scheduler.wait(rank, 1) for rank in (0, 1)]
-    assert all(message is not None and message.payload["verdict"]["finished"] is None for message in verdicts)
+    assert [planned_verdict(scheduler.wait(rank, 1)).finished for rank in (0, 1)] == [None, None]
 
 
 def test_cancel_of_a_waiting_or_taken_request(make_scheduler: MakeScheduler) -> None:
     scheduler = make_scheduler(TWO)
-    scheduler.open({"groups": [[1]]})
+    scheduler.open(DESCRIPTION)
     numbers = [scheduler.submit(f"request {index}") for index in range(3)]
     assert numbers == [0, 1, 2]
     taken = scheduler.wait_request(1)
     assert taken is not None and (taken.kind, taken.number, taken.text) == ("request", 0, "request 0")
     assert scheduler.cancel(1) and scheduler.cancel(0)
-    assert [event for _, event in scheduler.read_answer(1, "0", 1)] == [{"kind": "cancelled"}]
+    assert [event for _, event in scheduler.read_answer(1, "0", 1)] == [CancelledEvent()]
     following = scheduler.wait_request(1)
     assert following is not None and following.number == 2
     begin(scheduler, 0)
     prefill(scheduler)
-    message = scheduler.wait(0, 1)
-    assert message is not None and message.payload["verdict"]["finished"] == "cancelled"
+    assert planned_verdict(scheduler.wait(0, 1)).finished == "cancelled"
 
 
 def test_a_run_takes_requests_only_while_it_is_up(make_scheduler: MakeScheduler) -> None:
     scheduler = make_scheduler(TWO)
     with pytest.raises(UserError, match="not up"):
         scheduler.submit("early")
-    scheduler.open({"groups": [[1]]})
+    scheduler.open(DESCRIPTION)
     with pytest.raises(UserError, match="in use"):
-        scheduler.open({"groups": [[1]]})
+        scheduler.open(DESCRIPTION)
     scheduler.submit("in time")
     scheduler.stop()
     scheduler.stop()
@@ -164,7 +180,7 @@ def test_a_run_takes_requests_only_while_it_is_up(make_scheduler: MakeScheduler)
 
 def test_abort_overtakes_every_queue_and_reaches_every_reader(make_scheduler: MakeScheduler) -> None:
     scheduler = make_scheduler(TWO)
-    scheduler.open({"groups": [[1]]})
+    scheduler.open(DESCRIPTION)
     for text in ("running", "waiting"):
         scheduler.submit(text)
     assert scheduler.wait_request(1) is not None
@@ -177,7 +193,8 @@ def test_abort_overtakes_every_queue_and_reaches_every_reader(make_scheduler: Ma
         message = scheduler.wait(rank, 1)
         assert message is not None and (message.kind, message.text) == ("abort", 'rank 2: out of memory: "é"')
     for number in (0, 1):
-        assert [event["kind"] for _, event in scheduler.read_answer(number, "0", 1)] == ["abort"]
+        events = [event for _, event in scheduler.read_answer(number, "0", 1)]
+        assert events == [AbortEvent('rank 2: out of memory: "é"')]
     with pytest.raises(RankLost, match="rank 2"):
         scheduler.submit("late")
     with pytest.raises(RankLost, match="rank 2"):
@@ -187,12 +204,13 @@ def test_abort_overtakes_every_queue_and_reaches_every_reader(make_scheduler: Ma
 def test_reading_an_answer_continues_at_a_position(make_scheduler: MakeScheduler) -> None:
     scheduler = make_scheduler(TWO)
     assert scheduler.read_answer(0, "0", 0) == []
-    scheduler.publish(0, {"tokens": [1]})
+    scheduler.publish(0, TokensEvent([1], "a"))
     [(position, event)] = scheduler.read_answer(0, "0", 1)
-    assert event == {"tokens": [1]}
+    assert event == TokensEvent([1], "a")
     begin(scheduler)
-    scheduler.finish(0, Task.compute("pre", 0, 0), [], [{"tokens": []}, {"text": "“x”"}])
-    assert [event for _, event in scheduler.read_answer(0, position, 1)] == [{"tokens": []}, {"text": "“x”"}]
+    events = [TokensEvent([], "“x”", [ThreadNews((0, 1), "y", "ended", 3)]), OverranEvent([3, 4])]
+    scheduler.finish(0, Task.compute("pre", 0, 0), [], events)
+    assert [event for _, event in scheduler.read_answer(0, position, 1)] == events
     scheduler.close_answer(0)
     assert scheduler.read_answer(0, "0", 0) == []
 
@@ -221,7 +239,7 @@ def test_trace_holds_every_task_once(make_scheduler: MakeScheduler) -> None:
 def test_a_cleared_run_can_be_opened_again(make_scheduler: MakeScheduler) -> None:
     scheduler = make_scheduler(TWO)
     for _ in range(2):
-        scheduler.open({"groups": [[1]]})
+        scheduler.open(DESCRIPTION)
         assert scheduler.submit("x") == 0
         begin(scheduler)
         scheduler.abort(1, "gone")
@@ -231,7 +249,7 @@ def test_a_cleared_run_can_be_opened_again(make_scheduler: MakeScheduler) -> Non
 
 def test_clear_leaves_no_key(make_redis_scheduler: Callable[[Topology], RedisScheduler]) -> None:
     scheduler = make_redis_scheduler(TWO)
-    scheduler.open({"groups": [[1]]})
+    scheduler.open(DESCRIPTION)
     for rank in TWO.ranks:
         scheduler.renew_lease(rank)
     scheduler.submit("a")
@@ -239,7 +257,7 @@ def test_clear_leaves_no_key(make_redis_scheduler: Callable[[Topology], RedisSch
     scheduler.cancel(1)
     begin(scheduler, trace=True)
     prefill(scheduler)
-    scheduler.publish(0, {"tokens": [1]})
+    scheduler.publish(0, TokensEvent([1], "a"))
     scheduler.stop()
     names = [key.decode() for key in scheduler.client.scan_iter(match=scheduler.keys.prefix + "*")]
     assert len(names) > 8
@@ -270,9 +288,9 @@ def test_a_rank_cannot_finish_tasks_of_a_later_request(make_redis_scheduler: Cal
     stopped = RedisScheduler(first.client, first.keys.run_id, TWO)
     assert stopped.wait(1, 1) is not None
     first.client.hset(first.keys.workflow, "running", "0")
-    begin(first, 1)
+    first.begin(1, OPENING, initial_tasks(TWO, [[1, 2, 3]]))
     assert stopped.finish(1, Task.compute("pre", 1, 0), [Planned(Task.compute("dec", 2, 1))]) is None
-    assert first.wait(2, 0) is None
+    assert first.wait(2, 0) == Message("open", 1, opening=OPENING) and first.wait(2, 0) is None
 
 
 def test_one_round_trip_reports_a_task_and_gets_the_next(make_redis_scheduler: Callable[[Topology], RedisScheduler]) -> None:
@@ -280,15 +298,15 @@ def test_one_round_trip_reports_a_task_and_gets_the_next(make_redis_scheduler: C
     begin(scheduler)
     assert scheduler.wait(1, 1) is not None
     before = scheduler.round_trips
-    planned = post_process(Task.compute("pre", 1, 0), TWO, Facts(rows_out=3, payload={"first": True}))
-    following = scheduler.finish(1, Task.compute("pre", 1, 0), planned, [{"tokens": [1]}])
+    planned = post_process(Task.compute("pre", 1, 0), TWO, Facts(rows_out=3, is_first_chunk=True))
+    following = scheduler.finish(1, Task.compute("pre", 1, 0), planned, [OverranEvent([1])])
     assert following is not None and scheduler.round_trips == before + 1
 
 
 def test_status_and_members(make_scheduler: Callable[[Topology], Scheduler]) -> None:
     scheduler = make_scheduler(Topology.even(2, 2))
     assert scheduler.status().state == "gone"
-    scheduler.open({"groups": [[1], [2]]})
+    scheduler.open(DESCRIPTION)
     for rank in range(3):
         scheduler.renew_lease(rank)
     assert scheduler.members() == [0, 1, 2]
@@ -296,7 +314,7 @@ def test_status_and_members(make_scheduler: Callable[[Topology], Scheduler]) -> 
     scheduler.submit("{}")
     message = scheduler.wait_request(1)
     assert message is not None
-    scheduler.begin(message.number, initial_tasks(Topology.even(2, 2), [{}]))
+    scheduler.begin(message.number, OPENING, initial_tasks(Topology.even(2, 2), [[1]]))
     status = scheduler.status()
     assert (status.state, status.submitted, status.waiting, status.running) == ("up", 2, 1, 0)
     assert status.alive == (0, 1, 2)
@@ -314,19 +332,33 @@ def test_clients_read_the_description_of_a_run(make_redis_scheduler: Callable[[T
     scheduler = make_redis_scheduler(Topology.even(3, 2))
     run_id = scheduler.keys.run_id
     assert RedisScheduler.describe(scheduler.client, run_id) is None
-    scheduler.open({"groups": [[1, 2], [3]], "target": "x"})
-    assert RedisScheduler.describe(scheduler.client, run_id) == {"groups": [[1, 2], [3]], "target": "x"}
+    description = RunDescription(
+        ((1, 2), (3,)), ((0, 2), (2, 3), (3, 6)), "x", "y", tree=LayerTreeOptions(8, 4), context_tokens=99
+    )
+    scheduler.open(description)
+    assert RedisScheduler.describe(scheduler.client, run_id) == description
+    scheduler.client.hset(scheduler.keys.run, "description", '{"groups": [[1]]}')
+    with pytest.raises(UserError, match=r"^the description of the run: "):
+        RedisScheduler.describe(scheduler.client, run_id)
+
+
+def test_what_is_no_event_is_an_error_of_one_line(make_redis_scheduler: Callable[[Topology], RedisScheduler]) -> None:
+    scheduler = make_redis_scheduler(TWO)
+    scheduler.client.xadd(scheduler.keys.answer(0), {"event": '{"kind": "news"}'})
+    with pytest.raises(PipedecError, match=r"^the cluster sent an event that this version does not understand: "):
+        scheduler.read_answer(0, "0", 1)
 
 
 def test_windows_follow_each_other_without_a_barrier(make_scheduler: MakeScheduler) -> None:
     """A rank that has finished its window gets the next one while another rank still works on the previous one."""
     topology = Topology.even(2, 2)
     scheduler = make_scheduler(topology)
-    scheduler.open({})
+    scheduler.open(DESCRIPTION)
     number = scheduler.submit("{}")
     scheduler.wait_request(0)
     windows = [Planned(Task.compute("window", rank, 1), (), {"timesteps": 4}) for rank in topology.ranks]
-    scheduler.begin(number, windows)
+    scheduler.begin(number, OPENING, windows)
+    assert all(scheduler.wait(rank, 0) is not None for rank in topology.ranks)
 
     def finish(rank: int, seq: int, finished: bool = False) -> Message | None:
         task = Task.compute("window", rank, seq)
@@ -350,11 +382,11 @@ def test_windows_follow_each_other_without_a_barrier(make_scheduler: MakeSchedul
 def test_is_cancelled_is_true_for_the_cancelled_running_request_only(make_scheduler: MakeScheduler) -> None:
     topology = Topology.even(1, 1)
     scheduler = make_scheduler(topology)
-    scheduler.open({})
+    scheduler.open(DESCRIPTION)
     number = scheduler.submit("{}")
     assert not scheduler.is_cancelled(number)
     scheduler.wait_request(0)
-    scheduler.begin(number, [Planned(Task.compute("window", rank, 1), (), {"timesteps": 4}) for rank in topology.ranks])
+    scheduler.begin(number, OPENING, [Planned(Task.compute("window", rank, 1), (), {"timesteps": 4}) for rank in topology.ranks])
     assert not scheduler.is_cancelled(number)
     assert scheduler.cancel(number)
     assert scheduler.is_cancelled(number) and not scheduler.is_cancelled(number + 1)

@@ -6,13 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipedec.core import UserError
+from pipedec.core import UserError, Verdict
+from pipedec.messages import verdict_to_payload
 from pipedec.scheduler.workflow import Facts, Planned, Task, initial_tasks, post_process
 from pipedec.topology import Topology
 
 PAIRS = Topology(((1, 2), (3, 4), (5,)))
 TWO = Topology.even(2, 2)
-VERDICT = {"tokens": [7], "finished": None}
+VERDICT = Verdict.of(7)
 
 
 def strings(planned: list[Planned]) -> dict[str, list[str]]:
@@ -69,32 +70,35 @@ def test_other_strings_are_refused(identifier: str) -> None:
 
 
 def test_case_1_every_chunk_at_ranks_0_and_1() -> None:
-    planned = initial_tasks(PAIRS, [{"token_ids": [1, 2]}, {"token_ids": [3]}])
+    planned = initial_tasks(PAIRS, [[1, 2], [3]])
     assert strings(planned) == {
         "C:pre:0:-1": [],
         "C:pre:1:-1": [],
         "C:pre:0:0": ["C:pre:0:-1"],
         "C:pre:1:0": ["C:pre:1:-1"],
     }
-    assert planned[0].payload == {"token_ids": [1, 2], "first": True, "last": False}
-    assert planned[3].payload == {"token_ids": [3], "first": False, "last": True}
+    assert [plan.payload for plan in planned] == [{}, {"token_ids": [1, 2]}, {}, {"token_ids": [3]}]
     with pytest.raises(UserError):
         initial_tasks(PAIRS, [])
 
 
-def test_case_2_prefill_sends_rows_and_payload_to_the_next_stage() -> None:
-    facts = Facts(rows_out=2, payload={"token_ids": [1, 2], "length": 3, "first": False, "last": True})
+def test_case_2_prefill_sends_rows_to_the_next_stage() -> None:
+    facts = Facts(rows_out=2)
     planned = post_process(Task.compute("pre", 1, 0), PAIRS, facts)
     assert strings(planned) == {"T:1:2:0": [], "C:pre:2:0": ["T:1:2:0", "C:pre:2:-1"]}
-    assert all(plan.payload == {"length": 3, "first": False, "last": True, "rows": 2} for plan in planned)
+    assert all(plan.payload == {"rows": 2} for plan in planned)
+    first = post_process(Task.compute("pre", 1, -1), PAIRS, Facts(rows_out=2, is_first_chunk=True))
+    assert strings(first) == {"T:1:2:-1": [], "C:pre:2:-1": ["T:1:2:-1"]}
     assert post_process(Task.compute("pre", 0, 0), PAIRS, facts) == []
 
 
 def test_case_3_first_token_reaches_the_ranks_by_sync() -> None:
     planned = post_process(Task.compute("pre", 5, 0), PAIRS, Facts(verdict=VERDICT))
     assert strings(planned) == {f"C:sync:{rank}:0": [f"C:pre:{rank}:0"] for rank in range(6)}
-    assert all(plan.payload == {"verdict": VERDICT} for plan in planned)
+    assert all(plan.payload == {"verdict": verdict_to_payload(VERDICT)} for plan in planned)
     assert post_process(Task.compute("pre", 5, -1), PAIRS, Facts()) == []
+    with pytest.raises(ValueError, match="without a verdict"):
+        post_process(Task.compute("pre", 5, 0), PAIRS, Facts())
 
 
 def test_case_4_within_a_group() -> None:
@@ -135,8 +139,18 @@ def test_case_9_syncs_wait_for_tasks_that_read_unpruned_rows() -> None:
         "C:sync:4:9": ["T:4:5:8"],
         "C:sync:5:9": ["C:dec:5:9"],
     }
-    with pytest.raises(ValueError, match="verdict"):
-        post_process(Task.compute("dec", 5, 9), PAIRS, Facts(active=(5,)))
+    assert all(plan.payload == {"verdict": verdict_to_payload(VERDICT)} for plan in planned)
+    for plan in post_process(Task.compute("dec", 5, 9), PAIRS, Facts(active=(5,))):
+        assert plan.payload == {"verdict": verdict_to_payload(Verdict())}, "no further token is accepted"
+
+
+def test_rank_0_ends_an_answer_whose_pipeline_is_empty() -> None:
+    planned = post_process(Task.compute("dec", 0, 9), PAIRS, Facts(finished=True))
+    assert strings(planned) == {
+        "V:finish:all:9": ["V:finish:0:9"],
+        "C:end:0:9": ["V:finish:all:9"],
+        "V:finish:0:9": [],
+    }
 
 
 def test_cases_11_12_after_a_sync() -> None:

@@ -75,7 +75,7 @@ def measure_alternatives(
     prompter = Prompter(spec.target, ModelConfig.from_directory(spec.target).max_positions)
     prompt_ids = [prompter.token_ids(prompt, False, config.max_tokens) for prompt in prompts]
     with _threads(config.threads) as num_threads, quiet_transformers():
-        settings = asdict(config) | {"threads": num_threads, "prompts": len(prompts), "pipeline": spec.description()}
+        settings = asdict(config) | {"threads": num_threads, "prompts": len(prompts), "pipeline": asdict(spec.description())}
         settings["device"] = spec.torch_device().type
         first = header("alternatives", settings) | {"transformers": transformers.__version__}
         contenders = load_contenders(spec)

@@ -88,8 +88,10 @@ class ReplayedPipeline:
             UserError: the method does not accept the request.
         """
         clock, recorder = EmulatedClock(self._emulation, self._topology), Recorder(Pacer(None, 0))
-        timed = None if drafter is None else TimedDrafter(drafter, recorder.drafting)
         sequence = single_thread(len(request.prompt_token_ids), (), len(answer))
+        if drafter is not None:
+            drafter.begin(sequence)  # also if the method does not draft
+        timed = None if drafter is None else TimedDrafter(drafter, recorder.drafting)
         method = create_method(request, sequence, timed, experience)
         stages = _Stages(self._topology, answer, clock, recorder)
         is_proposed: list[bool] = []
