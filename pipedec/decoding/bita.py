@@ -46,6 +46,7 @@ class Bita:
         self._chances: RankChances = context.experience.rank_chances(context.request, self.masks)
         self._device = context.device
         self._root: int | None = None  # a certain token that has yet to enter
+        self._entered = CandidateTree([])  # the rows that entered last
         self._forecast: Forecast = ()
 
     @property
@@ -57,19 +58,20 @@ class Bita:
 
     def accept(self, accepted: Accepted) -> None:
         self._chances.observe(self._forecast, accepted.tokens)
-        self._root, self._forecast = accepted.tokens[-1], accepted.forecast
+        self._root = None if self._entered.holds(accepted.tokens) else accepted.tokens[-1]
+        self._forecast = accepted.forecast
 
     def cut(self) -> None:
-        self._root, self._forecast = None, ()
+        self._root, self._forecast, self._entered = None, (), CandidateTree([])
 
     def plant(self, token: int) -> None:
-        self._root, self._forecast = token, ()
+        self._root, self._forecast, self._entered = token, (), CandidateTree([])
 
     def propose(self) -> Step | None:
         """The root, the candidates, then the masks."""
         if self._root is None:
             return None
-        tree = self._candidates(self._root)
+        tree = self._entered = self._candidates(self._root)
         self._root = None
         tokens, parents, with_masks = (
             torch.tensor(rows, dtype=torch.int64, device=self._device) for rows in (tree.token_ids, tree.parents, tree.with_masks)

@@ -40,6 +40,15 @@ class CandidateTree:
         self.parents.append(parent)
         return len(self.token_ids) - 1
 
+    def holds(self, tokens: Sequence[int]) -> bool:
+        """Whether ``tokens`` are a path below the root."""
+        row = 0 if self.token_ids else None
+        for token in tokens:
+            if row is not None:
+                children = zip(self.parents, self.token_ids, strict=True)
+                row = next((child for child, pair in enumerate(children) if pair == (row, token)), None)
+        return row is not None
+
 
 class RankChances:
     """For each mask and rank r, how often the accepted token was the mask's r-th prediction, given that all before it hit."""

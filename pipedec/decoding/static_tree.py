@@ -53,8 +53,9 @@ class StaticTree:
         self._is_drafted = True
 
     def accept(self, accepted: Accepted) -> None:
-        self._drafter.advance(self.tree.advance(accepted.tokens))
-        self._root, self._is_drafted = accepted.tokens[-1], False
+        advance = self.tree.advance(accepted.tokens)
+        self._drafter.advance(advance)
+        self._root, self._is_drafted = None if advance.hit else accepted.tokens[-1], False
 
     def cut(self) -> None:
         self._drafter.advance(self.tree.clear())

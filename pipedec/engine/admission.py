@@ -55,12 +55,12 @@ class Admission:
             UserError: the request is invalid, too long, or asks for something that this pipeline does not have.
         """
         prompt = PromptRequest.from_json(message.text)
-        method = prompt.method or DEFAULT_METHOD
+        name = prompt.method or DEFAULT_METHOD
         dialect = None if prompt.threads is None else Dialect.from_json(prompt.threads).name
         token_ids = self.prompter.token_ids(prompt.prompt, prompt.raw, prompt.sampling.max_tokens, dialect)
         self.prompter.check_bias(prompt.sampling.logit_bias)
-        options = make_options(method, prompt.options, self.tree)
-        request = Request(message.number, token_ids, seeded(prompt.sampling), method, options, prompt.trace, prompt.threads)
+        options = make_options(name, prompt.options, self.tree)
+        request = Request(message.number, token_ids, seeded(prompt.sampling), name, options, prompt.trace, prompt.threads)
         new_sequence = self.sequences.maker(len(token_ids), request.sampling, request.threads)
         method = create_method(request, new_sequence(), self.drafter, self._experience, self.device, self.trained_masks)
         return Answer(request, new_sequence(), self.prompter, self.topology.num_stages, prompt.show_threads), method

@@ -169,8 +169,9 @@ class _Stages:
         self._sync(last)
 
     def _sync(self, verdict: Verdict | None) -> None:
-        for worker in self._workers.values() if verdict is not None else ():
-            worker.sync(verdict)
+        if verdict is not None:
+            for worker in self._workers.values():
+                worker.sync(verdict)
 
     def _transmit(self, entering: Step | None) -> None:
         """Pass the remaining rows of every group to the next one."""

@@ -12,7 +12,8 @@ from contextlib import contextmanager, suppress
 from queue import Empty, SimpleQueue
 
 from pipedec.core import PipedecError
-from pipedec.scheduler.protocol import Event, Scheduler
+from pipedec.messages import Event
+from pipedec.scheduler.protocol import Scheduler
 
 _CHECK_SECONDS = 0.1  # between two checks for a cancellation
 _PAUSE_SECONDS = 0.01  # between two batches of events: the thread shares the interpreter with the pipeline

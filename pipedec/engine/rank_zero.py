@@ -14,7 +14,7 @@ from pipedec.engine.rank_tasks import RankTasks, Wiring
 from pipedec.engine.recorder import Timestep
 from pipedec.messages import Event, Opening, verdict_from_payload
 from pipedec.scheduler.protocol import Message
-from pipedec.scheduler.workflow import Facts, initial_tasks
+from pipedec.scheduler.workflow import Facts, Task, initial_tasks
 
 
 class RankZero(ABC):
@@ -33,7 +33,7 @@ class RankZero(ABC):
         self._opening = opening
         self._tasks = tasks
         self._wiring = wiring
-        self._held: Message | None = None
+        self._held = Message("task")
         self._stages_know_the_end = False
         self.is_stopping = False  # the run was asked to stop; the answer is finished first
 
@@ -82,8 +82,12 @@ class RankZero(ABC):
 
     def _report(self, facts: Facts) -> None:
         """Report the task that is held."""
-        assert self._held is not None and self._held.task is not None
-        self._tasks.report(self._held.task, facts)
+        self._tasks.report(self._held_task, facts)
+
+    @property
+    def _held_task(self) -> Task:
+        assert self._held.task is not None
+        return self._held.task
 
     def _end(self) -> None:
         self._report(Facts(finished=True))

@@ -95,7 +95,7 @@ class StageLoop:
                 return Facts(finished=True)
         return Facts()
 
-    def _span(self, number: int, name: str, rows: int = 0) -> AbstractContextManager[None]:
+    def _span(self, number: int, name: str, rows: int) -> AbstractContextManager[None]:
         return self._tasks.recorder.span(Task.compute(name, self._rank, number).label, name, rows)
 
     def _verdict(self) -> Verdict | None:

@@ -14,7 +14,6 @@ class TaskPipeline(RankZero):
     """Rank 0's driver. A timestep is rank 0's dec and, if rows have reached the last stage, its sync."""
 
     def advance(self, number: int, entering: Envelope, meanwhile: Callable[[], None]) -> Timestep:
-        assert self._held is not None
         rows = self._tasks.keep(entering.step, number - 1)
         self._report(Facts(rows_out=rows, active=self._held.active))
         active = self._take("dec").active
@@ -33,10 +32,10 @@ class TaskPipeline(RankZero):
         if not self._stages_know_the_end:
             self._wiring.scheduler.cancel(self._number)
         while not self._stages_know_the_end and self._has_rows:
-            self.advance(self._seq + 1, Envelope(), meanwhile=lambda: None)
+            self.advance(self._held_task.seq + 1, Envelope(), meanwhile=lambda: None)
         self._end()
 
     @property
     def _has_rows(self) -> bool:
         """Whether rows may be in the pipeline."""
-        return self._held.task.name == "sync" or bool(self._held.active)
+        return self._held_task.name == "sync" or bool(self._held.active)

@@ -6,6 +6,9 @@ A worker receives rows and verdicts. It computes the rows, holds its output unti
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+from typing import Protocol
+
 import torch
 from torch import Tensor
 
@@ -14,6 +17,16 @@ from pipedec.forest import Forest, ThreadChanges
 from pipedec.model import StageModel
 from pipedec.threads import NewSequence
 from pipedec.tree import Advance, is_mask
+
+
+class Span(Protocol):
+    """Returns the context in which a part of a timestep's work is done."""
+
+    def __call__(self, name: str, rows: int, /) -> AbstractContextManager[None]: ...
+
+
+def _unrecorded(name: str, rows: int) -> AbstractContextManager[None]:
+    return nullcontext()
 
 
 class StageWorker:
@@ -78,19 +91,24 @@ class StageWorker:
         """Nothing: only the final stage has log-probabilities."""
         return []
 
-    def advance(self, envelope: Envelope) -> Envelope:
+    def advance(self, envelope: Envelope, span: Span = _unrecorded) -> Envelope:
         """One timestep: replay the verdict, then compute the step. After a verdict with ``finished`` nothing is computed.
+
+        Args:
+            span: the context for a part of the work, by its name ("sync" or "dec") and number of rows.
 
         Returns:
             what goes to the next rank: the rows that leave this stage and the same verdict; from the final stage to rank 0 its
             own verdict instead, or the one that ended the answer.
         """
         if envelope.verdict is not None:
-            self.sync(envelope.verdict)
+            with span("sync", 0):
+                self.sync(envelope.verdict)
             if envelope.verdict.finished is not None:
                 return Envelope(verdict=envelope.verdict)
         if envelope.step is not None:
-            self.decode(envelope.step)
+            with span("dec", envelope.step.num_rows):
+                self.decode(envelope.step)
         return self._reply(envelope)
 
     def _reply(self, envelope: Envelope) -> Envelope:

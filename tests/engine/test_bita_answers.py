@@ -16,7 +16,7 @@ from pairwise import pairwise
 from timesteps import check_timesteps
 from transformers import AutoModelForCausalLM
 
-from pipedec.core import Request, SamplingParams, Step, UserError, Verdict
+from pipedec.core import Request, SamplingParams, UserError, Verdict
 from pipedec.engine.local import LocalPipeline
 from pipedec.engine.prefill import PREFILL_CHUNK
 from pipedec.engine.spec import DTYPES, PipelineSpec

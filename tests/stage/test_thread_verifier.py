@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from pipedec.stage.thread_verifier import ThreadVerifier
 from toy_dialects import IDS, TEXTS, ids, sequence_of, texts, toy
 
 from pipedec.core import Part, SamplingParams, Verdict
 from pipedec.forest import Forest
 from pipedec.sampling.noise import gumbel
-from pipedec.stage.thread_verifier import ThreadVerifier
 
 VOCAB = len(TEXTS)
 GREEDY = SamplingParams()

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from pipedec.stage.verifier import Verifier
 
 from pipedec.core import SamplingParams, Verdict
-from pipedec.stage.verifier import Verifier
 from pipedec.tree import PredictionTree
 
 EOS = 2

@@ -11,9 +11,9 @@ from pipedec.bench.checks import check_positive
 from pipedec.bench.record import Row, plain
 from pipedec.core import DEFAULT_METHOD, MethodOptions, Request
 from pipedec.decoding import Experience, create_method
-from pipedec.threads import single_thread
 from pipedec.messages import PromptRequest
 from pipedec.methods import PROPOSERS, BestFirstOptions, BitaOptions, applicable_options
+from pipedec.threads import single_thread
 
 BITA = "bita"
 # Rows also have these limits, which their methods ignore: they are part of a row's key.
