@@ -72,7 +72,7 @@ class InjectionTree:
         return Step(self.tree.token_ids[rows], parents), self._log_chances[rows].exp()
 
     def advance(self, tokens: Sequence[int]) -> tuple[Advance, Choices]:
-        """Accept ``tokens``; also returns the choices below the rows that are committed, with their numbers before the verdict."""
+        """Accept ``tokens``; also returns the choices below the committed rows, with their numbers before the verdict."""
         advance = self.tree.advance(tokens)
         choices = self._table.of(advance.committed)
         self._follow(advance)
