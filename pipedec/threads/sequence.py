@@ -103,6 +103,8 @@ class Sequence:
             after: text and openers between the thread's own tokens and ``token``, not accepted yet.
         """
         thread, lookahead = self.threads[number], list(after)
+        if self._is_mere_text(thread, token, len(lookahead)):
+            return False
         if self._grammar.role(thread, token, lookahead) in (Role.JOIN, Role.CLOSE, Role.END):
             return True
         if thread.parent is not None and thread.num_tokens + len(lookahead) + 1 >= self._dialect.max_child_tokens:
@@ -159,10 +161,22 @@ class Sequence:
             return []
         if thread.state is not State.RUNNING:
             raise ValueError(f"token {token} for thread {number}, which is {thread.state.value}")
+        if self._is_mere_text(thread, token):
+            thread.enter(token, is_control=False)
+            return []
         role = self._grammar.role(thread, token)
         self._anomalies.update(self._grammar.anomalies_of(thread, token, role))
         events = [*self._act(thread, token, role), *self._settle()]
         return [*events, *self.end_all(anomalies.CACHE_FULL)] if self._is_full() else events
+
+    def _is_mere_text(self, thread: DecodeThread, token: int, num_ahead: int = 0) -> bool:
+        """Whether ``token`` has no effect because the answer cannot fork, does not end with it and is not at ``max_tokens``.
+
+        Args:
+            num_ahead: number of tokens between the thread's own and ``token``.
+        """
+        is_last = self._grammar.is_control(token) or thread.num_tokens + num_ahead + 1 >= self.max_tokens
+        return not self.can_fork and not is_last
 
     def end_all(self, reason: str) -> list[Event]:
         """End all open threads for a reason that is not one of their tokens: ``cancelled``, a stop string, or ``cache_full``."""

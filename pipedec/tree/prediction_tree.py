@@ -9,7 +9,7 @@ Shapes: N rows in the tree (in order of entry, root first), R rows that enter, F
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Protocol
 
@@ -89,6 +89,47 @@ class Gaps(Protocol):
         """The number of positions left empty after the last token of ``path``, the tokens below the root."""
 
 
+@dataclass
+class _HostRows:
+    """Token ids, parents and depths of the rows as lists, so that walks along the tree need no transfer from the device."""
+
+    token_ids: list[int] = field(default_factory=list)
+    parents: list[int] = field(default_factory=list)
+    depths: list[int] = field(default_factory=list)
+
+    @property
+    def columns(self) -> tuple[list[int], list[int], list[int]]:
+        return self.token_ids, self.parents, self.depths
+
+    def append(self, token_ids: list[int], parents: list[int]) -> bool:
+        """Add rows; returns whether any of them has a parent among them. Raises ValueError as ``PredictionTree.append``."""
+        first = len(self.parents)
+        if any(parent >= row for row, parent in enumerate(parents, start=first)):
+            raise ValueError("a row must enter after its parent")
+        if any(parent < 0 for parent in parents[0 if first else 1 :]):
+            raise ValueError("a tree has exactly one root, its first row")
+        self.token_ids += token_ids
+        self.parents += parents
+        for parent in parents:
+            self.depths.append(0 if parent < 0 else self.depths[parent] + 1)
+        return max(parents, default=-1) >= first
+
+    def subtree(self, row: int) -> list[int]:
+        """``row`` and all rows below it, ascending."""
+        found = {row}
+        for later in range(row + 1, len(self.parents)):
+            if self.parents[later] in found:
+                found.add(later)
+        return sorted(found)
+
+    def keep(self, rows: list[int], depth: int) -> None:
+        """Drop all rows except ``rows``, the first of which becomes the root. Its depth so far is ``depth``."""
+        numbers = {row: number for number, row in enumerate(rows)}
+        self.token_ids = [self.token_ids[row] for row in rows]
+        self.parents = [numbers.get(self.parents[row], -1) for row in rows]
+        self.depths = [self.depths[row] - depth for row in rows]
+
+
 class PredictionTree:
     """Token ids X, parents, probabilities P and ancestor mask M of the rows in flight, in order of entry.
 
@@ -110,12 +151,13 @@ class PredictionTree:
         self.gaps: Gaps | None = None
         self.num_rows = 0
         self._has_log_probs = False  # else all are 0
-        self._lists: list[list[int]] | None = None  # see ``_as_lists``; None = outdated
+        self._host = _HostRows()
         self._allocate(block)
 
     def _allocate(self, capacity: int) -> None:
-        self._rows = torch.zeros(4, capacity, dtype=torch.int64, device=self._device)
-        self._token_ids, self._parents, self._depths, self._gaps = self._rows  # gaps: positions left empty after each row
+        self._rows = torch.zeros(3, capacity, dtype=torch.int64, device=self._device)
+        self._token_ids, self._parents, self._depths = self._rows
+        self._gaps = torch.zeros(capacity, dtype=torch.int64, device=self._device)  # positions left empty after each row
         self._log_probs = torch.zeros(capacity, dtype=torch.float32, device=self._device)
         self._mask = torch.zeros(capacity, capacity, dtype=torch.bool, device=self._device)
 
@@ -162,7 +204,7 @@ class PredictionTree:
         """Drop all rows; the next root will have position ``root_position``."""
         self.num_rows = 0
         self.root_position = root_position
-        self._lists = None
+        self._host = _HostRows()
 
     def plant(self, token: int) -> slice:
         """Add an accepted token as the root of the empty tree; returns its row.
@@ -185,16 +227,14 @@ class PredictionTree:
             ValueError: a second root, or a parent that does not exist.
         """
         first, last = self.num_rows, self.num_rows + len(token_ids)
-        parents_listed = parents.tolist()
-        _check_parents(parents_listed, first)
+        rows = torch.stack((token_ids, parents))
+        has_new_parents = self._host.append(*rows.tolist())
         self._reserve(last)
-        self._token_ids[first:last] = token_ids
-        self._parents[first:last] = parents
+        self._rows[:2, first:last] = rows
+        self._depths[first:last] = torch.tensor(self._host.depths[first:], device=self._device)
         self._set_log_probs(first, last, log_probs)
-        self._extend_mask(parents, first, last, has_new_parents=max(parents_listed, default=-1) >= first)
-        self._depths[first:last] = self._mask[first:last, :last].sum(1) - 1
+        self._extend_mask(parents, first, last, has_new_parents)
         self.num_rows = last
-        self._lists = None
         if self.gaps is not None:
             self._set_gaps(self.gaps, first, token_ids)
         return slice(first, last)
@@ -215,11 +255,10 @@ class PredictionTree:
 
     def path(self, row: int) -> list[int]:
         """The tokens on the path from below the root to ``row``, inclusive."""
-        token_ids, parents = self._as_lists()
         path = []
         while row > 0:
-            path.append(token_ids[row])
-            row = parents[row]
+            path.append(self._host.token_ids[row])
+            row = self._host.parents[row]
         return path[::-1]
 
     def set_root_position(self, root_position: int, gap: int) -> None:
@@ -252,7 +291,7 @@ class PredictionTree:
 
     def child(self, row: int, token: int) -> int | None:
         """The child of ``row`` with this token id, or None."""
-        token_ids, parents = self._as_lists()
+        token_ids, parents = self._host.token_ids, self._host.parents
         later = range(row + 1, self.num_rows)
         return next((child for child in later if parents[child] == row and token_ids[child] == token), None)
 
@@ -274,11 +313,7 @@ class PredictionTree:
             if row is not None:
                 committed.append(row)
                 row = self.child(row, token)
-        kept = self._rows.new_zeros(0) if row is None else self._mask[: self.num_rows, row].nonzero()[:, 0]
-        committed_rows = torch.tensor(committed, dtype=torch.int64, device=self._device)
-        advance = Advance(committed_rows, self._token_ids[committed_rows], kept, self.num_rows, hit=row is not None)
-        self._keep(advance)
-        return advance
+        return self._keep(committed, [] if row is None else self._host.subtree(row), hit=row is not None)
 
     def keep(self, rows: Tensor) -> Advance:
         """Drop all rows except ``rows``; commit nothing.
@@ -289,39 +324,36 @@ class PredictionTree:
         Raises:
             ValueError: ``rows`` are not so.
         """
-        kept, (_, parents) = rows.tolist(), self._as_lists()
+        kept, parents = rows.tolist(), self._host.parents
         in_order = kept[:1] == [0] and kept == sorted(set(kept)) and kept[-1] < self.num_rows
         if not in_order or not {parents[row] for row in kept[1:]} <= set(kept):
             raise ValueError("rows to keep must be ascending, begin with the root, and include their parents")
-        no_rows = rows.new_zeros(0)
-        advance = Advance(no_rows, no_rows, rows, self.num_rows, hit=True)
-        self._keep(advance)
-        return advance
+        return self._keep([], kept, hit=True)
 
     def clear(self) -> Advance:
         """Drop all rows; commit nothing. The next root gets the position of the present one."""
-        no_rows = self._parents.new_zeros(0)
-        advance = Advance(no_rows, no_rows, no_rows, self.num_rows, hit=False)
-        self._keep(advance)
-        return advance
+        return self._keep([], [], hit=False)
 
-    def _keep(self, advance: Advance) -> None:
-        kept, count = advance.kept, len(advance.kept)
-        self.root_position += len(advance.committed)
+    def _keep(self, committed: list[int], kept: list[int], hit: bool) -> Advance:
+        """Commit some rows, which are a path from the root, and drop all others but ``kept``."""
+        num_rows, count = self.num_rows, len(kept)
+        committed_ids = [self._host.token_ids[row] for row in committed]
+        self._host.keep(kept, len(committed))
+        of_committed = torch.tensor([committed, committed_ids], dtype=torch.int64, device=self._device)
+        of_kept = torch.tensor([kept, *self._host.columns], dtype=torch.int64, device=self._device)
+        advance = Advance(of_committed[0], of_committed[1], of_kept[0], num_rows, hit)
+        self.root_position += len(committed)
         if self.gaps is not None:
             self.root_position += int(self._gaps[advance.committed].sum())
-        if count:
-            rows = self._rows[:, kept]
-            rows[1] = advance.new_numbers[rows[1]]
-            rows[2] -= len(advance.committed)
-            self._rows[:, :count] = rows
-            self._parents[0] = -1
-            self._mask[:count, :count] = self._mask[kept][:, kept]
+            self._gaps[:count] = self._gaps[advance.kept]
         if self._has_log_probs:
-            self._log_probs[:count] = self._log_probs[kept]
+            self._log_probs[:count] = self._log_probs[advance.kept]
             self._log_probs[:1] = 0.0  # the new root is certain
+        if count:
+            self._rows[:, :count] = of_kept[1:]
+            self._mask[:count, :count] = self._mask[advance.kept][:, advance.kept]
         self.num_rows = count
-        self._lists = None
+        return advance
 
     def _extend_mask(self, parents: Tensor, first: int, last: int, has_new_parents: bool) -> None:
         """Block-wise mask growth (paper §3.3.3): copy the parents' mask rows, then add the block of the new rows."""
@@ -338,25 +370,15 @@ class PredictionTree:
             self._mask[first:last, :first] = self._mask[parents, :first]
         self._mask[first:last, first:last] = own
 
-    def _as_lists(self) -> list[list[int]]:
-        """Token ids and parents on the host: one transfer per state of the tree, for walks along it."""
-        if self._lists is None:
-            self._lists = self._rows[:2, : self.num_rows].tolist()
-        return self._lists
-
     def _reserve(self, rows_needed: int) -> None:
         capacity = len(self._token_ids)
         if rows_needed <= capacity:
             return
-        rows, log_probs, mask = self._rows, self._log_probs, self._mask
+        rows, gaps, log_probs, mask = self._rows, self._gaps, self._log_probs, self._mask
         self._allocate(-(-rows_needed // self._block) * self._block)
         self._rows[:, :capacity] = rows
+        self._gaps[:capacity] = gaps
         self._log_probs[:capacity] = log_probs
         self._mask[:capacity, :capacity] = mask
 
 
-def _check_parents(parents: list[int], first: int) -> None:
-    if any(parent >= row for row, parent in enumerate(parents, start=first)):
-        raise ValueError("a row must enter after its parent")
-    if any(parent < 0 for parent in parents[0 if first else 1 :]):
-        raise ValueError("a tree has exactly one root, its first row")

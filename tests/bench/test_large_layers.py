@@ -72,7 +72,7 @@ def test_random_layers_compute_finite_numbers(tmp_path: Path) -> None:
     stage = StageModel.random(config, range(0, 4), torch.float32, "cpu")
     assert stage.num_bytes == 4 * config.num_stage_parameters(range(4))
     tokens = torch.arange(5)
-    hidden = stage.forward(tokens, tokens, stage.make_cache(), mask_RN=None)
+    hidden = stage.forward(tokens, tokens, stage.make_cache())
     assert bool(stage.logits(hidden).isfinite().all()) and float(hidden.std()) > 0.1
 
 

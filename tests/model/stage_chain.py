@@ -10,6 +10,7 @@ from torch import Tensor
 from pipedec.model.bita import BitaWeights
 from pipedec.model.config import ModelConfig
 from pipedec.model.stage_model import StageModel
+from pipedec.tree import Visibility
 
 
 class StageChain:
@@ -33,6 +34,7 @@ class StageChain:
             of_layers = bita.prompt[stage.layers.start : stage.layers.stop]
             stage.attach(BitaWeights(of_layers.to(dtype), bita.masks.to(dtype)))
         self.caches = [stage.make_cache(block) for stage in self.stages]
+        self._tree_positions = torch.zeros(0, dtype=torch.int64)
 
     def forward(self, ids: Tensor, positions: Tensor, mask: Tensor | None = None, prefill_length: int | None = None) -> Tensor:
         return self.stages[-1].logits(self.hidden(ids, positions, mask, prefill_length)[-1])
@@ -41,9 +43,13 @@ class StageChain:
         self, ids: Tensor, positions: Tensor, mask: Tensor | None = None, prefill_length: int | None = None, num_masks: int = 0
     ) -> list[Tensor]:
         """The output of every stage for these rows, the last ``num_masks`` of which are masks."""
+        visibility = None
+        if mask is not None:
+            self._tree_positions = torch.cat((self._tree_positions, positions))
+            visibility = Visibility(mask, self.caches[0].past_length, lambda: self._tree_positions)
         rows = [ids]
         for stage, cache in zip(self.stages, self.caches, strict=True):
-            rows.append(stage.forward(rows[-1], positions, cache, mask, prefill_length, num_masks))
+            rows.append(stage.forward(rows[-1], positions, cache, visibility, prefill_length, num_masks))
         return rows[1:]
 
     def prefill(self, ids: Tensor, chunk: int) -> Tensor:
@@ -62,9 +68,11 @@ class StageChain:
         return logits
 
     def advance(self, committed: list[int], kept: list[int]) -> None:
+        self._tree_positions = self._tree_positions[kept]
         for cache in self.caches:
             cache.advance(torch.tensor(committed, dtype=torch.int64), torch.tensor(kept, dtype=torch.int64))
 
     def reset(self) -> None:
+        self._tree_positions = self._tree_positions[:0]
         for cache in self.caches:
             cache.reset()

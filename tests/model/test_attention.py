@@ -14,7 +14,7 @@ from pipedec.model.attention import (
     reference_attention,
     tree_attention,
 )
-from pipedec.tree import Sight
+from pipedec.tree import Visibility
 
 HEADS, KV_HEADS, HEAD_DIM = 6, 2, 8
 CPU = torch.device("cpu")
@@ -37,7 +37,15 @@ def random_step(rows: int, past: int, older: int, dtype: torch.dtype):
 
 
 def plan_for(past: int, mask: torch.Tensor, window: int | None, dtype: torch.dtype) -> AttentionPlan:
-    return AttentionPlan.for_tree(past, mask, [window], HEADS // KV_HEADS, dtype)
+    """For rows whose mask marks every ancestor, so that its marks tell positions: those of unmarked slots do not matter."""
+    positions = past + mask.sum(1) - 1
+    older = torch.zeros(mask.shape[1] - len(mask), dtype=torch.int64)
+    for row in range(len(mask)):
+        slots = torch.nonzero(mask[row])[:, 0]
+        slots = slots[slots < len(older)]
+        older[slots] = past + torch.arange(len(slots))
+    visibility = Visibility(mask, past, lambda: torch.cat((older, positions)))
+    return AttentionPlan.for_tree(visibility, positions, [window], HEADS // KV_HEADS, dtype)
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-13), (torch.float32, 1e-5), (torch.bfloat16, 5e-2)])
@@ -133,11 +141,12 @@ def test_rows_of_threads_attend_to_their_visible_slots(monkeypatch, window, hidd
     own = torch.arange(slots - rows, slots)
     seen[torch.arange(rows), own] = True
     seen[:, slots - hidden :] = False
+    whole = Visibility(seen[:, shared:], shared, lambda: positions[shared:])
     rows -= hidden
     positions = torch.cat((torch.arange(shared), torch.randint(shared, 9, (slots - shared,), generator=generator)))
-    sight = Sight(seen, positions, shared).of(slice(0, rows), hidden)
     own_positions = positions[own[:rows]]
-    plan = AttentionPlan.for_threads(sight, own_positions, [window, None], HEADS // KV_HEADS, torch.float64)
+    visibility = whole.of(slice(0, rows), slots - hidden)
+    plan = AttentionPlan.for_tree(visibility, own_positions, [window, None], HEADS // KV_HEADS, torch.float64)
     found = tree_attention(q[:rows], keys[:, : slots - hidden], values[:, : slots - hidden], plan, window)
     near = seen if window is None else seen & (positions > positions[own][:, None] - window)
     for row in range(rows):
@@ -154,9 +163,8 @@ def test_masks_of_threads_see_the_learned_prompt_too():
     seen = torch.tensor(
         [[True, True, False, True, False, False, True, False], [True, True, True, False, False, False, True, True]]
     )
-    plan = AttentionPlan.for_threads(
-        Sight(seen, torch.arange(8), 2), torch.tensor([6, 7]), [3], HEADS // KV_HEADS, torch.float64, 2
-    )
+    visibility = Visibility(seen[:, 2:], 2, lambda: torch.arange(2, 8))
+    plan = AttentionPlan.for_tree(visibility, torch.tensor([6, 7]), [3], HEADS // KV_HEADS, torch.float64, 2)
     assert plan.past_length == 4
     found = tree_attention(q, keys, values, plan, 3)
     for row, slots in enumerate(([0, 1, 8], [0, 1, 8, 9])):

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from pipedec.model import BitaWeights, StageModel
-from pipedec.tree import PredictionTree, mask_groups
+from pipedec.tree import PredictionTree, Visibility, mask_groups
 
 MASKS = 3
 WINDOW = 5
@@ -176,7 +176,8 @@ def test_ordinary_rows_do_not_depend_on_the_presence_of_masks(
 
 def test_masks_need_a_bita_and_a_tree(llama: Path) -> None:
     stage = StageModel.load(llama, range(0, 1), torch.float32, "cpu")
-    ids, positions, chain = torch.tensor([5, -1]), torch.arange(2), torch.ones(2, 2, dtype=torch.bool).tril()
+    ids, positions = torch.tensor([5, -1]), torch.arange(2)
+    chain = Visibility(torch.ones(2, 2, dtype=torch.bool).tril(), 0, lambda: positions)
     with pytest.raises(ValueError, match="mask rows need a BiTA"):
         stage.forward(ids, positions, stage.make_cache(), chain, num_masks=1)
     weights = random_weights(0)

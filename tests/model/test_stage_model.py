@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 from pipedec.core import UserError
 from pipedec.model.config import ModelConfig
 from pipedec.model.stage_model import StageModel
+from pipedec.tree import Visibility
 
 MODELS = {
     "llama": ("llama", {}),
@@ -205,6 +206,10 @@ def test_progress_counts_every_tensor_once(tmp_path):
     assert calls == [(done, 19) for done in range(1, 20)]
 
 
+def seen_rows(rows: int, slots: int) -> Visibility:
+    return Visibility(torch.ones(rows, slots, dtype=torch.bool), 0, lambda: torch.arange(slots))
+
+
 def test_misuse_is_refused(tmp_path):
     save_tiny_llama(tmp_path)
     with pytest.raises(UserError, match="4 layers"):
@@ -216,7 +221,7 @@ def test_misuse_is_refused(tmp_path):
     with pytest.raises(ValueError, match="at least one row"):
         stage.forward(random_ids(0), torch.arange(0), cache)
     with pytest.raises(ValueError, match="mask"):
-        stage.forward(random_ids(2), torch.arange(2), cache, torch.ones(2, 3, dtype=torch.bool))
-    stage.forward(random_ids(1), torch.arange(1), cache, torch.ones(1, 1, dtype=torch.bool))
+        stage.forward(random_ids(2), torch.arange(2), cache, seen_rows(2, 3))
+    stage.forward(random_ids(1), torch.arange(1), cache, seen_rows(1, 1))
     with pytest.raises(ValueError, match="prompt chunk"):
         stage.forward(random_ids(1), torch.arange(1), cache)

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipedec.tree import Advance, Candidates, PredictionTree
+from pipedec.tree import Advance, Candidates, PredictionTree, Visibility
 
 
 class NaiveTree:
@@ -268,9 +268,9 @@ def test_all_rows_can_be_dropped_and_the_tree_planted_anew() -> None:
     assert tree.token_ids.tolist() == [7] and tree.tree_mask.tolist() == [[True]]
 
 
-def test_sight_of_some_rows_without_the_last_slots() -> None:
-    sight = Sight(torch.arange(15).view(3, 5) % 2 == 0, torch.arange(5) * 10, 2)
-    part = sight.of(slice(1, 3), hidden_slots=2)
-    assert torch.equal(part.seen, sight.seen[1:3, :3])
-    assert part.slot_positions.tolist() == [0, 10, 20] and part.shared == 2
-    assert torch.equal(sight.of(slice(0, 3)).seen, sight.seen)
+def test_visibility_of_some_rows_without_the_last_slots() -> None:
+    visibility = Visibility(torch.arange(15).view(3, 5) % 2 == 0, 2, lambda: torch.arange(5) * 10)
+    part = visibility.of(slice(1, 3), num_slots=5)
+    assert torch.equal(part.seen, visibility.seen[1:3, :3])
+    assert part.slot_positions().tolist() == [0, 10, 20, 30, 40] and part.shared == 2
+    assert torch.equal(visibility.of(slice(0, 3), 7).seen, visibility.seen)
