@@ -51,8 +51,8 @@ class Branch:
         return not self.root_pending
 
     def accept(self, accepted: Accepted) -> None:
-        self._policy.learn(self.injection, accepted.tokens)
-        advance = self.injection.advance(accepted.tokens)
+        advance, choices = self.injection.advance(accepted.tokens)
+        self._policy.learn(choices, advance.committed.tolist(), accepted.tokens)
         if self._policy.drafter is not None:
             self._policy.drafter.advance(self.number, advance)
         if self.ngrams is not None:
@@ -110,18 +110,18 @@ class BestFirst:
         siblings = [] if number == 0 else [t for thread in threads if thread.number != number for t in thread.token_ids]
         return NgramProposer((*siblings, *self._context.request.prompt_token_ids, *seen), self._context.device)
 
-    def learn(self, injection: InjectionTree, tokens: Sequence[int]) -> None:
-        """Update the acceptance model with every accepted token that follows a drafted row of the tree."""
+    def learn(self, choices: Choices, rows: Sequence[int], tokens: Sequence[int]) -> None:
+        """Update the acceptance model with every accepted token that follows a drafted row.
+
+        Args:
+            choices: of those of ``rows`` that were drafted.
+            rows: after which ``tokens`` were accepted; none if the tree was empty.
+        """
         self._controller.record_accepted(len(tokens))
-        tree, choices = injection.tree, injection.choices
-        row = 0 if tree.num_rows else None
-        for token in tokens:
-            if row is None or not len(choices.rows):
-                return
+        for row, token in zip(rows, tokens, strict=False):
             was_proposed = self._acceptance.observe(choices, row, token)
             if was_proposed is not None:
                 self._controller.record_proposed(was_proposed)
-            row = tree.child(row, token)
 
     def draft(self, running: dict[int, Branch]) -> None:
         """Run the number of draft forwards that the controller has set, each on rows of all threads."""

@@ -30,11 +30,6 @@ class Proposal(Protocol):
         """[F, K + 1, w], features of each of ``token_ids`` (int64 [F, K]) and, last, of "none of them"."""
 
 
-def is_repeated(token_ids: Tensor) -> Tensor:
-    """bool [F, k], which of ``token_ids`` (int64 [F, k]) occur earlier in the same row."""
-    return (token_ids[:, :, None] == token_ids[:, None]).tril_(-1).any(-1)
-
-
 @dataclass(frozen=True)
 class Choices:
     """The tokens that may follow D rows of the tree, proposed by all sources together.
@@ -52,31 +47,37 @@ class Choices:
     @classmethod
     def merged(cls, rows: Tensor, proposals: Sequence[Proposal]) -> Choices:
         """The union of several proposals for the same ``rows``."""
-        token_ids = torch.cat([proposal.token_ids for proposal in proposals], 1)
-        token_ids.masked_fill_(is_repeated(token_ids), NO_TOKEN)
+        token_ids = proposals[0].token_ids
+        for proposal in proposals[1:]:
+            is_known = (proposal.token_ids[:, :, None] == token_ids[:, None]).any(-1)
+            token_ids = torch.cat((token_ids, proposal.token_ids.masked_fill(is_known, NO_TOKEN)), 1)
         return cls(rows, token_ids, torch.cat([proposal.features(token_ids) for proposal in proposals], -1))
 
 
 class ChoiceTable:
-    """The choices below all drafted rows of a tree, with the log-chance of each. Appends in place.
+    """The choices below all drafted rows of a tree, with the log-chance of each.
 
-    Attributes:
-        num_rows: D.
+    Features are needed for few rows, and so stay where they were stored while rows come and go.
     """
 
     def __init__(self, device: torch.device | str) -> None:
-        self.num_rows = 0
-        empty = torch.zeros(0, device=device)
-        self._columns: tuple[Tensor, ...] = (empty.long(), empty.long(), empty, empty)  # rows, token ids, features, log-chances
-
-    @property
-    def choices(self) -> Choices:
-        return Choices(*(column[: self.num_rows] for column in self._columns[:3]))
+        empty = torch.zeros(0, dtype=torch.int64, device=device)
+        self._rows = empty  # int64 [D]
+        self._token_ids = empty  # int64 [D, K]
+        self._log_chances = empty.float()  # [D, K]
+        self._slots = empty  # int64 [D], indices into ``_features``
+        self._features = empty.float()  # [at least D, K + 1, W]
+        self._stored = 0  # used slots
 
     @property
     def log_chances(self) -> Tensor:
         """[D · K], log-chance of the path from the root to each choice; −∞ for NO_TOKEN, and once the choice has become a row."""
-        return self._columns[3][: self.num_rows].view(-1)
+        return self._log_chances.view(-1)
+
+    def of(self, rows: Tensor) -> Choices:
+        """The choices below those of ``rows`` (int64 [any number]) that were drafted, in order of drafting."""
+        found = torch.isin(self._rows, rows).nonzero()[:, 0]
+        return Choices(self._rows[found], self._token_ids[found], self._features[self._slots[found]])
 
     def add(self, choices: Choices, log_chances: Tensor) -> None:
         """Append the choices of rows that were just drafted.
@@ -84,36 +85,35 @@ class ChoiceTable:
         Args:
             log_chances: [F, K], from the root on.
         """
-        first, last = self.num_rows, self.num_rows + len(choices.rows)
-        added = choices.rows, choices.token_ids, choices.features, log_chances
-        if last > len(self._columns[0]):
-            self._columns = tuple(map(_grown, self._columns, added))
-        for column, values in zip(self._columns, added, strict=True):
-            column[first:last] = values
-        self.num_rows = last
+        count = len(choices.rows)
+        if self._stored + count > len(self._features):
+            self._make_room(choices.features)
+        slots = torch.arange(self._stored, self._stored + count, device=choices.rows.device)
+        self._features[self._stored : self._stored + count] = choices.features
+        self._stored += count
+        self._slots = torch.cat((self._slots, slots))
+        self._rows = torch.cat((self._rows, choices.rows))
+        self._token_ids = torch.cat((self._token_ids.view(-1, *choices.token_ids.shape[1:]), choices.token_ids))
+        self._log_chances = torch.cat((self._log_chances.view(-1, *log_chances.shape[1:]), log_chances))
 
     def take(self, chosen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Take choices out: int64, indices into all D · K. Returns the row above each, its token id and its log-chance."""
-        rows, token_ids, _, log_chances = self._columns
-        values = log_chances.view(-1)[chosen]
-        log_chances.view(-1)[chosen] = -torch.inf
-        return rows[chosen // token_ids.shape[1]], token_ids.view(-1)[chosen], values
+        log_chances = self.log_chances[chosen]
+        self.log_chances[chosen] = -torch.inf
+        return self._rows[chosen // self._token_ids.shape[1]], self._token_ids.view(-1)[chosen], log_chances
 
     def advance(self, advance: Advance, root: Tensor) -> None:
         """Keep the choices of the rows that are kept. ``root``: [1], log-chance of the new root, or [0] if no row is kept."""
-        is_kept, rows = advance.renumber(self._columns[0][: self.num_rows])
-        kept = torch.nonzero(is_kept)[:, 0]
-        self.num_rows = len(kept)
-        if not self.num_rows:
-            return
-        for column in self._columns[1:]:
-            column[: len(kept)] = column[kept]
-        self._columns[0][: len(kept)] = rows
-        self._columns[3][: len(kept)] -= root
+        is_kept, self._rows = advance.renumber(self._rows)
+        kept = is_kept.nonzero()[:, 0]
+        self._slots, self._token_ids, self._log_chances = self._slots[kept], self._token_ids[kept], self._log_chances[kept]
+        if len(root):
+            self._log_chances -= root
 
-
-def _grown(column: Tensor, added: Tensor) -> Tensor:
-    """A larger copy of ``column``, with the shape of what is ``added`` in all dimensions but the first."""
-    larger = added.new_empty((2 * len(column) + len(added), *added.shape[1:]))
-    larger[: len(column)] = column.view(-1, *added.shape[1:])
-    return larger
+    def _make_room(self, added: Tensor) -> None:
+        """Move the features to a larger buffer, without those of rows that were dropped, so that ``added`` fit, too."""
+        count = len(self._slots)
+        larger = added.new_empty((2 * (count + len(added)), *added.shape[1:]))
+        larger[:count] = self._features[self._slots].view(-1, *added.shape[1:])
+        self._features, self._stored = larger, count
+        self._slots = torch.arange(count, device=added.device)

@@ -35,11 +35,6 @@ class InjectionTree:
         self._is_drafted = torch.zeros(0, dtype=torch.bool, device=device)  # [N]
         self._table = ChoiceTable(device)
 
-    @property
-    def choices(self) -> Choices:
-        """Proposed tokens below drafted rows."""
-        return self._table.choices
-
     def plant(self, token: int) -> None:
         """Make an accepted token the root of the empty tree. It has yet to be drafted and to enter."""
         self.tree.plant(token)
@@ -76,11 +71,12 @@ class InjectionTree:
             parents[0] = -1  # the root is the first row that enters
         return Step(self.tree.token_ids[rows], parents), self._log_chances[rows].exp()
 
-    def advance(self, tokens: Sequence[int]) -> Advance:
-        """Accept ``tokens``."""
+    def advance(self, tokens: Sequence[int]) -> tuple[Advance, Choices]:
+        """Accept ``tokens``; also returns the choices below the committed rows, with their numbers before the verdict."""
         advance = self.tree.advance(tokens)
+        choices = self._table.of(advance.committed)
         self._follow(advance)
-        return advance
+        return advance, choices
 
     def cut(self) -> Advance:
         """Drop all rows."""
@@ -123,8 +119,8 @@ class InjectionTree:
         """
         log_chances = torch.cat((self._log_chances.masked_fill(is_taken, -torch.inf), self._table.log_chances))
         best = log_chances.topk(min(count, len(log_chances)))
-        found = int((best.values > -torch.inf).sum())
-        return best.values[:found], best.indices[:found]
+        exists = best.values > -torch.inf
+        return best.values[exists], best.indices[exists]
 
     def _take(self, is_taken: Tensor, count: int) -> Tensor:
         """The rows selected by ``_best``, int64, ascending; selected choices become rows."""

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import one_hot, pad
+from torch.nn.functional import pad
 
-from pipedec.decoding.choices import NO_TOKEN, is_repeated
+from pipedec.decoding.choices import NO_TOKEN
 from pipedec.tree import Candidates, PredictionTree
 
 MAX_MATCH = 8  # longest n-gram that is compared
@@ -35,12 +35,10 @@ class DraftProposal:
         """[F, K + 1, 2]. A token that is not among the children gets the log-probability of the least probable child."""
         log_probs = self.children.log_probs.float()
         is_same = token_ids[:, :, None] == self.token_ids[:, None]
-        is_child = is_same.any(-1)
-        of_children = torch.where(is_same, log_probs[:, None], 0.0).sum(-1)
-        rest = (1 - log_probs.exp().sum(1)).clamp(min=_MIN_REST).log()
-        estimated = torch.where(is_child, of_children, log_probs[:, -1:])
-        not_child = (~is_child).to(estimated.dtype)
-        return torch.stack((torch.cat((estimated, rest[:, None]), 1), pad(not_child, (0, 1))), -1)
+        estimated = torch.where(is_same, log_probs[:, None], log_probs[:, -1:, None]).amax(-1)
+        rest = (1 - log_probs.exp().sum(1, keepdim=True)).clamp_(min=_MIN_REST).log_()
+        not_child = is_same.any(-1).logical_not_().float()
+        return torch.stack((torch.cat((estimated, rest), 1), pad(not_child, (0, 1))), -1)
 
 
 @dataclass(frozen=True)
@@ -62,10 +60,10 @@ class NgramProposal:
 
     def features(self, token_ids: Tensor) -> Tensor:
         is_same = token_ids[:, :, None] == self.next_ids[:, None]
-        lengths = pad((is_same * self.lengths[:, None]).amax(-1), (0, 1))
-        is_best = pad(is_same[:, :, 0], (0, 1))
-        by_length = one_hot(lengths, MAX_MATCH + 1)[..., 1:].float()
-        return torch.cat((by_length, by_length * is_best[..., None]), -1)
+        lengths = (is_same * self.lengths[:, None]).amax(-1)
+        both = torch.stack((lengths, lengths * is_same[:, :, 0]), -1)
+        one_hot = both[..., None] == torch.arange(1, MAX_MATCH + 1, device=lengths.device)
+        return pad(one_hot.flatten(2).float(), (0, 0, 0, 1))
 
 
 class NgramProposer:
@@ -105,9 +103,11 @@ class NgramProposer:
 
     def _proposed(self, next_ids: Tensor, lengths: Tensor) -> Tensor:
         """int64 [F, k], the first distinct tokens after long enough n-grams."""
-        is_proposed = (lengths >= _MIN_MATCH) & ~is_repeated(next_ids)
-        order = is_proposed.int().sort(dim=1, descending=True, stable=True).indices[:, :_MAX_PROPOSED]
-        return next_ids.masked_fill(~is_proposed, NO_TOKEN).gather(1, order)
+        is_repeated = (next_ids[:, :, None] == next_ids[:, None]).tril_(-1).any(-1)
+        is_proposed = (lengths >= _MIN_MATCH) & ~is_repeated
+        countdown = torch.arange(next_ids.shape[1], 0, -1, device=next_ids.device)
+        first = (is_proposed * countdown).topk(_MAX_PROPOSED)
+        return next_ids.gather(1, first.indices).masked_fill_(first.values == 0, NO_TOKEN)
 
     def _context(self, tree: PredictionTree, rows: Tensor) -> Tensor:
         """int64 [F, MAX_MATCH], the tokens up to each row, the row's own last; NO_TOKEN before the start of the text."""

@@ -59,11 +59,12 @@ def test_choices_follow_the_tree() -> None:
     first = Choices.merged(torch.tensor([0, 2]), [FIRST])
     table.add(first, log_chances)
     table.add(Choices.merged(torch.tensor([1, 3]), [FIRST]), log_chances)
-    assert table.choices.rows.tolist() == [0, 2, 1, 3]
+    assert table.of(torch.tensor([3, 2, 0, 9])).rows.tolist() == [0, 2, 3]
     table.advance(tree.advance([3]), torch.tensor([-0.5]))
-    assert table.choices.rows.tolist() == [0, 1]
-    assert torch.equal(table.choices.token_ids, FIRST.token_ids[[1, 1]])
-    assert torch.equal(table.choices.features, first.features[[1, 1]])
+    kept = table.of(torch.arange(4))
+    assert kept.rows.tolist() == [0, 1]
+    assert torch.equal(kept.token_ids, FIRST.token_ids[[1, 1]])
+    assert torch.equal(kept.features, first.features[[1, 1]])
     assert table.log_chances.tolist() == [-2.5, -torch.inf, -2.5, -torch.inf]
     rows, token_ids, taken = table.take(torch.tensor([2]))
     assert (rows.tolist(), token_ids.tolist(), taken.tolist()) == ([1], [4], [-2.5])
@@ -184,4 +185,4 @@ def test_choices_of_a_short_and_of_a_longer_text_can_be_joined() -> None:
     table = ChoiceTable("cpu")
     for choices in (before, after):
         table.add(choices, torch.zeros_like(choices.token_ids, dtype=torch.float32))
-    assert 5 in table.choices.token_ids[1].tolist()
+    assert 5 in table.of(row).token_ids[1].tolist()

@@ -143,7 +143,7 @@ class Trio:
         is_row = (*root, *tokens) in self._naive.rows
         self._naive.advance(tokens)
         self._stage.advance(tokens)
-        advance = self._injection.advance(tokens)
+        advance, _ = self._injection.advance(tokens)
         assert (advance.hit, self._injection.root_has_entered) == (is_row, has_entered)
         if not advance.hit:
             self._injection.plant(tokens[-1])
@@ -212,7 +212,7 @@ def test_a_subtree_that_was_drafted_but_not_entered_enters_whole_after_its_root_
     injection = planted()
     assert rows(injection.enter(1)[0]) == [(1, -1)]
     assert [draft(injection, count, TABLE) for count in (1, 2, 2)] == [[1], [2, 3], [4, 6]]
-    assert injection.advance([3]).hit and not injection.root_has_entered
+    assert injection.advance([3])[0].hit and not injection.root_has_entered
     step, chances = injection.enter(4)
     assert rows(step) == [(3, -1), (6, 0), (10, 1), (7, 0)]
     assert sorted(chances.tolist()) == pytest.approx([0.4, 0.45, 0.5, 1.0])
@@ -223,9 +223,9 @@ def test_an_accepted_row_in_the_pipeline_keeps_the_numbers_below_it() -> None:
     for _ in range(3):
         draft(injection, 1, TABLE)
     injection.enter(5)  # 1, 2, 4, 8, 3
-    assert injection.advance([2]).hit and injection.root_has_entered
+    assert injection.advance([2])[0].hit and injection.root_has_entered
     assert rows(injection.enter(2)[0]) == [(5, 0), (9, 1)]
-    assert injection.advance([4, 9]).hit and injection.root_has_entered
+    assert injection.advance([4, 9])[0].hit and injection.root_has_entered
     assert injection.enter(2)[0] is None
 
 
