@@ -30,7 +30,7 @@ Bytes = NDArray[np.uint8]
 Buffer = bytes | memoryview
 
 _MAGIC = b"pipedec2"
-_PREFIX = struct.Struct("<8siii4x")  # padded, so that what follows is aligned
+_PREFIX = struct.Struct("<8siiii")  # a multiple of 8 bytes, so that what follows is aligned
 _FINISH_REASONS = (None, "stop", "length", "cancelled", "cache_full")
 _NO_VERDICT = -1
 
@@ -40,11 +40,13 @@ class Prefix(NamedTuple):
 
     Attributes:
         rows: of the step; 0 without a step.
+        row_bytes: of each row.
         values: int64 values of the verdict.
         reason: index of why the answer ended; negative without a verdict.
     """
 
     rows: int
+    row_bytes: int
     values: int
     reason: int
 
@@ -62,6 +64,10 @@ class Prefix(NamedTuple):
 def message_bytes(num_rows: int, hidden_size: int, dtype: torch.dtype) -> int:
     """Size of a step in bytes: token ids, parents and threads first, then the activations, so that all are aligned."""
     return num_rows * (ROW_ID_BYTES + hidden_size * dtype.itemsize)
+
+
+def _row_bytes(step: Step | None) -> int:
+    return 0 if step is None else ROW_ID_BYTES + (0 if step.hidden is None else step.hidden.shape[1] * step.hidden.itemsize)
 
 
 def pack(step: Step, device: torch.device) -> Tensor:
@@ -128,7 +134,7 @@ def pack_envelope(envelope: Envelope, inline_rows: int) -> tuple[Tensor, Tensor 
     if verdict is not None:
         reason, values = _FINISH_REASONS.index(verdict.finished), _verdict_values(verdict)
     _check(rows, len(values), reason)
-    parts: list[Buffer] = [_PREFIX.pack(_MAGIC, rows, len(values), reason)]
+    parts: list[Buffer] = [_PREFIX.pack(_MAGIC, rows, _row_bytes(step), len(values), reason)]
     packed = struct.pack(f"{len(values)}q", *values)
     if len(values) <= INLINE_VALUES:
         parts.append(packed)
@@ -137,13 +143,23 @@ def pack_envelope(envelope: Envelope, inline_rows: int) -> tuple[Tensor, Tensor 
     return _message(parts), None if len(values) <= INLINE_VALUES else _message([packed])
 
 
-def unpack_prefix(buffer: Bytes) -> Prefix:
-    """What an envelope's first message announces. Raises ValueError if it is none, or announces what cannot be."""
-    magic, rows, values, reason = _PREFIX.unpack_from(buffer.data)
+def unpack_prefix(buffer: Bytes, row_bytes: int) -> Prefix:
+    """What an envelope's first message announces.
+
+    Args:
+        row_bytes: size of the sender's rows.
+
+    Raises:
+        ValueError: it is no such message, or announces what cannot be.
+    """
+    magic, *lengths = _PREFIX.unpack_from(buffer.data)
     if magic != _MAGIC:
         raise ValueError("it begins with other bytes")
-    _check(rows, values, reason)
-    return Prefix(rows, values, reason)
+    prefix = Prefix(*lengths)
+    _check(prefix.rows, prefix.values, prefix.reason)
+    if prefix.rows and prefix.row_bytes != row_bytes:
+        raise ValueError(f"rows of {prefix.row_bytes} bytes, not {row_bytes}")
+    return prefix
 
 
 def unpack_verdict(values: list[int], prefix: Prefix) -> Verdict | None:
