@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable
+from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
@@ -166,10 +167,20 @@ def unpack_verdict(values: list[int], prefix: Prefix) -> Verdict | None:
     """The verdict; None if the envelope has none. Raises ValueError if ``values`` are no verdict."""
     if prefix.reason == _NO_VERDICT:
         return None
-    accepted, position = [], 0
-    while position < len(values):
-        part, position = _accepted(values, position)
-        accepted.append(part)
+    source, accepted = iter(values), []
+
+    def take(count: int) -> tuple[int, ...]:
+        taken = tuple(islice(source, count)) if 0 <= count <= len(values) else ()
+        if len(taken) != count:
+            raise ValueError("a verdict whose lengths do not add up")
+        return taken
+
+    for thread in source:
+        num_tokens, num_positions = take(2)
+        tokens = take(num_tokens)
+        if num_positions < 0:
+            raise ValueError(f"a forecast of {num_positions} positions")
+        accepted.append(Accepted(thread, tokens, tuple(take(*take(1)) for _ in range(num_positions))))
     return Verdict(tuple(accepted), _FINISH_REASONS[prefix.reason])
 
 
@@ -191,24 +202,3 @@ def _verdict_values(verdict: Verdict) -> list[int]:
         for candidates in forecast:
             values += (len(candidates), *candidates)
     return values
-
-
-def _accepted(values: list[int], position: int) -> tuple[Accepted, int]:
-    """What the verdict says of the thread at ``position``, and the position behind it."""
-    (thread, num_tokens, num_positions), position = _take(values, position, 3)
-    tokens, position = _take(values, position, num_tokens)
-    if num_positions < 0:
-        raise ValueError(f"a forecast of {num_positions} positions")
-    forecast = []
-    for _ in range(num_positions):
-        (count,), position = _take(values, position, 1)
-        candidates, position = _take(values, position, count)
-        forecast.append(candidates)
-    return Accepted(thread, tokens, tuple(forecast)), position
-
-
-def _take(values: list[int], position: int, count: int) -> tuple[tuple[int, ...], int]:
-    end = position + count
-    if not position <= end <= len(values):
-        raise ValueError("a verdict whose lengths do not add up")
-    return tuple(values[position:end]), end
