@@ -14,26 +14,16 @@ from pathlib import Path
 import psutil
 
 from pipedec.bench.record import Row, header
+from pipedec.client.client import Client
 from pipedec.cluster.local import LocalCluster
 from pipedec.core import PipedecError, RankLost, SamplingParams, UserError
 from pipedec.engine.spec import PipelineSpec
-from pipedec.messages import (
-    AbortEvent,
-    CacheSlotsEvent,
-    CancelledEvent,
-    CompletionEvent,
-    ErrorEvent,
-    Event,
-    PromptRequest,
-    TokensEvent,
-    load_validators,
-)
+from pipedec.messages import PromptRequest
 from pipedec.model import ModelConfig
 from pipedec.scheduler import RedisScheduler
 
 SETTLE_SECONDS = 1.0
 _SILENCE_SECONDS = 120.0
-_POLL_SECONDS = 0.25
 
 
 @dataclass(frozen=True)
@@ -83,24 +73,24 @@ def measure_resources(
     """
     row = header("resources", asdict(config) | {"pipeline": asdict(spec.description())})
     cluster = LocalCluster(spec, transport=transport)
-    load_validators()
     on_phase("starting the cluster")
     with cluster:
         scheduler = cluster.scheduler
         assert scheduler is not None
+        client = Client(scheduler, cluster.check, _SILENCE_SECONDS)
         on_phase(f"idle for {config.idle_seconds:g} s")
         row["idle_cpu_percent"] = _idle_cpu(cluster, scheduler, config.idle_seconds)
         asked = PromptRequest(config.prompt, raw=True, sampling=SamplingParams(max_tokens=config.max_tokens, ignore_eos=True))
         on_phase(f"{config.requests} requests")
-        first = _ask(cluster, scheduler, replace(asked, trace=True))
-        second = _ask(cluster, scheduler, asked)
+        first = _ask(client, replace(asked, trace=True))
+        second = _ask(client, asked)
         _wait_until_idle(scheduler)
         rss_before, keys_before = _resident_bytes(cluster), scheduler.usage().keys
         for _ in range(config.requests):
-            _ask(cluster, scheduler, asked)
+            _ask(client, asked)
         _wait_until_idle(scheduler)
         rss_after, keys_after = _resident_bytes(cluster), scheduler.usage().keys
-        last = _ask(cluster, scheduler, replace(asked, trace=True))
+        last = _ask(client, replace(asked, trace=True))
         peaks = {rank: _peak_bytes(pid) for rank, pid in cluster.pids.items()}
     # The first and the last request are traced, since traces contain the cache sizes; memory growth is measured between them.
     row["second_request_ms"] = latencies(second)
@@ -136,41 +126,11 @@ def _cpu_seconds(processes: list[psutil.Process]) -> float:
     return sum(one.user + one.system for one in times)
 
 
-def _ask(cluster: LocalCluster, scheduler: RedisScheduler, request: PromptRequest) -> TimedAnswer:
-    """Submit a request and record when each part of its answer arrives.
-
-    Raises:
-        PipedecError: the request was refused, or the cluster lost a rank or stopped answering.
-    """
-    answer, submitted = TimedAnswer(), time.perf_counter()
-    number = scheduler.submit(request.to_json())
-    position, deadline = "0", submitted + _SILENCE_SECONDS
-    while time.perf_counter() < deadline:
-        events = scheduler.read_answer(number, position, _POLL_SECONDS)
-        for position, event in events:  # noqa: B007 - the position goes on into the next read
-            deadline = time.perf_counter() + _SILENCE_SECONDS
-            if _note(event, answer, time.perf_counter() - submitted):
-                scheduler.close_answer(number)
-                return answer
-        cluster.check()
-    raise RankLost(f"the cluster has sent nothing for {_SILENCE_SECONDS:.0f} s")
-
-
-def _note(event: Event, answer: TimedAnswer, seconds: float) -> bool:
-    """Record an event that arrives now; True if the answer is complete."""
-    match event:
-        case TokensEvent():
-            answer.token_seconds.append(seconds)
-        case CacheSlotsEvent(rank, slots):
-            answer.cache_slots[rank] = slots
-        case CompletionEvent(completion):
-            answer.prefill_seconds = completion.metrics.prefill_seconds
-            return True
-        case ErrorEvent(message) | AbortEvent(message):
-            raise PipedecError(message)
-        case CancelledEvent():
-            raise PipedecError("the request was cancelled")
-    return False
+def _ask(client: Client, request: PromptRequest) -> TimedAnswer:
+    """Raises PipedecError if the request was refused, or the cluster lost a rank or stopped answering."""
+    arrivals, submitted = list[float](), time.perf_counter()
+    completion = client.ask(request, on_text=lambda text: arrivals.append(time.perf_counter() - submitted))
+    return TimedAnswer(arrivals, completion.metrics.prefill_seconds, client.cache_slots)
 
 
 def latencies(answer: TimedAnswer) -> Row:

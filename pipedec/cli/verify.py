@@ -172,7 +172,8 @@ def _local_answers(
         options = make_options(method, asked.options)
         request = Request(number, _token_ids(prompter, asked), asked.sampling, method, options, threads=asked.threads)
         found = [token for verdict in pipeline.run(request) for token in verdict.tokens]
-        if pipeline.sequence is not None:
+        if asked.threads is not None:
+            assert pipeline.sequence is not None
             found = [token.token_id for token in pipeline.sequence.document()]
         yield found, pipeline.metrics.timesteps
 

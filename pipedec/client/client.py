@@ -11,6 +11,7 @@ from contextlib import suppress
 from pipedec.core import Completion, PipedecError, RankLost, UserError
 from pipedec.messages import (
     AbortEvent,
+    CacheSlotsEvent,
     CancelledEvent,
     CompletionEvent,
     ErrorEvent,
@@ -71,6 +72,7 @@ class Client:
         self.trace: list[TraceEvent] = []
         self._logprobs: list[dict[int, float]] = []
         self._arrivals = TokenArrivals()
+        self.cache_slots: dict[int, int] = {}  # of the last answer if it was traced: capacity of each stage's KV cache in rows
         self.overran: set[int] = set()  # timesteps of the last answer in which a rank took longer than its emulated time
         load_validators()  # not while the first token is on its way
 
@@ -90,7 +92,7 @@ class Client:
             UserError: the cluster refused the request.
             RankLost, SchedulerLost: the cluster died or stopped answering.
         """
-        self.trace, self.overran, self._logprobs = [], set(), []
+        self.trace, self.cache_slots, self.overran, self._logprobs = [], {}, set(), []
         self._arrivals = TokenArrivals()
         number = self._scheduler.submit(request.to_json())
         try:
@@ -150,6 +152,8 @@ class Client:
                 on_threads(threads or [])
             case TraceEvents(rows):
                 self.trace += [TraceEvent(*row) for row in rows]
+            case CacheSlotsEvent(rank, slots):
+                self.cache_slots[rank] = slots
             case OverranEvent(timesteps):
                 self.overran.update(timesteps)
             case LogprobsEvent(logprobs):

@@ -180,19 +180,11 @@ class PipelineSpec:
 
     def description(self) -> RunDescription:
         """What clients are told about the pipeline."""
+        draft, bita = str(self.draft) if self.draft else None, str(self.bita) if self.bita else None
         return RunDescription(
-            self.topology.groups,
-            self.layers,
-            str(self.target),
-            str(self.draft) if self.draft else None,
-            str(self.bita) if self.bita else None,
-            self.dtype,
-            self.device,
-            self.dispatch,
-            self.context_tokens,
-            self.tree,
-            self.emulation.preset if self.emulation else None,
-        )
+            self.topology.groups, self.layers, str(self.target), draft, bita, self.dtype, self.device, self.dispatch,
+            self.context_tokens, self.tree, self.emulation.preset if self.emulation else None,
+        )  # fmt: skip
 
     def load_prompter(self) -> Prompter:
         """The target's tokenizer, with the limits of the target and of this pipeline."""

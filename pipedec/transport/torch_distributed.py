@@ -186,7 +186,7 @@ class TorchTransport:
     def receive_envelope(self, src: int) -> Envelope:
         link, buffer = self._link(src), self._first_message(src)
         try:
-            prefix = unpack_prefix(buffer)
+            prefix = unpack_prefix(buffer, link.message_bytes(1))
             if not prefix.is_last:
                 self._pending_receives[src] = self._post_receive(src)
             verdict = unpack_verdict(self._verdict_values(buffer, prefix, src), prefix)

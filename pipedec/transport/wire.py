@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable
+from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
@@ -30,7 +31,7 @@ Bytes = NDArray[np.uint8]
 Buffer = bytes | memoryview
 
 _MAGIC = b"pipedec2"
-_PREFIX = struct.Struct("<8siii4x")  # padded, so that what follows is aligned
+_PREFIX = struct.Struct("<8siiii")  # a multiple of 8 bytes, so that what follows is aligned
 _FINISH_REASONS = (None, "stop", "length", "cancelled", "cache_full")
 _NO_VERDICT = -1
 
@@ -40,11 +41,13 @@ class Prefix(NamedTuple):
 
     Attributes:
         rows: of the step; 0 without a step.
+        row_bytes: of each row.
         values: int64 values of the verdict.
         reason: index of why the answer ended; negative without a verdict.
     """
 
     rows: int
+    row_bytes: int
     values: int
     reason: int
 
@@ -62,6 +65,10 @@ class Prefix(NamedTuple):
 def message_bytes(num_rows: int, hidden_size: int, dtype: torch.dtype) -> int:
     """Size of a step in bytes: token ids, parents and threads first, then the activations, so that all are aligned."""
     return num_rows * (ROW_ID_BYTES + hidden_size * dtype.itemsize)
+
+
+def _row_bytes(step: Step | None) -> int:
+    return 0 if step is None else ROW_ID_BYTES + (0 if step.hidden is None else step.hidden.shape[1] * step.hidden.itemsize)
 
 
 def pack(step: Step, device: torch.device) -> Tensor:
@@ -128,7 +135,7 @@ def pack_envelope(envelope: Envelope, inline_rows: int) -> tuple[Tensor, Tensor 
     if verdict is not None:
         reason, values = _FINISH_REASONS.index(verdict.finished), _verdict_values(verdict)
     _check(rows, len(values), reason)
-    parts: list[Buffer] = [_PREFIX.pack(_MAGIC, rows, len(values), reason)]
+    parts: list[Buffer] = [_PREFIX.pack(_MAGIC, rows, _row_bytes(step), len(values), reason)]
     packed = struct.pack(f"{len(values)}q", *values)
     if len(values) <= INLINE_VALUES:
         parts.append(packed)
@@ -137,23 +144,43 @@ def pack_envelope(envelope: Envelope, inline_rows: int) -> tuple[Tensor, Tensor 
     return _message(parts), None if len(values) <= INLINE_VALUES else _message([packed])
 
 
-def unpack_prefix(buffer: Bytes) -> Prefix:
-    """What an envelope's first message announces. Raises ValueError if it is none, or announces what cannot be."""
-    magic, rows, values, reason = _PREFIX.unpack_from(buffer.data)
+def unpack_prefix(buffer: Bytes, row_bytes: int) -> Prefix:
+    """What an envelope's first message announces.
+
+    Args:
+        row_bytes: size of the sender's rows.
+
+    Raises:
+        ValueError: it is no such message, or announces what cannot be.
+    """
+    magic, *lengths = _PREFIX.unpack_from(buffer.data)
     if magic != _MAGIC:
         raise ValueError("it begins with other bytes")
-    _check(rows, values, reason)
-    return Prefix(rows, values, reason)
+    prefix = Prefix(*lengths)
+    _check(prefix.rows, prefix.values, prefix.reason)
+    if prefix.rows and prefix.row_bytes != row_bytes:
+        raise ValueError(f"rows of {prefix.row_bytes} bytes, not {row_bytes}")
+    return prefix
 
 
 def unpack_verdict(values: list[int], prefix: Prefix) -> Verdict | None:
     """The verdict; None if the envelope has none. Raises ValueError if ``values`` are no verdict."""
     if prefix.reason == _NO_VERDICT:
         return None
-    accepted, position = [], 0
-    while position < len(values):
-        part, position = _accepted(values, position)
-        accepted.append(part)
+    source, accepted = iter(values), []
+
+    def take(count: int) -> tuple[int, ...]:
+        taken = tuple(islice(source, count)) if 0 <= count <= len(values) else ()
+        if len(taken) != count:
+            raise ValueError("a verdict whose lengths do not add up")
+        return taken
+
+    for thread in source:
+        num_tokens, num_positions = take(2)
+        tokens = take(num_tokens)
+        if num_positions < 0:
+            raise ValueError(f"a forecast of {num_positions} positions")
+        accepted.append(Accepted(thread, tokens, tuple(take(*take(1)) for _ in range(num_positions))))
     return Verdict(tuple(accepted), _FINISH_REASONS[prefix.reason])
 
 
@@ -175,24 +202,3 @@ def _verdict_values(verdict: Verdict) -> list[int]:
         for candidates in forecast:
             values += (len(candidates), *candidates)
     return values
-
-
-def _accepted(values: list[int], position: int) -> tuple[Accepted, int]:
-    """What the verdict says of the thread at ``position``, and the position behind it."""
-    (thread, num_tokens, num_positions), position = _take(values, position, 3)
-    tokens, position = _take(values, position, num_tokens)
-    if num_positions < 0:
-        raise ValueError(f"a forecast of {num_positions} positions")
-    forecast = []
-    for _ in range(num_positions):
-        (count,), position = _take(values, position, 1)
-        candidates, position = _take(values, position, count)
-        forecast.append(candidates)
-    return Accepted(thread, tokens, tuple(forecast)), position
-
-
-def _take(values: list[int], position: int, count: int) -> tuple[tuple[int, ...], int]:
-    end = position + count
-    if not position <= end <= len(values):
-        raise ValueError("a verdict whose lengths do not add up")
-    return tuple(values[position:end]), end

@@ -5,10 +5,78 @@ from __future__ import annotations
 import pytest
 
 from pipedec.client.client import Client
-from pipedec.core import RankLost
-from pipedec.messages import PromptRequest, RunDescription
+from pipedec.core import Completion, RankLost, UserError
+from pipedec.messages import (
+    CacheSlotsEvent,
+    CancelledEvent,
+    CompletionEvent,
+    ErrorEvent,
+    Event,
+    LogprobsEvent,
+    OverranEvent,
+    PromptRequest,
+    RunDescription,
+    ThreadNews,
+    TokensEvent,
+    TraceEvents,
+)
 from pipedec.scheduler import MemoryScheduler
 from pipedec.topology import Topology
+from pipedec.tracing import TraceEvent
+
+DESCRIPTION = RunDescription(((1,),), ((0, 1),), "target")
+
+
+class Answers(MemoryScheduler):
+    """Every request is answered by the same events."""
+
+    def __init__(self, *events: Event) -> None:
+        super().__init__(Topology.even(1, 1))
+        self.open(DESCRIPTION)
+        self.events = events
+
+    def submit(self, request: str) -> int:
+        number = super().submit(request)
+        self.publish(number, *self.events)
+        return number
+
+
+def test_events_become_text_news_logprobs_and_metrics() -> None:
+    news = [ThreadNews((), "ab", "ended", 2)]
+    scheduler = Answers(
+        TokensEvent([5], "a"),
+        LogprobsEvent([[(5, -0.5), (7, -1.0)], [(6, -0.25)], [(9, -2.0)]]),
+        TokensEvent([6], "b", news),
+        TraceEvents([(1, "1F1", "dec", 3, 4)]),
+        OverranEvent([2, 3]),
+        CacheSlotsEvent(1, 256),
+        CompletionEvent(Completion("pp", 1, 3, [5, 6], "ab", "stop")),
+    )
+    client, pieces, told = Client(scheduler), list[str](), list[ThreadNews]()
+    completion = client.ask(PromptRequest("Hello"), pieces.append, told.extend)
+    assert (completion.text, pieces, told) == ("ab", ["a", "b"], news)
+    assert completion.logprobs == [{5: -0.5, 7: -1.0}, {6: -0.25}], "the last stage may have sent those of further tokens"
+    assert client.trace == [TraceEvent(1, "1F1", "dec", 3, 4)] and client.overran == {2, 3}
+    assert client.cache_slots == {1: 256}
+    assert completion.metrics.ttft_seconds is not None and completion.metrics.tpot_seconds is not None
+    assert scheduler.read_answer(0, "0", 0) == []
+
+
+def test_logprobs_of_threads_are_in_the_order_of_the_document() -> None:
+    logprobs = LogprobsEvent([[(5, -0.5)], [(6, -0.25)]])
+    done = CompletionEvent(Completion("pp", 1, 3, [6, 8, 5], "ba"), [1, -1, 0])
+    completion = Client(Answers(logprobs, done)).ask(PromptRequest("Hello"))
+    assert completion.logprobs == [{6: -0.25}, {8: 0.0}, {5: -0.5}]
+
+
+@pytest.mark.parametrize(
+    ("event", "message"), [(ErrorEvent("no such method"), "no such method"), (CancelledEvent(), "cancelled before it began")]
+)
+def test_a_refused_request_is_an_error(event: Event, message: str) -> None:
+    scheduler = Answers(event)
+    with pytest.raises(UserError, match=message):
+        Client(scheduler).ask(PromptRequest("Hello"))
+    assert scheduler.read_answer(0, "0", 0) == []
 
 
 class FailsAtOnce(MemoryScheduler):
@@ -22,7 +90,7 @@ class FailsAtOnce(MemoryScheduler):
 
 def test_the_message_of_an_aborted_run_is_no_text_of_the_answer() -> None:
     scheduler, pieces = FailsAtOnce(Topology.even(1, 1)), list[str]()
-    scheduler.open(RunDescription(((1,),), ((0, 1),), "target"))
+    scheduler.open(DESCRIPTION)
     with pytest.raises(RankLost, match="rank 1 went away"):
         Client(scheduler).ask(PromptRequest("Hello"), on_text=pieces.append)
     assert pieces == []

@@ -82,20 +82,21 @@ def test_many_rows_in_many_threads_and_their_verdict_arrive(pair: Pair, num_rows
         assert draft.result() == (step, verdict)
 
 
-PREFIX = struct.Struct("<8siii4x")
+PREFIX = struct.Struct("<8siiii")
 
 
 @pytest.mark.parametrize(
     ("message", "reason"),
     [
         (bytes(64), "it begins with other bytes"),
-        (PREFIX.pack(b"pipedec2", -1, 0, -1), "-1 rows, which must be between 0 and 65536"),
-        (PREFIX.pack(b"pipedec2", 2**31 - 1, 0, -1), "2147483647 rows"),
-        (PREFIX.pack(b"pipedec2", 0, 2**31 - 1, 0), "a verdict of 2147483647 values, of which 1048576 are allowed"),
-        (PREFIX.pack(b"pipedec2", 0, -3, 0), "a verdict of -3 values"),
-        (PREFIX.pack(b"pipedec2", 0, 4, -1), "4 values of no verdict"),
-        (PREFIX.pack(b"pipedec2", 0, 0, 5), "unknown finish reason 5"),
-        (PREFIX.pack(b"pipedec2", 0, 4, 0) + struct.pack("<4q", 0, 2, 0, 5), "a verdict whose lengths do not add up"),
+        (PREFIX.pack(b"pipedec2", -1, 24, 0, -1), "-1 rows, which must be between 0 and 65536"),
+        (PREFIX.pack(b"pipedec2", 2**31 - 1, 24, 0, -1), "2147483647 rows"),
+        (PREFIX.pack(b"pipedec2", 1, 44, 0, -1), "rows of 44 bytes, not 24"),
+        (PREFIX.pack(b"pipedec2", 0, 0, 2**31 - 1, 0), "a verdict of 2147483647 values, of which 1048576 are allowed"),
+        (PREFIX.pack(b"pipedec2", 0, 0, -3, 0), "a verdict of -3 values"),
+        (PREFIX.pack(b"pipedec2", 0, 0, 4, -1), "4 values of no verdict"),
+        (PREFIX.pack(b"pipedec2", 0, 0, 0, 5), "unknown finish reason 5"),
+        (PREFIX.pack(b"pipedec2", 0, 0, 4, 0) + struct.pack("<4q", 0, 2, 0, 5), "a verdict whose lengths do not add up"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

@@ -28,6 +28,7 @@ from pipedec.transport.wire import (
 
 CPU = torch.device("cpu")
 HIDDEN_SIZE, DTYPE = 3, torch.float32
+ROW_BYTES = message_bytes(1, HIDDEN_SIZE, DTYPE)
 INLINE_ROWS = 8
 INT64 = st.integers(-(2**63), 2**63 - 1)
 REASONS = st.sampled_from([None, "stop", "length", "cancelled", "cache_full"])
@@ -92,7 +93,7 @@ def test_a_slice_of_a_larger_tensor_can_be_packed() -> None:
 def received(first: Tensor, rest: Tensor | None) -> Envelope:
     """As a transport unpacks an envelope; the first message lies in a larger buffer."""
     buffer = np.concatenate((first.numpy(), np.full(99, 0xAB, np.uint8)))
-    prefix = unpack_prefix(buffer)
+    prefix = unpack_prefix(buffer, ROW_BYTES)
     assert (rest is None) == (prefix.values <= INLINE_VALUES)
     body = buffer[PREFIX_BYTES : prefix.end] if rest is None else rest.numpy()
     verdict = unpack_verdict(body.view(np.int64).tolist(), prefix)
@@ -128,7 +129,7 @@ def test_a_short_envelope_is_a_short_message() -> None:
 @pytest.mark.parametrize(
     ("envelope", "message"),
     [
-        (Envelope(Step(torch.zeros(MAX_ROWS + 1, dtype=torch.int64), torch.zeros(0))), "65537 rows"),
+        (Envelope(Step(torch.zeros(MAX_ROWS + 1, dtype=torch.int64), torch.zeros(MAX_ROWS + 1))), "65537 rows"),
         (Envelope(None, Verdict.of(*[1] * MAX_VERDICT_VALUES)), "a verdict of 1048579 values"),
         (Envelope(None, Verdict((), "tired")), "not in tuple"),
     ],
@@ -139,10 +140,14 @@ def test_what_no_receiver_accepts_is_not_sent(envelope: Envelope, message: str) 
         pack_envelope(envelope, INLINE_ROWS)
 
 
-@given(st.binary(min_size=16, max_size=16) | st.builds(struct.Struct("<iii4x").pack, *[st.integers(-(2**31), 2**31 - 1)] * 3))
+PREFIX = struct.Struct("<iiii")
+ROWS = st.integers(-1, 2**17) | st.integers(-(2**31), 2**31 - 1)
+
+
+@given(st.binary(min_size=16, max_size=16) | st.builds(PREFIX.pack, ROWS, st.just(ROW_BYTES), ROWS, st.integers(-2, 6)))
 def test_any_prefix_is_within_the_bounds_or_refused(lengths: bytes) -> None:
     try:
-        prefix = unpack_prefix(np.frombuffer(b"pipedec2" + lengths, np.uint8))
+        prefix = unpack_prefix(np.frombuffer(b"pipedec2" + lengths, np.uint8), ROW_BYTES)
     except ValueError:
         return
     assert 0 <= prefix.rows <= MAX_ROWS and 0 <= prefix.values <= MAX_VERDICT_VALUES
@@ -150,7 +155,7 @@ def test_any_prefix_is_within_the_bounds_or_refused(lengths: bytes) -> None:
 
 @given(st.lists(st.integers(-3, 6) | INT64, max_size=30))
 def test_any_values_are_one_verdict_or_refused(values: list[int]) -> None:
-    prefix = unpack_prefix(np.frombuffer(struct.pack("<8siii4x", b"pipedec2", 0, len(values), 0), np.uint8))
+    prefix = unpack_prefix(np.frombuffer(b"pipedec2" + PREFIX.pack(0, 0, len(values), 0), np.uint8), 0)
     try:
         verdict = unpack_verdict(values, prefix)
     except ValueError:

@@ -43,7 +43,7 @@ class ThreadAnswers:
         options = make_options(request.method, request.options)
         verdicts = list(pipeline.run(Request(0, prompt, request.sampling, request.method, options, threads=threads)))
         tokens = [token for verdict in verdicts for token in verdict.tokens]
-        figures = self._sequential(len(prompt), tokens) if pipeline.sequence is None else _threaded(pipeline.sequence)
+        figures = self._sequential(len(prompt), tokens) if rules is None else _threaded(pipeline.sequence)
         return {
             "prompt_tokens": len(prompt),
             **figures,
@@ -84,8 +84,9 @@ def sequential_metrics(prompt_tokens: int, tokens: int, text_tokens: int) -> Thr
     )  # fmt: skip
 
 
-def _threaded(sequence: Sequence) -> Row:
+def _threaded(sequence: Sequence | None) -> Row:
     """The document contains thread paths, not numbers: numbers depend on the order in which threads opened."""
+    assert sequence is not None
     written = sequence.document()
     document = [[list(sequence.threads[token.thread].path), token.token_id] for token in written]
     decoded_text = sum(not token.is_control for token in written[1:])
