@@ -17,7 +17,7 @@ from pipedec.engine.rank_zero import RankZero
 from pipedec.engine.tasks import TaskPipeline
 from pipedec.engine.timed_drafter import TimedDrafter
 from pipedec.engine.windows import WindowPipeline
-from pipedec.messages import ErrorEvent, Event, TraceEvents
+from pipedec.messages import ErrorEvent, Event, TraceEvents, TraceRow
 from pipedec.methods import LayerTreeOptions
 from pipedec.scheduler.protocol import Message
 from pipedec.text.prompt import Prompter
