@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from pipedec.core import SamplingParams, Step, Verdict
+from pipedec.core import Envelope, SamplingParams, Step, Verdict
 from pipedec.model import StageModel
 from pipedec.stage import FinalStageWorker, StageWorker
 from pipedec.threads import single_thread
@@ -261,3 +261,30 @@ def test_nothing_is_left_for_the_next_request(target: Target) -> None:
     stage.decode(rows((answer[0], -1), (answer[1], 0)))
     assert stage.verdict() == Verdict.of(answer[1], answer[2], finished="length")
     assert prefilled_verdict(stage, SamplingParams(max_tokens=1)) == Verdict.of(answer[0], finished="length")
+
+
+@pytest.mark.parametrize("tokens", [0, 1])
+@pytest.mark.parametrize("layers", [CUT[0], range(4)], ids=["middle", "final"])
+def test_nothing_is_computed_after_an_answer_was_ended(target: Target, layers: range, tokens: int) -> None:
+    """By rank 0, which may have cut off tokens that the last stage has accepted; that verdict travels on."""
+    answer, stage = target.answer(3), target.stage(layers)
+    for _ in range(2):
+        begin(stage)
+        stage.prefill(prompt_chunk(*PROMPT))
+        stage.outgoing(), stage.verdict()
+        reply = stage.advance(Envelope(rows((answer[0], -1), (answer[1], 0)), Verdict.of(answer[0])))
+        if layers.stop == 4:
+            assert reply == Envelope(verdict=Verdict.of(answer[1], answer[2]))
+        else:
+            assert pairs(reply.step) == [(answer[0], -1), (answer[1], 0)] and reply.verdict == Verdict.of(answer[0])
+        ended = Verdict.of(*answer[1 : 1 + tokens], finished="stop")
+        assert stage.advance(Envelope(rows((9, 0)), ended)) == Envelope(verdict=ended)
+        assert stage.outgoing() is None
+
+
+def test_a_timestep_without_rows_passes_the_verdict_on(target: Target) -> None:
+    stage = begun(target)
+    assert stage.advance(Envelope()) == Envelope()
+    assert stage.advance(Envelope(verdict=Verdict.of(5))) == Envelope(verdict=Verdict.of(5))
+    final, _ = final_stage(target, SamplingParams())
+    assert final.advance(Envelope()) == Envelope() and final.take_logprobs() == []
