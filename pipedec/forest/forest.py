@@ -101,7 +101,7 @@ class Forest:
     def _of_trees(self, name: str) -> Tensor:
         """[N], the attribute ``name`` of every row."""
         if self._only_tree is not None:
-            return getattr(self._only_tree, name)  # type: ignore[no-any-return]
+            return getattr(self._only_tree, name)
         values = torch.zeros_like(self._threads)
         if self._rows:
             values[torch.cat(list(self._rows.values()))] = torch.cat([getattr(self.trees[number], name) for number in self._rows])

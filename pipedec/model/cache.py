@@ -69,12 +69,13 @@ class KVCache:
         self.past_length = 0
         self.tree_length = 0
 
-    @torch.inference_mode()
     def reserve(self, rows: int) -> None:
         """Make room for ``rows`` more rows, growing the buffer by whole blocks if necessary."""
-        needed = self.length + rows
-        if needed <= self.slots:
-            return
+        if self.length + rows > self.slots:
+            self._grow(self.length + rows)
+
+    @torch.inference_mode(False)  # a buffer made in inference mode could only be written there
+    def _grow(self, needed: int) -> None:
         layers, two, heads, _, head_dim = self._buffer.shape
         slots = -(-needed // self.block) * self.block
         grown = self._buffer.new_empty((layers, two, heads, self.prompt_length + slots, head_dim))
@@ -82,7 +83,6 @@ class KVCache:
         grown[:, :, :, :used] = self._buffer[:, :, :, :used]
         self._buffer = grown
 
-    @torch.inference_mode()
     def write(self, layer: int, keys_KRD: Tensor, values_KRD: Tensor) -> None:
         """Write a step's rows behind the rows of one layer, without adding them to a level.
 
@@ -129,7 +129,6 @@ class KVCache:
         self._check_written(rows)
         self.past_length += rows
 
-    @torch.inference_mode()
     def advance(self, committed: Tensor, kept: Tensor) -> None:
         """Commit tree rows to the past and prune those that are not kept (one copy over all layers).
 
@@ -149,11 +148,10 @@ class KVCache:
             first = self.prompt_length + self.past_length
             start, end = first + moved, first + len(order)
             sources = rows[moved:].to(self._buffer.device) + first
-            self._buffer[:, :, :, start:end] = self._buffer.index_select(3, sources)
+            self._buffer.narrow(3, start, end - start).copy_(self._buffer.index_select(3, sources))
         self.past_length += len(committed)
         self.tree_length = len(kept)
 
-    @torch.inference_mode()
     def release(self, kept: Tensor) -> None:
         """Drop all past rows except ``kept``; the tree follows directly behind them.
 

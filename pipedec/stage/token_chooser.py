@@ -86,7 +86,7 @@ class TokenChooser:
             return logits_MV
         if threads_M is None:
             return self._samplers[0].scores(logits_MV, positions_M)
-        scores_MV = logits_MV.double()
+        scores_MV = torch.zeros_like(logits_MV, dtype=torch.float64)
         for number in threads_M.unique().tolist():
             own = threads_M == number
             scores_MV[own] = self._samplers[number].scores(logits_MV[own], positions_M[own])

@@ -6,6 +6,8 @@ A worker receives rows and verdicts. It computes the rows, holds its output unti
 
 from __future__ import annotations
 
+from bisect import bisect_left
+
 import torch
 from torch import Tensor
 
@@ -136,5 +138,6 @@ class StageWorker:
         if changes.affects_threads and (kept := self._forest.release()) is not None:
             self._cache.release(kept)
         if self._pending_hidden is not None:
-            newest = advance.kept - (advance.num_rows - len(self._pending_hidden))
-            self._pending_hidden = self._pending_hidden[newest[newest >= 0]]
+            first = advance.num_rows - len(self._pending_hidden)
+            kept = advance.kept[bisect_left(advance.kept.tolist(), first) :]
+            self._pending_hidden = self._pending_hidden[kept - first]

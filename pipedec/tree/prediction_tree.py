@@ -380,5 +380,3 @@ class PredictionTree:
         self._gaps[:capacity] = gaps
         self._log_probs[:capacity] = log_probs
         self._mask[:capacity, :capacity] = mask
-
-

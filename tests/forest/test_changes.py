@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from toy_dialects import IDS, ids, say, sequence_of, toy
 
-from pipedec.core import Part, Share, Verdict
+from pipedec.core import Accepted, Verdict
 from pipedec.forest import Remaining, Start, ThreadChanges, apply_verdict
 from pipedec.threads import Sequence, State
 
@@ -15,8 +15,8 @@ PROMISE = '<promise : 2 "/>'
 
 def told(sequence: Sequence, finished: str | None = None, **texts: str) -> ThreadChanges:
     """Follow a verdict that says ``t0="a b"`` of thread 0, and so on."""
-    parts = [Part(int(name[1:]), tuple(ids(text))) for name, text in texts.items()]
-    return apply_verdict(sequence, Verdict.of_parts(parts, finished))
+    accepted = tuple(Accepted(int(name[1:]), tuple(ids(text))) for name, text in texts.items())
+    return apply_verdict(sequence, Verdict(accepted, finished))
 
 
 def test_text_keeps_what_was_guessed_behind_it() -> None:
@@ -26,9 +26,9 @@ def test_text_keeps_what_was_guessed_behind_it() -> None:
     assert not changes.affects_threads
 
 
-def test_a_verdict_without_shares_is_the_main_threads() -> None:
+def test_a_verdict_of_tokens_alone_is_the_main_threads() -> None:
     sequence = sequence_of(toy("apar"))
-    assert apply_verdict(sequence, Verdict(tuple(ids("a b")))).accepted == {0: tuple(ids("a b"))}
+    assert apply_verdict(sequence, Verdict.of(*ids("a b"))).accepted == {0: tuple(ids("a b"))}
     assert sequence.main.token_ids == ids("a b")
 
 
@@ -161,8 +161,7 @@ def test_a_thread_that_is_cut_while_it_waits_is_told_of() -> None:
     assert changes.remaining == {1: Remaining.SUBTREE, 0: Remaining.NOTHING} and changes.affects_threads
 
 
-def test_parts_of_a_verdict_are_those_that_it_was_made_of() -> None:
-    parts = [Part(3, (1, 2), ((7, 8),)), Part(0, (5,))]
-    verdict = Verdict.of_parts(parts, "stop")
-    assert verdict == Verdict((1, 2, 5), "stop", ((7, 8),), (Share(3, 2, 1), Share(0, 1, 0)))
-    assert list(verdict.parts()) == parts
+def test_tokens_of_a_verdict_are_those_of_all_its_threads() -> None:
+    assert Verdict((Accepted(3, (1, 2), ((7, 8),)), Accepted(0, (5,))), "stop").tokens == (1, 2, 5)
+    assert Verdict.of(4, 5, forecast=((7,),)) == Verdict((Accepted(0, (4, 5), ((7,),)),))
+    assert Verdict.of() == Verdict() and Verdict().tokens == ()

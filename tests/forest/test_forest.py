@@ -6,7 +6,7 @@ import pytest
 import torch
 from toy_dialects import IDS, ids, sequence_of, toy
 
-from pipedec.core import Part, Verdict
+from pipedec.core import Accepted, Verdict
 from pipedec.forest import Forest
 from pipedec.forest.slots import Slots
 
@@ -25,12 +25,14 @@ def enter(forest: Forest, *rows: tuple[str, int, int]) -> slice:
 
 
 def accept(forest: Forest, **texts: str) -> None:
-    forest.advance(Verdict.of_parts([Part(int(name[1:]), tuple(ids(text))) for name, text in texts.items()]))
+    forest.advance(Verdict(tuple(Accepted(int(name[1:]), tuple(ids(text))) for name, text in texts.items())))
 
 
 def seen(forest: Forest, rows: slice) -> list[str]:
-    """Of each row, the slots that it sees, as digits."""
-    return ["".join("01"[is_seen] for is_seen in row) for row in forest.sight(rows).seen.tolist()]
+    """Of each row, the slots behind the prompt that it sees, as digits."""
+    visibility = forest.visibility(rows)
+    assert visibility.shared == PROMPT
+    return ["".join("01"[is_seen] for is_seen in row) for row in visibility.seen.tolist()]
 
 
 def test_rows_of_two_threads_see_their_own_trees_and_what_came_before_the_child() -> None:
@@ -39,12 +41,11 @@ def test_rows_of_two_threads_see_their_own_trees_and_what_came_before_the_child(
     enter(forest, ("a", -1, 0), ("[Fork]", 0, 0))
     accept(forest, t0="[Fork]")
     rows = enter(forest, ("[Child]", -1, 1), ("c", 0, 0), ("x", 0, 1), ("y", 0, 1), ("z", 1, 1))
-    # the prompt, a, [Fork], then [Child], c, x, y, z
-    assert seen(forest, rows) == ["11111" + "10000", "11111" + "01000", "11111" + "10100", "11111" + "10010", "11111" + "10101"]
+    # a, [Fork], then [Child], c, x, y, z
+    assert seen(forest, rows) == ["11" + "10000", "11" + "01000", "11" + "10100", "11" + "10010", "11" + "10101"]
     assert forest.positions.tolist() == [4, 5, 5, 6, 6, 7]
     assert forest.parents.tolist() == [-1, -1, 0, 0, 0, 1]
-    assert forest.sight(rows).slot_positions.tolist() == [0, 1, 2, 3, 4, 5, 5, 6, 6, 7]
-    assert forest.sight(rows).shared == PROMPT
+    assert forest.visibility(rows).slot_positions().tolist() == [3, 4, 5, 5, 6, 6, 7]
     assert [forest.child(1, IDS[text]) for text in "xyz"] == [3, 4, None]
 
 
@@ -78,7 +79,7 @@ def test_rows_may_come_before_those_of_other_threads_that_they_see() -> None:
     enter(forest, ("<Parallel>", -1, 0), ("<Path>", -1, 1))
     accept(forest, t0="<Conclusion>", t1="</Path>")
     rows = enter(forest, ("<Conclusion>", -1, 0), ("</Path>", -1, 1))
-    assert seen(forest, rows) == ["111" + "111" + "11", "111" + "111" + "01"]
+    assert seen(forest, rows) == ["111" + "11", "111" + "01"]
 
 
 def test_a_childs_slots_are_free_once_nobody_sees_them() -> None:
@@ -92,7 +93,6 @@ def test_a_childs_slots_are_free_once_nobody_sees_them() -> None:
     accept(forest, t1="<|end|>")
     # the prompt, a, then [Fork] and [Child] in the order in which they left their trees, x
     assert [int(slot) for slot in forest.release()] == [0, 1, 2, 3, 4]  # type: ignore[union-attr]
-    assert forest.slots.past_positions.tolist() == [0, 1, 2, 3, 4]
     assert forest.num_rows == 0 and forest.release() is None
 
 
@@ -104,27 +104,14 @@ def test_tokens_behind_the_last_opener_are_free_when_the_parent_has_ended() -> N
     numbers, indices = torch.tensor([0, 0, 1, 0, 0]), torch.tensor([0, 1, 0, 2, 3])
     slots.commit(numbers, indices, torch.arange(5) + PROMPT)
     assert slots.seen(torch.tensor([0, 1]), torch.zeros(0).long(), torch.zeros(0).long()).int().tolist() == [
-        [1, 1, 1, 1, 1, 0, 1, 1],
-        [1, 1, 1, 1, 1, 1, 0, 0],
+        [1, 1, 0, 1, 1],
+        [1, 1, 1, 0, 0],
     ]
     assert slots.release() is None
     sequence.accept(0, IDS["<|end|>"])
     kept = slots.release()
     assert kept is not None and kept.tolist() == [0, 1, 2, 3, 4, 5], "what the child sees of its parent, and itself"
-    assert slots.past_length == 6 and slots.past_positions.tolist() == [0, 1, 2, 3, 4, 5]
-
-
-def test_has_root_and_entered_count_what_is_there() -> None:
-    forest = forest_of()
-    assert (forest.has_root(0), forest.entered(0), forest.entered(7)) == (False, 0, 0)
-    accept(forest, t0="a")
-    assert (forest.has_root(0), forest.entered(0)) == (False, 0)
-    enter(forest, ("a", -1, 0), ("b", 0, 0))
-    assert (forest.has_root(0), forest.entered(0)) == (True, 1)
-    accept(forest, t0="b")
-    assert (forest.has_root(0), forest.entered(0)) == (True, 2)
-    accept(forest, t0="c")
-    assert (forest.has_root(0), forest.entered(0)) == (False, 2)
+    assert slots.past_length == 3 and slots.past_positions.tolist() == [3, 4, 5]
 
 
 def test_nothing_of_an_ended_thread_stays_when_nobody_can_join_it() -> None:
@@ -135,8 +122,8 @@ def test_nothing_of_an_ended_thread_stays_when_nobody_can_join_it() -> None:
     enter(forest, ("<Parallel>", -1, 0), ("<Path>", -1, 1))
     accept(forest, t0="<Parallel>", t1="</Path>")
     enter(forest, ("<Parallel>", -1, 0), ("<Path>", -1, 2), ("</Path>", -1, 1))
-    assert forest.has_root(1), "the main thread may join it"
+    assert forest.trees[1].num_rows == 1, "the main thread may join it"
     accept(forest, t0="<|end|>")
-    assert not forest.has_root(1) and not forest.has_root(0) and forest.has_root(2)
+    assert [forest.trees[number].num_rows for number in range(3)] == [0, 0, 1]
     kept = forest.release()
     assert kept is not None and len(kept) == PROMPT + 3, "a and the two openers, which the second child sees"

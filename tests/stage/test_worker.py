@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from pipedec.core import SamplingParams, Step, Verdict
+from pipedec.core import Envelope, SamplingParams, Step, Verdict
 from pipedec.model import StageModel
 from pipedec.stage import FinalStageWorker, StageWorker
+from pipedec.threads import single_thread
 
 PROMPT = [1, 9, 30, 4, 51]
 NO_TOKEN = 64  # an end token that the vocabulary does not have
@@ -54,13 +55,17 @@ class Target:
 
     def stage(self, layers: range) -> StageWorker:
         model = StageModel.load(self.path, layers, torch.float64, "cpu")
-        return FinalStageWorker(model, (NO_TOKEN,)) if model.is_last else StageWorker(model)
+        return FinalStageWorker(model) if model.is_last else StageWorker(model)
 
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
     path = tmp_path_factory.mktemp("target")
     return Target(path, save_tiny_llama(path, dtype=torch.float64))
+
+
+def begin(stage: StageWorker, sampling: SamplingParams = SamplingParams()) -> None:  # noqa: B008
+    stage.begin(lambda: single_thread(len(PROMPT), (NO_TOKEN,), sampling.max_tokens), sampling)
 
 
 def prompt_chunk(*token_ids: int) -> Step:
@@ -76,9 +81,11 @@ def rows(*pairs: tuple[int, int]) -> Step:
 def begun(target: Target, layers: range = CUT[0], sampling: SamplingParams = SamplingParams()) -> StageWorker:  # noqa: B008
     """A first stage that has taken in the prompt, in two chunks."""
     stage = target.stage(layers)
-    stage.begin(len(PROMPT), sampling)
-    stage.prefill(prompt_chunk(*PROMPT[:2]))
-    stage.prefill(prompt_chunk(*PROMPT[2:]))
+    begin(stage, sampling)
+    for chunk in (PROMPT[:2], PROMPT[2:]):
+        stage.prefill(prompt_chunk(*chunk))
+        assert [token for token, _ in pairs(stage.outgoing())] == chunk
+        assert stage.verdict() is None
     return stage
 
 
@@ -89,7 +96,7 @@ def pairs(step: Step | None) -> list[tuple[int, int]]:
 
 def test_output_without_a_verdict_keeps_its_numbers(target: Target) -> None:
     stage = begun(target)
-    stage.sync(Verdict((5,)))
+    stage.sync(Verdict.of(5))
     assert stage.outgoing() is None
     stage.decode(rows((5, -1)))
     assert pairs(stage.outgoing()) == [(5, -1)]
@@ -110,11 +117,11 @@ def test_output_without_a_verdict_keeps_its_numbers(target: Target) -> None:
 )
 def test_a_verdict_prunes_the_pending_output(target: Target, tokens: tuple[int, ...], left: list[tuple[int, int]] | None) -> None:
     stage = begun(target)
-    stage.sync(Verdict((5,)))
+    stage.sync(Verdict.of(5))
     for step in (rows((5, -1)), rows((7, 0), (8, 0)), rows((20, 1), (21, 2), (22, 2))):
         stage.outgoing()
         stage.decode(step)
-    stage.sync(Verdict(tokens))
+    stage.sync(Verdict.of(*tokens))
     outgoing = stage.outgoing()
     assert (None if outgoing is None else pairs(outgoing)) == left
     if outgoing is not None and outgoing.hidden is not None:
@@ -149,23 +156,25 @@ def test_rows_mean_the_same_at_every_stage(target: Target, seed: int) -> None:
     activations that a forward of each path alone gives."""
     rng = random.Random(seed)
     stages, naive = [target.stage(layers) for layers in CUT], [NaiveStage() for _ in range(4)]  # the first is rank 0
-    prefilled = prompt_chunk(*PROMPT)
+    prefilled: Step | None = prompt_chunk(*PROMPT)
     for stage in stages:
-        stage.begin(len(PROMPT), SamplingParams())
-        prefilled = stage.prefill(prefilled)
+        begin(stage)
+        assert prefilled is not None
+        stage.prefill(prefilled)
+        prefilled = stage.outgoing()
+    assert prefilled is None, "nothing leaves the last stage"
     said: TokenPath = ()
     tokens: TokenPath = (5,)
     for _ in range(10):
         if tokens:
             said += tokens
             for stage, copy in zip(stages, naive[1:], strict=True):
-                stage.sync(Verdict(tokens))
+                stage.sync(Verdict.of(*tokens))
                 copy.sync(said)
             naive[0].sync(said)
         naive[0].decode(new_paths(naive[0].paths, said, rng))
         moving = [copy.outgoing() for copy in naive[:3]]
         steps = [numbered(moving[0], naive[1].paths), *(stage.outgoing() for stage in stages[:2])]
-        stages[2].outgoing()
         for index, (step, paths) in enumerate(zip(steps, moving, strict=True)):
             check_step(target, step, paths, naive[index + 1].paths, CUT[index].start)
             if step is not None:
@@ -215,9 +224,12 @@ def final_stage(target: Target, sampling: SamplingParams) -> tuple[FinalStageWor
 
 
 def prefilled_verdict(stage: FinalStageWorker, sampling: SamplingParams) -> Verdict:
-    stage.begin(len(PROMPT), sampling)
+    begin(stage, sampling)
     stage.prefill(prompt_chunk(*PROMPT[:3]))
-    verdict = stage.first_verdict(stage.prefill(prompt_chunk(*PROMPT[3:])))
+    assert stage.verdict() is None
+    stage.prefill(prompt_chunk(*PROMPT[3:]))
+    verdict = stage.verdict()
+    assert verdict is not None
     stage.sync(verdict)
     return verdict
 
@@ -225,16 +237,16 @@ def prefilled_verdict(stage: FinalStageWorker, sampling: SamplingParams) -> Verd
 def test_the_last_stage_accepts_as_much_as_it_has_computed(target: Target) -> None:
     answer = target.answer(8)
     stage, verdict = final_stage(target, SamplingParams(max_tokens=8))
-    assert verdict == Verdict((answer[0],))
+    assert verdict == Verdict.of(answer[0])
     wrong = 1 + max(answer)
     chain = [(answer[0], -1), (wrong % 64, 0), (answer[1], 0), (answer[2], 2), (answer[3], 3)]
     stage.decode(rows(*chain))
     verdict = stage.verdict()
-    assert verdict == Verdict(tuple(answer[1:5]))
+    assert verdict == Verdict.of(*answer[1:5])
     stage.sync(verdict)
     stage.decode(rows((answer[4], -1), (answer[5], 0), (answer[6], 1), (answer[7], 2)))
     verdict = stage.verdict()
-    assert verdict == Verdict(tuple(answer[5:8]), "length")
+    assert verdict == Verdict.of(*answer[5:8], finished="length")
 
 
 def test_nothing_is_left_for_the_next_request(target: Target) -> None:
@@ -242,10 +254,37 @@ def test_nothing_is_left_for_the_next_request(target: Target) -> None:
     stage, _ = final_stage(target, SamplingParams(max_tokens=2))
     stage.decode(rows((answer[0], -1), (7, 0)))
     verdict = stage.verdict()
-    assert verdict == Verdict((answer[1],), "length")
+    assert verdict == Verdict.of(answer[1], finished="length")
     stage.sync(verdict)
-    assert prefilled_verdict(stage, SamplingParams(max_tokens=3)) == Verdict((answer[0],))
+    assert prefilled_verdict(stage, SamplingParams(max_tokens=3)) == Verdict.of(answer[0])
     assert stage.outgoing() is None
     stage.decode(rows((answer[0], -1), (answer[1], 0)))
-    assert stage.verdict() == Verdict((answer[1], answer[2]), "length")
-    assert prefilled_verdict(stage, SamplingParams(max_tokens=1)) == Verdict((answer[0],), "length")
+    assert stage.verdict() == Verdict.of(answer[1], answer[2], finished="length")
+    assert prefilled_verdict(stage, SamplingParams(max_tokens=1)) == Verdict.of(answer[0], finished="length")
+
+
+@pytest.mark.parametrize("tokens", [0, 1])
+@pytest.mark.parametrize("layers", [CUT[0], range(4)], ids=["middle", "final"])
+def test_nothing_is_computed_after_an_answer_was_ended(target: Target, layers: range, tokens: int) -> None:
+    """By rank 0, which may have cut off tokens that the last stage has accepted; that verdict travels on."""
+    answer, stage = target.answer(3), target.stage(layers)
+    for _ in range(2):
+        begin(stage)
+        stage.prefill(prompt_chunk(*PROMPT))
+        stage.outgoing(), stage.verdict()
+        reply = stage.advance(Envelope(rows((answer[0], -1), (answer[1], 0)), Verdict.of(answer[0])))
+        if layers.stop == 4:
+            assert reply == Envelope(verdict=Verdict.of(answer[1], answer[2]))
+        else:
+            assert pairs(reply.step) == [(answer[0], -1), (answer[1], 0)] and reply.verdict == Verdict.of(answer[0])
+        ended = Verdict.of(*answer[1 : 1 + tokens], finished="stop")
+        assert stage.advance(Envelope(rows((9, 0)), ended)) == Envelope(verdict=ended)
+        assert stage.outgoing() is None
+
+
+def test_a_timestep_without_rows_passes_the_verdict_on(target: Target) -> None:
+    stage = begun(target)
+    assert stage.advance(Envelope()) == Envelope()
+    assert stage.advance(Envelope(verdict=Verdict.of(5))) == Envelope(verdict=Verdict.of(5))
+    final, _ = final_stage(target, SamplingParams())
+    assert final.advance(Envelope()) == Envelope() and final.take_logprobs() == []

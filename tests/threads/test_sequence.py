@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
+from examples import examples
+from hypothesis import given
+from hypothesis import strategies as st
 from toy_dialects import END, IDS, ids, say, sequence_of, toy, written
 
-from pipedec.threads import Ended, Finished, Joined, Opened, Sequence, State, Waiting
+from pipedec.threads import Ended, Finished, Joined, Opened, Sequence, State, Waiting, single_thread
+from pipedec.threads.bound import NO_DIALECT
 
 FORK, CHILD, ASYNC, SYNC = IDS["[Fork]"], IDS["[Child]"], IDS["<async>"], IDS["<sync/>"]
 
@@ -220,3 +226,22 @@ def test_end_tokens_are_the_callers() -> None:
     sequence = Sequence(toy("apar"), 3, (), 5)
     assert sequence.accept(0, END) == []
     assert sequence.finished is None
+
+
+@examples(40)
+@given(
+    tokens=st.lists(st.integers(0, 9), min_size=1, max_size=8), max_tokens=st.integers(1, 9), ahead=st.lists(st.integers(0, 8))
+)
+def test_text_of_an_answer_that_cannot_fork_has_no_effects(tokens: list[int], max_tokens: int, ahead: list[int]) -> None:
+    """The shortcut says what the rules say of a dialect that never opens a thread."""
+    alone = single_thread(5, (9,), max_tokens)
+    general = Sequence(replace(NO_DIALECT), 5, (9,), max_tokens)
+    assert general.can_fork and not alone.can_fork
+    for token in tokens:
+        if alone.finished is not None:
+            break
+        assert alone.ends_walk(0, token) == general.ends_walk(0, token)
+        assert alone.ends_walk(0, token, ahead) == general.ends_walk(0, token, ahead)
+        assert alone.accept(0, token) == general.accept(0, token)
+        assert alone.threads == general.threads and alone.finished == general.finished
+        assert alone.anomalies == general.anomalies == {}

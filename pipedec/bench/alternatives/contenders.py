@@ -177,6 +177,6 @@ def _load_counted(spec: PipelineSpec, device: torch.device) -> tuple[LocalPipeli
         model.count = count
         if spec.bita is not None:
             model.attach(BitaWeights.load(spec.bita, config, range(first, last), spec.torch_dtype, device))
-        stages.append(FinalStageWorker(model, config.eos_token_ids, device) if model.is_last else StageWorker(model, device))
+        stages.append(FinalStageWorker(model, device) if model.is_last else StageWorker(model, device))
     pipeline = LocalPipeline(stages, spec.topology, spec.load_drafter(device), device, trained_masks=spec.trained_masks())
     return pipeline, count

@@ -6,26 +6,29 @@ import pytest
 import torch
 from toy_dialects import IDS, TEXTS, ids, sequence_of, texts, toy
 
-from pipedec.core import Part, SamplingParams, Verdict
+from pipedec.core import Accepted, SamplingParams, Verdict
 from pipedec.forest import Forest
 from pipedec.sampling.noise import gumbel
-from pipedec.stage.thread_verifier import ThreadVerifier
+from pipedec.stage.acceptance import Acceptance
+from pipedec.stage.token_chooser import TokenChooser
 
 VOCAB = len(TEXTS)
 GREEDY = SamplingParams()
 
 
 class Stage:
-    """The forest of a last stage and its verifier. ``successors`` are the target's token after each row."""
+    """The forest of a last stage, its choices and its acceptance. ``successors`` are the target's token after each row."""
 
     def __init__(self, dialect: str, sampling: SamplingParams = GREEDY, max_tokens: int = 100, said: str = "a") -> None:
         bound = toy(dialect)
         self.forest = Forest(sequence_of(bound, 10, max_tokens))
-        self.verifier = ThreadVerifier(sequence_of(bound, 10, max_tokens), sampling, VOCAB, "cpu")
+        self.chooser = TokenChooser(self.forest.sequence, sampling, VOCAB, "cpu")
+        self.acceptance = Acceptance(sequence_of(bound, 10, max_tokens))
         self.successors: list[int] = []
-        self.parts: list[Part] = []  # of the last verdict
-        first = self.verifier.first(wish(said))
-        self.replay([Part(0, (int(first[0]),))])
+        first = int(self.chooser.first(wish(said))[0])
+        self.acceptance.accept_first(first)
+        self.last = Verdict.of(first)
+        self.replay(self.last)
 
     def enter(self, *rows: tuple[str, int, int, str]) -> None:
         """Rows as (token, parent, thread, the target's successor)."""
@@ -35,14 +38,22 @@ class Stage:
 
     def verdict(self) -> dict[int, str]:
         """What is accepted of each thread."""
-        parts = self.verifier.verify(self.forest, torch.tensor(self.successors))
-        self.parts = parts or self.parts
-        return {part.thread: texts(part.tokens) for part in parts}
+        walks = self.acceptance.verify(self.forest, torch.tensor(self.successors, dtype=torch.int64))
+        if walks:
+            self.last = Verdict(tuple(Accepted(walk.thread, walk.tokens) for walk in walks))
+            self.rows = [row for walk in walks for row in walk.rows]
+        return {walk.thread: texts(walk.tokens) for walk in walks}
 
-    def replay(self, parts: list[Part]) -> None:
-        advance, changes = self.forest.advance(Verdict.of_parts(parts))
-        self.verifier.replayed(self.forest, changes)
+    def replay(self, verdict: Verdict) -> None:
+        advance, changes = self.forest.advance(verdict)
+        self.chooser.replayed(changes)
+        self.acceptance.replayed(changes)
         self.successors = [self.successors[row] for row in advance.kept.tolist()]
+
+
+def threads_of(stage: Stage) -> list[int]:
+    assert stage.forest.threads is not None
+    return stage.forest.threads.tolist()  # type: ignore[no-any-return]
 
 
 def wish(*best: str) -> torch.Tensor:
@@ -56,20 +67,20 @@ def wish(*best: str) -> torch.Tensor:
 def test_every_thread_is_walked_as_far_as_its_rows_go() -> None:
     stage = Stage("apar")
     stage.enter(("a", -1, 0, "[Fork]"))
-    assert stage.verdict() == {0: "[Fork]"} and stage.verifier.verified_rows == [0]
-    stage.replay(stage.parts)
+    assert stage.verdict() == {0: "[Fork]"} and stage.rows == [0]
+    stage.replay(stage.last)
     stage.enter(("[Fork]", -1, 0, "b"), ("[Child]", -1, 1, "x"), ("b", 0, 0, "c"), ("x", 0, 1, "y"), ("z", 0, 1, "q"))
     assert stage.verdict() == {0: "b c", 1: "x y"}
-    assert stage.verifier.verified_rows == [0, 2, 1, 3], "of each thread in turn"
+    assert stage.rows == [0, 2, 1, 3], "of each thread in turn"
     assert stage.verdict() == {}, "nothing is said twice"
 
 
 def test_a_walk_goes_on_behind_an_opener() -> None:
     stage = Stage("apar")
     stage.enter(("a", -1, 0, "[Fork]"), ("[Fork]", 0, 0, "b"), ("b", 1, 0, "c"))
-    assert stage.verdict() == {0: "[Fork] b c"} and stage.verifier.verified_rows == [0, 1, 2]
+    assert stage.verdict() == {0: "[Fork] b c"} and stage.rows == [0, 1, 2]
     assert stage.verdict() == {}
-    stage.replay(stage.parts)
+    stage.replay(stage.last)
     assert stage.successors == [] and stage.verdict() == {}
     stage.enter(("c", -1, 0, "d"), ("[Child]", -1, 1, "x"))
     assert stage.verdict() == {0: "d", 1: "x"}
@@ -79,10 +90,10 @@ def test_a_walk_goes_on_behind_an_opener_that_is_not_replayed_yet() -> None:
     stage = Stage("apar")
     stage.enter(("a", -1, 0, "[Fork]"))
     assert stage.verdict() == {0: "[Fork]"}
-    opened = stage.parts
+    opened = stage.last
     stage.enter(("[Fork]", 0, 0, "b"), ("b", 1, 0, "c"))
     assert stage.verdict() == {0: "b c"}
-    behind = stage.parts
+    behind = stage.last
     stage.replay(opened)
     assert stage.forest.token_ids.tolist() == ids("[Fork] b") and stage.verdict() == {}
     stage.replay(behind)
@@ -94,10 +105,10 @@ def test_rows_ahead_of_the_replay_go_on_behind_text() -> None:
     stage = Stage("apar")
     stage.enter(("a", -1, 0, "b"))
     assert stage.verdict() == {0: "b"}
-    first = stage.parts
+    first = stage.last
     stage.enter(("b", 0, 0, "c"), ("c", 1, 0, "d"))
     assert stage.verdict() == {0: "c d"}
-    second = stage.parts
+    second = stage.last
     stage.replay(first)
     stage.replay(second)
     assert stage.successors == [] and stage.forest.sequence.main.token_ids == ids("a b c d")
@@ -107,14 +118,14 @@ def test_nothing_is_walked_behind_a_join() -> None:
     stage = Stage("parallel")
     stage.enter(("a", -1, 0, "<Parallel>"))
     stage.verdict()
-    stage.replay(stage.parts)
+    stage.replay(stage.last)
     stage.enter(("<Parallel>", -1, 0, "<Conclusion>"), ("<Conclusion>", 0, 0, "c"), ("c", 1, 0, "d"), ("<Path>", -1, 1, "x"))
     assert stage.verdict() == {0: "<Conclusion>", 1: "x"}
     assert stage.verdict() == {}
-    stage.replay(stage.parts)
+    stage.replay(stage.last)
     stage.enter(("x", -1, 1, "</Path>"), ("</Path>", 0, 1, "q"))
     assert stage.verdict() == {1: "</Path>"}, "nor behind the end of a thread"
-    stage.replay(stage.parts)
+    stage.replay(stage.last)
     assert stage.forest.token_ids.tolist() == ids("</Path>")
     stage.enter(("<Conclusion>", -1, 0, "c"))
     assert stage.verdict() == {0: "c"}
@@ -125,42 +136,41 @@ def test_a_join_whose_children_have_ended_waits_for_its_replay() -> None:
     stage = Stage("parallel")
     stage.enter(("a", -1, 0, "<Parallel>"))
     stage.verdict()
-    stage.replay(stage.parts)
+    stage.replay(stage.last)
     stage.enter(("<Parallel>", -1, 0, "b"), ("<Path>", -1, 1, "</Path>"), ("b", 0, 0, "c"))
     assert stage.verdict() == {0: "b c", 1: "</Path>"}
-    ended = stage.parts
+    ended = stage.last
     stage.enter(("c", 1, 0, "<Conclusion>"), ("<Conclusion>", 2, 0, "d"))
     assert stage.verdict() == {0: "<Conclusion>"}
-    joined = stage.parts
+    joined = stage.last
     stage.replay(ended)
     stage.replay(joined)
-    assert stage.verdict() == {} and 0 not in stage.forest.threads.tolist()
+    assert stage.verdict() == {} and 0 not in threads_of(stage)
 
 
 def test_the_end_of_the_answer() -> None:
     stage = Stage("apar", max_tokens=3)
     stage.enter(("a", -1, 0, "b"), ("b", 0, 0, "c"), ("c", 1, 0, "d"))
-    assert stage.verifier.finished is None
-    assert stage.verdict() == {0: "b c"} and stage.verifier.finished == "length"
+    assert stage.acceptance.finished is None
+    assert stage.verdict() == {0: "b c"} and stage.acceptance.finished == "length"
     assert stage.verdict() == {}
     stage = Stage("apar")
     stage.enter(("a", -1, 0, "<|end|>"))
-    assert stage.verdict() == {0: "<|end|>"} and stage.verifier.finished == "stop"
-    assert Stage("apar", max_tokens=1).verifier.finished == "length"
+    assert stage.verdict() == {0: "<|end|>"} and stage.acceptance.finished == "stop"
+    assert Stage("apar", max_tokens=1).acceptance.finished == "length"
 
 
 def chosen(stage: Stage, logits: torch.Tensor) -> list[str]:
     """What follows the last rows that have entered."""
-    rows = torch.arange(stage.forest.num_rows - len(logits), stage.forest.num_rows)
-    return [TEXTS[token] for token in stage.verifier.choose(logits, stage.forest, rows).tolist()]
+    rows = slice(stage.forest.num_rows - len(logits), stage.forest.num_rows)
+    return [TEXTS[token] for token in stage.chooser.choose(logits, stage.forest, rows).tolist()]
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, SamplingParams(temperature=0.01, seed=3)], ids=["greedy", "drawn"])
 def test_banned_tokens_are_never_chosen(sampling: SamplingParams) -> None:
     assert Stage("apar", sampling, said="b").forest.sequence.main.token_ids == ids("b")
     stage = Stage("apar", sampling)
-    stage.verifier = ThreadVerifier(sequence_of(toy("apar")), sampling, VOCAB, "cpu")
-    assert stage.verifier.first(wish("[Child]", "c")).tolist() == ids("c")
+    assert TokenChooser(sequence_of(toy("apar")), sampling, VOCAB, "cpu").first(wish("[Child]", "c")).tolist() == ids("c")
     stage = Stage("apar", sampling)
     stage.enter(("a", -1, 0, "a"), ("b", 0, 0, "a"), ("[Fork]", 0, 0, "a"))
     logits = torch.cat((wish("[Child]", "[Fork]"), wish("[Fork]", "d"), wish("[Fork]", "[Child]", "d")))
@@ -172,7 +182,7 @@ def test_bans_are_those_of_a_rows_own_thread() -> None:
     stage = Stage("pasta")
     stage.enter(("a", -1, 0, "<promise"), ("<promise", 0, 0, '"/>'))
     assert stage.verdict() == {0: '<promise "/>'}
-    stage.replay(stage.parts)
+    stage.replay(stage.last)
     stage.enter(('"/>', -1, 0, "b"), ("<async>", -1, 1, "x"), ("x", 0, 1, "y"))
     logits = wish("<promise", "b").expand(3, -1)
     assert chosen(stage, logits) == ["<promise", "b", "b"], "children open none in this dialect"
@@ -183,7 +193,7 @@ def test_each_thread_meets_its_own_noise() -> None:
     assert stage.forest.sequence.main.token_ids == ids("a")
     stage.enter(("a", -1, 0, "[Fork]"))
     stage.verdict()
-    stage.replay(stage.parts)
+    stage.replay(stage.last)
     stage.enter(("[Fork]", -1, 0, "b"), ("[Child]", -1, 1, "x"), ("b", 0, 0, "b"))
     plain = [token for token in range(VOCAB) if token not in ids("[Child] [Fork]")]
     logits = torch.full((3, VOCAB), -torch.inf)
@@ -202,10 +212,10 @@ def test_penalties_count_what_a_thread_sees() -> None:
     """A child has not said what its parent says behind the opener."""
     sampling = SamplingParams(frequency_penalty=2.0)
     stage = Stage("apar", sampling)
-    stage.verifier.add_prompt(torch.tensor(ids("q")))
+    stage.chooser.add_prompt(torch.tensor(ids("q")))
     stage.enter(("a", -1, 0, "[Fork]"))
     stage.verdict()
-    stage.replay(stage.parts)
+    stage.replay(stage.last)
     stage.enter(("[Fork]", -1, 0, "b"), ("[Child]", -1, 1, "x"), ("b", 0, 0, "c"))
     near = torch.zeros(3, VOCAB)
     near[:, ids("a b c")] = torch.tensor([20.0, 19.0, 18.5])
