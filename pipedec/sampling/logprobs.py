@@ -1,45 +1,61 @@
-"""Log-probabilities of the chosen and the most probable tokens, for requests that set ``logprobs``.
+"""Log-probabilities of the accepted tokens and of the most probable ones, for requests that set ``logprobs``.
 
-Shapes: R rows, V vocabulary, K = 1 + the number of top tokens.
+They are the log-softmax of the target's logits before bias, penalties and temperature (as in vLLM). Shapes: R rows that enter,
+N rows present, V vocabulary, K = 1 + the number of top tokens.
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 
-@dataclass(frozen=True)
 class Logprobs:
-    """For every row, the chosen token followed by the most probable ones, which may include the chosen token again.
+    """For each row, the token chosen after it and then the most probable ones; and the same of accepted tokens, not yet reported.
 
-    Attributes:
-        token_ids: int64 [R, K].
-        values: [R, K], log-softmax of the target's logits before bias, penalties and temperature (as in vLLM).
+    Args:
+        num_top: number of most probable tokens, which may include the chosen one again; None if nothing is requested.
     """
 
-    token_ids: Tensor
-    values: Tensor
+    def __init__(self, num_top: int | None) -> None:
+        self._num_top = num_top
+        self._rows: tuple[Tensor, Tensor] | None = None  # token ids and values, each [N, K]
+        self._accepted: list[list[tuple[int, float]]] = []
 
-    @classmethod
-    def of(cls, logits_RV: Tensor, chosen_R: Tensor, num_top: int) -> Logprobs:
-        """The log-probabilities of ``chosen_R`` (int64) and of the ``num_top`` most probable tokens."""
-        logprobs_RV = logits_RV.log_softmax(-1)
-        top = logprobs_RV.topk(min(num_top, logits_RV.shape[-1]))
-        chosen_R1 = chosen_R[:, None]
-        values = torch.cat([logprobs_RV.gather(1, chosen_R1), top.values], 1)
-        return cls(torch.cat([chosen_R1, top.indices], 1), values)
+    def accept_first(self, logits_1V: Tensor, token: Tensor) -> None:
+        """The first token of the answer, int64 [1], is accepted. It follows no row."""
+        if self._num_top is not None:
+            self._accepted += _as_lists(*_top(logits_1V, token, self._num_top))
 
-    def followed_by(self, other: Logprobs) -> Logprobs:
-        """The rows of both, those of ``other`` last."""
-        return Logprobs(torch.cat([self.token_ids, other.token_ids]), torch.cat([self.values, other.values]))
+    def add(self, logits_RV: Tensor, chosen_R: Tensor) -> None:
+        """Add rows after the present ones. Chosen tokens: int64."""
+        if self._num_top is not None:
+            token_ids, values = _top(logits_RV, chosen_R, self._num_top)
+            present = (token_ids[:0], values[:0]) if self._rows is None else self._rows
+            self._rows = torch.cat((present[0], token_ids)), torch.cat((present[1], values))
 
-    def of_rows(self, rows: Tensor | list[int]) -> Logprobs:
-        return Logprobs(self.token_ids[rows], self.values[rows])
+    def keep(self, rows: Tensor) -> None:
+        """Drop all rows except ``rows``: int64."""
+        if self._rows is not None:
+            self._rows = self._rows[0][rows], self._rows[1][rows]
 
-    def as_lists(self) -> list[list[tuple[int, float]]]:
-        """For every row, the (token id, log-probability) of each of its K tokens."""
-        pairs = zip(self.token_ids.tolist(), self.values.tolist(), strict=True)
-        return [list(zip(ids, values, strict=True)) for ids, values in pairs]
+    def accept(self, rows: list[int]) -> None:
+        """The tokens chosen after these rows are accepted."""
+        if self._rows is not None:
+            self._accepted += _as_lists(self._rows[0][rows], self._rows[1][rows])
+
+    def take(self) -> list[list[tuple[int, float]]]:
+        """For each token accepted since the last call, the (id, log-probability) of itself and then of the top tokens."""
+        taken, self._accepted = self._accepted, []
+        return taken
+
+
+def _top(logits_RV: Tensor, chosen_R: Tensor, num_top: int) -> tuple[Tensor, Tensor]:
+    """Token ids and log-probabilities, each [R, K]."""
+    logprobs_RV, chosen_R1 = logits_RV.log_softmax(-1), chosen_R[:, None]
+    top = logprobs_RV.topk(min(num_top, logits_RV.shape[-1]))
+    return torch.cat((chosen_R1, top.indices), 1), torch.cat((logprobs_RV.gather(1, chosen_R1), top.values), 1)
+
+
+def _as_lists(token_ids: Tensor, values: Tensor) -> list[list[tuple[int, float]]]:
+    return [list(zip(*pair, strict=True)) for pair in zip(token_ids.tolist(), values.tolist(), strict=True)]

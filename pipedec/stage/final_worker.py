@@ -7,9 +7,9 @@ from torch.nn.functional import pad
 
 from pipedec.core import Accepted, Envelope, SamplingParams, Step, Verdict
 from pipedec.forest import ThreadChanges
+from pipedec.sampling import Logprobs
 from pipedec.stage.acceptance import Acceptance
 from pipedec.stage.forecasts import Forecasts
-from pipedec.stage.logprobs import RowLogprobs
 from pipedec.stage.token_chooser import TokenChooser
 from pipedec.stage.worker import StageWorker
 from pipedec.threads import NewSequence
@@ -25,7 +25,7 @@ class FinalStageWorker(StageWorker):
         self._chooser = TokenChooser(self._forest.sequence, sampling, vocab_size, self._device)
         self._acceptance = Acceptance(new_sequence())
         self._forecasts = Forecasts(self._chooser, min(tokens_per_mask, vocab_size), self._device)
-        self._logprobs = RowLogprobs(sampling.logprobs)
+        self._logprobs = Logprobs(sampling.logprobs)
         self._successors = torch.zeros(0, dtype=torch.int64, device=self._device)  # [N], the target's token after each row
         self._first_verdict: Verdict | None = None
 
@@ -74,11 +74,7 @@ class FinalStageWorker(StageWorker):
         return Verdict(tuple(accepted), finished)
 
     def take_logprobs(self) -> list[list[tuple[int, float]]]:
-        """The log-probabilities of tokens accepted since the last call, if requested.
-
-        Returns:
-            for each token, the (id, log-probability) of the token itself and then of the top tokens.
-        """
+        """The log-probabilities of tokens accepted since the last call, if requested (see ``Logprobs.take``)."""
         return self._logprobs.take()
 
     def _reply(self, envelope: Envelope) -> Envelope:

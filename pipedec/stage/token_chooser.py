@@ -14,7 +14,6 @@ from pipedec.core import SamplingParams
 from pipedec.forest import Forest, ThreadChanges
 from pipedec.sampling import Sampler, greedy
 from pipedec.threads import Sequence
-from pipedec.tree import PredictionTree
 
 RowsByBan = dict[frozenset[int], list[int]]
 
@@ -49,9 +48,9 @@ class TokenChooser:
         logits_1V = _without(logits_1V, {self._sequence.banned(0): [0]})
         if self._sampling.is_plainly_greedy:
             return greedy(logits_1V)
-        tree = PredictionTree(self._device, block=1)
         position = torch.tensor([self._sequence.prompt_length], device=self._device)
-        return self._samplers[0].choose(logits_1V, position, tree.tree_mask.new_zeros(1, 0), tree.token_ids)
+        no_rows = position[:0]
+        return self._samplers[0].choose(logits_1V, position, no_rows[None].bool(), no_rows)
 
     def choose(self, logits_RV: Tensor, forest: Forest, rows: slice) -> Tensor:
         """The token after each of ``rows``, none of which is a mask: int64 [R]."""

@@ -97,10 +97,6 @@ class _HostRows:
     parents: list[int] = field(default_factory=list)
     depths: list[int] = field(default_factory=list)
 
-    @property
-    def columns(self) -> tuple[list[int], list[int], list[int]]:
-        return self.token_ids, self.parents, self.depths
-
     def append(self, token_ids: list[int], parents: list[int]) -> bool:
         """Add rows; returns whether any of them has a parent among them. Raises ValueError as ``PredictionTree.append``."""
         first = len(self.parents)
@@ -336,11 +332,11 @@ class PredictionTree:
 
     def _keep(self, committed: list[int], kept: list[int], hit: bool) -> Advance:
         """Commit some rows, which are a path from the root, and drop all others but ``kept``."""
-        num_rows, count = self.num_rows, len(kept)
-        committed_ids = [self._host.token_ids[row] for row in committed]
-        self._host.keep(kept, len(committed))
+        num_rows, count, host = self.num_rows, len(kept), self._host
+        committed_ids = [host.token_ids[row] for row in committed]
+        host.keep(kept, len(committed))
         of_committed = torch.tensor([committed, committed_ids], dtype=torch.int64, device=self._device)
-        of_kept = torch.tensor([kept, *self._host.columns], dtype=torch.int64, device=self._device)
+        of_kept = torch.tensor([kept, host.token_ids, host.parents, host.depths], dtype=torch.int64, device=self._device)
         advance = Advance(of_committed[0], of_committed[1], of_kept[0], num_rows, hit)
         self.root_position += len(committed)
         if self.gaps is not None:
