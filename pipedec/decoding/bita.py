@@ -47,6 +47,7 @@ class Bita:
         self._device = context.device
         self._root: int | None = None  # a certain token that has yet to enter
         self._forecast: Forecast = ()
+        self._entered = CandidateTree([])  # of the last step
 
     @property
     def has_entered(self) -> bool:
@@ -57,7 +58,8 @@ class Bita:
 
     def accept(self, accepted: Accepted) -> None:
         self._chances.observe(self._forecast, accepted.tokens)
-        self._root, self._forecast = accepted.tokens[-1], accepted.forecast
+        has_entered = self._entered.contains(accepted.tokens)  # then it ends the thread: else its successor were accepted, too
+        self._root, self._forecast = None if has_entered else accepted.tokens[-1], accepted.forecast
 
     def cut(self) -> None:
         self._root, self._forecast = None, ()
@@ -69,7 +71,7 @@ class Bita:
         """The root, the candidates, then the masks."""
         if self._root is None:
             return None
-        tree = self._candidates(self._root)
+        tree = self._entered = self._candidates(self._root)
         self._root = None
         tokens, parents, with_masks = (
             torch.tensor(rows, dtype=torch.int64, device=self._device) for rows in (tree.token_ids, tree.parents, tree.with_masks)

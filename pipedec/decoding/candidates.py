@@ -40,6 +40,16 @@ class CandidateTree:
         self.parents.append(parent)
         return len(self.token_ids) - 1
 
+    def contains(self, path: Sequence[int]) -> bool:
+        """Whether the tree has rows for all tokens of ``path``, which begins below the root."""
+        row: int | None = 0
+        for token in path:
+            pairs = enumerate(zip(self.token_ids, self.parents, strict=False))
+            row = next((child for child, pair in pairs if pair == (token, row)), None)
+            if row is None:
+                return False
+        return True
+
 
 class RankChances:
     """For each mask and rank r, how often the accepted token was the mask's r-th prediction, given that all before it hit."""

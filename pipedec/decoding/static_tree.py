@@ -53,8 +53,10 @@ class StaticTree:
         self._is_drafted = True
 
     def accept(self, accepted: Accepted) -> None:
-        self._drafter.advance(self.tree.advance(accepted.tokens))
-        self._root, self._is_drafted = accepted.tokens[-1], False
+        advance = self.tree.advance(accepted.tokens)
+        self._drafter.advance(advance)
+        self._root = None if advance.hit else accepted.tokens[-1]  # a hit ends the thread: else its successor were accepted, too
+        self._is_drafted = False
 
     def cut(self) -> None:
         self._drafter.advance(self.tree.clear())

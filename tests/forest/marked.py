@@ -20,13 +20,13 @@ from torch import Tensor
 from toy_dialects import END, IDS, TAGS, TEXTS
 
 from pipedec.core import Request, SamplingParams, Step, Verdict
-from pipedec.decoding import Experience, Threaded, TimestepTiming, create_threaded
+from pipedec.decoding import Experience, TimestepTiming, create_method
 from pipedec.forest import Forest, paths
 from pipedec.methods import applicable_options
 from pipedec.model.cache import KVCache
 from pipedec.stage import FinalStageWorker, StageWorker
 from pipedec.threads import BoundDialect, DecodeThread, NewSequence, Sequence, State
-from pipedec.tree import Advance, Candidates, PredictionTree, Sight
+from pipedec.tree import Advance, Candidates, RowsToDraft, Visibility
 
 PROMPT = 5
 MASKS = 3
@@ -111,22 +111,22 @@ class MarkedModel:
         return self.cache
 
     def forward(
-        self, inputs: Tensor, positions: Tensor, cache: KVCache, mask_RN: Tensor | None = None,
-        prefill_length: int | None = None, num_masks: int = 0, sight: Sight | None = None,
+        self, inputs: Tensor, positions: Tensor, cache: KVCache, visibility: Visibility | None = None,
+        prefill_length: int | None = None, num_masks: int = 0,
     ) -> Tensor:  # fmt: skip
         rows = len(inputs)
         cache.reserve(rows)
         cache.write(0, inputs.view(1, rows, 1), -inputs.view(1, rows, 1))
-        if sight is None:
+        if visibility is None:
             cache.extend_past(rows)
             return inputs
-        assert sight.seen.shape == (rows, cache.length + rows) and sight.shared == PROMPT
+        assert visibility.seen.shape == (rows, cache.length + rows - PROMPT) and visibility.shared == PROMPT
         cache.extend_tree(rows)
         slots = self.marks.read(cache.view(0)[0])
-        assert len(sight.slot_positions) == len(slots)
-        where = dict(zip(slots, sight.slot_positions.tolist(), strict=True))
+        where = dict(zip(slots, [*range(PROMPT), *visibility.slot_positions().tolist()], strict=True))
         for row, name in enumerate(self.marks.read(inputs)):
-            seen = [slot for slot, is_seen in zip(slots, sight.seen[row].tolist(), strict=True) if is_seen]
+            is_seen = [*[True] * PROMPT, *visibility.seen[row].tolist()]
+            seen = [slot for slot, of_slot in zip(slots, is_seen, strict=True) if of_slot]
             assert sorted(seen, key=str) == sorted(self._visible(name), key=str), name
             assert int(positions[row]) == where[name] == self._position(name), name
             assert all(where[other] == self._position(other) for other in seen)
@@ -200,13 +200,14 @@ class MarkedDrafter:
         self._target, self._sequence, self._accuracy = target, sequence, accuracy
         self._random = random.Random(seed)
 
-    def prefill(self, token_ids: Tensor, prompt_length: int) -> None: ...
-    def advance(self, number: int, advance: Advance) -> None: ...
+    def begin(self, sequence: Sequence) -> None: ...
+    def prefill(self, token_ids: Tensor) -> None: ...
+    def advance(self, thread: int, advance: Advance) -> None: ...
     def threads_changed(self) -> None: ...
 
-    def expand(self, asks: list[tuple[int, PredictionTree, Tensor]], children: int) -> list[Candidates]:
+    def expand(self, requested: list[RowsToDraft], children: int) -> list[Candidates]:
         found = []
-        for number, tree, rows in asks:
+        for number, tree, rows in requested:
             thread = self._sequence.threads[number]
             depths = (tree.tree_mask.sum(1) - 1)[rows].tolist()
             lines = [self._line(thread, thread.num_tokens + depth, children) for depth in depths]
@@ -239,17 +240,16 @@ class Rehearsal:
         sampling = SamplingParams(max_tokens=max_tokens)
         self._models = [MarkedModel(self._marks, self._target) for _ in range(stages)]
         self._workers: list[StageWorker] = [StageWorker(model) for model in self._models[:-1]]  # type: ignore[arg-type]
-        self._final = FinalStageWorker(self._models[-1], (END,))  # type: ignore[arg-type]
+        self._final = FinalStageWorker(self._models[-1])  # type: ignore[arg-type]
         self._workers.append(self._final)
         self.sequence = self._new_sequence()
         self._forest = Forest(self._new_sequence())  # replays what rank 0 knows, to name its rows
         drafter = MarkedDrafter(self._target, self.sequence, accuracy, seed)
         request = Request(0, tuple(range(PROMPT)), sampling, method, applicable_options(method, tree or {}))
-        self.method: Threaded = create_threaded(request, self.sequence, drafter, Experience(stages), "cpu", MASKS)
+        self.method = create_method(request, self.sequence, drafter, Experience(stages), "cpu", MASKS)
         for model, worker in zip(self._models, self._workers, strict=True):
-            worker.begin(PROMPT, sampling, self.method.masks.named, self._recorded(model))
+            worker.begin(self._recorded(model), sampling, self.method.masks.named)
         self.widest = 0
-        self.largest_verdict = 0
 
     def _recorded(self, model: MarkedModel) -> NewSequence:
         def new_sequence() -> Sequence:
@@ -270,15 +270,16 @@ class Rehearsal:
     def expected(self) -> Sequence:
         return naive_answer(self._target, self._new_sequence)
 
-    def _prefill(self) -> Verdict:
+    def _prefill(self) -> Verdict | None:
         masks = self.method.masks.count
         tokens = torch.tensor([*range(PROMPT), *range(-1, -masks - 1, -1)])
         names: list[Name] = [*prompt_names(), *(((), tuple(range(-1, -count - 1, -1))) for count in range(1, masks + 1))]
         chunk = Step(tokens, torch.full_like(tokens, -1), self._marks.of(names))
         self.method.prefill(tokens)
         for worker in self._workers:
-            chunk = worker.prefill(chunk)
-        return self._final.first_verdict(chunk)
+            worker.prefill(chunk)
+            chunk = worker.outgoing() or chunk
+        return self._final.verdict()
 
     def _run_tasks(self, verdict: Verdict | None) -> None:
         arriving: list[Step | None] = [None] * len(self._workers)
@@ -291,7 +292,6 @@ class Rehearsal:
                     model.check_slots()
                 if verdict.finished:
                     return
-            self._final.outgoing()
             arriving = [self._propose(), *(worker.outgoing() for worker in self._workers[:-1])]
             idle = 0 if any(arriving) else idle + 1
             assert idle < 3, "the answer stands still"
@@ -326,13 +326,10 @@ class Rehearsal:
                 model.check_slots()
             if step is not None and not (verdict and verdict.finished):
                 worker.decode(step)
-                step = step if worker is self._final else worker.outgoing()
-        return None if step is None or (verdict and verdict.finished) else self._final.verdict()
+                step = worker.outgoing()
+        return None if verdict and verdict.finished else self._final.verdict()
 
     def _apply(self, verdict: Verdict) -> None:
-        self.largest_verdict = max(
-            self.largest_verdict, len(verdict.shares) + len(verdict.tokens) + sum(map(len, verdict.forecast))
-        )
         self.method.apply(verdict)
         self._forest.advance(verdict)
 
