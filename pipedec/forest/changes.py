@@ -54,7 +54,7 @@ def apply_verdict(sequence: Sequence, verdict: Verdict) -> ThreadChanges:
     """
     changes = ThreadChanges()
     running = [thread.number for thread in sequence.threads if thread.state is State.RUNNING]
-    pending = [thread.number for thread in sequence.threads if thread.pending is not None]
+    waiting = [thread.number for thread in sequence.threads if thread.state is State.WAITING]
     for number, tokens, _ in verdict.accepted:
         if not tokens or sequence.threads[number].is_cut:
             continue
@@ -71,8 +71,8 @@ def apply_verdict(sequence: Sequence, verdict: Verdict) -> ThreadChanges:
     changes.starts = [start for start in changes.starts if sequence.threads[start.thread].state is not State.ENDED]
     for number in running:
         _stop_thread(sequence, changes, number)
-    for number in pending:
-        if sequence.threads[number].is_cut:  # its pending token will never enter
+    for number in waiting:
+        if sequence.threads[number].is_cut:  # nothing will attend to its last token, and a pending token will never enter
             changes.remaining[number] = Remaining.NOTHING
     for start in changes.starts:
         changes.remaining[start.thread] = Remaining.NOTHING

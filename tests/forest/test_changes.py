@@ -161,6 +161,19 @@ def test_a_thread_that_is_cut_while_it_waits_is_told_of() -> None:
     assert changes.remaining == {1: Remaining.SUBTREE, 0: Remaining.NOTHING} and changes.affects_threads
 
 
+def test_nothing_stays_of_a_closed_thread_that_is_cut_while_it_waits() -> None:
+    """It has reached its most tokens, and no pending token tells of it."""
+    sequence = sequence_of(toy("parallel", max_depth=2, max_child_tokens=5, no_opening_after=()))
+    say(sequence, (), "a <Parallel> b")
+    say(sequence, (0,), "x <Parallel>")
+    changes, closed = told(sequence, t1="y z"), sequence.at((0,))
+    assert closed.is_closing and closed.pending is None and changes.remaining[1] is Remaining.ROOT
+    sequence.max_tokens = closed.opened_at + closed.num_tokens + sequence.at((0, 0)).num_tokens + 1
+    changes = told(sequence, t2="v")
+    assert closed.is_cut and sequence.finished is None
+    assert changes.remaining[1] is Remaining.NOTHING and changes.affects_threads
+
+
 def test_tokens_of_a_verdict_are_those_of_all_its_threads() -> None:
     assert Verdict((Accepted(3, (1, 2), ((7, 8),)), Accepted(0, (5,))), "stop").tokens == (1, 2, 5)
     assert Verdict.of(4, 5, forecast=((7,),)) == Verdict((Accepted(0, (4, 5), ((7,),)),))
