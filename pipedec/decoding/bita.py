@@ -46,8 +46,8 @@ class Bita:
         self._chances: RankChances = context.experience.rank_chances(context.request, self.masks)
         self._device = context.device
         self._root: int | None = None  # a certain token that has yet to enter
-        self._entered = CandidateTree([])  # the rows that entered last
         self._forecast: Forecast = ()
+        self._entered = CandidateTree([])  # of the last step
 
     @property
     def has_entered(self) -> bool:
@@ -58,14 +58,14 @@ class Bita:
 
     def accept(self, accepted: Accepted) -> None:
         self._chances.observe(self._forecast, accepted.tokens)
-        self._root = None if self._entered.holds(accepted.tokens) else accepted.tokens[-1]
-        self._forecast = accepted.forecast
+        has_entered = self._entered.contains(accepted.tokens)  # then it ends the thread: else its successor were accepted, too
+        self._root, self._forecast = None if has_entered else accepted.tokens[-1], accepted.forecast
 
     def cut(self) -> None:
-        self._root, self._forecast, self._entered = None, (), CandidateTree([])
+        self._root, self._forecast = None, ()
 
     def plant(self, token: int) -> None:
-        self._root, self._forecast, self._entered = token, (), CandidateTree([])
+        self._root, self._forecast = token, ()
 
     def propose(self) -> Step | None:
         """The root, the candidates, then the masks."""

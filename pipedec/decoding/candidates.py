@@ -40,14 +40,15 @@ class CandidateTree:
         self.parents.append(parent)
         return len(self.token_ids) - 1
 
-    def holds(self, tokens: Sequence[int]) -> bool:
-        """Whether ``tokens`` are a path below the root."""
-        row = 0 if self.token_ids else None
-        for token in tokens:
-            if row is not None:
-                children = zip(self.parents, self.token_ids, strict=True)
-                row = next((child for child, pair in enumerate(children) if pair == (row, token)), None)
-        return row is not None
+    def contains(self, path: Sequence[int]) -> bool:
+        """Whether the tree has rows for all tokens of ``path``, which begins below the root."""
+        row: int | None = 0
+        for token in path:
+            pairs = enumerate(zip(self.token_ids, self.parents, strict=False))
+            row = next((child for child, pair in pairs if pair == (token, row)), None)
+            if row is None:
+                return False
+        return True
 
 
 class RankChances:

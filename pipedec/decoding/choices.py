@@ -106,7 +106,9 @@ class ChoiceTable:
         """Keep the choices of the rows that are kept. ``root``: [1], log-chance of the new root, or [0] if no row is kept."""
         is_kept, self._rows = advance.renumber(self._rows)
         kept = is_kept.nonzero()[:, 0]
-        self._slots, self._token_ids, self._log_chances = self._slots[kept], self._token_ids[kept], self._log_chances[kept]
+        self._slots, self._token_ids, self._log_chances = (
+            column.index_select(0, kept) for column in (self._slots, self._token_ids, self._log_chances)
+        )
         if len(root):
             self._log_chances -= root
 

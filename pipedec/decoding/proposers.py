@@ -66,6 +66,23 @@ class NgramProposal:
         return pad(one_hot.flatten(2).float(), (0, 0, 0, 1))
 
 
+class _Occurrences:
+    """All tokens of a text but the last, which nothing follows, in order of token id and then of position.
+
+    Args:
+        text: int64 [MAX_MATCH − 1 + L]; NO_TOKEN stands before its start.
+        most: maximum occurrences of a token.
+    """
+
+    def __init__(self, text: Tensor, most: int) -> None:
+        self.steps_back = torch.arange(1, most + 1, device=text.device)
+        self.token_ids, self.positions = text[:-1].sort(stable=True)
+        windows = text.unfold(0, MAX_MATCH, 1)
+        self.n_grams = windows[(self.positions - (MAX_MATCH - 1)).clamp_(min=0)]  # up to each token
+        self.n_grams[: MAX_MATCH - 1] = NO_TOKEN  # before the text
+        self.next_ids = text[self.positions + 1]
+
+
 class NgramProposer:
     """N-grams of the prompt and the answer so far. Needs no forward. Shapes: L tokens of text, J occurrences of a token.
 
@@ -77,28 +94,31 @@ class NgramProposer:
 
     def __init__(self, text: Iterable[int], device: torch.device | str) -> None:
         tokens = list(text)
-        self._counts = Counter(tokens)
         before = [NO_TOKEN] * (MAX_MATCH - 1)
         self._text = torch.tensor(before + tokens, dtype=torch.int64, device=device)  # [MAX_MATCH − 1 + L]
-        self._by_token: tuple[Tensor, Tensor] | None = None  # see ``_occurrences``; None if the text has grown
+        self._counts = Counter(tokens)
+        self._occurrences: _Occurrences | None = None  # None if the text has grown
+        self._distances = torch.arange(1, MAX_MATCH + 1, device=device)
 
     def accept(self, tokens: Sequence[int]) -> None:
         """Append accepted tokens; the last one is the tree's root."""
         self._counts.update(tokens)
         self._text = torch.cat((self._text, self._text.new_tensor(tokens)))
-        self._by_token = None
+        self._occurrences = None
 
     def propose(self, tree: PredictionTree, rows: Tensor) -> NgramProposal:
         """Tokens that may follow ``rows``: int64 [F], ascending."""
-        context_FM = self._context(tree, rows)
-        indices_FJ, is_occurrence = self._occurrences(context_FM[:, -1:].contiguous())
-        first = (indices_FJ - (MAX_MATCH - 1)).clamp(min=0)
-        differs = self._text.unfold(0, MAX_MATCH, 1)[first] != context_FM[:, None]
-        distances = torch.arange(1, MAX_MATCH + 1, device=rows.device)
-        lengths_FJ = (MAX_MATCH - (differs * distances).amax(-1)) * is_occurrence
-        ranks = lengths_FJ * len(self._text) + indices_FJ  # of equal lengths the latest
+        if self._occurrences is None:
+            self._occurrences = _Occurrences(self._text, max(_MAX_PROPOSED, *self._counts.values()))
+        found, context_FM = self._occurrences, self._context(tree, rows)
+        token_ids = context_FM[:, -1:].contiguous()
+        places_FJ = (torch.searchsorted(found.token_ids, token_ids, right=True) - found.steps_back).clamp_(min=0)  # latest first
+        n_grams = found.n_grams.index_select(0, places_FJ.view(-1)).view(*places_FJ.shape, MAX_MATCH)
+        matched = MAX_MATCH - ((n_grams != context_FM[:, None]) * self._distances).amax(-1)
+        # Places before a token's first occurrence hold other tokens or NO_TOKEN, which match nothing.
+        ranks = matched * len(self._text) + found.positions.take(places_FJ)  # of equal lengths the latest
         best_FP = ranks.topk(min(_MAX_OCCURRENCES, ranks.shape[1])).indices
-        next_ids, lengths = self._text[indices_FJ.gather(1, best_FP) + 1], lengths_FJ.gather(1, best_FP)
+        next_ids, lengths = found.next_ids.take(places_FJ.gather(1, best_FP)), matched.gather(1, best_FP)
         return NgramProposal(self._proposed(next_ids, lengths), next_ids, lengths)
 
     def _proposed(self, next_ids: Tensor, lengths: Tensor) -> Tensor:
@@ -113,25 +133,8 @@ class NgramProposer:
         """int64 [F, MAX_MATCH], the tokens up to each row, the row's own last; NO_TOKEN before the start of the text."""
         above = MAX_MATCH - 1  # tokens of the text before the root; in front of the tree's rows they are a chain that leads to it
         token_ids = torch.cat((self._text[-MAX_MATCH:-1], tree.token_ids))
-        parents = torch.cat((torch.arange(-1, above - 1, device=rows.device), tree.parents + above))
+        parents = torch.cat((self._distances[:-1] - 2, tree.parents + above))
         path = [rows + above]
         for _ in range(above):
-            path.append(parents[path[-1]])
-        return token_ids[torch.stack(path[::-1], 1)]
-
-    def _occurrences(self, token_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Where the text contains a token, except at its end, since nothing follows it.
-
-        Args:
-            token_ids: int64 [F, 1].
-
-        Returns:
-            int64 [F, J], indices into ``_text``, the latest first; and bool [F, J], which of them are such occurrences.
-        """
-        if self._by_token is None:
-            self._by_token = self._text[:-1].sort(stable=True)[:2]
-        sorted_ids, indices = self._by_token
-        most = max(max(self._counts.values()), _MAX_PROPOSED)
-        places = torch.searchsorted(sorted_ids, token_ids, right=True) - torch.arange(1, most + 1, device=token_ids.device)
-        places.clamp_(min=0)
-        return indices[places], sorted_ids[places] == token_ids
+            path.append(parents.index_select(0, path[-1]))
+        return token_ids.take(torch.stack(path[::-1], 1))

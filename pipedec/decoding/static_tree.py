@@ -55,7 +55,8 @@ class StaticTree:
     def accept(self, accepted: Accepted) -> None:
         advance = self.tree.advance(accepted.tokens)
         self._drafter.advance(advance)
-        self._root, self._is_drafted = None if advance.hit else accepted.tokens[-1], False
+        self._root = None if advance.hit else accepted.tokens[-1]  # a hit ends the thread: else its successor were accepted, too
+        self._is_drafted = False
 
     def cut(self) -> None:
         self._drafter.advance(self.tree.clear())
