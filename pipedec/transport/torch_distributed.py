@@ -108,10 +108,9 @@ class TorchTransport:
                 world_size=rendezvous.world_size,
                 timeout=timedelta(seconds=rendezvous.timeout_seconds),
             )
+            # Envelopes are sent by the group itself: the checks in dist.isend and dist.irecv cost as much as the transfer.
             assert dist.group.WORLD is not None
             self._group = dist.group.WORLD
-            # For envelopes: the checks in dist.isend and dist.irecv, and the dispatch, cost as much as the transfer.
-            self._gloo: Any = self._group._get_backend(torch.device("cpu"))
             self._draft_link = _Link(self._group, torch.device("cpu"), _INLINE_ROWS, 0, dtype)
             use_nccl = self._all_stages_request_nccl(backend == "nccl") and rendezvous.rank > 0
             stages, place, inline_rows = self._nccl() if use_nccl else (self._group, torch.device("cpu"), _INLINE_ROWS)
@@ -171,7 +170,7 @@ class TorchTransport:
         try:
             while len(self._pending_sends) >= _MAX_PENDING_SENDS:
                 self._pending_sends.popleft()[0].wait()
-            self._pending_sends.append((self._gloo.send([first], dst, _ENVELOPE_TAG), first))
+            self._pending_sends.append((self._group.send([first], dst, _ENVELOPE_TAG), first))
             if verdict is not None:
                 self._send_behind(verdict, dst, self._group)
             if step is not None and step.num_rows > link.inline_rows:
@@ -211,9 +210,9 @@ class TorchTransport:
 
         gloo allows a message to be shorter than the buffer that receives it.
         """
-        buffer = np.empty(self._link(src).room, np.uint8)
+        message = torch.empty(self._link(src).room, dtype=torch.uint8)
         try:
-            return self._gloo.recv([torch.from_numpy(buffer)], src, _ENVELOPE_TAG), buffer
+            return self._group.recv([message], src, _ENVELOPE_TAG), message.numpy()
         except RuntimeError as error:
             raise self._rank_lost(src, "receive from", error) from error
 

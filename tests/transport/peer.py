@@ -89,7 +89,7 @@ _messages: list[tuple[str, int, str]] = []
 
 
 def _record_groups() -> None:
-    """Record the group of every message of a step's own. Not the first messages of envelopes, which gloo sends itself."""
+    """Record the group of every message of a step's own. Not the first messages of envelopes, which the group sends itself."""
     for name in ("send", "isend", "recv"):
         setattr(dist, name, _recording(name, getattr(dist, name)))
 
@@ -149,7 +149,7 @@ def receive_envelope(transport: TorchTransport, src: int) -> Any:
 
 def send_bytes(transport: TorchTransport, message: bytes, dst: int) -> None:
     """Send ``message`` where an envelope is expected."""
-    transport._gloo.send([torch.frombuffer(bytearray(message), dtype=torch.uint8)], dst, _ENVELOPE_TAG).wait()
+    transport._group.send([torch.frombuffer(bytearray(message), dtype=torch.uint8)], dst, _ENVELOPE_TAG).wait()
 
 
 def close(transport: TorchTransport) -> str:
