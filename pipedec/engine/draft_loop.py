@@ -98,10 +98,11 @@ class DraftLoop:
         """The scheduler's own trace of the answer, if one was asked for."""
         if not answer.request.trace:
             return []
-        lines = self._scheduler.trace()
-        return [
-            TraceEvents([[SCHEDULER_TRACK, line.task.label, line.task.kind, line.granted_us, line.finished_us] for line in lines])
+        rows: list[TraceRow] = [
+            (SCHEDULER_TRACK, granted.task.label, granted.task.kind, granted.granted_us, granted.finished_us)
+            for granted in self._scheduler.trace()
         ]
+        return [TraceEvents(rows)]
 
 
 def _accept(answer: Answer, pipeline: RankZero, verdict: Verdict) -> Verdict:

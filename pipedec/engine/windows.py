@@ -30,7 +30,7 @@ class WindowPipeline(RankZero):
         self._begun = 0  # the last timestep that has begun
         self._granted = 0  # the last timestep of the present window
         self._in_flight = 0  # timesteps whose result the last stage has not sent yet
-        self._returned = 0.0  # when the last timestep ended
+        self._returned = time.perf_counter()  # when the last timestep ended
 
     @contextmanager
     def publishing(self) -> Iterator[None]:
@@ -41,8 +41,10 @@ class WindowPipeline(RankZero):
         self._publisher.put(event)
 
     def advance(self, number: int, entering: Envelope, meanwhile: Callable[[], None]) -> Timestep:
-        if entering.verdict is not None:
-            self._tasks.recorder.add(Task.compute("sync", 0, number - 1).label, "sync", self._returned)
+        if number == 1:
+            entering = Envelope(entering.step)  # the stages have replayed the first verdict: prefill ends with a sync
+        elif entering.verdict is not None:
+            self._record_sync()
         self._send(entering, number)
         with self._tasks.recorder.span(Task.compute("dec", 0, number).label, "dec"):
             meanwhile()
@@ -57,6 +59,7 @@ class WindowPipeline(RankZero):
 
     def close(self, last: Verdict) -> None:
         if not self._stages_know_the_end:
+            self._record_sync()
             self._send(Envelope(verdict=last), self._begun + 1)
             while self._in_flight:
                 self._receive()
@@ -70,6 +73,10 @@ class WindowPipeline(RankZero):
         self._begun = number
         self._tasks.send(envelope, 1, number)
         self._in_flight += 1
+
+    def _record_sync(self) -> None:
+        """What rank 0 did with the last result ends now."""
+        self._tasks.recorder.add(Task.compute("sync", 0, self._begun).label, "sync", self._returned)
 
     def _receive(self) -> Verdict | None:
         with self._tasks.recorder.waiting():

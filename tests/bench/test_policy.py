@@ -207,11 +207,11 @@ def test_refuses_what_cannot_work(pair: Pair, changes: dict[str, Any], message: 
         config(pair, **changes)
 
 
-def test_refuses_prompts_that_do_not_fit_and_widths_that_no_message_holds(pair: Pair, tmp_path: Path) -> None:
+def test_refuses_prompts_that_do_not_fit_and_widths_that_no_step_has(pair: Pair, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no prompt of long fits"):
         study(config(pair), [PromptSet("long", ("word " * 4000,))], tmp_path, Silent())
-    with pytest.raises(UserError, match="width: must be between 1 and 124, not 125"):
-        study(config(pair, "pipedec-bestfirst:width=125"), PROMPTS, tmp_path, Silent())
+    with pytest.raises(UserError, match="width: must be between 1 and 4096, not 4097"):
+        study(config(pair, "pipedec-bestfirst:width=4097"), PROMPTS, tmp_path, Silent())
 
 
 def test_refuses_another_recording(pair: Pair, whole: Whole, tmp_path: Path) -> None:

@@ -60,7 +60,7 @@ def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--prompt", "a", "--logit-bias", "five"], "--logit-bias five: write TOKEN_ID=VALUE, like 42=-5"),
         (["--prompt", "a", "--logit-bias", "5=500"], "logit_bias must be between -100 and 100"),
         (["--prompt", "a", "--logprobs", "21"], "logprobs must be between 0 and 20, not 21"),
-        (["--prompt", "a", "--width", "0"], "width: must be between 1 and 124, not 0"),
+        (["--prompt", "a", "--width", "0"], "width: must be between 1 and 4096, not 0"),
         (["--prompt", "a", "--children", "-1"], "children: must be between 1 and 4096, not -1"),
         (["--prompt", "a", "--method", "stpp", "--depth", "0"], "depth: must be between 1 and 64, not 0"),
         (["--prompt", "a", "--method", "stpp", "--rows", "0"], "rows: must be between 1 and 4096, not 0"),
@@ -179,7 +179,7 @@ def rewrite(path: Path, old: str, new: str) -> None:
     ("flags", "message"),
     [
         (["--depth", "4"], "depth 4, but this BiTA was trained with 3 masks: lower --depth"),
-        (["--children", "22"], "3 masks that name 22 tokens each are more than 64: lower --depth or --children"),
+        (["--children", "1400"], "a forecast of 4200 tokens is more than 4096: lower --depth or --children"),
         (["--children", "20", "--shape", "full"], "a tree of 33684 rows is more than 4096: lower --depth or --children"),
         (["--width", "4"], "method bita has no option 'width': it is an option of stpp, pipedec, pipedec-bestfirst"),
     ],

@@ -210,7 +210,7 @@ def test_two_clients_at_once_both_get_their_own_answer(
         ({"sampling": {"stop_token_ids": [[1]]}}, "sampling.stop_token_ids[0]: must be an integer, not a list"),
         ({"sampling": []}, "the request: sampling: must be a mapping, not a list"),
         ({"options": {"width": 2.5}}, "width: must be a whole number, not 2.5"),
-        ({"options": {"width": 125}}, "width: must be between 1 and 124, not 125"),
+        ({"options": {"width": 4097}}, "width: must be between 1 and 4096, not 4097"),
         ({"options": {"children": 10**9}}, "children: must be between 1 and 4096, not 1000000000"),
         ({"options": {"forwards": 0}}, "forwards: must be between 1 and 4096, not 0"),
         ({"options": {"forwards": None, "width": True}}, "width: must be a whole number, not True"),

@@ -253,7 +253,7 @@ def test_command_takes_several_bita_with_shapes_and_depths(pair: Pair, wide_bita
     ("trees", "message"),
     [
         (TreeGrid(depths=(1, 3)), "depth 3, but this BiTA was trained with 2 masks"),
-        (TreeGrid(shapes=("full",), children=(40,)), "3 masks that name 40 tokens each are more than 64"),
+        (TreeGrid(shapes=("likeliest",), children=(1400,)), "a forecast of 4200 tokens is more than 4096"),
         (TreeGrid(shapes=("efficient", "full"), children=(20,)), "a tree of 33684 rows is more than 4096"),
     ],
 )
