@@ -229,7 +229,7 @@ def test_two_clients_at_once_both_get_their_own_answer(
         ({"method": "bita", "options": {"shape": "round"}}, "efficient, straightforward, full, not round"),
         ({"method": "bita", "options": {"shape": 5}}, "shape: must be one of likeliest, efficient"),
         ({"method": "bita", "options": {"depth": 4}}, "depth 4, but this BiTA was trained with 3 masks: lower --depth"),
-        ({"method": "bita", "options": {"children": 22}}, "3 masks that name 22 tokens each are more than 64"),
+        ({"method": "bita", "options": {"children": 1400}}, "a forecast of 4200 tokens is more than 4096"),
         ({"method": "bita", "options": {"children": 20, "shape": "full"}}, "a tree of 33684 rows is more than 4096"),
     ],
     ids=lambda value: json.dumps(value)[:40] if isinstance(value, dict) else "",
