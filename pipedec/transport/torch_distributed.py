@@ -100,6 +100,7 @@ class TorchTransport:
         self._device = device
         self._pending_sends: deque[tuple[Any, Tensor]] = deque()  # with the buffers being sent
         self._pending_receives: dict[int, tuple[Any, Bytes]] = {}  # of envelopes, by sender
+        self._received: dict[int, Any] = {}  # by sender, the receive of the last envelope
         try:
             dist.init_process_group(
                 "gloo",
@@ -203,6 +204,8 @@ class TorchTransport:
             work.wait()
         except RuntimeError as error:
             raise self._rank_lost(src, "receive from", error) from error
+        # gloo's thread may not have let go of the buffer yet, and the end of the work would wait for it, so keep the work.
+        self._received[src] = work
         return buffer
 
     def _post_receive(self, src: int) -> tuple[Any, Bytes]:
