@@ -56,7 +56,7 @@ def decode(
     """
     result: Verdict | None = pipeline.prefill(prefill_chunks(request.prompt_token_ids, method.masks.count), method.prefill)
     for number in count(1):
-        verdict = result and accept(result)
+        verdict = None if result is None else accept(result)
         if verdict is not None:
             method.apply(verdict)
             yield verdict
