@@ -118,7 +118,7 @@ def test_masks_follow_the_prompt() -> None:
 
 
 def test_the_loop_fits_on_a_screen_and_the_architecture_quotes_it() -> None:
-    lines, first = inspect.getsourcelines(decode)
+    lines = inspect.getsourcelines(decode)[0]
     assert len(lines) <= 40
     [node] = ast.parse("".join(lines)).body
     assert isinstance(node, ast.FunctionDef)
