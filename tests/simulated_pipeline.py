@@ -89,7 +89,7 @@ class SimulatedPipeline:
         self.num_chunks = num_chunks
         planned = initial_tasks(self.topology, [[index] for index in range(num_chunks)])
         self.history.planned += planned
-        self.scheduler.begin(request_number, Opening(num_chunks, num_chunks, SamplingParams()), planned, trace)
+        self.scheduler.begin(request_number, Opening(num_chunks, num_chunks, SamplingParams(), trace=trace), planned)
         while not self.ended:
             self._collect()
             movable = [rank for rank in self.topology.ranks if self._can_move(rank)]

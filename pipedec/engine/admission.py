@@ -9,13 +9,12 @@ from dataclasses import dataclass, field
 
 import torch
 
-from pipedec.core import DEFAULT_METHOD, MaskParams, Request
+from pipedec.core import DEFAULT_METHOD, Request
 from pipedec.decoding import Experience, Method, create_method
 from pipedec.engine.answer import Answer
-from pipedec.engine.prefill import prefill_chunks
 from pipedec.engine.sequences import Sequences
 from pipedec.engine.timed_drafter import TimedDrafter
-from pipedec.messages import Opening, PromptRequest
+from pipedec.messages import PromptRequest
 from pipedec.methods import LayerTreeOptions, make_options
 from pipedec.sampling import seeded
 from pipedec.scheduler.protocol import Message
@@ -64,10 +63,3 @@ class Admission:
         new_sequence = self.sequences.maker(len(token_ids), request.sampling, request.threads)
         method = create_method(request, new_sequence(), self.drafter, self._experience, self.device, self.trained_masks)
         return Answer(request, new_sequence(), self.prompter, self.topology.num_stages, prompt.show_threads), method
-
-
-def opening_of(request: Request, masks: MaskParams) -> Opening:
-    """What the stages must know of a request before its first rows."""
-    chunks = prefill_chunks(request.prompt_token_ids, masks.count)
-    prompt_length = len(request.prompt_token_ids)
-    return Opening(prompt_length, len(chunks), request.sampling, masks.named, request.threads, request.trace)

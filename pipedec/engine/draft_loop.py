@@ -9,7 +9,7 @@ from functools import partial
 
 from pipedec.core import SchedulerLost, UserError, Verdict
 from pipedec.decoding import Drafter, Method
-from pipedec.engine.admission import Admission, opening_of
+from pipedec.engine.admission import Admission
 from pipedec.engine.answer import Answer
 from pipedec.engine.loop import decode
 from pipedec.engine.rank_tasks import POLL_SECONDS, RankTasks, Wiring
@@ -77,7 +77,7 @@ class DraftLoop:
         request = answer.request
         self._wiring.tracer.enabled = request.trace
         driver: type[RankZero] = WindowPipeline if self._wiring.window else TaskPipeline
-        pipeline = driver(request.number, opening_of(request, method.masks), self._tasks, self._wiring)
+        pipeline = driver(request, method.masks, self._tasks, self._wiring)
         listeners = (self._tasks.note, answer.note)
         completed = False
         with pipeline.publishing():

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from pipedec.core import Envelope, Verdict
+from pipedec.core import Envelope, MaskParams, Request, Verdict
 from pipedec.engine.rank_tasks import RankTasks, Wiring
 from pipedec.engine.recorder import Timestep
 from pipedec.messages import Event, Opening, verdict_from_payload
@@ -24,13 +24,12 @@ class RankZero(ABC):
     known: the rows that the loop proposes next.
 
     Args:
-        number: of the request.
-        opening: what the stages must know of it.
+        masks: of the request's method.
     """
 
-    def __init__(self, number: int, opening: Opening, tasks: RankTasks, wiring: Wiring) -> None:
-        self._number = number
-        self._opening = opening
+    def __init__(self, request: Request, masks: MaskParams, tasks: RankTasks, wiring: Wiring) -> None:
+        self._request = request
+        self._masks = masks
         self._tasks = tasks
         self._wiring = wiring
         self._held = Message("task")
@@ -38,8 +37,11 @@ class RankZero(ABC):
         self.is_stopping = False  # the run was asked to stop; the answer is finished first
 
     def prefill(self, chunks: Sequence[list[int]], compute: Callable[[Tensor], None]) -> Verdict:
-        scheduler, topology = self._wiring.scheduler, self._wiring.topology
-        scheduler.begin(self._number, self._opening, initial_tasks(topology, chunks), self._opening.trace)
+        request, prompt_length = self._request, len(self._request.prompt_token_ids)
+        opening = Opening(
+            prompt_length, len(chunks), request.sampling, self._masks.named, threads=request.threads, trace=request.trace
+        )
+        self._wiring.scheduler.begin(request.number, opening, initial_tasks(self._wiring.topology, chunks))
         for chunk in chunks:
             self._take("pre")
             compute(torch.tensor(chunk, dtype=torch.int64, device=self._wiring.device))

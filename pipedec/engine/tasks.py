@@ -30,7 +30,7 @@ class TaskPipeline(RankZero):
     def close(self, last: Verdict) -> None:
         """A stop string that only rank 0 knows of cancels the rest, which ends with the next sync or when no rows are left."""
         if not self._stages_know_the_end:
-            self._wiring.scheduler.cancel(self._number)
+            self._wiring.scheduler.cancel(self._request.number)
         while not self._stages_know_the_end and self._has_rows:
             self.advance(self._held_task.seq + 1, Envelope(), meanwhile=lambda: None)
         self._end()

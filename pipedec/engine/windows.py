@@ -12,20 +12,20 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
-from pipedec.core import Envelope, Verdict
+from pipedec.core import Envelope, MaskParams, Request, Verdict
 from pipedec.engine.publisher import AnswerPublisher
 from pipedec.engine.rank_tasks import RankTasks, Wiring
 from pipedec.engine.rank_zero import RankZero
 from pipedec.engine.recorder import Timestep
-from pipedec.messages import Event, Opening
+from pipedec.messages import Event
 from pipedec.scheduler.workflow import Facts, Task
 
 
 class WindowPipeline(RankZero):
     """Rank 0's driver. The result of a step arrives after as many timesteps as there are groups."""
 
-    def __init__(self, number: int, opening: Opening, tasks: RankTasks, wiring: Wiring) -> None:
-        super().__init__(number, opening, tasks, wiring)
+    def __init__(self, request: Request, masks: MaskParams, tasks: RankTasks, wiring: Wiring) -> None:
+        super().__init__(request, masks, tasks, wiring)
         self._publisher = AnswerPublisher(wiring.scheduler)
         self._begun = 0  # the last timestep that has begun
         self._granted = 0  # the last timestep of the present window
@@ -34,7 +34,7 @@ class WindowPipeline(RankZero):
 
     @contextmanager
     def publishing(self) -> Iterator[None]:
-        with self._publisher.publishing(self._number):
+        with self._publisher.publishing(self._request.number):
             yield
 
     def publish(self, event: Event) -> None:

@@ -126,11 +126,11 @@ class MemoryScheduler:
             raise UserError("this run id is already in use")
         self._state = "up"
 
-    def begin(self, request_number: int, opening: Opening, planned: Sequence[Planned], trace: bool = False) -> None:
+    def begin(self, request_number: int, opening: Opening, planned: Sequence[Planned]) -> None:
         self._check_failure()
         if self.graph is not None and self.graph.running:
             raise UserError(f"request {self.graph.number} is still running")
-        self.graph = _Graph(request_number, trace, self.topology.entry_ranks, request_number in self._cancelled)
+        self.graph = _Graph(request_number, opening.trace, self.topology.entry_ranks, request_number in self._cancelled)
         self._cancelled.discard(request_number)
         for rank in self.topology.ranks:
             self._push(rank, Message("open", request_number, opening=opening))

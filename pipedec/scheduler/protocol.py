@@ -103,7 +103,7 @@ class Scheduler(Protocol):
             RankLost: the run has failed.
         """
 
-    def begin(self, request_number: int, opening: Opening, planned: Sequence[Planned], trace: bool = False) -> None:
+    def begin(self, request_number: int, opening: Opening, planned: Sequence[Planned]) -> None:
         """Tell every rank of a request, in a message of kind ``open``, then start its workflow with its initial tasks.
 
         Raises:
@@ -186,7 +186,7 @@ class Scheduler(Protocol):
         """The scheduler's clock in µs since the epoch, to which ranks on all machines align their traces."""
 
     def trace(self) -> list[GrantedTask]:
-        """The trace of the request begun last; empty unless it was begun with ``trace``."""
+        """The trace of the request begun last; empty unless its opening asks for one."""
 
     def clear(self) -> None:
         """Delete everything the run has stored."""

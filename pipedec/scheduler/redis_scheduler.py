@@ -69,9 +69,9 @@ class RedisScheduler:
     def open(self, description: RunDescription) -> None:
         self._run_script("open", [self.keys.run], [KEY_SECONDS, to_json(description)])
 
-    def begin(self, request_number: int, opening: Opening, planned: Sequence[Planned], trace: bool = False) -> None:
+    def begin(self, request_number: int, opening: Opening, planned: Sequence[Planned]) -> None:
         self._request_number = request_number
-        arguments = [KEY_SECONDS, request_number, self._entries, int(trace), _encode(planned), to_json(opening)]
+        arguments = [KEY_SECONDS, request_number, self._entries, int(opening.trace), _encode(planned), to_json(opening)]
         self._run_script("begin", self._graph_keys(), arguments)
 
     def finish(self, rank: int, task: Task, planned: Sequence[Planned], events: Sequence[Event] = ()) -> Message | None:

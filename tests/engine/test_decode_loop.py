@@ -133,6 +133,7 @@ def test_nothing_else_asks_a_method_for_its_rows() -> None:
         path.relative_to(PACKAGE).as_posix()
         for path in PACKAGE.rglob("*.py")
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if isinstance(node, ast.Attribute) and node.attr == "propose" and getattr(node.value, "id", "") == "method"
+        if isinstance(node, ast.Attribute) and node.attr == "propose"
     ]
-    assert set(askers) == {Path(loop.__file__).relative_to(PACKAGE).as_posix()}
+    outside = {asker for asker in askers if not asker.startswith("decoding/")}
+    assert outside == {Path(loop.__file__).relative_to(PACKAGE).as_posix()}

@@ -30,7 +30,7 @@ class EndsAtOnce(MemoryScheduler):
         self._reply = reply
         self.open({})
 
-    def begin(self, request_number: int, opening: Opening, planned: Sequence[Planned], trace: bool = False) -> None:
+    def begin(self, request_number: int, opening: Opening, planned: Sequence[Planned]) -> None:
         verdict = {"verdict": verdict_to_payload(Verdict.of(5, finished="length"))}
         self._push(0, Message("task", request_number, Task.compute("pre", 0, 0)))
         sync = Message("task", request_number, Task.compute("sync", 0, 0), verdict)

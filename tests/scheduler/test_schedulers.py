@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 from simulated_pipeline import SimulatedPipeline
@@ -36,7 +37,7 @@ from pipedec.topology import Topology
 MakeScheduler = Callable[[Topology], Scheduler]
 TWO = Topology.even(2, 2)
 DESCRIPTION = RunDescription(((1,), (2,)), ((0, 1), (1, 2)), "target")
-OPENING = Opening(3, 1, SamplingParams(stop=("END",), logit_bias={5: -1.0}), threads="{}", trace=True)
+OPENING = Opening(3, 1, SamplingParams(stop=("END",), logit_bias={5: -1.0}), threads="{}")
 
 
 def planned_verdict(message: Message | None) -> Verdict:
@@ -46,9 +47,10 @@ def planned_verdict(message: Message | None) -> Verdict:
 
 def begin(scheduler: Scheduler, number: int = 0, trace: bool = False) -> None:
     """Begin a request of one chunk; every rank takes its opening."""
-    scheduler.begin(number, OPENING, initial_tasks(TWO, [[1, 2, 3]]), trace)
+    opening = replace(OPENING, trace=trace)
+    scheduler.begin(number, opening, initial_tasks(TWO, [[1, 2, 3]]))
     for rank in TWO.ranks:
-        assert scheduler.wait(rank, 1) == Message("open", number, opening=OPENING)
+        assert scheduler.wait(rank, 1) == Message("open", number, opening=opening)
 
 
 def prefill(scheduler: Scheduler, finished: str | None = None) -> None:
