@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
+from pipedec.cluster.address import RunAddress
 from pipedec.cluster.lease import LEASE_RENEWAL_SECONDS, LeaseKeeper
 from pipedec.core import PipedecError, RankLost
 from pipedec.engine.draft_loop import DraftLoop
@@ -24,7 +25,7 @@ from pipedec.engine.spec import PipelineSpec, num_gpus
 from pipedec.engine.stage_loop import StageLoop
 from pipedec.messages import LoadedEvent, load_validators
 from pipedec.model import ModelConfig
-from pipedec.scheduler import RedisScheduler, Scheduler, connect
+from pipedec.scheduler import RedisScheduler, Scheduler
 from pipedec.tracing import Tracer
 from pipedec.transport import Transport
 from pipedec.transport.torch_distributed import Rendezvous, TorchTransport
@@ -48,17 +49,6 @@ class RankPlace:
     transport: str = "auto"
 
 
-@dataclass(frozen=True)
-class RunAddress:
-    """Where a run's scheduler is: a Redis URL (with its password: never print it) and the run's name."""
-
-    redis_url: str
-    run_id: str
-
-    def scheduler(self, spec: PipelineSpec) -> RedisScheduler:
-        return RedisScheduler(connect(self.redis_url), self.run_id, spec.topology)
-
-
 def run_rank(place: RankPlace, spec: PipelineSpec, address: RunAddress, report: Report) -> int:
     """Serve as one rank until the run is stopped; returns the exit status.
 
@@ -68,7 +58,7 @@ def run_rank(place: RankPlace, spec: PipelineSpec, address: RunAddress, report: 
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // place.local_world_size))
     scheduler: RedisScheduler | None = None
     try:
-        scheduler = address.scheduler(spec)
+        scheduler = address.scheduler(spec.topology)
         _serve(place, spec, scheduler, report)
         return 0
     except PipedecError as error:

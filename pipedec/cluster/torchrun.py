@@ -12,9 +12,10 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from pipedec.cluster.address import RunAddress
 from pipedec.cluster.lease import claim_run
 from pipedec.cluster.processes import die_with_parent
-from pipedec.cluster.rank import RankPlace, Report, RunAddress, run_rank
+from pipedec.cluster.rank import RankPlace, Report, run_rank
 from pipedec.config import ClusterConfig, load_cluster, redis_url_from_environment
 from pipedec.core import PipedecError, UserError
 from pipedec.engine.spec import Cut, Models, PipelineSpec
@@ -29,7 +30,7 @@ def main() -> None:
     die_with_parent()
     try:
         place, spec, address = parse_arguments(sys.argv[1:])
-        claim_run(address.scheduler(spec))
+        claim_run(address.scheduler(spec.topology))
     except PipedecError as error:
         print(f"pipedec: {error}", file=sys.stderr, flush=True)
         os._exit(2 if isinstance(error, UserError) else 1)
