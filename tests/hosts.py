@@ -39,9 +39,11 @@ def lacking() -> list[str]:
     """What this machine has not got that hosts need, in words."""
     found = [] if os.geteuid() == 0 else ["root"]
     found += [tool for tool in TOOLS if shutil.which(tool) is None]
-    if not found and subprocess.run(["unshare", "--net", "--uts", "--mount", "true"], capture_output=True, check=False).returncode:
-        found.append("leave to make network namespaces")
-    return found
+    return found or ([] if _may_unshare() else ["leave to make network namespaces"])
+
+
+def _may_unshare() -> bool:
+    return subprocess.run(["unshare", "--net", "--uts", "--mount", "true"], capture_output=True, check=False).returncode == 0
 
 
 class Hosts:
