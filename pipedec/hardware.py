@@ -57,7 +57,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Device:
-    """A GPU according to its data sheet. Rates are dense, without sparsity.
+    """A GPU according to its data sheet, or a processor. Rates are dense, without sparsity.
 
     Attributes:
         memory_gb: memory in GB, counted as 10^9 bytes. Data sheets mean 2^30 bytes; the difference of 7 % is reserved for the
@@ -66,6 +66,7 @@ class Device:
         float32_tflops: peak rate of plain float32, without TF32.
         bfloat16_tflops: peak tensor core rate for 16-bit operands with float32 accumulation.
         source: where the figures come from.
+        reported: how its driver names it, as a regular expression; empty for a processor.
     """
 
     name: str
@@ -74,6 +75,11 @@ class Device:
     float32_tflops: float
     bfloat16_tflops: float
     source: str
+    reported: str = ""
+
+    @property
+    def is_gpu(self) -> bool:
+        return bool(self.reported)
 
     @property
     def memory_bytes(self) -> int:
@@ -161,12 +167,14 @@ class ModelShape:
 DEVICES = {
     device.name: device
     for device in (
-        Device("rtx3090", 24, 936, 35.6, 71, "NVIDIA GA102 GPU architecture whitepaper"),
-        Device("rtx4090", 24, 1008, 82.6, 165.2, "NVIDIA Ada GPU architecture whitepaper"),
-        Device("l40", 48, 864, 90.5, 181.05, "NVIDIA L40 data sheet"),
-        Device("a100-80", 80, 2039, 19.5, 312, "NVIDIA A100 data sheet (SXM)"),
-        Device("h100", 80, 3350, 67, 989, "NVIDIA H100 data sheet (SXM)"),
-        Device("h200", 141, 4800, 67, 989, "NVIDIA H200 data sheet (SXM)"),
+        Device("rtx3090", 24, 936, 35.6, 71, "NVIDIA GA102 GPU architecture whitepaper", r"RTX 3090\b"),
+        Device("rtx4090", 24, 1008, 82.6, 165.2, "NVIDIA Ada GPU architecture whitepaper", r"RTX 4090\b"),
+        Device("l40", 48, 864, 90.5, 181.05, "NVIDIA L40 data sheet", r"\bL40\b"),
+        Device("l40s", 48, 864, 91.6, 362, "NVIDIA L40S data sheet", r"\bL40S\b"),
+        Device("a100-80", 80, 2039, 19.5, 312, "NVIDIA A100 data sheet (SXM)", r"\bA100\b.*80GB"),
+        Device("h100", 80, 3350, 67, 989, "NVIDIA H100 data sheet (SXM)", r"\bH100\b"),
+        Device("h200", 141, 4800, 67, 989, "NVIDIA H200 data sheet (SXM)", r"\bH200\b"),
+        Device("cpu", 64, 40, 1, 1, "nominal share of a server's processor, not a data sheet figure"),
     )
 }
 

@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from pipedec.config import (
     ClusterConfig,
     RedisConfig,
+    cluster_from_json,
+    cluster_to_json,
     load_cluster,
     model_shape,
     redis_config,
@@ -60,7 +62,7 @@ def test_paper_cluster_loads() -> None:
     assert config.tree == LayerTreeOptions(width=32, children=16)
     assert [dict(server.devices) for server in config.servers] == [{"rtx3090": 7}, {"rtx3090": 7}, {"rtx4090": 4}, {"l40": 4}]
     shapes = {name: (part.stages, part.num_groups) for name, part in config.partitions.items()}
-    assert shapes == {"paper-14": (14, 14), "paper-7": (14, 7), "paper-21": (21, 21), "auto-14": (14, 14)}
+    assert shapes == {"paper-14": (14, 14), "paper-7": (14, 7), "paper-21": (21, 21), "auto-14": (14, 14), "auto-21": (21, 21)}
     assert config.find_partition()[0] == "paper-14"
 
 
@@ -74,6 +76,25 @@ def test_defaults(tmp_path: Path) -> None:
 def test_checkpoints_count_from_the_file(tmp_path: Path) -> None:
     config = load(tmp_path, GOOD.replace("llama-3.1-8b", "models/target") + "draft: /models/draft\n")
     assert (config.target, config.draft) == (str(tmp_path / "models/target"), "/models/draft")
+
+
+def test_a_partition_may_have_models_and_limits_of_its_own(tmp_path: Path) -> None:
+    own = "{stages: 4, target: big, draft: /models/draft, dtype: bfloat16, context_tokens: 99}"
+    config = load(tmp_path, GOOD.replace("{stages: 4}", f"{own}\n  other: {{stages: 2}}"))
+    small, other = config.for_partition("small"), config.for_partition("other")
+    assert (small.target, small.draft, small.dtype) == (str(tmp_path / "big"), "/models/draft", "bfloat16")
+    assert (small.context_tokens, small.partition) == (99, "small")
+    assert (other.target, other.draft, other.dtype, other.partition) == ("llama-3.1-8b", "none", "float32", "other")
+
+
+def test_a_configuration_survives_the_way_to_another_host(tmp_path: Path) -> None:
+    text = GOOD.replace("alpha,", "alpha, ssh: me@10.0.0.1, hostname: n1, interface: eth0, python: /bin/py, environment: {A: b},")
+    text += "redis: {host: alpha, port: 7000, password: secret}\nlaunch: {directory: /srv, environment: {NCCL_DEBUG: WARN}}\n"
+    config = load(tmp_path, text + "network: {duplex: full}\n")
+    assert cluster_from_json(cluster_to_json(config)) == config
+    assert config.servers[0].ssh_destination == "me@10.0.0.1"
+    with pytest.raises(UserError, match="the configuration of the cluster: unknown key 'newer'"):
+        cluster_from_json(cluster_to_json(config).replace('{"target"', '{"newer": 1, "target"', 1))
 
 
 @pytest.mark.parametrize(
@@ -96,12 +117,24 @@ def test_checkpoints_count_from_the_file(tmp_path: Path) -> None:
         (GOOD + "network: {bandwidth_gbps: 0}\n", "cluster.yaml: network.bandwidth_gbps: must be more than 0, not 0"),
         (GOOD + "network: {latency_us: .nan}\n", "cluster.yaml: network.latency_us: must be at most 1000000000, not nan"),
         (GOOD + "network: {latency_us: .inf}\n", "cluster.yaml: network.latency_us: must be at most 1000000000, not inf"),
+        (GOOD + "network: {duplex: both}\n", "cluster.yaml: network.duplex: must be one of half, full, not 'both'"),
+        (GOOD + "redis: {host: beta}\n", "cluster.yaml: redis.host: unknown host 'beta': known: alpha"),
+        (GOOD + "redis: {host: alpha, url: 'redis://a:1/0'}\n",
+         "cluster.yaml: redis.url: give url (a server that runs already) or host and port (one to start), not both"),
+        (GOOD + "redis: {host: alpha, tls: true}\n",
+         "cluster.yaml: redis.tls: a server that pipedec launch starts has no TLS: give the url of one that has"),
+        (GOOD + "launch: {environment: {'A B': c}}\n",
+         "cluster.yaml: launch.environment: 'A B' is no name of a variable: use letters, digits and '_'"),
+        (GOOD.replace("alpha,", "alpha, ssh: '-oProxyCommand=x',"),
+         "cluster.yaml: servers[0].ssh: must be one destination, like host or user@host: options belong into ~/.ssh/config"),
+        (GOOD.replace("stages: 4", "stages: 4, dtype: int8"),
+         "cluster.yaml: partitions.small.dtype: must be one of float32, bfloat16, float16, not 'int8'"),
         (GOOD + "partition: smal\n", "cluster.yaml: partition: unknown partition 'smal': did you mean small?"),
         (GOOD + "network: {within_server: pcie5}\n",
          "cluster.yaml: network.within_server: unknown link 'pcie5': did you mean pcie4?"),
         (GOOD.replace("rtx3090", "rtx3080"), "cluster.yaml: servers[0].devices: unknown device 'rtx3080': did you mean rtx3090?"),
         (GOOD.replace("rtx3090", "tpu"),
-         "cluster.yaml: servers[0].devices: unknown device 'tpu': known: rtx3090, rtx4090, l40, a100-80, h100, h200"),
+         "cluster.yaml: servers[0].devices: unknown device 'tpu': known: rtx3090, rtx4090, l40, l40s, a100-80, h100, h200, cpu"),
         (GOOD.replace("small:", "sm all:"),
          "cluster.yaml: partitions: must be a name of letters, digits, '.', '_' and '-', not 'sm all'"),
         (GOOD.replace("target: llama-3.1-8b", "target: 2020-01-01"),

@@ -103,7 +103,6 @@ def test_only_config_and_entry_points_read_the_environment() -> None:
         "config/environment.py",
         "config/redis.py",
         "cluster/torchrun.py",  # RANK, WORLD_SIZE and the like, set by torchrun
-        "cluster/state.py",  # whether PIPEDEC_REDIS_URL is set
     }
 
 

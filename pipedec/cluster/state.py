@@ -13,7 +13,7 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from pipedec.config import redis_config, state_directory
+from pipedec.config import redis_url_from_environment, state_directory
 from pipedec.core import PipedecError, UserError
 from pipedec.scheduler import RedisScheduler, connect
 from pipedec.topology import Topology
@@ -120,8 +120,8 @@ def find_run(redis_url: str | None, run_id: str | None) -> RunningCluster:
     Raises:
         UserError: none is named and none is running here.
     """
-    if redis_url is not None or os.environ.get("PIPEDEC_REDIS_URL"):
-        return RunningCluster(redis_config(redis_url).connection_url, run_id or DEFAULT_RUN)
+    if (named := redis_url_from_environment(redis_url)) is not None:
+        return RunningCluster(named, run_id or DEFAULT_RUN)
     state = read_state()
     if state is None or not state.is_alive() or run_id not in (None, state.run_id):
         raise UserError("no cluster is running here: start one with `pipedec up`, or give --redis URL --run NAME")

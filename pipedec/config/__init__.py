@@ -7,9 +7,12 @@ partition costs or whether it fits.
 from pipedec.config.cluster import (
     ClusterConfig,
     DeviceConfig,
+    LaunchConfig,
     NetworkConfig,
     PartitionConfig,
     ServerConfig,
+    cluster_from_json,
+    cluster_to_json,
     load_cluster,
     paper_cluster,
 )
@@ -20,7 +23,7 @@ from pipedec.config.redis import RedisConfig, redis_config, redis_url_from_envir
 from pipedec.validation import parse_json
 
 __all__ = [
-    "ClusterConfig", "DeviceConfig", "NetworkConfig", "PartitionConfig", "RedisConfig", "ServerConfig", "load_cluster",
-    "load_json", "model_shape", "paper_cluster", "parse_json", "redis_config", "redis_url_from_environment",
-    "secret_from_environment", "state_directory",
+    "ClusterConfig", "DeviceConfig", "LaunchConfig", "NetworkConfig", "PartitionConfig", "RedisConfig", "ServerConfig",
+    "cluster_from_json", "cluster_to_json", "load_cluster", "load_json", "model_shape", "paper_cluster", "parse_json",
+    "redis_config", "redis_url_from_environment", "secret_from_environment", "state_directory",
 ]  # fmt: skip

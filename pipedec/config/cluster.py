@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from annotated_types import Ge, Gt, Le, MinLen, Predicate
 
@@ -16,7 +17,7 @@ from pipedec.config.redis import RedisConfig, redis_config
 from pipedec.core import BadValue, UserError
 from pipedec.hardware import DEVICES, LINKS, MODEL_SHAPES
 from pipedec.methods import LayerTreeOptions
-from pipedec.validation import unknown_name, validated
+from pipedec.validation import parse_json, shortened, unknown_name, validated
 
 
 def _is_name(text: str) -> bool:
@@ -25,6 +26,9 @@ def _is_name(text: str) -> bool:
 
 Name = Annotated[str, Predicate(_is_name)]
 Text = Annotated[str, MinLen(1)]
+Environment = Mapping[str, str]
+Dtype = Literal["float32", "bfloat16", "float16"]
+ContextTokens = Annotated[int, Ge(1), Le(10_000_000)]
 
 
 @dataclass(frozen=True)
@@ -35,11 +39,14 @@ class NetworkConfig:
         latency_us: one way, between servers.
         bandwidth_gbps: Gbit/s between servers.
         within_server: the link between the devices of one server.
+        duplex: ``half`` if a rank takes part in one transfer at a time (Algorithm 2's rule), ``full`` if it sends and receives
+            at the same time.
     """
 
     latency_us: Annotated[float, Ge(0), Le(1e9)] = 50.0
     bandwidth_gbps: Annotated[float, Gt(0), Le(1e9)] = 10.0
     within_server: Text = "pcie4"
+    duplex: Literal["half", "full"] = "half"
 
     def __post_init__(self) -> None:
         if self.within_server not in LINKS:
@@ -48,20 +55,66 @@ class NetworkConfig:
 
 @dataclass(frozen=True)
 class ServerConfig:
-    """A host and how many devices of each kind it has, in the order in which stages take them. For plans and emulation."""
+    """A host and how many devices of each kind it has, in the order in which stages take them.
+
+    Attributes:
+        host: its name in this file.
+        devices: number of devices by kind. GPUs in the order of their PCI bus; ``cpu`` is a rank that computes on the processor.
+        ssh: where ``pipedec launch`` connects to, as one would tell ssh; ``host`` if not given.
+        hostname: what the machine calls itself, where that is not ``host``.
+        interface: network interface of its transfers; the one that routes to the other hosts if not given.
+        python: the interpreter that has pipedec there; that of ``launch`` if not given.
+        environment: variables for its ranks, besides those of ``launch``.
+    """
 
     host: Name
     devices: Mapping[str, Annotated[int, Ge(1), Le(64)]]
+    ssh: Text | None = None
+    hostname: Text | None = None
+    interface: Name | None = None
+    python: Text | None = None
+    environment: Environment = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         for name in self.devices:
             if name not in DEVICES:
                 raise BadValue(f"devices: {unknown_name('device', name, DEVICES)}")
+        if self.ssh is not None and (self.ssh.startswith("-") or len(self.ssh.split()) != 1):
+            raise BadValue("ssh: must be one destination, like host or user@host: options belong into ~/.ssh/config")
+        _check_environment(self.environment)
+
+    @property
+    def ssh_destination(self) -> str:
+        return self.ssh or self.host
+
+
+@dataclass(frozen=True)
+class LaunchConfig:
+    """What ``pipedec launch`` starts on every host.
+
+    Attributes:
+        python: the interpreter that has pipedec; the one that runs ``pipedec launch`` if not given.
+        directory: working directory of the ranks; the user's home if not given.
+        environment: variables for all ranks.
+    """
+
+    python: Text | None = None
+    directory: Text | None = None
+    environment: Environment = field(default_factory=dict, hash=False)
+
+    def __post_init__(self) -> None:
+        _check_environment(self.environment)
+
+
+def _check_environment(variables: Environment) -> None:
+    for name in variables:
+        if re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name) is None:
+            raise BadValue(f"environment: {shortened(name)!r} is no name of a variable: use letters, digits and '_'")
 
 
 @dataclass(frozen=True)
 class DeviceConfig:
-    """One device of a host, or ``count`` of them. For plans and emulation."""
+    """One device of a host, or ``count`` of them."""
 
     host: Name
     device: str
@@ -76,16 +129,15 @@ class DeviceConfig:
 class PartitionConfig:
     """How the target is cut: stages, the groups that share a timestep slot, and the devices they take in order.
 
-    A running cluster has these stages, groups and layers. ``servers``, ``devices`` and ``draft_device`` are for plans and
-    emulation, and so for ``layers: auto``: which rank runs where is decided by whoever starts the ranks.
-
     Attributes:
         stages: number of stages n.
         groups: number of groups d (paper §3.1); one per stage if not given.
         servers: hosts whose devices are taken in this order; all servers when neither this nor ``devices`` is given.
         devices: the devices one by one, instead of ``servers``.
         layers: ``auto``, or the number of transformer layers of each stage.
-        draft_device: the device of the draft model, which no stage takes.
+        draft_device: the device of the draft model, which no stage takes. Without a draft model rank 0 computes nothing, and runs
+            on this host or on that of stage 1.
+        target, draft, bita, dtype, context_tokens: of this partition alone; the file's if not given.
     """
 
     stages: Annotated[int, Ge(1), Le(1024)]
@@ -94,6 +146,11 @@ class PartitionConfig:
     devices: tuple[DeviceConfig, ...] = ()
     layers: Literal["auto"] | tuple[Annotated[int, Ge(1), Le(100_000)], ...] = "auto"
     draft_device: DeviceConfig | None = None
+    target: Text | None = None
+    draft: Text | None = None
+    bita: Text | None = None
+    dtype: Dtype | None = None
+    context_tokens: ContextTokens | None = None
 
     def __post_init__(self) -> None:
         if self.groups is not None and self.groups > self.stages:
@@ -126,8 +183,10 @@ class ClusterConfig:
             cluster refuses requests that exceed it.
         tree: the tree of ``pipedec`` and ``stpp``: what a plan counts with, and a running cluster's default for requests that
             set no width or children. Other methods find their own limits.
-        redis: the Redis server of a running cluster.
-        network, servers: for plans and emulation.
+        redis: the Redis server of a running cluster: an address, or the host on which ``pipedec launch`` starts one.
+        network: for plans and emulation.
+        servers: the hosts.
+        launch: how ranks are started on them.
         partition: the partition to use if none is named; not needed if there is only one.
     """
 
@@ -136,11 +195,12 @@ class ClusterConfig:
     partitions: Mapping[Name, PartitionConfig]
     draft: Text = "none"
     bita: Text = "none"
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    context_tokens: Annotated[int, Ge(1), Le(10_000_000)] = 4096
+    dtype: Dtype = "float32"
+    context_tokens: ContextTokens = 4096
     tree: LayerTreeOptions = LayerTreeOptions()
     redis: RedisConfig = RedisConfig()
     network: NetworkConfig = NetworkConfig()
+    launch: LaunchConfig = LaunchConfig()
     partition: str | None = None
 
     def __post_init__(self) -> None:
@@ -153,6 +213,8 @@ class ClusterConfig:
                 raise BadValue(f"servers: host {host} is listed twice: list each host once")
         if self.partition is not None and self.partition not in self.partitions:
             raise BadValue(f"partition: {unknown_name('partition', self.partition, self.partitions)}")
+        if self.redis.host is not None and self.redis.host not in hosts:
+            raise BadValue(f"redis.host: {unknown_name('host', self.redis.host, hosts)}")
         for name, partition in self.partitions.items():
             for key, named in _hosts_of(partition):
                 if named not in hosts:
@@ -166,6 +228,19 @@ class ClusterConfig:
         if chosen not in self.partitions:
             raise UserError(unknown_name("partition", chosen, self.partitions))
         return chosen, self.partitions[chosen]
+
+    def for_partition(self, name: str | None = None) -> ClusterConfig:
+        """With the models, dtype and context of one partition, which becomes the default. UserError as ``find_partition``."""
+        name, partition = self.find_partition(name)
+        own: dict[str, Any] = {key: value for key in _OF_A_PARTITION if (value := getattr(partition, key)) is not None}
+        return replace(self, partition=name, **own)
+
+    def server(self, host: str) -> ServerConfig:
+        """The entry of a host that the file lists."""
+        return next(server for server in self.servers if server.host == host)
+
+
+_OF_A_PARTITION = ("target", "draft", "bita", "dtype", "context_tokens")
 
 
 def _hosts_of(partition: PartitionConfig) -> list[tuple[str, str]]:
@@ -191,8 +266,28 @@ def load_cluster(path: str | Path) -> ClusterConfig:
     """
     path = Path(path)
     config = validated(ClusterConfig, parse_yaml(read_text(path), str(path)), str(path))
-    target, draft, bita = (_relative_to(path.parent, model) for model in (config.target, config.draft, config.bita))
-    return replace(config, target=target, draft=draft, bita=bita, redis=redis_config(base=config.redis))
+    partitions = {name: _with_paths(partition, path.parent) for name, partition in config.partitions.items()}
+    return replace(_with_paths(config, path.parent), partitions=partitions, redis=redis_config(base=config.redis))
+
+
+def cluster_from_json(text: str) -> ClusterConfig:
+    """A configuration that another pipedec process has sent (``cluster_to_json``). Raises UserError if it is another version's."""
+    return parse_json(ClusterConfig, text, "the configuration of the cluster")
+
+
+def cluster_to_json(config: ClusterConfig) -> str:
+    """As one line of JSON. It holds the Redis password if there is one: never print it."""
+    return json.dumps(asdict(config))
+
+
+_Models = TypeVar("_Models", ClusterConfig, PartitionConfig)
+
+
+def _with_paths(config: _Models, folder: Path) -> _Models:
+    """With checkpoint directories that count from ``folder``."""
+    models = {key: getattr(config, key) for key in ("target", "draft", "bita")}
+    paths: dict[str, Any] = {key: _relative_to(folder, model) for key, model in models.items() if model is not None}
+    return replace(config, **paths)
 
 
 def _relative_to(folder: Path, model: str) -> str:

@@ -7,26 +7,36 @@ from dataclasses import dataclass, field, replace
 from typing import Annotated
 from urllib.parse import quote, unquote, urlsplit
 
-from annotated_types import MinLen
+from annotated_types import Ge, Le, MinLen
 
 from pipedec.core import BadValue, UserError
 
 
 @dataclass(frozen=True)
 class RedisConfig:
-    """Where Redis is. The password is kept apart from the URL and never shown.
+    """Where Redis is, or is to be started. The password is kept apart from the URL and never shown.
 
     Attributes:
-        url: ``redis://host:port/database``, ``rediss://…`` (TLS) or ``unix:///path``, without a password.
+        url: ``redis://host:port/database``, ``rediss://…`` (TLS) or ``unix:///path``, without a password; None if none is known.
         password: PIPEDEC_REDIS_PASSWORD takes precedence.
         tls: encrypt the connection; the same as writing ``rediss://``.
+        host: instead of ``url``, the host on which ``pipedec launch`` starts a server.
+        port: the port of that server; None for a free one.
     """
 
-    url: Annotated[str, MinLen(1)] = "redis://127.0.0.1:6379/0"
+    url: Annotated[str, MinLen(1)] | None = None
     password: str | None = field(default=None, repr=False)
     tls: bool = False
+    host: str | None = None
+    port: Annotated[int, Ge(1), Le(65535)] | None = None
 
     def __post_init__(self) -> None:
+        if self.url is None:
+            if self.tls:
+                raise BadValue("tls: a server that pipedec launch starts has no TLS: give the url of one that has")
+            return
+        if self.host is not None or self.port is not None:
+            raise BadValue("url: give url (a server that runs already) or host and port (one to start), not both")
         try:
             parts = urlsplit(self.url)
             host, password, _ = parts.hostname, parts.password, parts.port
@@ -47,9 +57,9 @@ class RedisConfig:
         object.__setattr__(self, "tls", scheme == "rediss")
 
     @property
-    def connection_url(self) -> str:
-        """The URL with the password in it: for connecting, never for showing."""
-        if self.password is None:
+    def connection_url(self) -> str | None:
+        """The URL with the password in it: for connecting, never for showing. None if there is none."""
+        if self.password is None or self.url is None:
             return self.url
         scheme, _, rest = self.url.partition("://")
         user, _, address = rest.rpartition("@")
@@ -57,7 +67,7 @@ class RedisConfig:
 
 
 def redis_config(url: str | None = None, base: RedisConfig | None = None) -> RedisConfig:
-    """The Redis to use: ``url`` (a flag), else PIPEDEC_REDIS_URL, else ``base`` (a file), else the local default.
+    """The Redis to use: ``url`` (a flag), else PIPEDEC_REDIS_URL, else ``base`` (a file).
 
     A password in the chosen URL is used; then PIPEDEC_REDIS_PASSWORD, then the one of ``base``. UserError for a bad URL.
     """
@@ -75,6 +85,4 @@ def redis_config(url: str | None = None, base: RedisConfig | None = None) -> Red
 
 def redis_url_from_environment(url: str | None = None) -> str | None:
     """The URL to connect to, with the password: ``url`` (a flag), else PIPEDEC_REDIS_URL; None if neither is given."""
-    if not url and not os.environ.get("PIPEDEC_REDIS_URL"):
-        return None
     return redis_config(url).connection_url

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from pipedec.decoding import TimestepTiming
 from pipedec.plan.emulation import Emulation
+from pipedec.plan.partition import slowest_transfers_ms
 from pipedec.topology import Topology
 
 
@@ -85,10 +86,7 @@ class TimestepLoad:
 
 
 class EmulatedClock:
-    """Adds up the duration of timesteps: the slowest group or the draft, then the slowest transfers.
-
-    A rank takes part in one transfer at a time (Algorithm 2), so the times it sends and receives add up.
-    """
+    """Adds up the duration of timesteps: the slowest group or the draft, then the slowest transfers."""
 
     def __init__(self, emulation: Emulation, topology: Topology) -> None:
         self._emulation = emulation
@@ -117,7 +115,7 @@ class EmulatedClock:
 
     def _transfer_ms(self, load: TimestepLoad) -> float:
         leaving = {rank: self._send_ms(rank, load) for rank in load.sent if self._topology.feeds_next_group(rank)}
-        return max((leaving.get(rank, 0.0) + leaving.get(rank - 1, 0.0) for rank in self._topology.ranks), default=0.0)
+        return slowest_transfers_ms(leaving, self._topology.num_stages, self._emulation.duplex)
 
     def _send_ms(self, rank: int, load: TimestepLoad) -> float:
         timing = self._emulation.timing(rank)

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
+from pipedec.config import ClusterConfig
 from pipedec.core import UserError
 from pipedec.decoding import Drafter
 from pipedec.drafting import DraftModel
+from pipedec.hardware import DEVICES as DEVICE_KINDS
+from pipedec.hardware import MODEL_SHAPES
 from pipedec.messages import RunDescription
 from pipedec.methods import LayerTreeOptions
 from pipedec.model import BitaConfig, BitaWeights, Checkpoint, ModelConfig, StageModel, checked_bita
 from pipedec.plan.emulation import Emulation
 from pipedec.plan.layers import even_layers, explicit_layers
+from pipedec.plan.partition import plan as make_plan
+from pipedec.plan.placement import Placement, rank_places
 from pipedec.stage import FinalStageWorker, StageWorker
 from pipedec.text.prompt import Prompter, same_tokenizer
 from pipedec.topology import Topology
@@ -109,6 +114,7 @@ class PipelineSpec:
         dispatch: what the scheduler grants, ``windows`` of timesteps or single ``tasks``.
         context_tokens: maximum tokens of a prompt and its answer; None for the target's context.
         tree: default tree of methods whose trees grow by layers; None for their own.
+        places: the host and device of every rank, by the partition of a cluster.yaml; None if whoever starts the ranks decides.
     """
 
     target: Path
@@ -122,6 +128,31 @@ class PipelineSpec:
     bita: Path | None = None
     context_tokens: int | None = None
     tree: LayerTreeOptions | None = None
+    places: tuple[Placement, ...] | None = None
+
+    @classmethod
+    def from_config(
+        cls, config: ClusterConfig, partition_name: str | None = None, device: str = "auto", dispatch: str = "windows"
+    ) -> PipelineSpec:
+        """The pipeline that a partition of a cluster.yaml describes, with the place of every rank.
+
+        Args:
+            device: ``cpu`` or ``cuda`` for all ranks, whatever devices the partition names.
+
+        Raises:
+            UserError: there is no such partition, a model is a shape without weights, or as ``create``.
+        """
+        name, partition = config.find_partition(partition_name)
+        config = config.for_partition(name)
+        for key, model in (("target", config.target), ("draft", config.draft)):
+            if model in MODEL_SHAPES:
+                raise UserError(f"{key}: {model} is a shape to plan with and has no weights: give a checkpoint directory")
+        layers = [len(stage.layers) for stage in make_plan(config, name).stages]
+        spec = cls.create(
+            Models(config.target, config.draft, config.bita), Cut(partition.stages, partition.num_groups, layers), config.dtype,
+            device, dispatch, config.context_tokens, config.tree,
+        )  # fmt: skip
+        return replace(spec, places=rank_places(config, name))
 
     @classmethod
     def create(
@@ -169,10 +200,29 @@ class PipelineSpec:
     def rank_device(self, rank: int, local_rank: int, gpus: int | None = None) -> torch.device:
         """The device of a rank of a cluster. Rank 0 without a draft computes nothing and uses the CPU.
 
-        The stages of a host have consecutive local ranks, so each gets a GPU of its own if there are as many GPUs as stages, also
-        when such a rank 0 is on the host.
+        Without places, the stages of a host have consecutive local ranks, so each gets a GPU of its own if there are as many GPUs
+        as stages, also when such a rank 0 is on the host.
+
+        Args:
+            gpus: GPUs of this host; None counts them.
+
+        Raises:
+            UserError: this host has no such GPU.
         """
-        return torch.device("cpu") if rank == 0 and self.draft is None else chosen_device(self.device, local_rank, gpus)
+        if rank == 0 and self.draft is None:
+            return torch.device("cpu")
+        if self.places is None or self.device != "auto":
+            return chosen_device(self.device, local_rank, gpus)
+        place = self.places[rank]
+        if not DEVICE_KINDS[place.device].is_gpu:
+            return torch.device("cpu")
+        found = num_gpus() if gpus is None else gpus
+        if place.index >= found:
+            raise UserError(
+                f"{place.host} has no {place.device} #{place.index}: torch sees {found} GPUs there; see `pipedec doctor` and check "
+                "CUDA_VISIBLE_DEVICES"
+            )
+        return torch.device("cuda", place.index)
 
     def torch_device(self) -> torch.device:
         """The device of a rank that computes (see ``chosen_device``)."""

@@ -27,12 +27,14 @@ class Emulation:
             Benchmarks divide the times that they report by it.
         draft: rank 0; None without a draft model.
         stages: ranks 1..n.
+        duplex: of the links, ``half`` or ``full``. Counts for computed times; a real rank waits for what it sends alone.
     """
 
     preset: str
     slow_motion: float
     draft: RankTiming | None
     stages: tuple[RankTiming, ...]
+    duplex: str = "half"
 
     def __post_init__(self) -> None:
         if not 0.1 <= self.slow_motion <= 1000:
@@ -41,7 +43,7 @@ class Emulation:
     @classmethod
     def of_plan(cls, plan: Plan, slow_motion: float = 1.0) -> Emulation:
         draft = plan.draft.timing if plan.draft else None
-        return cls(plan.partition, slow_motion, draft, tuple(stage.timing for stage in plan.stages))
+        return cls(plan.partition, slow_motion, draft, tuple(stage.timing for stage in plan.stages), plan.duplex)
 
     def timing(self, rank: int) -> RankTiming | None:
         """The timing of a rank; None for rank 0 without a draft."""

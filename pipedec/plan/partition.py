@@ -6,7 +6,7 @@ link's latency plus its bytes by the bandwidth.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from pipedec.config import ClusterConfig, PartitionConfig, model_shape
@@ -68,7 +68,8 @@ class Plan:
     Attributes:
         rows: rows per timestep, the tree's width.
         draft: rank 0; None without a draft model.
-        timestep_ms: the slowest group (or the draft), then the slowest transfer between groups (paper §3.1).
+        duplex: of the links, ``half`` or ``full``.
+        timestep_ms: the slowest group (or the draft), then the transfers of the slowest rank between groups (paper §3.1).
         pipeline_ms: one token through all groups, timestep by timestep: what a miss costs.
         pp_token_ms: plain pipeline parallelism, for comparison: one row through every stage and the token back.
         problems: why the plan cannot run, in whole sentences; empty if it can.
@@ -81,6 +82,7 @@ class Plan:
     rows: int
     draft: StagePlan | None
     stages: tuple[StagePlan, ...]
+    duplex: str
     timestep_ms: float
     pipeline_ms: float
     pp_token_ms: float
@@ -98,6 +100,7 @@ def plan(config: ClusterConfig, partition_name: str | None = None) -> Plan:
         UserError: the configuration is wrong.
     """
     name, partition = config.find_partition(partition_name)
+    config = config.for_partition(name)
     target = model_shape(config.target)
     draft_place, places = place_stages(config, name, partition)
     costs = ModelCosts(target, config.dtype, config.tree.width, config.context_tokens, partition.num_groups)
@@ -113,10 +116,10 @@ def plan(config: ClusterConfig, partition_name: str | None = None) -> Plan:
             problems.append(f"stage {stage.rank} {_shortage(stage)}: {advice}")
     if draft and not draft.fits:
         problems.append(f"the draft {_shortage(draft)}: use a larger device or a smaller draft")
-    timestep = _timestep_ms(draft, stages)
+    timestep = _timestep_ms(draft, stages, config.network.duplex)
     return Plan(
-        name, config.target, config.dtype, config.context_tokens, config.tree.width, draft, stages, timestep,
-        timestep * partition.num_groups, _pp_token_ms(stages), tuple(problems),
+        name, config.target, config.dtype, config.context_tokens, config.tree.width, draft, stages,
+        config.network.duplex, timestep, timestep * partition.num_groups, _pp_token_ms(stages), tuple(problems),
     )  # fmt: skip
 
 
@@ -181,16 +184,29 @@ def _link(config: ClusterConfig, source: Placement, target: Placement | None) ->
     return Link("between servers", config.network.latency_us, config.network.bandwidth_gbps / 8, "network: of the configuration")
 
 
-def _timestep_ms(draft: StagePlan | None, stages: Sequence[StagePlan]) -> float:
-    """Slowest group, its own transfers included, or the draft; then the slowest transfer that leaves a group."""
+def _timestep_ms(draft: StagePlan | None, stages: Sequence[StagePlan], duplex: str) -> float:
+    """Slowest group, its own transfers included, or the draft; then the transfers of the slowest rank between groups."""
     group_ms: dict[int, float] = {0: draft.compute_ms} if draft else {}
-    leaving = [draft.transfer_ms] if draft else []
+    sent_ms = {0: draft.transfer_ms} if draft else {}  # between groups, by sender
     for stage, following in zip(stages, [*stages[1:], None], strict=True):
         inside = following is not None and following.group == stage.group
         group_ms[stage.group] = group_ms.get(stage.group, 0.0) + stage.compute_ms + (stage.transfer_ms if inside else 0.0)
         if not inside:
-            leaving.append(stage.transfer_ms)
-    return max(group_ms.values()) + max(leaving)
+            sent_ms[stage.rank] = stage.transfer_ms
+    return max(group_ms.values()) + slowest_transfers_ms(sent_ms, len(stages), duplex)
+
+
+def slowest_transfers_ms(sent_ms: Mapping[int, float], num_stages: int, duplex: str) -> float:
+    """How long the transfers of a timestep take, of which every rank sends at most one, to the next rank (the last: to rank 0).
+
+    Args:
+        sent_ms: by sender.
+        duplex: with ``half`` a rank's sending and receiving add up (Algorithm 2), with ``full`` they overlap.
+    """
+    if duplex == "full":
+        return max(sent_ms.values(), default=0.0)
+    ranks = range(num_stages + 1)
+    return max(sent_ms.get(rank, 0.0) + sent_ms.get(rank - 1 if rank else num_stages, 0.0) for rank in ranks)
 
 
 def _pp_token_ms(stages: Sequence[StagePlan]) -> float:

@@ -1,20 +1,33 @@
-"""Which device of which host each rank takes."""
+"""Which device of which host each rank takes. Does not know whether the models fit there."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pipedec.config import ClusterConfig, DeviceConfig, PartitionConfig
+from pipedec.config import ClusterConfig, DeviceConfig, PartitionConfig, ServerConfig
 from pipedec.core import UserError
+from pipedec.hardware import DEVICES
 
 
 @dataclass(frozen=True)
 class Placement:
-    """One device: ``index`` counts the devices of the host in the order of the configuration."""
+    """One device: ``index`` counts the GPUs of a host in the order of the configuration, and apart from them its processors."""
 
     host: str
     device: str
     index: int
+
+
+def rank_places(config: ClusterConfig, partition_name: str | None = None) -> tuple[Placement, ...]:
+    """The devices of ranks 0..n. Rank 0 computes on a processor if there is no draft model.
+
+    Raises:
+        UserError: there is no such partition, or it needs more devices than the hosts have.
+    """
+    name, partition = config.find_partition(partition_name)
+    draft, stages = place_stages(config.for_partition(name), name, partition)
+    host = partition.draft_device.host if partition.draft_device else stages[0].host
+    return (draft or Placement(host, "cpu", 0), *stages)
 
 
 def place_stages(config: ClusterConfig, name: str, partition: PartitionConfig) -> tuple[Placement | None, list[Placement]]:
@@ -22,11 +35,7 @@ def place_stages(config: ClusterConfig, name: str, partition: PartitionConfig) -
 
     The draft takes the last device of its kind on its host, so that stages keep the front ones.
     """
-    free = [
-        Placement(server.host, device, index)
-        for server in config.servers
-        for index, device in enumerate(device for device, count in server.devices.items() for _ in range(count))
-    ]
+    free = [place for server in config.servers for place in _devices_of(server)]
     draft = None
     if config.draft != "none":
         if partition.draft_device is None:
@@ -41,6 +50,12 @@ def place_stages(config: ClusterConfig, name: str, partition: PartitionConfig) -
     if len(places) < partition.stages:
         raise UserError(f"partitions.{name}.stages: {partition.stages} stages need as many devices, but {len(places)} are free")
     return draft, places[: partition.stages]
+
+
+def _devices_of(server: ServerConfig) -> list[Placement]:
+    kinds = [kind for kind, count in server.devices.items() for _ in range(count)]
+    same = [[DEVICES[other].is_gpu for other in kinds[:index]].count(DEVICES[kind].is_gpu) for index, kind in enumerate(kinds)]
+    return [Placement(server.host, kind, index) for kind, index in zip(kinds, same, strict=True)]
 
 
 def _take(free: list[Placement], wanted: DeviceConfig, path: str, last: bool = False) -> Placement:

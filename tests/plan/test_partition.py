@@ -38,7 +38,7 @@ def shown(planned: Plan) -> str:
     return output.getvalue()
 
 
-@pytest.mark.parametrize("name", ["paper-7", "paper-14", "paper-21", "auto-14"])
+@pytest.mark.parametrize("name", ["paper-7", "paper-14", "paper-21", "auto-14", "auto-21"])
 def test_paper_partitions_fit(paper: ClusterConfig, name: str) -> None:
     planned = plan(paper, name)
     assert planned.problems == ()
@@ -81,7 +81,10 @@ def test_timestep_of_groups(paper: ClusterConfig) -> None:
     # The slowest pair is the one whose own transfer crosses the servers; every other boundary is inside a server.
     crossing = paired.stages[6]
     assert paired.timestep_ms == pytest.approx(2 * crossing.compute_ms + crossing.transfer_ms + paired.stages[1].transfer_ms)
-    assert single.timestep_ms == pytest.approx(crossing.compute_ms + crossing.transfer_ms)
+    before = single.stages[5].transfer_ms  # half duplex: the stage that sends to the other server receives first
+    assert single.timestep_ms == pytest.approx(crossing.compute_ms + before + crossing.transfer_ms)
+    full = plan(replace(paper, network=replace(paper.network, duplex="full")), "paper-14")
+    assert full.timestep_ms == pytest.approx(crossing.compute_ms + crossing.transfer_ms)
     assert single.pipeline_ms == pytest.approx(14 * single.timestep_ms)
     assert single.pp_token_ms == paired.pp_token_ms
 
