@@ -7,6 +7,7 @@ They exchange cards and addresses on a stream in Redis. Does not know what a ran
 from __future__ import annotations
 
 import hashlib
+import importlib.metadata
 import os
 import socket
 import time
@@ -19,7 +20,6 @@ from typing import TypeVar
 
 import torch
 
-import pipedec
 from pipedec.cluster.address import RankPlace
 from pipedec.cluster.network import can_connect, interface_address, interface_of, machine_id, routed_address
 from pipedec.config import cache_directory, configured_interface
@@ -116,7 +116,7 @@ class Meeting:
         server = self._scheduler.server_host
         address = (routed_address(server) if server else None) or LOOPBACK
         versions = {
-            "pipedec": pipedec.__version__, "torch": torch.__version__.partition("+")[0], "protocol in Redis": scripts_digest(),
+            "pipedec": importlib.metadata.version("pipedec"), "torch": torch.__version__.partition("+")[0], "protocol in Redis": scripts_digest(),
         }  # fmt: skip
         return CardEvent(self._place.rank, self._host, machine_id(), address, versions, configs)
 
