@@ -116,8 +116,10 @@ class Meeting:
         server = self._scheduler.server_host
         address = (routed_address(server) if server else None) or LOOPBACK
         versions = {
-            "pipedec": importlib.metadata.version("pipedec"), "torch": torch.__version__.partition("+")[0], "protocol in Redis": scripts_digest(),
-        }  # fmt: skip
+            "pipedec": importlib.metadata.version("pipedec"),
+            "torch": torch.__version__.partition("+")[0],
+            "protocol in Redis": scripts_digest(),
+        }
         return CardEvent(self._place.rank, self._host, machine_id(), address, versions, configs)
 
     def _models(self) -> dict[str, Path]:
