@@ -38,8 +38,8 @@ class LaunchedRank:
 
 def serve_rank(place: LaunchedRank, report: Callable[[Any], None]) -> int:
     """What the process of the rank runs; returns its exit status."""
-    from pipedec.cluster.address import RunAddress
-    from pipedec.cluster.rank import RankPlace, run_rank
+    from pipedec.cluster.address import RankPlace, RunAddress
+    from pipedec.cluster.rank import run_rank
     from pipedec.config import cluster_from_json
     from pipedec.engine.spec import PipelineSpec
 
@@ -49,7 +49,9 @@ def serve_rank(place: LaunchedRank, report: Callable[[Any], None]) -> int:
     except PipedecError as error:
         _refuse(address, place, str(error))
         return 1
-    rank_place = RankPlace(place.rank, place.world_size, place.local_rank, place.local_world_size)
+    assert spec.places is not None
+    host = spec.places[place.rank].host
+    rank_place = RankPlace(place.rank, place.world_size, place.local_rank, place.local_world_size, host=host)
     return run_rank(rank_place, spec, address, lambda *told: report(told))
 
 
