@@ -19,6 +19,7 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from typing import TYPE_CHECKING, Any, BinaryIO
 
+from pipedec import __version__
 from pipedec.cluster.node_rank import LaunchedRank, serve_rank
 from pipedec.cluster.processes import RankProcesses, start_fork_server
 from pipedec.core import PipedecError
@@ -137,7 +138,7 @@ class Node:
 def describe_host() -> dict[str, Any]:
     """What the launcher compares before it goes on."""
     return {
-        "protocol": PROTOCOL, "pipedec": _version_of("pipedec"), "torch": _version_of("torch"), "python": platform.python_version(),
+        "protocol": PROTOCOL, "pipedec": __version__, "torch": _version_of("torch"), "python": platform.python_version(),
         "hostname": socket.gethostname(), "pid": os.getpid(),
     }  # fmt: skip
 
