@@ -29,7 +29,7 @@ class LaunchedCluster(Supervisor):
         log: gets what the hosts print, one line after another, while the cluster runs; None to drop it.
 
     Raises:
-        UserError: there is no such partition, or it cannot run.
+        UserError: there is no such partition, or too few devices for it.
     """
 
     def __init__(
@@ -50,6 +50,7 @@ class LaunchedCluster(Supervisor):
         return None if self.config.redis.url else self.config.redis.host or self.places[0].host
 
     def _open_redis(self) -> str:
+        _check_checkpoints(self.config)
         self._log = self._log_path.open("w", encoding="utf-8") if self._log_path else None
         self.nodes.connect(self._log)
         if self.redis_host is None:
@@ -86,18 +87,19 @@ class LaunchedCluster(Supervisor):
 
 
 def _for_hosts(config: ClusterConfig, name: str) -> ClusterConfig:
-    """With this partition alone, and checkpoint directories that do not depend on where a rank runs.
-
-    Raises:
-        UserError: there is no such partition, or a model is a shape without weights.
-    """
+    """With this partition alone, and checkpoint directories that do not depend on where a rank runs."""
     config = config.for_partition(name)
     own = replace(config.partitions[name], target=None, draft=None, bita=None)
-    target, draft, bita = (_absolute(key, getattr(config, key)) for key in ("target", "draft", "bita"))
+    target, draft, bita = map(_absolute, (config.target, config.draft, config.bita))
     return replace(config, partitions={name: own}, target=target, draft=draft, bita=bita)
 
 
-def _absolute(key: str, model: str) -> str:
-    if model in MODEL_SHAPES:
-        raise UserError(f"{key}: {model} is a shape to plan with and has no weights: give a checkpoint directory")
-    return model if model == "none" else str(Path(model).absolute())
+def _absolute(model: str) -> str:
+    return model if model == "none" or model in MODEL_SHAPES else str(Path(model).absolute())
+
+
+def _check_checkpoints(config: ClusterConfig) -> None:
+    """Raises UserError if a model is a shape without weights."""
+    for key, model in (("target", config.target), ("draft", config.draft)):
+        if model in MODEL_SHAPES:
+            raise UserError(f"{key}: {model} is a shape to plan with and has no weights: give a checkpoint directory")

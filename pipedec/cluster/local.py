@@ -5,16 +5,12 @@ Ranks and Redis end with this process, however it ends.
 
 from __future__ import annotations
 
-import os
 import secrets
-import sys
-import tempfile
 from collections.abc import Callable
-from contextlib import ExitStack
 
-from pipedec.cluster.address import RunAddress
+from pipedec.cluster.address import RankPlace, RunAddress
 from pipedec.cluster.processes import RankProcesses
-from pipedec.cluster.rank import RankPlace, run_rank
+from pipedec.cluster.rank import run_rank
 from pipedec.cluster.supervisor import Supervisor
 from pipedec.engine.spec import PipelineSpec
 from pipedec.scheduler import EmbeddedServer
@@ -38,7 +34,6 @@ class LocalCluster(Supervisor):
         self._given_url = redis_url
         self._transport = transport
         self._server: EmbeddedServer | None = None
-        self._files = ExitStack()
 
     def _open_redis(self) -> str:
         if self._given_url is not None:
@@ -51,24 +46,15 @@ class LocalCluster(Supervisor):
         return self._server is not None
 
     def _start_ranks(self) -> None:
-        meeting_place = self._meeting_place()
         world_size = self.spec.num_stages + 1
         for rank in range(world_size):
-            place = RankPlace(rank, world_size, rank, world_size, meeting_place, self._transport)
+            place = RankPlace(rank, world_size, rank, world_size, self._transport)
             self._processes.start(rank, _serve_rank, place, self.spec, self.address)
 
     def _close(self) -> None:
         if self._server is not None:
             self._server.stop()
             self._server = None
-        self._files.close()
-
-    def _meeting_place(self) -> str:
-        """URL of the file through which the ranks meet: on Linux a file without a name, which disappears with this process."""
-        if sys.platform == "linux":
-            file = self._files.enter_context(tempfile.TemporaryFile(prefix="pipedec-"))  # noqa: SIM115 - kill closes it
-            return f"file:///proc/{os.getpid()}/fd/{file.fileno()}"
-        return f"file://{self._files.enter_context(tempfile.TemporaryDirectory(prefix='pipedec-'))}/rendezvous"
 
 
 def _serve_rank(place: RankPlace, spec: PipelineSpec, address: RunAddress, report: Callable[[tuple[str, int, int]], None]) -> int:

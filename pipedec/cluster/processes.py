@@ -185,10 +185,9 @@ def _run(body: Callable[..., int], arguments: tuple[Any, ...], reports: Connecti
 
 
 def _begin_rank_process() -> None:
-    """Leave Ctrl-C to the supervisor, end when the supervisor ends, and meet the other ranks over loopback."""
+    """Leave Ctrl-C to the supervisor, and end when the supervisor ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     die_with_parent()
     supervisor = multiprocessing.parent_process()
     if supervisor is not None and not supervisor.is_alive():  # it ended before the line above
         os._exit(1)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")

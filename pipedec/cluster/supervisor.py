@@ -15,12 +15,13 @@ from typing import Any, Protocol, Self
 from pipedec.cluster.address import RunAddress
 from pipedec.cluster.lease import claim_run
 from pipedec.core import PipedecError, RankLost, SchedulerLost
+from pipedec.messages import RunDescription
 from pipedec.scheduler import RedisScheduler
 from pipedec.topology import Topology, rank_name
 
 _REPORT_SECONDS = 0.05
 
-LoadProgress = Callable[[int, int, int], None]  # rank, tensors read, tensors in all
+StartProgress = Callable[[int, str, int, int], None]  # rank, "checking" or "loading" weights, units done, units in all
 
 
 class Ranks(Protocol):
@@ -89,7 +90,7 @@ class Supervisor(ABC):
         """Process ids by rank, each on the rank's host."""
         return self._ranks.pids
 
-    def start(self, progress: LoadProgress | None = None) -> None:
+    def start(self, progress: StartProgress | None = None) -> None:
         """Start everything and return when the cluster takes requests.
 
         Raises:
@@ -101,7 +102,7 @@ class Supervisor(ABC):
             self.kill()
             raise
 
-    def _start(self, progress: LoadProgress | None) -> None:
+    def _start(self, progress: StartProgress | None) -> None:
         self._redis_url = self._open_redis()
         scheduler = self.address.scheduler(self.topology)
         claim_run(scheduler)
@@ -110,16 +111,16 @@ class Supervisor(ABC):
         self._wait_until_ready(progress)
         self._is_up = True
 
-    def _wait_until_ready(self, progress: LoadProgress | None) -> None:
-        """Pass on how far the ranks have loaded, until rank 0 reports that all of them have."""
+    def _wait_until_ready(self, progress: StartProgress | None) -> None:
+        """Pass on how far the ranks are, until rank 0 reports that all of them have."""
         while True:
             self.check()
             for rank, report in self._ranks.read(_REPORT_SECONDS):
                 match report:
                     case "ready", _, _:
                         return
-                    case "loading", done, total if progress is not None:
-                        progress(rank, done, total)
+                    case what, done, total if progress is not None:
+                        progress(rank, what, done, total)
 
     def check(self) -> None:
         """Raise if a rank has ended although the run was not stopped.
@@ -145,6 +146,12 @@ class Supervisor(ABC):
             with suppress(PipedecError):
                 self.scheduler.abort(rank, end)
         raise RankLost(f"{rank_name(rank)} {end}" if killed or failure is None else failure)
+
+    def description(self) -> RunDescription:
+        """What the cluster has told its clients of itself. Raises PipedecError if its run has been stopped."""
+        if self.scheduler is None or (found := RedisScheduler.describe(self.scheduler.client, self.run_id)) is None:
+            raise PipedecError(f"the run {self.run_id!r} has been stopped")
+        return found
 
     def wait(self) -> None:
         """Block until the run is stopped.

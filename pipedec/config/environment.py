@@ -18,6 +18,11 @@ def secret_from_environment(name: str) -> str:
     return secret
 
 
+def configured_interface() -> str | None:
+    """The network interface that the user has chosen for gloo in GLOO_SOCKET_IFNAME, the first of several; None if none."""
+    return os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0] or None
+
+
 def cache_directory() -> Path:
     """The directory for what can be computed again, not created: $PIPEDEC_STATE_DIR, else $XDG_CACHE_HOME/pipedec, else
     ~/.cache/pipedec.
