@@ -8,7 +8,7 @@ from collections.abc import Callable
 SAMPLES = 8
 
 
-def clock_offset_us(their_clock_us: Callable[[], int]) -> int:
+def measured_offset_us(their_clock_us: Callable[[], int]) -> int:
     """The other clock minus this host's, from the fastest of several round trips (a slow one is imprecise).
 
     Args:

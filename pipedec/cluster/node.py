@@ -131,10 +131,11 @@ class Node:
             case "reach":
                 self._reach(**order)
 
-    def _examine(self, questions: dict[str, Any]) -> None:
+    def _examine(self, questions: dict[str, Any], environment: dict[str, str]) -> None:
         from pipedec.cluster.doctor.facts import Questions
         from pipedec.cluster.doctor.host import HostDoctor
 
+        os.environ.update(environment)  # before torch is loaded
         self._doctor = self._doctor or HostDoctor()
         self._say("examined", report=asdict(self._doctor.examine(validated(Questions, questions))))
 

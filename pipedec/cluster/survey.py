@@ -57,7 +57,8 @@ class Survey:
     def answers(self) -> dict[str, Answer]:
         """The answer of every host, by name; one that does not answer in time has an answer that says so."""
         for host, questions in questions_for(self._config).items():
-            self._links[host].order("examine", questions=asdict(questions))
+            environment = {**self._config.launch.environment, **self._config.server(host).environment}
+            self._links[host].order("examine", questions=asdict(questions), environment=environment)
         answers = {host: _examined(news) for host, news in self._collect("examined", self._links).items()}
         places = {host: place for host, answer in answers.items() if (place := _place(answer)) is not None}
         able = [host for host, answer in answers.items() if answer.report is not None]
@@ -134,7 +135,6 @@ def questions_for(config: ClusterConfig) -> dict[str, Questions]:
             checkpoints=models,
             peers=tuple(name for host, name in names.items() if host != server.host),
             server=server,
-            environment={"CUDA_DEVICE_ORDER": "PCI_BUS_ID", **config.launch.environment, **server.environment},
         )
         for server in config.servers
     }

@@ -139,8 +139,8 @@ WHOLE, PART = Gpu("NVIDIA A100-SXM4-80GB", 84 * GB), Gpu("NVIDIA GeForce RTX 309
         ("checkpoints", {"/models/a": CheckpointFacts(None, "c0ffee", 139 * GB)}, "/models/a", "problem", "another 139 copy"),
         ("checkpoints", {"/models/a": CheckpointFacts("no such directory")}, "/models/a", "problem", "no such directory"),
         ("gpus.usable", (GPU,), "devices", "problem", "2 rtx3090 in the file, but torch can use 1"),
-        ("gpus.usable", (GPU, WHOLE), "devices", "problem", "GPU 1 is NVIDIA A100-SXM4-80GB, not rtx3090 PCI bus"),
-        ("gpus.usable", (PART, GPU), "devices", "problem", "GPU 0 12"),
+        ("gpus.usable", (GPU, WHOLE), "devices", "problem", "GPU #1 is a NVIDIA A100-SXM4-80GB, rtx3090 PCI bus"),
+        ("gpus.usable", (PART, GPU), "devices", "problem", "GPU #0 12.0 24 GB"),
     ],
 )  # fmt: skip
 def test_a_host_that_differs_is_told_so(path: str, value: object, name: str, level: str, words: str) -> None:

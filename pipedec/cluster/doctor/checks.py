@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
-from ipaddress import ip_address
 from pathlib import PurePath
 
 from pipedec.cluster.doctor.facts import CheckpointFacts, Gpu, GpuFacts, HostFacts, NetworkFacts, Questions, RedisFacts
 from pipedec.cluster.doctor.findings import Finding, note, ok, problem
+from pipedec.cluster.network import is_loopback
 from pipedec.config import ServerConfig
 
 GIB = 1 << 30
@@ -48,10 +48,6 @@ def gpu_list(gpus: Iterable[Gpu]) -> str:
     """Like ``7 × NVIDIA GeForce RTX 3090, 24.0 GiB``."""
     counts = Counter((gpu.name, _gib(gpu.memory_bytes)) for gpu in gpus)
     return "; ".join(f"{count} × {name}, {memory}" for (name, memory), count in counts.items()) or "none"
-
-
-def is_loopback(address: str) -> bool:
-    return ip_address(address.partition("%")[0]).is_loopback
 
 
 def _packages(facts: HostFacts) -> list[Finding]:

@@ -5,7 +5,6 @@ Judges answers that have been collected; asks nobody.
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -16,7 +15,6 @@ from pipedec.cluster.doctor.findings import Finding, note, ok, problem
 from pipedec.config import ClusterConfig, ServerConfig
 from pipedec.hardware import DEVICES
 
-SMALLEST_SHARE = 0.85  # of the memory on the data sheet: the driver keeps some, a part of a divided GPU has much less
 MUST_AGREE = ("pipedec", "torch")
 SHOULD_AGREE = ("python", "transformers")
 
@@ -87,7 +85,7 @@ def _checkpoints(report: HostReport, reports: Mapping[str, HostReport]) -> list[
 
 
 def _identity(checkpoint: CheckpointFacts) -> str | None:
-    return f"{checkpoint.config_digest} {checkpoint.weight_bytes}" if checkpoint.error is None else None
+    return f"{checkpoint.quick_digest} {checkpoint.weight_bytes}" if checkpoint.error is None else None
 
 
 def _usual(reports: Mapping[str, HostReport], value_of: Callable[[HostReport], str | None]) -> str | None:
@@ -116,14 +114,8 @@ def _devices(server: ServerConfig, report: HostReport) -> Finding:
         value = f"{expected} in the file, but torch can use {gpu_list(usable)}"
         return problem("devices", value, f"see GPUs above, or {mend}")
     for index, (kind, gpu) in enumerate(zip(kinds, usable, strict=False)):
-        device = DEVICES[kind]
-        if re.search(device.reported, gpu.name) is None:
-            return problem(
-                "devices", f"GPU {index} is {gpu.name}, not {kind}", f"{mend}: GPUs count in the order of their PCI bus"
-            )
-        if gpu.memory_bytes < SMALLEST_SHARE * device.memory_bytes:
-            value = f"GPU {index} has {gpu.memory_bytes / 1e9:.0f} GB, a {kind} has {device.memory_gb:g}"
-            return problem("devices", value, f"use the undivided GPU, or {mend}")
+        if difference := DEVICES[kind].difference(gpu.name, gpu.memory_bytes):
+            return problem("devices", f"GPU #{index} is {difference}", f"{mend}: GPUs count in the order of their PCI bus")
     return ok("devices", expected)
 
 

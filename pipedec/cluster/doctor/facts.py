@@ -23,8 +23,8 @@ from typing import Any
 import psutil
 
 from pipedec import __version__
-from pipedec.cluster.clock import clock_offset_us
-from pipedec.cluster.network import addresses_of, interface_address, interface_of, is_this_host, routed_address
+from pipedec.cluster.clock import measured_offset_us
+from pipedec.cluster.network import addresses_of, interface_address, interface_of, is_loopback, is_this_host, routed_address
 from pipedec.config import ServerConfig, state_directory
 from pipedec.core import PipedecError
 from pipedec.scheduler import connect
@@ -46,7 +46,6 @@ class Questions:
         checkpoints: directories that must be there.
         peers: names or addresses of the other hosts.
         server: the host's entry in the file; None without a file.
-        environment: variables that a rank would have here.
     """
 
     redis_url: str | None = field(default=None, repr=False)
@@ -54,7 +53,6 @@ class Questions:
     checkpoints: tuple[str, ...] = ()
     peers: tuple[str, ...] = ()
     server: ServerConfig | None = None
-    environment: Mapping[str, str] = field(default_factory=dict, repr=False)
 
 
 @dataclass(frozen=True)
@@ -119,10 +117,10 @@ class RedisFacts:
 
 @dataclass(frozen=True)
 class CheckpointFacts:
-    """A checkpoint directory: what is wrong with it, or a digest of its configuration and the size of its weights."""
+    """A checkpoint directory: what is wrong with it, or a digest of a part of it and the size of its weights."""
 
     error: str | None
-    config_digest: str = ""
+    quick_digest: str = ""
     weight_bytes: int = 0
 
 
@@ -163,7 +161,6 @@ def gather(questions: Questions, port: int | None) -> HostFacts:
     Args:
         port: a TCP port that was opened on this host; None if none could be.
     """
-    os.environ.update(questions.environment)  # before torch is loaded
     server, server_error = _redis_server()
     state, state_error = _state_directory()
     total, free = _shared_memory()
@@ -199,15 +196,15 @@ def package_versions() -> dict[str, str | None]:
 
 
 def checkpoint_facts(directory: Path) -> CheckpointFacts:
-    """Whether a checkpoint, or the prompt of a BiTA, is there. Reads no weights."""
+    """Whether a checkpoint, or the prompt of a BiTA, is there. Reads a small part of the weights."""
     if not directory.is_dir():
         return CheckpointFacts("no such directory")
     try:
-        from pipedec.model.digest import config_digest
+        from pipedec.model import quick_digest
 
         sizes = [path.stat().st_size for path in directory.glob("*.safetensors")]
-        return CheckpointFacts(None if sizes else "no *.safetensors in it", config_digest(directory), sum(sizes))
-    except (OSError, ImportError) as error:
+        return CheckpointFacts(None if sizes else "no *.safetensors in it", quick_digest(directory), sum(sizes))
+    except Exception as error:  # a damaged file, a torch that cannot be imported
         return CheckpointFacts(_first_line(error))
 
 
@@ -276,7 +273,7 @@ def _address_towards(questions: Questions) -> str | None:
         return interface_address(questions.server.interface)
     towards = [routed_address(peer) for peer in (*questions.peers, ANYWHERE)]
     anything = [interface_address(interface) for interface in psutil.net_if_addrs()]
-    candidates = [address for address in (*towards, *anything) if address and not address.startswith("127.") and address != "::1"]
+    candidates = [address for address in (*towards, *anything) if address and not is_loopback(address)]
     return candidates[0] if candidates else None
 
 
@@ -302,7 +299,7 @@ def _redis(url: str) -> RedisFacts:
         with connect(url) as client, translated_errors(address):
             info: Any = client.info("server")
             version = str(info.get("valkey_version") or info["redis_version"])
-            return RedisFacts(address, version, clock_offset_us(lambda: _microseconds(client.time())))
+            return RedisFacts(address, version, measured_offset_us(lambda: _microseconds(client.time())))
     except PipedecError as error:
         return RedisFacts(address, error=str(error))
 
