@@ -114,7 +114,8 @@ def test_only_config_and_entry_points_read_the_environment() -> None:
         "pipedec.cli.submit",
         "pipedec.cli.cluster",
         "pipedec.cli.plan",
-        "pipedec.cli.doctor",
+        "pipedec.cluster.survey",
+        "pipedec.cluster.doctor.comparison",
         "pipedec.methods",
     ],
 )
