@@ -23,6 +23,7 @@ class LaunchedRank:
 
     Attributes:
         config: the whole cluster.yaml, as JSON.
+        host: of this rank, by its name in that file.
         local_rank, local_world_size: number of this rank among those of its host, and how many there are.
     """
 
@@ -30,6 +31,7 @@ class LaunchedRank:
     world_size: int
     local_rank: int
     local_world_size: int
+    host: str
     config: str = field(repr=False)
     partition: str
     redis_url: str = field(repr=False)
@@ -38,8 +40,8 @@ class LaunchedRank:
 
 def serve_rank(place: LaunchedRank, report: Callable[[Any], None]) -> int:
     """What the process of the rank runs; returns its exit status."""
-    from pipedec.cluster.address import RunAddress
-    from pipedec.cluster.rank import RankPlace, run_rank
+    from pipedec.cluster.address import RankPlace, RunAddress
+    from pipedec.cluster.rank import run_rank
     from pipedec.config import cluster_from_json
     from pipedec.engine.spec import PipelineSpec
 
@@ -49,7 +51,7 @@ def serve_rank(place: LaunchedRank, report: Callable[[Any], None]) -> int:
     except PipedecError as error:
         _refuse(address, place, str(error))
         return 1
-    rank_place = RankPlace(place.rank, place.world_size, place.local_rank, place.local_world_size)
+    rank_place = RankPlace(place.rank, place.world_size, place.local_rank, place.local_world_size, host=place.host)
     return run_rank(rank_place, spec, address, lambda *told: report(told))
 
 
