@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from pipedec.cluster.address import RankPlace, RunAddress
+from pipedec.cluster.clock import measured_offset_us
 from pipedec.cluster.lease import LEASE_RENEWAL_SECONDS, LeaseKeeper
 from pipedec.cluster.meeting import STARTING, Meeting
 from pipedec.cluster.place import check_device, checked_host
@@ -96,7 +97,7 @@ def _serve(
     lease = LeaseKeeper(scheduler, place.rank)
     lease.start()
     load_validators()  # not while the first request waits
-    clock_offset_us = _clock_offset_us(scheduler)
+    clock_offset_us = measured_offset_us(scheduler.clock_us)
     loop = _load(place, spec, joined, scheduler, report, clock_offset_us)
     description = _description(place.rank, spec, joined, clock_offset_us)
     describe(description)
@@ -176,17 +177,6 @@ def _load(
         drafter = spec.load_drafter(device, progress)
         return DraftLoop(spec.load_prompter(), drafter, spec.trained_masks(), wiring, spec.tree)
     return StageLoop(spec.load_stage(place.rank, device, progress), place.rank, wiring)
-
-
-def _clock_offset_us(scheduler: RedisScheduler) -> int:
-    """Redis's clock minus this host's, from the fastest of several round trips (a slow one is imprecise)."""
-    samples = []
-    for _ in range(8):
-        before_us = time.time_ns() // 1000
-        theirs_us = scheduler.clock_us()
-        after_us = time.time_ns() // 1000
-        samples.append((after_us - before_us, theirs_us - (before_us + after_us) // 2))
-    return min(samples)[1]
 
 
 def _wait_for_ranks(scheduler: RedisScheduler, world_size: int) -> list[RankDescription]:
