@@ -70,6 +70,30 @@ class Opening:
 
 
 @dataclass(frozen=True)
+class RankDescription:
+    """Where a rank runs, and how it computes and sends.
+
+    Attributes:
+        host: in cluster.yaml, else what the machine calls itself.
+        device: ``cpu``, or a GPU as its driver names it.
+        transport, attention: the backends of its steps and of its layers.
+        why: the reasons for both, and what else a user should know, in short phrases.
+    """
+
+    rank: int
+    host: str
+    device: str
+    dtype: str
+    transport: str
+    attention: str
+    why: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        reasons = f" ({'; '.join(self.why)})" if self.why else ""
+        return f"{self.device}, {self.dtype}, transport {self.transport}, attention {self.attention}{reasons}"
+
+
+@dataclass(frozen=True)
 class RunDescription:
     """A run as its clients see it: how its pipeline is cut, and what it is made of.
 
@@ -78,6 +102,8 @@ class RunDescription:
         layers: for each stage, its first layer of the target and the layer behind its last.
         target, draft, bita: directories; None if there is none.
         emulation: name of the emulated partition.
+        ranks: where each rank runs, and how.
+        digests: of the weights by model (``target``, ``draft``, ``bita``), where ranks on several hosts have compared them.
     """
 
     groups: tuple[tuple[int, ...], ...]
@@ -91,6 +117,8 @@ class RunDescription:
     context_tokens: int | None = None
     tree: LayerTreeOptions | None = None
     emulation: str | None = None
+    ranks: tuple[RankDescription, ...] = ()
+    digests: Mapping[str, str] = field(default_factory=dict, hash=False)
 
 
 @dataclass(frozen=True)
@@ -180,20 +208,55 @@ class AbortEvent:
 
 
 @dataclass(frozen=True)
+class CardEvent:
+    """What a rank says of itself before the ranks connect.
+
+    Attributes:
+        host: in cluster.yaml, else what the machine calls itself.
+        machine: the same for ranks that share a machine and its network, and for no others.
+        address: its own address on the way to Redis.
+        versions: of pipedec, torch and the protocol in Redis.
+        configs: digests of what is not weights, and of the first row of every tensor, by model.
+    """
+
+    rank: int
+    host: str
+    machine: str
+    address: str
+    versions: Mapping[str, str]
+    configs: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class AddressEvent:
+    """Where a rank can be reached by the others.
+
+    Attributes:
+        port: a port on which it listens until all ranks have connected; on rank 0, the one of the store in which they meet.
+        digests: of the weights by model, from the first rank of every machine, if there are several.
+    """
+
+    rank: int
+    address: str
+    port: int
+    digests: Mapping[str, str]
+
+
+@dataclass(frozen=True)
 class LoadedEvent:
     """A rank has loaded its weights."""
 
-    rank: int
+    description: RankDescription
 
 
 Event = (
     TokensEvent | LogprobsEvent | TraceEvents | OverranEvent | CacheSlotsEvent | CompletionEvent | ErrorEvent | CancelledEvent
-    | AbortEvent | LoadedEvent
+    | AbortEvent | CardEvent | AddressEvent | LoadedEvent
 )  # fmt: skip
 _KINDS = {
     TokensEvent: "tokens", LogprobsEvent: "logprobs", TraceEvents: "trace", OverranEvent: "overran",
     CacheSlotsEvent: "cache_slots", CompletionEvent: "completion", ErrorEvent: "error", CancelledEvent: "cancelled",
-    AbortEvent: "abort", LoadedEvent: "loaded",
+    AbortEvent: "abort", CardEvent: "card", AddressEvent: "address", LoadedEvent: "loaded",
 }  # fmt: skip
 _EVENTS = {kind: event for event, kind in _KINDS.items()}
 

@@ -6,6 +6,7 @@ The fast tier leaves out tests marked ``slow`` and tries fewer examples of each 
 from __future__ import annotations
 
 import multiprocessing.util
+import os
 import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import hypothesis
 import pytest
+from hosts import Hosts, lacking, namespace_hosts
 from processes import deadline, marked_processes, wait_until
 from threads_support import ThreadModels
 from tiny_pair import Pair, make_pair
@@ -66,6 +68,16 @@ def resident(pair: Pair, request: pytest.FixtureRequest) -> Iterator[LocalCluste
     """A running cluster of 2 stages that no test may break; with each way to dispatch."""
     with LocalCluster(replace(pair.spec(2), dispatch=request.param)) as cluster:
         yield cluster
+
+
+@pytest.fixture(scope="module")
+def hosts3() -> Iterator[Hosts]:
+    """Three hosts that no test may leave unplugged or blocked. Where they cannot be made the test is skipped, or fails in CI."""
+    if missing := lacking():
+        message = f"hosts on one machine need {', '.join(missing)} (Debian: openssh-server, iproute2)"
+        pytest.fail(message) if os.environ.get("CI") else pytest.skip(message)
+    with namespace_hosts(3) as hosts:
+        yield hosts
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Secrets and the state directory, from environment variables."""
+"""Secrets, directories and the choice of network interfaces, from environment variables."""
 
 from __future__ import annotations
 
@@ -15,6 +15,15 @@ def secret_from_environment(name: str) -> str:
     if not secret:
         raise UserError(f"the environment variable {name} is not set, or empty: it should hold the key")
     return secret
+
+
+def cache_directory() -> Path:
+    """The directory for what can be computed again, not created: $PIPEDEC_STATE_DIR, else $XDG_CACHE_HOME/pipedec, else
+    ~/.cache/pipedec.
+    """
+    if chosen := os.environ.get("PIPEDEC_STATE_DIR"):
+        return Path(chosen).absolute()
+    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "pipedec"
 
 
 def state_directory() -> Path:

@@ -247,7 +247,18 @@ def flash_attention() -> Any:
 
 
 def flash_applies(dtype: torch.dtype, device: torch.device) -> bool:
-    return device.type == "cuda" and dtype in (torch.float16, torch.bfloat16) and flash_attention() is not None
+    return attention_backend(dtype, device)[0] == "flash-attention"
+
+
+def attention_backend(dtype: torch.dtype, device: torch.device) -> tuple[str, str]:
+    """The kernel of layers without a sliding window, and why it is that one."""
+    if device.type != "cuda":
+        return "SDPA", "flash-attention needs CUDA"
+    if dtype not in (torch.float16, torch.bfloat16):
+        return "SDPA", "flash-attention needs 16 bits"
+    if flash_attention() is None:
+        return "SDPA", "the package flash-attn is not installed"
+    return "flash-attention", "flash-attn is installed"
 
 
 def _flash_prefill(q_RHD: Tensor, keys_KSD: Tensor, values_KSD: Tensor, window: int | None) -> Tensor:

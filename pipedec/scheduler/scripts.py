@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from functools import cache
 from pathlib import Path
@@ -29,3 +30,11 @@ def script_text(name: str) -> str:
     text = _read(name)
     uses = re.match(r"-- uses: (\w+)\n", text)
     return f"{_read(uses[1])}\n{text}" if uses else text
+
+
+@cache
+def scripts_digest() -> str:
+    """Identifies what this installation writes to Redis: SHA-256 of all scripts (12 hex digits)."""
+    directory = next(path for path in _DIRECTORIES if path.is_dir())
+    sources = [path.read_bytes() for path in sorted(directory.glob("*.lua"))]
+    return hashlib.sha256(b"\0".join(sources)).hexdigest()[:12]

@@ -1,0 +1,69 @@
+"""Digests of checkpoints: SHA-256 of every file, read in pieces, and kept in a cache as long as the file does not change."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+
+_CONFIG_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors.index.json")
+_MAX_THREADS = 8
+
+
+def config_digest(directory: Path) -> str:
+    """Of what is not weights: sizes, end tokens, tokenizer, index. Files that do not exist do not count (64 hex digits)."""
+    files = [directory / name for name in _CONFIG_FILES]
+    return _combined(path for path in files if path.is_file())
+
+
+def weights_digest(directory: Path, cache: Path | None) -> str:
+    """Of all ``*.safetensors`` files, every byte (64 hex digits).
+
+    Args:
+        cache: a directory in which the digests of unchanged files are kept: a file is unchanged if path, size, inode and both of its
+            times are. None reads all files.
+    """
+    return _combined(sorted(directory.glob("*.safetensors")), cache)
+
+
+def _combined(paths: Iterable[Path], cache: Path | None = None) -> str:
+    """Of the names and contents of files."""
+    files = list(paths)
+    with ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1)) as threads:
+        digests = threads.map(lambda path: _cached_digest(path, cache), files)
+    lines = [f"{path.name} {digest}\n" for path, digest in zip(files, digests, strict=True)]
+    return hashlib.sha256("".join(lines).encode()).hexdigest()
+
+
+def _cached_digest(path: Path, cache: Path | None) -> str:
+    if cache is None:
+        return _digest(path)
+    path = path.resolve()
+    status = path.stat()
+    identity = [str(path), status.st_size, status.st_ino, status.st_mtime_ns, status.st_ctime_ns]
+    entry = cache / f"sha256-{hashlib.sha256(str(path).encode()).hexdigest()[:32]}.json"
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        known = json.loads(entry.read_text())
+        if known["file"] == identity:
+            return str(known["sha256"])
+    digest = _digest(path)
+    _write(entry, {"file": identity, "sha256": digest})
+    return digest
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _write(entry: Path, content: dict[str, object]) -> None:
+    """Another process may write the same entry at the same time. What cannot be kept is computed again."""
+    partial = entry.with_suffix(f".{os.getpid()}")
+    with suppress(OSError):
+        entry.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        partial.write_text(json.dumps(content))
+        partial.replace(entry)

@@ -1,0 +1,78 @@
+"""The store through which the processes of a group find each other. Knows nothing of who they are."""
+
+from __future__ import annotations
+
+import socket
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch.distributed as dist
+
+from pipedec.core import RankLost
+
+CONNECT_SECONDS = 10.0
+
+
+@dataclass(frozen=True)
+class Rendezvous:
+    """How the ranks of a run find each other: all of them give the same store.
+
+    Attributes:
+        timeout_seconds: how long to wait for the other ranks, and later for any single transfer.
+    """
+
+    rank: int
+    world_size: int
+    store: dist.Store
+    timeout_seconds: float
+
+
+class StoreServer:
+    """A store that other processes can join (``join_store``), on a free port of one address. It lasts as long as ``store``."""
+
+    def __init__(self, address: str) -> None:
+        """Raises RankLost if ``address`` is not one of this machine's."""
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        try:
+            with socket.socket(family) as listener:
+                listener.bind((address, 0))
+                listener.listen()
+                self.port = int(listener.getsockname()[1])
+                self.store = dist.TCPStore(
+                    address, self.port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach(),
+                    timeout=timedelta(seconds=CONNECT_SECONDS),
+                )  # fmt: skip
+        except (OSError, dist.DistError) as error:
+            raise RankLost(f"cannot listen on {address}: {error}") from None
+
+
+def join_store(address: str, port: int) -> dist.Store:
+    """Raises RankLost if it does not answer within CONNECT_SECONDS."""
+    try:
+        return dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=CONNECT_SECONDS))
+    except (RuntimeError, dist.DistError):
+        raise RankLost(f"rank 0 does not answer at {address}, port {port}") from None
+
+
+def store_from_environment(timeout_seconds: float) -> dist.Store:
+    """The store that torchrun names in MASTER_ADDR and MASTER_PORT, RANK and WORLD_SIZE. RankLost if nobody answers in time."""
+    try:
+        store, _, _ = next(iter(dist.rendezvous("env://", timeout=timedelta(seconds=timeout_seconds))))
+    except (RuntimeError, ValueError, dist.DistError) as error:
+        raise RankLost(f"could not join torchrun's store: {str(error).splitlines()[0]}") from None
+    return store
+
+
+def file_store(path: str | Path, world_size: int) -> dist.Store:
+    """A store in a file that all processes of one machine reach."""
+    return dist.FileStore(str(path), world_size)
+
+
+def wait_for_key(store: dist.Store, key: str, seconds: float) -> bool:
+    """Whether somebody sets ``key`` in time."""
+    try:
+        store.wait([key], timedelta(seconds=seconds))
+        return True
+    except (RuntimeError, dist.DistError):
+        return False

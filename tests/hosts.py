@@ -1,0 +1,246 @@
+"""Several hosts on one machine: each has a network, a host name and mounts of its own, and an sshd; a switch joins them.
+
+They are Linux namespaces without names, which the kernel removes with their last process. A reaper in a session of its own ends
+those processes when this process closes a pipe to it, by whatever end. It also holds the switch. Hosts share the file system
+but for what is mounted for one of them. Their names resolve as Debian installs them: each host's own to 127.0.1.1.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import IO, Any
+
+TOOLS = ("ip", "tc", "sshd", "ssh", "ssh-keygen", "unshare", "nsenter", "mount", "hostname")
+START_SECONDS = 10.0
+PASSED_ON = ("PIPEDEC_TESTS", "PYTHONPATH", "OMP_NUM_THREADS")  # sshd passes nothing on of its own accord
+
+# Runs in the namespaces of a new host: $1 its name, $2 its directory, $3 the configuration of its sshd, $4 sshd.
+BECOME_A_HOST = """
+mount --bind "$2/hosts" /etc/hosts
+mount --bind "$2/resolv.conf" /etc/resolv.conf
+mount -t sysfs sysfs /sys
+hostname "$1"
+ip link set lo up
+echo ready
+exec "$4" -D -e -f "$3"
+"""
+
+
+def lacking() -> list[str]:
+    """What this machine has not got that hosts need, in words."""
+    found = [] if os.geteuid() == 0 else ["root"]
+    found += [tool for tool in TOOLS if shutil.which(tool) is None]
+    return found or ([] if _may_unshare() else ["leave to make network namespaces"])
+
+
+def _may_unshare() -> bool:
+    return subprocess.run(["unshare", "--net", "--uts", "--mount", "true"], capture_output=True, check=False).returncode == 0
+
+
+class Hosts:
+    """Hosts 0 … n − 1, named ``host-1`` … ``host-n``, at 10.77.0.1 … 10.77.0.n, which nobody else on the machine sees.
+
+    Attributes:
+        names: what ``hostname`` prints on each.
+        ssh_config: for ``ssh -F``, on any of the hosts; ``PIPEDEC_SSH`` names it to commands that ``run`` and ``popen`` start.
+    """
+
+    def __init__(self, count: int, directory: Path, reaper: subprocess.Popen[bytes]) -> None:
+        self.names = [f"host-{index + 1}" for index in range(count)]
+        self.ssh_config = directory / "ssh_config"
+        self._directory = directory
+        self._reaper = reaper
+        self._key = directory / "key"
+        self._holders: list[subprocess.Popen[bytes]] = []
+
+    def start(self) -> None:
+        """Make the hosts; each can be reached over ssh from then on."""
+        Path("/run/sshd").mkdir(mode=0o755, exist_ok=True)  # sshd gives up its rights there
+        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", self._key], check=True)
+        self.ssh_config.write_text(
+            f"Host *\n  IdentityFile {self._key}\n  IdentitiesOnly yes\n  StrictHostKeyChecking no\n"
+            "  UserKnownHostsFile /dev/null\n  LogLevel ERROR\n"
+        )
+        self._in_switch("ip", "link", "add", "br0", "type", "bridge")
+        self._in_switch("ip", "link", "set", "br0", "up")
+        for index in range(len(self.names)):
+            self._start_host(index)
+        for index in range(len(self.names)):
+            _wait_for_line(self._directory / self.names[index] / "sshd.log", b"Server listening")
+
+    def address(self, index: int) -> str:
+        return f"10.77.0.{index + 1}"
+
+    def directory(self, index: int) -> Path:
+        """A directory of this host's own, removed at the end."""
+        return self._directory / self.names[index]
+
+    def run(
+        self, index: int, *command: str | Path, environment: Mapping[str, str] | None = None, **kwargs: Any
+    ) -> subprocess.CompletedProcess[str]:
+        """``subprocess.run`` on a host: with captured text, without input, for a minute at most, unless ``kwargs`` differ."""
+        usual: dict[str, Any] = {"text": True, "stdin": subprocess.DEVNULL, "timeout": 60, "check": False}
+        if "stdout" not in kwargs:
+            usual["capture_output"] = True
+        if "input" in kwargs:
+            del usual["stdin"]
+        return subprocess.run(self._entering(index, command), env=self._environment(index, environment), **usual | kwargs)
+
+    def popen(
+        self, index: int, *command: str | Path, environment: Mapping[str, str] | None = None, **kwargs: Any
+    ) -> subprocess.Popen[Any]:
+        """``subprocess.Popen`` on a host; a signal sent to it reaches the command itself."""
+        return subprocess.Popen(self._entering(index, command), env=self._environment(index, environment), **kwargs)
+
+    def bind(self, index: int, source: Path, target: Path) -> None:
+        """Let one host find ``source`` where the others have ``target``: a file or a directory."""
+        self.run(index, "mount", "--bind", source, target, check=True)
+
+    def unplug(self, index: int) -> None:
+        """Take the network cable out."""
+        self._in_switch("ip", "link", "set", f"port{index}", "down")
+
+    def plug(self, index: int) -> None:
+        self._in_switch("ip", "link", "set", f"port{index}", "up")
+
+    def block_port(self, index: int, port: int | None = None) -> None:
+        """A firewall on a host, which drops connections to ``port``, or to all ports but ssh's; it says nothing to the client."""
+        if self.run(index, "ip", "link", "show", "dropped").returncode:
+            self._on(index, "ip", "link", "add", "dropped", "type", "veth", "peer", "name", "dropped-end")
+            self._on(index, "ip", "link", "set", "dropped", "up")  # without its other end it loses everything
+            self._on(index, "tc", "qdisc", "add", "dev", "eth0", "ingress")
+        tcp = ["u32", "match", "ip", "protocol", "6", "0xff"]
+        rule = ["tc", "filter", "add", "dev", "eth0", "parent", "ffff:", "protocol", "ip", "prio"]
+        opening = ["match", "u8", "0x02", "0x12", "at", "33"]  # SYN without ACK
+        drop = ["action", "mirred", "egress", "redirect", "dev", "dropped"]
+        if port is None:
+            self._on(index, *rule, "1", *tcp, "match", "u16", "22", "0xffff", "at", "22", "flowid", "1:1")
+            self._on(index, *rule, "2", *tcp, *opening, *drop)
+        else:
+            self._on(index, *rule, "1", *tcp, "match", "u16", str(port), "0xffff", "at", "22", *opening, *drop)
+
+    def unblock(self, index: int) -> None:
+        """Remove the firewall."""
+        self._on(index, "tc", "filter", "delete", "dev", "eth0", "parent", "ffff:")
+
+    def _start_host(self, index: int) -> None:
+        name, directory = self.names[index], self.directory(index)
+        directory.mkdir()
+        (directory / "state").mkdir(mode=0o700)
+        others = "".join(f"{self.address(other)} {self.names[other]}\n" for other in range(len(self.names)) if other != index)
+        (directory / "hosts").write_text(f"127.0.0.1 localhost\n127.0.1.1 {name}\n{others}")
+        (directory / "resolv.conf").touch()
+        (directory / "sshd_config").write_text(self._sshd_config(index))
+        with (directory / "sshd.log").open("wb") as log:
+            holder = subprocess.Popen(
+                ["unshare", "--net", "--uts", "--mount", "sh", "-e", "-c", BECOME_A_HOST, "sh", name, directory,
+                 directory / "sshd_config", str(shutil.which("sshd"))],
+                stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log, start_new_session=True,
+            )  # fmt: skip
+        self._holders.append(holder)
+        assert holder.stdout is not None and self._reaper.stdin is not None
+        with holder.stdout as stdout:
+            assert stdout.readline() == b"ready\n", (directory / "sshd.log").read_text()
+        self._reaper.stdin.write(f"{_network_of(holder.pid)}\n".encode())
+        port = f"port{index}"
+        self._in_switch("ip", "link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", str(holder.pid))
+        self._in_switch("ip", "link", "set", port, "master", "br0", "up")
+        self._on(index, "ip", "address", "add", f"{self.address(index)}/24", "dev", "eth0")
+        self._on(index, "ip", "link", "set", "eth0", "up")
+
+    def _sshd_config(self, index: int) -> str:
+        environment = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
+        environment["PIPEDEC_STATE_DIR"] = str(self.directory(index) / "state")
+        pairs = " ".join(f'"{name}={value}"' for name, value in environment.items())
+        return (
+            f"HostKey {self._key}\nAuthorizedKeysFile {self._key}.pub\nStrictModes no\nUsePAM no\nPidFile none\n"
+            f"PermitRootLogin yes\nPasswordAuthentication no\nSetEnv {pairs}\n"
+        )
+
+    def _environment(self, index: int, more: Mapping[str, str] | None) -> dict[str, str]:
+        inherited = {name: value for name, value in os.environ.items() if name != "GLOO_SOCKET_IFNAME"}
+        own = {"PIPEDEC_STATE_DIR": str(self.directory(index) / "state"), "PIPEDEC_SSH": f"ssh -F {self.ssh_config}"}
+        return inherited | own | dict(more or {})
+
+    def _entering(self, index: int, command: tuple[str | Path, ...]) -> list[str | Path]:
+        enter = ["nsenter", "--target", str(self._holders[index].pid), "--net", "--uts", "--mount"]
+        return [*enter, "env", "-C", os.getcwd(), *command]
+
+    def _on(self, index: int, *command: str) -> None:
+        subprocess.run(self._entering(index, command), check=True, stdin=subprocess.DEVNULL)
+
+    def _in_switch(self, *command: str) -> None:
+        subprocess.run(["nsenter", "--target", str(self._reaper.pid), "--net", *command], check=True, stdin=subprocess.DEVNULL)
+
+    def close(self) -> None:
+        """Wait for what the reaper has killed."""
+        for holder in self._holders:
+            holder.wait(START_SECONDS)
+
+
+@contextmanager
+def namespace_hosts(count: int) -> Iterator[Hosts]:
+    """Hosts for as long as the block runs. Raises CalledProcessError if a command that makes them fails; see ``lacking``."""
+    with ExitStack() as stack:
+        directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="hosts-", ignore_cleanup_errors=True)))
+        reaper = subprocess.Popen(
+            ["unshare", "--net", sys.executable, __file__, directory], bufsize=0,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True,
+        )  # fmt: skip
+        assert reaper.stdin is not None and reaper.stdout is not None
+        hosts = Hosts(count, directory, reaper)
+        stack.callback(hosts.close)
+        stack.callback(reaper.wait, START_SECONDS)
+        stack.callback(reaper.stdin.close)
+        with reaper.stdout as stdout:
+            assert stdout.readline() == b"ready\n", "the reaper did not start"
+        hosts.start()
+        yield hosts
+
+
+def _network_of(pid: int | str) -> str:
+    return os.readlink(f"/proc/{pid}/ns/net")
+
+
+def _wait_for_line(path: Path, text: bytes) -> None:
+    deadline = time.monotonic() + START_SECONDS
+    while text not in path.read_bytes():
+        assert time.monotonic() < deadline, path.read_text()
+        time.sleep(0.01)
+
+
+def _reap(networks: set[str]) -> None:
+    """Kill every process in these network namespaces, until there is none."""
+    deadline = time.monotonic() + START_SECONDS
+    while (pids := list(_inside(networks))) and time.monotonic() < deadline:
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.01)
+
+
+def _inside(networks: set[str]) -> Iterator[int]:
+    for entry in os.listdir("/proc"):
+        with suppress(OSError):
+            if entry.isdigit() and _network_of(entry) in networks:
+                yield int(entry)
+
+
+def _main(stdin: IO[bytes], directory: str) -> None:
+    """The reaper: reads the network namespaces of the hosts until its parent closes the pipe or ends, then removes all."""
+    print("ready", flush=True)
+    _reap({line.decode().strip() for line in stdin})
+    shutil.rmtree(directory, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    _main(sys.stdin.buffer, sys.argv[1])
