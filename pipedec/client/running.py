@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NoReturn
 
 from pipedec.client.client import Client
-from pipedec.core import UserError
-from pipedec.messages import RunDescription
+from pipedec.core import RankLost, UserError
+from pipedec.messages import PromptRequest, RunDescription
 from pipedec.methods import METHODS, find_method
 from pipedec.scheduler import RedisScheduler
 from pipedec.topology import Topology
+
+
+class _Begun(Exception):
+    """The answer has begun."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +41,26 @@ class Running:
         if description is None:
             raise UserError(f"the cluster {run_id!r} has ended: start it again")
         return cls(run_id, description, Client(scheduler, check))
+
+    def check_accepts(self, request: PromptRequest) -> None:
+        """Submit a request and cancel it when its answer begins.
+
+        Raises:
+            UserError: the cluster refuses it.
+            RankLost: the cluster has ended.
+        """
+
+        def enough(text: str) -> NoReturn:
+            raise _Begun
+
+        try:
+            self.client.ask(request, on_text=enough)
+        except _Begun:
+            return
+        except UserError as error:
+            if not self.client.is_up():
+                raise RankLost(f"run {self.run_id} has ended: {error}") from None
+            raise
 
     @property
     def topology(self) -> Topology:

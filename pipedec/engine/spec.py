@@ -14,7 +14,7 @@ from pipedec.decoding import Drafter
 from pipedec.drafting import DraftModel
 from pipedec.hardware import DEVICES as DEVICE_KINDS
 from pipedec.hardware import MODEL_SHAPES
-from pipedec.messages import RunDescription
+from pipedec.messages import BitaDescription, RunDescription
 from pipedec.methods import LayerTreeOptions
 from pipedec.model import BitaConfig, BitaWeights, Checkpoint, ModelConfig, StageModel, checked_bita
 from pipedec.plan.emulation import Emulation
@@ -233,8 +233,14 @@ class PipelineSpec:
         draft, bita = str(self.draft) if self.draft else None, str(self.bita) if self.bita else None
         return RunDescription(
             self.topology.groups, self.layers, str(self.target), draft, bita, self.dtype, self.device, self.dispatch,
-            self.context_tokens, self.tree, self.emulation.preset if self.emulation else None,
+            self.context_tokens, self.tree, self.emulation.preset if self.emulation else None, trained_bita=self._trained_bita(),
         )  # fmt: skip
+
+    def _trained_bita(self) -> BitaDescription | None:
+        if self.bita is None:
+            return None
+        config = BitaConfig.from_directory(self.bita)
+        return BitaDescription(config.num_masks, config.num_prompt_tokens, config.prompting)
 
     def load_prompter(self) -> Prompter:
         """The target's tokenizer, with the limits of the target and of this pipeline."""

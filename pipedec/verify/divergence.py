@@ -13,13 +13,15 @@ from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Protocol
 
-from pipedec.core import MAX_LOGPROBS
+from pipedec.core import MAX_LOGPROBS, SamplingParams
 from pipedec.messages import PromptRequest
 
 # The largest difference of two logits that rounding may turn around. The best logits of chat models lie between 16 and 32, where
 # the last place of bfloat16 (8 bits) is 1/8 and that of float16 (11 bits) 1/64: four of them, since each of the two is rounded,
 # and so is all that they were computed from. In float32 the last place is 2e-6: what many layers add up to stays far below 1e-3.
 TIE_BOUNDS = {"bfloat16": 4 / 8, "float16": 4 / 64, "float32": 1e-3, "float64": 1e-3}
+
+IN_16_BITS = ("bfloat16", "float16")
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,11 @@ class Divergence:
         return f"output token {self.position} is {self.found}, not {self.expected}{margin}"
 
 
+def is_explained(divergence: Divergence, dtype: str, sampling: SamplingParams) -> bool:
+    """Whether rounding may be the cause: a near tie; of sampled tokens, which have no margin, any difference in 16 bits."""
+    return divergence.is_near_tie(dtype) or (sampling.is_stochastic and dtype in IN_16_BITS)
+
+
 class Answered(Protocol):
     """An answer with its log-probabilities (see ``Completion``), if they were requested."""
 
@@ -67,15 +74,15 @@ def first_difference(expected: Sequence[int], found: Sequence[int]) -> Divergenc
 def measured_divergence(
     ask: Callable[[PromptRequest], Answered], request: PromptRequest, expected: Sequence[int], found: Sequence[int]
 ) -> Divergence | None:
-    """The first difference, with the margin that ``pp`` has there.
+    """The first difference, with the margin that ``pp`` has there; of sampled tokens, which depend on noise, without a margin.
 
     Args:
         ask: answers a request where the answers came from; called only if they differ.
         request: the question. Its answer by ``pp`` was ``expected``.
     """
     divergence = first_difference(expected, found)
-    if divergence is None:
-        return None
+    if divergence is None or request.sampling.is_stochastic:
+        return divergence
     wanted = replace(request.sampling, logprobs=MAX_LOGPROBS)
     again = ask(replace(request, method="pp", options={}, sampling=wanted, trace=False))
     return replace(divergence, margin=_margin(again, expected, divergence))
