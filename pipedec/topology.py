@@ -101,3 +101,8 @@ class Topology:
 def rank_name(rank: int) -> str:
     """The name of a rank in messages: ``rank 0 (draft)``, ``rank 2 (stage 2)``."""
     return f"rank {rank} ({'draft' if rank == 0 else f'stage {rank}'})"
+
+
+def of_rank(rank: int, message: str) -> str:
+    """A message that names the rank it comes from, which it may do already."""
+    return message if message.startswith(("rank ", "ranks ")) else f"rank {rank}: {message}"

@@ -10,8 +10,10 @@ import pytest
 from pipedec.core import Accepted, Completion, Metrics, PipedecError, SamplingParams, UserError, Verdict
 from pipedec.messages import (
     AbortEvent,
+    AddressEvent,
     CacheSlotsEvent,
     CancelledEvent,
+    CardEvent,
     CompletionEvent,
     ErrorEvent,
     Event,
@@ -20,6 +22,7 @@ from pipedec.messages import (
     Opening,
     OverranEvent,
     PromptRequest,
+    RankDescription,
     RunDescription,
     ThreadNews,
     TokensEvent,
@@ -147,7 +150,9 @@ THREADS = {"threads": [{"path": [0], "text": "a"}], "metrics": {"parallelism": 1
         ErrorEvent("no such method"),
         CancelledEvent(),
         AbortEvent('rank 2: "é"'),
-        LoadedEvent(0),
+        CardEvent(3, "server-1", "boot-1", "10.0.0.1", {"torch": "2.13.0"}, {"target": "ab"}),
+        AddressEvent(3, "fe80::1", 40_000, {"target": "ab"}),
+        LoadedEvent(RankDescription(3, "server-1", "cpu", "float32", "gloo", "SDPA", ("gloo: NCCL needs GPUs",))),
     ],
     ids=lambda event: type(event).__name__,
 )
@@ -170,7 +175,7 @@ def test_events_arrive_as_they_were(event: Event) -> None:
         ('{"kind": "tokens", "token_ids": [1]}', "text: missing"),
         ('{"kind": "tokens", "token_ids": ["a"], "text": ""}', "token_ids[0]: must be an integer, not a string"),
         ('{"kind": "abort", "text": 5}', "text: must be a string, not an integer"),
-        ('{"kind": "loaded", "rank": 1, "tank": 2}', "unknown key 'tank': did you mean rank?"),
+        ('{"kind": "card", "rank": 1, "tank": 2}', "unknown key 'tank': did you mean rank?"),
         ('{"kind": "completion", "completion": {"method": "pp"}}', "completion.stages: missing"),
     ],
     ids=lambda value: value[:40],

@@ -1,4 +1,4 @@
-"""``pipedec up``, ``status`` and ``down``: a resident cluster on this machine."""
+"""``pipedec up``, ``status`` and ``down``: resident clusters, those of ``pipedec launch`` included."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
@@ -15,16 +16,20 @@ import click
 from rich.table import Table
 
 from pipedec.cli.options import PipelineFlags, cluster_options, pipeline_options
-from pipedec.cli.show import console, loading_bar
+from pipedec.cli.show import console, loading_bars
 from pipedec.cluster.state import DEFAULT_RUN, MachineLock, RunningCluster, find_run, process_start, read_state
 from pipedec.config import redis_url_from_environment, state_directory
 from pipedec.core import PipedecError
+from pipedec.messages import RunDescription
+from pipedec.scheduler import RedisScheduler
+from pipedec.topology import rank_name
 
 if TYPE_CHECKING:
     from pipedec.cluster.local import LocalCluster
-    from pipedec.scheduler import RedisScheduler
+    from pipedec.cluster.supervisor import Supervisor
 
-DETACH_SECONDS = 600.0
+DETACH_SECONDS = 3600.0
+DOWN_SECONDS = 600.0
 CLIENT_GRACE_SECONDS = 1.0
 
 
@@ -54,27 +59,28 @@ def up(pipeline: PipelineFlags, redis: str | None, run: str | None, detach: bool
         redis_url = redis_url_from_environment(redis)
         cluster = local_cluster(pipeline, redis_url, run or (DEFAULT_RUN if redis_url else None))
         if detach:
-            _detach(lock)
+            detach_cluster(lock)
         else:
-            _serve(cluster)
+            serve_cluster(cluster, {f"{len(cluster.topology.ranks)} ranks": cluster.topology.ranks})
     finally:
         lock.release()
 
 
-def _serve(cluster: LocalCluster) -> None:
-    """Supervise the cluster until the run is stopped, a rank dies, or a signal arrives."""
+def serve_cluster(cluster: Supervisor, bars: Mapping[str, Collection[int]]) -> None:
+    """Start the cluster, and supervise it until the run is stopped, a rank dies, or a signal arrives.
+
+    Args:
+        bars: see ``loading_bars``.
+    """
     signal.signal(signal.SIGTERM, _interrupt)
     running: RunningCluster | None = None
     try:
-        with loading_bar(cluster.spec.num_stages + 1) as progress:
+        with loading_bars(bars) as progress:
             cluster.start(progress)
         running = RunningCluster(cluster.address.redis_url, cluster.run_id, os.getpid(), process_start(os.getpid()))
         running.save()
-        spec = cluster.spec
-        console.print(
-            f"Cluster {cluster.run_id} is up: {spec.num_stages} stages in {spec.topology.num_groups} groups, target "
-            f"{spec.target}, draft {spec.draft or 'none'}. Next: pipedec submit --prompt …; stop it with pipedec down."
-        )
+        _announce(cluster.description())
+        console.print(f"Cluster {cluster.run_id} is up. Next: pipedec submit --prompt …; stop it with pipedec down.")
         cluster.wait()
         cluster.stop()
         console.print("Cluster stopped.")
@@ -91,12 +97,21 @@ def _serve(cluster: LocalCluster) -> None:
             running.forget()
 
 
+def _announce(description: RunDescription) -> None:
+    """Say what runs where."""
+    for rank in description.ranks:
+        console.print(f"{rank_name(rank.rank)} on {rank.host}: {rank}")
+    stages, groups = len(description.layers), len(description.groups)
+    models = f"target {description.target}, draft {description.draft or 'none'}"
+    console.print(f"{stages} stages in {groups} groups, {models}.")
+
+
 def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
     """SIGTERM ends the cluster like Ctrl-C, even where Ctrl-C itself is ignored (in a shell's background job)."""
     raise KeyboardInterrupt
 
 
-def _detach(lock: MachineLock) -> None:
+def detach_cluster(lock: MachineLock) -> None:
     """Run the same command as a process of its own session, and wait until the cluster is up."""
     arguments = [argument for argument in sys.argv[1:] if argument != "--detach"]
     log_path = state_directory() / "cluster.log"
@@ -138,9 +153,14 @@ def status(redis: str | None, run: str | None) -> None:
     table.add_column("rank", justify="right")
     table.add_column("role")
     table.add_column("alive")
+    table.add_column("host")
+    table.add_column("device")
+    description = RedisScheduler.describe(scheduler.client, found.run_id)
+    described = {rank.rank: rank for rank in description.ranks} if description else {}
     for rank in scheduler.topology.ranks:
         role = "draft" if rank == 0 else f"stage {rank} (group {scheduler.topology.group_of(rank) + 1})"
-        table.add_row(str(rank), role, "yes" if rank in current.alive else "no")
+        where = (described[rank].host, described[rank].device) if rank in described else ("", "")
+        table.add_row(str(rank), role, "yes" if rank in current.alive else "no", *where)
     console.print(table)
     running = "none" if current.running is None else f"request {current.running}"
     console.print(f"Requests: {current.submitted} submitted, {current.waiting} waiting, running: {running}.")
@@ -151,7 +171,7 @@ def status(redis: str | None, run: str | None) -> None:
 def down(redis: str | None, run: str | None) -> None:
     """Stop a running cluster.
 
-    The running request is finished first (for up to 20 seconds on a cluster started here); waiting requests are refused.
+    The running request is finished first (for up to 20 seconds on a cluster that was started here); waiting requests are refused.
     """
     found = find_run(redis, run)
     scheduler = found.connect()
@@ -167,9 +187,9 @@ def down(redis: str | None, run: str | None) -> None:
 
 def _wait_until_down(scheduler: RedisScheduler) -> None:
     """Wait until its ranks have left or died, then delete the run's keys in Redis."""
-    deadline = time.monotonic() + DETACH_SECONDS
+    deadline = time.monotonic() + DOWN_SECONDS
     while alive := scheduler.status().alive:
         if time.monotonic() > deadline:
-            raise PipedecError(f"ranks {', '.join(map(str, alive))} have not ended within {DETACH_SECONDS:.0f} s")
+            raise PipedecError(f"ranks {', '.join(map(str, alive))} have not ended within {DOWN_SECONDS:.0f} s")
         time.sleep(0.05)
     scheduler.clear()

@@ -7,7 +7,7 @@ from dataclasses import replace
 import click
 
 from pipedec.cli.options import PipelineFlags, RequestFlags, pipeline_options, request_options
-from pipedec.cli.show import ask_and_show, loading_bar
+from pipedec.cli.show import ask_and_show, loading_bars
 from pipedec.client.client import Client
 from pipedec.core import DEFAULT_METHOD
 from pipedec.methods import find_method
@@ -31,7 +31,7 @@ def generate(pipeline: PipelineFlags, asked: RequestFlags) -> None:
     cluster = local_cluster(replace(pipeline, draft="none") if method.draft == "none" else pipeline)
     method.check_needs(cluster.spec.draft is not None, cluster.spec.bita is not None)
     try:
-        with loading_bar(cluster.spec.num_stages + 1) as progress:
+        with loading_bars({f"{len(cluster.topology.ranks)} ranks": cluster.topology.ranks}) as progress:
             cluster.start(progress)
         assert cluster.scheduler is not None
         ask_and_show(Client(cluster.scheduler, cluster.check), request, asked.json, asked.trace)

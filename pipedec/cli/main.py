@@ -15,6 +15,7 @@ from pipedec.core import PipedecError, UserError
 COMMANDS = {
     "generate": ("pipedec.cli.generate", "Answer one prompt with a temporary cluster on this machine."),
     "up": ("pipedec.cli.cluster", "Start a cluster on this machine that stays up between requests."),
+    "launch": ("pipedec.cli.launch", "Start the cluster of a cluster.yaml on its hosts, over ssh."),
     "submit": ("pipedec.cli.submit", "Send a prompt to a running cluster and stream the answer."),
     "status": ("pipedec.cli.cluster", "Show the state of a running cluster."),
     "down": ("pipedec.cli.cluster", "Stop a running cluster."),

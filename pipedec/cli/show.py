@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 from rich.table import Table
 
 from pipedec.cli.threads_view import ThreadsView
@@ -22,17 +22,23 @@ console = Console(stderr=True, highlight=False)
 
 
 @contextmanager
-def loading_bar(num_ranks: int) -> Iterator[Callable[[int, int, int], None]]:
-    """A progress bar over the weights of all ranks; yields the callback for ``LocalCluster.start``."""
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("tensors")
-    done: dict[int, int] = {}
-    totals: dict[int, int] = {}
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        bar = progress.add_task(f"Starting {num_ranks} ranks", total=None)
+def loading_bars(bars: Mapping[str, Collection[int]]) -> Iterator[Callable[[int, str, int, int], None]]:
+    """Progress bars over the weights of ranks; yields the callback for a cluster's ``start``.
 
-        def update(rank: int, read: int, total: int) -> None:
-            done[rank], totals[rank] = read, total
-            progress.update(bar, description="Loading weights", completed=sum(done.values()), total=sum(totals.values()))
+    Args:
+        bars: the title of each bar, and its ranks.
+    """
+    columns = TextColumn("{task.description}"), BarColumn(), TaskProgressColumn()
+    reported: dict[int, tuple[str, int, int]] = {}
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        tasks = {title: progress.add_task(f"{title}: starting", total=None) for title in bars}
+
+        def update(rank: int, what: str, done: int, total: int) -> None:
+            reported[rank] = what, done, total
+            title = next(title for title, ranks in bars.items() if rank in ranks)
+            alike = [told for other in bars[title] if (told := reported.get(other)) and told[0] == what]
+            completed, in_all = sum(told[1] for told in alike), sum(told[2] for told in alike)
+            progress.update(tasks[title], description=f"{title}: {what} weights", completed=completed, total=in_all)
 
         yield update
 

@@ -8,7 +8,9 @@ from __future__ import annotations
 import ipaddress
 import socket
 import time
+import uuid
 from contextlib import suppress
+from pathlib import Path
 from urllib.parse import urlsplit
 
 import psutil
@@ -112,6 +114,14 @@ def can_connect(address: str, port: int, seconds: float) -> str | None:
         except OSError as error:
             reason = (error.strerror or str(error)).lower()
     return reason
+
+
+def machine_id() -> str:
+    """The same for processes that share a machine and its network, and for no others."""
+    boot, network = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/net")
+    if boot.is_file() and network.exists():
+        return f"{boot.read_text().strip()}-{network.stat().st_ino}"
+    return f"{socket.gethostname()}-{uuid.getnode():x}"
 
 
 def _is_own(address: str) -> bool:

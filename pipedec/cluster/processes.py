@@ -40,7 +40,7 @@ class RankProcesses:
 
         ``body``, its arguments and what it reports must be picklable.
         """
-        context = _fork_server_context()
+        context = start_fork_server()
         receiver, sender = context.Pipe(duplex=False)
         process = context.Process(target=_run, args=(body, arguments, sender), name=f"pipedec rank {rank}")
         with _without_main_module():
@@ -48,6 +48,11 @@ class RankProcesses:
         sender.close()
         self._processes[rank] = process
         self._pipes[receiver] = rank
+
+    @property
+    def waitables(self) -> list[Connection | int]:
+        """What becomes readable when a rank reports or ends (see ``multiprocessing.connection.wait``)."""
+        return [*self._pipes, *(process.sentinel for process in self._processes.values() if process.exitcode is None)]
 
     @property
     def pids(self) -> dict[int, int]:
@@ -75,6 +80,10 @@ class RankProcesses:
                 reports.append((self._pipes.pop(pipe), None))
                 pipe.close()
         return reports
+
+    def describe_end(self, rank: int) -> str:
+        """How a rank ended that should still run, as the end of a sentence."""
+        return describe_exit(self.exit_statuses[rank])
 
     def exit_status(self, rank: int) -> int | None:
         """The exit status of a rank that is about to end; None if it has not ended after ten seconds."""
@@ -116,8 +125,11 @@ def die_with_parent(die: bool = True) -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL if die else 0)  # PR_SET_PDEATHSIG
 
 
-def _fork_server_context() -> ForkServerContext:
-    """The context to start ranks with, its fork server running. The server ignores Ctrl-C, which is for the supervisor alone."""
+def start_fork_server() -> ForkServerContext:
+    """The context to start ranks with, its fork server running; does not wait until that has imported torch.
+
+    The server ignores Ctrl-C, which is for the supervisor alone. Ranks get the environment that this process has now.
+    """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOAD)
     resource_tracker.ensure_running()  # the fork server would start it, which would unblock SIGINT
@@ -173,10 +185,9 @@ def _run(body: Callable[..., int], arguments: tuple[Any, ...], reports: Connecti
 
 
 def _begin_rank_process() -> None:
-    """Leave Ctrl-C to the supervisor, end when the supervisor ends, and meet the other ranks over loopback."""
+    """Leave Ctrl-C to the supervisor, and end when the supervisor ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     die_with_parent()
     supervisor = multiprocessing.parent_process()
     if supervisor is not None and not supervisor.is_alive():  # it ended before the line above
         os._exit(1)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")

@@ -10,128 +10,164 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
 
+from pipedec.cluster.address import RankPlace, RunAddress
 from pipedec.cluster.lease import LEASE_RENEWAL_SECONDS, LeaseKeeper
+from pipedec.cluster.meeting import STARTING, Meeting
+from pipedec.cluster.place import check_device, checked_host
 from pipedec.core import PipedecError, RankLost
 from pipedec.engine.draft_loop import DraftLoop
 from pipedec.engine.rank_tasks import Wiring
 from pipedec.engine.sequences import Sequences
 from pipedec.engine.spec import PipelineSpec, num_gpus
 from pipedec.engine.stage_loop import StageLoop
-from pipedec.messages import LoadedEvent, load_validators
-from pipedec.model import ModelConfig
-from pipedec.scheduler import RedisScheduler, Scheduler, connect
+from pipedec.messages import LoadedEvent, RankDescription, load_validators
+from pipedec.model import ModelConfig, attention_backend
+from pipedec.scheduler import RedisScheduler
+from pipedec.topology import of_rank, rank_name
 from pipedec.tracing import Tracer
-from pipedec.transport import Transport
-from pipedec.transport.torch_distributed import Rendezvous, TorchTransport
+from pipedec.transport.rendezvous import Store
+from pipedec.transport.torch_distributed import TorchTransport
 
-MEETING_SECONDS = 120.0
 LOADING_SECONDS = 3600.0
-STARTING = -1  # the answer stream, of no request, on which ranks report that they have loaded their weights
+_LARGE_OFFSET_US = 1_000_000
 
 Report = Callable[[str, int, int], None]  # what the rank does, how many units are done, how many there are
 
 
 @dataclass(frozen=True)
-class RankPlace:
-    """Which rank this process is, and where it meets the others."""
+class _Joined:
+    """A rank that has met the others: its host, its device, and how it sends.
 
-    rank: int
-    world_size: int
-    local_rank: int
-    local_world_size: int
-    init_method: str
-    transport: str = "auto"
+    Attributes:
+        why: the reasons for the transport and the network interface.
+    """
 
-
-@dataclass(frozen=True)
-class RunAddress:
-    """Where a run's scheduler is: a Redis URL (with its password: never print it) and the run's name."""
-
-    redis_url: str
-    run_id: str
-
-    def scheduler(self, spec: PipelineSpec) -> RedisScheduler:
-        return RedisScheduler(connect(self.redis_url), self.run_id, spec.topology)
+    host: str
+    device: torch.device
+    transport: TorchTransport
+    digests: Mapping[str, str]
+    why: tuple[str, ...]
 
 
-def run_rank(place: RankPlace, spec: PipelineSpec, address: RunAddress, report: Report) -> int:
+def run_rank(
+    place: RankPlace, spec: PipelineSpec, address: RunAddress, report: Report, store: Store | None = None,
+    describe: Callable[[RankDescription], None] = lambda description: None,
+) -> int:  # fmt: skip
     """Serve as one rank until the run is stopped; returns the exit status.
 
-    A failure is reported to the other ranks and to clients that wait for an answer, then printed in one line. The caller should
-    end the process by ``os._exit``: a process group that has lost a peer can hang in its own clean-up.
+    A failure is reported to the other ranks and to clients that wait for an answer, then printed in one line; of what others have
+    reported first, one rank of each host prints it. The caller should end the process by ``os._exit``: a process group that has
+    lost a peer can hang in its own clean-up.
+
+    Args:
+        store: the store in which the process groups meet, if there is one already.
+        describe: is told what this rank is, once its weights are loaded.
     """
+    os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // place.local_world_size))
     scheduler: RedisScheduler | None = None
     try:
-        scheduler = address.scheduler(spec)
-        _serve(place, spec, scheduler, report)
+        scheduler = address.scheduler(spec.topology)
+        _serve(place, spec, scheduler, report, store, describe)
         return 0
     except PipedecError as error:
-        message = str(error).removeprefix(f"rank {place.rank} ")
+        message = str(error)
     except Exception as error:
         traceback.print_exc()
         message = f"internal error: {type(error).__name__}: {error}"
-    _notify_others(scheduler, place.rank, message)
-    print(f"pipedec rank {place.rank}: {message}", file=sys.stderr, flush=True)
+    if _is_first_to_fail(scheduler, place.rank, message) or place.local_rank == 0:
+        print(f"pipedec: {of_rank(place.rank, message)}", file=sys.stderr, flush=True)
     return 1
 
 
-def _serve(place: RankPlace, spec: PipelineSpec, scheduler: RedisScheduler, report: Report) -> None:
-    device = spec.rank_device(place.rank, place.local_rank)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    transport = _meet(place, spec, device)
+def _serve(
+    place: RankPlace, spec: PipelineSpec, scheduler: RedisScheduler, report: Report, store: Store | None,
+    describe: Callable[[RankDescription], None],
+) -> None:  # fmt: skip
+    joined = _join(place, spec, scheduler, report, store)
     lease = LeaseKeeper(scheduler, place.rank)
     lease.start()
     load_validators()  # not while the first request waits
-    loop = _load(place, spec, device, scheduler, transport, report)
-    scheduler.publish(STARTING, LoadedEvent(place.rank))
+    clock_offset_us = _clock_offset_us(scheduler)
+    loop = _load(place, spec, joined, scheduler, report, clock_offset_us)
+    description = _description(place.rank, spec, joined, clock_offset_us)
+    describe(description)
+    scheduler.publish(STARTING, LoadedEvent(description))
     if place.rank == 0:
-        _wait_for_ranks(scheduler, place.world_size)
-        scheduler.open(spec.description())
+        scheduler.open(spec.description(_wait_for_ranks(scheduler, place.world_size), joined.digests))
         report("ready", 1, 1)
     loop.run()
     lease.stop()
     if place.rank == 0:
         _wait_for_leavers(scheduler)
         scheduler.clear()
-    transport.close()
+    joined.transport.close()
 
 
-def _meet(place: RankPlace, spec: PipelineSpec, device: torch.device) -> Transport:
-    backend = chosen_backend(place, spec, num_gpus()) if place.transport == "auto" else place.transport
-    rendezvous = Rendezvous(place.rank, place.world_size, place.init_method, MEETING_SECONDS)
-    hidden_size = ModelConfig.from_directory(spec.target).hidden_size
-    return TorchTransport(backend, rendezvous, hidden_size, spec.torch_dtype, device)
+def _join(place: RankPlace, spec: PipelineSpec, scheduler: RedisScheduler, report: Report, store: Store | None) -> _Joined:
+    """Compare this place with the plan, meet the other ranks, and connect to them."""
+    host = checked_host(place, spec)
+    device = spec.rank_device(place.rank, place.local_rank)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    check_device(place, spec, device)
+    backend, why = (place.transport, "chosen by --transport")
+    if backend == "auto":
+        backend, why = chosen_backend(place, spec, num_gpus())
+    with Meeting(scheduler, place, host, spec, store).hold(lambda done, total: report("checking", done, total)) as met:
+        hidden_size = ModelConfig.from_directory(spec.target).hidden_size
+        transport = TorchTransport(backend, met.rendezvous, hidden_size, spec.torch_dtype, device)
+    if transport.backend != backend:
+        why = "another stage has no GPU of its own" if place.rank else "messages from and to rank 0 go through host memory"
+    reasons = (f"{transport.backend}: {why}", f"interface {met.interface.name}: {met.interface.why}")
+    return _Joined(host, device, transport, met.digests, reasons)
 
 
-def chosen_backend(place: RankPlace, spec: PipelineSpec, gpus: int) -> str:
-    """NCCL if every rank of this host that needs a GPU (all but a rank 0 without a draft) has one of its own, else gloo.
+def _description(rank: int, spec: PipelineSpec, joined: _Joined, clock_offset_us: int) -> RankDescription:
+    """What users are told of this rank."""
+    attention, why = attention_backend(spec.torch_dtype, joined.device)
+    name = torch.cuda.get_device_name(joined.device) if joined.device.type == "cuda" else "cpu"
+    reasons = (*joined.why, f"{attention}: {why}", *_clock_remark(clock_offset_us))
+    return RankDescription(rank, joined.host, name, spec.dtype, joined.transport.backend, attention, reasons)
 
-    The ranks of a host are consecutive, so rank 0 is on this host if this rank equals its local rank. A CPU uses gloo.
+
+def _clock_remark(offset_us: int) -> tuple[str, ...]:
+    if abs(offset_us) < _LARGE_OFFSET_US:
+        return ()
+    return (f"its clock is {abs(offset_us) / 1e6:.0f} s {'behind' if offset_us > 0 else 'ahead of'} Redis's: run NTP",)
+
+
+def chosen_backend(place: RankPlace, spec: PipelineSpec, gpus: int) -> tuple[str, str]:
+    """NCCL if every rank of this host that needs a GPU (all but a rank 0 without a draft) has one of its own, else gloo; and why.
+
+    Without a plan the ranks of a host are consecutive, so rank 0 is on this host if this rank equals its local rank.
 
     Args:
         gpus: GPUs of this host.
     """
+    if spec.rank_device(place.rank, place.local_rank, gpus).type != "cuda":
+        return "gloo", "NCCL needs GPUs"
     without_gpu = 1 if spec.draft is None and place.rank == place.local_rank else 0
-    is_on_gpu = spec.rank_device(place.rank, place.local_rank, gpus).type == "cuda"
-    return "nccl" if is_on_gpu and gpus >= place.local_world_size - without_gpu else "gloo"
+    if spec.places is None and gpus < place.local_world_size - without_gpu:
+        return "gloo", f"{place.local_world_size} ranks share {gpus} GPUs of this host"
+    return "nccl", "every stage has a GPU of its own"
 
 
 def _load(
-    place: RankPlace, spec: PipelineSpec, device: torch.device, scheduler: RedisScheduler, transport: Transport, report: Report
+    place: RankPlace, spec: PipelineSpec, joined: _Joined, scheduler: RedisScheduler, report: Report, clock_offset_us: int
 ) -> DraftLoop | StageLoop:
     def progress(done: int, total: int) -> None:
         report("loading", done, total)
 
-    tracer = Tracer(place.rank, clock_offset_us=_clock_offset_us(scheduler))
+    tracer = Tracer(place.rank, clock_offset_us=clock_offset_us)
     sequences = Sequences(spec.target)
-    wiring = Wiring(scheduler, transport, spec.topology, tracer, sequences, device, spec.emulation, spec.window)
+    device = joined.device
+    wiring = Wiring(scheduler, joined.transport, spec.topology, tracer, sequences, device, spec.emulation, spec.window)
     if place.rank == 0:
         drafter = spec.load_drafter(device, progress)
         return DraftLoop(spec.load_prompter(), drafter, spec.trained_masks(), wiring, spec.tree)
@@ -149,21 +185,24 @@ def _clock_offset_us(scheduler: RedisScheduler) -> int:
     return min(samples)[1]
 
 
-def _wait_for_ranks(scheduler: RedisScheduler, world_size: int) -> None:
-    """Rank 0 waits until every rank has loaded its weights; then it opens the run."""
+def _wait_for_ranks(scheduler: RedisScheduler, world_size: int) -> list[RankDescription]:
+    """Rank 0 waits until every rank has loaded its weights, and describes itself; then it opens the run."""
     deadline = time.monotonic() + LOADING_SECONDS
-    missing, position = set(range(world_size)), "0"
-    while missing:
+    found: dict[int, RankDescription] = {}
+    position = "0"
+    while len(found) < world_size:
         events = scheduler.read_answer(STARTING, position, LEASE_RENEWAL_SECONDS)
         position = events[-1][0] if events else position
-        missing -= {event.rank for _, event in events if isinstance(event, LoadedEvent)}
+        found |= {event.description.rank: event.description for _, event in events if isinstance(event, LoadedEvent)}
         if time.monotonic() > deadline:
-            raise RankLost(f"ranks {sorted(missing)} have not loaded their weights within {LOADING_SECONDS:.0f} s")
+            missing = ", ".join(rank_name(rank) for rank in range(world_size) if rank not in found)
+            raise RankLost(f"{missing} did not load the weights within {LOADING_SECONDS:.0f} s")
         if failure := scheduler.failure():
             raise PipedecError(failure)
         if lost := scheduler.expired_ranks():
-            raise RankLost(f"{', '.join(f'rank {rank}' for rank in lost)} stopped answering while it loaded its weights")
+            raise RankLost(f"{', '.join(map(rank_name, lost))} stopped answering while it loaded its weights")
     scheduler.close_answer(STARTING)
+    return [found[rank] for rank in sorted(found)]
 
 
 def _wait_for_leavers(scheduler: RedisScheduler) -> None:
@@ -173,10 +212,10 @@ def _wait_for_leavers(scheduler: RedisScheduler) -> None:
         time.sleep(0.02)
 
 
-def _notify_others(scheduler: Scheduler | None, rank: int, message: str) -> None:
-    if scheduler is None:
-        return
+def _is_first_to_fail(scheduler: RedisScheduler | None, rank: int, message: str) -> bool:
+    """Tell the other ranks; whether none of them has failed before."""
     try:
-        scheduler.abort(rank, message)
+        return scheduler is None or scheduler.abort(rank, message)
     except PipedecError:
         print(f"pipedec rank {rank}: could not notify the other ranks", file=sys.stderr, flush=True)
+        return True

@@ -9,34 +9,59 @@ import argparse
 import os
 import signal
 import sys
-from dataclasses import dataclass
+from contextlib import redirect_stderr
+from dataclasses import replace
 from pathlib import Path
 
+from pipedec.cluster.address import RankPlace, RunAddress
 from pipedec.cluster.lease import claim_run
+from pipedec.cluster.meeting import MEETING_SECONDS
 from pipedec.cluster.processes import die_with_parent
-from pipedec.cluster.rank import RankPlace, Report, RunAddress, run_rank
+from pipedec.cluster.rank import Report, run_rank
 from pipedec.config import ClusterConfig, load_cluster, redis_url_from_environment
-from pipedec.core import PipedecError, UserError
+from pipedec.core import PipedecError, RankLost, UserError
 from pipedec.engine.spec import Cut, Models, PipelineSpec
-from pipedec.hardware import MODEL_SHAPES
-from pipedec.methods import LayerTreeOptions
-from pipedec.plan.partition import plan
+from pipedec.messages import RankDescription
+from pipedec.scheduler import RedisScheduler
+from pipedec.topology import rank_name
+from pipedec.transport.rendezvous import Store, store_from_environment, wait_for_key
+
+_CLAIMED = "pipedec/claimed"
 
 
 def main() -> None:
-    """Entry point under torchrun. Exits 0 after ``pipedec down``, 1 after anything else."""
+    """Entry point under torchrun. Exits 0 after ``pipedec down``, 1 after anything else.
+
+    torchrun writes to standard error what it thinks of an end; this process writes to standard output, so that they can be kept
+    apart.
+    """
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # torchrun passes Ctrl-C on and waits for the ranks to end
     die_with_parent()
-    try:
-        place, spec, address = parse_arguments(sys.argv[1:])
-        claim_run(address.scheduler(spec))
-    except PipedecError as error:
-        print(f"pipedec: {error}", file=sys.stderr, flush=True)
-        os._exit(2 if isinstance(error, UserError) else 1)
-    status = run_rank(place, spec, address, _print_report(place.rank))
+    with redirect_stderr(sys.stdout):
+        status = _run(sys.argv[1:])
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
+
+
+def _run(arguments: list[str]) -> int:
+    try:
+        place, spec, address = parse_arguments(arguments)
+        store = store_from_environment(MEETING_SECONDS)
+        _claim(place, address.scheduler(spec.topology), store)
+    except PipedecError as error:
+        print(f"pipedec: {error}", file=sys.stderr, flush=True)
+        return 2 if isinstance(error, UserError) else 1
+    return run_rank(place, spec, address, _print_report(place.rank), store, _print_description)
+
+
+def _claim(place: RankPlace, scheduler: RedisScheduler, store: Store) -> None:
+    """Rank 0 claims the run's name; the others wait for that, because it deletes what a dead run has left."""
+    if place.rank == 0:
+        claim_run(scheduler)
+        store.set(_CLAIMED, "yes")
+    elif not wait_for_key(store, _CLAIMED, MEETING_SECONDS):
+        raise RankLost("rank 0 (draft) ended before the ranks could meet: see what it says")
 
 
 def parse_arguments(arguments: list[str]) -> tuple[RankPlace, PipelineSpec, RunAddress]:
@@ -70,79 +95,42 @@ def parse_arguments(arguments: list[str]) -> tuple[RankPlace, PipelineSpec, RunA
     parser.add_argument("--transport", default="auto", choices=("auto", "gloo", "nccl"), help="default: auto")
     parser.add_argument("--dispatch", default="windows", help="windows of timesteps, or single tasks; default: windows")
     flags = parser.parse_args(arguments)
-    settings = _Settings.from_flags(flags)
+    redis_url = redis_url_from_environment(flags.redis)
     if flags.config is not None:
-        settings = settings.completed(load_cluster(flags.config), flags.partition)
+        config = load_cluster(flags.config)
+        spec, redis_url = _planned(config, flags), redis_url or config.redis.connection_url
     elif flags.partition is not None:
         raise UserError("--partition names a partition of a file: give --config cluster.yaml with it")
-    if settings.redis_url is None:
+    else:
+        models, cut = Models(flags.target, flags.draft, flags.bita), Cut(flags.stages or 4, flags.groups, _counts(flags.layers))
+        spec = PipelineSpec.create(
+            models, cut, flags.dtype or "float32", flags.device, flags.dispatch, flags.context_tokens
+        )  # fmt: skip
+    if redis_url is None:
         raise UserError("torchrun ranks need a Redis that all hosts reach: give --redis URL or set PIPEDEC_REDIS_URL")
-    models = Models(settings.target, settings.draft, settings.bita)
-    cut = Cut(settings.stages or 4, settings.groups, settings.layers)
-    dtype, limit = settings.dtype or "float32", settings.context_tokens
-    spec = PipelineSpec.create(models, cut, dtype, flags.device, flags.dispatch, limit, settings.tree)
-    return _torchrun_place(spec, flags.transport), spec, RunAddress(settings.redis_url, flags.run)
+    return _torchrun_place(spec, flags.transport), spec, RunAddress(redis_url, flags.run)
 
 
-@dataclass(frozen=True)
-class _Settings:
-    """The pipeline's settings from flags and the config; None if not given."""
+def _counts(layers: str | None) -> tuple[int, ...] | None:
+    try:
+        return tuple(int(count) for count in layers.split(",")) if layers else None
+    except ValueError:
+        raise UserError(f"--layers {layers}: write numbers with commas between them, like 6,6,6,6") from None
 
-    redis_url: str | None
-    target: str | Path | None
-    draft: str | None
-    bita: str | None
-    stages: int | None
-    groups: int | None
-    layers: list[int] | None
-    dtype: str | None
-    context_tokens: int | None
-    tree: LayerTreeOptions | None = None  # of the config alone
 
-    @classmethod
-    def from_flags(cls, flags: argparse.Namespace) -> _Settings:
-        try:
-            layers = [int(count) for count in flags.layers.split(",")] if flags.layers else None
-        except ValueError:
-            raise UserError(f"--layers {flags.layers}: write numbers with commas between them, like 6,6,6,6") from None
-        redis_url = redis_url_from_environment(flags.redis)
-        return cls(
-            redis_url,
-            flags.target,
-            flags.draft,
-            flags.bita,
-            flags.stages,
-            flags.groups,
-            layers,
-            flags.dtype,
-            flags.context_tokens,
-        )
+def _planned(config: ClusterConfig, flags: argparse.Namespace) -> PipelineSpec:
+    """The pipeline of a partition of ``config``; flags take precedence.
 
-    def completed(self, config: ClusterConfig, partition: str | None) -> _Settings:
-        """With the settings of a partition of ``config`` where no flag is given.
-
-        Raises:
-            UserError: there is no such partition, it has another number of stages, or a model is a shape without weights.
-        """
-        name, part = config.find_partition(partition)
-        target, draft = self.target or config.target, self.draft or config.draft
-        for key, model in (("target", target), ("draft", draft)):
-            if str(model) in MODEL_SHAPES:
-                raise UserError(f"{key}: {model} is a shape to plan with and has no weights: give a checkpoint directory")
-        if self.stages not in (None, part.stages):
-            raise UserError(f"--stages {self.stages}, but partition {name} has {part.stages} stages: leave out one of them")
-        return _Settings(
-            redis_url=self.redis_url or config.redis.connection_url,
-            target=target,
-            draft=draft,
-            bita=self.bita or config.bita,
-            stages=part.stages,
-            groups=self.groups or part.num_groups,
-            layers=self.layers or [len(stage.layers) for stage in plan(config, name).stages],
-            dtype=self.dtype or config.dtype,
-            context_tokens=config.context_tokens if self.context_tokens is None else self.context_tokens,
-            tree=config.tree,
-        )
+    Raises:
+        UserError: there is no such partition, it has another number of stages, or a model is a shape without weights.
+    """
+    name, part = config.find_partition(flags.partition)
+    if flags.stages not in (None, part.stages):
+        raise UserError(f"--stages {flags.stages}, but partition {name} has {part.stages} stages: leave out one of them")
+    given = {"target": flags.target and str(flags.target), "draft": flags.draft, "bita": flags.bita, "groups": flags.groups,
+             "layers": _counts(flags.layers), "dtype": flags.dtype, "context_tokens": flags.context_tokens}  # fmt: skip
+    own = replace(part, **{key: value for key, value in given.items() if value is not None})
+    return PipelineSpec.from_config(replace(config, partitions={name: own}, partition=name), name, flags.device, flags.dispatch)
 
 
 def _torchrun_place(spec: PipelineSpec, transport: str) -> RankPlace:
@@ -155,7 +143,11 @@ def _torchrun_place(spec: PipelineSpec, transport: str) -> RankPlace:
             f"{world_size} processes, but {spec.num_stages} stages and the draft rank make {spec.num_stages + 1}: "
             f"let --nnodes × --nproc-per-node be {spec.num_stages + 1}, or change --stages"
         )
-    return RankPlace(rank, world_size, local_rank, local_world_size, "env://", transport)
+    return RankPlace(rank, world_size, local_rank, local_world_size, transport)
+
+
+def _print_description(description: RankDescription) -> None:
+    print(f"pipedec {rank_name(description.rank)} on {description.host}: {description}", file=sys.stderr, flush=True)
 
 
 def _print_report(rank: int) -> Report:

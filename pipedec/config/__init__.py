@@ -16,7 +16,14 @@ from pipedec.config.cluster import (
     load_cluster,
     paper_cluster,
 )
-from pipedec.config.environment import secret_from_environment, state_directory
+from pipedec.config.environment import (
+    cache_directory,
+    configured_interface,
+    secret_from_environment,
+    ssh_program,
+    state_directory,
+    transport_environment,
+)
 from pipedec.config.files import load_json
 from pipedec.config.model import model_shape
 from pipedec.config.redis import RedisConfig, redis_config, redis_url_from_environment
@@ -24,6 +31,7 @@ from pipedec.validation import parse_json
 
 __all__ = [
     "ClusterConfig", "DeviceConfig", "LaunchConfig", "NetworkConfig", "PartitionConfig", "RedisConfig", "ServerConfig",
-    "cluster_from_json", "cluster_to_json", "load_cluster", "load_json", "model_shape", "paper_cluster", "parse_json",
-    "redis_config", "redis_url_from_environment", "secret_from_environment", "state_directory",
+    "cache_directory", "cluster_from_json", "cluster_to_json", "configured_interface", "load_cluster", "load_json",
+    "model_shape", "paper_cluster", "parse_json", "redis_config", "redis_url_from_environment", "secret_from_environment",
+    "ssh_program", "state_directory", "transport_environment",
 ]  # fmt: skip

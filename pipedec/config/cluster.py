@@ -271,7 +271,7 @@ def load_cluster(path: str | Path) -> ClusterConfig:
 
 
 def cluster_from_json(text: str) -> ClusterConfig:
-    """A configuration that another pipedec process has sent (``cluster_to_json``). Raises UserError if it is another version's."""
+    """What another pipedec process has written with ``cluster_to_json``. UserError if that was another version."""
     return parse_json(ClusterConfig, text, "the configuration of the cluster")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import stat
 from pathlib import Path
 
@@ -17,6 +18,11 @@ def secret_from_environment(name: str) -> str:
     return secret
 
 
+def configured_interface() -> str | None:
+    """The network interface that the user has chosen for gloo in GLOO_SOCKET_IFNAME, the first of several; None if none."""
+    return os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0] or None
+
+
 def cache_directory() -> Path:
     """The directory for what can be computed again, not created: $PIPEDEC_STATE_DIR, else $XDG_CACHE_HOME/pipedec, else
     ~/.cache/pipedec.
@@ -24,6 +30,16 @@ def cache_directory() -> Path:
     if chosen := os.environ.get("PIPEDEC_STATE_DIR"):
         return Path(chosen).absolute()
     return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "pipedec"
+
+
+def ssh_program() -> list[str]:
+    """The command that stands for ssh: $PIPEDEC_SSH, for example ``ssh -F FILE``, else ``ssh``."""
+    return shlex.split(os.environ.get("PIPEDEC_SSH") or "ssh")
+
+
+def transport_environment() -> dict[str, str]:
+    """The variables of this process that configure the transports, to be set on other hosts as well: ``NCCL_*``, ``GLOO_*``."""
+    return {name: value for name, value in os.environ.items() if name.startswith(("NCCL_", "GLOO_"))}
 
 
 def state_directory() -> Path:

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
-from pipedec.config import ClusterConfig
+from pipedec.config import ClusterConfig, ServerConfig
 from pipedec.core import UserError
 from pipedec.decoding import Drafter
 from pipedec.drafting import DraftModel
 from pipedec.hardware import DEVICES as DEVICE_KINDS
 from pipedec.hardware import MODEL_SHAPES
-from pipedec.messages import BitaDescription, RunDescription
+from pipedec.messages import BitaDescription, RankDescription, RunDescription
 from pipedec.methods import LayerTreeOptions
 from pipedec.model import BitaConfig, BitaWeights, Checkpoint, ModelConfig, StageModel, checked_bita
 from pipedec.plan.emulation import Emulation
@@ -115,6 +115,7 @@ class PipelineSpec:
         context_tokens: maximum tokens of a prompt and its answer; None for the target's context.
         tree: default tree of methods whose trees grow by layers; None for their own.
         places: the host and device of every rank, by the partition of a cluster.yaml; None if whoever starts the ranks decides.
+        servers: the hosts of ``places``.
     """
 
     target: Path
@@ -129,6 +130,7 @@ class PipelineSpec:
     context_tokens: int | None = None
     tree: LayerTreeOptions | None = None
     places: tuple[Placement, ...] | None = None
+    servers: tuple[ServerConfig, ...] = ()
 
     @classmethod
     def from_config(
@@ -152,7 +154,7 @@ class PipelineSpec:
             Models(config.target, config.draft, config.bita), Cut(partition.stages, partition.num_groups, layers), config.dtype,
             device, dispatch, config.context_tokens, config.tree,
         )  # fmt: skip
-        return replace(spec, places=rank_places(config, name))
+        return replace(spec, places=rank_places(config, name), servers=config.servers)
 
     @classmethod
     def create(
@@ -219,8 +221,8 @@ class PipelineSpec:
         found = num_gpus() if gpus is None else gpus
         if place.index >= found:
             raise UserError(
-                f"{place.host} has no {place.device} #{place.index}: torch sees {found} GPUs there; see `pipedec doctor` and check "
-                "CUDA_VISIBLE_DEVICES"
+                f"{place.host} has no {place.device} #{place.index}: torch sees {found} GPUs there: run `pipedec doctor`, and "
+                "check CUDA_VISIBLE_DEVICES"
             )
         return torch.device("cuda", place.index)
 
@@ -228,12 +230,13 @@ class PipelineSpec:
         """The device of a rank that computes (see ``chosen_device``)."""
         return chosen_device(self.device)
 
-    def description(self) -> RunDescription:
-        """What clients are told about the pipeline."""
+    def description(self, ranks: Sequence[RankDescription] = (), digests: Mapping[str, str] | None = None) -> RunDescription:
+        """What clients are told about the pipeline, of which ``ranks`` tell where they are."""
         draft, bita = str(self.draft) if self.draft else None, str(self.bita) if self.bita else None
         return RunDescription(
             self.topology.groups, self.layers, str(self.target), draft, bita, self.dtype, self.device, self.dispatch,
-            self.context_tokens, self.tree, self.emulation.preset if self.emulation else None, trained_bita=self._trained_bita(),
+            self.context_tokens, self.tree, self.emulation.preset if self.emulation else None,
+            tuple(ranks), digests or {}, self._trained_bita(),
         )  # fmt: skip
 
     def _trained_bita(self) -> BitaDescription | None:

@@ -3,10 +3,12 @@
 Knows tensors and Hugging Face checkpoints, but not the cluster, tokenizers or decoding methods.
 """
 
+from pipedec.model.attention import attention_backend
 from pipedec.model.bita import BitaConfig, BitaWeights, checked_bita, fingerprint
 from pipedec.model.cache import KVCache
 from pipedec.model.checkpoint import Checkpoint
 from pipedec.model.config import ModelConfig
+from pipedec.model.digest import config_digest, weights_digest
 from pipedec.model.stage_model import StageModel
 
 __all__ = [
@@ -16,6 +18,9 @@ __all__ = [
     "KVCache",
     "ModelConfig",
     "StageModel",
+    "attention_backend",
     "checked_bita",
+    "config_digest",
     "fingerprint",
+    "weights_digest",
 ]

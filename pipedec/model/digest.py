@@ -10,7 +10,13 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
-_CONFIG_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors.index.json")
+_CONFIG_FILES = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "model.safetensors.index.json",
+)
 _MAX_THREADS = 8
 
 
@@ -24,8 +30,8 @@ def weights_digest(directory: Path, cache: Path | None) -> str:
     """Of all ``*.safetensors`` files, every byte (64 hex digits).
 
     Args:
-        cache: a directory in which the digests of unchanged files are kept: a file is unchanged if path, size, inode and both of its
-            times are. None reads all files.
+        cache: a directory in which digests are kept while path, size, inode and both times of a file are the same; None reads all
+            files.
     """
     return _combined(sorted(directory.glob("*.safetensors")), cache)
 

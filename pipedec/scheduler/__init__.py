@@ -5,6 +5,7 @@ from pipedec.scheduler.keys import Keys
 from pipedec.scheduler.memory import MemoryScheduler
 from pipedec.scheduler.protocol import GrantedTask, Message, RunStatus, Scheduler
 from pipedec.scheduler.redis_scheduler import RedisScheduler
+from pipedec.scheduler.scripts import scripts_digest
 from pipedec.scheduler.server import EmbeddedServer
 from pipedec.scheduler.workflow import Facts, Payload, Planned, Task, initial_tasks, post_process
 from pipedec.topology import Topology
@@ -26,4 +27,5 @@ __all__ = [
     "connect",
     "initial_tasks",
     "post_process",
+    "scripts_digest",
 ]

@@ -14,7 +14,7 @@ from pipedec.core import RankLost, SchedulerLost, UserError
 from pipedec.messages import AbortEvent, CancelledEvent, Event, Opening, RunDescription
 from pipedec.scheduler.protocol import GrantedTask, Message, RunStatus, cancelled_payload
 from pipedec.scheduler.workflow import Payload, Planned, Task
-from pipedec.topology import Topology
+from pipedec.topology import Topology, of_rank
 
 
 @dataclass
@@ -215,7 +215,7 @@ class MemoryScheduler:
     def abort(self, rank: int, message: str) -> bool:
         if self._failure is not None:
             return False
-        self._failure = f"rank {rank}: {message}"
+        self._failure = of_rank(rank, message)
         for queue in self._queues.values():
             queue.appendleft(Message("abort", text=self._failure))
         begun = self.graph.number if self.graph else -1

@@ -18,7 +18,7 @@ from pipedec.scheduler.keys import Keys
 from pipedec.scheduler.protocol import GrantedTask, Message, RunStatus
 from pipedec.scheduler.scripts import script_text
 from pipedec.scheduler.workflow import Planned, Task
-from pipedec.topology import Topology
+from pipedec.topology import Topology, of_rank
 
 KEY_SECONDS = 60  # time to live of the run's keys, renewed with every lease
 LEASE_MS = 5000
@@ -53,6 +53,11 @@ class RedisScheduler:
         self._finish_sha = hashlib.sha1(script_text("finish").encode()).hexdigest()
         self._entries = "," + ",".join(map(str, topology.entry_ranks)) + ","
         self._queues = [self.keys.queue(rank) for rank in topology.ranks]
+
+    @property
+    def server_host(self) -> str | None:
+        """The host of the server; None if the connection is a Unix socket."""
+        return self.client.connection_pool.connection_kwargs.get("host")
 
     @staticmethod
     def describe(client: redis.Redis, run_id: str) -> RunDescription | None:
@@ -130,7 +135,7 @@ class RedisScheduler:
 
     def abort(self, rank: int, message: str) -> bool:
         names = [self.keys.run, self.keys.workflow, self.keys.requests, *self._queues]
-        return bool(self._run_script("abort", names, [KEY_SECONDS, f"rank {rank}: {message}", self.keys.answer_prefix]))
+        return bool(self._run_script("abort", names, [KEY_SECONDS, of_rank(rank, message), self.keys.answer_prefix]))
 
     def failure(self) -> str | None:
         with self._command():

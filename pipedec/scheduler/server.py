@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import importlib.util
 import os
 import re
@@ -23,6 +24,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import IO
+from urllib.parse import quote
 
 import redis
 
@@ -30,6 +32,8 @@ from pipedec.core import SchedulerLost, UserError
 from pipedec.scheduler.client import OLDEST_SERVER
 
 START_SECONDS = 10.0
+LOOPBACK = "127.0.0.1"
+ALL_ADDRESSES = "* -::*"  # IPv6 as well where the host has it
 _ATTEMPTS = 3
 _PR_SET_PDEATHSIG = 1
 
@@ -62,7 +66,7 @@ def server_version(binary: Path) -> tuple[int, int]:
 
 
 class EmbeddedServer:
-    """A Redis server on a free loopback port, with a random password and no persistence.
+    """A Redis server with a password and no persistence, by default on a free loopback port.
 
     The kernel kills it when the *thread* that started it ends, so start it from the main thread. The password is passed on
     standard input: it appears in no command line and no file.
@@ -70,15 +74,27 @@ class EmbeddedServer:
     Args:
         unix_socket: listen on ``socket_path`` as well, in a temporary directory that ``stop`` removes.
         binary: the server to run; None for ``find_server_binary()``.
+        bind: the addresses to listen on, ``LOOPBACK`` or ``ALL_ADDRESSES``.
+        port: None for a free one.
+        password: None for a random one.
 
     Raises:
         SchedulerLost: the server does not answer within ``START_SECONDS``.
-        UserError: no server is installed.
+        UserError: no server is installed, or ``port`` is taken.
     """
 
-    def __init__(self, unix_socket: bool = False, binary: Path | None = None) -> None:
+    def __init__(
+        self,
+        unix_socket: bool = False,
+        binary: Path | None = None,
+        bind: str = LOOPBACK,
+        port: int | None = None,
+        password: str | None = None,
+    ) -> None:
         self.binary = binary or find_server_binary()
-        self._password = secrets.token_hex(24)
+        self._bind = bind
+        self._given_port = port
+        self._password = password or secrets.token_hex(24)
         self._directory = tempfile.mkdtemp(prefix="pipedec-redis-") if unix_socket else None
         self.socket_path = str(Path(self._directory) / "redis.sock") if self._directory else None
         self.port = 0
@@ -92,18 +108,18 @@ class EmbeddedServer:
     @property
     def url(self) -> str:
         """``redis://:password@127.0.0.1:port/0``. Contains the password: pass it to ranks, never print it."""
-        return f"redis://:{self._password}@127.0.0.1:{self.port}/0"
+        return f"redis://:{quote(self._password, safe='')}@{LOOPBACK}:{self.port}/0"
 
     @property
     def unix_url(self) -> str:
         """The URL of the Unix socket, password included. Raises ValueError if the server was started without one."""
         if self.socket_path is None:
             raise ValueError("the server was started without a Unix socket")
-        return f"unix://:{self._password}@{self.socket_path}?db=0"
+        return f"unix://:{quote(self._password, safe='')}@{self.socket_path}?db=0"
 
     @property
     def address(self) -> str:
-        return f"127.0.0.1:{self.port}"
+        return f"{LOOPBACK}:{self.port}"
 
     @property
     def pid(self) -> int:
@@ -135,8 +151,8 @@ class EmbeddedServer:
         """Start the server; try another port if the one found free is taken before the server binds it."""
         deadline = time.monotonic() + START_SECONDS
         last_line = ""
-        for _ in range(_ATTEMPTS):
-            self.port = _free_port()
+        for _ in range(_ATTEMPTS if self._given_port is None else 1):
+            self.port = _free_port() if self._given_port is None else self._checked_port(self._given_port)
             with tempfile.TemporaryFile() as log:
                 self._process = self._spawn(log)
                 if self._wait_until_ready(self._process, deadline):
@@ -147,6 +163,17 @@ class EmbeddedServer:
                 break
         reason = last_line or f"it did not answer within {START_SECONDS:.0f} s"
         raise SchedulerLost(f"the Redis server {self.binary} did not start: {reason}")
+
+    def _checked_port(self, port: int) -> int:
+        """``port``. Raises UserError if something listens there already."""
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((LOOPBACK if self._bind == LOOPBACK else "", port))
+            except OSError as error:
+                reason = "in use" if error.errno == errno.EADDRINUSE else f"not usable ({error.strerror})"
+                raise UserError(f"port {port} is {reason}: choose another port for Redis, or give the url of one") from None
+        return port
 
     def _spawn(self, log: IO[bytes]) -> subprocess.Popen[bytes]:
         process = subprocess.Popen(
@@ -165,7 +192,7 @@ class EmbeddedServer:
         return process
 
     def _config(self) -> str:
-        lines = ["bind 127.0.0.1", f"port {self.port}", f"requirepass {self._password}"]
+        lines = [f"bind {self._bind}", f"port {self.port}", f"requirepass {_quoted(self._password)}"]
         lines += ['save ""', "appendonly no", "daemonize no"]
         if self.socket_path is not None:
             lines += [f"unixsocket {self.socket_path}", "unixsocketperm 700"]
@@ -183,9 +210,14 @@ class EmbeddedServer:
         return False
 
 
+def _quoted(text: str) -> str:
+    """``text`` as one word of Redis's configuration."""
+    return '"' + "".join(f"\\x{byte:02x}" for byte in text.encode()) + '"'
+
+
 def _free_port() -> int:
     with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
+        probe.bind((LOOPBACK, 0))
         return int(probe.getsockname()[1])
 
 

@@ -7,9 +7,13 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
-import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore, Store, TCPStore
+from torch.distributed import DistError
+from torch.distributed.rendezvous import rendezvous
 
 from pipedec.core import RankLost
+
+__all__ = ["Rendezvous", "Store", "StoreServer", "file_store", "join_store", "store_from_environment", "wait_for_key"]
 
 CONNECT_SECONDS = 10.0
 
@@ -24,7 +28,7 @@ class Rendezvous:
 
     rank: int
     world_size: int
-    store: dist.Store
+    store: Store
     timeout_seconds: float
 
 
@@ -39,40 +43,40 @@ class StoreServer:
                 listener.bind((address, 0))
                 listener.listen()
                 self.port = int(listener.getsockname()[1])
-                self.store = dist.TCPStore(
+                self.store = TCPStore(
                     address, self.port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach(),
                     timeout=timedelta(seconds=CONNECT_SECONDS),
                 )  # fmt: skip
-        except (OSError, dist.DistError) as error:
+        except (OSError, DistError) as error:
             raise RankLost(f"cannot listen on {address}: {error}") from None
 
 
-def join_store(address: str, port: int) -> dist.Store:
+def join_store(address: str, port: int) -> Store:
     """Raises RankLost if it does not answer within CONNECT_SECONDS."""
     try:
-        return dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=CONNECT_SECONDS))
-    except (RuntimeError, dist.DistError):
+        return TCPStore(address, port, is_master=False, timeout=timedelta(seconds=CONNECT_SECONDS))
+    except (RuntimeError, DistError):
         raise RankLost(f"rank 0 does not answer at {address}, port {port}") from None
 
 
-def store_from_environment(timeout_seconds: float) -> dist.Store:
+def store_from_environment(timeout_seconds: float) -> Store:
     """The store that torchrun names in MASTER_ADDR and MASTER_PORT, RANK and WORLD_SIZE. RankLost if nobody answers in time."""
     try:
-        store, _, _ = next(iter(dist.rendezvous("env://", timeout=timedelta(seconds=timeout_seconds))))
-    except (RuntimeError, ValueError, dist.DistError) as error:
+        store, _, _ = next(iter(rendezvous("env://", timeout=timedelta(seconds=timeout_seconds))))
+    except (RuntimeError, ValueError, DistError) as error:
         raise RankLost(f"could not join torchrun's store: {str(error).splitlines()[0]}") from None
     return store
 
 
-def file_store(path: str | Path, world_size: int) -> dist.Store:
+def file_store(path: str | Path, world_size: int) -> Store:
     """A store in a file that all processes of one machine reach."""
-    return dist.FileStore(str(path), world_size)
+    return FileStore(str(path), world_size)
 
 
-def wait_for_key(store: dist.Store, key: str, seconds: float) -> bool:
+def wait_for_key(store: Store, key: str, seconds: float) -> bool:
     """Whether somebody sets ``key`` in time."""
     try:
         store.wait([key], timedelta(seconds=seconds))
         return True
-    except (RuntimeError, dist.DistError):
+    except (RuntimeError, DistError):
         return False

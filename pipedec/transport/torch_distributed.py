@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipedec.core import Envelope, RankLost, Step, UserError
+from pipedec.transport.rendezvous import Rendezvous
 from pipedec.transport.wire import (
     INLINE_VALUES,
     PREFIX_BYTES,
@@ -38,16 +39,6 @@ _MAX_PENDING_SENDS = 16  # a sender waits for a slow receiver only when this man
 _ENVELOPE_TAG = 1  # receives of envelopes are posted early; the tag keeps them from matching steps
 _INLINE_ROWS = 128  # of steps in an envelope's first message
 _SOURCE_LINE = re.compile(r"\[/\S+:\d+\] ")  # where in gloo's source an error was raised
-
-
-@dataclass(frozen=True)
-class Rendezvous:
-    """How the ranks of a run find each other. ``init_method`` is a torch URL (``env://`` under torchrun, ``file://…``)."""
-
-    rank: int
-    world_size: int
-    init_method: str
-    timeout_seconds: float
 
 
 @dataclass(frozen=True)
@@ -101,10 +92,11 @@ class TorchTransport:
         self._pending_sends: deque[tuple[Any, Tensor]] = deque()  # with the buffers being sent
         self._pending_receives: dict[int, tuple[Any, Bytes]] = {}  # of envelopes, by sender
         self._received: dict[int, Any] = {}  # by sender, the receive of the last envelope
+        self.backend = "gloo"  # of the steps between stages
         try:
             dist.init_process_group(
                 "gloo",
-                init_method=rendezvous.init_method,
+                store=rendezvous.store,
                 rank=rendezvous.rank,
                 world_size=rendezvous.world_size,
                 timeout=timedelta(seconds=rendezvous.timeout_seconds),
@@ -114,6 +106,7 @@ class TorchTransport:
             self._group = dist.group.WORLD
             self._draft_link = _Link(self._group, torch.device("cpu"), _INLINE_ROWS, 0, dtype)
             use_nccl = self._all_stages_request_nccl(backend == "nccl") and rendezvous.rank > 0
+            self.backend = "nccl" if use_nccl else "gloo"
             stages, place, inline_rows = self._nccl() if use_nccl else (self._group, torch.device("cpu"), _INLINE_ROWS)
             self._stage_link = _Link(stages, place, inline_rows, hidden_size, dtype)
         except (RuntimeError, ValueError, dist.DistError) as error:

@@ -187,13 +187,13 @@ def write_config(
     path.write_text(
         f"target: {target}\ndraft: {draft}\ndtype: {dtype}\ncontext_tokens: {context_tokens}\ntree: {{width: 2, children: 1}}\n"
         f"redis: {{url: '{redis_url}'}}\n"
-        "servers: [{host: a, devices: {rtx3090: 5}}]\n"
+        "servers: [{host: localhost, devices: {rtx3090: 5}}]\n"
         "partition: uneven\n"
         "partitions:\n"
         f"  uneven: {{stages: 4, groups: 2, layers: [1, 2, 2, {TARGET_LAYERS - 5}], "
-        "draft_device: {host: a, device: rtx3090}}\n"
-        "  trio: {stages: 3, layers: [3, 3, 2], draft_device: {host: a, device: rtx3090}}\n"
-        "  pair: {stages: 2, draft_device: {host: a, device: rtx3090}}\n"
+        "draft_device: {host: localhost, device: rtx3090}}\n"
+        "  trio: {stages: 3, layers: [3, 3, 2], draft_device: {host: localhost, device: rtx3090}}\n"
+        "  pair: {stages: 2, draft_device: {host: localhost, device: rtx3090}}\n"
     )
     return path
 

@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 
 from pipedec.core import Envelope, PipedecError, Step, Verdict
-from pipedec.transport.torch_distributed import _ENVELOPE_TAG, BACKENDS, Rendezvous, TorchTransport
+from pipedec.transport.rendezvous import Rendezvous, file_store
+from pipedec.transport.torch_distributed import _ENVELOPE_TAG, BACKENDS, TorchTransport
 
 HIDDEN_SIZE = 5
 PATIENCE_SECONDS = 60.0  # only bounds a test that hangs; far below the group's own timeout
@@ -32,8 +33,8 @@ class Peer:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["pipedec.transport.torch_distributed"])
         self._pipe, theirs = context.Pipe()
-        rendezvous = Rendezvous(rank, world_size, f"file://{meeting}", timeout_seconds)
-        self.process = context.Process(target=_serve, args=(backend, rendezvous, dtype, theirs))
+        place = (rank, world_size, meeting, timeout_seconds)
+        self.process = context.Process(target=_serve, args=(backend, place, dtype, theirs))
         self.process.start()
         theirs.close()
 
@@ -54,11 +55,13 @@ class Peer:
         self._pipe.close()
 
 
-def _serve(backend: str, rendezvous: Rendezvous, dtype: torch.dtype, orders: Connection) -> None:
+def _serve(backend: str, place: tuple[int, int, Path, float], dtype: torch.dtype, orders: Connection) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     _replace_nccl_by_gloo()
     _record_groups()
+    rank, world_size, meeting, timeout_seconds = place
+    rendezvous = Rendezvous(rank, world_size, file_store(meeting, world_size), timeout_seconds)
     try:
         transport = TorchTransport(backend, rendezvous, HIDDEN_SIZE, dtype, torch.device("cpu"))
     except PipedecError as error:

@@ -12,7 +12,8 @@ import torch
 from peer import Peer
 
 from pipedec.core import Accepted, UserError, Verdict
-from pipedec.transport.torch_distributed import Rendezvous, TorchTransport
+from pipedec.transport.rendezvous import Rendezvous, file_store
+from pipedec.transport.torch_distributed import TorchTransport
 
 Pair = tuple[Peer, Peer]
 
@@ -221,7 +222,7 @@ def test_a_single_stage_with_nccl_works(tmp_path: Path) -> None:
         ("mpi", "^unknown transport 'mpi': choose one of gloo, nccl$"),
     ],
 )
-def test_impossible_transports_are_refused(backend: str, message: str) -> None:
-    rendezvous = Rendezvous(1, 2, "file:///nowhere/meeting", 1.0)
+def test_impossible_transports_are_refused(backend: str, message: str, tmp_path: Path) -> None:
+    rendezvous = Rendezvous(1, 2, file_store(tmp_path / "meeting", 2), 1.0)
     with pytest.raises(UserError, match=message):
         TorchTransport(backend, rendezvous, 8, torch.float32, torch.device("cpu"))

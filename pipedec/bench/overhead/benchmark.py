@@ -80,11 +80,10 @@ def measure_overhead(config: OverheadConfig, on_row: Callable[[Row], None] = lam
 
 def _measure_stages(config: OverheadConfig, stages: int, dispatch: str, server: EmbeddedServer) -> Iterator[Row]:
     directory = tempfile.mkdtemp(prefix="pipedec-bench-")
-    init_method = f"file://{Path(directory) / 'rendezvous'}"
     run_id = f"overhead-{secrets.token_hex(4)}"
     plan = RankPlan(
         rank=0, stages=stages, rows=config.rows, timesteps=config.timesteps, hidden_size=config.hidden_size,
-        repeats=config.repeats, dispatch=dispatch, redis_url=server.url, run_id=run_id, init_method=init_method,
+        repeats=config.repeats, dispatch=dispatch, redis_url=server.url, run_id=run_id, meeting=Path(directory) / "rendezvous",
     )  # fmt: skip
     plans = [replace(plan, rank=rank) for rank in range(stages + 1)]
     try:

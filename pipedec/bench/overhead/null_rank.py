@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from pathlib import Path
 
 import torch
 
@@ -23,7 +24,8 @@ from pipedec.scheduler import RedisScheduler, connect
 from pipedec.topology import Topology
 from pipedec.tracing import Tracer
 from pipedec.transport.bare_messages import bare_timesteps
-from pipedec.transport.torch_distributed import Rendezvous, TorchTransport
+from pipedec.transport.rendezvous import Rendezvous, file_store
+from pipedec.transport.torch_distributed import TorchTransport
 
 WARM_UP = 5
 TRACED_TIMESTEPS = 20
@@ -43,7 +45,7 @@ class RankPlan:
     dispatch: str
     redis_url: str
     run_id: str
-    init_method: str
+    meeting: Path
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,7 @@ def measure_rank(plan: RankPlan, report: Callable[[Sample], None]) -> None:
         PipedecError: a peer or Redis was lost.
     """
     torch.set_num_threads(1)
-    rendezvous = Rendezvous(plan.rank, plan.stages + 1, plan.init_method, PEER_SECONDS)
+    rendezvous = Rendezvous(plan.rank, plan.stages + 1, file_store(plan.meeting, plan.stages + 1), PEER_SECONDS)
     transport = TorchTransport("gloo", rendezvous, plan.hidden_size, torch.float32, torch.device("cpu"))
     try:
         for repeat in range(plan.repeats):

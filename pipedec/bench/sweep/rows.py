@@ -120,7 +120,6 @@ class SweepRow(BaseModel):
     pipeline: Pipeline = Field(validation_alias="cluster")
     target: str = _needed("pair", "target")
     digest: str | None = _at("pair", "digest")
-    run: str | None = _at("pair", "run")
     gpu: str | None = _at("machine", "gpu")
     method: str
     tree: Tree | None
@@ -178,7 +177,7 @@ class SweepRow(BaseModel):
         """What was measured, or what the emulation ran on."""
         if not self.emulated and self.pipeline.devices:
             return "a cluster of " + " and ".join(f"{count} {name}" for name, count in Counter(self.pipeline.devices).items())
-        return "a running cluster" if self.run is not None else f"1 {self.gpu or 'CPU'} machine"
+        return f"1 {self.gpu or 'CPU'} machine"
 
     @property
     def tokens(self) -> int:

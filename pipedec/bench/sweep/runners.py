@@ -12,13 +12,14 @@ from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol
 
 from pipedec.bench.breakdown import breakdown
 from pipedec.bench.prompts import AskedPrompts, Tokenizes
 from pipedec.bench.sweep.pipelines import LaunchedShape, Measurable, RunningShape, Shape
 from pipedec.client.running import Running
+from pipedec.cluster.launched import LaunchedCluster
 from pipedec.cluster.local import LocalCluster
+from pipedec.cluster.supervisor import Supervisor
 from pipedec.config import ClusterConfig
 from pipedec.core import Metrics, Request
 from pipedec.engine.local import LocalPipeline
@@ -27,7 +28,6 @@ from pipedec.engine.spec import PipelineSpec
 from pipedec.messages import PromptRequest
 from pipedec.methods import make_options
 from pipedec.model import ModelConfig
-from pipedec.scheduler import RedisScheduler
 from pipedec.text.prompt import Prompter
 
 
@@ -151,16 +151,6 @@ class OnCluster(Runner):
         )  # fmt: skip
 
 
-class Startable(AbstractContextManager[Any], Protocol):
-    """``LocalCluster`` and ``LaunchedCluster``: as a context manager it starts the ranks and stops them."""
-
-    @property
-    def run_id(self) -> str: ...
-    @property
-    def scheduler(self) -> RedisScheduler | None: ...
-    def check(self) -> None: ...
-
-
 class OnStartedCluster(Runner):
     """Decodes on a cluster that is started for the first answer and ends with this.
 
@@ -168,7 +158,7 @@ class OnStartedCluster(Runner):
         make: creates the cluster.
     """
 
-    def __init__(self, make: Callable[[], Startable]) -> None:
+    def __init__(self, make: Callable[[], Supervisor]) -> None:
         super().__init__()
         self._make = make
         self._stack = ExitStack()
@@ -184,8 +174,7 @@ class OnStartedCluster(Runner):
 
     def _cluster(self) -> tuple[Running, OnCluster]:
         if self._started is None:
-            cluster = self._make()
-            self._stack.enter_context(cluster)
+            cluster = self._stack.enter_context(self._make())
             assert cluster.scheduler is not None
             running = Running.of(cluster.scheduler, cluster.run_id, cluster.check)
             self._started = running, OnCluster(running, self.prompter)
@@ -229,15 +218,8 @@ class Launched(OnStartedCluster):
     """Decodes on a partition of a ``cluster.yaml``, launched on its hosts."""
 
     def __init__(self, config: ClusterConfig, partition: str, prompts: Path, scope: str) -> None:
-        super().__init__(lambda: launched(config, partition))
+        super().__init__(lambda: LaunchedCluster(config, partition))
         self.prompter = AskedPrompts(lambda request: self.running.check_accepts(request), prompts, scope)
-
-
-def launched(config: ClusterConfig, partition: str) -> Startable:
-    """The cluster of one partition of a ``cluster.yaml``, not launched yet."""
-    from pipedec.cluster.launched import LaunchedCluster
-
-    return LaunchedCluster(config, partition)
 
 
 def runner_of(shape: Measurable, clock: str, prompts: Path) -> Runner:

@@ -75,6 +75,7 @@ def test_a_running_cluster_is_measured_and_a_prompt_that_it_refuses_is_replaced(
     rows = sweep(measured, PROMPTS, tmp_path, progress)
     assert rows == lines(tmp_path) and len(rows) == progress.rows == progress.total == 8
     assert [row["method"] for row in rows] == 2 * list(METHODS) and {row["prompt_index"] for row in rows} < {0, 2, 3}
+    assert len(rows[0]["cluster"]["hosts"]) == 3 and rows[0]["cluster"]["draft_device"] == "cpu"
     for row in rows:
         assert not row["emulated"] and row["preset"] is None and row["clock"] == "measured" and row["divergence"] is None
         assert (row["cluster"]["stages"], row["cluster"]["groups"], row["cluster"]["dtype"]) == (2, 2, "float32")
@@ -82,7 +83,7 @@ def test_a_running_cluster_is_measured_and_a_prompt_that_it_refuses_is_replaced(
     assert rows[3]["bita"] == {**rows[3]["bita"], "name": "bita", "masks": 3, "prompting": "deep"}
     assert [row["breakdown"] is not None for row in rows] == [True] * 4 + [False] * 4
     assert len(read_rows([tmp_path])) == 8
-    assert "Measured on a running cluster, nothing emulated" in tables(studies(read_answers([tmp_path])))
+    assert "Measured on a cluster of 2 cpu, nothing emulated" in tables(studies(read_answers([tmp_path])))
 
 
 @in_windows
@@ -181,7 +182,7 @@ class Launches:
 @pytest.fixture
 def launches(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
     made = Launches(pair)
-    monkeypatch.setattr("pipedec.bench.sweep.runners.launched", made)
+    monkeypatch.setattr("pipedec.bench.sweep.runners.LaunchedCluster", made)
     yield made
 
 

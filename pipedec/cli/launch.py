@@ -1,0 +1,101 @@
+"""``pipedec launch``: a resident cluster on the hosts of a cluster.yaml."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from pipedec.cli.cluster import detach_cluster, serve_cluster
+from pipedec.cli.show import console
+from pipedec.cluster.state import DEFAULT_RUN, MachineLock
+from pipedec.config import load_cluster, state_directory
+from pipedec.core import PipedecError, UserError
+from pipedec.topology import rank_name
+
+if TYPE_CHECKING:
+    from pipedec.cluster.launched import LaunchedCluster
+
+_SECRET_WORDS = ("PASSWORD", "SECRET", "TOKEN", "KEY", "CREDENTIAL")
+
+
+@click.command()
+@click.argument("file", type=click.Path(path_type=Path), default=Path("cluster.yaml"))
+@click.option("--partition", metavar="NAME", help="Partition to start (default: the one that the file names as its default).")
+@click.option("--run", metavar="NAME", help="Name of the run, if several share a Redis.")
+@click.option("--dry-run", is_flag=True, help="Print what would be started where, and start nothing.")
+@click.option("--detach", is_flag=True, help="Return when the cluster is up and leave it running.")
+@click.option("--lock-fd", type=int, hidden=True, help="The machine's lock, inherited from the command with --detach.")
+def launch(file: Path, partition: str | None, run: str | None, dry_run: bool, detach: bool, lock_fd: int | None) -> None:
+    """Start the cluster of a cluster.yaml on its hosts, over ssh, and a Redis unless the file names one.
+
+    FILE says which rank runs on which device of which host. Every host needs pipedec, and the checkpoints in the same
+    directories; ssh must reach it without asking for a password (your ssh configuration applies). A host called localhost is this
+    machine, and needs no ssh. The cluster loads its weights once and serves `pipedec submit` until `pipedec down` or Ctrl-C.
+    """
+    from pipedec.cluster.launched import LaunchedCluster
+
+    config = load_cluster(file)
+    log = state_directory() / "hosts.log"
+    cluster = LaunchedCluster(config, partition, run or (DEFAULT_RUN if config.redis.url else None), log)
+    if dry_run:
+        for line in planned_start(cluster):
+            click.echo(line)
+        return
+    lock = MachineLock(lock_fd)
+    try:
+        if detach:
+            detach_cluster(lock)
+        else:
+            _serve(cluster, log)
+    finally:
+        lock.release()
+
+
+def _serve(cluster: LaunchedCluster, log: Path) -> None:
+    console.print(f"Starting {len(cluster.places)} ranks on {', '.join(cluster.nodes.hosts)}; what they print goes to {log}.")
+    bars = {f"{rank_name(rank)} on {place.host}": [rank] for rank, place in enumerate(cluster.places)}
+    try:
+        serve_cluster(cluster, bars)
+    except PipedecError:
+        if "Traceback" in log.read_text():
+            console.print(f"See {log} for what the hosts have printed.")
+        raise
+
+
+def planned_start(cluster: LaunchedCluster) -> list[str]:
+    """What would be started, line by line, without secrets."""
+    lines = [f"Partition {cluster.partition}: {len(cluster.places)} ranks, run {cluster.run_id}"]
+    layers = _layers_of(cluster)
+    for host in cluster.nodes.hosts:
+        lines += ["", f"{host}: {shlex.join(cluster.nodes.command(host))}"]
+        for rank in cluster.nodes.ranks_on(host):
+            place = cluster.places[rank]
+            lines.append(f"  {rank_name(rank)} on {place.device} #{place.index}{layers[rank]}")
+        lines += [f"  {name}={_shown(name, value)}" for name, value in cluster.nodes.environment(host).items()]
+    return [*lines, "", _redis_line(cluster)]
+
+
+def _layers_of(cluster: LaunchedCluster) -> list[str]:
+    """The layers of each rank, as the end of a line; nothing where the target's configuration is not on this machine."""
+    from pipedec.plan.partition import plan
+
+    try:
+        stages = plan(cluster.config, cluster.partition).stages
+    except UserError:
+        return [""] * len(cluster.places)
+    return ["", *(f", layers {stage.layers.start}-{stage.layers.stop - 1}" for stage in stages)]
+
+
+def _redis_line(cluster: LaunchedCluster) -> str:
+    redis = cluster.config.redis
+    if cluster.redis_host is None:
+        return f"Redis: {redis.url}" + (" with a password" if redis.password else "")
+    port = f"port {redis.port}" if redis.port else "a free port"
+    return f"Redis: to be started on {cluster.redis_host}, {port}, {'the configured' if redis.password else 'a random'} password"
+
+
+def _shown(name: str, value: str) -> str:
+    return "***" if any(word in name.upper() for word in _SECRET_WORDS) else shlex.quote(value)

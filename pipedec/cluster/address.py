@@ -1,0 +1,43 @@
+"""Which rank a process is, and where the scheduler of its run is: what whoever starts a rank tells it. Loads no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from pipedec.scheduler import RedisScheduler, connect
+from pipedec.topology import Topology
+
+
+@dataclass(frozen=True)
+class RankPlace:
+    """Which rank a process is.
+
+    Attributes:
+        local_rank, local_world_size: its number among the ranks of its host, and theirs.
+        transport: of the steps between stages; ``auto`` chooses.
+        host: the host of cluster.yaml on which it was started, if whoever started it knows.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    transport: str = "auto"
+    host: str | None = None
+
+    @property
+    def speaks_for_host(self) -> bool:
+        """Whether it is the rank that compares its host with the others, if the run has ranks elsewhere."""
+        return self.local_rank == 0 and self.local_world_size < self.world_size
+
+
+@dataclass(frozen=True)
+class RunAddress:
+    """Where a run's scheduler is: a Redis URL (with its password: never print it) and the run's name."""
+
+    redis_url: str = field(repr=False)
+    run_id: str
+
+    def scheduler(self, topology: Topology) -> RedisScheduler:
+        """A scheduler client for ranks of this topology. Raises SchedulerLost if Redis cannot be reached."""
+        return RedisScheduler(connect(self.redis_url), self.run_id, topology)

@@ -1,0 +1,105 @@
+"""A resident cluster on the hosts of a cluster.yaml, started over ssh: a node per host, its ranks, and Redis unless there is one.
+
+Everything ends with this process, however it ends. Loads no torch.
+"""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import replace
+from pathlib import Path
+from typing import IO
+
+from pipedec.cluster.node_rank import LaunchedRank
+from pipedec.cluster.nodes import Nodes
+from pipedec.cluster.supervisor import Supervisor
+from pipedec.config import ClusterConfig, RedisConfig, cluster_to_json
+from pipedec.core import UserError
+from pipedec.hardware import MODEL_SHAPES
+from pipedec.plan.placement import rank_places
+from pipedec.topology import Topology
+
+
+class LaunchedCluster(Supervisor):
+    """All ranks of a partition, on the hosts that it names. Use as a context manager, or ``start`` and ``stop``.
+
+    Args:
+        partition: its name; None for the one that the file names.
+        run_id: name of the run; None for a random one.
+        log: gets what the hosts print, one line after another, while the cluster runs; None to drop it.
+
+    Raises:
+        UserError: there is no such partition, or too few devices for it.
+    """
+
+    def __init__(
+        self, config: ClusterConfig, partition: str | None = None, run_id: str | None = None, log: Path | None = None
+    ) -> None:
+        name, chosen = config.find_partition(partition)
+        self.config = _for_hosts(config, name)
+        self.partition = name
+        self.places = rank_places(self.config, name)
+        self.nodes = Nodes(self.config, self.places)
+        super().__init__(Topology.even(chosen.stages, chosen.num_groups), run_id or f"launch-{secrets.token_hex(4)}", self.nodes)
+        self._log_path = log
+        self._log: IO[str] | None = None
+
+    @property
+    def redis_host(self) -> str | None:
+        """The host on which Redis is started: the configured one, else rank 0's; None if one runs already."""
+        return None if self.config.redis.url else self.config.redis.host or self.places[0].host
+
+    def _open_redis(self) -> str:
+        _check_checkpoints(self.config)
+        self._log = self._log_path.open("w", encoding="utf-8") if self._log_path else None
+        self.nodes.connect(self._log)
+        if self.redis_host is None:
+            assert self.config.redis.connection_url is not None
+            return self.config.redis.connection_url
+        redis = self.config.redis
+        return self.nodes.start_redis(self.redis_host, redis.port, redis.password or secrets.token_hex(24))
+
+    @property
+    def _owns_redis(self) -> bool:
+        return self.redis_host is not None
+
+    def _start_ranks(self) -> None:
+        config = cluster_to_json(replace(self.config, redis=RedisConfig()))  # the ranks are told the address alone
+        for rank, place in enumerate(self.places):
+            neighbours = self.nodes.ranks_on(place.host)
+            self.nodes.start_rank(
+                LaunchedRank(
+                    rank=rank,
+                    world_size=len(self.places),
+                    local_rank=neighbours.index(rank),
+                    local_world_size=len(neighbours),
+                    config=config,
+                    partition=self.partition,
+                    redis_url=self.address.redis_url,
+                    run_id=self.run_id,
+                )
+            )
+
+    def _close(self) -> None:
+        if self._log is not None:
+            self._log.close()
+            self._log = None
+
+
+def _for_hosts(config: ClusterConfig, name: str) -> ClusterConfig:
+    """With this partition alone, and checkpoint directories that do not depend on where a rank runs."""
+    config = config.for_partition(name)
+    own = replace(config.partitions[name], target=None, draft=None, bita=None)
+    target, draft, bita = map(_absolute, (config.target, config.draft, config.bita))
+    return replace(config, partitions={name: own}, target=target, draft=draft, bita=bita)
+
+
+def _absolute(model: str) -> str:
+    return model if model == "none" or model in MODEL_SHAPES else str(Path(model).absolute())
+
+
+def _check_checkpoints(config: ClusterConfig) -> None:
+    """Raises UserError if a model is a shape without weights."""
+    for key, model in (("target", config.target), ("draft", config.draft)):
+        if model in MODEL_SHAPES:
+            raise UserError(f"{key}: {model} is a shape to plan with and has no weights: give a checkpoint directory")

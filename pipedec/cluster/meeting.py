@@ -1,0 +1,243 @@
+"""How the ranks of a run meet before any of them loads weights: they compare versions and checkpoints, choose their network
+interfaces, make sure that their hosts can connect, and find one another.
+
+They exchange cards and addresses on a stream in Redis. Does not know what a rank does afterwards.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from ipaddress import ip_address
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+from pipedec.cluster.address import RankPlace
+from pipedec.cluster.network import can_connect, interface_address, interface_of, machine_id, routed_address
+from pipedec.config import cache_directory, configured_interface
+from pipedec.core import PipedecError, RankLost, UserError
+from pipedec.engine.spec import PipelineSpec
+from pipedec.messages import AddressEvent, CardEvent, Event
+from pipedec.model import config_digest, fingerprint, weights_digest
+from pipedec.scheduler import RedisScheduler, scripts_digest
+from pipedec.topology import rank_name
+from pipedec.transport.rendezvous import Rendezvous, Store, StoreServer, join_store
+
+STARTING = -1  # the answer stream, of no request, on which ranks meet and report that they have loaded their weights
+MEETING_SECONDS = 120.0
+DIGEST_SECONDS = 3600.0
+PROBE_SECONDS = 3.0
+LOOPBACK = "127.0.0.1"
+_POLL_SECONDS = 1.0
+
+_Kind = TypeVar("_Kind", CardEvent, AddressEvent)
+Progress = Callable[[int, int], None]  # files read, files in all
+
+
+@dataclass(frozen=True)
+class Interface:
+    """The network interface of a rank's transfers, its address, and why it was chosen."""
+
+    name: str
+    address: str
+    why: str
+
+
+@dataclass(frozen=True)
+class Met:
+    """What a rank knows when all ranks have met.
+
+    Attributes:
+        digests: of the weights by model, if the ranks are on several hosts.
+    """
+
+    rendezvous: Rendezvous
+    interface: Interface
+    digests: Mapping[str, str]
+
+
+class Meeting:
+    """One rank's part in the meeting.
+
+    Args:
+        host: the name of this host.
+        store: the store in which the process groups meet, if there is one already (torchrun's); None if rank 0 is to open it.
+    """
+
+    def __init__(
+        self, scheduler: RedisScheduler, place: RankPlace, host: str, spec: PipelineSpec, store: Store | None = None
+    ) -> None:
+        self._scheduler = scheduler
+        self._place = place
+        self._host = host
+        self._spec = spec
+        self._store = store
+        self._position = "0"
+        self._events: list[Event] = []
+
+    @contextmanager
+    def hold(self, progress: Progress) -> Iterator[Met]:
+        """Meet the other ranks. In the context the ranks connect; other hosts may still try whether they reach this one.
+
+        Raises:
+            UserError: this rank does not fit rank 0; the message names both, their hosts and what differs.
+            RankLost: a rank did not come in time, or two hosts cannot connect.
+        """
+        own = self._card()
+        self._scheduler.publish(STARTING, own)
+        cards = self._gather(CardEvent, MEETING_SECONDS)
+        check_cards(own, cards[0])
+        interface = choose_interface(own, cards, self._configured_interface())
+        is_alone = {card.machine for card in cards} == {own.machine}
+        use_interface(interface, is_alone)
+        server = StoreServer(interface.address) if own.rank == 0 and self._store is None else None
+        with socket.create_server((interface.address, 0), family=_family(interface.address)) as listener:
+            port = server.port if server else int(listener.getsockname()[1])
+            digests = self._digests(progress) if self._place.speaks_for_host else {}
+            self._scheduler.publish(STARTING, AddressEvent(own.rank, interface.address, port, digests))
+            addresses = self._gather(AddressEvent, MEETING_SECONDS if is_alone else DIGEST_SECONDS)
+            check_equal(own, cards[0], _WEIGHTS, digests, addresses[0].digests)
+            self._probe(cards, addresses)
+            store = self._store or (server.store if server else join_store(addresses[0].address, addresses[0].port))
+            rendezvous = Rendezvous(own.rank, len(cards), store, MEETING_SECONDS)
+            yield Met(rendezvous, interface, addresses[0].digests)
+
+    def _card(self) -> CardEvent:
+        models = self._models() if self._place.speaks_for_host else {}
+        configs = {name: _quick_digest(path) for name, path in models.items()}
+        server = self._scheduler.server_host
+        address = (routed_address(server) if server else None) or LOOPBACK
+        versions = {
+            "pipedec": importlib.metadata.version("pipedec"),
+            "torch": torch.__version__.partition("+")[0],
+            "protocol in Redis": scripts_digest(),
+        }
+        return CardEvent(self._place.rank, self._host, machine_id(), address, versions, configs)
+
+    def _models(self) -> dict[str, Path]:
+        models = {"target": self._spec.target, "draft": self._spec.draft, "bita": self._spec.bita}
+        return {name: path for name, path in models.items() if path is not None}
+
+    def _digests(self, progress: Progress) -> dict[str, str]:
+        """Of the weights of all models, every byte."""
+        models = self._models()
+        digests: dict[str, str] = {}
+        for done, (name, path) in enumerate(models.items()):
+            progress(done, len(models))
+            digests[name] = weights_digest(path, cache_directory())
+        return digests
+
+    def _configured_interface(self) -> str | None:
+        """From the environment, else from the plan."""
+        planned = next((server.interface for server in self._spec.servers if server.host == self._host), None)
+        return configured_interface() or planned
+
+    def _gather(self, kind: type[_Kind], seconds: float) -> list[_Kind]:
+        """The event of this kind of every rank, by rank.
+
+        Raises:
+            RankLost: a rank has published none in time.
+            PipedecError: another rank has failed.
+        """
+        deadline = time.monotonic() + seconds
+        while True:
+            found = {event.rank: event for event in self._events if isinstance(event, kind)}
+            missing = [rank for rank in range(self._place.world_size) if rank not in found]
+            if not missing:
+                return [found[rank] for rank in sorted(found)]
+            if time.monotonic() > deadline:
+                raise RankLost(f"{', '.join(map(self._planned_name, missing))} did not come within {seconds:.0f} s")
+            if failure := self._scheduler.failure():
+                raise PipedecError(failure)
+            for position, event in self._scheduler.read_answer(STARTING, self._position, _POLL_SECONDS):
+                self._position = position
+                self._events.append(event)
+
+    def _planned_name(self, rank: int) -> str:
+        return rank_name(rank) + (f" on {self._spec.places[rank].host}" if self._spec.places else "")
+
+    def _probe(self, cards: Sequence[CardEvent], addresses: Sequence[AddressEvent]) -> None:
+        """Make sure that this host can connect to every other one. RankLost names both ends."""
+        own = cards[self._place.rank]
+        others = {card.machine: card for card in reversed(cards) if card.machine != own.machine}  # the first rank of each
+        for card in others.values() if self._place.local_rank == 0 else ():
+            address = addresses[card.rank]
+            if reason := can_connect(address.address, address.port, PROBE_SECONDS):
+                raise RankLost(
+                    f"{_name(own)} cannot connect to {_name(card)} at {address.address}, port {address.port} ({reason}): open "
+                    "all TCP ports between the hosts, or set their interface in cluster.yaml"
+                )
+
+
+_VERSION = "{own} has {name} {mine}, but {other} has {theirs}: install the same version on both"
+_CONFIG = "{own} has another {name} than {other}: copy the same checkpoint to both hosts"
+_WEIGHTS = "{own} has other weights of the {name} than {other}: copy the same checkpoint to both hosts"
+
+
+def check_cards(own: CardEvent, first: CardEvent) -> None:
+    """Raises UserError if this rank has other versions or checkpoints than rank 0."""
+    check_equal(own, first, _VERSION, own.versions, first.versions)
+    check_equal(own, first, _CONFIG, own.configs, first.configs)
+
+
+def check_equal(own: CardEvent, first: CardEvent, message: str, mine: Mapping[str, str], theirs: Mapping[str, str]) -> None:
+    """Raises UserError with ``message`` for the first name under which two ranks have different values."""
+    for name in mine.keys() & theirs.keys():
+        if mine[name] != theirs[name]:
+            found = {"mine": mine[name], "theirs": theirs[name]}
+            raise UserError(message.format(own=_name(own), other=_name(first), name=name, **found))
+
+
+def choose_interface(own: CardEvent, cards: Sequence[CardEvent], configured: str | None) -> Interface:
+    """The network interface for the transfers of rank ``own``: the configured one, else the one that routes to the other hosts.
+
+    A host's own name is not asked: where it is 127.0.1.1 (Debian, Ubuntu), gloo would wait for the others on the loopback.
+
+    Raises:
+        UserError: there is no such interface, or no route.
+    """
+    if configured is not None:
+        if (address := interface_address(configured)) is None:
+            raise UserError(f"{_name(own)} has no network interface {configured} with an address: see `pipedec doctor`")
+        return Interface(configured, address, "configured")
+    if {card.machine for card in cards} == {own.machine}:
+        return Interface(interface_of(LOOPBACK) or "lo", LOOPBACK, "all ranks are on this machine")
+    if not _is_loopback(own.address) and (name := interface_of(own.address)):
+        return Interface(name, own.address, "it routes to Redis")
+    for card in cards:
+        address = None if card.machine == own.machine or _is_loopback(card.address) else routed_address(card.address)
+        if address and (name := interface_of(address)):
+            return Interface(name, address, f"it routes to {card.host}")
+    raise UserError(f"{_name(own)} has no route to the other hosts: set its interface in cluster.yaml, or GLOO_SOCKET_IFNAME")
+
+
+def use_interface(interface: Interface, is_alone: bool) -> None:
+    """Tell gloo and NCCL. NCCL finds its own way on a single machine."""
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", interface.name)
+    if not is_alone:
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface.name}")
+
+
+def _quick_digest(directory: Path) -> str:
+    """Of configuration and tokenizer, and of the first row of every tensor: most of what could differ, in no time."""
+    return hashlib.sha256(f"{config_digest(directory)} {fingerprint(directory)}".encode()).hexdigest()
+
+
+def _name(card: CardEvent) -> str:
+    return f"{rank_name(card.rank)} on {card.host}"
+
+
+def _is_loopback(address: str) -> bool:
+    return ip_address(address.partition("%")[0]).is_loopback
+
+
+def _family(address: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in address else socket.AF_INET

@@ -1,0 +1,176 @@
+"""A node: what ``pipedec launch`` starts on every host of a cluster, and what starts and watches that host's ranks.
+
+It speaks JSON, one object per line: orders come on standard input, news go to standard output; whatever else the ranks print
+goes to standard error. When standard input ends, so does everything that the node has started, so a launcher that was killed
+leaves nothing behind. Loads no torch: ranks are forked from a server process that does.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import socket
+import threading
+import time
+from collections.abc import Callable
+from importlib import metadata
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection, wait
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+from pipedec.cluster.node_rank import LaunchedRank, serve_rank
+from pipedec.cluster.processes import RankProcesses, start_fork_server
+from pipedec.core import PipedecError
+
+if TYPE_CHECKING:
+    from pipedec.scheduler import EmbeddedServer
+
+PROTOCOL = 1  # of orders and news: to be raised whenever a launcher and a node of different versions would misunderstand
+END_SECONDS = 3.0
+
+Say = Callable[..., None]  # the name of the news, and what it holds
+
+
+def main() -> None:
+    """Entry point: ``python -m pipedec.cluster.node``."""
+    stdin, say = _take_standard_streams()
+    receiver, sender = Pipe(duplex=False)
+    threading.Thread(target=_read_orders, args=(stdin, sender), daemon=True).start()
+    Node(receiver, say).run()
+
+
+def _take_standard_streams() -> tuple[BinaryIO, Say]:
+    """Keep standard input and output for orders and news: the ranks inherit /dev/null and standard error in their places."""
+    stdin, stdout = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(2, 1)
+
+    def say(news: str, **contents: Any) -> None:
+        try:
+            print(json.dumps({"news": news} | contents), file=stdout, flush=True)
+        except BrokenPipeError:
+            return  # the launcher is gone: standard input has ended, too
+
+    return stdin, say
+
+
+def _read_orders(stdin: BinaryIO, orders: Connection) -> None:
+    """Pass orders on to the main thread. When they end, it has some seconds to end the ranks; then the kernel does it."""
+    for line in stdin:
+        orders.send_bytes(line)
+    orders.close()
+    time.sleep(END_SECONDS)
+    os._exit(1)
+
+
+class Node:
+    """This host's ranks, and Redis if it is this host's.
+
+    Args:
+        orders: one message each; its end is the order to end.
+        say: tells the launcher.
+    """
+
+    def __init__(self, orders: Connection, say: Say) -> None:
+        self._orders = orders
+        self._say = say
+        self._ranks = RankProcesses()
+        self._running: set[int] = set()
+        self._server: EmbeddedServer | None = None
+
+    def run(self) -> None:
+        """Follow orders and tell what the ranks report, until there are no more orders."""
+        try:
+            self._say("hello", **describe_host())
+            while self._take_part():
+                continue
+        except PipedecError as error:
+            self._say("failed", message=str(error))
+        except Exception as error:
+            self._say("failed", message=f"internal error of the node: {type(error).__name__}: {error}")
+        finally:
+            self._ranks.kill()
+            if self._server is not None:
+                self._server.stop()
+
+    def _take_part(self) -> bool:
+        """Wait for an order or for a rank; False when there are no more orders."""
+        ready = wait([self._orders, *self._ranks.waitables])
+        if self._orders in ready:
+            try:
+                self._follow(json.loads(self._orders.recv_bytes()))
+            except EOFError:
+                return False
+        for rank, report in self._ranks.read(0.0):
+            if report is not None:
+                self._say("report", rank=rank, report=report)
+        ended = self._ranks.exit_statuses
+        for rank in self._running & ended.keys():
+            self._running.remove(rank)
+            self._say("ended", rank=rank, status=ended[rank])
+        return True
+
+    def _follow(self, order: dict[str, Any]) -> None:
+        match order.pop("order"):
+            case "prepare":
+                os.environ.update(order["environment"])  # before the process from which ranks inherit it
+                start_fork_server()
+            case "redis":
+                self._start_redis(**order)
+            case "start":
+                self._start_rank(LaunchedRank(**order))
+
+    def _start_redis(self, port: int | None, password: str, towards: list[str], interface: str | None) -> None:
+        from pipedec.scheduler.server import ALL_ADDRESSES, LOOPBACK, EmbeddedServer
+
+        address = own_address(towards, interface)
+        self._server = EmbeddedServer(bind=ALL_ADDRESSES if address else LOOPBACK, port=port, password=password)
+        self._say("redis", address=address or LOOPBACK, port=self._server.port)
+
+    def _start_rank(self, rank: LaunchedRank) -> None:
+        self._ranks.start(rank.rank, serve_rank, rank)
+        self._running.add(rank.rank)
+        self._say("started", rank=rank.rank, pid=self._ranks.pids[rank.rank])
+
+
+def describe_host() -> dict[str, Any]:
+    """What the launcher compares before it goes on."""
+    return {
+        "protocol": PROTOCOL, "pipedec": _version_of("pipedec"), "torch": _version_of("torch"), "python": platform.python_version(),
+        "hostname": socket.gethostname(), "pid": os.getpid(),
+    }  # fmt: skip
+
+
+def _version_of(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def own_address(towards: list[str], interface: str | None) -> str | None:
+    """The address at which other hosts reach this one; None if the launcher is on this host, and there are no others.
+
+    It is that of the configured interface, else of the route to one of ``towards``, else the one that ssh was told.
+
+    Raises:
+        PipedecError: there is no such address.
+    """
+    from pipedec.cluster.network import interface_address, routed_address
+
+    if interface is not None:
+        if (address := interface_address(interface)) is None:
+            raise PipedecError(f"there is no interface {interface} with an address: correct interface: in the file")
+        return address
+    connection = os.environ.get("SSH_CONNECTION", "").split()  # client, its port, server, its port
+    routes = [address for name in towards if (address := routed_address(name)) and not address.startswith(("127.", "::1"))]
+    if routes or connection:
+        return routes[0] if routes else connection[2]
+    if towards:
+        raise PipedecError(f"no route leads to {' or '.join(towards)}: give this host an interface: in the file")
+    return None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,214 @@
+"""The nodes of a cluster as its launcher sees them, and through them its ranks: connecting, orders, reports, ends.
+
+Knows which host each rank is on. Loads no torch.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from queue import Empty, SimpleQueue
+from typing import IO, Any
+
+from pipedec import __version__
+from pipedec.cluster.network import host_of_destination
+from pipedec.cluster.node import PROTOCOL
+from pipedec.cluster.node_link import News, NodeLink
+from pipedec.cluster.node_rank import LaunchedRank
+from pipedec.cluster.processes import describe_exit
+from pipedec.cluster.ssh import is_local
+from pipedec.config import ClusterConfig, RedisConfig, ServerConfig, transport_environment
+from pipedec.core import PipedecError, UserError
+from pipedec.plan.placement import Placement
+
+CONNECT_SECONDS = 15.0
+REDIS_SECONDS = 15.0
+END_SECONDS = 10.0
+_LOST = -signal.SIGHUP  # exit status of a rank that was lost with its host
+
+
+class Nodes:
+    """One node per host of a partition, and its ranks (see ``supervisor.Ranks``).
+
+    Args:
+        places: of ranks 0..n.
+    """
+
+    def __init__(self, config: ClusterConfig, places: Sequence[Placement]) -> None:
+        self._config = config
+        self._host_of = {rank: place.host for rank, place in enumerate(places)}
+        self._links: dict[str, NodeLink] = {}
+        self._news: SimpleQueue[News] = SimpleQueue()
+        self._pids: dict[int, int] = {}
+        self._statuses: dict[int, int] = {}
+        self._lost: dict[str, str] = {}  # hosts whose node has ended, and why
+        self._reports: list[tuple[int, Any]] = []
+
+    @property
+    def hosts(self) -> list[str]:
+        """Hosts with a rank or Redis, in the order of their first ranks."""
+        more = [self._config.redis.host] if self._config.redis.host else []
+        return list(dict.fromkeys([*self._host_of.values(), *more]))
+
+    def ranks_on(self, host: str) -> list[int]:
+        return [rank for rank, its_host in self._host_of.items() if its_host == host]
+
+    def host_of(self, rank: int) -> str:
+        return self._host_of[rank]
+
+    def server(self, host: str) -> ServerConfig:
+        return self._config.server(host)
+
+    def python(self, host: str) -> str:
+        """The interpreter of a host: its own, else that of all hosts, else the path of the one that runs here."""
+        return self.server(host).python or self._config.launch.python or sys.executable
+
+    def command(self, host: str) -> list[str]:
+        """The command line that starts the node of a host."""
+        return NodeLink.command(self.server(host), self.python(host), self._config.launch.directory)
+
+    def environment(self, host: str) -> dict[str, str]:
+        """The variables that a host's ranks get: GPUs are counted as ``nvidia-smi`` does unless the file says otherwise."""
+        own = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"} | transport_environment()
+        return own | dict(self._config.launch.environment) | dict(self.server(host).environment)
+
+    def connect(self, log: IO[str] | None) -> None:
+        """Start all nodes at once, and compare their versions with this one's. Their ranks' imports begin.
+
+        Raises:
+            UserError: names a host that cannot be used, why, and what to do.
+        """
+        for host in self.hosts:
+            directory = self._config.launch.directory
+            link = NodeLink(self.server(host), self.python(host), directory, self._news, log)
+            self._links[host] = link
+            link.order("prepare", environment=self.environment(host))
+        for host, hello in self._await("hello", self.hosts, CONNECT_SECONDS).items():
+            _check_versions(host, self.python(host), hello)
+
+    def start_redis(self, host: str, port: int | None, password: str) -> str:
+        """Start Redis on a host; its URL, with the password, at an address that the other hosts reach.
+
+        Raises:
+            PipedecError: names the host and says why it did not start.
+        """
+        towards = [name for other in self.hosts if other != host for name in _names_of(self.server(other))]
+        interface = self.server(host).interface if towards or not is_local(self.server(host)) else None
+        self._links[host].order("redis", port=port, password=password, towards=towards, interface=interface)
+        started = self._await("redis", [host], REDIS_SECONDS)[host]
+        address = f"[{started['address']}]" if ":" in started["address"] else started["address"]
+        url = RedisConfig(f"redis://{address}:{started['port']}/0", password).connection_url
+        assert url is not None
+        return url
+
+    def start_rank(self, rank: LaunchedRank) -> None:
+        self._links[self._host_of[rank.rank]].order("start", **vars(rank))
+
+    @property
+    def pids(self) -> dict[int, int]:
+        self._take(0.0)
+        return dict(self._pids)
+
+    @property
+    def exit_statuses(self) -> dict[int, int]:
+        self._take(0.0)
+        return dict(self._statuses)
+
+    def describe_end(self, rank: int) -> str:
+        host = self._host_of[rank]
+        if self._statuses[rank] == _LOST and host in self._lost:
+            return f"was lost with its host: {self._lost[host]}"
+        end = f"{describe_exit(self._statuses[rank])} on {host}"
+        printed = self._links[host].complaint() if self._statuses[rank] > 0 else None
+        return f"{end}: {printed}" if printed else end
+
+    def read(self, seconds: float) -> list[tuple[int, Any]]:
+        self._take(seconds)
+        reports, self._reports = self._reports, []
+        return reports
+
+    def wait_for_end(self, seconds: float) -> bool:
+        deadline = time.monotonic() + seconds
+        while not self._statuses and (left := deadline - time.monotonic()) > 0:
+            self._take(min(left, 1.0))  # another thread may take the news that ends this
+        return bool(self._statuses)
+
+    def join(self) -> None:
+        deadline = time.monotonic() + END_SECONDS
+        while self._statuses.keys() != self._pids.keys() and (left := deadline - time.monotonic()) > 0:
+            self._take(left)
+
+    def kill(self) -> None:
+        """End all nodes, and with them their ranks and Redis; forget them."""
+        for link in self._links.values():
+            link.end()
+        deadline = time.monotonic() + END_SECONDS
+        for link in self._links.values():
+            link.wait(deadline)
+        self._links, self._news = {}, SimpleQueue()
+        for known in (self._pids, self._statuses, self._lost):
+            known.clear()
+        self._reports = []
+
+    def _await(self, kind: str, hosts: Iterable[str], seconds: float) -> dict[str, dict[str, Any]]:
+        """The next news of one kind from each of ``hosts``. Raises if one of them fails or says nothing in time."""
+        found: dict[str, dict[str, Any]] = {}
+        deadline = time.monotonic() + seconds
+        while silent := [host for host in hosts if host not in found]:
+            try:
+                host, news = self._news.get(timeout=max(0.0, deadline - time.monotonic()))
+            except Empty:
+                raise PipedecError(f"{', '.join(silent)} did not answer within {seconds:.0f} s: see `pipedec doctor`") from None
+            if news is None:
+                raise UserError(self._links[host].why_it_ended())
+            if news["news"] == "failed":
+                raise PipedecError(f"{host}: {news['message']}")
+            if news["news"] == kind:
+                found[host] = news
+        return found
+
+    def _take(self, seconds: float) -> None:
+        """Take in all news that there are, after waiting up to ``seconds`` for the first."""
+        try:
+            while True:
+                self._note(*self._news.get(timeout=seconds))
+                seconds = 0.0
+        except Empty:
+            return
+
+    def _note(self, host: str, news: dict[str, Any] | None) -> None:
+        match news:
+            case {"news": "started", "rank": rank, "pid": pid}:
+                self._pids[rank] = pid
+            case {"news": "report", "rank": rank, "report": report}:
+                self._reports.append((rank, report))
+            case {"news": "ended", "rank": rank, "status": status}:
+                self._statuses[rank] = status
+            case {"news": "failed", "message": message}:
+                self._lose(host, f"{host}: {message}")
+            case None:
+                self._lose(host, self._links[host].why_it_ended())
+
+    def _lose(self, host: str, reason: str) -> None:
+        self._lost.setdefault(host, reason)
+        for rank in self.ranks_on(host):
+            self._pids.setdefault(rank, 0)
+            self._statuses.setdefault(rank, _LOST)
+
+
+def _names_of(server: ServerConfig) -> list[str]:
+    """Names by which another host may find this one."""
+    return [name for name in (host_of_destination(server.ssh_destination), server.host, server.hostname) if name is not None]
+
+
+def _check_versions(host: str, python: str, hello: dict[str, Any]) -> None:
+    """Raises UserError unless the node is of this version."""
+    if hello["pipedec"] != __version__ or hello["protocol"] != PROTOCOL:
+        raise UserError(
+            f"{host}: {python} has pipedec {hello['pipedec']} (protocol {hello['protocol']}), but here it is {__version__} "
+            f"(protocol {PROTOCOL}): install the same version on every host"
+        )
+    if hello["torch"] is None:
+        raise UserError(f"{host}: {python} has no torch: install pipedec there with pip")

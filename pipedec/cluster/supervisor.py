@@ -1,0 +1,198 @@
+"""The supervisor of a run: claims the run's name, waits until its ranks serve, names the rank that was lost, ends everything.
+
+What is the same wherever the ranks run. How they are started and where Redis runs is known to the subclasses, ``LocalCluster``
+and ``LaunchedCluster``. Loads no torch.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from contextlib import suppress
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+from pipedec.cluster.address import RunAddress
+from pipedec.cluster.lease import claim_run
+from pipedec.core import PipedecError, RankLost, SchedulerLost
+from pipedec.messages import RunDescription
+from pipedec.scheduler import RedisScheduler
+from pipedec.topology import Topology, rank_name
+
+_REPORT_SECONDS = 0.05
+
+StartProgress = Callable[[int, str, int, int], None]  # rank, "checking" or "loading" weights, units done, units in all
+
+
+class Ranks(Protocol):
+    """The processes of a run's ranks, on this machine or on others."""
+
+    @property
+    def pids(self) -> dict[int, int]:
+        """Process ids by rank."""
+
+    @property
+    def exit_statuses(self) -> dict[int, int]:
+        """Exit statuses of the ranks that have ended; at most 0 if a rank could not say why it ended."""
+
+    def describe_end(self, rank: int) -> str:
+        """How a rank ended that should still run, as the end of a sentence."""
+
+    def read(self, seconds: float) -> list[tuple[int, Any]]:
+        """Wait up to ``seconds`` for reports of ranks."""
+
+    def wait_for_end(self, seconds: float) -> bool:
+        """Wait up to ``seconds`` until a rank ends; whether one has."""
+
+    def join(self) -> None:
+        """Wait up to ten seconds until all ranks have ended."""
+
+    def kill(self) -> None:
+        """Kill the ranks that still run."""
+
+
+class Supervisor(ABC):
+    """All ranks of a run. Use as a context manager, or ``start`` and ``stop``."""
+
+    def __init__(self, topology: Topology, run_id: str, ranks: Ranks) -> None:
+        self.topology = topology
+        self.run_id = run_id
+        self.scheduler: RedisScheduler | None = None
+        self._ranks = ranks
+        self._redis_url: str | None = None
+        self._is_up = False
+
+    @abstractmethod
+    def _open_redis(self) -> str:
+        """The URL of the run's Redis, started if necessary."""
+
+    @property
+    @abstractmethod
+    def _owns_redis(self) -> bool:
+        """Whether Redis, and every key in it, ends with this cluster."""
+
+    @abstractmethod
+    def _start_ranks(self) -> None:
+        """Start every rank. The run's name has been claimed."""
+
+    @abstractmethod
+    def _close(self) -> None:
+        """End what ``_open_redis`` and ``_start_ranks`` have started. May be called twice."""
+
+    @property
+    def address(self) -> RunAddress:
+        if self._redis_url is None:
+            raise RuntimeError("the cluster has not been started")
+        return RunAddress(self._redis_url, self.run_id)
+
+    @property
+    def pids(self) -> dict[int, int]:
+        """Process ids by rank, each on the rank's host."""
+        return self._ranks.pids
+
+    def start(self, progress: StartProgress | None = None) -> None:
+        """Start everything and return when the cluster takes requests.
+
+        Raises:
+            PipedecError: a rank could not start; everything has been stopped again.
+        """
+        try:
+            self._start(progress)
+        except BaseException:
+            self.kill()
+            raise
+
+    def _start(self, progress: StartProgress | None) -> None:
+        self._redis_url = self._open_redis()
+        scheduler = self.address.scheduler(self.topology)
+        claim_run(scheduler)
+        self.scheduler = scheduler  # from here on the run's keys are ours to delete
+        self._start_ranks()
+        self._wait_until_ready(progress)
+        self._is_up = True
+
+    def _wait_until_ready(self, progress: StartProgress | None) -> None:
+        """Pass on how far the ranks are, until rank 0 reports that all of them have."""
+        while True:
+            self.check()
+            for rank, report in self._ranks.read(_REPORT_SECONDS):
+                match report:
+                    case "ready", _, _:
+                        return
+                    case what, done, total if progress is not None:
+                        progress(rank, what, done, total)
+
+    def check(self) -> None:
+        """Raise if a rank has ended although the run was not stopped.
+
+        Raises:
+            RankLost: names the rank and how it ended. The run has been aborted, so the other ranks end, too.
+            SchedulerLost: Redis died, and the ranks with it.
+        """
+        ended = self._ranks.exit_statuses
+        if not ended or self.scheduler is None:
+            return
+        state = self.scheduler.status().state
+        is_stopped = state == "stopping" or (self._is_up and state == "gone")
+        lost = {rank: status for rank, status in ended.items() if status != 0 or not is_stopped}
+        if not lost:
+            return
+        # A rank that fails reports why. One that was killed cannot; the other ranks then only report that they lost it.
+        killed = [rank for rank, status in lost.items() if status <= 0]
+        rank = killed[0] if killed else next(iter(lost))
+        end = self._ranks.describe_end(rank)
+        failure = self.scheduler.failure()
+        if failure is None:
+            with suppress(PipedecError):
+                self.scheduler.abort(rank, end)
+        raise RankLost(f"{rank_name(rank)} {end}" if killed or failure is None else failure)
+
+    def description(self) -> RunDescription:
+        """What the cluster has told its clients of itself. Raises PipedecError if its run has been stopped."""
+        if self.scheduler is None or (found := RedisScheduler.describe(self.scheduler.client, self.run_id)) is None:
+            raise PipedecError(f"the run {self.run_id!r} has been stopped")
+        return found
+
+    def wait(self) -> None:
+        """Block until the run is stopped.
+
+        Raises:
+            RankLost, SchedulerLost: a rank or Redis died.
+        """
+        while not self._ranks.wait_for_end(60.0):
+            continue
+        self.check()
+        self._ranks.join()
+        self.check()
+
+    def stop(self) -> None:
+        """Stop in order: cancel the running request, wait for the ranks to end, delete the run's keys, stop Redis."""
+        try:
+            if self.scheduler is not None and self.pids:
+                with suppress(PipedecError):  # without Redis the ranks end by themselves
+                    self.scheduler.stop()
+                    if (running := self.scheduler.status().running) is not None:
+                        self.scheduler.cancel(running)
+                self._ranks.join()
+        finally:
+            self.kill()
+
+    def kill(self) -> None:
+        """Kill the ranks, stop Redis, and remove the run's keys and files."""
+        self._ranks.kill()
+        self._is_up = False
+        scheduler, self.scheduler = self.scheduler, None
+        if scheduler is not None:
+            if not self._owns_redis:  # a Redis of our own loses its keys when it stops
+                with suppress(SchedulerLost):
+                    scheduler.clear()
+            scheduler.client.close()
+        self._redis_url = None
+        self._close()
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.stop() if kind is None else self.kill()
