@@ -103,11 +103,23 @@ def test_only_config_and_entry_points_read_the_environment() -> None:
         "config/environment.py",
         "config/redis.py",
         "cluster/torchrun.py",  # RANK, WORLD_SIZE and the like, set by torchrun
+        "cluster/node.py",  # SSH_CONNECTION; and it sets what its ranks inherit
     }
 
 
 @pytest.mark.parametrize(
-    "module", ["pipedec", "pipedec.cli.main", "pipedec.cli.submit", "pipedec.cli.cluster", "pipedec.cli.plan", "pipedec.methods"]
+    "module",
+    [
+        "pipedec",
+        "pipedec.cli.main",
+        "pipedec.cli.submit",
+        "pipedec.cli.cluster",
+        "pipedec.cli.launch",
+        "pipedec.cli.plan",
+        "pipedec.cluster.launched",
+        "pipedec.cluster.node",
+        "pipedec.methods",
+    ],
 )
 def test_a_client_does_not_load_torch(module: str) -> None:
     program = f"import sys, {module}; print([name for name in ('torch', 'transformers', 'numpy') if name in sys.modules])"
