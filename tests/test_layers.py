@@ -118,6 +118,8 @@ def test_only_config_and_entry_points_read_the_environment() -> None:
         "pipedec.cli.plan",
         "pipedec.cluster.launched",
         "pipedec.cluster.node",
+        "pipedec.cluster.survey",
+        "pipedec.cluster.doctor.comparison",
         "pipedec.methods",
     ],
 )

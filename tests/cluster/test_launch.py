@@ -260,7 +260,7 @@ def test_a_host_that_ssh_does_not_reach_is_named(pair: Pair, script: Any, monkey
     failing = script("ssh", "#!/bin/sh\necho 'ssh: connect to host here port 22: Connection refused' >&2\nexit 255\n")
     monkeypatch.setenv("PIPEDEC_SSH", str(failing))
     assert refusal(config) == (
-        "here: ssh failed: ssh: connect to host here port 22: Connection refused: see that `ssh me@here` works by itself"
+        "here: ssh failed: connect to host here port 22: Connection refused: see that `ssh me@here` works by itself"
     )
     monkeypatch.setenv("PIPEDEC_SSH", "/no/ssh")
     assert refusal(config).startswith("cannot run /no/ssh (No such file or directory): install the client of OpenSSH")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pipedec.bench.sweep.breakdown import PHASES, breakdown
+from pipedec.bench.breakdown import PHASES, breakdown
 from pipedec.tracing import SCHEDULER_TRACK, TraceEvent
 
 
