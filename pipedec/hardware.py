@@ -6,6 +6,7 @@ configuration files or how layers are divided into stages.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -16,6 +17,7 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 # Launch overhead of one layer whose kernels are replayed as a CUDA graph: about ten kernels, each followed by a gap of one to
 # two microseconds. An assumption, not a data sheet figure.
 LAUNCH_US_PER_LAYER = 15.0
+_SMALLEST_SHARE = 0.95  # of the memory on the data sheet: drivers keep some of it
 
 
 @dataclass(frozen=True)
@@ -84,6 +86,18 @@ class Device:
     @property
     def memory_bytes(self) -> int:
         return round(self.memory_gb * GIGA)
+
+    def difference(self, name: str, memory_bytes: int) -> str | None:
+        """How a GPU differs from this kind, as the end of a sentence; None if it does not.
+
+        Args:
+            name, memory_bytes: of the GPU, as its driver reports them.
+        """
+        if re.search(self.reported, name) is None:
+            return f"a {name}, but the plan has a {self.name} there"
+        if memory_bytes < _SMALLEST_SHARE * self.memory_bytes:
+            return f"a {name} with {memory_bytes / GIGA:.1f} GB, but the plan counts on {self.memory_gb:g} GB"
+        return None
 
     def peak_flops(self, dtype: str) -> float:
         """Peak FLOP/s with weights of ``dtype``."""

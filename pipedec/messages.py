@@ -70,27 +70,39 @@ class Opening:
 
 
 @dataclass(frozen=True)
+class Choice:
+    """What a rank has chosen, and why."""
+
+    name: str
+    why: str
+
+
+@dataclass(frozen=True)
 class RankDescription:
     """Where a rank runs, and how it computes and sends.
 
     Attributes:
         host: in cluster.yaml, else what the machine calls itself.
         device: ``cpu``, or a GPU as its driver names it.
-        transport, attention: the backends of its steps and of its layers.
-        why: the reasons for both, and what else a user should know, in short phrases.
+        transport: the backend of the steps that it sends.
+        interface: its network interface.
+        attention: the kernel of its layers.
+        remarks: what else a user should know.
     """
 
     rank: int
     host: str
     device: str
     dtype: str
-    transport: str
-    attention: str
-    why: tuple[str, ...] = ()
+    transport: Choice
+    interface: Choice
+    attention: Choice
+    remarks: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        reasons = f" ({'; '.join(self.why)})" if self.why else ""
-        return f"{self.device}, {self.dtype}, transport {self.transport}, attention {self.attention}{reasons}"
+        sending = f"{self.transport.name} over {self.interface.name} ({self.transport.why}; {self.interface.why})"
+        attention = f"{self.attention.name} attention ({self.attention.why})"
+        return "; ".join([f"{self.device}, {self.dtype}", sending, attention, *self.remarks])
 
 
 @dataclass(frozen=True)

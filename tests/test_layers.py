@@ -107,7 +107,17 @@ def test_only_config_and_entry_points_read_the_environment() -> None:
 
 
 @pytest.mark.parametrize(
-    "module", ["pipedec", "pipedec.cli.main", "pipedec.cli.submit", "pipedec.cli.cluster", "pipedec.cli.plan", "pipedec.methods"]
+    "module",
+    [
+        "pipedec",
+        "pipedec.cli.main",
+        "pipedec.cli.submit",
+        "pipedec.cli.cluster",
+        "pipedec.cli.plan",
+        "pipedec.cluster.survey",
+        "pipedec.cluster.doctor.comparison",
+        "pipedec.methods",
+    ],
 )
 def test_a_client_does_not_load_torch(module: str) -> None:
     program = f"import sys, {module}; print([name for name in ('torch', 'transformers', 'numpy') if name in sys.modules])"

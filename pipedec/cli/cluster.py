@@ -80,7 +80,8 @@ def serve_cluster(cluster: Supervisor, bars: Mapping[str, Collection[int]]) -> N
         running = RunningCluster(cluster.address.redis_url, cluster.run_id, os.getpid(), process_start(os.getpid()))
         running.save()
         _announce(cluster.description())
-        console.print(f"Cluster {cluster.run_id} is up. Next: pipedec submit --prompt …; stop it with pipedec down.")
+        next_step = "Next: pipedec submit --prompt …; stop it with pipedec down."
+        console.print(f"Cluster {cluster.run_id} is up. {next_step}", soft_wrap=True)
         cluster.wait()
         cluster.stop()
         console.print("Cluster stopped.")
@@ -100,10 +101,10 @@ def serve_cluster(cluster: Supervisor, bars: Mapping[str, Collection[int]]) -> N
 def _announce(description: RunDescription) -> None:
     """Say what runs where."""
     for rank in description.ranks:
-        console.print(f"{rank_name(rank.rank)} on {rank.host}: {rank}")
+        console.print(f"{rank_name(rank.rank)} on {rank.host}: {rank}", soft_wrap=True)
     stages, groups = len(description.layers), len(description.groups)
     models = f"target {description.target}, draft {description.draft or 'none'}"
-    console.print(f"{stages} stages in {groups} groups, {models}.")
+    console.print(f"{stages} stages in {groups} groups, {models}.", soft_wrap=True)
 
 
 def _interrupt(number: int, frame: FrameType | None) -> NoReturn:

@@ -55,13 +55,14 @@ def launch(file: Path, partition: str | None, run: str | None, dry_run: bool, de
 
 
 def _serve(cluster: LaunchedCluster, log: Path) -> None:
-    console.print(f"Starting {len(cluster.places)} ranks on {', '.join(cluster.nodes.hosts)}; what they print goes to {log}.")
+    hosts = ", ".join(cluster.nodes.hosts)
+    console.print(f"Starting {len(cluster.places)} ranks on {hosts}; what they print goes to {log}.", soft_wrap=True)
     bars = {f"{rank_name(rank)} on {place.host}": [rank] for rank, place in enumerate(cluster.places)}
     try:
         serve_cluster(cluster, bars)
     except PipedecError:
         if "Traceback" in log.read_text():
-            console.print(f"See {log} for what the hosts have printed.")
+            console.print(f"See {log} for what the hosts have printed.", soft_wrap=True)
         raise
 
 

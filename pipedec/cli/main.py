@@ -19,6 +19,7 @@ COMMANDS = {
     "submit": ("pipedec.cli.submit", "Send a prompt to a running cluster and stream the answer."),
     "status": ("pipedec.cli.cluster", "Show the state of a running cluster."),
     "down": ("pipedec.cli.cluster", "Stop a running cluster."),
+    "doctor": ("pipedec.cli.doctor", "Examine this host, or all hosts of a cluster.yaml."),
     "plan": ("pipedec.cli.plan", "Show layers, memory and expected times of a cluster.yaml."),
     "verify": ("pipedec.cli.verify", "Check that the pipeline generates the same tokens as transformers."),
     "bench": ("pipedec.cli.bench", "Run benchmarks."),

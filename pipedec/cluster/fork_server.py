@@ -3,6 +3,9 @@
 Until that is done it cannot notice that the supervisor has ended (Ctrl-C while a cluster starts), so the kernel watches for it.
 """
 
+import atexit
+import os
+
 from pipedec.cluster.processes import die_with_parent
 
 die_with_parent()
@@ -16,3 +19,5 @@ load_validators()
 
 # From here on it reads the end of a pipe; the kernel would kill it as soon as the thread that started the cluster ends.
 die_with_parent(False)
+
+atexit.register(os._exit, 0)  # taking torch apart would take as long as importing it

@@ -75,6 +75,7 @@ class LaunchedCluster(Supervisor):
                     local_world_size=len(neighbours),
                     config=config,
                     partition=self.partition,
+                    host=place.host,
                     redis_url=self.address.redis_url,
                     run_id=self.run_id,
                 )

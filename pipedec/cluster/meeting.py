@@ -6,27 +6,25 @@ They exchange cards and addresses on a stream in Redis. Does not know what a ran
 
 from __future__ import annotations
 
-import hashlib
-import importlib.metadata
 import os
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from ipaddress import ip_address
 from pathlib import Path
 from typing import TypeVar
 
 import torch
 
+from pipedec import __version__
 from pipedec.cluster.address import RankPlace
-from pipedec.cluster.network import can_connect, interface_address, interface_of, machine_id, routed_address
+from pipedec.cluster.network import can_connect, interface_address, interface_of, is_loopback, machine_id, routed_address
 from pipedec.config import cache_directory, configured_interface
 from pipedec.core import PipedecError, RankLost, UserError
 from pipedec.engine.spec import PipelineSpec
 from pipedec.messages import AddressEvent, CardEvent, Event
-from pipedec.model import config_digest, fingerprint, weights_digest
+from pipedec.model import quick_digest, weights_digest
 from pipedec.scheduler import RedisScheduler, scripts_digest
 from pipedec.topology import rank_name
 from pipedec.transport.rendezvous import Rendezvous, Store, StoreServer, join_store
@@ -112,11 +110,11 @@ class Meeting:
 
     def _card(self) -> CardEvent:
         models = self._models() if self._place.speaks_for_host else {}
-        configs = {name: _quick_digest(path) for name, path in models.items()}
+        configs = {name: quick_digest(path) for name, path in models.items()}
         server = self._scheduler.server_host
         address = (routed_address(server) if server else None) or LOOPBACK
         versions = {
-            "pipedec": importlib.metadata.version("pipedec"),
+            "pipedec": __version__,
             "torch": torch.__version__.partition("+")[0],
             "protocol in Redis": scripts_digest(),
         }
@@ -210,10 +208,10 @@ def choose_interface(own: CardEvent, cards: Sequence[CardEvent], configured: str
         return Interface(configured, address, "configured")
     if {card.machine for card in cards} == {own.machine}:
         return Interface(interface_of(LOOPBACK) or "lo", LOOPBACK, "all ranks are on this machine")
-    if not _is_loopback(own.address) and (name := interface_of(own.address)):
+    if not is_loopback(own.address) and (name := interface_of(own.address)):
         return Interface(name, own.address, "it routes to Redis")
     for card in cards:
-        address = None if card.machine == own.machine or _is_loopback(card.address) else routed_address(card.address)
+        address = None if card.machine == own.machine or is_loopback(card.address) else routed_address(card.address)
         if address and (name := interface_of(address)):
             return Interface(name, address, f"it routes to {card.host}")
     raise UserError(f"{_name(own)} has no route to the other hosts: set its interface in cluster.yaml, or GLOO_SOCKET_IFNAME")
@@ -226,17 +224,8 @@ def use_interface(interface: Interface, is_alone: bool) -> None:
         os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface.name}")
 
 
-def _quick_digest(directory: Path) -> str:
-    """Of configuration and tokenizer, and of the first row of every tensor: most of what could differ, in no time."""
-    return hashlib.sha256(f"{config_digest(directory)} {fingerprint(directory)}".encode()).hexdigest()
-
-
 def _name(card: CardEvent) -> str:
     return f"{rank_name(card.rank)} on {card.host}"
-
-
-def _is_loopback(address: str) -> bool:
-    return ip_address(address.partition("%")[0]).is_loopback
 
 
 def _family(address: str) -> socket.AddressFamily:

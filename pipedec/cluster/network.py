@@ -124,6 +124,10 @@ def machine_id() -> str:
     return f"{socket.gethostname()}-{uuid.getnode():x}"
 
 
+def is_loopback(address: str) -> bool:
+    """Whether only this machine itself can be reached there."""
+    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+
+
 def _is_own(address: str) -> bool:
-    plain = address.partition("%")[0]
-    return ipaddress.ip_address(plain).is_loopback or interface_of(address) is not None
+    return is_loopback(address) or interface_of(address) is not None

@@ -2,7 +2,8 @@
 
 It speaks JSON, one object per line: orders come on standard input, news go to standard output; whatever else the ranks print
 goes to standard error. When standard input ends, so does everything that the node has started, so a launcher that was killed
-leaves nothing behind. Loads no torch: ranks are forked from a server process that does.
+leaves nothing behind. Loads no torch to start ranks: they are forked from a server process that does. ``pipedec doctor`` asks it
+about its host.
 """
 
 from __future__ import annotations
@@ -14,16 +15,20 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from importlib import metadata
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from typing import TYPE_CHECKING, Any, BinaryIO
 
+from pipedec import __version__
 from pipedec.cluster.node_rank import LaunchedRank, serve_rank
 from pipedec.cluster.processes import RankProcesses, start_fork_server
 from pipedec.core import PipedecError
+from pipedec.validation import validated
 
 if TYPE_CHECKING:
+    from pipedec.cluster.doctor.host import HostDoctor
     from pipedec.scheduler import EmbeddedServer
 
 PROTOCOL = 1  # of orders and news: to be raised whenever a launcher and a node of different versions would misunderstand
@@ -78,6 +83,7 @@ class Node:
         self._ranks = RankProcesses()
         self._running: set[int] = set()
         self._server: EmbeddedServer | None = None
+        self._doctor: HostDoctor | None = None
 
     def run(self) -> None:
         """Follow orders and tell what the ranks report, until there are no more orders."""
@@ -120,6 +126,23 @@ class Node:
                 self._start_redis(**order)
             case "start":
                 self._start_rank(LaunchedRank(**order))
+            case "examine":
+                self._examine(**order)
+            case "reach":
+                self._reach(**order)
+
+    def _examine(self, questions: dict[str, Any], environment: dict[str, str]) -> None:
+        from pipedec.cluster.doctor.facts import Questions
+        from pipedec.cluster.doctor.host import HostDoctor
+
+        os.environ.update(environment)  # before torch is loaded
+        self._doctor = self._doctor or HostDoctor()
+        self._say("examined", report=asdict(self._doctor.examine(validated(Questions, questions))))
+
+    def _reach(self, places: dict[str, tuple[str, int]]) -> None:
+        from pipedec.cluster.doctor.host import unreachable
+
+        self._say("reached", unreachable=unreachable(places))
 
     def _start_redis(self, port: int | None, password: str, towards: list[str], interface: str | None) -> None:
         from pipedec.scheduler.server import ALL_ADDRESSES, LOOPBACK, EmbeddedServer
@@ -137,7 +160,7 @@ class Node:
 def describe_host() -> dict[str, Any]:
     """What the launcher compares before it goes on."""
     return {
-        "protocol": PROTOCOL, "pipedec": _version_of("pipedec"), "torch": _version_of("torch"), "python": platform.python_version(),
+        "protocol": PROTOCOL, "pipedec": __version__, "torch": _version_of("torch"), "python": platform.python_version(),
         "hostname": socket.gethostname(), "pid": os.getpid(),
     }  # fmt: skip
 

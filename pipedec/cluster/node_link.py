@@ -72,22 +72,25 @@ class NodeLink:
 
     def why_it_ended(self) -> str:
         """Why a node that should run has ended, and what to do, in one line that begins with the host."""
-        host, status = self.server.host, self._process.wait()
-        last = self._last_line()
+        reason, mend = self.reason_and_mend()
+        return f"{self.server.host}: {reason}" + (f": {mend}" if mend else "")
+
+    def reason_and_mend(self) -> tuple[str, str | None]:
+        """Why a node that should run has ended, and what to do if that is known."""
+        status, last = self._process.wait(), self._last_line()
         missing = next((found[1] for line in self._printed if (found := re.search(r"No module named '?([\w.]+)", line))), None)
         if status == SSH_FAILED and not is_local(self.server):
-            return (
-                f"{host}: ssh failed: {last or 'no reason given'}: see that `ssh {self.server.ssh_destination}` works by itself"
-            )
+            reason = f"ssh failed: {last.removeprefix('ssh: ') or 'no reason given'}"
+            return reason, f"see that `ssh {self.server.ssh_destination}` works by itself"
         if status == NO_DIRECTORY:
-            return f"{host}: there is no directory {self._directory}: create it, or correct launch.directory in the file"
+            return f"there is no directory {self._directory}", "create it, or correct launch.directory in the file"
         if status in NO_PROGRAM:
-            return f"{host}: there is no interpreter {self._python}: set python: of this server, or of launch, in the file"
+            return f"there is no interpreter {self._python}", "set python: of this server, or of launch, in the file"
         if missing is not None and missing.startswith("pipedec"):
-            return f"{host}: {self._python} has no pipedec {__version__}: install it there, or set python: of this server"
+            return f"{self._python} has no pipedec {__version__}", "install it there, or set python: of this server"
         if missing is not None:
-            return f"{host}: {self._python} has no module {missing}, which pipedec needs: install pipedec there with pip"
-        return f"{host}: the node ended with exit status {status}" + (f": {last}" if last else "")
+            return f"{self._python} has no module {missing}, which pipedec needs", "install pipedec there with pip"
+        return f"the node ended with exit status {status}" + (f": {last}" if last else ""), None
 
     def complaint(self) -> str | None:
         """The last line that the host printed, or None."""

@@ -23,6 +23,7 @@ class LaunchedRank:
 
     Attributes:
         config: the whole cluster.yaml, as JSON.
+        host: of this rank, by its name in that file.
         local_rank, local_world_size: number of this rank among those of its host, and how many there are.
     """
 
@@ -30,6 +31,7 @@ class LaunchedRank:
     world_size: int
     local_rank: int
     local_world_size: int
+    host: str
     config: str = field(repr=False)
     partition: str
     redis_url: str = field(repr=False)
@@ -49,9 +51,7 @@ def serve_rank(place: LaunchedRank, report: Callable[[Any], None]) -> int:
     except PipedecError as error:
         _refuse(address, place, str(error))
         return 1
-    assert spec.places is not None
-    host = spec.places[place.rank].host
-    rank_place = RankPlace(place.rank, place.world_size, place.local_rank, place.local_world_size, host=host)
+    rank_place = RankPlace(place.rank, place.world_size, place.local_rank, place.local_world_size, host=place.host)
     return run_rank(rank_place, spec, address, lambda *told: report(told))
 
 

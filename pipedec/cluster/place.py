@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import socket
 from itertools import groupby
 
@@ -12,10 +11,8 @@ from pipedec.cluster.address import RankPlace
 from pipedec.cluster.network import is_this_host
 from pipedec.core import UserError
 from pipedec.engine.spec import PipelineSpec
-from pipedec.hardware import DEVICES, GIGA
+from pipedec.hardware import DEVICES
 from pipedec.topology import rank_name
-
-_SMALLEST_SHARE = 0.95  # of the planned memory: drivers keep some of it
 
 
 def checked_host(place: RankPlace, spec: PipelineSpec) -> str:
@@ -49,20 +46,5 @@ def check_device(place: RankPlace, spec: PipelineSpec, device: torch.device) -> 
         return
     found = torch.cuda.get_device_properties(device)
     planned = spec.places[place.rank]
-    if difference := device_difference(planned.device, found.name, found.total_memory):
+    if difference := DEVICES[planned.device].difference(found.name, found.total_memory):
         raise UserError(f"{rank_name(place.rank)} on {planned.host}: GPU #{planned.index} is {difference}: correct its devices")
-
-
-def device_difference(planned: str, name: str, memory_bytes: int) -> str | None:
-    """How a GPU differs from the planned kind, as the end of a sentence; None if it does not.
-
-    Args:
-        planned: of ``DEVICES``.
-        name, memory_bytes: of the GPU, as its driver reports them.
-    """
-    kind = DEVICES[planned]
-    if re.search(kind.reported, name) is None:
-        return f"a {name}, but the plan has a {planned} there"
-    if memory_bytes < _SMALLEST_SHARE * kind.memory_bytes:
-        return f"a {name} with {memory_bytes / GIGA:.1f} GB, but the plan counts on {kind.memory_gb:g} GB"
-    return None

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from pipedec.cluster.address import RankPlace, RunAddress
+from pipedec.cluster.clock import measured_offset_us
 from pipedec.cluster.lease import LEASE_RENEWAL_SECONDS, LeaseKeeper
 from pipedec.cluster.meeting import STARTING, Meeting
 from pipedec.cluster.place import check_device, checked_host
@@ -25,7 +26,7 @@ from pipedec.engine.rank_tasks import Wiring
 from pipedec.engine.sequences import Sequences
 from pipedec.engine.spec import PipelineSpec, num_gpus
 from pipedec.engine.stage_loop import StageLoop
-from pipedec.messages import LoadedEvent, RankDescription, load_validators
+from pipedec.messages import Choice, LoadedEvent, RankDescription, load_validators
 from pipedec.model import ModelConfig, attention_backend
 from pipedec.scheduler import RedisScheduler
 from pipedec.topology import of_rank, rank_name
@@ -44,14 +45,16 @@ class _Joined:
     """A rank that has met the others: its host, its device, and how it sends.
 
     Attributes:
-        why: the reasons for the transport and the network interface.
+        backend: of ``transport``.
+        digests: see ``Met``.
     """
 
     host: str
     device: torch.device
     transport: TorchTransport
+    backend: Choice
+    interface: Choice
     digests: Mapping[str, str]
-    why: tuple[str, ...]
 
 
 def run_rank(
@@ -69,7 +72,8 @@ def run_rank(
         describe: is told what this rank is, once its weights are loaded.
     """
     os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // place.local_world_size))
+    share = (os.cpu_count() or 1) // place.local_world_size
+    torch.set_num_threads(max(1, min(share, torch.get_num_threads())))  # OMP_NUM_THREADS may ask for fewer
     scheduler: RedisScheduler | None = None
     try:
         scheduler = address.scheduler(spec.topology)
@@ -93,7 +97,7 @@ def _serve(
     lease = LeaseKeeper(scheduler, place.rank)
     lease.start()
     load_validators()  # not while the first request waits
-    clock_offset_us = _clock_offset_us(scheduler)
+    clock_offset_us = measured_offset_us(scheduler.clock_us)
     loop = _load(place, spec, joined, scheduler, report, clock_offset_us)
     description = _description(place.rank, spec, joined, clock_offset_us)
     describe(description)
@@ -116,46 +120,47 @@ def _join(place: RankPlace, spec: PipelineSpec, scheduler: RedisScheduler, repor
     if device.type == "cuda":
         torch.cuda.set_device(device)
     check_device(place, spec, device)
-    backend, why = (place.transport, "chosen by --transport")
-    if backend == "auto":
-        backend, why = chosen_backend(place, spec, num_gpus())
+    wanted = chosen_backend(place, spec, num_gpus())
     with Meeting(scheduler, place, host, spec, store).hold(lambda done, total: report("checking", done, total)) as met:
         hidden_size = ModelConfig.from_directory(spec.target).hidden_size
-        transport = TorchTransport(backend, met.rendezvous, hidden_size, spec.torch_dtype, device)
-    if transport.backend != backend:
+        transport = TorchTransport(wanted.name, met.rendezvous, hidden_size, spec.torch_dtype, device)
+    backend = wanted
+    if transport.backend != wanted.name:
         why = "another stage has no GPU of its own" if place.rank else "messages from and to rank 0 go through host memory"
-    reasons = (f"{transport.backend}: {why}", f"interface {met.interface.name}: {met.interface.why}")
-    return _Joined(host, device, transport, met.digests, reasons)
+        backend = Choice(transport.backend, why)
+    return _Joined(host, device, transport, backend, Choice(met.interface.name, met.interface.why), met.digests)
 
 
 def _description(rank: int, spec: PipelineSpec, joined: _Joined, clock_offset_us: int) -> RankDescription:
     """What users are told of this rank."""
-    attention, why = attention_backend(spec.torch_dtype, joined.device)
-    name = torch.cuda.get_device_name(joined.device) if joined.device.type == "cuda" else "cpu"
-    reasons = (*joined.why, f"{attention}: {why}", *_clock_remark(clock_offset_us))
-    return RankDescription(rank, joined.host, name, spec.dtype, joined.transport.backend, attention, reasons)
+    device = torch.cuda.get_device_name(joined.device) if joined.device.type == "cuda" else "cpu"
+    attention = Choice(*attention_backend(spec.torch_dtype, joined.device))
+    remarks = _clock_remarks(clock_offset_us)
+    return RankDescription(rank, joined.host, device, spec.dtype, joined.backend, joined.interface, attention, remarks)
 
 
-def _clock_remark(offset_us: int) -> tuple[str, ...]:
+def _clock_remarks(offset_us: int) -> tuple[str, ...]:
     if abs(offset_us) < _LARGE_OFFSET_US:
         return ()
     return (f"its clock is {abs(offset_us) / 1e6:.0f} s {'behind' if offset_us > 0 else 'ahead of'} Redis's: run NTP",)
 
 
-def chosen_backend(place: RankPlace, spec: PipelineSpec, gpus: int) -> tuple[str, str]:
-    """NCCL if every rank of this host that needs a GPU (all but a rank 0 without a draft) has one of its own, else gloo; and why.
+def chosen_backend(place: RankPlace, spec: PipelineSpec, gpus: int) -> Choice:
+    """NCCL if every rank of this host that needs a GPU (all but a rank 0 without a draft) has one of its own, else gloo.
 
     Without a plan the ranks of a host are consecutive, so rank 0 is on this host if this rank equals its local rank.
 
     Args:
         gpus: GPUs of this host.
     """
+    if place.transport != "auto":
+        return Choice(place.transport, "as --transport says")
     if spec.rank_device(place.rank, place.local_rank, gpus).type != "cuda":
-        return "gloo", "NCCL needs GPUs"
+        return Choice("gloo", "NCCL needs GPUs")
     without_gpu = 1 if spec.draft is None and place.rank == place.local_rank else 0
     if spec.places is None and gpus < place.local_world_size - without_gpu:
-        return "gloo", f"{place.local_world_size} ranks share {gpus} GPUs of this host"
-    return "nccl", "every stage has a GPU of its own"
+        return Choice("gloo", f"{place.local_world_size} ranks share {gpus} GPUs of this host")
+    return Choice("nccl", "every stage has a GPU of its own")
 
 
 def _load(
@@ -172,17 +177,6 @@ def _load(
         drafter = spec.load_drafter(device, progress)
         return DraftLoop(spec.load_prompter(), drafter, spec.trained_masks(), wiring, spec.tree)
     return StageLoop(spec.load_stage(place.rank, device, progress), place.rank, wiring)
-
-
-def _clock_offset_us(scheduler: RedisScheduler) -> int:
-    """Redis's clock minus this host's, from the fastest of several round trips (a slow one is imprecise)."""
-    samples = []
-    for _ in range(8):
-        before_us = time.time_ns() // 1000
-        theirs_us = scheduler.clock_us()
-        after_us = time.time_ns() // 1000
-        samples.append((after_us - before_us, theirs_us - (before_us + after_us) // 2))
-    return min(samples)[1]
 
 
 def _wait_for_ranks(scheduler: RedisScheduler, world_size: int) -> list[RankDescription]:

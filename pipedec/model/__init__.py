@@ -8,7 +8,7 @@ from pipedec.model.bita import BitaConfig, BitaWeights, checked_bita, fingerprin
 from pipedec.model.cache import KVCache
 from pipedec.model.checkpoint import Checkpoint
 from pipedec.model.config import ModelConfig
-from pipedec.model.digest import config_digest, weights_digest
+from pipedec.model.digest import quick_digest, weights_digest
 from pipedec.model.stage_model import StageModel
 
 __all__ = [
@@ -20,7 +20,7 @@ __all__ = [
     "StageModel",
     "attention_backend",
     "checked_bita",
-    "config_digest",
     "fingerprint",
+    "quick_digest",
     "weights_digest",
 ]

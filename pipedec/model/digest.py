@@ -10,6 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
+from pipedec.model.bita import fingerprint
+
 _CONFIG_FILES = (
     "config.json",
     "generation_config.json",
@@ -24,6 +26,11 @@ def config_digest(directory: Path) -> str:
     """Of what is not weights: sizes, end tokens, tokenizer, index. Files that do not exist do not count (64 hex digits)."""
     files = [directory / name for name in _CONFIG_FILES]
     return _combined(path for path in files if path.is_file())
+
+
+def quick_digest(directory: Path) -> str:
+    """Of configuration and tokenizer, and of the first row of every tensor: most of what could differ, in no time."""
+    return hashlib.sha256(f"{config_digest(directory)} {fingerprint(directory)}".encode()).hexdigest()
 
 
 def weights_digest(directory: Path, cache: Path | None) -> str:

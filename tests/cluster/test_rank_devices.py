@@ -12,6 +12,7 @@ from pipedec.cluster.address import RankPlace
 from pipedec.cluster.rank import chosen_backend
 from pipedec.core import UserError
 from pipedec.engine.spec import PipelineSpec
+from pipedec.messages import Choice
 
 
 def spec(pair: Pair, has_draft: bool, stages: int = 3) -> PipelineSpec:
@@ -30,7 +31,7 @@ def test_rank_0_without_a_draft_needs_no_gpu(pair: Pair) -> None:
 def test_a_pipeline_on_the_cpu_uses_no_gpu(pair: Pair) -> None:
     on_cpu = replace(spec(pair, has_draft=True), device="cpu")
     assert {on_cpu.rank_device(rank, rank, gpus=4) for rank in range(4)} == {torch.device("cpu")}
-    assert chosen_backend(RankPlace(1, 4, 1, 4), on_cpu, gpus=4) == ("gloo", "NCCL needs GPUs")
+    assert chosen_backend(RankPlace(1, 4, 1, 4), on_cpu, gpus=4) == Choice("gloo", "NCCL needs GPUs")
 
 
 @pytest.mark.parametrize("gpus", [3, 4, 8])
@@ -57,4 +58,4 @@ def test_all_stages_of_a_host_choose_the_same_transport(
 ) -> None:
     made = spec(pair, has_draft)
     places = [RankPlace(rank, 4, local_rank, len(ranks)) for local_rank, rank in enumerate(ranks)]
-    assert {chosen_backend(place, made, gpus)[0] for place in places if place.rank > 0} == {backend}
+    assert {chosen_backend(place, made, gpus).name for place in places if place.rank > 0} == {backend}

@@ -1,0 +1,93 @@
+"""``pipedec doctor``: what can go wrong on this host, or on the hosts of a cluster.yaml, and what to do about it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from contextlib import closing
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from pipedec.cli.show import console as progress
+from pipedec.config import load_cluster, redis_url_from_environment
+from pipedec.core import PipedecError
+
+if TYPE_CHECKING:
+    from pipedec.cluster.doctor.findings import Finding
+
+Findings = Mapping[str, "Finding"]  # by name
+
+_STYLES = {"ok": "", "note": "yellow", "problem": "bold red"}
+_MARKS = {"ok": "", "note": "! ", "problem": "✗ "}
+_NAME_WIDTH = 28
+_PAPER = 100  # columns of a table that is not printed to a terminal
+
+
+@click.command()
+@click.option("--cluster", type=click.Path(path_type=Path), metavar="FILE", help="Examine all hosts of a cluster.yaml over ssh.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of a table.")
+def doctor(cluster: Path | None, as_json: bool) -> None:
+    """Examine this host: packages, GPUs, network, memory, ports, Redis, directories.
+
+    With --cluster, examine the hosts of the file side by side, compare them with each other and with the file, and let each
+    try to connect to the others. Every problem comes with its mend. Exits with status 1 if there is a problem.
+    """
+    from pipedec.cluster.doctor.findings import has_problem
+
+    table = _this_host() if cluster is None else _hosts_of(cluster)
+    if as_json:
+        print(json.dumps({host: [asdict(finding) for finding in findings.values()] for host, findings in table.items()}))
+    else:
+        show(table, Console(width=None if Console().is_terminal else _PAPER, highlight=False))
+    if ill := [host for host, findings in table.items() if has_problem(findings.values())]:
+        raise PipedecError(f"there are problems on {', '.join(ill)}")
+
+
+def _this_host() -> Mapping[str, Findings]:
+    from pipedec.cluster.doctor.facts import Questions
+    from pipedec.cluster.doctor.host import HostDoctor
+
+    redis_url = redis_url_from_environment()
+    with progress.status("Examining this host"), closing(HostDoctor()) as host:
+        report = host.examine(Questions(redis_url, starts_redis=redis_url is None))
+    return {report.facts.network.host_name: {finding.name: finding for finding in report.findings}}
+
+
+def _hosts_of(file: Path) -> Mapping[str, Findings]:
+    from pipedec.cluster.doctor.comparison import compare
+    from pipedec.cluster.survey import Survey
+
+    config = load_cluster(file)
+    with progress.status(f"Examining {len(config.servers)} hosts"), Survey(config) as survey:
+        return compare(config, survey.answers())
+
+
+def show(table: Mapping[str, Findings], console: Console) -> None:
+    """Print a column per host, a row per finding, and then what to do."""
+    shown = Table(box=None, padding=(0, 2, 0, 0))
+    shown.add_column("", overflow="fold", max_width=_NAME_WIDTH)
+    for host in table:
+        shown.add_column(host, overflow="fold")
+    for name in dict.fromkeys(name for findings in table.values() for name in findings):
+        shown.add_row(name, *(_cell(findings.get(name)) for findings in table.values()))
+    console.print(shown)
+    for host, findings in table.items():
+        for finding in findings.values():
+            if finding.mend is not None:
+                mark, style = _MARKS[finding.level], _STYLES[finding.level]
+                console.print(f"{mark}{host}: {finding.name}: {finding.mend}", style=style, markup=False, soft_wrap=True)
+
+
+def _cell(finding: Finding | None) -> str:
+    from rich.markup import escape
+
+    if finding is None:
+        return ""
+    style = _STYLES[finding.level]
+    text = escape(_MARKS[finding.level] + finding.value)
+    return f"[{style}]{text}[/]" if style else text

