@@ -106,6 +106,15 @@ class RankDescription:
 
 
 @dataclass(frozen=True)
+class BitaDescription:
+    """A trained BiTA (see ``BitaConfig``)."""
+
+    num_masks: int
+    num_prompt_tokens: int
+    prompting: str
+
+
+@dataclass(frozen=True)
 class RunDescription:
     """A run as its clients see it: how its pipeline is cut, and what it is made of.
 
@@ -116,6 +125,7 @@ class RunDescription:
         emulation: name of the emulated partition.
         ranks: where each rank runs, and how.
         digests: of the weights by model (``target``, ``draft``, ``bita``), where ranks on several hosts have compared them.
+        trained_bita: what ``bita`` holds.
     """
 
     groups: tuple[tuple[int, ...], ...]
@@ -131,6 +141,7 @@ class RunDescription:
     emulation: str | None = None
     ranks: tuple[RankDescription, ...] = ()
     digests: Mapping[str, str] = field(default_factory=dict, hash=False)
+    trained_bita: BitaDescription | None = None
 
 
 @dataclass(frozen=True)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import json
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
+from pathlib import Path
 from typing import Protocol
 
-from pipedec.core import UserError
+from pipedec.bench.record import key_of, write_json
+from pipedec.core import SamplingParams, UserError
 from pipedec.data.prompts import PromptSet
 from pipedec.messages import PromptRequest
 
@@ -18,9 +21,42 @@ class Tokenizes(Protocol):
     def token_ids(self, prompt: str, raw: bool, max_tokens: int) -> tuple[int, ...]: ...
 
 
+class AskedPrompts:
+    """Stands for a tokenizer that only a cluster has: asks the cluster whether a prompt fits. Its token ids remain unknown, ().
+
+    Args:
+        accept: raises UserError if the cluster refuses a request.
+        path: a JSON file that keeps what the cluster said, so that it is asked once about each prompt.
+        cluster: tells clusters apart in the file.
+    """
+
+    def __init__(self, accept: Callable[[PromptRequest], None], path: Path, cluster: str) -> None:
+        self._accept = accept
+        self._path = path
+        self._cluster = cluster
+
+    def token_ids(self, prompt: str, raw: bool, max_tokens: int) -> tuple[int, ...]:
+        """Raises UserError if the prompt and ``max_tokens`` do not fit."""
+        key = key_of([self._cluster, prompt, raw, max_tokens])
+        refusals: dict[str, str | None] = json.loads(self._path.read_text()) if self._path.is_file() else {}
+        if key not in refusals:
+            refusals[key] = self._refusal(PromptRequest(prompt, raw, "pp", SamplingParams(max_tokens=max_tokens)))
+            write_json(self._path, refusals)
+        if (refusal := refusals[key]) is not None:
+            raise UserError(refusal)
+        return ()
+
+    def _refusal(self, request: PromptRequest) -> str | None:
+        try:
+            self._accept(request)
+        except UserError as error:
+            return str(error)
+        return None
+
+
 @dataclass(frozen=True)
 class DrawnPrompt:
-    """One prompt of a set; ``index`` is its number in the set's file."""
+    """One prompt of a set; ``index`` is its number in the set's file, ``token_ids`` is () if only the cluster knows them."""
 
     prompt_set: str
     index: int
@@ -41,18 +77,22 @@ def draw(
     """
     drawn: list[DrawnPrompt] = []
     for prompt_set in prompt_sets:
-        fitting = list(islice(_fitting(prompter, prompt_set, asked, seed), samples))
+        refusals: list[str] = []
+        fitting = list(islice(_fitting(prompter, prompt_set, asked, seed, refusals), samples))
         if not fitting:
-            raise UserError(f"no prompt of {prompt_set.name} fits into the target's context: use shorter ones")
+            raise UserError(f"no prompt of {prompt_set.name} fits: {refusals[-1]}")
         drawn += fitting
     return drawn
 
 
-def _fitting(prompter: Tokenizes, prompt_set: PromptSet, asked: PromptRequest, seed: int) -> Iterator[DrawnPrompt]:
+def _fitting(
+    prompter: Tokenizes, prompt_set: PromptSet, asked: PromptRequest, seed: int, refusals: list[str]
+) -> Iterator[DrawnPrompt]:
     for index in prompt_set.shuffled(seed):
         request = replace(asked, prompt=prompt_set.prompts[index])
         try:
             token_ids = prompter.token_ids(request.prompt, request.raw, request.sampling.max_tokens)
-        except UserError:
+        except UserError as error:
+            refusals.append(str(error))
             continue
         yield DrawnPrompt(prompt_set.name, index, request, token_ids)

@@ -95,6 +95,13 @@ def append_rows(path: Path, rows: Iterable[Row]) -> None:
         file.writelines(json.dumps(row) + "\n" for row in rows)
 
 
+def write_json(path: Path, document: Row) -> None:
+    """Write a JSON file as a whole, or not at all."""
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    os.replace(partial, path)
+
+
 def read_records(path: Path, schema: str) -> Iterator[tuple[int, Row]]:
     """Line numbers and rows of a JSONL file whose rows have this schema (``pipedec.BENCHMARK/NUMBER``).
 

@@ -1,9 +1,9 @@
-"""``pipedec verify``: compare the tokens that the pipeline generates with those of ``transformers``."""
+"""``pipedec verify``: compare a pipeline's tokens with those of ``transformers``; on a running cluster, with those of ``pp``."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,21 +13,33 @@ from rich.table import Table
 
 from pipedec.cli.cluster import local_cluster
 from pipedec.cli.options import Command, PipelineFlags, gathered, pipeline_options
+from pipedec.cli.running import RunningFlags, refuse_flags, running_options
 from pipedec.cli.show import console
 from pipedec.client.client import Client
-from pipedec.core import PipedecError, Request, SamplingParams, UserError
+from pipedec.core import Completion, PipedecError, Request, SamplingParams, UserError
 from pipedec.data.prompts import read_prompts
 from pipedec.messages import PromptRequest
 from pipedec.methods import METHODS, find_method, make_options
 from pipedec.threads import load_dialect
+from pipedec.verify.divergence import Divergence, first_difference, measured_divergence
 
 if TYPE_CHECKING:
+    from pipedec.client.running import Running
     from pipedec.engine.local import LocalPipeline
     from pipedec.engine.spec import PipelineSpec
     from pipedec.text.prompt import Prompter
     from pipedec.verify.reference import Reference
 
 Shape = tuple[int, int]  # stages, groups
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One answer: how it differs from the expected one, and what it took."""
+
+    divergence: Divergence | None
+    num_tokens: int
+    timesteps: int
 
 
 @dataclass(frozen=True)
@@ -77,22 +89,71 @@ def question_options(command: Command) -> Command:
 @click.option("--shapes", help="Pipelines to check: STAGES or STAGESxGROUPS, like 1,4,14x7 (default: --stages and --groups).")
 @click.option("--methods", help="Methods to check, like pp,bita (default: all for which draft and BiTA weights are available).")
 @click.option("--local", is_flag=True, help="Run all stages in this process (LocalPipeline) instead of one process per rank.")
-def verify(pipeline: PipelineFlags, asked: QuestionFlags, shapes: str | None, methods: str | None, local: bool) -> None:
+@running_options
+def verify(
+    pipeline: PipelineFlags, asked: QuestionFlags, shapes: str | None, methods: str | None, local: bool, place: RunningFlags
+) -> None:
     """Check that every method generates exactly the tokens of the target alone, as transformers computes them (greedy).
 
-    Prints one line per method and pipeline. Exits with status 1 if any answer differs.
+    With --redis, --run or --running the cluster that is running answers, and methods are compared with its own `pp`: this process
+    then needs no checkpoint. Prints one line per method and pipeline. Exits with status 1 if any answer differs; two tokens whose
+    logits are so close that rounding may turn them around (0.5 in bfloat16, 0.06 in float16, 0.001 in float32) are reported as a
+    near tie, which is no difference.
     """
     requests = asked.requests()
     names = methods.split(",") if methods else []
     for name in names:
         find_method(name)
+    if place.are_given:
+        fixed = (*(item.name for item in fields(PipelineFlags)), "shapes", "local")
+        refuse_flags(fixed, "a running cluster has its own models and stages: leave this out, or --redis, --run and --running")
+        _compare_running(place.connect(), names, requests)
+        return
     compared = pipeline if asked.threads is None else pipeline.for_threads()
     _compare(compared, _shapes(pipeline, shapes), names, requests, local)
+
+
+class _Report:
+    """What was compared: a line and a table row per method and pipeline; near ties and differences."""
+
+    def __init__(self, title: str, dtype: str) -> None:
+        self._dtype = dtype
+        self._differences: list[str] = []
+        self._table = Table(title=f"{title}, {dtype}", title_justify="left")
+        for name in ("stages", "groups", "method", "equal", "near ties", "tokens", "timesteps per token"):
+            self._table.add_column(name, justify="left" if name == "method" else "right")
+
+    def add(self, shape: Shape, method: str, outcomes: Iterable[Outcome]) -> None:
+        """The outcomes of the prompts in their order."""
+        outcomes = list(outcomes)
+        found = [(index, outcome.divergence) for index, outcome in enumerate(outcomes) if outcome.divergence is not None]
+        ties = 0
+        for index, divergence in found:
+            line = f"{shape[0]} stages, {method}, prompt {index}: {divergence}"
+            if divergence.is_near_tie(self._dtype):
+                ties += 1
+                console.print(f"{line}: a near tie in {self._dtype}")
+            else:
+                self._differences.append(line)
+        equal, tokens = len(outcomes) - len(found), sum(outcome.num_tokens for outcome in outcomes)
+        per_token = sum(outcome.timesteps for outcome in outcomes) / max(1, tokens - len(outcomes))
+        share = f"{equal}/{len(outcomes)}"
+        self._table.add_row(str(shape[0]), str(shape[1]), method, share, str(ties), str(tokens), f"{per_token:.2f}")
+        console.print(
+            f"{shape[0]} stages in {shape[1]} groups, {method}: {share} equal" + (f", near ties: {ties}" if ties else "")
+        )
+
+    def finish(self) -> None:
+        """Print the table. Raises PipedecError if answers differ."""
+        Console(width=None if Console().is_terminal else 110).print(self._table)
+        if self._differences:
+            raise PipedecError("; ".join(self._differences[:3]))
 
 
 def _compare(
     pipeline: PipelineFlags, shapes: list[Shape], methods: list[str], requests: list[PromptRequest], local: bool
 ) -> None:
+    """Compare pipelines that are started here with the target in transformers."""
     from pipedec.verify.reference import Reference
 
     spec = local_cluster(pipeline).spec
@@ -102,26 +163,59 @@ def _compare(
     reference = Reference(spec)
     with console.status("Generating the reference answers with transformers"):
         expected = [_expected(reference, ids, request) for ids, request in zip(prompt_ids, requests, strict=True)]
-    table = Table(title=f"{len(requests)} prompts against transformers, {spec.dtype}", title_justify="left")
-    for name in ("stages", "groups", "method", "equal", "tokens", "timesteps per token"):
-        table.add_column(name, justify="left" if name == "method" else "right")
-    differences: list[str] = []
+
+    def outcome(index: int, found: list[int], timesteps: int) -> Outcome:
+        if requests[index].threads is not None:
+            return Outcome(first_difference(expected[index], found), len(found), timesteps)
+        return Outcome(reference.compare(prompt_ids[index], expected[index], found), len(found), timesteps)
+
+    report = _Report(f"{len(requests)} prompts against transformers", spec.dtype)
     for shape in shapes:
         for method in methods:
             answers = _answers(replace(pipeline, stages=shape[0], groups=shape[1]), method, requests, prompter, local)
-            equal, tokens, timesteps = 0, 0, 0
-            for index, (found, steps) in enumerate(answers):
-                compare = reference.compare if requests[index].threads is None else reference.compare_threads
-                difference = compare(prompt_ids[index], expected[index], found)
-                if difference is not None:
-                    differences.append(f"{shape[0]} stages, {method}, prompt {index}: {difference}")
-                equal, tokens, timesteps = equal + (difference is None), tokens + len(found), timesteps + steps
-            per_token = timesteps / max(1, tokens - len(requests))
-            table.add_row(str(shape[0]), str(shape[1]), method, f"{equal}/{len(requests)}", str(tokens), f"{per_token:.2f}")
-            console.print(f"{shape[0]} stages in {shape[1]} groups, {method}: {equal}/{len(requests)} equal")
-    Console().print(table)
-    if differences:
-        raise PipedecError("; ".join(differences[:3]))
+            report.add(shape, method, (outcome(index, *answer) for index, answer in enumerate(answers)))
+    report.finish()
+
+
+def _compare_running(cluster: Running, methods: list[str], requests: list[PromptRequest]) -> None:
+    """Compare the methods of a running cluster with its ``pp``."""
+    for name in methods:
+        cluster.check_method(name)
+    compared = [name for name in methods or cluster.methods() if name != "pp"]
+    if not compared:
+        raise UserError("--methods pp: name another method, which will be compared with pp")
+    with console.status("Generating the reference answers with pp"):
+        asked = _accepted(cluster, requests)
+
+    def outcome(request: PromptRequest, expected: Completion, method: str) -> Outcome:
+        found = cluster.client.ask(replace(request, method=method))
+        divergence = measured_divergence(cluster.client.ask, request, expected.token_ids, found.token_ids)
+        return Outcome(divergence, len(found.token_ids), found.metrics.timesteps)
+
+    report = _Report(f"{len(asked)} prompts against pp on run {cluster.run_id}", cluster.description.dtype)
+    for method in compared:
+        outcomes = (outcome(request, expected, method) for request, expected in asked)
+        report.add((cluster.topology.num_stages, cluster.topology.num_groups), method, outcomes)
+    report.finish()
+
+
+def _accepted(cluster: Running, requests: list[PromptRequest]) -> list[tuple[PromptRequest, Completion]]:
+    """The requests that the cluster accepts, with its answers by ``pp``; one line for each that it refuses.
+
+    Raises:
+        UserError: it refuses all of them.
+    """
+    accepted = []
+    for index, request in enumerate(requests):
+        try:
+            accepted.append((request, cluster.client.ask(replace(request, method="pp"))))
+        except UserError as error:
+            if len(requests) == 1:
+                raise
+            console.print(f"Prompt {index} is left out: {error}")
+    if not accepted:
+        raise UserError(f"run {cluster.run_id} has refused all {len(requests)} prompts: see above")
+    return accepted
 
 
 def _token_ids(prompter: Prompter, request: PromptRequest) -> tuple[int, ...]:

@@ -107,6 +107,10 @@ class Client:
         self._scheduler.close_answer(number)
         return completion
 
+    def is_up(self) -> bool:
+        """Whether the run takes requests."""
+        return self._scheduler.status().state == "up"
+
     def _read(self, number: int, on_text: OnText, on_threads: OnThreads) -> Completion:
         position = "0"
         deadline = time.monotonic() + self._silence_seconds

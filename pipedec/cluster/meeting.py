@@ -6,7 +6,6 @@ They exchange cards and addresses on a stream in Redis. Does not know what a ran
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import socket
 import time
@@ -18,6 +17,7 @@ from typing import TypeVar
 
 import torch
 
+from pipedec import __version__
 from pipedec.cluster.address import RankPlace
 from pipedec.cluster.network import can_connect, interface_address, interface_of, is_loopback, machine_id, routed_address
 from pipedec.config import cache_directory, configured_interface
@@ -114,7 +114,7 @@ class Meeting:
         server = self._scheduler.server_host
         address = (routed_address(server) if server else None) or LOOPBACK
         versions = {
-            "pipedec": importlib.metadata.version("pipedec"),
+            "pipedec": __version__,
             "torch": torch.__version__.partition("+")[0],
             "protocol in Redis": scripts_digest(),
         }

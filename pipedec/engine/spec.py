@@ -14,7 +14,7 @@ from pipedec.decoding import Drafter
 from pipedec.drafting import DraftModel
 from pipedec.hardware import DEVICES as DEVICE_KINDS
 from pipedec.hardware import MODEL_SHAPES
-from pipedec.messages import RankDescription, RunDescription
+from pipedec.messages import BitaDescription, RankDescription, RunDescription
 from pipedec.methods import LayerTreeOptions
 from pipedec.model import BitaConfig, BitaWeights, Checkpoint, ModelConfig, StageModel, checked_bita
 from pipedec.plan.emulation import Emulation
@@ -236,8 +236,14 @@ class PipelineSpec:
         return RunDescription(
             self.topology.groups, self.layers, str(self.target), draft, bita, self.dtype, self.device, self.dispatch,
             self.context_tokens, self.tree, self.emulation.preset if self.emulation else None,
-            tuple(ranks), digests or {},
+            tuple(ranks), digests or {}, self._trained_bita(),
         )  # fmt: skip
+
+    def _trained_bita(self) -> BitaDescription | None:
+        if self.bita is None:
+            return None
+        config = BitaConfig.from_directory(self.bita)
+        return BitaDescription(config.num_masks, config.num_prompt_tokens, config.prompting)
 
     def load_prompter(self) -> Prompter:
         """The target's tokenizer, with the limits of the target and of this pipeline."""

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import zip_longest
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -13,28 +12,8 @@ from transformers import AutoModelForCausalLM
 from pipedec.core import SamplingParams
 from pipedec.engine.sequences import Sequences
 from pipedec.engine.spec import PipelineSpec
+from pipedec.verify.divergence import Divergence, first_difference
 from pipedec.verify.threads import naive_threads
-
-
-@dataclass(frozen=True)
-class Divergence:
-    """The first difference between two answers.
-
-    Attributes:
-        position: index of the first output token that differs or exists in only one answer.
-        expected, found: the two token ids; None if the answer had ended.
-        margin: difference of the target's two highest logits there. In float32 a margin above 1e-3 means a defect; in half
-            precision a small margin is a near tie, which a different number of rows may flip. None for answers in threads.
-    """
-
-    position: int
-    expected: int | None
-    found: int | None
-    margin: float | None = None
-
-    def __str__(self) -> str:
-        margin = f"; the target's two best logits are {self.margin:.2g} apart there" if self.margin is not None else ""
-        return f"output token {self.position} is {self.found}, not {self.expected}{margin}"
 
 
 class Reference:
@@ -68,27 +47,13 @@ class Reference:
         naive_threads(self._model, sequence, prompt_token_ids, sampling)
         return [token.token_id for token in sequence.document()]
 
-    def compare_threads(
-        self, prompt_token_ids: Sequence[int], expected: Sequence[int], found: Sequence[int]
-    ) -> Divergence | None:
-        """As ``compare``, for answers in decode threads, given in document order. The margin is not computed."""
-        for position, (wanted, token) in enumerate(zip_longest(expected, found)):
-            if wanted != token:
-                return Divergence(position, wanted, token)
-        return None
-
     @torch.inference_mode()
     def compare(self, prompt_token_ids: Sequence[int], expected: Sequence[int], found: Sequence[int]) -> Divergence | None:
-        """The first difference between two answers to a prompt, or None if they are equal."""
-        if list(expected) == list(found):
-            return None
-        pairs = enumerate(zip(expected, found, strict=False))
-        position = next((index for index, (one, other) in pairs if one != other), min(len(expected), len(found)))
-        context = torch.tensor([[*prompt_token_ids, *expected[:position]]], device=self._device)
-        best = self._model(context).logits[0, -1].float().topk(2).values
-        return Divergence(
-            position,
-            expected[position] if position < len(expected) else None,
-            found[position] if position < len(found) else None,
-            float(best[0] - best[1]),
-        )
+        """The first difference between two answers in one thread, with the target's margin there; None if they are equal."""
+        divergence = first_difference(expected, found)
+        if divergence is None or divergence.expected is None or divergence.found is None:
+            return divergence
+        context = torch.tensor([[*prompt_token_ids, *expected[: divergence.position]]], device=self._device)
+        logits_V = self._model(context).logits[0, -1].float()
+        margin = (logits_V[divergence.expected] - logits_V[divergence.found]).abs()
+        return replace(divergence, margin=float(margin))

@@ -7,6 +7,7 @@ import os
 import random
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,11 @@ from simulated_pipeline import SimulatedPipeline
 from pipedec.bench.overhead.benchmark import OverheadConfig, measure_overhead
 from pipedec.bench.overhead.critical_path import critical_path, critical_path_lengths
 from pipedec.bench.overhead.ranks import run_ranks
+from pipedec.bench.overhead.running import RunningOverheadConfig, measure_running
 from pipedec.bench.record import append_rows, check_writable, header, revision
 from pipedec.cli.main import program
+from pipedec.client.running import Running
+from pipedec.cluster.local import LocalCluster
 from pipedec.core import PipedecError, RankLost, UserError
 from pipedec.scheduler import EmbeddedServer, GrantedTask, RedisScheduler, Task, connect
 from pipedec.topology import Topology
@@ -158,3 +162,33 @@ def test_command_prints_a_table_and_writes_rows(tmp_path: Path) -> None:
 def test_command_refuses_words_for_numbers() -> None:
     done = CliRunner().invoke(program, ["bench", "overhead", "--stages", "two"])
     assert isinstance(done.exception, UserError) and "--stages two" in str(done.exception)
+
+
+@pytest.mark.parametrize("resident", ["windows", pytest.param("tasks", marks=pytest.mark.slow)], indirect=True)
+def test_a_running_cluster_is_measured_by_traced_answers(resident: LocalCluster, tmp_path: Path) -> None:
+    place, out = ["--redis", resident.address.redis_url, "--run", resident.run_id], tmp_path / "figures.jsonl"
+    flags = ["--rows", "1,4", "--timesteps", "7", "--repeats", "2", "--out", str(out)]
+    done = CliRunner().invoke(program, ["bench", "overhead", *place, *flags])
+    assert done.exit_code == 0, (done.output, done.exception)
+    plain, wide = map(json.loads, out.read_text().splitlines())
+    assert [(row["method"], row["rows"]) for row in (plain, wide)] == [("pp", 1), ("pipedec", 4)]
+    assert plain["timesteps"] == 2 * 2 * 4, "four tokens by two stages, twice"
+    for row in (plain, wide):
+        assert (row["stages"], row["run"], row["dispatch"]) == (2, resident.run_id, resident.spec.dispatch)
+        assert len(row["repeat_ms"]) == 2 and 0 < row["slowest_compute_ms"] < row["timestep_ms"]
+        assert set(row["breakdown_ms"]) == {"compute", "wait", "transfer", "sync", "scheduler"}
+        assert [rank["device"] for rank in row["ranks"]] == ["cpu"] * 3
+    assert "slowest" in done.stdout and "…" not in done.stdout
+    refused = CliRunner().invoke(program, ["bench", "overhead", *place, "--stages", "2", "--hidden", "8"])
+    assert "--stages, --hidden: a running cluster is measured as it is" in str(refused.exception)
+
+
+@pytest.mark.parametrize("resident", ["windows"], indirect=True)
+def test_without_a_draft_only_one_row_can_be_measured(resident: LocalCluster) -> None:
+    assert resident.scheduler is not None
+    cluster = Running.of(resident.scheduler, resident.run_id)
+    without = replace(cluster, description=replace(cluster.description, draft=None))
+    (row,) = measure_running(RunningOverheadConfig((4, 1), 2, 1), without)
+    assert row["rows"] == 1
+    with pytest.raises(UserError, match="has no draft model, so there is nothing but 1 row per timestep"):
+        measure_running(RunningOverheadConfig((4,), 2, 1), without)

@@ -60,7 +60,7 @@ def provenance(answers: pd.DataFrame, what: str = "method") -> str:
 
 
 def _origin(answers: pd.DataFrame) -> str:
-    machines = " and ".join(f"1 {name} machine" for name in sorted(answers["machine"].unique()))
+    machines = " and ".join(sorted(answers["machine"].unique()))
     timing = answers["timing"].iloc[0]
     if timing == "machine":
         return f"Measured on {machines}, nothing emulated"

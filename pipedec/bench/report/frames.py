@@ -127,7 +127,7 @@ def _record(row: SweepRow) -> dict[str, Any]:
         "tokens": row.tokens,
         "variant": Variant(row.method, row.pipeline, row.tree, row.bita),
         "models": row.digest or row.target,
-        "machine": row.gpu or "CPU",
+        "machine": row.machine,
     }
 
 

@@ -1,32 +1,31 @@
 """``pipedec bench sweep``: methods × pipelines × trees × prompts, one JSONL row per answer; an interrupted sweep can be resumed.
 
-Owns the result files (``rows.jsonl``, ``trees.json``) and the order of the grid; a row that exists is not measured again. How an
-answer is measured, the runners know. What ``pipedec-bestfirst`` and ``bita`` learn from answer to answer is lost with an
-interruption, so their first rows after one may take a little longer.
+Owns the result files (``rows.jsonl``, ``trees.json``, ``prompts.json``) and the order of the grid; a row that exists is not
+measured again. Every answer is compared with that of ``pp``. How an answer is measured, the runners know. What
+``pipedec-bestfirst`` and ``bita`` learn from answer to answer is lost with an interruption, so their first rows after one may
+take a little longer.
 """
 
 from __future__ import annotations
 
 import json
-import os
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, fields, replace
 from pathlib import Path
-from typing import Any
 
 from pipedec.bench.progress import SweepProgress
 from pipedec.bench.prompts import DrawnPrompt, draw
-from pipedec.bench.record import ROWS_FILE, Row, drop_unfinished_line, header, key_of, plain, read_records
+from pipedec.bench.record import ROWS_FILE, Row, drop_unfinished_line, header, key_of, plain, read_records, write_json
 from pipedec.bench.sweep.config import TUNED, SweepConfig
-from pipedec.bench.sweep.pipelines import SLM, Shape, bita_row, pair_digest
+from pipedec.bench.sweep.pipelines import Measurable
 from pipedec.bench.sweep.rows import SCHEMA
-from pipedec.bench.sweep.runners import Measured, OneProcess, RealProcesses
+from pipedec.bench.sweep.runners import Measured, OneProcess, RealProcesses, Runner, runner_of
 from pipedec.bench.sweep.trees import BITA, Cell
 from pipedec.bench.sweep.tuning import best_tree
 from pipedec.core import MethodOptions, PipedecError
 from pipedec.data.prompts import PromptSet
 from pipedec.messages import PromptRequest
 from pipedec.methods import StaticTreeOptions
+from pipedec.verify.divergence import TIE_BOUNDS, Divergence, is_explained, measured_divergence
 
 
 def sweep(config: SweepConfig, prompt_sets: list[PromptSet], out: Path, progress: SweepProgress) -> list[Row]:
@@ -34,7 +33,7 @@ def sweep(config: SweepConfig, prompt_sets: list[PromptSet], out: Path, progress
 
     Raises:
         UserError: no prompt fits, or ``out`` holds rows of another schema.
-        PipedecError: two methods gave different answers to a prompt, or a rank was lost.
+        PipedecError: a method gave another answer than ``pp``, and no near tie explains it, or a rank was lost.
     """
     return Sweep(config, out, progress).run(prompt_sets)
 
@@ -46,6 +45,7 @@ class Sweep:
         self._config = config
         self._rows_path = out / ROWS_FILE
         self._trees_path = out / "trees.json"
+        self._prompts_path = out / "prompts.json"
         self._progress = progress
         self._header = header("sweep", {})
         out.mkdir(parents=True, exist_ok=True)
@@ -53,6 +53,7 @@ class Sweep:
         records = read_records(self._rows_path, SCHEMA) if self._rows_path.is_file() else ()
         self._known: dict[str, Row] = {record["key"]: record for _, record in records}
         self._rows: list[Row] = []
+        self._references: dict[tuple[str, PromptRequest], tuple[int, ...]] = {}  # what pp answered
 
     def run(self, prompt_sets: list[PromptSet]) -> list[Row]:
         shapes = list(self._config.shapes())
@@ -62,35 +63,34 @@ class Sweep:
         for shape in shapes:
             self._progress.busy(shape.label)
             self._sweep_shape(shape, prompt_sets)
-        _check_lossless(self._rows)
         return self._rows
 
-    def _sweep_shape(self, shape: Shape, prompt_sets: list[PromptSet]) -> None:
-        pipeline = OneProcess(shape.spec)
+    def _sweep_shape(self, shape: Measurable, prompt_sets: list[PromptSet]) -> None:
         template = PromptRequest("", self._config.raw_prompts, sampling=self._config.sampling_of(0))
-        prompts = draw(pipeline.prompter, prompt_sets, template, self._config.samples, self._config.seed)
-        cells = [
-            self._cell(method, limits, shape, pipeline, prompts)
-            for method in shape.methods
-            for limits in self._config.limits(method, shape)
-        ]
-        with _LazyRunner(shape, pipeline, self._config.clock) as runner:
+        with runner_of(shape, self._config.clock, self._prompts_path) as runner:
+            prompts = draw(runner.prompter, prompt_sets, template, self._config.samples, self._config.seed)
+            cells = [
+                self._cell(method, limits, shape, runner, prompts)
+                for method in shape.methods
+                for limits in self._config.limits(method, shape)
+            ]
             for repeat in range(self._config.repeats):
                 for prompt in prompts:
                     for cell in cells:
                         self._measure(shape, cell, prompt, repeat, runner)
 
     def _cell(
-        self, method: str, limits: MethodOptions | None, shape: Shape, pipeline: OneProcess, prompts: list[DrawnPrompt]
+        self, method: str, limits: MethodOptions | None, shape: Measurable, runner: Runner, prompts: list[DrawnPrompt]
     ) -> Cell:
         if limits is None:
             return Cell(method, "pp", None)
-        if isinstance(limits, StaticTreeOptions) and shape.spec.emulation is not None:
-            return Cell(method, "stpp", self._tuned(method, limits, shape, pipeline, prompts))
+        if isinstance(limits, StaticTreeOptions) and shape.is_emulated:
+            assert isinstance(runner, OneProcess | RealProcesses)
+            return Cell(method, "stpp", self._tuned(method, limits, shape, runner.computed, prompts))
         return Cell(method, method, limits)
 
     def _tuned(
-        self, method: str, limits: StaticTreeOptions, shape: Shape, pipeline: OneProcess, prompts: list[DrawnPrompt]
+        self, method: str, limits: StaticTreeOptions, shape: Measurable, pipeline: OneProcess, prompts: list[DrawnPrompt]
     ) -> StaticTreeOptions:
         """The best tree for this pipeline, over all repeats if tokens are sampled; from ``trees.json`` if it was found before."""
         first_of_sets = list({prompt.prompt_set: prompt for prompt in reversed(prompts)}.values())
@@ -98,7 +98,7 @@ class Sweep:
         repeats = range(self._config.repeats) if self._config.sampling.is_stochastic else (0,)
         samplings = [self._config.sampling_of(repeat) for repeat in repeats]
         requests = [replace(prompt.request, sampling=sampling) for prompt in first_of_sets for sampling in samplings]
-        key = key_of([method, asdict(limits), shape.cluster, self._pair(shape), texts, *map(plain, samplings)])
+        key = key_of([method, asdict(limits), shape.cluster, shape.pair, texts, *map(plain, samplings)])
         known = json.loads(self._trees_path.read_text()) if self._trees_path.is_file() else {}
         if key not in known:
             grid = self._config.grid
@@ -108,15 +108,15 @@ class Sweep:
             known[key] = {
                 "method": method,
                 "preset": shape.preset,
-                "stages": shape.spec.num_stages,
+                "stages": shape.cluster["stages"],
                 "best": asdict(best),
                 "tried": tried,
             }
-            _write_json(self._trees_path, known)
+            write_json(self._trees_path, known)
             self._progress.busy(shape.label)
         return StaticTreeOptions(**{item.name: known[key]["best"][item.name] for item in fields(StaticTreeOptions)})
 
-    def _measure(self, shape: Shape, cell: Cell, prompt: DrawnPrompt, repeat: int, runner: _LazyRunner) -> None:
+    def _measure(self, shape: Measurable, cell: Cell, prompt: DrawnPrompt, repeat: int, runner: Runner) -> None:
         identity = self._identity(shape, cell, prompt, repeat)
         key = key_of([identity, prompt.request.prompt])
         row = self._known.get(key)
@@ -124,10 +124,16 @@ class Sweep:
             trace = self._config.clock == "measured" and self._is_traced(prompt)
             request = replace(prompt.request, sampling=self._config.sampling_of(repeat))
             answer = runner.answer(cell.request(request, trace))
-            row = {"schema": SCHEMA, "key": key, **self._provenance(), "bita": None, **identity, **_results(answer)}
+            divergence = self._divergence(shape, request, answer, runner)
+            provenance = {name: self._header[name] for name in ("date", "version", "revision", "machine")}
+            row = {
+                "schema": SCHEMA, "key": key, **provenance, "bita": None, **identity, **_results(answer),
+                "divergence": divergence,
+            }  # fmt: skip
             with self._rows_path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(row) + "\n")
             self._known[key] = row
+        _check_difference(row, shape.dtype)
         self._rows.append(row)
         self._progress.row()
 
@@ -135,27 +141,26 @@ class Sweep:
         """The first prompt of each set is traced, for the breakdown of a timestep's time."""
         return all(row["prompt_set"] != prompt.prompt_set or row["prompt_index"] == prompt.index for row in self._rows)
 
-    def _provenance(self) -> Row:
-        return {name: self._header[name] for name in ("date", "version", "revision", "machine")}
+    def _divergence(self, shape: Measurable, request: PromptRequest, answer: Measured, runner: Runner) -> Row | None:
+        """A row's field ``divergence``: how the answer differs from the first that ``pp`` gave in the pipeline's scope."""
+        question = shape.scope, request
+        if question not in self._references:
+            self._references[question] = runner.reference(request).token_ids
+        found = measured_divergence(runner.reference, request, self._references[question], answer.token_ids)
+        if found is None:
+            return None
+        return {**plain(found), "near_tie": is_explained(found, shape.dtype, request.sampling)}
 
-    def _pair(self, shape: Shape) -> Row:
-        spec = shape.spec
-        return {
-            "target": str(spec.target), "draft": str(spec.draft) if spec.draft else None,
-            "digest": pair_digest(spec),
-        }  # fmt: skip
-
-    def _identity(self, shape: Shape, cell: Cell, prompt: DrawnPrompt, repeat: int) -> Row:
+    def _identity(self, shape: Measurable, cell: Cell, prompt: DrawnPrompt, repeat: int) -> Row:
         """The fields that distinguish this row from all others."""
-        is_emulated = shape.spec.emulation is not None
-        bita = {"bita": bita_row(shape.spec)} if cell.method == BITA else {}
+        bita = {"bita": shape.bita} if cell.method == BITA else {}
         return {
             "preset": shape.preset,
             "clock": self._config.clock,
-            "emulated": is_emulated,
-            "slow_motion": self._config.slow_motion if is_emulated and self._config.clock == "measured" else 1.0,
+            "emulated": shape.is_emulated,
+            "slow_motion": self._config.slow_motion if shape.is_emulated and self._config.clock == "measured" else 1.0,
             "cluster": shape.cluster,
-            "pair": self._pair(shape),
+            "pair": shape.pair,
             "method": cell.label,
             "tree": cell.limits,
             "prompt_set": prompt.prompt_set,
@@ -164,27 +169,6 @@ class Sweep:
             "sampling": plain(self._config.sampling_of(repeat)),
             **bita,
         }
-
-
-class _LazyRunner(AbstractContextManager["_LazyRunner"]):
-    """Starts the processes of a pipeline when the first answer is needed: a finished sweep starts none."""
-
-    def __init__(self, shape: Shape, pipeline: OneProcess, clock: str) -> None:
-        self._shape = shape
-        self._pipeline = pipeline
-        self._clock = clock
-        self._processes: RealProcesses | None = None
-
-    def answer(self, request: PromptRequest) -> Measured:
-        if self._clock == "computed":
-            return self._pipeline.answer(request)
-        if self._processes is None:
-            self._processes = RealProcesses(self._shape.spec, self._pipeline)
-            self._processes.__enter__()
-        return self._processes.answer(request)
-
-    def __exit__(self, *error: Any) -> None:
-        (self._processes or nullcontext()).__exit__(*error)
 
 
 def _results(answer: Measured) -> Row:
@@ -206,20 +190,14 @@ def _results(answer: Measured) -> Row:
     }
 
 
-def _check_lossless(rows: list[Row]) -> None:
-    """All methods must have given the same answer, with the same seed if tokens were sampled. ``slm`` is another model."""
-    answers: dict[tuple[Any, ...], Row] = {}
-    for row in rows:
-        if row["method"] == SLM:
-            continue
-        question = row["prompt_set"], row["prompt_index"], row["pair"]["digest"], row["sampling"]["seed"]
-        first = answers.setdefault(question, row)
-        if row["answer"] != first["answer"]:
-            methods, prompt = f"{row['method']} and {first['method']}", f"prompt {row['prompt_index']} of {row['prompt_set']}"
-            raise PipedecError(f"{methods} gave different answers to {prompt}: a defect (or a near tie, if not in float32)")
-
-
-def _write_json(path: Path, document: Row) -> None:
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-    os.replace(partial, path)
+def _check_difference(row: Row, dtype: str) -> None:
+    """Raise PipedecError if the row's answer differs from ``pp``'s and rounding does not explain it."""
+    found = row.get("divergence")
+    if found is None or found["near_tie"]:
+        return
+    divergence = Divergence(found["position"], found["expected"], found["found"], found["margin"])
+    prompt = f"prompt {row['prompt_index']} of {row['prompt_set']}"
+    raise PipedecError(
+        f"{row['method']} and pp gave different answers to {prompt}: {divergence}: a defect, as a near tie in {dtype} is below "
+        f"{TIE_BOUNDS[dtype]:g}; to measure it again, remove row {row['key']}"
+    )

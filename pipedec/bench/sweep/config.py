@@ -9,7 +9,10 @@ from pathlib import Path
 from pipedec.bench.checks import check_known, check_positive
 from pipedec.bench.sweep.pipelines import (
     SLM,
+    LaunchedShape,
+    Measurable,
     Pair,
+    RunningShape,
     Shape,
     SmallModel,
     as_it_is,
@@ -19,14 +22,16 @@ from pipedec.bench.sweep.pipelines import (
 )
 from pipedec.bench.sweep.trees import BITA, TreeGrid
 from pipedec.bench.sweep.tuning import TuningGrid
+from pipedec.client.running import Running
 from pipedec.config import ClusterConfig
 from pipedec.core import DEFAULT_METHOD, MethodOptions, SamplingParams, UserError
-from pipedec.methods import METHOD_NAMES
+from pipedec.methods import METHOD_NAMES, find_method
 
 TUNED = "stpp-tuned"
 SWEEP_METHODS = (*METHOD_NAMES, TUNED, SLM)
 CLOCKS = ("measured", "computed")
 _WITHOUT_TREE = ("pp", SLM)
+_NEED_EMULATION = (TUNED, SLM)  # or a pipeline of their own, which a cluster that runs is not
 
 
 @dataclass(frozen=True)
@@ -43,6 +48,8 @@ class SweepConfig:
         sampling: how to decode; with a temperature, repeat N samples tokens with ``seed`` + N.
         clock: ``measured`` in real processes, or ``computed`` in one process.
         slow_motion: see ``Emulation``.
+        running: a cluster that is running, to be measured instead of pipelines that are started here.
+        launched: likewise, partitions of ``cluster`` that are launched on their hosts one after another.
 
     Raises:
         UserError: an unknown method or clock, a number below 1, or a combination that cannot work.
@@ -64,21 +71,50 @@ class SweepConfig:
     pair: Pair = Pair()
     small: SmallModel = SmallModel()
     grid: TuningGrid = TuningGrid()
+    running: Running | None = None
+    launched: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for method in self.methods:
             check_known("method", method, SWEEP_METHODS)
         check_known("clock", self.clock, CLOCKS)
+        check_positive({"--stages": self.stages or [1], "--samples": [self.samples], "--repeats": [self.repeats]})
+        if self.running is not None or self.launched:
+            self._check_real()
+        else:
+            self._check_started_here()
+
+    def _check_real(self) -> None:
+        for method in self.methods:
+            if method in _NEED_EMULATION:
+                raise UserError(f"method {method} needs a pipeline that the sweep starts here: leave it out of --methods")
+            if self.running is not None:
+                self.running.check_method(method)
+            for name in self.launched:
+                own = self.cluster.for_partition(name)
+                find_method(method).check_needs(own.draft != "none", own.bita != "none")
+        if self.running is not None and (preset := self.running.description.emulation) is not None:
+            raise UserError(f"run {self.running.run_id} emulates {preset}: measure a cluster that does not, or use --preset")
+
+    def _check_started_here(self) -> None:
         for preset in self.presets:
             self.cluster.find_partition(preset)
         if not self.presets and (not self.stages or self.clock == "computed" or TUNED in self.methods):
             raise UserError("without --preset nothing is emulated: give --stages, --clock measured and no stpp-tuned")
         if self.bita and BITA not in self.methods:
             raise UserError(f"--bita needs the method {BITA}: add it to --methods")
-        check_positive({"--stages": self.stages or [1], "--samples": [self.samples], "--repeats": [self.repeats]})
 
-    def shapes(self) -> Iterator[Shape]:
-        """The pipelines: the first of each length runs all methods, others ``bita`` with another BiTA; ``slm`` is last."""
+    def shapes(self) -> Iterator[Measurable]:
+        """The pipelines, in the order in which they are measured."""
+        if self.running is not None:
+            yield RunningShape(self.running, self.methods)
+        elif self.launched:
+            yield from (LaunchedShape(self.cluster, name, self.methods) for name in self.launched)
+        else:
+            yield from self._started_here()
+
+    def _started_here(self) -> Iterator[Shape]:
+        """The first of each length runs all methods, others ``bita`` with another BiTA; ``slm`` is last."""
         methods = tuple(method for method in self.methods if method != SLM)
         for preset in self.presets or (None,) if methods else ():
             for stages in self.stages or (None,):
@@ -100,7 +136,7 @@ class SweepConfig:
         """The sampling of a repeat: with a seed of its own unless decoding is greedy."""
         return replace(self.sampling, seed=self.seed + repeat) if self.sampling.is_stochastic else self.sampling
 
-    def limits(self, method: str, shape: Shape) -> Sequence[MethodOptions | None]:
+    def limits(self, method: str, shape: Measurable) -> Sequence[MethodOptions | None]:
         """The limits of trees to try with a method on a pipeline; None if the method has no tree.
 
         Raises:
@@ -109,5 +145,5 @@ class SweepConfig:
         if method in _WITHOUT_TREE:
             return (None,)
         if method == BITA:
-            return self.trees.of_bita(shape.spec.trained_masks())
+            return self.trees.of_bita(shape.trained_masks)
         return self.trees.drafted("stpp" if method == TUNED else method)

@@ -1,19 +1,24 @@
-"""The pipelines of a sweep: emulated presets, also with other numbers of stages; a small model alone; or this machine itself.
+"""The pipelines of a sweep.
 
-Owns a row's fields about the cluster. Knows nothing of methods, prompts and results.
+Emulated presets, also with other numbers of stages; a small model alone; this machine itself; a cluster that is running; and
+partitions of a ``cluster.yaml``, launched one after another. Owns a row's fields about them. Knows nothing of methods, prompts
+and results.
 """
 
 from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
+from typing import Protocol
 
-from pipedec.bench.record import Row
+from pipedec.bench.record import Row, key_of
 from pipedec.bench.sweep.trees import BITA
+from pipedec.client.running import Running
 from pipedec.config import ClusterConfig, DeviceConfig, PartitionConfig, ServerConfig
 from pipedec.engine.spec import Cut, Models, PipelineSpec
+from pipedec.messages import RunDescription
 from pipedec.model import BitaConfig
 from pipedec.plan.emulation import Emulation, with_stages
 from pipedec.plan.partition import Plan
@@ -45,21 +50,202 @@ class SmallModel:
     device: str = "l40"
 
 
+class Measurable(Protocol):
+    """What a sweep must know of a pipeline before any of it runs.
+
+    Attributes:
+        preset: the partition, emulated or launched; None if there is none.
+        cluster, pair: a row's fields about the pipeline and about its models.
+        bita: a row's field about its BiTA. Raises UserError if there is none.
+        trained_masks: of its BiTA; 0 if it has none.
+        dtype: in which it computes (that of ``cluster`` may be emulated).
+        scope: answers of pipelines of one scope must be equal.
+        methods: those that the sweep measures.
+        label: for progress bars and titles.
+    """
+
+    @property
+    def preset(self) -> str | None: ...
+    @property
+    def cluster(self) -> Row: ...
+    @property
+    def pair(self) -> Row: ...
+    @property
+    def bita(self) -> Row: ...
+    @property
+    def trained_masks(self) -> int: ...
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def is_emulated(self) -> bool: ...
+    @property
+    def scope(self) -> str: ...
+    @property
+    def methods(self) -> tuple[str, ...]: ...
+    @property
+    def label(self) -> str: ...
+
+
 @dataclass(frozen=True)
 class Shape:
-    """One pipeline: what runs (``spec``), a row's fields about it (``cluster``), and the ``methods`` that a sweep runs on it."""
+    """A pipeline that the sweep starts here: what runs (``spec``), and a row's fields about it (see ``Measurable``)."""
 
     preset: str | None
     spec: PipelineSpec
     cluster: Row
     methods: tuple[str, ...] = ()
 
+    @cached_property
+    def pair(self) -> Row:
+        draft = str(self.spec.draft) if self.spec.draft else None
+        return {"target": str(self.spec.target), "draft": draft, "digest": pair_digest(self.spec)}
+
+    @property
+    def bita(self) -> Row:
+        assert self.spec.bita is not None
+        return bita_row(self.spec.bita)
+
+    @property
+    def trained_masks(self) -> int:
+        return self.spec.trained_masks()
+
+    @property
+    def dtype(self) -> str:
+        return self.spec.dtype
+
+    @property
+    def is_emulated(self) -> bool:
+        return self.spec.emulation is not None
+
+    @property
+    def scope(self) -> str:
+        """All pipelines of one pair."""
+        return key_of(self.pair)
+
     @property
     def label(self) -> str:
-        """For progress bars and titles."""
-        stages = f"{self.spec.num_stages} stages" if self.spec.num_stages > 1 else "1 stage"
-        name = f"{self.preset} ({stages})" if self.preset else stages
+        name = _label(self.preset, self.spec.num_stages)
         return f"{name}, {self.spec.bita.name}" if self.spec.bita and BITA in self.methods else name
+
+
+@dataclass(frozen=True)
+class RunningShape:
+    """A cluster that is running. What is known of it is its description."""
+
+    running: Running
+    methods: tuple[str, ...] = ()
+
+    preset = None
+    is_emulated = False
+
+    @property
+    def cluster(self) -> Row:
+        described = self.running.description
+        topology = self.running.topology
+        return {
+            "stages": topology.num_stages, "groups": topology.num_groups, "model": None, "draft": None, "dtype": described.dtype,
+            "devices": [rank.device for rank in described.ranks if rank.rank > 0],
+            "draft_device": next((rank.device for rank in described.ranks if rank.rank == 0), None), "fits": True,
+            "hosts": [rank.host for rank in described.ranks], "layers": [list(span) for span in described.layers],
+            "dispatch": described.dispatch,
+        }  # fmt: skip
+
+    @property
+    def pair(self) -> Row:
+        return described_pair(self.running.description, self.running.run_id)
+
+    @property
+    def bita(self) -> Row:
+        described = self.running.description
+        trained = described.trained_bita
+        assert described.bita is not None and trained is not None
+        return {
+            "name": Path(described.bita).name,
+            "digest": described.digests.get("bita") or key_of([described.bita, self.running.run_id]),
+            "prompting": trained.prompting,
+            "masks": trained.num_masks,
+            "prompt_tokens": trained.num_prompt_tokens,
+        }
+
+    @property
+    def trained_masks(self) -> int:
+        trained = self.running.description.trained_bita
+        return trained.num_masks if trained else 0
+
+    @property
+    def dtype(self) -> str:
+        return self.running.description.dtype
+
+    @property
+    def scope(self) -> str:
+        """This cluster alone."""
+        return key_of([self.pair, self.cluster])
+
+    @property
+    def label(self) -> str:
+        return f"run {self.running.run_id} ({self.running.topology.num_stages} stages)"
+
+
+def described_pair(description: RunDescription, run_id: str) -> Row:
+    """The field ``pair`` of a row: by the digests of the weights where ranks have compared them, else by directories and run."""
+    models: Row = {"target": description.target, "draft": description.draft}
+    digests = [description.digests.get(name, "") for name in ("target", "draft")]
+    return {**models, "digest": "".join(digests)} if digests[0] else {**models, "digest": None, "run": run_id}
+
+
+@dataclass(frozen=True)
+class LaunchedShape:
+    """A partition of a ``cluster.yaml`` that the sweep launches when its first answer is needed."""
+
+    config: ClusterConfig
+    partition: str
+    methods: tuple[str, ...] = ()
+
+    is_emulated = False
+
+    @property
+    def preset(self) -> str:
+        return self.partition
+
+    @cached_property
+    def cluster(self) -> Row:
+        plan = make_plan(self._own, self.partition)
+        layers = [[stage.layers.start, stage.layers.stop] for stage in plan.stages]
+        return {**_cluster(plan, self._own.draft), "layers": layers}
+
+    @property
+    def pair(self) -> Row:
+        return {"target": self._own.target, "draft": None if self._own.draft == "none" else self._own.draft, "digest": None}
+
+    @property
+    def bita(self) -> Row:
+        return bita_row(Path(self._own.bita))
+
+    @property
+    def trained_masks(self) -> int:
+        return 0 if self._own.bita == "none" else BitaConfig.from_directory(Path(self._own.bita)).num_masks
+
+    @property
+    def dtype(self) -> str:
+        return self._own.dtype
+
+    @property
+    def scope(self) -> str:
+        """This partition alone."""
+        return key_of([self.preset, self.pair, self.cluster])
+
+    @property
+    def label(self) -> str:
+        return _label(self.partition, self.cluster["stages"])
+
+    @property
+    def _own(self) -> ClusterConfig:
+        return self.config.for_partition(self.partition)
+
+
+def _label(preset: str | None, num_stages: int) -> str:
+    stages = f"{num_stages} stages" if num_stages > 1 else "1 stage"
+    return f"{preset} ({stages})" if preset else stages
 
 
 def emulated(config: ClusterConfig, preset: str, stages: int | None, pair: Pair, slow_motion: float) -> Shape:
@@ -109,13 +295,12 @@ def pair_digest(spec: PipelineSpec) -> str:
     return digest(spec.target) + (digest(spec.draft) if spec.draft else "")
 
 
-def bita_row(spec: PipelineSpec) -> Row:
-    """The field ``bita`` of a row: the BiTA that decoded it."""
-    assert spec.bita is not None
-    config = BitaConfig.from_directory(spec.bita)
+def bita_row(directory: Path) -> Row:
+    """The field ``bita`` of a row: the BiTA that decoded it. Raises UserError if it is not here."""
+    config = BitaConfig.from_directory(directory)
     return {
-        "name": spec.bita.resolve().name,
-        "digest": digest(spec.bita),
+        "name": directory.resolve().name,
+        "digest": digest(directory),
         "prompting": config.prompting,
         "masks": config.num_masks,
         "prompt_tokens": config.num_prompt_tokens,

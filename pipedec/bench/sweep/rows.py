@@ -6,6 +6,7 @@ Owns the schema. It does not measure, and knows no statistics and no figures.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import field, replace
 from pathlib import Path
@@ -33,10 +34,10 @@ class Pipeline:
 
     Attributes:
         stages: devices that hold layers.
-        model, dtype: the emulated ones; None if nothing is emulated.
-        devices: their names, in order.
+        model, dtype: the emulated ones, or those of a launched partition.
+        devices: their names, in order, if they are known.
         fits: whether the model fits into their memory.
-        preset: the emulated partition; None if nothing is emulated.
+        preset: the partition, emulated or launched; None if there is none.
     """
 
     stages: Count
@@ -170,6 +171,13 @@ class SweepRow(BaseModel):
     def timing(self) -> str:
         """``measured`` and ``computed`` are emulated times: waited for, or by arithmetic. ``machine``: nothing is emulated."""
         return "computed" if self.clock == "computed" else "measured" if self.emulated else "machine"
+
+    @property
+    def machine(self) -> str:
+        """What was measured, or what the emulation ran on."""
+        if not self.emulated and self.pipeline.devices:
+            return "a cluster of " + " and ".join(f"{count} {name}" for name, count in Counter(self.pipeline.devices).items())
+        return f"1 {self.gpu or 'CPU'} machine"
 
     @property
     def tokens(self) -> int:

@@ -1,17 +1,27 @@
-"""Two ways to measure one answer of a sweep: real processes and the wall clock, or one process and the computed clock.
+"""How an answer of a sweep is measured: in one process, by a cluster started here, by one that runs, by one launched for it.
 
-Owns clusters and pipelines while they run. Knows nothing of grids and result files.
+Owns clusters and pipelines while they run. Knows nothing of grids and result files, but for the file that keeps which prompts a
+cluster refuses.
 """
 
 from __future__ import annotations
 
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import TracebackType
 
-from pipedec.bench.sweep.breakdown import breakdown
-from pipedec.client.client import Client
+from pipedec.bench.breakdown import breakdown
+from pipedec.bench.prompts import AskedPrompts, Tokenizes
+from pipedec.bench.sweep.pipelines import LaunchedShape, Measurable, RunningShape, Shape
+from pipedec.client.running import Running
+from pipedec.cluster.launched import LaunchedCluster
 from pipedec.cluster.local import LocalCluster
-from pipedec.core import Metrics, PipedecError, Request
+from pipedec.cluster.supervisor import Supervisor
+from pipedec.config import ClusterConfig
+from pipedec.core import Metrics, Request
 from pipedec.engine.local import LocalPipeline
 from pipedec.engine.prefill import prefill_chunks
 from pipedec.engine.spec import PipelineSpec
@@ -29,6 +39,7 @@ class Measured:
         computed_ms: decoding time by arithmetic; None without emulation.
         overran: share of timesteps in which a rank's real work took longer than its emulated time.
         breakdown: ms per timestep by phase; None unless the request was traced.
+        logprobs: as in ``Completion``.
     """
 
     prompt_tokens: int
@@ -37,21 +48,69 @@ class Measured:
     metrics: Metrics
     decode_ms: float
     prefill_ms: float
-    computed_ms: float | None
+    computed_ms: float | None = None
     overran: float = 0.0
     breakdown: dict[str, float] | None = None
+    logprobs: Sequence[Mapping[int, float]] | None = None
 
 
-class OneProcess:
+class Runner(AbstractContextManager["Runner"]):
+    """Measures answers of one pipeline. What it has started ends with the context.
+
+    Attributes:
+        prompter: says whether a prompt fits.
+    """
+
+    prompter: Tokenizes
+
+    def __init__(self) -> None:
+        self._references: dict[PromptRequest, Measured] = {}
+
+    def answer(self, asked: PromptRequest) -> Measured:
+        """Measure one answer.
+
+        Raises:
+            RankLost, SchedulerLost: the cluster died.
+        """
+        measured = self._decode(asked)
+        if asked.method == "pp":
+            self._references[_question(asked)] = measured
+        return measured
+
+    def reference(self, asked: PromptRequest) -> Measured:
+        """What ``pp`` answers to this question, by whatever method it is asked."""
+        question = _question(asked)
+        if question not in self._references:
+            self.answer(question)
+        return self._references[question]
+
+    @abstractmethod
+    def _decode(self, asked: PromptRequest) -> Measured: ...
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        return  # a subclass that starts something ends it
+
+
+def _question(asked: PromptRequest) -> PromptRequest:
+    return replace(asked, method="pp", options={}, trace=False)
+
+
+class OneProcess(Runner):
     """Decodes in this process (``LocalPipeline``). Times are computed if the pipeline is emulated, else measured."""
 
     def __init__(self, spec: PipelineSpec) -> None:
+        super().__init__()
         self._spec = spec
         self._pipeline = LocalPipeline.load(spec)
-        self.prompter = Prompter(spec.target, ModelConfig.from_directory(spec.target).max_positions)
+        self.prompter: Prompter = Prompter(spec.target, ModelConfig.from_directory(spec.target).max_positions)
         self._next_id = 0
 
-    def answer(self, asked: PromptRequest) -> Measured:
+    @property
+    def computed(self) -> OneProcess:
+        """Answers with computed times."""
+        return self
+
+    def _decode(self, asked: PromptRequest) -> Measured:
         prompt = self.prompter.token_ids(asked.prompt, asked.raw, asked.sampling.max_tokens)
         assert asked.method is not None
         request = Request(self._next_id, prompt, asked.sampling, asked.method, make_options(asked.method, asked.options))
@@ -65,44 +124,116 @@ class OneProcess:
             prefill_ms = emulation.prefill_ms([len(chunk) for chunk in prefill_chunks(prompt)])
         decode_ms = 1000 * metrics.decode_seconds if computed_ms is None else computed_ms
         return Measured(
-            len(prompt), token_ids, verdicts[-1].finished, replace(metrics), decode_ms, prefill_ms, computed_ms
+            len(prompt), token_ids, verdicts[-1].finished, replace(metrics), decode_ms, prefill_ms, computed_ms,
+            logprobs=self._pipeline.logprobs or None,
         )  # fmt: skip
 
 
-class RealProcesses:
-    """Decodes with one process per rank and a Redis; emulated ranks sleep until their device would have finished.
+class OnCluster(Runner):
+    """Decodes on a cluster that runs, in real time."""
 
-    Every answer is compared with that of ``expected``, the same pipeline in this process, which also computes its emulated time.
-    Use as a context manager.
+    def __init__(self, running: Running, prompter: Tokenizes) -> None:
+        super().__init__()
+        self.prompter = prompter
+        self._running = running
+
+    def _decode(self, asked: PromptRequest) -> Measured:
+        client = self._running.client
+        completion = client.ask(asked)
+        metrics = completion.metrics
+        return Measured(
+            completion.prompt_tokens, tuple(completion.token_ids), completion.finish_reason, metrics,
+            decode_ms=1000 * metrics.decode_seconds,
+            prefill_ms=1000 * metrics.prefill_seconds,
+            overran=len(client.overran) / max(1, metrics.timesteps),
+            breakdown=breakdown(client.trace, self._running.topology.num_stages) if asked.trace else None,
+            logprobs=completion.logprobs,
+        )  # fmt: skip
+
+
+class OnStartedCluster(Runner):
+    """Decodes on a cluster that is started for the first answer and ends with this.
+
+    Args:
+        make: creates the cluster.
     """
 
-    def __init__(self, spec: PipelineSpec, expected: OneProcess) -> None:
-        self._spec = spec
-        self._cluster = LocalCluster(spec)
-        self._expected = expected
+    def __init__(self, make: Callable[[], Supervisor]) -> None:
+        super().__init__()
+        self._make = make
+        self._stack = ExitStack()
+        self._started: tuple[Running, OnCluster] | None = None
 
-    def __enter__(self) -> RealProcesses:
-        self._cluster.start()
-        assert self._cluster.scheduler is not None
-        self._client = Client(self._cluster.scheduler, self._cluster.check)
-        return self
+    @property
+    def running(self) -> Running:
+        """Starts the cluster if it does not run yet."""
+        return self._cluster()[0]
+
+    def _decode(self, asked: PromptRequest) -> Measured:
+        return self._cluster()[1].answer(asked)
+
+    def _cluster(self) -> tuple[Running, OnCluster]:
+        if self._started is None:
+            cluster = self._stack.enter_context(self._make())
+            assert cluster.scheduler is not None
+            running = Running.of(cluster.scheduler, cluster.run_id, cluster.check)
+            self._started = running, OnCluster(running, self.prompter)
+        return self._started
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._cluster.stop() if kind is None else self._cluster.kill()
+        self._stack.__exit__(kind, error, trace)
 
-    def answer(self, asked: PromptRequest) -> Measured:
-        expected = self._expected.answer(replace(asked, trace=False))
-        completion = self._client.ask(asked)
-        if tuple(completion.token_ids) != expected.token_ids:
-            raise PipedecError(f"{asked.method} gave another answer in {self._spec.num_stages} processes than in one: a defect")
-        metrics, emulation = completion.metrics, self._spec.emulation
-        slow_motion = emulation.slow_motion if emulation else 1.0
-        phases = breakdown(self._client.trace, self._spec.num_stages) if asked.trace else None
+
+class RealProcesses(OnStartedCluster):
+    """Decodes with one process per rank and a Redis; emulated ranks sleep until their device would have finished.
+
+    The same pipeline in this process gives the reference answers and computes the emulated times.
+    """
+
+    def __init__(self, spec: PipelineSpec) -> None:
+        super().__init__(lambda: LocalCluster(spec))
+        self._emulation = spec.emulation
+        self.computed = OneProcess(spec)
+        self.prompter = self.computed.prompter
+
+    def reference(self, asked: PromptRequest) -> Measured:
+        return self.computed.reference(asked)
+
+    def _decode(self, asked: PromptRequest) -> Measured:
+        measured = super()._decode(asked)
+        if self._emulation is None:
+            return measured
+        expected, slow_motion = self.computed.answer(replace(asked, trace=False)), self._emulation.slow_motion
+        phases = measured.breakdown
         return replace(
-            expected,
-            metrics=metrics,
-            decode_ms=1000 * metrics.decode_seconds / slow_motion,
-            prefill_ms=expected.prefill_ms if emulation else 1000 * metrics.prefill_seconds,
-            overran=len(self._client.overran) / max(1, metrics.timesteps),
+            measured,
+            decode_ms=measured.decode_ms / slow_motion,
+            prefill_ms=expected.prefill_ms,
+            computed_ms=expected.computed_ms,
             breakdown=phases and {name: time_ms / slow_motion for name, time_ms in phases.items()},
         )
+
+
+class Launched(OnStartedCluster):
+    """Decodes on a partition of a ``cluster.yaml``, launched on its hosts."""
+
+    def __init__(self, config: ClusterConfig, partition: str, prompts: Path, scope: str) -> None:
+        super().__init__(lambda: LaunchedCluster(config, partition))
+        self.prompter = AskedPrompts(lambda request: self.running.check_accepts(request), prompts, scope)
+
+
+def runner_of(shape: Measurable, clock: str, prompts: Path) -> Runner:
+    """The runner of a pipeline, which starts it when the first answer is needed.
+
+    Args:
+        clock: ``computed`` decodes in this process.
+        prompts: the file that keeps which prompts the cluster refuses (see ``AskedPrompts``).
+    """
+    match shape:
+        case RunningShape(running=running):
+            return OnCluster(running, AskedPrompts(running.check_accepts, prompts, shape.scope))
+        case LaunchedShape(config=config, partition=partition):
+            return Launched(config, partition, prompts, shape.scope)
+        case Shape(spec=spec):
+            return OneProcess(spec) if clock == "computed" else RealProcesses(spec)
+    raise TypeError(f"no runner for {shape}")

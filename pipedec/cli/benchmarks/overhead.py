@@ -10,7 +10,10 @@ from rich.console import Console
 from rich.table import Table
 
 from pipedec.cli.benchmarks.shared import OUT_HELP, PATH, append, comma_numbers
+from pipedec.cli.running import RunningFlags, refuse_flags, running_options
 from pipedec.cli.show import console
+
+_AS_IT_IS = "a running cluster is measured as it is: leave this out, or --redis, --run and --running"
 
 
 @click.command()
@@ -20,18 +23,32 @@ from pipedec.cli.show import console
 @click.option("--rows", default="1,32", show_default=True, callback=comma_numbers, help="Rows per step, comma-separated.")
 @click.option("--timesteps", type=int, default=200, show_default=True, help="Timed timesteps per repeat.")
 @click.option("--hidden", type=int, default=192, show_default=True, help="Hidden size; determines the bytes of a step.")
-@click.option("--repeats", type=int, default=3, show_default=True, help="Number of times pipeline and bare gloo take turns.")
+@click.option(
+    "--repeats", type=int, default=3, show_default=True, help="Number of times pipeline and bare gloo take turns; or answers."
+)
 @click.option("--dispatch", default="windows,tasks", show_default=True, help="What Redis grants: windows, tasks, or both.")
 @click.option("--out", type=PATH, help=OUT_HELP)
+@running_options
 def overhead(
-    stages: tuple[int, ...], rows: tuple[int, ...], timesteps: int, hidden: int, repeats: int, dispatch: str, out: Path | None
-) -> None:
+    stages: tuple[int, ...], rows: tuple[int, ...], timesteps: int, hidden: int, repeats: int, dispatch: str, out: Path | None,
+    place: RunningFlags,
+) -> None:  # fmt: skip
     """Measure the fixed cost of a timestep: stages that compute nothing, compared with the same bytes over bare gloo.
 
     Ranks, Redis, tasks and transfers are real; one thread per rank, every stage busy at every timestep.
+
+    With --redis, --run or --running, traced answers of the cluster that is running are measured instead: a timestep, the forwards
+    of its slowest group of stages, and what is left. 1 row is pp, more are pipedec of this width. What is left is an upper bound
+    of the fixed cost: it holds waiting for the draft, and no bare transport is measured beside it.
     """
-    from pipedec.bench.overhead.benchmark import OverheadConfig, measure_overhead
     from pipedec.bench.record import check_writable
+
+    if place.are_given:
+        refuse_flags(("stages", "hidden", "dispatch"), _AS_IT_IS)
+        check_writable(out)
+        append(out, _measure_running(place, rows, timesteps, repeats))
+        return
+    from pipedec.bench.overhead.benchmark import OverheadConfig, measure_overhead
 
     config = OverheadConfig(stages, rows, timesteps, hidden, repeats, tuple(dispatch.split(",")))
     check_writable(out)
@@ -41,6 +58,36 @@ def overhead(
         )
     Console(width=None if Console().is_terminal else 100).print(_overhead_table(measured))
     append(out, measured)
+
+
+def _measure_running(place: RunningFlags, rows: tuple[int, ...], timesteps: int, repeats: int) -> list[dict[str, Any]]:
+    from pipedec.bench.overhead.running import RunningOverheadConfig, measure_running
+
+    config, cluster = RunningOverheadConfig(rows, timesteps, repeats), place.connect()
+    if cluster.description.draft is None and max(rows) > 1:
+        console.print(f"Run {cluster.run_id} has no draft model: 1 row is measured alone.")
+    with console.status("measuring") as status:
+        measured = measure_running(config, cluster, lambda row: status.update(f"measured {row['rows']} rows"))
+    Console(width=None if Console().is_terminal else 110).print(_running_table(measured))
+    return measured
+
+
+def _running_table(rows: list[dict[str, Any]]) -> Table:
+    first = rows[0]
+    devices = ", ".join(dict.fromkeys(f"{rank['device']} of {rank['host']}" for rank in first["ranks"]))
+    table = Table(
+        title=f"A timestep of run {first['run']}: {first['stages']} stages in {first['groups']} groups, {first['dispatch']}",
+        caption=f"{devices}; {first['dtype']}; times in ms: means over timesteps, of these the median of the answers.\n"
+        "Left: the timestep without the forwards of its slowest group. Its parts, and compute, are means over the stages.",
+        title_justify="left",
+        caption_justify="left",
+    )
+    for name in ("rows", "method", "timesteps", "timestep", "slowest group", "left", *first["breakdown_ms"]):
+        table.add_column(name, justify="left" if name == "method" else "right")
+    for row in rows:
+        times = [row["timestep_ms"], row["slowest_compute_ms"], row["left_ms"], *row["breakdown_ms"].values()]
+        table.add_row(str(row["rows"]), row["method"], str(row["timesteps"]), *(f"{time_ms:.2f}" for time_ms in times))
+    return table
 
 
 def _overhead_table(rows: list[dict[str, Any]]) -> Table:

@@ -13,7 +13,9 @@ from rich.table import Table
 
 from pipedec.cli.benchmarks.shared import PATH, QuestionFlags, numbers, question_options
 from pipedec.cli.options import Command, gathered
+from pipedec.cli.running import RunningFlags, refuse_flags, running_options
 from pipedec.cli.show import console
+from pipedec.config import load_cluster
 from pipedec.core import UserError
 
 if TYPE_CHECKING:
@@ -21,6 +23,8 @@ if TYPE_CHECKING:
     from pipedec.bench.sweep.trees import TreeGrid
 
 MAX_OVERRUN = 0.02
+# Flags of pipelines that the sweep starts here: a cluster that runs, or is launched from a file, has its own.
+_STARTED_HERE = ("cluster", "presets", "stages", "clock", "slow_motion", "small", "bita", "target", "draft")
 
 
 @dataclass(frozen=True)
@@ -36,12 +40,13 @@ class GridFlags:
     small: Path | None
     bita: tuple[Path, ...]
 
-    def config(self, asked: QuestionFlags, trees: TreeFlags) -> SweepConfig:
+    def config(self, asked: QuestionFlags, trees: TreeFlags, **real: Any) -> SweepConfig:
+        """``real``: fields of a configuration that measures a real cluster."""
         from pipedec.bench.sweep.config import SweepConfig
         from pipedec.bench.sweep.pipelines import Pair
 
         return SweepConfig(
-            **asked.settings(),
+            **{**asked.settings(), **real},
             presets=tuple(self.presets.split(",")) if self.presets else (),
             stages=_numbers("--stages", self.stages),
             methods=tuple(self.methods.split(",")),
@@ -116,21 +121,56 @@ def tree_options(command: Command) -> Command:
     return gathered(command, options, TreeFlags, "trees")
 
 
+@dataclass(frozen=True)
+class LaunchFlags:
+    """Partitions of a ``cluster.yaml`` to launch."""
+
+    launch: Path | None
+    partitions: str | None
+
+    def config(self) -> dict[str, Any]:
+        """The fields of a sweep's configuration. Raises UserError if the file or a partition is unsound."""
+        assert self.launch is not None
+        cluster = load_cluster(self.launch)
+        names = self.partitions.split(",") if self.partitions else [cluster.find_partition()[0]]
+        for name in names:
+            cluster.find_partition(name)
+        return {"cluster": cluster, "launched": tuple(names)}
+
+
+def launch_options(command: Command) -> Command:
+    """Adds these flags; the command gets them as ``launching``."""
+    options = [
+        click.option("--launch", type=PATH, metavar="FILE", help="Launch partitions of this cluster.yaml on their hosts."),
+        click.option("--partitions", metavar="NAME,…", help="With --launch: the partitions (default: the file's own)."),
+    ]
+    return gathered(command, options, LaunchFlags, "launching")
+
+
 @click.command()
 @grid_options
 @tree_options
 @question_options
+@running_options
+@launch_options
 @click.option("--out", type=PATH, required=True, help="Directory of the results; a second run resumes an interrupted one.")
-def sweep(grid: GridFlags, trees: TreeFlags, asked: QuestionFlags, out: Path) -> None:
+def sweep(
+    grid: GridFlags, trees: TreeFlags, asked: QuestionFlags, place: RunningFlags, launching: LaunchFlags, out: Path
+) -> None:
     """Measure methods on pipelines, one row per answer in OUT/rows.jsonl.
 
     With --preset the stages are real processes that take as long as the preset's devices would for its model; tokens, tree,
-    Redis and transfers are real. An interrupted sweep resumes where it stopped.
+    Redis and transfers are real. With --redis, --run or --running the cluster that is running is measured as it is. With --launch
+    every partition is launched on its hosts, measured and stopped. Neither emulates anything or needs a checkpoint here.
+
+    Every answer is compared with that of pp: a near tie is recorded in the row, a difference ends the sweep. An interrupted sweep
+    resumes where it stopped.
     """
     from pipedec.bench.record import Row
     from pipedec.bench.sweep.benchmark import sweep as run_sweep
 
-    config, prompt_sets = grid.config(asked, trees), asked.prompt_sets()
+    prompt_sets = asked.prompt_sets()
+    config = grid.config(asked, trees, **_real(place, launching))
     if out.exists() and not out.is_dir():
         raise UserError(f"--out {out}: not a directory")
     with ProgressBar() as bar:
@@ -138,6 +178,19 @@ def sweep(grid: GridFlags, trees: TreeFlags, asked: QuestionFlags, out: Path) ->
     Console(width=None if Console().is_terminal else 110).print(_summary(rows))
     console.print(f"{len(rows)} rows in {out / 'rows.jsonl'}; figures and tables: pipedec bench plot {out} --out {out}")
     _warn(rows)
+
+
+def _real(place: RunningFlags, launching: LaunchFlags) -> dict[str, Any]:
+    """The fields of the configuration about a real cluster, if one is to be measured."""
+    if launching.launch is not None:
+        refuse_flags((*_STARTED_HERE, "redis", "run", "running"), "the clusters are those of --launch: leave this out")
+        return launching.config()
+    if launching.partitions is not None:
+        raise UserError("--partitions goes with --launch FILE")
+    if place.are_given:
+        refuse_flags(_STARTED_HERE, "a running cluster is measured as it is: leave this out, or --redis, --run and --running")
+        return {"running": place.connect()}
+    return {}
 
 
 def _numbers(flag: str, text: str | None) -> tuple[int, ...]:
@@ -182,7 +235,7 @@ def _summary(rows: list[dict[str, Any]]) -> Table:
         table.add_column(name, justify="right")
     groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for row in rows:
-        key = row["preset"] or "here", row["cluster"]["stages"], row["method"], _tree(row)
+        key = row["preset"] or row["pair"].get("run") or "here", row["cluster"]["stages"], row["method"], _tree(row)
         groups.setdefault(key, []).append(row)
     for (preset, stages, method, tree), found in groups.items():
         table.add_row(f"{preset} ({stages})", method, tree, *_totals(found))
@@ -216,6 +269,13 @@ def _tree(row: dict[str, Any]) -> str:
 
 
 def _warn(rows: list[dict[str, Any]]) -> None:
+    ties = [row for row in rows if row.get("divergence")]
+    if ties:
+        margin = max(row["divergence"]["margin"] or 0.0 for row in ties)
+        console.print(
+            f"[yellow]{len(ties)} of {len(rows)} answers differ from that of pp after a near tie (at most {margin:.2g} between "
+            "two logits): see divergence in their rows.[/yellow]"
+        )
     late = sum(row["overran"] > MAX_OVERRUN for row in rows)
     if late:
         console.print(

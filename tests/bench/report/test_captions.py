@@ -19,7 +19,10 @@ def test_the_small_print_names_emulation_clock_models_and_counts(tmp_path: Path)
     )
     assert "computed: times by arithmetic" in provenance(answers(tmp_path, [line(clock="computed")]))
     own = line(preset=None, machine={"cpu": "a CPU", "cores": 2, "gpu": "NVIDIA H200"}, slow_motion=1.0)
-    assert provenance(answers(tmp_path, [own])).startswith("Measured on 1 NVIDIA H200 machine, nothing emulated")
+    here = own | {"cluster": own["cluster"] | {"devices": []}}
+    assert provenance(answers(tmp_path, [here])).startswith("Measured on 1 NVIDIA H200 machine, nothing emulated")
+    launched = own | {"cluster": own["cluster"] | {"devices": ["rtx3090"] * 2 + ["l40"] * 12}}
+    assert provenance(answers(tmp_path, [launched])).startswith("Measured on a cluster of 2 rtx3090 and 12 l40, nothing emulated")
 
 
 def test_labels_have_what_distinguishes_them(tmp_path: Path) -> None:

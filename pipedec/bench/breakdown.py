@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
+from pipedec.topology import Topology
 from pipedec.tracing import SCHEDULER_TRACK, TraceEvent
 
 PHASES = ("compute", "wait", "transfer", "sync", "scheduler")
@@ -42,6 +43,19 @@ def breakdown(events: Iterable[TraceEvent], num_stages: int) -> dict[str, float]
     if not parts:
         return None
     return {name: fmean(part[name] for part in parts) / 1000 for name in PHASES}
+
+
+def slowest_compute_ms(events: Iterable[TraceEvent], topology: Topology) -> float | None:
+    """The forwards of the slowest group in a timestep, in ms: mean over the timesteps of one traced answer; None if it has none.
+
+    The stages of a group compute one after another, the groups at the same time.
+    """
+    spent: dict[int, list[int]] = defaultdict(lambda: [0] * topology.num_groups)
+    for event in events:
+        number = _number(event)
+        if event.rank > 0 and "F" in event.label and number is not None and number > 0:
+            spent[number][topology.group_of(event.rank)] += event.end_us - event.start_us
+    return fmean(map(max, spent.values())) / 1000 if spent else None
 
 
 def _is_window(event: TraceEvent) -> bool:

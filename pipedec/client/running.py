@@ -1,0 +1,79 @@
+"""A running cluster as somebody who measures it needs it: what it is made of, and a client. Needs no torch and no checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NoReturn
+
+from pipedec.client.client import Client
+from pipedec.core import RankLost, UserError
+from pipedec.messages import PromptRequest, RunDescription
+from pipedec.methods import METHODS, find_method
+from pipedec.scheduler import RedisScheduler
+from pipedec.topology import Topology
+
+
+class _Begun(Exception):
+    """The answer has begun."""
+
+
+@dataclass(frozen=True)
+class Running:
+    """A run that answers requests."""
+
+    run_id: str
+    description: RunDescription
+    client: Client
+
+    @classmethod
+    def of(cls, scheduler: RedisScheduler, run_id: str, check: Callable[[], None] = lambda: None) -> Running:
+        """The run that ``scheduler`` serves.
+
+        Args:
+            check: see ``Client``.
+
+        Raises:
+            UserError: it has ended, or another version runs it.
+            SchedulerLost: Redis cannot be reached.
+        """
+        description = RedisScheduler.describe(scheduler.client, run_id)
+        if description is None:
+            raise UserError(f"the cluster {run_id!r} has ended: start it again")
+        return cls(run_id, description, Client(scheduler, check))
+
+    def check_accepts(self, request: PromptRequest) -> None:
+        """Submit a request and cancel it when its answer begins.
+
+        Raises:
+            UserError: the cluster refuses it.
+            RankLost: the cluster has ended.
+        """
+
+        def enough(text: str) -> NoReturn:
+            raise _Begun
+
+        try:
+            self.client.ask(request, on_text=enough)
+        except _Begun:
+            return
+        except UserError as error:
+            if not self.client.is_up():
+                raise RankLost(f"run {self.run_id} has ended: {error}") from None
+            raise
+
+    @property
+    def topology(self) -> Topology:
+        return Topology(self.description.groups)
+
+    def methods(self) -> list[str]:
+        """Those that it can decode with."""
+        has_draft, has_bita = self.description.draft is not None, self.description.bita is not None
+        return [entry.name for entry in METHODS.values() if entry.missing(has_draft, has_bita) is None]
+
+    def check_method(self, name: str) -> None:
+        """Raises UserError for a method that the table does not have, or that the cluster cannot decode with."""
+        find_method(name)
+        if name not in self.methods():
+            missing = "a draft model" if self.description.draft is None and METHODS[name].draft == "required" else "a BiTA"
+            raise UserError(f"method {name} needs {missing}, which run {self.run_id} does not have: leave it out of --methods")

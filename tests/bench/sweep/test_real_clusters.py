@@ -1,0 +1,267 @@
+"""Sweeps of clusters that run, or are launched from a file: rows, prompts that only the cluster can judge, ties, resuming."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from silent_progress import Silent
+from tiny_pair import Pair
+
+from pipedec.bench.report.figures.catalogue import draw_figures
+from pipedec.bench.report.frames import read_answers, studies
+from pipedec.bench.report.tables import tables
+from pipedec.bench.sweep.benchmark import sweep
+from pipedec.bench.sweep.config import SweepConfig
+from pipedec.bench.sweep.rows import read_rows
+from pipedec.cli.main import program
+from pipedec.client.client import Client
+from pipedec.client.running import Running
+from pipedec.cluster.local import LocalCluster
+from pipedec.config import ClusterConfig, DeviceConfig, PartitionConfig, ServerConfig
+from pipedec.core import Completion, PipedecError, SamplingParams, UserError
+from pipedec.data.prompts import PromptSet
+from pipedec.messages import PromptRequest
+
+in_windows = pytest.mark.parametrize("resident", ["windows"], indirect=True)
+
+LONG = "word " * 3000
+PROMPTS = [PromptSet("first", ("The pipeline", LONG, "Natalia sold", "Größe"))]
+METHODS = ("pp", "stpp", "pipedec", "bita")
+
+
+def cluster_file(pair: Pair, **changes: Any) -> ClusterConfig:
+    made = ClusterConfig(
+        str(pair.target),
+        (ServerConfig("here", {"cpu": 4}),),
+        {f"p{stages}": PartitionConfig(stages, draft_device=DeviceConfig("here", "cpu")) for stages in (1, 2)},
+        draft=str(pair.draft),
+        context_tokens=2048,
+    )
+    return replace(made, **changes)
+
+
+def config(pair: Pair, **changes: Any) -> SweepConfig:
+    sampling = SamplingParams(max_tokens=6, ignore_eos=True)
+    made = SweepConfig(cluster_file(pair), stages=(1,), methods=("pp",), samples=2, seed=1, sampling=sampling)
+    return replace(made, **changes)
+
+
+def running(cluster: LocalCluster) -> Running:
+    assert cluster.scheduler is not None
+    return Running.of(cluster.scheduler, cluster.run_id)
+
+
+def lines(out: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (out / "rows.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture
+def measured(pair: Pair, resident: LocalCluster) -> SweepConfig:
+    return config(pair, running=running(resident), methods=METHODS)
+
+
+@in_windows
+def test_a_running_cluster_is_measured_and_a_prompt_that_it_refuses_is_replaced(
+    measured: SweepConfig, resident: LocalCluster, pair: Pair, tmp_path: Path
+) -> None:
+    assert PROMPTS[0].shuffled(1)[0] == 1, "the long one comes first"
+    progress = Silent()
+    rows = sweep(measured, PROMPTS, tmp_path, progress)
+    assert rows == lines(tmp_path) and len(rows) == progress.rows == progress.total == 8
+    assert [row["method"] for row in rows] == 2 * list(METHODS) and {row["prompt_index"] for row in rows} < {0, 2, 3}
+    assert len(rows[0]["cluster"]["hosts"]) == 3 and rows[0]["cluster"]["draft_device"] == "cpu"
+    for row in rows:
+        assert not row["emulated"] and row["preset"] is None and row["clock"] == "measured" and row["divergence"] is None
+        assert (row["cluster"]["stages"], row["cluster"]["groups"], row["cluster"]["dtype"]) == (2, 2, "float32")
+        assert row["pair"]["target"] == str(pair.target) and row["pair"]["run"] == resident.run_id
+    assert rows[3]["bita"] == {**rows[3]["bita"], "name": "bita", "masks": 3, "prompting": "deep"}
+    assert [row["breakdown"] is not None for row in rows] == [True] * 4 + [False] * 4
+    assert len(read_rows([tmp_path])) == 8
+    assert "Measured on a cluster of 2 cpu, nothing emulated" in tables(studies(read_answers([tmp_path])))
+
+
+@in_windows
+def test_a_finished_sweep_asks_the_cluster_nothing(
+    measured: SweepConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = sweep(replace(measured, methods=("pp", "stpp")), PROMPTS, tmp_path, Silent())
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:3]))
+    asked: list[str | None] = []
+    original = Client.ask
+
+    def ask(client: Client, request: PromptRequest, **callbacks: Any) -> Completion:
+        asked.append(request.method)
+        return original(client, request, **callbacks)
+
+    monkeypatch.setattr(Client, "ask", ask)
+    resumed = sweep(replace(measured, methods=("pp", "stpp")), PROMPTS, tmp_path, Silent())
+    assert asked == ["stpp", "pp"], "the row that is missing, and what it is compared with"
+    assert resumed[:3] == rows[:3] and [row["key"] for row in resumed] == [row["key"] for row in rows]
+    assert sweep(replace(measured, methods=("pp", "stpp")), PROMPTS, tmp_path, Silent()) == resumed and len(asked) == 2
+
+
+def diverging(margin: float) -> Callable[..., Completion]:
+    """``Client.ask`` of a cluster whose ``stpp`` takes another third token, with a logit that is ``margin`` below the best."""
+    original = Client.ask
+
+    def ask(client: Client, request: PromptRequest, **callbacks: Any) -> Completion:
+        completion = original(client, request, **callbacks)
+        other = (completion.token_ids[2] + 1) % 290
+        if completion.logprobs is not None:
+            completion.logprobs[2] = {completion.token_ids[2]: -1.0, other: -1.0 - margin}
+        if request.method == "stpp":
+            completion.token_ids[2] = other
+        return completion
+
+    return ask
+
+
+@in_windows
+def test_a_near_tie_is_recorded_and_the_sweep_goes_on(
+    measured: SweepConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Client, "ask", diverging(0.0005))
+    rows = sweep(measured, PROMPTS, tmp_path, Silent())
+    assert [row["divergence"] is not None for row in rows] == [row["method"] == "stpp" for row in rows]
+    found = rows[1]["divergence"]
+    assert found["position"] == 2 and found["near_tie"] and found["margin"] == pytest.approx(0.0005)
+    assert sweep(measured, PROMPTS, tmp_path, Silent()) == rows == lines(tmp_path)
+
+
+@in_windows
+def test_a_difference_ends_the_sweep_once_its_row_is_written(
+    measured: SweepConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Client, "ask", diverging(0.25))
+    message = r"stpp and pp gave different answers to prompt \d of first: output token 2 is .* are 0.25 apart: a defect"
+    with pytest.raises(PipedecError, match=message):
+        sweep(measured, PROMPTS, tmp_path, Silent())
+    assert [row["method"] for row in lines(tmp_path)] == ["pp", "stpp"] and not lines(tmp_path)[1]["divergence"]["near_tie"]
+    monkeypatch.undo()
+    with pytest.raises(PipedecError, match=message):
+        sweep(measured, PROMPTS, tmp_path, Silent())
+    assert len(lines(tmp_path)) == 2, "a row with a difference is not passed over"
+
+
+@in_windows
+def test_no_prompt_that_the_cluster_accepts_is_an_error_with_its_reason(measured: SweepConfig, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"no prompt of long fits: the prompt has \d+ tokens"):
+        sweep(measured, [PromptSet("long", (LONG,))], tmp_path, Silent())
+
+
+@pytest.mark.slow
+def test_in_bfloat16_ties_do_not_end_a_sweep(pair: Pair, tmp_path: Path) -> None:
+    with LocalCluster(replace(pair.spec(2), dtype="bfloat16")) as cluster:
+        sampling = SamplingParams(max_tokens=48, ignore_eos=True)
+        chosen = config(pair, running=running(cluster), methods=METHODS, samples=3, sampling=sampling)
+        greedy = sweep(chosen, PROMPTS, tmp_path, Silent())
+        drawn = sweep(replace(chosen, sampling=replace(sampling, temperature=1.0)), PROMPTS, tmp_path, Silent())
+    assert len(greedy) == len(drawn) == 12 and {row["cluster"]["dtype"] for row in greedy} == {"bfloat16"}
+    ties = [row["divergence"] for row in greedy + drawn if row["divergence"] is not None]
+    assert all(tie["near_tie"] for tie in ties) and all(row["divergence"] is None for row in greedy if row["method"] == "pp")
+
+
+class Launches:
+    """Stands for clusters launched on hosts: starts them here instead, and counts."""
+
+    def __init__(self, pair: Pair) -> None:
+        self.partitions: list[str] = []
+        self._pair = pair
+
+    def __call__(self, config: ClusterConfig, partition: str) -> LocalCluster:
+        self.partitions.append(partition)
+        return LocalCluster(self._pair.spec(config.partitions[partition].stages))
+
+
+@pytest.fixture
+def launches(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
+    made = Launches(pair)
+    monkeypatch.setattr("pipedec.bench.sweep.runners.LaunchedCluster", made)
+    yield made
+
+
+class Interrupted(Exception):
+    pass
+
+
+class InterruptedInTheSecond(Silent):
+    def row(self) -> None:
+        super().row()
+        if self.rows == 5:
+            raise Interrupted
+
+
+@pytest.mark.usefixtures("leaves_nothing")
+def test_every_partition_is_launched_once_and_measured(pair: Pair, launches: Launches, tmp_path: Path) -> None:
+    chosen = config(pair, stages=(), launched=("p1", "p2"), methods=("pp", "pipedec"))
+    with pytest.raises(Interrupted):
+        sweep(chosen, PROMPTS, tmp_path / "out", InterruptedInTheSecond())
+    assert launches.partitions == ["p1", "p2"]
+    rows = sweep(chosen, PROMPTS, tmp_path / "out", Silent())
+    assert launches.partitions == ["p1", "p2", "p2"], "the first was finished"
+    assert sweep(chosen, PROMPTS, tmp_path / "out", Silent()) == rows and len(launches.partitions) == 3
+    assert [(row["preset"], row["cluster"]["stages"], row["method"]) for row in rows] == [
+        (name, stages, method) for name, stages in (("p1", 1), ("p2", 2)) for _ in range(2) for method in ("pp", "pipedec")
+    ]
+    for row in rows:
+        assert not row["emulated"] and row["cluster"]["devices"] == ["cpu"] * row["cluster"]["stages"]
+        assert row["divergence"] is None and row["computed_ms_per_token"] is None
+    found = studies(read_answers([tmp_path / "out"]))
+    assert list(found) == ["machine"]
+    text = tables(found)
+    assert "Measured on a cluster of 1 cpu and a cluster of 2 cpu, nothing emulated" in text and "## p2, measured" in text
+    assert "mulated" not in text.replace("nothing emulated", "")
+    names = {path.name for path in draw_figures(found, tmp_path, ("speedup",)).files}
+    assert names == {"speedup.png", "speedup.svg"}, "over two numbers of stages"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"launched": ("p3",)}, "p3"),
+        ({"launched": ("p1",), "methods": ("bita",)}, "give --bita DIR"),
+        ({"launched": ("p1",), "methods": ("pp", "stpp-tuned")}, "method stpp-tuned needs a pipeline that the sweep starts here"),
+        ({"launched": ("p1",), "methods": ("slm",)}, "method slm needs a pipeline"),
+    ],
+)
+def test_what_no_launched_partition_can_do_is_refused(pair: Pair, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        config(pair, **{"stages": (), **changes})
+
+
+@in_windows
+def test_what_a_running_cluster_cannot_do_is_refused(pair: Pair, resident: LocalCluster) -> None:
+    here = running(resident)
+    emulating = replace(here, description=replace(here.description, emulation="paper-14"))
+    without = replace(here, description=replace(here.description, draft=None, bita=None))
+    for cluster, methods, message in (
+        (here, ("stpp-tuned",), "method stpp-tuned needs a pipeline that the sweep starts here"),
+        (emulating, ("pp",), "emulates paper-14: measure a cluster that does not"),
+        (without, ("stpp",), f"method stpp needs a draft model, which run {here.run_id} does not have"),
+        (without, ("bita",), "method bita needs a BiTA"),
+    ):
+        with pytest.raises(UserError, match=message):
+            config(pair, running=cluster, methods=methods)
+
+
+@in_windows
+def test_command_measures_a_running_cluster_and_refuses_flags_of_others(resident: LocalCluster, tmp_path: Path) -> None:
+    place = ["--redis", resident.address.redis_url, "--run", resident.run_id]
+    command = ["bench", "sweep", *place, "--prompt", "Who?", "--max-tokens", "4", "--out", str(tmp_path / "out")]
+    done = CliRunner().invoke(program, [*command, "--methods", "pp,pipedec"])
+    assert done.exit_code == 0, (done.output, done.exception)
+    assert [row["method"] for row in lines(tmp_path / "out")] == ["pp", "pipedec"]
+    for flags, message in (
+        (["--preset", "paper-14", "--target", "x"], "--preset, --target: a running cluster is measured as it is"),
+        (["--clock", "computed"], "--clock: a running cluster"),
+        (["--launch", "cluster.yaml"], "--redis, --run: the clusters are those of --launch"),
+        (["--partitions", "p1"], "--partitions goes with --launch FILE"),
+    ):
+        refused = CliRunner().invoke(program, [*command, *flags])
+        assert isinstance(refused.exception, UserError) and message in str(refused.exception)

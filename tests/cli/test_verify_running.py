@@ -1,0 +1,140 @@
+"""``pipedec verify`` on a cluster that is running: it needs no checkpoint here, and a near tie is no difference."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from tiny_pair import Pair
+
+from pipedec.client.client import Client
+from pipedec.cluster.local import LocalCluster
+from pipedec.core import Completion
+from pipedec.messages import PromptRequest
+
+# One way to dispatch is enough: what differs between them is below the client.
+in_windows = pytest.mark.parametrize("resident", ["windows"], indirect=True)
+
+Pipedec = Callable[..., Any]
+
+ASKED = ("--raw-prompt", "--prompt", "Natalia sold 12 clips in April.", "--max-tokens", "6")
+
+
+def of(cluster: LocalCluster) -> tuple[str, ...]:
+    return "--redis", cluster.address.redis_url, "--run", cluster.run_id
+
+
+@in_windows
+def test_all_methods_are_compared_with_pp(pipedec: Pipedec, resident: LocalCluster) -> None:
+    compared = pipedec("verify", *of(resident), *ASKED, "--prompt", "The pipeline")
+    assert compared.status == 0, compared.err
+    found = set(re.findall(r"2 stages in 2 groups, ([\w-]+): 2/2 equal", compared.err))
+    assert found == {"stpp", "pipedec", "pipedec-bestfirst", "bita"}
+    assert f"2 prompts against pp on run {resident.run_id}, float32" in compared.out
+
+
+@in_windows
+def test_the_cluster_that_up_started_is_found(pipedec: Pipedec, known_resident: LocalCluster) -> None:
+    compared = pipedec("verify", "--running", "--methods", "pp,bita", *ASKED)
+    assert compared.status == 0 and "bita: 1/1 equal" in compared.err and "stpp" not in compared.err
+
+
+@in_windows
+def test_threads_need_a_target_that_opens_them(pipedec: Pipedec, known_resident: LocalCluster) -> None:
+    refused = pipedec("verify", "--running", "--threads", "apar", *ASKED).refused()
+    assert "apar" in refused, "the tiny target has no control tokens"
+
+
+@in_windows
+def test_the_process_loads_neither_torch_nor_transformers(resident: LocalCluster) -> None:
+    program = (
+        "import sys\nfrom pipedec.cli import main\ntry:\n    main()\nexcept SystemExit as left:\n"
+        "    print(left.code, [name for name in ('torch', 'transformers', 'numpy') if name in sys.modules])"
+    )
+    command = [sys.executable, "-c", program, "verify", *of(resident), "--methods", "pipedec", *ASKED]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert ended.stdout.splitlines()[-1] == "0 []", ended.stderr
+
+
+@in_windows
+def test_a_prompt_that_is_too_long_is_left_out_with_one_line(pipedec: Pipedec, known_resident: LocalCluster) -> None:
+    long = "word " * 3000
+    compared = pipedec("verify", "--running", "--methods", "stpp", "--prompt", long, *ASKED)
+    assert compared.status == 0 and "stpp: 1/1 equal" in compared.err
+    assert re.search(r"Prompt 0 is left out: the prompt has \d+ tokens", compared.err)
+    assert "the model's context is 2048" in pipedec("verify", "--running", "--prompt", long).refused()
+
+
+@in_windows
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("--target", "x", "--stages", "4", "--local"), "--target, --stages, --local: a running cluster has its own models"),
+        (("--shapes", "1,2"), "--shapes: a running cluster has its own"),
+        (("--methods", "pp"), "name another method, which will be compared with pp"),
+        (("--methods", "warp"), "unknown method 'warp'"),
+    ],
+)
+def test_flags_that_make_no_sense_there_are_refused(
+    pipedec: Pipedec, known_resident: LocalCluster, flags: tuple[str, ...], words: str
+) -> None:
+    assert words in pipedec("verify", "--running", *flags, *ASKED).refused()
+
+
+def test_without_a_running_cluster_there_is_one_line(pipedec: Pipedec) -> None:
+    assert "no cluster is running here" in pipedec("verify", "--running", *ASKED).refused()
+
+
+class Diverging:
+    """A client whose answers by ``stpp`` differ in the third token, whose logit is ``margin`` below the best one."""
+
+    def __init__(self, ask: Callable[..., Completion], margin: float) -> None:
+        self._ask = ask
+        self._margin = margin
+
+    def __call__(self, client: Client, request: PromptRequest, **callbacks: Any) -> Completion:
+        completion = self._ask(client, request, **callbacks)
+        other = (completion.token_ids[2] + 1) % 290
+        if request.method == "stpp":
+            completion.token_ids[2] = other
+        elif completion.logprobs is not None:
+            completion.logprobs[2] = {completion.token_ids[2]: -1.0, other: -1.0 - self._margin}
+        return completion
+
+
+@pytest.fixture(params=[0.0005, 0.25])
+def margin(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> float:
+    diverging = Diverging(Client.ask, request.param)
+    monkeypatch.setattr(Client, "ask", lambda client, *asked, **callbacks: diverging(client, *asked, **callbacks))
+    return float(request.param)
+
+
+@in_windows
+def test_a_near_tie_is_reported_and_a_difference_fails(pipedec: Pipedec, known_resident: LocalCluster, margin: float) -> None:
+    compared = pipedec("verify", "--running", "--methods", "stpp,pipedec", *ASKED)
+    assert "stpp: 0/1 equal" in compared.err and "pipedec: 1/1 equal" in compared.err
+    line = re.search(r"2 stages, stpp, prompt 0: output token 2 is .*", compared.err.replace("\n", " "))
+    assert line is not None and f"{margin:.2g} apart" in line[0]
+    assert (compared.status, "near tie in float32" in line[0]) == ((0, True) if margin < 1e-3 else (1, False))
+    assert compared.err.count("pipedec: 2 stages, stpp") == (margin > 1e-3), "one line in the end"
+
+
+@pytest.fixture(scope="module")
+def bfloat16(pair: Pair) -> Iterator[LocalCluster]:
+    with LocalCluster(replace(pair.spec(2), dtype="bfloat16")) as cluster:
+        yield cluster
+
+
+@pytest.mark.slow
+def test_in_bfloat16_every_answer_is_equal_or_a_near_tie(pipedec: Pipedec, bfloat16: LocalCluster) -> None:
+    prompts = [flag for text in ("The pipeline", "Natalia sold", "Größe", "at every timestep") for flag in ("--prompt", text)]
+    compared = pipedec("verify", *of(bfloat16), "--raw-prompt", *prompts, "--max-tokens", "64")
+    assert compared.status == 0, compared.err
+    counts = re.findall(r": (\d)/4 equal(?:, near ties: (\d))?", compared.err)
+    assert len(counts) == 4 and all(int(equal) + int(ties or 0) == 4 for equal, ties in counts)
+    assert compared.err.count("a near tie in bfloat16") == sum(int(ties or 0) for _, ties in counts)

@@ -1,0 +1,222 @@
+"""Ranks meet over a real Redis: who fits, who does not, which interface, and who cannot be reached."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_pair import Pair
+
+from pipedec.cluster import meeting as meeting_module
+from pipedec.cluster.address import RankPlace
+from pipedec.cluster.meeting import LOOPBACK, STARTING, Interface, Meeting, Met, check_cards, choose_interface, use_interface
+from pipedec.cluster.network import machine_id
+from pipedec.cluster.place import check_device, checked_host, device_difference
+from pipedec.config import ServerConfig
+from pipedec.core import PipedecError, RankLost, UserError
+from pipedec.engine.spec import PipelineSpec
+from pipedec.messages import AddressEvent, CardEvent
+from pipedec.plan.placement import Placement
+from pipedec.scheduler import EmbeddedServer, RedisScheduler, connect
+
+HERE = CardEvent(1, "a", machine_id(), "10.0.0.1", {"pipedec": "1", "torch": "2"}, {"target": "x"})
+FIRST = CardEvent(0, "b", "elsewhere", "10.0.0.2", {"pipedec": "1", "torch": "2"}, {"target": "x"})
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[EmbeddedServer]:
+    with EmbeddedServer() as server:
+        yield server
+
+
+class Run:
+    """A run of two stages whose ranks meet in threads of this process."""
+
+    def __init__(self, url: str, name: str, spec: PipelineSpec) -> None:
+        self._url, self._name, self.spec = url, name, spec
+        self.threads = ThreadPoolExecutor(3)
+        self.scheduler = self.connect()
+
+    def connect(self) -> RedisScheduler:
+        return RedisScheduler(connect(self._url), self._name, self.spec.topology)
+
+    def meet(self, rank: int, local_rank: int | None = None, local_world_size: int = 3) -> Future[Met]:
+        """As a rank of one host, unless a smaller local world says otherwise."""
+        place = RankPlace(rank, 3, rank if local_rank is None else local_rank, local_world_size)
+        return self.threads.submit(self._hold, Meeting(self.connect(), place, "here", self.spec))
+
+    @staticmethod
+    def _hold(meeting: Meeting) -> Met:
+        with meeting.hold(lambda done, total: None) as met:
+            met.rendezvous.store.set(f"rank {met.rendezvous.rank}", "is here")
+            met.rendezvous.store.wait(["rank 0", "rank 1", "rank 2"])
+            return met
+
+    def card(self, rank: int, **different: Any) -> CardEvent:
+        """What a rank on another machine posts: the same as here, but for what is ``different``."""
+        own = Meeting(self.connect(), RankPlace(0, 3, 0, 1), "here", self.spec)._card()
+        return replace(own, **{"rank": rank, "host": f"host-{rank}", "machine": f"machine-{rank}"} | different)
+
+
+@pytest.fixture
+def run(server: EmbeddedServer, pair: Pair, request: pytest.FixtureRequest, state_directory: Path) -> Iterator[Run]:
+    made = Run(server.url, re.sub(r"[^a-z_]", "-", request.node.name), pair.spec(2))
+    yield made
+    made.threads.shutdown()
+    made.scheduler.clear()
+
+
+@pytest.fixture
+def no_interface(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+
+
+def test_ranks_of_one_machine_meet_on_its_loopback(run: Run, no_interface: None) -> None:
+    met = [future.result(30) for future in [run.meet(rank) for rank in range(3)]]
+    assert {(one.interface.name, one.interface.address) for one in met} == {("lo", LOOPBACK)}
+    assert [one.rendezvous.rank for one in met] == [0, 1, 2]
+    assert met[0].digests == {}, "the ranks of one machine read the same files"
+    assert "NCCL_SOCKET_IFNAME" not in os.environ
+
+
+def test_a_rank_that_does_not_come_is_named(run: Run, monkeypatch: pytest.MonkeyPatch, no_interface: None) -> None:
+    monkeypatch.setattr(meeting_module, "MEETING_SECONDS", 0.5)
+    run.spec = replace(run.spec, places=tuple(Placement(host, "cpu", 0) for host in ("here", "here", "there")))
+    waiting = [run.meet(rank) for rank in (0, 1)]
+    for future in waiting:
+        with pytest.raises(RankLost, match=r"^rank 2 \(stage 2\) on there did not come within 0 s$"):
+            future.result(30)
+
+
+def test_the_failure_of_one_rank_ends_the_meeting_of_all(run: Run, no_interface: None) -> None:
+    waiting = [run.meet(rank) for rank in (0, 1)]
+    run.scheduler.abort(2, "rank 2 (stage 2) was started on b")
+    for future in waiting:
+        with pytest.raises(PipedecError, match=r"^rank 2 \(stage 2\) was started on b$"):
+            future.result(30)
+
+
+def test_another_checkpoint_is_found_before_anything_is_loaded(run: Run, no_interface: None) -> None:
+    for rank in (0, 2):
+        run.scheduler.publish(STARTING, run.card(rank, configs={"target": "another"} if rank == 0 else {}))
+    with pytest.raises(UserError, match=r"^rank 1 \(stage 1\) on here has another target than rank 0 \(draft\) on host-0: copy"):
+        run.meet(1, 0, 1).result(30)
+
+
+def test_weights_that_differ_in_one_byte_are_found(run: Run) -> None:
+    """Their first rows, configurations and tokenizers are equal."""
+    with socket.create_server((LOOPBACK, 0)) as other_host:
+        for rank in (0, 2):
+            run.scheduler.publish(STARTING, run.card(rank))
+            address = AddressEvent(rank, LOOPBACK, other_host.getsockname()[1], {"target": "f" * 64} if rank == 0 else {})
+            run.scheduler.publish(STARTING, address)
+        with pytest.raises(UserError, match=r"^rank 1 \(stage 1\) on here has other weights of the target than rank 0"):
+            run.meet(1, 0, 1).result(30)
+
+
+def test_a_host_that_cannot_be_reached_is_named_with_its_address(run: Run) -> None:
+    with socket.create_server((LOOPBACK, 0)) as other_host, socket.socket() as closed:
+        closed.bind((LOOPBACK, 0))  # nobody listens there
+        ports = {0: other_host.getsockname()[1], 2: closed.getsockname()[1]}
+        for rank, port in ports.items():
+            run.scheduler.publish(STARTING, run.card(rank))
+            run.scheduler.publish(STARTING, AddressEvent(rank, LOOPBACK, port, {}))
+        expected = (
+            rf"^rank 1 .* on here cannot connect to rank 2 .* on host-2 at 127\.0\.0\.1, port {ports[2]} \(connection refused\)"
+        )
+        with pytest.raises(RankLost, match=expected):
+            run.meet(1, 0, 1).result(30)
+
+
+def test_only_what_both_ranks_have_is_compared() -> None:
+    check_cards(HERE, FIRST)
+    check_cards(replace(HERE, configs={}), FIRST)
+    with pytest.raises(UserError) as refused:
+        check_cards(replace(HERE, versions={"pipedec": "1", "torch": "3"}), FIRST)
+    expected = "rank 1 (stage 1) on a has torch 3, but rank 0 (draft) on b has 2: install the same version on both"
+    assert str(refused.value) == expected
+
+
+def test_a_configured_interface_wins() -> None:
+    assert choose_interface(HERE, [FIRST, HERE], "lo") == Interface("lo", LOOPBACK, "configured")
+    with pytest.raises(UserError, match=r"^rank 1 \(stage 1\) on a has no network interface ib7 with an address"):
+        choose_interface(HERE, [FIRST, HERE], "ib7")
+
+
+def test_the_interface_towards_the_others_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also on the host of Redis itself, from which Redis is reached over the loopback."""
+    addresses = {"10.0.0.1": "eth7", LOOPBACK: "lo"}
+    monkeypatch.setattr(meeting_module, "interface_of", addresses.get)
+    monkeypatch.setattr(meeting_module, "routed_address", {"10.0.0.2": "10.0.0.1"}.get)
+    assert choose_interface(HERE, [FIRST, HERE], None) == Interface("eth7", "10.0.0.1", "it routes to Redis")
+    beside_redis = replace(HERE, address="127.0.1.1")
+    assert choose_interface(beside_redis, [FIRST, beside_redis], None) == Interface("eth7", "10.0.0.1", "it routes to b")
+    alone = replace(FIRST, address="10.9.9.9")
+    with pytest.raises(UserError, match="has no route to the other hosts: set its interface"):
+        choose_interface(beside_redis, [alone, beside_redis], None)
+
+
+def test_nccl_uses_the_interface_between_hosts_unless_it_was_told_another(
+    monkeypatch: pytest.MonkeyPatch, no_interface: None
+) -> None:
+    use_interface(Interface("eth7", "10.0.0.1", ""), is_alone=False)
+    assert (os.environ["GLOO_SOCKET_IFNAME"], os.environ["NCCL_SOCKET_IFNAME"]) == ("eth7", "=eth7")
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "ib0")
+    use_interface(Interface("eth8", "10.0.0.1", ""), is_alone=False)
+    assert os.environ["NCCL_SOCKET_IFNAME"] == "ib0"
+
+
+def placed(pair: Pair, *hosts: str) -> PipelineSpec:
+    servers = tuple(ServerConfig(host, {"cpu": 1}) for host in dict.fromkeys(hosts))
+    return replace(pair.spec(2), places=tuple(Placement(host, "cpu", 0) for host in hosts), servers=servers)
+
+
+def test_a_rank_on_another_host_than_planned_says_the_order(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket, "gethostname", lambda: "beta")
+    spec = placed(pair, "alpha.invalid", "alpha.invalid", "beta")
+    assert checked_host(RankPlace(2, 3, 0, 1), spec) == "beta"
+    with pytest.raises(UserError) as refused:
+        checked_host(RankPlace(1, 3, 1, 2), spec)
+    assert str(refused.value).startswith(
+        "rank 1 (stage 1) was started on beta, but the plan puts it on alpha.invalid: "
+        "start the hosts in the order alpha.invalid, beta"
+    )
+
+
+def test_who_started_a_rank_may_know_its_host_by_a_name_that_nothing_resolves(pair: Pair) -> None:
+    spec = placed(pair, "an-alias.invalid", "an-alias.invalid", "an-alias.invalid")
+    assert checked_host(RankPlace(1, 3, 1, 3, host="an-alias.invalid"), spec) == "an-alias.invalid"
+    with pytest.raises(UserError, match=r"set its hostname in cluster.yaml"):
+        checked_host(RankPlace(1, 3, 1, 3), spec)
+
+
+def test_without_a_plan_any_host_will_do(pair: Pair) -> None:
+    assert checked_host(RankPlace(1, 3, 1, 3), pair.spec(2)) == socket.gethostname()
+    check_device(RankPlace(1, 3, 1, 3), pair.spec(2), torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("planned", "name", "gigabytes", "difference"),
+    [
+        ("rtx3090", "NVIDIA GeForce RTX 3090", 25.3, None),
+        ("rtx4090", "NVIDIA GeForce RTX 4090", 25.3, None),
+        ("l40", "NVIDIA L40", 47.7, None),
+        ("l40s", "NVIDIA L40S", 47.7, None),
+        ("h200", "NVIDIA H200", 150.1, None),
+        ("l40", "NVIDIA L40S", 47.7, "a NVIDIA L40S, but the plan has a l40 there"),
+        ("rtx3090", "NVIDIA GeForce RTX 4090", 25.3, "a NVIDIA GeForce RTX 4090, but the plan has a rtx3090 there"),
+        ("h100", "NVIDIA H100 MIG 1g.10gb", 10.5, "a NVIDIA H100 MIG 1g.10gb with 10.5 GB, but the plan counts on 80 GB"),
+    ],
+)
+def test_a_gpu_is_compared_with_the_plan(planned: str, name: str, gigabytes: float, difference: str | None) -> None:
+    assert device_difference(planned, name, round(gigabytes * 1e9)) == difference
