@@ -19,7 +19,7 @@ from pipedec.cluster import meeting as meeting_module
 from pipedec.cluster.address import RankPlace
 from pipedec.cluster.meeting import LOOPBACK, STARTING, Interface, Meeting, Met, check_cards, choose_interface, use_interface
 from pipedec.cluster.network import machine_id
-from pipedec.cluster.place import check_device, checked_host, device_difference
+from pipedec.cluster.place import check_device, checked_host
 from pipedec.config import ServerConfig
 from pipedec.core import PipedecError, RankLost, UserError
 from pipedec.engine.spec import PipelineSpec
@@ -203,20 +203,3 @@ def test_who_started_a_rank_may_know_its_host_by_a_name_that_nothing_resolves(pa
 def test_without_a_plan_any_host_will_do(pair: Pair) -> None:
     assert checked_host(RankPlace(1, 3, 1, 3), pair.spec(2)) == socket.gethostname()
     check_device(RankPlace(1, 3, 1, 3), pair.spec(2), torch.device("cpu"))
-
-
-@pytest.mark.parametrize(
-    ("planned", "name", "gigabytes", "difference"),
-    [
-        ("rtx3090", "NVIDIA GeForce RTX 3090", 25.3, None),
-        ("rtx4090", "NVIDIA GeForce RTX 4090", 25.3, None),
-        ("l40", "NVIDIA L40", 47.7, None),
-        ("l40s", "NVIDIA L40S", 47.7, None),
-        ("h200", "NVIDIA H200", 150.1, None),
-        ("l40", "NVIDIA L40S", 47.7, "a NVIDIA L40S, but the plan has a l40 there"),
-        ("rtx3090", "NVIDIA GeForce RTX 4090", 25.3, "a NVIDIA GeForce RTX 4090, but the plan has a rtx3090 there"),
-        ("h100", "NVIDIA H100 MIG 1g.10gb", 10.5, "a NVIDIA H100 MIG 1g.10gb with 10.5 GB, but the plan counts on 80 GB"),
-    ],
-)
-def test_a_gpu_is_compared_with_the_plan(planned: str, name: str, gigabytes: float, difference: str | None) -> None:
-    assert device_difference(planned, name, round(gigabytes * 1e9)) == difference

@@ -7,9 +7,11 @@ import shutil
 from pathlib import Path
 
 import pytest
+from safetensors import safe_open
+from safetensors.torch import save_file
 from tiny_pair import Pair
 
-from pipedec.model import config_digest, weights_digest
+from pipedec.model.digest import config_digest, quick_digest, weights_digest
 
 
 @pytest.fixture
@@ -28,6 +30,16 @@ def test_one_bit_makes_other_weights_but_the_same_configuration(checkpoint: Path
     flip_a_bit(checkpoint / "model.safetensors", -1)
     assert weights_digest(checkpoint, None) != weights
     assert config_digest(checkpoint) == config
+
+
+def test_another_checkpoint_of_the_same_shape_is_told_without_reading_it_whole(checkpoint: Path) -> None:
+    quick = quick_digest(checkpoint)
+    assert quick_digest(checkpoint) == quick
+    file = checkpoint / "model.safetensors"
+    with safe_open(str(file), framework="pt") as opened:
+        tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - the handle is not a mapping
+    save_file({name: tensor * 1.01 for name, tensor in tensors.items()}, file)
+    assert quick_digest(checkpoint) != quick
 
 
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json"])

@@ -29,6 +29,7 @@ from pipedec.tree import Visibility
 # CUDA names of the devices with a data sheet in ``hardware``. Others are measured (PCIe variants have slower memory).
 DATA_SHEETS = {
     "NVIDIA GeForce RTX 3090": "rtx3090", "NVIDIA GeForce RTX 4090": "rtx4090", "NVIDIA L40": "l40",
+    "NVIDIA L40S": "l40s",
     "NVIDIA A100-SXM4-80GB": "a100-80", "NVIDIA H100 80GB HBM3": "h100", "NVIDIA H200": "h200",
 }  # fmt: skip
 COPIED_BYTES = {"cuda": 1 << 30, "cpu": 1 << 28}
