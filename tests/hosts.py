@@ -101,9 +101,27 @@ class Hosts:
         """``subprocess.Popen`` on a host; a signal sent to it reaches the command itself."""
         return subprocess.Popen(self._entering(index, command), env=self._environment(index, environment), **kwargs)
 
+    def command_lines(self) -> list[str]:
+        """Of every process on the hosts."""
+        pids = _inside({_network_of(holder.pid) for holder in self._holders})
+        found = []
+        for pid in pids:
+            with suppress(OSError):
+                found.append(Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").replace("\0", " "))
+        return found
+
+    def is_listening(self, index: int, port: int) -> bool:
+        """Whether a process on a host waits for connections to a port (of IPv4)."""
+        lines = Path(f"/proc/{self._holders[index].pid}/net/tcp").read_text().splitlines()[1:]
+        return any(line.split()[1].endswith(f":{port:04X}") and line.split()[3] == "0A" for line in lines)
+
     def bind(self, index: int, source: Path, target: Path) -> None:
         """Let one host find ``source`` where the others have ``target``: a file or a directory."""
         self.run(index, "mount", "--bind", source, target, check=True)
+
+    def unbind(self, index: int, target: Path) -> None:
+        """Undo ``bind``."""
+        self.run(index, "umount", target, check=True)
 
     def unplug(self, index: int) -> None:
         """Take the network cable out."""
