@@ -103,6 +103,7 @@ def test_only_config_and_entry_points_read_the_environment() -> None:
         "config/environment.py",
         "config/redis.py",
         "cluster/torchrun.py",  # RANK, WORLD_SIZE and the like, set by torchrun
+        "cluster/node.py",  # SSH_CONNECTION; and it sets what its ranks inherit
     }
 
 
@@ -113,7 +114,10 @@ def test_only_config_and_entry_points_read_the_environment() -> None:
         "pipedec.cli.main",
         "pipedec.cli.submit",
         "pipedec.cli.cluster",
+        "pipedec.cli.launch",
         "pipedec.cli.plan",
+        "pipedec.cluster.launched",
+        "pipedec.cluster.node",
         "pipedec.cluster.survey",
         "pipedec.cluster.doctor.comparison",
         "pipedec.methods",

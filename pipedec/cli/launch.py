@@ -91,11 +91,12 @@ def _layers_of(cluster: LaunchedCluster) -> list[str]:
 
 
 def _redis_line(cluster: LaunchedCluster) -> str:
-    redis = cluster.config.redis
+    server = cluster.config.redis
     if cluster.redis_host is None:
-        return f"Redis: {redis.url}" + (" with a password" if redis.password else "")
-    port = f"port {redis.port}" if redis.port else "a free port"
-    return f"Redis: to be started on {cluster.redis_host}, {port}, {'the configured' if redis.password else 'a random'} password"
+        return f"Redis: {server.url}" + (" with a password" if server.password else "")
+    port = f"port {server.port}" if server.port else "a free port"
+    password = "the configured" if server.password else "a random"
+    return f"Redis: to be started on {cluster.redis_host}, {port}, {password} password"
 
 
 def _shown(name: str, value: str) -> str:

@@ -9,6 +9,8 @@ import os
 from pipedec.cluster.processes import die_with_parent
 
 die_with_parent()
+if os.getsid(os.getppid()) != os.getsid(0):  # the supervisor ended before the line above: somebody else's child now
+    os._exit(1)
 
 import transformers.models.llama.configuration_llama  # noqa: E402, F401 - imported when a rank reads a config.json
 

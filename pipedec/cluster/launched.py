@@ -5,6 +5,7 @@ Everything ends with this process, however it ends. Loads no torch.
 
 from __future__ import annotations
 
+import re
 import secrets
 from dataclasses import replace
 from pathlib import Path
@@ -56,8 +57,8 @@ class LaunchedCluster(Supervisor):
         if self.redis_host is None:
             assert self.config.redis.connection_url is not None
             return self.config.redis.connection_url
-        redis = self.config.redis
-        return self.nodes.start_redis(self.redis_host, redis.port, redis.password or secrets.token_hex(24))
+        wanted = self.config.redis
+        return self.nodes.start_redis(self.redis_host, wanted.port, wanted.password or secrets.token_hex(24))
 
     @property
     def _owns_redis(self) -> bool:
@@ -80,6 +81,14 @@ class LaunchedCluster(Supervisor):
                     run_id=self.run_id,
                 )
             )
+
+    def _with_hosts(self, message: str) -> str:
+        return re.sub(r"\brank (\d+)( \((draft|stage \d+)\))?(?! on )", self._with_host, message)
+
+    def _with_host(self, found: re.Match[str]) -> str:
+        """The name of a rank and its host, if the message does not go on with it."""
+        host = self.places[int(found[1])].host if int(found[1]) < len(self.places) else None
+        return found[0] if host is None or found.string[found.end() :].startswith(f": {host}") else f"{found[0]} on {host}"
 
     def _close(self) -> None:
         if self._log is not None:

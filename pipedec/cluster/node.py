@@ -21,7 +21,6 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from pipedec import __version__
 from pipedec.cluster.node_rank import LaunchedRank, serve_rank
 from pipedec.cluster.processes import RankProcesses, start_fork_server
 from pipedec.core import PipedecError
@@ -160,12 +159,13 @@ class Node:
 def describe_host() -> dict[str, Any]:
     """What the launcher compares before it goes on."""
     return {
-        "protocol": PROTOCOL, "pipedec": __version__, "torch": _version_of("torch"), "python": platform.python_version(),
-        "hostname": socket.gethostname(), "pid": os.getpid(),
+        "protocol": PROTOCOL, "pipedec": installed_version("pipedec"), "torch": installed_version("torch"),
+        "python": platform.python_version(), "hostname": socket.gethostname(), "pid": os.getpid(),
     }  # fmt: skip
 
 
-def _version_of(package: str) -> str | None:
+def installed_version(package: str) -> str | None:
+    """The version of an installed package, which is not imported; None if it is not installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:

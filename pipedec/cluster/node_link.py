@@ -14,7 +14,6 @@ from collections import deque
 from queue import SimpleQueue
 from typing import IO, Any
 
-from pipedec import __version__
 from pipedec.cluster.ssh import NO_DIRECTORY, SSH_FAILED, is_local, remote_command
 from pipedec.config import ServerConfig, ssh_program
 from pipedec.core import UserError
@@ -87,7 +86,7 @@ class NodeLink:
         if status in NO_PROGRAM:
             return f"there is no interpreter {self._python}", "set python: of this server, or of launch, in the file"
         if missing is not None and missing.startswith("pipedec"):
-            return f"{self._python} has no pipedec {__version__}", "install it there, or set python: of this server"
+            return f"{self._python} has no pipedec", "install it there, or set python: of this server in the file"
         if missing is not None:
             return f"{self._python} has no module {missing}, which pipedec needs", "install pipedec there with pip"
         return f"the node ended with exit status {status}" + (f": {last}" if last else ""), None

@@ -57,8 +57,8 @@ def serve_rank(place: LaunchedRank, report: Callable[[Any], None]) -> int:
 
 def _refuse(address: RunAddress, place: LaunchedRank, message: str) -> None:
     """Tell the launcher and the other ranks why this one cannot start."""
-    from pipedec.topology import Topology
+    from pipedec.topology import Topology, of_rank
 
     with suppress(PipedecError):
         address.scheduler(Topology.even(place.world_size - 1, 1)).abort(place.rank, message)
-    print(f"pipedec rank {place.rank}: {message}", file=sys.stderr, flush=True)
+    print(f"pipedec: {of_rank(place.rank, message)}", file=sys.stderr, flush=True)

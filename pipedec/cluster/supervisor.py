@@ -145,7 +145,11 @@ class Supervisor(ABC):
         if failure is None:
             with suppress(PipedecError):
                 self.scheduler.abort(rank, end)
-        raise RankLost(f"{rank_name(rank)} {end}" if killed or failure is None else failure)
+        raise RankLost(f"{rank_name(rank)} {end}" if killed or failure is None else self._with_hosts(failure))
+
+    def _with_hosts(self, message: str) -> str:
+        """A rank's message, which tells the user on which hosts the ranks are that it names."""
+        return message
 
     def description(self) -> RunDescription:
         """What the cluster has told its clients of itself. Raises PipedecError if its run has been stopped."""

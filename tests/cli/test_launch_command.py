@@ -1,0 +1,135 @@
+"""``pipedec launch``: what it would run, and the life of a cluster that it starts on this machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from processes import marked_processes, wait_until
+from tiny_pair import Pair
+from transformers import PreTrainedTokenizerBase
+
+from pipedec.cluster.state import read_state
+from pipedec.verify.reference import Reference
+
+pytestmark = pytest.mark.usefixtures("leaves_nothing")
+
+Pipedec = Callable[..., Any]
+Started = Callable[..., "subprocess.Popen[bytes]"]
+
+START_SECONDS = 60.0
+PROMPT = "Natalia sold 12 clips in April."
+HOSTS = """
+target: {pair.target}
+draft: {pair.draft}
+bita: none
+context_tokens: 512
+servers:
+{servers}
+launch: {{environment: {{HF_TOKEN: hush}}}}
+partitions:
+  two: {{stages: 2, draft_device: {{host: {first}, device: cpu}}}}
+"""
+
+
+def written(folder: Path, pair: Pair, *servers: str) -> Path:
+    """A cluster.yaml with these entries of ``servers``."""
+    entries = "\n".join(f"  - {{{server}}}" for server in servers)
+    first = servers[0].partition(",")[0].removeprefix("host: ")
+    (folder / "cluster.yaml").write_text(HOSTS.format(pair=pair, servers=entries, first=first))
+    return folder / "cluster.yaml"
+
+
+def on_localhost(folder: Path, pair: Pair) -> Path:
+    return written(folder, pair, "host: localhost, devices: {cpu: 3}")
+
+
+def test_a_dry_run_says_what_would_run_where(
+    pipedec: Pipedec, pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NCCL_DEBUG", "WARN")
+    monkeypatch.setenv("PIPEDEC_REDIS_PASSWORD", "hush hush")
+    first = "host: one, devices: {cpu: 2}, ssh: me@10.0.0.1, python: /opt/python"
+    file = written(tmp_path, pair, first, "host: two, devices: {cpu: 1}")
+    planned = pipedec("launch", file, "--dry-run", "--run", "try")
+    assert planned.status == 0 and planned.err == "" and not marked_processes() - {os.getpid()}
+    lines = planned.out.splitlines()
+    assert lines[0] == "Partition two: 3 ranks, run try"
+    assert "  rank 0 (draft) on cpu #1" in lines and "  rank 1 (stage 1) on cpu #0, layers 0-3" in lines
+    two = lines.index(next(line for line in lines if line.startswith("two: ")))
+    assert lines[two + 1] == "  rank 2 (stage 2) on cpu #0, layers 4-7"
+    assert next(line for line in lines if line.startswith("one: ")).endswith(
+        " me@10.0.0.1 'exec /opt/python -m pipedec.cluster.node'"
+    )
+    assert {"  NCCL_DEBUG=WARN", "  CUDA_DEVICE_ORDER=PCI_BUS_ID", "  HF_TOKEN=***"} <= set(lines)
+    assert lines[-1] == "Redis: to be started on one, a free port, the configured password"
+    assert "hush" not in planned.out
+    assert "Redis: redis://far:1/0 with a password" in dry_run_with_redis(pipedec, file, monkeypatch)
+
+
+def dry_run_with_redis(pipedec: Pipedec, file: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setenv("PIPEDEC_REDIS_URL", "redis://far:1/0")
+    return str(pipedec("launch", file, "--dry-run").out)
+
+
+def test_launch_status_submit_down(
+    started: Started, pipedec: Pipedec, pair: Pair, reference: Reference, tokenizer: PreTrainedTokenizerBase,
+    state_directory: Path, tmp_path: Path,
+) -> None:  # fmt: skip
+    file = on_localhost(tmp_path, pair)
+    starter = started("launch", file, "--detach")
+    _, err = starter.communicate(timeout=START_SECONDS)
+    assert starter.returncode == 0 and b"is up (process " in err, err
+    state = read_state()
+    assert state is not None and state.is_alive()
+    assert f"already running here (process {state.pid})" in pipedec("launch", file).refused()
+    asked = ("--raw-prompt", "--prompt", PROMPT, "--max-tokens", "16", "--ignore-eos", "--json")
+    expected = reference.generate(tokenizer(PROMPT)["input_ids"], 16, ignore_eos=True)
+    assert json.loads(pipedec("submit", *asked).out)["token_ids"] == expected
+    assert "localhost" in pipedec("status").err
+    assert pipedec("down").err == f"Cluster {state.run_id} is down.\n"
+    assert not state.is_alive() and not (state_directory / "cluster.json").exists()
+    lines = (state_directory / "cluster.log").read_text().splitlines()
+    assert lines[0].startswith("Starting 3 ranks on localhost; ") and lines[-1] == "Cluster stopped."
+    assert [line.split(":")[0] for line in lines if "; gloo over lo" in line] == [
+        f"rank {name} on localhost" for name in ("0 (draft)", "1 (stage 1)", "2 (stage 2)")
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", ["starting", "up"])
+def test_ctrl_c_ends_all_that_launch_has_started(started: Started, pair: Pair, tmp_path: Path, moment: str) -> None:
+    process = started("launch", on_localhost(tmp_path, pair))
+    if moment == "up":
+        assert wait_until(lambda: process.poll() is not None or read_state() is not None, START_SECONDS)
+    else:
+        assert wait_until(lambda: len(psutil.Process(process.pid).children(recursive=True)) >= 3, START_SECONDS)
+    os.killpg(process.pid, signal.SIGINT)
+    _, err = process.communicate(timeout=20)
+    assert process.returncode == 0 and err.decode().splitlines()[-1] == "Stopping the cluster.", err.decode()
+
+
+@pytest.mark.parametrize("flags", [(), ("--detach",)])
+def test_a_host_that_cannot_be_reached_takes_three_lines_at_most(
+    started: Started, pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...]
+) -> None:
+    monkeypatch.setenv("PIPEDEC_SSH", "sh -c 'echo no route to host >&2; exit 255'")
+    process = started("launch", written(tmp_path, pair, "host: far, devices: {cpu: 3}"), *flags)
+    _, err = process.communicate(timeout=START_SECONDS)
+    lines = err.decode().splitlines()
+    assert process.returncode in (1, 2) and len(lines) <= 3
+    assert lines[-1] == "pipedec: far: ssh failed: no route to host: see that `ssh far` works by itself"
+    assert read_state() is None
+
+
+def test_a_partition_that_is_not_there_is_refused(pipedec: Pipedec, pair: Pair, tmp_path: Path) -> None:
+    file = on_localhost(tmp_path, pair)
+    assert "unknown partition 'three'" in pipedec("launch", file, "--partition", "three").refused()
+    assert "nowhere.yaml" in pipedec("launch", tmp_path / "nowhere.yaml").refused()

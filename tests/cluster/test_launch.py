@@ -1,0 +1,293 @@
+"""Clusters that are started from a cluster.yaml: nodes, their launcher, what goes wrong on hosts. All without sshd."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from processes import marked_processes, wait_until
+from tiny_pair import Pair
+from transformers import PreTrainedTokenizerBase
+
+from pipedec.client.client import Client
+from pipedec.cluster.launched import LaunchedCluster
+from pipedec.cluster.node import PROTOCOL
+from pipedec.cluster.ssh import remote_command
+from pipedec.config import ClusterConfig, DeviceConfig, LaunchConfig, PartitionConfig, RedisConfig, ServerConfig, cluster_to_json
+from pipedec.core import PipedecError, RankLost, SamplingParams, UserError
+from pipedec.messages import PromptRequest
+from pipedec.scheduler import connect
+from pipedec.verify.reference import Reference
+
+pytestmark = pytest.mark.usefixtures("leaves_nothing")
+
+PROMPT = "Natalia sold 12 clips in April."
+
+# Stands in for ssh: runs the command here. Its hosts reach each other over loopback.
+SSH_TO_HERE = """#!/bin/sh
+while [ "$1" = -o ]; do shift 2; done
+export SSH_CONNECTION="127.0.0.1 1 127.0.0.1 22"
+shift
+exec sh -c "$1"
+"""
+
+
+def cluster_on(pair: Pair, *servers: ServerConfig, launch: LaunchConfig) -> ClusterConfig:
+    """Two stages on processors, the draft on the first host."""
+    partition = PartitionConfig(stages=2, draft_device=DeviceConfig(servers[0].host, "cpu"))
+    return ClusterConfig(
+        str(pair.target), servers, {"two": partition}, str(pair.draft), str(pair.bita), context_tokens=512, launch=launch
+    )
+
+
+def on_localhost(pair: Pair, **launch: Any) -> ClusterConfig:
+    return cluster_on(pair, ServerConfig("localhost", {"cpu": 3}), launch=LaunchConfig(**launch))
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Callable[[str, str], Path]:
+    """Writes a program."""
+
+    def write(name: str, text: str) -> Path:
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+        return tmp_path / name
+
+    return write
+
+
+@contextmanager
+def node() -> Iterator[subprocess.Popen[bytes]]:
+    """A node as the launcher starts it."""
+    command = remote_command(ServerConfig("localhost", {"cpu": 1}), [sys.executable, "-m", "pipedec.cluster.node"])
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert process.stdin is not None and process.stdout is not None
+    with process.stdin, process.stdout:
+        yield process
+        process.kill()
+        process.wait()
+
+
+def order(process: subprocess.Popen[bytes], name: str, **contents: Any) -> None:
+    assert process.stdin is not None
+    process.stdin.write(json.dumps({"order": name} | contents).encode() + b"\n")
+    process.stdin.flush()
+
+
+def news(process: subprocess.Popen[bytes]) -> dict[str, Any]:
+    assert process.stdout is not None
+    return json.loads(process.stdout.readline())  # type: ignore[no-any-return]
+
+
+def test_a_command_for_a_host_is_quoted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PIPEDEC_SSH", "ssh -F 'my config'")
+    server = ServerConfig("server-1", {"cpu": 1}, ssh="me@10.0.0.1")
+    *options, destination, script = remote_command(server, ["/a python", "-c", "print('b c')"], "/a dir")
+    assert options[:3] == ["ssh", "-F", "my config"] and "BatchMode=yes" in options and destination == "me@10.0.0.1"
+    assert script == """cd '/a dir' || exit 101; exec '/a python' -c 'print('"'"'b c'"'"')'"""
+    local = remote_command(ServerConfig("localhost", {"cpu": 1}), [sys.executable, "-c", "print('b c')"])
+    assert subprocess.run(local, capture_output=True, text=True, check=True).stdout == "b c\n"
+
+
+def test_a_node_says_hello_before_it_has_orders_and_ends_with_its_input() -> None:
+    with node() as process:
+        hello = news(process)
+        assert (hello["news"], hello["protocol"], hello["pid"]) == ("hello", PROTOCOL, process.pid)
+        assert hello["hostname"] == socket.gethostname() and hello["torch"] is not None
+        assert process.stdin is not None
+        process.stdin.close()
+        assert process.wait(10) == 0
+
+
+def test_a_node_starts_redis_and_takes_it_along() -> None:
+    with node() as process:
+        news(process)
+        order(process, "redis", port=None, password="it's secret", towards=[], interface=None)
+        started = news(process)
+        assert started["address"] == "127.0.0.1"
+        url = RedisConfig(f"redis://127.0.0.1:{started['port']}/0", "it's secret").connection_url
+        assert url is not None
+        with connect(url) as client:
+            pid = client.info("server")["process_id"]  # type: ignore[index]
+        process.kill()
+        assert wait_until(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == "zombie", 5)
+
+
+def test_a_node_that_fails_says_why() -> None:
+    with node() as process, socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        news(process)
+        order(process, "redis", port=port, password="secret", towards=[], interface=None)
+        assert news(process)["message"].startswith(f"port {port} is in use: choose another port for Redis")
+        assert process.wait(10) == 0
+
+
+def client_of(cluster: LaunchedCluster) -> Client:
+    assert cluster.scheduler is not None
+    return Client(cluster.scheduler, cluster.check, silence_seconds=60)
+
+
+def request(max_tokens: int) -> PromptRequest:
+    return PromptRequest(PROMPT, True, "pipedec", SamplingParams(max_tokens=max_tokens, ignore_eos=True))
+
+
+def check_answer(cluster: LaunchedCluster, reference: Reference, tokenizer: PreTrainedTokenizerBase) -> None:
+    expected = reference.generate(tokenizer(PROMPT)["input_ids"], 16, ignore_eos=True)
+    assert client_of(cluster).ask(request(16)).token_ids == expected
+
+
+def test_a_launched_cluster_says_what_transformers_says(
+    pair: Pair, reference: Reference, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    log, reports = tmp_path / "hosts.log", set()
+    cluster = LaunchedCluster(on_localhost(pair, environment={"PIPEDEC_SEEN": "yes"}), log=log)
+    cluster.start(lambda rank, what, done, total: reports.add((rank, what)))
+    check_answer(cluster, reference, tokenizer)
+    assert {(rank, "loading") for rank in range(3)} <= reports
+    assert [(rank.rank, rank.host, rank.device) for rank in cluster.description().ranks] == [
+        (rank, "localhost", "cpu") for rank in range(3)
+    ]
+    pids = cluster.pids
+    assert sorted(pids) == [0, 1, 2]
+    for pid in pids.values():
+        assert {"PIPEDEC_SEEN": "yes", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}.items() <= psutil.Process(pid).environ().items()
+    password = cluster.address.redis_url.partition("redis://:")[2].partition("@")[0]
+    command_lines = [Path(f"/proc/{pid}/cmdline").read_text() for pid in marked_processes()]
+    assert password and not any(password in line for line in command_lines)
+    cluster.stop()
+    assert not any(psutil.pid_exists(pid) for pid in pids.values()) and password not in log.read_text()
+
+
+@pytest.mark.slow
+def test_ranks_on_two_hosts_answer_together(
+    pair: Pair, reference: Reference, tokenizer: PreTrainedTokenizerBase, script: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PIPEDEC_SSH", str(script("ssh", SSH_TO_HERE)))
+    servers = [ServerConfig(host, {"cpu": 2}, hostname=socket.gethostname()) for host in ("one", "two")]
+    with LaunchedCluster(cluster_on(pair, *servers, launch=LaunchConfig())) as cluster:
+        assert [place.host for place in cluster.places] == ["one", "one", "two"]
+        check_answer(cluster, reference, tokenizer)
+
+
+def test_a_rank_that_is_killed_is_named_with_its_host(pair: Pair) -> None:
+    with LaunchedCluster(on_localhost(pair)) as cluster:
+        os.kill(cluster.pids[1], signal.SIGKILL)
+        with pytest.raises(RankLost, match=r"rank 1 \(stage 1\) was killed by SIGKILL on localhost"):
+            cluster.wait()
+        cluster.kill()
+
+
+def test_a_node_that_is_killed_takes_its_ranks_along_and_is_named(pair: Pair) -> None:
+    with LaunchedCluster(on_localhost(pair)) as cluster:
+        pids = cluster.pids.values()
+        node_pid = next(pid for pid in marked_processes() if "pipedec.cluster.node" in psutil.Process(pid).cmdline())
+        os.kill(node_pid, signal.SIGKILL)
+        assert wait_until(lambda: not set(pids) & marked_processes(), 5)
+        with pytest.raises(PipedecError, match=r"localhost: the node ended with exit status -9|cannot reach Redis"):
+            cluster.wait()
+        cluster.kill()
+
+
+LAUNCHER = """
+import sys
+from pathlib import Path
+from pipedec.cluster.launched import LaunchedCluster
+from pipedec.config import cluster_from_json
+cluster = LaunchedCluster(cluster_from_json(sys.stdin.readline()))
+if sys.argv[1] == "up":
+    cluster.start()
+else:
+    cluster.nodes.connect(None)
+print("torch" in sys.modules, flush=True)
+sys.stdin.readline()
+"""
+
+
+@pytest.mark.parametrize("moment", ["importing", pytest.param("up", marks=pytest.mark.slow)])
+def test_a_launcher_that_is_killed_leaves_nothing(pair: Pair, moment: str) -> None:
+    before = marked_processes()
+    launcher = subprocess.Popen([sys.executable, "-c", LAUNCHER, moment], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert launcher.stdin is not None and launcher.stdout is not None
+    launcher.stdin.write(cluster_to_json(on_localhost(pair)).encode() + b"\n")
+    launcher.stdin.flush()
+    assert launcher.stdout.readline() == b"False\n"
+    assert wait_until(lambda: len(marked_processes() - before) > (5 if moment == "up" else 2))
+    launcher.kill()
+    launcher.communicate()
+    assert wait_until(lambda: not marked_processes() - before, 5)
+
+
+def refusal(config: ClusterConfig) -> str:
+    """The one line with which a cluster does not start."""
+    with pytest.raises(PipedecError) as refused:
+        LaunchedCluster(config).start()
+    assert "\n" not in str(refused.value)
+    return str(refused.value)
+
+
+def test_a_host_without_what_is_needed_is_named(pair: Pair, script: Any) -> None:
+    assert refusal(on_localhost(pair, python="/no/python")) == (
+        "localhost: there is no interpreter /no/python: set python: of this server, or of launch, in the file"
+    )
+    assert refusal(on_localhost(pair, directory="/no/directory")) == (
+        "localhost: there is no directory /no/directory: create it, or correct launch.directory in the file"
+    )
+    bare = script("bare", f'#!/bin/sh\nexec {sys.executable} -I -S "$@"\n')
+    assert f"localhost: {bare} has no pipedec: install it there" in refusal(on_localhost(pair, python=str(bare)))
+    hello = json.dumps({"news": "hello", "protocol": 0, "pipedec": "0.0.1", "torch": "2"})
+    old = script("old", f"#!/bin/sh\necho Welcome\necho '{hello}'\nread order\n")
+    assert f"localhost: {old} has pipedec 0.0.1 (protocol 0), but here it is" in refusal(on_localhost(pair, python=str(old)))
+    broken = script("broken", "#!/bin/sh\necho it is broken >&2\nexit 7\n")
+    assert refusal(on_localhost(pair, python=str(broken))) == "localhost: the node ended with exit status 7: it is broken"
+
+
+def test_a_host_that_ssh_does_not_reach_is_named(pair: Pair, script: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = cluster_on(pair, ServerConfig("here", {"cpu": 3}, ssh="me@here"), launch=LaunchConfig())
+    failing = script("ssh", "#!/bin/sh\necho 'ssh: connect to host here port 22: Connection refused' >&2\nexit 255\n")
+    monkeypatch.setenv("PIPEDEC_SSH", str(failing))
+    assert refusal(config) == (
+        "here: ssh failed: connect to host here port 22: Connection refused: see that `ssh me@here` works by itself"
+    )
+    monkeypatch.setenv("PIPEDEC_SSH", "/no/ssh")
+    assert refusal(config).startswith("cannot run /no/ssh (No such file or directory): install the client of OpenSSH")
+    monkeypatch.setenv("PIPEDEC_SSH", str(script("ssh", "#!/bin/sh\nread order\nread end\n")))
+    monkeypatch.setattr("pipedec.cluster.nodes.CONNECT_SECONDS", 0.3)
+    assert refusal(config) == "here did not answer within 0 s: see `pipedec doctor`"
+
+
+def test_redis_that_cannot_start_is_named_with_its_host(pair: Pair) -> None:
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        config = replace(on_localhost(pair), redis=RedisConfig(host="localhost", port=port))
+        assert refusal(config).startswith(f"localhost: port {port} is in use: choose another port")
+
+
+def test_redis_that_cannot_be_reached_is_named(pair: Pair) -> None:
+    config = replace(on_localhost(pair), redis=RedisConfig("redis://127.0.0.1:1/0"))
+    assert refusal(config) == "cannot reach Redis at 127.0.0.1:1: the connection failed"
+
+
+def test_a_checkpoint_that_a_host_has_not_got_is_named(pair: Pair) -> None:
+    said = refusal(replace(on_localhost(pair), target="/nowhere"))
+    assert re.match(r"rank \d on localhost: '/nowhere' is neither a directory with a config.json nor", said), said
+
+
+def test_a_shape_without_weights_is_refused_before_anything_starts(pair: Pair) -> None:
+    with pytest.raises(UserError, match=r"draft: llama-3\.2-1b is a shape to plan with and has no weights"):
+        LaunchedCluster(replace(on_localhost(pair), draft="llama-3.2-1b")).start()
