@@ -226,7 +226,7 @@ def test_ranks_under_torchrun_answer_as_one_process_does(
     cluster: Cluster, agents: Callable[..., Agents], answers: Callable[[Cluster, int], None]
 ) -> None:
     started = agents(0, 1, 2)
-    assert wait_until(lambda: "pipedec rank 0: ready done" in started.said(0), START_SECONDS), started.said(0)
+    assert wait_until(lambda: "pipedec: the cluster takes requests" in started.said(0), START_SECONDS), started.said(0)
     answers(cluster, 2)
     assert cluster.cli(1, "down", "--redis", cluster.url, "--run", "three").returncode == 0
     assert [process.wait(30) for process in started.processes] == [0, 0, 0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from hosts import Hosts
 from silent_progress import Silent
 from tiny_pair import Pair
 
@@ -219,6 +221,23 @@ def test_every_partition_is_launched_once_and_measured(pair: Pair, launches: Lau
     assert "mulated" not in text.replace("nothing emulated", "")
     names = {path.name for path in draw_figures(found, tmp_path, ("speedup",)).files}
     assert names == {"speedup.png", "speedup.svg"}, "over two numbers of stages"
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("leaves_nothing")
+def test_partitions_are_launched_over_hosts(pair: Pair, hosts3: Hosts, tmp_path: Path) -> None:
+    devices = {"host-1": {"cpu": 2}, "host-2": {"cpu": 1}, "host-3": {"cpu": 1}}
+    partitions = {f"p{stages}": {"stages": stages, "draft_device": {"host": "host-1", "device": "cpu"}} for stages in (1, 3)}
+    servers = [{"host": host, "devices": found} for host, found in devices.items()]
+    models = {"target": str(pair.target), "draft": str(pair.draft), "context_tokens": 512}
+    (tmp_path / "cluster.yaml").write_text(json.dumps({**models, "servers": servers, "partitions": partitions}))
+    flags = ["--launch", tmp_path / "cluster.yaml", "--partitions", "p1,p3", "--methods", "pp,pipedec", "--out", tmp_path / "out"]
+    command = [sys.executable, "-m", "pipedec.cli", "bench", "sweep", *flags, "--prompt", "Who?", "--max-tokens", "4"]
+    done = hosts3.run(0, *command, timeout=150)
+    assert done.returncode == 0, done.stderr
+    assert [(row["preset"], row["method"]) for row in lines(tmp_path / "out")] == [
+        (name, method) for name in ("p1", "p3") for method in ("pp", "pipedec")
+    ]
 
 
 @pytest.mark.parametrize(
