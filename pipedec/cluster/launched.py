@@ -10,6 +10,7 @@ import secrets
 from dataclasses import replace
 from pathlib import Path
 from typing import IO
+from urllib.parse import urlsplit
 
 from pipedec.cluster.node_rank import LaunchedRank
 from pipedec.cluster.nodes import Nodes
@@ -19,6 +20,8 @@ from pipedec.core import UserError
 from pipedec.hardware import MODEL_SHAPES
 from pipedec.plan.placement import rank_places
 from pipedec.topology import Topology
+
+_THIS_MACHINE = (None, "localhost", "127.0.0.1", "::1")  # as hosts of a URL; None for a Unix socket
 
 
 class LaunchedCluster(Supervisor):
@@ -52,13 +55,20 @@ class LaunchedCluster(Supervisor):
 
     def _open_redis(self) -> str:
         _check_checkpoints(self.config)
+        self._check_redis()
         self._log = self._log_path.open("w", encoding="utf-8") if self._log_path else None
         self.nodes.connect(self._log)
-        if self.redis_host is None:
-            assert self.config.redis.connection_url is not None
-            return self.config.redis.connection_url
+        if (url := self.config.redis.connection_url) is not None:
+            return url
+        assert self.redis_host is not None
         wanted = self.config.redis
         return self.nodes.start_redis(self.redis_host, wanted.port, wanted.password or secrets.token_hex(24))
+
+    def _check_redis(self) -> None:
+        """Raises UserError for a Redis that is another one on each host."""
+        url = self.config.redis.url
+        if url is not None and len(self.nodes.hosts) > 1 and urlsplit(url).hostname in _THIS_MACHINE:
+            raise UserError(f"redis: {url} is another server on each host: give an address that all hosts reach")
 
     @property
     def _owns_redis(self) -> bool:
@@ -83,12 +93,11 @@ class LaunchedCluster(Supervisor):
             )
 
     def _with_hosts(self, message: str) -> str:
-        return re.sub(r"\brank (\d+)( \((draft|stage \d+)\))?(?! on )", self._with_host, message)
+        return re.sub(r"\brank (\d++)( \((draft|stage \d+)\))?+(?! on )", self._with_host, message)
 
     def _with_host(self, found: re.Match[str]) -> str:
-        """The name of a rank and its host, if the message does not go on with it."""
-        host = self.places[int(found[1])].host if int(found[1]) < len(self.places) else None
-        return found[0] if host is None or found.string[found.end() :].startswith(f": {host}") else f"{found[0]} on {host}"
+        rank = int(found[1])
+        return f"{found[0]} on {self.places[rank].host}" if rank < len(self.places) else found[0]
 
     def _close(self) -> None:
         if self._log is not None:

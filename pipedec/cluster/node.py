@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 PROTOCOL = 1  # of orders and news: to be raised whenever a launcher and a node of different versions would misunderstand
 END_SECONDS = 3.0
+IDLE_SECONDS = 60.0  # a launcher that does not end the node so long after its ranks' end has lost its connection
 
 Say = Callable[..., None]  # the name of the news, and what it holds
 
@@ -101,8 +102,10 @@ class Node:
                 self._server.stop()
 
     def _take_part(self) -> bool:
-        """Wait for an order or for a rank; False when there are no more orders."""
-        ready = wait([self._orders, *self._ranks.waitables])
+        """Wait for an order or for a rank; False when there are no more orders, or the ranks have ended long ago."""
+        is_idle = self._ranks.pids and not self._running
+        if not (ready := wait([self._orders, *self._ranks.waitables], timeout=IDLE_SECONDS if is_idle else None)):
+            return False
         if self._orders in ready:
             try:
                 self._follow(json.loads(self._orders.recv_bytes()))

@@ -71,8 +71,10 @@ class Nodes:
 
     def environment(self, host: str) -> dict[str, str]:
         """The variables that a host's ranks get: GPUs are counted as ``nvidia-smi`` does unless the file says otherwise."""
-        own = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"} | transport_environment()
-        return own | dict(self._config.launch.environment) | dict(self.server(host).environment)
+        server, passed_on = self.server(host), transport_environment()
+        if server.interface is not None:  # the file knows the host better than the launching shell does
+            passed_on = {name: value for name, value in passed_on.items() if not name.endswith("_SOCKET_IFNAME")}
+        return {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", **passed_on, **self._config.launch.environment, **server.environment}
 
     def connect(self, log: IO[str] | None) -> None:
         """Start all nodes at once, and compare their versions with this one's. Their ranks' imports begin.
@@ -122,7 +124,7 @@ class Nodes:
             return f"was lost with its host: {self._lost[host]}"
         end = f"{describe_exit(self._statuses[rank])} on {host}"
         printed = self._links[host].complaint() if self._statuses[rank] > 0 else None
-        return f"{end}: {printed}" if printed else end
+        return f"{end}: {printed.removeprefix('pipedec: ').removeprefix(f'rank {rank}: ')}" if printed else end
 
     def read(self, seconds: float) -> list[tuple[int, Any]]:
         self._take(seconds)
@@ -205,7 +207,14 @@ def _names_of(server: ServerConfig) -> list[str]:
 
 def _check_versions(host: str, python: str, hello: dict[str, Any]) -> None:
     """Raises UserError unless the node is of this version."""
+<<<<<<< HEAD
     if hello["pipedec"] != __version__ or hello["protocol"] != PROTOCOL:
+=======
+    here = installed_version("pipedec")
+    if hello["pipedec"] is None:
+        raise UserError(f"{host}: {python} has a pipedec that is not installed: install it there with pip")
+    if hello["pipedec"] != here or hello["protocol"] != PROTOCOL:
+>>>>>>> launch
         raise UserError(
             f"{host}: {python} has pipedec {hello['pipedec']} (protocol {hello['protocol']}), but here it is {__version__} "
             f"(protocol {PROTOCOL}): install the same version on every host"

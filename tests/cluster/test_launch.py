@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import re
 import signal
@@ -23,11 +24,14 @@ from transformers import PreTrainedTokenizerBase
 
 from pipedec.client.client import Client
 from pipedec.cluster.launched import LaunchedCluster
-from pipedec.cluster.node import PROTOCOL
+from pipedec.cluster.node import PROTOCOL, Node
+from pipedec.cluster.node_rank import LaunchedRank
+from pipedec.cluster.nodes import Nodes
 from pipedec.cluster.ssh import remote_command
 from pipedec.config import ClusterConfig, DeviceConfig, LaunchConfig, PartitionConfig, RedisConfig, ServerConfig, cluster_to_json
 from pipedec.core import PipedecError, RankLost, SamplingParams, UserError
 from pipedec.messages import PromptRequest
+from pipedec.plan.placement import rank_places
 from pipedec.scheduler import connect
 from pipedec.verify.reference import Reference
 
@@ -134,6 +138,17 @@ def test_a_node_that_fails_says_why() -> None:
         order(process, "redis", port=port, password="secret", towards=[], interface=None)
         assert news(process)["message"].startswith(f"port {port} is in use: choose another port for Redis")
         assert process.wait(10) == 0
+
+
+def test_a_node_without_a_launcher_ends_after_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The connection to a launcher whose machine has vanished does not end by itself."""
+    monkeypatch.setattr("pipedec.cluster.node.IDLE_SECONDS", 0.1)
+    said: list[tuple[str, Any]] = []
+    orders, sender = multiprocessing.Pipe(duplex=False)
+    place = LaunchedRank(0, 2, 0, 2, "localhost", "no JSON", "two", "redis://127.0.0.1:1/0", "lost")
+    sender.send_bytes(json.dumps({"order": "start"} | vars(place)).encode())
+    Node(orders, lambda news, **contents: said.append((news, contents))).run()
+    assert [news for news, _ in said] == ["hello", "started", "ended"] and said[-1][1] == {"rank": 0, "status": 1}
 
 
 def client_of(cluster: LaunchedCluster) -> Client:
@@ -281,6 +296,38 @@ def test_redis_that_cannot_start_is_named_with_its_host(pair: Pair) -> None:
 def test_redis_that_cannot_be_reached_is_named(pair: Pair) -> None:
     config = replace(on_localhost(pair), redis=RedisConfig("redis://127.0.0.1:1/0"))
     assert refusal(config) == "cannot reach Redis at 127.0.0.1:1: the connection failed"
+
+
+def test_redis_on_every_host_is_refused(pair: Pair) -> None:
+    config = cluster_on(pair, *(ServerConfig(host, {"cpu": 2}) for host in ("one", "two")), launch=LaunchConfig())
+    for url in ("redis://localhost:6379/0", "unix:///run/redis.sock"):
+        said = refusal(replace(config, redis=RedisConfig(url)))
+        assert said == f"redis: {url} is another server on each host: give an address that all hosts reach"
+
+
+def test_the_file_is_preferred_to_the_launching_shell(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("GLOO_SOCKET_IFNAME", "eth7"), ("NCCL_DEBUG", "INFO"), ("NCCL_IB_DISABLE", "1"), ("OTHER", "1")):
+        monkeypatch.setenv(name, value)
+    plain = ServerConfig("one", {"cpu": 2}, environment={"NCCL_DEBUG": "WARN", "B": "own"})
+    config = cluster_on(
+        pair, plain, ServerConfig("two", {"cpu": 1}, interface="eth0"), launch=LaunchConfig(environment={"B": "all's"})
+    )
+    nodes = Nodes(config, rank_places(config))
+    assert nodes.environment("one") == {
+        "CUDA_DEVICE_ORDER": "PCI_BUS_ID", "GLOO_SOCKET_IFNAME": "eth7", "NCCL_DEBUG": "WARN", "NCCL_IB_DISABLE": "1", "B": "own",
+    }  # fmt: skip
+    assert nodes.environment("two") == {
+        "CUDA_DEVICE_ORDER": "PCI_BUS_ID", "NCCL_DEBUG": "INFO", "NCCL_IB_DISABLE": "1", "B": "all's",
+    }  # fmt: skip
+
+
+def test_ranks_in_messages_are_named_with_their_hosts(pair: Pair) -> None:
+    cluster = LaunchedCluster(on_localhost(pair))
+    assert cluster._with_hosts("rank 0: rank 2 (stage 2) stopped answering") == (
+        "rank 0 on localhost: rank 2 (stage 2) on localhost stopped answering"
+    )
+    for message in ("rank 1 (stage 1) on localhost fails", "rank 12 is unknown", "rank 1 on localhost", "no rank"):
+        assert cluster._with_hosts(message) == message
 
 
 def test_a_checkpoint_that_a_host_has_not_got_is_named(pair: Pair) -> None:
