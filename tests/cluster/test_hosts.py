@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import secrets
 import shutil
 import subprocess
@@ -18,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from tiny_pair import Pair
 from transformers import PreTrainedTokenizerBase
 
+import pipedec
 from pipedec.scheduler.server import find_server_binary
 from pipedec.verify.reference import Reference
 
@@ -236,3 +238,50 @@ def test_hosts_in_another_order_than_the_plans_are_named(agents: Callable[..., A
     complaints = [line for index in range(3) for line in started.said(index) if line.startswith("pipedec: ")]
     assert any("was started on host-3, but the plan puts it on host-2" in line for line in complaints), complaints
     assert not any("Traceback" in line for index in range(3) for line in started.said(index))
+
+
+# Stands for Slurm's: runs a command on every node, with this environment, and fails if it fails on one of them.
+SRUN = """#!{python}
+import os, shlex, subprocess, sys
+command = sys.argv[sys.argv.index("bash"):]
+passed_on = ("PIPEDEC_REDIS", "TORCH_", "OMP_", "PATH")
+kept = [f"{{name}}={{value}}" for name, value in os.environ.items() if name.startswith(passed_on)]
+nodes = [
+    subprocess.Popen([*{ssh}, f"host-{{node + 1}}", shlex.join(["env", f"SLURM_NODEID={{node}}", *kept, *command])])
+    for node in range(int(os.environ["SLURM_NNODES"]))
+]
+sys.exit(max([node.wait() for node in nodes]))
+"""
+
+
+def test_the_slurm_script_starts_a_run_on_its_nodes(
+    cluster: Cluster, tmp_path: Path, reference: Reference, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    tools = {"srun": SRUN.format(python=sys.executable, ssh=["ssh", "-F", str(cluster.hosts.ssh_config)])}
+    tools["scontrol"] = "#!/bin/sh\nprintf 'host-1\\nhost-2\\n'\n"
+    for name, text in tools.items():
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    slurm = {"SLURM_GPUS_ON_NODE": "2", "SLURM_NNODES": "2", "SLURM_JOB_ID": "17", "SLURM_JOB_NODELIST": "host-[1-2]"}
+    slurm |= {"SLURM_CPUS_PER_TASK": "1", "OMP_NUM_THREADS": "1"}
+    path = f"{tmp_path}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+    script = Path(pipedec.__file__).parent.parent / "launch" / "slurm.sbatch"
+    log = tmp_path / "job.log"
+    with log.open("wb") as output:
+        job = cluster.hosts.popen(
+            0, "env", "-C", tmp_path, "bash", script, *cluster.pair.flags, environment={**slurm, "PATH": path},
+            stdin=subprocess.DEVNULL, stdout=output, stderr=output,
+        )  # fmt: skip
+    try:
+        assert wait_until(lambda: "pipedec rank 0: ready done" in log.read_text(), START_SECONDS), log.read_text()
+        named = f'. {tmp_path}/pipedec-17.env; {sys.executable} -m pipedec.cli $0 --run slurm-17 "$@"'
+        asked = ("--raw-prompt", "--prompt", PROMPT, "--max-tokens", "12", "--ignore-eos", "--json")
+        answered = cluster.hosts.run(2, "sh", "-c", named, "submit", *asked)
+        assert answered.returncode == 0, answered.stderr
+        assert json.loads(answered.stdout)["token_ids"] == reference.generate(tokenizer(PROMPT)["input_ids"], 12, ignore_eos=True)
+        assert cluster.hosts.run(2, "sh", "-c", named, "down").returncode == 0
+        assert job.wait(30) == 0, log.read_text()
+        assert not (tmp_path / "pipedec-17.env").exists()
+    finally:
+        job.kill()
+        job.wait(10)
