@@ -19,7 +19,7 @@ from pipedec.client.client import Client
 from pipedec.core import Completion, PipedecError, Request, SamplingParams, UserError
 from pipedec.data.prompts import read_prompts
 from pipedec.messages import PromptRequest
-from pipedec.methods import METHODS, find_method, make_options
+from pipedec.methods import find_method, make_options, possible_methods
 from pipedec.threads import load_dialect
 from pipedec.verify.divergence import Divergence, first_difference, measured_divergence
 
@@ -157,7 +157,7 @@ def _compare(
     from pipedec.verify.reference import Reference
 
     spec = local_cluster(pipeline).spec
-    methods = methods or _possible_methods(spec)
+    methods = methods or possible_methods(spec.draft is not None, spec.bita is not None)
     prompter = spec.load_prompter()
     prompt_ids = [_token_ids(prompter, request) for request in requests]
     reference = Reference(spec)
@@ -229,12 +229,6 @@ def _expected(reference: Reference, prompt_ids: tuple[int, ...], request: Prompt
     if request.threads is None:
         return reference.generate(prompt_ids, request.sampling.max_tokens)
     return reference.generate_threads(prompt_ids, request.threads, request.sampling)
-
-
-def _possible_methods(spec: PipelineSpec) -> list[str]:
-    """The methods whose draft model or BiTA weights are available."""
-    has_draft, has_bita = spec.draft is not None, spec.bita is not None
-    return [entry.name for entry in METHODS.values() if entry.missing(has_draft, has_bita) is None]
 
 
 def _answers(

@@ -207,14 +207,7 @@ def _names_of(server: ServerConfig) -> list[str]:
 
 def _check_versions(host: str, python: str, hello: dict[str, Any]) -> None:
     """Raises UserError unless the node is of this version."""
-<<<<<<< HEAD
     if hello["pipedec"] != __version__ or hello["protocol"] != PROTOCOL:
-=======
-    here = installed_version("pipedec")
-    if hello["pipedec"] is None:
-        raise UserError(f"{host}: {python} has a pipedec that is not installed: install it there with pip")
-    if hello["pipedec"] != here or hello["protocol"] != PROTOCOL:
->>>>>>> launch
         raise UserError(
             f"{host}: {python} has pipedec {hello['pipedec']} (protocol {hello['protocol']}), but here it is {__version__} "
             f"(protocol {PROTOCOL}): install the same version on every host"

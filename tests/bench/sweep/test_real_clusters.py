@@ -20,6 +20,7 @@ from pipedec.bench.report.frames import read_answers, studies
 from pipedec.bench.report.tables import tables
 from pipedec.bench.sweep.benchmark import sweep
 from pipedec.bench.sweep.config import SweepConfig
+from pipedec.bench.sweep.pipelines import RunningShape, described_pair
 from pipedec.bench.sweep.rows import read_rows
 from pipedec.cli.main import program
 from pipedec.client.client import Client
@@ -169,6 +170,17 @@ def test_in_bfloat16_ties_do_not_end_a_sweep(pair: Pair, tmp_path: Path) -> None
     assert all(tie["near_tie"] for tie in ties) and all(row["divergence"] is None for row in greedy if row["method"] == "pp")
 
 
+@in_windows
+def test_a_cluster_is_known_by_its_weights_where_its_ranks_have_compared_them(resident: LocalCluster) -> None:
+    here = running(resident)
+    description = replace(here.description, digests={"target": "aa", "draft": "bb", "bita": "cc"})
+    assert described_pair(description, "x") == {"target": description.target, "draft": description.draft, "digest": "aabb"}
+    assert described_pair(here.description, "x")["digest"] is None and described_pair(here.description, "x")["run"] == "x"
+    shape = RunningShape(replace(here, description=description))
+    assert shape.bita["digest"] == "cc" and RunningShape(here).bita["digest"] != "cc"
+    assert shape.scope != RunningShape(replace(shape.running, description=replace(description, dtype="bfloat16"))).scope
+
+
 class Launches:
     """Stands for clusters launched on hosts: starts them here instead, and counts."""
 
@@ -273,9 +285,9 @@ def test_what_a_running_cluster_cannot_do_is_refused(pair: Pair, resident: Local
 def test_command_measures_a_running_cluster_and_refuses_flags_of_others(resident: LocalCluster, tmp_path: Path) -> None:
     place = ["--redis", resident.address.redis_url, "--run", resident.run_id]
     command = ["bench", "sweep", *place, "--prompt", "Who?", "--max-tokens", "4", "--out", str(tmp_path / "out")]
-    done = CliRunner().invoke(program, [*command, "--methods", "pp,pipedec"])
+    done = CliRunner().invoke(program, command)
     assert done.exit_code == 0, (done.output, done.exception)
-    assert [row["method"] for row in lines(tmp_path / "out")] == ["pp", "pipedec"]
+    assert [row["method"] for row in lines(tmp_path / "out")] == ["pp", "stpp", "pipedec", "pipedec-bestfirst"]
     for flags, message in (
         (["--preset", "paper-14", "--target", "x"], "--preset, --target: a running cluster is measured as it is"),
         (["--clock", "computed"], "--clock: a running cluster"),
