@@ -190,6 +190,11 @@ def find_method(name: str) -> MethodEntry:
     return METHODS[name]
 
 
+def possible_methods(has_draft: bool, has_bita: bool) -> list[str]:
+    """The methods whose draft model or BiTA is there."""
+    return [entry.name for entry in METHODS.values() if entry.missing(has_draft, has_bita) is None]
+
+
 def make_options(name: str, given: Mapping[str, Any] | None = None, tree: LayerTreeOptions | None = None) -> MethodOptions:
     """The options of one request.
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import IO, Any
 
 TOOLS = ("ip", "tc", "sshd", "ssh", "ssh-keygen", "unshare", "nsenter", "mount", "hostname")
+PATH = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"  # where the tools are, though not on every PATH
 START_SECONDS = 10.0
 PASSED_ON = ("PIPEDEC_TESTS", "PYTHONPATH", "OMP_NUM_THREADS")  # sshd passes nothing on of its own accord
 
@@ -38,12 +39,13 @@ exec "$4" -D -e -f "$3"
 def lacking() -> list[str]:
     """What this machine has not got that hosts need, in words."""
     found = [] if os.geteuid() == 0 else ["root"]
-    found += [tool for tool in TOOLS if shutil.which(tool) is None]
+    found += [tool for tool in TOOLS if shutil.which(tool, path=PATH) is None]
     return found or ([] if _may_unshare() else ["leave to make network namespaces"])
 
 
 def _may_unshare() -> bool:
-    return subprocess.run(["unshare", "--net", "--uts", "--mount", "true"], capture_output=True, check=False).returncode == 0
+    command = ["unshare", "--net", "--uts", "--mount", "true"]
+    return subprocess.run(command, capture_output=True, check=False, env={"PATH": PATH}).returncode == 0
 
 
 class Hosts:
@@ -101,9 +103,27 @@ class Hosts:
         """``subprocess.Popen`` on a host; a signal sent to it reaches the command itself."""
         return subprocess.Popen(self._entering(index, command), env=self._environment(index, environment), **kwargs)
 
+    def command_lines(self) -> list[str]:
+        """Of every process on the hosts."""
+        pids = _inside({_network_of(holder.pid) for holder in self._holders})
+        found = []
+        for pid in pids:
+            with suppress(OSError):
+                found.append(Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").replace("\0", " "))
+        return found
+
+    def is_listening(self, index: int, port: int) -> bool:
+        """Whether a process on a host waits for connections to a port (of IPv4)."""
+        lines = Path(f"/proc/{self._holders[index].pid}/net/tcp").read_text().splitlines()[1:]
+        return any(line.split()[1].endswith(f":{port:04X}") and line.split()[3] == "0A" for line in lines)
+
     def bind(self, index: int, source: Path, target: Path) -> None:
         """Let one host find ``source`` where the others have ``target``: a file or a directory."""
         self.run(index, "mount", "--bind", source, target, check=True)
+
+    def unbind(self, index: int, target: Path) -> None:
+        """Undo ``bind``."""
+        self.run(index, "umount", target, check=True)
 
     def unplug(self, index: int) -> None:
         """Take the network cable out."""
@@ -143,8 +163,8 @@ class Hosts:
         with (directory / "sshd.log").open("wb") as log:
             holder = subprocess.Popen(
                 ["unshare", "--net", "--uts", "--mount", "sh", "-e", "-c", BECOME_A_HOST, "sh", name, directory,
-                 directory / "sshd_config", str(shutil.which("sshd"))],
-                stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log, start_new_session=True,
+                 directory / "sshd_config", str(shutil.which("sshd", path=PATH))],
+                stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log, start_new_session=True, env=_tools(),
             )  # fmt: skip
         self._holders.append(holder)
         assert holder.stdout is not None and self._reaper.stdin is not None
@@ -168,7 +188,11 @@ class Hosts:
 
     def _environment(self, index: int, more: Mapping[str, str] | None) -> dict[str, str]:
         inherited = {name: value for name, value in os.environ.items() if name != "GLOO_SOCKET_IFNAME"}
-        own = {"PIPEDEC_STATE_DIR": str(self.directory(index) / "state"), "PIPEDEC_SSH": f"ssh -F {self.ssh_config}"}
+        own = {
+            "PATH": PATH,
+            "PIPEDEC_STATE_DIR": str(self.directory(index) / "state"),
+            "PIPEDEC_SSH": f"ssh -F {self.ssh_config}",
+        }
         return inherited | own | dict(more or {})
 
     def _entering(self, index: int, command: tuple[str | Path, ...]) -> list[str | Path]:
@@ -176,10 +200,11 @@ class Hosts:
         return [*enter, "env", "-C", os.getcwd(), *command]
 
     def _on(self, index: int, *command: str) -> None:
-        subprocess.run(self._entering(index, command), check=True, stdin=subprocess.DEVNULL)
+        subprocess.run(self._entering(index, command), check=True, stdin=subprocess.DEVNULL, env=_tools())
 
     def _in_switch(self, *command: str) -> None:
-        subprocess.run(["nsenter", "--target", str(self._reaper.pid), "--net", *command], check=True, stdin=subprocess.DEVNULL)
+        enter = ["nsenter", "--target", str(self._reaper.pid), "--net"]
+        subprocess.run([*enter, *command], check=True, stdin=subprocess.DEVNULL, env=_tools())
 
     def close(self) -> None:
         """Wait for what the reaper has killed."""
@@ -205,6 +230,11 @@ def namespace_hosts(count: int) -> Iterator[Hosts]:
             assert stdout.readline() == b"ready\n", "the reaper did not start"
         hosts.start()
         yield hosts
+
+
+def _tools() -> dict[str, str]:
+    """The environment for commands that make hosts."""
+    return {**os.environ, "PATH": PATH}
 
 
 def _network_of(pid: int | str) -> str:

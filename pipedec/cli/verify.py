@@ -19,7 +19,7 @@ from pipedec.client.client import Client
 from pipedec.core import Completion, PipedecError, Request, SamplingParams, UserError
 from pipedec.data.prompts import read_prompts
 from pipedec.messages import PromptRequest
-from pipedec.methods import METHODS, find_method, make_options
+from pipedec.methods import find_method, make_options, possible_methods
 from pipedec.threads import load_dialect
 from pipedec.verify.divergence import Divergence, first_difference, measured_divergence
 
@@ -96,9 +96,9 @@ def verify(
     """Check that every method generates exactly the tokens of the target alone, as transformers computes them (greedy).
 
     With --redis, --run or --running the cluster that is running answers, and methods are compared with its own `pp`: this process
-    then needs no checkpoint. Prints one line per method and pipeline. Exits with status 1 if any answer differs; two tokens whose
-    logits are so close that rounding may turn them around (0.5 in bfloat16, 0.06 in float16, 0.001 in float32) are reported as a
-    near tie, which is no difference.
+    then needs no checkpoint. Prints one line per method and pipeline. Exits with status 1 if any answer differs; in 16 bits two
+    tokens whose logits are so close that rounding may turn them around (0.5 in bfloat16, 0.06 in float16) are reported as a near
+    tie, which is no difference.
     """
     requests = asked.requests()
     names = methods.split(",") if methods else []
@@ -157,7 +157,7 @@ def _compare(
     from pipedec.verify.reference import Reference
 
     spec = local_cluster(pipeline).spec
-    methods = methods or _possible_methods(spec)
+    methods = methods or possible_methods(spec.draft is not None, spec.bita is not None)
     prompter = spec.load_prompter()
     prompt_ids = [_token_ids(prompter, request) for request in requests]
     reference = Reference(spec)
@@ -229,12 +229,6 @@ def _expected(reference: Reference, prompt_ids: tuple[int, ...], request: Prompt
     if request.threads is None:
         return reference.generate(prompt_ids, request.sampling.max_tokens)
     return reference.generate_threads(prompt_ids, request.threads, request.sampling)
-
-
-def _possible_methods(spec: PipelineSpec) -> list[str]:
-    """The methods whose draft model or BiTA weights are available."""
-    has_draft, has_bita = spec.draft is not None, spec.bita is not None
-    return [entry.name for entry in METHODS.values() if entry.missing(has_draft, has_bita) is None]
 
 
 def _answers(

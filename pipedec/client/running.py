@@ -9,7 +9,7 @@ from typing import NoReturn
 from pipedec.client.client import Client
 from pipedec.core import RankLost, UserError
 from pipedec.messages import PromptRequest, RunDescription
-from pipedec.methods import METHODS, find_method
+from pipedec.methods import METHODS, find_method, possible_methods
 from pipedec.scheduler import RedisScheduler
 from pipedec.topology import Topology
 
@@ -68,8 +68,7 @@ class Running:
 
     def methods(self) -> list[str]:
         """Those that it can decode with."""
-        has_draft, has_bita = self.description.draft is not None, self.description.bita is not None
-        return [entry.name for entry in METHODS.values() if entry.missing(has_draft, has_bita) is None]
+        return possible_methods(self.description.draft is not None, self.description.bita is not None)
 
     def check_method(self, name: str) -> None:
         """Raises UserError for a method that the table does not have, or that the cluster cannot decode with."""

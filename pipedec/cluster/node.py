@@ -16,13 +16,14 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict
-from importlib import metadata
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from typing import TYPE_CHECKING, Any, BinaryIO
 
+from pipedec import __version__
 from pipedec.cluster.node_rank import LaunchedRank, serve_rank
 from pipedec.cluster.processes import RankProcesses, start_fork_server
+from pipedec.cluster.versions import installed_version
 from pipedec.core import PipedecError
 from pipedec.validation import validated
 
@@ -162,17 +163,9 @@ class Node:
 def describe_host() -> dict[str, Any]:
     """What the launcher compares before it goes on."""
     return {
-        "protocol": PROTOCOL, "pipedec": installed_version("pipedec"), "torch": installed_version("torch"),
+        "protocol": PROTOCOL, "pipedec": __version__, "torch": installed_version("torch"),
         "python": platform.python_version(), "hostname": socket.gethostname(), "pid": os.getpid(),
     }  # fmt: skip
-
-
-def installed_version(package: str) -> str | None:
-    """The version of an installed package, which is not imported; None if it is not installed."""
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def own_address(towards: list[str], interface: str | None) -> str | None:

@@ -12,8 +12,9 @@ from collections.abc import Iterable, Sequence
 from queue import Empty, SimpleQueue
 from typing import IO, Any
 
+from pipedec import __version__
 from pipedec.cluster.network import host_of_destination
-from pipedec.cluster.node import PROTOCOL, installed_version
+from pipedec.cluster.node import PROTOCOL
 from pipedec.cluster.node_link import News, NodeLink
 from pipedec.cluster.node_rank import LaunchedRank
 from pipedec.cluster.processes import describe_exit
@@ -206,12 +207,9 @@ def _names_of(server: ServerConfig) -> list[str]:
 
 def _check_versions(host: str, python: str, hello: dict[str, Any]) -> None:
     """Raises UserError unless the node is of this version."""
-    here = installed_version("pipedec")
-    if hello["pipedec"] is None:
-        raise UserError(f"{host}: {python} has a pipedec that is not installed: install it there with pip")
-    if hello["pipedec"] != here or hello["protocol"] != PROTOCOL:
+    if hello["pipedec"] != __version__ or hello["protocol"] != PROTOCOL:
         raise UserError(
-            f"{host}: {python} has pipedec {hello['pipedec']} (protocol {hello['protocol']}), but here it is {here} "
+            f"{host}: {python} has pipedec {hello['pipedec']} (protocol {hello['protocol']}), but here it is {__version__} "
             f"(protocol {PROTOCOL}): install the same version on every host"
         )
     if hello["torch"] is None:

@@ -17,7 +17,7 @@ from pipedec.cluster.address import RankPlace, RunAddress
 from pipedec.cluster.lease import claim_run
 from pipedec.cluster.meeting import MEETING_SECONDS
 from pipedec.cluster.processes import die_with_parent
-from pipedec.cluster.rank import Report, run_rank
+from pipedec.cluster.rank import run_rank
 from pipedec.config import ClusterConfig, load_cluster, redis_url_from_environment
 from pipedec.core import PipedecError, RankLost, UserError
 from pipedec.engine.spec import Cut, Models, PipelineSpec
@@ -52,7 +52,7 @@ def _run(arguments: list[str]) -> int:
     except PipedecError as error:
         print(f"pipedec: {error}", file=sys.stderr, flush=True)
         return 2 if isinstance(error, UserError) else 1
-    return run_rank(place, spec, address, _print_report(place.rank), store, _print_description)
+    return run_rank(place, spec, address, _print_report, store, _print_description)
 
 
 def _claim(place: RankPlace, scheduler: RedisScheduler, store: Store) -> None:
@@ -150,12 +150,10 @@ def _print_description(description: RankDescription) -> None:
     print(f"pipedec {rank_name(description.rank)} on {description.host}: {description}", file=sys.stderr, flush=True)
 
 
-def _print_report(rank: int) -> Report:
-    def report(what: str, done: int, total: int) -> None:
-        if done == total:
-            print(f"pipedec rank {rank}: {what} done", file=sys.stderr, flush=True)
-
-    return report
+def _print_report(what: str, done: int, total: int) -> None:
+    """Rank 0 says when all ranks are ready; that this one has loaded its weights, its description says."""
+    if what == "ready":
+        print("pipedec: the cluster takes requests", flush=True)
 
 
 if __name__ == "__main__":

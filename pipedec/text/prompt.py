@@ -9,6 +9,7 @@ import hashlib
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from transformers import AutoTokenizer
 
@@ -25,12 +26,7 @@ class Prompter:
     """
 
     def __init__(self, directory: Path, max_positions: int, context_tokens: int | None = None) -> None:
-        if not any((directory / name).exists() for name in ("tokenizer.json", "tokenizer.model")):
-            raise UserError(f"no tokenizer in {directory}: expected tokenizer.json beside config.json")
-        try:
-            self.tokenizer = AutoTokenizer.from_pretrained(directory)
-        except Exception as error:  # tokenizers raises a bare Exception for a corrupt file
-            raise UserError(f"the tokenizer in {directory} cannot be read: {str(error).splitlines()[0][:160]}") from error
+        self.tokenizer = _load_tokenizer(directory)
         self.tokenizer.model_max_length = sys.maxsize  # silences a warning: token_ids checks the length itself
         self._context, self._owner = max_positions, "model"
         if context_tokens is not None and context_tokens < max_positions:
@@ -80,16 +76,26 @@ def same_tokenizer(target: Path, draft: Path) -> None:
     """Check that both models have the same vocabulary.
 
     Raises:
-        UserError: the vocabularies differ.
+        UserError: the vocabularies differ, or one cannot be read.
     """
     files = [path / "tokenizer.json" for path in (target, draft)]
     digests = [hashlib.sha256(file.read_bytes()).digest() for file in files if file.exists()]
     if len(digests) == 2 and digests[0] == digests[1]:
         return
-    vocabularies = [AutoTokenizer.from_pretrained(path).get_vocab() for path in (target, draft)]
+    vocabularies = [_load_tokenizer(path).get_vocab() for path in (target, draft)]
     if vocabularies[0] != vocabularies[1]:
         sizes = " and ".join(str(len(vocabulary)) for vocabulary in vocabularies)
         raise UserError(
             f"the draft {draft} has a different tokenizer than the target {target} ({sizes} tokens): "
             "use a draft of the same family, or --method pp --draft none"
         )
+
+
+def _load_tokenizer(directory: Path) -> Any:
+    """Raises UserError if there is none, or a damaged one."""
+    if not any((directory / name).exists() for name in ("tokenizer.json", "tokenizer.model")):
+        raise UserError(f"no tokenizer in {directory}: expected tokenizer.json beside config.json")
+    try:
+        return AutoTokenizer.from_pretrained(directory)
+    except Exception as error:  # tokenizers raises a bare Exception for a corrupt file
+        raise UserError(f"the tokenizer in {directory} cannot be read: {str(error).splitlines()[0][:160]}") from error

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import socket
 import sys
-from pathlib import Path
 
 import pytest
 from hosts import Hosts
@@ -110,7 +109,7 @@ def test_a_firewall_and_a_missing_cable_are_told_apart_from_a_closed_port(hosts3
     assert on(hosts3, 0, ask) == "connection refused"
     server = hosts3.popen(2, sys.executable, "-c", "import socket; socket.create_server(('', 8000)).accept(); input()", stdin=-1)
     try:
-        assert wait_until(lambda: is_listening(server.pid, 8000))
+        assert wait_until(lambda: hosts3.is_listening(2, 8000))
         hosts3.block_port(2, 8000)
         assert on(hosts3, 0, ask) == "no answer within 1 s"
         hosts3.unblock(2)
@@ -126,8 +125,3 @@ def test_a_firewall_and_a_missing_cable_are_told_apart_from_a_closed_port(hosts3
     finally:
         server.kill()
         server.wait(10)
-
-
-def is_listening(pid: int, port: int) -> bool:
-    rows = [line.split() for line in Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]]
-    return any(row[1].endswith(f":{port:04X}") and row[3] == "0A" for row in rows)

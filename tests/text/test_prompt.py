@@ -180,6 +180,8 @@ def test_a_missing_or_damaged_tokenizer_is_refused(pair: Pair, tmp_path: Path) -
 
 
 def test_tokenizers_are_compared_by_vocabulary(pair: Pair, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no tokenizer in"):
+        same_tokenizer(pair.target, tmp_path)
     same_tokenizer(pair.target, pair.draft)
     shutil.copytree(pair.draft, tmp_path / "spaced")
     file = tmp_path / "spaced" / "tokenizer.json"

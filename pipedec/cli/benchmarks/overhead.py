@@ -24,7 +24,11 @@ _AS_IT_IS = "a running cluster is measured as it is: leave this out, or --redis,
 @click.option("--timesteps", type=int, default=200, show_default=True, help="Timed timesteps per repeat.")
 @click.option("--hidden", type=int, default=192, show_default=True, help="Hidden size; determines the bytes of a step.")
 @click.option(
-    "--repeats", type=int, default=3, show_default=True, help="Number of times pipeline and bare gloo take turns; or answers."
+    "--repeats",
+    type=int,
+    default=3,
+    show_default=True,
+    help="Times that pipeline and bare gloo take turns; or answers of a running cluster.",
 )
 @click.option("--dispatch", default="windows,tasks", show_default=True, help="What Redis grants: windows, tasks, or both.")
 @click.option("--out", type=PATH, help=OUT_HELP)

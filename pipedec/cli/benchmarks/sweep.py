@@ -17,6 +17,7 @@ from pipedec.cli.running import RunningFlags, refuse_flags, running_options
 from pipedec.cli.show import console
 from pipedec.config import load_cluster
 from pipedec.core import UserError
+from pipedec.methods import possible_methods
 
 if TYPE_CHECKING:
     from pipedec.bench.sweep.config import SweepConfig
@@ -33,7 +34,7 @@ class GridFlags:
 
     presets: str | None
     stages: str | None
-    methods: str
+    methods: str | None
     repeats: int
     clock: str
     slow_motion: float
@@ -45,11 +46,11 @@ class GridFlags:
         from pipedec.bench.sweep.config import SweepConfig
         from pipedec.bench.sweep.pipelines import Pair
 
+        methods = {"methods": tuple(self.methods.split(","))} if self.methods else {}
         return SweepConfig(
-            **{**asked.settings(), **real},
+            **{**asked.settings(), **real, **methods},
             presets=tuple(self.presets.split(",")) if self.presets else (),
             stages=_numbers("--stages", self.stages),
-            methods=tuple(self.methods.split(",")),
             trees=trees.grid(),
             bita=self.bita,
             repeats=self.repeats,
@@ -89,8 +90,9 @@ def grid_options(command: Command) -> Command:
             "--stages", help="Numbers of stages, like 1,2,4; with --preset, of devices like its first (default: its own number)."
         ),
         click.option(
-            "--methods", default="pp,stpp,stpp-tuned,pipedec,pipedec-bestfirst", show_default=True,
-            help="Also bita, and slm: a small model alone.",
+            "--methods",
+            help="Like pp,bita; also slm: a small model alone (default: pp,stpp,stpp-tuned,pipedec,pipedec-bestfirst; "
+            "of a real cluster those of them that it can decode with).",
         ),
         click.option("--bita", multiple=True, type=PATH, help="bita: a trained BiTA (default: the shipped one; repeatable)."),
         click.option("--repeats", type=int, default=1, show_default=True, help="Answers per prompt, each with its own seed."),
@@ -135,7 +137,9 @@ class LaunchFlags:
         names = self.partitions.split(",") if self.partitions else [cluster.find_partition()[0]]
         for name in names:
             cluster.find_partition(name)
-        return {"cluster": cluster, "launched": tuple(names)}
+        own = [cluster.for_partition(name) for name in names]
+        has_draft, has_bita = all(one.draft != "none" for one in own), all(one.bita != "none" for one in own)
+        return {"cluster": cluster, "launched": tuple(names), "methods": _usual(possible_methods(has_draft, has_bita))}
 
 
 def launch_options(command: Command) -> Command:
@@ -189,8 +193,16 @@ def _real(place: RunningFlags, launching: LaunchFlags) -> dict[str, Any]:
         raise UserError("--partitions goes with --launch FILE")
     if place.are_given:
         refuse_flags(_STARTED_HERE, "a running cluster is measured as it is: leave this out, or --redis, --run and --running")
-        return {"running": place.connect()}
+        cluster = place.connect()
+        return {"running": cluster, "methods": _usual(cluster.methods())}
     return {}
+
+
+def _usual(possible: list[str]) -> tuple[str, ...]:
+    """The methods of a sweep that are measured if none are given, without those that are not possible."""
+    from pipedec.bench.sweep.config import SweepConfig
+
+    return tuple(name for name in SweepConfig.methods if name in possible)
 
 
 def _numbers(flag: str, text: str | None) -> tuple[int, ...]:

@@ -49,7 +49,7 @@ def compare(config: ClusterConfig, answers: Mapping[str, Answer]) -> dict[str, d
             *_checkpoints(report, reports),
             _clock(answers[host]),
             _devices(config.server(host), report),
-            _reach(answers[host], len(others)),
+            *_reach(answers[host], len(others)),
         ):
             if (own := table[host].get(finding.name)) is None or own.level != "problem":
                 table[host][finding.name] = finding
@@ -119,11 +119,11 @@ def _devices(server: ServerConfig, report: HostReport) -> Finding:
     return ok("devices", expected)
 
 
-def _reach(answer: Answer, num_others: int) -> Finding:
+def _reach(answer: Answer, num_others: int) -> list[Finding]:
     if answer.unreachable:
         reasons = "; ".join(f"{host}: {reason}" for host, reason in answer.unreachable.items())
         mend = (
             f"open all TCP ports of {', '.join(answer.unreachable)} to this host, or set interface: to a network that joins them"
         )
-        return problem("other hosts", reasons, mend)
-    return ok("other hosts", f"{num_others} can be connected to")
+        return [problem("other hosts", reasons, mend)]
+    return [ok("other hosts", f"{num_others} can be connected to")] if num_others else []

@@ -5,7 +5,6 @@ Judges nothing: what a fact means is for ``checks`` and ``comparison``. Whatever
 
 from __future__ import annotations
 
-import importlib.metadata
 import importlib.util
 import os
 import platform
@@ -15,7 +14,6 @@ import socket
 import subprocess
 import sys
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,6 +23,7 @@ import psutil
 from pipedec import __version__
 from pipedec.cluster.clock import measured_offset_us
 from pipedec.cluster.network import addresses_of, interface_address, interface_of, is_loopback, is_this_host, routed_address
+from pipedec.cluster.versions import installed_version
 from pipedec.config import ServerConfig, state_directory
 from pipedec.core import PipedecError
 from pipedec.scheduler import connect
@@ -187,12 +186,8 @@ def gather(questions: Questions, port: int | None) -> HostFacts:
 
 def package_versions() -> dict[str, str | None]:
     """Versions of pipedec, python, and the packages on which results depend."""
-    versions: dict[str, str | None] = {"pipedec": __version__, "python": platform.python_version()}
-    for package in ("torch", "transformers", "flash-attn"):
-        with suppress(importlib.metadata.PackageNotFoundError):
-            versions[package] = importlib.metadata.version(package)
-        versions.setdefault(package, None)
-    return versions
+    packages = {package: installed_version(package) for package in ("torch", "transformers", "flash-attn")}
+    return {"pipedec": __version__, "python": platform.python_version(), **packages}
 
 
 def checkpoint_facts(directory: Path) -> CheckpointFacts:

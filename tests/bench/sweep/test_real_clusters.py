@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from hosts import Hosts
 from silent_progress import Silent
 from tiny_pair import Pair
 
@@ -18,6 +20,7 @@ from pipedec.bench.report.frames import read_answers, studies
 from pipedec.bench.report.tables import tables
 from pipedec.bench.sweep.benchmark import sweep
 from pipedec.bench.sweep.config import SweepConfig
+from pipedec.bench.sweep.pipelines import RunningShape, described_pair
 from pipedec.bench.sweep.rows import read_rows
 from pipedec.cli.main import program
 from pipedec.client.client import Client
@@ -27,6 +30,7 @@ from pipedec.config import ClusterConfig, DeviceConfig, PartitionConfig, ServerC
 from pipedec.core import Completion, PipedecError, SamplingParams, UserError
 from pipedec.data.prompts import PromptSet
 from pipedec.messages import PromptRequest
+from pipedec.verify.divergence import TIE_BOUNDS
 
 in_windows = pytest.mark.parametrize("resident", ["windows"], indirect=True)
 
@@ -126,6 +130,7 @@ def diverging(margin: float) -> Callable[..., Completion]:
 def test_a_near_tie_is_recorded_and_the_sweep_goes_on(
     measured: SweepConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setitem(TIE_BOUNDS, "float32", 1e-3)
     monkeypatch.setattr(Client, "ask", diverging(0.0005))
     rows = sweep(measured, PROMPTS, tmp_path, Silent())
     assert [row["divergence"] is not None for row in rows] == [row["method"] == "stpp" for row in rows]
@@ -165,6 +170,17 @@ def test_in_bfloat16_ties_do_not_end_a_sweep(pair: Pair, tmp_path: Path) -> None
     assert len(greedy) == len(drawn) == 12 and {row["cluster"]["dtype"] for row in greedy} == {"bfloat16"}
     ties = [row["divergence"] for row in greedy + drawn if row["divergence"] is not None]
     assert all(tie["near_tie"] for tie in ties) and all(row["divergence"] is None for row in greedy if row["method"] == "pp")
+
+
+@in_windows
+def test_a_cluster_is_known_by_its_weights_where_its_ranks_have_compared_them(resident: LocalCluster) -> None:
+    here = running(resident)
+    description = replace(here.description, digests={"target": "aa", "draft": "bb", "bita": "cc"})
+    assert described_pair(description, "x") == {"target": description.target, "draft": description.draft, "digest": "aabb"}
+    assert described_pair(here.description, "x")["digest"] is None and described_pair(here.description, "x")["run"] == "x"
+    shape = RunningShape(replace(here, description=description))
+    assert shape.bita["digest"] == "cc" and RunningShape(here).bita["digest"] != "cc"
+    assert shape.scope != RunningShape(replace(shape.running, description=replace(description, dtype="bfloat16"))).scope
 
 
 class Launches:
@@ -221,6 +237,23 @@ def test_every_partition_is_launched_once_and_measured(pair: Pair, launches: Lau
     assert names == {"speedup.png", "speedup.svg"}, "over two numbers of stages"
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("leaves_nothing")
+def test_partitions_are_launched_over_hosts(pair: Pair, hosts3: Hosts, tmp_path: Path) -> None:
+    devices = {"host-1": {"cpu": 2}, "host-2": {"cpu": 1}, "host-3": {"cpu": 1}}
+    partitions = {f"p{stages}": {"stages": stages, "draft_device": {"host": "host-1", "device": "cpu"}} for stages in (1, 3)}
+    servers = [{"host": host, "devices": found} for host, found in devices.items()]
+    models = {"target": str(pair.target), "draft": str(pair.draft), "context_tokens": 512}
+    (tmp_path / "cluster.yaml").write_text(json.dumps({**models, "servers": servers, "partitions": partitions}))
+    flags = ["--launch", tmp_path / "cluster.yaml", "--partitions", "p1,p3", "--methods", "pp,pipedec", "--out", tmp_path / "out"]
+    command = [sys.executable, "-m", "pipedec.cli", "bench", "sweep", *flags, "--prompt", "Who?", "--max-tokens", "4"]
+    done = hosts3.run(0, *command, timeout=150)
+    assert done.returncode == 0, done.stderr
+    assert [(row["preset"], row["method"]) for row in lines(tmp_path / "out")] == [
+        (name, method) for name in ("p1", "p3") for method in ("pp", "pipedec")
+    ]
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -254,9 +287,9 @@ def test_what_a_running_cluster_cannot_do_is_refused(pair: Pair, resident: Local
 def test_command_measures_a_running_cluster_and_refuses_flags_of_others(resident: LocalCluster, tmp_path: Path) -> None:
     place = ["--redis", resident.address.redis_url, "--run", resident.run_id]
     command = ["bench", "sweep", *place, "--prompt", "Who?", "--max-tokens", "4", "--out", str(tmp_path / "out")]
-    done = CliRunner().invoke(program, [*command, "--methods", "pp,pipedec"])
+    done = CliRunner().invoke(program, command)
     assert done.exit_code == 0, (done.output, done.exception)
-    assert [row["method"] for row in lines(tmp_path / "out")] == ["pp", "pipedec"]
+    assert [row["method"] for row in lines(tmp_path / "out")] == ["pp", "stpp", "pipedec", "pipedec-bestfirst"]
     for flags, message in (
         (["--preset", "paper-14", "--target", "x"], "--preset, --target: a running cluster is measured as it is"),
         (["--clock", "computed"], "--clock: a running cluster"),

@@ -20,12 +20,15 @@ from pipedec.bench.sweep.benchmark import sweep
 from pipedec.bench.sweep.config import SweepConfig
 from pipedec.bench.sweep.pipelines import Pair as Models
 from pipedec.bench.sweep.rows import read_rows
+from pipedec.bench.sweep.runners import Measured, OneProcess
 from pipedec.bench.sweep.trees import TreeGrid
 from pipedec.bench.sweep.tuning import TuningGrid, best_tree
 from pipedec.cli.main import program
 from pipedec.config import paper_cluster
-from pipedec.core import SamplingParams, UserError
+from pipedec.core import PipedecError, SamplingParams, UserError
 from pipedec.data.prompts import PromptSet
+from pipedec.messages import PromptRequest
+from pipedec.verify.divergence import TIE_BOUNDS
 
 PROMPTS = [PromptSet("first", ("The pipeline", "Natalia sold", "Größe")), PromptSet("second", ("at every timestep",))]
 GRID = TuningGrid(layer_depths=(1, 2), depths=(2, 3), rows=(4, 8))
@@ -158,6 +161,42 @@ def test_greedy_and_stochastic_rows_share_a_directory_and_go_on(pair: Pair, tmp_
     both = greedy_and_stochastic(studies(read_answers([tmp_path]))["computed"])
     assert both.methods == [one.method for one in variants(both.stochastic)] == ["stpp", "stpp-tuned", "pipedec"]
     assert (len(both.greedy), len(both.stochastic)) == (3 * 3, 3 * 9)
+
+
+class SecondBest:
+    """A pipeline in this process whose ``stpp`` takes the second best third token."""
+
+    def __init__(self) -> None:
+        self._decode = OneProcess._decode
+        self.margin = 0.0
+
+    def __call__(self, runner: OneProcess, asked: PromptRequest) -> Measured:
+        measured = self._decode(runner, asked)
+        if asked.method != "stpp":
+            return measured
+        logprobs = runner.reference(replace(asked, sampling=replace(asked.sampling, logprobs=2))).logprobs
+        assert logprobs is not None
+        (_, best), (token, other) = logprobs[2].items()
+        self.margin = best - other
+        return replace(measured, token_ids=(*measured.token_ids[:2], token, *measured.token_ids[3:]))
+
+
+@pytest.mark.parametrize("bound", [1e-3, 1e3])
+def test_a_sweep_here_judges_a_difference_by_its_margin(
+    pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bound: float
+) -> None:
+    second_best = SecondBest()
+    monkeypatch.setattr(OneProcess, "_decode", lambda runner, asked: second_best(runner, asked))
+    monkeypatch.setitem(TIE_BOUNDS, "float32", bound)
+    chosen = config(pair, methods=("pp", "pipedec", "stpp"), stages=(1, 2))
+    if bound < 1:
+        with pytest.raises(PipedecError, match="stpp and pp gave different answers to prompt 0 of second: output token 2 is"):
+            sweep(chosen, PROMPTS[1:], tmp_path, Silent())
+        assert [row["method"] for row in lines(tmp_path)] == ["pp", "pipedec", "stpp"]
+    else:
+        sweep(chosen, PROMPTS[1:], tmp_path, Silent())
+    found = lines(tmp_path)[2]["divergence"]
+    assert found["position"] == 2 and found["near_tie"] == (bound > 1) and found["margin"] == pytest.approx(second_best.margin)
 
 
 def test_static_trees_are_the_best_over_all_draws(pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

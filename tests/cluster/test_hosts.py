@@ -1,0 +1,287 @@
+"""Clusters on three hosts that call themselves 127.0.1.1: by ``pipedec launch`` and by torchrun, and what failures look like."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from hosts import Hosts
+from processes import wait_until
+from safetensors.torch import load_file, save_file
+from tiny_pair import Pair
+from transformers import PreTrainedTokenizerBase
+
+import pipedec
+from pipedec.scheduler.server import find_server_binary
+from pipedec.verify.reference import Reference
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("leaves_nothing")]
+
+START_SECONDS = 90.0
+PROMPT = "Natalia sold 12 clips."
+PORT = 7000  # of Redis
+
+
+@dataclass
+class Cluster:
+    """Five ranks on three hosts: the draft and stage 1 on the first, stages 2 and 3 on the second, stage 4 on the third.
+
+    Attributes:
+        password: of Redis, which runs on the second host.
+        extra: more keys for the entry of a host in the file.
+    """
+
+    hosts: Hosts
+    pair: Pair
+    folder: Path
+    password: str = field(default_factory=lambda: secrets.token_hex(12))
+    extra: dict[int, str] = field(default_factory=dict)
+
+    @property
+    def url(self) -> str:
+        return f"redis://{self.hosts.address(1)}:{PORT}/0"
+
+    @property
+    def environment(self) -> dict[str, str]:
+        return {"OMP_NUM_THREADS": "1", "PIPEDEC_REDIS_PASSWORD": self.password}
+
+    def file(self, redis: str = "redis: {host: host-2, port: 7000}") -> Path:
+        lines = [f"target: {self.pair.target}", f"draft: {self.pair.draft}", redis, "servers:"]
+        for index, count in enumerate((2, 2, 1)):
+            lines.append(f"  - {{host: host-{index + 1}, devices: {{cpu: {count}}}{self.extra.get(index, '')}}}")
+        lines.append("partitions: {all: {stages: 4, draft_device: {host: host-1, device: cpu}}}")
+        path = self.folder / "cluster.yaml"
+        path.write_text("\n".join(lines) + "\n")
+        return path
+
+    def cli(self, index: int, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
+        """``pipedec`` on a host."""
+        command = (sys.executable, "-m", "pipedec.cli", *arguments)
+        return self.hosts.run(index, *command, environment=self.environment, timeout=START_SECONDS)
+
+    def refused(self) -> str:
+        """The line with which ``pipedec launch`` ends."""
+        ended = self.cli(0, "launch", self.file())
+        lines = ended.stderr.splitlines()
+        assert ended.returncode != 0 and ended.stdout == "" and len(lines) <= 3, (ended.returncode, ended.stdout, ended.stderr)
+        assert lines[-1].startswith("pipedec: ")
+        return lines[-1]
+
+
+@pytest.fixture
+def cluster(hosts3: Hosts, pair: Pair, tmp_path: Path) -> Cluster:
+    return Cluster(hosts3, pair, tmp_path)
+
+
+@pytest.fixture
+def answers(reference: Reference, tokenizer: PreTrainedTokenizerBase) -> Callable[[Cluster, int], None]:
+    """Asks from a host, with two methods, and compares with transformers."""
+    expected = reference.generate(tokenizer(PROMPT)["input_ids"], 12, ignore_eos=True)
+
+    def ask(cluster: Cluster, index: int) -> None:
+        for method in ("pp", "pipedec-bestfirst"):
+            place = ("--redis", cluster.url, "--run", "three", "--method", method)
+            asked = ("submit", *place, "--raw-prompt", "--prompt", PROMPT, "--max-tokens", "12", "--ignore-eos", "--json")
+            answered = cluster.cli(index, *asked)
+            assert answered.returncode == 0, answered.stderr
+            assert json.loads(answered.stdout)["token_ids"] == expected
+
+    return ask
+
+
+def test_a_launched_cluster_answers_every_host_as_one_process_does(
+    cluster: Cluster, answers: Callable[[Cluster, int], None]
+) -> None:
+    started = cluster.cli(0, "launch", cluster.file(), "--run", "three", "--detach")
+    assert started.returncode == 0, started.stderr
+    try:
+        assert not any(cluster.password in line for line in cluster.hosts.command_lines())
+        answers(cluster, 0)
+        answers(cluster, 2)
+        wrong = Cluster(cluster.hosts, cluster.pair, cluster.folder)
+        refused = wrong.cli(2, "submit", "--redis", cluster.url, "--run", "three", "--prompt", PROMPT)
+        assert refused.returncode == 1 and "wrong Redis password" in refused.stderr
+    finally:
+        assert cluster.cli(0, "down").returncode == 0
+    logs = "".join(path.read_text() for path in (cluster.hosts.directory(0) / "state").glob("*.log"))
+    assert cluster.password not in logs and "Traceback" not in logs
+
+
+def test_a_foreign_checkpoint_on_one_host_is_named(cluster: Cluster, tmp_path: Path) -> None:
+    other = Path(shutil.copytree(cluster.pair.target, tmp_path / "other"))
+    path = other / "model.safetensors"
+    save_file({name: 1.01 * tensor for name, tensor in load_file(path).items()}, path, {"format": "pt"})
+    cluster.hosts.bind(1, other, cluster.pair.target)
+    try:
+        assert "host-2 has another target than rank 0 (draft) on host-1" in cluster.refused()
+    finally:
+        cluster.hosts.unbind(1, cluster.pair.target)
+
+
+def test_a_host_without_pipedec_is_named(cluster: Cluster, tmp_path: Path) -> None:
+    bare = tmp_path / "bare-python"
+    bare.write_text(f'#!/bin/sh\nexec {sys.executable} -I -S "$@"\n')
+    bare.chmod(0o755)
+    cluster.extra[1] = f", python: {bare}"
+    assert f"host-2: {bare} has no pipedec" in cluster.refused()
+
+
+def test_a_host_that_ssh_does_not_reach_is_named(cluster: Cluster) -> None:
+    cluster.hosts.unplug(2)
+    try:
+        assert "host-3: ssh failed: " in cluster.refused()
+    finally:
+        cluster.hosts.plug(2)
+
+
+def test_a_firewall_between_hosts_is_named(cluster: Cluster) -> None:
+    cluster.hosts.block_port(2)
+    try:
+        line = cluster.refused()
+        assert "cannot connect to rank 4" in line and "host-3 at 10.77.0.3" in line and "open all TCP ports" in line
+    finally:
+        cluster.hosts.unblock(2)
+
+
+@dataclass
+class Agents:
+    """A torchrun on each host, all of whose ranks write into one log, and torchrun itself into another."""
+
+    cluster: Cluster
+    order: tuple[int, ...]
+    processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
+
+    def start(self) -> None:
+        """Start the hosts, given by number, in this order."""
+        hosts, counts = self.cluster.hosts, (2, 2, 1)
+        config = self.cluster.file(f"redis: {{url: '{self.cluster.url}'}}")
+        for node, index in enumerate(self.order):
+            command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "3", "--node-rank", str(node)]
+            command += ["--nproc-per-node", str(counts[index]), "--master-addr", f"host-{self.order[0] + 1}"]
+            command += [
+                "--master-port",
+                "29500",
+                "-m",
+                "--",
+                "pipedec.cluster.torchrun",
+                "--run",
+                "three",
+                "--config",
+                str(config),
+            ]
+            with self.log(index, "ranks").open("wb") as ranks, self.log(index, "torchrun").open("wb") as own:
+                self.processes.append(
+                    hosts.popen(
+                        index, *command, environment=self.cluster.environment, stdin=subprocess.DEVNULL, stdout=ranks, stderr=own
+                    )
+                )
+
+    def log(self, index: int, whose: str) -> Path:
+        return self.cluster.folder / f"{whose}-{index}.log"
+
+    def said(self, index: int) -> list[str]:
+        return self.log(index, "ranks").read_text().splitlines()
+
+
+@pytest.fixture
+def redis(cluster: Cluster) -> Iterator[None]:
+    """A Redis with a password on the second host."""
+    config = f'bind 0.0.0.0\nport {PORT}\nrequirepass {cluster.password}\nsave ""\n'
+    with cluster.hosts.popen(1, find_server_binary(), "-", stdin=subprocess.PIPE, stdout=subprocess.DEVNULL) as server:
+        assert server.stdin is not None
+        with server.stdin as stdin:
+            stdin.write(config.encode())
+        try:
+            assert wait_until(lambda: cluster.hosts.is_listening(1, PORT))
+            yield
+        finally:
+            server.kill()
+
+
+@pytest.fixture
+def agents(cluster: Cluster, redis: None) -> Iterator[Callable[[int, int, int], Agents]]:
+    """Starts torchrun on the hosts in an order."""
+    made: list[Agents] = []
+
+    def start(*order: int) -> Agents:
+        made.append(Agents(cluster, order))
+        made[-1].start()
+        return made[-1]
+
+    yield start
+    for process in made[-1].processes:
+        process.kill()  # its ranks die with it
+        process.wait(10)
+
+
+def test_ranks_under_torchrun_answer_as_one_process_does(
+    cluster: Cluster, agents: Callable[..., Agents], answers: Callable[[Cluster, int], None]
+) -> None:
+    started = agents(0, 1, 2)
+    assert wait_until(lambda: "pipedec: the cluster takes requests" in started.said(0), START_SECONDS), started.said(0)
+    answers(cluster, 2)
+    assert cluster.cli(1, "down", "--redis", cluster.url, "--run", "three").returncode == 0
+    assert [process.wait(30) for process in started.processes] == [0, 0, 0]
+
+
+def test_hosts_in_another_order_than_the_plans_are_named(agents: Callable[..., Agents]) -> None:
+    started = agents(0, 2, 1)
+    assert all(process.wait(START_SECONDS) != 0 for process in started.processes)
+    complaints = [line for index in range(3) for line in started.said(index) if line.startswith("pipedec: ")]
+    assert any("was started on host-3, but the plan puts it on host-2" in line for line in complaints), complaints
+    assert not any("Traceback" in line for index in range(3) for line in started.said(index))
+
+
+# Stands for Slurm's: runs a command on every node, with this environment, and fails if it fails on one of them.
+SRUN = """#!{python}
+import os, shlex, subprocess, sys
+command = sys.argv[sys.argv.index("bash"):]
+passed_on = ("PIPEDEC_REDIS", "TORCH_", "OMP_", "PATH")
+kept = [f"{{name}}={{value}}" for name, value in os.environ.items() if name.startswith(passed_on)]
+nodes = [
+    subprocess.Popen([*{ssh}, f"host-{{node + 1}}", shlex.join(["env", f"SLURM_NODEID={{node}}", *kept, *command])])
+    for node in range(int(os.environ["SLURM_NNODES"]))
+]
+sys.exit(max([node.wait() for node in nodes]))
+"""
+
+
+def test_the_slurm_script_starts_a_run_on_its_nodes(
+    cluster: Cluster, tmp_path: Path, reference: Reference, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    tools = {"srun": SRUN.format(python=sys.executable, ssh=["ssh", "-F", str(cluster.hosts.ssh_config)])}
+    tools["scontrol"] = "#!/bin/sh\nprintf 'host-1\\nhost-2\\n'\n"
+    for name, text in tools.items():
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    slurm = {"SLURM_GPUS_ON_NODE": "2", "SLURM_NNODES": "2", "SLURM_JOB_ID": "17", "SLURM_JOB_NODELIST": "host-[1-2]"}
+    slurm |= {"SLURM_CPUS_PER_TASK": "1", "OMP_NUM_THREADS": "1"}
+    path = f"{tmp_path}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+    script = Path(pipedec.__file__).parent.parent / "launch" / "slurm.sbatch"
+    log = tmp_path / "job.log"
+    with log.open("wb") as output:
+        job = cluster.hosts.popen(
+            0, "env", "-C", tmp_path, "bash", script, *cluster.pair.flags, environment={**slurm, "PATH": path},
+            stdin=subprocess.DEVNULL, stdout=output, stderr=output,
+        )  # fmt: skip
+    try:
+        assert wait_until(lambda: "pipedec rank 0: ready done" in log.read_text(), START_SECONDS), log.read_text()
+        named = f'. {tmp_path}/pipedec-17.env; {sys.executable} -m pipedec.cli $0 --run slurm-17 "$@"'
+        asked = ("--raw-prompt", "--prompt", PROMPT, "--max-tokens", "12", "--ignore-eos", "--json")
+        answered = cluster.hosts.run(2, "sh", "-c", named, "submit", *asked)
+        assert answered.returncode == 0, answered.stderr
+        assert json.loads(answered.stdout)["token_ids"] == reference.generate(tokenizer(PROMPT)["input_ids"], 12, ignore_eos=True)
+        assert cluster.hosts.run(2, "sh", "-c", named, "down").returncode == 0
+        assert job.wait(30) == 0, log.read_text()
+        assert not (tmp_path / "pipedec-17.env").exists()
+    finally:
+        job.kill()
+        job.wait(10)
