@@ -9,7 +9,7 @@ import argparse
 import os
 import signal
 import sys
-from contextlib import redirect_stderr
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 
@@ -37,10 +37,9 @@ def main() -> None:
     """
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # torchrun passes Ctrl-C on and waits for the ranks to end
     die_with_parent()
-    with redirect_stderr(sys.stdout):
+    # The ranks share the file: each line is written at once, whatever PYTHONUNBUFFERED says.
+    with os.fdopen(1, "w", buffering=1, closefd=False) as lines, redirect_stdout(lines), redirect_stderr(lines):
         status = _run(sys.argv[1:])
-    sys.stdout.flush()
-    sys.stderr.flush()
     os._exit(status)
 
 

@@ -273,7 +273,7 @@ def test_the_slurm_script_starts_a_run_on_its_nodes(
             stdin=subprocess.DEVNULL, stdout=output, stderr=output,
         )  # fmt: skip
     try:
-        assert wait_until(lambda: "pipedec rank 0: ready done" in log.read_text(), START_SECONDS), log.read_text()
+        assert wait_until(lambda: "pipedec: the cluster takes requests" in log.read_text(), START_SECONDS), log.read_text()
         named = f'. {tmp_path}/pipedec-17.env; {sys.executable} -m pipedec.cli $0 --run slurm-17 "$@"'
         asked = ("--raw-prompt", "--prompt", PROMPT, "--max-tokens", "12", "--ignore-eos", "--json")
         answered = cluster.hosts.run(2, "sh", "-c", named, "submit", *asked)
