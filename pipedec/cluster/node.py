@@ -104,7 +104,7 @@ class Node:
     def _take_part(self) -> bool:
         """Wait for an order or for a rank; False when there are no more orders, or the ranks have ended long ago."""
         is_idle = self._ranks.pids and not self._running
-        if not (ready := wait([self._orders, *self._ranks.waitables], timeout=IDLE_SECONDS if is_idle else None)):
+        if not (ready := wait([self._orders, *self._ranks.waitables(self._running)], timeout=IDLE_SECONDS if is_idle else None)):
             return False
         if self._orders in ready:
             try:

@@ -25,7 +25,7 @@ from pipedec.plan.placement import Placement
 
 CONNECT_SECONDS = 15.0
 REDIS_SECONDS = 15.0
-END_SECONDS = 10.0
+END_SECONDS = 6.0
 _LOST = -signal.SIGHUP  # exit status of a rank that was lost with its host
 
 

@@ -13,7 +13,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
@@ -49,10 +49,9 @@ class RankProcesses:
         self._processes[rank] = process
         self._pipes[receiver] = rank
 
-    @property
-    def waitables(self) -> list[Connection | int]:
-        """What becomes readable when a rank reports or ends (see ``multiprocessing.connection.wait``)."""
-        return [*self._pipes, *(process.sentinel for process in self._processes.values() if process.exitcode is None)]
+    def waitables(self, ranks: Iterable[int]) -> list[Connection | int]:
+        """What is readable when a rank reports, or one of ``ranks`` has ended (see ``multiprocessing.connection.wait``)."""
+        return [*self._pipes, *(self._processes[rank].sentinel for rank in ranks)]
 
     @property
     def pids(self) -> dict[int, int]:
