@@ -96,9 +96,9 @@ def verify(
     """Check that every method generates exactly the tokens of the target alone, as transformers computes them (greedy).
 
     With --redis, --run or --running the cluster that is running answers, and methods are compared with its own `pp`: this process
-    then needs no checkpoint. Prints one line per method and pipeline. Exits with status 1 if any answer differs; two tokens whose
-    logits are so close that rounding may turn them around (0.5 in bfloat16, 0.06 in float16, 0.001 in float32) are reported as a
-    near tie, which is no difference.
+    then needs no checkpoint. Prints one line per method and pipeline. Exits with status 1 if any answer differs; in 16 bits two
+    tokens whose logits are so close that rounding may turn them around (0.5 in bfloat16, 0.06 in float16) are reported as a near
+    tie, which is no difference.
     """
     requests = asked.requests()
     names = methods.split(",") if methods else []

@@ -64,12 +64,7 @@ class Survey:
         able = [host for host, answer in answers.items() if answer.report is not None]
         for host in able:
             self._links[host].order("reach", places={other: place for other, place in places.items() if other != host})
-        for host, news in self._collect("reached", able).items():
-            reached = (
-                Answer(failure=news) if isinstance(news, Finding) else replace(answers[host], unreachable=news["unreachable"])
-            )
-            answers[host] = reached
-        return answers
+        return answers | {host: _reached(answers[host], news) for host, news in self._collect("reached", able).items()}
 
     def _collect(self, kind: str, hosts: Iterable[str]) -> dict[str, dict[str, Any] | Finding]:
         """The next news of one kind from each host, with the time at which it came; or why there is none."""

@@ -18,10 +18,8 @@ from pipedec.messages import PromptRequest
 
 # The largest difference of two logits that rounding may turn around. The best logits of chat models lie between 16 and 32, where
 # the last place of bfloat16 (8 bits) is 1/8 and that of float16 (11 bits) 1/64: four of them, since each of the two is rounded,
-# and so is all that they were computed from. In float32 the last place is 2e-6: what many layers add up to stays far below 1e-3.
-TIE_BOUNDS = {"bfloat16": 4 / 8, "float16": 4 / 64, "float32": 1e-3, "float64": 1e-3}
-
-IN_16_BITS = ("bfloat16", "float16")
+# and so is all that they were computed from. In float32 and float64 there is no such bound: all methods give the same tokens.
+TIE_BOUNDS = {"bfloat16": 4 / 8, "float16": 4 / 64}
 
 
 @dataclass(frozen=True)
@@ -41,7 +39,7 @@ class Divergence:
 
     def is_near_tie(self, dtype: str) -> bool:
         """Whether rounding in ``dtype`` explains the difference."""
-        return self.margin is not None and self.margin <= TIE_BOUNDS[dtype]
+        return self.margin is not None and dtype in TIE_BOUNDS and self.margin <= TIE_BOUNDS[dtype]
 
     def __str__(self) -> str:
         margin = f"; the target's logits of the two are {self.margin:.2g} apart" if self.margin is not None else ""
@@ -50,7 +48,7 @@ class Divergence:
 
 def is_explained(divergence: Divergence, dtype: str, sampling: SamplingParams) -> bool:
     """Whether rounding may be the cause: a near tie; of sampled tokens, which have no margin, any difference in 16 bits."""
-    return divergence.is_near_tie(dtype) or (sampling.is_stochastic and dtype in IN_16_BITS)
+    return divergence.is_near_tie(dtype) or (sampling.is_stochastic and dtype in TIE_BOUNDS)
 
 
 class Answered(Protocol):

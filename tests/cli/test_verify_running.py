@@ -16,6 +16,7 @@ from pipedec.client.client import Client
 from pipedec.cluster.local import LocalCluster
 from pipedec.core import Completion
 from pipedec.messages import PromptRequest
+from pipedec.verify.divergence import TIE_BOUNDS
 
 # One way to dispatch is enough: what differs between them is below the client.
 in_windows = pytest.mark.parametrize("resident", ["windows"], indirect=True)
@@ -109,6 +110,7 @@ class Diverging:
 
 @pytest.fixture(params=[0.0005, 0.25])
 def margin(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> float:
+    monkeypatch.setitem(TIE_BOUNDS, "float32", 1e-3)
     diverging = Diverging(Client.ask, request.param)
     monkeypatch.setattr(Client, "ask", lambda client, *asked, **callbacks: diverging(client, *asked, **callbacks))
     return float(request.param)

@@ -198,6 +198,7 @@ def test_ranks_on_two_hosts_answer_together(
         check_answer(cluster, reference, tokenizer)
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_killed_is_named_with_its_host(pair: Pair) -> None:
     with LaunchedCluster(on_localhost(pair)) as cluster:
         os.kill(cluster.pids[1], signal.SIGKILL)
@@ -330,6 +331,7 @@ def test_ranks_in_messages_are_named_with_their_hosts(pair: Pair) -> None:
         assert cluster._with_hosts(message) == message
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_a_host_has_not_got_is_named(pair: Pair) -> None:
     said = refusal(replace(on_localhost(pair), target="/nowhere"))
     assert re.match(r"rank \d on localhost: '/nowhere' is neither a directory with a config.json nor", said), said

@@ -65,6 +65,21 @@ def test_clock_takes_the_slowest_rank_and_the_busiest_link() -> None:
     assert clock.total_ms == pytest.approx(20 + 2 + 4)
 
 
+def test_full_duplex_links_send_and_receive_at_the_same_time() -> None:
+    half, full = (EmulatedClock(replace(emulation(), duplex=duplex), Topology.even(3, 3)) for duplex in ("half", "full"))
+    load = TimestepLoad(computed={1: 1, 2: 1}, sent={1: 1, 2: 1})
+    for clock in (half, full):
+        clock.add(load)
+    sent_ms = emulation().stages[0].send_ms(1)
+    assert half.total_ms - full.total_ms == pytest.approx(sent_ms), "stage 2 receives, then sends"
+
+
+def test_a_plan_hands_its_duplex_on() -> None:
+    config = paper_cluster()
+    full = replace(config, network=replace(config.network, duplex="full"))
+    assert [Emulation.of_plan(plan(one, "paper-14")).duplex for one in (config, full)] == ["half", "full"]
+
+
 def test_clock_adds_up_the_draft_s_forwards() -> None:
     clock = EmulatedClock(emulation(), Topology.even(3, 3))
     clock.add(TimestepLoad(drafted=[1, 8, 8, 8], computed={1: 1}))

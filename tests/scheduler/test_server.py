@@ -12,10 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from pipedec.config import RedisConfig
 from pipedec.core import SchedulerLost, UserError
 from pipedec.scheduler import EmbeddedServer, Keys, connect
 from pipedec.scheduler.client import address_of, check_version
-from pipedec.scheduler.server import find_server_binary, server_version
+from pipedec.scheduler.server import ALL_ADDRESSES, find_server_binary, server_version
 
 
 def is_alive(pid: int) -> bool:
@@ -44,6 +45,18 @@ def test_a_server_lives_as_long_as_its_with_block() -> None:
         assert server.url.split("@")[0].removeprefix("redis://:") not in command
     assert not is_alive(pid) and not directory.exists()
     server.stop()
+
+
+def test_a_server_takes_the_port_and_the_password_that_it_is_given() -> None:
+    with EmbeddedServer(bind=ALL_ADDRESSES) as first:
+        port = first.port
+        with pytest.raises(UserError, match=f"port {port} is in use: choose another port for Redis"):
+            EmbeddedServer(bind=ALL_ADDRESSES, port=port)
+    odd = 'it\'s "odd" \\ @:/#% ü'
+    with EmbeddedServer(unix_socket=True, port=port, password=odd) as second:
+        assert second.port == port
+        assert connect(second.url).ping() and connect(second.unix_url).ping()
+        assert connect(RedisConfig(f"redis://{second.address}/0", odd).connection_url or "").ping()
 
 
 def test_a_server_dies_when_its_parent_is_killed() -> None:

@@ -74,6 +74,11 @@ def test_a_near_tie_is_within_the_bound_of_its_type(dtype: str, bound: float) ->
     assert not Divergence(3, 1, 2, 1.01 * bound).is_near_tie(dtype)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_more_than_16_bits_excuse_nothing(dtype: str) -> None:
+    assert not Divergence(3, 1, 2, 0.0).is_near_tie(dtype)
+
+
 def test_a_divergence_says_what_and_how_far() -> None:
     assert str(Divergence(3, 1, 2, 0.25)) == "output token 3 is 2, not 1; the target's logits of the two are 0.25 apart"
     assert str(Divergence(3, 1, None)) == "output token 3 is None, not 1"

@@ -197,7 +197,8 @@ def _check_difference(row: Row, dtype: str) -> None:
         return
     divergence = Divergence(found["position"], found["expected"], found["found"], found["margin"])
     prompt = f"prompt {row['prompt_index']} of {row['prompt_set']}"
+    rule = f"a near tie in {dtype} is below {TIE_BOUNDS[dtype]:g}" if dtype in TIE_BOUNDS else f"{dtype} has no near ties"
     raise PipedecError(
-        f"{row['method']} and pp gave different answers to {prompt}: {divergence}: a defect, as a near tie in {dtype} is below "
-        f"{TIE_BOUNDS[dtype]:g}; to measure it again, remove row {row['key']}"
+        f"{row['method']} and pp gave different answers to {prompt}: {divergence}: a defect, as {rule}; to measure it again, "
+        f"remove row {row['key']}"
     )

@@ -30,6 +30,7 @@ from pipedec.config import ClusterConfig, DeviceConfig, PartitionConfig, ServerC
 from pipedec.core import Completion, PipedecError, SamplingParams, UserError
 from pipedec.data.prompts import PromptSet
 from pipedec.messages import PromptRequest
+from pipedec.verify.divergence import TIE_BOUNDS
 
 in_windows = pytest.mark.parametrize("resident", ["windows"], indirect=True)
 
@@ -129,6 +130,7 @@ def diverging(margin: float) -> Callable[..., Completion]:
 def test_a_near_tie_is_recorded_and_the_sweep_goes_on(
     measured: SweepConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setitem(TIE_BOUNDS, "float32", 1e-3)
     monkeypatch.setattr(Client, "ask", diverging(0.0005))
     rows = sweep(measured, PROMPTS, tmp_path, Silent())
     assert [row["divergence"] is not None for row in rows] == [row["method"] == "stpp" for row in rows]
