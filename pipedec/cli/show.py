@@ -25,6 +25,8 @@ console = Console(stderr=True, highlight=False)
 def loading_bars(bars: Mapping[str, Collection[int]]) -> Iterator[Callable[[int, str, int, int], None]]:
     """Progress bars over the weights of ranks; yields the callback for a cluster's ``start``.
 
+    Without a terminal, each of several bars is a line when it is full.
+
     Args:
         bars: the title of each bar, and its ranks.
     """
@@ -39,6 +41,8 @@ def loading_bars(bars: Mapping[str, Collection[int]]) -> Iterator[Callable[[int,
             alike = [told for other in bars[title] if (told := reported.get(other)) and told[0] == what]
             completed, in_all = sum(told[1] for told in alike), sum(told[2] for told in alike)
             progress.update(tasks[title], description=f"{title}: {what} weights", completed=completed, total=in_all)
+            if completed == in_all and len(bars) > 1 and not console.is_terminal:
+                console.print(f"{title}: {what} weights: done", soft_wrap=True)
 
         yield update
 

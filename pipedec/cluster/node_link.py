@@ -148,7 +148,7 @@ class NodeLink:
             texts = (text for line in lines if (text := line.decode(errors="replace").strip()))
             for number, text in enumerate(texts):
                 self._printed.append(text)
-                if self._log is not None and number < _LOG_LINES:
+                if self._log is not None and number < _LOG_LINES and not self._log.closed:
                     print(f"{self.server.host}: {text[:_LINE_CHARS]}", file=self._log, flush=True)
 
     def _last_line(self) -> str:

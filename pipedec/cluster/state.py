@@ -1,7 +1,7 @@
 """Running clusters: how a client finds one, and how two on one machine are kept apart.
 
-A cluster started by ``pipedec up`` leaves a state file in a private directory; any other cluster is named by its Redis URL and
-run. The file holds the Redis password, so only its owner may read it.
+A cluster started here by ``pipedec up`` or ``pipedec launch`` leaves a state file in a private directory; any other cluster is
+named by its Redis URL and run. The file holds the Redis password, so only its owner may read it.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class RunningCluster:
 
 
 class MachineLock:
-    """Held by the one ``pipedec up`` that may run under a state directory, from before it starts until it ends.
+    """Held by the one ``pipedec up`` or ``launch`` that may run under a state directory, from before it starts until it ends.
 
     The kernel releases the lock when the process that holds it ends, whatever ends it. A detached process inherits the lock from
     the command that started it, as an open file descriptor (``fileno``).
@@ -98,7 +98,7 @@ class MachineLock:
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            other = "another `pipedec up` is starting or stopping a cluster here: wait until it is done"
+            other = "another cluster is starting or stopping here: wait until that is done"
         state = read_state()
         if state is not None and state.is_alive():
             other = f"a cluster is already running here (process {state.pid}): stop it with `pipedec down`"
@@ -124,7 +124,9 @@ def find_run(redis_url: str | None, run_id: str | None) -> RunningCluster:
         return RunningCluster(named, run_id or DEFAULT_RUN)
     state = read_state()
     if state is None or not state.is_alive() or run_id not in (None, state.run_id):
-        raise UserError("no cluster is running here: start one with `pipedec up`, or give --redis URL --run NAME")
+        raise UserError(
+            "no cluster is running here: start one with `pipedec up` or `pipedec launch`, or give --redis URL --run NAME"
+        )
     return state
 
 

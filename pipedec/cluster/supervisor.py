@@ -132,20 +132,32 @@ class Supervisor(ABC):
         ended = self._ranks.exit_statuses
         if not ended or self.scheduler is None:
             return
-        state = self.scheduler.status().state
-        is_stopped = state == "stopping" or (self._is_up and state == "gone")
-        lost = {rank: status for rank, status in ended.items() if status != 0 or not is_stopped}
-        if not lost:
-            return
         # A rank that fails reports why. One that was killed cannot; the other ranks then only report that they lost it.
-        killed = [rank for rank, status in lost.items() if status <= 0]
-        rank = killed[0] if killed else next(iter(lost))
+        killed = [rank for rank, status in ended.items() if status < 0]
+        try:
+            state = self.scheduler.status().state
+        except SchedulerLost:
+            if killed:  # Redis was lost with the rank
+                raise self._lost(killed[0]) from None
+            raise
+        is_stopped = state == "stopping" or (self._is_up and state == "gone")
+        if failed := [rank for rank, status in ended.items() if status != 0 or not is_stopped]:
+            early = [rank for rank in failed if ended[rank] == 0]
+            raise self._lost((killed or early or failed)[0], reports=not killed and not early)
+
+    def _lost(self, rank: int, reports: bool = False) -> RankLost:
+        """The error that says why the run has failed; aborts the run, so that the other ranks end.
+
+        Args:
+            reports: whether ``rank`` itself may have reported why it ended.
+        """
         end = self._ranks.describe_end(rank)
-        failure = self.scheduler.failure()
-        if failure is None:
-            with suppress(PipedecError):
+        failure = None
+        with suppress(PipedecError):
+            assert self.scheduler is not None
+            if (failure := self.scheduler.failure()) is None:
                 self.scheduler.abort(rank, end)
-        raise RankLost(f"{rank_name(rank)} {end}" if killed or failure is None else self._with_hosts(failure))
+        return RankLost(self._with_hosts(failure) if failure and reports else f"{rank_name(rank)} {end}")
 
     def _with_hosts(self, message: str) -> str:
         """A rank's message, which tells the user on which hosts the ranks are that it names."""

@@ -220,7 +220,7 @@ def test_a_prompt_longer_than_the_context_for_a_running_cluster(known_resident: 
 @pytest.mark.parametrize(
     ("flags", "status", "message"),
     [
-        ([], 2, "no cluster is running here: start one with `pipedec up`, or give --redis URL --run NAME"),
+        ([], 2, "no cluster is running here: start one with `pipedec up` or `pipedec launch`, or give --redis URL --run NAME"),
         (["--run", "other"], 2, "no cluster is running here"),
         (["--redis", "redis://:secret@127.0.0.1:PORT"], 1, "cannot reach Redis at 127.0.0.1:PORT: the connection failed"),
         (["--redis", "127.0.0.1:6379"], 2, "--redis: must look like redis://host:6379/0"),

@@ -19,7 +19,7 @@ Pipedec = Callable[..., Any]
 
 def test_up_is_refused_while_another_starts(pipedec: Pipedec, pair: Pair) -> None:
     lock = MachineLock()
-    assert "another `pipedec up` is starting or stopping a cluster here" in pipedec("up", *pair.flags).refused()
+    assert "another cluster is starting or stopping here" in pipedec("up", *pair.flags).refused()
     lock.release()
     MachineLock().release()
 
@@ -30,7 +30,7 @@ def test_of_two_clusters_started_at_once_one_comes_up(started: Started, pair: Pa
     errors = {process.wait(60): process.communicate()[1].decode() for process in both}
     assert set(errors) == {0, 2}
     assert errors[2].startswith("pipedec: ") and len(errors[2].splitlines()) == 1
-    assert "another `pipedec up` is starting" in errors[2] or "already running here" in errors[2]
+    assert "another cluster is starting" in errors[2] or "already running here" in errors[2]
     assert started("down").wait(60) == 0
     assert started("up", "--detach", *pair.flags, "--stages", "1").wait(60) == 0
     assert started("down").wait(60) == 0
