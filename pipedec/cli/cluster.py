@@ -17,9 +17,10 @@ from rich.table import Table
 
 from pipedec.cli.options import PipelineFlags, cluster_options, pipeline_options
 from pipedec.cli.show import console, loading_bars
+from pipedec.cluster.processes import start_fork_server
 from pipedec.cluster.state import DEFAULT_RUN, MachineLock, RunningCluster, find_run, process_start, read_state
 from pipedec.config import redis_url_from_environment, state_directory
-from pipedec.core import PipedecError
+from pipedec.core import PipedecError, UserError
 from pipedec.messages import RunDescription
 from pipedec.scheduler import RedisScheduler
 from pipedec.topology import rank_name
@@ -56,12 +57,13 @@ def up(pipeline: PipelineFlags, redis: str | None, run: str | None, detach: bool
     """
     lock = MachineLock(lock_fd)
     try:
-        redis_url = redis_url_from_environment(redis)
-        cluster = local_cluster(pipeline, redis_url, run or (DEFAULT_RUN if redis_url else None))
         if detach:
             detach_cluster(lock)
-        else:
-            serve_cluster(cluster, {f"{len(cluster.topology.ranks)} ranks": cluster.topology.ranks})
+            return
+        start_fork_server()  # it imports torch while this process does
+        redis_url = redis_url_from_environment(redis)
+        cluster = local_cluster(pipeline, redis_url, run or (DEFAULT_RUN if redis_url else None))
+        serve_cluster(cluster, {f"{len(cluster.topology.ranks)} ranks": cluster.topology.ranks})
     finally:
         lock.release()
 
@@ -136,7 +138,8 @@ def _wait_until_up(process: subprocess.Popen[bytes], log_path: Path) -> RunningC
     while (state := read_state()) is None or state.pid != process.pid:
         if process.poll() is not None:
             lines = log_path.read_text().strip().splitlines()
-            raise PipedecError((lines[-1] if lines else "the cluster did not start").removeprefix("pipedec: "))
+            kind = UserError if process.returncode == 2 else PipedecError
+            raise kind((lines[-1] if lines else "the cluster did not start").removeprefix("pipedec: "))
         if time.monotonic() > deadline:
             raise PipedecError(f"the cluster did not come up within {DETACH_SECONDS:.0f} s: see {log_path}")
         time.sleep(0.05)

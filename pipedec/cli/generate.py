@@ -24,7 +24,9 @@ def generate(pipeline: PipelineFlags, asked: RequestFlags) -> None:
     """
     request = asked.request()
     from pipedec.cli.cluster import local_cluster
+    from pipedec.cluster.processes import start_fork_server
 
+    start_fork_server()  # it imports torch while this process does
     if request.threads is not None:
         pipeline = pipeline.for_threads()
     method = find_method(request.method or DEFAULT_METHOD)

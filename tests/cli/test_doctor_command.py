@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +25,19 @@ def test_a_host_is_examined(pipedec: Pipedec) -> None:
     assert others == [] and host == socket.gethostname()
     assert {"pipedec", "torch", "GPUs", "Redis", "state directory"} <= {finding["name"] for finding in findings}
     assert all(finding["name"].split()[0] in shown.out for finding in findings)
+
+
+def test_gpus_that_torch_cannot_use_are_a_problem(pipedec: Pipedec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\nprintf '570.86.15, NVIDIA L40, 46068\\n570.86.15, NVIDIA L40, 46068\\n'\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr("torch.version.cuda", None)
+    ended = pipedec("doctor", "--json")
+    found = {finding["name"]: finding for finding in next(iter(json.loads(ended.out).values()))}
+    assert ended.status == 1 and found["GPUs"]["level"] == "problem"
+    assert found["GPUs"]["value"] == "2 × NVIDIA L40, 45.0 GiB; torch has no CUDA"
+    assert found["NVIDIA driver"]["value"] == "570.86.15, torch for CUDA none"
 
 
 def test_redis_is_tried(pipedec: Pipedec, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -14,7 +15,16 @@ from tiny_pair import Pair
 
 from pipedec.cluster.doctor.checks import HostReport, examine
 from pipedec.cluster.doctor.comparison import Answer, compare
-from pipedec.cluster.doctor.facts import CheckpointFacts, Gpu, GpuFacts, HostFacts, NetworkFacts, Questions, RedisFacts
+from pipedec.cluster.doctor.facts import (
+    CheckpointFacts,
+    Gpu,
+    GpuFacts,
+    HostFacts,
+    NetworkFacts,
+    Questions,
+    RedisFacts,
+    checkpoint_facts,
+)
 from pipedec.cluster.doctor.findings import Finding, has_problem, problem
 from pipedec.config import ClusterConfig, PartitionConfig, ServerConfig
 from pipedec.validation import parse_json
@@ -106,6 +116,19 @@ def test_a_problem_without_a_mend_cannot_be_made() -> None:
 def test_a_report_survives_json() -> None:
     report = HostReport(HEALTHY, examine(HEALTHY, ASKED), 1_700_000_000_000_000)
     assert parse_json(HostReport, json.dumps(asdict(report))) == report
+
+
+def test_checkpoints_are_looked_into(pair: Pair, tmp_path: Path) -> None:
+    whole = checkpoint_facts(pair.target)
+    assert whole.error is None and whole.weight_bytes == (pair.target / "model.safetensors").stat().st_size
+    copy = Path(shutil.copytree(pair.target, tmp_path / "copy"))
+    assert checkpoint_facts(copy) == whole
+    assert checkpoint_facts(pair.draft).quick_digest != whole.quick_digest
+    (copy / "model.safetensors").write_bytes(b"cut off")
+    assert "model.safetensors" in str(checkpoint_facts(copy).error)
+    (copy / "model.safetensors").unlink()
+    assert "holds neither model.safetensors nor" in str(checkpoint_facts(copy).error)
+    assert checkpoint_facts(tmp_path / "none").error == "no such directory"
 
 
 def cluster(**servers: ServerConfig) -> ClusterConfig:

@@ -151,6 +151,25 @@ def test_a_firewall_between_hosts_is_named(cluster: Cluster) -> None:
         cluster.hosts.unblock(2)
 
 
+def test_a_host_that_loses_its_cable_is_named_to_the_client_and_by_launch(cluster: Cluster) -> None:
+    started = cluster.cli(0, "launch", cluster.file("redis: {host: host-1, port: 7000}"), "--run", "three", "--detach")
+    assert started.returncode == 0, started.stderr
+    asked = ("submit", "--raw-prompt", "--prompt", PROMPT, "--max-tokens", "2000", "--ignore-eos")
+    client = cluster.hosts.popen(
+        0, sys.executable, "-m", "pipedec.cli", *asked, environment=cluster.environment,
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    with client:
+        assert client.stdout is not None and client.stderr is not None and client.stdout.read(1)
+        cluster.hosts.unplug(1)
+        try:
+            assert b"pipedec: rank 2 (stage 2)" in client.stderr.read() and client.wait() == 1
+        finally:
+            cluster.hosts.plug(1)
+    log = cluster.hosts.directory(0) / "state" / "cluster.log"
+    assert wait_until(lambda: "\npipedec: rank 2 (stage 2) on host-2" in log.read_text(), 30), log.read_text()
+
+
 @dataclass
 class Agents:
     """A torchrun on each host, all of whose ranks write into one log, and torchrun itself into another."""

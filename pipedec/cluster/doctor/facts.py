@@ -197,8 +197,8 @@ def checkpoint_facts(directory: Path) -> CheckpointFacts:
     try:
         from pipedec.model import quick_digest
 
-        sizes = [path.stat().st_size for path in directory.glob("*.safetensors")]
-        return CheckpointFacts(None if sizes else "no *.safetensors in it", quick_digest(directory), sum(sizes))
+        weight_bytes = sum(path.stat().st_size for path in directory.glob("*.safetensors"))
+        return CheckpointFacts(None, quick_digest(directory), weight_bytes)
     except Exception as error:  # a damaged file, a torch that cannot be imported
         return CheckpointFacts(_first_line(error))
 
