@@ -25,6 +25,7 @@ from pipedec.messages import (
     load_validators,
 )
 from pipedec.scheduler.protocol import Scheduler
+from pipedec.topology import rank_name
 from pipedec.tracing import TraceEvent
 
 _POLL_SECONDS = 0.25
@@ -129,7 +130,7 @@ class Client:
         if failure := self._scheduler.failure():
             raise RankLost(failure)
         if lost := self._scheduler.expired_ranks():
-            raise RankLost(f"{', '.join(f'rank {rank}' for rank in lost)} stopped answering")
+            raise RankLost(f"{', '.join(map(rank_name, lost))} stopped answering")
         status = self._scheduler.status()
         if status.state == "gone":
             raise RankLost("the cluster was stopped before it answered")
