@@ -20,6 +20,7 @@ _CONFIG_FILES = (
     "model.safetensors.index.json",
 )
 _MAX_THREADS = 8
+_MAX_ENTRIES = 256  # of the cache
 
 
 def config_digest(directory: Path) -> str:
@@ -58,7 +59,7 @@ def _cached_digest(path: Path, cache: Path | None) -> str:
     path = path.resolve()
     status = path.stat()
     identity = [str(path), status.st_size, status.st_ino, status.st_mtime_ns, status.st_ctime_ns]
-    entry = cache / f"sha256-{hashlib.sha256(str(path).encode()).hexdigest()[:32]}.json"
+    entry = cache / "digests" / f"{hashlib.sha256(str(path).encode()).hexdigest()[:32]}.json"
     with suppress(OSError, ValueError, KeyError, TypeError):
         known = json.loads(entry.read_text())
         if known["file"] == identity:
@@ -80,3 +81,6 @@ def _write(entry: Path, content: dict[str, object]) -> None:
         entry.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         partial.write_text(json.dumps(content))
         partial.replace(entry)
+        newest_first = sorted(entry.parent.glob("*.json"), key=lambda path: path.stat().st_mtime, reverse=True)
+        for old in newest_first[_MAX_ENTRIES:]:
+            old.unlink(missing_ok=True)

@@ -11,6 +11,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from tiny_pair import Pair
 
+from pipedec.model import digest
 from pipedec.model.digest import config_digest, quick_digest, weights_digest
 
 
@@ -52,11 +53,11 @@ def test_configuration_and_tokenizer_count(name: str, checkpoint: Path) -> None:
 
 def test_an_unchanged_file_is_read_once(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[str] = []
-    digest = hashlib.file_digest
+    file_digest = hashlib.file_digest
 
     def counting(file, algorithm):  # type: ignore[no-untyped-def]
         read.append(file.name)
-        return digest(file, algorithm)
+        return file_digest(file, algorithm)
 
     monkeypatch.setattr(hashlib, "file_digest", counting)
     cache = tmp_path / "cache"
@@ -70,10 +71,17 @@ def test_an_unchanged_file_is_read_once(checkpoint: Path, tmp_path: Path, monkey
 @pytest.mark.parametrize("entry", ["", "{}", "[1]", '{"file": 1}'])
 def test_a_damaged_cache_is_made_anew(entry: str, checkpoint: Path, tmp_path: Path) -> None:
     first = weights_digest(checkpoint, tmp_path / "cache")
-    (cached,) = (tmp_path / "cache").iterdir()
+    (cached,) = (tmp_path / "cache" / "digests").iterdir()
     cached.write_text(entry)
     assert weights_digest(checkpoint, tmp_path / "cache") == first
     assert cached.read_text() != entry
+
+
+def test_the_cache_keeps_the_newest(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(digest, "_MAX_ENTRIES", 2)
+    for number in range(4):
+        weights_digest(Path(shutil.copytree(checkpoint, tmp_path / str(number))), tmp_path / "cache")
+    assert len(list((tmp_path / "cache" / "digests").iterdir())) == 2
 
 
 def test_without_a_place_for_the_cache_files_are_read_again(checkpoint: Path) -> None:

@@ -7,24 +7,24 @@ and results.
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cached_property
 from pathlib import Path
 from typing import Protocol
 
 from pipedec.bench.record import Row, key_of
 from pipedec.bench.sweep.trees import BITA
 from pipedec.client.running import Running
-from pipedec.config import ClusterConfig, DeviceConfig, PartitionConfig, ServerConfig
+from pipedec.config import ClusterConfig, DeviceConfig, PartitionConfig, ServerConfig, cache_directory
 from pipedec.engine.spec import Cut, Models, PipelineSpec
 from pipedec.messages import RunDescription
-from pipedec.model import BitaConfig
+from pipedec.model import BitaConfig, weights_digest
 from pipedec.plan.emulation import Emulation, with_stages
 from pipedec.plan.partition import Plan
 from pipedec.plan.partition import plan as make_plan
 
 SLM = "slm"
+_DIGITS = 12  # of a digest in a row
 
 
 @dataclass(frozen=True)
@@ -161,7 +161,7 @@ class RunningShape:
         assert described.bita is not None and trained is not None
         return {
             "name": Path(described.bita).name,
-            "digest": described.digests.get("bita") or key_of([described.bita, self.running.run_id]),
+            "digest": described.digests.get("bita", "")[:_DIGITS] or key_of([described.bita, self.running.run_id]),
             "prompting": trained.prompting,
             "masks": trained.num_masks,
             "prompt_tokens": trained.num_prompt_tokens,
@@ -189,7 +189,7 @@ class RunningShape:
 def described_pair(description: RunDescription, run_id: str) -> Row:
     """The field ``pair`` of a row: by the digests of the weights where ranks have compared them, else by directories and run."""
     models: Row = {"target": description.target, "draft": description.draft}
-    digests = [description.digests.get(name, "") for name in ("target", "draft")]
+    digests = [description.digests.get(name, "")[:_DIGITS] for name in ("target", "draft")]
     return {**models, "digest": "".join(digests)} if digests[0] else {**models, "digest": None, "run": run_id}
 
 
@@ -281,13 +281,9 @@ def small_model_as_it_is(pair: Pair) -> Shape:
     return replace(_real(_small_spec(pair)), methods=(SLM,))
 
 
-@cache
 def digest(path: Path) -> str:
     """Identifies a checkpoint's weights: the first digits of their SHA-256."""
-    total = hashlib.sha256()
-    for part in sorted(path.glob("*.safetensors")):
-        total.update(part.read_bytes())
-    return total.hexdigest()[:12]
+    return weights_digest(path, cache_directory())[:_DIGITS]
 
 
 def pair_digest(spec: PipelineSpec) -> str:
