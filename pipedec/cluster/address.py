@@ -1,11 +1,14 @@
-"""Which rank a process is, and where the scheduler of its run is: what whoever starts a rank tells it. Loads no torch."""
+"""What whoever starts a rank tells it: which rank it is, where the scheduler of its run is, whom to report to. Loads no torch."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from pipedec.scheduler import RedisScheduler, connect
 from pipedec.topology import Topology
+
+Report = Callable[[str, int, int], None]  # what the rank does, how many units are done, how many there are
 
 
 @dataclass(frozen=True)

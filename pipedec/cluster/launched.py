@@ -86,6 +86,7 @@ class LaunchedCluster(Supervisor):
                     local_world_size=len(neighbours),
                     config=config,
                     partition=self.partition,
+                    groups=self.topology.num_groups,
                     host=place.host,
                     redis_url=self.address.redis_url,
                     run_id=self.run_id,

@@ -9,8 +9,8 @@ import secrets
 from collections.abc import Callable
 
 from pipedec.cluster.address import RankPlace, RunAddress
+from pipedec.cluster.entry import run_rank
 from pipedec.cluster.processes import RankProcesses
-from pipedec.cluster.rank import run_rank
 from pipedec.cluster.supervisor import Supervisor
 from pipedec.engine.spec import PipelineSpec
 from pipedec.scheduler import EmbeddedServer
@@ -59,4 +59,4 @@ class LocalCluster(Supervisor):
 
 def _serve_rank(place: RankPlace, spec: PipelineSpec, address: RunAddress, report: Callable[[tuple[str, int, int]], None]) -> int:
     """What a rank's process runs; returns its exit status. Nobody reads its reports once the cluster is up."""
-    return run_rank(place, spec, address, lambda what, done, total: report((what, done, total)))
+    return run_rank(place, spec.topology, lambda: spec, address, lambda *told: report(told))

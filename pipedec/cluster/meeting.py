@@ -27,10 +27,9 @@ from pipedec.messages import AddressEvent, CardEvent, Event
 from pipedec.model import quick_digest, weights_digest
 from pipedec.scheduler import RedisScheduler, scripts_digest
 from pipedec.topology import rank_name
-from pipedec.transport.rendezvous import Rendezvous, Store, StoreServer, join_store
+from pipedec.transport.rendezvous import MEETING_SECONDS, Rendezvous, Store, StoreServer, join_store
 
 STARTING = -1  # the answer stream, of no request, on which ranks meet and report that they have loaded their weights
-MEETING_SECONDS = 120.0
 DIGEST_SECONDS = 3600.0
 PROBE_SECONDS = 3.0
 LOOPBACK = "127.0.0.1"

@@ -1,21 +1,19 @@
 """One rank of a resident cluster, from process start to process end.
 
-Owns the order of a rank's start (meet the others, load its own weights, report that it is alive, serve) and of its end.
-Started by torchrun on every host (``cluster/torchrun.py``), or by ``LocalCluster`` on one machine.
+Owns the order of a rank's start (meet the others, load its own weights, report that it is alive, serve) and of its end. What
+becomes of a failure is for ``entry``.
 """
 
 from __future__ import annotations
 
 import os
-import sys
 import time
-import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
 
-from pipedec.cluster.address import RankPlace, RunAddress
+from pipedec.cluster.address import RankPlace, Report
 from pipedec.cluster.clock import measured_offset_us
 from pipedec.cluster.lease import LEASE_RENEWAL_SECONDS, LeaseKeeper
 from pipedec.cluster.meeting import STARTING, Meeting
@@ -29,15 +27,13 @@ from pipedec.engine.stage_loop import StageLoop
 from pipedec.messages import Choice, LoadedEvent, RankDescription, load_validators
 from pipedec.model import ModelConfig, attention_backend
 from pipedec.scheduler import RedisScheduler
-from pipedec.topology import of_rank, rank_name
+from pipedec.topology import rank_name
 from pipedec.tracing import Tracer
 from pipedec.transport.rendezvous import Store
 from pipedec.transport.torch_distributed import TorchTransport
 
 LOADING_SECONDS = 3600.0
 _LARGE_OFFSET_US = 1_000_000
-
-Report = Callable[[str, int, int], None]  # what the rank does, how many units are done, how many there are
 
 
 @dataclass(frozen=True)
@@ -57,42 +53,17 @@ class _Joined:
     digests: Mapping[str, str]
 
 
-def run_rank(
-    place: RankPlace, spec: PipelineSpec, address: RunAddress, report: Report, store: Store | None = None,
-    describe: Callable[[RankDescription], None] = lambda description: None,
-) -> int:  # fmt: skip
-    """Serve as one rank until the run is stopped; returns the exit status.
-
-    A failure is reported to the other ranks and to clients that wait for an answer, then printed in one line; of what others have
-    reported first, one rank of each host prints it. The caller should end the process by ``os._exit``: a process group that has
-    lost a peer can hang in its own clean-up.
-
-    Args:
-        store: the store in which the process groups meet, if there is one already.
-        describe: is told what this rank is, once its weights are loaded.
-    """
-    os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
-    share = (os.cpu_count() or 1) // place.local_world_size
-    torch.set_num_threads(max(1, min(share, torch.get_num_threads())))  # OMP_NUM_THREADS may ask for fewer
-    scheduler: RedisScheduler | None = None
-    try:
-        scheduler = address.scheduler(spec.topology)
-        _serve(place, spec, scheduler, report, store, describe)
-        return 0
-    except PipedecError as error:
-        message = str(error)
-    except Exception as error:
-        traceback.print_exc()
-        message = f"internal error: {type(error).__name__}: {error}"
-    if _is_first_to_fail(scheduler, place.rank, message) or place.local_rank == 0:
-        print(f"pipedec: {of_rank(place.rank, message)}", file=sys.stderr, flush=True)
-    return 1
-
-
-def _serve(
+def serve(
     place: RankPlace, spec: PipelineSpec, scheduler: RedisScheduler, report: Report, store: Store | None,
     describe: Callable[[RankDescription], None],
 ) -> None:  # fmt: skip
+    """Serve as one rank until the run is stopped. For the arguments see ``run_rank``.
+
+    Raises:
+        PipedecError: this rank cannot serve, or another one has failed.
+    """
+    share = (os.cpu_count() or 1) // place.local_world_size
+    torch.set_num_threads(max(1, min(share, torch.get_num_threads())))  # OMP_NUM_THREADS may ask for fewer
     joined = _join(place, spec, scheduler, report, store)
     lease = LeaseKeeper(scheduler, place.rank)
     lease.start()
@@ -115,7 +86,7 @@ def _serve(
 
 def _join(place: RankPlace, spec: PipelineSpec, scheduler: RedisScheduler, report: Report, store: Store | None) -> _Joined:
     """Compare this place with the plan, meet the other ranks, and connect to them."""
-    host = checked_host(place, spec)
+    host = checked_host(place, spec.places, spec.servers)
     device = spec.rank_device(place.rank, place.local_rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -204,12 +175,3 @@ def _wait_for_leavers(scheduler: RedisScheduler) -> None:
     deadline = time.monotonic() + 10.0
     while scheduler.members() and time.monotonic() < deadline:
         time.sleep(0.02)
-
-
-def _is_first_to_fail(scheduler: RedisScheduler | None, rank: int, message: str) -> bool:
-    """Tell the other ranks; whether none of them has failed before."""
-    try:
-        return scheduler is None or scheduler.abort(rank, message)
-    except PipedecError:
-        print(f"pipedec rank {rank}: could not notify the other ranks", file=sys.stderr, flush=True)
-        return True

@@ -10,21 +10,25 @@ import os
 import signal
 import sys
 from contextlib import redirect_stderr, redirect_stdout
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pipedec.cluster.address import RankPlace, RunAddress
+from pipedec.cluster.entry import run_rank
 from pipedec.cluster.lease import claim_run
-from pipedec.cluster.meeting import MEETING_SECONDS
+from pipedec.cluster.place import checked_host
 from pipedec.cluster.processes import die_with_parent
-from pipedec.cluster.rank import run_rank
 from pipedec.config import ClusterConfig, load_cluster, redis_url_from_environment
 from pipedec.core import PipedecError, RankLost, UserError
-from pipedec.engine.spec import Cut, Models, PipelineSpec
 from pipedec.messages import RankDescription
+from pipedec.plan.placement import rank_places
 from pipedec.scheduler import RedisScheduler
-from pipedec.topology import rank_name
-from pipedec.transport.rendezvous import Store, store_from_environment, wait_for_key
+from pipedec.topology import Topology, rank_name
+from pipedec.transport.rendezvous import MEETING_SECONDS, Store, store_from_environment, wait_for_key
+
+if TYPE_CHECKING:
+    from pipedec.engine.spec import PipelineSpec
 
 _CLAIMED = "pipedec/claimed"
 
@@ -45,13 +49,13 @@ def main() -> None:
 
 def _run(arguments: list[str]) -> int:
     try:
-        place, spec, address = parse_arguments(arguments)
+        job = Job.of(arguments)
         store = store_from_environment(MEETING_SECONDS)
-        _claim(place, address.scheduler(spec.topology), store)
+        _claim(job.place, job.address.scheduler(job.topology), store)
     except PipedecError as error:
         print(f"pipedec: {error}", file=sys.stderr, flush=True)
         return 2 if isinstance(error, UserError) else 1
-    return run_rank(place, spec, address, _print_report, store, _print_description)
+    return run_rank(job.place, job.topology, job.spec, job.address, _print_report, store, _print_description)
 
 
 def _claim(place: RankPlace, scheduler: RedisScheduler, store: Store) -> None:
@@ -63,12 +67,58 @@ def _claim(place: RankPlace, scheduler: RedisScheduler, store: Store) -> None:
         raise RankLost("rank 0 (draft) ended before the ranks could meet: see what it says")
 
 
-def parse_arguments(arguments: list[str]) -> tuple[RankPlace, PipelineSpec, RunAddress]:
-    """The flags of the rank entry point and torchrun's environment.
+@dataclass(frozen=True)
+class Job:
+    """What the flags and torchrun's environment say. No checkpoint has been looked at yet.
 
-    Raises:
-        UserError: a flag is wrong, or the number of processes is not stages + 1.
+    Attributes:
+        config: with one partition, in which flags have replaced what they give; None without a file.
     """
+
+    place: RankPlace
+    address: RunAddress
+    topology: Topology
+    flags: argparse.Namespace
+    config: ClusterConfig | None = None
+
+    @classmethod
+    def of(cls, arguments: list[str]) -> Job:
+        """Raises UserError if a flag is wrong, or the number of processes is not stages + 1."""
+        flags = _parser().parse_args(arguments)
+        redis_url = redis_url_from_environment(flags.redis)
+        config, stages, groups = None, flags.stages or 4, flags.groups
+        if flags.config is not None:
+            config = _planned(load_cluster(flags.config), flags)
+            _, partition = config.find_partition()
+            redis_url, stages, groups = redis_url or config.redis.connection_url, partition.stages, partition.num_groups
+        elif flags.partition is not None:
+            raise UserError("--partition names a partition of a file: give --config cluster.yaml with it")
+        if redis_url is None:
+            raise UserError("torchrun ranks need a Redis that all hosts reach: give --redis URL or set PIPEDEC_REDIS_URL")
+        topology = Topology.even(stages, groups or stages)
+        return cls(_torchrun_place(topology, flags.transport), RunAddress(redis_url, flags.run), topology, flags, config)
+
+    def spec(self) -> PipelineSpec:
+        """The pipeline.
+
+        Raises:
+            UserError: this host is not the planned one, or something is wrong with the checkpoints or numbers.
+        """
+        if self.config is not None:
+            checked_host(self.place, rank_places(self.config), self.config.servers)  # before torch is loaded
+        from pipedec.engine.spec import Cut, Models, PipelineSpec
+
+        flags = self.flags
+        if self.config is not None:
+            return PipelineSpec.from_config(self.config, None, flags.device, flags.dispatch)
+        models = Models(flags.target, flags.draft, flags.bita)
+        cut = Cut(self.topology.num_stages, self.topology.num_groups, _counts(flags.layers))
+        return PipelineSpec.create(
+            models, cut, flags.dtype or "float32", flags.device, flags.dispatch, flags.context_tokens
+        )  # fmt: skip
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="torchrun … -m -- pipedec.cluster.torchrun", description=__doc__)
     parser.add_argument(
         "--redis", metavar="URL", help="redis://:password@host:port/0; default: $PIPEDEC_REDIS_URL, then the config's"
@@ -93,21 +143,7 @@ def parse_arguments(arguments: list[str]) -> tuple[RankPlace, PipelineSpec, RunA
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda; default: auto")
     parser.add_argument("--transport", default="auto", choices=("auto", "gloo", "nccl"), help="default: auto")
     parser.add_argument("--dispatch", default="windows", help="windows of timesteps, or single tasks; default: windows")
-    flags = parser.parse_args(arguments)
-    redis_url = redis_url_from_environment(flags.redis)
-    if flags.config is not None:
-        config = load_cluster(flags.config)
-        spec, redis_url = _planned(config, flags), redis_url or config.redis.connection_url
-    elif flags.partition is not None:
-        raise UserError("--partition names a partition of a file: give --config cluster.yaml with it")
-    else:
-        models, cut = Models(flags.target, flags.draft, flags.bita), Cut(flags.stages or 4, flags.groups, _counts(flags.layers))
-        spec = PipelineSpec.create(
-            models, cut, flags.dtype or "float32", flags.device, flags.dispatch, flags.context_tokens
-        )  # fmt: skip
-    if redis_url is None:
-        raise UserError("torchrun ranks need a Redis that all hosts reach: give --redis URL or set PIPEDEC_REDIS_URL")
-    return _torchrun_place(spec, flags.transport), spec, RunAddress(redis_url, flags.run)
+    return parser
 
 
 def _counts(layers: str | None) -> tuple[int, ...] | None:
@@ -117,11 +153,11 @@ def _counts(layers: str | None) -> tuple[int, ...] | None:
         raise UserError(f"--layers {layers}: write numbers with commas between them, like 6,6,6,6") from None
 
 
-def _planned(config: ClusterConfig, flags: argparse.Namespace) -> PipelineSpec:
-    """The pipeline of a partition of ``config``; flags take precedence.
+def _planned(config: ClusterConfig, flags: argparse.Namespace) -> ClusterConfig:
+    """With one partition alone, in which flags take precedence.
 
     Raises:
-        UserError: there is no such partition, it has another number of stages, or a model is a shape without weights.
+        UserError: there is no such partition, or it has another number of stages.
     """
     name, part = config.find_partition(flags.partition)
     if flags.stages not in (None, part.stages):
@@ -129,18 +165,19 @@ def _planned(config: ClusterConfig, flags: argparse.Namespace) -> PipelineSpec:
     given = {"target": flags.target and str(flags.target), "draft": flags.draft, "bita": flags.bita, "groups": flags.groups,
              "layers": _counts(flags.layers), "dtype": flags.dtype, "context_tokens": flags.context_tokens}  # fmt: skip
     own = replace(part, **{key: value for key, value in given.items() if value is not None})
-    return PipelineSpec.from_config(replace(config, partitions={name: own}, partition=name), name, flags.device, flags.dispatch)
+    return replace(config, partitions={name: own}, partition=name)
 
 
-def _torchrun_place(spec: PipelineSpec, transport: str) -> RankPlace:
+def _torchrun_place(topology: Topology, transport: str) -> RankPlace:
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     if any(name not in os.environ for name in names):
         raise UserError("start this module with torchrun, or use pipedec up on one machine")
     rank, world_size, local_rank, local_world_size = (int(os.environ[name]) for name in names)
-    if world_size != spec.num_stages + 1:
+    stages = topology.num_stages
+    if world_size != stages + 1:
         raise UserError(
-            f"{world_size} processes, but {spec.num_stages} stages and the draft rank make {spec.num_stages + 1}: "
-            f"let --nnodes × --nproc-per-node be {spec.num_stages + 1}, or change --stages"
+            f"{world_size} processes, but {stages} stages and the draft rank make {stages + 1}: "
+            f"let --nnodes × --nproc-per-node be {stages + 1}, or change --stages"
         )
     return RankPlace(rank, world_size, local_rank, local_world_size, transport)
 

@@ -13,8 +13,11 @@ from torch.distributed.rendezvous import rendezvous
 
 from pipedec.core import RankLost
 
-__all__ = ["Rendezvous", "Store", "StoreServer", "file_store", "join_store", "store_from_environment", "wait_for_key"]
+__all__ = [
+    "MEETING_SECONDS", "Rendezvous", "Store", "StoreServer", "file_store", "join_store", "store_from_environment", "wait_for_key",
+]  # fmt: skip
 
+MEETING_SECONDS = 120.0  # for all ranks to come; also the longest that a single transfer may take
 CONNECT_SECONDS = 10.0
 
 

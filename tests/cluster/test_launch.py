@@ -145,7 +145,7 @@ def test_a_node_without_a_launcher_ends_after_its_ranks(monkeypatch: pytest.Monk
     monkeypatch.setattr("pipedec.cluster.node.IDLE_SECONDS", 0.1)
     said: list[tuple[str, Any]] = []
     orders, sender = multiprocessing.Pipe(duplex=False)
-    place = LaunchedRank(0, 2, 0, 2, "localhost", "no JSON", "two", "redis://127.0.0.1:1/0", "lost")
+    place = LaunchedRank(0, 2, 0, 2, "localhost", "no JSON", "two", 1, "redis://127.0.0.1:1/0", "lost")
     sender.send_bytes(json.dumps({"order": "start"} | vars(place)).encode())
     Node(orders, lambda news, **contents: said.append((news, contents))).run()
     assert [news for news, _ in said] == ["hello", "started", "ended"] and said[-1][1] == {"rank": 0, "status": 1}

@@ -184,9 +184,9 @@ def placed(pair: Pair, *hosts: str) -> PipelineSpec:
 def test_a_rank_on_another_host_than_planned_says_the_order(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket, "gethostname", lambda: "beta")
     spec = placed(pair, "alpha.invalid", "alpha.invalid", "beta")
-    assert checked_host(RankPlace(2, 3, 0, 1), spec) == "beta"
+    assert checked_host(RankPlace(2, 3, 0, 1), spec.places, spec.servers) == "beta"
     with pytest.raises(UserError) as refused:
-        checked_host(RankPlace(1, 3, 1, 2), spec)
+        checked_host(RankPlace(1, 3, 1, 2), spec.places, spec.servers)
     assert str(refused.value).startswith(
         "rank 1 (stage 1) was started on beta, but the plan puts it on alpha.invalid: "
         "start the hosts in the order alpha.invalid, beta"
@@ -195,11 +195,11 @@ def test_a_rank_on_another_host_than_planned_says_the_order(pair: Pair, monkeypa
 
 def test_who_started_a_rank_may_know_its_host_by_a_name_that_nothing_resolves(pair: Pair) -> None:
     spec = placed(pair, "an-alias.invalid", "an-alias.invalid", "an-alias.invalid")
-    assert checked_host(RankPlace(1, 3, 1, 3, host="an-alias.invalid"), spec) == "an-alias.invalid"
+    assert checked_host(RankPlace(1, 3, 1, 3, host="an-alias.invalid"), spec.places, spec.servers) == "an-alias.invalid"
     with pytest.raises(UserError, match=r"set its hostname in cluster.yaml"):
-        checked_host(RankPlace(1, 3, 1, 3), spec)
+        checked_host(RankPlace(1, 3, 1, 3), spec.places, spec.servers)
 
 
 def test_without_a_plan_any_host_will_do(pair: Pair) -> None:
-    assert checked_host(RankPlace(1, 3, 1, 3), pair.spec(2)) == socket.gethostname()
+    assert checked_host(RankPlace(1, 3, 1, 3), None, ()) == socket.gethostname()
     check_device(RankPlace(1, 3, 1, 3), pair.spec(2), torch.device("cpu"))

@@ -21,10 +21,12 @@ from tiny_pair import CONTEXT, TARGET_LAYERS, Pair
 from transformers import PreTrainedTokenizerBase
 
 from pipedec.client.client import Client
+from pipedec.cluster.address import RankPlace, RunAddress
 from pipedec.cluster.state import RunningCluster
-from pipedec.cluster.torchrun import parse_arguments
+from pipedec.cluster.torchrun import Job
 from pipedec.config import load_cluster
 from pipedec.core import PipedecError, SamplingParams, UserError
+from pipedec.engine.spec import PipelineSpec
 from pipedec.messages import PromptRequest
 from pipedec.methods import LayerTreeOptions
 from pipedec.plan.partition import plan
@@ -196,6 +198,13 @@ def write_config(
         "  pair: {stages: 2, draft_device: {host: localhost, device: rtx3090}}\n"
     )
     return path
+
+
+def parse_arguments(arguments: list[str]) -> tuple[RankPlace, PipelineSpec, RunAddress]:
+    job = Job.of(arguments)
+    spec = job.spec()
+    assert spec.topology == job.topology
+    return job.place, spec, job.address
 
 
 def test_a_partition_of_the_config_says_what_the_flags_do_not(

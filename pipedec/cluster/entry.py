@@ -1,0 +1,65 @@
+"""What the process of a rank runs, however it was started: it prepares its pipeline, serves, and reports a failure to all others.
+
+Loads torch and the models' code as late as possible: what is wrong with a place or a file is told within a second or two.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from pipedec.cluster.address import RankPlace, Report, RunAddress
+from pipedec.core import PipedecError
+from pipedec.scheduler import RedisScheduler
+from pipedec.topology import Topology, of_rank
+
+if TYPE_CHECKING:
+    from pipedec.engine.spec import PipelineSpec
+    from pipedec.messages import RankDescription
+    from pipedec.transport.rendezvous import Store
+
+
+def run_rank(
+    place: RankPlace, topology: Topology, make_spec: Callable[[], PipelineSpec], address: RunAddress, report: Report,
+    store: Store | None = None, describe: Callable[[RankDescription], None] = lambda description: None,
+) -> int:  # fmt: skip
+    """Serve as one rank until the run is stopped; returns the exit status.
+
+    A failure is reported to the other ranks and to clients that wait for an answer, then printed in one line; of what others have
+    reported first, one rank of each host prints it. The caller should end the process by ``os._exit``: a process group that has
+    lost a peer can hang in its own clean-up.
+
+    Args:
+        make_spec: the pipeline. May raise whatever is wrong with it.
+        store: the store in which the process groups meet, if there is one already.
+        describe: is told what this rank is, once its weights are loaded.
+    """
+    os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
+    scheduler: RedisScheduler | None = None
+    try:
+        scheduler = address.scheduler(topology)
+        spec = make_spec()
+        from pipedec.cluster.rank import serve
+
+        serve(place, spec, scheduler, report, store, describe)
+        return 0
+    except PipedecError as error:
+        message = str(error)
+    except Exception as error:
+        traceback.print_exc()
+        message = f"internal error: {type(error).__name__}: {error}"
+    if _is_first_to_fail(scheduler, place.rank, message) or place.local_rank == 0:
+        print(f"pipedec: {of_rank(place.rank, message)}", file=sys.stderr, flush=True)
+    return 1
+
+
+def _is_first_to_fail(scheduler: RedisScheduler | None, rank: int, message: str) -> bool:
+    """Tell the other ranks; whether none of them has failed before."""
+    try:
+        return scheduler is None or scheduler.abort(rank, message)
+    except PipedecError:
+        print(f"pipedec rank {rank}: could not notify the other ranks", file=sys.stderr, flush=True)
+        return True
