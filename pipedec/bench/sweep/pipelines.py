@@ -254,6 +254,7 @@ def emulated(config: ClusterConfig, preset: str, stages: int | None, pair: Pair,
     Raises:
         UserError: no such partition, or the models have too few layers.
     """
+    config = config.for_partition(preset)
     cut = config if stages is None else with_stages(config, preset, stages)
     plan = make_plan(cut, preset)
     spec = PipelineSpec.create(pair.models, Cut(len(plan.stages), plan.num_groups))
