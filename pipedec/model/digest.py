@@ -78,7 +78,8 @@ def _write(entry: Path, content: dict[str, object]) -> None:
     """Another process may write the same entry at the same time. What cannot be kept is computed again."""
     partial = entry.with_suffix(f".{os.getpid()}")
     with suppress(OSError):
-        entry.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        entry.parent.parent.mkdir(mode=0o700, parents=True, exist_ok=True)  # may be the state directory, which is private
+        entry.parent.mkdir(mode=0o700, exist_ok=True)
         partial.write_text(json.dumps(content))
         partial.replace(entry)
         newest_first = sorted(entry.parent.glob("*.json"), key=lambda path: path.stat().st_mtime, reverse=True)

@@ -11,6 +11,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from tiny_pair import Pair
 
+from pipedec.config import cache_directory, state_directory
 from pipedec.model import digest
 from pipedec.model.digest import config_digest, quick_digest, weights_digest
 
@@ -66,6 +67,13 @@ def test_an_unchanged_file_is_read_once(checkpoint: Path, tmp_path: Path, monkey
     assert len(read) == 2, "once into the cache, once without it"
     flip_a_bit(checkpoint / "model.safetensors", -1)
     assert weights_digest(checkpoint, cache) != first
+
+
+def test_the_cache_may_share_the_state_directory(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which must be private, whoever makes it first."""
+    monkeypatch.setenv("PIPEDEC_STATE_DIR", str(tmp_path / "own"))
+    weights_digest(checkpoint, cache_directory())
+    assert state_directory() == tmp_path / "own"
 
 
 @pytest.mark.parametrize("entry", ["", "{}", "[1]", '{"file": 1}'])
