@@ -57,11 +57,6 @@ def interface_address(interface: str) -> str | None:
     return None
 
 
-def is_local_address(name_or_address: str) -> bool:
-    """Whether it is, or resolves to, an address of this machine."""
-    return any(_is_own(address) for address in addresses_of(name_or_address))
-
-
 def is_this_host(server: ServerConfig) -> bool | None:
     """Whether ``server`` of a cluster.yaml is this machine; None if nothing here tells.
 

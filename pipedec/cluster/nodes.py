@@ -55,9 +55,6 @@ class Nodes:
     def ranks_on(self, host: str) -> list[int]:
         return [rank for rank, its_host in self._host_of.items() if its_host == host]
 
-    def host_of(self, rank: int) -> str:
-        return self._host_of[rank]
-
     def server(self, host: str) -> ServerConfig:
         return self._config.server(host)
 

@@ -64,9 +64,9 @@ def serve(
     """
     share = (os.cpu_count() or 1) // place.local_world_size
     torch.set_num_threads(max(1, min(share, torch.get_num_threads())))  # OMP_NUM_THREADS may ask for fewer
-    joined = _join(place, spec, scheduler, report, store)
     lease = LeaseKeeper(scheduler, place.rank)
-    lease.start()
+    lease.start()  # before the meeting: digests of large checkpoints may take longer than the run's keys live without it
+    joined = _join(place, spec, scheduler, report, store)
     load_validators()  # not while the first request waits
     clock_offset_us = measured_offset_us(scheduler.clock_us)
     loop = _load(place, spec, joined, scheduler, report, clock_offset_us)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import socket
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -13,13 +14,16 @@ from typing import Any
 
 import pytest
 import torch
+from processes import wait_until
 from tiny_pair import Pair
 
 from pipedec.cluster import meeting as meeting_module
-from pipedec.cluster.address import RankPlace
+from pipedec.cluster.address import RankPlace, RunAddress
+from pipedec.cluster.local import _serve_rank
 from pipedec.cluster.meeting import LOOPBACK, STARTING, Interface, Meeting, Met, check_cards, choose_interface, use_interface
 from pipedec.cluster.network import machine_id
 from pipedec.cluster.place import check_device, checked_host
+from pipedec.cluster.processes import RankProcesses
 from pipedec.config import ServerConfig
 from pipedec.core import PipedecError, RankLost, UserError
 from pipedec.engine.spec import PipelineSpec
@@ -203,3 +207,23 @@ def test_who_started_a_rank_may_know_its_host_by_a_name_that_nothing_resolves(pa
 def test_without_a_plan_any_host_will_do(pair: Pair) -> None:
     assert checked_host(RankPlace(1, 3, 1, 3), None, ()) == socket.gethostname()
     check_device(RankPlace(1, 3, 1, 3), pair.spec(2), torch.device("cpu"))
+
+
+@pytest.mark.usefixtures("leaves_nothing")
+def test_a_rank_that_dies_before_the_others_come_is_noticed(run: Run, server: EmbeddedServer) -> None:
+    """Ranks hold their leases from the beginning, which also keep what they have posted."""
+    ranks = RankProcesses()
+    try:
+        for rank in (0, 1):  # rank 2 never comes
+            address = RunAddress(server.url, run.scheduler.keys.run_id)
+            ranks.start(rank, _serve_rank, RankPlace(rank, 3, rank, 3), run.spec, address)
+        posted = run.scheduler.keys.answer(STARTING)
+        assert wait_until(lambda: run.scheduler.client.xlen(posted) == 2, 60)
+        assert run.scheduler.status().alive == (0, 1)
+        run.scheduler.client.expire(posted, 5)
+        assert wait_until(lambda: run.scheduler.client.ttl(posted) > 5), "every lease renews it"
+        os.kill(ranks.pids[0], signal.SIGKILL)
+        assert wait_until(lambda: ranks.exit_statuses == {0: -signal.SIGKILL, 1: 1}, 30)
+        assert "rank 0 (draft) stopped answering" in str(run.scheduler.failure())
+    finally:
+        ranks.kill()
