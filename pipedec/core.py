@@ -137,6 +137,7 @@ class Request:
         options: of the method's own options class; None for its defaults.
         trace: record every task of every rank.
         threads: the dialect in which the model may open decode threads (``Dialect.to_json``); None for a single thread.
+        priority: requests of a lower one are served first.
     """
 
     number: int
@@ -146,6 +147,7 @@ class Request:
     options: MethodOptions | None = None
     trace: bool = False
     threads: str | None = None
+    priority: int = 0
 
 
 @dataclass(frozen=True)
@@ -220,14 +222,73 @@ class Verdict:
 
 
 @dataclass(frozen=True)
-class Envelope:
-    """What one rank passes to the next at a timestep: a verdict to replay, then rows to compute.
+class Opening:
+    """What every rank must know of a request before its first rows.
 
-    An envelope without both only signals that the timestep has reached this rank.
+    Attributes:
+        prompt_length: tokens of the prompt.
+        tokens_per_mask: tokens that each mask row predicts; 0 without masks.
+        threads: the dialect (``Dialect.to_json``); None for an answer in one thread.
+        trace: record every task.
     """
 
-    step: Step | None = None
+    prompt_length: int
+    sampling: SamplingParams
+    tokens_per_mask: int = 0
+    threads: str | None = None
+    trace: bool = False
+
+
+TokenLogprobs = tuple[tuple[tuple[int, float], ...], ...]  # by token: (token id, log-probability), the chosen one first
+
+
+class Load(NamedTuple):
+    """The work of one forward.
+
+    Attributes:
+        rows: of all requests.
+        past: KV cache entries that its rows attend to, summed over the requests that have rows.
+    """
+
+    rows: int = 0
+    past: int = 0
+
+
+@dataclass(frozen=True)
+class Update:
+    """What a timestep brings for one request: its opening, then a verdict to replay, then rows to compute; each may be missing.
+
+    Attributes:
+        number: of the request.
+        opening: the request begins: every rank opens a lane for it.
+        verdict: accepted tokens. With ``finished`` every rank drops the request's lane, and the rows of its that are in flight.
+        step: a chunk of the prompt until the whole prompt has entered, then rows of the answer's trees.
+        logprobs: from the last stage, with a verdict: log-probabilities of the accepted tokens, if requested.
+    """
+
+    number: int
+    opening: Opening | None = None
     verdict: Verdict | None = None
+    step: Step | None = None
+    logprobs: TokenLogprobs = ()
+
+
+@dataclass(frozen=True)
+class Envelope:
+    """What one rank passes to the next at a timestep: an update for each request concerned. Numbers are distinct.
+
+    An envelope without updates only signals that the timestep has reached this rank.
+
+    Attributes:
+        ends_session: no timestep follows before the scheduler grants the next session.
+    """
+
+    updates: tuple[Update, ...] = ()
+    ends_session: bool = False
+
+    @property
+    def num_rows(self) -> int:
+        return sum(update.step.num_rows for update in self.updates if update.step is not None)
 
 
 @dataclass

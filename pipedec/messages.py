@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
-from pipedec.core import Accepted, Completion, PipedecError, SamplingParams, UserError, Verdict
+from pipedec.core import Accepted, Completion, Opening, PipedecError, SamplingParams, UserError, Verdict
 from pipedec.methods import LayerTreeOptions
 from pipedec.validation import load_validator, parse_json, validated
 
@@ -29,6 +29,7 @@ class PromptRequest:
         trace: record every task of every rank.
         threads: a dialect as JSON text (``Dialect.to_json``); None for an answer in one thread.
         show_threads: send the text of every thread as it grows.
+        priority: requests of a lower one are served first.
     """
 
     prompt: str
@@ -39,6 +40,7 @@ class PromptRequest:
     trace: bool = False
     threads: str | None = None
     show_threads: bool = False
+    priority: int = 0
 
     def to_json(self) -> str:
         return to_json(self)
@@ -47,26 +49,6 @@ class PromptRequest:
     def from_json(cls, text: str) -> PromptRequest:
         """Raises UserError for anything that is not such a request. Options are checked when the method is known."""
         return parse_json(cls, text, "the request")
-
-
-@dataclass(frozen=True)
-class Opening:
-    """What every rank must know of a request before its first task.
-
-    Attributes:
-        prompt_length: tokens of the prompt.
-        num_chunks: prompt chunks; the last one has seq 0.
-        tokens_per_mask: tokens that each mask row predicts; 0 without masks.
-        threads: the dialect (``Dialect.to_json``); None for an answer in one thread.
-        trace: record every task.
-    """
-
-    prompt_length: int
-    num_chunks: int
-    sampling: SamplingParams
-    tokens_per_mask: int = 0
-    threads: str | None = None
-    trace: bool = False
 
 
 @dataclass(frozen=True)
