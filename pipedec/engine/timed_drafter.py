@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pipedec.decoding import Drafter
 from pipedec.threads import Sequence as ThreadSequence
-from pipedec.tree import Advance, Candidates, DraftRows
+from pipedec.tree import Candidates, DraftRows, RowChanges
 
 
 class ForwardTimer(Protocol):
@@ -37,8 +37,8 @@ class TimedDrafter:
         with self.timer(sum(len(entry.rows) for entry in requested) + sum(map(len, prompts.values()))):
             return self.drafter.expand(requested, prompts)
 
-    def advance(self, number: int, thread: int, advance: Advance) -> None:
-        self.drafter.advance(number, thread, advance)
+    def advance(self, number: int, thread: int, changes: RowChanges) -> None:
+        self.drafter.advance(number, thread, changes)
 
     def threads_changed(self, number: int) -> None:
         self.drafter.threads_changed(number)
