@@ -13,6 +13,8 @@ from typing import Any, get_args
 
 from pipedec.core import (
     FINISH_REASONS,
+    MAX_NUM_SEQS,
+    MAX_WAITING,
     Accepted,
     Completion,
     Envelope,
@@ -119,6 +121,7 @@ class RunDescription:
         ranks: where each rank runs, and how.
         digests: of the weights by model (``target``, ``draft``, ``bita``), where ranks on several hosts have compared them.
         trained_bita: what ``bita`` holds.
+        max_model_len, max_num_seqs, max_waiting: its limits (see ``ClusterConfig``).
     """
 
     groups: tuple[tuple[int, ...], ...]
@@ -129,12 +132,14 @@ class RunDescription:
     dtype: str = "float32"
     device: str = "auto"
     dispatch: str = "windows"
-    context_tokens: int | None = None
+    max_model_len: int | None = None
     tree: LayerTreeOptions | None = None
     emulation: str | None = None
     ranks: tuple[RankDescription, ...] = ()
     digests: Mapping[str, str] = field(default_factory=dict, hash=False)
     trained_bita: BitaDescription | None = None
+    max_num_seqs: int = MAX_NUM_SEQS
+    max_waiting: int = MAX_WAITING
 
 
 @dataclass(frozen=True)
