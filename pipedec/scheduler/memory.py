@@ -11,7 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from pipedec.core import RankLost, SchedulerLost, UserError
-from pipedec.messages import AbortEvent, CancelledEvent, Event, Opening, RunDescription
+from pipedec.core import Opening
+from pipedec.messages import AbortEvent, CancelledEvent, Event, RunDescription
 from pipedec.scheduler.protocol import GrantedTask, Message, RunStatus, cancelled_payload
 from pipedec.scheduler.workflow import Payload, Planned, Task
 from pipedec.topology import Topology, of_rank

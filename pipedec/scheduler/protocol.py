@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from pipedec.messages import Event, Opening, RunDescription, opening_from_payload
+from pipedec.core import Opening
+from pipedec.messages import Event, RunDescription, opening_from_payload
 from pipedec.scheduler.workflow import Payload, Planned, Task
 
 

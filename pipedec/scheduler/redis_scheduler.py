@@ -12,7 +12,8 @@ from typing import Any
 
 import redis
 
-from pipedec.messages import CancelledEvent, Event, Opening, RunDescription, description_from_json, event_from_json, to_json
+from pipedec.core import Opening
+from pipedec.messages import CancelledEvent, Event, RunDescription, description_from_json, event_from_json, to_json
 from pipedec.scheduler.client import BLOCK_SECONDS, DedicatedConnection, translated_errors
 from pipedec.scheduler.keys import Keys
 from pipedec.scheduler.protocol import GrantedTask, Message, RunStatus
