@@ -167,7 +167,7 @@ def status(redis: str | None, run: str | None) -> None:
         where = (described[rank].host, described[rank].device) if rank in described else ("", "")
         table.add_row(str(rank), role, "yes" if rank in current.alive else "no", *where)
     console.print(table)
-    running = "none" if current.running is None else f"request {current.running}"
+    running = ", ".join(f"request {number}" for number in current.running) or "none"
     console.print(f"Requests: {current.submitted} submitted, {current.waiting} waiting, running: {running}.")
 
 
