@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import click
 
-from pipedec.core import DEFAULT_METHOD, SamplingParams, UserError
+from pipedec.core import DEFAULT_METHOD, MAX_NUM_SEQS, MAX_WAITING, SamplingParams, UserError
 from pipedec.messages import PromptRequest
 from pipedec.methods import METHOD_NAMES, METHODS, make_options, option_rules
 from pipedec.threads import load_dialect
@@ -38,7 +38,9 @@ class PipelineFlags:
     transport: str
     dispatch: str
     bita: str | None
-    context_tokens: int | None
+    max_model_len: int | None
+    max_num_seqs: int
+    max_waiting: int
 
     def for_threads(self) -> PipelineFlags:
         """With the shipped pair that opens threads, unless another target is given."""
@@ -170,7 +172,9 @@ def pipeline_options(command: Command) -> Command:
         _flag(
             "--bita", metavar="DIR|none", help="Directory that pipedec train bita wrote (default: the shipped target's).",
         ),
-        _flag("--context-tokens", type=int, help="Maximum tokens of a prompt and its answer (default: the target's context)."),
+        _flag("--max-model-len", type=int, help="Maximum tokens of a prompt and its answer (default: the target's context)."),
+        _flag("--max-num-seqs", type=int, default=MAX_NUM_SEQS, help="Most requests in the pipeline at the same time."),
+        _flag("--max-waiting", type=int, default=MAX_WAITING, help="Most waiting requests; further ones are refused."),
     ]  # fmt: skip
     return gathered(command, options, PipelineFlags, "pipeline")
 

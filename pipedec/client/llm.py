@@ -10,8 +10,8 @@ from typing import Any
 
 from pipedec.client.client import Client
 from pipedec.cluster.local import LocalCluster
-from pipedec.core import DEFAULT_METHOD, Completion, MethodOptions, SamplingParams, UserError
-from pipedec.engine.spec import Cut, Models, PipelineSpec
+from pipedec.core import DEFAULT_METHOD, MAX_NUM_SEQS, MAX_WAITING, Completion, MethodOptions, SamplingParams, UserError
+from pipedec.engine.spec import Cut, Limits, Models, PipelineSpec
 from pipedec.messages import PromptRequest
 from pipedec.methods import find_method, make_options
 from pipedec.threads import load_dialect
@@ -25,7 +25,8 @@ class LLM:
     Args:
         target, draft: checkpoint directories; the shipped pair by default, ``draft="none"`` for a pipeline without one.
         method: as ``--method``.
-        stages, groups, layers, dtype, device, bita, context_tokens: as the flags of ``pipedec generate``.
+        stages, groups, layers, dtype, device, bita, max_model_len, max_num_seqs, max_waiting: as the flags of
+            ``pipedec generate``.
 
     Raises:
         UserError: the arguments do not fit together or do not fit the checkpoints.
@@ -44,11 +45,14 @@ class LLM:
         dtype: str = "float32",
         device: str = "auto",
         bita: str | Path | None = None,
-        context_tokens: int | None = None,
+        max_model_len: int | None = None,
+        max_num_seqs: int = MAX_NUM_SEQS,
+        max_waiting: int = MAX_WAITING,
     ) -> None:
         self._method = method
         models, cut = Models(target, draft, bita), Cut(stages, groups, layers)
-        spec = PipelineSpec.create(models, cut, dtype, device, context_tokens=context_tokens)
+        limits = Limits(max_model_len, max_num_seqs, max_waiting)
+        spec = PipelineSpec.create(models, cut, dtype, device, limits=limits)
         self._cluster = LocalCluster(spec)
         self._cluster.start()
         assert self._cluster.scheduler is not None

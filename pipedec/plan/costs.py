@@ -38,7 +38,7 @@ class ModelCosts:
     shape: ModelShape
     dtype: str
     rows: int
-    context_tokens: int
+    max_model_len: int
     groups: int
 
     @property
@@ -48,7 +48,7 @@ class ModelCosts:
     @property
     def layer_kv_bytes(self) -> int:
         """Past and tree cache of one layer: the context, a tree layer per group, and the layer that enters."""
-        slots = self.context_tokens + self.rows * (self.groups + 1)
+        slots = self.max_model_len + self.rows * (self.groups + 1)
         return slots * self.shape.cache_values_per_token * self.element_bytes
 
     @property

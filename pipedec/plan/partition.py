@@ -78,7 +78,7 @@ class Plan:
     partition: str
     target: str
     dtype: str
-    context_tokens: int
+    max_model_len: int
     rows: int
     draft: StagePlan | None
     stages: tuple[StagePlan, ...]
@@ -103,7 +103,7 @@ def plan(config: ClusterConfig, partition_name: str | None = None) -> Plan:
     config = config.for_partition(name)
     target = model_shape(config.target)
     draft_place, places = place_stages(config, name, partition)
-    costs = ModelCosts(target, config.dtype, config.tree.width, config.context_tokens, partition.num_groups)
+    costs = ModelCosts(target, config.dtype, config.tree.width, config.max_model_len, partition.num_groups)
     layers, problems = _split(costs, partition, places)
     topology = Topology.even(partition.stages, partition.num_groups)
     stages = tuple(
@@ -118,7 +118,7 @@ def plan(config: ClusterConfig, partition_name: str | None = None) -> Plan:
         problems.append(f"the draft {_shortage(draft)}: use a larger device or a smaller draft")
     timestep = _timestep_ms(draft, stages, config.network.duplex)
     return Plan(
-        name, config.target, config.dtype, config.context_tokens, config.tree.width, draft, stages,
+        name, config.target, config.dtype, config.max_model_len, config.tree.width, draft, stages,
         config.network.duplex, timestep, timestep * partition.num_groups, _pp_token_ms(stages), tuple(problems),
     )  # fmt: skip
 
@@ -164,7 +164,7 @@ def _plan_stage(
 
 
 def _plan_draft(config: ClusterConfig, target: ModelCosts, place: Placement, first_stage: Placement) -> StagePlan:
-    costs = ModelCosts(model_shape(config.draft), target.dtype, target.rows, target.context_tokens, target.groups)
+    costs = ModelCosts(model_shape(config.draft), target.dtype, target.rows, target.max_model_len, target.groups)
     device, layers = DEVICES[place.device], costs.shape.num_hidden_layers
     timing = RankTiming(
         device.pass_time(costs.read_parameters(layers, True), layers, costs.dtype),

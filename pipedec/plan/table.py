@@ -34,7 +34,7 @@ def plan_table(plan: Plan) -> Table:
 
 def _summary(plan: Plan) -> str:
     lines = [
-        f"Expected with {plan.rows} rows per timestep and a KV cache for {plan.context_tokens:,} tokens:",
+        f"Expected with {plan.rows} rows per timestep and a KV cache for {plan.max_model_len:,} tokens:",
         f"  timestep             {plan.timestep_ms:7.1f} ms   per token, as long as every token is a hit",
         f"  whole pipeline       {plan.pipeline_ms:7.1f} ms   per miss: one pass through all groups",
         f"  plain pipeline (pp)  {plan.pp_token_ms:7.1f} ms   per token, without speculation",

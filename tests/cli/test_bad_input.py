@@ -95,7 +95,9 @@ def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
             "method pp has no option 'width': it is an option of stpp, pipedec",
         ),
         (["--prompt", "a", "--method", "pipedec", "--shape", "full"], "has no option 'shape': it is an option of bita"),
-        (["--prompt", "a", "--context-tokens", "0"], "--context-tokens must be at least 1, not 0"),
+        (["--prompt", "a", "--max-model-len", "0"], "--max-model-len must be at least 1, not 0"),
+        (["--prompt", "a", "--max-num-seqs", "0"], "--max-num-seqs must be at least 1, not 0"),
+        (["--prompt", "a", "--max-waiting", "-1"], "--max-waiting must be at least 0, not -1"),
         (["--prompt", "a", "--colour", "red"], "No such option '--colour'"),
     ],
 )

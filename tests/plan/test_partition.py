@@ -122,7 +122,7 @@ def test_bfloat16_halves_what_is_needed(paper: ClusterConfig) -> None:
     assert planned.problems[0] == "the 7 stages have room for 40 layers, the target has 80"
     assert (
         plan(
-            replace(paper, partition=None, partitions={"half": partition}, dtype="bfloat16", context_tokens=1024), "half"
+            replace(paper, partition=None, partitions={"half": partition}, dtype="bfloat16", max_model_len=1024), "half"
         ).problems
         == ()
     )

@@ -346,7 +346,7 @@ def test_clients_read_the_description_of_a_run(make_redis_scheduler: Callable[[T
     run_id = scheduler.keys.run_id
     assert RedisScheduler.describe(scheduler.client, run_id) is None
     description = RunDescription(
-        ((1, 2), (3,)), ((0, 2), (2, 3), (3, 6)), "x", "y", tree=LayerTreeOptions(8, 4), context_tokens=99
+        ((1, 2), (3,)), ((0, 2), (2, 3), (3, 6)), "x", "y", tree=LayerTreeOptions(8, 4), max_model_len=99
     )
     scheduler.open(description)
     assert RedisScheduler.describe(scheduler.client, run_id) == description
