@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from pipedec.core import Step, Verdict
+from pipedec.core import Envelope, Load, Update
 from pipedec.decoding import TimestepTiming
 from pipedec.engine.emulated_time import Pacer, TimestepLoad
 
@@ -30,9 +30,9 @@ class Timestep:
     """What happened on one rank in one timestep.
 
     Attributes:
-        number: counted from 1; 0 and less in prefill.
-        step: rank 0: the rows that entered the pipeline.
-        verdict: rank 0: the result of the oldest timestep in flight; None if no token was accepted.
+        number: counted from 1; in task dispatch 0 and less in prefill.
+        entered: rank 0: what entered the pipeline.
+        results: rank 0: what the last stage said of the rows of the oldest timestep in flight.
         timing: rank 0: how long the timestep took; None while the pipeline fills.
         load: the rows of every rank, if all are in this process.
         spans: the pieces of the rank's work.
@@ -40,8 +40,8 @@ class Timestep:
     """
 
     number: int
-    step: Step | None = None
-    verdict: Verdict | None = None
+    entered: Envelope = Envelope()
+    results: tuple[Update, ...] = ()
     timing: TimestepTiming | None = None
     load: TimestepLoad | None = None
     spans: tuple[Span, ...] = ()
@@ -64,13 +64,13 @@ class Recorder:
         """A timestep begins now; what was measured of the current one is discarded."""
         self._began = time.perf_counter()
         self._waited = 0.0
-        self._forwards: list[tuple[int, float]] = []  # rows and seconds of each draft forward
+        self._forwards: list[tuple[Load, float]] = []  # each draft forward and its seconds
 
     @contextmanager
-    def span(self, label: str, category: str, rows: int = 0) -> Iterator[None]:
-        """Record the body of the ``with`` statement. If it computes ``rows`` rows, it lasts as long as on the emulated device."""
+    def span(self, label: str, category: str, load: Load = Load()) -> Iterator[None]:
+        """Record the body of the ``with`` statement. If it computes rows, it lasts as long as on the emulated device."""
         began = time.perf_counter()
-        with self.computing(rows):
+        with self.computing(load):
             yield
         self.add(label, category, began)
 
@@ -79,17 +79,17 @@ class Recorder:
         self._spans.append(Span(label, category, began, time.perf_counter()))
 
     @contextmanager
-    def drafting(self, rows: int) -> Iterator[None]:
+    def drafting(self, load: Load) -> Iterator[None]:
         """One draft forward."""
         began = time.perf_counter()
-        with self.computing(rows):
+        with self.computing(load):
             yield
-        self._forwards.append((rows, time.perf_counter() - began))
+        self._forwards.append((load, time.perf_counter() - began))
 
     @property
-    def drafted(self) -> list[int]:
-        """Rows of each draft forward of the timestep."""
-        return [rows for rows, _ in self._forwards]
+    def drafted(self) -> list[Load]:
+        """The draft forwards of the timestep."""
+        return [load for load, _ in self._forwards]
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
@@ -110,6 +110,6 @@ class Recorder:
         spans, self._spans = tuple(self._spans), []
         return spans
 
-    def computing(self, rows: int) -> AbstractContextManager[None]:
-        """The body lasts as long as ``rows`` rows take on the emulated device."""
-        return self.pacer.computing(rows) if rows and self.pacer.is_emulating else nullcontext()
+    def computing(self, load: Load) -> AbstractContextManager[None]:
+        """The body lasts as long as ``load`` takes on the emulated device."""
+        return self.pacer.computing(load) if load.rows and self.pacer.is_emulating else nullcontext()

@@ -12,6 +12,7 @@ from pipedec.config import ClusterConfig, ServerConfig
 from pipedec.core import MAX_NUM_SEQS, MAX_WAITING, UserError
 from pipedec.decoding import Drafter
 from pipedec.drafting import DraftModel
+from pipedec.engine.sequences import Sequences
 from pipedec.hardware import DEVICES as DEVICE_KINDS
 from pipedec.hardware import MODEL_SHAPES
 from pipedec.messages import BitaDescription, RankDescription, RunDescription
@@ -285,9 +286,8 @@ class PipelineSpec:
         model = StageModel.load(self.target, layers, self.torch_dtype, device, config=config, progress=progress)
         if self.bita is not None:
             model.attach(BitaWeights.load(self.bita, config, layers, self.torch_dtype, device))
-        if rank == self.topology.final_rank:
-            return FinalStageWorker(model, device)
-        return StageWorker(model, device)
+        kind = FinalStageWorker if rank == self.topology.final_rank else StageWorker
+        return kind(model, Sequences(self.target).of, device)
 
     def load_drafter(self, device: torch.device, progress: Progress | None = None) -> Drafter | None:
         """The whole draft model; None if there is no draft."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
@@ -9,8 +10,8 @@ from typing import Protocol
 from torch import Tensor
 
 from pipedec.decoding import Drafter
-from pipedec.threads import Sequence
-from pipedec.tree import Advance, Candidates, RowsToDraft
+from pipedec.threads import Sequence as ThreadSequence
+from pipedec.tree import Advance, Candidates, DraftRows
 
 
 class ForwardTimer(Protocol):
@@ -21,23 +22,23 @@ class ForwardTimer(Protocol):
 
 @dataclass(frozen=True)
 class TimedDrafter:
-    """A drafter with a timer around each of its forwards in decoding."""
+    """A drafter with a timer around each of its forwards."""
 
     drafter: Drafter
     timer: ForwardTimer
 
-    def begin(self, sequence: Sequence) -> None:
-        self.drafter.begin(sequence)
+    def open(self, number: int, sequence: ThreadSequence) -> None:
+        self.drafter.open(number, sequence)
 
-    def prefill(self, token_ids: Tensor) -> None:
-        self.drafter.prefill(token_ids)
+    def close(self, number: int) -> None:
+        self.drafter.close(number)
 
-    def expand(self, requested: list[RowsToDraft], children: int) -> list[Candidates]:
-        with self.timer(sum(len(rows) for _, _, rows in requested)):
-            return self.drafter.expand(requested, children)
+    def expand(self, requested: Sequence[DraftRows], prompts: Mapping[int, Tensor]) -> list[Candidates]:
+        with self.timer(sum(len(entry.rows) for entry in requested) + sum(map(len, prompts.values()))):
+            return self.drafter.expand(requested, prompts)
 
-    def advance(self, thread: int, advance: Advance) -> None:
-        self.drafter.advance(thread, advance)
+    def advance(self, number: int, thread: int, advance: Advance) -> None:
+        self.drafter.advance(number, thread, advance)
 
-    def threads_changed(self) -> None:
-        self.drafter.threads_changed()
+    def threads_changed(self, number: int) -> None:
+        self.drafter.threads_changed(number)
