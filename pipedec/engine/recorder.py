@@ -63,6 +63,7 @@ class Recorder:
     def restart(self) -> None:
         """A timestep begins now; what was measured of the current one is discarded."""
         self._began = time.perf_counter()
+        self._own_began = time.thread_time()
         self._waited = 0.0
         self._forwards: list[tuple[Load, float]] = []  # each draft forward and its seconds
 
@@ -85,6 +86,19 @@ class Recorder:
         with self.computing(load):
             yield
         self._forwards.append((load, time.perf_counter() - began))
+
+    def decided(self, load: TimestepLoad) -> None:
+        """What rank 0 has done since the last timestep ended was deciding what enters now."""
+        load.deciding_seconds = time.thread_time() - self._own_began
+
+    @contextmanager
+    def beside(self, load: TimestepLoad) -> Iterator[None]:
+        """Rank 0's work while the stages compute, of which the draft forwards are counted apart."""
+        self.restart()
+        yield
+        drafting = sum(seconds for _, seconds in self._forwards)
+        load.drafted = [forward for forward, _ in self._forwards]
+        load.beside_seconds = max(0.0, time.perf_counter() - self._began - drafting)
 
     @property
     def drafted(self) -> list[Load]:
