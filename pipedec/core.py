@@ -17,6 +17,7 @@ NUM_ROW_IDS = 3  # of each row that is sent: token id, parent, thread
 ROW_ID_BYTES = 8 * NUM_ROW_IDS  # as int64
 DEFAULT_METHOD = "pipedec-bestfirst"
 FINISH_REASONS = (None, "stop", "length", "cancelled", "cache_full")  # see ``Verdict``
+KNEE_ROWS = 64  # rows that most GPUs compute in about the time of one, where no plan says better (see ``hardware``)
 MAX_NUM_SEQS = 64  # requests in the pipeline at the same time
 MAX_WAITING = 1000  # requests that wait for a place among them
 LARGEST = sys.float_info.max  # an integer in JSON may be larger

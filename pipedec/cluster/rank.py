@@ -146,7 +146,7 @@ def _load(
     wiring = Wiring(scheduler, joined.transport, spec.topology, tracer, sequences, device, spec.emulation, spec.window)
     if place.rank == 0:
         drafter = spec.load_drafter(device, progress)
-        return DraftLoop(spec.load_prompter(), drafter, spec.trained_masks(), wiring, spec.tree)
+        return DraftLoop(spec.load_prompter(), drafter, spec.trained_masks(), wiring, spec.tree, spec.max_num_seqs)
     return StageLoop(spec.load_stage(place.rank, device, progress), place.rank, wiring)
 
 

@@ -5,7 +5,7 @@ Decides nothing about rows: the company of decoding methods does. How rows reach
 
 from __future__ import annotations
 
-from pipedec.core import SchedulerLost, Step, Update, UserError, Verdict
+from pipedec.core import KNEE_ROWS, MAX_NUM_SEQS, SchedulerLost, Step, Update, UserError, Verdict
 from pipedec.decoding import Company, Drafter, Method
 from pipedec.engine.admission import Admission
 from pipedec.engine.answer import Answer
@@ -28,7 +28,7 @@ class DraftLoop:
     """Rank 0 of a resident cluster. Serves any number of requests without reloading anything.
 
     Args:
-        knee: rows of a timestep that a stage computes as fast as one; None for the default.
+        knee: rows that a stage computes in about the time of one.
         max_num_seqs: most requests in the pipeline at the same time.
     """
 
@@ -39,15 +39,14 @@ class DraftLoop:
         trained_masks: int,
         wiring: Wiring,
         tree: LayerTreeOptions | None = None,
-        max_num_seqs: int = 64,
-        knee: int | None = None,
+        max_num_seqs: int = MAX_NUM_SEQS,
+        knee: int = KNEE_ROWS,
     ) -> None:
         self._wiring = wiring
         self._scheduler = wiring.scheduler
         self._tasks = RankTasks(0, wiring)
         timed = None if drafter is None else TimedDrafter(drafter, self._tasks.recorder.drafting)
-        knees = {} if knee is None else {"knee": knee}
-        self._company = Company(wiring.topology.num_groups, timed, wiring.device, trained_masks, **knees)
+        self._company = Company(wiring.topology.num_groups, timed, wiring.device, trained_masks, knee)
         self._company.whole_prompts = not wiring.window
         self._admission = Admission(prompter, wiring.sequences, wiring.topology.num_stages, tree)
         self._max_num_seqs = max_num_seqs if wiring.window else 1
@@ -76,8 +75,97 @@ class DraftLoop:
         if self._scheduler.status().state == "gone":
             raise SchedulerLost("Redis no longer knows the run: its keys were deleted")
 
-    def _serve(self, message: Message) -> None:
+    def _serve(self, first: Message) -> None:
         """One session: from a request that finds the pipeline empty until no request is left."""
+        pool = Pool(self._company)
+        with self._courier.at_work():
+            self._admit(pool, first)
+            if not pool.is_busy:
+                return
+            pipeline = self._pipeline(first)
+            for _ in decode(pool, pipeline, lambda: self._follow_queue(pool, pipeline), (self._tasks.note,)):
+                continue  # everything has been said to the answers' readers
+        self._stopping |= pipeline.is_stopping
+
+    def _pipeline(self, first: Message) -> RankZero:
+        if not self._wiring.window:
+            return TaskPipeline(self._tasks, self._wiring)
         self._sessions += 1
-        session = _Session(self._sessions, message)
-'''
+        return WindowPipeline(self._sessions, self._tasks, self._wiring, self._wiring.tracer.enabled)
+
+    def _follow_queue(self, pool: Pool, pipeline: RankZero) -> None:
+        """Begin requests for which there is room, and end those that were cancelled."""
+        for number in self._courier.cancelled():
+            pool.cancel(number)
+        if pipeline.is_stopping or not self._wiring.window:
+            return  # with task dispatch the next request begins with a workflow of its own
+        for message in self._courier.arrivals(self._max_num_seqs - pool.num_running):
+            self._admit(pool, message)
+
+    def _admit(self, pool: Pool, message: Message) -> None:
+        try:
+            answer, sequence = self._admission.admit(message, self._company)
+        except UserError as error:
+            self._courier.finish(message.number, ErrorEvent(str(error)))
+            return
+        self._tasks.opened(message.number, answer.request.trace)
+        pool.open(answer.request, sequence, _Stream(answer, self._courier, self._tasks, self._wiring))
+
+
+class _Stream:
+    """The ``Reader`` of a request: what is said of it goes to its client.
+
+    Other ranks publish traces, and timesteps that overran, when they close the request's lane. So the completion of a request
+    that is traced or emulated, the last event that its client reads, waits until they have.
+    """
+
+    def __init__(self, answer: Answer, courier: Courier, tasks: RankTasks, wiring: Wiring) -> None:
+        self._answer = answer
+        self._number = answer.request.number
+        self._courier = courier
+        self._tasks = tasks
+        self._wiring = wiring
+        self._waits_for_ranks = answer.request.trace or wiring.emulation is not None
+        self._completion: CompletionEvent | None = None
+        self._finished = False
+
+    def entered(self, step: Step) -> None:
+        self._answer.counters.entered(step)
+
+    def take(self, result: Update, timestep: int) -> Verdict:
+        assert result.verdict is not None
+        self._answer.counters.accepted(timestep)
+        if result.logprobs:
+            self._courier.put(self._number, LogprobsEvent([list(row) for row in result.logprobs]))
+        return self._publish(result.verdict)
+
+    def ended(self, reason: str, method: Method) -> None:
+        if not self._finished:  # cancelled, so that no verdict has said so
+            self._publish(Verdict((), reason))
+        completion = self._answer.completed(reason, method)
+        if self._waits_for_ranks:
+            self._completion = completion
+        else:
+            self._courier.finish(self._number, completion)
+
+    def closed(self) -> None:
+        if self._completion is not None:
+            events = [*self._scheduler_trace(), *self._tasks.closed(self._number), self._completion]
+            self._courier.finish(self._number, *events)
+
+    def _publish(self, verdict: Verdict) -> Verdict:
+        """Add a verdict to the answer and publish the new text; returns the verdict as far as the answer goes."""
+        verdict, event = self._answer.take(verdict)
+        self._finished = verdict.finished is not None
+        self._courier.put(self._number, event)
+        return verdict
+
+    def _scheduler_trace(self) -> list[TraceEvents]:
+        """The scheduler's own trace, if one was asked for."""
+        if not self._answer.request.trace:
+            return []
+        rows: list[TraceRow] = [
+            (SCHEDULER_TRACK, granted.task.label, granted.task.kind, granted.granted_us, granted.finished_us)
+            for granted in self._wiring.scheduler.trace()
+        ]
+        return [TraceEvents(rows)]

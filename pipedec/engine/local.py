@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from pipedec.core import Envelope, Metrics, Request, Step, Update, UserError, Verdict
+from pipedec.core import KNEE_ROWS, Envelope, Metrics, Request, Step, Update, UserError, Verdict
 from pipedec.decoding import Company, Drafter, Method, TimestepTiming
 from pipedec.engine.counters import Counters
 from pipedec.engine.emulated_time import EmulatedClock, Pacer, TimestepLoad
@@ -89,7 +89,7 @@ class LocalPipeline:
         device: torch.device | str = "cpu",
         emulation: Emulation | None = None,
         trained_masks: int = 0,
-        knee: int | None = None,
+        knee: int = KNEE_ROWS,
     ) -> None:
         if len(stages) != topology.num_stages:
             raise ValueError(f"{len(stages)} stages do not fill a topology of {topology.num_stages}")
@@ -100,8 +100,7 @@ class LocalPipeline:
         self._sequences = sequences
         self._recorder = Recorder(Pacer(None, 0))
         timed = None if drafter is None else TimedDrafter(drafter, self._recorder.drafting)
-        knees = {} if knee is None else {"knee": knee}
-        self._company = Company(topology.num_groups, timed, device, trained_masks, **knees)
+        self._company = Company(topology.num_groups, timed, device, trained_masks, knee)
         self._emulation = emulation
         self.answers: dict[int, LocalAnswer] = {}
         self.emulated_ms: float | None = None

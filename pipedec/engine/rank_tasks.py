@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from pipedec.core import Envelope, Opening, PipedecError, Step, Update
+from pipedec.core import Envelope, PipedecError, Step, Update
 from pipedec.decoding import TimestepTiming
 from pipedec.engine.emulated_time import Pacer
 from pipedec.engine.recorder import Recorder, Timestep
@@ -140,11 +140,11 @@ class RankTasks:
         if timestep.overran:
             self._overran.append(timestep.number)
 
-    def opened(self, number: int, opening: Opening) -> None:
+    def opened(self, number: int, traced: bool) -> None:
         """A request begins."""
-        if opening.trace or self.recorder.pacer.is_emulating:
-            self._watched[number] = _Watched(opening.trace, len(self._wiring.tracer.events), len(self._overran))
-            self._wiring.tracer.enabled |= opening.trace
+        if traced or self.recorder.pacer.is_emulating:
+            self._watched[number] = _Watched(traced, len(self._wiring.tracer.events), len(self._overran))
+            self._wiring.tracer.enabled |= traced
 
     def closed(self, number: int) -> list[Event]:
         """A request has ended. Returns what this rank has to say about it: its trace, and the timesteps that overran."""

@@ -114,7 +114,7 @@ class StageLoop:
 
     def _open(self, update: Update) -> None:
         if update.opening is not None:
-            self._tasks.opened(update.number, update.opening)
+            self._tasks.opened(update.number, update.opening.trace)
             if update.opening.trace:
                 self._traced.add(update.number)
 

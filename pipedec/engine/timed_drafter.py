@@ -9,15 +9,16 @@ from typing import Protocol
 
 from torch import Tensor
 
+from pipedec.core import Load
 from pipedec.decoding import Drafter
 from pipedec.threads import Sequence as ThreadSequence
 from pipedec.tree import Advance, Candidates, DraftRows
 
 
 class ForwardTimer(Protocol):
-    """Returns the context in which one draft forward of ``rows`` rows runs."""
+    """Returns the context in which one draft forward runs."""
 
-    def __call__(self, rows: int, /) -> AbstractContextManager[None]: ...
+    def __call__(self, load: Load, /) -> AbstractContextManager[None]: ...
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ class TimedDrafter:
         self.drafter.close(number)
 
     def expand(self, requested: Sequence[DraftRows], prompts: Mapping[int, Tensor]) -> list[Candidates]:
-        with self.timer(sum(len(entry.rows) for entry in requested) + sum(map(len, prompts.values()))):
+        with self.timer(Load(sum(len(entry.rows) for entry in requested) + sum(map(len, prompts.values())))):
             return self.drafter.expand(requested, prompts)
 
     def advance(self, number: int, thread: int, advance: Advance) -> None:

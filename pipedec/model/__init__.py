@@ -1,4 +1,5 @@
-"""The stage model: consecutive layers of a LLaMA-family checkpoint, with a two-level KV cache and tree attention.
+"""The stage model: consecutive layers of a LLaMA-family checkpoint, with a two-level KV cache per request and tree
+attention.
 
 Knows tensors and Hugging Face checkpoints, but not the cluster, tokenizers or decoding methods.
 """
@@ -9,6 +10,8 @@ from pipedec.model.cache import KVCache
 from pipedec.model.checkpoint import Checkpoint
 from pipedec.model.config import ModelConfig
 from pipedec.model.digest import quick_digest, weights_digest
+from pipedec.model.lane_rows import LaneRows
+from pipedec.model.pool import KVPool
 from pipedec.model.stage_model import StageModel
 
 __all__ = [
@@ -16,6 +19,8 @@ __all__ = [
     "BitaWeights",
     "Checkpoint",
     "KVCache",
+    "KVPool",
+    "LaneRows",
     "ModelConfig",
     "StageModel",
     "attention_backend",

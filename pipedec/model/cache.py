@@ -1,120 +1,116 @@
-"""The two-level KV cache of one stage: accepted rows (``past``), then speculative rows (``tree``), in one buffer.
+"""The two-level KV cache of one request: accepted rows (``past``), then speculative rows (``tree``), in slots of a pool.
 
 In front of both may be a learned prompt (BiTA), which never changes and which only views ``with_prompt`` include.
 
-Knows slots and the order of rows, but not tokens, parents or masks.
+Knows slots and the order of rows, but not tokens, parents or masks, nor which blocks of the pool are whose.
 """
 
 from __future__ import annotations
+
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 
+class Pool(Protocol):
+    """What a cache needs of its pool (see ``KVPool``)."""
+
+    tensor: Tensor
+    prompt: Tensor | None
+
+    def resize(self, cache: KVCache, slots: int) -> None: ...
+    def close(self, cache: KVCache) -> None: ...
+    def write(self, layer: int, slots: slice | Tensor, keys_RKD: Tensor, values_RKD: Tensor) -> None: ...
+
+
 class KVCache:
-    """Keys and values of every layer of a stage, in one tensor [L, 2, K, slots, D].
+    """Keys and values of one request in every layer of a stage, in consecutive slots of a pool.
 
     Slots [0, past_length) hold the accepted rows in the order in which they were committed, the next ``tree_length`` slots the
     speculative rows in the order of entry. Committing the root therefore only moves the boundary, and attention sees both levels
     as one block. A step's rows are written behind both; ``extend_tree`` or ``extend_past`` then adds them to a level.
 
-    Slot 0 is the first one behind the learned prompt.
+    Slot 0 is the first one behind the learned prompt. Caches are made by ``KVPool.open``.
 
-    Args:
-        block: number of slots by which the buffer grows.
-        prompt: [L, 2, K, Q, D], keys and values of the learned prompt, or None.
-
-    Raises:
-        ValueError: ``block`` is less than 1.
+    Attributes:
+        pool: whose slots it has.
+        start: the slot of the pool that is its slot 0. The pool changes it when it moves the cache.
+        slots: number of rows that it can hold.
+        prompt_length: Q, tokens of the learned prompt in front of slot 0.
     """
 
-    def __init__(
-        self,
-        num_layers: int,
-        num_kv_heads: int,
-        head_dim: int,
-        dtype: torch.dtype,
-        device: torch.device | str,
-        block: int = 256,
-        prompt: Tensor | None = None,
-    ) -> None:
-        if block < 1:
-            raise ValueError(f"block must be at least 1, not {block}")
-        self.block = block
+    def __init__(self, pool: Pool, prompt: Tensor | None) -> None:
+        self.pool = pool
+        self.start = 0
+        self.slots = 0
         self.past_length = 0
         self.tree_length = 0
         self.prompt_length = 0 if prompt is None else prompt.shape[3]
-        shape = (num_layers, 2, num_kv_heads, self.prompt_length + block, head_dim)
-        self._buffer = torch.empty(shape, dtype=dtype, device=device)
-        if prompt is not None:
-            self._buffer[:, :, :, : self.prompt_length] = prompt
 
     @property
     def length(self) -> int:
         """Number of rows in both levels."""
         return self.past_length + self.tree_length
 
-    @property
-    def slots(self) -> int:
-        """Number of rows that the buffer can hold."""
-        return self._buffer.shape[3] - self.prompt_length
-
-    @property
-    def num_bytes(self) -> int:
-        """Size of the buffer in bytes."""
-        return self._buffer.nbytes
+    def close(self) -> None:
+        """Return the slots to the pool."""
+        self.pool.close(self)
 
     def reset(self) -> None:
-        """Drop all rows; the buffer stays allocated."""
+        """Drop all rows; the slots stay."""
         self.past_length = 0
         self.tree_length = 0
 
     def reserve(self, rows: int) -> None:
-        """Make room for ``rows`` more rows, growing the buffer by whole blocks if necessary."""
-        if self.length + rows > self.slots:
-            self._grow(self.length + rows)
-
-    @torch.inference_mode(False)  # a buffer made in inference mode could only be written there
-    def _grow(self, needed: int) -> None:
-        layers, two, heads, _, head_dim = self._buffer.shape
-        slots = -(-needed // self.block) * self.block
-        grown = self._buffer.new_empty((layers, two, heads, self.prompt_length + slots, head_dim))
-        used = self.prompt_length + self.length
-        grown[:, :, :, :used] = self._buffer[:, :, :, :used]
-        self._buffer = grown
-
-    def write(self, layer: int, keys_KRD: Tensor, values_KRD: Tensor) -> None:
-        """Write a step's rows behind the rows of one layer, without adding them to a level.
+        """Make room for ``rows`` more rows.
 
         Raises:
-            ValueError: the buffer is too small; call ``reserve`` first.
+            UserError: the pool is full.
         """
-        end = self.length + keys_KRD.shape[1]
+        if self.length + rows > self.slots:
+            self.pool.resize(self, self.length + rows)
+
+    def write_prompt(self) -> None:
+        """Copy the learned prompt, if any, in front of slot 0."""
+        if self.prompt_length:
+            assert self.pool.prompt is not None
+            self.pool.tensor[:, :, :, self.start - self.prompt_length : self.start] = self.pool.prompt
+
+    def slots_behind(self, rows: int) -> range:
+        """The pool's slots for ``rows`` new rows behind those present. What is written there is in no level yet.
+
+        Raises:
+            ValueError: there are too few slots; call ``reserve`` first.
+        """
+        end = self.length + rows
         if end > self.slots:
             raise ValueError(f"{end} rows do not fit into {self.slots} slots: call reserve before write")
-        where = slice(self.prompt_length + self.length, self.prompt_length + end)
-        self._buffer[layer, 0, :, where] = keys_KRD
-        self._buffer[layer, 1, :, where] = values_KRD
+        return range(self.start + self.length, self.start + end)
 
     def view(self, layer: int, extra_rows: int = 0, with_prompt: bool = False) -> tuple[Tensor, Tensor]:
-        """keys_KSD, values_KSD of past and tree, without copying.
+        """keys_KSD, values_KSD of past and tree, without copying (see ``views``)."""
+        keys_KSD, values_KSD = self.views(extra_rows, with_prompt)[2 * layer : 2 * layer + 2]
+        return keys_KSD, values_KSD
+
+    def views(self, extra_rows: int = 0, with_prompt: bool = False) -> tuple[Tensor, ...]:
+        """keys_KSD and values_KSD of past and tree of every layer, in turns, without copying.
 
         Args:
             extra_rows: also include this number of rows just written behind them.
             with_prompt: put the learned prompt first.
 
         Raises:
-            ValueError: the buffer has fewer slots than that.
+            ValueError: there are fewer slots than that.
         """
         end = self.length + extra_rows
         if end > self.slots:
-            raise ValueError(f"{end} rows were never written: the buffer has {self.slots} slots")
-        first = 0 if with_prompt else self.prompt_length
-        keys_KSD, values_KSD = self._buffer[layer, :, :, first : self.prompt_length + end].unbind(0)
-        return keys_KSD, values_KSD
+            raise ValueError(f"{end} rows were never written: the cache has {self.slots} slots")
+        first = self.start - (self.prompt_length if with_prompt else 0)
+        return self.pool.tensor[:, :, :, first : self.start + end].flatten(0, 1).unbind(0)
 
     def extend_tree(self, rows: int) -> None:
-        """Add ``rows`` written rows to the tree level. Raises ValueError if the buffer is too small to hold them."""
+        """Add ``rows`` written rows to the tree level. Raises ValueError if there are too few slots to hold them."""
         self._check_written(rows)
         self.tree_length += rows
 
@@ -122,7 +118,7 @@ class KVCache:
         """Add ``rows`` written rows to the past level.
 
         Raises:
-            ValueError: the tree is not empty, so the rows do not follow the past, or the buffer is too small to hold them.
+            ValueError: the tree is not empty, so the rows do not follow the past, or there are too few slots to hold them.
         """
         if self.tree_length:
             raise ValueError(f"cannot extend the past behind {self.tree_length} tree rows: advance or reset first")
@@ -145,10 +141,7 @@ class KVCache:
             raise ValueError(f"advance needs distinct indices below {self.tree_length}, not {order}")
         moved = next((slot for slot, row in enumerate(order) if slot != row), len(order))
         if moved < len(order):
-            first = self.prompt_length + self.past_length
-            start, end = first + moved, first + len(order)
-            sources = rows[moved:].to(self._buffer.device) + first
-            self._buffer.narrow(3, start, end - start).copy_(self._buffer.index_select(3, sources))
+            self._gather(self.past_length + moved, rows[moved:] + self.past_length)
         self.past_length += len(committed)
         self.tree_length = len(kept)
 
@@ -164,9 +157,14 @@ class KVCache:
         if len(kept) and (bool((kept.diff() <= 0).any()) or int(kept[0]) < 0 or int(kept[-1]) >= self.past_length):
             raise ValueError(f"slots to keep must be ascending and below {self.past_length}")
         tree = torch.arange(self.past_length, self.length, device=kept.device)
-        sources = torch.cat((kept, tree)) + self.prompt_length
-        self._buffer[:, :, :, self.prompt_length : self.prompt_length + len(sources)] = self._buffer.index_select(3, sources)
+        self._gather(0, torch.cat((kept, tree)))
         self.past_length = len(kept)
+
+    def _gather(self, first: int, sources: Tensor) -> None:
+        """Copy the rows of the slots ``sources`` to the slots from ``first`` on."""
+        tensor = self.pool.tensor
+        rows = tensor.index_select(3, sources.to(tensor.device) + self.start)
+        tensor.narrow(3, self.start + first, len(sources)).copy_(rows)
 
     def _check_written(self, rows: int) -> None:
         if rows < 0 or self.length + rows > self.slots:

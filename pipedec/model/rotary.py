@@ -53,7 +53,12 @@ class Rotary:
             long_frequencies, _ = self._initialise(config.hf, seq_len=self._original_length + 1)
             self._long_frequencies_D = _both_halves(long_frequencies).to(self._device)
 
-    def cos_sin(self, positions_R: Tensor, prefill_length: int | None = None) -> tuple[Tensor, Tensor]:
+    @property
+    def depends_on_length(self) -> bool:
+        """Whether the frequencies of a row depend on a sequence length."""
+        return self.rope_type in LENGTH_DEPENDENT
+
+    def cos_sin(self, positions_R: Tensor, lengths_R: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Cosines and signed sines for ``rotate``.
 
         Rope types that depend on the sequence length use, for a decoded row at position p, the frequencies of length p + 1 (as
@@ -61,22 +66,22 @@ class Rotary:
 
         Args:
             positions_R: int64 position ids.
-            prefill_length: number of tokens in the whole prompt if the rows belong to it, else None.
+            lengths_R: int64, the length whose frequencies each row uses. None if the type does not depend on it.
 
         Returns:
             cos_RD, sin_RD. The first half of the sines is negated, which saves ``rotate`` a negation per layer.
         """
-        angles_RD = positions_R[:, None].float() * self._row_frequencies(positions_R, prefill_length)
+        angles_RD = positions_R[:, None].float() * self._row_frequencies(lengths_R)
         cos_RD, sin_RD = angles_RD.cos(), angles_RD.sin()
         if self._scaling != 1.0:
             cos_RD, sin_RD = cos_RD * self._scaling, sin_RD * self._scaling
         return cos_RD.to(self._dtype), sin_RD.to(self._dtype)
 
-    def _row_frequencies(self, positions_R: Tensor, prefill_length: int | None) -> Tensor:
+    def _row_frequencies(self, lengths_R: Tensor | None) -> Tensor:
         """Frequencies: [D] if all rows share them, else [R, D]."""
-        if self.rope_type not in LENGTH_DEPENDENT:
+        if not self.depends_on_length:
             return self._frequencies_D
-        lengths_R = positions_R + 1 if prefill_length is None else torch.full_like(positions_R, prefill_length)
+        assert lengths_R is not None
         if self.rope_type == "longrope":
             is_long_R1 = (lengths_R > self._original_length)[:, None]
             return torch.where(is_long_R1, self._long_frequencies_D, self._frequencies_D)

@@ -1,6 +1,6 @@
 """Consecutive layers of a LLaMA-family model, with the embedding on the first stage and the head on the last.
 
-Maps rows to rows. Knows nothing of other stages, tokenizers or decoding methods.
+Maps rows of any number of requests to rows. Knows nothing of other stages, tokenizers or decoding methods.
 
 Shape legend: R rows in this step, P past tokens, N tree slots including this step's rows, H query heads, K key-value
 heads, D head size, E hidden size, I inner size of the MLP, V vocabulary.
@@ -8,7 +8,7 @@ heads, D head size, E hidden size, I inner size of the MLP, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,13 +17,14 @@ from torch import Tensor
 from torch.nn import functional
 
 from pipedec.core import UserError
-from pipedec.model.attention import AttentionPlan, tree_attention
 from pipedec.model.bita import BitaWeights
-from pipedec.model.cache import KVCache
+from pipedec.model.cache import Pool
 from pipedec.model.checkpoint import EMBEDDING, FINAL_NORM, Checkpoint
 from pipedec.model.config import ModelConfig
+from pipedec.model.lane_rows import LaneAttention, LaneRows, slots_of
+from pipedec.model.pool import KVPool
 from pipedec.model.rotary import Rotary, rotate
-from pipedec.tree import Visibility, is_mask
+from pipedec.tree import is_mask
 
 
 @dataclass(frozen=True)
@@ -40,27 +41,6 @@ class LayerWeights:
     gate_up_bias: Tensor | None
     down_weight: Tensor  # [E, I]
     down_bias: Tensor | None
-
-
-@dataclass(frozen=True)
-class _RowsAttention:
-    """Attention of some of a step's rows: either the ordinary rows or the mask rows.
-
-    Attributes:
-        rows: which rows of the step.
-        plan: their masks.
-        visible_rows: number of rows of this step, from the first, that they may attend to.
-        with_prompt: whether they attend to the learned prompt.
-    """
-
-    rows: slice
-    plan: AttentionPlan
-    visible_rows: int
-    with_prompt: bool
-
-    def attend(self, q_RHD: Tensor, layer: int, window: int | None, cache: KVCache) -> Tensor:
-        keys_KSD, values_KSD = cache.view(layer, self.visible_rows, self.with_prompt)
-        return tree_attention(q_RHD[self.rows], keys_KSD, values_KSD, self.plan, window)
 
 
 class StageModel:
@@ -147,61 +127,50 @@ class StageModel:
         return sum({tensor.data_ptr(): tensor.nbytes for tensor in self._tensors()}.values())
 
     def attach(self, bita: BitaWeights) -> None:
-        """Enable mask rows with these weights. Only caches made afterwards hold the learned prompt."""
+        """Enable mask rows with these weights. Only pools made afterwards hold the learned prompt."""
         self._bita = bita
 
-    def make_cache(self, block: int = 256) -> KVCache:
-        """An empty cache for this stage's layers that grows by ``block`` slots."""
+    def make_pool(self, block: int = 256, capacity: int | None = None) -> KVPool:
+        """An empty pool for the caches of this stage's layers (see ``KVPool``)."""
         config, prompt = self.config, None if self._bita is None else self._bita.prompt
-        return KVCache(self.num_layers, config.num_kv_heads, config.head_dim, self.dtype, self.device, block, prompt)
+        shape = (self.num_layers, config.num_kv_heads, config.head_dim)
+        return KVPool(*shape, self.dtype, self.device, block, prompt, capacity)
 
     @torch.inference_mode()
-    def forward(
-        self,
-        inputs: Tensor,
-        positions_R: Tensor,
-        cache: KVCache,
-        visibility: Visibility | None = None,
-        prefill_length: int | None = None,
-        num_masks: int = 0,
-    ) -> Tensor:
-        """Run rows through the stage's layers and append them to the cache.
+    def forward(self, inputs: Tensor, lanes: Sequence[LaneRows]) -> Tensor:
+        """Run rows of some requests through the stage's layers and append them to the requests' caches.
 
-        Mask rows (BiTA) cannot influence ordinary rows, which attend neither to this step's mask rows nor to the learned prompt.
+        Rows attend to rows of their own request only. Mask rows (BiTA) cannot influence ordinary rows, which attend neither to
+        this step's mask rows nor to the learned prompt.
 
         Args:
-            inputs: on the first stage token ids, int64 [R]; on the others the previous stage's hidden_RE.
-            positions_R: int64 position ids.
-            cache: this stage's cache. Rows are added to the tree level if ``visibility`` is given, else to the past.
-            visibility: the slots of past and tree (older rows, then this step's) that each row attends to. None for a chunk of
-                the prompt, which directly follows the past.
-            prefill_length: for a chunk of the prompt, the number of tokens in the whole prompt.
-            num_masks: number of mask rows, which are the last rows of the step.
+            inputs: on the first stage token ids, int64 [R]; on the others the previous stage's hidden_RE. The rows of ``lanes``,
+                one lane after the other.
+            lanes: at least one; the caches are of one pool, and each is of one lane.
 
         Returns:
             hidden_RE, before the final norm.
 
         Raises:
-            ValueError: there are no rows, the mask is not [rows, slots], a prompt chunk follows tree rows, or there are mask rows
-                but no BiTA or no tree.
+            ValueError: a lane has no rows, its mask is not [rows, slots], its prompt chunk follows tree rows, or there are mask
+                rows but no BiTA.
+            UserError: the pool has a capacity and is full.
         """
-        rows = len(inputs)
-        self._check_step(rows, cache, visibility, num_masks)
-        cache.reserve(rows)
-        cos_RD, sin_RD = self._rotary.cos_sin(positions_R, prefill_length)
-        parts = self._attention(cache, positions_R, visibility, num_masks)
+        pool = self._reserve(lanes)
+        positions_R = torch.cat([lane.positions for lane in lanes])
+        lengths_R = torch.cat([lane.lengths() for lane in lanes]) if self._rotary.depends_on_length else None
+        cos_RD, sin_RD = self._rotary.cos_sin(positions_R, lengths_R)
+        attention = LaneAttention(lanes, self._windows, self.config.queries_per_kv_head, self.dtype)
+        slots = slots_of(lanes)
         hidden_RE = inputs if self._embedding_VE is None else self._embedded(inputs, self._embedding_VE)
-        for index, (weights, window) in enumerate(zip(self._weights, self._windows, strict=True)):
-            normed_RE = self._norm(hidden_RE, weights.input_norm)
-            q_RHD = self._append_rows(index, weights, normed_RE, cos_RD, sin_RD, cache)
-            attended = [part.attend(q_RHD, index, window, cache) for part in parts]
-            attended_RHD = attended[0] if len(attended) == 1 else torch.cat(attended)
+        for index, weights in enumerate(self._weights):
+            q_RHD, keys_RKD, values_RKD = self._projected(weights, self._norm(hidden_RE, weights.input_norm), cos_RD, sin_RD)
+            pool.write(index, slots, keys_RKD, values_RKD)
+            attended_RHD = attention.attend(q_RHD, index)
             hidden_RE = _add_linear(hidden_RE, attended_RHD.flatten(1), weights.output_weight, weights.output_bias)
             hidden_RE = self._add_mlp(hidden_RE, weights)
-        if visibility is None:
-            cache.extend_past(rows)
-        else:
-            cache.extend_tree(rows)
+        for lane in lanes:
+            lane.append()
         return hidden_RE
 
     @torch.inference_mode()
@@ -216,32 +185,15 @@ class StageModel:
         logits_RV = functional.linear(self._norm(hidden_RE, self._final_norm_E), self._head_VE)
         return logits_RV.to(torch.promote_types(self.dtype, torch.float32))
 
-    def _check_step(self, rows: int, cache: KVCache, visibility: Visibility | None, num_masks: int) -> None:
-        if rows == 0:
-            raise ValueError("a step needs at least one row")
-        if num_masks and (self._bita is None or visibility is None):
-            raise ValueError("mask rows need a BiTA and a tree")
-        if visibility is None and cache.tree_length:
-            raise ValueError(f"a prompt chunk cannot follow {cache.tree_length} tree rows")
-        if visibility is not None and visibility.seen.shape != (rows, cache.length + rows - visibility.shared):
-            slots = cache.length + rows - visibility.shared
-            raise ValueError(f"the mask is {list(visibility.seen.shape)}, but the step is {[rows, slots]}")
-
-    def _attention(
-        self, cache: KVCache, positions_R: Tensor, visibility: Visibility | None, num_masks: int
-    ) -> list[_RowsAttention]:
-        """Attention of the ordinary rows and of the mask rows, each only if the step has such rows."""
-        rows, group = len(positions_R), self.config.queries_per_kv_head
-        if visibility is None:
-            plan = AttentionPlan.for_prefill(cache.past_length, rows, self._windows, self.dtype, self.device)
-            return [_RowsAttention(slice(0, rows), plan, rows, False)]
-        tokens, parts = rows - num_masks, []
-        for own, prompt_length in ((slice(0, tokens), None), (slice(tokens, rows), cache.prompt_length)):
-            if own.start < own.stop:
-                visible = visibility.of(own, cache.length + own.stop)
-                plan = AttentionPlan.for_tree(visible, positions_R[own], self._windows, group, self.dtype, prompt_length)
-                parts.append(_RowsAttention(own, plan, own.stop, prompt_length is not None))
-        return parts
+    def _reserve(self, lanes: Sequence[LaneRows]) -> Pool:
+        """Check the lanes, and make room for their rows in their caches; returns the pool of these."""
+        for lane in lanes:
+            lane.check()
+            if lane.num_masks and self._bita is None:
+                raise ValueError("mask rows need a BiTA")
+        for lane in lanes:
+            lane.cache.reserve(lane.num_rows)
+        return lanes[0].cache.pool
 
     def _embedded(self, token_ids_R: Tensor, embedding_VE: Tensor) -> Tensor:
         if self._bita is None:
@@ -250,15 +202,14 @@ class StageModel:
         masks_RE = functional.embedding((-1 - token_ids_R).clamp(min=0), self._bita.masks)
         return torch.where(is_mask(token_ids_R)[:, None], masks_RE, hidden_RE)
 
-    def _append_rows(
-        self, index: int, weights: LayerWeights, normed_RE: Tensor, cos_RD: Tensor, sin_RD: Tensor, cache: KVCache
-    ) -> Tensor:
-        """Write the rows' keys and values to the cache; return q_RHD. Queries and keys are rotated together."""
+    def _projected(
+        self, weights: LayerWeights, normed_RE: Tensor, cos_RD: Tensor, sin_RD: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """q_RHD, keys_RKD, values_RKD. Queries and keys are rotated together."""
         heads, kv_heads = self.config.num_heads, self.config.num_kv_heads
         qkv = functional.linear(normed_RE, weights.qkv_weight, weights.qkv_bias).view(len(normed_RE), -1, self.config.head_dim)
         rotated = rotate(qkv[:, : heads + kv_heads], cos_RD, sin_RD)
-        cache.write(index, rotated[:, heads:].transpose(0, 1), qkv[:, heads + kv_heads :].transpose(0, 1))
-        return rotated[:, :heads]
+        return rotated[:, :heads], rotated[:, heads:], qkv[:, heads + kv_heads :]
 
     def _add_mlp(self, hidden_RE: Tensor, weights: LayerWeights) -> Tensor:
         normed_RE = self._norm(hidden_RE, weights.post_norm)

@@ -1,89 +1,57 @@
-"""The worker of the last stage, which chooses the target's token after every row and verifies rows."""
+"""The worker of the last stage, whose output is verdicts."""
 
 from __future__ import annotations
 
-import torch
-from torch.nn.functional import pad
+from collections.abc import Mapping, Sequence
+from typing import cast
 
-from pipedec.core import Accepted, Envelope, SamplingParams, Step, Verdict
-from pipedec.forest import ThreadChanges
-from pipedec.sampling import Logprobs
-from pipedec.stage.acceptance import Acceptance
-from pipedec.stage.forecasts import Forecasts
-from pipedec.stage.token_chooser import TokenChooser
+import torch
+from torch import Tensor
+
+from pipedec.core import Opening, Step, Update
+from pipedec.model import KVCache
+from pipedec.stage.final_lane import FinalLane
+from pipedec.stage.lane import Lane
 from pipedec.stage.worker import StageWorker
-from pipedec.threads import NewSequence
-from pipedec.tree import Advance
 
 
 class FinalStageWorker(StageWorker):
-    """The last stage L_n. Its output is verdicts; nothing is ever pending."""
+    """The last stage L_n."""
 
-    def begin(self, new_sequence: NewSequence, sampling: SamplingParams, tokens_per_mask: int = 0) -> None:
-        super().begin(new_sequence, sampling, tokens_per_mask)
-        vocab_size = self._model.config.vocab_size
-        self._chooser = TokenChooser(self._forest.sequence, sampling, vocab_size, self._device)
-        self._acceptance = Acceptance(new_sequence())
-        self._forecasts = Forecasts(self._chooser, min(tokens_per_mask, vocab_size), self._device)
-        self._logprobs = Logprobs(sampling.logprobs)
-        self._successors = torch.zeros(0, dtype=torch.int64, device=self._device)  # [N], the target's token after each row
-        self._first_verdict: Verdict | None = None
+    _computed: tuple[int, ...] = ()  # numbers of requests with rows computed since the last ``results``
 
-    def prefill(self, chunk: Step) -> None:
-        """Compute the next chunk of the prompt; with the last one the first verdict is reached."""
-        num_tokens = chunk.num_rows - self._count_masks(chunk)
-        hidden = self._compute_chunk(chunk, num_tokens)
-        self._chooser.add_prompt(chunk.token_ids[:num_tokens])
-        if self._cache.past_length < self._forest.sequence.prompt_length:
-            return
-        logits = self._model.logits(hidden[num_tokens - 1 :])  # of the last token and of the masks after it
-        token = self._chooser.first(logits[:1])
-        self._logprobs.accept_first(logits[:1], token)
-        self._acceptance.accept_first(int(token[0]))
-        finished = self._acceptance.finished
-        forecast = () if finished else self._forecasts.first(logits[1:], self._forest.sequence.prompt_length + 1)
-        self._first_verdict = Verdict.of(int(token[0]), finished=finished, forecast=forecast)
+    def compute(self, steps: Mapping[int, Step]) -> None:
+        """Compute the rows of all requests in one forward, and choose the tokens after them."""
+        self._computed += tuple(number for number in self._valid(steps) if number not in self._computed)
+        super().compute(steps)
 
-    def decode(self, step: Step) -> None:
-        """Add the step's rows to the forest, compute them, and choose the tokens after them."""
-        num_masks, forest = self._count_masks(step), self._forest
-        logits, num_tokens = self._model.logits(self._compute(step, num_masks)), step.num_rows - num_masks
-        rows = slice(forest.num_rows - step.num_rows, forest.num_rows - num_masks)
-        chosen = pad(self._chooser.choose(logits[:num_tokens], forest, rows), (0, num_masks))
-        self._successors = torch.cat((self._successors, chosen))
-        self._forecasts.add(logits, forest, num_masks)
-        self._logprobs.add(logits, chosen)
-
-    def verdict(self) -> Verdict | None:
-        """After the last chunk of the prompt the first verdict, later the one on the rows computed so far.
+    def results(self) -> tuple[Update, ...]:
+        """Verify the requests that had rows since the last call.
 
         Returns:
-            None if no further token is accepted.
+            the verdicts, with log-probabilities if requested; none for requests of which no further token is accepted.
         """
-        first, self._first_verdict = self._first_verdict, None
-        return first or self._verdict_on_rows()
+        computed, self._computed = self._computed, ()
+        updates = (self._result(number) for number in computed if number in self._lanes)
+        return tuple(update for update in updates if update is not None)
 
-    def _verdict_on_rows(self) -> Verdict | None:
-        forest, walks = self._forest, self._acceptance.verify(self._forest, self._successors)
-        if not walks:
-            return None
-        self._logprobs.accept([row for walk in walks for row in walk.rows])
-        finished = self._acceptance.finished
-        forecasts = [() if finished else self._forecasts.after(forest, walk.rows) for walk in walks]
-        accepted = (Accepted(walk.thread, walk.tokens, forecast) for walk, forecast in zip(walks, forecasts, strict=True))
-        return Verdict(tuple(accepted), finished)
+    def _result(self, number: int) -> Update | None:
+        lane = cast(FinalLane, self._lanes[number])
+        verdict = lane.verdict()
+        return None if verdict is None else Update(number, verdict=verdict, logprobs=lane.take_logprobs())
 
-    def take_logprobs(self) -> list[list[tuple[int, float]]]:
-        """The log-probabilities of tokens accepted since the last call, if requested (see ``Logprobs.take``)."""
-        return self._logprobs.take()
+    def _reply(self, updates: tuple[Update, ...]) -> tuple[Update, ...]:
+        return self.results()
 
-    def _reply(self, envelope: Envelope) -> Envelope:
-        return Envelope(verdict=None if envelope.step is None else self.verdict())
+    def _new_lane(self, opening: Opening, cache: KVCache) -> Lane:
+        return FinalLane(opening, self._new_sequence(opening), cache, self._device, self._model.config.vocab_size)
 
-    def _replay(self, advance: Advance, changes: ThreadChanges) -> None:
-        super()._replay(advance, changes)
-        self._successors = self._successors[advance.kept]
-        self._forecasts.keep(advance.kept)
-        self._logprobs.keep(advance.kept)
-        self._chooser.replayed(changes)
-        self._acceptance.replayed(changes)
+    def _distribute(self, lanes: Sequence[Lane], hidden: Sequence[Tensor]) -> None:
+        """Compute the logits of all requests at once, and let each lane choose its tokens."""
+        judging = [(cast(FinalLane, lane), hidden_RE) for lane, hidden_RE in zip(lanes, hidden, strict=True)]
+        judging = [(lane, hidden_RE[len(hidden_RE) - lane.num_judged :]) for lane, hidden_RE in judging if lane.num_judged]
+        if not judging:
+            return
+        logits_RV = self._model.logits(torch.cat([hidden_RE for _, hidden_RE in judging]))
+        for (lane, _), own_RV in zip(judging, logits_RV.split([len(rows) for _, rows in judging]), strict=True):
+            lane.judge(own_RV)

@@ -1,160 +1,149 @@
-"""The workers of the pipeline's stages: contiguous layers, their two-level KV cache, and a copy of the answer's prediction trees.
+"""The workers of the pipeline's stages: contiguous layers, and a lane for each running request.
 
-A worker receives rows and verdicts. It computes the rows, holds its output until the verdict of the timestep has pruned it
-(PipeDec §3.4.3), and passes it on.
+A worker receives rows and verdicts of any number of requests. It computes all rows in one forward, holds its output until the
+verdicts of the timestep have pruned it (PipeDec §3.4.3), and passes it on. Requests come and go at any timestep.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from pipedec.core import Envelope, SamplingParams, Step, Verdict
-from pipedec.forest import Forest, ThreadChanges
-from pipedec.model import StageModel
+from pipedec.core import Envelope, Load, Opening, Step, Update, Verdict
+from pipedec.model import KVCache, StageModel
+from pipedec.stage.lane import Lane
 from pipedec.threads import NewSequence
-from pipedec.tree import Advance, is_mask
+
+MOST_RESERVED = 1024  # slots that a lane gets for its answer when it opens; it grows if the answer is longer
 
 
 class Span(Protocol):
     """Returns the context in which a part of a timestep's work is done."""
 
-    def __call__(self, name: str, rows: int, /) -> AbstractContextManager[None]: ...
+    def __call__(self, name: str, load: Load, /) -> AbstractContextManager[None]: ...
 
 
-def _unrecorded(name: str, rows: int) -> AbstractContextManager[None]:
+def _unrecorded(name: str, load: Load) -> AbstractContextManager[None]:
     return nullcontext()
 
 
 class StageWorker:
-    """One stage L_i (PipeDec §3.1). ``begin`` must be called before anything else."""
+    """One stage L_i (PipeDec §3.1).
 
-    def __init__(self, model: StageModel, device: torch.device | str = "cpu") -> None:
+    Whatever concerns a number without a lane is void: the request's last verdict has overtaken it.
+
+    Args:
+        new_sequence: makes, for the opening of a request, the function that makes sequences of its answer.
+    """
+
+    def __init__(
+        self, model: StageModel, new_sequence: Callable[[Opening], NewSequence], device: torch.device | str = "cpu"
+    ) -> None:
         self._model = model
-        self._cache = model.make_cache()
+        self._new_sequence = new_sequence
         self._device = device
-        self._forest: Forest
-        self._has_masks = False
-        self._pending_chunk: Step | None = None  # of the prompt
-        self._pending_hidden: Tensor | None = None  # [R, E], of the newest R rows of the forest
+        self._pool = model.make_pool()
+        self._lanes: dict[int, Lane] = {}
+
+    @property
+    def num_lanes(self) -> int:
+        """Number of requests that are open."""
+        return len(self._lanes)
 
     @property
     def cache_slots(self) -> int:
-        """Capacity of the KV cache in rows. It grows as needed and never shrinks."""
-        return self._cache.slots
+        """Capacity of the KV pool in rows. It grows as needed and never shrinks."""
+        return self._pool.slots
 
-    def begin(self, new_sequence: NewSequence, sampling: SamplingParams, tokens_per_mask: int = 0) -> None:
-        """Forget the previous request and prepare for the next.
+    def open(self, number: int, opening: Opening) -> None:
+        """Open a lane for a request.
 
-        Args:
-            new_sequence: makes the sequence of the answer.
-            tokens_per_mask: number of tokens that each mask row predicts in forecasts; 0 for a request without masks.
+        Raises:
+            ValueError: the number has one.
+            UserError: the KV pool is full, or, on the last stage, ``logit_bias`` names a token that is not in the vocabulary.
         """
-        self._forest = Forest(new_sequence(), self._device)
-        self._has_masks = tokens_per_mask > 0
-        self._cache.reset()
-        self._pending_chunk = self._pending_hidden = None
+        if number in self._lanes:
+            raise ValueError(f"request {number} is open already")
+        reserved = opening.prompt_length + min(opening.sampling.max_tokens, MOST_RESERVED)
+        cache = self._pool.open(with_prompt=opening.tokens_per_mask > 0, reserve=reserved)
+        self._lanes[number] = self._new_lane(opening, cache)
 
-    def prefill(self, chunk: Step) -> None:
-        """Compute the next chunk of the prompt. Masks may follow its tokens. The output is pending until ``outgoing``."""
-        self._pending_chunk = Step(
-            chunk.token_ids, chunk.parents, self._compute_chunk(chunk, chunk.num_rows - self._count_masks(chunk))
-        )
+    def sync(self, number: int, verdict: Verdict) -> None:
+        """Replay a verdict: commit and prune what the lane holds. A verdict with ``finished`` drops the lane instead."""
+        if (lane := self._lanes.get(number)) is None:
+            return
+        if verdict.finished is not None:
+            lane.close()
+            del self._lanes[number]
+        else:
+            lane.sync(verdict)
 
-    def decode(self, step: Step) -> None:
-        """Add the step's rows to the forest and compute them. The output is pending until ``sync`` and ``outgoing``."""
-        self._pending_hidden = self._compute(step, self._count_masks(step))
+    def compute(self, steps: Mapping[int, Step]) -> None:
+        """Compute the rows of all requests in one forward. The output is pending until ``sync`` and ``outgoing``."""
+        steps = self._valid(steps)
+        if not steps:
+            return
+        lanes = [self._lanes[number] for number in steps]
+        entered = [lane.enter(step) for lane, step in zip(lanes, steps.values(), strict=True)]
+        inputs = torch.cat([step.token_ids if step.hidden is None else step.hidden for step in steps.values()])
+        self._distribute(lanes, self._model.forward(inputs, entered).split([rows.num_rows for rows in entered]))
 
-    def sync(self, verdict: Verdict) -> None:
-        """Replay a verdict: commit and prune forest, cache and pending output. A verdict without tokens changes nothing."""
-        if verdict.tokens:
-            self._replay(*self._forest.advance(verdict))
+    def outgoing(self) -> dict[int, Step]:
+        """Take the pending output of all requests, with parents as the next stage's trees will number them."""
+        steps = {number: lane.outgoing() for number, lane in self._lanes.items()}
+        return {number: step for number, step in steps.items() if step is not None}
 
-    def outgoing(self) -> Step | None:
-        """Take the pending output, with parents as the next stage's trees will number them; None if no row is left."""
-        chunk, hidden = self._pending_chunk, self._pending_hidden
-        self._pending_chunk = self._pending_hidden = None
-        if hidden is None or not len(hidden):
-            return chunk
-        forest, rows = self._forest, slice(self._forest.num_rows - len(hidden), self._forest.num_rows)
-        threads = None if forest.threads is None else forest.threads[rows]
-        return Step(forest.token_ids[rows].clone(), forest.parents[rows].clone(), hidden, threads)
+    def results(self) -> tuple[Update, ...]:
+        """Nothing: only the last stage verifies rows."""
+        return ()
 
-    def verdict(self) -> Verdict | None:
-        """None: only the final stage verifies rows."""
-        return None
-
-    def take_logprobs(self) -> list[list[tuple[int, float]]]:
-        """Nothing: only the final stage has log-probabilities."""
-        return []
+    def load(self, steps: Mapping[int, Step]) -> Load:
+        """The work of ``compute``."""
+        steps = self._valid(steps)
+        rows = sum(step.num_rows for step in steps.values())
+        return Load(rows, sum(self._lanes[number].num_cached for number in steps))
 
     def advance(self, envelope: Envelope, span: Span = _unrecorded) -> Envelope:
-        """One timestep: replay the verdict, then compute the step. After a verdict with ``finished`` nothing is computed.
+        """One timestep: open lanes, replay verdicts, compute the rows of all requests.
 
         Args:
-            span: the context for a part of the work, by its name ("sync" or "dec") and number of rows.
+            span: the context for a part of the work, by its name ("sync" or "dec") and load.
 
         Returns:
-            what goes to the next rank: the rows that leave this stage and the same verdict; from the final stage to rank 0 its
-            own verdict instead, or the one that ended the answer.
+            what goes to the next rank: the same updates with the rows that leave this stage; from the last stage to rank 0 its
+            results instead.
         """
-        if envelope.verdict is not None:
-            with span("sync", 0):
-                self.sync(envelope.verdict)
-            if envelope.verdict.finished is not None:
-                return Envelope(verdict=envelope.verdict)
-        if envelope.step is not None:
-            with span("dec", envelope.step.num_rows):
-                self.decode(envelope.step)
-        return self._reply(envelope)
+        for update in envelope.updates:
+            if update.opening is not None:
+                self.open(update.number, update.opening)
+        verdicts = {update.number: update.verdict for update in envelope.updates if update.verdict is not None}
+        if verdicts:
+            with span("sync", Load()):
+                for number, verdict in verdicts.items():
+                    self.sync(number, verdict)
+        steps = self._valid({update.number: update.step for update in envelope.updates if update.step is not None})
+        if steps:
+            with span("dec", self.load(steps)):
+                self.compute(steps)
+        return replace(envelope, updates=self._reply(envelope.updates))
 
-    def _reply(self, envelope: Envelope) -> Envelope:
-        return Envelope(self.outgoing(), envelope.verdict)
+    def _reply(self, updates: tuple[Update, ...]) -> tuple[Update, ...]:
+        outgoing = self.outgoing()
+        return tuple(replace(update, step=outgoing.get(update.number)) for update in updates)
 
-    def _compute_chunk(self, chunk: Step, num_tokens: int) -> Tensor:
-        """The activations of the next chunk of the prompt, ``num_tokens`` tokens and then masks: [R, E]."""
-        first = self._cache.past_length
-        positions = torch.arange(first, first + num_tokens, device=self._device)
-        inputs = chunk.token_ids if chunk.hidden is None else chunk.hidden
-        prompt_length = self._forest.sequence.prompt_length
-        hidden = self._model.forward(inputs[:num_tokens], positions, self._cache, None, prompt_length)
-        if num_tokens == chunk.num_rows:
-            return hidden
-        return torch.cat((hidden, self._masks_after_prompt(inputs[num_tokens:], chunk.token_ids[num_tokens:])))
+    def _new_lane(self, opening: Opening, cache: KVCache) -> Lane:
+        return Lane(opening, self._new_sequence(opening), cache, self._device)
 
-    def _masks_after_prompt(self, inputs: Tensor, token_ids: Tensor) -> Tensor:
-        """The activations of a group of masks after the prompt. Neither forest nor cache keeps these rows."""
-        chain = torch.arange(-1, len(token_ids) - 1, device=self._device)
-        hidden = self._activations(self._forest.append(token_ids, chain), inputs, len(token_ids))
-        self._forest.reset()
-        self._cache.advance(chain[:0], chain[:0])
-        return hidden
+    def _valid(self, steps: Mapping[int, Step]) -> dict[int, Step]:
+        """The steps of requests that go on."""
+        return {number: step for number, step in steps.items() if number in self._lanes and not self._lanes[number].has_ended}
 
-    def _compute(self, step: Step, num_masks: int) -> Tensor:
-        """Add the step's rows, of which the last ``num_masks`` are masks, to the forest; returns their activations: [R, E]."""
-        rows = self._forest.append(step.token_ids, step.parents, step.threads)
-        inputs = step.token_ids if step.hidden is None else step.hidden
-        return self._activations(rows, inputs, num_masks)
-
-    def _activations(self, rows: slice, inputs: Tensor, num_masks: int) -> Tensor:
-        """The activations of the rows just added, of which the last ``num_masks`` are masks."""
-        visibility, positions = self._forest.visibility(rows), self._forest.positions[rows]
-        return self._model.forward(inputs, positions, self._cache, visibility, num_masks=num_masks)
-
-    def _count_masks(self, step: Step) -> int:
-        """The number of masks in a step, which are its last rows. Requests without masks avoid the device synchronisation."""
-        return int(is_mask(step.token_ids).sum()) if self._has_masks else 0
-
-    def _replay(self, advance: Advance, changes: ThreadChanges) -> None:
-        """Apply the forest's changes to the cache and to the pending output."""
-        self._cache.advance(advance.committed, advance.kept)
-        if changes.affects_threads and (kept := self._forest.release()) is not None:
-            self._cache.release(kept)
-        if self._pending_hidden is not None:
-            first = advance.num_rows - len(self._pending_hidden)
-            kept = advance.kept[bisect_left(advance.kept.tolist(), first) :]
-            self._pending_hidden = self._pending_hidden[kept - first]
+    def _distribute(self, lanes: Sequence[Lane], hidden: Sequence[Tensor]) -> None:
+        """Give each lane the activations of its rows."""
+        for lane, hidden_RE in zip(lanes, hidden, strict=True):
+            lane.computed(hidden_RE)

@@ -18,7 +18,7 @@ from pipedec.bench.kernels.layers import LayersConfig, Roofline, driver, measure
 from pipedec.cli.main import program
 from pipedec.core import UserError
 from pipedec.hardware import DEVICES, MODEL_SHAPES, ModelShape
-from pipedec.model import ModelConfig, StageModel
+from pipedec.model import LaneRows, ModelConfig, StageModel
 
 TINY = ModelShape(32, 64, 4, 4, 2, 100)
 
@@ -72,7 +72,7 @@ def test_random_layers_compute_finite_numbers(tmp_path: Path) -> None:
     stage = StageModel.random(config, range(0, 4), torch.float32, "cpu")
     assert stage.num_bytes == 4 * config.num_stage_parameters(range(4))
     tokens = torch.arange(5)
-    hidden = stage.forward(tokens, tokens, stage.make_cache())
+    hidden = stage.forward(tokens, [LaneRows(tokens, stage.make_pool().open())])
     assert bool(stage.logits(hidden).isfinite().all()) and float(hidden.std()) > 0.1
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from pipedec.model.bita import BitaWeights
 from pipedec.model.config import ModelConfig
+from pipedec.model.lane_rows import LaneRows
 from pipedec.model.stage_model import StageModel
 from pipedec.tree import Visibility
 
@@ -33,7 +34,7 @@ class StageChain:
         for stage in self.stages if bita is not None else ():
             of_layers = bita.prompt[stage.layers.start : stage.layers.stop]
             stage.attach(BitaWeights(of_layers.to(dtype), bita.masks.to(dtype)))
-        self.caches = [stage.make_cache(block) for stage in self.stages]
+        self.caches = [stage.make_pool(block).open(with_prompt=bita is not None) for stage in self.stages]
         self._tree_positions = torch.zeros(0, dtype=torch.int64)
 
     def forward(self, ids: Tensor, positions: Tensor, mask: Tensor | None = None, prefill_length: int | None = None) -> Tensor:
@@ -49,7 +50,7 @@ class StageChain:
             visibility = Visibility(mask, self.caches[0].past_length, lambda: self._tree_positions)
         rows = [ids]
         for stage, cache in zip(self.stages, self.caches, strict=True):
-            rows.append(stage.forward(rows[-1], positions, cache, visibility, prefill_length, num_masks))
+            rows.append(stage.forward(rows[-1], [LaneRows(positions, cache, visibility, prefill_length, num_masks)]))
         return rows[1:]
 
     def prefill(self, ids: Tensor, chunk: int) -> Tensor:

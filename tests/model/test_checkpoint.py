@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from pipedec.core import UserError
 from pipedec.model.checkpoint import EMBEDDING, FINAL_NORM, HEAD, Checkpoint
 from pipedec.model.config import ModelConfig
+from pipedec.model.lane_rows import LaneRows
 from pipedec.model.stage_model import StageModel
 
 
@@ -80,7 +81,7 @@ def test_shards_give_the_same_stage_as_one_file(tmp_path):
     for size in ("1GB", "20KB"):
         save_tiny_llama(tmp_path / size, max_shard_size=size)
         stage = StageModel.load(tmp_path / size, range(1, 4), torch.float32, "cpu")
-        outputs.append(stage.logits(stage.forward(hidden, torch.arange(3), stage.make_cache())))
+        outputs.append(stage.logits(stage.forward(hidden, [LaneRows(torch.arange(3), stage.make_pool().open())])))
     assert torch.equal(*outputs)
 
 

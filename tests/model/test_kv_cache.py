@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipedec.model.cache import KVCache
+from pipedec.model.pool import KVPool
 
 LAYERS, HEADS, HEAD_DIM = 2, 3, 4
 
@@ -17,18 +18,21 @@ def indices(*rows: int) -> torch.Tensor:
     return torch.tensor(rows, dtype=torch.int64)
 
 
+def write(cache: KVCache, layer: int, keys_RKD: torch.Tensor) -> None:
+    slots = cache.slots_behind(len(keys_RKD))
+    cache.pool.write(layer, slice(slots.start, slots.stop), keys_RKD, -keys_RKD)
+
+
 def append(cache: KVCache, labels: list[int], to_tree: bool = True) -> None:
     """Write rows whose numbers encode label, layer, and key or value."""
     cache.reserve(len(labels))
     for layer in range(LAYERS):
-        rows = torch.tensor(labels, dtype=torch.float64)[None, :, None] * 10 + layer
-        keys = rows.expand(HEADS, -1, HEAD_DIM)
-        cache.write(layer, keys, -keys)
+        write(cache, layer, (torch.tensor(labels, dtype=torch.float64)[:, None, None] * 10 + layer).expand(-1, HEADS, HEAD_DIM))
     (cache.extend_tree if to_tree else cache.extend_past)(len(labels))
 
 
 def make_cache(block: int = 4, prompt: torch.Tensor | None = None) -> KVCache:
-    return KVCache(LAYERS, HEADS, HEAD_DIM, torch.float64, "cpu", block, prompt)
+    return KVPool(LAYERS, HEADS, HEAD_DIM, torch.float64, "cpu", block, prompt).open(with_prompt=prompt is not None)
 
 
 def learned_prompt(length: int) -> torch.Tensor:
@@ -72,7 +76,7 @@ def test_any_sequence_of_appends_and_advances_keeps_the_rows(data, prompt_length
         assert (cache.past_length, cache.tree_length) == (len(past), len(tree))
         assert_holds(cache, past + tree)
         assert_begins_with(cache, prompt)
-        assert cache.slots % cache.block == 0
+        assert cache.slots % 4 == 0
 
 
 def test_committing_the_first_rows_moves_only_the_boundary():
@@ -90,7 +94,6 @@ def test_grows_by_blocks_and_reset_keeps_the_memory():
     assert cache.slots == 4
     append(cache, [1, 2, 3, 4, 5])
     assert cache.slots == 8
-    assert cache.num_bytes == LAYERS * 2 * HEADS * 8 * HEAD_DIM * 8
     cache.reset()
     assert (cache.length, cache.slots) == (0, 8)
 
@@ -101,30 +104,28 @@ def test_a_learned_prompt_takes_no_slots_and_survives_reset():
     assert (cache.length, cache.slots, cache.prompt_length) == (0, 4, 3)
     append(cache, [1, 2, 3, 4, 5], to_tree=False)
     assert (cache.length, cache.slots) == (5, 8)
-    assert cache.num_bytes == LAYERS * 2 * HEADS * (3 + 8) * HEAD_DIM * 8
     cache.reset()
     append(cache, [6])
     assert_holds(cache, [6])
     assert_begins_with(cache, prompt)
-    cache.write(0, torch.ones(HEADS, 2, HEAD_DIM), torch.ones(HEADS, 2, HEAD_DIM))
+    write(cache, 0, torch.ones(2, HEADS, HEAD_DIM))
     assert torch.equal(cache.view(0, 2, True)[0], torch.cat((prompt[0, 0], cache.view(0, 2)[0]), 1))
-    with pytest.raises(ValueError, match="never written: the buffer has 8 slots"):
+    with pytest.raises(ValueError, match="never written: the cache has 8 slots"):
         cache.view(0, 8, True)
 
 
 def test_written_rows_do_not_count_until_extend():
     cache = make_cache()
     append(cache, [1])
-    cache.write(0, torch.ones(HEADS, 2, HEAD_DIM), torch.ones(HEADS, 2, HEAD_DIM))
+    write(cache, 0, torch.ones(2, HEADS, HEAD_DIM))
     assert cache.length == 1
     assert cache.view(0, 2)[0].shape == (HEADS, 3, HEAD_DIM)
 
 
 def test_misuse_is_refused():
     cache = make_cache(block=2)
-    rows = torch.zeros(HEADS, 3, HEAD_DIM)
     with pytest.raises(ValueError, match="reserve"):
-        cache.write(0, rows, rows)
+        cache.slots_behind(3)
     with pytest.raises(ValueError, match="never written"):
         cache.view(0, 3)
     with pytest.raises(ValueError, match="cannot have been written"):

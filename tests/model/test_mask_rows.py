@@ -18,7 +18,7 @@ from stage_chain import StageChain
 from torch import Tensor
 from torch.nn import functional
 
-from pipedec.model import BitaWeights, StageModel
+from pipedec.model import BitaWeights, LaneRows, StageModel
 from pipedec.tree import PredictionTree, Visibility, mask_groups
 
 MASKS = 3
@@ -174,14 +174,14 @@ def test_ordinary_rows_do_not_depend_on_the_presence_of_masks(
     compare(equal=True)
 
 
-def test_masks_need_a_bita_and_a_tree(llama: Path) -> None:
+def test_masks_need_a_bita(llama: Path) -> None:
     stage = StageModel.load(llama, range(0, 1), torch.float32, "cpu")
     ids, positions = torch.tensor([5, -1]), torch.arange(2)
     chain = Visibility(torch.ones(2, 2, dtype=torch.bool).tril(), 0, lambda: positions)
-    with pytest.raises(ValueError, match="mask rows need a BiTA"):
-        stage.forward(ids, positions, stage.make_cache(), chain, num_masks=1)
+    for visibility in (chain, None):
+        with pytest.raises(ValueError, match="mask rows need a BiTA"):
+            stage.forward(ids, [LaneRows(positions, stage.make_pool().open(), visibility, num_masks=1)])
     weights = random_weights(0)
     stage.attach(BitaWeights(weights.prompt[:1], weights.masks))
-    with pytest.raises(ValueError, match="and a tree"):
-        stage.forward(ids, positions, stage.make_cache(), None, num_masks=1)
-    assert stage.forward(ids, positions, stage.make_cache(), chain, num_masks=1).shape == (2, 32)
+    cache = stage.make_pool().open(with_prompt=True)
+    assert stage.forward(ids, [LaneRows(positions, cache, chain, num_masks=1)]).shape == (2, 32)

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from pipedec.core import UserError
 from pipedec.model.config import ModelConfig
+from pipedec.model.lane_rows import LaneRows
 from pipedec.model.stage_model import StageModel
 from pipedec.tree import Visibility
 
@@ -215,13 +216,13 @@ def test_misuse_is_refused(tmp_path):
     with pytest.raises(UserError, match="4 layers"):
         StageModel.load(tmp_path, range(3, 5), torch.float32, "cpu")
     stage = StageModel.load(tmp_path, range(0, 2), torch.float32, "cpu")
-    cache = stage.make_cache()
+    cache = stage.make_pool().open()
     with pytest.raises(ValueError, match="only the last stage"):
         stage.logits(torch.zeros(1, 32))
     with pytest.raises(ValueError, match="at least one row"):
-        stage.forward(random_ids(0), torch.arange(0), cache)
+        stage.forward(random_ids(0), [LaneRows(torch.arange(0), cache)])
     with pytest.raises(ValueError, match="mask"):
-        stage.forward(random_ids(2), torch.arange(2), cache, seen_rows(2, 3))
-    stage.forward(random_ids(1), torch.arange(1), cache, seen_rows(1, 1))
+        stage.forward(random_ids(2), [LaneRows(torch.arange(2), cache, seen_rows(2, 3))])
+    stage.forward(random_ids(1), [LaneRows(torch.arange(1), cache, seen_rows(1, 1))])
     with pytest.raises(ValueError, match="prompt chunk"):
-        stage.forward(random_ids(1), torch.arange(1), cache)
+        stage.forward(random_ids(1), [LaneRows(torch.arange(1), cache)])

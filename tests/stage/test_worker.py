@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from pipedec.core import Envelope, SamplingParams, Step, Verdict
+from pipedec.core import Envelope, Load, Opening, SamplingParams, Step, Update, Verdict
 from pipedec.model import StageModel
 from pipedec.stage import FinalStageWorker, StageWorker
-from pipedec.threads import single_thread
+from pipedec.threads import NewSequence, single_thread
 
 PROMPT = [1, 9, 30, 4, 51]
 NO_TOKEN = 64  # an end token that the vocabulary does not have
@@ -55,7 +55,11 @@ class Target:
 
     def stage(self, layers: range) -> StageWorker:
         model = StageModel.load(self.path, layers, torch.float64, "cpu")
-        return FinalStageWorker(model) if model.is_last else StageWorker(model)
+        return (FinalStageWorker if model.is_last else StageWorker)(model, new_sequence)
+
+
+def new_sequence(opening: Opening) -> NewSequence:
+    return lambda: single_thread(opening.prompt_length, (NO_TOKEN,), opening.sampling.max_tokens)
 
 
 @pytest.fixture(scope="module")
@@ -64,8 +68,15 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
     return Target(path, save_tiny_llama(path, dtype=torch.float64))
 
 
-def begin(stage: StageWorker, sampling: SamplingParams = SamplingParams()) -> None:  # noqa: B008
-    stage.begin(lambda: single_thread(len(PROMPT), (NO_TOKEN,), sampling.max_tokens), sampling)
+def opening_of(sampling: SamplingParams = SamplingParams()) -> Opening:  # noqa: B008
+    return Opening(len(PROMPT), sampling)
+
+
+def verdict_of(stage: StageWorker) -> Verdict | None:
+    """Its only result."""
+    results = stage.results()
+    assert len(results) <= 1
+    return results[0].verdict if results else None
 
 
 def prompt_chunk(*token_ids: int) -> Step:
@@ -81,11 +92,11 @@ def rows(*pairs: tuple[int, int]) -> Step:
 def begun(target: Target, layers: range = CUT[0], sampling: SamplingParams = SamplingParams()) -> StageWorker:  # noqa: B008
     """A first stage that has taken in the prompt, in two chunks."""
     stage = target.stage(layers)
-    begin(stage, sampling)
+    stage.open(1, opening_of(sampling))
     for chunk in (PROMPT[:2], PROMPT[2:]):
-        stage.prefill(prompt_chunk(*chunk))
-        assert [token for token, _ in pairs(stage.outgoing())] == chunk
-        assert stage.verdict() is None
+        stage.compute({1: prompt_chunk(*chunk)})
+        assert [token for token, _ in pairs(stage.outgoing().get(1))] == chunk
+        assert stage.results() == ()
     return stage
 
 
@@ -96,13 +107,13 @@ def pairs(step: Step | None) -> list[tuple[int, int]]:
 
 def test_output_without_a_verdict_keeps_its_numbers(target: Target) -> None:
     stage = begun(target)
-    stage.sync(Verdict.of(5))
-    assert stage.outgoing() is None
-    stage.decode(rows((5, -1)))
-    assert pairs(stage.outgoing()) == [(5, -1)]
-    stage.decode(rows((7, 0), (8, 0), (9, 0)))
-    assert pairs(stage.outgoing()) == [(7, 0), (8, 0), (9, 0)]
-    assert stage.outgoing() is None
+    stage.sync(1, Verdict.of(5))
+    assert stage.outgoing() == {}
+    stage.compute({1: rows((5, -1))})
+    assert pairs(stage.outgoing().get(1)) == [(5, -1)]
+    stage.compute({1: rows((7, 0), (8, 0), (9, 0))})
+    assert pairs(stage.outgoing().get(1)) == [(7, 0), (8, 0), (9, 0)]
+    assert stage.outgoing() == {}
 
 
 @pytest.mark.parametrize(
@@ -117,12 +128,12 @@ def test_output_without_a_verdict_keeps_its_numbers(target: Target) -> None:
 )
 def test_a_verdict_prunes_the_pending_output(target: Target, tokens: tuple[int, ...], left: list[tuple[int, int]] | None) -> None:
     stage = begun(target)
-    stage.sync(Verdict.of(5))
+    stage.sync(1, Verdict.of(5))
     for step in (rows((5, -1)), rows((7, 0), (8, 0)), rows((20, 1), (21, 2), (22, 2))):
         stage.outgoing()
-        stage.decode(step)
-    stage.sync(Verdict.of(*tokens))
-    outgoing = stage.outgoing()
+        stage.compute({1: step})
+    stage.sync(1, Verdict.of(*tokens))
+    outgoing = stage.outgoing().get(1)
     assert (None if outgoing is None else pairs(outgoing)) == left
     if outgoing is not None and outgoing.hidden is not None:
         before = tokens if left == [(22, -1)] else (*tokens, 0)
@@ -158,10 +169,10 @@ def test_rows_mean_the_same_at_every_stage(target: Target, seed: int) -> None:
     stages, naive = [target.stage(layers) for layers in CUT], [NaiveStage() for _ in range(4)]  # the first is rank 0
     prefilled: Step | None = prompt_chunk(*PROMPT)
     for stage in stages:
-        begin(stage)
+        stage.open(1, opening_of())
         assert prefilled is not None
-        stage.prefill(prefilled)
-        prefilled = stage.outgoing()
+        stage.compute({1: prefilled})
+        prefilled = stage.outgoing().get(1)
     assert prefilled is None, "nothing leaves the last stage"
     said: TokenPath = ()
     tokens: TokenPath = (5,)
@@ -169,16 +180,16 @@ def test_rows_mean_the_same_at_every_stage(target: Target, seed: int) -> None:
         if tokens:
             said += tokens
             for stage, copy in zip(stages, naive[1:], strict=True):
-                stage.sync(Verdict.of(*tokens))
+                stage.sync(1, Verdict.of(*tokens))
                 copy.sync(said)
             naive[0].sync(said)
         naive[0].decode(new_paths(naive[0].paths, said, rng))
         moving = [copy.outgoing() for copy in naive[:3]]
-        steps = [numbered(moving[0], naive[1].paths), *(stage.outgoing() for stage in stages[:2])]
+        steps = [numbered(moving[0], naive[1].paths), *(stage.outgoing().get(1) for stage in stages[:2])]
         for index, (step, paths) in enumerate(zip(steps, moving, strict=True)):
             check_step(target, step, paths, naive[index + 1].paths, CUT[index].start)
             if step is not None:
-                stages[index].decode(step)
+                stages[index].compute({1: step})
                 naive[index + 1].decode(paths)
         tokens = random_tokens(naive[3].paths, naive[0].paths, said, rng) if moving[2] else ()
 
@@ -224,13 +235,13 @@ def final_stage(target: Target, sampling: SamplingParams) -> tuple[FinalStageWor
 
 
 def prefilled_verdict(stage: FinalStageWorker, sampling: SamplingParams) -> Verdict:
-    begin(stage, sampling)
-    stage.prefill(prompt_chunk(*PROMPT[:3]))
-    assert stage.verdict() is None
-    stage.prefill(prompt_chunk(*PROMPT[3:]))
-    verdict = stage.verdict()
+    stage.open(1, opening_of(sampling))
+    stage.compute({1: prompt_chunk(*PROMPT[:3])})
+    assert verdict_of(stage) is None
+    stage.compute({1: prompt_chunk(*PROMPT[3:])})
+    verdict = verdict_of(stage)
     assert verdict is not None
-    stage.sync(verdict)
+    stage.sync(1, verdict)
     return verdict
 
 
@@ -240,26 +251,29 @@ def test_the_last_stage_accepts_as_much_as_it_has_computed(target: Target) -> No
     assert verdict == Verdict.of(answer[0])
     wrong = 1 + max(answer)
     chain = [(answer[0], -1), (wrong % 64, 0), (answer[1], 0), (answer[2], 2), (answer[3], 3)]
-    stage.decode(rows(*chain))
-    verdict = stage.verdict()
+    stage.compute({1: rows(*chain)})
+    verdict = verdict_of(stage)
     assert verdict == Verdict.of(*answer[1:5])
-    stage.sync(verdict)
-    stage.decode(rows((answer[4], -1), (answer[5], 0), (answer[6], 1), (answer[7], 2)))
-    verdict = stage.verdict()
+    stage.sync(1, verdict)
+    stage.compute({1: rows((answer[4], -1), (answer[5], 0), (answer[6], 1), (answer[7], 2))})
+    verdict = verdict_of(stage)
     assert verdict == Verdict.of(*answer[5:8], finished="length")
 
 
 def test_nothing_is_left_for_the_next_request(target: Target) -> None:
     answer = target.answer(3)
     stage, _ = final_stage(target, SamplingParams(max_tokens=2))
-    stage.decode(rows((answer[0], -1), (7, 0)))
-    verdict = stage.verdict()
+    stage.compute({1: rows((answer[0], -1), (7, 0))})
+    verdict = verdict_of(stage)
     assert verdict == Verdict.of(answer[1], finished="length")
-    stage.sync(verdict)
+    stage.sync(1, verdict)
     assert prefilled_verdict(stage, SamplingParams(max_tokens=3)) == Verdict.of(answer[0])
-    assert stage.outgoing() is None
-    stage.decode(rows((answer[0], -1), (answer[1], 0)))
-    assert stage.verdict() == Verdict.of(answer[1], answer[2], finished="length")
+    assert stage.outgoing() == {}
+    stage.compute({1: rows((answer[0], -1), (answer[1], 0))})
+    verdict = verdict_of(stage)
+    assert verdict == Verdict.of(answer[1], answer[2], finished="length")
+    stage.sync(1, verdict)
+    assert (stage.num_lanes, stage._pool.used_slots) == (0, 0)
     assert prefilled_verdict(stage, SamplingParams(max_tokens=1)) == Verdict.of(answer[0], finished="length")
 
 
@@ -269,22 +283,37 @@ def test_nothing_is_computed_after_an_answer_was_ended(target: Target, layers: r
     """By rank 0, which may have cut off tokens that the last stage has accepted; that verdict travels on."""
     answer, stage = target.answer(3), target.stage(layers)
     for _ in range(2):
-        begin(stage)
-        stage.prefill(prompt_chunk(*PROMPT))
-        stage.outgoing(), stage.verdict()
-        reply = stage.advance(Envelope(rows((answer[0], -1), (answer[1], 0)), Verdict.of(answer[0])))
+        chunk = Update(1, opening_of(), step=prompt_chunk(*PROMPT))
+        stage.advance(Envelope((chunk,)))
+        reply = stage.advance(envelope(rows((answer[0], -1), (answer[1], 0)), Verdict.of(answer[0])))
         if layers.stop == 4:
-            assert reply == Envelope(verdict=Verdict.of(answer[1], answer[2]))
+            assert reply == envelope(verdict=Verdict.of(answer[1], answer[2]))
         else:
-            assert pairs(reply.step) == [(answer[0], -1), (answer[1], 0)] and reply.verdict == Verdict.of(answer[0])
+            [update] = reply.updates
+            assert pairs(update.step) == [(answer[0], -1), (answer[1], 0)] and update.verdict == Verdict.of(answer[0])
         ended = Verdict.of(*answer[1 : 1 + tokens], finished="stop")
-        assert stage.advance(Envelope(rows((9, 0)), ended)) == Envelope(verdict=ended)
-        assert stage.outgoing() is None
+        reply = stage.advance(envelope(rows((9, 0)), ended))
+        assert reply == (Envelope() if layers.stop == 4 else envelope(verdict=ended))
+        assert (stage.outgoing(), stage.num_lanes, stage._pool.used_slots) == ({}, 0, 0)
+        assert stage.load({1: rows((9, 0))}) == Load()
+        stage.compute({1: rows((9, 0))})
+        stage.sync(1, Verdict.of(9))
+        assert stage.outgoing() == {} and stage.results() == ()
 
 
 def test_a_timestep_without_rows_passes_the_verdict_on(target: Target) -> None:
     stage = begun(target)
-    assert stage.advance(Envelope()) == Envelope()
-    assert stage.advance(Envelope(verdict=Verdict.of(5))) == Envelope(verdict=Verdict.of(5))
+    assert stage.advance(Envelope(ends_session=True)) == Envelope(ends_session=True)
+    assert stage.advance(envelope(verdict=Verdict.of(5))) == envelope(verdict=Verdict.of(5))
     final, _ = final_stage(target, SamplingParams())
-    assert final.advance(Envelope()) == Envelope() and final.take_logprobs() == []
+    assert final.advance(Envelope()) == Envelope() and final.results() == ()
+
+
+def test_a_number_is_opened_once(target: Target) -> None:
+    stage = begun(target)
+    with pytest.raises(ValueError, match="request 1 is open already"):
+        stage.open(1, opening_of())
+
+
+def envelope(step: Step | None = None, verdict: Verdict | None = None) -> Envelope:
+    return Envelope((Update(1, verdict=verdict, step=step),))

@@ -23,7 +23,7 @@ from pipedec.bench.record import Row, header
 from pipedec.engine.spec import DEVICES as DEVICE_NAMES
 from pipedec.engine.spec import DTYPES
 from pipedec.hardware import DEVICES, DTYPE_BYTES, GIGA, MODEL_SHAPES, ModelShape
-from pipedec.model import ModelConfig, StageModel
+from pipedec.model import LaneRows, ModelConfig, StageModel
 from pipedec.tree import Visibility
 
 # CUDA names of the devices with a data sheet in ``hardware``. Others are measured (PCIe variants have slower memory).
@@ -186,7 +186,7 @@ def _measure_forward(stage: StageModel, operations: OperationsConfig, rows: int,
 
     stopwatch = Stopwatch(device, operations.repeats)
     visibility = Visibility(tree.tree_mask, past, lambda: positions_R)
-    time_us = stopwatch.time_us(reset_cache, lambda _: stage.forward(hidden_RE, positions_R, cache, visibility))
+    time_us = stopwatch.time_us(reset_cache, lambda _: stage.forward(hidden_RE, [LaneRows(positions_R, cache, visibility)]))
     cached = stage.num_layers * (past + rows) * config.num_cache_elements_per_row
     num_bytes = stage.num_bytes + cached * stage.dtype.itemsize
     attention = 4 * stage.num_layers * rows * (past + rows) * config.num_heads * config.head_dim

@@ -19,7 +19,7 @@ from pipedec.bench.kernels.stopwatch import Stopwatch, check_memory, device_name
 from pipedec.bench.record import Row, header
 from pipedec.core import UserError
 from pipedec.engine.spec import DEVICES, DTYPES
-from pipedec.model import KVCache
+from pipedec.model import KVCache, KVPool
 from pipedec.model.attention import AttentionPlan, reference_attention, tree_attention
 from pipedec.tree import Advance, Candidates, PredictionTree, Visibility
 
@@ -127,10 +127,9 @@ def grown_tree(config: OperationsConfig, size: int, device: torch.device) -> tup
 def filled_cache(config: OperationsConfig, size: int, device: torch.device) -> KVCache:
     """A cache of random keys and values: ``past`` accepted rows, then ``size`` rows of the tree."""
     dtype, rows = config.torch_dtype, config.past + size
-    cache = KVCache(config.layers, config.kv_heads, config.head_dim, dtype, device, block=rows)
-    for layer in range(config.layers):
-        keys_KRD, values_KRD = torch.randn(2, config.kv_heads, rows, config.head_dim, dtype=dtype, device=device)
-        cache.write(layer, keys_KRD, values_KRD)
+    pool = KVPool(config.layers, config.kv_heads, config.head_dim, dtype, device, block=rows)
+    cache = pool.open()
+    pool.tensor.normal_()
     cache.extend_past(config.past)
     cache.extend_tree(size)
     return cache

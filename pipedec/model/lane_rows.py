@@ -1,0 +1,147 @@
+"""The rows of one request in a forward of many requests, and their attention: each row attends to its own request's cache only.
+
+Knows caches and masks; knows neither weights nor what the rows stand for. Shapes as in ``attention``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pipedec.model.attention import AttentionPlan, tree_attention
+from pipedec.model.cache import KVCache
+from pipedec.tree import Visibility
+
+
+@dataclass(frozen=True)
+class LaneRows:
+    """The rows of one request that a forward computes.
+
+    Attributes:
+        positions: int64 [R], position ids.
+        cache: the request's. The forward adds the rows to the tree level if ``visibility`` is given, else to the past.
+        visibility: the slots of past and tree (older rows, then these) that each row attends to. None for a chunk of the prompt,
+            which directly follows the past.
+        prefill_length: for a chunk of the prompt, the number of tokens in the whole prompt.
+        num_masks: number of mask rows, which are the last of the rows. Those behind a chunk of the prompt attend to all of it and
+            to each other causally, and are added to no level.
+    """
+
+    positions: Tensor
+    cache: KVCache
+    visibility: Visibility | None = None
+    prefill_length: int | None = None
+    num_masks: int = 0
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.positions)
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of rows that are no masks."""
+        return len(self.positions) - self.num_masks
+
+    def check(self) -> None:
+        """Raise ValueError if there are no rows, the mask is not [rows, slots], or a prompt chunk follows tree rows."""
+        cache, visibility = self.cache, self.visibility
+        if self.num_rows == 0:
+            raise ValueError("a step needs at least one row")
+        if visibility is None and cache.tree_length:
+            raise ValueError(f"a prompt chunk cannot follow {cache.tree_length} tree rows")
+        if visibility is not None and visibility.seen.shape != (self.num_rows, cache.length + self.num_rows - visibility.shared):
+            slots = cache.length + self.num_rows - visibility.shared
+            raise ValueError(f"the mask is {list(visibility.seen.shape)}, but the step is {[self.num_rows, slots]}")
+
+    def lengths(self) -> Tensor:
+        """int64 [R], the sequence length that each row's rotary frequencies depend on, if they do."""
+        lengths = self.positions + 1
+        if self.prefill_length is not None:
+            lengths[: self.num_tokens] = self.prefill_length
+        return lengths
+
+    def append(self) -> None:
+        """Add the rows to the cache, in which their keys and values have been written."""
+        if self.visibility is None:
+            self.cache.extend_past(self.num_tokens)
+        else:
+            self.cache.extend_tree(self.num_rows)
+
+    def visibility_of_masks(self) -> Visibility:
+        """What the mask rows attend to, behind the learned prompt."""
+        if self.visibility is not None:
+            return self.visibility.of(slice(self.num_tokens, self.num_rows), self.cache.length + self.num_rows)
+        chain = torch.ones(self.num_masks, self.num_masks, dtype=torch.bool, device=self.positions.device).tril()
+        return Visibility(chain, self.cache.length + self.num_tokens, lambda: self.positions[self.num_tokens :])
+
+
+def slots_of(lanes: Sequence[LaneRows]) -> slice | Tensor:
+    """The pool's slots for the rows of ``lanes``: int64 [R], or a slice if they are consecutive."""
+    ranges = [lane.cache.slots_behind(lane.num_rows) for lane in lanes]
+    if len(ranges) == 1:
+        return slice(ranges[0].start, ranges[0].stop)
+    return torch.tensor([slot for slots in ranges for slot in slots], device=lanes[0].positions.device)
+
+
+@dataclass(frozen=True)
+class Part:
+    """Rows of one request that share a plan: its ordinary rows or its mask rows.
+
+    Attributes:
+        rows: which rows of the forward.
+        plan: their masks.
+        views: keys and values of each layer that they attend to, in turns (see ``KVCache.views``).
+    """
+
+    rows: slice
+    plan: AttentionPlan
+    views: tuple[Tensor, ...]
+
+    def attend(self, q_RHD: Tensor, layer: int, window: int | None) -> Tensor:
+        keys_KSD, values_KSD = self.views[2 * layer : 2 * layer + 2]
+        return tree_attention(q_RHD[self.rows], keys_KSD, values_KSD, self.plan, window)
+
+
+class LaneAttention:
+    """Attention of a forward's rows, request by request, over views of their caches.
+
+    Args:
+        lanes: whose rows follow each other in the forward. Their caches have room for them.
+        windows: the sliding windows of the layers.
+        group: query heads per key-value head.
+    """
+
+    def __init__(self, lanes: Sequence[LaneRows], windows: tuple[int | None, ...], group: int, dtype: torch.dtype) -> None:
+        self._windows, self._group, self._dtype = windows, group, dtype
+        first, self._parts = 0, list[Part]()
+        for lane in lanes:
+            self._parts += self._parts_of(lane, first)
+            first += lane.num_rows
+
+    def attend(self, q_RHD: Tensor, layer: int) -> Tensor:
+        """Attention in one layer of the stage, in whose cache the rows' keys and values have been written: out_RHD."""
+        attended = [part.attend(q_RHD, layer, self._windows[layer]) for part in self._parts]
+        return attended[0] if len(attended) == 1 else torch.cat(attended)
+
+    def _parts_of(self, lane: LaneRows, first: int) -> Iterator[Part]:
+        """The parts of a lane whose rows begin at ``first``."""
+        between, end = first + lane.num_tokens, first + lane.num_rows
+        if lane.num_tokens:
+            yield Part(slice(first, between), self._plan(lane), lane.cache.views(lane.num_tokens))
+        if lane.num_masks:
+            plan = self._tree_plan(lane.visibility_of_masks(), lane.positions[lane.num_tokens :], lane.cache.prompt_length)
+            yield Part(slice(between, end), plan, lane.cache.views(lane.num_rows, with_prompt=True))
+
+    def _plan(self, lane: LaneRows) -> AttentionPlan:
+        """Of the ordinary rows."""
+        tokens = lane.num_tokens
+        if lane.visibility is None:
+            device = lane.positions.device
+            return AttentionPlan.for_prefill(lane.cache.past_length, tokens, self._windows, self._dtype, device)
+        return self._tree_plan(lane.visibility.of(slice(0, tokens), lane.cache.length + tokens), lane.positions[:tokens])
+
+    def _tree_plan(self, visibility: Visibility, positions_R: Tensor, prompt_length: int | None = None) -> AttentionPlan:
+        return AttentionPlan.for_tree(visibility, positions_R, self._windows, self._group, self._dtype, prompt_length)

@@ -1,0 +1,115 @@
+"""A lane of the last stage, which chooses the target's token after every row and verifies rows."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from pipedec.core import Accepted, Opening, Step, TokenLogprobs, Verdict
+from pipedec.forest import ThreadChanges
+from pipedec.model import KVCache, LaneRows
+from pipedec.sampling import Logprobs
+from pipedec.stage.acceptance import Acceptance
+from pipedec.stage.forecasts import Forecasts
+from pipedec.stage.lane import Lane
+from pipedec.stage.token_chooser import TokenChooser
+from pipedec.threads import NewSequence
+from pipedec.tree import Advance
+
+
+class FinalLane(Lane):
+    """One request on the last stage. Its output is verdicts; nothing is ever pending.
+
+    Args:
+        vocab_size: V.
+
+    Raises:
+        UserError: ``logit_bias`` names a token that is not in the vocabulary.
+    """
+
+    def __init__(
+        self, opening: Opening, new_sequence: NewSequence, cache: KVCache, device: torch.device | str, vocab_size: int
+    ) -> None:
+        super().__init__(opening, new_sequence, cache, device)
+        self._chooser = TokenChooser(self._forest.sequence, opening.sampling, vocab_size, device)
+        self._acceptance = Acceptance(new_sequence())
+        self._forecasts = Forecasts(self._chooser, min(opening.tokens_per_mask, vocab_size), device)
+        self._logprobs = Logprobs(opening.sampling.logprobs)
+        self._successors = torch.zeros(0, dtype=torch.int64, device=device)  # [N], the target's token after each row
+        self._first_verdict: Verdict | None = None
+        self._entered: LaneRows
+
+    @property
+    def has_ended(self) -> bool:
+        return self._acceptance.finished is not None
+
+    @property
+    def num_judged(self) -> int:
+        """How many of the rows that entered last, from the end, need logits: of a prompt only its last token and the masks."""
+        entered = self._entered
+        if entered.visibility is not None:
+            return entered.num_rows
+        return 1 + entered.num_masks if self._cache.past_length == self._prompt_length else 0
+
+    def enter(self, step: Step) -> LaneRows:
+        self._entered = super().enter(step)
+        if self._pending_chunk is not None:
+            self._chooser.add_prompt(step.token_ids[: self._entered.num_tokens])
+            self._pending_chunk = None
+        return self._entered
+
+    def judge(self, logits_RV: Tensor) -> None:
+        """Choose the tokens after the ``num_judged`` rows, whose logits these are; after a prompt this is the first verdict."""
+        if self._entered.visibility is None:
+            self._judge_prompt(logits_RV)
+        else:
+            self._judge_rows(logits_RV)
+
+    def _judge_prompt(self, logits_RV: Tensor) -> None:
+        token = self._chooser.first(logits_RV[:1])
+        self._logprobs.accept_first(logits_RV[:1], token)
+        self._acceptance.accept_first(int(token[0]))
+        finished = self._acceptance.finished
+        forecast = () if finished else self._forecasts.first(logits_RV[1:], self._prompt_length + 1)
+        self._first_verdict = Verdict.of(int(token[0]), finished=finished, forecast=forecast)
+
+    def _judge_rows(self, logits_RV: Tensor) -> None:
+        num_masks, forest = self._entered.num_masks, self._forest
+        num_tokens = len(logits_RV) - num_masks
+        rows = slice(forest.num_rows - len(logits_RV), forest.num_rows - num_masks)
+        chosen = pad(self._chooser.choose(logits_RV[:num_tokens], forest, rows), (0, num_masks))
+        self._successors = torch.cat((self._successors, chosen))
+        self._forecasts.add(logits_RV, forest, num_masks)
+        self._logprobs.add(logits_RV, chosen)
+
+    def verdict(self) -> Verdict | None:
+        """After the last chunk of the prompt the first verdict, later the one on the rows computed so far.
+
+        Returns:
+            None if no further token is accepted.
+        """
+        first, self._first_verdict = self._first_verdict, None
+        return first or self._verdict_on_rows()
+
+    def _verdict_on_rows(self) -> Verdict | None:
+        forest, walks = self._forest, self._acceptance.verify(self._forest, self._successors)
+        if not walks:
+            return None
+        self._logprobs.accept([row for walk in walks for row in walk.rows])
+        finished = self._acceptance.finished
+        forecasts = [() if finished else self._forecasts.after(forest, walk.rows) for walk in walks]
+        accepted = (Accepted(walk.thread, walk.tokens, forecast) for walk, forecast in zip(walks, forecasts, strict=True))
+        return Verdict(tuple(accepted), finished)
+
+    def take_logprobs(self) -> TokenLogprobs:
+        """The log-probabilities of tokens accepted since the last call, if requested (see ``Logprobs.take``)."""
+        return tuple(map(tuple, self._logprobs.take()))
+
+    def _replay(self, advance: Advance, changes: ThreadChanges) -> None:
+        super()._replay(advance, changes)
+        self._successors = self._successors[advance.kept]
+        self._forecasts.keep(advance.kept)
+        self._logprobs.keep(advance.kept)
+        self._chooser.replayed(changes)
+        self._acceptance.replayed(changes)

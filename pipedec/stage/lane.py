@@ -1,0 +1,98 @@
+"""A lane: what a stage keeps of one running request: its KV cache, a copy of its prediction trees, and the output not sent yet.
+
+Knows its own request only, and no model: the worker computes the rows of all lanes at once.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+
+import torch
+from torch import Tensor
+
+from pipedec.core import Opening, Step, Verdict
+from pipedec.forest import Forest, ThreadChanges
+from pipedec.model import KVCache, LaneRows
+from pipedec.threads import NewSequence
+from pipedec.tree import Advance, is_mask
+
+
+class Lane:
+    """One request on one stage. In every timestep: ``sync`` if there is a verdict; ``enter``, then ``computed`` if it has rows.
+
+    Args:
+        new_sequence: makes the sequence of the answer.
+        cache: an empty one; ``close`` returns its slots.
+    """
+
+    def __init__(self, opening: Opening, new_sequence: NewSequence, cache: KVCache, device: torch.device | str) -> None:
+        self._prompt_length = opening.prompt_length
+        self._has_masks = opening.tokens_per_mask > 0
+        self._forest = Forest(new_sequence(), device)
+        self._cache = cache
+        self._device = device
+        self._pending_chunk: Step | None = None  # of the prompt
+        self._pending_hidden: Tensor | None = None  # [R, E], of the newest R rows of the forest
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether rows that still arrive are void. Only the last stage knows that before the verdict returns to it."""
+        return False
+
+    @property
+    def num_cached(self) -> int:
+        """Number of rows in the cache."""
+        return self._cache.length
+
+    def close(self) -> None:
+        self._cache.close()
+
+    def enter(self, step: Step) -> LaneRows:
+        """Take in rows, which are computed next: a chunk of the prompt until the whole prompt has entered, then rows of trees.
+
+        Masks may follow the last chunk; neither forest nor cache keeps these.
+        """
+        num_masks = self._count_masks(step)
+        if self._cache.past_length < self._prompt_length:
+            first = self._cache.past_length
+            positions = torch.arange(first, first + step.num_rows, device=self._device)
+            self._pending_chunk = step
+            return LaneRows(positions, self._cache, None, self._prompt_length, num_masks)
+        rows = self._forest.append(step.token_ids, step.parents, step.threads)
+        return LaneRows(self._forest.positions[rows], self._cache, self._forest.visibility(rows), num_masks=num_masks)
+
+    def computed(self, hidden_RE: Tensor) -> None:
+        """Keep the activations of the rows that entered last until ``outgoing``."""
+        if self._pending_chunk is not None:
+            self._pending_chunk = Step(self._pending_chunk.token_ids, self._pending_chunk.parents, hidden_RE)
+        else:
+            self._pending_hidden = hidden_RE
+
+    def sync(self, verdict: Verdict) -> None:
+        """Replay a verdict: commit and prune forest, cache and pending output. A verdict without tokens changes nothing."""
+        if verdict.tokens:
+            self._replay(*self._forest.advance(verdict))
+
+    def outgoing(self) -> Step | None:
+        """Take the pending output, with parents as the next stage's trees will number them; None if no row is left."""
+        chunk, hidden = self._pending_chunk, self._pending_hidden
+        self._pending_chunk = self._pending_hidden = None
+        if hidden is None or not len(hidden):
+            return chunk
+        forest, rows = self._forest, slice(self._forest.num_rows - len(hidden), self._forest.num_rows)
+        threads = None if forest.threads is None else forest.threads[rows]
+        return Step(forest.token_ids[rows].clone(), forest.parents[rows].clone(), hidden, threads)
+
+    def _count_masks(self, step: Step) -> int:
+        """The number of masks in a step, which are its last rows. Requests without masks avoid the device synchronisation."""
+        return int(is_mask(step.token_ids).sum()) if self._has_masks else 0
+
+    def _replay(self, advance: Advance, changes: ThreadChanges) -> None:
+        """Apply the forest's changes to the cache and to the pending output."""
+        self._cache.advance(advance.committed, advance.kept)
+        if changes.affects_threads and (kept := self._forest.release()) is not None:
+            self._cache.release(kept)
+        if self._pending_hidden is not None:
+            first = advance.num_rows - len(self._pending_hidden)
+            kept = advance.kept[bisect_left(advance.kept.tolist(), first) :]
+            self._pending_hidden = self._pending_hidden[kept - first]
