@@ -212,11 +212,11 @@ class _Stages:
         self._idle_timesteps = 0
 
     def advance(self, number: int, entering: Envelope, meanwhile: Callable[[], None]) -> Timestep:
-        self._load = TimestepLoad()
+        self._load = TimestepLoad(deciding_seconds=self._recorder.cpu_seconds if number > 1 else 0.0)
         self._sync(entering)
         self._transmit(entering)
-        self._recorder.restart()
-        meanwhile()
+        with self._recorder.beside(self._load):
+            meanwhile()
         results = self._compute()
         timing = self._timing()
         is_full = number >= self._topology.num_groups
@@ -263,7 +263,6 @@ class _Stages:
 
     def _timing(self) -> TimestepTiming:
         """As rank 0 would measure it if every stage had a device of its own, or an emulated one."""
-        self._load.drafted = self._recorder.drafted
         forwards = self._recorder.timing().forward_seconds
         if self._clock is not None:
             return self._clock.add(self._load)

@@ -64,6 +64,7 @@ class Recorder:
         """A timestep begins now; what was measured of the current one is discarded."""
         self._began = time.perf_counter()
         self._own_began = time.thread_time()
+        self._drafting = 0.0  # CPU time of the draft forwards
         self._waited = 0.0
         self._forwards: list[tuple[Load, float]] = []  # each draft forward and its seconds
 
@@ -82,28 +83,24 @@ class Recorder:
     @contextmanager
     def drafting(self, load: Load) -> Iterator[None]:
         """One draft forward."""
-        began = time.perf_counter()
+        began, cpu_began = time.perf_counter(), time.thread_time()
         with self.computing(load):
             yield
         self._forwards.append((load, time.perf_counter() - began))
+        self._drafting += time.thread_time() - cpu_began
 
-    def decided(self, load: TimestepLoad) -> None:
-        """What rank 0 has done since the last timestep ended was deciding what enters now."""
-        load.deciding_seconds = time.thread_time() - self._own_began
+    @property
+    def cpu_seconds(self) -> float:
+        """What this thread has computed since ``restart``, on a CPU that others may be using at the same time."""
+        return time.thread_time() - self._own_began
 
     @contextmanager
     def beside(self, load: TimestepLoad) -> Iterator[None]:
-        """Rank 0's work while the stages compute, of which the draft forwards are counted apart."""
+        """A timestep begins with rank 0's work beside the stages'; it is put into ``load``, the draft forwards apart."""
         self.restart()
         yield
-        drafting = sum(seconds for _, seconds in self._forwards)
         load.drafted = [forward for forward, _ in self._forwards]
-        load.beside_seconds = max(0.0, time.perf_counter() - self._began - drafting)
-
-    @property
-    def drafted(self) -> list[Load]:
-        """The draft forwards of the timestep."""
-        return [load for load, _ in self._forwards]
+        load.beside_seconds = self.cpu_seconds - self._drafting
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
