@@ -100,6 +100,10 @@ class EmulatedClock:
         self._topology = topology
         self.total_ms = 0.0
 
+    def seconds(self) -> float:
+        """The time so far."""
+        return self.total_ms / 1000
+
     def add(self, load: TimestepLoad) -> TimestepTiming:
         """Add a timestep and return its timing as rank 0 would measure it."""
         own = (load.deciding_seconds, load.beside_seconds) if self._emulation.counts_own_work else (0.0, 0.0)

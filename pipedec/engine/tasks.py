@@ -27,7 +27,7 @@ class TaskPipeline(RankZero):
         if update.opening is not None:
             assert update.step is not None
             self._number = update.number
-            verdict = self._prefill(update.opening, update.step, meanwhile)
+            verdict: Verdict | None = self._prefill(update.opening, update.step, meanwhile)
         else:
             verdict = self._decode(update.step, meanwhile)
         timing = self._tasks.recorder.timing()

@@ -51,12 +51,28 @@ class Keys:
         return self.prefix + "trace"
 
     @property
+    def waiting(self) -> str:
+        return self.prefix + "waiting"
+
+    @property
     def requests(self) -> str:
         return self.prefix + "requests"
 
     @property
+    def bell(self) -> str:
+        return self.prefix + "bell"
+
+    @property
+    def running(self) -> str:
+        return self.prefix + "running"
+
+    @property
     def cancelled(self) -> str:
         return self.prefix + "cancelled"
+
+    @property
+    def unread(self) -> str:
+        return self.prefix + "unread"
 
     @property
     def members(self) -> str:

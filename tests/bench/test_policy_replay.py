@@ -103,7 +103,7 @@ def test_counts_and_lasts_what_the_pipeline_does(both: Callable[[str], Both], sh
     """What verdicts taught is kept from answer to answer, and the first prompt's contexts are known the second time."""
     here, tokens = both(shape), SHAPES[shape][2]
     for prompt in (*PROMPTS, PROMPTS[0]) if tokens > 4 else PROMPTS[:1]:
-        replayed, metrics = here.answer(prompt, *POLICIES[policy], tokens), here.pipeline.metrics
+        replayed, metrics = here.answer(prompt, *POLICIES[policy], tokens), here.pipeline.last.metrics
         assert (replayed.timesteps, replayed.hits, replayed.misses) == (metrics.timesteps, metrics.hits, metrics.misses)
         assert replayed.decode_ms == pytest.approx(here.pipeline.emulated_ms, rel=1e-9)
         assert replayed.losses.timesteps == replayed.timesteps
@@ -114,7 +114,7 @@ def test_counts_and_lasts_what_the_pipeline_does(both: Callable[[str], Both], sh
 def test_an_answer_that_hardly_decodes(both: Callable[[str], Both], tokens: int) -> None:
     here = both("4")
     replayed = here.answer(PROMPTS[0], "pipedec-bestfirst", BestFirstOptions(), tokens)
-    assert replayed.timesteps == here.pipeline.metrics.timesteps == 4 * (tokens - 1)
+    assert replayed.timesteps == here.pipeline.last.metrics.timesteps == 4 * (tokens - 1)
     assert replayed.losses == Losses(first=replayed.timesteps)
 
 

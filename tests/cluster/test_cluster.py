@@ -26,7 +26,7 @@ from pipedec.client.client import Client
 from pipedec.cluster.local import LocalCluster
 from pipedec.cluster.state import RunningCluster
 from pipedec.core import Completion, PipedecError, RankLost, SamplingParams, SchedulerLost, UserError
-from pipedec.engine.prefill import PREFILL_CHUNK
+from pipedec.engine.tasks import PREFILL_CHUNK
 from pipedec.messages import PromptRequest
 from pipedec.methods import METHOD_NAMES, applicable_options
 from pipedec.scheduler import EmbeddedServer, RedisScheduler, connect

@@ -102,7 +102,9 @@ def said(answer: LocalAnswer) -> list[int]:
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: f"{shape[0]}in{shape[1]}")
 @given(visits=VISITS)
-def test_an_answer_in_company_is_the_answer_alone(thread_models: ThreadModels, shape: tuple[int, int], visits: list[Visit]) -> None:
+def test_an_answer_in_company_is_the_answer_alone(
+    thread_models: ThreadModels, shape: tuple[int, int], visits: list[Visit]
+) -> None:
     """Over random arrivals, cancellations, methods, priorities, samplings and decode threads."""
     pipeline = pipeline_of(thread_models, shape)
     arrivals: dict[int, list[Request]] = {}

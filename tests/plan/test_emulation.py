@@ -159,12 +159,12 @@ def test_local_pipeline_computes_what_it_would_last(pair: Pair, method: str) -> 
     expected = [verdict.tokens for verdict in plain.run(request)]
     assert [verdict.tokens for verdict in pipeline.run(request)] == expected
     assert plain.emulated_ms is None
-    timesteps = pipeline.metrics.timesteps
+    timesteps = pipeline.last.metrics.timesteps
     assert pipeline.emulated_ms is not None
     if method == "pp":  # 10 ms; then the row that enters, or a row that was sent on: 1 ms of latency, 1 ms for its bytes
         assert pipeline.emulated_ms == pytest.approx(11 * (11 + 12 + 12))
     else:
-        assert pipeline.emulated_ms > 10 * (timesteps - pipeline.metrics.misses)
+        assert pipeline.emulated_ms > 10 * (timesteps - pipeline.last.metrics.misses)
 
 
 @pytest.mark.slow

@@ -8,8 +8,7 @@ from collections.abc import Callable
 import pytest
 from simulated_pipeline import History, SimulatedPipeline
 
-from pipedec.core import SamplingParams
-from pipedec.messages import Opening
+from pipedec.core import Opening, SamplingParams
 from pipedec.scheduler import MemoryScheduler, RedisScheduler, Scheduler, Task
 from pipedec.topology import Topology
 
@@ -59,9 +58,9 @@ def check_openings(topology: Topology, history: History, num_chunks: int) -> Non
         messages = [message for receiver, message in history.received if receiver == rank]
         assert [message.kind for message in messages] == ["open"] + ["task"] * (len(messages) - 1)
         assert messages[0].number == messages[1].number
-        assert messages[0].opening == Opening(num_chunks, num_chunks, SamplingParams())
+        assert messages[0].opening == Opening(num_chunks, SamplingParams())
         keys = {"token_ids"} if rank == 1 else set()
-        assert set().union(*(message.payload for message in messages)) <= {"rows", "verdict"} | keys
+        assert set().union(*(message.payload for message in messages)) <= {"rows", "verdict", "is_first_chunk"} | keys
 
 
 def check_answer(topology: Topology, history: History, num_tokens: int) -> None:
@@ -166,7 +165,7 @@ def test_redis_keeps_nothing_of_a_finished_request(make_redis_scheduler: Callabl
     for number in range(3):
         SimulatedPipeline(topology, scheduler, random.Random(number), 15).run(number)
         words = {field.decode().split(" ")[0] for field in client.hkeys(keys.workflow)}
-        assert words == {"number", "running", "entries", "trace", "cancelled", "last", "reply"}
+        assert words == {"number", "running", "entries", "trace", "passed", "last", "reply"}
         assert not client.get(keys.bitmap).strip(b"\0")
         remaining = {key.decode() for key in client.scan_iter(match=keys.prefix + "*")}
         assert remaining == {keys.workflow, keys.bitmap}

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from checkpoints import save_tiny_llama
 from toy_dialects import IDS, TEXTS, ids, sequence_of, toy
 
-from pipedec.core import Accepted, SamplingParams, Step, Verdict
+from pipedec.core import Accepted, Opening, SamplingParams, Step, Verdict
 from pipedec.model import StageModel
 from pipedec.stage import FinalStageWorker, StageWorker
+from pipedec.threads import BoundDialect, NewSequence
 
+NUMBER = 7
 THREADS, ROWS_PER_THREAD = 40, 5
 PROMPT = ids("q r s")
 FORK, CHILD = IDS["[Fork]"], IDS["[Child]"]
@@ -24,13 +27,19 @@ class Chain:
     def __init__(self, path: Path) -> None:
         self.model = save_tiny_llama(path, layers=2, vocab=len(TEXTS), dtype=torch.float64)
         models = [StageModel.load(path, range(layer, layer + 1), torch.float64, "cpu") for layer in range(2)]
-        self.middle, self.final = StageWorker(models[0]), FinalStageWorker(models[1])
+        bound = toy("apar", max_children=THREADS)
+        workers = [
+            kind(model, self._sequences(bound)) for kind, model in zip((StageWorker, FinalStageWorker), models, strict=True)
+        ]
+        self.middle, self.final = workers
         self.wished: list[int] = []
         self._head = models[1].logits
         models[1].logits = self._logits  # type: ignore[method-assign]
-        bound = toy("apar", max_children=THREADS)
         for worker in (self.middle, self.final):
-            worker.begin(lambda: sequence_of(bound, len(PROMPT)), SamplingParams(max_tokens=1000))
+            worker.open(NUMBER, Opening(len(PROMPT), SamplingParams(max_tokens=1000)))
+
+    def _sequences(self, bound: BoundDialect) -> Callable[[Opening], NewSequence]:
+        return lambda opening: lambda: sequence_of(bound, opening.prompt_length)
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
         self.logits = self._head(hidden)
@@ -38,29 +47,28 @@ class Chain:
 
     def prefill(self, token: int) -> None:
         self.wished = [token]
-        self.middle.prefill(Step(torch.tensor(PROMPT), torch.full((len(PROMPT),), -1)))
-        chunk = self.middle.outgoing()
-        assert chunk is not None
-        self.final.prefill(chunk)
-        assert self.final.outgoing() is None
+        self.middle.compute({NUMBER: Step(torch.tensor(PROMPT), torch.full((len(PROMPT),), -1))})
+        self.final.compute(self.middle.outgoing())
+        assert self.final.outgoing() == {}
 
     def decode(self, rows: list[tuple[int, int, int]], wished: list[int]) -> None:
         """Rows as (token, parent, thread)."""
         self.wished = wished
-        self.middle.decode(Step(*(torch.tensor(column) for column in list(zip(*rows, strict=True))[:2]), None,
-                                torch.tensor([thread for _, _, thread in rows])))  # fmt: skip
-        step = self.middle.outgoing()
-        assert step is not None and step.threads is not None
+        token_ids, parents, threads = (torch.tensor(column) for column in zip(*rows, strict=True))
+        self.middle.compute({NUMBER: Step(token_ids, parents, threads=threads)})
+        step = self.middle.outgoing()[NUMBER]
+        assert step.threads is not None
         columns = step.token_ids.tolist(), step.parents.tolist(), step.threads.tolist()
         assert list(zip(*columns, strict=True)) == rows
-        self.final.decode(step)
+        self.final.compute({NUMBER: step})
 
     def replay(self) -> Verdict:
-        verdict = self.final.verdict()
-        assert verdict is not None
+        [update] = self.final.results()
+        verdict = update.verdict
+        assert verdict is not None and update.number == NUMBER
         for worker in (self.middle, self.final):
-            worker.sync(verdict)
-        assert self.final.outgoing() is None and self.final.verdict() is None
+            worker.sync(NUMBER, verdict)
+        assert self.final.outgoing() == {} and self.final.results() == ()
         return verdict
 
 
@@ -95,8 +103,9 @@ def test_a_step_of_200_rows_of_40_threads(tmp_path: Path) -> None:
     assert sorted(verdict.accepted) == [Accepted(number, tuple(words[number])) for number in range(THREADS)]
     assert verdict.finished is None
     for worker in (chain.middle, chain.final):
-        assert worker._forest.num_rows == 0, "of every thread the last token was not there yet"
-        sequence = worker._forest.sequence
+        forest = worker._lanes[NUMBER]._forest
+        assert forest.num_rows == 0, "of every thread the last token was not there yet"
+        sequence = forest.sequence
         assert {number: sequence.threads[number].token_ids[-4:] for number in words} == words
     chain.decode([(words[number][-1], -1, number) for number in reversed(range(THREADS))], [IDS["a"]] * THREADS)
     assert sorted(chain.replay().accepted) == [Accepted(number, (IDS["a"],)) for number in range(THREADS)]

@@ -17,10 +17,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from pipedec.core import Envelope, SamplingParams, Step, Verdict
+from pipedec.core import Envelope, Opening, SamplingParams, Step, Update, Verdict
 from pipedec.model import BitaWeights, ModelConfig, StageModel
 from pipedec.stage import FinalStageWorker, StageWorker
-from pipedec.threads import Sequence, single_thread
+from pipedec.threads import NewSequence, Sequence, single_thread
 from pipedec.threads.bound import NO_DIALECT
 
 PROMPT = [1, 9, 30, 4, 51, 7]
@@ -34,8 +34,9 @@ SAMPLINGS = {
     "penalised": SamplingParams(temperature=0.7, seed=8, logit_bias=LIKELY, frequency_penalty=0.5, repetition_penalty=1.01),
 }
 TokenPath = tuple[int, ...]
+NUMBER = 3
 NAMES = ("token_ids", "parents", "positions")
-Through = Callable[[list[StageWorker], Envelope], tuple[Envelope, list[Step | None]]]
+Through = Callable[[list[StageWorker], Update], tuple[Update | None, list[Step | None]]]
 
 
 def alone(max_tokens: int) -> Sequence:
@@ -54,14 +55,18 @@ class Target:
     path: Path
     bita: BitaWeights = field(repr=False)
 
-    def workers(self, cut: list[range], with_masks: bool) -> list[StageWorker]:
+    def workers(self, cut: list[range], with_masks: bool, new_sequence: Callable[[int], Sequence]) -> list[StageWorker]:
         config, workers = ModelConfig.from_directory(self.path), list[StageWorker]()
         for layers in cut:
             model = StageModel.load(self.path, layers, torch.float64, "cpu", config)
             if with_masks:
                 model.attach(BitaWeights(self.bita.prompt[layers.start : layers.stop].double(), self.bita.masks.double()))
-            workers.append(FinalStageWorker(model) if model.is_last else StageWorker(model))
+            workers.append((FinalStageWorker if model.is_last else StageWorker)(model, opened(new_sequence)))
         return workers
+
+
+def opened(new_sequence: Callable[[int], Sequence]) -> Callable[[Opening], NewSequence]:
+    return lambda opening: lambda: new_sequence(opening.sampling.max_tokens)
 
 
 @pytest.fixture(scope="module", params=["llama", "mistral"])
@@ -71,28 +76,30 @@ def target(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return Target(path, save_random_bita(path / "bita", path, MASKS))
 
 
-def in_one_call(workers: list[StageWorker], envelope: Envelope) -> tuple[Envelope, list[Step | None]]:
-    moving: list[Step | None] = []
-    for worker in workers:
+def in_one_call(workers: list[StageWorker], update: Update) -> tuple[Update | None, list[Step | None]]:
+    """The last stage's result, and what leaves each stage."""
+    moving, envelope = list[Step | None](), Envelope((update,))
+    for worker in workers[:-1]:
         envelope = worker.advance(envelope)
-        moving.append(envelope.step)
-    return envelope, moving
+        assert [(passed.number, passed.verdict) for passed in envelope.updates] == [(update.number, update.verdict)]
+        moving.append(envelope.updates[0].step)
+    results = workers[-1].advance(envelope).updates
+    return (results[0] if results else None), [*moving, None]
 
 
-def in_parts(workers: list[StageWorker], envelope: Envelope) -> tuple[Envelope, list[Step | None]]:
-    step, verdict = envelope.step, envelope.verdict
-    moving: list[Step | None] = []
+def in_parts(workers: list[StageWorker], update: Update) -> tuple[Update | None, list[Step | None]]:
+    steps = {} if update.step is None else {update.number: update.step}
+    moving, results = list[Step | None](), tuple[Update, ...]()
     for worker in workers:
-        if verdict is not None:
-            worker.sync(verdict)
-        if verdict is not None and verdict.finished:
-            step = None
-        if step is not None:
-            worker.decode(step)
-        reply = None if step is None else worker.verdict()
-        step = worker.outgoing()
-        moving.append(step)
-    return Envelope(verdict=verdict if verdict is not None and verdict.finished else reply), moving
+        if update.opening is not None:
+            worker.open(update.number, update.opening)
+        if update.verdict is not None:
+            worker.sync(update.number, update.verdict)
+        worker.compute(steps)
+        results = worker.results()
+        steps = worker.outgoing()
+        moving.append(steps.get(update.number))
+    return (results[0] if results else None), moving
 
 
 @dataclass
@@ -126,40 +133,38 @@ class Rank0:
         return Step(token_ids, torch.tensor([known.get(path[:-1], -1) for path in (*new, *masks)]))
 
 
-def prefill(workers: list[StageWorker], with_masks: bool) -> Verdict:
-    after = range(-1, -MASKS - 1, -1) if with_masks else ()
-    for chunk in (PROMPT[:4], [*PROMPT[4:], *after]):
-        step: Step | None = Step(torch.tensor(chunk), torch.full((len(chunk),), -1))
-        for worker in workers:
-            assert step is not None
-            worker.prefill(step)
-            step = worker.outgoing()
-        assert step is None
-    verdict = workers[-1].verdict()
-    assert verdict is not None
-    return verdict
+def prefill(workers: list[StageWorker], opening: Opening, through: Through) -> Update:
+    after = range(-1, -MASKS - 1, -1) if opening.tokens_per_mask else ()
+    for number, chunk in enumerate((PROMPT[:4], [*PROMPT[4:], *after])):
+        step = Step(torch.tensor(chunk), torch.full((len(chunk),), -1))
+        result, _ = through(workers, Update(NUMBER, opening if number == 0 else None, step=step))
+        assert (result is not None) == (number == 1)
+    assert result is not None
+    return result
 
 
 def transcript(
-    workers: list[StageWorker], new_sequence: Callable[[int], Sequence], sampling: SamplingParams, seed: int, with_masks: bool,
-    delay: int, through: Through = in_one_call,
+    target: Target, cut: list[range], new_sequence: Callable[[int], Sequence], sampling: SamplingParams, seed: int,
+    with_masks: bool, delay: int, through: Through = in_one_call,
 ) -> list[object]:  # fmt: skip
     """All that there is to see of an answer. Rank 0 learns a verdict ``delay`` timesteps after it fell."""
-    for worker in workers:
-        worker.begin(lambda: new_sequence(sampling.max_tokens), sampling, TOKENS_PER_MASK if with_masks else 0)
+    workers = target.workers(cut, with_masks, new_sequence)
+    opening = Opening(len(PROMPT), sampling, TOKENS_PER_MASK if with_masks else 0)
     rank0, seen = Rank0(random.Random(seed), with_masks), list[object]()
-    verdicts: deque[Verdict | None] = deque([prefill(workers, with_masks), *[None] * delay])
+    results: deque[Update | None] = deque([prefill(workers, opening, through), *[None] * delay])
     for _ in range(24):
-        verdict = verdicts.popleft()
+        result = results.popleft()
+        verdict = None if result is None else result.verdict
         if verdict is not None:
             rank0.apply(verdict)
         step = rank0.propose()
-        reply, moving = through(workers, Envelope(step, verdict))
-        seen += [verdict, reply.verdict, workers[-1].take_logprobs()]
+        reply, moving = through(workers, Update(NUMBER, verdict=verdict, step=step))
+        seen += [verdict, reply and reply.verdict, reply and reply.logprobs]
         if verdict is not None and verdict.finished:
-            assert reply.verdict == verdict and moving == [None] * len(workers)
+            assert reply is None and moving == [None] * len(workers)
+            assert [worker.num_lanes for worker in workers] == [0] * len(workers)
             return seen
-        verdicts.append(reply.verdict)
+        results.append(reply)
         seen += [part for moved in moving for part in tensors_of(moved)]
         seen += [part for worker in workers for part in state_of(worker)]
         if step is None:
@@ -173,7 +178,8 @@ def tensors_of(step: Step | None) -> list[object]:
 
 def state_of(worker: StageWorker) -> list[object]:
     """Rows, their attention masks over all slots, and the cache."""
-    forest, cache = worker._forest, worker._cache
+    lane = worker._lanes[NUMBER]
+    forest, cache = lane._forest, lane._cache
     visibility = forest.visibility(slice(0, forest.num_rows))
     shared = torch.ones(forest.num_rows, visibility.shared, dtype=torch.bool)
     positions = torch.cat((torch.arange(visibility.shared), visibility.slot_positions()))
@@ -203,8 +209,7 @@ def test_the_shortcut_of_one_thread_changes_nothing(
 ) -> None:
     sampling = replace(sampling, max_tokens=max_tokens)
     short, general = (
-        transcript(target.workers(CUT, with_masks), new_sequence, sampling, seed, with_masks, delay)
-        for new_sequence in (alone, among_none)
+        transcript(target, CUT, new_sequence, sampling, seed, with_masks, delay) for new_sequence in (alone, among_none)
     )
     assert_equal(short, general)
 
@@ -214,8 +219,7 @@ def test_the_shortcut_of_one_thread_changes_nothing(
 def test_a_timestep_is_its_parts(target: Target, seed: int, delay: int, with_masks: bool) -> None:
     sampling = SAMPLINGS["drawn"]
     whole, parts = (
-        transcript(target.workers(CUT, with_masks), alone, sampling, seed, with_masks, delay, through)
-        for through in (in_one_call, in_parts)
+        transcript(target, CUT, alone, sampling, seed, with_masks, delay, through) for through in (in_one_call, in_parts)
     )
     assert_equal(whole, parts)
 
@@ -225,7 +229,7 @@ def test_answers_of_the_transcripts_hit_and_end(target: Target) -> None:
     verdicts = list[Verdict]()
     for seed in range(12):
         sampling = replace(SAMPLINGS["drawn"], seed=seed, max_tokens=5 if seed % 2 else 100)
-        seen = transcript(target.workers([range(3)], True), alone, sampling, seed, True, seed % 3)
+        seen = transcript(target, [range(3)], alone, sampling, seed, True, seed % 3)
         verdicts += [entry for entry in seen if isinstance(entry, Verdict)]
     finished = {verdict.finished for verdict in verdicts}
     assert finished == {None, "stop", "length"}
