@@ -159,12 +159,14 @@ def test_local_pipeline_computes_what_it_would_last(pair: Pair, method: str) -> 
     expected = [verdict.tokens for verdict in plain.run(request)]
     assert [verdict.tokens for verdict in pipeline.run(request)] == expected
     assert plain.emulated_ms is None
-    timesteps = pipeline.last.metrics.timesteps
-    assert pipeline.emulated_ms is not None
-    if method == "pp":  # 10 ms; then the row that enters, or a row that was sent on: 1 ms of latency, 1 ms for its bytes
-        assert pipeline.emulated_ms == pytest.approx(11 * (11 + 12 + 12))
+    metrics = pipeline.last.metrics
+    # 10 ms; then what enters, or the rows that are sent on: 1 ms of latency, 1 ms for the bytes of each.
+    assert metrics.prefill_seconds == pytest.approx(0.011 + 0.015 + 0.015), "the prompt's four rows are one chunk"
+    if method == "pp":
+        assert metrics.decode_seconds == pytest.approx(11 * 0.035)
     else:
-        assert pipeline.emulated_ms > 10 * (timesteps - pipeline.last.metrics.misses)
+        assert metrics.decode_seconds > 0.010 * (metrics.timesteps - metrics.misses)
+    assert pipeline.emulated_ms == pytest.approx(1000 * (metrics.prefill_seconds + metrics.decode_seconds))
 
 
 @pytest.mark.slow
