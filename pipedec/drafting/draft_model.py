@@ -8,10 +8,12 @@ tokens that were never drafted, F rows to draft, R = C + F.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import accumulate, groupby
 
+import torch
 from torch import Tensor
 
-from pipedec.drafting.lane import DraftLane
+from pipedec.drafting.lane import DraftLane, Entering
 from pipedec.model import StageModel
 from pipedec.threads import Sequence as ThreadSequence
 from pipedec.tree import Advance, Candidates, DraftRows
@@ -22,6 +24,7 @@ class DraftModel:
 
     def __init__(self, model: StageModel) -> None:
         self._model = model
+        self._pool = model.make_pool()
         self._lanes: dict[int, DraftLane] = {}  # by request
 
     @property
@@ -29,23 +32,29 @@ class DraftModel:
         """Requests that have a cache."""
         return len(self._lanes)
 
+    @property
+    def cache_slots(self) -> int:
+        """KV cache entries that all requests together have room for."""
+        return self._pool.slots
+
     def open(self, number: int, sequence: ThreadSequence) -> None:
         """Make the lane of a request.
 
         Args:
             sequence: its threads, read only. The caller passes accepted tokens to it before it calls ``advance``.
         """
-        self._lanes[number] = DraftLane(self._model.make_cache(), sequence, self._model.device)
+        self._lanes[number] = DraftLane(self._pool.open(), sequence, self._model.device)
 
     def close(self, number: int) -> None:
         """Drop the lane of a request."""
-        del self._lanes[number]
+        self._lanes.pop(number).close()
 
     def expand(self, requested: Sequence[DraftRows], prompts: Mapping[int, Tensor]) -> list[Candidates]:
         """Run one forward over rows of several trees and the next chunks of several prompts.
 
         Args:
-            requested: at most one entry for each thread of a request, and none of a request with a chunk.
+            requested: at most one entry for each thread of a request; those of one request stand together. None of a request
+                with a chunk.
             prompts: by request, int64 [any number].
 
         Returns:
@@ -54,17 +63,15 @@ class DraftModel:
         Raises:
             ValueError: rows of a tree are not ascending, one was drafted before, or an ancestor was not and is not among them.
         """
-        for number, chunk in prompts.items():
-            self._lanes[number].prefill(self._model, chunk)
-        by_request: dict[int, list[int]] = {}
-        for index, entry in enumerate(requested):
-            by_request.setdefault(entry.number, []).append(index)
-        found: dict[int, Candidates] = {}
-        for number, indices in by_request.items():
-            entries = [requested[index] for index in indices]
-            hidden = self._lanes[number].forward(self._model, entries)
-            found |= zip(indices, self._candidates(hidden, entries), strict=True)
-        return [found[index] for index in range(len(requested))]
+        lanes = [(self._lanes[number], list(rows)) for number, rows in groupby(requested, lambda entry: entry.number)]
+        drafting = [(lane, lane.enter(rows)) for lane, rows in lanes]
+        entering = [self._lanes[number].enter_prompt(chunk) for number, chunk in prompts.items()]
+        entering += [entered for _, entered in drafting]
+        token_ids = torch.cat([of_lane.token_ids for of_lane in entering])
+        hidden_RE = self._model.forward(token_ids, [of_lane.rows for of_lane in entering])
+        for lane, entered in drafting:
+            lane.settle(entered)
+        return self._candidates(hidden_RE[_drafted(entering)], requested) if requested else []
 
     def advance(self, number: int, thread: int, advance: Advance) -> None:
         """Commit and prune cache entries as the thread's tree was."""
@@ -85,3 +92,11 @@ class DraftModel:
             Candidates(entry.rows, token_ids[:, : entry.children], log_probs[:, : entry.children])
             for entry, token_ids, log_probs in found
         ]
+
+
+def _drafted(entering: Sequence[Entering]) -> slice | list[int]:
+    """The requested rows of a forward: the last ones of each lane's."""
+    if len(entering) == 1:
+        return slice(entering[0].rows.num_rows - len(entering[0].drafted), None)
+    ends = accumulate(of_lane.rows.num_rows for of_lane in entering)
+    return [row for end, of_lane in zip(ends, entering, strict=True) for row in range(end - len(of_lane.drafted), end)]

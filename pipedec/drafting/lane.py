@@ -6,21 +6,36 @@ Knows no other request. Shapes: N tree slots of the cache, C accepted tokens tha
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from pipedec.drafting.thread_labels import ThreadLabels
-from pipedec.model import StageModel
+from pipedec.model import LaneRows
 from pipedec.model.cache import KVCache
 from pipedec.threads import Sequence as ThreadSequence
 from pipedec.tree import Advance, DraftRows, PredictionTree, Visibility
 
 
+@dataclass(frozen=True)
+class Entering:
+    """Rows of one request that enter a forward of the draft model.
+
+    Attributes:
+        token_ids: int64 [R].
+        drafted: int64 [F], rows of trees, which are the last of the rows.
+    """
+
+    token_ids: Tensor
+    rows: LaneRows
+    drafted: Tensor
+
+
 class DraftLane:
     """The tree slots of its cache are in order of drafting.
 
-    Accepted rows that were never drafted form the *chain* of their thread, which the next ``forward`` computes together with its
+    Accepted rows that were never drafted form the *chain* of their thread, which the next forward computes together with its
     rows. If there are several threads, the last tokens of joined threads are never computed, and a chain attends to the context
     as it is when it is computed: drafts need not be exact.
     """
@@ -33,10 +48,40 @@ class DraftLane:
         self._chains: dict[int, Tensor] = {}  # by thread: int64, token ids that follow the past
         self._labels = ThreadLabels(sequence, device) if sequence.can_fork else None
 
-    def prefill(self, model: StageModel, token_ids: Tensor) -> None:
-        """Compute the next chunk of the prompt: int64 [any number]."""
+    def close(self) -> None:
+        """Give the cache back."""
+        self._cache.close()
+
+    def enter_prompt(self, token_ids: Tensor) -> Entering:
+        """The next chunk of the prompt (int64 [any number]) for a forward."""
         positions = self._positions_after_past(len(token_ids))
-        model.forward(token_ids, positions, self._cache, prefill_length=self._sequence.prompt_length)
+        return Entering(token_ids, LaneRows(positions, self._cache, prefill_length=self._sequence.prompt_length), token_ids[:0])
+
+    def enter(self, requested: Sequence[DraftRows]) -> Entering:
+        """The chains and then ``requested`` for a forward. Call ``settle`` behind it.
+
+        Raises:
+            ValueError: rows of a tree are not ascending, one was drafted before, or an ancestor was not and is not among them.
+        """
+        for entry in requested:
+            self._check(entry.tree, self._slot_rows[self._slots_of(entry.thread)], entry.rows)
+        rows = torch.cat([entry.rows for entry in requested])
+        token_ids = torch.cat([*self._chains.values(), *(entry.tree.token_ids[entry.rows] for entry in requested)])
+        if self._labels is None:
+            positions, visibility = self._visibility(requested[0])
+        else:
+            positions, visibility = self._labels.enter(self._chains, requested, self._slot_rows)
+        return Entering(token_ids, LaneRows(positions, self._cache, visibility), rows)
+
+    def settle(self, entered: Entering) -> None:
+        """The forward with these rows of ``enter`` is done: the chains join the past, the drafted rows the tree slots."""
+        drafted = entered.drafted
+        first, chained = len(self._slot_rows), entered.rows.num_rows - len(drafted)
+        if chained:
+            slots = torch.arange(self._cache.tree_length, device=self._device)
+            self._cache.advance(slots[first : first + chained], torch.cat((slots[:first], slots[first + chained :])))
+        self._chains = {}
+        self._slot_rows = torch.cat((self._slot_rows, drafted))
 
     def advance(self, thread: int, advance: Advance) -> None:
         """Commit and prune cache entries as the thread's tree was."""
@@ -75,29 +120,6 @@ class DraftLane:
     def _slots_of(self, number: int) -> Tensor:
         """int64, ascending, the tree slots that hold rows of a thread's tree."""
         return torch.arange(len(self._slot_rows), device=self._device) if self._labels is None else self._labels.slots_of(number)
-
-    def forward(self, model: StageModel, requested: Sequence[DraftRows]) -> Tensor:
-        """Compute first the chains, which join the past, then the requested rows. Returns hidden states of the latter: [F, E].
-
-        Raises:
-            ValueError: rows of a tree are not ascending, one was drafted before, or an ancestor was not and is not among them.
-        """
-        for entry in requested:
-            self._check(entry.tree, self._slot_rows[self._slots_of(entry.thread)], entry.rows)
-        rows = torch.cat([entry.rows for entry in requested])
-        token_ids = torch.cat([*self._chains.values(), *(entry.tree.token_ids[entry.rows] for entry in requested)])
-        if self._labels is None:
-            positions, visibility = self._visibility(requested[0])
-        else:
-            positions, visibility = self._labels.enter(self._chains, requested, self._slot_rows)
-        hidden = model.forward(token_ids, positions, self._cache, visibility)
-        first, chained = len(self._slot_rows), len(token_ids) - len(rows)
-        if chained:
-            slots = torch.arange(first + len(token_ids), device=self._device)
-            self._cache.advance(slots[first : first + chained], torch.cat((slots[:first], slots[first + chained :])))
-        self._chains = {}
-        self._slot_rows = torch.cat((self._slot_rows, rows))
-        return hidden[chained:]
 
     def _visibility(self, requested: DraftRows) -> tuple[Tensor, Visibility]:
         """Positions and attention mask of chain and rows for an answer that cannot fork."""

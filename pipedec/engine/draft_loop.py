@@ -9,11 +9,11 @@ from pipedec.core import KNEE_ROWS, MAX_NUM_SEQS, SchedulerLost, Step, Update, U
 from pipedec.decoding import Company, Drafter, Method
 from pipedec.engine.admission import Admission
 from pipedec.engine.answer import Answer
-from pipedec.engine.courier import Courier
 from pipedec.engine.loop import decode
 from pipedec.engine.pool import Pool
 from pipedec.engine.rank_tasks import POLL_SECONDS, RankTasks, Wiring
 from pipedec.engine.rank_zero import RankZero
+from pipedec.engine.request_queue import RequestQueue
 from pipedec.engine.tasks import TaskPipeline
 from pipedec.engine.timed_drafter import TimedDrafter
 from pipedec.engine.windows import WindowPipeline
@@ -49,8 +49,8 @@ class DraftLoop:
         self._company = Company(wiring.topology.num_groups, timed, wiring.device, trained_masks, knee)
         self._company.whole_prompts = not wiring.window
         self._admission = Admission(prompter, wiring.sequences, wiring.topology.num_stages, tree)
-        self._max_num_seqs = max_num_seqs if wiring.window else 1
-        self._courier = Courier(self._scheduler)
+        self._max_num_seqs = max_num_seqs
+        self._queue = RequestQueue(wiring.scheduler)
         self._sessions = 0
         self._stopping = False
 
@@ -60,16 +60,16 @@ class DraftLoop:
         Raises:
             PipedecError: the run was aborted, a rank is lost, or Redis is.
         """
-        while not self._stopping:
-            message = self._tasks.request(POLL_SECONDS)
-            if message is None:
-                self._check_run()
-            elif message.kind == "stop":
-                self._stopping = True
-            else:
-                self._serve(message)
-        while (message := self._tasks.request(0)) is not None:
-            self._scheduler.publish(message.number, ErrorEvent("the cluster is being stopped"))
+        with self._queue.serving():
+            while not self._stopping:
+                message = self._tasks.request(self._queue.wait, POLL_SECONDS)
+                if message is None:
+                    self._check_run()
+                elif message.kind == "stop":
+                    self._stopping = True
+                else:
+                    self._serve(message)
+            self._queue.refuse("the cluster is being stopped")
 
     def _check_run(self) -> None:
         if self._scheduler.status().state == "gone":
@@ -78,38 +78,38 @@ class DraftLoop:
     def _serve(self, first: Message) -> None:
         """One session: from a request that finds the pipeline empty until no request is left."""
         pool = Pool(self._company)
-        with self._courier.at_work():
-            self._admit(pool, first)
-            if not pool.is_busy:
-                return
-            pipeline = self._pipeline(first)
-            for _ in decode(pool, pipeline, lambda: self._follow_queue(pool, pipeline), (self._tasks.note,)):
-                continue  # everything has been said to the answers' readers
+        self._admit(pool, first)
+        if not pool.is_busy:
+            return
+        pipeline = self._pipeline()
+        for _ in decode(pool, pipeline, lambda: self._follow_queue(pool), (self._tasks.note,)):
+            continue  # everything has been said to the answers' readers
         self._stopping |= pipeline.is_stopping
 
-    def _pipeline(self, first: Message) -> RankZero:
+    def _pipeline(self) -> RankZero:
         if not self._wiring.window:
             return TaskPipeline(self._tasks, self._wiring)
         self._sessions += 1
-        return WindowPipeline(self._sessions, self._tasks, self._wiring, self._wiring.tracer.enabled)
+        return WindowPipeline(self._sessions, self._tasks, self._wiring)
 
-    def _follow_queue(self, pool: Pool, pipeline: RankZero) -> None:
+    def _follow_queue(self, pool: Pool) -> None:
         """Begin requests for which there is room, and end those that were cancelled."""
-        for number in self._courier.cancelled():
+        if not self._wiring.window:
+            return  # task dispatch: a request is cancelled at its next verdict, and the next one has a workflow of its own
+        for number in self._queue.cancelled():
             pool.cancel(number)
-        if pipeline.is_stopping or not self._wiring.window:
-            return  # with task dispatch the next request begins with a workflow of its own
-        for message in self._courier.arrivals(self._max_num_seqs - pool.num_running):
+        room = 0 if self._queue.is_stopping else self._max_num_seqs - pool.num_running
+        for message in self._queue.arrivals(room):
             self._admit(pool, message)
 
     def _admit(self, pool: Pool, message: Message) -> None:
         try:
             answer, sequence = self._admission.admit(message, self._company)
         except UserError as error:
-            self._courier.finish(message.number, ErrorEvent(str(error)))
+            self._queue.finish(message.number, ErrorEvent(str(error)))
             return
         self._tasks.opened(message.number, answer.request.trace)
-        pool.open(answer.request, sequence, _Stream(answer, self._courier, self._tasks, self._wiring))
+        pool.open(answer.request, sequence, _Stream(answer, self._queue, self._tasks, self._wiring))
 
 
 class _Stream:
@@ -119,10 +119,10 @@ class _Stream:
     that is traced or emulated, the last event that its client reads, waits until they have.
     """
 
-    def __init__(self, answer: Answer, courier: Courier, tasks: RankTasks, wiring: Wiring) -> None:
+    def __init__(self, answer: Answer, queue: RequestQueue, tasks: RankTasks, wiring: Wiring) -> None:
         self._answer = answer
         self._number = answer.request.number
-        self._courier = courier
+        self._queue = queue
         self._tasks = tasks
         self._wiring = wiring
         self._waits_for_ranks = answer.request.trace or wiring.emulation is not None
@@ -136,7 +136,7 @@ class _Stream:
         assert result.verdict is not None
         self._answer.counters.accepted(timestep)
         if result.logprobs:
-            self._courier.put(self._number, LogprobsEvent([list(row) for row in result.logprobs]))
+            self._queue.put(self._number, LogprobsEvent([list(row) for row in result.logprobs]))
         return self._publish(result.verdict)
 
     def ended(self, reason: str, method: Method) -> None:
@@ -146,18 +146,18 @@ class _Stream:
         if self._waits_for_ranks:
             self._completion = completion
         else:
-            self._courier.finish(self._number, completion)
+            self._queue.finish(self._number, completion)
 
     def closed(self) -> None:
         if self._completion is not None:
             events = [*self._scheduler_trace(), *self._tasks.closed(self._number), self._completion]
-            self._courier.finish(self._number, *events)
+            self._queue.finish(self._number, *events)
 
     def _publish(self, verdict: Verdict) -> Verdict:
         """Add a verdict to the answer and publish the new text; returns the verdict as far as the answer goes."""
         verdict, event = self._answer.take(verdict)
         self._finished = verdict.finished is not None
-        self._courier.put(self._number, event)
+        self._queue.put(self._number, event)
         return verdict
 
     def _scheduler_trace(self) -> list[TraceEvents]:

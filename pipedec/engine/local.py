@@ -148,6 +148,7 @@ class LocalPipeline:
             for number in self.answers:
                 pool.cancel(number)  # of a run that was left early
             stages.close(pool.entering())
+            pool.closed()
 
     @property
     def last(self) -> LocalAnswer:

@@ -36,6 +36,7 @@ class Wiring:
 
     Attributes:
         window: timesteps that the scheduler grants at once; 0 if it grants single tasks.
+        duplex: of the links between the ranks (see ``scheduler.transfers``).
         sequences: makes the sequences of answers.
         device: of the rank's model.
     """
@@ -48,6 +49,7 @@ class Wiring:
     device: torch.device = torch.device("cpu")
     emulation: Emulation | None = None
     window: int = 0
+    duplex: str = "full"
 
 
 class _Watched(NamedTuple):
@@ -63,14 +65,14 @@ class RankTasks:
 
     Attributes:
         recorder: times the rank's work.
-        events: for the client, sent with the next report.
+        events: for clients, each with its request's number; sent with the next report.
         inbox: steps received, in order.
     """
 
     def __init__(self, rank: int, wiring: Wiring) -> None:
         self.rank = rank
         self.recorder = Recorder(Pacer(wiring.emulation, rank))
-        self.events: list[Event] = []
+        self.events: list[tuple[int, Event]] = []
         self.inbox: deque[Step] = deque()
         self._outbox: dict[Task, Step] = {}
         self._wiring = wiring
@@ -100,9 +102,13 @@ class RankTasks:
             self._transfer(message.task, message)
         return None
 
-    def request(self, timeout_seconds: float) -> Message | None:
-        """For rank 0 between two answers: the next request or ``stop``, None if neither arrives in time. Raises as ``next``."""
-        return self._receive(self._wiring.scheduler.wait_request, timeout_seconds)
+    def request(self, wait: Callable[[float], Message | None], timeout_seconds: float) -> Message | None:
+        """For rank 0 when nothing runs: the next request or ``stop``, None if neither arrives in time. Raises as ``next``.
+
+        Args:
+            wait: brings it, unless it came with the last report.
+        """
+        return self._receive(wait, timeout_seconds)
 
     def _receive(self, wait: Callable[..., Message | None], *arguments: float) -> Message | None:
         """The message that came with the last report, else what ``wait`` brings."""

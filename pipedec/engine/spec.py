@@ -144,6 +144,7 @@ class PipelineSpec:
         tree: default tree of methods whose trees grow by layers; None for their own.
         places: the host and device of every rank, by the partition of a cluster.yaml; None if whoever starts the ranks decides.
         servers: the hosts of ``places``.
+        duplex: of the links between the ranks: ``half`` if a rank takes part in one transfer at a time, else ``full``.
     """
 
     target: Path
@@ -161,6 +162,7 @@ class PipelineSpec:
     tree: LayerTreeOptions | None = None
     places: tuple[Placement, ...] | None = None
     servers: tuple[ServerConfig, ...] = ()
+    duplex: str = "full"
 
     @classmethod
     def from_config(
@@ -184,7 +186,7 @@ class PipelineSpec:
             Models(config.target, config.draft, config.bita), Cut(partition.stages, partition.num_groups, layers), config.dtype,
             device, dispatch, Limits(config.max_model_len, config.max_num_seqs, config.max_waiting), config.tree,
         )  # fmt: skip
-        return replace(spec, places=rank_places(config, name), servers=config.servers)
+        return replace(spec, places=rank_places(config, name), servers=config.servers, duplex=config.network.duplex)
 
     @classmethod
     def create(

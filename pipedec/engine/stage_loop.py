@@ -11,6 +11,7 @@ from pipedec.core import Envelope, Load, Step, Update, Verdict
 from pipedec.engine.rank_tasks import RankTasks, Wiring
 from pipedec.messages import CacheSlotsEvent, LogprobsEvent, verdict_from_payload
 from pipedec.scheduler.protocol import Message
+from pipedec.scheduler.transfers import checked_transfers
 from pipedec.scheduler.workflow import Facts, Task
 from pipedec.stage import StageWorker
 
@@ -72,7 +73,7 @@ class StageLoop:
             results = self._worker.results()
         for result in results:
             if result.logprobs:
-                self._tasks.events.append(LogprobsEvent([list(row) for row in result.logprobs]))
+                self._tasks.events.append((number, LogprobsEvent([list(row) for row in result.logprobs])))
         return results[0].verdict if results else None
 
     def _keep(self, number: int, seq: int) -> int:
@@ -88,16 +89,30 @@ class StageLoop:
         return Facts(self._keep(message.number, task.seq))
 
     def _window(self, task: Task, message: Message) -> Facts:
-        """All timesteps of a window, without asking the scheduler in between (see ``windows``)."""
-        transport, following = self._wiring.transport, self._wiring.topology.following(self._rank)
-        for number in range(task.seq, task.seq + message.payload["timesteps"]):
-            received = transport.receive_envelope(self._rank - 1)
-            reply = self._advance(received, number)
-            self._tasks.send(reply, following, number)
+        """All timesteps of a window, without asking the scheduler in between (see ``windows``).
+
+        A rank whose order of transfers says so takes the next envelope before it sends what became of the last.
+        """
+        wiring, last = self._wiring, task.seq + message.payload["timesteps"] - 1
+        granted = checked_transfers(message.payload["transfers"], self._rank, wiring.topology, wiring.duplex)
+        receives_first = len(granted) == 2 and granted[0][0].target == self._rank
+        withheld: Envelope | None = None
+        for number in range(task.seq, last + 1):
+            received = wiring.transport.receive_envelope(self._rank - 1)
+            if withheld is not None:
+                self._send(withheld, number - 1)
+            reply, withheld = self._advance(received, number), None
+            if receives_first and number < last and not received.ends_session:
+                withheld = reply
+            else:
+                self._send(reply, number)
             self._tasks.note(self._tasks.timestep(number))
             if received.ends_session:
                 return Facts(finished=True)
         return Facts()
+
+    def _send(self, reply: Envelope, number: int) -> None:
+        self._tasks.send(reply, self._wiring.topology.following(self._rank), number)
 
     def _advance(self, received: Envelope, number: int) -> Envelope:
         """One timestep. What this rank has to say about requests that end is published before the next rank is told."""

@@ -15,19 +15,20 @@ from pipedec.core import Envelope, Update
 from pipedec.engine.rank_tasks import RankTasks, Wiring
 from pipedec.engine.rank_zero import RankZero
 from pipedec.engine.recorder import Timestep
+from pipedec.scheduler.transfers import checked_transfers
 from pipedec.scheduler.workflow import Facts, Task
 
 
 class WindowPipeline(RankZero):
     """Rank 0's driver of one session. The result of a step arrives after as many timesteps as there are groups."""
 
-    def __init__(self, session: int, tasks: RankTasks, wiring: Wiring, traced: bool) -> None:
+    def __init__(self, session: int, tasks: RankTasks, wiring: Wiring) -> None:
         super().__init__(tasks, wiring)
         self._begun = 0  # the last timestep that has begun
         self._granted = 0  # the last timestep of the present window
         self._in_flight = 0  # timesteps whose results the last stage has not sent yet
         self._returned = time.perf_counter()  # when the last timestep ended
-        wiring.scheduler.begin_session(session, traced)
+        wiring.scheduler.begin_session(session, wiring.window)
 
     def advance(self, number: int, entering: Envelope, meanwhile: Callable[[], None]) -> Timestep:
         if any(update.verdict is not None for update in entering.updates):
@@ -54,7 +55,9 @@ class WindowPipeline(RankZero):
         if number > self._granted:
             if self._granted:
                 self._report(Facts(window=self._wiring.window))
-            self._granted += self._take("window").payload["timesteps"]
+            payload, topology = self._take("window").payload, self._wiring.topology
+            checked_transfers(payload["transfers"], 0, topology, self._wiring.duplex)
+            self._granted += payload["timesteps"]
         self._begun = number
         self._tasks.send(envelope, 1, number)
         self._in_flight += 1

@@ -19,6 +19,7 @@ from pipedec.drafting import DraftModel
 from pipedec.forest import Forest
 from pipedec.model import StageModel
 from pipedec.model.cache import KVCache
+from pipedec.model.pool import KVPool
 from pipedec.threads import Sequence, single_thread
 from pipedec.tree import Candidates, DraftRows, PredictionTree
 
@@ -34,13 +35,20 @@ class Model:
         window = {"sliding_window": 6} if family == "mistral" else {}
         self.theirs: PreTrainedModel = save_tiny(family, path, layers=2, vocab=VOCAB, dtype=torch.float64, **window)
         stage = StageModel.load(path, range(2), torch.float64, "cpu")
-        make_cache = stage.make_cache
+        make_pool = stage.make_pool
 
-        def make() -> KVCache:
-            self.cache = make_cache()  # the latest one
-            return self.cache
+        def make() -> KVPool:
+            pool = make_pool()
+            open_cache = pool.open
 
-        stage.make_cache = make  # type: ignore[method-assign]
+            def opened() -> KVCache:
+                self.cache = open_cache()  # the latest one
+                return self.cache
+
+            pool.open = opened  # type: ignore[method-assign]
+            return pool
+
+        stage.make_pool = make  # type: ignore[method-assign]
         self._stage = stage
 
     def begun(self, sequence: Sequence) -> DraftModel:

@@ -16,7 +16,7 @@ from pairwise import pairwise
 from timesteps import check_timesteps
 from transformers import AutoModelForCausalLM
 
-from pipedec.core import Request, SamplingParams, UserError, Verdict
+from pipedec.core import Opening, Request, SamplingParams, Update, UserError, Verdict
 from pipedec.engine.local import LocalPipeline
 from pipedec.engine.tasks import PREFILL_CHUNK
 from pipedec.engine.spec import DTYPES, PipelineSpec
@@ -204,18 +204,20 @@ class Oracle:
         self.asked: list[list[int]] = []
         self._teacher = teacher
         self._num_tokens = 0
-        begin, verdict = FinalStageWorker.begin, FinalStageWorker.verdict
+        open_, results = FinalStageWorker.open, FinalStageWorker.results
 
-        def begun(worker: FinalStageWorker, *arguments: Any) -> None:
+        def opened(worker: FinalStageWorker, number: int, opening: Opening) -> None:
             self._num_tokens = 0
-            begin(worker, *arguments)
+            open_(worker, number, opening)
 
-        monkeypatch.setattr(FinalStageWorker, "begin", begun)
-        monkeypatch.setattr(FinalStageWorker, "verdict", lambda worker: self._taught(verdict(worker)))
+        monkeypatch.setattr(FinalStageWorker, "open", opened)
+        monkeypatch.setattr(FinalStageWorker, "results", lambda worker: tuple(map(self._taught_update, results(worker))))
 
-    def _taught(self, verdict: Verdict | None) -> Verdict | None:
-        if verdict is None:
-            return None
+    def _taught_update(self, update: Update) -> Update:
+        assert update.verdict is not None
+        return replace(update, verdict=self._taught(update.verdict))
+
+    def _taught(self, verdict: Verdict) -> Verdict:
         self._num_tokens += len(verdict.tokens)
         forecast = forecast_of(verdict)
         numbers = list(range(self._num_tokens, self._num_tokens + len(forecast)))

@@ -82,7 +82,7 @@ VISITS = st.lists(
 
 
 @cache
-def pipeline_of(models: ThreadModels, shape: tuple[int, int]) -> LocalPipeline:
+def pipeline_of(models: ThreadModels, shape: tuple[int, int], purpose: str = "company") -> LocalPipeline:
     """In float64, where no order of summation can tip a choice."""
     return LocalPipeline.load(replace(models.spec(4, *shape), dtype="float64"))
 
@@ -90,7 +90,7 @@ def pipeline_of(models: ThreadModels, shape: tuple[int, int]) -> LocalPipeline:
 @cache
 def alone(models: ThreadModels, visit: Visit) -> LocalAnswer:
     """The answer by ``pp``, in one stage, with nobody else there."""
-    pipeline = pipeline_of(models, (1, 1))
+    pipeline = pipeline_of(models, (1, 1), "alone")
     request = replace(visit.request(0, models), method="pp", options=None)
     list(pipeline.run(request))
     return pipeline.last
