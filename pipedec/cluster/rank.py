@@ -74,8 +74,8 @@ def serve(
     describe(description)
     scheduler.publish(STARTING, LoadedEvent(description))
     if place.rank == 0:
-        description = spec.description(_wait_for_ranks(scheduler, place.world_size), joined.digests)
-        scheduler.open(description, spec.duplex, spec.max_waiting)
+        ranks = _wait_for_ranks(scheduler, place.world_size)
+        scheduler.open(spec.description(ranks, joined.digests), spec.duplex, spec.max_waiting)
         report("ready", 1, 1)
     loop.run()
     lease.stop()
