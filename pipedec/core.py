@@ -258,6 +258,9 @@ class Load(NamedTuple):
     past: int = 0
 
 
+NO_LOAD = Load()
+
+
 @dataclass(frozen=True)
 class Update:
     """What a timestep brings for one request: its opening, then a verdict to replay, then rows to compute; each may be missing.
@@ -295,6 +298,9 @@ class Envelope:
         return sum(update.step.num_rows for update in self.updates if update.step is not None)
 
 
+EMPTY = Envelope()
+
+
 @dataclass
 class Metrics:
     """Counters of one request. ``timesteps`` = ``hits`` + groups × ``misses`` for the layer-wise method (paper §3.3.4).
@@ -310,6 +316,9 @@ class Metrics:
         draft_tokens: rows that entered the pipeline as guesses (roots and mask rows are none). Every hit is an accepted one.
         ttft_seconds: time to first token, from submitting the request; queueing and prefill are included. None without a client.
         tpot_seconds: time per output token after the first. None without a client, or if there is only one token.
+        e2e_seconds: end-to-end latency, from submitting the request to its completion. None without a client.
+        queue_seconds: the part of ``ttft_seconds`` that is not prefill: waiting for a place in the pipeline. None without a
+            client.
     """
 
     timesteps: int = 0
@@ -320,6 +329,8 @@ class Metrics:
     decode_seconds: float = 0.0
     ttft_seconds: float | None = None
     tpot_seconds: float | None = None
+    e2e_seconds: float | None = None
+    queue_seconds: float | None = None
 
     @property
     def acceptance_rate(self) -> float | None:
@@ -370,6 +381,8 @@ class Completion:
             "decode_seconds": metrics.decode_seconds,
             "ttft_seconds": metrics.ttft_seconds,
             "tpot_seconds": metrics.tpot_seconds,
+            "e2e_seconds": metrics.e2e_seconds,
+            "queue_seconds": metrics.queue_seconds,
             "tokens_per_second": decoded / metrics.decode_seconds if metrics.decode_seconds > 0 else 0.0,
             "timesteps": metrics.timesteps,
             "timesteps_per_token": metrics.timesteps / decoded if decoded else 0.0,

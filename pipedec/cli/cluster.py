@@ -167,7 +167,7 @@ def status(redis: str | None, run: str | None) -> None:
         where = (described[rank].host, described[rank].device) if rank in described else ("", "")
         table.add_row(str(rank), role, "yes" if rank in current.alive else "no", *where)
     console.print(table)
-    running = ", ".join(f"request {number}" for number in current.running) or "none"
+    running = ", ".join(map(str, current.running)) or "none"
     console.print(f"Requests: {current.submitted} submitted, {current.waiting} waiting, running: {running}.")
 
 
@@ -176,7 +176,7 @@ def status(redis: str | None, run: str | None) -> None:
 def down(redis: str | None, run: str | None) -> None:
     """Stop a running cluster.
 
-    The running request is finished first (for up to 20 seconds on a cluster that was started here); waiting requests are refused.
+    Running requests are finished first (for up to 20 seconds on a cluster that was started here); waiting requests are refused.
     """
     found = find_run(redis, run)
     scheduler = found.connect()

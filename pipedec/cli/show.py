@@ -47,14 +47,15 @@ def loading_bars(bars: Mapping[str, Collection[int]]) -> Iterator[Callable[[int,
         yield update
 
 
-def ask_and_show(client: Client, request: PromptRequest, as_json: bool, trace: Path | None) -> Completion:
+def ask_and_show(client: Client, request: PromptRequest, as_json: bool, trace: Path | None) -> None:
     """Submit the request, stream its text (or print one JSON document), then print its metrics."""
     if request.show_threads:
         with ThreadsView(console) as view:
-            completion = client.ask(request, on_threads=view.update)
-        _write(completion.text)
+            reply = client.follow(request, on_threads=view.update)
+        _write(reply.completed().text)
     else:
-        completion = client.ask(request, on_text=(lambda text: None) if as_json else _write)
+        reply = client.follow(request, on_text=(lambda text: None) if as_json else _write)
+    completion = reply.completed()
     if as_json:
         print(json.dumps(completion.as_dict()))
     else:
@@ -63,9 +64,8 @@ def ask_and_show(client: Client, request: PromptRequest, as_json: bool, trace: P
     if trace is not None:
         names = {0: "rank 0: draft", SCHEDULER_TRACK: "scheduler"}
         names |= {rank: f"rank {rank}: stage {rank}" for rank in range(1, completion.stages + 1)}
-        write_trace(trace, client.trace, names)
-        console.print(f"Trace of {len(client.trace)} tasks in {trace}: open it at https://ui.perfetto.dev")
-    return completion
+        write_trace(trace, reply.trace, names)
+        console.print(f"Trace of {len(reply.trace)} tasks in {trace}: open it at https://ui.perfetto.dev")
 
 
 def metrics_table(completion: Completion) -> Table:

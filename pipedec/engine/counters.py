@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 from pipedec.core import Metrics, Step
 from pipedec.decoding import Method
@@ -10,12 +11,17 @@ from pipedec.engine.draft_tokens import DraftTokens
 
 
 class Counters:
-    """Fills ``metrics`` while a request runs. Timesteps are counted from the first verdict on, which ends prefill."""
+    """Fills ``metrics`` while a request runs. Timesteps are counted from the first verdict on, which ends prefill.
 
-    def __init__(self, metrics: Metrics) -> None:
+    Args:
+        now: the time in seconds; that of emulated devices where times are computed.
+    """
+
+    def __init__(self, metrics: Metrics, now: Callable[[], float] = time.perf_counter) -> None:
         self.metrics = metrics
+        self._now = now
         self._draft_tokens = DraftTokens()
-        self._began = time.perf_counter()
+        self._began = now()
         self._prefilled: tuple[int, float] | None = None  # timestep and time of the first verdict
 
     def entered(self, step: Step) -> None:
@@ -25,7 +31,7 @@ class Counters:
 
     def accepted(self, timestep: int) -> None:
         """Tokens were accepted in ``timestep``."""
-        now = time.perf_counter()
+        now = self._now()
         if self._prefilled is None:
             self._prefilled = timestep, now
         first, prefilled = self._prefilled

@@ -40,6 +40,7 @@ class LocalAnswer:
         logprobs: as in ``Completion``.
         finished: why it ended; None while it goes on.
         is_closed: every stage has closed its lane.
+        now: see ``Counters``.
     """
 
     request: Request
@@ -49,9 +50,10 @@ class LocalAnswer:
     token_ids: list[int] = field(default_factory=list)
     finished: str | None = None
     is_closed: bool = False
+    now: Callable[[], float] = time.perf_counter
 
     def __post_init__(self) -> None:
-        self._counters = Counters(self.metrics)
+        self._counters = Counters(self.metrics, self.now)
 
     def entered(self, step: Step) -> None:
         self._counters.entered(step)
@@ -75,7 +77,7 @@ class LocalPipeline:
     """Runs requests through stages 1..n, which are grouped as ``topology`` says.
 
     Attributes:
-        answers: of the last run, by request number.
+        answers: of the last run, by request number. With an emulation their metrics' seconds are those of the emulated devices.
         emulated_ms: since the run began, on the emulated devices; None without an emulation.
         fill: of the last run, for each timestep the number of rows in each group.
     """
@@ -102,6 +104,7 @@ class LocalPipeline:
         timed = None if drafter is None else TimedDrafter(drafter, self._recorder.drafting)
         self._company = Company(topology.num_groups, timed, device, trained_masks, knee)
         self._emulation = emulation
+        self._clock: EmulatedClock | None = None
         self.answers: dict[int, LocalAnswer] = {}
         self.emulated_ms: float | None = None
         self.fill: list[list[int]] = []
@@ -133,7 +136,7 @@ class LocalPipeline:
             is none.
         """
         self.answers, self.fill = {}, []
-        clock = EmulatedClock(self._emulation, self._topology) if self._emulation else None
+        clock = self._clock = EmulatedClock(self._emulation, self._topology) if self._emulation else None
         pool, stages = Pool(self._company), _Stages(self._stages, self._topology, self._recorder, clock)
         schedule = _Schedule(pool, self._begin, arrivals, cancels or {})
         try:
@@ -157,7 +160,7 @@ class LocalPipeline:
             raise UserError("stop strings need a tokenizer, which LocalPipeline does not have: use stop_token_ids")
         request = replace(request, sampling=seeded(request.sampling))
         new_sequence = self._sequences.maker(len(request.prompt_token_ids), request.sampling, request.threads)
-        answer = LocalAnswer(request, sequence := new_sequence())
+        answer = LocalAnswer(request, sequence := new_sequence(), now=self._clock.seconds if self._clock else time.perf_counter)
         pool.open(request, sequence, answer)
         self.answers[request.number] = answer
 
@@ -213,11 +216,11 @@ class _Stages:
         self._idle_timesteps = 0
 
     def advance(self, number: int, entering: Envelope, meanwhile: Callable[[], None]) -> Timestep:
-        self._load = TimestepLoad()
+        self._load = TimestepLoad(deciding_seconds=self._recorder.cpu_seconds if number > 1 else 0.0)
         self._sync(entering)
         self._transmit(entering)
-        self._recorder.restart()
-        meanwhile()
+        with self._recorder.beside(self._load):
+            meanwhile()
         results = self._compute()
         timing = self._timing()
         is_full = number >= self._topology.num_groups
@@ -264,7 +267,6 @@ class _Stages:
 
     def _timing(self) -> TimestepTiming:
         """As rank 0 would measure it if every stage had a device of its own, or an emulated one."""
-        self._load.drafted = self._recorder.drafted
         forwards = self._recorder.timing().forward_seconds
         if self._clock is not None:
             return self._clock.add(self._load)

@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from pipedec.core import Envelope, Load, Update
+from pipedec.core import EMPTY, NO_LOAD, Envelope, Load, Update
 from pipedec.decoding import TimestepTiming
 from pipedec.engine.emulated_time import Pacer, TimestepLoad
 
@@ -40,7 +40,7 @@ class Timestep:
     """
 
     number: int
-    entered: Envelope = Envelope()
+    entered: Envelope = EMPTY
     results: tuple[Update, ...] = ()
     timing: TimestepTiming | None = None
     load: TimestepLoad | None = None
@@ -63,11 +63,13 @@ class Recorder:
     def restart(self) -> None:
         """A timestep begins now; what was measured of the current one is discarded."""
         self._began = time.perf_counter()
+        self._own_began = time.thread_time()
+        self._drafting = 0.0  # CPU time of the draft forwards
         self._waited = 0.0
         self._forwards: list[tuple[Load, float]] = []  # each draft forward and its seconds
 
     @contextmanager
-    def span(self, label: str, category: str, load: Load = Load()) -> Iterator[None]:
+    def span(self, label: str, category: str, load: Load = NO_LOAD) -> Iterator[None]:
         """Record the body of the ``with`` statement. If it computes rows, it lasts as long as on the emulated device."""
         began = time.perf_counter()
         with self.computing(load):
@@ -81,15 +83,24 @@ class Recorder:
     @contextmanager
     def drafting(self, load: Load) -> Iterator[None]:
         """One draft forward."""
-        began = time.perf_counter()
+        began, cpu_began = time.perf_counter(), time.thread_time()
         with self.computing(load):
             yield
         self._forwards.append((load, time.perf_counter() - began))
+        self._drafting += time.thread_time() - cpu_began
 
     @property
-    def drafted(self) -> list[Load]:
-        """The draft forwards of the timestep."""
-        return [load for load, _ in self._forwards]
+    def cpu_seconds(self) -> float:
+        """What this thread has computed since ``restart``, on a CPU that others may be using at the same time."""
+        return time.thread_time() - self._own_began
+
+    @contextmanager
+    def beside(self, load: TimestepLoad) -> Iterator[None]:
+        """A timestep begins with rank 0's work beside the stages'; it is put into ``load``, the draft forwards apart."""
+        self.restart()
+        yield
+        load.drafted = [forward for forward, _ in self._forwards]
+        load.beside_seconds = self.cpu_seconds - self._drafting
 
     @contextmanager
     def waiting(self) -> Iterator[None]:

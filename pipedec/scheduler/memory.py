@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from pipedec.core import Opening, RankLost, SchedulerLost, UserError
@@ -258,8 +258,15 @@ class MemoryScheduler:
             self._answers[number].append(event)
 
     def read_answer(self, request_number: int, last: str, timeout_seconds: float) -> list[tuple[str, Event]]:
-        events = self._answers.get(request_number, [])
-        return [(str(index + 1), event) for index, event in enumerate(events) if index >= int(last)]
+        return [(position, event) for _, position, event in self.read_answers({request_number: last}, timeout_seconds)]
+
+    def read_answers(self, last: Mapping[int, str], timeout_seconds: float) -> list[tuple[int, str, Event]]:
+        return [
+            (number, str(index + 1), event)
+            for number, position in last.items()
+            for index, event in enumerate(self._answers.get(number, []))
+            if index >= int(position)
+        ]
 
     def close_answer(self, request_number: int) -> None:
         self._answers.pop(request_number, None)

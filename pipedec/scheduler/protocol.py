@@ -6,7 +6,7 @@ Two classes implement it by the same rules: ``RedisScheduler`` and its pure-Pyth
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -230,6 +230,13 @@ class Scheduler(Protocol):
 
         Raises:
             PipedecError: what arrived is no event.
+        """
+
+    def read_answers(self, last: Mapping[int, str], timeout_seconds: float) -> list[tuple[int, str, Event]]:
+        """``read_answer`` of several answers at once: the events of any of them, each with its request and position.
+
+        Args:
+            last: by request number, the position of the last event already read.
         """
 
     def close_answer(self, request_number: int) -> None:

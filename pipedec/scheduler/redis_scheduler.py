@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -162,14 +162,22 @@ class RedisScheduler:
         self._run_script("publish", names, [KEY_SECONDS, json.dumps(texts)])
 
     def read_answer(self, request_number: int, last: str, timeout_seconds: float) -> list[tuple[str, Event]]:
+        return [(position, event) for _, position, event in self.read_answers({request_number: last}, timeout_seconds)]
+
+    def read_answers(self, last: Mapping[int, str], timeout_seconds: float) -> list[tuple[int, str, Event]]:
+        numbers = {self.keys.answer(number).encode(): number for number in last}
+        streams: Any = {self.keys.answer(number): position for number, position in last.items()}
         deadline = time.monotonic() + timeout_seconds
         while True:
             remaining = min(deadline - time.monotonic(), BLOCK_SECONDS)
             with self._command():
-                block = max(1, int(remaining * 1000)) if remaining > 0 else None
-                reply: Any = self.client.xread({self.keys.answer(request_number): last}, block=block)
+                reply: Any = self.client.xread(streams, block=max(1, int(remaining * 1000)) if remaining > 0 else None)
             if reply:
-                return [(position.decode(), event_from_json(fields[b"event"])) for position, fields in reply[0][1]]
+                return [
+                    (numbers[stream], position.decode(), event_from_json(fields[b"event"]))
+                    for stream, entries in reply
+                    for position, fields in entries
+                ]
             if time.monotonic() >= deadline:
                 return []
 

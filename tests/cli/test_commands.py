@@ -224,7 +224,7 @@ def test_a_reader_that_closes_the_pipe_ends_its_request(started: Started, known_
     process.stdout.close()
     assert process.wait(15) != 0
     assert b"Traceback" not in process.stderr.read()
-    assert wait_until(lambda: known_resident.scheduler.status().running is None, 5)  # type: ignore[union-attr]
+    assert wait_until(lambda: not known_resident.scheduler.status().running, 5)  # type: ignore[union-attr]
 
 
 def bring_up(started: Started, *flags: str, background: bool = False) -> tuple[subprocess.Popen[bytes], RunningCluster]:

@@ -53,11 +53,12 @@ def test_events_become_text_news_logprobs_and_metrics() -> None:
         CompletionEvent(Completion("pp", 1, 3, [5, 6], "ab", "stop")),
     )
     client, pieces, told = Client(scheduler), list[str](), list[ThreadNews]()
-    completion = client.ask(PromptRequest("Hello"), pieces.append, told.extend)
+    reply = client.follow(PromptRequest("Hello"), pieces.append, told.extend)
+    completion = reply.completed()
     assert (completion.text, pieces, told) == ("ab", ["a", "b"], news)
     assert completion.logprobs == [{5: -0.5, 7: -1.0}, {6: -0.25}], "the last stage may have sent those of further tokens"
-    assert client.trace == [TraceEvent(1, "1F1", "dec", 3, 4)] and client.overran == {2, 3}
-    assert client.cache_slots == {1: 256}
+    assert reply.trace == [TraceEvent(1, "1F1", "dec", 3, 4)] and reply.overran == {2, 3}
+    assert reply.cache_slots == {1: 256}
     assert completion.metrics.ttft_seconds is not None and completion.metrics.tpot_seconds is not None
     assert scheduler.read_answer(0, "0", 0) == []
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from pipedec.client.client import TokenArrivals
+from pipedec.client.reply import TokenArrivals
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """A clock whose one entry is the time."""
     now = [100.0]
-    monkeypatch.setattr("pipedec.client.client.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("pipedec.client.reply.time.perf_counter", lambda: now[0])
     return now
 
 

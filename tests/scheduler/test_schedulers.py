@@ -228,6 +228,21 @@ def test_reading_an_answer_continues_at_a_position(make_scheduler: MakeScheduler
     assert scheduler.read_answer(0, "0", 0) == []
 
 
+def test_several_answers_are_read_together(make_scheduler: MakeScheduler) -> None:
+    scheduler = make_scheduler(TWO)
+    assert scheduler.read_answers({0: "0", 1: "0"}, 0) == []
+    scheduler.publish(0, TokensEvent([1], "a"))
+    [(number, position, _)] = scheduler.read_answers({0: "0", 1: "0", 2: "0"}, 1)
+    assert number == 0
+    scheduler.publish(0, TokensEvent([2], "b"))
+    scheduler.publish(2, TokensEvent([3], "c"), TokensEvent([4], "d"))
+    scheduler.publish(3, TokensEvent([5], "e"))
+    found = scheduler.read_answers({0: position, 1: "0", 2: "0"}, 1)
+    texts = sorted((number, event.text) for number, _, event in found if isinstance(event, TokensEvent))
+    assert texts == [(0, "b"), (2, "c"), (2, "d")]
+    assert scheduler.read_answers({0: position, 2: "0"}, 0)[0][1] != position
+
+
 def test_expired_leases_are_found(make_scheduler: MakeScheduler) -> None:
     scheduler = make_scheduler(TWO)
     assert scheduler.expired_ranks() == []
