@@ -203,11 +203,8 @@ class RedisScheduler:
         self._run_script("stop", [self.keys.run, *self._queues], [KEY_SECONDS])
 
     def renew_lease(self, rank: int) -> None:
-        keys = self.keys
-        single = [keys.run, keys.workflow, keys.done, keys.pending, keys.bitmap, keys.trace]
-        queued = [keys.waiting, keys.requests, keys.bell, keys.cancelled, keys.unread]
-        names = [keys.members, keys.alive(rank), keys.running, *single, *queued, *self._queues]
-        self._run_script("lease", names, [KEY_SECONDS, self.lease_ms, rank, keys.answer_prefix])
+        names = [self.keys.members, self.keys.alive(rank), self.keys.running, *self._lasting_keys()]
+        self._run_script("lease", names, [KEY_SECONDS, self.lease_ms, rank, self.keys.answer_prefix])
 
     def expired_ranks(self) -> list[int]:
         alive = [self.keys.alive(rank) for rank in self.topology.ranks]
@@ -264,6 +261,12 @@ class RedisScheduler:
         """All keys of the run."""
         with self._command():
             return list(self.client.scan_iter(match=self.keys.prefix + "*", count=1000))
+
+    def _lasting_keys(self) -> list[str]:
+        """The keys that every rank keeps alive, beside those that ``lease.lua`` knows."""
+        keys = self.keys
+        graph = [keys.workflow, keys.done, keys.pending, keys.bitmap, keys.trace]
+        return [keys.run, *graph, keys.waiting, keys.requests, keys.bell, keys.cancelled, keys.unread, *self._queues]
 
     def _graph_keys(self) -> list[str]:
         keys = self.keys
