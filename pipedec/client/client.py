@@ -88,7 +88,7 @@ class Client:
     ) -> Reply:
         """Submit a request; ``read`` then follows its answer. Raises UserError if the run takes no requests."""
         arrivals = Reply(-1).arrivals  # the clock runs before the request is on its way
-        reply = Reply(self._scheduler.submit(request.to_json()), on_text, on_threads, arrivals=arrivals)
+        reply = Reply(self._scheduler.submit(request.to_json(), request.priority), on_text, on_threads, arrivals=arrivals)
         self._open[reply.number] = reply
         return reply
 
@@ -130,6 +130,7 @@ class Client:
             with suppress(PipedecError):
                 for number in self._open:
                     self._scheduler.cancel(number)
+                    self._scheduler.close_answer(number)
             raise
         finally:
             self._open.clear()

@@ -75,7 +75,7 @@ def serve(
     scheduler.publish(STARTING, LoadedEvent(description))
     if place.rank == 0:
         ranks = _wait_for_ranks(scheduler, place.world_size)
-        scheduler.open(spec.description(ranks, joined.digests), spec.duplex, spec.max_waiting)
+        scheduler.open(spec.description(ranks, joined.digests), spec.duplex)
         report("ready", 1, 1)
     loop.run()
     lease.stop()

@@ -35,7 +35,7 @@ class Answers(MemoryScheduler):
         self.open(DESCRIPTION)
         self.events = events
 
-    def submit(self, request: str) -> int:
+    def submit(self, request: str, priority: int = 0) -> int:
         number = super().submit(request)
         self.publish(number, *self.events)
         return number
@@ -83,7 +83,7 @@ def test_a_refused_request_is_an_error(event: Event, message: str) -> None:
 class FailsAtOnce(MemoryScheduler):
     """The run fails while the request waits."""
 
-    def submit(self, request: str) -> int:
+    def submit(self, request: str, priority: int = 0) -> int:
         number = super().submit(request)
         self.abort(1, "rank 1 went away")
         return number
