@@ -258,6 +258,9 @@ class Load(NamedTuple):
     past: int = 0
 
 
+NO_LOAD = Load()
+
+
 @dataclass(frozen=True)
 class Update:
     """What a timestep brings for one request: its opening, then a verdict to replay, then rows to compute; each may be missing.
@@ -293,6 +296,9 @@ class Envelope:
     @property
     def num_rows(self) -> int:
         return sum(update.step.num_rows for update in self.updates if update.step is not None)
+
+
+EMPTY = Envelope()
 
 
 @dataclass

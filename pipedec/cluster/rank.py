@@ -74,8 +74,8 @@ def serve(
     describe(description)
     scheduler.publish(STARTING, LoadedEvent(description))
     if place.rank == 0:
-        description = spec.description(_wait_for_ranks(scheduler, place.world_size), joined.digests)
-        scheduler.open(description, spec.duplex, spec.max_waiting)
+        ranks = _wait_for_ranks(scheduler, place.world_size)
+        scheduler.open(spec.description(ranks, joined.digests), spec.duplex, spec.max_waiting)
         report("ready", 1, 1)
     loop.run()
     lease.stop()
@@ -144,7 +144,9 @@ def _load(
     tracer = Tracer(place.rank, clock_offset_us=clock_offset_us)
     sequences = Sequences(spec.target)
     device = joined.device
-    wiring = Wiring(scheduler, joined.transport, spec.topology, tracer, sequences, device, spec.emulation, spec.window, spec.duplex)
+    wiring = Wiring(
+        scheduler, joined.transport, spec.topology, tracer, sequences, device, spec.emulation, spec.window, spec.duplex
+    )
     if place.rank == 0:
         drafter = spec.load_drafter(device, progress)
         return DraftLoop(spec.load_prompter(), drafter, spec.trained_masks(), wiring, spec.tree, spec.max_num_seqs)

@@ -128,6 +128,7 @@ class _Stream:
         self._waits_for_ranks = answer.request.trace or wiring.emulation is not None
         self._completion: CompletionEvent | None = None
         self._finished = False
+        self._began_us = wiring.scheduler.clock_us() if answer.request.trace else 0
 
     def entered(self, step: Step) -> None:
         self._answer.counters.entered(step)
@@ -167,5 +168,6 @@ class _Stream:
         rows: list[TraceRow] = [
             (SCHEDULER_TRACK, granted.task.label, granted.task.kind, granted.granted_us, granted.finished_us)
             for granted in self._wiring.scheduler.trace()
+            if granted.finished_us >= self._began_us
         ]
         return [TraceEvents(rows)]

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from pipedec.core import Envelope, PipedecError, Step, Update
+from pipedec.core import EMPTY, Envelope, PipedecError, Step, Update
 from pipedec.decoding import TimestepTiming
 from pipedec.engine.emulated_time import Pacer
 from pipedec.engine.recorder import Recorder, Timestep
@@ -131,7 +131,7 @@ class RankTasks:
     def timestep(
         self,
         number: int,
-        entered: Envelope = Envelope(),
+        entered: Envelope = EMPTY,
         results: tuple[Update, ...] = (),
         timing: TimestepTiming | None = None,
     ) -> Timestep:

@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from pipedec.core import Envelope, Load, Update
+from pipedec.core import EMPTY, NO_LOAD, Envelope, Load, Update
 from pipedec.decoding import TimestepTiming
 from pipedec.engine.emulated_time import Pacer, TimestepLoad
 
@@ -40,7 +40,7 @@ class Timestep:
     """
 
     number: int
-    entered: Envelope = Envelope()
+    entered: Envelope = EMPTY
     results: tuple[Update, ...] = ()
     timing: TimestepTiming | None = None
     load: TimestepLoad | None = None
@@ -69,7 +69,7 @@ class Recorder:
         self._forwards: list[tuple[Load, float]] = []  # each draft forward and its seconds
 
     @contextmanager
-    def span(self, label: str, category: str, load: Load = Load()) -> Iterator[None]:
+    def span(self, label: str, category: str, load: Load = NO_LOAD) -> Iterator[None]:
         """Record the body of the ``with`` statement. If it computes rows, it lasts as long as on the emulated device."""
         began = time.perf_counter()
         with self.computing(load):

@@ -52,7 +52,7 @@ class StageLoop:
         token_ids = message.payload.get("token_ids")
         step = self._tasks.inbox.popleft() if token_ids is None else self._prompt_chunk(token_ids)
         verdict = self._compute(message.number, step)
-        return Facts(self._keep(message.number, task.seq), verdict)
+        return Facts(self._keep(message.number, task.seq), verdict, is_first_chunk=message.payload["is_first_chunk"])
 
     def _prompt_chunk(self, token_ids: list[int]) -> Step:
         chunk = torch.tensor(token_ids, dtype=torch.int64, device=self._wiring.device)

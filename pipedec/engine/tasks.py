@@ -31,7 +31,8 @@ class TaskPipeline(RankZero):
         else:
             verdict = self._decode(update.step, meanwhile)
         timing = self._tasks.recorder.timing()
-        results = (Update(self._number, verdict=verdict),) if verdict is not None and (verdict.accepted or verdict.finished) else ()
+        has_result = verdict is not None and bool(verdict.accepted or verdict.finished)
+        results = (Update(self._number, verdict=verdict),) if has_result else ()
         is_full = number > self._wiring.topology.num_groups
         return self._tasks.timestep(number - 1, entering, results, timing if is_full else None)
 

@@ -18,8 +18,8 @@ from transformers import AutoModelForCausalLM
 
 from pipedec.core import Opening, Request, SamplingParams, Update, UserError, Verdict
 from pipedec.engine.local import LocalPipeline
-from pipedec.engine.tasks import PREFILL_CHUNK
 from pipedec.engine.spec import DTYPES, PipelineSpec
+from pipedec.engine.tasks import PREFILL_CHUNK
 from pipedec.methods import BitaOptions
 from pipedec.model import BitaWeights, ModelConfig
 from pipedec.plan.layers import even_layers

@@ -1,4 +1,4 @@
-"""Requests in company: whatever else is in the pipeline, and whenever it comes and goes, each gets the answer that it gets alone."""
+"""Requests in company: whatever else is in the pipeline, each gets the answer that it gets alone."""
 
 from __future__ import annotations
 

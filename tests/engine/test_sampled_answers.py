@@ -20,8 +20,8 @@ from pipedec.client.client import Client
 from pipedec.cluster.local import LocalCluster
 from pipedec.core import Completion, Request, SamplingParams, UserError
 from pipedec.engine.local import LocalPipeline
-from pipedec.engine.tasks import PREFILL_CHUNK
 from pipedec.engine.spec import DISPATCHES, PipelineSpec
+from pipedec.engine.tasks import PREFILL_CHUNK
 from pipedec.messages import PromptRequest
 from pipedec.methods import METHODS, applicable_options
 from pipedec.plan.layers import even_layers
