@@ -149,7 +149,7 @@ def _load(
     )
     if place.rank == 0:
         drafter = spec.load_drafter(device, progress)
-        return DraftLoop(spec.load_prompter(), drafter, spec.trained_masks(), wiring, spec.tree, spec.max_num_seqs)
+        return DraftLoop(spec.load_prompter(), drafter, spec.trained_masks(), wiring, spec.tree, spec.max_num_seqs, spec.knee)
     return StageLoop(spec.load_stage(place.rank, device, progress), place.rank, wiring)
 
 
