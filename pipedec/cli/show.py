@@ -57,13 +57,14 @@ def ask_and_show(client: Client, requests: Sequence[PromptRequest], as_json: boo
     if len(requests) == 1:
         _ask_one(client, requests[0], as_json, trace)
         return
-    pages = Pages(len(requests))
-    replies = client.ask_all(requests, (lambda index, text: None) if as_json else pages.add, pages.close)
     if as_json:
+        replies = client.ask_all(requests)
         for index, reply in enumerate(replies):
             shown = {"error": str(reply.error)} if reply.completion is None else reply.completion.as_dict()
             print(json.dumps({"prompt": index, **shown}))
     else:
+        pages = Pages(len(requests))
+        replies = client.ask_all(requests, pages.add, pages.close)
         console.print(many_metrics_table(replies))
     if refused := [index for index, reply in enumerate(replies) if reply.completion is None]:
         raise UserError(

@@ -77,7 +77,7 @@ class Recorded(MemoryScheduler):
         self.open({})
         self._answer = events
 
-    def submit(self, request_json: str) -> int:
+    def submit(self, request_json: str, priority: int = 0) -> int:
         number = super().submit(request_json)
         self.publish(number, *self._answer)
         return number
