@@ -62,7 +62,10 @@ class Client:
         return reply
 
     def ask_all(
-        self, requests: Sequence[PromptRequest], on_text: Callable[[int, str], None] = lambda index, text: None
+        self,
+        requests: Sequence[PromptRequest],
+        on_text: Callable[[int, str], None] = lambda index, text: None,
+        on_end: Callable[[int], None] = lambda index: None,
     ) -> list[Reply]:
         """Submit all requests at once and wait until every answer has ended, in whatever order.
 
@@ -70,6 +73,7 @@ class Client:
 
         Args:
             on_text: receives the index of a request and the text of its answer in pieces.
+            on_end: receives the index of a request whose answer has ended, or that was refused.
 
         Returns:
             the replies in the order of the requests.
@@ -79,8 +83,12 @@ class Client:
         """
         with self.cancelling():
             replies = [self._submit_or_refuse(request, index, on_text) for index, request in enumerate(requests)]
+            indices = {reply.number: index for index, reply in enumerate(replies) if not reply.has_ended}
+            for index in set(range(len(requests))) - set(indices.values()):
+                on_end(index)
             while self._open:
-                self.read()
+                for reply in self.read():
+                    on_end(indices[reply.number])
         return replies
 
     def submit(

@@ -18,7 +18,7 @@ from pipedec.threads import load_dialect
 
 
 class LLM:
-    """A resident cluster on this machine that answers prompts one after the other.
+    """A resident cluster on this machine, which answers many prompts together.
 
     Starts in the constructor; ``close`` (or the end of a ``with`` block) stops it.
 
@@ -66,16 +66,19 @@ class LLM:
         raw_prompt: bool = False,
         options: MethodOptions | Mapping[str, Any] | None = None,
         threads: str | Path | None = None,
+        priority: int | Sequence[int] = 0,
         tree: object = None,
     ) -> list[Completion]:
-        """Answer every prompt, in order.
+        """Answer all prompts together. The completions are in the order of the prompts.
 
         Args:
             options: of the method, for example ``{"width": 16}`` or ``PipeDecOptions(width=16)`` (see ``pipedec.methods``).
             threads: the dialect in which answers may open decode threads, by name or file, as ``--threads``.
+            priority: one for all prompts, or one for each. Where requests wait or compete, a lower one is served first.
 
         Raises:
-            UserError: a prompt is empty or too long, or the method has no such option. ``tree`` is now called ``options``.
+            UserError: a prompt is empty or too long (the others are answered first), or the method has no such option. ``tree``
+                is now called ``options``.
             RankLost, SchedulerLost: the cluster died.
         """
         texts = [prompts] if isinstance(prompts, str) else list(prompts)
@@ -83,8 +86,14 @@ class LLM:
             raise UserError("generate has no tree: give options, for example options={'width': 16}")
         sampling, given = sampling_params or SamplingParams(), self._checked(options)
         dialect = None if threads is None else load_dialect(threads).to_json()
-        requests = [PromptRequest(text, raw_prompt, self._method, sampling, given, threads=dialect) for text in texts]
-        return [self._client.ask(request) for request in requests]
+        priorities = [priority] * len(texts) if isinstance(priority, int) else priority
+        if len(priorities) != len(texts):
+            raise UserError(f"{len(priorities)} priorities for {len(texts)} prompts: give one, or one for each prompt")
+        requests = [
+            PromptRequest(text, raw_prompt, self._method, sampling, given, threads=dialect, priority=own)
+            for text, own in zip(texts, priorities, strict=True)
+        ]
+        return [reply.completed() for reply in self._client.ask_all(requests)]
 
     def _checked(self, options: MethodOptions | Mapping[str, Any] | None) -> Mapping[str, Any]:
         """By name, as a request sends them. Raises UserError if they are another method's."""

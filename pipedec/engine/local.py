@@ -115,7 +115,7 @@ class LocalPipeline:
         device = spec.torch_device()
         stages = [spec.load_stage(rank, device) for rank in range(1, spec.num_stages + 1)]
         drafter, masks = spec.load_drafter(device), spec.trained_masks()
-        return cls(stages, spec.topology, Sequences(spec.target), drafter, device, spec.emulation, masks)
+        return cls(stages, spec.topology, Sequences(spec.target), drafter, device, spec.emulation, masks, spec.knee)
 
     def run(self, request: Request) -> Iterator[Verdict]:
         """Decode ``request`` alone and yield every verdict. Raises as ``run_all``."""

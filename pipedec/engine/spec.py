@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from pipedec.config import ClusterConfig, ServerConfig
-from pipedec.core import MAX_NUM_SEQS, MAX_WAITING, UserError
+from pipedec.core import KNEE_ROWS, MAX_NUM_SEQS, MAX_WAITING, UserError
 from pipedec.decoding import Drafter
 from pipedec.drafting import DraftModel
 from pipedec.engine.sequences import Sequences
@@ -222,6 +222,11 @@ class PipelineSpec:
     def window(self) -> int:
         """Timesteps that the scheduler grants at once; 0 for single tasks."""
         return DISPATCHES[self.dispatch]
+
+    @property
+    def knee(self) -> int:
+        """Rows that a stage computes in about the time of one: of the emulated devices, else a common one."""
+        return self.emulation.knee if self.emulation else KNEE_ROWS
 
     @property
     def num_stages(self) -> int:

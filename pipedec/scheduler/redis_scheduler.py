@@ -15,7 +15,7 @@ import redis
 from pipedec.core import Opening
 from pipedec.messages import CancelledEvent, Event, RunDescription, description_from_json, event_from_json, to_json
 from pipedec.scheduler.client import BLOCK_SECONDS, DedicatedConnection, translated_errors
-from pipedec.scheduler.keys import Keys
+from pipedec.scheduler.keys import STARTING, Keys
 from pipedec.scheduler.protocol import (
     REQUEST_TRACE,
     SESSION_TRACE,
@@ -266,7 +266,8 @@ class RedisScheduler:
         """The keys that every rank keeps alive, beside those that ``lease.lua`` knows."""
         keys = self.keys
         graph = [keys.workflow, keys.done, keys.pending, keys.bitmap, keys.trace]
-        return [keys.run, *graph, keys.waiting, keys.requests, keys.bell, keys.cancelled, keys.unread, *self._queues]
+        queue = [keys.waiting, keys.requests, keys.bell, keys.cancelled, keys.unread]
+        return [keys.run, keys.answer(STARTING), *graph, *queue, *self._queues]
 
     def _graph_keys(self) -> list[str]:
         keys = self.keys
