@@ -33,7 +33,7 @@ class AttentionPlan:
             see that. With several decode threads, only the slots visible to all of them (see ``Visibility``).
         is_prefill: the rows directly follow the past and attend to each other causally.
         biases: for each sliding window, the tensor that is added to the scores, 0 or −inf: [R, S] in prefill (None = plain causal
-            attention from slot 0), else [R·G, S] for the folded queries.
+            attention from slot 0), else [R·G, S] for the folded queries (None = all slots are seen).
         uses_flash: use flash-attention in layers without a sliding window, and in all layers during prefill.
     """
 
@@ -81,6 +81,9 @@ class AttentionPlan:
         biases: dict[int | None, Tensor | None] = {}
         for window in set(windows):
             seen = visibility.seen
+            if window is None and _is_one_row_that_sees_all(seen):
+                biases[window] = None
+                continue
             bias = torch.zeros(len(seen), group, num_prompt_slots + shared + seen.shape[1], dtype=dtype, device=device)
             if window is not None:
                 positions = torch.cat((torch.arange(shared, device=device), visibility.slot_positions()[: seen.shape[1]]))
@@ -90,6 +93,11 @@ class AttentionPlan:
             bias[:, :, num_prompt_slots + shared :].masked_fill_(~seen[:, None], -torch.inf)
             biases[window] = bias.flatten(0, 1)
         return cls(num_prompt_slots + shared, False, biases, flash_applies(dtype, device))
+
+
+def _is_one_row_that_sees_all(seen: Tensor) -> bool:
+    """Whether no bias is needed, as in plain decoding. Not asked of a GPU, which would have to be waited for."""
+    return seen.shape[0] == 1 and seen.device.type == "cpu" and bool(seen.all())
 
 
 def tree_attention(q_RHD: Tensor, keys_KSD: Tensor, values_KSD: Tensor, plan: AttentionPlan, window: int | None) -> Tensor:
@@ -110,7 +118,6 @@ def tree_attention(q_RHD: Tensor, keys_KSD: Tensor, values_KSD: Tensor, plan: At
             return _flash_prefill(q_RHD, keys_KSD, values_KSD, window)
         return _wide_attention(q_RHD, keys_KSD, values_KSD, plan.biases[window])
     bias = plan.biases[window]
-    assert bias is not None
     if plan.uses_flash and window is None and plan.past_length:
         return attention_by_parts(q_RHD, keys_KSD, values_KSD, plan.past_length, bias, _flash_past)
     return _folded_attention(q_RHD, keys_KSD, values_KSD, bias)
@@ -143,7 +150,7 @@ def reference_attention(
 
 
 def attention_by_parts(
-    q_RHD: Tensor, keys_KSD: Tensor, values_KSD: Tensor, past_length: int, bias: Tensor, attend_past: PastAttention
+    q_RHD: Tensor, keys_KSD: Tensor, values_KSD: Tensor, past_length: int, bias: Tensor | None, attend_past: PastAttention
 ) -> Tensor:
     """Attend to past and tree separately, and merge the results by the log-sum-exp of their scores.
 
@@ -155,9 +162,8 @@ def attention_by_parts(
         out_RHD.
     """
     out_past_RHD, lse_past_RH = attend_past(q_RHD, keys_KSD[:, :past_length], values_KSD[:, :past_length])
-    out_tree_RHD, lse_tree_RH = attention_with_lse(
-        q_RHD, keys_KSD[:, past_length:], values_KSD[:, past_length:], bias[:, past_length:]
-    )
+    bias_tree = None if bias is None else bias[:, past_length:]
+    out_tree_RHD, lse_tree_RH = attention_with_lse(q_RHD, keys_KSD[:, past_length:], values_KSD[:, past_length:], bias_tree)
     return merge_by_lse(out_past_RHD, lse_past_RH, out_tree_RHD, lse_tree_RH)
 
 
@@ -188,16 +194,20 @@ def merge_by_lse(out_a_RHD: Tensor, lse_a_RH: Tensor, out_b_RHD: Tensor, lse_b_R
 def _fold(q_RHD: Tensor, kv_heads: int) -> Tensor:
     """Queries as [K, R·G, D]: the heads that share a key-value head become rows, so that keys need not be repeated."""
     rows, heads, head_dim = q_RHD.shape
+    if rows == 1:
+        return q_RHD.view(kv_heads, heads // kv_heads, head_dim)
     return q_RHD.view(rows, kv_heads, heads // kv_heads, head_dim).transpose(0, 1).reshape(kv_heads, -1, head_dim)
 
 
 def _unfold(out: Tensor, rows: int, heads: int) -> Tensor:
     """[K, R·G, X] back to [R, H, X]."""
     kv_heads, _, size = out.shape
+    if rows == 1:
+        return out.reshape(1, heads, size)
     return out.view(kv_heads, rows, heads // kv_heads, size).transpose(0, 1).reshape(rows, heads, size)
 
 
-def _folded_attention(q_RHD: Tensor, keys_KSD: Tensor, values_KSD: Tensor, bias: Tensor) -> Tensor:
+def _folded_attention(q_RHD: Tensor, keys_KSD: Tensor, values_KSD: Tensor, bias: Tensor | None) -> Tensor:
     rows, heads, _ = q_RHD.shape
     folded = _fold(q_RHD, keys_KSD.shape[0])
     out = functional.scaled_dot_product_attention(folded[None], keys_KSD[None], values_KSD[None], attn_mask=bias)

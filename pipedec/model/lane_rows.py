@@ -38,23 +38,23 @@ class LaneRows:
 
     @property
     def num_rows(self) -> int:
-        return len(self.positions)
+        return self.positions.shape[0]
 
     @property
     def num_tokens(self) -> int:
         """Number of rows that are no masks."""
-        return len(self.positions) - self.num_masks
+        return self.positions.shape[0] - self.num_masks
 
     def check(self) -> None:
         """Raise ValueError if there are no rows, the mask is not [rows, slots], or a prompt chunk follows tree rows."""
-        cache, visibility = self.cache, self.visibility
-        if self.num_rows == 0:
+        rows, cache, visibility = self.num_rows, self.cache, self.visibility
+        if rows == 0:
             raise ValueError("a step needs at least one row")
-        if visibility is None and cache.tree_length:
-            raise ValueError(f"a prompt chunk cannot follow {cache.tree_length} tree rows")
-        if visibility is not None and visibility.seen.shape != (self.num_rows, cache.length + self.num_rows - visibility.shared):
-            slots = cache.length + self.num_rows - visibility.shared
-            raise ValueError(f"the mask is {list(visibility.seen.shape)}, but the step is {[self.num_rows, slots]}")
+        if visibility is None:
+            if cache.tree_length:
+                raise ValueError(f"a prompt chunk cannot follow {cache.tree_length} tree rows")
+        elif visibility.seen.shape != (rows, slots := cache.length + rows - visibility.shared):
+            raise ValueError(f"the mask is {list(visibility.seen.shape)}, but the step is {[rows, slots]}")
 
     def lengths(self) -> Tensor:
         """int64 [R], the sequence length that each row's rotary frequencies depend on, if they do."""

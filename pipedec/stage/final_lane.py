@@ -54,9 +54,9 @@ class FinalLane(Lane):
 
     def enter(self, step: Step) -> LaneRows:
         self._entered = super().enter(step)
-        if self._pending_chunk is not None:
+        self._pending = None
+        if self._entered.visibility is None:
             self._chooser.add_prompt(step.token_ids[: self._entered.num_tokens])
-            self._pending_chunk = None
         return self._entered
 
     def judge(self, logits_RV: Tensor) -> None:

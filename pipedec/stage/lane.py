@@ -6,6 +6,7 @@ Knows its own request only, and no model: the worker computes the rows of all la
 from __future__ import annotations
 
 from bisect import bisect_left
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -31,8 +32,7 @@ class Lane:
         self._forest = Forest(new_sequence(), device)
         self._cache = cache
         self._device = device
-        self._pending_chunk: Step | None = None  # of the prompt
-        self._pending_hidden: Tensor | None = None  # [R, E], of the newest R rows of the forest
+        self._pending: Step | None = None  # a chunk of the prompt, or the newest rows of the forest
 
     @property
     def has_ended(self) -> bool:
@@ -53,20 +53,18 @@ class Lane:
         Masks may follow the last chunk; neither forest nor cache keeps these.
         """
         num_masks = self._count_masks(step)
+        self._pending = step
         if self._cache.past_length < self._prompt_length:
             first = self._cache.past_length
             positions = torch.arange(first, first + step.num_rows, device=self._device)
-            self._pending_chunk = step
             return LaneRows(positions, self._cache, None, self._prompt_length, num_masks)
         rows = self._forest.append(step.token_ids, step.parents, step.threads)
         return LaneRows(self._forest.positions[rows], self._cache, self._forest.visibility(rows), num_masks=num_masks)
 
     def computed(self, hidden_RE: Tensor) -> None:
         """Keep the activations of the rows that entered last until ``outgoing``."""
-        if self._pending_chunk is not None:
-            self._pending_chunk = Step(self._pending_chunk.token_ids, self._pending_chunk.parents, hidden_RE)
-        else:
-            self._pending_hidden = hidden_RE
+        assert self._pending is not None
+        self._pending = replace(self._pending, hidden=hidden_RE)
 
     def sync(self, verdict: Verdict) -> None:
         """Replay a verdict: commit and prune forest, cache and pending output. A verdict without tokens changes nothing."""
@@ -75,13 +73,8 @@ class Lane:
 
     def outgoing(self) -> Step | None:
         """Take the pending output, with parents as the next stage's trees will number them; None if no row is left."""
-        chunk, hidden = self._pending_chunk, self._pending_hidden
-        self._pending_chunk = self._pending_hidden = None
-        if hidden is None or not len(hidden):
-            return chunk
-        forest, rows = self._forest, slice(self._forest.num_rows - len(hidden), self._forest.num_rows)
-        threads = None if forest.threads is None else forest.threads[rows]
-        return Step(forest.token_ids[rows].clone(), forest.parents[rows].clone(), hidden, threads)
+        pending, self._pending = self._pending, None
+        return pending if pending is not None and pending.num_rows else None
 
     def _count_masks(self, step: Step) -> int:
         """The number of masks in a step, which are its last rows. Requests without masks avoid the device synchronisation."""
@@ -92,7 +85,16 @@ class Lane:
         self._cache.advance(advance.committed, advance.kept)
         if changes.affects_threads and (kept := self._forest.release()) is not None:
             self._cache.release(kept)
-        if self._pending_hidden is not None:
-            first = advance.num_rows - len(self._pending_hidden)
-            kept = advance.kept[bisect_left(advance.kept.tolist(), first) :]
-            self._pending_hidden = self._pending_hidden[kept - first]
+        if self._pending is not None:
+            self._prune(self._pending, advance)
+
+    def _prune(self, pending: Step, advance: Advance) -> None:
+        """Drop pending rows that the forest has dropped; those that are left are its newest, numbered anew."""
+        assert pending.hidden is not None
+        first = advance.num_rows - pending.num_rows
+        kept = advance.kept[bisect_left(advance.kept.tolist(), first) :]
+        forest = self._forest
+        rows = slice(forest.num_rows - len(kept), forest.num_rows)
+        threads = None if forest.threads is None else forest.threads[rows]
+        hidden = pending.hidden[kept - first]
+        self._pending = Step(forest.token_ids[rows].clone(), forest.parents[rows].clone(), hidden, threads)

@@ -63,8 +63,8 @@ class RecordedDrafter:
         """Nothing to do: there is one thread."""
 
     def proposed(self, number: int, answer: Sequence[int]) -> list[bool]:
-        """For each token of the accepted ``answer``: was it among the children that this request was given?"""
-        return self._requests[number].proposed(answer)
+        """For each token of the accepted ``answer``: was it among the children that this request was given? No, if none was."""
+        return self._requests[number].proposed(answer) if number in self._requests else [False] * len(answer)
 
 
 class _RecordedRequest:
