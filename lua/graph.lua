@@ -70,7 +70,6 @@ function graph.complete(id)
   if kind == 'V' and target == 'all' then -- the barrier: no later task depends on earlier timesteps
     redis.call('ZREMRANGEBYSCORE', DONE, '-inf', seq - 1)
     redis.call('HDEL', WORKFLOW, 'active ' .. seq)
-    redis.call('HSET', WORKFLOW, 'passed', seq)
   end
 end
 
@@ -97,7 +96,7 @@ local function mark_granted(id)
 end
 
 -- What a compute task is granted with beside its payload: a dec with the active entry ranks, a window with the order of its
--- rank's transfers and with the last window that all ranks have reported.
+-- rank's transfers.
 local function terms(name, rank, seq)
   if name == 'dec' then
     return ',"active":[' .. (redis.call('HGET', WORKFLOW, 'active ' .. seq) or '') .. ']'
@@ -105,7 +104,6 @@ local function terms(name, rank, seq)
   if name == 'window' then
     local links = redis.call('HMGET', RUN, 'groups', 'duplex')
     return ',"transfers":' .. grant.transfers_of(tonumber(rank), links[1], links[2])
-      .. ',"passed":' .. (redis.call('HGET', WORKFLOW, 'passed') or '0')
   end
 end
 

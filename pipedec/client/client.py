@@ -138,6 +138,7 @@ class Client:
             with suppress(PipedecError):
                 for number in self._open:
                     self._scheduler.cancel(number)
+                    self._scheduler.close_answer(number)
             raise
         finally:
             self._open.clear()

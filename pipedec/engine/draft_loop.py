@@ -5,7 +5,7 @@ Decides nothing about rows: the company of decoding methods does. How rows reach
 
 from __future__ import annotations
 
-from pipedec.core import KNEE_ROWS, MAX_NUM_SEQS, SchedulerLost, Step, Update, UserError, Verdict
+from pipedec.core import KNEE_ROWS, MAX_NUM_SEQS, Step, Update, UserError, Verdict
 from pipedec.decoding import Company, Drafter, Method
 from pipedec.engine.admission import Admission
 from pipedec.engine.answer import Answer
@@ -43,7 +43,6 @@ class DraftLoop:
         knee: int = KNEE_ROWS,
     ) -> None:
         self._wiring = wiring
-        self._scheduler = wiring.scheduler
         self._tasks = RankTasks(0, wiring)
         timed = None if drafter is None else TimedDrafter(drafter, self._tasks.recorder.drafting)
         self._company = Company(wiring.topology.num_groups, timed, wiring.device, trained_masks, knee)
@@ -63,17 +62,11 @@ class DraftLoop:
         with self._queue.serving():
             while not self._stopping:
                 message = self._tasks.request(self._queue.wait, POLL_SECONDS)
-                if message is None:
-                    self._check_run()
-                elif message.kind == "stop":
+                if message is not None and message.kind == "stop":
                     self._stopping = True
-                else:
+                elif message is not None:
                     self._serve(message)
             self._queue.refuse("the cluster is being stopped")
-
-    def _check_run(self) -> None:
-        if self._scheduler.status().state == "gone":
-            raise SchedulerLost("Redis no longer knows the run: its keys were deleted")
 
     def _serve(self, first: Message) -> None:
         """One session: from a request that finds the pipeline empty until no request is left."""

@@ -1,7 +1,7 @@
 """The central scheduler: task graphs as plain data, the scheduling rules as Lua scripts in Redis, and their Python twin."""
 
 from pipedec.scheduler.client import connect
-from pipedec.scheduler.keys import Keys
+from pipedec.scheduler.keys import STARTING, Keys
 from pipedec.scheduler.memory import MemoryScheduler
 from pipedec.scheduler.protocol import GrantedTask, Message, Post, RunStatus, Scheduler, Taken
 from pipedec.scheduler.redis_scheduler import RedisScheduler
@@ -12,6 +12,7 @@ from pipedec.scheduler.workflow import Facts, Payload, Planned, Task, initial_ta
 from pipedec.topology import Topology
 
 __all__ = [
+    "STARTING",
     "EmbeddedServer",
     "Facts",
     "GrantedTask",

@@ -8,6 +8,9 @@ from dataclasses import dataclass
 from pipedec.core import UserError
 
 
+STARTING = -1  # the answer, of no request, on which ranks meet and report that they have loaded their weights
+
+
 @dataclass(frozen=True)
 class Keys:
     """The key names of run ``run_id``. The braces are a hash tag, so that a Redis cluster keeps a run's keys on one node.

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from pipedec.core import Opening, RankLost, SchedulerLost, UserError
 from pipedec.messages import AbortEvent, CancelledEvent, Event, RunDescription
 from pipedec.scheduler.protocol import (
-    MAX_WAITING,
     REQUEST_TRACE,
     SESSION_TRACE,
     GrantedTask,
@@ -22,6 +21,7 @@ from pipedec.scheduler.protocol import (
     RunStatus,
     Taken,
     cancelled_payload,
+    max_running,
 )
 from pipedec.scheduler.transfers import transfers_of
 from pipedec.scheduler.workflow import Payload, Planned, Task, initial_windows
@@ -42,7 +42,6 @@ class _Graph:
     duplex: str
     cancelled: set[int]
     running: bool = True
-    passed: int = 0
     waiting: dict[Task, Payload] = field(default_factory=dict)
     unmet: dict[Task, int] = field(default_factory=dict)
     dependents: dict[Task, list[Task]] = field(default_factory=dict)
@@ -79,7 +78,6 @@ class _Graph:
         if task == Task.finish_all(task.seq):
             self.done = {other for other in self.done if other.seq >= task.seq}
             self.active.pop(task.seq, None)
-            self.passed = task.seq
 
     def report(self, task: Task) -> None:
         granted_us = self.granted.pop(task)
@@ -112,7 +110,6 @@ class _Graph:
         if task.name == "window":
             phases = transfers_of(task.target, self.topology, self.duplex)
             payload = {**payload, "transfers": [[list(transfer) for transfer in phase] for phase in phases]}
-            return Message("task", self.number, task, payload, passed=self.passed)
         return Message("task", self.number, task, payload)
 
     def _grant_transfers(self, push: Callable[[int, Message], None]) -> None:
@@ -150,13 +147,14 @@ class MemoryScheduler:
         self._state: str | None = None
         self._failure: str | None = None
         self._submitted = 0
-        self._duplex, self._max_waiting = "full", MAX_WAITING
+        self._duplex, self._max_running, self._max_waiting = "full", 0, 0
 
-    def open(self, description: RunDescription, duplex: str = "full", max_waiting: int = MAX_WAITING) -> None:
+    def open(self, description: RunDescription, duplex: str = "full") -> None:
         self._check_failure()
         if self._state is not None:
             raise UserError("this run id is already in use")
-        self._state, self._duplex, self._max_waiting = "up", duplex, max_waiting
+        self._state, self._duplex = "up", duplex
+        self._max_running, self._max_waiting = max_running(description), description.max_waiting
 
     def begin_session(self, session: int, window: int) -> None:
         if self._state is None:
@@ -217,10 +215,10 @@ class MemoryScheduler:
         self._check_failure()
         if self._state != "up":
             raise UserError("the run is stopping" if self._state == "stopping" else "the run is not up")
-        if len(self._waiting) >= self._max_waiting:
+        if len(self._running) + len(self._waiting) >= self._max_running + self._max_waiting:
             raise UserError(
-                f"{self._max_waiting} requests are waiting, as many as this cluster allows: "
-                "submit the request again when some of them have been answered"
+                f"the cluster is full: {len(self._running)} requests are running and {len(self._waiting)} are waiting "
+                f"(--max-waiting {self._max_waiting}); submit the request again when some of them have been answered"
             )
         self._waiting[self._submitted] = (priority, request_json)
         self._submitted += 1

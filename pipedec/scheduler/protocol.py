@@ -14,7 +14,6 @@ from pipedec.core import Opening
 from pipedec.messages import Event, RunDescription, opening_from_payload
 from pipedec.scheduler.workflow import Payload, Planned, Task
 
-MAX_WAITING = 1000  # requests that may wait, unless the run says otherwise
 SESSION_TRACE = 4096  # windows of a session of which the trace is kept
 REQUEST_TRACE = 1_000_000  # tasks of a traced request of which the trace is kept
 
@@ -31,7 +30,6 @@ class Message:
             cancelled before the task was scheduled and the answer had not ended otherwise. A window has ``transfers``, the
             order in which the rank takes part in transfers between two timesteps (see ``transfers.checked_transfers``).
         active: for a dec task, the entry ranks that are active in its timestep, ascending.
-        passed: for a window task, the seq of the last window that all ranks have reported; 0 if there is none.
         text: for a request its JSON, for an abort the reason.
         opening: the request that begins, if ``kind`` is ``"open"``; its tasks follow.
     """
@@ -41,7 +39,6 @@ class Message:
     task: Task | None = None
     payload: Payload = field(default_factory=dict)
     active: tuple[int, ...] = ()
-    passed: int = 0
     text: str = ""
     opening: Opening | None = None
 
@@ -57,8 +54,7 @@ class Message:
             payload = {**payload, "transfers": raw["transfers"]}
         opening = opening_from_payload(raw["opening"]) if "opening" in raw else None
         active = tuple(sorted(raw.get("active", ())))
-        passed, text = raw.get("passed", 0), raw.get("text", "")
-        return cls(raw["kind"], raw.get("number", -1), task, payload, active, passed, text, opening)
+        return cls(raw["kind"], raw.get("number", -1), task, payload, active, raw.get("text", ""), opening)
 
 
 def cancelled_payload(payload: Payload) -> Payload:
@@ -92,6 +88,11 @@ class Taken:
     requests: list[Message]
     cancelled: list[int]
     stopping: bool
+
+
+def max_running(description: RunDescription) -> int:
+    """How many requests of a run are in its pipeline at the same time; with single tasks, only one."""
+    return description.max_num_seqs if description.dispatch == "windows" else 1
 
 
 @dataclass(frozen=True)
@@ -133,12 +134,12 @@ class Scheduler(Protocol):
 
     round_trips: int
 
-    def open(self, description: RunDescription, duplex: str = "full", max_waiting: int = MAX_WAITING) -> None:
+    def open(self, description: RunDescription, duplex: str = "full") -> None:
         """Declare the run up, so that ``submit`` is accepted.
 
         Args:
+            description: for clients; its limits say when ``submit`` refuses further requests.
             duplex: of the links between the ranks, ``half`` or ``full``; decides the order of transfers that windows grant.
-            max_waiting: how many requests may wait before ``submit`` refuses further ones.
 
         Raises:
             UserError: the run id is in use.
@@ -191,7 +192,7 @@ class Scheduler(Protocol):
             priority: requests of a lower one are taken first, those of the same one in the order of their numbers.
 
         Raises:
-            UserError: the run is not up, or as many requests wait as it allows.
+            UserError: the run is not up, or as many requests run and wait as it allows.
             RankLost: it has failed.
         """
 

@@ -15,9 +15,8 @@ import redis
 from pipedec.core import Opening
 from pipedec.messages import CancelledEvent, Event, RunDescription, description_from_json, event_from_json, to_json
 from pipedec.scheduler.client import BLOCK_SECONDS, DedicatedConnection, translated_errors
-from pipedec.scheduler.keys import Keys
+from pipedec.scheduler.keys import STARTING, Keys
 from pipedec.scheduler.protocol import (
-    MAX_WAITING,
     REQUEST_TRACE,
     SESSION_TRACE,
     GrantedTask,
@@ -25,6 +24,7 @@ from pipedec.scheduler.protocol import (
     Post,
     RunStatus,
     Taken,
+    max_running,
 )
 from pipedec.scheduler.scripts import script_text
 from pipedec.scheduler.transfers import groups_text
@@ -82,9 +82,11 @@ class RedisScheduler:
             text: Any = client.hget(Keys(run_id).run, "description")
         return description_from_json(text.decode()) if text is not None else None
 
-    def open(self, description: RunDescription, duplex: str = "full", max_waiting: int = MAX_WAITING) -> None:
-        arguments = [KEY_SECONDS, to_json(description), groups_text(self.topology), duplex, max_waiting]
-        self._run_script("open", [self.keys.run], arguments)
+    def open(self, description: RunDescription, duplex: str = "full") -> None:
+        limits = [max_running(description), description.max_waiting]
+        self._run_script(
+            "open", [self.keys.run], [KEY_SECONDS, to_json(description), groups_text(self.topology), duplex, *limits]
+        )
 
     def begin_session(self, session: int, window: int) -> None:
         self._begin(session, SESSION_TRACE, initial_windows(self.topology, window), "")
@@ -122,7 +124,7 @@ class RedisScheduler:
 
     def submit(self, request_json: str, priority: int = 0) -> int:
         keys = self.keys
-        names = [keys.run, keys.waiting, keys.requests, keys.bell]
+        names = [keys.run, keys.waiting, keys.requests, keys.bell, keys.running]
         return int(self._run_script("submit", names, [KEY_SECONDS, request_json, priority]))
 
     def take(self, limit: int) -> Taken:
@@ -201,11 +203,8 @@ class RedisScheduler:
         self._run_script("stop", [self.keys.run, *self._queues], [KEY_SECONDS])
 
     def renew_lease(self, rank: int) -> None:
-        keys = self.keys
-        single = [keys.run, keys.workflow, keys.done, keys.pending, keys.bitmap, keys.trace]
-        queued = [keys.waiting, keys.requests, keys.bell, keys.cancelled, keys.unread]
-        names = [keys.members, keys.alive(rank), keys.running, *single, *queued, *self._queues]
-        self._run_script("lease", names, [KEY_SECONDS, self.lease_ms, rank, keys.answer_prefix])
+        names = [self.keys.members, self.keys.alive(rank), self.keys.running, *self._lasting_keys()]
+        self._run_script("lease", names, [KEY_SECONDS, self.lease_ms, rank, self.keys.answer_prefix])
 
     def expired_ranks(self) -> list[int]:
         alive = [self.keys.alive(rank) for rank in self.topology.ranks]
@@ -262,6 +261,13 @@ class RedisScheduler:
         """All keys of the run."""
         with self._command():
             return list(self.client.scan_iter(match=self.keys.prefix + "*", count=1000))
+
+    def _lasting_keys(self) -> list[str]:
+        """The keys that every rank keeps alive, beside those that ``lease.lua`` knows."""
+        keys = self.keys
+        graph = [keys.workflow, keys.done, keys.pending, keys.bitmap, keys.trace]
+        queue = [keys.waiting, keys.requests, keys.bell, keys.cancelled, keys.unread]
+        return [keys.run, keys.answer(STARTING), *graph, *queue, *self._queues]
 
     def _graph_keys(self) -> list[str]:
         keys = self.keys

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 
@@ -52,20 +52,31 @@ def test_many_requests_of_one_priority_are_taken_in_the_order_of_their_numbers(s
     assert taken(scheduler, 50) + taken(scheduler, 100) == numbers
 
 
-def test_a_full_queue_refuses_in_one_line(make_scheduler: MakeScheduler) -> None:
+@pytest.mark.parametrize(("max_num_seqs", "dispatch", "places"), [(3, "windows", 3), (64, "tasks", 1)])
+def test_a_full_queue_refuses_in_one_line(make_scheduler: MakeScheduler, max_num_seqs: int, dispatch: str, places: int) -> None:
+    """The requests for which there is a place do not count as waiting, whether rank 0 has taken them yet or not."""
     scheduler = make_scheduler(TWO)
-    scheduler.open(DESCRIPTION, max_waiting=2)
-    scheduler.submit("{}")
-    scheduler.submit("{}")
+    scheduler.open(replace(DESCRIPTION, max_num_seqs=max_num_seqs, max_waiting=2, dispatch=dispatch))
+    numbers = [scheduler.submit("{}") for _ in range(places + 2)]
+    assert taken(scheduler, places) == numbers[:places]
     with pytest.raises(UserError) as refusal:
         scheduler.submit("{}", -9)
     assert str(refusal.value) == (
-        "2 requests are waiting, as many as this cluster allows: submit the request again when some of them have been answered"
+        f"the cluster is full: {places} requests are running and 2 are waiting (--max-waiting 2); "
+        "submit the request again when some of them have been answered"
     )
-    assert taken(scheduler, 1) == [0]
-    assert scheduler.submit("{}") == 2, "the refused one has no number"
-    scheduler.cancel(1)
-    assert scheduler.submit("{}") == 3
+    scheduler.complete(0)
+    assert scheduler.submit("{}") == places + 2, "the refused one has no number"
+    scheduler.cancel(1 + places)
+    assert scheduler.submit("{}") == places + 3
+
+
+def test_without_waiting_a_request_is_refused_if_there_is_no_place(make_scheduler: MakeScheduler) -> None:
+    scheduler = make_scheduler(TWO)
+    scheduler.open(replace(DESCRIPTION, max_num_seqs=1, max_waiting=0))
+    scheduler.submit("{}")
+    with pytest.raises(UserError, match="the cluster is full: 0 requests are running and 1 are waiting"):
+        scheduler.submit("{}")
 
 
 def test_waiting_for_a_request_takes_the_first_and_the_stop_overtakes(scheduler: Scheduler) -> None:

@@ -50,17 +50,6 @@ def test_windows_follow_each_other_without_a_barrier(make_scheduler: MakeSchedul
     assert end is not None and end.task == Task.compute("end", 0, 5)
 
 
-def test_a_window_says_which_one_all_ranks_have_reported(make_scheduler: MakeScheduler) -> None:
-    scheduler = make_scheduler(TWO)
-    assert {message.passed for message in open_session(scheduler).values()} == {0}
-    following = finish(scheduler, 0, 1)
-    assert following is not None and following.passed == 0
-    finish(scheduler, 1, 1)
-    finish(scheduler, 2, 1)
-    following = finish(scheduler, 0, 5)
-    assert following is not None and following.task == window(0, 9) and following.passed == 1
-
-
 def test_sessions_follow_each_other(make_scheduler: MakeScheduler) -> None:
     scheduler = make_scheduler(TWO)
     open_session(scheduler)
