@@ -53,7 +53,7 @@ class StageModel:
         layers: the layers of this stage.
         is_first: whether the stage holds the embedding.
         is_last: whether the stage holds the final norm and the head.
-        pad_rows: pad matrix products to ``PADDED_ROWS`` rows. Where a row of a product of that many rows or more does not depend on
+        pad_rows: pad matrix products to ``PADDED_ROWS`` rows. Where a row of a product of at least that many does not depend on
             their number, as on the CPUs that were measured, the bits of an answer then do not depend on other requests.
 
     Raises:
