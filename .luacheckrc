@@ -3,18 +3,27 @@ std = "lua51"
 max_line_length = 130
 read_globals = { "redis", "cjson", "KEYS", "ARGV" }
 
--- The loader (pipedec/scheduler/scripts.py) puts graph.lua in front of a script that begins with "-- uses: graph", so such
--- a script uses the locals of graph.lua.
+-- The loader (pipedec/scheduler/scripts.py) puts shared files in front of a script that names them in its first line
+-- ("-- uses: grant graph"), so such a script uses their locals.
+local grant = { fields = { transfers_of = {} } }
+local answers = { fields = { append = {} } }
 local graph = {
   fields = {
     announce = {}, add = {}, complete = {}, report = {}, release = {},
-    entries = { read_only = false }, tracing = { read_only = false },
+    entries = { read_only = false }, trace_lines = { read_only = false },
   },
 }
 files["lua/begin.lua"] = {
-  read_globals = { "WORKFLOW", "DONE", "PENDING", "BITMAP", "TRACE", "RUN", "CANCELLED", "NUMBER", graph = graph },
+  read_globals = { "WORKFLOW", "DONE", "PENDING", "BITMAP", "TRACE", "RUN", "NUMBER", graph = graph },
 }
 files["lua/finish.lua"] = {
-  read_globals = { "WORKFLOW", "DONE", "ANSWER", "FIRST_QUEUE", "TTL", "NUMBER", graph = graph },
+  read_globals = {
+    "WORKFLOW", "DONE", "RUNNING", "UNREAD", "FIRST_QUEUE", "TTL", "NUMBER", graph = graph, answers = answers,
+  },
 }
-files["lua/graph.lua"] = { ignore = { "211/RUN", "211/ANSWER", "211/CANCELLED" } }
+for _, script in ipairs({ "publish", "cancel", "abort" }) do
+  files["lua/" .. script .. ".lua"] = { read_globals = { answers = answers } }
+end
+files["lua/graph.lua"] = { ignore = { "211/RUNNING", "211/UNREAD" }, read_globals = { grant = grant } }
+files["lua/grant.lua"] = { ignore = { "241/grant" } }
+files["lua/answers.lua"] = { ignore = { "241/answers" } }

@@ -1,49 +1,52 @@
--- uses: graph
+-- uses: grant graph answers
 -- finish.lua
--- Purpose:   a rank reports a task done, schedules the tasks that follow from it, publishes events to the request's answer,
---            and receives its next message, all in one round trip.
+-- Purpose:   a rank reports a task done, schedules the tasks that follow from it, publishes events to answers, and receives its
+--            next message, all in one round trip.
 -- Invariant: a task takes effect once. If the same rank reports it again (the reply was lost), nothing changes and the reply
---            is the same message. A report for another request, or of a task that was not granted, does nothing.
---            Once the request has been cancelled, every newly scheduled sync carries the cancellation.
+--            is the same message. A report for another workflow, or of a task that was not granted, does nothing.
+--            Once a request has been cancelled, every newly scheduled sync of its workflow carries the cancellation.
+--            An answer that has got its last event gets no other.
 -- KEYS:      as in graph.lua
--- ARGV:      1 time to live of the keys in seconds  2 request number  3 rank  4 id of the finished task
---            5 planned tasks, JSON [[id, [ids it depends on], payload JSON text], ...]  6 events, JSON [event JSON text, ...]
+-- ARGV:      1 time to live of the keys in seconds  2 number of the workflow  3 rank  4 id of the finished task
+--            5 planned tasks, JSON [[id, [ids it depends on], payload JSON text], ...]
+--            6 events, JSON [[request number, event JSON text], ...]  7 prefix of the answer keys
 -- Returns:   the rank's next message (JSON), or nil if its queue is empty; error PIPEDEC LOST if the workflow does not exist
 --            any more (FLUSHALL, expiry)
 local rank, id = tonumber(ARGV[3]), ARGV[4]
 local planned, events = cjson.decode(ARGV[5]), cjson.decode(ARGV[6])
 local last, reply = 'last ' .. rank, 'reply ' .. rank
-local stored = redis.call('HMGET', WORKFLOW, 'number', 'entries', 'trace', 'cancelled', last, reply,
-  'granted ' .. id)
+local stored = redis.call('HMGET', WORKFLOW, 'number', 'entries', 'trace', last, reply, 'granted ' .. id)
 if not stored[1] then
   return redis.error_reply('PIPEDEC LOST the workflow is no longer stored')
 end
 if stored[1] ~= NUMBER then
   return false
 end
-if not stored[7] then
-  if stored[5] ~= id then
+if not stored[6] then
+  if stored[4] ~= id then
     return false
   end
-  local message = stored[6] ~= '' and stored[6] or redis.call('LPOP', KEYS[FIRST_QUEUE + rank])
+  local message = stored[5] ~= '' and stored[5] or redis.call('LPOP', KEYS[FIRST_QUEUE + rank])
   redis.call('HSET', WORKFLOW, reply, message or '')
   return message
 end
 
-graph.entries, graph.tracing = stored[2], stored[3] == '1'
+graph.entries, graph.trace_lines = stored[2], tonumber(stored[3])
 local transfer_finished = graph.report(id)
 for _, plan in ipairs(planned) do
-  graph.add(plan, stored[4] == '1')
+  graph.add(plan)
 end
 graph.complete(id)
+for _, event in ipairs(events) do
+  local number = string.format('%d', event[1])
+  if redis.call('SISMEMBER', RUNNING, number) == 1 then
+    answers.append(ARGV[7] .. number, UNREAD, number, event[2], TTL)
+  end
+end
 graph.release(transfer_finished)
 if string.sub(id, 1, 6) == 'C:end:' then
   redis.call('HSET', WORKFLOW, 'running', '0')
   redis.call('DEL', DONE)
-end
-for _, event in ipairs(events) do
-  redis.call('XADD', ANSWER, 'MAXLEN', '~', 16384, '*', 'event', event)
-  redis.call('EXPIRE', ANSWER, TTL)
 end
 local message = redis.call('LPOP', KEYS[FIRST_QUEUE + rank])
 redis.call('HSET', WORKFLOW, last, id, reply, message or '')

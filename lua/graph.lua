@@ -1,16 +1,16 @@
--- graph.lua: the task graph of one request. Not a script of its own: shared by begin.lua and finish.lua; the loader puts it
--- in front of every script whose first line is "-- uses: graph".
+-- graph.lua: the task graph of a workflow. Not a script of its own: shared by begin.lua and finish.lua; the loader puts it
+-- in front of every script that names it in its first line ("-- uses: ...").
 -- Purpose:   adds tasks with their dependencies, completes tasks, releases the tasks that waited for them, and grants
 --            transfers without conflict (the paper's Algorithm 2).
 -- Invariant: a task is granted once, after all its dependencies are done; a rank takes part in at most one granted transfer.
 -- KEYS:      1 workflow (hash)  2 done (zset)  3 pending (list)  4 bitmap (string)  5 trace (list)  6 run (hash)
---            7 answer (stream)  8 cancelled (set)  9 + rank: queue of that rank (list)
--- ARGV:      1 time to live of the keys in seconds  2 request number
+--            7 running (set)  8 cancelled (set)  9 unread (set)  10 + rank: queue of that rank (list)
+-- ARGV:      1 time to live of the keys in seconds  2 number of the workflow
 local WORKFLOW, DONE, PENDING, BITMAP, TRACE, RUN = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5], KEYS[6]
-local ANSWER, CANCELLED, FIRST_QUEUE = KEYS[7], KEYS[8], 9
+local RUNNING, CANCELLED, UNREAD, FIRST_QUEUE = KEYS[7], KEYS[8], KEYS[9], 10
 local TTL, NUMBER = ARGV[1], ARGV[2]
 
-local graph = { ready = {}, entries = '', tracing = false }
+local graph = { ready = {}, entries = '', trace_lines = 0 }
 
 local function split(id)
   local kind, name, target, seq = string.match(id, '^(%a):([^:]+):([^:]+):(%-?%d+)$')
@@ -24,7 +24,7 @@ local function now()
 end
 
 -- Adds a task {id, {ids it depends on}, payload}. A task without unmet dependencies goes to graph.ready and is not stored.
-function graph.add(planned, cancelled)
+function graph.add(planned)
   local id, payload = planned[1], planned[3]
   local kind, name, target, seq = split(id)
   local unmet = 0
@@ -41,7 +41,7 @@ function graph.add(planned, cancelled)
     local others = redis.call('HGET', WORKFLOW, field)
     redis.call('HSET', WORKFLOW, field, others and (others .. ',' .. target) or target)
   end
-  if cancelled and kind == 'C' and name == 'sync' then
+  if kind == 'C' and name == 'sync' and redis.call('SISMEMBER', CANCELLED, NUMBER) == 1 then
     payload = payload .. ',"cancelled":true'
   end
   if unmet == 0 then
@@ -86,13 +86,25 @@ function graph.announce(opening)
   end
 end
 
-local function message_of(id, payload, active)
-  return '{"kind":"task","number":' .. NUMBER .. ',"task":"' .. id .. '","active":[' .. (active or '')
-    .. '],"payload":' .. payload .. '}'
+-- more: further members of the JSON object.
+local function message_of(id, payload, more)
+  return '{"kind":"task","number":' .. NUMBER .. ',"task":"' .. id .. '"' .. (more or '') .. ',"payload":' .. payload .. '}'
 end
 
-local function grant(id)
-  redis.call('HSET', WORKFLOW, 'granted ' .. id, graph.tracing and now() or '0')
+local function mark_granted(id)
+  redis.call('HSET', WORKFLOW, 'granted ' .. id, graph.trace_lines > 0 and now() or '0')
+end
+
+-- What a compute task is granted with beside its payload: a dec with the active entry ranks, a window with the order of its
+-- rank's transfers.
+local function terms(name, rank, seq)
+  if name == 'dec' then
+    return ',"active":[' .. (redis.call('HGET', WORKFLOW, 'active ' .. seq) or '') .. ']'
+  end
+  if name == 'window' then
+    local links = redis.call('HMGET', RUN, 'groups', 'duplex')
+    return ',"transfers":' .. grant.transfers_of(tonumber(rank), links[1], links[2])
+  end
 end
 
 -- Algorithm 2, lines 9 to 17: in order of arrival, grant the transfers whose two ranks are both free.
@@ -106,7 +118,7 @@ function graph.grant_transfers()
       redis.call('LREM', PENDING, 1, id)
       local payload = redis.call('HGET', WORKFLOW, 'task ' .. id)
       redis.call('HDEL', WORKFLOW, 'task ' .. id)
-      grant(id)
+      mark_granted(id)
       local message = message_of(id, payload)
       push(source, message)
       push(target, message)
@@ -140,9 +152,8 @@ function graph.release(transfer_finished)
   for _, compute in ipairs(computes) do
     local id, payload = compute[1], compute[2]
     local _, name, rank, seq = split(id)
-    grant(id)
-    local active = name == 'dec' and redis.call('HGET', WORKFLOW, 'active ' .. seq)
-    push(rank, message_of(id, payload, active or nil))
+    mark_granted(id)
+    push(rank, message_of(id, payload, terms(name, rank, seq)))
   end
   redis.call('EXPIRE', WORKFLOW, TTL)
   redis.call('EXPIRE', DONE, TTL)
@@ -158,8 +169,9 @@ function graph.report(id)
     redis.call('SETBIT', BITMAP, target, 0)
     redis.call('EXPIRE', BITMAP, TTL)
   end
-  if graph.tracing then
+  if graph.trace_lines > 0 then
     redis.call('RPUSH', TRACE, id .. ' ' .. granted .. ' ' .. now())
+    redis.call('LTRIM', TRACE, -graph.trace_lines, -1)
     redis.call('EXPIRE', TRACE, TTL)
   end
   return kind == 'T'

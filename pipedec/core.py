@@ -16,6 +16,10 @@ MAX_LOGPROBS = 20
 NUM_ROW_IDS = 3  # of each row that is sent: token id, parent, thread
 ROW_ID_BYTES = 8 * NUM_ROW_IDS  # as int64
 DEFAULT_METHOD = "pipedec-bestfirst"
+FINISH_REASONS = (None, "stop", "length", "cancelled", "cache_full")  # see ``Verdict``
+KNEE_ROWS = 64  # rows that most GPUs compute in about the time of one, where no plan says better (see ``hardware``)
+MAX_NUM_SEQS = 64  # requests in the pipeline at the same time
+MAX_WAITING = 1000  # requests that wait for a place among them
 LARGEST = sys.float_info.max  # an integer in JSON may be larger
 
 
@@ -254,6 +258,9 @@ class Load(NamedTuple):
     past: int = 0
 
 
+NO_LOAD = Load()
+
+
 @dataclass(frozen=True)
 class Update:
     """What a timestep brings for one request: its opening, then a verdict to replay, then rows to compute; each may be missing.
@@ -291,6 +298,9 @@ class Envelope:
         return sum(update.step.num_rows for update in self.updates if update.step is not None)
 
 
+EMPTY = Envelope()
+
+
 @dataclass
 class Metrics:
     """Counters of one request. ``timesteps`` = ``hits`` + groups × ``misses`` for the layer-wise method (paper §3.3.4).
@@ -306,6 +316,9 @@ class Metrics:
         draft_tokens: rows that entered the pipeline as guesses (roots and mask rows are none). Every hit is an accepted one.
         ttft_seconds: time to first token, from submitting the request; queueing and prefill are included. None without a client.
         tpot_seconds: time per output token after the first. None without a client, or if there is only one token.
+        e2e_seconds: end-to-end latency, from submitting the request to its completion. None without a client.
+        queue_seconds: the part of ``ttft_seconds`` that is not prefill: waiting for a place in the pipeline. None without a
+            client.
     """
 
     timesteps: int = 0
@@ -316,6 +329,8 @@ class Metrics:
     decode_seconds: float = 0.0
     ttft_seconds: float | None = None
     tpot_seconds: float | None = None
+    e2e_seconds: float | None = None
+    queue_seconds: float | None = None
 
     @property
     def acceptance_rate(self) -> float | None:
@@ -366,6 +381,8 @@ class Completion:
             "decode_seconds": metrics.decode_seconds,
             "ttft_seconds": metrics.ttft_seconds,
             "tpot_seconds": metrics.tpot_seconds,
+            "e2e_seconds": metrics.e2e_seconds,
+            "queue_seconds": metrics.queue_seconds,
             "tokens_per_second": decoded / metrics.decode_seconds if metrics.decode_seconds > 0 else 0.0,
             "timesteps": metrics.timesteps,
             "timesteps_per_token": metrics.timesteps / decoded if decoded else 0.0,

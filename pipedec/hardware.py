@@ -28,15 +28,21 @@ class PassTime:
         read_ms: time to read the weights from memory once.
         row_ms: time to multiply one row by them at the peak rate.
         launch_ms: launch overhead of the kernels.
+        past_ms: time to read one token's keys and values in the KV cache.
     """
 
     read_ms: float
     row_ms: float
     launch_ms: float
+    past_ms: float = 0.0
 
-    def ms(self, rows: int) -> float:
-        """Milliseconds for ``rows`` rows: memory-bound up to ``knee_rows``, then compute-bound."""
-        return max(self.read_ms, rows * self.row_ms) + self.launch_ms
+    def ms(self, rows: int, past: int = 0) -> float:
+        """Milliseconds for ``rows`` rows that attend to ``past`` tokens in all, each read once for its request.
+
+        Memory-bound up to ``knee_rows`` (or more, with much past), then compute-bound. The products of queries with keys and
+        values are not counted: they are small beside the weights' at the lengths planned for.
+        """
+        return max(self.read_ms + past * self.past_ms, rows * self.row_ms) + self.launch_ms
 
     @property
     def knee_rows(self) -> float:
@@ -103,11 +109,16 @@ class Device:
         """Peak FLOP/s with weights of ``dtype``."""
         return (self.float32_tflops if dtype == "float32" else self.bfloat16_tflops) * 1e12
 
-    def pass_time(self, parameters: int, layers: int, dtype: str) -> PassTime:
-        """One forward pass through ``layers`` layers with ``parameters`` weights of ``dtype`` in total."""
-        read_seconds = parameters * DTYPE_BYTES[dtype] / (self.bandwidth_gb_per_s * GIGA)
+    def pass_time(self, parameters: int, layers: int, dtype: str, cache_values: int = 0) -> PassTime:
+        """One forward pass through ``layers`` layers with ``parameters`` weights of ``dtype`` in total.
+
+        Args:
+            cache_values: elements of one token in the KV cache of one layer.
+        """
+        value_ms = 1000 * DTYPE_BYTES[dtype] / (self.bandwidth_gb_per_s * GIGA)
         row_seconds = 2 * parameters / self.peak_flops(dtype)
-        return PassTime(1000 * read_seconds, 1000 * row_seconds, layers * LAUNCH_US_PER_LAYER / 1000)
+        launch_ms = layers * LAUNCH_US_PER_LAYER / 1000
+        return PassTime(parameters * value_ms, 1000 * row_seconds, launch_ms, layers * cache_values * value_ms)
 
 
 SUPPORTED_MODEL_TYPES = ("llama", "mistral", "qwen2")

@@ -11,7 +11,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
-from pipedec.core import Accepted, Completion, Opening, PipedecError, SamplingParams, UserError, Verdict
+from pipedec.core import (
+    FINISH_REASONS,
+    MAX_NUM_SEQS,
+    MAX_WAITING,
+    Accepted,
+    Completion,
+    Envelope,
+    Opening,
+    PipedecError,
+    SamplingParams,
+    Update,
+    UserError,
+    Verdict,
+)
 from pipedec.methods import LayerTreeOptions
 from pipedec.validation import load_validator, parse_json, validated
 
@@ -108,6 +121,7 @@ class RunDescription:
         ranks: where each rank runs, and how.
         digests: of the weights by model (``target``, ``draft``, ``bita``), where ranks on several hosts have compared them.
         trained_bita: what ``bita`` holds.
+        max_model_len, max_num_seqs, max_waiting: its limits (see ``ClusterConfig``).
     """
 
     groups: tuple[tuple[int, ...], ...]
@@ -118,12 +132,14 @@ class RunDescription:
     dtype: str = "float32"
     device: str = "auto"
     dispatch: str = "windows"
-    context_tokens: int | None = None
+    max_model_len: int | None = None
     tree: LayerTreeOptions | None = None
     emulation: str | None = None
     ranks: tuple[RankDescription, ...] = ()
     digests: Mapping[str, str] = field(default_factory=dict, hash=False)
     trained_bita: BitaDescription | None = None
+    max_num_seqs: int = MAX_NUM_SEQS
+    max_waiting: int = MAX_WAITING
 
 
 @dataclass(frozen=True)
@@ -308,10 +324,59 @@ def description_from_json(text: str) -> RunDescription:
 
 def verdict_to_payload(verdict: Verdict) -> dict[str, Any]:
     """As plain JSON values, for the payload of a task."""
-    accepted = [[thread, list(tokens), list(map(list, forecast))] for thread, tokens, forecast in verdict.accepted]
-    return {"accepted": accepted, "finished": verdict.finished}
+    return {"accepted": _accepted_values(verdict), "finished": verdict.finished}
 
 
 def verdict_from_payload(payload: Mapping[str, Any]) -> Verdict:
-    accepted = (Accepted(thread, tuple(tokens), tuple(map(tuple, forecast))) for thread, tokens, forecast in payload["accepted"])
-    return Verdict(tuple(accepted), payload["finished"])
+    return _verdict(payload["accepted"], payload["finished"])
+
+
+def _accepted_values(verdict: Verdict) -> list[Any]:
+    return [[thread, tokens, forecast] for thread, tokens, forecast in verdict.accepted]
+
+
+def _verdict(accepted: Any, finished: Any) -> Verdict:
+    if finished not in FINISH_REASONS:
+        raise ValueError(f"unknown finish reason {str(finished)[:100]}")
+    parts = (Accepted(thread, tuple(tokens), tuple(map(tuple, forecast))) for thread, tokens, forecast in accepted)
+    return Verdict(tuple(parts), finished)
+
+
+def envelope_to_payload(envelope: Envelope) -> list[Any]:
+    """What an envelope says besides rows, as plain JSON values: [[number, opening, accepted, finished, rows, logprobs], …]."""
+    return [
+        [
+            update.number,
+            None if update.opening is None else _fields_of(update.opening),
+            None if update.verdict is None else _accepted_values(update.verdict),
+            None if update.verdict is None else update.verdict.finished,
+            0 if update.step is None else update.step.num_rows,
+            update.logprobs,
+        ]
+        for update in envelope.updates
+    ]
+
+
+def envelope_from_payload(payload: Any, ends_session: bool) -> tuple[Envelope, list[int]]:
+    """The envelope without its rows, and the number of rows of each update. Raises ValueError if ``payload`` is none."""
+    try:
+        updates = tuple(_update(*fields) for fields in payload)
+        counts = [int(fields[4]) for fields in payload]
+    except (KeyError, TypeError, IndexError, AttributeError, UserError):
+        raise ValueError("these are no updates") from None
+    if min(counts, default=0) < 0 or len({update.number for update in updates}) < len(updates):
+        raise ValueError("a negative number of rows, or two updates of one request")
+    return Envelope(updates, ends_session), counts
+
+
+def _update(number: Any, opening: Any, accepted: Any, finished: Any, rows: Any, logprobs: Any) -> Update:
+    return Update(
+        int(number),
+        None if opening is None else opening_from_payload(opening),
+        None if accepted is None else _verdict(accepted, finished),
+        logprobs=tuple(tuple((token, value) for token, value in row) for row in logprobs),
+    )
+
+
+def _fields_of(opening: Opening) -> dict[str, Any]:
+    return {**vars(opening), "sampling": vars(opening.sampling)}

@@ -9,8 +9,8 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from pipedec.core import SamplingParams, Verdict
-from pipedec.messages import Opening, verdict_from_payload
+from pipedec.core import Opening, SamplingParams, Verdict
+from pipedec.messages import verdict_from_payload
 from pipedec.scheduler.protocol import Message, Scheduler
 from pipedec.scheduler.workflow import Facts, Planned, Task, initial_tasks, post_process
 from pipedec.topology import Topology
@@ -73,7 +73,6 @@ class SimulatedPipeline:
         self.hit_rate = hit_rate
         self.repeat_rate = repeat_rate
         self.stop_after = stop_after
-        self.num_chunks = 0
         self.kept: dict[int, int] = {}  # for each token, the number of exit ranks, counted from the last, that keep their rows
         self.stopped = False
         self.history = History(verdicts={rank: [] for rank in topology.ranks})
@@ -86,10 +85,9 @@ class SimulatedPipeline:
 
     def run(self, request_number: int = 0, num_chunks: int = 1, trace: bool = False, observe: Observer | None = None) -> History:
         """Run one request from prefill to its end task. ``observe`` is called after every move."""
-        self.num_chunks = num_chunks
         planned = initial_tasks(self.topology, [[index] for index in range(num_chunks)])
         self.history.planned += planned
-        self.scheduler.begin(request_number, Opening(num_chunks, num_chunks, SamplingParams(), trace=trace), planned)
+        self.scheduler.begin(request_number, Opening(num_chunks, SamplingParams(), trace=trace), planned)
         while not self.ended:
             self._collect()
             movable = [rank for rank in self.topology.ranks if self._can_move(rank)]
@@ -139,7 +137,7 @@ class SimulatedPipeline:
     def _execute(self, rank: int, task: Task, message: Message) -> Facts:
         if task.name == "pre":
             verdict = self._next_verdict(hit=False) if rank == self.topology.final_rank and task.seq == 0 else None
-            return Facts(rows_out=1, verdict=verdict, is_first_chunk=task.seq == 1 - self.num_chunks)
+            return Facts(rows_out=1, verdict=verdict, is_first_chunk=message.payload["is_first_chunk"])
         if task.name == "dec":
             return self._decode(rank, message)
         if task.name == "sync":

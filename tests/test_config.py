@@ -67,9 +67,10 @@ def test_paper_cluster_loads() -> None:
 
 def test_defaults(tmp_path: Path) -> None:
     config = load(tmp_path, GOOD)
-    assert (config.draft, config.context_tokens, config.redis) == ("none", 4096, RedisConfig())
+    assert (config.draft, config.max_model_len, config.redis) == ("none", 4096, RedisConfig())
     assert config.find_partition()[0] == "small"
     assert config.partitions["small"].layers == "auto"
+    assert (config.max_num_seqs, config.max_waiting) == (64, 1000)
 
 
 def test_checkpoints_count_from_the_file(tmp_path: Path) -> None:
@@ -78,11 +79,11 @@ def test_checkpoints_count_from_the_file(tmp_path: Path) -> None:
 
 
 def test_a_partition_may_have_models_and_limits_of_its_own(tmp_path: Path) -> None:
-    own = "{stages: 4, target: big, draft: /models/draft, dtype: bfloat16, context_tokens: 99}"
+    own = "{stages: 4, target: big, draft: /models/draft, dtype: bfloat16, max_model_len: 99}"
     config = load(tmp_path, GOOD.replace("{stages: 4}", f"{own}\n  other: {{stages: 2}}"))
     small, other = config.for_partition("small"), config.for_partition("other")
     assert (small.target, small.draft, small.dtype) == (str(tmp_path / "big"), "/models/draft", "bfloat16")
-    assert (small.context_tokens, small.partition) == (99, "small")
+    assert (small.max_model_len, small.partition) == (99, "small")
     assert (other.target, other.draft, other.dtype, other.partition) == ("llama-3.1-8b", "none", "float32", "other")
 
 
@@ -112,7 +113,9 @@ def test_a_configuration_survives_the_way_to_another_host(tmp_path: Path) -> Non
         (GOOD + "dtype: int8\n", "cluster.yaml: dtype: must be one of float32, bfloat16, float16, not 'int8'"),
         (GOOD + "dtype: 32\n", "cluster.yaml: dtype: must be one of float32, bfloat16, float16, not 32"),
         (GOOD + "draft: ''\n", "cluster.yaml: draft: must not be empty"),
-        (GOOD + "context_tokens: 0\n", "cluster.yaml: context_tokens: must be at least 1, not 0"),
+        (GOOD + "max_model_len: 0\n", "cluster.yaml: max_model_len: must be at least 1, not 0"),
+        (GOOD + "max_num_seqs: 0\n", "cluster.yaml: max_num_seqs: must be at least 1, not 0"),
+        (GOOD + "max_waiting: -1\n", "cluster.yaml: max_waiting: must be at least 0, not -1"),
         (GOOD + "network: {bandwidth_gbps: 0}\n", "cluster.yaml: network.bandwidth_gbps: must be more than 0, not 0"),
         (GOOD + "network: {latency_us: .nan}\n", "cluster.yaml: network.latency_us: must be at most 1000000000, not nan"),
         (GOOD + "network: {latency_us: .inf}\n", "cluster.yaml: network.latency_us: must be at most 1000000000, not inf"),

@@ -129,8 +129,8 @@ def _cpu_seconds(processes: list[psutil.Process]) -> float:
 def _ask(client: Client, request: PromptRequest) -> TimedAnswer:
     """Raises PipedecError if the request was refused, or the cluster lost a rank or stopped answering."""
     arrivals, submitted = list[float](), time.perf_counter()
-    completion = client.ask(request, on_text=lambda text: arrivals.append(time.perf_counter() - submitted))
-    return TimedAnswer(arrivals, completion.metrics.prefill_seconds, client.cache_slots)
+    reply = client.follow(request, on_text=lambda text: arrivals.append(time.perf_counter() - submitted))
+    return TimedAnswer(arrivals, reply.completed().metrics.prefill_seconds, reply.cache_slots)
 
 
 def latencies(answer: TimedAnswer) -> Row:
@@ -155,7 +155,7 @@ def latencies(answer: TimedAnswer) -> Row:
 def _wait_until_idle(scheduler: RedisScheduler) -> None:
     """A client has its answer shortly before the ranks finish the request; memory is read after they have."""
     deadline = time.monotonic() + _SILENCE_SECONDS
-    while scheduler.status().running is not None:
+    while scheduler.status().running:
         if time.monotonic() > deadline:
             raise RankLost(f"the ranks are still busy {_SILENCE_SECONDS:.0f} s after the last answer: see pipedec status")
         time.sleep(0.01)

@@ -37,11 +37,12 @@ CLIENT_GRACE_SECONDS = 1.0
 def local_cluster(flags: PipelineFlags, redis: str | None = None, run: str | None = None) -> LocalCluster:
     """The cluster that the flags describe, not started yet. Raises UserError for flags that cannot work."""
     from pipedec.cluster.local import LocalCluster
-    from pipedec.engine.spec import Cut, Models, PipelineSpec
+    from pipedec.engine.spec import Cut, Limits, Models, PipelineSpec
 
     models = Models(flags.target, flags.draft, flags.bita)
     cut = Cut(flags.stages, flags.groups, flags.layer_counts)
-    spec = PipelineSpec.create(models, cut, flags.dtype, flags.device, flags.dispatch, flags.context_tokens)
+    limits = Limits(flags.max_model_len, flags.max_num_seqs, flags.max_waiting)
+    spec = PipelineSpec.create(models, cut, flags.dtype, flags.device, flags.dispatch, limits)
     return LocalCluster(spec, redis_url=redis, run_id=run, transport=flags.transport)
 
 
@@ -166,7 +167,7 @@ def status(redis: str | None, run: str | None) -> None:
         where = (described[rank].host, described[rank].device) if rank in described else ("", "")
         table.add_row(str(rank), role, "yes" if rank in current.alive else "no", *where)
     console.print(table)
-    running = "none" if current.running is None else f"request {current.running}"
+    running = ", ".join(map(str, current.running)) or "none"
     console.print(f"Requests: {current.submitted} submitted, {current.waiting} waiting, running: {running}.")
 
 
@@ -175,7 +176,7 @@ def status(redis: str | None, run: str | None) -> None:
 def down(redis: str | None, run: str | None) -> None:
     """Stop a running cluster.
 
-    The running request is finished first (for up to 20 seconds on a cluster that was started here); waiting requests are refused.
+    Running requests are finished first (for up to 20 seconds on a cluster that was started here); waiting requests are refused.
     """
     found = find_run(redis, run)
     scheduler = found.connect()

@@ -1,4 +1,4 @@
-"""``pipedec generate``: answer one prompt with a cluster that is started for it and stopped after it."""
+"""``pipedec generate``: answer prompts with a cluster that is started for it and stopped after it."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from pipedec.methods import find_method
 @pipeline_options
 @request_options
 def generate(pipeline: PipelineFlags, asked: RequestFlags) -> None:
-    """Answer one prompt with a temporary cluster on this machine.
+    """Answer prompts with a temporary cluster on this machine.
 
-    Starts a Redis server, rank 0 and one process per stage, streams the answer, and stops them. The draft model is loaded if the
-    method can use one.
+    Starts a Redis server, rank 0 and one process per stage, streams the answers, and stops them. The draft model is loaded if the
+    method can use one. Several prompts are answered together; their answers are printed in the order of the prompts.
     """
-    request = asked.request()
+    requests = asked.requests()
     from pipedec.cli.cluster import local_cluster
     from pipedec.cluster.processes import start_fork_server
 
     start_fork_server()  # it imports torch while this process does
-    if request.threads is not None:
+    if asked.threads is not None:
         pipeline = pipeline.for_threads()
-    method = find_method(request.method or DEFAULT_METHOD)
+    method = find_method(asked.method or DEFAULT_METHOD)
     cluster = local_cluster(replace(pipeline, draft="none") if method.draft == "none" else pipeline)
     method.check_needs(cluster.spec.draft is not None, cluster.spec.bita is not None)
     try:
         with loading_bars({f"{len(cluster.topology.ranks)} ranks": cluster.topology.ranks}) as progress:
             cluster.start(progress)
         assert cluster.scheduler is not None
-        ask_and_show(Client(cluster.scheduler, cluster.check), request, asked.json, asked.trace)
+        ask_and_show(Client(cluster.scheduler, cluster.check), requests, asked.json, asked.trace)
     except BaseException:
         cluster.kill()
         raise

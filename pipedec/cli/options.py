@@ -15,7 +15,8 @@ from typing import Any, TypeVar
 
 import click
 
-from pipedec.core import DEFAULT_METHOD, SamplingParams, UserError
+from pipedec.core import DEFAULT_METHOD, MAX_NUM_SEQS, MAX_WAITING, SamplingParams, UserError
+from pipedec.data.prompts import PromptSource
 from pipedec.messages import PromptRequest
 from pipedec.methods import METHOD_NAMES, METHODS, make_options, option_rules
 from pipedec.threads import load_dialect
@@ -38,7 +39,9 @@ class PipelineFlags:
     transport: str
     dispatch: str
     bita: str | None
-    context_tokens: int | None
+    max_model_len: int | None
+    max_num_seqs: int
+    max_waiting: int
 
     def for_threads(self) -> PipelineFlags:
         """With the shipped pair that opens threads, unless another target is given."""
@@ -63,8 +66,11 @@ class PipelineFlags:
 class RequestFlags:
     """The flags of a request, and how its answer is shown. ``options`` holds those of the method that were given, by name."""
 
-    prompt: str | None
+    prompt: tuple[str, ...]
     prompt_file: Path | None
+    prompts: tuple[str, ...]
+    field: str | None
+    priority: int
     raw_prompt: bool
     method: str | None
     temperature: float
@@ -86,14 +92,21 @@ class RequestFlags:
     json: bool
     trace: Path | None
 
-    def request(self) -> PromptRequest:
-        """The request, with its prompt read. Raises UserError for flags that cannot work, before anything is started."""
+    def requests(self) -> list[PromptRequest]:
+        """A request for each prompt. Raises UserError for flags that cannot work, before anything is started."""
         self._check_trace()
+        texts = self._prompt_texts()
+        if len(texts) > 1 and (self.show_threads or self.trace is not None):
+            raise UserError(f"{len(texts)} prompts: --trace and --show-threads go with one")
+        request = self._request()
+        return [replace(request, prompt=text) for text in texts]
+
+    def _request(self) -> PromptRequest:
         make_options(self.method or DEFAULT_METHOD, self.options)
         if self.show_threads and (self.threads is None or self.json):
             raise UserError("--show-threads goes with --threads, and without --json")
         return PromptRequest(
-            prompt=self._prompt_text(),
+            prompt="",
             raw=self.raw_prompt,
             method=self.method,
             sampling=self._sampling(),
@@ -101,6 +114,7 @@ class RequestFlags:
             trace=self.trace is not None,
             threads=None if self.threads is None else load_dialect(self.threads).to_json(),
             show_threads=self.show_threads,
+            priority=self.priority,
         )
 
     def _sampling(self) -> SamplingParams:
@@ -116,20 +130,21 @@ class RequestFlags:
         if self.trace.is_dir() or not os.access(written, os.W_OK):
             raise UserError(f"--trace {self.trace}: cannot write there")
 
-    def _prompt_text(self) -> str:
-        if self.prompt is not None and self.prompt_file is not None:
+    def _prompt_texts(self) -> list[str]:
+        if self.prompt and self.prompt_file is not None:
             raise UserError("give --prompt or --prompt-file, not both")
-        if self.prompt is not None:
-            text = self.prompt
-        elif self.prompt_file is not None:
-            text = _file_text(self.prompt_file)
-        elif sys.stdin.isatty():
-            raise UserError("no prompt: give --prompt TEXT, --prompt-file FILE, or text on standard input")
-        else:
-            text = _decoded(sys.stdin.buffer.read(), "standard input")
-        if not text.strip():
+        if self.field is not None and not self.prompts:
+            raise UserError("--field names the field of the prompts in --prompts FILE: give that, too")
+        texts = list(self.prompt)
+        if self.prompt_file is not None:
+            texts.append(_file_text(self.prompt_file))
+        for source in self.prompts:
+            texts += PromptSource.parse(source).read(self.field).prompts
+        if not texts:
+            texts.append(_piped_text())
+        if not all(text.strip() for text in texts):
             raise UserError("the prompt is empty: give --prompt TEXT, --prompt-file FILE, or text on standard input")
-        return text
+        return texts
 
 
 def _token_bias(text: str) -> tuple[int, float]:
@@ -138,6 +153,12 @@ def _token_bias(text: str) -> tuple[int, float]:
         return int(token), float(value)
     except ValueError:
         raise UserError(f"--logit-bias {text}: write TOKEN_ID=VALUE, like 42=-5") from None
+
+
+def _piped_text() -> str:
+    if sys.stdin.isatty():
+        raise UserError("no prompt: give --prompt TEXT, --prompt-file FILE, or text on standard input")
+    return _decoded(sys.stdin.buffer.read(), "standard input")
 
 
 def _file_text(path: Path) -> str:
@@ -170,7 +191,9 @@ def pipeline_options(command: Command) -> Command:
         _flag(
             "--bita", metavar="DIR|none", help="Directory that pipedec train bita wrote (default: the shipped target's).",
         ),
-        _flag("--context-tokens", type=int, help="Maximum tokens of a prompt and its answer (default: the target's context)."),
+        _flag("--max-model-len", type=int, help="Maximum tokens of a prompt and its answer (default: the target's context)."),
+        _flag("--max-num-seqs", type=int, default=MAX_NUM_SEQS, help="Most requests in the pipeline at the same time."),
+        _flag("--max-waiting", type=int, default=MAX_WAITING, help="Most waiting requests; further ones are refused."),
     ]  # fmt: skip
     return gathered(command, options, PipelineFlags, "pipeline")
 
@@ -180,8 +203,17 @@ def request_options(command: Command) -> Command:
     path = click.Path(path_type=Path)
     summaries = " ".join(f"{entry.name}: {entry.help}" for entry in METHODS.values())
     options = [
-        _flag("--prompt", metavar="TEXT", help="The prompt (default: --prompt-file, or standard input)."),
+        _flag(
+            "--prompt", multiple=True, metavar="TEXT",
+            help="The prompt (default: --prompt-file, or standard input). May be repeated: all are answered together.",
+        ),
         _flag("--prompt-file", type=path, metavar="FILE", help="Read the prompt from a file."),
+        _flag(
+            "--prompts", multiple=True, metavar="FILE",
+            help="Many prompts: [NAME=]FILE[#KEY=VALUE,…], a JSONL, JSONL.gz or CSV file or some of its records; repeatable.",
+        ),
+        _flag("--field", metavar="NAME", help="With --prompts: the field that holds the prompt."),
+        _flag("--priority", type=int, default=0, help="Where requests wait or compete, a lower one is served first."),
         _flag("--raw-prompt", is_flag=True, help="Do not apply the model's chat template."),
         _flag("--method", type=click.Choice(METHOD_NAMES), help=f"Decoding method (default: {DEFAULT_METHOD}). {summaries}"),
         _flag("--temperature", type=float, default=0.0, help="Sampling temperature; 0 is greedy."),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -14,7 +14,8 @@ from rich.table import Table
 
 from pipedec.cli.threads_view import ThreadsView
 from pipedec.client.client import Client
-from pipedec.core import Completion
+from pipedec.client.reply import Reply
+from pipedec.core import Completion, UserError
 from pipedec.messages import PromptRequest
 from pipedec.tracing import SCHEDULER_TRACK, write_trace
 
@@ -47,14 +48,63 @@ def loading_bars(bars: Mapping[str, Collection[int]]) -> Iterator[Callable[[int,
         yield update
 
 
-def ask_and_show(client: Client, request: PromptRequest, as_json: bool, trace: Path | None) -> Completion:
-    """Submit the request, stream its text (or print one JSON document), then print its metrics."""
+def ask_and_show(client: Client, requests: Sequence[PromptRequest], as_json: bool, trace: Path | None) -> None:
+    """Submit the requests, stream their text (or print one JSON document for each), then print their metrics.
+
+    Raises:
+        UserError: a request was refused; of several, the others are answered and shown first.
+    """
+    if len(requests) == 1:
+        _ask_one(client, requests[0], as_json, trace)
+        return
+    if as_json:
+        replies = client.ask_all(requests)
+        for index, reply in enumerate(replies):
+            shown = {"error": str(reply.error)} if reply.completion is None else reply.completion.as_dict()
+            print(json.dumps({"prompt": index, **shown}))
+    else:
+        pages = Pages(len(requests))
+        replies = client.ask_all(requests, pages.add, pages.close)
+        console.print(many_metrics_table(replies))
+    if refused := [index for index, reply in enumerate(replies) if reply.completion is None]:
+        raise UserError(
+            f"{len(refused)} of {len(replies)} prompts were not answered: prompt {refused[0]}: {replies[refused[0]].error}"
+        )
+
+
+class Pages:
+    """The texts of several answers on standard output, one after the other, each as it is generated once those before it end."""
+
+    def __init__(self, count: int) -> None:
+        self._held: list[list[str]] = [[] for _ in range(count)]
+        self._is_closed = [False] * count
+        self._shown = 0  # whose text goes out as it comes
+
+    def add(self, index: int, text: str) -> None:
+        """A piece of the text of answer ``index``."""
+        if index == self._shown:
+            _write(text)
+        else:
+            self._held[index].append(text)
+
+    def close(self, index: int) -> None:
+        """The answer ``index`` is complete."""
+        self._is_closed[index] = True
+        while self._shown < len(self._held) and self._is_closed[self._shown]:
+            self._shown += 1
+            _write("\n" if self._shown == len(self._held) else "\n\n")
+            if self._shown < len(self._held):
+                _write("".join(self._held[self._shown]))
+
+
+def _ask_one(client: Client, request: PromptRequest, as_json: bool, trace: Path | None) -> None:
     if request.show_threads:
         with ThreadsView(console) as view:
-            completion = client.ask(request, on_threads=view.update)
-        _write(completion.text)
+            reply = client.follow(request, on_threads=view.update)
+        _write(reply.completed().text)
     else:
-        completion = client.ask(request, on_text=(lambda text: None) if as_json else _write)
+        reply = client.follow(request, on_text=(lambda text: None) if as_json else _write)
+    completion = reply.completed()
     if as_json:
         print(json.dumps(completion.as_dict()))
     else:
@@ -63,9 +113,27 @@ def ask_and_show(client: Client, request: PromptRequest, as_json: bool, trace: P
     if trace is not None:
         names = {0: "rank 0: draft", SCHEDULER_TRACK: "scheduler"}
         names |= {rank: f"rank {rank}: stage {rank}" for rank in range(1, completion.stages + 1)}
-        write_trace(trace, client.trace, names)
-        console.print(f"Trace of {len(client.trace)} tasks in {trace}: open it at https://ui.perfetto.dev")
-    return completion
+        write_trace(trace, reply.trace, names)
+        console.print(f"Trace of {len(reply.trace)} tasks in {trace}: open it at https://ui.perfetto.dev")
+
+
+def many_metrics_table(replies: Sequence[Reply]) -> Table:
+    """The metrics of several answers, one line for each."""
+    table = Table(title=f"{len(replies)} prompts", title_justify="left")
+    for name in ("prompt", "prompt tokens", "tokens", "queued ms", "TTFT ms", "TPOT ms", "end to end ms", "timesteps per token"):
+        table.add_column(name, justify="right")
+    for index, reply in enumerate(replies):
+        if reply.completion is None:
+            table.add_row(str(index), "-", "refused")
+            continue
+        figures = reply.completion.as_dict()
+        times = (figures[f"{name}_seconds"] for name in ("queue", "ttft", "tpot", "e2e"))
+        table.add_row(
+            str(index), str(figures["prompt_tokens"]), f"{figures['output_tokens']} ({figures['finish_reason']})",
+            *("-" if not isinstance(seconds, float) else f"{1000 * seconds:.1f}" for seconds in times),
+            f"{figures['timesteps_per_token']:.2f}",
+        )  # fmt: skip
+    return table
 
 
 def metrics_table(completion: Completion) -> Table:

@@ -1,4 +1,4 @@
-"""``pipedec submit``: send one request to a running cluster, from any machine that can connect to its Redis."""
+"""``pipedec submit``: send requests to a running cluster, from any machine that can connect to its Redis."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from pipedec.cluster.state import find_run
 @cluster_options
 @request_options
 def submit(redis: str | None, run: str | None, asked: RequestFlags) -> None:
-    """Send a prompt to a running cluster and stream the answer. Ctrl-C cancels the request; the cluster keeps running."""
-    request = asked.request()
+    """Send prompts to a running cluster and stream the answers. Ctrl-C cancels the requests; the cluster keeps running.
+
+    Several prompts are answered together; their answers are printed in the order of the prompts, with --json one line for each.
+    """
+    requests = asked.requests()
     scheduler = find_run(redis, run).connect()
-    ask_and_show(Client(scheduler), request, asked.json, asked.trace)
+    ask_and_show(Client(scheduler), requests, asked.json, asked.trace)

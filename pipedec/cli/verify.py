@@ -261,9 +261,9 @@ def _local_answers(
         request = Request(number, _token_ids(prompter, asked), asked.sampling, method, options, threads=asked.threads)
         found = [token for verdict in pipeline.run(request) for token in verdict.tokens]
         if asked.threads is not None:
-            assert pipeline.sequence is not None
-            found = [token.token_id for token in pipeline.sequence.document()]
-        yield found, pipeline.metrics.timesteps
+            assert pipeline.last.sequence is not None
+            found = [token.token_id for token in pipeline.last.sequence.document()]
+        yield found, pipeline.last.metrics.timesteps
 
 
 def _shapes(pipeline: PipelineFlags, shapes: str | None) -> list[Shape]:

@@ -1,80 +1,37 @@
-"""The client's side of a request: submit it, read the answer while it is generated, cancel it. Needs no torch and no
-checkpoint.
+"""The client's side of requests: submit them, read all answers together while they are generated, cancel them. Needs no torch
+and no checkpoint.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 
+from pipedec.client.reply import OnText, OnThreads, Reply
 from pipedec.core import Completion, PipedecError, RankLost, UserError
-from pipedec.messages import (
-    AbortEvent,
-    CacheSlotsEvent,
-    CancelledEvent,
-    CompletionEvent,
-    ErrorEvent,
-    Event,
-    LogprobsEvent,
-    OverranEvent,
-    PromptRequest,
-    ThreadNews,
-    TokensEvent,
-    TraceEvents,
-    load_validators,
-)
+from pipedec.messages import AbortEvent, PromptRequest, load_validators
 from pipedec.scheduler.protocol import Scheduler
 from pipedec.topology import rank_name
-from pipedec.tracing import TraceEvent
 
 _POLL_SECONDS = 0.25
-
-OnText = Callable[[str], None]
-OnThreads = Callable[[list[ThreadNews]], None]
-
-
-class TokenArrivals:
-    """When the tokens of one answer arrive at the client, counted from submitting the request."""
-
-    def __init__(self) -> None:
-        self._submitted = time.perf_counter()
-        self._first: float | None = None
-        self._last = self._submitted
-
-    def note(self, num_tokens: int) -> None:
-        """``num_tokens`` tokens arrive now."""
-        if num_tokens:
-            self._last = time.perf_counter()
-            self._first = self._first or self._last
-
-    @property
-    def ttft_seconds(self) -> float | None:
-        """Time to first token; None if none has arrived."""
-        return None if self._first is None else self._first - self._submitted
-
-    def tpot_seconds(self, num_tokens: int) -> float | None:
-        """Time per output token after the first, of an answer of ``num_tokens``; None if there is only one."""
-        return None if self._first is None or num_tokens < 2 else (self._last - self._first) / (num_tokens - 1)
+_CHECK_SECONDS = 2.0  # while events arrive, between two looks at the state of the run
 
 
 class Client:
-    """Sends requests to a running cluster.
+    """Sends requests to a running cluster. Used from one thread.
 
     Args:
         check: called while waiting; raises if the cluster is known to be in trouble (``LocalCluster.check``).
-        silence_seconds: how long to wait for the next event before the cluster counts as lost.
+        silence_seconds: how long to wait for the next event of an answer before the cluster counts as lost.
     """
 
     def __init__(self, scheduler: Scheduler, check: Callable[[], None] = lambda: None, silence_seconds: float = 600.0) -> None:
         self._scheduler = scheduler
         self._check = check
         self._silence_seconds = silence_seconds
-        self.trace: list[TraceEvent] = []
-        self._logprobs: list[dict[int, float]] = []
-        self._arrivals = TokenArrivals()
-        self.cache_slots: dict[int, int] = {}  # of the last answer if it was traced: capacity of each stage's KV cache in rows
-        self.overran: set[int] = set()  # timesteps of the last answer in which a rank took longer than its emulated time
+        self._open: dict[int, Reply] = {}
+        self._checked = 0.0
         load_validators()  # not while the first token is on its way
 
     def ask(
@@ -82,8 +39,7 @@ class Client:
     ) -> Completion:
         """Submit a request and wait for its completion.
 
-        Ctrl-C, or any other exception in a callback, cancels the request and is raised again; the cluster goes on with the next
-        request.
+        Ctrl-C, or any other exception in a callback, cancels the request and is raised again; the cluster goes on with others.
 
         Args:
             on_text: receives the text in pieces.
@@ -93,39 +49,115 @@ class Client:
             UserError: the cluster refused the request.
             RankLost, SchedulerLost: the cluster died or stopped answering.
         """
-        self.trace, self.cache_slots, self.overran, self._logprobs = [], {}, set(), []
-        self._arrivals = TokenArrivals()
-        number = self._scheduler.submit(request.to_json())
-        try:
-            completion = self._read(number, on_text, on_threads)
-        except UserError:
-            self._scheduler.close_answer(number)
-            raise
-        except BaseException:
-            with suppress(PipedecError):
-                self._scheduler.cancel(number)
-            raise
-        self._scheduler.close_answer(number)
-        return completion
+        return self.follow(request, on_text, on_threads).completed()
+
+    def follow(
+        self, request: PromptRequest, on_text: OnText = lambda text: None, on_threads: OnThreads = lambda news: None
+    ) -> Reply:
+        """As ``ask``, but returns all that was received; a refusal is the reply's ``error``."""
+        with self.cancelling():
+            reply = self.submit(request, on_text, on_threads)
+            while not reply.has_ended:
+                self.read()
+        return reply
+
+    def ask_all(
+        self,
+        requests: Sequence[PromptRequest],
+        on_text: Callable[[int, str], None] = lambda index, text: None,
+        on_end: Callable[[int], None] = lambda index: None,
+    ) -> list[Reply]:
+        """Submit all requests at once and wait until every answer has ended, in whatever order.
+
+        A request that is refused or cancelled has an ``error``; the others go on. An exception in a callback cancels all.
+
+        Args:
+            on_text: receives the index of a request and the text of its answer in pieces.
+            on_end: receives the index of a request whose answer has ended, or that was refused.
+
+        Returns:
+            the replies in the order of the requests.
+
+        Raises:
+            RankLost, SchedulerLost: the cluster died or stopped answering.
+        """
+        with self.cancelling():
+            replies = [self._submit_or_refuse(request, index, on_text) for index, request in enumerate(requests)]
+            indices = {reply.number: index for index, reply in enumerate(replies) if not reply.has_ended}
+            for index in set(range(len(requests))) - set(indices.values()):
+                on_end(index)
+            while self._open:
+                for reply in self.read():
+                    on_end(indices[reply.number])
+        return replies
+
+    def submit(
+        self, request: PromptRequest, on_text: OnText = lambda text: None, on_threads: OnThreads = lambda news: None
+    ) -> Reply:
+        """Submit a request; ``read`` then follows its answer. Raises UserError if the run takes no requests."""
+        arrivals = Reply(-1).arrivals  # the clock runs before the request is on its way
+        reply = Reply(self._scheduler.submit(request.to_json(), request.priority), on_text, on_threads, arrivals=arrivals)
+        self._open[reply.number] = reply
+        return reply
+
+    def read(self, timeout_seconds: float = _POLL_SECONDS) -> list[Reply]:
+        """Wait for events of any open answer, at most this long, and handle them.
+
+        Returns:
+            the replies that have ended.
+
+        Raises:
+            RankLost, SchedulerLost: the cluster died or stopped answering.
+        """
+        if not self._open:
+            time.sleep(timeout_seconds)
+            return []
+        events = self._scheduler.read_answers({number: reply.position for number, reply in self._open.items()}, timeout_seconds)
+        for number, position, event in events:
+            if isinstance(event, AbortEvent):
+                self._check()  # the supervisor knows better than the other ranks what happened to a process
+            self._open[number].take(position, event)
+        if not events or time.monotonic() > self._checked + _CHECK_SECONDS:
+            self._check_run()
+        return self._take_ended()
+
+    def cancel(self, reply: Reply) -> None:
+        """End a request; its answer goes on until the cluster has ended it."""
+        self._scheduler.cancel(reply.number)
 
     def is_up(self) -> bool:
         """Whether the run takes requests."""
         return self._scheduler.status().state == "up"
 
-    def _read(self, number: int, on_text: OnText, on_threads: OnThreads) -> Completion:
-        position = "0"
-        deadline = time.monotonic() + self._silence_seconds
-        while time.monotonic() < deadline:
-            events = self._scheduler.read_answer(number, position, _POLL_SECONDS)
-            for position, event in events:  # noqa: B007 - the position goes on into the next read
-                if (completion := self._take(event, on_text, on_threads)) is not None:
-                    return completion
-            if events or self._waits_in_line(number):
-                deadline = time.monotonic() + self._silence_seconds
-        raise RankLost(f"no event has arrived for {self._silence_seconds:.0f} s; see pipedec status")
+    @contextmanager
+    def cancelling(self) -> Iterator[None]:
+        """Whatever ends the body cancels the answers that are still open, and forgets them."""
+        try:
+            yield
+        except BaseException:
+            with suppress(PipedecError):
+                for number in self._open:
+                    self._scheduler.cancel(number)
+                    self._scheduler.close_answer(number)
+            raise
+        finally:
+            self._open.clear()
 
-    def _waits_in_line(self, number: int) -> bool:
-        """Whether another request is being answered. Raises if the cluster has failed or ended."""
+    def _submit_or_refuse(self, request: PromptRequest, index: int, on_text: Callable[[int, str], None]) -> Reply:
+        try:
+            return self.submit(request, lambda text: on_text(index, text))
+        except UserError as error:  # the queue is full
+            return Reply(-1, error=error)
+
+    def _take_ended(self) -> list[Reply]:
+        ended = [reply for reply in self._open.values() if reply.has_ended]
+        for reply in ended:
+            del self._open[reply.number]
+            self._scheduler.close_answer(reply.number)
+        return ended
+
+    def _check_run(self) -> None:
+        """Raises RankLost if the cluster has failed or ended, or an answer has been silent for too long without waiting."""
         self._check()
         if failure := self._scheduler.failure():
             raise RankLost(failure)
@@ -134,42 +166,9 @@ class Client:
         status = self._scheduler.status()
         if status.state == "gone":
             raise RankLost("the cluster was stopped before it answered")
-        return status.running not in (None, number)
-
-    def _completed(self, event: CompletionEvent) -> Completion:
-        """The completion, with the log-probabilities of its tokens (the last stage may have sent those of further tokens)."""
-        completion = event.completion
-        completion.metrics.ttft_seconds = self._arrivals.ttft_seconds
-        completion.metrics.tpot_seconds = self._arrivals.tpot_seconds(len(completion.token_ids))
-        if self._logprobs and event.sampled is not None:
-            tokens = zip(event.sampled, completion.token_ids, strict=True)
-            completion.logprobs = [{token: 0.0} if which < 0 else self._logprobs[which] for which, token in tokens]
-        else:
-            completion.logprobs = self._logprobs[: len(completion.token_ids)] or None
-        return completion
-
-    def _take(self, event: Event, on_text: OnText, on_threads: OnThreads) -> Completion | None:
-        """Handle one event. Returns the completion if it was the last event."""
-        match event:
-            case TokensEvent(token_ids, text, threads):
-                self._arrivals.note(len(token_ids))
-                on_text(text)
-                on_threads(threads or [])
-            case TraceEvents(rows):
-                self.trace += [TraceEvent(*row) for row in rows]
-            case CacheSlotsEvent(rank, slots):
-                self.cache_slots[rank] = slots
-            case OverranEvent(timesteps):
-                self.overran.update(timesteps)
-            case LogprobsEvent(logprobs):
-                self._logprobs += map(dict, logprobs)
-            case CompletionEvent():
-                return self._completed(event)
-            case CancelledEvent():
-                raise UserError("the request was cancelled before it began")
-            case AbortEvent(text):
-                self._check()  # the supervisor knows better than the other ranks what happened to a process
-                raise RankLost(text)
-            case ErrorEvent(message):
-                raise UserError(message)
-        return None
+        self._checked = time.monotonic()
+        for reply in self._open.values():
+            if status.running and reply.number not in status.running:
+                reply.heard = self._checked  # it waits while others are answered
+            elif self._checked > reply.heard + self._silence_seconds and not reply.has_ended:
+                raise RankLost(f"no event has arrived for {self._silence_seconds:.0f} s; see pipedec status")

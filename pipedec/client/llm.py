@@ -10,22 +10,23 @@ from typing import Any
 
 from pipedec.client.client import Client
 from pipedec.cluster.local import LocalCluster
-from pipedec.core import DEFAULT_METHOD, Completion, MethodOptions, SamplingParams, UserError
-from pipedec.engine.spec import Cut, Models, PipelineSpec
+from pipedec.core import DEFAULT_METHOD, MAX_NUM_SEQS, MAX_WAITING, Completion, MethodOptions, SamplingParams, UserError
+from pipedec.engine.spec import Cut, Limits, Models, PipelineSpec
 from pipedec.messages import PromptRequest
 from pipedec.methods import find_method, make_options
 from pipedec.threads import load_dialect
 
 
 class LLM:
-    """A resident cluster on this machine that answers prompts one after the other.
+    """A resident cluster on this machine, which answers many prompts together.
 
     Starts in the constructor; ``close`` (or the end of a ``with`` block) stops it.
 
     Args:
         target, draft: checkpoint directories; the shipped pair by default, ``draft="none"`` for a pipeline without one.
         method: as ``--method``.
-        stages, groups, layers, dtype, device, bita, context_tokens: as the flags of ``pipedec generate``.
+        stages, groups, layers, dtype, device, bita, max_model_len, max_num_seqs, max_waiting: as the flags of
+            ``pipedec generate``.
 
     Raises:
         UserError: the arguments do not fit together or do not fit the checkpoints.
@@ -44,11 +45,14 @@ class LLM:
         dtype: str = "float32",
         device: str = "auto",
         bita: str | Path | None = None,
-        context_tokens: int | None = None,
+        max_model_len: int | None = None,
+        max_num_seqs: int = MAX_NUM_SEQS,
+        max_waiting: int = MAX_WAITING,
     ) -> None:
         self._method = method
         models, cut = Models(target, draft, bita), Cut(stages, groups, layers)
-        spec = PipelineSpec.create(models, cut, dtype, device, context_tokens=context_tokens)
+        limits = Limits(max_model_len, max_num_seqs, max_waiting)
+        spec = PipelineSpec.create(models, cut, dtype, device, limits=limits)
         self._cluster = LocalCluster(spec)
         self._cluster.start()
         assert self._cluster.scheduler is not None
@@ -62,16 +66,19 @@ class LLM:
         raw_prompt: bool = False,
         options: MethodOptions | Mapping[str, Any] | None = None,
         threads: str | Path | None = None,
+        priority: int | Sequence[int] = 0,
         tree: object = None,
     ) -> list[Completion]:
-        """Answer every prompt, in order.
+        """Answer all prompts together. The completions are in the order of the prompts.
 
         Args:
             options: of the method, for example ``{"width": 16}`` or ``PipeDecOptions(width=16)`` (see ``pipedec.methods``).
             threads: the dialect in which answers may open decode threads, by name or file, as ``--threads``.
+            priority: one for all prompts, or one for each. Where requests wait or compete, a lower one is served first.
 
         Raises:
-            UserError: a prompt is empty or too long, or the method has no such option. ``tree`` is now called ``options``.
+            UserError: a prompt is empty or too long (the others are answered first), or the method has no such option. ``tree``
+                is now called ``options``.
             RankLost, SchedulerLost: the cluster died.
         """
         texts = [prompts] if isinstance(prompts, str) else list(prompts)
@@ -79,8 +86,14 @@ class LLM:
             raise UserError("generate has no tree: give options, for example options={'width': 16}")
         sampling, given = sampling_params or SamplingParams(), self._checked(options)
         dialect = None if threads is None else load_dialect(threads).to_json()
-        requests = [PromptRequest(text, raw_prompt, self._method, sampling, given, threads=dialect) for text in texts]
-        return [self._client.ask(request) for request in requests]
+        priorities = [priority] * len(texts) if isinstance(priority, int) else priority
+        if len(priorities) != len(texts):
+            raise UserError(f"{len(priorities)} priorities for {len(texts)} prompts: give one, or one for each prompt")
+        requests = [
+            PromptRequest(text, raw_prompt, self._method, sampling, given, threads=dialect, priority=own)
+            for text, own in zip(texts, priorities, strict=True)
+        ]
+        return [reply.completed() for reply in self._client.ask_all(requests)]
 
     def _checked(self, options: MethodOptions | Mapping[str, Any] | None) -> Mapping[str, Any]:
         """By name, as a request sends them. Raises UserError if they are another method's."""

@@ -25,11 +25,10 @@ from pipedec.core import PipedecError, RankLost, UserError
 from pipedec.engine.spec import PipelineSpec
 from pipedec.messages import AddressEvent, CardEvent, Event
 from pipedec.model import quick_digest, weights_digest
-from pipedec.scheduler import RedisScheduler, scripts_digest
+from pipedec.scheduler import STARTING, RedisScheduler, scripts_digest
 from pipedec.topology import rank_name
 from pipedec.transport.rendezvous import MEETING_SECONDS, Rendezvous, Store, StoreServer, join_store
 
-STARTING = -1  # the answer stream, of no request, on which ranks meet and report that they have loaded their weights
 DIGEST_SECONDS = 3600.0
 PROBE_SECONDS = 3.0
 LOOPBACK = "127.0.0.1"

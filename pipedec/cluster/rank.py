@@ -16,7 +16,7 @@ import torch
 from pipedec.cluster.address import RankPlace, Report
 from pipedec.cluster.clock import measured_offset_us
 from pipedec.cluster.lease import LEASE_RENEWAL_SECONDS, LeaseKeeper
-from pipedec.cluster.meeting import STARTING, Meeting
+from pipedec.cluster.meeting import Meeting
 from pipedec.cluster.place import check_device, checked_host
 from pipedec.core import PipedecError, RankLost
 from pipedec.engine.draft_loop import DraftLoop
@@ -26,7 +26,7 @@ from pipedec.engine.spec import PipelineSpec, num_gpus
 from pipedec.engine.stage_loop import StageLoop
 from pipedec.messages import Choice, LoadedEvent, RankDescription, load_validators
 from pipedec.model import ModelConfig, attention_backend
-from pipedec.scheduler import RedisScheduler
+from pipedec.scheduler import STARTING, RedisScheduler
 from pipedec.topology import rank_name
 from pipedec.tracing import Tracer
 from pipedec.transport.rendezvous import Store
@@ -74,7 +74,8 @@ def serve(
     describe(description)
     scheduler.publish(STARTING, LoadedEvent(description))
     if place.rank == 0:
-        scheduler.open(spec.description(_wait_for_ranks(scheduler, place.world_size), joined.digests))
+        ranks = _wait_for_ranks(scheduler, place.world_size)
+        scheduler.open(spec.description(ranks, joined.digests), spec.duplex)
         report("ready", 1, 1)
     loop.run()
     lease.stop()
@@ -143,10 +144,12 @@ def _load(
     tracer = Tracer(place.rank, clock_offset_us=clock_offset_us)
     sequences = Sequences(spec.target)
     device = joined.device
-    wiring = Wiring(scheduler, joined.transport, spec.topology, tracer, sequences, device, spec.emulation, spec.window)
+    wiring = Wiring(
+        scheduler, joined.transport, spec.topology, tracer, sequences, device, spec.emulation, spec.window, spec.duplex
+    )
     if place.rank == 0:
         drafter = spec.load_drafter(device, progress)
-        return DraftLoop(spec.load_prompter(), drafter, spec.trained_masks(), wiring, spec.tree)
+        return DraftLoop(spec.load_prompter(), drafter, spec.trained_masks(), wiring, spec.tree, spec.max_num_seqs, spec.knee)
     return StageLoop(spec.load_stage(place.rank, device, progress), place.rank, wiring)
 
 

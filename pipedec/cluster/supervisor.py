@@ -182,13 +182,13 @@ class Supervisor(ABC):
         self.check()
 
     def stop(self) -> None:
-        """Stop in order: cancel the running request, wait for the ranks to end, delete the run's keys, stop Redis."""
+        """Stop in order: cancel the running requests, wait for the ranks to end, delete the run's keys, stop Redis."""
         try:
             if self.scheduler is not None and self.pids:
                 with suppress(PipedecError):  # without Redis the ranks end by themselves
                     self.scheduler.stop()
-                    if (running := self.scheduler.status().running) is not None:
-                        self.scheduler.cancel(running)
+                    for number in self.scheduler.status().running:
+                        self.scheduler.cancel(number)
                 self._ranks.join()
         finally:
             self.kill()

@@ -12,7 +12,7 @@ import sys
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pipedec.cluster.address import RankPlace, RunAddress
 from pipedec.cluster.entry import run_rank
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from pipedec.engine.spec import PipelineSpec
 
 _CLAIMED = "pipedec/claimed"
+_LIMITS = ("max_model_len", "max_num_seqs", "max_waiting")
 
 
 def main() -> None:
@@ -106,16 +107,15 @@ class Job:
         """
         if self.config is not None:
             checked_host(self.place, rank_places(self.config), self.config.servers)  # before torch is loaded
-        from pipedec.engine.spec import Cut, Models, PipelineSpec
+        from pipedec.engine.spec import Cut, Limits, Models, PipelineSpec
 
         flags = self.flags
         if self.config is not None:
             return PipelineSpec.from_config(self.config, None, flags.device, flags.dispatch)
         models = Models(flags.target, flags.draft, flags.bita)
         cut = Cut(self.topology.num_stages, self.topology.num_groups, _counts(flags.layers))
-        return PipelineSpec.create(
-            models, cut, flags.dtype or "float32", flags.device, flags.dispatch, flags.context_tokens
-        )  # fmt: skip
+        given = {name: getattr(flags, name) for name in _LIMITS if getattr(flags, name) is not None}
+        return PipelineSpec.create(models, cut, flags.dtype or "float32", flags.device, flags.dispatch, Limits(**given))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -138,7 +138,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--bita", metavar="DIR|none", help="directory that pipedec train bita wrote for the target")
     parser.add_argument("--dtype", help="float32, float64, bfloat16 or float16; default: float32")
     parser.add_argument(
-        "--context-tokens", type=int, metavar="N", help="maximum tokens of prompt and answer; default: the config's"
+        "--max-model-len", type=int, metavar="N", help="maximum tokens of prompt and answer; default: the config's"
+    )
+    parser.add_argument(
+        "--max-num-seqs", type=int, metavar="N", help="most requests in the pipeline at the same time; default: the config's"
+    )
+    parser.add_argument(
+        "--max-waiting", type=int, metavar="N", help="most waiting requests, further ones are refused; default: the config's"
     )
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda; default: auto")
     parser.add_argument("--transport", default="auto", choices=("auto", "gloo", "nccl"), help="default: auto")
@@ -163,9 +169,11 @@ def _planned(config: ClusterConfig, flags: argparse.Namespace) -> ClusterConfig:
     if flags.stages not in (None, part.stages):
         raise UserError(f"--stages {flags.stages}, but partition {name} has {part.stages} stages: leave out one of them")
     given = {"target": flags.target and str(flags.target), "draft": flags.draft, "bita": flags.bita, "groups": flags.groups,
-             "layers": _counts(flags.layers), "dtype": flags.dtype, "context_tokens": flags.context_tokens}  # fmt: skip
+             "layers": _counts(flags.layers), "dtype": flags.dtype, "max_model_len": flags.max_model_len}  # fmt: skip
     own = replace(part, **{key: value for key, value in given.items() if value is not None})
-    return replace(config, partitions={name: own}, partition=name)
+    limits = {"max_num_seqs": flags.max_num_seqs, "max_waiting": flags.max_waiting}
+    shared: dict[str, Any] = {key: value for key, value in limits.items() if value is not None}
+    return replace(config, partitions={name: own}, partition=name, **shared)
 
 
 def _torchrun_place(topology: Topology, transport: str) -> RankPlace:

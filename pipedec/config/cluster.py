@@ -14,7 +14,7 @@ from annotated_types import Ge, Gt, Le, MinLen, Predicate
 
 from pipedec.config.files import parse_yaml, read_text
 from pipedec.config.redis import RedisConfig, redis_config
-from pipedec.core import BadValue, UserError
+from pipedec.core import MAX_NUM_SEQS, MAX_WAITING, BadValue, UserError
 from pipedec.hardware import DEVICES, LINKS, MODEL_SHAPES
 from pipedec.methods import LayerTreeOptions
 from pipedec.validation import parse_json, shortened, unknown_name, validated
@@ -28,7 +28,7 @@ Name = Annotated[str, Predicate(_is_name)]
 Text = Annotated[str, MinLen(1)]
 Environment = Mapping[str, str]
 Dtype = Literal["float32", "bfloat16", "float16"]
-ContextTokens = Annotated[int, Ge(1), Le(10_000_000)]
+MaxModelLen = Annotated[int, Ge(1), Le(10_000_000)]
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ class PartitionConfig:
         layers: ``auto``, or the number of transformer layers of each stage.
         draft_device: the device of the draft model, which no stage takes. Without a draft model rank 0 computes nothing, and runs
             on this host or on that of stage 1.
-        target, draft, bita, dtype, context_tokens: of this partition alone; the file's if not given.
+        target, draft, bita, dtype, max_model_len: of this partition alone; the file's if not given.
     """
 
     stages: Annotated[int, Ge(1), Le(1024)]
@@ -150,7 +150,7 @@ class PartitionConfig:
     draft: Text | None = None
     bita: Text | None = None
     dtype: Dtype | None = None
-    context_tokens: ContextTokens | None = None
+    max_model_len: MaxModelLen | None = None
 
     def __post_init__(self) -> None:
         if self.groups is not None and self.groups > self.stages:
@@ -179,8 +179,10 @@ class ClusterConfig:
         draft: the same for the draft model, or ``none``.
         bita: the directory of a BiTA that was trained for the target, or ``none``. A plan does not count it.
         dtype: type of weights, activations and caches.
-        context_tokens: maximum tokens of a prompt and its answer together. A plan reserves KV caches of this size; a running
+        max_model_len: maximum tokens of a prompt and its answer together. A plan reserves KV caches of this size; a running
             cluster refuses requests that exceed it.
+        max_num_seqs: most requests in the pipeline at the same time; further ones wait.
+        max_waiting: most requests that wait; further ones are refused.
         tree: the tree of ``pipedec`` and ``stpp``: what a plan counts with, and a running cluster's default for requests that
             set no width or children. Other methods find their own limits.
         redis: the Redis server of a running cluster: an address, or the host on which ``pipedec launch`` starts one.
@@ -196,7 +198,9 @@ class ClusterConfig:
     draft: Text = "none"
     bita: Text = "none"
     dtype: Dtype = "float32"
-    context_tokens: ContextTokens = 4096
+    max_model_len: MaxModelLen = 4096
+    max_num_seqs: Annotated[int, Ge(1), Le(65_536)] = MAX_NUM_SEQS
+    max_waiting: Annotated[int, Ge(0), Le(10_000_000)] = MAX_WAITING
     tree: LayerTreeOptions = LayerTreeOptions()
     redis: RedisConfig = RedisConfig()
     network: NetworkConfig = NetworkConfig()
@@ -240,7 +244,7 @@ class ClusterConfig:
         return next(server for server in self.servers if server.host == host)
 
 
-_OF_A_PARTITION = ("target", "draft", "bita", "dtype", "context_tokens")
+_OF_A_PARTITION = ("target", "draft", "bita", "dtype", "max_model_len")
 
 
 def _hosts_of(partition: PartitionConfig) -> list[tuple[str, str]]:

@@ -1,9 +1,10 @@
 """Decoding methods: which rows enter the pipeline, and when. Methods never see processes, transports or Redis."""
 
+from pipedec.decoding.company import Company
 from pipedec.decoding.controller import TimestepTiming
+from pipedec.decoding.drafter import Drafter
 from pipedec.decoding.experience import Experience
-from pipedec.decoding.interface import Drafter
 from pipedec.decoding.method import Method
 from pipedec.decoding.registry import create_method
 
-__all__ = ["Drafter", "Experience", "Method", "TimestepTiming", "create_method"]
+__all__ = ["Company", "Drafter", "Experience", "Method", "TimestepTiming", "create_method"]

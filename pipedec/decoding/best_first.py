@@ -22,12 +22,13 @@ from pipedec.decoding.acceptance import Acceptance
 from pipedec.decoding.choices import Choices, Proposal
 from pipedec.decoding.context import MethodContext
 from pipedec.decoding.controller import Controller, TimestepTiming
+from pipedec.decoding.drafter import RequestDrafter
 from pipedec.decoding.injection import InjectionTree
-from pipedec.decoding.interface import Drafter
+from pipedec.decoding.lockstep import Drafting
 from pipedec.decoding.proposers import DraftProposal, NgramProposer
 from pipedec.forest import paths
 from pipedec.methods import BestFirstOptions, options_of
-from pipedec.tree import PredictionTree
+from pipedec.tree import DraftRows, PredictionTree
 
 DRAFTED_ROWS = 16  # of one forward for one thread: more make no answer faster
 
@@ -85,7 +86,7 @@ class BestFirst:
 
     def __init__(self, context: MethodContext) -> None:
         sources = options_of(context.request, BestFirstOptions).proposers
-        self.drafter: Drafter | None = context.drafter if "draft" in sources else None
+        self.drafter: RequestDrafter | None = context.drafter if "draft" in sources else None
         self._uses_ngrams = "ngrams" in sources
         prior = (*(DraftProposal.prior if self.drafter else ()), *(NgramProposer.prior if self._uses_ngrams else ()))
         if not prior:
@@ -123,27 +124,26 @@ class BestFirst:
             if was_proposed is not None:
                 self._controller.record_proposed(was_proposed)
 
-    def draft(self, running: dict[int, Branch]) -> None:
-        """Run the number of draft forwards that the controller has set, each on rows of all threads."""
+    def draft(self, running: dict[int, Branch]) -> Drafting:
+        """As many draft forwards as the controller has set, each on rows of all threads."""
         for _ in range(self._controller.forwards if self._controller.is_speculating else 0):
             rows = {number: rows for number, rows in self._undrafted(running).items() if len(rows)}
             if not rows:
                 return
-            for number, proposals in self._proposals(running, rows).items():
+            found: dict[int, list[Proposal]] = {number: [] for number in rows}
+            if self.drafter is not None:
+                candidates = yield self._requested(self.drafter, running, rows)
+                for number, of_thread in zip(rows, candidates, strict=True):
+                    found[number].append(DraftProposal(of_thread))
+            for number, proposals in found.items():
+                branch = running[number]
+                if branch.ngrams is not None:
+                    proposals.append(branch.ngrams.propose(branch.tree, rows[number]))
                 choices = Choices.merged(rows[number], proposals)
-                running[number].injection.add(choices, self._acceptance.log_chances(choices))
+                branch.injection.add(choices, self._acceptance.log_chances(choices))
 
-    def _proposals(self, running: dict[int, Branch], rows: dict[int, Tensor]) -> dict[int, list[Proposal]]:
-        found: dict[int, list[Proposal]] = {number: [] for number in rows}
-        if self.drafter is not None:
-            requested = [(number, running[number].tree, of_thread) for number, of_thread in rows.items()]
-            for number, candidates in zip(rows, self.drafter.expand(requested, self._children), strict=True):
-                found[number].append(DraftProposal(candidates))
-        for number, proposals in found.items():
-            ngrams = running[number].ngrams
-            if ngrams is not None:
-                proposals.append(ngrams.propose(running[number].tree, rows[number]))
-        return found
+    def _requested(self, drafter: RequestDrafter, running: dict[int, Branch], rows: dict[int, Tensor]) -> list[DraftRows]:
+        return [drafter.rows(number, running[number].tree, of_thread, self._children) for number, of_thread in rows.items()]
 
     def _undrafted(self, running: dict[int, Branch]) -> dict[int, Tensor]:
         """By thread, the most probable undrafted rows among all threads, to be drafted now."""

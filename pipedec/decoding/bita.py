@@ -13,6 +13,7 @@ import torch
 from pipedec.core import Accepted, MaskParams, Step, UserError
 from pipedec.decoding.candidates import CandidateTree, Forecast, RankChances, efficient, full, likeliest, straightforward
 from pipedec.decoding.context import MethodContext
+from pipedec.decoding.lockstep import Drafting, nothing_to_draft
 from pipedec.methods import MAX_ROWS, BitaOptions, options_of
 from pipedec.tree import mask_groups
 
@@ -53,8 +54,9 @@ class Bita:
     def has_entered(self) -> bool:
         return self._root is None
 
-    def draft(self) -> None:
-        """Nothing to do: the stages compute the forecast."""
+    def draft(self) -> Drafting:
+        """Nothing: the stages compute the forecast."""
+        return nothing_to_draft()
 
     def accept(self, accepted: Accepted) -> None:
         self._chances.observe(self._forecast, accepted.tokens)

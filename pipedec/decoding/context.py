@@ -5,28 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from pipedec.core import Request
+from pipedec.decoding.drafter import RequestDrafter, ThreadDrafter
 from pipedec.decoding.experience import Experience
-from pipedec.decoding.interface import Drafter
 from pipedec.threads import Sequence
-from pipedec.tree import Advance, Candidates, PredictionTree
-
-
-@dataclass(frozen=True)
-class ThreadDrafter:
-    """The drafter for the tree of one thread."""
-
-    drafter: Drafter
-    number: int
-
-    def expand(self, tree: PredictionTree, rows: Tensor, children: int) -> Candidates:
-        """In one forward, the ``children`` most probable children of each of ``rows``: int64 [F], ascending."""
-        return self.drafter.expand([(self.number, tree, rows)], children)[0]
-
-    def advance(self, advance: Advance) -> None:
-        self.drafter.advance(self.number, advance)
 
 
 @dataclass(frozen=True)
@@ -42,7 +25,7 @@ class MethodContext:
 
     request: Request
     sequence: Sequence
-    drafter: Drafter | None
+    drafter: RequestDrafter | None
     experience: Experience
     device: torch.device | str = "cpu"
     trained_masks: int = 0

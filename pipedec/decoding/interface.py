@@ -1,46 +1,14 @@
-"""The protocols inside a decoding method: the draft model that it uses, and the policy that selects its rows."""
+"""The protocols around a decoding method: the policy that selects the rows of a request, thread by thread."""
 
 from __future__ import annotations
 
 from typing import Any, Protocol
 
-from torch import Tensor
-
 from pipedec.core import Accepted, MaskParams, Step
 from pipedec.decoding.controller import TimestepTiming
-from pipedec.threads import Sequence
-from pipedec.tree import Advance, Candidates, PredictionTree, RowsToDraft
-
-
-class Drafter(Protocol):
-    """A draft model for the trees of an answer's threads (see ``drafting``)."""
-
-    def begin(self, sequence: Sequence) -> None:
-        """Forget the previous answer.
-
-        Args:
-            sequence: the threads of the next one, read only. Accepted tokens are in it before ``advance`` is called.
-        """
-
-    def prefill(self, token_ids: Tensor) -> None:
-        """Process the next chunk of the prompt: int64 [any number]."""
-
-    def expand(self, requested: list[RowsToDraft], children: int) -> list[Candidates]:
-        """Draft rows of several trees in one forward.
-
-        Args:
-            requested: rows that are not drafted yet; their ancestors were drafted or are among them.
-            children: number of most probable next tokens to return for each row.
-
-        Returns:
-            the candidates for each entry of ``requested``.
-        """
-
-    def advance(self, thread: int, advance: Advance) -> None:
-        """Follow the tree of a thread, which was advanced."""
-
-    def threads_changed(self) -> None:
-        """Threads were opened, joined or ended."""
+from pipedec.decoding.drafter import RequestDrafter
+from pipedec.decoding.lockstep import Drafting
+from pipedec.tree import PredictionTree
 
 
 class Member(Protocol):
@@ -79,14 +47,14 @@ class Policy(Protocol):
         """Maximum rows of a step, as far as the options of the method limit them."""
 
     @property
-    def drafter(self) -> Drafter | None:
-        """The draft model that it uses, if any."""
+    def drafter(self) -> RequestDrafter | None:
+        """The draft model, if it uses one."""
 
     def create(self, number: int) -> Member:
         """The member for a thread that was just opened."""
 
-    def draft(self, running: dict[int, Any]) -> None:
-        """Run the draft model, while the stages compute."""
+    def draft(self, running: dict[int, Any]) -> Drafting:
+        """What the draft model is to compute while the stages compute."""
 
     def propose(self, running: dict[int, Any], room: int) -> list[tuple[int, Step]]:
         """The rows that enter at the next timestep, at most ``room`` if several threads run: (thread number, step)."""

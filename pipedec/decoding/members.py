@@ -9,10 +9,11 @@ from pipedec.core import MaskParams, Step
 from pipedec.decoding.context import MethodContext
 from pipedec.decoding.controller import TimestepTiming
 from pipedec.decoding.interface import Member
+from pipedec.decoding.lockstep import Drafting, in_lockstep
 
 
 class ThreadMember(Member, Protocol):
-    """A method for one thread. The draft model's ``prefill`` is not its concern.
+    """A method for one thread.
 
     Attributes:
         room: maximum rows of the next step; at first the most that its options allow.
@@ -23,8 +24,8 @@ class ThreadMember(Member, Protocol):
     @property
     def masks(self) -> MaskParams: ...
 
-    def draft(self) -> None:
-        """Run the draft model below rows in flight, or for the rows that enter next."""
+    def draft(self) -> Drafting:
+        """What the draft model is to compute below rows in flight, or for the rows that enter next."""
 
     def propose(self) -> Step | None:
         """The rows that enter at the next timestep, or None."""
@@ -49,9 +50,8 @@ class Members:
     def create(self, number: int) -> ThreadMember:
         return self._kind(self._context, number)
 
-    def draft(self, running: dict[int, ThreadMember]) -> None:
-        for member in running.values():
-            member.draft()
+    def draft(self, running: dict[int, ThreadMember]) -> Drafting:
+        return in_lockstep(member.draft() for member in running.values())
 
     def propose(self, running: dict[int, ThreadMember], room: int) -> list[tuple[int, Step]]:
         share = max(room // max(len(running), 1), 1)

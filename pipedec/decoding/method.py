@@ -7,11 +7,11 @@ one thread is an answer whose sequence cannot fork.
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from pipedec.core import MaskParams, Step, Verdict
 from pipedec.decoding.controller import TimestepTiming
 from pipedec.decoding.interface import Member, Policy
+from pipedec.decoding.lockstep import Drafting
 from pipedec.forest import Remaining, ThreadChanges, apply_verdict, position_root
 from pipedec.threads import Sequence, State
 from pipedec.tree import is_mask
@@ -20,7 +20,7 @@ ROWS_OF_SEVERAL_THREADS = 128  # rows of a step that running threads share; more
 
 
 class Method:
-    """Runs on rank 0. In every timestep: ``draft`` while the stages compute, ``apply`` if there is a verdict, ``propose``.
+    """Runs on rank 0 behind its prompt. In every timestep: ``propose``, ``draft``, and ``apply`` if there is a verdict.
 
     Args:
         sequence: the answer's threads, just begun. The method alone passes accepted tokens to it.
@@ -43,14 +43,14 @@ class Method:
         """The mask rows behind the prompt and behind rows of the method's steps."""
         return self._policy.masks
 
-    def prefill(self, token_ids: Tensor) -> None:
-        """Process the next chunk of the prompt: int64 [R]. The ``masks`` follow the last chunk."""
-        if self._policy.drafter is not None:
-            self._policy.drafter.prefill(token_ids)
+    @property
+    def has_drafter(self) -> bool:
+        """Whether it asks the draft model."""
+        return self._policy.drafter is not None
 
-    def draft(self) -> None:
-        """Rank 0's compute phase: run the draft model below rows in flight, or for the rows that enter next."""
-        self._policy.draft(self._running())
+    def draft(self) -> Drafting:
+        """What the draft model is to compute below rows in flight, or for the rows that enter next."""
+        return self._policy.draft(self._running())
 
     def apply(self, verdict: Verdict) -> None:
         """Advance to the accepted tokens and prune what can no longer be accepted."""

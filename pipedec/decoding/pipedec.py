@@ -11,6 +11,7 @@ import torch
 
 from pipedec.core import NO_MASKS, Accepted, Step
 from pipedec.decoding.context import MethodContext
+from pipedec.decoding.lockstep import Drafting
 from pipedec.methods import PipeDecOptions, options_of
 from pipedec.tree import Candidates, PredictionTree
 
@@ -34,11 +35,11 @@ class PipeDec:
     def has_entered(self) -> bool:
         return self._root is None
 
-    def draft(self) -> None:
+    def draft(self) -> Drafting:
         rows = torch.arange(self._layer.start, self._layer.stop, device=self._device)
-        if len(rows):
-            self._candidates = self._drafter.expand(self.tree, rows, self._limits.children)
         self._layer = slice(0, 0)
+        if len(rows):
+            (self._candidates,) = yield [self._drafter.rows(self.tree, rows, self._limits.children)]
 
     def accept(self, accepted: Accepted) -> None:
         advance = self.tree.advance(accepted.tokens)

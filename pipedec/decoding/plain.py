@@ -6,6 +6,7 @@ import torch
 
 from pipedec.core import NO_MASKS, Accepted, Step
 from pipedec.decoding.context import MethodContext
+from pipedec.decoding.lockstep import Drafting, nothing_to_draft
 
 
 class PlainPipeline:
@@ -23,8 +24,8 @@ class PlainPipeline:
     def has_entered(self) -> bool:
         return self._root is None
 
-    def draft(self) -> None:
-        """Nothing to do: there is no draft model."""
+    def draft(self) -> Drafting:
+        return nothing_to_draft()
 
     def accept(self, accepted: Accepted) -> None:
         self._root = accepted.tokens[-1]

@@ -8,8 +8,9 @@ import torch
 
 from pipedec.core import Request
 from pipedec.decoding.context import MethodContext
+from pipedec.decoding.drafter import Drafter, RequestDrafter
 from pipedec.decoding.experience import Experience
-from pipedec.decoding.interface import Drafter, Policy
+from pipedec.decoding.interface import Policy
 from pipedec.decoding.members import Members
 from pipedec.decoding.method import Method
 from pipedec.methods import find_method
@@ -28,7 +29,7 @@ def create_method(
 
     Args:
         sequence: the answer's threads, just begun. Only the method passes accepted tokens to it.
-        drafter: begins the answer if the method drafts.
+        drafter: None without a draft model.
         experience: what earlier answers have taught.
         trained_masks: mask rows that the target's BiTA was trained with; 0 if it has none.
 
@@ -37,10 +38,9 @@ def create_method(
     """
     entry = find_method(request.method)
     entry.check_needs(drafter is not None, trained_masks > 0)
-    context = MethodContext(request, sequence, None if entry.draft == "none" else drafter, experience, device, trained_masks)
+    of_request = None if drafter is None or entry.draft == "none" else RequestDrafter(drafter, request.number)
+    context = MethodContext(request, sequence, of_request, experience, device, trained_masks)
     module, _, name = entry.implementation.partition(":")
     kind = getattr(importlib.import_module(module), name)
     policy: Policy = kind(context) if entry.compares_threads else Members(context, kind)
-    if policy.drafter is not None:
-        policy.drafter.begin(sequence)
     return Method(sequence, policy, device)

@@ -11,6 +11,7 @@ import torch
 
 from pipedec.core import NO_MASKS, Accepted, Step
 from pipedec.decoding.context import MethodContext
+from pipedec.decoding.lockstep import Drafting
 from pipedec.methods import StaticTreeOptions, options_of
 from pipedec.tree import PredictionTree
 
@@ -40,14 +41,15 @@ class StaticTree:
             return min(self._limits.rows, self.room)
         return min(self._limits.width, max(self.room // self._limits.depth, 1))
 
-    def draft(self) -> None:
+    def draft(self) -> Drafting:
         """Draft the whole tree below a new root: one forward for every layer but the last."""
         if self._root is None:
             return
         layer, self._root = self.tree.plant(self._root), None
         for _ in range(self._limits.depth):
             rows = torch.arange(layer.start, layer.stop, device=self._device)
-            layer = self.tree.grow(self._drafter.expand(self.tree, rows, self._limits.children), self._layer_width)
+            (candidates,) = yield [self._drafter.rows(self.tree, rows, self._limits.children)]
+            layer = self.tree.grow(candidates, self._layer_width)
         if self._limits.rows is not None:
             self._drafter.advance(self.tree.keep(self.tree.most_probable(self._limits.rows)))
         self._is_drafted = True

@@ -1,58 +1,61 @@
-"""The draft model S: a small model that predicts the tokens after rows of prediction trees, with its own two-level KV cache.
+"""The draft model S: a small model that predicts the tokens after rows of prediction trees, with its own two-level KV caches.
 
-Owns the draft model's weights and cache, and knows which tree rows are in the cache. The decoding method decides which rows are
-drafted and which candidates enter the pipeline. Shapes: N tree slots of the cache, C accepted tokens that were never drafted,
-F rows to draft, R = C + F.
+Owns the draft model's weights, and a *lane* for each running request: its cache, and which tree rows are in it. The decoding
+method decides which rows are drafted and which candidates enter the pipeline. Shapes: N tree slots of a lane's cache, C accepted
+tokens that were never drafted, F rows to draft, R = C + F.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from itertools import accumulate, groupby
+
 import torch
 from torch import Tensor
 
-from pipedec.drafting.thread_labels import ThreadLabels
+from pipedec.drafting.lane import DraftLane, Entering
 from pipedec.model import StageModel
-from pipedec.threads import Sequence, single_thread
-from pipedec.tree import Advance, Candidates, PredictionTree, RowsToDraft, Visibility
+from pipedec.threads import Sequence as ThreadSequence
+from pipedec.tree import Advance, Candidates, DraftRows
 
 
 class DraftModel:
-    """A whole model on one device. Rows of a tree may be drafted in any order, each after its ancestors.
-
-    The tree slots of its cache are in order of drafting. Accepted rows that were never drafted form the *chain* of their thread,
-    which the next ``expand`` computes together with its rows. If there are several threads, the last tokens of joined threads are
-    never computed, and a chain attends to the context as it is when it is computed: drafts need not be exact.
-    """
+    """A whole model on one device. Rows of a tree may be drafted in any order, each after its ancestors."""
 
     def __init__(self, model: StageModel) -> None:
         self._model = model
-        self._cache = model.make_cache()
-        self._device = model.device
-        self.begin(single_thread(0, (), 1))
+        self._pool = model.make_pool()
+        self._lanes: dict[int, DraftLane] = {}  # by request
 
-    def begin(self, sequence: Sequence) -> None:
-        """Forget the previous answer.
+    @property
+    def num_lanes(self) -> int:
+        """Requests that have a cache."""
+        return len(self._lanes)
+
+    @property
+    def cache_slots(self) -> int:
+        """KV cache entries that all requests together have room for."""
+        return self._pool.slots
+
+    def open(self, number: int, sequence: ThreadSequence) -> None:
+        """Make the lane of a request.
 
         Args:
-            sequence: the threads of the next one, read only. The caller passes accepted tokens to it before it calls ``advance``.
+            sequence: its threads, read only. The caller passes accepted tokens to it before it calls ``advance``.
         """
-        self._cache.reset()
-        self._sequence = sequence
-        self._slot_rows = torch.zeros(0, dtype=torch.int64, device=self._device)  # [N], the row of its tree in every tree slot
-        self._chains: dict[int, Tensor] = {}  # by thread: int64, token ids that follow the past
-        self._labels = ThreadLabels(sequence, self._device) if sequence.can_fork else None
+        self._lanes[number] = DraftLane(self._pool.open(), sequence, self._model.device)
 
-    def prefill(self, token_ids: Tensor) -> None:
-        """Compute the next chunk of the prompt: int64 [any number]."""
-        positions = self._positions_after_past(len(token_ids))
-        self._model.forward(token_ids, positions, self._cache, prefill_length=self._sequence.prompt_length)
+    def close(self, number: int) -> None:
+        """Drop the lane of a request."""
+        self._lanes.pop(number).close()
 
-    def expand(self, requested: list[RowsToDraft], children: int) -> list[Candidates]:
-        """Draft rows of several trees in one forward.
+    def expand(self, requested: Sequence[DraftRows], prompts: Mapping[int, Tensor]) -> list[Candidates]:
+        """Run one forward over rows of several trees and the next chunks of several prompts.
 
         Args:
-            requested: (thread number, its tree, int64 rows of the tree).
-            children: number of most probable next tokens to return for each row.
+            requested: at most one entry for each thread of a request; those of one request stand together. None of a request
+                with a chunk.
+            prompts: by request, int64 [any number].
 
         Returns:
             the candidates for each entry of ``requested``.
@@ -60,91 +63,40 @@ class DraftModel:
         Raises:
             ValueError: rows of a tree are not ascending, one was drafted before, or an ancestor was not and is not among them.
         """
-        for number, tree, rows in requested:
-            self._check(tree, self._slot_rows[self._slots_of(number)], rows)
-        rows = torch.cat([rows for _, _, rows in requested])
-        log_probs_FV = self._model.logits(self._forward(requested, rows)).log_softmax(-1)
-        top = log_probs_FV.topk(min(children, log_probs_FV.shape[-1]))
-        counts = [len(rows) for _, _, rows in requested]
-        found = zip(requested, top.indices.split(counts), top.values.split(counts), strict=True)
-        return [Candidates(rows, token_ids, log_probs) for (_, _, rows), token_ids, log_probs in found]
+        lanes = [(self._lanes[number], list(rows)) for number, rows in groupby(requested, lambda entry: entry.number)]
+        drafting = [(lane, lane.enter(rows)) for lane, rows in lanes]
+        entering = [self._lanes[number].enter_prompt(chunk) for number, chunk in prompts.items()]
+        entering += [entered for _, entered in drafting]
+        token_ids = torch.cat([of_lane.token_ids for of_lane in entering])
+        hidden_RE = self._model.forward(token_ids, [of_lane.rows for of_lane in entering])
+        for lane, entered in drafting:
+            lane.settle(entered)
+        return self._candidates(hidden_RE[_drafted(entering)], requested) if requested else []
 
-    def advance(self, thread: int, advance: Advance) -> None:
+    def advance(self, number: int, thread: int, advance: Advance) -> None:
         """Commit and prune cache entries as the thread's tree was."""
-        own = self._slots_of(thread)
-        rows = self._slot_rows[own]
-        slots = torch.full((advance.num_rows,), -1, dtype=torch.int64, device=self._device)
-        slots[rows] = own
-        committed = slots[advance.committed]
-        is_drafted = committed >= 0
-        drafted, chain = committed[is_drafted], advance.committed_ids[~is_drafted]
-        is_kept, new_rows = advance.renumber(rows)
-        kept = own[is_kept]
-        self._slot_rows[kept] = new_rows
-        if self._labels is not None:
-            kept = self._labels.advance(thread, drafted, own[~is_kept])
-        self._slot_rows = self._slot_rows[kept]
-        self._cache.advance(drafted, kept)
-        if len(chain):
-            self._chains[thread] = torch.cat((self._chains.get(thread, chain[:0]), chain))
+        self._lanes[number].advance(thread, advance)
 
-    def threads_changed(self) -> None:
-        """To be called when threads were opened, joined or ended."""
-        if self._labels is None:
-            return
-        for number in self._sequence.released():
-            self._chains.pop(number, None)
-        kept = self._labels.threads_changed()
-        if kept is not None:
-            self._cache.release(kept)
+    def threads_changed(self, number: int) -> None:
+        """To be called when threads of a request were opened, joined or ended."""
+        self._lanes[number].threads_changed()
 
-    def _positions_after_past(self, num_rows: int) -> Tensor:
-        """int64 [num_rows], the position ids directly after the past."""
-        first = self._cache.past_length
-        return torch.arange(first, first + num_rows, device=self._device)
+    def _candidates(self, hidden_FE: Tensor, requested: Sequence[DraftRows]) -> list[Candidates]:
+        """The most probable next tokens of the rows of ``requested``."""
+        log_probs_FV = self._model.logits(hidden_FE).log_softmax(-1)
+        most = min(max(entry.children for entry in requested), log_probs_FV.shape[-1])
+        top = log_probs_FV.topk(most)
+        counts = [len(entry.rows) for entry in requested]
+        found = zip(requested, top.indices.split(counts), top.values.split(counts), strict=True)
+        return [
+            Candidates(entry.rows, token_ids[:, : entry.children], log_probs[:, : entry.children])
+            for entry, token_ids, log_probs in found
+        ]
 
-    def _slots_of(self, number: int) -> Tensor:
-        """int64, ascending, the tree slots that hold rows of a thread's tree."""
-        return torch.arange(len(self._slot_rows), device=self._device) if self._labels is None else self._labels.slots_of(number)
 
-    def _forward(self, requested: list[RowsToDraft], rows: Tensor) -> Tensor:
-        """Compute first the chains, which join the past, then ``rows``, those of all trees. Returns hidden states of the latter.
-
-        Returns:
-            [F, E].
-        """
-        token_ids = torch.cat([*self._chains.values(), *(tree.token_ids[of_tree] for _, tree, of_tree in requested)])
-        if self._labels is None:
-            positions, visibility = self._visibility(*requested[0])
-        else:
-            positions, visibility = self._labels.enter(self._chains, requested, self._slot_rows)
-        hidden = self._model.forward(token_ids, positions, self._cache, visibility)
-        first, chained = len(self._slot_rows), len(token_ids) - len(rows)
-        if chained:
-            slots = torch.arange(first + len(token_ids), device=self._device)
-            self._cache.advance(slots[first : first + chained], torch.cat((slots[:first], slots[first + chained :])))
-        self._chains = {}
-        self._slot_rows = torch.cat((self._slot_rows, rows))
-        return hidden[chained:]
-
-    def _visibility(self, number: int, tree: PredictionTree, rows: Tensor) -> tuple[Tensor, Visibility]:
-        """Positions and attention mask of chain and ``rows`` for an answer that cannot fork."""
-        chained = len(self._chains.get(number, ()))
-        slot_rows = self._slot_rows
-        positions = torch.cat((self._positions_after_past(chained), tree.positions[rows]))
-        mask = tree.tree_mask[rows][:, torch.cat((slot_rows, rows))]
-        if chained:  # no row below the chain has been drafted yet: there are no tree slots
-            tree_mask, mask = mask, mask.new_ones((len(positions), len(positions))).tril()
-            mask[chained:, chained:] = tree_mask
-        return positions, Visibility(mask, self._cache.past_length, lambda: torch.cat((tree.positions[slot_rows], positions)))
-
-    def _check(self, tree: PredictionTree, drafted: Tensor, rows: Tensor) -> None:
-        if bool((rows.diff() <= 0).any()):
-            raise ValueError("rows to draft must be in ascending order")
-        is_drafted = torch.zeros(tree.num_rows, dtype=torch.bool, device=self._device)
-        is_drafted[drafted] = True
-        if bool(is_drafted[rows].any()):
-            raise ValueError("rows must not be drafted twice")
-        is_drafted[rows] = True
-        if bool((tree.tree_mask[rows] & ~is_drafted).any()):
-            raise ValueError("rows must be drafted after their ancestors")
+def _drafted(entering: Sequence[Entering]) -> slice | list[int]:
+    """The requested rows of a forward: the last ones of each lane's."""
+    if len(entering) == 1:
+        return slice(entering[0].rows.num_rows - len(entering[0].drafted), None)
+    ends = accumulate(of_lane.rows.num_rows for of_lane in entering)
+    return [row for end, of_lane in zip(ends, entering, strict=True) for row in range(end - len(of_lane.drafted), end)]

@@ -7,6 +7,7 @@ behind the prompt.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Collection
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from torch import Tensor
 from pipedec.forest import Slots
 from pipedec.forest.slots import UNSEEN
 from pipedec.threads import Sequence
-from pipedec.tree import RowsToDraft, Visibility
+from pipedec.tree import DraftRows, Visibility
 
 _CHAINED = -1  # stands for the row of a token that is in no tree
 
@@ -60,7 +61,7 @@ class ThreadLabels:
         self._slots.threads_changed()
         return self._slots.release()
 
-    def enter(self, chains: dict[int, Tensor], requested: list[RowsToDraft], slot_rows: Tensor) -> tuple[Tensor, Visibility]:
+    def enter(self, chains: dict[int, Tensor], requested: Collection[DraftRows], slot_rows: Tensor) -> tuple[Tensor, Visibility]:
         """Add the rows of a forward: the chains join the past, the requested rows the tree slots.
 
         Args:
@@ -73,8 +74,8 @@ class ThreadLabels:
         chained = [(number, self._past_tokens[number] + index) for number, chain in chains.items() for index in range(len(chain))]
         chain = self._tensor([[number for number, _ in chained], [index for _, index in chained]])
         chain_positions = self._tensor([self._sequence.threads[number].positions[index] for number, index in chained])
-        threads = torch.cat([torch.full_like(rows, number) for number, _, rows in requested])
-        positions = torch.cat([tree.positions[rows] for _, tree, rows in requested])
+        threads = torch.cat([torch.full_like(entry.rows, entry.thread) for entry in requested])
+        positions = torch.cat([entry.tree.positions[entry.rows] for entry in requested])
         seen = self._seen(chain, threads, requested, slot_rows)
         entering = torch.cat((chain_positions, positions))
         slot_positions = torch.cat((self._slots.past_positions, self._positions, entering))
@@ -83,7 +84,7 @@ class ThreadLabels:
         self._positions = torch.cat((self._positions, positions))
         return entering, Visibility(seen, self._sequence.prompt_length, lambda: slot_positions)
 
-    def _seen(self, chain: Tensor, threads: Tensor, requested: list[RowsToDraft], slot_rows: Tensor) -> Tensor:
+    def _seen(self, chain: Tensor, threads: Tensor, requested: Collection[DraftRows], slot_rows: Tensor) -> Tensor:
         """The attention mask of a forward: bool [R, P + N + R].
 
         Args:
@@ -92,17 +93,17 @@ class ThreadLabels:
         """
         num_chained = chain.shape[1]
         of_threads = torch.cat((self._threads, chain[0], threads))  # [N + R], as the next two
-        rows = torch.cat((slot_rows, torch.full_like(chain[0], _CHAINED), *(rows for _, _, rows in requested)))
+        rows = torch.cat((slot_rows, torch.full_like(chain[0], _CHAINED), *(entry.rows for entry in requested)))
         indices = torch.where(rows == 0, self._root_indices(chain[0])[of_threads], UNSEEN)
         indices[len(slot_rows) : len(slot_rows) + num_chained] = chain[1]
         seen = self._slots.seen(of_threads[len(slot_rows) :], of_threads, indices)
         seen_RN = seen[:, self._slots.past_length :]
         seen_RN[:num_chained] &= ~((of_threads == chain[0][:, None]) & (indices > chain[1][:, None]))
         first = num_chained
-        for number, tree, of_tree in requested:
-            own = torch.nonzero((of_threads == number) & (rows != _CHAINED))[:, 0]
-            seen_RN[first : first + len(of_tree), own] = tree.tree_mask[of_tree][:, rows[own]]
-            first += len(of_tree)
+        for entry in requested:
+            own = torch.nonzero((of_threads == entry.thread) & (rows != _CHAINED))[:, 0]
+            seen_RN[first : first + len(entry.rows), own] = entry.tree.tree_mask[entry.rows][:, rows[own]]
+            first += len(entry.rows)
         return seen
 
     def _root_indices(self, chain_threads: Tensor) -> Tensor:

@@ -5,14 +5,12 @@ An answer in one thread is a document of one thread. Knows no decoding method: i
 
 from __future__ import annotations
 
-import time
 from collections import defaultdict
 from dataclasses import asdict, replace
 
 from pipedec.core import Completion, Request, Verdict
 from pipedec.decoding import Method
-from pipedec.engine.draft_tokens import DraftTokens
-from pipedec.engine.recorder import Timestep
+from pipedec.engine.counters import Counters
 from pipedec.messages import CompletionEvent, ThreadNews, TokensEvent
 from pipedec.text.prompt import Prompter
 from pipedec.text.stream import StopStrings, TextStream
@@ -42,15 +40,7 @@ class Answer:
         self._sampled: dict[tuple[int, int], int] = {}  # (thread, ordinal in the thread) → ordinal among all accepted tokens
         self._streams: dict[int, TextStream] | None = defaultdict(prompter.stream) if show_threads else None
         self._shown: dict[int, int] = defaultdict(int)  # number of tokens of each thread that the client has received
-        self._draft_tokens = DraftTokens()
-        self._timesteps = 0
-        self._began = time.perf_counter()
-        self._prefilled: float | None = None
-
-    def note(self, timestep: Timestep) -> None:
-        """Listens to the timesteps of the answer."""
-        self._timesteps = timestep.number
-        self._draft_tokens.count(timestep)
+        self.counters = Counters(self.completion.metrics)
 
     def take(self, verdict: Verdict) -> tuple[Verdict, TokensEvent]:
         """Add the accepted tokens.
@@ -66,17 +56,15 @@ class Answer:
             verdict = self._stopped(verdict, count)
         elif verdict.finished is not None:
             text += self._release(tokens, verdict.finished)
-        self._count(verdict)
         token_ids = [token.token_id for token in tokens]
         self.completion.token_ids += token_ids
         self.completion.text += text
         return verdict, TokensEvent(token_ids, text, None if self._streams is None else self._news(self._streams))
 
-    def completed(self, method: Method) -> CompletionEvent:
+    def completed(self, reason: str, method: Method) -> CompletionEvent:
         """The last event for the client: the completion, with the counters of ``method``."""
-        metrics = self.completion.metrics
-        metrics.hits, metrics.misses = method.hits, method.misses
-        metrics.draft_tokens = self._draft_tokens.total()
+        self.completion.finish_reason = reason
+        self.counters.ended(method)
         return CompletionEvent(self.completion, self._describe_threads() if self._sequence.can_fork else None)
 
     def _accept(self, verdict: Verdict) -> None:
@@ -106,16 +94,6 @@ class Answer:
         text, count = self._read(rest)
         tokens += rest[:count]
         return text if count is not None else text + (self._stops or self._text).finish()
-
-    def _count(self, verdict: Verdict) -> None:
-        now = time.perf_counter()
-        if self._prefilled is None:
-            self._prefilled = now
-        metrics = self.completion.metrics
-        metrics.prefill_seconds = self._prefilled - self._began
-        metrics.decode_seconds = now - self._prefilled
-        metrics.timesteps = self._timesteps
-        self.completion.finish_reason = verdict.finished
 
     def _describe_threads(self) -> list[int]:
         """Add the threads to the completion. Returns, for each of its tokens, its ordinal among all sampled ones."""

@@ -1,23 +1,23 @@
-"""Rank 0: takes requests from the queue, decodes them one after another, and streams the answers to their clients.
+"""Rank 0: takes requests from the queue, decodes them together, and streams the answers to their clients.
 
-Decides nothing about rows: the decoding method of the request does. How rows reach the stages is the driver's business.
+Decides nothing about rows: the company of decoding methods does. How rows reach the stages is the driver's business.
 """
 
 from __future__ import annotations
 
-from functools import partial
-
-from pipedec.core import SchedulerLost, UserError, Verdict
-from pipedec.decoding import Drafter, Method
+from pipedec.core import KNEE_ROWS, MAX_NUM_SEQS, Step, Update, UserError, Verdict
+from pipedec.decoding import Company, Drafter, Method
 from pipedec.engine.admission import Admission
 from pipedec.engine.answer import Answer
 from pipedec.engine.loop import decode
+from pipedec.engine.pool import Pool
 from pipedec.engine.rank_tasks import POLL_SECONDS, RankTasks, Wiring
 from pipedec.engine.rank_zero import RankZero
+from pipedec.engine.request_queue import RequestQueue
 from pipedec.engine.tasks import TaskPipeline
 from pipedec.engine.timed_drafter import TimedDrafter
 from pipedec.engine.windows import WindowPipeline
-from pipedec.messages import ErrorEvent, Event, TraceEvents, TraceRow
+from pipedec.messages import CompletionEvent, ErrorEvent, LogprobsEvent, TraceEvents, TraceRow
 from pipedec.methods import LayerTreeOptions
 from pipedec.scheduler.protocol import Message
 from pipedec.text.prompt import Prompter
@@ -25,7 +25,12 @@ from pipedec.tracing import SCHEDULER_TRACK
 
 
 class DraftLoop:
-    """Rank 0 of a resident cluster. Serves one request after another without reloading anything."""
+    """Rank 0 of a resident cluster. Serves any number of requests without reloading anything.
+
+    Args:
+        knee: rows that a stage computes in about the time of one.
+        max_num_seqs: most requests in the pipeline at the same time.
+    """
 
     def __init__(
         self,
@@ -34,12 +39,18 @@ class DraftLoop:
         trained_masks: int,
         wiring: Wiring,
         tree: LayerTreeOptions | None = None,
+        max_num_seqs: int = MAX_NUM_SEQS,
+        knee: int = KNEE_ROWS,
     ) -> None:
         self._wiring = wiring
-        self._scheduler = wiring.scheduler
         self._tasks = RankTasks(0, wiring)
         timed = None if drafter is None else TimedDrafter(drafter, self._tasks.recorder.drafting)
-        self._admission = Admission(wiring.topology, prompter, wiring.sequences, timed, trained_masks, wiring.device, tree)
+        self._company = Company(wiring.topology.num_groups, timed, wiring.device, trained_masks, knee)
+        self._company.whole_prompts = not wiring.window
+        self._admission = Admission(prompter, wiring.sequences, wiring.topology.num_stages, tree)
+        self._max_num_seqs = max_num_seqs
+        self._queue = RequestQueue(wiring.scheduler)
+        self._sessions = 0
         self._stopping = False
 
     def run(self) -> None:
@@ -48,65 +59,108 @@ class DraftLoop:
         Raises:
             PipedecError: the run was aborted, a rank is lost, or Redis is.
         """
-        while not self._stopping:
-            message = self._tasks.request(POLL_SECONDS)
-            if message is None:
-                self._check_run()
-            elif message.kind == "stop":
-                self._stopping = True
-            else:
-                self._serve(message)
-        while (message := self._tasks.request(0)) is not None:
-            self._scheduler.publish(message.number, ErrorEvent("the cluster is being stopped"))
+        with self._queue.serving():
+            while not self._stopping:
+                message = self._tasks.request(self._queue.wait, POLL_SECONDS)
+                if message is not None and message.kind == "stop":
+                    self._stopping = True
+                elif message is not None:
+                    self._serve(message)
+            self._queue.refuse("the cluster is being stopped")
 
-    def _check_run(self) -> None:
-        if self._scheduler.status().state == "gone":
-            raise SchedulerLost("Redis no longer knows the run: its keys were deleted")
-
-    def _serve(self, message: Message) -> None:
-        """Answer one request completely."""
-        try:
-            answer, method = self._admission.admit(message)
-        except UserError as error:
-            self._scheduler.publish(message.number, ErrorEvent(str(error)))
+    def _serve(self, first: Message) -> None:
+        """One session: from a request that finds the pipeline empty until no request is left."""
+        pool = Pool(self._company)
+        self._admit(pool, first)
+        if not pool.is_busy:
             return
-        self.answer(answer, method)
-
-    def answer(self, answer: Answer, method: Method) -> None:
-        """From prefill until every rank has replayed the answer's last verdict."""
-        request = answer.request
-        self._wiring.tracer.enabled = request.trace
-        driver: type[RankZero] = WindowPipeline if self._wiring.window else TaskPipeline
-        pipeline = driver(request, method.masks, self._tasks, self._wiring)
-        listeners = (self._tasks.note, answer.note)
-        completed = False
-        with pipeline.publishing():
-            for verdict in decode(request, method, pipeline, partial(_accept, answer, pipeline), listeners):
-                # The rows still in flight need as many timesteps to leave as there are groups; the client need not wait for them.
-                if verdict.finished and not self._ranks_report(answer):
-                    pipeline.publish(answer.completed(method))
-                    completed = True
-        pipeline.end([*self._trace(answer), *([] if completed else [answer.completed(method)])])
+        pipeline = self._pipeline()
+        for _ in decode(pool, pipeline, lambda: self._follow_queue(pool), (self._tasks.note,)):
+            continue  # everything has been said to the answers' readers
         self._stopping |= pipeline.is_stopping
 
-    def _ranks_report(self, answer: Answer) -> bool:
-        """Whether the client expects events from other ranks, which they send when the answer has ended."""
-        request = answer.request
-        return request.trace or self._wiring.emulation is not None or request.sampling.logprobs is not None
+    def _pipeline(self) -> RankZero:
+        if not self._wiring.window:
+            return TaskPipeline(self._tasks, self._wiring)
+        self._sessions += 1
+        return WindowPipeline(self._sessions, self._tasks, self._wiring)
 
-    def _trace(self, answer: Answer) -> list[Event]:
-        """The scheduler's own trace of the answer, if one was asked for."""
-        if not answer.request.trace:
+    def _follow_queue(self, pool: Pool) -> None:
+        """Begin requests for which there is room, and end those that were cancelled."""
+        if not self._wiring.window:
+            return  # task dispatch: a request is cancelled at its next verdict, and the next one has a workflow of its own
+        for number in self._queue.cancelled():
+            pool.cancel(number)
+        room = 0 if self._queue.is_stopping else self._max_num_seqs - pool.num_running
+        for message in self._queue.arrivals(room):
+            self._admit(pool, message)
+
+    def _admit(self, pool: Pool, message: Message) -> None:
+        try:
+            answer, sequence = self._admission.admit(message, self._company)
+        except UserError as error:
+            self._queue.finish(message.number, ErrorEvent(str(error)))
+            return
+        self._tasks.opened(message.number, answer.request.trace)
+        pool.open(answer.request, sequence, _Stream(answer, self._queue, self._tasks, self._wiring))
+
+
+class _Stream:
+    """The ``Reader`` of a request: what is said of it goes to its client.
+
+    Other ranks publish traces, and timesteps that overran, when they close the request's lane. So the completion of a request
+    that is traced or emulated, the last event that its client reads, waits until they have.
+    """
+
+    def __init__(self, answer: Answer, queue: RequestQueue, tasks: RankTasks, wiring: Wiring) -> None:
+        self._answer = answer
+        self._number = answer.request.number
+        self._queue = queue
+        self._tasks = tasks
+        self._wiring = wiring
+        self._waits_for_ranks = answer.request.trace or wiring.emulation is not None
+        self._completion: CompletionEvent | None = None
+        self._finished = False
+        self._began_us = wiring.scheduler.clock_us() if answer.request.trace else 0
+
+    def entered(self, step: Step) -> None:
+        self._answer.counters.entered(step)
+
+    def take(self, result: Update, timestep: int) -> Verdict:
+        assert result.verdict is not None
+        self._answer.counters.accepted(timestep)
+        if result.logprobs:
+            self._queue.put(self._number, LogprobsEvent([list(row) for row in result.logprobs]))
+        return self._publish(result.verdict)
+
+    def ended(self, reason: str, method: Method) -> None:
+        if not self._finished:  # cancelled, so that no verdict has said so
+            self._publish(Verdict((), reason))
+        completion = self._answer.completed(reason, method)
+        if self._waits_for_ranks:
+            self._completion = completion
+        else:
+            self._queue.finish(self._number, completion)
+
+    def closed(self) -> None:
+        if self._completion is not None:
+            events = [*self._scheduler_trace(), *self._tasks.closed(self._number), self._completion]
+            self._queue.finish(self._number, *events)
+
+    def _publish(self, verdict: Verdict) -> Verdict:
+        """Add a verdict to the answer and publish the new text; returns the verdict as far as the answer goes."""
+        verdict, event = self._answer.take(verdict)
+        self._finished = verdict.finished is not None
+        self._queue.put(self._number, event)
+        return verdict
+
+    def _scheduler_trace(self) -> list[TraceEvents]:
+        """The scheduler's own trace, if one was asked for."""
+        if not self._answer.request.trace:
             return []
         rows: list[TraceRow] = [
             (SCHEDULER_TRACK, granted.task.label, granted.task.kind, granted.granted_us, granted.finished_us)
-            for granted in self._scheduler.trace()
+            for granted in self._wiring.scheduler.trace()
+            if granted.finished_us >= self._began_us
         ]
         return [TraceEvents(rows)]
-
-
-def _accept(answer: Answer, pipeline: RankZero, verdict: Verdict) -> Verdict:
-    """Add a verdict to the answer and publish the new text; returns the verdict as far as the answer goes."""
-    verdict, event = answer.take(verdict)
-    pipeline.publish(event)
-    return verdict

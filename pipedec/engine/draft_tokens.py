@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 
 from pipedec.core import Step
-from pipedec.engine.recorder import Timestep
 
 _STEPS_AT_ONCE = 64
 
@@ -20,12 +19,11 @@ class DraftTokens:
         self._total: torch.Tensor | int = 0  # int64 [], of all steps but those in ``_steps``
         self._steps: list[Step] = []
 
-    def count(self, timestep: Timestep) -> None:
-        """Listens to the timesteps of an answer."""
-        if timestep.step is not None:
-            self._steps.append(timestep.step)
-            if len(self._steps) == _STEPS_AT_ONCE:
-                self._count()
+    def count(self, step: Step) -> None:
+        """``step`` enters the pipeline."""
+        self._steps.append(step)
+        if len(self._steps) == _STEPS_AT_ONCE:
+            self._count()
 
     def total(self) -> int:
         """The draft tokens so far. Waits for the device."""

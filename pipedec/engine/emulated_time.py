@@ -1,6 +1,7 @@
 """How emulated time passes: ``Pacer`` lets a real rank sleep, ``EmulatedClock`` adds up the times of a pipeline in one process.
 
-How long work takes is defined by ``plan/emulation.py``. Prefill, verdicts and Redis are not emulated: they take real time.
+How long work takes is defined by ``plan/emulation.py``. Chunks of prompts are rows like others. Verdicts, rank 0's own work and
+Redis are not emulated: they take real time.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from pipedec.core import Load
 from pipedec.decoding import TimestepTiming
 from pipedec.plan.emulation import Emulation
 from pipedec.plan.partition import slowest_transfers_ms
@@ -29,10 +31,10 @@ class Pacer:
         self._overran = False
 
     @contextmanager
-    def computing(self, rows: int) -> Iterator[None]:
-        """Pace one forward of ``rows`` rows through this rank's layers."""
+    def computing(self, load: Load) -> Iterator[None]:
+        """Pace one forward of ``load`` through this rank's layers."""
         timing = self._emulation and self._emulation.timing(self._rank)
-        end = self._end(timing.compute_ms(rows) if timing else 0.0)
+        end = self._end(timing.compute_ms(load) if timing else 0.0)
         yield
         self._overran |= timing is not None and time.perf_counter() > end
         _sleep_until(end)
@@ -76,37 +78,49 @@ class TimestepLoad:
     """The work of one timestep.
 
     Attributes:
-        drafted: rows of each draft forward.
-        computed, sent: rows by rank.
+        drafted: of each draft forward.
+        computed: by rank.
+        sent: rows by sender.
+        deciding_seconds: rank 0's own work between two timesteps: verdicts, and the rows that enter next. All stages wait for it.
+        beside_seconds: rank 0's own work while the stages compute, besides the draft forwards.
     """
 
-    drafted: list[int] = field(default_factory=list)
-    computed: dict[int, int] = field(default_factory=dict)
+    drafted: list[Load] = field(default_factory=list)
+    computed: dict[int, Load] = field(default_factory=dict)
     sent: dict[int, int] = field(default_factory=dict)
+    deciding_seconds: float = 0.0
+    beside_seconds: float = 0.0
 
 
 class EmulatedClock:
-    """Adds up the duration of timesteps: the slowest group or the draft, then the slowest transfers."""
+    """Adds up the duration of timesteps: rank 0's decisions, then the slowest group or rank 0, then the slowest transfers."""
 
     def __init__(self, emulation: Emulation, topology: Topology) -> None:
         self._emulation = emulation
         self._topology = topology
         self.total_ms = 0.0
 
+    def seconds(self) -> float:
+        """The time so far."""
+        return self.total_ms / 1000
+
     def add(self, load: TimestepLoad) -> TimestepTiming:
         """Add a timestep and return its timing as rank 0 would measure it."""
-        timestep_ms = self._compute_ms(load) + self._transfer_ms(load)
-        self.total_ms += timestep_ms
+        own = (load.deciding_seconds, load.beside_seconds) if self._emulation.counts_own_work else (0.0, 0.0)
+        deciding_ms, beside_ms = (1000 * seconds for seconds in own)
         forwards = self._forwards_ms(load)
-        waiting_ms = timestep_ms - sum(forwards)
+        busy_ms = sum(forwards) + beside_ms
+        timestep_ms = deciding_ms + max(busy_ms, self._compute_ms(load)) + self._transfer_ms(load)
+        self.total_ms += timestep_ms
+        waiting_ms = timestep_ms - deciding_ms - busy_ms
         return TimestepTiming(timestep_ms / 1000, waiting_ms / 1000, tuple(forward / 1000 for forward in forwards))
 
     def _forwards_ms(self, load: TimestepLoad) -> list[float]:
         draft = self._emulation.draft
-        return [draft.compute_ms(rows) for rows in load.drafted] if draft else []
+        return [draft.compute_ms(forward) for forward in load.drafted] if draft else []
 
     def _compute_ms(self, load: TimestepLoad) -> float:
-        slowest = sum(self._forwards_ms(load))
+        slowest = 0.0
         for group in self._topology.groups:
             inside = [self._send_ms(rank, load) for rank in group[:-1]]
             work = [self._emulation.stages[rank - 1].compute_ms(load.computed[rank]) for rank in group if rank in load.computed]

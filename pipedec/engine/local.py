@@ -6,17 +6,17 @@ The simplest place to debug a method: one timestep after another in one thread.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 
 import torch
-from torch import Tensor
 
-from pipedec.core import Envelope, Metrics, Request, Step, UserError, Verdict
-from pipedec.decoding import Drafter, Experience, TimestepTiming, create_method
-from pipedec.engine.draft_tokens import DraftTokens
+from pipedec.core import KNEE_ROWS, Envelope, Metrics, Request, Step, Update, UserError, Verdict
+from pipedec.decoding import Company, Drafter, Method, TimestepTiming
+from pipedec.engine.counters import Counters
 from pipedec.engine.emulated_time import EmulatedClock, Pacer, TimestepLoad
 from pipedec.engine.loop import decode
+from pipedec.engine.pool import Pool
 from pipedec.engine.recorder import Recorder, Timestep
 from pipedec.engine.sequences import Sequences
 from pipedec.engine.spec import PipelineSpec
@@ -24,23 +24,62 @@ from pipedec.engine.timed_drafter import TimedDrafter
 from pipedec.plan.emulation import Emulation
 from pipedec.sampling import seeded
 from pipedec.stage import FinalStageWorker, StageWorker
-from pipedec.threads import Sequence as ThreadSequence
+from pipedec.threads import Sequence
 from pipedec.topology import Topology
-from pipedec.transport import LocalTransport
 
 _IDLE_TIMESTEPS = 16
 
 
-class LocalPipeline:
-    """Runs one request at a time through stages 1..n, which are grouped as ``topology`` says.
+@dataclass
+class LocalAnswer:
+    """A request and what has become of it.
 
-    Attributes of the last request:
-        metrics: its counters.
-        seed: with which its tokens were sampled.
-        logprobs: as in ``Completion``.
-        emulated_ms: how long decoding would take on the emulated devices; None without an emulation.
+    Attributes:
+        request: with the seed that was chosen for it.
         sequence: its decode threads.
-        fill: for each timestep the number of rows in each group.
+        logprobs: as in ``Completion``.
+        finished: why it ended; None while it goes on.
+        is_closed: every stage has closed its lane.
+        now: see ``Counters``.
+    """
+
+    request: Request
+    sequence: Sequence
+    metrics: Metrics = field(default_factory=Metrics)
+    logprobs: list[dict[int, float]] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    finished: str | None = None
+    is_closed: bool = False
+    now: Callable[[], float] = time.perf_counter
+
+    def __post_init__(self) -> None:
+        self._counters = Counters(self.metrics, self.now)
+
+    def entered(self, step: Step) -> None:
+        self._counters.entered(step)
+
+    def take(self, result: Update, timestep: int) -> Verdict:
+        assert result.verdict is not None
+        self._counters.accepted(timestep)
+        self.logprobs += map(dict, result.logprobs)
+        self.token_ids += result.verdict.tokens
+        return result.verdict
+
+    def ended(self, reason: str, method: Method) -> None:
+        self.finished = reason
+        self._counters.ended(method)
+
+    def closed(self) -> None:
+        self.is_closed = True
+
+
+class LocalPipeline:
+    """Runs requests through stages 1..n, which are grouped as ``topology`` says.
+
+    Attributes:
+        answers: of the last run, by request number. With an emulation their metrics' seconds are those of the emulated devices.
+        emulated_ms: since the run began, on the emulated devices; None without an emulation.
+        fill: of the last run, for each timestep the number of rows in each group.
     """
 
     def __init__(
@@ -52,6 +91,7 @@ class LocalPipeline:
         device: torch.device | str = "cpu",
         emulation: Emulation | None = None,
         trained_masks: int = 0,
+        knee: int = KNEE_ROWS,
     ) -> None:
         if len(stages) != topology.num_stages:
             raise ValueError(f"{len(stages)} stages do not fill a topology of {topology.num_stages}")
@@ -61,18 +101,13 @@ class LocalPipeline:
         self._topology = topology
         self._sequences = sequences
         self._recorder = Recorder(Pacer(None, 0))
-        self._drafter = None if drafter is None else TimedDrafter(drafter, self._recorder.drafting)
-        self._device = device
+        timed = None if drafter is None else TimedDrafter(drafter, self._recorder.drafting)
+        self._company = Company(topology.num_groups, timed, device, trained_masks, knee)
         self._emulation = emulation
-        self._trained_masks = trained_masks
-        self._experience = Experience(topology.num_groups)
-        self.metrics = Metrics()
-        self.seed: int | None = None
-        self.logprobs: list[dict[int, float]] = []
+        self._clock: EmulatedClock | None = None
+        self.answers: dict[int, LocalAnswer] = {}
         self.emulated_ms: float | None = None
-        self.sequence: ThreadSequence | None = None
         self.fill: list[list[int]] = []
-        self._began = 0.0
 
     @classmethod
     def load(cls, spec: PipelineSpec) -> LocalPipeline:
@@ -80,133 +115,158 @@ class LocalPipeline:
         device = spec.torch_device()
         stages = [spec.load_stage(rank, device) for rank in range(1, spec.num_stages + 1)]
         drafter, masks = spec.load_drafter(device), spec.trained_masks()
-        return cls(stages, spec.topology, Sequences(spec.target), drafter, device, spec.emulation, masks)
+        return cls(stages, spec.topology, Sequences(spec.target), drafter, device, spec.emulation, masks, spec.knee)
 
     def run(self, request: Request) -> Iterator[Verdict]:
-        """Decode ``request`` and yield every verdict.
+        """Decode ``request`` alone and yield every verdict. Raises as ``run_all``."""
+        for _, verdict in self.run_all({1: [request]}):
+            yield verdict
+
+    def run_all(
+        self, arrivals: Mapping[int, Iterable[Request]], cancels: Mapping[int, Iterable[int]] | None = None
+    ) -> Iterator[tuple[int, Verdict]]:
+        """Decode requests together; yields (request number, verdict).
+
+        Args:
+            arrivals: by timestep, counted from 1, the requests that begin then. Without any request running, time passes at once.
+            cancels: by timestep, the numbers of requests that are cancelled then.
 
         Raises:
-            UserError: the request has stop strings (there is no tokenizer here), or its method needs a draft or a BiTA and there
+            UserError: a request has stop strings (there is no tokenizer here), or its method needs a draft or a BiTA and there
             is none.
         """
+        self.answers, self.fill = {}, []
+        clock = self._clock = EmulatedClock(self._emulation, self._topology) if self._emulation else None
+        pool, stages = Pool(self._company), _Stages(self._stages, self._topology, self._recorder, clock)
+        schedule = _Schedule(pool, self._begin, arrivals, cancels or {})
+        try:
+            while schedule.is_open:
+                for number, verdict in decode(pool, stages, schedule.admit, (self._note,)):
+                    self.emulated_ms = clock.total_ms if clock else None
+                    yield number, verdict
+        finally:
+            for number in self.answers:
+                pool.cancel(number)  # of a run that was left early
+            stages.close(pool.entering())
+            pool.closed()
+
+    @property
+    def last(self) -> LocalAnswer:
+        """The answer to the request that began last."""
+        return self.answers[max(self.answers)]
+
+    def _begin(self, pool: Pool, request: Request) -> None:
         if request.sampling.stop:
             raise UserError("stop strings need a tokenizer, which LocalPipeline does not have: use stop_token_ids")
         request = replace(request, sampling=seeded(request.sampling))
-        self.metrics, self.seed, self.logprobs, self.fill = Metrics(), request.sampling.seed, [], []
         new_sequence = self._sequences.maker(len(request.prompt_token_ids), request.sampling, request.threads)
-        self.sequence = new_sequence()
-        method = create_method(request, self.sequence, self._drafter, self._experience, self._device, self._trained_masks)
-        for stage in self._stages:
-            stage.begin(new_sequence, request.sampling, method.masks.named)
-        draft_tokens = DraftTokens()
-        clock = EmulatedClock(self._emulation, self._topology) if self._emulation else None
-        pipeline = _Stages(self._stages, self._topology, self._recorder, clock, self._device)
-        self._began = time.perf_counter()
-        for verdict in decode(request, method, pipeline, listeners=(self._note, draft_tokens.count)):
-            if not self.fill:
-                self.metrics.prefill_seconds = time.perf_counter() - self._began
-            self.logprobs += map(dict, self._stages[-1].take_logprobs())
-            self.metrics.hits, self.metrics.misses = method.hits, method.misses
-            yield verdict
-        self.metrics.draft_tokens = draft_tokens.total()
-        self.emulated_ms = clock.total_ms if clock else None
+        answer = LocalAnswer(request, sequence := new_sequence(), now=self._clock.seconds if self._clock else time.perf_counter)
+        pool.open(request, sequence, answer)
+        self.answers[request.number] = answer
 
     def _note(self, timestep: Timestep) -> None:
-        """Listens to the timesteps of the answer."""
+        """Listens to the timesteps."""
         assert timestep.load is not None
-        self.fill.append([timestep.load.computed.get(rank, 0) for rank in self._topology.entry_ranks])
-        self.metrics.timesteps = timestep.number
-        self.metrics.decode_seconds = time.perf_counter() - self._began - self.metrics.prefill_seconds
+        rows = {rank: load.rows for rank, load in timestep.load.computed.items()}
+        self.fill.append([rows.get(rank, 0) for rank in self._topology.entry_ranks])
+
+
+class _Schedule:
+    """Opens and cancels requests at given timesteps."""
+
+    def __init__(
+        self,
+        pool: Pool,
+        begin: Callable[[Pool, Request], None],
+        arrivals: Mapping[int, Iterable[Request]],
+        cancels: Mapping[int, Iterable[int]],
+    ) -> None:
+        self._pool = pool
+        self._begin = begin
+        self._arrivals = dict(sorted(arrivals.items()))
+        self._cancels = dict(cancels)
+        self._timestep = 0
+
+    @property
+    def is_open(self) -> bool:
+        return bool(self._arrivals)
+
+    def admit(self) -> None:
+        self._timestep += 1
+        for number in self._cancels.pop(self._timestep, ()):
+            self._pool.cancel(number)
+        if self._arrivals and not self._pool.is_busy:
+            self._timestep = max(self._timestep, next(iter(self._arrivals)))
+        for timestep in [timestep for timestep in self._arrivals if timestep <= self._timestep]:
+            for request in self._arrivals.pop(timestep):
+                self._begin(self._pool, request)
 
 
 class _Stages:
     """The ``Pipeline`` of the decode loop in which every stage learns a verdict at once (PipeDec §3.4.3)."""
 
-    def __init__(
-        self,
-        workers: list[StageWorker],
-        topology: Topology,
-        recorder: Recorder,
-        clock: EmulatedClock | None,
-        device: torch.device | str,
-    ) -> None:
+    def __init__(self, workers: list[StageWorker], topology: Topology, recorder: Recorder, clock: EmulatedClock | None) -> None:
         self._workers = dict(enumerate(workers, start=1))
         self._topology = topology
         self._recorder = recorder
         self._clock = clock
-        self._device = device
-        self._transports = LocalTransport.connect(topology.num_stages + 1)
-        self._arrivals = [0] * topology.num_groups  # rows that enter each group in this timestep
+        self._arrivals: list[dict[int, Step]] = [{} for _ in topology.groups]  # by group, by request, in this timestep
         self._load = TimestepLoad()
         self._slowest_seconds = 0.0  # the slowest group of the current timestep
         self._idle_timesteps = 0
 
-    def prefill(self, chunks: Sequence[list[int]], compute: Callable[[Tensor], None]) -> Verdict:
-        for chunk in chunks:
-            token_ids = torch.tensor(chunk, dtype=torch.int64, device=self._device)
-            compute(token_ids)
-            step: Step | None = Step(token_ids, torch.full_like(token_ids, -1))
-            for worker in self._workers.values():
-                assert step is not None
-                worker.prefill(step)
-                step = worker.outgoing()
-        verdict = self._workers[self._topology.final_rank].verdict()
-        assert verdict is not None
-        return verdict
-
     def advance(self, number: int, entering: Envelope, meanwhile: Callable[[], None]) -> Timestep:
-        self._load = TimestepLoad()
-        self._sync(entering.verdict)
-        self._transmit(entering.step)
-        self._recorder.restart()
-        meanwhile()
-        verdict = self._compute()
+        self._load = TimestepLoad(deciding_seconds=self._recorder.cpu_seconds if number > 1 else 0.0)
+        self._sync(entering)
+        self._transmit(entering)
+        with self._recorder.beside(self._load):
+            meanwhile()
+        results = self._compute()
         timing = self._timing()
         is_full = number >= self._topology.num_groups
-        return Timestep(number, entering.step, verdict, timing if is_full else None, self._load)
+        return Timestep(number, entering, results, timing if is_full else None, self._load)
 
-    def close(self, last: Verdict) -> None:
+    def close(self, last: Envelope) -> None:
         self._sync(last)
 
-    def _sync(self, verdict: Verdict | None) -> None:
-        if verdict is not None:
+    def _sync(self, entering: Envelope) -> None:
+        for update in entering.updates:
             for worker in self._workers.values():
-                worker.sync(verdict)
+                if update.opening is not None:
+                    worker.open(update.number, update.opening)
+                if update.verdict is not None:
+                    worker.sync(update.number, update.verdict)
 
-    def _transmit(self, entering: Step | None) -> None:
+    def _transmit(self, entering: Envelope) -> None:
         """Pass the remaining rows of every group to the next one."""
-        moved = [self._pass_on(entering, 0)]
-        for exit_rank, num_rows in zip(self._topology.exit_ranks[:-1], self._arrivals[:-1], strict=True):
-            moved.append(self._pass_on(self._workers[exit_rank].outgoing(), exit_rank) if num_rows else 0)
+        steps = {update.number: update.step for update in entering.updates if update.step is not None}
+        moved = [self._pass_on(0, steps)]
+        moved += [self._pass_on(rank, self._workers[rank].outgoing()) for rank in self._topology.exit_ranks[:-1]]
         self._arrivals = moved
         self._idle_timesteps = 0 if any(moved) else self._idle_timesteps + 1
         if self._idle_timesteps == _IDLE_TIMESTEPS:
-            raise RuntimeError(f"no row has entered the pipeline for {_IDLE_TIMESTEPS} timesteps, and the answer has not ended")
+            raise RuntimeError(f"no row has entered the pipeline for {_IDLE_TIMESTEPS} timesteps, and no answer has ended")
 
-    def _compute(self) -> Verdict | None:
-        """Every group computes its rows, stage by stage; the last group may yield a verdict."""
+    def _compute(self) -> tuple[Update, ...]:
+        """Every group computes its rows, stage by stage; the last group may yield verdicts."""
         self._slowest_seconds = 0.0
-        for group, num_rows in zip(self._topology.groups, self._arrivals, strict=True):
+        for group, steps in zip(self._topology.groups, self._arrivals, strict=True):
             started = time.perf_counter()
-            for rank in group if num_rows else ():
-                step = self._transports[rank].receive(num_rows, rank - 1)
-                self._load.computed[rank] = step.num_rows
-                self._workers[rank].decode(step)
+            for rank in group if steps else ():
+                self._load.computed[rank] = self._workers[rank].load(steps)
+                self._workers[rank].compute(steps)
                 if not self._topology.is_exit(rank):
-                    self._pass_on(self._workers[rank].outgoing(), rank)
+                    steps = self._pass_on(rank, self._workers[rank].outgoing())
             self._slowest_seconds = max(self._slowest_seconds, time.perf_counter() - started)
-        return self._workers[self._topology.final_rank].verdict() if self._arrivals[-1] else None
+        return self._workers[self._topology.final_rank].results() if self._arrivals[-1] else ()
 
-    def _pass_on(self, step: Step | None, rank: int) -> int:
-        if step is None:
-            return 0
-        self._load.sent[rank] = step.num_rows
-        self._transports[rank].send(step, rank + 1)
-        return step.num_rows
+    def _pass_on(self, rank: int, steps: dict[int, Step]) -> dict[int, Step]:
+        if steps:
+            self._load.sent[rank] = sum(step.num_rows for step in steps.values())
+        return steps
 
     def _timing(self) -> TimestepTiming:
         """As rank 0 would measure it if every stage had a device of its own, or an emulated one."""
-        self._load.drafted = self._recorder.drafted
         forwards = self._recorder.timing().forward_seconds
         if self._clock is not None:
             return self._clock.add(self._load)

@@ -5,15 +5,12 @@ A driver of the loop is a ``Pipeline``: ``local`` (one process, no Redis), ``win
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from itertools import count
 from typing import Protocol
 
-from torch import Tensor
-
-from pipedec.core import Envelope, Request, Verdict
-from pipedec.decoding import Method
-from pipedec.engine.prefill import prefill_chunks
+from pipedec.core import Envelope, Verdict
+from pipedec.engine.pool import Pool
 from pipedec.engine.recorder import Timestep
 
 Listener = Callable[[Timestep], None]
@@ -22,50 +19,47 @@ Listener = Callable[[Timestep], None]
 class Pipeline(Protocol):
     """The stages as rank 0 sees them."""
 
-    def prefill(self, chunks: Sequence[list[int]], compute: Callable[[Tensor], None]) -> Verdict:
-        """Send the prompt through all stages, while rank 0 computes each chunk (int64 [R]) too; the verdict on its last token."""
-
     def advance(self, number: int, entering: Envelope, meanwhile: Callable[[], None]) -> Timestep:
         """Move every stage on by one timestep.
 
         Args:
             number: of the timestep, from 1.
-            entering: the verdict that the stages have yet to replay, and the rows that enter the first stage behind it.
+            entering: for each request concerned its opening, the verdict that the stages have yet to replay, and the rows that
+                enter the first stage behind it: a chunk of the prompt, later rows of trees.
             meanwhile: rank 0's own work while the stages compute.
 
         Returns:
-            what happened; its verdict is on the step that entered as many timesteps ago as the pipeline has groups.
+            what happened; its results are verdicts on rows that entered as many timesteps ago as the pipeline has groups.
         """
 
-    def close(self, last: Verdict) -> None:
-        """Tell the stages of the verdict that ends the answer, and discard the rows in flight."""
+    def close(self, last: Envelope) -> None:
+        """Tell the stages of the verdicts that end the last answers. No row is in flight that anybody waits for."""
 
 
 def decode(
-    request: Request,
-    method: Method,
+    pool: Pool,
     pipeline: Pipeline,
-    accept: Callable[[Verdict], Verdict] = lambda verdict: verdict,
+    admit: Callable[[], None] = lambda: None,
     listeners: Iterable[Listener] = (),
-) -> Iterator[Verdict]:
-    """Decode ``request``; yields each verdict once ``method`` has followed it, the last one before the pipeline is closed.
+) -> Iterator[tuple[int, Verdict]]:
+    """Decode the requests of ``pool`` until there is none; yields (request number, verdict) once its method has followed it.
 
     Args:
-        accept: called with the verdicts of the pipeline; returns them, or cut and finished where the answer ends earlier.
+        admit: called before every timestep; may open and cancel requests.
         listeners: called with the record of every timestep.
     """
-    result: Verdict | None = pipeline.prefill(prefill_chunks(request.prompt_token_ids, method.masks.count), method.prefill)
     for number in count(1):
-        verdict = None if result is None else accept(result)
-        if verdict is not None:
-            method.apply(verdict)
-            yield verdict
-            if verdict.finished:
-                pipeline.close(verdict)
-                return
-        timestep = pipeline.advance(number, Envelope(method.propose(), verdict), method.draft)
+        admit()
+        if not pool.is_busy:
+            pipeline.close(pool.entering())
+            pool.closed()
+            return
+        timestep = pipeline.advance(number, pool.entering(), pool.company.draft)
         if timestep.timing is not None:
-            method.observe(timestep.timing)
+            pool.company.observe(timestep.timing)
         for listen in listeners:
             listen(timestep)
-        result = timestep.verdict
+        for result in timestep.results:
+            verdict = pool.take(result, number)
+            if verdict is not None:
+                yield result.number, verdict

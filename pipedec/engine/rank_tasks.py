@@ -9,12 +9,12 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
-from pipedec.core import Envelope, PipedecError, Step, Verdict
+from pipedec.core import EMPTY, Envelope, PipedecError, Step, Update
 from pipedec.decoding import TimestepTiming
 from pipedec.engine.emulated_time import Pacer
 from pipedec.engine.recorder import Recorder, Timestep
@@ -36,6 +36,7 @@ class Wiring:
 
     Attributes:
         window: timesteps that the scheduler grants at once; 0 if it grants single tasks.
+        duplex: of the links between the ranks (see ``scheduler.transfers``).
         sequences: makes the sequences of answers.
         device: of the rank's model.
     """
@@ -48,6 +49,15 @@ class Wiring:
     device: torch.device = torch.device("cpu")
     emulation: Emulation | None = None
     window: int = 0
+    duplex: str = "full"
+
+
+class _Watched(NamedTuple):
+    """A running request whose trace or overruns are reported: since when."""
+
+    traced: bool
+    first_event: int
+    first_overran: int
 
 
 class RankTasks:
@@ -55,20 +65,21 @@ class RankTasks:
 
     Attributes:
         recorder: times the rank's work.
-        events: for the client, sent with the next report.
+        events: for clients, each with its request's number; sent with the next report.
         inbox: steps received, in order.
     """
 
     def __init__(self, rank: int, wiring: Wiring) -> None:
         self.rank = rank
         self.recorder = Recorder(Pacer(wiring.emulation, rank))
-        self.events: list[Event] = []
+        self.events: list[tuple[int, Event]] = []
         self.inbox: deque[Step] = deque()
         self._outbox: dict[Task, Step] = {}
         self._wiring = wiring
         self._following: Message | None = None  # the next message, if the last report brought it
         self._began = 0.0  # when the present task was received
         self._overran: list[int] = []  # timesteps whose real work took longer than its emulated time
+        self._watched: dict[int, _Watched] = {}  # requests of which something is reported at their end
 
     def next(self) -> Message:
         """Wait for the next message that is no transfer; transfers are executed on the way.
@@ -91,9 +102,13 @@ class RankTasks:
             self._transfer(message.task, message)
         return None
 
-    def request(self, timeout_seconds: float) -> Message | None:
-        """For rank 0 between two answers: the next request or ``stop``, None if neither arrives in time. Raises as ``next``."""
-        return self._receive(self._wiring.scheduler.wait_request, timeout_seconds)
+    def request(self, wait: Callable[[float], Message | None], timeout_seconds: float) -> Message | None:
+        """For rank 0 when nothing runs: the next request or ``stop``, None if neither arrives in time. Raises as ``next``.
+
+        Args:
+            wait: brings it, unless it came with the last report.
+        """
+        return self._receive(wait, timeout_seconds)
 
     def _receive(self, wait: Callable[..., Message | None], *arguments: float) -> Message | None:
         """The message that came with the last report, else what ``wait`` brings."""
@@ -109,33 +124,54 @@ class RankTasks:
         """Report a task done, with the tasks that follow from it and the events so far."""
         self.recorder.add(task.label, "transfer" if task.kind == "T" else task.name, self._began)
         self.note(self.timestep(task.seq))
-        events = self._take_events()
+        events, self.events = self.events, []
         planned = post_process(task, self._wiring.topology, facts)
         self._following = self._wiring.scheduler.finish(self.rank, task, planned, events)
 
     def timestep(
         self,
         number: int,
-        step: Step | None = None,
-        verdict: Verdict | None = None,
+        entered: Envelope = EMPTY,
+        results: tuple[Update, ...] = (),
         timing: TimestepTiming | None = None,
     ) -> Timestep:
         """The record of what this rank has done since the last one."""
         spans, overran = self.recorder.take_spans(), self.recorder.pacer.take_overran()
-        return Timestep(number, step, verdict, timing, spans=spans, overran=overran)
+        return Timestep(number, entered, results, timing, spans=spans, overran=overran)
 
     def note(self, timestep: Timestep) -> None:
-        """Listens to the timesteps of this rank: traces their spans, and counts those that overran."""
+        """Listens to the timesteps of this rank: traces their spans, and notes those that overran."""
         for span in timestep.spans if self._wiring.tracer.enabled else ():
             self._wiring.tracer.add(*span)
         if timestep.overran:
             self._overran.append(timestep.number)
 
+    def opened(self, number: int, traced: bool) -> None:
+        """A request begins."""
+        if traced or self.recorder.pacer.is_emulating:
+            self._watched[number] = _Watched(traced, len(self._wiring.tracer.events), len(self._overran))
+            self._wiring.tracer.enabled |= traced
+
+    def closed(self, number: int) -> list[Event]:
+        """A request has ended. Returns what this rank has to say about it: its trace, and the timesteps that overran."""
+        watched = self._watched.pop(number, None)
+        if watched is None:
+            return []
+        tracer, events = self._wiring.tracer, list[Event]()
+        if watched.traced:
+            events.append(TraceEvents([event.as_row() for event in tracer.events[watched.first_event :]]))
+        if overran := self._overran[watched.first_overran :]:
+            events.append(OverranEvent(overran))
+        tracer.enabled = any(other.traced for other in self._watched.values())
+        if not self._watched:
+            self._overran.clear()
+            tracer.drain()
+        return events
+
     def send(self, envelope: Envelope, target: int, number: int) -> None:
         """Inside a window: send the envelope of a timestep to rank ``target``."""
-        rows = envelope.step.num_rows if envelope.step else 0
         with self.recorder.span(Task.transfer(self.rank, target, number).label, "transfer"):
-            if rows:
+            if rows := envelope.num_rows:
                 self.recorder.pacer.delay_sending(rows)  # the receiver must not get it earlier than over the emulated link
             self._wiring.transport.send_envelope(envelope, target)
 
@@ -153,8 +189,8 @@ class RankTasks:
 
     def _transfer(self, task: Task, message: Message) -> None:
         """Algorithm 3: the sender takes the step from its outbox, the receiver puts it into its inbox and reports."""
-        rows, is_prompt = message.payload["rows"], task.seq <= 0 < task.source
-        with nullcontext() if is_prompt else self.recorder.pacer.sending(task.source, rows):
+        rows = message.payload["rows"]
+        with self.recorder.pacer.sending(task.source, rows):
             if task.source == self.rank:
                 self._wiring.transport.send(self._outbox.pop(task), task.target)
             else:
@@ -163,12 +199,3 @@ class RankTasks:
             self.report(task, Facts())
         else:
             self.recorder.add(task.label, "transfer", self._began)
-
-    def _take_events(self) -> list[Event]:
-        if self._wiring.tracer.enabled:
-            self.events.append(TraceEvents([event.as_row() for event in self._wiring.tracer.drain()]))
-        if self._overran:
-            self.events.append(OverranEvent(self._overran))
-            self._overran = []
-        events, self.events = self.events, []
-        return events

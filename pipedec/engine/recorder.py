@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from pipedec.core import Step, Verdict
+from pipedec.core import EMPTY, NO_LOAD, Envelope, Load, Update
 from pipedec.decoding import TimestepTiming
 from pipedec.engine.emulated_time import Pacer, TimestepLoad
 
@@ -30,9 +30,9 @@ class Timestep:
     """What happened on one rank in one timestep.
 
     Attributes:
-        number: counted from 1; 0 and less in prefill.
-        step: rank 0: the rows that entered the pipeline.
-        verdict: rank 0: the result of the oldest timestep in flight; None if no token was accepted.
+        number: counted from 1; in task dispatch 0 and less in prefill.
+        entered: rank 0: what entered the pipeline.
+        results: rank 0: what the last stage said of the rows of the oldest timestep in flight.
         timing: rank 0: how long the timestep took; None while the pipeline fills.
         load: the rows of every rank, if all are in this process.
         spans: the pieces of the rank's work.
@@ -40,8 +40,8 @@ class Timestep:
     """
 
     number: int
-    step: Step | None = None
-    verdict: Verdict | None = None
+    entered: Envelope = EMPTY
+    results: tuple[Update, ...] = ()
     timing: TimestepTiming | None = None
     load: TimestepLoad | None = None
     spans: tuple[Span, ...] = ()
@@ -63,14 +63,16 @@ class Recorder:
     def restart(self) -> None:
         """A timestep begins now; what was measured of the current one is discarded."""
         self._began = time.perf_counter()
+        self._own_began = time.thread_time()
+        self._drafting = 0.0  # CPU time of the draft forwards
         self._waited = 0.0
-        self._forwards: list[tuple[int, float]] = []  # rows and seconds of each draft forward
+        self._forwards: list[tuple[Load, float]] = []  # each draft forward and its seconds
 
     @contextmanager
-    def span(self, label: str, category: str, rows: int = 0) -> Iterator[None]:
-        """Record the body of the ``with`` statement. If it computes ``rows`` rows, it lasts as long as on the emulated device."""
+    def span(self, label: str, category: str, load: Load = NO_LOAD) -> Iterator[None]:
+        """Record the body of the ``with`` statement. If it computes rows, it lasts as long as on the emulated device."""
         began = time.perf_counter()
-        with self.computing(rows):
+        with self.computing(load):
             yield
         self.add(label, category, began)
 
@@ -79,17 +81,26 @@ class Recorder:
         self._spans.append(Span(label, category, began, time.perf_counter()))
 
     @contextmanager
-    def drafting(self, rows: int) -> Iterator[None]:
+    def drafting(self, load: Load) -> Iterator[None]:
         """One draft forward."""
-        began = time.perf_counter()
-        with self.computing(rows):
+        began, cpu_began = time.perf_counter(), time.thread_time()
+        with self.computing(load):
             yield
-        self._forwards.append((rows, time.perf_counter() - began))
+        self._forwards.append((load, time.perf_counter() - began))
+        self._drafting += time.thread_time() - cpu_began
 
     @property
-    def drafted(self) -> list[int]:
-        """Rows of each draft forward of the timestep."""
-        return [rows for rows, _ in self._forwards]
+    def cpu_seconds(self) -> float:
+        """What this thread has computed since ``restart``, on a CPU that others may be using at the same time."""
+        return time.thread_time() - self._own_began
+
+    @contextmanager
+    def beside(self, load: TimestepLoad) -> Iterator[None]:
+        """A timestep begins with rank 0's work beside the stages'; it is put into ``load``, the draft forwards apart."""
+        self.restart()
+        yield
+        load.drafted = [forward for forward, _ in self._forwards]
+        load.beside_seconds = self.cpu_seconds - self._drafting
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
@@ -110,6 +121,6 @@ class Recorder:
         spans, self._spans = tuple(self._spans), []
         return spans
 
-    def computing(self, rows: int) -> AbstractContextManager[None]:
-        """The body lasts as long as ``rows`` rows take on the emulated device."""
-        return self.pacer.computing(rows) if rows and self.pacer.is_emulating else nullcontext()
+    def computing(self, load: Load) -> AbstractContextManager[None]:
+        """The body lasts as long as ``load`` takes on the emulated device."""
+        return self.pacer.computing(load) if load.rows and self.pacer.is_emulating else nullcontext()

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from pipedec.core import SamplingParams, UserError
+from pipedec.core import Opening, SamplingParams, UserError
 from pipedec.model import ModelConfig
 from pipedec.threads import BoundDialect, Dialect, NewSequence, Sequence, bind, single_thread
 
@@ -25,6 +25,10 @@ class Sequences:
     def __init__(self, target: Path) -> None:
         self._target = target
         self.bound = lru_cache(maxsize=8)(self._bound)
+
+    def of(self, opening: Opening) -> NewSequence:
+        """A function that creates the sequence of an answer that begins. Raises as ``maker``."""
+        return self.maker(opening.prompt_length, opening.sampling, opening.threads)
 
     def maker(self, prompt_length: int, sampling: SamplingParams, dialect: str | None = None) -> NewSequence:
         """A function that creates the sequence of one answer.

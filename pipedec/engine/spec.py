@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
 
 from pipedec.config import ClusterConfig, ServerConfig
-from pipedec.core import UserError
+from pipedec.core import KNEE_ROWS, MAX_NUM_SEQS, MAX_WAITING, UserError
 from pipedec.decoding import Drafter
 from pipedec.drafting import DraftModel
+from pipedec.engine.sequences import Sequences
 from pipedec.hardware import DEVICES as DEVICE_KINDS
 from pipedec.hardware import MODEL_SHAPES
 from pipedec.messages import BitaDescription, RankDescription, RunDescription
@@ -104,6 +105,33 @@ class Cut:
 
 
 @dataclass(frozen=True)
+class Limits:
+    """What a cluster takes at most.
+
+    Attributes:
+        max_model_len: tokens of a prompt and its answer; None for the target's context.
+        max_num_seqs: requests in the pipeline at the same time.
+        max_waiting: requests that wait for a place among them; further ones are refused.
+
+    Raises:
+        UserError: one is less than 1 (``max_waiting``: less than 0).
+    """
+
+    max_model_len: int | None = None
+    max_num_seqs: int = MAX_NUM_SEQS
+    max_waiting: int = MAX_WAITING
+
+    def __post_init__(self) -> None:
+        for flag, value, least in (
+            ("--max-model-len", self.max_model_len, 1),
+            ("--max-num-seqs", self.max_num_seqs, 1),
+            ("--max-waiting", self.max_waiting, 0),
+        ):
+            if value is not None and value < least:
+                raise UserError(f"{flag} must be at least {least}, not {value}")
+
+
+@dataclass(frozen=True)
 class PipelineSpec:
     """One pipeline.
 
@@ -112,10 +140,11 @@ class PipelineSpec:
         layers: for each stage, its first layer of the target and the layer behind its last.
         emulation: makes every rank's work take as long as on the devices that it names; None to run at full speed.
         dispatch: what the scheduler grants, ``windows`` of timesteps or single ``tasks``.
-        context_tokens: maximum tokens of a prompt and its answer; None for the target's context.
+        max_model_len, max_num_seqs, max_waiting: see ``Limits``.
         tree: default tree of methods whose trees grow by layers; None for their own.
         places: the host and device of every rank, by the partition of a cluster.yaml; None if whoever starts the ranks decides.
         servers: the hosts of ``places``.
+        duplex: of the links between the ranks: ``half`` if a rank takes part in one transfer at a time, else ``full``.
     """
 
     target: Path
@@ -127,10 +156,13 @@ class PipelineSpec:
     emulation: Emulation | None = None
     dispatch: str = "windows"
     bita: Path | None = None
-    context_tokens: int | None = None
+    max_model_len: int | None = None
+    max_num_seqs: int = MAX_NUM_SEQS
+    max_waiting: int = MAX_WAITING
     tree: LayerTreeOptions | None = None
     places: tuple[Placement, ...] | None = None
     servers: tuple[ServerConfig, ...] = ()
+    duplex: str = "full"
 
     @classmethod
     def from_config(
@@ -152,9 +184,9 @@ class PipelineSpec:
         layers = [len(stage.layers) for stage in make_plan(config, name).stages]
         spec = cls.create(
             Models(config.target, config.draft, config.bita), Cut(partition.stages, partition.num_groups, layers), config.dtype,
-            device, dispatch, config.context_tokens, config.tree,
+            device, dispatch, Limits(config.max_model_len, config.max_num_seqs, config.max_waiting), config.tree,
         )  # fmt: skip
-        return replace(spec, places=rank_places(config, name), servers=config.servers)
+        return replace(spec, places=rank_places(config, name), servers=config.servers, duplex=config.network.duplex)
 
     @classmethod
     def create(
@@ -164,7 +196,7 @@ class PipelineSpec:
         dtype: str = "float32",
         device: str = "auto",
         dispatch: str = "windows",
-        context_tokens: int | None = None,
+        limits: Limits = Limits(),
         tree: LayerTreeOptions | None = None,
     ) -> PipelineSpec:
         """The pipeline that a user asks for; by default the shipped pair in four stages.
@@ -178,13 +210,9 @@ class PipelineSpec:
             raise UserError(f"unknown device {device!r}: choose one of {', '.join(DEVICES)}")
         if dispatch not in DISPATCHES:
             raise UserError(f"unknown dispatch {dispatch!r}: choose one of {', '.join(DISPATCHES)}")
-        if context_tokens is not None and context_tokens < 1:
-            raise UserError(f"--context-tokens must be at least 1, not {context_tokens}")
         target, draft, bita = models.checked_paths()
         topology, layers = cut.topology, cut.bounds(ModelConfig.from_directory(target).num_layers)
-        return cls(
-            target, draft, topology, layers, dtype, device, dispatch=dispatch, bita=bita, context_tokens=context_tokens, tree=tree
-        )
+        return cls(target, draft, topology, layers, dtype, device, dispatch=dispatch, bita=bita, tree=tree, **asdict(limits))
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -194,6 +222,11 @@ class PipelineSpec:
     def window(self) -> int:
         """Timesteps that the scheduler grants at once; 0 for single tasks."""
         return DISPATCHES[self.dispatch]
+
+    @property
+    def knee(self) -> int:
+        """Rows that a stage computes in about the time of one: of the emulated devices, else a common one."""
+        return self.emulation.knee if self.emulation else KNEE_ROWS
 
     @property
     def num_stages(self) -> int:
@@ -235,8 +268,8 @@ class PipelineSpec:
         draft, bita = str(self.draft) if self.draft else None, str(self.bita) if self.bita else None
         return RunDescription(
             self.topology.groups, self.layers, str(self.target), draft, bita, self.dtype, self.device, self.dispatch,
-            self.context_tokens, self.tree, self.emulation.preset if self.emulation else None,
-            tuple(ranks), digests or {}, self._trained_bita(),
+            self.max_model_len, self.tree, self.emulation.preset if self.emulation else None,
+            tuple(ranks), digests or {}, self._trained_bita(), self.max_num_seqs, self.max_waiting,
         )  # fmt: skip
 
     def _trained_bita(self) -> BitaDescription | None:
@@ -247,7 +280,7 @@ class PipelineSpec:
 
     def load_prompter(self) -> Prompter:
         """The target's tokenizer, with the limits of the target and of this pipeline."""
-        return Prompter(self.target, ModelConfig.from_directory(self.target).max_positions, self.context_tokens)
+        return Prompter(self.target, ModelConfig.from_directory(self.target).max_positions, self.max_model_len)
 
     def trained_masks(self) -> int:
         """Masks of the target's BiTA; 0 if it has none."""
@@ -260,9 +293,8 @@ class PipelineSpec:
         model = StageModel.load(self.target, layers, self.torch_dtype, device, config=config, progress=progress)
         if self.bita is not None:
             model.attach(BitaWeights.load(self.bita, config, layers, self.torch_dtype, device))
-        if rank == self.topology.final_rank:
-            return FinalStageWorker(model, device)
-        return StageWorker(model, device)
+        kind = FinalStageWorker if rank == self.topology.final_rank else StageWorker
+        return kind(model, Sequences(self.target).of, device)
 
     def load_drafter(self, device: torch.device, progress: Progress | None = None) -> Drafter | None:
         """The whole draft model; None if there is no draft."""

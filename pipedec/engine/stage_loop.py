@@ -7,10 +7,11 @@ from functools import partial
 
 import torch
 
-from pipedec.core import Step, Verdict
+from pipedec.core import Envelope, Load, Step, Update, Verdict
 from pipedec.engine.rank_tasks import RankTasks, Wiring
-from pipedec.messages import CacheSlotsEvent, LogprobsEvent, Opening, verdict_from_payload
+from pipedec.messages import CacheSlotsEvent, LogprobsEvent, verdict_from_payload
 from pipedec.scheduler.protocol import Message
+from pipedec.scheduler.transfers import checked_transfers
 from pipedec.scheduler.workflow import Facts, Task
 from pipedec.stage import StageWorker
 
@@ -25,11 +26,11 @@ class StageLoop:
         self._rank = rank
         self._wiring = wiring
         self._tasks = RankTasks(rank, wiring)
-        self._num_chunks = 0
+        self._traced: set[int] = set()  # requests
         self._handlers = {"pre": self._prefill, "dec": self._decode, "sync": self._sync, "window": self._window}
 
     def run(self) -> None:
-        """Serve until ``stop``, and until rank 0 has left: it finishes the running request before it stops.
+        """Serve until ``stop``, and until rank 0 has left: it finishes the running requests before it stops.
 
         Raises:
             PipedecError: the run was aborted, a rank is lost, or Redis is.
@@ -42,74 +43,101 @@ class StageLoop:
 
     def _execute(self, message: Message) -> None:
         if message.opening is not None:
-            self._open(message.opening)
+            self._open(Update(message.number, message.opening))
+            self._worker.open(message.number, message.opening)
         if message.task is not None:
             self._tasks.report(message.task, self._handlers[message.task.name](message.task, message))
 
-    def _open(self, opening: Opening) -> None:
-        """Prepare for a request."""
-        new_sequence = self._wiring.sequences.maker(opening.prompt_length, opening.sampling, opening.threads)
-        self._worker.begin(new_sequence, opening.sampling, opening.tokens_per_mask)
-        self._num_chunks = opening.num_chunks
-        self._wiring.tracer.enabled = opening.trace
-
     def _prefill(self, task: Task, message: Message) -> Facts:
         token_ids = message.payload.get("token_ids")
-        self._worker.prefill(self._tasks.inbox.popleft() if token_ids is None else self._prompt_chunk(token_ids))
-        rows = self._tasks.keep(self._worker.outgoing(), task.seq)
-        return Facts(rows, self._verdict(), is_first_chunk=task.seq == 1 - self._num_chunks)
+        step = self._tasks.inbox.popleft() if token_ids is None else self._prompt_chunk(token_ids)
+        verdict = self._compute(message.number, step)
+        return Facts(self._keep(message.number, task.seq), verdict, is_first_chunk=message.payload["is_first_chunk"])
 
     def _prompt_chunk(self, token_ids: list[int]) -> Step:
         chunk = torch.tensor(token_ids, dtype=torch.int64, device=self._wiring.device)
         return Step(chunk, torch.full_like(chunk, -1))
 
     def _decode(self, task: Task, message: Message) -> Facts:
-        step = self._tasks.inbox.popleft()
-        with self._tasks.recorder.computing(step.num_rows):
-            self._worker.decode(step)
-            verdict = self._verdict()
+        verdict = self._compute(message.number, self._tasks.inbox.popleft())
         topology = self._wiring.topology
         waits_for_sync = topology.is_exit(self._rank) and topology.has_sync(message.active)
-        rows = 0 if waits_for_sync else self._tasks.keep(self._worker.outgoing(), task.seq)
+        rows = 0 if waits_for_sync else self._keep(message.number, task.seq)
         return Facts(rows, verdict, active=message.active)
+
+    def _compute(self, number: int, step: Step) -> Verdict | None:
+        """Compute the rows of the only request. Returns the verdict, whose log-probabilities go out with the next report."""
+        steps = {number: step}
+        with self._tasks.recorder.computing(self._worker.load(steps)):
+            self._worker.compute(steps)
+            results = self._worker.results()
+        for result in results:
+            if result.logprobs:
+                self._tasks.events.append((number, LogprobsEvent([list(row) for row in result.logprobs])))
+        return results[0].verdict if results else None
+
+    def _keep(self, number: int, seq: int) -> int:
+        return self._tasks.keep(self._worker.outgoing().get(number), seq)
 
     def _sync(self, task: Task, message: Message) -> Facts:
         verdict = verdict_from_payload(message.payload["verdict"])
-        self._worker.sync(verdict)
+        self._worker.sync(message.number, verdict)
         if verdict.finished:
-            self._close()
+            self._tasks.forget()
+            self._close(message.number)
             return Facts(finished=True)
-        return Facts(self._tasks.keep(self._worker.outgoing(), task.seq))
+        return Facts(self._keep(message.number, task.seq))
 
     def _window(self, task: Task, message: Message) -> Facts:
-        """All timesteps of a window, without asking the scheduler in between (see ``windows``)."""
-        transport, following = self._wiring.transport, self._wiring.topology.following(self._rank)
-        for number in range(task.seq, task.seq + message.payload["timesteps"]):
-            received = transport.receive_envelope(self._rank - 1)
-            reply = self._worker.advance(received, partial(self._span, number))
-            self._report_logprobs()
-            self._tasks.send(reply, following, number)
+        """All timesteps of a window, without asking the scheduler in between (see ``windows``).
+
+        A rank whose order of transfers says so takes the next envelope before it sends what became of the last.
+        """
+        wiring, last = self._wiring, task.seq + message.payload["timesteps"] - 1
+        granted = checked_transfers(message.payload["transfers"], self._rank, wiring.topology, wiring.duplex)
+        receives_first = len(granted) == 2 and granted[0][0].target == self._rank
+        withheld: Envelope | None = None
+        for number in range(task.seq, last + 1):
+            received = wiring.transport.receive_envelope(self._rank - 1)
+            if withheld is not None:
+                self._send(withheld, number - 1)
+            reply, withheld = self._advance(received, number), None
+            if receives_first and number < last and not received.ends_session:
+                withheld = reply
+            else:
+                self._send(reply, number)
             self._tasks.note(self._tasks.timestep(number))
-            if received.verdict is not None and received.verdict.finished:
-                self._close()
+            if received.ends_session:
                 return Facts(finished=True)
         return Facts()
 
-    def _span(self, number: int, name: str, rows: int) -> AbstractContextManager[None]:
-        return self._tasks.recorder.span(Task.compute(name, self._rank, number).label, name, rows)
+    def _send(self, reply: Envelope, number: int) -> None:
+        self._tasks.send(reply, self._wiring.topology.following(self._rank), number)
 
-    def _verdict(self) -> Verdict | None:
-        verdict = self._worker.verdict()
-        self._report_logprobs()
-        return verdict
+    def _advance(self, received: Envelope, number: int) -> Envelope:
+        """One timestep. What this rank has to say about requests that end is published before the next rank is told."""
+        for update in received.updates:
+            self._open(update)
+        reply = self._worker.advance(received, partial(self._span, number))
+        for update in received.updates:
+            if update.verdict is not None and update.verdict.finished is not None:
+                self._close(update.number)
+        return reply
 
-    def _report_logprobs(self) -> None:
-        """Send the log-probabilities of accepted tokens to the client, with this rank's next report."""
-        if logprobs := self._worker.take_logprobs():
-            self._tasks.events.append(LogprobsEvent(logprobs))
+    def _span(self, number: int, name: str, load: Load) -> AbstractContextManager[None]:
+        return self._tasks.recorder.span(Task.compute(name, self._rank, number).label, name, load)
 
-    def _close(self) -> None:
-        """The answer has ended."""
-        self._tasks.forget()
-        if self._wiring.tracer.enabled:
-            self._tasks.events.append(CacheSlotsEvent(self._rank, self._worker.cache_slots))
+    def _open(self, update: Update) -> None:
+        if update.opening is not None:
+            self._tasks.opened(update.number, update.opening.trace)
+            if update.opening.trace:
+                self._traced.add(update.number)
+
+    def _close(self, number: int) -> None:
+        """The request has ended: publish what its reader expects of this rank."""
+        events = self._tasks.closed(number)
+        if number in self._traced:
+            self._traced.discard(number)
+            events.append(CacheSlotsEvent(self._rank, self._worker.cache_slots))
+        if events:
+            self._wiring.scheduler.publish(number, *events)

@@ -2,42 +2,57 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from torch import Tensor
 
+from pipedec.core import Load
 from pipedec.decoding import Drafter
-from pipedec.threads import Sequence
-from pipedec.tree import Advance, Candidates, RowsToDraft
+from pipedec.threads import Sequence as ThreadSequence
+from pipedec.tree import Advance, Candidates, DraftRows
 
 
 class ForwardTimer(Protocol):
-    """Returns the context in which one draft forward of ``rows`` rows runs."""
+    """Returns the context in which one draft forward runs."""
 
-    def __call__(self, rows: int, /) -> AbstractContextManager[None]: ...
+    def __call__(self, load: Load, /) -> AbstractContextManager[None]: ...
 
 
 @dataclass(frozen=True)
 class TimedDrafter:
-    """A drafter with a timer around each of its forwards in decoding."""
+    """A drafter with a timer around each of its forwards."""
 
     drafter: Drafter
     timer: ForwardTimer
+    _sequences: dict[int, ThreadSequence] = field(default_factory=dict)
 
-    def begin(self, sequence: Sequence) -> None:
-        self.drafter.begin(sequence)
+    def open(self, number: int, sequence: ThreadSequence) -> None:
+        self._sequences[number] = sequence
+        self.drafter.open(number, sequence)
 
-    def prefill(self, token_ids: Tensor) -> None:
-        self.drafter.prefill(token_ids)
+    def close(self, number: int) -> None:
+        self._sequences.pop(number, None)
+        self.drafter.close(number)
 
-    def expand(self, requested: list[RowsToDraft], children: int) -> list[Candidates]:
-        with self.timer(sum(len(rows) for _, _, rows in requested)):
-            return self.drafter.expand(requested, children)
+    def expand(self, requested: Sequence[DraftRows], prompts: Mapping[int, Tensor]) -> list[Candidates]:
+        with self.timer(self._load(requested, prompts)):
+            return self.drafter.expand(requested, prompts)
 
-    def advance(self, thread: int, advance: Advance) -> None:
-        self.drafter.advance(thread, advance)
+    def advance(self, number: int, thread: int, advance: Advance) -> None:
+        self.drafter.advance(number, thread, advance)
 
-    def threads_changed(self) -> None:
-        self.drafter.threads_changed()
+    def threads_changed(self, number: int) -> None:
+        self.drafter.threads_changed(number)
+
+    def _load(self, requested: Sequence[DraftRows], prompts: Mapping[int, Tensor]) -> Load:
+        """What one forward computes. A chunk of a prompt is taken to attend to no chunk before it."""
+        rows = sum(len(entry.rows) for entry in requested) + sum(map(len, prompts.values()))
+        return Load(rows, sum(_cached(self._sequences[number]) for number in {entry.number for entry in requested}))
+
+
+def _cached(sequence: ThreadSequence) -> int:
+    """Tokens of a request in the draft model's cache."""
+    return sequence.prompt_length + sum(thread.num_tokens for thread in sequence.threads)

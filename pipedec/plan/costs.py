@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from pipedec.core import Load
 from pipedec.hardware import DEVICES, DTYPE_BYTES, Link, ModelShape, PassTime
 
 FIXED_WORKSPACE_BYTES = 500_000_000  # the CUDA context with its libraries
-PREFILL_ROWS = 512  # rows of a prompt that prefill sends at once
+PREFILL_ROWS = 512  # rows of a prompt that enter at once with single tasks; in windows they are fewer
 
 
 @dataclass(frozen=True)
@@ -24,8 +25,9 @@ class RankTiming:
     link: Link
     row_bytes: int
 
-    def compute_ms(self, rows: int) -> float:
-        return self.compute.ms(rows)
+    def compute_ms(self, load: Load) -> float:
+        """Weights and the load's KV entries are read, or rows are multiplied, whichever takes longer."""
+        return self.compute.ms(load.rows, load.past)
 
     def send_ms(self, rows: int) -> float:
         return self.link.transfer_ms(rows * self.row_bytes)
@@ -38,7 +40,7 @@ class ModelCosts:
     shape: ModelShape
     dtype: str
     rows: int
-    context_tokens: int
+    max_model_len: int
     groups: int
 
     @property
@@ -48,8 +50,13 @@ class ModelCosts:
     @property
     def layer_kv_bytes(self) -> int:
         """Past and tree cache of one layer: the context, a tree layer per group, and the layer that enters."""
-        slots = self.context_tokens + self.rows * (self.groups + 1)
-        return slots * self.shape.cache_values_per_token * self.element_bytes
+        slots = self.max_model_len + self.rows * (self.groups + 1)
+        return slots * self.layer_token_bytes
+
+    @property
+    def layer_token_bytes(self) -> int:
+        """One token in the KV cache of one layer."""
+        return self.shape.cache_values_per_token * self.element_bytes
 
     @property
     def workspace_bytes(self) -> int:

@@ -1,7 +1,7 @@
 """Emulated clusters: real processes and real tokens whose work lasts as long as it would on given devices and links.
 
 Owns how long each rank's work should last, from the plan of a cluster. Who waits for that time or adds it up is in
-``engine.emulated_time``. Prefill, verdicts and Redis are not emulated: they take their real time on this machine.
+``engine.emulated_time``. Verdicts, rank 0's own work and Redis are not emulated: they take their real time on this machine.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from math import ceil
 from pipedec.config import ClusterConfig, DeviceConfig, PartitionConfig, ServerConfig
 from pipedec.core import UserError
 from pipedec.plan.costs import RankTiming
-from pipedec.plan.partition import Plan
+from pipedec.plan.partition import Plan, knee_of
 
 GPUS_PER_SERVER = 7
 
@@ -28,6 +28,8 @@ class Emulation:
         draft: rank 0; None without a draft model.
         stages: ranks 1..n.
         duplex: of the links, ``half`` or ``full``. Counts for computed times; a real rank waits for what it sends alone.
+        kv_tokens: tokens of all running requests together for which the devices have memory; None: as many as there are.
+        counts_own_work: computed times include rank 0's own work (all but the draft's forwards), as measured on this machine.
     """
 
     preset: str
@@ -35,6 +37,8 @@ class Emulation:
     draft: RankTiming | None
     stages: tuple[RankTiming, ...]
     duplex: str = "half"
+    kv_tokens: int | None = None
+    counts_own_work: bool = True
 
     def __post_init__(self) -> None:
         if not 0.1 <= self.slow_motion <= 1000:
@@ -43,18 +47,17 @@ class Emulation:
     @classmethod
     def of_plan(cls, plan: Plan, slow_motion: float = 1.0) -> Emulation:
         draft = plan.draft.timing if plan.draft else None
-        return cls(plan.partition, slow_motion, draft, tuple(stage.timing for stage in plan.stages), plan.duplex)
+        stages = tuple(stage.timing for stage in plan.stages)
+        return cls(plan.partition, slow_motion, draft, stages, plan.duplex, plan.kv_tokens)
 
     def timing(self, rank: int) -> RankTiming | None:
         """The timing of a rank; None for rank 0 without a draft."""
         return self.draft if rank == 0 else self.stages[rank - 1]
 
-    def prefill_ms(self, chunk_rows: list[int]) -> float:
-        """The expected prefill time: the first chunk through all stages, then the slowest stage for each further chunk."""
-        if not chunk_rows:
-            return 0.0
-        times = [[stage.compute_ms(rows) + stage.send_ms(rows) for stage in self.stages] for rows in chunk_rows]
-        return sum(times[0]) + sum(max(chunk) for chunk in times[1:])
+    @property
+    def knee(self) -> int:
+        """Rows per timestep up to which a further row costs nothing (see ``Plan.knee``)."""
+        return knee_of(self.stages)
 
 
 def with_stages(config: ClusterConfig, name: str, stages: int) -> ClusterConfig:

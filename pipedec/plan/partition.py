@@ -6,11 +6,12 @@ link's latency plus its bytes by the bandwidth.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import ceil, floor
 
 from pipedec.config import ClusterConfig, PartitionConfig, model_shape
-from pipedec.core import ROW_ID_BYTES, UserError
+from pipedec.core import ROW_ID_BYTES, Load, UserError
 from pipedec.hardware import DEVICES, GIGA, LINKS, Link
 from pipedec.plan.costs import ModelCosts, RankTiming
 from pipedec.plan.layers import balance, explicit_layers
@@ -27,6 +28,7 @@ class StagePlan:
         layers: transformer layers, counted from 0.
         weight_bytes, kv_bytes, workspace_bytes: the memory it needs; KV for the context and the rows of the tree.
         memory_bytes: the memory of the device.
+        kv_token_bytes: one token in the KV caches of its layers.
         timing: compute and transfer times for any number of rows.
         rows: rows of a full tree layer.
         compute_ms: one pass of ``rows`` rows through the stage.
@@ -41,12 +43,13 @@ class StagePlan:
     kv_bytes: int
     workspace_bytes: int
     memory_bytes: int
+    kv_token_bytes: int
     timing: RankTiming
     rows: int
 
     @property
     def compute_ms(self) -> float:
-        return self.timing.compute_ms(self.rows)
+        return self.timing.compute_ms(Load(self.rows))
 
     @property
     def transfer_ms(self) -> float:
@@ -55,6 +58,11 @@ class StagePlan:
     @property
     def total_bytes(self) -> int:
         return self.weight_bytes + self.kv_bytes + self.workspace_bytes
+
+    @property
+    def kv_tokens(self) -> int:
+        """Tokens whose keys and values fit beside everything else."""
+        return max(0, self.memory_bytes - self.weight_bytes - self.workspace_bytes) // self.kv_token_bytes
 
     @property
     def fits(self) -> bool:
@@ -78,7 +86,7 @@ class Plan:
     partition: str
     target: str
     dtype: str
-    context_tokens: int
+    max_model_len: int
     rows: int
     draft: StagePlan | None
     stages: tuple[StagePlan, ...]
@@ -92,6 +100,30 @@ class Plan:
     def num_groups(self) -> int:
         return self.stages[-1].group
 
+    @property
+    def knee(self) -> int:
+        """Rows per timestep up to which the stages are bound by reading weights, so that a further row costs nothing."""
+        return knee_of(stage.timing for stage in self.stages)
+
+    @property
+    def kv_tokens(self) -> int:
+        """Tokens of all running requests together for which every rank has memory."""
+        return min(rank.kv_tokens for rank in ([self.draft] if self.draft else []) + list(self.stages))
+
+    def ttft_ms(self, prompt_tokens: int) -> float:
+        """Time to first token in an empty pipeline: the prompt passes in chunks of ``knee`` rows, one behind the other."""
+        chunks = ceil(prompt_tokens / self.knee)
+        draft, stages = self.draft, self.stages
+        at_knee = _timestep_ms(
+            draft and replace(draft, rows=self.knee), [replace(stage, rows=self.knee) for stage in stages], self.duplex
+        )
+        return (self.num_groups + chunks - 1) * at_knee
+
+
+def knee_of(stages: Iterable[RankTiming]) -> int:
+    """The smallest of the stages' knees, in whole rows, at least 1."""
+    return max(1, floor(min(stage.compute.knee_rows for stage in stages)))
+
 
 def plan(config: ClusterConfig, partition_name: str | None = None) -> Plan:
     """The plan of one partition of ``config``. Stages that do not fit are listed in ``problems``.
@@ -103,7 +135,7 @@ def plan(config: ClusterConfig, partition_name: str | None = None) -> Plan:
     config = config.for_partition(name)
     target = model_shape(config.target)
     draft_place, places = place_stages(config, name, partition)
-    costs = ModelCosts(target, config.dtype, config.tree.width, config.context_tokens, partition.num_groups)
+    costs = ModelCosts(target, config.dtype, config.tree.width, config.max_model_len, partition.num_groups)
     layers, problems = _split(costs, partition, places)
     topology = Topology.even(partition.stages, partition.num_groups)
     stages = tuple(
@@ -118,7 +150,7 @@ def plan(config: ClusterConfig, partition_name: str | None = None) -> Plan:
         problems.append(f"the draft {_shortage(draft)}: use a larger device or a smaller draft")
     timestep = _timestep_ms(draft, stages, config.network.duplex)
     return Plan(
-        name, config.target, config.dtype, config.context_tokens, config.tree.width, draft, stages,
+        name, config.target, config.dtype, config.max_model_len, config.tree.width, draft, stages,
         config.network.duplex, timestep, timestep * partition.num_groups, _pp_token_ms(stages), tuple(problems),
     )  # fmt: skip
 
@@ -153,27 +185,27 @@ def _plan_stage(
     device = DEVICES[place.device]
     parameters = count * costs.shape.layer_parameters + costs.extra_parameters(first, last)
     timing = RankTiming(
-        device.pass_time(costs.read_parameters(count, last), count, costs.dtype),
+        device.pass_time(costs.read_parameters(count, last), count, costs.dtype, costs.shape.cache_values_per_token),
         _link(config, place, None if last else places[rank]),
         0 if last else ROW_ID_BYTES + costs.shape.hidden_size * costs.element_bytes,
     )
     return StagePlan(
         rank, place, group, layers[rank - 1], parameters * costs.element_bytes, count * costs.layer_kv_bytes,
-        costs.workspace_bytes, device.memory_bytes, timing, costs.rows,
+        costs.workspace_bytes, device.memory_bytes, count * costs.layer_token_bytes, timing, costs.rows,
     )  # fmt: skip
 
 
 def _plan_draft(config: ClusterConfig, target: ModelCosts, place: Placement, first_stage: Placement) -> StagePlan:
-    costs = ModelCosts(model_shape(config.draft), target.dtype, target.rows, target.context_tokens, target.groups)
+    costs = ModelCosts(model_shape(config.draft), target.dtype, target.rows, target.max_model_len, target.groups)
     device, layers = DEVICES[place.device], costs.shape.num_hidden_layers
     timing = RankTiming(
-        device.pass_time(costs.read_parameters(layers, True), layers, costs.dtype),
+        device.pass_time(costs.read_parameters(layers, True), layers, costs.dtype, costs.shape.cache_values_per_token),
         _link(config, place, first_stage),
         ROW_ID_BYTES,
     )
     return StagePlan(
         0, place, 0, range(layers), costs.shape.parameters * costs.element_bytes, layers * costs.layer_kv_bytes,
-        costs.workspace_bytes, device.memory_bytes, timing, costs.rows,
+        costs.workspace_bytes, device.memory_bytes, layers * costs.layer_token_bytes, timing, costs.rows,
     )  # fmt: skip
 
 
@@ -211,7 +243,7 @@ def slowest_transfers_ms(sent_ms: Mapping[int, float], num_stages: int, duplex: 
 
 def _pp_token_ms(stages: Sequence[StagePlan]) -> float:
     """One row through every stage, and the token back to rank 0."""
-    return sum(stage.timing.compute_ms(1) + stage.timing.send_ms(1) for stage in stages)
+    return sum(stage.timing.compute_ms(Load(1)) + stage.timing.send_ms(1) for stage in stages)
 
 
 def _shortage(stage: StagePlan) -> str:

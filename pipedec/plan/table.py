@@ -8,6 +8,8 @@ from rich.table import Table
 from pipedec.hardware import GIGA
 from pipedec.plan.partition import Plan
 
+_PROMPT_TOKENS = 1000
+
 
 def plan_table(plan: Plan) -> Table:
     """One line per rank, in at most 100 columns; expected times and problems are below it. Ranks that lack memory are red."""
@@ -34,10 +36,13 @@ def plan_table(plan: Plan) -> Table:
 
 def _summary(plan: Plan) -> str:
     lines = [
-        f"Expected with {plan.rows} rows per timestep and a KV cache for {plan.context_tokens:,} tokens:",
+        f"Expected with {plan.rows} rows per timestep and a KV cache for {plan.max_model_len:,} tokens:",
         f"  timestep             {plan.timestep_ms:7.1f} ms   per token, as long as every token is a hit",
         f"  whole pipeline       {plan.pipeline_ms:7.1f} ms   per miss: one pass through all groups",
         f"  plain pipeline (pp)  {plan.pp_token_ms:7.1f} ms   per token, without speculation",
+        f"  first token          {plan.ttft_ms(_PROMPT_TOKENS):7.1f} ms   after a prompt of {_PROMPT_TOKENS:,} tokens",
+        f"  knee                 {plan.knee:7,} rows per timestep, at which computing and reading weights take equally long",
+        f"  KV capacity          {plan.kv_tokens:7,} tokens of all running requests together",
         *(f"Problem: {problem}" for problem in plan.problems),
     ]
     return "\n".join(lines)

@@ -1,16 +1,18 @@
 """The central scheduler: task graphs as plain data, the scheduling rules as Lua scripts in Redis, and their Python twin."""
 
 from pipedec.scheduler.client import connect
-from pipedec.scheduler.keys import Keys
+from pipedec.scheduler.keys import STARTING, Keys
 from pipedec.scheduler.memory import MemoryScheduler
-from pipedec.scheduler.protocol import GrantedTask, Message, RunStatus, Scheduler
+from pipedec.scheduler.protocol import GrantedTask, Message, Post, RunStatus, Scheduler, Taken
 from pipedec.scheduler.redis_scheduler import RedisScheduler
 from pipedec.scheduler.scripts import scripts_digest
 from pipedec.scheduler.server import EmbeddedServer
-from pipedec.scheduler.workflow import Facts, Payload, Planned, Task, initial_tasks, post_process
+from pipedec.scheduler.transfers import Transfer, checked_transfers
+from pipedec.scheduler.workflow import Facts, Payload, Planned, Task, initial_tasks, initial_windows, post_process
 from pipedec.topology import Topology
 
 __all__ = [
+    "STARTING",
     "EmbeddedServer",
     "Facts",
     "GrantedTask",
@@ -19,13 +21,18 @@ __all__ = [
     "Message",
     "Payload",
     "Planned",
+    "Post",
     "RedisScheduler",
     "RunStatus",
     "Scheduler",
+    "Taken",
     "Task",
     "Topology",
+    "Transfer",
+    "checked_transfers",
     "connect",
     "initial_tasks",
+    "initial_windows",
     "post_process",
     "scripts_digest",
 ]

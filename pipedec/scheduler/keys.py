@@ -8,6 +8,9 @@ from dataclasses import dataclass
 from pipedec.core import UserError
 
 
+STARTING = -1  # the answer, of no request, on which ranks meet and report that they have loaded their weights
+
+
 @dataclass(frozen=True)
 class Keys:
     """The key names of run ``run_id``. The braces are a hash tag, so that a Redis cluster keeps a run's keys on one node.
@@ -51,12 +54,28 @@ class Keys:
         return self.prefix + "trace"
 
     @property
+    def waiting(self) -> str:
+        return self.prefix + "waiting"
+
+    @property
     def requests(self) -> str:
         return self.prefix + "requests"
 
     @property
+    def bell(self) -> str:
+        return self.prefix + "bell"
+
+    @property
+    def running(self) -> str:
+        return self.prefix + "running"
+
+    @property
     def cancelled(self) -> str:
         return self.prefix + "cancelled"
+
+    @property
+    def unread(self) -> str:
+        return self.prefix + "unread"
 
     @property
     def members(self) -> str:

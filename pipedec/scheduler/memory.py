@@ -7,24 +7,40 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from pipedec.core import RankLost, SchedulerLost, UserError
-from pipedec.messages import AbortEvent, CancelledEvent, Event, Opening, RunDescription
-from pipedec.scheduler.protocol import GrantedTask, Message, RunStatus, cancelled_payload
-from pipedec.scheduler.workflow import Payload, Planned, Task
+from pipedec.core import Opening, RankLost, SchedulerLost, UserError
+from pipedec.messages import AbortEvent, CancelledEvent, Event, RunDescription
+from pipedec.scheduler.protocol import (
+    REQUEST_TRACE,
+    SESSION_TRACE,
+    GrantedTask,
+    Message,
+    Post,
+    RunStatus,
+    Taken,
+    cancelled_payload,
+    max_running,
+)
+from pipedec.scheduler.transfers import transfers_of
+from pipedec.scheduler.workflow import Payload, Planned, Task, initial_windows
 from pipedec.topology import Topology, of_rank
 
 
 @dataclass
 class _Graph:
-    """The task graph of one request, as ``lua/graph.lua`` keeps it in Redis."""
+    """The task graph of a workflow, as ``lua/graph.lua`` keeps it in Redis.
+
+    Attributes:
+        cancelled: the running requests that have been cancelled.
+    """
 
     number: int
-    traced: bool
-    entry_ranks: tuple[int, ...]
-    cancelled: bool = False
+    trace_lines: int
+    topology: Topology
+    duplex: str
+    cancelled: set[int]
     running: bool = True
     waiting: dict[Task, Payload] = field(default_factory=dict)
     unmet: dict[Task, int] = field(default_factory=dict)
@@ -35,7 +51,7 @@ class _Graph:
     pending: list[tuple[Task, Payload]] = field(default_factory=list)
     busy: set[int] = field(default_factory=set)
     replies: dict[int, tuple[Task, Message | None]] = field(default_factory=dict)
-    trace: list[GrantedTask] = field(default_factory=list)
+    trace: deque[GrantedTask] = field(default_factory=deque)
     ready: deque[tuple[Task, Payload]] = field(default_factory=deque)
 
     def add(self, planned: Planned) -> None:
@@ -43,9 +59,9 @@ class _Graph:
         unmet = [before for before in planned.after if before not in self.done]
         for before in unmet:
             self.dependents.setdefault(before, []).append(task)
-        if task.name == "dec" and task.target in self.entry_ranks:
+        if task.name == "dec" and task.target in self.topology.entry_ranks:
             self.active.setdefault(task.seq, []).append(task.target)
-        if self.cancelled and task.name == "sync":
+        if task.name == "sync" and self.number in self.cancelled:
             payload = cancelled_payload(payload)
         if unmet:
             self.waiting[task], self.unmet[task] = payload, len(unmet)
@@ -67,8 +83,10 @@ class _Graph:
         granted_us = self.granted.pop(task)
         if task.kind == "T":
             self.busy -= {task.source, task.target}
-        if self.traced:
+        if self.trace_lines:
             self.trace.append(GrantedTask(task, granted_us, _now_us()))
+        if len(self.trace) > self.trace_lines:
+            self.trace.popleft()
 
     def release(self, push: Callable[[int, Message], None]) -> None:
         computes = []
@@ -83,8 +101,16 @@ class _Graph:
         self._grant_transfers(push)
         for task, payload in computes:
             self.granted[task] = _now_us()
-            active = tuple(sorted(self.active.get(task.seq, ()))) if task.name == "dec" else ()
-            push(task.target, Message("task", self.number, task, payload, active))
+            push(task.target, self._message(task, payload))
+
+    def _message(self, task: Task, payload: Payload) -> Message:
+        """The message with which a compute task is granted."""
+        if task.name == "dec":
+            return Message("task", self.number, task, payload, active=tuple(sorted(self.active.get(task.seq, ()))))
+        if task.name == "window":
+            phases = transfers_of(task.target, self.topology, self.duplex)
+            payload = {**payload, "transfers": [[list(transfer) for transfer in phase] for phase in phases]}
+        return Message("task", self.number, task, payload)
 
     def _grant_transfers(self, push: Callable[[int, Message], None]) -> None:
         """Algorithm 2, lines 9 to 17."""
@@ -112,33 +138,46 @@ class MemoryScheduler:
     def clear(self) -> None:
         self.graph: _Graph | None = None
         self._queues: dict[int, deque[Message]] = {rank: deque() for rank in self.topology.ranks}
-        self._requests: deque[Message] = deque()
+        self._waiting: dict[int, tuple[int, str]] = {}  # priority and JSON of the requests that wait, by number
+        self._running: set[int] = set()
+        self._unread: set[int] = set()
         self._answers: defaultdict[int, list[Event]] = defaultdict(list)
         self._cancelled: set[int] = set()
         self._leases: dict[int, float] = {}
         self._state: str | None = None
         self._failure: str | None = None
         self._submitted = 0
+        self._duplex, self._max_running, self._max_waiting = "full", 0, 0
 
-    def open(self, description: RunDescription) -> None:
+    def open(self, description: RunDescription, duplex: str = "full") -> None:
         self._check_failure()
         if self._state is not None:
             raise UserError("this run id is already in use")
-        self._state = "up"
+        self._state, self._duplex = "up", duplex
+        self._max_running, self._max_waiting = max_running(description), description.max_waiting
+
+    def begin_session(self, session: int, window: int) -> None:
+        if self._state is None:
+            raise UserError("the run is not up")
+        self._begin(session, SESSION_TRACE, initial_windows(self.topology, window))
 
     def begin(self, request_number: int, opening: Opening, planned: Sequence[Planned]) -> None:
+        self._begin(request_number, REQUEST_TRACE if opening.trace else 0, planned, opening)
+
+    def _begin(self, workflow: int, trace_lines: int, planned: Sequence[Planned], opening: Opening | None = None) -> None:
         self._check_failure()
         if self.graph is not None and self.graph.running:
-            raise UserError(f"request {self.graph.number} is still running")
-        self.graph = _Graph(request_number, opening.trace, self.topology.entry_ranks, request_number in self._cancelled)
-        self._cancelled.discard(request_number)
-        for rank in self.topology.ranks:
-            self._push(rank, Message("open", request_number, opening=opening))
+            raise UserError(f"workflow {self.graph.number} is still running")
+        self.graph = _Graph(workflow, trace_lines, self.topology, self._duplex, self._cancelled)
+        for rank in self.topology.ranks if opening is not None else ():
+            self._push(rank, Message("open", workflow, opening=opening))
         for plan in planned:
             self.graph.add(plan)
         self.graph.release(self._push)
 
-    def finish(self, rank: int, task: Task, planned: Sequence[Planned], events: Sequence[Event] = ()) -> Message | None:
+    def finish(
+        self, rank: int, task: Task, planned: Sequence[Planned], events: Sequence[tuple[int, Event]] = ()
+    ) -> Message | None:
         graph = self.graph
         if graph is None:
             raise SchedulerLost("the workflow is no longer stored")
@@ -152,7 +191,9 @@ class MemoryScheduler:
         if task.name == "end":
             graph.running = False
             graph.done.clear()
-        self._answers[graph.number].extend(events)
+        for number, event in events:
+            if number in self._running:
+                self._append(number, event)
         message = self.wait(rank, 0)
         graph.replies[rank] = (task, message)
         return message
@@ -170,47 +211,78 @@ class MemoryScheduler:
         queue = self._queues[rank]
         return queue.popleft() if queue else None
 
-    def submit(self, request_json: str) -> int:
+    def submit(self, request_json: str, priority: int = 0) -> int:
         self._check_failure()
         if self._state != "up":
             raise UserError("the run is stopping" if self._state == "stopping" else "the run is not up")
+        if len(self._running) + len(self._waiting) >= self._max_running + self._max_waiting:
+            raise UserError(
+                f"the cluster is full: {len(self._running)} requests are running and {len(self._waiting)} are waiting "
+                f"(--max-waiting {self._max_waiting}); submit the request again when some of them have been answered"
+            )
+        self._waiting[self._submitted] = (priority, request_json)
         self._submitted += 1
-        self._requests.append(Message("request", self._submitted - 1, text=request_json))
         return self._submitted - 1
+
+    def take(self, limit: int) -> Taken:
+        self._check_failure()
+        if self._state is None:
+            raise SchedulerLost("its keys were deleted")
+        numbers = sorted(self._waiting, key=lambda number: (self._waiting[number][0], number))[:limit]
+        requests = [Message("request", number, text=self._waiting.pop(number)[1]) for number in numbers]
+        self._running.update(numbers)
+        return Taken(requests, sorted(self._cancelled), self._state == "stopping")
 
     def wait_request(self, timeout_seconds: float) -> Message | None:
         message = self.wait(0, timeout_seconds)
-        if message is None and self._requests:
-            return self._requests.popleft()
+        if message is None and (requests := self.take(1).requests):
+            return requests[0]
         return message
 
     def publish(self, request_number: int, *events: Event) -> None:
-        self._answers[request_number].extend(events)
+        self.publish_all([Post(request_number, events)])
+
+    def complete(self, request_number: int, *events: Event) -> None:
+        self.publish_all([Post(request_number, events, ends=True)])
+
+    def publish_all(self, posts: Sequence[Post]) -> None:
+        for post in posts:
+            for event in post.events:
+                self._append(post.number, event)
+            if post.ends:
+                for numbers in (self._running, self._cancelled, self._unread):
+                    numbers.discard(post.number)
+
+    def _append(self, number: int, event: Event) -> None:
+        if number not in self._unread:
+            self._answers[number].append(event)
 
     def read_answer(self, request_number: int, last: str, timeout_seconds: float) -> list[tuple[str, Event]]:
-        events = self._answers.get(request_number, [])
-        return [(str(index + 1), event) for index, event in enumerate(events) if index >= int(last)]
+        return [(position, event) for _, position, event in self.read_answers({request_number: last}, timeout_seconds)]
+
+    def read_answers(self, last: Mapping[int, str], timeout_seconds: float) -> list[tuple[int, str, Event]]:
+        return [
+            (number, str(index + 1), event)
+            for number, position in last.items()
+            for index, event in enumerate(self._answers.get(number, []))
+            if index >= int(position)
+        ]
 
     def close_answer(self, request_number: int) -> None:
         self._answers.pop(request_number, None)
+        if request_number in self._running or request_number in self._waiting:
+            self._unread.add(request_number)
 
     def cancel(self, request_number: int) -> bool:
-        for message in self._requests:
-            if message.number == request_number:
-                self._requests.remove(message)
-                self.publish(request_number, CancelledEvent())
-                return True
-        begun = self.graph.number if self.graph else -1
-        if self.graph is not None and request_number == begun:
-            self.graph.cancelled = self.graph.running
-            return self.graph.running
-        if begun < request_number < self._submitted:
+        if request_number in self._waiting:
+            del self._waiting[request_number]
+            self._append(request_number, CancelledEvent())
+            self._unread.discard(request_number)
+            return True
+        if request_number in self._running:
             self._cancelled.add(request_number)
             return True
         return False
-
-    def is_cancelled(self, request_number: int) -> bool:
-        return self.graph is not None and self.graph.number == request_number and self.graph.cancelled
 
     def abort(self, rank: int, message: str) -> bool:
         if self._failure is not None:
@@ -218,10 +290,8 @@ class MemoryScheduler:
         self._failure = of_rank(rank, message)
         for queue in self._queues.values():
             queue.appendleft(Message("abort", text=self._failure))
-        begun = self.graph.number if self.graph else -1
-        numbers = [begun] if self.graph is not None and self.graph.running else []
-        for number in [*numbers, *range(begun + 1, self._submitted)]:
-            self.publish(number, AbortEvent(self._failure))
+        for number in [*self._running, *self._waiting]:
+            self._append(number, AbortEvent(self._failure))
         return True
 
     def failure(self) -> str | None:
@@ -246,9 +316,8 @@ class MemoryScheduler:
         return sorted(self._leases)
 
     def status(self) -> RunStatus:
-        running = self.graph.number if self.graph is not None and self.graph.running else None
         alive = tuple(sorted(set(self._leases) - set(self.expired_ranks())))
-        return RunStatus(self._state or "gone", self._submitted, len(self._requests), running, alive)
+        return RunStatus(self._state or "gone", self._submitted, len(self._waiting), tuple(sorted(self._running)), alive)
 
     def clock_us(self) -> int:
         return _now_us()

@@ -6,12 +6,16 @@ Two classes implement it by the same rules: ``RedisScheduler`` and its pure-Pyth
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
-from pipedec.messages import Event, Opening, RunDescription, opening_from_payload
+from pipedec.core import Opening
+from pipedec.messages import Event, RunDescription, opening_from_payload
 from pipedec.scheduler.workflow import Payload, Planned, Task
+
+SESSION_TRACE = 4096  # windows of a session of which the trace is kept
+REQUEST_TRACE = 1_000_000  # tasks of a traced request of which the trace is kept
 
 
 @dataclass(frozen=True)
@@ -20,10 +24,11 @@ class Message:
 
     Attributes:
         kind: ``"open"``; ``"task"``; ``"request"`` (only from ``wait_request``); ``"stop"``; ``"abort"``.
-        number: the request it belongs to; -1 for stop and abort.
+        number: the request it belongs to; of a task, the workflow: a session, or a request; -1 for stop and abort.
         task: the granted task; None unless ``kind`` is ``"task"``.
         payload: the task's payload. In the verdict of a sync task, ``finished`` is ``"cancelled"`` if the request was
-            cancelled before the task was scheduled and the answer had not ended otherwise.
+            cancelled before the task was scheduled and the answer had not ended otherwise. A window has ``transfers``, the
+            order in which the rank takes part in transfers between two timesteps (see ``transfers.checked_transfers``).
         active: for a dec task, the entry ranks that are active in its timestep, ascending.
         text: for a request its JSON, for an abort the reason.
         opening: the request that begins, if ``kind`` is ``"open"``; its tasks follow.
@@ -45,6 +50,8 @@ class Message:
         payload = raw.get("payload", {})
         if raw.get("cancelled"):
             payload = cancelled_payload(payload)
+        if "transfers" in raw:
+            payload = {**payload, "transfers": raw["transfers"]}
         opening = opening_from_payload(raw["opening"]) if "opening" in raw else None
         active = tuple(sorted(raw.get("active", ())))
         return cls(raw["kind"], raw.get("number", -1), task, payload, active, raw.get("text", ""), opening)
@@ -54,6 +61,38 @@ def cancelled_payload(payload: Payload) -> Payload:
     """The payload of a sync task with its verdict marked as cancelled, unless the verdict ends the answer anyway."""
     verdict = payload["verdict"]
     return {**payload, "verdict": {**verdict, "finished": verdict.get("finished") or "cancelled"}}
+
+
+class Post(NamedTuple):
+    """Events for the answer of a request.
+
+    Attributes:
+        ends: these are the last ones: the request is not running any more.
+    """
+
+    number: int
+    events: tuple[Event, ...]
+    ends: bool = False
+
+
+@dataclass(frozen=True)
+class Taken:
+    """What rank 0 learns of the queue.
+
+    Attributes:
+        requests: messages of kind ``request``, sooner ones first. They are running until ``complete``.
+        cancelled: all running requests that have been cancelled, with every call until ``complete``.
+        stopping: the run was asked to stop.
+    """
+
+    requests: list[Message]
+    cancelled: list[int]
+    stopping: bool
+
+
+def max_running(description: RunDescription) -> int:
+    """How many requests of a run are in its pipeline at the same time; with single tasks, only one."""
+    return description.max_num_seqs if description.dispatch == "windows" else 1
 
 
 @dataclass(frozen=True)
@@ -76,14 +115,14 @@ class RunStatus:
         state: ``up``, ``stopping``, or ``gone`` if Redis has no state of this run.
         submitted: number of requests accepted so far.
         waiting: number of requests that rank 0 has not taken yet.
-        running: number of the request being answered, or None.
+        running: numbers of the requests that rank 0 has taken and that have not ended, ascending.
         alive: ranks with a valid lease.
     """
 
     state: str
     submitted: int
     waiting: int
-    running: int | None
+    running: tuple[int, ...]
     alive: tuple[int, ...]
 
 
@@ -95,11 +134,28 @@ class Scheduler(Protocol):
 
     round_trips: int
 
-    def open(self, description: RunDescription) -> None:
+    def open(self, description: RunDescription, duplex: str = "full") -> None:
         """Declare the run up, so that ``submit`` is accepted.
+
+        Args:
+            description: for clients; its limits say when ``submit`` refuses further requests.
+            duplex: of the links between the ranks, ``half`` or ``full``; decides the order of transfers that windows grant.
 
         Raises:
             UserError: the run id is in use.
+            RankLost: the run has failed.
+        """
+
+    def begin_session(self, session: int, window: int) -> None:
+        """Start the workflow of a session: every rank gets its first window, of ``window`` timesteps, the first of which is 1.
+
+        Any number of requests may run in a session, of which its tasks know nothing.
+
+        Args:
+            session: its number; no two of a run may be the same.
+
+        Raises:
+            UserError: another workflow is running, or the run is not up.
             RankLost: the run has failed.
         """
 
@@ -107,15 +163,20 @@ class Scheduler(Protocol):
         """Tell every rank of a request, in a message of kind ``open``, then start its workflow with its initial tasks.
 
         Raises:
-            UserError: another request is running.
+            UserError: another workflow is running.
             RankLost: the run has failed.
         """
 
-    def finish(self, rank: int, task: Task, planned: Sequence[Planned], events: Sequence[Event] = ()) -> Message | None:
-        """Report ``task`` done, schedule ``planned`` and publish ``events`` to the request's answer, in one atomic step.
+    def finish(
+        self, rank: int, task: Task, planned: Sequence[Planned], events: Sequence[tuple[int, Event]] = ()
+    ) -> Message | None:
+        """Report ``task`` done, schedule ``planned`` and publish ``events``, in one atomic step.
 
         A transfer is reported by its receiver only (Algorithm 3). A repeated report changes nothing and returns the same
         message as the first.
+
+        Args:
+            events: each with the number of its request. Those of requests that are not running are dropped.
 
         Returns:
             The rank's next message, or None if its queue is empty.
@@ -124,14 +185,39 @@ class Scheduler(Protocol):
     def wait(self, rank: int, timeout_seconds: float) -> Message | None:
         """The rank's next message, or None if none arrives within ``timeout_seconds``."""
 
-    def submit(self, request_json: str) -> int:
-        """Queue a request and return its number. Raises UserError if the run is not up, RankLost if it has failed."""
+    def submit(self, request_json: str, priority: int = 0) -> int:
+        """Queue a request and return its number.
+
+        Args:
+            priority: requests of a lower one are taken first, those of the same one in the order of their numbers.
+
+        Raises:
+            UserError: the run is not up, or as many requests run and wait as it allows.
+            RankLost: it has failed.
+        """
+
+    def take(self, limit: int) -> Taken:
+        """For rank 0, without waiting: at most ``limit`` requests, in the order of (priority, number), and what was cancelled.
+
+        Raises:
+            RankLost: the run has failed.
+        """
 
     def wait_request(self, timeout_seconds: float) -> Message | None:
-        """For rank 0 between two requests: the next ``request``, ``stop`` or ``abort``, or None after ``timeout_seconds``."""
+        """For rank 0 when nothing runs: the next ``request``, ``stop`` or ``abort``, or None after ``timeout_seconds``.
+
+        Raises:
+            RankLost: the run has failed.
+        """
 
     def publish(self, request_number: int, *events: Event) -> None:
         """Append events to the answer of a request."""
+
+    def complete(self, request_number: int, *events: Event) -> None:
+        """Append the last events to the answer of a request, which is not running any more, in one atomic step."""
+
+    def publish_all(self, posts: Sequence[Post]) -> None:
+        """Append events to the answers of several requests, in order, in one atomic step."""
 
     def read_answer(self, request_number: int, last: str, timeout_seconds: float) -> list[tuple[str, Event]]:
         """The events of an answer behind position ``last``, each with its position.
@@ -146,14 +232,20 @@ class Scheduler(Protocol):
             PipedecError: what arrived is no event.
         """
 
+    def read_answers(self, last: Mapping[int, str], timeout_seconds: float) -> list[tuple[int, str, Event]]:
+        """``read_answer`` of several answers at once: the events of any of them, each with its request and position.
+
+        Args:
+            last: by request number, the position of the last event already read.
+        """
+
     def close_answer(self, request_number: int) -> None:
-        """Delete an answer that has been read."""
+        """Delete an answer that has been read, or that nobody will read: nothing is written to it any more."""
 
     def cancel(self, request_number: int) -> bool:
-        """End a request: a waiting one at once, a running one at its next verdict. False if it is unknown or has ended."""
-
-    def is_cancelled(self, request_number: int) -> bool:
-        """Whether the running request ``request_number`` has been cancelled."""
+        """End a request: a waiting one at once, a running one when rank 0 learns of it (``Taken``); in task dispatch at its
+        next verdict. False if it is unknown or has ended.
+        """
 
     def abort(self, rank: int, message: str) -> bool:
         """Record that the run failed at ``rank``, and notify every rank and every reader of an answer.
@@ -186,7 +278,9 @@ class Scheduler(Protocol):
         """The scheduler's clock in µs since the epoch, to which ranks on all machines align their traces."""
 
     def trace(self) -> list[GrantedTask]:
-        """The trace of the request begun last; empty unless its opening asks for one."""
+        """The trace of the workflow begun last: of a session the last ``SESSION_TRACE`` windows, of a request all its tasks
+        if its opening asks for one, else none.
+        """
 
     def clear(self) -> None:
         """Delete everything the run has stored."""

@@ -5,19 +5,30 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import redis
 
-from pipedec.messages import CancelledEvent, Event, Opening, RunDescription, description_from_json, event_from_json, to_json
+from pipedec.core import Opening
+from pipedec.messages import CancelledEvent, Event, RunDescription, description_from_json, event_from_json, to_json
 from pipedec.scheduler.client import BLOCK_SECONDS, DedicatedConnection, translated_errors
-from pipedec.scheduler.keys import Keys
-from pipedec.scheduler.protocol import GrantedTask, Message, RunStatus
+from pipedec.scheduler.keys import STARTING, Keys
+from pipedec.scheduler.protocol import (
+    REQUEST_TRACE,
+    SESSION_TRACE,
+    GrantedTask,
+    Message,
+    Post,
+    RunStatus,
+    Taken,
+    max_running,
+)
 from pipedec.scheduler.scripts import script_text
-from pipedec.scheduler.workflow import Planned, Task
+from pipedec.scheduler.transfers import groups_text
+from pipedec.scheduler.workflow import Planned, Task, initial_windows
 from pipedec.topology import Topology, of_rank
 
 KEY_SECONDS = 60  # time to live of the run's keys, renewed with every lease
@@ -35,8 +46,8 @@ class ServerUsage:
 class RedisScheduler:
     """Implements ``Scheduler`` on one Redis server.
 
-    One object serves one process. It reports tasks under the number of the request whose message it received last, so that
-    a rank that was suspended for a while cannot finish tasks of a later request.
+    One object serves one process. It reports tasks under the number of the workflow whose message it received last, so that
+    a rank that was suspended for a while cannot finish tasks of a later one.
     """
 
     def __init__(self, client: redis.Redis, run_id: str, topology: Topology, lease_ms: int = LEASE_MS) -> None:
@@ -46,7 +57,7 @@ class RedisScheduler:
         self.topology = topology
         self.lease_ms = lease_ms
         self.round_trips = 0
-        self._request_number = -1
+        self._workflow = -1  # its number
         self._scripts: dict[str, Any] = {}
         options = client.connection_pool.connection_kwargs
         self._address = options.get("path") or f"{options.get('host', 'localhost')}:{options.get('port', 6379)}"
@@ -71,18 +82,30 @@ class RedisScheduler:
             text: Any = client.hget(Keys(run_id).run, "description")
         return description_from_json(text.decode()) if text is not None else None
 
-    def open(self, description: RunDescription) -> None:
-        self._run_script("open", [self.keys.run], [KEY_SECONDS, to_json(description)])
+    def open(self, description: RunDescription, duplex: str = "full") -> None:
+        limits = [max_running(description), description.max_waiting]
+        self._run_script(
+            "open", [self.keys.run], [KEY_SECONDS, to_json(description), groups_text(self.topology), duplex, *limits]
+        )
+
+    def begin_session(self, session: int, window: int) -> None:
+        self._begin(session, SESSION_TRACE, initial_windows(self.topology, window), "")
 
     def begin(self, request_number: int, opening: Opening, planned: Sequence[Planned]) -> None:
-        self._request_number = request_number
-        arguments = [KEY_SECONDS, request_number, self._entries, int(opening.trace), _encode(planned), to_json(opening)]
-        self._run_script("begin", self._graph_keys(), arguments)
+        self._begin(request_number, REQUEST_TRACE if opening.trace else 0, planned, to_json(opening))
 
-    def finish(self, rank: int, task: Task, planned: Sequence[Planned], events: Sequence[Event] = ()) -> Message | None:
-        texts = json.dumps([to_json(event) for event in events])
+    def _begin(self, workflow: int, trace_lines: int, planned: Sequence[Planned], opening: str) -> None:
+        arguments = [KEY_SECONDS, workflow, self._entries, trace_lines, _encode(planned), opening]
+        self._run_script("begin", self._graph_keys(), arguments)
+        self._workflow = workflow
+
+    def finish(
+        self, rank: int, task: Task, planned: Sequence[Planned], events: Sequence[tuple[int, Event]] = ()
+    ) -> Message | None:
+        texts = json.dumps([[number, to_json(event)] for number, event in events])
         keys = self._graph_keys()
-        arguments = [len(keys), *keys, KEY_SECONDS, self._request_number, rank, task.id, _encode(planned), texts]
+        report = [self._workflow, rank, task.id, _encode(planned), texts, self.keys.answer_prefix]
+        arguments = [len(keys), *keys, KEY_SECONDS, *report]
         with self._command():
             try:
                 line = self._connection.call("EVALSHA", self._finish_sha, *arguments)
@@ -91,50 +114,84 @@ class RedisScheduler:
         return self._message(line)
 
     def wait(self, rank: int, timeout_seconds: float) -> Message | None:
-        return self._pop([self._queues[rank]], timeout_seconds)
+        if timeout_seconds <= 0:
+            return self._lpop(self._queues[rank])
+        deadline = time.monotonic() + timeout_seconds
+        while (remaining := deadline - time.monotonic()) > 0:
+            if (reply := self._blpop([self._queues[rank]], remaining)) is not None:
+                return self._message(reply[1])
+        return None
 
-    def submit(self, request_json: str) -> int:
-        return int(self._run_script("submit", [self.keys.run, self.keys.requests], [KEY_SECONDS, request_json]))
+    def submit(self, request_json: str, priority: int = 0) -> int:
+        keys = self.keys
+        names = [keys.run, keys.waiting, keys.requests, keys.bell, keys.running]
+        return int(self._run_script("submit", names, [KEY_SECONDS, request_json, priority]))
+
+    def take(self, limit: int) -> Taken:
+        keys = self.keys
+        names = [keys.run, keys.waiting, keys.requests, keys.running, keys.cancelled, keys.bell]
+        state, cancelled, *taken = self._run_script("take", names, [KEY_SECONDS, limit])
+        requests = [
+            Message("request", int(number), text=text.decode()) for number, text in zip(taken[::2], taken[1::2], strict=True)
+        ]
+        return Taken(requests, sorted(map(int, cancelled)), state == b"stopping")
 
     def wait_request(self, timeout_seconds: float) -> Message | None:
-        return self._pop([self._queues[0], self.keys.requests], timeout_seconds)
+        deadline = time.monotonic() + timeout_seconds
+        while True:
+            if (message := self._lpop(self._queues[0])) is not None:
+                return message
+            if requests := self.take(1).requests:
+                return requests[0]
+            if (remaining := deadline - time.monotonic()) <= 0:
+                return None
+            reply = self._blpop([self._queues[0], self.keys.bell], remaining)
+            if reply is not None and reply[0].decode() == self._queues[0]:
+                return self._message(reply[1])
 
     def publish(self, request_number: int, *events: Event) -> None:
-        with self._command():
-            pipe = self.client.pipeline(transaction=True)
-            for event in events:
-                pipe.xadd(self.keys.answer(request_number), {"event": to_json(event)}, maxlen=16384, approximate=True)
-            pipe.expire(self.keys.answer(request_number), KEY_SECONDS)
-            pipe.execute()
+        self.publish_all([Post(request_number, events)])
+
+    def complete(self, request_number: int, *events: Event) -> None:
+        self.publish_all([Post(request_number, events, ends=True)])
+
+    def publish_all(self, posts: Sequence[Post]) -> None:
+        keys = self.keys
+        names = [keys.running, keys.cancelled, keys.unread, *(keys.answer(post.number) for post in posts)]
+        texts = [[post.number, int(post.ends), *map(to_json, post.events)] for post in posts]
+        self._run_script("publish", names, [KEY_SECONDS, json.dumps(texts)])
 
     def read_answer(self, request_number: int, last: str, timeout_seconds: float) -> list[tuple[str, Event]]:
+        return [(position, event) for _, position, event in self.read_answers({request_number: last}, timeout_seconds)]
+
+    def read_answers(self, last: Mapping[int, str], timeout_seconds: float) -> list[tuple[int, str, Event]]:
+        numbers = {self.keys.answer(number).encode(): number for number in last}
+        streams: Any = {self.keys.answer(number): position for number, position in last.items()}
         deadline = time.monotonic() + timeout_seconds
         while True:
             remaining = min(deadline - time.monotonic(), BLOCK_SECONDS)
             with self._command():
-                block = max(1, int(remaining * 1000)) if remaining > 0 else None
-                reply: Any = self.client.xread({self.keys.answer(request_number): last}, block=block)
+                reply: Any = self.client.xread(streams, block=max(1, int(remaining * 1000)) if remaining > 0 else None)
             if reply:
-                return [(position.decode(), event_from_json(fields[b"event"])) for position, fields in reply[0][1]]
+                return [
+                    (numbers[stream], position.decode(), event_from_json(fields[b"event"]))
+                    for stream, entries in reply
+                    for position, fields in entries
+                ]
             if time.monotonic() >= deadline:
                 return []
 
     def close_answer(self, request_number: int) -> None:
-        with self._command():
-            self.client.delete(self.keys.answer(request_number))
+        names = [self.keys.answer(request_number), self.keys.waiting, self.keys.running, self.keys.unread]
+        self._run_script("close", names, [KEY_SECONDS, request_number])
 
     def cancel(self, request_number: int) -> bool:
         keys = self.keys
-        names = [keys.run, keys.workflow, keys.requests, keys.cancelled, keys.answer(request_number)]
+        names = [keys.waiting, keys.requests, keys.running, keys.cancelled, keys.unread, keys.answer(request_number)]
         return bool(self._run_script("cancel", names, [KEY_SECONDS, request_number, to_json(CancelledEvent())]))
 
-    def is_cancelled(self, request_number: int) -> bool:
-        with self._command():
-            found = self.client.hmget(self.keys.workflow, "number", "cancelled")
-        return found == [str(request_number).encode(), b"1"]
-
     def abort(self, rank: int, message: str) -> bool:
-        names = [self.keys.run, self.keys.workflow, self.keys.requests, *self._queues]
+        names = [self.keys.run, self.keys.waiting, self.keys.running, self.keys.unread, *self._queues]
         return bool(self._run_script("abort", names, [KEY_SECONDS, of_rank(rank, message), self.keys.answer_prefix]))
 
     def failure(self) -> str | None:
@@ -146,8 +203,8 @@ class RedisScheduler:
         self._run_script("stop", [self.keys.run, *self._queues], [KEY_SECONDS])
 
     def renew_lease(self, rank: int) -> None:
-        names = [self.keys.members, self.keys.alive(rank), *self._lasting_keys()]
-        self._run_script("lease", names, [KEY_SECONDS, self.lease_ms, rank])
+        names = [self.keys.members, self.keys.alive(rank), self.keys.running, *self._lasting_keys()]
+        self._run_script("lease", names, [KEY_SECONDS, self.lease_ms, rank, self.keys.answer_prefix])
 
     def expired_ranks(self) -> list[int]:
         alive = [self.keys.alive(rank) for rank in self.topology.ranks]
@@ -166,15 +223,15 @@ class RedisScheduler:
         with self._command():
             pipe = self.client.pipeline(transaction=True)
             pipe.hmget(keys.run, "state", "submitted")
-            pipe.hmget(keys.workflow, "running", "number")
-            pipe.llen(keys.requests)
+            pipe.smembers(keys.running)
+            pipe.zcard(keys.waiting)
             pipe.smembers(keys.members)
-            (state, submitted), (running, number), waiting, members = pipe.execute()
+            (state, submitted), running, waiting, members = pipe.execute()
         return RunStatus(
             state=state.decode() if state is not None else "gone",
             submitted=int(submitted or 0),
             waiting=waiting,
-            running=int(number) if running == b"1" else None,
+            running=tuple(sorted(map(int, running))),
             alive=tuple(sorted({int(rank) for rank in members} - set(self.expired_ranks()))),
         )
 
@@ -193,45 +250,38 @@ class RedisScheduler:
         """CPU time of the server and number of the run's keys, for the benchmarks."""
         with self._command():
             cpu: Any = self.client.info("cpu")
-        with self._command():
-            keys = sum(1 for _ in self.client.scan_iter(match=self.keys.prefix + "*", count=1000))
-        return ServerUsage(cpu["used_cpu_user"] + cpu["used_cpu_sys"], keys)
+        return ServerUsage(cpu["used_cpu_user"] + cpu["used_cpu_sys"], len(self._stored()))
 
     def clear(self) -> None:
-        keys = self.keys
-        alive = [keys.alive(rank) for rank in self.topology.ranks]
+        if stored := self._stored():
+            with self._command():
+                self.client.delete(*stored)
+
+    def _stored(self) -> list[bytes]:
+        """All keys of the run."""
         with self._command():
-            submitted: Any = self.client.hget(keys.run, "submitted")
-        answers = [keys.answer(number) for number in range(int(submitted or 0))]
-        with self._command():
-            self.client.delete(keys.members, *alive, *self._lasting_keys(), *answers)
+            return list(self.client.scan_iter(match=self.keys.prefix + "*", count=1000))
 
     def _lasting_keys(self) -> list[str]:
+        """The keys that every rank keeps alive, beside those that ``lease.lua`` knows."""
         keys = self.keys
-        single = [keys.run, keys.workflow, keys.done, keys.pending, keys.bitmap, keys.trace, keys.requests, keys.cancelled]
-        return [*single, keys.answer(self._request_number), *self._queues]
+        graph = [keys.workflow, keys.done, keys.pending, keys.bitmap, keys.trace]
+        queue = [keys.waiting, keys.requests, keys.bell, keys.cancelled, keys.unread]
+        return [keys.run, keys.answer(STARTING), *graph, *queue, *self._queues]
 
     def _graph_keys(self) -> list[str]:
         keys = self.keys
         single = [keys.workflow, keys.done, keys.pending, keys.bitmap, keys.trace, keys.run]
-        return [*single, keys.answer(self._request_number), keys.cancelled, *self._queues]
+        return [*single, keys.running, keys.cancelled, keys.unread, *self._queues]
 
-    def _pop(self, queues: list[str], timeout_seconds: float) -> Message | None:
-        """The first message of ``queues``, in this order: by LPOP without a timeout, else by BLPOP.
-
-        A long timeout is split into waits of ``BLOCK_SECONDS``, so that a server that died silently is noticed.
+    def _blpop(self, queues: list[str], timeout_seconds: float) -> Any:
+        """[queue, element] of the first of ``queues`` that has one; None after ``timeout_seconds``, or ``BLOCK_SECONDS`` if these
+        are fewer, so that a server that died silently is noticed.
         """
-        if timeout_seconds <= 0:
-            return next((message for queue in queues if (message := self._take(queue)) is not None), None)
-        deadline = time.monotonic() + timeout_seconds
-        while (remaining := deadline - time.monotonic()) > 0:
-            with self._command():
-                reply = self._connection.call("BLPOP", *queues, max(0.001, min(remaining, BLOCK_SECONDS)))
-            if reply is not None:
-                return self._message(reply[1])
-        return None
+        with self._command():
+            return self._connection.call("BLPOP", *queues, max(0.001, min(timeout_seconds, BLOCK_SECONDS)))
 
-    def _take(self, queue: str) -> Message | None:
+    def _lpop(self, queue: str) -> Message | None:
         with self._command():
             line: Any = self.client.lpop(queue)
         return self._message(line)
@@ -241,7 +291,7 @@ class RedisScheduler:
             return None
         message = Message.from_json(line)
         if message.kind in ("open", "task"):
-            self._request_number = message.number
+            self._workflow = message.number
         return message
 
     def _run_script(self, name: str, keys: Sequence[str], arguments: Sequence[Any]) -> Any:

@@ -1,4 +1,4 @@
-"""Finds the Lua scripts and prepends the shared file that a script uses. Does not know what they do."""
+"""Finds the Lua scripts and prepends the shared files that a script uses. Does not know what they do."""
 
 from __future__ import annotations
 
@@ -22,14 +22,15 @@ def _read(name: str) -> str:
 
 @cache
 def script_text(name: str) -> str:
-    """The source of ``lua/{name}.lua``. If its first line is ``-- uses: OTHER``, the source of ``OTHER.lua`` comes first.
+    """The source of ``lua/{name}.lua``, behind that of the files that its first line names (``-- uses: ONE OTHER``), if any.
 
     Raises:
         FileNotFoundError: the installation lacks the script.
     """
     text = _read(name)
-    uses = re.match(r"-- uses: (\w+)\n", text)
-    return f"{_read(uses[1])}\n{text}" if uses else text
+    uses = re.match(r"-- uses: ([\w ]+)\n", text)
+    shared = uses[1].split() if uses else []
+    return "\n".join([*map(_read, shared), text])
 
 
 @cache

@@ -93,7 +93,8 @@ class Planned:
     """A scheduling action S(task) → after: the task is granted once every task in ``after`` is done.
 
     ``payload`` is a small JSON object that is delivered with the task: ``{"rows": 12}`` with a transfer and with the task that
-    computes its rows, the token ids with stage 1's prompt chunk, ``{"verdict": …}`` with a sync.
+    computes its rows, ``is_first_chunk`` with every prompt chunk and the token ids with stage 1's, ``{"verdict": …}`` with a
+    sync, ``{"timesteps": 8}`` with a window.
     """
 
     task: Task
@@ -109,11 +110,11 @@ class Facts:
         rows_out: rows of the (pruned) output that are sent to the next rank.
         verdict: after the last prompt chunk (C,pre,n,0) the first verdict of rank n; after (C,dec,n,seq) its verdict, None if
             no further token is accepted; else None.
-        finished: after a sync or a window, whether a verdict ended the answer; after (C,dec,0,seq), whether a stop string has
-            ended it and no other rank has a task any more.
-        window: after a sync, the number of timesteps in a window; 0 if every task is granted on its own.
+        finished: after a sync, whether its verdict ended the answer; after (C,dec,0,seq), whether a stop string has ended it
+            and no other rank has a task any more; after (C,window,0,seq), whether the session ends with this window.
+        window: after (C,window,0,seq), the number of timesteps in the next window.
         active: after a dec, the entry ranks active in this timestep, as delivered with the task.
-        is_first_chunk: after a pre, whether it was the prompt's first chunk.
+        is_first_chunk: after a pre, whether it was the prompt's first chunk, as delivered with the task.
     """
 
     rows_out: int = 0
@@ -125,7 +126,7 @@ class Facts:
 
 
 def initial_tasks(topology: Topology, chunks: Sequence[Sequence[int]]) -> list[Planned]:
-    """The tasks that start a request: case [1] of Algorithm 4, (C,pre,0,s) and (C,pre,1,s) for every prompt chunk.
+    """The tasks that start a request's workflow: case [1] of Algorithm 4, (C,pre,0,s) and (C,pre,1,s) for every prompt chunk.
 
     Chunk k of K has seq k - (K - 1): the last one has the paper's seq 0, earlier ones are negative.
 
@@ -140,16 +141,22 @@ def initial_tasks(topology: Topology, chunks: Sequence[Sequence[int]]) -> list[P
     planned = []
     for index, chunk in enumerate(chunks):
         seq = index - (len(chunks) - 1)
-        for rank, payload in ((0, {}), (1, {"token_ids": list(chunk)})):
+        is_first = {"is_first_chunk": index == 0}
+        for rank, payload in ((0, is_first), (1, {**is_first, "token_ids": list(chunk)})):
             before = (Task.compute("pre", rank, seq - 1),) if index else ()
             planned.append(Planned(Task.compute("pre", rank, seq), before, payload))  # [1]
     return planned
 
 
+def initial_windows(topology: Topology, timesteps: int) -> list[Planned]:
+    """The tasks that start the workflow of a session: every rank's first window, of ``timesteps`` timesteps."""
+    return [_window(rank, 1, timesteps) for rank in topology.ranks]
+
+
 def post_process(task: Task, topology: Topology, facts: Facts) -> list[Planned]:
     """The tasks that a rank schedules after finishing ``task``: Algorithm 4, cases [2] to [12]; none after a transfer or end.
 
-    With windows there are no dec tasks, and no syncs but those of prefill: see ``_after_window``.
+    A session has no tasks but windows: see ``_after_window``.
     """
     if task.kind != "C":
         return []
@@ -179,7 +186,10 @@ def _after_prefill(task: Task, topology: Topology, facts: Facts) -> list[Planned
     payload = {"rows": facts.rows_out}
     # Deviation: a prompt may have several chunks, which a stage takes in order; the first one has no predecessor.
     earlier = () if facts.is_first_chunk else (Task.compute("pre", rank + 1, seq - 1),)
-    return [Planned(transfer, (), payload), Planned(Task.compute("pre", rank + 1, seq), (transfer, *earlier), payload)]
+    following = Planned(
+        Task.compute("pre", rank + 1, seq), (transfer, *earlier), {**payload, "is_first_chunk": facts.is_first_chunk}
+    )
+    return [Planned(transfer, (), payload), following]
 
 
 def _after_decode(task: Task, topology: Topology, facts: Facts) -> list[Planned]:
@@ -216,11 +226,8 @@ def _after_sync(task: Task, topology: Topology, facts: Facts) -> list[Planned]:
     if rank == 0:
         if seq == 0:  # otherwise rank 0's dec has scheduled the barrier ([7]); prefill has none
             planned.append(_barrier(seq, topology.ranks))
-        if facts.window and not facts.finished:
-            planned += [_window(rank, seq + 1, facts.window, after=Task.finish_all(seq)) for rank in topology.ranks]
-        else:
-            following = Task.compute("end", 0, seq) if facts.finished else Task.compute("dec", 0, seq + 1)
-            planned.append(Planned(following, (Task.finish_all(seq),)))
+        following = Task.compute("end", 0, seq) if facts.finished else Task.compute("dec", 0, seq + 1)
+        planned.append(Planned(following, (Task.finish_all(seq),)))
     planned.append(Planned(Task.finish(rank, seq)))  # [11]
     return planned
 
@@ -228,7 +235,7 @@ def _after_sync(task: Task, topology: Topology, facts: Facts) -> list[Planned]:
 def _after_window(task: Task, topology: Topology, facts: Facts) -> list[Planned]:
     """Not in the paper: ``window`` timesteps are granted at once, and the ranks run them without further grants.
 
-    Transfers in a window go from a rank to the next one only, so no two conflict, and each rank takes its steps in order.
+    The grant says in which order a rank takes part in transfers between two timesteps (see ``transfers``), so no two conflict.
     Rank 0 schedules the next window of every rank; it depends on that rank's current window only, not on other ranks.
     """
     rank, seq = task.target, task.seq
@@ -238,11 +245,11 @@ def _after_window(task: Task, topology: Topology, facts: Facts) -> list[Planned]
     planned = [Planned(Task.finish_all(seq), tuple(windows))]
     if facts.finished:
         return [*planned, Planned(Task.compute("end", 0, seq), (Task.finish_all(seq),))]
-    return planned + [_window(task.target, seq + facts.window, facts.window, after=task) for task in windows]
+    return planned + [_window(task.target, seq + facts.window, facts.window, task) for task in windows]
 
 
-def _window(rank: int, seq: int, timesteps: int, after: Task) -> Planned:
-    return Planned(Task.compute("window", rank, seq), (after,), {"timesteps": timesteps})
+def _window(rank: int, seq: int, timesteps: int, *after: Task) -> Planned:
+    return Planned(Task.compute("window", rank, seq), after, {"timesteps": timesteps})
 
 
 def _barrier(seq: int, ranks: Sequence[int]) -> Planned:

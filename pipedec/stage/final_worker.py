@@ -8,7 +8,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from pipedec.core import Opening, Step, Update
+from pipedec.core import Opening, Step, Update, Verdict
 from pipedec.model import KVCache
 from pipedec.stage.final_lane import FinalLane
 from pipedec.stage.lane import Lane
@@ -41,7 +41,10 @@ class FinalStageWorker(StageWorker):
         return None if verdict is None else Update(number, verdict=verdict, logprobs=lane.take_logprobs())
 
     def _reply(self, updates: tuple[Update, ...]) -> tuple[Update, ...]:
-        return self.results()
+        """The results. Rank 0 also learns which lanes are closed, by a verdict without tokens: then all stages have closed them."""
+        ends = [(update.number, update.verdict.finished) for update in updates if update.verdict is not None]
+        closed = (Update(number, verdict=Verdict((), reason)) for number, reason in ends if reason is not None)
+        return (*closed, *self.results())
 
     def _new_lane(self, opening: Opening, cache: KVCache) -> Lane:
         return FinalLane(opening, self._new_sequence(opening), cache, self._device, self._model.config.vocab_size)

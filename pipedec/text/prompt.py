@@ -22,15 +22,15 @@ class Prompter:
 
     Args:
         max_positions: the model's context.
-        context_tokens: the cluster's own limit for a prompt and its answer; None for none.
+        max_model_len: the cluster's own limit for a prompt and its answer; None for none.
     """
 
-    def __init__(self, directory: Path, max_positions: int, context_tokens: int | None = None) -> None:
+    def __init__(self, directory: Path, max_positions: int, max_model_len: int | None = None) -> None:
         self.tokenizer = _load_tokenizer(directory)
         self.tokenizer.model_max_length = sys.maxsize  # silences a warning: token_ids checks the length itself
         self._context, self._owner = max_positions, "model"
-        if context_tokens is not None and context_tokens < max_positions:
-            self._context, self._owner = context_tokens, "cluster"
+        if max_model_len is not None and max_model_len < max_positions:
+            self._context, self._owner = max_model_len, "cluster"
 
     def token_ids(self, prompt: str, raw: bool, max_tokens: int, threads: str | None = None) -> tuple[int, ...]:
         """The prompt's token ids, after the chat template unless the model has none.

@@ -25,7 +25,7 @@ class Transport(Protocol):
         """
 
     def send_envelope(self, envelope: Envelope, dst: int) -> None:
-        """Send a verdict, a step, both or neither to rank ``dst``. Does not wait for the receiver.
+        """Send an envelope to rank ``dst``. Does not wait for the receiver.
 
         Raises:
             RankLost: the connection failed or timed out.

@@ -13,7 +13,6 @@ from datetime import timedelta
 from functools import cached_property
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -21,7 +20,7 @@ from torch import Tensor
 from pipedec.core import Envelope, RankLost, Step, UserError
 from pipedec.transport.rendezvous import Rendezvous
 from pipedec.transport.wire import (
-    INLINE_VALUES,
+    INLINE_HEAD_BYTES,
     PREFIX_BYTES,
     Bytes,
     Prefix,
@@ -29,9 +28,9 @@ from pipedec.transport.wire import (
     pack,
     pack_envelope,
     unpack,
+    unpack_envelope,
     unpack_from,
     unpack_prefix,
-    unpack_verdict,
 )
 
 BACKENDS = {"gloo": ("cpu", "cuda"), "nccl": ("cuda",)}  # name: device types that a stage may use
@@ -64,7 +63,7 @@ class _Link:
     @cached_property
     def room(self) -> int:
         """Bytes of the largest first message of an envelope."""
-        return PREFIX_BYTES + 8 * INLINE_VALUES + self.message_bytes(self.inline_rows)
+        return PREFIX_BYTES + INLINE_HEAD_BYTES + self.message_bytes(self.inline_rows)
 
 
 class TorchTransport:
@@ -159,15 +158,15 @@ class TorchTransport:
         return Step(step.token_ids.to(self._device), step.parents.to(self._device), hidden, threads)
 
     def send_envelope(self, envelope: Envelope, dst: int) -> None:
-        step, link = envelope.step, self._link(dst)
-        first, verdict = pack_envelope(envelope, link.inline_rows)
+        link = self._link(dst)
+        first, head, step = pack_envelope(envelope, link.inline_rows)
         try:
             while len(self._pending_sends) >= _MAX_PENDING_SENDS:
                 self._pending_sends.popleft()[0].wait()
             self._pending_sends.append((self._group.send([first], dst, _ENVELOPE_TAG), first))
-            if verdict is not None:
-                self._send_behind(verdict, dst, self._group)
-            if step is not None and step.num_rows > link.inline_rows:
+            if head is not None:
+                self._send_behind(head, dst, self._group)
+            if step is not None:
                 self._send_behind(pack(step, link.device), dst, link.group)
         except RuntimeError as error:
             raise self._rank_lost(dst, "send to", error) from error
@@ -180,16 +179,20 @@ class TorchTransport:
         link, buffer = self._link(src), self._first_message(src)
         try:
             prefix = unpack_prefix(buffer, link.message_bytes(1))
-            if not prefix.is_last:
+            if not prefix.ends_session:
                 self._pending_receives[src] = self._post_receive(src)
-            verdict = unpack_verdict(self._verdict_values(buffer, prefix, src), prefix)
+            head = self._head(buffer, prefix, src)
+            return unpack_envelope(head, self._rows(buffer, prefix, src), prefix)
         except ValueError as error:
             raise RankLost(f"rank {src} sent a message that is no envelope: {error}") from None
+
+    def _rows(self, buffer: Bytes, prefix: Prefix, src: int) -> Step | None:
+        link = self._link(src)
         if prefix.rows > link.inline_rows:
-            return Envelope(self.receive(prefix.rows, src), verdict)
+            return self.receive(prefix.rows, src)
         if not prefix.rows:
-            return Envelope(None, verdict)
-        return Envelope(self._on_device(unpack_from(buffer, prefix.end, prefix.rows, link.hidden_size, link.dtype)), verdict)
+            return None
+        return self._on_device(unpack_from(buffer, prefix.end, prefix.rows, link.hidden_size, link.dtype))
 
     def _first_message(self, src: int) -> Bytes:
         work, buffer = self._pending_receives.pop(src) if src in self._pending_receives else self._post_receive(src)
@@ -212,12 +215,12 @@ class TorchTransport:
         except RuntimeError as error:
             raise self._rank_lost(src, "receive from", error) from error
 
-    def _verdict_values(self, buffer: Bytes, prefix: Prefix, src: int) -> list[int]:
-        if prefix.values <= INLINE_VALUES:
-            return buffer[PREFIX_BYTES : prefix.end].view(np.int64).tolist()
-        values = torch.empty(prefix.values, dtype=torch.int64)
-        self._receive_into(values.view(torch.uint8), src, self._group)
-        return values.tolist()
+    def _head(self, buffer: Bytes, prefix: Prefix, src: int) -> Bytes:
+        if prefix.head_bytes <= INLINE_HEAD_BYTES:
+            return buffer[PREFIX_BYTES : prefix.end]
+        head = torch.empty(prefix.head_bytes, dtype=torch.uint8)
+        self._receive_into(head, src, self._group)
+        return head.numpy()
 
     def close(self) -> None:
         if dist.is_initialized():

@@ -1,19 +1,17 @@
 """Steps and envelopes as bytes.
 
 A step is its token ids, parents and threads, then its activations. An envelope is one message: a prefix with the lengths of
-what follows, the verdict, the step. A receiver posts a buffer for the next envelope before it knows that one's lengths, so a
-verdict of more than INLINE_VALUES values, and a step of more rows than the link takes inline, each follow in a message of their
-own, whose size the prefix tells.
-
-A verdict is int64 values: for each thread its number, the number of its tokens, the number of its forecast's positions, the
-tokens, and for each position the number of its tokens and these.
+what follows, the head (JSON: everything but rows), and the rows of all updates as one step. A receiver posts a buffer for the
+next envelope before it knows that one's lengths, so a head of more than INLINE_HEAD_BYTES, and more rows than the link takes
+inline, each follow in a message of their own, whose size the prefix tells.
 """
 
 from __future__ import annotations
 
+import json
 import struct
 from collections.abc import Iterable
-from itertools import islice
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -21,45 +19,39 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pipedec.core import NUM_ROW_IDS, ROW_ID_BYTES, Accepted, Envelope, Step, Verdict
+from pipedec.core import NUM_ROW_IDS, ROW_ID_BYTES, Envelope, Step
+from pipedec.messages import envelope_from_payload, envelope_to_payload
 
-MAX_ROWS = 65_536  # of an envelope's step; a prefix that announces more is refused
-MAX_VERDICT_VALUES = 2**20
-INLINE_VALUES = 256
+MAX_ROWS = 65_536  # of an envelope; a prefix that announces more is refused
+MAX_HEAD_BYTES = 2**26
+INLINE_HEAD_BYTES = 8192
 PREFIX_BYTES = 24
 Bytes = NDArray[np.uint8]
 Buffer = bytes | memoryview
 
-_MAGIC = b"pipedec2"
+_MAGIC = b"pipedec3"
 _PREFIX = struct.Struct("<8siiii")  # a multiple of 8 bytes, so that what follows is aligned
-_FINISH_REASONS = (None, "stop", "length", "cancelled", "cache_full")
-_NO_VERDICT = -1
 
 
 class Prefix(NamedTuple):
     """The lengths that an envelope's first message begins with.
 
     Attributes:
-        rows: of the step; 0 without a step.
+        head_bytes: of the head, a multiple of 8.
+        rows: of all updates.
         row_bytes: of each row.
-        values: int64 values of the verdict.
-        reason: index of why the answer ended; negative without a verdict.
+        ends_session: 1 if no envelope follows.
     """
 
+    head_bytes: int
     rows: int
     row_bytes: int
-    values: int
-    reason: int
-
-    @property
-    def is_last(self) -> bool:
-        """Whether the verdict ends the answer."""
-        return self.reason > 0
+    ends_session: int
 
     @property
     def end(self) -> int:
-        """Where the first message goes on behind prefix and verdict."""
-        return PREFIX_BYTES + (8 * self.values if self.values <= INLINE_VALUES else 0)
+        """Where the first message goes on behind prefix and head."""
+        return PREFIX_BYTES + (self.head_bytes if self.head_bytes <= INLINE_HEAD_BYTES else 0)
 
 
 def message_bytes(num_rows: int, hidden_size: int, dtype: torch.dtype) -> int:
@@ -121,27 +113,27 @@ def _array(tensor: Tensor) -> Buffer:
     return (tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor).numpy().data  # numpy has no bfloat16
 
 
-def pack_envelope(envelope: Envelope, inline_rows: int) -> tuple[Tensor, Tensor | None]:
-    """The first message of an envelope, and the verdict's own if it does not fit into the first; uint8.
+def pack_envelope(envelope: Envelope, inline_rows: int) -> tuple[Tensor, Tensor | None, Step | None]:
+    """The first message of an envelope; its head if that does not fit into the first message; and its rows if they do not.
 
     Args:
-        inline_rows: a step of more rows is not in the first message.
+        inline_rows: more rows than that are not in the first message.
 
     Raises:
-        ValueError: more than MAX_ROWS rows or MAX_VERDICT_VALUES values.
+        ValueError: more than MAX_ROWS rows or MAX_HEAD_BYTES bytes of head.
     """
-    step, verdict = envelope.step, envelope.verdict
-    rows, reason, values = 0 if step is None else step.num_rows, _NO_VERDICT, list[int]()
-    if verdict is not None:
-        reason, values = _FINISH_REASONS.index(verdict.finished), _verdict_values(verdict)
-    _check(rows, len(values), reason)
-    parts: list[Buffer] = [_PREFIX.pack(_MAGIC, rows, _row_bytes(step), len(values), reason)]
-    packed = struct.pack(f"{len(values)}q", *values)
-    if len(values) <= INLINE_VALUES:
-        parts.append(packed)
+    step = _merged([update.step for update in envelope.updates if update.step is not None])
+    rows = 0 if step is None else step.num_rows
+    head = json.dumps(envelope_to_payload(envelope), separators=(",", ":")).encode() if envelope.updates else b""
+    head += b" " * (-len(head) % 8)
+    prefix = Prefix(len(head), rows, _row_bytes(step), int(envelope.ends_session))
+    _check(prefix)
+    parts: list[Buffer] = [_PREFIX.pack(_MAGIC, *prefix)]
+    if len(head) <= INLINE_HEAD_BYTES:
+        parts.append(head)
     if step is not None and rows <= inline_rows:
         parts += _parts(step)
-    return _message(parts), None if len(values) <= INLINE_VALUES else _message([packed])
+    return _message(parts), None if len(head) <= INLINE_HEAD_BYTES else _message([head]), step if rows > inline_rows else None
 
 
 def unpack_prefix(buffer: Bytes, row_bytes: int) -> Prefix:
@@ -157,48 +149,52 @@ def unpack_prefix(buffer: Bytes, row_bytes: int) -> Prefix:
     if magic != _MAGIC:
         raise ValueError("it begins with other bytes")
     prefix = Prefix(*lengths)
-    _check(prefix.rows, prefix.values, prefix.reason)
+    _check(prefix)
     if prefix.rows and prefix.row_bytes != row_bytes:
         raise ValueError(f"rows of {prefix.row_bytes} bytes, not {row_bytes}")
     return prefix
 
 
-def unpack_verdict(values: list[int], prefix: Prefix) -> Verdict | None:
-    """The verdict; None if the envelope has none. Raises ValueError if ``values`` are no verdict."""
-    if prefix.reason == _NO_VERDICT:
-        return None
-    source, accepted = iter(values), []
-
-    def take(count: int) -> tuple[int, ...]:
-        taken = tuple(islice(source, count)) if 0 <= count <= len(values) else ()
-        if len(taken) != count:
-            raise ValueError("a verdict whose lengths do not add up")
-        return taken
-
-    for thread in source:
-        num_tokens, num_positions = take(2)
-        tokens = take(num_tokens)
-        if num_positions < 0:
-            raise ValueError(f"a forecast of {num_positions} positions")
-        accepted.append(Accepted(thread, tokens, tuple(take(*take(1)) for _ in range(num_positions))))
-    return Verdict(tuple(accepted), _FINISH_REASONS[prefix.reason])
+def unpack_envelope(head: Bytes, step: Step | None, prefix: Prefix) -> Envelope:
+    """The envelope of a head and the rows of all updates. Raises ValueError if they are no envelope."""
+    ends_session = bool(prefix.ends_session)
+    if not len(head):
+        return Envelope((), ends_session)
+    try:
+        envelope, counts = envelope_from_payload(json.loads(head.tobytes()), ends_session)
+    except (ValueError, RecursionError):
+        raise ValueError("its head cannot be read") from None
+    if sum(counts) != prefix.rows:
+        raise ValueError(f"its updates have {sum(counts)} rows, not {prefix.rows}")
+    steps = iter(() if step is None else _split(step, [count for count in counts if count]))
+    updates = (
+        replace(update, step=next(steps)) if count else update for update, count in zip(envelope.updates, counts, strict=True)
+    )
+    return Envelope(tuple(updates), ends_session)
 
 
-def _check(rows: int, values: int, reason: int) -> None:
-    if not 0 <= rows <= MAX_ROWS:
-        raise ValueError(f"{rows} rows, which must be between 0 and {MAX_ROWS}")
-    if not 0 <= values <= MAX_VERDICT_VALUES:
-        raise ValueError(f"a verdict of {values} values, of which {MAX_VERDICT_VALUES} are allowed")
-    if values and reason == _NO_VERDICT:
-        raise ValueError(f"{values} values of no verdict")
-    if not _NO_VERDICT <= reason < len(_FINISH_REASONS):
-        raise ValueError(f"unknown finish reason {reason}")
+def _check(prefix: Prefix) -> None:
+    if not 0 <= prefix.rows <= MAX_ROWS:
+        raise ValueError(f"{prefix.rows} rows, which must be between 0 and {MAX_ROWS}")
+    if not 0 <= prefix.head_bytes <= MAX_HEAD_BYTES or prefix.head_bytes % 8:
+        raise ValueError(f"a head of {prefix.head_bytes} bytes, of which {MAX_HEAD_BYTES} are allowed")
 
 
-def _verdict_values(verdict: Verdict) -> list[int]:
-    values: list[int] = []
-    for thread, tokens, forecast in verdict.accepted:
-        values += (thread, len(tokens), len(forecast), *tokens)
-        for candidates in forecast:
-            values += (len(candidates), *candidates)
-    return values
+def _merged(steps: list[Step]) -> Step | None:
+    """The rows of several steps as one."""
+    if len(steps) < 2:
+        return steps[0] if steps else None
+    token_ids, parents = torch.cat([step.token_ids for step in steps]), torch.cat([step.parents for step in steps])
+    threads = [torch.zeros_like(step.parents) if step.threads is None else step.threads for step in steps]
+    hidden = None if steps[0].hidden is None else torch.cat([step.hidden for step in steps if step.hidden is not None])
+    return Step(token_ids, parents, hidden, torch.cat(threads))
+
+
+def _split(step: Step, counts: list[int]) -> list[Step]:
+    """The rows of one step as several, views of it."""
+    if len(counts) == 1:
+        return [step]
+    assert step.threads is not None
+    hidden = [None] * len(counts) if step.hidden is None else step.hidden.split(counts)
+    columns = (step.token_ids.split(counts), step.parents.split(counts), hidden, step.threads.split(counts))
+    return [Step(*parts) for parts in zip(*columns, strict=True)]

@@ -76,7 +76,22 @@ class Candidates:
         return Candidates(rows, self.token_ids[is_kept], self.log_probs[is_kept])
 
 
-RowsToDraft = tuple[int, "PredictionTree", Tensor]  # thread number, its tree, int64 [F] rows of the tree, ascending
+@dataclass(frozen=True)
+class DraftRows:
+    """Rows of one tree that the draft model is to compute.
+
+    Attributes:
+        number: of the request.
+        thread: whose tree it is.
+        rows: int64 [F], ascending, not drafted yet. Their ancestors were drafted or are among them.
+        children: number of most probable next tokens to return for each row.
+    """
+
+    number: int
+    thread: int
+    tree: PredictionTree
+    rows: Tensor
+    children: int
 
 
 class Gaps(Protocol):

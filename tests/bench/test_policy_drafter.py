@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from pipedec.decoding import Drafter
 from pipedec.drafting import DraftModel
 from pipedec.model import StageModel
 from pipedec.threads import single_thread
-from pipedec.tree import Candidates, PredictionTree, RowsToDraft
+from pipedec.tree import Candidates, DraftRows, PredictionTree
 
 PROMPT_IDS = torch.tensor([1, 9, 30, 4, 51, 17, 8])
 VOCAB = 64
@@ -43,21 +44,22 @@ class Forwards:
         forwards = self
 
         class Counted(DraftModel):
-            def expand(self, requested: list[RowsToDraft], children: int) -> list[Candidates]:
-                forwards.rows.append(sum(len(rows) for _, _, rows in requested))
-                return super().expand(requested, children)
+            def expand(self, requested: Sequence[DraftRows], prompts: Mapping[int, torch.Tensor]) -> list[Candidates]:
+                if requested:
+                    forwards.rows.append(sum(len(entry.rows) for entry in requested))
+                return super().expand(requested, prompts)
 
         return Counted(self._model)
 
 
 def begin(drafter: Drafter) -> None:
-    drafter.begin(single_thread(len(PROMPT_IDS), (), 1000))
-    drafter.prefill(PROMPT_IDS[:3])
-    drafter.prefill(PROMPT_IDS[3:])
+    drafter.open(0, single_thread(len(PROMPT_IDS), (), 1000))
+    drafter.expand([], {0: PROMPT_IDS[:3]})
+    drafter.expand([], {0: PROMPT_IDS[3:]})
 
 
 def expand(drafter: Drafter, tree: PredictionTree, rows: torch.Tensor, children: int) -> Candidates:
-    return drafter.expand([(0, tree, rows)], children)[0]
+    return drafter.expand([DraftRows(0, 0, tree, rows, children)], {})[0]
 
 
 def planted(*tokens: int) -> PredictionTree:
@@ -107,8 +109,9 @@ def some_request(data: st.DataObject, recorded: RecordedDrafter, expected: Draft
             tree.keep(torch.arange(tree.num_rows)[: data.draw(st.integers(1, 2))]) if tokens is None else tree.advance(tokens)
         )
         is_drafted = is_drafted[advance.kept]
-        recorded.advance(0, advance)
-        expected.advance(0, advance)
+        recorded.advance(0, 0, advance)
+        expected.advance(0, 0, advance)
+    recorded.close(0)
 
 
 def walk(data: st.DataObject, tree: PredictionTree) -> list[int]:
@@ -131,27 +134,27 @@ def test_says_what_the_draft_model_says_whatever_is_recorded(model: StageModel, 
     memo, draft = DraftMemo(), DraftModel(model)
     for _ in range(3):
         most = data.draw(st.integers(RECORDED, RECORDED + 2))
-        some_request(data, RecordedDrafter(memo, lambda: draft, most), DraftModel(model))
+        some_request(data, RecordedDrafter(lambda _: memo, lambda: draft, most), DraftModel(model))
 
 
 def test_a_context_is_drafted_once_and_a_recorded_request_needs_no_draft(model: StageModel) -> None:
     memo, forwards = DraftMemo(), Forwards(model)
     tree = planted(5, 6, 7)
-    first = RecordedDrafter(memo, forwards.load, RECORDED)
+    first = RecordedDrafter(lambda _: memo, forwards.load, RECORDED)
     begin(first)
     said = expand(first, tree, torch.tensor([0, 1]), 4)
     assert forwards.rows == [2]
-    again = RecordedDrafter(memo, lambda: pytest.fail("the draft was loaded"), RECORDED)
+    again = RecordedDrafter(lambda _: memo, lambda: pytest.fail("the draft was loaded"), RECORDED)
     begin(again)
     same(expand(again, planted(5, 6, 7), torch.tensor([0, 1]), 4), said)
 
 
 def test_ancestors_that_the_memo_answered_are_drafted_with_the_rows_below_them(model: StageModel) -> None:
     memo, forwards = DraftMemo(), Forwards(model)
-    first = RecordedDrafter(memo, forwards.load, RECORDED)
+    first = RecordedDrafter(lambda _: memo, forwards.load, RECORDED)
     begin(first)
     expand(first, planted(5, 6, 7), torch.tensor([0, 1]), 4)
-    second, expected = RecordedDrafter(memo, forwards.load, RECORDED), DraftModel(model)
+    second, expected = RecordedDrafter(lambda _: memo, forwards.load, RECORDED), DraftModel(model)
     begin(second)
     begin(expected)
     tree = planted(5, 6, 7)
@@ -164,7 +167,7 @@ def test_ancestors_that_the_memo_answered_are_drafted_with_the_rows_below_them(m
 def test_more_children_than_recorded_are_drafted_again_and_fewer_are_not(model: StageModel) -> None:
     memo, forwards = DraftMemo(), Forwards(model)
     for children, rows in ((4, [1]), (2, [1]), (4, [1]), (5, [1, 1]), (VOCAB + 9, [1, 1, 1]), (VOCAB + 9, [1, 1, 1])):
-        drafter = RecordedDrafter(memo, forwards.load, children)
+        drafter = RecordedDrafter(lambda _: memo, forwards.load, children)
         begin(drafter)
         said = expand(drafter, planted(5), torch.tensor([0]), children)
         assert forwards.rows == rows
@@ -174,29 +177,29 @@ def test_more_children_than_recorded_are_drafted_again_and_fewer_are_not(model: 
 
 def test_tells_which_tokens_of_the_answer_this_request_had_asked_for(model: StageModel) -> None:
     memo, forwards = DraftMemo(), Forwards(model)
-    drafter = RecordedDrafter(memo, forwards.load, RECORDED)
+    drafter = RecordedDrafter(lambda _: memo, forwards.load, RECORDED)
     begin(drafter)
     likeliest = expand(drafter, planted(5), torch.tensor([0]), 3).token_ids[0].tolist()
     other = next(token for token in range(VOCAB) if token not in likeliest)
     for token, is_proposed in ((likeliest[0], True), (likeliest[2], True), (other, False)):
-        assert drafter.proposed([5, token, 1]) == [False, is_proposed, False]
-    fewer = RecordedDrafter(memo, forwards.load, RECORDED)
+        assert drafter.proposed(0, [5, token, 1]) == [False, is_proposed, False]
+    fewer = RecordedDrafter(lambda _: memo, forwards.load, RECORDED)
     begin(fewer)
-    assert fewer.proposed([5, likeliest[2]]) == [False, False], "recorded, but not requested"
+    assert fewer.proposed(0, [5, likeliest[2]]) == [False, False], "recorded, but not requested"
     expand(fewer, planted(5), torch.tensor([0]), 2)
-    assert fewer.proposed([5, likeliest[2]]) == [False, False]
+    assert fewer.proposed(0, [5, likeliest[2]]) == [False, False]
 
 
 def test_what_is_saved_is_found_again(model: StageModel, tmp_path: Path) -> None:
     path, memo, forwards = tmp_path / "draft.safetensors", DraftMemo(), Forwards(model)
-    drafter = RecordedDrafter(memo, forwards.load, RECORDED)
+    drafter = RecordedDrafter(lambda _: memo, forwards.load, RECORDED)
     begin(drafter)
     said = expand(drafter, planted(5, 6), torch.tensor([0, 1]), 4)
     assert memo.has_changed
     memo.save(path)
     assert not memo.has_changed
     loaded = DraftMemo.load(path)
-    again = RecordedDrafter(loaded, forwards.load, RECORDED)
+    again = RecordedDrafter(lambda _: loaded, forwards.load, RECORDED)
     begin(again)
     tree = planted(5, 6, 7)
     same(expand(again, tree, torch.tensor([0, 1]), 4), said)

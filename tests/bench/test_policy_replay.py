@@ -14,7 +14,7 @@ from checkpoints import save_tiny_llama
 from pipedec.bench.policy.drafter import RecordedDrafter
 from pipedec.bench.policy.losses import Losses, losses
 from pipedec.bench.policy.memo import DraftMemo
-from pipedec.bench.policy.replay import Replayed, ReplayedPipeline, WatchedExperience
+from pipedec.bench.policy.replay import Replayed, ReplayedAnswer, ReplayedPipeline, WatchedExperience
 from pipedec.config import paper_cluster
 from pipedec.core import MethodOptions, Request, SamplingParams
 from pipedec.decoding import Drafter
@@ -63,6 +63,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def make_spec(models: Path, preset: str, stages: int | None) -> PipelineSpec:
     cluster = paper_cluster()
     emulation = Emulation.of_plan(plan(cluster if stages is None else with_stages(cluster, preset, stages), preset))
+    emulation = replace(emulation, counts_own_work=False)
     count = len(emulation.stages)
     layers = tuple((part.start, part.stop) for part in even_layers(LAYERS, count))
     groups = 7 if preset == "paper-7" else count
@@ -77,19 +78,24 @@ class Both:
         assert spec.emulation is not None
         self.groups = spec.topology.num_groups
         self.pipeline = LocalPipeline.load(spec)
-        self._replayed = ReplayedPipeline(spec.emulation, spec.topology)
+        self.spec = spec
         self._experience = WatchedExperience(self.groups)
-        self._memos: dict[tuple[int, ...], DraftMemo] = {}
+        self._memos: dict[int, DraftMemo] = {}  # by request
         draft = spec.load_drafter(torch.device("cpu"))
         assert draft is not None
-        self._draft: Drafter = draft
+        self.draft: Drafter = draft
 
     def answer(self, prompt: tuple[int, ...], method: str, options: MethodOptions, tokens: int = 7) -> Replayed:
         """What the replay says, after the pipeline's own answer and figures."""
-        request = Request(0, prompt, SamplingParams(max_tokens=tokens, ignore_eos=True), method, options)
+        request = Request(PROMPTS.index(prompt), prompt, SamplingParams(max_tokens=tokens, ignore_eos=True), method, options)
         said = tuple(token for verdict in self.pipeline.run(request) for token in verdict.tokens)
-        drafter = RecordedDrafter(self._memos.setdefault(prompt, DraftMemo()), lambda: self._draft, VOCAB)
-        return self._replayed.run(request, said, drafter, self._experience)
+        return self.replay().run_alone(request, said)
+
+    def replay(self) -> ReplayedPipeline:
+        """An empty pipeline whose drafter knows the prompts by the number of their request."""
+        drafter = RecordedDrafter(lambda number: self._memos.setdefault(number, DraftMemo()), lambda: self.draft, VOCAB)
+        assert self.spec.emulation is not None
+        return ReplayedPipeline(self.spec.emulation, self.spec.topology, drafter, self._experience)
 
 
 @pytest.fixture(scope="module")
@@ -103,18 +109,58 @@ def test_counts_and_lasts_what_the_pipeline_does(both: Callable[[str], Both], sh
     """What verdicts taught is kept from answer to answer, and the first prompt's contexts are known the second time."""
     here, tokens = both(shape), SHAPES[shape][2]
     for prompt in (*PROMPTS, PROMPTS[0]) if tokens > 4 else PROMPTS[:1]:
-        replayed, metrics = here.answer(prompt, *POLICIES[policy], tokens), here.pipeline.metrics
+        replayed, metrics = here.answer(prompt, *POLICIES[policy], tokens), here.pipeline.last.metrics
         assert (replayed.timesteps, replayed.hits, replayed.misses) == (metrics.timesteps, metrics.hits, metrics.misses)
-        assert replayed.decode_ms == pytest.approx(here.pipeline.emulated_ms, rel=1e-9)
+        assert replayed.decode_ms == pytest.approx(1000 * metrics.decode_seconds, rel=1e-9)
         assert replayed.losses.timesteps == replayed.timesteps
         assert replayed.losses.together + replayed.losses.tokens == replayed.tokens - 1 == tokens - 2
+
+
+@pytest.mark.parametrize("shape", ["1", "4", "14x7"])
+@pytest.mark.parametrize("method", ["pp", "stpp", "pipedec", "best-first", "best-first, its own limits"])
+def test_requests_in_company_count_and_last_what_they_do_in_the_pipeline(
+    both: Callable[[str], Both], shape: str, method: str
+) -> None:
+    """Requests that come at different timesteps, one of them when all others have ended."""
+    here, sampling = both(shape), SamplingParams(max_tokens=6, ignore_eos=True)
+    coming = {1: [0, 1], 4: [2], 9: [3], 500: [4]}
+    prompts = [(*PROMPTS[number % 2], *range(3, 3 + 40 * number)) for number in range(5)]
+    requests = [Request(number, prompt, sampling, *POLICIES[method]) for number, prompt in enumerate(prompts)]
+    arrivals = {timestep: [requests[number] for number in numbers] for timestep, numbers in coming.items()}
+    pipeline = LocalPipeline.load(here.spec)
+    for _ in pipeline.run_all(arrivals):
+        pass
+    expected, replay, begun = pipeline.answers, replay_of(here), dict[int, ReplayedAnswer]()
+
+    def admit() -> None:
+        for timestep in [timestep for timestep in coming if timestep <= replay.timesteps + 1]:
+            for number in coming.pop(timestep):
+                begun[number] = replay.begin(requests[number], tuple(expected[number].token_ids))
+
+    for _ in replay.run(admit):
+        pass
+    coming = {1: coming[500]}
+    replay.timesteps = 0
+    for _ in replay.run(admit):
+        pass
+    assert begun.keys() == expected.keys()
+    for number, answer in begun.items():
+        assert answer.metrics == expected[number].metrics, number
+    assert 1000 * replay.clock.seconds() == pytest.approx(pipeline.emulated_ms, rel=1e-9)
+
+
+def replay_of(here: Both) -> ReplayedPipeline:
+    """A pipeline and a drafter that have learned nothing."""
+    drafter = RecordedDrafter(lambda number: DraftMemo(), lambda: here.draft, VOCAB)
+    assert here.spec.emulation is not None
+    return ReplayedPipeline(here.spec.emulation, here.spec.topology, drafter, WatchedExperience(here.groups))
 
 
 @pytest.mark.parametrize("tokens", [1, 2])
 def test_an_answer_that_hardly_decodes(both: Callable[[str], Both], tokens: int) -> None:
     here = both("4")
     replayed = here.answer(PROMPTS[0], "pipedec-bestfirst", BestFirstOptions(), tokens)
-    assert replayed.timesteps == here.pipeline.metrics.timesteps == 4 * (tokens - 1)
+    assert replayed.timesteps == here.pipeline.last.metrics.timesteps == 4 * (tokens - 1)
     assert replayed.losses == Losses(first=replayed.timesteps)
 
 

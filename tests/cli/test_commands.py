@@ -105,6 +105,22 @@ def test_submit_prints_one_json_document_and_writes_a_trace(
     assert re.search(r"2 │ stage 2 \(group 2\) │ yes", pipedec("status").err)
 
 
+def test_submit_answers_several_prompts_together(
+    pipedec: Pipedec, known_resident: LocalCluster, expected: list[int], tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """The answers are in the order of the prompts; one that is refused does not lose the others."""
+    asked = ("submit", "--raw-prompt", "--prompt", PROMPT, "--max-tokens", "16", "--ignore-eos", "--priority", "2")
+    answered = pipedec(*asked, "--prompt", "Hello", "--prompt", PROMPT, "--json")
+    documents = [json.loads(line) for line in answered.out.splitlines()]
+    assert answered.status == 0 and [document["prompt"] for document in documents] == [0, 1, 2]
+    assert documents[0]["token_ids"] == documents[2]["token_ids"] == expected
+    assert documents[0]["ttft_seconds"] <= documents[0]["e2e_seconds"]
+    refused = pipedec(*asked, "--prompt", "word " * 5000)
+    text = tokenizer.decode(expected, skip_special_tokens=True)
+    assert refused.status == 2 and refused.out.startswith(text)
+    assert "1 of 2 prompts were not answered: prompt 1: the prompt has" in refused.err.splitlines()[-1]
+
+
 def test_generate_by_bita_never_looks_at_a_draft(pipedec: Pipedec, pair: Pair, expected: list[int], tmp_path: Path) -> None:
     """Neither at one that is named, nor at the shipped one."""
     asked = ("--method", "bita", "--stages", "2", "--raw-prompt", "--prompt", PROMPT, "--max-tokens", "16", "--ignore-eos")
@@ -224,7 +240,7 @@ def test_a_reader_that_closes_the_pipe_ends_its_request(started: Started, known_
     process.stdout.close()
     assert process.wait(15) != 0
     assert b"Traceback" not in process.stderr.read()
-    assert wait_until(lambda: known_resident.scheduler.status().running is None, 5)  # type: ignore[union-attr]
+    assert wait_until(lambda: not known_resident.scheduler.status().running, 5)  # type: ignore[union-attr]
 
 
 def bring_up(started: Started, *flags: str, background: bool = False) -> tuple[subprocess.Popen[bytes], RunningCluster]:

@@ -30,7 +30,7 @@ HOSTS = """
 target: {pair.target}
 draft: {pair.draft}
 bita: none
-context_tokens: 512
+max_model_len: 512
 servers:
 {servers}
 launch: {{environment: {{HF_TOKEN: hush}}}}

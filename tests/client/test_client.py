@@ -35,8 +35,8 @@ class Answers(MemoryScheduler):
         self.open(DESCRIPTION)
         self.events = events
 
-    def submit(self, request: str) -> int:
-        number = super().submit(request)
+    def submit(self, request: str, priority: int = 0) -> int:
+        number = super().submit(request, priority)
         self.publish(number, *self.events)
         return number
 
@@ -53,11 +53,12 @@ def test_events_become_text_news_logprobs_and_metrics() -> None:
         CompletionEvent(Completion("pp", 1, 3, [5, 6], "ab", "stop")),
     )
     client, pieces, told = Client(scheduler), list[str](), list[ThreadNews]()
-    completion = client.ask(PromptRequest("Hello"), pieces.append, told.extend)
+    reply = client.follow(PromptRequest("Hello"), pieces.append, told.extend)
+    completion = reply.completed()
     assert (completion.text, pieces, told) == ("ab", ["a", "b"], news)
     assert completion.logprobs == [{5: -0.5, 7: -1.0}, {6: -0.25}], "the last stage may have sent those of further tokens"
-    assert client.trace == [TraceEvent(1, "1F1", "dec", 3, 4)] and client.overran == {2, 3}
-    assert client.cache_slots == {1: 256}
+    assert reply.trace == [TraceEvent(1, "1F1", "dec", 3, 4)] and reply.overran == {2, 3}
+    assert reply.cache_slots == {1: 256}
     assert completion.metrics.ttft_seconds is not None and completion.metrics.tpot_seconds is not None
     assert scheduler.read_answer(0, "0", 0) == []
 
@@ -82,8 +83,8 @@ def test_a_refused_request_is_an_error(event: Event, message: str) -> None:
 class FailsAtOnce(MemoryScheduler):
     """The run fails while the request waits."""
 
-    def submit(self, request: str) -> int:
-        number = super().submit(request)
+    def submit(self, request: str, priority: int = 0) -> int:
+        number = super().submit(request, priority)
         self.abort(1, "rank 1 went away")
         return number
 
@@ -94,3 +95,61 @@ def test_the_message_of_an_aborted_run_is_no_text_of_the_answer() -> None:
     with pytest.raises(RankLost, match="rank 1 went away"):
         Client(scheduler).ask(PromptRequest("Hello"), on_text=pieces.append)
     assert pieces == []
+
+
+class OneOfEach(MemoryScheduler):
+    """Requests are answered, refused, cancelled before they begin, and answered, in turn; the queue has room for so many."""
+
+    def __init__(self, room: int) -> None:
+        super().__init__(Topology.even(1, 1))
+        self.open(DESCRIPTION)
+        self.room = room
+        self.cancels: list[int] = []
+
+    def submit(self, request: str, priority: int = 0) -> int:
+        if self.room == 0:
+            raise UserError("the queue is full")
+        self.room -= 1
+        number = super().submit(request, priority)
+        done = CompletionEvent(Completion("pp", 1, 3, [5, 6], "ab", "stop"))
+        answered = (TokensEvent([5], f"a{number}"), TokensEvent([6], f"b{number}"), done)
+        self.publish(number, *(answered, (ErrorEvent("too long"),), (CancelledEvent(),))[number % 4 % 3])
+        return number
+
+    def cancel(self, number: int) -> bool:
+        self.cancels.append(number)
+        return True
+
+
+def test_of_many_requests_one_that_is_refused_does_not_lose_the_others() -> None:
+    scheduler, pieces, ended = OneOfEach(room=4), list[tuple[int, str]](), list[int]()
+    replies = Client(scheduler).ask_all(
+        [PromptRequest("Hello")] * 5, lambda index, text: pieces.append((index, text)), ended.append
+    )
+    assert [None if reply.error is None else str(reply.error) for reply in replies] == [
+        None, "too long", "the request was cancelled before it began", None, "the queue is full",
+    ]  # fmt: skip
+    assert [replies[index].completed().token_ids for index in (0, 3)] == [[5, 6]] * 2
+    assert pieces == [(0, "a0"), (0, "b0"), (3, "a3"), (3, "b3")]
+    assert sorted(ended) == [0, 1, 2, 3, 4]
+    for number in range(4):
+        assert scheduler.read_answer(number, "0", 0) == [], "what was read is deleted"
+    metrics = replies[3].completed().metrics
+    assert metrics.ttft_seconds is not None and metrics.e2e_seconds is not None and metrics.queue_seconds is not None
+    assert metrics.ttft_seconds <= metrics.e2e_seconds
+    with pytest.raises(UserError, match="too long"):
+        replies[1].completed()
+
+
+def test_an_exception_in_a_callback_cancels_all_that_is_open() -> None:
+    scheduler = OneOfEach(room=4)
+
+    def broken(index: int, text: str) -> None:
+        raise KeyboardInterrupt
+
+    client = Client(scheduler)
+    with pytest.raises(KeyboardInterrupt):
+        client.ask_all([PromptRequest("Hello")] * 4, broken)
+    assert scheduler.cancels == [0, 1, 2, 3]
+    scheduler.room = 1
+    assert client.ask(PromptRequest("Hello")).token_ids == [5, 6], "it forgets them"

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from pipedec.client.client import TokenArrivals
+from pipedec.client.reply import TokenArrivals
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """A clock whose one entry is the time."""
     now = [100.0]
-    monkeypatch.setattr("pipedec.client.client.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("pipedec.client.reply.time.perf_counter", lambda: now[0])
     return now
 
 
@@ -36,3 +36,4 @@ def test_tpot_is_the_time_from_the_first_token_to_the_last_over_the_tokens_betwe
         arrivals.note(tokens)
     assert arrivals.ttft_seconds == 0.5
     assert arrivals.tpot_seconds(6) == pytest.approx(1.5 / 5)
+    assert arrivals.itl_seconds == pytest.approx([0.5, 1.0])

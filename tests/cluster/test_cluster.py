@@ -26,7 +26,7 @@ from pipedec.client.client import Client
 from pipedec.cluster.local import LocalCluster
 from pipedec.cluster.state import RunningCluster
 from pipedec.core import Completion, PipedecError, RankLost, SamplingParams, SchedulerLost, UserError
-from pipedec.engine.prefill import PREFILL_CHUNK
+from pipedec.engine.tasks import PREFILL_CHUNK
 from pipedec.messages import PromptRequest
 from pipedec.methods import METHOD_NAMES, applicable_options
 from pipedec.scheduler import EmbeddedServer, RedisScheduler, connect
@@ -119,21 +119,21 @@ def test_the_chat_template_is_applied_unless_raw(resident: LocalCluster, tokeniz
 
 def test_a_trace_covers_every_rank_and_the_scheduler(resident: LocalCluster) -> None:
     client = client_of(resident)
-    answer = client.ask(prompt_request(PROMPTS[1], max_tokens=6, trace=True, ignore_eos=True))
-    assert {event.rank for event in client.trace} == {SCHEDULER_TRACK, 0, 1, 2}
+    reply = client.follow(prompt_request(PROMPTS[1], max_tokens=6, trace=True, ignore_eos=True))
+    answer, trace = reply.completed(), reply.trace
+    assert {event.rank for event in trace} == {SCHEDULER_TRACK, 0, 1, 2}
     for rank in (1, 2):
-        labels = {event.label for event in client.trace if event.rank == rank}
+        labels = {event.label for event in trace if event.rank == rank}
         assert {f"{rank}P-1", f"{rank}P0", f"{rank}F{rank}", f"{rank}S{answer.metrics.timesteps}"} <= labels
-    assert all(re.fullmatch(r"(\d+[PFSWE]-?\d+)|(\d+>\d+@-?\d+)|((\d+|all)V-?\d+)", event.label) for event in client.trace)
-    assert all(event.start_us <= event.end_us for event in client.trace)
-    scheduled = {event.label for event in client.trace if event.rank == SCHEDULER_TRACK}
-    done = {event.label for event in client.trace if event.rank != SCHEDULER_TRACK}
+    assert all(re.fullmatch(r"(\d+[PFSWE]-?\d+)|(\d+>\d+@-?\d+)|((\d+|all)V-?\d+)", event.label) for event in trace)
+    assert all(event.start_us <= event.end_us for event in trace)
+    scheduled = {event.label for event in trace if event.rank == SCHEDULER_TRACK}
+    done = {event.label for event in trace if event.rank != SCHEDULER_TRACK}
     if resident.spec.dispatch == "windows":
         assert {"0W1", "1W1", "2W1"} <= scheduled & done and not [label for label in scheduled if "F" in label]
         done -= {label for label in done if int(re.split("[A-Z@]", label)[-1]) > 0 and "W" not in label}
     assert {label for label in done if label[-2] != "E"} <= scheduled | {"0E" + str(answer.metrics.timesteps)}
-    client.ask(prompt_request(PROMPTS[0], max_tokens=2))
-    assert client.trace == []
+    assert client.follow(prompt_request(PROMPTS[0], max_tokens=2)).trace == []
 
 
 def test_many_requests_leave_keys_and_memory_as_they_were(resident: LocalCluster) -> None:
@@ -304,7 +304,7 @@ def test_a_reader_that_goes_away_ends_its_request(resident: LocalCluster) -> Non
     assert resident.scheduler is not None
     with pytest.raises(BrokenPipeError):
         client_of(resident).ask(prompt_request(PROMPTS[0], max_tokens=1500, ignore_eos=True), broken)
-    assert wait_until(lambda: resident.scheduler.status().running is None, 5)  # type: ignore[union-attr]
+    assert wait_until(lambda: not resident.scheduler.status().running, 5)  # type: ignore[union-attr]
 
 
 @contextmanager

@@ -52,7 +52,7 @@ def cluster_on(pair: Pair, *servers: ServerConfig, launch: LaunchConfig) -> Clus
     """Two stages on processors, the draft on the first host."""
     partition = PartitionConfig(stages=2, draft_device=DeviceConfig(servers[0].host, "cpu"))
     return ClusterConfig(
-        str(pair.target), servers, {"two": partition}, str(pair.draft), str(pair.bita), context_tokens=512, launch=launch
+        str(pair.target), servers, {"two": partition}, str(pair.draft), str(pair.bita), max_model_len=512, launch=launch
     )
 
 

@@ -20,7 +20,7 @@ from tiny_pair import Pair
 from pipedec.cluster import meeting as meeting_module
 from pipedec.cluster.address import RankPlace, RunAddress
 from pipedec.cluster.local import _serve_rank
-from pipedec.cluster.meeting import LOOPBACK, STARTING, Interface, Meeting, Met, check_cards, choose_interface, use_interface
+from pipedec.cluster.meeting import LOOPBACK, Interface, Meeting, Met, check_cards, choose_interface, use_interface
 from pipedec.cluster.network import machine_id
 from pipedec.cluster.place import check_device, checked_host
 from pipedec.cluster.processes import RankProcesses
@@ -29,7 +29,7 @@ from pipedec.core import PipedecError, RankLost, UserError
 from pipedec.engine.spec import PipelineSpec
 from pipedec.messages import AddressEvent, CardEvent
 from pipedec.plan.placement import Placement
-from pipedec.scheduler import EmbeddedServer, RedisScheduler, connect
+from pipedec.scheduler import STARTING, EmbeddedServer, RedisScheduler, connect
 
 HERE = CardEvent(1, "a", machine_id(), "10.0.0.1", {"pipedec": "1", "torch": "2"}, {"target": "x"})
 FIRST = CardEvent(0, "b", "elsewhere", "10.0.0.2", {"pipedec": "1", "torch": "2"}, {"target": "x"})

@@ -62,13 +62,13 @@ def test_a_cluster_says_what_one_process_says(
     prompt_ids = thread_models.prompt_ids(PROMPTS[0])
     for _ in local.run(Request(0, prompt_ids, sampling, method, threads=threads.to_json())):
         pass
-    assert local.sequence is not None and len(local.sequence.threads) > 1
+    assert local.last.sequence is not None and len(local.last.sequence.threads) > 1
     pieces: list[str] = []
     answer = ask(cluster, threads, sampling, method, on_text=pieces.append)
-    assert answer.token_ids == [token.token_id for token in local.sequence.document()]
-    assert answer.finish_reason == local.sequence.finished
+    assert answer.token_ids == [token.token_id for token in local.last.sequence.document()]
+    assert answer.finish_reason == local.last.sequence.finished
     assert answer.text == "".join(pieces)
-    paths = {local.sequence.threads[token.thread].path for token in local.sequence.document()}
+    paths = {local.last.sequence.threads[token.thread].path for token in local.last.sequence.document()}
     assert answer.threads is not None and answer.threads["metrics"]["threads"] == len(paths)
     assert {tuple(thread["path"]) for thread in answer.threads["threads"]} == paths
 
@@ -119,9 +119,9 @@ def test_a_cancelled_answer_leaves_nothing_of_its_threads(
     sampling, prompt_ids = sampling_of(thread_models, "pasta"), thread_models.prompt_ids(PROMPTS[0])
     for _ in local.run(Request(0, prompt_ids, sampling, threads=THREAD_DIALECTS["pasta"].to_json())):
         pass
-    assert local.sequence is not None
+    assert local.last.sequence is not None
     answer = ask(cluster, THREAD_DIALECTS["pasta"], sampling)
-    assert answer.token_ids == [token.token_id for token in local.sequence.document()]
+    assert answer.token_ids == [token.token_id for token in local.last.sequence.document()]
 
 
 def test_a_stop_string_across_threads_ends_the_answer_of_a_cluster(cluster: LocalCluster, thread_models: ThreadModels) -> None:

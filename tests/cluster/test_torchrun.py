@@ -184,10 +184,10 @@ def write_config(
     draft: str,
     redis_url: str = "redis://:secret@somewhere:7000/1",
     dtype: str = "bfloat16",
-    context_tokens: int = CONTEXT,
+    max_model_len: int = CONTEXT,
 ) -> Path:
     path.write_text(
-        f"target: {target}\ndraft: {draft}\ndtype: {dtype}\ncontext_tokens: {context_tokens}\ntree: {{width: 2, children: 1}}\n"
+        f"target: {target}\ndraft: {draft}\ndtype: {dtype}\nmax_model_len: {max_model_len}\ntree: {{width: 2, children: 1}}\n"
         f"redis: {{url: '{redis_url}'}}\n"
         "servers: [{host: localhost, devices: {rtx3090: 5}}]\n"
         "partition: uneven\n"
@@ -218,7 +218,7 @@ def test_a_partition_of_the_config_says_what_the_flags_do_not(
     assert spec.topology.groups == ((1, 2), (3, 4))
     assert (spec.target, spec.draft, spec.dtype) == (pair.target, pair.draft, "bfloat16")
     assert (address.redis_url, address.run_id) == ("redis://:secret@somewhere:7000/1", "mine")
-    assert (spec.context_tokens, spec.tree) == (CONTEXT, LayerTreeOptions(2, 1))
+    assert (spec.max_model_len, spec.tree) == (CONTEXT, LayerTreeOptions(2, 1))
 
     torchrun_environment(3)
     _, spec, _ = parse_arguments(["--config", config, "--partition", "pair", "--stages", "2"])
@@ -237,15 +237,20 @@ def test_flags_go_before_the_config(pair: Pair, tmp_path: Path, torchrun_environ
         "none",
         "--dtype",
         "float32",
-        "--context-tokens",
+        "--max-model-len",
         "50",
+        "--max-num-seqs",
+        "3",
+        "--max-waiting",
+        "0",
         "--groups",
         "4",
         "--layers",
         "2,2,2,2",
     ]
     _, spec, address = parse_arguments(["--config", config, "--redis", "redis://elsewhere:1/0", *flags])
-    assert (spec.target, spec.draft, spec.dtype, spec.context_tokens) == (pair.target, None, "float32", 50)
+    assert (spec.target, spec.draft, spec.dtype, spec.max_model_len) == (pair.target, None, "float32", 50)
+    assert (spec.max_num_seqs, spec.max_waiting) == (3, 0)
     assert spec.topology.num_groups == 4 and spec.layers[1] == (2, 4)
     assert address.redis_url == "redis://elsewhere:1/0"
 

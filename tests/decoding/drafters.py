@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from pipedec import threads
-from pipedec.core import Request, Step
-from pipedec.decoding import Drafter, Experience, Method, create_method
-from pipedec.tree import Advance, Candidates, PredictionTree, RowsToDraft
+from pipedec.core import Request, Step, Verdict
+from pipedec.decoding import Company, Drafter, Experience, TimestepTiming
+from pipedec.tree import Advance, Candidates, DraftRows, PredictionTree
 
 PROMPT = (1, 2, 3, 4, 5)
 RARE = ((60, 0.02), (61, 0.01))
@@ -28,18 +28,18 @@ class ScriptedDrafter:
         self.prompt: list[int] = []
         self._bigrams = bigrams
 
-    def begin(self, sequence: threads.Sequence) -> None:
+    def open(self, number: int, sequence: threads.Sequence) -> None:
         self.begun += 1
 
-    def prefill(self, token_ids: Tensor) -> None:
-        self.prompt += token_ids.tolist()
+    def close(self, number: int) -> None: ...
 
-    def threads_changed(self) -> None: ...
+    def threads_changed(self, number: int) -> None: ...
 
-    def expand(self, requested: list[RowsToDraft], children: int) -> list[Candidates]:
-        ((number, tree, rows),) = requested
-        assert number == 0
-        return [self._expand(tree, rows, children)]
+    def expand(self, requested: Sequence[DraftRows], prompts: Mapping[int, Tensor]) -> list[Candidates]:
+        for chunk in prompts.values():
+            self.prompt += chunk.tolist()
+        assert {entry.thread for entry in requested} <= {0} and len(requested) <= 1
+        return [self._expand(entry.tree, entry.rows, entry.children) for entry in requested]
 
     def _expand(self, tree: PredictionTree, rows: Tensor, children: int) -> Candidates:
         assert (rows.diff() > 0).all(), "rows are in ascending order"
@@ -58,19 +58,53 @@ class ScriptedDrafter:
         """What may follow ``row``."""
         return self._bigrams.get(int(tree.token_ids[row]), RARE)
 
-    def advance(self, thread: int, advance: Advance) -> None:
+    def advance(self, number: int, thread: int, advance: Advance) -> None:
         self.skipped += advance.num_rows - len(self.drafted)
         _, self.drafted = advance.renumber(self.drafted)
 
 
+class Alone:
+    """A company of one request, whose prompt has entered."""
+
+    def __init__(self, company: Company, request: Request, sequence: threads.Sequence) -> None:
+        self.company = company
+        self.method = company.open(request, sequence)
+        self.masks = self.method.masks
+        self._number = request.number
+        entered: list[int] = []
+        while (step := self.propose()) is not None:
+            assert set(step.parents.tolist()) == {-1}
+            entered += step.token_ids.tolist()
+            self.draft()
+        assert entered == [*request.prompt_token_ids, *range(-1, -1 - self.masks.count, -1)]
+
+    @property
+    def hits(self) -> int:
+        return self.method.hits
+
+    @property
+    def misses(self) -> int:
+        return self.method.misses
+
+    def propose(self) -> Step | None:
+        return self.company.propose().get(self._number)
+
+    def draft(self) -> None:
+        self.company.draft()
+
+    def apply(self, verdict: Verdict) -> None:
+        self.company.apply(self._number, verdict)
+
+    def observe(self, timing: TimestepTiming) -> None:
+        self.company.observe(timing)
+
+
 def begun(
     request: Request, drafter: Drafter | None = None, experience: Experience | None = None, trained_masks: int = 0
-) -> Method:
-    """The method of an answer in one thread that has taken in the prompt."""
-    sequence = threads.single_thread(len(request.prompt_token_ids), (), 10_000)
-    method = create_method(request, sequence, drafter, experience or Experience(passage=2), "cpu", trained_masks)
-    method.prefill(torch.tensor(request.prompt_token_ids))
-    return method
+) -> Alone:
+    """An answer in one thread whose prompt has entered."""
+    company = Company(2, drafter, trained_masks=trained_masks, experience=experience)
+    return Alone(company, request, threads.single_thread(len(request.prompt_token_ids), (), 10_000))
 
 
 def rows(step: Step | None) -> list[tuple[int, int]]:

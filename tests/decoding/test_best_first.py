@@ -8,10 +8,10 @@ from itertools import pairwise
 
 import pytest
 import torch
-from drafters import PROMPT, RARE, Line, ScriptedDrafter, begun, rows
+from drafters import PROMPT, RARE, Alone, Line, ScriptedDrafter, begun, rows
 
 from pipedec.core import Request, Step, UserError, Verdict
-from pipedec.decoding import Experience, Method, TimestepTiming
+from pipedec.decoding import Experience, TimestepTiming
 from pipedec.methods import MAX_ROWS, BestFirstOptions
 from pipedec.tree import PredictionTree
 
@@ -29,7 +29,7 @@ def best_first(
     proposers: tuple[str, ...] = DRAFT_ALONE,
     prompt: tuple[int, ...] = PROMPT,
     experience: Experience | None = None,
-) -> Method:
+) -> Alone:
     """A method that has taken in the prompt."""
     request = Request(0, prompt, options=BestFirstOptions(width, 2, forwards=forwards, proposers=proposers))
     return begun(request, drafter, experience or Experience(PASSAGE))
@@ -181,7 +181,7 @@ class KnowingDrafter(ScriptedDrafter):
         return ((self._answer[place], 0.97), RARE[0])
 
 
-def simulate(method: Method, answer: list[int], groups: int, observe: Callable[[int], None] = lambda rows: None) -> int:
+def simulate(method: Alone, answer: list[int], groups: int, observe: Callable[[int], None] = lambda rows: None) -> int:
     """Timesteps until a pipeline of ``groups`` whose target gives ``answer`` has said it all.
 
     Checks on the way that every step is one that a stage's tree takes, that speculation costs no timestep, and that hits and

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import pytest
-from drafters import PROMPT, begun, rows
+from drafters import PROMPT, Alone, begun, rows
 
 from pipedec.core import MaskParams, Request, UserError, Verdict
-from pipedec.decoding import Method
 from pipedec.methods import MAX_ROWS, BitaOptions
 from pipedec.model.bita import MAX_MASKS
 
 FORECAST = ((11, 12), (13, 14), (15, 16))
 
 
-def bita(trained_masks: int = 3, **limits: int | str) -> Method:
+def bita(trained_masks: int = 3, **limits: int | str) -> Alone:
     options = BitaOptions(**limits)  # type: ignore[arg-type]
     return begun(Request(0, PROMPT, method="bita", options=options), trained_masks=trained_masks)
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from drafters import PROMPT, ScriptedDrafter, begun, rows
+from drafters import PROMPT, Alone, ScriptedDrafter, begun, rows
 
 from pipedec.core import NO_MASKS, Request, UserError, Verdict
-from pipedec.decoding import Experience, Method, create_method
+from pipedec.decoding import Company, Method
 from pipedec.methods import METHODS, PipeDecOptions, StaticTreeOptions
 from pipedec.threads import single_thread
 
@@ -31,7 +31,7 @@ def drafter() -> ScriptedDrafter:
     return ScriptedDrafter(BIGRAMS)
 
 
-def pipedec(drafter: ScriptedDrafter, width: int = 3, children: int = 2, token: int = 10) -> Method:
+def pipedec(drafter: ScriptedDrafter, width: int = 3, children: int = 2, token: int = 10) -> Alone:
     """A method that has taken in the prompt and whose target has said ``token``."""
     method = begun(Request(0, PROMPT, method="pipedec", options=PipeDecOptions(width, children)), drafter)
     method.apply(Verdict.of(token))
@@ -109,7 +109,7 @@ def test_an_empty_frontier_proposes_nothing_until_the_miss(drafter: ScriptedDraf
     assert (method.hits, method.misses) == (1, 2)
 
 
-def static_tree(drafter: ScriptedDrafter, **limits: int) -> Method:
+def static_tree(drafter: ScriptedDrafter, **limits: int) -> Alone:
     """A method that has taken in the prompt and whose target has said 10."""
     method = begun(Request(0, PROMPT, method="stpp", options=StaticTreeOptions(**limits)), drafter)
     method.apply(Verdict.of(10))
@@ -180,17 +180,20 @@ def test_the_last_verdict_proposes_and_counts_nothing(name: str, drafter: Script
     assert (method.hits, method.misses) == (0, 1)
 
 
-def test_create_method(drafter: ScriptedDrafter) -> None:
-    def create(name: str, drafter: ScriptedDrafter | None) -> Method:
-        return create_method(Request(0, PROMPT, method=name), single_thread(5, (), 10), drafter, Experience(passage=2))
+def test_what_a_company_can_run(drafter: ScriptedDrafter) -> None:
+    def opened(name: str, drafter: ScriptedDrafter | None) -> Method:
+        company, request = Company(2, drafter), Request(0, PROMPT, method=name)
+        company.check(request)
+        return company.open(request, single_thread(5, (), 10))
 
     for count, name in enumerate(("pp", "pipedec", "stpp", "pipedec-bestfirst")):
-        assert create(name, drafter).masks == NO_MASKS
-        assert drafter.begun == count, "a method that drafts begins the drafter; pp does not"
-    create("pipedec-bestfirst", None)
+        assert opened(name, drafter).masks == NO_MASKS
+        assert drafter.begun == count, "a method that drafts opens a lane of the draft model; pp does not"
+    opened("pipedec-bestfirst", None)
     for name in ("stpp", "pipedec"):
         remedy = "give --draft DIR, or use --method pipedec-bestfirst"
         with pytest.raises(UserError, match=rf"^method {name} needs a draft model: {remedy}$"):
-            create(name, None)
+            Company(2).check(Request(0, PROMPT, method=name))
     with pytest.raises(UserError, match=r"^unknown method 'best': choose one of pp, stpp, pipedec, pipedec-bestfirst, bita$"):
-        create("best", drafter)
+        Company(2, drafter).check(Request(0, PROMPT, method="best"))
+    assert drafter.begun == 3, "a check opens nothing"

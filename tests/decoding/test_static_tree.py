@@ -8,11 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoints import save_tiny_llama
-from drafters import begun
+from drafters import Alone, begun
 from transformers import PreTrainedModel
 
 from pipedec.core import Request, Step, Verdict
-from pipedec.decoding import Method
 from pipedec.drafting import DraftModel
 from pipedec.methods import StaticTreeOptions
 from pipedec.model import StageModel
@@ -55,12 +54,12 @@ def draft(tmp_path_factory: pytest.TempPathFactory) -> Draft:
     return Draft(tmp_path_factory.mktemp("draft"))
 
 
-def static_tree(draft: Draft, rows: int | None, width: int = 1) -> Method:
+def static_tree(draft: Draft, rows: int | None, width: int = 1) -> Alone:
     limits = StaticTreeOptions(width, CHILDREN, DEPTH, rows)
     return begun(Request(0, PROMPT, method="stpp", options=limits), DraftModel(draft.ours))
 
 
-def drafted(method: Method, prefix: TokenPath) -> list[TokenPath]:
+def drafted(method: Alone, prefix: TokenPath) -> list[TokenPath]:
     """The paths of the tree that enters, behind ``prefix``; the root's comes first."""
     method.draft()
     step = method.propose()

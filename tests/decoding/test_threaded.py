@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable, Mapping
 
 import pytest
 import torch
+from drafters import Alone
 from toy_dialects import IDS, ids, sequence_of, toy
 
 from pipedec.core import Accepted, Request, Step, Verdict
-from pipedec.decoding import Experience, create_method
+from pipedec.decoding import Company
 from pipedec.decoding.method import ROWS_OF_SEVERAL_THREADS
 from pipedec.forest import Forest
 from pipedec.methods import METHODS, applicable_options
 from pipedec.threads import Sequence, State
-from pipedec.tree import Advance, Candidates, RowsToDraft
+from pipedec.tree import Advance, Candidates, DraftRows
 
 PROMPT = (1, 2, 3)
 TREE = {"width": 100, "children": 4, "depth": 2, "forwards": 1}
@@ -29,14 +31,15 @@ class Lines:
         self.default = default or [("a", 0.5), ("b", 0.2), ("c", 0.1), ("d", 0.05)]
         self.asked: list[tuple[int, int, int]] = []  # thread, depth and token of each row
 
-    def begin(self, sequence: Sequence) -> None: ...
-    def prefill(self, token_ids: torch.Tensor) -> None: ...
-    def advance(self, thread: int, advance: Advance) -> None: ...
-    def threads_changed(self) -> None: ...
+    def open(self, number: int, sequence: Sequence) -> None: ...
+    def close(self, number: int) -> None: ...
+    def advance(self, number: int, thread: int, advance: Advance) -> None: ...
+    def threads_changed(self, number: int) -> None: ...
 
-    def expand(self, requested: list[RowsToDraft], children: int) -> list[Candidates]:
+    def expand(self, requested: Iterable[DraftRows], prompts: Mapping[int, torch.Tensor]) -> list[Candidates]:
         found = []
-        for number, tree, rows in requested:
+        for entry in requested:
+            number, tree, rows, children = entry.thread, entry.tree, entry.rows, entry.children
             depths = (tree.tree_mask.sum(1) - 1)[rows].tolist()
             self.asked += [(number, depth, token) for depth, token in zip(depths, tree.token_ids[rows].tolist(), strict=True)]
             line = self.of_thread.get(number, self.default)[:children]
@@ -58,7 +61,7 @@ class Answer:
         self.forest = Forest(self.sequence)
         self.draft = draft or Lines()
         request = Request(0, PROMPT, method=method, options=applicable_options(method, tree))
-        self.method = create_method(request, replayed, self.draft, Experience(2), "cpu", trained_masks=2)
+        self.method = Alone(Company(2, self.draft, trained_masks=2), request, replayed)
         self.room = max(1 + tree.get("width", 0) * tree.get("depth", 1), ROWS_OF_SEVERAL_THREADS)
         self.past: Counter[int] = Counter()  # by thread: its tokens that are no rows of a tree any more
         self.entered: list[tuple[int, int]] = []  # thread and token of all rows so far

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from pipedec.drafting import DraftModel
 from pipedec.model import StageModel
 from pipedec.threads import single_thread
-from pipedec.tree import Candidates, PredictionTree
+from pipedec.tree import Candidates, DraftRows, PredictionTree
 
 PROMPT = [1, 9, 30, 4, 51, 17, 8]
 VOCAB = 64
@@ -49,15 +49,15 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 def begun(pair: Pair) -> tuple[DraftModel, PredictionTree]:
     """A draft that has taken in the prompt but its last token, which is the root of the tree."""
     draft, tree = DraftModel(pair.ours), PredictionTree(block=4)
-    draft.begin(SEQUENCE)
-    draft.prefill(torch.tensor(PROMPT[:3]))
-    draft.prefill(torch.tensor(PROMPT[3:]))
+    draft.open(0, SEQUENCE)
+    draft.expand([], {0: torch.tensor(PROMPT[:3])})
+    draft.expand([], {0: torch.tensor(PROMPT[3:])})
     tree.reset(len(PROMPT))
     return draft, tree
 
 
 def expand(draft: DraftModel, tree: PredictionTree, rows: Tensor, children: int) -> Candidates:
-    return draft.expand([(0, tree, rows)], children)[0]
+    return draft.expand([DraftRows(0, 0, tree, rows, children)], {})[0]
 
 
 def add_random_rows(data: st.DataObject, tree: PredictionTree, paths: list[tuple[int, ...]], prefix: tuple[int, ...]) -> None:
@@ -109,12 +109,12 @@ def test_expand_equals_one_forward_per_path(pair: Pair, data: st.DataObject) -> 
         if data.draw(st.booleans()):
             kept = sorted({0, *some_rows(data, tree, set())})
             kept = [row for row in kept if row == 0 or int(tree.parents[row]) in kept]
-            draft.advance(0, tree.keep(torch.tensor(kept)))
+            draft.advance(0, 0, tree.keep(torch.tensor(kept)))
             paths = [paths[row] for row in kept]
         if data.draw(st.booleans()):
             walked = data.draw(st.sampled_from(paths))
             token = data.draw(st.integers(0, VOCAB - 1))
-            draft.advance(0, tree.advance([*walked[len(accepted) + 1 :], token]))
+            draft.advance(0, 0, tree.advance([*walked[len(accepted) + 1 :], token]))
             accepted = walked
             paths = [path for path in paths if path[: len(walked) + 1] == (*walked, token)]
         drafted &= set(paths)
@@ -137,9 +137,9 @@ def test_accepted_rows_that_were_never_drafted_share_the_next_forward(pair: Pair
         return forward(token_ids, *arguments, **keywords)
 
     monkeypatch.setattr(pair.ours, "forward", counting)
-    draft.advance(0, tree.advance([4, 5]))  # commits the rows of 3 and 4, which were drafted
-    draft.advance(0, tree.advance([6]))  # commits the row of 5, which was not
-    draft.advance(0, tree.advance([7]))  # and that of 6
+    draft.advance(0, 0, tree.advance([4, 5]))  # commits the rows of 3 and 4, which were drafted
+    draft.advance(0, 0, tree.advance([6]))  # commits the row of 5, which was not
+    draft.advance(0, 0, tree.advance([7]))  # and that of 6
     assert forwards == []
     tree.append(torch.tensor([7, 8]), torch.tensor([-1, 0]))
     check(pair, expand(draft, tree, torch.tensor([0]), 3), [0], [(3, 4, 5, 6, 7)], 3)
@@ -174,12 +174,14 @@ def test_more_children_than_tokens(pair: Pair) -> None:
     assert float(candidates.log_probs.exp().sum()) == pytest.approx(1)
 
 
-def test_begin_forgets_the_last_request(pair: Pair) -> None:
+def test_a_closed_request_leaves_nothing(pair: Pair) -> None:
     draft, tree = begun(pair)
     tree.append(torch.tensor([3, 4]), torch.tensor([-1, 0]))
     first = expand(draft, tree, torch.tensor([0, 1]), 4)
-    draft.begin(SEQUENCE)
-    draft.prefill(torch.tensor(PROMPT))
+    draft.close(0)
+    assert draft.num_lanes == 0
+    draft.open(0, SEQUENCE)
+    draft.expand([], {0: torch.tensor(PROMPT)})
     again = expand(draft, tree, torch.tensor([0, 1]), 4)
     assert torch.equal(first.token_ids, again.token_ids)
     assert torch.allclose(first.log_probs, again.log_probs, rtol=0, atol=1e-12)

@@ -19,8 +19,9 @@ from pipedec.drafting import DraftModel
 from pipedec.forest import Forest
 from pipedec.model import StageModel
 from pipedec.model.cache import KVCache
+from pipedec.model.pool import KVPool
 from pipedec.threads import Sequence, single_thread
-from pipedec.tree import Candidates, PredictionTree
+from pipedec.tree import Candidates, DraftRows, PredictionTree
 
 PROMPT = [30, 41, 28, 50, 33]
 VOCAB = len(TEXTS)
@@ -34,20 +35,27 @@ class Model:
         window = {"sliding_window": 6} if family == "mistral" else {}
         self.theirs: PreTrainedModel = save_tiny(family, path, layers=2, vocab=VOCAB, dtype=torch.float64, **window)
         stage = StageModel.load(path, range(2), torch.float64, "cpu")
-        make_cache = stage.make_cache
+        make_pool = stage.make_pool
 
-        def make() -> KVCache:
-            self.cache = make_cache()  # the latest one
-            return self.cache
+        def make() -> KVPool:
+            pool = make_pool()
+            open_cache = pool.open
 
-        stage.make_cache = make  # type: ignore[method-assign]
+            def opened() -> KVCache:
+                self.cache = open_cache()  # the latest one
+                return self.cache
+
+            pool.open = opened  # type: ignore[method-assign]
+            return pool
+
+        stage.make_pool = make  # type: ignore[method-assign]
         self._stage = stage
 
     def begun(self, sequence: Sequence) -> DraftModel:
         draft = DraftModel(self._stage)
-        draft.begin(sequence)
-        draft.prefill(torch.tensor(PROMPT[:2]))
-        draft.prefill(torch.tensor(PROMPT[2:]))
+        draft.open(0, sequence)
+        draft.expand([], {0: torch.tensor(PROMPT[:2])})
+        draft.expand([], {0: torch.tensor(PROMPT[2:])})
         return draft
 
     def check(self, candidates: Candidates, paths: list[str]) -> None:
@@ -88,8 +96,8 @@ def test_one_thread_is_drafted_as_one_tree_is(model: Model, data: st.DataObject)
             if row not in drafted and (parent < 0 or parent in drafted or parent in rows) and data.draw(st.booleans()):
                 rows.append(row)
         if rows:
-            found = forest.expand([(0, tree, torch.tensor(rows))], 4)[0]
-            expected = single.expand([(0, tree, torch.tensor(rows))], 4)[0]
+            found = forest.expand([DraftRows(0, 0, tree, torch.tensor(rows), 4)], {})[0]
+            expected = single.expand([DraftRows(0, 0, tree, torch.tensor(rows), 4)], {})[0]
             assert torch.equal(found.rows, expected.rows) and torch.equal(found.token_ids, expected.token_ids)
             assert torch.allclose(found.log_probs, expected.log_probs, rtol=0, atol=1e-9)
             drafted += rows
@@ -102,8 +110,8 @@ def test_one_thread_is_drafted_as_one_tree_is(model: Model, data: st.DataObject)
             for token in tokens:
                 sequence.accept(0, token)
             advance = tree.advance(tokens)
-            forest.advance(0, advance)
-            single.advance(0, advance)
+            forest.advance(0, 0, advance)
+            single.advance(0, 0, advance)
             _, kept = advance.renumber(torch.tensor(drafted, dtype=torch.int64))
             drafted = kept.tolist()
             if not tree.num_rows:
@@ -126,13 +134,13 @@ class Draft:
             Verdict(tuple(Accepted(int(name[1:]), tuple(ids(text))) for name, text in texts.items()))
         )
         for number, tokens in changes.accepted.items():
-            self.draft.advance(number, copies[number].advance(tokens))
+            self.draft.advance(0, number, copies[number].advance(tokens))
         for number in changes.remaining:
             if number in before and copies[number].num_rows > self.forest.trees[number].num_rows:
                 kept = torch.arange(self.forest.trees[number].num_rows)
-                self.draft.advance(number, copies[number].keep(kept))
+                self.draft.advance(0, number, copies[number].keep(kept))
         if changes.affects_threads:
-            self.draft.threads_changed()
+            self.draft.threads_changed(0)
 
     def enter(self, *rows: tuple[str, int, int]) -> None:
         texts, parents, threads = zip(*rows, strict=True)
@@ -140,8 +148,8 @@ class Draft:
 
     def check(self, asked: dict[int, list[int]], *paths: str) -> None:
         """Draft rows of some threads in one forward."""
-        asks = [(number, self.forest.trees[number], torch.tensor(rows)) for number, rows in asked.items()]
-        found = self.draft.expand(asks, 3)
+        asks = [DraftRows(0, number, self.forest.trees[number], torch.tensor(rows), 3) for number, rows in asked.items()]
+        found = self.draft.expand(asks, {})
         assert [len(candidates.rows) for candidates in found] == list(map(len, asked.values()))
         left = list(paths)
         for candidates in found:

@@ -13,7 +13,7 @@ from pipedec.core import Accepted, Request, SamplingParams, UserError, Verdict
 from pipedec.engine.answer import Answer
 from pipedec.engine.sequences import Sequences
 from pipedec.engine.spec import REFERENCE_PAIR
-from pipedec.messages import CompletionEvent, Event, LogprobsEvent, PromptRequest, ThreadNews
+from pipedec.messages import CompletionEvent, Event, LogprobsEvent, PromptRequest, RunDescription, ThreadNews
 from pipedec.scheduler import MemoryScheduler
 from pipedec.text.prompt import Prompter
 from pipedec.threads import Sequence, bind, load_dialect
@@ -74,10 +74,10 @@ class Recorded(MemoryScheduler):
 
     def __init__(self, *events: Event) -> None:
         super().__init__(Topology.even(1, 1))
-        self.open({})
+        self.open(RunDescription(((1,),), ((0, 1),), "target"))
         self._answer = events
 
-    def submit(self, request_json: str) -> int:
+    def submit(self, request_json: str, priority: int = 0) -> int:
         number = super().submit(request_json)
         self.publish(number, *self._answer)
         return number

@@ -16,10 +16,10 @@ from pairwise import pairwise
 from timesteps import check_timesteps
 from transformers import AutoModelForCausalLM
 
-from pipedec.core import Request, SamplingParams, UserError, Verdict
+from pipedec.core import Opening, Request, SamplingParams, Update, UserError, Verdict
 from pipedec.engine.local import LocalPipeline
-from pipedec.engine.prefill import PREFILL_CHUNK
 from pipedec.engine.spec import DTYPES, PipelineSpec
+from pipedec.engine.tasks import PREFILL_CHUNK
 from pipedec.methods import BitaOptions
 from pipedec.model import BitaWeights, ModelConfig
 from pipedec.plan.layers import even_layers
@@ -93,7 +93,7 @@ def greedy_answer(target: Path, prompt: tuple[int, ...], num_tokens: int, dtype:
 
 
 def check_counts(pipeline: LocalPipeline, groups: int, num_tokens: int) -> None:
-    metrics = pipeline.metrics
+    metrics = pipeline.last.metrics
     assert metrics.hits + metrics.misses == num_tokens - 1
     check_timesteps(metrics, groups, "bita")
 
@@ -178,7 +178,7 @@ def test_a_vocabulary_smaller_than_the_names_asked_for(tmp_path: Path) -> None:
         assert answer(pipeline, request(tree, prompt=prompt)) == drawn
         check_counts(pipeline, 2, NUM_TOKENS)
     assert (
-        pipeline.metrics.misses == NUM_TOKENS // 2
+        pipeline.last.metrics.misses == NUM_TOKENS // 2
     )  # every pass but the last gives two: whatever comes next is among all there are
 
 
@@ -204,18 +204,20 @@ class Oracle:
         self.asked: list[list[int]] = []
         self._teacher = teacher
         self._num_tokens = 0
-        begin, verdict = FinalStageWorker.begin, FinalStageWorker.verdict
+        open_, results = FinalStageWorker.open, FinalStageWorker.results
 
-        def begun(worker: FinalStageWorker, *arguments: Any) -> None:
+        def opened(worker: FinalStageWorker, number: int, opening: Opening) -> None:
             self._num_tokens = 0
-            begin(worker, *arguments)
+            open_(worker, number, opening)
 
-        monkeypatch.setattr(FinalStageWorker, "begin", begun)
-        monkeypatch.setattr(FinalStageWorker, "verdict", lambda worker: self._taught(verdict(worker)))
+        monkeypatch.setattr(FinalStageWorker, "open", opened)
+        monkeypatch.setattr(FinalStageWorker, "results", lambda worker: tuple(map(self._taught_update, results(worker))))
 
-    def _taught(self, verdict: Verdict | None) -> Verdict | None:
-        if verdict is None:
-            return None
+    def _taught_update(self, update: Update) -> Update:
+        assert update.verdict is not None
+        return replace(update, verdict=self._taught(update.verdict))
+
+    def _taught(self, verdict: Verdict) -> Verdict:
         self._num_tokens += len(verdict.tokens)
         forecast = forecast_of(verdict)
         numbers = list(range(self._num_tokens, self._num_tokens + len(forecast)))
@@ -266,7 +268,7 @@ def test_masks_that_are_always_right_fill_every_pass(
     tree = BitaOptions(children=children, depth=depth, shape=tree_shape)
     counts, found = lengths(pipeline, request(tree, sampling, max_tokens=num_tokens))
     assert (counts, found) == ([1] + 4 * [depth + 1], said[:num_tokens])
-    metrics = pipeline.metrics
+    metrics = pipeline.last.metrics
     assert (metrics.hits, metrics.misses, metrics.timesteps) == (4 * depth, 4, 4 * 2)
     assert oracle.asked[0] == list(range(1, depth + 1))  # the masks behind the prompt, of which the last token's own is known
 

@@ -1,58 +1,60 @@
-"""The decode loop alone, with a pipeline and a method that record what they are asked to do."""
+"""The decode loop and its pool alone, with a pipeline and a company that record what they are asked to do."""
 
 from __future__ import annotations
 
 import ast
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
-import torch
-from torch import Tensor
-
 import pipedec
-from pipedec.core import NO_MASKS, Envelope, MaskParams, Request, Step, Verdict
-from pipedec.decoding import TimestepTiming
-from pipedec.engine import loop
+from pipedec.core import NO_MASKS, Envelope, Opening, Request, SamplingParams, Step, Update, Verdict
+from pipedec.decoding import Method, TimestepTiming
+from pipedec.engine import pool as pool_module
 from pipedec.engine.loop import decode
+from pipedec.engine.pool import Pool
 from pipedec.engine.recorder import Timestep
 
 PACKAGE = Path(pipedec.__file__).parent
 TIMING = TimestepTiming(0.01, 0.005, (0.001,))
+Results = tuple[Update, ...]
+
+
+class FakeMethod:
+    masks = NO_MASKS
 
 
 class Recorded:
-    """Pipeline and method in one. ``results`` are the verdicts of prefill and of every timestep."""
+    """Pipeline and company in one. ``results`` are those of every timestep."""
 
-    def __init__(self, *results: Verdict | None, masks: MaskParams = NO_MASKS, filling: int = 0) -> None:
+    def __init__(self, *results: Results, filling: int = 0) -> None:
         self.calls: list[Any] = []
-        self.masks = masks
         self._results = list(results)
         self._filling = filling
+        self._open: list[int] = []
 
-    def prefill(self, chunks: Any, compute: Callable[[Tensor], None] | None = None) -> Verdict | None:
-        if compute is None:
-            self.calls.append(("drafts prompt", chunks.tolist()))
-            return None
-        for chunk in chunks:
-            compute(torch.tensor(chunk))
-        return self._results.pop(0)
+    def open(self, request: Request, sequence: Any) -> FakeMethod:
+        self._open.append(request.number)
+        return FakeMethod()
+
+    def close(self, what: Any) -> None:
+        if isinstance(what, int):
+            self._open.remove(what)
+        self.calls.append(("close", what))
 
     def advance(self, number: int, entering: Envelope, meanwhile: Callable[[], None]) -> Timestep:
-        self.calls.append(("advance", number, entering.step and entering.step.token_ids.tolist(), entering.verdict))
+        self.calls.append(("advance", number, [(one.number, one.opening, one.verdict) for one in entering.updates]))
         meanwhile()
-        return Timestep(number, entering.step, self._results.pop(0), TIMING if number > self._filling else None)
+        return Timestep(number, entering, self._results.pop(0), TIMING if number > self._filling else None)
 
-    def close(self, last: Verdict) -> None:
-        self.calls.append(("close", last))
+    def apply(self, number: int, verdict: Verdict) -> None:
+        self.calls.append(("apply", number, verdict))
+        if verdict.finished:
+            self._open.remove(number)
 
-    def apply(self, verdict: Verdict) -> None:
-        self.calls.append(("apply", verdict))
-
-    def propose(self) -> Step | None:
-        return Step(torch.tensor([7]), torch.tensor([-1]))
+    def propose(self) -> dict[int, Step]:
+        return {}
 
     def draft(self) -> None:
         self.calls.append("draft")
@@ -61,60 +63,124 @@ class Recorded:
         self.calls.append("observe")
 
 
-def run(recorded: Any, prompt: Sequence[int] = (1, 2), **changes: Any) -> list[Verdict]:
-    return list(decode(Request(0, tuple(prompt)), recorded, recorded, **changes))
+class Listening:
+    """A reader that cuts the verdicts in ``cuts``."""
+
+    def __init__(self, **cuts: Verdict) -> None:
+        self.heard: list[Any] = []
+        self._cuts = cuts
+
+    def entered(self, step: Step) -> None:
+        self.heard.append(("entered", step))
+
+    def take(self, result: Update, timestep: int) -> Verdict:
+        assert result.verdict is not None
+        verdict = self._cuts.get(f"at_{timestep}", result.verdict)
+        self.heard.append(verdict)
+        return verdict
+
+    def ended(self, reason: str, method: Method) -> None:
+        self.heard.append(reason)
+
+    def closed(self) -> None:
+        self.heard.append("closed")
+
+
+def pool_of(recorded: Recorded, *numbers: int, reader: Listening | None = None) -> tuple[Pool, dict[int, Listening]]:
+    pool = Pool(recorded)  # type: ignore[arg-type]
+    readers = {number: reader or Listening() for number in numbers}
+    for number, each in readers.items():
+        pool.open(Request(number, (1, 2)), None, each)  # type: ignore[arg-type]
+    return pool, readers
+
+
+def says(number: int, *tokens: int, finished: str | None = None) -> Update:
+    return Update(number, verdict=Verdict.of(*tokens, finished=finished))
+
+
+OPENING = Opening(2, SamplingParams())
+FIRST, LAST = Verdict.of(3), Verdict.of(4, 5, finished="stop")
 
 
 def test_a_timestep_is_propose_advance_accept_apply() -> None:
-    first, last = Verdict.of(3), Verdict.of(4, 5, finished="stop")
-    recorded = Recorded(first, None, last)
-    assert run(recorded) == [first, last]
+    recorded = Recorded((says(0, 3),), (), (says(0, 4, 5, finished="stop"),))
+    pool, readers = pool_of(recorded, 0)
+    assert list(decode(pool, recorded)) == [(0, FIRST), (0, LAST)]  # type: ignore[arg-type]
     assert recorded.calls == [
-        ("drafts prompt", [1, 2]),
-        ("apply", first),
-        ("advance", 1, [7], first), "draft", "observe",
-        ("advance", 2, [7], None), "draft", "observe",
-        ("apply", last),
-        ("close", last),
+        ("advance", 1, [(0, OPENING, None)]), "draft", "observe",
+        ("apply", 0, FIRST),
+        ("advance", 2, [(0, None, FIRST)]), "draft", "observe",
+        ("advance", 3, []), "draft", "observe",
+        ("apply", 0, LAST),
+        ("close", Envelope((Update(0, verdict=LAST),))),
     ]  # fmt: skip
+    assert readers[0].heard == [FIRST, LAST, "stop", "closed"]
 
 
-def test_what_accept_cuts_is_what_method_and_pipeline_get() -> None:
+def test_requests_end_and_begin_in_the_same_timestep() -> None:
+    recorded = Recorded((says(0, 3, finished="length"),), (says(1, 7, finished="length"),))
+    pool, _ = pool_of(recorded, 0)
+    late = Listening()
+
+    def admit() -> None:
+        if not pool.is_busy and not late.heard:
+            pool.open(Request(1, (1, 2)), None, late)  # type: ignore[arg-type]
+            late.heard.append("opened")
+
+    verdicts = [number for number, _ in decode(pool, recorded, admit)]  # type: ignore[arg-type]
+    assert verdicts == [0, 1]
+    assert recorded.calls[4] == ("advance", 2, [(0, None, Verdict.of(3, finished="length")), (1, OPENING, None)])
+
+
+def test_what_a_reader_cuts_is_what_method_and_pipeline_get() -> None:
     cut = Verdict.of(4, finished="stop")
-    recorded = Recorded(Verdict.of(3), Verdict.of(4, 5))
-    assert run(recorded, accept=lambda verdict: cut if verdict.tokens == (4, 5) else verdict) == [Verdict.of(3), cut]
-    assert recorded.calls[-2:] == [("apply", cut), ("close", cut)]
+    recorded = Recorded((says(0, 3),), (says(0, 4, 5),))
+    pool, _ = pool_of(recorded, 0, reader=Listening(at_2=cut))
+    assert [verdict for _, verdict in decode(pool, recorded)] == [FIRST, cut]  # type: ignore[arg-type]
+    assert recorded.calls[-2:] == [("apply", 0, cut), ("close", Envelope((Update(0, verdict=cut),)))]
 
 
-def test_a_first_token_that_ends_the_answer_takes_no_timestep() -> None:
-    last = Verdict.of(3, finished="length")
-    recorded = Recorded(last)
-    assert run(recorded) == [last]
-    assert recorded.calls[1:] == [("apply", last), ("close", last)]
+def test_late_results_of_an_ended_request_are_void_and_its_echo_closes_it() -> None:
+    recorded = Recorded(
+        (says(0, 3, finished="length"), says(1, 5)), (says(0, 9, 9),), (says(0, finished="length"), says(1, 6, finished="stop"))
+    )
+    pool, readers = pool_of(recorded, 0, 1)
+    verdicts = list(decode(pool, recorded))  # type: ignore[arg-type]
+    assert [number for number, _ in verdicts] == [0, 1, 1]
+    assert readers[0].heard == [Verdict.of(3, finished="length"), "length", "closed"]
+    assert readers[1].heard[-2:] == ["stop", "closed"]
 
 
-def test_the_last_verdict_is_seen_before_the_pipeline_is_closed() -> None:
-    recorded = Recorded(Verdict.of(3, finished="length"))
-    verdicts = decode(Request(0, (1,)), recorded, recorded)  # type: ignore[arg-type]
-    next(verdicts)
-    assert "close" not in {call[0] for call in recorded.calls}
-    with pytest.raises(StopIteration):
-        next(verdicts)
-    assert recorded.calls[-1][0] == "close"
+def test_a_request_is_cancelled_with_what_it_has_accepted() -> None:
+    """The stages get the accepted tokens and the end in one verdict."""
+    recorded = Recorded((says(0, 3), says(1, 4)), (says(1, 6, finished="stop"),))
+    pool, readers = pool_of(recorded, 0, 1)
+    verdicts = decode(pool, recorded)  # type: ignore[arg-type]
+    assert [next(verdicts)[0], next(verdicts)[0]] == [0, 1]
+    pool.cancel(0)
+    pool.cancel(0)  # nothing happens twice
+    assert [number for number, _ in verdicts] == [1]
+    cancelled = Verdict(FIRST.accepted, "cancelled")
+    assert ("advance", 2, [(1, None, Verdict.of(4)), (0, None, cancelled)]) in recorded.calls
+    assert readers[0].heard == [FIRST, "cancelled", "closed"]
+
+
+def test_a_request_that_is_cancelled_before_it_enters_is_never_opened() -> None:
+    recorded = Recorded()
+    pool, readers = pool_of(recorded, 0)
+    pool.cancel(0)
+    assert list(decode(pool, recorded)) == []  # type: ignore[arg-type]
+    assert recorded.calls == [("close", 0), ("close", Envelope())]
+    assert readers[0].heard == ["cancelled", "closed"]
 
 
 def test_listeners_get_every_timestep_and_timings_only_of_a_full_pipeline() -> None:
     heard: list[Timestep] = []
-    recorded = Recorded(Verdict.of(3), None, None, Verdict.of(4, finished="length"), filling=2)
-    run(recorded, listeners=(heard.append,))
+    recorded = Recorded((says(0, 3),), (), (says(0, 4, finished="length"),), filling=2)
+    pool, _ = pool_of(recorded, 0)
+    list(decode(pool, recorded, listeners=(heard.append,)))  # type: ignore[arg-type]
     assert [timestep.number for timestep in heard] == [1, 2, 3]
     assert recorded.calls.count("observe") == 1
-
-
-def test_masks_follow_the_prompt() -> None:
-    recorded = Recorded(Verdict.of(3, finished="length"), masks=MaskParams(2, 4))
-    run(recorded)
-    assert recorded.calls[0] == ("drafts prompt", [1, 2, -1, -2])
 
 
 def test_the_loop_fits_on_a_screen_and_the_architecture_quotes_it() -> None:
@@ -127,7 +193,7 @@ def test_the_loop_fits_on_a_screen_and_the_architecture_quotes_it() -> None:
     assert "".join(quoted) in document
 
 
-def test_nothing_else_asks_a_method_for_its_rows() -> None:
+def test_nothing_else_asks_the_methods_for_their_rows() -> None:
     """Who asks for the rows that enter advances timesteps."""
     askers = [
         path.relative_to(PACKAGE).as_posix()
@@ -136,4 +202,4 @@ def test_nothing_else_asks_a_method_for_its_rows() -> None:
         if isinstance(node, ast.Attribute) and node.attr == "propose"
     ]
     outside = {asker for asker in askers if not asker.startswith("decoding/")}
-    assert outside == {Path(loop.__file__).relative_to(PACKAGE).as_posix()}
+    assert outside == {Path(pool_module.__file__).relative_to(PACKAGE).as_posix()}

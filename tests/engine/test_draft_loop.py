@@ -70,5 +70,5 @@ def test_an_abort_that_comes_with_the_end_of_a_request_is_raised(pair: Pair) -> 
 
 def test_a_run_whose_keys_are_gone_is_given_up(pair: Pair) -> None:
     scheduler = MemoryScheduler(TOPOLOGY)  # never opened: as after a FLUSHALL
-    with pytest.raises(SchedulerLost, match="Redis no longer knows the run"):
+    with pytest.raises(SchedulerLost, match="its keys were deleted"):
         loop_of(scheduler, pair).run()

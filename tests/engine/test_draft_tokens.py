@@ -9,7 +9,6 @@ from tiny_pair import Pair
 from pipedec.core import Request, SamplingParams, Step
 from pipedec.engine.draft_tokens import DraftTokens
 from pipedec.engine.local import LocalPipeline
-from pipedec.engine.recorder import Timestep
 from pipedec.methods import StaticTreeOptions
 
 
@@ -20,9 +19,8 @@ def step(token_ids: list[int], parents: list[int]) -> Step:
 def test_roots_and_masks_are_no_draft_tokens() -> None:
     draft_tokens = DraftTokens()
     assert draft_tokens.total() == 0
-    draft_tokens.count(Timestep(1, step([7, 11, 12, -1, -2], [-1, 0, 0, 1, 3])))
-    draft_tokens.count(Timestep(2))
-    draft_tokens.count(Timestep(3, step([13], [-1])))
+    draft_tokens.count(step([7, 11, 12, -1, -2], [-1, 0, 0, 1, 3]))
+    draft_tokens.count(step([13], [-1]))
     assert draft_tokens.total() == 2
 
 
@@ -31,7 +29,7 @@ def test_every_method_reports_what_it_drafted_and_accepted(pair: Pair, method: s
     pipeline = LocalPipeline.load(pair.spec(stages=2, draft=str(pair.target)))
     for _ in pipeline.run(Request(0, (5, 9, 11, 20), SamplingParams(max_tokens=12, ignore_eos=True), method)):
         pass
-    metrics = pipeline.metrics
+    metrics = pipeline.last.metrics
     if method == "pp":
         assert (metrics.draft_tokens, metrics.hits, metrics.acceptance_rate) == (0, 0, None)
         return
@@ -46,7 +44,7 @@ def test_a_static_tree_is_drafted_for_every_root(pair: Pair) -> None:
     options = StaticTreeOptions(width=3, children=2, depth=2)
     for _ in pipeline.run(Request(0, (5, 9, 11, 20), SamplingParams(max_tokens=13, ignore_eos=True), "stpp", options)):
         pass
-    metrics = pipeline.metrics
+    metrics = pipeline.last.metrics
     assert (metrics.misses, metrics.hits, metrics.draft_tokens) == (4, 8, 20)
     assert metrics.acceptance_rate == 8 / 20
 
@@ -54,7 +52,7 @@ def test_a_static_tree_is_drafted_for_every_root(pair: Pair) -> None:
 def test_long_answers_are_counted_in_full() -> None:
     draft_tokens = DraftTokens()
     for number in range(1000):
-        draft_tokens.count(Timestep(number, step([number, number + 1, number + 2], [-1, 0, 1])))
+        draft_tokens.count(step([number, number + 1, number + 2], [-1, 0, 1]))
         if number == 500:
             assert draft_tokens.total() == 2 * 501
     assert draft_tokens.total() == 2000

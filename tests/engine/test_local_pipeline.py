@@ -120,11 +120,13 @@ def test_every_method_says_what_transformers_says(models: Path, shape: tuple[int
         verdicts = list(pipeline.run(request(method=method, options=options, ignore_eos=True)))
         assert tuple(token for verdict in verdicts for token in verdict.tokens) == wanted, (method, options, draft)
         assert [verdict.finished for verdict in verdicts if verdict.finished] == [verdicts[-1].finished] == ["length"]
-        check_metrics(pipeline.metrics, shape[1], NUM_TOKENS, method)
+        check_metrics(pipeline.last.metrics, shape[1], NUM_TOKENS, method)
         if method == "pp" or (method == "pipedec" and shape[1] == 1):
-            assert pipeline.metrics.hits == 0  # a layer enters when the one before it has been verified: nothing is in flight
+            assert (
+                pipeline.last.metrics.hits == 0
+            )  # a layer enters when the one before it has been verified: nothing is in flight
         if method == "stpp":
-            assert pipeline.metrics.misses == len(verdicts) - 1  # the rounds
+            assert pipeline.last.metrics.misses == len(verdicts) - 1  # the rounds
 
 
 @pytest.mark.parametrize(
@@ -137,11 +139,11 @@ def test_a_better_draft_gives_more_hits(models: Path, shape: tuple[int, int], me
     for draft in ("random", "near", "same"):
         pipeline = make_pipeline(models, shape, draft)
         answer(pipeline, request(method=method, options=options, ignore_eos=True))
-        hits.append(pipeline.metrics.hits)
+        hits.append(pipeline.last.metrics.hits)
     assert hits[0] < hits[1] < hits[2]
     if method == "stpp":
         answer(pipeline, request(method=method, options=OPTIONS["stpp"][1], ignore_eos=True))
-        assert pipeline.metrics.hits < hits[2], "a tree of one layer"
+        assert pipeline.last.metrics.hits < hits[2], "a tree of one layer"
 
 
 def test_best_first_injection_needs_no_draft(models: Path) -> None:
@@ -160,7 +162,7 @@ def test_a_sure_draft_enters_several_layers_at_once(models: Path) -> None:
     asked = request(num_tokens=60, method="pipedec-bestfirst", options=BestFirstOptions(width=32, forwards=3), ignore_eos=True)
     for _ in range(3):  # until it has learned to trust the draft
         assert answer(pipeline, asked) == (wanted, "length")
-    assert pipeline.metrics.timesteps < 59
+    assert pipeline.last.metrics.timesteps < 59
 
 
 @pytest.mark.parametrize("depth", [1, 2, 5])
@@ -174,7 +176,7 @@ def test_a_draft_that_is_always_right_fills_every_round(models: Path, width: int
     assert [len(verdict.tokens) for verdict in verdicts] == [1] + 4 * [depth + 1]
     wanted = expected(models / "target", PROMPT, num_tokens, "float64")
     assert tuple(token for verdict in verdicts for token in verdict.tokens) == wanted
-    assert (pipeline.metrics.hits, pipeline.metrics.misses, pipeline.metrics.timesteps) == (4 * depth, 4, 4 * 3)
+    assert (pipeline.last.metrics.hits, pipeline.last.metrics.misses, pipeline.last.metrics.timesteps) == (4 * depth, 4, 4 * 3)
 
 
 @pytest.mark.parametrize("width", [1, 2, 32])
@@ -185,7 +187,7 @@ def test_tree_limits_change_the_speed_only(models: Path, width: int) -> None:
         sampling = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True)
         asked = Request(0, PROMPT, sampling, "pipedec", PipeDecOptions(width, children))
         assert answer(pipeline, asked) == (wanted, "length")
-        check_metrics(pipeline.metrics, 4, NUM_TOKENS)
+        check_metrics(pipeline.last.metrics, 4, NUM_TOKENS)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -200,8 +202,8 @@ def test_a_prompt_of_several_chunks(models: Path, method: str) -> None:
 def test_one_token_takes_no_timestep(models: Path, method: str) -> None:
     pipeline = make_pipeline(models, (4, 4), "near")
     assert answer(pipeline, request(num_tokens=1, method=method)) == (expected(models / "target", PROMPT, 1), "length")
-    check_metrics(pipeline.metrics, 4, 1, method)
-    assert pipeline.metrics.timesteps == 0
+    check_metrics(pipeline.last.metrics, 4, 1, method)
+    assert pipeline.last.metrics.timesteps == 0
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -217,7 +219,7 @@ def test_the_models_end_token_ends_the_answer(models: Path, method: str, tmp_pat
     wanted = expected(tmp_path / "target", PROMPT, NUM_TOKENS, ignore_eos=False)
     assert wanted == spoken[: spoken.index(end) + 1]
     assert answer(pipeline, request(method=method)) == (wanted, "stop")
-    check_metrics(pipeline.metrics, 4, len(wanted), method)
+    check_metrics(pipeline.last.metrics, 4, len(wanted), method)
     # The next request finds nothing of the rows that were in flight.
     assert answer(pipeline, request(method=method, ignore_eos=True)) == (spoken, "length")
     assert answer(pipeline, request(method=method, ignore_eos=True, stop_token_ids=(end,))) == (wanted, "stop")

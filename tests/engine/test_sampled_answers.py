@@ -20,8 +20,8 @@ from pipedec.client.client import Client
 from pipedec.cluster.local import LocalCluster
 from pipedec.core import Completion, Request, SamplingParams, UserError
 from pipedec.engine.local import LocalPipeline
-from pipedec.engine.prefill import PREFILL_CHUNK
 from pipedec.engine.spec import DISPATCHES, PipelineSpec
+from pipedec.engine.tasks import PREFILL_CHUNK
 from pipedec.messages import PromptRequest
 from pipedec.methods import METHODS, applicable_options
 from pipedec.plan.layers import even_layers
@@ -95,11 +95,11 @@ def test_one_seed_gives_one_answer(models: Path, answers: dict[str, tuple[int, .
     pipeline = make_pipeline(models, shape)
     for _, name, method in [case for case in pairwise(SHAPES, SETTINGS, METHODS) if case[0] == shape]:
         assert answer(pipeline, asked(SETTINGS[name], method)) == answers[name], (name, method)
-        metrics = pipeline.metrics
+        metrics = pipeline.last.metrics
         assert metrics.hits + metrics.misses == NUM_TOKENS - 1
         check_timesteps(metrics, shape[1], method)
         assert metrics.hits > 0 or method == "pp" or (method.startswith("pipedec") and shape[1] == 1)
-        assert pipeline.seed == SETTINGS[name].seed
+        assert pipeline.last.request.sampling.seed == SETTINGS[name].seed
 
 
 def test_penalties_count_every_chunk_of_the_prompt(models: Path) -> None:
@@ -117,8 +117,8 @@ def test_without_a_seed_answers_differ_and_the_seed_found_repeats_them(models: P
     drawn = {}
     for _ in range(4):
         said = answer(pipeline, asked(SamplingParams(1.0), "pipedec"))
-        assert pipeline.seed is not None
-        drawn[pipeline.seed] = said
+        assert pipeline.last.request.sampling.seed is not None
+        drawn[pipeline.last.request.sampling.seed] = said
     assert len(set(drawn.values())) == 4
     for seed, said in drawn.items():
         assert answer(pipeline, asked(SamplingParams(1.0, seed=seed), "pp")) == said
@@ -144,9 +144,9 @@ def test_logprobs_are_those_of_transformers(models: Path, method: str, num_top: 
     pipeline = make_pipeline(models, (4, 4))
     for name in ("biased", "greedy penalised"):  # they do not change what is reported
         said = answer(pipeline, asked(replace(SETTINGS[name], logprobs=num_top), method))
-        check_logprobs(target, PROMPT, list(said), pipeline.logprobs, num_top)
+        check_logprobs(target, PROMPT, list(said), pipeline.last.logprobs, num_top)
     answer(pipeline, asked(SETTINGS["drawn"], method))
-    assert pipeline.logprobs == []
+    assert pipeline.last.logprobs == []
 
 
 def test_a_local_pipeline_has_no_text_to_stop_at(models: Path) -> None:

@@ -31,8 +31,8 @@ def threaded_answer(models: ThreadModels, pipeline: LocalPipeline, case: Case, m
     request = Request(0, models.prompt_ids(case.prompt), models.sampling(case), method, options, threads=dialect)
     verdicts = list(pipeline.run(request))
     assert all(verdict.finished is None for verdict in verdicts[:-1])
-    assert pipeline.sequence is not None and verdicts[-1].finished == pipeline.sequence.finished
-    return pipeline.sequence
+    assert pipeline.last.sequence is not None and verdicts[-1].finished == pipeline.last.sequence.finished
+    return pipeline.last.sequence
 
 
 @pytest.mark.parametrize(("method", "shape", "case"), CASES)

@@ -12,7 +12,7 @@ from tiny_pair import Pair
 from pipedec.client.client import Client
 from pipedec.cluster.local import LocalCluster
 from pipedec.config import paper_cluster
-from pipedec.core import Request, SamplingParams, UserError
+from pipedec.core import Load, Request, SamplingParams, UserError
 from pipedec.engine.emulated_time import EmulatedClock, Pacer, TimestepLoad
 from pipedec.engine.local import LocalPipeline
 from pipedec.hardware import LINKS, Link, PassTime
@@ -28,7 +28,8 @@ SLOW_LINK = Link("slow", 1000, 1, "test")  # 1 ms + 1 ms per MB
 def emulation(stages: int = 3, slow_motion: float = 1.0) -> Emulation:
     """Stages of 10 ms up to 5 rows, 2 ms per row from there; a draft of 4 ms; rows of 1 MB."""
     stage = RankTiming(PassTime(10, 2, 0), SLOW_LINK, 1_000_000)
-    return Emulation("test", slow_motion, RankTiming(PassTime(4, 0.1, 0), SLOW_LINK, 0), (stage,) * stages)
+    draft = RankTiming(PassTime(4, 0.1, 0), SLOW_LINK, 0)
+    return Emulation("test", slow_motion, draft, (stage,) * stages, counts_own_work=False)
 
 
 def test_the_paper_s_stage_is_22_ms_up_to_the_roofline_s_knee() -> None:
@@ -39,7 +40,7 @@ def test_the_paper_s_stage_is_22_ms_up_to_the_roofline_s_knee() -> None:
     assert stage.ms(128) == pytest.approx(2 * 128 * 6 * 855_654_400 / 35.6e12 * 1000, rel=0.01)
     assert made.stages[6].send_ms(32) > 8 * made.stages[5].send_ms(32), "stage 7 sends to the other server"
     assert made.draft is not None
-    assert made.draft.compute_ms(32) == pytest.approx(6, abs=0.1)
+    assert made.draft.compute_ms(Load(32)) == pytest.approx(6, abs=0.1)
 
 
 @pytest.mark.parametrize("factor", [0.0, -1.0, float("nan"), 1e9])
@@ -60,14 +61,14 @@ def test_another_stage_count_takes_the_same_devices() -> None:
 
 def test_clock_takes_the_slowest_rank_and_the_busiest_link() -> None:
     clock = EmulatedClock(emulation(), Topology.even(3, 3))
-    clock.add(TimestepLoad(drafted=[8], computed={1: 1, 2: 10, 3: 5}, sent={0: 1, 1: 1, 2: 3}))
+    clock.add(TimestepLoad([Load(8)], {1: Load(1), 2: Load(10), 3: Load(5)}, sent={0: 1, 1: 1, 2: 3}))
     # Stage 2 multiplies 10 rows in 20 ms; then it receives 1 row (2 ms) and sends 3 (4 ms).
     assert clock.total_ms == pytest.approx(20 + 2 + 4)
 
 
 def test_full_duplex_links_send_and_receive_at_the_same_time() -> None:
     half, full = (EmulatedClock(replace(emulation(), duplex=duplex), Topology.even(3, 3)) for duplex in ("half", "full"))
-    load = TimestepLoad(computed={1: 1, 2: 1}, sent={1: 1, 2: 1})
+    load = TimestepLoad(computed={1: Load(1), 2: Load(1)}, sent={1: 1, 2: 1})
     for clock in (half, full):
         clock.add(load)
     sent_ms = emulation().stages[0].send_ms(1)
@@ -82,31 +83,51 @@ def test_a_plan_hands_its_duplex_on() -> None:
 
 def test_clock_adds_up_the_draft_s_forwards() -> None:
     clock = EmulatedClock(emulation(), Topology.even(3, 3))
-    clock.add(TimestepLoad(drafted=[1, 8, 8, 8], computed={1: 1}))
+    clock.add(TimestepLoad([Load(1), Load(8), Load(8), Load(8)], {1: Load(1)}))
     assert clock.total_ms == pytest.approx(16)
 
 
 def test_clock_runs_the_stages_of_a_group_one_after_another() -> None:
     clock = EmulatedClock(emulation(4), Topology.even(4, 2))
-    clock.add(TimestepLoad(computed={1: 1, 2: 1, 3: 1, 4: 1}, sent={0: 1, 1: 1, 2: 1, 3: 1}))
+    clock.add(TimestepLoad(computed=dict.fromkeys(range(1, 5), Load(1)), sent={0: 1, 1: 1, 2: 1, 3: 1}))
     # Two stages and the transfer between them; then stage 2 to stage 3. Rank 0's transfer is as long as its latency.
     assert clock.total_ms == pytest.approx(10 + 2 + 10 + 2)
 
 
-def test_prefill_is_all_stages_once_and_the_slowest_again_for_each_further_chunk() -> None:
-    assert emulation().prefill_ms([]) == 0
-    assert emulation().prefill_ms([5]) == pytest.approx(3 * (10 + 6))
-    assert emulation().prefill_ms([5, 10]) == pytest.approx(3 * (10 + 6) + 20 + 11)
+def test_keys_and_values_are_read_beside_the_weights() -> None:
+    stage = RankTiming(PassTime(10, 2, 1, past_ms=0.01), SLOW_LINK, 0)
+    assert stage.compute_ms(Load(1, 100)) == pytest.approx(10 + 1 + 1)
+    assert stage.compute_ms(Load(10, 100)) == pytest.approx(20 + 1), "ten rows take longer to multiply than all is to read"
+    made = Emulation.of_plan(plan(paper_cluster(), "paper-14"))
+    read_ms = made.stages[1].compute_ms(Load(1, 50_000)) - made.stages[1].compute_ms(Load(1))
+    assert read_ms == pytest.approx(50_000 * 6 * 2 * 8 * 128 * 4 / 936e9 * 1000), "six layers, eight key-value heads, float32"
+
+
+def test_rank_0_s_own_work_counts_before_and_beside_the_stages() -> None:
+    own = replace(emulation(), counts_own_work=True)
+    clock = EmulatedClock(own, Topology.even(3, 3))
+    short = TimestepLoad([Load(1)], {1: Load(1)}, deciding_seconds=0.001, beside_seconds=0.002)
+    timing = clock.add(short)
+    assert clock.total_ms == pytest.approx(1 + 10)
+    assert (timing.seconds, timing.waiting_seconds) == pytest.approx((0.011, 0.004))
+    clock.add(replace(short, beside_seconds=0.020))
+    assert clock.total_ms == pytest.approx(11 + 1 + 4 + 20)
+
+
+def test_the_knee_is_that_of_the_stage_that_computes_first() -> None:
+    stages = (RankTiming(PassTime(10, 2, 0), SLOW_LINK, 0), RankTiming(PassTime(9, 1, 0), SLOW_LINK, 0))
+    assert Emulation("test", 1.0, None, stages).knee == 5
+    assert Emulation.of_plan(plan(paper_cluster(), "paper-14")).knee == plan(paper_cluster(), "paper-14").knee == 76
 
 
 def test_pacer_sleeps_the_rest_and_reports_overruns() -> None:
     pacer = Pacer(emulation(slow_motion=2.0), 1)
     start = time.perf_counter()
-    with pacer.computing(1):
+    with pacer.computing(Load(1)):
         pass
     assert time.perf_counter() - start >= 0.020
     assert not pacer.take_overran()
-    with pacer.computing(1):
+    with pacer.computing(Load(1)):
         time.sleep(0.025)
     assert pacer.take_overran()
     assert not pacer.take_overran(), "an overrun is told once"
@@ -119,7 +140,7 @@ def test_pacer_sleeps_the_rest_and_reports_overruns() -> None:
 
 def test_pacer_without_emulation_does_nothing() -> None:
     pacer = Pacer(None, 1)
-    with pacer.computing(1000), pacer.sending(0, 1000):
+    with pacer.computing(Load(1000)), pacer.sending(0, 1000):
         pass
     assert not pacer.take_overran()
 
@@ -138,12 +159,14 @@ def test_local_pipeline_computes_what_it_would_last(pair: Pair, method: str) -> 
     expected = [verdict.tokens for verdict in plain.run(request)]
     assert [verdict.tokens for verdict in pipeline.run(request)] == expected
     assert plain.emulated_ms is None
-    timesteps = pipeline.metrics.timesteps
-    assert pipeline.emulated_ms is not None
-    if method == "pp":  # 10 ms; then the row that enters, or a row that was sent on: 1 ms of latency, 1 ms for its bytes
-        assert pipeline.emulated_ms == pytest.approx(11 * (11 + 12 + 12))
+    metrics = pipeline.last.metrics
+    # 10 ms; then what enters, or the rows that are sent on: 1 ms of latency, 1 ms for the bytes of each.
+    assert metrics.prefill_seconds == pytest.approx(0.011 + 0.015 + 0.015), "the prompt's four rows are one chunk"
+    if method == "pp":
+        assert metrics.decode_seconds == pytest.approx(11 * 0.035)
     else:
-        assert pipeline.emulated_ms > 10 * (timesteps - pipeline.metrics.misses)
+        assert metrics.decode_seconds > 0.010 * (metrics.timesteps - metrics.misses)
+    assert pipeline.emulated_ms == pytest.approx(1000 * (metrics.prefill_seconds + metrics.decode_seconds))
 
 
 @pytest.mark.slow
@@ -159,8 +182,9 @@ def test_processes_last_as_long_as_the_emulated_devices(pair: Pair, leaves_nothi
     with LocalCluster(replace(slow, emulation=Emulation("test", 1.0, impossible, (impossible,) * 2))) as cluster:
         assert cluster.scheduler is not None
         client = Client(cluster.scheduler)
-        assert client.ask(request).token_ids == completion.token_ids
-        assert client.overran == set(range(1, completion.metrics.timesteps + 1))
+        reply = client.follow(request)
+        assert reply.completed().token_ids == completion.token_ids
+        assert reply.overran == set(range(1, completion.metrics.timesteps + 1))
 
 
 def test_clients_are_told_the_name_of_the_emulation(pair: Pair) -> None:

@@ -122,7 +122,7 @@ def test_bfloat16_halves_what_is_needed(paper: ClusterConfig) -> None:
     assert planned.problems[0] == "the 7 stages have room for 40 layers, the target has 80"
     assert (
         plan(
-            replace(paper, partition=None, partitions={"half": partition}, dtype="bfloat16", context_tokens=1024), "half"
+            replace(paper, partition=None, partitions={"half": partition}, dtype="bfloat16", max_model_len=1024), "half"
         ).problems
         == ()
     )
@@ -140,6 +140,23 @@ def test_table_is_readable_at_100_columns(paper: ClusterConfig) -> None:
     assert "…" not in text
     for words in ("21 stages in 21 groups", "rtx3090 #6", "78-79", "server-4", "draft", "plain pipeline (pp)"):
         assert words in text
+
+
+def test_a_prompt_passes_in_chunks_at_the_knee(paper: ClusterConfig) -> None:
+    planned = plan(paper, "paper-14")
+    assert planned.knee == 76
+    at_knee = planned.ttft_ms(76) / 14
+    assert planned.ttft_ms(1000) == pytest.approx((14 + 13) * at_knee), "14 chunks of 76 rows"
+    assert planned.timestep_ms < at_knee < 1.1 * planned.timestep_ms, "more rows are sent, but none takes longer to compute"
+    assert planned.ttft_ms(1000) < 700
+
+
+def test_the_capacity_is_that_of_the_rank_with_the_least_room(paper: ClusterConfig) -> None:
+    planned = plan(paper, "paper-14")
+    stage = planned.stages[1]
+    assert stage.kv_token_bytes == 6 * 2 * 8 * 128 * 4
+    assert planned.kv_tokens == (24_000_000_000 - stage.weight_bytes - stage.workspace_bytes) // stage.kv_token_bytes
+    assert f"{planned.kv_tokens:,} tokens of all running requests" in shown(planned)
 
 
 def test_placement_mistakes(paper: ClusterConfig) -> None:

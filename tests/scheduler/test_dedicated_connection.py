@@ -9,8 +9,7 @@ import time
 import pytest
 import redis
 
-from pipedec.core import SamplingParams, SchedulerLost
-from pipedec.messages import Opening
+from pipedec.core import Opening, SamplingParams, SchedulerLost
 from pipedec.scheduler import EmbeddedServer, RedisScheduler, Task, connect, initial_tasks
 from pipedec.scheduler.client import DedicatedConnection
 from pipedec.topology import Topology
@@ -59,7 +58,7 @@ def test_a_second_thread_does_not_wait_for_the_first(redis_client: redis.Redis) 
 
 def test_a_script_is_sent_again_after_script_flush(redis_client: redis.Redis) -> None:
     scheduler = RedisScheduler(redis_client, "forgetful", TWO)
-    scheduler.begin(0, Opening(1, 1, SamplingParams()), initial_tasks(TWO, [[1]]))
+    scheduler.begin(0, Opening(1, SamplingParams()), initial_tasks(TWO, [[1]]))
     assert scheduler.wait(0, 1) is not None, "the opening"
     message = scheduler.wait(0, 1)
     assert message is not None and message.task == Task.compute("pre", 0, 0)

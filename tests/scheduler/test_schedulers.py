@@ -10,11 +10,10 @@ from dataclasses import replace
 import pytest
 from simulated_pipeline import SimulatedPipeline
 
-from pipedec.core import PipedecError, RankLost, SamplingParams, SchedulerLost, UserError, Verdict
+from pipedec.core import Opening, PipedecError, RankLost, SamplingParams, SchedulerLost, UserError, Verdict
 from pipedec.messages import (
     AbortEvent,
     CancelledEvent,
-    Opening,
     OverranEvent,
     RunDescription,
     ThreadNews,
@@ -37,7 +36,7 @@ from pipedec.topology import Topology
 MakeScheduler = Callable[[Topology], Scheduler]
 TWO = Topology.even(2, 2)
 DESCRIPTION = RunDescription(((1,), (2,)), ((0, 1), (1, 2)), "target")
-OPENING = Opening(3, 1, SamplingParams(stop=("END",), logit_bias={5: -1.0}), threads="{}")
+OPENING = Opening(3, SamplingParams(stop=("END",), logit_bias={5: -1.0}), threads="{}")
 
 
 def planned_verdict(message: Message | None) -> Verdict:
@@ -51,6 +50,13 @@ def begin(scheduler: Scheduler, number: int = 0, trace: bool = False) -> None:
     scheduler.begin(number, opening, initial_tasks(TWO, [[1, 2, 3]]))
     for rank in TWO.ranks:
         assert scheduler.wait(rank, 1) == Message("open", number, opening=opening)
+
+
+def submit_and_take(scheduler: Scheduler) -> None:
+    """Open the run; rank 0 takes request 0."""
+    scheduler.open(DESCRIPTION)
+    assert scheduler.submit("{}") == 0
+    assert [message.number for message in scheduler.take(1).requests] == [0]
 
 
 def prefill(scheduler: Scheduler, finished: str | None = None) -> None:
@@ -103,7 +109,7 @@ def test_a_task_never_granted_has_no_effect(make_scheduler: MakeScheduler) -> No
 def test_one_request_at_a_time(make_scheduler: MakeScheduler) -> None:
     scheduler = make_scheduler(TWO)
     begin(scheduler, 3)
-    with pytest.raises(UserError, match="request 3 is still running"):
+    with pytest.raises(UserError, match="workflow 3 is still running"):
         begin(scheduler, 4)
 
 
@@ -120,6 +126,7 @@ def test_dec_tasks_name_the_active_entries(make_scheduler: MakeScheduler) -> Non
 
 def test_cancel_ends_the_answer_at_the_next_verdict(make_scheduler: MakeScheduler) -> None:
     scheduler = make_scheduler(TWO)
+    submit_and_take(scheduler)
     begin(scheduler)
     assert scheduler.cancel(0)
     prefill(scheduler)
@@ -130,14 +137,16 @@ def test_cancel_ends_the_answer_at_the_next_verdict(make_scheduler: MakeSchedule
 
 def test_cancel_does_not_rewrite_an_answer_that_ended_itself(make_scheduler: MakeScheduler) -> None:
     scheduler = make_scheduler(TWO)
+    submit_and_take(scheduler)
     begin(scheduler)
-    scheduler.cancel(0)
+    assert scheduler.cancel(0)
     prefill(scheduler, finished="stop")
     assert planned_verdict(scheduler.wait(0, 1)).finished == "stop"
 
 
 def test_cancel_after_the_verdict_waits_for_the_next(make_scheduler: MakeScheduler) -> None:
     scheduler = make_scheduler(TWO)
+    submit_and_take(scheduler)
     begin(scheduler)
     prefill(scheduler)
     assert scheduler.cancel(0)
@@ -209,12 +218,29 @@ def test_reading_an_answer_continues_at_a_position(make_scheduler: MakeScheduler
     scheduler.publish(0, TokensEvent([1], "a"))
     [(position, event)] = scheduler.read_answer(0, "0", 1)
     assert event == TokensEvent([1], "a")
+    submit_and_take(scheduler)
     begin(scheduler)
     events = [TokensEvent([], "“x”", [ThreadNews((0, 1), "y", "ended", 3)]), OverranEvent([3, 4])]
-    scheduler.finish(0, Task.compute("pre", 0, 0), [], events)
+    scheduler.finish(0, Task.compute("pre", 0, 0), [], [(0, event) for event in events] + [(1, OverranEvent([1]))])
     assert [event for _, event in scheduler.read_answer(0, position, 1)] == events
+    assert scheduler.read_answer(1, "0", 0) == [], "an event of a request that does not run"
     scheduler.close_answer(0)
     assert scheduler.read_answer(0, "0", 0) == []
+
+
+def test_several_answers_are_read_together(make_scheduler: MakeScheduler) -> None:
+    scheduler = make_scheduler(TWO)
+    assert scheduler.read_answers({0: "0", 1: "0"}, 0) == []
+    scheduler.publish(0, TokensEvent([1], "a"))
+    [(number, position, _)] = scheduler.read_answers({0: "0", 1: "0", 2: "0"}, 1)
+    assert number == 0
+    scheduler.publish(0, TokensEvent([2], "b"))
+    scheduler.publish(2, TokensEvent([3], "c"), TokensEvent([4], "d"))
+    scheduler.publish(3, TokensEvent([5], "e"))
+    found = scheduler.read_answers({0: position, 1: "0", 2: "0"}, 1)
+    texts = sorted((number, event.text) for number, _, event in found if isinstance(event, TokensEvent))
+    assert texts == [(0, "b"), (2, "c"), (2, "d")]
+    assert scheduler.read_answers({0: position, 2: "0"}, 0)[0][1] != position
 
 
 def test_expired_leases_are_found(make_scheduler: MakeScheduler) -> None:
@@ -301,7 +327,7 @@ def test_one_round_trip_reports_a_task_and_gets_the_next(make_redis_scheduler: C
     assert scheduler.wait(1, 1) is not None
     before = scheduler.round_trips
     planned = post_process(Task.compute("pre", 1, 0), TWO, Facts(rows_out=3, is_first_chunk=True))
-    following = scheduler.finish(1, Task.compute("pre", 1, 0), planned, [OverranEvent([1])])
+    following = scheduler.finish(1, Task.compute("pre", 1, 0), planned, [(0, OverranEvent([1]))])
     assert following is not None and scheduler.round_trips == before + 1
 
 
@@ -318,7 +344,7 @@ def test_status_and_members(make_scheduler: Callable[[Topology], Scheduler]) -> 
     assert message is not None
     scheduler.begin(message.number, OPENING, initial_tasks(Topology.even(2, 2), [[1]]))
     status = scheduler.status()
-    assert (status.state, status.submitted, status.waiting, status.running) == ("up", 2, 1, 0)
+    assert (status.state, status.submitted, status.waiting, status.running) == ("up", 2, 1, (0,))
     assert status.alive == (0, 1, 2)
     scheduler.leave(1)
     assert scheduler.members() == [0, 2]
@@ -335,7 +361,7 @@ def test_clients_read_the_description_of_a_run(make_redis_scheduler: Callable[[T
     run_id = scheduler.keys.run_id
     assert RedisScheduler.describe(scheduler.client, run_id) is None
     description = RunDescription(
-        ((1, 2), (3,)), ((0, 2), (2, 3), (3, 6)), "x", "y", tree=LayerTreeOptions(8, 4), context_tokens=99
+        ((1, 2), (3,)), ((0, 2), (2, 3), (3, 6)), "x", "y", tree=LayerTreeOptions(8, 4), max_model_len=99
     )
     scheduler.open(description)
     assert RedisScheduler.describe(scheduler.client, run_id) == description
@@ -349,46 +375,3 @@ def test_what_is_no_event_is_an_error_of_one_line(make_redis_scheduler: Callable
     scheduler.client.xadd(scheduler.keys.answer(0), {"event": '{"kind": "news"}'})
     with pytest.raises(PipedecError, match=r"^the cluster sent an event that this version does not understand: "):
         scheduler.read_answer(0, "0", 1)
-
-
-def test_windows_follow_each_other_without_a_barrier(make_scheduler: MakeScheduler) -> None:
-    """A rank that has finished its window gets the next one while another rank still works on the previous one."""
-    topology = Topology.even(2, 2)
-    scheduler = make_scheduler(topology)
-    scheduler.open(DESCRIPTION)
-    number = scheduler.submit("{}")
-    scheduler.wait_request(0)
-    windows = [Planned(Task.compute("window", rank, 1), (), {"timesteps": 4}) for rank in topology.ranks]
-    scheduler.begin(number, OPENING, windows)
-    assert all(scheduler.wait(rank, 0) is not None for rank in topology.ranks)
-
-    def finish(rank: int, seq: int, finished: bool = False) -> Message | None:
-        task = Task.compute("window", rank, seq)
-        return scheduler.finish(rank, task, post_process(task, topology, Facts(window=4, finished=finished)))
-
-    for rank in topology.ranks:
-        message = scheduler.wait(rank, 0)
-        assert message is not None and message.task == Task.compute("window", rank, 1) and message.payload == {"timesteps": 4}
-    following = finish(0, 1)
-    assert following is not None and following.task == Task.compute("window", 0, 5)
-    following = finish(1, 1)
-    assert following is not None and following.task == Task.compute("window", 1, 5)
-    assert finish(0, 5, finished=True) is None and finish(1, 5, finished=True) is None, "rank 2 is still at its first window"
-    following = finish(2, 1)
-    assert following is not None and following.task == Task.compute("window", 2, 5)
-    finish(2, 5, finished=True)
-    end = scheduler.wait(0, 0)
-    assert end is not None and end.task == Task.compute("end", 0, 5)
-
-
-def test_is_cancelled_is_true_for_the_cancelled_running_request_only(make_scheduler: MakeScheduler) -> None:
-    topology = Topology.even(1, 1)
-    scheduler = make_scheduler(topology)
-    scheduler.open(DESCRIPTION)
-    number = scheduler.submit("{}")
-    assert not scheduler.is_cancelled(number)
-    scheduler.wait_request(0)
-    scheduler.begin(number, OPENING, [Planned(Task.compute("window", rank, 1), (), {"timesteps": 4}) for rank in topology.ranks])
-    assert not scheduler.is_cancelled(number)
-    assert scheduler.cancel(number)
-    assert scheduler.is_cancelled(number) and not scheduler.is_cancelled(number + 1)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from pipedec.core import UserError, Verdict
 from pipedec.messages import verdict_to_payload
-from pipedec.scheduler.workflow import Facts, Planned, Task, initial_tasks, post_process
+from pipedec.scheduler.workflow import Facts, Planned, Task, initial_tasks, initial_windows, post_process
 from pipedec.topology import Topology
 
 PAIRS = Topology(((1, 2), (3, 4), (5,)))
@@ -77,7 +77,9 @@ def test_case_1_every_chunk_at_ranks_0_and_1() -> None:
         "C:pre:0:0": ["C:pre:0:-1"],
         "C:pre:1:0": ["C:pre:1:-1"],
     }
-    assert [plan.payload for plan in planned] == [{}, {"token_ids": [1, 2]}, {}, {"token_ids": [3]}]
+    first, later = {"is_first_chunk": True}, {"is_first_chunk": False}
+    chunks = [first, {**first, "token_ids": [1, 2]}, later, {**later, "token_ids": [3]}]
+    assert [plan.payload for plan in planned] == chunks
     with pytest.raises(UserError):
         initial_tasks(PAIRS, [])
 
@@ -86,9 +88,10 @@ def test_case_2_prefill_sends_rows_to_the_next_stage() -> None:
     facts = Facts(rows_out=2)
     planned = post_process(Task.compute("pre", 1, 0), PAIRS, facts)
     assert strings(planned) == {"T:1:2:0": [], "C:pre:2:0": ["T:1:2:0", "C:pre:2:-1"]}
-    assert all(plan.payload == {"rows": 2} for plan in planned)
+    assert [plan.payload for plan in planned] == [{"rows": 2}, {"rows": 2, "is_first_chunk": False}]
     first = post_process(Task.compute("pre", 1, -1), PAIRS, Facts(rows_out=2, is_first_chunk=True))
     assert strings(first) == {"T:1:2:-1": [], "C:pre:2:-1": ["T:1:2:-1"]}
+    assert first[1].payload == {"rows": 2, "is_first_chunk": True}
     assert post_process(Task.compute("pre", 0, 0), PAIRS, facts) == []
 
 
@@ -185,15 +188,10 @@ def test_a_sync_that_ends_the_answer_schedules_only_the_end_task() -> None:
     assert post_process(Task.transfer(0, 1, 9), PAIRS, Facts()) == []
 
 
-def test_with_windows_the_sync_of_prefill_schedules_one_for_every_rank() -> None:
-    planned = post_process(Task.compute("sync", 0, 0), TWO, Facts(window=8))
-    windows = [plan for plan in planned if plan.task.name == "window"]
+def test_a_session_begins_with_a_window_of_every_rank() -> None:
+    windows = initial_windows(TWO, 8)
     assert [plan.task for plan in windows] == [Task.compute("window", rank, 1) for rank in TWO.ranks]
-    assert all(plan.after == (Task.finish_all(0),) and plan.payload == {"timesteps": 8} for plan in windows)
-    assert not [plan for plan in planned if plan.task.kind == "T" or plan.task.name == "dec"]
-    ended = post_process(Task.compute("sync", 0, 0), TWO, Facts(window=8, finished=True))
-    assert Task.compute("end", 0, 0) in {plan.task for plan in ended}
-    assert "window" not in {plan.task.name for plan in ended}
+    assert all(plan.after == () and plan.payload == {"timesteps": 8} for plan in windows)
 
 
 def test_after_a_window_rank_0_schedules_the_next_one_of_every_rank() -> None:
@@ -204,7 +202,7 @@ def test_after_a_window_rank_0_schedules_the_next_one_of_every_rank() -> None:
     assert planned[Task.finish_all(1)].after == tuple(Task.compute("window", rank, 1) for rank in TWO.ranks)
 
 
-def test_a_window_in_which_the_answer_ended_is_the_last() -> None:
+def test_a_window_in_which_the_session_ends_is_the_last() -> None:
     planned = {plan.task: plan for plan in post_process(Task.compute("window", 0, 9), TWO, Facts(window=8, finished=True))}
     assert set(planned) == {Task.finish_all(9), Task.compute("end", 0, 9)}
     assert planned[Task.compute("end", 0, 9)].after == (Task.finish_all(9),)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tiny_pair import CHAT_TEMPLATE, CONTEXT, Pair
 
 from pipedec.core import UserError
-from pipedec.engine.prefill import PREFILL_CHUNK, prefill_chunks
+from pipedec.engine.tasks import PREFILL_CHUNK, prefill_chunks
 from pipedec.text.prompt import Prompter, same_tokenizer
 from pipedec.text.stream import StopStrings
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pipedec.core import Envelope, PipedecError, Step, Verdict
+from pipedec.core import Envelope, PipedecError, Step, Update, Verdict
 from pipedec.transport.rendezvous import Rendezvous, file_store
 from pipedec.transport.torch_distributed import _ENVELOPE_TAG, BACKENDS, TorchTransport
 
@@ -141,13 +141,31 @@ def send_envelope(
     dtype: torch.dtype | None = None,
     num_threads: int = 0,
 ) -> None:
+    """Send an envelope with an update of one request, or without any; with the verdict that ends the answer the last one."""
     step = make_step(num_rows, dtype, seed, num_threads) if num_rows else None
-    transport.send_envelope(Envelope(step, verdict), dst)
+    updates = (Update(seed, verdict=verdict, step=step),) if step or verdict else ()
+    transport.send_envelope(Envelope(updates, verdict is not None and verdict.finished is not None), dst)
 
 
 def receive_envelope(transport: TorchTransport, src: int) -> Any:
-    envelope = transport.receive_envelope(src)
-    return as_lists(envelope.step) if envelope.step else None, envelope.verdict
+    """Step and verdict of the only update, if there is one."""
+    updates = transport.receive_envelope(src).updates
+    if not updates:
+        return None, None
+    (update,) = updates
+    return as_lists(update.step) if update.step else None, update.verdict
+
+
+def send_two_requests(transport: TorchTransport, num_rows: int, dtype: torch.dtype | None, dst: int) -> None:
+    """Rows of requests 5 and 3 with a verdict between them."""
+    first, second = (Update(number, step=make_step(num_rows, dtype, number)) for number in (5, 3))
+    transport.send_envelope(Envelope((first, Update(4, verdict=Verdict.of(9)), second)), dst)
+
+
+def receive_requests(transport: TorchTransport, src: int) -> Any:
+    """Step and verdict of every request, in order."""
+    updates = transport.receive_envelope(src).updates
+    return [(update.number, as_lists(update.step) if update.step else None, update.verdict) for update in updates]
 
 
 def send_bytes(transport: TorchTransport, message: bytes, dst: int) -> None:

@@ -83,6 +83,16 @@ def test_many_rows_in_many_threads_and_their_verdict_arrive(pair: Pair, num_rows
         assert draft.result() == (step, verdict)
 
 
+@pytest.mark.parametrize("num_rows", [3, 100, 200])
+def test_rows_of_several_requests_arrive_with_the_right_one(pair: Pair, num_rows: int) -> None:
+    draft, stage = pair
+    for sender, receiver, dtype, ends in ((draft, stage, None, (0, 1)), (stage, draft, torch.float32, (1, 0))):
+        receiver.order(peer.receive_requests, ends[0])
+        sender.do(peer.send_two_requests, num_rows, dtype, ends[1])
+        steps = {number: peer.as_lists(peer.make_step(num_rows, dtype, number)) for number in (5, 3)}
+        assert receiver.result() == [(5, steps[5], None), (4, None, Verdict.of(9)), (3, steps[3], None)]
+
+
 PREFIX = struct.Struct("<8siiii")
 
 
@@ -90,14 +100,14 @@ PREFIX = struct.Struct("<8siiii")
     ("message", "reason"),
     [
         (bytes(64), "it begins with other bytes"),
-        (PREFIX.pack(b"pipedec2", -1, 24, 0, -1), "-1 rows, which must be between 0 and 65536"),
-        (PREFIX.pack(b"pipedec2", 2**31 - 1, 24, 0, -1), "2147483647 rows"),
-        (PREFIX.pack(b"pipedec2", 1, 44, 0, -1), "rows of 44 bytes, not 24"),
-        (PREFIX.pack(b"pipedec2", 0, 0, 2**31 - 1, 0), "a verdict of 2147483647 values, of which 1048576 are allowed"),
-        (PREFIX.pack(b"pipedec2", 0, 0, -3, 0), "a verdict of -3 values"),
-        (PREFIX.pack(b"pipedec2", 0, 0, 4, -1), "4 values of no verdict"),
-        (PREFIX.pack(b"pipedec2", 0, 0, 0, 5), "unknown finish reason 5"),
-        (PREFIX.pack(b"pipedec2", 0, 0, 4, 0) + struct.pack("<4q", 0, 2, 0, 5), "a verdict whose lengths do not add up"),
+        (PREFIX.pack(b"pipedec3", 0, -1, 24, 0), "-1 rows, which must be between 0 and 65536"),
+        (PREFIX.pack(b"pipedec3", 0, 2**31 - 1, 24, 0), "2147483647 rows"),
+        (PREFIX.pack(b"pipedec3", 0, 1, 44, 0), "rows of 44 bytes, not 24"),
+        (PREFIX.pack(b"pipedec3", 2**31 - 8, 0, 0, 0), "a head of 2147483640 bytes, of which 67108864 are allowed"),
+        (PREFIX.pack(b"pipedec3", -8, 0, 0, 0), "a head of -8 bytes"),
+        (PREFIX.pack(b"pipedec3", 8, 0, 0, 0) + b"no JSON!", "its head cannot be read"),
+        (PREFIX.pack(b"pipedec3", 8, 0, 0, 0) + b"[[1, 2]]", "its head cannot be read"),
+        (PREFIX.pack(b"pipedec3", 8, 1, 24, 0) + b"[      ]" + bytes(24), "its updates have 0 rows, not 1"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import struct
+from contextlib import suppress
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,19 +14,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from pipedec.core import Accepted, Envelope, Step, Verdict
+from pipedec.core import FINISH_REASONS, Accepted, Envelope, Opening, SamplingParams, Step, Update, Verdict
 from pipedec.transport.wire import (
-    INLINE_VALUES,
+    INLINE_HEAD_BYTES,
+    MAX_HEAD_BYTES,
     MAX_ROWS,
-    MAX_VERDICT_VALUES,
     PREFIX_BYTES,
+    Prefix,
     message_bytes,
     pack,
     pack_envelope,
     unpack,
+    unpack_envelope,
     unpack_from,
     unpack_prefix,
-    unpack_verdict,
 )
 
 CPU = torch.device("cpu")
@@ -31,7 +35,7 @@ HIDDEN_SIZE, DTYPE = 3, torch.float32
 ROW_BYTES = message_bytes(1, HIDDEN_SIZE, DTYPE)
 INLINE_ROWS = 8
 INT64 = st.integers(-(2**63), 2**63 - 1)
-REASONS = st.sampled_from([None, "stop", "length", "cancelled", "cache_full"])
+REASONS = st.sampled_from(FINISH_REASONS)
 TOKENS = st.lists(INT64, max_size=5).map(tuple)
 ACCEPTED = st.builds(Accepted, INT64, TOKENS, st.lists(TOKENS, max_size=4).map(tuple))
 VERDICTS = st.builds(Verdict, st.lists(ACCEPTED, max_size=40).map(tuple), REASONS)
@@ -44,6 +48,20 @@ def steps(draw: st.DrawFn, max_rows: int = 40, hidden_size: int = HIDDEN_SIZE, d
     generator = torch.Generator().manual_seed(draw(st.integers(0, 1000)))
     hidden = None if dtype is None else torch.randn(num_rows, hidden_size, generator=generator).to(dtype)
     return Step(draw(ids), draw(ids), hidden, draw(st.none() | ids))
+
+
+OPENINGS = st.builds(
+    Opening,
+    st.integers(1, 9),
+    st.builds(SamplingParams, logprobs=st.none() | st.just(2)),
+    st.integers(0, 5),
+    st.none() | st.text(),
+)
+ROWS_OF_LOGPROBS = st.lists(
+    st.lists(st.tuples(st.integers(0, 99), st.floats(max_value=0, allow_nan=False)), max_size=3).map(tuple)
+)
+UPDATES = st.builds(Update, INT64, st.none() | OPENINGS, st.none() | VERDICTS, st.none() | steps(), ROWS_OF_LOGPROBS.map(tuple))
+ENVELOPES = st.builds(Envelope, st.lists(UPDATES, max_size=5, unique_by=lambda update: update.number).map(tuple), st.booleans())
 
 
 def assert_equal(received: Step, sent: Step) -> None:
@@ -90,74 +108,87 @@ def test_a_slice_of_a_larger_tensor_can_be_packed() -> None:
     assert torch.equal(received.hidden, hidden)  # type: ignore[arg-type]
 
 
-def received(first: Tensor, rest: Tensor | None) -> Envelope:
+def received(first: Tensor, head: Tensor | None, rows: Step | None) -> Envelope:
     """As a transport unpacks an envelope; the first message lies in a larger buffer."""
     buffer = np.concatenate((first.numpy(), np.full(99, 0xAB, np.uint8)))
     prefix = unpack_prefix(buffer, ROW_BYTES)
-    assert (rest is None) == (prefix.values <= INLINE_VALUES)
-    body = buffer[PREFIX_BYTES : prefix.end] if rest is None else rest.numpy()
-    verdict = unpack_verdict(body.view(np.int64).tolist(), prefix)
+    assert (head is None) == (prefix.head_bytes <= INLINE_HEAD_BYTES)
+    assert (rows is None) == (prefix.rows <= INLINE_ROWS)
     is_inline = 0 < prefix.rows <= INLINE_ROWS
     assert len(first) == prefix.end + is_inline * message_bytes(prefix.rows, HIDDEN_SIZE, DTYPE)
     step = unpack_from(buffer, prefix.end, prefix.rows, HIDDEN_SIZE, DTYPE) if is_inline else None
-    assert prefix.is_last == (verdict is not None and verdict.finished is not None)
-    return Envelope(step, verdict)
+    if rows is not None:
+        step = unpack(pack(rows, CPU), rows.num_rows, HIDDEN_SIZE, DTYPE)
+    return unpack_envelope(buffer[PREFIX_BYTES : prefix.end] if head is None else head.numpy(), step, prefix)
 
 
-@given(st.none() | steps(), st.none() | VERDICTS)
-def test_envelopes_round_trip(step: Step | None, verdict: Verdict | None) -> None:
-    found = received(*pack_envelope(Envelope(step, verdict), INLINE_ROWS))
-    assert found.verdict == verdict
-    if step is not None and step.num_rows <= INLINE_ROWS:
-        assert found.step is not None
-        assert_equal(found.step, step)
-    else:
-        assert found.step is None, "the rows are not in the first message"
+@given(ENVELOPES)
+def test_envelopes_round_trip(sent: Envelope) -> None:
+    found = received(*pack_envelope(sent, INLINE_ROWS))
+    assert found.ends_session == sent.ends_session and len(found.updates) == len(sent.updates)
+    for ours, theirs in zip(found.updates, sent.updates, strict=True):
+        assert replace(ours, step=None) == replace(theirs, step=None)
+        assert (ours.step is None) == (theirs.step is None)
+        if ours.step is not None and theirs.step is not None:
+            assert_equal(ours.step, theirs.step)
 
 
-@pytest.mark.parametrize("num_tokens", [INLINE_VALUES - 3, INLINE_VALUES - 2, 10_000])
-def test_a_long_verdict_has_a_message_of_its_own(num_tokens: int) -> None:
-    verdict = Verdict.of(*range(num_tokens))
-    assert received(*pack_envelope(Envelope(None, verdict), INLINE_ROWS)).verdict == verdict
+@pytest.mark.parametrize("num_tokens", [1, INLINE_HEAD_BYTES // 2, 100_000])
+def test_a_long_head_has_a_message_of_its_own(num_tokens: int) -> None:
+    sent = Envelope((Update(7, verdict=Verdict.of(*[1] * num_tokens)),))
+    first, head, rows = pack_envelope(sent, INLINE_ROWS)
+    assert (head is not None) == (num_tokens > INLINE_HEAD_BYTES // 2 - 40)
+    assert received(first, head, rows) == sent
 
 
 def test_a_short_envelope_is_a_short_message() -> None:
     assert len(pack_envelope(Envelope(), INLINE_ROWS)[0]) == 24
-    assert len(pack_envelope(Envelope(None, Verdict.of(5)), INLINE_ROWS)[0]) == 56
+    assert len(pack_envelope(Envelope((Update(3, verdict=Verdict.of(5)),)), INLINE_ROWS)[0]) == 64
+
+
+def test_seeds_and_biases_arrive_as_they_are() -> None:
+    sampling = SamplingParams(0.7, seed=2**64 - 1, stop=("a", "\u00e9"), stop_token_ids=(3,), logit_bias={5: -1.5}, logprobs=2)
+    sent = Envelope((Update(2**40, Opening(9, sampling, 3, '{"name": "x"}', True)),))
+    assert received(*pack_envelope(sent, INLINE_ROWS)) == sent
 
 
 @pytest.mark.parametrize(
-    ("envelope", "message"),
+    ("update", "message"),
     [
-        (Envelope(Step(torch.zeros(MAX_ROWS + 1, dtype=torch.int64), torch.zeros(MAX_ROWS + 1))), "65537 rows"),
-        (Envelope(None, Verdict.of(*[1] * MAX_VERDICT_VALUES)), "a verdict of 1048579 values"),
-        (Envelope(None, Verdict((), "tired")), "not in tuple"),
+        (Update(1, step=Step(torch.zeros(MAX_ROWS + 1, dtype=torch.int64), torch.zeros(MAX_ROWS + 1))), "65537 rows"),
+        (Update(1, verdict=Verdict.of(*[1] * (MAX_HEAD_BYTES // 2))), "a head of"),
     ],
-    ids=["rows", "values", "reason"],
+    ids=["rows", "head"],
 )
-def test_what_no_receiver_accepts_is_not_sent(envelope: Envelope, message: str) -> None:
+def test_what_no_receiver_accepts_is_not_sent(update: Update, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        pack_envelope(envelope, INLINE_ROWS)
+        pack_envelope(Envelope((update,)), INLINE_ROWS)
 
 
 PREFIX = struct.Struct("<iiii")
 ROWS = st.integers(-1, 2**17) | st.integers(-(2**31), 2**31 - 1)
 
 
-@given(st.binary(min_size=16, max_size=16) | st.builds(PREFIX.pack, ROWS, st.just(ROW_BYTES), ROWS, st.integers(-2, 6)))
+@given(st.binary(min_size=16, max_size=16) | st.builds(PREFIX.pack, ROWS, ROWS, st.just(ROW_BYTES), st.integers(0, 1)))
 def test_any_prefix_is_within_the_bounds_or_refused(lengths: bytes) -> None:
     try:
-        prefix = unpack_prefix(np.frombuffer(b"pipedec2" + lengths, np.uint8), ROW_BYTES)
+        prefix = unpack_prefix(np.frombuffer(b"pipedec3" + lengths, np.uint8), ROW_BYTES)
     except ValueError:
         return
-    assert 0 <= prefix.rows <= MAX_ROWS and 0 <= prefix.values <= MAX_VERDICT_VALUES
+    assert 0 <= prefix.rows <= MAX_ROWS and 0 <= prefix.head_bytes <= MAX_HEAD_BYTES
 
 
-@given(st.lists(st.integers(-3, 6) | INT64, max_size=30))
-def test_any_values_are_one_verdict_or_refused(values: list[int]) -> None:
-    prefix = unpack_prefix(np.frombuffer(b"pipedec2" + PREFIX.pack(0, 0, len(values), 0), np.uint8), 0)
-    try:
-        verdict = unpack_verdict(values, prefix)
-    except ValueError:
-        return
-    assert received(*pack_envelope(Envelope(None, verdict), INLINE_ROWS)).verdict == verdict
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-3, 6) | st.floats(allow_nan=False) | st.text(max_size=3),
+    lambda inner: st.lists(inner, max_size=6) | st.dictionaries(st.text(max_size=3), inner, max_size=2),
+)
+FIELDS = st.tuples(st.integers(-1, 3) | JSON, st.none() | JSON, JSON, st.none() | JSON, st.integers(-1, 2) | JSON, JSON)
+
+
+@given(st.binary(max_size=40) | (JSON | st.lists(FIELDS, max_size=3)).map(lambda value: json.dumps(value).encode()))
+def test_any_head_is_an_envelope_or_refused(head: bytes) -> None:
+    """What arrives may be anything: a receiver refuses it with a ValueError, and nothing else happens."""
+    padded = head + b" " * (-len(head) % 8)
+    prefix = Prefix(len(padded), 0, 0, 0)
+    with suppress(ValueError):
+        assert isinstance(unpack_envelope(np.frombuffer(padded, np.uint8), None, prefix), Envelope)

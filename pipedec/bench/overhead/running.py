@@ -15,8 +15,9 @@ from dataclasses import asdict, dataclass
 from pipedec.bench.breakdown import PHASES, breakdown, slowest_compute_ms
 from pipedec.bench.checks import check_positive
 from pipedec.bench.record import Row, header
+from pipedec.client.reply import Reply
 from pipedec.client.running import Running
-from pipedec.core import Completion, SamplingParams, UserError
+from pipedec.core import SamplingParams, UserError
 from pipedec.messages import PromptRequest
 
 PROMPT = "Count from one to one hundred in words."
@@ -71,7 +72,7 @@ def _figures(config: RunningOverheadConfig, cluster: Running, num_rows: int) -> 
     sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
     request = PromptRequest(PROMPT, method=method, sampling=sampling, options=options, trace=True)
     cluster.client.ask(request)  # warms up
-    answers = [_times(cluster, cluster.client.ask(request)) for _ in range(config.repeats)]
+    answers = [_times(cluster, cluster.client.follow(request)) for _ in range(config.repeats)]
     described = cluster.description
     return {
         "run": cluster.run_id,
@@ -90,9 +91,9 @@ def _figures(config: RunningOverheadConfig, cluster: Running, num_rows: int) -> 
     }
 
 
-def _times(cluster: Running, answer: Completion) -> dict[str, float]:
+def _times(cluster: Running, reply: Reply) -> dict[str, float]:
     """The means of one traced answer, in ms, and its number of timesteps."""
-    trace = cluster.client.trace
+    answer, trace = reply.completed(), reply.trace
     timesteps = answer.metrics.timesteps
     timestep_ms, slowest = 1000 * answer.metrics.decode_seconds / timesteps, slowest_compute_ms(trace, cluster.topology)
     phases = breakdown(trace, cluster.topology.num_stages)

@@ -1,12 +1,12 @@
 """A drafter that replays recorded candidates, and runs the draft model only for contexts that are not recorded.
 
-Tracks which rows of the method's tree are in the draft model's cache. Contexts are defined by ``memo``. Shapes: N rows in the
+Tracks which rows of each request's tree are in the draft model's cache. Contexts are defined by ``memo``. Shapes: N rows in a
 tree, F requested rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 
 import torch
@@ -15,33 +15,70 @@ from torch import Tensor
 from pipedec.bench.policy.memo import PROMPT, DraftMemo
 from pipedec.decoding import Drafter
 from pipedec.threads import Sequence as ThreadSequence
-from pipedec.tree import Advance, Candidates, PredictionTree, RowsToDraft
+from pipedec.tree import Advance, Candidates, DraftRows, PredictionTree
 
 
 class RecordedDrafter:
-    """The drafter of one prompt.
+    """The drafter of requests whose answers cannot fork.
 
-    The draft model is loaded and prefilled when the first forward is needed. Rows whose candidates came from the memo are not in
-    its cache: the next forward includes those that are ancestors of its rows.
+    The draft model is loaded when the first forward is needed, and a request is prefilled when its own first forward is. Rows
+    whose candidates came from a memo are not in the draft model's cache: the next forward includes those that are ancestors of
+    its rows.
 
     Args:
+        memo: returns the memo of a request's prompt. Requests with the same prompt may share one.
         load: returns the draft model, the same object each time.
         max_children: the largest number of children that any method requests; every forward records that number.
     """
 
-    def __init__(self, memo: DraftMemo, load: Callable[[], Drafter], max_children: int) -> None:
+    def __init__(self, memo: Callable[[int], DraftMemo], load: Callable[[], Drafter], max_children: int) -> None:
         self._memo = memo
         self._load = load
         self._max_children = max_children
+        self._requests: dict[int, _RecordedRequest] = {}
 
-    def begin(self, sequence: ThreadSequence) -> None:
-        """Start a new request.
+    def open(self, number: int, sequence: ThreadSequence) -> None:
+        """Begin a request.
 
         Args:
             sequence: of an answer that cannot fork.
         """
+        self._requests[number] = _RecordedRequest(number, sequence, self._memo(number), self._load, self._max_children)
+
+    def close(self, number: int) -> None:
+        """Forget a request."""
+        self._requests.pop(number).close()
+
+    def expand(self, requested: Sequence[DraftRows], prompts: Mapping[int, Tensor]) -> list[Candidates]:
+        """The ``children`` most probable children of each of the requested rows."""
+        for number, token_ids in prompts.items():
+            self._requests[number].prefill(token_ids)
+        return [self._requests[entry.number].expand(entry) for entry in requested]
+
+    def advance(self, number: int, thread: int, advance: Advance) -> None:
+        """Commit and prune like the tree, in the draft model too if it is in use."""
+        self._requests[number].advance(thread, advance)
+
+    def threads_changed(self, number: int) -> None:
+        """Nothing to do: there is one thread."""
+
+    def proposed(self, number: int, answer: Sequence[int]) -> list[bool]:
+        """For each token of the accepted ``answer``: was it among the children that this request was given? No, if none was."""
+        return self._requests[number].proposed(answer) if number in self._requests else [False] * len(answer)
+
+
+class _RecordedRequest:
+    """One request. ``load`` and ``max_children`` as in ``RecordedDrafter``."""
+
+    def __init__(
+        self, number: int, sequence: ThreadSequence, memo: DraftMemo, load: Callable[[], Drafter], max_children: int
+    ) -> None:
+        self._number = number
         self._sequence = sequence
-        self._draft: Drafter | None = None
+        self._memo = memo
+        self._load = load
+        self._max_children = max_children
+        self._draft: Drafter | None = None  # once this request needs it
         self._chunks: list[Tensor] = []  # of the prompt
         self._accepted: list[int] = []  # tokens before the root
         self._past = PROMPT  # their context
@@ -53,9 +90,8 @@ class RecordedDrafter:
         """Keep the next chunk of the prompt (int64 [R]) in case the draft model is needed."""
         self._chunks.append(token_ids)
 
-    def expand(self, requested: list[RowsToDraft], children: int) -> list[Candidates]:
-        """The ``children`` most probable children of each of the requested rows, which are of one tree."""
-        ((_, tree, rows),) = requested
+    def expand(self, requested: DraftRows) -> Candidates:
+        tree, rows, children = requested.tree, requested.rows, requested.children
         new = tree.num_rows - len(self._contexts)
         self._contexts += [None] * new
         self._is_drafted = torch.nn.functional.pad(self._is_drafted, (0, new))
@@ -64,13 +100,9 @@ class RecordedDrafter:
         if bool(is_unknown.any()):
             self._draft_rows(tree, rows[is_unknown])
         self._requested.update(dict.fromkeys(contexts, children))
-        return [Candidates(rows, *self._memo.children(contexts, children))]
-
-    def threads_changed(self) -> None:
-        """Nothing to do: there is one thread."""
+        return Candidates(rows, *self._memo.children(contexts, children))
 
     def advance(self, thread: int, advance: Advance) -> None:
-        """Commit and prune like the tree, in the draft model too if it is in use."""
         tokens = advance.committed_ids.tolist()
         for token in tokens:
             self._past = self._memo.continued(self._past, token)
@@ -78,10 +110,13 @@ class RecordedDrafter:
         kept = advance.kept[advance.kept < len(self._contexts)]
         self._contexts, self._is_drafted = [self._contexts[row] for row in kept.tolist()], self._is_drafted[kept]
         if self._draft is not None:
-            self._draft.advance(thread, advance)
+            self._draft.advance(self._number, thread, advance)
+
+    def close(self) -> None:
+        if self._draft is not None:
+            self._draft.close(self._number)
 
     def proposed(self, answer: Sequence[int]) -> list[bool]:
-        """For each token of the accepted ``answer``: was it among the children that this request was given?"""
         is_proposed = [False]
         context = PROMPT
         for before, token in pairwise(answer):
@@ -102,7 +137,8 @@ class RecordedDrafter:
     def _draft_rows(self, tree: PredictionTree, rows: Tensor) -> None:
         """One forward over ``rows`` and their ancestors that are not in the draft model's cache."""
         missing = torch.nonzero(tree.tree_mask[rows].any(0) & ~self._is_drafted)[:, 0]
-        (candidates,) = self._prefilled().expand([(0, tree, missing)], self._max_children)
+        requested = DraftRows(self._number, 0, tree, missing, self._max_children)
+        (candidates,) = self._prefilled().expand([requested], {})
         self._is_drafted[missing] = True
         self._memo.add([self._context(tree, row) for row in missing.tolist()], candidates, self._max_children)
 
@@ -110,9 +146,10 @@ class RecordedDrafter:
         """The draft model, with the prompt and the accepted tokens in its cache."""
         if self._draft is None:
             self._draft = self._load()
-            self._draft.begin(self._sequence)
+            self._draft.open(self._number, self._sequence)
             for token_ids in self._chunks:
-                self._draft.prefill(token_ids)
+                self._draft.expand([], {self._number: token_ids})
             rows = torch.arange(len(self._accepted))
-            self._draft.advance(0, Advance(rows, torch.tensor(self._accepted, dtype=torch.int64), rows[:0], len(rows), hit=False))
+            accepted = torch.tensor(self._accepted, dtype=torch.int64)
+            self._draft.advance(self._number, 0, Advance(rows, accepted, rows[:0], len(rows), hit=False))
         return self._draft

@@ -1,30 +1,35 @@
-"""One answer through a pipeline without stages: the answer is known, and with it the timestep of every verdict.
+"""Requests through a pipeline without stages: their answers are known, and with them the timestep of every verdict.
 
-Owns the rows in flight and the emulated time. Loop and method are the real ones.
+Owns the rows in flight and the emulated time. Loop, pool, company and methods are the real ones.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from pipedec.bench.policy.drafter import RecordedDrafter
 from pipedec.bench.policy.losses import Losses, losses
-from pipedec.core import Envelope, Request, Step, Verdict
-from pipedec.decoding import Experience, create_method
+from pipedec.core import Envelope, Load, Metrics, Request, Step, Update, Verdict
+from pipedec.decoding import Company, Experience, Method
 from pipedec.decoding.acceptance import Acceptance
 from pipedec.decoding.choices import Choices
+from pipedec.engine.counters import Counters
 from pipedec.engine.emulated_time import EmulatedClock, Pacer, TimestepLoad
 from pipedec.engine.loop import decode
+from pipedec.engine.pool import Pool
 from pipedec.engine.recorder import Recorder, Timestep
 from pipedec.engine.timed_drafter import TimedDrafter
 from pipedec.plan.emulation import Emulation
 from pipedec.threads import single_thread
 from pipedec.topology import Topology
 from pipedec.tree import PredictionTree
+
+_IDLE_TIMESTEPS = 64
 
 
 @dataclass(frozen=True)
@@ -72,125 +77,282 @@ class _WatchedAcceptance(Acceptance):
         return is_proposed
 
 
+@dataclass
+class ReplayedAnswer:
+    """A request whose answer is known, and what becomes of it. All times are seconds of the emulated clock.
+
+    Attributes:
+        answer: the tokens that the target generates.
+        began: when it entered the pipeline.
+        events: when tokens were accepted, and how many.
+        metrics: its counters; their seconds are emulated.
+        rows: of the request that have entered.
+        entries: the timesteps after prefill in which the rows of accepted tokens entered, in order.
+        is_proposed: for each token whether a draft source had proposed it before it was accepted.
+    """
+
+    request: Request
+    answer: tuple[int, ...]
+    now: Callable[[], float]
+    drafter: RecordedDrafter | None = None
+    metrics: Metrics = field(default_factory=Metrics)
+    events: list[tuple[float, int]] = field(default_factory=list)
+    rows: int = 0
+    entries: list[int] = field(default_factory=list)
+    is_proposed: list[bool] = field(default_factory=list)
+    finished: str | None = None
+
+    def __post_init__(self) -> None:
+        self.began = self.now()
+        self._counters = Counters(self.metrics, self.now)
+        self._drafted: list[bool] = []
+
+    def entered(self, step: Step) -> None:
+        self.rows += step.num_rows
+        self._counters.entered(step)
+
+    def take(self, result: Update, timestep: int) -> Verdict:
+        assert result.verdict is not None
+        self._counters.accepted(timestep)
+        self.events.append((self.now(), len(result.verdict.tokens)))
+        if result.verdict.finished and self.drafter is not None:
+            self._drafted = self.drafter.proposed(result.number, self.answer)  # before the method closes it
+        return result.verdict
+
+    def ended(self, reason: str, method: Method) -> None:
+        self.finished = reason
+        self._counters.ended(method)
+
+    def closed(self) -> None:
+        """Nothing is left to do."""
+
+    def cost(self, passage: int) -> Replayed:
+        """The cost of an answer that was alone in a pipeline of ``passage`` timesteps."""
+        metrics, is_proposed = self.metrics, self.is_proposed
+        if self._drafted:
+            is_proposed = [one or other for one, other in zip(is_proposed, self._drafted, strict=True)]
+        causes = losses(self.entries, is_proposed[:-1], passage)
+        decode_ms = 1000 * metrics.decode_seconds
+        return Replayed(len(self.answer) - 1, metrics.timesteps, metrics.hits, metrics.misses, decode_ms, causes)
+
+
 class ReplayedPipeline:
-    """Replays one answer at a time through the groups of ``topology``."""
+    """Replays requests through the groups of ``topology``; they may come at any time.
 
-    def __init__(self, emulation: Emulation, topology: Topology) -> None:
-        self._emulation = emulation
-        self._topology = topology
+    Args:
+        drafter: None without a draft model.
+        experience: what earlier answers have taught; it learns on.
 
-    def run(
-        self, request: Request, answer: tuple[int, ...], drafter: RecordedDrafter | None, experience: WatchedExperience
-    ) -> Replayed:
-        """The cost of ``request`` if the target generates ``answer``.
+    Attributes:
+        clock: the emulated time.
+        timesteps: so far.
+        fill: by timestep, for each group the requests and their numbers of rows there.
+    """
+
+    def __init__(
+        self, emulation: Emulation, topology: Topology, drafter: RecordedDrafter | None, experience: WatchedExperience
+    ) -> None:
+        self.clock = EmulatedClock(emulation, topology)
+        self.timesteps = 0
+        self.fill: list[list[dict[int, int]]] = []
+        self._groups = topology.num_groups
+        self._drafter = drafter
+        self._experience = experience
+        recorder = Recorder(Pacer(None, 0))
+        timed = None if drafter is None else TimedDrafter(drafter, recorder.drafting)
+        self._pool = Pool(Company(self._groups, timed, knee=emulation.knee, experience=experience))
+        self._stages = _Stages(topology, self.clock, recorder)
+        self._answers: dict[int, ReplayedAnswer] = {}
+
+    def check(self, request: Request) -> None:
+        """Raises UserError if the method does not accept ``request``."""
+        self._pool.company.check(request)
+
+    @property
+    def num_running(self) -> int:
+        return self._pool.num_running
+
+    def begin(self, request: Request, answer: tuple[int, ...]) -> ReplayedAnswer:
+        """Let ``request`` enter, to which the target generates ``answer``.
 
         Raises:
             UserError: the method does not accept the request.
         """
-        clock, recorder = EmulatedClock(self._emulation, self._topology), Recorder(Pacer(None, 0))
+        replayed = ReplayedAnswer(request, answer, self.clock.seconds, self._drafter)
         sequence = single_thread(len(request.prompt_token_ids), (), len(answer))
-        if drafter is not None:
-            drafter.begin(sequence)  # also if the method does not draft
-        timed = None if drafter is None else TimedDrafter(drafter, recorder.drafting)
-        method = create_method(request, sequence, timed, experience)
-        stages = _Stages(self._topology, answer, clock, recorder)
-        is_proposed: list[bool] = []
-        for verdict in decode(request, method, stages):
-            is_proposed += experience.take_proposed(len(verdict.tokens))
-        if drafter is not None:
-            is_proposed = [one or other for one, other in zip(is_proposed, drafter.proposed(answer), strict=True)]
-        causes = losses(stages.entries, is_proposed[:-1], self._topology.num_groups)
-        return Replayed(len(answer) - 1, stages.timesteps, method.hits, method.misses, clock.total_ms, causes)
+        self._stages.expect(request.number, answer, replayed.entries)
+        self._pool.open(request, sequence, replayed)
+        self._answers[request.number] = replayed
+        return replayed
+
+    def run(self, admit: Callable[[], None] = lambda: None) -> Iterator[ReplayedAnswer]:
+        """Decode until no request is running; yields each whose tokens were accepted, after every verdict.
+
+        Args:
+            admit: called before every timestep; may ``begin`` requests, and let time pass while none is running.
+        """
+        for number, verdict in decode(self._pool, self._stages, admit, (self._note,)):
+            replayed = self._answers[number]
+            replayed.is_proposed += self._experience.take_proposed(len(verdict.tokens))
+            yield replayed
+
+    def run_alone(self, request: Request, answer: tuple[int, ...]) -> Replayed:
+        """The cost of ``request`` alone in the pipeline. Raises UserError if the method does not accept it."""
+        replayed = self.begin(request, answer)
+        for _ in self.run():
+            pass
+        return replayed.cost(self._groups)
+
+    def _note(self, timestep: Timestep) -> None:
+        self.timesteps += 1
+        self.fill.append(self._stages.fill)
 
 
-class _Stages:
-    """The ``Pipeline`` of the decode loop without stages: the rows in flight, by group, with the first stage's row numbers.
+class _Lane:
+    """The rows of one request that are in flight, by the timestep in which they entered.
 
-    A row is computed once it has passed the last group; the recorded answer then gives the next token.
+    A row is computed once it has passed the last group; the known answer then gives the next token.
 
-    Attributes:
-        entries: the timesteps in which the rows of accepted tokens entered, in order.
-        timesteps: so far.
+    Args:
+        entries: receives the timesteps after prefill in which the rows of accepted tokens entered.
     """
 
-    def __init__(self, topology: Topology, answer: tuple[int, ...], clock: EmulatedClock, recorder: Recorder) -> None:
-        self._topology = topology
+    def __init__(self, groups: int, answer: tuple[int, ...], entries: list[int]) -> None:
+        self._groups = groups
         self._answer = answer
-        self._clock = clock
-        self._recorder = recorder
+        self._entries = entries
+        self._prompt_left = 0
+        self._chunks: list[tuple[int, int]] = []  # of the prompt: timestep and rows
         self._num_accepted = 0  # tokens of the answer
+        self._num_committed = 0  # rows that are no longer in the tree
+        self._prefilled = 0  # timestep of the first verdict
         self._tree = PredictionTree()
         self._entered = torch.zeros(0, dtype=torch.int64)  # [N], timesteps
-        self._is_computed = torch.zeros(0, dtype=torch.bool)  # [N]
-        self._arrivals: list[Tensor | None] = [None] * topology.num_groups  # rows at each group
-        self.entries: list[int] = []
-        self.timesteps = 0
 
-    def prefill(self, chunks: Sequence[list[int]], compute: Callable[[Tensor], None]) -> Verdict:
-        for chunk in chunks:
-            compute(torch.tensor(chunk, dtype=torch.int64))
-        return self._verdict(1)
+    def open(self, prompt_length: int) -> None:
+        self._prompt_left = prompt_length
 
-    def advance(self, number: int, entering: Envelope, meanwhile: Callable[[], None]) -> Timestep:
-        self.timesteps, load = number, TimestepLoad()
-        self._sync(entering.verdict)
-        self._transmit(entering.step, number, load)
-        self._recorder.restart()
-        meanwhile()
-        load.drafted = self._recorder.drafted
-        verdict = self._compute(load)
-        timing = self._clock.add(load)
-        return Timestep(number, entering.step, verdict, timing if number >= self._topology.num_groups else None, load)
-
-    def close(self, last: Verdict) -> None:
-        self._sync(last)
-
-    def _sync(self, verdict: Verdict | None) -> None:
-        """Prune rows that can no longer be accepted."""
-        if verdict is None:
+    def enter(self, step: Step, timestep: int) -> None:
+        """A chunk of the prompt, or rows of the tree, enter the first group."""
+        if self._prompt_left:
+            self._prompt_left -= step.num_rows
+            self._chunks.append((timestep, step.num_rows))
             return
-        advance = self._tree.advance(verdict.tokens)
-        self.entries += self._entered[advance.committed].tolist()
-        self._entered, self._is_computed = self._entered[advance.kept], self._is_computed[advance.kept]
-        pruned = [None if rows is None else advance.renumber(rows)[1] for rows in self._arrivals]
-        self._arrivals = [rows if rows is not None and len(rows) else None for rows in pruned]
-
-    def _transmit(self, step: Step | None, timestep: int, load: TimestepLoad) -> None:
-        """``step`` enters the first group; the other rows move on by one group."""
-        entering = None if step is None else self._enter(step, timestep)
-        self._arrivals = [entering, *self._arrivals[:-1]]
-        for sender, rows in zip((0, *self._topology.exit_ranks), self._arrivals, strict=False):
-            if rows is not None:
-                load.sent[sender] = len(rows)
-
-    def _compute(self, load: TimestepLoad) -> Verdict | None:
-        """Every group computes the rows that have arrived; the last group may yield a verdict."""
-        for group, rows in zip(self._topology.groups, self._arrivals, strict=True):
-            if rows is not None:
-                load.computed.update(dict.fromkeys(group, len(rows)))
-                load.sent.update(dict.fromkeys(group[:-1], len(rows)))
-        computed = self._arrivals[-1]
-        if computed is None:
-            return None
-        self._is_computed[computed] = True
-        return self._verify()
-
-    def _enter(self, step: Step, timestep: int) -> Tensor:
-        rows = self._tree.append(step.token_ids, step.parents)
+        self._tree.append(step.token_ids, step.parents)
         self._entered = torch.nn.functional.pad(self._entered, (0, step.num_rows), value=timestep)
-        self._is_computed = torch.nn.functional.pad(self._is_computed, (0, step.num_rows))
-        return torch.arange(rows.start, rows.stop)
 
-    def _verify(self) -> Verdict | None:
-        """Accept tokens of the answer along computed rows; None if the root is not computed."""
+    def sync(self, verdict: Verdict) -> None:
+        """Prune rows that can no longer be accepted."""
+        advance = self._tree.advance(verdict.tokens)
+        self._entries += [timestep - self._prefilled for timestep in self._entered[advance.committed].tolist()]
+        self._num_committed += len(advance.committed)
+        self._entered = self._entered[advance.kept]
+
+    def rows(self, timestep: int) -> list[int]:
+        """The rows at each group in ``timestep``, and behind the last one."""
+        ages = (timestep - self._entered).clamp(max=self._groups)
+        counts: list[int] = torch.bincount(ages, minlength=self._groups + 1).tolist()
+        for entered, rows in self._chunks:
+            counts[min(timestep - entered, self._groups)] += rows
+        return counts
+
+    def loads(self, rows: list[int]) -> list[Load]:
+        """The work at each group that has ``rows``, as ``rows`` returns them: what is further on is in the group's caches."""
+        cached = list(accumulate(reversed(rows), initial=self._num_committed))[::-1]
+        return [Load(here, past) if here else Load() for here, past in zip(rows[:-1], cached[1:], strict=False)]
+
+    def verify(self, timestep: int) -> Verdict | None:
+        """Accept tokens of the answer along rows computed until ``timestep``; None if the root is not computed."""
+        if not self._num_accepted:
+            return self._verify_prompt(timestep)
         row, tokens = 0 if self._tree.num_rows else None, 0
-        while row is not None and bool(self._is_computed[row]) and self._num_accepted + tokens < len(self._answer):
+        while row is not None and self._is_computed(row, timestep) and self._num_accepted + tokens < len(self._answer):
             row = self._tree.child(row, self._answer[self._num_accepted + tokens])
             tokens += 1
         return self._verdict(tokens) if tokens else None
+
+    def _verify_prompt(self, timestep: int) -> Verdict | None:
+        if self._prompt_left or timestep - self._chunks[-1][0] < self._groups - 1:
+            return None
+        self._prefilled = timestep
+        return self._verdict(1)
+
+    def _is_computed(self, row: int, timestep: int) -> bool:
+        return timestep - int(self._entered[row]) >= self._groups - 1
 
     def _verdict(self, tokens: int) -> Verdict:
         """The next ``tokens`` of the answer. The finish reason makes no difference to methods."""
         first, self._num_accepted = self._num_accepted, self._num_accepted + tokens
         finished = "length" if self._num_accepted == len(self._answer) else None
         return Verdict.of(*self._answer[first : self._num_accepted], finished=finished)
+
+
+class _Stages:
+    """The ``Pipeline`` of the decode loop without stages. Every stage learns a verdict at once.
+
+    Attributes:
+        fill: of the last timestep, for each group the requests and their numbers of rows there.
+    """
+
+    def __init__(self, topology: Topology, clock: EmulatedClock, recorder: Recorder) -> None:
+        self.fill: list[dict[int, int]] = []
+        self._topology = topology
+        self._clock = clock
+        self._recorder = recorder
+        self._expected: dict[int, _Lane] = {}
+        self._lanes: dict[int, _Lane] = {}
+        self._timestep = 0  # over all sessions of the loop
+        self._idle_timesteps = 0
+
+    def expect(self, number: int, answer: tuple[int, ...], entries: list[int]) -> None:
+        """A request will be opened. ``entries``: see ``ReplayedAnswer``."""
+        self._expected[number] = _Lane(self._topology.num_groups, answer, entries)
+
+    def advance(self, number: int, entering: Envelope, meanwhile: Callable[[], None]) -> Timestep:
+        load = TimestepLoad(deciding_seconds=self._recorder.cpu_seconds if number > 1 else 0.0)
+        self._timestep += 1
+        self._take(entering.updates)
+        with self._recorder.beside(load):
+            meanwhile()
+        at_end = self._compute(load)
+        results = [Update(one, verdict=verdict) for one in at_end if (verdict := self._lanes[one].verify(self._timestep))]
+        timing = self._clock.add(load)
+        self._recorder.restart()
+        return Timestep(number, entering, tuple(results), timing if number >= self._topology.num_groups else None, load)
+
+    def close(self, last: Envelope) -> None:
+        self._take(last.updates)
+
+    def _take(self, updates: Iterable[Update]) -> None:
+        for update in updates:
+            if update.opening is not None:
+                self._lanes[update.number] = self._expected.pop(update.number)
+                self._lanes[update.number].open(update.opening.prompt_length)
+            lane = self._lanes[update.number]
+            if update.verdict is not None:
+                lane.sync(update.verdict)
+                if update.verdict.finished:
+                    del self._lanes[update.number]
+            if update.step is not None:
+                lane.enter(update.step, self._timestep)
+
+    def _compute(self, load: TimestepLoad) -> list[int]:
+        """Every group computes the rows that are there. Returns the requests with rows at the last group."""
+        rows = {number: lane.rows(self._timestep) for number, lane in self._lanes.items()}
+        loads = {number: lane.loads(rows[number]) for number, lane in self._lanes.items()}
+        self.fill = [
+            {number: count for number, counts in rows.items() if (count := counts[index])}
+            for index in range(self._topology.num_groups)
+        ]
+        self._check_idle()
+        for index, (sender, group) in enumerate(zip((0, *self._topology.exit_ranks), self._topology.groups, strict=False)):
+            total = Load(*map(sum, zip(*(one[index] for one in loads.values()), strict=True))) if loads else Load()
+            if total.rows:
+                load.computed.update(dict.fromkeys(group, total))
+                load.sent.update(dict.fromkeys((sender, *group[:-1]), total.rows))
+        return list(self.fill[-1])
+
+    def _check_idle(self) -> None:
+        self._idle_timesteps = 0 if any(self.fill) else self._idle_timesteps + 1
+        if self._idle_timesteps == _IDLE_TIMESTEPS:
+            raise RuntimeError(f"no row has entered the pipeline for {_IDLE_TIMESTEPS} timesteps, and no answer has ended")

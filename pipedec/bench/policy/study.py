@@ -27,14 +27,13 @@ from pipedec.bench.sweep.runners import OneProcess
 from pipedec.config import ClusterConfig
 from pipedec.core import MethodOptions, Request, SamplingParams, UserError
 from pipedec.data.prompts import PromptSet
-from pipedec.decoding import Drafter, create_method
+from pipedec.decoding import Drafter
 from pipedec.decoding.controller import CHILDREN
 from pipedec.engine.spec import Cut, Models, PipelineSpec
 from pipedec.messages import PromptRequest
 from pipedec.methods import METHODS, make_options
 from pipedec.model import ModelConfig
 from pipedec.text.prompt import Prompter
-from pipedec.threads import single_thread
 
 # The options of each method that can be replayed. What BiTA's mask rows would propose is not recorded.
 LIMITS = {name: entry.option_names for name, entry in METHODS.items() if not entry.needs_bita}
@@ -151,13 +150,10 @@ class Study:
     def __init__(self, config: PolicyConfig, prompt_sets: Iterable[PromptSet], directory: Path) -> None:
         self._config = config
         self._spec = config.shape.spec
-        assert self._spec.emulation is not None
-        self._pipeline = ReplayedPipeline(self._spec.emulation, self._spec.topology)
         self._experiences = {policy: WatchedExperience(self._spec.topology.num_groups) for policy in config.policies}
         self._recording = Recording(directory, **config.origin)
         for policy in config.policies:  # raises for a policy that cannot run, before anything is recorded
-            request = self._request(policy, (0,))
-            create_method(request, single_thread(1, (), 1), self._drafter(DraftMemo()), self._experiences[policy])
+            self._pipeline(DraftMemo(), self._experiences[policy]).check(self._request(policy, (0,)))
         prompter = Prompter(self._spec.target, ModelConfig.from_directory(self._spec.target).max_positions)
         self._prompts = draw(prompter, prompt_sets, config.request, config.samples, config.seed)
 
@@ -170,7 +166,7 @@ class Study:
             memo = self._recording.memo(prompt)
             for policy, experience in self._experiences.items():
                 request = self._request(policy, prompt.token_ids)
-                replayed = self._pipeline.run(request, token_ids, self._drafter(memo), experience)
+                replayed = self._pipeline(memo, experience).run_alone(request, token_ids)
                 progress.row()
                 yield PolicyAnswer(policy, prompt, token_ids, replayed)
             self._recording.keep(prompt, memo)
@@ -185,9 +181,11 @@ class Study:
         assert drafter is not None
         return drafter
 
-    def _drafter(self, memo: DraftMemo) -> RecordedDrafter | None:
+    def _pipeline(self, memo: DraftMemo, experience: WatchedExperience) -> ReplayedPipeline:
         max_children = max(CHILDREN[-1], *(policy.limits.get("children") or 0 for policy in self._config.policies))
-        return RecordedDrafter(memo, lambda: self._draft, max_children) if self._spec.draft else None
+        drafter = RecordedDrafter(lambda number: memo, lambda: self._draft, max_children) if self._spec.draft else None
+        assert self._spec.emulation is not None
+        return ReplayedPipeline(self._spec.emulation, self._spec.topology, drafter, experience)
 
     def _request(self, policy: Policy, prompt: tuple[int, ...]) -> Request:
         return Request(0, prompt, self._config.request.sampling, policy.method, policy.options)

@@ -138,15 +138,15 @@ class OnCluster(Runner):
         self._running = running
 
     def _decode(self, asked: PromptRequest) -> Measured:
-        client = self._running.client
-        completion = client.ask(asked)
+        reply = self._running.client.follow(asked)
+        completion = reply.completed()
         metrics = completion.metrics
         return Measured(
             completion.prompt_tokens, tuple(completion.token_ids), completion.finish_reason, metrics,
             decode_ms=1000 * metrics.decode_seconds,
             prefill_ms=1000 * metrics.prefill_seconds,
-            overran=len(client.overran) / max(1, metrics.timesteps),
-            breakdown=breakdown(client.trace, self._running.topology.num_stages) if asked.trace else None,
+            overran=len(reply.overran) / max(1, metrics.timesteps),
+            breakdown=breakdown(reply.trace, self._running.topology.num_stages) if asked.trace else None,
             logprobs=completion.logprobs,
         )  # fmt: skip
 

@@ -45,7 +45,7 @@ def cluster_file(pair: Pair, **changes: Any) -> ClusterConfig:
         (ServerConfig("here", {"cpu": 4}),),
         {f"p{stages}": PartitionConfig(stages, draft_device=DeviceConfig("here", "cpu")) for stages in (1, 2)},
         draft=str(pair.draft),
-        context_tokens=2048,
+        max_model_len=2048,
     )
     return replace(made, **changes)
 
@@ -243,7 +243,7 @@ def test_partitions_are_launched_over_hosts(pair: Pair, hosts3: Hosts, tmp_path:
     devices = {"host-1": {"cpu": 2}, "host-2": {"cpu": 1}, "host-3": {"cpu": 1}}
     partitions = {f"p{stages}": {"stages": stages, "draft_device": {"host": "host-1", "device": "cpu"}} for stages in (1, 3)}
     servers = [{"host": host, "devices": found} for host, found in devices.items()]
-    models = {"target": str(pair.target), "draft": str(pair.draft), "context_tokens": 512}
+    models = {"target": str(pair.target), "draft": str(pair.draft), "max_model_len": 512}
     (tmp_path / "cluster.yaml").write_text(json.dumps({**models, "servers": servers, "partitions": partitions}))
     flags = ["--launch", tmp_path / "cluster.yaml", "--partitions", "p1,p3", "--methods", "pp,pipedec", "--out", tmp_path / "out"]
     command = [sys.executable, "-m", "pipedec.cli", "bench", "sweep", *flags, "--prompt", "Who?", "--max-tokens", "4"]

@@ -1,0 +1,32 @@
+-- take.lua
+-- Purpose:   gives rank 0 the next waiting requests, as many as it has room for, and tells it which running ones were cancelled.
+-- Invariant: requests are taken in the order of (priority, number), each once. A taken request is running until publish.lua ends
+--            it, and its cancellation is told with every call until then.
+-- KEYS:      1 run (hash)  2 waiting (zset)  3 requests (hash)  4 running (set)  5 cancelled (set)  6 bell (list)
+-- ARGV:      1 time to live of the keys in seconds  2 how many requests at most
+-- Returns:   {state of the run, {cancelled number, ...}, number, JSON, number, JSON, ...}; error PIPEDEC FAILED if the run has
+--            failed, PIPEDEC LOST if it is no longer stored
+local run = redis.call('HMGET', KEYS[1], 'failure', 'state')
+if run[1] then
+  return redis.error_reply('PIPEDEC FAILED ' .. run[1])
+end
+if not run[2] then
+  return redis.error_reply('PIPEDEC LOST its keys were deleted')
+end
+local reply = { run[2], redis.call('SMEMBERS', KEYS[5]) }
+local limit = tonumber(ARGV[2])
+if limit > 0 then
+  local taken = redis.call('ZPOPMIN', KEYS[2], limit)
+  for index = 1, #taken, 2 do -- members and scores alternate
+    local number = string.format('%d', taken[index])
+    table.insert(reply, number)
+    table.insert(reply, redis.call('HGET', KEYS[3], number))
+    redis.call('HDEL', KEYS[3], number)
+    redis.call('SADD', KEYS[4], number)
+  end
+  redis.call('EXPIRE', KEYS[4], ARGV[1])
+  if redis.call('EXISTS', KEYS[2]) == 0 then
+    redis.call('DEL', KEYS[6])
+  end
+end
+return reply

@@ -1,0 +1,140 @@
+"""One answer as a client reads it: its events become text, log-probabilities, a trace, and the times of its tokens.
+
+Knows no scheduler: somebody else hands it the events.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from pipedec.core import Completion, PipedecError, RankLost, UserError
+from pipedec.messages import (
+    AbortEvent,
+    CacheSlotsEvent,
+    CancelledEvent,
+    CompletionEvent,
+    ErrorEvent,
+    Event,
+    LogprobsEvent,
+    OverranEvent,
+    ThreadNews,
+    TokensEvent,
+    TraceEvents,
+)
+from pipedec.tracing import TraceEvent
+
+OnText = Callable[[str], None]
+OnThreads = Callable[[list[ThreadNews]], None]
+
+
+class TokenArrivals:
+    """When the tokens of one answer arrive at the client, in seconds since the request was submitted.
+
+    Attributes:
+        submitted: seconds of ``time.perf_counter``.
+        events: by event that brought tokens, its time and the number of tokens.
+    """
+
+    def __init__(self) -> None:
+        self.submitted = time.perf_counter()
+        self.events: list[tuple[float, int]] = []
+
+    def note(self, num_tokens: int) -> None:
+        """``num_tokens`` tokens arrive now."""
+        if num_tokens:
+            self.events.append((time.perf_counter() - self.submitted, num_tokens))
+
+    @property
+    def ttft_seconds(self) -> float | None:
+        """Time to first token; None if none has arrived."""
+        return self.events[0][0] if self.events else None
+
+    @property
+    def itl_seconds(self) -> list[float]:
+        """Inter-token latency: the times between events that bring tokens."""
+        return [after - before for (before, _), (after, _) in pairwise(self.events)]
+
+    def tpot_seconds(self, num_tokens: int) -> float | None:
+        """Time per output token after the first, of an answer of ``num_tokens``; None if there is only one."""
+        return (self.events[-1][0] - self.events[0][0]) / (num_tokens - 1) if self.events and num_tokens > 1 else None
+
+
+@dataclass
+class Reply:
+    """One answer.
+
+    Attributes:
+        number: of the request.
+        completion: the answer; None until it is complete.
+        error: why it was refused, or that it was cancelled before it began; None if it was not.
+        trace: of a traced answer.
+        cache_slots: of a traced answer, the capacity of each stage's KV cache in rows.
+        overran: timesteps in which a rank took longer than its emulated time.
+        heard: when the last event arrived, or the request was last known to wait, in seconds of ``time.monotonic``.
+    """
+
+    number: int
+    on_text: OnText = lambda text: None
+    on_threads: OnThreads = lambda news: None
+    completion: Completion | None = None
+    error: UserError | None = None
+    trace: list[TraceEvent] = field(default_factory=list)
+    cache_slots: dict[int, int] = field(default_factory=dict)
+    overran: set[int] = field(default_factory=set)
+    arrivals: TokenArrivals = field(default_factory=TokenArrivals)
+    heard: float = field(default_factory=time.monotonic)
+    position: str = "0"
+    _logprobs: list[dict[int, float]] = field(default_factory=list)
+
+    @property
+    def has_ended(self) -> bool:
+        return self.completion is not None or self.error is not None
+
+    def completed(self) -> Completion:
+        """The completion of an answer that has ended. Raises UserError if there is none."""
+        if self.completion is None:
+            raise self.error or PipedecError("the answer is not complete")
+        return self.completion
+
+    def take(self, position: str, event: Event) -> None:
+        """Handle the event at ``position`` of the answer. Raises RankLost if the run has failed."""
+        self.position, self.heard = position, time.monotonic()
+        match event:
+            case TokensEvent(token_ids, text, threads):
+                self.arrivals.note(len(token_ids))
+                self.on_text(text)
+                self.on_threads(threads or [])
+            case TraceEvents(rows):
+                self.trace += [TraceEvent(*row) for row in rows]
+            case CacheSlotsEvent(rank, slots):
+                self.cache_slots[rank] = slots
+            case OverranEvent(timesteps):
+                self.overran.update(timesteps)
+            case LogprobsEvent(logprobs):
+                self._logprobs += map(dict, logprobs)
+            case CompletionEvent():
+                self.completion = self._completed(event)
+            case CancelledEvent():
+                self.error = UserError("the request was cancelled before it began")
+            case AbortEvent(text):
+                raise RankLost(text)
+            case ErrorEvent(message):
+                self.error = UserError(message)
+
+    def _completed(self, event: CompletionEvent) -> Completion:
+        """The completion, with the log-probabilities of its tokens (the last stage may have sent those of further tokens)."""
+        completion, metrics = event.completion, event.completion.metrics
+        metrics.ttft_seconds = self.arrivals.ttft_seconds
+        metrics.tpot_seconds = self.arrivals.tpot_seconds(len(completion.token_ids))
+        metrics.e2e_seconds = time.perf_counter() - self.arrivals.submitted
+        if metrics.ttft_seconds is not None:
+            metrics.queue_seconds = max(0.0, metrics.ttft_seconds - metrics.prefill_seconds)
+        if self._logprobs and event.sampled is not None:
+            tokens = zip(event.sampled, completion.token_ids, strict=True)
+            completion.logprobs = [{token: 0.0} if which < 0 else self._logprobs[which] for which, token in tokens]
+        else:
+            completion.logprobs = self._logprobs[: len(completion.token_ids)] or None
+        return completion

@@ -1,0 +1,76 @@
+"""The draft model as methods see it: one for all running requests."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from pipedec.threads import Sequence as ThreadSequence
+from pipedec.tree import Advance, Candidates, DraftRows, PredictionTree
+
+
+class Drafter(Protocol):
+    """A draft model for the trees of all running requests (see ``drafting``)."""
+
+    def open(self, number: int, sequence: ThreadSequence) -> None:
+        """A request begins.
+
+        Args:
+            number: of the request, different from all before it.
+            sequence: its threads, read only. Accepted tokens are in it before ``advance`` is called.
+        """
+
+    def close(self, number: int) -> None:
+        """A request has ended: forget it."""
+
+    def expand(self, requested: Sequence[DraftRows], prompts: Mapping[int, Tensor]) -> list[Candidates]:
+        """Run one forward over rows of any requests, and over the next chunks of the prompts of others.
+
+        Args:
+            requested: at most one entry for each thread of a request.
+            prompts: by request, int64 [any number].
+
+        Returns:
+            the candidates for each entry of ``requested``.
+        """
+
+    def advance(self, number: int, thread: int, advance: Advance) -> None:
+        """Follow the tree of a thread of a request, which was advanced."""
+
+    def threads_changed(self, number: int) -> None:
+        """Threads of a request were opened, joined or ended."""
+
+
+@dataclass(frozen=True)
+class RequestDrafter:
+    """The draft model for the trees of one request."""
+
+    drafter: Drafter
+    number: int
+
+    def rows(self, thread: int, tree: PredictionTree, rows: Tensor, children: int) -> DraftRows:
+        """What asks for the ``children`` most probable children of each of ``rows`` (int64 [F], ascending)."""
+        return DraftRows(self.number, thread, tree, rows, children)
+
+    def advance(self, thread: int, advance: Advance) -> None:
+        self.drafter.advance(self.number, thread, advance)
+
+    def threads_changed(self) -> None:
+        self.drafter.threads_changed(self.number)
+
+
+@dataclass(frozen=True)
+class ThreadDrafter:
+    """The draft model for the tree of one thread."""
+
+    drafter: RequestDrafter
+    thread: int
+
+    def rows(self, tree: PredictionTree, rows: Tensor, children: int) -> DraftRows:
+        return self.drafter.rows(self.thread, tree, rows, children)
+
+    def advance(self, advance: Advance) -> None:
+        self.drafter.advance(self.thread, advance)

@@ -1,0 +1,36 @@
+"""Several answers on standard output: in the order of the prompts, whatever order they are generated in."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from pipedec.cli.show import Pages
+
+
+def test_the_first_answer_that_has_not_ended_is_printed_as_it_comes(capsys: pytest.CaptureFixture[str]) -> None:
+    pages = Pages(2)
+    pages.add(0, "one")
+    assert capsys.readouterr().out == "one"
+    pages.add(1, "two")
+    assert capsys.readouterr().out == ""
+    pages.close(0)
+    assert capsys.readouterr().out == "\n\ntwo"
+    pages.add(1, "!")
+    pages.close(1)
+    assert capsys.readouterr().out == "!\n"
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_every_order_gives_the_same_page(seed: int, capsys: pytest.CaptureFixture[str]) -> None:
+    pages, source = Pages(4), random.Random(seed)
+    left = {index: [f"{index}{piece}" for piece in "abc"[: index + 1]] for index in range(4)}
+    while left:
+        index = source.choice(sorted(left))
+        if left[index]:
+            pages.add(index, left[index].pop(0))
+        else:
+            pages.close(index)
+            del left[index]
+    assert capsys.readouterr().out == "0a\n\n1a1b\n\n2a2b2c\n\n3a3b3c\n"

@@ -1,0 +1,119 @@
+"""Many requests in one draft model: each as if it were alone."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from checkpoints import save_tiny_llama
+from examples import examples
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipedec.drafting import DraftModel
+from pipedec.model import StageModel
+from pipedec.threads import single_thread
+from pipedec.tree import Candidates, DraftRows, PredictionTree
+
+VOCAB = 64
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> StageModel:
+    path = tmp_path_factory.mktemp("draft")
+    save_tiny_llama(path, layers=2, vocab=VOCAB, dtype=torch.float64)
+    return StageModel.load(path, range(2), torch.float64, "cpu")
+
+
+@dataclass
+class Running:
+    """A request whose tree grows at random, and what is to be drafted of it."""
+
+    number: int
+    prompt: list[int]
+    chooser: random.Random
+    alone: DraftModel
+    tree: PredictionTree = field(default_factory=lambda: PredictionTree(block=4))
+    entered: int = 0
+    drafted: set[int] = field(default_factory=set)
+
+    def chunk(self) -> torch.Tensor:
+        """The next chunk of the prompt."""
+        first, self.entered = self.entered, min(self.entered + self.chooser.randint(1, 4), len(self.prompt))
+        if self.entered == len(self.prompt):
+            self.tree.reset(len(self.prompt))
+            self.tree.plant(self.chooser.randrange(VOCAB))
+        return torch.tensor(self.prompt[first : self.entered])
+
+    def rows(self) -> DraftRows | None:
+        for _ in range(self.chooser.randint(0, 3)):
+            parent, token = self.chooser.randrange(self.tree.num_rows), self.chooser.randrange(VOCAB)
+            if self.tree.child(parent, token) is None:
+                self.tree.append(torch.tensor([token]), torch.tensor([parent]))
+        rows: list[int] = []
+        for row, parent in enumerate(self.tree.parents.tolist()):
+            is_ready = parent < 0 or parent in self.drafted or parent in rows
+            if row not in self.drafted and is_ready and self.chooser.random() < 0.7:
+                rows.append(row)
+        self.drafted |= set(rows)
+        return DraftRows(self.number, 0, self.tree, torch.tensor(rows), self.chooser.randint(1, 6)) if rows else None
+
+    def verdict(self, *drafts: DraftModel) -> None:
+        row = self.chooser.randrange(self.tree.num_rows)
+        path = torch.nonzero(self.tree.tree_mask[row])[1:, 0]
+        tokens = [*self.tree.token_ids[path].tolist(), self.chooser.randrange(VOCAB)]
+        advance = self.tree.advance(tokens)
+        for draft in drafts:
+            draft.advance(self.number, 0, advance)
+        _, kept = advance.renumber(torch.tensor(sorted(self.drafted), dtype=torch.int64))
+        self.drafted = set(kept.tolist())
+        if not self.tree.num_rows:
+            self.tree.plant(tokens[-1])
+
+
+def same(found: Candidates, expected: Candidates) -> None:
+    assert torch.equal(found.rows, expected.rows) and torch.equal(found.token_ids, expected.token_ids)
+    assert torch.allclose(found.log_probs, expected.log_probs, rtol=0, atol=1e-9)
+
+
+@examples(15)
+@given(st.integers(0, 2**32))
+def test_in_company_the_candidates_are_those_of_a_request_alone(model: StageModel, seed: int) -> None:
+    """Requests come and go; chunks of some prompts are in the forward that drafts rows of others."""
+    chooser, company = random.Random(seed), DraftModel(model)
+    running: list[Running] = []
+    for number in range(30):
+        if chooser.random() < 0.4 and len(running) < 5:
+            one = Running(number, [chooser.randrange(VOCAB) for _ in range(chooser.randint(1, 9))], chooser, DraftModel(model))
+            for draft in (company, one.alone):
+                draft.open(number, single_thread(len(one.prompt), (), 1000))
+            running.append(one)
+        prompts = {one.number: one.chunk() for one in running if one.entered < len(one.prompt)}
+        requested = [rows for one in running if one.number not in prompts and (rows := one.rows()) is not None]
+        if prompts or requested:
+            found = company.expand(requested, prompts)
+            by_number = {one.number: one for one in running}
+            for at, chunk in prompts.items():
+                by_number[at].alone.expand([], {at: chunk})
+            for entry, candidates in zip(requested, found, strict=True):
+                same(candidates, by_number[entry.number].alone.expand([entry], {})[0])
+        for one in [one for one in running if one.number not in prompts]:
+            if chooser.random() < 0.5:
+                one.verdict(company, one.alone)
+            elif chooser.random() < 0.2:
+                company.close(one.number)
+                running.remove(one)
+        assert company.num_lanes == len(running)
+
+
+def test_closing_frees_everything(model: StageModel) -> None:
+    """The slots of the pool are used again, however many requests there were."""
+    draft, pools = DraftModel(model), set()
+    for number in range(20):
+        draft.open(number, single_thread(3, (), 1000))
+        draft.expand([], {number: torch.tensor([1, 2, 3])})
+        pools.add(draft.cache_slots)
+        draft.close(number)
+    assert draft.num_lanes == 0 and len(pools) == 1

@@ -1,0 +1,185 @@
+"""Requests in company: whatever else is in the pipeline, each gets the answer that it gets alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from threads_support import SETTINGS, THREAD_DIALECTS, Case, ThreadModels
+
+from pipedec.core import Request, SamplingParams, UserError
+from pipedec.engine.local import LocalAnswer, LocalPipeline
+from pipedec.methods import METHODS, BestFirstOptions, PipeDecOptions, StaticTreeOptions, applicable_options
+
+SHAPES = [(1, 1), (2, 2), (4, 4), (4, 2)]  # stages, groups
+TREE = {"width": 6, "children": 4}
+MAX_TOKENS = 24
+PROMPTS = tuple(
+    tuple(torch.randint(3, 60, (length,), generator=torch.Generator().manual_seed(length)).tolist()) for length in (1, 5, 40, 150)
+)
+SAMPLINGS = (
+    SamplingParams(ignore_eos=True),
+    SamplingParams(logprobs=3),
+    SamplingParams(1.0, seed=1, ignore_eos=True),
+    SamplingParams(0.8, seed=4, repetition_penalty=1.4, presence_penalty=0.7, frequency_penalty=0.5, logprobs=0),
+    SamplingParams(repetition_penalty=1.5, frequency_penalty=1.0, stop_token_ids=(7, 9, 20)),
+    SamplingParams(0.9, top_p=0.95, seed=5, logit_bias={7: 4.0, 12: 3.0}, min_p=0.01),
+)
+OPTIONS = [
+    *((method, applicable_options(method, TREE)) for method in METHODS),
+    ("stpp", StaticTreeOptions(8, 4, depth=5, rows=40)),
+    ("pipedec", PipeDecOptions(40, 8)),
+    ("pipedec-bestfirst", BestFirstOptions(width=2, forwards=1)),
+    ("pipedec-bestfirst", BestFirstOptions(proposers=("ngrams",))),
+]
+
+
+@dataclass(frozen=True)
+class Visit:
+    """A request, when it comes, and after how many timesteps it is cancelled (None: never).
+
+    Attributes:
+        answer: in decode threads, a case of ``threads_support``; else prompt and sampling.
+    """
+
+    arrives: int
+    cancelled_after: int | None
+    method: int
+    answer: tuple[int, int] | Case
+    num_tokens: int
+    priority: int
+
+    def request(self, number: int, models: ThreadModels) -> Request:
+        method, options = OPTIONS[self.method]
+        if isinstance(self.answer, Case):
+            dialect = THREAD_DIALECTS[self.answer.dialect].to_json()
+            prompt, sampling = models.prompt_ids(self.answer.prompt), models.sampling(self.answer)
+            return Request(number, prompt, sampling, method, options, threads=dialect, priority=self.priority)
+        prompt, sampling = PROMPTS[self.answer[0]], replace(SAMPLINGS[self.answer[1]], max_tokens=self.num_tokens)
+        return Request(number, prompt, sampling, method, options, priority=self.priority)
+
+
+CASES = st.builds(Case, st.sampled_from(sorted(THREAD_DIALECTS)), st.sampled_from(sorted(SETTINGS)))
+PLAIN = st.tuples(st.integers(0, len(PROMPTS) - 1), st.integers(0, len(SAMPLINGS) - 1))
+VISITS = st.lists(
+    st.builds(
+        Visit,
+        arrives=st.integers(1, 30),
+        cancelled_after=st.none() | st.none() | st.integers(0, 25),
+        method=st.integers(0, len(OPTIONS) - 1),
+        answer=PLAIN | PLAIN | PLAIN | CASES,
+        num_tokens=st.sampled_from([1, 2, 7, MAX_TOKENS]),
+        priority=st.integers(-1, 1),
+    ),
+    min_size=2,
+    max_size=8,
+)
+
+
+@cache
+def pipeline_of(models: ThreadModels, shape: tuple[int, int], purpose: str = "company") -> LocalPipeline:
+    """In float64, where no order of summation can tip a choice."""
+    return LocalPipeline.load(replace(models.spec(4, *shape), dtype="float64"))
+
+
+@cache
+def alone(models: ThreadModels, visit: Visit) -> LocalAnswer:
+    """The answer by ``pp``, in one stage, with nobody else there."""
+    pipeline = pipeline_of(models, (1, 1), "alone")
+    request = replace(visit.request(0, models), method="pp", options=None)
+    list(pipeline.run(request))
+    return pipeline.last
+
+
+def said(answer: LocalAnswer) -> list[int]:
+    return [token.token_id for token in answer.sequence.document()]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: f"{shape[0]}in{shape[1]}")
+@given(visits=VISITS)
+def test_an_answer_in_company_is_the_answer_alone(
+    thread_models: ThreadModels, shape: tuple[int, int], visits: list[Visit]
+) -> None:
+    """Over random arrivals, cancellations, methods, priorities, samplings and decode threads."""
+    pipeline = pipeline_of(thread_models, shape)
+    arrivals: dict[int, list[Request]] = {}
+    cancels: dict[int, list[int]] = {}
+    for number, visit in enumerate(visits):
+        arrivals.setdefault(visit.arrives, []).append(visit.request(number, thread_models))
+        if visit.cancelled_after is not None:
+            cancels.setdefault(visit.arrives + visit.cancelled_after, []).append(number)
+    for _ in pipeline.run_all(arrivals, cancels):
+        continue
+    for number, visit in enumerate(visits):
+        check_answer(pipeline.answers[number], alone(thread_models, replace(visit, arrives=0, priority=0, cancelled_after=None)))
+    assert_nothing_is_left(pipeline)
+
+
+def check_answer(found: LocalAnswer, wanted: LocalAnswer) -> None:
+    """The same tokens, or those until it was cancelled."""
+    if found.finished == "cancelled":
+        if not found.sequence.can_fork:
+            assert found.token_ids == wanted.token_ids[: len(found.token_ids)]
+        return
+    assert said(found) == said(wanted)
+    assert found.finished == wanted.finished
+    assert [list(row) for row in found.logprobs[: len(wanted.logprobs)]] == [list(row) for row in wanted.logprobs]
+    for ours, theirs in zip(found.logprobs, wanted.logprobs, strict=False):
+        assert ours == pytest.approx(theirs, abs=1e-9)
+
+
+def assert_nothing_is_left(pipeline: LocalPipeline) -> None:
+    assert all(answer.is_closed for answer in pipeline.answers.values())
+    for worker in pipeline._stages:
+        assert worker.num_lanes == 0
+
+
+def test_requests_share_timesteps(thread_models: ThreadModels) -> None:
+    """Eight plain answers in four stages take twice as long as four, not twice as long as eight alone."""
+    pipeline = pipeline_of(thread_models, (4, 4))
+    timesteps = {}
+    for count in (1, 4, 8):
+        visits = [Visit(1, None, 0, (1, 0), 8, 0) for _ in range(count)]
+        list(pipeline.run_all({1: [visit.request(number, thread_models) for number, visit in enumerate(visits)]}))
+        timesteps[count] = len(pipeline.fill)
+    assert timesteps[1] == timesteps[4] == timesteps[8]
+
+
+def test_a_request_begins_while_others_run(thread_models: ThreadModels) -> None:
+    """Nobody waits until the pipeline is empty."""
+    pipeline = pipeline_of(thread_models, (4, 4))
+    early, late = (Visit(1, None, 0, (1, 0), tokens, 0).request(number, thread_models) for number, tokens in enumerate((20, 2)))
+    order = [number for number, _ in pipeline.run_all({1: [early], 9: [late]})]
+    assert order.index(1) < len(order) - 1 - order[::-1].index(0), "the late one ends before the early one"
+
+
+def test_a_cancelled_request_leaves_at_once(thread_models: ThreadModels) -> None:
+    pipeline = pipeline_of(thread_models, (4, 4))
+    long, short = (Visit(1, None, 0, (1, 0), tokens, 0).request(number, thread_models) for number, tokens in enumerate((24, 3)))
+    verdicts: Iterator[tuple[int, object]] = pipeline.run_all({1: [long, short]}, {7: [0]})
+    assert {number for number, _ in verdicts} <= {0, 1}
+    assert pipeline.answers[0].finished == "cancelled" and pipeline.answers[1].finished == "length"
+    assert len(pipeline.fill) < 24
+
+
+def test_a_run_that_is_left_early_leaves_nothing(thread_models: ThreadModels) -> None:
+    pipeline = pipeline_of(thread_models, (2, 2))
+    verdicts = pipeline.run(Visit(1, None, 3, (2, 0), 24, 0).request(0, thread_models))
+    next(verdicts)
+    verdicts.close()  # type: ignore[attr-defined]
+    assert_nothing_is_left(pipeline)
+
+
+def test_a_request_that_cannot_run_disturbs_nobody(thread_models: ThreadModels) -> None:
+    pipeline = pipeline_of(thread_models, (2, 2))
+    bad = Request(0, PROMPTS[0], SamplingParams(), "pipedec-bestfirst", BestFirstOptions(proposers=("draft",)))
+    with pytest.raises(UserError):
+        list(LocalPipeline.load(replace(thread_models.spec(4, 1, 1), draft=None)).run(bad))
+    good = Visit(1, None, 0, (1, 0), 3, 0)
+    list(pipeline.run(good.request(0, thread_models)))
+    assert said(pipeline.last) == said(alone(thread_models, replace(good, arrives=0)))

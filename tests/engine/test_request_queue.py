@@ -1,0 +1,164 @@
+"""The queue as rank 0 sees it: arrivals within its room, cancellations, answers published in order, a lost Redis."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from processes import wait_until
+
+from pipedec.core import PipedecError, SchedulerLost
+from pipedec.engine.request_queue import RequestQueue
+from pipedec.messages import CancelledEvent, ErrorEvent, Event, RunDescription, TokensEvent
+from pipedec.scheduler import MemoryScheduler, Message, Post, Topology
+
+DESCRIPTION = RunDescription(((1,),), ((0, 1),), "target")
+
+
+class Losable(MemoryScheduler):
+    """A run that is up, on a scheduler that can be lost."""
+
+    def __init__(self) -> None:
+        super().__init__(Topology.even(1, 1))
+        self.is_lost = False
+        self.batches: list[int] = []
+        self.open(DESCRIPTION)
+
+    def publish_all(self, posts: Sequence[Post]) -> None:
+        if self.is_lost:
+            raise SchedulerLost("cannot reach Redis")
+        self.batches.append(len(posts))
+        super().publish_all(posts)
+
+    def answer(self, number: int) -> list[Event]:
+        return [event for _, event in self.read_answer(number, "0", 0)]
+
+
+def collect(queue: RequestQueue, limit: int, count: int) -> list[int]:
+    """``count`` arrivals, asked for with ``limit`` in all."""
+    numbers: list[int] = []
+
+    def have_arrived() -> bool:
+        numbers.extend(message.number for message in queue.arrivals(limit - len(numbers)))
+        return len(numbers) >= count
+
+    assert wait_until(have_arrived, 5), numbers
+    return numbers
+
+
+@pytest.fixture
+def scheduler() -> Losable:
+    return Losable()
+
+
+def test_events_of_many_answers_are_published_in_order_before_the_end(scheduler: Losable) -> None:
+    queue = RequestQueue(scheduler)
+    numbers = [scheduler.submit("{}") for _ in range(3)]
+    with queue.serving():
+        assert collect(queue, 3, 3) == numbers
+        for index in range(50):
+            for number in numbers:
+                queue.put(number, TokensEvent([index], str(number)))
+        queue.finish(1, ErrorEvent("over"))
+    for number in numbers:
+        events = [TokensEvent([index], str(number)) for index in range(50)]
+        assert scheduler.answer(number) == events + ([ErrorEvent("over")] if number == 1 else [])
+    assert scheduler.status().running == (0, 2)
+    assert len(scheduler.batches) < sum(scheduler.batches) == 151
+
+
+def test_no_more_requests_are_taken_than_there_is_room_for(scheduler: Losable) -> None:
+    queue = RequestQueue(scheduler)
+    for index in range(10):
+        scheduler.submit("{}", priority=index % 2)
+    with queue.serving():
+        assert collect(queue, 3, 3) == [0, 2, 4]
+        assert scheduler.status().waiting == 7
+        assert queue.arrivals(0) == []
+        scheduler.submit("{}", priority=-1)
+        assert collect(queue, 2, 2) == [10, 6]
+    assert scheduler.status().running == (0, 2, 4, 6, 10) and scheduler.status().waiting == 6
+
+
+def test_a_cancellation_is_told_once_and_the_request_runs_until_it_is_finished(scheduler: Losable) -> None:
+    queue = RequestQueue(scheduler)
+    scheduler.submit("{}")
+    told: list[int] = []
+
+    def learns() -> bool:
+        told.extend(queue.cancelled())
+        return bool(told)
+
+    with queue.serving():
+        assert collect(queue, 1, 1) == [0]
+        assert queue.cancelled() == []
+        assert scheduler.cancel(0)
+        assert wait_until(learns, 5)
+        scheduler.submit("{}")
+        assert collect(queue, 1, 1) == [1], "the thread has looked again"
+        assert told == [0] and queue.cancelled() == []
+        assert scheduler.status().running == (0, 1)
+        queue.finish(0, CancelledEvent())
+    assert scheduler.status().running == (1,) and not scheduler.cancel(0)
+
+
+def test_a_request_cancelled_before_it_was_given_out_never_arrives(scheduler: Losable) -> None:
+    """The thread has taken it, and the pipeline has not asked for it since."""
+    queue = RequestQueue(scheduler)
+    with queue.serving():
+        assert queue.arrivals(1) == []
+        number = scheduler.submit("{}")
+        assert wait_until(lambda: scheduler.status().running == (number,), 5)
+        assert scheduler.cancel(number)
+        assert wait_until(lambda: scheduler.status().running == (), 5)
+        assert queue.arrivals(1) == [] and queue.cancelled() == []
+    assert scheduler.answer(number) == [CancelledEvent()]
+
+
+def test_an_idle_pipeline_waits_for_a_request_or_the_stop(scheduler: Losable) -> None:
+    queue = RequestQueue(scheduler)
+    with queue.serving():
+        assert queue.wait(0) is None
+        scheduler.submit("text")
+        assert wait_until(lambda: (message := queue.wait(0)) is not None and message.text == "text", 5)
+        assert not queue.is_stopping
+        scheduler.stop()
+        assert queue.wait(0) == Message("stop") and queue.is_stopping
+
+
+def test_a_busy_pipeline_learns_of_the_stop_and_refuses_what_waits(scheduler: Losable) -> None:
+    queue = RequestQueue(scheduler)
+    numbers = [scheduler.submit("{}") for _ in range(3)]
+    with queue.serving():
+        assert collect(queue, 1, 1) == [0]
+        scheduler.stop()
+        assert wait_until(lambda: queue.is_stopping, 5)
+        queue.refuse("the cluster is being stopped")
+    for number in numbers[1:]:
+        assert scheduler.answer(number) == [ErrorEvent("the cluster is being stopped")]
+    assert scheduler.answer(0) == [] and scheduler.status().running == (0,)
+
+
+def test_a_lost_redis_is_an_error_of_the_next_call(scheduler: Losable) -> None:
+    scheduler.is_lost = True
+    queue = RequestQueue(scheduler)
+    with pytest.raises(SchedulerLost), queue.serving():
+        queue.put(0, TokensEvent([1], "a"))
+    queue = RequestQueue(scheduler)
+
+    def goes_on() -> bool:
+        queue.put(0, TokensEvent([1], "a"))
+        return False
+
+    with pytest.raises(SchedulerLost, match="cannot reach Redis"), queue.serving():
+        wait_until(goes_on, 5)
+    for call in (lambda: queue.arrivals(1), queue.cancelled, lambda: queue.wait(0), lambda: queue.refuse("")):
+        with pytest.raises(SchedulerLost):
+            call()
+
+
+def test_a_failed_run_is_an_error_of_the_next_call(scheduler: Losable) -> None:
+    queue = RequestQueue(scheduler)
+    with pytest.raises(PipedecError, match="rank 1: out of memory"), queue.serving():
+        scheduler.abort(1, "out of memory")
+        wait_until(lambda: queue.arrivals(1), 5)

@@ -1,0 +1,323 @@
+"""The queue on both back ends: order, limit, room, cancelling at any moment, answers, and that nothing of the past is kept."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import pytest
+
+from pipedec.core import RankLost, SchedulerLost, UserError
+from pipedec.messages import AbortEvent, CancelledEvent, ErrorEvent, Event, RunDescription, TokensEvent
+from pipedec.scheduler import Facts, Message, Post, RedisScheduler, Scheduler, Task, Topology, post_process
+
+MakeScheduler = Callable[[Topology], Scheduler]
+TWO = Topology.even(2, 2)
+DESCRIPTION = RunDescription(((1,), (2,)), ((0, 1), (1, 2)), "target")
+
+
+@pytest.fixture
+def scheduler(make_scheduler: MakeScheduler) -> Scheduler:
+    """Of a run that is up."""
+    made = make_scheduler(TWO)
+    made.open(DESCRIPTION)
+    return made
+
+
+def taken(scheduler: Scheduler, limit: int) -> list[int]:
+    return [message.number for message in scheduler.take(limit).requests]
+
+
+def answer(scheduler: Scheduler, number: int) -> list[Event]:
+    return [event for _, event in scheduler.read_answer(number, "0", 0)]
+
+
+def test_requests_are_taken_by_priority_then_in_order(scheduler: Scheduler) -> None:
+    for priority in (0, 5, -3, 0, 5, -3, 1 << 40):
+        scheduler.submit(f'{{"é": {priority}}}', priority)
+    assert scheduler.status().waiting == 7
+    assert scheduler.take(1).requests == [Message("request", 2, text='{"é": -3}')]
+    assert taken(scheduler, 0) == []
+    assert taken(scheduler, 3) == [5, 0, 3]
+    assert scheduler.submit("{}", -1) == 7
+    assert taken(scheduler, 100) == [7, 1, 4, 6]
+    assert taken(scheduler, 100) == []
+    assert (scheduler.status().running, scheduler.status().waiting) == ((0, 1, 2, 3, 4, 5, 6, 7), 0)
+
+
+def test_many_requests_of_one_priority_are_taken_in_the_order_of_their_numbers(scheduler: Scheduler) -> None:
+    numbers = [scheduler.submit("{}") for _ in range(120)]
+    assert taken(scheduler, 50) + taken(scheduler, 100) == numbers
+
+
+@pytest.mark.parametrize(("max_num_seqs", "dispatch", "places"), [(3, "windows", 3), (64, "tasks", 1)])
+def test_a_full_queue_refuses_in_one_line(make_scheduler: MakeScheduler, max_num_seqs: int, dispatch: str, places: int) -> None:
+    """The requests for which there is a place do not count as waiting, whether rank 0 has taken them yet or not."""
+    scheduler = make_scheduler(TWO)
+    scheduler.open(replace(DESCRIPTION, max_num_seqs=max_num_seqs, max_waiting=2, dispatch=dispatch))
+    numbers = [scheduler.submit("{}") for _ in range(places + 2)]
+    assert taken(scheduler, places) == numbers[:places]
+    with pytest.raises(UserError) as refusal:
+        scheduler.submit("{}", -9)
+    assert str(refusal.value) == (
+        f"the cluster is full: {places} requests are running and 2 are waiting (--max-waiting 2); "
+        "submit the request again when some of them have been answered"
+    )
+    scheduler.complete(0)
+    assert scheduler.submit("{}") == places + 2, "the refused one has no number"
+    scheduler.cancel(1 + places)
+    assert scheduler.submit("{}") == places + 3
+
+
+def test_without_waiting_a_request_is_refused_if_there_is_no_place(make_scheduler: MakeScheduler) -> None:
+    scheduler = make_scheduler(TWO)
+    scheduler.open(replace(DESCRIPTION, max_num_seqs=1, max_waiting=0))
+    scheduler.submit("{}")
+    with pytest.raises(UserError, match="the cluster is full: 0 requests are running and 1 are waiting"):
+        scheduler.submit("{}")
+
+
+def test_waiting_for_a_request_takes_the_first_and_the_stop_overtakes(scheduler: Scheduler) -> None:
+    assert scheduler.wait_request(0) is None
+    scheduler.submit("later")
+    scheduler.submit("sooner", -1)
+    assert [scheduler.wait_request(0), scheduler.wait_request(0), scheduler.wait_request(0)] == [
+        Message("request", 1, text="sooner"),
+        Message("request", 0, text="later"),
+        None,
+    ]
+    scheduler.submit("last")
+    scheduler.stop()
+    assert scheduler.wait_request(0) == Message("stop")
+    refused = scheduler.take(9)
+    assert refused.stopping and [message.text for message in refused.requests] == ["last"]
+
+
+def test_a_waiting_rank_wakes_up_for_each_request(make_redis_scheduler: Callable[[Topology], RedisScheduler]) -> None:
+    scheduler = make_redis_scheduler(TWO)
+    scheduler.open(DESCRIPTION)
+    client = RedisScheduler(scheduler.client, scheduler.keys.run_id, TWO)
+    received: list[Message | None] = []
+
+    def serve() -> None:
+        while (message := scheduler.wait_request(10)) is not None and message.kind != "stop":
+            received.append(message)
+            scheduler.complete(message.number, TokensEvent([1], "a"))
+
+    server = threading.Thread(target=serve)
+    server.start()
+    for number in range(5):
+        assert client.submit("{}") == number
+        [(_, event)] = client.read_answer(number, "0", 10)
+        assert event == TokensEvent([1], "a")
+    client.submit("{}")
+    client.submit("{}")
+    assert client.read_answer(6, "0", 10)
+    client.stop()
+    server.join(10)
+    assert not server.is_alive()
+    assert [message.number for message in received if message is not None] == list(range(7))
+
+
+def test_a_waiting_request_is_cancelled_at_once(scheduler: Scheduler) -> None:
+    scheduler.submit("{}")
+    scheduler.submit("{}")
+    assert scheduler.cancel(0) and not scheduler.cancel(0)
+    assert answer(scheduler, 0) == [CancelledEvent()]
+    assert scheduler.take(9).requests == [Message("request", 1, text="{}")]
+    assert scheduler.take(9).cancelled == []
+
+
+def test_a_running_request_is_told_to_be_cancelled_until_it_ends(scheduler: Scheduler) -> None:
+    for _ in range(3):
+        scheduler.submit("{}")
+    assert taken(scheduler, 3) == [0, 1, 2]
+    assert scheduler.cancel(2) and scheduler.cancel(0) and scheduler.cancel(2)
+    for _ in range(2):
+        assert scheduler.take(1).cancelled == [0, 2]
+    scheduler.complete(0, TokensEvent([1], "a"))
+    assert scheduler.take(1).cancelled == [2]
+    assert answer(scheduler, 0) == [TokensEvent([1], "a")]
+    scheduler.complete(2)
+    assert scheduler.take(1).cancelled == []
+    assert not scheduler.cancel(0) and not scheduler.cancel(2) and not scheduler.cancel(99)
+    assert scheduler.status().running == (1,)
+
+
+def test_a_request_ends_with_its_last_events(scheduler: Scheduler) -> None:
+    for _ in range(3):
+        scheduler.submit("{}")
+    taken(scheduler, 2)
+    scheduler.publish_all(
+        [
+            Post(0, (TokensEvent([1], "a"), TokensEvent([2], "b"))),
+            Post(1, (TokensEvent([3], "c"),)),
+            Post(0, (ErrorEvent("d"),), ends=True),
+        ]
+    )
+    assert answer(scheduler, 0) == [TokensEvent([1], "a"), TokensEvent([2], "b"), ErrorEvent("d")]
+    assert answer(scheduler, 1) == [TokensEvent([3], "c")]
+    assert scheduler.status().running == (1,) and scheduler.status().waiting == 1
+
+
+def test_ranks_publish_to_running_requests_only(scheduler: Scheduler) -> None:
+    scheduler.submit("{}")
+    scheduler.submit("{}")
+    taken(scheduler, 2)
+    scheduler.complete(0, ErrorEvent("over"))
+    scheduler.begin_session(0, 4)
+    events = [(0, TokensEvent([1], "late")), (1, TokensEvent([2], "b")), (1, TokensEvent([3], "c"))]
+    scheduler.finish(1, Task.compute("window", 1, 1), [], events)
+    assert answer(scheduler, 0) == [ErrorEvent("over")]
+    assert answer(scheduler, 1) == [TokensEvent([2], "b"), TokensEvent([3], "c")]
+
+
+def test_an_answer_that_nobody_reads_is_not_written_any_more(scheduler: Scheduler) -> None:
+    for _ in range(3):
+        scheduler.submit("{}")
+    taken(scheduler, 1)
+    for number in (0, 1):
+        scheduler.publish(number, TokensEvent([1], "a"))
+        scheduler.close_answer(number)
+        scheduler.publish(number, TokensEvent([2], "b"))
+    scheduler.cancel(1)
+    scheduler.abort(2, "out of memory")
+    scheduler.complete(0, TokensEvent([3], "c"))
+    assert [answer(scheduler, number) for number in range(3)] == [[], [], [AbortEvent("rank 2: out of memory")]]
+
+
+def test_an_abort_reaches_every_unfinished_answer(scheduler: Scheduler) -> None:
+    for _ in range(5):
+        scheduler.submit("{}")
+    taken(scheduler, 3)
+    scheduler.complete(1, ErrorEvent("over"))
+    scheduler.cancel(2)
+    scheduler.abort(2, "out of memory")
+    failed: list[Event] = [AbortEvent("rank 2: out of memory")]
+    assert [answer(scheduler, number) for number in range(5)] == [failed, [ErrorEvent("over")], failed, failed, failed]
+    for call in (lambda: scheduler.take(1), lambda: scheduler.submit("{}")):
+        with pytest.raises(RankLost, match="rank 2: out of memory"):
+            call()
+
+
+def test_a_run_whose_keys_were_deleted_is_lost(scheduler: Scheduler) -> None:
+    assert scheduler.take(1).requests == []
+    scheduler.clear()
+    for call in (lambda: scheduler.take(1), lambda: scheduler.wait_request(0)):
+        with pytest.raises(SchedulerLost, match="its keys were deleted"):
+            call()
+
+
+@dataclass
+class Crowd:
+    """Clients and rank 0 in random order: requests come, are cancelled at any moment, and end.
+
+    Attributes:
+        ended_waiting: requests that were cancelled before rank 0 took them.
+        cancelled: those that were cancelled while they ran.
+        running: those that rank 0 has taken and not completed.
+        served: those that it has completed.
+    """
+
+    scheduler: Scheduler
+    source: random.Random
+    max_running: int = 8
+    submitted: int = 0
+    ended_waiting: set[int] = field(default_factory=set)
+    cancelled: set[int] = field(default_factory=set)
+    running: set[int] = field(default_factory=set)
+    served: set[int] = field(default_factory=set)
+
+    def submit(self) -> None:
+        if self.scheduler.status().waiting < 12:
+            self.scheduler.submit("{}", self.source.choice((0, 0, 1)))
+            self.submitted += 1
+
+    def cancel(self) -> None:
+        """A client leaves, whatever its request does at the moment."""
+        number = self.source.randrange(max(0, self.submitted - 24), self.submitted + 1)
+        is_waiting = number < self.submitted and number not in self.running | self.served | self.ended_waiting
+        is_running = number in self.running
+        assert self.scheduler.cancel(number) == (is_waiting or is_running)
+        self.scheduler.close_answer(number)
+        if is_waiting:
+            self.ended_waiting.add(number)
+        elif is_running:
+            self.cancelled.add(number)
+
+    def take(self) -> None:
+        found = self.scheduler.take(self.max_running - len(self.running))
+        numbers = {message.number for message in found.requests}
+        assert not numbers & (self.ended_waiting | self.served | self.running)
+        assert set(found.cancelled) == self.cancelled & self.running, "a cancellation was lost"
+        self.running |= numbers
+        for number in found.cancelled:
+            self._complete(number)
+
+    def publish(self) -> None:
+        self.scheduler.publish_all([Post(number, (TokensEvent([1], "a"),)) for number in sorted(self.running)])
+
+    def complete(self) -> None:
+        if self.running:
+            self._complete(self.source.choice(sorted(self.running)))
+
+    def _complete(self, number: int) -> None:
+        self.scheduler.complete(number, TokensEvent([2], "b"))
+        if number not in self.cancelled:
+            assert answer(self.scheduler, number)[-1] == TokensEvent([2], "b")
+            self.scheduler.close_answer(number)
+        self.running.remove(number)
+        self.served.add(number)
+
+    def run(self, requests: int, observe: Callable[[], None] = lambda: None) -> None:
+        """Until all ``requests`` have ended. ``observe`` is called after every move until the last one has come."""
+        moves = [self.submit, self.submit, self.submit, self.cancel, self.take, self.publish, self.complete]
+        while self.submitted < requests:
+            self.source.choice(moves)()
+            observe()
+        while self.running or self.scheduler.status().waiting:
+            self.take()
+            self.complete()
+        assert len(self.served) + len(self.ended_waiting) == requests
+
+
+def run_session(scheduler: Scheduler, number: int) -> None:
+    scheduler.begin_session(number, 4)
+    for rank in TWO.ranks:
+        assert scheduler.wait(rank, 0) is not None
+        task = Task.compute("window", rank, 1)
+        scheduler.finish(rank, task, post_process(task, TWO, Facts(window=4, finished=True)))
+    end = scheduler.wait(0, 0)
+    assert end is not None and end.task is not None
+    scheduler.finish(0, end.task, [])
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_no_request_and_no_cancellation_is_lost(scheduler: Scheduler, seed: int) -> None:
+    Crowd(scheduler, random.Random(seed)).run(100)
+    assert scheduler.status().running == () and scheduler.status().waiting == 0
+
+
+def test_a_thousand_requests_leave_no_key(make_redis_scheduler: Callable[[Topology], RedisScheduler]) -> None:
+    """Keys: some per run, and the answers of unfinished requests; none of a request that has ended and been read or left."""
+    scheduler = make_redis_scheduler(TWO)
+    scheduler.open(DESCRIPTION)
+    crowd = Crowd(scheduler, random.Random(1))
+    sizes: list[int] = []
+    moves = 0
+
+    def observe() -> None:
+        nonlocal moves
+        moves += 1
+        if moves % 50 == 0:
+            run_session(scheduler, moves)
+            sizes.append(scheduler.usage().keys)
+
+    crowd.run(1000, observe)
+    assert len(crowd.cancelled) > 50 and len(crowd.ended_waiting) > 50, "cancelled while it ran, and while it waited"
+    fixed = len({"run", "workflow", "trace", "waiting", "requests", "bell", "running", "cancelled", "unread"})
+    assert max(sizes) <= fixed + crowd.max_running
+    names = {key.decode().removeprefix(scheduler.keys.prefix) for key in scheduler.client.scan_iter(scheduler.keys.prefix + "*")}
+    assert names <= {"run", "workflow", "trace"}
