@@ -17,10 +17,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from pipedec.core import UserError
+from pipedec.model.attention import flash_applies
 from pipedec.model.bita import BitaWeights
 from pipedec.model.cache import Pool
 from pipedec.model.checkpoint import EMBEDDING, FINAL_NORM, Checkpoint
 from pipedec.model.config import ModelConfig
+from pipedec.model.flash_lanes import FlashLaneAttention
 from pipedec.model.lane_rows import LaneAttention, LaneRows, slots_of
 from pipedec.model.pool import KVPool
 from pipedec.model.rotary import Rotary, rotate
@@ -165,7 +167,8 @@ class StageModel:
         positions_R = torch.cat([lane.positions for lane in lanes])
         lengths_R = torch.cat([lane.lengths() for lane in lanes]) if self._rotary.depends_on_length else None
         cos_RD, sin_RD = self._rotary.cos_sin(positions_R, lengths_R)
-        attention = LaneAttention(lanes, self._windows, self.config.queries_per_kv_head, self.dtype)
+        kind = FlashLaneAttention if flash_applies(self.dtype, self.device) else LaneAttention
+        attention = kind(lanes, self._windows, self.config.queries_per_kv_head, self.dtype)
         slots = slots_of(lanes)
         hidden_RE = inputs if self._embedding_VE is None else self._embedded(inputs, self._embedding_VE)
         for index, weights in enumerate(self._weights):
