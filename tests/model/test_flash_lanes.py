@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from pipedec.model import BitaWeights, LaneRows, ModelConfig, StageModel
+from pipedec.model.attention import flash_attention
 from pipedec.tree import Visibility
 
 LAYERS = range(1, 4)
@@ -41,10 +42,10 @@ class Requests:
     """Random requests of one pool, and what the forwards of their rows give."""
 
     def __init__(self, stage: StageModel, seed: int, count: int, block: int) -> None:
-        self._stage, self._random = stage, random.Random(seed)
+        self._stage, self._device, self._random = stage, stage.device, random.Random(seed)
         self._generator = torch.Generator().manual_seed(seed)
         pool = stage.make_pool(block)
-        self._has_masks = [self._random.random() < 0.4 for _ in range(count)]
+        self._has_masks = [pool.prompt is not None and self._random.random() < 0.4 for _ in range(count)]
         self._caches = [pool.open(with_prompt=has_masks) for has_masks in self._has_masks]
         self._has_prompt = [self._random.random() < 0.1 for _ in range(count)]
 
@@ -53,7 +54,7 @@ class Requests:
         chosen = self._random.sample(range(len(self._caches)), self._random.randint(1, len(self._caches)))
         lanes = [self._rows(index) for index in chosen]
         inputs = torch.randn(sum(lane.num_rows for lane in lanes), 32, generator=self._generator, dtype=torch.float64)
-        return self._stage.forward(inputs, lanes)
+        return self._stage.forward(inputs.to(self._device, self._stage.dtype), lanes)
 
     def advance(self) -> None:
         for cache, has_prompt in zip(self._caches, self._has_prompt, strict=True):
@@ -61,7 +62,7 @@ class Requests:
                 order = self._random.sample(range(cache.tree_length), self._random.randint(0, cache.tree_length))
                 split = self._random.randint(0, len(order))
                 kept = sorted(order[split:])
-                cache.advance(torch.tensor(order[:split], dtype=torch.int64), torch.tensor(kept, dtype=torch.int64))
+                cache.advance(*(torch.tensor(part, dtype=torch.int64, device=self._device) for part in (order[:split], kept)))
 
     def _rows(self, index: int) -> LaneRows:
         cache, chooser = self._caches[index], self._random
@@ -70,14 +71,14 @@ class Requests:
         if not self._has_prompt[index]:
             self._has_prompt[index] = chooser.random() < 0.5
             masks, rows = (masks, rows) if self._has_prompt[index] else (0, rows - masks)
-            positions = torch.arange(cache.length, cache.length + rows)
+            positions = torch.arange(cache.length, cache.length + rows, device=self._device)
             return LaneRows(positions, cache, None, cache.length + rows, masks)
         shared = cache.past_length if chooser.random() < 0.5 else chooser.randint(0, cache.past_length)
         slots = cache.length - shared + rows
         seen = torch.rand(rows, slots, generator=self._generator) < 0.6
         seen[:, slots - rows :] = torch.eye(rows, dtype=torch.bool)
-        slot_positions = torch.randint(shared, cache.length + 4, (slots,), generator=self._generator)
-        visibility = Visibility(seen, shared, lambda: slot_positions)
+        slot_positions = torch.randint(shared, cache.length + 4, (slots,), generator=self._generator).to(self._device)
+        visibility = Visibility(seen.to(self._device), shared, lambda: slot_positions)
         return LaneRows(slot_positions[slots - rows :], cache, visibility, num_masks=masks)
 
 
@@ -86,9 +87,24 @@ class Requests:
 def test_all_requests_at_once_equal_one_after_the_other(stage: StageModel, seed: int, count: int, block: int) -> None:
     plain, batched = (Requests(stage, seed, count, block) for _ in range(2))
     for _ in range(6):
-        expected = plain.forward()
         with flash_on_cpu():
-            torch.testing.assert_close(batched.forward(), expected, atol=1e-11, rtol=0)
+            found = batched.forward()
+        torch.testing.assert_close(found, plain.forward(), atol=1e-11, rtol=0)
+        plain.advance()
+        batched.advance()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available() or flash_attention() is None, reason="no GPU, or flash-attn is not installed")
+@pytest.mark.parametrize("seed", range(8))
+def test_the_kernel_itself_equals_one_after_the_other(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_tiny("llama", tmp_path)
+    stage = StageModel.load(tmp_path, LAYERS, torch.bfloat16, "cuda")
+    plain, batched = (Requests(stage, seed, 6, 256) for _ in range(2))
+    for _ in range(6):
+        found = batched.forward()
+        with monkeypatch.context() as patch:
+            patch.setattr("pipedec.model.stage_model.flash_applies", lambda dtype, device: False)
+            torch.testing.assert_close(found, plain.forward(), atol=0.05, rtol=0.05)
         plain.advance()
         batched.advance()
 
