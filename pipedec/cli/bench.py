@@ -9,6 +9,7 @@ from pipedec.cli.lazy_group import LazyGroup
 BENCHMARKS = {
     "sweep": ("pipedec.cli.benchmarks.sweep", "Methods × stage counts × trees × prompt sets, one JSONL row per answer."),
     "policy": ("pipedec.cli.benchmarks.policy", "Speculation policies compared offline, on recorded answers."),
+    "load": ("pipedec.cli.benchmarks.load", "Many requests at once: latencies, throughput and goodput under load."),
     "threads": ("pipedec.cli.benchmarks.threads", "Answers in one thread and in several, with speculation and without."),
     "plot": ("pipedec.cli.benchmarks.plot", "The paper's figures and tables from the rows of a sweep."),
     "overhead": ("pipedec.cli.benchmarks.overhead", "The fixed cost of a timestep beside the bare transport."),

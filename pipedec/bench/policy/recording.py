@@ -42,10 +42,22 @@ class Recording:
 
     def answer(self, prompt: DrawnPrompt, generate: Callable[[PromptRequest], _TokenIds]) -> _TokenIds:
         """The answer to ``prompt``, from ``generate`` if it is not recorded yet."""
-        if prompt.token_ids not in self._answers:
-            self._answers[prompt.token_ids] = generate(prompt.request)
-            self._write()
+        if not self.knows(prompt):
+            self.add(prompt, generate(prompt.request))
+        return self.known(prompt)
+
+    def add(self, prompt: DrawnPrompt, token_ids: _TokenIds) -> None:
+        """Keep the answer to ``prompt``."""
+        self._answers[prompt.token_ids] = token_ids
+        self._write()
+
+    def known(self, prompt: DrawnPrompt) -> _TokenIds:
+        """The recorded answer to ``prompt``. Raises KeyError if there is none."""
         return self._answers[prompt.token_ids]
+
+    def knows(self, prompt: DrawnPrompt) -> bool:
+        """Whether the answer to ``prompt`` is recorded."""
+        return prompt.token_ids in self._answers
 
     def memo(self, prompt: DrawnPrompt) -> DraftMemo:
         """The recorded candidates for ``prompt``."""

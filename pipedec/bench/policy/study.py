@@ -48,7 +48,7 @@ class Policy:
     options: MethodOptions
 
     @classmethod
-    def parse(cls, text: str) -> Policy:
+    def parse(cls, text: str, flag: str = "--policy") -> Policy:
         """``METHOD[:KEY=VALUE,…]``, like ``pipedec-bestfirst:width=64,proposers=draft+ngrams``.
 
         Raises:
@@ -56,11 +56,11 @@ class Policy:
         """
         method, _, settings = text.partition(":")
         if method not in LIMITS:  # not bita: the output at its mask rows is not recorded
-            raise UserError(f"--policy {text}: unknown method {method!r}; choose one of {', '.join(LIMITS)}")
+            raise UserError(f"{flag} {text}: unknown method {method!r}; choose one of {', '.join(LIMITS)}")
         try:
             return cls(text, method, make_options(method, dict(_limit(method, each) for each in settings.split(",") if each)))
         except UserError as error:
-            raise UserError(f"--policy {text}: {error}") from None
+            raise UserError(f"{flag} {text}: {error}") from None
 
     @property
     def limits(self) -> Row:

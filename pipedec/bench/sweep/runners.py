@@ -23,7 +23,6 @@ from pipedec.cluster.supervisor import Supervisor
 from pipedec.config import ClusterConfig
 from pipedec.core import Metrics, Request
 from pipedec.engine.local import LocalPipeline
-from pipedec.engine.prefill import prefill_chunks
 from pipedec.engine.spec import PipelineSpec
 from pipedec.messages import PromptRequest
 from pipedec.methods import make_options
@@ -117,15 +116,13 @@ class OneProcess(Runner):
         self._next_id += 1
         verdicts = list(self._pipeline.run(request))
         token_ids = tuple(token for verdict in verdicts for token in verdict.tokens)
-        metrics, emulation = self._pipeline.metrics, self._spec.emulation
-        computed_ms = self._pipeline.emulated_ms
-        prefill_ms = 1000 * metrics.prefill_seconds
-        if emulation is not None:
-            prefill_ms = emulation.prefill_ms([len(chunk) for chunk in prefill_chunks(prompt)])
-        decode_ms = 1000 * metrics.decode_seconds if computed_ms is None else computed_ms
+        answer = self._pipeline.last
+        metrics = answer.metrics
+        decode_ms, prefill_ms = 1000 * metrics.decode_seconds, 1000 * metrics.prefill_seconds
+        computed_ms = None if self._spec.emulation is None else decode_ms
         return Measured(
-            len(prompt), token_ids, verdicts[-1].finished, replace(metrics), decode_ms, prefill_ms, computed_ms,
-            logprobs=self._pipeline.logprobs or None,
+            len(prompt), token_ids, verdicts[-1].finished, metrics, decode_ms, prefill_ms, computed_ms,
+            logprobs=answer.logprobs or None,
         )  # fmt: skip
 
 
@@ -208,7 +205,7 @@ class RealProcesses(OnStartedCluster):
         return replace(
             measured,
             decode_ms=measured.decode_ms / slow_motion,
-            prefill_ms=expected.prefill_ms,
+            prefill_ms=measured.prefill_ms / slow_motion,
             computed_ms=expected.computed_ms,
             breakdown=phases and {name: time_ms / slow_motion for name, time_ms in phases.items()},
         )

@@ -11,7 +11,6 @@ from dataclasses import asdict
 from pipedec.bench.record import Row, key_of
 from pipedec.core import Request
 from pipedec.engine.local import LocalPipeline
-from pipedec.engine.prefill import prefill_chunks
 from pipedec.engine.spec import PipelineSpec
 from pipedec.messages import PromptRequest
 from pipedec.methods import make_options
@@ -43,16 +42,19 @@ class ThreadAnswers:
         options = make_options(request.method, request.options)
         verdicts = list(pipeline.run(Request(0, prompt, request.sampling, request.method, options, threads=threads)))
         tokens = [token for verdict in verdicts for token in verdict.tokens]
-        figures = self._sequential(len(prompt), tokens) if rules is None else _threaded(pipeline.sequence)
+        answer = pipeline.last
+        metrics = answer.metrics
+        figures = self._sequential(len(prompt), tokens) if rules is None else _threaded(answer.sequence)
         return {
             "prompt_tokens": len(prompt),
             **figures,
             "finish_reason": verdicts[-1].finished,
-            "timesteps": pipeline.metrics.timesteps,
-            "hits": pipeline.metrics.hits,
-            "misses": pipeline.metrics.misses,
-            **self._times(pipeline, prompt),
-            "fill": pipeline.fill,
+            "timesteps": metrics.timesteps,
+            "hits": metrics.hits,
+            "misses": metrics.misses,
+            "decode_ms": round(1000 * metrics.decode_seconds, 3),
+            "prefill_ms": round(1000 * metrics.prefill_seconds, 3),
+            "fill": pipeline.fill[len(pipeline.fill) - metrics.timesteps :],
         }
 
     def _prompt(self, prompt: str, raw: bool, max_tokens: int, dialect: str) -> tuple[int, ...]:
@@ -64,11 +66,6 @@ class ThreadAnswers:
         if dialect not in self._pipelines:
             self._pipelines[dialect] = LocalPipeline.load(self._spec)
         return self._pipelines[dialect]
-
-    def _times(self, pipeline: LocalPipeline, prompt: tuple[int, ...]) -> Row:
-        assert self._spec.emulation is not None and pipeline.emulated_ms is not None
-        prefill_ms = self._spec.emulation.prefill_ms([len(chunk) for chunk in prefill_chunks(prompt)])
-        return {"decode_ms": round(pipeline.emulated_ms, 3), "prefill_ms": round(prefill_ms, 3)}
 
     def _sequential(self, prompt_tokens: int, tokens: list[int]) -> Row:
         is_text = [token not in self._special for token in tokens]
@@ -84,9 +81,8 @@ def sequential_metrics(prompt_tokens: int, tokens: int, text_tokens: int) -> Thr
     )  # fmt: skip
 
 
-def _threaded(sequence: Sequence | None) -> Row:
+def _threaded(sequence: Sequence) -> Row:
     """The document contains thread paths, not numbers: numbers depend on the order in which threads opened."""
-    assert sequence is not None
     written = sequence.document()
     document = [[list(sequence.threads[token.thread].path), token.token_id] for token in written]
     decoded_text = sum(not token.is_control for token in written[1:])

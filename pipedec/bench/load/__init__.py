@@ -1,0 +1,1 @@
+"""``pipedec bench load``: many requests at once, by how they arrive: what each waits, and what the pipeline yields."""

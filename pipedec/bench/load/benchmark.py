@@ -1,0 +1,154 @@
+"""What a load benchmark runs, in which order, and the rows that it writes: one for each method, load and limit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from statistics import fmean
+
+from pipedec.bench.checks import check_positive
+from pipedec.bench.load.arrivals import AtTimes, Pattern
+from pipedec.bench.load.places import Place
+from pipedec.bench.load.served import Goals, Outcome
+from pipedec.bench.policy.study import Policy
+from pipedec.bench.progress import SweepProgress
+from pipedec.bench.prompts import DrawnPrompt
+from pipedec.bench.record import Row, header
+from pipedec.core import SamplingParams, UserError
+
+SCHEMA = "pipedec.load/1"
+
+
+@dataclass(frozen=True)
+class LoadConfig:
+    """What is measured.
+
+    Attributes:
+        policies: the methods.
+        patterns: the loads; all methods get the same prompts in the same order.
+        requests: of each load; None for four times its concurrency, or 64.
+        max_num_seqs: limits on the requests in the pipeline, each measured with every method and load.
+        intruder: tokens of a prompt that arrives when all other requests have begun; None for none. The row then says how much
+            longer the others took per token while it was prefilled.
+
+    Raises:
+        UserError: there is no load, a number is below 1, or an intruder finds no fixed number of others.
+    """
+
+    policies: tuple[Policy, ...]
+    patterns: tuple[Pattern, ...]
+    requests: int | None = None
+    max_num_seqs: tuple[int, ...] = (64,)
+    goals: Goals = Goals()
+    intruder: int | None = None
+    seed: int = 0
+    sampling: SamplingParams = SamplingParams(max_tokens=64)
+
+    def __post_init__(self) -> None:
+        if not self.patterns:
+            raise UserError("no load: give --concurrency N or --rate R")
+        some = {"--requests": self.requests, "--intruder": self.intruder}
+        check_positive({flag: [1 if value is None else value] for flag, value in some.items()})
+        check_positive({"--max-num-seqs": self.max_num_seqs})
+        if self.intruder is not None and any(pattern.concurrency is None for pattern in self.patterns):
+            raise UserError("--intruder needs a fixed number of others: give --concurrency, and no --rate")
+
+    def count(self, pattern: Pattern) -> int:
+        """Requests of a load; with an intruder, those beside it."""
+        if self.intruder is not None and pattern.concurrency is not None:
+            return pattern.concurrency
+        return self.requests or 4 * (pattern.concurrency or 16)
+
+    @property
+    def most(self) -> int:
+        return max(map(self.count, self.patterns))
+
+    @property
+    def runs(self) -> int:
+        """Answers of all loads."""
+        each = sum(
+            self.count(pattern) * (1 if self.intruder is None else 2) + (self.intruder is not None) for pattern in self.patterns
+        )
+        return each * len(self.policies) * len(self.max_num_seqs)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One load by one method: its row, and what the row was made of."""
+
+    row: Row
+    outcome: Outcome
+
+
+def bench_load(
+    config: LoadConfig,
+    place: Place,
+    prompts: Sequence[DrawnPrompt],
+    progress: SweepProgress,
+    intruder: DrawnPrompt | None = None,
+    on_row: Callable[[Row], None] = lambda row: None,
+) -> list[Measured]:
+    """Offer every load to ``place``, by every method.
+
+    Args:
+        prompts: of the longest load; shorter ones take the first of them.
+        intruder: the prompt of ``config.intruder`` tokens.
+        on_row: receives each row as soon as it is measured.
+    """
+    progress.start(config.runs)
+    first = header("load", {**asdict(config), "clock": place.clock})
+    measured = []
+    for limit in config.max_num_seqs:
+        for pattern in config.patterns:
+            for policy in config.policies:
+                progress.busy(f"{policy.name}, {pattern.label}")
+                one = _one_load(config, place, prompts, progress, intruder, (policy, pattern, limit))
+                measured.append(replace(one, row={"schema": SCHEMA, **first, **one.row}))
+                on_row(measured[-1].row)
+    return measured
+
+
+def _one_load(
+    config: LoadConfig,
+    place: Place,
+    prompts: Sequence[DrawnPrompt],
+    progress: SweepProgress,
+    intruder: DrawnPrompt | None,
+    what: tuple[Policy, Pattern, int],
+) -> Measured:
+    policy, pattern, limit = what
+    count = config.count(pattern)
+    outcome = place.offer(policy, prompts[:count], pattern.arrivals(count, config.seed), limit, progress.row)
+    row: Row = {
+        "policy": policy.name, "method": policy.method, "options": policy.limits, "pattern": asdict(pattern),
+        "max_num_seqs": limit, "clock": place.clock, "cluster": place.cluster,
+        **outcome.figures(pattern.concurrency, config.goals),
+        "served": [asdict(one) for one in outcome.served],
+    }  # fmt: skip
+    if intruder is not None:
+        begun = max(one.events[0][0] for one in outcome.served)
+        arrivals = AtTimes([0.0] * count + [begun])
+        disturbed = place.offer(policy, [*prompts[:count], intruder], arrivals, limit, progress.row)
+        row["intruder"] = disturbance(outcome, disturbed)
+    return Measured(row, outcome)
+
+
+def disturbance(alone: Outcome, disturbed: Outcome) -> Row:
+    """What the last request of ``disturbed`` costs the others, which are those of ``alone``: their time per token while it is
+    prefilled, in ms, and in the same time without it."""
+    *others, late = disturbed.served
+    window = late.submitted, late.events[0][0]
+    during, without = (fmean(_tpot_within(one.events, window) for one in several) for several in (others, alone.served))
+    return {
+        "prompt_tokens": late.prompt_tokens,
+        "ttft_ms": round(1000 * late.ttft, 3),
+        "tpot_ms": round(1000 * during, 3),
+        "tpot_without_ms": round(1000 * without, 3),
+        "ratio": round(during / without, 4),
+    }
+
+
+def _tpot_within(events: Sequence[tuple[float, int]], window: tuple[float, float]) -> float:
+    """Seconds per token in a window; as if there was one if there is none."""
+    begin, end = window
+    return (end - begin) / max(1, sum(tokens for at, tokens in events if begin < at <= end))
