@@ -27,7 +27,7 @@ from pipedec.cluster.local import LocalCluster
 from pipedec.cluster.state import RunningCluster
 from pipedec.core import Completion, PipedecError, RankLost, SamplingParams, SchedulerLost, UserError
 from pipedec.engine.tasks import PREFILL_CHUNK
-from pipedec.messages import PromptRequest
+from pipedec.messages import PromptRequest, RunDescription
 from pipedec.methods import METHOD_NAMES, applicable_options
 from pipedec.scheduler import EmbeddedServer, RedisScheduler, connect
 from pipedec.tracing import SCHEDULER_TRACK
@@ -256,6 +256,8 @@ def test_a_request_that_is_no_object_is_refused(resident: LocalCluster, text: st
 
 def ask_raw(cluster: LocalCluster, text: str) -> None:
     class Raw:
+        priority = 0
+
         def to_json(self) -> str:
             return text
 
@@ -269,8 +271,8 @@ def test_an_idle_cluster_hardly_speaks_to_redis(resident: LocalCluster) -> None:
         after = counted_commands(client)
     calls = {name: count - before.get(name, 0) for name, count in after.items() if count > before.get(name, 0)}
     ranks = len(resident.pids)
-    # A second of a rank: BLPOP, the peers' leases, its own lease, the failure flag. Rank 0 also looks at the run's state.
-    assert sum(calls.values()) <= 2 * (ranks * 5 + 8), calls
+    # A second of a rank: BLPOP, the peers' leases, its own lease, the failure flag. Rank 0 also looks for requests and a failure.
+    assert sum(calls.values()) <= 2 * (ranks * 5 + 10), calls
     assert calls["blpop"] <= 2 * ranks * 2
     assert clients["blocked_clients"] <= ranks
 
@@ -382,7 +384,7 @@ def test_what_a_dead_run_left_does_not_hinder_the_next(pair: Pair) -> None:
     with own_redis() as (server, redis_client):
         dead = RedisScheduler(redis_client, "again", pair.spec(1).topology, lease_ms=300)
         dead.renew_lease(1)
-        dead.open({"groups": [[1]]})
+        dead.open(RunDescription(((1,),), ((0, 8),), "target"))
         dead.abort(1, "went away")
         with LocalCluster(pair.spec(1), redis_url=server.url, run_id="again") as cluster:
             assert len(client_of(cluster).ask(prompt_request("Hello", max_tokens=3, ignore_eos=True)).token_ids) == 3
