@@ -172,7 +172,12 @@ def drive(cluster: LocalCluster, rng: random.Random, count: int) -> None:
 def read_until_ended(client: Client, replies: list[Reply]) -> list[Reply]:
     """The replies in the order in which they ended."""
     ended: list[Reply] = []
-    assert wait_until(lambda: bool(ended.extend(client.read(0.1))) or set(map(id, replies)) <= set(map(id, ended)), 60)
+
+    def all_ended() -> bool:
+        ended.extend(client.read(0.1))
+        return all(reply in ended for reply in replies)
+
+    assert wait_until(all_ended, 60)
     return ended
 
 
