@@ -5,6 +5,5 @@ from pipedec.decoding.controller import TimestepTiming
 from pipedec.decoding.drafter import Drafter
 from pipedec.decoding.experience import Experience
 from pipedec.decoding.method import Method
-from pipedec.decoding.registry import create_method
 
-__all__ = ["Company", "Drafter", "Experience", "Method", "TimestepTiming", "create_method"]
+__all__ = ["Company", "Drafter", "Experience", "Method", "TimestepTiming"]

@@ -27,20 +27,16 @@ class Acceptance:
         self._squares = torch.ones_like(self.weights)  # [W + 1], sums of squared gradients
 
     def log_chances(self, choices: Choices) -> Tensor:
-        """[D, K], log-probability that each choice is accepted, given that its row is; −∞ for NO_TOKEN."""
+        """[F, K], log-probability that each choice is accepted, given that its row is; −∞ for NO_TOKEN."""
         return self._log_probs(choices.token_ids, choices.features)[:, :-1]
 
-    def observe(self, choices: Choices, row: int, token: int) -> bool | None:
-        """Learn that ``token`` was accepted after the tree's ``row``: one step of gradient ascent on its log-probability.
+    def observe(self, choices: Choices, place: int, token: int) -> bool:
+        """Learn that ``token`` was accepted after row ``place``: one step of gradient ascent on its log-probability.
 
         Returns:
-            whether the token was among the row's choices; None if the row was never drafted, so that nothing is learned.
+            whether the token was among the row's choices.
         """
-        found = torch.nonzero(choices.rows == row)
-        if not len(found):
-            return None
-        index = int(found[0, 0])
-        token_ids, features = choices.token_ids[index : index + 1], choices.features[index]
+        token_ids, features = choices.token_ids[place : place + 1], choices.features[place]
         residual = self._log_probs(token_ids, features[None])[0].exp_().neg_()
         proposed = torch.nonzero(token_ids[0] == token)
         was_proposed = len(proposed) > 0
@@ -51,7 +47,7 @@ class Acceptance:
         return was_proposed
 
     def _log_probs(self, token_ids: Tensor, features: Tensor) -> Tensor:
-        """[D, K + 1], the last for "none of the choices"."""
+        """[F, K + 1], the last for "none of the choices"."""
         scores = features @ self.weights[:-1]
         scores[:, -1] += self.weights[-1]
         scores[:, :-1].masked_fill_(token_ids == NO_TOKEN, -torch.inf)

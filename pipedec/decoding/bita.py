@@ -54,6 +54,11 @@ class Bita:
     def has_entered(self) -> bool:
         return self._root is None
 
+    @property
+    def wanted(self) -> int:
+        """The root and, at most, all rows that there is room for."""
+        return 0 if self._root is None else self.room
+
     def draft(self) -> Drafting:
         """Nothing: the stages compute the forecast."""
         return nothing_to_draft()

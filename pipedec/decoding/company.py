@@ -11,13 +11,20 @@ import torch
 from torch import Tensor
 
 from pipedec.core import Request, Step, UserError, Verdict
-from pipedec.decoding.controller import TimestepTiming
-from pipedec.decoding.drafter import Drafter
+from pipedec.decoding.budget import Budget, Claim, Wish
+from pipedec.decoding.context import DraftRoom, MethodContext
+from pipedec.decoding.controller import Entered, TimestepTiming
+from pipedec.decoding.drafter import Drafter, RequestDrafter
 from pipedec.decoding.experience import Experience
 from pipedec.decoding.lockstep import in_lockstep, resumed
 from pipedec.decoding.method import Method
 from pipedec.decoding.registry import create_method
+from pipedec.decoding.scoring import Scoring
 from pipedec.threads import Sequence, single_thread
+from pipedec.tree import Candidates, DraftRows
+
+DRAFTED_ROWS = 16  # of one forward for one request: more make no answer faster
+DRAFT_KNEE = 64  # rows of one draft forward for all requests
 
 
 @dataclass
@@ -26,11 +33,33 @@ class _Member:
 
     Attributes:
         prompt: int64, what of the prompt has yet to enter, and the masks behind it.
+        undrafted: int64, what of the prompt has entered and is not in the draft model's cache.
     """
 
     request: Request
     method: Method
     prompt: Tensor = field(repr=False)
+    undrafted: Tensor = field(repr=False)
+
+    @property
+    def is_prefilling(self) -> bool:
+        return len(self.prompt) > 0
+
+    def claim(self, whole_prompts: bool) -> Claim:
+        number, priority, rows = self.request.number, self.request.priority, len(self.prompt)
+        if not rows:
+            return Claim(number, priority, self.method.wish())
+        tail = 1 + self.method.masks.count  # the masks enter with the last token
+        if whole_prompts or rows <= tail:
+            return Claim(number, priority, Wish(whole=rows))
+        return Claim(number, priority, prompt=rows, tail=tail)
+
+    def next_chunk(self, rows: int) -> Step:
+        """Take the next chunk of the prompt."""
+        chunk, self.prompt = self.prompt[:rows], self.prompt[rows:]
+        if self.method.has_drafter:
+            self.undrafted = torch.cat((self.undrafted, chunk))
+        return Step(chunk, torch.full_like(chunk, -1))
 
 
 class Company:
@@ -39,7 +68,7 @@ class Company:
     Args:
         passage: timesteps that a row takes to pass through the pipeline.
         drafter: None without a draft model.
-        device: of the rows that enter.
+        device: of the rows that enter, and of the draft model.
         trained_masks: mask rows that the target's BiTA was trained with; 0 if it has none.
         knee: rows that the stages compute in about the time of one.
         experience: what earlier requests have taught.
@@ -61,10 +90,12 @@ class Company:
         self._drafter = drafter
         self._device = device
         self._trained_masks = trained_masks
-        self._knee = knee
+        self._budget = Budget(knee)
         self._experience = experience or Experience(passage)
+        self._controller = self._experience.controller
+        self._scoring = Scoring(device)
+        self._draft_room = DraftRoom()
         self._members: dict[int, _Member] = {}  # by request, in order of arrival
-        self._chunks: dict[int, Tensor] = {}  # by request, the part of its prompt that enters now, for the draft model
 
     def check(self, request: Request) -> None:
         """Whether the method of ``request`` can run here.
@@ -88,7 +119,7 @@ class Company:
         method = self._method(request, sequence)
         masks = range(-1, -1 - method.masks.count, -1)
         prompt = torch.tensor([*request.prompt_token_ids, *masks], dtype=torch.int64, device=self._device)
-        self._members[request.number] = _Member(request, method, prompt)
+        self._members[request.number] = _Member(request, method, prompt, prompt[:0])
         if self._drafter is not None and method.has_drafter:
             self._drafter.open(request.number, sequence)
         return method
@@ -104,44 +135,96 @@ class Company:
     def close(self, number: int) -> None:
         """Forget a request, which has ended or was cancelled."""
         member = self._members.pop(number, None)
-        self._chunks.pop(number, None)
+        self._budget.forget(number)
         if member is not None and self._drafter is not None and member.method.has_drafter:
             self._drafter.close(number)
 
     def propose(self) -> dict[int, Step]:
         """By request, the rows that enter at the next timestep: chunks of prompts, and rows of trees."""
-        self._chunks = {}
-        steps = {}
-        for number, member in self._members.items():
-            step = self._next_chunk(number, member) if len(member.prompt) else member.method.propose()
-            if step is not None:
+        claims = [member.claim(self.whole_prompts) for member in self._members.values()]
+        shares = self._budget.share(claims, self._controller.pays)
+        steps: dict[int, Step] = {}
+        prompt_rows = 0
+        for number, rows in shares.items():
+            member = self._members[number]
+            if member.is_prefilling:
+                steps[number] = member.next_chunk(rows)
+                prompt_rows += rows
+            elif (step := member.method.propose(rows)) is not None:
                 steps[number] = step
+        self._controller.record_entered(Entered(sum(step.num_rows for step in steps.values()), prompt_rows, self._num_tuned()))
         return steps
 
     def draft(self) -> None:
         """Rank 0's compute phase: the draft model's forwards, each for all requests."""
-        chunks, self._chunks = self._chunks, {}
-        drafting = in_lockstep([member.method.draft() for member in self._members.values() if not len(member.prompt)])
-        requested = next(drafting, None)
+        chunks = self._next_draft_chunks()
+        drafting = [each.method for each in self._members.values() if not each.is_prefilling and not len(each.undrafted)]
+        self._set_draft_room(sum(method.has_drafter for method in drafting))
+        rounds = in_lockstep([method.draft() for method in drafting])
+        requested = next(rounds, None)
         while requested is not None or chunks:
-            assert self._drafter is not None
-            candidates, chunks = self._drafter.expand(requested or [], chunks), {}
-            requested = None if requested is None else resumed(drafting, candidates)
+            candidates, chunks = self._expand(requested or [], chunks), {}
+            requested = None if requested is None else resumed(rounds, candidates)
 
     def observe(self, timing: TimestepTiming) -> None:
         """Learn how long a timestep of the full pipeline took."""
-        for member in self._members.values():
-            member.method.observe(timing)
+        self._controller.record_timestep(timing)
 
     def _method(self, request: Request, sequence: Sequence) -> Method:
-        return create_method(request, sequence, self._drafter, self._experience, self._device, self._trained_masks)
+        drafter = None if self._drafter is None else RequestDrafter(self._drafter, request.number)
+        return create_method(
+            MethodContext(
+                request,
+                sequence,
+                drafter,
+                self._experience,
+                self._scoring,
+                self._draft_room,
+                self._device,
+                self._trained_masks,
+            )
+        )
 
-    def _next_chunk(self, number: int, member: _Member) -> Step:
-        """Take the next chunk of a prompt."""
-        ends = member.method.masks.count  # masks follow the last chunk
-        rows = len(member.prompt)
-        count = rows if self.whole_prompts or rows - ends <= self._knee else self._knee
-        chunk, member.prompt = member.prompt[:count], member.prompt[count:]
-        if member.method.has_drafter:
-            self._chunks[number] = chunk
-        return Step(chunk, torch.full_like(chunk, -1))
+    def _num_tuned(self) -> int:
+        """The number of running requests if all of them leave it to the controller how much to speculate, else 0."""
+        running = [member.method for member in self._members.values() if not member.is_prefilling]
+        return len(running) if all(method.is_tuned for method in running) else 0
+
+    def _next_draft_chunks(self) -> dict[int, Tensor]:
+        """Take what the draft model computes of prompts in this timestep; nothing of those for which it is not used now."""
+        chunks: dict[int, Tensor] = {}
+        room = self._budget.knee
+        for number, member in self._members.items():
+            if member.method.is_tuned and not self._controller.is_speculating:
+                continue
+            count = len(member.undrafted) if self.whole_prompts else min(len(member.undrafted), room)
+            if count:
+                chunks[number], member.undrafted = member.undrafted[:count], member.undrafted[count:]
+                room -= count
+        return chunks
+
+    def _set_draft_room(self, num_drafting: int) -> None:
+        """The draft model's rows are shared evenly by the requests that use it."""
+        self._draft_room.forwards = self._controller.forwards
+        self._draft_room.rows = min(max(DRAFT_KNEE // max(num_drafting, 1), 1), DRAFTED_ROWS)
+        self._draft_room.min_chance = self._budget.refused
+
+    def _expand(self, requested: list[DraftRows], chunks: dict[int, Tensor]) -> list[Candidates]:
+        """The candidates for ``requested``: one forward, or several if there are more rows than one should compute."""
+        candidates: list[Candidates] = []
+        while requested or chunks:
+            assert self._drafter is not None
+            count = _fitting(requested)
+            candidates += self._drafter.expand(requested[:count], chunks)
+            requested, chunks = requested[count:], {}
+        return candidates
+
+
+def _fitting(requested: list[DraftRows]) -> int:
+    """How many of these entries one forward computes: at least one."""
+    rows = 0
+    for count, entry in enumerate(requested):
+        rows += len(entry.rows)
+        if rows > DRAFT_KNEE and count:
+            return count
+    return len(requested)

@@ -9,7 +9,23 @@ import torch
 from pipedec.core import Request
 from pipedec.decoding.drafter import RequestDrafter, ThreadDrafter
 from pipedec.decoding.experience import Experience
+from pipedec.decoding.scoring import Scoring
 from pipedec.threads import Sequence
+
+
+@dataclass
+class DraftRoom:
+    """How much of the draft model's forwards each request may use in this timestep.
+
+    Attributes:
+        forwards: of requests that leave their number to be tuned.
+        rows: of each forward.
+        min_chance: of a row that is drafted: what it proposes is less probable, and would not enter anyway.
+    """
+
+    forwards: int = 2
+    rows: int = 16
+    min_chance: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -20,6 +36,8 @@ class MethodContext:
         sequence: the answer's threads; policies and members only read it.
         drafter: the draft model; None if there is none.
         experience: what earlier answers have taught.
+        scoring: of what draft sources propose, for all requests together.
+        draft_room: the same object for all requests.
         trained_masks: mask rows that the target's BiTA was trained with; 0 if it has none.
     """
 
@@ -27,6 +45,8 @@ class MethodContext:
     sequence: Sequence
     drafter: RequestDrafter | None
     experience: Experience
+    scoring: Scoring
+    draft_room: DraftRoom
     device: torch.device | str = "cpu"
     trained_masks: int = 0
 

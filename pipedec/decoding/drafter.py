@@ -9,7 +9,7 @@ from typing import Protocol
 from torch import Tensor
 
 from pipedec.threads import Sequence as ThreadSequence
-from pipedec.tree import Advance, Candidates, DraftRows, PredictionTree
+from pipedec.tree import Candidates, DraftRows, DraftTree, RowChanges
 
 
 class Drafter(Protocol):
@@ -37,7 +37,7 @@ class Drafter(Protocol):
             the candidates for each entry of ``requested``.
         """
 
-    def advance(self, number: int, thread: int, advance: Advance) -> None:
+    def advance(self, number: int, thread: int, changes: RowChanges) -> None:
         """Follow the tree of a thread of a request, which was advanced."""
 
     def threads_changed(self, number: int) -> None:
@@ -51,12 +51,12 @@ class RequestDrafter:
     drafter: Drafter
     number: int
 
-    def rows(self, thread: int, tree: PredictionTree, rows: Tensor, children: int) -> DraftRows:
-        """What asks for the ``children`` most probable children of each of ``rows`` (int64 [F], ascending)."""
+    def rows(self, thread: int, tree: DraftTree, rows: Sequence[int], children: int) -> DraftRows:
+        """What asks for the ``children`` most probable children of each of ``rows``, which are ascending."""
         return DraftRows(self.number, thread, tree, rows, children)
 
-    def advance(self, thread: int, advance: Advance) -> None:
-        self.drafter.advance(self.number, thread, advance)
+    def advance(self, thread: int, changes: RowChanges) -> None:
+        self.drafter.advance(self.number, thread, changes)
 
     def threads_changed(self) -> None:
         self.drafter.threads_changed(self.number)
@@ -69,8 +69,8 @@ class ThreadDrafter:
     drafter: RequestDrafter
     thread: int
 
-    def rows(self, tree: PredictionTree, rows: Tensor, children: int) -> DraftRows:
+    def rows(self, tree: DraftTree, rows: Sequence[int], children: int) -> DraftRows:
         return self.drafter.rows(self.thread, tree, rows, children)
 
-    def advance(self, advance: Advance) -> None:
-        self.drafter.advance(self.thread, advance)
+    def advance(self, changes: RowChanges) -> None:
+        self.drafter.advance(self.thread, changes)

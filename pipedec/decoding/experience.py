@@ -12,7 +12,6 @@ from pipedec.core import MaskParams, MethodOptions, Request, SamplingParams
 from pipedec.decoding.acceptance import Acceptance
 from pipedec.decoding.candidates import RankChances
 from pipedec.decoding.controller import Controller
-from pipedec.methods import BestFirstOptions, options_of
 
 _MAX_KEPT = 64  # entries of each kind
 _T = TypeVar("_T")
@@ -24,19 +23,18 @@ class Experience:
 
     Args:
         passage: number of timesteps that a row takes to pass through the pipeline.
+
+    Attributes:
+        controller: of all requests.
     """
 
     def __init__(self, passage: int) -> None:
-        self._passage = passage
+        self.controller = Controller(passage)
         self._acceptances: dict[_Key, Acceptance] = {}
-        self._controllers: dict[_Key, Controller] = {}
         self._rank_chances: dict[_Key, RankChances] = {}
 
     def acceptance(self, request: Request, prior: tuple[float, ...], device: torch.device | str) -> Acceptance:
         return _kept(self._acceptances, _key(request), lambda: Acceptance(prior, device))
-
-    def controller(self, request: Request) -> Controller:
-        return _kept(self._controllers, _key(request), lambda: Controller(options_of(request, BestFirstOptions), self._passage))
 
     def rank_chances(self, request: Request, masks: MaskParams) -> RankChances:
         return _kept(self._rank_chances, _key(request), lambda: RankChances(masks))

@@ -2,145 +2,255 @@
 
 Knows the probability that each row and choice is accepted (its *chance*), and selects the most probable ones to be drafted or to
 enter. The trees of the stages hold only the rows that entered, in order of entry; this class translates between the two
-numberings. It knows no draft source and no clock. Shapes: N rows, D of them drafted, K choices for each of these.
+numberings. It knows no draft source and no clock.
+
+Everything is on the host: a tree changes by a few rows at a time, for which a device is slower than Python.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from heapq import heapify, heappop, heapreplace
+from itertools import islice
+from typing import NamedTuple
 
-import torch
-from torch import Tensor
-
-from pipedec.core import Step
-from pipedec.decoding.choices import Choices, ChoiceTable
-from pipedec.tree import Advance, PredictionTree
+from pipedec.decoding.choices import Choices, Line
+from pipedec.tree import Gaps, RowChanges
 
 _NOT_ENTERED = -1
 _MIN_LOSS = 1e-4  # the log-chance of a choice is at least this much below its row's, so no row is taken before its parent
+
+
+class _Row:
+    """A row of the tree.
+
+    Attributes:
+        log_chance: of the path from the first root on; the root's is to be subtracted.
+        gap: positions left empty behind it.
+        index: in the tree.
+        number: in the stages' trees.
+        line: the choices below it, and ``taken`` how many of them are rows; None until it is drafted.
+    """
+
+    __slots__ = ("children", "gap", "index", "line", "log_chance", "number", "parent", "position", "taken", "token")
+
+    def __init__(self, token: int, parent: _Row | None, log_chance: float, position: int) -> None:
+        self.token = token
+        self.parent = parent
+        self.log_chance = log_chance
+        self.position = position
+        self.gap = 0
+        self.index = 0
+        self.number = _NOT_ENTERED
+        self.line: Line | None = None
+        self.taken = 0
+        self.children: dict[int, _Row] = {}
+
+    def next_log_chance(self) -> float:
+        """Of its most probable choice that is no row."""
+        assert self.line is not None
+        return self.log_chance + min(self.line.log_chances[self.taken], -_MIN_LOSS)
+
+
+class Lesson(NamedTuple):
+    """An accepted token that follows a drafted row: ``choices`` were proposed there, in row ``place``."""
+
+    choices: Choices
+    place: int
+    token: int
 
 
 class InjectionTree:
     """A prediction tree whose rows are drafted and enter in order of decreasing chance.
 
     Attributes:
-        tree: the rows, with the numbering of rank 0.
+        root_position: position id of the root, also of one still to come.
+        gaps: positions left empty after rows; None if there are none.
     """
 
-    def __init__(self, device: torch.device | str = "cpu") -> None:
-        self.tree = PredictionTree(device)
-        self._numbers = torch.zeros(0, dtype=torch.int64, device=device)  # [N], row in the stages' trees
+    def __init__(self) -> None:
+        self.root_position = 0
+        self.gaps: Gaps | None = None
+        self._rows: list[_Row] = []
         self._num_entered = 0
-        self._log_chances = torch.zeros(0, device=device)  # [N], log-chance of the path from the root to each row
-        self._is_drafted = torch.zeros(0, dtype=torch.bool, device=device)  # [N]
-        self._table = ChoiceTable(device)
 
-    def plant(self, token: int) -> None:
-        """Make an accepted token the root of the empty tree. It has yet to be drafted and to enter."""
-        self.tree.plant(token)
-        self._add_rows(self._log_chances.new_zeros(1))
-
-    def undrafted(self, count: int) -> Tensor:
-        """Take the ``count`` most probable rows that are not drafted, and mark them as drafted: int64, ascending."""
-        rows = self._take(self._is_drafted, count)
-        self._is_drafted[rows] = True
-        return rows
-
-    def add(self, choices: Choices, log_chances: Tensor) -> None:
-        """Add the choices of F rows that were just drafted.
-
-        Args:
-            log_chances: [F, K], log-probability that each choice is accepted, given that its row is.
-        """
-        self._table.add(choices, log_chances.clamp(max=-_MIN_LOSS) + self._log_chances[choices.rows, None])
-
-    def enter(self, count: int) -> tuple[Step | None, Tensor]:
-        """Let the ``count`` most probable rows that have not entered enter.
-
-        Returns:
-            the step, with parents in the numbering of the stages, None if there are no such rows; and the chances of its rows.
-        """
-        rows = self._take(self._numbers != _NOT_ENTERED, count)
-        if not len(rows):
-            return None, self._log_chances[rows]
-        first = self._num_entered
-        self._num_entered += len(rows)
-        self._numbers[rows] = torch.arange(first, self._num_entered, device=rows.device)
-        parents = self._numbers[self.tree.parents[rows]]
-        if not first:
-            parents[0] = -1  # the root is the first row that enters
-        return Step(self.tree.token_ids[rows], parents), self._log_chances[rows].exp()
-
-    def advance(self, tokens: Sequence[int]) -> tuple[Advance, Choices]:
-        """Accept ``tokens``; also returns the choices below the committed rows, with their numbers before the verdict."""
-        advance = self.tree.advance(tokens)
-        choices = self._table.of(advance.committed)
-        self._follow(advance)
-        return advance, choices
-
-    def cut(self) -> Advance:
-        """Drop all rows."""
-        advance = self.tree.clear()
-        self._follow(advance)
-        return advance
+    @property
+    def num_rows(self) -> int:
+        return len(self._rows)
 
     @property
     def root_has_entered(self) -> bool:
         """Whether there is a root and it has entered the pipeline."""
         return self._num_entered > 0
 
-    def undrafted_chances(self, count: int) -> Tensor:
+    def tokens_of(self, rows: Sequence[int]) -> list[int]:
+        """The token ids of ``rows``."""
+        return [self._rows[row].token for row in rows]
+
+    def positions_of(self, rows: Sequence[int]) -> list[int]:
+        """The position ids of ``rows``."""
+        return [self._rows[row].position for row in rows]
+
+    def ancestors_of(self, row: int) -> list[int]:
+        """``row`` itself, its parent, and so on up to the root."""
+        return [above.index for above in _upwards(self._rows[row])]
+
+    def path(self, row: int) -> list[int]:
+        """The tokens on the path from below the root to ``row``, inclusive."""
+        return [above.token for above in _upwards(self._rows[row])][-2::-1]
+
+    def set_root_position(self, root_position: int, gap: int) -> None:
+        """Set the position id of the root, also of one still to come, and the number of positions left empty after it."""
+        if self._rows:
+            moved = root_position - self._rows[0].position
+            self._rows[0].gap = gap
+            for row in self._rows if moved else ():
+                row.position += moved
+        self.root_position = root_position
+
+    def plant(self, token: int) -> None:
+        """Make an accepted token the root of the empty tree. It has yet to be drafted and to enter."""
+        self._add(_Row(token, None, 0.0, self.root_position))
+
+    def undrafted(self, count: int, min_log_chance: float = -float("inf")) -> list[int]:
+        """The ``count`` most probable rows that are not drafted, ascending. ``add`` must follow.
+
+        Args:
+            min_log_chance: of a row that is drafted.
+        """
+        best = islice(self._ranked(self._undrafted()), count)
+        found = [(row, is_choice) for log_chance, row, is_choice in best if log_chance >= min_log_chance]
+        return sorted(self._taken(row, is_choice).index for row, is_choice in found)
+
+    def undrafted_chances(self) -> Iterator[float]:
         """The log-chances of the rows that ``undrafted`` would return, best first."""
-        return self._best(self._is_drafted, count)[0]
+        return (log_chance for log_chance, _, _ in self._ranked(self._undrafted()))
 
-    def entering_chances(self, count: int) -> Tensor:
+    def add(self, rows: Sequence[int], lines: Sequence[Line]) -> None:
+        """Add the choices of rows that were just drafted."""
+        for row, line in zip(rows, lines, strict=True):
+            self._rows[row].line = line
+
+    def entering_chances(self) -> Iterator[float]:
         """The log-chances of the rows that ``enter`` would take, best first."""
-        return self._best(self._numbers != _NOT_ENTERED, count)[0]
+        return (log_chance for log_chance, _, _ in self._ranked(self._not_entered()))
 
-    def _follow(self, advance: Advance) -> None:
-        """Prune everything that is stored per row or per choice."""
-        kept = advance.kept
-        numbers, log_chances = self._numbers[kept], self._log_chances[kept]
-        self._is_drafted = self._is_drafted[kept]
-        self._log_chances = log_chances - log_chances[:1]  # relative to the new root, which is certain
-        self._table.advance(advance, log_chances[:1])
-        remains = self._is_drafted.new_zeros(self._num_entered + 1)  # the last entry stands for rows that have not entered
-        remains[numbers] = True
-        remains[-1] = False
-        new_numbers = remains.cumsum(0)
-        self._num_entered = int(new_numbers[-1])
-        self._numbers = torch.where(numbers == _NOT_ENTERED, _NOT_ENTERED, new_numbers[numbers] - 1)
-
-    def _best(self, is_taken: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """The ``count`` most probable of all choices and of the rows that are not taken (``is_taken``: bool [N]), best first.
+    def enter(self, count: int) -> tuple[list[int], list[int]]:
+        """Let the ``count`` most probable rows that have not entered enter.
 
         Returns:
-            their log-chances, and their indices into the N rows followed by the D · K choices.
+            their token ids, and their parents in the numbering of the stages.
         """
-        log_chances = torch.cat((self._log_chances.masked_fill(is_taken, -torch.inf), self._table.log_chances))
-        best = log_chances.topk(min(count, len(log_chances)))
-        exists = best.values > -torch.inf
-        return best.values[exists], best.indices[exists]
+        best = list(islice(self._ranked(self._not_entered()), count))
+        rows = sorted((row for _, row, is_choice in best if not is_choice), key=lambda row: row.index)
+        rows += [self._taken(row, True) for _, row, is_choice in best if is_choice]
+        for number, row in enumerate(rows, start=self._num_entered):
+            row.number = number
+        self._num_entered += len(rows)
+        return [row.token for row in rows], [-1 if row.parent is None else row.parent.number for row in rows]
 
-    def _take(self, is_taken: Tensor, count: int) -> Tensor:
-        """The rows selected by ``_best``, int64, ascending; selected choices become rows."""
-        num_rows = self.tree.num_rows
-        _, best = self._best(is_taken, count)
-        is_row = best < num_rows
-        rows = best[is_row].sort().values
-        if len(rows) == len(best):
-            return rows
-        return torch.cat((rows, self._become_rows(best[~is_row] - num_rows)))
+    def advance(self, tokens: Sequence[int]) -> tuple[RowChanges, bool, list[Lesson]]:
+        """Accept ``tokens``.
 
-    def _become_rows(self, chosen: Tensor) -> Tensor:
-        """Turn choices (int64, indices into all D · K) into rows of the tree; returns these rows."""
-        parents, token_ids, log_chances = self._table.take(chosen)
-        rows = self.tree.append(token_ids, parents)
-        self._add_rows(log_chances)
-        return torch.arange(rows.start, rows.stop, device=chosen.device)
+        Returns:
+            what that changes; whether the last token was a row, so that its subtree remains; and what was to be learned.
 
-    def _add_rows(self, log_chances: Tensor) -> None:
-        count = len(log_chances)
-        self._numbers = torch.cat((self._numbers, self._numbers.new_full((count,), _NOT_ENTERED)))
-        self._log_chances = torch.cat((self._log_chances, log_chances))
-        self._is_drafted = torch.cat((self._is_drafted, self._is_drafted.new_zeros(count)))
+        Raises:
+            ValueError: a token other than the last is no row, so the verdict belongs to another tree.
+        """
+        committed: list[_Row] = []
+        row = self._rows[0] if self._rows else None
+        for token in tokens:
+            if row is None and (committed or len(tokens) > 1):
+                raise ValueError(f"verdict {list(tokens)} does not follow the tree")
+            if row is not None:
+                committed.append(row)
+                row = row.children.get(token)
+        lessons = [
+            Lesson(above.line.choices, above.line.place, token)
+            for above, token in zip(committed, tokens, strict=False)
+            if above.line is not None and above.line.choices is not None
+        ]
+        return self._keep(committed, row), row is not None, lessons
+
+    def cut(self) -> RowChanges:
+        """Drop all rows."""
+        return self._keep([], None)
+
+    def _keep(self, committed: list[_Row], root: _Row | None) -> RowChanges:
+        """Commit some rows, which are a path from the root, and drop all others but the subtree of ``root``."""
+        num_rows, kept = len(self._rows), [] if root is None else sorted(_subtree(root), key=lambda row: row.index)
+        changes = RowChanges(
+            [row.index for row in committed], [row.token for row in committed], [row.index for row in kept], num_rows
+        )
+        if root is not None:
+            root.parent = None
+            self.root_position = root.position
+        elif committed:
+            self.root_position = committed[-1].position + committed[-1].gap + 1
+        self._rows = kept
+        for index, row in enumerate(kept):
+            row.index = index
+        entered = sorted((row for row in kept if row.number != _NOT_ENTERED), key=lambda row: row.number)
+        self._num_entered = len(entered)
+        for number, row in enumerate(entered):
+            row.number = number
+        return changes
+
+    def _undrafted(self) -> list[_Row]:
+        return [row for row in self._rows if row.line is None]
+
+    def _not_entered(self) -> list[_Row]:
+        return [row for row in self._rows if row.number == _NOT_ENTERED]
+
+    def _ranked(self, rows: list[_Row]) -> Iterator[tuple[float, _Row, bool]]:
+        """``rows`` and all choices, best first: the log-chance, then the row, or the row above the choice and True."""
+        if not self._rows:
+            return
+        first = self._rows[0].log_chance
+        heap = [(first - row.log_chance, False, row.index, 0, row) for row in rows]
+        for row in self._rows:
+            if row.line is not None and row.taken < len(row.line.log_chances):
+                heap.append((first - row.next_log_chance(), True, row.index, row.taken, row))
+        heapify(heap)
+        while heap:
+            cost, is_choice, index, place, row = heap[0]
+            yield -cost, row, is_choice
+            if is_choice and row.line is not None and place + 1 < len(row.line.log_chances):
+                below = row.log_chance + min(row.line.log_chances[place + 1], -_MIN_LOSS)
+                heapreplace(heap, (first - below, True, index, place + 1, row))
+            else:
+                heappop(heap)
+
+    def _taken(self, row: _Row, is_choice: bool) -> _Row:
+        """``row``, or the most probable choice below it, which becomes a row."""
+        if not is_choice:
+            return row
+        assert row.line is not None
+        token = row.line.token_ids[row.taken]
+        below = _Row(token, row, row.next_log_chance(), row.position + row.gap + 1)
+        row.taken += 1
+        row.children[token] = below
+        self._add(below)
+        if self.gaps is not None and self.gaps.may_follow(token):
+            below.gap = self.gaps.after(self.path(below.index))
+        return below
+
+    def _add(self, row: _Row) -> None:
+        row.index = len(self._rows)
+        self._rows.append(row)
+
+
+def _upwards(row: _Row | None) -> Iterator[_Row]:
+    """``row`` and the rows above it, up to the root."""
+    while row is not None:
+        yield row
+        row = row.parent
+
+
+def _subtree(row: _Row) -> list[_Row]:
+    """``row`` and all rows below it."""
+    found = [row]
+    for above in found:
+        found += above.children.values()
+    return found

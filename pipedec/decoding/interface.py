@@ -5,17 +5,17 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 from pipedec.core import Accepted, MaskParams, Step
-from pipedec.decoding.controller import TimestepTiming
+from pipedec.decoding.budget import Wish
 from pipedec.decoding.drafter import RequestDrafter
 from pipedec.decoding.lockstep import Drafting
-from pipedec.tree import PredictionTree
+from pipedec.tree import RootedTree
 
 
 class Member(Protocol):
     """What a policy keeps for one running or waiting thread."""
 
     @property
-    def tree(self) -> PredictionTree | None:
+    def tree(self) -> RootedTree | None:
         """Its tree; None if it has none."""
 
     @property
@@ -43,10 +43,6 @@ class Policy(Protocol):
         """The mask rows behind the prompt and behind rows of steps."""
 
     @property
-    def rows(self) -> int:
-        """Maximum rows of a step, as far as the options of the method limit them."""
-
-    @property
     def drafter(self) -> RequestDrafter | None:
         """The draft model, if it uses one."""
 
@@ -56,8 +52,16 @@ class Policy(Protocol):
     def draft(self, running: dict[int, Any]) -> Drafting:
         """What the draft model is to compute while the stages compute."""
 
-    def propose(self, running: dict[int, Any], room: int) -> list[tuple[int, Step]]:
-        """The rows that enter at the next timestep, at most ``room`` if several threads run: (thread number, step)."""
+    @property
+    def largest(self) -> int:
+        """Maximum rows of a step that enters whole; 0 if its rows may enter one by one."""
 
-    def observe(self, timing: TimestepTiming) -> None:
-        """Learn from the timing of a timestep of the full pipeline."""
+    @property
+    def is_tuned(self) -> bool:
+        """Whether it leaves the number of its rows to what is measured."""
+
+    def wish(self, running: dict[int, Any]) -> Wish:
+        """What it would let enter at the next timestep."""
+
+    def propose(self, running: dict[int, Any], room: int) -> list[tuple[int, Step]]:
+        """The rows that enter at the next timestep: (thread number, step). At most ``room``."""

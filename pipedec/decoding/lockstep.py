@@ -20,14 +20,21 @@ def nothing_to_draft() -> Drafting:
 
 
 def in_lockstep(several: Iterable[Drafting]) -> Drafting:
-    """Run ``several`` side by side: the n-th requests of all of them are one."""
-    asking = [(one, rows) for one in several if (rows := next(one, None)) is not None]
+    """Run ``several`` side by side: the n-th requests of all of them are one.
+
+    One that yields no rows at all waits until all others have got their candidates, too.
+    """
+    asking = _after_waiting([(one, next(one, None)) for one in several])
     while asking:
         found = iter((yield [entry for _, rows in asking for entry in rows]))
-        answers = [list(islice(found, len(rows))) for _, rows in asking]
-        asking = [
-            (one, rows) for (one, _), answer in zip(asking, answers, strict=True) if (rows := resumed(one, answer)) is not None
-        ]
+        asking = _after_waiting([(one, resumed(one, list(islice(found, len(rows))))) for one, rows in asking])
+
+
+def _after_waiting(asking: list[tuple[Drafting, list[DraftRows] | None]]) -> list[tuple[Drafting, list[DraftRows]]]:
+    """Those that want rows, once those that waited for others have gone on."""
+    while any(rows == [] for _, rows in asking):
+        asking = [(one, resumed(one, []) if rows == [] else rows) for one, rows in asking]
+    return [(one, rows) for one, rows in asking if rows is not None]
 
 
 def resumed(drafting: Drafting, candidates: list[Candidates]) -> list[DraftRows] | None:

@@ -6,10 +6,12 @@ from collections.abc import Callable
 from typing import Protocol
 
 from pipedec.core import MaskParams, Step
+from pipedec.decoding.budget import Wish
 from pipedec.decoding.context import MethodContext
-from pipedec.decoding.controller import TimestepTiming
 from pipedec.decoding.interface import Member
 from pipedec.decoding.lockstep import Drafting, in_lockstep
+
+ROWS_OF_SEVERAL_THREADS = 128  # rows of a step that running threads share; more if the method's own options allow one thread more
 
 
 class ThreadMember(Member, Protocol):
@@ -23,6 +25,10 @@ class ThreadMember(Member, Protocol):
 
     @property
     def masks(self) -> MaskParams: ...
+
+    @property
+    def wanted(self) -> int:
+        """Rows of its next step, at most: they enter together or not at all. 0 if there is none."""
 
     def draft(self) -> Drafting:
         """What the draft model is to compute below rows in flight, or for the rows that enter next."""
@@ -43,8 +49,9 @@ class Members:
         self._kind = kind
         first = kind(context, 0)
         self.masks = first.masks
-        self.rows = first.room
+        self.largest = max(first.room, ROWS_OF_SEVERAL_THREADS)
         self.drafter = context.drafter
+        self.is_tuned = False
         self._next_thread = 0  # the thread that is served first in the next timestep, if the rows did not suffice for all
 
     def create(self, number: int) -> ThreadMember:
@@ -52,6 +59,9 @@ class Members:
 
     def draft(self, running: dict[int, ThreadMember]) -> Drafting:
         return in_lockstep(member.draft() for member in running.values())
+
+    def wish(self, running: dict[int, ThreadMember]) -> Wish:
+        return Wish(whole=min(sum(member.wanted for member in running.values()), self.largest))
 
     def propose(self, running: dict[int, ThreadMember], room: int) -> list[tuple[int, Step]]:
         share = max(room // max(len(running), 1), 1)
@@ -77,6 +87,3 @@ class Members:
         if parent is None or parent not in running or parent in entering or threads[parent].num_tokens > opened_at:
             return True
         return running[parent].has_entered
-
-    def observe(self, timing: TimestepTiming) -> None:
-        """Nothing to adapt: the limits of all members are fixed."""

@@ -6,17 +6,17 @@ one thread is an answer whose sequence cannot fork.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from pipedec.core import MaskParams, Step, Verdict
-from pipedec.decoding.controller import TimestepTiming
+from pipedec.decoding.budget import Wish
 from pipedec.decoding.interface import Member, Policy
 from pipedec.decoding.lockstep import Drafting
 from pipedec.forest import Remaining, ThreadChanges, apply_verdict, position_root
 from pipedec.threads import Sequence, State
 from pipedec.tree import is_mask
-
-ROWS_OF_SEVERAL_THREADS = 128  # rows of a step that running threads share; more if the method's own options allow one thread more
 
 
 class Method:
@@ -90,12 +90,27 @@ class Method:
                 self.hits += has_entered
                 self.misses += not has_entered
 
-    def propose(self) -> Step | None:
+    @property
+    def is_tuned(self) -> bool:
+        """Whether it leaves the number of its rows to what is measured."""
+        return self._policy.is_tuned
+
+    def wish(self) -> Wish:
+        """What it would let enter the first stage at the next timestep."""
+        wish, last = self._policy.wish(self._running()), len(self._last)
+        if not last:
+            return wish
+        return replace(wish, whole=wish.whole + last) if wish.whole else replace(wish, certain=wish.certain + last)
+
+    def propose(self, room: int) -> Step | None:
         """The rows that enter the first stage at the next timestep, or None.
 
         Last tokens of ended threads go first: a join token in the same step attends to them.
+
+        Args:
+            room: maximum rows; what enters whole is what was wished.
         """
-        room = max(self._policy.rows, ROWS_OF_SEVERAL_THREADS)
+        room = self._policy.largest or room
         last = list(self._last.items())[:room]
         for number, _ in last:
             del self._last[number]
@@ -112,10 +127,6 @@ class Method:
     def _running(self) -> dict[int, Member]:
         threads = self.sequence.threads
         return {number: member for number, member in self._members.items() if threads[number].state is State.RUNNING}
-
-    def observe(self, timing: TimestepTiming) -> None:
-        """Learn how long a timestep of the full pipeline took."""
-        self._policy.observe(timing)
 
 
 def _merged(steps: list[tuple[int, Step]]) -> Step:

@@ -7,8 +7,6 @@ accepted token becomes the root of a new tree, which enters the draft model and 
 
 from __future__ import annotations
 
-import torch
-
 from pipedec.core import NO_MASKS, Accepted, Step
 from pipedec.decoding.context import MethodContext
 from pipedec.decoding.lockstep import Drafting
@@ -24,7 +22,6 @@ class PipeDec:
     def __init__(self, context: MethodContext, number: int) -> None:
         self._limits = options_of(context.request, PipeDecOptions)
         self._drafter = context.drafter_of(number)
-        self._device = context.device
         self.tree = PredictionTree(context.device)
         self._root: int | None = None  # a certain token that has yet to enter
         self.room = self._limits.width
@@ -35,22 +32,29 @@ class PipeDec:
     def has_entered(self) -> bool:
         return self._root is None
 
+    @property
+    def wanted(self) -> int:
+        """The root after a miss, else the next layer."""
+        if self._root is not None:
+            return 1
+        return 0 if self._candidates is None else min(self._limits.width, self.room, self._candidates.token_ids.numel())
+
     def draft(self) -> Drafting:
-        rows = torch.arange(self._layer.start, self._layer.stop, device=self._device)
+        rows = range(self._layer.start, self._layer.stop)
         self._layer = slice(0, 0)
-        if len(rows):
+        if rows:
             (self._candidates,) = yield [self._drafter.rows(self.tree, rows, self._limits.children)]
 
     def accept(self, accepted: Accepted) -> None:
         advance = self.tree.advance(accepted.tokens)
-        self._drafter.advance(advance)
+        self._drafter.advance(advance.changes)
         if self._candidates is not None:
             self._candidates = self._candidates.advanced(advance)
         self._layer = slice(0, 0)
         self._root = None if advance.hit else accepted.tokens[-1]
 
     def cut(self) -> None:
-        self._drafter.advance(self.tree.clear())
+        self._drafter.advance(self.tree.clear().changes)
         self._layer, self._candidates, self._root = slice(0, 0), None, None
 
     def plant(self, token: int) -> None:

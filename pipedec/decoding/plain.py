@@ -24,6 +24,11 @@ class PlainPipeline:
     def has_entered(self) -> bool:
         return self._root is None
 
+    @property
+    def wanted(self) -> int:
+        """The root."""
+        return int(self._root is not None)
+
     def draft(self) -> Drafting:
         return nothing_to_draft()
 

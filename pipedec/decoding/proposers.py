@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from pipedec.decoding.choices import NO_TOKEN
-from pipedec.tree import Candidates, PredictionTree
+from pipedec.tree import Candidates
 
 MAX_MATCH = 8  # longest n-gram that is compared
 _MIN_MATCH = 2  # shortest n-gram after which a token is proposed
@@ -27,6 +29,14 @@ class DraftProposal:
     prior = (1.0, 0.0)
     children: Candidates
 
+    @classmethod
+    def joined(cls, several: Sequence[Candidates]) -> DraftProposal:
+        """Of candidates of several trees, with as many children for each row."""
+        if len(several) == 1:
+            return cls(several[0])
+        rows, token_ids, log_probs = zip(*((each.rows, each.token_ids, each.log_probs) for each in several), strict=True)
+        return cls(Candidates(torch.cat(rows), torch.cat(token_ids), torch.cat(log_probs)))
+
     @property
     def token_ids(self) -> Tensor:
         return self.children.token_ids
@@ -41,6 +51,23 @@ class DraftProposal:
         return torch.stack((torch.cat((estimated, rest), 1), pad(not_child, (0, 1))), -1)
 
 
+class Occurrences(NamedTuple):
+    """Earlier occurrences of the n-grams at the end of a row's path, the longest first, of equally long ones the latest.
+
+    Attributes:
+        next_ids: the token after each.
+        lengths: of the n-gram at each.
+    """
+
+    next_ids: list[int]
+    lengths: list[int]
+
+    def proposed(self) -> list[int]:
+        """The first distinct tokens after long enough n-grams, at most ``_MAX_PROPOSED``."""
+        tokens = (token for token, length in zip(self.next_ids, self.lengths, strict=True) if length >= _MIN_MATCH)
+        return list(islice(dict.fromkeys(tokens), _MAX_PROPOSED))
+
+
 @dataclass(frozen=True)
 class NgramProposal:
     """Tokens that followed earlier occurrences of the n-grams at the end of the rows' paths.
@@ -50,13 +77,23 @@ class NgramProposal:
 
     Attributes:
         token_ids: int64 [F, k], proposed tokens.
-        next_ids: int64 [F, P], tokens after the P best occurrences, best first.
+        next_ids: int64 [F, P], tokens after the P best occurrences, best first, padded with NO_TOKEN.
         lengths: int64 [F, P], length of the n-gram at each occurrence.
     """
 
     token_ids: Tensor
     next_ids: Tensor
     lengths: Tensor
+
+    @classmethod
+    def of(cls, rows: Sequence[Occurrences], device: torch.device | str) -> NgramProposal:
+        """Of the occurrences for each of F rows."""
+        most = max(1, *(len(row.lengths) for row in rows))
+        proposed = [_padded(row.proposed(), _MAX_PROPOSED, NO_TOKEN) for row in rows]
+        next_ids = [_padded(row.next_ids, most, NO_TOKEN) for row in rows]
+        lengths = [_padded(row.lengths, most, 0) for row in rows]
+        columns = [[*first, *second, *third] for first, second, third in zip(proposed, next_ids, lengths, strict=True)]
+        return cls(*torch.tensor(columns, device=device).split((_MAX_PROPOSED, most, most), 1))
 
     def features(self, token_ids: Tensor) -> Tensor:
         is_same = token_ids[:, :, None] == self.next_ids[:, None]
@@ -66,25 +103,12 @@ class NgramProposal:
         return pad(one_hot.flatten(2).float(), (0, 0, 0, 1))
 
 
-class _Occurrences:
-    """All tokens of a text but the last, which nothing follows, in order of token id and then of position.
-
-    Args:
-        text: int64 [MAX_MATCH − 1 + L]; NO_TOKEN stands before its start.
-        most: maximum occurrences of a token.
-    """
-
-    def __init__(self, text: Tensor, most: int) -> None:
-        self.steps_back = torch.arange(1, most + 1, device=text.device)
-        self.token_ids, self.positions = text[:-1].sort(stable=True)
-        windows = text.unfold(0, MAX_MATCH, 1)
-        self.n_grams = windows[(self.positions - (MAX_MATCH - 1)).clamp_(min=0)]  # up to each token
-        self.n_grams[: MAX_MATCH - 1] = NO_TOKEN  # before the text
-        self.next_ids = text[self.positions + 1]
+def _padded(values: list[int], count: int, value: int) -> list[int]:
+    return values + [value] * (count - len(values))
 
 
 class NgramProposer:
-    """N-grams of the prompt and the answer so far. Needs no forward. Shapes: L tokens of text, J occurrences of a token.
+    """N-grams of the prompt and the answer so far. Needs no forward.
 
     Args:
         text: token ids of the prompt and of all other text to search.
@@ -92,49 +116,31 @@ class NgramProposer:
 
     prior = tuple(0.5 * min(length, 4) for length in range(1, MAX_MATCH + 1)) + (1.0,) * MAX_MATCH
 
-    def __init__(self, text: Iterable[int], device: torch.device | str) -> None:
-        tokens = list(text)
-        before = [NO_TOKEN] * (MAX_MATCH - 1)
-        self._text = torch.tensor(before + tokens, dtype=torch.int64, device=device)  # [MAX_MATCH − 1 + L]
-        self._counts = Counter(tokens)
-        self._occurrences: _Occurrences | None = None  # None if the text has grown
-        self._distances = torch.arange(1, MAX_MATCH + 1, device=device)
+    def __init__(self, text: Iterable[int]) -> None:
+        self._text: list[int] = []
+        self._places: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)  # by n-gram: where it ends, and text follows
+        self.accept(text)
 
-    def accept(self, tokens: Sequence[int]) -> None:
+    def accept(self, tokens: Iterable[int]) -> None:
         """Append accepted tokens; the last one is the tree's root."""
-        self._counts.update(tokens)
-        self._text = torch.cat((self._text, self._text.new_tensor(tokens)))
-        self._occurrences = None
+        text, places = self._text, self._places
+        for token in tokens:
+            end = len(text)
+            for length in range(1, min(MAX_MATCH, end) + 1):
+                places[tuple(text[end - length :])].append(end)
+            text.append(token)
 
-    def propose(self, tree: PredictionTree, rows: Tensor) -> NgramProposal:
-        """Tokens that may follow ``rows``: int64 [F], ascending."""
-        if self._occurrences is None:
-            self._occurrences = _Occurrences(self._text, max(_MAX_PROPOSED, *self._counts.values()))
-        found, context_FM = self._occurrences, self._context(tree, rows)
-        token_ids = context_FM[:, -1:].contiguous()
-        places_FJ = (torch.searchsorted(found.token_ids, token_ids, right=True) - found.steps_back).clamp_(min=0)  # latest first
-        n_grams = found.n_grams.index_select(0, places_FJ.view(-1)).view(*places_FJ.shape, MAX_MATCH)
-        matched = MAX_MATCH - ((n_grams != context_FM[:, None]) * self._distances).amax(-1)
-        # Places before a token's first occurrence hold other tokens or NO_TOKEN, which match nothing.
-        ranks = matched * len(self._text) + found.positions.take(places_FJ)  # of equal lengths the latest
-        best_FP = ranks.topk(min(_MAX_OCCURRENCES, ranks.shape[1])).indices
-        next_ids, lengths = found.next_ids.take(places_FJ.gather(1, best_FP)), matched.gather(1, best_FP)
-        return NgramProposal(self._proposed(next_ids, lengths), next_ids, lengths)
-
-    def _proposed(self, next_ids: Tensor, lengths: Tensor) -> Tensor:
-        """int64 [F, k], the first distinct tokens after long enough n-grams."""
-        is_repeated = (next_ids[:, :, None] == next_ids[:, None]).tril_(-1).any(-1)
-        is_proposed = (lengths >= _MIN_MATCH) & ~is_repeated
-        countdown = torch.arange(next_ids.shape[1], 0, -1, device=next_ids.device)
-        first = (is_proposed * countdown).topk(_MAX_PROPOSED)
-        return next_ids.gather(1, first.indices).masked_fill_(first.values == 0, NO_TOKEN)
-
-    def _context(self, tree: PredictionTree, rows: Tensor) -> Tensor:
-        """int64 [F, MAX_MATCH], the tokens up to each row, the row's own last; NO_TOKEN before the start of the text."""
-        above = MAX_MATCH - 1  # tokens of the text before the root; in front of the tree's rows they are a chain that leads to it
-        token_ids = torch.cat((self._text[-MAX_MATCH:-1], tree.token_ids))
-        parents = torch.cat((self._distances[:-1] - 2, tree.parents + above))
-        path = [rows + above]
-        for _ in range(above):
-            path.append(parents.index_select(0, path[-1]))
-        return token_ids.take(torch.stack(path[::-1], 1))
+    def find(self, path: Sequence[int]) -> Occurrences:
+        """The best occurrences of the n-grams at the end of the text and ``path``, the tokens below the root up to a row."""
+        context = [*self._text[-MAX_MATCH:], *path][-MAX_MATCH:]
+        found, seen = Occurrences([], []), set[int]()
+        for length in range(len(context), 0, -1):
+            places = self._places.get(tuple(context[-length:]), ())
+            for place in reversed(places) if len(places) > len(seen) else ():
+                if place not in seen:
+                    seen.add(place)
+                    found.next_ids.append(self._text[place])
+                    found.lengths.append(length)
+                    if len(seen) == _MAX_OCCURRENCES:
+                        return found
+        return found

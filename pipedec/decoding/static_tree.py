@@ -7,8 +7,6 @@ agree, and one more token, which is the next root.
 
 from __future__ import annotations
 
-import torch
-
 from pipedec.core import NO_MASKS, Accepted, Step
 from pipedec.decoding.context import MethodContext
 from pipedec.decoding.lockstep import Drafting
@@ -24,7 +22,6 @@ class StaticTree:
     def __init__(self, context: MethodContext, number: int) -> None:
         self._limits = options_of(context.request, StaticTreeOptions)
         self._drafter = context.drafter_of(number)
-        self._device = context.device
         self.tree = PredictionTree(context.device)
         self.room = 1 + (self._limits.rows or self._limits.depth * self._limits.width)
         self._root: int | None = None  # a certain token whose tree has yet to be drafted
@@ -33,6 +30,11 @@ class StaticTree:
     @property
     def has_entered(self) -> bool:
         return self._root is None and not self._is_drafted
+
+    @property
+    def wanted(self) -> int:
+        """The tree, once it is drafted."""
+        return min(self.tree.num_rows, self.room) if self._is_drafted else 0
 
     @property
     def _layer_width(self) -> int:
@@ -47,21 +49,21 @@ class StaticTree:
             return
         layer, self._root = self.tree.plant(self._root), None
         for _ in range(self._limits.depth):
-            rows = torch.arange(layer.start, layer.stop, device=self._device)
+            rows = range(layer.start, layer.stop)
             (candidates,) = yield [self._drafter.rows(self.tree, rows, self._limits.children)]
             layer = self.tree.grow(candidates, self._layer_width)
         if self._limits.rows is not None:
-            self._drafter.advance(self.tree.keep(self.tree.most_probable(self._limits.rows)))
+            self._drafter.advance(self.tree.keep(self.tree.most_probable(self._limits.rows)).changes)
         self._is_drafted = True
 
     def accept(self, accepted: Accepted) -> None:
         advance = self.tree.advance(accepted.tokens)
-        self._drafter.advance(advance)
+        self._drafter.advance(advance.changes)
         self._root = None if advance.hit else accepted.tokens[-1]  # a hit ends the thread: else its successor were accepted, too
         self._is_drafted = False
 
     def cut(self) -> None:
-        self._drafter.advance(self.tree.clear())
+        self._drafter.advance(self.tree.clear().changes)
         self._root, self._is_drafted = None, False
 
     def plant(self, token: int) -> None:
@@ -73,5 +75,5 @@ class StaticTree:
             return None
         self._is_drafted = False
         if self.tree.num_rows > self.room:
-            self._drafter.advance(self.tree.keep(self.tree.most_probable(self.room - 1)))
+            self._drafter.advance(self.tree.keep(self.tree.most_probable(self.room - 1)).changes)
         return Step(self.tree.token_ids.clone(), self.tree.parents.clone())

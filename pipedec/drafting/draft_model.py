@@ -16,7 +16,7 @@ from torch import Tensor
 from pipedec.drafting.lane import DraftLane, Entering
 from pipedec.model import StageModel
 from pipedec.threads import Sequence as ThreadSequence
-from pipedec.tree import Advance, Candidates, DraftRows
+from pipedec.tree import Candidates, DraftRows, RowChanges
 
 
 class DraftModel:
@@ -67,15 +67,15 @@ class DraftModel:
         drafting = [(lane, lane.enter(rows)) for lane, rows in lanes]
         entering = [self._lanes[number].enter_prompt(chunk) for number, chunk in prompts.items()]
         entering += [entered for _, entered in drafting]
-        token_ids = torch.cat([of_lane.token_ids for of_lane in entering])
+        token_ids = torch.tensor([token for of_lane in entering for token in of_lane.token_ids], device=self._model.device)
         hidden_RE = self._model.forward(token_ids, [of_lane.rows for of_lane in entering])
         for lane, entered in drafting:
             lane.settle(entered)
         return self._candidates(hidden_RE[_drafted(entering)], requested) if requested else []
 
-    def advance(self, number: int, thread: int, advance: Advance) -> None:
+    def advance(self, number: int, thread: int, changes: RowChanges) -> None:
         """Commit and prune cache entries as the thread's tree was."""
-        self._lanes[number].advance(thread, advance)
+        self._lanes[number].advance(thread, changes)
 
     def threads_changed(self, number: int) -> None:
         """To be called when threads of a request were opened, joined or ended."""
@@ -87,10 +87,11 @@ class DraftModel:
         most = min(max(entry.children for entry in requested), log_probs_FV.shape[-1])
         top = log_probs_FV.topk(most)
         counts = [len(entry.rows) for entry in requested]
-        found = zip(requested, top.indices.split(counts), top.values.split(counts), strict=True)
+        rows_F = torch.tensor([row for entry in requested for row in entry.rows], device=self._model.device)
+        found = zip(requested, rows_F.split(counts), top.indices.split(counts), top.values.split(counts), strict=True)
         return [
-            Candidates(entry.rows, token_ids[:, : entry.children], log_probs[:, : entry.children])
-            for entry, token_ids, log_probs in found
+            Candidates(rows, token_ids[:, : entry.children], log_probs[:, : entry.children])
+            for entry, rows, token_ids, log_probs in found
         ]
 
 

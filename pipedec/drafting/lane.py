@@ -1,21 +1,26 @@
 """What the draft model keeps for one running request: a cache, and which rows of the request's trees are in it.
 
-Knows no other request. Shapes: N tree slots of the cache, C accepted tokens that were never drafted, F rows to draft, R = C + F.
+Knows no other request. What changes by a few rows at a time is kept on the host. Shapes: N tree slots of the cache, C accepted
+tokens that were never drafted, F rows to draft, R = C + F.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
+from pipedec.drafting.masks import ancestor_mask
 from pipedec.drafting.thread_labels import ThreadLabels
 from pipedec.model import LaneRows
 from pipedec.model.cache import KVCache
 from pipedec.threads import Sequence as ThreadSequence
-from pipedec.tree import Advance, DraftRows, PredictionTree, Visibility
+from pipedec.tree import DraftRows, RowChanges, Visibility
+
+Row = tuple[int, int]  # thread, and row of its tree
 
 
 @dataclass(frozen=True)
@@ -23,13 +28,13 @@ class Entering:
     """Rows of one request that enter a forward of the draft model.
 
     Attributes:
-        token_ids: int64 [R].
-        drafted: int64 [F], rows of trees, which are the last of the rows.
+        token_ids: of the R rows.
+        drafted: the rows of trees, which are the last F of the rows.
     """
 
-    token_ids: Tensor
+    token_ids: list[int]
     rows: LaneRows
-    drafted: Tensor
+    drafted: list[Row]
 
 
 class DraftLane:
@@ -44,8 +49,8 @@ class DraftLane:
         self._cache = cache
         self._device = device
         self._sequence = sequence
-        self._slot_rows = torch.zeros(0, dtype=torch.int64, device=device)  # [N], the row of its tree in every tree slot
-        self._chains: dict[int, Tensor] = {}  # by thread: int64, token ids that follow the past
+        self._slots: dict[Row, int] = {}  # tree slot of each row that was drafted, ascending
+        self._chains: dict[int, list[int]] = {}  # by thread: token ids that follow the past
         self._labels = ThreadLabels(sequence, device) if sequence.can_fork else None
 
     def close(self) -> None:
@@ -54,8 +59,8 @@ class DraftLane:
 
     def enter_prompt(self, token_ids: Tensor) -> Entering:
         """The next chunk of the prompt (int64 [any number]) for a forward."""
-        positions = self._positions_after_past(len(token_ids))
-        return Entering(token_ids, LaneRows(positions, self._cache, prefill_length=self._sequence.prompt_length), token_ids[:0])
+        rows = LaneRows(self._after_past(len(token_ids)), self._cache, prefill_length=self._sequence.prompt_length)
+        return Entering(token_ids.tolist(), rows, [])
 
     def enter(self, requested: Sequence[DraftRows]) -> Entering:
         """The chains and then ``requested`` for a forward. Call ``settle`` behind it.
@@ -64,43 +69,42 @@ class DraftLane:
             ValueError: rows of a tree are not ascending, one was drafted before, or an ancestor was not and is not among them.
         """
         for entry in requested:
-            self._check(entry.tree, self._slot_rows[self._slots_of(entry.thread)], entry.rows)
-        rows = torch.cat([entry.rows for entry in requested])
-        token_ids = torch.cat([*self._chains.values(), *(entry.tree.token_ids[entry.rows] for entry in requested)])
+            self._check(entry)
+        drafted = [(entry.thread, row) for entry in requested for row in entry.rows]
+        token_ids = [token for chain in self._chains.values() for token in chain]
+        token_ids += [token for entry in requested for token in entry.tree.tokens_of(entry.rows)]
         if self._labels is None:
             positions, visibility = self._visibility(requested[0])
         else:
-            positions, visibility = self._labels.enter(self._chains, requested, self._slot_rows)
-        return Entering(token_ids, LaneRows(positions, self._cache, visibility), rows)
+            positions, visibility = self._labels.enter(self._chains, requested, list(self._slots))
+        return Entering(token_ids, LaneRows(positions, self._cache, visibility), drafted)
 
     def settle(self, entered: Entering) -> None:
         """The forward with these rows of ``enter`` is done: the chains join the past, the drafted rows the tree slots."""
-        drafted = entered.drafted
-        first, chained = len(self._slot_rows), entered.rows.num_rows - len(drafted)
+        first, chained = len(self._slots), entered.rows.num_rows - len(entered.drafted)
         if chained:
             slots = torch.arange(self._cache.tree_length, device=self._device)
             self._cache.advance(slots[first : first + chained], torch.cat((slots[:first], slots[first + chained :])))
         self._chains = {}
-        self._slot_rows = torch.cat((self._slot_rows, drafted))
+        self._slots.update(zip(entered.drafted, range(first, first + len(entered.drafted)), strict=True))
 
-    def advance(self, thread: int, advance: Advance) -> None:
+    def advance(self, thread: int, changes: RowChanges) -> None:
         """Commit and prune cache entries as the thread's tree was."""
-        own = self._slots_of(thread)
-        rows = self._slot_rows[own]
-        slots = torch.full((advance.num_rows,), -1, dtype=torch.int64, device=self._device)
-        slots[rows] = own
-        committed = slots[advance.committed]
-        is_drafted = committed >= 0
-        drafted, chain = committed[is_drafted], advance.committed_ids[~is_drafted]
-        is_kept, new_rows = advance.renumber(rows)
-        kept = own[is_kept]
-        self._slot_rows[kept] = new_rows
+        kept_rows = {row: number for number, row in enumerate(changes.kept)}
+        committed = [self._slots.get((thread, row)) for row in changes.committed]
+        drafted = [slot for slot in committed if slot is not None]
+        chain = [token for slot, token in zip(committed, changes.committed_ids, strict=True) if slot is None]
+        kept = [(row, slot) for row, slot in self._slots.items() if row[0] != thread or row[1] in kept_rows]
         if self._labels is not None:
-            kept = self._labels.advance(thread, drafted, own[~is_kept])
-        self._slot_rows = self._slot_rows[kept]
-        self._cache.advance(drafted, kept)
-        if len(chain):
-            self._chains[thread] = torch.cat((self._chains.get(thread, chain[:0]), chain))
+            own = {slot for row, slot in self._slots.items() if row[0] == thread}
+            dropped = sorted(own - {slot for _, slot in kept})
+            self._labels.advance(thread, self._tensor(drafted), self._tensor(dropped))
+        if self._slots:
+            self._cache.advance(self._tensor(drafted), self._tensor([slot for _, slot in kept]))
+        rows = ((thread, kept_rows[row]) if of_thread == thread else (of_thread, row) for (of_thread, row), _ in kept)
+        self._slots = {row: slot for slot, row in enumerate(rows)}
+        if chain:
+            self._chains[thread] = self._chains.get(thread, []) + chain
 
     def threads_changed(self) -> None:
         """To be called when threads were opened, joined or ended."""
@@ -112,34 +116,35 @@ class DraftLane:
         if kept is not None:
             self._cache.release(kept)
 
-    def _positions_after_past(self, num_rows: int) -> Tensor:
+    def _after_past(self, num_rows: int) -> Tensor:
         """int64 [num_rows], the position ids directly after the past."""
         first = self._cache.past_length
         return torch.arange(first, first + num_rows, device=self._device)
 
-    def _slots_of(self, number: int) -> Tensor:
-        """int64, ascending, the tree slots that hold rows of a thread's tree."""
-        return torch.arange(len(self._slot_rows), device=self._device) if self._labels is None else self._labels.slots_of(number)
-
     def _visibility(self, requested: DraftRows) -> tuple[Tensor, Visibility]:
         """Positions and attention mask of chain and rows for an answer that cannot fork."""
-        number, tree, rows = requested.thread, requested.tree, requested.rows
-        chained = len(self._chains.get(number, ()))
-        slot_rows = self._slot_rows
-        positions = torch.cat((self._positions_after_past(chained), tree.positions[rows]))
-        mask = tree.tree_mask[rows][:, torch.cat((slot_rows, rows))]
+        tree, past = requested.tree, self._cache.past_length
+        chained = len(self._chains.get(requested.thread, ()))
+        positions = [*range(past, past + chained), *tree.positions_of(requested.rows)]
+        in_slots = [row for _, row in self._slots]
+        seen = ancestor_mask(tree, requested.rows, in_slots)
         if chained:  # no row below the chain has been drafted yet: there are no tree slots
-            tree_mask, mask = mask, mask.new_ones((len(positions), len(positions))).tril()
-            mask[chained:, chained:] = tree_mask
-        return positions, Visibility(mask, self._cache.past_length, lambda: torch.cat((tree.positions[slot_rows], positions)))
+            of_rows, seen = seen, torch.ones(len(positions), len(positions), dtype=torch.bool).tril_()
+            seen[chained:, chained:] = of_rows
+        slot_positions = [*tree.positions_of(in_slots), *positions]
+        return self._tensor(positions), Visibility(seen.to(self._device), past, lambda: self._tensor(slot_positions))
 
-    def _check(self, tree: PredictionTree, drafted: Tensor, rows: Tensor) -> None:
-        if bool((rows.diff() <= 0).any()):
+    def _tensor(self, values: list[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=self._device)
+
+    def _check(self, requested: DraftRows) -> None:
+        thread, rows = requested.thread, requested.rows
+        if any(after <= before for before, after in pairwise(rows)):
             raise ValueError("rows to draft must be in ascending order")
-        is_drafted = torch.zeros(tree.num_rows, dtype=torch.bool, device=self._device)
-        is_drafted[drafted] = True
-        if bool(is_drafted[rows].any()):
+        if any((thread, row) in self._slots for row in rows):
             raise ValueError("rows must not be drafted twice")
-        is_drafted[rows] = True
-        if bool((tree.tree_mask[rows] & ~is_drafted).any()):
-            raise ValueError("rows must be drafted after their ancestors")
+        entering = set(rows)
+        for row in rows:
+            parent = requested.tree.ancestors_of(row)[1:2]
+            if not all(above in entering or (thread, above) in self._slots for above in parent):
+                raise ValueError("rows must be drafted after their ancestors")

@@ -7,14 +7,15 @@ behind the prompt.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor
 
+from pipedec.drafting.masks import ancestor_mask
 from pipedec.forest import Slots
 from pipedec.forest.slots import UNSEEN
-from pipedec.threads import Sequence
+from pipedec.threads import Sequence as ThreadSequence
 from pipedec.tree import DraftRows, Visibility
 
 _CHAINED = -1  # stands for the row of a token that is in no tree
@@ -27,7 +28,7 @@ class ThreadLabels:
         sequence: the answer's threads, read only.
     """
 
-    def __init__(self, sequence: Sequence, device: torch.device | str) -> None:
+    def __init__(self, sequence: ThreadSequence, device: torch.device | str) -> None:
         self._sequence = sequence
         self._device = device
         self._slots = Slots(sequence, device)
@@ -35,38 +36,32 @@ class ThreadLabels:
         self._positions = self._tensor([])  # int64 [N], its position id
         self._past_tokens: dict[int, int] = defaultdict(int)  # by thread: number of its tokens in the past
 
-    def slots_of(self, number: int) -> Tensor:
-        """int64, ascending, the tree slots of a thread."""
-        return torch.nonzero(self._threads == number)[:, 0]
-
-    def advance(self, number: int, committed: Tensor, dropped: Tensor) -> Tensor:
+    def advance(self, number: int, committed: Tensor, dropped: Tensor) -> None:
         """Follow the tree of a thread.
 
         Args:
             committed: int64, tree slots whose tokens are accepted, in order.
             dropped: int64, all tree slots of the thread that do not remain, ``committed`` among them.
-
-        Returns:
-            int64, ascending, the tree slots that remain.
         """
         indices = self._past_tokens[number] + torch.arange(len(committed), device=self._device)
         self._commit(torch.full_like(indices, number), indices, self._positions[committed])
         remains = torch.ones_like(self._threads, dtype=torch.bool)
         remains[dropped] = False
         self._threads, self._positions = self._threads[remains], self._positions[remains]
-        return torch.nonzero(remains)[:, 0]
 
     def threads_changed(self) -> Tensor | None:
         """Forget tokens that no later token attends to. Returns int64, the slots of the past that remain; None if all do."""
         self._slots.threads_changed()
         return self._slots.release()
 
-    def enter(self, chains: dict[int, Tensor], requested: Collection[DraftRows], slot_rows: Tensor) -> tuple[Tensor, Visibility]:
+    def enter(
+        self, chains: dict[int, list[int]], requested: Collection[DraftRows], slots: Sequence[tuple[int, int]]
+    ) -> tuple[Tensor, Visibility]:
         """Add the rows of a forward: the chains join the past, the requested rows the tree slots.
 
         Args:
-            chains: by thread, int64 token ids that follow its tokens in the past.
-            slot_rows: int64 [N], the row of its tree in every tree slot.
+            chains: by thread, token ids that follow its tokens in the past.
+            slots: thread and row of its tree in each of the N tree slots.
 
         Returns:
             int64 [R], position ids; and the attention mask. The chains come first.
@@ -74,9 +69,9 @@ class ThreadLabels:
         chained = [(number, self._past_tokens[number] + index) for number, chain in chains.items() for index in range(len(chain))]
         chain = self._tensor([[number for number, _ in chained], [index for _, index in chained]])
         chain_positions = self._tensor([self._sequence.threads[number].positions[index] for number, index in chained])
-        threads = torch.cat([torch.full_like(entry.rows, entry.thread) for entry in requested])
-        positions = torch.cat([entry.tree.positions[entry.rows] for entry in requested])
-        seen = self._seen(chain, threads, requested, slot_rows)
+        threads = self._tensor([entry.thread for entry in requested for _ in entry.rows])
+        positions = self._tensor([position for entry in requested for position in entry.tree.positions_of(entry.rows)])
+        seen = self._seen(chain, threads, requested, [row for _, row in slots])
         entering = torch.cat((chain_positions, positions))
         slot_positions = torch.cat((self._slots.past_positions, self._positions, entering))
         self._commit(chain[0], chain[1], chain_positions)
@@ -84,7 +79,7 @@ class ThreadLabels:
         self._positions = torch.cat((self._positions, positions))
         return entering, Visibility(seen, self._sequence.prompt_length, lambda: slot_positions)
 
-    def _seen(self, chain: Tensor, threads: Tensor, requested: Collection[DraftRows], slot_rows: Tensor) -> Tensor:
+    def _seen(self, chain: Tensor, threads: Tensor, requested: Collection[DraftRows], slot_rows: list[int]) -> Tensor:
         """The attention mask of a forward: bool [R, P + N + R].
 
         Args:
@@ -93,7 +88,7 @@ class ThreadLabels:
         """
         num_chained = chain.shape[1]
         of_threads = torch.cat((self._threads, chain[0], threads))  # [N + R], as the next two
-        rows = torch.cat((slot_rows, torch.full_like(chain[0], _CHAINED), *(entry.rows for entry in requested)))
+        rows = self._tensor([*slot_rows, *[_CHAINED] * num_chained, *(row for entry in requested for row in entry.rows)])
         indices = torch.where(rows == 0, self._root_indices(chain[0])[of_threads], UNSEEN)
         indices[len(slot_rows) : len(slot_rows) + num_chained] = chain[1]
         seen = self._slots.seen(of_threads[len(slot_rows) :], of_threads, indices)
@@ -102,7 +97,8 @@ class ThreadLabels:
         first = num_chained
         for entry in requested:
             own = torch.nonzero((of_threads == entry.thread) & (rows != _CHAINED))[:, 0]
-            seen_RN[first : first + len(entry.rows), own] = entry.tree.tree_mask[entry.rows][:, rows[own]]
+            before = [row for row in rows[own].tolist() if row not in entry.rows]
+            seen_RN[first : first + len(entry.rows), own] = ancestor_mask(entry.tree, entry.rows, before).to(self._device)
             first += len(entry.rows)
         return seen
 

@@ -59,11 +59,11 @@ class Answer:
         token_ids = [token.token_id for token in tokens]
         self.completion.token_ids += token_ids
         self.completion.text += text
+        self.completion.finish_reason = verdict.finished
         return verdict, TokensEvent(token_ids, text, None if self._streams is None else self._news(self._streams))
 
-    def completed(self, reason: str, method: Method) -> CompletionEvent:
+    def completed(self, method: Method) -> CompletionEvent:
         """The last event for the client: the completion, with the counters of ``method``."""
-        self.completion.finish_reason = reason
         self.counters.ended(method)
         return CompletionEvent(self.completion, self._describe_threads() if self._sequence.can_fork else None)
 

@@ -136,7 +136,7 @@ class _Stream:
     def ended(self, reason: str, method: Method) -> None:
         if not self._finished:  # cancelled, so that no verdict has said so
             self._publish(Verdict((), reason))
-        completion = self._answer.completed(reason, method)
+        completion = self._answer.completed(method)
         if self._waits_for_ranks:
             self._completion = completion
         else:

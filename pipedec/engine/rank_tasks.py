@@ -67,6 +67,7 @@ class RankTasks:
         recorder: times the rank's work.
         events: for clients, each with its request's number; sent with the next report.
         inbox: steps received, in order.
+        ended: requests that have ended with the present task; what the rank has to say about them goes with its report.
     """
 
     def __init__(self, rank: int, wiring: Wiring) -> None:
@@ -74,6 +75,7 @@ class RankTasks:
         self.recorder = Recorder(Pacer(wiring.emulation, rank))
         self.events: list[tuple[int, Event]] = []
         self.inbox: deque[Step] = deque()
+        self.ended: list[int] = []
         self._outbox: dict[Task, Step] = {}
         self._wiring = wiring
         self._following: Message | None = None  # the next message, if the last report brought it
@@ -124,7 +126,9 @@ class RankTasks:
         """Report a task done, with the tasks that follow from it and the events so far."""
         self.recorder.add(task.label, "transfer" if task.kind == "T" else task.name, self._began)
         self.note(self.timestep(task.seq))
-        events, self.events = self.events, []
+        for number in self.ended:
+            self.events += [(number, event) for event in self.closed(number)]
+        events, self.events, self.ended = self.events, [], []
         planned = post_process(task, self._wiring.topology, facts)
         self._following = self._wiring.scheduler.finish(self.rank, task, planned, events)
 

@@ -9,7 +9,7 @@ import torch
 
 from pipedec.core import Envelope, Load, Step, Update, Verdict
 from pipedec.engine.rank_tasks import RankTasks, Wiring
-from pipedec.messages import CacheSlotsEvent, LogprobsEvent, verdict_from_payload
+from pipedec.messages import CacheSlotsEvent, Event, LogprobsEvent, verdict_from_payload
 from pipedec.scheduler.protocol import Message
 from pipedec.scheduler.transfers import checked_transfers
 from pipedec.scheduler.workflow import Facts, Task
@@ -84,7 +84,8 @@ class StageLoop:
         self._worker.sync(message.number, verdict)
         if verdict.finished:
             self._tasks.forget()
-            self._close(message.number)
+            self._tasks.ended.append(message.number)
+            self._tasks.events += [(message.number, event) for event in self._slots(message.number)]
             return Facts(finished=True)
         return Facts(self._keep(message.number, task.seq))
 
@@ -106,7 +107,6 @@ class StageLoop:
                 withheld = reply
             else:
                 self._send(reply, number)
-            self._tasks.note(self._tasks.timestep(number))
             if received.ends_session:
                 return Facts(finished=True)
         return Facts()
@@ -119,9 +119,12 @@ class StageLoop:
         for update in received.updates:
             self._open(update)
         reply = self._worker.advance(received, partial(self._span, number))
+        self._tasks.note(self._tasks.timestep(number))
         for update in received.updates:
             if update.verdict is not None and update.verdict.finished is not None:
-                self._close(update.number)
+                events = [*self._tasks.closed(update.number), *self._slots(update.number)]
+                if events:
+                    self._wiring.scheduler.publish(update.number, *events)
         return reply
 
     def _span(self, number: int, name: str, load: Load) -> AbstractContextManager[None]:
@@ -133,11 +136,9 @@ class StageLoop:
             if update.opening.trace:
                 self._traced.add(update.number)
 
-    def _close(self, number: int) -> None:
-        """The request has ended: publish what its reader expects of this rank."""
-        events = self._tasks.closed(number)
-        if number in self._traced:
-            self._traced.discard(number)
-            events.append(CacheSlotsEvent(self._rank, self._worker.cache_slots))
-        if events:
-            self._wiring.scheduler.publish(number, *events)
+    def _slots(self, number: int) -> list[Event]:
+        """Of a traced request that has ended: the size of the KV pool."""
+        if number not in self._traced:
+            return []
+        self._traced.discard(number)
+        return [CacheSlotsEvent(self._rank, self._worker.cache_slots)]

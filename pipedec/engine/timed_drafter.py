@@ -12,7 +12,7 @@ from torch import Tensor
 from pipedec.core import Load
 from pipedec.decoding import Drafter
 from pipedec.threads import Sequence as ThreadSequence
-from pipedec.tree import Advance, Candidates, DraftRows
+from pipedec.tree import Candidates, DraftRows, RowChanges
 
 
 class ForwardTimer(Protocol):
@@ -41,8 +41,8 @@ class TimedDrafter:
         with self.timer(self._load(requested, prompts)):
             return self.drafter.expand(requested, prompts)
 
-    def advance(self, number: int, thread: int, advance: Advance) -> None:
-        self.drafter.advance(number, thread, advance)
+    def advance(self, number: int, thread: int, changes: RowChanges) -> None:
+        self.drafter.advance(number, thread, changes)
 
     def threads_changed(self, number: int) -> None:
         self.drafter.threads_changed(number)

@@ -17,7 +17,7 @@ from pipedec.core import Verdict
 from pipedec.forest.changes import Remaining, ThreadChanges, apply_verdict
 from pipedec.forest.slots import UNSEEN, Slots
 from pipedec.threads import Sequence, State
-from pipedec.tree import Advance, PredictionTree, Visibility
+from pipedec.tree import Advance, PredictionTree, RootedTree, Visibility
 
 
 def paths(tree: PredictionTree, rows: list[int]) -> list[list[int]]:
@@ -39,7 +39,7 @@ class _ThreadGaps:
         return self.sequence.gap(self.number, path)
 
 
-def position_root(tree: PredictionTree, sequence: Sequence, number: int) -> None:
+def position_root(tree: RootedTree, sequence: Sequence, number: int) -> None:
     """Set the position of a tree's root to that of the thread's last token, and the gap so that its children get the next."""
     thread = sequence.threads[number]
     if sequence.leaves_gaps:

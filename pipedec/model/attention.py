@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -21,41 +21,33 @@ from torch.nn import functional
 
 from pipedec.tree import Visibility, visible_slots
 
-PastAttention = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-
 
 @dataclass(frozen=True)
 class AttentionPlan:
     """The masks of one step, prepared once and used by every layer.
 
     Attributes:
-        past_length: number of leading slots that every row sees: the past, and in front of it the learned prompt if the rows
-            see that. With several decode threads, only the slots visible to all of them (see ``Visibility``).
         is_prefill: the rows directly follow the past and attend to each other causally.
         biases: for each sliding window, the tensor that is added to the scores, 0 or −inf: [R, S] in prefill (None = plain causal
             attention from slot 0), else [R·G, S] for the folded queries (None = all slots are seen).
-        uses_flash: use flash-attention in layers without a sliding window, and in all layers during prefill.
     """
 
-    past_length: int
     is_prefill: bool
     biases: dict[int | None, Tensor | None]
-    uses_flash: bool
 
     @classmethod
     def for_prefill(
         cls, past_length: int, rows: int, windows: Iterable[int | None], dtype: torch.dtype, device: torch.device
     ) -> AttentionPlan:
         """For a chunk of the prompt, directly behind the past."""
-        uses_flash = flash_applies(dtype, device)
         biases: dict[int | None, Tensor | None] = {}
         for window in set(windows):
-            if uses_flash or (window is None and past_length == 0):
+            if window is None and past_length == 0:
                 biases[window] = None
                 continue
             seen_RS = _causal_mask(past_length, rows, window, device)
             biases[window] = torch.zeros(seen_RS.shape, dtype=dtype, device=device).masked_fill_(~seen_RS, -torch.inf)
-        return cls(past_length, True, biases, uses_flash)
+        return cls(True, biases)
 
     @classmethod
     def for_tree(
@@ -92,7 +84,7 @@ class AttentionPlan:
                 bias[:, :, num_prompt_slots : num_prompt_slots + shared].masked_fill_(~in_window[:, None, :shared], -torch.inf)
             bias[:, :, num_prompt_slots + shared :].masked_fill_(~seen[:, None], -torch.inf)
             biases[window] = bias.flatten(0, 1)
-        return cls(num_prompt_slots + shared, False, biases, flash_applies(dtype, device))
+        return cls(False, biases)
 
 
 def _is_one_row_that_sees_all(seen: Tensor) -> bool:
@@ -113,14 +105,8 @@ def tree_attention(q_RHD: Tensor, keys_KSD: Tensor, values_KSD: Tensor, plan: At
     Returns:
         out_RHD.
     """
-    if plan.is_prefill:
-        if plan.uses_flash:
-            return _flash_prefill(q_RHD, keys_KSD, values_KSD, window)
-        return _wide_attention(q_RHD, keys_KSD, values_KSD, plan.biases[window])
-    bias = plan.biases[window]
-    if plan.uses_flash and window is None and plan.past_length:
-        return attention_by_parts(q_RHD, keys_KSD, values_KSD, plan.past_length, bias, _flash_past)
-    return _folded_attention(q_RHD, keys_KSD, values_KSD, bias)
+    attend = _wide_attention if plan.is_prefill else _folded_attention
+    return attend(q_RHD, keys_KSD, values_KSD, plan.biases[window])
 
 
 def reference_attention(
@@ -149,38 +135,23 @@ def reference_attention(
     return out_past + out_tree
 
 
-def attention_by_parts(
-    q_RHD: Tensor, keys_KSD: Tensor, values_KSD: Tensor, past_length: int, bias: Tensor | None, attend_past: PastAttention
-) -> Tensor:
-    """Attend to past and tree separately, and merge the results by the log-sum-exp of their scores.
-
-    Args:
-        bias: [R·G, S], added to the scores; only the tree's columns are used.
-        attend_past: an unmasked kernel, (q_RHD, keys_KPD, values_KPD) to (out_RHD, lse_RH).
-
-    Returns:
-        out_RHD.
-    """
-    out_past_RHD, lse_past_RH = attend_past(q_RHD, keys_KSD[:, :past_length], values_KSD[:, :past_length])
-    bias_tree = None if bias is None else bias[:, past_length:]
-    out_tree_RHD, lse_tree_RH = attention_with_lse(q_RHD, keys_KSD[:, past_length:], values_KSD[:, past_length:], bias_tree)
-    return merge_by_lse(out_past_RHD, lse_past_RH, out_tree_RHD, lse_tree_RH)
-
-
-def attention_with_lse(q_RHD: Tensor, keys_KSD: Tensor, values_KSD: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+def attention_with_lse(queries: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
     """Attention in plain tensor operations that also returns the log-sum-exp of its scores.
 
+    Args:
+        queries: [..., K, R·G, D], folded (see ``fold``).
+        keys, values: [..., K, S, D].
+        bias: added to the scores [..., K, R·G, S]; or None.
+
     Returns:
-        out_RHD, lse_RH (in float32 or wider).
+        out [..., K, R·G, D], lse [..., K, R·G] (in float32 or wider).
     """
-    rows, heads, head_dim = q_RHD.shape
-    scores = torch.bmm(_fold(q_RHD, keys_KSD.shape[0]), keys_KSD.transpose(1, 2)) * head_dim**-0.5
+    scores = queries @ keys.transpose(-1, -2) * queries.shape[-1] ** -0.5
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
     if bias is not None:
         scores = scores + bias
-    lse = scores.logsumexp(-1, keepdim=True)
-    out = torch.bmm((scores - lse).exp().to(values_KSD.dtype), values_KSD)
-    return _unfold(out, rows, heads), _unfold(lse, rows, heads).squeeze(-1)
+    lse = scores.logsumexp(-1)
+    return (scores - lse[..., None]).exp().to(values.dtype) @ values, lse
 
 
 def merge_by_lse(out_a_RHD: Tensor, lse_a_RH: Tensor, out_b_RHD: Tensor, lse_b_RH: Tensor) -> Tensor:
@@ -191,7 +162,7 @@ def merge_by_lse(out_a_RHD: Tensor, lse_a_RH: Tensor, out_b_RHD: Tensor, lse_b_R
     return (out_a_RHD * share_a_RH1 + out_b_RHD * share_b_RH1).to(out_a_RHD.dtype)
 
 
-def _fold(q_RHD: Tensor, kv_heads: int) -> Tensor:
+def fold(q_RHD: Tensor, kv_heads: int) -> Tensor:
     """Queries as [K, R·G, D]: the heads that share a key-value head become rows, so that keys need not be repeated."""
     rows, heads, head_dim = q_RHD.shape
     if rows == 1:
@@ -199,7 +170,7 @@ def _fold(q_RHD: Tensor, kv_heads: int) -> Tensor:
     return q_RHD.view(rows, kv_heads, heads // kv_heads, head_dim).transpose(0, 1).reshape(kv_heads, -1, head_dim)
 
 
-def _unfold(out: Tensor, rows: int, heads: int) -> Tensor:
+def unfold(out: Tensor, rows: int, heads: int) -> Tensor:
     """[K, R·G, X] back to [R, H, X]."""
     kv_heads, _, size = out.shape
     if rows == 1:
@@ -209,9 +180,9 @@ def _unfold(out: Tensor, rows: int, heads: int) -> Tensor:
 
 def _folded_attention(q_RHD: Tensor, keys_KSD: Tensor, values_KSD: Tensor, bias: Tensor | None) -> Tensor:
     rows, heads, _ = q_RHD.shape
-    folded = _fold(q_RHD, keys_KSD.shape[0])
+    folded = fold(q_RHD, keys_KSD.shape[0])
     out = functional.scaled_dot_product_attention(folded[None], keys_KSD[None], values_KSD[None], attn_mask=bias)
-    return _unfold(out[0], rows, heads)
+    return unfold(out[0], rows, heads)
 
 
 def _wide_attention(q_RHD: Tensor, keys_KSD: Tensor, values_KSD: Tensor, bias_RS: Tensor | None) -> Tensor:
@@ -250,10 +221,10 @@ def _slots_in_window(mask_RN: Tensor, prompt_length: int, past_length: int, wind
 
 @cache
 def flash_attention() -> Any:
-    """``flash_attn_func``, or None if the package is not installed."""
+    """``flash_attn_varlen_func``, or None if the package is not installed."""
     if importlib.util.find_spec("flash_attn") is None:
         return None
-    return importlib.import_module("flash_attn").flash_attn_func
+    return importlib.import_module("flash_attn").flash_attn_varlen_func
 
 
 def flash_applies(dtype: torch.dtype, device: torch.device) -> bool:
@@ -269,17 +240,3 @@ def attention_backend(dtype: torch.dtype, device: torch.device) -> tuple[str, st
     if flash_attention() is None:
         return "SDPA", "the package flash-attn is not installed"
     return "flash-attention", "flash-attn is installed"
-
-
-def _flash_prefill(q_RHD: Tensor, keys_KSD: Tensor, values_KSD: Tensor, window: int | None) -> Tensor:
-    """Causal attention of a prompt chunk: flash-attention aligns its causal mask to the last key, as rows behind a past need."""
-    window_size = (-1, -1) if window is None else (window - 1, 0)
-    keys, values = keys_KSD.transpose(0, 1)[None], values_KSD.transpose(0, 1)[None]
-    out_RHD: Tensor = flash_attention()(q_RHD[None], keys, values, causal=True, window_size=window_size)[0]
-    return out_RHD
-
-
-def _flash_past(q_RHD: Tensor, keys_KPD: Tensor, values_KPD: Tensor) -> tuple[Tensor, Tensor]:
-    keys, values = keys_KPD.transpose(0, 1)[None], values_KPD.transpose(0, 1)[None]
-    out, lse, _ = flash_attention()(q_RHD[None], keys, values, causal=False, return_attn_probs=True)
-    return out[0], lse[0].transpose(0, 1)

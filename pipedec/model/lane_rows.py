@@ -5,8 +5,9 @@ Knows caches and masks; knows neither weights nor what the rows stand for. Shape
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -45,6 +46,12 @@ class LaneRows:
         """Number of rows that are no masks."""
         return self.positions.shape[0] - self.num_masks
 
+    @property
+    def num_shared(self) -> int:
+        """Of rows of trees: the leading slots that all of them attend to."""
+        assert self.visibility is not None
+        return self.visibility.shared
+
     def check(self) -> None:
         """Raise ValueError if there are no rows, the mask is not [rows, slots], or a prompt chunk follows tree rows."""
         rows, cache, visibility = self.num_rows, self.cache, self.visibility
@@ -70,6 +77,11 @@ class LaneRows:
         else:
             self.cache.extend_tree(self.num_rows)
 
+    def visibility_of_tokens(self) -> Visibility:
+        """What the ordinary rows of trees attend to."""
+        assert self.visibility is not None
+        return self.visibility.of(slice(0, self.num_tokens), self.cache.length + self.num_tokens)
+
     def visibility_of_masks(self) -> Visibility:
         """What the mask rows attend to, behind the learned prompt."""
         if self.visibility is not None:
@@ -84,6 +96,9 @@ def slots_of(lanes: Sequence[LaneRows]) -> slice | Tensor:
     if len(ranges) == 1:
         return slice(ranges[0].start, ranges[0].stop)
     return torch.tensor([slot for slots in ranges for slot in slots], device=lanes[0].positions.device)
+
+
+Placed = tuple[LaneRows, int]  # a lane, and the index of its first row in the forward
 
 
 @dataclass(frozen=True)
@@ -116,32 +131,37 @@ class LaneAttention:
 
     def __init__(self, lanes: Sequence[LaneRows], windows: tuple[int | None, ...], group: int, dtype: torch.dtype) -> None:
         self._windows, self._group, self._dtype = windows, group, dtype
-        first, self._parts = 0, list[Part]()
-        for lane in lanes:
-            self._parts += self._parts_of(lane, first)
-            first += lane.num_rows
+        starts = accumulate((lane.num_rows for lane in lanes), initial=0)
+        self._prepare(list(zip(lanes, starts, strict=False)))
+
+    def _prepare(self, placed: Sequence[Placed]) -> None:
+        self._parts = list[Part]()
+        for lane, first in placed:
+            if lane.num_tokens:
+                self._parts.append(self._of_tokens(lane, first))
+            if lane.num_masks:
+                self._parts.append(self._of_masks(lane, first))
 
     def attend(self, q_RHD: Tensor, layer: int) -> Tensor:
         """Attention in one layer of the stage, in whose cache the rows' keys and values have been written: out_RHD."""
         attended = [part.attend(q_RHD, layer, self._windows[layer]) for part in self._parts]
         return attended[0] if len(attended) == 1 else torch.cat(attended)
 
-    def _parts_of(self, lane: LaneRows, first: int) -> Iterator[Part]:
-        """The parts of a lane whose rows begin at ``first``."""
-        between, end = first + lane.num_tokens, first + lane.num_rows
-        if lane.num_tokens:
-            yield Part(slice(first, between), self._plan(lane), lane.cache.views(lane.num_tokens))
-        if lane.num_masks:
-            plan = self._tree_plan(lane.visibility_of_masks(), lane.positions[lane.num_tokens :], lane.cache.prompt_length)
-            yield Part(slice(between, end), plan, lane.cache.views(lane.num_rows, with_prompt=True))
-
-    def _plan(self, lane: LaneRows) -> AttentionPlan:
-        """Of the ordinary rows."""
+    def _of_tokens(self, lane: LaneRows, first: int) -> Part:
+        """The ordinary rows of a lane whose rows begin at ``first``."""
         tokens = lane.num_tokens
         if lane.visibility is None:
             device = lane.positions.device
-            return AttentionPlan.for_prefill(lane.cache.past_length, tokens, self._windows, self._dtype, device)
-        return self._tree_plan(lane.visibility.of(slice(0, tokens), lane.cache.length + tokens), lane.positions[:tokens])
+            plan = AttentionPlan.for_prefill(lane.cache.past_length, tokens, self._windows, self._dtype, device)
+        else:
+            plan = self._tree_plan(lane.visibility_of_tokens(), lane.positions[:tokens])
+        return Part(slice(first, first + tokens), plan, lane.cache.views(tokens))
+
+    def _of_masks(self, lane: LaneRows, first: int) -> Part:
+        """The mask rows of a lane whose rows begin at ``first``."""
+        plan = self._tree_plan(lane.visibility_of_masks(), lane.positions[lane.num_tokens :], lane.cache.prompt_length)
+        rows = slice(first + lane.num_tokens, first + lane.num_rows)
+        return Part(rows, plan, lane.cache.views(lane.num_rows, with_prompt=True))
 
     def _tree_plan(self, visibility: Visibility, positions_R: Tensor, prompt_length: int | None = None) -> AttentionPlan:
         return AttentionPlan.for_tree(visibility, positions_R, self._windows, self._group, self._dtype, prompt_length)

@@ -141,6 +141,13 @@ class KVPool:
             else:
                 self.tensor[layer, part].index_copy_(1, slots, rows_RKD.transpose(0, 1))
 
+    def pages(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of a layer block by block, each [blocks, block, K, D], without copying."""
+        _, _, heads, _, head_dim = self.tensor.shape
+        of_blocks = self.tensor[layer].view(2, heads, self._num_blocks, self.block, head_dim)
+        keys, values = of_blocks.permute(0, 2, 3, 1, 4).unbind(0)
+        return keys, values
+
     @property
     def _num_blocks(self) -> int:
         return self.slots // self.block

@@ -17,14 +17,18 @@ from torch import Tensor
 from torch.nn import functional
 
 from pipedec.core import UserError
+from pipedec.model.attention import flash_applies
 from pipedec.model.bita import BitaWeights
 from pipedec.model.cache import Pool
 from pipedec.model.checkpoint import EMBEDDING, FINAL_NORM, Checkpoint
 from pipedec.model.config import ModelConfig
+from pipedec.model.flash_lanes import FlashLaneAttention
 from pipedec.model.lane_rows import LaneAttention, LaneRows, slots_of
 from pipedec.model.pool import KVPool
 from pipedec.model.rotary import Rotary, rotate
 from pipedec.tree import is_mask
+
+PADDED_ROWS = 16  # see ``StageModel.pad_rows``
 
 
 @dataclass(frozen=True)
@@ -51,6 +55,8 @@ class StageModel:
         layers: the layers of this stage.
         is_first: whether the stage holds the embedding.
         is_last: whether the stage holds the final norm and the head.
+        pad_rows: pad matrix products to ``PADDED_ROWS`` rows. Where a row of a product of at least that many does not depend on
+            their number, as on the CPUs that were measured, the bits of an answer then do not depend on other requests.
 
     Raises:
         UserError: the model does not have these layers.
@@ -65,6 +71,7 @@ class StageModel:
         self.device = torch.device(device)
         self.is_first = layers.start == 0
         self.is_last = layers.stop == config.num_layers
+        self.pad_rows = False
         self._rotary = Rotary(config, dtype, self.device)
         self._activation = _activation(config.hidden_act)
         self._windows = tuple(config.sliding_windows[layer] for layer in layers)
@@ -160,14 +167,15 @@ class StageModel:
         positions_R = torch.cat([lane.positions for lane in lanes])
         lengths_R = torch.cat([lane.lengths() for lane in lanes]) if self._rotary.depends_on_length else None
         cos_RD, sin_RD = self._rotary.cos_sin(positions_R, lengths_R)
-        attention = LaneAttention(lanes, self._windows, self.config.queries_per_kv_head, self.dtype)
+        kind = FlashLaneAttention if flash_applies(self.dtype, self.device) else LaneAttention
+        attention = kind(lanes, self._windows, self.config.queries_per_kv_head, self.dtype)
         slots = slots_of(lanes)
         hidden_RE = inputs if self._embedding_VE is None else self._embedded(inputs, self._embedding_VE)
         for index, weights in enumerate(self._weights):
             q_RHD, keys_RKD, values_RKD = self._projected(weights, self._norm(hidden_RE, weights.input_norm), cos_RD, sin_RD)
             pool.write(index, slots, keys_RKD, values_RKD)
             attended_RHD = attention.attend(q_RHD, index)
-            hidden_RE = _add_linear(hidden_RE, attended_RHD.flatten(1), weights.output_weight, weights.output_bias)
+            hidden_RE = self._linear(attended_RHD.flatten(1), weights.output_weight, weights.output_bias).add_(hidden_RE)
             hidden_RE = self._add_mlp(hidden_RE, weights)
         for lane in lanes:
             lane.append()
@@ -182,7 +190,7 @@ class StageModel:
         """
         if self._final_norm_E is None or self._head_VE is None:
             raise ValueError(f"layers {self.layers.start} to {self.layers.stop - 1} have no head: only the last stage does")
-        logits_RV = functional.linear(self._norm(hidden_RE, self._final_norm_E), self._head_VE)
+        logits_RV = self._linear(self._norm(hidden_RE, self._final_norm_E), self._head_VE)
         return logits_RV.to(torch.promote_types(self.dtype, torch.float32))
 
     def _reserve(self, lanes: Sequence[LaneRows]) -> Pool:
@@ -207,14 +215,21 @@ class StageModel:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """q_RHD, keys_RKD, values_RKD. Queries and keys are rotated together."""
         heads, kv_heads = self.config.num_heads, self.config.num_kv_heads
-        qkv = functional.linear(normed_RE, weights.qkv_weight, weights.qkv_bias).view(len(normed_RE), -1, self.config.head_dim)
+        qkv = self._linear(normed_RE, weights.qkv_weight, weights.qkv_bias).view(len(normed_RE), -1, self.config.head_dim)
         rotated = rotate(qkv[:, : heads + kv_heads], cos_RD, sin_RD)
         return rotated[:, :heads], rotated[:, heads:], qkv[:, heads + kv_heads :]
 
     def _add_mlp(self, hidden_RE: Tensor, weights: LayerWeights) -> Tensor:
         normed_RE = self._norm(hidden_RE, weights.post_norm)
-        gate_RI, up_RI = functional.linear(normed_RE, weights.gate_up_weight, weights.gate_up_bias).chunk(2, dim=-1)
-        return _add_linear(hidden_RE, self._activation(gate_RI).mul_(up_RI), weights.down_weight, weights.down_bias)
+        gate_RI, up_RI = self._linear(normed_RE, weights.gate_up_weight, weights.gate_up_bias).chunk(2, dim=-1)
+        return self._linear(self._activation(gate_RI).mul_(up_RI), weights.down_weight, weights.down_bias).add_(hidden_RE)
+
+    def _linear(self, rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """rows · weightᵀ (+ bias)."""
+        missing = PADDED_ROWS - rows.shape[0]
+        if not self.pad_rows or missing <= 0:
+            return functional.linear(rows, weight, bias)
+        return functional.linear(functional.pad(rows, (0, 0, 0, missing)), weight, bias)[: rows.shape[0]]
 
     def _norm(self, hidden_RE: Tensor, weight_E: Tensor) -> Tensor:
         """RMSNorm, computed in float32 for every dtype, as in transformers."""
@@ -280,11 +295,6 @@ class StageModel:
                     parts = torch.split(fused_tensor, sizes)
                     targets.update({f"{prefix}{name}.{suffix}": part for name, part in zip(names, parts, strict=True)})
         return targets
-
-
-def _add_linear(residual_RE: Tensor, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """residual + inputs · weightᵀ (+ bias); the residual is added in place."""
-    return functional.linear(inputs, weight, bias).add_(residual_RE)
 
 
 def _activation(name: str) -> Callable[[Tensor], Tensor]:

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from pipedec.core import UserError
 
-
 STARTING = -1  # the answer, of no request, on which ranks meet and report that they have loaded their weights
 
 

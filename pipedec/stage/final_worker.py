@@ -41,7 +41,7 @@ class FinalStageWorker(StageWorker):
         return None if verdict is None else Update(number, verdict=verdict, logprobs=lane.take_logprobs())
 
     def _reply(self, updates: tuple[Update, ...]) -> tuple[Update, ...]:
-        """The results. Rank 0 also learns which lanes are closed, by a verdict without tokens: then all stages have closed them."""
+        """The results. A verdict without tokens tells rank 0 that a lane is closed, and so on every stage."""
         ends = [(update.number, update.verdict.finished) for update in updates if update.verdict is not None]
         closed = (Update(number, verdict=Verdict((), reason)) for number, reason in ends if reason is not None)
         return (*closed, *self.results())

@@ -1,9 +1,19 @@
 """The dynamic prediction tree (PipeDec §3.3). Knows tensors and token ids; knows no model, no process, no Redis."""
 
 from pipedec.tree.masks import is_mask, mask_groups, visible_slots
-from pipedec.tree.prediction_tree import Advance, Candidates, DraftRows, Gaps, PredictionTree
+from pipedec.tree.prediction_tree import (
+    Advance,
+    Candidates,
+    DraftRows,
+    DraftTree,
+    Gaps,
+    PredictionTree,
+    RootedTree,
+    RowChanges,
+)
 from pipedec.tree.visibility import Visibility
 
 __all__ = [
-    "Advance", "Candidates", "DraftRows", "Gaps", "PredictionTree", "Visibility", "is_mask", "mask_groups", "visible_slots",
+    "Advance", "Candidates", "DraftRows", "DraftTree", "Gaps", "PredictionTree", "RootedTree", "RowChanges", "Visibility",
+    "is_mask", "mask_groups", "visible_slots",
 ]  # fmt: skip

@@ -48,6 +48,11 @@ class Advance:
         is_kept = renumbered >= 0
         return is_kept, renumbered[is_kept]
 
+    @property
+    def changes(self) -> RowChanges:
+        """The same on the host."""
+        return RowChanges(self.committed.tolist(), self.committed_ids.tolist(), self.kept.tolist(), self.num_rows)
+
     @cached_property
     def new_numbers(self) -> Tensor:
         """int64 [N], the index of each row after the verdict; −1 if the row is dropped."""
@@ -76,6 +81,30 @@ class Candidates:
         return Candidates(rows, self.token_ids[is_kept], self.log_probs[is_kept])
 
 
+class RootedTree(Protocol):
+    """A tree whose positions follow from that of its root (see ``PredictionTree``)."""
+
+    gaps: Gaps | None
+
+    def set_root_position(self, root_position: int, gap: int) -> None: ...
+
+
+class DraftTree(Protocol):
+    """A tree as the draft model sees it: what there is to know of some of its rows, on the host."""
+
+    @property
+    def num_rows(self) -> int: ...
+
+    def tokens_of(self, rows: Sequence[int]) -> list[int]:
+        """Their token ids."""
+
+    def positions_of(self, rows: Sequence[int]) -> list[int]:
+        """Their position ids."""
+
+    def ancestors_of(self, row: int) -> list[int]:
+        """The row itself, its parent, and so on up to the root."""
+
+
 @dataclass(frozen=True)
 class DraftRows:
     """Rows of one tree that the draft model is to compute.
@@ -83,15 +112,25 @@ class DraftRows:
     Attributes:
         number: of the request.
         thread: whose tree it is.
-        rows: int64 [F], ascending, not drafted yet. Their ancestors were drafted or are among them.
+        rows: ascending, not drafted yet. Their ancestors were drafted or are among them.
         children: number of most probable next tokens to return for each row.
     """
 
     number: int
     thread: int
-    tree: PredictionTree
-    rows: Tensor
+    tree: DraftTree
+    rows: Sequence[int]
     children: int
+
+
+@dataclass(frozen=True)
+class RowChanges:
+    """What a verdict or a cut changes in a tree of ``num_rows`` rows, on the host. Attributes as those of ``Advance``."""
+
+    committed: list[int]
+    committed_ids: list[int]
+    kept: list[int]
+    num_rows: int
 
 
 class Gaps(Protocol):
@@ -271,6 +310,25 @@ class PredictionTree:
             path.append(self._host.token_ids[row])
             row = self._host.parents[row]
         return path[::-1]
+
+    def tokens_of(self, rows: Sequence[int]) -> list[int]:
+        """The token ids of ``rows``."""
+        return [self._host.token_ids[row] for row in rows]
+
+    def positions_of(self, rows: Sequence[int]) -> list[int]:
+        """The position ids of ``rows``."""
+        if self.gaps is None:
+            return [self.root_position + self._host.depths[row] for row in rows]
+        positions: list[int] = self.positions[list(rows)].tolist()
+        return positions
+
+    def ancestors_of(self, row: int) -> list[int]:
+        """``row`` itself, its parent, and so on up to the root."""
+        ancestors = []
+        while row >= 0:
+            ancestors.append(row)
+            row = self._host.parents[row]
+        return ancestors
 
     def set_root_position(self, root_position: int, gap: int) -> None:
         """Set the position id of the root, also of one still to come, and the number of positions left empty after it."""

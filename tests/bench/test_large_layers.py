@@ -46,6 +46,16 @@ def test_steps_are_counted_against_the_bound() -> None:
     assert step["config"]["dtype"] == "float32" and step["config"]["device"] == "cpu" and step["date"]
 
 
+def test_one_row_of_each_of_many_requests_is_compared_with_as_many_rows_of_one() -> None:
+    config = LayersConfig("tiny", 2, rows=(1,), past=(9,), lanes=(3,), tree_rows=(20,), device="cpu", repeats=2)
+    alone, step = (row for row in measure_layers(config) if row["operation"] == "forward")
+    assert [(row["lanes"], row["rows"]) for row in (alone, step)] == [(1, 1), (3, 3)]
+    assert step["over_one_lane"] == step["time_us"]["median"] / step["one_lane_time_us"]["median"]
+    weights = 2 * TINY.layer_parameters
+    assert step["bytes"] == 4 * (weights + 3 * 2 * (9 + 1) * TINY.cache_values_per_token)
+    assert step["flops"] == 3 * alone["flops"]
+
+
 def test_the_slower_of_reading_and_computing_is_the_bound() -> None:
     roofline = Roofline(bytes_per_second=100, flops_per_second=1000, source="a test")
     assert roofline.bound_ms(50, 100) == (500, "memory")
@@ -83,6 +93,7 @@ def test_random_layers_compute_finite_numbers(tmp_path: Path) -> None:
         ({"device": "tpu"}, "unknown device 'tpu'"),
         ({"dtype": "float64"}, "unknown dtype 'float64': choose one of float32, bfloat16, float16"),
         ({"layers": 0}, "--layers must be at least 1"),
+        ({"lanes": (4, 0)}, "--lanes must be at least 1"),
         ({"rows": (1, 0)}, "--rows must be at least 1"),
         ({"past": (0,)}, "--past must be at least 1"),
         ({"tree_rows": ()}, "--tree-rows must be at least 1"),
@@ -114,12 +125,14 @@ def test_no_driver_is_no_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
 
 def test_command_prints_tables_and_writes_rows(tmp_path: Path) -> None:
     out = tmp_path / "figures.jsonl"
-    flags = ["--model", "tiny", "--layers", "1", "--rows", "1,8", "--past", "64", "--tree-rows", "20", "--repeats", "1"]
+    flags = ["--model", "tiny", "--layers", "1", "--rows", "1,8", "--past", "64", "--lanes", "4", "--tree-rows", "20"]
+    flags += ["--repeats", "1"]
     done = CliRunner().invoke(program, ["bench", "layers", *flags, "--device", "cpu", "--out", str(out)])
     assert done.exit_code == 0, (done.output, done.exception)
     assert "of the bound" in done.stdout and "grow by a layer" in done.stdout and "…" not in done.stdout
+    assert "One row of each of many requests" in done.stdout
     rows = [json.loads(line) for line in out.read_text().splitlines()]
-    assert len(rows) == 2 + 5 and rows[0]["benchmark"] == "layers" and "driver" in rows[0]
+    assert len(rows) == 3 + 5 and rows[0]["benchmark"] == "layers" and "driver" in rows[0]
 
 
 def test_command_refuses_words_for_numbers() -> None:

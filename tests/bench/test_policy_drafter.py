@@ -59,7 +59,7 @@ def begin(drafter: Drafter) -> None:
 
 
 def expand(drafter: Drafter, tree: PredictionTree, rows: torch.Tensor, children: int) -> Candidates:
-    return drafter.expand([DraftRows(0, 0, tree, rows, children)], {})[0]
+    return drafter.expand([DraftRows(0, 0, tree, rows.tolist(), children)], {})[0]
 
 
 def planted(*tokens: int) -> PredictionTree:
@@ -109,8 +109,8 @@ def some_request(data: st.DataObject, recorded: RecordedDrafter, expected: Draft
             tree.keep(torch.arange(tree.num_rows)[: data.draw(st.integers(1, 2))]) if tokens is None else tree.advance(tokens)
         )
         is_drafted = is_drafted[advance.kept]
-        recorded.advance(0, 0, advance)
-        expected.advance(0, 0, advance)
+        recorded.advance(0, 0, advance.changes)
+        expected.advance(0, 0, advance.changes)
     recorded.close(0)
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from pipedec import threads
 from pipedec.core import Request, Step, Verdict
 from pipedec.decoding import Company, Drafter, Experience, TimestepTiming
-from pipedec.tree import Advance, Candidates, DraftRows, PredictionTree
+from pipedec.tree import Candidates, DraftRows, DraftTree, RowChanges
 
 PROMPT = (1, 2, 3, 4, 5)
 RARE = ((60, 0.02), (61, 0.01))
@@ -22,7 +22,7 @@ class ScriptedDrafter:
 
     def __init__(self, bigrams: Mapping[int, Line]) -> None:
         self.begun = 0
-        self.drafted = torch.zeros(0, dtype=torch.int64)
+        self.drafted: set[int] = set()
         self.skipped = 0
         self.expanded: list[list[int]] = []
         self.prompt: list[int] = []
@@ -41,26 +41,26 @@ class ScriptedDrafter:
         assert {entry.thread for entry in requested} <= {0} and len(requested) <= 1
         return [self._expand(entry.tree, entry.rows, entry.children) for entry in requested]
 
-    def _expand(self, tree: PredictionTree, rows: Tensor, children: int) -> Candidates:
-        assert (rows.diff() > 0).all(), "rows are in ascending order"
-        self.drafted = torch.cat((self.drafted, rows))
-        assert len(self.drafted.unique()) == len(self.drafted), "a row is drafted once"
-        assert torch.isin(torch.nonzero(tree.tree_mask[rows])[:, 1], self.drafted).all(), "ancestors are drafted first"
-        table = [self.line(tree, row)[:children] for row in rows.tolist()]
-        self.expanded.append(tree.token_ids[rows].tolist())
+    def _expand(self, tree: DraftTree, rows: Sequence[int], children: int) -> Candidates:
+        assert list(rows) == sorted(rows), "rows are in ascending order"
+        assert not self.drafted & set(rows), "a row is drafted once"
+        self.drafted |= set(rows)
+        assert {above for row in rows for above in tree.ancestors_of(row)} <= self.drafted, "ancestors are drafted first"
+        table = [self.line(tree, row)[:children] for row in rows]
+        self.expanded.append(tree.tokens_of(rows))
         return Candidates(
-            rows,
+            torch.tensor(rows),
             torch.tensor([[token for token, _ in line] for line in table]),
             torch.tensor([[probability for _, probability in line] for line in table]).log(),
         )
 
-    def line(self, tree: PredictionTree, row: int) -> Line:
+    def line(self, tree: DraftTree, row: int) -> Line:
         """What may follow ``row``."""
-        return self._bigrams.get(int(tree.token_ids[row]), RARE)
+        return self._bigrams.get(tree.tokens_of([row])[0], RARE)
 
-    def advance(self, number: int, thread: int, advance: Advance) -> None:
-        self.skipped += advance.num_rows - len(self.drafted)
-        _, self.drafted = advance.renumber(self.drafted)
+    def advance(self, number: int, thread: int, changes: RowChanges) -> None:
+        self.skipped += changes.num_rows - len(self.drafted)
+        self.drafted = {index for index, row in enumerate(changes.kept) if row in self.drafted}
 
 
 class Alone:

@@ -13,7 +13,7 @@ from drafters import PROMPT, RARE, Alone, Line, ScriptedDrafter, begun, rows
 from pipedec.core import Request, Step, UserError, Verdict
 from pipedec.decoding import Experience, TimestepTiming
 from pipedec.methods import MAX_ROWS, BestFirstOptions
-from pipedec.tree import PredictionTree
+from pipedec.tree import DraftTree, PredictionTree
 
 PASSAGE = 3
 SURE = {token: ((token + 1, 0.99), (token + 50, 0.005)) for token in range(10, 40)}
@@ -100,10 +100,10 @@ def test_every_verdict_teaches() -> None:
         assert weights[-1] > before[-1]
 
 
-def test_without_speculation_it_is_the_plain_pipeline() -> None:
+def test_without_speculation_it_is_the_plain_pipeline(monkeypatch: pytest.MonkeyPatch) -> None:
     experience, drafter = Experience(PASSAGE), ScriptedDrafter(SURE)
     request = Request(0, PROMPT)
-    experience.controller(request).width = 0
+    monkeypatch.setattr(type(experience.controller), "is_speculating", False)
     ours, plain = begun(request, drafter, experience), begun(Request(0, PROMPT, method="pp"))
     assert ours.propose() is None
     for token in (10, 11, 12):
@@ -174,8 +174,8 @@ class KnowingDrafter(ScriptedDrafter):
         self._answer = answer
         self._recall = recall
 
-    def line(self, tree: PredictionTree, row: int) -> Line:
-        place = self._recall(int(tree.positions[row]) - len(self.prompt))
+    def line(self, tree: DraftTree, row: int) -> Line:
+        place = self._recall(tree.positions_of([row])[0] - len(self.prompt))
         if place is None or not 0 <= place < len(self._answer):
             return RARE
         return ((self._answer[place], 0.97), RARE[0])

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from pipedec.decoding.acceptance import Acceptance
-from pipedec.decoding.choices import NO_TOKEN, Choices, ChoiceTable
+from pipedec.decoding.choices import NO_TOKEN, Choices
 from pipedec.decoding.proposers import MAX_MATCH, DraftProposal, NgramProposal, NgramProposer
-from pipedec.tree import Candidates, PredictionTree
+from pipedec.tree import Candidates
 
 
 @dataclass(frozen=True)
@@ -36,39 +36,19 @@ SECOND = Scripted(torch.tensor([[3, 9, NO_TOKEN], [4, 5, 6]]), 10.0)
 
 
 def test_merged_choices_are_the_union_without_repeats() -> None:
-    choices = Choices.merged(torch.tensor([2, 5]), [FIRST, SECOND])
-    assert choices.rows.tolist() == [2, 5]
+    choices = Choices.merged([FIRST, SECOND])
     named = [[token for token in line if token != NO_TOKEN] for line in choices.token_ids.tolist()]
     assert named == [[7, 3, 9], [4, 5, 6]]
 
 
 def test_merged_features_stand_beside_their_tokens() -> None:
     """Of every proposer, for tokens that another one named, too."""
-    choices = Choices.merged(torch.tensor([2, 5]), [FIRST, SECOND])
+    choices = Choices.merged([FIRST, SECOND])
     assert choices.features.shape == (2, choices.token_ids.shape[1] + 1, 2)
     for tokens, features in zip(choices.token_ids.tolist(), choices.features.tolist(), strict=True):
         for token, pair in zip(tokens, features, strict=False):
             assert token == NO_TOKEN or pair == [token, 10 * token]
         assert features[-1] == [-1, -1]
-
-
-def test_choices_follow_the_tree() -> None:
-    tree = PredictionTree()
-    tree.append(torch.tensor([1, 2, 3, 4]), torch.tensor([-1, 0, 0, 2]))
-    table, log_chances = ChoiceTable("cpu"), torch.tensor([[-1.0, -2.0], [-3.0, -torch.inf]])
-    first = Choices.merged(torch.tensor([0, 2]), [FIRST])
-    table.add(first, log_chances)
-    table.add(Choices.merged(torch.tensor([1, 3]), [FIRST]), log_chances)
-    assert table.of(torch.tensor([3, 2, 0, 9])).rows.tolist() == [0, 2, 3]
-    table.advance(tree.advance([3]), torch.tensor([-0.5]))
-    kept = table.of(torch.arange(4))
-    assert kept.rows.tolist() == [0, 1]
-    assert torch.equal(kept.token_ids, FIRST.token_ids[[1, 1]])
-    assert torch.equal(kept.features, first.features[[1, 1]])
-    assert table.log_chances.tolist() == [-2.5, -torch.inf, -2.5, -torch.inf]
-    rows, token_ids, taken = table.take(torch.tensor([2]))
-    assert (rows.tolist(), token_ids.tolist(), taken.tolist()) == ([1], [4], [-2.5])
-    assert table.log_chances.tolist() == [-2.5, -torch.inf, -torch.inf, -torch.inf]
 
 
 def test_a_draft_says_how_likely_its_tokens_are() -> None:
@@ -129,60 +109,29 @@ def test_ngrams_equal_a_naive_search(seed: int, length: int, below: int) -> None
     chooser = random.Random(seed)
     text = [chooser.choice((0, 0, 1, 2)) for _ in range(length)]
     accepted = [chooser.choice((0, 1, 2)) for _ in range(chooser.randint(1, 3))]
-    proposer = NgramProposer(tuple(text), "cpu")
+    proposer = NgramProposer(tuple(text))
     proposer.accept(tuple(accepted))
     text += accepted
-    tree = PredictionTree()
-    tree.plant(text[-1])
     paths: list[list[int]] = [[]]
     for _ in range(below):
-        parent = chooser.randrange(len(paths))
-        token = chooser.choice((0, 1, 2))
-        tree.append(torch.tensor([token]), torch.tensor([parent]))
-        paths.append([*paths[parent], token])
-    rows = sorted(chooser.sample(range(len(paths)), chooser.randint(1, len(paths))))
-    proposal = proposer.propose(tree, torch.tensor(rows))
-    for index, row in enumerate(rows):
-        check_row(proposal, index, NaiveSearch(text, paths[row]))
+        paths.append([*chooser.choice(paths), chooser.choice((0, 1, 2))])
+    proposal = NgramProposal.of([proposer.find(path) for path in paths], "cpu")
+    for index, path in enumerate(paths):
+        check_row(proposal, index, NaiveSearch(text, path))
 
 
 def test_a_path_inside_the_tree_continues_the_text() -> None:
-    proposer = NgramProposer((5, 6, 7, 8, 9, 5), "cpu")
-    tree = PredictionTree()
-    tree.append(torch.tensor([5, 6, 7, 8]), torch.tensor([-1, 0, 1, 2]))
-    proposal = proposer.propose(tree, torch.tensor([0, 1, 2, 3]))
-    named = [[token for token in line if token != NO_TOKEN] for line in proposal.token_ids.tolist()]
+    proposer = NgramProposer((5, 6, 7, 8, 9, 5))
+    named = [proposer.find(path).proposed() for path in ([], [6], [6, 7], [6, 7, 8])]
     assert named == [[], [7], [8], [9]]
 
 
 def test_the_latest_of_equally_long_matches_is_named_first() -> None:
-    proposer = NgramProposer((5, 6, 1, 5, 6, 2, 5, 6), "cpu")
-    tree = PredictionTree()
-    tree.plant(6)
-    proposal = proposer.propose(tree, torch.tensor([0]))
-    assert [token for token in proposal.token_ids[0].tolist() if token != NO_TOKEN] == [2, 1]
+    assert NgramProposer((5, 6, 1, 5, 6, 2, 5, 6)).find([]).proposed() == [2, 1]
 
 
 @pytest.mark.parametrize("text", [(5,), (5, 5), (5, 6)])
 def test_a_short_text_names_nothing(text: tuple[int, ...]) -> None:
-    proposer = NgramProposer(text, "cpu")
-    tree = PredictionTree()
-    tree.plant(text[-1])
-    choices = Choices.merged(torch.tensor([0]), [proposer.propose(tree, torch.tensor([0]))])
+    choices = Choices.merged([NgramProposal.of([NgramProposer(text).find([])], "cpu")])
     assert (choices.token_ids == NO_TOKEN).all()
-    assert Acceptance(proposer.prior).log_chances(choices).exp().sum() == 0
-
-
-def test_choices_of_a_short_and_of_a_longer_text_can_be_joined() -> None:
-    """The tree keeps choices while the text goes on."""
-    proposer = NgramProposer((5, 5), "cpu")
-    tree = PredictionTree()
-    tree.plant(5)
-    row = torch.tensor([0])
-    before = Choices.merged(row, [proposer.propose(tree, row)])
-    proposer.accept((5,) * 8)
-    after = Choices.merged(row, [proposer.propose(tree, row)])
-    table = ChoiceTable("cpu")
-    for choices in (before, after):
-        table.add(choices, torch.zeros_like(choices.token_ids, dtype=torch.float32))
-    assert 5 in table.of(row).token_ids[1].tolist()
+    assert Acceptance(NgramProposer.prior).log_chances(choices).exp().sum() == 0

@@ -5,20 +5,20 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import dataclass, field
+from itertools import islice
 
 import pytest
 import torch
-from drafters import rows
 from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
 
-from pipedec.decoding.choices import NO_TOKEN, Choices
+from pipedec.decoding.choices import Choices, Line
 from pipedec.decoding.injection import InjectionTree
 from pipedec.tree import PredictionTree
 
 TokenPath = tuple[int, ...]
+NO_CHOICES = Choices(torch.zeros(1, 0, dtype=torch.int64), torch.zeros(1, 1, 1))
 VOCABULARY = 6
 CHILDREN = 3
 
@@ -68,6 +68,18 @@ class Naive:
         self.entered = [path[depth:] for path in self.entered if path[: depth + 1] == root]
 
 
+def line_of(choices: list[tuple[int, float]]) -> Line:
+    """What was proposed below a row: tokens with the chance of each."""
+    best = sorted(choices, key=lambda pair: -pair[1])
+    return Line([token for token, _ in best], [math.log(chance) for _, chance in best], NO_CHOICES, 0)
+
+
+def injected(injection: InjectionTree) -> list[TokenPath]:
+    """The paths of all rows, the root's token first."""
+    rows = range(injection.num_rows)
+    return [tuple(injection.tokens_of(injection.ancestors_of(row)[::-1])) for row in rows]
+
+
 def paths_of(tree: PredictionTree) -> list[TokenPath]:
     paths: list[TokenPath] = []
     for token, parent in zip(tree.token_ids.tolist(), tree.parents.tolist(), strict=True):
@@ -84,7 +96,7 @@ class Trio:
         self._stage = PredictionTree(block=4)
         self._stage.reset(9)
         self._injection = InjectionTree()
-        self._injection.tree.reset(9)
+        self._injection.set_root_position(9, 0)
         self._accept([self._random.randrange(VOCABULARY)])
 
     def run(self, operations: int) -> None:
@@ -95,41 +107,34 @@ class Trio:
     def _draft(self) -> None:
         count = self._random.randint(1, 4)
         taken = self._injection.undrafted(count)
-        assert (taken.diff() > 0).all()
-        paths = paths_of(self._injection.tree)
-        new = [paths[row] for row in taken.tolist()]
+        assert taken == sorted(set(taken))
+        paths = injected(self._injection)
+        new = [paths[row] for row in taken]
         self._naive.check_likeliest(new, self._naive.drafted, count)
         self._naive.drafted |= set(new)
-        lines = [self._line(path) for path in new]
-        if new:
-            token_ids, log_chances = ([[pair[side] for pair in line] for line in lines] for side in (0, 1))
-            features = torch.zeros(len(new), CHILDREN + 1, 1)
-            self._injection.add(Choices(taken, torch.tensor(token_ids), features), torch.tensor(log_chances))
+        self._injection.add(taken, [line_of(self._line(path)) for path in new])
 
     def _line(self, path: TokenPath) -> list[tuple[int, float]]:
         """Some distinct tokens that may follow, the first one sometimes for sure."""
-        tokens = self._random.sample(range(VOCABULARY), CHILDREN)
-        chances = [math.log(self._random.uniform(0.01, 0.9)) for _ in tokens]
+        tokens = self._random.sample(range(VOCABULARY), self._random.randint(1, CHILDREN))
+        chances = [self._random.uniform(0.01, 0.9) for _ in tokens]
         if self._random.random() < 0.2:
-            chances[0] = 0.0
-        if self._random.random() < 0.3:
-            tokens[-1], chances[-1] = NO_TOKEN, -math.inf
+            chances[0] = 1.0
         for token, chance in zip(tokens, chances, strict=True):
-            if token != NO_TOKEN:
-                self._naive.chances[(*path, token)] = self._naive.chances[path] + min(chance, -1e-4)
+            self._naive.chances[(*path, token)] = self._naive.chances[path] + min(math.log(chance), -1e-4)
         return list(zip(tokens, chances, strict=True))
 
     def _enter(self) -> None:
         count = self._random.randint(1, 5)
-        step, chances = self._injection.enter(count)
+        expected = [chance for _, chance in zip(range(count), self._injection.entering_chances(), strict=False)]
+        token_ids, parents = self._injection.enter(count)
         new: list[TokenPath] = []
-        if step is not None:
-            where = self._stage.append(step.token_ids, step.parents)
+        if token_ids:
+            where = self._stage.append(torch.tensor(token_ids), torch.tensor(parents))
             new = paths_of(self._stage)[where]
         self._naive.check_likeliest(new, set(self._naive.entered), count)
         self._naive.entered += new
-        expected = sorted(math.exp(self._naive.chances[path]) for path in new)
-        assert sorted(chances.tolist()) == pytest.approx(expected, abs=1e-4)
+        assert expected == pytest.approx(sorted((self._naive.chances[path] for path in new), reverse=True), abs=1e-4)
 
     def _verdict(self) -> None:
         """Some rows that have entered, and one token more: in the pipeline, drafted, a choice, or nothing of these."""
@@ -143,16 +148,20 @@ class Trio:
         is_row = (*root, *tokens) in self._naive.rows
         self._naive.advance(tokens)
         self._stage.advance(tokens)
-        advance, _ = self._injection.advance(tokens)
-        assert (advance.hit, self._injection.root_has_entered) == (is_row, has_entered)
-        if not advance.hit:
+        _, hit, _ = self._injection.advance(tokens)
+        assert (hit, self._injection.root_has_entered) == (is_row, has_entered)
+        if not hit:
             self._injection.plant(tokens[-1])
             self._naive.plant(tokens[-1])
 
     def _check(self) -> None:
-        assert set(paths_of(self._injection.tree)) == self._naive.rows
+        assert set(injected(self._injection)) == self._naive.rows
         assert paths_of(self._stage) == self._naive.entered
-        assert not self._naive.entered or self._stage.root_position == self._injection.tree.root_position
+        if self._naive.entered:
+            root = self._stage.root_position
+            assert self._injection.positions_of([0]) == [root]
+            depths = [len(path) - 1 for path in injected(self._injection)]
+            assert self._injection.positions_of(range(len(depths))) == [root + depth for depth in depths]
 
 
 @examples(150)
@@ -171,11 +180,14 @@ def planted(token: int = 1) -> InjectionTree:
 def draft(injection: InjectionTree, count: int, table: dict[int, list[tuple[int, float]]]) -> list[int]:
     """Draft the likeliest rows; returns their tokens. What follows a token is looked up in ``table``."""
     taken = injection.undrafted(count)
-    tokens: list[int] = injection.tree.token_ids[taken].tolist()
-    lines = [table[token] for token in tokens]
-    token_ids, chances = (torch.tensor([[pair[side] for pair in line] for line in lines]) for side in (0, 1))
-    injection.add(Choices(taken, token_ids, torch.zeros(len(lines), token_ids.shape[1] + 1, 1)), chances.log())
+    tokens = injection.tokens_of(taken)
+    injection.add(taken, [line_of(table[token]) for token in tokens])
     return tokens
+
+
+def entered(injection: InjectionTree, count: int) -> list[tuple[int, int]]:
+    """(token, parent) of the rows that enter."""
+    return list(zip(*injection.enter(count), strict=True))
 
 
 TABLE = {
@@ -191,9 +203,9 @@ TABLE = {
 def test_rows_of_mixed_depth_enter_in_one_step() -> None:
     injection = planted()
     assert [draft(injection, 1, TABLE) for _ in range(3)] == [[1], [2], [4]]
-    step, chances = injection.enter(5)
-    assert rows(step) == [(1, -1), (2, 0), (4, 1), (8, 2), (3, 0)]
-    assert sorted(chances.tolist()) == pytest.approx([0.3, 0.486, 0.54, 0.6, 1.0])
+    chances = [math.exp(chance) for chance in islice(injection.entering_chances(), 5)]
+    assert chances == pytest.approx([1.0, 0.6, 0.54, 0.486, 0.3])
+    assert entered(injection, 5) == [(1, -1), (2, 0), (4, 1), (8, 2), (3, 0)]
 
 
 def test_late_siblings_enter_after_their_elder_ones() -> None:
@@ -201,21 +213,21 @@ def test_late_siblings_enter_after_their_elder_ones() -> None:
     injection = planted()
     for _ in range(3):
         draft(injection, 1, TABLE)
-    entered = [rows(injection.enter(2)[0]) for _ in range(4)]
     # 1, 2 · 4 (0.54), 8 (0.486) · 3 (0.3), 5 (0.03) · 9 (0.027)
-    assert entered == [[(1, -1), (2, 0)], [(4, 1), (8, 2)], [(3, 0), (5, 1)], [(9, 2)]]
-    step, chances = injection.enter(2)
-    assert step is None and not len(chances)
+    assert [entered(injection, 2) for _ in range(4)] == [[(1, -1), (2, 0)], [(4, 1), (8, 2)], [(3, 0), (5, 1)], [(9, 2)]]
+    assert entered(injection, 2) == [] and not list(injection.entering_chances())
 
 
 def test_a_subtree_that_was_drafted_but_not_entered_enters_whole_after_its_root_is_accepted() -> None:
     injection = planted()
-    assert rows(injection.enter(1)[0]) == [(1, -1)]
+    assert entered(injection, 1) == [(1, -1)]
     assert [draft(injection, count, TABLE) for count in (1, 2, 2)] == [[1], [2, 3], [4, 6]]
-    assert injection.advance([3])[0].hit and not injection.root_has_entered
-    step, chances = injection.enter(4)
-    assert rows(step) == [(3, -1), (6, 0), (10, 1), (7, 0)]
-    assert sorted(chances.tolist()) == pytest.approx([0.4, 0.45, 0.5, 1.0])
+    changes, hit, _ = injection.advance([3])
+    assert hit and not injection.root_has_entered
+    assert (changes.committed, changes.committed_ids, changes.num_rows) == ([0], [1], 5)
+    chances = [math.exp(chance) for chance in islice(injection.entering_chances(), 4)]
+    assert chances == pytest.approx([1.0, 0.5, 0.45, 0.4], abs=1e-4)
+    assert entered(injection, 4) == [(3, -1), (6, 0), (10, 1), (7, 0)]
 
 
 def test_an_accepted_row_in_the_pipeline_keeps_the_numbers_below_it() -> None:
@@ -223,10 +235,10 @@ def test_an_accepted_row_in_the_pipeline_keeps_the_numbers_below_it() -> None:
     for _ in range(3):
         draft(injection, 1, TABLE)
     injection.enter(5)  # 1, 2, 4, 8, 3
-    assert injection.advance([2])[0].hit and injection.root_has_entered
-    assert rows(injection.enter(2)[0]) == [(5, 0), (9, 1)]
-    assert injection.advance([4, 9])[0].hit and injection.root_has_entered
-    assert injection.enter(2)[0] is None
+    assert injection.advance([2])[1] and injection.root_has_entered
+    assert entered(injection, 2) == [(5, 0), (9, 1)]
+    assert injection.advance([4, 9])[1] and injection.root_has_entered
+    assert entered(injection, 2) == []
 
 
 def test_a_certain_choice_is_not_taken_before_its_row() -> None:
@@ -234,7 +246,30 @@ def test_a_certain_choice_is_not_taken_before_its_row() -> None:
     certain: dict[int, list[tuple[int, float]]] = {token: [(token + 1, 1.0)] for token in range(1, 30)}
     for _ in range(20):
         draft(injection, 1, certain)
-    entered: list[Tensor] = []
-    while (step := injection.enter(3)[0]) is not None:
-        entered.append(step.parents)
-    assert torch.cat(entered).tolist() == list(range(-1, 20))
+    parents: list[int] = []
+    while rows := entered(injection, 3):
+        parents += [parent for _, parent in rows]
+    assert parents == list(range(-1, 20))
+
+
+def test_only_rows_that_are_probable_enough_are_drafted() -> None:
+    injection = planted()
+    assert draft(injection, 1, TABLE) == [1]
+    taken = injection.undrafted(4, math.log(0.5))
+    assert injection.tokens_of(taken) == [2]
+
+
+def test_what_was_chosen_is_learned() -> None:
+    """After every committed row that was drafted, whether the token was among its choices or not."""
+    injection = planted()
+    for _ in range(2):
+        draft(injection, 1, TABLE)
+    injection.enter(3)
+    _, hit, lessons = injection.advance([2, 5])
+    assert hit is False and [lesson.token for lesson in lessons] == [2, 5]
+
+
+def test_a_verdict_on_another_tree_is_refused() -> None:
+    injection = planted()
+    with pytest.raises(ValueError, match="does not follow the tree"):
+        injection.advance([7, 8])

@@ -12,11 +12,11 @@ from toy_dialects import IDS, ids, sequence_of, toy
 
 from pipedec.core import Accepted, Request, Step, Verdict
 from pipedec.decoding import Company
-from pipedec.decoding.method import ROWS_OF_SEVERAL_THREADS
+from pipedec.decoding.members import ROWS_OF_SEVERAL_THREADS
 from pipedec.forest import Forest
 from pipedec.methods import METHODS, applicable_options
 from pipedec.threads import Sequence, State
-from pipedec.tree import Advance, Candidates, DraftRows
+from pipedec.tree import Candidates, DraftRows, RowChanges
 
 PROMPT = (1, 2, 3)
 TREE = {"width": 100, "children": 4, "depth": 2, "forwards": 1}
@@ -33,19 +33,19 @@ class Lines:
 
     def open(self, number: int, sequence: Sequence) -> None: ...
     def close(self, number: int) -> None: ...
-    def advance(self, number: int, thread: int, advance: Advance) -> None: ...
+    def advance(self, number: int, thread: int, changes: RowChanges) -> None: ...
     def threads_changed(self, number: int) -> None: ...
 
     def expand(self, requested: Iterable[DraftRows], prompts: Mapping[int, torch.Tensor]) -> list[Candidates]:
         found = []
         for entry in requested:
             number, tree, rows, children = entry.thread, entry.tree, entry.rows, entry.children
-            depths = (tree.tree_mask.sum(1) - 1)[rows].tolist()
-            self.asked += [(number, depth, token) for depth, token in zip(depths, tree.token_ids[rows].tolist(), strict=True)]
+            depths = [len(tree.ancestors_of(row)) - 1 for row in rows]
+            self.asked += [(number, depth, token) for depth, token in zip(depths, tree.tokens_of(rows), strict=True)]
             line = self.of_thread.get(number, self.default)[:children]
             token_ids = torch.tensor([[IDS[text] for text, _ in line]]).expand(len(rows), -1)
             log_probs = torch.tensor([[chance for _, chance in line]]).log().expand(len(rows), -1)
-            found.append(Candidates(rows, token_ids, log_probs))
+            found.append(Candidates(torch.tensor(rows), token_ids, log_probs))
         return found
 
 

@@ -57,7 +57,7 @@ def begun(pair: Pair) -> tuple[DraftModel, PredictionTree]:
 
 
 def expand(draft: DraftModel, tree: PredictionTree, rows: Tensor, children: int) -> Candidates:
-    return draft.expand([DraftRows(0, 0, tree, rows, children)], {})[0]
+    return draft.expand([DraftRows(0, 0, tree, rows.tolist(), children)], {})[0]
 
 
 def add_random_rows(data: st.DataObject, tree: PredictionTree, paths: list[tuple[int, ...]], prefix: tuple[int, ...]) -> None:
@@ -109,12 +109,12 @@ def test_expand_equals_one_forward_per_path(pair: Pair, data: st.DataObject) -> 
         if data.draw(st.booleans()):
             kept = sorted({0, *some_rows(data, tree, set())})
             kept = [row for row in kept if row == 0 or int(tree.parents[row]) in kept]
-            draft.advance(0, 0, tree.keep(torch.tensor(kept)))
+            draft.advance(0, 0, tree.keep(torch.tensor(kept)).changes)
             paths = [paths[row] for row in kept]
         if data.draw(st.booleans()):
             walked = data.draw(st.sampled_from(paths))
             token = data.draw(st.integers(0, VOCAB - 1))
-            draft.advance(0, 0, tree.advance([*walked[len(accepted) + 1 :], token]))
+            draft.advance(0, 0, tree.advance([*walked[len(accepted) + 1 :], token]).changes)
             accepted = walked
             paths = [path for path in paths if path[: len(walked) + 1] == (*walked, token)]
         drafted &= set(paths)
@@ -137,9 +137,9 @@ def test_accepted_rows_that_were_never_drafted_share_the_next_forward(pair: Pair
         return forward(token_ids, *arguments, **keywords)
 
     monkeypatch.setattr(pair.ours, "forward", counting)
-    draft.advance(0, 0, tree.advance([4, 5]))  # commits the rows of 3 and 4, which were drafted
-    draft.advance(0, 0, tree.advance([6]))  # commits the row of 5, which was not
-    draft.advance(0, 0, tree.advance([7]))  # and that of 6
+    draft.advance(0, 0, tree.advance([4, 5]).changes)  # commits the rows of 3 and 4, which were drafted
+    draft.advance(0, 0, tree.advance([6]).changes)  # commits the row of 5, which was not
+    draft.advance(0, 0, tree.advance([7]).changes)  # and that of 6
     assert forwards == []
     tree.append(torch.tensor([7, 8]), torch.tensor([-1, 0]))
     check(pair, expand(draft, tree, torch.tensor([0]), 3), [0], [(3, 4, 5, 6, 7)], 3)

@@ -96,8 +96,8 @@ def test_one_thread_is_drafted_as_one_tree_is(model: Model, data: st.DataObject)
             if row not in drafted and (parent < 0 or parent in drafted or parent in rows) and data.draw(st.booleans()):
                 rows.append(row)
         if rows:
-            found = forest.expand([DraftRows(0, 0, tree, torch.tensor(rows), 4)], {})[0]
-            expected = single.expand([DraftRows(0, 0, tree, torch.tensor(rows), 4)], {})[0]
+            found = forest.expand([DraftRows(0, 0, tree, rows, 4)], {})[0]
+            expected = single.expand([DraftRows(0, 0, tree, rows, 4)], {})[0]
             assert torch.equal(found.rows, expected.rows) and torch.equal(found.token_ids, expected.token_ids)
             assert torch.allclose(found.log_probs, expected.log_probs, rtol=0, atol=1e-9)
             drafted += rows
@@ -110,8 +110,8 @@ def test_one_thread_is_drafted_as_one_tree_is(model: Model, data: st.DataObject)
             for token in tokens:
                 sequence.accept(0, token)
             advance = tree.advance(tokens)
-            forest.advance(0, 0, advance)
-            single.advance(0, 0, advance)
+            forest.advance(0, 0, advance.changes)
+            single.advance(0, 0, advance.changes)
             _, kept = advance.renumber(torch.tensor(drafted, dtype=torch.int64))
             drafted = kept.tolist()
             if not tree.num_rows:
@@ -134,11 +134,11 @@ class Draft:
             Verdict(tuple(Accepted(int(name[1:]), tuple(ids(text))) for name, text in texts.items()))
         )
         for number, tokens in changes.accepted.items():
-            self.draft.advance(0, number, copies[number].advance(tokens))
+            self.draft.advance(0, number, copies[number].advance(tokens).changes)
         for number in changes.remaining:
             if number in before and copies[number].num_rows > self.forest.trees[number].num_rows:
                 kept = torch.arange(self.forest.trees[number].num_rows)
-                self.draft.advance(0, number, copies[number].keep(kept))
+                self.draft.advance(0, number, copies[number].keep(kept).changes)
         if changes.affects_threads:
             self.draft.threads_changed(0)
 
@@ -148,7 +148,7 @@ class Draft:
 
     def check(self, asked: dict[int, list[int]], *paths: str) -> None:
         """Draft rows of some threads in one forward."""
-        asks = [DraftRows(0, number, self.forest.trees[number], torch.tensor(rows), 3) for number, rows in asked.items()]
+        asks = [DraftRows(0, number, self.forest.trees[number], rows, 3) for number, rows in asked.items()]
         found = self.draft.expand(asks, {})
         assert [len(candidates.rows) for candidates in found] == list(map(len, asked.values()))
         left = list(paths)

@@ -58,7 +58,7 @@ class Running:
             if row not in self.drafted and is_ready and self.chooser.random() < 0.7:
                 rows.append(row)
         self.drafted |= set(rows)
-        return DraftRows(self.number, 0, self.tree, torch.tensor(rows), self.chooser.randint(1, 6)) if rows else None
+        return DraftRows(self.number, 0, self.tree, rows, self.chooser.randint(1, 6)) if rows else None
 
     def verdict(self, *drafts: DraftModel) -> None:
         row = self.chooser.randrange(self.tree.num_rows)
@@ -66,7 +66,7 @@ class Running:
         tokens = [*self.tree.token_ids[path].tolist(), self.chooser.randrange(VOCAB)]
         advance = self.tree.advance(tokens)
         for draft in drafts:
-            draft.advance(self.number, 0, advance)
+            draft.advance(self.number, 0, advance.changes)
         _, kept = advance.renumber(torch.tensor(sorted(self.drafted), dtype=torch.int64))
         self.drafted = set(kept.tolist())
         if not self.tree.num_rows:

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import pytest
 from tiny_pair import CONTEXT, Pair
 
-from pipedec.core import PipedecError, SamplingParams, SchedulerLost, Verdict
+from pipedec.core import Opening, PipedecError, SamplingParams, SchedulerLost, Verdict
 from pipedec.engine.draft_loop import DraftLoop
 from pipedec.engine.rank_tasks import Wiring
 from pipedec.engine.sequences import Sequences
-from pipedec.messages import ErrorEvent, Event, Opening, PromptRequest, verdict_to_payload
+from pipedec.messages import ErrorEvent, Event, PromptRequest, RunDescription, verdict_to_payload
 from pipedec.scheduler import MemoryScheduler, Message, Planned, Task
 from pipedec.text.prompt import Prompter
 from pipedec.topology import Topology
@@ -28,7 +28,7 @@ class EndsAtOnce(MemoryScheduler):
     def __init__(self, reply: Message | None) -> None:
         super().__init__(TOPOLOGY)
         self._reply = reply
-        self.open({})
+        self.open(RunDescription(((1,),), ((0, 8),), "target", dispatch="tasks"))
 
     def begin(self, request_number: int, opening: Opening, planned: Sequence[Planned]) -> None:
         verdict = {"verdict": verdict_to_payload(Verdict.of(5, finished="length"))}
@@ -36,8 +36,9 @@ class EndsAtOnce(MemoryScheduler):
         sync = Message("task", request_number, Task.compute("sync", 0, 0), verdict)
         self._replies = iter([sync, Message("task", request_number, Task.compute("end", 0, 0)), self._reply])
 
-    def finish(self, rank: int, task: Task, planned: Sequence[Planned], events: Sequence[Event] = ()) -> Message | None:
-        self.publish(self._submitted - 1, *events)
+    def finish(
+        self, rank: int, task: Task, planned: Sequence[Planned], events: Sequence[tuple[int, Event]] = ()
+    ) -> Message | None:
         return next(self._replies)
 
     def wait_request(self, timeout_seconds: float) -> Message | None:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pipedec.model import attention
 from pipedec.model.attention import (
     AttentionPlan,
-    attention_by_parts,
     attention_with_lse,
+    fold,
     merge_by_lse,
     reference_attention,
     tree_attention,
+    unfold,
 )
 from pipedec.tree import Visibility
 
@@ -77,11 +77,17 @@ def test_a_prompt_chunk_equals_a_tree_that_is_a_chain():
         )
 
 
+def with_lse(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """out_RHD, lse_RH."""
+    out, lse = attention_with_lse(fold(q, KV_HEADS), keys, values, None)
+    return unfold(out, len(q), HEADS), unfold(lse[..., None], len(q), HEADS).squeeze(-1)
+
+
 def test_merging_by_log_sum_exp_equals_one_softmax():
     q, keys, values, _ = random_step(4, 10, 0, torch.float64)
-    whole, lse = attention_with_lse(q, keys, values, None)
-    first = attention_with_lse(q, keys[:, :9], values[:, :9], None)
-    second = attention_with_lse(q, keys[:, 9:], values[:, 9:], None)
+    whole, lse = with_lse(q, keys, values)
+    first = with_lse(q, keys[:, :9], values[:, :9])
+    second = with_lse(q, keys[:, 9:], values[:, 9:])
     torch.testing.assert_close(merge_by_lse(*first, *second), whole, atol=1e-13, rtol=0)
     torch.testing.assert_close(torch.logaddexp(first[1], second[1]), lse, atol=1e-13, rtol=0)
     scores = torch.einsum("rhd,hsd->rhs", q, keys.repeat_interleave(HEADS // KV_HEADS, 0)) / HEAD_DIM**0.5
@@ -94,45 +100,10 @@ def test_merging_survives_scores_far_apart():
     assert torch.equal(far, out_b)
 
 
-def test_attention_by_parts_equals_algorithm_1():
-    q, keys, values, mask = random_step(5, 8, 4, torch.float64)
-    bias = plan_for(8, mask, None, torch.float64).biases[None]
-    found = attention_by_parts(q, keys, values, 8, bias, lambda *past: attention_with_lse(*past, None))
-    torch.testing.assert_close(found, reference_attention(q, keys, values, 8, mask), atol=1e-13, rtol=0)
-
-
-def flash_attn_stand_in(q, k, v, causal=False, window_size=(-1, -1), return_attn_probs=False):
-    """``flash_attn_func`` in plain operations: queries [1, R, H, D], keys [1, S, K, D], causal mask aligned to the last key."""
-    rows, slots = q.shape[1], k.shape[1]
-    reach = slots if window_size[0] < 0 else window_size[0]
-    gap = torch.arange(slots - rows, slots)[:, None] - torch.arange(slots)
-    hidden = (gap < 0) | (gap > reach) if causal else torch.zeros(rows, slots, dtype=torch.bool)
-    bias = torch.zeros(rows, slots).masked_fill(hidden, -torch.inf).repeat_interleave(q.shape[2] // k.shape[2], 0)
-    out, lse = attention_with_lse(q[0], k[0].transpose(0, 1), v[0].transpose(0, 1), bias)
-    return (out[None], lse.transpose(0, 1)[None], None) if return_attn_probs else out[None]
-
-
-@pytest.mark.parametrize("window", [None, 4])
-@pytest.mark.parametrize("past", [0, 7])
-def test_the_flash_attention_path_equals_algorithm_1(monkeypatch, past, window):
-    monkeypatch.setattr(attention, "flash_attention", lambda: flash_attn_stand_in)
-    monkeypatch.setattr(attention, "flash_applies", lambda dtype, device: True)
-    q, keys, values, mask = random_step(5, past, 3, torch.float64)
-    found = tree_attention(q, keys, values, plan_for(past, mask, window, torch.float64), window)
-    torch.testing.assert_close(found, reference_attention(q, keys, values, past, mask, window), atol=1e-13, rtol=0)
-    plan = AttentionPlan.for_prefill(past + 3, 5, [window], torch.float64, CPU)
-    found = tree_attention(q, keys, values, plan, window)
-    torch.testing.assert_close(found, reference_attention(q, keys, values, past + 3, None, window), atol=1e-13, rtol=0)
-
-
 @pytest.mark.parametrize("window", [None, 1, 5])
 @pytest.mark.parametrize("hidden", [0, 2])
-@pytest.mark.parametrize("uses_flash", [False, True])
-def test_rows_of_threads_attend_to_their_visible_slots(monkeypatch, window, hidden, uses_flash):
+def test_rows_of_threads_attend_to_their_visible_slots(window, hidden):
     """Past slots are not in order of position, as when several threads commit in turn."""
-    if uses_flash:
-        monkeypatch.setattr(attention, "flash_attention", lambda: flash_attn_stand_in)
-        monkeypatch.setattr(attention, "flash_applies", lambda dtype, device: True)
     rows, shared, slots = 4, 3, 14
     q, keys, values, _ = random_step(rows, slots - rows, 0, torch.float64)
     generator = torch.Generator().manual_seed(5)
@@ -165,7 +136,6 @@ def test_masks_of_threads_see_the_learned_prompt_too():
     )
     visibility = Visibility(seen[:, 2:], 2, lambda: torch.arange(2, 8))
     plan = AttentionPlan.for_tree(visibility, torch.tensor([6, 7]), [3], HEADS // KV_HEADS, torch.float64, 2)
-    assert plan.past_length == 4
     found = tree_attention(q, keys, values, plan, 3)
     for row, slots in enumerate(([0, 1, 8], [0, 1, 8, 9])):
         chain = torch.ones(1, 1, dtype=torch.bool)

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from pipedec.bench.checks import check_known, check_positive
-from pipedec.bench.kernels.operations import OperationsConfig, filled_cache, grown_tree, measure_bookkeeping
+from pipedec.bench.kernels.operations import OperationsConfig, filled_caches, grown_tree, measure_bookkeeping
 from pipedec.bench.kernels.stopwatch import Stopwatch, check_memory, device_named
 from pipedec.bench.record import Row, header
 from pipedec.engine.spec import DEVICES as DEVICE_NAMES
@@ -45,6 +45,7 @@ class LayersConfig:
         model: of ``MODEL_SHAPES``.
         layers: number of layers in the stage.
         rows, past: steps of each number of rows after each number of accepted tokens.
+        lanes: steps with one row of each of that many requests, compared with as many rows of one request.
         tree_rows: sizes of the trees that are grown and pruned.
         dtype: None for bfloat16 on CUDA, float32 on CPU.
         repeats: timed runs per step.
@@ -57,13 +58,14 @@ class LayersConfig:
     layers: int = 6
     rows: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128)
     past: tuple[int, ...] = (512, 2048, 8192)
+    lanes: tuple[int, ...] = ()
     tree_rows: tuple[int, ...] = (32, 448)
     dtype: str | None = None
     device: str = "auto"
     repeats: int = 20
 
     def __post_init__(self) -> None:
-        check_positive({"--layers": [self.layers], "--rows": self.rows, "--past": self.past})
+        check_positive({"--layers": [self.layers], "--rows": self.rows, "--past": self.past, "--lanes": self.lanes or [1]})
         check_positive({"--tree-rows": self.tree_rows, "--repeats": [self.repeats]})
         check_known("model", self.model, MODEL_SHAPES)
         check_known("device", self.device, DEVICE_NAMES)
@@ -119,7 +121,7 @@ class Roofline:
 
 
 def measure_layers(config: LayersConfig, on_row: Callable[[Row], None] = lambda row: None) -> list[Row]:
-    """JSONL rows: ``operation`` ``forward`` for each past and number of rows, then those of ``measure_bookkeeping``.
+    """JSONL rows: ``operation`` ``forward`` for each past and number of rows or lanes, then those of ``measure_bookkeeping``.
 
     Raises:
         UserError: there is no such device, or the layers do not fit into its memory.
@@ -128,8 +130,9 @@ def measure_layers(config: LayersConfig, on_row: Callable[[Row], None] = lambda 
     operations = config.operations(device)
     weight_bytes = config.layers * config.shape.layer_parameters * DTYPE_BYTES[operations.dtype]
     what = f"{config.layers} layers of {config.model} in {operations.dtype}"
-    needed = weight_bytes + operations.cache_bytes(max(*config.rows, *config.tree_rows))
-    check_memory(what, needed, device, "lower --layers or --past, or take a smaller --model or --dtype")
+    one_lane = operations.cache_bytes(max(*config.rows, *config.tree_rows, *config.lanes))
+    needed = weight_bytes + max(one_lane, max(config.lanes, default=0) * operations.cache_bytes(1))
+    check_memory(what, needed, device, "lower --layers, --past or --lanes, or take a smaller --model or --dtype")
     roofline = Roofline.of(device, operations.dtype)
     resolved = {"dtype": operations.dtype, "device": device.type, "threads": torch.get_num_threads()}
     first = header("layers", asdict(config) | resolved)
@@ -157,7 +160,13 @@ def _figures(config: LayersConfig, operations: OperationsConfig, roofline: Roofl
     stage = _random_stage(config, operations.torch_dtype, device)
     for past in config.past:
         for rows in config.rows:
-            yield _measure_forward(stage, replace(operations, past=past), rows, roofline, device)
+            yield _measure_forward(stage, replace(operations, past=past), 1, rows, roofline, device)
+        for lanes in config.lanes:
+            of_one, of_many = (
+                _measure_forward(stage, replace(operations, past=past), *shape, roofline, device)
+                for shape in ((1, lanes), (lanes, 1))
+            )
+            yield of_many | {"one_lane_time_us": of_one["time_us"], "over_one_lane": _ratio(of_many, of_one)}
     del stage
     for size in config.tree_rows:
         yield from measure_bookkeeping(operations, size, device)
@@ -172,27 +181,36 @@ def _random_stage(config: LayersConfig, dtype: torch.dtype, device: torch.device
     return StageModel.random(model_config, range(1, config.layers + 1), dtype, device)
 
 
-def _measure_forward(stage: StageModel, operations: OperationsConfig, rows: int, roofline: Roofline, device: torch.device) -> Row:
-    """One step of ``rows`` tree rows through all layers, and its lower bound."""
-    past, config = operations.past, stage.config
-    tree, _ = grown_tree(operations, rows, device)
-    cache = filled_cache(operations, rows, device)
-    hidden_RE = torch.randn(rows, config.hidden_size, dtype=stage.dtype, device=device)
-    positions_R = tree.positions + past
+def _ratio(one: Row, other: Row) -> float:
+    """Of the median times."""
+    return float(one["time_us"]["median"] / other["time_us"]["median"])
 
-    def reset_cache() -> None:
-        cache.reset()
-        cache.extend_past(past)
+
+def _measure_forward(
+    stage: StageModel, operations: OperationsConfig, lanes: int, rows: int, roofline: Roofline, device: torch.device
+) -> Row:
+    """One step through all layers, of ``rows`` tree rows of each of ``lanes`` requests, and its lower bound."""
+    past, config, num_rows = operations.past, stage.config, lanes * rows
+    tree, _ = grown_tree(operations, rows, device)
+    caches = filled_caches(operations, rows, device, lanes)
+    hidden_RE = torch.randn(num_rows, config.hidden_size, dtype=stage.dtype, device=device)
+    positions_R = tree.positions + past
+    visibility = Visibility(tree.tree_mask, past, lambda: positions_R)
+
+    def drop_rows() -> list[LaneRows]:
+        for cache in caches:
+            cache.reset()
+            cache.extend_past(past)
+        return [LaneRows(positions_R, cache, visibility) for cache in caches]
 
     stopwatch = Stopwatch(device, operations.repeats)
-    visibility = Visibility(tree.tree_mask, past, lambda: positions_R)
-    time_us = stopwatch.time_us(reset_cache, lambda _: stage.forward(hidden_RE, [LaneRows(positions_R, cache, visibility)]))
-    cached = stage.num_layers * (past + rows) * config.num_cache_elements_per_row
+    time_us = stopwatch.time_us(drop_rows, lambda entering: stage.forward(hidden_RE, entering))
+    cached = lanes * stage.num_layers * (past + rows) * config.num_cache_elements_per_row
     num_bytes = stage.num_bytes + cached * stage.dtype.itemsize
-    attention = 4 * stage.num_layers * rows * (past + rows) * config.num_heads * config.head_dim
-    flops = 2 * rows * stage.num_layers * config.num_layer_parameters + attention
+    attention = 4 * stage.num_layers * num_rows * (past + rows) * config.num_heads * config.head_dim
+    flops = 2 * num_rows * stage.num_layers * config.num_layer_parameters + attention
     bound_ms, bound_by = roofline.bound_ms(num_bytes, flops)
     return {
-        "operation": "forward", "past": past, "rows": rows, "time_us": time_us, "bytes": num_bytes, "flops": flops,
-        "bound_us": 1000 * bound_ms, "bound_by": bound_by, "share_of_bound": 1000 * bound_ms / time_us["median"],
+        "operation": "forward", "past": past, "lanes": lanes, "rows": num_rows, "time_us": time_us, "bytes": num_bytes,
+        "flops": flops, "bound_us": 1000 * bound_ms, "bound_by": bound_by, "share_of_bound": 1000 * bound_ms / time_us["median"],
     }  # fmt: skip

@@ -126,13 +126,20 @@ def grown_tree(config: OperationsConfig, size: int, device: torch.device) -> tup
 
 def filled_cache(config: OperationsConfig, size: int, device: torch.device) -> KVCache:
     """A cache of random keys and values: ``past`` accepted rows, then ``size`` rows of the tree."""
-    dtype, rows = config.torch_dtype, config.past + size
-    pool = KVPool(config.layers, config.kv_heads, config.head_dim, dtype, device, block=rows)
-    cache = pool.open()
-    pool.tensor.normal_()
-    cache.extend_past(config.past)
+    [cache] = filled_caches(config, size, device, 1)
     cache.extend_tree(size)
     return cache
+
+
+def filled_caches(config: OperationsConfig, size: int, device: torch.device, lanes: int) -> list[KVCache]:
+    """Caches of one pool, each with ``past`` accepted rows of random keys and values and room for ``size`` more."""
+    dtype, rows = config.torch_dtype, config.past + size
+    pool = KVPool(config.layers, config.kv_heads, config.head_dim, dtype, device, block=rows, capacity=lanes * rows)
+    pool.tensor.normal_()
+    caches = [pool.open() for _ in range(lanes)]
+    for cache in caches:
+        cache.extend_past(config.past)
+    return caches
 
 
 @torch.inference_mode()

@@ -15,7 +15,7 @@ from torch import Tensor
 from pipedec.bench.policy.memo import PROMPT, DraftMemo
 from pipedec.decoding import Drafter
 from pipedec.threads import Sequence as ThreadSequence
-from pipedec.tree import Advance, Candidates, DraftRows, PredictionTree
+from pipedec.tree import Candidates, DraftRows, DraftTree, RowChanges
 
 
 class RecordedDrafter:
@@ -55,9 +55,9 @@ class RecordedDrafter:
             self._requests[number].prefill(token_ids)
         return [self._requests[entry.number].expand(entry) for entry in requested]
 
-    def advance(self, number: int, thread: int, advance: Advance) -> None:
+    def advance(self, number: int, thread: int, changes: RowChanges) -> None:
         """Commit and prune like the tree, in the draft model too if it is in use."""
-        self._requests[number].advance(thread, advance)
+        self._requests[number].advance(thread, changes)
 
     def threads_changed(self, number: int) -> None:
         """Nothing to do: there is one thread."""
@@ -83,7 +83,7 @@ class _RecordedRequest:
         self._accepted: list[int] = []  # tokens before the root
         self._past = PROMPT  # their context
         self._contexts: list[int | None] = []  # of each row; None until needed
-        self._is_drafted = torch.zeros(0, dtype=torch.bool)  # [N], in the draft model's cache
+        self._drafted: set[int] = set()  # rows in the draft model's cache
         self._requested: dict[int, int] = {}  # number of children by context
 
     def prefill(self, token_ids: Tensor) -> None:
@@ -91,26 +91,23 @@ class _RecordedRequest:
         self._chunks.append(token_ids)
 
     def expand(self, requested: DraftRows) -> Candidates:
-        tree, rows, children = requested.tree, requested.rows, requested.children
-        new = tree.num_rows - len(self._contexts)
-        self._contexts += [None] * new
-        self._is_drafted = torch.nn.functional.pad(self._is_drafted, (0, new))
-        contexts = [self._context(tree, row) for row in rows.tolist()]
-        is_unknown = torch.tensor([not self._memo.knows(context, children) for context in contexts])
-        if bool(is_unknown.any()):
-            self._draft_rows(tree, rows[is_unknown])
+        tree, children = requested.tree, requested.children
+        self._contexts += [None] * (tree.num_rows - len(self._contexts))
+        contexts = [self._context(tree, row) for row in requested.rows]
+        unknown = [row for row, context in zip(requested.rows, contexts, strict=True) if not self._memo.knows(context, children)]
+        if unknown:
+            self._draft_rows(tree, unknown)
         self._requested.update(dict.fromkeys(contexts, children))
-        return Candidates(rows, *self._memo.children(contexts, children))
+        return Candidates(torch.tensor(requested.rows), *self._memo.children(contexts, children))
 
-    def advance(self, thread: int, advance: Advance) -> None:
-        tokens = advance.committed_ids.tolist()
-        for token in tokens:
+    def advance(self, thread: int, changes: RowChanges) -> None:
+        for token in changes.committed_ids:
             self._past = self._memo.continued(self._past, token)
-        self._accepted += tokens
-        kept = advance.kept[advance.kept < len(self._contexts)]
-        self._contexts, self._is_drafted = [self._contexts[row] for row in kept.tolist()], self._is_drafted[kept]
+        self._accepted += changes.committed_ids
+        self._contexts = [self._contexts[row] for row in changes.kept if row < len(self._contexts)]
+        self._drafted = {number for number, row in enumerate(changes.kept) if row in self._drafted}
         if self._draft is not None:
-            self._draft.advance(self._number, thread, advance)
+            self._draft.advance(self._number, thread, changes)
 
     def close(self) -> None:
         if self._draft is not None:
@@ -125,22 +122,25 @@ class _RecordedRequest:
             is_proposed.append(children is not None and token in self._memo.children([context], children)[0].flatten().tolist())
         return is_proposed
 
-    def _context(self, tree: PredictionTree, row: int) -> int:
+    def _context(self, tree: DraftTree, row: int) -> int:
         """The context of ``row``; also finds those of its ancestors."""
-        context = self._contexts[row]
-        if context is None:
-            parent = int(tree.parents[row])
-            before = self._past if parent < 0 else self._context(tree, parent)
-            context = self._contexts[row] = self._memo.continued(before, int(tree.token_ids[row]))
-        return context
+        new: list[int] = []
+        before = self._past
+        for above in tree.ancestors_of(row):
+            if (known := self._contexts[above]) is not None:
+                before = known
+                break
+            new.append(above)
+        for above, token in zip(new[::-1], tree.tokens_of(new[::-1]), strict=True):
+            before = self._contexts[above] = self._memo.continued(before, token)
+        return before
 
-    def _draft_rows(self, tree: PredictionTree, rows: Tensor) -> None:
+    def _draft_rows(self, tree: DraftTree, rows: Sequence[int]) -> None:
         """One forward over ``rows`` and their ancestors that are not in the draft model's cache."""
-        missing = torch.nonzero(tree.tree_mask[rows].any(0) & ~self._is_drafted)[:, 0]
-        requested = DraftRows(self._number, 0, tree, missing, self._max_children)
-        (candidates,) = self._prefilled().expand([requested], {})
-        self._is_drafted[missing] = True
-        self._memo.add([self._context(tree, row) for row in missing.tolist()], candidates, self._max_children)
+        missing = sorted({above for row in rows for above in tree.ancestors_of(row)} - self._drafted)
+        (candidates,) = self._prefilled().expand([DraftRows(self._number, 0, tree, missing, self._max_children)], {})
+        self._drafted |= set(missing)
+        self._memo.add([self._context(tree, row) for row in missing], candidates, self._max_children)
 
     def _prefilled(self) -> Drafter:
         """The draft model, with the prompt and the accepted tokens in its cache."""
@@ -149,7 +149,6 @@ class _RecordedRequest:
             self._draft.open(self._number, self._sequence)
             for token_ids in self._chunks:
                 self._draft.expand([], {self._number: token_ids})
-            rows = torch.arange(len(self._accepted))
-            accepted = torch.tensor(self._accepted, dtype=torch.int64)
-            self._draft.advance(self._number, 0, Advance(rows, accepted, rows[:0], len(rows), hit=False))
+            rows = list(range(len(self._accepted)))
+            self._draft.advance(self._number, 0, RowChanges(rows, self._accepted, [], len(rows)))
         return self._draft

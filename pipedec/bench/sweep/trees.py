@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from pipedec.bench.checks import check_positive
 from pipedec.bench.record import Row, plain
 from pipedec.core import DEFAULT_METHOD, MethodOptions, Request
-from pipedec.decoding import Experience, create_method
+from pipedec.decoding import Company
 from pipedec.messages import PromptRequest
 from pipedec.methods import PROPOSERS, BestFirstOptions, BitaOptions, applicable_options
 from pipedec.threads import single_thread
@@ -77,9 +77,9 @@ class TreeGrid:
 
 def _with_masks(tree: BitaOptions, trained_masks: int) -> BitaOptions:
     """``tree`` with the numbers of masks and candidates that ``bita`` would use."""
-    request = Request(0, (), method=BITA, options=tree)
-    sequence = single_thread(0, (), 1)
-    masks = create_method(request, sequence, None, Experience(passage=1), trained_masks=trained_masks).masks
+    request = Request(0, (0,), method=BITA, options=tree)
+    sequence = single_thread(1, (), 1)
+    masks = Company(passage=1, trained_masks=trained_masks).open(request, sequence).masks
     return replace(tree, depth=masks.count, children=masks.named)
 
 

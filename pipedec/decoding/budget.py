@@ -1,0 +1,203 @@
+"""How the rows of a timestep are shared by the running requests.
+
+A timestep has room for as many rows as the stages compute in about the time of one. Rows of accepted tokens come first, since
+each of them is certain to be needed; then chunks of prompts, and candidates in order of the chance that they are accepted, part
+of the room evenly and part by chance. So speculation glides to zero as requests fill the pipeline, without a threshold. Rows that
+must enter together wait their turn. Knows neither methods nor tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from heapq import heapify, heappop, heapreplace
+
+RESERVED = 8  # one row in so many is left for prompts, however many certain rows there are
+
+Pays = Callable[
+    [int, float], bool
+]  # whether, after so many rows, one more is worth its time that advances requests by this share
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What a method would let enter at the next timestep.
+
+    Attributes:
+        certain: rows of accepted tokens, of which some may enter and others wait.
+        whole: rows that enter together or not at all.
+        chances: of further rows, best first. Only as many are asked for as have a chance to enter.
+        most: maximum rows that the request itself has set; None if it leaves them to the budget.
+    """
+
+    certain: int = 0
+    whole: int = 0
+    chances: Iterable[float] = ()
+    most: int | None = None
+
+
+@dataclass(frozen=True)
+class Claim:
+    """One request's wish.
+
+    Attributes:
+        number: of the request.
+        priority: lower ones are served first.
+        prompt: rows of its prompt that have yet to enter, some now and the others later.
+        tail: the last of these rows, which enter together.
+    """
+
+    number: int
+    priority: int = 0
+    wish: Wish = Wish()
+    prompt: int = 0
+    tail: int = 1
+
+    @property
+    def entering(self) -> int:
+        """Rows that must not wait for good."""
+        return self.wish.whole or self.wish.certain
+
+
+class Budget:
+    """Shares the rows of one timestep after the other. Claims are given in order of arrival.
+
+    Args:
+        knee: rows that the stages compute in about the time of one.
+
+    Attributes:
+        refused: the chance of the best candidate that had to wait in the last timestep; 0 if all entered.
+    """
+
+    def __init__(self, knee: int) -> None:
+        self.knee = knee
+        self.refused = 0.0
+        self._timestep = 0
+        self._waiting_since: dict[int, int] = {}  # by request: the timestep at which it was first refused what must enter
+
+    def forget(self, number: int) -> None:
+        """A request has ended."""
+        self._waiting_since.pop(number, None)
+
+    def share(self, claims: Sequence[Claim], pays: Pays) -> dict[int, int]:
+        """By request, the rows that it may let enter at the next timestep; those that get none are left out.
+
+        Never more than the room there is, unless the rows of a single request that must enter together are more than that: then
+        they enter alone.
+        """
+        self._timestep += 1
+        self.refused = 0.0
+        room = self._room(claims)
+        granted = self._share_certain(claims, room)
+        if sum(granted.values()) < room:
+            free = room - sum(granted.values())
+            for_prompts = min(sum(claim.prompt for claim in claims), -(-free // 2))
+            self._share_candidates(claims, granted, free - for_prompts, room - free + for_prompts, pays)
+            _share_prompts(claims, granted, room - sum(granted.values()))
+        for claim in claims:
+            self._note(claim, granted.get(claim.number, 0))
+        return granted
+
+    def _room(self, claims: Sequence[Claim]) -> int:
+        """Rows of the timestep. A request alone may set more than there is room for in company."""
+        if len(claims) == 1 and claims[0].wish.most is not None:
+            return max(self.knee, claims[0].wish.most)
+        return self.knee
+
+    def _share_certain(self, claims: Sequence[Claim], room: int) -> dict[int, int]:
+        """Who has waited longest comes first, so nobody waits for good."""
+        left = room - min(sum(claim.prompt for claim in claims), room // RESERVED)
+        waiting_prompt = min((self._since(claim) for claim in claims if claim.prompt), default=self._timestep)
+        granted: dict[int, int] = {}
+        for claim in sorted((claim for claim in claims if claim.entering), key=self._turn):
+            wish = claim.wish
+            if wish.whole > left and not granted and self._since(claim) <= waiting_prompt:
+                return {claim.number: wish.whole}
+            count = (wish.whole if wish.whole <= left else 0) or min(wish.certain, left) * (not wish.whole)
+            if count:
+                granted[claim.number] = count
+                left -= count
+        return granted
+
+    def _turn(self, claim: Claim) -> tuple[int, int, bool]:
+        return claim.priority, self._since(claim), claim.wish.whole > 0
+
+    def _since(self, claim: Claim) -> int:
+        """The timestep since which it has waited."""
+        return self._waiting_since.get(claim.number, self._timestep)
+
+    def _share_candidates(self, claims: Sequence[Claim], granted: dict[int, int], room: int, rows: int, pays: Pays) -> None:
+        """Add candidates to ``granted``.
+
+        Args:
+            room: for candidates.
+            rows: that enter besides.
+        """
+        running = sum(not claim.prompt for claim in claims)
+        queues = [queue for claim in claims if (queue := _Queue(claim, granted.get(claim.number, 0))).chance is not None]
+        entered = 0
+        for even in (True, False):
+            most = room // (2 * len(queues)) if queues and even else room
+            heap = [queue for queue in queues if queue.chance is not None]
+            heapify(heap)
+            while heap and entered < room and (most or not even):
+                best = heap[0]
+                chance = best.chance
+                assert chance is not None
+                if not pays(rows + entered, chance / running):
+                    self.refused = max(self.refused, chance)
+                    heappop(heap)
+                    continue
+                best.take()
+                entered += 1
+                granted[best.number] = granted.get(best.number, 0) + 1
+                if best.chance is None or (even and best.taken >= most):
+                    heappop(heap)
+                else:
+                    heapreplace(heap, best)
+        if entered >= room:
+            self.refused = max([self.refused, *(queue.chance for queue in queues if queue.chance is not None)])
+
+    def _note(self, claim: Claim, granted: int) -> None:
+        """Remember since when a request waits."""
+        if granted >= max(claim.entering, min(claim.prompt, 1)):
+            self._waiting_since.pop(claim.number, None)
+        else:
+            self._waiting_since.setdefault(claim.number, self._timestep)
+
+
+class _Queue:
+    """The candidates of one request, best first.
+
+    Attributes:
+        chance: of the next one; None if there are no more, or the request may not let more rows enter.
+        taken: number of those that enter.
+    """
+
+    def __init__(self, claim: Claim, certain: int) -> None:
+        self.number = claim.number
+        self.priority = claim.priority
+        self.taken = 0
+        wish = claim.wish
+        self._left = 0 if certain < wish.certain else wish.most - certain if wish.most is not None else -1
+        self._chances = iter(wish.chances)
+        self.chance: float | None = next(self._chances, None) if self._left else None
+
+    def take(self) -> None:
+        """The next candidate enters."""
+        self.taken += 1
+        self._left -= 1
+        self.chance = next(self._chances, None) if self._left else None
+
+    def __lt__(self, other: _Queue) -> bool:
+        assert self.chance is not None and other.chance is not None
+        return (self.priority, -self.chance) < (other.priority, -other.chance)
+
+
+def _share_prompts(claims: Sequence[Claim], granted: dict[int, int], room: int) -> None:
+    """Add rows of prompts to ``granted``, those of the first request first."""
+    for claim in sorted(claims, key=lambda claim: claim.priority):
+        count = claim.prompt if claim.prompt <= room else min(room, claim.prompt - claim.tail)
+        if count:
+            granted[claim.number] = granted.get(claim.number, 0) + count
+            room -= count

@@ -1,0 +1,85 @@
+"""How long a timestep takes by the number of rows, as measured: what one more row costs.
+
+Knows neither requests nor chances.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from itertools import pairwise
+
+BOUNDS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 512)  # a bucket's rows are up to its bound
+_WEIGHT = 0.15  # of a new measurement
+_OUTLIER = 2.0  # a measurement counts as at most so many times what is known
+_MAX_AGE = 4096  # timesteps after which a measurement is forgotten
+
+
+class RowCosts:
+    """The seconds of a timestep as a function of its rows: never falling, linear between what was measured.
+
+    What was never measured counts as no slower than what was, so that it is tried.
+    """
+
+    def __init__(self) -> None:
+        self._seconds: dict[int, float] = {}  # by bucket
+        self._rows: dict[int, float] = {}  # by bucket: mean number of rows
+        self._measured_at: dict[int, int] = {}
+        self._timestep = 0
+        self._curve: list[tuple[float, float]] | None = None  # rows and seconds, ascending
+
+    def record(self, rows: int, seconds: float) -> None:
+        """A timestep with so many rows took so long."""
+        self._timestep += 1
+        bucket = bisect_right(BOUNDS, max(rows, 1) - 1)
+        known = self._seconds.get(bucket)
+        if known is None:
+            self._seconds[bucket], self._rows[bucket] = seconds, float(max(rows, 1))
+        else:
+            self._seconds[bucket] += _WEIGHT * (min(seconds, _OUTLIER * known) - known)
+            self._rows[bucket] += _WEIGHT * (max(rows, 1) - self._rows[bucket])
+        self._measured_at[bucket] = self._timestep
+        self._curve = None
+
+    def seconds(self, rows: int) -> float | None:
+        """Of a timestep with so many rows; None if nothing was measured yet."""
+        curve = self._points()
+        if not curve:
+            return None
+        for (rows_before, before), (rows_after, after) in pairwise(curve):
+            if rows < rows_after:
+                share = max(rows - rows_before, 0) / (rows_after - rows_before)
+                return before + share * (after - before)
+        return curve[-1][1]
+
+    def added(self, rows: int) -> float:
+        """The share by which one more row lengthens a timestep of ``rows`` rows."""
+        now, then = self.seconds(rows), self.seconds(rows + 1)
+        return then / now - 1 if now and then else 0.0
+
+    @property
+    def fewest(self) -> tuple[float, float] | None:
+        """Rows and seconds of the smallest timesteps that were measured."""
+        curve = self._points()
+        return curve[0] if curve else None
+
+    def _points(self) -> list[tuple[float, float]]:
+        if self._curve is None:
+            for bucket in [each for each, at in self._measured_at.items() if self._timestep - at > _MAX_AGE]:
+                del self._seconds[bucket], self._rows[bucket], self._measured_at[bucket]
+            self._curve = _rising([(self._rows[bucket], self._seconds[bucket]) for bucket in sorted(self._seconds)])
+        return self._curve
+
+
+def _rising(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Points whose seconds never fall: neighbours that do are replaced by their mean."""
+    groups: list[list[tuple[float, float]]] = []
+    for point in points:
+        groups.append([point])
+        while len(groups) > 1 and _mean(groups[-2]) >= _mean(groups[-1]):
+            last = groups.pop()
+            groups[-1] += last
+    return [(rows, _mean(group)) for group in groups for rows, _ in group]
+
+
+def _mean(group: list[tuple[float, float]]) -> float:
+    return sum(seconds for _, seconds in group) / len(group)

@@ -1,0 +1,99 @@
+"""Whether speculation pays at all: measured tokens per second with it, against those without it.
+
+Estimates of what a row costs miss what it costs elsewhere, as where stages and draft model share a processor. So now and then the
+other way is tried, for a short time: soon after the start, then at growing intervals, so that the trials cost little. Knows
+neither rows nor requests.
+"""
+
+from __future__ import annotations
+
+_FIRST = 16  # tokens before the first trial
+_TRIAL_TOKENS = 12  # of a trial of speculation
+_TRIAL_TIMESTEPS = 6  # of a trial without it, in which every request yields a token per passage
+_MAX_COST = 0.02  # share of the time that trials may cost
+_MAX_INTERVAL = 1024  # tokens between trials
+_GROWTH = 2.0
+_BETTER = 1.02  # the other way must be by so much better
+
+
+class Trials:
+    """Holds whether to speculate at the next timestep.
+
+    Args:
+        passage: timesteps that a row takes to pass through the pipeline.
+    """
+
+    def __init__(self, passage: int) -> None:
+        self.is_speculating = True
+        self._passage = passage
+        self._speculates = True  # outside trials
+        self._interval = float(_FIRST)
+        self._rates: dict[bool, float] = {}  # tokens per second and running request, with and without speculation
+        self._begin(passage)
+
+    def _begin(self, unsettled: int) -> None:
+        """Measure from now on, but not the timesteps that are still affected by what was before."""
+        self._unsettled = unsettled
+        self._tokens = 0
+        self._timesteps = 0
+        self._seconds = 0.0
+        self._shares = 0.0  # seconds, each times the number of running requests
+
+    @property
+    def _is_trial(self) -> bool:
+        return self.is_speculating is not self._speculates
+
+    def record(self, seconds: float, tokens: int, running: int, best_without: float | None) -> None:
+        """Record a timestep in which ``running`` requests were decoded and nothing else was computed.
+
+        Args:
+            tokens: that its verdicts accepted.
+            best_without: the shortest that a timestep without speculation may be expected to take; None if nobody knows.
+        """
+        if self._unsettled:
+            self._unsettled -= 1
+            return
+        self._tokens += tokens
+        self._timesteps += 1
+        self._seconds += seconds
+        self._shares += seconds * running
+        if self._is_trial and self._trial_is_over():
+            self._judge()
+        elif not self._is_trial and self._tokens >= self._interval * max(running, 1):
+            self._rates[self.is_speculating] = self._rate()
+            self._try_or_go_on(best_without)
+
+    def _trial_is_over(self) -> bool:
+        return self._tokens >= _TRIAL_TOKENS if self.is_speculating else self._timesteps >= _TRIAL_TIMESTEPS
+
+    def _rate(self) -> float:
+        """Tokens per second and running request, as measured since ``_begin``."""
+        if self.is_speculating:
+            return self._tokens / max(self._shares, 1e-9)
+        return self._timesteps / (self._passage * max(self._seconds, 1e-9))
+
+    def _may_pay(self, best_without: float | None) -> bool:
+        """Whether a trial may show that the other way is better."""
+        if not self._speculates or best_without is None:
+            return True
+        return 1 / (self._passage * best_without) > self._rates[True]
+
+    def _try_or_go_on(self, best_without: float | None) -> None:
+        if self._may_pay(best_without):
+            self.is_speculating = not self._speculates
+            self._begin(self._passage)
+        else:
+            self._interval = min(self._interval * _GROWTH, _MAX_INTERVAL)
+            self._begin(0)
+
+    def _judge(self) -> None:
+        """A trial is over: stay with the better way."""
+        tried, before = self._rate(), self._rates[self._speculates]
+        if tried > _BETTER * before:
+            self._speculates = self.is_speculating
+            self._interval = float(_FIRST)
+        else:
+            lost = _TRIAL_TOKENS * max(before / max(tried, 1e-9) - 1, 0.0) / _MAX_COST
+            self._interval = min(max(self._interval * _GROWTH, lost), _MAX_INTERVAL)
+        self.is_speculating = self._speculates
+        self._begin(self._passage)

@@ -1,0 +1,183 @@
+"""Attention of the rows of many requests with flash-attention: one call for all pasts, one for all prompt chunks.
+
+The past of a tree's rows needs no mask, so a kernel with block tables reads it in place; the trees are gathered, padded to the
+largest, and merged with it by the log-sum-exp of the scores. Knows blocks of the pool, but neither weights nor tokens.
+
+Shapes as in ``attention``, and: B requests, T rows of all of them, M and N the most rows and tree slots of any of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pipedec.model.attention import attention_with_lse, flash_attention, merge_by_lse
+from pipedec.model.lane_rows import LaneAttention, Part, Placed
+
+
+class FlashLaneAttention(LaneAttention):
+    """Arguments as of ``LaneAttention``.
+
+    Mask rows, and rows of trees in layers with a sliding window, attend request by request: flash-attention has no mask for them.
+    """
+
+    def _prepare(self, placed: Sequence[Placed]) -> None:
+        self._pool = placed[0][0].cache.pool
+        chunks = [(lane, first) for lane, first in placed if lane.num_tokens and lane.visibility is None]
+        trees = [(lane, first) for lane, first in placed if lane.num_tokens and lane.visibility is not None]
+        with_past = [(lane, first) for lane, first in trees if lane.num_shared]
+        self._chunks = PagedRows.of(chunks, [lane.cache.length + lane.num_tokens for lane, _ in chunks]) if chunks else None
+        self._pasts = PagedRows.of(with_past, [lane.num_shared for lane, _ in with_past]) if with_past else None
+        self._trees = TreeRows.of(with_past, self._group, self._dtype) if with_past else None
+        self._parts = [self._of_masks(lane, first) for lane, first in placed if lane.num_masks]
+        self._parts += [self._of_tokens(lane, first) for lane, first in trees if not lane.num_shared]
+        has_window = any(window is not None for window in self._windows)
+        self._windowed = [self._of_tokens(lane, first) for lane, first in with_past] if has_window else list[Part]()
+
+    def attend(self, q_RHD: Tensor, layer: int) -> Tensor:
+        window, out_RHD = self._windows[layer], q_RHD.new_empty(q_RHD.shape)
+        if self._chunks is not None:
+            out_RHD[self._chunks.rows], _ = self._chunks.attend(q_RHD, *self._pool.pages(layer), True, window)
+        if self._trees is not None and self._pasts is not None and window is None:
+            past = self._pasts.attend(q_RHD, *self._pool.pages(layer), False, None)
+            out_RHD[self._pasts.rows] = merge_by_lse(*past, *self._trees.attend(q_RHD, self._pool.tensor[layer]))
+        for part in self._parts if window is None else [*self._parts, *self._windowed]:
+            out_RHD[part.rows] = part.attend(q_RHD, layer, window)
+        return out_RHD
+
+
+@dataclass(frozen=True)
+class PagedRows:
+    """Rows of some requests that attend to the first slots of their caches, for a kernel that reads these block by block.
+
+    Attributes:
+        rows: int64 [T], indices into the forward's rows, request by request.
+        first_rows, first_slots: int32 [B + 1], where each request's rows and slots begin if they are counted one after the other.
+        most_rows, most_slots: of any request.
+        block_table: int32 [B, blocks], the pool's blocks of each request.
+    """
+
+    rows: Tensor
+    first_rows: Tensor
+    first_slots: Tensor
+    most_rows: int
+    most_slots: int
+    block_table: Tensor
+
+    @classmethod
+    def of(cls, placed: Sequence[Placed], num_slots: Sequence[int]) -> PagedRows:
+        """``num_slots``: how many leading slots of its cache each request's ordinary rows attend to, at least 1."""
+        cache, device = placed[0][0].cache, placed[0][0].positions.device
+        counts, block = [lane.num_tokens for lane, _ in placed], cache.pool.block
+        width = -(-max(num_slots) // block)
+        firsts = [lane.cache.start // block for lane, _ in placed]
+        last = cache.pool.tensor.shape[3] // block - 1
+        table = [[min(first + index, last) for index in range(width)] for first in firsts]
+        return cls(
+            _rows_of(placed),
+            torch.tensor(_sums(counts), dtype=torch.int32, device=device),
+            torch.tensor(_sums(num_slots), dtype=torch.int32, device=device),
+            max(counts),
+            max(num_slots),
+            torch.tensor(table, dtype=torch.int32, device=device),
+        )
+
+    def attend(
+        self, q_RHD: Tensor, key_pages: Tensor, value_pages: Tensor, is_causal: bool, window: int | None
+    ) -> tuple[Tensor, Tensor]:
+        """out_THD, lse_TH. A causal mask is aligned to each request's last slot, as chunks behind a past need.
+
+        Args:
+            key_pages, value_pages: [blocks of the pool, block, K, D].
+        """
+        out_THD, lse_HT, _ = flash_attention()(
+            q_RHD[self.rows],
+            key_pages,
+            value_pages,
+            self.first_rows,
+            self.first_slots,
+            self.most_rows,
+            self.most_slots,
+            causal=is_causal,
+            window_size=(-1, -1) if window is None else (window - 1, 0),
+            return_attn_probs=True,
+            block_table=self.block_table,
+        )
+        return out_THD, lse_HT.transpose(0, 1)
+
+
+@dataclass(frozen=True)
+class TreeRows:
+    """Rows of some requests' trees, and the slots behind those that all rows of a request see, padded to rectangles.
+
+    Attributes:
+        rows: int64 [B, M], indices into the forward's rows; filled up with a request's first row.
+        slots: int64 [B, N], slots of the pool; filled up with a request's first one.
+        bias: [B, 1, M·G, N], 0 or −inf, for the folded queries.
+        order: int64 [T], the rows that are no filling, as indices into [B · M].
+    """
+
+    rows: Tensor
+    slots: Tensor
+    bias: Tensor
+    order: Tensor
+
+    @classmethod
+    def of(cls, placed: Sequence[Placed], group: int, dtype: torch.dtype) -> TreeRows:
+        device, counts = placed[0][0].positions.device, [lane.num_tokens for lane, _ in placed]
+        seen = [lane.visibility_of_tokens().seen for lane, _ in placed]
+        most_rows, most_slots = max(counts), max(mask.shape[1] for mask in seen)
+        slots = [range(lane.cache.start + lane.num_shared, lane.cache.start + lane.num_shared + mask.shape[1])
+                 for (lane, _), mask in zip(placed, seen, strict=True)]  # fmt: skip
+        rows = [range(first, first + count) for (_, first), count in zip(placed, counts, strict=True)]
+        bias = torch.zeros(len(placed), most_rows, group, most_slots, dtype=dtype, device=device)
+        for of_lane, mask in zip(bias, seen, strict=True):
+            of_lane[:, :, mask.shape[1] :] = -torch.inf
+            of_lane[: mask.shape[0], :, : mask.shape[1]].masked_fill_(~mask[:, None], -torch.inf)
+        order = [index * most_rows + row for index, count in enumerate(counts) for row in range(count)]
+        return cls(
+            torch.tensor([_filled(own, most_rows) for own in rows], device=device),
+            torch.tensor([_filled(own, most_slots) for own in slots], device=device),
+            bias.flatten(1, 2)[:, None],
+            torch.tensor(order, device=device),
+        )
+
+    def attend(self, q_RHD: Tensor, cached: Tensor) -> tuple[Tensor, Tensor]:
+        """out_THD, lse_TH.
+
+        Args:
+            cached: [2, K, slots, D], keys and values of the layer of all requests.
+        """
+        (requests, most_rows), (_, heads, head_dim) = self.rows.shape, q_RHD.shape
+        kv_heads = cached.shape[1]
+        gathered = cached.index_select(2, self.slots.flatten()).view(2, kv_heads, requests, -1, head_dim)
+        keys, values = gathered.transpose(1, 2).unbind(0)
+        folded = q_RHD[self.rows].view(requests, most_rows, kv_heads, -1, head_dim).transpose(1, 2).flatten(2, 3)
+        out, lse = attention_with_lse(folded, keys, values, self.bias)
+        return self._unfolded(out, heads), self._unfolded(lse[..., None], heads).squeeze(-1)
+
+    def _unfolded(self, folded: Tensor, heads: int) -> Tensor:
+        """[B, K, M·G, X] to [T, H, X]."""
+        requests, kv_heads, _, size = folded.shape
+        rows = folded.view(requests, kv_heads, self.rows.shape[1], -1, size).transpose(1, 2)
+        return rows.reshape(-1, heads, size)[self.order]
+
+
+def _rows_of(placed: Sequence[Placed]) -> Tensor:
+    """int64 [T], the ordinary rows of these lanes."""
+    rows = [row for lane, first in placed for row in range(first, first + lane.num_tokens)]
+    return torch.tensor(rows, device=placed[0][0].positions.device)
+
+
+def _sums(counts: Iterable[int]) -> list[int]:
+    sums = [0]
+    for count in counts:
+        sums.append(sums[-1] + count)
+    return sums
+
+
+def _filled(own: range, count: int) -> list[int]:
+    return [*own, *[own.start] * (count - len(own))]

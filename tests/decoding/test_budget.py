@@ -1,0 +1,186 @@
+"""How rows are shared: a property test over random wishes, and the cases that matter one by one."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+import pytest
+from examples import examples
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipedec.decoding.budget import RESERVED, Budget, Claim, Wish
+
+KNEE = 16
+
+
+def always(rows: int, share: float) -> bool:
+    return True
+
+
+def share(*claims: Claim, knee: int = KNEE) -> dict[int, int]:
+    return Budget(knee).share(claims, always)
+
+
+@dataclass
+class Asking:
+    """A request that asks again and again for something that must enter, and sometimes for more."""
+
+    number: int
+    chooser: random.Random
+    priority: int = 0
+    kind: str = ""
+    prompt: int = 0
+    waited: int = 0
+    longest: int = 0
+    certain: int = 0
+    whole: int = 0
+    chances: list[float] = field(default_factory=list)
+
+    def claim(self) -> Claim:
+        if self.prompt:
+            is_tail = self.prompt <= 3
+            return Claim(self.number, wish=Wish(whole=self.prompt)) if is_tail else Claim(self.number, prompt=self.prompt, tail=3)
+        if not self.certain + self.whole and self.chooser.random() < 0.8:
+            if self.kind == "whole":
+                self.whole = self.chooser.choice((2, KNEE // 2, KNEE, 2 * KNEE))
+            else:
+                self.certain = self.chooser.randint(1, 2)
+                self.chances = sorted((self.chooser.random() for _ in range(self.chooser.randint(0, 20))), reverse=True)
+        return Claim(self.number, self.priority, Wish(self.certain, self.whole, self.chances if self.certain else ()))
+
+    def enter(self, rows: int) -> None:
+        if self.prompt:
+            waits = not rows
+            self.prompt -= rows
+        elif self.whole:
+            assert rows in (0, self.whole), "a whole is not split"
+            waits = not rows
+            self.whole -= rows
+        else:
+            waits = self.certain > rows
+            assert rows <= self.certain + len(self.chances)
+            self.certain = max(self.certain - rows, 0)
+        self.waited = self.waited + 1 if waits else 0
+        self.longest = max(self.longest, self.waited)
+
+
+@examples(60)
+@given(st.integers(0, 2**32), st.integers(1, 40))
+def test_there_is_never_more_than_the_room_and_nobody_waits_for_good(seed: int, requests: int) -> None:
+    chooser, budget = random.Random(seed), Budget(KNEE)
+    asking = [Asking(number, chooser, kind=chooser.choice(("whole", "rows"))) for number in range(requests)]
+    for one in asking:
+        one.prompt = chooser.choice((0, 0, 2, 40)) if one.kind == "rows" else 0
+    longest = 3 * requests + sum(one.prompt for one in asking)  # prompts wait for those before them
+    for _ in range(400):
+        claims = {one.number: one.claim() for one in asking}
+        granted = budget.share(list(claims.values()), lambda rows, share: chooser.random() < 0.9)
+        assert all(granted.values())
+        alone = len(granted) == 1 and next(iter(granted)) in claims and claims[next(iter(granted))].wish.whole > KNEE
+        assert sum(granted.values()) <= KNEE or alone
+        for one in asking:
+            one.enter(granted.get(one.number, 0))
+    assert max(one.longest for one in asking) <= longest + 10
+
+
+def test_certain_rows_come_first_then_candidates_by_chance() -> None:
+    claims = [Claim(number, wish=Wish(1, chances=[0.9 / (number + 1), 0.1])) for number in range(4)]
+    assert share(*claims, knee=4) == {0: 1, 1: 1, 2: 1, 3: 1}
+    assert share(*claims, knee=5) == {0: 2, 1: 1, 2: 1, 3: 1}
+    assert share(*claims, knee=6) == {0: 2, 1: 2, 2: 1, 3: 1}
+
+
+def test_part_of_the_room_is_shared_evenly() -> None:
+    """A request whose candidates are all more probable gets more of them, but not all."""
+    sure, unsure = Claim(0, wish=Wish(chances=[0.9] * 50)), Claim(1, wish=Wish(chances=[0.2] * 50))
+    granted = share(sure, unsure)
+    assert granted[1] >= KNEE // 4 and granted[0] >= KNEE // 2 and sum(granted.values()) == KNEE
+
+
+def test_prompts_get_half_of_what_is_free_and_all_that_nobody_wants() -> None:
+    eager, certain = Wish(2, chances=[0.5] * 50), Wish(2)
+    assert share(Claim(0, wish=eager), Claim(1, prompt=100)) == {0: 9, 1: 7}
+    assert share(Claim(0, wish=certain), Claim(1, prompt=100)) == {0: 2, 1: 14}
+    assert share(Claim(0, wish=eager), Claim(1, prompt=3)) == {0: 13, 1: 3}
+    assert share(Claim(0, prompt=100)) == {0: KNEE}
+
+
+def test_prompts_are_served_by_priority_and_then_in_order_of_arrival() -> None:
+    assert share(Claim(0, prompt=10), Claim(1, prompt=10), Claim(2, prompt=10)) == {0: 10, 1: 6}
+    assert share(Claim(0, 5, prompt=10), Claim(1, 1, prompt=10), Claim(2, prompt=3)) == {2: 3, 1: 10, 0: 3}
+
+
+def test_prompts_go_on_however_many_certain_rows_there_are() -> None:
+    claims = [Claim(number, wish=Wish(1)) for number in range(50)]
+    assert share(*claims, Claim(50, prompt=100))[50] == KNEE // RESERVED
+
+
+def test_the_end_of_a_prompt_enters_together() -> None:
+    """The masks behind a prompt enter with its last token."""
+    assert share(Claim(0, prompt=KNEE + 2, tail=4)) == {0: KNEE - 2}
+    assert share(Claim(0, prompt=KNEE, tail=4)) == {0: KNEE}
+
+
+def test_a_request_alone_may_set_more_rows_than_there_is_room_for() -> None:
+    wide = Wish(1, chances=[0.01] * 200, most=100)
+    assert share(Claim(0, wish=wide)) == {0: 100}
+    assert sum(share(Claim(0, wish=wide), Claim(1, wish=Wish(1))).values()) == KNEE
+
+
+def test_a_width_that_is_set_is_a_limit() -> None:
+    assert share(Claim(0, wish=Wish(1, chances=[0.9] * 50, most=3)), Claim(1, wish=Wish(1, chances=[0.1] * 3))) == {0: 3, 1: 4}
+
+
+def test_a_whole_waits_until_it_has_waited_longest() -> None:
+    budget, tree = Budget(KNEE), Claim(99, wish=Wish(whole=KNEE))
+    busy = [Claim(number, wish=Wish(1)) for number in range(3)]
+    assert 99 not in budget.share([*busy, tree], always)
+    assert budget.share([*busy, tree], always) == {99: KNEE}
+    assert 99 not in budget.share([*busy, tree], always)
+
+
+def test_a_whole_that_never_fits_enters_alone() -> None:
+    budget, tree = Budget(KNEE), Claim(99, wish=Wish(whole=3 * KNEE))
+    busy = [Claim(number, wish=Wish(1)) for number in range(3)]
+    assert budget.share([*busy, tree], always) == {0: 1, 1: 1, 2: 1}
+    assert budget.share([*busy, tree], always) == {99: 3 * KNEE}
+
+
+def test_a_lower_priority_is_served_first() -> None:
+    claims = [Claim(number, -number, Wish(1, chances=[0.5, 0.4])) for number in range(4)]
+    assert share(*claims, knee=2) == {3: 1, 2: 1}
+    assert share(*claims, knee=6) == {3: 3, 2: 1, 1: 1, 0: 1}
+
+
+def test_nothing_but_certain_rows_enters_where_rows_cost_as_much_as_they_bring() -> None:
+    """Every row makes the timestep longer by as much as one of 8 requests advances by a certain row."""
+    claims = [Claim(number, wish=Wish(1, chances=[0.95, 0.9])) for number in range(8)]
+    budget = Budget(64)
+    assert budget.share(claims, lambda rows, share: share >= 1 / 8) == {number: 1 for number in range(8)}
+    assert budget.refused == 0.95
+
+
+def test_speculation_falls_steadily_as_requests_fill_the_timestep() -> None:
+    """Rows that are no certain ones, for ever more requests of which every third has a certain row."""
+    speculative = []
+    for requests in range(1, 200, 3):
+        claims = [Claim(n, wish=Wish(int(n % 3 == 0), chances=[0.7**place for place in range(1, 64)])) for n in range(requests)]
+        certain = sum(claim.wish.certain for claim in claims)
+        granted = Budget(64).share(claims, always)
+        assert sum(granted.values()) == 64
+        speculative.append(64 - min(certain, 64))
+        assert sum(granted[n] for n in granted if n % 3) + sum(granted[n] - 1 for n in granted if n % 3 == 0) == speculative[-1]
+    assert speculative == sorted(speculative, reverse=True) and speculative[-1] == 0
+
+
+@pytest.mark.parametrize("requests", [1, 2, 8])
+def test_what_was_refused_is_told(requests: int) -> None:
+    budget = Budget(KNEE)
+    claims = [Claim(number, wish=Wish(1, chances=[0.5**place for place in range(1, 40)])) for number in range(requests)]
+    granted = budget.share(claims, always)
+    refused = [0.5 ** granted[number] for number in granted]
+    assert budget.refused == max(refused)
+    budget.share(claims[:1], lambda rows, share: share > 0.3)
+    assert budget.refused == 0.25

@@ -1,0 +1,125 @@
+"""Attention batched over requests, as on a GPU, equals attention request by request; the kernel is a stand-in."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from bita_files import save_random_bita
+from checkpoints import save_tiny
+from examples import examples
+from flash_stand_in import flash_on_cpu
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from pipedec.model import BitaWeights, LaneRows, ModelConfig, StageModel
+from pipedec.model.attention import flash_attention
+from pipedec.tree import Visibility
+
+LAYERS = range(1, 4)
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {"sliding_window": 5},
+    "qwen2": {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 2},
+}
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def stage(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> StageModel:
+    path = tmp_path_factory.mktemp("target")
+    save_tiny(request.param, path, **MODELS[request.param])
+    weights = save_random_bita(path / "bita", path, 2)
+    stage = StageModel.load(path, LAYERS, torch.float64, "cpu", ModelConfig.from_directory(path))
+    stage.attach(BitaWeights(weights.prompt[LAYERS.start : LAYERS.stop].double(), weights.masks.double()))
+    return stage
+
+
+class Requests:
+    """Random requests of one pool, and what the forwards of their rows give."""
+
+    def __init__(self, stage: StageModel, seed: int, count: int, block: int) -> None:
+        self._stage, self._device, self._random = stage, stage.device, random.Random(seed)
+        self._generator = torch.Generator().manual_seed(seed)
+        pool = stage.make_pool(block)
+        self._has_masks = [pool.prompt is not None and self._random.random() < 0.4 for _ in range(count)]
+        self._caches = [pool.open(with_prompt=has_masks) for has_masks in self._has_masks]
+        self._has_prompt = [self._random.random() < 0.1 for _ in range(count)]
+
+    def forward(self) -> Tensor:
+        """One step of some of the requests."""
+        chosen = self._random.sample(range(len(self._caches)), self._random.randint(1, len(self._caches)))
+        lanes = [self._rows(index) for index in chosen]
+        inputs = torch.randn(sum(lane.num_rows for lane in lanes), 32, generator=self._generator, dtype=torch.float64)
+        return self._stage.forward(inputs.to(self._device, self._stage.dtype), lanes)
+
+    def advance(self) -> None:
+        for cache, has_prompt in zip(self._caches, self._has_prompt, strict=True):
+            if has_prompt and self._random.random() < 0.6:
+                order = self._random.sample(range(cache.tree_length), self._random.randint(0, cache.tree_length))
+                split = self._random.randint(0, len(order))
+                kept = sorted(order[split:])
+                cache.advance(*(torch.tensor(part, dtype=torch.int64, device=self._device) for part in (order[:split], kept)))
+
+    def _rows(self, index: int) -> LaneRows:
+        cache, chooser = self._caches[index], self._random
+        masks = chooser.randint(0, 2) if self._has_masks[index] else 0
+        rows = chooser.randint(1, 5) + masks
+        if not self._has_prompt[index]:
+            self._has_prompt[index] = chooser.random() < 0.5
+            masks, rows = (masks, rows) if self._has_prompt[index] else (0, rows - masks)
+            positions = torch.arange(cache.length, cache.length + rows, device=self._device)
+            return LaneRows(positions, cache, None, cache.length + rows, masks)
+        shared = cache.past_length if chooser.random() < 0.5 else chooser.randint(0, cache.past_length)
+        slots = cache.length - shared + rows
+        seen = torch.rand(rows, slots, generator=self._generator) < 0.6
+        seen[:, slots - rows :] = torch.eye(rows, dtype=torch.bool)
+        slot_positions = torch.randint(shared, cache.length + 4, (slots,), generator=self._generator).to(self._device)
+        visibility = Visibility(seen.to(self._device), shared, lambda: slot_positions)
+        return LaneRows(slot_positions[slots - rows :], cache, visibility, num_masks=masks)
+
+
+@examples(60)
+@given(seed=st.integers(0, 2**32 - 1), count=st.integers(1, 6), block=st.sampled_from([2, 5, 16]))
+def test_all_requests_at_once_equal_one_after_the_other(stage: StageModel, seed: int, count: int, block: int) -> None:
+    plain, batched = (Requests(stage, seed, count, block) for _ in range(2))
+    for _ in range(6):
+        with flash_on_cpu():
+            found = batched.forward()
+        torch.testing.assert_close(found, plain.forward(), atol=1e-11, rtol=0)
+        plain.advance()
+        batched.advance()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available() or flash_attention() is None, reason="no GPU, or flash-attn is not installed")
+@pytest.mark.parametrize("seed", range(8))
+def test_the_kernel_itself_equals_one_after_the_other(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_tiny("llama", tmp_path)
+    stage = StageModel.load(tmp_path, LAYERS, torch.bfloat16, "cuda")
+    plain, batched = (Requests(stage, seed, 6, 256) for _ in range(2))
+    for _ in range(6):
+        found = batched.forward()
+        with monkeypatch.context() as patch:
+            patch.setattr("pipedec.model.stage_model.flash_applies", lambda dtype, device: False)
+            torch.testing.assert_close(found, plain.forward(), atol=0.05, rtol=0.05)
+        plain.advance()
+        batched.advance()
+
+
+def test_a_layer_takes_one_call_for_all_pasts_and_one_for_all_chunks(tmp_path: Path) -> None:
+    save_tiny("llama", tmp_path)
+    stage, count = StageModel.load(tmp_path, range(1, 2), torch.float64, "cpu"), 7
+    pool = stage.make_pool(4)
+    caches = [pool.open() for _ in range(count)]
+    inputs = torch.randn(3 * count, 32, dtype=torch.float64)
+    with flash_on_cpu() as calls:
+        stage.forward(inputs, [LaneRows(torch.arange(3), cache, None, 3) for cache in caches])
+        assert calls == [count]
+        root = Visibility(torch.ones(1, 1, dtype=torch.bool), 3, lambda: torch.tensor([3]))
+        trees = [LaneRows(torch.tensor([3]), cache, root) for cache in caches[:4]]
+        chunks = [LaneRows(torch.arange(3, 5), cache, None, 5) for cache in caches[4:]]
+        stage.forward(inputs[: 4 + 2 * 3], [*trees, *chunks])
+        assert calls == [count, 3, 4]

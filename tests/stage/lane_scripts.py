@@ -1,0 +1,169 @@
+"""Requests that propose rows on their own, whatever else is in the pipeline: what rank 0 does for one request, at random."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from toy_dialects import IDS, TEXTS, toy
+
+from pipedec.core import Envelope, Opening, SamplingParams, Step, Update, Verdict
+from pipedec.forest import Forest
+from pipedec.stage import StageWorker
+from pipedec.threads import NewSequence, Sequence, State, single_thread
+
+MASKS, TOKENS_PER_MASK = 2, 3
+WORDS = [IDS[word] for word in "abc"]
+END = IDS["<|end|>"]
+LIKELY = {**{token: 100.0 for token in WORDS}, END: 96.0}
+DIALECT = toy("apar", max_children=3, max_depth=2, max_child_tokens=6)
+OPENERS = {IDS["[Fork]"]: 99.0}
+
+
+def sequences(opening: Opening) -> NewSequence:
+    if opening.threads is None:
+        return lambda: single_thread(opening.prompt_length, (END,), opening.sampling.max_tokens)
+    return lambda: Sequence(DIALECT, opening.prompt_length, (END,), opening.sampling.max_tokens)
+
+
+@dataclass
+class Script:
+    """One request. What it proposes depends only on its seed and on its own verdicts.
+
+    Attributes:
+        arrival: the timestep in which it is opened.
+        chunks: sizes of the chunks of its prompt.
+        delay: timesteps after which rank 0 learns a verdict.
+        patience: timesteps after which it is cancelled.
+    """
+
+    number: int
+    seed: int
+    arrival: int
+    chunks: list[int]
+    sampling: SamplingParams
+    has_masks: bool
+    has_threads: bool
+    delay: int
+    patience: int
+    seen: list[object] = field(default_factory=list)
+    verdicts: list[Verdict] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._rng = random.Random(self.seed)
+        self._prompt = [self._rng.randrange(len(TEXTS)) for _ in range(sum(self.chunks))]
+        threads = "apar" if self.has_threads else None
+        self._opening = Opening(len(self._prompt), self.sampling, TOKENS_PER_MASK if self.has_masks else 0, threads)
+        self._forest = Forest(sequences(self._opening)())
+        self._last: dict[int, int] = {}  # by thread: tokens of ended threads that have yet to enter
+        self._results: deque[Verdict | None] = deque([None] * self.delay)
+        self._entered = 0  # chunks
+        self._has_begun = False
+        self.is_over = False
+
+    def update(self, timestep: int) -> Update | None:
+        """What enters of it in this timestep."""
+        if self.is_over or timestep < self.arrival:
+            return None
+        verdict = self._results.popleft() if self._results else None
+        if timestep == self.arrival + self.patience:
+            verdict = Verdict(finished="cancelled")
+        if verdict is not None:
+            self._replay(verdict)
+        if self._entered < len(self.chunks):
+            step: Step | None = self._chunk()
+        else:
+            step = self._rows() if self._has_begun and not self.is_over else None
+        opening = self._opening if timestep == self.arrival else None
+        if opening is None and verdict is None and step is None:
+            return None
+        return Update(self.number, opening, verdict, step)
+
+    def take(self, timestep: int, result: Update | None) -> None:
+        """The last stage's result of this timestep."""
+        if timestep >= self.arrival and not self.is_over:
+            self._results.append(None if result is None else result.verdict)
+            self.seen.append(result)
+
+    def _chunk(self) -> Step:
+        first, count = sum(self.chunks[: self._entered]), self.chunks[self._entered]
+        self._entered += 1
+        token_ids = self._prompt[first : first + count]
+        if self._entered == len(self.chunks) and self.has_masks:
+            token_ids = [*token_ids, *range(-1, -MASKS - 1, -1)]
+        return Step(torch.tensor(token_ids), torch.full((len(token_ids),), -1))
+
+    def _replay(self, verdict: Verdict) -> None:
+        self.verdicts.append(verdict)
+        self._has_begun = True
+        if verdict.finished is not None:
+            self.is_over = True
+            return
+        _, changes = self._forest.advance(verdict)
+        self._last |= {number: token for number, token in changes.last.items() if not self._forest.trees[number].num_rows}
+
+    def _rows(self) -> Step | None:
+        """Roots that are missing, and children of random rows, with masks behind some of the new rows."""
+        rows = [(token, -1, number) for number, token in self._last.items()]
+        self._last.clear()
+        for number, tree in list(self._forest.trees.items()):
+            thread = self._forest.sequence.threads[number]
+            if thread.state is State.RUNNING and not tree.num_rows:
+                rows.append((thread.token_ids[-1], -1, number))
+            elif thread.state is State.RUNNING:
+                rows += self._children(number)
+        if not rows:
+            return None
+        first = {number: tree.num_rows for number, tree in self._forest.trees.items()}
+        rows += self._masks(rows, first) if self.has_masks else []
+        token_ids, parents, threads = (torch.tensor(column) for column in zip(*rows, strict=True))
+        self._forest.append(token_ids, parents, threads)
+        return Step(token_ids, parents, threads=threads if self.has_threads else None)
+
+    def _children(self, number: int) -> list[tuple[int, int, int]]:
+        tree = self._forest.trees[number]
+        plain = [row for row, token in enumerate(tree.token_ids.tolist()) if token >= 0]
+        found = list[tuple[int, int, int]]()
+        for _ in range(self._rng.randrange(5)):
+            row = self._rng.choice([*plain, *range(tree.num_rows, tree.num_rows + len(found))])
+            child = (self._rng.choice(WORDS), row, number)
+            if child not in found and (row >= tree.num_rows or tree.child(row, child[0]) is None):
+                found.append(child)
+        return found
+
+    def _masks(self, rows: list[tuple[int, int, int]], first: dict[int, int]) -> list[tuple[int, int, int]]:
+        """A group behind each of ``rows``; ``first`` is the number of rows of each thread's tree before them."""
+        taken, places, masks = dict(first), list[tuple[int, int]](), list[tuple[int, int, int]]()
+        for _, _, number in rows:
+            places.append((taken[number], number))
+            taken[number] += 1
+        for row, number in places:
+            for mask in range(MASKS):
+                masks.append((-1 - mask, row if mask == 0 else taken[number] - 1, number))
+                taken[number] += 1
+        return masks
+
+
+def run(workers: list[StageWorker], scripts: list[Script], check: Callable[[], None] = lambda: None) -> None:
+    """Play the scripts at the same time; each records what leaves every stage of it, and its results."""
+    timestep = 0
+    while not all(script.is_over for script in scripts):
+        updates = (script.update(timestep) for script in scripts)
+        envelope = Envelope(tuple(update for update in updates if update is not None))
+        for worker in workers[:-1]:
+            envelope = worker.advance(envelope)
+            for update in envelope.updates:
+                if update.step is not None:
+                    script_of(scripts, update.number).seen += [update.step.token_ids, update.step.parents, update.step.hidden]
+        results = {update.number: update for update in workers[-1].advance(envelope).updates}
+        for script in scripts:
+            script.take(timestep, results.get(script.number))
+        check()
+        timestep += 1
+
+
+def script_of(scripts: list[Script], number: int) -> Script:
+    return next(script for script in scripts if script.number == number)
