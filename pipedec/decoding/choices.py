@@ -54,8 +54,8 @@ class Line(NamedTuple):
     """The choices below one row, on the host.
 
     Attributes:
-        token_ids: without NO_TOKEN, best first.
-        log_chances: of each, given that the row is accepted.
+        token_ids: best first.
+        log_chances: of each, given that the row is accepted; further values mean nothing.
         choices: where they come from, with their features.
         place: of the row in ``choices``.
     """

@@ -30,9 +30,10 @@ class _Row:
         index: in the tree.
         number: in the stages' trees.
         line: the choices below it, and ``taken`` how many of them are rows; None until it is drafted.
+        best: log-chance of the path to its most probable choice that is no row; None if there is none.
     """
 
-    __slots__ = ("children", "gap", "index", "line", "log_chance", "number", "parent", "position", "taken", "token")
+    __slots__ = ("best", "children", "gap", "index", "line", "log_chance", "number", "parent", "position", "taken", "token")
 
     def __init__(self, token: int, parent: _Row | None, log_chance: float, position: int) -> None:
         self.token = token
@@ -44,12 +45,14 @@ class _Row:
         self.number = _NOT_ENTERED
         self.line: Line | None = None
         self.taken = 0
+        self.best: float | None = None
         self.children: dict[int, _Row] = {}
 
-    def next_log_chance(self) -> float:
-        """Of its most probable choice that is no row."""
-        assert self.line is not None
-        return self.log_chance + min(self.line.log_chances[self.taken], -_MIN_LOSS)
+    def choice_at(self, place: int) -> float | None:
+        """The log-chance of the path to a choice; None if there are not so many."""
+        if self.line is None or place >= len(self.line.token_ids):
+            return None
+        return self.log_chance + min(self.line.log_chances[place], -_MIN_LOSS)
 
 
 class Lesson(NamedTuple):
@@ -129,7 +132,9 @@ class InjectionTree:
     def add(self, rows: Sequence[int], lines: Sequence[Line]) -> None:
         """Add the choices of rows that were just drafted."""
         for row, line in zip(rows, lines, strict=True):
-            self._rows[row].line = line
+            drafted = self._rows[row]
+            drafted.line = line
+            drafted.best = drafted.choice_at(0)
 
     def entering_chances(self) -> Iterator[float]:
         """The log-chances of the rows that ``enter`` would take, best first."""
@@ -209,27 +214,26 @@ class InjectionTree:
             return
         first = self._rows[0].log_chance
         heap = [(first - row.log_chance, False, row.index, 0, row) for row in rows]
-        for row in self._rows:
-            if row.line is not None and row.taken < len(row.line.log_chances):
-                heap.append((first - row.next_log_chance(), True, row.index, row.taken, row))
+        heap += [(first - row.best, True, row.index, row.taken, row) for row in self._rows if row.best is not None]
         heapify(heap)
         while heap:
             cost, is_choice, index, place, row = heap[0]
             yield -cost, row, is_choice
-            if is_choice and row.line is not None and place + 1 < len(row.line.log_chances):
-                below = row.log_chance + min(row.line.log_chances[place + 1], -_MIN_LOSS)
-                heapreplace(heap, (first - below, True, index, place + 1, row))
-            else:
+            below = row.choice_at(place + 1) if is_choice else None
+            if below is None:
                 heappop(heap)
+            else:
+                heapreplace(heap, (first - below, True, index, place + 1, row))
 
     def _taken(self, row: _Row, is_choice: bool) -> _Row:
         """``row``, or the most probable choice below it, which becomes a row."""
         if not is_choice:
             return row
-        assert row.line is not None
+        assert row.line is not None and row.best is not None
         token = row.line.token_ids[row.taken]
-        below = _Row(token, row, row.next_log_chance(), row.position + row.gap + 1)
+        below = _Row(token, row, row.best, row.position + row.gap + 1)
         row.taken += 1
+        row.best = row.choice_at(row.taken)
         row.children[token] = below
         self._add(below)
         if self.gaps is not None and self.gaps.may_follow(token):

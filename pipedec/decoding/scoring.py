@@ -95,8 +95,7 @@ def _lines(choices: Choices, acceptance: Acceptance) -> list[Line]:
     """The choices of each row, best first."""
     ranked = acceptance.log_chances(choices).sort(descending=True)
     token_ids = choices.token_ids.gather(1, ranked.indices).tolist()
-    counts = (choices.token_ids != NO_TOKEN).sum(1).tolist()
     return [
-        Line(tokens[:count], chances[:count], choices, index)
-        for index, (tokens, chances, count) in enumerate(zip(token_ids, ranked.values.tolist(), counts, strict=True))
+        Line(tokens[: len(tokens) - tokens.count(NO_TOKEN)], chances, choices, place)
+        for place, (tokens, chances) in enumerate(zip(token_ids, ranked.values.tolist(), strict=True))
     ]

@@ -38,6 +38,7 @@ def config(made_by: Pair, *policies: str, **changes: Any) -> PolicyConfig:
         tuple(map(Policy.parse, policies or POLICIES)),
         stages=STAGES,
         samples=2,
+        own_work=False,
         sampling=SamplingParams(max_tokens=5, ignore_eos=True),
         pair=Models(made_by.target, str(made_by.draft)),
     )
@@ -51,7 +52,7 @@ def study(chosen: PolicyConfig, prompt_sets: list[PromptSet], directory: Path, p
 def swept(pair: Pair, out: Path, **changes: Any) -> list[dict[str, Any]]:
     made = SweepConfig(
         paper_cluster(), ("paper-14",), (STAGES,), ("pp", "stpp", "pipedec", "pipedec-bestfirst"), TreeGrid((8,), (4,)),
-        samples=2, sampling=SamplingParams(max_tokens=5, ignore_eos=True), clock="computed",
+        samples=2, sampling=SamplingParams(max_tokens=5, ignore_eos=True), clock="computed", own_work=False,
         pair=Models(pair.target, str(pair.draft)), grid=TuningGrid(layer_depths=(2,)),
     )  # fmt: skip
     return sweep(replace(made, **changes), PROMPTS, out, Silent())

@@ -90,6 +90,7 @@ class PolicyConfig:
         stages: number of stages; None for the preset's own.
         samples: number of prompts from each set, sampled by ``seed`` as in a sweep.
         sampling: how the target decodes; with a temperature, ``seed`` also seeds the tokens.
+        own_work: whether times count rank 0's own work, as measured on this machine.
 
     Raises:
         UserError: a number below 1, two equal policies, or no such preset.
@@ -103,6 +104,7 @@ class PolicyConfig:
     seed: int = 0
     sampling: SamplingParams = SamplingParams(max_tokens=64)
     raw_prompts: bool = False
+    own_work: bool = True
     pair: Pair = Pair()
 
     def __post_init__(self) -> None:
@@ -115,7 +117,7 @@ class PolicyConfig:
     @cached_property
     def shape(self) -> Shape:
         """The emulated pipeline. Raises UserError if the target has too few layers."""
-        return emulated(self.cluster, self.preset, self.stages, self.pair, slow_motion=1.0)
+        return emulated(self.cluster, self.preset, self.stages, self.pair, own_work=self.own_work)
 
     @property
     def request(self) -> PromptRequest:
