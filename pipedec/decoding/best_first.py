@@ -169,7 +169,8 @@ class BestFirst:
         certain = pending if most is None else min(pending, most)
         if not self._is_speculating:
             return Wish(certain)
-        chances = merge(*(branch.tree.entering_chances() for branch in running.values()), reverse=True)
+        of_threads = [branch.tree.entering_chances() for branch in running.values()]
+        chances = of_threads[0] if len(of_threads) == 1 else merge(*of_threads, reverse=True)
         return Wish(certain, chances=map(exp, islice(chances, pending, None)), most=most)
 
     def propose(self, running: dict[int, Branch], room: int) -> list[tuple[int, Step]]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heapreplace
+from math import ceil
 
 RESERVED = 8  # one row in so many is left for prompts, however many certain rows there are
 
@@ -91,7 +92,7 @@ class Budget:
         granted = self._share_certain(claims, room)
         if sum(granted.values()) < room:
             free = room - sum(granted.values())
-            for_prompts = min(sum(claim.prompt for claim in claims), -(-free // 2))
+            for_prompts = _for_prompts(claims, free)
             self._share_candidates(claims, granted, free - for_prompts, room - free + for_prompts, pays)
             _share_prompts(claims, granted, room - sum(granted.values()))
         for claim in claims:
@@ -192,6 +193,13 @@ class _Queue:
     def __lt__(self, other: _Queue) -> bool:
         assert self.chance is not None and other.chance is not None
         return (self.priority, -self.chance) < (other.priority, -other.chance)
+
+
+def _for_prompts(claims: Sequence[Claim], free: int) -> int:
+    """Rows that prompts get before candidates: half of those that are free, or more if most requests are yet to be prefilled."""
+    prefilling = sum(claim.prompt > 0 for claim in claims)
+    share = max(prefilling / max(len(claims), 1), 0.5)
+    return min(sum(claim.prompt for claim in claims), ceil(free * share))
 
 
 def _share_prompts(claims: Sequence[Claim], granted: dict[int, int], room: int) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
 
 from pipedec.core import Request, Step, UserError, Verdict
 from pipedec.decoding.budget import Budget, Claim, Wish
@@ -32,14 +31,14 @@ class _Member:
     """A running request.
 
     Attributes:
-        prompt: int64, what of the prompt has yet to enter, and the masks behind it.
-        undrafted: int64, what of the prompt has entered and is not in the draft model's cache.
+        prompt: what of the prompt has yet to enter, and the masks behind it.
+        undrafted: what of the prompt has entered and is not in the draft model's cache.
     """
 
     request: Request
     method: Method
-    prompt: Tensor = field(repr=False)
-    undrafted: Tensor = field(repr=False)
+    prompt: list[int]
+    undrafted: list[int] = field(default_factory=list)
 
     @property
     def is_prefilling(self) -> bool:
@@ -54,12 +53,13 @@ class _Member:
             return Claim(number, priority, Wish(whole=rows))
         return Claim(number, priority, prompt=rows, tail=tail)
 
-    def next_chunk(self, rows: int) -> Step:
+    def next_chunk(self, rows: int, device: torch.device | str) -> Step:
         """Take the next chunk of the prompt."""
         chunk, self.prompt = self.prompt[:rows], self.prompt[rows:]
         if self.method.has_drafter:
-            self.undrafted = torch.cat((self.undrafted, chunk))
-        return Step(chunk, torch.full_like(chunk, -1))
+            self.undrafted += chunk
+        token_ids = torch.tensor(chunk, dtype=torch.int64, device=device)
+        return Step(token_ids, torch.full_like(token_ids, -1))
 
 
 class Company:
@@ -118,8 +118,7 @@ class Company:
             raise UserError("the prompt is empty: give at least one token")
         method = self._method(request, sequence)
         masks = range(-1, -1 - method.masks.count, -1)
-        prompt = torch.tensor([*request.prompt_token_ids, *masks], dtype=torch.int64, device=self._device)
-        self._members[request.number] = _Member(request, method, prompt, prompt[:0])
+        self._members[request.number] = _Member(request, method, [*request.prompt_token_ids, *masks])
         if self._drafter is not None and method.has_drafter:
             self._drafter.open(request.number, sequence)
         return method
@@ -148,7 +147,7 @@ class Company:
         for number, rows in shares.items():
             member = self._members[number]
             if member.is_prefilling:
-                steps[number] = member.next_chunk(rows)
+                steps[number] = member.next_chunk(rows, self._device)
                 prompt_rows += rows
             elif (step := member.method.propose(rows)) is not None:
                 steps[number] = step
@@ -158,7 +157,7 @@ class Company:
     def draft(self) -> None:
         """Rank 0's compute phase: the draft model's forwards, each for all requests."""
         chunks = self._next_draft_chunks()
-        drafting = [each.method for each in self._members.values() if not each.is_prefilling and not len(each.undrafted)]
+        drafting = [each.method for each in self._members.values() if not each.is_prefilling and not each.undrafted]
         self._set_draft_room(sum(method.has_drafter for method in drafting))
         rounds = in_lockstep([method.draft() for method in drafting])
         requested = next(rounds, None)
@@ -190,9 +189,9 @@ class Company:
         running = [member.method for member in self._members.values() if not member.is_prefilling]
         return len(running) if all(method.is_tuned for method in running) else 0
 
-    def _next_draft_chunks(self) -> dict[int, Tensor]:
+    def _next_draft_chunks(self) -> dict[int, list[int]]:
         """Take what the draft model computes of prompts in this timestep; nothing of those for which it is not used now."""
-        chunks: dict[int, Tensor] = {}
+        chunks: dict[int, list[int]] = {}
         room = self._budget.knee
         for number, member in self._members.items():
             if member.method.is_tuned and not self._controller.is_speculating:
@@ -209,7 +208,7 @@ class Company:
         self._draft_room.rows = min(max(DRAFT_KNEE // max(num_drafting, 1), 1), DRAFTED_ROWS)
         self._draft_room.min_chance = self._budget.refused
 
-    def _expand(self, requested: list[DraftRows], chunks: dict[int, Tensor]) -> list[Candidates]:
+    def _expand(self, requested: list[DraftRows], chunks: dict[int, list[int]]) -> list[Candidates]:
         """The candidates for ``requested``: one forward, or several if there are more rows than one should compute."""
         candidates: list[Candidates] = []
         while requested or chunks:

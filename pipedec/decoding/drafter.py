@@ -6,8 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from torch import Tensor
-
 from pipedec.threads import Sequence as ThreadSequence
 from pipedec.tree import Candidates, DraftRows, DraftTree, RowChanges
 
@@ -26,12 +24,12 @@ class Drafter(Protocol):
     def close(self, number: int) -> None:
         """A request has ended: forget it."""
 
-    def expand(self, requested: Sequence[DraftRows], prompts: Mapping[int, Tensor]) -> list[Candidates]:
+    def expand(self, requested: Sequence[DraftRows], prompts: Mapping[int, Sequence[int]]) -> list[Candidates]:
         """Run one forward over rows of any requests, and over the next chunks of the prompts of others.
 
         Args:
             requested: at most one entry for each thread of a request.
-            prompts: by request, int64 [any number].
+            prompts: by request, token ids.
 
         Returns:
             the candidates for each entry of ``requested``.

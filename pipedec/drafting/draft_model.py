@@ -49,13 +49,13 @@ class DraftModel:
         """Drop the lane of a request."""
         self._lanes.pop(number).close()
 
-    def expand(self, requested: Sequence[DraftRows], prompts: Mapping[int, Tensor]) -> list[Candidates]:
+    def expand(self, requested: Sequence[DraftRows], prompts: Mapping[int, Sequence[int]]) -> list[Candidates]:
         """Run one forward over rows of several trees and the next chunks of several prompts.
 
         Args:
             requested: at most one entry for each thread of a request; those of one request stand together. None of a request
                 with a chunk.
-            prompts: by request, int64 [any number].
+            prompts: by request, token ids.
 
         Returns:
             the candidates for each entry of ``requested``.

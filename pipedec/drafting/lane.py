@@ -57,10 +57,10 @@ class DraftLane:
         """Give the cache back."""
         self._cache.close()
 
-    def enter_prompt(self, token_ids: Tensor) -> Entering:
-        """The next chunk of the prompt (int64 [any number]) for a forward."""
+    def enter_prompt(self, token_ids: Sequence[int]) -> Entering:
+        """The next chunk of the prompt for a forward."""
         rows = LaneRows(self._after_past(len(token_ids)), self._cache, prefill_length=self._sequence.prompt_length)
-        return Entering(token_ids.tolist(), rows, [])
+        return Entering(list(token_ids), rows, [])
 
     def enter(self, requested: Sequence[DraftRows]) -> Entering:
         """The chains and then ``requested`` for a forward. Call ``settle`` behind it.

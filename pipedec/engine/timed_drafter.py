@@ -7,8 +7,6 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from torch import Tensor
-
 from pipedec.core import Load
 from pipedec.decoding import Drafter
 from pipedec.threads import Sequence as ThreadSequence
@@ -37,7 +35,7 @@ class TimedDrafter:
         self._sequences.pop(number, None)
         self.drafter.close(number)
 
-    def expand(self, requested: Sequence[DraftRows], prompts: Mapping[int, Tensor]) -> list[Candidates]:
+    def expand(self, requested: Sequence[DraftRows], prompts: Mapping[int, Sequence[int]]) -> list[Candidates]:
         with self.timer(self._load(requested, prompts)):
             return self.drafter.expand(requested, prompts)
 
@@ -47,7 +45,7 @@ class TimedDrafter:
     def threads_changed(self, number: int) -> None:
         self.drafter.threads_changed(number)
 
-    def _load(self, requested: Sequence[DraftRows], prompts: Mapping[int, Tensor]) -> Load:
+    def _load(self, requested: Sequence[DraftRows], prompts: Mapping[int, Sequence[int]]) -> Load:
         """What one forward computes. A chunk of a prompt is taken to attend to no chunk before it."""
         rows = sum(len(entry.rows) for entry in requested) + sum(map(len, prompts.values()))
         return Load(rows, sum(_cached(self._sequences[number]) for number in {entry.number for entry in requested}))

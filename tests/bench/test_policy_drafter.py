@@ -20,7 +20,7 @@ from pipedec.model import StageModel
 from pipedec.threads import single_thread
 from pipedec.tree import Candidates, DraftRows, PredictionTree
 
-PROMPT_IDS = torch.tensor([1, 9, 30, 4, 51, 17, 8])
+PROMPT_IDS = [1, 9, 30, 4, 51, 17, 8]
 VOCAB = 64
 TOKENS = 3  # so few that contexts are met again
 RECORDED = 6  # children
@@ -44,7 +44,7 @@ class Forwards:
         forwards = self
 
         class Counted(DraftModel):
-            def expand(self, requested: Sequence[DraftRows], prompts: Mapping[int, torch.Tensor]) -> list[Candidates]:
+            def expand(self, requested: Sequence[DraftRows], prompts: Mapping[int, object]) -> list[Candidates]:
                 if requested:
                     forwards.rows.append(sum(len(entry.rows) for entry in requested))
                 return super().expand(requested, prompts)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import torch
-from torch import Tensor
 
 from pipedec import threads
 from pipedec.core import Request, Step, Verdict
@@ -35,9 +34,9 @@ class ScriptedDrafter:
 
     def threads_changed(self, number: int) -> None: ...
 
-    def expand(self, requested: Sequence[DraftRows], prompts: Mapping[int, Tensor]) -> list[Candidates]:
+    def expand(self, requested: Sequence[DraftRows], prompts: Mapping[int, Sequence[int]]) -> list[Candidates]:
         for chunk in prompts.values():
-            self.prompt += chunk.tolist()
+            self.prompt += chunk
         assert {entry.thread for entry in requested} <= {0} and len(requested) <= 1
         return [self._expand(entry.tree, entry.rows, entry.children) for entry in requested]
 

@@ -36,7 +36,7 @@ class Lines:
     def advance(self, number: int, thread: int, changes: RowChanges) -> None: ...
     def threads_changed(self, number: int) -> None: ...
 
-    def expand(self, requested: Iterable[DraftRows], prompts: Mapping[int, torch.Tensor]) -> list[Candidates]:
+    def expand(self, requested: Iterable[DraftRows], prompts: Mapping[int, object]) -> list[Candidates]:
         found = []
         for entry in requested:
             number, tree, rows, children = entry.thread, entry.tree, entry.rows, entry.children

@@ -50,8 +50,8 @@ def begun(pair: Pair) -> tuple[DraftModel, PredictionTree]:
     """A draft that has taken in the prompt but its last token, which is the root of the tree."""
     draft, tree = DraftModel(pair.ours), PredictionTree(block=4)
     draft.open(0, SEQUENCE)
-    draft.expand([], {0: torch.tensor(PROMPT[:3])})
-    draft.expand([], {0: torch.tensor(PROMPT[3:])})
+    draft.expand([], {0: PROMPT[:3]})
+    draft.expand([], {0: PROMPT[3:]})
     tree.reset(len(PROMPT))
     return draft, tree
 
@@ -181,7 +181,7 @@ def test_a_closed_request_leaves_nothing(pair: Pair) -> None:
     draft.close(0)
     assert draft.num_lanes == 0
     draft.open(0, SEQUENCE)
-    draft.expand([], {0: torch.tensor(PROMPT)})
+    draft.expand([], {0: PROMPT})
     again = expand(draft, tree, torch.tensor([0, 1]), 4)
     assert torch.equal(first.token_ids, again.token_ids)
     assert torch.allclose(first.log_probs, again.log_probs, rtol=0, atol=1e-12)

@@ -54,8 +54,8 @@ class Model:
     def begun(self, sequence: Sequence) -> DraftModel:
         draft = DraftModel(self._stage)
         draft.open(0, sequence)
-        draft.expand([], {0: torch.tensor(PROMPT[:2])})
-        draft.expand([], {0: torch.tensor(PROMPT[2:])})
+        draft.expand([], {0: PROMPT[:2]})
+        draft.expand([], {0: PROMPT[2:]})
         return draft
 
     def check(self, candidates: Candidates, paths: list[str]) -> None:

@@ -39,13 +39,13 @@ class Running:
     entered: int = 0
     drafted: set[int] = field(default_factory=set)
 
-    def chunk(self) -> torch.Tensor:
+    def chunk(self) -> list[int]:
         """The next chunk of the prompt."""
         first, self.entered = self.entered, min(self.entered + self.chooser.randint(1, 4), len(self.prompt))
         if self.entered == len(self.prompt):
             self.tree.reset(len(self.prompt))
             self.tree.plant(self.chooser.randrange(VOCAB))
-        return torch.tensor(self.prompt[first : self.entered])
+        return self.prompt[first : self.entered]
 
     def rows(self) -> DraftRows | None:
         for _ in range(self.chooser.randint(0, 3)):
@@ -113,7 +113,7 @@ def test_closing_frees_everything(model: StageModel) -> None:
     draft, pools = DraftModel(model), set()
     for number in range(20):
         draft.open(number, single_thread(3, (), 1000))
-        draft.expand([], {number: torch.tensor([1, 2, 3])})
+        draft.expand([], {number: [1, 2, 3]})
         pools.add(draft.cache_slots)
         draft.close(number)
     assert draft.num_lanes == 0 and len(pools) == 1

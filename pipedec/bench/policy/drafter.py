@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 
 import torch
-from torch import Tensor
 
 from pipedec.bench.policy.memo import PROMPT, DraftMemo
 from pipedec.decoding import Drafter
@@ -49,7 +48,7 @@ class RecordedDrafter:
         """Forget a request."""
         self._requests.pop(number).close()
 
-    def expand(self, requested: Sequence[DraftRows], prompts: Mapping[int, Tensor]) -> list[Candidates]:
+    def expand(self, requested: Sequence[DraftRows], prompts: Mapping[int, Sequence[int]]) -> list[Candidates]:
         """The ``children`` most probable children of each of the requested rows."""
         for number, token_ids in prompts.items():
             self._requests[number].prefill(token_ids)
@@ -79,15 +78,15 @@ class _RecordedRequest:
         self._load = load
         self._max_children = max_children
         self._draft: Drafter | None = None  # once this request needs it
-        self._chunks: list[Tensor] = []  # of the prompt
+        self._chunks: list[Sequence[int]] = []  # of the prompt
         self._accepted: list[int] = []  # tokens before the root
         self._past = PROMPT  # their context
         self._contexts: list[int | None] = []  # of each row; None until needed
         self._drafted: set[int] = set()  # rows in the draft model's cache
         self._requested: dict[int, int] = {}  # number of children by context
 
-    def prefill(self, token_ids: Tensor) -> None:
-        """Keep the next chunk of the prompt (int64 [R]) in case the draft model is needed."""
+    def prefill(self, token_ids: Sequence[int]) -> None:
+        """Keep the next chunk of the prompt in case the draft model is needed."""
         self._chunks.append(token_ids)
 
     def expand(self, requested: DraftRows) -> Candidates:
