@@ -71,8 +71,8 @@ class _WatchedAcceptance(Acceptance):
     def log_chances(self, choices: Choices) -> Tensor:
         return self._watched.log_chances(choices)
 
-    def observe(self, choices: Choices, row: int, token: int) -> bool:
-        is_proposed = self._watched.observe(choices, row, token)
+    def observe(self, choices: Choices, place: int, token: int) -> bool:
+        is_proposed = self._watched.observe(choices, place, token)
         self._is_proposed.append(is_proposed)
         return is_proposed
 
