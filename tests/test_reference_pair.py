@@ -86,5 +86,22 @@ def test_the_pipeline_says_what_transformers_says(stages: int, groups: int) -> N
             request = Request(number, token_ids, SamplingParams(max_tokens=40), method)
             found = [token for verdict in pipeline.run(request) for token in verdict.tokens]
             assert reference.compare(token_ids, expected, found) is None
-            metrics = pipeline.metrics
+            metrics = pipeline.last.metrics
             assert metrics.timesteps == metrics.hits + groups * metrics.misses
+
+
+def test_prompts_in_company_are_answered_as_transformers_does() -> None:
+    torch.set_num_threads(1)
+    spec = PipelineSpec.create(cut=Cut(4), device="cpu")
+    reference, pipeline, prompter = Reference(spec), LocalPipeline.load(spec), Prompter(spec.target, 2048)
+    prompts = [prompter.token_ids(text, raw=False, max_tokens=40) for text in PROMPTS]
+    methods = ("pipedec-bestfirst", "pp", "pipedec")
+    requests = [
+        Request(number, prompts[number % 3], SamplingParams(max_tokens=24 + number), methods[number // 3]) for number in range(9)
+    ]
+    found: dict[int, list[int]] = {request.number: [] for request in requests}
+    for number, verdict in pipeline.run_all({1: requests[:4], 7: requests[4:]}):
+        found[number] += verdict.tokens
+    for request in requests:
+        expected = reference.generate(request.prompt_token_ids, request.sampling.max_tokens)
+        assert reference.compare(request.prompt_token_ids, expected, found[request.number]) is None

@@ -72,6 +72,7 @@ def _of_windows(events: Sequence[TraceEvent], num_stages: int) -> dict[str, floa
     for rank in range(1, num_stages + 1):
         own = [event for event in events if event.rank == rank and (_number(event) or 0) > 0]
         windows = [(event.start_us, event.end_us) for event in own if _is_window(event)]
+        windows = windows or [(min(event.start_us for event in own), max(event.end_us for event in own))]  # it goes on
         low, high = min(start for start, _ in windows), max(stop for _, stop in windows)
         spent = {
             name: sum(event.end_us - event.start_us for event in own if letter in event.label)

@@ -53,6 +53,7 @@ class QuestionFlags:
     max_tokens: int
     raw_prompt: bool
     threads: str | None
+    concurrency: int
 
     def requests(self) -> list[PromptRequest]:
         """Raises UserError if there is no prompt, or a file or dialect cannot be read."""
@@ -61,6 +62,8 @@ class QuestionFlags:
             texts += read_prompts(path, self.field).sample(self.samples).prompts
         if not texts:
             raise UserError("nothing to verify: give --prompt TEXT or --prompts FILE")
+        if self.concurrency < 1:
+            raise UserError(f"--concurrency must be at least 1, not {self.concurrency}")
         dialect = None if self.threads is None else load_dialect(self.threads).to_json()
         sampling = SamplingParams(max_tokens=self.max_tokens)
         return [PromptRequest(text, self.raw_prompt, sampling=sampling, threads=dialect) for text in texts]
@@ -79,6 +82,7 @@ def question_options(command: Command) -> Command:
         click.option(
             "--threads", metavar="NAME|FILE", help="Check answers in decode threads: apar, pasta, parallel or a JSON file."
         ),
+        click.option("--concurrency", type=int, default=1, show_default=True, help="Requests in the pipeline together."),
     ]
     return gathered(command, options, QuestionFlags, "asked")
 
@@ -107,10 +111,10 @@ def verify(
     if place.are_given:
         fixed = (*(item.name for item in fields(PipelineFlags)), "shapes", "local")
         refuse_flags(fixed, "a running cluster has its own models and stages: leave this out, or --redis, --run and --running")
-        _compare_running(place.connect(), names, requests)
+        _compare_running(place.connect(), names, requests, asked.concurrency)
         return
     compared = pipeline if asked.threads is None else pipeline.for_threads()
-    _compare(compared, _shapes(pipeline, shapes), names, requests, local)
+    _compare(compared, _shapes(pipeline, shapes), names, requests, local, asked.concurrency)
 
 
 class _Report:
@@ -151,7 +155,12 @@ class _Report:
 
 
 def _compare(
-    pipeline: PipelineFlags, shapes: list[Shape], methods: list[str], requests: list[PromptRequest], local: bool
+    pipeline: PipelineFlags,
+    shapes: list[Shape],
+    methods: list[str],
+    requests: list[PromptRequest],
+    local: bool,
+    concurrency: int,
 ) -> None:
     """Compare pipelines that are started here with the target in transformers."""
     from pipedec.verify.reference import Reference
@@ -172,12 +181,13 @@ def _compare(
     report = _Report(f"{len(requests)} prompts against transformers", spec.dtype)
     for shape in shapes:
         for method in methods:
-            answers = _answers(replace(pipeline, stages=shape[0], groups=shape[1]), method, requests, prompter, local)
+            shaped = replace(pipeline, stages=shape[0], groups=shape[1])
+            answers = _answers(shaped, method, requests, prompter, local, concurrency)
             report.add(shape, method, (outcome(index, *answer) for index, answer in enumerate(answers)))
     report.finish()
 
 
-def _compare_running(cluster: Running, methods: list[str], requests: list[PromptRequest]) -> None:
+def _compare_running(cluster: Running, methods: list[str], requests: list[PromptRequest], concurrency: int) -> None:
     """Compare the methods of a running cluster with its ``pp``."""
     for name in methods:
         cluster.check_method(name)
@@ -187,14 +197,14 @@ def _compare_running(cluster: Running, methods: list[str], requests: list[Prompt
     with console.status("Generating the reference answers with pp"):
         asked = _accepted(cluster, requests)
 
-    def outcome(request: PromptRequest, expected: Completion, method: str) -> Outcome:
-        found = cluster.client.ask(replace(request, method=method))
+    def outcome(request: PromptRequest, expected: Completion, found: Completion) -> Outcome:
         divergence = measured_divergence(cluster.client.ask, request, expected.token_ids, found.token_ids)
         return Outcome(divergence, len(found.token_ids), found.metrics.timesteps)
 
     report = _Report(f"{len(asked)} prompts against pp on run {cluster.run_id}", cluster.description.dtype)
     for method in compared:
-        outcomes = (outcome(request, expected, method) for request, expected in asked)
+        answers = _together(cluster.client, method, [request for request, _ in asked], concurrency)
+        outcomes = (outcome(*question, found) for question, found in zip(asked, answers, strict=True))
         report.add((cluster.topology.num_stages, cluster.topology.num_groups), method, outcomes)
     report.finish()
 
@@ -232,38 +242,49 @@ def _expected(reference: Reference, prompt_ids: tuple[int, ...], request: Prompt
 
 
 def _answers(
-    flags: PipelineFlags, method: str, requests: list[PromptRequest], prompter: Prompter, local: bool
+    flags: PipelineFlags, method: str, requests: list[PromptRequest], prompter: Prompter, local: bool, concurrency: int
 ) -> Iterator[tuple[list[int], int]]:
     """Yields the output token ids and the number of timesteps of each answer."""
     if local:
-        yield from _local_answers(local_cluster(flags).spec, method, requests, prompter)
+        yield from _local_answers(local_cluster(flags).spec, method, requests, prompter, concurrency)
         return
     cluster = local_cluster(flags)
     try:
         cluster.start()
         assert cluster.scheduler is not None
-        client = Client(cluster.scheduler, cluster.check)
-        for request in requests:
-            completion = client.ask(replace(request, method=method))
+        for completion in _together(Client(cluster.scheduler, cluster.check), method, requests, concurrency):
             yield completion.token_ids, completion.metrics.timesteps
     finally:
         cluster.stop()
 
 
+def _together(client: Client, method: str, requests: list[PromptRequest], concurrency: int) -> Iterator[Completion]:
+    """The answers in order; ``concurrency`` requests are in the pipeline at the same time."""
+    for first in range(0, len(requests), concurrency):
+        asked = [replace(request, method=method) for request in requests[first : first + concurrency]]
+        for reply in client.ask_all(asked):
+            yield reply.completed()
+
+
 def _local_answers(
-    spec: PipelineSpec, method: str, requests: list[PromptRequest], prompter: Prompter
+    spec: PipelineSpec, method: str, requests: list[PromptRequest], prompter: Prompter, concurrency: int
 ) -> Iterator[tuple[list[int], int]]:
     from pipedec.engine.local import LocalPipeline
 
     pipeline: LocalPipeline = LocalPipeline.load(spec)
-    for number, asked in enumerate(requests):
-        options = make_options(method, asked.options)
-        request = Request(number, _token_ids(prompter, asked), asked.sampling, method, options, threads=asked.threads)
-        found = [token for verdict in pipeline.run(request) for token in verdict.tokens]
-        if asked.threads is not None:
-            assert pipeline.last.sequence is not None
-            found = [token.token_id for token in pipeline.last.sequence.document()]
-        yield found, pipeline.last.metrics.timesteps
+    for first in range(0, len(requests), concurrency):
+        together = [
+            Request(
+                number, _token_ids(prompter, asked), asked.sampling, method, make_options(method, asked.options),
+                threads=asked.threads,
+            )
+            for number, asked in enumerate(requests[first : first + concurrency])
+        ]  # fmt: skip
+        for _ in pipeline.run_all({1: together}):
+            continue
+        for request in together:
+            answer = pipeline.answers[request.number]
+            yield [token.token_id for token in answer.sequence.document()], answer.metrics.timesteps
 
 
 def _shapes(pipeline: PipelineFlags, shapes: str | None) -> list[Shape]:

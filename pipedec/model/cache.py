@@ -137,15 +137,14 @@ class KVCache:
         Raises:
             ValueError: an index is outside the tree or occurs twice.
         """
-        rows = torch.cat((committed, kept))
-        order = rows.tolist()
+        order = committed.tolist() + kept.tolist()
         if len(set(order)) != len(order) or (order and not 0 <= min(order) <= max(order) < self.tree_length):
             raise ValueError(f"advance needs distinct indices below {self.tree_length}, not {order}")
         moved = next((slot for slot, row in enumerate(order) if slot != row), len(order))
         if moved < len(order):
-            self._gather(self.past_length + moved, rows[moved:] + self.past_length)
-        self.past_length += len(committed)
-        self.tree_length = len(kept)
+            self._gather(self.past_length + moved, torch.cat((committed, kept))[moved:] + self.past_length)
+        self.past_length += committed.shape[0]
+        self.tree_length = kept.shape[0]
 
     def release(self, kept: Tensor) -> None:
         """Drop all past rows except ``kept``; the tree follows directly behind them.

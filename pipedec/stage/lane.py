@@ -6,7 +6,6 @@ Knows its own request only, and no model: the worker computes the rows of all la
 from __future__ import annotations
 
 from bisect import bisect_left
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -63,8 +62,9 @@ class Lane:
 
     def computed(self, hidden_RE: Tensor) -> None:
         """Keep the activations of the rows that entered last until ``outgoing``."""
-        assert self._pending is not None
-        self._pending = replace(self._pending, hidden=hidden_RE)
+        entered = self._pending
+        assert entered is not None
+        self._pending = Step(entered.token_ids, entered.parents, hidden_RE, entered.threads)
 
     def sync(self, verdict: Verdict) -> None:
         """Replay a verdict: commit and prune forest, cache and pending output. A verdict without tokens changes nothing."""

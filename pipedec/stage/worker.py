@@ -134,7 +134,7 @@ class StageWorker:
 
     def _reply(self, updates: tuple[Update, ...]) -> tuple[Update, ...]:
         outgoing = self.outgoing()
-        return tuple(replace(update, step=outgoing.get(update.number)) for update in updates)
+        return tuple(Update(one.number, one.opening, one.verdict, outgoing.get(one.number)) for one in updates)
 
     def _new_lane(self, opening: Opening, cache: KVCache) -> Lane:
         return Lane(opening, self._new_sequence(opening), cache, self._device)

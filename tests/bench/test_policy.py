@@ -38,6 +38,7 @@ def config(made_by: Pair, *policies: str, **changes: Any) -> PolicyConfig:
         tuple(map(Policy.parse, policies or POLICIES)),
         stages=STAGES,
         samples=2,
+        own_work=False,
         sampling=SamplingParams(max_tokens=5, ignore_eos=True),
         pair=Models(made_by.target, str(made_by.draft)),
     )
@@ -51,7 +52,7 @@ def study(chosen: PolicyConfig, prompt_sets: list[PromptSet], directory: Path, p
 def swept(pair: Pair, out: Path, **changes: Any) -> list[dict[str, Any]]:
     made = SweepConfig(
         paper_cluster(), ("paper-14",), (STAGES,), ("pp", "stpp", "pipedec", "pipedec-bestfirst"), TreeGrid((8,), (4,)),
-        samples=2, sampling=SamplingParams(max_tokens=5, ignore_eos=True), clock="computed",
+        samples=2, sampling=SamplingParams(max_tokens=5, ignore_eos=True), clock="computed", own_work=False,
         pair=Models(pair.target, str(pair.draft)), grid=TuningGrid(layer_depths=(2,)),
     )  # fmt: skip
     return sweep(replace(made, **changes), PROMPTS, out, Silent())
@@ -91,13 +92,13 @@ def test_predicts_the_rows_of_a_sweep(pair: Pair, tmp_path: Path) -> None:
     for one in answers:
         row, replayed = found[one.policy.method, one.prompt.prompt_set, one.prompt.index], one.replayed
         assert (replayed.timesteps, replayed.hits, replayed.misses) == (row["timesteps"], row["hits"], row["misses"])
-        assert replayed.decode_ms == pytest.approx(row["decode_ms"], abs=1e-3)
+        assert replayed.decode_ms == pytest.approx(row["decode_ms"], rel=1e-3), "a sweep's pipeline learns from all methods"
     compared = compare(chosen, answers, rows)
     assert compared[["policy", "clock", "answers"]].values.tolist() == [[name, "computed", 2] for name in policies]
-    assert (compared["slow_motion"] == 1).all() and compared["ratio"].tolist() == pytest.approx([1] * 4, abs=1e-5)
+    assert (compared["slow_motion"] == 1).all() and compared["ratio"].tolist() == pytest.approx([1] * 4, abs=1e-3)
     slower = [{**row, "clock": "measured", "slow_motion": 2.0, "decode_ms": 2 * row["decode_ms"]} for row in rows]
     both = compare(chosen, answers, [*slower, *rows])
-    found = both[["clock", "slow_motion", "ratio"]].round(4).values.tolist()
+    found = both[["clock", "slow_motion", "ratio"]].round(3).values.tolist()
     assert found == [["computed", 1, 1], ["measured", 2, 0.5]] * 4
 
 

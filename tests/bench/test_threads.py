@@ -41,7 +41,7 @@ def config(thread_models: ThreadModels, tmp_path_factory: pytest.TempPathFactory
     spec = thread_models.spec(CASE.depth, 1)
     sampling = replace(thread_models.sampling(CASE), max_tokens=24)
     return ThreadsConfig(
-        paper_cluster(), "paper-14", STAGES, ("none", str(file)), METHODS, samples=2, sampling=sampling,
+        paper_cluster(), "paper-14", STAGES, ("none", str(file)), METHODS, samples=2, sampling=sampling, own_work=False,
         pair=Models(spec.target, str(spec.draft)),
     )  # fmt: skip
 

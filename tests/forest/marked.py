@@ -1,16 +1,16 @@
 """A whole pipeline whose stages compute nothing: rows carry marks, and every stage compares what a row may attend to with what it
 should see.
 
-A row's *name* is its thread's path and all tokens of the thread up to and with its own; masks are negative tokens. A mark is the
-number of a name: it is what activations and cached keys consist of.
+A row's *name* is its request's number, its thread's path and all tokens of the thread up to and with its own; masks are negative
+tokens. A mark is the number of a name: it is what activations and cached keys consist of.
 """
 
 from __future__ import annotations
 
 import math
 import random
-from collections import deque
-from collections.abc import Callable, Mapping
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from types import SimpleNamespace
@@ -20,22 +20,24 @@ import torch
 from torch import Tensor
 from toy_dialects import END, IDS, TAGS, TEXTS
 
-from pipedec.core import Envelope, Request, SamplingParams, Step, Verdict
-from pipedec.decoding import Experience, TimestepTiming, create_method
+from pipedec.core import Envelope, Opening, Request, SamplingParams, Step, Update, Verdict
+from pipedec.decoding import Company, Method, TimestepTiming
 from pipedec.engine.loop import decode
+from pipedec.engine.pool import Pool
 from pipedec.engine.recorder import Timestep
 from pipedec.forest import Forest, paths
 from pipedec.methods import applicable_options
-from pipedec.model.cache import KVCache
+from pipedec.model import KVPool, LaneRows
 from pipedec.stage import FinalStageWorker, StageWorker
-from pipedec.threads import BoundDialect, DecodeThread, NewSequence, Sequence, State, single_thread
-from pipedec.tree import Advance, Candidates, RowsToDraft, Visibility
+from pipedec.threads import BoundDialect, DecodeThread, NewSequence, State, single_thread
+from pipedec.threads import Sequence as ThreadSequence
+from pipedec.tree import Candidates, DraftRows, RowChanges
 
 PROMPT = 5
 MASKS = 3
 TIMING = TimestepTiming(0.01, 0.005, (0.001,))
 Path = tuple[int, ...]
-Name = tuple[Path | None, tuple[int, ...]]  # of the prompt: no path
+Name = tuple[int, Path | None, tuple[int, ...]]  # of the prompt: no path
 
 
 class Marks:
@@ -81,7 +83,7 @@ class Target:
         return max((token for token in range(len(logits)) if token not in banned), key=logits.__getitem__)
 
 
-def naive_answer(target: Target, new_sequence: NewSequence) -> Sequence:
+def naive_answer(target: Target, new_sequence: NewSequence) -> ThreadSequence:
     """One token after another, the threads in turns."""
     sequence = new_sequence()
     while sequence.finished is None:
@@ -97,293 +99,350 @@ def tokens_of(thread: DecodeThread) -> list[int]:
     return thread.token_ids + ([] if thread.pending is None else [thread.pending])
 
 
-def name_at(thread: DecodeThread, index: int) -> Name:
-    return thread.path, tuple(tokens_of(thread)[: index + 1])
+def name_at(number: int, thread: DecodeThread, index: int) -> Name:
+    return number, thread.path, tuple(tokens_of(thread)[: index + 1])
+
+
+def prompt_names(number: int, rows: Iterable[int] = range(PROMPT)) -> list[Name]:
+    return [(number, None, (index,)) for index in rows]
 
 
 @dataclass
 class MarkedModel:
-    """In place of a ``StageModel``. ``sequences`` are those of its worker, the forest's first."""
+    """In place of a ``StageModel``. ``worker`` is the one that it computes for."""
 
     marks: Marks
-    target: Target
-    sequences: list[Sequence] = field(default_factory=list)
+    targets: Mapping[int, Target]  # by request
+    worker: StageWorker = field(init=False)
+    pool: KVPool = field(init=False)
     config = SimpleNamespace(vocab_size=len(TEXTS))
 
-    def recording(self, new_sequence: NewSequence) -> NewSequence:
-        """Makes sequences and keeps them."""
+    def make_pool(self) -> KVPool:
+        self.pool = KVPool(1, 1, 1, torch.float64, "cpu", block=4)
+        return self.pool
 
-        def recorded() -> Sequence:
-            self.sequences.append(new_sequence())
-            return self.sequences[-1]
-
-        return recorded
-
-    def make_cache(self) -> KVCache:
-        self.cache = KVCache(1, 1, 1, torch.float64, "cpu", block=4)
-        return self.cache
-
-    def forward(
-        self, inputs: Tensor, positions: Tensor, cache: KVCache, visibility: Visibility | None = None,
-        prefill_length: int | None = None, num_masks: int = 0,
-    ) -> Tensor:  # fmt: skip
-        rows = len(inputs)
-        cache.reserve(rows)
-        cache.write(0, inputs.view(1, rows, 1), -inputs.view(1, rows, 1))
-        if visibility is None:
-            cache.extend_past(rows)
-            return inputs
-        shared = visibility.shared
-        assert shared == (PROMPT if self.sequences[0].can_fork else cache.past_length)
-        assert visibility.seen.shape == (rows, cache.length + rows - shared)
-        cache.extend_tree(rows)
-        slots = self.marks.read(cache.view(0)[0])
-        where = dict(zip(slots, [*range(shared), *visibility.slot_positions().tolist()], strict=True))
-        for row, name in enumerate(self.marks.read(inputs)):
-            is_seen = [True] * shared + visibility.seen[row].tolist()
-            seen = [slot for slot, is_one in zip(slots, is_seen, strict=True) if is_one]
-            assert sorted(seen, key=str) == sorted(self._visible(name), key=str), name
-            assert int(positions[row]) == where[name] == self._position(name), name
-            assert all(where[other] == self._position(other) for other in seen)
+    def forward(self, inputs: Tensor, lanes: Sequence[LaneRows]) -> Tensor:
+        sequences = {lane._cache: lane._forest.sequence for lane in self.worker._lanes.values()}
+        assert len({lane.cache for lane in lanes}) == len(lanes)
+        for lane, rows in zip(lanes, inputs.split([lane.num_rows for lane in lanes]), strict=True):
+            lane.check()
+            lane.cache.reserve(lane.num_rows)
+            slots = lane.cache.slots_behind(lane.num_rows)
+            self.pool.write(0, slice(slots.start, slots.stop), rows.view(-1, 1, 1), -rows.view(-1, 1, 1))
+            past = lane.cache.past_length
+            lane.append()
+            if lane.visibility is None:
+                self._check_chunk(lane, past, rows)
+            else:
+                self._check_rows(lane, rows, sequences[lane.cache])
         return inputs
 
-    def _visible(self, name: Name) -> list[Name]:
-        path, tokens = name
-        assert path is not None
-        sequence = self.sequences[0]
-        own = sequence.at(path)
-        assert list(tokens[: len(tokens_of(own))]) == tokens_of(own)[: len(tokens)], "no row of what can no longer come true"
-        others = [
-            name_at(sequence.threads[other], index)
-            for other, count in sequence.context(own.number, len(tokens) - 1)
-            for index in range(count)
-        ]
-        return [*prompt_names(), *others, *((path, tokens[:count]) for count in range(1, len(tokens) + 1))]
+    def _check_chunk(self, lane: LaneRows, past: int, rows: Tensor) -> None:
+        names = self.marks.read(rows)
+        number, tokens = names[0][0], lane.num_tokens
+        assert names[:tokens] == prompt_names(number, range(past, past + tokens))
+        assert [name[0] for name in names] == [number] * len(names)
+        assert lane.positions.tolist() == list(range(past, past + lane.num_rows)) and lane.prefill_length == PROMPT
+        assert not lane.num_masks or lane.cache.past_length == PROMPT
 
-    def _position(self, name: Name) -> int:
-        path, tokens = name
-        if path is None:
-            return tokens[0]
-        sequence, index = self.sequences[0], len(tokens) - 1
-        thread = sequence.at(path)
-        if index < thread.num_tokens:
-            return thread.positions[index]
-        return sequence.following(thread.number, list(tokens[thread.num_tokens : index]))[0]
+    def _check_rows(self, lane: LaneRows, rows: Tensor, sequence: ThreadSequence) -> None:
+        cache, visibility = lane.cache, lane.visibility
+        assert visibility is not None
+        shared = visibility.shared
+        assert shared == (PROMPT if sequence.can_fork else cache.past_length)
+        slots = self.marks.read(cache.view(0)[0])
+        where = dict(zip(slots, [*range(shared), *visibility.slot_positions().tolist()], strict=True))
+        for row, name in enumerate(self.marks.read(rows)):
+            is_seen = [True] * shared + visibility.seen[row].tolist()
+            seen = [slot for slot, is_one in zip(slots, is_seen, strict=True) if is_one]
+            assert sorted(seen, key=str) == sorted(_visible(sequence, name), key=str), name
+            assert int(lane.positions[row]) == where[name] == _position(sequence, name), name
+            assert all(where[other] == _position(sequence, other) for other in seen)
 
     def logits(self, hidden: Tensor) -> Tensor:
         lines = []
-        for path, tokens in self.marks.read(hidden):
+        for number, path, tokens in self.marks.read(hidden):
+            target = self.targets[number]
             if path is None:
-                lines.append(self.target.logits((), 0))
+                lines.append(target.logits((), 0))
             else:
                 is_wrong = tokens[-1] < 0 and hash(tokens) % 3 == 0  # masks err
-                lines.append(self.target.logits(path, len(tokens) + is_wrong))
+                lines.append(target.logits(path, len(tokens) + is_wrong))
         return torch.tensor(lines, dtype=torch.float64)
 
-    def check_slots(self) -> None:
-        """Every token that may be seen again is in one slot, every other one in none."""
-        sequence, cache = self.sequences[0], self.cache
-        if sequence.finished is not None and not sequence.can_fork:
-            return  # the next request drops everything
+    def check_slots(self, number: int) -> None:
+        """Every token of a request that may be seen again is in one slot, every other one in none."""
+        if number not in self.worker._lanes:
+            return  # its slots are free
+        lane = self.worker._lanes[number]
+        sequence, cache = lane._forest.sequence, lane._cache
         slots = self.marks.read(cache.view(0)[0])
         assert len(set(slots)) == len(slots)
-        assert slots[:PROMPT] == prompt_names()
+        assert slots[:PROMPT] == prompt_names(number)
         past = set(slots[PROMPT : cache.past_length])
         wanted, certain, latest = set(), set(), set()
         for thread, needed in zip(sequence.threads, sequence.needed(), strict=True):
-            names = [name_at(thread, index) for index in range(len(tokens_of(thread)))]
+            names = [name_at(number, thread, index) for index in range(len(tokens_of(thread)))]
             certain |= set(names)
             latest |= set(names[-1:])
             wanted |= set(names[: len(names) if needed == thread.num_tokens and needed else needed])
         assert past <= wanted
         assert wanted - latest <= set(slots)
-        for path, tokens in slots[cache.past_length :]:
-            assert path is not None
+        for of_slot, path, tokens in slots[cache.past_length :]:
+            assert path is not None and of_slot == number
             thread = sequence.at(path)
-            if (path, tokens) in certain:
-                assert (path, tokens) in wanted
+            if (number, path, tokens) in certain:
+                assert (number, path, tokens) in wanted
             else:
                 assert thread.state is State.RUNNING and list(tokens[: thread.num_tokens]) == thread.token_ids
 
 
-def prompt_names() -> list[Name]:
-    return [(None, (index,)) for index in range(PROMPT)]
+def _visible(sequence: ThreadSequence, name: Name) -> list[Name]:
+    number, path, tokens = name
+    assert path is not None
+    own = sequence.at(path)
+    assert list(tokens[: len(tokens_of(own))]) == tokens_of(own)[: len(tokens)], "no row of what can no longer come true"
+    others = [
+        name_at(number, sequence.threads[other], index)
+        for other, count in sequence.context(own.number, len(tokens) - 1)
+        for index in range(count)
+    ]
+    return [*prompt_names(number), *others, *((number, path, tokens[:count]) for count in range(1, len(tokens) + 1))]
+
+
+def _position(sequence: ThreadSequence, name: Name) -> int:
+    _, path, tokens = name
+    if path is None:
+        return tokens[0]
+    thread, index = sequence.at(path), len(tokens) - 1
+    if index < thread.num_tokens:
+        return thread.positions[index]
+    return sequence.following(thread.number, list(tokens[thread.num_tokens : index]))[0]
 
 
 class MarkedDrafter:
-    """Says what the target will say, bans apart, ``accuracy`` of the time."""
+    """Says what the targets will say, bans apart, ``accuracy`` of the time."""
 
-    def __init__(self, target: Target, accuracy: float, seed: int) -> None:
-        self._target, self._accuracy = target, accuracy
+    def __init__(self, targets: Mapping[int, Target], accuracy: float, seed: int) -> None:
+        self._targets, self._accuracy = targets, accuracy
         self._random = random.Random(seed)
+        self._sequences: dict[int, ThreadSequence] = {}
 
-    def begin(self, sequence: Sequence) -> None:
-        self._sequence = sequence
+    def open(self, number: int, sequence: ThreadSequence) -> None:
+        self._sequences[number] = sequence
 
-    def prefill(self, token_ids: Tensor) -> None: ...
-    def advance(self, number: int, advance: Advance) -> None: ...
-    def threads_changed(self) -> None: ...
+    def close(self, number: int) -> None:
+        del self._sequences[number]
 
-    def expand(self, asks: list[RowsToDraft], children: int) -> list[Candidates]:
+    def advance(self, number: int, thread: int, changes: RowChanges) -> None: ...
+    def threads_changed(self, number: int) -> None: ...
+
+    def expand(self, requested: Sequence[DraftRows], prompts: Mapping[int, Tensor]) -> list[Candidates]:
         found = []
-        for number, tree, rows in asks:
-            thread = self._sequence.threads[number]
-            depths = (tree.tree_mask.sum(1) - 1)[rows].tolist()
-            lines = [self._line(thread, thread.num_tokens + depth, children) for depth in depths]
+        for entry in requested:
+            thread = self._sequences[entry.number].threads[entry.thread]
+            counts = [thread.num_tokens + len(entry.tree.ancestors_of(row)) - 1 for row in entry.rows]
+            lines = [self._line(self._targets[entry.number], thread, count, entry.children) for count in counts]
             token_ids = torch.tensor([[token for token, _ in line] for line in lines])
             log_probs = torch.tensor([[chance for _, chance in line] for line in lines]).log()
-            found.append(Candidates(rows, token_ids, log_probs))
+            found.append(Candidates(torch.tensor(entry.rows), token_ids, log_probs))
         return found
 
-    def _line(self, thread: DecodeThread, count: int, children: int) -> list[tuple[int, float]]:
-        likely = self._target.token(thread.path, count)
+    def _line(self, target: Target, thread: DecodeThread, count: int, children: int) -> list[tuple[int, float]]:
+        likely = target.token(thread.path, count)
         others = self._random.sample([token for token in range(len(TEXTS)) if token != likely], children)
         tokens = [likely, *others[1:]] if self._random.random() < self._accuracy else others
         return [(token, 0.6 / 2**place) for place, token in enumerate(tokens)]
 
 
+class Answer:
+    """A request's reader: it takes everything."""
+
+    def entered(self, step: Step) -> None: ...
+    def ended(self, reason: str, method: Method) -> None: ...
+    def closed(self) -> None: ...
+
+    def take(self, result: Update, timestep: int) -> Verdict:
+        assert result.verdict is not None
+        return result.verdict
+
+
 class Rehearsal:
-    """An answer by ``method`` through marked stages, each in a group of its own.
+    """Answers by ``method`` through marked stages, each in a group of its own.
 
     Args:
-        bound: the dialect; None for an answer in one thread.
+        bound: the dialect of every other request, the first among them; None if all answers are in one thread.
         windows: verdicts travel with the rows; else all ranks learn them at once, and what is under way is pruned.
+        arrivals: the timestep in which each request begins.
     """
 
     def __init__(
         self, bound: BoundDialect | None, seed: int, method: str, stages: int, windows: bool, max_tokens: int,
-        tree: Mapping[str, int] | None = None, accuracy: float = 0.7, chatter: float = 1.0,
+        tree: Mapping[str, int] | None = None, accuracy: float = 0.7, chatter: float = 1.0, arrivals: Sequence[int] = (1,),
+        knee: int = 64,
     ) -> None:  # fmt: skip
-        self._target = Target(bound, seed, chatter)
-        self._new_sequence: NewSequence = lambda: (
-            single_thread(PROMPT, (END,), max_tokens) if bound is None else Sequence(bound, PROMPT, (END,), max_tokens)
-        )
-        sampling = SamplingParams(max_tokens=max_tokens)
-        self.sequence = self._new_sequence()
-        drafter = MarkedDrafter(self._target, accuracy, seed)
-        self._request = Request(0, tuple(range(PROMPT)), sampling, method, applicable_options(method, tree or {}))
-        self.method = create_method(self._request, self.sequence, drafter, Experience(stages), "cpu", MASKS)
+        self._bound = bound
+        self._targets = {number: Target(bound, seed + number, chatter) for number in range(len(arrivals))}
+        options = applicable_options(method, tree or {})
+        self._requests = [
+            Request(number, tuple(range(PROMPT)), SamplingParams(max_tokens=max_tokens - number), method, options,
+                    threads=None if bound is None or number % 2 else "toy")
+            for number in range(len(arrivals))
+        ]  # fmt: skip
+        self._arrivals = list(zip(arrivals, self._requests, strict=True))
+        company = Company(stages, MarkedDrafter(self._targets, accuracy, seed), "cpu", MASKS, knee)
+        self._pool = Pool(company)
+        self.sequences: dict[int, ThreadSequence] = {}  # rank 0's, by request
         kind = WindowedStages if windows else InstructedStages
-        self.stages = kind(self._target, self._new_sequence, self.sequence, stages, sampling, self.method.masks.named)
+        self.stages = kind(self._targets, self._new_sequence, stages)
+        self._timestep = 0
 
-    def run(self) -> Sequence:
-        """The answer's threads, the very same ones at every rank."""
-        for _ in decode(self._request, self.method, self.stages):
-            pass
-        for model in self.stages.models:
-            assert [tokens_of(thread) for thread in model.sequences[0].threads] == list(map(tokens_of, self.sequence.threads))
-            assert not self.sequence.can_fork or model.cache.length == PROMPT
-        return self.sequence
+    def run(self) -> list[ThreadSequence]:
+        """The threads of each answer."""
+        while self._arrivals:
+            for _ in decode(self._pool, self.stages, self._admit):
+                pass
+        for worker in self.stages.workers:
+            assert (worker.num_lanes, worker._pool.used_slots) == (0, 0)
+        return [self.sequences[number] for number in sorted(self.sequences)]
 
-    def expected(self) -> Sequence:
-        return naive_answer(self._target, self._new_sequence)
+    def expected(self) -> list[ThreadSequence]:
+        return [naive_answer(self._targets[request.number], self._sequence_of(request)) for request in self._requests]
+
+    def _admit(self) -> None:
+        self._timestep += 1
+        if self._arrivals and not self._pool.is_busy:
+            self._timestep = max(self._timestep, self._arrivals[0][0])
+        while self._arrivals and self._arrivals[0][0] <= self._timestep:
+            _, request = self._arrivals.pop(0)
+            sequence = self._sequence_of(request)()
+            self.sequences[request.number] = sequence
+            self._pool.open(request, sequence, Answer())
+
+    def _sequence_of(self, request: Request) -> NewSequence:
+        return self._new_sequence(Opening(PROMPT, request.sampling, threads=request.threads))
+
+    def _new_sequence(self, opening: Opening) -> NewSequence:
+        if opening.threads is None or self._bound is None:
+            return lambda: single_thread(PROMPT, (END,), opening.sampling.max_tokens)
+        bound = self._bound
+        return lambda: ThreadSequence(bound, PROMPT, (END,), opening.sampling.max_tokens)
 
 
 class MarkedStages:
     """Stages on marked models: what drivers of the decode loop share.
 
-    Args:
-        sequence: of rank 0, which names the rows that enter.
-
     Attributes:
         widest: rows of the largest step.
         most_threads: threads of the step with the most of them.
+        most_requests: requests with rows in one timestep.
     """
 
-    def __init__(
-        self, target: Target, new_sequence: NewSequence, sequence: Sequence, stages: int, sampling: SamplingParams, named: int
-    ) -> None:
+    def __init__(self, targets: Mapping[int, Target], new_sequence: Callable[[Opening], NewSequence], stages: int) -> None:
         self._marks = Marks()
-        self._sequence = sequence
-        self._forest = Forest(new_sequence())  # replays what rank 0 knows, to name its rows
-        self.models = [MarkedModel(self._marks, target) for _ in range(stages)]
-        self._workers: list[StageWorker] = [StageWorker(model) for model in self.models[:-1]]  # type: ignore[arg-type]
-        self._workers.append(FinalStageWorker(self.models[-1]))  # type: ignore[arg-type]
-        for model, worker in zip(self.models, self._workers, strict=True):
-            worker.begin(model.recording(new_sequence), sampling, named)
+        self._new_sequence = new_sequence
+        self._forests: dict[int, Forest] = {}  # by request; they replay what rank 0 knows, to name its rows
+        self._prompt_rows: dict[int, int] = defaultdict(int)  # by request: rows of the prompt that have entered
+        self.models = [MarkedModel(self._marks, targets) for _ in range(stages)]
+        kinds = [StageWorker] * (stages - 1) + [FinalStageWorker]
+        self.workers = [kind(model, new_sequence) for kind, model in zip(kinds, self.models, strict=True)]  # type: ignore[arg-type]
+        for model, worker in zip(self.models, self.workers, strict=True):
+            model.worker = worker
         self._idle = 0
-        self.widest = self.most_threads = 0
+        self.widest = self.most_threads = self.most_requests = 0
 
-    def prefill(self, chunks: list[list[int]], compute: Callable[[Tensor], None]) -> Verdict:
-        [chunk] = chunks
-        tokens = torch.tensor(chunk)
-        compute(tokens)
-        masks = [((), tuple(range(-1, token - 1, -1))) for token in chunk if token < 0]
-        step: Step | None = Step(tokens, torch.full_like(tokens, -1), self._marks.of([*prompt_names(), *masks]))
-        for worker in self._workers:
-            assert step is not None
-            worker.prefill(step)
-            step = worker.outgoing()
-        verdict = self._workers[-1].verdict()
-        assert verdict is not None
-        return verdict
+    def _check_slots(self, updates: Iterable[Update]) -> None:
+        for update in updates:
+            for model in self.models if update.verdict is not None else ():
+                model.check_slots(update.number)
 
-    def _sync(self, worker: StageWorker, model: MarkedModel, verdict: Verdict | None) -> None:
-        if verdict is not None:
-            worker.sync(verdict)
-            model.check_slots()
-
-    def _enter(self, entering: Envelope) -> Step | None:
+    def _enter(self, entering: Envelope) -> Envelope:
         """Rank 0's rows with their names."""
-        if entering.verdict is not None:
-            self._forest.advance(entering.verdict)
-        self._idle = 0 if entering.step is not None or entering.verdict is not None else self._idle + 1
-        assert self._idle < 3 + len(self._workers), "the answer stands still"
-        step = entering.step
-        if step is None:
-            return None
+        self._idle = 0 if entering.updates else self._idle + 1
+        assert self._idle < 3 + len(self.workers), "the answers stand still"
+        self.most_requests = max(self.most_requests, sum(update.step is not None for update in entering.updates))
+        return Envelope(tuple(map(self._named, entering.updates)), entering.ends_session)
+
+    def _named(self, update: Update) -> Update:
+        number, step = update.number, update.step
+        if update.opening is not None:
+            self._forests[number] = Forest(self._new_sequence(update.opening)())
+        if update.verdict is not None:
+            self._forests[number].advance(update.verdict)
+        if step is not None:
+            is_chunk = self._prompt_rows[number] < PROMPT
+            names = self._chunk_names(number, step) if is_chunk else self._row_names(number, step)
+            step = Step(step.token_ids, step.parents, self._marks.of(names), step.threads)
+        return Update(number, update.opening, update.verdict, step)
+
+    def _chunk_names(self, number: int, step: Step) -> list[Name]:
+        first, token_ids = self._prompt_rows[number], step.token_ids.tolist()
+        tokens = [token for token in token_ids if token >= 0]
+        assert step.parents.tolist() == [-1] * len(token_ids) and tokens == list(range(first, first + len(tokens)))
+        self._prompt_rows[number] += len(tokens)
+        masks = [(number, (), tuple(range(-1, token - 1, -1))) for token in token_ids if token < 0]
+        return [*prompt_names(number, tokens), *masks]
+
+    def _row_names(self, number: int, step: Step) -> list[Name]:
+        forest = self._forests[number]
         threads = torch.zeros_like(step.parents) if step.threads is None else step.threads
         self.widest = max(self.widest, step.num_rows)
         self.most_threads = max(self.most_threads, len(threads.unique()))
-        self._forest.append(step.token_ids, step.parents, threads)
+        forest.append(step.token_ids, step.parents, threads)
         names, taken = list[Name](), dict[int, int]()
-        counts = {number: int((threads == number).sum()) for number in threads.unique().tolist()}
-        for number in threads.tolist():
-            tree, thread = self._forest.trees[number], self._sequence.threads[number]
-            row = tree.num_rows - counts[number] + taken.setdefault(number, 0)
-            taken[number] += 1
-            names.append((thread.path, (*tokens_of(thread), *paths(tree, [row])[0])))
-        return Step(step.token_ids, step.parents, self._marks.of(names), step.threads)
+        counts = {thread: int((threads == thread).sum()) for thread in threads.unique().tolist()}
+        for index in threads.tolist():
+            tree, thread = forest.trees[index], forest.sequence.threads[index]
+            row = tree.num_rows - counts[index] + taken.setdefault(index, 0)
+            taken[index] += 1
+            names.append((number, thread.path, (*tokens_of(thread), *paths(tree, [row])[0])))
+        return names
 
 
 class InstructedStages(MarkedStages):
     """All ranks learn a verdict at once, and what is under way is pruned: single tasks, and ``LocalPipeline``."""
 
     def advance(self, number: int, entering: Envelope, meanwhile: Callable[[], None]) -> Timestep:
-        for worker, model in zip(self._workers, self.models, strict=True):
-            self._sync(worker, model, entering.verdict)
-        arriving = [self._enter(entering), *(worker.outgoing() for worker in self._workers[:-1])]
+        self._sync(entering)
+        named = self._enter(entering)
+        arriving = [{update.number: update.step for update in named.updates if update.step is not None}]
+        arriving += [worker.outgoing() for worker in self.workers[:-1]]
         meanwhile()
-        for worker, step in zip(self._workers, arriving, strict=True):
-            if step is not None:
-                worker.decode(step)
-        verdict = None if arriving[-1] is None else self._workers[-1].verdict()
-        return Timestep(number, entering.step, verdict, TIMING)
+        for worker, steps in zip(self.workers, arriving, strict=True):
+            worker.compute(steps)
+        return Timestep(number, entering, self.workers[-1].results(), TIMING)
 
-    def close(self, last: Verdict) -> None:
-        for worker, model in zip(self._workers, self.models, strict=True):
-            self._sync(worker, model, last)
+    def close(self, last: Envelope) -> None:
+        self._sync(last)
+
+    def _sync(self, entering: Envelope) -> None:
+        for update in entering.updates:
+            for worker in self.workers:
+                if update.opening is not None:
+                    worker.open(update.number, update.opening)
+                if update.verdict is not None:
+                    worker.sync(update.number, update.verdict)
+        self._check_slots(entering.updates)
 
 
 class WindowedStages(MarkedStages):
     """Every rank replays the same verdicts and rows in one order; only rank 0 learns a verdict some timesteps after it fell."""
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self._results: deque[Verdict | None] = deque([None] * (len(self._workers) - 1))
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._results: deque[tuple[Update, ...]] = deque([()] * (len(self.workers) - 1))
 
     def advance(self, number: int, entering: Envelope, meanwhile: Callable[[], None]) -> Timestep:
-        self._results.append(self._through(Envelope(self._enter(entering), entering.verdict)))
+        self._results.append(self._through(self._enter(entering)))
         meanwhile()
-        return Timestep(number, entering.step, self._results.popleft(), TIMING)
+        return Timestep(number, entering, self._results.popleft(), TIMING)
 
-    def close(self, last: Verdict) -> None:
-        assert self._through(Envelope(verdict=last)) == last
+    def close(self, last: Envelope) -> None:
+        self._through(last)
 
-    def _through(self, envelope: Envelope) -> Verdict | None:
-        for worker, model in zip(self._workers, self.models, strict=True):
-            verdict = envelope.verdict
+    def _through(self, envelope: Envelope) -> tuple[Update, ...]:
+        entering = envelope.updates
+        for worker in self.workers:
             envelope = worker.advance(envelope)
-            if verdict is not None:
-                model.check_slots()
-        return envelope.verdict
+        self._check_slots(entering)
+        return envelope.updates

@@ -5,6 +5,8 @@ The answer is the naive one.
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -42,15 +44,19 @@ def said(sequence: Sequence) -> list[tuple[tuple[int, ...], int, int]]:
 @pytest.mark.parametrize("name", DIALECTS)
 @SETTINGS
 @given(
-    seed=st.integers(0, 2**32), stages=st.integers(1, 4), windows=st.booleans(), max_tokens=st.integers(1, 70),
-    width=st.sampled_from([1, 2, 6]), accuracy=st.sampled_from([0.3, 0.9]),
+    seed=st.integers(0, 2**32), stages=st.integers(1, 4), windows=st.booleans(), max_tokens=st.integers(4, 70),
+    width=st.sampled_from([1, 2, 6]), accuracy=st.sampled_from([0.3, 0.9]), waits=st.lists(st.integers(0, 9), max_size=3),
+    knee=st.sampled_from([4, 64]),
 )  # fmt: skip
-def test_every_rank_sees_and_holds_the_same(name, method, seed, stages, windows, max_tokens, width, accuracy) -> None:
+def test_every_rank_sees_and_holds_the_same(
+    name, method, seed, stages, windows, max_tokens, width, accuracy, waits, knee
+) -> None:
     tree = {"width": width, "children": 3, "depth": 2, "forwards": 2}
-    rehearsal = Rehearsal(DIALECTS[name], seed, method, stages, windows, max_tokens, tree, accuracy)
-    answer, expected = rehearsal.run(), rehearsal.expected()
-    assert said(answer) == said(expected)
-    assert answer.finished == expected.finished
+    arrivals = tuple(accumulate(waits, initial=1))
+    rehearsal = Rehearsal(DIALECTS[name], seed, method, stages, windows, max_tokens, tree, accuracy, arrivals=arrivals, knee=knee)
+    for answer, expected in zip(rehearsal.run(), rehearsal.expected(), strict=True):
+        assert said(answer) == said(expected)
+        assert answer.finished == expected.finished
 
 
 @pytest.mark.slow
@@ -58,7 +64,13 @@ def test_a_step_of_200_rows_and_40_threads() -> None:
     """As wide as a step gets is what the method's options say, and no number of threads is too large."""
     dialect = toy("apar", max_depth=6, max_children=64, max_child_tokens=400, no_opening_after=())
     tree = {"width": 240, "children": 6, "forwards": 6}
-    rehearsal = Rehearsal(dialect, 3, "pipedec-bestfirst", 2, True, 700, tree, accuracy=0.9, chatter=4.0)
-    answer, expected = rehearsal.run(), rehearsal.expected()
+    rehearsal = Rehearsal(dialect, 3, "pipedec-bestfirst", 2, True, 700, tree, accuracy=0.9, chatter=4.0, knee=240)
+    [answer], [expected] = rehearsal.run(), rehearsal.expected()
     assert said(answer) == said(expected) and answer.finished == expected.finished
     assert rehearsal.stages.widest >= 200 and rehearsal.stages.most_threads >= 40
+
+
+def test_requests_are_in_the_pipeline_at_the_same_time() -> None:
+    rehearsal = Rehearsal(DIALECTS["apar"], 5, "pp", 3, True, 40, arrivals=(1, 1, 1, 2, 30, 31))
+    assert [said(answer) for answer in rehearsal.run()] == [said(answer) for answer in rehearsal.expected()]
+    assert rehearsal.stages.most_requests >= 3

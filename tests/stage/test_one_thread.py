@@ -84,6 +84,9 @@ def in_one_call(workers: list[StageWorker], update: Update) -> tuple[Update | No
         assert [(passed.number, passed.verdict) for passed in envelope.updates] == [(update.number, update.verdict)]
         moving.append(envelope.updates[0].step)
     results = workers[-1].advance(envelope).updates
+    if update.verdict is not None and update.verdict.finished:
+        assert results == (Update(update.number, verdict=Verdict((), update.verdict.finished)),), "the lane is closed everywhere"
+        return None, [*moving, None]
     return (results[0] if results else None), [*moving, None]
 
 

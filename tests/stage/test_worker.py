@@ -293,7 +293,7 @@ def test_nothing_is_computed_after_an_answer_was_ended(target: Target, layers: r
             assert pairs(update.step) == [(answer[0], -1), (answer[1], 0)] and update.verdict == Verdict.of(answer[0])
         ended = Verdict.of(*answer[1 : 1 + tokens], finished="stop")
         reply = stage.advance(envelope(rows((9, 0)), ended))
-        assert reply == (Envelope() if layers.stop == 4 else envelope(verdict=ended))
+        assert reply == envelope(verdict=Verdict((), "stop") if layers.stop == 4 else ended)
         assert (stage.outgoing(), stage.num_lanes, stage._pool.used_slots) == ({}, 0, 0)
         assert stage.load({1: rows((9, 0))}) == Load()
         stage.compute({1: rows((9, 0))})

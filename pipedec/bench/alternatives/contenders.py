@@ -22,10 +22,9 @@ from pipedec.engine.local import LocalPipeline
 from pipedec.engine.sequences import Sequences
 from pipedec.engine.spec import PipelineSpec
 from pipedec.methods import METHODS
-from pipedec.model import BitaWeights, KVCache, ModelConfig, StageModel
+from pipedec.model import BitaWeights, LaneRows, ModelConfig, StageModel
 from pipedec.stage import FinalStageWorker, StageWorker
 from pipedec.topology import Topology
-from pipedec.tree import Visibility
 
 LOOKUP_TOKENS = 10
 
@@ -98,17 +97,9 @@ class CountedStage(StageModel):
 
     count: PassCount
 
-    def forward(
-        self,
-        inputs: Tensor,
-        positions_R: Tensor,
-        cache: KVCache,
-        visibility: Visibility | None = None,
-        prefill_length: int | None = None,
-        num_masks: int = 0,
-    ) -> Tensor:
+    def forward(self, inputs: Tensor, lanes: Sequence[LaneRows]) -> Tensor:
         self.count.add(len(inputs), self.num_layers / self.config.num_layers)
-        return super().forward(inputs, positions_R, cache, visibility, prefill_length, num_masks)
+        return super().forward(inputs, lanes)
 
 
 def load_contenders(spec: PipelineSpec) -> list[Contender]:
@@ -170,7 +161,7 @@ def _pipelines(spec: PipelineSpec, device: torch.device) -> list[Contender]:
 
 def _load_counted(spec: PipelineSpec, device: torch.device) -> tuple[LocalPipeline, PassCount]:
     """Like ``LocalPipeline.load``, with stages that count their forwards."""
-    config, count = ModelConfig.from_directory(spec.target), PassCount()
+    config, count, sequences = ModelConfig.from_directory(spec.target), PassCount(), Sequences(spec.target)
     stages: list[StageWorker] = []
     for first, last in spec.layers:
         model = CountedStage.load(spec.target, range(first, last), spec.torch_dtype, device, config=config)
@@ -178,6 +169,6 @@ def _load_counted(spec: PipelineSpec, device: torch.device) -> tuple[LocalPipeli
         model.count = count
         if spec.bita is not None:
             model.attach(BitaWeights.load(spec.bita, config, range(first, last), spec.torch_dtype, device))
-        stages.append(FinalStageWorker(model, device) if model.is_last else StageWorker(model, device))
-    sequences, drafter, masks = Sequences(spec.target), spec.load_drafter(device), spec.trained_masks()
+        stages.append((FinalStageWorker if model.is_last else StageWorker)(model, sequences.of, device))
+    drafter, masks = spec.load_drafter(device), spec.trained_masks()
     return LocalPipeline(stages, spec.topology, sequences, drafter, device, trained_masks=masks), count

@@ -20,6 +20,7 @@ from pipedec.engine.rank_tasks import Wiring
 from pipedec.engine.sequences import Sequences
 from pipedec.engine.spec import DISPATCHES, REFERENCE_PAIR
 from pipedec.engine.stage_loop import StageLoop
+from pipedec.messages import RunDescription
 from pipedec.scheduler import RedisScheduler, connect
 from pipedec.topology import Topology
 from pipedec.tracing import Tracer
@@ -107,16 +108,19 @@ def _drive(plan: RankPlan, scheduler: RedisScheduler, transport: TorchTransport,
     """Rank 0: run the requests one after another, then stop the run."""
     probe = Probe(lambda: scheduler.round_trips)
     loop = ScriptedDraftLoop(probe, _wiring(plan, scheduler, transport, topology))
+    groups = topology.groups
+    scheduler.open(RunDescription(groups, tuple((rank - 1, rank) for rank in range(1, plan.stages + 1)), "null"))
     samples = []
-    for index, rows in enumerate(plan.rows):
-        before, timesteps = scheduler.usage().cpu_seconds, _verdicts(plan.timesteps) + plan.stages
-        loop.run_scripted(2 * index, rows, _verdicts(plan.timesteps))
-        redis_cpu_ms = 1000 * (scheduler.usage().cpu_seconds - before) / timesteps
-        timed = _sample(probe, rows)
-        granted = loop.run_scripted(2 * index + 1, rows, _verdicts(TRACED_TIMESTEPS), trace=True)
-        lengths = critical_path_lengths(granted)[WARM_UP:]
-        samples.append(replace(timed, redis_cpu_ms=redis_cpu_ms, critical_path=lengths))
-    scheduler.stop()
+    with loop.serving():
+        for rows in plan.rows:
+            before, timesteps = scheduler.usage().cpu_seconds, _verdicts(plan.timesteps) + plan.stages
+            loop.run_scripted(rows, _verdicts(plan.timesteps))
+            redis_cpu_ms = 1000 * (scheduler.usage().cpu_seconds - before) / timesteps
+            timed = _sample(probe, rows)
+            granted = loop.run_scripted(rows, _verdicts(TRACED_TIMESTEPS), trace=True)
+            lengths = critical_path_lengths(granted)[WARM_UP:]
+            samples.append(replace(timed, redis_cpu_ms=redis_cpu_ms, critical_path=lengths))
+        scheduler.stop()
     return samples
 
 

@@ -1,29 +1,35 @@
 """Stages that compute nothing, and a rank 0 whose proposals are always accepted: what remains of a timestep is its fixed cost.
 
-They run in the real ``StageLoop`` and ``DraftLoop``: tasks, messages and transfers are real, only the models are not.
+They run in the real ``StageLoop`` and ``DraftLoop``: queue, tasks, messages and transfers are real, only the models are not.
 """
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import cast
 
 import torch
 from torch import Tensor
 
-from pipedec.core import NO_MASKS, Request, SamplingParams, Step, Verdict
-from pipedec.decoding import Method, TimestepTiming
+from pipedec.core import NO_MASKS, Load, MethodOptions, Opening, Request, SamplingParams, SchedulerLost, Step, Update, Verdict
+from pipedec.decoding import Company, TimestepTiming
+from pipedec.engine.admission import Admission
 from pipedec.engine.answer import Answer
 from pipedec.engine.draft_loop import DraftLoop
 from pipedec.engine.rank_tasks import Wiring
-from pipedec.messages import Event
 from pipedec.scheduler import GrantedTask
+from pipedec.scheduler.protocol import Message
 from pipedec.stage import FinalStageWorker, StageWorker
 from pipedec.text.prompt import Prompter
-from pipedec.threads import NewSequence, single_thread
+from pipedec.threads import Sequence as ThreadSequence
+from pipedec.threads import single_thread
 
 _TOKEN = 7
+_QUEUE_SECONDS = 10.0
 
 
 class Probe:
@@ -61,76 +67,112 @@ class NullStage(StageWorker):
         self._probe = probe
         self._on_finished = on_finished
         self._zeros: dict[int, Tensor] = {}
-        self._computed: Step | None = None
+        self._rows: dict[int, Step] = {}  # computed and not passed on, by request
+        self._left: dict[int, int] = {}  # tokens of each open request that have yet to be accepted
+
+    @property
+    def num_lanes(self) -> int:
+        return len(self._left)
 
     @property
     def cache_slots(self) -> int:
         return 0
 
-    def begin(self, new_sequence: NewSequence, sampling: SamplingParams, tokens_per_mask: int = 0) -> None:
+    def open(self, number: int, opening: Opening) -> None:
         self._probe.reset()
-        self._computed = None
+        self._left[number] = opening.sampling.max_tokens
 
-    def prefill(self, chunk: Step) -> None:
-        self.decode(chunk)
-
-    def decode(self, step: Step) -> None:
-        if step.num_rows not in self._zeros:
-            self._zeros[step.num_rows] = torch.zeros(step.num_rows, self._hidden_size)
-        self._computed = Step(step.token_ids, step.parents, self._zeros[step.num_rows])
-
-    def sync(self, verdict: Verdict) -> None:
+    def sync(self, number: int, verdict: Verdict) -> None:
+        if number not in self._left:
+            return
         self._probe.note()
         if verdict.finished:
+            del self._left[number]
             self._on_finished()
 
-    def outgoing(self) -> Step | None:
-        computed, self._computed = self._computed, None
+    def compute(self, steps: Mapping[int, Step]) -> None:
+        for number, step in self._valid(steps).items():
+            if step.num_rows not in self._zeros:
+                self._zeros[step.num_rows] = torch.zeros(step.num_rows, self._hidden_size)
+            self._rows[number] = Step(step.token_ids, step.parents, self._zeros[step.num_rows])
+
+    def outgoing(self) -> dict[int, Step]:
+        computed, self._rows = self._rows, {}
         return computed
+
+    def load(self, steps: Mapping[int, Step]) -> Load:
+        return Load(sum(step.num_rows for step in steps.values()))
+
+    def _valid(self, steps: Mapping[int, Step]) -> dict[int, Step]:
+        return {number: step for number, step in steps.items() if number in self._left}
 
 
 class NullFinalStage(NullStage, FinalStageWorker):
-    """The last stage: accepts one token per timestep until ``max_tokens``."""
+    """The last stage: accepts one token per request and timestep until ``max_tokens``."""
 
-    def begin(self, new_sequence: NewSequence, sampling: SamplingParams, tokens_per_mask: int = 0) -> None:
-        super().begin(new_sequence, sampling)
-        self._left = sampling.max_tokens
+    def outgoing(self) -> dict[int, Step]:
+        return {}
 
-    def outgoing(self) -> Step | None:
-        return None
+    def results(self) -> tuple[Update, ...]:
+        computed, self._rows = self._rows, {}
+        return tuple(self._accept(number) for number in computed if self._left.get(number))
 
-    def verdict(self) -> Verdict:
-        self._left = max(0, self._left - 1)
-        return Verdict.of(_TOKEN, finished="length" if self._left == 0 else None)
+    def _accept(self, number: int) -> Update:
+        self._left[number] -= 1
+        return Update(number, verdict=Verdict.of(_TOKEN, finished=None if self._left[number] else "length"))
 
-    def take_logprobs(self) -> list[list[tuple[int, float]]]:
-        return []
+
+@dataclass(frozen=True)
+class ScriptedOptions(MethodOptions):
+    """Rows that enter at every timestep."""
+
+    rows: int = 1
 
 
 class ScriptedMethod:
-    """``num_rows`` rows enter at every timestep; verdicts change nothing."""
+    """What a company and a reader of answers ask a method for."""
 
     masks = NO_MASKS
+    has_drafter = False
+    hits = misses = 0
 
-    def __init__(self, num_rows: int, probe: Probe) -> None:
-        self.hits = self.misses = 0
+
+class ScriptedCompany:
+    """Of each request the prompt's only token enters, then at every timestep so many rows; verdicts change nothing."""
+
+    whole_prompts = False
+
+    def __init__(self, probe: Probe) -> None:
         self._probe = probe
-        self._step = Step(torch.full((num_rows,), _TOKEN), torch.full((num_rows,), -1))
+        self._next: dict[int, Step] = {}
+        self._rows: dict[int, Step] = {}
 
-    def prefill(self, token_ids: Tensor) -> None:
-        """There is no draft."""
+    def open(self, request: Request, sequence: ThreadSequence) -> ScriptedMethod:
+        assert isinstance(request.options, ScriptedOptions)
+        self._next[request.number], self._rows[request.number] = _step(1), _step(request.options.rows)
+        return ScriptedMethod()
+
+    def apply(self, number: int, verdict: Verdict) -> None:
+        self._probe.note()
+        if verdict.finished is not None:
+            self.close(number)
+
+    def close(self, number: int) -> None:
+        del self._next[number], self._rows[number]
+
+    def propose(self) -> dict[int, Step]:
+        steps, self._next = self._next, dict(self._rows)
+        return steps
 
     def draft(self) -> None:
         """There is no draft."""
 
-    def apply(self, verdict: Verdict) -> None:
-        self._probe.note()
-
-    def propose(self) -> Step:
-        return self._step
-
     def observe(self, timing: TimestepTiming) -> None:
         """Timestep timing is not used."""
+
+
+def _step(num_rows: int) -> Step:
+    return Step(torch.full((num_rows,), _TOKEN), torch.full((num_rows,), -1))
 
 
 class OneWordPrompter:
@@ -146,29 +188,48 @@ class OneWordPrompter:
         return ""
 
 
+class ScriptedAdmission:
+    """Makes answers of requests that say how many rows enter, and how many tokens are accepted."""
+
+    def __init__(self, num_stages: int) -> None:
+        self._num_stages = num_stages
+
+    def admit(self, message: Message, company: Company) -> tuple[Answer, ThreadSequence]:
+        asked = json.loads(message.text)
+        sampling, options = SamplingParams(max_tokens=asked["max_tokens"]), ScriptedOptions(asked["rows"])
+        request = Request(message.number, (_TOKEN,), sampling, "scripted", options, trace=asked["trace"])
+        prompter = cast(Prompter, OneWordPrompter())
+        answer = Answer(request, single_thread(1, (), sampling.max_tokens), prompter, self._num_stages)
+        return answer, single_thread(1, (), sampling.max_tokens)
+
+
 class ScriptedDraftLoop(DraftLoop):
-    """Rank 0 without a draft model, a tokenizer and a request queue."""
+    """Rank 0 without a draft model and a tokenizer, which submits its requests itself."""
 
     def __init__(self, probe: Probe, wiring: Wiring) -> None:
-        self._prompts = cast(Prompter, OneWordPrompter())
-        super().__init__(self._prompts, None, 0, wiring)
+        super().__init__(cast(Prompter, OneWordPrompter()), None, 0, wiring)
+        self._company = cast(Company, ScriptedCompany(probe))
+        self._company.whole_prompts = not wiring.window
+        self._admission = cast(Admission, ScriptedAdmission(wiring.topology.num_stages))
         self._probe = probe
-        self._granted: list[GrantedTask] = []
 
-    def run_scripted(self, number: int, num_rows: int, max_tokens: int, trace: bool = False) -> list[GrantedTask]:
+    @contextmanager
+    def serving(self) -> Iterator[None]:
+        """The context in which ``run_scripted`` may be called."""
+        with self._queue.serving():
+            yield
+
+    def run_scripted(self, num_rows: int, max_tokens: int, trace: bool = False) -> list[GrantedTask]:
         """Run one request of ``max_tokens`` verdicts; returns the scheduler's trace of it if ``trace``.
 
         Raises:
             PipedecError: the run was aborted, or a rank or Redis was lost.
         """
         self._probe.reset()
-        self._granted = []
-        request = Request(number, (_TOKEN,), SamplingParams(max_tokens=max_tokens), "scripted", trace=trace)
-        answer = Answer(request, single_thread(1, (), max_tokens), self._prompts, self._wiring.topology.num_stages)
-        self.answer(answer, cast(Method, ScriptedMethod(num_rows, self._probe)))
-        return self._granted
-
-    def _trace(self, answer: Answer) -> list[Event]:
-        if answer.request.trace:
-            self._granted = self._scheduler.trace()
-        return super()._trace(answer)
+        scheduler = self._wiring.scheduler
+        scheduler.submit(json.dumps({"rows": num_rows, "max_tokens": max_tokens, "trace": trace}))
+        message = self._queue.wait(_QUEUE_SECONDS)
+        if message is None or message.kind != "request":
+            raise SchedulerLost("the request that was submitted has not arrived")
+        self._serve(message)
+        return scheduler.trace() if trace else []

@@ -71,9 +71,9 @@ class _WatchedAcceptance(Acceptance):
     def log_chances(self, choices: Choices) -> Tensor:
         return self._watched.log_chances(choices)
 
-    def observe(self, choices: Choices, row: int, token: int) -> bool | None:
-        is_proposed = self._watched.observe(choices, row, token)
-        self._is_proposed.append(bool(is_proposed))
+    def observe(self, choices: Choices, place: int, token: int) -> bool:
+        is_proposed = self._watched.observe(choices, place, token)
+        self._is_proposed.append(is_proposed)
         return is_proposed
 
 

@@ -90,6 +90,7 @@ class PolicyConfig:
         stages: number of stages; None for the preset's own.
         samples: number of prompts from each set, sampled by ``seed`` as in a sweep.
         sampling: how the target decodes; with a temperature, ``seed`` also seeds the tokens.
+        own_work: whether times count rank 0's own work, as measured on this machine.
 
     Raises:
         UserError: a number below 1, two equal policies, or no such preset.
@@ -103,6 +104,7 @@ class PolicyConfig:
     seed: int = 0
     sampling: SamplingParams = SamplingParams(max_tokens=64)
     raw_prompts: bool = False
+    own_work: bool = True
     pair: Pair = Pair()
 
     def __post_init__(self) -> None:
@@ -115,7 +117,7 @@ class PolicyConfig:
     @cached_property
     def shape(self) -> Shape:
         """The emulated pipeline. Raises UserError if the target has too few layers."""
-        return emulated(self.cluster, self.preset, self.stages, self.pair, slow_motion=1.0)
+        return emulated(self.cluster, self.preset, self.stages, self.pair, own_work=self.own_work)
 
     @property
     def request(self) -> PromptRequest:
@@ -140,7 +142,7 @@ class PolicyAnswer:
 
 
 class Study:
-    """All policies on one pipeline. A policy keeps what it learns from verdicts from prompt to prompt, as in a sweep.
+    """All policies on pipelines of one shape. A policy keeps what it learns from prompt to prompt, as in a sweep.
 
     Raises:
         UserError: no prompt of a set fits into the context, a policy cannot run with this pair of models, or ``directory``
@@ -150,10 +152,11 @@ class Study:
     def __init__(self, config: PolicyConfig, prompt_sets: Iterable[PromptSet], directory: Path) -> None:
         self._config = config
         self._spec = config.shape.spec
-        self._experiences = {policy: WatchedExperience(self._spec.topology.num_groups) for policy in config.policies}
+        self._memos: list[DraftMemo] = []  # by request number
+        self._pipelines = {policy: self._pipeline(policy) for policy in config.policies}
         self._recording = Recording(directory, **config.origin)
         for policy in config.policies:  # raises for a policy that cannot run, before anything is recorded
-            self._pipeline(DraftMemo(), self._experiences[policy]).check(self._request(policy, (0,)))
+            self._pipelines[policy].check(self._request(policy, 0, (0,)))
         prompter = Prompter(self._spec.target, ModelConfig.from_directory(self._spec.target).max_positions)
         self._prompts = draw(prompter, prompt_sets, config.request, config.samples, config.seed)
 
@@ -161,15 +164,15 @@ class Study:
         """Replay every answer under every policy. Answers that the directory does not contain are recorded first."""
         progress.start(len(self._prompts) * len(self._config.policies))
         progress.busy(self._config.shape.label)
-        for prompt in self._prompts:
+        for number, prompt in enumerate(self._prompts):
             token_ids = self._recording.answer(prompt, lambda request: self._target.answer(request).token_ids)
-            memo = self._recording.memo(prompt)
-            for policy, experience in self._experiences.items():
-                request = self._request(policy, prompt.token_ids)
-                replayed = self._pipeline(memo, experience).run_alone(request, token_ids)
+            self._memos.append(self._recording.memo(prompt))
+            for policy, pipeline in self._pipelines.items():
+                request = self._request(policy, number, prompt.token_ids)
+                replayed = pipeline.run_alone(request, token_ids)
                 progress.row()
                 yield PolicyAnswer(policy, prompt, token_ids, replayed)
-            self._recording.keep(prompt, memo)
+            self._recording.keep(prompt, self._memos[number])
 
     @cached_property
     def _target(self) -> OneProcess:
@@ -181,11 +184,12 @@ class Study:
         assert drafter is not None
         return drafter
 
-    def _pipeline(self, memo: DraftMemo, experience: WatchedExperience) -> ReplayedPipeline:
+    def _pipeline(self, policy: Policy) -> ReplayedPipeline:
         max_children = max(CHILDREN[-1], *(policy.limits.get("children") or 0 for policy in self._config.policies))
-        drafter = RecordedDrafter(lambda number: memo, lambda: self._draft, max_children) if self._spec.draft else None
+        drafter = RecordedDrafter(self._memos.__getitem__, lambda: self._draft, max_children) if self._spec.draft else None
         assert self._spec.emulation is not None
+        experience = WatchedExperience(self._spec.topology.num_groups)
         return ReplayedPipeline(self._spec.emulation, self._spec.topology, drafter, experience)
 
-    def _request(self, policy: Policy, prompt: tuple[int, ...]) -> Request:
-        return Request(0, prompt, self._config.request.sampling, policy.method, policy.options)
+    def _request(self, policy: Policy, number: int, prompt: tuple[int, ...]) -> Request:
+        return Request(number, prompt, self._config.request.sampling, policy.method, policy.options)

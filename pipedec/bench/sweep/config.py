@@ -48,6 +48,7 @@ class SweepConfig:
         sampling: how to decode; with a temperature, repeat N samples tokens with ``seed`` + N.
         clock: ``measured`` in real processes, or ``computed`` in one process.
         slow_motion: see ``Emulation``.
+        own_work: whether computed times count rank 0's own work, as measured on this machine.
         running: a cluster that is running, to be measured instead of pipelines that are started here.
         launched: likewise, partitions of ``cluster`` that are launched on their hosts one after another.
 
@@ -67,6 +68,7 @@ class SweepConfig:
     sampling: SamplingParams = SamplingParams(max_tokens=64)
     clock: str = "measured"
     slow_motion: float = 4.0
+    own_work: bool = True
     raw_prompts: bool = False
     pair: Pair = Pair()
     small: SmallModel = SmallModel()
@@ -122,13 +124,13 @@ class SweepConfig:
                     shape = self._shape(preset, stages, replace(self.pair, bita=bita))
                     yield replace(shape, methods=methods if number == 0 else (BITA,))
         if SLM in self.methods and self.presets:
-            yield small_model_alone(self.cluster, self.small, self.pair, self.slow_motion)
+            yield small_model_alone(self.cluster, self.small, self.pair, self.slow_motion, self.own_work)
         elif SLM in self.methods:
             yield small_model_as_it_is(self.pair)
 
     def _shape(self, preset: str | None, stages: int | None, pair: Pair) -> Shape:
         if preset is not None:
-            return emulated(self.cluster, preset, stages, pair, self.slow_motion)
+            return emulated(self.cluster, preset, stages, pair, self.slow_motion, self.own_work)
         assert stages is not None
         return as_it_is(stages, pair)
 

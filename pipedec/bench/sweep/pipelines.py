@@ -248,8 +248,13 @@ def _label(preset: str | None, num_stages: int) -> str:
     return f"{preset} ({stages})" if preset else stages
 
 
-def emulated(config: ClusterConfig, preset: str, stages: int | None, pair: Pair, slow_motion: float) -> Shape:
+def emulated(
+    config: ClusterConfig, preset: str, stages: int | None, pair: Pair, slow_motion: float = 1.0, own_work: bool = True
+) -> Shape:
     """The partition ``preset`` of ``config``, or ``stages`` devices of the kind of its first.
+
+    Args:
+        own_work: whether computed times count rank 0's own work (see ``Emulation``).
 
     Raises:
         UserError: no such partition, or the models have too few layers.
@@ -258,17 +263,21 @@ def emulated(config: ClusterConfig, preset: str, stages: int | None, pair: Pair,
     cut = config if stages is None else with_stages(config, preset, stages)
     plan = make_plan(cut, preset)
     spec = PipelineSpec.create(pair.models, Cut(len(plan.stages), plan.num_groups))
-    return Shape(preset, replace(spec, emulation=Emulation.of_plan(plan, slow_motion)), _cluster(plan, config.draft))
+    emulation = replace(Emulation.of_plan(plan, slow_motion), counts_own_work=own_work)
+    return Shape(preset, replace(spec, emulation=emulation), _cluster(plan, config.draft))
 
 
-def small_model_alone(config: ClusterConfig, small: SmallModel, pair: Pair, slow_motion: float) -> Shape:
+def small_model_alone(
+    config: ClusterConfig, small: SmallModel, pair: Pair, slow_motion: float = 1.0, own_work: bool = True
+) -> Shape:
     """``slm``: the pair's small model runs and emulates ``small`` on one device."""
     partition = PartitionConfig(1, devices=(DeviceConfig("server", small.device),))
     alone = ClusterConfig(
         small.model, (ServerConfig("server", {small.device: 1}),), {SLM: partition}, dtype=config.dtype, network=config.network
     )
     plan = make_plan(alone, SLM)
-    spec = replace(_small_spec(pair), emulation=Emulation.of_plan(plan, slow_motion))
+    emulation = replace(Emulation.of_plan(plan, slow_motion), counts_own_work=own_work)
+    spec = replace(_small_spec(pair), emulation=emulation)
     return Shape(SLM, spec, _cluster(plan, None), (SLM,))
 
 

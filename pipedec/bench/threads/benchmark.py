@@ -38,6 +38,7 @@ class ThreadsConfig:
         methods: names of methods.
         samples: number of prompts from each set, sampled by ``seed`` from those that fit into the context.
         sampling: how to decode; with a temperature, ``seed`` also seeds the tokens.
+        own_work: whether times count rank 0's own work, as measured on this machine.
 
     Raises:
         UserError: an unknown method, dialect or preset, or a number below 1.
@@ -52,6 +53,7 @@ class ThreadsConfig:
     seed: int = 0
     sampling: SamplingParams = SamplingParams(max_tokens=64)
     raw_prompts: bool = False
+    own_work: bool = True
     pair: Pair = Pair()
 
     def __post_init__(self) -> None:
@@ -71,7 +73,7 @@ class ThreadsConfig:
 
     def shapes(self) -> Iterator[Shape]:
         for stages in self.stages or (None,):
-            yield emulated(self.cluster, self.preset, stages, self.pair, 1.0)
+            yield emulated(self.cluster, self.preset, stages, self.pair, own_work=self.own_work)
 
     def seeded_sampling(self) -> SamplingParams:
         """Sampling parameters of every answer."""

@@ -48,7 +48,6 @@ class PlaceFlags:
     replay: bool
     recording: Path | None
     slow_motion: float
-    own_work: bool
 
 
 @dataclass(frozen=True)
@@ -107,10 +106,6 @@ def place_options(command: Command) -> Command:
         click.option(
             "--slow-motion", type=float, default=1.0, show_default=True,
             help="In real processes: factor on all emulated times; results are divided by it.",
-        ),
-        click.option(
-            "--own-work/--no-own-work", default=True, show_default=True,
-            help="With --replay: count rank 0's own work, as measured on this machine.",
         ),
     ]  # fmt: skip
     return gathered(command, options, PlaceFlags, "where")
@@ -184,8 +179,6 @@ def _request(asked: QuestionFlags, config: LoadConfig) -> PromptRequest:
 
 
 def _place(where: PlaceFlags, asked: QuestionFlags, place: RunningFlags, request: PromptRequest, out: Path) -> Place:
-    from dataclasses import replace
-
     from pipedec.bench.load.places import OnProcesses, OnReplay, OnRunning
     from pipedec.bench.sweep.pipelines import Pair, emulated
 
@@ -196,14 +189,13 @@ def _place(where: PlaceFlags, asked: QuestionFlags, place: RunningFlags, request
         raise UserError(
             "where? give --preset NAME (with --replay to compute), or --running, --redis or --run for a running cluster"
         )
-    slow_motion = 1.0 if where.replay else where.slow_motion
-    shape = emulated(asked.settings()["cluster"], where.preset, where.stages, Pair(asked.target, asked.draft), slow_motion)
+    slow_motion, settings = 1.0 if where.replay else where.slow_motion, asked.settings()
+    pair = Pair(asked.target, asked.draft)
+    shape = emulated(settings["cluster"], where.preset, where.stages, pair, slow_motion, settings["own_work"])
     if not where.replay:
         refuse_flags(("recording", "own_work", "random_tokens", "intruder"), "goes with --replay")
         return OnProcesses(shape)
-    assert shape.spec.emulation is not None
-    timed = replace(shape.spec.emulation, counts_own_work=where.own_work)
-    return OnReplay(replace(shape, spec=replace(shape.spec, emulation=timed)), where.recording, request)
+    return OnReplay(shape, where.recording, request)
 
 
 def _prompts(

@@ -36,13 +36,14 @@ class QuestionFlags:
     max_tokens: int
     target: Path | None
     draft: str | None
+    own_work: bool
 
     def settings(self) -> dict[str, Any]:
         """The fields that the configurations of all these commands have."""
         sampling = SamplingParams(self.temperature, self.top_k, self.top_p, max_tokens=self.max_tokens)
         return {
             "cluster": load_cluster(self.cluster) if self.cluster else paper_cluster(), "samples": self.samples,
-            "seed": self.seed, "sampling": sampling, "raw_prompts": self.raw_prompt,
+            "seed": self.seed, "sampling": sampling, "raw_prompts": self.raw_prompt, "own_work": self.own_work,
         }  # fmt: skip
 
     def prompt_sets(self) -> list[PromptSet]:
@@ -90,7 +91,11 @@ def question_options(command: Command) -> Command:
         click.option("--max-tokens", type=int, default=64, show_default=True, help="Maximum number of tokens of an answer."),
         click.option("--target", type=PATH, help="Target checkpoint directory (default: the shipped pair)."),
         click.option("--draft", help="Draft checkpoint directory, or none."),
-    ]
+        click.option(
+            "--own-work/--no-own-work", default=True, show_default=True,
+            help="Count rank 0's own work in computed times, as measured on this machine.",
+        ),
+    ]  # fmt: skip
     return gathered(command, options, QuestionFlags, "asked")
 
 
