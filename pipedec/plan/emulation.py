@@ -28,7 +28,8 @@ class Emulation:
         draft: rank 0; None without a draft model.
         stages: ranks 1..n.
         duplex: of the links, ``half`` or ``full``. Counts for computed times; a real rank waits for what it sends alone.
-        kv_tokens: tokens of all running requests together for which the devices have memory; None: as many as there are.
+        kv_tokens: tokens of all running requests together for which the devices have memory; None for no limit, as for devices
+            that are too small even for the weights.
         counts_own_work: computed times include rank 0's own work (all but the draft's forwards), as measured on this machine.
     """
 
@@ -48,7 +49,7 @@ class Emulation:
     def of_plan(cls, plan: Plan, slow_motion: float = 1.0) -> Emulation:
         draft = plan.draft.timing if plan.draft else None
         stages = tuple(stage.timing for stage in plan.stages)
-        return cls(plan.partition, slow_motion, draft, stages, plan.duplex, plan.kv_tokens)
+        return cls(plan.partition, slow_motion, draft, stages, plan.duplex, None if plan.problems else plan.kv_tokens)
 
     def timing(self, rank: int) -> RankTiming | None:
         """The timing of a rank; None for rank 0 without a draft."""

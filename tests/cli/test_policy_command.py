@@ -44,7 +44,7 @@ def test_compares_policies_with_each_other_and_with_a_sweep(pipedec: Pipedec, pa
     assert policies_in(tmp_path / "out.json") == ["pp", "pipedec:width=4", "pipedec-bestfirst"]
     assert written["policies"][0]["timesteps_per_token"] == 2
     assert [row["policy"] for row in written["check"]] == ["pp", "pipedec-bestfirst"]
-    assert all(row["ratio"] == pytest.approx(1, abs=1e-4) and row["clock"] == "computed" for row in written["check"])
+    assert all(row["ratio"] == pytest.approx(1, abs=2e-3) and row["clock"] == "computed" for row in written["check"])
 
 
 def test_by_default_the_papers_method_beside_best_first(pipedec: Pipedec, pair: Pair, tmp_path: Path) -> None:

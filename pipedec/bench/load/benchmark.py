@@ -149,6 +149,8 @@ def disturbance(alone: Outcome, disturbed: Outcome) -> Row:
 
 
 def _tpot_within(events: Sequence[tuple[float, int]], window: tuple[float, float]) -> float:
-    """Seconds per token in a window; as if there was one if there is none."""
+    """Seconds per token from the last event before a window, or on its edge, to the first one after it."""
     begin, end = window
-    return (end - begin) / max(1, sum(tokens for at, tokens in events if begin < at <= end))
+    first = max((at for at, _ in events if at <= begin), default=begin)
+    last = min((at for at, _ in events if at >= end), default=end)
+    return (last - first) / max(1, sum(tokens for at, tokens in events if first < at <= last))

@@ -1,0 +1,119 @@
+"""The load benchmark at toy size: in computed time, in real processes that emulate devices, and on a cluster that runs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+from tiny_pair import SENTENCES, Pair
+
+from pipedec.cli.main import program
+from pipedec.cluster.local import LocalCluster
+from pipedec.core import UserError
+
+
+def bench(pair: Pair | None, out: Path, *flags: str, prompts: Sequence[str] = SENTENCES[:3]) -> Result:
+    models = [] if pair is None else ["--target", str(pair.target), "--draft", str(pair.draft)]
+    asked = [flag for prompt in prompts for flag in ("--prompt", prompt)]
+    return CliRunner().invoke(program, ["bench", "load", *models, *asked, "--raw-prompt", "--out", str(out), *flags])
+
+
+def rows_of(done: Result, out: Path) -> list[dict[str, Any]]:
+    assert done.exit_code == 0, (done.output, done.exception)
+    return [json.loads(line) for line in (out / "rows.jsonl").read_text().splitlines()]
+
+
+def replay(pair: Pair, folder: Path, *flags: str, prompts: Sequence[str] = SENTENCES[:3]) -> list[dict[str, Any]]:
+    where = ["--preset", "paper-14", "--stages", "3", "--replay", "--recording", str(folder / "recording"), "--no-own-work"]
+    done = bench(pair, folder / "out", *where, "--max-tokens", "6", *flags, prompts=prompts)
+    return rows_of(done, folder / "out")
+
+
+def test_every_method_gets_every_load(pair: Pair, tmp_path: Path) -> None:
+    rows = replay(
+        pair, tmp_path, "--method", "pp,stpp", "--method", "pipedec:width=4", "--concurrency", "1,4", "--goodput", "ttft:100000"
+    )
+    assert [(row["pattern"]["concurrency"], row["policy"]) for row in rows] == [
+        (load, policy) for load in (1, 4) for policy in ("pp", "stpp", "pipedec:width=4")
+    ]
+    for row in rows:
+        assert row["schema"] == "pipedec.load/1" and row["clock"] == "computed" and row["cluster"]["stages"] == 3
+        assert row["requests"] == len(row["served"]) == 4 * row["pattern"]["concurrency"]
+        assert row["output_tokens"] == sum(tokens for one in row["served"] for _, tokens in one["events"])
+        assert row["goodput_per_s"] == pytest.approx(row["requests"] / row["makespan_s"], abs=1e-4)
+        assert row["rows_per_timestep"] > 0 and row["timesteps"] > 0
+    alone, together = rows[0], rows[3]
+    assert alone["tokens_per_timestep"] == pytest.approx(1 / 3, abs=0.02), "pp alone: one token per pass"
+    assert together["tokens_per_s"] > 1.5 * alone["tokens_per_s"], "plain continuous batching"
+    written = {path.name for path in (tmp_path / "out").iterdir()}
+    assert written == {"rows.jsonl", "load.png", "load.svg", "fill.png", "fill.svg"}
+
+
+def test_one_after_the_other_waits_in_the_queue(pair: Pair, tmp_path: Path) -> None:
+    flags = ("--method", "pp", "--concurrency", "4", "--requests", "4", "--max-num-seqs", "4,1")
+    together, in_turn = replay(pair, tmp_path, *flags)
+    assert together["queue_ms"]["mean"] == 0 < in_turn["queue_ms"]["mean"]
+    assert together["e2e_ms"]["mean"] < in_turn["e2e_ms"]["mean"]
+    ends = [one["ended"] for one in in_turn["served"]]
+    assert ends == sorted(ends)
+
+
+def test_random_arrivals_and_random_tokens(pair: Pair, tmp_path: Path) -> None:
+    (row,) = replay(pair, tmp_path, "--method", "pp", "--rate", "0.05", "--requests", "5", "--random", "70", prompts=())
+    submitted = [one["submitted"] for one in row["served"]]
+    assert submitted[0] == 0 and submitted == sorted(submitted) and submitted[-1] > 20
+    assert {one["prompt_tokens"] for one in row["served"]} == {70} and row["steady_tokens_per_s"] is not None
+
+
+def test_an_intruder_comes_when_the_others_have_begun(pair: Pair, tmp_path: Path) -> None:
+    (row,) = replay(pair, tmp_path, "--method", "pp", "--concurrency", "3", "--max-tokens", "12", "--intruder", "150")
+    assert row["requests"] == 3 and row["intruder"]["prompt_tokens"] == 150
+    assert row["intruder"]["ttft_ms"] > 0 and 1 <= row["intruder"]["ratio"] < 10
+
+
+@pytest.mark.slow
+def test_real_processes_take_the_emulated_time(pair: Pair, tmp_path: Path, leaves_nothing: None) -> None:
+    where = ("--preset", "paper-14", "--stages", "2", "--slow-motion", "0.2", "--max-tokens", "6")
+    done = bench(pair, tmp_path, *where, "--method", "pp", "--concurrency", "1,3", "--requests", "3")
+    alone, together = rows_of(done, tmp_path)
+    assert alone["clock"] == "measured" and alone["refused"] == together["refused"] == 0
+    assert alone["tpot_ms"]["mean"] > 2 * 20, "two stages of 40 layers"
+    assert together["makespan_s"] < alone["makespan_s"]
+
+
+@pytest.mark.parametrize("resident", ["windows"], indirect=True)
+def test_a_running_cluster_is_measured_as_it_is(resident: LocalCluster, tmp_path: Path) -> None:
+    place = ["--redis", resident.address.redis_url, "--run", resident.run_id]
+    flags = ["--method", "pp,pipedec", "--concurrency", "2", "--requests", "4", "--max-tokens", "5"]
+    rows = rows_of(bench(None, tmp_path, *place, *flags), tmp_path)
+    assert [(row["method"], row["requests"], row["refused"], row["clock"]) for row in rows] == [
+        ("pp", 4, 0, "measured"), ("pipedec", 4, 0, "measured"),
+    ]  # fmt: skip
+    assert rows[0]["cluster"]["run"] == resident.run_id and rows[0]["timesteps"] is None
+    refused = bench(None, tmp_path, *place, *flags, "--replay")
+    assert "--replay: a running cluster is measured as it is" in str(refused.exception)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ([], "no load: give --concurrency N or --rate R"),
+        (["--concurrency", "0"], "--concurrency must be at least 1, not 0"),
+        (["--concurrency", "two"], "--concurrency two: write numbers"),
+        (["--rate", "fast"], "--rate fast: write numbers"),
+        (["--concurrency", "2", "--goodput", "itl:3"], "--goodput itl:3: write ttft:MS or tpot:MS"),
+        (["--concurrency", "2", "--method", "bita"], "--method bita: unknown method 'bita'; choose one of"),
+        (["--concurrency", "2", "--method", "pp,pp"], "one of them is given twice"),
+        (["--rate", "2", "--intruder", "9"], "--intruder needs a fixed number of others"),
+        (["--concurrency", "2"], "where? give --preset NAME"),
+        (["--concurrency", "2", "--preset", "paper-14", "--replay"], "--replay needs --recording DIR"),
+        (["--concurrency", "2", "--preset", "paper-14", "--random", "9"], "--random: goes with --replay"),
+    ],
+)
+def test_what_cannot_work_is_refused(tmp_path: Path, flags: list[str], message: str) -> None:
+    done = bench(None, tmp_path, *flags)
+    assert isinstance(done.exception, UserError) and message in str(done.exception)

@@ -1,0 +1,64 @@
+"""Figures of requests under load, from when they were submitted and when their tokens came."""
+
+from __future__ import annotations
+
+import pytest
+
+from pipedec.bench.load.benchmark import disturbance
+from pipedec.bench.load.served import Goals, Outcome, Served, steady_throughput
+
+
+def served(submitted: float, *events: tuple[float, int], ended: float | None = None, refused: str | None = None) -> Served:
+    last = events[-1][0] if events else submitted
+    return Served("set", 0, 5, submitted, events, last if ended is None else ended, 0.25, refused=refused)
+
+
+FAST = served(0.0, (1.0, 1), (1.5, 2), (3.0, 1))
+SLOW = served(1.0, (4.0, 1), (8.0, 2))
+REFUSED = served(2.0, refused="the queue is full")
+
+
+def test_times_of_one_request() -> None:
+    assert (FAST.ttft, FAST.tpot, FAST.e2e, FAST.itl) == (1.0, pytest.approx(2 / 3), 3.0, [0.5, 1.5])
+    assert (SLOW.ttft, SLOW.tpot, SLOW.itl) == (3.0, 2.0, [4.0])
+    assert served(0.0, (1.0, 1)).tpot is None
+
+
+def test_figures_of_all() -> None:
+    figures = Outcome((FAST, SLOW, REFUSED), timesteps=10, rows=25).figures(2, Goals(ttft_ms=1500))
+    assert (figures["requests"], figures["refused"], figures["output_tokens"]) == (3, 1, 7)
+    assert figures["makespan_s"] == 8.0 and figures["tokens_per_s"] == pytest.approx(7 / 8)
+    assert figures["goodput_per_s"] == pytest.approx(1 / 8)
+    assert (figures["rows_per_timestep"], figures["tokens_per_timestep"]) == (2.5, 0.7)
+    assert figures["ttft_ms"] == {"mean": 2000, "p50": 3000, "p90": 3000, "p99": 3000}
+    assert figures["itl_ms"]["mean"] == 2000 and figures["tpot_ms"]["mean"] == pytest.approx(1333.333)
+    assert figures["e2e_ms"]["mean"] == 5000 and figures["queue_ms"]["p50"] == 250
+    assert Outcome((REFUSED,)).figures(1, Goals())["ttft_ms"] is None
+
+
+@pytest.mark.parametrize(
+    ("goals", "met"),
+    [(Goals(), 2), (Goals(ttft_ms=1000), 1), (Goals(ttft_ms=999), 0), (Goals(tpot_ms=700), 1), (Goals(3000, 2000), 2)],
+)
+def test_goodput_counts_what_meets_all_goals(goals: Goals, met: int) -> None:
+    assert sum(one.meets(goals) for one in (FAST, SLOW, REFUSED)) == met
+
+
+def test_steady_throughput_counts_while_the_load_is_full() -> None:
+    """Two at a time: from when two have begun until the last is submitted."""
+    four = [served(0.0, (1.0, 1), (3.0, 5)), served(0.0, (2.0, 1), (5.0, 3)), served(3.0, (4.0, 2)), served(6.0, (7.0, 9))]
+    assert steady_throughput(four, 2) == pytest.approx((5 + 3 + 2) / (6.0 - 2.0))
+    assert steady_throughput(four, None) == pytest.approx((1 + 5 + 1 + 3 + 2) / 6.0)
+    assert steady_throughput(four[:2], 2) is None and steady_throughput([], 2) is None
+
+
+def test_an_intruder_is_judged_by_what_the_others_take_meanwhile() -> None:
+    alone = Outcome((served(0.0, (1.0, 1), (2.0, 2), (3.0, 2)), served(0.0, (1.0, 1), (3.0, 1))))
+    late = served(1.0, (3.0, 1))
+    disturbed = Outcome((served(0.0, (1.0, 1), (3.0, 2)), served(0.0, (1.0, 1), (3.5, 1)), late))
+    found = disturbance(alone, disturbed)
+    assert found["tpot_without_ms"] == 1000 * (2 / 4 + 2 / 1) / 2, "two seconds, four tokens and one"
+    assert found["tpot_ms"] == 1000 * (2 / 2 + 2.5 / 1) / 2, (
+        "the token that ends the window's last wait counts, and so does the wait"
+    )
+    assert (found["ttft_ms"], found["prompt_tokens"]) == (2000, 5)
