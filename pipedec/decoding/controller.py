@@ -121,7 +121,7 @@ class Controller:
         return seconds * (0.9 if rows <= 2 else _BEST_SHARE)
 
     def _set_forwards(self) -> None:
-        drafted = [timing for timing in self._timings if len(timing.forward_seconds) == self.forwards]
+        drafted = [timing for timing in self._timings if len(timing.forward_seconds) >= self.forwards]
         if not drafted:
             return  # there were too few rows to draft
         waiting = _median([timing.waiting_seconds for timing in drafted])
