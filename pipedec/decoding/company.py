@@ -44,6 +44,11 @@ class _Member:
     def is_prefilling(self) -> bool:
         return len(self.prompt) > 0
 
+    @property
+    def is_drafted(self) -> bool:
+        """Whether the whole prompt has entered, and the draft model has computed it if the method uses it."""
+        return not self.prompt and not self.undrafted
+
     def claim(self, whole_prompts: bool) -> Claim:
         number, priority, rows = self.request.number, self.request.priority, len(self.prompt)
         if not rows:
@@ -157,7 +162,7 @@ class Company:
     def draft(self) -> None:
         """Rank 0's compute phase: the draft model's forwards, each for all requests."""
         chunks = self._next_draft_chunks()
-        drafting = [each.method for each in self._members.values() if not each.is_prefilling and not each.undrafted]
+        drafting = [each.method for number, each in self._members.items() if each.is_drafted and number not in chunks]
         self._set_draft_room(sum(method.has_drafter for method in drafting))
         rounds = in_lockstep([method.draft() for method in drafting])
         requested = next(rounds, None)

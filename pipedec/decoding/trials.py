@@ -8,7 +8,9 @@ neither rows nor requests.
 from __future__ import annotations
 
 _FIRST = 16  # tokens before the first trial
-_TRIAL_TOKENS = 12  # of a trial of speculation
+_WARM_UP = 8  # timesteps before anything is measured: at first, more rows enter than will pay
+_TRIAL_TOKENS = 12  # of a trial of speculation, by request
+_WINDOW = 48  # tokens before a trial with which it is compared, by request: what a timestep takes drifts
 _TRIAL_TIMESTEPS = 6  # of a trial without it, in which every request yields a token per passage
 _MAX_COST = 0.02  # share of the time that trials may cost
 _MAX_INTERVAL = 1024  # tokens between trials
@@ -29,11 +31,12 @@ class Trials:
         self._speculates = True  # outside trials
         self._interval = float(_FIRST)
         self._rates: dict[bool, float] = {}  # tokens per second and running request, with and without speculation
-        self._begin(passage)
+        self._begin(max(passage, _WARM_UP))
 
     def _begin(self, unsettled: int) -> None:
         """Measure from now on, but not the timesteps that are still affected by what was before."""
         self._unsettled = unsettled
+        self._waited = 0.0  # tokens before those that are measured, by request
         self._tokens = 0
         self._timesteps = 0
         self._seconds = 0.0
@@ -53,18 +56,22 @@ class Trials:
         if self._unsettled:
             self._unsettled -= 1
             return
+        if not self._is_trial and self._waited < self._interval - _WINDOW:
+            self._waited += tokens / max(running, 1)
+            return
         self._tokens += tokens
         self._timesteps += 1
         self._seconds += seconds
         self._shares += seconds * running
-        if self._is_trial and self._trial_is_over():
+        by_request = self._tokens / max(running, 1)
+        if self._is_trial and self._trial_is_over(by_request):
             self._judge()
-        elif not self._is_trial and self._tokens >= self._interval * max(running, 1):
+        elif not self._is_trial and by_request >= min(self._interval, _WINDOW):
             self._rates[self.is_speculating] = self._rate()
             self._try_or_go_on(best_without)
 
-    def _trial_is_over(self) -> bool:
-        return self._tokens >= _TRIAL_TOKENS if self.is_speculating else self._timesteps >= _TRIAL_TIMESTEPS
+    def _trial_is_over(self, tokens_by_request: float) -> bool:
+        return tokens_by_request >= _TRIAL_TOKENS if self.is_speculating else self._timesteps >= _TRIAL_TIMESTEPS
 
     def _rate(self) -> float:
         """Tokens per second and running request, as measured since ``_begin``."""

@@ -1,4 +1,4 @@
-"""A target cut into stages that run one after another in this process, for the tests of the model package."""
+"""A target cut into stages that run one after another in this process, and rope types, for the tests of the model package."""
 
 from __future__ import annotations
 
@@ -12,6 +12,26 @@ from pipedec.model.config import ModelConfig
 from pipedec.model.lane_rows import LaneRows
 from pipedec.model.stage_model import StageModel
 from pipedec.tree import Visibility
+
+ROPES = {
+    "linear": {"rope_type": "linear", "factor": 2.5},
+    "dynamic": {"rope_type": "dynamic", "factor": 3.0},
+    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8},
+    "longrope": {
+        "rope_type": "longrope",
+        "factor": 2.0,
+        "short_factor": [1.0, 1.1, 1.2, 1.3],
+        "long_factor": [2.0, 3.0, 4.0, 5.0],
+        "original_max_position_embeddings": 16,
+    },
+    "llama3": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 16,
+    },
+}
 
 
 class StageChain:

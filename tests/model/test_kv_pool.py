@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass, field
 
 import pytest
@@ -150,3 +151,15 @@ def test_a_learned_prompt_fills_whole_blocks_in_front_so_that_the_past_begins_wi
     assert (plain.prompt_length, plain.start, plain.slots) == (0, 0, 4)
     assert (masked.prompt_length, masked.start, masked.slots) == (3, 8, 4)
     Held(masked).check()
+
+
+def test_the_pool_is_as_large_after_a_thousand_requests_as_after_a_few_hundred() -> None:
+    pool, chooser, held, sizes = make_pool(), random.Random(1), list[KVCache](), list[int]()
+    for _ in range(1000):
+        if len(held) == 8:
+            held.pop(chooser.randrange(8)).close()
+        held.append(pool.open(reserve=chooser.randint(1, 60)))
+        one = chooser.choice(held)
+        one.reserve(one.slots + 1)
+        sizes.append(pool.slots)
+    assert sizes[300:] == [sizes[300]] * 700 and sizes[300] <= 2048

@@ -11,7 +11,7 @@ from checkpoints import save_tiny, save_tiny_llama, save_tiny_mistral
 from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
-from stage_chain import StageChain
+from stage_chain import ROPES, StageChain
 from transformers import AutoModelForCausalLM
 
 from pipedec.core import UserError
@@ -30,25 +30,6 @@ MODELS = {
     "mistral-no-window": ("mistral", {"sliding_window": None, "head_dim": 12}),
     "qwen2": ("qwen2", {}),
     "qwen2-window": ("qwen2", {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 2}),
-}
-ROPES = {
-    "linear": {"rope_type": "linear", "factor": 2.5},
-    "dynamic": {"rope_type": "dynamic", "factor": 3.0},
-    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8},
-    "longrope": {
-        "rope_type": "longrope",
-        "factor": 2.0,
-        "short_factor": [1.0, 1.1, 1.2, 1.3],
-        "long_factor": [2.0, 3.0, 4.0, 5.0],
-        "original_max_position_embeddings": 16,
-    },
-    "llama3": {
-        "rope_type": "llama3",
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 16,
-    },
 }
 TOLERANCE = {torch.float32: 2e-4, torch.float64: 1e-5}
 

@@ -1,0 +1,53 @@
+"""A forward over rows of several requests gives each what a forward of its own gives, with every rope type and with windows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import save_tiny, save_tiny_llama
+from stage_chain import ROPES
+
+from pipedec.model import KVPool, LaneRows, StageModel
+from pipedec.tree import Visibility
+
+PROMPTS = (5, 21, 9)  # of which the first part has entered already; the last request decodes
+CHUNK = 4
+
+
+def lanes_of(pool: KVPool, stage: StageModel) -> list[LaneRows]:
+    """Two prompts with a chunk still to come, and a root with two children."""
+    lanes = []
+    for length in PROMPTS:
+        cache, first = pool.open(), length if length == PROMPTS[-1] else length - CHUNK
+        positions = torch.arange(first)
+        stage.forward(inputs(first, length), [LaneRows(positions, cache, None, length)])
+        lanes.append(LaneRows(torch.arange(first, length), cache, None, length))
+    mask = torch.tensor([[True, False, False], [True, True, False], [True, False, True]])
+    positions = PROMPTS[-1] + torch.tensor([0, 1, 1])
+    lanes[-1] = LaneRows(positions, lanes[-1].cache, Visibility(mask, PROMPTS[-1], lambda: positions))
+    return lanes
+
+
+def inputs(rows: int, seed: int) -> torch.Tensor:
+    return torch.randn(rows, 32, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+@pytest.mark.parametrize("name", [*ROPES, "window"])
+def test_rows_of_several_requests_in_one_forward(tmp_path: Any, name: str) -> None:
+    if name == "window":
+        save_tiny("mistral", tmp_path, sliding_window=5)
+    else:
+        save_tiny_llama(tmp_path, rope_parameters={"rope_theta": 1000.0, **ROPES[name]}, max_position_embeddings=16)
+    stage = StageModel.load(tmp_path, range(1, 4), torch.float64, "cpu")
+    together, apart = (lanes_of(stage.make_pool(8), stage) for _ in range(2))
+    rows = [inputs(lane.num_rows, 50 + index) for index, lane in enumerate(together)]
+    found = stage.forward(torch.cat(rows), together)
+    expected = torch.cat([stage.forward(own, [lane]) for own, lane in zip(rows, apart, strict=True)])
+    torch.testing.assert_close(found, expected, atol=1e-12, rtol=0)
+    for one, other in zip(together, apart, strict=True):
+        assert (one.cache.past_length, one.cache.tree_length) == (other.cache.past_length, other.cache.tree_length)
+        for layer in range(stage.num_layers):
+            for seen, alone in zip(one.cache.view(layer), other.cache.view(layer), strict=True):
+                torch.testing.assert_close(seen, alone, atol=1e-12, rtol=0)
