@@ -38,7 +38,8 @@ _STARTED_HERE = (
     "own_work",
 )
 _COLUMNS = (
-    "tokens/s", "steady", "× first", "TTFT ms", "p99", "TPOT ms", "p99", "ITL ms", "p99", "end to end s", "timesteps", "rows", "own ms",
+    "tokens/s", "steady", "× first", "TTFT ms", "p99", "TPOT ms", "p99", "ITL ms", "p99", "end to end s", "timesteps", "rows",
+    "own ms",
 )  # fmt: skip
 
 
