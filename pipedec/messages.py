@@ -332,7 +332,7 @@ def verdict_from_payload(payload: Mapping[str, Any]) -> Verdict:
 
 
 def _accepted_values(verdict: Verdict) -> list[Any]:
-    return [[thread, tokens, forecast] for thread, tokens, forecast in verdict.accepted]
+    return [[thread, list(tokens), list(map(list, forecast))] for thread, tokens, forecast in verdict.accepted]
 
 
 def _verdict(accepted: Any, finished: Any) -> Verdict:
