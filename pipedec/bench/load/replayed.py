@@ -104,4 +104,4 @@ def offer(
                 line.end(answer)
                 on_end()
     served = tuple(line.served[job.request.number] for job in jobs)
-    return Outcome(served, pipeline.timesteps, line.rows, pipeline.fill)
+    return Outcome(served, pipeline.timesteps, line.rows, pipeline.own_seconds, pipeline.fill)

@@ -86,6 +86,7 @@ class Outcome:
     Attributes:
         timesteps: of the pipeline, while any request was in it; None if only its own rank 0 knows.
         rows: that entered it; None likewise.
+        own_seconds: rank 0's own work in the timesteps; None likewise.
         fill: by timestep, for each group the requests and their numbers of rows there; empty if not recorded.
         overran: share of the answers' timesteps in which real work took longer than its emulated time.
     """
@@ -93,6 +94,7 @@ class Outcome:
     served: tuple[Served, ...]
     timesteps: int | None = None
     rows: int | None = None
+    own_seconds: float | None = None
     fill: Sequence[Sequence[dict[int, int]]] = field(default=(), repr=False)
     overran: float = 0.0
 
@@ -110,6 +112,9 @@ class Outcome:
             "goodput_per_s": _rounded(sum(one.meets(goals) for one in answered) / makespan if goals.are_given else None),
             "timesteps": self.timesteps,
             "rows_per_timestep": _rounded(self.rows / self.timesteps if self.rows and self.timesteps else None),
+            "own_ms_per_timestep": _rounded(
+                1000 * self.own_seconds / self.timesteps if self.own_seconds and self.timesteps else None
+            ),
             "tokens_per_timestep": _rounded(tokens / self.timesteps if self.timesteps else None),
             "overran": round(self.overran, 4),
         }

@@ -146,6 +146,7 @@ class ReplayedPipeline:
     Attributes:
         clock: the emulated time.
         timesteps: so far.
+        own_seconds: rank 0's own work in them, as measured on this machine, without the draft's forwards.
         fill: by timestep, for each group the requests and their numbers of rows there.
     """
 
@@ -154,6 +155,7 @@ class ReplayedPipeline:
     ) -> None:
         self.clock = EmulatedClock(emulation, topology)
         self.timesteps = 0
+        self.own_seconds = 0.0
         self.fill: list[list[dict[int, int]]] = []
         self._groups = topology.num_groups
         self._drafter = drafter
@@ -204,7 +206,9 @@ class ReplayedPipeline:
         return replayed.cost(self._groups)
 
     def _note(self, timestep: Timestep) -> None:
+        assert timestep.load is not None
         self.timesteps += 1
+        self.own_seconds += timestep.load.deciding_seconds + timestep.load.beside_seconds
         self.fill.append(self._stages.fill)
 
 

@@ -37,6 +37,10 @@ _STARTED_HERE = (
     "cluster",
     "own_work",
 )
+_COLUMNS = (
+    "tokens/s", "steady", "× first", "TTFT ms", "p99", "TPOT ms", "p99", "ITL ms", "p99", "end to end s", "timesteps", "rows",
+    "own ms",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -234,21 +238,8 @@ def _summary(rows: list[dict[str, Any]]) -> Table:
     """One line per method and load."""
     table = Table(title=_title(rows[0]), title_justify="left", caption_justify="left", caption=_notes(rows))
     for name in ("load", "method"):
-        table.add_column(name, overflow="fold")
-    for name in (
-        "tokens/s",
-        "steady",
-        "× the first",
-        "TTFT ms",
-        "p99",
-        "TPOT ms",
-        "p99",
-        "ITL ms",
-        "p99",
-        "end to end s",
-        "timesteps",
-        "rows each",
-    ):
+        table.add_column(name, no_wrap=True)
+    for name in _COLUMNS:
         table.add_column(name, justify="right")
     for row in rows:
         first = next(one for one in rows if (one["pattern"], one["max_num_seqs"]) == (row["pattern"], row["max_num_seqs"]))
@@ -258,7 +249,7 @@ def _summary(rows: list[dict[str, Any]]) -> Table:
             f"{row['tokens_per_s'] / first['tokens_per_s']:.2f}",
             *(_number((row[name] or {}).get(part)) for name in ("ttft_ms", "tpot_ms", "itl_ms") for part in ("mean", "p99")),
             f"{row['e2e_ms']['mean'] / 1000:.2f}" if row["e2e_ms"] else "-",
-            str(row["timesteps"] or "-"), _number(row["rows_per_timestep"]),
+            str(row["timesteps"] or "-"), _number(row["rows_per_timestep"]), _number(row["own_ms_per_timestep"]),
         )  # fmt: skip
     return table
 
