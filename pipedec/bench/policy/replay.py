@@ -50,7 +50,7 @@ class WatchedExperience(Experience):
     def __init__(self, passage: int) -> None:
         super().__init__(passage)
         self._is_proposed: list[bool] = []
-        self._watched: dict[int, Acceptance] = {}  # by the identity of what is watched: requests that share it are scored together
+        self._watched: dict[int, Acceptance] = {}  # by the identity of what is watched: who shares it is scored together
 
     def acceptance(self, request: Request, prior: tuple[float, ...], device: torch.device | str) -> Acceptance:
         watched = super().acceptance(request, prior, device)
