@@ -20,11 +20,6 @@ from pipedec.threads import Sequence, State
 from pipedec.tree import Advance, PredictionTree, RootedTree, Visibility
 
 
-def paths(tree: PredictionTree, rows: list[int]) -> list[list[int]]:
-    """For each of ``rows``, the tokens on the path from below the root to it, inclusive."""
-    return [tree.path(row) for row in rows]
-
-
 @dataclass(frozen=True)
 class _ThreadGaps:
     """The ``Gaps`` of a thread: room for the predicted lengths of the children that it opens."""

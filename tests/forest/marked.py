@@ -25,7 +25,7 @@ from pipedec.decoding import Company, Method, TimestepTiming
 from pipedec.engine.loop import decode
 from pipedec.engine.pool import Pool
 from pipedec.engine.recorder import Timestep
-from pipedec.forest import Forest, paths
+from pipedec.forest import Forest
 from pipedec.methods import applicable_options
 from pipedec.model import KVPool, LaneRows
 from pipedec.stage import FinalStageWorker, StageWorker
@@ -395,7 +395,7 @@ class MarkedStages:
             tree, thread = forest.trees[index], forest.sequence.threads[index]
             row = tree.num_rows - counts[index] + taken.setdefault(index, 0)
             taken[index] += 1
-            names.append((number, thread.path, (*tokens_of(thread), *paths(tree, [row])[0])))
+            names.append((number, thread.path, (*tokens_of(thread), *tree.path(row))))
         return names
 
 

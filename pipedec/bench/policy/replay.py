@@ -50,9 +50,11 @@ class WatchedExperience(Experience):
     def __init__(self, passage: int) -> None:
         super().__init__(passage)
         self._is_proposed: list[bool] = []
+        self._watched: dict[int, Acceptance] = {}  # by the identity of what is watched: who shares it is scored together
 
     def acceptance(self, request: Request, prior: tuple[float, ...], device: torch.device | str) -> Acceptance:
-        return _WatchedAcceptance(super().acceptance(request, prior, device), self._is_proposed)
+        watched = super().acceptance(request, prior, device)
+        return self._watched.setdefault(id(watched), _WatchedAcceptance(watched, self._is_proposed))
 
     def take_proposed(self, tokens: int) -> list[bool]:
         """For each of the ``tokens`` of the last verdict: was it among the choices? False for all if there were no choices."""
