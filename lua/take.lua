@@ -1,12 +1,12 @@
 -- take.lua
 -- Purpose:   gives rank 0 the next waiting requests, as many as it has room for, and tells it which running ones were cancelled.
 -- Invariant: requests are taken in the order of (priority, number), each once. A taken request is running until publish.lua ends
---            it, and its cancellation is told with every call until then.
+--            it, and its cancellation is told with every call until then. No more are running than the run allows.
 -- KEYS:      1 run (hash)  2 waiting (zset)  3 requests (hash)  4 running (set)  5 cancelled (set)  6 bell (list)
 -- ARGV:      1 time to live of the keys in seconds  2 how many requests at most
 -- Returns:   {state of the run, {cancelled number, ...}, number, JSON, number, JSON, ...}; error PIPEDEC FAILED if the run has
 --            failed, PIPEDEC LOST if it is no longer stored
-local run = redis.call('HMGET', KEYS[1], 'failure', 'state')
+local run = redis.call('HMGET', KEYS[1], 'failure', 'state', 'max_running')
 if run[1] then
   return redis.error_reply('PIPEDEC FAILED ' .. run[1])
 end
@@ -14,7 +14,7 @@ if not run[2] then
   return redis.error_reply('PIPEDEC LOST its keys were deleted')
 end
 local reply = { run[2], redis.call('SMEMBERS', KEYS[5]) }
-local limit = tonumber(ARGV[2])
+local limit = math.min(tonumber(ARGV[2]), tonumber(run[3]) - redis.call('SCARD', KEYS[4]))
 if limit > 0 then
   local taken = redis.call('ZPOPMIN', KEYS[2], limit)
   for index = 1, #taken, 2 do -- members and scores alternate

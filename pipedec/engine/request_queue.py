@@ -105,10 +105,9 @@ class RequestQueue:
         self._check()
         with self._taking:
             requests, self._arrived = self._arrived, []
-            while taken := self._scheduler.take(_REFUSED_AT_ONCE).requests:
-                requests += taken
-        for message in requests:
-            self.finish(message.number, ErrorEvent(reason))
+            while requests or (requests := self._scheduler.take(_REFUSED_AT_ONCE).requests):
+                self._scheduler.publish_all([Post(message.number, (ErrorEvent(reason),), ends=True) for message in requests])
+                requests = []
 
     def _run(self) -> None:
         looked = time.monotonic()

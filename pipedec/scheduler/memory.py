@@ -228,7 +228,8 @@ class MemoryScheduler:
         self._check_failure()
         if self._state is None:
             raise SchedulerLost("its keys were deleted")
-        numbers = sorted(self._waiting, key=lambda number: (self._waiting[number][0], number))[:limit]
+        limit = min(limit, self._max_running - len(self._running))
+        numbers = sorted(self._waiting, key=lambda number: (self._waiting[number][0], number))[: max(limit, 0)]
         requests = [Message("request", number, text=self._waiting.pop(number)[1]) for number in numbers]
         self._running.update(numbers)
         return Taken(requests, sorted(self._cancelled), self._state == "stopping")
