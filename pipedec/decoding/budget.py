@@ -91,9 +91,8 @@ class Budget:
         room = self._room(claims)
         granted = self._share_certain(claims, room)
         if sum(granted.values()) < room:
-            free = room - sum(granted.values())
-            for_prompts = _for_prompts(claims, free)
-            self._share_candidates(claims, granted, free - for_prompts, room - free + for_prompts, pays)
+            rows = sum(granted.values()) + _for_prompts(claims, room - sum(granted.values()))
+            self.refused = _Candidates(claims, granted, pays, rows, room).share()
             _share_prompts(claims, granted, room - sum(granted.values()))
         for claim in claims:
             self._note(claim, granted.get(claim.number, 0))
@@ -114,7 +113,7 @@ class Budget:
             wish = claim.wish
             if wish.whole > left and not granted and self._since(claim) <= waiting_prompt:
                 return {claim.number: wish.whole}
-            count = (wish.whole if wish.whole <= left else 0) or min(wish.certain, left) * (not wish.whole)
+            count = min(wish.certain, left) if not wish.whole else wish.whole * (wish.whole <= left)
             if count:
                 granted[claim.number] = count
                 left -= count
@@ -127,44 +126,59 @@ class Budget:
         """The timestep since which it has waited."""
         return self._waiting_since.get(claim.number, self._timestep)
 
-    def _share_candidates(self, claims: Sequence[Claim], granted: dict[int, int], room: int, rows: int, pays: Pays) -> None:
-        """Add candidates to ``granted``.
-
-        Args:
-            room: for candidates.
-            rows: that enter besides.
-        """
-        running = sum(not claim.prompt for claim in claims)
-        queues = [queue for claim in claims if (queue := _Queue(claim, granted.get(claim.number, 0))).chance is not None]
-        entered = 0
-        for even in (True, False):
-            most = room // (2 * len(queues)) if queues and even else room
-            heap = [queue for queue in queues if queue.chance is not None]
-            heapify(heap)
-            while heap and entered < room and (most or not even):
-                best = heap[0]
-                chance = best.chance
-                assert chance is not None
-                if not pays(rows + entered, chance / running):
-                    self.refused = max(self.refused, chance)
-                    heappop(heap)
-                    continue
-                best.take()
-                entered += 1
-                granted[best.number] = granted.get(best.number, 0) + 1
-                if best.chance is None or (even and best.taken >= most):
-                    heappop(heap)
-                else:
-                    heapreplace(heap, best)
-        if entered >= room:
-            self.refused = max([self.refused, *(queue.chance for queue in queues if queue.chance is not None)])
-
     def _note(self, claim: Claim, granted: int) -> None:
         """Remember since when a request waits."""
         if granted >= max(claim.entering, min(claim.prompt, 1)):
             self._waiting_since.pop(claim.number, None)
         else:
             self._waiting_since.setdefault(claim.number, self._timestep)
+
+
+class _Candidates:
+    """The candidates of all requests.
+
+    Args:
+        granted: by request, rows that enter; those of candidates are added.
+        rows: that enter besides candidates.
+        room: for both.
+    """
+
+    def __init__(self, claims: Sequence[Claim], granted: dict[int, int], pays: Pays, rows: int, room: int) -> None:
+        self._running = sum(not claim.prompt for claim in claims)
+        self._queues = [queue for claim in claims if (queue := _Queue(claim, granted.get(claim.number, 0))).chance is not None]
+        self._granted = granted
+        self._pays = pays
+        self._rows = rows
+        self._room = room
+        self._refused = 0.0
+
+    def share(self) -> float:
+        """Half of the room evenly, the rest by chance. Returns the chance of the best candidate that has to wait, or 0."""
+        if self._queues:
+            self._take_best((self._room - self._rows) // (2 * len(self._queues)))
+            self._take_best(self._room)
+        if self._rows < self._room:
+            return self._refused
+        return max([self._refused, *(queue.chance for queue in self._queues if queue.chance is not None)])
+
+    def _take_best(self, most: int) -> None:
+        """Let the most probable candidates enter as long as they pay, but of each request at most so many in all."""
+        heap = [queue for queue in self._queues if queue.chance is not None and queue.taken < most]
+        heapify(heap)
+        while heap and self._rows < self._room:
+            queue = heap[0]
+            assert queue.chance is not None
+            if not self._pays(self._rows, queue.chance / self._running):
+                self._refused = max(self._refused, queue.chance)
+                heappop(heap)
+                continue
+            queue.take()
+            self._rows += 1
+            self._granted[queue.number] = self._granted.get(queue.number, 0) + 1
+            if queue.chance is None or queue.taken >= most:
+                heappop(heap)
+            else:
+                heapreplace(heap, queue)
 
 
 class _Queue:

@@ -162,6 +162,8 @@ class Company:
     def draft(self) -> None:
         """Rank 0's compute phase: the draft model's forwards, each for all requests."""
         chunks = self._next_draft_chunks()
+        if chunks:
+            self._controller.record_draft_prefill()
         drafting = [each.method for number, each in self._members.items() if each.is_drafted and number not in chunks]
         self._set_draft_room(sum(method.has_drafter for method in drafting))
         rounds = in_lockstep([method.draft() for method in drafting])

@@ -75,6 +75,7 @@ class Controller:
         self._in_flight: deque[Entered] = deque(maxlen=passage)
         self._timings: list[TimestepTiming] = []  # of the present epoch
         self._tokens = 0  # accepted since the last timing
+        self._draft_prefills = False  # in this timestep
 
     @property
     def is_speculating(self) -> bool:
@@ -87,6 +88,10 @@ class Controller:
     def record_entered(self, entered: Entered) -> None:
         """Record what enters at the next timestep."""
         self._in_flight.append(entered)
+
+    def record_draft_prefill(self) -> None:
+        """The draft model computes a prompt in this timestep, which says nothing about speculation."""
+        self._draft_prefills = True
 
     def record_proposed(self, was_proposed: bool) -> None:
         """Record whether the token accepted after a drafted row was among that row's choices."""
@@ -103,9 +108,11 @@ class Controller:
     def record_timestep(self, timing: TimestepTiming) -> None:
         """Record the timing of a timestep of the full pipeline. At the end of an epoch the number of forwards is adjusted."""
         tokens, self._tokens = self._tokens, 0
+        is_prefill, self._draft_prefills = self._draft_prefills, False
+        is_prefill |= any(entered.prompt_rows for entered in self._in_flight)
         if timing.waiting_seconds > _NEGLIGIBLE * timing.seconds or self.forwards == 1 or not timing.forward_seconds:
             self._costs.record(max((entered.rows for entered in self._in_flight), default=0), timing.seconds)
-        if not any(entered.prompt_rows for entered in self._in_flight) and self._in_flight and self._in_flight[-1].running:
+        if not is_prefill and self._in_flight and self._in_flight[-1].running:
             self._trials.record(timing.seconds, tokens, self._in_flight[-1].running, self._best_without())
         self._timings.append(timing)
         if len(self._timings) >= _EPOCH:
@@ -121,7 +128,7 @@ class Controller:
         return seconds * (0.9 if rows <= 2 else _BEST_SHARE)
 
     def _set_forwards(self) -> None:
-        drafted = [timing for timing in self._timings if len(timing.forward_seconds) == self.forwards]
+        drafted = [timing for timing in self._timings if len(timing.forward_seconds) >= self.forwards]
         if not drafted:
             return  # there were too few rows to draft
         waiting = _median([timing.waiting_seconds for timing in drafted])
