@@ -34,6 +34,7 @@ _REQUEST_COLORS = (
 )  # fmt: skip
 _CELL = 12  # columns of the picture per timestep
 _FILL_TIMESTEPS = 72
+_LEGEND_COLUMNS = 4
 _PANELS = (("throughput (tokens/s)", "tokens_per_s", None), ("TPOT (ms)", "tpot_ms", "mean"), ("TTFT (ms)", "ttft_ms", "mean"))
 
 
@@ -53,7 +54,11 @@ def load_figure(rows: Sequence[Row], title: str | None = None) -> Figure | None:
         dress(axes, "requests per second" if by_rate else "concurrent requests", label, grid="both")
         log_axis(axes, "x", loads)
         axes.set_ylim(0, 1.08 * highest)
-    legend_above(figure, panels[0])
+    handles, names = panels[0].get_legend_handles_labels()
+    figure.legend(
+        handles, names, loc="outside upper left", ncols=min(len(names), _LEGEND_COLUMNS), frameon=False, fontsize=TICK_POINTS,
+        labelcolor=TEXT,
+    )  # fmt: skip
     return finish(figure, [_provenance(rows), f"Means over {_counts(rows)} requests"], title)
 
 

@@ -152,7 +152,8 @@ def load(where: PlaceFlags, offered: LoadFlags, asked: QuestionFlags, place: Run
     with --preset and --replay recorded answers pass through an emulated cluster in computed time: minutes instead of hours.
 
     Reports the time to first token (TTFT), between events that bring tokens (ITL), per output token (TPOT) and end to end,
-    throughput over all and while the load is full, and goodput. Appends to OUT/rows.jsonl and draws OUT/load and OUT/fill.
+    throughput over all and while the load is full, and goodput. Appends to OUT/rows.jsonl and draws OUT/load, and
+    OUT/fill: who occupies which stage at which timestep, of the load that yields the most tokens per timestep.
     """
     from pipedec.bench.load.benchmark import bench_load
     from pipedec.bench.load.figures import draw, fill_figure, load_figure
@@ -168,7 +169,8 @@ def load(where: PlaceFlags, offered: LoadFlags, asked: QuestionFlags, place: Run
         measured = bench_load(config, pipeline, prompts, bar, intruder, lambda row: append_rows(out / ROWS_FILE, [row]))
     rows = [one.row for one in measured]
     Console(width=None if Console().is_terminal else 150).print(_summary(rows))
-    files = draw({"load": load_figure(rows), "fill": fill_figure(measured[-1].outcome.fill, rows[-1])}, out)
+    fullest = max(measured, key=lambda one: one.row["tokens_per_timestep"] or 0.0)
+    files = draw({"load": load_figure(rows), "fill": fill_figure(fullest.outcome.fill, fullest.row)}, out)
     for file in (out / ROWS_FILE, *files):
         console.print(str(file), markup=False, soft_wrap=True)
 

@@ -24,10 +24,11 @@ from pipedec.bench.sweep.pipelines import RunningShape, described_pair
 from pipedec.bench.sweep.rows import read_rows
 from pipedec.cli.main import program
 from pipedec.client.client import Client
+from pipedec.client.reply import Reply
 from pipedec.client.running import Running
 from pipedec.cluster.local import LocalCluster
 from pipedec.config import ClusterConfig, DeviceConfig, PartitionConfig, ServerConfig
-from pipedec.core import Completion, PipedecError, SamplingParams, UserError
+from pipedec.core import PipedecError, SamplingParams, UserError
 from pipedec.data.prompts import PromptSet
 from pipedec.messages import PromptRequest
 from pipedec.verify.divergence import TIE_BOUNDS
@@ -97,33 +98,34 @@ def test_a_finished_sweep_asks_the_cluster_nothing(
     rows = sweep(replace(measured, methods=("pp", "stpp")), PROMPTS, tmp_path, Silent())
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:3]))
     asked: list[str | None] = []
-    original = Client.ask
+    original = Client.follow
 
-    def ask(client: Client, request: PromptRequest, **callbacks: Any) -> Completion:
+    def follow(client: Client, request: PromptRequest, *callbacks: Any) -> Reply:
         asked.append(request.method)
-        return original(client, request, **callbacks)
+        return original(client, request, *callbacks)
 
-    monkeypatch.setattr(Client, "ask", ask)
+    monkeypatch.setattr(Client, "follow", follow)
     resumed = sweep(replace(measured, methods=("pp", "stpp")), PROMPTS, tmp_path, Silent())
     assert asked == ["stpp", "pp"], "the row that is missing, and what it is compared with"
     assert resumed[:3] == rows[:3] and [row["key"] for row in resumed] == [row["key"] for row in rows]
     assert sweep(replace(measured, methods=("pp", "stpp")), PROMPTS, tmp_path, Silent()) == resumed and len(asked) == 2
 
 
-def diverging(margin: float) -> Callable[..., Completion]:
-    """``Client.ask`` of a cluster whose ``stpp`` takes another third token, with a logit that is ``margin`` below the best."""
-    original = Client.ask
+def diverging(margin: float) -> Callable[..., Reply]:
+    """``Client.follow`` of a cluster whose ``stpp`` takes another third token, with a logit that is ``margin`` below the best."""
+    original = Client.follow
 
-    def ask(client: Client, request: PromptRequest, **callbacks: Any) -> Completion:
-        completion = original(client, request, **callbacks)
+    def follow(client: Client, request: PromptRequest, *callbacks: Any) -> Reply:
+        reply = original(client, request, *callbacks)
+        completion = reply.completed()
         other = (completion.token_ids[2] + 1) % 290
         if completion.logprobs is not None:
             completion.logprobs[2] = {completion.token_ids[2]: -1.0, other: -1.0 - margin}
         if request.method == "stpp":
             completion.token_ids[2] = other
-        return completion
+        return reply
 
-    return ask
+    return follow
 
 
 @in_windows
@@ -131,7 +133,7 @@ def test_a_near_tie_is_recorded_and_the_sweep_goes_on(
     measured: SweepConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(TIE_BOUNDS, "float32", 1e-3)
-    monkeypatch.setattr(Client, "ask", diverging(0.0005))
+    monkeypatch.setattr(Client, "follow", diverging(0.0005))
     rows = sweep(measured, PROMPTS, tmp_path, Silent())
     assert [row["divergence"] is not None for row in rows] == [row["method"] == "stpp" for row in rows]
     found = rows[1]["divergence"]
@@ -143,7 +145,7 @@ def test_a_near_tie_is_recorded_and_the_sweep_goes_on(
 def test_a_difference_ends_the_sweep_once_its_row_is_written(
     measured: SweepConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Client, "ask", diverging(0.25))
+    monkeypatch.setattr(Client, "follow", diverging(0.25))
     message = r"stpp and pp gave different answers to prompt \d of first: output token 2 is .* are 0.25 apart: a defect"
     with pytest.raises(PipedecError, match=message):
         sweep(measured, PROMPTS, tmp_path, Silent())
