@@ -14,7 +14,10 @@ if not run[2] then
   return redis.error_reply('PIPEDEC LOST its keys were deleted')
 end
 local reply = { run[2], redis.call('SMEMBERS', KEYS[5]) }
-local limit = math.min(tonumber(ARGV[2]), tonumber(run[3]) - redis.call('SCARD', KEYS[4]))
+local limit = tonumber(ARGV[2])
+if run[2] ~= 'stopping' then -- the requests of a stopping run are taken to be refused
+  limit = math.min(limit, tonumber(run[3]) - redis.call('SCARD', KEYS[4]))
+end
 if limit > 0 then
   local taken = redis.call('ZPOPMIN', KEYS[2], limit)
   for index = 1, #taken, 2 do -- members and scores alternate

@@ -228,7 +228,8 @@ class MemoryScheduler:
         self._check_failure()
         if self._state is None:
             raise SchedulerLost("its keys were deleted")
-        limit = min(limit, self._max_running - len(self._running))
+        if self._state != "stopping":  # the requests of a stopping run are taken to be refused
+            limit = min(limit, self._max_running - len(self._running))
         numbers = sorted(self._waiting, key=lambda number: (self._waiting[number][0], number))[: max(limit, 0)]
         requests = [Message("request", number, text=self._waiting.pop(number)[1]) for number in numbers]
         self._running.update(numbers)
