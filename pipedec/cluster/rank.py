@@ -6,6 +6,7 @@ becomes of a failure is for ``entry``.
 
 from __future__ import annotations
 
+import gc
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -70,6 +71,8 @@ def serve(
     load_validators()  # not while the first request waits
     clock_offset_us = measured_offset_us(scheduler.clock_us)
     loop = _load(place, spec, joined, scheduler, report, clock_offset_us)
+    gc.collect()
+    gc.freeze()  # what is loaded stays: the collector, which halts a timestep, need not look at it again
     description = _description(place.rank, spec, joined, clock_offset_us)
     describe(description)
     scheduler.publish(STARTING, LoadedEvent(description))

@@ -162,6 +162,9 @@ class BestFirst:
         sequence = self._sequence
         return bool(path) and sequence.is_control(path[-1]) and sequence.ends_walk(thread, path[-1], path[:-1])
 
+    def rests(self, running: dict[int, Branch]) -> bool:
+        return all(branch.has_entered and branch.tree.is_exhausted for branch in running.values())
+
     def wish(self, running: dict[int, Branch]) -> Wish:
         """The roots, and then the most probable rows of all threads."""
         most = self._options.width

@@ -33,12 +33,14 @@ class _Member:
     Attributes:
         prompt: what of the prompt has yet to enter, and the masks behind it.
         undrafted: what of the prompt has entered and is not in the draft model's cache.
+        rests: nothing of it enters, and nothing is drafted for it, before the next verdict.
     """
 
     request: Request
     method: Method
     prompt: list[int]
     undrafted: list[int] = field(default_factory=list)
+    rests: bool = False
 
     @property
     def is_prefilling(self) -> bool:
@@ -51,6 +53,8 @@ class _Member:
 
     def claim(self, whole_prompts: bool) -> Claim:
         number, priority, rows = self.request.number, self.request.priority, len(self.prompt)
+        if self.rests:
+            return Claim(number, priority)
         if not rows:
             return Claim(number, priority, self.method.wish())
         tail = 1 + self.method.masks.count  # the masks enter with the last token
@@ -133,6 +137,7 @@ class Company:
         if number not in self._members:
             return
         self._members[number].method.apply(verdict)
+        self._members[number].rests = False
         if verdict.finished is not None:
             self.close(number)
 
@@ -164,13 +169,16 @@ class Company:
         chunks = self._next_draft_chunks()
         if chunks:
             self._controller.record_draft_prefill()
-        drafting = [each.method for number, each in self._members.items() if each.is_drafted and number not in chunks]
+        awake = [each for number, each in self._members.items() if each.is_drafted and not each.rests and number not in chunks]
+        drafting = [each.method for each in awake]
         self._set_draft_room(sum(method.has_drafter for method in drafting))
         rounds = in_lockstep([method.draft() for method in drafting])
         requested = next(rounds, None)
         while requested is not None or chunks:
             candidates, chunks = self._expand(requested or [], chunks), {}
             requested = None if requested is None else resumed(rounds, candidates)
+        for each in awake:
+            each.rests = each.method.rests
 
     def observe(self, timing: TimestepTiming) -> None:
         """Learn how long a timestep of the full pipeline took."""

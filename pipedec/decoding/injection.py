@@ -86,6 +86,11 @@ class InjectionTree:
         """Whether there is a root and it has entered the pipeline."""
         return self._num_entered > 0
 
+    @property
+    def is_exhausted(self) -> bool:
+        """Whether all rows were drafted and have entered, and so has every choice below them."""
+        return all(row.line is not None and row.best is None and row.number != _NOT_ENTERED for row in self._rows)
+
     def tokens_of(self, rows: Sequence[int]) -> list[int]:
         """The token ids of ``rows``."""
         return [self._rows[row].token for row in rows]

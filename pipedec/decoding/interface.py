@@ -60,6 +60,9 @@ class Policy(Protocol):
     def is_tuned(self) -> bool:
         """Whether it leaves the number of its rows to what is measured."""
 
+    def rests(self, running: dict[int, Any]) -> bool:
+        """Whether nothing enters and nothing is drafted before the next verdict. False if that is not known."""
+
     def wish(self, running: dict[int, Any]) -> Wish:
         """What it would let enter at the next timestep."""
 

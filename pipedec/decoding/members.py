@@ -60,6 +60,9 @@ class Members:
     def draft(self, running: dict[int, ThreadMember]) -> Drafting:
         return in_lockstep(member.draft() for member in running.values())
 
+    def rests(self, running: dict[int, ThreadMember]) -> bool:
+        return all(member.tree is None and member.has_entered for member in running.values())
+
     def wish(self, running: dict[int, ThreadMember]) -> Wish:
         return Wish(whole=min(sum(member.wanted for member in running.values()), self.largest))
 

@@ -37,6 +37,7 @@ class Method:
         self._device = device
         self._members: dict[int, Member] = {0: policy.create(0)}  # by thread, of those that have not ended
         self._last: dict[int, int] = {}  # by thread: last tokens of ended threads that have yet to enter
+        self._running: dict[int, Member] = dict(self._members)  # those of running threads
 
     @property
     def masks(self) -> MaskParams:
@@ -50,7 +51,7 @@ class Method:
 
     def draft(self) -> Drafting:
         """What the draft model is to compute below rows in flight, or for the rows that enter next."""
-        return self._policy.draft(self._running())
+        return self._policy.draft(self._running)
 
     def apply(self, verdict: Verdict) -> None:
         """Advance to the accepted tokens and prune what can no longer be accepted."""
@@ -79,6 +80,7 @@ class Method:
             self._members[start.thread].plant(start.token)
         threads = self.sequence.threads
         self._members = {number: one for number, one in self._members.items() if threads[number].state is not State.ENDED}
+        self._running = {number: one for number, one in self._members.items() if threads[number].state is State.RUNNING}
         if self._policy.drafter is not None:
             self._policy.drafter.threads_changed()
 
@@ -95,9 +97,14 @@ class Method:
         """Whether it leaves the number of its rows to what is measured."""
         return self._policy.is_tuned
 
+    @property
+    def rests(self) -> bool:
+        """Whether it lets nothing enter and has nothing drafted before the next verdict."""
+        return not self._last and self._policy.rests(self._running)
+
     def wish(self) -> Wish:
         """What it would let enter the first stage at the next timestep."""
-        wish, last = self._policy.wish(self._running()), len(self._last)
+        wish, last = self._policy.wish(self._running), len(self._last)
         if not last:
             return wish
         return replace(wish, whole=wish.whole + last) if wish.whole else replace(wish, certain=wish.certain + last)
@@ -116,17 +123,13 @@ class Method:
             del self._last[number]
         steps = [(number, self._root_step(token)) for number, token in last]
         if not self._last:
-            steps += self._policy.propose(self._running(), room - len(steps))
+            steps += self._policy.propose(self._running, room - len(steps))
         if not steps:
             return None
         return _merged(steps) if self.sequence.can_fork else steps[0][1]
 
     def _root_step(self, token: int) -> Step:
         return Step(torch.tensor([token], device=self._device), torch.tensor([-1], device=self._device))
-
-    def _running(self) -> dict[int, Member]:
-        threads = self.sequence.threads
-        return {number: member for number, member in self._members.items() if threads[number].state is State.RUNNING}
 
 
 def _merged(steps: list[tuple[int, Step]]) -> Step:
