@@ -1,6 +1,5 @@
 """Transfers between ranks. The only package that touches torch.distributed; knows steps, but not when or why they are sent."""
 
 from pipedec.transport.interface import Transport
-from pipedec.transport.local import LocalTransport
 
-__all__ = ["LocalTransport", "Transport"]
+__all__ = ["Transport"]
