@@ -13,6 +13,7 @@ import pytest
 from tiny_pair import Pair
 
 from pipedec.client.client import Client
+from pipedec.client.reply import Reply
 from pipedec.cluster.local import LocalCluster
 from pipedec.core import Completion
 from pipedec.messages import PromptRequest
@@ -99,7 +100,9 @@ class Diverging:
         self._margin = margin
 
     def __call__(self, client: Client, request: PromptRequest, **callbacks: Any) -> Completion:
-        completion = self._ask(client, request, **callbacks)
+        return self.changed(request, self._ask(client, request, **callbacks))
+
+    def changed(self, request: PromptRequest, completion: Completion) -> Completion:
         other = (completion.token_ids[2] + 1) % 290
         if request.method == "stpp":
             completion.token_ids[2] = other
@@ -113,6 +116,15 @@ def margin(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> f
     monkeypatch.setitem(TIE_BOUNDS, "float32", 1e-3)
     diverging = Diverging(Client.ask, request.param)
     monkeypatch.setattr(Client, "ask", lambda client, *asked, **callbacks: diverging(client, *asked, **callbacks))
+    ask_all = Client.ask_all
+
+    def ask_all_diverging(client: Client, requests: list[PromptRequest]) -> list[Reply]:
+        replies = ask_all(client, requests)
+        for asked, reply in zip(requests, replies, strict=True):
+            diverging.changed(asked, reply.completed())
+        return replies
+
+    monkeypatch.setattr(Client, "ask_all", ask_all_diverging)
     return float(request.param)
 
 

@@ -39,7 +39,10 @@ class EndsAtOnce(MemoryScheduler):
     def finish(
         self, rank: int, task: Task, planned: Sequence[Planned], events: Sequence[tuple[int, Event]] = ()
     ) -> Message | None:
-        return next(self._replies)
+        reply = next(self._replies)
+        if reply is not None and reply.kind == "stop":
+            self._state = "stopping"
+        return reply
 
     def wait_request(self, timeout_seconds: float) -> Message | None:
         message = super().wait_request(timeout_seconds)

@@ -165,9 +165,11 @@ def test_prompt_and_answer_must_fit_the_context(prompter: Prompter) -> None:
 
 @pytest.mark.parametrize("length", [1, PREFILL_CHUNK, PREFILL_CHUNK + 1, 3 * PREFILL_CHUNK])
 def test_chunks_are_the_prompt_in_order(length: int) -> None:
-    chunks = prefill_chunks(range(length))
+    chunks = prefill_chunks(list(range(length)), length)
     assert [token for chunk in chunks for token in chunk] == list(range(length))
     assert len(chunks) == -(-length // PREFILL_CHUNK) and all(0 < len(chunk) <= PREFILL_CHUNK for chunk in chunks)
+    with_masks = prefill_chunks([*range(length), -1, -2], length)
+    assert with_masks == [*chunks[:-1], [*chunks[-1], -1, -2]], "masks stay with the last chunk"
 
 
 def test_a_missing_or_damaged_tokenizer_is_refused(pair: Pair, tmp_path: Path) -> None:
