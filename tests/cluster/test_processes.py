@@ -49,7 +49,7 @@ def test_ranks_report_and_end() -> None:
         assert (ranks.exit_status(0), ranks.exit_status(1)) == (0, 1)
         assert ranks.exit_statuses == {0: 0, 1: 1} and ranks.wait_for_end(0.0)
         ends = ranks.waitables([1])
-        assert len(ends) == 1 and wait(ends, 0.0) == ends  # although its end is known
+        assert len(ends) == 1 and wait(ends, 5.0) == ends  # although its end is known
     finally:
         ranks.kill()
     assert not ranks.pids and not ranks.reporting and not ranks.exit_statuses
