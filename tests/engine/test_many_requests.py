@@ -8,7 +8,7 @@ from functools import cache
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from threads_support import SETTINGS, THREAD_DIALECTS, Case, ThreadModels
 
@@ -101,6 +101,7 @@ def said(answer: LocalAnswer) -> list[int]:
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: f"{shape[0]}in{shape[1]}")
+@settings(max_examples=settings().max_examples // 2)  # each has several answers
 @given(visits=VISITS)
 def test_an_answer_in_company_is_the_answer_alone(
     thread_models: ThreadModels, shape: tuple[int, int], visits: list[Visit]
