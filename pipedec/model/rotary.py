@@ -5,6 +5,8 @@ Owns the choice of frequencies for a row, including types that depend on the seq
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
@@ -12,6 +14,7 @@ from pipedec.core import UserError
 from pipedec.model.config import ModelConfig
 
 LENGTH_DEPENDENT = ("dynamic", "longrope")
+_KEPT_LENGTHS = 4096  # of which the frequencies are not computed again
 
 
 class Rotary:
@@ -48,6 +51,7 @@ class Rotary:
                 f"config.json rotates {2 * len(frequencies)} of {config.head_dim} numbers of a head; it must rotate all"
             )
         self._frequencies_D = _both_halves(frequencies).to(self._device)
+        self._of_length = lru_cache(maxsize=_KEPT_LENGTHS)(self._frequencies_of)
         if self.rope_type == "longrope":
             self._original_length: int = parameters["original_max_position_embeddings"]
             long_frequencies, _ = self._initialise(config.hf, seq_len=self._original_length + 1)
@@ -85,7 +89,12 @@ class Rotary:
         if self.rope_type == "longrope":
             is_long_R1 = (lengths_R > self._original_length)[:, None]
             return torch.where(is_long_R1, self._long_frequencies_D, self._frequencies_D)
-        frequencies, _ = self._initialise(self._hf, self._device, seq_len=lengths_R[:, None])
+        lengths, which_R = lengths_R.unique(return_inverse=True)
+        return torch.stack([self._of_length(length) for length in lengths.tolist()])[which_R]
+
+    def _frequencies_of(self, length: int) -> Tensor:
+        """Frequencies of one length, [D]. One length at a time, so that their last bits do not depend on a row's company."""
+        frequencies, _ = self._initialise(self._hf, self._device, seq_len=length)
         return _both_halves(frequencies)
 
 

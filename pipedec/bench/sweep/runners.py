@@ -142,7 +142,7 @@ class OnCluster(Runner):
             completion.prompt_tokens, tuple(completion.token_ids), completion.finish_reason, metrics,
             decode_ms=1000 * metrics.decode_seconds,
             prefill_ms=1000 * metrics.prefill_seconds,
-            overran=len(reply.overran) / max(1, metrics.timesteps),
+            overran=len(reply.overran) / max(1, metrics.timesteps, len(reply.overran)),  # prefill may overrun, too
             breakdown=breakdown(reply.trace, self._running.topology.num_stages) if asked.trace else None,
             logprobs=completion.logprobs,
         )  # fmt: skip
