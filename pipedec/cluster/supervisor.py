@@ -6,6 +6,7 @@ and ``LaunchedCluster``. Loads no torch.
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import suppress
@@ -20,6 +21,7 @@ from pipedec.scheduler import RedisScheduler
 from pipedec.topology import Topology, rank_name
 
 _REPORT_SECONDS = 0.05
+_LATE_SECONDS = 0.5  # a neighbour of a killed rank may be seen to end before the killed rank is
 
 StartProgress = Callable[[int, str, int, int], None]  # rank, "checking" or "loading" weights, units done, units in all
 
@@ -129,9 +131,9 @@ class Supervisor(ABC):
             RankLost: names the rank and how it ended. The run has been aborted, so the other ranks end, too.
             SchedulerLost: Redis died, and the ranks with it.
         """
-        ended = self._ranks.exit_statuses
-        if not ended or self.scheduler is None:
+        if not self._ranks.exit_statuses or self.scheduler is None:
             return
+        ended = self._settled_ends()
         # A rank that fails reports why. One that was killed cannot; the other ranks then only report that they lost it.
         killed = [rank for rank, status in ended.items() if status < 0]
         try:
@@ -144,6 +146,13 @@ class Supervisor(ABC):
         if failed := [rank for rank, status in ended.items() if status != 0 or not is_stopped]:
             early = [rank for rank in failed if ended[rank] == 0]
             raise self._lost((killed or early or failed)[0], reports=not killed and not early)
+
+    def _settled_ends(self) -> dict[int, int]:
+        """Exit statuses of the ranks that have ended; where all of them failed, others are given time to be seen to end."""
+        deadline = time.monotonic() + _LATE_SECONDS
+        while (ended := self._ranks.exit_statuses) and min(ended.values()) > 0 and time.monotonic() < deadline:
+            time.sleep(_REPORT_SECONDS)
+        return ended
 
     def _lost(self, rank: int, reports: bool = False) -> RankLost:
         """The error that says why the run has failed; aborts the run, so that the other ranks end.
