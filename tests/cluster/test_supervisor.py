@@ -1,0 +1,72 @@
+"""Which rank a supervisor blames where several have ended."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from pipedec.cluster.supervisor import Supervisor
+from pipedec.core import RankLost
+from pipedec.scheduler import EmbeddedServer, RedisScheduler, connect
+from pipedec.topology import Topology
+
+
+class EndingRanks:
+    """Ranks whose ends are seen one after the other, one more with each look."""
+
+    def __init__(self, *ends: tuple[int, int]) -> None:
+        self._ends = list(ends)
+        self._seen: dict[int, int] = {}
+
+    @property
+    def pids(self) -> dict[int, int]:
+        return {1: 101, 2: 102, 3: 103}
+
+    @property
+    def exit_statuses(self) -> dict[int, int]:
+        if self._ends:
+            self._seen.update([self._ends.pop(0)])
+        return dict(self._seen)
+
+    def describe_end(self, rank: int) -> str:
+        return f"ended with {self._seen[rank]}"
+
+    def read(self, seconds: float) -> list[tuple[int, Any]]:
+        return []
+
+    def wait_for_end(self, seconds: float) -> bool:
+        return True
+
+    def join(self) -> None:
+        pass
+
+    def kill(self) -> None:
+        pass
+
+
+class OfThree(Supervisor):
+    def _open_redis(self) -> str:
+        raise NotImplementedError
+
+    @property
+    def _owns_redis(self) -> bool:
+        return False
+
+    def _start_ranks(self) -> None:
+        raise NotImplementedError
+
+    def _close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    "ends", [((3, 1), (2, -9)), ((2, -9), (3, 1)), ((3, 1), (1, 1), (2, -9))], ids=["late", "soon", "last"]
+)
+def test_a_killed_rank_is_blamed_although_its_neighbour_was_seen_to_end_before_it(ends: tuple[tuple[int, int], ...]) -> None:
+    with EmbeddedServer() as server:
+        supervisor = OfThree(Topology.even(3, 3), "run", EndingRanks(*ends))
+        supervisor.scheduler = RedisScheduler(connect(server.url), "run", Topology.even(3, 3))
+        with pytest.raises(RankLost, match=r"rank 2 \(stage 2\) ended with -9"):
+            supervisor.check()
+        supervisor.kill()
