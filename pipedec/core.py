@@ -16,7 +16,7 @@ MAX_LOGPROBS = 20
 NUM_ROW_IDS = 3  # of each row that is sent: token id, parent, thread
 ROW_ID_BYTES = 8 * NUM_ROW_IDS  # as int64
 DEFAULT_METHOD = "pipedec-bestfirst"
-FINISH_REASONS = (None, "stop", "length", "cancelled", "cache_full")  # see ``Verdict``
+FINISH_REASONS = (None, "stop", "length", "cancelled", "cache_full", "paused")  # see ``Verdict``
 KNEE_ROWS = 64  # rows that most GPUs compute in about the time of one, where no plan says better (see ``hardware``)
 MAX_NUM_SEQS = 64  # requests in the pipeline at the same time
 MAX_WAITING = 1000  # requests that wait for a place among them
@@ -142,6 +142,7 @@ class Request:
         trace: record every task of every rank.
         threads: the dialect in which the model may open decode threads (``Dialect.to_json``); None for a single thread.
         priority: requests of a lower one are served first.
+        said: tokens of the answer that were accepted before, of an answer in one thread: it goes on behind them.
     """
 
     number: int
@@ -152,6 +153,7 @@ class Request:
     trace: bool = False
     threads: str | None = None
     priority: int = 0
+    said: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -208,7 +210,8 @@ class Verdict:
     Attributes:
         accepted: in the order of verification; a thread occurs at most once.
         finished: why the answer ended: ``"stop"`` (end token or stop string), ``"length"`` (max_tokens), ``"cancelled"`` or, of
-            an answer in several threads, ``"cache_full"``; None while it goes on.
+            an answer in several threads, ``"cache_full"``; None while it goes on. ``"paused"`` closes the request's lanes like the
+            others, but the answer goes on later, in new lanes.
     """
 
     accepted: tuple[Accepted, ...] = ()
@@ -225,6 +228,9 @@ class Verdict:
         return tuple(token for part in self.accepted for token in part.tokens)
 
 
+SlotRuns = tuple[tuple[int, int], ...]  # slots of a KV pool, in order: (first slot, number of slots), in whole blocks
+
+
 @dataclass(frozen=True)
 class Opening:
     """What every rank must know of a request before its first rows.
@@ -234,6 +240,11 @@ class Opening:
         tokens_per_mask: tokens that each mask row predicts; 0 without masks.
         threads: the dialect (``Dialect.to_json``); None for an answer in one thread.
         trace: record every task.
+        said: tokens of the answer that were accepted before: the request goes on behind them. Prompt and ``said`` enter first.
+        slots: of every stage's KV pool, for the request's rows; ``Update.slots`` adds further ones.
+        cached: how many tokens of prompt and ``said``, from the first one on, are in these slots already; not all of them.
+        copied: where the last ``copied[1]`` of the ``cached`` tokens lie in the pool, from slot ``copied[0]`` on: each stage copies
+            them to the request's own slots when it opens the request. The others are shared with other requests.
     """
 
     prompt_length: int
@@ -241,6 +252,10 @@ class Opening:
     tokens_per_mask: int = 0
     threads: str | None = None
     trace: bool = False
+    said: tuple[int, ...] = ()
+    slots: SlotRuns = ()
+    cached: int = 0
+    copied: tuple[int, int] = (0, 0)
 
 
 TokenLogprobs = tuple[tuple[tuple[int, float], ...], ...]  # by token: (token id, log-probability), the chosen one first
@@ -267,10 +282,11 @@ class Update:
 
     Attributes:
         number: of the request.
-        opening: the request begins: every rank opens a lane for it.
+        opening: the request begins, or goes on after a pause: every rank opens a lane for it.
         verdict: accepted tokens. With ``finished`` every rank drops the request's lane, and the rows of its that are in flight.
-        step: a chunk of the prompt until the whole prompt has entered, then rows of the answer's trees.
+        step: a chunk of the prompt (and of what was said before) until all of it has entered, then rows of the answer's trees.
         logprobs: from the last stage, with a verdict: log-probabilities of the accepted tokens, if requested.
+        slots: of every stage's KV pool, for rows behind those for which the request has slots. They come before the rows.
     """
 
     number: int
@@ -278,6 +294,7 @@ class Update:
     verdict: Verdict | None = None
     step: Step | None = None
     logprobs: TokenLogprobs = ()
+    slots: SlotRuns = ()
 
 
 @dataclass(frozen=True)
@@ -319,6 +336,8 @@ class Metrics:
         e2e_seconds: end-to-end latency, from submitting the request to its completion. None without a client.
         queue_seconds: the part of ``ttft_seconds`` that is not prefill: waiting for a place in the pipeline. None without a
             client.
+        cached_tokens: tokens of the prompt that were not computed, because another request's KV cache had them.
+        pauses: how often the answer was paused because KV memory ran short.
     """
 
     timesteps: int = 0
@@ -331,6 +350,8 @@ class Metrics:
     tpot_seconds: float | None = None
     e2e_seconds: float | None = None
     queue_seconds: float | None = None
+    cached_tokens: int = 0
+    pauses: int = 0
 
     @property
     def acceptance_rate(self) -> float | None:
@@ -376,6 +397,8 @@ class Completion:
             **({} if self.logprobs is None else {"logprobs": self.logprobs}),
             **({} if self.threads is None else {"threads": self.threads}),
             "prompt_tokens": self.prompt_tokens,
+            "cached_tokens": metrics.cached_tokens,
+            "pauses": metrics.pauses,
             "output_tokens": len(self.token_ids),
             "prefill_seconds": metrics.prefill_seconds,
             "decode_seconds": metrics.decode_seconds,
