@@ -27,21 +27,24 @@ class Sequences:
         self.bound = lru_cache(maxsize=8)(self._bound)
 
     def of(self, opening: Opening) -> NewSequence:
-        """A function that creates the sequence of an answer that begins. Raises as ``maker``."""
-        return self.maker(opening.prompt_length, opening.sampling, opening.threads)
+        """A function that creates the sequence of an answer that begins or goes on. Raises as ``maker``."""
+        return self.maker(opening.prompt_length, opening.sampling, opening.threads, opening.said)
 
-    def maker(self, prompt_length: int, sampling: SamplingParams, dialect: str | None = None) -> NewSequence:
+    def maker(
+        self, prompt_length: int, sampling: SamplingParams, dialect: str | None = None, said: tuple[int, ...] = ()
+    ) -> NewSequence:
         """A function that creates the sequence of one answer.
 
         Args:
             dialect: as ``Dialect.to_json`` writes it; None for an answer in one thread.
+            said: tokens of an answer in one thread that were accepted before.
 
         Raises:
             UserError: ``dialect`` is invalid, or the target lacks tokens for it.
         """
         ends = frozenset(sampling.stop_token_ids) | frozenset(() if sampling.ignore_eos else self._config.eos_token_ids)
         if dialect is None:
-            return partial(single_thread, prompt_length, ends, sampling.max_tokens)
+            return partial(single_thread, prompt_length, ends, sampling.max_tokens, said)
         return partial(Sequence, self.bound(dialect), prompt_length, ends, sampling.max_tokens, self._config.max_positions)
 
     @cached_property
