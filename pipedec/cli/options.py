@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
@@ -20,6 +20,10 @@ from pipedec.data.prompts import PromptSource
 from pipedec.messages import PromptRequest
 from pipedec.methods import METHOD_NAMES, METHODS, make_options, option_rules
 from pipedec.threads import load_dialect
+from pipedec.validation import byte_size
+
+if TYPE_CHECKING:
+    from pipedec.engine.spec import Limits
 
 OPTION_NAMES = tuple(dict.fromkeys(name for entry in METHODS.values() for name in entry.option_names))
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -42,6 +46,15 @@ class PipelineFlags:
     max_model_len: int | None
     max_num_seqs: int
     max_waiting: int
+    kv_cache_memory: str | None
+    no_prefix_cache: bool
+
+    def limits(self) -> Limits:
+        """Raises UserError for numbers that cannot be."""
+        from pipedec.engine.spec import Limits
+
+        kv_bytes = None if self.kv_cache_memory is None else byte_size(self.kv_cache_memory, "--kv-cache-memory")
+        return Limits(self.max_model_len, self.max_num_seqs, self.max_waiting, kv_bytes, not self.no_prefix_cache)
 
     def for_threads(self) -> PipelineFlags:
         """With the shipped pair that opens threads, unless another target is given."""
@@ -194,6 +207,8 @@ def pipeline_options(command: Command) -> Command:
         _flag("--max-model-len", type=int, help="Maximum tokens of a prompt and its answer (default: the target's context)."),
         _flag("--max-num-seqs", type=int, default=MAX_NUM_SEQS, help="Most requests in the pipeline at the same time."),
         _flag("--max-waiting", type=int, default=MAX_WAITING, help="Most waiting requests; further ones are refused."),
+        _flag("--kv-cache-memory", metavar="SIZE", help="Memory for keys and values on each rank, like 512MiB (default: 2GiB)."),
+        _flag("--no-prefix-cache", is_flag=True, help="Compute every prompt anew, also what another request has in common."),
     ]  # fmt: skip
     return gathered(command, options, PipelineFlags, "pipeline")
 

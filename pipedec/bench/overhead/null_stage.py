@@ -15,7 +15,19 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from pipedec.core import NO_MASKS, Load, MethodOptions, Opening, Request, SamplingParams, SchedulerLost, Step, Update, Verdict
+from pipedec.core import (
+    NO_MASKS,
+    Load,
+    MethodOptions,
+    Opening,
+    Request,
+    SamplingParams,
+    SchedulerLost,
+    SlotRuns,
+    Step,
+    Update,
+    Verdict,
+)
 from pipedec.decoding import Company, TimestepTiming
 from pipedec.engine.admission import Admission
 from pipedec.engine.answer import Answer
@@ -81,6 +93,9 @@ class NullStage(StageWorker):
     def open(self, number: int, opening: Opening) -> None:
         self._probe.reset()
         self._left[number] = opening.sampling.max_tokens
+
+    def extend(self, number: int, slots: SlotRuns) -> None:
+        """There is no cache."""
 
     def sync(self, number: int, verdict: Verdict) -> None:
         if number not in self._left:
