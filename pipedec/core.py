@@ -338,6 +338,7 @@ class Metrics:
             client.
         cached_tokens: tokens of the prompt that were not computed, because another request's KV cache had them.
         pauses: how often the answer was paused because KV memory ran short.
+        resumed_tokens: tokens of the answer that were not decoded, because the request brought them with it (``Request.said``).
     """
 
     timesteps: int = 0
@@ -352,6 +353,7 @@ class Metrics:
     queue_seconds: float | None = None
     cached_tokens: int = 0
     pauses: int = 0
+    resumed_tokens: int = 0
 
     @property
     def acceptance_rate(self) -> float | None:
@@ -385,7 +387,7 @@ class Completion:
     def as_dict(self) -> dict[str, object]:
         """The JSON document of ``--json``. Rates are 0 if nothing was decoded after the first token."""
         metrics = self.metrics
-        decoded = max(0, len(self.token_ids) - 1)
+        decoded = max(0, len(self.token_ids) - metrics.resumed_tokens - 1)
         verified = metrics.hits + metrics.misses
         return {
             "method": self.method,

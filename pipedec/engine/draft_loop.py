@@ -5,7 +5,7 @@ Decides nothing about rows: the company of decoding methods does. How rows reach
 
 from __future__ import annotations
 
-from pipedec.core import KNEE_ROWS, MAX_NUM_SEQS, Step, Update, UserError, Verdict
+from pipedec.core import KNEE_ROWS, MAX_NUM_SEQS, Opening, Step, TokenLogprobs, Update, UserError, Verdict
 from pipedec.decoding import Company, Drafter, Method
 from pipedec.engine.admission import Admission
 from pipedec.engine.answer import Answer
@@ -17,7 +17,8 @@ from pipedec.engine.request_queue import RequestQueue
 from pipedec.engine.tasks import TaskPipeline
 from pipedec.engine.timed_drafter import TimedDrafter
 from pipedec.engine.windows import WindowPipeline
-from pipedec.messages import CompletionEvent, ErrorEvent, LogprobsEvent, TraceEvents, TraceRow
+from pipedec.kv import KVManager
+from pipedec.messages import CompletionEvent, ErrorEvent, PausedEvent, ResumedEvent, TraceEvents, TraceRow
 from pipedec.methods import LayerTreeOptions
 from pipedec.scheduler.protocol import Message
 from pipedec.text.prompt import Prompter
@@ -30,6 +31,7 @@ class DraftLoop:
     Args:
         knee: rows that a stage computes in about the time of one.
         max_num_seqs: most requests in the pipeline at the same time.
+        kv: of the stages' KV pools.
     """
 
     def __init__(
@@ -41,11 +43,12 @@ class DraftLoop:
         tree: LayerTreeOptions | None = None,
         max_num_seqs: int = MAX_NUM_SEQS,
         knee: int = KNEE_ROWS,
+        kv: KVManager | None = None,
     ) -> None:
         self._wiring = wiring
         self._tasks = RankTasks(0, wiring)
         timed = None if drafter is None else TimedDrafter(drafter, self._tasks.recorder.drafting)
-        self._company = Company(wiring.topology.num_groups, timed, wiring.device, trained_masks, knee)
+        self._company = Company(wiring.topology.num_groups, timed, wiring.device, trained_masks, knee, kv=kv)
         self._company.whole_prompts = not wiring.window
         self._admission = Admission(prompter, wiring.sequences, wiring.topology.num_stages, tree)
         self._max_num_seqs = max_num_seqs
@@ -97,12 +100,15 @@ class DraftLoop:
 
     def _admit(self, pool: Pool, message: Message) -> None:
         try:
-            answer, sequence = self._admission.admit(message, self._company)
+            answer, new_sequence = self._admission.admit(message, self._company)
         except UserError as error:
             self._queue.finish(message.number, ErrorEvent(str(error)))
             return
+        if answer.is_complete:
+            self._queue.finish(message.number, answer.completed())
+            return
         self._tasks.opened(message.number, answer.request.trace)
-        pool.open(answer.request, sequence, _Stream(answer, self._queue, self._tasks, self._wiring))
+        pool.open(answer.request, new_sequence, _Stream(answer, self._queue, self._tasks, self._wiring))
 
 
 class _Stream:
@@ -121,7 +127,19 @@ class _Stream:
         self._waits_for_ranks = answer.request.trace or wiring.emulation is not None
         self._completion: CompletionEvent | None = None
         self._finished = False
+        self._waits = False
         self._began_us = wiring.scheduler.clock_us() if answer.request.trace else 0
+
+    def waits(self) -> None:
+        self._answer.counters.waits()
+        self._waits = True
+        self._queue.put(self._number, PausedEvent())
+
+    def opened(self, opening: Opening) -> None:
+        self._answer.opened(opening)
+        if self._waits:
+            self._waits = False
+            self._queue.put(self._number, ResumedEvent())
 
     def entered(self, step: Step) -> None:
         self._answer.counters.entered(step)
@@ -129,9 +147,7 @@ class _Stream:
     def take(self, result: Update, timestep: int) -> Verdict:
         assert result.verdict is not None
         self._answer.counters.accepted(timestep)
-        if result.logprobs:
-            self._queue.put(self._number, LogprobsEvent([list(row) for row in result.logprobs]))
-        return self._publish(result.verdict)
+        return self._publish(result.verdict, result.logprobs)
 
     def ended(self, reason: str, method: Method) -> None:
         if not self._finished:  # cancelled, so that no verdict has said so
@@ -147,11 +163,11 @@ class _Stream:
             events = [*self._scheduler_trace(), *self._tasks.closed(self._number), self._completion]
             self._queue.finish(self._number, *events)
 
-    def _publish(self, verdict: Verdict) -> Verdict:
-        """Add a verdict to the answer and publish the new text; returns the verdict as far as the answer goes."""
-        verdict, event = self._answer.take(verdict)
+    def _publish(self, verdict: Verdict, logprobs: TokenLogprobs = ()) -> Verdict:
+        """Add a verdict to the answer and publish what is new; returns the verdict as far as the answer goes."""
+        verdict, events = self._answer.take(verdict, logprobs)
         self._finished = verdict.finished is not None
-        self._queue.put(self._number, event)
+        self._queue.put(self._number, *events)
         return verdict
 
     def _scheduler_trace(self) -> list[TraceEvents]:
