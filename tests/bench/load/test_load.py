@@ -104,7 +104,8 @@ def test_a_system_prompt_is_computed_once(pair: Pair, tmp_path: Path) -> None:
 def test_a_load_beyond_the_memory_pauses_and_answers_everybody(pair: Pair, tmp_path: Path) -> None:
     flags = ("--method", "pp", "--concurrency", "6", "--requests", "12", "--max-tokens", "40", "--random", "30")
     short, ample = (
-        replay(pair, tmp_path / name, *flags, "--kv-tokens", tokens, prompts=())[0] for name, tokens in (("s", "288"), ("a", "9999"))
+        replay(pair, tmp_path / name, *flags, "--kv-tokens", tokens, prompts=())[0]
+        for name, tokens in (("s", "288"), ("a", "9999"))
     )
     assert short["refused"] == 0 and short["output_tokens"] == ample["output_tokens"]
     assert short["kv"]["capacity_slots"] == 288 and short["kv"]["peak_slots"] <= 288 < ample["kv"]["peak_slots"]

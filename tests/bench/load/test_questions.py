@@ -25,7 +25,13 @@ class Words:
 
 def test_sets_take_turns_and_conversations_stay_in_their_set() -> None:
     drawn = drawn_in_turn(Words(), SETS, ASKED, 5, seed=1, turns=2)
-    assert [[prompt.prompt_set for prompt in one] for one in drawn] == [["a", "a"], ["b", "b"], ["a", "a"], ["a", "a"], ["b", "b"]]
+    assert [[prompt.prompt_set for prompt in one] for one in drawn] == [
+        ["a", "a"],
+        ["b", "b"],
+        ["a", "a"],
+        ["a", "a"],
+        ["b", "b"],
+    ]
     of_a = [prompt.request.prompt for one in (drawn[0], drawn[2]) for prompt in one]
     assert len(set(of_a)) == 4, "prompts that have not been asked"
     assert drawn[3:] == drawn[:2], "from the beginning, where there are no more"
