@@ -146,6 +146,27 @@ class RunDescription:
 
 
 @dataclass(frozen=True)
+class KVUsage:
+    """The KV memory of a run, the same on every stage.
+
+    Attributes:
+        capacity: slots of each stage's pool.
+        used: slots of running requests.
+        kept: slots that hold prefixes of ended requests.
+        queried_tokens: tokens of all requests that might have been cached.
+        cached_tokens: those of them that were.
+        pauses: how often a request was paused.
+    """
+
+    capacity: int
+    used: int
+    kept: int
+    queried_tokens: int
+    cached_tokens: int
+    pauses: int
+
+
+@dataclass(frozen=True)
 class ThreadNews:
     """What is new of one decode thread.
 
@@ -296,7 +317,7 @@ _KINDS = {
 _EVENTS = {kind: event for event, kind in _KINDS.items()}
 
 
-def to_json(message: PromptRequest | Opening | RunDescription | Event) -> str:
+def to_json(message: PromptRequest | Opening | RunDescription | KVUsage | Event) -> str:
     """The message as JSON. An event has its ``kind`` beside its fields."""
     return json.dumps(message, default=_fields)
 
@@ -334,6 +355,11 @@ def opening_from_payload(payload: Mapping[str, Any]) -> Opening:
 def description_from_json(text: str) -> RunDescription:
     """Raises UserError if another version has written it."""
     return parse_json(RunDescription, text, "the description of the run")
+
+
+def usage_from_json(text: str) -> KVUsage:
+    """Raises UserError if another version has written it."""
+    return parse_json(KVUsage, text, "the KV memory of the run")
 
 
 def verdict_to_payload(verdict: Verdict) -> dict[str, Any]:

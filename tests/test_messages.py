@@ -131,9 +131,7 @@ def test_verdicts_arrive_as_they_were(verdict: Verdict) -> None:
 
 @pytest.mark.parametrize("sampling", [FULL, SamplingParams()])
 def test_openings_arrive_as_they_were(sampling: SamplingParams) -> None:
-    sent = Opening(
-        70_000, sampling, 3, load_dialect("pasta").to_json(), True, (5, 2**40), ((16, 32), (2**40, 16)), 47, (96, 15)
-    )
+    sent = Opening(70_000, sampling, 3, load_dialect("pasta").to_json(), True, (5, 2**40), ((16, 32), (2**40, 16)), 47, (96, 15))
     assert opening_from_payload(json.loads(to_json(sent))) == sent
 
 

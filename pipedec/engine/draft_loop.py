@@ -5,6 +5,8 @@ Decides nothing about rows: the company of decoding methods does. How rows reach
 
 from __future__ import annotations
 
+import time
+
 from pipedec.core import KNEE_ROWS, MAX_NUM_SEQS, Opening, Step, TokenLogprobs, Update, UserError, Verdict
 from pipedec.decoding import Company, Drafter, Method
 from pipedec.engine.admission import Admission
@@ -18,11 +20,13 @@ from pipedec.engine.tasks import TaskPipeline
 from pipedec.engine.timed_drafter import TimedDrafter
 from pipedec.engine.windows import WindowPipeline
 from pipedec.kv import KVManager
-from pipedec.messages import CompletionEvent, ErrorEvent, PausedEvent, ResumedEvent, TraceEvents, TraceRow
+from pipedec.messages import CompletionEvent, ErrorEvent, KVUsage, PausedEvent, ResumedEvent, TraceEvents, TraceRow
 from pipedec.methods import LayerTreeOptions
 from pipedec.scheduler.protocol import Message
 from pipedec.text.prompt import Prompter
 from pipedec.tracing import SCHEDULER_TRACK
+
+_TELLING_SECONDS = 1.0  # between two notes on the KV memory
 
 
 class DraftLoop:
@@ -53,6 +57,9 @@ class DraftLoop:
         self._admission = Admission(prompter, wiring.sequences, wiring.topology.num_stages, tree)
         self._max_num_seqs = max_num_seqs
         self._queue = RequestQueue(wiring.scheduler)
+        self._kv = kv
+        self._told = 0.0  # when the use of the KV memory was told
+        self._pauses = 0  # in earlier sessions
         self._sessions = 0
         self._stopping = False
 
@@ -81,6 +88,8 @@ class DraftLoop:
         for _ in decode(pool, pipeline, lambda: self._follow_queue(pool), (self._tasks.note,)):
             continue  # everything has been said to the answers' readers
         self._stopping |= pipeline.is_stopping
+        self._pauses += pool.pauses
+        self._tell_usage(0)
 
     def _pipeline(self) -> RankZero:
         if not self._wiring.window:
@@ -90,6 +99,8 @@ class DraftLoop:
 
     def _follow_queue(self, pool: Pool) -> None:
         """Begin requests for which there is room, and end those that were cancelled."""
+        if time.monotonic() > self._told + _TELLING_SECONDS:
+            self._tell_usage(pool.pauses)
         if not self._wiring.window:
             return  # task dispatch: a request is cancelled at its next verdict, and the next one has a workflow of its own
         for number in self._queue.cancelled():
@@ -97,6 +108,13 @@ class DraftLoop:
         room = 0 if self._queue.is_stopping else self._max_num_seqs - pool.num_running
         for message in self._queue.arrivals(room):
             self._admit(pool, message)
+
+    def _tell_usage(self, pauses: int) -> None:
+        """Let clients know how much KV memory is used; ``pauses`` are those of this session."""
+        self._told = time.monotonic()
+        if (kv := self._kv) is not None:
+            tokens, pauses = (kv.queried_tokens, kv.adopted_tokens), self._pauses + pauses
+            self._queue.tell(KVUsage(kv.capacity, kv.used_slots, kv.kept_slots, *tokens, pauses))
 
     def _admit(self, pool: Pool, message: Message) -> None:
         try:

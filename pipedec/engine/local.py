@@ -287,13 +287,7 @@ class _Stages:
 
     def _take_in(self, rank: int, updates: tuple[Update, ...]) -> None:
         worker = self._workers[rank]
-        for update in updates:
-            if update.opening is not None:
-                worker.open(update.number, update.opening)
-            if update.slots:
-                worker.extend(update.number, update.slots)
-            if update.verdict is not None:
-                worker.sync(update.number, update.verdict)
+        worker.replay(updates)
         if steps := {update.number: update.step for update in updates if update.step is not None}:
             self._load.computed[rank] = worker.load(steps)
             worker.compute(steps)

@@ -37,7 +37,8 @@ class Sequences:
 
         Args:
             dialect: as ``Dialect.to_json`` writes it; None for an answer in one thread.
-            said: tokens, in document order, behind which the answer goes on. The function raises UserError if no answer says that.
+            said: tokens, in document order, behind which the answer goes on. The function raises UserError if no answer says
+                that.
 
         Raises:
             UserError: ``dialect`` is invalid, or the target lacks tokens for it or for ``said``.

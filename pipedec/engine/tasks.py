@@ -77,9 +77,7 @@ class TaskPipeline(RankZero):
 
 
 def prefill_chunks(token_ids: list[int], length: int) -> list[list[int]]:
-    """The first ``length`` ids, which are tokens, in chunks of at most ``PREFILL_CHUNK``; the masks behind them stay with the last
-    one.
-    """
+    """The first ``length`` ids, which are tokens, in chunks of at most ``PREFILL_CHUNK``; the masks behind stay with the last."""
     starts = range(0, length, PREFILL_CHUNK)
     chunks = [token_ids[start : start + PREFILL_CHUNK] for start in starts]
     chunks[-1] = token_ids[starts[-1] :]

@@ -28,7 +28,7 @@ class Transcript:
         finished: why the answer has ended; None while it goes on.
     """
 
-    def __init__(self, sequence: Sequence, prompter: Prompter, stop: tuple[str, ...]) -> None:
+    def __init__(self, sequence: Sequence, prompter: Prompter, stop: str | tuple[str, ...]) -> None:
         self.sequence = sequence
         self.token_ids: list[int] = []
         self.text = ""
