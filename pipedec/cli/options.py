@@ -10,11 +10,13 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from pipedec.client.resumption import Resumption
 from pipedec.core import DEFAULT_METHOD, MAX_NUM_SEQS, MAX_WAITING, SamplingParams, UserError
 from pipedec.data.prompts import PromptSource
 from pipedec.messages import PromptRequest
@@ -102,8 +104,14 @@ class RequestFlags:
     options: dict[str, Any]
     threads: str | None
     show_threads: bool
+    resume: Path | None
     json: bool
     trace: Path | None
+
+    @cached_property
+    def resumption(self) -> Resumption | None:
+        """The answer to go on with. Raises UserError if its file cannot be read or has none."""
+        return None if self.resume is None else Resumption.from_json(_file_text(self.resume), f"--resume {self.resume}")
 
     def requests(self) -> list[PromptRequest]:
         """A request for each prompt. Raises UserError for flags that cannot work, before anything is started."""
@@ -111,7 +119,9 @@ class RequestFlags:
         texts = self._prompt_texts()
         if len(texts) > 1 and (self.show_threads or self.trace is not None):
             raise UserError(f"{len(texts)} prompts: --trace and --show-threads go with one")
-        request = self._request()
+        if len(texts) > 1 and self.resume is not None:
+            raise UserError(f"{len(texts)} prompts: --resume goes with one, the one that was answered")
+        request = self._request() if self.resumption is None else self.resumption.resumed(self._request())
         return [replace(request, prompt=text) for text in texts]
 
     def _request(self) -> PromptRequest:
@@ -249,6 +259,7 @@ def request_options(command: Command) -> Command:
             "--threads", metavar="NAME|FILE", help="Let answers open decode threads: apar, pasta, parallel, or a dialect file.",
         ),
         _flag("--show-threads", is_flag=True, help="Show the threads side by side as they grow."),
+        _flag("--resume", type=path, metavar="FILE", help="Go on with an answer: a completion that --json has printed."),
         _flag("--json", is_flag=True, help="Print one JSON document instead of text."),
         _flag("--trace", type=path, metavar="FILE", help="Write a Chrome/Perfetto trace of every task."),
     ]  # fmt: skip
