@@ -52,7 +52,8 @@ class Forest:
     nothing is stored for them here, and everything that is asked of them is passed to that tree.
 
     Args:
-        sequence: the answer's threads; the forest passes accepted tokens to it.
+        sequence: the answer's threads; the forest passes accepted tokens to it. In one thread it may have tokens already,
+            which are in the past.
 
     Attributes:
         trees: by thread number. The tree of an ended thread may keep its root.
@@ -67,6 +68,7 @@ class Forest:
         self._threads = torch.zeros(0, dtype=torch.int64, device=device)  # [N], each row's thread
         self._rows: dict[int, Tensor] = {}  # by thread that has any: int64, its rows, in the order of its tree
         self._ensure_tree(0)
+        self.trees[0].set_root_position(sequence.next_position(0), 0)  # behind what was said before, which is in the past
         self._only_tree = None if sequence.can_fork else self.trees[0]
 
     @property

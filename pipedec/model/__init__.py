@@ -11,7 +11,7 @@ from pipedec.model.checkpoint import Checkpoint
 from pipedec.model.config import ModelConfig
 from pipedec.model.digest import quick_digest, weights_digest
 from pipedec.model.lane_rows import LaneRows
-from pipedec.model.pool import KVPool
+from pipedec.model.pool import KVPool, KVShape
 from pipedec.model.stage_model import StageModel
 
 __all__ = [
@@ -20,6 +20,7 @@ __all__ = [
     "Checkpoint",
     "KVCache",
     "KVPool",
+    "KVShape",
     "LaneRows",
     "ModelConfig",
     "StageModel",

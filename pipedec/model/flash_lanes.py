@@ -57,7 +57,7 @@ class PagedRows:
         rows: int64 [T], indices into the forward's rows, request by request.
         first_rows, first_slots: int32 [B + 1], where each request's rows and slots begin if they are counted one after the other.
         most_rows, most_slots: of any request.
-        block_table: int32 [B, blocks], the pool's blocks of each request.
+        block_table: int32 [B, blocks], the pool's blocks of each request; filled up with its first one.
     """
 
     rows: Tensor
@@ -73,16 +73,14 @@ class PagedRows:
         cache, device = placed[0][0].cache, placed[0][0].positions.device
         counts, block = [lane.num_tokens for lane, _ in placed], cache.pool.block
         width = -(-max(num_slots) // block)
-        firsts = [lane.cache.start // block for lane, _ in placed]
-        last = cache.pool.tensor.shape[3] // block - 1
-        table = [[min(first + index, last) for index in range(width)] for first in firsts]
+        blocks = [lane.cache.blocks(count) for (lane, _), count in zip(placed, num_slots, strict=True)]
         return cls(
             _rows_of(placed),
             torch.tensor(_sums(counts), dtype=torch.int32, device=device),
             torch.tensor(_sums(num_slots), dtype=torch.int32, device=device),
             max(counts),
             max(num_slots),
-            torch.tensor(table, dtype=torch.int32, device=device),
+            torch.tensor([_filled(own, width) for own in blocks], dtype=torch.int32, device=device),
         )
 
     def attend(
@@ -130,8 +128,9 @@ class TreeRows:
         device, counts = placed[0][0].positions.device, [lane.num_tokens for lane, _ in placed]
         seen = [lane.visibility_of_tokens().seen for lane, _ in placed]
         most_rows, most_slots = max(counts), max(mask.shape[1] for mask in seen)
-        slots = [range(lane.cache.start + lane.num_shared, lane.cache.start + lane.num_shared + mask.shape[1])
-                 for (lane, _), mask in zip(placed, seen, strict=True)]  # fmt: skip
+        ranges = [lane.cache.ranges(lane.num_shared, lane.num_shared + mask.shape[1])
+                  for (lane, _), mask in zip(placed, seen, strict=True)]  # fmt: skip
+        slots = [[slot for run in runs for slot in run] for runs in ranges]
         rows = [range(first, first + count) for (_, first), count in zip(placed, counts, strict=True)]
         bias = torch.zeros(len(placed), most_rows, group, most_slots, dtype=dtype, device=device)
         for of_lane, mask in zip(bias, seen, strict=True):
@@ -179,5 +178,5 @@ def _sums(counts: Iterable[int]) -> list[int]:
     return sums
 
 
-def _filled(own: range, count: int) -> list[int]:
-    return [*own, *[own.start] * (count - len(own))]
+def _filled(own: Sequence[int], count: int) -> list[int]:
+    return [*own, *[own[0]] * (count - len(own))]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from pipedec.model.attention import AttentionPlan, tree_attention
-from pipedec.model.cache import KVCache
+from pipedec.model.cache import KVCache, Reader
 from pipedec.tree import Visibility
 
 
@@ -26,7 +26,7 @@ class LaneRows:
         cache: the request's. The forward adds the rows to the tree level if ``visibility`` is given, else to the past.
         visibility: the slots of past and tree (older rows, then these) that each row attends to. None for a chunk of the prompt,
             which directly follows the past.
-        prefill_length: for a chunk of the prompt, the number of tokens in the whole prompt.
+        prefill_length: for a chunk of the prompt, or of an answer that goes on, the number of tokens in the whole prompt.
         num_masks: number of mask rows, which are the last of the rows. Those behind a chunk of the prompt attend to all of it and
             to each other causally, and are added to no level.
     """
@@ -64,10 +64,13 @@ class LaneRows:
             raise ValueError(f"the mask is {list(visibility.seen.shape)}, but the step is {[rows, slots]}")
 
     def lengths(self) -> Tensor:
-        """int64 [R], the sequence length that each row's rotary frequencies depend on, if they do."""
+        """int64 [R], the sequence length that each row's rotary frequencies depend on, if they do.
+
+        A token of the answer has the length that it had when it was decoded, also if it enters again.
+        """
         lengths = self.positions + 1
         if self.prefill_length is not None:
-            lengths[: self.num_tokens] = self.prefill_length
+            lengths[: self.num_tokens].clamp_(min=self.prefill_length)
         return lengths
 
     def append(self) -> None:
@@ -92,7 +95,7 @@ class LaneRows:
 
 def slots_of(lanes: Sequence[LaneRows]) -> slice | Tensor:
     """The pool's slots for the rows of ``lanes``: int64 [R], or a slice if they are consecutive."""
-    ranges = [lane.cache.slots_behind(lane.num_rows) for lane in lanes]
+    ranges = [run for lane in lanes for run in lane.cache.slots_behind(lane.num_rows)]
     if len(ranges) == 1:
         return slice(ranges[0].start, ranges[0].stop)
     return torch.tensor([slot for slots in ranges for slot in slots], device=lanes[0].positions.device)
@@ -108,20 +111,19 @@ class Part:
     Attributes:
         rows: which rows of the forward.
         plan: their masks.
-        views: keys and values of each layer that they attend to, in turns (see ``KVCache.views``).
+        reader: keys and values of each layer that they attend to.
     """
 
     rows: slice
     plan: AttentionPlan
-    views: tuple[Tensor, ...]
+    reader: Reader
 
     def attend(self, q_RHD: Tensor, layer: int, window: int | None) -> Tensor:
-        keys_KSD, values_KSD = self.views[2 * layer : 2 * layer + 2]
-        return tree_attention(q_RHD[self.rows], keys_KSD, values_KSD, self.plan, window)
+        return tree_attention(q_RHD[self.rows], *self.reader(layer), self.plan, window)
 
 
 class LaneAttention:
-    """Attention of a forward's rows, request by request, over views of their caches.
+    """Attention of a forward's rows, request by request.
 
     Args:
         lanes: whose rows follow each other in the forward. Their caches have room for them.
@@ -155,13 +157,13 @@ class LaneAttention:
             plan = AttentionPlan.for_prefill(lane.cache.past_length, tokens, self._windows, self._dtype, device)
         else:
             plan = self._tree_plan(lane.visibility_of_tokens(), lane.positions[:tokens])
-        return Part(slice(first, first + tokens), plan, lane.cache.views(tokens))
+        return Part(slice(first, first + tokens), plan, lane.cache.reader(tokens))
 
     def _of_masks(self, lane: LaneRows, first: int) -> Part:
         """The mask rows of a lane whose rows begin at ``first``."""
         plan = self._tree_plan(lane.visibility_of_masks(), lane.positions[lane.num_tokens :], lane.cache.prompt_length)
         rows = slice(first + lane.num_tokens, first + lane.num_rows)
-        return Part(rows, plan, lane.cache.views(lane.num_rows, with_prompt=True))
+        return Part(rows, plan, lane.cache.reader(lane.num_rows, with_prompt=True))
 
     def _tree_plan(self, visibility: Visibility, positions_R: Tensor, prompt_length: int | None = None) -> AttentionPlan:
         return AttentionPlan.for_tree(visibility, positions_R, self._windows, self._group, self._dtype, prompt_length)

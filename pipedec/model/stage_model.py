@@ -24,7 +24,7 @@ from pipedec.model.checkpoint import EMBEDDING, FINAL_NORM, Checkpoint
 from pipedec.model.config import ModelConfig
 from pipedec.model.flash_lanes import FlashLaneAttention
 from pipedec.model.lane_rows import LaneAttention, LaneRows, slots_of
-from pipedec.model.pool import KVPool
+from pipedec.model.pool import KVPool, KVShape
 from pipedec.model.rotary import Rotary, rotate
 from pipedec.tree import is_mask
 
@@ -137,11 +137,11 @@ class StageModel:
         """Enable mask rows with these weights. Only pools made afterwards hold the learned prompt."""
         self._bita = bita
 
-    def make_pool(self, block: int = 256, capacity: int | None = None) -> KVPool:
-        """An empty pool for the caches of this stage's layers (see ``KVPool``)."""
+    def make_pool(self, slots: int, block: int = 16) -> KVPool:
+        """A pool for the caches of this stage's layers (see ``KVPool``)."""
         config, prompt = self.config, None if self._bita is None else self._bita.prompt
-        shape = (self.num_layers, config.num_kv_heads, config.head_dim)
-        return KVPool(*shape, self.dtype, self.device, block, prompt, capacity)
+        shape = KVShape(self.num_layers, config.num_kv_heads, config.head_dim, self.dtype)
+        return KVPool(shape, slots, block, prompt, self.device)
 
     @torch.inference_mode()
     def forward(self, inputs: Tensor, lanes: Sequence[LaneRows]) -> Tensor:
@@ -160,16 +160,14 @@ class StageModel:
 
         Raises:
             ValueError: a lane has no rows, its mask is not [rows, slots], its prompt chunk follows tree rows, or there are mask
-                rows but no BiTA.
-            UserError: the pool has a capacity and is full.
+                rows but no BiTA, or a cache has too few slots.
         """
-        pool = self._reserve(lanes)
+        pool, slots = self._check(lanes), slots_of(lanes)
         positions_R = torch.cat([lane.positions for lane in lanes])
         lengths_R = torch.cat([lane.lengths() for lane in lanes]) if self._rotary.depends_on_length else None
         cos_RD, sin_RD = self._rotary.cos_sin(positions_R, lengths_R)
         kind = FlashLaneAttention if flash_applies(self.dtype, self.device) else LaneAttention
         attention = kind(lanes, self._windows, self.config.queries_per_kv_head, self.dtype)
-        slots = slots_of(lanes)
         hidden_RE = inputs if self._embedding_VE is None else self._embedded(inputs, self._embedding_VE)
         for index, weights in enumerate(self._weights):
             q_RHD, keys_RKD, values_RKD = self._projected(weights, self._norm(hidden_RE, weights.input_norm), cos_RD, sin_RD)
@@ -193,14 +191,12 @@ class StageModel:
         logits_RV = self._linear(self._norm(hidden_RE, self._final_norm_E), self._head_VE)
         return logits_RV.to(torch.promote_types(self.dtype, torch.float32))
 
-    def _reserve(self, lanes: Sequence[LaneRows]) -> Pool:
-        """Check the lanes, and make room for their rows in their caches; returns the pool of these."""
+    def _check(self, lanes: Sequence[LaneRows]) -> Pool:
+        """Check the lanes; returns the pool of their caches."""
         for lane in lanes:
             lane.check()
             if lane.num_masks and self._bita is None:
                 raise ValueError("mask rows need a BiTA")
-        for lane in lanes:
-            lane.cache.reserve(lane.num_rows)
         return lanes[0].cache.pool
 
     def _embedded(self, token_ids_R: Tensor, embedding_VE: Tensor) -> Tensor:

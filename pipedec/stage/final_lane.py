@@ -13,6 +13,7 @@ from pipedec.sampling import Logprobs
 from pipedec.stage.acceptance import Acceptance
 from pipedec.stage.forecasts import Forecasts
 from pipedec.stage.lane import Lane
+from pipedec.stage.slot_tokens import SlotTokens
 from pipedec.stage.token_chooser import TokenChooser
 from pipedec.threads import NewSequence
 from pipedec.tree import Advance
@@ -23,13 +24,20 @@ class FinalLane(Lane):
 
     Args:
         vocab_size: V.
+        tokens: those of the pool's slots.
 
     Raises:
         UserError: ``logit_bias`` names a token that is not in the vocabulary.
     """
 
     def __init__(
-        self, opening: Opening, new_sequence: NewSequence, cache: KVCache, device: torch.device | str, vocab_size: int
+        self,
+        opening: Opening,
+        new_sequence: NewSequence,
+        cache: KVCache,
+        device: torch.device | str,
+        vocab_size: int,
+        tokens: SlotTokens,
     ) -> None:
         super().__init__(opening, new_sequence, cache, device)
         self._chooser = TokenChooser(self._forest.sequence, opening.sampling, vocab_size, device)
@@ -39,6 +47,16 @@ class FinalLane(Lane):
         self._successors = torch.zeros(0, dtype=torch.int64, device=device)  # [N], the target's token after each row
         self._first_verdict: Verdict | None = None
         self._entered: LaneRows
+        self._tokens = tokens
+        self._adopt(opening)
+
+    def _adopt(self, opening: Opening) -> None:
+        """Learn the tokens of the adopted prefix, which do not enter."""
+        first, count = opening.copied
+        copied = self._tokens.read([range(first, first + count)])
+        self._tokens.write(self._cache.ranges(opening.cached - count, opening.cached), copied)
+        of_prompt = self._cache.ranges(0, min(opening.cached, opening.prompt_length))
+        self._chooser.add_prompt(self._tokens.read(of_prompt))
 
     @property
     def has_ended(self) -> bool:
@@ -46,32 +64,37 @@ class FinalLane(Lane):
 
     @property
     def num_judged(self) -> int:
-        """How many of the rows that entered last, from the end, need logits: of a prompt only its last token and the masks."""
+        """How many of the rows that entered last, from the end, need logits: of a prefill only its last token and the masks."""
         entered = self._entered
         if entered.visibility is not None:
             return entered.num_rows
-        return 1 + entered.num_masks if self._cache.past_length == self._prompt_length else 0
+        return 1 + entered.num_masks if self._cache.past_length == self._prefill_length else 0
 
     def enter(self, step: Step) -> LaneRows:
         self._entered = super().enter(step)
         self._pending = None
         if self._entered.visibility is None:
-            self._chooser.add_prompt(step.token_ids[: self._entered.num_tokens])
+            self._enter_chunk(step.token_ids[: self._entered.num_tokens])
         return self._entered
 
+    def _enter_chunk(self, token_ids: Tensor) -> None:
+        """Learn the tokens of a chunk, the first of which belong to the prompt, the others to what was said before."""
+        self._tokens.write(self._cache.slots_behind(len(token_ids)), token_ids)
+        self._chooser.add_prompt(token_ids[: max(self._prompt_length - self._cache.past_length, 0)])
+
     def judge(self, logits_RV: Tensor) -> None:
-        """Choose the tokens after the ``num_judged`` rows, whose logits these are; after a prompt this is the first verdict."""
+        """Choose the tokens after the ``num_judged`` rows, whose logits these are; after a prefill this is the first verdict."""
         if self._entered.visibility is None:
-            self._judge_prompt(logits_RV)
+            self._judge_prefill(logits_RV)
         else:
             self._judge_rows(logits_RV)
 
-    def _judge_prompt(self, logits_RV: Tensor) -> None:
+    def _judge_prefill(self, logits_RV: Tensor) -> None:
         token = self._chooser.first(logits_RV[:1])
         self._logprobs.accept_first(logits_RV[:1], token)
         self._acceptance.accept_first(int(token[0]))
         finished = self._acceptance.finished
-        forecast = () if finished else self._forecasts.first(logits_RV[1:], self._prompt_length + 1)
+        forecast = () if finished else self._forecasts.first(logits_RV[1:], self._prefill_length + 1)
         self._first_verdict = Verdict.of(int(token[0]), finished=finished, forecast=forecast)
 
     def _judge_rows(self, logits_RV: Tensor) -> None:
@@ -84,7 +107,7 @@ class FinalLane(Lane):
         self._logprobs.add(logits_RV, chosen)
 
     def verdict(self) -> Verdict | None:
-        """After the last chunk of the prompt the first verdict, later the one on the rows computed so far.
+        """After the last chunk of the prefill the first verdict, later the one on the rows computed so far.
 
         Returns:
             None if no further token is accepted.
@@ -107,7 +130,9 @@ class FinalLane(Lane):
         return tuple(map(tuple, self._logprobs.take()))
 
     def _replay(self, advance: Advance, changes: ThreadChanges) -> None:
+        past = self._cache.past_length
         super()._replay(advance, changes)
+        self._tokens.write(self._cache.ranges(past, past + len(advance.committed_ids)), advance.committed_ids)
         self._successors = self._successors[advance.kept]
         self._forecasts.keep(advance.kept)
         self._logprobs.keep(advance.kept)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import cast
 
 import torch
@@ -12,6 +13,7 @@ from pipedec.core import Opening, Step, Update, Verdict
 from pipedec.model import KVCache
 from pipedec.stage.final_lane import FinalLane
 from pipedec.stage.lane import Lane
+from pipedec.stage.slot_tokens import SlotTokens
 from pipedec.stage.worker import StageWorker
 
 
@@ -19,6 +21,10 @@ class FinalStageWorker(StageWorker):
     """The last stage L_n."""
 
     _computed: tuple[int, ...] = ()  # numbers of requests with rows computed since the last ``results``
+
+    @cached_property
+    def _tokens(self) -> SlotTokens:
+        return SlotTokens(self.cache_slots, self._device)
 
     def compute(self, steps: Mapping[int, Step]) -> None:
         """Compute the rows of all requests in one forward, and choose the tokens after them."""
@@ -47,7 +53,8 @@ class FinalStageWorker(StageWorker):
         return (*closed, *self.results())
 
     def _new_lane(self, opening: Opening, cache: KVCache) -> Lane:
-        return FinalLane(opening, self._new_sequence(opening), cache, self._device, self._model.config.vocab_size)
+        vocab_size = self._model.config.vocab_size
+        return FinalLane(opening, self._new_sequence(opening), cache, self._device, vocab_size, self._tokens)
 
     def _distribute(self, lanes: Sequence[Lane], hidden: Sequence[Tensor]) -> None:
         """Compute the logits of all requests at once, and let each lane choose its tokens."""

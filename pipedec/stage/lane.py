@@ -10,7 +10,7 @@ from bisect import bisect_left
 import torch
 from torch import Tensor
 
-from pipedec.core import Opening, Step, Verdict
+from pipedec.core import Opening, SlotRuns, Step, Verdict
 from pipedec.forest import Forest, ThreadChanges
 from pipedec.model import KVCache, LaneRows
 from pipedec.threads import NewSequence
@@ -22,16 +22,17 @@ class Lane:
 
     Args:
         new_sequence: makes the sequence of the answer.
-        cache: an empty one; ``close`` returns its slots.
+        cache: with the slots and the adopted rows that the opening names.
     """
 
     def __init__(self, opening: Opening, new_sequence: NewSequence, cache: KVCache, device: torch.device | str) -> None:
         self._prompt_length = opening.prompt_length
+        self._prefill_length = opening.prompt_length + len(opening.said)
         self._has_masks = opening.tokens_per_mask > 0
         self._forest = Forest(new_sequence(), device)
         self._cache = cache
         self._device = device
-        self._pending: Step | None = None  # a chunk of the prompt, or the newest rows of the forest
+        self._pending: Step | None = None  # a prefill chunk, or the newest rows of the forest
 
     @property
     def has_ended(self) -> bool:
@@ -43,17 +44,18 @@ class Lane:
         """Number of rows in the cache."""
         return self._cache.length
 
-    def close(self) -> None:
-        self._cache.close()
+    def extend(self, slots: SlotRuns) -> None:
+        """Add slots for rows behind those for which there are any."""
+        self._cache.extend(slots)
 
     def enter(self, step: Step) -> LaneRows:
-        """Take in rows, which are computed next: a chunk of the prompt until the whole prompt has entered, then rows of trees.
+        """Take in rows, which are computed next: chunks of the prompt and of what was said before, then rows of trees.
 
         Masks may follow the last chunk; neither forest nor cache keeps these.
         """
         num_masks = self._count_masks(step)
         self._pending = step
-        if self._cache.past_length < self._prompt_length:
+        if self._cache.past_length < self._prefill_length:
             first = self._cache.past_length
             positions = torch.arange(first, first + step.num_rows, device=self._device)
             return LaneRows(positions, self._cache, None, self._prompt_length, num_masks)

@@ -44,13 +44,13 @@ class TokenChooser:
             self._samplers[0].add_prompt(token_ids)
 
     def first(self, logits_1V: Tensor) -> Tensor:
-        """The first token of the answer, int64 [1], from the logits of the prompt's last token."""
+        """The token behind prompt and what was said before, int64 [1], from the logits of the last of these."""
         logits_1V = _without(logits_1V, {self._sequence.banned(0): [0]})
         if self._sampling.is_plainly_greedy:
             return greedy(logits_1V)
-        position = torch.tensor([self._sequence.prompt_length], device=self._device)
-        no_rows = position[:0]
-        return self._samplers[0].choose(logits_1V, position, no_rows[None].bool(), no_rows)
+        position = torch.tensor([self._sequence.next_position(0)], device=self._device)
+        last_said = self._tensor(self._sequence.main.token_ids[-1:])  # not counted yet, like the root of a tree
+        return self._samplers[0].choose(logits_1V, position, torch.ones_like(last_said, dtype=torch.bool)[None], last_said)
 
     def choose(self, logits_RV: Tensor, forest: Forest, rows: slice) -> Tensor:
         """The token after each of ``rows``, none of which is a mask: int64 [R]."""

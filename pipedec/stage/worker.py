@@ -6,7 +6,7 @@ verdicts of the timestep have pruned it (PipeDec §3.4.3), and passes it on. Req
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Protocol
@@ -14,12 +14,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from pipedec.core import Envelope, Load, Opening, Step, Update, Verdict
+from pipedec.core import Envelope, Load, Opening, SlotRuns, Step, Update, Verdict
 from pipedec.model import KVCache, StageModel
 from pipedec.stage.lane import Lane
 from pipedec.threads import NewSequence
-
-MOST_RESERVED = 1024  # slots that a lane gets for its answer when it opens; it grows if the answer is longer
 
 
 class Span(Protocol):
@@ -39,15 +37,22 @@ class StageWorker:
 
     Args:
         new_sequence: makes, for the opening of a request, the function that makes sequences of its answer.
+        slots, block: of the KV pool (see ``KVPool``). Which request has which slots is said from outside.
     """
 
     def __init__(
-        self, model: StageModel, new_sequence: Callable[[Opening], NewSequence], device: torch.device | str = "cpu"
+        self,
+        model: StageModel,
+        new_sequence: Callable[[Opening], NewSequence],
+        device: torch.device | str = "cpu",
+        *,
+        slots: int,
+        block: int = 16,
     ) -> None:
         self._model = model
         self._new_sequence = new_sequence
         self._device = device
-        self._pool = model.make_pool()
+        self._pool = model.make_pool(slots, block)
         self._lanes: dict[int, Lane] = {}
 
     @property
@@ -57,31 +62,51 @@ class StageWorker:
 
     @property
     def cache_slots(self) -> int:
-        """Capacity of the KV pool in rows. It grows as needed and never shrinks."""
+        """Capacity of the KV pool in rows."""
         return self._pool.slots
 
     def open(self, number: int, opening: Opening) -> None:
-        """Open a lane for a request.
+        """Open a lane for a request, and copy the rows that it is to have copies of.
 
         Raises:
-            ValueError: the number has one.
-            UserError: the KV pool is full, or, on the last stage, ``logit_bias`` names a token that is not in the vocabulary.
+            ValueError: the number has one, or its slots are not in the pool.
+            UserError: on the last stage, ``logit_bias`` names a token that is not in the vocabulary.
         """
         if number in self._lanes:
             raise ValueError(f"request {number} is open already")
-        reserved = opening.prompt_length + min(opening.sampling.max_tokens, MOST_RESERVED)
-        cache = self._pool.open(with_prompt=opening.tokens_per_mask > 0, reserve=reserved)
+        cache = self._pool.cache(with_prompt=opening.tokens_per_mask > 0)
+        cache.extend(opening.slots)
+        cache.adopt(opening.cached, opening.copied)
         self._lanes[number] = self._new_lane(opening, cache)
 
+    def extend(self, number: int, slots: SlotRuns) -> None:
+        """Give a request further slots. Raises ValueError if these are not in the pool."""
+        if (lane := self._lanes.get(number)) is not None:
+            lane.extend(slots)
+
     def sync(self, number: int, verdict: Verdict) -> None:
-        """Replay a verdict: commit and prune what the lane holds. A verdict with ``finished`` drops the lane instead."""
+        """Replay a verdict: commit and prune what the lane holds. A verdict with ``finished`` then drops the lane.
+
+        So the slots of a request that has ended hold its tokens, for others to adopt.
+        """
         if (lane := self._lanes.get(number)) is None:
             return
+        lane.sync(verdict)
         if verdict.finished is not None:
-            lane.close()
             del self._lanes[number]
-        else:
-            lane.sync(verdict)
+
+    def replay(self, updates: Iterable[Update]) -> None:
+        """All that updates bring before their rows: verdicts, openings and slots.
+
+        Openings come last, in order: they may copy rows that a verdict moves, and have slots of requests that a verdict ends.
+        """
+        for update in sorted(updates, key=lambda update: update.opening is not None):
+            if update.opening is not None:
+                self.open(update.number, update.opening)
+            if update.verdict is not None:
+                self.sync(update.number, update.verdict)
+            if update.slots:
+                self.extend(update.number, update.slots)
 
     def compute(self, steps: Mapping[int, Step]) -> None:
         """Compute the rows of all requests in one forward. The output is pending until ``sync`` and ``outgoing``."""
@@ -109,7 +134,7 @@ class StageWorker:
         return Load(rows, sum(self._lanes[number].num_cached for number in steps))
 
     def advance(self, envelope: Envelope, span: Span = _unrecorded) -> Envelope:
-        """One timestep: open lanes, replay verdicts, compute the rows of all requests.
+        """One timestep: replay verdicts, open lanes, compute the rows of all requests.
 
         Args:
             span: the context for a part of the work, by its name ("sync" or "dec") and load.
@@ -118,14 +143,9 @@ class StageWorker:
             what goes to the next rank: the same updates with the rows that leave this stage; from the last stage to rank 0 its
             results instead.
         """
-        for update in envelope.updates:
-            if update.opening is not None:
-                self.open(update.number, update.opening)
-        verdicts = {update.number: update.verdict for update in envelope.updates if update.verdict is not None}
-        if verdicts:
-            with span("sync", Load()):
-                for number, verdict in verdicts.items():
-                    self.sync(number, verdict)
+        has_verdicts = any(update.verdict is not None for update in envelope.updates)
+        with span("sync", Load()) if has_verdicts else nullcontext():
+            self.replay(envelope.updates)
         steps = self._valid({update.number: update.step for update in envelope.updates if update.step is not None})
         if steps:
             with span("dec", self.load(steps)):
@@ -134,7 +154,7 @@ class StageWorker:
 
     def _reply(self, updates: tuple[Update, ...]) -> tuple[Update, ...]:
         outgoing = self.outgoing()
-        return tuple(Update(one.number, one.opening, one.verdict, outgoing.get(one.number)) for one in updates)
+        return tuple(replace(update, step=outgoing.get(update.number)) for update in updates)
 
     def _new_lane(self, opening: Opening, cache: KVCache) -> Lane:
         return Lane(opening, self._new_sequence(opening), cache, self._device)

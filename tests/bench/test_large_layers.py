@@ -82,7 +82,9 @@ def test_random_layers_compute_finite_numbers(tmp_path: Path) -> None:
     stage = StageModel.random(config, range(0, 4), torch.float32, "cpu")
     assert stage.num_bytes == 4 * config.num_stage_parameters(range(4))
     tokens = torch.arange(5)
-    hidden = stage.forward(tokens, [LaneRows(tokens, stage.make_pool().open())])
+    cache = stage.make_pool(16).cache()
+    cache.extend(((0, 16),))
+    hidden = stage.forward(tokens, [LaneRows(tokens, cache)])
     assert bool(stage.logits(hidden).isfinite().all()) and float(hidden.std()) > 0.1
 
 

@@ -11,7 +11,7 @@ import math
 import random
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
@@ -27,7 +27,7 @@ from pipedec.engine.pool import Pool
 from pipedec.engine.recorder import Timestep
 from pipedec.forest import Forest
 from pipedec.methods import applicable_options
-from pipedec.model import KVPool, LaneRows
+from pipedec.model import KVPool, KVShape, LaneRows
 from pipedec.stage import FinalStageWorker, StageWorker
 from pipedec.threads import BoundDialect, DecodeThread, NewSequence, State, single_thread
 from pipedec.threads import Sequence as ThreadSequence
@@ -35,6 +35,7 @@ from pipedec.tree import Candidates, DraftRows, RowChanges
 
 PROMPT = 5
 MASKS = 3
+SLOTS = 4096
 TIMING = TimestepTiming(0.01, 0.005, (0.001,))
 Path = tuple[int, ...]
 Name = tuple[int, Path | None, tuple[int, ...]]  # of the prompt: no path
@@ -117,8 +118,8 @@ class MarkedModel:
     pool: KVPool = field(init=False)
     config = SimpleNamespace(vocab_size=len(TEXTS))
 
-    def make_pool(self) -> KVPool:
-        self.pool = KVPool(1, 1, 1, torch.float64, "cpu", block=4)
+    def make_pool(self, slots: int, block: int) -> KVPool:
+        self.pool = KVPool(KVShape(1, 1, 1, torch.float64), slots, block)
         return self.pool
 
     def forward(self, inputs: Tensor, lanes: Sequence[LaneRows]) -> Tensor:
@@ -126,9 +127,8 @@ class MarkedModel:
         assert len({lane.cache for lane in lanes}) == len(lanes)
         for lane, rows in zip(lanes, inputs.split([lane.num_rows for lane in lanes]), strict=True):
             lane.check()
-            lane.cache.reserve(lane.num_rows)
-            slots = lane.cache.slots_behind(lane.num_rows)
-            self.pool.write(0, slice(slots.start, slots.stop), rows.view(-1, 1, 1), -rows.view(-1, 1, 1))
+            slots = [slot for run in lane.cache.slots_behind(lane.num_rows) for slot in run]
+            self.pool.write(0, torch.tensor(slots), rows.view(-1, 1, 1), -rows.view(-1, 1, 1))
             past = lane.cache.past_length
             lane.append()
             if lane.visibility is None:
@@ -346,7 +346,7 @@ class MarkedStages:
         self._prompt_rows: dict[int, int] = defaultdict(int)  # by request: rows of the prompt that have entered
         self.models = [MarkedModel(self._marks, targets) for _ in range(stages)]
         kinds = [StageWorker] * (stages - 1) + [FinalStageWorker]
-        self.workers = [kind(model, new_sequence) for kind, model in zip(kinds, self.models, strict=True)]  # type: ignore[arg-type]
+        self.workers = [kind(model, new_sequence, slots=SLOTS, block=4) for kind, model in zip(kinds, self.models, strict=True)]  # type: ignore[arg-type]
         for model, worker in zip(self.models, self.workers, strict=True):
             model.worker = worker
         self._idle = 0
@@ -374,7 +374,7 @@ class MarkedStages:
             is_chunk = self._prompt_rows[number] < PROMPT
             names = self._chunk_names(number, step) if is_chunk else self._row_names(number, step)
             step = Step(step.token_ids, step.parents, self._marks.of(names), step.threads)
-        return Update(number, update.opening, update.verdict, step)
+        return replace(update, step=step)
 
     def _chunk_names(self, number: int, step: Step) -> list[Name]:
         first, token_ids = self._prompt_rows[number], step.token_ids.tolist()
@@ -417,12 +417,8 @@ class InstructedStages(MarkedStages):
         self._sync(last)
 
     def _sync(self, entering: Envelope) -> None:
-        for update in entering.updates:
-            for worker in self.workers:
-                if update.opening is not None:
-                    worker.open(update.number, update.opening)
-                if update.verdict is not None:
-                    worker.sync(update.number, update.verdict)
+        for worker in self.workers:
+            worker.replay(entering.updates)
         self._check_slots(entering.updates)
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from pipedec.model.bita import BitaWeights
+from pipedec.model.cache import KVCache
 from pipedec.model.config import ModelConfig
 from pipedec.model.lane_rows import LaneRows
 from pipedec.model.stage_model import StageModel
@@ -34,6 +35,16 @@ ROPES = {
 }
 
 
+SLOTS = 256  # of each stage's only cache
+
+
+def lone_cache(stage: StageModel, with_prompt: bool = False) -> KVCache:
+    """The only cache of a pool."""
+    cache = stage.make_pool(SLOTS).cache(with_prompt)
+    cache.extend(((0, SLOTS),))
+    return cache
+
+
 class StageChain:
     """Stages with the given numbers of layers, each with its cache. ``bita`` has the tensors of all layers."""
 
@@ -54,7 +65,9 @@ class StageChain:
         for stage in self.stages if bita is not None else ():
             of_layers = bita.prompt[stage.layers.start : stage.layers.stop]
             stage.attach(BitaWeights(of_layers.to(dtype), bita.masks.to(dtype)))
-        self.caches = [stage.make_pool(block).open(with_prompt=bita is not None) for stage in self.stages]
+        self.caches = [stage.make_pool(SLOTS, block).cache(with_prompt=bita is not None) for stage in self.stages]
+        for cache in self.caches:
+            cache.extend(((0, SLOTS),))
         self._tree_positions = torch.zeros(0, dtype=torch.int64)
 
     def forward(self, ids: Tensor, positions: Tensor, mask: Tensor | None = None, prefill_length: int | None = None) -> Tensor:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from checkpoints import save_tiny_llama
 from safetensors.torch import load_file, save_file
+from stage_chain import lone_cache
 
 from pipedec.core import UserError
 from pipedec.model.checkpoint import EMBEDDING, FINAL_NORM, HEAD, Checkpoint
@@ -81,7 +82,7 @@ def test_shards_give_the_same_stage_as_one_file(tmp_path):
     for size in ("1GB", "20KB"):
         save_tiny_llama(tmp_path / size, max_shard_size=size)
         stage = StageModel.load(tmp_path / size, range(1, 4), torch.float32, "cpu")
-        outputs.append(stage.logits(stage.forward(hidden, [LaneRows(torch.arange(3), stage.make_pool().open())])))
+        outputs.append(stage.logits(stage.forward(hidden, [LaneRows(torch.arange(3), lone_cache(stage))])))
     assert torch.equal(*outputs)
 
 

@@ -14,6 +14,7 @@ from examples import examples
 from flash_stand_in import flash_on_cpu
 from hypothesis import given
 from hypothesis import strategies as st
+from slot_books import SlotBooks
 from torch import Tensor
 
 from pipedec.model import BitaWeights, LaneRows, ModelConfig, StageModel
@@ -41,12 +42,13 @@ def stage(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 class Requests:
     """Random requests of one pool, and what the forwards of their rows give."""
 
-    def __init__(self, stage: StageModel, seed: int, count: int, block: int) -> None:
+    def __init__(self, stage: StageModel, seed: int, count: int, block: int, is_scattered: bool) -> None:
         self._stage, self._device, self._random = stage, stage.device, random.Random(seed)
         self._generator = torch.Generator().manual_seed(seed)
-        pool = stage.make_pool(block)
-        self._has_masks = [pool.prompt is not None and self._random.random() < 0.4 for _ in range(count)]
-        self._caches = [pool.open(with_prompt=has_masks) for has_masks in self._has_masks]
+        pool = stage.make_pool(400 * block, block)
+        self._books = SlotBooks(pool.slots, block, random.Random(seed) if is_scattered else None)
+        self._has_masks = [bool(pool.prompt_slots) and self._random.random() < 0.4 for _ in range(count)]
+        self._caches = [pool.cache(with_prompt=has_masks) for has_masks in self._has_masks]
         self._has_prompt = [self._random.random() < 0.1 for _ in range(count)]
 
     def forward(self) -> Tensor:
@@ -68,6 +70,7 @@ class Requests:
         cache, chooser = self._caches[index], self._random
         masks = chooser.randint(0, 2) if self._has_masks[index] else 0
         rows = chooser.randint(1, 5) + masks
+        cache.extend(self._books.take(index, cache.length + rows))
         if not self._has_prompt[index]:
             self._has_prompt[index] = chooser.random() < 0.5
             masks, rows = (masks, rows) if self._has_prompt[index] else (0, rows - masks)
@@ -85,7 +88,7 @@ class Requests:
 @examples(60)
 @given(seed=st.integers(0, 2**32 - 1), count=st.integers(1, 6), block=st.sampled_from([2, 5, 16]))
 def test_all_requests_at_once_equal_one_after_the_other(stage: StageModel, seed: int, count: int, block: int) -> None:
-    plain, batched = (Requests(stage, seed, count, block) for _ in range(2))
+    plain, batched = (Requests(stage, seed, count, block, is_scattered) for is_scattered in (False, True))
     for _ in range(6):
         with flash_on_cpu():
             found = batched.forward()
@@ -99,7 +102,7 @@ def test_all_requests_at_once_equal_one_after_the_other(stage: StageModel, seed:
 def test_the_kernel_itself_equals_one_after_the_other(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_tiny("llama", tmp_path)
     stage = StageModel.load(tmp_path, LAYERS, torch.bfloat16, "cuda")
-    plain, batched = (Requests(stage, seed, 6, 256) for _ in range(2))
+    plain, batched = (Requests(stage, seed, 6, 256, is_scattered) for is_scattered in (False, True))
     for _ in range(6):
         found = batched.forward()
         with monkeypatch.context() as patch:
@@ -112,8 +115,10 @@ def test_the_kernel_itself_equals_one_after_the_other(seed: int, tmp_path: Path,
 def test_a_layer_takes_one_call_for_all_pasts_and_one_for_all_chunks(tmp_path: Path) -> None:
     save_tiny("llama", tmp_path)
     stage, count = StageModel.load(tmp_path, range(1, 2), torch.float64, "cpu"), 7
-    pool = stage.make_pool(4)
-    caches = [pool.open() for _ in range(count)]
+    pool, books = stage.make_pool(100, 4), SlotBooks(100, 4, random.Random(3))
+    caches = [pool.cache() for _ in range(count)]
+    for number, cache in enumerate(caches):
+        cache.extend(books.take(number, 6))
     inputs = torch.randn(3 * count, 32, dtype=torch.float64)
     with flash_on_cpu() as calls:
         stage.forward(inputs, [LaneRows(torch.arange(3), cache, None, 3) for cache in caches])

@@ -1,4 +1,4 @@
-"""The two-level cache keeps its rows in order through growth, commits and prunes."""
+"""The two-level cache keeps its rows in order through commits and prunes, in one run of slots or in several."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipedec.core import SlotRuns
 from pipedec.model.cache import KVCache
-from pipedec.model.pool import KVPool
+from pipedec.model.pool import KVPool, KVShape
 
 LAYERS, HEADS, HEAD_DIM = 2, 3, 4
 
@@ -19,20 +20,26 @@ def indices(*rows: int) -> torch.Tensor:
 
 
 def write(cache: KVCache, layer: int, keys_RKD: torch.Tensor) -> None:
-    slots = cache.slots_behind(len(keys_RKD))
-    cache.pool.write(layer, slice(slots.start, slots.stop), keys_RKD, -keys_RKD)
+    slots = [slot for run in cache.slots_behind(len(keys_RKD)) for slot in run]
+    cache.pool.write(layer, torch.tensor(slots, dtype=torch.int64), keys_RKD, -keys_RKD)
 
 
 def append(cache: KVCache, labels: list[int], to_tree: bool = True) -> None:
     """Write rows whose numbers encode label, layer, and key or value."""
-    cache.reserve(len(labels))
     for layer in range(LAYERS):
         write(cache, layer, (torch.tensor(labels, dtype=torch.float64)[:, None, None] * 10 + layer).expand(-1, HEADS, HEAD_DIM))
     (cache.extend_tree if to_tree else cache.extend_past)(len(labels))
 
 
-def make_cache(block: int = 4, prompt: torch.Tensor | None = None) -> KVCache:
-    return KVPool(LAYERS, HEADS, HEAD_DIM, torch.float64, "cpu", block, prompt).open(with_prompt=prompt is not None)
+ONE_RUN: SlotRuns = ((0, 120),)
+RUNS = st.sampled_from([ONE_RUN, tuple((4 * (7 * index % 30), 4) for index in range(30))])
+
+
+def make_cache(runs: SlotRuns = ONE_RUN, prompt: torch.Tensor | None = None) -> KVCache:
+    pool = KVPool(KVShape(LAYERS, HEADS, HEAD_DIM, torch.float64), 120, 4, prompt)
+    cache = pool.cache(with_prompt=prompt is not None)
+    cache.extend(runs)
+    return cache
 
 
 def learned_prompt(length: int) -> torch.Tensor:
@@ -56,10 +63,10 @@ def assert_begins_with(cache: KVCache, prompt: torch.Tensor) -> None:
 
 
 @examples(40)
-@given(data=st.data(), prompt_length=st.integers(0, 5))
-def test_any_sequence_of_appends_and_advances_keeps_the_rows(data, prompt_length):
+@given(data=st.data(), prompt_length=st.integers(0, 5), runs=RUNS)
+def test_any_sequence_of_appends_and_advances_keeps_the_rows(data, prompt_length, runs):
     prompt = learned_prompt(prompt_length)
-    cache, past, tree, label = make_cache(prompt=prompt if data.draw(st.booleans()) or prompt_length else None), [], [], 0
+    cache, past, tree, label = make_cache(runs, prompt if data.draw(st.booleans()) or prompt_length else None), [], [], 0
     for _ in range(data.draw(st.integers(1, 8))):
         if not tree and data.draw(st.booleans()):
             rows = list(range(label, label + data.draw(st.integers(1, 6))))
@@ -76,7 +83,6 @@ def test_any_sequence_of_appends_and_advances_keeps_the_rows(data, prompt_length
         assert (cache.past_length, cache.tree_length) == (len(past), len(tree))
         assert_holds(cache, past + tree)
         assert_begins_with(cache, prompt)
-        assert cache.slots % 4 == 0
 
 
 def test_committing_the_first_rows_moves_only_the_boundary():
@@ -89,26 +95,18 @@ def test_committing_the_first_rows_moves_only_the_boundary():
     assert_holds(cache, [1, 2, 3])
 
 
-def test_grows_by_blocks_and_reset_keeps_the_memory():
-    cache = make_cache(block=4)
-    assert cache.slots == 4
-    append(cache, [1, 2, 3, 4, 5])
-    assert cache.slots == 8
-    cache.reset()
-    assert (cache.length, cache.slots) == (0, 8)
-
-
 def test_a_learned_prompt_takes_no_slots_and_survives_reset():
     prompt = learned_prompt(3)
-    cache = make_cache(block=4, prompt=prompt)
-    assert (cache.length, cache.slots, cache.prompt_length) == (0, 4, 3)
+    cache = make_cache(((8, 4), (0, 4)), prompt)
+    assert (cache.length, cache.slots, cache.prompt_length) == (0, 8, 3)
     append(cache, [1, 2, 3, 4, 5], to_tree=False)
     assert (cache.length, cache.slots) == (5, 8)
     cache.reset()
+    assert (cache.length, cache.slots) == (0, 8)
     append(cache, [6])
     assert_holds(cache, [6])
     assert_begins_with(cache, prompt)
-    write(cache, 0, torch.ones(2, HEADS, HEAD_DIM))
+    write(cache, 0, torch.ones(2, HEADS, HEAD_DIM, dtype=torch.float64))
     assert torch.equal(cache.view(0, 2, True)[0], torch.cat((prompt[0, 0], cache.view(0, 2)[0]), 1))
     with pytest.raises(ValueError, match="never written: the cache has 8 slots"):
         cache.view(0, 8, True)
@@ -117,34 +115,32 @@ def test_a_learned_prompt_takes_no_slots_and_survives_reset():
 def test_written_rows_do_not_count_until_extend():
     cache = make_cache()
     append(cache, [1])
-    write(cache, 0, torch.ones(2, HEADS, HEAD_DIM))
+    write(cache, 0, torch.ones(2, HEADS, HEAD_DIM, dtype=torch.float64))
     assert cache.length == 1
     assert cache.view(0, 2)[0].shape == (HEADS, 3, HEAD_DIM)
 
 
 def test_misuse_is_refused():
-    cache = make_cache(block=2)
-    with pytest.raises(ValueError, match="reserve"):
-        cache.slots_behind(3)
+    cache = make_cache(((4, 4),))
+    with pytest.raises(ValueError, match="5 rows do not fit into the 4 slots that this request was given"):
+        cache.slots_behind(5)
     with pytest.raises(ValueError, match="never written"):
-        cache.view(0, 3)
+        cache.view(0, 5)
     with pytest.raises(ValueError, match="cannot have been written"):
-        cache.extend_tree(3)
+        cache.extend_tree(5)
     append(cache, [1, 2])
     with pytest.raises(ValueError, match="behind 2 tree rows"):
         cache.extend_past(0)
     for committed, kept in (((0,), (0,)), ((2,), ()), ((), (-1,))):
         with pytest.raises(ValueError, match="distinct indices below 2"):
             cache.advance(indices(*committed), indices(*kept))
-    with pytest.raises(ValueError, match="block"):
-        make_cache(block=0)
 
 
 @examples(25)
-@given(data=st.data(), past_length=st.integers(0, 9), tree_length=st.integers(0, 4), prompt_length=st.integers(0, 2))
-def test_release_keeps_the_given_rows_and_the_tree(data, past_length, tree_length, prompt_length):
+@given(data=st.data(), past_length=st.integers(0, 9), tree_length=st.integers(0, 4), prompt_length=st.integers(0, 2), runs=RUNS)
+def test_release_keeps_the_given_rows_and_the_tree(data, past_length, tree_length, prompt_length, runs):
     prompt = learned_prompt(prompt_length)
-    cache = make_cache(prompt=prompt if prompt_length else None)
+    cache = make_cache(runs, prompt if prompt_length else None)
     past = list(range(past_length))
     append(cache, past, to_tree=False)
     append(cache, tree := list(range(50, 50 + tree_length)))

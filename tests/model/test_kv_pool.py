@@ -1,4 +1,4 @@
-"""The pool gives every slot to one cache at most, keeps what caches hold when they move, and is empty when all are closed."""
+"""Caches keep their rows over any runs of slots, whoever shares the first ones, and nobody writes into another's slots."""
 
 from __future__ import annotations
 
@@ -10,31 +10,33 @@ import torch
 from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
+from slot_books import SlotBooks
 
-from pipedec.core import UserError
-from pipedec.model import KVCache, KVPool
+from pipedec.model import KVCache, KVPool, KVShape
 
 LAYERS, HEADS, HEAD_DIM = 2, 3, 4
+SHAPE = KVShape(LAYERS, HEADS, HEAD_DIM, torch.float64)
 PROMPT = -1 - torch.rand(LAYERS, 2, HEADS, 3, HEAD_DIM, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-
-
-def make_pool(block: int = 4, prompt: torch.Tensor | None = None, capacity: int | None = None) -> KVPool:
-    return KVPool(LAYERS, HEADS, HEAD_DIM, torch.float64, "cpu", block, prompt, capacity)
 
 
 @dataclass
 class Held:
     """A cache and the labels of its rows."""
 
+    number: int
     cache: KVCache
     past: list[int] = field(default_factory=list)
     tree: list[int] = field(default_factory=list)
+    shared: set[int] = field(default_factory=set)  # slots that others may have, too
 
     def append(self, labels: list[int], to_tree: bool) -> None:
-        self.cache.reserve(len(labels))
         write([(self.cache, labels)])
         (self.cache.extend_tree if to_tree else self.cache.extend_past)(len(labels))
         (self.tree if to_tree else self.past).extend(labels)
+
+    def advance(self, committed: list[int], kept: list[int]) -> None:
+        self.cache.advance(torch.tensor(committed, dtype=torch.int64), torch.tensor(kept, dtype=torch.int64))
+        self.past, self.tree = self.past + [self.tree[row] for row in committed], [self.tree[row] for row in kept]
 
     def check(self) -> None:
         cache, labels = self.cache, torch.tensor([*self.past, *self.tree], dtype=torch.float64)[:, None, None]
@@ -49,117 +51,95 @@ class Held:
 
 def write(rows: list[tuple[KVCache, list[int]]]) -> None:
     """The rows of several caches at once."""
-    slots = torch.tensor([slot for cache, labels in rows for slot in cache.slots_behind(len(labels))])
+    slots = torch.tensor([slot for cache, labels in rows for run in cache.slots_behind(len(labels)) for slot in run])
     labels = torch.tensor([label for _, labels in rows for label in labels], dtype=torch.float64)[:, None, None]
     for layer in range(LAYERS):
         keys = (labels * 10 + layer).expand(-1, HEADS, HEAD_DIM)
         rows[0][0].pool.write(layer, slots, keys, -keys)
 
 
-def slots_of(cache: KVCache) -> set[int]:
-    return set(range(cache.start - cache.prompt_length, cache.start + cache.slots))
-
-
-@examples(60)
-@given(data=st.data(), block=st.integers(1, 5), capacity=st.sampled_from([None, 40, 120]))
-def test_caches_come_grow_and_go(data: st.DataObject, block: int, capacity: int | None) -> None:
-    pool, held, label = make_pool(block, PROMPT, capacity), list[Held](), 0
+@examples(80)
+@given(data=st.data(), block=st.integers(1, 5), is_scattered=st.booleans())
+def test_caches_come_grow_adopt_and_go(data: st.DataObject, block: int, is_scattered: bool) -> None:
+    """What the others hold, shared slots among them, is the same after every step."""
+    pool, held, label = KVPool(SHAPE, 200 * block, block, PROMPT), list[Held](), 0
+    books = SlotBooks(pool.slots, block, random.Random(data.draw(st.integers(0, 99))) if is_scattered else None)
     address = pool.tensor.data_ptr()
-    for _ in range(data.draw(st.integers(1, 25))):
-        action = data.draw(st.sampled_from(["open", "grow", "grow", "grow", "advance", "close"]))
-        try:
-            if action == "open" or not held:
-                held.append(Held(pool.open(data.draw(st.booleans()), data.draw(st.integers(1, 20)))))
-            one = data.draw(st.sampled_from(held))
-            if action == "grow":
-                count = data.draw(st.integers(1, 12))
-                one.append(list(range(label, label + count)), to_tree=bool(one.tree) or data.draw(st.booleans()))
-                label += count
-        except UserError as error:
-            assert capacity is not None and "the KV cache is full" in str(error)
+    for number in range(data.draw(st.integers(1, 25))):
+        action = data.draw(st.sampled_from(["open", "adopt", "grow", "grow", "grow", "advance", "advance", "close"]))
+        if action == "open" or not held:
+            held.append(Held(number, pool.cache(data.draw(st.booleans()))))
+        one = data.draw(st.sampled_from(held))
+        if action == "adopt":
+            held.append(adopter(data, pool, books, one, number))
+        if action == "grow":
+            count = data.draw(st.integers(1, 12))
+            one.cache.extend(books.take(one.number, one.cache.length + count - len(one.shared)))
+            one.append(list(range(label, label + count)), to_tree=bool(one.tree) or data.draw(st.booleans()))
+            label += count
         if action == "advance":
             committed = data.draw(st.integers(0, len(one.tree)))
-            kept = data.draw(st.permutations(range(committed, len(one.tree))))
-            one.cache.advance(torch.arange(committed), torch.tensor(kept, dtype=torch.int64))
-            one.past, one.tree = one.past + one.tree[:committed], [one.tree[row] for row in kept]
-        if action == "close":
-            one.cache.close()
+            one.advance(list(range(committed)), data.draw(st.permutations(range(committed, len(one.tree)))))
+        if action == "close" and not any(one.shared or other.shared for other in held):
             held.remove(one)
-        check(pool, held)
-        assert capacity is None or pool.tensor.data_ptr() == address
-    for one in held:
-        one.cache.close()
-    assert (pool.used_slots, pool.num_caches) == (0, 0)
+            books.free(one.number)
+        for other in held:
+            other.check()
+    assert pool.tensor.data_ptr() == address
 
 
-def check(pool: KVPool, held: list[Held]) -> None:
-    taken = set[int]()
-    for one in held:
-        one.check()
-        own = slots_of(one.cache)
-        assert not own & taken and max(own) < pool.slots
-        taken |= own
-    assert len(taken) <= pool.used_slots <= pool.slots and pool.used_slots % pool.block == 0
-    assert pool.num_bytes == LAYERS * 2 * HEADS * pool.slots * HEAD_DIM * 8
+def adopter(data: st.DataObject, pool: KVPool, books: SlotBooks, owner: Held, number: int) -> Held:
+    """A cache with the first blocks of another's past, and a copy of a part of the next block."""
+    block = pool.block
+    shared = data.draw(st.integers(0, len(owner.past) // block)) * block
+    copied = data.draw(st.integers(0, min(block, len(owner.past) - shared)))
+    cache = pool.cache(data.draw(st.booleans()))
+    cache.extend(tuple((first * block, block) for first in owner.cache.blocks(shared)))
+    cache.extend(books.take(number, copied))
+    first = owner.cache.ranges(shared, shared + copied)[0].start if copied else 0
+    cache.adopt(shared + copied, (first, copied))
+    own = {slot for run in owner.cache.ranges(0, shared) for slot in run}
+    return Held(number, cache, owner.past[: shared + copied], [], own)
 
 
-def test_a_full_pool_doubles_and_stays_as_large() -> None:
-    pool = make_pool(block=4)
-    assert (pool.slots, pool.used_slots) == (4, 0)
-    caches = [pool.open() for _ in range(5)]
-    assert (pool.slots, pool.used_slots) == (32, 20)
-    for cache in caches:
-        cache.close()
-    assert (pool.slots, pool.used_slots) == (32, 0)
-    assert pool.open(reserve=30).slots == 32
+def test_slots_that_follow_each_other_are_read_in_place_and_others_joined() -> None:
+    pool = KVPool(SHAPE, 40, 4)
+    one, several = Held(0, pool.cache()), Held(1, pool.cache())
+    one.cache.extend(((8, 4),))
+    one.cache.extend(((12, 8),))
+    several.cache.extend(((20, 4), (0, 8)))
+    for held in (one, several):
+        held.append(list(range(10)), to_tree=False)
+        held.check()
+    assert one.cache.view(1)[0].data_ptr() == pool.tensor[1, 0, :, 8:].data_ptr()
+    assert one.cache.ranges(3, 9) == [range(11, 17)] and one.cache.blocks(9) == [2, 3, 4]
+    assert several.cache.ranges(3, 9) == [range(23, 24), range(0, 5)] and several.cache.blocks(9) == [5, 0, 1]
 
 
-def test_a_cache_grows_in_place_where_the_next_block_is_free_and_is_moved_where_not() -> None:
-    pool = make_pool(capacity=24)
-    first, second = Held(pool.open()), Held(pool.open())
-    second.append([1, 2, 3, 4, 5], to_tree=False)
-    assert (first.cache.start, second.cache.start) == (0, 4), "in place"
-    first.append([6, 7, 8, 9, 10], to_tree=True)
-    assert (first.cache.start, second.cache.start) == (12, 4), "behind the other"
-    third = Held(pool.open())
-    assert third.cache.start == 0, "in the gap"
-    first.check()
-    second.check()
+def test_a_pool_is_allocated_once_in_whole_blocks_with_the_learned_prompt_behind_them() -> None:
+    pool = KVPool(SHAPE, 11, 4, PROMPT)
+    assert (pool.slots, pool.prompt_slots) == (8, range(8, 11))
+    assert pool.num_bytes == LAYERS * 2 * HEADS * 12 * HEAD_DIM * 8
+    keys, values = pool.pages(1)
+    assert keys.shape == values.shape == (3, 4, HEADS, HEAD_DIM)
+    assert torch.equal(keys[2, :3].transpose(0, 1), PROMPT[1, 0])
 
 
-def test_gaps_of_a_fixed_pool_are_closed_if_nothing_else_helps() -> None:
-    pool = make_pool(capacity=16)
-    held = [Held(pool.open()) for _ in range(4)]
-    for number, one in enumerate(held):
-        one.append([number], to_tree=False)
-    for number in (0, 2):
-        held[number].cache.close()
-    held[1].append(list(range(5, 15)), to_tree=False)
-    assert (held[3].cache.start, held[1].cache.start) == (0, 4)
-    held[1].check()
-    held[3].check()
-    with pytest.raises(UserError, match="16 of its 16 slots are used, and a request needs 8; run fewer"):
-        pool.open(reserve=5)
-    assert (pool.used_slots, pool.num_caches) == (16, 2)
-    held[3].cache.close()
-    assert pool.open(reserve=4).start == 0
+@pytest.mark.parametrize(("slots", "block"), [(3, 4), (0, 1), (4, 0)])
+def test_a_pool_without_a_block_is_refused(slots: int, block: int) -> None:
+    with pytest.raises(ValueError, match="at least one block"):
+        KVPool(SHAPE, slots, block)
 
 
-def test_a_learned_prompt_fills_whole_blocks_in_front_so_that_the_past_begins_with_one() -> None:
-    pool = make_pool(prompt=PROMPT)
-    plain, masked = pool.open(), pool.open(with_prompt=True)
-    assert (plain.prompt_length, plain.start, plain.slots) == (0, 0, 4)
-    assert (masked.prompt_length, masked.start, masked.slots) == (3, 8, 4)
-    Held(masked).check()
+@pytest.mark.parametrize("run", [(2, 4), (0, 3), (8, 4), (-4, 4), (4, 0)])
+def test_slots_outside_the_pool_and_parts_of_blocks_are_refused(run: tuple[int, int]) -> None:
+    with pytest.raises(ValueError, match="whole blocks of 4 in a pool of 8"):
+        KVPool(SHAPE, 8, 4, PROMPT).cache().extend((run,))
 
 
-def test_the_pool_is_as_large_after_a_thousand_requests_as_after_a_few_hundred() -> None:
-    pool, chooser, held, sizes = make_pool(), random.Random(1), list[KVCache](), list[int]()
-    for _ in range(1000):
-        if len(held) == 8:
-            held.pop(chooser.randrange(8)).close()
-        held.append(pool.open(reserve=chooser.randint(1, 60)))
-        one = chooser.choice(held)
-        one.reserve(one.slots + 1)
-        sizes.append(pool.slots)
-    assert sizes[300:] == [sizes[300]] * 700 and sizes[300] <= 2048
+@pytest.mark.parametrize(("cached", "copied"), [(5, (0, 0)), (1, (0, 2)), (2, (7, 2)), (2, (-1, 1))])
+def test_an_adoption_that_does_not_fit_is_refused(cached: int, copied: tuple[int, int]) -> None:
+    cache = KVPool(SHAPE, 8, 4).cache()
+    cache.extend(((0, 4),))
+    with pytest.raises(ValueError, match="do not fit into 4 slots"):
+        cache.adopt(cached, copied)

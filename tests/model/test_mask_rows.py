@@ -14,7 +14,7 @@ from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
 from naive_bita import NaiveBita
-from stage_chain import StageChain
+from stage_chain import StageChain, lone_cache
 from torch import Tensor
 from torch.nn import functional
 
@@ -180,8 +180,8 @@ def test_masks_need_a_bita(llama: Path) -> None:
     chain = Visibility(torch.ones(2, 2, dtype=torch.bool).tril(), 0, lambda: positions)
     for visibility in (chain, None):
         with pytest.raises(ValueError, match="mask rows need a BiTA"):
-            stage.forward(ids, [LaneRows(positions, stage.make_pool().open(), visibility, num_masks=1)])
+            stage.forward(ids, [LaneRows(positions, lone_cache(stage), visibility, num_masks=1)])
     weights = random_weights(0)
     stage.attach(BitaWeights(weights.prompt[:1], weights.masks))
-    cache = stage.make_pool().open(with_prompt=True)
+    cache = lone_cache(stage, with_prompt=True)
     assert stage.forward(ids, [LaneRows(positions, cache, chain, num_masks=1)]).shape == (2, 32)

@@ -11,7 +11,7 @@ from checkpoints import save_tiny, save_tiny_llama, save_tiny_mistral
 from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
-from stage_chain import ROPES, StageChain
+from stage_chain import ROPES, StageChain, lone_cache
 from transformers import AutoModelForCausalLM
 
 from pipedec.core import UserError
@@ -197,7 +197,7 @@ def test_misuse_is_refused(tmp_path):
     with pytest.raises(UserError, match="4 layers"):
         StageModel.load(tmp_path, range(3, 5), torch.float32, "cpu")
     stage = StageModel.load(tmp_path, range(0, 2), torch.float32, "cpu")
-    cache = stage.make_pool().open()
+    cache = lone_cache(stage)
     with pytest.raises(ValueError, match="only the last stage"):
         stage.logits(torch.zeros(1, 32))
     with pytest.raises(ValueError, match="at least one row"):

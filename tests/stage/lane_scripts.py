@@ -5,9 +5,10 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
+from slot_books import SlotBooks
 from toy_dialects import IDS, TEXTS, toy
 
 from pipedec.core import Envelope, Opening, SamplingParams, Step, Update, Verdict
@@ -63,6 +64,12 @@ class Script:
         self._entered = 0  # chunks
         self._has_begun = False
         self.is_over = False
+
+    @property
+    def num_slots(self) -> int:
+        """Slots that its rows need at most: its prompt and all that it has said or that is in flight."""
+        said = sum(thread.num_tokens for thread in self._forest.sequence.threads)
+        return len(self._prompt) + MASKS + said + self._forest.num_rows
 
     def update(self, timestep: int) -> Update | None:
         """What enters of it in this timestep."""
@@ -147,12 +154,18 @@ class Script:
         return masks
 
 
-def run(workers: list[StageWorker], scripts: list[Script], check: Callable[[], None] = lambda: None) -> None:
-    """Play the scripts at the same time; each records what leaves every stage of it, and its results."""
-    timestep = 0
+def run(
+    workers: list[StageWorker], scripts: list[Script], books: SlotBooks | None = None, check: Callable[[], None] = lambda: None
+) -> None:
+    """Play the scripts at the same time; each records what leaves every stage of it, and its results.
+
+    Args:
+        books: who has which slots; None for one run of slots behind the other.
+    """
+    timestep, books = 0, books or SlotBooks(workers[0].cache_slots, workers[0]._pool.block)
     while not all(script.is_over for script in scripts):
         updates = (script.update(timestep) for script in scripts)
-        envelope = Envelope(tuple(update for update in updates if update is not None))
+        envelope = Envelope(tuple(with_slots(update, scripts, books) for update in updates if update is not None))
         for worker in workers[:-1]:
             envelope = worker.advance(envelope)
             for update in envelope.updates:
@@ -163,6 +176,17 @@ def run(workers: list[StageWorker], scripts: list[Script], check: Callable[[], N
             script.take(timestep, results.get(script.number))
         check()
         timestep += 1
+
+
+def with_slots(update: Update, scripts: list[Script], books: SlotBooks) -> Update:
+    """The update with the slots that its rows need; those of a request that ends are free for the next ones."""
+    if update.verdict is not None and update.verdict.finished is not None:
+        books.free(update.number)
+        return update
+    slots = books.take(update.number, script_of(scripts, update.number).num_slots)
+    if update.opening is None:
+        return replace(update, slots=slots)
+    return replace(update, opening=replace(update.opening, slots=slots))
 
 
 def script_of(scripts: list[Script], number: int) -> Script:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,14 +16,16 @@ from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
 from lane_scripts import LIKELY, MASKS, OPENERS, Script, run, sequences
+from slot_books import SlotBooks
 from torch import Tensor
 from toy_dialects import TEXTS
 
-from pipedec.core import Opening, SamplingParams, Step, Update, UserError, Verdict
+from pipedec.core import Opening, SamplingParams, Step, Update, Verdict
 from pipedec.model import BitaWeights, ModelConfig, StageModel
 from pipedec.stage import FinalStageWorker, StageWorker
 
 CUT = [range(0, 1), range(1, 2), range(2, 3)]
+SLOTS = 4096
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "window": ("mistral", {"sliding_window": 5}),
@@ -36,16 +39,14 @@ class Target:
     path: Path
     bita: BitaWeights = field(repr=False)
 
-    def workers(self, cut: list[range], dtype: torch.dtype, block: int, capacity: int | None = None) -> list[StageWorker]:
+    def workers(self, cut: list[range], dtype: torch.dtype, block: int) -> list[StageWorker]:
         config = ModelConfig.from_directory(self.path)
-        return [self._worker(StageModel.load(self.path, layers, dtype, "cpu", config), block, capacity) for layers in cut]
+        return [self._worker(StageModel.load(self.path, layers, dtype, "cpu", config), block) for layers in cut]
 
-    def _worker(self, model: StageModel, block: int, capacity: int | None) -> StageWorker:
+    def _worker(self, model: StageModel, block: int) -> StageWorker:
         layers = slice(model.layers.start, model.layers.stop)
         model.attach(BitaWeights(self.bita.prompt[layers].to(model.dtype), self.bita.masks.to(model.dtype)))
-        worker = (FinalStageWorker if model.is_last else StageWorker)(model, sequences)
-        worker._pool = model.make_pool(block, capacity)
-        return worker
+        return (FinalStageWorker if model.is_last else StageWorker)(model, sequences, slots=SLOTS, block=block)
 
 
 @pytest.fixture(scope="module", params=MODELS)
@@ -103,20 +104,19 @@ def flat(seen: list[object]) -> Iterator[object]:
 
 
 @examples(60)
-@given(drawn=st.lists(scripts(), min_size=2, max_size=5), block=st.sampled_from([3, 16]), reserved=st.sampled_from([0, 50]))
+@given(drawn=st.lists(scripts(), min_size=2, max_size=5), block=st.sampled_from([3, 16]), seed=st.integers(0, 99))
 def test_a_request_in_company_is_computed_as_it_is_alone(
-    target: Target, drawn: list[dict[str, Any]], block: int, reserved: int
+    target: Target, drawn: list[dict[str, Any]], block: int, seed: int
 ) -> None:
+    """In company its slots are anywhere, and were those of requests that have just ended."""
     together = [Script(number, **arguments) for number, arguments in enumerate(drawn)]
-    workers = target.workers(CUT, torch.float64, block)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("pipedec.stage.worker.MOST_RESERVED", reserved)
-        run(workers, together)
-        assert [(worker.num_lanes, worker._pool.used_slots) for worker in workers] == [(0, 0)] * len(CUT)
-        for number, arguments in enumerate(drawn):
-            alone = Script(number, **arguments)
-            run(target.workers(CUT, torch.float64, block), [alone])
-            assert_equal(alone, together[number], 1e-12)
+    workers, books = target.workers(CUT, torch.float64, block), SlotBooks(600, block, random.Random(seed))
+    run(workers, together, books)
+    assert [worker.num_lanes for worker in workers] == [0] * len(CUT) and books.num_taken == 0
+    for number, arguments in enumerate(drawn):
+        alone = Script(number, **arguments)
+        run(target.workers(CUT, torch.float64, block), [alone])
+        assert_equal(alone, together[number], 1e-12)
 
 
 def many(count: int, max_tokens: int = 12) -> list[Script]:
@@ -142,11 +142,8 @@ def test_the_scripts_fork_hit_and_end_in_every_way(target: Target) -> None:
     def watch() -> None:
         nonlocal widest
         widest = max(widest, workers[0].num_lanes)
-        own = [lane._cache for lane in workers[0]._lanes.values()]
-        slots = [slot for cache in own for slot in range(cache.start - cache.prompt_length, cache.start + cache.slots)]
-        assert len(set(slots)) == len(slots)
 
-    run(workers, together, watch)
+    run(workers, together, check=watch)
     verdicts = [verdict for script in together for verdict in script.verdicts]
     assert {verdict.finished for verdict in verdicts} == {None, "stop", "length", "cancelled"}
     assert max(len(part.tokens) for verdict in verdicts for part in verdict.accepted) > 1
@@ -157,11 +154,11 @@ def test_the_scripts_fork_hit_and_end_in_every_way(target: Target) -> None:
 
 def test_rows_of_all_requests_are_one_forward(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     [worker] = target.workers([range(3)], torch.float64, 8)
-    opening, counts = Opening(2, SamplingParams()), list[int]()
+    counts = list[int]()
     forward = worker._model.forward
     monkeypatch.setattr(worker._model, "forward", lambda inputs, lanes: counts.append(len(inputs)) or forward(inputs, lanes))
     for number in range(5):
-        worker.open(number, opening)
+        worker.open(number, Opening(2, SamplingParams(), slots=((8 * number, 8),)))
     chunk = Step(torch.tensor([4, 5]), torch.tensor([-1, -1]))
     steps = dict.fromkeys(range(7), chunk)
     assert worker.load(steps) == (10, 0)
@@ -180,10 +177,14 @@ def test_rows_of_all_requests_are_one_forward(target: Target, monkeypatch: pytes
     assert counts == [10, 1] and [update.number for update in worker.results()] == [0]
 
 
-def test_a_full_pool_is_reported(target: Target) -> None:
-    [worker] = target.workers([range(3)], torch.float64, 8, capacity=16)
-    opening = Opening(8, SamplingParams(max_tokens=1))
-    with pytest.raises(UserError, match="KV cache is full"):
-        for number in range(3):
-            worker.open(number, opening)
-    assert worker.num_lanes == 1
+def test_rows_without_slots_are_refused(target: Target) -> None:
+    """Rank 0's books are wrong."""
+    [worker] = target.workers([range(3)], torch.float64, 8)
+    worker.open(1, Opening(9, SamplingParams(), slots=((8, 8),)))
+    chunk = Step(torch.arange(9), torch.full((9,), -1))
+    with pytest.raises(ValueError, match="9 rows do not fit into the 8 slots"):
+        worker.compute({1: chunk})
+    worker.extend(1, ((0, 8),))
+    worker.extend(2, ((16, 8),))
+    worker.compute({1: chunk})
+    assert [update.number for update in worker.results()] == [1]

@@ -18,6 +18,7 @@ from pipedec.threads import BoundDialect, NewSequence
 NUMBER = 7
 THREADS, ROWS_PER_THREAD = 40, 5
 PROMPT = ids("q r s")
+SLOTS = 1024
 FORK, CHILD = IDS["[Fork]"], IDS["[Child]"]
 
 
@@ -28,15 +29,14 @@ class Chain:
         self.model = save_tiny_llama(path, layers=2, vocab=len(TEXTS), dtype=torch.float64)
         models = [StageModel.load(path, range(layer, layer + 1), torch.float64, "cpu") for layer in range(2)]
         bound = toy("apar", max_children=THREADS)
-        workers = [
-            kind(model, self._sequences(bound)) for kind, model in zip((StageWorker, FinalStageWorker), models, strict=True)
-        ]
+        kinds, new_sequence = (StageWorker, FinalStageWorker), self._sequences(bound)
+        workers = [kind(model, new_sequence, slots=SLOTS) for kind, model in zip(kinds, models, strict=True)]
         self.middle, self.final = workers
         self.wished: list[int] = []
         self._head = models[1].logits
         models[1].logits = self._logits  # type: ignore[method-assign]
         for worker in (self.middle, self.final):
-            worker.open(NUMBER, Opening(len(PROMPT), SamplingParams(max_tokens=1000)))
+            worker.open(NUMBER, Opening(len(PROMPT), SamplingParams(max_tokens=1000), slots=((0, SLOTS),)))
 
     def _sequences(self, bound: BoundDialect) -> Callable[[Opening], NewSequence]:
         return lambda opening: lambda: sequence_of(bound, opening.prompt_length)

@@ -35,6 +35,7 @@ SAMPLINGS = {
 }
 TokenPath = tuple[int, ...]
 NUMBER = 3
+SLOTS = 512
 NAMES = ("token_ids", "parents", "positions")
 Through = Callable[[list[StageWorker], Update], tuple[Update | None, list[Step | None]]]
 
@@ -61,7 +62,7 @@ class Target:
             model = StageModel.load(self.path, layers, torch.float64, "cpu", config)
             if with_masks:
                 model.attach(BitaWeights(self.bita.prompt[layers.start : layers.stop].double(), self.bita.masks.double()))
-            workers.append((FinalStageWorker if model.is_last else StageWorker)(model, opened(new_sequence)))
+            workers.append((FinalStageWorker if model.is_last else StageWorker)(model, opened(new_sequence), slots=SLOTS))
         return workers
 
 
@@ -152,7 +153,7 @@ def transcript(
 ) -> list[object]:  # fmt: skip
     """All that there is to see of an answer. Rank 0 learns a verdict ``delay`` timesteps after it fell."""
     workers = target.workers(cut, with_masks, new_sequence)
-    opening = Opening(len(PROMPT), sampling, TOKENS_PER_MASK if with_masks else 0)
+    opening = Opening(len(PROMPT), sampling, TOKENS_PER_MASK if with_masks else 0, slots=((0, SLOTS),))
     rank0, seen = Rank0(random.Random(seed), with_masks), list[object]()
     results: deque[Update | None] = deque([prefill(workers, opening, through), *[None] * delay])
     for _ in range(24):

@@ -26,7 +26,7 @@ def workers() -> Iterator[list[StageWorker]]:
     models = [StageModel.load(TARGET, layers, torch.float32, "cpu", config) for layers in CUT]
     for model in models:
         model.pad_rows = True
-    yield [(FinalStageWorker if model.is_last else StageWorker)(model, sequences) for model in models]
+    yield [(FinalStageWorker if model.is_last else StageWorker)(model, sequences, slots=1024) for model in models]
     torch.set_num_threads(threads)
 
 

@@ -24,6 +24,7 @@ PROMPT = [1, 9, 30, 4, 51]
 NO_TOKEN = 64  # an end token that the vocabulary does not have
 TokenPath = tuple[int, ...]
 CUT = (range(0, 1), range(1, 2), range(2, 4))
+SLOTS = 64
 
 
 @dataclass
@@ -55,7 +56,7 @@ class Target:
 
     def stage(self, layers: range) -> StageWorker:
         model = StageModel.load(self.path, layers, torch.float64, "cpu")
-        return (FinalStageWorker if model.is_last else StageWorker)(model, new_sequence)
+        return (FinalStageWorker if model.is_last else StageWorker)(model, new_sequence, slots=SLOTS)
 
 
 def new_sequence(opening: Opening) -> NewSequence:
@@ -69,7 +70,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
 
 
 def opening_of(sampling: SamplingParams = SamplingParams()) -> Opening:  # noqa: B008
-    return Opening(len(PROMPT), sampling)
+    return Opening(len(PROMPT), sampling, slots=((0, SLOTS),))
 
 
 def verdict_of(stage: StageWorker) -> Verdict | None:
@@ -273,7 +274,7 @@ def test_nothing_is_left_for_the_next_request(target: Target) -> None:
     verdict = verdict_of(stage)
     assert verdict == Verdict.of(answer[1], answer[2], finished="length")
     stage.sync(1, verdict)
-    assert (stage.num_lanes, stage._pool.used_slots) == (0, 0)
+    assert stage.num_lanes == 0
     assert prefilled_verdict(stage, SamplingParams(max_tokens=1)) == Verdict.of(answer[0], finished="length")
 
 
@@ -294,7 +295,7 @@ def test_nothing_is_computed_after_an_answer_was_ended(target: Target, layers: r
         ended = Verdict.of(*answer[1 : 1 + tokens], finished="stop")
         reply = stage.advance(envelope(rows((9, 0)), ended))
         assert reply == envelope(verdict=Verdict((), "stop") if layers.stop == 4 else ended)
-        assert (stage.outgoing(), stage.num_lanes, stage._pool.used_slots) == ({}, 0, 0)
+        assert (stage.outgoing(), stage.num_lanes) == ({}, 0)
         assert stage.load({1: rows((9, 0))}) == Load()
         stage.compute({1: rows((9, 0))})
         stage.sync(1, Verdict.of(9))

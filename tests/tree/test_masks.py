@@ -9,7 +9,7 @@ from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipedec.model import KVCache, KVPool
+from pipedec.model import KVCache, KVPool, KVShape
 from pipedec.tree import PredictionTree, is_mask, mask_groups, visible_slots
 
 TokenPath = tuple[int, ...]
@@ -79,8 +79,7 @@ def label(naive: NaiveRows, row: Row) -> list[int]:
 
 def write(cache: KVCache, labels: list[list[int]], to_tree: bool) -> None:
     keys = torch.tensor(labels, dtype=torch.float64).view(-1, 1, 3)
-    cache.reserve(len(labels))
-    slots = cache.slots_behind(len(labels))
+    [slots] = cache.slots_behind(len(labels))
     cache.pool.write(0, slice(slots.start, slots.stop), keys, -keys)
     (cache.extend_tree if to_tree else cache.extend_past)(len(labels))
 
@@ -90,7 +89,8 @@ def write(cache: KVCache, labels: list[list[int]], to_tree: bool) -> None:
 def test_random_rows_masks_and_verdicts(data: st.DataObject, num_prompt_tokens: int, num_masks: int) -> None:
     """Tokens and groups enter in any order over many steps; every row sees, stands and stays as its path alone says."""
     prompt = torch.full((1, 2, 1, num_prompt_tokens, 3), 99.0, dtype=torch.float64)
-    cache = KVPool(1, 1, 3, torch.float64, "cpu", block=4, prompt=prompt).open(with_prompt=True)
+    cache = KVPool(KVShape(1, 1, 3, torch.float64), 400, 4, prompt).cache(with_prompt=True)
+    cache.extend(((0, 400),))
     naive, tree, held = NaiveRows([8, 9]), PredictionTree(block=4), [[1, 8, 0], [2, 9, 0]]
     tree.reset(2)
     write(cache, held, to_tree=False)

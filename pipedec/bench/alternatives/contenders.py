@@ -169,6 +169,7 @@ def _load_counted(spec: PipelineSpec, device: torch.device) -> tuple[LocalPipeli
         model.count = count
         if spec.bita is not None:
             model.attach(BitaWeights.load(spec.bita, config, range(first, last), spec.torch_dtype, device))
-        stages.append((FinalStageWorker if model.is_last else StageWorker)(model, sequences.of, device))
-    drafter, masks = spec.load_drafter(device), spec.trained_masks()
-    return LocalPipeline(stages, spec.topology, sequences, drafter, device, trained_masks=masks), count
+        kind = FinalStageWorker if model.is_last else StageWorker
+        stages.append(kind(model, sequences.of, device, slots=spec.kv_slots, block=spec.kv_block))
+    drafter, masks, kv = spec.load_drafter(device), spec.trained_masks(), spec.kv_manager()
+    return LocalPipeline(stages, spec.topology, sequences, drafter, device, trained_masks=masks, kv=kv), count

@@ -19,7 +19,7 @@ from pipedec.bench.kernels.stopwatch import Stopwatch, check_memory, device_name
 from pipedec.bench.record import Row, header
 from pipedec.core import UserError
 from pipedec.engine.spec import DEVICES, DTYPES
-from pipedec.model import KVCache, KVPool
+from pipedec.model import KVCache, KVPool, KVShape
 from pipedec.model.attention import AttentionPlan, reference_attention, tree_attention
 from pipedec.tree import Advance, Candidates, PredictionTree, Visibility
 
@@ -133,11 +133,12 @@ def filled_cache(config: OperationsConfig, size: int, device: torch.device) -> K
 
 def filled_caches(config: OperationsConfig, size: int, device: torch.device, lanes: int) -> list[KVCache]:
     """Caches of one pool, each with ``past`` accepted rows of random keys and values and room for ``size`` more."""
-    dtype, rows = config.torch_dtype, config.past + size
-    pool = KVPool(config.layers, config.kv_heads, config.head_dim, dtype, device, block=rows, capacity=lanes * rows)
+    shape, rows = KVShape(config.layers, config.kv_heads, config.head_dim, config.torch_dtype), config.past + size
+    pool = KVPool(shape, lanes * rows, block=rows, device=device)
     pool.tensor.normal_()
-    caches = [pool.open() for _ in range(lanes)]
-    for cache in caches:
+    caches = [pool.cache() for _ in range(lanes)]
+    for lane, cache in enumerate(caches):
+        cache.extend(((lane * rows, rows),))
         cache.extend_past(config.past)
     return caches
 
