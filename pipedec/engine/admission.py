@@ -42,7 +42,8 @@ class Admission:
         length, sampling, threads = len(request.prompt_token_ids), request.sampling, request.threads
         new_sequence = self.sequences.maker(length, sampling, threads, request.said)
         known = self.sequences.maker(length, sampling, threads, prompt.resume) if prompt.resume else None
-        answer = Answer(request, new_sequence, self.prompter, self.num_stages, prompt.show_threads, known)
+        shows = prompt.show_threads
+        answer = Answer(request, new_sequence, self.prompter, self.num_stages, shows, known, len(prompt.resume))
         if not answer.is_complete:
             company.check(request)
         return answer, new_sequence
