@@ -33,6 +33,10 @@ class PipeDec:
         return self._root is None
 
     @property
+    def in_flight(self) -> int:
+        return self.tree.num_rows
+
+    @property
     def wanted(self) -> int:
         """The root after a miss, else the next layer."""
         if self._root is not None:

@@ -32,6 +32,10 @@ class StaticTree:
         return self._root is None and not self._is_drafted
 
     @property
+    def in_flight(self) -> int:
+        return 0 if self._is_drafted else self.tree.num_rows
+
+    @property
     def wanted(self) -> int:
         """The tree, once it is drafted."""
         return min(self.tree.num_rows, self.room) if self._is_drafted else 0

@@ -37,13 +37,18 @@ class DraftModel:
         """KV cache entries that all requests together have room for."""
         return self._pool.slots
 
-    def open(self, number: int, sequence: ThreadSequence) -> None:
+    def open(self, number: int, sequence: ThreadSequence, token_ids: Sequence[int]) -> int:
         """Make the lane of a request.
 
         Args:
             sequence: its threads, read only. The caller passes accepted tokens to it before it calls ``advance``.
+            token_ids: prompt, and what was said before.
+
+        Returns:
+            how many of ``token_ids`` need not be computed.
         """
         self._lanes[number] = DraftLane(self._pool.open(), sequence, self._model.device)
+        return 0
 
     def close(self, number: int) -> None:
         """Drop the lane of a request."""

@@ -1,4 +1,4 @@
-"""Which blocks are free, as runs of consecutive ones: there may be very many blocks, but there are few runs. Knows no contents."""
+"""Which blocks are free, as runs of consecutive ones: blocks may be very many, but runs are few. Knows no contents."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class FreeRuns:
             raise ValueError(f"{count} blocks were asked for, but {self.total} are free")
         taken: list[int] = []
         while len(taken) < count:
-            start = self._choose(count - len(taken), None if behind is None else behind + 1)
+            start = self._choose(count - len(taken), -1 if behind is None else behind + 1)
             taken += self._cut(start, count - len(taken))
             behind = taken[-1]
         return taken
@@ -38,9 +38,9 @@ class FreeRuns:
         for start, length in runs_of(sorted(blocks)):
             self._add(start, length)
 
-    def _choose(self, count: int, next_start: int | None) -> int:
+    def _choose(self, count: int, next_start: int) -> int:
         """The first block of the run from which to take."""
-        follows = next_start is not None and next_start in self._lengths
+        follows = next_start in self._lengths
         if follows and self._lengths[next_start] >= count:
             return next_start
         fitting = [(length, start) for start, length in self._lengths.items() if length >= count]

@@ -36,13 +36,18 @@ class RecordedDrafter:
         self._max_children = max_children
         self._requests: dict[int, _RecordedRequest] = {}
 
-    def open(self, number: int, sequence: ThreadSequence) -> None:
+    def open(self, number: int, sequence: ThreadSequence, token_ids: Sequence[int]) -> int:
         """Begin a request.
 
         Args:
             sequence: of an answer that cannot fork.
+            token_ids: prompt, and what was said before.
+
+        Returns:
+            how many of ``token_ids`` need not be computed.
         """
         self._requests[number] = _RecordedRequest(number, sequence, self._memo(number), self._load, self._max_children)
+        return 0
 
     def close(self, number: int) -> None:
         """Forget a request."""
@@ -145,7 +150,7 @@ class _RecordedRequest:
         """The draft model, with the prompt and the accepted tokens in its cache."""
         if self._draft is None:
             self._draft = self._load()
-            self._draft.open(self._number, self._sequence)
+            self._draft.open(self._number, self._sequence, [token for chunk in self._chunks for token in chunk])
             for token_ids in self._chunks:
                 self._draft.expand([], {self._number: token_ids})
             rows = list(range(len(self._accepted)))
