@@ -210,6 +210,8 @@ class Company:
         return one.open(lease, drafted)
 
     def _leave_lane(self, one: Running) -> None:
+        """Close a lane. What it has accepted last is committed with its last verdict, before others open."""
+        self.kv.extend(one.number, one.take_told())
         self.kv.close(one.number)
         self._budget.forget(one.number)
         if self._drafter is not None and one.method.has_drafter:

@@ -50,9 +50,9 @@ class Memory:
         needed = prompt + answer + together
         if needed > capacity:
             raise UserError(
-                f"the request needs {needed:,} slots of KV cache ({prompt:,} for the prompt, {answer:,} for max_tokens, {together:,} "
-                f"for rows that enter together), but there are {capacity:,}: shorten the prompt, lower max_tokens, or raise "
-                "--kv-cache-memory"
+                f"the request needs {needed:,} slots of KV cache ({prompt:,} for the prompt, {answer:,} for max_tokens, "
+                f"{together:,} for rows that enter together), but there are {capacity:,}: shorten the prompt, lower max_tokens, "
+                "or raise --kv-cache-memory"
             )
 
     def begin(self, requests: Iterable[Running]) -> None:

@@ -160,6 +160,11 @@ class KVManager:
         """Slots that a request has; 0 if it is not open."""
         return len(self._holders[number].blocks) * self.block if number in self._holders else 0
 
+    def tokens_of(self, number: int) -> int:
+        """Tokens that are known to be in the first slots of a request, which is open."""
+        holder = self._holders[number]
+        return len(holder.path) * self.block + len(holder.rest)
+
     def most_for(self, number: int) -> int:
         """Slots that a request could have if it took all that are free."""
         return self.slots_of(number) + self.free_slots
@@ -174,7 +179,7 @@ class KVManager:
         if not self.shares_prefixes:
             return
         holder.rest += token_ids
-        if len(holder.path) * self.block + len(holder.rest) > self.slots_of(number):
+        if self.tokens_of(number) > self.slots_of(number):
             raise ValueError(f"request {number} has {self.slots_of(number)} slots, too few for its tokens")
         if not holder.is_double:
             holder.is_double = not self._make_known(holder)

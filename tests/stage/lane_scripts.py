@@ -11,7 +11,7 @@ import torch
 from slot_books import SlotBooks
 from toy_dialects import IDS, TEXTS, toy
 
-from pipedec.core import Envelope, Opening, SamplingParams, Step, Update, Verdict
+from pipedec.core import Envelope, Opening, SamplingParams, SlotRuns, Step, Update, Verdict
 from pipedec.forest import Forest
 from pipedec.stage import StageWorker
 from pipedec.threads import NewSequence, Sequence, State, single_thread
@@ -26,8 +26,20 @@ OPENERS = {IDS["[Fork]"]: 99.0}
 
 def sequences(opening: Opening) -> NewSequence:
     if opening.threads is None:
-        return lambda: single_thread(opening.prompt_length, (END,), opening.sampling.max_tokens)
+        return lambda: single_thread(opening.prompt_length, (END,), opening.sampling.max_tokens, opening.said)
     return lambda: Sequence(DIALECT, opening.prompt_length, (END,), opening.sampling.max_tokens)
+
+
+@dataclass(frozen=True)
+class Adopted:
+    """A prefix that is in the pool when a request opens: slots that it shares, and the ``copied`` of its opening."""
+
+    shared: SlotRuns
+    copied: tuple[int, int] = (0, 0)
+
+    @property
+    def num_shared(self) -> int:
+        return sum(count for _, count in self.shared)
 
 
 @dataclass
@@ -36,9 +48,11 @@ class Script:
 
     Attributes:
         arrival: the timestep in which it is opened.
-        chunks: sizes of the chunks of its prompt.
+        chunks: sizes of the chunks in which its prompt, what it said before, or what of both it does not adopt, enters.
         delay: timesteps after which rank 0 learns a verdict.
-        patience: timesteps after which it is cancelled.
+        patience: timesteps after which it is cancelled, or paused.
+        prompt: None for a random one.
+        reason: why it ends when its patience does.
     """
 
     number: int
@@ -50,14 +64,30 @@ class Script:
     has_threads: bool
     delay: int
     patience: int
+    prompt: tuple[int, ...] | None = None
+    said: tuple[int, ...] = ()
+    adopted: Adopted = Adopted(())
+    reason: str = "cancelled"
     seen: list[object] = field(default_factory=list)
     verdicts: list[Verdict] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._rng = random.Random(self.seed)
-        self._prompt = [self._rng.randrange(len(TEXTS)) for _ in range(sum(self.chunks))]
-        threads = "apar" if self.has_threads else None
-        self._opening = Opening(len(self._prompt), self.sampling, TOKENS_PER_MASK if self.has_masks else 0, threads)
+        if self.prompt is None:
+            self.prompt = tuple(self._rng.randrange(len(TEXTS)) for _ in range(sum(self.chunks)))
+        cached = self.adopted.num_shared + self.adopted.copied[1]
+        self._prefill = (*self.prompt, *self.said)[cached:]
+        assert len(self._prefill) == sum(self.chunks)
+        self._opening = Opening(
+            len(self.prompt),
+            self.sampling,
+            TOKENS_PER_MASK if self.has_masks else 0,
+            "apar" if self.has_threads else None,
+            said=self.said,
+            slots=self.adopted.shared,
+            cached=cached,
+            copied=self.adopted.copied,
+        )
         self._forest = Forest(sequences(self._opening)())
         self._last: dict[int, int] = {}  # by thread: tokens of ended threads that have yet to enter
         self._results: deque[Verdict | None] = deque([None] * self.delay)
@@ -67,9 +97,15 @@ class Script:
 
     @property
     def num_slots(self) -> int:
-        """Slots that its rows need at most: its prompt and all that it has said or that is in flight."""
-        said = sum(thread.num_tokens for thread in self._forest.sequence.threads)
-        return len(self._prompt) + MASKS + said + self._forest.num_rows
+        """Slots of its own that its rows need at most: for its prompt and all that it has said or that is in flight."""
+        sequence = self._forest.sequence
+        said = sum(thread.num_tokens for thread in sequence.threads)
+        return sequence.prompt_length - self.adopted.num_shared + MASKS + said + self._forest.num_rows
+
+    @property
+    def answer(self) -> tuple[int, ...]:
+        """The tokens of an answer in one thread, those that it said before among them."""
+        return (*self.said, *(token for verdict in self.verdicts for token in verdict.tokens))
 
     def update(self, timestep: int) -> Update | None:
         """What enters of it in this timestep."""
@@ -77,7 +113,7 @@ class Script:
             return None
         verdict = self._results.popleft() if self._results else None
         if timestep == self.arrival + self.patience:
-            verdict = Verdict(finished="cancelled")
+            verdict = self._impatient(verdict or Verdict())
         if verdict is not None:
             self._replay(verdict)
         if self._entered < len(self.chunks):
@@ -89,6 +125,12 @@ class Script:
             return None
         return Update(self.number, opening, verdict, step)
 
+    def _impatient(self, verdict: Verdict) -> Verdict:
+        """A pause is said with the tokens accepted before it, and not to an answer that these end."""
+        if self.reason == "cancelled":
+            return Verdict(finished=self.reason)
+        return verdict if verdict.finished else replace(verdict, finished=self.reason)
+
     def take(self, timestep: int, result: Update | None) -> None:
         """The last stage's result of this timestep."""
         if timestep >= self.arrival and not self.is_over:
@@ -98,7 +140,7 @@ class Script:
     def _chunk(self) -> Step:
         first, count = sum(self.chunks[: self._entered]), self.chunks[self._entered]
         self._entered += 1
-        token_ids = self._prompt[first : first + count]
+        token_ids = list(self._prefill[first : first + count])
         if self._entered == len(self.chunks) and self.has_masks:
             token_ids = [*token_ids, *range(-1, -MASKS - 1, -1)]
         return Step(torch.tensor(token_ids), torch.full((len(token_ids),), -1))
@@ -186,7 +228,7 @@ def with_slots(update: Update, scripts: list[Script], books: SlotBooks) -> Updat
     slots = books.take(update.number, script_of(scripts, update.number).num_slots)
     if update.opening is None:
         return replace(update, slots=slots)
-    return replace(update, opening=replace(update.opening, slots=slots))
+    return replace(update, opening=replace(update.opening, slots=(*update.opening.slots, *slots)))
 
 
 def script_of(scripts: list[Script], number: int) -> Script:
