@@ -164,12 +164,15 @@ class ScriptedCompany:
 
     def open(self, request: Request, new_sequence: NewSequence) -> None:
         assert isinstance(request.options, ScriptedOptions)
-        number, opening = request.number, Opening(1, request.sampling, trace=request.trace)
-        self._next[number] = Update(number, opening, step=_step(1))
-        self._rows[number] = Update(number, step=_step(request.options.rows))
+        opening = Opening(len(request.prompt_token_ids), request.sampling, trace=request.trace)
+        self._next[request.number] = Update(request.number, opening, step=_step(1))
+        self._rows[request.number] = Update(request.number, step=_step(request.options.rows))
 
     def method(self, number: int) -> ScriptedMethod:
         return ScriptedMethod()
+
+    def to_pause(self) -> list[int]:
+        return []
 
     def apply(self, number: int, verdict: Verdict) -> None:
         self._probe.note()
@@ -178,9 +181,6 @@ class ScriptedCompany:
 
     def close(self, number: int) -> None:
         del self._next[number], self._rows[number]
-
-    def to_pause(self) -> list[int]:
-        return []
 
     def propose(self) -> dict[int, Update]:
         updates, self._next = self._next, dict(self._rows)
@@ -220,7 +220,8 @@ class ScriptedAdmission:
         asked = json.loads(message.text)
         sampling, options = SamplingParams(max_tokens=asked["max_tokens"]), ScriptedOptions(asked["rows"])
         request = Request(message.number, (_TOKEN,), sampling, "scripted", options, trace=asked["trace"])
-        prompter, new_sequence = cast(Prompter, OneWordPrompter()), partial(single_thread, 1, (), sampling.max_tokens)
+        prompter = cast(Prompter, OneWordPrompter())
+        new_sequence = partial(single_thread, 1, (), sampling.max_tokens)
         return Answer(request, new_sequence, prompter, self._num_stages), new_sequence
 
 
