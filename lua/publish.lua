@@ -1,20 +1,27 @@
 -- uses: answers
 -- publish.lua
--- Purpose:   appends events to the answers of any number of requests, and ends those requests whose last events these are.
+-- Purpose:   appends events to the answers of any number of requests, and ends those requests whose last events these are;
+--            notes how much KV memory is used.
 -- Invariant: a request leaves the running ones in the same step in which its answer gets its last events, and nothing of it is
 --            left but that answer.
--- KEYS:      1 running (set)  2 cancelled (set)  3 unread (set)  4 ...: answers (streams), one for each item of ARGV[2]
+-- KEYS:      1 running (set)  2 cancelled (set)  3 unread (set)  4 run (hash)
+--            5 ...: answers (streams), one for each item of ARGV[2]
 -- ARGV:      1 time to live of the keys in seconds  2 JSON [[request number, 1 if it ends else 0, event JSON text, ...], ...]
+--            3 use of the KV memory, JSON; empty if there is nothing new
 -- Returns:   1
 for index, item in ipairs(cjson.decode(ARGV[2])) do
   local number = string.format('%d', item[1])
   for place = 3, #item do
-    answers.append(KEYS[3 + index], KEYS[3], number, item[place], ARGV[1])
+    answers.append(KEYS[4 + index], KEYS[3], number, item[place], ARGV[1])
   end
   if item[2] == 1 then
     redis.call('SREM', KEYS[1], number)
     redis.call('SREM', KEYS[2], number)
     redis.call('SREM', KEYS[3], number)
   end
+end
+if ARGV[3] ~= '' then
+  redis.call('HSET', KEYS[4], 'kv', ARGV[3])
+  redis.call('EXPIRE', KEYS[4], ARGV[1])
 end
 return 1

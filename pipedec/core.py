@@ -210,8 +210,8 @@ class Verdict:
     Attributes:
         accepted: in the order of verification; a thread occurs at most once.
         finished: why the answer ended: ``"stop"`` (end token or stop string), ``"length"`` (max_tokens), ``"cancelled"`` or, of
-            an answer in several threads, ``"cache_full"``; None while it goes on. ``"paused"`` closes the request's lanes like the
-            others, but the answer goes on later, in new lanes.
+            an answer in several threads, ``"cache_full"``; None while it goes on. ``"paused"`` closes the request's lanes like
+            the others, but the answer goes on later, in new lanes.
     """
 
     accepted: tuple[Accepted, ...] = ()
@@ -243,8 +243,8 @@ class Opening:
         said: tokens of the answer that were accepted before: the request goes on behind them. Prompt and ``said`` enter first.
         slots: of every stage's KV pool, for the request's rows; ``Update.slots`` adds further ones.
         cached: how many tokens of prompt and ``said``, from the first one on, are in these slots already; not all of them.
-        copied: where the last ``copied[1]`` of the ``cached`` tokens lie in the pool, from slot ``copied[0]`` on: each stage copies
-            them to the request's own slots when it opens the request. The others are shared with other requests.
+        copied: where the last ``copied[1]`` of the ``cached`` tokens lie in the pool, from slot ``copied[0]`` on: each stage
+            copies them to the request's own slots when it opens the request. The others are shared with other requests.
     """
 
     prompt_length: int
@@ -338,6 +338,7 @@ class Metrics:
             client.
         cached_tokens: tokens of the prompt that were not computed, because another request's KV cache had them.
         pauses: how often the answer was paused because KV memory ran short.
+        resumed_tokens: tokens of the answer that were not decoded, because the request brought them with it (``Request.said``).
     """
 
     timesteps: int = 0
@@ -352,6 +353,7 @@ class Metrics:
     queue_seconds: float | None = None
     cached_tokens: int = 0
     pauses: int = 0
+    resumed_tokens: int = 0
 
     @property
     def acceptance_rate(self) -> float | None:
@@ -385,7 +387,7 @@ class Completion:
     def as_dict(self) -> dict[str, object]:
         """The JSON document of ``--json``. Rates are 0 if nothing was decoded after the first token."""
         metrics = self.metrics
-        decoded = max(0, len(self.token_ids) - 1)
+        decoded = max(0, len(self.token_ids) - metrics.resumed_tokens - 1)
         verified = metrics.hits + metrics.misses
         return {
             "method": self.method,

@@ -43,6 +43,8 @@ class PromptRequest:
         threads: a dialect as JSON text (``Dialect.to_json``); None for an answer in one thread.
         show_threads: send the text of every thread as it grows.
         priority: requests of a lower one are served first.
+        resume: token ids of the answer so far: it goes on behind them, and only what follows is streamed. They need the seed
+            with which they were drawn, if they were.
     """
 
     prompt: str
@@ -54,6 +56,7 @@ class PromptRequest:
     threads: str | None = None
     show_threads: bool = False
     priority: int = 0
+    resume: tuple[int, ...] = ()
 
     def to_json(self) -> str:
         return to_json(self)
@@ -143,6 +146,27 @@ class RunDescription:
 
 
 @dataclass(frozen=True)
+class KVUsage:
+    """The KV memory of a run, the same on every stage.
+
+    Attributes:
+        capacity: slots of each stage's pool.
+        used: slots of running requests.
+        kept: slots that hold prefixes of ended requests.
+        queried_tokens: tokens of all requests that might have been cached.
+        cached_tokens: those of them that were.
+        pauses: how often a request was paused.
+    """
+
+    capacity: int
+    used: int
+    kept: int
+    queried_tokens: int
+    cached_tokens: int
+    pauses: int
+
+
+@dataclass(frozen=True)
 class ThreadNews:
     """What is new of one decode thread.
 
@@ -198,6 +222,16 @@ class CacheSlotsEvent:
 
 
 @dataclass(frozen=True)
+class PausedEvent:
+    """The request waits for KV memory: it has yet to begin, or its answer was paused. Until it goes on, silence is no fault."""
+
+
+@dataclass(frozen=True)
+class ResumedEvent:
+    """The request has KV memory: it begins, or its answer goes on."""
+
+
+@dataclass(frozen=True)
 class CompletionEvent:
     """The answer is complete.
 
@@ -238,6 +272,7 @@ class CardEvent:
         address: its own address on the way to Redis.
         versions: of pipedec, torch and the protocol in Redis.
         configs: digests of what is not weights, and of the first row of every tensor, by model.
+        settings: what follows from its flags and must be the same everywhere.
     """
 
     rank: int
@@ -246,6 +281,7 @@ class CardEvent:
     address: str
     versions: Mapping[str, str]
     configs: Mapping[str, str]
+    settings: Mapping[str, str] = field(default_factory=dict, hash=False)
 
 
 @dataclass(frozen=True)
@@ -271,18 +307,19 @@ class LoadedEvent:
 
 
 Event = (
-    TokensEvent | LogprobsEvent | TraceEvents | OverranEvent | CacheSlotsEvent | CompletionEvent | ErrorEvent | CancelledEvent
-    | AbortEvent | CardEvent | AddressEvent | LoadedEvent
+    TokensEvent | LogprobsEvent | TraceEvents | OverranEvent | CacheSlotsEvent | PausedEvent | ResumedEvent | CompletionEvent
+    | ErrorEvent | CancelledEvent | AbortEvent | CardEvent | AddressEvent | LoadedEvent
 )  # fmt: skip
 _KINDS = {
     TokensEvent: "tokens", LogprobsEvent: "logprobs", TraceEvents: "trace", OverranEvent: "overran",
-    CacheSlotsEvent: "cache_slots", CompletionEvent: "completion", ErrorEvent: "error", CancelledEvent: "cancelled",
-    AbortEvent: "abort", CardEvent: "card", AddressEvent: "address", LoadedEvent: "loaded",
+    CacheSlotsEvent: "cache_slots", PausedEvent: "paused", ResumedEvent: "resumed", CompletionEvent: "completion",
+    ErrorEvent: "error", CancelledEvent: "cancelled", AbortEvent: "abort", CardEvent: "card", AddressEvent: "address",
+    LoadedEvent: "loaded",
 }  # fmt: skip
 _EVENTS = {kind: event for event, kind in _KINDS.items()}
 
 
-def to_json(message: PromptRequest | Opening | RunDescription | Event) -> str:
+def to_json(message: PromptRequest | Opening | RunDescription | KVUsage | Event) -> str:
     """The message as JSON. An event has its ``kind`` beside its fields."""
     return json.dumps(message, default=_fields)
 
@@ -322,6 +359,11 @@ def description_from_json(text: str) -> RunDescription:
     return parse_json(RunDescription, text, "the description of the run")
 
 
+def usage_from_json(text: str) -> KVUsage:
+    """Raises UserError if another version has written it."""
+    return parse_json(KVUsage, text, "the KV memory of the run")
+
+
 def verdict_to_payload(verdict: Verdict) -> dict[str, Any]:
     """As plain JSON values, for the payload of a task."""
     return {"accepted": _accepted_values(verdict), "finished": verdict.finished}
@@ -343,7 +385,7 @@ def _verdict(accepted: Any, finished: Any) -> Verdict:
 
 
 def envelope_to_payload(envelope: Envelope) -> list[Any]:
-    """What an envelope says besides rows, as plain JSON values: [[number, opening, accepted, finished, rows, logprobs], …]."""
+    """What an envelope says besides rows, as plain JSON values: an array for each update, in the order of ``_update``."""
     return [
         [
             update.number,
@@ -352,6 +394,7 @@ def envelope_to_payload(envelope: Envelope) -> list[Any]:
             None if update.verdict is None else update.verdict.finished,
             0 if update.step is None else update.step.num_rows,
             update.logprobs,
+            update.slots,
         ]
         for update in envelope.updates
     ]
@@ -369,12 +412,13 @@ def envelope_from_payload(payload: Any, ends_session: bool) -> tuple[Envelope, l
     return Envelope(updates, ends_session), counts
 
 
-def _update(number: Any, opening: Any, accepted: Any, finished: Any, rows: Any, logprobs: Any) -> Update:
+def _update(number: Any, opening: Any, accepted: Any, finished: Any, rows: Any, logprobs: Any, slots: Any) -> Update:
     return Update(
         int(number),
         None if opening is None else opening_from_payload(opening),
         None if accepted is None else _verdict(accepted, finished),
         logprobs=tuple(tuple((token, value) for token, value in row) for row in logprobs),
+        slots=tuple((int(first), int(count)) for first, count in slots),
     )
 
 

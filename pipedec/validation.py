@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import functools
 import json
+import re
 import types
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields, is_dataclass
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 
 Config = TypeVar("Config")
 _Detail = Mapping[str, Any]  # one entry of pydantic's ValidationError.errors()
+
+_BYTES = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
 _TYPES = {
     dict: "a mapping", list: "a list", str: "a string", bool: "true or false", int: "an integer", float: "a number",
@@ -211,3 +214,22 @@ def shortened(value: object) -> str:
     """In one line of at most 60 characters."""
     text = " ".join(str(value).split())
     return text if len(text) <= 60 else text[:57] + "..."
+
+
+def byte_size(text: str, name: str) -> int:
+    """The bytes that ``text`` says, like ``4GiB``, ``512MB`` or ``1000000``; at least 1.
+
+    Raises:
+        BadValue: it says none; the message begins with ``name``.
+    """
+    found = re.fullmatch(r"(\d{1,15}(?:\.\d{1,9})?) ?([A-Za-z]*)", text, re.ASCII)
+    size = int(float(found[1]) * _BYTES[found[2]]) if found and found[2] in _BYTES else 0
+    if size < 1:
+        raise BadValue(f"{name} must be a number of bytes like 4GiB, 512MB or 1000000, not {shortened(text)!r}")
+    return size
+
+
+def shown_bytes(count: int) -> str:
+    """Like ``2.0 GiB``."""
+    power = next((power for power in (3, 2, 1) if count >= 1024**power), 0)
+    return f"{count:,} bytes" if not power else f"{count / 1024**power:,.1f} {('KiB', 'MiB', 'GiB')[power - 1]}"

@@ -71,6 +71,15 @@ def test_defaults(tmp_path: Path) -> None:
     assert config.find_partition()[0] == "small"
     assert config.partitions["small"].layers == "auto"
     assert (config.max_num_seqs, config.max_waiting) == (64, 1000)
+    assert (config.kv_cache_bytes, config.prefix_cache) == (None, True)
+
+
+@pytest.mark.parametrize(
+    ("size", "num_bytes"), [("4GiB", 4 * 2**30), ("1.5 GB", 1_500_000_000), ("'1000000'", 1_000_000), ("512MiB", 512 * 2**20)]
+)
+def test_a_kv_budget_is_a_size(tmp_path: Path, size: str, num_bytes: int) -> None:
+    config = load(tmp_path, GOOD + f"kv_cache_memory: {size}\nprefix_cache: false\n")
+    assert (config.kv_cache_bytes, config.prefix_cache) == (num_bytes, False)
 
 
 def test_checkpoints_count_from_the_file(tmp_path: Path) -> None:
@@ -116,6 +125,11 @@ def test_a_configuration_survives_the_way_to_another_host(tmp_path: Path) -> Non
         (GOOD + "max_model_len: 0\n", "cluster.yaml: max_model_len: must be at least 1, not 0"),
         (GOOD + "max_num_seqs: 0\n", "cluster.yaml: max_num_seqs: must be at least 1, not 0"),
         (GOOD + "max_waiting: -1\n", "cluster.yaml: max_waiting: must be at least 0, not -1"),
+        (GOOD + "kv_cache_memory: 4gb\n",
+         "cluster.yaml: kv_cache_memory: must be a number of bytes like 4GiB, 512MB or 1000000, not '4gb'"),
+        (GOOD + "kv_cache_memory: 0.2KB4\n",
+         "cluster.yaml: kv_cache_memory: must be a number of bytes like 4GiB, 512MB or 1000000, not '0.2KB4'"),
+        (GOOD + "kv_cache_memory: 4000000\n", "cluster.yaml: kv_cache_memory: must be a string, not an integer: quote it"),
         (GOOD + "network: {bandwidth_gbps: 0}\n", "cluster.yaml: network.bandwidth_gbps: must be more than 0, not 0"),
         (GOOD + "network: {latency_us: .nan}\n", "cluster.yaml: network.latency_us: must be at most 1000000000, not nan"),
         (GOOD + "network: {latency_us: .inf}\n", "cluster.yaml: network.latency_us: must be at most 1000000000, not inf"),

@@ -22,8 +22,10 @@ from pipedec.messages import (
     LogprobsEvent,
     Opening,
     OverranEvent,
+    PausedEvent,
     PromptRequest,
     RankDescription,
+    ResumedEvent,
     RunDescription,
     ThreadNews,
     TokensEvent,
@@ -129,11 +131,11 @@ def test_verdicts_arrive_as_they_were(verdict: Verdict) -> None:
 
 @pytest.mark.parametrize("sampling", [FULL, SamplingParams()])
 def test_openings_arrive_as_they_were(sampling: SamplingParams) -> None:
-    sent = Opening(70_000, sampling, 3, load_dialect("pasta").to_json(), True)
+    sent = Opening(70_000, sampling, 3, load_dialect("pasta").to_json(), True, (5, 2**40), ((16, 32), (2**40, 16)), 47, (96, 15))
     assert opening_from_payload(json.loads(to_json(sent))) == sent
 
 
-METRICS = Metrics(9, 4, 3, 20, 0.25, 1.5, None, 0.125)
+METRICS = Metrics(9, 4, 3, 20, 0.25, 1.5, None, 0.125, cached_tokens=32, pauses=2)
 THREADS = {"threads": [{"path": [0], "text": "a"}], "metrics": {"parallelism": 1.5}, "anomalies": {}}
 
 
@@ -146,6 +148,8 @@ THREADS = {"threads": [{"path": [0], "text": "a"}], "metrics": {"parallelism": 1
         TraceEvents([(-1, "1F1", "dec", 1_763_800_000_000_000, 1_763_800_000_000_001)]),
         OverranEvent([1, 5]),
         CacheSlotsEvent(2, 1024),
+        PausedEvent(),
+        ResumedEvent(),
         CompletionEvent(Completion("pp", 4, 3, [5, 6], "ab", "stop", METRICS, 2**63)),
         CompletionEvent(Completion("pp", 4, 3, [5], "ab", None, METRICS, None, [{5: -0.5, 6: -1.0}], THREADS), [3, -1]),
         ErrorEvent("no such method"),
@@ -237,6 +241,12 @@ def test_what_is_no_request(text: str, message: str) -> None:
     assert str(refused.value).startswith(message) and "\n" not in str(refused.value)
 
 
+@pytest.mark.parametrize("resume", [(), (5, 2**40)])
+def test_what_was_said_arrives_as_it_was(resume: tuple[int, ...]) -> None:
+    sent = PromptRequest("Hello", resume=resume)
+    assert PromptRequest.from_json(sent.to_json()) == sent
+
+
 @pytest.mark.parametrize("show_threads", [True, False])
 @pytest.mark.parametrize("threads", [None, load_dialect("pasta").to_json()], ids=["one", "threads"])
 def test_wishes_for_threads_arrive_as_they_were(threads: str | None, show_threads: bool) -> None:
@@ -252,10 +262,12 @@ def test_wishes_for_threads_arrive_as_they_were(threads: str | None, show_thread
         ({"threads": ["x" * 500]}, "threads: must be a string, not a list"),
         ({"show_threads": 1}, "show_threads: must be true or false, not an integer"),
         ({"show_threads": None}, "show_threads: must be true or false, not empty"),
+        ({"resume": "abc"}, "resume: must be a list, not a string"),
+        ({"resume": [1, "2"]}, "resume[1]: must be an integer, not a string"),
     ],
     ids=lambda value: json.dumps(value)[:40] if isinstance(value, dict) else "",
 )
-def test_bad_wishes_for_threads(fields: dict[str, Any], message: str) -> None:
+def test_bad_wishes_for_an_answer(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError) as refused:
         PromptRequest.from_json(json.dumps({"prompt": "Hello", **fields}))
     assert message in str(refused.value) and "\n" not in str(refused.value) and len(str(refused.value)) < 300

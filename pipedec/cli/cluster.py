@@ -37,12 +37,11 @@ CLIENT_GRACE_SECONDS = 1.0
 def local_cluster(flags: PipelineFlags, redis: str | None = None, run: str | None = None) -> LocalCluster:
     """The cluster that the flags describe, not started yet. Raises UserError for flags that cannot work."""
     from pipedec.cluster.local import LocalCluster
-    from pipedec.engine.spec import Cut, Limits, Models, PipelineSpec
+    from pipedec.engine.spec import Cut, Models, PipelineSpec
 
     models = Models(flags.target, flags.draft, flags.bita)
     cut = Cut(flags.stages, flags.groups, flags.layer_counts)
-    limits = Limits(flags.max_model_len, flags.max_num_seqs, flags.max_waiting)
-    spec = PipelineSpec.create(models, cut, flags.dtype, flags.device, flags.dispatch, limits)
+    spec = PipelineSpec.create(models, cut, flags.dtype, flags.device, flags.dispatch, flags.limits())
     return LocalCluster(spec, redis_url=redis, run_id=run, transport=flags.transport)
 
 
@@ -169,6 +168,11 @@ def status(redis: str | None, run: str | None) -> None:
     console.print(table)
     running = ", ".join(map(str, current.running)) or "none"
     console.print(f"Requests: {current.submitted} submitted, {current.waiting} waiting, running: {running}.")
+    if (kv := current.kv) is not None:
+        console.print(
+            f"KV cache: {kv.used} of {kv.capacity} slots in use, {kv.kept} keep prefixes; {kv.cached_tokens} of "
+            f"{kv.queried_tokens} prompt tokens were cached; {kv.pauses} pauses.", soft_wrap=True,
+        )  # fmt: skip
 
 
 @click.command()

@@ -36,7 +36,7 @@ def generate(pipeline: PipelineFlags, asked: RequestFlags) -> None:
         with loading_bars({f"{len(cluster.topology.ranks)} ranks": cluster.topology.ranks}) as progress:
             cluster.start(progress)
         assert cluster.scheduler is not None
-        ask_and_show(Client(cluster.scheduler, cluster.check), requests, asked.json, asked.trace)
+        ask_and_show(Client(cluster.scheduler, cluster.check), requests, asked.json, asked.trace, asked.resumption)
     except BaseException:
         cluster.kill()
         raise

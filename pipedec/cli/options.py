@@ -10,16 +10,22 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from pipedec.client.resumption import Resumption
 from pipedec.core import DEFAULT_METHOD, MAX_NUM_SEQS, MAX_WAITING, SamplingParams, UserError
 from pipedec.data.prompts import PromptSource
 from pipedec.messages import PromptRequest
 from pipedec.methods import METHOD_NAMES, METHODS, make_options, option_rules
 from pipedec.threads import load_dialect
+from pipedec.validation import byte_size
+
+if TYPE_CHECKING:
+    from pipedec.engine.spec import Limits
 
 OPTION_NAMES = tuple(dict.fromkeys(name for entry in METHODS.values() for name in entry.option_names))
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -42,6 +48,15 @@ class PipelineFlags:
     max_model_len: int | None
     max_num_seqs: int
     max_waiting: int
+    kv_cache_memory: str | None
+    no_prefix_cache: bool
+
+    def limits(self) -> Limits:
+        """Raises UserError for numbers that cannot be."""
+        from pipedec.engine.spec import Limits
+
+        kv_bytes = None if self.kv_cache_memory is None else byte_size(self.kv_cache_memory, "--kv-cache-memory")
+        return Limits(self.max_model_len, self.max_num_seqs, self.max_waiting, kv_bytes, not self.no_prefix_cache)
 
     def for_threads(self) -> PipelineFlags:
         """With the shipped pair that opens threads, unless another target is given."""
@@ -89,8 +104,14 @@ class RequestFlags:
     options: dict[str, Any]
     threads: str | None
     show_threads: bool
+    resume: Path | None
     json: bool
     trace: Path | None
+
+    @cached_property
+    def resumption(self) -> Resumption | None:
+        """The answer to go on with. Raises UserError if its file cannot be read or has none."""
+        return None if self.resume is None else Resumption.from_json(_file_text(self.resume), f"--resume {self.resume}")
 
     def requests(self) -> list[PromptRequest]:
         """A request for each prompt. Raises UserError for flags that cannot work, before anything is started."""
@@ -98,7 +119,9 @@ class RequestFlags:
         texts = self._prompt_texts()
         if len(texts) > 1 and (self.show_threads or self.trace is not None):
             raise UserError(f"{len(texts)} prompts: --trace and --show-threads go with one")
-        request = self._request()
+        if len(texts) > 1 and self.resume is not None:
+            raise UserError(f"{len(texts)} prompts: --resume goes with one, the one that was answered")
+        request = self._request() if self.resumption is None else self.resumption.resumed(self._request())
         return [replace(request, prompt=text) for text in texts]
 
     def _request(self) -> PromptRequest:
@@ -194,6 +217,8 @@ def pipeline_options(command: Command) -> Command:
         _flag("--max-model-len", type=int, help="Maximum tokens of a prompt and its answer (default: the target's context)."),
         _flag("--max-num-seqs", type=int, default=MAX_NUM_SEQS, help="Most requests in the pipeline at the same time."),
         _flag("--max-waiting", type=int, default=MAX_WAITING, help="Most waiting requests; further ones are refused."),
+        _flag("--kv-cache-memory", metavar="SIZE", help="Memory for keys and values on each rank, like 512MiB (default: 2GiB)."),
+        _flag("--no-prefix-cache", is_flag=True, help="Compute every prompt anew, also what another request has in common."),
     ]  # fmt: skip
     return gathered(command, options, PipelineFlags, "pipeline")
 
@@ -234,6 +259,7 @@ def request_options(command: Command) -> Command:
             "--threads", metavar="NAME|FILE", help="Let answers open decode threads: apar, pasta, parallel, or a dialect file.",
         ),
         _flag("--show-threads", is_flag=True, help="Show the threads side by side as they grow."),
+        _flag("--resume", type=path, metavar="FILE", help="Go on with an answer: a completion that --json has printed."),
         _flag("--json", is_flag=True, help="Print one JSON document instead of text."),
         _flag("--trace", type=path, metavar="FILE", help="Write a Chrome/Perfetto trace of every task."),
     ]  # fmt: skip

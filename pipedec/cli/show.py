@@ -15,6 +15,7 @@ from rich.table import Table
 from pipedec.cli.threads_view import ThreadsView
 from pipedec.client.client import Client
 from pipedec.client.reply import Reply
+from pipedec.client.resumption import Resumption
 from pipedec.core import Completion, UserError
 from pipedec.messages import PromptRequest
 from pipedec.tracing import SCHEDULER_TRACK, write_trace
@@ -48,14 +49,23 @@ def loading_bars(bars: Mapping[str, Collection[int]]) -> Iterator[Callable[[int,
         yield update
 
 
-def ask_and_show(client: Client, requests: Sequence[PromptRequest], as_json: bool, trace: Path | None) -> None:
+def ask_and_show(
+    client: Client,
+    requests: Sequence[PromptRequest],
+    as_json: bool,
+    trace: Path | None,
+    resumption: Resumption | None = None,
+) -> None:
     """Submit the requests, stream their text (or print one JSON document for each), then print their metrics.
+
+    Args:
+        resumption: what the only request goes on with.
 
     Raises:
         UserError: a request was refused; of several, the others are answered and shown first.
     """
     if len(requests) == 1:
-        _ask_one(client, requests[0], as_json, trace)
+        _ask_one(client, requests[0], as_json, trace, resumption)
         return
     if as_json:
         replies = client.ask_all(requests)
@@ -97,14 +107,16 @@ class Pages:
                 _write("".join(self._held[self._shown]))
 
 
-def _ask_one(client: Client, request: PromptRequest, as_json: bool, trace: Path | None) -> None:
+def _ask_one(client: Client, request: PromptRequest, as_json: bool, trace: Path | None, resumption: Resumption | None) -> None:
     if request.show_threads:
         with ThreadsView(console) as view:
             reply = client.follow(request, on_threads=view.update)
         _write(reply.completed().text)
     else:
-        reply = client.follow(request, on_text=(lambda text: None) if as_json else _write)
+        reply = client.follow(request, on_text=(lambda text: None) if as_json else _write, on_pause=_say_paused)
     completion = reply.completed()
+    if resumption is not None and request.sampling.logprobs is not None:
+        resumption.complete(completion)
     if as_json:
         print(json.dumps(completion.as_dict()))
     else:
@@ -142,7 +154,8 @@ def metrics_table(completion: Completion) -> Table:
     table = Table(title=f"{completion.method}, {completion.stages} stages", show_header=False, title_justify="left")
     table.add_column(style="dim")
     table.add_column(justify="right")
-    table.add_row("prompt tokens", str(completion.prompt_tokens))
+    cached = f" ({figures['cached_tokens']} cached)" if figures["cached_tokens"] else ""
+    table.add_row("prompt tokens", f"{completion.prompt_tokens}{cached}")
     table.add_row("tokens", f"{figures['output_tokens']} ({completion.finish_reason})")
     if completion.seed is not None:
         table.add_row("seed", str(completion.seed))
@@ -156,6 +169,8 @@ def metrics_table(completion: Completion) -> Table:
     if metrics.acceptance_rate is not None:
         table.add_row("acceptance rate", f"{metrics.acceptance_rate:.0%} of {metrics.draft_tokens} draft tokens")
     table.add_row("hit rate", f"{figures['hit_rate']:.0%}")
+    if metrics.pauses:
+        table.add_row("pauses", str(metrics.pauses))
     table.add_row("prefill", f"{metrics.prefill_seconds * 1000:.1f} ms")
     if completion.threads is not None:
         of_threads, anomalies = completion.threads["metrics"], completion.threads["anomalies"]
@@ -166,6 +181,11 @@ def metrics_table(completion: Completion) -> Table:
         for name, count in anomalies.items():
             table.add_row(name.replace("_", " "), str(count))
     return table
+
+
+def _say_paused(is_paused: bool) -> None:
+    if is_paused and console.is_terminal:
+        console.print(" (waiting for KV memory) ", style="dim", end="")
 
 
 def _write(text: str) -> None:

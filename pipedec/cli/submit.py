@@ -20,4 +20,4 @@ def submit(redis: str | None, run: str | None, asked: RequestFlags) -> None:
     """
     requests = asked.requests()
     scheduler = find_run(redis, run).connect()
-    ask_and_show(Client(scheduler), requests, asked.json, asked.trace)
+    ask_and_show(Client(scheduler), requests, asked.json, asked.trace, asked.resumption)

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
-from pipedec.client.reply import OnText, OnThreads, Reply
+from pipedec.client.reply import OnPause, OnText, OnThreads, Reply
 from pipedec.core import Completion, PipedecError, RankLost, UserError
 from pipedec.messages import AbortEvent, PromptRequest, load_validators
 from pipedec.scheduler.protocol import Scheduler
@@ -35,28 +35,37 @@ class Client:
         load_validators()  # not while the first token is on its way
 
     def ask(
-        self, request: PromptRequest, on_text: OnText = lambda text: None, on_threads: OnThreads = lambda news: None
+        self,
+        request: PromptRequest,
+        on_text: OnText = lambda text: None,
+        on_threads: OnThreads = lambda news: None,
+        on_pause: OnPause = lambda is_paused: None,
     ) -> Completion:
-        """Submit a request and wait for its completion.
+        """Submit a request and wait for its completion. Of an answer that it resumes, callbacks receive what is new.
 
         Ctrl-C, or any other exception in a callback, cancels the request and is raised again; the cluster goes on with others.
 
         Args:
             on_text: receives the text in pieces.
             on_threads: receives the news of decode threads if the request has ``show_threads``.
+            on_pause: receives True when the answer is paused because KV memory is short, False when it goes on.
 
         Raises:
             UserError: the cluster refused the request.
             RankLost, SchedulerLost: the cluster died or stopped answering.
         """
-        return self.follow(request, on_text, on_threads).completed()
+        return self.follow(request, on_text, on_threads, on_pause).completed()
 
     def follow(
-        self, request: PromptRequest, on_text: OnText = lambda text: None, on_threads: OnThreads = lambda news: None
+        self,
+        request: PromptRequest,
+        on_text: OnText = lambda text: None,
+        on_threads: OnThreads = lambda news: None,
+        on_pause: OnPause = lambda is_paused: None,
     ) -> Reply:
         """As ``ask``, but returns all that was received; a refusal is the reply's ``error``."""
         with self.cancelling():
-            reply = self.submit(request, on_text, on_threads)
+            reply = self.submit(request, on_text, on_threads, on_pause)
             while not reply.has_ended:
                 self.read()
         return reply
@@ -92,11 +101,16 @@ class Client:
         return replies
 
     def submit(
-        self, request: PromptRequest, on_text: OnText = lambda text: None, on_threads: OnThreads = lambda news: None
+        self,
+        request: PromptRequest,
+        on_text: OnText = lambda text: None,
+        on_threads: OnThreads = lambda news: None,
+        on_pause: OnPause = lambda is_paused: None,
     ) -> Reply:
         """Submit a request; ``read`` then follows its answer. Raises UserError if the run takes no requests."""
         arrivals = Reply(-1).arrivals  # the clock runs before the request is on its way
-        reply = Reply(self._scheduler.submit(request.to_json(), request.priority), on_text, on_threads, arrivals=arrivals)
+        number = self._scheduler.submit(request.to_json(), request.priority)
+        reply = Reply(number, on_text, on_threads, on_pause, arrivals=arrivals)
         self._open[reply.number] = reply
         return reply
 
@@ -168,7 +182,7 @@ class Client:
             raise RankLost("the cluster was stopped before it answered")
         self._checked = time.monotonic()
         for reply in self._open.values():
-            if status.running and reply.number not in status.running:
+            if reply.is_paused or (status.running and reply.number not in status.running):
                 reply.heard = self._checked  # it waits while others are answered
             elif self._checked > reply.heard + self._silence_seconds and not reply.has_ended:
                 raise RankLost(f"no event has arrived for {self._silence_seconds:.0f} s; see pipedec status")

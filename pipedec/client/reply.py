@@ -20,6 +20,8 @@ from pipedec.messages import (
     Event,
     LogprobsEvent,
     OverranEvent,
+    PausedEvent,
+    ResumedEvent,
     ThreadNews,
     TokensEvent,
     TraceEvents,
@@ -28,6 +30,7 @@ from pipedec.tracing import TraceEvent
 
 OnText = Callable[[str], None]
 OnThreads = Callable[[list[ThreadNews]], None]
+OnPause = Callable[[bool], None]  # whether the answer is paused from now on
 
 
 class TokenArrivals:
@@ -57,9 +60,11 @@ class TokenArrivals:
         """Inter-token latency: the times between events that bring tokens."""
         return [after - before for (before, _), (after, _) in pairwise(self.events)]
 
-    def tpot_seconds(self, num_tokens: int) -> float | None:
-        """Time per output token after the first, of an answer of ``num_tokens``; None if there is only one."""
-        return (self.events[-1][0] - self.events[0][0]) / (num_tokens - 1) if self.events and num_tokens > 1 else None
+    @property
+    def tpot_seconds(self) -> float | None:
+        """Time per output token after the first; None if there is only one."""
+        num_tokens = sum(count for _, count in self.events)
+        return (self.events[-1][0] - self.events[0][0]) / (num_tokens - 1) if num_tokens > 1 else None
 
 
 @dataclass
@@ -70,6 +75,7 @@ class Reply:
         number: of the request.
         completion: the answer; None until it is complete.
         error: why it was refused, or that it was cancelled before it began; None if it was not.
+        is_paused: it waits for KV memory, in the beginning or after a pause.
         trace: of a traced answer.
         cache_slots: of a traced answer, the capacity of each stage's KV cache in rows.
         overran: timesteps in which a rank took longer than its emulated time.
@@ -79,8 +85,10 @@ class Reply:
     number: int
     on_text: OnText = lambda text: None
     on_threads: OnThreads = lambda news: None
+    on_pause: OnPause = lambda is_paused: None
     completion: Completion | None = None
     error: UserError | None = None
+    is_paused: bool = False
     trace: list[TraceEvent] = field(default_factory=list)
     cache_slots: dict[int, int] = field(default_factory=dict)
     overran: set[int] = field(default_factory=set)
@@ -107,6 +115,9 @@ class Reply:
                 self.arrivals.note(len(token_ids))
                 self.on_text(text)
                 self.on_threads(threads or [])
+            case PausedEvent() | ResumedEvent():
+                self.is_paused = isinstance(event, PausedEvent)
+                self.on_pause(self.is_paused)
             case TraceEvents(rows):
                 self.trace += [TraceEvent(*row) for row in rows]
             case CacheSlotsEvent(rank, slots):
@@ -125,16 +136,19 @@ class Reply:
                 self.error = UserError(message)
 
     def _completed(self, event: CompletionEvent) -> Completion:
-        """The completion, with the log-probabilities of its tokens (the last stage may have sent those of further tokens)."""
+        """The completion, with the log-probabilities of its tokens (the last stage may have sent those of further tokens).
+
+        Those of tokens that the request brought with it are empty.
+        """
         completion, metrics = event.completion, event.completion.metrics
         metrics.ttft_seconds = self.arrivals.ttft_seconds
-        metrics.tpot_seconds = self.arrivals.tpot_seconds(len(completion.token_ids))
+        metrics.tpot_seconds = self.arrivals.tpot_seconds
         metrics.e2e_seconds = time.perf_counter() - self.arrivals.submitted
         if metrics.ttft_seconds is not None:
             metrics.queue_seconds = max(0.0, metrics.ttft_seconds - metrics.prefill_seconds)
         if self._logprobs and event.sampled is not None:
             tokens = zip(event.sampled, completion.token_ids, strict=True)
             completion.logprobs = [{token: 0.0} if which < 0 else self._logprobs[which] for which, token in tokens]
-        else:
-            completion.logprobs = self._logprobs[: len(completion.token_ids)] or None
+        elif self._logprobs:
+            completion.logprobs = [*({} for _ in range(metrics.resumed_tokens)), *self._logprobs][: len(completion.token_ids)]
         return completion

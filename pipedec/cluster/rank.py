@@ -151,8 +151,8 @@ def _load(
         scheduler, joined.transport, spec.topology, tracer, sequences, device, spec.emulation, spec.window, spec.duplex
     )
     if place.rank == 0:
-        drafter = spec.load_drafter(device, progress)
-        return DraftLoop(spec.load_prompter(), drafter, spec.trained_masks(), wiring, spec.tree, spec.max_num_seqs, spec.knee)
+        prompter, drafter, masks = spec.load_prompter(), spec.load_drafter(device, progress), spec.trained_masks()
+        return DraftLoop(prompter, drafter, masks, wiring, spec.tree, spec.max_num_seqs, spec.knee, spec.kv_manager())
     return StageLoop(spec.load_stage(place.rank, device, progress), place.rank, wiring)
 
 

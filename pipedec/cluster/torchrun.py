@@ -26,12 +26,13 @@ from pipedec.plan.placement import rank_places
 from pipedec.scheduler import RedisScheduler
 from pipedec.topology import Topology, rank_name
 from pipedec.transport.rendezvous import MEETING_SECONDS, Store, store_from_environment, wait_for_key
+from pipedec.validation import byte_size
 
 if TYPE_CHECKING:
     from pipedec.engine.spec import PipelineSpec
 
 _CLAIMED = "pipedec/claimed"
-_LIMITS = ("max_model_len", "max_num_seqs", "max_waiting")
+_LIMITS = ("max_model_len", "max_num_seqs", "max_waiting", "prefix_cache")
 
 
 def main() -> None:
@@ -115,6 +116,8 @@ class Job:
         models = Models(flags.target, flags.draft, flags.bita)
         cut = Cut(self.topology.num_stages, self.topology.num_groups, _counts(flags.layers))
         given = {name: getattr(flags, name) for name in _LIMITS if getattr(flags, name) is not None}
+        if flags.kv_cache_memory is not None:
+            given["kv_cache_memory"] = byte_size(flags.kv_cache_memory, "--kv-cache-memory")
         return PipelineSpec.create(models, cut, flags.dtype or "float32", flags.device, flags.dispatch, Limits(**given))
 
 
@@ -146,6 +149,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--max-waiting", type=int, metavar="N", help="most waiting requests, further ones are refused; default: the config's"
     )
+    parser.add_argument(
+        "--kv-cache-memory", metavar="SIZE", help="memory for keys and values on each rank, like 4GiB; default: the config's"
+    )
+    parser.add_argument(
+        "--no-prefix-cache", dest="prefix_cache", action="store_false", default=None, help="compute every prompt anew"
+    )
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda; default: auto")
     parser.add_argument("--transport", default="auto", choices=("auto", "gloo", "nccl"), help="default: auto")
     parser.add_argument("--dispatch", default="windows", help="windows of timesteps, or single tasks; default: windows")
@@ -171,7 +180,8 @@ def _planned(config: ClusterConfig, flags: argparse.Namespace) -> ClusterConfig:
     given = {"target": flags.target and str(flags.target), "draft": flags.draft, "bita": flags.bita, "groups": flags.groups,
              "layers": _counts(flags.layers), "dtype": flags.dtype, "max_model_len": flags.max_model_len}  # fmt: skip
     own = replace(part, **{key: value for key, value in given.items() if value is not None})
-    limits = {"max_num_seqs": flags.max_num_seqs, "max_waiting": flags.max_waiting}
+    names = ("max_num_seqs", "max_waiting", "kv_cache_memory", "prefix_cache")
+    limits = {name: getattr(flags, name) for name in names}
     shared: dict[str, Any] = {key: value for key, value in limits.items() if value is not None}
     return replace(config, partitions={name: own}, partition=name, **shared)
 

@@ -17,7 +17,7 @@ from pipedec.config.redis import RedisConfig, redis_config
 from pipedec.core import MAX_NUM_SEQS, MAX_WAITING, BadValue, UserError
 from pipedec.hardware import DEVICES, LINKS, MODEL_SHAPES
 from pipedec.methods import LayerTreeOptions
-from pipedec.validation import parse_json, shortened, unknown_name, validated
+from pipedec.validation import byte_size, parse_json, shortened, unknown_name, validated
 
 
 def _is_name(text: str) -> bool:
@@ -183,6 +183,9 @@ class ClusterConfig:
             cluster refuses requests that exceed it.
         max_num_seqs: most requests in the pipeline at the same time; further ones wait.
         max_waiting: most requests that wait; further ones are refused.
+        kv_cache_memory: bytes for keys and values on every rank, like ``4GiB``; what weights and activations leave if not given
+            (of a processor's memory, which is nominal, 2 GiB at most).
+        prefix_cache: let requests share the keys and values of equal beginnings.
         tree: the tree of ``pipedec`` and ``stpp``: what a plan counts with, and a running cluster's default for requests that
             set no width or children. Other methods find their own limits.
         redis: the Redis server of a running cluster: an address, or the host on which ``pipedec launch`` starts one.
@@ -201,6 +204,8 @@ class ClusterConfig:
     max_model_len: MaxModelLen = 4096
     max_num_seqs: Annotated[int, Ge(1), Le(65_536)] = MAX_NUM_SEQS
     max_waiting: Annotated[int, Ge(0), Le(10_000_000)] = MAX_WAITING
+    kv_cache_memory: Text | None = None
+    prefix_cache: bool = True
     tree: LayerTreeOptions = LayerTreeOptions()
     redis: RedisConfig = RedisConfig()
     network: NetworkConfig = NetworkConfig()
@@ -215,6 +220,8 @@ class ClusterConfig:
         for host in hosts:
             if hosts.count(host) > 1:
                 raise BadValue(f"servers: host {host} is listed twice: list each host once")
+        if self.kv_cache_memory is not None:
+            byte_size(self.kv_cache_memory, "kv_cache_memory:")
         if self.partition is not None and self.partition not in self.partitions:
             raise BadValue(f"partition: {unknown_name('partition', self.partition, self.partitions)}")
         if self.redis.host is not None and self.redis.host not in hosts:
@@ -223,6 +230,11 @@ class ClusterConfig:
             for key, named in _hosts_of(partition):
                 if named not in hosts:
                     raise BadValue(f"partitions.{name}.{key}: {unknown_name('host', named, hosts)}")
+
+    @property
+    def kv_cache_bytes(self) -> int | None:
+        """``kv_cache_memory`` in bytes."""
+        return None if self.kv_cache_memory is None else byte_size(self.kv_cache_memory, "kv_cache_memory:")
 
     def find_partition(self, name: str | None = None) -> tuple[str, PartitionConfig]:
         """The partition ``name``, else the file's default, else the only one. UserError if there is no such partition."""

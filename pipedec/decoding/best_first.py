@@ -47,6 +47,10 @@ class Branch:
     def has_entered(self) -> bool:
         return not self.root_pending
 
+    @property
+    def in_flight(self) -> int:
+        return self.tree.num_entered
+
     def accept(self, accepted: Accepted) -> None:
         changes, hit, lessons = self.tree.advance(accepted.tokens)
         self._policy.learn(lessons, len(accepted.tokens))
@@ -84,6 +88,7 @@ class BestFirst:
 
     masks = NO_MASKS
     largest = 0
+    together = 1
 
     def __init__(self, context: MethodContext) -> None:
         self._options = options_of(context.request, BestFirstOptions)
@@ -108,11 +113,15 @@ class BestFirst:
         return Branch(number, self, self._ngrams(number) if self._uses_ngrams else None)
 
     def _ngrams(self, number: int) -> NgramProposer:
-        """N-grams of the other threads, the prompt and, last, the tokens that the thread itself sees."""
+        """N-grams of the other threads, the prompt and, last, the tokens that the thread itself sees.
+
+        Among those are the tokens that an answer in one thread has said before it was resumed.
+        """
         threads = self._sequence.threads
         seen = [token for other, count in self._sequence.context(number) for token in threads[other].token_ids[:count]]
         siblings = [] if number == 0 else [t for thread in threads if thread.number != number for t in thread.token_ids]
-        return NgramProposer((*siblings, *self._context.request.prompt_token_ids, *seen))
+        said = threads[0].token_ids if number == 0 else []
+        return NgramProposer((*siblings, *self._context.request.prompt_token_ids, *seen, *said))
 
     def learn(self, lessons: list[Lesson], num_accepted: int) -> None:
         """Update the acceptance model with every accepted token that follows a drafted row."""

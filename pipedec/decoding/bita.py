@@ -41,6 +41,7 @@ class Bita:
         if max(self.room, depth * named) > MAX_ROWS:
             rows = f"a tree of {self.room} rows" if self.room > MAX_ROWS else f"a forecast of {depth * named} tokens"
             raise UserError(f"{rows} is more than {MAX_ROWS}: lower --depth or --children")
+        self._most = self.room
         self.masks = MaskParams(depth, named)
         self._shape = limits.shape
         self._rows = limits.rows
@@ -49,6 +50,7 @@ class Bita:
         self._root: int | None = None  # a certain token that has yet to enter
         self._forecast: Forecast = ()
         self._entered = CandidateTree([])  # of the last step
+        self.in_flight = 0
 
     @property
     def has_entered(self) -> bool:
@@ -57,7 +59,7 @@ class Bita:
     @property
     def wanted(self) -> int:
         """The root and, at most, all rows that there is room for."""
-        return 0 if self._root is None else self.room
+        return 0 if self._root is None else min(self.room, self._most)
 
     def draft(self) -> Drafting:
         """Nothing: the stages compute the forecast."""
@@ -67,9 +69,11 @@ class Bita:
         self._chances.observe(self._forecast, accepted.tokens)
         has_entered = self._entered.contains(accepted.tokens)  # then it ends the thread: else its successor were accepted, too
         self._root, self._forecast = None if has_entered else accepted.tokens[-1], accepted.forecast
+        self.in_flight = 0
 
     def cut(self) -> None:
         self._root, self._forecast = None, ()
+        self.in_flight = 0
 
     def plant(self, token: int) -> None:
         self._root, self._forecast = token, ()
@@ -84,6 +88,7 @@ class Bita:
             torch.tensor(rows, dtype=torch.int64, device=self._device) for rows in (tree.token_ids, tree.parents, tree.with_masks)
         )
         masks, mask_parents = mask_groups(with_masks, len(tokens), self.masks.count)
+        self.in_flight = len(tokens) + len(masks)
         return Step(torch.cat((tokens, masks)), torch.cat((parents, mask_parents)))
 
     def _candidates(self, root: int) -> CandidateTree:

@@ -1,78 +1,44 @@
 """The methods of all running requests, and what of them enters the pipeline at each timestep.
 
-Owns the draft model's use and the prompts that have yet to enter. Knows no stage, no process and no client.
+Owns the draft model's use, the prompts that have yet to enter, and who waits for KV memory. Knows no stage, no process and no
+client.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 
-from pipedec.core import Request, Step, UserError, Verdict
-from pipedec.decoding.budget import Budget, Claim, Wish
+from pipedec.core import Opening, Request, Update, UserError, Verdict
+from pipedec.decoding.budget import Budget, Claim
 from pipedec.decoding.context import DraftRoom, MethodContext
 from pipedec.decoding.controller import Entered, TimestepTiming
 from pipedec.decoding.drafter import Drafter, RequestDrafter
 from pipedec.decoding.experience import Experience
+from pipedec.decoding.interface import Policy
 from pipedec.decoding.lockstep import in_lockstep, resumed
+from pipedec.decoding.memory import Memory
 from pipedec.decoding.method import Method
-from pipedec.decoding.registry import create_method
+from pipedec.decoding.registry import create_policy
+from pipedec.decoding.running import Running
 from pipedec.decoding.scoring import Scoring
-from pipedec.threads import Sequence, single_thread
+from pipedec.kv import KVManager
+from pipedec.threads import NewSequence, single_thread
+from pipedec.threads import Sequence as ThreadSequence
 from pipedec.tree import Candidates, DraftRows
 
 DRAFTED_ROWS = 16  # of one forward for one request: more make no answer faster
 DRAFT_KNEE = 64  # rows of one draft forward for all requests
-
-
-@dataclass
-class _Member:
-    """A running request.
-
-    Attributes:
-        prompt: what of the prompt has yet to enter, and the masks behind it.
-        undrafted: what of the prompt has entered and is not in the draft model's cache.
-        rests: nothing of it enters, and nothing is drafted for it, before the next verdict.
-    """
-
-    request: Request
-    method: Method
-    prompt: list[int]
-    undrafted: list[int] = field(default_factory=list)
-    rests: bool = False
-
-    @property
-    def is_prefilling(self) -> bool:
-        return len(self.prompt) > 0
-
-    @property
-    def is_drafted(self) -> bool:
-        """Whether the whole prompt has entered, and the draft model has computed it if the method uses it."""
-        return not self.prompt and not self.undrafted
-
-    def claim(self, whole_prompts: bool) -> Claim:
-        number, priority, rows = self.request.number, self.request.priority, len(self.prompt)
-        if self.rests:
-            return Claim(number, priority)
-        if not rows:
-            return Claim(number, priority, self.method.wish())
-        tail = 1 + self.method.masks.count  # the masks enter with the last token
-        if whole_prompts or rows <= tail:
-            return Claim(number, priority, Wish(whole=rows))
-        return Claim(number, priority, prompt=rows, tail=tail)
-
-    def next_chunk(self, rows: int, device: torch.device | str) -> Step:
-        """Take the next chunk of the prompt."""
-        chunk, self.prompt = self.prompt[:rows], self.prompt[rows:]
-        if self.method.has_drafter:
-            self.undrafted += chunk
-        token_ids = torch.tensor(chunk, dtype=torch.int64, device=device)
-        return Step(token_ids, torch.full_like(token_ids, -1))
+_UNLIMITED = 2**40  # slots
 
 
 class Company:
-    """Runs on rank 0. In every timestep: ``propose``, ``draft`` while the stages compute, and ``apply`` for each verdict.
+    """Runs on rank 0. In every timestep: ``to_pause``, ``propose``, ``draft`` while the stages compute, ``apply`` per verdict.
+
+    A request waits in here until there is KV memory for it; the stages learn of it with its first rows. Whose priority value is
+    lower, and then whose number, comes first.
 
     Args:
         passage: timesteps that a row takes to pass through the pipeline.
@@ -81,9 +47,10 @@ class Company:
         trained_masks: mask rows that the target's BiTA was trained with; 0 if it has none.
         knee: rows that the stages compute in about the time of one.
         experience: what earlier requests have taught.
+        kv: the books of the stages' KV memory; None for as much as anybody could need, without shared prefixes.
 
     Attributes:
-        whole_prompts: whether a prompt enters in one step, however long it is.
+        kv: see ``kv`` of the arguments.
     """
 
     def __init__(
@@ -94,8 +61,9 @@ class Company:
         trained_masks: int = 0,
         knee: int = 64,
         experience: Experience | None = None,
+        kv: KVManager | None = None,
     ) -> None:
-        self.whole_prompts = False
+        self.kv = kv or KVManager(_UNLIMITED, shares_prefixes=False)
         self._drafter = drafter
         self._device = device
         self._trained_masks = trained_masks
@@ -104,72 +72,158 @@ class Company:
         self._controller = self._experience.controller
         self._scoring = Scoring(device)
         self._draft_room = DraftRoom()
-        self._members: dict[int, _Member] = {}  # by request, in order of arrival
+        self._memory = Memory(self.kv, knee, passage)
+        self._requests: dict[int, Running] = {}  # by number, in order of age
+
+    @property
+    def whole_prompts(self) -> bool:
+        """Whether a prompt enters in one step, however long it is, and gets all the slots that it will ever need."""
+        return self._memory.is_given_at_once
+
+    @whole_prompts.setter
+    def whole_prompts(self, value: bool) -> None:
+        self._memory.is_given_at_once = value
 
     def check(self, request: Request) -> None:
-        """Whether the method of ``request`` can run here.
+        """Whether the method of ``request`` can run here, and its answer can fit.
 
         Raises:
-            UserError: it is unknown, cannot work with its options, or needs a draft model or a BiTA and there is none.
+            UserError: the method is unknown, cannot work with its options, or needs a draft model or a BiTA and there is none; or
+                prompt and answer need more KV memory than there is.
         """
-        self._method(request, single_thread(len(request.prompt_token_ids), (), 1))
+        policy = self._policy(request, single_thread(len(request.prompt_token_ids), (), 1))
+        self._memory.check(request, policy.together)
 
-    def open(self, request: Request, sequence: Sequence) -> Method:
-        """Begin a request: its prompt enters with the next timesteps.
+    def open(self, request: Request, new_sequence: NewSequence) -> None:
+        """Begin a request: its prompt enters with the next timesteps, as soon as there is memory.
 
         Args:
-            sequence: the answer's threads, just begun. Only the method passes accepted tokens to it.
+            new_sequence: makes the sequence of its answer, in which the tokens are that it has said already. An answer in several
+                threads that is paused gets a new one.
 
         Raises:
-            UserError: as ``check``.
+            UserError: as ``check``, or the prompt is empty.
         """
         if not request.prompt_token_ids:
             raise UserError("the prompt is empty: give at least one token")
-        method = self._method(request, sequence)
-        masks = range(-1, -1 - method.masks.count, -1)
-        self._members[request.number] = _Member(request, method, [*request.prompt_token_ids, *masks])
-        if self._drafter is not None and method.has_drafter:
-            self._drafter.open(request.number, sequence)
-        return method
+        self.check(request)
+        self._requests[request.number] = Running(request, new_sequence, self._new_method)
+        self._requests = dict(sorted(self._requests.items(), key=lambda item: item[1].age))
+
+    def method(self, number: int) -> Method:
+        """The present method of a request. Its hits and misses include those before pauses of an answer in one thread."""
+        return self._requests[number].method
+
+    def cached_tokens(self, number: int) -> int:
+        """Tokens of a request's prompt that were found in the KV cache when it first entered; 0 as long as it has not."""
+        return self._requests[number].cached_tokens or 0
 
     def apply(self, number: int, verdict: Verdict) -> None:
-        """Follow a verdict; one with ``finished`` closes the request. A request that is not running is ignored."""
-        if number not in self._members:
+        """Follow a verdict; one with ``finished`` closes the request. One without a lane is ignored."""
+        one = self._requests.get(number)
+        if one is None or not one.has_lane:
             return
-        self._members[number].method.apply(verdict)
-        self._members[number].rests = False
+        one.method.apply(verdict)
+        one.rests = False
         if verdict.finished is not None:
             self.close(number)
 
     def close(self, number: int) -> None:
         """Forget a request, which has ended or was cancelled."""
-        member = self._members.pop(number, None)
-        self._budget.forget(number)
-        if member is not None and self._drafter is not None and member.method.has_drafter:
-            self._drafter.close(number)
+        one = self._requests.pop(number, None)
+        if one is not None and one.has_lane:
+            self._leave_lane(one)
 
-    def propose(self) -> dict[int, Step]:
-        """By request, the rows that enter at the next timestep: chunks of prompts, and rows of trees."""
-        claims = [member.claim(self.whole_prompts) for member in self._members.values()]
-        shares = self._budget.share(claims, self._controller.pays)
-        steps: dict[int, Step] = {}
+    def to_pause(self) -> list[int]:
+        """Requests that must be paused now, since others need their memory; to be asked before each ``propose``."""
+        return self._memory.to_pause(list(self._requests.values()))
+
+    def pause(self, number: int) -> None:
+        """A request gives up its lane. It gets another one, before younger ones, after ``closed`` and when there is memory."""
+        self._leave_lane(self._requests[number])
+        self._requests[number].pause()
+
+    def closed(self, number: int) -> None:
+        """Every stage has closed the lane of a request that was paused."""
+        if number in self._requests:
+            self._requests[number].is_closing = False
+
+    def propose(self) -> dict[int, Update]:
+        """By request, what enters at the next timestep: openings, chunks of prompts, rows of trees, and the slots they need.
+
+        Openings are in the order in which the slots were given: one may copy what lies in slots that a later one gets.
+        """
+        shares = self._budget.share(list(self._claims()), self._controller.pays)
+        updates: dict[int, Update] = {}
         prompt_rows = 0
         for number, rows in shares.items():
-            member = self._members[number]
-            if member.is_prefilling:
-                steps[number] = member.next_chunk(rows, self._device)
-                prompt_rows += rows
-            elif (step := member.method.propose(rows)) is not None:
-                steps[number] = step
-        self._controller.record_entered(Entered(sum(step.num_rows for step in steps.values()), prompt_rows, self._num_tuned()))
-        return steps
+            one, opening = self._requests[number], None
+            if not one.has_lane:
+                opening = self._open_lane(one)
+                if opening is None:
+                    continue
+            if one.is_prefilling:
+                step = one.next_chunk(rows, self._device)
+                prompt_rows += 0 if step is None else step.num_rows
+            else:
+                room = self._memory.room_for(one, rows)
+                step = one.method.propose(room) if room else None
+            updates[number] = Update(number, opening, step=step)
+        return self._with_slots(updates, prompt_rows)
+
+    def _with_slots(self, updates: dict[int, Update], prompt_rows: int) -> dict[int, Update]:
+        """Note what enters; add the slots that were given to requests."""
+        for number, slots in self._memory.take_grown().items():
+            updates[number] = replace(updates.get(number, Update(number)), slots=slots)
+        for one in self._requests.values() if self.kv.shares_prefixes else ():
+            if one.has_lane and (told := one.take_told()):
+                self.kv.extend(one.number, told)
+        rows = sum(update.step.num_rows for update in updates.values() if update.step is not None)
+        self._controller.record_entered(Entered(rows, prompt_rows, self._num_tuned()))
+        return {number: one for number, one in updates.items() if (one.opening, one.step, one.slots) != (None, None, ())}
+
+    def _claims(self) -> Iterator[Claim]:
+        """Of requests with a lane, and of the first ones of those that wait, as many as might get rows now."""
+        self._memory.begin(self._requests.values())
+        prompt_rows = 0
+        is_full = False
+        for one in self._requests.values():
+            cached = 0
+            if not one.has_lane:
+                found = None if is_full or prompt_rows >= self._budget.knee else self._memory.cached_for(one)
+                if found is None:
+                    is_full = True
+                    continue
+                cached = found
+            claim = self._memory.fitted(one, one.claim(self.whole_prompts, cached))
+            prompt_rows += claim.prompt
+            yield claim
+
+    def _open_lane(self, one: Running) -> Opening | None:
+        """Open the lane of a request; None if there is no memory left for it."""
+        lease = self._memory.open(one)
+        if lease is None:
+            return None
+        drafted = 0
+        if self._drafter is not None and one.method.has_drafter:
+            drafted = self._drafter.open(one.number, one.sequence, one.text)
+        return one.open(lease, drafted)
+
+    def _leave_lane(self, one: Running) -> None:
+        """Close a lane. What it has accepted last is committed with its last verdict, before others open."""
+        self.kv.extend(one.number, one.take_told())
+        self.kv.close(one.number)
+        self._budget.forget(one.number)
+        if self._drafter is not None and one.method.has_drafter:
+            self._drafter.close(one.number)
 
     def draft(self) -> None:
         """Rank 0's compute phase: the draft model's forwards, each for all requests."""
         chunks = self._next_draft_chunks()
         if chunks:
             self._controller.record_draft_prefill()
-        awake = [each for number, each in self._members.items() if each.is_drafted and not each.rests and number not in chunks]
+        running = [each for each in self._requests.values() if each.has_lane and each.number not in chunks]
+        awake = [each for each in running if each.is_drafted and not each.rests]
         drafting = [each.method for each in awake]
         self._set_draft_room(sum(method.has_drafter for method in drafting))
         rounds = in_lockstep([method.draft() for method in drafting])
@@ -184,9 +238,12 @@ class Company:
         """Learn how long a timestep of the full pipeline took."""
         self._controller.record_timestep(timing)
 
-    def _method(self, request: Request, sequence: Sequence) -> Method:
+    def _new_method(self, request: Request, sequence: ThreadSequence) -> Method:
+        return Method(sequence, self._policy(request, sequence), self._device)
+
+    def _policy(self, request: Request, sequence: ThreadSequence) -> Policy:
         drafter = None if self._drafter is None else RequestDrafter(self._drafter, request.number)
-        return create_method(
+        return create_policy(
             MethodContext(
                 request,
                 sequence,
@@ -200,21 +257,22 @@ class Company:
         )
 
     def _num_tuned(self) -> int:
-        """The number of running requests if all of them leave it to the controller how much to speculate, else 0."""
-        running = [member.method for member in self._members.values() if not member.is_prefilling]
-        return len(running) if all(method.is_tuned for method in running) else 0
+        """The number of requests that are decoded, if all of them leave it to the controller how much to speculate, else 0."""
+        decoded = [one.method for one in self._requests.values() if one.has_lane and not one.is_prefilling]
+        return len(decoded) if all(method.is_tuned for method in decoded) else 0
 
-    def _next_draft_chunks(self) -> dict[int, list[int]]:
+    def _next_draft_chunks(self) -> dict[int, Sequence[int]]:
         """Take what the draft model computes of prompts in this timestep; nothing of those for which it is not used now."""
-        chunks: dict[int, list[int]] = {}
+        chunks: dict[int, Sequence[int]] = {}
         room = self._budget.knee
-        for number, member in self._members.items():
-            if member.method.is_tuned and not self._controller.is_speculating:
+        for number, one in self._requests.items():
+            if not one.has_lane or (one.method.is_tuned and not self._controller.is_speculating):
                 continue
-            count = len(member.undrafted) if self.whole_prompts else min(len(member.undrafted), room)
-            if count:
-                chunks[number], member.undrafted = member.undrafted[:count], member.undrafted[count:]
-                room -= count
+            chunk = one.undrafted if self.whole_prompts else one.undrafted[:room]
+            if chunk:
+                chunks[number] = chunk
+                one.drafted += len(chunk)
+                room -= len(chunk)
         return chunks
 
     def _set_draft_room(self, num_drafting: int) -> None:
@@ -223,7 +281,7 @@ class Company:
         self._draft_room.rows = min(max(DRAFT_KNEE // max(num_drafting, 1), 1), DRAFTED_ROWS)
         self._draft_room.min_chance = self._budget.refused
 
-    def _expand(self, requested: list[DraftRows], chunks: dict[int, list[int]]) -> list[Candidates]:
+    def _expand(self, requested: list[DraftRows], chunks: dict[int, Sequence[int]]) -> list[Candidates]:
         """The candidates for ``requested``: one forward, or several if there are more rows than one should compute."""
         candidates: list[Candidates] = []
         while requested or chunks:

@@ -13,26 +13,30 @@ from pipedec.tree import Candidates, DraftRows, DraftTree, RowChanges
 class Drafter(Protocol):
     """A draft model for the trees of all running requests (see ``drafting``)."""
 
-    def open(self, number: int, sequence: ThreadSequence) -> None:
-        """A request begins.
+    def open(self, number: int, sequence: ThreadSequence, token_ids: Sequence[int]) -> int:
+        """A request begins, or goes on after a pause.
 
         Args:
-            number: of the request, different from all before it.
+            number: of the request, different from those of all others that are open.
             sequence: its threads, read only. Accepted tokens are in it before ``advance`` is called.
+            token_ids: prompt, and what was said before.
+
+        Returns:
+            how many of ``token_ids`` need not be computed.
         """
 
     def close(self, number: int) -> None:
-        """A request has ended: forget it."""
+        """A request has ended or is paused: forget it."""
 
     def expand(self, requested: Sequence[DraftRows], prompts: Mapping[int, Sequence[int]]) -> list[Candidates]:
         """Run one forward over rows of any requests, and over the next chunks of the prompts of others.
 
         Args:
             requested: at most one entry for each thread of a request.
-            prompts: by request, token ids.
+            prompts: by request, token ids behind those that were computed before.
 
         Returns:
-            the candidates for each entry of ``requested``.
+            the candidates for each entry of ``requested``; without tokens where there is no memory for its rows.
         """
 
     def advance(self, number: int, thread: int, changes: RowChanges) -> None:

@@ -82,6 +82,11 @@ class InjectionTree:
         return len(self._rows)
 
     @property
+    def num_entered(self) -> int:
+        """Rows that have entered the pipeline."""
+        return self._num_entered
+
+    @property
     def root_has_entered(self) -> bool:
         """Whether there is a root and it has entered the pipeline."""
         return self._num_entered > 0

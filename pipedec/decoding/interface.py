@@ -22,6 +22,10 @@ class Member(Protocol):
     def has_entered(self) -> bool:
         """Whether the thread's last certain token has entered the pipeline."""
 
+    @property
+    def in_flight(self) -> int:
+        """Rows that have entered and that no verdict has accepted or pruned."""
+
     def accept(self, accepted: Accepted) -> None:
         """Advance to the accepted tokens and prune what can no longer be accepted."""
 
@@ -55,6 +59,10 @@ class Policy(Protocol):
     @property
     def largest(self) -> int:
         """Maximum rows of a step that enters whole; 0 if its rows may enter one by one."""
+
+    @property
+    def together(self) -> int:
+        """Rows of the largest step that enters whole; 1 if its rows may enter one by one."""
 
     @property
     def is_tuned(self) -> bool:

@@ -50,6 +50,7 @@ class Members:
         first = kind(context, 0)
         self.masks = first.masks
         self.largest = max(first.room, ROWS_OF_SEVERAL_THREADS)
+        self.together = first.room if context.request.threads is None else self.largest
         self.drafter = context.drafter
         self.is_tuned = False
         self._next_thread = 0  # the thread that is served first in the next timestep, if the rows did not suffice for all

@@ -98,6 +98,16 @@ class Method:
         return self._policy.is_tuned
 
     @property
+    def together(self) -> int:
+        """Rows of the largest step that enters whole; 1 if its rows may enter one by one."""
+        return self._policy.together
+
+    @property
+    def in_flight(self) -> int:
+        """Rows that have entered and that no verdict has accepted or pruned, but for the last tokens of ended threads."""
+        return sum(member.in_flight for member in self._members.values())
+
+    @property
     def rests(self) -> bool:
         """Whether it lets nothing enter and has nothing drafted before the next verdict."""
         return not self._last and self._policy.rests(self._running)

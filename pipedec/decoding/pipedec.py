@@ -33,6 +33,10 @@ class PipeDec:
         return self._root is None
 
     @property
+    def in_flight(self) -> int:
+        return self.tree.num_rows
+
+    @property
     def wanted(self) -> int:
         """The root after a miss, else the next layer."""
         if self._root is not None:
@@ -66,7 +70,7 @@ class PipeDec:
         if self._root is not None:
             self._layer = self.tree.plant(self._root)
             self._root = None
-        elif candidates is not None and len(candidates.rows):
+        elif candidates is not None and candidates.token_ids.numel():
             self._layer = self.tree.grow(candidates, min(self._limits.width, self.room))
         else:
             return None

@@ -19,6 +19,7 @@ class PlainPipeline:
         self._device = context.device
         self._root: int | None = None  # a certain token that has yet to enter
         self.room = 1
+        self.in_flight = 0
 
     @property
     def has_entered(self) -> bool:
@@ -33,10 +34,10 @@ class PlainPipeline:
         return nothing_to_draft()
 
     def accept(self, accepted: Accepted) -> None:
-        self._root = accepted.tokens[-1]
+        self._root, self.in_flight = accepted.tokens[-1], 0
 
     def cut(self) -> None:
-        self._root = None
+        self._root, self.in_flight = None, 0
 
     def plant(self, token: int) -> None:
         self._root = token
@@ -44,7 +45,7 @@ class PlainPipeline:
     def propose(self) -> Step | None:
         if self._root is None:
             return None
-        token, self._root = self._root, None
+        token, self._root, self.in_flight = self._root, None, 1
         return Step(
             token_ids=torch.tensor([token], dtype=torch.int64, device=self._device),
             parents=torch.tensor([-1], dtype=torch.int64, device=self._device),

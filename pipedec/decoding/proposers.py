@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from math import log
 from typing import NamedTuple
 
 import torch
@@ -20,6 +21,7 @@ _MIN_MATCH = 2  # shortest n-gram after which a token is proposed
 _MAX_OCCURRENCES = 32  # occurrences considered for each row
 _MAX_PROPOSED = 4  # tokens that n-grams propose for a row
 _MIN_REST = 1e-4  # minimum probability assumed for all tokens that the draft model does not propose together
+_UNKNOWN = 0.01  # probability assumed for tokens where the draft model says nothing
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,9 @@ class DraftProposal:
     def features(self, token_ids: Tensor) -> Tensor:
         """[F, K + 1, 2]. A token that is not among the children gets the log-probability of the least probable child."""
         log_probs = self.children.log_probs.float()
+        if not log_probs.shape[1]:
+            guess = torch.tensor((log(_UNKNOWN), 1.0), device=log_probs.device).expand(*token_ids.shape, 2)
+            return pad(guess, (0, 0, 0, 1))
         is_same = token_ids[:, :, None] == self.token_ids[:, None]
         estimated = torch.where(is_same, log_probs[:, None], log_probs[:, -1:, None]).amax(-1)
         rest = (1 - log_probs.exp().sum(1, keepdim=True)).clamp_(min=_MIN_REST).log_()

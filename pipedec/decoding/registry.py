@@ -1,4 +1,4 @@
-"""Creates the method that a request names. The methods themselves are listed in ``pipedec.methods``."""
+"""Creates the policy of the method that a request names. The methods themselves are listed in ``pipedec.methods``."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ from dataclasses import replace
 from pipedec.decoding.context import MethodContext
 from pipedec.decoding.interface import Policy
 from pipedec.decoding.members import Members
-from pipedec.decoding.method import Method
 from pipedec.methods import find_method
 
 
-def create_method(context: MethodContext) -> Method:
-    """The method of the context's request.
+def create_policy(context: MethodContext) -> Policy:
+    """The policy of the method of the context's request.
 
     Raises:
         UserError: the method is unknown, cannot work with its options, or needs a draft model or a BiTA and there is none.
@@ -25,4 +24,4 @@ def create_method(context: MethodContext) -> Method:
     module, _, name = entry.implementation.partition(":")
     kind = getattr(importlib.import_module(module), name)
     policy: Policy = kind(context) if entry.compares_threads else Members(context, kind)
-    return Method(context.sequence, policy, context.device)
+    return policy

@@ -32,6 +32,10 @@ class StaticTree:
         return self._root is None and not self._is_drafted
 
     @property
+    def in_flight(self) -> int:
+        return 0 if self._is_drafted else self.tree.num_rows
+
+    @property
     def wanted(self) -> int:
         """The tree, once it is drafted."""
         return min(self.tree.num_rows, self.room) if self._is_drafted else 0
@@ -51,6 +55,8 @@ class StaticTree:
         for _ in range(self._limits.depth):
             rows = range(layer.start, layer.stop)
             (candidates,) = yield [self._drafter.rows(self.tree, rows, self._limits.children)]
+            if not candidates.token_ids.numel():
+                break
             layer = self.tree.grow(candidates, self._layer_width)
         if self._limits.rows is not None:
             self._drafter.advance(self.tree.keep(self.tree.most_probable(self._limits.rows)).changes)

@@ -3,6 +3,8 @@
 Owns the draft model's weights, and a *lane* for each running request: its cache, and which tree rows are in it. The decoding
 method decides which rows are drafted and which candidates enter the pipeline. Shapes: N tree slots of a lane's cache, C accepted
 tokens that were never drafted, F rows to draft, R = C + F.
+
+Drafts need not be complete, so its KV memory is best effort: a request without memory has no lane, and gets no candidates.
 """
 
 from __future__ import annotations
@@ -14,17 +16,27 @@ import torch
 from torch import Tensor
 
 from pipedec.drafting.lane import DraftLane, Entering
+from pipedec.kv import KVManager
 from pipedec.model import StageModel
 from pipedec.threads import Sequence as ThreadSequence
 from pipedec.tree import Candidates, DraftRows, RowChanges
 
+_SLOTS = 4096  # of a pool whose size nobody has set
+_MOST_RESERVED = 1024  # slots for tokens of the answer that a lane gets when it opens
+
 
 class DraftModel:
-    """A whole model on one device. Rows of a tree may be drafted in any order, each after its ancestors."""
+    """A whole model on one device. Rows of a tree may be drafted in any order, each after its ancestors.
 
-    def __init__(self, model: StageModel) -> None:
+    Args:
+        slots, block: of its KV pool (see ``KVPool``).
+        shares_prefixes: let requests adopt prefixes that other requests hold.
+    """
+
+    def __init__(self, model: StageModel, slots: int = _SLOTS, block: int = 16, shares_prefixes: bool = True) -> None:
         self._model = model
-        self._pool = model.make_pool()
+        self._pool = model.make_pool(slots, block)
+        self._kv = KVManager(slots, block, shares_prefixes)
         self._lanes: dict[int, DraftLane] = {}  # by request
 
     @property
@@ -33,21 +45,37 @@ class DraftModel:
         return len(self._lanes)
 
     @property
+    def used_slots(self) -> int:
+        """KV cache entries of running requests; shared ones count once."""
+        return self._kv.used_slots
+
+    @property
     def cache_slots(self) -> int:
         """KV cache entries that all requests together have room for."""
         return self._pool.slots
 
-    def open(self, number: int, sequence: ThreadSequence) -> None:
+    def open(self, number: int, sequence: ThreadSequence, token_ids: Sequence[int]) -> int:
         """Make the lane of a request.
 
         Args:
             sequence: its threads, read only. The caller passes accepted tokens to it before it calls ``advance``.
+            token_ids: prompt, and what was said before.
+
+        Returns:
+            how many of ``token_ids`` need not be computed: those that are cached, or all if there is no memory.
         """
-        self._lanes[number] = DraftLane(self._pool.open(), sequence, self._model.device)
+        left = sequence.max_tokens - (len(token_ids) - sequence.prompt_length)
+        lease = self._kv.open(number, token_ids, len(token_ids) + min(left, _MOST_RESERVED))
+        lease = lease or self._kv.open(number, token_ids, len(token_ids))
+        if lease is None:
+            return len(token_ids)
+        self._lanes[number] = DraftLane(self._pool.cache(), lease, sequence, self._model.device)
+        return lease.cached
 
     def close(self, number: int) -> None:
-        """Drop the lane of a request."""
-        self._lanes.pop(number).close()
+        """Drop the lane of a request, if it has one."""
+        if self._lanes.pop(number, None) is not None:
+            self._kv.close(number)
 
     def expand(self, requested: Sequence[DraftRows], prompts: Mapping[int, Sequence[int]]) -> list[Candidates]:
         """Run one forward over rows of several trees and the next chunks of several prompts.
@@ -55,31 +83,61 @@ class DraftModel:
         Args:
             requested: at most one entry for each thread of a request; those of one request stand together. None of a request
                 with a chunk.
-            prompts: by request, token ids.
+            prompts: by request, the next of the token ids that had to be computed.
 
         Returns:
-            the candidates for each entry of ``requested``.
+            the candidates for each entry of ``requested``, without tokens for requests without memory.
 
         Raises:
             ValueError: rows of a tree are not ascending, one was drafted before, or an ancestor was not and is not among them.
         """
-        lanes = [(self._lanes[number], list(rows)) for number, rows in groupby(requested, lambda entry: entry.number)]
-        drafting = [(lane, lane.enter(rows)) for lane, rows in lanes]
-        entering = [self._lanes[number].enter_prompt(chunk) for number, chunk in prompts.items()]
+        by_request = [(number, list(entries)) for number, entries in groupby(requested, lambda entry: entry.number)]
+        drafting = [(number, self._lanes[number].enter(entries)) for number, entries in by_request if self._fit(number, entries)]
+        entering = [self._lanes[number].enter_prompt(chunk) for number, chunk in prompts.items() if number in self._lanes]
         entering += [entered for _, entered in drafting]
-        token_ids = torch.tensor([token for of_lane in entering for token in of_lane.token_ids], device=self._model.device)
-        hidden_RE = self._model.forward(token_ids, [of_lane.rows for of_lane in entering])
-        for lane, entered in drafting:
-            lane.settle(entered)
-        return self._candidates(hidden_RE[_drafted(entering)], requested) if requested else []
+        if entering:
+            token_ids = torch.tensor([token for of_lane in entering for token in of_lane.token_ids], device=self._model.device)
+            hidden_RE = self._model.forward(token_ids, [of_lane.rows for of_lane in entering])
+        for number, entered in drafting:
+            self._lanes[number].settle(entered)
+        for number in (*prompts, *(number for number, _ in drafting)):
+            self._tell(number)
+        answered = [entry for entry in requested if entry.number in self._lanes]
+        found = iter(self._candidates(hidden_RE[_drafted(entering)], answered) if answered else ())
+        return [next(found) if entry.number in self._lanes else self._no_candidates(entry) for entry in requested]
 
     def advance(self, number: int, thread: int, changes: RowChanges) -> None:
         """Commit and prune cache entries as the thread's tree was."""
-        self._lanes[number].advance(thread, changes)
+        if (lane := self._lanes.get(number)) is not None:
+            lane.advance(thread, changes)
+            self._tell(number)
 
     def threads_changed(self, number: int) -> None:
         """To be called when threads of a request were opened, joined or ended."""
-        self._lanes[number].threads_changed()
+        if (lane := self._lanes.get(number)) is not None:
+            lane.threads_changed()
+
+    def _fit(self, number: int, entries: Sequence[DraftRows]) -> bool:
+        """Whether there is memory for rows of a request and its chains. If not, it gives up its lane, so others have more."""
+        lane = self._lanes.get(number)
+        if lane is None:
+            return False
+        slots = self._kv.grow(number, lane.num_cached + lane.num_chained + sum(len(entry.rows) for entry in entries))
+        if slots is None:
+            self.close(number)
+            return False
+        lane.extend(slots)
+        return True
+
+    def _tell(self, number: int) -> None:
+        """Let other requests adopt what was added to a lane's past."""
+        if (lane := self._lanes.get(number)) is not None and (added := lane.take_added()):
+            self._kv.extend(number, added)
+
+    def _no_candidates(self, requested: DraftRows) -> Candidates:
+        """What there is to say of rows that are not computed."""
+        rows = torch.tensor(requested.rows, device=self._model.device)
+        return Candidates(rows, rows.new_zeros(len(rows), 0), torch.zeros(len(rows), 0, device=rows.device))
 
     def _candidates(self, hidden_FE: Tensor, requested: Sequence[DraftRows]) -> list[Candidates]:
         """The most probable next tokens of the rows of ``requested``."""

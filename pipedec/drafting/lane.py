@@ -13,8 +13,10 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from pipedec.core import SlotRuns
 from pipedec.drafting.masks import ancestor_mask
 from pipedec.drafting.thread_labels import ThreadLabels
+from pipedec.kv import Lease
 from pipedec.model import LaneRows
 from pipedec.model.cache import KVCache
 from pipedec.threads import Sequence as ThreadSequence
@@ -40,26 +42,49 @@ class Entering:
 class DraftLane:
     """The tree slots of its cache are in order of drafting.
 
+    Args:
+        cache: an empty one, without slots.
+        lease: its first slots, and what is in them.
+
     Accepted rows that were never drafted form the *chain* of their thread, which the next forward computes together with its
     rows. If there are several threads, the last tokens of joined threads are never computed, and a chain attends to the context
     as it is when it is computed: drafts need not be exact.
     """
 
-    def __init__(self, cache: KVCache, sequence: ThreadSequence, device: torch.device) -> None:
+    def __init__(self, cache: KVCache, lease: Lease, sequence: ThreadSequence, device: torch.device) -> None:
+        cache.extend(lease.slots)
+        cache.adopt(lease.cached, lease.copied)
         self._cache = cache
+        self._added: list[int] = []  # tokens that have joined the past, in order, as long as there is but one thread
         self._device = device
         self._sequence = sequence
         self._slots: dict[Row, int] = {}  # tree slot of each row that was drafted, ascending
         self._chains: dict[int, list[int]] = {}  # by thread: token ids that follow the past
         self._labels = ThreadLabels(sequence, device) if sequence.can_fork else None
 
-    def close(self) -> None:
-        """Give the cache back."""
-        self._cache.close()
+    @property
+    def num_cached(self) -> int:
+        """Rows in the cache."""
+        return self._cache.length
+
+    @property
+    def num_chained(self) -> int:
+        """Rows that the next forward computes beside those that are requested."""
+        return sum(map(len, self._chains.values()))
+
+    def extend(self, slots: SlotRuns) -> None:
+        """Further slots of the pool."""
+        self._cache.extend(slots)
+
+    def take_added(self) -> list[int]:
+        """The tokens that have joined the past since the last call; of an answer in several threads, those of its prompt."""
+        added, self._added = self._added, []
+        return added
 
     def enter_prompt(self, token_ids: Sequence[int]) -> Entering:
         """The next chunk of the prompt for a forward."""
         rows = LaneRows(self._after_past(len(token_ids)), self._cache, prefill_length=self._sequence.prompt_length)
+        self._added += token_ids
         return Entering(list(token_ids), rows, [])
 
     def enter(self, requested: Sequence[DraftRows]) -> Entering:
@@ -83,6 +108,7 @@ class DraftLane:
         """The forward with these rows of ``enter`` is done: the chains join the past, the drafted rows the tree slots."""
         first, chained = len(self._slots), entered.rows.num_rows - len(entered.drafted)
         if chained:
+            self._join(entered.token_ids[:chained])
             slots = torch.arange(self._cache.tree_length, device=self._device)
             self._cache.advance(slots[first : first + chained], torch.cat((slots[:first], slots[first + chained :])))
         self._chains = {}
@@ -100,11 +126,17 @@ class DraftLane:
             dropped = sorted(own - {slot for _, slot in kept})
             self._labels.advance(thread, self._tensor(drafted), self._tensor(dropped))
         if self._slots:
+            self._join(changes.committed_ids[: len(drafted)])
             self._cache.advance(self._tensor(drafted), self._tensor([slot for _, slot in kept]))
         rows = ((thread, kept_rows[row]) if of_thread == thread else (of_thread, row) for (of_thread, row), _ in kept)
         self._slots = {row: slot for slot, row in enumerate(rows)}
         if chain:
             self._chains[thread] = self._chains.get(thread, []) + chain
+
+    def _join(self, token_ids: Sequence[int]) -> None:
+        """Tokens of the answer join the past."""
+        if self._labels is None:
+            self._added += token_ids
 
     def threads_changed(self) -> None:
         """To be called when threads were opened, joined or ended."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pipedec.core import DEFAULT_METHOD, Request
+from pipedec.core import DEFAULT_METHOD, Request, UserError
 from pipedec.decoding import Company
 from pipedec.engine.answer import Answer
 from pipedec.engine.sequences import Sequences
@@ -13,7 +13,7 @@ from pipedec.methods import LayerTreeOptions, make_options
 from pipedec.sampling import seeded
 from pipedec.scheduler.protocol import Message
 from pipedec.text.prompt import Prompter
-from pipedec.threads import Dialect, Sequence
+from pipedec.threads import Dialect, NewSequence
 
 
 @dataclass(frozen=True)
@@ -31,21 +31,30 @@ class Admission:
     num_stages: int
     tree: LayerTreeOptions | None
 
-    def admit(self, message: Message, company: Company) -> tuple[Answer, Sequence]:
-        """The answer to the request in ``message``, not begun yet, and a sequence for its method.
+    def admit(self, message: Message, company: Company) -> tuple[Answer, NewSequence]:
+        """The answer to the request in ``message``, not begun yet, and what makes the sequences for its method.
 
         Raises:
             UserError: the request is invalid, too long, or asks for something that this pipeline does not have.
         """
         prompt = PromptRequest.from_json(message.text)
+        request = self._request(message.number, prompt)
+        length, sampling, threads = len(request.prompt_token_ids), request.sampling, request.threads
+        new_sequence = self.sequences.maker(length, sampling, threads, request.said)
+        known = self.sequences.maker(length, sampling, threads, prompt.resume) if prompt.resume else None
+        shows = prompt.show_threads
+        answer = Answer(request, new_sequence, self.prompter, self.num_stages, shows, known, len(prompt.resume))
+        if not answer.is_complete:
+            company.check(request)
+        return answer, new_sequence
+
+    def _request(self, number: int, prompt: PromptRequest) -> Request:
         name = prompt.method or DEFAULT_METHOD
         dialect = None if prompt.threads is None else Dialect.from_json(prompt.threads).name
         token_ids = self.prompter.token_ids(prompt.prompt, prompt.raw, prompt.sampling.max_tokens, dialect)
         self.prompter.check_bias(prompt.sampling.logit_bias)
-        options = make_options(name, prompt.options, self.tree)
-        request = Request(
-            message.number, token_ids, seeded(prompt.sampling), name, options, prompt.trace, prompt.threads, prompt.priority
-        )
-        company.check(request)
-        new_sequence = self.sequences.maker(len(token_ids), request.sampling, request.threads)
-        return Answer(request, new_sequence(), self.prompter, self.num_stages, prompt.show_threads), new_sequence()
+        if prompt.resume and prompt.sampling.is_stochastic and prompt.sampling.seed is None:
+            raise UserError("the answer to resume was drawn at random: give its seed, which was reported with it")
+        options, sampling = make_options(name, prompt.options, self.tree), seeded(prompt.sampling)
+        said = () if prompt.threads else prompt.resume  # an answer in threads is said again from its first token on
+        return Request(number, token_ids, sampling, name, options, prompt.trace, prompt.threads, prompt.priority, said)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from pipedec.core import Metrics, Step
+from pipedec.core import Metrics, Opening, Step
 from pipedec.decoding import Method
 from pipedec.engine.draft_tokens import DraftTokens
 
@@ -23,6 +23,18 @@ class Counters:
         self._draft_tokens = DraftTokens()
         self._began = now()
         self._prefilled: tuple[int, float] | None = None  # timestep and time of the first verdict
+        self._openings = 0
+
+    def waits(self) -> None:
+        """The request has no KV memory."""
+        self.metrics.pauses += self._openings > 0
+
+    def opened(self, opening: Opening) -> int:
+        """The request begins, or goes on after a pause. Returns how often it was opened."""
+        self._openings += 1
+        if self._openings == 1:
+            self.metrics.cached_tokens = min(opening.cached, opening.prompt_length)
+        return self._openings
 
     def entered(self, step: Step) -> None:
         """Rows of the request enter the pipeline."""

@@ -5,7 +5,9 @@ Decides nothing about rows: the company of decoding methods does. How rows reach
 
 from __future__ import annotations
 
-from pipedec.core import KNEE_ROWS, MAX_NUM_SEQS, Step, Update, UserError, Verdict
+import time
+
+from pipedec.core import KNEE_ROWS, MAX_NUM_SEQS, Opening, Step, TokenLogprobs, Update, UserError, Verdict
 from pipedec.decoding import Company, Drafter, Method
 from pipedec.engine.admission import Admission
 from pipedec.engine.answer import Answer
@@ -17,11 +19,14 @@ from pipedec.engine.request_queue import RequestQueue
 from pipedec.engine.tasks import TaskPipeline
 from pipedec.engine.timed_drafter import TimedDrafter
 from pipedec.engine.windows import WindowPipeline
-from pipedec.messages import CompletionEvent, ErrorEvent, LogprobsEvent, TraceEvents, TraceRow
+from pipedec.kv import KVManager
+from pipedec.messages import CompletionEvent, ErrorEvent, KVUsage, PausedEvent, ResumedEvent, TraceEvents, TraceRow
 from pipedec.methods import LayerTreeOptions
 from pipedec.scheduler.protocol import Message
 from pipedec.text.prompt import Prompter
 from pipedec.tracing import SCHEDULER_TRACK
+
+_TELLING_SECONDS = 1.0  # between two notes on the KV memory
 
 
 class DraftLoop:
@@ -30,6 +35,7 @@ class DraftLoop:
     Args:
         knee: rows that a stage computes in about the time of one.
         max_num_seqs: most requests in the pipeline at the same time.
+        kv: of the stages' KV pools.
     """
 
     def __init__(
@@ -41,15 +47,19 @@ class DraftLoop:
         tree: LayerTreeOptions | None = None,
         max_num_seqs: int = MAX_NUM_SEQS,
         knee: int = KNEE_ROWS,
+        kv: KVManager | None = None,
     ) -> None:
         self._wiring = wiring
         self._tasks = RankTasks(0, wiring)
         timed = None if drafter is None else TimedDrafter(drafter, self._tasks.recorder.drafting)
-        self._company = Company(wiring.topology.num_groups, timed, wiring.device, trained_masks, knee)
+        self._company = Company(wiring.topology.num_groups, timed, wiring.device, trained_masks, knee, kv=kv)
         self._company.whole_prompts = not wiring.window
         self._admission = Admission(prompter, wiring.sequences, wiring.topology.num_stages, tree)
         self._max_num_seqs = max_num_seqs
         self._queue = RequestQueue(wiring.scheduler)
+        self._kv = kv
+        self._told = 0.0  # when the use of the KV memory was told
+        self._pauses = 0  # in earlier sessions
         self._sessions = 0
         self._stopping = False
 
@@ -78,6 +88,8 @@ class DraftLoop:
         for _ in decode(pool, pipeline, lambda: self._follow_queue(pool), (self._tasks.note,)):
             continue  # everything has been said to the answers' readers
         self._stopping |= pipeline.is_stopping
+        self._pauses += pool.pauses
+        self._tell_usage(0)
 
     def _pipeline(self) -> RankZero:
         if not self._wiring.window:
@@ -87,6 +99,8 @@ class DraftLoop:
 
     def _follow_queue(self, pool: Pool) -> None:
         """Begin requests for which there is room, and end those that were cancelled."""
+        if time.monotonic() > self._told + _TELLING_SECONDS:
+            self._tell_usage(pool.pauses)
         if not self._wiring.window:
             return  # task dispatch: a request is cancelled at its next verdict, and the next one has a workflow of its own
         for number in self._queue.cancelled():
@@ -95,14 +109,24 @@ class DraftLoop:
         for message in self._queue.arrivals(room):
             self._admit(pool, message)
 
+    def _tell_usage(self, pauses: int) -> None:
+        """Let clients know how much KV memory is used; ``pauses`` are those of this session."""
+        self._told = time.monotonic()
+        if (kv := self._kv) is not None:
+            tokens, pauses = (kv.queried_tokens, kv.adopted_tokens), self._pauses + pauses
+            self._queue.tell(KVUsage(kv.capacity, kv.used_slots, kv.kept_slots, *tokens, pauses))
+
     def _admit(self, pool: Pool, message: Message) -> None:
         try:
-            answer, sequence = self._admission.admit(message, self._company)
+            answer, new_sequence = self._admission.admit(message, self._company)
         except UserError as error:
             self._queue.finish(message.number, ErrorEvent(str(error)))
             return
+        if answer.is_complete:
+            self._queue.finish(message.number, answer.completed())
+            return
         self._tasks.opened(message.number, answer.request.trace)
-        pool.open(answer.request, sequence, _Stream(answer, self._queue, self._tasks, self._wiring))
+        pool.open(answer.request, new_sequence, _Stream(answer, self._queue, self._tasks, self._wiring))
 
 
 class _Stream:
@@ -121,7 +145,19 @@ class _Stream:
         self._waits_for_ranks = answer.request.trace or wiring.emulation is not None
         self._completion: CompletionEvent | None = None
         self._finished = False
+        self._waits = False
         self._began_us = wiring.scheduler.clock_us() if answer.request.trace else 0
+
+    def waits(self) -> None:
+        self._answer.counters.waits()
+        self._waits = True
+        self._queue.put(self._number, PausedEvent())
+
+    def opened(self, opening: Opening) -> None:
+        self._answer.opened(opening)
+        if self._waits:
+            self._waits = False
+            self._queue.put(self._number, ResumedEvent())
 
     def entered(self, step: Step) -> None:
         self._answer.counters.entered(step)
@@ -129,9 +165,7 @@ class _Stream:
     def take(self, result: Update, timestep: int) -> Verdict:
         assert result.verdict is not None
         self._answer.counters.accepted(timestep)
-        if result.logprobs:
-            self._queue.put(self._number, LogprobsEvent([list(row) for row in result.logprobs]))
-        return self._publish(result.verdict)
+        return self._publish(result.verdict, result.logprobs)
 
     def ended(self, reason: str, method: Method) -> None:
         if not self._finished:  # cancelled, so that no verdict has said so
@@ -147,11 +181,11 @@ class _Stream:
             events = [*self._scheduler_trace(), *self._tasks.closed(self._number), self._completion]
             self._queue.finish(self._number, *events)
 
-    def _publish(self, verdict: Verdict) -> Verdict:
-        """Add a verdict to the answer and publish the new text; returns the verdict as far as the answer goes."""
-        verdict, event = self._answer.take(verdict)
+    def _publish(self, verdict: Verdict, logprobs: TokenLogprobs = ()) -> Verdict:
+        """Add a verdict to the answer and publish what is new; returns the verdict as far as the answer goes."""
+        verdict, events = self._answer.take(verdict, logprobs)
         self._finished = verdict.finished is not None
-        self._queue.put(self._number, event)
+        self._queue.put(self._number, *events)
         return verdict
 
     def _scheduler_trace(self) -> list[TraceEvents]:

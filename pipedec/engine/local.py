@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from pipedec.core import KNEE_ROWS, Envelope, Metrics, Request, Step, Update, UserError, Verdict
+from pipedec.core import EMPTY, KNEE_ROWS, Envelope, Metrics, Opening, Request, Step, Update, UserError, Verdict
 from pipedec.decoding import Company, Drafter, Method, TimestepTiming
 from pipedec.engine.counters import Counters
 from pipedec.engine.emulated_time import EmulatedClock, Pacer, TimestepLoad
@@ -21,10 +21,11 @@ from pipedec.engine.recorder import Recorder, Timestep
 from pipedec.engine.sequences import Sequences
 from pipedec.engine.spec import PipelineSpec
 from pipedec.engine.timed_drafter import TimedDrafter
+from pipedec.kv import KVManager
 from pipedec.plan.emulation import Emulation
 from pipedec.sampling import seeded
 from pipedec.stage import FinalStageWorker, StageWorker
-from pipedec.threads import Sequence
+from pipedec.threads import NewSequence, Sequence
 from pipedec.topology import Topology
 
 _IDLE_TIMESTEPS = 16
@@ -37,14 +38,14 @@ class LocalAnswer:
     Attributes:
         request: with the seed that was chosen for it.
         sequence: its decode threads.
-        logprobs: as in ``Completion``.
+        logprobs, token_ids: of what was decoded, in the order of decoding; of an answer in threads since its last pause.
         finished: why it ended; None while it goes on.
         is_closed: every stage has closed its lane.
         now: see ``Counters``.
     """
 
     request: Request
-    sequence: Sequence
+    new_sequence: NewSequence
     metrics: Metrics = field(default_factory=Metrics)
     logprobs: list[dict[int, float]] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
@@ -54,6 +55,20 @@ class LocalAnswer:
 
     def __post_init__(self) -> None:
         self._counters = Counters(self.metrics, self.now)
+        self.begin()
+
+    def begin(self) -> Sequence:
+        """A new sequence for the method, which passes accepted tokens to it."""
+        self.sequence = self.new_sequence()
+        self.logprobs.clear()
+        self.token_ids.clear()
+        return self.sequence
+
+    def waits(self) -> None:
+        self._counters.waits()
+
+    def opened(self, opening: Opening) -> None:
+        self._counters.opened(opening)
 
     def entered(self, step: Step) -> None:
         self._counters.entered(step)
@@ -76,6 +91,9 @@ class LocalAnswer:
 class LocalPipeline:
     """Runs requests through stages 1..n, which are grouped as ``topology`` says.
 
+    Args:
+        kv: of the stages' KV pools. Prefixes outlast a run.
+
     Attributes:
         answers: of the last run, by request number. With an emulation their metrics' seconds are those of the emulated devices.
         emulated_ms: since the run began, on the emulated devices; None without an emulation.
@@ -92,6 +110,7 @@ class LocalPipeline:
         emulation: Emulation | None = None,
         trained_masks: int = 0,
         knee: int = KNEE_ROWS,
+        kv: KVManager | None = None,
     ) -> None:
         if len(stages) != topology.num_stages:
             raise ValueError(f"{len(stages)} stages do not fill a topology of {topology.num_stages}")
@@ -102,7 +121,7 @@ class LocalPipeline:
         self._sequences = sequences
         self._recorder = Recorder(Pacer(None, 0))
         timed = None if drafter is None else TimedDrafter(drafter, self._recorder.drafting)
-        self._company = Company(topology.num_groups, timed, device, trained_masks, knee)
+        self._company = Company(topology.num_groups, timed, device, trained_masks, knee, kv=kv)
         self._emulation = emulation
         self._clock: EmulatedClock | None = None
         self.answers: dict[int, LocalAnswer] = {}
@@ -114,8 +133,8 @@ class LocalPipeline:
         """All stages of ``spec``, and its draft, in this process."""
         device = spec.torch_device()
         stages = [spec.load_stage(rank, device) for rank in range(1, spec.num_stages + 1)]
-        drafter, masks = spec.load_drafter(device), spec.trained_masks()
-        return cls(stages, spec.topology, Sequences(spec.target), drafter, device, spec.emulation, masks, spec.knee)
+        sequences, drafter, masks = Sequences(spec.target), spec.load_drafter(device), spec.trained_masks()
+        return cls(stages, spec.topology, sequences, drafter, device, spec.emulation, masks, spec.knee, spec.kv_manager())
 
     def run(self, request: Request) -> Iterator[Verdict]:
         """Decode ``request`` alone and yield every verdict. Raises as ``run_all``."""
@@ -125,15 +144,15 @@ class LocalPipeline:
     def run_all(
         self, arrivals: Mapping[int, Iterable[Request]], cancels: Mapping[int, Iterable[int]] | None = None
     ) -> Iterator[tuple[int, Verdict]]:
-        """Decode requests together; yields (request number, verdict).
+        """Decode requests together; yields (request number, verdict). Those of an answer in threads begin anew after a pause.
 
         Args:
             arrivals: by timestep, counted from 1, the requests that begin then. Without any request running, time passes at once.
             cancels: by timestep, the numbers of requests that are cancelled then.
 
         Raises:
-            UserError: a request has stop strings (there is no tokenizer here), or its method needs a draft or a BiTA and there
-            is none.
+            UserError: a request has stop strings (there is no tokenizer here), its method needs a draft or a BiTA and there is
+                none, or it can never have enough memory.
         """
         self.answers, self.fill = {}, []
         clock = self._clock = EmulatedClock(self._emulation, self._topology) if self._emulation else None
@@ -159,9 +178,11 @@ class LocalPipeline:
         if request.sampling.stop:
             raise UserError("stop strings need a tokenizer, which LocalPipeline does not have: use stop_token_ids")
         request = replace(request, sampling=seeded(request.sampling))
-        new_sequence = self._sequences.maker(len(request.prompt_token_ids), request.sampling, request.threads)
-        answer = LocalAnswer(request, sequence := new_sequence(), now=self._clock.seconds if self._clock else time.perf_counter)
-        pool.open(request, sequence, answer)
+        self._company.check(request)
+        length, sampling = len(request.prompt_token_ids), request.sampling
+        new_sequence = self._sequences.maker(length, sampling, request.threads, request.said)
+        answer = LocalAnswer(request, new_sequence, now=self._clock.seconds if self._clock else time.perf_counter)
+        pool.open(request, answer.begin, answer)
         self.answers[request.number] = answer
 
     def _note(self, timestep: Timestep) -> None:
@@ -203,14 +224,17 @@ class _Schedule:
 
 
 class _Stages:
-    """The ``Pipeline`` of the decode loop in which every stage learns a verdict at once (PipeDec §3.4.3)."""
+    """The ``Pipeline`` of the decode loop in which every stage replays a verdict at once, if the answer goes on (PipeDec §3.4.3).
+
+    Openings, slots and closings travel with the rows: a request may have adopted rows in flight of one that has ended.
+    """
 
     def __init__(self, workers: list[StageWorker], topology: Topology, recorder: Recorder, clock: EmulatedClock | None) -> None:
         self._workers = dict(enumerate(workers, start=1))
         self._topology = topology
         self._recorder = recorder
         self._clock = clock
-        self._arrivals: list[dict[int, Step]] = [{} for _ in topology.groups]  # by group, by request, in this timestep
+        self._arrivals: list[tuple[Update, ...]] = [() for _ in topology.groups]  # by group, in this timestep
         self._load = TimestepLoad()
         self._slowest_seconds = 0.0  # the slowest group of the current timestep
         self._idle_timesteps = 0
@@ -227,43 +251,53 @@ class _Stages:
         return Timestep(number, entering, results, timing if is_full else None, self._load)
 
     def close(self, last: Envelope) -> None:
-        self._sync(last)
+        for entering in (last, *[EMPTY] * (self._topology.num_groups - 1)):
+            self._transmit(entering)
+            self._compute()
 
     def _sync(self, entering: Envelope) -> None:
         for update in entering.updates:
-            for worker in self._workers.values():
-                if update.opening is not None:
-                    worker.open(update.number, update.opening)
-                if update.verdict is not None:
+            if update.verdict is not None and update.verdict.finished is None:
+                for worker in self._workers.values():
                     worker.sync(update.number, update.verdict)
 
     def _transmit(self, entering: Envelope) -> None:
-        """Pass the remaining rows of every group to the next one."""
+        """Pass what has reached every group to the next one, with the rows that are left."""
+        earlier = zip(self._topology.exit_ranks, self._arrivals[:-1], strict=False)
+        moved = [self._pass_on(rank, updates, self._workers[rank].outgoing()) for rank, updates in earlier]
         steps = {update.number: update.step for update in entering.updates if update.step is not None}
-        moved = [self._pass_on(0, steps)]
-        moved += [self._pass_on(rank, self._workers[rank].outgoing()) for rank in self._topology.exit_ranks[:-1]]
-        self._arrivals = moved
-        self._idle_timesteps = 0 if any(moved) else self._idle_timesteps + 1
+        self._arrivals = [self._pass_on(0, entering.updates, steps), *moved]
+        self._idle_timesteps = 0 if any(self._arrivals) else self._idle_timesteps + 1
         if self._idle_timesteps == _IDLE_TIMESTEPS:
             raise RuntimeError(f"no row has entered the pipeline for {_IDLE_TIMESTEPS} timesteps, and no answer has ended")
 
     def _compute(self) -> tuple[Update, ...]:
         """Every group computes its rows, stage by stage; the last group may yield verdicts."""
         self._slowest_seconds = 0.0
-        for group, steps in zip(self._topology.groups, self._arrivals, strict=True):
+        for group, updates in zip(self._topology.groups, self._arrivals, strict=True):
             started = time.perf_counter()
-            for rank in group if steps else ():
-                self._load.computed[rank] = self._workers[rank].load(steps)
-                self._workers[rank].compute(steps)
+            for rank in group if updates else ():
+                self._take_in(rank, updates)
                 if not self._topology.is_exit(rank):
-                    steps = self._pass_on(rank, self._workers[rank].outgoing())
+                    updates = self._pass_on(rank, updates, self._workers[rank].outgoing())
             self._slowest_seconds = max(self._slowest_seconds, time.perf_counter() - started)
-        return self._workers[self._topology.final_rank].results() if self._arrivals[-1] else ()
+        verdicts = [(update.number, update.verdict) for update in self._arrivals[-1] if update.verdict is not None]
+        closed = (Update(number, verdict=Verdict((), verdict.finished)) for number, verdict in verdicts)
+        return (*closed, *self._workers[self._topology.final_rank].results())
 
-    def _pass_on(self, rank: int, steps: dict[int, Step]) -> dict[int, Step]:
+    def _take_in(self, rank: int, updates: tuple[Update, ...]) -> None:
+        worker = self._workers[rank]
+        worker.replay(updates)
+        if steps := {update.number: update.step for update in updates if update.step is not None}:
+            self._load.computed[rank] = worker.load(steps)
+            worker.compute(steps)
+
+    def _pass_on(self, rank: int, updates: tuple[Update, ...], steps: dict[int, Step]) -> tuple[Update, ...]:
+        """What travels on from a rank: these updates, with the rows that leave it."""
         if steps:
             self._load.sent[rank] = sum(step.num_rows for step in steps.values())
-        return steps
+        passed = (_travelling(update, steps.get(update.number)) for update in updates)
+        return tuple(update for update in passed if update != Update(update.number))
 
     def _timing(self) -> TimestepTiming:
         """As rank 0 would measure it if every stage had a device of its own, or an emulated one."""
@@ -272,3 +306,9 @@ class _Stages:
             return self._clock.add(self._load)
         drafting = sum(forwards)
         return TimestepTiming(max(self._slowest_seconds, drafting), max(self._slowest_seconds - drafting, 0.0), forwards)
+
+
+def _travelling(update: Update, step: Step | None) -> Update:
+    """What of an update goes from group to group; every stage has replayed a verdict by which the answer goes on."""
+    ends = update.verdict is not None and update.verdict.finished is not None
+    return replace(update, step=step, verdict=update.verdict if ends else None)

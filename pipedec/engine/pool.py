@@ -1,7 +1,8 @@
 """The running requests on rank 0: what of each enters at the next timestep, and who gets what has come out.
 
-Knows no row and no method: the company decides which rows enter. Numbers of requests never repeat, so a late result of a request
-that has ended is simply void, and nothing has to drain for another request to begin.
+Knows no row, no method and no memory: the company decides which rows enter, and which requests must wait. Numbers of requests
+never repeat, so a late result of a request that has ended is simply void, and nothing has to drain for another one to begin. A
+request that is paused opens its lanes anew under the same number, but only once every stage has closed the old ones.
 """
 
 from __future__ import annotations
@@ -11,11 +12,17 @@ from typing import Protocol
 
 from pipedec.core import Envelope, Opening, Request, Step, Update, Verdict
 from pipedec.decoding import Company, Method
-from pipedec.threads import Sequence
+from pipedec.threads import NewSequence
 
 
 class Reader(Protocol):
     """What becomes of a request's tokens."""
+
+    def waits(self) -> None:
+        """There is no KV memory for the request now: it begins later, or, if it has begun, it is paused."""
+
+    def opened(self, opening: Opening) -> None:
+        """The request begins, or goes on after a pause. An answer in threads is said again from its first token on."""
 
     def entered(self, step: Step) -> None:
         """Rows of the request enter the pipeline."""
@@ -31,17 +38,22 @@ class Reader(Protocol):
 
 
 class Pool:
-    """Requests between their opening and the closing of their lanes.
+    """Requests between their arrival and the closing of their lanes.
 
     Attributes:
-        company: the methods of all running requests.
+        company: the methods of all running requests, and their memory.
+        pauses: how often a request was paused.
     """
 
     def __init__(self, company: Company) -> None:
         self.company = company
-        self._running: dict[int, tuple[Method, Reader]] = {}
+        self.pauses = 0
+        self._running: dict[int, Reader] = {}  # those that wait for memory among them
+        self._new: set[int] = set()  # those that have arrived since the last timestep
+        self._begun: set[int] = set()  # those of which the stages know
+        self._pausing: set[int] = set()  # those whose lanes the stages have yet to close
         self._closing: dict[int, Reader] = {}  # ended; the stages have yet to say that they have closed the lane
-        self._updates: dict[int, Update] = {}  # openings and verdicts of which the stages have yet to be told
+        self._updates: dict[int, Update] = {}  # verdicts of which the stages have yet to be told
 
     @property
     def is_busy(self) -> bool:
@@ -52,52 +64,56 @@ class Pool:
     def num_running(self) -> int:
         return len(self._running)
 
-    def open(self, request: Request, sequence: Sequence, reader: Reader) -> None:
-        """Begin a request; its prompt enters from the next timestep on.
+    def open(self, request: Request, new_sequence: NewSequence, reader: Reader) -> None:
+        """Begin a request; its prompt enters as soon as there is memory for it.
 
         Args:
-            sequence: of the answer, just begun. Only the method passes accepted tokens to it.
+            new_sequence: makes the sequence of the answer for its method, again if an answer in threads is said again.
 
         Raises:
             UserError: the method cannot run here.
         """
-        method = self.company.open(request, sequence)
-        self._running[request.number] = method, reader
-        prompt_length, tokens_per_mask = len(request.prompt_token_ids), method.masks.named
-        opening = Opening(prompt_length, request.sampling, tokens_per_mask, request.threads, request.trace)
-        self._updates[request.number] = Update(request.number, opening)
+        self.company.open(request, new_sequence)
+        self._running[request.number] = reader
+        self._new.add(request.number)
 
     def cancel(self, number: int) -> None:
         """End a request, whatever it is doing. Nothing happens if it is not running."""
         if number not in self._running:
             return
-        known = self._updates.pop(number, Update(number))
+        method = self.company.method(number)
         self.company.close(number)
-        if known.opening is None:
-            accepted = () if known.verdict is None else known.verdict.accepted
-            self._updates[number] = Update(number, verdict=Verdict(accepted, "cancelled"))
-        self._end(number, "cancelled", lanes_are_open=known.opening is None)
+        if number in self._begun:
+            self._close_lanes(number, "cancelled")
+        self._end(number, "cancelled", method)
 
     def entering(self) -> Envelope:
         """What enters at the next timestep."""
+        for number in self.company.to_pause():
+            self._pause(number)
         updates, self._updates = self._updates, {}
-        for number, step in self.company.propose().items():
-            updates[number] = replace(updates.get(number, Update(number)), step=step)
-            self._running[number][1].entered(step)
+        for number, update in self.company.propose().items():
+            told = updates.get(number)
+            updates[number] = update if told is None else replace(update, verdict=told.verdict)
+            self._enter(number, update)
+        for number in self._new - self._begun:
+            self._running[number].waits()
+        self._new.clear()
         return Envelope(tuple(updates.values()))
 
     def take(self, result: Update, timestep: int) -> Verdict | None:
         """Take a result of the last stage. Returns the verdict as far as the answer goes; None if nobody waits for it."""
         number = result.number
-        if number not in self._running or result.verdict is None:
-            if number in self._closing and result.verdict is not None and not result.verdict.tokens:
-                self._closing.pop(number).closed()  # the last stage has closed the lane, and so every stage has
+        if number not in self._running or number in self._pausing or result.verdict is None:
+            if result.verdict is not None and result.verdict.finished is not None and not result.verdict.tokens:
+                self._lanes_closed(number, result.verdict.finished)
             return None
-        verdict = self._running[number][1].take(result, timestep)
+        method = self.company.method(number)
+        verdict = self._running[number].take(result, timestep)
         self.company.apply(number, verdict)
         self._updates[number] = Update(number, verdict=verdict)
         if verdict.finished is not None:
-            self._end(number, verdict.finished)
+            self._end(number, verdict.finished, method)
         return verdict
 
     def closed(self) -> None:
@@ -106,10 +122,41 @@ class Pool:
         for reader in closing.values():
             reader.closed()
 
-    def _end(self, number: int, reason: str, lanes_are_open: bool = True) -> None:
-        method, reader = self._running.pop(number)
+    def _enter(self, number: int, update: Update) -> None:
+        reader = self._running[number]
+        if update.opening is not None:
+            self._begun.add(number)
+            reader.opened(update.opening)
+        if update.step is not None:
+            reader.entered(update.step)
+
+    def _pause(self, number: int) -> None:
+        self.pauses += 1
+        self.company.pause(number)
+        self._close_lanes(number, "paused")
+        self._pausing.add(number)
+        self._running[number].waits()
+
+    def _close_lanes(self, number: int, reason: str) -> None:
+        """Tell the stages, with what the request has accepted since they were told last."""
+        known = self._updates.get(number, Update(number)).verdict or Verdict()
+        self._updates[number] = Update(number, verdict=Verdict(known.accepted, reason))
+
+    def _lanes_closed(self, number: int, reason: str) -> None:
+        """The last stage has closed the lane, and so every stage has."""
+        if reason == "paused" and number in self._pausing:
+            self._pausing.discard(number)
+            self.company.closed(number)
+        elif reason != "paused" and number in self._closing:
+            self._closing.pop(number).closed()
+
+    def _end(self, number: int, reason: str, method: Method) -> None:
+        reader = self._running.pop(number)
+        self._new.discard(number)
+        self._pausing.discard(number)
         reader.ended(reason, method)
-        if lanes_are_open:
+        if number in self._begun:
+            self._begun.discard(number)
             self._closing[number] = reader
         else:
             reader.closed()

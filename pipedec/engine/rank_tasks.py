@@ -151,8 +151,8 @@ class RankTasks:
             self._overran.append(timestep.number)
 
     def opened(self, number: int, traced: bool) -> None:
-        """A request begins."""
-        if traced or self.recorder.pacer.is_emulating:
+        """A request begins, or goes on after a pause."""
+        if number not in self._watched and (traced or self.recorder.pacer.is_emulating):
             self._watched[number] = _Watched(traced, len(self._wiring.tracer.events), len(self._overran))
             self._wiring.tracer.enabled |= traced
 

@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from queue import Empty, SimpleQueue
 
 from pipedec.core import PipedecError
-from pipedec.messages import CancelledEvent, ErrorEvent, Event
+from pipedec.messages import CancelledEvent, ErrorEvent, Event, KVUsage
 from pipedec.scheduler.protocol import Message, Post, Scheduler
 
 _LOOK_SECONDS = 0.02  # between two looks at the queue in Redis, while the pipeline runs
@@ -35,6 +35,7 @@ class RequestQueue:
         self.is_stopping = False
         self._scheduler = scheduler
         self._posts: SimpleQueue[Post | None] = SimpleQueue()
+        self._usage: KVUsage | None = None  # of the KV memory, not published yet
         self._failure: PipedecError | None = None
         self._taking = threading.Lock()  # held by the thread that asks Redis for requests
         self._changing = threading.Lock()  # held while the following is changed, never while Redis is asked
@@ -68,6 +69,10 @@ class RequestQueue:
         """Publish the last events of a running request soon; with them it ends."""
         self._check()
         self._posts.put(Post(number, events, ends=True))
+
+    def tell(self, usage: KVUsage) -> None:
+        """Publish how much KV memory is used, with the next events."""
+        self._usage = usage
 
     def arrivals(self, limit: int) -> list[Message]:
         """Requests that have arrived, at most ``limit``, sooner ones first. Does not wait.
@@ -129,8 +134,9 @@ class RequestQueue:
             while True:
                 posts.append(self._posts.get_nowait())
         batch = [post for post in posts if post is not None]
-        if batch:
-            self._scheduler.publish_all(batch)
+        usage, self._usage = self._usage, None
+        if batch or usage is not None:
+            self._scheduler.publish_all(batch, usage)
         if len(batch) < len(posts):
             return False
         time.sleep(_PAUSE_SECONDS if batch else 0.0)

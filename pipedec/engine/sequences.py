@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 
 from pipedec.core import Opening, SamplingParams, UserError
 from pipedec.model import ModelConfig
-from pipedec.threads import BoundDialect, Dialect, NewSequence, Sequence, bind, single_thread
+from pipedec.threads import BoundDialect, Dialect, NewSequence, Sequence, bind, replay, single_thread
 
 
 class Sequences:
@@ -37,15 +37,23 @@ class Sequences:
 
         Args:
             dialect: as ``Dialect.to_json`` writes it; None for an answer in one thread.
-            said: tokens of an answer in one thread that were accepted before.
+            said: tokens, in document order, behind which the answer goes on. The function raises UserError if no answer says
+                that.
 
         Raises:
-            UserError: ``dialect`` is invalid, or the target lacks tokens for it.
+            UserError: ``dialect`` is invalid, or the target lacks tokens for it or for ``said``.
         """
         ends = frozenset(sampling.stop_token_ids) | frozenset(() if sampling.ignore_eos else self._config.eos_token_ids)
         if dialect is None:
-            return partial(single_thread, prompt_length, ends, sampling.max_tokens, said)
-        return partial(Sequence, self.bound(dialect), prompt_length, ends, sampling.max_tokens, self._config.max_positions)
+            new_sequence: NewSequence = partial(single_thread, prompt_length, ends, sampling.max_tokens)
+        else:
+            bound = self.bound(dialect)
+            new_sequence = partial(Sequence, bound, prompt_length, ends, sampling.max_tokens, self._config.max_positions)
+        if not said:
+            return new_sequence
+        if not 0 <= min(said) <= max(said) < self._config.vocab_size:
+            raise UserError(f"the answer to resume has tokens that the target lacks: give ids below {self._config.vocab_size}")
+        return partial(_replayed, new_sequence, said)
 
     @cached_property
     def _config(self) -> ModelConfig:
@@ -65,3 +73,13 @@ class Sequences:
 
     def _text_of(self, token: int) -> str:
         return self._tokenizer.decode([token], skip_special_tokens=False)
+
+
+def _replayed(new_sequence: NewSequence, said: tuple[int, ...]) -> Sequence:
+    """A sequence that is as far as ``said``. Raises UserError if no answer says that."""
+    sequence = new_sequence()
+    try:
+        replay(sequence, said)
+    except ValueError as error:
+        raise UserError(f"the answer to resume cannot have been said: {error}") from None
+    return sequence

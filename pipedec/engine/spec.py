@@ -15,10 +15,13 @@ from pipedec.drafting import DraftModel
 from pipedec.engine.sequences import Sequences
 from pipedec.hardware import DEVICES as DEVICE_KINDS
 from pipedec.hardware import MODEL_SHAPES
+from pipedec.kv import KVManager
 from pipedec.messages import BitaDescription, RankDescription, RunDescription
 from pipedec.methods import LayerTreeOptions
 from pipedec.model import BitaConfig, BitaWeights, Checkpoint, ModelConfig, StageModel, checked_bita
+from pipedec.model.rotary import LENGTH_DEPENDENT
 from pipedec.plan.emulation import Emulation
+from pipedec.plan.kv_memory import CPU_BLOCK, CUDA_BLOCK, DEFAULT_BYTES, KVBudget, RankBudget
 from pipedec.plan.layers import even_layers, explicit_layers
 from pipedec.plan.partition import plan as make_plan
 from pipedec.plan.placement import Placement, rank_places
@@ -112,6 +115,8 @@ class Limits:
         max_model_len: tokens of a prompt and its answer; None for the target's context.
         max_num_seqs: requests in the pipeline at the same time.
         max_waiting: requests that wait for a place among them; further ones are refused.
+        kv_cache_memory: bytes for keys and values on every rank; None for what the devices leave, or a common default.
+        prefix_cache: let requests share the keys and values of equal beginnings.
 
     Raises:
         UserError: one is less than 1 (``max_waiting``: less than 0).
@@ -120,12 +125,15 @@ class Limits:
     max_model_len: int | None = None
     max_num_seqs: int = MAX_NUM_SEQS
     max_waiting: int = MAX_WAITING
+    kv_cache_memory: int | None = None
+    prefix_cache: bool = True
 
     def __post_init__(self) -> None:
         for flag, value, least in (
             ("--max-model-len", self.max_model_len, 1),
             ("--max-num-seqs", self.max_num_seqs, 1),
             ("--max-waiting", self.max_waiting, 0),
+            ("--kv-cache-memory", self.kv_cache_memory, 1),
         ):
             if value is not None and value < least:
                 raise UserError(f"{flag} must be at least {least}, not {value}")
@@ -140,11 +148,12 @@ class PipelineSpec:
         layers: for each stage, its first layer of the target and the layer behind its last.
         emulation: makes every rank's work take as long as on the devices that it names; None to run at full speed.
         dispatch: what the scheduler grants, ``windows`` of timesteps or single ``tasks``.
-        max_model_len, max_num_seqs, max_waiting: see ``Limits``.
+        max_model_len, max_num_seqs, max_waiting, kv_cache_memory, prefix_cache: see ``Limits``.
         tree: default tree of methods whose trees grow by layers; None for their own.
         places: the host and device of every rank, by the partition of a cluster.yaml; None if whoever starts the ranks decides.
         servers: the hosts of ``places``.
         duplex: of the links between the ranks: ``half`` if a rank takes part in one transfer at a time, else ``full``.
+        kv_room: for each rank, from 0, the bytes for keys and values that a cluster.yaml leaves; None without one.
     """
 
     target: Path
@@ -163,6 +172,9 @@ class PipelineSpec:
     places: tuple[Placement, ...] | None = None
     servers: tuple[ServerConfig, ...] = ()
     duplex: str = "full"
+    kv_cache_memory: int | None = None
+    prefix_cache: bool = True
+    kv_room: tuple[int, ...] | None = None
 
     @classmethod
     def from_config(
@@ -181,12 +193,19 @@ class PipelineSpec:
         for key, model in (("target", config.target), ("draft", config.draft)):
             if model in MODEL_SHAPES:
                 raise UserError(f"{key}: {model} is a shape to plan with and has no weights: give a checkpoint directory")
-        layers = [len(stage.layers) for stage in make_plan(config, name).stages]
-        spec = cls.create(
-            Models(config.target, config.draft, config.bita), Cut(partition.stages, partition.num_groups, layers), config.dtype,
-            device, dispatch, Limits(config.max_model_len, config.max_num_seqs, config.max_waiting), config.tree,
+        plan = make_plan(config, name)
+        limits = Limits(config.max_model_len, config.max_num_seqs, config.max_waiting, config.kv_cache_bytes, config.prefix_cache)
+        spec = cls._of(
+            Models(config.target, config.draft, config.bita),
+            Cut(partition.stages, partition.num_groups, [len(stage.layers) for stage in plan.stages]),
+            config.dtype, device, dispatch, limits, config.tree,
         )  # fmt: skip
-        return replace(spec, places=rank_places(config, name), servers=config.servers, duplex=config.network.duplex)
+        found = replace(
+            spec, places=rank_places(config, name), servers=config.servers, duplex=config.network.duplex,
+            kv_room=(plan.draft.kv_room if plan.draft else 0, *(stage.kv_room for stage in plan.stages)),
+        )  # fmt: skip
+        found.check_kv_budget()
+        return found
 
     @classmethod
     def create(
@@ -202,8 +221,23 @@ class PipelineSpec:
         """The pipeline that a user asks for; by default the shipped pair in four stages.
 
         Raises:
-            UserError: one line that says what is wrong with the checkpoints or the numbers.
+            UserError: one line that says what is wrong with the checkpoints or the numbers, or how little the KV budget holds.
         """
+        spec = cls._of(models, cut, dtype, device, dispatch, limits, tree)
+        spec.check_kv_budget()
+        return spec
+
+    @classmethod
+    def _of(
+        cls,
+        models: Models,
+        cut: Cut,
+        dtype: str,
+        device: str,
+        dispatch: str,
+        limits: Limits,
+        tree: LayerTreeOptions | None,
+    ) -> PipelineSpec:
         if dtype not in DTYPES:
             raise UserError(f"unknown dtype {dtype!r}: choose one of {', '.join(DTYPES)}")
         if device not in DEVICES:
@@ -231,6 +265,61 @@ class PipelineSpec:
     @property
     def num_stages(self) -> int:
         return self.topology.num_stages
+
+    @property
+    def kv_slots(self) -> int:
+        """Slots of every rank's KV pool: tokens for which every rank has memory, but no more than requests can use.
+
+        An emulation has those of the devices that it emulates.
+        """
+        if self.emulation is not None and self.emulation.kv_tokens is not None:
+            return self.emulation.kv_tokens // self.kv_block * self.kv_block
+        return self._kv_budget().tokens
+
+    @property
+    def kv_block(self) -> int:
+        """Slots that are handed out together, on every rank the same: more where a rank may use CUDA, as its kernels need."""
+        return CUDA_BLOCK if self._may_use_cuda else CPU_BLOCK
+
+    @property
+    def shares_prefixes(self) -> bool:
+        """Whether requests share the keys and values of equal beginnings. They differ where they depend on a prompt's length."""
+        rope_type = self._target_config.hf.rope_parameters["rope_type"]
+        return self.prefix_cache and self.dispatch == "windows" and rope_type not in LENGTH_DEPENDENT
+
+    def kv_manager(self) -> KVManager:
+        """The books of the pipeline's KV memory, as rank 0 begins them."""
+        return KVManager(self.kv_slots, self.kv_block, self.shares_prefixes)
+
+    def check_kv_budget(self) -> None:
+        """Raises UserError if the KV budget holds no request of ``max_model_len``, or not even a few hundred tokens."""
+        self._kv_budget().check(self.max_model_len, self.knee)
+
+    def _kv_budget(self) -> KVBudget:
+        target = self._target_config
+        layers = [stop - start for start, stop in self.layers]
+        ranks = [self._rank_budget(rank, target, count) for rank, count in enumerate(layers, start=1)]
+        if self.draft is not None:
+            draft = ModelConfig.from_directory(self.draft)
+            ranks.insert(0, self._rank_budget(0, draft, draft.num_layers))
+        context = min(self.max_model_len or target.max_positions, target.max_positions)
+        return KVBudget(ranks, context, self.max_num_seqs, self.topology.num_groups, self.kv_block)
+
+    def _rank_budget(self, rank: int, config: ModelConfig, layers: int) -> RankBudget:
+        num_bytes = self.kv_cache_memory or (DEFAULT_BYTES if self.kv_room is None else self.kv_room[rank])
+        return RankBudget(rank, num_bytes, layers * config.num_cache_elements_per_row * self.torch_dtype.itemsize)
+
+    @property
+    def _target_config(self) -> ModelConfig:
+        return ModelConfig.from_directory(self.target)
+
+    @property
+    def _may_use_cuda(self) -> bool:
+        if self.device != "auto":
+            return self.device == "cuda"
+        if self.places is None:
+            return num_gpus() > 0
+        return any(DEVICE_KINDS[place.device].is_gpu for place in self.places)
 
     def rank_device(self, rank: int, local_rank: int, gpus: int | None = None) -> torch.device:
         """The device of a rank of a cluster. Rank 0 without a draft computes nothing and uses the CPU.
@@ -294,7 +383,7 @@ class PipelineSpec:
         if self.bita is not None:
             model.attach(BitaWeights.load(self.bita, config, layers, self.torch_dtype, device))
         kind = FinalStageWorker if rank == self.topology.final_rank else StageWorker
-        return kind(model, Sequences(self.target).of, device)
+        return kind(model, Sequences(self.target).of, device, slots=self.kv_slots, block=self.kv_block)
 
     def load_drafter(self, device: torch.device, progress: Progress | None = None) -> Drafter | None:
         """The whole draft model; None if there is no draft."""
@@ -302,7 +391,8 @@ class PipelineSpec:
             return None
         config = ModelConfig.from_directory(self.draft)
         layers = range(config.num_layers)
-        return DraftModel(StageModel.load(self.draft, layers, self.torch_dtype, device, config=config, progress=progress))
+        model = StageModel.load(self.draft, layers, self.torch_dtype, device, config=config, progress=progress)
+        return DraftModel(model, slots=self.kv_slots, block=self.kv_block, shares_prefixes=self.shares_prefixes)
 
 
 def _chosen(given: str | Path | None, shipped: Path | None) -> Path | None:

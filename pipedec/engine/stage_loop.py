@@ -121,7 +121,7 @@ class StageLoop:
         reply = self._worker.advance(received, partial(self._span, number))
         self._tasks.note(self._tasks.timestep(number))
         for update in received.updates:
-            if update.verdict is not None and update.verdict.finished is not None:
+            if update.verdict is not None and update.verdict.finished not in (None, "paused"):
                 events = [*self._tasks.closed(update.number), *self._slots(update.number)]
                 if events:
                     self._wiring.scheduler.publish(update.number, *events)

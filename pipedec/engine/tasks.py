@@ -45,7 +45,7 @@ class TaskPipeline(RankZero):
         self._end()
 
     def _prefill(self, opening: Opening, prompt: Step, meanwhile: Callable[[], None]) -> Verdict:
-        chunks = prefill_chunks(prompt.token_ids.tolist(), opening.prompt_length)
+        chunks = prefill_chunks(prompt.token_ids.tolist(), opening.prompt_length + len(opening.said))
         self._wiring.scheduler.begin(self._number, opening, initial_tasks(self._wiring.topology, chunks))
         for index in range(len(chunks)):
             self._take("pre")
@@ -76,9 +76,9 @@ class TaskPipeline(RankZero):
         return self._held_task.name == "sync" or bool(self._held.active)
 
 
-def prefill_chunks(token_ids: list[int], prompt_length: int) -> list[list[int]]:
-    """The prompt in chunks of at most ``PREFILL_CHUNK`` tokens; the masks behind it stay with the last one."""
-    starts = range(0, prompt_length, PREFILL_CHUNK)
+def prefill_chunks(token_ids: list[int], length: int) -> list[list[int]]:
+    """The first ``length`` ids, which are tokens, in chunks of at most ``PREFILL_CHUNK``; the masks behind stay with the last."""
+    starts = range(0, length, PREFILL_CHUNK)
     chunks = [token_ids[start : start + PREFILL_CHUNK] for start in starts]
     chunks[-1] = token_ids[starts[-1] :]
     return chunks

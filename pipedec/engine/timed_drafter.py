@@ -27,9 +27,9 @@ class TimedDrafter:
     timer: ForwardTimer
     _sequences: dict[int, ThreadSequence] = field(default_factory=dict)
 
-    def open(self, number: int, sequence: ThreadSequence) -> None:
+    def open(self, number: int, sequence: ThreadSequence, token_ids: Sequence[int]) -> int:
         self._sequences[number] = sequence
-        self.drafter.open(number, sequence)
+        return self.drafter.open(number, sequence, token_ids)
 
     def close(self, number: int) -> None:
         self._sequences.pop(number, None)

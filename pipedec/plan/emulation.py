@@ -30,6 +30,7 @@ class Emulation:
         duplex: of the links, ``half`` or ``full``. Counts for computed times; a real rank waits for what it sends alone.
         kv_tokens: tokens of all running requests together for which the devices have memory; None for no limit, as for devices
             that are too small even for the weights.
+        kv_token_bytes: of one token in the KV caches of all ranks together.
         counts_own_work: computed times include rank 0's own work (all but the draft's forwards), as measured on this machine.
     """
 
@@ -39,6 +40,7 @@ class Emulation:
     stages: tuple[RankTiming, ...]
     duplex: str = "half"
     kv_tokens: int | None = None
+    kv_token_bytes: int = 0
     counts_own_work: bool = True
 
     def __post_init__(self) -> None:
@@ -49,7 +51,10 @@ class Emulation:
     def of_plan(cls, plan: Plan, slow_motion: float = 1.0) -> Emulation:
         draft = plan.draft.timing if plan.draft else None
         stages = tuple(stage.timing for stage in plan.stages)
-        return cls(plan.partition, slow_motion, draft, stages, plan.duplex, None if plan.problems else plan.kv_tokens)
+        token_bytes = sum(rank.token_bytes for rank in plan.kv.ranks)
+        return cls(
+            plan.partition, slow_motion, draft, stages, plan.duplex, None if plan.problems else plan.kv_tokens, token_bytes
+        )
 
     def timing(self, rank: int) -> RankTiming | None:
         """The timing of a rank; None for rank 0 without a draft."""

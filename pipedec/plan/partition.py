@@ -14,6 +14,7 @@ from pipedec.config import ClusterConfig, PartitionConfig, model_shape
 from pipedec.core import ROW_ID_BYTES, Load, UserError
 from pipedec.hardware import DEVICES, GIGA, LINKS, Link
 from pipedec.plan.costs import ModelCosts, RankTiming
+from pipedec.plan.kv_memory import CPU_BLOCK, CUDA_BLOCK, DEFAULT_BYTES, KVBudget, RankBudget
 from pipedec.plan.layers import balance, explicit_layers
 from pipedec.plan.placement import Placement, place_stages
 from pipedec.topology import Topology
@@ -26,7 +27,8 @@ class StagePlan:
     Attributes:
         group: the group G_i of the stage, from 1.
         layers: transformer layers, counted from 0.
-        weight_bytes, kv_bytes, workspace_bytes: the memory it needs; KV for the context and the rows of the tree.
+        weight_bytes, kv_bytes, workspace_bytes: the memory it takes; KV for all that the plan gives it, and at least for one
+            request of the whole context and the rows of its tree.
         memory_bytes: the memory of the device.
         kv_token_bytes: one token in the KV caches of its layers.
         timing: compute and transfer times for any number of rows.
@@ -60,9 +62,10 @@ class StagePlan:
         return self.weight_bytes + self.kv_bytes + self.workspace_bytes
 
     @property
-    def kv_tokens(self) -> int:
-        """Tokens whose keys and values fit beside everything else."""
-        return max(0, self.memory_bytes - self.weight_bytes - self.workspace_bytes) // self.kv_token_bytes
+    def kv_room(self) -> int:
+        """Bytes that are left for keys and values. A processor's memory is nominal: no more than the default counts."""
+        left = max(0, self.memory_bytes - self.weight_bytes - self.workspace_bytes)
+        return left if DEVICES[self.placement.device].is_gpu else min(left, DEFAULT_BYTES)
 
     @property
     def fits(self) -> bool:
@@ -80,6 +83,7 @@ class Plan:
         timestep_ms: the slowest group (or the draft), then the transfers of the slowest rank between groups (paper §3.1).
         pipeline_ms: one token through all groups, timestep by timestep: what a miss costs.
         pp_token_ms: plain pipeline parallelism, for comparison: one row through every stage and the token back.
+        kv: how many tokens of all running requests together every rank has memory for.
         problems: why the plan cannot run, in whole sentences; empty if it can.
     """
 
@@ -94,6 +98,7 @@ class Plan:
     timestep_ms: float
     pipeline_ms: float
     pp_token_ms: float
+    kv: KVBudget
     problems: tuple[str, ...]
 
     @property
@@ -108,16 +113,32 @@ class Plan:
     @property
     def kv_tokens(self) -> int:
         """Tokens of all running requests together for which every rank has memory."""
-        return min(rank.kv_tokens for rank in ([self.draft] if self.draft else []) + list(self.stages))
+        return self.kv.tokens
 
-    def ttft_ms(self, prompt_tokens: int) -> float:
-        """Time to first token in an empty pipeline: the prompt passes in chunks of ``knee`` rows, one behind the other."""
-        chunks = ceil(prompt_tokens / self.knee)
-        draft, stages = self.draft, self.stages
-        at_knee = _timestep_ms(
-            draft and replace(draft, rows=self.knee), [replace(stage, rows=self.knee) for stage in stages], self.duplex
-        )
-        return (self.num_groups + chunks - 1) * at_knee
+    def ttft_ms(self, prompt_tokens: int, concurrent: int = 1) -> float:
+        """Time to first token without a queue. The prompt passes in chunks, one behind the other, which fill what the rows of the
+        other ``concurrent`` - 1 requests, just as long and decoded plainly, leave of the knee, but at least an eighth of it."""
+        decoding = ceil((concurrent - 1) / self.num_groups)
+        chunk = max(self.knee - decoding, self.knee // 8, 1)
+        past = prompt_tokens // 2 + decoding * prompt_tokens
+        return (self.num_groups + ceil(prompt_tokens / chunk) - 1) * self._plain_ms(Load(chunk + decoding, past))
+
+    def last_ttft_ms(self, prompt_tokens: int, concurrent: int) -> float:
+        """Time to the last first token of ``concurrent`` requests that arrive together in an empty pipeline."""
+        chunks = concurrent * prompt_tokens / self.knee
+        return (self.num_groups + ceil(chunks) - 1) * self._plain_ms(Load(self.knee, prompt_tokens // 2))
+
+    def tpot_ms(self, past: int, concurrent: int = 1) -> float:
+        """Time per output token of plain decoding: one pass through all groups, among which ``concurrent`` requests with
+        ``past`` tokens each are spread."""
+        if concurrent == 1:
+            return sum(stage.timing.compute_ms(Load(1, past)) + stage.timing.send_ms(1) for stage in self.stages)
+        rows = ceil(concurrent / self.num_groups)
+        return self.num_groups * self._plain_ms(Load(rows, rows * past))
+
+    def _plain_ms(self, load: Load) -> float:
+        """A timestep in which every stage has this load, and nothing is drafted."""
+        return _timestep_ms(None, self.stages, self.duplex, load)
 
 
 def knee_of(stages: Iterable[RankTiming]) -> int:
@@ -142,16 +163,22 @@ def plan(config: ClusterConfig, partition_name: str | None = None) -> Plan:
         _plan_stage(costs, config, rank, topology.group_of(rank) + 1, layers, places) for rank in range(1, partition.stages + 1)
     )
     draft = _plan_draft(config, costs, draft_place, places[0]) if draft_place else None
+    kv = _kv_budget(config, ([draft] if draft else []) + list(stages), partition.num_groups)
+    draft, stages = draft and _with_kv(draft, kv), tuple(_with_kv(stage, kv) for stage in stages)
     advice = "use more stages or bfloat16" if config.dtype == "float32" else "use more stages"
     for stage in stages:
         if not stage.fits:
             problems.append(f"stage {stage.rank} {_shortage(stage)}: {advice}")
     if draft and not draft.fits:
         problems.append(f"the draft {_shortage(draft)}: use a larger device or a smaller draft")
-    timestep = _timestep_ms(draft, stages, config.network.duplex)
+    try:
+        kv.check(config.max_model_len, costs.rows)
+    except UserError as error:
+        problems = problems or [str(error)]
+    timestep = _timestep_ms(draft, stages, config.network.duplex, Load(config.tree.width))
     return Plan(
-        name, config.target, config.dtype, config.max_model_len, config.tree.width, draft, stages,
-        config.network.duplex, timestep, timestep * partition.num_groups, _pp_token_ms(stages), tuple(problems),
+        name, config.target, config.dtype, config.max_model_len, config.tree.width, draft, stages, config.network.duplex,
+        timestep, timestep * partition.num_groups, _pp_token_ms(stages), kv, tuple(problems),
     )  # fmt: skip
 
 
@@ -209,6 +236,17 @@ def _plan_draft(config: ClusterConfig, target: ModelCosts, place: Placement, fir
     )  # fmt: skip
 
 
+def _kv_budget(config: ClusterConfig, ranks: Sequence[StagePlan], groups: int) -> KVBudget:
+    given, gpus = config.kv_cache_bytes, any(DEVICES[rank.placement.device].is_gpu for rank in ranks)
+    budgets = [RankBudget(rank.rank, rank.kv_room if given is None else given, rank.kv_token_bytes) for rank in ranks]
+    return KVBudget(budgets, config.max_model_len, config.max_num_seqs, groups, CUDA_BLOCK if gpus else CPU_BLOCK)
+
+
+def _with_kv(rank: StagePlan, kv: KVBudget) -> StagePlan:
+    """With memory for all tokens of the budget, or for the least it needs."""
+    return replace(rank, kv_bytes=max(rank.kv_bytes, kv.tokens * rank.kv_token_bytes))
+
+
 def _link(config: ClusterConfig, source: Placement, target: Placement | None) -> Link:
     """The link between two devices; ``target`` None is rank 0, which is taken to be on another server."""
     if target is not None and source.host == target.host:
@@ -216,15 +254,16 @@ def _link(config: ClusterConfig, source: Placement, target: Placement | None) ->
     return Link("between servers", config.network.latency_us, config.network.bandwidth_gbps / 8, "network: of the configuration")
 
 
-def _timestep_ms(draft: StagePlan | None, stages: Sequence[StagePlan], duplex: str) -> float:
+def _timestep_ms(draft: StagePlan | None, stages: Sequence[StagePlan], duplex: str, load: Load) -> float:
     """Slowest group, its own transfers included, or the draft; then the transfers of the slowest rank between groups."""
-    group_ms: dict[int, float] = {0: draft.compute_ms} if draft else {}
-    sent_ms = {0: draft.transfer_ms} if draft else {}  # between groups, by sender
+    group_ms: dict[int, float] = {0: draft.timing.compute_ms(load)} if draft else {}
+    sent_ms = {0: draft.timing.send_ms(load.rows)} if draft else {}  # between groups, by sender
     for stage, following in zip(stages, [*stages[1:], None], strict=True):
         inside = following is not None and following.group == stage.group
-        group_ms[stage.group] = group_ms.get(stage.group, 0.0) + stage.compute_ms + (stage.transfer_ms if inside else 0.0)
+        transfer_ms = stage.timing.send_ms(load.rows)
+        group_ms[stage.group] = group_ms.get(stage.group, 0.0) + stage.timing.compute_ms(load) + (transfer_ms if inside else 0.0)
         if not inside:
-            sent_ms[stage.rank] = stage.transfer_ms
+            sent_ms[stage.rank] = transfer_ms
     return max(group_ms.values()) + slowest_transfers_ms(sent_ms, len(stages), duplex)
 
 

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 from rich import box
+from rich.console import Group
 from rich.table import Table
+from rich.text import Text
 
 from pipedec.hardware import GIGA
 from pipedec.plan.partition import Plan
 
 _PROMPT_TOKENS = 1000
+_REQUEST_TOKENS = (512, 1024, 2048, 4096, 8192, 16_384, 32_768)
+_CONCURRENT = (1, 4, 8, 16, 32, 64)
 
 
-def plan_table(plan: Plan) -> Table:
+def plan_table(plan: Plan) -> Group:
     """One line per rank, in at most 100 columns; expected times and problems are below it. Ranks that lack memory are red."""
+    return Group(_ranks(plan), Text(_summary(plan)))
+
+
+def _ranks(plan: Plan) -> Table:
     title = f"{plan.partition}: {plan.target} in {plan.dtype}, {len(plan.stages)} stages in {plan.num_groups} groups"
-    table = Table(
-        title=title, caption=_summary(plan), caption_justify="left", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False
-    )
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     table.add_column("rank", justify="right")
     table.add_column("group", justify="right")
     table.add_column("server", overflow="ellipsis", max_width=20, no_wrap=True)
@@ -35,14 +41,34 @@ def plan_table(plan: Plan) -> Table:
 
 
 def _summary(plan: Plan) -> str:
+    """In lines of at most 100 columns."""
     lines = [
-        f"Expected with {plan.rows} rows per timestep and a KV cache for {plan.max_model_len:,} tokens:",
+        f"Expected with {plan.rows} rows per timestep:",
         f"  timestep             {plan.timestep_ms:7.1f} ms   per token, as long as every token is a hit",
         f"  whole pipeline       {plan.pipeline_ms:7.1f} ms   per miss: one pass through all groups",
         f"  plain pipeline (pp)  {plan.pp_token_ms:7.1f} ms   per token, without speculation",
-        f"  first token          {plan.ttft_ms(_PROMPT_TOKENS):7.1f} ms   after a prompt of {_PROMPT_TOKENS:,} tokens",
-        f"  knee                 {plan.knee:7,} rows per timestep, at which computing and reading weights take equally long",
-        f"  KV capacity          {plan.kv_tokens:7,} tokens of all running requests together",
+        f"  knee                 {plan.knee:7,} rows per timestep, up to which a further row costs nothing",
+        f"  KV capacity          {plan.kv_tokens:7,} tokens of all running requests together, {_kv_bytes(plan)}",
+        "",
+        f"Requests that have memory at the same time ({plan.kv.max_num_seqs:,} may run, of up to {plan.max_model_len:,} tokens):",
+        _line("tokens of each", [f"{tokens:,}" for tokens in _REQUEST_TOKENS]),
+        _line("requests", [f"{plan.kv.requests(tokens):,}" for tokens in _REQUEST_TOKENS]),
+        "",
+        f"Expected with plain decoding and prompts of {_PROMPT_TOKENS:,} tokens:",
+        _line("requests", [f"{count:,}" for count in _CONCURRENT]),
+        _line("first token (ms)", [f"{plan.ttft_ms(_PROMPT_TOKENS, count):,.0f}" for count in _CONCURRENT]),
+        _line("all at once, last", [f"{plan.last_ttft_ms(_PROMPT_TOKENS, count):,.0f}" for count in _CONCURRENT]),
+        _line("per token (ms)", [f"{plan.tpot_ms(_PROMPT_TOKENS, count):,.0f}" for count in _CONCURRENT]),
         *(f"Problem: {problem}" for problem in plan.problems),
     ]
     return "\n".join(lines)
+
+
+def _line(name: str, values: list[str]) -> str:
+    return f"  {name:<17}" + "".join(f"{value:>9}" for value in values)
+
+
+def _kv_bytes(plan: Plan) -> str:
+    """What they take on each rank."""
+    sizes = sorted(plan.kv_tokens * rank.token_bytes / GIGA for rank in plan.kv.ranks)
+    return f"{sizes[0]:.1f} GB per rank" if sizes[0] == sizes[-1] else f"{sizes[0]:.1f} to {sizes[-1]:.1f} GB per rank"

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from pipedec.core import Opening, RankLost, SchedulerLost, UserError
-from pipedec.messages import AbortEvent, CancelledEvent, Event, RunDescription
+from pipedec.messages import AbortEvent, CancelledEvent, Event, KVUsage, RunDescription
 from pipedec.scheduler.protocol import (
     REQUEST_TRACE,
     SESSION_TRACE,
@@ -148,6 +148,7 @@ class MemoryScheduler:
         self._failure: str | None = None
         self._submitted = 0
         self._duplex, self._max_running, self._max_waiting = "full", 0, 0
+        self._usage: KVUsage | None = None
 
     def open(self, description: RunDescription, duplex: str = "full") -> None:
         self._check_failure()
@@ -247,7 +248,8 @@ class MemoryScheduler:
     def complete(self, request_number: int, *events: Event) -> None:
         self.publish_all([Post(request_number, events, ends=True)])
 
-    def publish_all(self, posts: Sequence[Post]) -> None:
+    def publish_all(self, posts: Sequence[Post], usage: KVUsage | None = None) -> None:
+        self._usage = usage or self._usage
         for post in posts:
             for event in post.events:
                 self._append(post.number, event)
@@ -319,7 +321,9 @@ class MemoryScheduler:
 
     def status(self) -> RunStatus:
         alive = tuple(sorted(set(self._leases) - set(self.expired_ranks())))
-        return RunStatus(self._state or "gone", self._submitted, len(self._waiting), tuple(sorted(self._running)), alive)
+        return RunStatus(
+            self._state or "gone", self._submitted, len(self._waiting), tuple(sorted(self._running)), alive, self._usage
+        )
 
     def clock_us(self) -> int:
         return _now_us()

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from pipedec.core import Opening
-from pipedec.messages import Event, RunDescription, opening_from_payload
+from pipedec.messages import Event, KVUsage, RunDescription, opening_from_payload
 from pipedec.scheduler.workflow import Payload, Planned, Task
 
 SESSION_TRACE = 4096  # windows of a session of which the trace is kept
@@ -117,6 +117,7 @@ class RunStatus:
         waiting: number of requests that rank 0 has not taken yet.
         running: numbers of the requests that rank 0 has taken and that have not ended, ascending.
         alive: ranks with a valid lease.
+        kv: what rank 0 has told last of the KV memory; None before it has.
     """
 
     state: str
@@ -124,6 +125,7 @@ class RunStatus:
     waiting: int
     running: tuple[int, ...]
     alive: tuple[int, ...]
+    kv: KVUsage | None = None
 
 
 class Scheduler(Protocol):
@@ -216,8 +218,12 @@ class Scheduler(Protocol):
     def complete(self, request_number: int, *events: Event) -> None:
         """Append the last events to the answer of a request, which is not running any more, in one atomic step."""
 
-    def publish_all(self, posts: Sequence[Post]) -> None:
-        """Append events to the answers of several requests, in order, in one atomic step."""
+    def publish_all(self, posts: Sequence[Post], usage: KVUsage | None = None) -> None:
+        """Append events to the answers of several requests, in order, in one atomic step.
+
+        Args:
+            usage: of the KV memory, for ``status``; None if there is nothing new.
+        """
 
     def read_answer(self, request_number: int, last: str, timeout_seconds: float) -> list[tuple[str, Event]]:
         """The events of an answer behind position ``last``, each with its position.

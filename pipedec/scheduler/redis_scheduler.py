@@ -13,7 +13,16 @@ from typing import Any
 import redis
 
 from pipedec.core import Opening
-from pipedec.messages import CancelledEvent, Event, RunDescription, description_from_json, event_from_json, to_json
+from pipedec.messages import (
+    CancelledEvent,
+    Event,
+    KVUsage,
+    RunDescription,
+    description_from_json,
+    event_from_json,
+    to_json,
+    usage_from_json,
+)
 from pipedec.scheduler.client import BLOCK_SECONDS, DedicatedConnection, translated_errors
 from pipedec.scheduler.keys import STARTING, Keys
 from pipedec.scheduler.protocol import (
@@ -155,11 +164,11 @@ class RedisScheduler:
     def complete(self, request_number: int, *events: Event) -> None:
         self.publish_all([Post(request_number, events, ends=True)])
 
-    def publish_all(self, posts: Sequence[Post]) -> None:
+    def publish_all(self, posts: Sequence[Post], usage: KVUsage | None = None) -> None:
         keys = self.keys
-        names = [keys.running, keys.cancelled, keys.unread, *(keys.answer(post.number) for post in posts)]
+        names = [keys.running, keys.cancelled, keys.unread, keys.run, *(keys.answer(post.number) for post in posts)]
         texts = [[post.number, int(post.ends), *map(to_json, post.events)] for post in posts]
-        self._run_script("publish", names, [KEY_SECONDS, json.dumps(texts)])
+        self._run_script("publish", names, [KEY_SECONDS, json.dumps(texts), "" if usage is None else to_json(usage)])
 
     def read_answer(self, request_number: int, last: str, timeout_seconds: float) -> list[tuple[str, Event]]:
         return [(position, event) for _, position, event in self.read_answers({request_number: last}, timeout_seconds)]
@@ -222,17 +231,18 @@ class RedisScheduler:
         keys = self.keys
         with self._command():
             pipe = self.client.pipeline(transaction=True)
-            pipe.hmget(keys.run, "state", "submitted")
+            pipe.hmget(keys.run, "state", "submitted", "kv")
             pipe.smembers(keys.running)
             pipe.zcard(keys.waiting)
             pipe.smembers(keys.members)
-            (state, submitted), running, waiting, members = pipe.execute()
+            (state, submitted, kv), running, waiting, members = pipe.execute()
         return RunStatus(
             state=state.decode() if state is not None else "gone",
             submitted=int(submitted or 0),
             waiting=waiting,
             running=tuple(sorted(map(int, running))),
             alive=tuple(sorted({int(rank) for rank in members} - set(self.expired_ranks()))),
+            kv=usage_from_json(kv.decode()) if kv is not None else None,
         )
 
     def clock_us(self) -> int:

@@ -29,7 +29,7 @@ PREFIX_BYTES = 24
 Bytes = NDArray[np.uint8]
 Buffer = bytes | memoryview
 
-_MAGIC = b"pipedec3"
+_MAGIC = b"pipedec4"
 _PREFIX = struct.Struct("<8siiii")  # a multiple of 8 bytes, so that what follows is aligned
 
 

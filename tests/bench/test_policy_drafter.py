@@ -53,9 +53,9 @@ class Forwards:
 
 
 def begin(drafter: Drafter) -> None:
-    drafter.open(0, single_thread(len(PROMPT_IDS), (), 1000))
-    drafter.expand([], {0: PROMPT_IDS[:3]})
-    drafter.expand([], {0: PROMPT_IDS[3:]})
+    cached = drafter.open(0, single_thread(len(PROMPT_IDS), (), 1000), PROMPT_IDS)
+    for token in PROMPT_IDS[cached:]:
+        drafter.expand([], {0: [token]})
 
 
 def expand(drafter: Drafter, tree: PredictionTree, rows: torch.Tensor, children: int) -> Candidates:

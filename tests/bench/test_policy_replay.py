@@ -116,21 +116,23 @@ def test_counts_and_lasts_what_the_pipeline_does(both: Callable[[str], Both], sh
         assert replayed.losses.together + replayed.losses.tokens == replayed.tokens - 1 == tokens - 2
 
 
-@pytest.mark.parametrize("shape", ["1", "4", "14x7"])
-@pytest.mark.parametrize("method", ["pp", "stpp", "pipedec", "best-first"])
-def test_requests_in_company_count_and_last_what_they_do_in_the_pipeline(
-    both: Callable[[str], Both], shape: str, method: str
-) -> None:
-    """Requests that come at different timesteps, one of them when all others have ended."""
-    here, sampling = both(shape), SamplingParams(max_tokens=6, ignore_eos=True)
-    coming = {1: [0, 1], 4: [2], 9: [3], 500: [4]}
+def in_company(priorities: dict[int, int], method: str) -> list[Request]:
+    """Requests of 10 to 168 prompt tokens, of which every other one shares a beginning."""
     prompts = [(*PROMPTS[number % 2], *range(3, 3 + 40 * number)) for number in range(5)]
-    requests = [Request(number, prompt, sampling, *POLICIES[method]) for number, prompt in enumerate(prompts)]
-    arrivals = {timestep: [requests[number] for number in numbers] for timestep, numbers in coming.items()}
-    pipeline = LocalPipeline.load(here.spec)
-    for _ in pipeline.run_all(arrivals):
+    sampling = SamplingParams(max_tokens=6, ignore_eos=True)
+    return [
+        Request(number, prompt, sampling, *POLICIES[method], priority=priorities.get(number, 0))
+        for number, prompt in enumerate(prompts)
+    ]
+
+
+def both_in_company(spec: PipelineSpec, draft: Drafter, requests: list[Request]) -> dict[int, ReplayedAnswer]:
+    """Requests that come at different timesteps, one of them when all others have ended: the pipeline and the replay agree."""
+    coming = {1: [0, 1], 4: [2], 9: [3], 500: [4]}
+    pipeline, replay, begun = LocalPipeline.load(spec), replay_of(spec, draft), dict[int, ReplayedAnswer]()
+    for _ in pipeline.run_all({timestep: [requests[number] for number in numbers] for timestep, numbers in coming.items()}):
         pass
-    expected, replay, begun = pipeline.answers, replay_of(here), dict[int, ReplayedAnswer]()
+    expected = pipeline.answers
 
     def admit() -> None:
         for timestep in [timestep for timestep in coming if timestep <= replay.timesteps + 1]:
@@ -147,13 +149,34 @@ def test_requests_in_company_count_and_last_what_they_do_in_the_pipeline(
     for number, answer in begun.items():
         assert answer.metrics == expected[number].metrics, number
     assert 1000 * replay.clock.seconds() == pytest.approx(pipeline.emulated_ms, rel=1e-9)
+    return begun
 
 
-def replay_of(here: Both) -> ReplayedPipeline:
-    """A pipeline and a drafter that have learned nothing."""
-    drafter = RecordedDrafter(lambda number: DraftMemo(), lambda: here.draft, VOCAB)
+@pytest.mark.parametrize("shape", ["1", "4", "14x7"])
+@pytest.mark.parametrize("method", ["pp", "stpp", "pipedec", "best-first"])
+def test_requests_in_company_count_and_last_what_they_do_in_the_pipeline(
+    both: Callable[[str], Both], shape: str, method: str
+) -> None:
+    begun = both_in_company(both(shape).spec, both(shape).draft, in_company({}, method))
+    assert begun[4].metrics.cached_tokens > 0, "the fifth prompt begins like the third"
+
+
+@pytest.mark.parametrize("shape", ["1", "4", "14x7"])
+def test_pauses_count_and_last_what_they_do_in_the_pipeline(both: Callable[[str], Both], shape: str) -> None:
+    """The fourth request is urgent, and there is no memory for it beside the others."""
+    here = both(shape)
     assert here.spec.emulation is not None
-    return ReplayedPipeline(here.spec.emulation, here.spec.topology, drafter, WatchedExperience(here.groups))
+    scarce = replace(here.spec, emulation=replace(here.spec.emulation, kv_tokens=256))
+    begun = both_in_company(scarce, here.draft, in_company({3: -1}, "pp"))
+    assert begun[2].metrics.pauses == 1 and begun[3].metrics.pauses == 0
+
+
+def replay_of(spec: PipelineSpec, draft: Drafter) -> ReplayedPipeline:
+    """A pipeline and a drafter that have learned nothing."""
+    drafter = RecordedDrafter(lambda number: DraftMemo(), lambda: draft, VOCAB)
+    assert spec.emulation is not None
+    experience = WatchedExperience(spec.topology.num_groups)
+    return ReplayedPipeline(spec.emulation, spec.topology, drafter, experience, spec.kv_manager())
 
 
 @pytest.mark.parametrize("tokens", [1, 2])

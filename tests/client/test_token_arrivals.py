@@ -19,14 +19,14 @@ def test_an_answer_without_tokens_has_neither(clock: list[float]) -> None:
     arrivals = TokenArrivals()
     clock[0] += 1
     arrivals.note(0)
-    assert arrivals.ttft_seconds is None and arrivals.tpot_seconds(0) is None
+    assert arrivals.ttft_seconds is None and arrivals.tpot_seconds is None
 
 
 def test_one_token_has_a_ttft_alone(clock: list[float]) -> None:
     arrivals = TokenArrivals()
     clock[0] += 0.25
     arrivals.note(1)
-    assert arrivals.ttft_seconds == 0.25 and arrivals.tpot_seconds(1) is None
+    assert arrivals.ttft_seconds == 0.25 and arrivals.tpot_seconds is None
 
 
 def test_tpot_is_the_time_from_the_first_token_to_the_last_over_the_tokens_between(clock: list[float]) -> None:
@@ -35,5 +35,5 @@ def test_tpot_is_the_time_from_the_first_token_to_the_last_over_the_tokens_betwe
         clock[0] = 100 + seconds
         arrivals.note(tokens)
     assert arrivals.ttft_seconds == 0.5
-    assert arrivals.tpot_seconds(6) == pytest.approx(1.5 / 5)
+    assert arrivals.tpot_seconds == pytest.approx(1.5 / 5)
     assert arrivals.itl_seconds == pytest.approx([0.5, 1.0])

@@ -60,9 +60,7 @@ class OfThree(Supervisor):
         pass
 
 
-@pytest.mark.parametrize(
-    "ends", [((3, 1), (2, -9)), ((2, -9), (3, 1)), ((3, 1), (1, 1), (2, -9))], ids=["late", "soon", "last"]
-)
+@pytest.mark.parametrize("ends", [((3, 1), (2, -9)), ((2, -9), (3, 1)), ((3, 1), (1, 1), (2, -9))], ids=["late", "soon", "last"])
 def test_a_killed_rank_is_blamed_although_its_neighbour_was_seen_to_end_before_it(ends: tuple[tuple[int, int], ...]) -> None:
     with EmbeddedServer() as server:
         supervisor = OfThree(Topology.even(3, 3), "run", EndingRanks(*ends))

@@ -27,8 +27,9 @@ class ScriptedDrafter:
         self.prompt: list[int] = []
         self._bigrams = bigrams
 
-    def open(self, number: int, sequence: threads.Sequence) -> None:
+    def open(self, number: int, sequence: threads.Sequence, token_ids: Sequence[int]) -> int:
         self.begun += 1
+        return 0
 
     def close(self, number: int) -> None: ...
 
@@ -67,7 +68,8 @@ class Alone:
 
     def __init__(self, company: Company, request: Request, sequence: threads.Sequence) -> None:
         self.company = company
-        self.method = company.open(request, sequence)
+        company.open(request, lambda: sequence)
+        self.method = company.method(request.number)
         self.masks = self.method.masks
         self._number = request.number
         entered: list[int] = []
@@ -86,7 +88,8 @@ class Alone:
         return self.method.misses
 
     def propose(self) -> Step | None:
-        return self.company.propose().get(self._number)
+        update = self.company.propose().get(self._number)
+        return None if update is None else update.step
 
     def draft(self) -> None:
         self.company.draft()

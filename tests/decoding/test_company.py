@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import pytest
 import torch
@@ -39,9 +40,10 @@ class KnowingDrafter:
         self.forwards: list[int] = []
         self._chooser = chooser
 
-    def open(self, number: int, sequence: threads.Sequence) -> None:
+    def open(self, number: int, sequence: threads.Sequence, token_ids: Sequence[int]) -> int:
         assert number not in self.open_requests
         self.open_requests[number], self.prompts[number] = ScriptedDrafter({}), []
+        return 0
 
     def close(self, number: int) -> None:
         del self.open_requests[number]
@@ -74,6 +76,11 @@ class KnowingDrafter:
         if self._chooser.random() < 0.6 and 0 <= place < len(answer):
             return [(answer[place], 0.8), *((token, 0.02) for token in range(100, 103))]
         return [(60, 0.3), *RARE, (63, 0.005)]
+
+
+def proposed(company: Company) -> dict[int, Step]:
+    """The rows that enter at the next timestep."""
+    return {number: update.step for number, update in company.propose().items() if update.step is not None}
 
 
 @dataclass
@@ -150,10 +157,11 @@ class Simulation:
         answer = [self.chooser.randrange(50) for _ in range(self.chooser.randint(1, 12))]
         self.drafter.answers[number] = answer
         sequence = threads.single_thread(len(prompt), (), len(answer))
-        self.running[number] = Running(request, self.company.open(request, sequence), answer)
+        self.company.open(request, lambda: sequence)
+        self.running[number] = Running(request, self.company.method(number), answer)
 
     def timestep(self) -> None:
-        steps = self.company.propose()
+        steps = proposed(self.company)
         assert set(steps) <= set(self.running) and all(step.num_rows for step in steps.values())
         rows = sum(step.num_rows for step in steps.values())
         assert rows <= KNEE or len(steps) == 1
@@ -201,7 +209,7 @@ def test_a_draft_forward_serves_all_requests_and_is_bounded() -> None:
     company = Company(2, drafter, knee=256)
     for number in range(40):
         drafter.answers[number] = [chooser.randrange(50) for _ in range(30)]
-        company.open(Request(number, (1, 2, 3)), threads.single_thread(3, (), 30))
+        company.open(Request(number, (1, 2, 3)), partial(threads.single_thread, 3, (), 30))
     company.propose()
     company.draft()
     for number in range(40):
@@ -221,12 +229,12 @@ def test_without_speculation_nothing_is_drafted_and_prompts_are_made_up_for(monk
     drafter.answers[0] = list(range(20))
     is_speculating = False
     monkeypatch.setattr(type(experience.controller), "is_speculating", property(lambda controller: is_speculating))
-    company.open(Request(0, tuple(range(20))), threads.single_thread(20, (), 20))
+    company.open(Request(0, tuple(range(20))), partial(threads.single_thread, 20, (), 20))
     for _ in range(3):
         company.propose()
         company.draft()
     company.apply(0, Verdict.of(0))
-    assert company.propose()[0].num_rows == 1
+    assert proposed(company)[0].num_rows == 1
     company.draft()
     assert drafter.forwards == []
     is_speculating = True
@@ -239,10 +247,10 @@ def test_without_speculation_nothing_is_drafted_and_prompts_are_made_up_for(monk
 def test_a_prompt_that_must_not_be_cut_enters_whole() -> None:
     company = Company(1, knee=8)
     company.whole_prompts = True
-    company.open(Request(0, tuple(range(100)), method="pp"), threads.single_thread(100, (), 5))
-    assert company.propose()[0].num_rows == 100
+    company.open(Request(0, tuple(range(100)), method="pp"), partial(threads.single_thread, 100, (), 5))
+    assert proposed(company)[0].num_rows == 100
 
 
 def test_an_empty_prompt_is_refused() -> None:
     with pytest.raises(UserError, match="the prompt is empty"):
-        Company(1).open(Request(0, (), method="pp"), threads.single_thread(0, (), 5))
+        Company(1).open(Request(0, (), method="pp"), partial(threads.single_thread, 0, (), 5))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 from drafters import PROMPT, Alone, ScriptedDrafter, begun, rows
 
@@ -184,7 +186,9 @@ def test_what_a_company_can_run(drafter: ScriptedDrafter) -> None:
     def opened(name: str, drafter: ScriptedDrafter | None) -> Method:
         company, request = Company(2, drafter), Request(0, PROMPT, method=name)
         company.check(request)
-        return company.open(request, single_thread(5, (), 10))
+        company.open(request, partial(single_thread, 5, (), 10))
+        assert company.propose()[0].opening is not None
+        return company.method(0)
 
     for count, name in enumerate(("pp", "pipedec", "stpp", "pipedec-bestfirst")):
         assert opened(name, drafter).masks == NO_MASKS

@@ -49,7 +49,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 def begun(pair: Pair) -> tuple[DraftModel, PredictionTree]:
     """A draft that has taken in the prompt but its last token, which is the root of the tree."""
     draft, tree = DraftModel(pair.ours), PredictionTree(block=4)
-    draft.open(0, SEQUENCE)
+    draft.open(0, SEQUENCE, PROMPT)
     draft.expand([], {0: PROMPT[:3]})
     draft.expand([], {0: PROMPT[3:]})
     tree.reset(len(PROMPT))
@@ -180,8 +180,8 @@ def test_a_closed_request_leaves_nothing(pair: Pair) -> None:
     first = expand(draft, tree, torch.tensor([0, 1]), 4)
     draft.close(0)
     assert draft.num_lanes == 0
-    draft.open(0, SEQUENCE)
-    draft.expand([], {0: PROMPT})
+    cached = draft.open(0, SEQUENCE, PROMPT)
+    draft.expand([], {0: PROMPT[cached:]})
     again = expand(draft, tree, torch.tensor([0, 1]), 4)
     assert torch.equal(first.token_ids, again.token_ids)
     assert torch.allclose(first.log_probs, again.log_probs, rtol=0, atol=1e-12)

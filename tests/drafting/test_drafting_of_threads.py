@@ -37,23 +37,23 @@ class Model:
         stage = StageModel.load(path, range(2), torch.float64, "cpu")
         make_pool = stage.make_pool
 
-        def make() -> KVPool:
-            pool = make_pool()
-            open_cache = pool.open
+        def make(slots: int, block: int) -> KVPool:
+            pool = make_pool(slots, block)
+            new_cache = pool.cache
 
-            def opened() -> KVCache:
-                self.cache = open_cache()  # the latest one
+            def made() -> KVCache:
+                self.cache = new_cache()  # the latest one
                 return self.cache
 
-            pool.open = opened  # type: ignore[method-assign]
+            pool.cache = made  # type: ignore[method-assign,assignment]
             return pool
 
-        stage.make_pool = make  # type: ignore[method-assign]
+        stage.make_pool = make  # type: ignore[method-assign,assignment]
         self._stage = stage
 
     def begun(self, sequence: Sequence) -> DraftModel:
         draft = DraftModel(self._stage)
-        draft.open(0, sequence)
+        draft.open(0, sequence, PROMPT)
         draft.expand([], {0: PROMPT[:2]})
         draft.expand([], {0: PROMPT[2:]})
         return draft

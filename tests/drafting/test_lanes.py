@@ -88,7 +88,7 @@ def test_in_company_the_candidates_are_those_of_a_request_alone(model: StageMode
         if chooser.random() < 0.4 and len(running) < 5:
             one = Running(number, [chooser.randrange(VOCAB) for _ in range(chooser.randint(1, 9))], chooser, DraftModel(model))
             for draft in (company, one.alone):
-                draft.open(number, single_thread(len(one.prompt), (), 1000))
+                draft.open(number, single_thread(len(one.prompt), (), 1000), one.prompt)
             running.append(one)
         prompts = {one.number: one.chunk() for one in running if one.entered < len(one.prompt)}
         requested = [rows for one in running if one.number not in prompts and (rows := one.rows()) is not None]
@@ -112,7 +112,7 @@ def test_closing_frees_everything(model: StageModel) -> None:
     """The slots of the pool are used again, however many requests there were."""
     draft, pools = DraftModel(model), set()
     for number in range(20):
-        draft.open(number, single_thread(3, (), 1000))
+        draft.open(number, single_thread(3, (), 1000), [1, 2, 3])
         draft.expand([], {number: [1, 2, 3]})
         pools.add(draft.cache_slots)
         draft.close(number)

@@ -37,7 +37,7 @@ class Telling:
         text = None if dialect is None else load_dialect(dialect).to_json()
         new_sequence = Sequences(TARGET).maker(len(PROMPT), params, text)
         self._prompter = prompter
-        self.answer = Answer(Request(0, PROMPT, params), new_sequence(), prompter, 2, show_threads)
+        self.answer = Answer(Request(0, PROMPT, params), new_sequence, prompter, 2, show_threads)
         self.text = ""
         self.token_ids: list[int] = []
 
@@ -48,7 +48,7 @@ class Telling:
     def say(self, finished: str | None = None, **texts: str) -> str:
         """The text that a verdict adds."""
         accepted = tuple(Accepted(int(name[1:]), tuple(self.ids(text))) for name, text in texts.items())
-        self.verdict, self.event = self.answer.take(Verdict(accepted, finished))
+        self.verdict, [self.event] = self.answer.take(Verdict(accepted, finished))
         self.text += self.event.text
         self.token_ids += self.event.token_ids
         assert self.answer.completion.text == self.text and self.answer.completion.token_ids == self.token_ids
@@ -163,7 +163,7 @@ def test_a_tail_is_shown_where_it_stands(prompter: Prompter) -> None:
     tokenizer = prompter.tokenizer
     bound = bind(load_dialect("pasta"), tokenizer.convert_tokens_to_ids, lambda token: "/>!" if token == last else "")
     telling = Telling(prompter, "pasta")
-    telling.answer = Answer(telling.answer.request, Sequence(bound, 3, (), 50), prompter, 2)
+    telling.answer = Answer(telling.answer.request, lambda: Sequence(bound, 3, (), 50), prompter, 2)
     assert telling.say(t0="One<promise!") == "One!"
     telling.say(t0=" two", t1=" body</async>")
     assert telling.text == "One! body two"

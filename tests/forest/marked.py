@@ -228,8 +228,9 @@ class MarkedDrafter:
         self._random = random.Random(seed)
         self._sequences: dict[int, ThreadSequence] = {}
 
-    def open(self, number: int, sequence: ThreadSequence) -> None:
+    def open(self, number: int, sequence: ThreadSequence, token_ids: Sequence[int]) -> int:
         self._sequences[number] = sequence
+        return 0
 
     def close(self, number: int) -> None:
         del self._sequences[number]

@@ -146,16 +146,31 @@ def test_a_prompt_passes_in_chunks_at_the_knee(paper: ClusterConfig) -> None:
     planned = plan(paper, "paper-14")
     assert planned.knee == 76
     at_knee = planned.ttft_ms(76) / 14
-    assert planned.ttft_ms(1000) == pytest.approx((14 + 13) * at_knee), "14 chunks of 76 rows"
+    assert planned.ttft_ms(1000) == pytest.approx((14 + 13) * at_knee, rel=0.002), "14 chunks of 76 rows, and what is cached"
     assert planned.timestep_ms < at_knee < 1.1 * planned.timestep_ms, "more rows are sent, but none takes longer to compute"
     assert planned.ttft_ms(1000) < 700
+    assert planned.ttft_ms(1000, 2) == pytest.approx((14 + 13) * at_knee, rel=0.005), "75 rows beside one that decodes"
+    assert planned.ttft_ms(1000, 14 * 76) > 5 * planned.ttft_ms(1000), "an eighth of the rows where others need all of them"
+
+
+def test_plain_decoding_takes_a_pass_per_token_for_any_number_of_requests_up_to_the_knee(paper: ClusterConfig) -> None:
+    planned = plan(paper, "paper-14")
+    assert planned.tpot_ms(0) == pytest.approx(planned.pp_token_ms)
+    assert planned.tpot_ms(0, 14) == planned.tpot_ms(0, 2) < 1.05 * planned.tpot_ms(0), "one row in every stage"
+    assert planned.tpot_ms(0, 14 * 76) < 1.5 * planned.tpot_ms(0), "more rows are sent"
+    assert planned.tpot_ms(0, 28 * 76) > 1.9 * planned.tpot_ms(0)
+    assert planned.last_ttft_ms(76, 10) == pytest.approx((14 + 9) / 14 * planned.ttft_ms(76)), "ten chunks in a row"
+    read_ms = planned.tpot_ms(4000, 28) - planned.tpot_ms(0, 28)
+    assert read_ms == pytest.approx(14 * 2 * 4000 * 6 * 2 * 8 * 128 * 4 / 936e9 * 1000, rel=0.01), "keys and values are read"
 
 
 def test_the_capacity_is_that_of_the_rank_with_the_least_room(paper: ClusterConfig) -> None:
     planned = plan(paper, "paper-14")
     stage = planned.stages[1]
     assert stage.kv_token_bytes == 6 * 2 * 8 * 128 * 4
-    assert planned.kv_tokens == (24_000_000_000 - stage.weight_bytes - stage.workspace_bytes) // stage.kv_token_bytes
+    assert stage.kv_room == 24_000_000_000 - stage.weight_bytes - stage.workspace_bytes
+    assert planned.kv_tokens == stage.kv_room // stage.kv_token_bytes // 256 * 256, "in whole blocks, of a GPU's size"
+    assert stage.kv_bytes == planned.kv_tokens * stage.kv_token_bytes
     assert f"{planned.kv_tokens:,} tokens of all running requests" in shown(planned)
 
 

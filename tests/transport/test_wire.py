@@ -50,17 +50,25 @@ def steps(draw: st.DrawFn, max_rows: int = 40, hidden_size: int = HIDDEN_SIZE, d
     return Step(draw(ids), draw(ids), hidden, draw(st.none() | ids))
 
 
+SLOTS = st.lists(st.tuples(st.integers(0, 2**40), st.integers(1, 2**20)), max_size=4).map(tuple)
 OPENINGS = st.builds(
     Opening,
     st.integers(1, 9),
     st.builds(SamplingParams, logprobs=st.none() | st.just(2)),
     st.integers(0, 5),
     st.none() | st.text(),
+    st.booleans(),
+    TOKENS,
+    SLOTS,
+    st.integers(0, 2**40),
+    st.tuples(st.integers(0, 2**40), st.integers(0, 15)),
 )
 ROWS_OF_LOGPROBS = st.lists(
     st.lists(st.tuples(st.integers(0, 99), st.floats(max_value=0, allow_nan=False)), max_size=3).map(tuple)
 )
-UPDATES = st.builds(Update, INT64, st.none() | OPENINGS, st.none() | VERDICTS, st.none() | steps(), ROWS_OF_LOGPROBS.map(tuple))
+UPDATES = st.builds(
+    Update, INT64, st.none() | OPENINGS, st.none() | VERDICTS, st.none() | steps(), ROWS_OF_LOGPROBS.map(tuple), SLOTS
+)
 ENVELOPES = st.builds(Envelope, st.lists(UPDATES, max_size=5, unique_by=lambda update: update.number).map(tuple), st.booleans())
 
 
@@ -172,7 +180,7 @@ ROWS = st.integers(-1, 2**17) | st.integers(-(2**31), 2**31 - 1)
 @given(st.binary(min_size=16, max_size=16) | st.builds(PREFIX.pack, ROWS, ROWS, st.just(ROW_BYTES), st.integers(0, 1)))
 def test_any_prefix_is_within_the_bounds_or_refused(lengths: bytes) -> None:
     try:
-        prefix = unpack_prefix(np.frombuffer(b"pipedec3" + lengths, np.uint8), ROW_BYTES)
+        prefix = unpack_prefix(np.frombuffer(b"pipedec4" + lengths, np.uint8), ROW_BYTES)
     except ValueError:
         return
     assert 0 <= prefix.rows <= MAX_ROWS and 0 <= prefix.head_bytes <= MAX_HEAD_BYTES
@@ -182,7 +190,7 @@ JSON = st.recursive(
     st.none() | st.booleans() | st.integers(-3, 6) | st.floats(allow_nan=False) | st.text(max_size=3),
     lambda inner: st.lists(inner, max_size=6) | st.dictionaries(st.text(max_size=3), inner, max_size=2),
 )
-FIELDS = st.tuples(st.integers(-1, 3) | JSON, st.none() | JSON, JSON, st.none() | JSON, st.integers(-1, 2) | JSON, JSON)
+FIELDS = st.tuples(st.integers(-1, 3) | JSON, st.none() | JSON, JSON, st.none() | JSON, st.integers(-1, 2) | JSON, JSON, JSON)
 
 
 @given(st.binary(max_size=40) | (JSON | st.lists(FIELDS, max_size=3)).map(lambda value: json.dumps(value).encode()))

@@ -147,6 +147,7 @@ def _load_transformers(directory: Path, spec: PipelineSpec, device: torch.device
 
 
 def _pipelines(spec: PipelineSpec, device: torch.device) -> list[Contender]:
+    spec = replace(spec, prefix_cache=False)  # every answer computes its prompt
     whole = replace(spec, topology=Topology.even(1, 1), layers=((spec.layers[0][0], spec.layers[-1][1]),))
     pipeline, count = _load_counted(whole, device)
     has_draft, has_bita = spec.draft is not None, spec.bita is not None
@@ -169,6 +170,7 @@ def _load_counted(spec: PipelineSpec, device: torch.device) -> tuple[LocalPipeli
         model.count = count
         if spec.bita is not None:
             model.attach(BitaWeights.load(spec.bita, config, range(first, last), spec.torch_dtype, device))
-        stages.append((FinalStageWorker if model.is_last else StageWorker)(model, sequences.of, device))
-    drafter, masks = spec.load_drafter(device), spec.trained_masks()
-    return LocalPipeline(stages, spec.topology, sequences, drafter, device, trained_masks=masks), count
+        kind = FinalStageWorker if model.is_last else StageWorker
+        stages.append(kind(model, sequences.of, device, slots=spec.kv_slots, block=spec.kv_block))
+    drafter, masks, kv = spec.load_drafter(device), spec.trained_masks(), spec.kv_manager()
+    return LocalPipeline(stages, spec.topology, sequences, drafter, device, trained_masks=masks, kv=kv), count

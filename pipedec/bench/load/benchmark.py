@@ -9,10 +9,10 @@ from statistics import fmean
 from pipedec.bench.checks import check_positive
 from pipedec.bench.load.arrivals import AtTimes, Pattern
 from pipedec.bench.load.places import Place
+from pipedec.bench.load.questions import Conversation
 from pipedec.bench.load.served import Goals, Outcome
 from pipedec.bench.policy.study import Policy
 from pipedec.bench.progress import SweepProgress
-from pipedec.bench.prompts import DrawnPrompt
 from pipedec.bench.record import Row, header
 from pipedec.core import SamplingParams, UserError
 
@@ -26,13 +26,14 @@ class LoadConfig:
     Attributes:
         policies: the methods.
         patterns: the loads; all methods get the same prompts in the same order.
-        requests: of each load; None for four times its concurrency, or 64.
+        requests: first turns of each load; None for four times its concurrency, or 64.
         max_num_seqs: limits on the requests in the pipeline, each measured with every method and load.
         intruder: tokens of a prompt that arrives when all other requests have begun; None for none. The row then says how much
             longer the others took per token while it was prefilled.
+        turns: of each conversation. What the user says next follows the whole conversation as soon as it is answered.
 
     Raises:
-        UserError: there is no load, a number is below 1, or an intruder finds no fixed number of others.
+        UserError: there is no load, a number is below 1, or an intruder finds no fixed number of others, or conversations.
     """
 
     policies: tuple[Policy, ...]
@@ -43,18 +44,21 @@ class LoadConfig:
     intruder: int | None = None
     seed: int = 0
     sampling: SamplingParams = SamplingParams(max_tokens=64)
+    turns: int = 1
 
     def __post_init__(self) -> None:
         if not self.patterns:
             raise UserError("no load: give --concurrency N or --rate R")
         some = {"--requests": self.requests, "--intruder": self.intruder}
         check_positive({flag: [1 if value is None else value] for flag, value in some.items()})
-        check_positive({"--max-num-seqs": self.max_num_seqs})
+        check_positive({"--max-num-seqs": self.max_num_seqs, "--turns": [self.turns]})
+        if self.intruder is not None and self.turns > 1:
+            raise UserError("--intruder needs others that are submitted once: leave out --turns")
         if self.intruder is not None and any(pattern.concurrency is None for pattern in self.patterns):
             raise UserError("--intruder needs a fixed number of others: give --concurrency, and no --rate")
 
     def count(self, pattern: Pattern) -> int:
-        """Requests of a load; with an intruder, those beside it."""
+        """Conversations of a load; with an intruder, those beside it."""
         if self.intruder is not None and pattern.concurrency is not None:
             return pattern.concurrency
         return self.requests or 4 * (pattern.concurrency or 16)
@@ -67,7 +71,8 @@ class LoadConfig:
     def runs(self) -> int:
         """Answers of all loads."""
         each = sum(
-            self.count(pattern) * (1 if self.intruder is None else 2) + (self.intruder is not None) for pattern in self.patterns
+            self.count(pattern) * (self.turns if self.intruder is None else 2) + (self.intruder is not None)
+            for pattern in self.patterns
         )
         return each * len(self.policies) * len(self.max_num_seqs)
 
@@ -83,15 +88,15 @@ class Measured:
 def bench_load(
     config: LoadConfig,
     place: Place,
-    prompts: Sequence[DrawnPrompt],
+    conversations: Sequence[Conversation],
     progress: SweepProgress,
-    intruder: DrawnPrompt | None = None,
+    intruder: Conversation | None = None,
     on_row: Callable[[Row], None] = lambda row: None,
 ) -> list[Measured]:
     """Offer every load to ``place``, by every method.
 
     Args:
-        prompts: of the longest load; shorter ones take the first of them.
+        conversations: of the longest load; shorter ones take the first of them.
         intruder: the prompt of ``config.intruder`` tokens.
         on_row: receives each row as soon as it is measured.
     """
@@ -102,7 +107,7 @@ def bench_load(
         for pattern in config.patterns:
             for policy in config.policies:
                 progress.busy(f"{policy.name}, {pattern.label}")
-                one = _one_load(config, place, prompts, progress, intruder, (policy, pattern, limit))
+                one = _one_load(config, place, conversations, progress, intruder, (policy, pattern, limit))
                 measured.append(replace(one, row={"schema": SCHEMA, **first, **one.row}))
                 on_row(measured[-1].row)
     return measured
@@ -111,14 +116,14 @@ def bench_load(
 def _one_load(
     config: LoadConfig,
     place: Place,
-    prompts: Sequence[DrawnPrompt],
+    conversations: Sequence[Conversation],
     progress: SweepProgress,
-    intruder: DrawnPrompt | None,
+    intruder: Conversation | None,
     what: tuple[Policy, Pattern, int],
 ) -> Measured:
     policy, pattern, limit = what
     count = config.count(pattern)
-    outcome = place.offer(policy, prompts[:count], pattern.arrivals(count, config.seed), limit, progress.row)
+    outcome = place.offer(policy, conversations[:count], pattern.arrivals(count, config.seed), limit, progress.row)
     row: Row = {
         "policy": policy.name, "method": policy.method, "options": policy.limits, "pattern": asdict(pattern),
         "max_num_seqs": limit, "clock": place.clock, "cluster": place.cluster,
@@ -128,7 +133,7 @@ def _one_load(
     if intruder is not None:
         begun = max(one.events[0][0] for one in outcome.served)
         arrivals = AtTimes([0.0] * count + [begun])
-        disturbed = place.offer(policy, [*prompts[:count], intruder], arrivals, limit, progress.row)
+        disturbed = place.offer(policy, [*conversations[:count], intruder], arrivals, limit, progress.row)
         row["intruder"] = disturbance(outcome, disturbed)
     return Measured(row, outcome)
 

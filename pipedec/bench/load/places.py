@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -14,8 +14,8 @@ import torch
 
 from pipedec.bench.load import clusters, replayed
 from pipedec.bench.load.arrivals import Arrivals
-from pipedec.bench.load.questions import RANDOM, random_tokens
-from pipedec.bench.load.served import Outcome
+from pipedec.bench.load.questions import RANDOM, Conversation, continued, random_tokens
+from pipedec.bench.load.served import KVUse, Outcome
 from pipedec.bench.policy.drafter import RecordedDrafter
 from pipedec.bench.policy.memo import DraftMemo
 from pipedec.bench.policy.recording import Recording
@@ -31,10 +31,12 @@ from pipedec.decoding import Drafter
 from pipedec.decoding.controller import CHILDREN
 from pipedec.engine.local import LocalPipeline
 from pipedec.engine.spec import Cut, Models, PipelineSpec
+from pipedec.kv import KVManager
 from pipedec.messages import PromptRequest
 from pipedec.model import ModelConfig
 from pipedec.text.prompt import Prompter
 
+UNLIMITED = 2**40  # slots, where the emulated devices are too small even for the weights
 _RECORDED_AT_ONCE = 16
 
 
@@ -59,9 +61,14 @@ class Place(ABC):
 
     @abstractmethod
     def offer(
-        self, policy: Policy, prompts: Sequence[DrawnPrompt], arrivals: Arrivals, max_num_seqs: int, on_end: Callable[[], None]
+        self,
+        policy: Policy,
+        conversations: Sequence[Conversation],
+        arrivals: Arrivals,
+        max_num_seqs: int,
+        on_end: Callable[[], None],
     ) -> Outcome:
-        """Offer a request for each of ``prompts``, decoded by ``policy``.
+        """Offer ``conversations``, decoded by ``policy``. Their turns follow one another as soon as they are answered.
 
         Raises:
             UserError: the pipeline cannot decode by it.
@@ -91,7 +98,7 @@ class OnReplay(Place):
         self._recording = None
         if recording is not None:
             self._recording = Recording(recording, pair_digest(self._spec), plain(asked.sampling))
-        self._memos: dict[tuple[int, ...], DraftMemo] = {}
+        self._memos: dict[tuple[int, ...], tuple[DrawnPrompt, DraftMemo]] = {}
 
     @property
     def cluster(self) -> Row:
@@ -110,40 +117,74 @@ class OnReplay(Place):
         return ModelConfig.from_directory(self._spec.target).vocab_size
 
     def offer(
-        self, policy: Policy, prompts: Sequence[DrawnPrompt], arrivals: Arrivals, max_num_seqs: int, on_end: Callable[[], None]
+        self,
+        policy: Policy,
+        conversations: Sequence[Conversation],
+        arrivals: Arrivals,
+        max_num_seqs: int,
+        on_end: Callable[[], None],
     ) -> Outcome:
-        assert self._spec.emulation is not None
-        self._record(prompts)
-        jobs = [self._job(number, prompt, policy) for number, prompt in enumerate(prompts)]
-        memos = [self._memo(prompt) for prompt in prompts]
-        drafter = self._drafter(policy, memos)
-        experience = WatchedExperience(self._spec.topology.num_groups)
-        pipeline = ReplayedPipeline(self._spec.emulation, self._spec.topology, drafter, experience)
-        outcome = replayed.offer(pipeline, jobs, arrivals, max_num_seqs, self._spec.emulation.kv_tokens, on_end)
-        for prompt, memo in zip(prompts, memos, strict=True):
-            if self._recording is not None and prompt.prompt_set != RANDOM:
-                self._recording.keep(prompt, memo)
-        return outcome
+        emulation = self._spec.emulation
+        assert emulation is not None
+        jobs = self._jobs(conversations, policy)
+        memos: dict[int, DraftMemo] = {}
+        kv = KVManager(emulation.kv_tokens or UNLIMITED, self._spec.kv_block, self._spec.shares_prefixes)
+        pipeline = ReplayedPipeline(
+            emulation, self._spec.topology, self._drafter(policy, memos), WatchedExperience(self._spec.topology.num_groups), kv
+        )
 
-    def _drafter(self, policy: Policy, memos: Sequence[DraftMemo]) -> RecordedDrafter | None:
+        def on_submit(number: int, job: replayed.Job) -> None:
+            memos[number] = self._memo(job.prompt)
+
+        outcome = replayed.offer(pipeline, jobs, arrivals, max_num_seqs, on_submit, on_end)
+        self._keep_memos()
+        return replace(outcome, kv=KVUse.of(pipeline.kv_slots, kv.capacity, emulation.kv_token_bytes))
+
+    def _drafter(self, policy: Policy, memos: Mapping[int, DraftMemo]) -> RecordedDrafter | None:
         max_children = max(CHILDREN[-1], policy.limits.get("children") or 0)
         return RecordedDrafter(memos.__getitem__, lambda: self._draft, max_children) if self._spec.draft else None
 
-    def _job(self, number: int, prompt: DrawnPrompt, policy: Policy) -> replayed.Job:
-        sampling = prompt.request.sampling
+    def _jobs(self, conversations: Sequence[Conversation], policy: Policy) -> list[replayed.Job]:
+        """The first turns, each with those that follow it. Answers that are not known are recorded, turn by turn."""
+        said: list[list[tuple[DrawnPrompt, tuple[int, ...]]]] = [[] for _ in conversations]
+        for turn in range(max(map(len, conversations), default=0)):
+            prompts = [self._prompt(before, says[turn]) for before, says in zip(said, conversations, strict=True)]
+            self._record(prompts)
+            for before, prompt in zip(said, prompts, strict=True):
+                before.append((prompt, self._answer(prompt)))
+        return [self._job(turns, policy) for turns in said]
+
+    def _prompt(self, before: Sequence[tuple[DrawnPrompt, tuple[int, ...]]], says: DrawnPrompt) -> DrawnPrompt:
+        if not before:
+            return says
+        bos = None if says.prompt_set == RANDOM else self.prompter.tokenizer.bos_token_id
+        return continued(*before[-1], says, bos)
+
+    def _job(self, turns: Sequence[tuple[DrawnPrompt, tuple[int, ...]]], policy: Policy) -> replayed.Job:
+        following: replayed.Job | None = None
+        for turn, (prompt, answer) in reversed(list(enumerate(turns, start=1))):
+            request = Request(0, prompt.token_ids, prompt.request.sampling, policy.method, policy.options)
+            following = replayed.Job(prompt, request, answer, turn, following)
+        assert following is not None
+        return following
+
+    def _answer(self, prompt: DrawnPrompt) -> tuple[int, ...]:
         if prompt.prompt_set == RANDOM:
-            answer = random_tokens(random.Random(f"answer {prompt.index}"), sampling.max_tokens, self.vocabulary)
-        else:
-            assert self._recording is not None
-            answer = self._recording.known(prompt)
-        request = Request(number, prompt.token_ids, sampling, policy.method, policy.options)
-        return replayed.Job(prompt.prompt_set, prompt.index, request, answer)
+            source = random.Random(f"answer {prompt.index}")
+            return random_tokens(source, prompt.request.sampling.max_tokens, self.vocabulary)
+        assert self._recording is not None
+        return self._recording.known(prompt)
 
     def _memo(self, prompt: DrawnPrompt) -> DraftMemo:
         if prompt.token_ids not in self._memos:
-            is_kept = self._recording is not None and prompt.prompt_set != RANDOM
-            self._memos[prompt.token_ids] = self._recording.memo(prompt) if self._recording and is_kept else DraftMemo()
-        return self._memos[prompt.token_ids]
+            recording = None if prompt.prompt_set == RANDOM else self._recording
+            self._memos[prompt.token_ids] = prompt, recording.memo(prompt) if recording else DraftMemo()
+        return self._memos[prompt.token_ids][1]
+
+    def _keep_memos(self) -> None:
+        for prompt, memo in self._memos.values():
+            if self._recording is not None and prompt.prompt_set != RANDOM:
+                self._recording.keep(prompt, memo)
 
     def _record(self, prompts: Sequence[DrawnPrompt]) -> None:
         """Let the target answer the prompts whose answers are not recorded, several at once."""
@@ -186,10 +227,15 @@ class OnRunning(Place):
         return {"preset": None, "run": self._running.run_id, **self._shape.cluster}
 
     def offer(
-        self, policy: Policy, prompts: Sequence[DrawnPrompt], arrivals: Arrivals, max_num_seqs: int, on_end: Callable[[], None]
+        self,
+        policy: Policy,
+        conversations: Sequence[Conversation],
+        arrivals: Arrivals,
+        max_num_seqs: int,
+        on_end: Callable[[], None],
     ) -> Outcome:
         self._running.check_method(policy.method)
-        return _offer_to(self._running, policy, prompts, arrivals, 1.0, on_end)
+        return _offer_to(self._running, policy, conversations, arrivals, 1.0, on_end)
 
 
 class OnProcesses(Place):
@@ -211,12 +257,17 @@ class OnProcesses(Place):
         return self._shape.spec.load_prompter()
 
     def offer(
-        self, policy: Policy, prompts: Sequence[DrawnPrompt], arrivals: Arrivals, max_num_seqs: int, on_end: Callable[[], None]
+        self,
+        policy: Policy,
+        conversations: Sequence[Conversation],
+        arrivals: Arrivals,
+        max_num_seqs: int,
+        on_end: Callable[[], None],
     ) -> Outcome:
         assert self._shape.spec.emulation is not None
         running = self._with(max_num_seqs)
         running.check_method(policy.method)
-        return _offer_to(running, policy, prompts, arrivals, self._shape.spec.emulation.slow_motion, on_end)
+        return _offer_to(running, policy, conversations, arrivals, self._shape.spec.emulation.slow_motion, on_end)
 
     def _with(self, max_num_seqs: int) -> Running:
         if self._started is None or self._started[0] != max_num_seqs:
@@ -237,13 +288,16 @@ class OnProcesses(Place):
 def _offer_to(
     running: Running,
     policy: Policy,
-    prompts: Sequence[DrawnPrompt],
+    conversations: Sequence[Conversation],
     arrivals: Arrivals,
     slow_motion: float,
     on_end: Callable[[], None],
 ) -> Outcome:
-    if any(prompt.prompt_set == RANDOM for prompt in prompts):
+    if any(prompt.prompt_set == RANDOM for prompt, *_ in conversations):
         raise UserError("random tokens have no text: use --replay")
     given = {name: value for name, value in policy.limits.items() if value is not None}
-    requests = [(prompt, replace(prompt.request, method=policy.method, options=given)) for prompt in prompts]
-    return clusters.offer(running.client, requests, arrivals, slow_motion, on_end)
+    asked = [
+        tuple(replace(says, request=replace(says.request, method=policy.method, options=given)) for says in one)
+        for one in conversations
+    ]
+    return clusters.offer(running.client, asked, arrivals, slow_motion, on_end)

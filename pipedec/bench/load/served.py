@@ -22,6 +22,10 @@ class Served:
         queue_seconds: waiting for a place in the pipeline.
         timesteps: from the first token to the last.
         refused: why it was not answered; None if it was.
+        turn: of its conversation, from 1.
+        cached_tokens: tokens of the prompt that were not computed, because another request's KV cache had them.
+        pauses: how often it was paused because KV memory ran short.
+        ttft_timesteps: timesteps of the pipeline from its submission to the first token; None if only rank 0 knows.
     """
 
     prompt_set: str
@@ -36,6 +40,10 @@ class Served:
     misses: int = 0
     draft_tokens: int = 0
     refused: str | None = None
+    turn: int = 1
+    cached_tokens: int = 0
+    pauses: int = 0
+    ttft_timesteps: int | None = None
 
     @property
     def output_tokens(self) -> int:
@@ -80,6 +88,34 @@ class Goals:
 
 
 @dataclass(frozen=True)
+class KVUse:
+    """The KV memory of a pipeline during a run.
+
+    Attributes:
+        capacity: slots of every rank's pool.
+        peak: the most slots that running requests had; shared ones count once.
+        mean: over the timesteps.
+        slot_bytes: of one slot on all ranks together.
+    """
+
+    capacity: int
+    peak: int
+    mean: float
+    slot_bytes: int
+
+    @classmethod
+    def of(cls, slots: Sequence[int], capacity: int, slot_bytes: int) -> KVUse:
+        """From the slots of running requests by timestep."""
+        return cls(capacity, max(slots, default=0), fmean(slots) if slots else 0.0, slot_bytes)
+
+    def figures(self) -> Row:
+        return {
+            "capacity_slots": self.capacity, "peak_slots": self.peak, "peak_bytes": self.peak * self.slot_bytes,
+            "peak_utilisation": round(self.peak / self.capacity, 4), "mean_utilisation": round(self.mean / self.capacity, 4),
+        }  # fmt: skip
+
+
+@dataclass(frozen=True)
 class Outcome:
     """A whole run of one method under one load.
 
@@ -89,6 +125,7 @@ class Outcome:
         own_seconds: rank 0's own work in the timesteps; None likewise.
         fill: by timestep, for each group the requests and their numbers of rows there; empty if not recorded.
         overran: share of the answers' timesteps in which real work took longer than its emulated time.
+        kv: None if only the pipeline's own rank 0 knows.
     """
 
     served: tuple[Served, ...]
@@ -97,6 +134,7 @@ class Outcome:
     own_seconds: float | None = None
     fill: Sequence[Sequence[dict[int, int]]] = field(default=(), repr=False)
     overran: float = 0.0
+    kv: KVUse | None = None
 
     def figures(self, concurrency: int | None, goals: Goals) -> Row:
         """All figures: times in ms, throughput in tokens per second, goodput in requests per second."""
@@ -117,6 +155,10 @@ class Outcome:
             ),
             "tokens_per_timestep": _rounded(tokens / self.timesteps if self.timesteps else None),
             "overran": round(self.overran, 4),
+            "pauses": sum(one.pauses for one in self.served),
+            "kv": self.kv.figures() if self.kv else None,
+            "turns": self._turns(),
+            **_prompt_figures(answered),
         }
         figures["ttft_ms"] = _distribution(one.ttft for one in answered)
         figures["itl_ms"] = _distribution(gap for one in answered for gap in one.itl)
@@ -124,6 +166,20 @@ class Outcome:
         figures["e2e_ms"] = _distribution(one.e2e for one in answered)
         figures["queue_ms"] = _distribution(one.queue_seconds for one in answered)
         return figures
+
+    def _turns(self) -> list[Row]:
+        """By turn of the conversations; empty if each has only one."""
+        turns = {
+            turn: [one for one in self.served if one.turn == turn and one.events] for turn in {one.turn for one in self.served}
+        }
+        return [
+            {
+                "turn": turn, **_prompt_figures(some), "ttft_ms": _distribution(one.ttft for one in some),
+                "ttft_timesteps": max((one.ttft_timesteps or 0 for one in some), default=0) or None,
+            }
+            for turn, some in sorted(turns.items())
+            if len(turns) > 1
+        ]  # fmt: skip
 
     @property
     def makespan(self) -> float:
@@ -146,13 +202,19 @@ def steady_throughput(answered: Sequence[Served], concurrency: int | None) -> fl
     return tokens / (end - start) if end > start else None
 
 
+def _prompt_figures(served: Sequence[Served]) -> Row:
+    """Tokens of all prompts, and how many of them were computed."""
+    prompts, cached = sum(one.prompt_tokens for one in served), sum(one.cached_tokens for one in served)
+    return {"prompt_tokens": prompts, "cached_tokens": cached, "prefilled_tokens": prompts - cached}
+
+
 def _distribution(seconds: Iterable[float]) -> Row | None:
-    """Mean and percentiles in ms; None of nothing."""
+    """Mean, percentiles and the largest in ms; None of nothing."""
     ordered = sorted(seconds)
     if not ordered:
         return None
     ranks = {f"p{share}": ordered[min(len(ordered) - 1, len(ordered) * share // 100)] for share in PERCENTILES}
-    return {name: round(1000 * value, 3) for name, value in {"mean": fmean(ordered), **ranks}.items()}
+    return {name: round(1000 * value, 3) for name, value in {"mean": fmean(ordered), **ranks, "max": ordered[-1]}.items()}
 
 
 def _rounded(value: float | None) -> float | None:

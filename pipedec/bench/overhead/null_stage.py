@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import cast
 
 import torch
@@ -37,8 +38,7 @@ from pipedec.scheduler import GrantedTask
 from pipedec.scheduler.protocol import Message
 from pipedec.stage import FinalStageWorker, StageWorker
 from pipedec.text.prompt import Prompter
-from pipedec.threads import Sequence as ThreadSequence
-from pipedec.threads import single_thread
+from pipedec.threads import NewSequence, single_thread
 
 _TOKEN = 7
 _QUEUE_SECONDS = 10.0
@@ -159,13 +159,20 @@ class ScriptedCompany:
 
     def __init__(self, probe: Probe) -> None:
         self._probe = probe
-        self._next: dict[int, Step] = {}
-        self._rows: dict[int, Step] = {}
+        self._next: dict[int, Update] = {}
+        self._rows: dict[int, Update] = {}
 
-    def open(self, request: Request, sequence: ThreadSequence) -> ScriptedMethod:
+    def open(self, request: Request, new_sequence: NewSequence) -> None:
         assert isinstance(request.options, ScriptedOptions)
-        self._next[request.number], self._rows[request.number] = _step(1), _step(request.options.rows)
+        opening = Opening(len(request.prompt_token_ids), request.sampling, trace=request.trace)
+        self._next[request.number] = Update(request.number, opening, step=_step(1))
+        self._rows[request.number] = Update(request.number, step=_step(request.options.rows))
+
+    def method(self, number: int) -> ScriptedMethod:
         return ScriptedMethod()
+
+    def to_pause(self) -> list[int]:
+        return []
 
     def apply(self, number: int, verdict: Verdict) -> None:
         self._probe.note()
@@ -175,9 +182,9 @@ class ScriptedCompany:
     def close(self, number: int) -> None:
         del self._next[number], self._rows[number]
 
-    def propose(self) -> dict[int, Step]:
-        steps, self._next = self._next, dict(self._rows)
-        return steps
+    def propose(self) -> dict[int, Update]:
+        updates, self._next = self._next, dict(self._rows)
+        return updates
 
     def draft(self) -> None:
         """There is no draft."""
@@ -209,13 +216,13 @@ class ScriptedAdmission:
     def __init__(self, num_stages: int) -> None:
         self._num_stages = num_stages
 
-    def admit(self, message: Message, company: Company) -> tuple[Answer, ThreadSequence]:
+    def admit(self, message: Message, company: Company) -> tuple[Answer, NewSequence]:
         asked = json.loads(message.text)
         sampling, options = SamplingParams(max_tokens=asked["max_tokens"]), ScriptedOptions(asked["rows"])
         request = Request(message.number, (_TOKEN,), sampling, "scripted", options, trace=asked["trace"])
         prompter = cast(Prompter, OneWordPrompter())
-        answer = Answer(request, single_thread(1, (), sampling.max_tokens), prompter, self._num_stages)
-        return answer, single_thread(1, (), sampling.max_tokens)
+        new_sequence = partial(single_thread, 1, (), sampling.max_tokens)
+        return Answer(request, new_sequence, prompter, self._num_stages), new_sequence
 
 
 class ScriptedDraftLoop(DraftLoop):

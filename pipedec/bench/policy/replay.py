@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import accumulate
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from pipedec.bench.policy.drafter import RecordedDrafter
 from pipedec.bench.policy.losses import Losses, losses
-from pipedec.core import Envelope, Load, Metrics, Request, Step, Update, Verdict
+from pipedec.core import Envelope, Load, Metrics, Opening, Request, Step, Update, Verdict
 from pipedec.decoding import Company, Experience, Method
 from pipedec.decoding.acceptance import Acceptance
 from pipedec.decoding.choices import Choices
@@ -24,6 +25,7 @@ from pipedec.engine.loop import decode
 from pipedec.engine.pool import Pool
 from pipedec.engine.recorder import Recorder, Timestep
 from pipedec.engine.timed_drafter import TimedDrafter
+from pipedec.kv import KVManager
 from pipedec.plan.emulation import Emulation
 from pipedec.threads import single_thread
 from pipedec.topology import Topology
@@ -85,7 +87,7 @@ class ReplayedAnswer:
 
     Attributes:
         answer: the tokens that the target generates.
-        began: when it entered the pipeline.
+        began: when its first row entered the pipeline, or at first when it arrived there.
         events: when tokens were accepted, and how many.
         metrics: its counters; their seconds are emulated.
         rows: of the request that have entered.
@@ -108,6 +110,13 @@ class ReplayedAnswer:
         self.began = self.now()
         self._counters = Counters(self.metrics, self.now)
         self._drafted: list[bool] = []
+
+    def waits(self) -> None:
+        self._counters.waits()
+
+    def opened(self, opening: Opening) -> None:
+        if self._counters.opened(opening) == 1:
+            self.began = self.now()
 
     def entered(self, step: Step) -> None:
         self.rows += step.num_rows
@@ -144,32 +153,41 @@ class ReplayedPipeline:
     Args:
         drafter: None without a draft model.
         experience: what earlier answers have taught; it learns on.
+        kv: the devices' KV memory; None for as much as anybody wants.
 
     Attributes:
         clock: the emulated time.
         timesteps: so far.
         own_seconds: rank 0's own work in them, as measured on this machine, without the draft's forwards.
         fill: by timestep, for each group the requests and their numbers of rows there.
+        kv_slots: by timestep, the slots of running requests; empty without ``kv``.
     """
 
     def __init__(
-        self, emulation: Emulation, topology: Topology, drafter: RecordedDrafter | None, experience: WatchedExperience
+        self,
+        emulation: Emulation,
+        topology: Topology,
+        drafter: RecordedDrafter | None,
+        experience: WatchedExperience,
+        kv: KVManager | None = None,
     ) -> None:
         self.clock = EmulatedClock(emulation, topology)
         self.timesteps = 0
         self.own_seconds = 0.0
         self.fill: list[list[dict[int, int]]] = []
+        self.kv_slots: list[int] = []
+        self._kv = kv
         self._groups = topology.num_groups
         self._drafter = drafter
         self._experience = experience
         recorder = Recorder(Pacer(None, 0))
         timed = None if drafter is None else TimedDrafter(drafter, recorder.drafting)
-        self._pool = Pool(Company(self._groups, timed, knee=emulation.knee, experience=experience))
+        self._pool = Pool(Company(self._groups, timed, knee=emulation.knee, experience=experience, kv=kv))
         self._stages = _Stages(topology, self.clock, recorder)
         self._answers: dict[int, ReplayedAnswer] = {}
 
     def check(self, request: Request) -> None:
-        """Raises UserError if the method does not accept ``request``."""
+        """Raises UserError if the method does not accept ``request``, or the devices can never have memory for it."""
         self._pool.company.check(request)
 
     @property
@@ -180,12 +198,12 @@ class ReplayedPipeline:
         """Let ``request`` enter, to which the target generates ``answer``.
 
         Raises:
-            UserError: the method does not accept the request.
+            UserError: as ``check``.
         """
+        self.check(request)
         replayed = ReplayedAnswer(request, answer, self.clock.seconds, self._drafter)
-        sequence = single_thread(len(request.prompt_token_ids), (), len(answer))
         self._stages.expect(request.number, answer, replayed.entries)
-        self._pool.open(request, sequence, replayed)
+        self._pool.open(request, partial(single_thread, len(request.prompt_token_ids), (), len(answer)), replayed)
         self._answers[request.number] = replayed
         return replayed
 
@@ -201,7 +219,7 @@ class ReplayedPipeline:
             yield replayed
 
     def run_alone(self, request: Request, answer: tuple[int, ...]) -> Replayed:
-        """The cost of ``request`` alone in the pipeline. Raises UserError if the method does not accept it."""
+        """The cost of ``request`` alone in the pipeline. Raises UserError as ``check``."""
         replayed = self.begin(request, answer)
         for _ in self.run():
             pass
@@ -212,6 +230,8 @@ class ReplayedPipeline:
         self.timesteps += 1
         self.own_seconds += timestep.load.deciding_seconds + timestep.load.beside_seconds
         self.fill.append(self._stages.fill)
+        if self._kv is not None:
+            self.kv_slots.append(self._kv.used_slots)
 
 
 class _Lane:
@@ -227,16 +247,27 @@ class _Lane:
         self._groups = groups
         self._answer = answer
         self._entries = entries
-        self._prompt_left = 0
-        self._chunks: list[tuple[int, int]] = []  # of the prompt: timestep and rows
+        self._prefilled: int | None = None  # timestep of the first verdict since it was opened first
         self._num_accepted = 0  # tokens of the answer
-        self._num_committed = 0  # rows that are no longer in the tree
-        self._prefilled = 0  # timestep of the first verdict
+
+    def open(self, opening: Opening) -> None:
+        """Begin, or go on after a pause."""
+        self._prompt_left = opening.prompt_length + len(opening.said) - opening.cached
+        self._chunks: list[tuple[int, int]] = []  # of the prompt and what was said before: timestep and rows
+        self._num_accepted = len(opening.said)
+        self._is_prefilled = False
+        self._num_committed = opening.cached  # rows that are no longer in the tree
         self._tree = PredictionTree()
         self._entered = torch.zeros(0, dtype=torch.int64)  # [N], timesteps
+        self._closed: int | None = None  # the timestep in which the stages are told
 
-    def open(self, prompt_length: int) -> None:
-        self._prompt_left = prompt_length
+    @property
+    def is_closed(self) -> bool:
+        return self._closed is not None
+
+    def leaves(self, timestep: int) -> bool:
+        """Whether the closing has reached the last group; all rows before it were computed."""
+        return self._closed is not None and timestep - self._closed >= self._groups - 1
 
     def enter(self, step: Step, timestep: int) -> None:
         """A chunk of the prompt, or rows of the tree, enter the first group."""
@@ -247,10 +278,13 @@ class _Lane:
         self._tree.append(step.token_ids, step.parents)
         self._entered = torch.nn.functional.pad(self._entered, (0, step.num_rows), value=timestep)
 
-    def sync(self, verdict: Verdict) -> None:
-        """Prune rows that can no longer be accepted."""
+    def sync(self, verdict: Verdict, timestep: int) -> None:
+        """Prune rows that can no longer be accepted; those of an answer that has ended pass on before its closing."""
         advance = self._tree.advance(verdict.tokens)
-        self._entries += [timestep - self._prefilled for timestep in self._entered[advance.committed].tolist()]
+        self._entries += [entered - (self._prefilled or 0) for entered in self._entered[advance.committed].tolist()]
+        if verdict.finished is not None:
+            self._closed = timestep
+            return
         self._num_committed += len(advance.committed)
         self._entered = self._entered[advance.kept]
 
@@ -269,7 +303,9 @@ class _Lane:
 
     def verify(self, timestep: int) -> Verdict | None:
         """Accept tokens of the answer along rows computed until ``timestep``; None if the root is not computed."""
-        if not self._num_accepted:
+        if self.is_closed:
+            return None
+        if not self._is_prefilled:
             return self._verify_prompt(timestep)
         row, tokens = 0 if self._tree.num_rows else None, 0
         while row is not None and self._is_computed(row, timestep) and self._num_accepted + tokens < len(self._answer):
@@ -280,7 +316,8 @@ class _Lane:
     def _verify_prompt(self, timestep: int) -> Verdict | None:
         if self._prompt_left or timestep - self._chunks[-1][0] < self._groups - 1:
             return None
-        self._prefilled = timestep
+        self._prefilled = self._prefilled or timestep
+        self._is_prefilled = True
         return self._verdict(1)
 
     def _is_computed(self, row: int, timestep: int) -> bool:
@@ -294,7 +331,7 @@ class _Lane:
 
 
 class _Stages:
-    """The ``Pipeline`` of the decode loop without stages. Every stage learns a verdict at once.
+    """The ``Pipeline`` of the decode loop without stages. Every stage learns at once of a verdict by which an answer goes on.
 
     Attributes:
         fill: of the last timestep, for each group the requests and their numbers of rows there.
@@ -305,8 +342,9 @@ class _Stages:
         self._topology = topology
         self._clock = clock
         self._recorder = recorder
-        self._expected: dict[int, _Lane] = {}
-        self._lanes: dict[int, _Lane] = {}
+        self._expected: dict[int, _Lane] = {}  # all requests
+        self._lanes: dict[int, _Lane] = {}  # those that are open on a group
+        self._closing: dict[int, str] = {}  # why, of lanes whose closing is on its way
         self._timestep = 0  # over all sessions of the loop
         self._idle_timesteps = 0
 
@@ -322,25 +360,39 @@ class _Stages:
             meanwhile()
         at_end = self._compute(load)
         results = [Update(one, verdict=verdict) for one in at_end if (verdict := self._lanes[one].verify(self._timestep))]
+        results += [Update(one, verdict=Verdict((), reason)) for one, reason in self._leaving()]
         timing = self._clock.add(load)
         self._recorder.restart()
         return Timestep(number, entering, tuple(results), timing if number >= self._topology.num_groups else None, load)
 
     def close(self, last: Envelope) -> None:
         self._take(last.updates)
+        self._timestep += self._topology.num_groups
+        self._leaving()
 
     def _take(self, updates: Iterable[Update]) -> None:
         for update in updates:
+            lane = self._expected[update.number]
             if update.opening is not None:
-                self._lanes[update.number] = self._expected.pop(update.number)
-                self._lanes[update.number].open(update.opening.prompt_length)
-            lane = self._lanes[update.number]
+                self._lanes[update.number] = lane
+                lane.open(update.opening)
             if update.verdict is not None:
-                lane.sync(update.verdict)
-                if update.verdict.finished:
-                    del self._lanes[update.number]
+                lane.sync(update.verdict, self._timestep)
+                if update.verdict.finished is not None:
+                    self._closing[update.number] = update.verdict.finished
             if update.step is not None:
                 lane.enter(update.step, self._timestep)
+
+    def _leaving(self) -> list[tuple[int, str]]:
+        """The lanes that the last group closes, and why."""
+        leaving = [number for number in self._closing if self._lanes[number].leaves(self._timestep)]
+        for number in leaving:
+            del self._lanes[number]
+        reasons = [(number, self._closing.pop(number)) for number in leaving]
+        for number, reason in reasons:
+            if reason != "paused":
+                del self._expected[number]
+        return reasons
 
     def _compute(self, load: TimestepLoad) -> list[int]:
         """Every group computes the rows that are there. Returns the requests with rows at the last group."""

@@ -79,7 +79,9 @@ def _with_masks(tree: BitaOptions, trained_masks: int) -> BitaOptions:
     """``tree`` with the numbers of masks and candidates that ``bita`` would use."""
     request = Request(0, (0,), method=BITA, options=tree)
     sequence = single_thread(1, (), 1)
-    masks = Company(passage=1, trained_masks=trained_masks).open(request, sequence).masks
+    company = Company(passage=1, trained_masks=trained_masks)
+    company.open(request, lambda: sequence)
+    masks = company.method(request.number).masks
     return replace(tree, depth=masks.count, children=masks.named)
 
 

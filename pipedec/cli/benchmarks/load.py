@@ -20,9 +20,10 @@ from pipedec.core import MAX_NUM_SEQS, UserError
 if TYPE_CHECKING:
     from pipedec.bench.load.benchmark import LoadConfig
     from pipedec.bench.load.places import Place
+    from pipedec.bench.load.questions import Conversation
     from pipedec.bench.load.served import Goals
     from pipedec.bench.policy.study import Policy
-    from pipedec.bench.prompts import DrawnPrompt
+    from pipedec.bench.sweep.pipelines import Shape
     from pipedec.messages import PromptRequest
 
 _STARTED_HERE = (
@@ -36,6 +37,8 @@ _STARTED_HERE = (
     "draft",
     "cluster",
     "own_work",
+    "kv_tokens",
+    "prefix_cache",
 )
 _COLUMNS = (
     "tokens/s", "steady", "× first", "TTFT ms", "p99", "TPOT ms", "p99", "ITL ms", "p99", "end to end s", "timesteps", "rows",
@@ -52,6 +55,20 @@ class PlaceFlags:
     replay: bool
     recording: Path | None
     slow_motion: float
+    kv_tokens: int | None
+    prefix_cache: bool
+
+    def applied_to(self, shape: Shape) -> Shape:
+        """With the KV memory that these flags ask for."""
+        from dataclasses import replace
+
+        emulation = shape.spec.emulation
+        assert emulation is not None
+        if self.kv_tokens is not None:
+            if self.kv_tokens < shape.spec.kv_block:
+                raise UserError(f"--kv-tokens must be at least {shape.spec.kv_block}, one block, not {self.kv_tokens}")
+            emulation = replace(emulation, kv_tokens=self.kv_tokens)
+        return replace(shape, spec=replace(shape.spec, emulation=emulation, prefix_cache=self.prefix_cache))
 
 
 @dataclass(frozen=True)
@@ -66,6 +83,8 @@ class LoadFlags:
     goodput: tuple[str, ...]
     random_tokens: int | None
     intruder: int | None
+    turns: int
+    system_prompt: Path | None
 
     def config(self, asked: QuestionFlags) -> LoadConfig:
         """Raises UserError for flags that cannot work."""
@@ -76,7 +95,7 @@ class LoadFlags:
         patterns += [Pattern(rate=each) for each in _rates(self.rate)] if self.rate else []
         return LoadConfig(
             self._policies(), tuple(patterns), self.requests, numbers("--max-num-seqs", self.max_num_seqs), self._goals(),
-            self.intruder, asked.seed, asked.settings()["sampling"],
+            self.intruder, asked.seed, asked.settings()["sampling"], self.turns,
         )  # fmt: skip
 
     def _policies(self) -> tuple[Policy, ...]:
@@ -111,6 +130,11 @@ def place_options(command: Command) -> Command:
             "--slow-motion", type=float, default=1.0, show_default=True,
             help="In real processes: factor on all emulated times; results are divided by it.",
         ),
+        click.option("--kv-tokens", type=int, metavar="N", help="Tokens for which there is KV memory (default: the preset's)."),
+        click.option(
+            "--prefix-cache/--no-prefix-cache", default=True, show_default=True,
+            help="Let requests with equal beginnings share their keys and values.",
+        ),
     ]  # fmt: skip
     return gathered(command, options, PlaceFlags, "where")
 
@@ -135,6 +159,11 @@ def load_options(command: Command) -> Command:
             "--intruder", type=int, metavar="N",
             help="With --replay: one more prompt of N random tokens arrives when all others have begun.",
         ),
+        click.option(
+            "--turns", type=int, default=1, show_default=True, metavar="N",
+            help="Turns of each conversation: the next prompt of the set follows the whole conversation once it is answered.",
+        ),
+        click.option("--system-prompt", type=PATH, metavar="FILE", help="Put this text before the first prompt of each."),
     ]  # fmt: skip
     return gathered(command, options, LoadFlags, "offered")
 
@@ -165,8 +194,8 @@ def load(where: PlaceFlags, offered: LoadFlags, asked: QuestionFlags, place: Run
     out.mkdir(parents=True, exist_ok=True)
     request = _request(asked, config)
     with _place(where, asked, place, request, out) as pipeline, ProgressBar() as bar:
-        prompts, intruder = _prompts(offered, asked, config, pipeline, request)
-        measured = bench_load(config, pipeline, prompts, bar, intruder, lambda row: append_rows(out / ROWS_FILE, [row]))
+        conversations, intruder = _conversations(offered, asked, config, pipeline, request)
+        measured = bench_load(config, pipeline, conversations, bar, intruder, lambda row: append_rows(out / ROWS_FILE, [row]))
     rows = [one.row for one in measured]
     Console(width=None if Console().is_terminal else 150).print(_summary(rows))
     fullest = max(measured, key=lambda one: one.row["tokens_per_timestep"] or 0.0)
@@ -198,18 +227,19 @@ def _place(where: PlaceFlags, asked: QuestionFlags, place: RunningFlags, request
     slow_motion, settings = 1.0 if where.replay else where.slow_motion, asked.settings()
     pair = Pair(asked.target, asked.draft)
     shape = emulated(settings["cluster"], where.preset, where.stages, pair, slow_motion, settings["own_work"])
+    shape = where.applied_to(shape)
     if not where.replay:
         refuse_flags(("recording", "own_work", "random_tokens", "intruder"), "goes with --replay")
         return OnProcesses(shape)
     return OnReplay(shape, where.recording, request)
 
 
-def _prompts(
+def _conversations(
     offered: LoadFlags, asked: QuestionFlags, config: LoadConfig, pipeline: Place, request: PromptRequest
-) -> tuple[list[DrawnPrompt], DrawnPrompt | None]:
-    """The prompts of the longest load, and the intruder's."""
+) -> tuple[list[Conversation], Conversation | None]:
+    """Those of the longest load, and the intruder."""
     from pipedec.bench.load.places import OnReplay
-    from pipedec.bench.load.questions import drawn_in_turn, random_prompts
+    from pipedec.bench.load.questions import drawn_in_turn, led_by, random_prompts
 
     intruder = None
     if offered.intruder is not None:
@@ -217,9 +247,24 @@ def _prompts(
         (intruder,) = random_prompts(offered.intruder, pipeline.vocabulary, request, 1, config.seed + 1)
     if offered.random_tokens is not None:
         assert isinstance(pipeline, OnReplay)
-        return random_prompts(offered.random_tokens, pipeline.vocabulary, request, config.most, config.seed), intruder
+        refuse_flags(("system_prompt",), "has text, and --random prompts have none")
+        return random_prompts(
+            offered.random_tokens, pipeline.vocabulary, request, config.most, config.seed, config.turns
+        ), intruder
     _check_recording(pipeline)
-    return drawn_in_turn(pipeline.prompter, asked.prompt_sets(), request, config.most, config.seed), intruder
+    if config.turns > 1 and not (request.raw or isinstance(pipeline, OnReplay)):
+        raise UserError("--turns continues a conversation as text: give --raw-prompt, or --replay")
+    drawn = drawn_in_turn(pipeline.prompter, asked.prompt_sets(), request, config.most, config.seed, config.turns)
+    return led_by(_text_of(offered.system_prompt), drawn, pipeline.prompter), intruder
+
+
+def _text_of(path: Path | None) -> str:
+    if path is None:
+        return ""
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"--system-prompt {path}: cannot be read as UTF-8 text ({error})") from None
 
 
 def _check_recording(pipeline: Place) -> None:
@@ -248,7 +293,7 @@ def _summary(rows: list[dict[str, Any]]) -> Table:
         limits = "" if len({one["max_num_seqs"] for one in rows}) == 1 else f", {row['max_num_seqs']} at once"
         table.add_row(
             _load_name(row) + limits, row["policy"], _number(row["tokens_per_s"]), _number(row["steady_tokens_per_s"]),
-            f"{row['tokens_per_s'] / first['tokens_per_s']:.2f}",
+            f"{row['tokens_per_s'] / first['tokens_per_s']:.2f}" if row["tokens_per_s"] and first["tokens_per_s"] else "-",
             *(_number((row[name] or {}).get(part)) for name in ("ttft_ms", "tpot_ms", "itl_ms") for part in ("mean", "p99")),
             f"{row['e2e_ms']['mean'] / 1000:.2f}" if row["e2e_ms"] else "-",
             str(row["timesteps"] or "-"), _number(row["rows_per_timestep"]), _number(row["own_ms_per_timestep"]),
@@ -263,7 +308,7 @@ def _title(row: dict[str, Any]) -> str:
 
 
 def _notes(rows: list[dict[str, Any]]) -> str:
-    """What the table has no column for: goodput, refusals, the intruder."""
+    """What the table has no column for: goodput, refusals, memory, turns, the intruder."""
     notes = []
     for row in rows:
         name = f"{_load_name(row)}, {row['policy']}"
@@ -271,12 +316,27 @@ def _notes(rows: list[dict[str, Any]]) -> str:
             notes.append(f"{name}: goodput {row['goodput_per_s']:.3f} requests/s")
         if row["refused"]:
             notes.append(f"{name}: {row['refused']} requests refused")
+        notes.append(f"{name}: {_memory_note(row)}")
+        for turn in row["turns"]:
+            notes.append(
+                f"{name}: turn {turn['turn']}: {turn['prefilled_tokens']:,} of {turn['prompt_tokens']:,} prompt tokens computed, "
+                f"TTFT {turn['ttft_ms']['mean']:.0f} ms"
+                + (f", at most {steps} timesteps" if (steps := turn["ttft_timesteps"]) else "")
+            )
         if late := row.get("intruder"):
             notes.append(
                 f"{name}: while {late['prompt_tokens']} prompt tokens are prefilled ({late['ttft_ms']:.0f} ms), the others take "
                 f"{late['tpot_ms']:.1f} ms per token, {late['ratio']:.2f} × the {late['tpot_without_ms']:.1f} ms without it"
             )
     return "\n".join(notes)
+
+
+def _memory_note(row: dict[str, Any]) -> str:
+    """Prompt tokens that were computed, pauses, and KV memory."""
+    text = f"{row['prefilled_tokens']:,} prompt tokens computed, {row['cached_tokens']:,} cached, {row['pauses']} pauses"
+    if kv := row["kv"]:
+        text += f", {kv['peak_slots']:,} of {kv['capacity_slots']:,} KV slots used at most"
+    return text
 
 
 def _load_name(row: dict[str, Any]) -> str:

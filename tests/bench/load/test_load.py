@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,7 @@ def test_every_method_gets_every_load(pair: Pair, tmp_path: Path) -> None:
 def test_one_after_the_other_waits_in_the_queue(pair: Pair, tmp_path: Path) -> None:
     flags = ("--method", "pp", "--concurrency", "4", "--requests", "4", "--max-num-seqs", "4,1")
     together, in_turn = replay(pair, tmp_path, *flags)
-    assert together["queue_ms"]["mean"] == 0 < in_turn["queue_ms"]["mean"]
+    assert together["queue_ms"]["mean"] < together["ttft_ms"]["mean"] < in_turn["queue_ms"]["mean"]
     assert together["e2e_ms"]["mean"] < in_turn["e2e_ms"]["mean"]
     ends = [one["ended"] for one in in_turn["served"]]
     assert ends == sorted(ends)
@@ -73,6 +74,52 @@ def test_an_intruder_comes_when_the_others_have_begun(pair: Pair, tmp_path: Path
     (row,) = replay(pair, tmp_path, "--method", "pp", "--concurrency", "3", "--max-tokens", "12", "--intruder", "150")
     assert row["requests"] == 3 and row["intruder"]["prompt_tokens"] == 150
     assert row["intruder"]["ttft_ms"] > 0 and 1 <= row["intruder"]["ratio"] < 10
+
+
+def test_conversations_go_on_token_for_token(pair: Pair, tmp_path: Path) -> None:
+    """What the first turn has computed, the second one does not compute again."""
+    flags = ("--method", "pp", "--concurrency", "2", "--requests", "3", "--turns", "3")
+    prompts = [f"{letter} {SENTENCES[number % 3]}" for number, letter in enumerate("ABCDEFGHI")]
+    (row,) = replay(pair, tmp_path, *flags, prompts=prompts)
+    _, computed = replay(pair, tmp_path, *flags, "--no-prefix-cache", prompts=prompts)
+    assert row["requests"] == 9 and [turn["turn"] for turn in row["turns"]] == [1, 2, 3]
+    assert row["turns"][0]["cached_tokens"] == 0
+    for before, turn in pairwise(row["turns"]):
+        answered = [tokens_of(one) for one in row["served"] if one["turn"] == before["turn"]]
+        history = before["prompt_tokens"] + sum(answered) - len(answered)  # the last token of an answer is not computed
+        assert turn["cached_tokens"] == history and turn["prefilled_tokens"] == turn["prompt_tokens"] - history
+    assert computed["cached_tokens"] == 0 and computed["prompt_tokens"] == row["prompt_tokens"]
+    assert computed["turns"][2]["ttft_timesteps"] >= row["turns"][2]["ttft_timesteps"]
+
+
+def tokens_of(served: dict[str, Any]) -> int:
+    return sum(tokens for _, tokens in served["events"])
+
+
+def test_a_system_prompt_is_computed_once(pair: Pair, tmp_path: Path) -> None:
+    (tmp_path / "system").write_text("The pipeline is kept full. " * 8)
+    flags = ("--method", "pp", "--concurrency", "3", "--requests", "3", "--system-prompt", str(tmp_path / "system"))
+    shared, apart = *replay(pair, tmp_path, *flags), replay(pair, tmp_path, *flags, "--no-prefix-cache")[1]
+    common = shared["cached_tokens"] // 2
+    assert common >= 32 and shared["prefilled_tokens"] == apart["prefilled_tokens"] - 2 * common
+    assert shared["kv"]["peak_slots"] <= apart["kv"]["peak_slots"] - 2 * (common // 16 * 16)
+    assert shared["kv"]["peak_bytes"] == shared["kv"]["peak_slots"] * shared["kv"]["peak_bytes"] // shared["kv"]["peak_slots"] > 0
+
+
+def test_a_load_beyond_the_memory_pauses_and_answers_everybody(pair: Pair, tmp_path: Path) -> None:
+    flags = ("--method", "pp", "--concurrency", "6", "--requests", "12", "--max-tokens", "40", "--random", "30")
+    short, ample = (
+        replay(pair, tmp_path / name, *flags, "--kv-tokens", tokens, prompts=())[0]
+        for name, tokens in (("s", "288"), ("a", "9999"))
+    )
+    assert short["refused"] == 0 and short["output_tokens"] == ample["output_tokens"]
+    assert short["kv"]["capacity_slots"] == 288 and short["kv"]["peak_slots"] <= 288 < ample["kv"]["peak_slots"]
+    assert short["makespan_s"] > ample["makespan_s"]
+
+
+def test_what_can_never_fit_is_refused_and_counted(pair: Pair, tmp_path: Path) -> None:
+    (row,) = replay(pair, tmp_path, "--method", "pp", "--concurrency", "2", "--random", "70", "--kv-tokens", "64", prompts=())
+    assert row["refused"] == row["requests"] == 8 and "64" in row["served"][0]["refused"]
 
 
 @pytest.mark.slow
@@ -112,6 +159,9 @@ def test_a_running_cluster_is_measured_as_it_is(resident: LocalCluster, tmp_path
         (["--concurrency", "2"], "where? give --preset NAME"),
         (["--concurrency", "2", "--preset", "paper-14", "--replay"], "--replay needs --recording DIR"),
         (["--concurrency", "2", "--preset", "paper-14", "--random", "9"], "--random: goes with --replay"),
+        (["--concurrency", "2", "--turns", "0"], "--turns must be at least 1"),
+        (["--concurrency", "2", "--turns", "2", "--intruder", "9"], "leave out --turns"),
+        (["--concurrency", "2", "--preset", "paper-14", "--kv-tokens", "9"], "--kv-tokens must be at least 16, one block, not 9"),
     ],
 )
 def test_what_cannot_work_is_refused(tmp_path: Path, flags: list[str], message: str) -> None:

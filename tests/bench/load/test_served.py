@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from pipedec.bench.load.benchmark import disturbance
-from pipedec.bench.load.served import Goals, Outcome, Served, steady_throughput
+from pipedec.bench.load.served import Goals, KVUse, Outcome, Served, steady_throughput
 
 
 def served(submitted: float, *events: tuple[float, int], ended: float | None = None, refused: str | None = None) -> Served:
@@ -30,10 +32,30 @@ def test_figures_of_all() -> None:
     assert figures["makespan_s"] == 8.0 and figures["tokens_per_s"] == pytest.approx(7 / 8)
     assert figures["goodput_per_s"] == pytest.approx(1 / 8)
     assert (figures["rows_per_timestep"], figures["tokens_per_timestep"]) == (2.5, 0.7)
-    assert figures["ttft_ms"] == {"mean": 2000, "p50": 3000, "p90": 3000, "p99": 3000}
+    assert figures["ttft_ms"] == {"mean": 2000, "p50": 3000, "p90": 3000, "p99": 3000, "max": 3000}
     assert figures["itl_ms"]["mean"] == 2000 and figures["tpot_ms"]["mean"] == pytest.approx(1333.333)
     assert figures["e2e_ms"]["mean"] == 5000 and figures["queue_ms"]["p50"] == 250
     assert Outcome((REFUSED,)).figures(1, Goals())["ttft_ms"] is None
+
+
+def test_prompts_are_counted_by_turn() -> None:
+    first = [replace(FAST, cached_tokens=2, ttft_timesteps=3), replace(SLOW, pauses=2)]
+    second = [replace(FAST, turn=2, prompt_tokens=9, cached_tokens=7, ttft_timesteps=2)]
+    figures = Outcome((*first, *second)).figures(2, Goals())
+    assert (figures["prompt_tokens"], figures["cached_tokens"], figures["prefilled_tokens"]) == (19, 9, 10)
+    assert figures["pauses"] == 2 and figures["kv"] is None
+    one, two = figures["turns"]
+    assert (one["turn"], one["prefilled_tokens"], one["ttft_timesteps"]) == (1, 8, 3)
+    assert (two["turn"], two["prompt_tokens"], two["cached_tokens"], two["ttft_timesteps"]) == (2, 9, 7, 2)
+    assert two["ttft_ms"]["mean"] == 1000
+    assert Outcome(tuple(first)).figures(2, Goals())["turns"] == [], "no conversations"
+
+
+def test_memory_is_that_of_running_requests() -> None:
+    assert KVUse.of([16, 48, 32], 64, 10).figures() == {
+        "capacity_slots": 64, "peak_slots": 48, "peak_bytes": 480, "peak_utilisation": 0.75, "mean_utilisation": 0.5,
+    }  # fmt: skip
+    assert KVUse.of([], 64, 10).peak == 0
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,66 @@
+"""An answer that was begun before, and the request that goes on with it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+
+from pipedec.core import Completion, UserError
+from pipedec.messages import PromptRequest
+from pipedec.validation import validated
+
+
+@dataclass(frozen=True)
+class Resumption:
+    """What is known of an answer.
+
+    Attributes:
+        token_ids: in the order of ``Completion.token_ids``.
+        seed: with which they were drawn; None if they were not, or if it is not known.
+        logprobs: as in ``Completion``; None if they are not known.
+    """
+
+    token_ids: tuple[int, ...]
+    seed: int | None = None
+    logprobs: tuple[dict[int, float], ...] | None = None
+
+    @classmethod
+    def of(cls, said: Completion | Sequence[int]) -> Resumption:
+        """Of a completion, or of token ids alone."""
+        if not isinstance(said, Completion):
+            return cls(tuple(said))
+        return cls(tuple(said.token_ids), said.seed, None if said.logprobs is None else tuple(said.logprobs))
+
+    @classmethod
+    def from_json(cls, text: str, source: str) -> Resumption:
+        """Of a completion as ``--json`` prints it, or of an object with its ``token_ids`` and ``seed`` alone.
+
+        Args:
+            source: what an error message begins with.
+
+        Raises:
+            UserError: it is neither.
+        """
+        try:
+            document = json.loads(text)
+        except (ValueError, RecursionError):
+            document = None
+        if not isinstance(document, dict):
+            raise UserError(f'{source}: give one completion as --json prints it, or {{"token_ids": […], "seed": …}}')
+        known = {field.name: document[field.name] for field in fields(cls) if field.name in document}
+        return validated(cls, known, source)
+
+    def resumed(self, request: PromptRequest) -> PromptRequest:
+        """The request that goes on with the answer; with its seed, unless it names one."""
+        seed = self.seed if request.sampling.seed is None else request.sampling.seed
+        return replace(request, resume=self.token_ids, sampling=replace(request.sampling, seed=seed))
+
+    def complete(self, completion: Completion) -> None:
+        """Put the log-probabilities of the tokens said before into the completion of a request that asked for some.
+
+        Those that are not known stay empty.
+        """
+        known = (self.logprobs or ())[: len(completion.token_ids)]
+        found = completion.logprobs or [{} for _ in completion.token_ids]
+        completion.logprobs = [ours or theirs for ours, theirs in zip(found, [*known, *found[len(known) :]], strict=True)]

@@ -1,0 +1,154 @@
+"""Who gets KV memory: which requests open, by how much lanes grow, and who is paused when memory runs short.
+
+Certain rows come before candidates, and older requests before younger ones: so the oldest request of the best priority always
+goes on, and nobody waits for good. Knows neither methods nor draft models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from pipedec.core import Request, SlotRuns, UserError
+from pipedec.decoding.budget import Claim
+from pipedec.decoding.running import Running
+from pipedec.kv import KVManager, Lease
+
+_GROWTH = 128  # slots by which a lane grows if there is enough memory
+
+
+class Memory:
+    """The slots of the stages' KV pools.
+
+    Args:
+        knee: rows that usually enter at one timestep, at most.
+        passage: timesteps that a row takes to pass through the pipeline.
+
+    Attributes:
+        is_given_at_once: whether a lane gets all the slots that it will ever need when it opens, since it cannot grow.
+    """
+
+    def __init__(self, kv: KVManager, knee: int, passage: int) -> None:
+        self.is_given_at_once = False
+        self._kv = kv
+        self._knee = knee
+        self._passage = passage
+        self._grown: dict[int, SlotRuns] = {}  # by request: slots of which the stages have yet to be told
+        self._spared = 0  # free slots that are kept for certain rows
+        self._wanted = 0  # slots by which lanes may yet grow soon
+
+    def check(self, request: Request, together: int) -> None:
+        """Whether an answer can ever fit.
+
+        Args:
+            together: rows that must enter together.
+
+        Raises:
+            UserError: it cannot.
+        """
+        prompt, answer, capacity = len(request.prompt_token_ids), request.sampling.max_tokens, self._kv.capacity
+        needed = prompt + answer + together
+        if needed > capacity:
+            raise UserError(
+                f"the request needs {needed:,} slots of KV cache ({prompt:,} for the prompt, {answer:,} for max_tokens, "
+                f"{together:,} for rows that enter together), but there are {capacity:,}: shorten the prompt, lower max_tokens, "
+                "or raise --kv-cache-memory"
+            )
+
+    def begin(self, requests: Iterable[Running]) -> None:
+        """A timestep begins."""
+        lanes = [one for one in requests if one.has_lane]
+        self._spared = len(lanes) * self._kv.block
+        self._wanted = sum(min(max(one.most - self._kv.slots_of(one.number), 0), _GROWTH) for one in lanes)
+
+    def cached_for(self, one: Running) -> int | None:
+        """How many tokens a waiting request would find cached if it opened now; None if it cannot."""
+        return None if one.is_closing else self._kv.cached_for(one.text, self._slots_to_open(one) + self._wanted)
+
+    def open(self, one: Running) -> Lease | None:
+        """Give a request its first slots; None if there is no room now."""
+        return self._kv.open(one.number, one.text, self._slots_to_open(one))
+
+    def fitted(self, one: Running, claim: Claim) -> Claim:
+        """The claim of a request as far as there is memory for it."""
+        if not one.has_lane or one.is_prefilling or not (claim.entering or claim.wish.chances):
+            return claim
+        wish, free = claim.wish, self._kv.slots_of(one.number) - one.past - one.method.in_flight
+        needed = one.certain_rows(wish)
+        if needed > free and self._grow(one, needed - free):
+            free = self._kv.slots_of(one.number) - one.past - one.method.in_flight
+        if free < needed and (wish.whole or free <= 0):
+            return Claim(claim.number, claim.priority)
+        most = free + self._spare
+        if most >= max(self._knee, wish.most or 0):
+            return claim
+        return replace(claim, wish=replace(wish, certain=min(wish.certain, most), most=min(most, wish.most or most)))
+
+    def room_for(self, one: Running, rows: int) -> int:
+        """How many of ``rows`` rows may enter: all if there is memory, else those that fit."""
+        free = self._kv.slots_of(one.number) - one.past - one.method.in_flight
+        if rows > free and rows - free <= self._spare and self._grow(one, rows - free):
+            return rows
+        return min(rows, free)
+
+    def take_grown(self) -> dict[int, SlotRuns]:
+        """By request, slots that were given to its lane since the last call."""
+        grown, self._grown = self._grown, {}
+        return grown
+
+    def to_pause(self, requests: Sequence[Running]) -> list[int]:
+        """The youngest request of the lowest priority if memory is short; one at a time.
+
+        Args:
+            requests: in order of age.
+        """
+        lanes = [one for one in requests if one.has_lane]
+        if self.is_given_at_once or not lanes:
+            return []
+        is_short = len(lanes) > 1 and self._is_short(lanes)
+        return [lanes[-1].number] if is_short or self._is_in_the_way(lanes, requests) else []
+
+    def _is_short(self, lanes: Sequence[Running]) -> bool:
+        """Whether there is not even room for all certain rows, with no other ones in flight."""
+        free = self._kv.free_slots
+        for one in lanes:
+            slots = self._kv.slots_of(one.number) - one.past
+            if one.is_prefilling or one.rests or slots >= max(self._knee, one.method.together):
+                continue
+            missing = one.certain_rows(one.method.wish()) - slots
+            free -= -(-max(missing, 0) // self._kv.block) * self._kv.block
+        return free < 0
+
+    def _is_in_the_way(self, lanes: Sequence[Running], requests: Sequence[Running]) -> bool:
+        """Whether the last of ``lanes`` has memory that a waiting request of a better priority lacks, and could have."""
+        waiting = next((one for one in requests if not one.has_lane), None)
+        if waiting is None or waiting.is_closing or waiting.request.priority >= lanes[-1].request.priority:
+            return False
+        self.begin(requests)
+        if self.cached_for(waiting) is not None:
+            return False
+        stays = sum(self._kv.slots_of(one.number) for one in lanes if one.request.priority <= waiting.request.priority)
+        return self._kv.capacity - stays >= self._slots_to_open(waiting)
+
+    @property
+    def _spare(self) -> int:
+        """Free slots that candidates may have."""
+        return 0 if self.is_given_at_once else max(self._kv.free_slots - self._spared, 0)
+
+    def _slots_to_open(self, one: Running) -> int:
+        if not self.is_given_at_once:
+            return one.reserved
+        in_flight = (self._passage + 1) * max(self._knee, one.method.together)
+        return min(one.most + in_flight, self._kv.capacity)
+
+    def _grow(self, one: Running, rows: int) -> bool:
+        """Give a lane slots for ``rows`` more rows. Returns whether there was memory."""
+        if self.is_given_at_once:
+            return False
+        slots = self._kv.slots_of(one.number) + rows
+        more = _GROWTH if self._spare >= rows + _GROWTH else 0
+        new = self._kv.grow(one.number, slots + more)
+        if new is None:
+            return False
+        self._grown[one.number] = self._grown.get(one.number, ()) + new
+        return True

@@ -1,0 +1,51 @@
+"""What is new of each decode thread of an answer, for clients that watch the threads grow."""
+
+from __future__ import annotations
+
+from pipedec.messages import ThreadNews
+from pipedec.text.prompt import Prompter
+from pipedec.text.stream import TextStream
+from pipedec.threads import DecodeThread, Sequence
+
+_Path = tuple[int, ...]
+
+
+class _Line:
+    """The text of one thread, of which ``num_tokens`` tokens have been read."""
+
+    def __init__(self, stream: TextStream) -> None:
+        self.text = ""
+        self.num_tokens = 0
+        self._stream = stream
+
+    def read(self, thread: DecodeThread) -> None:
+        added = zip(thread.token_ids[self.num_tokens :], thread.is_control[self.num_tokens :], strict=True)
+        self.text += "".join(self._stream.add([token]) for token, is_control in added if not is_control)
+        self.num_tokens = thread.num_tokens
+
+
+class News:
+    """Tells every piece of every thread once, also of an answer that is said again from its first token on."""
+
+    def __init__(self, prompter: Prompter) -> None:
+        self._prompter = prompter
+        self._lines: dict[_Path, _Line] = {}
+        self._told: dict[_Path, tuple[int, int]] = {}  # by thread: tokens and characters
+
+    def restart(self) -> None:
+        """The answer is said again."""
+        self._lines.clear()
+
+    def take(self, sequence: Sequence) -> list[ThreadNews]:
+        """What is new since the last call."""
+        news = (self._of(thread) for thread in sequence.threads)
+        return [one for one in news if one is not None]
+
+    def _of(self, thread: DecodeThread) -> ThreadNews | None:
+        tokens, characters = self._told.get(thread.path, (0, 0))
+        line = self._lines.setdefault(thread.path, _Line(self._prompter.stream()))
+        line.read(thread)
+        if thread.num_tokens <= tokens and tokens > 0:
+            return None
+        self._told[thread.path] = thread.num_tokens, max(characters, len(line.text))
+        return ThreadNews(thread.path, line.text[characters:], thread.state.value, thread.num_tokens)

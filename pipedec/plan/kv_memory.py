@@ -1,0 +1,102 @@
+"""The KV budget: for how many tokens every rank of a pipeline has memory, and how many its requests can use at most.
+
+Plain arithmetic, the same on every rank. Knows neither devices nor which request has which tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import ceil
+
+from pipedec.core import UserError
+from pipedec.topology import rank_name
+from pipedec.validation import shown_bytes
+
+DEFAULT_BYTES = 2 * 2**30  # per rank, where no device says how much there is
+TREE_ROWS = 512  # of all requests together that are in flight per timestep of a passage
+LEAST_TOKENS = 256  # a budget for fewer is a mistake
+CPU_BLOCK = 16  # slots that are handed out together
+CUDA_BLOCK = 256  # that flash-attention with block tables needs
+
+
+@dataclass(frozen=True)
+class RankBudget:
+    """What one rank may spend.
+
+    Attributes:
+        num_bytes: for keys and values.
+        token_bytes: of one token in all of its layers.
+    """
+
+    rank: int
+    num_bytes: int
+    token_bytes: int
+
+    @property
+    def tokens(self) -> int:
+        return max(0, self.num_bytes) // self.token_bytes
+
+
+@dataclass(frozen=True)
+class KVBudget:
+    """The budget of a pipeline.
+
+    Attributes:
+        ranks: those that have KV caches: the stages, and rank 0 if it has a draft model.
+        context: the most tokens of a request: its prompt and its answer.
+        max_num_seqs: the most requests at the same time.
+        groups: timesteps of a passage.
+        block: slots that are handed out together.
+    """
+
+    ranks: Sequence[RankBudget]
+    context: int
+    max_num_seqs: int
+    groups: int
+    block: int = CPU_BLOCK
+
+    @property
+    def scarcest(self) -> RankBudget:
+        """The rank that has memory for the fewest tokens."""
+        return min(self.ranks, key=lambda rank: rank.tokens)
+
+    @property
+    def usable(self) -> int:
+        """The most tokens that requests can use: a whole context each, and their rows in flight."""
+        in_flight = self._whole_blocks(TREE_ROWS * (self.groups + 1))
+        return self.max_num_seqs * self._whole_blocks(self.context + self.block) + in_flight
+
+    @property
+    def tokens(self) -> int:
+        """The slots of every rank's pool, in whole blocks."""
+        return min(self.usable, self.scarcest.tokens) // self.block * self.block
+
+    def requests(self, tokens: int) -> int:
+        """How many requests of ``tokens`` tokens fit at the same time, each with one row in flight per timestep."""
+        return self.tokens // self._whole_blocks(tokens + self.groups)
+
+    def check(self, max_model_len: int | None, rows: int) -> None:
+        """Refuse a budget that is too small to work with.
+
+        Args:
+            max_model_len: what a request may have, if somebody said so.
+            rows: that enter at once.
+
+        Raises:
+            UserError: one request of ``max_model_len`` does not fit, or not even a few hundred tokens do.
+        """
+        needed = LEAST_TOKENS if max_model_len is None else self._whole_blocks(max_model_len + rows)
+        scarcest = self.scarcest
+        if scarcest.tokens // self.block * self.block >= needed:
+            return
+        what = "a few hundred tokens need" if max_model_len is None else f"one request of {max_model_len:,} tokens needs"
+        advice = "" if max_model_len is None else ", or a smaller --max-model-len"
+        raise UserError(
+            f"{rank_name(scarcest.rank)} has {shown_bytes(scarcest.num_bytes)} for keys and values, {scarcest.tokens:,} tokens "
+            f"of {scarcest.token_bytes:,} bytes, but {what} {shown_bytes(needed * scarcest.token_bytes)}: "
+            f"give a larger --kv-cache-memory{advice}"
+        )
+
+    def _whole_blocks(self, slots: int) -> int:
+        return ceil(slots / self.block) * self.block

@@ -1,0 +1,260 @@
+"""The books of KV memory against a pool that remembers what was written: nobody writes into another's tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+from examples import examples
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from pipedec.core import SlotRuns
+from pipedec.kv import KVManager
+
+Prefix = tuple[int, ...]  # a token, and all before it
+
+
+@dataclass
+class Running:
+    """A request: its slots in order, its tokens in them, and whether somebody may know of each (``told``)."""
+
+    text: list[int]
+    slots: list[int] = field(default_factory=list)
+    told: int = 0
+
+
+def slots_in(runs: SlotRuns) -> list[int]:
+    return [slot for start, length in runs for slot in range(start, start + length)]
+
+
+class Books(RuleBasedStateMachine):
+    """``memory`` is a stage's pool: for each slot the prefix that ends there, or whose rows were computed there for nothing."""
+
+    @initialize(block=st.sampled_from((1, 2, 4)), num_blocks=st.integers(1, 24), shares=st.sampled_from((True, True, False)))
+    def begin(self, block: int, num_blocks: int, shares: bool) -> None:
+        self.kv = KVManager(block * num_blocks + block - 1, block, shares)
+        self.block = block
+        self.memory: list[Prefix | str] = [""] * (block * num_blocks)
+        self.running: dict[int, Running] = {}
+        self.ended: list[list[int]] = []
+        self.number = 0
+
+    @rule(data=st.data(), more=st.lists(st.integers(0, 1), min_size=1, max_size=9), room=st.integers(0, 9))
+    def open(self, data: st.DataObject, more: list[int], room: int) -> None:
+        known = [[], *self.ended, *(one.text for one in self.running.values())]
+        before = data.draw(st.sampled_from(known))
+        text = [*before[: data.draw(st.integers(0, len(before)))], *more]
+        expected, free = self.kv.cached_for(text, len(text) + room), self.kv.free_slots
+        lease = self.kv.open(self.number, text, len(text) + room)
+        if lease is None:
+            assert expected is None and -(-(len(text) + room) // self.block) * self.block > free
+            return
+        one = self.running[self.number] = Running(text, slots_in(lease.slots), lease.cached)
+        self.number += 1
+        assert lease.cached == expected and lease.cached < len(text) and len(one.slots) >= len(text) + room
+        copied = lease.copied[1]
+        for index in range(lease.cached - copied, lease.cached):
+            self.memory[one.slots[index]] = self.memory[lease.copied[0] + index - lease.cached + copied]
+        self.check(one)
+        self.compute(one, f"opened {self.number}")
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data(), count=st.integers(1, 9))
+    def extend(self, data: st.DataObject, count: int) -> None:
+        number = data.draw(st.sampled_from(sorted(self.running)))
+        one = self.running[number]
+        if one.told == len(one.text):
+            one.text += data.draw(st.lists(st.integers(0, 1), min_size=1, max_size=count))
+            room = self.kv.most_for(number)
+            runs = self.kv.grow(number, len(one.text))
+            assert (runs is None) == (len(one.text) > room)
+            if runs is None:
+                del one.text[one.told :]
+                return
+            one.slots += slots_in(runs)
+        end = min(one.told + count, len(one.text))
+        for index in range(one.told, end):
+            self.memory[one.slots[index]] = tuple(one.text[: index + 1])
+        self.kv.extend(number, one.text[one.told : end])
+        one.told = end
+        self.compute(one, f"extended {number}")
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data())
+    def close(self, data: st.DataObject) -> None:
+        number = data.draw(st.sampled_from(sorted(self.running)))
+        one = self.running.pop(number)
+        self.kv.close(number)
+        self.ended = [*self.ended[-5:], one.text[: one.told]]
+        assert self.kv.slots_of(number) == 0
+
+    def compute(self, one: Running, what: str) -> None:
+        """Rows of trees are written behind the tokens."""
+        for slot in one.slots[one.told :]:
+            self.memory[slot] = what
+
+    def check(self, one: Running) -> None:
+        for index in range(one.told):
+            assert self.memory[one.slots[index]] == tuple(one.text[: index + 1])
+
+    @invariant()
+    def tokens_are_where_they_should_be(self) -> None:
+        for number, one in getattr(self, "running", {}).items():
+            self.check(one)
+            assert len(one.slots) == self.kv.slots_of(number) == len(set(one.slots)) <= len(self.memory)
+
+    @invariant()
+    def slots_are_counted(self) -> None:
+        if hasattr(self, "kv"):
+            used = {slot for one in self.running.values() for slot in one.slots}
+            assert self.kv.used_slots == len(used) and self.kv.capacity == len(self.memory)
+            assert 0 <= self.kv.kept_slots <= self.kv.free_slots == len(self.memory) - len(used)
+
+    def teardown(self) -> None:
+        if hasattr(self, "kv"):
+            for number in self.running:
+                self.kv.close(number)
+            assert self.kv.free_slots == self.kv.capacity
+            lease = self.kv.open(-1, [7], self.kv.capacity)
+            assert lease is not None and sorted(slots_in(lease.slots)) == list(range(self.kv.capacity))
+
+
+TestBooks = Books.TestCase
+TestBooks.settings = settings(examples(200), stateful_step_count=30)
+
+
+def opened(kv: KVManager, number: int, text: list[int], slots: int) -> tuple[SlotRuns, int, tuple[int, int]]:
+    """Open a request whose tokens are computed at once."""
+    lease = kv.open(number, text, slots)
+    assert lease is not None
+    kv.extend(number, text[lease.cached :])
+    return lease.slots, lease.cached, lease.copied
+
+
+TEXT = list(range(100))
+
+
+def test_full_blocks_are_shared_with_running_requests_and_stored_once() -> None:
+    kv = KVManager(1024, 16)
+    opened(kv, 0, TEXT, 160)
+    for number in range(1, 8):
+        slots, cached, copied = opened(kv, number, [*TEXT[:70], *([100 + number] * 10)], 80)
+        assert slots[0] == (0, 64) and cached == 70 and copied[1] == 6
+    assert kv.used_slots == 160 + 7 * 16
+    assert (kv.queried_tokens, kv.adopted_tokens) == (99 + 7 * 79, 7 * 70)
+
+
+def test_a_second_turn_goes_on_in_the_last_block_of_the_first() -> None:
+    """Then all its slots follow each other, and nothing is copied."""
+    kv = KVManager(1024, 16)
+    opened(kv, 0, TEXT, 160)
+    kv.close(0)
+    assert (kv.used_slots, kv.kept_slots) == (0, 112)
+    assert opened(kv, 1, [*TEXT, *TEXT], 300) == (((0, 304),), 100, (0, 0))
+
+
+def test_of_a_last_block_that_differs_the_beginning_is_copied() -> None:
+    kv = KVManager(1024, 16)
+    opened(kv, 0, TEXT, 100)
+    kv.close(0)
+    for number in (1, 2):
+        slots, cached, copied = opened(kv, number, [*TEXT[:98], 0, 0], 112)
+        assert slots[0] == (0, 96) and slots[1] != (96, 16)
+        assert cached == 98 and copied[1] == 2
+
+
+def test_what_a_request_holds_in_its_last_block_is_nobody_elses_while_it_runs() -> None:
+    kv = KVManager(1024, 16)
+    opened(kv, 0, TEXT, 160)
+    assert opened(kv, 1, [*TEXT, 5], 160)[1] == 96
+
+
+def test_the_last_token_is_computed() -> None:
+    kv = KVManager(1024, 16)
+    for number in range(3):
+        _, cached, _ = opened(kv, number, TEXT[:32], 32)
+        assert cached == (31 if number else 0)
+        kv.close(number)
+
+
+def test_the_prefix_that_was_not_used_for_longest_goes_first_its_end_before_its_beginning() -> None:
+    kv = KVManager(16 * 16, 16)
+    for number in range(4):
+        opened(kv, number, [number] * 64, 64)
+    for number in (2, 0, 1, 3):
+        kv.close(number)
+    assert kv.cached_for([0] * 65, 80) == 64  # looking does not count
+    assert kv.cached_for([2] * 65, 80) == 64
+    opened(kv, 4, [4] * 30, 32)
+    assert [kv.cached_for([text] * 65, 80) for text in range(4)] == [64, 64, 32, 64]
+    kv.close(4)
+    opened(kv, 5, [0] * 65, 80)
+    kv.close(5)
+    opened(kv, 6, [6] * 6 * 16, 6 * 16)
+    assert [kv.cached_for([text] * 65, 80) for text in range(4)] == [64, 0, 0, 48]
+
+
+def test_an_opening_that_finds_no_room_changes_nothing() -> None:
+    kv = KVManager(64, 16)
+    opened(kv, 0, TEXT[:32], 32)
+    opened(kv, 1, TEXT[50:80], 30)
+    kv.close(0)
+    assert kv.open(2, TEXT[:40], 48) is None and kv.open(3, TEXT[:33], 49) is None
+    assert (kv.used_slots, kv.kept_slots) == (32, 32)
+    assert kv.grow(1, 64) is not None and kv.kept_slots == 0
+    assert kv.grow(1, 65) is None
+
+
+def test_a_request_grows_behind_its_last_block_if_that_is_free() -> None:
+    kv = KVManager(256, 16)
+    opened(kv, 0, [0], 32)
+    opened(kv, 1, [1], 32)
+    assert kv.grow(1, 64) == ((64, 32),) and kv.grow(1, 50) == ()
+    assert kv.grow(0, 48) == ((96, 16),)
+    assert (kv.slots_of(0), kv.most_for(0), kv.slots_of(9)) == (48, 48 + 144, 0)
+
+
+def test_the_smallest_gap_that_suffices_is_taken() -> None:
+    kv = KVManager(256, 16, shares_prefixes=False)
+    for number, slots in enumerate((64, 16, 32, 16)):
+        opened(kv, number, [0], slots)
+    kv.close(0)
+    kv.close(2)
+    assert opened(kv, 4, [0], 32)[0] == ((80, 32),)
+    assert opened(kv, 5, [0], 208 - 64)[0] == ((128, 128), (0, 16))
+
+
+def test_a_manager_that_does_not_share_knows_no_prefix() -> None:
+    kv = KVManager(2**40, 16, shares_prefixes=False)
+    opened(kv, 0, TEXT, 160)
+    kv.close(0)
+    assert opened(kv, 1, TEXT, 160)[1] == 0
+    assert (kv.kept_slots, kv.queried_tokens, kv.used_slots) == (0, 0, 160)
+
+
+def test_two_requests_that_compute_the_same_at_a_time_keep_it_once() -> None:
+    kv = KVManager(1024, 16)
+    leases = [kv.open(number, TEXT, 112) for number in (0, 1)]
+    assert all(lease is not None and lease.cached == 0 for lease in leases)
+    kv.extend(0, TEXT)
+    kv.extend(1, TEXT)
+    kv.extend(1, [7] * 12)
+    assert kv.used_slots == 224
+    kv.close(0)
+    assert kv.used_slots == 112
+    kv.close(1)
+    assert (kv.used_slots, kv.kept_slots) == (0, 128)
+    assert kv.cached_for([*TEXT, *[7] * 40], 160) == 112
+
+
+def test_wrong_books_are_noticed() -> None:
+    with pytest.raises(ValueError, match="not one block"):
+        KVManager(15, 16)
+    kv = KVManager(64, 16)
+    opened(kv, 0, TEXT[:10], 16)
+    with pytest.raises(ValueError, match="open already"):
+        kv.open(0, TEXT, 16)
+    with pytest.raises(ValueError, match="too few"):
+        kv.extend(0, TEXT[:7])

@@ -1,0 +1,147 @@
+"""The KV budget: what is reserved on every rank, and what is refused before anything is loaded."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints import save_tiny_llama
+from tiny_pair import CONTEXT, DRAFT_LAYERS, Pair
+
+from pipedec.config import ClusterConfig, DeviceConfig, PartitionConfig, ServerConfig
+from pipedec.core import UserError
+from pipedec.engine.spec import Cut, Limits, Models, PipelineSpec
+from pipedec.plan.emulation import Emulation
+from pipedec.plan.kv_memory import DEFAULT_BYTES, TREE_ROWS, KVBudget, RankBudget
+from pipedec.plan.partition import plan
+
+MIB = 2**20
+
+
+def spec(pair: Pair, stages: int = 2, dtype: str = "float32", dispatch: str = "windows", **limits: object) -> PipelineSpec:
+    models, given = Models(pair.target, pair.draft, pair.bita), Limits(**limits)  # type: ignore[arg-type]
+    return PipelineSpec.create(models, Cut(stages), dtype, "cpu", dispatch, given)
+
+
+def cluster(pair: Pair, device: str = "cpu", **settings: object) -> ClusterConfig:
+    partition = PartitionConfig(2, draft_device=DeviceConfig("here", device))
+    servers = (ServerConfig("here", {device: 3}),)
+    return ClusterConfig(str(pair.target), servers, {"two": partition}, str(pair.draft), **settings)  # type: ignore[arg-type]
+
+
+def test_the_rank_with_the_least_room_decides() -> None:
+    budget = KVBudget([RankBudget(0, 10_000, 10), RankBudget(1, 10_000, 16), RankBudget(2, 9_000, 16)], 4096, 64, 2)
+    assert (budget.scarcest.rank, budget.tokens) == (2, 560), "562 tokens in whole blocks of 16"
+    assert replace(budget, block=256).tokens == 512
+    assert budget.requests(100) == 560 // 112, "with its rows in flight a request takes seven blocks"
+
+
+def test_no_more_is_reserved_than_requests_can_use() -> None:
+    ample = [RankBudget(1, 2**60, 1)]
+    assert KVBudget(ample, 100, 3, 4).tokens == 3 * 128 + 5 * TREE_ROWS, "a context and a block each, and rows in flight"
+
+
+def test_bytes_are_counted_by_the_layers_and_the_dtype_of_every_rank(pair: Pair) -> None:
+    """Eight layers on two stages, two in the draft; two key-value heads of eight elements, keys and values."""
+    assert spec(pair, kv_cache_memory=MIB).kv_slots == MIB // (4 * 2 * 2 * 8 * 4) // 16 * 16
+    assert spec(pair, dtype="float64", kv_cache_memory=MIB).kv_slots == MIB // (4 * 2 * 2 * 8 * 8) // 16 * 16
+    assert spec(pair, stages=8, kv_cache_memory=MIB).kv_slots == MIB // (DRAFT_LAYERS * 2 * 2 * 8 * 4) // 16 * 16
+
+
+def test_the_default_suffices_for_all_requests(pair: Pair) -> None:
+    assert spec(pair, max_num_seqs=3).kv_slots == 3 * (CONTEXT + 16) + 3 * TREE_ROWS
+    assert spec(pair, max_model_len=100, max_num_seqs=3).kv_slots == 3 * 128 + 3 * TREE_ROWS
+
+
+def test_rank_0_manages_what_every_pool_has(pair: Pair) -> None:
+    small = spec(pair, kv_cache_memory=MIB)
+    assert small.kv_manager().capacity == small.kv_slots
+    assert small.kv_block == 16, "on a processor"
+    assert replace(small, device="cuda").kv_block == 256, "also on a host that has no GPU"
+
+
+def test_prefixes_are_shared_unless_somebody_objects(pair: Pair, tmp_path: Path) -> None:
+    assert spec(pair).shares_prefixes
+    assert not spec(pair, prefix_cache=False).shares_prefixes
+    assert not spec(pair, dispatch="tasks").shares_prefixes
+    for kind, settings in (("dynamic", {"factor": 2.0}), ("llama3", _LLAMA3)):
+        rope = {"rope_type": kind, "rope_theta": 10000.0, **settings}
+        save_tiny_llama(tmp_path / kind, rope_parameters=rope)
+        made = PipelineSpec.create(Models(tmp_path / kind, "none"), Cut(2), device="cpu")
+        assert made.shares_prefixes == (kind == "llama3"), "keys depend on the length of the whole prompt"
+
+
+_LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+
+
+@pytest.mark.parametrize(
+    ("limits", "message"),
+    [
+        (
+            {"kv_cache_memory": 65_536},
+            r"^rank 1 \(stage 1\) has 64\.0 KiB for keys and values, 128 tokens of 512 bytes, but a few hundred tokens need "
+            r"128\.0 KiB: give a larger --kv-cache-memory$",
+        ),
+        (
+            {"kv_cache_memory": 2**18, "max_model_len": 1000},
+            r"^rank 1 \(stage 1\) has 256\.0 KiB for keys and values, 512 tokens of 512 bytes, but one request of 1,000 tokens "
+            r"needs 536\.0 KiB: give a larger --kv-cache-memory, or a smaller --max-model-len$",
+        ),
+        ({"kv_cache_memory": 0}, r"^--kv-cache-memory must be at least 1, not 0$"),
+    ],
+)
+def test_a_budget_that_cannot_work_is_refused_with_the_numbers(pair: Pair, limits: dict[str, int], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        spec(pair, **limits)
+
+
+def test_a_cluster_file_gives_each_rank_what_its_device_leaves(pair: Pair) -> None:
+    config = cluster(pair, "rtx3090", max_num_seqs=100_000 // 2)
+    made = PipelineSpec.from_config(config, device="cpu")
+    planned = plan(config)
+    assert planned.draft is not None and made.kv_room == (planned.draft.kv_room, *(one.kv_room for one in planned.stages))
+    assert made.kv_slots == min(one.kv_room // one.kv_token_bytes for one in planned.stages) // 16 * 16
+    assert PipelineSpec.from_config(config).kv_block == 256, "a rank may use CUDA"
+
+
+def test_a_processor_s_memory_is_nominal(pair: Pair) -> None:
+    made = PipelineSpec.from_config(cluster(pair, max_num_seqs=50_000))
+    assert set(made.kv_room or ()) == {DEFAULT_BYTES} and made.kv_block == 16
+    assert made.kv_slots == DEFAULT_BYTES // 512
+
+
+def test_a_cluster_file_names_its_budget(pair: Pair) -> None:
+    made = PipelineSpec.from_config(cluster(pair, kv_cache_memory="4MiB", prefix_cache=False))
+    assert (made.kv_slots, made.shares_prefixes) == (4 * MIB // 512, False)
+    with pytest.raises(UserError, match=r"one request of 4,096 tokens needs 2\.0 MiB: give a larger --kv-cache-memory"):
+        PipelineSpec.from_config(cluster(pair, kv_cache_memory="1MiB"))
+
+
+def test_a_plan_says_that_its_budget_is_too_large_or_too_small(pair: Pair) -> None:
+    huge = plan(cluster(pair, "rtx3090", kv_cache_memory="30GB", max_num_seqs=1_000_000))
+    assert (
+        "the draft on here rtx3090 needs 15.5 GB" not in huge.problems[0]
+        and "stage 1 on here rtx3090 needs 30." in huge.problems[0]
+    )
+    small = plan(cluster(pair, "rtx3090", kv_cache_memory="1MiB"))
+    assert len(small.problems) == 1 and "one request of 4,096 tokens needs" in small.problems[0]
+
+
+def test_an_emulation_has_the_memory_of_the_devices_it_emulates(pair: Pair) -> None:
+    real = spec(pair)
+    timing = plan(cluster(pair)).stages[0].timing
+    assert replace(real, emulation=Emulation("test", 1.0, None, (timing, timing), kv_tokens=1000)).kv_slots == 992
+    assert replace(real, emulation=Emulation("test", 1.0, None, (timing, timing))).kv_slots == real.kv_slots
+
+
+def test_every_rank_gets_the_same_slots(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = []
+    for name in ("StageWorker", "FinalStageWorker", "DraftModel"):
+        monkeypatch.setattr(f"pipedec.engine.spec.{name}", lambda *models, slots, block, **more: given.append((slots, block)))
+    small, device = spec(pair, kv_cache_memory=MIB), torch.device("cpu")
+    for rank in (1, 2):
+        small.load_stage(rank, device)
+    small.load_drafter(device)
+    assert given == [(2048, 16)] * 3
