@@ -167,7 +167,9 @@ def test_threads_that_are_cancelled_while_they_are_said_again_end_as_they_were_t
 
 
 @given(
-    st.text(alphabet="ab é東 \n", min_size=2, max_size=30), st.integers(0, 30), st.sampled_from([(), ("b a",), ("é東", "\nb")])
+    st.text(alphabet="ab é東 \n", min_size=2, max_size=30),
+    st.integers(0, 30),
+    st.sampled_from([(), ("b a",), ("é東", "\nb")]),
 )
 def test_an_answer_is_resumed_behind_any_token(prompter: Prompter, text: str, count: int, stop: tuple[str, ...]) -> None:
     """Also inside a character, or inside what may be a stop string."""
