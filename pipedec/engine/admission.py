@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pipedec.core import DEFAULT_METHOD, Request, UserError
 from pipedec.decoding import Company
 from pipedec.engine.answer import Answer
 from pipedec.engine.sequences import Sequences
+from pipedec.kv import KVManager
 from pipedec.messages import PromptRequest
 from pipedec.methods import LayerTreeOptions, make_options
 from pipedec.sampling import seeded
 from pipedec.scheduler.protocol import Message
 from pipedec.text.prompt import Prompter
 from pipedec.threads import Dialect, NewSequence
+
+_ROWS_IN_FLIGHT = 256  # of an answer in threads, beside the tokens that it keeps
 
 
 @dataclass(frozen=True)
@@ -38,16 +41,17 @@ class Admission:
             UserError: the request is invalid, too long, or asks for something that this pipeline does not have.
         """
         prompt = PromptRequest.from_json(message.text)
-        request = self._request(message.number, prompt)
+        request = self._request(message.number, prompt, company.kv)
         length, sampling, threads = len(request.prompt_token_ids), request.sampling, request.threads
         new_sequence = self.sequences.maker(length, sampling, threads, request.said)
         known = self.sequences.maker(length, sampling, threads, prompt.resume) if prompt.resume else None
-        answer = Answer(request, new_sequence, self.prompter, self.num_stages, prompt.show_threads, known)
+        shows = prompt.show_threads
+        answer = Answer(request, new_sequence, self.prompter, self.num_stages, shows, known, len(prompt.resume))
         if not answer.is_complete:
             company.check(request)
         return answer, new_sequence
 
-    def _request(self, number: int, prompt: PromptRequest) -> Request:
+    def _request(self, number: int, prompt: PromptRequest, kv: KVManager) -> Request:
         name = prompt.method or DEFAULT_METHOD
         dialect = None if prompt.threads is None else Dialect.from_json(prompt.threads).name
         token_ids = self.prompter.token_ids(prompt.prompt, prompt.raw, prompt.sampling.max_tokens, dialect)
@@ -56,4 +60,17 @@ class Admission:
             raise UserError("the answer to resume was drawn at random: give its seed, which was reported with it")
         options, sampling = make_options(name, prompt.options, self.tree), seeded(prompt.sampling)
         said = () if prompt.threads else prompt.resume  # an answer in threads is said again from its first token on
-        return Request(number, token_ids, sampling, name, options, prompt.trace, prompt.threads, prompt.priority, said)
+        threads = threads_within(prompt.threads, kv)
+        return Request(number, token_ids, sampling, name, options, prompt.trace, threads, prompt.priority, said)
+
+
+def threads_within(dialect: str | None, kv: KVManager) -> str | None:
+    """A dialect whose answers end as ``cache_full`` before the KV memory does, whatever their threads keep of it.
+
+    Raises:
+        UserError: the dialect is invalid.
+    """
+    if dialect is None:
+        return None
+    checked, most = Dialect.from_json(dialect), max(kv.capacity - _ROWS_IN_FLIGHT, 1)
+    return dialect if checked.max_cached_tokens <= most else replace(checked, max_cached_tokens=most).to_json()

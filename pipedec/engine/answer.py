@@ -26,6 +26,7 @@ class Answer:
     Args:
         new_sequence: makes a sequence as the request's method gets one.
         known: makes a sequence as far as the client knows the answer; None if it knows nothing of it.
+        num_known: how many tokens the client knows.
         show_threads: also send the client the text of each thread as it is generated.
 
     Raises:
@@ -40,6 +41,7 @@ class Answer:
         num_stages: int,
         show_threads: bool = False,
         known: NewSequence | None = None,
+        num_known: int = 0,
     ) -> None:
         self.request = request
         self.completion = Completion(request.method, num_stages, len(request.prompt_token_ids), seed=request.sampling.seed)
@@ -53,6 +55,7 @@ class Answer:
         self._transcript = self._new_transcript(known or new_sequence)
         self._again: Transcript | None = None  # of an answer in threads that is said again, until it has said what was told
         self._tell(self._transcript)
+        self._told = num_known, len(self._transcript.text)
         if known is not None and not self.is_complete:
             self._say_again()
 

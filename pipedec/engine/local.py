@@ -13,6 +13,7 @@ import torch
 
 from pipedec.core import EMPTY, KNEE_ROWS, Envelope, Metrics, Opening, Request, Step, Update, UserError, Verdict
 from pipedec.decoding import Company, Drafter, Method, TimestepTiming
+from pipedec.engine.admission import threads_within
 from pipedec.engine.counters import Counters
 from pipedec.engine.emulated_time import EmulatedClock, Pacer, TimestepLoad
 from pipedec.engine.loop import decode
@@ -177,7 +178,8 @@ class LocalPipeline:
     def _begin(self, pool: Pool, request: Request) -> None:
         if request.sampling.stop:
             raise UserError("stop strings need a tokenizer, which LocalPipeline does not have: use stop_token_ids")
-        request = replace(request, sampling=seeded(request.sampling))
+        threads = threads_within(request.threads, self._company.kv)
+        request = replace(request, sampling=seeded(request.sampling), threads=threads)
         self._company.check(request)
         length, sampling = len(request.prompt_token_ids), request.sampling
         new_sequence = self._sequences.maker(length, sampling, request.threads, request.said)

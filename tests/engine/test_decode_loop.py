@@ -8,6 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 import pipedec
 from pipedec.core import NO_MASKS, Envelope, Opening, Request, SamplingParams, Step, Update, Verdict
 from pipedec.decoding import Method, TimestepTiming
@@ -26,21 +28,45 @@ class FakeMethod:
 
 
 class Recorded:
-    """Pipeline and company in one. ``results`` are those of every timestep."""
+    """Pipeline and company in one. ``results`` are those of every timestep.
 
-    def __init__(self, *results: Results, filling: int = 0) -> None:
+    Attributes:
+        room: how many requests have memory at the same time.
+        short: requests that must be paused before the next timestep.
+    """
+
+    def __init__(self, *results: Results, filling: int = 0, room: int = 9) -> None:
         self.calls: list[Any] = []
+        self.room = room
+        self.short: list[int] = []
         self._results = list(results)
         self._filling = filling
+        self._waiting: list[int] = []
         self._open: list[int] = []
 
-    def open(self, request: Request, sequence: Any) -> FakeMethod:
-        self._open.append(request.number)
+    def open(self, request: Request, new_sequence: Any) -> None:
+        self._waiting.append(request.number)
+
+    def method(self, number: int) -> FakeMethod:
         return FakeMethod()
+
+    def to_pause(self) -> list[int]:
+        short, self.short = self.short, []
+        return short
+
+    def pause(self, number: int) -> None:
+        self._open.remove(number)
+        self.calls.append(("pause", number))
+
+    def closed(self, number: int) -> None:
+        self._waiting.append(number)
+        self.calls.append(("closed", number))
 
     def close(self, what: Any) -> None:
         if isinstance(what, int):
-            self._open.remove(what)
+            for numbers in (self._open, self._waiting):
+                if what in numbers:
+                    numbers.remove(what)
         self.calls.append(("close", what))
 
     def advance(self, number: int, entering: Envelope, meanwhile: Callable[[], None]) -> Timestep:
@@ -53,8 +79,11 @@ class Recorded:
         if verdict.finished:
             self._open.remove(number)
 
-    def propose(self) -> dict[int, Step]:
-        return {}
+    def propose(self) -> dict[int, Update]:
+        count = self.room - len(self._open)
+        opened, self._waiting = self._waiting[:count], self._waiting[count:]
+        self._open += opened
+        return {number: Update(number, OPENING) for number in opened}
 
     def draft(self) -> None:
         self.calls.append("draft")
@@ -69,6 +98,12 @@ class Listening:
     def __init__(self, **cuts: Verdict) -> None:
         self.heard: list[Any] = []
         self._cuts = cuts
+
+    def waits(self) -> None:
+        self.heard.append("waits")
+
+    def opened(self, opening: Opening) -> None:
+        self.heard.append("opened")
 
     def entered(self, step: Step) -> None:
         self.heard.append(("entered", step))
@@ -114,7 +149,7 @@ def test_a_timestep_is_propose_advance_accept_apply() -> None:
         ("apply", 0, LAST),
         ("close", Envelope((Update(0, verdict=LAST),))),
     ]  # fmt: skip
-    assert readers[0].heard == [FIRST, LAST, "stop", "closed"]
+    assert readers[0].heard == ["opened", FIRST, LAST, "stop", "closed"]
 
 
 def test_requests_end_and_begin_in_the_same_timestep() -> None:
@@ -147,7 +182,7 @@ def test_late_results_of_an_ended_request_are_void_and_its_echo_closes_it() -> N
     pool, readers = pool_of(recorded, 0, 1)
     verdicts = list(decode(pool, recorded))  # type: ignore[arg-type]
     assert [number for number, _ in verdicts] == [0, 1, 1]
-    assert readers[0].heard == [Verdict.of(3, finished="length"), "length", "closed"]
+    assert readers[0].heard == ["opened", Verdict.of(3, finished="length"), "length", "closed"]
     assert readers[1].heard[-2:] == ["stop", "closed"]
 
 
@@ -161,8 +196,8 @@ def test_a_request_is_cancelled_with_what_it_has_accepted() -> None:
     pool.cancel(0)  # nothing happens twice
     assert [number for number, _ in verdicts] == [1]
     cancelled = Verdict(FIRST.accepted, "cancelled")
-    assert ("advance", 2, [(1, None, Verdict.of(4)), (0, None, cancelled)]) in recorded.calls
-    assert readers[0].heard == [FIRST, "cancelled", "closed"]
+    assert ("advance", 2, [(0, None, cancelled), (1, None, Verdict.of(4))]) in recorded.calls
+    assert readers[0].heard == ["opened", FIRST, "cancelled", "closed"]
 
 
 def test_a_request_that_is_cancelled_before_it_enters_is_never_opened() -> None:
@@ -172,6 +207,60 @@ def test_a_request_that_is_cancelled_before_it_enters_is_never_opened() -> None:
     assert list(decode(pool, recorded)) == []  # type: ignore[arg-type]
     assert recorded.calls == [("close", 0), ("close", Envelope())]
     assert readers[0].heard == ["cancelled", "closed"]
+
+
+PAUSED, ECHO = Verdict(FIRST.accepted, "paused"), says(0, finished="paused")
+REST = Verdict.of(9, finished="length")
+
+
+def test_a_paused_request_goes_on_once_every_stage_has_closed_its_lane() -> None:
+    """What still comes out of the old lane is void, and will be said again."""
+    recorded = Recorded((says(0, 3),), (says(0, 7, 7),), (ECHO,), (Update(0, verdict=REST),))
+    pool, readers = pool_of(recorded, 0)
+    verdicts = decode(pool, recorded)  # type: ignore[arg-type]
+    assert next(verdicts) == (0, FIRST)
+    recorded.short = [0]
+    assert list(verdicts) == [(0, REST)]
+    assert [call for call in recorded.calls if call not in ("draft", "observe")] == [
+        ("advance", 1, [(0, OPENING, None)]), ("apply", 0, FIRST),
+        ("pause", 0), ("advance", 2, [(0, None, PAUSED)]),
+        ("advance", 3, []), ("closed", 0),
+        ("advance", 4, [(0, OPENING, None)]), ("apply", 0, REST),
+        ("close", Envelope((Update(0, verdict=REST),))),
+    ]  # fmt: skip
+    assert readers[0].heard == ["opened", FIRST, "waits", "opened", REST, "length", "closed"]
+    assert pool.pauses == 1
+
+
+def test_a_request_without_memory_waits_and_hears_so_once() -> None:
+    recorded = Recorded((), (says(0, 3, finished="length"),), (says(1, 5, finished="length"),), room=1)
+    pool, readers = pool_of(recorded, 0, 1)
+    assert [number for number, _ in decode(pool, recorded)] == [0, 1]  # type: ignore[arg-type]
+    assert readers[1].heard == ["waits", "opened", Verdict.of(5, finished="length"), "length", "closed"]
+    assert pool.pauses == 0
+
+
+CANCELLED = says(0, finished="cancelled")
+
+
+@pytest.mark.parametrize("echoes", [((), (ECHO,), (CANCELLED,)), ((ECHO,), (), (CANCELLED,))], ids=["closing", "closed"])
+def test_a_paused_request_is_cancelled(echoes: tuple[Results, ...]) -> None:
+    """The stages are told, so that they report what they have to say of it; none of its echoes is taken for another's."""
+    recorded = Recorded((says(0, 3), says(1, 4)), *echoes, (says(1, 6, finished="stop"),))
+    pool, readers = pool_of(recorded, 0, 1)
+    timesteps = iter(range(1, 9))
+
+    def admit() -> None:
+        timestep = next(timesteps)
+        if timestep == 2:
+            recorded.short = [0]
+        elif timestep == 3:
+            pool.cancel(0)
+
+    assert [number for number, _ in decode(pool, recorded, admit)] == [0, 1, 1]  # type: ignore[arg-type]
+    assert ("advance", 3, [(0, None, Verdict((), "cancelled"))]) in recorded.calls
+    assert readers[0].heard == ["opened", FIRST, "waits", "cancelled", "closed"]
+    assert recorded.calls.count(("closed", 0)) == (echoes[0] != ())
 
 
 def test_listeners_get_every_timestep_and_timings_only_of_a_full_pipeline() -> None:

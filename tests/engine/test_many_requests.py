@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,15 +14,19 @@ from hypothesis import strategies as st
 from threads_support import SETTINGS, THREAD_DIALECTS, Case, ThreadModels
 
 from pipedec.core import Request, SamplingParams, UserError
+from pipedec.decoding import running
 from pipedec.engine.local import LocalAnswer, LocalPipeline
+from pipedec.engine.spec import PipelineSpec
 from pipedec.methods import METHODS, BestFirstOptions, PipeDecOptions, StaticTreeOptions, applicable_options
 
 SHAPES = [(1, 1), (2, 2), (4, 4), (4, 2)]  # stages, groups
 TREE = {"width": 6, "children": 4}
 MAX_TOKENS = 24
-PROMPTS = tuple(
-    tuple(torch.randint(3, 60, (length,), generator=torch.Generator().manual_seed(length)).tolist()) for length in (1, 5, 40, 150)
+OTHERS, LONG = (
+    tuple(torch.randint(3, 60, (length,), generator=torch.Generator().manual_seed(length)).tolist()) for length in (5, 150)
 )
+PROMPTS = (OTHERS[:1], OTHERS, LONG[:40], LONG, LONG[:100] + OTHERS, LONG[:129])
+SLOTS = (None, 512, 352)  # of the KV pools; None: for everybody at once
 SAMPLINGS = (
     SamplingParams(ignore_eos=True),
     SamplingParams(logprobs=3),
@@ -45,6 +50,7 @@ class Visit:
 
     Attributes:
         answer: in decode threads, a case of ``threads_support``; else prompt and sampling.
+        num_said: of an answer in one thread, how many tokens of it were said before.
     """
 
     arrives: int
@@ -53,6 +59,7 @@ class Visit:
     answer: tuple[int, int] | Case
     num_tokens: int
     priority: int
+    num_said: int = 0
 
     def request(self, number: int, models: ThreadModels) -> Request:
         method, options = OPTIONS[self.method]
@@ -61,7 +68,9 @@ class Visit:
             prompt, sampling = models.prompt_ids(self.answer.prompt), models.sampling(self.answer)
             return Request(number, prompt, sampling, method, options, threads=dialect, priority=self.priority)
         prompt, sampling = PROMPTS[self.answer[0]], replace(SAMPLINGS[self.answer[1]], max_tokens=self.num_tokens)
-        return Request(number, prompt, sampling, method, options, priority=self.priority)
+        told = alone(models, replace(self, num_said=0)).token_ids if self.num_said else []
+        said = tuple(told[: min(self.num_said, len(told) - 1)])
+        return Request(number, prompt, sampling, method, options, priority=self.priority, said=said)
 
 
 CASES = st.builds(Case, st.sampled_from(sorted(THREAD_DIALECTS)), st.sampled_from(sorted(SETTINGS)))
@@ -75,6 +84,7 @@ VISITS = st.lists(
         answer=PLAIN | PLAIN | PLAIN | CASES,
         num_tokens=st.sampled_from([1, 2, 7, MAX_TOKENS]),
         priority=st.integers(-1, 1),
+        num_said=st.just(0) | st.integers(1, MAX_TOKENS),
     ),
     min_size=2,
     max_size=8,
@@ -82,18 +92,33 @@ VISITS = st.lists(
 
 
 @cache
-def pipeline_of(models: ThreadModels, shape: tuple[int, int], purpose: str = "company") -> LocalPipeline:
-    """In float64, where no order of summation can tip a choice."""
-    return LocalPipeline.load(replace(models.spec(4, *shape), dtype="float64"))
+def pipeline_of(models: ThreadModels, shape: tuple[int, int], slots: int | None = None) -> LocalPipeline:
+    """In float64, where no order of summation can tip a choice. What earlier requests have left in its KV cache stays."""
+    spec = replace(models.spec(4, *shape), dtype="float64", max_num_seqs=8)
+    return LocalPipeline.load(spec if slots is None else with_slots(spec, slots))
+
+
+def with_slots(spec: PipelineSpec, slots: int) -> PipelineSpec:
+    """With KV pools of at most so many slots."""
+    return replace(spec, kv_cache_memory=slots * max(rank.token_bytes for rank in spec._kv_budget().ranks))
+
+
+def alone(models: ThreadModels, visit: Visit) -> LocalAnswer:
+    """The answer by ``pp``, in one stage, with nobody else there and nothing in the KV cache."""
+    return _alone(models, replace(visit, arrives=0, method=0, priority=0, cancelled_after=None, num_said=0))
 
 
 @cache
-def alone(models: ThreadModels, visit: Visit) -> LocalAnswer:
-    """The answer by ``pp``, in one stage, with nobody else there."""
-    pipeline = pipeline_of(models, (1, 1), "alone")
+def _alone(models: ThreadModels, visit: Visit) -> LocalAnswer:
+    pipeline = _pipeline_alone(models)
     request = replace(visit.request(0, models), method="pp", options=None)
     list(pipeline.run(request))
     return pipeline.last
+
+
+@cache
+def _pipeline_alone(models: ThreadModels) -> LocalPipeline:
+    return LocalPipeline.load(replace(models.spec(4, 1, 1), dtype="float64", draft=None, prefix_cache=False))
 
 
 def said(answer: LocalAnswer) -> list[int]:
@@ -102,22 +127,25 @@ def said(answer: LocalAnswer) -> list[int]:
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: f"{shape[0]}in{shape[1]}")
 @settings(max_examples=settings().max_examples // 2)  # each has several answers
-@given(visits=VISITS)
+@given(visits=VISITS, slots=st.sampled_from(SLOTS), reserved=st.sampled_from([1, 8, 1024]))
 def test_an_answer_in_company_is_the_answer_alone(
-    thread_models: ThreadModels, shape: tuple[int, int], visits: list[Visit]
+    thread_models: ThreadModels, shape: tuple[int, int], visits: list[Visit], slots: int | None, reserved: int
 ) -> None:
-    """Over random arrivals, cancellations, methods, priorities, samplings and decode threads."""
-    pipeline = pipeline_of(thread_models, shape)
+    """Over random arrivals, cancellations, methods, priorities, samplings and decode threads; with answers that are resumed, and
+    with little memory, so that requests wait, are paused, and lose what they have shared.
+    """
+    pipeline = pipeline_of(thread_models, shape, slots)
     arrivals: dict[int, list[Request]] = {}
     cancels: dict[int, list[int]] = {}
     for number, visit in enumerate(visits):
         arrivals.setdefault(visit.arrives, []).append(visit.request(number, thread_models))
         if visit.cancelled_after is not None:
             cancels.setdefault(visit.arrives + visit.cancelled_after, []).append(number)
-    for _ in pipeline.run_all(arrivals, cancels):
-        continue
+    with patch.object(running, "_MOST_RESERVED", reserved):
+        for _ in pipeline.run_all(arrivals, cancels):
+            continue
     for number, visit in enumerate(visits):
-        check_answer(pipeline.answers[number], alone(thread_models, replace(visit, arrives=0, priority=0, cancelled_after=None)))
+        check_answer(pipeline.answers[number], alone(thread_models, visit))
     assert_nothing_is_left(pipeline)
 
 
@@ -125,12 +153,13 @@ def check_answer(found: LocalAnswer, wanted: LocalAnswer) -> None:
     """The same tokens, or those until it was cancelled."""
     if found.finished == "cancelled":
         if not found.sequence.can_fork:
-            assert found.token_ids == wanted.token_ids[: len(found.token_ids)]
+            assert said(found) == said(wanted)[: len(said(found))]
         return
     assert said(found) == said(wanted)
     assert found.finished == wanted.finished
-    assert [list(row) for row in found.logprobs[: len(wanted.logprobs)]] == [list(row) for row in wanted.logprobs]
-    for ours, theirs in zip(found.logprobs, wanted.logprobs, strict=False):
+    logprobs = wanted.logprobs[len(found.request.said) :]
+    assert [list(row) for row in found.logprobs[: len(logprobs)]] == [list(row) for row in logprobs]
+    for ours, theirs in zip(found.logprobs, logprobs, strict=False):
         assert ours == pytest.approx(theirs, abs=1e-9)
 
 
@@ -138,6 +167,7 @@ def assert_nothing_is_left(pipeline: LocalPipeline) -> None:
     assert all(answer.is_closed for answer in pipeline.answers.values())
     for worker in pipeline._stages:
         assert worker.num_lanes == 0
+    assert pipeline._company.kv.used_slots == 0
 
 
 def test_requests_share_timesteps(thread_models: ThreadModels) -> None:
@@ -183,4 +213,32 @@ def test_a_request_that_cannot_run_disturbs_nobody(thread_models: ThreadModels) 
         list(LocalPipeline.load(replace(thread_models.spec(4, 1, 1), draft=None)).run(bad))
     good = Visit(1, None, 0, (1, 0), 3, 0)
     list(pipeline.run(good.request(0, thread_models)))
-    assert said(pipeline.last) == said(alone(thread_models, replace(good, arrives=0)))
+    assert said(pipeline.last) == said(alone(thread_models, good))
+
+
+@pytest.mark.parametrize("method", range(len(METHODS)))
+def test_the_youngest_is_paused_and_all_are_answered(
+    thread_models: ThreadModels, monkeypatch: pytest.MonkeyPatch, method: int
+) -> None:
+    """There is room for what all of them reserve, but not for their answers."""
+    monkeypatch.setattr(running, "_MOST_RESERVED", 16)
+    pipeline = LocalPipeline.load(with_slots(replace(thread_models.spec(4, 2), dtype="float64"), 400))
+    visits = [Visit(1, None, method, (1, sampling % len(SAMPLINGS)), 250, 0) for sampling in range(4)]
+    list(pipeline.run_all({1: [visit.request(number, thread_models) for number, visit in enumerate(visits)]}))
+    for number, visit in enumerate(visits):
+        check_answer(pipeline.answers[number], alone(thread_models, visit))
+    pauses = [answer.metrics.pauses for answer in pipeline.answers.values()]
+    assert pauses[0] == 0 and sum(pauses) > 0
+    assert_nothing_is_left(pipeline)
+
+
+def test_a_shared_prefix_is_computed_once(thread_models: ThreadModels) -> None:
+    """Users who arrive together share it, too, and it outlasts the one who computed it."""
+    pipeline = LocalPipeline.load(replace(thread_models.spec(4, 4), dtype="float64"))
+    visits = [Visit(1, None, 0, (prompt, 0), 5, 0) for prompt in (3, 4, 5, 3)]
+    list(pipeline.run_all({1: [visit.request(number, thread_models) for number, visit in enumerate(visits)]}, {4: [0]}))
+    cached = [answer.metrics.cached_tokens for answer in pipeline.answers.values()]
+    assert cached[0] == 0 and min(cached[1:]) >= 96
+    for number, visit in enumerate(visits):
+        check_answer(pipeline.answers[number], alone(thread_models, visit))
+    assert_nothing_is_left(pipeline)

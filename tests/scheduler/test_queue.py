@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from pipedec.core import RankLost, SchedulerLost, UserError
-from pipedec.messages import AbortEvent, CancelledEvent, ErrorEvent, Event, RunDescription, TokensEvent
+from pipedec.messages import AbortEvent, CancelledEvent, ErrorEvent, Event, KVUsage, RunDescription, TokensEvent
 from pipedec.scheduler import Facts, Message, Post, RedisScheduler, Scheduler, Task, Topology, post_process
 
 MakeScheduler = Callable[[Topology], Scheduler]
@@ -164,6 +164,14 @@ def test_a_request_ends_with_its_last_events(scheduler: Scheduler) -> None:
     assert answer(scheduler, 0) == [TokensEvent([1], "a"), TokensEvent([2], "b"), ErrorEvent("d")]
     assert answer(scheduler, 1) == [TokensEvent([3], "c")]
     assert scheduler.status().running == (1,) and scheduler.status().waiting == 1
+
+
+def test_the_use_of_kv_memory_is_what_was_told_last(scheduler: Scheduler) -> None:
+    assert scheduler.status().kv is None
+    for usage in (KVUsage(4096, 512, 1024, 700, 480, 3), KVUsage(4096, 0, 1536, 700, 480, 3)):
+        scheduler.publish_all([], usage)
+        scheduler.publish_all([Post(0, (ErrorEvent("no"),))])
+        assert scheduler.status().kv == usage
 
 
 def test_ranks_publish_to_running_requests_only(scheduler: Scheduler) -> None:

@@ -6,12 +6,14 @@ import random
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from itertools import cycle
 
+import pytest
 import torch
 from slot_books import SlotBooks
 from toy_dialects import IDS, TEXTS, toy
 
-from pipedec.core import Envelope, Opening, SamplingParams, Step, Update, Verdict
+from pipedec.core import Envelope, Opening, SamplingParams, SlotRuns, Step, TokenLogprobs, Update, Verdict
 from pipedec.forest import Forest
 from pipedec.stage import StageWorker
 from pipedec.threads import NewSequence, Sequence, State, single_thread
@@ -26,7 +28,7 @@ OPENERS = {IDS["[Fork]"]: 99.0}
 
 def sequences(opening: Opening) -> NewSequence:
     if opening.threads is None:
-        return lambda: single_thread(opening.prompt_length, (END,), opening.sampling.max_tokens)
+        return lambda: single_thread(opening.prompt_length, (END,), opening.sampling.max_tokens, opening.said)
     return lambda: Sequence(DIALECT, opening.prompt_length, (END,), opening.sampling.max_tokens)
 
 
@@ -36,9 +38,13 @@ class Script:
 
     Attributes:
         arrival: the timestep in which it is opened.
-        chunks: sizes of the chunks of its prompt.
+        chunks: sizes of the chunks in which its prompt, what it said before, or what of both it does not adopt, enters.
         delay: timesteps after which rank 0 learns a verdict.
-        patience: timesteps after which it is cancelled.
+        patience: timesteps after which it is cancelled, or paused.
+        prompt: None for a random one.
+        slots, cached, copied: of its opening; further slots come from the books.
+        reason: why it ends when its patience does.
+        known: for each timestep, how many tokens of prompt and answer are in its slots behind it, as far as rank 0 knows.
     """
 
     number: int
@@ -50,14 +56,32 @@ class Script:
     has_threads: bool
     delay: int
     patience: int
+    prompt: tuple[int, ...] | None = None
+    said: tuple[int, ...] = ()
+    slots: SlotRuns = ()
+    cached: int = 0
+    copied: tuple[int, int] = (0, 0)
+    reason: str = "cancelled"
+    known: list[int] = field(default_factory=list)
     seen: list[object] = field(default_factory=list)
     verdicts: list[Verdict] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._rng = random.Random(self.seed)
-        self._prompt = [self._rng.randrange(len(TEXTS)) for _ in range(sum(self.chunks))]
-        threads = "apar" if self.has_threads else None
-        self._opening = Opening(len(self._prompt), self.sampling, TOKENS_PER_MASK if self.has_masks else 0, threads)
+        if self.prompt is None:
+            self.prompt = tuple(self._rng.randrange(len(TEXTS)) for _ in range(sum(self.chunks)))
+        self._prefill = (*self.prompt, *self.said)[self.cached :]
+        assert len(self._prefill) == sum(self.chunks)
+        self._opening = Opening(
+            len(self.prompt),
+            self.sampling,
+            TOKENS_PER_MASK if self.has_masks else 0,
+            "apar" if self.has_threads else None,
+            said=self.said,
+            slots=self.slots,
+            cached=self.cached,
+            copied=self.copied,
+        )
         self._forest = Forest(sequences(self._opening)())
         self._last: dict[int, int] = {}  # by thread: tokens of ended threads that have yet to enter
         self._results: deque[Verdict | None] = deque([None] * self.delay)
@@ -67,17 +91,36 @@ class Script:
 
     @property
     def num_slots(self) -> int:
-        """Slots that its rows need at most: its prompt and all that it has said or that is in flight."""
-        said = sum(thread.num_tokens for thread in self._forest.sequence.threads)
-        return len(self._prompt) + MASKS + said + self._forest.num_rows
+        """Slots of the books that its rows need at most: for its prompt and all that it has said or that is in flight."""
+        sequence, given = self._forest.sequence, sum(count for _, count in self.slots)
+        said = sum(thread.num_tokens for thread in sequence.threads)
+        return sequence.prompt_length + MASKS + said + self._forest.num_rows - given
+
+    @property
+    def answer(self) -> tuple[int, ...]:
+        """The tokens of an answer in one thread, those that it said before among them."""
+        return (*self.said, *(token for verdict in self.verdicts for token in verdict.tokens))
+
+    @property
+    def logprobs(self) -> TokenLogprobs:
+        """Those of the tokens of ``verdicts``, and of tokens that came too late for them."""
+        updates = (entry for entry in self.seen if isinstance(entry, Update))
+        return tuple(token for update in updates if update.verdict and update.verdict.tokens for token in update.logprobs)
 
     def update(self, timestep: int) -> Update | None:
         """What enters of it in this timestep."""
+        update = self._update(timestep)
+        said = len(self.answer)
+        entered = self.cached + sum(self.chunks[: self._entered]) if timestep >= self.arrival else 0
+        self.known.append(len(self.prompt or ()) + said - 1 if said > len(self.said) else entered)
+        return update
+
+    def _update(self, timestep: int) -> Update | None:
         if self.is_over or timestep < self.arrival:
             return None
         verdict = self._results.popleft() if self._results else None
         if timestep == self.arrival + self.patience:
-            verdict = Verdict(finished="cancelled")
+            verdict = self._impatient(verdict or Verdict())
         if verdict is not None:
             self._replay(verdict)
         if self._entered < len(self.chunks):
@@ -89,6 +132,12 @@ class Script:
             return None
         return Update(self.number, opening, verdict, step)
 
+    def _impatient(self, verdict: Verdict) -> Verdict:
+        """A pause is said with the tokens accepted before it, and not to an answer that these end."""
+        if self.reason == "cancelled":
+            return Verdict(finished=self.reason)
+        return verdict if verdict.finished else replace(verdict, finished=self.reason)
+
     def take(self, timestep: int, result: Update | None) -> None:
         """The last stage's result of this timestep."""
         if timestep >= self.arrival and not self.is_over:
@@ -98,7 +147,7 @@ class Script:
     def _chunk(self) -> Step:
         first, count = sum(self.chunks[: self._entered]), self.chunks[self._entered]
         self._entered += 1
-        token_ids = self._prompt[first : first + count]
+        token_ids = list(self._prefill[first : first + count])
         if self._entered == len(self.chunks) and self.has_masks:
             token_ids = [*token_ids, *range(-1, -MASKS - 1, -1)]
         return Step(torch.tensor(token_ids), torch.full((len(token_ids),), -1))
@@ -186,8 +235,26 @@ def with_slots(update: Update, scripts: list[Script], books: SlotBooks) -> Updat
     slots = books.take(update.number, script_of(scripts, update.number).num_slots)
     if update.opening is None:
         return replace(update, slots=slots)
-    return replace(update, opening=replace(update.opening, slots=slots))
+    return replace(update, opening=replace(update.opening, slots=(*update.opening.slots, *slots)))
 
 
 def script_of(scripts: list[Script], number: int) -> Script:
     return next(script for script in scripts if script.number == number)
+
+
+def chunks_of(count: int, sizes: list[int]) -> list[int]:
+    """Sizes of chunks, which recur until there are ``count`` tokens."""
+    chunks = list[int]()
+    for size in cycle(sizes):
+        if not count:
+            return chunks
+        chunks.append(min(size, count))
+        count -= chunks[-1]
+    raise AssertionError
+
+
+def assert_close(found: TokenLogprobs, expected: TokenLogprobs) -> None:
+    assert len(found) == len(expected)
+    for one, other in zip(found, expected, strict=True):
+        assert [token for token, _ in one] == [token for token, _ in other]
+        assert [value for _, value in one] == pytest.approx([value for _, value in other], abs=1e-9)

@@ -4,83 +4,24 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from bita_files import save_random_bita
-from checkpoints import save_tiny
 from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
-from lane_scripts import LIKELY, MASKS, OPENERS, Script, run, sequences
+from lane_scripts import LIKELY, OPENERS, Script, run
+from lane_targets import CUT, MODELS, Target, save_target, scripts
 from slot_books import SlotBooks
 from torch import Tensor
-from toy_dialects import TEXTS
 
 from pipedec.core import Opening, SamplingParams, Step, Update, Verdict
-from pipedec.model import BitaWeights, ModelConfig, StageModel
-from pipedec.stage import FinalStageWorker, StageWorker
-
-CUT = [range(0, 1), range(1, 2), range(2, 3)]
-SLOTS = 4096
-MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("llama", {}),
-    "window": ("mistral", {"sliding_window": 5}),
-    "dynamic": ("llama", {"rope_parameters": {"rope_theta": 1000.0, "rope_type": "dynamic", "factor": 3.0},
-                          "max_position_embeddings": 12}),
-}  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Target:
-    path: Path
-    bita: BitaWeights = field(repr=False)
-
-    def workers(self, cut: list[range], dtype: torch.dtype, block: int) -> list[StageWorker]:
-        config = ModelConfig.from_directory(self.path)
-        return [self._worker(StageModel.load(self.path, layers, dtype, "cpu", config), block) for layers in cut]
-
-    def _worker(self, model: StageModel, block: int) -> StageWorker:
-        layers = slice(model.layers.start, model.layers.stop)
-        model.attach(BitaWeights(self.bita.prompt[layers].to(model.dtype), self.bita.masks.to(model.dtype)))
-        return (FinalStageWorker if model.is_last else StageWorker)(model, sequences, slots=SLOTS, block=block)
 
 
 @pytest.fixture(scope="module", params=MODELS)
 def target(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Target:
-    family, changes = MODELS[request.param]
-    path = tmp_path_factory.mktemp("target")
-    save_tiny(family, path, layers=3, vocab=len(TEXTS), **changes)
-    return Target(path, save_random_bita(path / "bita", path, MASKS))
-
-
-def scripts() -> st.SearchStrategy[dict[str, Any]]:
-    """Arguments of a script."""
-    samplings = st.builds(
-        SamplingParams,
-        temperature=st.sampled_from([0.0, 0.8]),
-        seed=st.integers(0, 99),
-        max_tokens=st.integers(1, 14),
-        frequency_penalty=st.sampled_from([0.0, 0.5]),
-        repetition_penalty=st.sampled_from([1.0, 1.01]),
-        logprobs=st.sampled_from([None, 2]),
-        logit_bias=st.sampled_from([LIKELY, LIKELY | OPENERS]),
-    )
-    return st.fixed_dictionaries(
-        {
-            "seed": st.integers(0, 10_000),
-            "arrival": st.integers(0, 8),
-            "chunks": st.lists(st.integers(1, 5), min_size=1, max_size=4),
-            "sampling": samplings,
-            "has_masks": st.booleans(),
-            "has_threads": st.booleans(),
-            "delay": st.integers(0, 2),
-            "patience": st.sampled_from([0, 1, 3, 9, 20]),
-        }
-    )
+    return save_target(request.param, tmp_path_factory.mktemp("target"))
 
 
 def assert_equal(alone: Script, in_company: Script, tolerance: float) -> None:

@@ -147,6 +147,7 @@ def _load_transformers(directory: Path, spec: PipelineSpec, device: torch.device
 
 
 def _pipelines(spec: PipelineSpec, device: torch.device) -> list[Contender]:
+    spec = replace(spec, prefix_cache=False)  # every answer computes its prompt
     whole = replace(spec, topology=Topology.even(1, 1), layers=((spec.layers[0][0], spec.layers[-1][1]),))
     pipeline, count = _load_counted(whole, device)
     has_draft, has_bita = spec.draft is not None, spec.bita is not None

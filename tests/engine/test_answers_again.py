@@ -1,0 +1,223 @@
+"""Answers that are resumed, or said again after a pause: nothing is told twice, and the whole is what it would have been."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipedec.core import Accepted, Opening, Request, SamplingParams, TokenLogprobs, UserError, Verdict
+from pipedec.engine.answer import Answer
+from pipedec.engine.sequences import Sequences
+from pipedec.engine.spec import REFERENCE_PAIR
+from pipedec.messages import CompletionEvent, Event, LogprobsEvent, ThreadNews, TokensEvent
+from pipedec.text.prompt import Prompter
+from pipedec.threads import load_dialect
+
+TARGET = REFERENCE_PAIR / "target"
+SEQUENCES = Sequences(TARGET)
+PROMPT = (20, 21, 22)
+END = "<|end|>"
+OPENING = Opening(len(PROMPT), SamplingParams())
+# What the threads of an answer say, by path; the children of a thread open where it says so.
+THREADS = {(): f"One.[Fork] Two.[Fork] Three.{END}", (0,): f" first, and on{END}", (1,): f" second{END}"}
+
+
+@pytest.fixture(scope="module")
+def prompter() -> Prompter:
+    return Prompter(TARGET, 2048)
+
+
+@dataclass
+class Client:
+    """What a client hears of an answer."""
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
+    threads: dict[tuple[int, ...], str] = field(default_factory=dict)
+    counts: dict[tuple[int, ...], int] = field(default_factory=dict)
+
+    def hear(self, events: list[Event]) -> None:
+        for event in events:
+            if isinstance(event, LogprobsEvent):
+                self.logprobs += event.logprobs
+            elif isinstance(event, TokensEvent):
+                self.text += event.text
+                self.token_ids += event.token_ids
+                for news in event.threads or []:
+                    self._note(news)
+
+    def _note(self, news: ThreadNews) -> None:
+        assert news.tokens >= self.counts.get(news.path, 0), "nobody unsays anything"
+        self.threads[news.path] = self.threads.get(news.path, "") + news.text
+        self.counts[news.path] = news.tokens
+
+
+def ids(prompter: Prompter, text: str) -> list[int]:
+    found: list[int] = prompter.tokenizer(text, add_special_tokens=False)["input_ids"]
+    return found
+
+
+def of(prompter: Prompter, dialect: str | None, said: tuple[int, ...] = (), **sampling: Any) -> Answer:
+    params = SamplingParams(**{"max_tokens": 200, **sampling})
+    threads = None if dialect is None else load_dialect(dialect).to_json()
+    new_sequence = SEQUENCES.maker(len(PROMPT), params, threads, () if threads else said)
+    known = SEQUENCES.maker(len(PROMPT), params, threads, said) if said else None
+    request = Request(0, PROMPT, params, threads=threads, said=() if threads else said)
+    answer = Answer(request, new_sequence, prompter, 2, threads is not None, known, len(said))
+    answer.opened(OPENING)
+    return answer
+
+
+class Telling:
+    """Says the tokens of THREADS in an order of its own; ``step`` says a piece of it."""
+
+    def __init__(self, prompter: Prompter, rng: random.Random) -> None:
+        self._rng = rng
+        self._left = {path: ids(prompter, text) for path, text in THREADS.items()}
+        self._sequence = SEQUENCES.maker(len(PROMPT), SamplingParams(max_tokens=200), load_dialect("apar").to_json())()
+
+    @property
+    def has_ended(self) -> bool:
+        return self._sequence.finished is not None
+
+    def step(self) -> tuple[Verdict, TokenLogprobs]:
+        """A verdict on some threads, with log-probabilities that tell whose tokens they are of."""
+        accepted, rows = [], []
+        for thread in list(self._sequence.threads):
+            count = self._rng.choice([0, 1, 1, 2])
+            said, left = self._left[thread.path][:count], self._left[thread.path][count:]
+            self._left[thread.path] = left
+            if said:
+                first = len(THREADS[thread.path]) * 100 - len(left) - len(said)
+                rows += [((token, -float(first + index)),) for index, token in enumerate(said)]
+                accepted.append(Accepted(thread.number, tuple(said)))
+                for token in said:
+                    self._sequence.accept(thread.number, token)
+        return Verdict(tuple(accepted), self._sequence.finished), tuple(rows)
+
+
+def tell_all(answer: Answer, telling: Telling, client: Client) -> CompletionEvent:
+    while not telling.has_ended:
+        client.hear(answer.take(*telling.step())[1])
+    return answer.completed()
+
+
+def logprobs_of(event: CompletionEvent, client: Client) -> list[Any]:
+    assert event.sampled is not None
+    return [None if ordinal < 0 else client.logprobs[ordinal] for ordinal in event.sampled]
+
+
+@given(st.integers(0, 999), st.lists(st.integers(0, 9), min_size=1, max_size=3))
+def test_threads_said_again_in_any_order_tell_nothing_twice(prompter: Prompter, seed: int, cuts: list[int]) -> None:
+    """Whenever they were interrupted, and however often."""
+    rng = random.Random(seed)
+    plain, heard = of(prompter, "apar"), Client()
+    wanted = tell_all(plain, Telling(prompter, rng), heard)
+    paused, client = of(prompter, "apar"), Client()
+    for cut in cuts:
+        telling = Telling(prompter, rng)
+        for _ in range(cut):
+            if not telling.has_ended:
+                verdict, logprobs = telling.step()
+                if verdict.finished is None:
+                    client.hear(paused.take(verdict, logprobs)[1])
+        paused.counters.waits()
+        paused.opened(OPENING)
+    found = tell_all(paused, Telling(prompter, rng), client)
+    assert (client.text, client.token_ids, client.threads) == (heard.text, heard.token_ids, heard.threads)
+    assert (found.completion.text, found.completion.token_ids) == (client.text, client.token_ids)
+    assert found.completion.finish_reason == wanted.completion.finish_reason
+    assert logprobs_of(found, client) == logprobs_of(wanted, heard)
+    assert len(client.logprobs) == len(heard.logprobs)
+    assert found.completion.metrics.pauses == len(cuts)
+
+
+@given(st.integers(0, 999), st.integers(1, 20))
+def test_threads_are_resumed_behind_what_was_said(prompter: Prompter, seed: int, count: int) -> None:
+    """The stream has what follows; the completion has everything, log-probabilities included."""
+    rng = random.Random(seed)
+    whole, heard = of(prompter, "apar"), Client()
+    wanted = tell_all(whole, Telling(prompter, rng), heard)
+    count = min(count, len(heard.token_ids) - 1)
+    resumed, client = of(prompter, "apar", tuple(heard.token_ids[:count])), Client()
+    found = tell_all(resumed, Telling(prompter, rng), client)
+    assert client.token_ids == heard.token_ids[count:]
+    assert heard.text.endswith(client.text)
+    assert (found.completion.text, found.completion.token_ids) == (heard.text, heard.token_ids)
+    assert logprobs_of(found, client) == logprobs_of(wanted, heard)
+
+
+def test_threads_that_are_cancelled_while_they_are_said_again_end_as_they_were_told(prompter: Prompter) -> None:
+    answer, client, rng = of(prompter, "apar"), Client(), random.Random(3)
+    telling = Telling(prompter, rng)
+    while len(client.token_ids) < 6:
+        client.hear(answer.take(*telling.step())[1])
+    answer.opened(OPENING)
+    client.hear(answer.take(*Telling(prompter, rng).step())[1])
+    client.hear(answer.take(Verdict((), "cancelled"))[1])
+    completion = answer.completed().completion
+    assert (completion.token_ids, completion.text) == (client.token_ids, client.text)
+    assert len(completion.token_ids) >= 6 and completion.finish_reason == "cancelled"
+
+
+@given(
+    st.text(alphabet="ab é東 \n", min_size=2, max_size=30),
+    st.integers(0, 30),
+    st.sampled_from([(), ("b a",), ("é東", "\nb")]),
+)
+def test_an_answer_is_resumed_behind_any_token(prompter: Prompter, text: str, count: int, stop: tuple[str, ...]) -> None:
+    """Also inside a character, or inside what may be a stop string."""
+    tokens = ids(prompter, text)
+    whole, heard = of(prompter, None, stop=stop), Client()
+    verdict, events = whole.take(Verdict.of(*tokens))
+    heard.hear(events)
+    said = verdict.tokens[: min(count, len(verdict.tokens) - 1)]
+    resumed, client = of(prompter, None, tuple(said), stop=stop), Client()
+    assert not resumed.is_complete
+    following, events = resumed.take(Verdict.of(*tokens[len(said) :]))
+    client.hear(events)
+    assert following.finished == verdict.finished and [*said, *following.tokens] == list(verdict.tokens)
+    assert heard.text.endswith(client.text) and client.token_ids == heard.token_ids[len(said) :]
+    completion = resumed.completed().completion
+    assert (completion.text, completion.token_ids) == (heard.text, heard.token_ids)
+    assert completion.metrics.resumed_tokens == len(said)
+
+
+@pytest.mark.parametrize(
+    ("text", "sampling", "reason", "shown"),
+    [
+        ("One two" + END, {}, "stop", "One two"),
+        ("One two three", {"stop": ("two",)}, "stop", "One "),
+        ("One two three", {"max_tokens": 3}, "length", None),
+    ],
+    ids=["end", "stop string", "max_tokens"],
+)
+def test_an_answer_that_was_complete_is_complete(
+    prompter: Prompter, text: str, sampling: dict[str, Any], reason: str, shown: str | None
+) -> None:
+    answer = of(prompter, None, tuple(ids(prompter, text)), **sampling)
+    completion = answer.completed().completion
+    assert answer.is_complete and completion.finish_reason == reason
+    assert shown is None or completion.text == shown
+    assert len(completion.token_ids) <= sampling.get("max_tokens", 200)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "message"),
+    [
+        ((5, -1), "tokens that the target lacks"),
+        ((5, 10**6), "tokens that the target lacks"),
+        ((END, 5), "cannot have been said: tokens follow the end of the answer"),
+    ],
+    ids=["negative", "large", "behind the end"],
+)
+def test_what_no_answer_says(prompter: Prompter, tokens: tuple[Any, ...], message: str) -> None:
+    said = tuple(token if isinstance(token, int) else ids(prompter, token)[0] for token in tokens)
+    with pytest.raises(UserError, match=message):
+        of(prompter, None, said)
