@@ -272,6 +272,7 @@ class CardEvent:
         address: its own address on the way to Redis.
         versions: of pipedec, torch and the protocol in Redis.
         configs: digests of what is not weights, and of the first row of every tensor, by model.
+        settings: what follows from its flags and must be the same everywhere.
     """
 
     rank: int
@@ -280,6 +281,7 @@ class CardEvent:
     address: str
     versions: Mapping[str, str]
     configs: Mapping[str, str]
+    settings: Mapping[str, str] = field(default_factory=dict, hash=False)
 
 
 @dataclass(frozen=True)

@@ -116,7 +116,8 @@ class Meeting:
             "torch": torch.__version__.partition("+")[0],
             "protocol in Redis": scripts_digest(),
         }
-        return CardEvent(self._place.rank, self._host, machine_id(), address, versions, configs)
+        settings = {"KV slots": f"{self._spec.kv_slots:,} in blocks of {self._spec.kv_block}"}
+        return CardEvent(self._place.rank, self._host, machine_id(), address, versions, configs, settings)
 
     def _models(self) -> dict[str, Path]:
         models = {"target": self._spec.target, "draft": self._spec.draft, "bita": self._spec.bita}
@@ -175,13 +176,15 @@ class Meeting:
 
 _VERSION = "{own} has {name} {mine}, but {other} has {theirs}: install the same version on both"
 _CONFIG = "{own} has another {name} than {other}: copy the same checkpoint to both hosts"
+_SETTINGS = "{own} has {name} {mine}, but {other} has {theirs}: give both the same flags, --device cuda if only one has GPUs"
 _WEIGHTS = "{own} has other weights of the {name} than {other}: copy the same checkpoint to both hosts"
 
 
 def check_cards(own: CardEvent, first: CardEvent) -> None:
-    """Raises UserError if this rank has other versions or checkpoints than rank 0."""
+    """Raises UserError if this rank has other versions, checkpoints or settings than rank 0."""
     check_equal(own, first, _VERSION, own.versions, first.versions)
     check_equal(own, first, _CONFIG, own.configs, first.configs)
+    check_equal(own, first, _SETTINGS, own.settings, first.settings)
 
 
 def check_equal(own: CardEvent, first: CardEvent, message: str, mine: Mapping[str, str], theirs: Mapping[str, str]) -> None:

@@ -315,8 +315,10 @@ class PipelineSpec:
 
     @property
     def _may_use_cuda(self) -> bool:
-        if self.device != "auto" or self.places is None:
-            return self.device != "cpu" and num_gpus() > 0
+        if self.device != "auto":
+            return self.device == "cuda"
+        if self.places is None:
+            return num_gpus() > 0
         return any(DEVICE_KINDS[place.device].is_gpu for place in self.places)
 
     def rank_device(self, rank: int, local_rank: int, gpus: int | None = None) -> torch.device:

@@ -117,6 +117,14 @@ def test_another_checkpoint_is_found_before_anything_is_loaded(run: Run, no_inte
         run.meet(1, 0, 1).result(30)
 
 
+def test_ranks_with_other_flags_are_found(run: Run, no_interface: None) -> None:
+    for rank in (0, 2):
+        run.scheduler.publish(STARTING, run.card(rank, settings={"KV slots": "32 in blocks of 16"} if rank == 0 else {}))
+    message = r"^rank 1 \(stage 1\) on here has KV slots [\d,]+ in blocks of 16, but rank 0 \(draft\) on host-0 has 32 in blocks"
+    with pytest.raises(UserError, match=message):
+        run.meet(1, 0, 1).result(30)
+
+
 def test_weights_that_differ_in_one_byte_are_found(run: Run) -> None:
     """Their first rows, configurations and tokenizers are equal."""
     with socket.create_server((LOOPBACK, 0)) as other_host:

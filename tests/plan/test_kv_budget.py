@@ -59,6 +59,7 @@ def test_rank_0_manages_what_every_pool_has(pair: Pair) -> None:
     small = spec(pair, kv_cache_memory=MIB)
     assert small.kv_manager().capacity == small.kv_slots
     assert small.kv_block == 16, "on a processor"
+    assert replace(small, device="cuda").kv_block == 256, "also on a host that has no GPU"
 
 
 def test_prefixes_are_shared_unless_somebody_objects(pair: Pair, tmp_path: Path) -> None:

@@ -6,12 +6,14 @@ import random
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from itertools import cycle
 
+import pytest
 import torch
 from slot_books import SlotBooks
 from toy_dialects import IDS, TEXTS, toy
 
-from pipedec.core import Envelope, Opening, SamplingParams, SlotRuns, Step, Update, Verdict
+from pipedec.core import Envelope, Opening, SamplingParams, SlotRuns, Step, TokenLogprobs, Update, Verdict
 from pipedec.forest import Forest
 from pipedec.stage import StageWorker
 from pipedec.threads import NewSequence, Sequence, State, single_thread
@@ -30,18 +32,6 @@ def sequences(opening: Opening) -> NewSequence:
     return lambda: Sequence(DIALECT, opening.prompt_length, (END,), opening.sampling.max_tokens)
 
 
-@dataclass(frozen=True)
-class Adopted:
-    """A prefix that is in the pool when a request opens: slots that it shares, and the ``copied`` of its opening."""
-
-    shared: SlotRuns
-    copied: tuple[int, int] = (0, 0)
-
-    @property
-    def num_shared(self) -> int:
-        return sum(count for _, count in self.shared)
-
-
 @dataclass
 class Script:
     """One request. What it proposes depends only on its seed and on its own verdicts.
@@ -52,7 +42,9 @@ class Script:
         delay: timesteps after which rank 0 learns a verdict.
         patience: timesteps after which it is cancelled, or paused.
         prompt: None for a random one.
+        slots, cached, copied: of its opening; further slots come from the books.
         reason: why it ends when its patience does.
+        known: for each timestep, how many tokens of prompt and answer are in its slots behind it, as far as rank 0 knows.
     """
 
     number: int
@@ -66,8 +58,11 @@ class Script:
     patience: int
     prompt: tuple[int, ...] | None = None
     said: tuple[int, ...] = ()
-    adopted: Adopted = Adopted(())
+    slots: SlotRuns = ()
+    cached: int = 0
+    copied: tuple[int, int] = (0, 0)
     reason: str = "cancelled"
+    known: list[int] = field(default_factory=list)
     seen: list[object] = field(default_factory=list)
     verdicts: list[Verdict] = field(default_factory=list)
 
@@ -75,8 +70,7 @@ class Script:
         self._rng = random.Random(self.seed)
         if self.prompt is None:
             self.prompt = tuple(self._rng.randrange(len(TEXTS)) for _ in range(sum(self.chunks)))
-        cached = self.adopted.num_shared + self.adopted.copied[1]
-        self._prefill = (*self.prompt, *self.said)[cached:]
+        self._prefill = (*self.prompt, *self.said)[self.cached :]
         assert len(self._prefill) == sum(self.chunks)
         self._opening = Opening(
             len(self.prompt),
@@ -84,9 +78,9 @@ class Script:
             TOKENS_PER_MASK if self.has_masks else 0,
             "apar" if self.has_threads else None,
             said=self.said,
-            slots=self.adopted.shared,
-            cached=cached,
-            copied=self.adopted.copied,
+            slots=self.slots,
+            cached=self.cached,
+            copied=self.copied,
         )
         self._forest = Forest(sequences(self._opening)())
         self._last: dict[int, int] = {}  # by thread: tokens of ended threads that have yet to enter
@@ -97,18 +91,31 @@ class Script:
 
     @property
     def num_slots(self) -> int:
-        """Slots of its own that its rows need at most: for its prompt and all that it has said or that is in flight."""
-        sequence = self._forest.sequence
+        """Slots of the books that its rows need at most: for its prompt and all that it has said or that is in flight."""
+        sequence, given = self._forest.sequence, sum(count for _, count in self.slots)
         said = sum(thread.num_tokens for thread in sequence.threads)
-        return sequence.prompt_length - self.adopted.num_shared + MASKS + said + self._forest.num_rows
+        return sequence.prompt_length + MASKS + said + self._forest.num_rows - given
 
     @property
     def answer(self) -> tuple[int, ...]:
         """The tokens of an answer in one thread, those that it said before among them."""
         return (*self.said, *(token for verdict in self.verdicts for token in verdict.tokens))
 
+    @property
+    def logprobs(self) -> TokenLogprobs:
+        """Those of the tokens of ``verdicts``, and of tokens that came too late for them."""
+        updates = (entry for entry in self.seen if isinstance(entry, Update))
+        return tuple(token for update in updates if update.verdict and update.verdict.tokens for token in update.logprobs)
+
     def update(self, timestep: int) -> Update | None:
         """What enters of it in this timestep."""
+        update = self._update(timestep)
+        said = len(self.answer)
+        entered = self.cached + sum(self.chunks[: self._entered]) if timestep >= self.arrival else 0
+        self.known.append(len(self.prompt or ()) + said - 1 if said > len(self.said) else entered)
+        return update
+
+    def _update(self, timestep: int) -> Update | None:
         if self.is_over or timestep < self.arrival:
             return None
         verdict = self._results.popleft() if self._results else None
@@ -233,3 +240,21 @@ def with_slots(update: Update, scripts: list[Script], books: SlotBooks) -> Updat
 
 def script_of(scripts: list[Script], number: int) -> Script:
     return next(script for script in scripts if script.number == number)
+
+
+def chunks_of(count: int, sizes: list[int]) -> list[int]:
+    """Sizes of chunks, which recur until there are ``count`` tokens."""
+    chunks = list[int]()
+    for size in cycle(sizes):
+        if not count:
+            return chunks
+        chunks.append(min(size, count))
+        count -= chunks[-1]
+    raise AssertionError
+
+
+def assert_close(found: TokenLogprobs, expected: TokenLogprobs) -> None:
+    assert len(found) == len(expected)
+    for one, other in zip(found, expected, strict=True):
+        assert [token for token, _ in one] == [token for token, _ in other]
+        assert [value for _, value in one] == pytest.approx([value for _, value in other], abs=1e-9)

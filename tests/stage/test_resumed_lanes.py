@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from itertools import cycle
 from typing import Any
 
 import pytest
@@ -11,33 +10,16 @@ import torch
 from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
-from lane_scripts import Adopted, Script, run
+from lane_scripts import Script, assert_close, chunks_of, run
 from lane_targets import CUT, MODELS, SLOTS, Target, save_target, scripts
 from slot_books import SlotBooks
 
-from pipedec.core import TokenLogprobs, Update
 from pipedec.stage import StageWorker
 
 
 @pytest.fixture(scope="module", params=MODELS)
 def target(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Target:
     return save_target(request.param, tmp_path_factory.mktemp("target"))
-
-
-def chunks_of(count: int, sizes: list[int]) -> list[int]:
-    """Sizes of chunks, which recur until there are ``count`` tokens."""
-    chunks = list[int]()
-    for size in cycle(sizes):
-        if not count:
-            return chunks
-        chunks.append(min(size, count))
-        count -= chunks[-1]
-    raise AssertionError
-
-
-def logprobs_of(script: Script) -> TokenLogprobs:
-    updates = (entry for entry in script.seen if isinstance(entry, Update))
-    return tuple(token for update in updates if update.verdict and update.verdict.tokens for token in update.logprobs)
 
 
 def forecasts_of(script: Script) -> dict[int, object]:
@@ -63,7 +45,7 @@ def resumed(cut: Script, books: SlotBooks, arguments: dict[str, Any], cached: in
     shared, prefill = cached // block * block, len(prompt) + len(cut.answer)
     copied = (books.runs(0, cached)[-1][0], cached - shared) if cached > shared else (0, 0)
     settings = {**arguments, "prompt": prompt, "chunks": chunks_of(prefill - cached, sizes), "seed": arguments["seed"] + 1}
-    return Script(1, **settings, said=cut.answer, adopted=Adopted(books.runs(0, shared), copied))
+    return Script(1, **settings, said=cut.answer, slots=books.runs(0, shared), cached=cached, copied=copied)
 
 
 @examples(80)
@@ -87,13 +69,6 @@ def test_an_answer_that_was_cut_goes_on_as_if_it_had_not_been(
     run(workers, [rest], books)
     assert rest.answer == uncut.answer
     assert rest.verdicts[-1].finished == uncut.verdicts[-1].finished
-    assert_close(logprobs_of(rest), logprobs_of(uncut)[len(cut.answer) :])
+    assert_close(rest.logprobs, uncut.logprobs[len(cut.answer) :])
     first, expected = len(cut.answer) + 1, forecasts_of(uncut)
     assert first not in expected or forecasts_of(rest)[first] == expected[first]
-
-
-def assert_close(found: TokenLogprobs, expected: TokenLogprobs) -> None:
-    assert len(found) == len(expected)
-    for one, other in zip(found, expected, strict=True):
-        assert [token for token, _ in one] == [token for token, _ in other]
-        assert [value for _, value in one] == pytest.approx([value for _, value in other], abs=1e-9)

@@ -42,7 +42,7 @@ _STARTED_HERE = (
 )
 _COLUMNS = (
     "tokens/s", "steady", "× first", "TTFT ms", "p99", "TPOT ms", "p99", "ITL ms", "p99", "end to end s", "timesteps", "rows",
-    "own ms", "prefilled", "cached", "pauses", "KV %",
+    "own ms",
 )  # fmt: skip
 
 
@@ -293,12 +293,10 @@ def _summary(rows: list[dict[str, Any]]) -> Table:
         limits = "" if len({one["max_num_seqs"] for one in rows}) == 1 else f", {row['max_num_seqs']} at once"
         table.add_row(
             _load_name(row) + limits, row["policy"], _number(row["tokens_per_s"]), _number(row["steady_tokens_per_s"]),
-            f"{row['tokens_per_s'] / first['tokens_per_s']:.2f}",
+            f"{row['tokens_per_s'] / first['tokens_per_s']:.2f}" if row["tokens_per_s"] and first["tokens_per_s"] else "-",
             *(_number((row[name] or {}).get(part)) for name in ("ttft_ms", "tpot_ms", "itl_ms") for part in ("mean", "p99")),
             f"{row['e2e_ms']['mean'] / 1000:.2f}" if row["e2e_ms"] else "-",
             str(row["timesteps"] or "-"), _number(row["rows_per_timestep"]), _number(row["own_ms_per_timestep"]),
-            f"{row['prefilled_tokens']:,}", f"{row['cached_tokens']:,}", str(row["pauses"]),
-            f"{100 * row['kv']['peak_utilisation']:.0f}" if row["kv"] else "-",
         )  # fmt: skip
     return table
 
@@ -310,7 +308,7 @@ def _title(row: dict[str, Any]) -> str:
 
 
 def _notes(rows: list[dict[str, Any]]) -> str:
-    """What the table has no column for: goodput, refusals, turns, the intruder."""
+    """What the table has no column for: goodput, refusals, memory, turns, the intruder."""
     notes = []
     for row in rows:
         name = f"{_load_name(row)}, {row['policy']}"
@@ -318,6 +316,7 @@ def _notes(rows: list[dict[str, Any]]) -> str:
             notes.append(f"{name}: goodput {row['goodput_per_s']:.3f} requests/s")
         if row["refused"]:
             notes.append(f"{name}: {row['refused']} requests refused")
+        notes.append(f"{name}: {_memory_note(row)}")
         for turn in row["turns"]:
             notes.append(
                 f"{name}: turn {turn['turn']}: {turn['prefilled_tokens']:,} of {turn['prompt_tokens']:,} prompt tokens computed, "
@@ -330,6 +329,14 @@ def _notes(rows: list[dict[str, Any]]) -> str:
                 f"{late['tpot_ms']:.1f} ms per token, {late['ratio']:.2f} × the {late['tpot_without_ms']:.1f} ms without it"
             )
     return "\n".join(notes)
+
+
+def _memory_note(row: dict[str, Any]) -> str:
+    """Prompt tokens that were computed, pauses, and KV memory."""
+    text = f"{row['prefilled_tokens']:,} prompt tokens computed, {row['cached_tokens']:,} cached, {row['pauses']} pauses"
+    if kv := row["kv"]:
+        text += f", {kv['peak_slots']:,} of {kv['capacity_slots']:,} KV slots used at most"
+    return text
 
 
 def _load_name(row: dict[str, Any]) -> str:
