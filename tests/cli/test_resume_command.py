@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from cli.conftest import Pipedec
 from processes import wait_until
 
 from pipedec.cluster.local import LocalCluster
 
+Pipedec = Callable[..., Any]
 ASKED = ["--raw-prompt", "--method", "pp", "--ignore-eos", "--prompt", "Natalia sold clips to all of her friends"]
 DRAWN = ["--temperature", "0.9", "--logprobs", "1"]
 

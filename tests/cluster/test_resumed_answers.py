@@ -1,4 +1,4 @@
-"""Answers that a client resumes: in real processes, by every method, whatever the dispatch, they go on as if nothing had happened."""
+"""Answers that a client resumes, in real processes, by every method and dispatch: they go on as if nothing had happened."""
 
 from __future__ import annotations
 
