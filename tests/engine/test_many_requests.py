@@ -11,12 +11,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kv_budgets import with_slots
 from threads_support import SETTINGS, THREAD_DIALECTS, Case, ThreadModels
 
 from pipedec.core import Request, SamplingParams, UserError
 from pipedec.decoding import running
 from pipedec.engine.local import LocalAnswer, LocalPipeline
-from pipedec.engine.spec import PipelineSpec
 from pipedec.methods import METHODS, BestFirstOptions, PipeDecOptions, StaticTreeOptions, applicable_options
 
 SHAPES = [(1, 1), (2, 2), (4, 4), (4, 2)]  # stages, groups
@@ -96,11 +96,6 @@ def pipeline_of(models: ThreadModels, shape: tuple[int, int], slots: int | None 
     """In float64, where no order of summation can tip a choice. What earlier requests have left in its KV cache stays."""
     spec = replace(models.spec(4, *shape), dtype="float64", max_num_seqs=8)
     return LocalPipeline.load(spec if slots is None else with_slots(spec, slots))
-
-
-def with_slots(spec: PipelineSpec, slots: int) -> PipelineSpec:
-    """With KV pools of at most so many slots."""
-    return replace(spec, kv_cache_memory=slots * max(rank.token_bytes for rank in spec._kv_budget().ranks))
 
 
 def alone(models: ThreadModels, visit: Visit) -> LocalAnswer:

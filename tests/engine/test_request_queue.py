@@ -9,7 +9,7 @@ from processes import wait_until
 
 from pipedec.core import PipedecError, SchedulerLost
 from pipedec.engine.request_queue import RequestQueue
-from pipedec.messages import CancelledEvent, ErrorEvent, Event, RunDescription, TokensEvent
+from pipedec.messages import CancelledEvent, ErrorEvent, Event, KVUsage, RunDescription, TokensEvent
 from pipedec.scheduler import MemoryScheduler, Message, Post, Topology
 
 DESCRIPTION = RunDescription(((1,),), ((0, 1),), "target")
@@ -24,11 +24,11 @@ class Losable(MemoryScheduler):
         self.batches: list[int] = []
         self.open(DESCRIPTION)
 
-    def publish_all(self, posts: Sequence[Post]) -> None:
+    def publish_all(self, posts: Sequence[Post], usage: KVUsage | None = None) -> None:
         if self.is_lost:
             raise SchedulerLost("cannot reach Redis")
         self.batches.append(len(posts))
-        super().publish_all(posts)
+        super().publish_all(posts, usage)
 
     def answer(self, number: int) -> list[Event]:
         return [event for _, event in self.read_answer(number, "0", 0)]
@@ -162,3 +162,11 @@ def test_a_failed_run_is_an_error_of_the_next_call(scheduler: Losable) -> None:
     with pytest.raises(PipedecError, match="rank 1: out of memory"), queue.serving():
         scheduler.abort(1, "out of memory")
         wait_until(lambda: queue.arrivals(1), 5)
+
+
+def test_the_use_of_kv_memory_is_published_without_events_too(scheduler: Losable) -> None:
+    queue, usages = RequestQueue(scheduler), [KVUsage(64, used, 0, 0, 0, 0) for used in (16, 0)]
+    with queue.serving():
+        for usage in usages:
+            queue.tell(usage)
+        assert wait_until(lambda: scheduler.status().kv == usages[-1], 5)
