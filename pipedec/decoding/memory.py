@@ -73,10 +73,10 @@ class Memory:
         """The claim of a request as far as there is memory for it."""
         if not one.has_lane or one.is_prefilling or not (claim.entering or claim.wish.chances):
             return claim
-        wish, free = claim.wish, self._kv.slots_of(one.number) - one.past - one.method.in_flight
+        wish, free = claim.wish, self._free_slots(one)
         needed = one.certain_rows(wish)
         if needed > free and self._grow(one, needed - free):
-            free = self._kv.slots_of(one.number) - one.past - one.method.in_flight
+            free = self._free_slots(one)
         if free < needed and (wish.whole or free <= 0):
             return Claim(claim.number, claim.priority)
         most = free + self._spare
@@ -86,7 +86,7 @@ class Memory:
 
     def room_for(self, one: Running, rows: int) -> int:
         """How many of ``rows`` rows may enter: all if there is memory, else those that fit."""
-        free = self._kv.slots_of(one.number) - one.past - one.method.in_flight
+        free = self._free_slots(one)
         if rows > free and rows - free <= self._spare and self._grow(one, rows - free):
             return rows
         return min(rows, free)
@@ -129,6 +129,10 @@ class Memory:
             return False
         stays = sum(self._kv.slots_of(one.number) for one in lanes if one.request.priority <= waiting.request.priority)
         return self._kv.capacity - stays >= self._slots_to_open(waiting)
+
+    def _free_slots(self, one: Running) -> int:
+        """Slots of a lane in which there are no rows."""
+        return self._kv.slots_of(one.number) - one.past - one.method.in_flight
 
     @property
     def _spare(self) -> int:

@@ -30,12 +30,13 @@ class Running:
     Attributes:
         sequence: of its answer. Only the method passes accepted tokens to it.
         text: prompt, and what was said before the lane opened.
-        entered: how many tokens of it have entered, or were cached, and masks behind them.
+        entered: how many tokens of it have entered, or were cached.
         drafted: how many of them are in the draft model's cache.
         told: how many tokens others may adopt, of the text and of what follows.
         cached_tokens: of the prompt, when the first lane opened.
         has_lane: whether the stages have a lane for it, as far as they have been told.
         is_closing: whether stages may still have a lane that was paused.
+        is_prefilling: whether something of the text, or of the masks behind it, has yet to enter.
         rests: nothing of it enters, and nothing is drafted for it, before the next verdict.
     """
 
@@ -59,6 +60,7 @@ class Running:
         self.entered = 0
         self.drafted = 0
         self.told = 0
+        self.is_prefilling = True
         self.rests = False
         self._method: Method | None = None
         self._hits, self._misses = 0, 0
@@ -75,10 +77,6 @@ class Running:
             self._method = self._new_method(self.request, self.sequence)
             self._method.hits, self._method.misses = self._hits, self._misses
         return self._method
-
-    @property
-    def is_prefilling(self) -> bool:
-        return self.entered < len(self.text) + self.method.masks.count
 
     @property
     def is_drafted(self) -> bool:
@@ -108,7 +106,7 @@ class Running:
             return self.entered
         sequence = self.sequence
         if not sequence.can_fork:
-            return max(len(self.text), sequence.prompt_length + sequence.main.num_tokens - 1)
+            return max(self.entered, sequence.prompt_length + sequence.main.num_tokens - 1)
         pending = sum(thread.pending is not None for thread in sequence.threads)
         return sequence.prompt_length + sum(sequence.needed()) + pending
 
@@ -175,8 +173,9 @@ class Running:
         if rows <= 0:
             return None
         chunk = self.text[self.entered : self.entered + rows]
+        self.entered += len(chunk)
+        self.is_prefilling = left > rows
         chunk += range(-1, -1 - (rows - len(chunk)), -1)
-        self.entered += rows
         token_ids = torch.tensor(chunk, dtype=torch.int64, device=device)
         return Step(token_ids, torch.full_like(token_ids, -1))
 
