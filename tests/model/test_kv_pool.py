@@ -71,7 +71,7 @@ def test_caches_come_grow_adopt_and_go(data: st.DataObject, block: int, is_scatt
             held.append(Held(number, pool.cache(data.draw(st.booleans()))))
         one = data.draw(st.sampled_from(held))
         if action == "adopt":
-            held.append(adopter(data, pool, books, one, number))
+            held.append(adopter(data, pool, books, one, 100 + number))
         if action == "grow":
             count = data.draw(st.integers(1, 12))
             one.cache.extend(books.take(one.number, one.cache.length + count - len(one.shared)))
