@@ -15,6 +15,7 @@ from click.testing import CliRunner
 
 from pipedec.bench.kernels import layers
 from pipedec.bench.kernels.layers import LayersConfig, Roofline, driver, measure_layers
+from pipedec.bench.kernels.operations import filled_caches
 from pipedec.cli.main import program
 from pipedec.core import UserError
 from pipedec.hardware import DEVICES, MODEL_SHAPES, ModelShape
@@ -54,6 +55,15 @@ def test_one_row_of_each_of_many_requests_is_compared_with_as_many_rows_of_one()
     weights = 2 * TINY.layer_parameters
     assert step["bytes"] == 4 * (weights + 3 * 2 * (9 + 1) * TINY.cache_values_per_token)
     assert step["flops"] == 3 * alone["flops"]
+
+
+def test_caches_in_several_runs_hold_as_much() -> None:
+    config = LayersConfig("tiny", 2, past=(9, 600), lanes=(3,), runs=2, device="cpu").operations(torch.device("cpu"))
+    caches = filled_caches(config, 20, torch.device("cpu"), 3)
+    assert [len(cache.ranges(0, cache.slots)) for cache in caches] == [2, 2, 2]
+    assert all(cache.past_length == 600 and cache.slots >= 620 for cache in caches)
+    slots = [slot for cache in caches for run in cache.ranges(0, cache.slots) for slot in run]
+    assert len(set(slots)) == len(slots)
 
 
 def test_the_slower_of_reading_and_computing_is_the_bound() -> None:

@@ -56,7 +56,7 @@ def test_a_tree_has_the_size_asked_for_and_room_for_a_layer(size: int) -> None:
 
 def test_a_cache_is_filled_in_both_levels() -> None:
     cache = filled_cache(OperationsConfig(**TOY), 7, CPU)
-    assert (cache.past_length, cache.tree_length, cache.slots) == (5, 7, 12)
+    assert (cache.past_length, cache.tree_length) == (5, 7) and cache.slots >= 12
     for layer in (0, 1):
         assert all(level.shape == (2, 12, 8) and bool((level != 0).all()) for level in cache.view(layer))
 

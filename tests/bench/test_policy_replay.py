@@ -81,6 +81,7 @@ class Both:
         self.spec = spec
         self._experience = WatchedExperience(self.groups)
         self._memos: dict[int, DraftMemo] = {}  # by request
+        self._kv, self._draft_kv = spec.kv_manager(), spec.kv_manager()
         draft = spec.load_drafter(torch.device("cpu"))
         assert draft is not None
         self.draft: Drafter = draft
@@ -91,11 +92,14 @@ class Both:
         said = tuple(token for verdict in self.pipeline.run(request) for token in verdict.tokens)
         return self.replay().run_alone(request, said)
 
+    def _memo(self, number: int) -> DraftMemo:
+        return self._memos.setdefault(number, DraftMemo())
+
     def replay(self) -> ReplayedPipeline:
         """An empty pipeline whose drafter knows the prompts by the number of their request."""
-        drafter = RecordedDrafter(lambda number: self._memos.setdefault(number, DraftMemo()), lambda: self.draft, VOCAB)
+        drafter = RecordedDrafter(self._memo, lambda: self.draft, VOCAB, self._draft_kv)
         assert self.spec.emulation is not None
-        return ReplayedPipeline(self.spec.emulation, self.spec.topology, drafter, self._experience)
+        return ReplayedPipeline(self.spec.emulation, self.spec.topology, drafter, self._experience, self._kv)
 
 
 @pytest.fixture(scope="module")
@@ -116,12 +120,12 @@ def test_counts_and_lasts_what_the_pipeline_does(both: Callable[[str], Both], sh
         assert replayed.losses.together + replayed.losses.tokens == replayed.tokens - 1 == tokens - 2
 
 
-def in_company(priorities: dict[int, int], method: str) -> list[Request]:
+def in_company(method: str, tokens: int = 6, urgent: int | None = None) -> list[Request]:
     """Requests of 10 to 168 prompt tokens, of which every other one shares a beginning."""
     prompts = [(*PROMPTS[number % 2], *range(3, 3 + 40 * number)) for number in range(5)]
-    sampling = SamplingParams(max_tokens=6, ignore_eos=True)
+    sampling = SamplingParams(max_tokens=tokens, ignore_eos=True)
     return [
-        Request(number, prompt, sampling, *POLICIES[method], priority=priorities.get(number, 0))
+        Request(number, prompt, sampling, *POLICIES[method], priority=-1 if number == urgent else 0)
         for number, prompt in enumerate(prompts)
     ]
 
@@ -135,14 +139,11 @@ def both_in_company(spec: PipelineSpec, draft: Drafter, requests: list[Request])
     expected = pipeline.answers
 
     def admit() -> None:
-        for timestep in [timestep for timestep in coming if timestep <= replay.timesteps + 1]:
+        soon = replay.timesteps + 1 if replay.num_running else min(coming, default=0)
+        for timestep in [timestep for timestep in coming if timestep <= soon]:
             for number in coming.pop(timestep):
                 begun[number] = replay.begin(requests[number], tuple(expected[number].token_ids))
 
-    for _ in replay.run(admit):
-        pass
-    coming = {1: coming[500]}
-    replay.timesteps = 0
     for _ in replay.run(admit):
         pass
     assert begun.keys() == expected.keys()
@@ -157,7 +158,7 @@ def both_in_company(spec: PipelineSpec, draft: Drafter, requests: list[Request])
 def test_requests_in_company_count_and_last_what_they_do_in_the_pipeline(
     both: Callable[[str], Both], shape: str, method: str
 ) -> None:
-    begun = both_in_company(both(shape).spec, both(shape).draft, in_company({}, method))
+    begun = both_in_company(both(shape).spec, both(shape).draft, in_company(method))
     assert begun[4].metrics.cached_tokens > 0, "the fifth prompt begins like the third"
 
 
@@ -167,13 +168,13 @@ def test_pauses_count_and_last_what_they_do_in_the_pipeline(both: Callable[[str]
     here = both(shape)
     assert here.spec.emulation is not None
     scarce = replace(here.spec, emulation=replace(here.spec.emulation, kv_tokens=256))
-    begun = both_in_company(scarce, here.draft, in_company({3: -1}, "pp"))
+    begun = both_in_company(scarce, here.draft, in_company("pp", 12, urgent=3))
     assert begun[2].metrics.pauses == 1 and begun[3].metrics.pauses == 0
 
 
 def replay_of(spec: PipelineSpec, draft: Drafter) -> ReplayedPipeline:
     """A pipeline and a drafter that have learned nothing."""
-    drafter = RecordedDrafter(lambda number: DraftMemo(), lambda: draft, VOCAB)
+    drafter = RecordedDrafter(lambda number: DraftMemo(), lambda: draft, VOCAB, spec.kv_manager())
     assert spec.emulation is not None
     experience = WatchedExperience(spec.topology.num_groups)
     return ReplayedPipeline(spec.emulation, spec.topology, drafter, experience, spec.kv_manager())

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -26,6 +26,7 @@ from pipedec.engine.loop import decode
 from pipedec.engine.pool import Pool
 from pipedec.engine.recorder import Timestep
 from pipedec.forest import Forest
+from pipedec.kv import KVManager
 from pipedec.methods import applicable_options
 from pipedec.model import KVPool, KVShape, LaneRows
 from pipedec.stage import FinalStageWorker, StageWorker
@@ -35,10 +36,10 @@ from pipedec.tree import Candidates, DraftRows, RowChanges
 
 PROMPT = 5
 MASKS = 3
-SLOTS = 4096
+BLOCK = 4
 TIMING = TimestepTiming(0.01, 0.005, (0.001,))
 Path = tuple[int, ...]
-Name = tuple[int, Path | None, tuple[int, ...]]  # of the prompt: no path
+Name = tuple[int | None, Path | None, tuple[int, ...]]  # of the prompt: no path, and only its last token is the request's own
 
 
 class Marks:
@@ -104,8 +105,19 @@ def name_at(number: int, thread: DecodeThread, index: int) -> Name:
     return number, thread.path, tuple(tokens_of(thread)[: index + 1])
 
 
+def prompt_of(number: int) -> tuple[int, ...]:
+    """Token ids; requests have all but the last one in common."""
+    return (*range(PROMPT - 1), PROMPT - 1 + number)
+
+
 def prompt_names(number: int, rows: Iterable[int] = range(PROMPT)) -> list[Name]:
-    return [(number, None, (index,)) for index in rows]
+    return [(number if index == PROMPT - 1 else None, None, (index,)) for index in rows]
+
+
+def prefill_names(number: int, said: Sequence[int], rows: Iterable[int]) -> list[Name]:
+    """Of rows of the prompt and what was said before."""
+    of_prompt, of_said = [row for row in rows if row < PROMPT], [row for row in rows if row >= PROMPT]
+    return [*prompt_names(number, of_prompt), *((number, (), tuple(said[: row - PROMPT + 1])) for row in of_said)]
 
 
 @dataclass
@@ -123,7 +135,7 @@ class MarkedModel:
         return self.pool
 
     def forward(self, inputs: Tensor, lanes: Sequence[LaneRows]) -> Tensor:
-        sequences = {lane._cache: lane._forest.sequence for lane in self.worker._lanes.values()}
+        owners = {lane._cache: (number, lane._forest.sequence) for number, lane in self.worker._lanes.items()}
         assert len({lane.cache for lane in lanes}) == len(lanes)
         for lane, rows in zip(lanes, inputs.split([lane.num_rows for lane in lanes]), strict=True):
             lane.check()
@@ -131,19 +143,20 @@ class MarkedModel:
             self.pool.write(0, torch.tensor(slots), rows.view(-1, 1, 1), -rows.view(-1, 1, 1))
             past = lane.cache.past_length
             lane.append()
+            number, sequence = owners[lane.cache]
             if lane.visibility is None:
-                self._check_chunk(lane, past, rows)
+                self._check_chunk(lane, past, rows, number, sequence.main.token_ids)
             else:
-                self._check_rows(lane, rows, sequences[lane.cache])
+                self._check_rows(lane, rows, sequence)
         return inputs
 
-    def _check_chunk(self, lane: LaneRows, past: int, rows: Tensor) -> None:
-        names = self.marks.read(rows)
-        number, tokens = names[0][0], lane.num_tokens
-        assert names[:tokens] == prompt_names(number, range(past, past + tokens))
-        assert [name[0] for name in names] == [number] * len(names)
+    def _check_chunk(self, lane: LaneRows, past: int, rows: Tensor, number: int, said: Sequence[int]) -> None:
+        names, tokens = self.marks.read(rows), lane.num_tokens
+        assert names[:tokens] == prefill_names(number, said, range(past, past + tokens))
+        assert [name[0] for name in names[tokens:]] == [number] * lane.num_masks
         assert lane.positions.tolist() == list(range(past, past + lane.num_rows)) and lane.prefill_length == PROMPT
-        assert not lane.num_masks or lane.cache.past_length == PROMPT
+        assert not lane.num_masks or lane.cache.past_length == PROMPT + len(said)
+        assert self.marks.read(lane.cache.view(0)[0]) == prefill_names(number, said, range(past + tokens))
 
     def _check_rows(self, lane: LaneRows, rows: Tensor, sequence: ThreadSequence) -> None:
         cache, visibility = lane.cache, lane.visibility
@@ -162,6 +175,7 @@ class MarkedModel:
     def logits(self, hidden: Tensor) -> Tensor:
         lines = []
         for number, path, tokens in self.marks.read(hidden):
+            assert number is not None
             target = self.targets[number]
             if path is None:
                 lines.append(target.logits((), 0))
@@ -199,7 +213,7 @@ class MarkedModel:
 
 def _visible(sequence: ThreadSequence, name: Name) -> list[Name]:
     number, path, tokens = name
-    assert path is not None
+    assert path is not None and number is not None
     own = sequence.at(path)
     assert list(tokens[: len(tokens_of(own))]) == tokens_of(own)[: len(tokens)], "no row of what can no longer come true"
     others = [
@@ -259,6 +273,8 @@ class MarkedDrafter:
 class Answer:
     """A request's reader: it takes everything."""
 
+    def waits(self) -> None: ...
+    def opened(self, opening: Opening) -> None: ...
     def entered(self, step: Step) -> None: ...
     def ended(self, reason: str, method: Method) -> None: ...
     def closed(self) -> None: ...
@@ -275,36 +291,38 @@ class Rehearsal:
         bound: the dialect of every other request, the first among them; None if all answers are in one thread.
         windows: verdicts travel with the rows; else all ranks learn them at once, and what is under way is pruned.
         arrivals: the timestep in which each request begins.
+        slots: of the KV pools.
+        prefers_later: the later a request arrives, the sooner it is served.
     """
 
     def __init__(
         self, bound: BoundDialect | None, seed: int, method: str, stages: int, windows: bool, max_tokens: int,
         tree: Mapping[str, int] | None = None, accuracy: float = 0.7, chatter: float = 1.0, arrivals: Sequence[int] = (1,),
-        knee: int = 64,
+        knee: int = 64, slots: int = 4096, prefers_later: bool = False,
     ) -> None:  # fmt: skip
         self._bound = bound
         self._targets = {number: Target(bound, seed + number, chatter) for number in range(len(arrivals))}
         options = applicable_options(method, tree or {})
         self._requests = [
-            Request(number, tuple(range(PROMPT)), SamplingParams(max_tokens=max_tokens - number), method, options,
-                    threads=None if bound is None or number % 2 else "toy")
+            Request(number, prompt_of(number), SamplingParams(max_tokens=max_tokens - number), method, options,
+                    threads=None if bound is None or number % 2 else "toy", priority=-number * prefers_later)
             for number in range(len(arrivals))
         ]  # fmt: skip
         self._arrivals = list(zip(arrivals, self._requests, strict=True))
-        company = Company(stages, MarkedDrafter(self._targets, accuracy, seed), "cpu", MASKS, knee)
-        self._pool = Pool(company)
+        self.kv = KVManager(slots if windows else 4096, BLOCK, shares_prefixes=windows)
+        self.pool = Pool(Company(stages, MarkedDrafter(self._targets, accuracy, seed), "cpu", MASKS, knee, kv=self.kv))
         self.sequences: dict[int, ThreadSequence] = {}  # rank 0's, by request
         kind = WindowedStages if windows else InstructedStages
-        self.stages = kind(self._targets, self._new_sequence, stages)
+        self.stages = kind(self._targets, self._new_sequence, stages, self.kv.capacity)
         self._timestep = 0
 
     def run(self) -> list[ThreadSequence]:
         """The threads of each answer."""
         while self._arrivals:
-            for _ in decode(self._pool, self.stages, self._admit):
+            for _ in decode(self.pool, self.stages, self._admit):
                 pass
-        for worker in self.stages.workers:
-            assert (worker.num_lanes, worker._pool.used_slots) == (0, 0)
+        assert [worker.num_lanes for worker in self.stages.workers] == [0] * len(self.stages.workers)
+        assert self.kv.used_slots == 0
         return [self.sequences[number] for number in sorted(self.sequences)]
 
     def expected(self) -> list[ThreadSequence]:
@@ -312,20 +330,28 @@ class Rehearsal:
 
     def _admit(self) -> None:
         self._timestep += 1
-        if self._arrivals and not self._pool.is_busy:
+        if self._arrivals and not self.pool.is_busy:
             self._timestep = max(self._timestep, self._arrivals[0][0])
         while self._arrivals and self._arrivals[0][0] <= self._timestep:
             _, request = self._arrivals.pop(0)
-            sequence = self._sequence_of(request)()
-            self.sequences[request.number] = sequence
-            self._pool.open(request, sequence, Answer())
+            self.pool.open(request, self._recorded(request), Answer())
+
+    def _recorded(self, request: Request) -> NewSequence:
+        """Makes sequences of an answer, the newest of which is that of ``sequences``."""
+        make = self._sequence_of(request)
+
+        def new_sequence() -> ThreadSequence:
+            self.sequences[request.number] = sequence = make()
+            return sequence
+
+        return new_sequence
 
     def _sequence_of(self, request: Request) -> NewSequence:
         return self._new_sequence(Opening(PROMPT, request.sampling, threads=request.threads))
 
     def _new_sequence(self, opening: Opening) -> NewSequence:
         if opening.threads is None or self._bound is None:
-            return lambda: single_thread(PROMPT, (END,), opening.sampling.max_tokens)
+            return lambda: single_thread(PROMPT, (END,), opening.sampling.max_tokens, opening.said)
         bound = self._bound
         return lambda: ThreadSequence(bound, PROMPT, (END,), opening.sampling.max_tokens)
 
@@ -339,14 +365,20 @@ class MarkedStages:
         most_requests: requests with rows in one timestep.
     """
 
-    def __init__(self, targets: Mapping[int, Target], new_sequence: Callable[[Opening], NewSequence], stages: int) -> None:
+    def __init__(
+        self, targets: Mapping[int, Target], new_sequence: Callable[[Opening], NewSequence], stages: int, slots: int
+    ) -> None:
         self._marks = Marks()
         self._new_sequence = new_sequence
         self._forests: dict[int, Forest] = {}  # by request; they replay what rank 0 knows, to name its rows
-        self._prompt_rows: dict[int, int] = defaultdict(int)  # by request: rows of the prompt that have entered
+        self._prefill_rows: dict[int, int] = {}  # by request: rows of the prompt and of what was said before that have entered
+        self._said: dict[int, tuple[int, ...]] = {}  # by request: before its lanes were opened
         self.models = [MarkedModel(self._marks, targets) for _ in range(stages)]
         kinds = [StageWorker] * (stages - 1) + [FinalStageWorker]
-        self.workers = [kind(model, new_sequence, slots=SLOTS, block=4) for kind, model in zip(kinds, self.models, strict=True)]  # type: ignore[arg-type]
+        self.workers = [
+            kind(model, new_sequence, slots=slots, block=BLOCK)  # type: ignore[arg-type]
+            for kind, model in zip(kinds, self.models, strict=True)
+        ]
         for model, worker in zip(self.models, self.workers, strict=True):
             model.worker = worker
         self._idle = 0
@@ -368,21 +400,23 @@ class MarkedStages:
         number, step = update.number, update.step
         if update.opening is not None:
             self._forests[number] = Forest(self._new_sequence(update.opening)())
+            self._prefill_rows[number], self._said[number] = update.opening.cached, update.opening.said
         if update.verdict is not None:
             self._forests[number].advance(update.verdict)
         if step is not None:
-            is_chunk = self._prompt_rows[number] < PROMPT
+            is_chunk = self._prefill_rows[number] < PROMPT + len(self._said[number])
             names = self._chunk_names(number, step) if is_chunk else self._row_names(number, step)
             step = Step(step.token_ids, step.parents, self._marks.of(names), step.threads)
         return replace(update, step=step)
 
     def _chunk_names(self, number: int, step: Step) -> list[Name]:
-        first, token_ids = self._prompt_rows[number], step.token_ids.tolist()
-        tokens = [token for token in token_ids if token >= 0]
-        assert step.parents.tolist() == [-1] * len(token_ids) and tokens == list(range(first, first + len(tokens)))
-        self._prompt_rows[number] += len(tokens)
-        masks = [(number, (), tuple(range(-1, token - 1, -1))) for token in token_ids if token < 0]
-        return [*prompt_names(number, tokens), *masks]
+        first, said, token_ids = self._prefill_rows[number], self._said[number], step.token_ids.tolist()
+        rows = range(first, first + sum(token >= 0 for token in token_ids))
+        assert step.parents.tolist() == [-1] * len(token_ids)
+        assert token_ids[: len(rows)] == [*prompt_of(number), *said][first : rows.stop]
+        self._prefill_rows[number] = rows.stop
+        masks = [(number, (), (*said, *range(-1, token - 1, -1))) for token in token_ids if token < 0]
+        return [*prefill_names(number, said, rows), *masks]
 
     def _row_names(self, number: int, step: Step) -> list[Name]:
         forest = self._forests[number]

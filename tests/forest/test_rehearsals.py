@@ -46,14 +46,16 @@ def said(sequence: Sequence) -> list[tuple[tuple[int, ...], int, int]]:
 @given(
     seed=st.integers(0, 2**32), stages=st.integers(1, 4), windows=st.booleans(), max_tokens=st.integers(4, 70),
     width=st.sampled_from([1, 2, 6]), accuracy=st.sampled_from([0.3, 0.9]), waits=st.lists(st.integers(0, 9), max_size=3),
-    knee=st.sampled_from([4, 64]),
+    knee=st.sampled_from([4, 64]), slots=st.sampled_from([300, 4096]),
 )  # fmt: skip
 def test_every_rank_sees_and_holds_the_same(
-    name, method, seed, stages, windows, max_tokens, width, accuracy, waits, knee
+    name, method, seed, stages, windows, max_tokens, width, accuracy, waits, knee, slots
 ) -> None:
     tree = {"width": width, "children": 3, "depth": 2, "forwards": 2}
     arrivals = tuple(accumulate(waits, initial=1))
-    rehearsal = Rehearsal(DIALECTS[name], seed, method, stages, windows, max_tokens, tree, accuracy, arrivals=arrivals, knee=knee)
+    rehearsal = Rehearsal(
+        DIALECTS[name], seed, method, stages, windows, max_tokens, tree, accuracy, arrivals=arrivals, knee=knee, slots=slots
+    )
     for answer, expected in zip(rehearsal.run(), rehearsal.expected(), strict=True):
         assert said(answer) == said(expected)
         assert answer.finished == expected.finished
@@ -74,3 +76,13 @@ def test_requests_are_in_the_pipeline_at_the_same_time() -> None:
     rehearsal = Rehearsal(DIALECTS["apar"], 5, "pp", 3, True, 40, arrivals=(1, 1, 1, 2, 30, 31))
     assert [said(answer) for answer in rehearsal.run()] == [said(answer) for answer in rehearsal.expected()]
     assert rehearsal.stages.most_requests >= 3
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("name", ["one thread", "apar"])
+def test_requests_that_are_paused_say_what_they_would_have_said(name: str, method: str) -> None:
+    """Those that arrive later are served first."""
+    arrivals = (1, 1, 4, 5, 8, 10)
+    rehearsal = Rehearsal(DIALECTS[name], 7, method, 3, True, 60, arrivals=arrivals, knee=16, slots=200, prefers_later=True)
+    assert [said(answer) for answer in rehearsal.run()] == [said(answer) for answer in rehearsal.expected()]
+    assert rehearsal.pool.pauses > 0 and rehearsal.kv.adopted_tokens > 0

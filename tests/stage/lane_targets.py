@@ -32,14 +32,14 @@ class Target:
     path: Path
     bita: BitaWeights = field(repr=False)
 
-    def workers(self, cut: list[range], dtype: torch.dtype, block: int) -> list[StageWorker]:
+    def workers(self, cut: list[range], dtype: torch.dtype, block: int, slots: int = SLOTS) -> list[StageWorker]:
         config = ModelConfig.from_directory(self.path)
-        return [self._worker(StageModel.load(self.path, layers, dtype, "cpu", config), block) for layers in cut]
+        return [self._worker(StageModel.load(self.path, layers, dtype, "cpu", config), block, slots) for layers in cut]
 
-    def _worker(self, model: StageModel, block: int) -> StageWorker:
+    def _worker(self, model: StageModel, block: int, slots: int) -> StageWorker:
         layers = slice(model.layers.start, model.layers.stop)
         model.attach(BitaWeights(self.bita.prompt[layers].to(model.dtype), self.bita.masks.to(model.dtype)))
-        return (FinalStageWorker if model.is_last else StageWorker)(model, sequences, slots=SLOTS, block=block)
+        return (FinalStageWorker if model.is_last else StageWorker)(model, sequences, slots=slots, block=block)
 
 
 def save_target(name: str, path: Path) -> Target:

@@ -46,6 +46,7 @@ class LayersConfig:
         layers: number of layers in the stage.
         rows, past: steps of each number of rows after each number of accepted tokens.
         lanes: steps with one row of each of that many requests, compared with as many rows of one request.
+        runs: of slots in which each KV cache lies; a CPU reads one run in place and joins several layer by layer.
         tree_rows: sizes of the trees that are grown and pruned.
         dtype: None for bfloat16 on CUDA, float32 on CPU.
         repeats: timed runs per step.
@@ -59,6 +60,7 @@ class LayersConfig:
     rows: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128)
     past: tuple[int, ...] = (512, 2048, 8192)
     lanes: tuple[int, ...] = ()
+    runs: int = 1
     tree_rows: tuple[int, ...] = (32, 448)
     dtype: str | None = None
     device: str = "auto"
@@ -66,7 +68,7 @@ class LayersConfig:
 
     def __post_init__(self) -> None:
         check_positive({"--layers": [self.layers], "--rows": self.rows, "--past": self.past, "--lanes": self.lanes or [1]})
-        check_positive({"--tree-rows": self.tree_rows, "--repeats": [self.repeats]})
+        check_positive({"--tree-rows": self.tree_rows, "--repeats": [self.repeats], "--runs": [self.runs]})
         check_known("model", self.model, MODEL_SHAPES)
         check_known("device", self.device, DEVICE_NAMES)
         if self.dtype is not None:
@@ -88,6 +90,7 @@ class LayersConfig:
             dtype=self.dtype or ("bfloat16" if device.type == "cuda" else "float32"),
             device=device.type,
             repeats=self.repeats,
+            runs=self.runs,
         )
 
 

@@ -23,6 +23,8 @@ from pipedec.model import KVCache, KVPool, KVShape
 from pipedec.model.attention import AttentionPlan, reference_attention, tree_attention
 from pipedec.tree import Advance, Candidates, PredictionTree, Visibility
 
+_BLOCK = 256  # of a KV pool, as flash-attention needs it
+
 
 @dataclass(frozen=True)
 class OperationsConfig:
@@ -34,6 +36,7 @@ class OperationsConfig:
         layers: layers of the stage whose KV cache is pruned.
         repeats: timed runs per operation.
         width, children: how trees grow.
+        runs: of slots in which each KV cache lies.
 
     Raises:
         UserError: a number below 1, heads that are no multiple of kv_heads, or an unknown dtype or device.
@@ -50,6 +53,7 @@ class OperationsConfig:
     repeats: int = 100
     width: int = 32
     children: int = 16
+    runs: int = 1
 
     def __post_init__(self) -> None:
         check_positive({"--sizes": self.sizes, "--past": [self.past], "--layers": [self.layers], "--heads": [self.heads]})
@@ -132,13 +136,17 @@ def filled_cache(config: OperationsConfig, size: int, device: torch.device) -> K
 
 
 def filled_caches(config: OperationsConfig, size: int, device: torch.device, lanes: int) -> list[KVCache]:
-    """Caches of one pool, each with ``past`` accepted rows of random keys and values and room for ``size`` more."""
-    shape, rows = KVShape(config.layers, config.kv_heads, config.head_dim, config.torch_dtype), config.past + size
-    pool = KVPool(shape, lanes * rows, block=rows, device=device)
+    """Caches of one pool, each with ``past`` accepted rows of random keys and values and room for ``size`` more.
+
+    The runs of the caches take turns, so that no two of a cache follow each other.
+    """
+    shape, runs = KVShape(config.layers, config.kv_heads, config.head_dim, config.torch_dtype), config.runs
+    rows, spacing = -(-(config.past + size) // (runs * _BLOCK)) * _BLOCK, lanes + (runs > 1)
+    pool = KVPool(shape, spacing * runs * rows, _BLOCK, device=device)
     pool.tensor.normal_()
     caches = [pool.cache() for _ in range(lanes)]
     for lane, cache in enumerate(caches):
-        cache.extend(((lane * rows, rows),))
+        cache.extend(tuple(((run * spacing + lane) * rows, rows) for run in range(runs)))
         cache.extend_past(config.past)
     return caches
 

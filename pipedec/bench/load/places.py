@@ -128,10 +128,9 @@ class OnReplay(Place):
         assert emulation is not None
         jobs = self._jobs(conversations, policy)
         memos: dict[int, DraftMemo] = {}
-        kv = KVManager(emulation.kv_tokens or UNLIMITED, self._spec.kv_block, self._spec.shares_prefixes)
-        pipeline = ReplayedPipeline(
-            emulation, self._spec.topology, self._drafter(policy, memos), WatchedExperience(self._spec.topology.num_groups), kv
-        )
+        kv, draft_kv = self._kv_manager(), self._kv_manager()
+        drafter, experience = self._drafter(policy, memos, draft_kv), WatchedExperience(self._spec.topology.num_groups)
+        pipeline = ReplayedPipeline(emulation, self._spec.topology, drafter, experience, kv)
 
         def on_submit(number: int, job: replayed.Job) -> None:
             memos[number] = self._memo(job.prompt)
@@ -140,9 +139,14 @@ class OnReplay(Place):
         self._keep_memos()
         return replace(outcome, kv=KVUse.of(pipeline.kv_slots, kv.capacity, emulation.kv_token_bytes))
 
-    def _drafter(self, policy: Policy, memos: Mapping[int, DraftMemo]) -> RecordedDrafter | None:
+    def _kv_manager(self) -> KVManager:
+        """Of the memory of the emulated devices."""
+        assert self._spec.emulation is not None
+        return KVManager(self._spec.emulation.kv_tokens or UNLIMITED, self._spec.kv_block, self._spec.shares_prefixes)
+
+    def _drafter(self, policy: Policy, memos: Mapping[int, DraftMemo], kv: KVManager) -> RecordedDrafter | None:
         max_children = max(CHILDREN[-1], policy.limits.get("children") or 0)
-        return RecordedDrafter(memos.__getitem__, lambda: self._draft, max_children) if self._spec.draft else None
+        return RecordedDrafter(memos.__getitem__, lambda: self._draft, max_children, kv) if self._spec.draft else None
 
     def _jobs(self, conversations: Sequence[Conversation], policy: Policy) -> list[replayed.Job]:
         """The first turns, each with those that follow it. Answers that are not known are recorded, turn by turn."""

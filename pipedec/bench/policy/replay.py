@@ -262,8 +262,9 @@ class _Lane:
         self._closed: int | None = None  # the timestep in which the stages are told
 
     @property
-    def is_closed(self) -> bool:
-        return self._closed is not None
+    def is_complete(self) -> bool:
+        """Whether the last stage has said the whole answer: it computes no more rows of it."""
+        return self._num_accepted == len(self._answer)
 
     def leaves(self, timestep: int) -> bool:
         """Whether the closing has reached the last group; all rows before it were computed."""
@@ -303,7 +304,7 @@ class _Lane:
 
     def verify(self, timestep: int) -> Verdict | None:
         """Accept tokens of the answer along rows computed until ``timestep``; None if the root is not computed."""
-        if self.is_closed:
+        if self._closed is not None:
             return None
         if not self._is_prefilled:
             return self._verify_prompt(timestep)
@@ -404,13 +405,21 @@ class _Stages:
         ]
         self._check_idle()
         for index, (sender, group) in enumerate(zip((0, *self._topology.exit_ranks), self._topology.groups, strict=False)):
-            total = Load(*map(sum, zip(*(one[index] for one in loads.values()), strict=True))) if loads else Load()
+            total = _total(one[index] for one in loads.values())
             if total.rows:
                 load.computed.update(dict.fromkeys(group, total))
                 load.sent.update(dict.fromkeys((sender, *group[:-1]), total.rows))
+        if self._topology.final_rank in load.computed:
+            said = (one[-1] for number, one in loads.items() if not self._lanes[number].is_complete)
+            load.computed[self._topology.final_rank] = _total(said)
         return list(self.fill[-1])
 
     def _check_idle(self) -> None:
         self._idle_timesteps = 0 if any(self.fill) else self._idle_timesteps + 1
         if self._idle_timesteps == _IDLE_TIMESTEPS:
             raise RuntimeError(f"no row has entered the pipeline for {_IDLE_TIMESTEPS} timesteps, and no answer has ended")
+
+
+def _total(loads: Iterable[Load]) -> Load:
+    several = list(loads)
+    return Load(sum(load.rows for load in several), sum(load.past for load in several))

@@ -34,6 +34,7 @@ def _numbers_if_given(context: click.Context, parameter: click.Parameter, text: 
     "--lanes", callback=_numbers_if_given,
     help="Numbers of requests, comma-separated: a step with one row of each is compared with one of as many rows of one request.",
 )  # fmt: skip
+@click.option("--runs", type=int, default=1, show_default=True, help="Runs of slots in which each KV cache lies.")
 @click.option(
     "--tree-rows", default="32,448", show_default=True, callback=comma_numbers,
     help="Sizes of the trees that are grown and pruned, comma-separated.",

@@ -1,0 +1,331 @@
+"""A simulated pipeline for a company of requests: one stage that remembers what is in the slots of its KV pool, and an end that
+says what the answers say. Requests come, are cancelled, are paused and end at any timestep.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from drafters import RARE, ScriptedDrafter
+
+from pipedec import threads
+from pipedec.core import MethodOptions, Opening, Request, SamplingParams, SlotRuns, Step, Update, UserError, Verdict
+from pipedec.decoding import Company, Experience, TimestepTiming
+from pipedec.kv import KVManager
+from pipedec.methods import BestFirstOptions, BitaOptions, PipeDecOptions, StaticTreeOptions
+from pipedec.tree import Candidates, DraftRows, PredictionTree, RowChanges
+
+KNEE = 16
+METHODS: dict[str, tuple[MethodOptions | None, ...]] = {
+    "pp": (None,),
+    "pipedec": (PipeDecOptions(5, 3), PipeDecOptions(40, 4)),
+    "stpp": (StaticTreeOptions(4, 3, 2), StaticTreeOptions(16, 4, 3)),
+    "bita": (BitaOptions(depth=2), BitaOptions(depth=2, shape="straightforward")),
+    "pipedec-bestfirst": (None, BestFirstOptions(width=3), BestFirstOptions(forwards=1), BestFirstOptions(proposers=("ngrams",))),
+}
+MASKS = 2
+
+
+class KnowingDrafter:
+    """Knows some of what every request's answer says next. Counts rows as a draft model with a cache does."""
+
+    def __init__(self, chooser: random.Random) -> None:
+        self.answers: dict[int, list[int]] = {}
+        self.open_requests: dict[int, ScriptedDrafter] = {}
+        self.prompts: dict[int, list[int]] = {}
+        self.texts: dict[int, list[int]] = {}
+        self.forwards: list[int] = []
+        self.adopts = False
+        self._chooser = chooser
+        self._prompt_lengths: dict[int, int] = {}
+
+    def open(self, number: int, sequence: threads.Sequence, token_ids: Sequence[int]) -> int:
+        assert number not in self.open_requests
+        cached = self._chooser.randint(0, len(token_ids)) if self.adopts else 0
+        self.open_requests[number], self.prompts[number] = ScriptedDrafter({}), [*token_ids[:cached]]
+        self.texts[number], self._prompt_lengths[number] = [*token_ids], sequence.prompt_length
+        return cached
+
+    def close(self, number: int) -> None:
+        del self.open_requests[number]
+
+    def threads_changed(self, number: int) -> None: ...
+
+    def advance(self, number: int, thread: int, changes: RowChanges) -> None:
+        self.open_requests[number].advance(number, thread, changes)
+
+    def expand(self, requested: Sequence[DraftRows], prompts: Mapping[int, Sequence[int]]) -> list[Candidates]:
+        for number, chunk in prompts.items():
+            self.prompts[number] += chunk
+            assert self.prompts[number] == self.texts[number][: len(self.prompts[number])]
+        self.forwards.append(sum(len(entry.rows) for entry in requested))
+        assert len({entry.number for entry in requested}) == len(requested)
+        assert not {entry.number for entry in requested} & set(prompts)
+        return [self._candidates(entry) for entry in requested]
+
+    def _candidates(self, entry: DraftRows) -> Candidates:
+        assert self.prompts[entry.number] == self.texts[entry.number], "rows are drafted behind the whole prompt"
+        drafted = self.open_requests[entry.number].drafted
+        assert not drafted & set(entry.rows)
+        drafted |= set(entry.rows)
+        if self.adopts and self._chooser.random() < 0.1:  # there is no memory
+            return Candidates(torch.tensor(entry.rows), torch.zeros(len(entry.rows), 0).long(), torch.zeros(len(entry.rows), 0))
+        lines = [self._line(entry, row)[: entry.children] for row in entry.rows]
+        tokens = torch.tensor([[token for token, _ in line] for line in lines])
+        return Candidates(
+            torch.tensor(entry.rows), tokens, torch.tensor([[chance for _, chance in line] for line in lines]).log()
+        )
+
+    def _line(self, entry: DraftRows, row: int) -> list[tuple[int, float]]:
+        answer, place = self.answers[entry.number], entry.tree.positions_of([row])[0] - self._prompt_lengths[entry.number] + 1
+        if self._chooser.random() < 0.6 and 0 <= place < len(answer):
+            return [(answer[place], 0.8), *((token, 0.02) for token in range(100, 103))]
+        return [(62, 0.3), *RARE, (63, 0.005)]
+
+
+class Stage:
+    """What is in the slots of a stage's pool: of a token of a past, a digest of it and of all before it."""
+
+    def __init__(self) -> None:
+        self.memory: dict[int, int] = {}
+        self.lanes: dict[int, Lane] = {}
+
+    def check(self) -> None:
+        """The past of every lane is its own text."""
+        for lane in self.lanes.values():
+            digest = 0
+            for token, slot in zip(lane.past, lane.slots, strict=False):
+                digest = hash((digest, token))
+                assert self.memory[slot] == digest
+
+
+class Lane:
+    """A request on a stage, between its opening and its closing.
+
+    Attributes:
+        arrivals: rows that entered, by timesteps in the pipeline; of the prompt ``True`` if it ends there.
+        said: by the verdicts of the last stage.
+    """
+
+    def __init__(self, stage: Stage, request: Request, answer: list[int], opening: Opening) -> None:
+        self.slots: list[int] = []
+        self.tree = PredictionTree()
+        self.arrivals: list[torch.Tensor | bool] = []
+        self.computed: set[int] = set()
+        self.said = list(opening.said)
+        self.answer = answer
+        self._stage = stage
+        self._text = [*request.prompt_token_ids, *opening.said]
+        self._masks = MASKS if opening.tokens_per_mask else 0
+        assert opening.prompt_length == len(request.prompt_token_ids) and self.said == answer[: len(self.said)]
+        self.extend(opening.slots)
+        self.past = self._text[: opening.cached]
+        assert len(self.past) < len(self._text)
+        for index in range(opening.copied[1]):
+            target = self.slots[opening.cached - opening.copied[1] + index]
+            stage.memory[target] = stage.memory[opening.copied[0] + index]
+
+    def extend(self, slots: SlotRuns) -> None:
+        self.slots += [slot for start, count in slots for slot in range(start, start + count)]
+
+    def enter(self, step: Step | None) -> None:
+        if step is None:
+            self.arrivals.insert(0, torch.zeros(0, dtype=torch.int64))
+        elif len(self.past) < len(self._text):
+            assert set(step.parents.tolist()) == {-1}
+            self._prefill([token for token in step.token_ids.tolist() if token >= 0], step.num_rows)
+        else:
+            where = self.tree.append(step.token_ids, step.parents)
+            self.arrivals.insert(0, torch.arange(where.start, where.stop))
+            self._write_rows(self.tree.num_rows)
+
+    def _prefill(self, chunk: list[int], rows: int) -> None:
+        first = len(self.past)
+        self._commit(chunk)
+        is_last = self.past == self._text
+        assert self.past == self._text[: len(self.past)] and rows - len(chunk) == (self._masks if is_last else 0)
+        self._write_rows(rows - len(chunk))
+        self.arrivals.insert(0, is_last)
+        assert len(self.past) > first
+
+    def _commit(self, tokens: list[int]) -> None:
+        memory, digest = self._stage.memory, self._stage.memory[self.slots[len(self.past) - 1]] if self.past else 0
+        for token in tokens:
+            digest = memory[self.slots[len(self.past)]] = hash((digest, token))
+            self.past.append(token)
+
+    def _write_rows(self, count: int) -> None:
+        """Rows that are in no past are written behind it."""
+        assert len(self.past) + count <= len(self.slots), "a lane has slots for all its rows"
+        for slot in self.slots[len(self.past) : len(self.past) + count]:
+            self._stage.memory[slot] = -1
+
+    def verdict(self, groups: int) -> Verdict | None:
+        """On what leaves the last group."""
+        if len(self.arrivals) < groups:
+            return None
+        leaving = self.arrivals.pop()
+        if isinstance(leaving, bool):
+            return self._verdict(1) if leaving else None
+        self.computed |= set(leaving.tolist())
+        row, tokens = 0 if self.tree.num_rows else None, 0
+        while row is not None and row in self.computed and len(self.said) + tokens < len(self.answer):
+            row, tokens = self.tree.child(row, self.answer[len(self.said) + tokens]), tokens + 1
+        return self._verdict(tokens) if tokens else None
+
+    def _verdict(self, tokens: int) -> Verdict:
+        accepted = self.answer[len(self.said) :][:tokens]
+        self.said += accepted
+        forecast = tuple((token, 60, 61) for token in self.answer[len(self.said) :][: self._masks])
+        finished = "length" if self.said == self.answer else None
+        return Verdict.of(*accepted, finished=finished, forecast=forecast if self._masks else ())
+
+    def replay(self, verdict: Verdict) -> None:
+        advance = self.tree.advance(verdict.tokens)
+        self._commit(advance.committed_ids.tolist())
+        self._write_rows(self.tree.num_rows)
+        self.arrivals = [rows if isinstance(rows, bool) else advance.renumber(rows)[1] for rows in self.arrivals]
+        self.computed = set(advance.renumber(torch.tensor(sorted(self.computed), dtype=torch.int64))[1].tolist())
+
+
+def proposed(company: Company) -> dict[int, Step]:
+    """The rows that enter at the next timestep."""
+    return {number: update.step for number, update in company.propose().items() if update.step is not None}
+
+
+@dataclass
+class Running:
+    """A request that has not ended.
+
+    Attributes:
+        closing: timesteps until every stage has closed the lane that was paused; None if none was.
+    """
+
+    request: Request
+    answer: list[int]
+    closing: int | None = None
+    pauses: int = 0
+
+
+@dataclass
+class Simulation:
+    """A company and its pipeline.
+
+    Attributes:
+        kv: None for as much memory as anybody wants.
+        texts: what conversations were about: prompts begin with the beginning of one.
+    """
+
+    seed: int
+    kv: KVManager | None = None
+    running: dict[int, Running] = field(default_factory=dict)
+    texts: list[tuple[int, ...]] = field(default_factory=lambda: [()])
+    cached: int = 0
+
+    def __post_init__(self) -> None:
+        self.chooser = chooser = random.Random(self.seed)
+        self.groups = chooser.choice((1, 2, 5))
+        self.drafter = KnowingDrafter(chooser)
+        self.drafter.adopts = self.kv is not None
+        self.company = Company(self.groups, self.drafter, "cpu", MASKS, KNEE, Experience(self.groups), self.kv)
+        self.stage = Stage()
+        self.verdicts: dict[int, Verdict] = {}  # of which the stages have yet to be told
+        self.seconds_per_row = chooser.choice((0.0, 0.01, 1.0))
+
+    def arrive(self, number: int, longest: int = 12) -> None:
+        chooser, name = self.chooser, self.chooser.choice(list(METHODS))
+        before = chooser.choice(self.texts)
+        new = (chooser.randrange(50) for _ in range(chooser.choice((1, 3, KNEE, 3 * KNEE + 1))))
+        prompt = (*before[: chooser.randint(0, len(before))], *new)
+        answer = [chooser.randrange(50) for _ in range(chooser.randint(1, longest))]
+        said = tuple(answer[: chooser.randrange(len(answer))] if self.kv is not None and chooser.random() < 0.2 else ())
+        sampling, options = SamplingParams(max_tokens=len(answer)), chooser.choice(METHODS[name])
+        request = Request(number, prompt, sampling, name, options, priority=chooser.choice((0, 0, 1)), said=said)
+        self.drafter.answers[number] = answer
+        try:
+            self.company.open(request, partial(threads.single_thread, len(prompt), (), len(answer), said))
+        except UserError:
+            assert self.kv is not None and len(prompt) + len(answer) + 150 > self.kv.capacity
+        else:
+            self.running[number] = Running(request, answer)
+
+    def timestep(self) -> dict[int, Update]:
+        self._pause()
+        updates = self.company.propose()
+        assert set(updates) <= set(self.running)
+        assert all(one.step is None or one.step.num_rows for one in updates.values())
+        rows = sum(one.step.num_rows for one in updates.values() if one.step is not None)
+        assert rows <= KNEE or sum(one.step is not None for one in updates.values()) == 1
+        self._advance(updates)
+        self.company.draft()
+        self.company.observe(TimestepTiming(1 + self.seconds_per_row * rows, 0.5, (0.1,)))
+        self._take_results()
+        return updates
+
+    def _pause(self) -> None:
+        for number, one in self.running.items():
+            if one.closing is not None:
+                one.closing -= 1
+                if one.closing == 0:
+                    one.closing = None
+                    self.company.closed(number)
+        lanes = [self.running[number].request for number in self.stage.lanes if number in self.running]
+        for number in self.company.to_pause():
+            ages = sorted((request.priority, request.number) for request in lanes)
+            assert ages[-1] == (self.running[number].request.priority, number)
+            accepted = self.verdicts.get(number, Verdict()).accepted
+            self.verdicts[number] = Verdict(accepted, "paused")
+            self.company.pause(number)
+            self.running[number].closing = self.groups + 1
+            self.running[number].pauses += 1
+
+    def _advance(self, updates: dict[int, Update]) -> None:
+        """The stage replays verdicts, opens lanes, and computes rows."""
+        for number, verdict in self.verdicts.items():
+            lane = self.stage.lanes.get(number)
+            if lane is not None:
+                lane.replay(verdict)
+                if verdict.finished:
+                    del self.stage.lanes[number]
+        self.verdicts = {}
+        for number, update in updates.items():
+            if update.opening is not None:
+                one = self.running[number]
+                assert one.closing is None and number not in self.stage.lanes
+                self.stage.lanes[number] = Lane(self.stage, one.request, one.answer, update.opening)
+                self.cached += update.opening.cached
+            self.stage.lanes[number].extend(update.slots)
+        for number, lane in self.stage.lanes.items():
+            lane.enter(updates[number].step if number in updates else None)
+        self.stage.check()
+
+    def _take_results(self) -> None:
+        for number, lane in self.stage.lanes.items():
+            verdict, one = lane.verdict(self.groups), self.running.get(number)
+            if verdict is None or one is None:
+                continue
+            method = self.company.method(number)
+            self.company.apply(number, verdict)
+            self.verdicts[number] = verdict
+            if verdict.finished:
+                assert method.hits + method.misses == max(len(one.answer) - 1 - len(one.request.said), 0)
+                self.texts.append((*one.request.prompt_token_ids, *one.answer))
+                del self.running[number]
+
+    def cancel(self) -> None:
+        number = self.chooser.choice(list(self.running))
+        self.company.close(number)
+        if number in self.stage.lanes:
+            self.verdicts[number] = Verdict(self.verdicts.get(number, Verdict()).accepted, "cancelled")
+        del self.running[number]
+
+    def finish(self, timesteps: int = 3000) -> None:
+        for _ in range(timesteps):
+            if not self.running:
+                return
+            self.timestep()
+        raise AssertionError(f"{list(self.running)} have not ended")

@@ -1,0 +1,147 @@
+"""A company with little KV memory: whatever is shared, paused and resumed, every lane has its own text in its slots."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+from examples import examples
+from hypothesis import given
+from hypothesis import strategies as st
+from simulation import Simulation
+
+from pipedec.core import Request, SamplingParams, UserError, Verdict
+from pipedec.decoding import Company, memory, running
+from pipedec.kv import KVManager
+from pipedec.methods import StaticTreeOptions
+from pipedec.threads import single_thread
+
+
+@examples(100)
+@given(
+    seed=st.integers(0, 2**32),
+    capacity=st.sampled_from((200, 300, 500, 2000)),
+    block=st.sampled_from((1, 4, 16, 64)),
+    shares=st.booleans(),
+    reserved=st.sampled_from((1, 5, 1024)),
+    growth=st.sampled_from((0, 8, 128)),
+)
+def test_all_requests_end_however_little_memory_there_is(
+    seed: int, capacity: int, block: int, shares: bool, reserved: int, growth: int
+) -> None:
+    kv = KVManager(capacity, block, shares)
+    simulation = Simulation(seed, kv)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(running, "_MOST_RESERVED", reserved)
+        patched.setattr(memory, "_GROWTH", growth)
+        for number in range(60):
+            if number < 40 and len(simulation.running) < 15:
+                simulation.arrive(number, longest=simulation.chooser.choice((3, 12, 60)))
+            simulation.timestep()
+            if simulation.running and simulation.chooser.random() < 0.1:
+                simulation.cancel()
+        simulation.finish()
+    assert simulation.drafter.open_requests == {}
+    assert simulation.company.propose() == {} and simulation.company.to_pause() == []
+    assert (kv.used_slots, kv.free_slots) == (0, kv.capacity)
+    assert shares or simulation.cached == 0
+
+
+PROMPT = tuple(range(100))
+
+
+def company(capacity: int, knee: int = 16) -> Company:
+    return Company(2, knee=knee, kv=KVManager(capacity, 16))
+
+
+def arrive(company: Company, number: int, prompt: tuple[int, ...] = PROMPT, max_tokens: int = 20, priority: int = 0) -> None:
+    sampling = SamplingParams(max_tokens=max_tokens)
+    company.open(Request(number, prompt, sampling, "pp", priority=priority), partial(single_thread, len(prompt), (), max_tokens))
+
+
+def entered(company: Company) -> dict[int, int]:
+    """By request, the rows that enter at the next timestep."""
+    return {number: one.step.num_rows for number, one in company.propose().items() if one.step is not None}
+
+
+def test_users_who_arrive_together_find_the_prefix_of_the_first() -> None:
+    """Each computes only what is its own, once the first one's prompt has entered."""
+    several = company(4096)
+    for number in range(8):
+        arrive(several, number, (*PROMPT, *[200 + number] * 3))
+    rows = [entered(several) for _ in range(10)]
+    assert rows[:6] == [{0: 16}] * 6
+    assert rows[6] == {0: 7, 1: 7, 2: 2}, "the others know what has entered before"
+    assert sum(sum(each.values()) for each in rows) == 103 + 7 * 7
+    assert [several.cached_tokens(number) for number in range(8)] == [0, *[96] * 7]
+
+
+def test_who_waits_first_begins_first() -> None:
+    """A short request does not overtake a long one that waits for memory, and one of a better priority does."""
+    several = company(320)
+    for number, prompt in enumerate((PROMPT, PROMPT[50:] * 3, (1, 2))):
+        arrive(several, number, prompt)
+    assert entered(several) == {0: 16} and several.to_pause() == []
+    assert entered(several) == {0: 16}
+    arrive(several, 3, (7,), priority=-1)
+    assert entered(several) == {3: 1, 0: 15}
+    several.close(0)
+    assert entered(several) == {1: 16}
+
+
+def test_a_request_of_a_better_priority_takes_the_memory_of_the_youngest_of_the_worst() -> None:
+    several = company(320)
+    arrive(several, 0, priority=1)
+    arrive(several, 1, PROMPT[::-1], priority=1)
+    for _ in range(8):
+        entered(several)
+    arrive(several, 2, (5,) * 100)
+    assert several.to_pause() == [1]
+    several.pause(1)
+    assert several.to_pause() == []
+    assert 2 in entered(several)
+    several.close(0)
+    for _ in range(20):
+        assert 1 not in entered(several), "its old lanes are not closed yet"
+    several.closed(1)
+    update = several.propose()[1]
+    assert update.opening is not None and update.opening.cached == 28, "it finds its own rows"
+
+
+def test_an_answer_goes_on_behind_what_it_has_said() -> None:
+    several = company(4096)
+    arrive(several, 0, PROMPT[:5])
+    assert entered(several) == {0: 5}
+    for token in (50, 51, 52):
+        several.apply(0, Verdict.of(token))
+        assert entered(several) == {0: 1}
+    hits, misses = several.method(0).hits, several.method(0).misses
+    several.pause(0)
+    several.apply(0, Verdict.of(60))  # late: void
+    several.closed(0)
+    update = several.propose()[0]
+    assert update.opening is not None and update.opening.said == (50, 51, 52)
+    assert update.opening.cached == 7, "it finds its own rows, but for the last token's"
+    assert update.step is not None and update.step.token_ids.tolist() == [52]
+    several.apply(0, Verdict.of(53))
+    assert (several.method(0).hits, several.method(0).misses) == (hits, misses + 1)
+
+
+def test_what_can_never_fit_is_refused_with_the_numbers() -> None:
+    few = company(320)
+    arrive(few, 0, max_tokens=219)
+    with pytest.raises(UserError, match=r"^the request needs 321 slots of KV cache \(100 for the prompt, 220 for max_"):
+        arrive(few, 1, max_tokens=220)
+    options = StaticTreeOptions(16, 4, 3)
+    request = Request(2, PROMPT, SamplingParams(max_tokens=200), "stpp", options)
+    with pytest.raises(UserError, match=r"but there are 320: shorten the prompt, lower max_tokens, or raise --kv-cache-memory$"):
+        Company(2, object(), kv=KVManager(320)).check(request)  # type: ignore[arg-type]
+
+
+def test_a_whole_prompt_gets_all_its_slots_at_once() -> None:
+    alone = company(4096, knee=8)
+    alone.whole_prompts = True
+    arrive(alone, 0, max_tokens=50)
+    update = alone.propose()[0]
+    assert update.opening is not None and update.step is not None and update.step.num_rows == 100
+    assert sum(count for _, count in update.opening.slots) >= 100 + 50 + 2 * 8
