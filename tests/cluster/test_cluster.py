@@ -52,12 +52,16 @@ def client_of(cluster: LocalCluster) -> Client:
 
 
 def check_answers(cluster: LocalCluster, reference: Reference, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Every prompt by every method says what transformers says, in the number of timesteps that the paper gives."""
+    """Every prompt by every method says what transformers says, in the number of timesteps that the paper gives.
+
+    No two prompts begin alike: where the stages find a prompt in their caches, the draft model may have to catch up.
+    """
     groups, hits = cluster.spec.topology.num_groups, dict.fromkeys(METHOD_NAMES, 0)
-    for text in PROMPTS:
-        token_ids = tokenizer(text)["input_ids"]
-        expected = reference.generate(token_ids, 24, ignore_eos=True)
+    for prompt in PROMPTS:
         for method in METHOD_NAMES:
+            text = f"{METHOD_NAMES.index(method)}{PROMPTS.index(prompt)} {prompt}"
+            token_ids = tokenizer(text)["input_ids"]
+            expected = reference.generate(token_ids, 24, ignore_eos=True)
             pieces: list[str] = []
             answer = client_of(cluster).ask(prompt_request(text, method, ignore_eos=True), pieces.append)
             assert answer.token_ids == expected
@@ -125,7 +129,7 @@ def test_a_trace_covers_every_rank_and_the_scheduler(resident: LocalCluster) -> 
     for rank in (1, 2):
         labels = {event.label for event in trace if event.rank == rank}
         if resident.spec.dispatch == "windows":  # the prompt's chunks are rows, and the answer's timesteps follow theirs
-            prefill = -(-answer.prompt_tokens // KNEE_ROWS) + resident.spec.num_stages - 1
+            prefill = -(-(answer.prompt_tokens - answer.metrics.cached_tokens) // KNEE_ROWS) + resident.spec.num_stages - 1
             assert {f"{rank}F{rank}", f"{rank}F{rank + 1}", f"{rank}S{prefill + answer.metrics.timesteps + 1}"} <= labels
         else:
             assert {f"{rank}P-1", f"{rank}P0", f"{rank}F{rank}", f"{rank}S{answer.metrics.timesteps}"} <= labels
