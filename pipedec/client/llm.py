@@ -106,10 +106,15 @@ class LLM:
             PromptRequest(text, raw_prompt, self._method, sampling, given, threads=dialect, priority=own)
             for text, own in zip(texts, priorities, strict=True)
         ]
-        resumed = [one if known is None else known.resumed(one) for one, known in zip(requests, resumptions, strict=True)]
-        completions = [reply.completed() for reply in self._client.ask_all(resumed)]
-        for completion, known in zip(completions, resumptions, strict=True):
-            if known is not None and sampling.logprobs is not None:
+        return self._answered(requests, resumptions)
+
+    def _answered(self, requests: list[PromptRequest], resumptions: list[Resumption | None]) -> list[Completion]:
+        """The completions of requests that go on with these answers."""
+        pairs = list(zip(requests, resumptions, strict=True))
+        replies = self._client.ask_all([request if known is None else known.resumed(request) for request, known in pairs])
+        completions = [reply.completed() for reply in replies]
+        for completion, (request, known) in zip(completions, pairs, strict=True):
+            if known is not None and request.sampling.logprobs is not None:
                 known.complete(completion)
         return completions
 
