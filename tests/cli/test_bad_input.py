@@ -101,7 +101,7 @@ def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--prompt", "a", "--max-model-len", "0"], "--max-model-len must be at least 1, not 0"),
         (["--prompt", "a", "--max-num-seqs", "0"], "--max-num-seqs must be at least 1, not 0"),
         (["--prompt", "a", "--kv-cache-memory", "much"], "--kv-cache-memory must be a number of bytes like 4GiB, 512MB or"),
-        (["--prompt", "a", "--kv-cache-memory", "1KB"], "but a few hundred tokens need 768.0 KiB: give a larger --kv-cache-mem"),
+        (["--prompt", "a", "--kv-cache-memory", "1KB"], "but a few hundred tokens need 64.0 KiB: give a larger --kv-cache-mem"),
         (["--prompt", "a", "--max-waiting", "-1"], "--max-waiting must be at least 0, not -1"),
         (["--prompt", "a", "--colour", "red"], "No such option '--colour'"),
     ],
