@@ -123,10 +123,11 @@ class Script:
             verdict = self._impatient(verdict or Verdict())
         if verdict is not None:
             self._replay(verdict)
-        if self._entered < len(self.chunks):
-            step: Step | None = self._chunk()
-        else:
-            step = self._rows() if self._has_begun and not self.is_over else None
+        step: Step | None = None
+        if self._entered < len(self.chunks) and not self.is_over:
+            step = self._chunk()
+        elif self._has_begun and not self.is_over:
+            step = self._rows()
         opening = self._opening if timestep == self.arrival else None
         if opening is None and verdict is None and step is None:
             return None
