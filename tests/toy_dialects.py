@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-from pipedec.threads import BoundDialect, Sequence, bind, load_dialect
+from pipedec.threads import BoundDialect, Sequence, bind, load_dialect, replay
 
 CONTROL = (
     "<|end|>", "[Fork]", "[Child]", "<promise", "<async>", "</async>", "<sync/>", "<Parallel>", "</Parallel>", "<Path>",
@@ -26,6 +26,12 @@ def toy(name: str, **changes: Any) -> BoundDialect:
 
 def sequence_of(bound: BoundDialect, prompt_length: int = 10, max_tokens: int = 1000) -> Sequence:
     return Sequence(bound, prompt_length, (END,), max_tokens)
+
+
+def behind(said: Iterable[int], sequence: Sequence) -> Sequence:
+    """The sequence, with these tokens in it."""
+    replay(sequence, said)
+    return sequence
 
 
 def ids(text: str) -> list[int]:

@@ -396,16 +396,9 @@ class Sequence:
         return "length" if any(thread.is_cut for thread in self.threads) or not is_complete else "stop"
 
 
-def single_thread(prompt_length: int, end_token_ids: Iterable[int], max_tokens: int, said: Iterable[int] = ()) -> Sequence:
-    """The sequence of an answer that cannot fork. Arguments as of ``Sequence``.
-
-    Args:
-        said: tokens that were accepted before.
-    """
-    sequence = Sequence(NO_DIALECT, prompt_length, end_token_ids, max_tokens)
-    for token in said:
-        sequence.accept(0, token)
-    return sequence
+def single_thread(prompt_length: int, end_token_ids: Iterable[int], max_tokens: int) -> Sequence:
+    """The sequence of an answer that cannot fork. Arguments as of ``Sequence``."""
+    return Sequence(NO_DIALECT, prompt_length, end_token_ids, max_tokens)
 
 
 NewSequence = Callable[[], Sequence]  # makes the sequence of a new answer

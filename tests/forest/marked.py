@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from toy_dialects import END, IDS, TAGS, TEXTS
+from toy_dialects import END, IDS, TAGS, TEXTS, behind
 
 from pipedec.core import Envelope, Opening, Request, SamplingParams, Step, Update, Verdict
 from pipedec.decoding import Company, Method, TimestepTiming
@@ -351,7 +351,7 @@ class Rehearsal:
 
     def _new_sequence(self, opening: Opening) -> NewSequence:
         if opening.threads is None or self._bound is None:
-            return lambda: single_thread(PROMPT, (END,), opening.sampling.max_tokens, opening.said)
+            return lambda: behind(opening.said, single_thread(PROMPT, (END,), opening.sampling.max_tokens))
         bound = self._bound
         return lambda: ThreadSequence(bound, PROMPT, (END,), opening.sampling.max_tokens)
 

@@ -11,7 +11,7 @@ from itertools import cycle
 import pytest
 import torch
 from slot_books import SlotBooks
-from toy_dialects import IDS, TEXTS, toy
+from toy_dialects import IDS, TEXTS, behind, toy
 
 from pipedec.core import Envelope, Opening, SamplingParams, SlotRuns, Step, TokenLogprobs, Update, Verdict
 from pipedec.forest import Forest
@@ -28,7 +28,7 @@ OPENERS = {IDS["[Fork]"]: 99.0}
 
 def sequences(opening: Opening) -> NewSequence:
     if opening.threads is None:
-        return lambda: single_thread(opening.prompt_length, (END,), opening.sampling.max_tokens, opening.said)
+        return lambda: behind(opening.said, single_thread(opening.prompt_length, (END,), opening.sampling.max_tokens))
     return lambda: Sequence(DIALECT, opening.prompt_length, (END,), opening.sampling.max_tokens)
 
 
