@@ -245,6 +245,7 @@ class _Stages:
         self._load = TimestepLoad(deciding_seconds=self._recorder.cpu_seconds if number > 1 else 0.0)
         self._sync(entering)
         self._transmit(entering)
+        self._check_idle()
         with self._recorder.beside(self._load):
             meanwhile()
         results = self._compute()
@@ -269,6 +270,8 @@ class _Stages:
         moved = [self._pass_on(rank, updates, self._workers[rank].outgoing()) for rank, updates in earlier]
         steps = {update.number: update.step for update in entering.updates if update.step is not None}
         self._arrivals = [self._pass_on(0, entering.updates, steps), *moved]
+
+    def _check_idle(self) -> None:
         self._idle_timesteps = 0 if any(self._arrivals) else self._idle_timesteps + 1
         if self._idle_timesteps == _IDLE_TIMESTEPS:
             raise RuntimeError(f"no row has entered the pipeline for {_IDLE_TIMESTEPS} timesteps, and no answer has ended")

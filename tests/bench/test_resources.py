@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerFast
 from pipedec.bench.resources import ResourcesConfig, TimedAnswer, latencies
 from pipedec.cli.main import program
 from pipedec.core import PipedecError, UserError
+from pipedec.engine.spec import Cut, Models, PipelineSpec
 
 
 @pytest.fixture(scope="module")
@@ -42,10 +43,11 @@ def test_toy_cluster(pair: Path, tmp_path: Path) -> None:
     row: dict[str, Any] = json.loads(out.read_text())
     assert row["benchmark"] == "resources" and row["config"]["pipeline"]["layers"] == [[0, 2], [2, 4]]
     assert [rank["rank"] for rank in row["ranks"]] == [0, 1, 2]
+    spec = PipelineSpec.create(Models(pair / "target", pair / "draft"), Cut(2), device="cpu")
     for rank in row["ranks"]:
         assert rank["peak_bytes"] > rank["weight_bytes"] > 0
-        slots = rank["cache_slots"]
-        assert slots == ({"before": None, "after": None} if rank["rank"] == 0 else {"before": 256, "after": 256})
+        capacity = None if rank["rank"] == 0 else spec.kv_slots
+        assert rank["cache_slots"] == {"before": capacity, "after": capacity}
     latency = row["second_request_ms"]
     assert latency["first_decoded"] > latency["first_token"] >= latency["prefill"] > 0
     assert row["redis_keys"]["after"] == row["redis_keys"]["before"] > 0

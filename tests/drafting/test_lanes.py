@@ -97,7 +97,7 @@ def prompts_of(chooser: random.Random) -> list[int]:
 
 
 @examples(25)
-@given(st.integers(0, 2**32), st.sampled_from((40, 1100, 4096)), st.sampled_from((1, 4, 16)))
+@given(st.integers(0, 2**32), st.sampled_from((40, 1100, 8192)), st.sampled_from((1, 4, 16)))
 def test_in_company_the_candidates_are_those_of_a_request_alone(model: StageModel, seed: int, slots: int, block: int) -> None:
     """Requests come and go; chunks of some prompts are in the forward that drafts rows of others; prefixes are shared.
 
@@ -133,7 +133,7 @@ def test_in_company_the_candidates_are_those_of_a_request_alone(model: StageMode
                 company.close(one.number)
                 running.remove(one)
         assert company.num_lanes <= len(running)
-    assert not without or slots < 4096
+    assert not without or slots < 8192
     for one in running:
         company.close(one.number)
     assert (company.num_lanes, company.used_slots) == (0, 0)
