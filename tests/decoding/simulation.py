@@ -7,16 +7,17 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 
 import torch
 from drafters import RARE, ScriptedDrafter
+from toy_dialects import behind
 
 from pipedec import threads
 from pipedec.core import MethodOptions, Opening, Request, SamplingParams, SlotRuns, Step, Update, UserError, Verdict
 from pipedec.decoding import Company, Experience, TimestepTiming
 from pipedec.kv import KVManager
 from pipedec.methods import BestFirstOptions, BitaOptions, PipeDecOptions, StaticTreeOptions
+from pipedec.threads import single_thread
 from pipedec.tree import Candidates, DraftRows, PredictionTree, RowChanges
 
 KNEE = 16
@@ -247,7 +248,7 @@ class Simulation:
         request = Request(number, prompt, sampling, name, options, priority=chooser.choice((0, 0, 1)), said=said)
         self.drafter.answers[number] = answer
         try:
-            self.company.open(request, partial(threads.single_thread, len(prompt), (), len(answer), said))
+            self.company.open(request, lambda: behind(said, single_thread(len(prompt), (), len(answer))))
         except UserError:
             assert self.kv is not None and len(prompt) + len(answer) + 150 > self.kv.capacity
         else:
