@@ -165,10 +165,6 @@ class KVManager:
         holder = self._holders[number]
         return len(holder.path) * self.block + len(holder.rest)
 
-    def most_for(self, number: int) -> int:
-        """Slots that a request could have if it took all that are free."""
-        return self.slots_of(number) + self.free_slots
-
     def extend(self, number: int, token_ids: Sequence[int]) -> None:
         """The next slots of a request, from slot ``cached`` of its lease on, hold these tokens from the next timestep on.
 
