@@ -12,7 +12,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from pipedec.cluster.address import RankPlace, Report, RunAddress
-from pipedec.core import PipedecError
+from pipedec.cluster.processes import FAILED, LOST_ANOTHER
+from pipedec.core import PipedecError, RankLost
 from pipedec.scheduler import RedisScheduler
 from pipedec.topology import Topology, of_rank
 
@@ -39,6 +40,7 @@ def run_rank(
     """
     os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
     scheduler: RedisScheduler | None = None
+    status = FAILED
     try:
         scheduler = address.scheduler(topology)
         spec = make_spec()
@@ -46,6 +48,8 @@ def run_rank(
 
         serve(place, spec, scheduler, report, store, describe)
         return 0
+    except RankLost as error:
+        message, status = str(error), LOST_ANOTHER
     except PipedecError as error:
         message = str(error)
     except Exception as error:
@@ -53,7 +57,7 @@ def run_rank(
         message = f"internal error: {type(error).__name__}: {error}"
     if _is_first_to_fail(scheduler, place.rank, message) or place.local_rank == 0:
         print(f"pipedec: {of_rank(place.rank, message)}", file=sys.stderr, flush=True)
-    return 1
+    return status
 
 
 def _is_first_to_fail(scheduler: RedisScheduler | None, rank: int, message: str) -> bool:

@@ -21,6 +21,12 @@ from multiprocessing.context import ForkServerContext, ForkServerProcess
 from types import ModuleType
 from typing import Any
 
+FAILED = 1
+"""Exit status of a rank that failed."""
+
+LOST_ANOTHER = 3
+"""Exit status of a rank that could not go on because another one had failed, ended or fallen silent."""
+
 _PRELOAD = ["pipedec.cluster.fork_server"]
 _END_SECONDS = 10.0
 _SOCKET_NAME_BYTES = len("/pymp-XXXXXXXX/listener-XXXXXXXX\0")  # what multiprocessing appends to the temporary directory

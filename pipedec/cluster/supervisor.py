@@ -15,13 +15,14 @@ from typing import Any, Protocol, Self
 
 from pipedec.cluster.address import RunAddress
 from pipedec.cluster.lease import claim_run
+from pipedec.cluster.processes import LOST_ANOTHER
 from pipedec.core import PipedecError, RankLost, SchedulerLost
 from pipedec.messages import RunDescription
 from pipedec.scheduler import RedisScheduler
 from pipedec.topology import Topology, rank_name
 
 _REPORT_SECONDS = 0.05
-_LATE_SECONDS = 0.5  # a neighbour of a killed rank may be seen to end before the killed rank is
+_LATE_SECONDS = 5.0  # on a busy machine a killed rank is seen to end long after its neighbours
 
 StartProgress = Callable[[int, str, int, int], None]  # rank, "checking" or "loading" weights, units done, units in all
 
@@ -148,9 +149,9 @@ class Supervisor(ABC):
             raise self._lost((killed or early or failed)[0], reports=not killed and not early)
 
     def _settled_ends(self) -> dict[int, int]:
-        """Exit statuses of the ranks that have ended; where all of them failed, others are given time to be seen to end."""
+        """Exit statuses of the ranks that have ended; where all of them lost another, it is given time to be seen to end."""
         deadline = time.monotonic() + _LATE_SECONDS
-        while (ended := self._ranks.exit_statuses) and min(ended.values()) > 0 and time.monotonic() < deadline:
+        while set((ended := self._ranks.exit_statuses).values()) == {LOST_ANOTHER} and time.monotonic() < deadline:
             time.sleep(_REPORT_SECONDS)
         return ended
 

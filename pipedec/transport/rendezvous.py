@@ -11,7 +11,7 @@ from torch._C._distributed_c10d import FileStore, Store, TCPStore
 from torch.distributed import DistError
 from torch.distributed.rendezvous import rendezvous
 
-from pipedec.core import RankLost
+from pipedec.core import PipedecError, RankLost
 
 __all__ = [
     "MEETING_SECONDS", "Rendezvous", "Store", "StoreServer", "file_store", "join_store", "store_from_environment", "wait_for_key",
@@ -39,7 +39,7 @@ class StoreServer:
     """A store that other processes can join (``join_store``), on a free port of one address. It lasts as long as ``store``."""
 
     def __init__(self, address: str) -> None:
-        """Raises RankLost if ``address`` is not one of this machine's."""
+        """Raises PipedecError if ``address`` is not one of this machine's."""
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         try:
             with socket.socket(family) as listener:
@@ -51,7 +51,7 @@ class StoreServer:
                     timeout=timedelta(seconds=CONNECT_SECONDS),
                 )  # fmt: skip
         except (OSError, DistError) as error:
-            raise RankLost(f"cannot listen on {address}: {error}") from None
+            raise PipedecError(f"cannot listen on {address}: {error}") from None
 
 
 def join_store(address: str, port: int) -> Store:

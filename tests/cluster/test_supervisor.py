@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from pipedec.cluster.processes import LOST_ANOTHER
 from pipedec.cluster.supervisor import Supervisor
 from pipedec.core import RankLost
 from pipedec.scheduler import EmbeddedServer, RedisScheduler, connect
@@ -60,7 +61,11 @@ class OfThree(Supervisor):
         pass
 
 
-@pytest.mark.parametrize("ends", [((3, 1), (2, -9)), ((2, -9), (3, 1)), ((3, 1), (1, 1), (2, -9))], ids=["late", "soon", "last"])
+@pytest.mark.parametrize(
+    "ends",
+    [((3, LOST_ANOTHER), (2, -9)), ((2, -9), (3, LOST_ANOTHER)), ((3, LOST_ANOTHER), (1, LOST_ANOTHER), (2, -9))],
+    ids=["late", "soon", "last"],
+)
 def test_a_killed_rank_is_blamed_although_its_neighbour_was_seen_to_end_before_it(ends: tuple[tuple[int, int], ...]) -> None:
     with EmbeddedServer() as server:
         supervisor = OfThree(Topology.even(3, 3), "run", EndingRanks(*ends))

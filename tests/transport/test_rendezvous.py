@@ -5,7 +5,7 @@ from __future__ import annotations
 import psutil
 import pytest
 
-from pipedec.core import RankLost
+from pipedec.core import PipedecError
 from pipedec.transport.rendezvous import StoreServer, join_store, wait_for_key
 
 LOOPBACK = "127.0.0.1"
@@ -27,5 +27,5 @@ def test_it_listens_on_its_address_alone() -> None:
 
 
 def test_an_address_of_another_machine_is_refused() -> None:
-    with pytest.raises(RankLost, match=r"cannot listen on 192\.0\.2\.1"):
+    with pytest.raises(PipedecError, match=r"cannot listen on 192\.0\.2\.1"):
         StoreServer("192.0.2.1")
