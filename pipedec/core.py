@@ -38,6 +38,10 @@ class BadValue(UserError, ValueError):
     """
 
 
+class QueueFull(UserError):
+    """As many requests are unfinished as the run allows: the same request may be accepted later."""
+
+
 class RankLost(PipedecError):
     """A rank died or stopped answering; the message names it."""
 
@@ -70,6 +74,7 @@ class SamplingParams:
         logprobs: number of most probable tokens whose log probabilities are returned per output token, besides the chosen
             one. They are taken before bias, penalties and temperature. None returns none.
         ignore_eos: continue after the model's end tokens.
+        prompt_logprobs: as ``logprobs``, for the tokens of the prompt. None returns none.
 
     Raises:
         UserError: a value is out of its range.
@@ -89,6 +94,7 @@ class SamplingParams:
     logit_bias: dict[int, float] | None = field(default=None, hash=False)
     logprobs: int | None = None
     ignore_eos: bool = False
+    prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
@@ -107,7 +113,10 @@ class SamplingParams:
             ("frequency_penalty", -2 <= self.frequency_penalty <= 2, "between -2 and 2"),
             ("logit_bias", all(token >= 0 for token in bias), "of token ids, which are at least 0"),
             ("logit_bias", all(-100 <= value <= 100 for value in bias.values()), "between -100 and 100"),
-            ("logprobs", self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS, f"between 0 and {MAX_LOGPROBS}"),
+            *(
+                (name, value is None or 0 <= value <= MAX_LOGPROBS, f"between 0 and {MAX_LOGPROBS}")
+                for name, value in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs))
+            ),
         ):
             if not is_allowed:
                 raise UserError(f"{name} must be {allowed}, not {str(getattr(self, name))[:100]}")
@@ -369,6 +378,7 @@ class Completion:
         seed: of the request, or the random one that was chosen for it; None for a greedy answer without one.
         logprobs: if requested, per output token {token id: log probability}, the chosen token first, then the most probable
             ones. A token that was forced on a thread has the log probability 0.
+        prompt_logprobs: if requested, for each token of the prompt as ``logprobs``; None for the first one.
         threads: of an answer in decode threads: the text of each, in document order, their metrics and anomalies.
             ``token_ids`` and ``text`` are in document order.
     """
@@ -382,6 +392,7 @@ class Completion:
     metrics: Metrics = field(default_factory=Metrics)
     seed: int | None = None
     logprobs: list[dict[int, float]] | None = None
+    prompt_logprobs: list[dict[int, float] | None] | None = None
     threads: dict[str, Any] | None = None
 
     def as_dict(self) -> dict[str, object]:

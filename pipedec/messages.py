@@ -36,6 +36,7 @@ class PromptRequest:
     """A client's request before tokenization.
 
     Attributes:
+        prompt: text, or token ids, which are taken as they are.
         raw: skip the chat template.
         method: None for the default.
         options: what is set of the method's options, by name; rank 0 fills in the rest.
@@ -47,7 +48,7 @@ class PromptRequest:
             with which they were drawn, if they were.
     """
 
-    prompt: str
+    prompt: str | tuple[int, ...]
     raw: bool = False
     method: str | None = None
     sampling: SamplingParams = SamplingParams()

@@ -13,7 +13,7 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from pipedec.core import RankLost, SchedulerLost, UserError
+from pipedec.core import QueueFull, RankLost, SchedulerLost, UserError
 
 OLDEST_SERVER = (6, 2)
 CONNECT_SECONDS = 3.0
@@ -135,6 +135,8 @@ def _script_error(address: str, text: str) -> Exception:
         return RankLost(message)
     if code == "LOST":
         return SchedulerLost(f"Redis at {address} lost the run: {message}")
+    if code == "FULL":
+        return QueueFull(message)
     return UserError(message)
 
 
