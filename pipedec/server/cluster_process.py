@@ -57,6 +57,10 @@ class ClusterProcess:
                 return RunAddress(news["redis_url"], news["run_id"])
         raise ClusterEnded(await self._process.wait())
 
+    @property
+    def has_ended(self) -> bool:
+        return self._process is not None and self._process.returncode is not None
+
     async def ended(self) -> int:
         """Wait until it ends; its exit status."""
         assert self._process is not None

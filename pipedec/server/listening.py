@@ -13,6 +13,7 @@ from pathlib import Path
 from pipedec.core import UserError
 
 BACKLOG = 2048
+UNSENT_SECONDS = 120.0  # after which the kernel gives up a connection whose other end takes nothing, or is gone
 _REASONS = {
     errno.EADDRINUSE: "is in use: choose another --port, or end the program that listens there",
     errno.EACCES: "needs root's rights: choose a --port above 1023, or let a reverse proxy listen there",
@@ -76,6 +77,8 @@ def _tcp_socket(host: str, port: int) -> socket.socket:
     listener = socket.socket(family)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if hasattr(socket, "TCP_USER_TIMEOUT"):  # accepted sockets inherit it
+            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * UNSENT_SECONDS))
         listener.bind(address)
         listener.listen(BACKLOG)
     except OSError as error:

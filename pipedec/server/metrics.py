@@ -10,9 +10,9 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import TypeVar
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.metrics import MetricWrapperBase
 from starlette.responses import Response
 
 from pipedec.core import Completion, PipedecError
@@ -36,6 +36,7 @@ _REQUEST_SECONDS = (
 _TOKENS = tuple(factor * 10**power for power in range(6) for factor in (1, 2, 5))
 _CHOICES = (1, 2, 5, 10, 20)
 
+Metric = TypeVar("Metric", Counter, Histogram)
 StatusOf = Callable[[], Awaitable[RunStatus]]
 
 
@@ -110,7 +111,7 @@ class Metrics(Observer):
     def _counter(self, name: str, text: str) -> Counter:
         return self._labelled(Counter("vllm:" + name, text, list(self._labels), registry=self._registry))
 
-    def _labelled[Metric: MetricWrapperBase](self, metric: Metric) -> Metric:
+    def _labelled(self, metric: Metric) -> Metric:
         return metric.labels(**self._labels)
 
     def attach(self, status: StatusOf) -> None:
