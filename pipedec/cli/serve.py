@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import shlex
+import socket
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
+import pipedec
 from pipedec.cli.options import Command, PipelineFlags, gathered, pipeline_options
 from pipedec.cli.running import RunningFlags, refuse_flags, running_options
 from pipedec.cli.show import console
@@ -19,11 +21,14 @@ from pipedec.cluster.address import RunAddress
 from pipedec.cluster.state import find_run
 from pipedec.config import optional_secret
 from pipedec.core import UserError
+from pipedec.scheduler import RedisScheduler
 
 if TYPE_CHECKING:
-    from pipedec.server.cluster_process import ClusterProcess
     from pipedec.server.listening import Address
+    from pipedec.server.run import RunOptions, ServerProcess
+    from pipedec.server.settings import ServerSettings
 
+_SHIPPED = Path(pipedec.__file__).parent / "reference_pair" / "target"
 _KEY_VARIABLE = "PIPEDEC_API_KEY"
 
 
@@ -65,6 +70,30 @@ class HttpFlags:
         if not all(key.strip() and key.isascii() and key.isprintable() for key in keys):
             raise UserError("an API key is empty, or has characters that no HTTP header can carry: use letters and digits")
         return tuple(keys)
+
+    def settings(self, keys: tuple[str, ...], target: str) -> ServerSettings:
+        """Raises UserError for a list that is none."""
+        from pipedec.server.settings import ServerSettings
+
+        return ServerSettings(
+            served_model_names=self.served_model_name or (served_name(target),),
+            api_keys=keys,
+            allowed_origins=names(self.allowed_origins, "--allowed-origins"),
+            allowed_methods=names(self.allowed_methods, "--allowed-methods"),
+            allowed_headers=names(self.allowed_headers, "--allowed-headers"),
+            allow_credentials=self.allow_credentials,
+        )
+
+    def run_options(self) -> RunOptions:
+        from pipedec.server.run import RunOptions
+
+        return RunOptions(self.tokenizer, self.shutdown_timeout, self.timeout_keep_alive, self.ssl_keyfile, self.ssl_certfile)
+
+
+def served_name(target: str) -> str:
+    """What the API calls a target: as it was given, and the shipped ones as their directories."""
+    path = Path(target)
+    return path.parent.name.replace("_", "-") if path.parent.parent == Path(pipedec.__file__).parent else target
 
 
 def _keys_of(path: Path) -> list[str]:
@@ -140,6 +169,66 @@ def serve(pipeline: PipelineFlags, place: RunningFlags, http: HttpFlags) -> None
     """
     if place.are_given:
         reason = "a running cluster is served as it is: leave this out, or leave out --redis, --run and --running"
-        refuse_flags([name for name in vars(pipeline)], reason)
-    keys, asked = http.keys(), http.address()
-    listener = asked.listen()
+        refuse_flags(vars(pipeline), reason)
+    from pipedec.server.logs import json_log, log
+
+    address, keys = http.address(), http.keys()
+    running = _running(place) if place.are_given else None
+    settings = http.settings(keys, str(pipeline.target or _SHIPPED) if running is None else running[1])
+    with address.listening() as listener, json_log(sys.stdout.fileno(), keys):
+        url = address.url(listener)
+        log("listening", url=url, model=settings.model_name)
+        process = _process(settings, http, listener, url, pipeline if running is None else running[0])
+        _run(process)
+
+
+def _running(place: RunningFlags) -> tuple[RunAddress, str]:
+    """Where the cluster is that the flags name, and its target. Raises UserError or SchedulerLost if there is none."""
+    found = find_run(place.redis, place.run)
+    with found.connect().client as client:
+        description = RedisScheduler.describe(client, found.run_id)
+    if description is None:
+        raise UserError(f"the cluster {found.run_id!r} has ended: start it again")
+    return RunAddress(found.redis_url, found.run_id), description.target
+
+
+def _process(
+    settings: ServerSettings, http: HttpFlags, listener: socket.socket, url: str, cluster: PipelineFlags | RunAddress
+) -> ServerProcess:  # fmt: skip
+    from pipedec.server.app import create_app
+    from pipedec.server.cluster_process import ClusterProcess
+    from pipedec.server.front import Front
+    from pipedec.server.metrics import Metrics
+    from pipedec.server.observer import Observers
+    from pipedec.server.request_log import RequestLog
+    from pipedec.server.run import ServerProcess, add_metrics
+
+    metrics = Metrics(settings.model_name)
+    front = Front(settings, Observers([metrics, RequestLog(http.enable_log_requests, http.max_log_len)]), int(time.time()))
+    app = create_app(front)
+    add_metrics(app, metrics)
+    behind = ClusterProcess(cluster.arguments()) if isinstance(cluster, PipelineFlags) else cluster
+    return ServerProcess(app, front, metrics, listener, behind, http.run_options(), lambda: _announce(settings, http, url))
+
+
+def _run(process: ServerProcess) -> None:
+    import uvloop
+
+    from pipedec.server.cluster_process import ClusterEnded
+
+    try:
+        uvloop.run(process.run())
+    except ClusterEnded as end:  # its own process has said why
+        raise click.exceptions.Exit(end.status) from None
+
+
+def _announce(settings: ServerSettings, http: HttpFlags, url: str) -> None:
+    """Tell that requests are taken, and how to make one."""
+    from pipedec.server.logs import log
+
+    log("ready", url=url, model=settings.model_name)
+    key = ["-H", "Authorization: Bearer YOUR_KEY"] if settings.api_keys else []
+    through = [] if http.uds is None else ["--unix-socket", str(http.uds)]
+    body = json.dumps({"model": settings.model_name, "prompt": "Two and two is", "max_tokens": 16})
+    curl = ["curl", *through, f"{url}/v1/completions", "-H", "Content-Type: application/json", *key, "-d", body]
+    console.print(f"Serving {settings.model_name} at {url}/v1. Try: {shlex.join(curl)}", soft_wrap=True, markup=False)

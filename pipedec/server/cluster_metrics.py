@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
-from pipedec.messages import RunStats, StageStats
+from pipedec.messages import Histogram, RunStats, StageStats
 from pipedec.scheduler.protocol import RunStatus
 
 Family = type[CounterMetricFamily] | type[GaugeMetricFamily]
@@ -36,9 +37,9 @@ class ClusterMetrics(Collector):
         yield from self._of_stages(self.status.stages)
 
     def _of_requests(self, status: RunStatus) -> Iterator[Metric]:
-        in_memory_queue = 0 if status.stats is None else status.stats.waiting
-        yield self._gauge("vllm:num_requests_running", "Requests in the pipeline.", len(status.running) - in_memory_queue)
-        yield self._gauge("vllm:num_requests_waiting", "Requests that wait.", status.waiting + in_memory_queue)
+        for_memory = 0 if status.stats is None else min(status.stats.waiting, len(status.running))
+        yield self._gauge("vllm:num_requests_running", "Requests in the pipeline.", len(status.running) - for_memory)
+        yield self._gauge("vllm:num_requests_waiting", "Requests that wait.", status.waiting + for_memory)
         yield self._gauge("pipedec:ranks_alive", "Ranks with a valid lease.", len(status.alive))
 
     def _of_memory(self, stats: RunStats) -> Iterator[Metric]:
@@ -46,7 +47,7 @@ class ClusterMetrics(Collector):
         yield self._gauge("vllm:kv_cache_usage_perc", "KV memory in use; 1 is all of it.", kv.used / kv.capacity)
         yield self._counter("vllm:prefix_cache_queries", "Tokens that might have been cached.", kv.queried_tokens)
         yield self._counter("vllm:prefix_cache_hits", "Those of them that were.", kv.cached_tokens)
-        yield self._counter("vllm:num_preemptions", "Answers that were paused for want of KV memory.", stats.pauses)
+        yield self._counter("vllm:num_preemptions", "Answers that were paused for want of KV memory.", kv.pauses)
         slots = {"used": kv.used, "kept": kv.kept, "free": kv.capacity - kv.used - kv.kept}
         yield self._by("state", GaugeMetricFamily, "pipedec:kv_slots", "Slots of each stage's KV pool.", slots)
 
@@ -62,8 +63,9 @@ class ClusterMetrics(Collector):
     def _of_timesteps(self, stats: RunStats) -> Iterator[Metric]:
         yield self._counter("pipedec:timesteps", "Timesteps of the pipeline.", stats.timesteps)
         yield self._histogram("pipedec:timestep_seconds", "Duration of a timestep.", stats.timestep_seconds)
-        yield self._histogram("vllm:iteration_tokens_total", "Rows that entered in a timestep.", stats.iteration_tokens)
-        yield self._by("kind", CounterMetricFamily, "pipedec:rows", "Rows that entered the pipeline.", stats.rows)
+        yield self._histogram("vllm:iteration_tokens_total", "Rows that entered in a timestep.", stats.rows_per_timestep)
+        rows = {"prompt": stats.prompt_rows, "root": stats.root_rows, "draft": stats.draft_rows, "mask": stats.mask_rows}
+        yield self._by("kind", CounterMetricFamily, "pipedec:rows", "Rows that entered the pipeline.", rows)
 
     def _of_stages(self, stages: Sequence[StageStats]) -> Iterator[Metric]:
         for name, text, value_of in (
@@ -90,4 +92,10 @@ class ClusterMetrics(Collector):
         family = kind(name, text, labels=[*self._labels, label])
         for value, count in values.items():
             family.add_metric([*self._labels.values(), value], count)
+        return family
+
+    def _histogram(self, name: str, text: str, counts: Histogram) -> Metric:
+        bounds = [*map(floatToGoString, counts.bounds), "+Inf"]
+        family = HistogramMetricFamily(name, text, labels=list(self._labels))
+        family.add_metric(list(self._labels.values()), list(zip(bounds, accumulate(counts.counts), strict=True)), counts.total)
         return family

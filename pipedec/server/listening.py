@@ -7,6 +7,8 @@ import os
 import socket
 import ssl
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +16,7 @@ from pipedec.core import UserError
 
 BACKLOG = 2048
 UNSENT_SECONDS = 120.0  # after which the kernel gives up a connection whose other end takes nothing, or is gone
+_ANY = {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "::1"}  # where clients on this machine reach it
 _REASONS = {
     errno.EADDRINUSE: "is in use: choose another --port, or end the program that listens there",
     errno.EACCES: "needs root's rights: choose a --port above 1023, or let a reverse proxy listen there",
@@ -37,9 +40,16 @@ class Address:
     ssl_keyfile: Path | None = None
     ssl_certfile: Path | None = None
 
-    def listen(self) -> socket.socket:
+    @contextmanager
+    def listening(self) -> Iterator[socket.socket]:
         """A socket that listens. Raises UserError, in one line, for whatever the system refuses."""
-        return _tcp_socket(self.host, self.port) if self.uds is None else _unix_socket(self.uds)
+        listener = _tcp_socket(self.host, self.port) if self.uds is None else _unix_socket(self.uds)
+        try:
+            yield listener
+        finally:
+            listener.close()
+            if self.uds is not None:
+                self.uds.unlink(missing_ok=True)
 
     def check_certificate(self) -> None:
         """Raises UserError for a key without a certificate, or files that are not a pair of them."""
@@ -60,13 +70,13 @@ class Address:
                 "give the key as --ssl-keyfile"
             ) from None
 
-    def url(self, port: int) -> str:
-        """The base URL of the API, with the port that was taken."""
+    def url(self, listener: socket.socket) -> str:
+        """The base URL of the API behind a socket of ours."""
         scheme = "http" if self.ssl_certfile is None else "https"
-        host = {"0.0.0.0": "127.0.0.1", "::": "[::1]", "": "127.0.0.1"}.get(self.host) or (
-            f"[{self.host}]" if ":" in self.host else self.host
-        )
-        return f"{scheme}://{host}:{port}"
+        if self.uds is not None:
+            return f"{scheme}://localhost"
+        host = _ANY.get(self.host, self.host)
+        return f"{scheme}://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
 
 
 def _tcp_socket(host: str, port: int) -> socket.socket:

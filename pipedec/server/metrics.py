@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeVar
 
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Histogram, disable_created_metrics, generate_latest
 from starlette.responses import Response
 
 from pipedec.core import Completion, PipedecError
@@ -56,6 +56,7 @@ class Metrics(Observer):
     """
 
     def __init__(self, model_name: str) -> None:
+        disable_created_metrics()  # a series more for each metric, which no dashboard reads
         self._labels = {"model_name": model_name, "engine": ENGINE}
         self._registry = CollectorRegistry()
         self._cluster = ClusterMetrics(self._labels)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import socket
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +22,6 @@ from fastapi.responses import Response
 from pipedec.client.async_client import AsyncClient
 from pipedec.cluster.address import RunAddress
 from pipedec.core import PipedecError, SchedulerLost
-from pipedec.messages import RunDescription
 from pipedec.server.cluster_process import ClusterEnded, ClusterProcess
 from pipedec.server.connection import LimitedConnection
 from pipedec.server.front import Front, Served, context_length
@@ -87,7 +86,7 @@ class ServerProcess:
         listener: socket.socket,
         cluster: ClusterProcess | RunAddress,
         options: RunOptions,
-        on_ready: Callable[[RunDescription], None],
+        on_ready: Callable[[], None],
     ) -> None:
         self._front, self._metrics, self._listener = front, metrics, listener
         self._cluster, self._options, self._on_ready = cluster, options, on_ready
@@ -135,7 +134,7 @@ class ServerProcess:
         tokenizer = await asyncio.to_thread(Tokenizer, directory)
         self._front.attach(Served(client, tokenizer, description, context_length(description, directory)))
         self._metrics.attach(client.status)
-        self._on_ready(description)
+        self._on_ready()
 
     async def _drain(self, life: asyncio.Task[None], signals: _Signals) -> None:
         """Let running answers finish; end those that take too long, or all at the second signal."""

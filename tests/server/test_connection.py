@@ -29,16 +29,16 @@ async def echo(scope: Any, receive: Any, send: Any) -> None:
 
 @contextmanager
 def serving() -> Iterator[int]:
-    listener = Address(port=0).listen()
     config = uvicorn.Config(echo, http=LimitedConnection, lifespan="off", log_config=None, ws="none")
     server = uvicorn.Server(config)
-    thread = threading.Thread(target=lambda: asyncio.run(server.serve([listener])))
-    thread.start()
-    try:
-        yield listener.getsockname()[1]
-    finally:
-        server.should_exit = True
-        thread.join(10)
+    with Address(port=0).listening() as listener:
+        thread = threading.Thread(target=lambda: asyncio.run(server.serve([listener])))
+        thread.start()
+        try:
+            yield listener.getsockname()[1]
+        finally:
+            server.should_exit = True
+            thread.join(10)
 
 
 def read_all(client: socket.socket) -> bytes:

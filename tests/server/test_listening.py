@@ -29,26 +29,25 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 def refusal(address: Address) -> str:
     with pytest.raises(UserError) as raised:
         address.check_certificate()
-        address.listen().close()
+        with address.listening():
+            pass
     assert "\n" not in str(raised.value)
     return str(raised.value)
 
 
 def test_a_port_in_use_is_named() -> None:
-    with Address(port=0).listen() as taken:
+    with Address(port=0).listening() as taken:
         port = taken.getsockname()[1]
         assert f"port {port} on 127.0.0.1 is in use: choose another --port" in refusal(Address(port=port))
 
 
 def test_a_port_is_free_again_at_once() -> None:
-    first = Address(port=0).listen()
-    port = first.getsockname()[1]
-    client = socket.create_connection(("127.0.0.1", port))
-    accepted = first.accept()[0]
-    first.close()
-    accepted.close()  # this side closes first: its end of the connection stays in TIME_WAIT
-    client.close()
-    Address(port=port).listen().close()
+    with Address(port=0).listening() as first:
+        port = first.getsockname()[1]
+        with socket.create_connection(("127.0.0.1", port)):
+            first.accept()[0].close()  # this side closes first: its end of the connection stays in TIME_WAIT
+    with Address(port=port).listening():
+        pass
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may use every port")
@@ -63,26 +62,26 @@ def test_an_address_of_another_machine_or_an_unknown_name_is_refused() -> None:
 
 @pytest.mark.skipif(not socket.has_ipv6 or not Path("/proc/net/if_inet6").exists(), reason="no IPv6")
 def test_an_ipv6_address() -> None:
-    try:
-        listener = Address(host="::1", port=0).listen()
-    except UserError as error:
-        pytest.skip(str(error))
-    with listener:
+    address = Address(host="::1", port=0)
+    with address.listening() as listener:
         assert listener.family == socket.AF_INET6
-    assert Address(host="::1").url(8000) == "http://[::1]:8000"
+        assert address.url(listener) == f"http://[::1]:{listener.getsockname()[1]}"
 
 
 def test_the_url_is_one_that_can_be_opened() -> None:
-    assert Address(host="0.0.0.0").url(80) == "http://127.0.0.1:80"
-    assert Address(ssl_certfile=Path("c")).url(443) == "https://127.0.0.1:443"
+    everywhere, encrypted = Address(host="0.0.0.0", port=0), Address(port=0, ssl_certfile=Path("c"))
+    with everywhere.listening() as one, encrypted.listening() as other:
+        assert everywhere.url(one) == f"http://127.0.0.1:{one.getsockname()[1]}"
+        assert encrypted.url(other) == f"https://127.0.0.1:{other.getsockname()[1]}"
 
 
 def test_a_unix_socket_takes_the_place_of_one_that_nobody_listens_on(short_directory: Path) -> None:
     path = short_directory / "http.sock"
-    Address(uds=path).listen().close()  # as after a crash: the file is still there
-    with Address(uds=path).listen():
+    with socket.socket(socket.AF_UNIX) as crashed:
+        crashed.bind(str(path))
+    with Address(uds=path).listening():
         assert "another program listens there" in refusal(Address(uds=path))
-    path.unlink()
+    assert not path.exists()
     path.write_text("precious")
     assert "no socket" in refusal(Address(uds=path)) and path.read_text() == "precious"
 
