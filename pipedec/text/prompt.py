@@ -29,17 +29,37 @@ class Prompter:
         if max_model_len is not None and max_model_len < max_positions:
             self._context, self._owner = max_model_len, "cluster"
 
-    def token_ids(self, prompt: str, raw: bool, max_tokens: int, threads: str | None = None) -> tuple[int, ...]:
+    def token_ids(self, prompt: str | tuple[int, ...], raw: bool, max_tokens: int, threads: str | None = None) -> tuple[int, ...]:
         """The prompt's token ids, after the chat template unless the model has none.
 
         Args:
+            prompt: text, or token ids, which are taken as they are.
             raw: skip the chat template.
             max_tokens: room to leave for the answer.
             threads: dialect in which the answer may open decode threads, passed to the template as ``threads``; None for none.
 
         Raises:
-            UserError: the prompt is empty, or prompt and ``max_tokens`` exceed the context of the model or the cluster.
+            UserError: the prompt is empty, has a token that is not in the vocabulary, or exceeds the context of the model or
+                the cluster together with ``max_tokens``.
         """
+        token_ids = self._known(prompt) if isinstance(prompt, tuple) else self._tokenized(prompt, raw, threads)
+        if len(token_ids) + max_tokens > self._context:
+            raise UserError(
+                f"the prompt has {len(token_ids)} tokens and --max-tokens asks for {max_tokens} more, "
+                f"but the {self._owner}'s context is {self._context}: shorten the prompt or lower --max-tokens"
+            )
+        return token_ids
+
+    def _known(self, token_ids: tuple[int, ...]) -> tuple[int, ...]:
+        """Raises UserError if there are none, or one is not in the vocabulary."""
+        if not token_ids:
+            raise UserError("the prompt is empty: give at least one token id")
+        for token in (min(token_ids), max(token_ids)):
+            if not 0 <= token < len(self.tokenizer):
+                raise UserError(f"the prompt has the token id {token}: give ids from 0 to {len(self.tokenizer) - 1}")
+        return token_ids
+
+    def _tokenized(self, prompt: str, raw: bool, threads: str | None) -> tuple[int, ...]:
         if not prompt.strip():
             raise UserError("the prompt is empty: give --prompt TEXT, --prompt-file FILE, or text on standard input")
         self.tokenizer.check_length(prompt, self._context)
@@ -48,11 +68,6 @@ class Prompter:
         else:
             options: dict[str, Any] = {} if threads is None else {"threads": threads}
             token_ids = self.tokenizer.apply_chat_template([{"role": "user", "content": prompt}], **options)
-        if len(token_ids) + max_tokens > self._context:
-            raise UserError(
-                f"the prompt has {len(token_ids)} tokens and --max-tokens asks for {max_tokens} more, "
-                f"but the {self._owner}'s context is {self._context}: shorten the prompt or lower --max-tokens"
-            )
         return tuple(token_ids)
 
     def check_bias(self, logit_bias: Mapping[int, float] | None) -> None:

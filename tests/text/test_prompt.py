@@ -73,6 +73,25 @@ def test_the_chat_template_wraps_the_prompt_unless_it_is_raw(prompter: Prompter)
     assert list(raw) == prompter.tokenizer.encode("How many?")
 
 
+def test_token_ids_are_taken_as_they_are(prompter: Prompter) -> None:
+    assert prompter.token_ids((5, 0, 5), raw=False, max_tokens=1) == (5, 0, 5)
+
+
+@pytest.mark.parametrize(
+    ("token_ids", "message"),
+    [
+        ((), "the prompt is empty: give at least one token id"),
+        ((1, -1), "the prompt has the token id -1: give ids from 0 to "),
+        ((1, 10**6, 2), "the prompt has the token id 1000000: give ids from 0 to "),
+        ((1,) * CONTEXT, f"the prompt has {CONTEXT} tokens and --max-tokens asks for 1 more"),
+    ],
+    ids=["none", "negative", "not in the vocabulary", "too many"],
+)
+def test_token_ids_that_are_no_prompt(prompter: Prompter, token_ids: tuple[int, ...], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        prompter.token_ids(token_ids, raw=True, max_tokens=1)
+
+
 def test_a_model_without_a_template_gets_the_raw_prompt(prompter: Prompter, pair: Pair, tmp_path: Path) -> None:
     shutil.copy(pair.target / "tokenizer.json", tmp_path)
     plain = Prompter(tmp_path, CONTEXT)
