@@ -23,6 +23,7 @@ _TYPES = {
 }  # fmt: skip
 _MAX_MESSAGE = 1000  # characters
 _MAX_MISTAKES = 10
+_RETRY_AFTER_SECONDS = 1
 _BODY_FAULTS = {400: "the body cannot be read: it must be JSON in UTF-8", 404: "there is no such page", 405: "wrong method"}
 
 
@@ -51,16 +52,16 @@ def unavailable(message: str, retry_after_seconds: int) -> ApiError:
     return ApiError(503, message, headers={"Retry-After": str(retry_after_seconds)})
 
 
-def api_error(error: Exception, retry_after_seconds: int) -> ApiError:
+def api_error(error: Exception) -> ApiError:
     """What a client is told of an error of the engine."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, QueueFull):
-        return unavailable(str(error), retry_after_seconds)
+        return unavailable(str(error), _RETRY_AFTER_SECONDS)
     if isinstance(error, UserError):
         return bad_request(str(error))
     if isinstance(error, PipedecError):
-        return unavailable(f"the cluster was lost: {error}", retry_after_seconds)
+        return unavailable(f"the cluster was lost: {error}", _RETRY_AFTER_SECONDS)
     return ApiError(500, "an internal error; the server's log says more")
 
 
@@ -86,12 +87,12 @@ async def on_invalid(request: Request, error: Exception) -> Response:
     return await on_http_error(request, invalid(error.errors()))
 
 
-async def on_user_error(request: Request, error: Exception) -> Response:
-    return await on_http_error(request, api_error(error, retry_after_seconds=1))
+async def on_engine_error(request: Request, error: Exception) -> Response:
+    return await on_http_error(request, api_error(error))
 
 
 async def on_internal_error(request: Request, error: Exception) -> Response:
-    return error_response(api_error(error, retry_after_seconds=1))
+    return error_response(api_error(error))
 
 
 def invalid(mistakes: Sequence[Mapping[str, Any]]) -> ApiError:
