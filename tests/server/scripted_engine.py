@@ -12,6 +12,7 @@ from pipedec.messages import PromptRequest, ThreadNews
 from pipedec.text.stream import StopStrings, TextStream
 from pipedec.text.tokenizer import Tokenizer
 
+ANSWER = "Größe, naïve café, 東京 and \U0001f680 need more than one byte."
 Script = Callable[[PromptRequest], Sequence[Sequence[int]]]  # the tokens of each verdict
 
 
