@@ -27,7 +27,7 @@ class ScriptedDelta:
 
 
 def logprobs_of(token: int, count: int) -> dict[int, float]:
-    """The chosen one is the second of the most probable ones."""
+    """The chosen one is not among the most probable ones."""
     return {token: -1.0, **{(token + other) % 256 + 1: -0.5 * other for other in range(1, count + 1)}}
 
 
