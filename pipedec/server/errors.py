@@ -21,8 +21,14 @@ _TYPES = {
     400: "BadRequestError", 401: "AuthenticationError", 404: "NotFoundError", 405: "MethodNotAllowedError",
     408: "RequestTimeoutError", 413: "RequestTooLargeError", 500: "InternalServerError", 503: "ServiceUnavailableError",
 }  # fmt: skip
+_SEVERAL_TYPES = {
+    "prompt": "a text, a list of texts, token ids, or a list of lists of token ids",
+    "stop": "a text or a list of texts",
+    "messages": 'a list of objects like {"role": "user", "content": "text"}',
+}
 _MAX_MESSAGE = 1000  # characters
 _MAX_MISTAKES = 10
+_RETRY_AFTER_SECONDS = 1
 _BODY_FAULTS = {400: "the body cannot be read: it must be JSON in UTF-8", 404: "there is no such page", 405: "wrong method"}
 
 
@@ -51,16 +57,16 @@ def unavailable(message: str, retry_after_seconds: int) -> ApiError:
     return ApiError(503, message, headers={"Retry-After": str(retry_after_seconds)})
 
 
-def api_error(error: Exception, retry_after_seconds: int) -> ApiError:
+def api_error(error: Exception) -> ApiError:
     """What a client is told of an error of the engine."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, QueueFull):
-        return unavailable(str(error), retry_after_seconds)
+        return unavailable(str(error), _RETRY_AFTER_SECONDS)
     if isinstance(error, UserError):
         return bad_request(str(error))
     if isinstance(error, PipedecError):
-        return unavailable(f"the cluster was lost: {error}", retry_after_seconds)
+        return unavailable(f"the cluster was lost: {error}", _RETRY_AFTER_SECONDS)
     return ApiError(500, "an internal error; the server's log says more")
 
 
@@ -86,12 +92,12 @@ async def on_invalid(request: Request, error: Exception) -> Response:
     return await on_http_error(request, invalid(error.errors()))
 
 
-async def on_user_error(request: Request, error: Exception) -> Response:
-    return await on_http_error(request, api_error(error, retry_after_seconds=1))
+async def on_engine_error(request: Request, error: Exception) -> Response:
+    return await on_http_error(request, api_error(error))
 
 
 async def on_internal_error(request: Request, error: Exception) -> Response:
-    return error_response(api_error(error, retry_after_seconds=1))
+    return error_response(api_error(error))
 
 
 def invalid(mistakes: Sequence[Mapping[str, Any]]) -> ApiError:
@@ -101,6 +107,8 @@ def invalid(mistakes: Sequence[Mapping[str, Any]]) -> ApiError:
         return bad_request(f"the body is not valid JSON: {first['ctx']['error']} at character {first['loc'][-1]}")
     if first["loc"] == ("body",):
         return bad_request("the body must be a JSON object, sent as content-type application/json")
+    if (field := _field(first)) in _SEVERAL_TYPES and first["type"] != "missing":
+        return bad_request(f"{field} must be {_SEVERAL_TYPES[field]}: {_place(first)} is {_shown(first.get('input'))}", field)
     lines = dict.fromkeys(map(_mistake, mistakes[: 10 * _MAX_MISTAKES]))
     shown = list(lines)[:_MAX_MISTAKES]
     more = [] if len(mistakes) <= len(shown) else [f"… ({len(mistakes)} mistakes)"]
@@ -110,9 +118,13 @@ def invalid(mistakes: Sequence[Mapping[str, Any]]) -> ApiError:
 def _mistake(mistake: Mapping[str, Any]) -> str:
     if mistake["type"] == "missing":
         return f"{_field(mistake)} is missing"
-    path = ".".join(shortened(part) for part in mistake["loc"][1:4] if not _is_union_member(part))
     reason = mistake["msg"].removeprefix("Value error, ").removeprefix("Input ")
-    return f"{path}: {reason}, not {_shown(mistake.get('input'))}"
+    return f"{_place(mistake)}: {reason}, not {_shown(mistake.get('input'))}"
+
+
+def _place(mistake: Mapping[str, Any]) -> str:
+    """Like ``messages.0.content``."""
+    return ".".join(shortened(part) for part in mistake["loc"][1:5] if not _is_union_member(part))
 
 
 def _field(mistake: Mapping[str, Any]) -> str | None:

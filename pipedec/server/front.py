@@ -46,6 +46,7 @@ class Front:
 
     Attributes:
         created: when the process began to serve, in seconds since 1970.
+        is_aborting: open answers are being ended.
     """
 
     def __init__(self, settings: ServerSettings, observer: Observer | None = None, created: int = 0) -> None:
@@ -55,6 +56,7 @@ class Front:
         self._served: Served | None = None
         self._lost: str | None = None
         self._is_draining = False
+        self.is_aborting = False
         self._open: dict[object, Answer] = {}
         self._background: set[asyncio.Future[Any]] = set()
 
@@ -72,6 +74,7 @@ class Front:
 
     def abort(self) -> None:
         """End all open answers with what they have, as finish reason ``abort``."""
+        self.is_aborting = True
         for answer in self._open.values():
             self.in_background(answer.cancel())
 

@@ -19,7 +19,6 @@ class ServerSettings:
         body_seconds: in which a body must arrive (408).
         ping_seconds: of silence, after which a stream sends a comment to keep proxies from closing it.
         send_seconds: after which a client that reads nothing of its stream loses it.
-        retry_after_seconds: what a client is told that is refused because the queue is full.
         max_prompts: of one request to ``/v1/completions``.
     """
 
@@ -33,7 +32,6 @@ class ServerSettings:
     body_seconds: float = 30.0
     ping_seconds: float = 15.0
     send_seconds: float = 60.0
-    retry_after_seconds: int = 1
     max_prompts: int = 1024
 
     @property
