@@ -199,7 +199,8 @@ def status(redis: str | None, run: str | None) -> None:
     console.print(table)
     running = ", ".join(map(str, current.running)) or "none"
     console.print(f"Requests: {current.submitted} submitted, {current.waiting} waiting, running: {running}.")
-    if (kv := current.kv) is not None:
+    if current.stats is not None:
+        kv = current.stats.kv
         console.print(
             f"KV cache: {kv.used} of {kv.capacity} slots in use, {kv.kept} keep prefixes; {kv.cached_tokens} of "
             f"{kv.queried_tokens} prompt tokens were cached; {kv.pauses} pauses.", soft_wrap=True,
