@@ -90,6 +90,9 @@ class Keys:
     def alive(self, rank: int) -> str:
         return f"{self.prefix}alive:{rank}"
 
+    def nudges(self, owner: str) -> str:
+        return f"{self.prefix}nudges:{owner}"
+
     @property
     def owner_prefix(self) -> str:
         return self.prefix + "owner:"

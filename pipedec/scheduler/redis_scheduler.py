@@ -69,6 +69,7 @@ class RedisScheduler:
         self.lease_ms = lease_ms
         self.round_trips = 0
         self._workflow = -1  # its number
+        self._nudged = "0"  # position of the last nudge that was read
         self._scripts: dict[str, Any] = {}
         self._stats = ""  # of this process's stage, as JSON
         options = client.connection_pool.connection_kwargs
@@ -192,22 +193,42 @@ class RedisScheduler:
     def read_answer(self, request_number: int, last: str, timeout_seconds: float) -> list[tuple[str, Event]]:
         return [(position, event) for _, position, event in self.read_answers({request_number: last}, timeout_seconds)]
 
-    def read_answers(self, last: Mapping[int, str], timeout_seconds: float) -> list[tuple[int, str, Event]]:
+    def read_answers(
+        self, last: Mapping[int, str], timeout_seconds: float, owner: str | None = None
+    ) -> list[tuple[int, str, Event]]:
+        """See ``Scheduler``. With an ``owner``, also returns when that one is nudged."""
         numbers = {self.keys.answer(number).encode(): number for number in last}
         streams: Any = {self.keys.answer(number): position for number, position in last.items()}
+        if owner is not None:
+            streams[self.keys.nudges(owner)] = self._nudged
         deadline = time.monotonic() + timeout_seconds
         while True:
             remaining = min(deadline - time.monotonic(), BLOCK_SECONDS)
             with self._command():
                 reply: Any = self.client.xread(streams, block=max(1, int(remaining * 1000)) if remaining > 0 else None)
             if reply:
+                self._nudged = next((entries[-1][0].decode() for key, entries in reply if key not in numbers), self._nudged)
                 return [
-                    (numbers[stream], position.decode(), event_from_json(fields[b"event"]))
-                    for stream, entries in reply
+                    (numbers[key], position.decode(), event_from_json(fields[b"event"]))
+                    for key, entries in reply
+                    if key in numbers
                     for position, fields in entries
                 ]
             if time.monotonic() >= deadline:
                 return []
+
+    def nudge(self, owner: str) -> None:
+        """Make the ``read_answers`` of this owner return, now or when it is called next: it is to read further answers."""
+        with self._command():
+            pipe = self.client.pipeline(transaction=False)
+            pipe.xadd(self.keys.nudges(owner), {"": ""}, maxlen=1, approximate=False)
+            pipe.expire(self.keys.nudges(owner), KEY_SECONDS)
+            pipe.execute()
+
+    def forget_nudges(self, owner: str) -> None:
+        """Delete what ``nudge`` has written."""
+        with self._command():
+            self.client.delete(self.keys.nudges(owner))
 
     def close_answer(self, request_number: int) -> None:
         keys = self.keys
