@@ -34,6 +34,7 @@ from pipedec.core import SamplingParams, UserError
         ({"logit_bias": {1: 101.0}}, "logit_bias must be between -100 and 100"),
         ({"logprobs": -1}, "logprobs must be between 0 and 20, not -1"),
         ({"logprobs": 21}, "logprobs must be between 0 and 20, not 21"),
+        ({"prompt_logprobs": -1}, "prompt_logprobs must be between 0 and 20, not -1"),
     ],
 )
 def test_out_of_range(values: dict[str, Any], message: str) -> None:

@@ -55,12 +55,17 @@ FULL = SamplingParams(
     logit_bias={5: -3.0, 0: 1},
     logprobs=4,
     ignore_eos=True,
+    prompt_logprobs=0,
 )
 
 
 @pytest.mark.parametrize("sampling", [FULL, SamplingParams()])
 def test_sampling_parameters_arrive_as_they_were(sampling: SamplingParams) -> None:
     assert PromptRequest.from_json(PromptRequest("Hello", sampling=sampling).to_json()).sampling == sampling
+
+
+def test_a_prompt_of_token_ids_arrives_as_it_was() -> None:
+    assert PromptRequest.from_json(PromptRequest((5, 0, 2**40)).to_json()).prompt == (5, 0, 2**40)
 
 
 def test_one_stop_string_may_be_given_as_it_is() -> None:
@@ -151,7 +156,8 @@ THREADS = {"threads": [{"path": [0], "text": "a"}], "metrics": {"parallelism": 1
         PausedEvent(),
         ResumedEvent(),
         CompletionEvent(Completion("pp", 4, 3, [5, 6], "ab", "stop", METRICS, 2**63)),
-        CompletionEvent(Completion("pp", 4, 3, [5], "ab", None, METRICS, None, [{5: -0.5, 6: -1.0}], THREADS), [3, -1]),
+        CompletionEvent(Completion("pp", 4, 3, [5], "ab", None, METRICS, None, [{5: -0.5, 6: -1.0}], threads=THREADS), [3, -1]),
+        CompletionEvent(Completion("pp", 4, 3, prompt_logprobs=[None, {5: -0.5, 6: -1.0}, {}])),
         ErrorEvent("no such method"),
         CancelledEvent(),
         AbortEvent('rank 2: "é"'),
@@ -228,7 +234,7 @@ def test_options_arrive_as_they_were() -> None:
         ("[]", "the request: must be a mapping, not a list"),
         ("{}", "the request: prompt: missing"),
         ('{"prompt": "a", "prompt": "b"}', "the request: duplicate key 'prompt'"),
-        ('{"prompt": 5}', "the request: prompt: must be a string, not an integer: quote it"),
+        ('{"prompt": 5}', "the request: prompt: must be a string or a list, not an integer: quote it"),
         ('{"prompt": "\\ud800"}', "the request: a text that is not UTF-8, or nested too deeply"),
         ('{"prompt": "a", "promt": "b"}', "the request: unknown key 'promt': did you mean prompt?"),
         ('{"prompt": "a", "tree": {}}', "the request: unknown key 'tree': known: prompt, raw, method, sampling, options"),

@@ -18,7 +18,7 @@ from pipedec.messages import PromptRequest
 class Tokenizes(Protocol):
     """``Prompter``, or a wrapper that formats prompts differently."""
 
-    def token_ids(self, prompt: str, raw: bool, max_tokens: int) -> tuple[int, ...]: ...
+    def token_ids(self, prompt: str | tuple[int, ...], raw: bool, max_tokens: int) -> tuple[int, ...]: ...
 
 
 class AskedPrompts:
@@ -35,7 +35,7 @@ class AskedPrompts:
         self._path = path
         self._cluster = cluster
 
-    def token_ids(self, prompt: str, raw: bool, max_tokens: int) -> tuple[int, ...]:
+    def token_ids(self, prompt: str | tuple[int, ...], raw: bool, max_tokens: int) -> tuple[int, ...]:
         """Raises UserError if the prompt and ``max_tokens`` do not fit."""
         key = key_of([self._cluster, prompt, raw, max_tokens])
         refusals: dict[str, str | None] = json.loads(self._path.read_text()) if self._path.is_file() else {}

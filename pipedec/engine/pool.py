@@ -42,12 +42,10 @@ class Pool:
 
     Attributes:
         company: the methods of all running requests, and their memory.
-        pauses: how often a request was paused.
     """
 
     def __init__(self, company: Company) -> None:
         self.company = company
-        self.pauses = 0
         self._running: dict[int, Reader] = {}  # those that wait for memory among them
         self._new: set[int] = set()  # those that have arrived since the last timestep
         self._begun: set[int] = set()  # those of which the stages know
@@ -131,7 +129,6 @@ class Pool:
             reader.entered(update.step)
 
     def _pause(self, number: int) -> None:
-        self.pauses += 1
         self.company.pause(number)
         self._close_lanes(number, "paused")
         self._pausing.add(number)

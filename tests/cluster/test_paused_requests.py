@@ -46,9 +46,9 @@ def assert_same(found: Completion, wanted: Completion) -> None:
 
 def usage_of(cluster: LocalCluster) -> KVUsage:
     assert cluster.scheduler is not None
-    usage = cluster.scheduler.status().kv
-    assert usage is not None
-    return usage
+    stats = cluster.scheduler.status().stats
+    assert stats is not None
+    return stats.kv
 
 
 def assert_nothing_is_left(cluster: LocalCluster) -> None:

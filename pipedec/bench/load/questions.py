@@ -53,7 +53,7 @@ def led_by(system_prompt: str, conversations: Iterable[Conversation], prompter: 
 
 
 def _led_by(system_prompt: str, drawn: DrawnPrompt, prompter: Tokenizes) -> DrawnPrompt:
-    request = replace(drawn.request, prompt=system_prompt + drawn.request.prompt)
+    request = replace(drawn.request, prompt=f"{system_prompt}{drawn.request.prompt}")
     return replace(drawn, request=request, token_ids=prompter.token_ids(request.prompt, request.raw, request.sampling.max_tokens))
 
 

@@ -26,10 +26,10 @@ class ThreadAnswers:
         self._spec = spec
         self._dialects = dialects
         self._prompter = Prompter(spec.target, ModelConfig.from_directory(spec.target).max_positions)
-        self._special = frozenset(self._prompter.tokenizer.all_special_ids)
+        self._special = self._prompter.tokenizer.all_special_ids
         self._pipelines: dict[str, LocalPipeline] = {}
 
-    def token_ids(self, prompt: str, raw: bool, max_tokens: int) -> tuple[int, ...]:
+    def token_ids(self, prompt: str | tuple[int, ...], raw: bool, max_tokens: int) -> tuple[int, ...]:
         """The prompt in the dialect in which it is longest. Raises UserError like ``Prompter.token_ids``."""
         return max((self._prompt(prompt, raw, max_tokens, name) for name in self._dialects), key=len)
 
@@ -57,7 +57,7 @@ class ThreadAnswers:
             "fill": pipeline.fill[len(pipeline.fill) - metrics.timesteps :],
         }
 
-    def _prompt(self, prompt: str, raw: bool, max_tokens: int, dialect: str) -> tuple[int, ...]:
+    def _prompt(self, prompt: str | tuple[int, ...], raw: bool, max_tokens: int, dialect: str) -> tuple[int, ...]:
         rules = self._dialects[dialect]
         return self._prompter.token_ids(prompt, raw, max_tokens, None if rules is None else rules.name)
 

@@ -17,7 +17,7 @@ SETS = [PromptSet("a", tuple(f"a{n}" for n in range(5))), PromptSet("b", ("b0", 
 class Words:
     """A tokenizer of characters that takes ten of them."""
 
-    def token_ids(self, prompt: str, raw: bool, max_tokens: int) -> tuple[int, ...]:
+    def token_ids(self, prompt: str | tuple[int, ...], raw: bool, max_tokens: int) -> tuple[int, ...]:
         if len(prompt) > 10:
             raise UserError("too long")
         return tuple(map(ord, prompt))
