@@ -97,6 +97,9 @@ class Keys:
     def owner(self, owner: str) -> str:
         return self.owner_prefix + owner
 
+    def wake(self, owner: str) -> str:
+        return f"{self.prefix}wake:{owner}"
+
     @property
     def answer_prefix(self) -> str:
         return self.prefix + "answer:"

@@ -1,20 +1,18 @@
-"""From text to token ids and back: the tokenizer that target and draft share, and its chat template.
+"""From the prompt of a request to token ids: the tokenizer that target and draft share, and what fits.
 
-The only module that loads the tokenizer. Knows nothing of stages, methods or processes.
+Knows nothing of stages, methods or processes.
 """
 
 from __future__ import annotations
 
 import hashlib
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer
-
 from pipedec.core import UserError
 from pipedec.text.stream import TextStream
+from pipedec.text.tokenizer import Tokenizer
 
 
 class Prompter:
@@ -26,8 +24,7 @@ class Prompter:
     """
 
     def __init__(self, directory: Path, max_positions: int, max_model_len: int | None = None) -> None:
-        self.tokenizer = _load_tokenizer(directory)
-        self.tokenizer.model_max_length = sys.maxsize  # silences a warning: token_ids checks the length itself
+        self.tokenizer = load_tokenizer(directory)
         self._context, self._owner = max_positions, "model"
         if max_model_len is not None and max_model_len < max_positions:
             self._context, self._owner = max_model_len, "cluster"
@@ -65,12 +62,12 @@ class Prompter:
     def _tokenized(self, prompt: str, raw: bool, threads: str | None) -> tuple[int, ...]:
         if not prompt.strip():
             raise UserError("the prompt is empty: give --prompt TEXT, --prompt-file FILE, or text on standard input")
-        if self.tokenizer.chat_template is None or raw:
-            token_ids = self.tokenizer(prompt)["input_ids"]
+        self.tokenizer.check_length(prompt, self._context)
+        if raw or not self.tokenizer.has_chat_template:
+            token_ids = self.tokenizer.encode(prompt)
         else:
-            message = [{"role": "user", "content": prompt}]
-            options = {} if threads is None else {"threads": threads}
-            token_ids = self.tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=False, **options)
+            options: dict[str, Any] = {} if threads is None else {"threads": threads}
+            token_ids = self.tokenizer.apply_chat_template([{"role": "user", "content": prompt}], **options)
         return tuple(token_ids)
 
     def check_bias(self, logit_bias: Mapping[int, float] | None) -> None:
@@ -84,7 +81,7 @@ class Prompter:
 
     def text(self, token_ids: Sequence[int]) -> str:
         """The text of token ids, without special tokens."""
-        return self.tokenizer.decode(token_ids, skip_special_tokens=True)
+        return self.tokenizer.decode(token_ids)
 
 
 def same_tokenizer(target: Path, draft: Path) -> None:
@@ -97,7 +94,7 @@ def same_tokenizer(target: Path, draft: Path) -> None:
     digests = [hashlib.sha256(file.read_bytes()).digest() for file in files if file.exists()]
     if len(digests) == 2 and digests[0] == digests[1]:
         return
-    vocabularies = [_load_tokenizer(path).get_vocab() for path in (target, draft)]
+    vocabularies = [load_tokenizer(path).vocabulary for path in (target, draft)]
     if vocabularies[0] != vocabularies[1]:
         sizes = " and ".join(str(len(vocabulary)) for vocabulary in vocabularies)
         raise UserError(
@@ -106,11 +103,14 @@ def same_tokenizer(target: Path, draft: Path) -> None:
         )
 
 
-def _load_tokenizer(directory: Path) -> Any:
-    """Raises UserError if there is none, or a damaged one."""
-    if not any((directory / name).exists() for name in ("tokenizer.json", "tokenizer.model")):
-        raise UserError(f"no tokenizer in {directory}: expected tokenizer.json beside config.json")
-    try:
-        return AutoTokenizer.from_pretrained(directory)
-    except Exception as error:  # tokenizers raises a bare Exception for a corrupt file
-        raise UserError(f"the tokenizer in {directory} cannot be read: {str(error).splitlines()[0][:160]}") from error
+def load_tokenizer(directory: Path) -> Tokenizer:
+    """The tokenizer of any checkpoint; one without ``tokenizer.json`` is converted by transformers, which loads torch.
+
+    Raises:
+        UserError: there is none, or a damaged one.
+    """
+    if (directory / "tokenizer.model").exists() and not (directory / "tokenizer.json").exists():
+        from pipedec.text.convert import converted
+
+        return converted(directory)
+    return Tokenizer(directory)

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from pipedec.core import UserError
 from pipedec.model import ModelConfig
-from pipedec.text.prompt import Prompter
+from pipedec.text.convert import load_for_training
 from pipedec.train.draft.training import DraftRecipe
 from pipedec.train.prompts import SplitPrompts
 from recipes.reference_models import corpus, invented_prompts
@@ -99,7 +99,7 @@ def bita_prompts(target_path: Path, problems: Path | None, new_tokens: int, max_
         UserError: the tokenizer does not know the turns of the library's conversations.
     """
     max_positions = ModelConfig.from_directory(target_path).max_positions
-    tokenizer = Prompter(target_path, max_positions).tokenizer
+    tokenizer = load_for_training(target_path)
     if ASSISTANT not in tokenizer.get_vocab():
         raise UserError(f"the library's prompts are for tokenizers that know {ASSISTANT}: use pipedec train bita --prompts FILE")
     recipe = DraftRecipe(new_tokens=new_tokens, long_length=min(DraftRecipe.long_length, max_positions))

@@ -42,7 +42,7 @@ class Telling:
         self.token_ids: list[int] = []
 
     def ids(self, text: str) -> list[int]:
-        found: list[int] = self._prompter.tokenizer(text, add_special_tokens=False)["input_ids"]
+        found: list[int] = self._prompter.tokenizer.encode(text, add_special_tokens=False)
         return found
 
     def say(self, finished: str | None = None, **texts: str) -> str:
@@ -137,7 +137,7 @@ def test_threads_are_told_as_far_as_the_answer_goes(prompter: Prompter) -> None:
     telling.say(t1="z")
     telling.say("length", t1="w")
     told = telling.threads()
-    assert prompter.tokenizer.decode(telling.answer.completion.token_ids) == "a[Fork][Child]xyzwb"
+    assert prompter.tokenizer.decode(telling.answer.completion.token_ids, skip_special_tokens=False) == "a[Fork][Child]xyzwb"
     assert [(thread["text"], thread["tokens"]) for thread in told["threads"]] == [("ab", 3), ("xyzw", 5)]
     assert told["metrics"]["threads"] == 2
 
@@ -159,9 +159,9 @@ def test_tags_are_not_shown_but_their_tails_are(prompter: Prompter) -> None:
 
 def test_a_tail_is_shown_where_it_stands(prompter: Prompter) -> None:
     """Text behind the end of a tag, in the token that completes it."""
-    [last] = prompter.tokenizer("!", add_special_tokens=False)["input_ids"]
+    [last] = prompter.tokenizer.encode("!", add_special_tokens=False)
     tokenizer = prompter.tokenizer
-    bound = bind(load_dialect("pasta"), tokenizer.convert_tokens_to_ids, lambda token: "/>!" if token == last else "")
+    bound = bind(load_dialect("pasta"), tokenizer.token_id, lambda token: "/>!" if token == last else "")
     telling = Telling(prompter, "pasta")
     telling.answer = Answer(telling.answer.request, lambda: Sequence(bound, 3, (), 50), prompter, 2)
     assert telling.say(t0="One<promise!") == "One!"
@@ -214,13 +214,13 @@ def test_log_probabilities_follow_the_document(prompter: Prompter) -> None:
     telling.say(t0="b", t1="x")
     telling.say("stop", t0=END, t1="y" + END)
     event = telling.completed()
-    written = [prompter.tokenizer.decode([token]) for token in telling.token_ids]
+    written = [prompter.tokenizer.decode([token], skip_special_tokens=False) for token in telling.token_ids]
     assert written == ["a", "[Fork]", "[Child]", "x", "y", END, "b", END]
     assert event.sampled == [0, 1, -1, 3, 5, 6, 2, 4]
 
     logprobs = [[[100 + index, -float(index)]] for index in range(7)]
     completion = Client(Recorded(LogprobsEvent(logprobs), event)).ask(PromptRequest("Hello"))
-    forced = prompter.tokenizer.convert_tokens_to_ids("[Child]")
+    forced = prompter.tokenizer.token_id("[Child]")
     assert completion.logprobs is not None
     assert [list(entry) for entry in completion.logprobs] == [[100], [101], [forced], [103], [105], [106], [102], [104]]
     assert completion.logprobs[2] == {forced: 0.0}
@@ -258,7 +258,7 @@ def test_dialects_need_the_targets_tokens(tmp_path: Path) -> None:
 def test_what_ends_a_thread_is_what_ends_an_answer() -> None:
     """The model's own end tokens, unless they are ignored, and the request's."""
     sequences = Sequences(TARGET)
-    [end] = Prompter(TARGET, 2048).tokenizer(END, add_special_tokens=False)["input_ids"]
+    [end] = Prompter(TARGET, 2048).tokenizer.encode(END, add_special_tokens=False)
     for params, token, ends in (
         (SamplingParams(), end, True),
         (SamplingParams(ignore_eos=True), end, False),

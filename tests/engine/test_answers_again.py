@@ -59,7 +59,7 @@ class Client:
 
 
 def ids(prompter: Prompter, text: str) -> list[int]:
-    found: list[int] = prompter.tokenizer(text, add_special_tokens=False)["input_ids"]
+    found: list[int] = prompter.tokenizer.encode(text, add_special_tokens=False)
     return found
 
 

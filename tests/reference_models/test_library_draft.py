@@ -15,7 +15,7 @@ from toy_training import TOY, killed_in_step, small_library
 from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from pipedec.core import UserError
-from pipedec.text.prompt import Prompter
+from pipedec.text.convert import load_for_training
 from pipedec.train.continuations import continue_greedily
 from pipedec.train.draft import training
 from pipedec.train.draft.measuring import on_policy_agreement
@@ -156,7 +156,7 @@ def test_bita_learns_from_the_drafts_prompts(pair: Pair, tmp_path: Path) -> None
     assert set(found) == {"questions", "source", "requests", "passages"}
     assert all(len(part.training) <= 3 and len(part.held_out) <= 3 for part in found.values())
     documents = [document for document in small_library() if document.family == "questions" and not document.held_out]
-    tokenizer = Prompter(pair.target, 2048).tokenizer
+    tokenizer = load_for_training(pair.target)
     assert found["questions"].training == prompts(documents, tokenizer, 3, DraftRecipe().seed)
     target = tmp_path / "target"
     shutil.copytree(pair.target, target)

@@ -37,7 +37,7 @@ def streamed(prompter: Prompter, token_ids: list[int], sizes: list[int]) -> list
 
 @given(text=st.text(max_size=60), sizes=st.lists(st.integers(1, 5), min_size=1, max_size=4))
 def test_streamed_text_never_splits_a_character(prompter: Prompter, text: str, sizes: list[int]) -> None:
-    token_ids = prompter.tokenizer(text)["input_ids"]
+    token_ids = prompter.tokenizer.encode(text)
     pieces = streamed(prompter, token_ids, sizes)
     assert "".join(pieces) == prompter.text(token_ids)
     if "\ufffd" not in text:
@@ -51,7 +51,7 @@ def test_the_pieces_of_any_tokens_make_the_whole_text(prompter: Prompter, token_
 
 
 def test_text_is_returned_as_soon_as_it_is_final(prompter: Prompter) -> None:
-    token_ids = prompter.tokenizer(TEXT)["input_ids"]
+    token_ids = prompter.tokenizer.encode(TEXT)
     pieces = streamed(prompter, token_ids, [1])
     assert "".join(pieces) == TEXT and pieces[-1] == ""
     assert (
@@ -61,16 +61,16 @@ def test_text_is_returned_as_soon_as_it_is_final(prompter: Prompter) -> None:
 
 
 def test_an_incomplete_character_is_returned_at_the_end(prompter: Prompter) -> None:
-    token_ids = prompter.tokenizer("a\U0001f680")["input_ids"][:-1]
+    token_ids = prompter.tokenizer.encode("a\U0001f680")[:-1]
     assert streamed(prompter, token_ids, [1])[-1].endswith("\ufffd")
 
 
 def test_the_chat_template_wraps_the_prompt_unless_it_is_raw(prompter: Prompter) -> None:
     chat = prompter.token_ids("How many?", raw=False, max_tokens=1)
     raw = prompter.token_ids("How many?", raw=True, max_tokens=1)
-    user, assistant = prompter.tokenizer.convert_tokens_to_ids(["<|user|>", "<|assistant|>"])
+    user, assistant = map(prompter.tokenizer.token_id, ["<|user|>", "<|assistant|>"])
     assert chat == (user, *raw, assistant)
-    assert list(raw) == prompter.tokenizer("How many?")["input_ids"]
+    assert list(raw) == prompter.tokenizer.encode("How many?")
 
 
 def test_token_ids_are_taken_as_they_are(prompter: Prompter) -> None:
@@ -116,7 +116,7 @@ def stopped(prompter: Prompter, token_ids: list[int], stop: list[str], size: int
     size=st.integers(1, 5),
 )
 def test_an_answer_ends_where_the_first_stop_string_begins(prompter: Prompter, text: str, stop: list[str], size: int) -> None:
-    token_ids = prompter.tokenizer(text)["input_ids"]
+    token_ids = prompter.tokenizer.encode(text)
     pieces, count = stopped(prompter, token_ids, stop, size)
     heard = [text_so_far(prompter, token_ids[:number]) for number in range(len(token_ids) + 1)]
     expected = next((number for number, said in enumerate(heard) if any(one in said for one in stop)), None)
@@ -133,7 +133,7 @@ def text_so_far(prompter: Prompter, token_ids: list[int]) -> str:
 
 
 def test_only_the_possible_start_of_a_stop_string_is_held_back(prompter: Prompter) -> None:
-    token_ids = prompter.tokenizer("abababc")["input_ids"]
+    token_ids = prompter.tokenizer.encode("abababc")
     assert len(token_ids) == 7, "one token per letter"
     assert stopped(prompter, token_ids, ["abc"], 1) == (["", "", "ab", "", "ab", "", ""], 7)
     assert stopped(prompter, token_ids, ["abd"], 1) == (["", "", "ab", "", "ab", "", "abc", ""], None)
@@ -162,7 +162,7 @@ def test_the_chat_template_gets_the_dialect(prompter: Prompter, pair: Pair, tmp_
     config.write_text(json.dumps(values))
     knowing = Prompter(tmp_path / "target", CONTEXT)
     plain = prompter.token_ids("How many?", raw=False, max_tokens=1)
-    apar = tuple(prompter.tokenizer("apar")["input_ids"])
+    apar = tuple(prompter.tokenizer.encode("apar"))
     assert knowing.token_ids("How many?", raw=False, max_tokens=1) == plain
     assert knowing.token_ids("How many?", raw=False, max_tokens=1, threads="apar") == (*apar, *plain)
     assert prompter.token_ids("How many?", raw=False, max_tokens=1, threads="apar") == plain, "templates may not care"

@@ -26,7 +26,7 @@ class ThreadAnswers:
         self._spec = spec
         self._dialects = dialects
         self._prompter = Prompter(spec.target, ModelConfig.from_directory(spec.target).max_positions)
-        self._special = frozenset(self._prompter.tokenizer.all_special_ids)
+        self._special = self._prompter.tokenizer.all_special_ids
         self._pipelines: dict[str, LocalPipeline] = {}
 
     def token_ids(self, prompt: str | tuple[int, ...], raw: bool, max_tokens: int) -> tuple[int, ...]:

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
-from pipedec.text.prompt import Prompter
+from pipedec.text.prompt import load_tokenizer
 from pipedec.train.annotate import pasta_language
 from pipedec.train.annotate.structure import (
     Fork,
@@ -122,7 +122,7 @@ class ModelAnnotator:
 
 def length_in_tokens(directory: Path) -> Length:
     """Counts tokens as the checkpoint in ``directory`` does. Raises UserError if there is no tokenizer."""
-    tokenizer = Prompter(directory, max_positions=0).tokenizer
+    tokenizer = load_tokenizer(directory)
     return lambda text: len(tokenizer.encode(text, add_special_tokens=False))
 
 

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from pipedec.core import UserError
 from pipedec.model import ModelConfig
 from pipedec.model.bita import fingerprint
-from pipedec.text.prompt import Prompter
+from pipedec.text.convert import load_for_training
 from pipedec.threads import load_dialect
 from pipedec.train.threads.rows import with_marker
 
@@ -40,7 +40,7 @@ class Student:
             UserError: there is no model, chat template or end token.
         """
         config = ModelConfig.from_directory(path)
-        tokenizer = Prompter(path, config.max_positions).tokenizer
+        tokenizer = load_for_training(path)
         if tokenizer.chat_template is None:
             raise UserError(f"{path} has no chat template, which is needed to name the dialect in the prompt")
         if tokenizer.eos_token_id is None:
@@ -65,7 +65,7 @@ class Student:
         Raises:
             UserError: its tokenizer differs.
         """
-        own, other = self.tokenizer.get_vocab(), Prompter(path, self.config.max_positions).tokenizer.get_vocab()
+        own, other = self.tokenizer.get_vocab(), load_for_training(path).get_vocab()
         if not other.items() <= own.items() or (knows_all and len(other) < len(own)):
             raise UserError(
                 f"{path} has a different tokenizer ({len(other)} tokens, not {len(own)}): use a model of the same family"

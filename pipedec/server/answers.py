@@ -1,0 +1,192 @@
+"""The answers of one HTTP request: submitted together, read part by part or as a whole, cancelled when nobody wants them.
+
+Knows no HTTP and no shape of a response.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+
+from pipedec.core import Completion, UserError
+from pipedec.messages import ThreadNews
+from pipedec.server.engine import Answer, Delta
+from pipedec.server.front import Front
+from pipedec.server.logprobs import TokenLogprob
+from pipedec.server.observer import Generation
+
+_REASONS = {"cancelled": "abort", "cache_full": "length", None: "abort"}
+_INCOMPLETE = "\ufffd"
+
+
+@dataclass(frozen=True)
+class Part:
+    """What is new of an answer.
+
+    Attributes:
+        index: of the answer.
+        tokens: with log-probabilities, if they were asked for; in order, and complete when the answer is.
+        output_tokens: of the answer, so far.
+        completion: with the last part.
+    """
+
+    index: int
+    text: str
+    tokens: Sequence[TokenLogprob] = ()
+    threads: Sequence[ThreadNews] = ()
+    output_tokens: int = 0
+    completion: Completion | None = None
+
+    @property
+    def finish_reason(self) -> str | None:
+        """In OpenAI's words; ``abort`` for an answer that was cancelled."""
+        return None if self.completion is None else finish_reason(self.completion)
+
+
+def text_of(completion: Completion) -> str:
+    """Without a last character that the answer does not complete."""
+    return completion.text.rstrip(_INCOMPLETE)
+
+
+def finish_reason(completion: Completion) -> str:
+    reason = completion.finish_reason
+    return _REASONS.get(reason) or str(reason)
+
+
+@dataclass
+class _Reader:
+    """Turns deltas into parts, each of which has text: tokens whose text is not final wait for the next one.
+
+    A character that the answer does not complete is left out.
+    """
+
+    index: int
+    generation: Generation
+    num_sent: int = 0  # tokens
+    num_characters: int = 0  # that were sent
+    held: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[dict[int, float]] = field(default_factory=list)
+
+    def take(self, delta: Delta) -> Part | None:
+        """None if there is nothing to show yet."""
+        if self.generation.request.sampling.logprobs is not None and self.generation.request.threads is None:
+            self.token_ids += delta.token_ids
+            self.logprobs += delta.logprobs
+        text = self.held + delta.text
+        final = text.rstrip(_INCOMPLETE)
+        self.held = text[len(final) :]
+        if not final and not delta.threads:
+            return None
+        self.num_characters += len(final)
+        return Part(self.index, final, self._tokens(), delta.threads, self.generation.output_tokens)
+
+    def finish(self, completion: Completion) -> Part:
+        rest = completion.text[self.num_characters :].rstrip(_INCOMPLETE)
+        tokens = list(zip(completion.token_ids, completion.logprobs or (), strict=False))[self.num_sent :]
+        return Part(self.index, rest, tokens, (), len(completion.token_ids), completion)
+
+    def _tokens(self) -> list[TokenLogprob]:
+        count = min(len(self.token_ids), len(self.logprobs))
+        tokens: list[TokenLogprob] = list(zip(self.token_ids[:count], self.logprobs[:count], strict=True))
+        del self.token_ids[:count], self.logprobs[:count]
+        self.num_sent += count
+        return tokens
+
+
+class Answers:
+    """See the module. Whoever submits them closes them in the end."""
+
+    def __init__(self, front: Front, generations: Sequence[Generation]) -> None:
+        self.front = front
+        self.generations = generations
+        self._answers: list[Answer] = []
+        self._ended: set[int] = set()
+
+    async def submit(self) -> None:
+        """Submit all, or none. Raises UserError, QueueFull, RankLost or SchedulerLost."""
+        try:
+            for generation in self.generations:
+                answer = await self.front.require().engine.submit(generation.request)
+                generation.number = answer.number
+                self._answers.append(answer)
+                self.front.opened(generation, answer)
+                self.front.observer.began(generation)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Cancel what has not ended. May be called twice."""
+        for index, answer in enumerate(self._answers):
+            if index not in self._ended:
+                self.front.in_background(answer.cancel())
+                self._end(index, "abort", None)
+
+    async def parts(self) -> AsyncIterator[Part]:
+        """Of all answers, as they come. Raises UserError, RankLost or SchedulerLost."""
+        if len(self._answers) == 1:
+            async for part in self._read(0):
+                yield part
+            return
+        readers = [self._read(index) for index in range(len(self._answers))]
+        waiting = {asyncio.ensure_future(anext(reader)): reader for reader in readers}
+        try:
+            while waiting:
+                done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                failed = [task for task in done if task.exception() is not None]
+                for task in [*failed, *(done - set(failed))]:
+                    reader = waiting.pop(task)
+                    part = task.result()
+                    if part.completion is None:
+                        waiting[asyncio.ensure_future(anext(reader))] = reader
+                    yield part
+        finally:
+            for task in waiting:
+                task.cancel()
+
+    async def completions(self) -> list[Completion]:
+        """All of them, in order. Raises as ``parts``."""
+        completions: dict[int, Completion] = {}
+        async for part in self.parts():
+            if part.completion is not None:
+                completions[part.index] = part.completion
+        return [completions[index] for index in sorted(completions)]
+
+    async def _read(self, index: int) -> AsyncIterator[Part]:
+        """The parts of one answer; the last one has the completion."""
+        generation, answer = self.generations[index], self._answers[index]
+        reader = _Reader(index, generation)
+        try:
+            async for delta in answer:
+                self._note(generation, delta)
+                part = reader.take(delta)
+                if part is not None:
+                    yield part
+            completion = await self._completed(generation, answer)
+        except Exception:
+            self._end(index, "error", None)
+            raise
+        self._end(index, finish_reason(completion), completion)
+        yield reader.finish(completion)
+
+    async def _completed(self, generation: Generation, answer: Answer) -> Completion:
+        try:
+            return await answer.completed()
+        except UserError:
+            if not self.front.is_aborting:
+                raise
+            return Completion(generation.request.method or "", 0, generation.prompt_tokens, finish_reason="cancelled")
+
+    def _note(self, generation: Generation, delta: Delta) -> None:
+        count = len(delta.token_ids)
+        if count:
+            generation.output_tokens += count
+            self.front.observer.tokens(generation, count, delta.arrived)
+
+    def _end(self, index: int, reason: str, completion: Completion | None) -> None:
+        if index not in self._ended:
+            self._ended.add(index)
+            self.front.closed(self.generations[index])
+            self.front.observer.ended(self.generations[index], reason, completion)

@@ -1,0 +1,86 @@
+"""``/v1/chat/completions``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from pipedec.core import MAX_LOGPROBS, Completion
+from pipedec.server.answers import Part, finish_reason, text_of
+from pipedec.server.asking import Asking, check_model
+from pipedec.server.errors import bad_request
+from pipedec.server.front import Front, Served
+from pipedec.server.logprobs import LogprobWriter
+from pipedec.server.prompts import rendered
+from pipedec.server.protocol import BODY_ERRORS, STREAMED, ChatBody, ChatResponse
+from pipedec.server.responses import Writer, respond
+from pipedec.server.sampling import asked_of
+
+_ROLE = {"role": "assistant"}
+
+
+class ChatWriter(Writer):
+    """Choices of ``/v1/chat/completions``."""
+
+    kind = "chat.completion"
+    chunk_kind = "chat.completion.chunk"
+
+    def __init__(self, body: ChatBody, n: int, served: Served) -> None:
+        self._has_logprobs = bool(body.logprobs)
+        as_ids = bool(body.return_tokens_as_token_ids)
+        self._writers = [LogprobWriter(served.tokenizer, body.top_logprobs or 0, as_ids) for _ in range(n)]
+        self._has_begun = [False] * n
+
+    def choice(self, index: int, completion: Completion) -> dict[str, Any]:
+        tokens = list(zip(completion.token_ids, completion.logprobs or (), strict=False))
+        choice = {
+            "index": index,
+            "message": _ROLE | {"content": text_of(completion), "refusal": None},
+            "logprobs": self._writers[index].chat(tokens) if self._has_logprobs else None,
+            "finish_reason": finish_reason(completion),
+        }
+        return choice if completion.threads is None else choice | {"threads": completion.threads}
+
+    def chunk(self, part: Part) -> dict[str, Any]:
+        begins = not self._has_begun[part.index]
+        self._has_begun[part.index] = True
+        choice = {
+            "index": part.index,
+            "delta": (_ROLE if begins else {}) | ({"content": part.text} if part.text or begins else {}),
+            "logprobs": self._writers[part.index].chat(part.tokens) if self._has_logprobs and part.tokens else None,
+            "finish_reason": part.finish_reason,
+        }
+        return choice | {"threads": [vars(news) for news in part.threads]} if part.threads else choice
+
+
+def _num_logprobs(body: ChatBody) -> int | None:
+    most_probable = body.top_logprobs or 0
+    if not 0 <= most_probable <= MAX_LOGPROBS:
+        raise bad_request(f"top_logprobs must be between 0 and {MAX_LOGPROBS}, not {most_probable}", "top_logprobs")
+    if most_probable and not body.logprobs:
+        raise bad_request("top_logprobs needs logprobs: true", "top_logprobs")
+    return most_probable if body.logprobs else None
+
+
+def chat_router(front: Front) -> APIRouter:
+    router = APIRouter(tags=["chat"])
+
+    @router.post("/v1/chat/completions", response_model=ChatResponse, responses={**STREAMED, **BODY_ERRORS})
+    async def create_chat_completion(body: ChatBody, request: Request) -> Response:
+        """Answer the last message of a conversation."""
+        served, model = front.require(), check_model(body.model, front.settings)
+        if (body.model_extra or {}).get("echo"):
+            raise bad_request("echo is not supported here: use /v1/completions", "echo")
+        asked = asked_of(body, served, _num_logprobs(body))
+        asking = Asking(front, request, model, "chatcmpl")
+        variables = dict(body.chat_template_kwargs or {})
+        own = {"threads": asked.dialect and asked.dialect.name, "reasoning_effort": body.reasoning_effort}
+        variables |= {name: value for name, value in own.items() if value is not None}
+        prompt = await rendered(body.messages, served, body.add_generation_prompt is not False, variables)
+        answers = asking.answers([prompt], asked, served, bool(body.stream), None)
+        return await respond(request, answers, body, asking.head, ChatWriter(body, asked.n, served))
+
+    return router

@@ -1,0 +1,57 @@
+"""What the HTTP side needs of the engine: ``AsyncClient`` is one, tests have a scripted one."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from typing import Protocol
+
+from pipedec.core import Completion
+from pipedec.messages import PromptRequest, ThreadNews
+
+
+class Delta(Protocol):
+    """What is new of an answer.
+
+    Attributes:
+        logprobs: of tokens, in order; those of a token come with it or earlier.
+        threads: news of decode threads, if the request has ``show_threads``.
+        arrived: when the last of it came, in seconds of ``time.perf_counter``.
+    """
+
+    @property
+    def text(self) -> str: ...
+
+    @property
+    def token_ids(self) -> Sequence[int]: ...
+
+    @property
+    def logprobs(self) -> Sequence[dict[int, float]]: ...
+
+    @property
+    def threads(self) -> Sequence[ThreadNews]: ...
+
+    @property
+    def arrived(self) -> float: ...
+
+
+class Answer(Protocol):
+    """One answer while it is generated. Waiting for it may raise RankLost or SchedulerLost."""
+
+    @property
+    def number(self) -> int: ...
+
+    def __aiter__(self) -> AsyncIterator[Delta]:
+        """All that arrived since the last delta at once, until the answer has ended."""
+
+    async def completed(self) -> Completion:
+        """Wait for the end. Raises UserError if the request was refused, or cancelled before it began."""
+
+    async def cancel(self) -> None:
+        """End it; it then completes with the reason ``cancelled``. May be called twice, and after its end."""
+
+
+class Engine(Protocol):
+    """A running cluster."""
+
+    async def submit(self, request: PromptRequest) -> Answer:
+        """Raises UserError, QueueFull, RankLost or SchedulerLost."""

@@ -1,0 +1,147 @@
+"""Errors in OpenAI's shape, whatever raised them: one line that says what was wrong and what to do.
+
+``{"error": {"message": …, "type": …, "param": …, "code": …}}``, with vLLM's types and the HTTP status as the code.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from pipedec.core import PipedecError, QueueFull, UserError
+from pipedec.validation import shortened
+
+_TYPES = {
+    400: "BadRequestError", 401: "AuthenticationError", 404: "NotFoundError", 405: "MethodNotAllowedError",
+    408: "RequestTimeoutError", 413: "RequestTooLargeError", 500: "InternalServerError", 503: "ServiceUnavailableError",
+}  # fmt: skip
+_SEVERAL_TYPES = {
+    "prompt": "a text, a list of texts, token ids, or a list of lists of token ids",
+    "stop": "a text or a list of texts",
+    "messages": 'a list of objects like {"role": "user", "content": "text"}',
+}
+_MAX_MESSAGE = 1000  # characters
+_MAX_MISTAKES = 10
+_RETRY_AFTER_SECONDS = 1
+_BODY_FAULTS = {400: "the body cannot be read: it must be JSON in UTF-8", 404: "there is no such page", 405: "wrong method"}
+
+
+class ApiError(HTTPException):
+    """A refusal.
+
+    Args:
+        param: the field of the request that it is about.
+    """
+
+    def __init__(self, status: int, message: str, param: str | None = None, headers: Mapping[str, str] | None = None) -> None:
+        writable = message[:_MAX_MESSAGE].encode(errors="backslashreplace").decode()  # it may quote half a surrogate pair
+        super().__init__(status, writable, headers)
+        self.param = param
+
+    def body(self) -> dict[str, Any]:
+        """The document of the response, or of an event in a stream."""
+        kind = _TYPES.get(self.status_code, "BadRequestError" if self.status_code < 500 else "InternalServerError")
+        return {"error": {"message": self.detail, "type": kind, "param": self.param, "code": self.status_code}}
+
+
+def bad_request(message: str, param: str | None = None) -> ApiError:
+    return ApiError(400, message, param)
+
+
+def unavailable(message: str, retry_after_seconds: int) -> ApiError:
+    return ApiError(503, message, headers={"Retry-After": str(retry_after_seconds)})
+
+
+def api_error(error: Exception) -> ApiError:
+    """What a client is told of an error of the engine."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, QueueFull):
+        return unavailable(str(error), _RETRY_AFTER_SECONDS)
+    if isinstance(error, UserError):
+        return bad_request(str(error))
+    if isinstance(error, PipedecError):
+        return unavailable(f"the cluster was lost: {error}", _RETRY_AFTER_SECONDS)
+    return ApiError(500, "an internal error; the server's log says more")
+
+
+def error_response(error: ApiError) -> Response:
+    """Pure ASCII, so that nothing that is echoed can fail to be encoded."""
+    return Response(json.dumps(error.body()), error.status_code, error.headers, "application/json")
+
+
+async def on_http_error(request: Request, error: Exception) -> Response:
+    """Also what Starlette and FastAPI raise themselves: no such path, a wrong method, a body that is not text."""
+    if not isinstance(error, ApiError):
+        assert isinstance(error, HTTPException)
+        message = _BODY_FAULTS.get(error.status_code, error.detail)
+        if error.status_code in (404, 405):
+            message = f"{message}: {request.method} {shortened(request.url.path)}; /docs lists all"
+        error = ApiError(error.status_code, message, headers=error.headers)
+    request.state.error = error.detail
+    return error_response(error)
+
+
+async def on_invalid(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)
+    return await on_http_error(request, invalid(error.errors()))
+
+
+async def on_engine_error(request: Request, error: Exception) -> Response:
+    return await on_http_error(request, api_error(error))
+
+
+async def on_internal_error(request: Request, error: Exception) -> Response:
+    return error_response(api_error(error))
+
+
+def invalid(mistakes: Sequence[Mapping[str, Any]]) -> ApiError:
+    """What pydantic found: at most ``_MAX_MISTAKES`` mistakes, the field of the first as the parameter."""
+    first = mistakes[0]
+    if first["type"] == "json_invalid":
+        return bad_request(f"the body is not valid JSON: {first['ctx']['error']} at character {first['loc'][-1]}")
+    if first["loc"] == ("body",):
+        return bad_request("the body must be a JSON object, sent as content-type application/json")
+    if (field := _field(first)) in _SEVERAL_TYPES and (first["type"] != "missing" or len(first["loc"]) > 2):
+        deepest = max(mistakes[:_MAX_MISTAKES], key=lambda mistake: len(mistake["loc"]))
+        return bad_request(f"{field} must be {_SEVERAL_TYPES[field]}: {_finding(deepest)}", field)
+    lines = dict.fromkeys(map(_mistake, mistakes[: 10 * _MAX_MISTAKES]))
+    shown = list(lines)[:_MAX_MISTAKES]
+    more = [] if len(mistakes) <= len(shown) else [f"… ({len(mistakes)} mistakes)"]
+    return bad_request("; ".join([*shown, *more]), _field(first))
+
+
+def _mistake(mistake: Mapping[str, Any]) -> str:
+    if mistake["type"] == "missing":
+        return _finding(mistake)
+    reason = mistake["msg"].removeprefix("Input ")
+    return f"{_place(mistake)}: {reason}, not {_shown(mistake.get('input'))}"
+
+
+def _finding(mistake: Mapping[str, Any]) -> str:
+    return f"{_place(mistake)} is {'missing' if mistake['type'] == 'missing' else _shown(mistake.get('input'))}"
+
+
+def _place(mistake: Mapping[str, Any]) -> str:
+    """Like ``messages.0.content``."""
+    return ".".join(shortened(part) for part in mistake["loc"][1:5] if not _is_union_member(part))
+
+
+def _field(mistake: Mapping[str, Any]) -> str | None:
+    return shortened(mistake["loc"][1]) if len(mistake["loc"]) > 1 else None
+
+
+def _is_union_member(part: object) -> bool:
+    return isinstance(part, str) and ("[" in part or part in ("str", "int"))
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, dict | list):
+        return "an object" if isinstance(value, dict) else "a list"
+    return shortened(json.dumps(value, default=str)) if isinstance(value, str | int | float | bool | None) else "this"

@@ -1,0 +1,31 @@
+"""``/health`` and ``/ready``, for load balancers: neither needs a key."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter
+
+from pipedec.server.front import Front
+from pipedec.server.protocol import HealthResponse, error_responses
+
+
+def health_router(front: Front) -> APIRouter:
+    router = APIRouter(tags=["health"])
+
+    @router.get("/health", responses=error_responses(503))
+    async def check_health() -> HealthResponse:
+        """Whether the cluster lives: 503 while it is loading, and when it was lost."""
+        return _answer(front, is_ready=False)
+
+    @router.get("/ready", responses=error_responses(503))
+    async def check_ready() -> HealthResponse:
+        """Whether requests are taken: as /health, and 503 while the server shuts down."""
+        return _answer(front, is_ready=True)
+
+    return router
+
+
+def _answer(front: Front, is_ready: bool) -> HealthResponse:
+    problem = front.problem(is_ready)
+    if problem is not None:
+        raise problem
+    return HealthResponse(status="ok")

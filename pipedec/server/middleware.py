@@ -1,0 +1,169 @@
+"""What happens around every route, as pure ASGI: request ids and notes for the observer, API keys, limits of bodies.
+
+Starlette's own base class for middleware would hide from the routes that a client goes away.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import re
+import time
+import uuid
+from collections.abc import Sequence
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from pipedec.server.errors import ApiError, error_response
+from pipedec.server.observer import Exchange, Observer
+from pipedec.server.settings import ServerSettings
+
+_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+_CLOSE = {"Connection": "close"}
+_LINGER_SECONDS = 2.0
+_CLIENT_CLOSED_REQUEST = 499
+_GUARDED = "/v1"
+
+
+class RequestNotes:
+    """Gives every request an id, which the response has, too, and tells the observer how it ended.
+
+    The id is the client's ``X-Request-Id`` if it has one; nothing is ever found by it, so two requests may have the same.
+    """
+
+    def __init__(self, app: ASGIApp, observer: Observer) -> None:
+        self._app = app
+        self._observer = observer
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = Headers(scope=scope).get("x-request-id", "")
+        request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+        scope.setdefault("state", {})["request_id"] = request_id
+        started, status = time.perf_counter(), _CLIENT_CLOSED_REQUEST
+
+        async def send_noted(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                MutableHeaders(scope=message)["X-Request-Id"] = request_id
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_noted)
+        except Exception:
+            status = 500
+            raise
+        finally:
+            self._observer.responded(_exchange(scope, request_id, status, time.perf_counter() - started))
+
+
+def _exchange(scope: Scope, request_id: str, status: int, seconds: float) -> Exchange:
+    route = getattr(scope.get("route"), "path", "other")
+    client = (scope.get("client") or ("",))[0]
+    return Exchange(request_id, scope["method"], route, status, seconds, client, scope["state"].get("error"))
+
+
+class ApiKeys:
+    """Refuses requests to ``/v1`` without one of the keys, which are compared in constant time."""
+
+    def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
+        self._app = app
+        self._digests = [_digest(key.encode()) for key in keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["method"] == "OPTIONS" or not _is_guarded(scope) or self._is_allowed(scope):
+            await self._app(scope, receive, send)
+            return
+        error = ApiError(401, "give a valid API key: Authorization: Bearer KEY", headers={"WWW-Authenticate": "Bearer"})
+        scope["state"]["error"] = error.detail
+        await error_response(error)(scope, receive, send)
+
+    def _is_allowed(self, scope: Scope) -> bool:
+        scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
+        given = _digest(key.strip().encode("latin-1", "replace"))
+        known = [hmac.compare_digest(given, digest) for digest in self._digests]  # all of them, whichever is the right one
+        return scheme.lower() == "bearer" and any(known)
+
+
+def _is_guarded(scope: Scope) -> bool:
+    path = scope["path"].removeprefix(scope.get("root_path", ""))
+    return path == _GUARDED or path.startswith(f"{_GUARDED}/")
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()
+
+
+class BodyLimits:
+    """Refuses bodies that are too large (413), before all of them has come, or come too slowly (408)."""
+
+    def __init__(self, app: ASGIApp, settings: ServerSettings) -> None:
+        self._app = app
+        self._settings = settings
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        body = _Body(receive, send, self._settings)
+        declared = Headers(scope=scope).get("content-length", "0")
+        if declared.isdecimal() and int(declared) > self._settings.max_body_bytes:
+            body.is_complete = False
+            scope["state"]["error"] = body.too_large.detail
+            await error_response(body.too_large)(scope, receive, body.send)
+        else:
+            await self._app(scope, body.receive, body.send)
+
+
+class _Body:
+    """One body while it arrives.
+
+    A client that is refused while it still sends hears of it only if somebody takes what it sends, for a while.
+    """
+
+    def __init__(self, receive: Receive, send: Send, settings: ServerSettings) -> None:
+        self._receive = receive
+        self._send = send
+        self._settings = settings
+        self._size = 0
+        self._deadline = time.monotonic() + settings.body_seconds
+        self.is_complete = True  # nobody waits for a body that no route reads
+        limit = f"{settings.max_body_bytes:,} bytes"
+        self.too_large = ApiError(413, f"the body is too large: at most {limit} are taken", headers=_CLOSE)
+
+    async def receive(self) -> Message:
+        """Raises ApiError."""
+        if self._size and self.is_complete:
+            return await self._receive()
+        self.is_complete = False
+        try:
+            async with asyncio.timeout(self._deadline - time.monotonic()):
+                message = await self._receive()
+        except TimeoutError:
+            seconds = f"{self._settings.body_seconds:g} seconds"
+            raise ApiError(408, f"the body has not arrived within {seconds}", headers=_CLOSE) from None
+        self._size += len(message.get("body", b""))
+        self.is_complete = not message.get("more_body", False)
+        if self._size > self._settings.max_body_bytes:
+            self.is_complete = False
+            raise self.too_large
+        return message
+
+    async def send(self, message: Message) -> None:
+        ends = message["type"] == "http.response.body" and not message.get("more_body", False)
+        if not ends or self.is_complete:
+            await self._send(message)
+            return
+        await self._send({**message, "more_body": True})
+        try:
+            async with asyncio.timeout(_LINGER_SECONDS):
+                while (await self._receive()).get("more_body", False):
+                    pass
+        except TimeoutError:
+            pass
+        await self._send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -1,0 +1,142 @@
+"""From prompts and messages to token ids. What is too long is refused before it is tokenized."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pipedec.core import UserError
+from pipedec.server.errors import bad_request
+from pipedec.server.front import Served
+from pipedec.server.protocol import ContentPart, Message, Prompts
+from pipedec.text.tokenizer import Tokenizer
+from pipedec.validation import shortened
+
+_LONG_CHARACTERS = 4000  # texts of more are tokenized in a thread, so that nobody waits for them
+_UNSUPPORTED_FIELDS = ("tool_calls", "tool_call_id", "function_call", "audio")
+_UNSUPPORTED_ROLES = ("tool", "function")
+_OWN_VARIABLES = ("messages", "add_generation_prompt", "tokenize", "tools", "documents")
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt as token ids, and as the client wrote it."""
+
+    token_ids: Sequence[int]
+    text: str
+
+
+async def tokenized(given: Prompts, served: Served, max_prompts: int, add_special_tokens: bool = True) -> list[Prompt]:
+    """The prompts of ``/v1/completions``: one or several, as text or as token ids.
+
+    Raises:
+        ApiError: a prompt is empty or too long, or a token is not in the vocabulary.
+    """
+    prompts: Sequence[Any] = given if isinstance(given, list) and not _is_token_ids(given) else [given]
+    if not 1 <= len(prompts) <= max_prompts:
+        raise bad_request(f"prompt must be 1 to {max_prompts} prompts, not {len(prompts)}", "prompt")
+    for prompt in prompts:
+        _check(prompt, served)
+    long = sum(len(prompt) for prompt in prompts) > _LONG_CHARACTERS
+    return (
+        await asyncio.to_thread(_prompts, prompts, served, add_special_tokens)
+        if long
+        else _prompts(prompts, served, add_special_tokens)
+    )
+
+
+def _is_token_ids(given: Sequence[Any]) -> bool:
+    return not given or isinstance(given[0], int)
+
+
+def _check(prompt: str | Sequence[int], served: Served) -> None:
+    if not prompt:
+        raise bad_request("prompt is empty: give text or token ids", "prompt")
+    if isinstance(prompt, str):
+        _check_length(prompt, served, "prompt")
+        return
+    if len(prompt) >= served.max_model_len:
+        raise bad_request(f"the prompt has {len(prompt)} tokens, but the model's context is {served.max_model_len}", "prompt")
+    check_token_ids(prompt, served.tokenizer, "prompt")
+
+
+def check_token_ids(token_ids: Iterable[int], tokenizer: Tokenizer, field: str) -> None:
+    """Raises ApiError if one is not in the vocabulary."""
+    wrong = next((token for token in token_ids if not 0 <= token < len(tokenizer)), None)
+    if wrong is not None:
+        raise bad_request(f"{field} has the token {shortened(wrong)}, but the vocabulary has {len(tokenizer)} tokens", field)
+
+
+def _check_length(text: str, served: Served, param: str) -> None:
+    try:
+        served.tokenizer.check_length(text, served.max_model_len)
+    except UserError as error:
+        raise bad_request(str(error), param) from None
+
+
+def _prompts(prompts: Sequence[str | Sequence[int]], served: Served, add_special_tokens: bool) -> list[Prompt]:
+    return [
+        _of_text(prompt, served, add_special_tokens)
+        if isinstance(prompt, str)
+        else Prompt(prompt, served.tokenizer.decode(prompt))
+        for prompt in prompts
+    ]
+
+
+def _of_text(text: str, served: Served, add_special_tokens: bool) -> Prompt:
+    try:
+        token_ids = served.tokenizer.encode(text, add_special_tokens)
+    except UserError as error:
+        raise bad_request(str(error), "prompt") from None
+    if not token_ids:
+        raise bad_request("prompt has no tokens: give more text", "prompt")
+    return Prompt(token_ids, text)
+
+
+async def rendered(messages: Sequence[Message], served: Served, begins_answer: bool, variables: Mapping[str, Any]) -> Prompt:
+    """The prompt that the chat template makes of messages.
+
+    Args:
+        begins_answer: ends where the answer of the assistant begins.
+        variables: further ones of the template.
+
+    Raises:
+        ApiError: the messages are empty, too long, not supported, or refused by the template.
+    """
+    documents = [_document(index, message) for index, message in enumerate(messages)]
+    text = json.dumps(documents)
+    for document in documents:
+        _check_length(document.get("content") or "", served, "messages")
+    if wrong := [name for name in variables if name in _OWN_VARIABLES]:
+        raise bad_request(f"chat_template_kwargs must not have {wrong[0]}", "chat_template_kwargs")
+    try:
+        token_ids = await asyncio.to_thread(served.tokenizer.apply_chat_template, documents, begins_answer, **variables)
+    except (UserError, TypeError) as error:
+        raise bad_request(str(error), "messages") from None
+    if not token_ids:
+        raise bad_request("the chat template makes nothing of these messages", "messages")
+    return Prompt(token_ids, text)
+
+
+def _document(index: int, message: Message) -> dict[str, Any]:
+    """For the template: content as text, fields that are not given left out."""
+    path = f"messages[{index}]"
+    if message.role in _UNSUPPORTED_ROLES:
+        raise bad_request(f"{path}: the role {message.role} is not supported: this server has no tools", "messages")
+    given = message.model_extra or {}
+    if unsupported := [name for name in _UNSUPPORTED_FIELDS if given.get(name)]:
+        raise bad_request(f"{path}.{unsupported[0]} is not supported: this server has no tools and no audio", "messages")
+    content = message.content
+    if isinstance(content, list):
+        content = "\n".join(_text(part, f"{path}.content[{place}]") for place, part in enumerate(content))
+    known = {"role": message.role, "content": content, "name": message.name}
+    return {name: value for name, value in (known | given).items() if value is not None}
+
+
+def _text(part: ContentPart, path: str) -> str:
+    if part.type != "text" or part.text is None:
+        raise bad_request(f"{path} is of type {shortened(part.type)}, which is not supported: send text", "messages")
+    return part.text

@@ -1,0 +1,294 @@
+"""Bodies of requests and responses, with OpenAI's and vLLM's fields; FastAPI makes the OpenAPI document of them.
+
+Unknown fields are accepted, and null means that a field is not given. What other servers know and this one does not support is
+refused by name (``UNSUPPORTED``), never ignored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, FailFast, Field
+
+from pipedec.core import MAX_LOGPROBS
+from pipedec.server.errors import bad_request
+
+MAX_CHOICES = 8
+MAX_STOPS = 16
+MAX_STOP_CHARACTERS = 1000
+
+
+class FirstMistake(FailFast):
+    """Of a list: report one mistake, however many there are. Unlike pydantic's own it may stand in a union."""
+
+    def __hash__(self) -> int:
+        return hash(type(self))
+
+
+Texts = Annotated[list[str], FirstMistake()]
+TokenIds = Annotated[list[int], FirstMistake()]
+Prompts = str | Texts | TokenIds | Annotated[list[TokenIds], FirstMistake()]
+_NOTHING: Collection[Any] = (False, 0, "", [], {})  # values that ask for nothing, besides null
+
+UNSUPPORTED: Mapping[str, Collection[Any]] = {
+    **dict.fromkeys((
+        "allowed_token_ids", "audio", "bad_words", "chat_template", "continue_final_message", "documents",
+        "functions", "guided_choice", "guided_decoding_backend", "guided_grammar", "guided_json", "guided_regex",
+        "include_stop_str_in_output", "kv_transfer_params", "logits_processors", "mm_processor_kwargs", "prediction",
+        "prompt_embeds", "repetition_detection", "structured_outputs", "suffix", "tools", "truncate_prompt_tokens",
+        "use_beam_search", "web_search_options",
+    ), _NOTHING),
+    "function_call": ("none",),
+    "length_penalty": (1,),
+    "modalities": (["text"],),
+    "response_format": ({"type": "text"},),
+    "prompt_logprobs": (),
+    "skip_special_tokens": (True,),
+    "tool_choice": ("none", "auto"),
+}  # fmt: skip
+
+
+class Body(BaseModel):
+    """The body of a request."""
+
+    model_config = ConfigDict(extra="allow", protected_namespaces=())
+
+    model: str | None = Field(None, description="One of the names in /v1/models; null for the only model.")
+
+
+class StreamOptions(BaseModel):
+    include_usage: bool | None = Field(None, description="Send a last chunk with the usage and without choices.")
+    continuous_usage_stats: bool | None = Field(None, description="Send the usage so far with every chunk.")
+
+
+class GenerationBody(Body):
+    """What both kinds of completions share. Ranges are those of ``SamplingParams``."""
+
+    max_tokens: int | None = Field(None, description="Maximum number of tokens to generate.")
+    max_completion_tokens: int | None = Field(None, description="The same; it is used if both are given.")
+    temperature: float | None = Field(None, description="0 is greedy. Default: 1.")
+    top_p: float | None = Field(None, description="Above 0 and at most 1. Default: 1.")
+    top_k: int | None = Field(None, description="0 and -1 consider all tokens. Default: 0.")
+    min_p: float | None = Field(None, description="Between 0 and 1. Default: 0.")
+    seed: int | None = Field(None, description="The same seed gives the same answer. Choice i has the seed + i.")
+    n: int | None = Field(None, description=f"Choices per prompt, at most {MAX_CHOICES}. Default: 1.")
+    stop: str | Texts | None = Field(None, description=f"At most {MAX_STOPS} strings that end the answer.")
+    stop_token_ids: TokenIds | None = None
+    presence_penalty: float | None = Field(None, description="Between -2 and 2.")
+    frequency_penalty: float | None = Field(None, description="Between -2 and 2.")
+    repetition_penalty: float | None = Field(None, description="Above 0; 1 is none.")
+    logit_bias: dict[int, float] | None = Field(None, description="From token id to a value between -100 and 100.")
+    ignore_eos: bool | None = Field(None, description="Continue after the model's end tokens.")
+    min_tokens: int | None = Field(None, description="Only with ignore_eos and without stop, which imply it.")
+    return_tokens_as_token_ids: bool | None = Field(None, description="Show tokens of log-probabilities as token_id:ID.")
+    stream: bool | None = Field(None, description="Send the answer as server-sent events while it is generated.")
+    stream_options: StreamOptions | None = None
+    priority: int | None = Field(None, ge=-(2**31), lt=2**31, description="Requests of a lower one are served first.")
+    user: str | None = Field(None, description="Taken and not used.")
+    method: str | None = Field(None, description="Decoding method: it changes the speed and not the answer.")
+    method_options: dict[str, Any] | None = Field(None, description="Options of the method, by name.")
+    threads: str | None = Field(None, description="Dialect in which the model may open decode threads.")
+
+    @property
+    def includes_usage(self) -> bool:
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def has_continuous_usage(self) -> bool:
+        return bool(self.stream_options and self.stream_options.continuous_usage_stats)
+
+    def refuse_unsupported(self) -> None:
+        """Raises ApiError for what is known elsewhere and not here."""
+        for name, value in (self.model_extra or {}).items():
+            accepted = UNSUPPORTED.get(name)
+            if accepted is not None and value is not None and value not in accepted:
+                raise bad_request(f"{name} is not supported by this server: leave it out", name)
+        if self.stream_options is not None and not self.stream:
+            raise bad_request("stream_options is only allowed with stream: true", "stream_options")
+
+
+class CompletionBody(GenerationBody):
+    """The body of ``/v1/completions``."""
+
+    prompt: Prompts = Field(description="A text, texts, token ids, or lists of token ids.")
+    best_of: int | None = Field(None, description="As n, or null: nothing else is supported.")
+    echo: bool | None = Field(None, description="Return the prompt before the answer, with its log-probabilities if asked for.")
+    logprobs: int | None = Field(None, description=f"Most probable tokens shown per token, at most {MAX_LOGPROBS}.")
+    add_special_tokens: bool | None = Field(None, description="Begin text as the model expects it. Default: true.")
+
+
+class ContentPart(BaseModel):
+    model_config = ConfigDict(extra="allow")
+
+    type: str
+    text: str | None = None
+
+
+class Message(BaseModel):
+    """One message of a conversation; further fields reach the chat template."""
+
+    model_config = ConfigDict(extra="allow")
+
+    role: str
+    content: str | Annotated[list[ContentPart], FirstMistake()] | None = None
+    name: str | None = None
+
+
+class ChatTemplateFields(BaseModel):
+    messages: Annotated[list[Message], FirstMistake()]
+    add_generation_prompt: bool | None = Field(None, description="End with the beginning of an answer. Default: true.")
+    chat_template_kwargs: dict[str, Any] | None = Field(None, description="Further variables of the chat template.")
+
+
+class ChatBody(ChatTemplateFields, GenerationBody):
+    """The body of ``/v1/chat/completions``."""
+
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, description=f"With logprobs: most probable tokens, at most {MAX_LOGPROBS}.")
+    reasoning_effort: str | None = Field(None, description="A variable of the chat template.")
+
+
+class TokenizeBody(Body):
+    """The body of ``/tokenize``: either a prompt or messages."""
+
+    prompt: str | None = None
+    messages: Annotated[list[Message], FirstMistake()] | None = None
+    add_special_tokens: bool | None = Field(None, description="Default: true for a prompt.")
+    add_generation_prompt: bool | None = Field(None, description="Default: true.")
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeBody(Body):
+    """The body of ``/detokenize``."""
+
+    tokens: TokenIds
+
+
+class ErrorDetail(BaseModel):
+    message: str
+    type: str
+    param: str | None
+    code: int
+
+
+class ErrorResponse(BaseModel):
+    error: ErrorDetail
+
+
+class PromptTokensDetails(BaseModel):
+    cached_tokens: int
+
+
+class Usage(BaseModel):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails | None = None
+
+
+class CompletionLogprobs(BaseModel):
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None] | None
+    text_offset: list[int]
+
+
+class CompletionChoice(BaseModel):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: str | None
+    threads: dict[str, Any] | None = None
+
+
+class CompletionResponse(BaseModel):
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage | None = None
+
+
+class TopLogprob(BaseModel):
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class ChatLogprob(TopLogprob):
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(BaseModel):
+    content: list[ChatLogprob] | None
+
+
+class ChatMessage(BaseModel):
+    role: Literal["assistant"]
+    content: str
+    refusal: str | None = None
+
+
+class ChatChoice(BaseModel):
+    index: int
+    message: ChatMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: str | None
+    threads: dict[str, Any] | None = None
+
+
+class ChatResponse(BaseModel):
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage | None = None
+
+
+class ModelCard(BaseModel):
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    root: str | None = Field(None, description="Directory of the checkpoint; null while it is loading.")
+    parent: str | None = None
+    max_model_len: int | None = Field(None, description="Tokens of a prompt and its answer; null while it is loading.")
+
+
+class ModelList(BaseModel):
+    object: Literal["list"]
+    data: list[ModelCard]
+
+
+class TokenizeResponse(BaseModel):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class DetokenizeResponse(BaseModel):
+    prompt: str
+
+
+class VersionResponse(BaseModel):
+    version: str
+
+
+class HealthResponse(BaseModel):
+    status: Literal["ok"]
+
+
+def error_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """For the OpenAPI document."""
+    return {status: {"model": ErrorResponse} for status in statuses}
+
+
+BODY_ERRORS = error_responses(400, 401, 404, 408, 413, 500, 503)
+STREAMED: dict[int | str, dict[str, Any]] = {
+    200: {"content": {"text/event-stream": {"schema": {"type": "string", "description": "Chunks, and at last [DONE]."}}}}
+}

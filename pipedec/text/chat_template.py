@@ -1,0 +1,189 @@
+"""Chat templates: from messages to the text of a prompt, as transformers renders them.
+
+A template is a program that comes with a checkpoint. It runs in Jinja's sandbox, for a limited time, and writes a limited text.
+Knows no tokens.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Any
+
+from jinja2 import TemplateError, nodes
+from jinja2.exceptions import SecurityError
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
+from jinja2.visitor import NodeTransformer
+
+from pipedec.core import UserError
+
+MAX_CHARS = 4_000_000
+MAX_SECONDS = 5.0
+
+_REASONING = ("reasoning_content", "thinking", "reasoning")  # names of one field; templates read the first
+_TICK, _WITHIN = "__tick__", "__within__"
+
+
+class ChatTemplate:
+    """One compiled template.
+
+    Raises:
+        UserError: it is no valid Jinja.
+    """
+
+    def __init__(self, source: str, max_seconds: float = MAX_SECONDS) -> None:
+        self._max_seconds = max_seconds
+        environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
+        environment.filters |= {"tojson": _tojson, _WITHIN: _within_limits}
+        environment.globals |= {"raise_exception": _refuse, "strftime_now": _now, "dict": _Dict(), "namespace": _Namespace}
+        try:
+            self._template = environment.from_string(_Guarded().visit(environment.parse(source)))
+        except TemplateError as error:
+            raise UserError(f"the chat template is no valid Jinja: {_first_line(error)}") from None
+
+    def render(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **variables: Any) -> str:
+        """The text of a prompt.
+
+        Args:
+            messages: JSON objects, by convention with ``role`` and ``content``; fields that are None are left out.
+            add_generation_prompt: end where the answer of the assistant begins.
+            variables: what else the template may ask for.
+
+        Raises:
+            UserError: the template refuses the messages, fails on them, takes too long or writes too much.
+        """
+        ends = time.monotonic() + self._max_seconds
+        variables = {"tools": None, "documents": None, **variables, _TICK: lambda: _check_time(ends)}
+        chat = [_message(message) for message in messages]
+        pieces, length = [], 0
+        try:
+            for piece in self._template.generate(messages=chat, add_generation_prompt=add_generation_prompt, **variables):
+                _check_time(ends)
+                length += len(_within_limits(piece))
+                if length > MAX_CHARS:
+                    raise SecurityError(f"writes more than {MAX_CHARS} characters")
+                pieces.append(piece)
+        except Exception as error:  # whatever a program does wrong: a type, a missing field, an endless recursion
+            raise UserError(f"the chat template cannot render these messages: {_first_line(error)}") from None
+        return "".join(pieces)
+
+
+def _message(message: Mapping[str, Any]) -> dict[str, Any]:
+    said = {name: value for name, value in message.items() if value is not None}
+    reasoning = next((said[name] for name in _REASONING if name in said), None)
+    return said if reasoning is None else {"thinking": reasoning, **said, "reasoning_content": reasoning}
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error).strip() or type(error).__name__
+    return text.splitlines()[0][:200]
+
+
+def _check_time(ends: float) -> str:
+    """Nothing, while there is time."""
+    if time.monotonic() > ends:
+        raise SecurityError("takes too long")
+    return ""
+
+
+def _within_limits(value: Any) -> Any:
+    """The value itself, if it is small enough to go on with."""
+    if isinstance(value, (str, list, tuple)) and len(value) > MAX_CHARS:
+        raise SecurityError(f"makes a value of more than {MAX_CHARS} characters")
+    return value
+
+
+class _Sandbox(ImmutableSandboxedEnvironment):
+    """Jinja's, with limits on what an operator may make."""
+
+    intercepted_binops = frozenset(["*", "**", "+", "%"])
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        if operator == "**" and (abs(left) > 1000 or abs(right) > 1000):
+            raise SecurityError("raises a number to a power that is too large")
+        if operator == "*":
+            for many, times in ((left, right), (right, left)):
+                if isinstance(many, (str, list, tuple)) and isinstance(times, int) and len(many) * times > MAX_CHARS:
+                    raise SecurityError(f"makes a value of more than {MAX_CHARS} characters")
+        return _within_limits(super().call_binop(context, operator, left, right))
+
+
+class _Guarded(NodeTransformer):
+    """Puts a look at the clock into each turn of every loop and each call of every macro, and a limit on what ``~`` joins."""
+
+    def visit_For(self, node: nodes.For) -> nodes.For:  # noqa: N802
+        self.generic_visit(node)
+        node.body.insert(0, _tick(node.lineno))
+        return node
+
+    def visit_Macro(self, node: nodes.Macro) -> nodes.Macro:  # noqa: N802
+        self.generic_visit(node)
+        node.body.insert(0, _tick(node.lineno))
+        return node
+
+    def visit_Concat(self, node: nodes.Concat) -> nodes.Filter:  # noqa: N802
+        self.generic_visit(node)
+        return nodes.Filter(node, _WITHIN, [], [], None, None, lineno=node.lineno)
+
+
+def _tick(line: int) -> nodes.ExprStmt:
+    name = nodes.Name(_TICK, "load", lineno=line)
+    return nodes.ExprStmt(nodes.Call(name, [], [], None, None, lineno=line), lineno=line)
+
+
+class _Generation(Extension):
+    """``{% generation %}``, with which templates mark the assistant's words for training: here it changes nothing."""
+
+    tags = {"generation"}  # noqa: RUF012 - as Jinja declares it
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return list(parser.parse_statements(("name:endgeneration",), drop_needle=True))
+
+
+def _tojson(value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False) -> str:
+    """Jinja's own would escape for HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _refuse(message: str) -> None:
+    raise TemplateError(message)
+
+
+def _now(pattern: str) -> str:
+    return datetime.now().strftime(pattern)
+
+
+class _Dict:
+    """``dict`` without its other attributes."""
+
+    def __call__(self, *args: Any, **values: Any) -> dict[Any, Any]:
+        return dict(*args, **values)
+
+    def fromkeys(self, *args: Any) -> dict[Any, Any]:
+        return dict.fromkeys(*args)
+
+
+class _Namespace(Namespace):
+    """Refuses names that begin with an underscore, which could reach Python's internals."""
+
+    def __init__(*args: Any, **values: Any) -> None:  # a template may name an attribute self
+        self, rest = args[0], args[1:]
+        attributes = dict(*rest, **values)
+        for name in attributes:
+            _check_name(name)
+        Namespace.__init__(self, attributes)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _check_name(name)
+        super().__setitem__(name, value)
+
+
+def _check_name(name: object) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise SecurityError(f"stores the attribute {name!r}, whose name begins with an underscore")

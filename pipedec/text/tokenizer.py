@@ -1,0 +1,245 @@
+"""The tokenizer of a checkpoint and its chat template, read from their files: no transformers, so no torch.
+
+Owns the meaning of ``tokenizer.json``, ``tokenizer_config.json`` and ``chat_template.jinja``: token ids and texts are those of
+transformers' ``AutoTokenizer``. Knows no models and no requests.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import AddedToken
+
+from pipedec.core import UserError
+from pipedec.text.chat_template import ChatTemplate
+
+_NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_SPACES = [(" .", "."), (" ?", "?"), (" !", "!"), (" ,", ","), (" ' ", "'"), (" n't", "n't")]
+_SPACES += [(f" '{word}", f"'{word}") for word in ("m", "s", "ve", "re")]
+
+
+class Tokenizer:
+    """From text to token ids and back.
+
+    Args:
+        directory: a checkpoint with ``tokenizer.json``.
+
+    Raises:
+        UserError: there is no ``tokenizer.json``, or a damaged file.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._backend = _read_backend(directory)
+        config = _read_config(directory)
+        self.special_tokens: dict[str, str] = {name: _content(config[name]) for name in _NAMED if config.get(name)}
+        self._add_tokens(config)
+        is_bpe = isinstance(self._backend.model, tokenizers.models.BPE)
+        self._cleans_spaces = bool(config.get("clean_up_tokenization_spaces")) and not is_bpe
+        self._template_source = _read_template(directory, config)
+
+    def __len__(self) -> int:
+        """Token ids are below this, if they have no gaps."""
+        return self._backend.get_vocab_size(with_added_tokens=True)
+
+    @cached_property
+    def vocabulary(self) -> Mapping[str, int]:
+        """Ids of all tokens, by their names in the file."""
+        return self._backend.get_vocab(with_added_tokens=True)
+
+    @cached_property
+    def max_chars_per_token(self) -> int:
+        """No token stands for more characters."""
+        return max(map(len, self.vocabulary))
+
+    @property
+    def bos_token_id(self) -> int | None:
+        return self._id_of("bos_token")
+
+    @property
+    def eos_token_id(self) -> int | None:
+        return self._id_of("eos_token")
+
+    @cached_property
+    def all_special_ids(self) -> frozenset[int]:
+        """Tokens that are no text."""
+        return frozenset(token for token, added in self._added.items() if added.special)
+
+    @property
+    def has_chat_template(self) -> bool:
+        return self._template_source is not None
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text.
+
+        Args:
+            add_special_tokens: with the tokens that the tokenizer puts before or behind every text. Special tokens that the text
+                itself names are read as such in any case.
+
+        Raises:
+            UserError: the text has half a surrogate pair, which is no character.
+        """
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            place = f"character {error.start} is half a surrogate pair"
+            raise UserError(f"the text is no valid Unicode ({place}): send whole characters") from None
+        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def check_length(self, text: str, max_tokens: int) -> None:
+        """Refuse a text that is too long, before it is tokenized.
+
+        Raises:
+            UserError: it has more characters than ``max_tokens`` tokens can stand for.
+        """
+        if len(text) > (limit := max_tokens * self.max_chars_per_token):
+            raise UserError(
+                f"the prompt has {len(text)} characters, but the {max_tokens} tokens that fit are at most {limit}: shorten it"
+            )
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """The text of token ids; an incomplete character is U+FFFD. Ids beyond the vocabulary are left out."""
+        text = self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        if self._cleans_spaces:
+            for spaced, tight in _SPACES:
+                text = text.replace(spaced, tight)
+        return text
+
+    def token_id(self, name: str) -> int | None:
+        """Of a token by its name in the file."""
+        return self._backend.token_to_id(name)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """UTF-8 of a token's text, which may be a part of a character. Nothing for an id beyond the vocabulary."""
+        name = self._backend.id_to_token(token_id)
+        if name is None:
+            return b""
+        return name.encode() if token_id in self._added else self._spelling(name)
+
+    def token(self, token_id: int) -> str:
+        """The text of one token. Where it is a part of a character: ``bytes:`` and its bytes, as OpenAI's API writes it."""
+        spelled = self.token_bytes(token_id)
+        try:
+            return spelled.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in spelled)
+
+    def render_chat(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **options: Any) -> str:
+        """The text that the chat template makes of messages. Raises UserError as ``apply_chat_template``."""
+        if self._template is None:
+            raise UserError(f"{self.directory} has no chat template: send the prompt as it is (/v1/completions, --raw)")
+        if not messages:
+            raise UserError("messages is empty: give at least one message")
+        return self._template.render(messages, add_generation_prompt, **{**self.special_tokens, **options})
+
+    def apply_chat_template(
+        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **options: Any
+    ) -> list[int]:
+        """Token ids of a conversation.
+
+        Args:
+            messages: JSON objects with ``role`` and ``content``.
+            options: further variables of the template.
+
+        Raises:
+            UserError: there is no template or no message, or the template refuses the messages or runs out of its limits.
+        """
+        return self.encode(self.render_chat(messages, add_generation_prompt, **options), add_special_tokens=False)
+
+    @cached_property
+    def _template(self) -> ChatTemplate | None:
+        return None if self._template_source is None else ChatTemplate(self._template_source)
+
+    @cached_property
+    def _added(self) -> Mapping[int, AddedToken]:
+        return self._backend.get_added_tokens_decoder()
+
+    @cached_property
+    def _byte_of(self) -> dict[str, int] | None:
+        """The byte that each letter stands for, where the tokenizer is byte-level; else None."""
+        return _byte_letters() if _has(self._backend.decoder, "ByteLevel") else None
+
+    def _spelling(self, name: str) -> bytes:
+        if self._byte_of is not None and all(letter in self._byte_of for letter in name):
+            return bytes(self._byte_of[letter] for letter in name)
+        if len(name) == 6 and name.startswith("<0x") and name.endswith(">"):
+            return bytes([int(name[3:5], 16)])
+        return name.replace("▁", " ").encode() if _has(self._backend.decoder, "▁") else name.encode()
+
+    def _id_of(self, named: str) -> int | None:
+        name = self.special_tokens.get(named)
+        return None if name is None else self._backend.token_to_id(name)
+
+    def _add_tokens(self, config: Mapping[str, Any]) -> None:
+        """Tokens that stand in the configuration only, in the order of their ids; what it names is special."""
+        listed = sorted(config.get("added_tokens_decoder", {}).items(), key=lambda item: int(item[0]))
+        known = self._backend.get_added_tokens_decoder()
+        self._backend.add_tokens([_added(entry) for number, entry in listed if int(number) not in known])
+        extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
+        named = [*(config[name] for name in _NAMED if config.get(name)), *(extra.values() if isinstance(extra, dict) else extra)]
+        self._backend.add_special_tokens(
+            [_added(entry) if isinstance(entry, dict) else AddedToken(entry, special=True, normalized=False) for entry in named]
+        )
+
+
+def _read_backend(directory: Path) -> tokenizers.Tokenizer:
+    path = directory / "tokenizer.json"
+    if not path.exists():
+        raise UserError(f"no tokenizer in {directory}: expected tokenizer.json beside config.json")
+    try:
+        backend = tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # tokenizers raises a bare Exception for a corrupt file
+        raise UserError(f"the tokenizer in {directory} cannot be read: {str(error).splitlines()[0][:160]}") from error
+    backend.no_truncation()
+    backend.no_padding()
+    return backend
+
+
+def _read_config(directory: Path) -> dict[str, Any]:
+    """``tokenizer_config.json``; older checkpoints name their special tokens in ``special_tokens_map.json``."""
+    config = _read_json(directory / "tokenizer_config.json")
+    return config if "added_tokens_decoder" in config else config | _read_json(directory / "special_tokens_map.json")
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """An object; an empty one if there is no file."""
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else {}
+    except (ValueError, TypeError) as error:
+        raise UserError(f"the tokenizer in {path.parent} cannot be read: {path.name}: {str(error)[:160]}") from error
+
+
+def _read_template(directory: Path, config: Mapping[str, Any]) -> str | None:
+    path = directory / "chat_template.jinja"
+    if path.exists():
+        return path.read_text(encoding="utf-8")
+    source = config.get("chat_template")
+    if isinstance(source, list):
+        source = {entry["name"]: entry["template"] for entry in source}.get("default")
+    return source
+
+
+def _content(entry: str | Mapping[str, Any]) -> str:
+    return entry if isinstance(entry, str) else str(entry["content"])
+
+
+def _added(entry: Mapping[str, Any]) -> AddedToken:
+    flags = {name: bool(entry[name]) for name in ("special", "normalized", "lstrip", "rstrip", "single_word") if name in entry}
+    return AddedToken(entry["content"], **flags)
+
+
+def _has(decoder: Any, part: str) -> bool:
+    """Whether a decoder of the tokenizer names ``part``."""
+    return decoder is not None and part in decoder.__getstate__().decode()
+
+
+def _byte_letters() -> dict[str, int]:
+    """The printable letter of each byte, as in GPT-2's vocabulary."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + number): byte for number, byte in enumerate(others)}

@@ -1,0 +1,58 @@
+"""The HTTP side in a thread of the test, with real sockets."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import httpx2
+import uvicorn
+from processes import wait_until
+from scripted_engine import ScriptedEngine
+
+from pipedec.server.app import create_app
+from pipedec.server.front import Front
+
+
+@dataclass
+class Site:
+    """A server that listens.
+
+    Attributes:
+        client: sends requests to it.
+    """
+
+    front: Front
+    port: int
+    client: httpx2.Client
+
+    @property
+    def engine(self) -> ScriptedEngine:
+        run = self.front.served
+        assert run is not None and isinstance(run.engine, ScriptedEngine)
+        return run.engine
+
+    def connect(self) -> socket.socket:
+        return socket.create_connection(("127.0.0.1", self.port), timeout=20)
+
+
+@contextmanager
+def served(front: Front) -> Iterator[Site]:
+    """Serve ``front`` until the end of the block."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    server = uvicorn.Server(uvicorn.Config(create_app(front), log_config=None, lifespan="off"))
+    thread = threading.Thread(target=server.run, args=([listener],))
+    thread.start()
+    port = listener.getsockname()[1]
+    assert wait_until(lambda: server.started)
+    try:
+        with httpx2.Client(base_url=f"http://127.0.0.1:{port}", timeout=20) as client:
+            yield Site(front, port, client)
+    finally:
+        server.should_exit = True
+        thread.join(20)
+        listener.close()
+    assert not thread.is_alive()

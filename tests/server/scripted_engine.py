@@ -1,0 +1,123 @@
+"""An engine without a cluster: it says what a test has told it to say, with the engine's own handling of characters and stops."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+
+from pipedec.core import Completion, Metrics, PipedecError
+from pipedec.messages import PromptRequest, ThreadNews
+from pipedec.text.stream import StopStrings, TextStream
+from pipedec.text.tokenizer import Tokenizer
+
+ANSWER = "Größe, naïve café, 東京 and \U0001f680 need more than one byte."
+Script = Callable[[PromptRequest], Sequence[Sequence[int]]]  # the tokens of each verdict
+
+
+@dataclass
+class ScriptedDelta:
+    text: str
+    token_ids: list[int]
+    logprobs: list[dict[int, float]] = field(default_factory=list)
+    threads: list[ThreadNews] = field(default_factory=list)
+    is_paused: bool = False
+    arrived: float = field(default_factory=time.perf_counter)
+
+
+def logprobs_of(token: int, count: int) -> dict[int, float]:
+    """The chosen one is not among the most probable ones."""
+    return {token: -1.0, **{(token + other) % 256 + 1: -0.5 * other for other in range(1, count + 1)}}
+
+
+class ScriptedAnswer:
+    """Goes on while ``engine.allowed`` says so."""
+
+    def __init__(self, engine: ScriptedEngine, request: PromptRequest, number: int) -> None:
+        self.number = number
+        self.request = request
+        self.is_cancelled = False
+        self._engine = engine
+        self._completion = Completion(
+            "scripted", 1, len(request.prompt), finish_reason="cancelled", metrics=Metrics(cached_tokens=1)
+        )
+
+    async def __aiter__(self) -> AsyncIterator[ScriptedDelta]:
+        sampling = self.request.sampling
+        stream = TextStream(lambda ids: self._engine.tokenizer.decode(ids))
+        stops = StopStrings(stream, sampling.stop) if sampling.stop else None
+        for place, burst in enumerate(self._engine.script(self.request)):
+            if not await self._may_go_on(place):
+                return
+            tokens = list(burst)[: sampling.max_tokens - len(self._completion.token_ids)]
+            text, count = (stream.add(tokens), None) if stops is None else stops.add(tokens)
+            yield self._delta(text, tokens[:count])
+            if count is not None or len(self._completion.token_ids) == sampling.max_tokens:
+                break
+        self._completion.finish_reason = (
+            "stop" if count is not None or len(self._completion.token_ids) < sampling.max_tokens else "length"
+        )
+        if rest := "" if count is not None else (stops or stream).finish():
+            yield self._delta(rest, [])
+
+    async def _may_go_on(self, place: int) -> bool:
+        while not self.is_cancelled and place >= self._engine.allowed:
+            if self._engine.failure is not None:
+                raise self._engine.failure
+            await asyncio.sleep(0.002)
+        return not self.is_cancelled
+
+    def _delta(self, text: str, tokens: list[int]) -> ScriptedDelta:
+        self._completion.token_ids += tokens
+        self._completion.text += text
+        count = self.request.sampling.logprobs
+        known = [] if count is None else [logprobs_of(token, count) for token in tokens]
+        if count is not None:
+            self._completion.logprobs = (self._completion.logprobs or []) + known
+        return ScriptedDelta(text, tokens, known)
+
+    async def completed(self) -> Completion:
+        if self._engine.refusal is not None:
+            raise self._engine.refusal
+        count = self.request.sampling.prompt_logprobs
+        if count is not None:
+            rest = [logprobs_of(token, count) for token in self.request.prompt[1:]]
+            self._completion.prompt_logprobs = [None, *rest]
+        return self._completion
+
+    async def cancel(self) -> None:
+        self.is_cancelled = True
+        self._engine.cancelled.append(self.number)
+
+
+class ScriptedEngine:
+    """See the module.
+
+    Attributes:
+        allowed: verdicts that every answer may receive.
+        full: raised by ``submit``.
+        refusal: raised when an answer is complete; ``failure``: raised while one waits.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, script: Script) -> None:
+        self.tokenizer = tokenizer
+        self.script = script
+        self.requests: list[PromptRequest] = []
+        self.cancelled: list[int] = []
+        self.reset()
+
+    def reset(self) -> None:
+        self.allowed = 1 << 30
+        self.full: PipedecError | None = None
+        self.full_after = 0
+        self.refusal: PipedecError | None = None
+        self.failure: PipedecError | None = None
+        self.requests.clear()
+        self.cancelled.clear()
+
+    async def submit(self, request: PromptRequest) -> ScriptedAnswer:
+        if self.full is not None and len(self.requests) >= self.full_after:
+            raise self.full
+        self.requests.append(request)
+        return ScriptedAnswer(self, request, len(self.requests) - 1)

@@ -1,0 +1,283 @@
+"""The tokenizer without transformers says what transformers' AutoTokenizer says; templates run in a sandbox with limits."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tiny_pair import Pair
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from pipedec.core import UserError
+from pipedec.engine.spec import REFERENCE_PAIR
+from pipedec.text.chat_template import MAX_CHARS, ChatTemplate
+from pipedec.text.convert import converted
+from pipedec.text.prompt import load_tokenizer
+from pipedec.text.tokenizer import Tokenizer
+
+THREADS = REFERENCE_PAIR.parent / "reference_threads"
+WORDS = [
+    "Hello there, it's a test .",
+    "Größe: naïve café",
+    "東京 \U0001f680",
+    "don't  stop\n\n\tnow",
+    "<|end|>",
+    "<s> a</s>b",
+    " x",
+]
+TEXTS = st.one_of(st.text(max_size=40), st.lists(st.sampled_from(WORDS), max_size=4).map("".join))
+TEMPLATE = """{%- if tools is none and documents is not defined %}?{% endif -%}
+{{ bos_token }}{% for message in messages %}
+    {%- if message['role'] == 'system' and not loop.first %}{{ raise_exception('system must be first') }}{% endif %}
+    {%- if message.role == 'skip' %}{% continue %}{% endif %}
+{% generation %}<|{{ message['role'] }}|>{% endgeneration %}
+{{ message.content | trim }}{{ message | tojson }} {{ message.reasoning_content }}
+{% set ns = namespace(last=loop.last) %}{{ ns.last ~ '/' ~ dict(a=1) }}{{ eos_token }}
+{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}{{ extra | default('none') }}
+"""
+
+
+def save_spaced(directory: Path, **config: Any) -> None:
+    """A BPE tokenizer like Llama 2's: words begin with ▁, and bytes stand for letters that it does not know."""
+    backend = Backend(models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(content=" ", left=1)]
+    backend.decoder = decoders.Sequence(steps)
+    specials = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=specials, show_progress=False)
+    backend.train_from_iterator(["Hello there, it's a test for don't stop now ."] * 3, trainer)
+    state = json.loads(backend.to_str())
+    state["added_tokens"] = [token for token in state["added_tokens"] if not token["content"].startswith("<0x")]
+    backend = Backend.from_str(json.dumps(state))
+    backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    made = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+    made.chat_template = TEMPLATE
+    made.save_pretrained(directory)
+    path = directory / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | config))
+
+
+def save_metaspace(directory: Path, **config: Any) -> None:
+    """A Unigram tokenizer with a Metaspace pre-tokenizer, as sentencepiece's are converted."""
+    backend = Backend(models.Unigram())
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    trainer = trainers.UnigramTrainer(
+        vocab_size=80, special_tokens=["<unk>", "<s>", "</s>"], unk_token="<unk>", show_progress=False
+    )
+    backend.train_from_iterator([*WORDS[:4], "a b c d"] * 4, trainer)
+    PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>", chat_template=TEMPLATE
+    ).save_pretrained(directory)
+    path = directory / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | config))
+
+
+@pytest.fixture(scope="module")
+def directories(tmp_path_factory: pytest.TempPathFactory, pair: Pair) -> dict[str, Path]:
+    made = {name: tmp_path_factory.mktemp(name) for name in ("spaced", "metaspace", "cleaned", "older", "listed")}
+    save_spaced(made["spaced"])
+    save_metaspace(made["metaspace"])
+    save_metaspace(made["cleaned"], clean_up_tokenization_spaces=True)
+    save_spaced(made["older"], add_eos_token=True)  # tokenizer.json has the last word
+    (made["older"] / "special_tokens_map.json").write_text(json.dumps({"eos_token": {"content": "<eos>"}, "pad_token": "<unk>"}))
+    save_spaced(
+        made["listed"],
+        bos_token={
+            "__type": "AddedToken",
+            "content": "<bos>",
+            "special": True,
+            "lstrip": False,
+            "rstrip": False,
+            "normalized": False,
+        },
+        additional_special_tokens=["<|end|>"],
+    )
+    return {"tiny": pair.target, "shipped": REFERENCE_PAIR / "target", "threads": THREADS / "target", **made}
+
+
+KINDS = ["tiny", "shipped", "threads", "spaced", "metaspace", "cleaned", "older", "listed"]
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def both(request: pytest.FixtureRequest, directories: dict[str, Path]) -> tuple[Tokenizer, Any]:
+    """Ours, and that of transformers."""
+    directory = directories[request.param]
+    return Tokenizer(directory), AutoTokenizer.from_pretrained(directory)
+
+
+@given(text=TEXTS, special=st.booleans())
+def test_texts_have_the_token_ids_of_transformers(both: tuple[Tokenizer, Any], text: str, special: bool) -> None:
+    ours, theirs = both
+    assert ours.encode(text, add_special_tokens=special) == theirs.encode(text, add_special_tokens=special)
+
+
+@given(data=st.data(), skip=st.booleans())
+def test_token_ids_have_the_text_of_transformers(both: tuple[Tokenizer, Any], data: st.DataObject, skip: bool) -> None:
+    ours, theirs = both
+    token_ids = data.draw(st.lists(st.integers(0, len(ours) - 1), max_size=30))
+    assert ours.decode(token_ids, skip_special_tokens=skip) == theirs.decode(token_ids, skip_special_tokens=skip)
+
+
+MESSAGES = st.lists(
+    st.fixed_dictionaries(
+        {"role": st.sampled_from(["user", "assistant", "skip"]), "content": TEXTS},
+        optional={"reasoning": TEXTS, "name": st.none() | TEXTS, "thinking": st.none()},
+    ),
+    min_size=1,
+    max_size=4,
+)
+
+
+@given(messages=MESSAGES, prompted=st.booleans(), extra=st.none() | TEXTS)
+def test_conversations_have_the_token_ids_of_transformers(
+    both: tuple[Tokenizer, Any], messages: list[dict[str, Any]], prompted: bool, extra: str | None
+) -> None:
+    ours, theirs = both
+    options = {} if extra is None else {"extra": extra}
+    expected = theirs.apply_chat_template(messages, add_generation_prompt=prompted, return_dict=False, **options)
+    assert ours.apply_chat_template(messages, prompted, **options) == expected
+
+
+def test_both_know_the_same_tokens(both: tuple[Tokenizer, Any]) -> None:
+    ours, theirs = both
+    assert (len(ours), ours.vocabulary) == (len(theirs), theirs.get_vocab())
+    assert (ours.bos_token_id, ours.eos_token_id) == (theirs.bos_token_id, theirs.eos_token_id)
+    assert ours.all_special_ids >= set(theirs.all_special_ids)
+
+
+@given(text=st.text(max_size=30))
+def test_the_bytes_of_tokens_make_the_text(both: tuple[Tokenizer, Any], text: str) -> None:
+    ours, _ = both
+    token_ids = ours.encode(text, add_special_tokens=False)
+    if ours.special_tokens.get("unk_token") in map(ours.token, token_ids):
+        return  # what is unknown is lost
+    spelled, decoded = b"".join(map(ours.token_bytes, token_ids)).decode(), ours.decode(token_ids, skip_special_tokens=False)
+    assert spelled.replace(" ", "") == decoded.replace(" ", ""), "decoders leave out some spaces"
+
+
+def test_a_part_of_a_character_is_named_by_its_bytes(directories: dict[str, Path]) -> None:
+    for name in ("tiny", "spaced"):
+        tokenizer = Tokenizer(directories[name])
+        tokens = [tokenizer.token(token) for token in tokenizer.encode("\U0001f680", add_special_tokens=False)]
+        assert tokens[-4:] == ["bytes:\\xf0", "bytes:\\x9f", "bytes:\\x9a", "bytes:\\x80"]
+        assert tokenizer.token(len(tokenizer) + 5) == ""
+
+
+def test_half_a_character_is_refused(directories: dict[str, Path]) -> None:
+    tokenizer = Tokenizer(directories["tiny"])
+    with pytest.raises(UserError, match="character 1 is half a surrogate pair"):
+        tokenizer.encode("a\ud83d")
+    assert tokenizer.encode("a\0b"), "a NUL is a character"
+
+
+def test_long_texts_are_refused_before_they_are_tokenized(directories: dict[str, Path]) -> None:
+    tokenizer = Tokenizer(directories["tiny"])
+    limit = 10 * tokenizer.max_chars_per_token
+    tokenizer.check_length("x" * limit, 10)
+    with pytest.raises(UserError, match=f"has {limit + 1} characters, but the 10 tokens that fit are at most {limit}"):
+        tokenizer.check_length("x" * (limit + 1), 10)
+
+
+def test_a_checkpoint_without_a_template_says_so(directories: dict[str, Path], tmp_path: Path) -> None:
+    shutil.copy(directories["tiny"] / "tokenizer.json", tmp_path)
+    tokenizer = Tokenizer(tmp_path)
+    assert not tokenizer.has_chat_template
+    with pytest.raises(UserError, match="has no chat template"):
+        tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}])
+
+
+def test_the_template_named_default_is_taken_from_a_list(directories: dict[str, Path], tmp_path: Path) -> None:
+    shutil.copy(directories["tiny"] / "tokenizer.json", tmp_path)
+    listed = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "abc"}]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": listed}))
+    assert Tokenizer(tmp_path).render_chat([{"role": "user", "content": "Hi"}]) == "abc"
+
+
+def test_damaged_files_are_refused_in_one_line(directories: dict[str, Path], tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no tokenizer in"):
+        Tokenizer(tmp_path)
+    shutil.copy(directories["tiny"] / "tokenizer.json", tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text("{")
+    with pytest.raises(UserError, match=r"cannot be read: tokenizer_config.json") as refused:
+        Tokenizer(tmp_path)
+    assert "\n" not in str(refused.value)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": "{% for %}"}))
+    with pytest.raises(UserError, match="no valid Jinja"):
+        Tokenizer(tmp_path).render_chat([{"role": "user", "content": "Hi"}])
+
+
+def rendered(source: str, seconds: float = 5.0, **message: Any) -> str:
+    return ChatTemplate(source, seconds).render([{"role": "user", **message}])
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% for a in range(90000) %}{% for b in range(90000) %}{% endfor %}{% endfor %}",
+        "{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}{{ m(60) }}",
+    ],
+)
+def test_an_endless_template_ends(source: str) -> None:
+    with pytest.raises(UserError, match="takes too long"):
+        rendered(source, seconds=0.1)
+
+
+BIG = "makes a value of more than"
+
+
+@pytest.mark.parametrize(
+    ("source", "why"),
+    [
+        ("{{ 'a' * 100000000000 }}", BIG),
+        ("{{ 100000000000 * ['a'] }}", BIG),
+        ("{{ 9 ** (9 ** 9) }}", "power"),
+        ("{% set ns = namespace(x='aaaaaaaa') %}{% for i in range(99) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}", BIG),
+        ("{% set ns = namespace(x='aaaaaaaa') %}{% for i in range(99) %}{% set ns.x = ns.x + ns.x %}{% endfor %}", BIG),
+        (f"{{% for i in range(100) %}}{{{{ 'a' * {MAX_CHARS // 50} }}}}{{% endfor %}}", "writes more than"),
+        ("{{ messages.append(1) }}", "unsafe"),
+        ("{{ ''.__class__.__mro__ }}", "unsafe"),
+        ("{{ namespace(_x=1) }}", "underscore"),
+        ("{% set ns = namespace() %}{% set ns.__class__ = 1 %}", "underscore"),
+        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+        ("{{ messages[0].content + 1 }}", "cannot render these messages"),
+        ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "recursion"),
+    ],
+)
+def test_a_template_that_goes_too_far_is_refused_in_one_line(source: str, why: str) -> None:
+    with pytest.raises(UserError, match=why) as refused:
+        rendered(source, content="Hi")
+    assert "\n" not in str(refused.value)
+
+
+def test_the_time_is_at_a_templates_disposal() -> None:
+    assert len(rendered("{{ strftime_now('%Y-%m-%d') }}")) == 10
+
+
+def test_a_tokenizer_in_another_format_is_converted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What transformers makes of ``tokenizer.model`` is what counts."""
+    save_spaced(tmp_path / "written")
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "written")
+    (tmp_path / "tokenizer.model").write_bytes(b"a sentencepiece model")
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda directory: theirs)
+    for load in (load_tokenizer, converted):
+        ours = load(tmp_path)
+        assert ours.encode("Hello there") == theirs.encode("Hello there")
+        assert ours.directory == tmp_path
+
+
+def test_no_torch_and_no_transformers_are_loaded(directories: dict[str, Path]) -> None:
+    program = (
+        "import sys; from pathlib import Path; from pipedec.text.prompt import Prompter\n"
+        f"Prompter(Path({str(directories['tiny'])!r}), 100).token_ids('Hi', False, 1)\n"
+        "assert not {'torch', 'transformers'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
