@@ -21,6 +21,7 @@ from pipedec.messages import (
     LogprobsEvent,
     OverranEvent,
     PausedEvent,
+    PromptLogprobsEvent,
     ResumedEvent,
     ThreadNews,
     TokensEvent,
@@ -96,6 +97,7 @@ class Reply:
     heard: float = field(default_factory=time.monotonic)
     position: str = "0"
     _logprobs: list[dict[int, float]] = field(default_factory=list)
+    _prompt_logprobs: list[dict[int, float]] = field(default_factory=list)
 
     @property
     def has_ended(self) -> bool:
@@ -126,6 +128,8 @@ class Reply:
                 self.overran.update(timesteps)
             case LogprobsEvent(logprobs):
                 self._logprobs += map(dict, logprobs)
+            case PromptLogprobsEvent(logprobs):
+                self._prompt_logprobs += map(dict, logprobs)
             case CompletionEvent():
                 self.completion = self._completed(event)
             case CancelledEvent():
@@ -146,6 +150,8 @@ class Reply:
         metrics.e2e_seconds = time.perf_counter() - self.arrivals.submitted
         if metrics.ttft_seconds is not None:
             metrics.queue_seconds = max(0.0, metrics.ttft_seconds - metrics.prefill_seconds)
+        if completion.prompt_logprobs is not None:
+            completion.prompt_logprobs += self._prompt_logprobs
         if self._logprobs and event.sampled is not None:
             tokens = zip(event.sampled, completion.token_ids, strict=True)
             completion.logprobs = [{token: 0.0} if which < 0 else self._logprobs[which] for which, token in tokens]
