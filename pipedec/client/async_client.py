@@ -1,307 +1,250 @@
-"""Requests of a program with an event loop: any number of answers, read together.
-
-A thread reads the events of all open answers from Redis, in one blocked read, and hands them to the event loop; it also keeps
-the client's lease, without which the run cancels the client's requests. Knows no HTTP.
+"""The asyncio client: any number of requests in one event loop, whose answers arrive over one connection. Needs no torch and no
+checkpoint.
 """
 
 from __future__ import annotations
 
 import asyncio
 import secrets
-import threading
 import time
-from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import suppress
-from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
-from pipedec.client.reply import Reply
-from pipedec.client.watch import check_run
-from pipedec.cluster.state import RunningCluster
-from pipedec.core import Completion, PipedecError, UserError
-from pipedec.messages import Event, LogprobsEvent, PromptRequest, RunDescription, ThreadNews, TokensEvent, load_validators
-from pipedec.scheduler import RedisScheduler
-from pipedec.scheduler.protocol import RunStatus
+from pipedec.client.reply import Delta, Reply, TokenArrivals
+from pipedec.client.watch import SILENCE_SECONDS, check_run, check_silence
+from pipedec.cluster.state import no_such_run
+from pipedec.core import Completion, PipedecError, SchedulerLost
+from pipedec.messages import PromptRequest, RunDescription, load_validators
+from pipedec.scheduler import AsyncRedisScheduler, RunStatus
 
-_RENEWAL_SECONDS = 1.5  # of the lease; also the longest read
-_CHECK_SECONDS = 2.0  # between two looks at the state of the run
+_READ_SECONDS = 5.0
+_RENEW_SECONDS = 1.5  # between two renewals of the owner's lease, each with a look at the run
 
-_Events = list[tuple[int, str, Event]]
-
-
-@dataclass
-class Delta:
-    """What is new of an answer.
-
-    Attributes:
-        logprobs: of ``token_ids``, in order, if requested; empty for answers in threads, whose completion has them.
-        threads: news of decode threads, if the request has ``show_threads``.
-        is_paused: the answer waits for KV memory now.
-        arrived: when the last of it came, in seconds of ``time.perf_counter``.
-    """
-
-    text: str = ""
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[dict[int, float]] = field(default_factory=list)
-    threads: list[ThreadNews] = field(default_factory=list)
-    is_paused: bool = False
-    arrived: float = 0.0
+_T = TypeVar("_T")
 
 
 class AsyncReply:
-    """One answer while it is generated. Iterate over its deltas, or await ``completed``.
+    """One answer, which any number of tasks may wait for and one may iterate over. Made by ``AsyncClient.submit``.
 
-    What has not been read is kept as one delta, so a slow reader costs the memory of one answer.
+    Attributes:
+        reply: what has arrived.
     """
 
-    def __init__(self, reply: Reply, request: PromptRequest, cancel: Callable[[int], None]) -> None:
-        self._reply = reply
-        self._in_threads = request.threads is not None
-        self._cancel = cancel
-        self._delta: Delta | None = None
-        self._logprobs: deque[dict[int, float]] = deque()  # of tokens that are yet to come
-        self._failure: PipedecError | None = None
+    def __init__(self, scheduler: AsyncRedisScheduler, number: int, arrivals: TokenArrivals) -> None:
+        self.reply = Reply(number, self._add, arrivals=arrivals)
+        self._scheduler = scheduler
+        self._news: Delta | None = None
         self._changed = asyncio.Event()
+        self._ended = asyncio.Event()
+        self._lost: PipedecError | None = None
+        self._is_cancelled = False
 
     @property
     def number(self) -> int:
         """Of the request."""
-        return self._reply.number
+        return self.reply.number
 
     async def __aiter__(self) -> AsyncIterator[Delta]:
-        """All that has arrived since the last delta at once, until the answer has ended.
+        """All that arrived since the last delta, in one, until the answer has ended: a slow reader never has a queue.
 
         Raises:
-            RankLost, SchedulerLost: the cluster was lost.
+            RankLost, SchedulerLost: the cluster died or stopped answering.
         """
-        while not self._has_ended or self._delta is not None:
+        while not self._ended.is_set() or self._news is not None:
+            await self._changed.wait()
             self._changed.clear()
-            if self._delta is not None:
-                delta, self._delta = self._delta, None
-                yield delta
-            elif not self._has_ended:
-                await self._changed.wait()
-        if self._failure is not None:
-            raise self._failure
+            news, self._news = self._news, None
+            if news is not None:
+                yield news
+        if self._lost is not None:
+            raise self._lost
 
     async def completed(self) -> Completion:
-        """Wait for the end of the answer.
+        """Wait for the end.
 
         Raises:
             UserError: the request was refused, or cancelled before it began.
-            RankLost, SchedulerLost: the cluster was lost.
+            RankLost, SchedulerLost: the cluster died or stopped answering.
         """
-        while not self._has_ended:
-            self._changed.clear()
-            await self._changed.wait()
-        if self._failure is not None:
-            raise self._failure
-        return self._reply.completed()
+        await self._ended.wait()
+        if self._lost is not None:
+            raise self._lost
+        return self.reply.completed()
 
     async def cancel(self) -> None:
-        """End the answer; it completes with the reason ``cancelled``. May be called twice, and after its end.
+        """End the request. Its answer goes on until the cluster has ended it; if it has, nothing happens.
 
         Raises:
-            SchedulerLost: Redis was lost.
+            SchedulerLost: Redis cannot be reached.
         """
-        if not self._has_ended:
-            await asyncio.to_thread(self._cancel, self.number)
+        if not self._is_cancelled and not self._ended.is_set():
+            self._is_cancelled = True
+            await self._scheduler.cancel(self.number)
 
-    @property
-    def reply(self) -> Reply:
-        """What is known of the answer."""
-        return self._reply
-
-    @property
-    def _has_ended(self) -> bool:
-        return self._reply.has_ended or self._failure is not None
-
-    def take(self, position: str, event: Event) -> None:
-        """Handle an event. Raises RankLost if the run has failed."""
-        was_paused = self._reply.is_paused
-        self._reply.take(position, event)
-        match event:
-            case LogprobsEvent(rows) if not self._in_threads:
-                self._logprobs += map(dict, rows)
-            case TokensEvent(token_ids, text, threads):
-                self._add(text, token_ids, threads or [])
-        if self._reply.is_paused != was_paused:
-            self._add("", [], [])
+    def _add(self, delta: Delta) -> None:
+        self._news = delta if self._news is None else self._news + delta
         self._changed.set()
 
-    def fail(self, error: PipedecError) -> None:
-        """No further events come."""
-        self._failure = error
-        self._changed.set()
-
-    def _add(self, text: str, token_ids: Sequence[int], threads: list[ThreadNews]) -> None:
-        delta = self._delta = self._delta or Delta()
-        delta.text += text
-        delta.token_ids += token_ids
-        delta.logprobs += [self._logprobs.popleft() for _ in range(min(len(token_ids), len(self._logprobs)))]
-        delta.threads += threads
-        delta.is_paused, delta.arrived = self._reply.is_paused, time.perf_counter()
+    def end(self, lost: PipedecError | None = None) -> None:
+        """For the client: nothing more arrives; ``lost`` if the answer is not complete. Only the first call counts."""
+        if not self._ended.is_set():
+            self._lost = lost
+            self._ended.set()
+            self._changed.set()
 
 
 class AsyncClient:
-    """Sends requests to a running cluster from one event loop. Close it with ``aclose``.
+    """Sends requests to a running cluster, as their *owner*: should this process die, they are cancelled. Made by ``connect``.
 
     Attributes:
         description: of the run.
-        owner: name of the lease of all its requests: when this process dies, they are cancelled.
+        scheduler: the connection; counts its round trips.
     """
 
-    def __init__(self, scheduler: RedisScheduler, description: RunDescription) -> None:
+    def __init__(self, scheduler: AsyncRedisScheduler, description: RunDescription, check: Callable[[], None]) -> None:
+        self.scheduler = scheduler
         self.description = description
-        self.owner = secrets.token_hex(8)
-        self._scheduler = scheduler
-        self._loop = asyncio.get_running_loop()
-        self._open: dict[int, AsyncReply] = {}  # changed by the event loop alone
+        self._check = check
+        self._open: dict[int, AsyncReply] = {}
+        self._is_reading = False  # Redis is asked for events of all open answers
         self._failure: PipedecError | None = None
-        self._is_closing = False
-        self._thread = threading.Thread(target=self._read, name="answers", daemon=True)
-        self._thread.start()
+        self._tasks: set[asyncio.Task[Any]] = set()  # that end soon
+        self._following = [asyncio.create_task(self._until_lost(work)) for work in (self._follow(), self._watch())]
 
     @classmethod
-    async def connect(cls, redis_url: str, run_id: str) -> AsyncClient:
-        """Connect to a run.
+    async def connect(
+        cls, redis_url: str, run_id: str, owner: str | None = None, check: Callable[[], None] = lambda: None
+    ) -> AsyncClient:
+        """A client of the run ``run_id``.
+
+        Args:
+            owner: by which the cluster knows this client; None for a random name.
+            check: called now and then; raises if the cluster is known to be in trouble (``LocalCluster.check``).
 
         Raises:
             UserError: there is no such run, or another version runs it.
-            SchedulerLost: Redis cannot be reached.
+            SchedulerLost: Redis cannot be reached or refuses the password.
         """
-        scheduler, description = await asyncio.to_thread(_connected, redis_url, run_id)
-        return cls(scheduler, description)
+        load_validators()  # not while the first token is on its way
+        scheduler = await AsyncRedisScheduler.connect(redis_url, run_id, owner or secrets.token_hex(8))
+        if scheduler.description is None:
+            await scheduler.disconnect()
+            raise no_such_run(run_id)
+        return cls(scheduler, scheduler.description, check)
 
     @property
     def failure(self) -> PipedecError | None:
-        """Why no answers come any more; None while they do."""
+        """Why no answers come any more: a rank or Redis is lost, the run was stopped, or this client was closed."""
         return self._failure
 
     async def submit(self, request: PromptRequest) -> AsyncReply:
-        """Submit a request.
+        """Submit a request. If the task that waits for this is cancelled, so is the request.
 
         Raises:
-            QueueFull: as many requests are unfinished as the run allows.
-            UserError: the run takes no requests.
-            RankLost, SchedulerLost: the run is lost.
+            QueueFull: as many requests run and wait as the cluster allows.
+            UserError: it takes no requests.
+            RankLost, SchedulerLost: it died or stopped answering.
         """
         if self._failure is not None:
             raise self._failure
-        arrivals = Reply(-1).arrivals  # the clock runs before the request is on its way
-        submitted = asyncio.ensure_future(asyncio.to_thread(self._submit, request))
+        submitting = self._begin(self._submit(request))
         try:
-            number = await asyncio.shield(submitted)
+            return await asyncio.shield(submitting)
         except asyncio.CancelledError:
-            submitted.add_done_callback(self._abandon)
+            self._begin(self._forget(submitting))
             raise
-        reply = AsyncReply(Reply(number, arrivals=arrivals), request, self._scheduler.cancel)
-        self._open[number] = reply
-        await asyncio.to_thread(self._scheduler.nudge, self.owner)
-        return reply
 
     async def status(self) -> RunStatus:
-        """The state of the run. Raises SchedulerLost if Redis cannot be reached."""
-        return await asyncio.to_thread(self._scheduler.status)
-
-    @property
-    def round_trips(self) -> int:
-        """Commands sent to Redis so far."""
-        return self._scheduler.round_trips
+        """The state of the run. Raises SchedulerLost."""
+        return await self.scheduler.status()
 
     async def aclose(self) -> None:
-        """Cancel what is open, and leave nothing in Redis. May be called twice."""
-        if self._is_closing:
+        """Cancel what is open and leave nothing in Redis but what others need. May be called twice."""
+        if not self._following:
             return
-        self._is_closing = True
+        self._lose(PipedecError("the client was closed"))
+        for task in self._following:
+            task.cancel()
+        await asyncio.gather(*self._following, *self._tasks, return_exceptions=True)
+        self._following.clear()
         with suppress(PipedecError):
-            await asyncio.to_thread(self._leave, list(self._open))
-        await asyncio.to_thread(self._thread.join)
-        self._fail(PipedecError("the client was closed"))
-        self._scheduler.client.close()
+            for number in self._open:
+                await self._give_up(number)
+            await self.scheduler.release_owner()
+        await self.scheduler.disconnect()
 
-    def _submit(self, request: PromptRequest) -> int:
-        return self._scheduler.submit(request.to_json(), request.priority, self.owner)
+    async def _submit(self, request: PromptRequest) -> AsyncReply:
+        arrivals = TokenArrivals()  # the clock runs before the request is on its way
+        number = await self.scheduler.submit(request.to_json(), request.priority)
+        reply = self._open[number] = AsyncReply(self.scheduler, number, arrivals)
+        if self._failure is not None:
+            reply.end(self._failure)
+        elif self._is_reading:
+            self._is_reading = False
+            await self.scheduler.wake()
+        return reply
 
-    def _abandon(self, submitted: asyncio.Future[int]) -> None:
-        """The caller went away while its request was on its way."""
-        if not submitted.cancelled() and submitted.exception() is None:
-            self._loop.run_in_executor(None, self._end, submitted.result())
-
-    def _end(self, number: int) -> None:
-        """Cancel a request that nobody reads."""
+    async def _forget(self, submitting: asyncio.Task[AsyncReply]) -> None:
         with suppress(PipedecError):
-            self._scheduler.cancel(number)
-            self._scheduler.close_answer(number)
+            await (await submitting).cancel()
 
-    def _leave(self, numbers: list[int]) -> None:
-        try:
-            for number in numbers:
-                self._scheduler.cancel(number)
-                self._scheduler.close_answer(number)
-            self._scheduler.release_owner(self.owner)
-        finally:
-            self._scheduler.nudge(self.owner)  # the thread sees that it is to end
+    async def _give_up(self, number: int) -> None:
+        await self.scheduler.cancel(number)
+        await self.scheduler.close_answer(number)
 
-    def _read(self) -> None:
-        """What the thread does."""
-        scheduler, positions = self._scheduler, dict[int, str]()
-        renewed = checked = 0.0
+    async def _until_lost(self, work: Coroutine[Any, Any, None]) -> None:
         try:
-            while not self._is_closing:
-                if time.monotonic() > renewed + _RENEWAL_SECONDS:
-                    renewed = time.monotonic()
-                    scheduler.renew_owner(self.owner)
-                positions = {number: positions.get(number, "0") for number in list(self._open)}
-                events = scheduler.read_answers(positions, _RENEWAL_SECONDS, self.owner)
-                for number, position, _ in events:
-                    positions[number] = position
-                self._tell(self._take, events)
-                if time.monotonic() > checked + _CHECK_SECONDS:
-                    checked = time.monotonic()
-                    self._tell(self._judge, scheduler.status())
-            scheduler.forget_nudges(self.owner)
+            await work
         except PipedecError as error:
-            self._tell(self._fail, error)
+            self._lose(error)
 
-    def _tell(self, what: Callable[..., None], *arguments: object) -> None:
-        with suppress(RuntimeError):  # the event loop has ended
-            self._loop.call_soon_threadsafe(what, *arguments)
+    async def _follow(self) -> None:
+        """Hand the events of all open answers to their readers."""
+        while self._failure is None:
+            self._is_reading = True
+            positions = {number: reply.reply.position for number, reply in self._open.items()}
+            for number, position, event in await self.scheduler.read_answers(positions, _READ_SECONDS):
+                if (reply := self._open.get(number)) is not None:
+                    reply.reply.take(position, event)
+            self._is_reading = False
+            self._take_ended()
 
-    def _take(self, events: _Events) -> None:
-        for number, position, event in events:
-            if (reply := self._open.get(number)) is None:
-                continue
-            try:
-                reply.take(position, event)
-            except PipedecError as error:
-                self._fail(error)
-                return
-            if reply.reply.has_ended:
-                del self._open[number]
-                self._loop.run_in_executor(None, self._close_answer, number)
+    async def _watch(self) -> None:
+        """Renew the owner's lease, and look whether the run still answers."""
+        renewed = time.monotonic()
+        while self._failure is None:
+            await asyncio.sleep(_RENEW_SECONDS)
+            has_lapsed = not await self.scheduler.renew_owner() or time.monotonic() > renewed + self.scheduler.lease_seconds
+            renewed = time.monotonic()
+            if has_lapsed:
+                self._take_lapsed()
+            self._check()
+            status = await self.scheduler.status()
+            check_run(status)
+            check_silence(status, [reply.reply for reply in self._open.values()], SILENCE_SECONDS)
 
-    def _close_answer(self, number: int) -> None:
-        with suppress(PipedecError):
-            self._scheduler.close_answer(number)
+    def _take_ended(self) -> None:
+        for number in [number for number, reply in self._open.items() if reply.reply.has_ended]:
+            self._open.pop(number).end()
+            self._begin(self._until_lost(self.scheduler.close_answer(number)))
 
-    def _judge(self, status: RunStatus) -> None:
-        try:
-            check_run(status, [reply.reply for reply in self._open.values()])
-        except PipedecError as error:
-            self._fail(error)
+    def _take_lapsed(self) -> None:
+        """This process was suspended for so long that the cluster has ended its requests."""
+        while self._open:
+            number, reply = self._open.popitem()
+            reply.end(SchedulerLost("this process did not run for some seconds, and the cluster has cancelled its requests"))
+            self._begin(self._until_lost(self._give_up(number)))
 
-    def _fail(self, error: PipedecError) -> None:
+    def _lose(self, error: PipedecError) -> None:
+        """No answers come any more."""
         self._failure = self._failure or error
         for reply in self._open.values():
-            reply.fail(self._failure)
-        self._open.clear()
+            reply.end(error)
 
-
-def _connected(redis_url: str, run_id: str) -> tuple[RedisScheduler, RunDescription]:
-    load_validators()  # not while the first token is on its way
-    scheduler = RunningCluster(redis_url, run_id).connect()
-    description = RedisScheduler.describe(scheduler.client, run_id)
-    if description is None:
-        raise UserError(f"the cluster {run_id!r} has ended: start it again")
-    return scheduler, description
+    def _begin(self, work: Coroutine[Any, Any, _T]) -> asyncio.Task[_T]:
+        """Do ``work`` in the background; ``aclose`` waits for it."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task

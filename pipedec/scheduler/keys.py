@@ -90,15 +90,15 @@ class Keys:
     def alive(self, rank: int) -> str:
         return f"{self.prefix}alive:{rank}"
 
-    def nudges(self, owner: str) -> str:
-        return f"{self.prefix}nudges:{owner}"
-
     @property
     def owner_prefix(self) -> str:
         return self.prefix + "owner:"
 
     def owner(self, owner: str) -> str:
         return self.owner_prefix + owner
+
+    def wake(self, owner: str) -> str:
+        return f"{self.prefix}wake:{owner}"
 
     @property
     def answer_prefix(self) -> str:

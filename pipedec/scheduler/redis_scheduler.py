@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,18 +13,25 @@ import redis
 
 from pipedec.core import Opening
 from pipedec.messages import (
-    CancelledEvent,
     Event,
     RunDescription,
     RunStats,
     StageStats,
     description_from_json,
-    event_from_json,
     stage_stats_from_json,
     stats_from_json,
     to_json,
 )
 from pipedec.scheduler.client import BLOCK_SECONDS, DedicatedConnection, translated_errors
+from pipedec.scheduler.client_calls import (
+    KEY_SECONDS,
+    LEASE_MS,
+    cancel_call,
+    close_call,
+    events_read,
+    look_call,
+    submit_call,
+)
 from pipedec.scheduler.keys import STARTING, Keys
 from pipedec.scheduler.protocol import (
     REQUEST_TRACE,
@@ -37,13 +43,10 @@ from pipedec.scheduler.protocol import (
     Taken,
     max_running,
 )
-from pipedec.scheduler.scripts import script_text
+from pipedec.scheduler.scripts import script_sha, script_text
 from pipedec.scheduler.transfers import groups_text
 from pipedec.scheduler.workflow import Planned, Task, initial_windows
 from pipedec.topology import Topology, of_rank
-
-KEY_SECONDS = 60  # time to live of the run's keys, renewed with every lease
-LEASE_MS = 5000
 
 
 @dataclass(frozen=True)
@@ -69,12 +72,10 @@ class RedisScheduler:
         self.lease_ms = lease_ms
         self.round_trips = 0
         self._workflow = -1  # its number
-        self._nudged = "0"  # position of the last nudge that was read
         self._scripts: dict[str, Any] = {}
         self._stats = ""  # of this process's stage, as JSON
         options = client.connection_pool.connection_kwargs
         self._address = options.get("path") or f"{options.get('host', 'localhost')}:{options.get('port', 6379)}"
-        self._finish_sha = hashlib.sha1(script_text("finish").encode()).hexdigest()
         self._entries = "," + ",".join(map(str, topology.entry_ranks)) + ","
         self._queues = [self.keys.queue(rank) for rank in topology.ranks]
 
@@ -121,7 +122,7 @@ class RedisScheduler:
         arguments = [len(keys), *keys, KEY_SECONDS, *report]
         with self._command():
             try:
-                line = self._connection.call("EVALSHA", self._finish_sha, *arguments)
+                line = self._connection.call("EVALSHA", script_sha("finish"), *arguments)
             except redis.exceptions.NoScriptError:  # nothing has run: this server does not have the script yet
                 line = self._connection.call("EVAL", script_text("finish"), *arguments)
         return self._message(line)
@@ -136,9 +137,7 @@ class RedisScheduler:
         return None
 
     def submit(self, request_json: str, priority: int = 0, owner: str = "") -> int:
-        keys = self.keys
-        names = [keys.run, keys.waiting, keys.requests, keys.bell, keys.running, keys.owners, keys.owner(owner)]
-        return int(self._run_script("submit", names, [KEY_SECONDS, request_json, priority, owner, self.lease_ms]))
+        return int(self._run_script(*submit_call(self.keys, request_json, priority, owner, self.lease_ms)))
 
     def renew_owner(self, owner: str) -> bool:
         with self._command():
@@ -193,52 +192,23 @@ class RedisScheduler:
     def read_answer(self, request_number: int, last: str, timeout_seconds: float) -> list[tuple[str, Event]]:
         return [(position, event) for _, position, event in self.read_answers({request_number: last}, timeout_seconds)]
 
-    def read_answers(
-        self, last: Mapping[int, str], timeout_seconds: float, owner: str | None = None
-    ) -> list[tuple[int, str, Event]]:
-        """See ``Scheduler``. With an ``owner``, also returns when that one is nudged."""
-        numbers = {self.keys.answer(number).encode(): number for number in last}
+    def read_answers(self, last: Mapping[int, str], timeout_seconds: float) -> list[tuple[int, str, Event]]:
         streams: Any = {self.keys.answer(number): position for number, position in last.items()}
-        if owner is not None:
-            streams[self.keys.nudges(owner)] = self._nudged
         deadline = time.monotonic() + timeout_seconds
         while True:
             remaining = min(deadline - time.monotonic(), BLOCK_SECONDS)
             with self._command():
                 reply: Any = self.client.xread(streams, block=max(1, int(remaining * 1000)) if remaining > 0 else None)
             if reply:
-                self._nudged = next((entries[-1][0].decode() for key, entries in reply if key not in numbers), self._nudged)
-                return [
-                    (numbers[key], position.decode(), event_from_json(fields[b"event"]))
-                    for key, entries in reply
-                    if key in numbers
-                    for position, fields in entries
-                ]
+                return events_read(self.keys, reply)
             if time.monotonic() >= deadline:
                 return []
 
-    def nudge(self, owner: str) -> None:
-        """Make the ``read_answers`` of this owner return, now or when it is called next: it is to read further answers."""
-        with self._command():
-            pipe = self.client.pipeline(transaction=False)
-            pipe.xadd(self.keys.nudges(owner), {"": ""}, maxlen=1, approximate=False)
-            pipe.expire(self.keys.nudges(owner), KEY_SECONDS)
-            pipe.execute()
-
-    def forget_nudges(self, owner: str) -> None:
-        """Delete what ``nudge`` has written."""
-        with self._command():
-            self.client.delete(self.keys.nudges(owner))
-
     def close_answer(self, request_number: int) -> None:
-        keys = self.keys
-        names = [keys.answer(request_number), keys.waiting, keys.running, keys.unread, keys.owners]
-        self._run_script("close", names, [KEY_SECONDS, request_number])
+        self._run_script(*close_call(self.keys, request_number))
 
     def cancel(self, request_number: int) -> bool:
-        keys = self.keys
-        names = [keys.waiting, keys.requests, keys.running, keys.cancelled, keys.unread, keys.answer(request_number)]
-        return bool(self._run_script("cancel", names, [KEY_SECONDS, request_number, to_json(CancelledEvent())]))
+        return bool(self._run_script(*cancel_call(self.keys, request_number)))
 
     def abort(self, rank: int, message: str) -> bool:
         names = [self.keys.run, self.keys.waiting, self.keys.running, self.keys.unread, *self._queues]
@@ -269,9 +239,7 @@ class RedisScheduler:
         return sorted(int(rank) for rank in ranks)
 
     def status(self) -> RunStatus:
-        keys = self.keys
-        names = [keys.run, keys.running, keys.waiting, keys.members, *map(keys.alive, self.topology.ranks)]
-        return status_of(self._run_script("look", names, []))
+        return status_of(self._run_script(*look_call(self.keys, self.topology)))
 
     def clock_us(self) -> int:
         with self._command():
