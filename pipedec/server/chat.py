@@ -8,7 +8,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from pipedec.core import Completion
+from pipedec.core import MAX_LOGPROBS, Completion
 from pipedec.server.answers import Part, finish_reason, text_of
 from pipedec.server.asking import Asking, check_model
 from pipedec.server.errors import bad_request
@@ -57,9 +57,12 @@ class ChatWriter(Writer):
 
 
 def _num_logprobs(body: ChatBody) -> int | None:
-    if body.top_logprobs and not body.logprobs:
+    most_probable = body.top_logprobs or 0
+    if not 0 <= most_probable <= MAX_LOGPROBS:
+        raise bad_request(f"top_logprobs must be between 0 and {MAX_LOGPROBS}, not {most_probable}", "top_logprobs")
+    if most_probable and not body.logprobs:
         raise bad_request("top_logprobs needs logprobs: true", "top_logprobs")
-    return (body.top_logprobs or 0) if body.logprobs else None
+    return most_probable if body.logprobs else None
 
 
 def chat_router(front: Front) -> APIRouter:

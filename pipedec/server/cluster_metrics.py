@@ -54,7 +54,7 @@ class ClusterMetrics(Collector):
     def _of_speculation(self, stats: RunStats) -> Iterator[Metric]:
         prefix = "vllm:spec_decode_num_"
         yield self._counter(prefix + "drafts", "Roots that entered an empty pipeline.", stats.drafts)
-        yield self._counter(prefix + "draft_tokens", "Rows that entered as guesses.", stats.draft_tokens)
+        yield self._counter(prefix + "draft_tokens", "Rows that entered as guesses.", stats.draft_rows)
         yield self._counter(prefix + "accepted_tokens", "Guesses that were right.", stats.accepted_tokens)
         positions = {str(position): count for position, count in enumerate(stats.accepted_per_pos)}
         text = "Right guesses by their depth below the root that entered."
@@ -70,7 +70,7 @@ class ClusterMetrics(Collector):
     def _of_stages(self, stages: Sequence[StageStats]) -> Iterator[Metric]:
         for name, text, value_of in (
             ("rows", "Rows that a stage has computed.", lambda stage: stage.rows),
-            ("pruned_rows", "Rows that were pruned before a stage computed them.", lambda stage: stage.pruned_rows),
+            ("pruned_rows", "Rows that a stage has dropped without their being accepted.", lambda stage: stage.pruned_rows),
             ("compute_seconds", "Time in which a stage computed.", lambda stage: stage.compute_seconds),
             ("wait_seconds", "Time in which a stage waited for rows.", lambda stage: stage.wait_seconds),
         ):

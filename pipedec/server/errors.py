@@ -40,7 +40,8 @@ class ApiError(HTTPException):
     """
 
     def __init__(self, status: int, message: str, param: str | None = None, headers: Mapping[str, str] | None = None) -> None:
-        super().__init__(status, message[:_MAX_MESSAGE], headers)
+        writable = message[:_MAX_MESSAGE].encode(errors="backslashreplace").decode()  # it may quote half a surrogate pair
+        super().__init__(status, writable, headers)
         self.param = param
 
     def body(self) -> dict[str, Any]:
@@ -107,8 +108,9 @@ def invalid(mistakes: Sequence[Mapping[str, Any]]) -> ApiError:
         return bad_request(f"the body is not valid JSON: {first['ctx']['error']} at character {first['loc'][-1]}")
     if first["loc"] == ("body",):
         return bad_request("the body must be a JSON object, sent as content-type application/json")
-    if (field := _field(first)) in _SEVERAL_TYPES and first["type"] != "missing":
-        return bad_request(f"{field} must be {_SEVERAL_TYPES[field]}: {_place(first)} is {_shown(first.get('input'))}", field)
+    if (field := _field(first)) in _SEVERAL_TYPES and (first["type"] != "missing" or len(first["loc"]) > 2):
+        deepest = max(mistakes[:_MAX_MISTAKES], key=lambda mistake: len(mistake["loc"]))
+        return bad_request(f"{field} must be {_SEVERAL_TYPES[field]}: {_finding(deepest)}", field)
     lines = dict.fromkeys(map(_mistake, mistakes[: 10 * _MAX_MISTAKES]))
     shown = list(lines)[:_MAX_MISTAKES]
     more = [] if len(mistakes) <= len(shown) else [f"… ({len(mistakes)} mistakes)"]
@@ -117,9 +119,13 @@ def invalid(mistakes: Sequence[Mapping[str, Any]]) -> ApiError:
 
 def _mistake(mistake: Mapping[str, Any]) -> str:
     if mistake["type"] == "missing":
-        return f"{_field(mistake)} is missing"
-    reason = mistake["msg"].removeprefix("Value error, ").removeprefix("Input ")
+        return _finding(mistake)
+    reason = mistake["msg"].removeprefix("Input ")
     return f"{_place(mistake)}: {reason}, not {_shown(mistake.get('input'))}"
+
+
+def _finding(mistake: Mapping[str, Any]) -> str:
+    return f"{_place(mistake)} is {'missing' if mistake['type'] == 'missing' else _shown(mistake.get('input'))}"
 
 
 def _place(mistake: Mapping[str, Any]) -> str:

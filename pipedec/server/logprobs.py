@@ -49,7 +49,8 @@ class LogprobWriter:
 
     def _best(self, known: Mapping[int, float]) -> list[tuple[int, float]]:
         """The most probable tokens, best first; the chosen one is among them only if it is one of them."""
-        return sorted(known.items(), key=lambda pair: -pair[1])[: self._most_probable]
+        is_among = len(known) <= self._most_probable
+        return sorted(list(known.items())[0 if is_among else 1 :], key=lambda pair: -pair[1])
 
     def _by_name(self, chosen: int, known: Mapping[int, float]) -> dict[str, float]:
         """The chosen token, and the most probable ones. Of tokens that look alike, the more probable one."""

@@ -29,7 +29,7 @@ class FirstMistake(FailFast):
 Texts = Annotated[list[str], FirstMistake()]
 TokenIds = Annotated[list[int], FirstMistake()]
 Prompts = str | Texts | TokenIds | Annotated[list[TokenIds], FirstMistake()]
-_Nothing: Collection[Any] = (False, 0, "", (), {})  # values that ask for nothing, besides null
+_NOTHING: Collection[Any] = (False, 0, "", [], {})  # values that ask for nothing, besides null
 
 UNSUPPORTED: Mapping[str, Collection[Any]] = {
     **dict.fromkeys((
@@ -38,13 +38,14 @@ UNSUPPORTED: Mapping[str, Collection[Any]] = {
         "include_stop_str_in_output", "kv_transfer_params", "logits_processors", "mm_processor_kwargs", "prediction",
         "prompt_embeds", "repetition_detection", "structured_outputs", "suffix", "tools", "truncate_prompt_tokens",
         "use_beam_search", "web_search_options",
-    ), _Nothing),
+    ), _NOTHING),
     "function_call": ("none",),
     "length_penalty": (1,),
     "modalities": (["text"],),
     "response_format": ({"type": "text"},),
+    "prompt_logprobs": (),
     "skip_special_tokens": (True,),
-    "tool_choice": ("none",),
+    "tool_choice": ("none", "auto"),
 }  # fmt: skip
 
 
@@ -101,7 +102,7 @@ class GenerationBody(Body):
         """Raises ApiError for what is known elsewhere and not here."""
         for name, value in (self.model_extra or {}).items():
             accepted = UNSUPPORTED.get(name)
-            if accepted is not None and value is not None and value not in (*accepted, *_Nothing, []):
+            if accepted is not None and value is not None and value not in accepted:
                 raise bad_request(f"{name} is not supported by this server: leave it out", name)
         if self.stream_options is not None and not self.stream:
             raise bad_request("stream_options is only allowed with stream: true", "stream_options")

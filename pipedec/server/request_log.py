@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import asdict
+from typing import Any
 
 from pipedec.core import Completion, SamplingParams
 from pipedec.server.logs import log
@@ -29,7 +30,7 @@ class RequestLog(Observer):
 
     def began(self, generation: Generation) -> None:
         request = generation.request
-        asked = (
+        asked: dict[str, Any] = (
             {
                 "prompt": generation.prompt_text[: self._max_length],
                 "sampling": _changed(request.sampling),
@@ -44,7 +45,7 @@ class RequestLog(Observer):
         )  # fmt: skip
 
     def ended(self, generation: Generation, reason: str, completion: Completion | None) -> None:
-        metrics = {} if completion is None else {"cached_tokens": completion.metrics.cached_tokens}
+        metrics: dict[str, Any] = {} if completion is None else {"cached_tokens": completion.metrics.cached_tokens}
         log(
             "answer", **_ids(generation), finish_reason=reason, prompt_tokens=generation.prompt_tokens,
             output_tokens=generation.output_tokens, seconds=round(time.perf_counter() - generation.started, 6), **metrics,
@@ -60,7 +61,7 @@ class RequestLog(Observer):
         )  # fmt: skip
 
 
-def _ids(generation: Generation) -> dict[str, object]:
+def _ids(generation: Generation) -> dict[str, Any]:
     return {
         "request_id": generation.request_id[:_ID_CHARS], "response_id": generation.response_id, "number": generation.number,
     }  # fmt: skip

@@ -25,6 +25,7 @@ from pipedec.core import PipedecError, SchedulerLost
 from pipedec.server.cluster_process import ClusterEnded, ClusterProcess
 from pipedec.server.connection import LimitedConnection
 from pipedec.server.front import Front, Served, context_length
+from pipedec.server.logs import log
 from pipedec.server.metrics import Metrics
 from pipedec.text.tokenizer import Tokenizer
 
@@ -54,7 +55,7 @@ class _Server(uvicorn.Server):
     """uvicorn's, which leaves the signals to us: it would cut streams that are to be finished."""
 
     @contextmanager
-    def capture_signals(self) -> Iterator[None]:  # type: ignore[override]
+    def capture_signals(self) -> Iterator[None]:
         yield
 
 
@@ -138,6 +139,7 @@ class ServerProcess:
 
     async def _drain(self, life: asyncio.Task[None], signals: _Signals) -> None:
         """Let running answers finish; end those that take too long, or all at the second signal."""
+        log("draining", unfinished=self._front.unfinished)
         self._front.drain()
         finished = asyncio.create_task(self._until_finished())
         second = asyncio.create_task(signals.second.wait())

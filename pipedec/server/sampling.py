@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -18,6 +19,7 @@ from pipedec.threads import DIALECTS, Dialect, load_dialect
 from pipedec.validation import shortened
 
 _SEEDS = 2**64
+_SURROGATE = re.compile("[\ud800-\udfff]")
 _DEFAULT_TEMPERATURE = 1.0  # OpenAI's and vLLM's
 _AS_THEY_ARE = (
     "top_p", "top_k", "min_p", "stop_token_ids", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias",
@@ -127,8 +129,8 @@ def _stop(body: GenerationBody) -> tuple[str, ...]:
     stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
     if len(stop) > MAX_STOPS:
         raise bad_request(f"stop must have at most {MAX_STOPS} strings, not {len(stop)}", "stop")
-    if any(not 1 <= len(text) <= MAX_STOP_CHARACTERS for text in stop):
-        raise bad_request(f"stop must be strings of 1 to {MAX_STOP_CHARACTERS} characters", "stop")
+    if any(not 1 <= len(text) <= MAX_STOP_CHARACTERS or _SURROGATE.search(text) for text in stop):
+        raise bad_request(f"stop must be strings of 1 to {MAX_STOP_CHARACTERS} whole characters", "stop")
     return stop
 
 

@@ -4,15 +4,13 @@ from collections.abc import Iterator
 
 import pytest
 from http_server import Site, served
-from scripted_engine import ScriptedEngine
+from scripted_engine import ANSWER, ScriptedEngine
 from tiny_pair import CONTEXT, Pair
 
 from pipedec.messages import RunDescription
 from pipedec.server.front import Front, Served
 from pipedec.server.settings import ServerSettings
 from pipedec.text.tokenizer import Tokenizer
-
-ANSWER = "Größe, naïve café, 東京 and \U0001f680 need more than one byte."
 
 
 @pytest.fixture(scope="session")

@@ -12,6 +12,7 @@ from pipedec.messages import PromptRequest, ThreadNews
 from pipedec.text.stream import StopStrings, TextStream
 from pipedec.text.tokenizer import Tokenizer
 
+ANSWER = "Größe, naïve café, 東京 and \U0001f680 need more than one byte."
 Script = Callable[[PromptRequest], Sequence[Sequence[int]]]  # the tokens of each verdict
 
 
@@ -26,7 +27,7 @@ class ScriptedDelta:
 
 
 def logprobs_of(token: int, count: int) -> dict[int, float]:
-    """The chosen one is the second of the most probable ones."""
+    """The chosen one is not among the most probable ones."""
     return {token: -1.0, **{(token + other) % 256 + 1: -0.5 * other for other in range(1, count + 1)}}
 
 

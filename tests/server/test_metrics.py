@@ -24,7 +24,7 @@ MONITORING = Path(__file__).resolve().parents[2] / "monitoring"
 LABELS = {"model_name": "tiny", "engine": "0"}
 KV = KVUsage(capacity=1000, used=250, kept=100, queried_tokens=40, cached_tokens=30, pauses=2)
 STATS = RunStats(
-    KV, running=2, waiting=1, timesteps=50, prompt_rows=20, root_rows=10, draft_rows=60, mask_rows=5, drafts=10, draft_tokens=60,
+    KV, running=2, waiting=1, timesteps=50, prompt_rows=20, root_rows=10, draft_rows=60, mask_rows=5, drafts=10,
     accepted_tokens=25, accepted_per_pos=(15, 10), rows_per_timestep=Histogram((1, 8), (3, 2, 1), 30),
     timestep_seconds=Histogram((0.01, 0.1), (40, 9, 1), 1.5),
 )  # fmt: skip
