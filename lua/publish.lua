@@ -1,13 +1,13 @@
 -- uses: answers
 -- publish.lua
 -- Purpose:   appends events to the answers of any number of requests, and ends those requests whose last events these are;
---            notes how much KV memory is used.
+--            notes rank 0's counters.
 -- Invariant: a request leaves the running ones in the same step in which its answer gets its last events, and nothing of it is
 --            left but that answer.
 -- KEYS:      1 running (set)  2 cancelled (set)  3 unread (set)  4 run (hash)
 --            5 ...: answers (streams), one for each item of ARGV[2]
 -- ARGV:      1 time to live of the keys in seconds  2 JSON [[request number, 1 if it ends else 0, event JSON text, ...], ...]
---            3 use of the KV memory, JSON; empty if there is nothing new
+--            3 counters of rank 0, JSON; empty if there is nothing new
 -- Returns:   1
 for index, item in ipairs(cjson.decode(ARGV[2])) do
   local number = string.format('%d', item[1])
@@ -21,7 +21,7 @@ for index, item in ipairs(cjson.decode(ARGV[2])) do
   end
 end
 if ARGV[3] ~= '' then
-  redis.call('HSET', KEYS[4], 'kv', ARGV[3])
+  redis.call('HSET', KEYS[4], 'stats:0', ARGV[3])
   redis.call('EXPIRE', KEYS[4], ARGV[1])
 end
 return 1

@@ -3,8 +3,10 @@
 -- Invariant: requests are accepted only while the run is up and has not failed, and while fewer are unfinished than it allows
 --            (those for which there is a place do not count as waiting); they are numbered from 0 without gaps. While a request
 --            waits that rank 0 has not looked for, the bell holds an element.
--- KEYS:      1 run (hash)  2 waiting (zset)  3 requests (hash)  4 bell (list)  5 running (set)
+-- KEYS:      1 run (hash)  2 waiting (zset)  3 requests (hash)  4 bell (list)  5 running (set)  6 owners (hash)
+--            7 lease of its owner (string)
 -- ARGV:      1 time to live of the keys in seconds  2 the request's JSON  3 its priority, an integer; a lower one is sooner
+--            4 its owner; empty for none  5 duration of the owner's lease in milliseconds
 -- Returns:   the request's number; error PIPEDEC FAILED if the run has failed, PIPEDEC NOTUP if it is not up or is stopping,
 --            PIPEDEC FULL if too many requests are unfinished
 local run = redis.call('HMGET', KEYS[1], 'failure', 'state', 'max_running', 'max_waiting')
@@ -24,6 +26,11 @@ redis.call('ZADD', KEYS[2], ARGV[3], string.format('%016d', number)) -- members 
 redis.call('HSET', KEYS[3], number, ARGV[2])
 if redis.call('EXISTS', KEYS[4]) == 0 then
   redis.call('RPUSH', KEYS[4], '1')
+end
+if ARGV[4] ~= '' then
+  redis.call('HSET', KEYS[6], number, ARGV[4])
+  redis.call('EXPIRE', KEYS[6], ARGV[1])
+  redis.call('SET', KEYS[7], '1', 'PX', ARGV[5])
 end
 for index = 2, 4 do
   redis.call('EXPIRE', KEYS[index], ARGV[1])

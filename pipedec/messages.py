@@ -21,6 +21,7 @@ from pipedec.core import (
     Opening,
     PipedecError,
     SamplingParams,
+    TokenLogprobs,
     Update,
     UserError,
     Verdict,
@@ -168,6 +169,72 @@ class KVUsage:
 
 
 @dataclass(frozen=True)
+class Histogram:
+    """How often values fell between bounds.
+
+    Attributes:
+        bounds: ascending.
+        counts: for each bound the values at most it and above the one before; then those above all.
+        total: sum of the values.
+    """
+
+    bounds: tuple[float, ...]
+    counts: tuple[int, ...]
+    total: float
+
+
+@dataclass(frozen=True)
+class RunStats:
+    """What rank 0 has counted since the run started, told about once per second.
+
+    Attributes:
+        running: requests in the pipeline now.
+        waiting: requests that rank 0 has taken and that wait for KV memory now.
+        timesteps: in which requests were running.
+        prompt_rows, root_rows, draft_rows, mask_rows: rows that entered the pipeline: of prompts (and of answers that go on
+            behind a pause), roots of trees, which are certain, other tokens of trees, which are guesses, and masks.
+        drafts: roots that entered an empty pipeline.
+        accepted_tokens: guesses that were accepted (``Metrics.hits``); so 1 + accepted_tokens / drafts is tokens per refill.
+        accepted_per_pos: the same by their depth below the root that entered, from 1; deeper ones are left out.
+        rows_per_timestep: of timesteps in which rows entered.
+        timestep_seconds: of timesteps of a full pipeline.
+    """
+
+    kv: KVUsage
+    running: int
+    waiting: int
+    timesteps: int
+    prompt_rows: int
+    root_rows: int
+    draft_rows: int
+    mask_rows: int
+    drafts: int
+    accepted_tokens: int
+    accepted_per_pos: tuple[int, ...]
+    rows_per_timestep: Histogram
+    timestep_seconds: Histogram
+
+
+@dataclass(frozen=True)
+class StageStats:
+    """What a stage has counted since the run started, told about once per second.
+
+    Attributes:
+        rows: computed.
+        pruned_rows: dropped without having been accepted, before they were computed or when a verdict pruned their tree.
+        compute_seconds: in which rows were computed and verdicts replayed; on an emulated device, its time.
+        wait_seconds: in which it waited for the rank before it, while requests were running; not counted for single tasks.
+    """
+
+    rank: int
+    timesteps: int
+    rows: int
+    pruned_rows: int
+    compute_seconds: float
+    wait_seconds: float
+
+
+@dataclass(frozen=True)
 class ThreadNews:
     """What is new of one decode thread.
 
@@ -196,6 +263,13 @@ class TokensEvent:
 @dataclass(frozen=True)
 class LogprobsEvent:
     """For sampled tokens, in the order of sampling: (token id, log probability) of the chosen one, then of the most probable."""
+
+    logprobs: list[list[tuple[int, float]]]
+
+
+@dataclass(frozen=True)
+class PromptLogprobsEvent:
+    """As ``LogprobsEvent``, for the next tokens of the prompt, from the second one on."""
 
     logprobs: list[list[tuple[int, float]]]
 
@@ -308,19 +382,19 @@ class LoadedEvent:
 
 
 Event = (
-    TokensEvent | LogprobsEvent | TraceEvents | OverranEvent | CacheSlotsEvent | PausedEvent | ResumedEvent | CompletionEvent
-    | ErrorEvent | CancelledEvent | AbortEvent | CardEvent | AddressEvent | LoadedEvent
+    TokensEvent | LogprobsEvent | PromptLogprobsEvent | TraceEvents | OverranEvent | CacheSlotsEvent | PausedEvent | ResumedEvent
+    | CompletionEvent | ErrorEvent | CancelledEvent | AbortEvent | CardEvent | AddressEvent | LoadedEvent
 )  # fmt: skip
 _KINDS = {
-    TokensEvent: "tokens", LogprobsEvent: "logprobs", TraceEvents: "trace", OverranEvent: "overran",
-    CacheSlotsEvent: "cache_slots", PausedEvent: "paused", ResumedEvent: "resumed", CompletionEvent: "completion",
-    ErrorEvent: "error", CancelledEvent: "cancelled", AbortEvent: "abort", CardEvent: "card", AddressEvent: "address",
-    LoadedEvent: "loaded",
+    TokensEvent: "tokens", LogprobsEvent: "logprobs", PromptLogprobsEvent: "prompt_logprobs", TraceEvents: "trace",
+    OverranEvent: "overran", CacheSlotsEvent: "cache_slots", PausedEvent: "paused", ResumedEvent: "resumed",
+    CompletionEvent: "completion", ErrorEvent: "error", CancelledEvent: "cancelled", AbortEvent: "abort", CardEvent: "card",
+    AddressEvent: "address", LoadedEvent: "loaded",
 }  # fmt: skip
 _EVENTS = {kind: event for event, kind in _KINDS.items()}
 
 
-def to_json(message: PromptRequest | Opening | RunDescription | KVUsage | Event) -> str:
+def to_json(message: PromptRequest | Opening | RunDescription | RunStats | StageStats | Event) -> str:
     """The message as JSON. An event has its ``kind`` beside its fields."""
     return json.dumps(message, default=_fields)
 
@@ -360,9 +434,14 @@ def description_from_json(text: str) -> RunDescription:
     return parse_json(RunDescription, text, "the description of the run")
 
 
-def usage_from_json(text: str) -> KVUsage:
+def stats_from_json(text: str) -> RunStats:
     """Raises UserError if another version has written it."""
-    return parse_json(KVUsage, text, "the KV memory of the run")
+    return parse_json(RunStats, text, "the counters of the run")
+
+
+def stage_stats_from_json(text: str) -> StageStats:
+    """Raises UserError if another version has written it."""
+    return parse_json(StageStats, text, "the counters of a stage")
 
 
 def verdict_to_payload(verdict: Verdict) -> dict[str, Any]:
@@ -396,6 +475,7 @@ def envelope_to_payload(envelope: Envelope) -> list[Any]:
             0 if update.step is None else update.step.num_rows,
             update.logprobs,
             update.slots,
+            update.prompt_logprobs,
         ]
         for update in envelope.updates
     ]
@@ -413,14 +493,19 @@ def envelope_from_payload(payload: Any, ends_session: bool) -> tuple[Envelope, l
     return Envelope(updates, ends_session), counts
 
 
-def _update(number: Any, opening: Any, accepted: Any, finished: Any, rows: Any, logprobs: Any, slots: Any) -> Update:
+def _update(number: Any, opening: Any, accepted: Any, finished: Any, rows: Any, logprobs: Any, slots: Any, prompt: Any) -> Update:
     return Update(
         int(number),
         None if opening is None else opening_from_payload(opening),
         None if accepted is None else _verdict(accepted, finished),
-        logprobs=tuple(tuple((token, value) for token, value in row) for row in logprobs),
+        logprobs=_logprobs(logprobs),
         slots=tuple((int(first), int(count)) for first, count in slots),
+        prompt_logprobs=_logprobs(prompt),
     )
+
+
+def _logprobs(rows: Any) -> TokenLogprobs:
+    return tuple(tuple((token, value) for token, value in row) for row in rows)
 
 
 def _fields_of(opening: Opening) -> dict[str, Any]:

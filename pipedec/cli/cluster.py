@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 from rich.table import Table
 
 from pipedec.cli.options import PipelineFlags, cluster_options, pipeline_options
 from pipedec.cli.show import console, loading_bars
-from pipedec.cluster.processes import start_fork_server
+from pipedec.cluster.processes import die_with_parent, start_fork_server
 from pipedec.cluster.state import DEFAULT_RUN, MachineLock, RunningCluster, find_run, process_start, read_state
 from pipedec.config import redis_url_from_environment, state_directory
 from pipedec.core import PipedecError, UserError
@@ -28,6 +29,8 @@ from pipedec.topology import rank_name
 if TYPE_CHECKING:
     from pipedec.cluster.local import LocalCluster
     from pipedec.cluster.supervisor import Supervisor
+
+Announce = Callable[[RunningCluster, RunDescription], None]
 
 DETACH_SECONDS = 3600.0
 DOWN_SECONDS = 600.0
@@ -50,11 +53,18 @@ def local_cluster(flags: PipelineFlags, redis: str | None = None, run: str | Non
 @cluster_options
 @click.option("--detach", is_flag=True, help="Return when the cluster is up and leave it running.")
 @click.option("--lock-fd", type=int, hidden=True, help="The machine's lock, inherited from the command with --detach.")
-def up(pipeline: PipelineFlags, redis: str | None, run: str | None, detach: bool, lock_fd: int | None) -> None:
+@click.option(
+    "--for-parent", is_flag=True, hidden=True, help="End with the parent process; tell it on stdout, as JSON, who is up."
+)
+def up(
+    pipeline: PipelineFlags, redis: str | None, run: str | None, detach: bool, lock_fd: int | None, for_parent: bool
+) -> None:  # fmt: skip
     """Start all ranks on this machine, and a Redis unless --redis names one.
 
     The cluster loads its weights once and serves `pipedec submit` until `pipedec down` or Ctrl-C.
     """
+    if for_parent:
+        _tie_to_parent()
     lock = MachineLock(lock_fd)
     try:
         if detach:
@@ -63,16 +73,48 @@ def up(pipeline: PipelineFlags, redis: str | None, run: str | None, detach: bool
         start_fork_server()  # it imports torch while this process does
         redis_url = redis_url_from_environment(redis)
         cluster = local_cluster(pipeline, redis_url, run or (DEFAULT_RUN if redis_url else None))
-        serve_cluster(cluster, {f"{len(cluster.topology.ranks)} ranks": cluster.topology.ranks})
+        bars = {f"{len(cluster.topology.ranks)} ranks": cluster.topology.ranks}
+        serve_cluster(cluster, bars, _tell_parent if for_parent else _announce)
     finally:
         lock.release()
 
 
-def serve_cluster(cluster: Supervisor, bars: Mapping[str, Collection[int]]) -> None:
+def _tie_to_parent() -> None:
+    """End when the parent ends, however that happens. Raises BrokenPipeError if it has ended already."""
+    die_with_parent()
+    _write_line({"pid": os.getpid()})
+
+
+def _tell_parent(running: RunningCluster, description: RunDescription) -> None:
+    """Where the cluster is, for the parent alone: with the password of Redis."""
+    _write_line({"redis_url": running.redis_url, "run_id": running.run_id})
+
+
+def _write_line(news: Mapping[str, Any]) -> None:
+    print(json.dumps(news), flush=True)
+
+
+def _announce(running: RunningCluster, description: RunDescription) -> None:
+    """Say what runs where."""
+    for rank in description.ranks:
+        console.print(f"{rank_name(rank.rank)} on {rank.host}: {rank}", soft_wrap=True)
+    stages, groups = len(description.layers), len(description.groups)
+    models = f"target {description.target}, draft {description.draft or 'none'}"
+    console.print(f"{stages} stages in {groups} groups, {models}.", soft_wrap=True)
+    next_step = "Next: pipedec submit --prompt …; stop it with pipedec down."
+    console.print(f"Cluster {running.run_id} is up. {next_step}", soft_wrap=True)
+
+
+def serve_cluster(
+    cluster: Supervisor,
+    bars: Mapping[str, Collection[int]],
+    announce: Announce = _announce,
+) -> None:
     """Start the cluster, and supervise it until the run is stopped, a rank dies, or a signal arrives.
 
     Args:
         bars: see ``loading_bars``.
+        announce: is called when the cluster is up; by default it tells the user.
     """
     signal.signal(signal.SIGTERM, _interrupt)
     running: RunningCluster | None = None
@@ -81,9 +123,7 @@ def serve_cluster(cluster: Supervisor, bars: Mapping[str, Collection[int]]) -> N
             cluster.start(progress)
         running = RunningCluster(cluster.address.redis_url, cluster.run_id, os.getpid(), process_start(os.getpid()))
         running.save()
-        _announce(cluster.description())
-        next_step = "Next: pipedec submit --prompt …; stop it with pipedec down."
-        console.print(f"Cluster {cluster.run_id} is up. {next_step}", soft_wrap=True)
+        announce(running, cluster.description())
         cluster.wait()
         cluster.stop()
         console.print("Cluster stopped.")
@@ -98,15 +138,6 @@ def serve_cluster(cluster: Supervisor, bars: Mapping[str, Collection[int]]) -> N
     finally:
         if running is not None:
             running.forget()
-
-
-def _announce(description: RunDescription) -> None:
-    """Say what runs where."""
-    for rank in description.ranks:
-        console.print(f"{rank_name(rank.rank)} on {rank.host}: {rank}", soft_wrap=True)
-    stages, groups = len(description.layers), len(description.groups)
-    models = f"target {description.target}, draft {description.draft or 'none'}"
-    console.print(f"{stages} stages in {groups} groups, {models}.", soft_wrap=True)
 
 
 def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
@@ -168,7 +199,8 @@ def status(redis: str | None, run: str | None) -> None:
     console.print(table)
     running = ", ".join(map(str, current.running)) or "none"
     console.print(f"Requests: {current.submitted} submitted, {current.waiting} waiting, running: {running}.")
-    if (kv := current.kv) is not None:
+    if current.stats is not None:
+        kv = current.stats.kv
         console.print(
             f"KV cache: {kv.used} of {kv.capacity} slots in use, {kv.kept} keep prefixes; {kv.cached_tokens} of "
             f"{kv.queried_tokens} prompt tokens were cached; {kv.pauses} pauses.", soft_wrap=True,

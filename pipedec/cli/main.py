@@ -14,8 +14,13 @@ from pipedec.core import PipedecError, UserError
 # command: (module, help line). A module is imported only when its command runs.
 COMMANDS = {
     "generate": ("pipedec.cli.generate", "Answer one prompt with a temporary cluster on this machine."),
+    "chat": (
+        "pipedec.cli.chat",
+        "Talk with a model: on this machine, in a running cluster, or behind any OpenAI-compatible URL.",
+    ),
     "up": ("pipedec.cli.cluster", "Start a cluster on this machine that stays up between requests."),
     "launch": ("pipedec.cli.launch", "Start the cluster of a cluster.yaml on its hosts, over ssh."),
+    "serve": ("pipedec.cli.serve", "Serve the OpenAI HTTP API, with a cluster on this machine or in front of a running one."),
     "submit": ("pipedec.cli.submit", "Send a prompt to a running cluster and stream the answer."),
     "status": ("pipedec.cli.cluster", "Show the state of a running cluster."),
     "down": ("pipedec.cli.cluster", "Stop a running cluster."),

@@ -67,6 +67,17 @@ class PipelineFlags:
         draft = str(REFERENCE_THREADS / "draft") if self.draft is None else self.draft
         return replace(self, target=REFERENCE_THREADS / "target", draft=draft)
 
+    def arguments(self) -> list[str]:
+        """The flags as the arguments of another command that takes them."""
+        words: list[str] = []
+        for field in fields(self):
+            value, flag = getattr(self, field.name), "--" + field.name.replace("_", "-")
+            if value is True:
+                words.append(flag)
+            elif value is not None and value is not False:
+                words += [flag, str(value)]
+        return words
+
     @property
     def layer_counts(self) -> list[int] | None:
         if self.layers is None:

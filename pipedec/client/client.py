@@ -8,30 +8,37 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
-from pipedec.client.reply import OnPause, OnText, OnThreads, Reply
-from pipedec.core import Completion, PipedecError, RankLost, UserError
-from pipedec.messages import AbortEvent, PromptRequest, load_validators
+from pipedec.client.reply import Delta, OnDelta, Reply
+from pipedec.client.watch import LOOK_SECONDS, SILENCE_SECONDS, check_run, check_silence
+from pipedec.core import Completion, PipedecError, UserError
+from pipedec.messages import AbortEvent, PromptRequest, ThreadNews, load_validators
 from pipedec.scheduler.protocol import Scheduler
-from pipedec.topology import rank_name
 
-_POLL_SECONDS = 0.25
-_CHECK_SECONDS = 2.0  # while events arrive, between two looks at the state of the run
+_CHECK_SECONDS = 0.25  # between two calls of ``check`` while nothing arrives
+
+OnText = Callable[[str], None]
+OnThreads = Callable[[list[ThreadNews]], None]
+OnPause = Callable[[bool], None]  # whether the answer is paused from now on
 
 
 class Client:
     """Sends requests to a running cluster. Used from one thread.
 
     Args:
-        check: called while waiting; raises if the cluster is known to be in trouble (``LocalCluster.check``).
+        check: called while waiting; raises if the cluster is known to be in trouble (``LocalCluster.check``). None if nothing is
+            known of it but what Redis tells every two seconds.
         silence_seconds: how long to wait for the next event of an answer before the cluster counts as lost.
     """
 
-    def __init__(self, scheduler: Scheduler, check: Callable[[], None] = lambda: None, silence_seconds: float = 600.0) -> None:
+    def __init__(
+        self, scheduler: Scheduler, check: Callable[[], None] | None = None, silence_seconds: float = SILENCE_SECONDS
+    ) -> None:
         self._scheduler = scheduler
-        self._check = check
+        self._check = check or (lambda: None)
+        self._waits_seconds = LOOK_SECONDS if check is None else _CHECK_SECONDS
         self._silence_seconds = silence_seconds
         self._open: dict[int, Reply] = {}
-        self._checked = 0.0
+        self._looked = 0.0
         load_validators()  # not while the first token is on its way
 
     def ask(
@@ -110,12 +117,15 @@ class Client:
         """Submit a request; ``read`` then follows its answer. Raises UserError if the run takes no requests."""
         arrivals = Reply(-1).arrivals  # the clock runs before the request is on its way
         number = self._scheduler.submit(request.to_json(), request.priority)
-        reply = Reply(number, on_text, on_threads, on_pause, arrivals=arrivals)
+        reply = Reply(number, _calling(on_text, on_threads, on_pause), arrivals=arrivals)
         self._open[reply.number] = reply
         return reply
 
-    def read(self, timeout_seconds: float = _POLL_SECONDS) -> list[Reply]:
-        """Wait for events of any open answer, at most this long, and handle them.
+    def read(self, timeout_seconds: float | None = None) -> list[Reply]:
+        """Wait for events of any open answer and handle them.
+
+        Args:
+            timeout_seconds: wait at most this long; None for as long as nothing else is to be done.
 
         Returns:
             the replies that have ended.
@@ -123,16 +133,19 @@ class Client:
         Raises:
             RankLost, SchedulerLost: the cluster died or stopped answering.
         """
+        timeout = self._waits_seconds if timeout_seconds is None else timeout_seconds
         if not self._open:
-            time.sleep(timeout_seconds)
+            time.sleep(timeout)
             return []
-        events = self._scheduler.read_answers({number: reply.position for number, reply in self._open.items()}, timeout_seconds)
+        events = self._scheduler.read_answers({number: reply.position for number, reply in self._open.items()}, timeout)
         for number, position, event in events:
             if isinstance(event, AbortEvent):
                 self._check()  # the supervisor knows better than the other ranks what happened to a process
             self._open[number].take(position, event)
-        if not events or time.monotonic() > self._checked + _CHECK_SECONDS:
-            self._check_run()
+        if not events:
+            self._check()
+        if time.monotonic() > self._looked + LOOK_SECONDS:
+            self._look()
         return self._take_ended()
 
     def cancel(self, reply: Reply) -> None:
@@ -170,19 +183,26 @@ class Client:
             self._scheduler.close_answer(reply.number)
         return ended
 
-    def _check_run(self) -> None:
+    def _look(self) -> None:
         """Raises RankLost if the cluster has failed or ended, or an answer has been silent for too long without waiting."""
         self._check()
-        if failure := self._scheduler.failure():
-            raise RankLost(failure)
-        if lost := self._scheduler.expired_ranks():
-            raise RankLost(f"{', '.join(map(rank_name, lost))} stopped answering")
         status = self._scheduler.status()
-        if status.state == "gone":
-            raise RankLost("the cluster was stopped before it answered")
-        self._checked = time.monotonic()
-        for reply in self._open.values():
-            if reply.is_paused or (status.running and reply.number not in status.running):
-                reply.heard = self._checked  # it waits while others are answered
-            elif self._checked > reply.heard + self._silence_seconds and not reply.has_ended:
-                raise RankLost(f"no event has arrived for {self._silence_seconds:.0f} s; see pipedec status")
+        self._looked = time.monotonic()
+        check_run(status)
+        check_silence(status, self._open.values(), self._silence_seconds)
+
+
+def _calling(on_text: OnText, on_threads: OnThreads, on_pause: OnPause) -> OnDelta:
+    """Hand what is new of an answer to those that it concerns."""
+    was_paused = False
+
+    def on_delta(delta: Delta) -> None:
+        nonlocal was_paused
+        if delta.token_ids or delta.text or delta.threads:
+            on_text(delta.text)
+            on_threads(delta.threads)
+        if delta.is_paused != was_paused:
+            was_paused = delta.is_paused
+            on_pause(was_paused)
+
+    return on_delta

@@ -6,9 +6,10 @@ Knows no scheduler: somebody else hands it the events.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Any
 
 from pipedec.core import Completion, PipedecError, RankLost, UserError
 from pipedec.messages import (
@@ -21,6 +22,7 @@ from pipedec.messages import (
     LogprobsEvent,
     OverranEvent,
     PausedEvent,
+    PromptLogprobsEvent,
     ResumedEvent,
     ThreadNews,
     TokensEvent,
@@ -28,9 +30,39 @@ from pipedec.messages import (
 )
 from pipedec.tracing import TraceEvent
 
-OnText = Callable[[str], None]
-OnThreads = Callable[[list[ThreadNews]], None]
-OnPause = Callable[[bool], None]  # whether the answer is paused from now on
+
+@dataclass(frozen=True)
+class Delta:
+    """What is new of an answer.
+
+    Attributes:
+        logprobs: of tokens, in order; those of a token come with it or earlier. The last stage may send those of further tokens
+            than the answer has.
+        threads: news of decode threads, if the request has ``show_threads``.
+        is_paused: the answer waits for KV memory, from now on or still.
+        arrived: when the last of it came, in seconds of ``time.perf_counter``.
+    """
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[dict[int, float]] = field(default_factory=list)
+    threads: list[ThreadNews] = field(default_factory=list)
+    is_paused: bool = False
+    arrived: float = field(default_factory=time.perf_counter)
+
+    def __add__(self, later: Delta) -> Delta:
+        """Both in one."""
+        return Delta(
+            self.text + later.text,
+            self.token_ids + later.token_ids,
+            self.logprobs + later.logprobs,
+            self.threads + later.threads,
+            later.is_paused,
+            later.arrived,
+        )
+
+
+OnDelta = Callable[[Delta], None]
 
 
 class TokenArrivals:
@@ -73,6 +105,7 @@ class Reply:
 
     Attributes:
         number: of the request.
+        on_delta: receives what every event brings.
         completion: the answer; None until it is complete.
         error: why it was refused, or that it was cancelled before it began; None if it was not.
         is_paused: it waits for KV memory, in the beginning or after a pause.
@@ -83,9 +116,7 @@ class Reply:
     """
 
     number: int
-    on_text: OnText = lambda text: None
-    on_threads: OnThreads = lambda news: None
-    on_pause: OnPause = lambda is_paused: None
+    on_delta: OnDelta = lambda delta: None
     completion: Completion | None = None
     error: UserError | None = None
     is_paused: bool = False
@@ -96,6 +127,7 @@ class Reply:
     heard: float = field(default_factory=time.monotonic)
     position: str = "0"
     _logprobs: list[dict[int, float]] = field(default_factory=list)
+    _prompt_logprobs: list[dict[int, float]] = field(default_factory=list)
 
     @property
     def has_ended(self) -> bool:
@@ -113,11 +145,10 @@ class Reply:
         match event:
             case TokensEvent(token_ids, text, threads):
                 self.arrivals.note(len(token_ids))
-                self.on_text(text)
-                self.on_threads(threads or [])
+                self._tell(text, token_ids, threads=threads or [])
             case PausedEvent() | ResumedEvent():
                 self.is_paused = isinstance(event, PausedEvent)
-                self.on_pause(self.is_paused)
+                self._tell()
             case TraceEvents(rows):
                 self.trace += [TraceEvent(*row) for row in rows]
             case CacheSlotsEvent(rank, slots):
@@ -125,7 +156,11 @@ class Reply:
             case OverranEvent(timesteps):
                 self.overran.update(timesteps)
             case LogprobsEvent(logprobs):
-                self._logprobs += map(dict, logprobs)
+                known = [dict(pairs) for pairs in logprobs]
+                self._logprobs += known
+                self._tell(logprobs=known)
+            case PromptLogprobsEvent(logprobs):
+                self._prompt_logprobs += map(dict, logprobs)
             case CompletionEvent():
                 self.completion = self._completed(event)
             case CancelledEvent():
@@ -134,6 +169,9 @@ class Reply:
                 raise RankLost(text)
             case ErrorEvent(message):
                 self.error = UserError(message)
+
+    def _tell(self, text: str = "", token_ids: Sequence[int] = (), **news: Any) -> None:
+        self.on_delta(Delta(text, list(token_ids), is_paused=self.is_paused, **news))
 
     def _completed(self, event: CompletionEvent) -> Completion:
         """The completion, with the log-probabilities of its tokens (the last stage may have sent those of further tokens).
@@ -146,6 +184,8 @@ class Reply:
         metrics.e2e_seconds = time.perf_counter() - self.arrivals.submitted
         if metrics.ttft_seconds is not None:
             metrics.queue_seconds = max(0.0, metrics.ttft_seconds - metrics.prefill_seconds)
+        if completion.prompt_logprobs is not None:
+            completion.prompt_logprobs += self._prompt_logprobs
         if self._logprobs and event.sampled is not None:
             tokens = zip(event.sampled, completion.token_ids, strict=True)
             completion.logprobs = [{token: 0.0} if which < 0 else self._logprobs[which] for which, token in tokens]

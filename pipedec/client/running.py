@@ -27,7 +27,7 @@ class Running:
     client: Client
 
     @classmethod
-    def of(cls, scheduler: RedisScheduler, run_id: str, check: Callable[[], None] = lambda: None) -> Running:
+    def of(cls, scheduler: RedisScheduler, run_id: str, check: Callable[[], None] | None = None) -> Running:
         """The run that ``scheduler`` serves.
 
         Args:

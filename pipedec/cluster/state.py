@@ -46,7 +46,7 @@ class RunningCluster:
         client = connect(self.redis_url)
         description = RedisScheduler.describe(client, self.run_id)
         if description is None:
-            raise UserError(f"no cluster named {self.run_id!r} is running on that Redis: start one, or give --run NAME")
+            raise no_such_run(self.run_id)
         return RedisScheduler(client, self.run_id, Topology(description.groups))
 
     def save(self) -> None:
@@ -128,6 +128,11 @@ def find_run(redis_url: str | None, run_id: str | None) -> RunningCluster:
             "no cluster is running here: start one with `pipedec up` or `pipedec launch`, or give --redis URL --run NAME"
         )
     return state
+
+
+def no_such_run(run_id: str) -> UserError:
+    """What to say if Redis does not have a run."""
+    return UserError(f"no cluster named {run_id!r} is running on that Redis: start one, or give --run NAME")
 
 
 def read_state() -> RunningCluster | None:

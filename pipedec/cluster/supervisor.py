@@ -22,7 +22,7 @@ from pipedec.scheduler import RedisScheduler
 from pipedec.topology import Topology, rank_name
 
 _REPORT_SECONDS = 0.05
-_LATE_SECONDS = 5.0  # on a busy machine a killed rank is seen to end long after its neighbours
+_LATE_SECONDS = 3.0  # on a busy machine a killed rank is seen to end long after its neighbours
 
 StartProgress = Callable[[int, str, int, int], None]  # rank, "checking" or "loading" weights, units done, units in all
 

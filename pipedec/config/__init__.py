@@ -19,19 +19,20 @@ from pipedec.config.cluster import (
 from pipedec.config.environment import (
     cache_directory,
     configured_interface,
+    optional_secret,
     secret_from_environment,
     ssh_program,
     state_directory,
     transport_environment,
 )
 from pipedec.config.files import load_json
-from pipedec.config.model import model_shape
+from pipedec.config.model import context_length, model_shape
 from pipedec.config.redis import RedisConfig, redis_config, redis_url_from_environment
 from pipedec.validation import parse_json
 
 __all__ = [
     "ClusterConfig", "DeviceConfig", "LaunchConfig", "NetworkConfig", "PartitionConfig", "RedisConfig", "ServerConfig",
-    "cache_directory", "cluster_from_json", "cluster_to_json", "configured_interface", "load_cluster", "load_json",
-    "model_shape", "paper_cluster", "parse_json", "redis_config", "redis_url_from_environment", "secret_from_environment",
-    "ssh_program", "state_directory", "transport_environment",
+    "cache_directory", "cluster_from_json", "cluster_to_json", "configured_interface", "context_length", "load_cluster",
+    "load_json", "model_shape", "optional_secret", "paper_cluster", "parse_json", "redis_config", "redis_url_from_environment",
+    "secret_from_environment", "ssh_program", "state_directory", "transport_environment",
 ]  # fmt: skip

@@ -12,10 +12,15 @@ from pipedec.core import UserError
 
 def secret_from_environment(name: str) -> str:
     """The value of the environment variable ``name``. Raises UserError if it is not set or empty."""
-    secret = os.environ.get(name)
-    if not secret:
+    secret = optional_secret(name)
+    if secret is None:
         raise UserError(f"the environment variable {name} is not set, or empty: it should hold the key")
     return secret
+
+
+def optional_secret(name: str) -> str | None:
+    """The value of the environment variable ``name``; None if it is not set or empty."""
+    return os.environ.get(name) or None
 
 
 def configured_interface() -> str | None:

@@ -36,3 +36,23 @@ def model_shape(name: str) -> ModelShape:
     sizes.setdefault("num_key_value_heads", sizes.get("num_attention_heads"))
     biases = projection_biases(model_type, bool(document.get("attention_bias")), bool(document.get("mlp_bias")))
     return validated(ModelShape, sizes | asdict(biases), str(path))
+
+
+def context_length(directory: Path, max_model_len: int | None = None) -> int:
+    """Tokens of a prompt and its answer together.
+
+    Args:
+        directory: of the checkpoint, or of its tokenizer if its ``config.json`` is there, too.
+        max_model_len: the cluster's own limit; None for none.
+
+    Raises:
+        UserError: neither is known.
+    """
+    try:
+        positions = json.loads(read_text(directory / "config.json"))["max_position_embeddings"]
+    except (UserError, ValueError, KeyError, TypeError, RecursionError):
+        positions = None
+    known = [limit for limit in (max_model_len, positions) if isinstance(limit, int)]
+    if not known:
+        raise UserError(f"no config.json with max_position_embeddings in {directory}: start the cluster with --max-model-len")
+    return min(known)

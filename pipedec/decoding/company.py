@@ -24,6 +24,7 @@ from pipedec.decoding.method import Method
 from pipedec.decoding.registry import create_policy
 from pipedec.decoding.running import Running
 from pipedec.decoding.scoring import Scoring
+from pipedec.decoding.tally import Tally
 from pipedec.kv import KVManager
 from pipedec.threads import NewSequence, single_thread
 from pipedec.threads import Sequence as ThreadSequence
@@ -51,6 +52,7 @@ class Company:
 
     Attributes:
         kv: see ``kv`` of the arguments.
+        tally: counts what enters and is accepted.
     """
 
     def __init__(
@@ -64,6 +66,7 @@ class Company:
         kv: KVManager | None = None,
     ) -> None:
         self.kv = kv or KVManager(_UNLIMITED, shares_prefixes=False)
+        self.tally = Tally()
         self._drafter = drafter
         self._device = device
         self._trained_masks = trained_masks
@@ -84,13 +87,25 @@ class Company:
     def whole_prompts(self, value: bool) -> None:
         self._memory.is_given_at_once = value
 
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait for KV memory."""
+        return sum(not one.has_lane for one in self._requests.values())
+
+    @property
+    def num_running(self) -> int:
+        """Requests with a lane."""
+        return len(self._requests) - self.num_waiting
+
     def check(self, request: Request) -> None:
         """Whether the method of ``request`` can run here, and its answer can fit.
 
         Raises:
-            UserError: the method is unknown, cannot work with its options, or needs a draft model or a BiTA and there is none; or
-                prompt and answer need more KV memory than there is.
+            UserError: the method is unknown, cannot work with its options, or needs a draft model or a BiTA and there is none;
+                prompt and answer need more KV memory than there is; or the prompt's log-probabilities cannot be had.
         """
+        if request.sampling.prompt_logprobs is not None and (self.whole_prompts or request.threads is not None):
+            raise UserError("prompt_logprobs needs --dispatch windows and an answer in one thread: leave it, or threads, out")
         policy = self._policy(request, single_thread(len(request.prompt_token_ids), (), 1))
         self._memory.check(request, policy.together)
 
@@ -140,6 +155,7 @@ class Company:
 
     def pause(self, number: int) -> None:
         """A request gives up its lane. It gets another one, before younger ones, after ``closed`` and when there is memory."""
+        self.tally.pauses += 1
         self._leave_lane(self._requests[number])
         self._requests[number].pause()
 
@@ -162,12 +178,15 @@ class Company:
                 opening = self._open_lane(one)
                 if opening is None:
                     continue
+            entered = one.entered
             if one.is_prefilling:
                 step = one.next_chunk(rows, self._device)
                 prompt_rows += 0 if step is None else step.num_rows
             else:
                 room = self._memory.room_for(one, rows)
                 step = one.method.propose(room) if room else None
+            if step is not None:
+                self.tally.enter(step, one.entered - entered, one.method.masks.count > 0)
             updates[number] = Update(number, opening, step=step)
         return self._with_slots(updates, prompt_rows)
 
@@ -239,7 +258,7 @@ class Company:
         self._controller.record_timestep(timing)
 
     def _new_method(self, request: Request, sequence: ThreadSequence) -> Method:
-        return Method(sequence, self._policy(request, sequence), self._device)
+        return Method(sequence, self._policy(request, sequence), self._device, self.tally)
 
     def _policy(self, request: Request, sequence: ThreadSequence) -> Policy:
         drafter = None if self._drafter is None else RequestDrafter(self._drafter, request.number)

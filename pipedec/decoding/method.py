@@ -14,6 +14,7 @@ from pipedec.core import MaskParams, Step, Verdict
 from pipedec.decoding.budget import Wish
 from pipedec.decoding.interface import Member, Policy
 from pipedec.decoding.lockstep import Drafting
+from pipedec.decoding.tally import Tally
 from pipedec.forest import Remaining, ThreadChanges, apply_verdict, position_root
 from pipedec.threads import Sequence, State
 from pipedec.tree import is_mask
@@ -24,17 +25,20 @@ class Method:
 
     Args:
         sequence: the answer's threads, just begun. The method alone passes accepted tokens to it.
+        tally: counts for all requests.
 
     Attributes:
         hits, misses: see ``Metrics``. The first token of an answer or of a child is neither.
     """
 
-    def __init__(self, sequence: Sequence, policy: Policy, device: torch.device | str) -> None:
+    def __init__(self, sequence: Sequence, policy: Policy, device: torch.device | str, tally: Tally) -> None:
         self.hits = 0
         self.misses = 0
         self.sequence = sequence
         self._policy = policy
         self._device = device
+        self._tally = tally
+        self._depths: dict[int, int] = {}  # by thread: accepted tokens behind the root that entered last
         self._members: dict[int, Member] = {0: policy.create(0)}  # by thread, of those that have not ended
         self._last: dict[int, int] = {}  # by thread: last tokens of ended threads that have yet to enter
         self._running: dict[int, Member] = dict(self._members)  # those of running threads
@@ -86,11 +90,13 @@ class Method:
 
     def _count(self, changes: ThreadChanges) -> None:
         for number, tokens in changes.accepted.items():
-            self.hits += len(tokens) - 1
-            if self.sequence.threads[number].state is State.RUNNING:
-                has_entered = self._members[number].has_entered
-                self.hits += has_entered
-                self.misses += not has_entered
+            goes_on = self.sequence.threads[number].state is State.RUNNING
+            is_hit = goes_on and self._members[number].has_entered
+            hits, depth = len(tokens) - 1 + is_hit, self._depths.get(number, 0)
+            self.hits += hits
+            self.misses += goes_on and not is_hit
+            self._tally.accept(depth, hits)
+            self._depths[number] = depth + hits if is_hit else 0
 
     @property
     def is_tuned(self) -> bool:
@@ -132,8 +138,12 @@ class Method:
         for number, _ in last:
             del self._last[number]
         steps = [(number, self._root_step(token)) for number, token in last]
+        drafts = 0
         if not self._last:
+            without_rows = {number for number, member in self._running.items() if not member.has_entered}
             steps += self._policy.propose(self._running, room - len(steps))
+            drafts = sum(number in without_rows for number, _ in steps[len(last) :])
+        self._tally.enter_roots(drafts, len(last))
         if not steps:
             return None
         return _merged(steps) if self.sequence.can_fork else steps[0][1]

@@ -16,17 +16,18 @@ from pipedec.engine.pool import Pool
 from pipedec.engine.rank_tasks import POLL_SECONDS, RankTasks, Wiring
 from pipedec.engine.rank_zero import RankZero
 from pipedec.engine.request_queue import RequestQueue
+from pipedec.engine.run_counters import RunCounters
 from pipedec.engine.tasks import TaskPipeline
 from pipedec.engine.timed_drafter import TimedDrafter
 from pipedec.engine.windows import WindowPipeline
 from pipedec.kv import KVManager
-from pipedec.messages import CompletionEvent, ErrorEvent, KVUsage, PausedEvent, ResumedEvent, TraceEvents, TraceRow
+from pipedec.messages import CompletionEvent, ErrorEvent, PausedEvent, PromptLogprobsEvent, ResumedEvent, TraceEvents, TraceRow
 from pipedec.methods import LayerTreeOptions
 from pipedec.scheduler.protocol import Message
 from pipedec.text.prompt import Prompter
 from pipedec.tracing import SCHEDULER_TRACK
 
-_TELLING_SECONDS = 1.0  # between two notes on the KV memory
+_TELLING_SECONDS = 1.0  # between two notes on what was counted
 
 
 class DraftLoop:
@@ -57,9 +58,8 @@ class DraftLoop:
         self._admission = Admission(prompter, wiring.sequences, wiring.topology.num_stages, tree)
         self._max_num_seqs = max_num_seqs
         self._queue = RequestQueue(wiring.scheduler)
-        self._kv = kv
-        self._told = 0.0  # when the use of the KV memory was told
-        self._pauses = 0  # in earlier sessions
+        self._counters = RunCounters(self._company)
+        self._told = 0.0  # when the counters were told
         self._sessions = 0
         self._stopping = False
 
@@ -85,11 +85,10 @@ class DraftLoop:
         if not pool.is_busy:
             return
         pipeline = self._pipeline()
-        for _ in decode(pool, pipeline, lambda: self._follow_queue(pool), (self._tasks.note,)):
+        for _ in decode(pool, pipeline, lambda: self._follow_queue(pool), (self._tasks.note, self._counters.note)):
             continue  # everything has been said to the answers' readers
         self._stopping |= pipeline.is_stopping
-        self._pauses += pool.pauses
-        self._tell_usage(0)
+        self._tell_counters()
 
     def _pipeline(self) -> RankZero:
         if not self._wiring.window:
@@ -100,7 +99,7 @@ class DraftLoop:
     def _follow_queue(self, pool: Pool) -> None:
         """Begin requests for which there is room, and end those that were cancelled."""
         if time.monotonic() > self._told + _TELLING_SECONDS:
-            self._tell_usage(pool.pauses)
+            self._tell_counters()
         if not self._wiring.window:
             return  # task dispatch: a request is cancelled at its next verdict, and the next one has a workflow of its own
         for number in self._queue.cancelled():
@@ -109,12 +108,10 @@ class DraftLoop:
         for message in self._queue.arrivals(room):
             self._admit(pool, message)
 
-    def _tell_usage(self, pauses: int) -> None:
-        """Let clients know how much KV memory is used; ``pauses`` are those of this session."""
+    def _tell_counters(self) -> None:
+        """Let clients know what was counted."""
         self._told = time.monotonic()
-        if (kv := self._kv) is not None:
-            tokens, pauses = (kv.queried_tokens, kv.adopted_tokens), self._pauses + pauses
-            self._queue.tell(KVUsage(kv.capacity, kv.used_slots, kv.kept_slots, *tokens, pauses))
+        self._queue.tell(self._counters.stats())
 
     def _admit(self, pool: Pool, message: Message) -> None:
         try:
@@ -166,6 +163,10 @@ class _Stream:
         assert result.verdict is not None
         self._answer.counters.accepted(timestep)
         return self._publish(result.verdict, result.logprobs)
+
+    def scored(self, logprobs: TokenLogprobs) -> None:
+        if logprobs:
+            self._queue.put(self._number, PromptLogprobsEvent(list(map(list, logprobs))))
 
     def ended(self, reason: str, method: Method) -> None:
         if not self._finished:  # cancelled, so that no verdict has said so

@@ -13,10 +13,11 @@ from contextlib import contextmanager, suppress
 from queue import Empty, SimpleQueue
 
 from pipedec.core import PipedecError
-from pipedec.messages import CancelledEvent, ErrorEvent, Event, KVUsage
+from pipedec.messages import CancelledEvent, ErrorEvent, Event, RunStats
 from pipedec.scheduler.protocol import Message, Post, Scheduler
 
 _LOOK_SECONDS = 0.02  # between two looks at the queue in Redis, while the pipeline runs
+_ORPHANS_SECONDS = 1.0  # between two looks for requests whose owner has died
 _PAUSE_SECONDS = 0.01  # between two batches of events: the thread shares the interpreter with the pipeline
 _REFUSED_AT_ONCE = 1000
 _END = None  # among the posts: the thread is to end
@@ -35,7 +36,7 @@ class RequestQueue:
         self.is_stopping = False
         self._scheduler = scheduler
         self._posts: SimpleQueue[Post | None] = SimpleQueue()
-        self._usage: KVUsage | None = None  # of the KV memory, not published yet
+        self._stats: RunStats | None = None  # not published yet
         self._failure: PipedecError | None = None
         self._taking = threading.Lock()  # held by the thread that asks Redis for requests
         self._changing = threading.Lock()  # held while the following is changed, never while Redis is asked
@@ -70,9 +71,9 @@ class RequestQueue:
         self._check()
         self._posts.put(Post(number, events, ends=True))
 
-    def tell(self, usage: KVUsage) -> None:
-        """Publish how much KV memory is used, with the next events."""
-        self._usage = usage
+    def tell(self, stats: RunStats) -> None:
+        """Publish the counters of the run, with the next events."""
+        self._stats = stats
 
     def arrivals(self, limit: int) -> list[Message]:
         """Requests that have arrived, at most ``limit``, sooner ones first. Does not wait.
@@ -115,7 +116,7 @@ class RequestQueue:
                 requests = []
 
     def _run(self) -> None:
-        looked = time.monotonic()
+        looked = sought = time.monotonic()
         is_open = True
         try:
             while is_open:
@@ -123,6 +124,9 @@ class RequestQueue:
                 if is_open and time.monotonic() > looked + _LOOK_SECONDS:
                     looked = time.monotonic()
                     self._look()
+                if is_open and time.monotonic() > sought + _ORPHANS_SECONDS:
+                    sought = time.monotonic()
+                    self._scheduler.end_orphans()
         except PipedecError as error:
             self._failure = error
 
@@ -134,9 +138,9 @@ class RequestQueue:
             while True:
                 posts.append(self._posts.get_nowait())
         batch = [post for post in posts if post is not None]
-        usage, self._usage = self._usage, None
-        if batch or usage is not None:
-            self._scheduler.publish_all(batch, usage)
+        stats, self._stats = self._stats, None
+        if batch or stats is not None:
+            self._scheduler.publish_all(batch, stats)
         if len(batch) < len(posts):
             return False
         time.sleep(_PAUSE_SECONDS if batch else 0.0)

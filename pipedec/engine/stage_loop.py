@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from contextlib import AbstractContextManager
 from functools import partial
 
@@ -9,13 +10,14 @@ import torch
 
 from pipedec.core import Envelope, Load, Step, Update, Verdict
 from pipedec.engine.rank_tasks import RankTasks, Wiring
-from pipedec.messages import CacheSlotsEvent, Event, LogprobsEvent, verdict_from_payload
+from pipedec.messages import CacheSlotsEvent, Event, LogprobsEvent, StageStats, verdict_from_payload
 from pipedec.scheduler.protocol import Message
 from pipedec.scheduler.transfers import checked_transfers
 from pipedec.scheduler.workflow import Facts, Task
 from pipedec.stage import StageWorker
 
 STOPPING_SECONDS = 0.05
+TELLING_SECONDS = 1.0  # between two notes on what was counted
 
 
 class StageLoop:
@@ -27,6 +29,9 @@ class StageLoop:
         self._wiring = wiring
         self._tasks = RankTasks(rank, wiring)
         self._traced: set[int] = set()  # requests
+        self._timesteps = 0
+        self._compute_seconds, self._wait_seconds = 0.0, 0.0
+        self._told = 0.0  # when what was counted was told
         self._handlers = {"pre": self._prefill, "dec": self._decode, "sync": self._sync, "window": self._window}
 
     def run(self) -> None:
@@ -68,9 +73,11 @@ class StageLoop:
     def _compute(self, number: int, step: Step) -> Verdict | None:
         """Compute the rows of the only request. Returns the verdict, whose log-probabilities go out with the next report."""
         steps = {number: step}
+        began = time.perf_counter()
         with self._tasks.recorder.computing(self._worker.load(steps)):
             self._worker.compute(steps)
             results = self._worker.results()
+        self._count(began, time.perf_counter())
         for result in results:
             if result.logprobs:
                 self._tasks.events.append((number, LogprobsEvent([list(row) for row in result.logprobs])))
@@ -99,7 +106,9 @@ class StageLoop:
         receives_first = len(granted) == 2 and granted[0][0].target == self._rank
         withheld: Envelope | None = None
         for number in range(task.seq, last + 1):
+            waited = time.perf_counter()
             received = wiring.transport.receive_envelope(self._rank - 1)
+            self._wait_seconds += time.perf_counter() - waited
             if withheld is not None:
                 self._send(withheld, number - 1)
             reply, withheld = self._advance(received, number), None
@@ -108,6 +117,7 @@ class StageLoop:
             else:
                 self._send(reply, number)
             if received.ends_session:
+                self._tell()
                 return Facts(finished=True)
         return Facts()
 
@@ -118,7 +128,9 @@ class StageLoop:
         """One timestep. What this rank has to say about requests that end is published before the next rank is told."""
         for update in received.updates:
             self._open(update)
+        began = time.perf_counter()
         reply = self._worker.advance(received, partial(self._span, number))
+        self._count(began, time.perf_counter())
         self._tasks.note(self._tasks.timestep(number))
         for update in received.updates:
             if update.verdict is not None and update.verdict.finished not in (None, "paused"):
@@ -126,6 +138,20 @@ class StageLoop:
                 if events:
                     self._wiring.scheduler.publish(update.number, *events)
         return reply
+
+    def _count(self, began: float, ended: float) -> None:
+        """One timestep's work is done."""
+        self._timesteps += 1
+        self._compute_seconds += ended - began
+        if ended > self._told + TELLING_SECONDS:
+            self._told = ended
+            self._tell()
+
+    def _tell(self) -> None:
+        """Let clients know what was counted, without waiting for Redis."""
+        seconds = self._compute_seconds, self._wait_seconds
+        stats = StageStats(self._rank, self._timesteps, self._worker.rows, self._worker.pruned_rows, *seconds)
+        self._wiring.scheduler.tell(stats)
 
     def _span(self, number: int, name: str, load: Load) -> AbstractContextManager[None]:
         return self._tasks.recorder.span(Task.compute(name, self._rank, number).label, name, load)

@@ -1,5 +1,6 @@
 """The central scheduler: task graphs as plain data, the scheduling rules as Lua scripts in Redis, and their Python twin."""
 
+from pipedec.scheduler.async_redis import AsyncRedisScheduler
 from pipedec.scheduler.client import connect
 from pipedec.scheduler.keys import STARTING, Keys
 from pipedec.scheduler.memory import MemoryScheduler
@@ -13,6 +14,7 @@ from pipedec.topology import Topology
 
 __all__ = [
     "STARTING",
+    "AsyncRedisScheduler",
     "EmbeddedServer",
     "Facts",
     "GrantedTask",

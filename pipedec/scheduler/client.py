@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
 import redis
+import redis.asyncio
+from redis.asyncio.retry import Retry as AsyncRetry
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
@@ -21,6 +23,7 @@ CONNECT_SECONDS = 3.0
 # BLOCK_SECONDS, so no reply takes longer.
 REPLY_SECONDS = 10.0
 BLOCK_SECONDS = 5.0
+MAX_CONNECTIONS = 16  # of a process with an event loop
 
 
 def address_of(url: str) -> str:
@@ -44,25 +47,47 @@ def connect(url: str) -> redis.Redis:
         SchedulerLost: within 5 seconds, if the server cannot be reached, refuses the password or is older than 6.2.
         UserError: ``url`` is not such a URL.
     """
+    address = _checked_address(url)
+    with translated_errors(address), redis.Redis.from_url(url, **_options(url, CONNECT_SECONDS)) as probe:
+        info: Any = probe.info("server")
+    check_version(address, _version_of(info))
+    return redis.Redis.from_url(url, **_options(url, REPLY_SECONDS))
+
+
+async def async_connect(url: str) -> redis.asyncio.Redis:
+    """As ``connect``, for asyncio. Has at most ``MAX_CONNECTIONS``, for one of which a command may wait."""
+    address = _checked_address(url)
+    with translated_errors(address):
+        async with redis.asyncio.Redis.from_url(url, **_async_options(url, CONNECT_SECONDS)) as probe:
+            info: Any = await probe.info("server")
+    check_version(address, _version_of(info))
+    pool = redis.asyncio.BlockingConnectionPool.from_url(
+        url, max_connections=MAX_CONNECTIONS, timeout=REPLY_SECONDS, **_async_options(url, REPLY_SECONDS)
+    )
+    return redis.asyncio.Redis.from_pool(pool)
+
+
+def _checked_address(url: str) -> str:
+    """See ``address_of``. Raises UserError also for another scheme."""
     address = address_of(url)
     if not url.startswith(("redis://", "rediss://", "unix://")):
         raise UserError(f"the Redis address of {address} must start with redis://, rediss:// or unix://")
-    with translated_errors(address), _client(url, reply_seconds=CONNECT_SECONDS) as probe:
-        info: Any = probe.info("server")
-    check_version(address, str(info.get("valkey_version") or info.get("redis_version", "0")))
-    return _client(url, REPLY_SECONDS)
+    return address
 
 
-def _client(url: str, reply_seconds: float) -> redis.Redis:
+def _options(url: str, reply_seconds: float) -> dict[str, Any]:
     keepalive: dict[str, Any] = {"socket_keepalive": True, "socket_keepalive_options": _keepalive()}
-    return redis.Redis.from_url(
-        url,
-        protocol=2,
-        retry=Retry(NoBackoff(), 0),
-        socket_connect_timeout=CONNECT_SECONDS,
-        socket_timeout=reply_seconds,
+    return {
+        "protocol": 2,
+        "retry": Retry(NoBackoff(), 0),
+        "socket_connect_timeout": CONNECT_SECONDS,
+        "socket_timeout": reply_seconds,
         **({} if url.startswith("unix:") else keepalive),
-    )
+    }
+
+
+def _async_options(url: str, reply_seconds: float) -> dict[str, Any]:
+    return {**_options(url, reply_seconds), "retry": AsyncRetry(NoBackoff(), 0)}
 
 
 class DedicatedConnection:
@@ -101,6 +126,10 @@ class DedicatedConnection:
             broken.disconnect()
             self._client.connection_pool.release(broken)
             raise
+
+
+def _version_of(info: Mapping[str, Any]) -> str:
+    return str(info.get("valkey_version") or info.get("redis_version", "0"))
 
 
 def check_version(address: str, version: str) -> None:

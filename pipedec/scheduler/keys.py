@@ -77,6 +77,10 @@ class Keys:
         return self.prefix + "unread"
 
     @property
+    def owners(self) -> str:
+        return self.prefix + "owners"
+
+    @property
     def members(self) -> str:
         return self.prefix + "members"
 
@@ -85,6 +89,16 @@ class Keys:
 
     def alive(self, rank: int) -> str:
         return f"{self.prefix}alive:{rank}"
+
+    @property
+    def owner_prefix(self) -> str:
+        return self.prefix + "owner:"
+
+    def owner(self, owner: str) -> str:
+        return self.owner_prefix + owner
+
+    def wake(self, owner: str) -> str:
+        return f"{self.prefix}wake:{owner}"
 
     @property
     def answer_prefix(self) -> str:

@@ -10,8 +10,8 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from pipedec.core import Opening, RankLost, SchedulerLost, UserError
-from pipedec.messages import AbortEvent, CancelledEvent, Event, KVUsage, RunDescription
+from pipedec.core import Opening, QueueFull, RankLost, SchedulerLost, UserError
+from pipedec.messages import AbortEvent, CancelledEvent, Event, RunDescription, RunStats, StageStats
 from pipedec.scheduler.protocol import (
     REQUEST_TRACE,
     SESSION_TRACE,
@@ -148,7 +148,11 @@ class MemoryScheduler:
         self._failure: str | None = None
         self._submitted = 0
         self._duplex, self._max_running, self._max_waiting = "full", 0, 0
-        self._usage: KVUsage | None = None
+        self._stats: RunStats | None = None
+        self._told: dict[int, StageStats] = {}  # by rank, not written yet
+        self._stages: dict[int, StageStats] = {}
+        self._owners: dict[int, str] = {}  # by number, of requests whose answers are not closed
+        self._owner_leases: dict[str, float] = {}
 
     def open(self, description: RunDescription, duplex: str = "full") -> None:
         self._check_failure()
@@ -212,18 +216,37 @@ class MemoryScheduler:
         queue = self._queues[rank]
         return queue.popleft() if queue else None
 
-    def submit(self, request_json: str, priority: int = 0) -> int:
+    def submit(self, request_json: str, priority: int = 0, owner: str = "") -> int:
         self._check_failure()
         if self._state != "up":
             raise UserError("the run is stopping" if self._state == "stopping" else "the run is not up")
         if len(self._running) + len(self._waiting) >= self._max_running + self._max_waiting:
-            raise UserError(
+            raise QueueFull(
                 f"the cluster is full: {len(self._running)} requests are running and {len(self._waiting)} are waiting "
                 f"(--max-waiting {self._max_waiting}); submit the request again when some of them have been answered"
             )
         self._waiting[self._submitted] = (priority, request_json)
+        if owner:
+            self._owners[self._submitted] = owner
+            self.renew_owner(owner)
         self._submitted += 1
         return self._submitted - 1
+
+    def renew_owner(self, owner: str) -> bool:
+        lived = self._owner_leases.get(owner, 0.0) > time.monotonic()
+        self._owner_leases[owner] = time.monotonic() + self.lease_seconds
+        return lived
+
+    def release_owner(self, owner: str) -> None:
+        self._owner_leases.pop(owner, None)
+
+    def end_orphans(self) -> list[int]:
+        now = time.monotonic()
+        orphans = sorted(number for number, owner in self._owners.items() if self._owner_leases.get(owner, 0.0) <= now)
+        for number in orphans:
+            self.cancel(number)
+            self.close_answer(number)
+        return orphans
 
     def take(self, limit: int) -> Taken:
         self._check_failure()
@@ -248,14 +271,17 @@ class MemoryScheduler:
     def complete(self, request_number: int, *events: Event) -> None:
         self.publish_all([Post(request_number, events, ends=True)])
 
-    def publish_all(self, posts: Sequence[Post], usage: KVUsage | None = None) -> None:
-        self._usage = usage or self._usage
+    def publish_all(self, posts: Sequence[Post], stats: RunStats | None = None) -> None:
+        self._stats = stats or self._stats
         for post in posts:
             for event in post.events:
                 self._append(post.number, event)
             if post.ends:
                 for numbers in (self._running, self._cancelled, self._unread):
                     numbers.discard(post.number)
+
+    def tell(self, stats: StageStats) -> None:
+        self._told[stats.rank] = stats
 
     def _append(self, number: int, event: Event) -> None:
         if number not in self._unread:
@@ -274,6 +300,7 @@ class MemoryScheduler:
 
     def close_answer(self, request_number: int) -> None:
         self._answers.pop(request_number, None)
+        self._owners.pop(request_number, None)
         if request_number in self._running or request_number in self._waiting:
             self._unread.add(request_number)
 
@@ -309,6 +336,8 @@ class MemoryScheduler:
 
     def renew_lease(self, rank: int) -> None:
         self._leases[rank] = time.monotonic() + self.lease_seconds
+        if self._state is not None and rank in self._told:
+            self._stages[rank] = self._told[rank]
 
     def expired_ranks(self) -> list[int]:
         return sorted(rank for rank, end in self._leases.items() if end <= time.monotonic())
@@ -320,10 +349,10 @@ class MemoryScheduler:
         return sorted(self._leases)
 
     def status(self) -> RunStatus:
-        alive = tuple(sorted(set(self._leases) - set(self.expired_ranks())))
-        return RunStatus(
-            self._state or "gone", self._submitted, len(self._waiting), tuple(sorted(self._running)), alive, self._usage
-        )
+        expired, stages = self.expired_ranks(), tuple(self._stages[rank] for rank in sorted(self._stages))
+        alive, running = tuple(sorted(set(self._leases) - set(expired))), tuple(sorted(self._running))
+        waiting, state = len(self._waiting), self._state or "gone"
+        return RunStatus(state, self._submitted, waiting, running, alive, tuple(expired), self._failure, self._stats, stages)
 
     def clock_us(self) -> int:
         return _now_us()

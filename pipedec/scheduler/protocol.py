@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from pipedec.core import Opening
-from pipedec.messages import Event, KVUsage, RunDescription, opening_from_payload
+from pipedec.messages import Event, RunDescription, RunStats, StageStats, opening_from_payload
 from pipedec.scheduler.workflow import Payload, Planned, Task
 
 SESSION_TRACE = 4096  # windows of a session of which the trace is kept
@@ -117,7 +117,10 @@ class RunStatus:
         waiting: number of requests that rank 0 has not taken yet.
         running: numbers of the requests that rank 0 has taken and that have not ended, ascending.
         alive: ranks with a valid lease.
-        kv: what rank 0 has told last of the KV memory; None before it has.
+        expired: ranks whose lease has expired.
+        failure: the message of the first abort; None if the run has not failed.
+        stats: what rank 0 has told last; None before it has.
+        stages: what the stages have told last, those that have; in their order.
     """
 
     state: str
@@ -125,7 +128,10 @@ class RunStatus:
     waiting: int
     running: tuple[int, ...]
     alive: tuple[int, ...]
-    kv: KVUsage | None = None
+    expired: tuple[int, ...] = ()
+    failure: str | None = None
+    stats: RunStats | None = None
+    stages: tuple[StageStats, ...] = ()
 
 
 class Scheduler(Protocol):
@@ -187,16 +193,27 @@ class Scheduler(Protocol):
     def wait(self, rank: int, timeout_seconds: float) -> Message | None:
         """The rank's next message, or None if none arrives within ``timeout_seconds``."""
 
-    def submit(self, request_json: str, priority: int = 0) -> int:
+    def submit(self, request_json: str, priority: int = 0, owner: str = "") -> int:
         """Queue a request and return its number.
 
         Args:
             priority: requests of a lower one are taken first, those of the same one in the order of their numbers.
+            owner: whose lease the request needs until its answer is closed; this renews it. Empty for none.
 
         Raises:
-            UserError: the run is not up, or as many requests run and wait as it allows.
+            QueueFull: as many requests run and wait as the run allows.
+            UserError: it is not up.
             RankLost: it has failed.
         """
+
+    def renew_owner(self, owner: str) -> bool:
+        """Renew the lease of an owner of requests. False if it had none: then its requests have ended, or will."""
+
+    def release_owner(self, owner: str) -> None:
+        """Give up the lease of an owner: requests that it has left end."""
+
+    def end_orphans(self) -> list[int]:
+        """For rank 0: cancel the requests of owners without a lease, and close their answers. Returns the numbers."""
 
     def take(self, limit: int) -> Taken:
         """For rank 0, without waiting: at most ``limit`` requests, in the order of (priority, number), and what was cancelled.
@@ -218,12 +235,15 @@ class Scheduler(Protocol):
     def complete(self, request_number: int, *events: Event) -> None:
         """Append the last events to the answer of a request, which is not running any more, in one atomic step."""
 
-    def publish_all(self, posts: Sequence[Post], usage: KVUsage | None = None) -> None:
+    def publish_all(self, posts: Sequence[Post], stats: RunStats | None = None) -> None:
         """Append events to the answers of several requests, in order, in one atomic step.
 
         Args:
-            usage: of the KV memory, for ``status``; None if there is nothing new.
+            stats: for ``status``; None if there is nothing new.
         """
+
+    def tell(self, stats: StageStats) -> None:
+        """Let ``status`` know of a stage's counters, when its lease is renewed next. Sends nothing itself."""
 
     def read_answer(self, request_number: int, last: str, timeout_seconds: float) -> list[tuple[str, Event]]:
         """The events of an answer behind position ``last``, each with its position.
@@ -278,7 +298,7 @@ class Scheduler(Protocol):
         """Ranks that have taken a lease and have not left, expired ones included."""
 
     def status(self) -> RunStatus:
-        """The state of the run."""
+        """The state of the run, and all that a waiting client needs to know of it, in one round trip."""
 
     def clock_us(self) -> int:
         """The scheduler's clock in µs since the epoch, to which ranks on all machines align their traces."""

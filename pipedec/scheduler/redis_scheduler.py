@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,16 +13,25 @@ import redis
 
 from pipedec.core import Opening
 from pipedec.messages import (
-    CancelledEvent,
     Event,
-    KVUsage,
     RunDescription,
+    RunStats,
+    StageStats,
     description_from_json,
-    event_from_json,
+    stage_stats_from_json,
+    stats_from_json,
     to_json,
-    usage_from_json,
 )
 from pipedec.scheduler.client import BLOCK_SECONDS, DedicatedConnection, translated_errors
+from pipedec.scheduler.client_calls import (
+    KEY_SECONDS,
+    LEASE_MS,
+    cancel_call,
+    close_call,
+    events_read,
+    look_call,
+    submit_call,
+)
 from pipedec.scheduler.keys import STARTING, Keys
 from pipedec.scheduler.protocol import (
     REQUEST_TRACE,
@@ -35,13 +43,10 @@ from pipedec.scheduler.protocol import (
     Taken,
     max_running,
 )
-from pipedec.scheduler.scripts import script_text
+from pipedec.scheduler.scripts import script_sha, script_text
 from pipedec.scheduler.transfers import groups_text
 from pipedec.scheduler.workflow import Planned, Task, initial_windows
 from pipedec.topology import Topology, of_rank
-
-KEY_SECONDS = 60  # time to live of the run's keys, renewed with every lease
-LEASE_MS = 5000
 
 
 @dataclass(frozen=True)
@@ -68,9 +73,9 @@ class RedisScheduler:
         self.round_trips = 0
         self._workflow = -1  # its number
         self._scripts: dict[str, Any] = {}
+        self._stats = ""  # of this process's stage, as JSON
         options = client.connection_pool.connection_kwargs
         self._address = options.get("path") or f"{options.get('host', 'localhost')}:{options.get('port', 6379)}"
-        self._finish_sha = hashlib.sha1(script_text("finish").encode()).hexdigest()
         self._entries = "," + ",".join(map(str, topology.entry_ranks)) + ","
         self._queues = [self.keys.queue(rank) for rank in topology.ranks]
 
@@ -117,7 +122,7 @@ class RedisScheduler:
         arguments = [len(keys), *keys, KEY_SECONDS, *report]
         with self._command():
             try:
-                line = self._connection.call("EVALSHA", self._finish_sha, *arguments)
+                line = self._connection.call("EVALSHA", script_sha("finish"), *arguments)
             except redis.exceptions.NoScriptError:  # nothing has run: this server does not have the script yet
                 line = self._connection.call("EVAL", script_text("finish"), *arguments)
         return self._message(line)
@@ -131,10 +136,21 @@ class RedisScheduler:
                 return self._message(reply[1])
         return None
 
-    def submit(self, request_json: str, priority: int = 0) -> int:
+    def submit(self, request_json: str, priority: int = 0, owner: str = "") -> int:
+        return int(self._run_script(*submit_call(self.keys, request_json, priority, owner, self.lease_ms)))
+
+    def renew_owner(self, owner: str) -> bool:
+        with self._command():
+            return self.client.set(self.keys.owner(owner), "1", px=self.lease_ms, get=True) is not None
+
+    def release_owner(self, owner: str) -> None:
+        with self._command():
+            self.client.delete(self.keys.owner(owner))
+
+    def end_orphans(self) -> list[int]:
         keys = self.keys
-        names = [keys.run, keys.waiting, keys.requests, keys.bell, keys.running]
-        return int(self._run_script("submit", names, [KEY_SECONDS, request_json, priority]))
+        names = [keys.owners, keys.waiting, keys.requests, keys.running, keys.cancelled, keys.unread]
+        return sorted(self._run_script("orphans", names, [KEY_SECONDS, keys.owner_prefix, keys.answer_prefix]))
 
     def take(self, limit: int) -> Taken:
         keys = self.keys
@@ -164,17 +180,19 @@ class RedisScheduler:
     def complete(self, request_number: int, *events: Event) -> None:
         self.publish_all([Post(request_number, events, ends=True)])
 
-    def publish_all(self, posts: Sequence[Post], usage: KVUsage | None = None) -> None:
+    def publish_all(self, posts: Sequence[Post], stats: RunStats | None = None) -> None:
         keys = self.keys
         names = [keys.running, keys.cancelled, keys.unread, keys.run, *(keys.answer(post.number) for post in posts)]
         texts = [[post.number, int(post.ends), *map(to_json, post.events)] for post in posts]
-        self._run_script("publish", names, [KEY_SECONDS, json.dumps(texts), "" if usage is None else to_json(usage)])
+        self._run_script("publish", names, [KEY_SECONDS, json.dumps(texts), "" if stats is None else to_json(stats)])
+
+    def tell(self, stats: StageStats) -> None:
+        self._stats = to_json(stats)
 
     def read_answer(self, request_number: int, last: str, timeout_seconds: float) -> list[tuple[str, Event]]:
         return [(position, event) for _, position, event in self.read_answers({request_number: last}, timeout_seconds)]
 
     def read_answers(self, last: Mapping[int, str], timeout_seconds: float) -> list[tuple[int, str, Event]]:
-        numbers = {self.keys.answer(number).encode(): number for number in last}
         streams: Any = {self.keys.answer(number): position for number, position in last.items()}
         deadline = time.monotonic() + timeout_seconds
         while True:
@@ -182,22 +200,15 @@ class RedisScheduler:
             with self._command():
                 reply: Any = self.client.xread(streams, block=max(1, int(remaining * 1000)) if remaining > 0 else None)
             if reply:
-                return [
-                    (numbers[stream], position.decode(), event_from_json(fields[b"event"]))
-                    for stream, entries in reply
-                    for position, fields in entries
-                ]
+                return events_read(self.keys, reply)
             if time.monotonic() >= deadline:
                 return []
 
     def close_answer(self, request_number: int) -> None:
-        names = [self.keys.answer(request_number), self.keys.waiting, self.keys.running, self.keys.unread]
-        self._run_script("close", names, [KEY_SECONDS, request_number])
+        self._run_script(*close_call(self.keys, request_number))
 
     def cancel(self, request_number: int) -> bool:
-        keys = self.keys
-        names = [keys.waiting, keys.requests, keys.running, keys.cancelled, keys.unread, keys.answer(request_number)]
-        return bool(self._run_script("cancel", names, [KEY_SECONDS, request_number, to_json(CancelledEvent())]))
+        return bool(self._run_script(*cancel_call(self.keys, request_number)))
 
     def abort(self, rank: int, message: str) -> bool:
         names = [self.keys.run, self.keys.waiting, self.keys.running, self.keys.unread, *self._queues]
@@ -213,7 +224,7 @@ class RedisScheduler:
 
     def renew_lease(self, rank: int) -> None:
         names = [self.keys.members, self.keys.alive(rank), self.keys.running, *self._lasting_keys()]
-        self._run_script("lease", names, [KEY_SECONDS, self.lease_ms, rank, self.keys.answer_prefix])
+        self._run_script("lease", names, [KEY_SECONDS, self.lease_ms, rank, self.keys.answer_prefix, self._stats])
 
     def expired_ranks(self) -> list[int]:
         alive = [self.keys.alive(rank) for rank in self.topology.ranks]
@@ -228,22 +239,7 @@ class RedisScheduler:
         return sorted(int(rank) for rank in ranks)
 
     def status(self) -> RunStatus:
-        keys = self.keys
-        with self._command():
-            pipe = self.client.pipeline(transaction=True)
-            pipe.hmget(keys.run, "state", "submitted", "kv")
-            pipe.smembers(keys.running)
-            pipe.zcard(keys.waiting)
-            pipe.smembers(keys.members)
-            (state, submitted, kv), running, waiting, members = pipe.execute()
-        return RunStatus(
-            state=state.decode() if state is not None else "gone",
-            submitted=int(submitted or 0),
-            waiting=waiting,
-            running=tuple(sorted(map(int, running))),
-            alive=tuple(sorted({int(rank) for rank in members} - set(self.expired_ranks()))),
-            kv=usage_from_json(kv.decode()) if kv is not None else None,
-        )
+        return status_of(self._run_script(*look_call(self.keys, self.topology)))
 
     def clock_us(self) -> int:
         with self._command():
@@ -276,7 +272,7 @@ class RedisScheduler:
         """The keys that every rank keeps alive, beside those that ``lease.lua`` knows."""
         keys = self.keys
         graph = [keys.workflow, keys.done, keys.pending, keys.bitmap, keys.trace]
-        queue = [keys.waiting, keys.requests, keys.bell, keys.cancelled, keys.unread]
+        queue = [keys.waiting, keys.requests, keys.bell, keys.cancelled, keys.unread, keys.owners]
         return [keys.run, keys.answer(STARTING), *graph, *queue, *self._queues]
 
     def _graph_keys(self) -> list[str]:
@@ -316,6 +312,22 @@ class RedisScheduler:
         self.round_trips += 1
         with translated_errors(self._address):
             yield
+
+
+def status_of(looked: Sequence[Any]) -> RunStatus:
+    """What ``look.lua`` has returned. Raises UserError if another version has written the counters."""
+    (failure, state, submitted, stats, *stages), running, waiting, alive, expired = looked
+    return RunStatus(
+        state=state.decode() if state is not None else "gone",
+        submitted=int(submitted or 0),
+        waiting=waiting,
+        running=tuple(sorted(map(int, running))),
+        alive=tuple(sorted(alive)),
+        expired=tuple(sorted(expired)),
+        failure=failure.decode() if failure is not None else None,
+        stats=stats_from_json(stats.decode()) if stats is not None else None,
+        stages=tuple(stage_stats_from_json(stage.decode()) for stage in stages if stage is not None),
+    )
 
 
 def _encode(planned: Sequence[Planned]) -> str:

@@ -34,6 +34,12 @@ def script_text(name: str) -> str:
 
 
 @cache
+def script_sha(name: str) -> str:
+    """By which a server knows the script once it has run it."""
+    return hashlib.sha1(script_text(name).encode()).hexdigest()
+
+
+@cache
 def scripts_digest() -> str:
     """Identifies what this installation writes to Redis: SHA-256 of all scripts (12 hex digits)."""
     directory = next(path for path in _DIRECTORIES if path.is_dir())

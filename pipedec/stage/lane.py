@@ -44,6 +44,11 @@ class Lane:
         """Number of rows in the cache."""
         return self._cache.length
 
+    @property
+    def num_candidates(self) -> int:
+        """Rows in the trees: neither accepted nor pruned."""
+        return self._forest.num_rows
+
     def extend(self, slots: SlotRuns) -> None:
         """Add slots for rows behind those for which there are any."""
         self._cache.extend(slots)
@@ -68,10 +73,17 @@ class Lane:
         assert entered is not None
         self._pending = Step(entered.token_ids, entered.parents, hidden_RE, entered.threads)
 
-    def sync(self, verdict: Verdict) -> None:
-        """Replay a verdict: commit and prune forest, cache and pending output. A verdict without tokens changes nothing."""
-        if verdict.tokens:
-            self._replay(*self._forest.advance(verdict))
+    def sync(self, verdict: Verdict) -> int:
+        """Replay a verdict: commit and prune forest, cache and pending output. A verdict without tokens changes nothing.
+
+        Returns:
+            the number of rows that were pruned.
+        """
+        if not verdict.tokens:
+            return 0
+        advance, changes = self._forest.advance(verdict)
+        self._replay(advance, changes)
+        return advance.num_rows - len(advance.committed) - len(advance.kept)
 
     def outgoing(self) -> Step | None:
         """Take the pending output, with parents as the next stage's trees will number them; None if no row is left."""

@@ -38,6 +38,10 @@ class StageWorker:
     Args:
         new_sequence: makes, for the opening of a request, the function that makes sequences of its answer.
         slots, block: of the KV pool (see ``KVPool``). Which request has which slots is said from outside.
+
+    Attributes:
+        rows: how many were computed.
+        pruned_rows: how many were dropped without having been accepted: void ones, and rows of trees that verdicts pruned.
     """
 
     def __init__(
@@ -54,6 +58,8 @@ class StageWorker:
         self._device = device
         self._pool = model.make_pool(slots, block)
         self._lanes: dict[int, Lane] = {}
+        self.rows = 0
+        self.pruned_rows = 0
 
     @property
     def num_lanes(self) -> int:
@@ -91,8 +97,9 @@ class StageWorker:
         """
         if (lane := self._lanes.get(number)) is None:
             return
-        lane.sync(verdict)
+        self.pruned_rows += lane.sync(verdict)
         if verdict.finished is not None:
+            self.pruned_rows += lane.num_candidates
             del self._lanes[number]
 
     def replay(self, updates: Iterable[Update]) -> None:
@@ -110,7 +117,10 @@ class StageWorker:
 
     def compute(self, steps: Mapping[int, Step]) -> None:
         """Compute the rows of all requests in one forward. The output is pending until ``sync`` and ``outgoing``."""
-        steps = self._valid(steps)
+        steps, arrived = self._valid(steps), steps
+        rows = _num_rows(steps)
+        self.rows += rows
+        self.pruned_rows += _num_rows(arrived) - rows
         if not steps:
             return
         lanes = [self._lanes[number] for number in steps]
@@ -130,8 +140,7 @@ class StageWorker:
     def load(self, steps: Mapping[int, Step]) -> Load:
         """The work of ``compute``."""
         steps = self._valid(steps)
-        rows = sum(step.num_rows for step in steps.values())
-        return Load(rows, sum(self._lanes[number].num_cached for number in steps))
+        return Load(_num_rows(steps), sum(self._lanes[number].num_cached for number in steps))
 
     def advance(self, envelope: Envelope, span: Span = _unrecorded) -> Envelope:
         """One timestep: replay verdicts, open lanes, compute the rows of all requests.
@@ -146,9 +155,10 @@ class StageWorker:
         has_verdicts = any(update.verdict is not None for update in envelope.updates)
         with span("sync", Load()) if has_verdicts else nullcontext():
             self.replay(envelope.updates)
-        steps = self._valid({update.number: update.step for update in envelope.updates if update.step is not None})
+        steps = {update.number: update.step for update in envelope.updates if update.step is not None}
         if steps:
-            with span("dec", self.load(steps)):
+            load = self.load(steps)
+            with span("dec", load) if load.rows else nullcontext():
                 self.compute(steps)
         return replace(envelope, updates=self._reply(envelope.updates))
 
@@ -167,3 +177,7 @@ class StageWorker:
         """Give each lane the activations of its rows."""
         for lane, hidden_RE in zip(lanes, hidden, strict=True):
             lane.computed(hidden_RE)
+
+
+def _num_rows(steps: Mapping[int, Step]) -> int:
+    return sum(step.num_rows for step in steps.values())

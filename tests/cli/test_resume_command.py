@@ -58,6 +58,6 @@ def test_what_cannot_be_resumed(
 def test_the_status_says_how_much_kv_memory_is_used(known_resident: LocalCluster, pipedec: Pipedec) -> None:
     answered(pipedec, "--max-tokens", "2")
     scheduler = known_resident.scheduler
-    assert scheduler is not None and wait_until(lambda: (kv := scheduler.status().kv) is not None and kv.used == 0)
+    assert scheduler is not None and wait_until(lambda: (stats := scheduler.status().stats) is not None and stats.kv.used == 0)
     line = pipedec("status").err
     assert "KV cache: 0 of " in line and "slots in use" in line and "pauses." in line

@@ -170,7 +170,7 @@ def test_a_host_that_loses_its_cable_is_named_to_the_client_and_by_launch(cluste
             cluster.hosts.plug(1)
     log = cluster.hosts.directory(0) / "state" / "cluster.log"
     named = re.compile(r"\npipedec: rank ([23]) \(stage \1\) on host-2")
-    assert wait_until(lambda: named.search(log.read_text()), 30), log.read_text()
+    assert wait_until(lambda: named.search(log.read_text()), 60), log.read_text()
 
 
 @dataclass

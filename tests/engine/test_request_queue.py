@@ -6,10 +6,11 @@ from collections.abc import Sequence
 
 import pytest
 from processes import wait_until
+from stats_support import run_stats
 
 from pipedec.core import PipedecError, SchedulerLost
 from pipedec.engine.request_queue import RequestQueue
-from pipedec.messages import CancelledEvent, ErrorEvent, Event, KVUsage, RunDescription, TokensEvent
+from pipedec.messages import CancelledEvent, ErrorEvent, Event, RunDescription, RunStats, TokensEvent
 from pipedec.scheduler import MemoryScheduler, Message, Post, Topology
 
 DESCRIPTION = RunDescription(((1,),), ((0, 1),), "target")
@@ -24,11 +25,11 @@ class Losable(MemoryScheduler):
         self.batches: list[int] = []
         self.open(DESCRIPTION)
 
-    def publish_all(self, posts: Sequence[Post], usage: KVUsage | None = None) -> None:
+    def publish_all(self, posts: Sequence[Post], stats: RunStats | None = None) -> None:
         if self.is_lost:
             raise SchedulerLost("cannot reach Redis")
         self.batches.append(len(posts))
-        super().publish_all(posts, usage)
+        super().publish_all(posts, stats)
 
     def answer(self, number: int) -> list[Event]:
         return [event for _, event in self.read_answer(number, "0", 0)]
@@ -52,6 +53,7 @@ def scheduler() -> Losable:
 
 
 def test_events_of_many_answers_are_published_in_order_before_the_end(scheduler: Losable) -> None:
+    scheduler.lease_seconds = 600.0
     queue = RequestQueue(scheduler)
     numbers = [scheduler.submit("{}") for _ in range(3)]
     with queue.serving():
@@ -164,9 +166,21 @@ def test_a_failed_run_is_an_error_of_the_next_call(scheduler: Losable) -> None:
         wait_until(lambda: queue.arrivals(1), 5)
 
 
-def test_the_use_of_kv_memory_is_published_without_events_too(scheduler: Losable) -> None:
-    queue, usages = RequestQueue(scheduler), [KVUsage(64, used, 0, 0, 0, 0) for used in (16, 0)]
+def test_counters_are_published_without_events_too(scheduler: Losable) -> None:
+    queue, told = RequestQueue(scheduler), [run_stats(used) for used in (16, 0)]
     with queue.serving():
-        for usage in usages:
-            queue.tell(usage)
-        assert wait_until(lambda: scheduler.status().kv == usages[-1], 5)
+        for stats in told:
+            queue.tell(stats)
+        assert wait_until(lambda: scheduler.status().stats == told[-1], 5)
+
+
+def test_requests_of_a_dead_owner_end_while_others_go_on(scheduler: Losable) -> None:
+    queue = RequestQueue(scheduler)
+    numbers = [scheduler.submit("{}", owner=owner) for owner in ("front-end", "", "front-end")]
+    with queue.serving():
+        assert wait_until(lambda: queue.arrivals(2) != [] and scheduler.status().running == (0, 1), 5)
+        scheduler.release_owner("front-end")
+        assert wait_until(lambda: queue.cancelled() == numbers[:1], 5)
+        assert scheduler.status().waiting == 0 and not queue.cancelled()
+        queue.finish(1, TokensEvent([1], "a"))
+    assert scheduler.answer(1) == [TokensEvent([1], "a")] and scheduler.answer(0) == []

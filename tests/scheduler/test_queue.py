@@ -8,10 +8,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import pytest
+from processes import wait_until
+from stats_support import run_stats
 
 from pipedec.core import RankLost, SchedulerLost, UserError
-from pipedec.messages import AbortEvent, CancelledEvent, ErrorEvent, Event, KVUsage, RunDescription, TokensEvent
-from pipedec.scheduler import Facts, Message, Post, RedisScheduler, Scheduler, Task, Topology, post_process
+from pipedec.messages import AbortEvent, CancelledEvent, ErrorEvent, Event, RunDescription, StageStats, TokensEvent
+from pipedec.scheduler import Facts, MemoryScheduler, Message, Post, RedisScheduler, Scheduler, Task, Topology, post_process
 
 MakeScheduler = Callable[[Topology], Scheduler]
 TWO = Topology.even(2, 2)
@@ -166,12 +168,98 @@ def test_a_request_ends_with_its_last_events(scheduler: Scheduler) -> None:
     assert scheduler.status().running == (1,) and scheduler.status().waiting == 1
 
 
-def test_the_use_of_kv_memory_is_what_was_told_last(scheduler: Scheduler) -> None:
-    assert scheduler.status().kv is None
-    for usage in (KVUsage(4096, 512, 1024, 700, 480, 3), KVUsage(4096, 0, 1536, 700, 480, 3)):
-        scheduler.publish_all([], usage)
+def test_the_counters_are_what_was_told_last(scheduler: Scheduler) -> None:
+    assert scheduler.status().stats is None
+    for stats in (run_stats(512), run_stats(0)):
+        scheduler.publish_all([], stats)
         scheduler.publish_all([Post(0, (ErrorEvent("no"),))])
-        assert scheduler.status().kv == usage
+        assert scheduler.status().stats == stats
+
+
+def test_counters_of_stages_are_told_with_their_leases(scheduler: Scheduler) -> None:
+    stats = StageStats(1, 100, 250, 30, 1.25, 0.5)
+    scheduler.tell(stats)
+    assert scheduler.status().stages == ()
+    scheduler.renew_lease(1)
+    assert scheduler.status().stages == (stats,)
+
+
+def test_counters_outlive_no_run(make_scheduler: MakeScheduler) -> None:
+    """A rank that renews its lease before the run is up, or once more at its end, brings nothing to life."""
+    made = make_scheduler(TWO)
+    made.tell(StageStats(2, 1, 1, 0, 0.0, 0.0))
+    made.renew_lease(2)
+    assert made.status().stages == () and made.status().state == "gone"
+
+
+def test_one_look_tells_all_that_a_client_waits_for(scheduler: Scheduler) -> None:
+    scheduler.submit("{}")
+    scheduler.submit("{}")
+    taken(scheduler, 1)
+    scheduler.renew_lease(1)
+    assert wait_until(lambda: scheduler.status().expired == (1,), 5)
+    scheduler.renew_lease(2)
+    before = scheduler.round_trips
+    status = scheduler.status()
+    assert scheduler.round_trips - before in (0, 1)  # none of the twin in memory
+    assert (status.state, status.submitted, status.waiting, status.running) == ("up", 2, 1, (0,))
+    assert (status.alive, status.expired, status.failure) == ((2,), (1,), None)
+    scheduler.abort(1, "out of memory")
+    assert scheduler.status().failure == scheduler.failure() == "rank 1: out of memory"
+
+
+@pytest.fixture
+def patient(scheduler: Scheduler) -> Scheduler:
+    """A scheduler whose leases outlast every delay of a test."""
+    if isinstance(scheduler, RedisScheduler):
+        scheduler.lease_ms = 600_000
+    elif isinstance(scheduler, MemoryScheduler):
+        scheduler.lease_seconds = 600.0
+    return scheduler
+
+
+def test_an_owner_that_is_silent_has_no_lease(scheduler: Scheduler) -> None:
+    scheduler.submit("{}", owner="a")
+    assert wait_until(lambda: scheduler.end_orphans() == [0], 5)
+    assert scheduler.status().waiting == 0 and not scheduler.renew_owner("a")
+
+
+def test_requests_of_an_owner_without_a_lease_end(patient: Scheduler) -> None:
+    scheduler = patient
+    numbers = [scheduler.submit("{}", owner=owner) for owner in ("a", "b", "", "a", "b")]
+    assert taken(scheduler, 3) == numbers[:3]
+    scheduler.publish_all([Post(number, (TokensEvent([1], "a"),)) for number in numbers[:3]])
+    assert scheduler.end_orphans() == []
+    scheduler.release_owner("a")
+    assert scheduler.renew_owner("b") and scheduler.end_orphans() == [0, 3]
+    assert scheduler.take(0).cancelled == [0] and scheduler.end_orphans() == []
+    assert answer(scheduler, 0) == answer(scheduler, 3) == []
+    assert taken(scheduler, 9) == [4]
+    scheduler.complete(0, TokensEvent([2], "b"))
+    scheduler.complete(1, TokensEvent([2], "b"))
+    assert answer(scheduler, 0) == [] and answer(scheduler, 1) == [TokensEvent([1], "a"), TokensEvent([2], "b")]
+    assert scheduler.status().running == (2, 4) and scheduler.status().waiting == 0
+
+
+def test_an_owner_that_went_takes_its_answers_with_it(patient: Scheduler) -> None:
+    """Those that were complete, too; but not those that it has read."""
+    scheduler = patient
+    for _ in range(2):
+        scheduler.submit("{}", owner="a")
+    taken(scheduler, 2)
+    for number in range(2):
+        scheduler.complete(number, TokensEvent([1], "a"))
+    scheduler.close_answer(0)
+    scheduler.release_owner("a")
+    assert scheduler.end_orphans() == [1] and answer(scheduler, 1) == []
+    assert not scheduler.renew_owner("a") and scheduler.renew_owner("a")
+
+
+def test_a_submission_is_a_sign_of_life(patient: Scheduler) -> None:
+    patient.submit("{}", owner="a")
+    patient.release_owner("a")
+    patient.submit("{}", owner="a")
+    assert patient.end_orphans() == []
 
 
 def test_ranks_publish_to_running_requests_only(scheduler: Scheduler) -> None:

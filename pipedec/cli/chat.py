@@ -1,0 +1,228 @@
+"""``pipedec chat``: a conversation on the terminal. Answers go to standard output, everything else to standard error."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.table import Table
+
+from pipedec.cli.options import Command, PipelineFlags, gathered, pipeline_options
+from pipedec.cli.running import RunningFlags, refuse_flags, running_options
+from pipedec.cli.show import console, loading_bars, metrics_table
+from pipedec.client.chat import ClusterPartner, HttpPartner, Message, Partner, Told
+from pipedec.core import SamplingParams, UserError
+from pipedec.messages import PromptRequest
+from pipedec.methods import METHOD_NAMES
+
+HELP = """/reset  forget the conversation (not the system message)
+/stats  figures of the last answer, and of all
+/help   this list
+/exit   leave (or Ctrl-D)
+Ctrl-C  cancel the answer"""
+
+_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed", "max_tokens")
+_MAX_TOKENS = 512
+
+
+@dataclass(frozen=True)
+class ChatFlags:
+    """Who answers, and how."""
+
+    url: str | None
+    api_key: str | None
+    model: str | None
+    tokenizer: Path | None
+    system: str | None
+    method: str | None
+    temperature: float | None
+    top_p: float | None
+    top_k: int | None
+    min_p: float | None
+    seed: int | None
+    max_tokens: int | None
+
+    def request(self) -> PromptRequest:
+        """Without a prompt."""
+        return PromptRequest("", method=self.method, sampling=SamplingParams(**{"max_tokens": _MAX_TOKENS} | self._given()))
+
+    def body(self) -> dict[str, Any]:
+        """The fields of an HTTP request that were given."""
+        return self._given() | ({} if self.method is None else {"method": self.method})
+
+    def _given(self) -> dict[str, Any]:
+        return {name: value for name in _SAMPLING if (value := getattr(self, name)) is not None}
+
+
+def chat_options(command: Command) -> Command:
+    """Adds the flags of a conversation; the command gets them as ``asked``."""
+    keys = ["PIPEDEC_API_KEY", "OPENAI_API_KEY"]
+    options = [
+        click.option("--url", metavar="URL", help="Talk with an OpenAI-compatible server, like http://127.0.0.1:8000/v1."),
+        click.option("--api-key", metavar="KEY", envvar=keys, help=f"With --url (better: {' or '.join(keys)})."),
+        click.option("--model", metavar="NAME", help="With --url: the model (default: the first that the server names)."),
+        click.option(
+            "--tokenizer", type=click.Path(path_type=Path), metavar="DIR",
+            help="With a running cluster: directory of the target's tokenizer, if it is elsewhere on this machine.",
+        ),
+        click.option("--system", metavar="TEXT", help="A system message that leads the conversation."),
+        click.option("--method", type=click.Choice(METHOD_NAMES), help="Decoding method."),
+        click.option("--temperature", type=float, metavar="X", help="Sampling temperature; 0 is greedy."),
+        click.option("--top-p", type=float, metavar="X", help="Cumulative probability of the tokens to sample from."),
+        click.option("--top-k", type=int, metavar="N", help="Number of most probable tokens to sample from."),
+        click.option("--min-p", type=float, metavar="X", help="Minimum probability relative to the most probable token."),
+        click.option("--seed", type=int, metavar="N", help="Random seed of every answer."),
+        click.option("--max-tokens", type=int, metavar="N", help=f"Most tokens of an answer (default: {_MAX_TOKENS})."),
+    ]  # fmt: skip
+    return gathered(command, options, ChatFlags, "asked")
+
+
+@click.command()
+@chat_options
+@running_options
+@pipeline_options
+def chat(pipeline: PipelineFlags, place: RunningFlags, asked: ChatFlags) -> None:
+    """Talk with a model: one of a temporary cluster on this machine, of a running cluster, or behind a URL.
+
+    Ctrl-C cancels an answer and not the program; /help shows what can be typed besides messages.
+    """
+    with _partner(pipeline, place, asked) as partner:
+        console.print(f"{partner.name}: /help for help, Ctrl-D leaves", style="dim")
+        Conversation(partner, asked.system).run()
+
+
+@contextmanager
+def _partner(pipeline: PipelineFlags, place: RunningFlags, asked: ChatFlags) -> Iterator[Partner]:
+    if asked.url is not None or place.are_given:
+        refuse_flags((field.name for field in fields(PipelineFlags)), "the cluster runs already: leave it out")
+    if asked.url is not None:
+        refuse_flags(("redis", "run", "running", "tokenizer"), "a server behind --url knows itself: leave it out")
+        yield HttpPartner(asked.url, asked.api_key, asked.model, asked.body())
+        return
+    refuse_flags(("model",), "goes with --url")
+    request = asked.request()
+    if place.are_given:
+        running = place.connect()
+        yield ClusterPartner(running.client, running.description, request, asked.tokenizer)
+        return
+    with _own_cluster(pipeline, request, asked.tokenizer) as partner:
+        yield partner
+
+
+@contextmanager
+def _own_cluster(pipeline: PipelineFlags, request: PromptRequest, tokenizer: Path | None) -> Iterator[Partner]:
+    from pipedec.cli.cluster import local_cluster
+    from pipedec.client.client import Client
+    from pipedec.cluster.processes import start_fork_server
+
+    start_fork_server()  # it imports torch while this process does
+    cluster = local_cluster(pipeline)
+    try:
+        with loading_bars({f"{len(cluster.topology.ranks)} ranks": cluster.topology.ranks}) as progress:
+            cluster.start(progress)
+        assert cluster.scheduler is not None
+        yield ClusterPartner(Client(cluster.scheduler, cluster.check), cluster.description(), request, tokenizer)
+    except BaseException:
+        cluster.kill()
+        raise
+    cluster.stop()
+
+
+class Conversation:
+    """What has been said. Reads lines of standard input until it ends.
+
+    Args:
+        system: a message that leads the conversation; None for none.
+    """
+
+    def __init__(self, partner: Partner, system: str | None) -> None:
+        self._partner = partner
+        self._leading: list[Message] = [] if system is None else [{"role": "system", "content": system}]
+        self._messages = list(self._leading)
+        self._told: list[Told] = []
+
+    def run(self) -> None:
+        """Raises PipedecError if there will be no more answers."""
+        with suppress(ImportError):
+            import readline  # noqa: F401 - lines can be edited, and those before come back
+        while (line := _read_line()) is not None:
+            match line.strip().split(maxsplit=1):
+                case []:
+                    continue
+                case ["/exit" | "/quit"]:
+                    return
+                case [str(word), *_] if word.startswith("/"):
+                    self._command(word)
+                case _:
+                    self._ask(line)
+
+    def _command(self, word: str) -> None:
+        match word:
+            case "/reset":
+                self._messages = list(self._leading)
+                console.print("The conversation begins anew.", style="dim")
+            case "/stats":
+                self._show_stats()
+            case "/help":
+                console.print(HELP, style="dim", markup=False)
+            case _:
+                console.print(f"There is no {word}: /help shows what there is.", style="dim", markup=False)
+
+    def _ask(self, line: str) -> None:
+        """What was said of an answer that is cancelled stays; a message that is refused is forgotten."""
+        said: list[str] = []
+        messages = [*self._messages, {"role": "user", "content": line}]
+        try:
+            self._told.append(self._partner.answer(messages, lambda text: _write(text, said)))
+        except KeyboardInterrupt:
+            console.print(" (cancelled)", style="dim", end="")
+        except UserError as error:
+            console.print(str(error), style="red", markup=False, soft_wrap=True)
+            return
+        _write("\n", [])
+        if said:
+            self._messages = [*messages, {"role": "assistant", "content": "".join(said)}]
+
+    def _show_stats(self) -> None:
+        if not self._told:
+            console.print("There is no answer yet.", style="dim")
+            return
+        last, known = self._told[-1], [told.tokens for told in self._told if told.tokens is not None]
+        console.print(metrics_table(last.completion) if last.completion is not None else stats_table(last))
+        console.print(f"{len(self._told)} answers with {sum(known)} tokens, {len(self._messages)} messages", style="dim")
+
+
+def stats_table(told: Told) -> Table:
+    """What is known of an answer over HTTP."""
+    table = Table(show_header=False)
+    table.add_column(style="dim")
+    table.add_column(justify="right")
+    table.add_row("prompt tokens", "-" if told.prompt_tokens is None else str(told.prompt_tokens))
+    table.add_row("tokens", f"{'-' if told.tokens is None else told.tokens} ({told.finish_reason})")
+    if told.ttft_seconds is not None:
+        table.add_row("TTFT", f"{1000 * told.ttft_seconds:.1f} ms")
+        if told.tokens is not None and told.tokens > 1:
+            table.add_row("TPOT", f"{1000 * (told.seconds - told.ttft_seconds) / (told.tokens - 1):.1f} ms")
+    return table
+
+
+def _read_line() -> str | None:
+    """The next line; None at the end of the input. Ctrl-C discards what was typed."""
+    while True:
+        try:
+            return input(">>> " if sys.stdin.isatty() else "")
+        except EOFError:
+            return None
+        except KeyboardInterrupt:
+            console.print("\nCtrl-D or /exit leaves.", style="dim")
+
+
+def _write(text: str, said: list[str]) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
+    said.append(text)

@@ -1,0 +1,234 @@
+"""``pipedec serve``: the OpenAI HTTP API, in front of a cluster of its own or of one that is running."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import socket
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+import pipedec
+from pipedec.cli.options import Command, PipelineFlags, gathered, pipeline_options
+from pipedec.cli.running import RunningFlags, refuse_flags, running_options
+from pipedec.cli.show import console
+from pipedec.cluster.address import RunAddress
+from pipedec.cluster.state import find_run
+from pipedec.config import optional_secret
+from pipedec.core import UserError
+from pipedec.scheduler import RedisScheduler
+
+if TYPE_CHECKING:
+    from pipedec.server.listening import Address
+    from pipedec.server.run import RunOptions, ServerProcess
+    from pipedec.server.settings import ServerSettings
+
+_SHIPPED = Path(pipedec.__file__).parent / "reference_pair" / "target"
+_KEY_VARIABLE = "PIPEDEC_API_KEY"
+
+
+@dataclass(frozen=True)
+class HttpFlags:
+    """The flags of the server itself, named as vLLM's where it has them."""
+
+    host: str
+    port: int
+    uds: Path | None
+    ssl_keyfile: Path | None
+    ssl_certfile: Path | None
+    allowed_origins: str
+    allowed_methods: str
+    allowed_headers: str
+    allow_credentials: bool
+    api_key: tuple[str, ...]
+    api_key_file: Path | None
+    served_model_name: tuple[str, ...]
+    tokenizer: Path | None
+    enable_log_requests: bool
+    max_log_len: int | None
+    shutdown_timeout: float
+    timeout_keep_alive: int
+
+    def address(self) -> Address:
+        """Raises UserError for a certificate that cannot be used."""
+        from pipedec.server.listening import Address
+
+        asked = Address(self.host, self.port, self.uds, self.ssl_keyfile, self.ssl_certfile)
+        asked.check_certificate()
+        return asked
+
+    def keys(self) -> tuple[str, ...]:
+        """Of --api-key, of the file, else of the environment. Raises UserError for a file that has none, or for an empty key."""
+        keys = [*self.api_key, *([] if self.api_key_file is None else _keys_of(self.api_key_file))]
+        if not keys and (secret := optional_secret(_KEY_VARIABLE)):
+            keys = [secret]
+        if not all(key.strip() and key.isascii() and key.isprintable() for key in keys):
+            raise UserError("an API key is empty, or has characters that no HTTP header can carry: use letters and digits")
+        return tuple(keys)
+
+    def settings(self, keys: tuple[str, ...], target: str) -> ServerSettings:
+        """Raises UserError for a list that is none."""
+        from pipedec.server.settings import ServerSettings
+
+        return ServerSettings(
+            served_model_names=self.served_model_name or (served_name(target),),
+            api_keys=keys,
+            allowed_origins=names(self.allowed_origins, "--allowed-origins"),
+            allowed_methods=names(self.allowed_methods, "--allowed-methods"),
+            allowed_headers=names(self.allowed_headers, "--allowed-headers"),
+            allow_credentials=self.allow_credentials,
+        )
+
+    def run_options(self) -> RunOptions:
+        from pipedec.server.run import RunOptions
+
+        return RunOptions(self.tokenizer, self.shutdown_timeout, self.timeout_keep_alive, self.ssl_keyfile, self.ssl_certfile)
+
+
+def served_name(target: str) -> str:
+    """What the API calls a target: as it was given, and the shipped ones as their directories."""
+    path = Path(target)
+    return path.parent.name.replace("_", "-") if path.parent.parent == Path(pipedec.__file__).parent else target
+
+
+def _keys_of(path: Path) -> list[str]:
+    try:
+        lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"--api-key-file {path}: {getattr(error, 'strerror', None) or 'not UTF-8 text'}") from None
+    keys = [line for line in lines if line and not line.startswith("#")]
+    if not keys:
+        raise UserError(f"--api-key-file {path}: holds no key: write one on each line")
+    return keys
+
+
+def names(text: str, flag: str) -> tuple[str, ...]:
+    """The strings of a JSON list, as vLLM takes them. Raises UserError for anything else."""
+    try:
+        values = json.loads(text)
+    except ValueError:
+        values = None
+    if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
+        raise UserError(f"{flag} {text}: write a JSON list of strings, like '[\"https://example.org\"]'")
+    return tuple(values)
+
+
+def http_options(command: Command) -> Command:
+    """Adds the server's flags; the command gets them as ``http``."""
+    path = click.Path(path_type=Path)
+    every = '["*"]'
+    options = [
+        click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on; 0.0.0.0 for all."),
+        click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="Port; 0 for a free one."),
+        click.option("--uds", type=path, metavar="PATH", help="Listen on a Unix socket instead."),
+        click.option("--ssl-keyfile", type=path, metavar="FILE", help="Private key of the certificate, in PEM format."),
+        click.option("--ssl-certfile", type=path, metavar="FILE", help="Certificate: serve https."),
+        click.option("--allowed-origins", default=every, show_default=True, metavar="JSON", help="CORS: allowed origins."),
+        click.option("--allowed-methods", default=every, show_default=True, metavar="JSON", help="CORS: allowed methods."),
+        click.option("--allowed-headers", default=every, show_default=True, metavar="JSON", help="CORS: allowed headers."),
+        click.option("--allow-credentials", is_flag=True, help="CORS: allow cookies and the like."),
+        click.option(
+            "--api-key", multiple=True, metavar="KEY",
+            help=f"Require a key for /v1; may be repeated (default: ${_KEY_VARIABLE}, else none is required).",
+        ),
+        click.option("--api-key-file", type=path, metavar="FILE", help="File with a key on each line."),
+        click.option(
+            "--served-model-name", multiple=True, metavar="NAME",
+            help="Name of the model in the API; may be repeated (default: the target as given).",
+        ),
+        click.option("--tokenizer", type=path, metavar="DIR", help="Directory of the tokenizer (default: the target's)."),
+        click.option("--enable-log-requests", is_flag=True, help="Log prompts and parameters of requests."),
+        click.option("--max-log-len", type=click.IntRange(0), metavar="N", help="Characters of a prompt in the log."),
+        click.option(
+            "--shutdown-timeout", type=click.FloatRange(0), default=60.0, show_default=True, metavar="SECONDS",
+            help="Time for running answers when the server is told to end.",
+        ),
+        click.option(
+            "--timeout-keep-alive", type=click.IntRange(0), default=75, show_default=True, metavar="SECONDS",
+            help="How long idle connections are kept open.",
+        ),
+    ]  # fmt: skip
+    return gathered(command, options, HttpFlags, "http")
+
+
+@click.command()
+@pipeline_options
+@running_options
+@http_options
+def serve(pipeline: PipelineFlags, place: RunningFlags, http: HttpFlags) -> None:
+    """Serve the OpenAI HTTP API.
+
+    Starts a cluster on this machine as `pipedec up` does, with the shipped pair unless --target names another model; or, with
+    --redis, --run or --running, serves one that is running. Any number of servers may serve the same cluster. SIGTERM or Ctrl-C
+    lets running answers finish; a second one ends them.
+    """
+    if place.are_given:
+        reason = "a running cluster is served as it is: leave this out, or leave out --redis, --run and --running"
+        refuse_flags(vars(pipeline), reason)
+    from pipedec.server.logs import json_log, log
+
+    address, keys = http.address(), http.keys()
+    running = _running(place) if place.are_given else None
+    settings = http.settings(keys, str(pipeline.target or _SHIPPED) if running is None else running[1])
+    with address.listening() as listener, json_log(sys.stdout.fileno(), keys):
+        url = address.url(listener)
+        log("listening", url=url, model=settings.model_name)
+        process = _process(settings, http, listener, url, pipeline if running is None else running[0])
+        _run(process)
+
+
+def _running(place: RunningFlags) -> tuple[RunAddress, str]:
+    """Where the cluster is that the flags name, and its target. Raises UserError or SchedulerLost if there is none."""
+    found = find_run(place.redis, place.run)
+    with found.connect().client as client:
+        description = RedisScheduler.describe(client, found.run_id)
+    if description is None:
+        raise UserError(f"the cluster {found.run_id!r} has ended: start it again")
+    return RunAddress(found.redis_url, found.run_id), description.target
+
+
+def _process(
+    settings: ServerSettings, http: HttpFlags, listener: socket.socket, url: str, cluster: PipelineFlags | RunAddress
+) -> ServerProcess:  # fmt: skip
+    from pipedec.server.app import create_app
+    from pipedec.server.cluster_process import ClusterProcess
+    from pipedec.server.front import Front
+    from pipedec.server.metrics import Metrics
+    from pipedec.server.observer import Observers
+    from pipedec.server.request_log import RequestLog
+    from pipedec.server.run import ServerProcess, add_metrics
+
+    metrics = Metrics(settings.model_name)
+    front = Front(settings, Observers([metrics, RequestLog(http.enable_log_requests, http.max_log_len)]), int(time.time()))
+    app = create_app(front)
+    add_metrics(app, metrics)
+    behind = ClusterProcess(cluster.arguments()) if isinstance(cluster, PipelineFlags) else cluster
+    return ServerProcess(app, front, metrics, listener, behind, http.run_options(), lambda: _announce(settings, http, url))
+
+
+def _run(process: ServerProcess) -> None:
+    import uvloop
+
+    from pipedec.server.cluster_process import ClusterEnded
+
+    try:
+        uvloop.run(process.run())
+    except ClusterEnded as end:  # its own process has said why
+        raise click.exceptions.Exit(end.status) from None
+
+
+def _announce(settings: ServerSettings, http: HttpFlags, url: str) -> None:
+    """Tell that requests are taken, and how to make one."""
+    from pipedec.server.logs import log
+
+    log("ready", url=url, model=settings.model_name)
+    key = ["-H", "Authorization: Bearer YOUR_KEY"] if settings.api_keys else []
+    through = [] if http.uds is None else ["--unix-socket", str(http.uds)]
+    body = json.dumps({"model": settings.model_name, "prompt": "Two and two is", "max_tokens": 16})
+    curl = ["curl", *through, f"{url}/v1/completions", "-H", "Content-Type: application/json", *key, "-d", body]
+    console.print(f"Serving {settings.model_name} at {url}/v1. Try: {shlex.join(curl)}", soft_wrap=True, markup=False)

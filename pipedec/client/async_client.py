@@ -1,0 +1,250 @@
+"""The asyncio client: any number of requests in one event loop, whose answers arrive over one connection. Needs no torch and no
+checkpoint.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import suppress
+from typing import Any, TypeVar
+
+from pipedec.client.reply import Delta, Reply, TokenArrivals
+from pipedec.client.watch import SILENCE_SECONDS, check_run, check_silence
+from pipedec.cluster.state import no_such_run
+from pipedec.core import Completion, PipedecError, SchedulerLost
+from pipedec.messages import PromptRequest, RunDescription, load_validators
+from pipedec.scheduler import AsyncRedisScheduler, RunStatus
+
+_READ_SECONDS = 5.0
+_RENEW_SECONDS = 1.5  # between two renewals of the owner's lease, each with a look at the run
+
+_T = TypeVar("_T")
+
+
+class AsyncReply:
+    """One answer, which any number of tasks may wait for and one may iterate over. Made by ``AsyncClient.submit``.
+
+    Attributes:
+        reply: what has arrived.
+    """
+
+    def __init__(self, scheduler: AsyncRedisScheduler, number: int, arrivals: TokenArrivals) -> None:
+        self.reply = Reply(number, self._add, arrivals=arrivals)
+        self._scheduler = scheduler
+        self._news: Delta | None = None
+        self._changed = asyncio.Event()
+        self._ended = asyncio.Event()
+        self._lost: PipedecError | None = None
+        self._is_cancelled = False
+
+    @property
+    def number(self) -> int:
+        """Of the request."""
+        return self.reply.number
+
+    async def __aiter__(self) -> AsyncIterator[Delta]:
+        """All that arrived since the last delta, in one, until the answer has ended: a slow reader never has a queue.
+
+        Raises:
+            RankLost, SchedulerLost: the cluster died or stopped answering.
+        """
+        while not self._ended.is_set() or self._news is not None:
+            await self._changed.wait()
+            self._changed.clear()
+            news, self._news = self._news, None
+            if news is not None:
+                yield news
+        if self._lost is not None:
+            raise self._lost
+
+    async def completed(self) -> Completion:
+        """Wait for the end.
+
+        Raises:
+            UserError: the request was refused, or cancelled before it began.
+            RankLost, SchedulerLost: the cluster died or stopped answering.
+        """
+        await self._ended.wait()
+        if self._lost is not None:
+            raise self._lost
+        return self.reply.completed()
+
+    async def cancel(self) -> None:
+        """End the request. Its answer goes on until the cluster has ended it; if it has, nothing happens.
+
+        Raises:
+            SchedulerLost: Redis cannot be reached.
+        """
+        if not self._is_cancelled and not self._ended.is_set():
+            self._is_cancelled = True
+            await self._scheduler.cancel(self.number)
+
+    def _add(self, delta: Delta) -> None:
+        self._news = delta if self._news is None else self._news + delta
+        self._changed.set()
+
+    def end(self, lost: PipedecError | None = None) -> None:
+        """For the client: nothing more arrives; ``lost`` if the answer is not complete. Only the first call counts."""
+        if not self._ended.is_set():
+            self._lost = lost
+            self._ended.set()
+            self._changed.set()
+
+
+class AsyncClient:
+    """Sends requests to a running cluster, as their *owner*: should this process die, they are cancelled. Made by ``connect``.
+
+    Attributes:
+        description: of the run.
+        scheduler: the connection; counts its round trips.
+    """
+
+    def __init__(self, scheduler: AsyncRedisScheduler, description: RunDescription, check: Callable[[], None]) -> None:
+        self.scheduler = scheduler
+        self.description = description
+        self._check = check
+        self._open: dict[int, AsyncReply] = {}
+        self._is_reading = False  # Redis is asked for events of all open answers
+        self._failure: PipedecError | None = None
+        self._tasks: set[asyncio.Task[Any]] = set()  # that end soon
+        self._following = [asyncio.create_task(self._until_lost(work)) for work in (self._follow(), self._watch())]
+
+    @classmethod
+    async def connect(
+        cls, redis_url: str, run_id: str, owner: str | None = None, check: Callable[[], None] = lambda: None
+    ) -> AsyncClient:
+        """A client of the run ``run_id``.
+
+        Args:
+            owner: by which the cluster knows this client; None for a random name.
+            check: called now and then; raises if the cluster is known to be in trouble (``LocalCluster.check``).
+
+        Raises:
+            UserError: there is no such run, or another version runs it.
+            SchedulerLost: Redis cannot be reached or refuses the password.
+        """
+        load_validators()  # not while the first token is on its way
+        scheduler = await AsyncRedisScheduler.connect(redis_url, run_id, owner or secrets.token_hex(8))
+        if scheduler.description is None:
+            await scheduler.disconnect()
+            raise no_such_run(run_id)
+        return cls(scheduler, scheduler.description, check)
+
+    @property
+    def failure(self) -> PipedecError | None:
+        """Why no answers come any more: a rank or Redis is lost, the run was stopped, or this client was closed."""
+        return self._failure
+
+    async def submit(self, request: PromptRequest) -> AsyncReply:
+        """Submit a request. If the task that waits for this is cancelled, so is the request.
+
+        Raises:
+            QueueFull: as many requests run and wait as the cluster allows.
+            UserError: it takes no requests.
+            RankLost, SchedulerLost: it died or stopped answering.
+        """
+        if self._failure is not None:
+            raise self._failure
+        submitting = self._begin(self._submit(request))
+        try:
+            return await asyncio.shield(submitting)
+        except asyncio.CancelledError:
+            self._begin(self._forget(submitting))
+            raise
+
+    async def status(self) -> RunStatus:
+        """The state of the run. Raises SchedulerLost."""
+        return await self.scheduler.status()
+
+    async def aclose(self) -> None:
+        """Cancel what is open and leave nothing in Redis but what others need. May be called twice."""
+        if not self._following:
+            return
+        self._lose(PipedecError("the client was closed"))
+        for task in self._following:
+            task.cancel()
+        await asyncio.gather(*self._following, *self._tasks, return_exceptions=True)
+        self._following.clear()
+        with suppress(PipedecError):
+            for number in self._open:
+                await self._give_up(number)
+            await self.scheduler.release_owner()
+        await self.scheduler.disconnect()
+
+    async def _submit(self, request: PromptRequest) -> AsyncReply:
+        arrivals = TokenArrivals()  # the clock runs before the request is on its way
+        number = await self.scheduler.submit(request.to_json(), request.priority)
+        reply = self._open[number] = AsyncReply(self.scheduler, number, arrivals)
+        if self._failure is not None:
+            reply.end(self._failure)
+        elif self._is_reading:
+            self._is_reading = False
+            await self.scheduler.wake()
+        return reply
+
+    async def _forget(self, submitting: asyncio.Task[AsyncReply]) -> None:
+        with suppress(PipedecError):
+            await (await submitting).cancel()
+
+    async def _give_up(self, number: int) -> None:
+        await self.scheduler.cancel(number)
+        await self.scheduler.close_answer(number)
+
+    async def _until_lost(self, work: Coroutine[Any, Any, None]) -> None:
+        try:
+            await work
+        except PipedecError as error:
+            self._lose(error)
+
+    async def _follow(self) -> None:
+        """Hand the events of all open answers to their readers."""
+        while self._failure is None:
+            self._is_reading = True
+            positions = {number: reply.reply.position for number, reply in self._open.items()}
+            for number, position, event in await self.scheduler.read_answers(positions, _READ_SECONDS):
+                if (reply := self._open.get(number)) is not None:
+                    reply.reply.take(position, event)
+            self._is_reading = False
+            self._take_ended()
+
+    async def _watch(self) -> None:
+        """Renew the owner's lease, and look whether the run still answers."""
+        renewed = time.monotonic()
+        while self._failure is None:
+            await asyncio.sleep(_RENEW_SECONDS)
+            has_lapsed = not await self.scheduler.renew_owner() or time.monotonic() > renewed + self.scheduler.lease_seconds
+            renewed = time.monotonic()
+            if has_lapsed:
+                self._take_lapsed()
+            self._check()
+            status = await self.scheduler.status()
+            check_run(status)
+            check_silence(status, [reply.reply for reply in self._open.values()], SILENCE_SECONDS)
+
+    def _take_ended(self) -> None:
+        for number in [number for number, reply in self._open.items() if reply.reply.has_ended]:
+            self._open.pop(number).end()
+            self._begin(self._until_lost(self.scheduler.close_answer(number)))
+
+    def _take_lapsed(self) -> None:
+        """This process was suspended for so long that the cluster has ended its requests."""
+        while self._open:
+            number, reply = self._open.popitem()
+            reply.end(SchedulerLost("this process did not run for some seconds, and the cluster has cancelled its requests"))
+            self._begin(self._until_lost(self._give_up(number)))
+
+    def _lose(self, error: PipedecError) -> None:
+        """No answers come any more."""
+        self._failure = self._failure or error
+        for reply in self._open.values():
+            reply.end(error)
+
+    def _begin(self, work: Coroutine[Any, Any, _T]) -> asyncio.Task[_T]:
+        """Do ``work`` in the background; ``aclose`` waits for it."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task

@@ -1,0 +1,69 @@
+"""What rank 0 counts of a run, for whoever watches it. Knows no client and no Redis."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+
+from pipedec.decoding import Company
+from pipedec.engine.recorder import Timestep
+from pipedec.messages import Histogram, KVUsage, RunStats
+
+ROW_BOUNDS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0, 2048.0, 4096.0)
+SECOND_BOUNDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
+
+
+class _Counted:
+    """A histogram that grows."""
+
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self._bounds = bounds
+        self._counts = [0] * (len(bounds) + 1)
+        self._total = 0.0
+
+    def add(self, value: float) -> None:
+        self._counts[bisect_left(self._bounds, value)] += 1
+        self._total += value
+
+    def histogram(self) -> Histogram:
+        return Histogram(self._bounds, tuple(self._counts), self._total)
+
+
+class RunCounters:
+    """Listens to rank 0's timesteps.
+
+    Args:
+        company: of the run's requests.
+    """
+
+    def __init__(self, company: Company) -> None:
+        self._company = company
+        self._timesteps = 0
+        self._rows = _Counted(ROW_BOUNDS)
+        self._seconds = _Counted(SECOND_BOUNDS)
+
+    def note(self, timestep: Timestep) -> None:
+        """Count a timestep."""
+        self._timesteps += 1
+        if rows := timestep.entered.num_rows:
+            self._rows.add(rows)
+        if timestep.timing is not None:
+            self._seconds.add(timestep.timing.seconds)
+
+    def stats(self) -> RunStats:
+        """All that was counted so far."""
+        company, kv, tally = self._company, self._company.kv, self._company.tally
+        return RunStats(
+            KVUsage(kv.capacity, kv.used_slots, kv.kept_slots, kv.queried_tokens, kv.adopted_tokens, tally.pauses),
+            running=company.num_running,
+            waiting=company.num_waiting,
+            timesteps=self._timesteps,
+            prompt_rows=tally.prompt_rows,
+            root_rows=tally.root_rows,
+            draft_rows=tally.draft_rows,
+            mask_rows=tally.mask_rows,
+            drafts=tally.drafts,
+            accepted_tokens=tally.accepted_tokens,
+            accepted_per_pos=tuple(tally.accepted_per_pos),
+            rows_per_timestep=self._rows.histogram(),
+            timestep_seconds=self._seconds.histogram(),
+        )

@@ -1,0 +1,53 @@
+"""The script calls of those who send requests, with their keys and arguments, shared by blocking and asyncio clients.
+
+Knows no connection.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+from pipedec.messages import CancelledEvent, Event, event_from_json, to_json
+from pipedec.scheduler.keys import Keys
+from pipedec.topology import Topology
+
+KEY_SECONDS = 60  # time to live of the run's keys, renewed with every lease
+LEASE_MS = 5000
+
+
+class Call(NamedTuple):
+    """A call of ``lua/{script}.lua``."""
+
+    script: str
+    keys: list[str]
+    arguments: list[Any]
+
+
+def submit_call(keys: Keys, request_json: str, priority: int, owner: str, lease_ms: int) -> Call:
+    names = [keys.run, keys.waiting, keys.requests, keys.bell, keys.running, keys.owners, keys.owner(owner)]
+    return Call("submit", names, [KEY_SECONDS, request_json, priority, owner, lease_ms])
+
+
+def cancel_call(keys: Keys, request_number: int) -> Call:
+    names = [keys.waiting, keys.requests, keys.running, keys.cancelled, keys.unread, keys.answer(request_number)]
+    return Call("cancel", names, [KEY_SECONDS, request_number, to_json(CancelledEvent())])
+
+
+def close_call(keys: Keys, request_number: int) -> Call:
+    names = [keys.answer(request_number), keys.waiting, keys.running, keys.unread, keys.owners]
+    return Call("close", names, [KEY_SECONDS, request_number])
+
+
+def look_call(keys: Keys, topology: Topology) -> Call:
+    return Call("look", [keys.run, keys.running, keys.waiting, keys.members, *map(keys.alive, topology.ranks)], [])
+
+
+def events_read(keys: Keys, reply: Iterable[Any]) -> list[tuple[int, str, Event]]:
+    """What ``XREAD`` of answers has returned: events with their request and position. Raises PipedecError if one is no event."""
+    prefix = len(keys.answer_prefix)
+    return [
+        (int(stream[prefix:]), position.decode(), event_from_json(fields[b"event"]))
+        for stream, entries in reply
+        for position, fields in entries
+    ]

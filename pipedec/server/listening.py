@@ -1,0 +1,127 @@
+"""Where the server listens: its sockets and its certificate, taken and checked before anything is loaded."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import ssl
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from pipedec.core import UserError
+
+BACKLOG = 2048
+UNSENT_SECONDS = 120.0  # after which the kernel gives up a connection whose other end takes nothing, or is gone
+_ANY = {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "::1"}  # where clients on this machine reach it
+_REASONS = {
+    errno.EADDRINUSE: "is in use: choose another --port, or end the program that listens there",
+    errno.EACCES: "needs root's rights: choose a --port above 1023, or let a reverse proxy listen there",
+    errno.EADDRNOTAVAIL: "is no address of this machine: give --host one that it has, or 0.0.0.0 for all",
+}
+
+
+@dataclass(frozen=True)
+class Address:
+    """What the user has asked for.
+
+    Attributes:
+        host, port: port 0 takes a free one.
+        uds: path of a Unix socket to listen on instead.
+        ssl_keyfile, ssl_certfile: for TLS.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    uds: Path | None = None
+    ssl_keyfile: Path | None = None
+    ssl_certfile: Path | None = None
+
+    @contextmanager
+    def listening(self) -> Iterator[socket.socket]:
+        """A socket that listens. Raises UserError, in one line, for whatever the system refuses."""
+        listener = _tcp_socket(self.host, self.port) if self.uds is None else _unix_socket(self.uds)
+        try:
+            yield listener
+        finally:
+            listener.close()
+            if self.uds is not None:
+                self.uds.unlink(missing_ok=True)
+
+    def check_certificate(self) -> None:
+        """Raises UserError for a key without a certificate, or files that are not a pair of them."""
+        if self.ssl_certfile is None and self.ssl_keyfile is None:
+            return
+        if self.ssl_certfile is None:
+            raise UserError("--ssl-keyfile: give --ssl-certfile FILE, too")
+        for flag, path in (("--ssl-certfile", self.ssl_certfile), ("--ssl-keyfile", self.ssl_keyfile)):
+            if path is not None and not os.access(path, os.R_OK):
+                raise UserError(f"{flag} {path}: {'cannot be read' if path.exists() else 'there is no such file'}")
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        try:
+            context.load_cert_chain(self.ssl_certfile, self.ssl_keyfile, lambda: "")  # else OpenSSL asks on the terminal
+        except (ssl.SSLError, ValueError) as error:
+            reason = getattr(error, "reason", None) or str(error)
+            raise UserError(
+                f"--ssl-certfile {self.ssl_certfile}: not a certificate in PEM format with its private key ({reason}): "
+                "give the key as --ssl-keyfile"
+            ) from None
+
+    def url(self, listener: socket.socket) -> str:
+        """The base URL of the API behind a socket of ours."""
+        scheme = "http" if self.ssl_certfile is None else "https"
+        if self.uds is not None:
+            return f"{scheme}://localhost"
+        host = _ANY.get(self.host, self.host)
+        return f"{scheme}://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
+
+
+def _tcp_socket(host: str, port: int) -> socket.socket:
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+    except (OSError, OverflowError) as error:
+        raise UserError(f"--host {host}: {getattr(error, 'strerror', None) or error}") from None
+    listener = socket.socket(family)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if hasattr(socket, "TCP_USER_TIMEOUT"):  # accepted sockets inherit it
+            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * UNSENT_SECONDS))
+        listener.bind(address)
+        listener.listen(BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise UserError(f"port {port} on {host} {_REASONS.get(error.errno or 0, f'cannot be used: {error.strerror}')}") from None
+    return listener
+
+
+def _unix_socket(path: Path) -> socket.socket:
+    """Takes the place of a socket that nobody listens on any more."""
+    listener = socket.socket(socket.AF_UNIX)
+    try:
+        _remove_stale(path)
+        listener.bind(str(path))
+        listener.listen(BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise UserError(f"--uds {path}: {error.strerror or error}") from None
+    except UserError:
+        listener.close()
+        raise
+    return listener
+
+
+def _remove_stale(path: Path) -> None:
+    if not path.exists():
+        return
+    if not stat.S_ISSOCK(path.stat().st_mode):
+        raise UserError(f"--uds {path}: there is a file of that name, which is no socket: choose another path")
+    with socket.socket(socket.AF_UNIX) as probe:
+        try:
+            probe.connect(str(path))
+        except ConnectionRefusedError:
+            path.unlink()
+            return
+    raise UserError(f"--uds {path}: another program listens there: choose another path")

@@ -1,0 +1,164 @@
+"""What Prometheus reads: vLLM's names, labels and buckets where it has them, so that its dashboards show this server; else ours.
+
+Latencies and counts of answers are this front-end's own. What the cluster tells of itself is read when somebody asks, at most
+once a second, and is the same at every front-end of a cluster.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TypeVar
+
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Histogram, disable_created_metrics, generate_latest
+from starlette.responses import Response
+
+from pipedec.core import Completion, PipedecError
+from pipedec.scheduler.protocol import RunStatus
+from pipedec.server.cluster_metrics import ClusterMetrics
+from pipedec.server.observer import Exchange, Generation, Observer
+
+ENGINE = "0"  # vLLM numbers the engines of a server; a cluster is one
+REASONS = ("stop", "length", "abort", "error")
+_STATUS_SECONDS = 1.0
+_TTFT_SECONDS = (
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0,
+    2560.0,
+)  # fmt: skip
+_TOKEN_SECONDS = (
+    0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
+)  # fmt: skip
+_REQUEST_SECONDS = (
+    0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0,
+)  # fmt: skip
+_TOKENS = tuple(factor * 10**power for power in range(6) for factor in (1, 2, 5))
+_CHOICES = (1, 2, 5, 10, 20)
+
+Metric = TypeVar("Metric", Counter, Histogram)
+StatusOf = Callable[[], Awaitable[RunStatus]]
+
+
+@dataclass
+class _Times:
+    """When the first and the last token of an answer arrived."""
+
+    first: float
+    last: float
+
+
+class Metrics(Observer):
+    """The metrics of one front-end.
+
+    Args:
+        model_name: the label ``model_name``.
+    """
+
+    def __init__(self, model_name: str) -> None:
+        disable_created_metrics()  # a series more for each metric, which no dashboard reads
+        self._labels = {"model_name": model_name, "engine": ENGINE}
+        self._registry = CollectorRegistry()
+        self._cluster = ClusterMetrics(self._labels)
+        self._registry.register(self._cluster)
+        self._status: StatusOf | None = None
+        self._asked = -_STATUS_SECONDS
+        self._times: dict[Generation, _Times] = {}
+        self._make_latencies()
+        self._make_counts()
+        self._make_http()
+
+    def _make_latencies(self) -> None:
+        self._ttft = self._histogram("time_to_first_token_seconds", "Time to first token.", _TTFT_SECONDS)
+        self._between = self._histogram("inter_token_latency_seconds", "Time between arrivals of tokens.", _TOKEN_SECONDS)
+        self._between_old = self._histogram(
+            "time_per_output_token_seconds", "The older name of inter_token_latency_seconds.", _TOKEN_SECONDS
+        )
+        self._tpot = self._histogram(
+            "request_time_per_output_token_seconds", "Time per output token after the first, by request.", _TOKEN_SECONDS
+        )
+        self._e2e = self._histogram("e2e_request_latency_seconds", "From the request to the end of its answer.", _REQUEST_SECONDS)
+        self._queue = self._histogram("request_queue_time_seconds", "Waiting for a place in the pipeline.", _REQUEST_SECONDS)
+        self._prefill = self._histogram("request_prefill_time_seconds", "Prefill.", _REQUEST_SECONDS)
+        self._decode = self._histogram("request_decode_time_seconds", "From the first token to the last.", _REQUEST_SECONDS)
+        self._inference = self._histogram("request_inference_time_seconds", "Prefill and decode.", _REQUEST_SECONDS)
+
+    def _make_counts(self) -> None:
+        self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of requests whose answers have begun.")
+        self._generation_tokens = self._counter("generation_tokens", "Generated tokens.")
+        self._prompt_lengths = self._histogram("request_prompt_tokens", "Prompt tokens of a request.", _TOKENS)
+        self._answer_lengths = self._histogram("request_generation_tokens", "Generated tokens of an answer.", _TOKENS)
+        self._limits = self._histogram("request_params_max_tokens", "max_tokens of a request.", _TOKENS)
+        self._choices = self._histogram("request_params_n", "n of a request.", _CHOICES)
+        self._success = Counter(
+            "vllm:request_success", "Answers that have ended, by the reason.", [*self._labels, "finished_reason"],
+            registry=self._registry,
+        )  # fmt: skip
+        for reason in REASONS:
+            self._success.labels(**self._labels, finished_reason=reason)
+
+    def _make_http(self) -> None:
+        self._exchanges = Counter(
+            "pipedec:http_requests", "HTTP requests that were answered.", ["method", "handler", "status"], registry=self._registry
+        )
+        self._exchange_seconds = Histogram(
+            "pipedec:http_request_duration_seconds", "Until the response had ended.", ["handler"], buckets=_REQUEST_SECONDS,
+            registry=self._registry,
+        )  # fmt: skip
+
+    def _histogram(self, name: str, text: str, bounds: Sequence[float]) -> Histogram:
+        return self._labelled(Histogram("vllm:" + name, text, list(self._labels), buckets=bounds, registry=self._registry))
+
+    def _counter(self, name: str, text: str) -> Counter:
+        return self._labelled(Counter("vllm:" + name, text, list(self._labels), registry=self._registry))
+
+    def _labelled(self, metric: Metric) -> Metric:
+        return metric.labels(**self._labels)
+
+    def attach(self, status: StatusOf) -> None:
+        """From now on the cluster is asked for its state."""
+        self._status = status
+
+    def began(self, generation: Generation) -> None:
+        self._choices.observe(generation.n)
+        self._limits.observe(generation.request.sampling.max_tokens)
+
+    def tokens(self, generation: Generation, count: int, arrived: float) -> None:
+        self._generation_tokens.inc(count)
+        if (times := self._times.get(generation)) is None:
+            self._times[generation] = _Times(arrived, arrived)
+            self._ttft.observe(arrived - generation.started)
+            self._prompt_tokens.inc(generation.prompt_tokens)
+            return
+        self._between.observe(arrived - times.last)
+        self._between_old.observe(arrived - times.last)
+        times.last = arrived
+
+    def ended(self, generation: Generation, reason: str, completion: Completion | None) -> None:
+        self._success.labels(**self._labels, finished_reason=reason).inc()
+        times = self._times.pop(generation, None)
+        if times is None or completion is None:
+            return
+        self._prompt_lengths.observe(generation.prompt_tokens)
+        self._answer_lengths.observe(generation.output_tokens)
+        self._e2e.observe(times.last - generation.started)
+        decode, prefill = times.last - times.first, completion.metrics.prefill_seconds
+        self._queue.observe(completion.metrics.queue_seconds or 0.0)
+        self._prefill.observe(prefill)
+        self._decode.observe(decode)
+        self._inference.observe(prefill + decode)
+        if generation.output_tokens > 1:
+            self._tpot.observe(decode / (generation.output_tokens - 1))
+
+    def responded(self, exchange: Exchange) -> None:
+        self._exchanges.labels(exchange.method, exchange.route, str(exchange.status)).inc()
+        self._exchange_seconds.labels(exchange.route).observe(exchange.seconds)
+
+    async def response(self) -> Response:
+        """What ``/metrics`` answers. A cluster that does not answer leaves its own metrics out."""
+        if self._status is not None and time.monotonic() >= self._asked + _STATUS_SECONDS:
+            self._asked = time.monotonic()
+            self._cluster.status = None
+            with suppress(PipedecError):
+                self._cluster.status = await self._status()
+        return Response(generate_latest(self._registry), media_type=CONTENT_TYPE_LATEST)

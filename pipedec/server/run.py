@@ -1,0 +1,212 @@
+"""The life of one server process: it listens at once, answers 503 while the cluster loads, serves, drains, and ends.
+
+The event loop runs in the main thread, for two reasons: signals arrive there, and a cluster that this process has started must
+end when the thread that started it ends. Knows signals, uvicorn and the order of things; nothing of requests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI, Request
+from fastapi.responses import Response
+
+from pipedec.client.async_client import AsyncClient
+from pipedec.cluster.address import RunAddress
+from pipedec.core import PipedecError, SchedulerLost
+from pipedec.server.cluster_process import ClusterEnded, ClusterProcess
+from pipedec.server.connection import LimitedConnection
+from pipedec.server.front import Front, Served, context_length
+from pipedec.server.logs import log
+from pipedec.server.metrics import Metrics
+from pipedec.text.tokenizer import Tokenizer
+
+_LOOK_SECONDS = 0.1
+_CAUSE_SECONDS = 15.0  # for the supervisor to find out why the cluster is lost
+_WRITING_SECONDS = 5.0  # for answers that have ended to be written, at the end
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """How the process runs.
+
+    Attributes:
+        tokenizer: directory of the tokenizer; None for the target's.
+        shutdown_timeout: seconds for running answers after the first signal.
+        timeout_keep_alive: seconds for which an idle connection is kept open.
+    """
+
+    tokenizer: Path | None = None
+    shutdown_timeout: float = 60.0
+    timeout_keep_alive: int = 75
+    ssl_keyfile: Path | None = None
+    ssl_certfile: Path | None = None
+
+
+class _Server(uvicorn.Server):
+    """uvicorn's, which leaves the signals to us: it would cut streams that are to be finished."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class _Signals:
+    """SIGTERM and Ctrl-C: the first one asks for an end in order, the second one for an end at once."""
+
+    def __init__(self) -> None:
+        self.first, self.second = asyncio.Event(), asyncio.Event()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, self._arrived)
+
+    def _arrived(self) -> None:
+        (self.second if self.first.is_set() else self.first).set()
+
+
+class ServerProcess:
+    """An app, the socket on which it listens, and the cluster behind it.
+
+    Args:
+        cluster: one to start, or the address of one that runs.
+        on_ready: is called when requests are taken.
+    """
+
+    def __init__(
+        self,
+        app: FastAPI,
+        front: Front,
+        metrics: Metrics,
+        listener: socket.socket,
+        cluster: ClusterProcess | RunAddress,
+        options: RunOptions,
+        on_ready: Callable[[], None],
+    ) -> None:
+        self._front, self._metrics, self._listener = front, metrics, listener
+        self._cluster, self._options, self._on_ready = cluster, options, on_ready
+        self._server = _Server(_configuration(app, options))
+        self._client: AsyncClient | None = None
+
+    async def run(self) -> None:
+        """Serve until a signal arrives or the cluster ends.
+
+        Raises:
+            ClusterEnded: our own cluster has failed, or could not start.
+            PipedecError: the cluster is lost; or a second signal has cut answers.
+        """
+        signals = _Signals()
+        http = asyncio.create_task(self._server.serve([self._listener]))
+        life = asyncio.create_task(self._live())
+        try:
+            await _first(life, http, asyncio.create_task(signals.first.wait()))
+            if life.done():
+                life.result()
+            else:
+                await self._drain(life, signals)
+        finally:
+            life.cancel()
+            await asyncio.wait([life])
+            await self._close(http, signals.second)
+
+    async def _live(self) -> None:
+        """From the start of the cluster to its end. Raises as ``run``."""
+        cluster = self._cluster
+        address = await cluster.start() if isinstance(cluster, ClusterProcess) else cluster
+        self._client = await AsyncClient.connect(address.redis_url, address.run_id)
+        await self._attach(self._client)
+        while (failure := self._client.failure) is None and not _has_ended(cluster):
+            await asyncio.sleep(_LOOK_SECONDS)
+        self._front.lose(str(failure or "it has ended"))
+        if isinstance(cluster, ClusterProcess):
+            await _raise_cause(cluster)
+        elif failure is not None:
+            raise failure
+
+    async def _attach(self, client: AsyncClient) -> None:
+        description = client.description
+        directory = self._options.tokenizer or Path(description.target)
+        tokenizer = await asyncio.to_thread(Tokenizer, directory)
+        self._front.attach(Served(client, tokenizer, description, context_length(description, directory)))
+        self._metrics.attach(client.status)
+        self._on_ready()
+
+    async def _drain(self, life: asyncio.Task[None], signals: _Signals) -> None:
+        """Let running answers finish; end those that take too long, or all at the second signal."""
+        log("draining", unfinished=self._front.unfinished)
+        self._front.drain()
+        finished = asyncio.create_task(self._until_finished())
+        second = asyncio.create_task(signals.second.wait())
+        await _first(finished, second, life, seconds=self._options.shutdown_timeout)
+        if life.done():
+            life.result()
+        unfinished = self._front.unfinished
+        self._front.abort()
+        if second.done() and unfinished:
+            raise PipedecError(f"ended at once by a second signal: {unfinished} answers were cut")
+        await _first(asyncio.create_task(self._until_finished()), second, seconds=_WRITING_SECONDS)
+
+    async def _until_finished(self) -> None:
+        while self._front.unfinished:
+            await asyncio.sleep(_LOOK_SECONDS)
+
+    async def _close(self, http: asyncio.Task[None], hurry: asyncio.Event) -> None:
+        """End the server, then the connection to the cluster, then the cluster if it is ours: by force in a hurry."""
+        self._server.should_exit = True
+        try:
+            await http
+        finally:
+            if self._client is not None:
+                with suppress(PipedecError):
+                    await self._client.aclose()
+            if isinstance(self._cluster, ClusterProcess):
+                await self._cluster.stop(hurry)
+
+
+def _configuration(app: FastAPI, options: RunOptions) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,
+        http=LimitedConnection,
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=options.timeout_keep_alive,
+        timeout_graceful_shutdown=int(_WRITING_SECONDS),
+        ssl_keyfile=options.ssl_keyfile,
+        ssl_certfile=options.ssl_certfile,
+    )
+
+
+async def _first(*tasks: asyncio.Task[Any], seconds: float | None = None) -> None:
+    """Wait until one of the tasks has ended."""
+    await asyncio.wait(tasks, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+
+
+def _has_ended(cluster: ClusterProcess | RunAddress) -> bool:
+    return isinstance(cluster, ClusterProcess) and cluster.has_ended
+
+
+async def _raise_cause(cluster: ClusterProcess) -> None:
+    """Wait for the supervisor, which says why the cluster has ended. Raises ClusterEnded unless it was told to stop."""
+    try:
+        status = await asyncio.wait_for(cluster.ended(), _CAUSE_SECONDS)
+    except TimeoutError:
+        raise SchedulerLost("the cluster is lost, and its supervisor does not say why") from None
+    if status != 0:
+        raise ClusterEnded(status)
+
+
+def add_metrics(app: FastAPI, metrics: Metrics) -> None:
+    """The route ``/metrics``."""
+
+    @app.get("/metrics", include_in_schema=False)
+    async def exposition(request: Request) -> Response:
+        return await metrics.response()

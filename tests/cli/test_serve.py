@@ -1,0 +1,323 @@
+"""``pipedec serve`` as a process: its start and its end, and what becomes of requests when clients, ranks or servers go away."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import ssl
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx2
+import psutil
+import pytest
+from processes import wait_until
+from programs import Started, programs
+from serving import PROMPT, START_SECONDS, Serving, body, in_front_of, is_idle, metric, streaming
+from tiny_pair import Pair
+
+from pipedec.client.client import Client
+from pipedec.cluster.local import LocalCluster
+from pipedec.core import SamplingParams
+from pipedec.messages import PromptRequest
+
+pytestmark = pytest.mark.usefixtures("leaves_nothing")
+
+LONG = 1500  # tokens: a stream that is still running when the test does something to it
+Pipedec = Callable[..., Any]
+
+
+@pytest.fixture(scope="module")
+def cluster(pair: Pair) -> Iterator[LocalCluster]:
+    """A cluster that the front-ends of these tests share."""
+    with LocalCluster(pair.spec(2)) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def expected(cluster: LocalCluster) -> str:
+    """The answer of 64 tokens, asked for without HTTP."""
+    assert cluster.scheduler is not None
+    asked = PromptRequest(PROMPT, raw=True, sampling=SamplingParams(max_tokens=64, ignore_eos=True))
+    return Client(cluster.scheduler).ask(asked).text.rstrip("\ufffd")  # HTTP streams no unfinished characters
+
+
+def raw_request(asked: dict[str, Any]) -> bytes:
+    content = json.dumps(asked).encode()
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+    return head % len(content) + content
+
+
+def own_cluster(started: Started, pair: Pair, *flags: str | Path) -> Serving:
+    flags = (*pair.flags, "--stages", "2", "--served-model-name", "tiny", "--port", "0", *flags)
+    return Serving(started("serve", *flags)).wait_for("listening")
+
+
+def ranks_of(serving: Serving) -> list[psutil.Process]:
+    """The processes below the fork server, which is below the supervisor."""
+    (supervisor,) = psutil.Process(serving.process.pid).children()
+    return [rank for child in supervisor.children() for rank in child.children()]
+
+
+def loads_torch(pid: int) -> bool:
+    return "libtorch" in Path(f"/proc/{pid}/maps").read_text()
+
+
+def test_one_command_starts_everything_answers_and_ends_it(started: Started, pair: Pair, pipedec: Pipedec, expected: str) -> None:
+    """While the cluster loads, the model is listed and everything else is refused with 503."""
+    serving = own_cluster(started, pair)
+    with serving.client as client:
+        loading = [client.get(path).status_code for path in ("/health", "/ready", "/v1/models")]
+        refused = client.post("/v1/completions", json=body(4))
+        assert loading == [503, 503, 200] and refused.status_code == 503 and "loading" in refused.json()["error"]["message"]
+        assert int(refused.headers["retry-after"]) > 0
+        serving.wait_for("ready")
+        assert [client.get(path).status_code for path in ("/health", "/ready", "/v1/models")] == [200, 200, 200]
+        answer = client.post("/v1/completions", json=body(64)).json()
+        assert answer["choices"][0]["text"] == expected and answer["usage"]["completion_tokens"] == 64
+        assert metric(client, "vllm:generation_tokens_total") == 64
+    assert not loads_torch(serving.process.pid) and any(loads_torch(rank.pid) for rank in ranks_of(serving))
+    assert "state: up" in pipedec("status").err or "up" in pipedec("status").err
+    serving.end()
+    status, err = serving.ended()
+    assert status == 0 and f"at {serving.url}/v1. Try: curl {serving.url}/v1/completions" in err
+
+
+@pytest.mark.slow
+def test_pipedec_down_ends_it_in_order(started: Started, pair: Pair, pipedec: Pipedec) -> None:
+    serving = own_cluster(started, pair).wait_for("ready")
+    assert pipedec("down").status == 0
+    assert serving.ended()[0] == 0
+
+
+def test_a_rank_that_dies_ends_streams_with_an_error_and_the_server_with_the_cause(started: Started, pair: Pair) -> None:
+    serving = own_cluster(started, pair).wait_for("ready")
+    with serving.client as client, streaming(client, LONG) as stream:
+        ranks_of(serving)[-1].kill()
+        stream.read_all()
+    assert stream.error is not None and "rank" in stream.error["message"] and stream.finish_reason is None
+    status, err = serving.ended()
+    assert status == 1 and "was killed by SIGKILL" in err.splitlines()[-1]
+
+
+@pytest.mark.slow
+def test_a_server_that_is_killed_takes_its_cluster_with_it(started: Started, pair: Pair) -> None:
+    """``leaves_nothing`` looks for what is left."""
+    serving = own_cluster(started, pair).wait_for("ready")
+    serving.end(signal.SIGKILL)
+    serving.process.wait(10)
+
+
+def began_supervisor(serving: Serving) -> bool:
+    return bool(serving.descendants)
+
+
+def began_redis(serving: Serving) -> bool:
+    return any("server" in process.name() for process in serving.descendants)
+
+
+def began_ranks(serving: Serving) -> bool:
+    return bool(psutil.Process(serving.process.pid).children()) and len(ranks_of(serving)) >= 3
+
+
+@pytest.mark.parametrize(
+    "moment",
+    [pytest.param(began_supervisor, marks=pytest.mark.slow), pytest.param(began_redis, marks=pytest.mark.slow), began_ranks],
+)
+def test_ctrl_c_while_it_starts(started: Started, pair: Pair, moment: Callable[[Serving], bool]) -> None:
+    """Nothing is left five seconds later, Redis included: ``leaves_nothing`` waits longer, this test does not."""
+    serving = own_cluster(started, pair)
+    assert wait_until(lambda: moment(serving), START_SECONDS)
+    family = serving.descendants
+    os.killpg(serving.process.pid, signal.SIGINT)
+    assert wait_until(lambda: not any(process.is_running() and process.status() != "zombie" for process in family), 5.0)
+    assert serving.ended(5.0)[0] in (0, 130)
+
+
+def test_what_cannot_work_is_refused_before_anything_is_loaded(
+    pipedec: Pipedec, pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pipedec.server.cluster_process.ClusterProcess.start", lambda self: pytest.fail("it was started"))
+    empty = tmp_path / "keys"
+    empty.write_text("# none\n")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        assert f"port {port} on 127.0.0.1 is in use" in pipedec("serve", "--port", port).refused()
+    for flags, words in (
+        (("--ssl-certfile", tmp_path / "nowhere"), "there is no such file"),
+        (("--host", "192.0.2.1"), "is no address of this machine"),
+        (("--api-key-file", empty), "holds no key"),
+        (("--api-key-file", tmp_path / "nowhere"), "No such file"),
+        (("--api-key", ""), "an API key is empty"),
+        (("--allowed-origins", "https://example.org"), "write a JSON list"),
+        (("--port", "99999"), "99999"),
+        (("--running",), "no cluster is running here"),
+        (("--running", "--stages", "2"), "--stages: a running cluster is served as it is"),
+    ):
+        assert words in pipedec("serve", "--port", "0", *flags).refused()
+    nobody = ("--redis", "redis://:secret@127.0.0.1:1/0")
+    assert "secret" not in (line := pipedec("serve", "--port", "0", *nobody).refused(1)) and "127.0.0.1:1" in line
+
+
+@pytest.mark.slow
+def test_a_target_that_cannot_be_loaded_ends_it_with_one_line(started: Started, tmp_path: Path) -> None:
+    serving = Serving(started("serve", "--target", tmp_path, "--draft", "none", "--port", "0"))
+    status, err = serving.ended(START_SECONDS)
+    assert status == 2 and len(err.splitlines()) == 1 and str(tmp_path) in err
+
+
+def test_sigterm_lets_running_answers_finish(cluster: LocalCluster, started: Started) -> None:
+    serving = in_front_of(cluster, started)
+    with serving.client as client, serving.client as other, streaming(client, LONG // 3) as stream:
+        serving.end()
+        serving.wait_for("draining")
+        assert other.get("/ready").status_code == 503 and other.get("/health").status_code == 200
+        refused = other.post("/v1/completions", json=body(4))
+        assert refused.status_code == 503 and "shutting down" in refused.json()["error"]["message"]
+        stream.read_all()
+    assert stream.finish_reason == "length" and stream.is_done and stream.error is None
+    assert serving.ended()[0] == 0
+
+
+def test_answers_that_take_too_long_are_ended_with_what_they_have(cluster: LocalCluster, started: Started) -> None:
+    serving = in_front_of(cluster, started, "--shutdown-timeout", "0")
+    with serving.client as client, streaming(client, LONG) as stream:
+        serving.end()
+        stream.read_all()
+    assert stream.finish_reason == "abort" and stream.is_done and stream.text
+    assert serving.ended()[0] == 0
+    assert wait_until(lambda: is_idle(cluster))
+
+
+def test_a_second_signal_ends_at_once(cluster: LocalCluster, started: Started) -> None:
+    serving = in_front_of(cluster, started)
+    with serving.client as client, streaming(client, LONG) as stream:
+        serving.end()
+        serving.wait_for("draining")
+        serving.end()
+        stream.read_all()
+    assert stream.finish_reason == "abort"
+    status, err = serving.ended()
+    assert status == 1 and "1 answers were cut" in err.splitlines()[-1]
+    assert wait_until(lambda: is_idle(cluster))
+
+
+def test_a_killed_front_end_loses_its_requests_and_nobody_elses(cluster: LocalCluster, started: Started, expected: str) -> None:
+    dying, living = in_front_of(cluster, started), in_front_of(cluster, started)
+    with dying.client as one, living.client as other, streaming(one, LONG), streaming(other, 64) as stream:
+        dying.end(signal.SIGKILL)
+        dying.process.wait(10)
+        assert stream.read_all().text == expected
+        assert wait_until(lambda: is_idle(cluster), 30.0)
+    living.end()
+    assert living.ended()[0] == 0
+
+
+@pytest.fixture(scope="module")
+def front(cluster: LocalCluster) -> Iterator[Serving]:
+    with programs() as start:
+        yield in_front_of(cluster, start)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_goes_away_frees_its_place(cluster: LocalCluster, front: Serving, stream: bool) -> None:
+    with front.client as client:
+        with socket.create_connection(("127.0.0.1", httpx2.URL(front.url).port or 0)) as connection:
+            connection.sendall(raw_request(body(LONG, stream=stream)))
+            assert wait_until(lambda: not is_idle(cluster))
+        assert wait_until(lambda: is_idle(cluster))
+        assert wait_until(lambda: metric(client, "vllm:kv_cache_usage_perc") == metric(client, "vllm:num_requests_running") == 0)
+        assert wait_until(lambda: len(front.events("answer")) == len(front.events("request")))
+    answer = front.events("answer")[-1]
+    assert answer["finish_reason"] == "abort" and answer["output_tokens"] < LONG
+
+
+def test_a_client_that_stops_reading_holds_little_memory_and_nobody_up(
+    cluster: LocalCluster, front: Serving, expected: str
+) -> None:
+    """Its receive window is full after a few kilobytes; what it has asked for would be hundreds of times that."""
+    server = psutil.Process(front.process.pid)
+    with socket.socket() as connection, front.client as client:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+        connection.connect(("127.0.0.1", httpx2.URL(front.url).port or 0))
+        client.post("/v1/completions", json=body(64))  # everything is loaded
+        before = server.memory_info().rss
+        connection.sendall(raw_request(body(LONG, stream=True, logprobs=20, n=8)))
+        assert wait_until(lambda: not is_idle(cluster))
+        for _ in range(3):
+            assert client.post("/v1/completions", json=body(64)).json()["choices"][0]["text"] == expected
+        assert server.memory_info().rss < before + 64 * 2**20
+    assert wait_until(lambda: is_idle(cluster))
+
+
+def test_requests_with_the_same_id_are_never_mixed(front: Serving, expected: str) -> None:
+    headers = {"X-Request-Id": "the-same"}
+    with front.client as client, front.client as other:
+        client.headers.update(headers)
+        other.headers.update(headers)
+        with streaming(client, 64) as one, streaming(other, 64, prompt="Hello") as two:
+            one.read_all()
+            two.read_all()
+        alone = other.post("/v1/completions", json=body(64, prompt="Hello"))
+    assert one.text == expected and two.text == alone.json()["choices"][0]["text"] != expected
+    assert alone.headers["x-request-id"] == "the-same"
+
+
+@pytest.mark.parametrize("flags", [(), ("--enable-log-requests", "--max-log-len", "7")])
+def test_the_log_names_requests_and_keeps_secrets(
+    cluster: LocalCluster, started: Started, tmp_path: Path, flags: tuple[str, ...]
+) -> None:
+    """Prompts only if they are asked for, keys and passwords never."""
+    keys = tmp_path / "keys"
+    keys.write_text("sk-file-1234\n")
+    serving = in_front_of(cluster, started, "--api-key", "sk-flag-5678", "--api-key-file", keys, *flags)
+    with serving.client as client:
+        assert client.post("/v1/completions", json=body(4)).status_code == 401
+        client.headers.update({"Authorization": "Bearer sk-file-1234", "X-Request-Id": "mine"})
+        assert client.post("/v1/completions", json=body(4)).status_code == 200
+        client.post("/v1/completions", json=body(4, prompt="sk-flag-5678 is my key"))
+        assert wait_until(lambda: len(serving.events("response")) == 3)
+    serving.end()
+    status, err = serving.ended()
+    assert status == 0
+    (request, other), (answer, _) = serving.events("request"), serving.events("answer")
+    assert request["request_id"] == answer["request_id"] == "mine" and answer["output_tokens"] == 4
+    assert (request.get("prompt"), "prompt" in other) == ((PROMPT[:7], True) if flags else (None, False))
+    assert PROMPT not in serving.text
+    password = urlsplit(cluster.address.redis_url).password
+    for secret in ("sk-file-1234", "sk-flag-5678", password):
+        assert secret and secret not in serving.text + err
+
+
+@pytest.mark.slow
+def test_a_unix_socket(cluster: LocalCluster, started: Started, short_directory: Path) -> None:
+    path = short_directory / "serve.sock"
+    serving = in_front_of(cluster, started, "--uds", path)
+    with httpx2.Client(transport=httpx2.HTTPTransport(uds=str(path)), base_url="http://localhost") as client:
+        assert client.post("/v1/completions", json=body(4)).json()["usage"]["completion_tokens"] == 4
+    serving.end()
+    assert serving.ended()[0] == 0 and not path.exists()
+
+
+@pytest.mark.slow
+def test_https(cluster: LocalCluster, started: Started, tmp_path: Path) -> None:
+    certificate, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "1",
+         "-subj", "/CN=127.0.0.1", "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", key, "-out", certificate],
+        check=True, capture_output=True,
+    )  # fmt: skip
+    serving = in_front_of(cluster, started, "--ssl-certfile", certificate, "--ssl-keyfile", key)
+    assert serving.url.startswith("https://")
+    with (
+        httpx2.Client(base_url=serving.url, verify=ssl.create_default_context(cafile=certificate)) as client,
+        streaming(client, 16) as stream,
+    ):
+        assert stream.read_all().is_done
+    serving.end()
+    assert serving.ended()[0] == 0

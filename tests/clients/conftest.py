@@ -1,0 +1,85 @@
+"""A server as a user starts it, for clients that were not written for it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx2
+import pytest
+from processes import marked_processes, wait_until
+from prometheus_client.parser import text_string_to_metric_families
+from tiny_pair import Pair
+
+START_SECONDS = 90.0
+END_SECONDS = 30.0
+MODEL = "tiny"
+
+
+@dataclass(frozen=True)
+class Server:
+    """A running ``pipedec serve``."""
+
+    process: subprocess.Popen[bytes]
+    root: str
+    target: Path
+
+    @property
+    def url(self) -> str:
+        """As clients want it."""
+        return f"{self.root}/v1"
+
+    def counter(self, name: str) -> float:
+        """The sum over the labels of a metric; 0 while it has none."""
+        text = httpx2.get(f"{self.root}/metrics", timeout=20).text
+        samples = (sample for family in text_string_to_metric_families(text) for sample in family.samples)
+        return sum(sample.value for sample in samples if sample.name == name)
+
+    def is_idle(self) -> bool:
+        """Whether no request runs or waits, and nothing but kept prefixes is in the KV memory."""
+        return all(self.counter(f"vllm:num_requests_{state}") == 0 for state in ("running", "waiting"))
+
+
+@contextmanager
+def serving(directory: Path, pair: Pair, *flags: str) -> Iterator[Server]:
+    """A server of the tiny pair on a free port, which ends with exit status 0 and leaves no process behind."""
+    before = marked_processes()
+    log, state = directory / "server.log", directory / "state"
+    state.mkdir(mode=0o700)
+    with log.open("wb") as out:
+        command = [str(Path(sys.executable).parent / "pipedec"), "serve", "--port", "0", "--served-model-name", MODEL]
+        command += [*pair.flags, "--stages", "2", *flags]
+        environment = {**os.environ, "PIPEDEC_STATE_DIR": str(state)}
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=environment)
+    try:
+        assert wait_until(lambda: process.poll() is not None or _ready_url(log), START_SECONDS), log.read_text()
+        url = _ready_url(log)
+        assert url is not None, log.read_text()
+        yield Server(process, url, pair.target)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(END_SECONDS) == 0, log.read_text()
+    finally:
+        process.kill()
+        process.wait(END_SECONDS)
+    assert wait_until(lambda: not marked_processes() - before)
+
+
+def _ready_url(log: Path) -> str | None:
+    for line in log.read_text().splitlines():
+        if line.startswith("{") and (told := json.loads(line))["event"] == "ready":
+            return str(told["url"])
+    return None
+
+
+@pytest.fixture(scope="module")
+def server(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """One for all tests of a file; none of them may break it."""
+    with serving(tmp_path_factory.mktemp("server"), pair) as running:
+        yield running

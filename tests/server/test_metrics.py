@@ -1,0 +1,238 @@
+"""What Prometheus reads: vLLM's names and labels, figures that follow from the events; and the dashboard that shows them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import shutil
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from pipedec.core import Completion, SamplingParams, SchedulerLost
+from pipedec.core import Metrics as AnswerMetrics
+from pipedec.messages import Histogram, KVUsage, PromptRequest, RunStats, StageStats
+from pipedec.scheduler.protocol import RunStatus
+from pipedec.server.metrics import Metrics
+from pipedec.server.observer import Exchange, Generation
+
+MONITORING = Path(__file__).resolve().parents[2] / "monitoring"
+LABELS = {"model_name": "tiny", "engine": "0"}
+KV = KVUsage(capacity=1000, used=250, kept=100, queried_tokens=40, cached_tokens=30, pauses=2)
+STATS = RunStats(
+    KV, running=2, waiting=1, timesteps=50, prompt_rows=20, root_rows=10, draft_rows=60, mask_rows=5, drafts=10,
+    accepted_tokens=25, accepted_per_pos=(15, 10), rows_per_timestep=Histogram((1, 8), (3, 2, 1), 30),
+    timestep_seconds=Histogram((0.01, 0.1), (40, 9, 1), 1.5),
+)  # fmt: skip
+STAGES = (StageStats(1, 50, 95, 5, 1.25, 0.5), StageStats(2, 50, 80, 20, 1.0, 0.75))
+STATUS = RunStatus("up", 9, 4, (5, 6, 7), (0, 1, 2), stats=STATS, stages=STAGES)
+
+# Names and labels that vLLM's documentation and its Grafana dashboard have (histograms without their suffixes).
+VLLM = [
+    "e2e_request_latency_seconds", "generation_tokens_total", "inter_token_latency_seconds", "iteration_tokens_total",
+    "kv_cache_usage_perc", "num_preemptions_total", "num_requests_running", "num_requests_waiting",
+    "prefix_cache_hits_total", "prefix_cache_queries_total", "prompt_tokens_total", "request_decode_time_seconds",
+    "request_generation_tokens", "request_inference_time_seconds", "request_params_max_tokens", "request_params_n",
+    "request_prefill_time_seconds", "request_prompt_tokens", "request_queue_time_seconds", "request_success_total",
+    "request_time_per_output_token_seconds", "spec_decode_num_accepted_tokens_per_pos_total",
+    "spec_decode_num_accepted_tokens_total", "spec_decode_num_draft_tokens_total", "spec_decode_num_drafts_total",
+    "time_per_output_token_seconds", "time_to_first_token_seconds",
+]  # fmt: skip
+
+
+def exposition(metrics: Metrics) -> str:
+    return bytes(asyncio.run(metrics.response()).body).decode()
+
+
+def samples(text: str) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
+    """Values by name and labels, those that every metric has left out."""
+    return {
+        (sample.name, frozenset(sample.labels.items() - LABELS.items())): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+def value(text: str, name: str, **labels: str) -> float:
+    return samples(text)[name, frozenset(labels.items())]
+
+
+@pytest.fixture
+def metrics() -> Metrics:
+    made = Metrics("tiny")
+
+    async def status() -> RunStatus:
+        return STATUS
+
+    made.attach(status)
+    return made
+
+
+def generation(started: float = 100.0) -> Generation:
+    request = PromptRequest((1, 2, 3), sampling=SamplingParams(max_tokens=64))
+    return Generation("cmpl-1", "mine", "/v1/completions", "tiny", 2, True, request, 3, "a prompt", started)
+
+
+def arrive(metrics: Metrics, answer: Generation, count: int, at: float) -> None:
+    answer.output_tokens += count
+    metrics.tokens(answer, count, at)
+
+
+def test_all_of_vllms_names_are_there_with_its_labels(metrics: Metrics) -> None:
+    names: dict[str, set[str]] = {}
+    for family in text_string_to_metric_families(exposition(metrics)):
+        for sample in family.samples:
+            names.setdefault(re.sub(r"_(bucket|sum|count)$", "", sample.name), set()).update(sample.labels)
+    missing = {f"vllm:{name}" for name in VLLM} - names.keys()
+    assert not missing
+    extra = {
+        "request_success_total": {"finished_reason"},
+        "spec_decode_num_accepted_tokens_per_pos_total": {"position"},
+    }
+    for name in VLLM:
+        assert names[f"vllm:{name}"] - {"le"} == {"model_name", "engine"} | extra.get(name, set()), name
+
+
+def test_an_answer_is_counted_and_timed(metrics: Metrics) -> None:
+    answer = generation()
+    metrics.began(answer)
+    arrive(metrics, answer, 1, 100.5)
+    arrive(metrics, answer, 3, 100.7)
+    arrive(metrics, answer, 1, 101.0)
+    figures = AnswerMetrics(prefill_seconds=0.2, queue_seconds=0.3)
+    metrics.ended(answer, "length", Completion("pp", 2, 3, metrics=figures))
+    text = exposition(metrics)
+    assert value(text, "vllm:prompt_tokens_total") == 3 and value(text, "vllm:generation_tokens_total") == 5
+    for name, expected in (
+        ("time_to_first_token_seconds", 0.5), ("e2e_request_latency_seconds", 1.0), ("request_queue_time_seconds", 0.3),
+        ("request_prefill_time_seconds", 0.2), ("request_decode_time_seconds", 0.5), ("request_inference_time_seconds", 0.7),
+        ("request_time_per_output_token_seconds", 0.5 / 4), ("request_prompt_tokens", 3), ("request_generation_tokens", 5),
+        ("request_params_max_tokens", 64), ("request_params_n", 2),
+    ):  # fmt: skip
+        assert value(text, f"vllm:{name}_count") == 1
+        assert value(text, f"vllm:{name}_sum") == pytest.approx(expected), name
+    for name in ("inter_token_latency_seconds", "time_per_output_token_seconds"):
+        assert value(text, f"vllm:{name}_count") == 2 and value(text, f"vllm:{name}_sum") == pytest.approx(0.5)
+    assert value(text, "vllm:request_success_total", finished_reason="length") == 1
+    assert value(text, "vllm:request_success_total", finished_reason="stop") == 0
+
+
+def test_answers_that_never_began_leave_the_latencies_alone(metrics: Metrics) -> None:
+    for reason in ("abort", "error"):
+        answer = generation()
+        metrics.began(answer)
+        metrics.ended(answer, reason, None)
+    text = exposition(metrics)
+    assert value(text, "vllm:request_success_total", finished_reason="abort") == 1
+    assert value(text, "vllm:time_to_first_token_seconds_count") == value(text, "vllm:prompt_tokens_total") == 0
+
+
+def test_answers_at_the_same_time_are_told_apart(metrics: Metrics) -> None:
+    one, other = generation(0.0), generation(1.0)
+    for answer in (one, other):
+        metrics.began(answer)
+    arrive(metrics, one, 1, 2.0)
+    arrive(metrics, other, 1, 5.0)
+    arrive(metrics, one, 1, 6.0)
+    text = exposition(metrics)
+    assert value(text, "vllm:time_to_first_token_seconds_sum") == pytest.approx(2.0 + 4.0)
+    assert value(text, "vllm:inter_token_latency_seconds_sum") == pytest.approx(4.0)
+
+
+def test_refusals_are_counted_by_route_and_status(metrics: Metrics) -> None:
+    for status in (200, 503, 503):
+        metrics.responded(Exchange("a", "POST", "/v1/completions", status, 0.1))
+    text = exposition(metrics)
+    assert value(text, "pipedec:http_requests_total", method="POST", handler="/v1/completions", status="503") == 2
+    assert value(text, "pipedec:http_request_duration_seconds_count", handler="/v1/completions") == 3
+
+
+def test_what_the_cluster_tells(metrics: Metrics) -> None:
+    text = exposition(metrics)
+    expected = {
+        "vllm:num_requests_running": 2, "vllm:num_requests_waiting": 5, "vllm:kv_cache_usage_perc": 0.25,
+        "vllm:prefix_cache_queries_total": 40, "vllm:prefix_cache_hits_total": 30, "vllm:num_preemptions_total": 2,
+        "vllm:spec_decode_num_drafts_total": 10, "vllm:spec_decode_num_draft_tokens_total": 60,
+        "vllm:spec_decode_num_accepted_tokens_total": 25, "pipedec:timesteps_total": 50, "pipedec:ranks_alive": 3,
+        "pipedec:timestep_seconds_sum": 1.5, "pipedec:timestep_seconds_count": 50, "vllm:iteration_tokens_total_count": 6,
+    }  # fmt: skip
+    assert {name: value(text, name) for name in expected} == expected
+    by_label = {
+        ("vllm:spec_decode_num_accepted_tokens_per_pos_total", "position"): {"0": 15, "1": 10},
+        ("vllm:iteration_tokens_total_bucket", "le"): {"1.0": 3, "8.0": 5, "+Inf": 6},
+        ("pipedec:rows_total", "kind"): {"prompt": 20, "root": 10, "draft": 60, "mask": 5},
+        ("pipedec:kv_slots", "state"): {"used": 250, "kept": 100, "free": 650},
+        ("pipedec:stage_rows_total", "stage"): {"1": 95, "2": 80},
+        ("pipedec:stage_pruned_rows_total", "stage"): {"1": 5, "2": 20},
+        ("pipedec:stage_compute_seconds_total", "stage"): {"1": 1.25, "2": 1.0},
+        ("pipedec:stage_wait_seconds_total", "stage"): {"1": 0.5, "2": 0.75},
+    }
+    for (name, label), values in by_label.items():
+        assert {key: value(text, name, **{label: key}) for key in values} == values
+
+
+def test_a_scrape_before_the_cluster_is_up_or_after_it_is_lost(metrics: Metrics) -> None:
+    assert "vllm:num_requests_running{" not in exposition(Metrics("tiny"))
+
+    async def lost() -> RunStatus:
+        raise SchedulerLost("cannot reach Redis")
+
+    metrics.attach(lost)
+    text = exposition(metrics)
+    assert "vllm:num_requests_running{" not in text and "vllm:generation_tokens_total{" in text
+
+
+def test_many_scrapes_ask_the_cluster_once_a_second() -> None:
+    asked = []
+    metrics = Metrics("tiny")
+
+    async def status() -> RunStatus:
+        asked.append(1)
+        return replace(STATUS, waiting=len(asked))
+
+    metrics.attach(status)
+    for _ in range(5):
+        assert value(exposition(metrics), "vllm:num_requests_waiting") == len(asked) + 1
+    assert len(asked) < 5
+
+
+def test_every_metric_of_the_dashboard_exists(metrics: Metrics) -> None:
+    metrics.responded(Exchange("a", "POST", "/v1/completions", 200, 0.1))
+    known = {name for name, _ in samples(exposition(metrics))}
+    panels = json.loads((MONITORING / "grafana.json").read_text())["panels"]
+    asked = {name for panel in panels for target in panel.get("targets", []) for name in metric_names(target["expr"])}
+    assert asked <= known, asked - known
+    wanted = {name for name in known if name.startswith("pipedec:") or name.removeprefix("vllm:") in VLLM}
+    unseen = {re.sub(r"_(bucket|sum|count)$", "", name) for name in wanted} - {
+        re.sub(r"_(bucket|sum|count)$", "", name) for name in asked
+    }
+    assert unseen <= {"vllm:time_per_output_token_seconds"}, "metrics that no panel shows"
+
+
+def metric_names(expression: str) -> set[str]:
+    return set(re.findall(r"\b(?:vllm|pipedec):[a-z0-9_]+", expression))
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="no promtool (Debian: prometheus)")
+def test_promtool_accepts_the_metrics_the_configuration_and_the_expressions(metrics: Metrics, tmp_path: Path) -> None:
+    metrics.responded(Exchange("a", "POST", "/v1/completions", 200, 0.1))
+    told = subprocess.run(["promtool", "check", "metrics"], input=exposition(metrics), capture_output=True, text=True)
+    # vLLM's own names break some of Prometheus' habits.
+    habits = ("no help text", "non-histogram and non-summary metrics", "should not", "should have", "colons")
+    complaints = [line for line in (told.stdout + told.stderr).splitlines() if not any(habit in line for habit in habits)]
+    assert complaints == [], complaints
+    subprocess.run(["promtool", "check", "config", MONITORING / "prometheus.yml"], check=True, capture_output=True)
+    panels = json.loads((MONITORING / "grafana.json").read_text())["panels"]
+    rules = [
+        {"record": f"panel:{panel['id']}_{target['refId']}", "expr": target["expr"].replace("$__rate_interval", "1m")}
+        for panel in panels
+        for target in panel.get("targets", [])
+    ]
+    path = tmp_path / "rules.json"  # JSON is YAML
+    path.write_text(json.dumps({"groups": [{"name": "dashboard", "rules": rules}]}))
+    checked = subprocess.run(["promtool", "check", "rules", path], capture_output=True, text=True)
+    assert checked.returncode == 0, checked.stderr
