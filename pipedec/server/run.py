@@ -113,7 +113,7 @@ class ServerProcess:
         finally:
             life.cancel()
             await asyncio.wait([life])
-            await self._close(http)
+            await self._close(http, signals.second)
 
     async def _live(self) -> None:
         """From the start of the cluster to its end. Raises as ``run``."""
@@ -156,8 +156,8 @@ class ServerProcess:
         while self._front.unfinished:
             await asyncio.sleep(_LOOK_SECONDS)
 
-    async def _close(self, http: asyncio.Task[None]) -> None:
-        """End the server, then the connection to the cluster, then the cluster if it is ours."""
+    async def _close(self, http: asyncio.Task[None], hurry: asyncio.Event) -> None:
+        """End the server, then the connection to the cluster, then the cluster if it is ours: by force in a hurry."""
         self._server.should_exit = True
         try:
             await http
@@ -166,7 +166,7 @@ class ServerProcess:
                 with suppress(PipedecError):
                     await self._client.aclose()
             if isinstance(self._cluster, ClusterProcess):
-                await self._cluster.stop()
+                await self._cluster.stop(hurry)
 
 
 def _configuration(app: FastAPI, options: RunOptions) -> uvicorn.Config:
