@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx2
 import uvicorn
@@ -17,6 +17,8 @@ from scripted_engine import ScriptedEngine
 
 from pipedec.server.app import create_app
 from pipedec.server.front import Front
+
+Result = TypeVar("Result")
 
 
 @dataclass
@@ -44,7 +46,11 @@ class Site:
         async def called() -> None:
             function()
 
-        asyncio.run_coroutine_threadsafe(called(), self.loop).result(10)
+        self.run(called())
+
+    def run(self, work: Coroutine[Any, Any, Result]) -> Result:
+        """Wait for work on the event loop of the server."""
+        return asyncio.run_coroutine_threadsafe(work, self.loop).result(20)
 
     def connect(self) -> socket.socket:
         return socket.create_connection(("127.0.0.1", self.port), timeout=20)
