@@ -78,6 +78,15 @@ def _ready_url(log: Path) -> str | None:
     return None
 
 
+def client_python(name: str) -> Path:
+    """The interpreter of a client's own virtual environment. Skips the test where ``make test-clients`` has not made it."""
+    python = Path(os.environ.get("PIPEDEC_CLIENTS", ".clients")) / name / "bin" / "python"
+    if not python.exists():
+        message = f"{name} is not installed in {python.parents[1]}: make test-clients does that"
+        pytest.skip(message)
+    return python.absolute()
+
+
 @pytest.fixture(scope="module")
 def server(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """One for all tests of a file; none of them may break it."""

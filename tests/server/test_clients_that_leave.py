@@ -15,13 +15,11 @@ from streams import CHAT, COMPLETIONS, USER, next_chunk, open_stream, stream, te
 BOTH = pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 
 
-def send(site: Site, path: str, **fields: object) -> socket.socket:
-    """A connection on which a request was sent and nothing was read."""
+def send(site: Site, path: str, connection: socket.socket, **fields: object) -> None:
+    """Send a request, and read nothing."""
     body = json.dumps({"prompt": "hello", "messages": USER, **fields}).encode()
-    connection = site.connect()
     head = f"POST {path} HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
     connection.sendall(head.encode() + body)
-    return connection
 
 
 def reset(connection: socket.socket) -> None:
@@ -36,7 +34,8 @@ def reset(connection: socket.socket) -> None:
 @pytest.mark.parametrize("leave", [socket.socket.close, reset])
 def test_the_requests_of_a_client_that_leaves_are_cancelled(site: Site, path: str, n: int, streamed: bool, leave: object) -> None:
     site.engine.allowed = 2
-    connection = send(site, path, n=n, stream=streamed)
+    connection = site.connect()
+    send(site, path, connection, n=n, stream=streamed)
     assert wait_until(lambda: site.front.unfinished == n)
     leave(connection)  # type: ignore[operator]
     assert wait_until(lambda: site.front.unfinished == 0)
@@ -61,12 +60,7 @@ def test_a_client_that_stops_reading_stalls_nobody_and_loses_its_stream(site: Si
     with socket.socket() as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         connection.connect(("127.0.0.1", site.port))
-        body = json.dumps({"prompt": "hello " * 300, "stream": True, "echo": True, "ignore_eos": True, "max_tokens": 900, "n": 8,
-                           "logprobs": 5, "stream_options": {"continuous_usage_stats": True}}).encode()  # fmt: skip
-        head = (
-            f"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
-        )
-        connection.sendall(head.encode() + body)
+        send(site, CHAT, connection, stream=True, n=8, ignore_eos=True, max_tokens=900, logprobs=True, top_logprobs=5)
         assert wait_until(lambda: site.front.unfinished > 0)
         assert text_of(stream(site, CHAT)) == ANSWER
         assert wait_until(lambda: site.front.unfinished == 0)

@@ -212,12 +212,12 @@ def test_aborted_answers_end_with_what_they_have(own_site: Site, text_tokenizer:
     with open_stream(own_site, CHAT, stream_options={"include_usage": True}) as response:
         lines = response.iter_lines()
         begun = next_chunk(lines)
-        own_site.front.abort()
+        own_site.call(own_site.front.abort)
         *parts, usage = [begun, *chunks("\n".join(lines))]
     assert parts[-1]["choices"][0]["finish_reason"] == "abort" and ANSWER.startswith(text_of(parts)) and text_of(parts)
     assert usage["usage"]["completion_tokens"] <= 8 and engine.cancelled == [0]
     engine.allowed, engine.refusal = 0, UserError("the request was cancelled before it began")
-    own_site.front.abort()
+    own_site.call(own_site.front.abort)
     assert wait_until(lambda: own_site.front.unfinished == 0)
 
 
@@ -254,7 +254,7 @@ def test_an_internal_error_says_nothing_of_the_inside(own_site: Site, text_token
     response = own_site.client.post(CHAT, json={"messages": USER})
     assert response.status_code == 500 and "division" not in response.text
     assert response.json()["error"]["type"] == "InternalServerError"
-    own_site.front.abort()
+    own_site.call(own_site.front.abort)
     assert own_site.front.unfinished == 0
     notes: Any = own_site.front.observer
     assert wait_until(lambda: [one.status for one in notes.exchanges] == [500])
