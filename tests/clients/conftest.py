@@ -53,7 +53,9 @@ def serving(directory: Path, pair: Pair, *flags: str) -> Iterator[Server]:
     log = directory / "server.log"
     with log.open("wb") as out:
         command = [str(Path(sys.executable).parent / "pipedec"), "serve", "--port", "0", "--served-model-name", MODEL]
-        process = subprocess.Popen([*command, *pair.flags, "--stages", "2", *flags], stdin=subprocess.DEVNULL, stdout=out, stderr=out)
+        process = subprocess.Popen(
+            [*command, *pair.flags, "--stages", "2", *flags], stdin=subprocess.DEVNULL, stdout=out, stderr=out
+        )
     try:
         assert wait_until(lambda: process.poll() is not None or _ready_url(log), START_SECONDS), log.read_text()
         url = _ready_url(log)
