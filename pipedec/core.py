@@ -295,6 +295,7 @@ class Update:
         verdict: accepted tokens. With ``finished`` every rank drops the request's lane, and the rows of its that are in flight.
         step: a chunk of the prompt (and of what was said before) until all of it has entered, then rows of the answer's trees.
         logprobs: from the last stage, with a verdict: log-probabilities of the accepted tokens, if requested.
+        prompt_logprobs: from the last stage, while the prompt enters: those of its next tokens, from the second on, if requested.
         slots: of every stage's KV pool, for rows behind those for which the request has slots. They come before the rows.
     """
 
@@ -304,6 +305,7 @@ class Update:
     step: Step | None = None
     logprobs: TokenLogprobs = ()
     slots: SlotRuns = ()
+    prompt_logprobs: TokenLogprobs = ()
 
 
 @dataclass(frozen=True)

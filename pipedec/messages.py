@@ -21,6 +21,7 @@ from pipedec.core import (
     Opening,
     PipedecError,
     SamplingParams,
+    TokenLogprobs,
     Update,
     UserError,
     Verdict,
@@ -267,6 +268,13 @@ class LogprobsEvent:
 
 
 @dataclass(frozen=True)
+class PromptLogprobsEvent:
+    """As ``LogprobsEvent``, for the next tokens of the prompt, from the second one on."""
+
+    logprobs: list[list[tuple[int, float]]]
+
+
+@dataclass(frozen=True)
 class TraceEvents:
     """Tasks of one rank, or of the scheduler."""
 
@@ -374,14 +382,14 @@ class LoadedEvent:
 
 
 Event = (
-    TokensEvent | LogprobsEvent | TraceEvents | OverranEvent | CacheSlotsEvent | PausedEvent | ResumedEvent | CompletionEvent
-    | ErrorEvent | CancelledEvent | AbortEvent | CardEvent | AddressEvent | LoadedEvent
+    TokensEvent | LogprobsEvent | PromptLogprobsEvent | TraceEvents | OverranEvent | CacheSlotsEvent | PausedEvent | ResumedEvent
+    | CompletionEvent | ErrorEvent | CancelledEvent | AbortEvent | CardEvent | AddressEvent | LoadedEvent
 )  # fmt: skip
 _KINDS = {
-    TokensEvent: "tokens", LogprobsEvent: "logprobs", TraceEvents: "trace", OverranEvent: "overran",
-    CacheSlotsEvent: "cache_slots", PausedEvent: "paused", ResumedEvent: "resumed", CompletionEvent: "completion",
-    ErrorEvent: "error", CancelledEvent: "cancelled", AbortEvent: "abort", CardEvent: "card", AddressEvent: "address",
-    LoadedEvent: "loaded",
+    TokensEvent: "tokens", LogprobsEvent: "logprobs", PromptLogprobsEvent: "prompt_logprobs", TraceEvents: "trace",
+    OverranEvent: "overran", CacheSlotsEvent: "cache_slots", PausedEvent: "paused", ResumedEvent: "resumed",
+    CompletionEvent: "completion", ErrorEvent: "error", CancelledEvent: "cancelled", AbortEvent: "abort", CardEvent: "card",
+    AddressEvent: "address", LoadedEvent: "loaded",
 }  # fmt: skip
 _EVENTS = {kind: event for event, kind in _KINDS.items()}
 
@@ -467,6 +475,7 @@ def envelope_to_payload(envelope: Envelope) -> list[Any]:
             0 if update.step is None else update.step.num_rows,
             update.logprobs,
             update.slots,
+            update.prompt_logprobs,
         ]
         for update in envelope.updates
     ]
@@ -484,14 +493,19 @@ def envelope_from_payload(payload: Any, ends_session: bool) -> tuple[Envelope, l
     return Envelope(updates, ends_session), counts
 
 
-def _update(number: Any, opening: Any, accepted: Any, finished: Any, rows: Any, logprobs: Any, slots: Any) -> Update:
+def _update(number: Any, opening: Any, accepted: Any, finished: Any, rows: Any, logprobs: Any, slots: Any, prompt: Any) -> Update:
     return Update(
         int(number),
         None if opening is None else opening_from_payload(opening),
         None if accepted is None else _verdict(accepted, finished),
-        logprobs=tuple(tuple((token, value) for token, value in row) for row in logprobs),
+        logprobs=_logprobs(logprobs),
         slots=tuple((int(first), int(count)) for first, count in slots),
+        prompt_logprobs=_logprobs(prompt),
     )
+
+
+def _logprobs(rows: Any) -> TokenLogprobs:
+    return tuple(tuple((token, value) for token, value in row) for row in rows)
 
 
 def _fields_of(opening: Opening) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from pipedec.messages import (
     LogprobsEvent,
     OverranEvent,
     PausedEvent,
+    PromptLogprobsEvent,
     ResumedEvent,
     ThreadNews,
     TokensEvent,
@@ -126,6 +127,7 @@ class Reply:
     heard: float = field(default_factory=time.monotonic)
     position: str = "0"
     _logprobs: list[dict[int, float]] = field(default_factory=list)
+    _prompt_logprobs: list[dict[int, float]] = field(default_factory=list)
 
     @property
     def has_ended(self) -> bool:
@@ -157,6 +159,8 @@ class Reply:
                 known = [dict(pairs) for pairs in logprobs]
                 self._logprobs += known
                 self._tell(logprobs=known)
+            case PromptLogprobsEvent(logprobs):
+                self._prompt_logprobs += map(dict, logprobs)
             case CompletionEvent():
                 self.completion = self._completed(event)
             case CancelledEvent():
@@ -180,6 +184,8 @@ class Reply:
         metrics.e2e_seconds = time.perf_counter() - self.arrivals.submitted
         if metrics.ttft_seconds is not None:
             metrics.queue_seconds = max(0.0, metrics.ttft_seconds - metrics.prefill_seconds)
+        if completion.prompt_logprobs is not None:
+            completion.prompt_logprobs += self._prompt_logprobs
         if self._logprobs and event.sampled is not None:
             tokens = zip(event.sampled, completion.token_ids, strict=True)
             completion.logprobs = [{token: 0.0} if which < 0 else self._logprobs[which] for which, token in tokens]

@@ -101,9 +101,11 @@ class Company:
         """Whether the method of ``request`` can run here, and its answer can fit.
 
         Raises:
-            UserError: the method is unknown, cannot work with its options, or needs a draft model or a BiTA and there is none; or
-                prompt and answer need more KV memory than there is.
+            UserError: the method is unknown, cannot work with its options, or needs a draft model or a BiTA and there is none;
+                prompt and answer need more KV memory than there is; or the prompt's log-probabilities cannot be had.
         """
+        if request.sampling.prompt_logprobs is not None and (self.whole_prompts or request.threads is not None):
+            raise UserError("prompt_logprobs needs --dispatch windows and an answer in one thread: leave it, or threads, out")
         policy = self._policy(request, single_thread(len(request.prompt_token_ids), (), 1))
         self._memory.check(request, policy.together)
 

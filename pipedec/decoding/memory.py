@@ -63,11 +63,11 @@ class Memory:
 
     def cached_for(self, one: Running) -> int | None:
         """How many tokens a waiting request would find cached if it opened now; None if it cannot."""
-        return None if one.is_closing else self._kv.cached_for(one.text, self._slots_to_open(one) + self._wanted)
+        return None if one.is_closing else self._kv.cached_for(_adoptable(one), self._slots_to_open(one) + self._wanted)
 
     def open(self, one: Running) -> Lease | None:
         """Give a request its first slots; None if there is no room now."""
-        return self._kv.open(one.number, one.text, self._slots_to_open(one))
+        return self._kv.open(one.number, _adoptable(one), self._slots_to_open(one))
 
     def fitted(self, one: Running, claim: Claim) -> Claim:
         """The claim of a request as far as there is memory for it."""
@@ -156,3 +156,8 @@ class Memory:
             return False
         self._grown[one.number] = self._grown.get(one.number, ()) + new
         return True
+
+
+def _adoptable(one: Running) -> Sequence[int]:
+    """The tokens of a request of which it may adopt those that are cached: none if their log-probabilities are requested."""
+    return () if one.request.sampling.prompt_logprobs is not None else one.text

@@ -46,6 +46,7 @@ class Answer:
         self.request = request
         self.completion = Completion(request.method, num_stages, len(request.prompt_token_ids), seed=request.sampling.seed)
         self.completion.metrics.resumed_tokens = len(request.said)
+        self.completion.prompt_logprobs = None if request.sampling.prompt_logprobs is None else [None]  # its client adds the rest
         self.counters = Counters(self.completion.metrics)
         self._new_sequence = new_sequence
         self._prompter = prompter

@@ -21,7 +21,7 @@ from pipedec.engine.tasks import TaskPipeline
 from pipedec.engine.timed_drafter import TimedDrafter
 from pipedec.engine.windows import WindowPipeline
 from pipedec.kv import KVManager
-from pipedec.messages import CompletionEvent, ErrorEvent, PausedEvent, ResumedEvent, TraceEvents, TraceRow
+from pipedec.messages import CompletionEvent, ErrorEvent, PausedEvent, PromptLogprobsEvent, ResumedEvent, TraceEvents, TraceRow
 from pipedec.methods import LayerTreeOptions
 from pipedec.scheduler.protocol import Message
 from pipedec.text.prompt import Prompter
@@ -163,6 +163,10 @@ class _Stream:
         assert result.verdict is not None
         self._answer.counters.accepted(timestep)
         return self._publish(result.verdict, result.logprobs)
+
+    def scored(self, logprobs: TokenLogprobs) -> None:
+        if logprobs:
+            self._queue.put(self._number, PromptLogprobsEvent(list(map(list, logprobs))))
 
     def ended(self, reason: str, method: Method) -> None:
         if not self._finished:  # cancelled, so that no verdict has said so

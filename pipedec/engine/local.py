@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from pipedec.core import EMPTY, KNEE_ROWS, Envelope, Metrics, Opening, Request, Step, Update, UserError, Verdict
+from pipedec.core import EMPTY, KNEE_ROWS, Envelope, Metrics, Opening, Request, Step, TokenLogprobs, Update, UserError, Verdict
 from pipedec.decoding import Company, Drafter, Method, TimestepTiming
 from pipedec.engine.admission import threads_within
 from pipedec.engine.counters import Counters
@@ -40,6 +40,7 @@ class LocalAnswer:
         request: with the seed that was chosen for it.
         sequence: its decode threads.
         logprobs, token_ids: of what was decoded, in the order of decoding; of an answer in threads since its last pause.
+        prompt_logprobs: of the prompt's tokens from the second one on, if requested.
         finished: why it ended; None while it goes on.
         is_closed: every stage has closed its lane.
         now: see ``Counters``.
@@ -50,6 +51,7 @@ class LocalAnswer:
     metrics: Metrics = field(default_factory=Metrics)
     logprobs: list[dict[int, float]] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
+    prompt_logprobs: list[dict[int, float]] = field(default_factory=list)
     finished: str | None = None
     is_closed: bool = False
     now: Callable[[], float] = time.perf_counter
@@ -80,6 +82,9 @@ class LocalAnswer:
         self.logprobs += map(dict, result.logprobs)
         self.token_ids += result.verdict.tokens
         return result.verdict
+
+    def scored(self, logprobs: TokenLogprobs) -> None:
+        self.prompt_logprobs += map(dict, logprobs)
 
     def ended(self, reason: str, method: Method) -> None:
         self.finished = reason

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Protocol
 
-from pipedec.core import Envelope, Opening, Request, Step, Update, Verdict
+from pipedec.core import Envelope, Opening, Request, Step, TokenLogprobs, Update, Verdict
 from pipedec.decoding import Company, Method
 from pipedec.threads import NewSequence
 
@@ -30,11 +30,33 @@ class Reader(Protocol):
     def take(self, result: Update, timestep: int) -> Verdict:
         """Take what the last stage says in ``timestep``; returns its verdict, cut and finished where the answer ends earlier."""
 
+    def scored(self, logprobs: TokenLogprobs) -> None:
+        """The log-probabilities of the next tokens of the prompt, from the second one on; each once."""
+
     def ended(self, reason: str, method: Method) -> None:
         """The answer has ended; ``method`` has followed its last verdict. Every stage will have with the next envelope."""
 
     def closed(self) -> None:
         """Every stage has closed the request's lane."""
+
+
+class _Scored:
+    """How many tokens of a prompt have log-probabilities that its reader knows; after a pause they come again."""
+
+    def __init__(self) -> None:
+        self._told = 0
+        self._come = 0  # since the lane was opened
+
+    def begin(self) -> None:
+        """A lane is opened."""
+        self._come = 0
+
+    def new(self, logprobs: TokenLogprobs) -> TokenLogprobs:
+        """Those that the reader does not know."""
+        known = max(self._told - self._come, 0)
+        self._come += len(logprobs)
+        self._told = max(self._told, self._come)
+        return logprobs[known:]
 
 
 class Pool:
@@ -52,6 +74,7 @@ class Pool:
         self._pausing: set[int] = set()  # those whose lanes the stages have yet to close
         self._closing: dict[int, Reader] = {}  # ended; the stages have yet to say that they have closed the lane
         self._updates: dict[int, Update] = {}  # verdicts of which the stages have yet to be told
+        self._scored: dict[int, _Scored] = {}
 
     @property
     def is_busy(self) -> bool:
@@ -102,6 +125,8 @@ class Pool:
     def take(self, result: Update, timestep: int) -> Verdict | None:
         """Take a result of the last stage. Returns the verdict as far as the answer goes; None if nobody waits for it."""
         number = result.number
+        if result.prompt_logprobs and number in self._running and number not in self._pausing:
+            self._running[number].scored(self._scored[number].new(result.prompt_logprobs))
         if number not in self._running or number in self._pausing or result.verdict is None:
             if result.verdict is not None and result.verdict.finished is not None and not result.verdict.tokens:
                 self._lanes_closed(number, result.verdict.finished)
@@ -124,6 +149,7 @@ class Pool:
         reader = self._running[number]
         if update.opening is not None:
             self._begun.add(number)
+            self._scored.setdefault(number, _Scored()).begin()
             reader.opened(update.opening)
         if update.step is not None:
             reader.entered(update.step)
@@ -149,6 +175,7 @@ class Pool:
 
     def _end(self, number: int, reason: str, method: Method) -> None:
         reader = self._running.pop(number)
+        self._scored.pop(number, None)
         self._new.discard(number)
         self._pausing.discard(number)
         reader.ended(reason, method)

@@ -1,4 +1,4 @@
-"""Log-probabilities of the accepted tokens and of the most probable ones, for requests that set ``logprobs``.
+"""Log-probabilities of tokens and of the most probable ones, for requests that set ``logprobs`` or ``prompt_logprobs``.
 
 They are the log-softmax of the target's logits before bias, penalties and temperature (as in vLLM). Shapes: R rows that enter,
 N rows present, V vocabulary, K = 1 + the number of top tokens.
@@ -47,6 +47,47 @@ class Logprobs:
     def take(self) -> list[list[tuple[int, float]]]:
         """For each token accepted since the last call, the (id, log-probability) of itself and then of the top tokens."""
         taken, self._accepted = self._accepted, []
+        return taken
+
+
+class PromptLogprobs:
+    """For each token of a prompt from the second one on, its log-probability and then the most probable tokens'.
+
+    Args:
+        num_top: as in ``Logprobs``.
+        length: tokens of the prompt.
+    """
+
+    def __init__(self, num_top: int | None, length: int) -> None:
+        self._num_top = num_top
+        self._left = length if num_top is not None else 0  # tokens whose rows have yet to come
+        self._last: Tensor | None = None  # [1, V], logits behind the tokens so far
+        self._ready: list[list[tuple[int, float]]] = []
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it needs the logits of the rows that come next."""
+        return self._left > 0
+
+    def add(self, logits_RV: Tensor, token_ids_R: Tensor) -> None:
+        """The next rows, of these tokens (int64), the first of which belong to the prompt."""
+        if self._num_top is None:
+            return
+        logits_RV, token_ids_R = logits_RV[: self._left], token_ids_R[: self._left]
+        self._left -= len(token_ids_R)
+        if self._last is not None:
+            self._score(torch.cat((self._last, logits_RV[:-1])), token_ids_R, self._num_top)
+        else:
+            self._score(logits_RV[:-1], token_ids_R[1:], self._num_top)
+        self._last = logits_RV[-1:].clone() if self._left else None
+
+    def _score(self, logits_RV: Tensor, token_ids_R: Tensor, num_top: int) -> None:
+        if len(token_ids_R):
+            self._ready += _as_lists(*_top(logits_RV, token_ids_R, num_top))
+
+    def take(self) -> list[list[tuple[int, float]]]:
+        """For each token since the last call, the (id, log-probability) of itself and then of the top tokens."""
+        taken, self._ready = self._ready, []
         return taken
 
 

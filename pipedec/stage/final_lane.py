@@ -9,7 +9,7 @@ from torch.nn.functional import pad
 from pipedec.core import Accepted, Opening, Step, TokenLogprobs, Verdict
 from pipedec.forest import ThreadChanges
 from pipedec.model import KVCache, LaneRows
-from pipedec.sampling import Logprobs
+from pipedec.sampling import Logprobs, PromptLogprobs
 from pipedec.stage.acceptance import Acceptance
 from pipedec.stage.forecasts import Forecasts
 from pipedec.stage.lane import Lane
@@ -44,6 +44,8 @@ class FinalLane(Lane):
         self._acceptance = Acceptance(new_sequence())
         self._forecasts = Forecasts(self._chooser, min(opening.tokens_per_mask, vocab_size), device)
         self._logprobs = Logprobs(opening.sampling.logprobs)
+        self._prompt_logprobs = PromptLogprobs(opening.sampling.prompt_logprobs, opening.prompt_length)
+        self._chunk = torch.zeros(0, dtype=torch.int64, device=device)  # the tokens of the prefill that entered last
         self._successors = torch.zeros(0, dtype=torch.int64, device=device)  # [N], the target's token after each row
         self._first_verdict: Verdict | None = None
         self._entered: LaneRows
@@ -64,9 +66,11 @@ class FinalLane(Lane):
 
     @property
     def num_judged(self) -> int:
-        """How many of the rows that entered last, from the end, need logits: of a prefill only its last token and the masks."""
+        """How many of the rows that entered last, from the end, need logits: of a prefill only its last token and the masks,
+        unless the prompt's log-probabilities are requested.
+        """
         entered = self._entered
-        if entered.visibility is not None:
+        if entered.visibility is not None or self._prompt_logprobs.is_open:
             return entered.num_rows
         return 1 + entered.num_masks if self._cache.past_length == self._prefill_length else 0
 
@@ -79,15 +83,20 @@ class FinalLane(Lane):
 
     def _enter_chunk(self, token_ids: Tensor) -> None:
         """Learn the tokens of a chunk, the first of which belong to the prompt, the others to what was said before."""
+        self._chunk = token_ids
         self._tokens.write(self._cache.slots_behind(len(token_ids)), token_ids)
         self._chooser.add_prompt(token_ids[: max(self._prompt_length - self._cache.past_length, 0)])
 
     def judge(self, logits_RV: Tensor) -> None:
         """Choose the tokens after the ``num_judged`` rows, whose logits these are; after a prefill this is the first verdict."""
-        if self._entered.visibility is None:
-            self._judge_prefill(logits_RV)
-        else:
+        if self._entered.visibility is not None:
             self._judge_rows(logits_RV)
+            return
+        if self._prompt_logprobs.is_open:
+            self._prompt_logprobs.add(logits_RV[: len(self._chunk)], self._chunk)
+            logits_RV = logits_RV[len(self._chunk) - 1 :]
+        if self._cache.past_length == self._prefill_length:
+            self._judge_prefill(logits_RV)
 
     def _judge_prefill(self, logits_RV: Tensor) -> None:
         token = self._chooser.first(logits_RV[:1])
@@ -128,6 +137,10 @@ class FinalLane(Lane):
     def take_logprobs(self) -> TokenLogprobs:
         """The log-probabilities of tokens accepted since the last call, if requested (see ``Logprobs.take``)."""
         return tuple(map(tuple, self._logprobs.take()))
+
+    def take_prompt_logprobs(self) -> TokenLogprobs:
+        """Those of tokens of the prompt that have entered since the last call, if requested (see ``PromptLogprobs.take``)."""
+        return tuple(map(tuple, self._prompt_logprobs.take()))
 
     def _replay(self, advance: Advance, changes: ThreadChanges) -> None:
         past = self._cache.past_length

@@ -35,7 +35,8 @@ class FinalStageWorker(StageWorker):
         """Verify the requests that had rows since the last call.
 
         Returns:
-            the verdicts, with log-probabilities if requested; none for requests of which no further token is accepted.
+            the verdicts, with log-probabilities if requested; none for requests of which no further token is accepted, unless
+            there are log-probabilities of their prompts.
         """
         computed, self._computed = self._computed, ()
         updates = (self._result(number) for number in computed if number in self._lanes)
@@ -43,8 +44,10 @@ class FinalStageWorker(StageWorker):
 
     def _result(self, number: int) -> Update | None:
         lane = cast(FinalLane, self._lanes[number])
-        verdict = lane.verdict()
-        return None if verdict is None else Update(number, verdict=verdict, logprobs=lane.take_logprobs())
+        verdict, prompt = lane.verdict(), lane.take_prompt_logprobs()
+        if verdict is None:
+            return Update(number, prompt_logprobs=prompt) if prompt else None
+        return Update(number, verdict=verdict, logprobs=lane.take_logprobs(), prompt_logprobs=prompt)
 
     def _reply(self, updates: tuple[Update, ...]) -> tuple[Update, ...]:
         """The results. A verdict without tokens tells rank 0 that a lane is closed, and so on every stage."""

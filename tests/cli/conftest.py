@@ -5,14 +5,13 @@ from __future__ import annotations
 import io
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from programs import Started, programs
 
 from pipedec.cli import main
 from pipedec.cluster.local import LocalCluster
@@ -59,30 +58,10 @@ def pipedec(state_directory: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyte
 
 
 @pytest.fixture
-def started(state_directory: Path) -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
+def started(state_directory: Path) -> Iterator[Started]:
     """Starts the program in a process group of its own, as a terminal does; whatever still runs at the end is killed."""
-    processes: list[subprocess.Popen[bytes]] = []
-
-    def start(*arguments: str | Path, background: bool = False) -> subprocess.Popen[bytes]:
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        # A program starts deaf to Ctrl-C if its parent is: decide it here, whatever the tests' own parent decided.
-        usual = signal.signal(signal.SIGINT, signal.SIG_IGN if background else signal.default_int_handler)
-        process = subprocess.Popen(
-            [Path(sys.executable).parent / "pipedec", *map(str, arguments)], stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment, start_new_session=True, bufsize=0,
-        )  # fmt: skip
-        signal.signal(signal.SIGINT, usual)
-        processes.append(process)
-        return process
-
-    yield start
-    for process in processes:
-        with suppress(ProcessLookupError):
-            process.kill()
-        process.wait(10)
-        for stream in (process.stdout, process.stderr):
-            if stream is not None:
-                stream.close()
+    with programs() as start:
+        yield start
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import json
 import signal
 import subprocess
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,12 +14,12 @@ from typing import Any
 import httpx2
 import psutil
 from processes import wait_until
+from programs import Started
 
 from pipedec.cluster.local import LocalCluster
 
 PROMPT = "Natalia sold 12 clips in April."
 START_SECONDS = 60.0
-Started = Callable[..., "subprocess.Popen[bytes]"]
 
 
 class Serving:

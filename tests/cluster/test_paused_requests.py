@@ -21,7 +21,11 @@ from pipedec.scheduler import connect
 
 SLOTS = 480
 LONG = SamplingParams(max_tokens=250, ignore_eos=True)  # only one fits
-SAMPLINGS = (LONG, replace(LONG, temperature=0.9, seed=3, logprobs=2), replace(LONG, repetition_penalty=1.2, stop=("qqqq",)))
+SAMPLINGS = (
+    LONG,
+    replace(LONG, temperature=0.9, seed=3, logprobs=2, prompt_logprobs=1),
+    replace(LONG, repetition_penalty=1.2, stop=("qqqq",)),
+)
 
 
 @pytest.fixture(scope="module")
@@ -40,6 +44,11 @@ def assert_same(found: Completion, wanted: Completion) -> None:
     assert (found.token_ids, found.text, found.finish_reason) == (wanted.token_ids, wanted.text, wanted.finish_reason)
     assert (found.seed, found.threads) == (wanted.seed, wanted.threads)
     assert (found.logprobs is None) == (wanted.logprobs is None)
+    assert (found.prompt_logprobs is None) == (wanted.prompt_logprobs is None)
+    if found.prompt_logprobs is not None and wanted.prompt_logprobs is not None:
+        assert found.prompt_logprobs[0] is None and len(found.prompt_logprobs) == found.prompt_tokens
+        for ours, theirs in zip(found.prompt_logprobs[1:], wanted.prompt_logprobs[1:], strict=True):
+            assert ours == pytest.approx(theirs, abs=1e-3)
     for ours, theirs in zip(found.logprobs or [], wanted.logprobs or [], strict=True):
         assert ours == pytest.approx(theirs, abs=1e-3)
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import pipedec
-from pipedec.core import NO_MASKS, Envelope, Opening, Request, SamplingParams, Step, Update, Verdict
+from pipedec.core import NO_MASKS, Envelope, Opening, Request, SamplingParams, Step, TokenLogprobs, Update, Verdict
 from pipedec.decoding import Method, TimestepTiming
 from pipedec.engine import pool as pool_module
 from pipedec.engine.loop import decode
@@ -107,6 +107,9 @@ class Listening:
 
     def entered(self, step: Step) -> None:
         self.heard.append(("entered", step))
+
+    def scored(self, logprobs: TokenLogprobs) -> None:
+        self.heard.append(("scored", logprobs))
 
     def take(self, result: Update, timestep: int) -> Verdict:
         assert result.verdict is not None

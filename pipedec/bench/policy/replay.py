@@ -15,7 +15,7 @@ from torch import Tensor
 
 from pipedec.bench.policy.drafter import RecordedDrafter
 from pipedec.bench.policy.losses import Losses, losses
-from pipedec.core import Envelope, Load, Metrics, Opening, Request, Step, Update, Verdict
+from pipedec.core import Envelope, Load, Metrics, Opening, Request, Step, TokenLogprobs, Update, Verdict
 from pipedec.decoding import Company, Experience, Method
 from pipedec.decoding.acceptance import Acceptance
 from pipedec.decoding.choices import Choices
@@ -129,6 +129,9 @@ class ReplayedAnswer:
         if result.verdict.finished and self.drafter is not None:
             self._drafted = self.drafter.proposed(result.number, self.answer)  # before the method closes it
         return result.verdict
+
+    def scored(self, logprobs: TokenLogprobs) -> None:
+        """Nothing was recorded of prompts."""
 
     def ended(self, reason: str, method: Method) -> None:
         self.finished = reason

@@ -1,0 +1,106 @@
+"""Log-probabilities of prompts: those of transformers, however the prompt enters and whoever else is in the pipeline."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from kv_budgets import with_slots
+from tiny_pair import Pair
+from transformers import AutoModelForCausalLM
+
+from pipedec.core import Request, SamplingParams, UserError
+from pipedec.decoding import Company
+from pipedec.engine.local import LocalAnswer, LocalPipeline
+from pipedec.engine.pool import _Scored
+from pipedec.threads import load_dialect, single_thread
+
+PROMPT = tuple(7 + (31 * index * index) % 290 for index in range(150))  # several chunks
+ASKED = SamplingParams(max_tokens=6, ignore_eos=True, prompt_logprobs=3)
+TOLERANCE = 1e-4
+
+
+@pytest.fixture(scope="module")
+def expected(pair: Pair) -> torch.Tensor:
+    """transformers' log-probabilities behind every token of the prompt."""
+    model = AutoModelForCausalLM.from_pretrained(pair.target, dtype=torch.float32)
+    with torch.inference_mode():
+        logprobs: torch.Tensor = model(torch.tensor([PROMPT])).logits[0].log_softmax(-1)
+    return logprobs
+
+
+def assert_right(answer: LocalAnswer, expected: torch.Tensor) -> None:
+    """Every token from the second one on has its own log-probability first, then those of the most probable tokens."""
+    prompt, num_top = answer.request.prompt_token_ids, answer.request.sampling.prompt_logprobs
+    assert num_top is not None and len(answer.prompt_logprobs) == len(prompt) - 1
+    for position, found in enumerate(answer.prompt_logprobs):
+        row_V, token = expected[position], prompt[position + 1]
+        assert next(iter(found)) == token
+        likely = {int(top): float(row_V[top]) for top in row_V.topk(num_top).indices}
+        assert found == pytest.approx({token: float(row_V[token]), **likely}, abs=TOLERANCE)
+
+
+@pytest.mark.parametrize("stages", [1, 2, 4])
+@pytest.mark.parametrize("method", ["pp", "pipedec-bestfirst", "bita"])
+def test_they_are_those_of_transformers(pair: Pair, expected: torch.Tensor, stages: int, method: str) -> None:
+    pipeline = LocalPipeline.load(pair.spec(stages))
+    told = [token for verdict in pipeline.run(Request(0, PROMPT, ASKED, method)) for token in verdict.tokens]
+    assert_right(pipeline.last, expected)
+    unasked = replace(ASKED, prompt_logprobs=None)
+    assert told == [token for verdict in pipeline.run(Request(1, PROMPT, unasked, method)) for token in verdict.tokens]
+    assert pipeline.last.prompt_logprobs == []
+
+
+def test_in_company_and_behind_a_prompt_that_is_cached(pair: Pair, expected: torch.Tensor) -> None:
+    """Nothing is adopted, since a cached token has no logits; others adopt what this request has computed."""
+    pipeline = LocalPipeline.load(pair.spec(2))
+    sampled = replace(ASKED, temperature=1.0, seed=4, logit_bias={9: 3.0}, repetition_penalty=1.3, logprobs=1)
+    unasked = replace(ASKED, prompt_logprobs=None)
+    requests = [
+        Request(0, PROMPT, unasked), Request(1, PROMPT[:90], sampled), Request(2, PROMPT[:1], ASKED),
+        Request(3, PROMPT, replace(ASKED, prompt_logprobs=0), "bita"),
+    ]  # fmt: skip
+    later = [Request(4, PROMPT, ASKED), Request(5, PROMPT, unasked)]
+    list(pipeline.run_all({1: requests[:2], 3: requests[2:], 60: later}))
+    answers = pipeline.answers
+    for number in (1, 2, 3, 4):
+        assert_right(answers[number], expected)
+        assert answers[number].metrics.cached_tokens == 0
+    assert len(answers[1].logprobs) == ASKED.max_tokens, "those of the answer are told, too"
+    assert answers[5].metrics.cached_tokens > 0 and answers[5].prompt_logprobs == []
+
+
+def test_nothing_is_told_twice_after_a_pause(pair: Pair, expected: torch.Tensor) -> None:
+    pipeline = LocalPipeline.load(with_slots(pair.spec(2), 400))
+    paused = Request(0, PROMPT, replace(ASKED, max_tokens=120), "pp", priority=5)
+    urgent = Request(1, PROMPT[::-1], replace(ASKED, max_tokens=100, prompt_logprobs=None), "pp")
+    list(pipeline.run_all({1: [paused], 25: [urgent]}))
+    assert pipeline.answers[0].metrics.pauses > 0
+    assert_right(pipeline.answers[0], expected)
+
+
+def test_an_answer_that_is_resumed_scores_its_prompt_only(pair: Pair, expected: torch.Tensor) -> None:
+    pipeline = LocalPipeline.load(pair.spec(2))
+    list(pipeline.run(Request(0, PROMPT[:20], replace(ASKED, max_tokens=60), said=PROMPT[20:70])))
+    assert_right(pipeline.last, expected)
+
+
+def test_a_pause_in_the_middle_of_a_prompt() -> None:
+    scored, rows = _Scored(), tuple(((token, -1.0),) for token in range(9))
+    scored.begin()
+    assert scored.new(rows[:3]) + scored.new(rows[3:5]) == rows[:5]
+    for _ in range(2):
+        scored.begin()
+        assert scored.new(rows[:4]) == ()
+    assert scored.new(rows[4:9]) == rows[5:]
+    scored.begin()
+    assert scored.new(rows) == ()
+
+
+@pytest.mark.parametrize(("threads", "dispatch"), [(load_dialect("pasta").to_json(), "windows"), (None, "tasks")])
+def test_where_they_cannot_be_had(threads: str | None, dispatch: str) -> None:
+    company = Company(2)
+    company.whole_prompts = dispatch == "tasks"
+    with pytest.raises(UserError, match="prompt_logprobs needs --dispatch windows and an answer in one thread"):
+        company.open(Request(0, PROMPT, ASKED, "pp", threads=threads), lambda: single_thread(len(PROMPT), (), 6))

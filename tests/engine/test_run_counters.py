@@ -1,0 +1,94 @@
+"""The counters of a run: what enters is told apart by kind, and what is accepted by its depth below the root."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from tiny_pair import Pair
+
+from pipedec.core import Envelope, Request, SamplingParams, Step, Update
+from pipedec.decoding import Company, TimestepTiming
+from pipedec.decoding.tally import POSITIONS, Tally
+from pipedec.engine.local import LocalPipeline
+from pipedec.engine.recorder import Timestep
+from pipedec.engine.run_counters import ROW_BOUNDS, SECOND_BOUNDS, RunCounters
+from pipedec.kv import KVManager
+from pipedec.methods import StaticTreeOptions
+from pipedec.threads import single_thread
+
+PROMPT = tuple(range(5, 105))
+SAMPLING = SamplingParams(max_tokens=13, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def pipeline(pair: Pair) -> LocalPipeline:
+    """Its draft is the target, so that the most probable guess is right."""
+    return LocalPipeline.load(replace(pair.spec(stages=2, draft=str(pair.target)), prefix_cache=False))
+
+
+def counted(pipeline: LocalPipeline, *requests: Request) -> Tally:
+    pipeline._company.tally = Tally()
+    list(pipeline.run_all({1: requests}))
+    return pipeline._company.tally
+
+
+@pytest.mark.parametrize("method", ["pp", "stpp", "pipedec", "pipedec-bestfirst", "bita"])
+def test_every_row_is_of_one_kind(pipeline: LocalPipeline, method: str) -> None:
+    tally = counted(pipeline, *(Request(number, PROMPT, SAMPLING, method) for number in range(2)))
+    metrics = [answer.metrics for answer in pipeline.answers.values()]
+    assert tally.prompt_rows == 2 * len(PROMPT)
+    assert tally.draft_rows == sum(each.draft_tokens for each in metrics)
+    assert tally.drafts == tally.root_rows == sum(each.misses for each in metrics) > 0
+    assert tally.accepted_tokens == sum(each.hits for each in metrics)
+    assert (tally.mask_rows > 0) == (method == "bita")
+    assert tally.rows == tally.prompt_rows + tally.root_rows + tally.draft_rows + tally.mask_rows
+    assert list(tally.accepted_per_pos) == sorted(tally.accepted_per_pos, reverse=True)
+    assert sum(tally.accepted_per_pos) == tally.accepted_tokens
+    if method == "pp":
+        assert (tally.draft_rows, tally.accepted_tokens, tally.drafts) == (0, 0, 24)
+
+
+def test_accepted_tokens_by_position(pipeline: LocalPipeline) -> None:
+    """Four roots below which two of the two layers are right."""
+    tally = counted(pipeline, Request(0, PROMPT, SAMPLING, "stpp", StaticTreeOptions(width=3, children=2, depth=2)))
+    assert (tally.drafts, tally.draft_rows, tally.accepted_per_pos[:3]) == (4, 20, [4, 4, 0])
+
+
+def test_tokens_of_a_long_row_of_hits() -> None:
+    tally = Tally()
+    for depth in range(0, 40, 4):
+        tally.accept(depth, 4)
+    assert tally.accepted_tokens == 40 and tally.accepted_per_pos == [1] * POSITIONS
+
+
+def test_requests_without_kv_memory_wait() -> None:
+    company = Company(2, kv=KVManager(160, 16))
+    for number in range(2):
+        company.open(Request(number, PROMPT, SAMPLING, "pp"), partial(single_thread, len(PROMPT), (), 13))
+    assert (company.num_running, company.num_waiting) == (0, 2)
+    company.propose()
+    assert (company.num_running, company.num_waiting) == (1, 1)
+    company.pause(0)
+    assert company.num_waiting == 2 and company.tally.pauses == 1
+
+
+def test_timesteps_fall_into_buckets(pipeline: LocalPipeline) -> None:
+    counters = RunCounters(pipeline._company)
+
+    def note(rows: int, seconds: float | None) -> None:
+        ids = torch.zeros(rows, dtype=torch.int64)
+        entered = Envelope((Update(0, step=Step(ids, ids)),) if rows else ())
+        counters.note(Timestep(1, entered, timing=None if seconds is None else TimestepTiming(seconds, 0.0, ())))
+
+    for rows, seconds in ((1, None), (2, 0.0005), (3, 0.0006), (0, 9.0), (5000, 0.022)):
+        note(rows, seconds)
+    stats = counters.stats()
+    assert stats.timesteps == 5
+    assert (stats.rows_per_timestep.bounds, stats.timestep_seconds.bounds) == (ROW_BOUNDS, SECOND_BOUNDS)
+    assert stats.rows_per_timestep.counts == (1, 1, 1, *[0] * (len(ROW_BOUNDS) - 3), 1)
+    assert stats.rows_per_timestep.total == 5006
+    assert stats.timestep_seconds.counts == (1, 1, 0, 0, 0, 0, 1, *[0] * (len(SECOND_BOUNDS) - 7), 1)
+    assert stats.timestep_seconds.total == pytest.approx(9.0231)
