@@ -21,7 +21,7 @@ from fastapi.responses import Response
 
 from pipedec.client.async_client import AsyncClient
 from pipedec.cluster.address import RunAddress
-from pipedec.core import PipedecError, SchedulerLost
+from pipedec.core import PipedecError, SchedulerLost, UserError
 from pipedec.server.cluster_process import ClusterEnded, ClusterProcess
 from pipedec.server.connection import LimitedConnection
 from pipedec.server.front import Front, Served, context_length
@@ -132,7 +132,7 @@ class ServerProcess:
     async def _attach(self, client: AsyncClient) -> None:
         description = client.description
         directory = self._options.tokenizer or Path(description.target)
-        tokenizer = await asyncio.to_thread(Tokenizer, directory)
+        tokenizer = await asyncio.to_thread(_tokenizer, directory)
         self._front.attach(Served(client, tokenizer, description, context_length(description, directory)))
         self._metrics.attach(client.status)
         self._on_ready()
@@ -183,6 +183,14 @@ def _configuration(app: FastAPI, options: RunOptions) -> uvicorn.Config:
         ssl_keyfile=options.ssl_keyfile,
         ssl_certfile=options.ssl_certfile,
     )
+
+
+def _tokenizer(directory: Path) -> Tokenizer:
+    """Raises UserError if there is none."""
+    try:
+        return Tokenizer(directory)
+    except UserError as error:
+        raise UserError(f"{error}: give --tokenizer DIR, a directory with the target's tokenizer") from None
 
 
 async def _first(*tasks: asyncio.Task[Any], seconds: float | None = None) -> None:
