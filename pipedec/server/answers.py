@@ -45,8 +45,8 @@ class Part:
 
 
 def text_of(completion: Completion) -> str:
-    """Without a last character that the answer does not complete."""
-    return completion.text.rstrip(_INCOMPLETE)
+    """Without a last character that was cut off."""
+    return completion.text if completion.finish_reason == "stop" else completion.text.rstrip(_INCOMPLETE)
 
 
 def finish_reason(completion: Completion) -> str:
@@ -58,7 +58,7 @@ def finish_reason(completion: Completion) -> str:
 class _Reader:
     """Turns deltas into parts, each of which has text: tokens whose text is not final wait for the next one.
 
-    A character that the answer does not complete is left out.
+    A last character that was cut off is left out.
     """
 
     index: int
@@ -83,7 +83,7 @@ class _Reader:
         return Part(self.index, final, self._tokens(), delta.threads, self.generation.output_tokens)
 
     def finish(self, completion: Completion) -> Part:
-        rest = completion.text[self.num_characters :].rstrip(_INCOMPLETE)
+        rest = text_of(completion)[self.num_characters :]
         tokens = list(zip(completion.token_ids, completion.logprobs or (), strict=False))[self.num_sent :]
         return Part(self.index, rest, tokens, (), len(completion.token_ids), completion)
 

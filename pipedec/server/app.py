@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
@@ -21,9 +23,22 @@ from pipedec.server.tokens import tokens_router
 _TITLE = "pipedec: an OpenAI-compatible API"
 
 
+class Api(FastAPI):
+    """Documents what it does: mistakes in a body are 400, as OpenAI has it, and not FastAPI's 422."""
+
+    def openapi(self) -> dict[str, Any]:
+        document = super().openapi()
+        for path in document["paths"].values():
+            for operation in path.values():
+                operation["responses"].pop("422", None)
+        for name in ("HTTPValidationError", "ValidationError"):
+            document["components"]["schemas"].pop(name, None)
+        return document
+
+
 def create_app(front: Front) -> FastAPI:
     """All routes and what is around them. ``front`` may change its state at any time."""
-    app = FastAPI(title=_TITLE, version=pipedec.__version__, strict_content_type=False, redoc_url=None)
+    app = Api(title=_TITLE, version=pipedec.__version__, strict_content_type=False, redoc_url=None)
     for make_router in (completions_router, chat_router, tokens_router, models_router, health_router):
         app.include_router(make_router(front))
     app.add_exception_handler(HTTPException, on_http_error)

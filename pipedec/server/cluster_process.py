@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -17,6 +16,7 @@ from contextlib import suppress
 from pipedec.cluster.address import RunAddress
 
 STOP_SECONDS = 20.0
+_HURRY_SECONDS = 2.0
 _ANNOUNCEMENT_BYTES = 1 << 16
 
 
@@ -66,15 +66,17 @@ class ClusterProcess:
         assert self._process is not None
         return await self._process.wait()
 
-    async def stop(self) -> None:
-        """End the cluster in order, or by force if that takes longer than ``STOP_SECONDS``. May be called twice."""
+    async def stop(self, hurry: asyncio.Event) -> None:
+        """End the cluster in order; by force after ``STOP_SECONDS``, or soon after ``hurry`` is set. May be called twice."""
         process = self._process
         if process is None or process.returncode is not None:
             return
         process.terminate()
-        try:
-            await asyncio.wait_for(process.wait(), STOP_SECONDS)
-        except TimeoutError:
+        in_order, in_hurry = asyncio.ensure_future(process.wait()), asyncio.ensure_future(hurry.wait())
+        await asyncio.wait([in_order, in_hurry], timeout=STOP_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+        in_hurry.cancel()
+        await asyncio.wait([in_order], timeout=_HURRY_SECONDS)
+        if not in_order.done():
             with suppress(ProcessLookupError):
-                os.killpg(process.pid, 9)
-            await process.wait()
+                process.kill()
+        await in_order

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -158,7 +157,8 @@ class Metrics(Observer):
         """What ``/metrics`` answers. A cluster that does not answer leaves its own metrics out."""
         if self._status is not None and time.monotonic() >= self._asked + _STATUS_SECONDS:
             self._asked = time.monotonic()
-            self._cluster.status = None
-            with suppress(PipedecError):
+            try:
                 self._cluster.status = await self._status()
+            except PipedecError:
+                self._cluster.status = None
         return Response(generate_latest(self._registry), media_type=CONTENT_TYPE_LATEST)

@@ -145,6 +145,7 @@ class _Body:
             async with asyncio.timeout(self._deadline - time.monotonic()):
                 message = await self._receive()
         except TimeoutError:
+            self.is_complete = True  # there is nothing to take
             seconds = f"{self._settings.body_seconds:g} seconds"
             raise ApiError(408, f"the body has not arrived within {seconds}", headers=_CLOSE) from None
         self._size += len(message.get("body", b""))

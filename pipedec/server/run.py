@@ -21,7 +21,7 @@ from fastapi.responses import Response
 
 from pipedec.client.async_client import AsyncClient
 from pipedec.cluster.address import RunAddress
-from pipedec.core import PipedecError, SchedulerLost
+from pipedec.core import PipedecError, SchedulerLost, UserError
 from pipedec.server.cluster_process import ClusterEnded, ClusterProcess
 from pipedec.server.connection import LimitedConnection
 from pipedec.server.front import Front, Served, context_length
@@ -113,7 +113,7 @@ class ServerProcess:
         finally:
             life.cancel()
             await asyncio.wait([life])
-            await self._close(http)
+            await self._close(http, signals.second)
 
     async def _live(self) -> None:
         """From the start of the cluster to its end. Raises as ``run``."""
@@ -132,7 +132,7 @@ class ServerProcess:
     async def _attach(self, client: AsyncClient) -> None:
         description = client.description
         directory = self._options.tokenizer or Path(description.target)
-        tokenizer = await asyncio.to_thread(Tokenizer, directory)
+        tokenizer = await asyncio.to_thread(_tokenizer, directory)
         self._front.attach(Served(client, tokenizer, description, context_length(description, directory)))
         self._metrics.attach(client.status)
         self._on_ready()
@@ -156,8 +156,8 @@ class ServerProcess:
         while self._front.unfinished:
             await asyncio.sleep(_LOOK_SECONDS)
 
-    async def _close(self, http: asyncio.Task[None]) -> None:
-        """End the server, then the connection to the cluster, then the cluster if it is ours."""
+    async def _close(self, http: asyncio.Task[None], hurry: asyncio.Event) -> None:
+        """End the server, then the connection to the cluster, then the cluster if it is ours: by force in a hurry."""
         self._server.should_exit = True
         try:
             await http
@@ -166,7 +166,7 @@ class ServerProcess:
                 with suppress(PipedecError):
                     await self._client.aclose()
             if isinstance(self._cluster, ClusterProcess):
-                await self._cluster.stop()
+                await self._cluster.stop(hurry)
 
 
 def _configuration(app: FastAPI, options: RunOptions) -> uvicorn.Config:
@@ -183,6 +183,14 @@ def _configuration(app: FastAPI, options: RunOptions) -> uvicorn.Config:
         ssl_keyfile=options.ssl_keyfile,
         ssl_certfile=options.ssl_certfile,
     )
+
+
+def _tokenizer(directory: Path) -> Tokenizer:
+    """Raises UserError if there is none."""
+    try:
+        return Tokenizer(directory)
+    except UserError as error:
+        raise UserError(f"{error}: give --tokenizer DIR, a directory with the target's tokenizer") from None
 
 
 async def _first(*tasks: asyncio.Task[Any], seconds: float | None = None) -> None:

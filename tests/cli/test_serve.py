@@ -321,3 +321,20 @@ def test_https(cluster: LocalCluster, started: Started, tmp_path: Path) -> None:
         assert stream.read_all().is_done
     serving.end()
     assert serving.ended()[0] == 0
+
+
+@pytest.mark.slow
+def test_a_front_end_of_a_cluster_that_is_lost_ends_with_the_cause(pair: Pair, started: Started) -> None:
+    with LocalCluster(pair.spec(2)) as cluster:
+        serving = in_front_of(cluster, started)
+        cluster.kill()
+        status, err = serving.ended()
+    assert status == 1 and len(err.splitlines()) == 2 and err.splitlines()[-1].startswith("pipedec: ")
+
+
+@pytest.mark.slow
+def test_a_tokenizer_that_is_not_there_is_told_in_one_line(cluster: LocalCluster, started: Started, tmp_path: Path) -> None:
+    address = cluster.address
+    flags = ("--redis", address.redis_url, "--run", address.run_id, "--tokenizer", tmp_path, "--port", "0")
+    status, err = Serving(started("serve", *flags)).ended()
+    assert status == 2 and len(err.splitlines()) == 1 and "--tokenizer DIR" in err and str(tmp_path) in err

@@ -318,3 +318,18 @@ def test_a_number_is_opened_once(target: Target) -> None:
 
 def envelope(step: Step | None = None, verdict: Verdict | None = None) -> Envelope:
     return Envelope((Update(1, verdict=verdict, step=step),))
+
+
+def test_a_stage_counts_its_rows_and_those_that_nobody_needed(target: Target) -> None:
+    """Rows that a verdict prunes, those in the trees of a request that ends, and those that arrive behind its end."""
+    stage = begun(target)
+    stage.sync(1, Verdict.of(5))
+    for step in (rows((5, -1)), rows((7, 0), (8, 0)), rows((20, 1), (21, 2), (22, 2))):
+        stage.compute({1: step})
+    assert (stage.rows, stage.pruned_rows) == (len(PROMPT) + 6, 0)
+    stage.sync(1, Verdict.of(8))
+    assert stage.pruned_rows == 2, "7 and 20; 5 is committed, and 8, 21 and 22 are left"
+    stage.sync(1, Verdict((), "cancelled"))
+    assert stage.pruned_rows == 5
+    stage.compute({1: rows((30, 0), (31, 0))})
+    assert (stage.rows, stage.pruned_rows) == (len(PROMPT) + 6, 7)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from starlette.responses import Response
 
 from pipedec.core import Completion, SamplingParams, SchedulerLost
 from pipedec.core import Metrics as AnswerMetrics
@@ -198,6 +199,25 @@ def test_many_scrapes_ask_the_cluster_once_a_second() -> None:
     for _ in range(5):
         assert value(exposition(metrics), "vllm:num_requests_waiting") == len(asked) + 1
     assert len(asked) < 5
+
+
+def test_scrapes_at_the_same_time_all_have_the_last_status() -> None:
+    metrics, asked = Metrics("tiny"), asyncio.Event()
+
+    async def status() -> RunStatus:
+        if asked.is_set():
+            await asyncio.sleep(0.05)
+        asked.set()
+        return STATUS
+
+    async def scrapes() -> list[Response]:
+        await metrics.response()
+        metrics._asked = 0.0  # a second later
+        return await asyncio.gather(metrics.response(), metrics.response())
+
+    metrics.attach(status)
+    for response in asyncio.run(scrapes()):
+        assert value(bytes(response.body).decode(), "vllm:num_requests_waiting") == 5
 
 
 def test_every_metric_of_the_dashboard_exists(metrics: Metrics) -> None:

@@ -1,0 +1,66 @@
+"""Clients that go away, or stop reading: their requests are cancelled, and others go on."""
+
+from __future__ import annotations
+
+import json
+import socket
+import struct
+
+import pytest
+from http_server import Site
+from processes import wait_until
+from scripted_engine import ANSWER
+from streams import CHAT, COMPLETIONS, USER, next_chunk, open_stream, stream, text_of
+
+BOTH = pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+
+
+def send(site: Site, path: str, connection: socket.socket, **fields: object) -> None:
+    """Send a request, and read nothing."""
+    body = json.dumps({"prompt": "hello", "messages": USER, **fields}).encode()
+    head = f"POST {path} HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+    connection.sendall(head.encode() + body)
+
+
+def reset(connection: socket.socket) -> None:
+    """As when a client's machine vanishes and comes back: RST instead of FIN."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    connection.close()
+
+
+@BOTH
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("leave", [socket.socket.close, reset])
+def test_the_requests_of_a_client_that_leaves_are_cancelled(site: Site, path: str, n: int, streamed: bool, leave: object) -> None:
+    site.engine.allowed = 2
+    connection = site.connect()
+    send(site, path, connection, n=n, stream=streamed)
+    assert wait_until(lambda: site.front.unfinished == n)
+    leave(connection)  # type: ignore[operator]
+    assert wait_until(lambda: site.front.unfinished == 0)
+    assert wait_until(lambda: sorted(site.engine.cancelled) == list(range(n)))
+
+
+@BOTH
+def test_a_client_that_leaves_in_mid_stream_is_noticed_before_the_next_token(site: Site, path: str) -> None:
+    site.engine.allowed = 6
+    with open_stream(site, path) as response:
+        next_chunk(response.iter_lines())
+    assert wait_until(lambda: site.engine.cancelled == [0]) and site.front.unfinished == 0
+
+
+def test_an_answer_that_was_read_is_not_cancelled(site: Site) -> None:
+    stream(site, CHAT)
+    site.client.post(COMPLETIONS, json={"prompt": "hello"})
+    assert site.front.unfinished == 0 and site.engine.cancelled == []
+
+
+def test_a_client_that_stops_reading_stalls_nobody_and_loses_its_stream(site: Site) -> None:
+    with socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.connect(("127.0.0.1", site.port))
+        send(site, CHAT, connection, stream=True, n=8, ignore_eos=True, max_tokens=900, logprobs=True, top_logprobs=5)
+        assert wait_until(lambda: site.front.unfinished > 0)
+        assert text_of(stream(site, CHAT)) == ANSWER
+        assert wait_until(lambda: site.front.unfinished == 0)

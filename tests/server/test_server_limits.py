@@ -1,0 +1,276 @@
+"""Limits, keys and states of the server: bodies that are too large or too slow, 401, 503, draining, aborting."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from http_server import Site, served
+from processes import wait_until
+from scripted_engine import ANSWER, ScriptedEngine
+from streams import CHAT, COMPLETIONS, USER, ask, chunks, next_chunk, open_stream, text_of
+from tiny_pair import CONTEXT
+
+from pipedec.core import QueueFull, RankLost, UserError
+from pipedec.messages import RunDescription
+from pipedec.server.front import Front, Served
+from pipedec.server.observer import Exchange, Generation, Observer
+from pipedec.server.settings import ServerSettings
+from pipedec.text.tokenizer import Tokenizer
+
+KEYS = ("first-key", "second-key")
+DESCRIPTION = RunDescription(((1,),), ((0, 8),), "target")
+BOTH = pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+
+
+class Notes(Observer):
+    """Writes down what it hears."""
+
+    def __init__(self) -> None:
+        self.exchanges: list[Exchange] = []
+        self.answers: list[str] = []
+
+    def began(self, generation: Generation) -> None:
+        self.answers.append(f"began {generation.endpoint} {generation.prompt_tokens} {generation.request_id}")
+
+    def tokens(self, generation: Generation, count: int, arrived: float) -> None:
+        self.answers.append(f"tokens {count}")
+
+    def ended(self, generation: Generation, reason: str, completion: object) -> None:
+        self.answers.append(f"ended {reason} {generation.output_tokens}")
+
+    def responded(self, exchange: Exchange) -> None:
+        self.exchanges.append(exchange)
+
+
+@pytest.fixture
+def own_front(text_tokenizer: Tokenizer, answer_ids: list[int]) -> Front:
+    """A front-end of the test's own that has keys, allows an origin and has nothing attached yet."""
+    settings = ServerSettings(("tiny",), api_keys=KEYS, allowed_origins=("https://chat.example",))
+    return Front(settings, Notes())
+
+
+@pytest.fixture
+def own_site(own_front: Front) -> Iterator[Site]:
+    with served(own_front) as site:
+        site.client.headers["authorization"] = f"Bearer {KEYS[1]}"
+        yield site
+
+
+def attach(front: Front, tokenizer: Tokenizer, answer_ids: list[int]) -> ScriptedEngine:
+    engine = ScriptedEngine(tokenizer, lambda request: [[token] for token in answer_ids])
+    front.attach(Served(engine, tokenizer, DESCRIPTION, CONTEXT))
+    return engine
+
+
+def raw_answer(connection: socket.socket) -> bytes:
+    """All that comes until the server closes the connection."""
+    return b"".join(iter(lambda: connection.recv(65536), b""))
+
+
+def test_a_large_body_is_refused_before_all_of_it_has_come(site: Site) -> None:
+    with site.connect() as connection:
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: 50000000\r\n\r\n" + b"x" * 1000)
+        answer = raw_answer(connection)
+    assert answer.startswith(b"HTTP/1.1 413") and b"1,000,000 bytes" in answer
+
+
+def test_a_client_that_sends_a_large_body_reads_the_refusal(site: Site) -> None:
+    response = site.client.post(COMPLETIONS, content=b"x" * 3_000_000)
+    assert response.status_code == 413 and response.json()["error"]["type"] == "RequestTooLargeError"
+
+
+def test_a_large_body_of_unknown_length_is_refused(site: Site) -> None:
+    response = site.client.post(CHAT, content=(b"x" * 100_000 for _ in range(15)))
+    assert response.status_code == 413
+
+
+def test_a_slow_body_is_given_up(site: Site) -> None:
+    with site.connect() as connection:
+        connection.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\ncontent-length: 10\r\n\r\n{}1"
+        )
+        answer = raw_answer(connection)
+    assert answer.startswith(b"HTTP/1.1 408") and b"1 seconds" in answer
+    assert site.engine.requests == [] and site.front.unfinished == 0
+    ask(site, COMPLETIONS)
+
+
+@pytest.mark.parametrize("header", [None, "Bearer wrong", "Basic first-key", "first-key", "Bearer", "Bearer first-ke\xff"])
+def test_without_a_valid_key_only_v1_is_closed(
+    own_site: Site, text_tokenizer: Tokenizer, answer_ids: list[int], header: str | None
+) -> None:
+    attach(own_site.front, text_tokenizer, answer_ids)
+    own_site.client.headers.pop("authorization")
+    headers = {} if header is None else {"authorization": header.encode("latin-1")}
+    for method, path in (("GET", "/v1/models"), ("POST", COMPLETIONS), ("POST", CHAT), ("GET", "/v1/nothing")):
+        response = own_site.client.request(method, path, headers=headers)
+        assert response.status_code == 401 and response.headers["www-authenticate"] == "Bearer"
+        assert response.json()["error"]["type"] == "AuthenticationError"
+    assert own_site.client.get("/health", headers=headers).status_code == 200
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_every_key_opens(own_site: Site, key: str) -> None:
+    assert own_site.client.get("/v1/models", headers={"authorization": f"bearer {key}"}).status_code == 200
+
+
+def test_pages_of_allowed_origins_may_ask(own_site: Site) -> None:
+    asked = {
+        "origin": "https://chat.example",
+        "access-control-request-method": "POST",
+        "access-control-request-headers": "authorization",
+    }
+    response = own_site.client.options(CHAT, headers=asked)
+    assert response.status_code == 200 and response.headers["access-control-allow-origin"] == "https://chat.example"
+    assert own_site.client.options(CHAT, headers={**asked, "origin": "https://evil.example"}).status_code == 400
+    response = own_site.client.get("/v1/models", headers={"origin": "https://chat.example", "authorization": ""})
+    assert response.status_code == 401 and "access-control-allow-origin" in response.headers
+
+
+def test_while_the_model_is_loading_requests_are_refused_and_models_are_listed(
+    own_site: Site, text_tokenizer: Tokenizer, answer_ids: list[int]
+) -> None:
+    for method, path in (("POST", COMPLETIONS), ("POST", CHAT), ("POST", "/tokenize"), ("GET", "/health"), ("GET", "/ready")):
+        body = {"prompt": "hello", "messages": USER} if method == "POST" else None
+        response = own_site.client.request(method, path, json=body)
+        assert response.status_code == 503 and "loading" in response.json()["error"]["message"]
+        assert int(response.headers["retry-after"]) > 0
+    assert own_site.client.get("/v1/models").json()["data"][0]["id"] == "tiny"
+    attach(own_site.front, text_tokenizer, answer_ids)
+    assert own_site.client.get("/health").status_code == own_site.client.get("/ready").status_code == 200
+    ask(own_site, CHAT)
+
+
+@BOTH
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_full_queue_is_503_with_retry_after(site: Site, path: str, streamed: bool) -> None:
+    site.engine.full, site.engine.full_after = QueueFull("1000 requests are unfinished: try again later"), 2
+    body = {"prompt": "hello", "messages": USER, "n": 4, "stream": streamed}
+    response = site.client.post(path, json=body)
+    assert response.status_code == 503 and int(response.headers["retry-after"]) > 0
+    assert response.json()["error"]["type"] == "ServiceUnavailableError"
+    assert wait_until(lambda: site.engine.cancelled == [0, 1]) and site.front.unfinished == 0
+
+
+@BOTH
+def test_what_the_engine_refuses_is_a_bad_request(site: Site, path: str) -> None:
+    site.engine.refusal = UserError("the prompt is wrong: mend it")
+    response = site.client.post(path, json={"prompt": "hello", "messages": USER})
+    assert response.status_code == 400 and response.json()["error"]["message"] == "the prompt is wrong: mend it"
+
+
+@BOTH
+def test_a_lost_cluster_ends_open_answers_with_an_error(site: Site, path: str) -> None:
+    site.engine.allowed = 4
+    with open_stream(site, path) as response:
+        lines = response.iter_lines()
+        next_chunk(lines)
+        site.engine.failure = RankLost("rank 2 died")
+        rest = [line for line in lines if line]
+    assert json.loads(rest[-2][6:])["error"]["code"] == 503 and "rank 2 died" in rest[-2]
+    assert rest[-1] == "data: [DONE]"
+    response = site.client.post(path, json={"prompt": "hello", "messages": USER})
+    assert response.status_code == 503 and "rank 2 died" in response.json()["error"]["message"]
+    assert site.front.unfinished == 0
+
+
+def test_a_lost_cluster_takes_no_requests(own_site: Site, text_tokenizer: Tokenizer, answer_ids: list[int]) -> None:
+    attach(own_site.front, text_tokenizer, answer_ids)
+    own_site.front.lose("rank 2 died")
+    for method, path in (("POST", COMPLETIONS), ("GET", "/health"), ("GET", "/ready")):
+        response = own_site.client.request(method, path, json={"prompt": "hello"} if method == "POST" else None)
+        assert response.status_code == 503 and "rank 2 died" in response.json()["error"]["message"]
+
+
+def test_a_draining_server_finishes_what_it_has_and_takes_nothing_new(
+    own_site: Site, text_tokenizer: Tokenizer, answer_ids: list[int]
+) -> None:
+    engine = attach(own_site.front, text_tokenizer, answer_ids)
+    engine.allowed = 4
+    with open_stream(own_site, CHAT) as response:
+        lines = response.iter_lines()
+        begun = next_chunk(lines)
+        own_site.front.drain()
+        assert own_site.client.get("/ready").status_code == 503 and own_site.client.get("/health").status_code == 200
+        refusal = own_site.client.post(CHAT, json={"messages": USER})
+        assert refusal.status_code == 503 and "retry-after" in refusal.headers
+        assert own_site.front.unfinished == 1
+        engine.allowed = 1000
+        parts = [begun, *chunks("\n".join(lines))]
+    assert text_of(parts) == ANSWER and own_site.front.unfinished == 0
+
+
+def test_aborted_answers_end_with_what_they_have(own_site: Site, text_tokenizer: Tokenizer, answer_ids: list[int]) -> None:
+    engine = attach(own_site.front, text_tokenizer, answer_ids)
+    engine.allowed = 8
+    with open_stream(own_site, CHAT, stream_options={"include_usage": True}) as response:
+        lines = response.iter_lines()
+        begun = next_chunk(lines)
+        own_site.call(own_site.front.abort)
+        *parts, usage = [begun, *chunks("\n".join(lines))]
+    assert parts[-1]["choices"][0]["finish_reason"] == "abort" and ANSWER.startswith(text_of(parts)) and text_of(parts)
+    assert usage["usage"]["completion_tokens"] <= 8 and engine.cancelled == [0]
+    engine.allowed, engine.refusal = 0, UserError("the request was cancelled before it began")
+    own_site.call(own_site.front.abort)
+    assert wait_until(lambda: own_site.front.unfinished == 0)
+
+
+def test_request_ids_come_back_and_mix_nothing(site: Site) -> None:
+    site.engine.allowed = 3
+    with open_stream(site, CHAT) as one, open_stream(site, CHAT, n=2) as other:
+        site.engine.allowed = 1000
+        texts = [text_of(chunks("\n".join(response.iter_lines()))) for response in (one, other)]
+    assert texts == [ANSWER, ANSWER]
+    documents = [site.client.post(CHAT, json={"messages": USER}, headers={"x-request-id": "same"}) for _ in range(2)]
+    assert [response.headers["x-request-id"] for response in documents] == ["same", "same"]
+    assert len({response.json()["id"] for response in documents}) == 2
+    strange = site.client.get("/health", headers={"x-request-id": "x" * 200})
+    assert strange.headers["x-request-id"] != "x" * 200
+
+
+def test_the_observer_hears_of_answers_and_of_refusals(own_site: Site, text_tokenizer: Tokenizer, answer_ids: list[int]) -> None:
+    notes: Any = own_site.front.observer
+    own_site.client.post(COMPLETIONS, json={"prompt": "hi"})
+    attach(own_site.front, text_tokenizer, answer_ids)
+    own_site.client.post(COMPLETIONS, json={"prompt": "hi", "max_tokens": 2}, headers={"x-request-id": "mine"})
+    own_site.client.get("/nothing")
+    assert wait_until(lambda: len(notes.exchanges) == 3)
+    assert notes.answers == ["began /v1/completions 2 mine", "tokens 1", "tokens 1", "ended length 2"]
+    assert [(one.method, one.route, one.status) for one in notes.exchanges] == [
+        ("POST", COMPLETIONS, 503), ("POST", COMPLETIONS, 200), ("GET", "other", 404),
+    ]  # fmt: skip
+    assert "loading" in (notes.exchanges[0].error or "") and notes.exchanges[1].error is None
+
+
+def test_an_internal_error_says_nothing_of_the_inside(own_site: Site, text_tokenizer: Tokenizer, answer_ids: list[int]) -> None:
+    engine = attach(own_site.front, text_tokenizer, answer_ids)
+    engine.script = lambda request: 1 / 0  # type: ignore[assignment, return-value]
+    response = own_site.client.post(CHAT, json={"messages": USER})
+    assert response.status_code == 500 and "division" not in response.text
+    assert response.json()["error"]["type"] == "InternalServerError"
+    own_site.call(own_site.front.abort)
+    assert own_site.front.unfinished == 0
+    notes: Any = own_site.front.observer
+    assert wait_until(lambda: [one.status for one in notes.exchanges] == [500])
+
+
+def test_the_openapi_document_names_fields_and_errors(site: Site) -> None:
+    document = site.client.get("/openapi.json").json()
+    for path, kind in ((COMPLETIONS, "CompletionBody"), (CHAT, "ChatBody")):
+        responses = document["paths"][path]["post"]["responses"]
+        assert {"200", "400", "401", "404", "408", "413", "500", "503"} <= set(responses)
+        assert set(responses["200"]["content"]) == {"application/json", "text/event-stream"}
+        assert {"logit_bias", "stream_options", "method", "threads"} <= set(document["components"]["schemas"][kind]["properties"])
+    assert "swagger" in site.client.get("/docs").text
+    assert "422" not in json.dumps(document["paths"])
+
+
+def test_the_server_loads_no_torch() -> None:
+    code = "import sys, pipedec.server.app; print([name for name in ('torch', 'transformers') if name in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
