@@ -6,16 +6,30 @@ from pipedec.core import Completion, SamplingParams
 from pipedec.methods import BestFirstOptions, BitaOptions, PipeDecOptions, StaticTreeOptions
 
 if TYPE_CHECKING:
+    from pipedec.client.async_llm import AsyncLLM
     from pipedec.client.llm import LLM
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "BestFirstOptions", "BitaOptions", "Completion", "PipeDecOptions", "SamplingParams", "StaticTreeOptions"]
+__all__ = [
+    "LLM",
+    "AsyncLLM",
+    "BestFirstOptions",
+    "BitaOptions",
+    "Completion",
+    "PipeDecOptions",
+    "SamplingParams",
+    "StaticTreeOptions",
+]
 
 
 def __getattr__(name: str) -> Any:
-    """``LLM`` is loaded when it is first used, because it needs torch and a client does not."""
+    """``LLM`` and ``AsyncLLM`` are loaded when they are first used, because they need torch and a client does not."""
     if name == "LLM":
         from pipedec.client.llm import LLM
 
         return LLM
+    if name == "AsyncLLM":
+        from pipedec.client.async_llm import AsyncLLM
+
+        return AsyncLLM
     raise AttributeError(f"module 'pipedec' has no attribute {name!r}")

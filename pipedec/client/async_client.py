@@ -217,11 +217,11 @@ class AsyncClient:
             await asyncio.sleep(_RENEW_SECONDS)
             has_lapsed = not await self.scheduler.renew_owner() or time.monotonic() > renewed + self.scheduler.lease_seconds
             renewed = time.monotonic()
-            if has_lapsed:
-                self._take_lapsed()
             self._check()
             status = await self.scheduler.status()
             check_run(status)
+            if has_lapsed:
+                self._take_lapsed()
             check_silence(status, [reply.reply for reply in self._open.values()], SILENCE_SECONDS)
 
     def _take_ended(self) -> None:

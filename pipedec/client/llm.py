@@ -2,75 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
 from pipedec.client.client import Client
+from pipedec.client.resident import ChatMessage, Prompt, Resident, prompt_list
 from pipedec.client.resumption import Resumption
-from pipedec.cluster.local import LocalCluster
-from pipedec.core import DEFAULT_METHOD, MAX_NUM_SEQS, MAX_WAITING, Completion, MethodOptions, SamplingParams, UserError
-from pipedec.engine.spec import Cut, Limits, Models, PipelineSpec
+from pipedec.core import Completion, MethodOptions, SamplingParams, UserError
 from pipedec.messages import PromptRequest
-from pipedec.methods import find_method, make_options
-from pipedec.threads import load_dialect
-from pipedec.validation import byte_size
 
 Resumable = Completion | Sequence[int] | None  # an answer so far
 
 
-class LLM:
-    """A resident cluster on this machine, which answers many prompts together.
+class LLM(Resident):
+    """A resident cluster on this machine, which answers many prompts together. Its arguments are those of ``Resident``.
 
     Starts in the constructor; ``close`` (or the end of a ``with`` block) stops it.
-
-    Args:
-        target, draft: checkpoint directories; the shipped pair by default, ``draft="none"`` for a pipeline without one.
-        method: as ``--method``.
-        stages, groups, layers, dtype, device, bita, max_model_len, max_num_seqs, max_waiting, kv_cache_memory: as the flags of
-            ``pipedec generate``.
-        prefix_cache: let prompts that begin alike share what is computed of them.
-
-    Raises:
-        UserError: the arguments do not fit together or do not fit the checkpoints.
-        PipedecError: a rank could not start.
     """
 
-    def __init__(
-        self,
-        target: str | Path | None = None,
-        draft: str | Path | None = None,
-        *,
-        method: str | None = None,
-        stages: int = 4,
-        groups: int | None = None,
-        layers: list[int] | None = None,
-        dtype: str = "float32",
-        device: str = "auto",
-        bita: str | Path | None = None,
-        max_model_len: int | None = None,
-        max_num_seqs: int = MAX_NUM_SEQS,
-        max_waiting: int = MAX_WAITING,
-        kv_cache_memory: str | int | None = None,
-        prefix_cache: bool = True,
-    ) -> None:
-        self._method = method
-        models, cut = Models(target, draft, bita), Cut(stages, groups, layers)
-        kv_bytes = None if kv_cache_memory is None else byte_size(str(kv_cache_memory), "kv_cache_memory")
-        limits = Limits(max_model_len, max_num_seqs, max_waiting, kv_bytes, prefix_cache)
-        spec = PipelineSpec.create(models, cut, dtype, device, limits=limits)
-        self._cluster = LocalCluster(spec)
-        self._cluster.start()
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
         assert self._cluster.scheduler is not None
         self._client = Client(self._cluster.scheduler, self._cluster.check)
 
     def generate(
         self,
-        prompts: str | Sequence[str],
+        prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | None = None,
         *,
+        use_tqdm: bool = True,
         raw_prompt: bool = False,
         options: MethodOptions | Mapping[str, Any] | None = None,
         threads: str | Path | None = None,
@@ -81,6 +47,8 @@ class LLM:
         """Answer all prompts together. The completions are in the order of the prompts.
 
         Args:
+            prompts: texts, token ids, or ``{"prompt_token_ids": [...]}``; token ids are taken as they are.
+            use_tqdm: show a progress bar, if there are several prompts and standard error is a terminal.
             options: of the method, for example ``{"width": 16}`` or ``PipeDecOptions(width=16)`` (see ``pipedec.methods``).
             threads: the dialect in which answers may open decode threads, by name or file, as ``--threads``.
             priority: one for all prompts, or one for each. Where requests wait or compete, a lower one is served first.
@@ -93,40 +61,54 @@ class LLM:
                 target never says what is to be resumed. ``tree`` is now called ``options``.
             RankLost, SchedulerLost: the cluster died.
         """
-        texts = [prompts] if isinstance(prompts, str) else list(prompts)
         if tree is not None:
             raise UserError("generate has no tree: give options, for example options={'width': 16}")
-        sampling, given = sampling_params or SamplingParams(), self._checked(options)
-        dialect = None if threads is None else load_dialect(threads).to_json()
-        priorities = [priority] * len(texts) if isinstance(priority, int) else priority
-        if len(priorities) != len(texts):
-            raise UserError(f"{len(priorities)} priorities for {len(texts)} prompts: give one, or one for each prompt")
-        resumptions = _resumptions(prompts, resume)
+        each = prompt_list(prompts)
+        priorities = [priority] * len(each) if isinstance(priority, int) else priority
+        if len(priorities) != len(each):
+            raise UserError(f"{len(priorities)} priorities for {len(each)} prompts: give one, or one for each prompt")
+        resumptions = _resumptions(len(each), each == [prompts], resume)
         requests = [
-            PromptRequest(text, raw_prompt, self._method, sampling, given, threads=dialect, priority=own)
-            for text, own in zip(texts, priorities, strict=True)
+            self._request(prompt, sampling_params, raw_prompt, options, threads, own)
+            for prompt, own in zip(each, priorities, strict=True)
         ]
-        return self._answered(requests, resumptions)
+        return self._answered(requests, resumptions, use_tqdm)
 
-    def _answered(self, requests: list[PromptRequest], resumptions: list[Resumption | None]) -> list[Completion]:
+    def chat(
+        self,
+        messages: Sequence[ChatMessage] | Sequence[Sequence[ChatMessage]],
+        sampling_params: SamplingParams | None = None,
+        *,
+        use_tqdm: bool = True,
+        options: MethodOptions | Mapping[str, Any] | None = None,
+        threads: str | Path | None = None,
+        priority: int | Sequence[int] = 0,
+    ) -> list[Completion]:
+        """Answer one conversation, or several together, each a list of ``{"role": ..., "content": ...}``.
+
+        Args:
+            use_tqdm, options, threads, priority: as of ``generate``.
+
+        Raises:
+            UserError: as ``generate``; or the target has no chat template, or its template refuses the messages.
+            RankLost, SchedulerLost: the cluster died.
+        """
+        conversations: Any = [messages] if not messages or isinstance(messages[0], Mapping) else messages
+        prompts = [self._rendered(conversation, threads) for conversation in conversations]
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, options=options, threads=threads, priority=priority)
+
+    def _answered(self, requests: list[PromptRequest], resumptions: list[Resumption | None], use_tqdm: bool) -> list[Completion]:
         """The completions of requests that go on with these answers."""
         pairs = list(zip(requests, resumptions, strict=True))
-        replies = self._client.ask_all([request if known is None else known.resumed(request) for request, known in pairs])
+        with _progress(len(requests), use_tqdm) as on_end:
+            replies = self._client.ask_all(
+                [request if known is None else known.resumed(request) for request, known in pairs], on_end=on_end
+            )
         completions = [reply.completed() for reply in replies]
         for completion, (request, known) in zip(completions, pairs, strict=True):
             if known is not None and request.sampling.logprobs is not None:
                 known.complete(completion)
         return completions
-
-    def _checked(self, options: MethodOptions | Mapping[str, Any] | None) -> Mapping[str, Any]:
-        """By name, as a request sends them. Raises UserError if they are another method's."""
-        method = self._method or DEFAULT_METHOD
-        expected = find_method(method).options
-        if isinstance(options, MethodOptions) and type(options) is not expected:
-            raise UserError(f"method {method} takes {expected.__name__}, not {type(options).__name__}")
-        given = asdict(options) if isinstance(options, MethodOptions) else dict(options or {})
-        make_options(method, given)
-        return given
 
     def close(self) -> None:
         """Stop the cluster. Nothing is left running."""
@@ -139,10 +121,19 @@ class LLM:
         self.close()
 
 
-def _resumptions(prompts: str | Sequence[str], resume: Resumable | Sequence[Resumable]) -> list[Resumption | None]:
+@contextmanager
+def _progress(count: int, is_wanted: bool) -> Iterator[Callable[[int], None]]:
+    """A bar of ended answers on standard error, if that is a terminal and there are several."""
+    console = Console(stderr=True)
+    columns = (TextColumn("prompts"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, disable=not (is_wanted and count > 1 and console.is_terminal)) as bar:
+        task = bar.add_task("prompts", total=count)
+        yield lambda index: bar.advance(task)
+
+
+def _resumptions(count: int, is_single: bool, resume: Resumable | Sequence[Resumable]) -> list[Resumption | None]:
     """For each prompt the answer so far. Raises UserError if there is not one for each."""
-    count = 1 if isinstance(prompts, str) else len(prompts)
-    given: Any = [None] * count if resume is None else [resume] if isinstance(prompts, str) else resume
+    given: Any = [None] * count if resume is None else [resume] if is_single else resume
     if not isinstance(given, Sequence) or len(given) != count:
         raise UserError(f"resume is not one answer for each of {count} prompts: give a list, with None for a prompt without one")
     return [None if said is None else Resumption.of(said) for said in given]

@@ -15,7 +15,6 @@ from redis.exceptions import NoScriptError
 from pipedec.messages import Event, RunDescription, description_from_json
 from pipedec.scheduler.client import address_of, async_connect, translated_errors
 from pipedec.scheduler.client_calls import (
-    KEY_SECONDS,
     LEASE_MS,
     Call,
     cancel_call,
@@ -87,7 +86,7 @@ class AsyncRedisScheduler:
         """Let ``read_answers``, which another task awaits, return now, or when it is called next."""
         pipe = self._client.pipeline(transaction=True)
         pipe.xadd(self._keys.wake(self._owner), {"wake": ""}, maxlen=1)
-        pipe.expire(self._keys.wake(self._owner), KEY_SECONDS)
+        pipe.pexpire(self._keys.wake(self._owner), LEASE_MS)
         with self._command():
             await pipe.execute()
 

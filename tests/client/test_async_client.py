@@ -64,7 +64,7 @@ def assert_nothing_left(cluster: LocalCluster) -> None:
     scheduler = scheduler_of(cluster)
     assert wait_until(lambda: scheduler.status().running == () and scheduler.status().waiting == 0)
     assert wait_until(lambda: not [key for key in stored(scheduler) if key.startswith(("answer:", "owner", "wake:", "unread"))])
-    assert wait_until(lambda: (stats := scheduler.status().stats) is None or stats.kv.used == stats.kv.kept)
+    assert wait_until(lambda: (stats := scheduler.status().stats) is None or stats.kv.used == 0)
 
 
 def scheduler_of(cluster: LocalCluster) -> RedisScheduler:
@@ -202,7 +202,7 @@ def test_refusals(cluster: LocalCluster) -> None:
         with pytest.raises(UserError, match="empty"):
             await refused.completed()
         waiting = [await client.submit(ENDLESS) for _ in range(104)]
-        with pytest.raises(QueueFull, match="the cluster is full: .* running and .* waiting"):
+        with pytest.raises(QueueFull, match="the cluster is full"):
             await client.submit(ENDLESS)
         for reply in waiting:
             await reply.cancel()

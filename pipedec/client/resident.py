@@ -1,0 +1,115 @@
+"""A cluster on this machine that belongs to one object, and prompts and messages as the Python API takes them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from pipedec.cluster.local import LocalCluster
+from pipedec.core import DEFAULT_METHOD, MAX_NUM_SEQS, MAX_WAITING, MethodOptions, SamplingParams, UserError
+from pipedec.engine.spec import Cut, Limits, Models, PipelineSpec
+from pipedec.messages import PromptRequest
+from pipedec.methods import find_method, make_options
+from pipedec.text.prompt import load_tokenizer
+from pipedec.text.tokenizer import Tokenizer
+from pipedec.threads import load_dialect
+from pipedec.validation import byte_size
+
+Prompt = str | Sequence[int] | Mapping[str, Any]  # text, token ids, or {"prompt": text} or {"prompt_token_ids": ids}
+ChatMessage = Mapping[str, str]
+
+
+class Resident:
+    """Starts a cluster in its constructor; ``_cluster.stop`` ends it.
+
+    Args:
+        target, draft: checkpoint directories; the shipped pair by default, ``draft="none"`` for a pipeline without one.
+        method: as ``--method``.
+        stages, groups, layers, dtype, device, bita, max_model_len, max_num_seqs, max_waiting, kv_cache_memory: as the flags of
+            ``pipedec generate``.
+        prefix_cache: let prompts that begin alike share what is computed of them.
+
+    Raises:
+        UserError: the arguments do not fit together or do not fit the checkpoints.
+        PipedecError: a rank could not start.
+    """
+
+    def __init__(
+        self,
+        target: str | Path | None = None,
+        draft: str | Path | None = None,
+        *,
+        method: str | None = None,
+        stages: int = 4,
+        groups: int | None = None,
+        layers: list[int] | None = None,
+        dtype: str = "float32",
+        device: str = "auto",
+        bita: str | Path | None = None,
+        max_model_len: int | None = None,
+        max_num_seqs: int = MAX_NUM_SEQS,
+        max_waiting: int = MAX_WAITING,
+        kv_cache_memory: str | int | None = None,
+        prefix_cache: bool = True,
+    ) -> None:
+        self._method = method
+        self._tokenizer: Tokenizer | None = None
+        models, cut = Models(target, draft, bita), Cut(stages, groups, layers)
+        kv_bytes = None if kv_cache_memory is None else byte_size(str(kv_cache_memory), "kv_cache_memory")
+        limits = Limits(max_model_len, max_num_seqs, max_waiting, kv_bytes, prefix_cache)
+        self._cluster = LocalCluster(PipelineSpec.create(models, cut, dtype, device, limits=limits))
+        self._cluster.start()
+
+    def _request(
+        self,
+        prompt: Prompt,
+        sampling: SamplingParams | None,
+        raw_prompt: bool,
+        options: MethodOptions | Mapping[str, Any] | None,
+        threads: str | Path | None,
+        priority: int,
+    ) -> PromptRequest:
+        """See ``LLM.generate``. Raises UserError if the method has no such option, or a prompt is neither."""
+        dialect = None if threads is None else load_dialect(threads).to_json()
+        given = self._checked(options)
+        return PromptRequest(
+            _plain(prompt), raw_prompt, self._method, sampling or SamplingParams(), given, threads=dialect, priority=priority
+        )
+
+    def _rendered(self, messages: Sequence[ChatMessage], threads: str | Path | None) -> tuple[int, ...]:
+        """The token ids of a conversation. Raises UserError if the target has no chat template, or it refuses the messages."""
+        if self._tokenizer is None:
+            self._tokenizer = load_tokenizer(Path(self._cluster.description().target))
+        if not self._tokenizer.has_chat_template:
+            raise UserError("the target has no chat template: use generate with a prompt")
+        named: dict[str, Any] = {} if threads is None else {"threads": load_dialect(threads).name}
+        return tuple(self._tokenizer.apply_chat_template(list(messages), **named))
+
+    def _checked(self, options: MethodOptions | Mapping[str, Any] | None) -> Mapping[str, Any]:
+        """By name, as a request sends them. Raises UserError if they are another method's."""
+        method = self._method or DEFAULT_METHOD
+        expected = find_method(method).options
+        if isinstance(options, MethodOptions) and type(options) is not expected:
+            raise UserError(f"method {method} takes {expected.__name__}, not {type(options).__name__}")
+        given = asdict(options) if isinstance(options, MethodOptions) else dict(options or {})
+        make_options(method, given)
+        return given
+
+
+def prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt, or several, as a list: a list of integers is one."""
+    given: Any = prompts
+    is_single = isinstance(given, str | Mapping) or (bool(given) and all(isinstance(token, int) for token in given))
+    return [given] if is_single else list(given)
+
+
+def _plain(prompt: Prompt) -> str | tuple[int, ...]:
+    """Text or token ids. Raises UserError if it is neither."""
+    given = prompt.get("prompt_token_ids", prompt.get("prompt")) if isinstance(prompt, Mapping) else prompt
+    if isinstance(given, str):
+        return given
+    if isinstance(given, Sequence) and all(isinstance(token, int) for token in given):
+        return tuple(given)
+    raise UserError('a prompt is neither text nor token ids: give a string, a list of integers or {"prompt_token_ids": [...]}')
