@@ -152,7 +152,7 @@ class RequestFlags:
         )
 
     def _sampling(self) -> SamplingParams:
-        values = {field.name: getattr(self, field.name) for field in fields(SamplingParams) if field.name != "stop_token_ids"}
+        values = {field.name: getattr(self, field.name) for field in fields(SamplingParams) if hasattr(self, field.name)}
         return SamplingParams(**values | {"logit_bias": dict(map(_token_bias, self.logit_bias)) or None})
 
     def _check_trace(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -50,12 +51,13 @@ class Server:
 def serving(directory: Path, pair: Pair, *flags: str) -> Iterator[Server]:
     """A server of the tiny pair on a free port, which ends with exit status 0 and leaves no process behind."""
     before = marked_processes()
-    log = directory / "server.log"
+    log, state = directory / "server.log", directory / "state"
+    state.mkdir(mode=0o700)
     with log.open("wb") as out:
         command = [str(Path(sys.executable).parent / "pipedec"), "serve", "--port", "0", "--served-model-name", MODEL]
-        process = subprocess.Popen(
-            [*command, *pair.flags, "--stages", "2", *flags], stdin=subprocess.DEVNULL, stdout=out, stderr=out
-        )
+        command += [*pair.flags, "--stages", "2", *flags]
+        environment = {**os.environ, "PIPEDEC_STATE_DIR": str(state)}
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=environment)
     try:
         assert wait_until(lambda: process.poll() is not None or _ready_url(log), START_SECONDS), log.read_text()
         url = _ready_url(log)
@@ -74,6 +76,15 @@ def _ready_url(log: Path) -> str | None:
         if line.startswith("{") and (told := json.loads(line))["event"] == "ready":
             return str(told["url"])
     return None
+
+
+def client_python(name: str) -> Path:
+    """The interpreter of a client's own virtual environment. Skips the test where ``make test-clients`` has not made it."""
+    python = Path(os.environ.get("PIPEDEC_CLIENTS", ".clients")) / name / "bin" / "python"
+    if not python.exists():
+        message = f"{name} is not installed in {python.parents[1]}: make test-clients does that"
+        pytest.skip(message)
+    return python.absolute()
 
 
 @pytest.fixture(scope="module")
