@@ -38,7 +38,7 @@ class Api(FastAPI):
 
 def create_app(front: Front) -> FastAPI:
     """All routes and what is around them. ``front`` may change its state at any time."""
-    app = Api(title=_TITLE, version=pipedec.__version__, strict_content_type=False, redoc_url=None)
+    app = Api(title=_TITLE, version=pipedec.__version__, redoc_url=None)
     for make_router in (completions_router, chat_router, tokens_router, models_router, health_router):
         app.include_router(make_router(front))
     app.add_exception_handler(HTTPException, on_http_error)

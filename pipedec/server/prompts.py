@@ -108,8 +108,7 @@ async def rendered(messages: Sequence[Message], served: Served, begins_answer: b
     """
     documents = [_document(index, message) for index, message in enumerate(messages)]
     text = json.dumps(documents)
-    for document in documents:
-        _check_length(document.get("content") or "", served, "messages")
+    _check_length("".join(document.get("content") or "" for document in documents), served, "messages")
     if wrong := [name for name in variables if name in _OWN_VARIABLES]:
         raise bad_request(f"chat_template_kwargs must not have {wrong[0]}", "chat_template_kwargs")
     try:

@@ -75,11 +75,14 @@ class ScriptedAnswer:
         known = [] if count is None else [logprobs_of(token, count) for token in tokens]
         if count is not None:
             self._completion.logprobs = (self._completion.logprobs or []) + known
-        return ScriptedDelta(text, tokens, known)
+        shown = [ThreadNews((), text, "running", len(tokens))] if self.request.show_threads else []
+        return ScriptedDelta(text, tokens, known, shown)
 
     async def completed(self) -> Completion:
         if self._engine.refusal is not None:
             raise self._engine.refusal
+        if self.request.threads is not None:
+            self._completion.threads = {"threads": [{"path": [], "text": self._completion.text}]}
         count = self.request.sampling.prompt_logprobs
         if count is not None:
             rest = [logprobs_of(token, count) for token in self.request.prompt[1:]]

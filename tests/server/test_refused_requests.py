@@ -41,6 +41,14 @@ def test_a_body_that_is_no_object_is_refused(site: Site, body: bytes) -> None:
     assert "JSON" in refused(site, body)["message"]
 
 
+@pytest.mark.parametrize("content_type", ["text/plain", "application/x-www-form-urlencoded", ""])
+def test_pages_of_other_origins_cannot_ask_without_a_preflight(site: Site, content_type: str) -> None:
+    headers = {"content-type": content_type} if content_type else {}
+    response = site.client.post(COMPLETIONS, content=b'{"prompt": "hello"}', headers=headers)
+    assert response.status_code == 400 and "application/json" in response.json()["error"]["message"]
+    assert site.engine.requests == []
+
+
 @pytest.mark.parametrize(("path", "field"), [(COMPLETIONS, "prompt"), (CHAT, "messages")])
 def test_a_missing_field_is_named(site: Site, path: str, field: str) -> None:
     error = refused(site, {"model": "tiny"}, path)

@@ -143,7 +143,8 @@ def test_many_streams_are_exact_while_others_come_and_go(cluster_site: Site) -> 
     async def leave(number: int) -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", cluster_site.port)
         body = json.dumps({"messages": USER, "max_tokens": 200, "stream": True, "ignore_eos": True}).encode()
-        writer.write(b"POST %s HTTP/1.1\r\nhost: a\r\ncontent-length: %d\r\n\r\n" % (CHAT.encode(), len(body)) + body)
+        head = f"POST {CHAT} HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+        writer.write(head.encode() + body)
         await reader.read(1 + number * 97)
         writer.close()
 
