@@ -10,7 +10,18 @@ TORCH := torch==2.13.0$(shell command -v nvidia-smi > /dev/null 2>&1 || echo +cp
 # Two workers; each has one thread to compute with, and tests of one file stay together because they share clusters and models.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 
-.PHONY: demo test test-all lint clean
+# Clients that others wrote, each in a virtual environment of its own (several gigabytes): `make test-clients`.
+CLIENTS ?= .clients
+PACKAGES_llm := llm==0.36
+PACKAGES_langchain := langchain==1.4.7 langchain-openai==1.7.3
+PACKAGES_lmeval := "lm-eval[api]==0.4.13" transformers==5.23.0
+PACKAGES_aiperf := aiperf==0.13.0
+PACKAGES_guidellm := guidellm==0.8.1
+# vLLM's client needs little of vLLM: no CUDA, and torch and transformers as they are in $(VENV).
+PACKAGES_vllm := --no-deps vllm==0.33.0 aiohttp aiohappyeyeballs aiosignal apache-tvm-ffi attrs cachetools cbor2 cloudpickle einops \
+  frozenlist llguidance msgspec multidict openai_harmony partial_json_parser propcache pybase64 py-cpuinfo pyzmq xgrammar yarl
+
+.PHONY: demo test test-all test-clients lint clean
 
 demo: $(VENV)/.ready
 	$(BIN)/pipedec generate --stages 4 --max-tokens 96 \
@@ -24,6 +35,9 @@ test-all: $(VENV)/.ready-dev
 	@echo "Full tier: all tests."
 	$(PYTEST) --hypothesis-profile=full $(PYTEST_ARGS)
 
+test-clients: $(VENV)/.ready-dev $(foreach name,llm langchain lmeval aiperf guidellm vllm,$(CLIENTS)/$(name)/.ready)
+	PIPEDEC_CLIENTS=$(CLIENTS) $(PYTEST) -rs tests/clients $(PYTEST_ARGS)
+
 lint: $(VENV)/.ready-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -31,7 +45,15 @@ lint: $(VENV)/.ready-dev
 	$(BIN)/lint-imports
 
 clean:
-	rm -rf $(VENV) dist .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) $(CLIENTS) dist .mypy_cache .ruff_cache .import_linter_cache
+
+$(CLIENTS)/%/.ready: Makefile
+	@echo "Setting up $(CLIENTS)/$* ..."
+	@$(PYTHON) -m venv $(CLIENTS)/$*
+	@$(CLIENTS)/$*/bin/python -m pip install --quiet --disable-pip-version-check $(PACKAGES_$*)
+	@[ $* != vllm ] || $(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" \
+	  > "$$($(CLIENTS)/vllm/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/zz_pipedec.pth"
+	@touch $@
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	@echo "Setting up $(VENV) (a few minutes the first time) ..."

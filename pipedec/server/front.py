@@ -6,14 +6,10 @@ The process that runs the server changes the state; the routes read it. Used on 
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Awaitable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from pipedec.config.files import read_text
-from pipedec.core import UserError
 from pipedec.messages import RunDescription
 from pipedec.server.engine import Answer, Engine
 from pipedec.server.errors import ApiError, unavailable
@@ -127,19 +123,3 @@ class Front:
         self._background.discard(task)
         if not task.cancelled():
             task.exception()  # the run is lost: the answer itself says so
-
-
-def context_length(description: RunDescription, directory: Path) -> int:
-    """Tokens of a prompt and its answer together: the run's limit, or the context of the model in ``directory``.
-
-    Raises:
-        UserError: neither is known.
-    """
-    try:
-        positions = json.loads(read_text(directory / "config.json"))["max_position_embeddings"]
-    except (UserError, ValueError, KeyError, TypeError, RecursionError):
-        positions = None
-    known = [limit for limit in (description.max_model_len, positions) if isinstance(limit, int)]
-    if not known:
-        raise UserError(f"no config.json with max_position_embeddings in {directory}: start the cluster with --max-model-len")
-    return min(known)

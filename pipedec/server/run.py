@@ -21,10 +21,11 @@ from fastapi.responses import Response
 
 from pipedec.client.async_client import AsyncClient
 from pipedec.cluster.address import RunAddress
+from pipedec.config import context_length
 from pipedec.core import PipedecError, SchedulerLost, UserError
 from pipedec.server.cluster_process import ClusterEnded, ClusterProcess
 from pipedec.server.connection import LimitedConnection
-from pipedec.server.front import Front, Served, context_length
+from pipedec.server.front import Front, Served
 from pipedec.server.logs import log
 from pipedec.server.metrics import Metrics
 from pipedec.text.tokenizer import Tokenizer
@@ -133,7 +134,7 @@ class ServerProcess:
         description = client.description
         directory = self._options.tokenizer or Path(description.target)
         tokenizer = await asyncio.to_thread(_tokenizer, directory)
-        self._front.attach(Served(client, tokenizer, description, context_length(description, directory)))
+        self._front.attach(Served(client, tokenizer, description, context_length(directory, description.max_model_len)))
         self._metrics.attach(client.status)
         self._on_ready()
 

@@ -18,9 +18,10 @@ from transformers import AutoModelForCausalLM
 from pipedec.client.async_client import AsyncClient
 from pipedec.client.client import Client
 from pipedec.cluster.local import LocalCluster
+from pipedec.config import context_length
 from pipedec.core import Completion, SamplingParams
 from pipedec.messages import PromptRequest
-from pipedec.server.front import Front, Served, context_length
+from pipedec.server.front import Front, Served
 from pipedec.server.settings import ServerSettings
 from pipedec.text.tokenizer import Tokenizer
 
@@ -41,7 +42,7 @@ def cluster_site(pair: Pair, cluster: LocalCluster) -> Iterator[Site]:
     with served(front) as site:
         client = site.run(AsyncClient.connect(address.redis_url, address.run_id))
         tokenizer = Tokenizer(pair.target)
-        front.attach(Served(client, tokenizer, client.description, context_length(client.description, pair.target)))
+        front.attach(Served(client, tokenizer, client.description, context_length(pair.target, client.description.max_model_len)))
         yield site
         site.run(client.aclose())
 
