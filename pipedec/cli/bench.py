@@ -16,6 +16,7 @@ BENCHMARKS = {
     "operations": ("pipedec.cli.benchmarks.operations", "Tree growth, prune, commit and attention against tree size."),
     "alternatives": ("pipedec.cli.benchmarks.alternatives", "The same prompts through transformers, in one process."),
     "layers": ("pipedec.cli.benchmarks.layers", "Large layers on this machine's GPU or CPU against its memory bandwidth."),
+    "serve": ("pipedec.cli.benchmarks.serve", "The HTTP server beside the Python client."),
     "resources": ("pipedec.cli.benchmarks.resources", "Idle CPU, memory per rank, latency of a resident cluster."),
     "timeline": ("pipedec.cli.benchmarks.timeline", "A figure of a trace."),
 }

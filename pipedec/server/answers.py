@@ -9,9 +9,10 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 
+from pipedec.client.reply import Delta
 from pipedec.core import Completion, UserError
 from pipedec.messages import ThreadNews
-from pipedec.server.engine import Answer, Delta
+from pipedec.server.engine import Answer
 from pipedec.server.front import Front
 from pipedec.server.logprobs import TokenLogprob
 from pipedec.server.observer import Generation
@@ -145,14 +146,6 @@ class Answers:
         finally:
             for task in waiting:
                 task.cancel()
-
-    async def completions(self) -> list[Completion]:
-        """All of them, in order. Raises as ``parts``."""
-        completions: dict[int, Completion] = {}
-        async for part in self.parts():
-            if part.completion is not None:
-                completions[part.index] = part.completion
-        return [completions[index] for index in sorted(completions)]
 
     async def _read(self, index: int) -> AsyncIterator[Part]:
         """The parts of one answer; the last one has the completion."""

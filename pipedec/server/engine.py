@@ -2,36 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from typing import Protocol
 
+from pipedec.client.reply import Delta
 from pipedec.core import Completion
-from pipedec.messages import PromptRequest, ThreadNews
-
-
-class Delta(Protocol):
-    """What is new of an answer.
-
-    Attributes:
-        logprobs: of tokens, in order; those of a token come with it or earlier.
-        threads: news of decode threads, if the request has ``show_threads``.
-        arrived: when the last of it came, in seconds of ``time.perf_counter``.
-    """
-
-    @property
-    def text(self) -> str: ...
-
-    @property
-    def token_ids(self) -> Sequence[int]: ...
-
-    @property
-    def logprobs(self) -> Sequence[dict[int, float]]: ...
-
-    @property
-    def threads(self) -> Sequence[ThreadNews]: ...
-
-    @property
-    def arrived(self) -> float: ...
+from pipedec.messages import PromptRequest
 
 
 class Answer(Protocol):

@@ -17,6 +17,7 @@ from starlette.responses import Response
 from pipedec.core import PipedecError, QueueFull, UserError
 from pipedec.validation import shortened
 
+CLIENT_CLOSED_REQUEST = 499  # nginx's status for a client that went away
 _TYPES = {
     400: "BadRequestError", 401: "AuthenticationError", 404: "NotFoundError", 405: "MethodNotAllowedError",
     408: "RequestTimeoutError", 413: "RequestTooLargeError", 500: "InternalServerError", 503: "ServiceUnavailableError",

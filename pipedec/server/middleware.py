@@ -16,14 +16,13 @@ from collections.abc import Sequence
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from pipedec.server.errors import ApiError, error_response
+from pipedec.server.errors import CLIENT_CLOSED_REQUEST, ApiError, error_response
 from pipedec.server.observer import Exchange, Observer
 from pipedec.server.settings import ServerSettings
 
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 _CLOSE = {"Connection": "close"}
 _LINGER_SECONDS = 2.0
-_CLIENT_CLOSED_REQUEST = 499
 _GUARDED = "/v1"
 
 
@@ -44,7 +43,7 @@ class RequestNotes:
         given = Headers(scope=scope).get("x-request-id", "")
         request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
         scope.setdefault("state", {})["request_id"] = request_id
-        started, status = time.perf_counter(), _CLIENT_CLOSED_REQUEST
+        started, status = time.perf_counter(), CLIENT_CLOSED_REQUEST
 
         async def send_noted(message: Message) -> None:
             nonlocal status

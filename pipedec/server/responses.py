@@ -15,12 +15,11 @@ from starlette.responses import Response
 
 from pipedec.core import Completion
 from pipedec.server.answers import Answers, Part
-from pipedec.server.errors import api_error
+from pipedec.server.errors import CLIENT_CLOSED_REQUEST, api_error
 from pipedec.server.protocol import GenerationBody
 from pipedec.server.sse import DONE, EventStream, event
 
 Result = TypeVar("Result")
-CLIENT_CLOSED_REQUEST = 499  # nginx's status for a client that went away
 
 
 class ClientGone(Exception):

@@ -158,8 +158,13 @@ class ServerProcess:
             await asyncio.sleep(_LOOK_SECONDS)
 
     async def _close(self, http: asyncio.Task[None], hurry: asyncio.Event) -> None:
-        """End the server, then the connection to the cluster, then the cluster if it is ours: by force in a hurry."""
+        """End the server, then the connection to the cluster, then the cluster if it is ours: by force in a hurry.
+
+        A cluster that has not taken requests has nothing to finish.
+        """
         self._server.should_exit = True
+        if self._client is None:
+            hurry.set()
         try:
             await http
         finally:

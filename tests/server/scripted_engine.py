@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, field
 
+from pipedec.client.reply import Delta
 from pipedec.core import Completion, Metrics, PipedecError
 from pipedec.messages import PromptRequest, ThreadNews
 from pipedec.text.stream import StopStrings, TextStream
@@ -14,16 +13,6 @@ from pipedec.text.tokenizer import Tokenizer
 
 ANSWER = "Größe, naïve café, 東京 and \U0001f680 need more than one byte."
 Script = Callable[[PromptRequest], Sequence[Sequence[int]]]  # the tokens of each verdict
-
-
-@dataclass
-class ScriptedDelta:
-    text: str
-    token_ids: list[int]
-    logprobs: list[dict[int, float]] = field(default_factory=list)
-    threads: list[ThreadNews] = field(default_factory=list)
-    is_paused: bool = False
-    arrived: float = field(default_factory=time.perf_counter)
 
 
 def logprobs_of(token: int, count: int) -> dict[int, float]:
@@ -43,7 +32,7 @@ class ScriptedAnswer:
             "scripted", 1, len(request.prompt), finish_reason="cancelled", metrics=Metrics(cached_tokens=1)
         )
 
-    async def __aiter__(self) -> AsyncIterator[ScriptedDelta]:
+    async def __aiter__(self) -> AsyncIterator[Delta]:
         sampling = self.request.sampling
         stream = TextStream(lambda ids: self._engine.tokenizer.decode(ids))
         stops = StopStrings(stream, sampling.stop) if sampling.stop else None
@@ -68,18 +57,21 @@ class ScriptedAnswer:
             await asyncio.sleep(0.002)
         return not self.is_cancelled
 
-    def _delta(self, text: str, tokens: list[int]) -> ScriptedDelta:
+    def _delta(self, text: str, tokens: list[int]) -> Delta:
         self._completion.token_ids += tokens
         self._completion.text += text
         count = self.request.sampling.logprobs
         known = [] if count is None else [logprobs_of(token, count) for token in tokens]
         if count is not None:
             self._completion.logprobs = (self._completion.logprobs or []) + known
-        return ScriptedDelta(text, tokens, known)
+        shown = [ThreadNews((), text, "running", len(tokens))] if self.request.show_threads else []
+        return Delta(text, tokens, known, shown)
 
     async def completed(self) -> Completion:
         if self._engine.refusal is not None:
             raise self._engine.refusal
+        if self.request.threads is not None:
+            self._completion.threads = {"threads": [{"path": [], "text": self._completion.text}]}
         count = self.request.sampling.prompt_logprobs
         if count is not None:
             rest = [logprobs_of(token, count) for token in self.request.prompt[1:]]

@@ -274,3 +274,14 @@ def test_the_openapi_document_names_fields_and_errors(site: Site) -> None:
 def test_the_server_loads_no_torch() -> None:
     code = "import sys, pipedec.server.app; print([name for name in ('torch', 'transformers') if name in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+def test_a_silent_stream_pings_so_that_proxies_keep_it(text_tokenizer: Tokenizer, answer_ids: list[int]) -> None:
+    front = Front(ServerSettings(("tiny",), ping_seconds=0.05))
+    engine = attach(front, text_tokenizer, answer_ids)
+    engine.allowed = 0
+    with served(front) as site, open_stream(site, CHAT) as response:
+        lines = response.iter_lines()
+        assert next(lines).startswith(": ping")
+        engine.allowed = 1000
+        assert text_of(chunks("\n".join(lines))) == ANSWER

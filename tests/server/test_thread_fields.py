@@ -1,0 +1,62 @@
+"""Answers in decode threads over HTTP: what reaches the template and the engine, and what comes back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from http_server import Site, served
+from scripted_engine import ANSWER, ScriptedEngine
+from streams import CHAT, COMPLETIONS, ask, stream, text_of
+
+from pipedec.engine.spec import REFERENCE_PAIR
+from pipedec.messages import RunDescription
+from pipedec.server.front import Front, Served
+from pipedec.server.settings import ServerSettings
+from pipedec.text.tokenizer import Tokenizer
+from pipedec.threads import load_dialect
+
+BOTH = pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+
+
+@pytest.fixture(scope="module")
+def threads_tokenizer() -> Tokenizer:
+    """Of the shipped model that opens threads."""
+    return Tokenizer(REFERENCE_PAIR.parent / "reference_threads" / "target")
+
+
+@pytest.fixture
+def threads_site(threads_tokenizer: Tokenizer) -> Iterator[Site]:
+    engine = ScriptedEngine(threads_tokenizer, lambda request: [[token] for token in threads_tokenizer.encode(ANSWER)])
+    front = Front(ServerSettings())
+    front.attach(Served(engine, threads_tokenizer, RunDescription(((1,),), ((0, 4),), "target"), 1024))
+    with served(front) as site:
+        yield site
+
+
+@BOTH
+def test_threads_reach_the_engine_and_come_back(threads_site: Site, path: str) -> None:
+    document = ask(threads_site, path, threads="parallel", max_tokens=200)
+    assert document["choices"][0]["threads"]["threads"][0]["text"] == ANSWER
+    parts = stream(threads_site, path, threads="parallel", max_tokens=200)
+    assert text_of(parts) == ANSWER
+    news = [one for part in parts for one in part["choices"][0].get("threads", [])]
+    assert all((one["path"], one["state"]) == ([], "running") for one in news)
+    assert "".join(one["text"] for one in news) == ANSWER
+    expected = load_dialect("parallel").to_json()
+    assert [(one.threads, one.show_threads) for one in threads_site.engine.requests] == [(expected, False), (expected, True)]
+
+
+def test_the_template_knows_the_dialect(threads_site: Site, threads_tokenizer: Tokenizer) -> None:
+    ask(threads_site, CHAT, threads="apar")
+    ask(threads_site, CHAT)
+    messages = [{"role": "user", "content": "hello"}]
+    with_dialect, without = (threads_tokenizer.apply_chat_template(messages, **given) for given in ({"threads": "apar"}, {}))
+    assert [request.prompt for request in threads_site.engine.requests] == [tuple(with_dialect), tuple(without)]
+    assert with_dialect != without
+
+
+def test_log_probabilities_of_threads_come_with_the_end_of_the_stream(threads_site: Site) -> None:
+    parts = stream(threads_site, CHAT, threads="parallel", logprobs=True)
+    assert [part["choices"][0]["logprobs"] is not None for part in parts] == [False] * (len(parts) - 1) + [True]
+    assert len(parts[-1]["choices"][0]["logprobs"]["content"]) == len(threads_site.engine.tokenizer.encode(ANSWER))
