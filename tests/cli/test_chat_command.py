@@ -117,10 +117,11 @@ def test_ctrl_c_cancels_the_answer_and_not_the_program(known_resident: LocalClus
     assert "(cancelled)" in terminal.until(">>> ")
     terminal.type("half a line\x03")
     terminal.until("Ctrl-D or /exit leaves.")
-    terminal.type("/reset\r")
-    terminal.until("begins anew")
-    terminal.type("/stats\r")
-    terminal.until("There is no answer yet.")
+    for line, told in (("/reset", "begins anew"), ("/stats", "There is no answer yet.")):
+        terminal.until(">>> ")
+        terminal.type(f"{line}\r")
+        terminal.until(told)
+    terminal.until(">>> ")
     terminal.type("\x04")
     assert terminal.ended() == 0
 

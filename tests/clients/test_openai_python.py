@@ -207,7 +207,7 @@ def test_seeds_choices_and_stop_strings(client: openai.OpenAI) -> None:
     assert both == drawn(7, 2) and both[1] == drawn(8, 1)[0]
     stop = next(letter for letter in both[0][1:] if letter != INCOMPLETE)
     stopped = client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=8, temperature=1, seed=7, stop=stop)
-    assert stopped.choices[0].text == both[0][: both[0].index(stop)].rstrip(INCOMPLETE)
+    assert stopped.choices[0].text.rstrip(INCOMPLETE) == both[0][: both[0].index(stop)].rstrip(INCOMPLETE)
     assert stopped.choices[0].finish_reason == "stop"
 
 
