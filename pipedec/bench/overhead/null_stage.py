@@ -75,6 +75,7 @@ class NullStage(StageWorker):
     """
 
     def __init__(self, hidden_size: int, probe: Probe, on_finished: Callable[[], None]) -> None:
+        self.rows = self.pruned_rows = 0  # are not counted
         self._hidden_size = hidden_size
         self._probe = probe
         self._on_finished = on_finished
