@@ -19,6 +19,7 @@ from pipedec.config.cluster import (
 from pipedec.config.environment import (
     cache_directory,
     configured_interface,
+    environment_with,
     optional_secret,
     secret_from_environment,
     ssh_program,
@@ -32,7 +33,8 @@ from pipedec.validation import parse_json
 
 __all__ = [
     "ClusterConfig", "DeviceConfig", "LaunchConfig", "NetworkConfig", "PartitionConfig", "RedisConfig", "ServerConfig",
-    "cache_directory", "cluster_from_json", "cluster_to_json", "configured_interface", "context_length", "load_cluster",
+    "cache_directory", "cluster_from_json", "cluster_to_json", "configured_interface", "context_length", "environment_with",
+    "load_cluster",
     "load_json", "model_shape", "optional_secret", "paper_cluster", "parse_json", "redis_config", "redis_url_from_environment",
     "secret_from_environment", "ssh_program", "state_directory", "transport_environment",
 ]  # fmt: skip

@@ -23,6 +23,11 @@ def optional_secret(name: str) -> str | None:
     return os.environ.get(name) or None
 
 
+def environment_with(**values: str) -> dict[str, str]:
+    """The environment of a child process: this one's, with these changes."""
+    return {**os.environ, **values}
+
+
 def configured_interface() -> str | None:
     """The network interface that the user has chosen for gloo in GLOO_SOCKET_IFNAME, the first of several; None if none."""
     return os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0] or None

@@ -9,6 +9,7 @@ import socket
 import ssl
 import subprocess
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -59,9 +60,13 @@ def own_cluster(started: Started, pair: Pair, *flags: str | Path) -> Serving:
 
 
 def ranks_of(serving: Serving) -> list[psutil.Process]:
-    """The processes below the fork server, which is below the supervisor."""
+    """The processes below the fork server, which is below the supervisor; without those that are just ending."""
     (supervisor,) = psutil.Process(serving.process.pid).children()
-    return [rank for child in supervisor.children() for rank in child.children()]
+    ranks = []
+    for child in supervisor.children():
+        with suppress(psutil.NoSuchProcess):
+            ranks += child.children()
+    return ranks
 
 
 def loads_torch(pid: int) -> bool:

@@ -103,6 +103,7 @@ def test_what_is_counted_is_what_was_answered(pair: Pair, token_ids: tuple[int, 
         counted = stats_of(cluster)
         entered = counted.prompt_rows + counted.root_rows + counted.draft_rows + counted.mask_rows
         assert wait_until(lambda: len(found := status_of(cluster).stages) == STAGES and found[0].rows >= entered)
+        assert wait_until(lambda: all(stage.pruned_rows for stage in status_of(cluster).stages))
         stages = status_of(cluster).stages
     assert (counted.prompt_rows, counted.waiting) == (computed, 0)
     assert counted.accepted_tokens == sum(each.hits for each in metrics) > 0

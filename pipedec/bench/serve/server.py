@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from threading import Timer
@@ -13,6 +12,7 @@ from typing import Self
 import psutil
 
 from pipedec.cluster.address import RunAddress
+from pipedec.config import environment_with
 from pipedec.core import PipedecError
 
 _START_SECONDS = 60.0
@@ -32,7 +32,7 @@ class ServerUnderTest:
     def __init__(self, address: RunAddress) -> None:
         self._process = subprocess.Popen(
             [sys.executable, "-m", "pipedec.cli", "serve", "--run", address.run_id, "--port", "0"],
-            env={**os.environ, "PIPEDEC_REDIS_URL": address.redis_url}, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+            env=environment_with(PIPEDEC_REDIS_URL=address.redis_url), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
         )  # fmt: skip
         self._usage = psutil.Process(self._process.pid)
         self.url, self.model = self._wait_until_ready()
