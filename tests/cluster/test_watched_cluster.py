@@ -145,6 +145,7 @@ def test_a_front_end_that_goes_on_keeps_its_requests(cluster: LocalCluster) -> N
     scheduler, client = scheduler_of(cluster), client_of(cluster)
     kept = scheduler.submit(ENDLESS.to_json(), owner="alive")
     orphan = scheduler.submit(ENDLESS.to_json(), owner="gone")
+    assert wait_until(lambda: status_of(cluster).running == (kept, orphan))
     scheduler.release_owner("gone")
     assert wait_until(lambda: orphan not in status_of(cluster).running and scheduler.renew_owner("alive"))
     assert status_of(cluster).running == (kept,)
