@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -23,6 +24,7 @@ class AsyncLLM(Resident):
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
         self._client: AsyncClient | None = None
+        self._connecting = asyncio.Lock()  # several tasks may ask first
 
     async def submit(
         self,
@@ -82,7 +84,8 @@ class AsyncLLM(Resident):
         await self.aclose()
 
     async def _connected(self) -> AsyncClient:
-        if self._client is None:
-            address = self._cluster.address
-            self._client = await AsyncClient.connect(address.redis_url, address.run_id, check=self._cluster.check)
-        return self._client
+        async with self._connecting:
+            if self._client is None:
+                address = self._cluster.address
+                self._client = await AsyncClient.connect(address.redis_url, address.run_id, check=self._cluster.check)
+            return self._client

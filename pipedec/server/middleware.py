@@ -12,6 +12,7 @@ import re
 import time
 import uuid
 from collections.abc import Sequence
+from contextlib import suppress
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -160,10 +161,8 @@ class _Body:
             await self._send(message)
             return
         await self._send({**message, "more_body": True})
-        try:
+        with suppress(TimeoutError):
             async with asyncio.timeout(_LINGER_SECONDS):
                 while (await self._receive()).get("more_body", False):
-                    pass
-        except TimeoutError:
-            pass
+                    continue
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
 from typing import Any
 
 from sse_starlette import EventSourceResponse
@@ -35,8 +36,7 @@ class EventStream(EventSourceResponse):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await super().__call__(scope, receive, send)
-        except SendTimeoutError:
-            pass  # the server closes the connection, since the response is not complete
+            with suppress(SendTimeoutError):  # the server closes the connection, since the response is not complete
+                await super().__call__(scope, receive, send)
         finally:
             self._close()

@@ -61,6 +61,8 @@ def test_the_asynchronous_llm_says_the_same(llm: LLM, pair: Pair) -> None:
         return "".join([delta.text async for delta in running.generate(prompt, SHORT)])
 
     async def body(running: AsyncLLM) -> None:
+        first, second = await asyncio.gather(running._connected(), running._connected())
+        assert first is second, "tasks that ask first at the same time share a connection"
         async with running:
             assert await asyncio.gather(*(said(running, prompt) for prompt in SENTENCES[:2])) == expected
             assert (await (await running.chat(CONVERSATION, SHORT)).completed()).token_ids == chatted.token_ids
