@@ -8,10 +8,9 @@ from __future__ import annotations
 from functools import cached_property, lru_cache, partial
 from pathlib import Path
 
-from tokenizers import Tokenizer
-
 from pipedec.core import Opening, SamplingParams, UserError
 from pipedec.model import ModelConfig
+from pipedec.text.tokenizer import Tokenizer
 from pipedec.threads import BoundDialect, Dialect, NewSequence, Sequence, bind, replay, single_thread
 
 
@@ -61,15 +60,12 @@ class Sequences:
 
     @cached_property
     def _tokenizer(self) -> Tokenizer:
-        """The fast tokenizer alone, which loads without ``transformers``."""
-        path = self._target / "tokenizer.json"
-        if not path.exists():
+        if not (self._target / "tokenizer.json").exists():
             raise UserError(f"--threads needs a tokenizer.json in {self._target}")
-        return Tokenizer.from_file(str(path))
+        return Tokenizer(self._target)
 
     def _bound(self, dialect: str) -> BoundDialect:
-        tokenizer = self._tokenizer
-        return bind(Dialect.from_json(dialect), tokenizer.token_to_id, self._text_of)
+        return bind(Dialect.from_json(dialect), self._tokenizer.token_id, self._text_of)
 
     def _text_of(self, token: int) -> str:
         return self._tokenizer.decode([token], skip_special_tokens=False)
