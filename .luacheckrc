@@ -6,6 +6,7 @@ read_globals = { "redis", "cjson", "KEYS", "ARGV" }
 -- The loader (pipedec/scheduler/scripts.py) puts shared files in front of a script that names them in its first line
 -- ("-- uses: grant graph"), so such a script uses their locals.
 local grant = { fields = { transfers_of = {} } }
+local fence = { fields = { refusal = {} } }
 local answers = { fields = { append = {} } }
 local graph = {
   fields = {
@@ -14,16 +15,20 @@ local graph = {
   },
 }
 files["lua/begin.lua"] = {
-  read_globals = { "WORKFLOW", "DONE", "PENDING", "BITMAP", "TRACE", "RUN", "NUMBER", graph = graph },
+  read_globals = { "WORKFLOW", "DONE", "PENDING", "BITMAP", "TRACE", "RUN", "NUMBER", graph = graph, fence = fence },
 }
 files["lua/finish.lua"] = {
   read_globals = {
-    "WORKFLOW", "DONE", "RUNNING", "UNREAD", "FIRST_QUEUE", "TTL", "NUMBER", graph = graph, answers = answers,
+    "WORKFLOW", "DONE", "RUN", "RUNNING", "UNREAD", "FIRST_QUEUE", "TTL", "NUMBER", graph = graph, answers = answers, fence = fence,
   },
 }
 for _, script in ipairs({ "publish", "cancel", "abort" }) do
-  files["lua/" .. script .. ".lua"] = { read_globals = { answers = answers } }
+  files["lua/" .. script .. ".lua"] = { read_globals = { answers = answers, fence = fence } }
 end
 files["lua/graph.lua"] = { ignore = { "211/RUNNING", "211/UNREAD" }, read_globals = { grant = grant } }
 files["lua/grant.lua"] = { ignore = { "241/grant" } }
 files["lua/answers.lua"] = { ignore = { "241/answers" } }
+for _, script in ipairs({ "lease", "leave", "note", "open", "orphans", "recover", "stop", "take" }) do
+  files["lua/" .. script .. ".lua"] = { read_globals = { fence = fence } }
+end
+files["lua/fence.lua"] = { ignore = { "241/fence" } }

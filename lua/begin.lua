@@ -1,4 +1,4 @@
--- uses: grant graph
+-- uses: room fence grant graph
 -- begin.lua
 -- Purpose:   starts a workflow, that of a session of windows or of one request: deletes the state of the previous one, tells
 --            every rank of the request, if there is one, and adds the initial tasks.
@@ -6,9 +6,14 @@
 -- KEYS:      as in graph.lua
 -- ARGV:      1 time to live of the keys in seconds  2 number of the workflow  3 entry ranks as ",1,3,"  4 lines of its trace to
 --            keep, 0 for no trace  5 planned tasks, JSON [[id, [ids it depends on], payload JSON text], ...]  6 opening of the
---            request, JSON; empty for a session
+--            request, JSON; empty for a session  7 epoch of the caller
 -- Returns:   1; error PIPEDEC FAILED if the run has failed, PIPEDEC BUSY if a workflow is running,
---            PIPEDEC NOTUP if a session is to begin and the run is not up (nothing changes)
+--            PIPEDEC NOTUP if a session is to begin and the run is not up (nothing changes), PIPEDEC STALE if
+--            the run is in another epoch
+local stale = fence.refusal(RUN, ARGV[7])
+if stale then
+  return stale
+end
 local planned = cjson.decode(ARGV[5])
 local failure = redis.call('HGET', RUN, 'failure')
 if failure then

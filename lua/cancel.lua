@@ -1,4 +1,4 @@
--- uses: answers
+-- uses: room answers
 -- cancel.lua
 -- Purpose:   cancels a request: a waiting one ends at once, a running one as soon as rank 0 learns of it.
 -- Invariant: no cancellation is lost: that of a running request is kept until the request has ended. A request that rank 0 has

@@ -1,4 +1,4 @@
--- uses: grant graph answers
+-- uses: room fence grant graph answers
 -- finish.lua
 -- Purpose:   a rank reports a task done, schedules the tasks that follow from it, publishes events to answers, and receives its
 --            next message, all in one round trip.
@@ -9,9 +9,13 @@
 -- KEYS:      as in graph.lua
 -- ARGV:      1 time to live of the keys in seconds  2 number of the workflow  3 rank  4 id of the finished task
 --            5 planned tasks, JSON [[id, [ids it depends on], payload JSON text], ...]
---            6 events, JSON [[request number, event JSON text], ...]  7 prefix of the answer keys
+--            6 events, JSON [[request number, event JSON text], ...]  7 prefix of the answer keys  8 epoch of the caller
 -- Returns:   the rank's next message (JSON), or nil if its queue is empty; error PIPEDEC LOST if the workflow does not exist
---            any more (FLUSHALL, expiry)
+--            any more (FLUSHALL, expiry), PIPEDEC STALE if the run is in another epoch
+local stale = fence.refusal(RUN, ARGV[8])
+if stale then
+  return stale
+end
 local rank, id = tonumber(ARGV[3]), ARGV[4]
 local planned, events = cjson.decode(ARGV[5]), cjson.decode(ARGV[6])
 local last, reply = 'last ' .. rank, 'reply ' .. rank

@@ -1,12 +1,18 @@
+-- uses: room fence
 -- orphans.lua
 -- Purpose:   ends the requests of owners whose lease has expired: waiting ones at once, running ones as soon as rank 0 learns of
 --            it. Their answers are deleted.
 -- Invariant: nothing changes for requests without an owner, or whose owner lives. A running request whose answer was deleted is
 --            not written any more (see answers.lua).
 -- KEYS:      1 owners (hash)  2 waiting (zset)  3 requests (hash)  4 running (set)  5 cancelled (set)  6 unread (set)
--- ARGV:      1 time to live of the keys in seconds  2 prefix of the owners' leases  3 prefix of the answer keys (whose requests
---            these are is known only here)
+--            7 run (hash)
+-- ARGV:      1 time to live of the keys in seconds  2 prefix of the owners' leases  3 prefix of the answer keys (whose
+--            requests these are is known only here)  4 epoch of the caller
 -- Returns:   list of the numbers of these requests
+local stale = fence.refusal(KEYS[7], ARGV[4])
+if stale then
+  return stale
+end
 local lives, ended = {}, {}
 local owners = redis.call('HGETALL', KEYS[1])
 for index = 1, #owners, 2 do -- numbers and owners alternate

@@ -2,13 +2,19 @@
 -- Purpose:   queues a request for rank 0.
 -- Invariant: requests are accepted only while the run is up and has not failed, and while fewer are unfinished than it allows
 --            (those for which there is a place do not count as waiting); they are numbered from 0 without gaps. While a request
---            waits that rank 0 has not looked for, the bell holds an element.
+--            waits that rank 0 has not looked for, the bell holds an element. An operation with an id that is sent again,
+--            because its
+--            reply was lost, submits nothing more and gets the same number.
 -- KEYS:      1 run (hash)  2 waiting (zset)  3 requests (hash)  4 bell (list)  5 running (set)  6 owners (hash)
---            7 lease of its owner (string)
+--            7 lease of its owner (string)  8 the operation (string)
 -- ARGV:      1 time to live of the keys in seconds  2 the request's JSON  3 its priority, an integer; a lower one is sooner
---            4 its owner; empty for none  5 duration of the owner's lease in milliseconds
+--            4 its owner; empty for none  5 duration of the owner's lease in milliseconds  6 1 if the operation has an id, else 0
 -- Returns:   the request's number; error PIPEDEC FAILED if the run has failed, PIPEDEC NOTUP if it is not up or is stopping,
 --            PIPEDEC FULL if too many requests are unfinished
+local known = ARGV[6] == '1' and redis.call('GET', KEYS[8])
+if known then
+  return tonumber(known)
+end
 local run = redis.call('HMGET', KEYS[1], 'failure', 'state', 'max_running', 'max_waiting')
 if run[1] then
   return redis.error_reply('PIPEDEC FAILED ' .. run[1])
@@ -22,6 +28,9 @@ if num_waiting + num_running >= run[3] + run[4] then
     .. ' are waiting (--max-waiting ' .. run[4] .. '); submit the request again when some of them have been answered')
 end
 local number = redis.call('HINCRBY', KEYS[1], 'submitted', 1) - 1
+if ARGV[6] == '1' then
+  redis.call('SET', KEYS[8], number, 'EX', ARGV[1])
+end
 redis.call('ZADD', KEYS[2], ARGV[3], string.format('%016d', number)) -- members of one score are ordered by their text
 redis.call('HSET', KEYS[3], number, ARGV[2])
 if redis.call('EXISTS', KEYS[4]) == 0 then

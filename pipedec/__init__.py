@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from pipedec.core import Completion, SamplingParams
+from pipedec.core import Completion, SamplingParams, StructuredOutputs
 from pipedec.methods import BestFirstOptions, BitaOptions, PipeDecOptions, StaticTreeOptions
 
 if TYPE_CHECKING:
@@ -19,6 +19,7 @@ __all__ = [
     "PipeDecOptions",
     "SamplingParams",
     "StaticTreeOptions",
+    "StructuredOutputs",
 ]
 
 

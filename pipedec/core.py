@@ -5,22 +5,28 @@ Nothing here computes. Tensors stand in annotations only, so that a client impor
 
 from __future__ import annotations
 
+import json
+import secrets
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
 MAX_LOGPROBS = 20
 NUM_ROW_IDS = 3  # of each row that is sent: token id, parent, thread
 ROW_ID_BYTES = 8 * NUM_ROW_IDS  # as int64
 DEFAULT_METHOD = "pipedec-bestfirst"
-FINISH_REASONS = (None, "stop", "length", "cancelled", "cache_full", "paused")  # see ``Verdict``
+STRUCTURES = ("json", "regex", "choice", "grammar", "json_object")  # of ``StructuredOutputs``
+FINISH_REASONS = (None, "stop", "length", "cancelled", "cache_full", "paused", "corrupted")  # see ``Verdict``
 KNEE_ROWS = 64  # rows that most GPUs compute in about the time of one, where no plan says better (see ``hardware``)
 MAX_NUM_SEQS = 64  # requests in the pipeline at the same time
 MAX_WAITING = 1000  # requests that wait for a place among them
 LARGEST = sys.float_info.max  # an integer in JSON may be larger
+_GENERATED_SEED_BITS = 53  # integers that every JSON parser represents exactly
 
 
 class PipedecError(Exception):
@@ -50,6 +56,74 @@ class SchedulerLost(PipedecError):
     """Redis refused the connection, refused the password, or died."""
 
 
+class SchedulerBusy(SchedulerLost):
+    """Redis carries out no commands for now: its memory is full, it is loading its data, or it is busy with something else."""
+
+
+class SchedulerInterrupted(SchedulerLost):
+    """The connection to Redis broke during a command, which may have been carried out: the run goes on in its next epoch."""
+
+
+class EpochEnded(PipedecError):
+    """The run is in another epoch than the caller: a rank or Redis was lost, and all ranks have to meet again."""
+
+
+@dataclass(frozen=True)
+class StructuredOutputs:
+    """What an answer must look like, with vLLM's names. Exactly one is given.
+
+    Attributes:
+        json: a JSON Schema: its text, or the plain value, of which the text is kept.
+        regex: a regular expression that the whole answer matches.
+        choice: the answer is one of these texts.
+        grammar: a context-free grammar, in Lark's syntax as llguidance reads it, or GBNF.
+        json_object: the answer is a JSON object, whatever is in it. Never False.
+
+    Raises:
+        UserError: none or more than one is given, or what is given is empty, of another type or no JSON.
+    """
+
+    json: str | dict[str, Any] | bool | None = None
+    regex: str | None = None
+    choice: tuple[str, ...] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "json_object", self.json_object or None)
+        given = [name for name in STRUCTURES if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise UserError(f"structured_outputs must have one of {', '.join(STRUCTURES)}, not {' and '.join(given) or 'none'}")
+        name = given[0]
+        if name == "json":
+            object.__setattr__(self, name, _schema_text(self.json))
+        elif name == "choice":
+            object.__setattr__(self, name, _texts(self.choice))
+        elif name != "json_object" and not (isinstance(getattr(self, name), str) and getattr(self, name)):
+            raise UserError(f"structured_outputs.{name} must be a text that is not empty")
+
+    @property
+    def kind(self) -> str:
+        """The name of what is given."""
+        return next(name for name in STRUCTURES if getattr(self, name) is not None)
+
+
+def _texts(choice: Any) -> tuple[str, ...]:
+    if isinstance(choice, list | tuple) and choice and all(isinstance(text, str) for text in choice):
+        return tuple(choice)
+    raise UserError("structured_outputs.choice must be a list of texts that is not empty")
+
+
+def _schema_text(schema: Any) -> str:
+    try:
+        text = schema if isinstance(schema, str) else json.dumps(schema, ensure_ascii=False)
+        if isinstance(json.loads(text), dict | bool):
+            return text
+    except (ValueError, TypeError, RecursionError) as error:
+        raise UserError(f"structured_outputs.json must be a JSON Schema: {str(error)[:200]}") from None
+    raise UserError("structured_outputs.json must be a JSON Schema: an object, true or false")
+
+
 @dataclass(frozen=True)
 class SamplingParams:
     """Sampling parameters of a request, with vLLM's names, meanings and ranges. The default is greedy decoding.
@@ -75,6 +149,8 @@ class SamplingParams:
             one. They are taken before bias, penalties and temperature. None returns none.
         ignore_eos: continue after the model's end tokens.
         prompt_logprobs: as ``logprobs``, for the tokens of the prompt. None returns none.
+        structured_outputs: what the answer must look like; not with ``ignore_eos``. Tokens that are not possible where they would
+            stand get no probability, before everything else. None for any text.
 
     Raises:
         UserError: a value is out of its range.
@@ -95,6 +171,7 @@ class SamplingParams:
     logprobs: int | None = None
     ignore_eos: bool = False
     prompt_logprobs: int | None = None
+    structured_outputs: StructuredOutputs | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
@@ -120,10 +197,18 @@ class SamplingParams:
         ):
             if not is_allowed:
                 raise UserError(f"{name} must be {allowed}, not {str(getattr(self, name))[:100]}")
+        if self.structured_outputs is not None and self.ignore_eos:
+            raise UserError("structured_outputs end with the model's end token: leave out ignore_eos")
 
     @property
     def is_stochastic(self) -> bool:
         return self.temperature > 0
+
+    def seeded(self) -> SamplingParams:
+        """The parameters, with a random seed if one is needed and none is given."""
+        if self.seed is not None or not self.is_stochastic:
+            return self
+        return replace(self, seed=secrets.randbits(_GENERATED_SEED_BITS))
 
     @property
     def has_penalties(self) -> bool:
@@ -186,12 +271,14 @@ class Step:
             a root. The parent may be in the same step: its rows are numbered after the receiver's present rows.
         hidden: [R, E] activations of the previous stage; None on the way into the first stage.
         threads: int64 [R], the decode thread of each row; ``parents`` are indices into that thread's tree. None: thread 0.
+        log_probs: [R], of each row given its parent, as far as its method knows them. They stay on rank 0.
     """
 
     token_ids: Tensor
     parents: Tensor
     hidden: Tensor | None = None
     threads: Tensor | None = None
+    log_probs: Sequence[float] | Tensor | None = None
 
     @property
     def num_rows(self) -> int:
@@ -220,11 +307,13 @@ class Verdict:
         accepted: in the order of verification; a thread occurs at most once.
         finished: why the answer ended: ``"stop"`` (end token or stop string), ``"length"`` (max_tokens), ``"cancelled"`` or, of
             an answer in several threads, ``"cache_full"``; None while it goes on. ``"paused"`` closes the request's lanes like
-            the others, but the answer goes on later, in new lanes.
+            the others, but the answer goes on later, in new lanes. ``"corrupted"``: a stage has computed NaN or infinity.
+        bad_stage: of an answer that is corrupted, the first such stage.
     """
 
     accepted: tuple[Accepted, ...] = ()
     finished: str | None = None
+    bad_stage: int | None = None
 
     @classmethod
     def of(cls, *tokens: int, finished: str | None = None, forecast: tuple[tuple[int, ...], ...] = ()) -> Verdict:
@@ -350,6 +439,7 @@ class Metrics:
         cached_tokens: tokens of the prompt that were not computed, because another request's KV cache had them.
         pauses: how often the answer was paused because KV memory ran short.
         resumed_tokens: tokens of the answer that were not decoded, because the request brought them with it (``Request.said``).
+        recoveries: how often the answer was interrupted because ranks, or Redis, were lost.
     """
 
     timesteps: int = 0
@@ -365,6 +455,7 @@ class Metrics:
     cached_tokens: int = 0
     pauses: int = 0
     resumed_tokens: int = 0
+    recoveries: int = 0
 
     @property
     def acceptance_rate(self) -> float | None:
@@ -414,6 +505,7 @@ class Completion:
             "prompt_tokens": self.prompt_tokens,
             "cached_tokens": metrics.cached_tokens,
             "pauses": metrics.pauses,
+            "recoveries": metrics.recoveries,
             "output_tokens": len(self.token_ids),
             "prefill_seconds": metrics.prefill_seconds,
             "decode_seconds": metrics.decode_seconds,

@@ -14,6 +14,8 @@ from annotated_types import Ge, Le
 
 GIGA = 1_000_000_000
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+QUANTIZED_BITS = {"int8": 8, "int4": 4}
+QUANTIZED_GROUP = 32  # inputs of an output that share a scale and the weight of 0 in 4 bits
 # Launch overhead of one layer whose kernels are replayed as a CUDA graph: about ten kernels, each followed by a gap of one to
 # two microseconds. An assumption, not a data sheet figure.
 LAUNCH_US_PER_LAYER = 15.0
@@ -48,6 +50,47 @@ class PassTime:
     def knee_rows(self) -> float:
         """The knee of the roofline: number of rows from which compute takes longer than reading the weights."""
         return self.read_ms / self.row_ms
+
+
+@dataclass(frozen=True)
+class WeightFormat:
+    """How a model's numbers are kept.
+
+    Attributes:
+        dtype: of activations, caches, and weights that are not quantized.
+        quantize: ``int8`` or ``int4`` for the matrices of the layers, embedding and head then take 8 bits; None for ``dtype``.
+    """
+
+    dtype: str
+    quantize: str | None = None
+
+    def __str__(self) -> str:
+        return self.dtype if self.quantize is None else f"{self.dtype}, weights in {self.quantize}"
+
+    @property
+    def element_bytes(self) -> int:
+        return DTYPE_BYTES[self.dtype]
+
+    @property
+    def layer_bytes(self) -> float:
+        """Of one weight of a layer, with its share of scales and weights of 0. Those of 8 bits, one per output, do not count."""
+        if self.quantize is None:
+            return self.element_bytes
+        groups = 2 * self.element_bytes / QUANTIZED_GROUP if self.quantize == "int4" else 0
+        return QUANTIZED_BITS[self.quantize] / 8 + groups
+
+    @property
+    def table_bytes(self) -> float:
+        """Of one weight of the embedding or the head."""
+        return self.element_bytes if self.quantize is None else 1
+
+    def read_bytes(self, layer_weights: int, head_weights: int, device: Device) -> float:
+        """Memory traffic of one pass. On a GPU weights are widened to ``dtype`` in its memory, written there and read again, but
+        for 4 bits in bfloat16, which a kernel of torch reads as they are. A processor widens them in its cache."""
+        widened = 2 * self.element_bytes if self.quantize is not None and device.is_gpu else 0
+        in_kernel = self.quantize == "int4" and self.dtype == "bfloat16"
+        layers = self.layer_bytes + (0 if in_kernel else widened)
+        return layer_weights * layers + head_weights * (self.table_bytes + widened)
 
 
 @dataclass(frozen=True)
@@ -109,35 +152,48 @@ class Device:
         """Peak FLOP/s with weights of ``dtype``."""
         return (self.float32_tflops if dtype == "float32" else self.bfloat16_tflops) * 1e12
 
-    def pass_time(self, parameters: int, layers: int, dtype: str, cache_values: int = 0) -> PassTime:
-        """One forward pass through ``layers`` layers with ``parameters`` weights of ``dtype`` in total.
+    def pass_time(
+        self, layer_weights: int, head_weights: int, layers: int, weights: WeightFormat, cache_values: int = 0
+    ) -> PassTime:
+        """One forward pass through ``layers`` layers.
 
         Args:
+            layer_weights, head_weights: of all these layers together; of the head, if it is there.
+            weights: how they are kept.
             cache_values: elements of one token in the KV cache of one layer.
         """
-        value_ms = 1000 * DTYPE_BYTES[dtype] / (self.bandwidth_gb_per_s * GIGA)
-        row_seconds = 2 * parameters / self.peak_flops(dtype)
+        byte_ms = 1000 / (self.bandwidth_gb_per_s * GIGA)
+        read_ms = weights.read_bytes(layer_weights, head_weights, self) * byte_ms
+        row_seconds = 2 * (layer_weights + head_weights) / self.peak_flops(weights.dtype)
         launch_ms = layers * LAUNCH_US_PER_LAYER / 1000
-        return PassTime(parameters * value_ms, 1000 * row_seconds, launch_ms, layers * cache_values * value_ms)
+        past_ms = layers * cache_values * weights.element_bytes * byte_ms
+        return PassTime(read_ms, 1000 * row_seconds, launch_ms, past_ms)
 
 
-SUPPORTED_MODEL_TYPES = ("llama", "mistral", "qwen2")
+SUPPORTED_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 Size = Annotated[int, Ge(1), Le(10_000_000)]
 
 
 @dataclass(frozen=True)
-class Biases:
-    """Which projections of a layer have a bias: query, key and value; the attention's output; the three of the MLP."""
+class OptionalWeights:
+    """Which weights a layer has that others lack.
+
+    Attributes:
+        qkv_bias, output_bias, mlp_bias: of query, key and value; of the attention's output; of the three projections of the MLP.
+        qk_norm: RMS norms of the queries and keys of each head.
+    """
 
     qkv_bias: bool
     output_bias: bool
     mlp_bias: bool
+    qk_norm: bool
 
 
-def projection_biases(model_type: str, attention_bias: bool, mlp_bias: bool) -> Biases:
-    """The biases of a model, from its type and these two keys of its ``config.json``, which only LLaMA obeys."""
-    is_llama = model_type == "llama"
-    return Biases((is_llama and attention_bias) or model_type == "qwen2", is_llama and attention_bias, is_llama and mlp_bias)
+def optional_weights(model_type: str, attention_bias: bool, mlp_bias: bool) -> OptionalWeights:
+    """Those of a model, from its type and these two keys of its ``config.json``, which not every type obeys."""
+    attention_bias = attention_bias and model_type in ("llama", "qwen3")
+    mlp_bias = mlp_bias and model_type == "llama"
+    return OptionalWeights(attention_bias or model_type == "qwen2", attention_bias, mlp_bias, model_type == "qwen3")
 
 
 @dataclass(frozen=True)
@@ -145,7 +201,7 @@ class ModelShape:
     """The sizes of a model of a supported type, under the names of its Hugging Face ``config.json``.
 
     Attributes:
-        qkv_bias, output_bias, mlp_bias: see ``Biases``.
+        qkv_bias, output_bias, mlp_bias, qk_norm: see ``OptionalWeights``.
     """
 
     hidden_size: Size
@@ -159,6 +215,7 @@ class ModelShape:
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
+    qk_norm: bool = False
 
     @property
     def head_size(self) -> int:
@@ -166,11 +223,12 @@ class ModelShape:
 
     @property
     def layer_parameters(self) -> int:
-        """Parameters of one transformer layer: attention, SwiGLU, two norms, biases."""
+        """Parameters of one transformer layer: attention, SwiGLU, norms, biases."""
         queries, keys = self.num_attention_heads * self.head_size, self.num_key_value_heads * self.head_size
         weights = self.hidden_size * (2 * queries + 2 * keys + 3 * self.intermediate_size + 2)
         qkv_bias, mlp_bias = queries + 2 * keys, 2 * self.intermediate_size + self.hidden_size
-        return weights + qkv_bias * self.qkv_bias + self.hidden_size * self.output_bias + mlp_bias * self.mlp_bias
+        biases = qkv_bias * self.qkv_bias + self.hidden_size * self.output_bias + mlp_bias * self.mlp_bias
+        return weights + biases + 2 * self.head_size * self.qk_norm
 
     @property
     def embedding_parameters(self) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, get_args
 
 from pipedec.core import (
@@ -60,6 +60,16 @@ class PromptRequest:
     priority: int = 0
     resume: tuple[int, ...] = ()
 
+    def seeded(self) -> PromptRequest:
+        """The request as it is submitted: with a seed, if its tokens are drawn. Whoever answers it again draws the same ones.
+
+        Raises:
+            UserError: it goes on with an answer that was drawn with a seed that it does not give.
+        """
+        if self.resume and self.sampling.is_stochastic and self.sampling.seed is None:
+            raise UserError("the answer to resume was drawn at random: give its seed, which was reported with it")
+        return replace(self, sampling=self.sampling.seeded())
+
     def to_json(self) -> str:
         return to_json(self)
 
@@ -88,6 +98,7 @@ class RankDescription:
         interface: its network interface.
         attention: the kernel of its layers.
         remarks: what else a user should know.
+        since_epoch: in which its process has loaded its weights.
     """
 
     rank: int
@@ -98,6 +109,7 @@ class RankDescription:
     interface: Choice
     attention: Choice
     remarks: tuple[str, ...] = ()
+    since_epoch: int = 0
 
     def __str__(self) -> str:
         sending = f"{self.transport.name} over {self.interface.name} ({self.transport.why}; {self.interface.why})"
@@ -127,6 +139,7 @@ class RunDescription:
         digests: of the weights by model (``target``, ``draft``, ``bita``), where ranks on several hosts have compared them.
         trained_bita: what ``bita`` holds.
         max_model_len, max_num_seqs, max_waiting: its limits (see ``ClusterConfig``).
+        quantize, draft_dtype, draft_quantize: how weights are kept (see ``ClusterConfig``).
     """
 
     groups: tuple[tuple[int, ...], ...]
@@ -145,6 +158,9 @@ class RunDescription:
     trained_bita: BitaDescription | None = None
     max_num_seqs: int = MAX_NUM_SEQS
     max_waiting: int = MAX_WAITING
+    quantize: str | None = None
+    draft_dtype: str | None = None
+    draft_quantize: str | None = None
 
 
 @dataclass(frozen=True)
@@ -198,6 +214,7 @@ class RunStats:
         accepted_per_pos: the same by their depth below the root that entered, from 1; deeper ones are left out.
         rows_per_timestep: of timesteps in which rows entered.
         timestep_seconds: of timesteps of a full pipeline.
+        corrupted: requests that have failed because a stage computed NaN or infinity.
     """
 
     kv: KVUsage
@@ -213,6 +230,7 @@ class RunStats:
     accepted_per_pos: tuple[int, ...]
     rows_per_timestep: Histogram
     timestep_seconds: Histogram
+    corrupted: int = 0
 
 
 @dataclass(frozen=True)
@@ -235,6 +253,53 @@ class StageStats:
 
 
 @dataclass(frozen=True)
+class Activity:
+    """What a rank does, as its lease tells.
+
+    Attributes:
+        kind: ``idle``, ``computing``, ``waiting`` (for a transfer), ``loading``, ``meeting`` or ``connecting`` (to another host).
+        peer: the rank that it waits for, or whose host it tries to reach.
+        seconds: for how long it had done so when it told this.
+        longest_seconds: of its completed timesteps.
+        age_seconds: how long ago it told this, by Redis' clock.
+    """
+
+    kind: str
+    peer: int | None = None
+    seconds: float = 0.0
+    longest_seconds: float = 0.0
+    age_seconds: float = 0.0
+
+    @property
+    def began(self) -> float:
+        """Of activities that are looked at together, the greater one has lasted longer, if it still lasts."""
+        return self.seconds + self.age_seconds
+
+
+@dataclass(frozen=True)
+class Recovery:
+    """An epoch that has begun because ranks, or Redis, were lost.
+
+    Attributes:
+        epoch: its number.
+        lost: ranks whose processes are replaced.
+        at_us: when the one before it ended, on Redis's clock, in µs since 1970.
+        served_us: when its ranks served; None if they do not yet.
+    """
+
+    epoch: int
+    lost: tuple[int, ...]
+    reason: str
+    at_us: int
+    served_us: int | None = None
+
+    @property
+    def seconds(self) -> float | None:
+        """For how long nobody served; None while nobody does."""
+        return None if self.served_us is None else (self.served_us - self.at_us) / 1e6
+
+
+@dataclass(frozen=True)
 class ThreadNews:
     """What is new of one decode thread.
 
@@ -243,35 +308,53 @@ class ThreadNews:
         text: since the last event.
         state: ``running``, ``waiting`` or ``ended``.
         tokens: number of its tokens so far.
+        offset: how many characters of its text came before; after a recovery some may come again.
     """
 
     path: tuple[int, ...]
     text: str
     state: str
     tokens: int
+    offset: int = 0
 
 
 @dataclass(frozen=True)
 class TokensEvent:
-    """New tokens of an answer and their text; of an answer whose threads are shown, also what is new of each."""
+    """New tokens of an answer and their text; of an answer whose threads are shown, also what is new of each.
+
+    After a recovery tokens may come again.
+
+    Attributes:
+        index: how many tokens of this answer came before, not counting those that the request has brought with it.
+        offset: how many characters.
+    """
 
     token_ids: list[int]
     text: str
     threads: list[ThreadNews] | None = None
+    index: int = 0
+    offset: int = 0
 
 
 @dataclass(frozen=True)
 class LogprobsEvent:
-    """For sampled tokens, in the order of sampling: (token id, log probability) of the chosen one, then of the most probable."""
+    """For sampled tokens, in the order of sampling: (token id, log probability) of the chosen one, then of the most probable.
+
+    Attributes:
+        index: the ordinal of the first one among all sampled tokens, those that the request has brought with it included. What
+            was sent earlier for the same ordinals counts no more.
+    """
 
     logprobs: list[list[tuple[int, float]]]
+    index: int = 0
 
 
 @dataclass(frozen=True)
 class PromptLogprobsEvent:
-    """As ``LogprobsEvent``, for the next tokens of the prompt, from the second one on."""
+    """As ``LogprobsEvent``, for the next tokens of the prompt, from the second one on, which has index 0."""
 
     logprobs: list[list[tuple[int, float]]]
+    index: int = 0
 
 
 @dataclass(frozen=True)
@@ -303,7 +386,13 @@ class PausedEvent:
 
 @dataclass(frozen=True)
 class ResumedEvent:
-    """The request has KV memory: it begins, or its answer goes on."""
+    """The request has KV memory: it begins, or its answer goes on.
+
+    Attributes:
+        epoch: in which it goes on, if the one before it has ended while the request was running; else None.
+    """
+
+    epoch: int | None = None
 
 
 @dataclass(frozen=True)
@@ -345,7 +434,7 @@ class CardEvent:
         host: in cluster.yaml, else what the machine calls itself.
         machine: the same for ranks that share a machine and its network, and for no others.
         address: its own address on the way to Redis.
-        versions: of pipedec, torch and the protocol in Redis.
+        versions: of pipedec, torch, llguidance and the protocol in Redis.
         configs: digests of what is not weights, and of the first row of every tensor, by model.
         settings: what follows from its flags and must be the same everywhere.
     """
@@ -394,7 +483,7 @@ _KINDS = {
 _EVENTS = {kind: event for event, kind in _KINDS.items()}
 
 
-def to_json(message: PromptRequest | Opening | RunDescription | RunStats | StageStats | Event) -> str:
+def to_json(message: PromptRequest | Opening | RunDescription | RunStats | StageStats | Activity | Event) -> str:
     """The message as JSON. An event has its ``kind`` beside its fields."""
     return json.dumps(message, default=_fields)
 
@@ -439,6 +528,16 @@ def stats_from_json(text: str) -> RunStats:
     return parse_json(RunStats, text, "the counters of the run")
 
 
+def activity_from_json(text: str) -> Activity:
+    """Raises PipedecError if another version has written it."""
+    return parse_json(Activity, text, "the rank's activity")
+
+
+def recovery_from_json(text: str) -> Recovery:
+    """Raises PipedecError if another version has written it."""
+    return parse_json(Recovery, text, "the recovery")
+
+
 def stage_stats_from_json(text: str) -> StageStats:
     """Raises UserError if another version has written it."""
     return parse_json(StageStats, text, "the counters of a stage")
@@ -446,22 +545,33 @@ def stage_stats_from_json(text: str) -> StageStats:
 
 def verdict_to_payload(verdict: Verdict) -> dict[str, Any]:
     """As plain JSON values, for the payload of a task."""
-    return {"accepted": _accepted_values(verdict), "finished": verdict.finished}
+    return {"accepted": _accepted_values(verdict), "finished": verdict.finished, "bad_stage": verdict.bad_stage}
 
 
 def verdict_from_payload(payload: Mapping[str, Any]) -> Verdict:
-    return _verdict(payload["accepted"], payload["finished"])
+    return _verdict(payload["accepted"], payload["finished"], payload.get("bad_stage"))
 
 
 def _accepted_values(verdict: Verdict) -> list[Any]:
     return [[thread, list(tokens), list(map(list, forecast))] for thread, tokens, forecast in verdict.accepted]
 
 
-def _verdict(accepted: Any, finished: Any) -> Verdict:
+def _verdict(accepted: Any, finished: Any, bad_stage: Any) -> Verdict:
     if finished not in FINISH_REASONS:
         raise ValueError(f"unknown finish reason {str(finished)[:100]}")
-    parts = (Accepted(thread, tuple(tokens), tuple(map(tuple, forecast))) for thread, tokens, forecast in accepted)
-    return Verdict(tuple(parts), finished)
+    parts = (Accepted(_int(thread), _ints(tokens), tuple(map(_ints, forecast))) for thread, tokens, forecast in accepted)
+    return Verdict(tuple(parts), finished, None if bad_stage is None else _int(bad_stage))
+
+
+def _int(value: Any) -> int:
+    """A whole number that a tensor can hold."""
+    if type(value) is not int or not -(2**63) <= value < 2**63:
+        raise ValueError("not an integer of 64 bits")
+    return value
+
+
+def _ints(values: Any) -> tuple[int, ...]:
+    return tuple(map(_int, values))
 
 
 def envelope_to_payload(envelope: Envelope) -> list[Any]:
@@ -476,6 +586,7 @@ def envelope_to_payload(envelope: Envelope) -> list[Any]:
             update.logprobs,
             update.slots,
             update.prompt_logprobs,
+            *([] if update.verdict is None or update.verdict.bad_stage is None else [update.verdict.bad_stage]),
         ]
         for update in envelope.updates
     ]
@@ -485,28 +596,40 @@ def envelope_from_payload(payload: Any, ends_session: bool) -> tuple[Envelope, l
     """The envelope without its rows, and the number of rows of each update. Raises ValueError if ``payload`` is none."""
     try:
         updates = tuple(_update(*fields) for fields in payload)
-        counts = [int(fields[4]) for fields in payload]
-    except (KeyError, TypeError, IndexError, AttributeError, UserError):
+        counts = [_int(fields[4]) for fields in payload]
+    except (KeyError, TypeError, IndexError, AttributeError, OverflowError, UserError):
         raise ValueError("these are no updates") from None
     if min(counts, default=0) < 0 or len({update.number for update in updates}) < len(updates):
         raise ValueError("a negative number of rows, or two updates of one request")
     return Envelope(updates, ends_session), counts
 
 
-def _update(number: Any, opening: Any, accepted: Any, finished: Any, rows: Any, logprobs: Any, slots: Any, prompt: Any) -> Update:
+def _update(
+    number: Any,
+    opening: Any,
+    accepted: Any,
+    finished: Any,
+    rows: Any,
+    logprobs: Any,
+    slots: Any,
+    prompt: Any,
+    bad_stage: Any = None,
+) -> Update:
     return Update(
-        int(number),
+        _int(number),
         None if opening is None else opening_from_payload(opening),
-        None if accepted is None else _verdict(accepted, finished),
+        None if accepted is None else _verdict(accepted, finished, bad_stage),
         logprobs=_logprobs(logprobs),
-        slots=tuple((int(first), int(count)) for first, count in slots),
+        slots=tuple((_int(first), _int(count)) for first, count in slots),
         prompt_logprobs=_logprobs(prompt),
     )
 
 
 def _logprobs(rows: Any) -> TokenLogprobs:
-    return tuple(tuple((token, value) for token, value in row) for row in rows)
+    return tuple(tuple((_int(token), float(value)) for token, value in row) for row in rows)
 
 
 def _fields_of(opening: Opening) -> dict[str, Any]:
-    return {**vars(opening), "sampling": vars(opening.sampling)}
+    structure = opening.sampling.structured_outputs
+    sampling = vars(opening.sampling) | {"structured_outputs": None if structure is None else vars(structure)}
+    return {**vars(opening), "sampling": sampling}

@@ -46,6 +46,14 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     return make_pair(tmp_path_factory.mktemp("pair"))
 
 
+@pytest.fixture
+def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache of the test's own, into which GGUF files are expanded."""
+    directory = tmp_path_factory.mktemp("state")
+    monkeypatch.setenv("PIPEDEC_STATE_DIR", str(directory))
+    return directory
+
+
 @pytest.fixture(scope="session")
 def thread_models(tmp_path_factory: pytest.TempPathFactory) -> ThreadModels:
     return ThreadModels(tmp_path_factory.mktemp("threads"))

@@ -7,6 +7,7 @@ but for what is mounted for one of them. Their names resolve as Debian installs 
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -137,12 +138,16 @@ class Hosts:
     def plug(self, index: int) -> None:
         self._in_switch("ip", "link", "set", f"port{index}", "up")
 
+    def kill_python(self, index: int) -> None:
+        """Kill what runs Python on a host."""
+        for pid in list(_inside({_network_of(self._holders[index].pid)})):
+            with suppress(OSError):
+                if "python" in os.readlink(f"/proc/{pid}/exe"):
+                    os.kill(pid, signal.SIGKILL)
+
     def block_port(self, index: int, port: int | None = None) -> None:
         """A firewall on a host, which drops connections to ``port``, or to all ports but ssh's; it says nothing to the client."""
-        if self.run(index, "ip", "link", "show", "dropped").returncode:
-            self._on(index, "ip", "link", "add", "dropped", "type", "veth", "peer", "name", "dropped-end")
-            self._on(index, "ip", "link", "set", "dropped", "up")  # without its other end it loses everything
-            self._on(index, "tc", "qdisc", "add", "dev", "eth0", "ingress")
+        self._prepare_to_drop(index)
         tcp = ["u32", "match", "ip", "protocol", "6", "0xff"]
         rule = ["tc", "filter", "add", "dev", "eth0", "parent", "ffff:", "protocol", "ip", "prio"]
         opening = ["match", "u8", "0x02", "0x12", "at", "33"]  # SYN without ACK
@@ -153,8 +158,56 @@ class Hosts:
         else:
             self._on(index, *rule, "1", *tcp, "match", "u16", str(port), "0xffff", "at", "22", *opening, *drop)
 
+    def deafen(self, index: int, source: int) -> None:
+        """Let nothing from host ``source`` arrive on a host any more; the other direction still works."""
+        self._prepare_to_drop(index)
+        rule = ["tc", "filter", "add", "dev", "eth0", "parent", "ffff:", "protocol", "ip", "prio", "1", "u32"]
+        self._on(
+            index,
+            *rule,
+            "match",
+            "ip",
+            "src",
+            f"{self.address(source)}/32",
+            "action",
+            "mirred",
+            "egress",
+            "redirect",
+            "dev",
+            "dropped",
+        )
+
+    def lose_packets(self, index: int) -> None:
+        """Lose one in 32 of the packets that arrive at a host: those with certain numbers (IP identification)."""
+        self._prepare_to_drop(index)
+        rule = ["tc", "filter", "add", "dev", "eth0", "parent", "ffff:", "protocol", "ip", "prio", "1", "u32"]
+        drop = ["action", "mirred", "egress", "redirect", "dev", "dropped"]
+        self._on(index, *rule, "match", "u16", "0x0000", "0x001f", "at", "4", *drop)
+
+    def num_lost(self, index: int) -> int:
+        """Packets that ``lose_packets`` has kept from a host."""
+        command = ("tc", "-s", "-json", "filter", "show", "dev", "eth0", "parent", "ffff:")
+        filters = json.loads(self.run(index, *command, check=True).stdout)
+        actions = [action for one in filters for action in one.get("options", {}).get("actions", [])]
+        return sum(action["stats"]["packets"] for action in actions)
+
+    def slow_down(self, index: int, megabits: int) -> None:
+        """Let a host send no more than this per second."""
+        limit = ["rate", f"{megabits}mbit", "burst", "16kb", "latency", "200ms"]
+        self._on(index, "tc", "qdisc", "add", "dev", "eth0", "root", "tbf", *limit)
+
+    def speed_up(self, index: int) -> None:
+        """Undo ``slow_down``."""
+        self._on(index, "tc", "qdisc", "delete", "dev", "eth0", "root")
+
+    def _prepare_to_drop(self, index: int) -> None:
+        if self.run(index, "ip", "link", "show", "dropped").returncode:
+            self._on(index, "ip", "link", "add", "dropped", "type", "veth", "peer", "name", "dropped-end")
+            self._on(index, "ip", "link", "set", "dropped", "up")  # without its other end it loses everything
+            self._on(index, "tc", "qdisc", "add", "dev", "eth0", "ingress")
+
     def unblock(self, index: int) -> None:
-        """Remove the firewall."""
+        """Remove the firewall, or let a host hear again."""
         self._on(index, "tc", "filter", "delete", "dev", "eth0", "parent", "ffff:")
 
     def _start_host(self, index: int) -> None:

@@ -21,7 +21,7 @@ from pipedec.config import (
     state_directory,
 )
 from pipedec.core import UserError
-from pipedec.hardware import DEVICES, MODEL_SHAPES, SUPPORTED_MODEL_TYPES
+from pipedec.hardware import DEVICES, MODEL_SHAPES, SUPPORTED_MODEL_TYPES, WeightFormat
 from pipedec.methods import LayerTreeOptions
 from pipedec.model import ModelConfig
 
@@ -59,8 +59,11 @@ def test_paper_cluster_loads() -> None:
     config = load_cluster(ROOT / "cluster.yaml")
     assert (config.target, config.draft, config.dtype) == ("llama-3.1-70b", "llama-3.2-1b", "float32")
     assert config.tree == LayerTreeOptions(width=32, children=16)
-    assert [dict(server.devices) for server in config.servers] == [{"rtx3090": 7}, {"rtx3090": 7}, {"rtx4090": 4}, {"l40": 4}]
-    shapes = {name: (part.stages, part.num_groups) for name, part in config.partitions.items()}
+    paper, home = config.servers[:-1], config.servers[-1]
+    assert [dict(server.devices) for server in paper] == [{"rtx3090": 7}, {"rtx3090": 7}, {"rtx4090": 4}, {"l40": 4}]
+    assert dict(home.devices) == {"rtx3090": 4, "rtx4090": 2, "cpu": 1}
+    shapes = {name: (part.stages, part.num_groups) for name, part in config.partitions.items() if part.quantize is None}
+    assert set(config.partitions) - set(shapes) == {"home-2x3090", "home-4x3090", "mixed-3090-4090"}
     assert shapes == {"paper-14": (14, 14), "paper-7": (14, 7), "paper-21": (21, 21), "auto-14": (14, 14), "auto-21": (21, 21)}
     assert config.find_partition()[0] == "paper-14"
 
@@ -299,8 +302,8 @@ def test_shape_of_a_checkpoint(tmp_path: Path) -> None:
     ("text", "expected"),
     [
         ("{", "config.json: not valid JSON"),
-        ("[]", "config.json: model_type 'None' is not supported: it must be one of llama, mistral, qwen2"),
-        ('{"model_type": "gpt2"}', "config.json: model_type 'gpt2' is not supported: it must be one of llama, mistral, qwen2"),
+        ("[]", "config.json: model_type 'None' is not supported: it must be one of llama, mistral, qwen2, qwen3"),
+        ('{"model_type": "t5"}', "config.json: model_type 't5' is not supported: it must be one of llama, mistral, qwen2, qwen3"),
         ('{"model_type": "llama"}', "config.json: hidden_size: missing"),
         ('{"model_type": "llama", "hidden_size": -1}', "config.json: hidden_size: must be at least 1, not -1"),
     ],
@@ -321,6 +324,8 @@ def test_bad_checkpoint_shape(tmp_path: Path, text: str, expected: str) -> None:
         ("mistral", {"head_dim": 16}),
         ("qwen2", {}),
         ("qwen2", {"attention_bias": False, "tie_word_embeddings": True}),
+        ("qwen3", {}),
+        ("qwen3", {"head_dim": 16, "attention_bias": True, "tie_word_embeddings": True}),
     ],
 )
 def test_the_shape_of_a_checkpoint_counts_all_its_parameters(family: str, changes: dict[str, object], tmp_path: Path) -> None:
@@ -348,7 +353,7 @@ def test_known_shapes_have_their_published_size(name: str, billions: float) -> N
 
 
 def test_compute_takes_over_near_the_roofline() -> None:
-    time = DEVICES["rtx3090"].pass_time(10**9, 6, "float32")
+    time = DEVICES["rtx3090"].pass_time(10**9, 0, 6, WeightFormat("float32"))
     assert time.ms(64) == time.ms(1) == pytest.approx(4000 / 936 + 0.09)
     assert time.knee_rows == pytest.approx(76, abs=0.1)
     assert time.ms(152) == pytest.approx(2 * (time.ms(1) - 0.09) + 0.09, rel=0.01)

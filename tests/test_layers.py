@@ -102,6 +102,8 @@ def test_only_config_and_entry_points_read_the_environment() -> None:
     assert {module for module in MODULES if reads_environment((PACKAGE / module).read_text(encoding="utf-8"))} == {
         "config/environment.py",
         "config/redis.py",
+        "directories.py",
+        "transport/replicas.py",  # RANK and WORLD_SIZE of a training, set by torchrun
         "cluster/torchrun.py",  # RANK, WORLD_SIZE and the like, set by torchrun
         "cluster/node.py",  # SSH_CONNECTION; and it sets what its ranks inherit
     }
@@ -117,6 +119,7 @@ def test_only_config_and_entry_points_read_the_environment() -> None:
         "pipedec.cli.launch",
         "pipedec.cli.plan",
         "pipedec.cli.serve",
+        "pipedec.cli.top",
         "pipedec.server.app",
         "pipedec.server.run",
         "pipedec.cluster.launched",

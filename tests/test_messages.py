@@ -7,7 +7,18 @@ from typing import Any
 
 import pytest
 
-from pipedec.core import Accepted, Completion, Metrics, PipedecError, SamplingParams, UserError, Verdict
+from pipedec.core import (
+    Accepted,
+    Completion,
+    Envelope,
+    Metrics,
+    PipedecError,
+    SamplingParams,
+    StructuredOutputs,
+    Update,
+    UserError,
+    Verdict,
+)
 from pipedec.messages import (
     AbortEvent,
     AddressEvent,
@@ -32,6 +43,7 @@ from pipedec.messages import (
     TokensEvent,
     TraceEvents,
     description_from_json,
+    envelope_to_payload,
     event_from_json,
     opening_from_payload,
     to_json,
@@ -58,9 +70,17 @@ FULL = SamplingParams(
     ignore_eos=True,
     prompt_logprobs=0,
 )
+STRUCTURED = [
+    SamplingParams(structured_outputs=structure)
+    for structure in (
+        StructuredOutputs(json={"type": "object", "properties": {"größe": {"enum": [1, None]}}}),
+        StructuredOutputs(choice=("yes", "nö")),
+        StructuredOutputs(json_object=True),
+    )
+]
 
 
-@pytest.mark.parametrize("sampling", [FULL, SamplingParams()])
+@pytest.mark.parametrize("sampling", [FULL, SamplingParams(), *STRUCTURED])
 def test_sampling_parameters_arrive_as_they_were(sampling: SamplingParams) -> None:
     assert PromptRequest.from_json(PromptRequest("Hello", sampling=sampling).to_json()).sampling == sampling
 
@@ -110,6 +130,9 @@ def test_one_stop_string_may_be_given_as_it_is() -> None:
         ({"colour": "red"}, "sampling: unknown key 'colour': known: temperature, top_k"),
         ([], "sampling: must be a mapping, not a list"),
         (None, "sampling: must be a mapping, not empty"),
+        ({"structured_outputs": {}}, "structured_outputs must have one of json, regex, choice"),
+        ({"structured_outputs": {"json": 3}}, "sampling.structured_outputs.json: must be a string or a mapping or true or false"),
+        ({"structured_outputs": {"schema": {}}}, "sampling.structured_outputs: unknown key 'schema': known: json, regex, choice"),
     ],
     ids=lambda value: json.dumps(value)[:40] if isinstance(value, dict) else "",
 )
@@ -135,10 +158,12 @@ def test_verdicts_arrive_as_they_were(verdict: Verdict) -> None:
     assert verdict_from_payload(payload) == verdict
 
 
-@pytest.mark.parametrize("sampling", [FULL, SamplingParams()])
+@pytest.mark.parametrize("sampling", [FULL, SamplingParams(), *STRUCTURED])
 def test_openings_arrive_as_they_were(sampling: SamplingParams) -> None:
     sent = Opening(70_000, sampling, 3, load_dialect("pasta").to_json(), True, (5, 2**40), ((16, 32), (2**40, 16)), 47, (96, 15))
     assert opening_from_payload(json.loads(to_json(sent))) == sent
+    [[_, written, *_]] = json.loads(json.dumps(envelope_to_payload(Envelope((Update(0, opening=sent),)))))
+    assert opening_from_payload(written) == sent
 
 
 METRICS = Metrics(9, 4, 3, 20, 0.25, 1.5, None, 0.125, cached_tokens=32, pauses=2)

@@ -12,7 +12,7 @@ from pipedec.engine.spec import REFERENCE_PAIR, Cut, PipelineSpec
 from pipedec.text.prompt import Prompter
 from pipedec.train.cards.render import CARDS, card
 from pipedec.train.continuations import Continuation
-from pipedec.train.draft.measuring import on_policy_agreement
+from pipedec.train.draft.measuring import MeasuredDraft, on_policy_agreement
 from pipedec.verify.reference import Reference
 from recipes.reference_models.pair import CARD
 
@@ -67,7 +67,7 @@ def test_the_draft_agrees_with_the_targets_own_words() -> None:
     for text in PROMPTS:
         token_ids = list(prompter.token_ids(text, raw=False, max_tokens=40))
         answered.append(Continuation(token_ids + reference.generate(token_ids, 40), len(token_ids)))
-    agreement = on_policy_agreement(draft, {"prompts": answered})["prompts"]
+    agreement = on_policy_agreement(MeasuredDraft(draft), {"prompts": answered})["prompts"]
     assert agreement["top4"] > 0.8 and agreement["top16"] > 0.9
 
 

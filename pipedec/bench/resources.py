@@ -85,11 +85,11 @@ def measure_resources(
         first = _ask(client, replace(asked, trace=True))
         second = _ask(client, asked)
         _wait_until_idle(scheduler)
-        rss_before, keys_before = _resident_bytes(cluster), scheduler.usage().keys
+        rss_before, keys_before = _resident_bytes(cluster), _fewest_keys(scheduler)
         for _ in range(config.requests):
             _ask(client, asked)
         _wait_until_idle(scheduler)
-        rss_after, keys_after = _resident_bytes(cluster), scheduler.usage().keys
+        rss_after, keys_after = _resident_bytes(cluster), _fewest_keys(scheduler)
         last = _ask(client, replace(asked, trace=True))
         peaks = {rank: _peak_bytes(pid) for rank, pid in cluster.pids.items()}
     # The first and the last request are traced, since traces contain the cache sizes; memory growth is measured between them.
@@ -159,6 +159,15 @@ def _wait_until_idle(scheduler: RedisScheduler) -> None:
         if time.monotonic() > deadline:
             raise RankLost(f"the ranks are still busy {_SILENCE_SECONDS:.0f} s after the last answer: see pipedec status")
         time.sleep(0.01)
+
+
+def _fewest_keys(scheduler: RedisScheduler) -> int:
+    """The keys of the run, without those that live only while the ranks report their last window one after another."""
+    deadline, fewest = time.monotonic() + SETTLE_SECONDS, scheduler.usage().keys
+    while time.monotonic() < deadline:
+        time.sleep(0.05)
+        fewest = min(fewest, scheduler.usage().keys)
+    return fewest
 
 
 def _resident_bytes(cluster: LocalCluster) -> dict[int, int]:

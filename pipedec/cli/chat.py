@@ -12,7 +12,7 @@ from typing import Any
 import click
 from rich.table import Table
 
-from pipedec.cli.options import Command, PipelineFlags, gathered, pipeline_options
+from pipedec.cli.options import Command, PipelineFlags, StructureFlags, gathered, pipeline_options, structure_flags
 from pipedec.cli.running import RunningFlags, refuse_flags, running_options
 from pipedec.cli.show import console, loading_bars, metrics_table
 from pipedec.client.chat import ClusterPartner, HttpPartner, Message, Partner, Told
@@ -31,7 +31,7 @@ _MAX_TOKENS = 512
 
 
 @dataclass(frozen=True)
-class ChatFlags:
+class ChatFlags(StructureFlags):
     """Who answers, and how."""
 
     url: str | None
@@ -49,11 +49,15 @@ class ChatFlags:
 
     def request(self) -> PromptRequest:
         """Without a prompt."""
-        return PromptRequest("", method=self.method, sampling=SamplingParams(**{"max_tokens": _MAX_TOKENS} | self._given()))
+        values = {"max_tokens": _MAX_TOKENS} | self._given()
+        return PromptRequest("", method=self.method, sampling=SamplingParams(**values, structured_outputs=self.structure()))
 
     def body(self) -> dict[str, Any]:
         """The fields of an HTTP request that were given."""
-        return self._given() | ({} if self.method is None else {"method": self.method})
+        outputs = self.structure()
+        shown = {} if outputs is None else {name: value for name, value in vars(outputs).items() if value}
+        own = {"method": self.method, "structured_outputs": shown or None}
+        return self._given() | {name: value for name, value in own.items() if value is not None}
 
     def _given(self) -> dict[str, Any]:
         return {name: value for name in _SAMPLING if (value := getattr(self, name)) is not None}
@@ -78,6 +82,7 @@ def chat_options(command: Command) -> Command:
         click.option("--min-p", type=float, metavar="X", help="Minimum probability relative to the most probable token."),
         click.option("--seed", type=int, metavar="N", help="Random seed of every answer."),
         click.option("--max-tokens", type=int, metavar="N", help=f"Most tokens of an answer (default: {_MAX_TOKENS})."),
+        *structure_flags(),
     ]  # fmt: skip
     return gathered(command, options, ChatFlags, "asked")
 

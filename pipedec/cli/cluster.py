@@ -9,6 +9,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
+from datetime import datetime
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -21,8 +23,8 @@ from pipedec.cli.show import console, loading_bars
 from pipedec.cluster.processes import die_with_parent, start_fork_server
 from pipedec.cluster.state import DEFAULT_RUN, MachineLock, RunningCluster, find_run, process_start, read_state
 from pipedec.config import redis_url_from_environment, state_directory
-from pipedec.core import PipedecError, UserError
-from pipedec.messages import RunDescription
+from pipedec.core import PipedecError, SchedulerLost, UserError
+from pipedec.messages import RankDescription, Recovery, RunDescription
 from pipedec.scheduler import RedisScheduler
 from pipedec.topology import rank_name
 
@@ -42,10 +44,10 @@ def local_cluster(flags: PipelineFlags, redis: str | None = None, run: str | Non
     from pipedec.cluster.local import LocalCluster
     from pipedec.engine.spec import Cut, Models, PipelineSpec
 
-    models = Models(flags.target, flags.draft, flags.bita)
+    models = Models(flags.target, flags.draft, flags.bita, flags.quantize, flags.draft_dtype, flags.draft_quantize)
     cut = Cut(flags.stages, flags.groups, flags.layer_counts)
     spec = PipelineSpec.create(models, cut, flags.dtype, flags.device, flags.dispatch, flags.limits())
-    return LocalCluster(spec, redis_url=redis, run_id=run, transport=flags.transport)
+    return LocalCluster(spec, redis_url=redis, run_id=run, transport=flags.transport, recovery=flags.recovery)
 
 
 @click.command()
@@ -117,18 +119,20 @@ def serve_cluster(
         announce: is called when the cluster is up; by default it tells the user.
     """
     signal.signal(signal.SIGTERM, _interrupt)
+    cluster.on_recovery = _say_recovered
     running: RunningCluster | None = None
     try:
         with loading_bars(bars) as progress:
             cluster.start(progress)
-        running = RunningCluster(cluster.address.redis_url, cluster.run_id, os.getpid(), process_start(os.getpid()))
+        began = process_start(os.getpid())
+        running = RunningCluster(cluster.address.redis_url, cluster.run_id, os.getpid(), began, cluster.outlives_supervisor)
         running.save()
         announce(running, cluster.description())
         cluster.wait()
         cluster.stop()
-        console.print("Cluster stopped.")
+        _say("Cluster stopped.")
     except KeyboardInterrupt:
-        console.print("Stopping the cluster.")
+        _say("Stopping the cluster.")
         cluster.stop()
     except BaseException:
         if running is not None:
@@ -138,6 +142,16 @@ def serve_cluster(
     finally:
         if running is not None:
             running.forget()
+
+
+def _say_recovered(recovery: Recovery) -> None:
+    _say(described_recovery(recovery))
+
+
+def _say(text: str) -> None:
+    """Tell the user; where it goes to a file on a full disk, the cluster goes on without."""
+    with suppress(OSError):
+        console.print(text, soft_wrap=True)
 
 
 def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
@@ -184,19 +198,22 @@ def status(redis: str | None, run: str | None) -> None:
     found = find_run(redis, run)
     scheduler = found.connect()
     current = scheduler.status()
-    table = Table(title=f"run {found.run_id}: {current.state}", title_justify="left")
+    state = "recovering" if current.is_recovering else current.state
+    table = Table(title=f"run {found.run_id}: {state}, epoch {current.epoch}", title_justify="left")
     table.add_column("rank", justify="right")
     table.add_column("role")
     table.add_column("alive")
     table.add_column("host")
     table.add_column("device")
+    table.add_column("since epoch", justify="right")
     description = RedisScheduler.describe(scheduler.client, found.run_id)
     described = {rank.rank: rank for rank in description.ranks} if description else {}
     for rank in scheduler.topology.ranks:
         role = "draft" if rank == 0 else f"stage {rank} (group {scheduler.topology.group_of(rank) + 1})"
-        where = (described[rank].host, described[rank].device) if rank in described else ("", "")
-        table.add_row(str(rank), role, "yes" if rank in current.alive else "no", *where)
+        table.add_row(str(rank), role, "yes" if rank in current.alive else "no", *_where(described.get(rank)))
     console.print(table)
+    if hosts := _hosts(scheduler):
+        console.print(f"Hosts: {hosts}.", soft_wrap=True)
     running = ", ".join(map(str, current.running)) or "none"
     console.print(f"Requests: {current.submitted} submitted, {current.waiting} waiting, running: {running}.")
     if current.stats is not None:
@@ -205,6 +222,35 @@ def status(redis: str | None, run: str | None) -> None:
             f"KV cache: {kv.used} of {kv.capacity} slots in use, {kv.kept} keep prefixes; {kv.cached_tokens} of "
             f"{kv.queried_tokens} prompt tokens were cached; {kv.pauses} pauses.", soft_wrap=True,
         )  # fmt: skip
+    if current.recoveries:
+        console.print(f"Recoveries: {current.num_recoveries}, the last ones:")
+    for recovery in current.recoveries:
+        at = datetime.fromtimestamp(recovery.at_us / 1e6).isoformat(" ", "seconds")
+        console.print(f"  {at} {described_recovery(recovery)}", soft_wrap=True)
+
+
+def _where(rank: RankDescription | None) -> tuple[str, str, str]:
+    """Where a rank is, and since which epoch its process has its weights."""
+    return ("", "", "") if rank is None else (rank.host, rank.device, str(rank.since_epoch))
+
+
+def _hosts(scheduler: RedisScheduler) -> str:
+    """The hosts that watch ranks, and which ones; empty if a run has no more than one."""
+    nodes, places = scheduler.nodes(), scheduler.places()
+    if len(nodes) < 2:
+        return ""
+    ranks = {node: [str(rank) for rank in sorted(places) if places[rank] == node] for node in nodes}
+    shown = [
+        f"{node} ({'gone' if not lives else 'ranks ' + ', '.join(ranks[node]) if ranks[node] else 'spare'})"
+        for node, lives in nodes.items()
+    ]
+    return ", ".join(shown)
+
+
+def described_recovery(recovery: Recovery) -> str:
+    """Why the run has begun an epoch, and how long it took until that was served, in one line."""
+    lasted = "not served yet" if recovery.seconds is None else f"went on after {recovery.seconds:.1f} s"
+    return f"Epoch {recovery.epoch}: {recovery.reason}; {lasted}."
 
 
 @click.command()
@@ -217,8 +263,9 @@ def down(redis: str | None, run: str | None) -> None:
     found = find_run(redis, run)
     scheduler = found.connect()
     scheduler.stop()
-    if found.pid is None:
+    if found.pid is None or not found.is_alive():
         _wait_until_down(scheduler)
+        found.forget()
     elif not found.wait_until_gone():
         os.kill(found.pid, signal.SIGTERM)
         if not found.wait_until_gone():
@@ -229,8 +276,9 @@ def down(redis: str | None, run: str | None) -> None:
 def _wait_until_down(scheduler: RedisScheduler) -> None:
     """Wait until its ranks have left or died, then delete the run's keys in Redis."""
     deadline = time.monotonic() + DOWN_SECONDS
-    while alive := scheduler.status().alive:
-        if time.monotonic() > deadline:
-            raise PipedecError(f"ranks {', '.join(map(str, alive))} have not ended within {DOWN_SECONDS:.0f} s")
-        time.sleep(0.05)
-    scheduler.clear()
+    with suppress(SchedulerLost):  # a Redis that was started with the run has ended with it
+        while alive := scheduler.status().alive:
+            if time.monotonic() > deadline:
+                raise PipedecError(f"ranks {', '.join(map(str, alive))} have not ended within {DOWN_SECONDS:.0f} s")
+            time.sleep(0.05)
+        scheduler.clear()

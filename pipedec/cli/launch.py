@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from pipedec.cli.cluster import detach_cluster, serve_cluster
+from pipedec.cli.options import RecoveryFlags, recovery_options
 from pipedec.cli.show import console
 from pipedec.cluster.state import DEFAULT_RUN, MachineLock
 from pipedec.config import load_cluster, state_directory
@@ -27,19 +28,31 @@ _SECRET_WORDS = ("PASSWORD", "SECRET", "TOKEN", "KEY", "CREDENTIAL")
 @click.option("--run", metavar="NAME", help="Name of the run, if several share a Redis.")
 @click.option("--dry-run", is_flag=True, help="Print what would be started where, and start nothing.")
 @click.option("--detach", is_flag=True, help="Return when the cluster is up and leave it running.")
+@click.option(
+    "--spares",
+    type=click.IntRange(0),
+    metavar="N",
+    help="Devices that stand by for ranks whose hosts are lost (default: all spares: of the file).",
+)
+@recovery_options
 @click.option("--lock-fd", type=int, hidden=True, help="The machine's lock, inherited from the command with --detach.")
-def launch(file: Path, partition: str | None, run: str | None, dry_run: bool, detach: bool, lock_fd: int | None) -> None:
+def launch(
+    limits: RecoveryFlags, file: Path, partition: str | None, run: str | None, dry_run: bool, detach: bool, lock_fd: int | None,
+    spares: int | None,
+) -> None:  # fmt: skip
     """Start the cluster of a cluster.yaml on its hosts, over ssh, and a Redis unless the file names one.
 
     FILE says which rank runs on which device of which host. Every host needs pipedec, and the checkpoints in the same
     directories; ssh must reach it without asking for a password (your ssh configuration applies). A host called localhost is this
     machine, and needs no ssh. The cluster loads its weights once and serves `pipedec submit` until `pipedec down` or Ctrl-C.
+    Every host replaces ranks that are lost, and goes on if this command is killed; spares take over those of a host that is gone.
     """
     from pipedec.cluster.launched import LaunchedCluster
 
     config = load_cluster(file)
     log = state_directory() / "hosts.log"
-    cluster = LaunchedCluster(config, partition, run or (DEFAULT_RUN if config.redis.url else None), log)
+    run_id = run or (DEFAULT_RUN if config.redis.url else None)
+    cluster = LaunchedCluster(config, partition, run_id, log, spares, limits.recovery)
     if dry_run:
         for line in planned_start(cluster):
             click.echo(line)
@@ -75,6 +88,7 @@ def planned_start(cluster: LaunchedCluster) -> list[str]:
         for rank in cluster.nodes.ranks_on(host):
             place = cluster.places[rank]
             lines.append(f"  {rank_name(rank)} on {place.device} #{place.index}{layers[rank]}")
+        lines += [f"  a spare on {place.device} #{place.index}" for place in cluster.spares if place.host == host]
         lines += [f"  {name}={_shown(name, value)}" for name, value in cluster.nodes.environment(host).items()]
     return [*lines, "", _redis_line(cluster)]
 

@@ -17,8 +17,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from pipedec.client.resumption import Resumption
-from pipedec.core import DEFAULT_METHOD, MAX_NUM_SEQS, MAX_WAITING, SamplingParams, UserError
+from pipedec.cluster.recovery import RecoveryOptions
+from pipedec.core import DEFAULT_METHOD, MAX_NUM_SEQS, MAX_WAITING, SamplingParams, StructuredOutputs, UserError
 from pipedec.data.prompts import PromptSource
+from pipedec.grammar import check
 from pipedec.messages import PromptRequest
 from pipedec.methods import METHOD_NAMES, METHODS, make_options, option_rules
 from pipedec.threads import load_dialect
@@ -32,7 +34,20 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True)
-class PipelineFlags:
+class RecoveryFlags:
+    """The limits of recovery."""
+
+    max_restarts: int
+    restart_window: float
+    stall_timeout: float
+
+    @property
+    def recovery(self) -> RecoveryOptions:
+        return RecoveryOptions(self.max_restarts, self.restart_window, self.stall_timeout)
+
+
+@dataclass(frozen=True)
+class PipelineFlags(RecoveryFlags):
     """The flags of a pipeline (see ``PipelineSpec.create``)."""
 
     target: Path | None
@@ -41,6 +56,9 @@ class PipelineFlags:
     groups: int | None
     layers: str | None
     dtype: str
+    quantize: str | None
+    draft_dtype: str | None
+    draft_quantize: str | None
     device: str
     transport: str
     dispatch: str
@@ -89,7 +107,30 @@ class PipelineFlags:
 
 
 @dataclass(frozen=True)
-class RequestFlags:
+class StructureFlags:
+    """What form an answer must have: one of them, or none."""
+
+    json_schema: str | None
+    regex: str | None
+    choice: tuple[str, ...]
+    grammar: Path | None
+
+    def structure(self) -> StructuredOutputs | None:
+        """Raises UserError for more than one, for a file that cannot be read, or a structure that no text can have."""
+        kinds: dict[str, Any] = {
+            "json": None if self.json_schema is None else _json_text(self.json_schema), "regex": self.regex,
+            "choice": self.choice or None, "grammar": None if self.grammar is None else _file_text(self.grammar),
+        }  # fmt: skip
+        given = {name: value for name, value in kinds.items() if value is not None}
+        if not given:
+            return None
+        outputs = StructuredOutputs(**given)
+        check(outputs)
+        return outputs
+
+
+@dataclass(frozen=True)
+class RequestFlags(StructureFlags):
     """The flags of a request, and how its answer is shown. ``options`` holds those of the method that were given, by name."""
 
     prompt: tuple[str, ...]
@@ -139,11 +180,14 @@ class RequestFlags:
         make_options(self.method or DEFAULT_METHOD, self.options)
         if self.show_threads and (self.threads is None or self.json):
             raise UserError("--show-threads goes with --threads, and without --json")
+        sampling = self._sampling()
+        if self.threads is not None and sampling.structured_outputs is not None:
+            raise UserError("--threads goes without --json-schema, --regex, --choice and --grammar")
         return PromptRequest(
             prompt="",
             raw=self.raw_prompt,
             method=self.method,
-            sampling=self._sampling(),
+            sampling=sampling,
             options=self.options,
             trace=self.trace is not None,
             threads=None if self.threads is None else load_dialect(self.threads).to_json(),
@@ -153,7 +197,8 @@ class RequestFlags:
 
     def _sampling(self) -> SamplingParams:
         values = {field.name: getattr(self, field.name) for field in fields(SamplingParams) if hasattr(self, field.name)}
-        return SamplingParams(**values | {"logit_bias": dict(map(_token_bias, self.logit_bias)) or None})
+        bias = dict(map(_token_bias, self.logit_bias)) or None
+        return SamplingParams(**values | {"logit_bias": bias, "structured_outputs": self.structure()})
 
     def _check_trace(self) -> None:
         if self.trace is None:
@@ -189,6 +234,11 @@ def _token_bias(text: str) -> tuple[int, float]:
         raise UserError(f"--logit-bias {text}: write TOKEN_ID=VALUE, like 42=-5") from None
 
 
+def _json_text(given: str) -> str:
+    """A JSON schema as text: what is given itself, or what stands in a file of this name."""
+    return given if given.lstrip().startswith(("{", "[")) or given.strip() in ("true", "false") else _file_text(Path(given))
+
+
 def _piped_text() -> str:
     if sys.stdin.isatty():
         raise UserError("no prompt: give --prompt TEXT, --prompt-file FILE, or text on standard input")
@@ -213,12 +263,15 @@ def pipeline_options(command: Command) -> Command:
     """Adds the pipeline's flags; the command gets them as ``pipeline``."""
     directory = click.Path(path_type=Path)
     options = [
-        _flag("--target", type=directory, metavar="DIR", help="Target checkpoint directory (default: the shipped pair)."),
+        _flag("--target", type=directory, metavar="DIR|FILE.gguf|smollm2", help="Target (default: the shipped pair's)."),
         _flag("--draft", metavar="DIR|none", help="Draft checkpoint directory (default: the shipped target's)."),
         _flag("--stages", type=int, default=4, help="Pipeline stages, one process each."),
         _flag("--groups", type=int, help="Groups of stages that share a timestep (default: one per stage)."),
         _flag("--layers", metavar="N,N,…", help="Layers of each stage, like 6,6,6,6 (default: even)."),
         _flag("--dtype", default="float32", help="float32, float64, bfloat16 or float16."),
+        _flag("--quantize", metavar="int8|int4", help="Weights of the target in 8 or 4 bits, rounded as they are read."),
+        _flag("--draft-dtype", metavar="DTYPE", help="Of the draft: changes the speed of answers alone (default: --dtype)."),
+        _flag("--draft-quantize", metavar="int8|int4", help="Weights of the draft in 8 or 4 bits."),
         _flag("--device", default="auto", help="auto, cpu or cuda."),
         _flag("--transport", default="auto", help="auto, gloo or nccl."),
         _flag("--dispatch", default="windows", help="Granularity of scheduling: windows of timesteps, or single tasks."),
@@ -231,7 +284,33 @@ def pipeline_options(command: Command) -> Command:
         _flag("--kv-cache-memory", metavar="SIZE", help="Memory for keys and values on each rank, like 512MiB (default: 2GiB)."),
         _flag("--no-prefix-cache", is_flag=True, help="Compute every prompt anew, also what another request has in common."),
     ]  # fmt: skip
-    return gathered(command, options, PipelineFlags, "pipeline")
+    return gathered(command, [*options, *_recovery_flags()], PipelineFlags, "pipeline")
+
+
+def recovery_options(command: Command) -> Command:
+    """Adds the limits of recovery for a command without the pipeline's flags, which contain them.
+
+    The command gets them as ``limits``.
+    """
+    return gathered(command, _recovery_flags(), RecoveryFlags, "limits")
+
+
+def _recovery_flags() -> list[Callable[[Any], Any]]:
+    usual = RecoveryOptions()
+    return [
+        _flag(
+            "--max-restarts", type=click.IntRange(0), default=usual.max_restarts, metavar="N",
+            help="Most ranks that are replaced within --restart-window; one more ends the run. 0: the first loss does.",
+        ),
+        _flag(
+            "--restart-window", type=click.FloatRange(0, min_open=True), default=usual.window_seconds, metavar="SECONDS",
+            help="The time in which --max-restarts counts.",
+        ),
+        _flag(
+            "--stall-timeout", type=click.FloatRange(0, min_open=True), default=usual.stall_seconds, metavar="SECONDS",
+            help="A rank that computes one timestep for longer, or is silent for longer while others wait for it, is replaced.",
+        ),
+    ]  # fmt: skip
 
 
 def request_options(command: Command) -> Command:
@@ -265,6 +344,7 @@ def request_options(command: Command) -> Command:
         _flag("--logit-bias", multiple=True, metavar="ID=VALUE", help="Added to a token's logit; may be repeated."),
         _flag("--logprobs", type=int, help="With --json: number of top log probabilities per token."),
         _flag("--ignore-eos", is_flag=True, help="Continue after the model's end token."),
+        *structure_flags(),
         *map(_option_flag, OPTION_NAMES),
         _flag(
             "--threads", metavar="NAME|FILE", help="Let answers open decode threads: apar, pasta, parallel, or a dialect file.",
@@ -275,6 +355,18 @@ def request_options(command: Command) -> Command:
         _flag("--trace", type=path, metavar="FILE", help="Write a Chrome/Perfetto trace of every task."),
     ]  # fmt: skip
     return _with_given_options(gathered(command, options, RequestFlags, "asked"))
+
+
+def structure_flags() -> list[Callable[[Any], Any]]:
+    """The flags of ``StructureFlags``."""
+    return [
+        _flag("--json-schema", metavar="FILE|TEXT", help="The answer is JSON of this JSON schema."),
+        _flag("--regex", metavar="TEXT", help="The answer matches this regular expression, all of it."),
+        _flag("--choice", multiple=True, metavar="TEXT", help="The answer is one of these; give each with a flag of its own."),
+        _flag(
+            "--grammar", type=click.Path(path_type=Path), metavar="FILE", help="The answer follows a grammar, in Lark's notation."
+        ),
+    ]
 
 
 def _flag(name: str, **settings: Any) -> Callable[[Any], Any]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from pipedec.cli.options import gathered
 from pipedec.cli.train_annotate import annotate
 from pipedec.cli.train_options import (
     PATH,
@@ -30,6 +32,7 @@ from pipedec.core import UserError
 if TYPE_CHECKING:
     from pipedec.text.prompt import Prompter
     from pipedec.train.bita.training import BitaRecipe
+    from pipedec.train.draft.fresh import DraftShape
     from pipedec.train.prompts import SplitPrompts
     from pipedec.train.run import Run
 
@@ -50,27 +53,86 @@ def reference() -> None:
 def pair_options(command: Command) -> Command:
     """Adds what ``train draft`` needs besides what it learns from."""
     return options_of(
-        click.option("--target", type=PATH, help="Target checkpoint directory (default: the shipped pair)."),
-        click.option("--draft", type=PATH, help="Draft checkpoint directory to start from."),
+        click.option("--target", type=PATH, help="Target checkpoint (default: the shipped pair)."),
+        click.option("--draft", type=PATH, help="Draft checkpoint directory to continue (default: a new one, beside --target)."),
         run_options,
         click.option("--steps", type=int, help="Training steps (default: 500)."),
+        click.option("--batch", type=int, help="Rows of a step (default: 10)."),
+        click.option("--length", type=int, help="Tokens of a row (default: 512)."),
+        click.option("--learning-rate", type=float, help="Peak learning rate (default: 0.004)."),
+        click.option("--new-tokens", type=int, help="Maximum number of tokens of an answer (default: 96)."),
+        click.option("--seed", type=int, help="Seed of prompts, new weights and the order of rows (default: 2)."),
         click.option("--compile/--no-compile", "compiled", default=True, help="torch.compile (needs a C++ compiler)."),
     )(command)
 
 
+@dataclass(frozen=True)
+class ShapeFlags:
+    """The size of a new draft, as far as it is given."""
+
+    hidden_size: int | None
+    layers: int | None
+    vocabulary: int | None
+
+
+def shape_options(command: Command) -> Command:
+    """Adds the size of a new draft; the command gets it as ``shape``."""
+    options = [
+        click.option("--hidden-size", type=int, help="Of a new draft (default: 320)."),
+        click.option("--layers", type=int, help="Of a new draft (default: 4)."),
+        click.option("--vocabulary", type=int, metavar="TOKENS", help="Frequent tokens that a new draft knows (default: all)."),
+    ]
+    return gathered(command, options, ShapeFlags, "shape")
+
+
 @train.command()
 @prompt_options
+@click.option("--invented", type=int, help="So many prompts that the target invents itself.")
 @pair_options
+@shape_options
+@device_options
 @moved_option("--problems", recipe_command("draft"))
-def draft(target: Path | None, draft: Path | None, asked: PromptFlags, run: RunFlags, compiled: bool, **recipe: Any) -> None:
-    """Continue the training of a draft, on its target's own greedy answers to prompts."""
-    from pipedec.train.draft.training import DraftRecipe, continue_draft
+def draft(
+    target: Path | None,
+    draft: Path | None,
+    asked: PromptFlags,
+    invented: int | None,
+    run: RunFlags,
+    device: DeviceFlags,
+    compiled: bool,
+    shape: ShapeFlags,
+    **recipe: Any,
+) -> None:
+    """Train a draft for a target, on the target's own greedy answers to prompts: a new one, or one that is continued."""
+    from pipedec.train.draft.training import DraftRecipe, train_draft
+    from pipedec.train.invented import invented_set
+    from pipedec.transport.replicas import replicas
 
-    asked.check(f" (the shipped draft: {recipe_command('draft')})")
+    if invented is None or asked.prompts:
+        asked.check(f", --invented COUNT (the shipped draft: {recipe_command('draft')})")
     chosen = DraftRecipe(**given(recipe))
-    target, draft = chosen_pair(target, draft)
-    prompts = asked.read(prompter_of(target, chosen.long_length), chosen.new_tokens)
-    print_draft(continue_draft(target, draft, prompts, chosen.with_long_sets(prompts), run.run(), compiled=compiled))
+    target, start = chosen_start(target, draft, given(vars(shape)))
+    prompter = prompter_of(target, chosen.long_length)
+    prompts = asked.read(prompter, chosen.new_tokens) if asked.prompts else {}
+    with replicas(device.chosen()["device"].type) as together:
+        where = run.run(**device.chosen(), replicas=together)
+        if invented is not None:
+            prompts |= invented_set(target, prompter, invented, chosen.new_tokens, where, chosen.seed)
+        report = train_draft(target, start, prompts, chosen.with_long_sets(prompts), where, compiled=compiled)
+    if report:
+        print_draft(report)
+
+
+def chosen_start(target: Path | None, draft: Path | None, shape: dict[str, Any]) -> tuple[Path, Path | DraftShape]:
+    """The target, and the draft to continue or the size of a new one. Raises UserError if they do not fit each other."""
+    from pipedec.engine.spec import Cut, Models, PipelineSpec
+    from pipedec.train.draft.fresh import DraftShape
+
+    if draft is not None and shape:
+        raise UserError("--draft continues a draft, whose size is given: leave out --hidden-size, --layers and --vocabulary")
+    if draft is not None or (target is None and not shape):
+        return chosen_pair(target, draft)
+    return PipelineSpec.create(Models(target, "none"), Cut(1)).target, DraftShape(**shape)
 
 
 def chosen_pair(target: Path | None, draft: Path | None) -> tuple[Path, Path]:
@@ -98,6 +160,21 @@ def print_draft(report: dict[str, Any]) -> None:
     for title, key in (("Held-out text", "held_out"), ("The target's own continuations", "on_policy")):
         print_agreement(f"{title}, before", before[key])
         print_agreement(title, report[key])
+    print_chains("Share of positions whose next tokens are all among the top k, before", before["on_policy"])
+    print_chains("Share of positions whose next tokens are all among the top k", report["on_policy"])
+
+
+def print_chains(title: str, rows: dict[str, dict[str, Any]]) -> None:
+    """Print acceptance by rank and depth; nothing if there is none."""
+    from pipedec.train.draft.measuring import DEPTHS
+
+    lines = [
+        (family, k, *(f"{share:.1%}" for share in shares))
+        for family, row in rows.items()
+        for k, shares in row.get("chains", {}).items()
+    ]
+    if lines:
+        print_table(title, ("text", "k", *(f"{depth} tokens" for depth in DEPTHS)), lines)
 
 
 def print_agreement(title: str, rows: dict[str, dict[str, Any]]) -> None:

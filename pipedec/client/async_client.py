@@ -7,19 +7,21 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import suppress
 from typing import Any, TypeVar
 
+from pipedec.client.live import READ_SECONDS, STATS_SECONDS, Frame, LiveReading
 from pipedec.client.reply import Delta, Reply, TokenArrivals
-from pipedec.client.watch import SILENCE_SECONDS, check_run, check_silence
+from pipedec.client.watch import SILENCE_SECONDS, RunWatch, check_silence, is_away
 from pipedec.cluster.state import no_such_run
-from pipedec.core import Completion, PipedecError, SchedulerLost
+from pipedec.core import Completion, PipedecError, QueueFull, SchedulerBusy, SchedulerLost, UserError
 from pipedec.messages import PromptRequest, RunDescription, load_validators
 from pipedec.scheduler import AsyncRedisScheduler, RunStatus
 
 _READ_SECONDS = 5.0
 _RENEW_SECONDS = 1.5  # between two renewals of the owner's lease, each with a look at the run
+_RETRY_SECONDS = 0.1  # until Redis is asked again
 
 _T = TypeVar("_T")
 
@@ -29,10 +31,12 @@ class AsyncReply:
 
     Attributes:
         reply: what has arrived.
+        request: as it was submitted.
     """
 
-    def __init__(self, scheduler: AsyncRedisScheduler, number: int, arrivals: TokenArrivals) -> None:
+    def __init__(self, scheduler: AsyncRedisScheduler, number: int, request: PromptRequest, arrivals: TokenArrivals) -> None:
         self.reply = Reply(number, self._add, arrivals=arrivals)
+        self.request = request
         self._scheduler = scheduler
         self._news: Delta | None = None
         self._changed = asyncio.Event()
@@ -100,13 +104,16 @@ class AsyncClient:
     Attributes:
         description: of the run.
         scheduler: the connection; counts its round trips.
+        last_status: what the run has told of itself a second or two ago; None before it has.
     """
 
     def __init__(self, scheduler: AsyncRedisScheduler, description: RunDescription, check: Callable[[], None]) -> None:
         self.scheduler = scheduler
         self.description = description
+        self.last_status: RunStatus | None = None
         self._check = check
         self._open: dict[int, AsyncReply] = {}
+        self._run = RunWatch()
         self._is_reading = False  # Redis is asked for events of all open answers
         self._failure: PipedecError | None = None
         self._tasks: set[asyncio.Task[Any]] = set()  # that end soon
@@ -159,6 +166,38 @@ class AsyncClient:
         """The state of the run. Raises SchedulerLost."""
         return await self.scheduler.status()
 
+    async def live(self) -> AsyncIterator[list[Frame]]:
+        """The live feed (docs/live.md), in batches. Frames of figures come once a second, whatever happens. One reader for each
+        client; what is missed while Redis is away is told.
+
+        Raises:
+            RankLost, SchedulerLost: the run has ended, or stopped answering.
+        """
+        reading, position, renewed = LiveReading(self.scheduler.run_id), "", -STATS_SECONDS
+        while self._failure is None:
+            try:
+                if not position:
+                    position = await self.scheduler.live_position()
+                    await self.watch_anew()
+                if time.monotonic() > renewed + STATS_SECONDS:
+                    renewed = time.monotonic()
+                    await self.scheduler.watch()
+                    yield [reading.stats(await self.scheduler.status())]
+                for shown in await self.scheduler.read_live(position, READ_SECONDS):
+                    position = shown.position
+                    gap = reading.missed(shown)
+                    if gap is not None:
+                        await self.watch_anew()
+                    yield [*([] if gap is None else [gap]), *reading.take(shown)]
+            except SchedulerLost as error:
+                await self._bear(error)
+                position = ""
+        raise self._failure
+
+    async def watch_anew(self) -> None:
+        """Whoever reads the live feed is told again what runs. Raises SchedulerLost."""
+        await self.scheduler.watch(begins=True)
+
     async def aclose(self) -> None:
         """Cancel what is open and leave nothing in Redis but what others need. May be called twice."""
         if not self._following:
@@ -176,14 +215,30 @@ class AsyncClient:
 
     async def _submit(self, request: PromptRequest) -> AsyncReply:
         arrivals = TokenArrivals()  # the clock runs before the request is on its way
-        number = await self.scheduler.submit(request.to_json(), request.priority)
-        reply = self._open[number] = AsyncReply(self.scheduler, number, arrivals)
+        request = request.seeded()
+        number = await self._queue(request)
+        reply = self._open[number] = AsyncReply(self.scheduler, number, request, arrivals)
         if self._failure is not None:
             reply.end(self._failure)
         elif self._is_reading:
             self._is_reading = False
             await self.scheduler.wake()
         return reply
+
+    async def _queue(self, request: PromptRequest) -> int:
+        """The number of the request; again, if it is not known whether it has arrived."""
+        operation = secrets.token_hex(8)
+        while True:
+            try:
+                return await self.scheduler.submit(request.to_json(), request.priority, operation)
+            except (QueueFull, SchedulerBusy):
+                raise
+            except SchedulerLost as error:
+                await self._bear(error)
+            except UserError as error:
+                if (await self.scheduler.status()).state != "gone":
+                    raise
+                await self._bear(error)
 
     async def _forget(self, submitting: asyncio.Task[AsyncReply]) -> None:
         with suppress(PipedecError):
@@ -204,25 +259,64 @@ class AsyncClient:
         while self._failure is None:
             self._is_reading = True
             positions = {number: reply.reply.position for number, reply in self._open.items()}
-            for number, position, event in await self.scheduler.read_answers(positions, _READ_SECONDS):
-                if (reply := self._open.get(number)) is not None:
-                    reply.reply.take(position, event)
+            try:
+                await self._read(positions)
+            except SchedulerLost as error:
+                await self._bear(error)
             self._is_reading = False
             self._take_ended()
 
+    async def _read(self, positions: Mapping[int, str]) -> None:
+        for number, position, event in await self.scheduler.read_answers(positions, _READ_SECONDS):
+            if (reply := self._open.get(number)) is not None:
+                reply.reply.take(position, event)
+
     async def _watch(self) -> None:
         """Renew the owner's lease, and look whether the run still answers."""
-        renewed = time.monotonic()
+        renewed: float | None = time.monotonic()
         while self._failure is None:
             await asyncio.sleep(_RENEW_SECONDS)
-            has_lapsed = not await self.scheduler.renew_owner() or time.monotonic() > renewed + self.scheduler.lease_seconds
-            renewed = time.monotonic()
-            self._check()
-            status = await self.scheduler.status()
-            check_run(status)
-            if has_lapsed:
-                self._take_lapsed()
-            check_silence(status, [reply.reply for reply in self._open.values()], SILENCE_SECONDS)
+            try:
+                has_lapsed = await self._renew_owner(renewed)
+                renewed = time.monotonic()
+                self._check()
+                await self._look(has_lapsed)
+            except SchedulerLost as error:
+                renewed = None
+                await self._bear(error)
+
+    async def _renew_owner(self, renewed: float | None) -> bool:
+        """Whether the lease had lapsed; ``renewed`` is None if Redis was away since the last renewal."""
+        had_lease = await self.scheduler.renew_owner()
+        return renewed is not None and (not had_lease or time.monotonic() > renewed + self.scheduler.lease_seconds)
+
+    async def _look(self, has_lapsed: bool) -> None:
+        status = self.last_status = await self.scheduler.status()
+        self._run.check(status)
+        if has_lapsed and not self._run.is_forgotten(status):
+            self._take_lapsed()
+        replies = {reply.reply.number: reply.reply for reply in self._open.values()}
+        for reply in replies.values():
+            reply.run_recovers(is_away(status))
+        for lost in self._run.lost(status, replies.values()):
+            await self._submit_again(self._open.pop(lost.number))
+        check_silence(status, [reply.reply for reply in self._open.values()], SILENCE_SECONDS)
+
+    async def _submit_again(self, reply: AsyncReply) -> None:
+        """Redis has lost the request."""
+        await self._give_up(reply.number)
+        number = await self._queue(reply.request)
+        reply.reply.submitted_again(number)
+        self._open[number] = reply
+        await self.scheduler.wake()
+
+    async def _bear(self, error: PipedecError) -> None:
+        """Redis, or the run in it, is away: it is asked again. Raises ``error`` if that has lasted for too long."""
+        self._check()
+        self._run.outage(error)
+        for reply in self._open.values():
+            reply.reply.run_recovers(True)
+        await asyncio.sleep(_RETRY_SECONDS)
 
     def _take_ended(self) -> None:
         for number in [number for number, reply in self._open.items() if reply.reply.has_ended]:

@@ -4,17 +4,21 @@ and no checkpoint.
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
+from pipedec.client.live import READ_SECONDS, STATS_SECONDS, Frame, LiveReading
 from pipedec.client.reply import Delta, OnDelta, Reply
-from pipedec.client.watch import LOOK_SECONDS, SILENCE_SECONDS, check_run, check_silence
-from pipedec.core import Completion, PipedecError, UserError
+from pipedec.client.watch import LOOK_SECONDS, SILENCE_SECONDS, RunWatch, check_silence, is_away
+from pipedec.core import Completion, PipedecError, QueueFull, SchedulerBusy, SchedulerLost, UserError
 from pipedec.messages import AbortEvent, PromptRequest, ThreadNews, load_validators
-from pipedec.scheduler.protocol import Scheduler
+from pipedec.scheduler.protocol import RunStatus, Scheduler
 
 _CHECK_SECONDS = 0.25  # between two calls of ``check`` while nothing arrives
+_QUIET_LOOK_SECONDS = 0.5  # between two looks at the run while nothing arrives
+_RETRY_SECONDS = 0.1  # until Redis is asked again
 
 OnText = Callable[[str], None]
 OnThreads = Callable[[list[ThreadNews]], None]
@@ -22,7 +26,7 @@ OnPause = Callable[[bool], None]  # whether the answer is paused from now on
 
 
 class Client:
-    """Sends requests to a running cluster. Used from one thread.
+    """Sends requests to a running cluster, and waits while it recovers. Used from one thread.
 
     Args:
         check: called while waiting; raises if the cluster is known to be in trouble (``LocalCluster.check``). None if nothing is
@@ -38,6 +42,8 @@ class Client:
         self._waits_seconds = LOOK_SECONDS if check is None else _CHECK_SECONDS
         self._silence_seconds = silence_seconds
         self._open: dict[int, Reply] = {}
+        self._asked: dict[int, PromptRequest] = {}
+        self._watch = RunWatch()
         self._looked = 0.0
         load_validators()  # not while the first token is on its way
 
@@ -99,13 +105,36 @@ class Client:
         """
         with self.cancelling():
             replies = [self._submit_or_refuse(request, index, on_text) for index, request in enumerate(requests)]
-            indices = {reply.number: index for index, reply in enumerate(replies) if not reply.has_ended}
+            indices = {id(reply): index for index, reply in enumerate(replies) if not reply.has_ended}
             for index in set(range(len(requests))) - set(indices.values()):
                 on_end(index)
             while self._open:
                 for reply in self.read():
-                    on_end(indices[reply.number])
+                    on_end(indices[id(reply)])
         return replies
+
+    def live(self) -> Iterator[Frame]:
+        """The live feed (docs/live.md), until the run ends. Frames of figures come once a second, whatever happens.
+
+        Raises:
+            RankLost, SchedulerLost: the run has ended, or stopped answering.
+        """
+        reading, position, watch = LiveReading(self._scheduler.run_id), self._scheduler.live_position(), RunWatch()
+        self._scheduler.watch(begins=True)
+        renewed = -STATS_SECONDS
+        while True:
+            if time.monotonic() > renewed + STATS_SECONDS:
+                renewed = time.monotonic()
+                self._scheduler.watch()
+                status = self._scheduler.status()
+                watch.check(status)
+                yield reading.stats(status)
+            for shown in self._scheduler.read_live(position, READ_SECONDS):
+                position = shown.position
+                if (gap := reading.missed(shown)) is not None:
+                    self._scheduler.watch(begins=True)
+                    yield gap
+                yield from reading.take(shown)
 
     def submit(
         self,
@@ -116,9 +145,10 @@ class Client:
     ) -> Reply:
         """Submit a request; ``read`` then follows its answer. Raises UserError if the run takes no requests."""
         arrivals = Reply(-1).arrivals  # the clock runs before the request is on its way
-        number = self._scheduler.submit(request.to_json(), request.priority)
+        request = request.seeded()
+        number = self._submit(request)
         reply = Reply(number, _calling(on_text, on_threads, on_pause), arrivals=arrivals)
-        self._open[reply.number] = reply
+        self._open[number], self._asked[number] = reply, request
         return reply
 
     def read(self, timeout_seconds: float | None = None) -> list[Reply]:
@@ -137,14 +167,18 @@ class Client:
         if not self._open:
             time.sleep(timeout)
             return []
-        events = self._scheduler.read_answers({number: reply.position for number, reply in self._open.items()}, timeout)
+        events = []
+        try:
+            events = self._scheduler.read_answers({number: reply.position for number, reply in self._open.items()}, timeout)
+        except SchedulerLost as error:
+            self._bear(error)
         for number, position, event in events:
             if isinstance(event, AbortEvent):
                 self._check()  # the supervisor knows better than the other ranks what happened to a process
             self._open[number].take(position, event)
         if not events:
             self._check()
-        if time.monotonic() > self._looked + LOOK_SECONDS:
+        if time.monotonic() > self._looked + (LOOK_SECONDS if events else _QUIET_LOOK_SECONDS):
             self._look()
         return self._take_ended()
 
@@ -169,6 +203,22 @@ class Client:
             raise
         finally:
             self._open.clear()
+            self._asked.clear()
+
+    def _submit(self, request: PromptRequest) -> int:
+        """The number of the request; again, if it is not known whether it has arrived."""
+        operation = secrets.token_hex(8)
+        while True:
+            try:
+                return self._scheduler.submit(request.to_json(), request.priority, operation=operation)
+            except (QueueFull, SchedulerBusy):
+                raise
+            except SchedulerLost as error:
+                self._bear(error)
+            except UserError as error:
+                if self._scheduler.status().state != "gone":
+                    raise
+                self._bear(error)
 
     def _submit_or_refuse(self, request: PromptRequest, index: int, on_text: Callable[[int, str], None]) -> Reply:
         try:
@@ -179,17 +229,43 @@ class Client:
     def _take_ended(self) -> list[Reply]:
         ended = [reply for reply in self._open.values() if reply.has_ended]
         for reply in ended:
-            del self._open[reply.number]
+            del self._open[reply.number], self._asked[reply.number]
             self._scheduler.close_answer(reply.number)
         return ended
 
     def _look(self) -> None:
         """Raises RankLost if the cluster has failed or ended, or an answer has been silent for too long without waiting."""
         self._check()
-        status = self._scheduler.status()
+        try:
+            self._take_status(self._scheduler.status())
+        except SchedulerLost as error:
+            self._bear(error)
         self._looked = time.monotonic()
-        check_run(status)
+
+    def _take_status(self, status: RunStatus) -> None:
+        self._watch.check(status)
+        for reply in self._open.values():
+            reply.run_recovers(is_away(status))
+        for reply in self._watch.lost(status, list(self._open.values())):
+            self._submit_again(reply)
         check_silence(status, self._open.values(), self._silence_seconds)
+
+    def _submit_again(self, reply: Reply) -> None:
+        """Redis has lost the request."""
+        del self._open[reply.number]
+        self._scheduler.cancel(reply.number)
+        self._scheduler.close_answer(reply.number)
+        request = self._asked.pop(reply.number)
+        reply.submitted_again(self._submit(request))
+        self._open[reply.number], self._asked[reply.number] = reply, request
+
+    def _bear(self, error: PipedecError) -> None:
+        """Redis, or the run in it, is away: it is asked again. Raises ``error`` if that has lasted for too long."""
+        self._check()
+        self._watch.outage(error)
+        for reply in self._open.values():
+            reply.run_recovers(True)
+        time.sleep(_RETRY_SECONDS)
 
 
 def _calling(on_text: OnText, on_threads: OnThreads, on_pause: OnPause) -> OnDelta:

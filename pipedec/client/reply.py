@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
@@ -39,7 +39,7 @@ class Delta:
         logprobs: of tokens, in order; those of a token come with it or earlier. The last stage may send those of further tokens
             than the answer has.
         threads: news of decode threads, if the request has ``show_threads``.
-        is_paused: the answer waits for KV memory, from now on or still.
+        is_paused: the answer waits for KV memory, or for the run to recover, from now on or still.
         arrived: when the last of it came, in seconds of ``time.perf_counter``.
     """
 
@@ -108,10 +108,10 @@ class Reply:
         on_delta: receives what every event brings.
         completion: the answer; None until it is complete.
         error: why it was refused, or that it was cancelled before it began; None if it was not.
-        is_paused: it waits for KV memory, in the beginning or after a pause.
         trace: of a traced answer.
         cache_slots: of a traced answer, the capacity of each stage's KV cache in rows.
         overran: timesteps in which a rank took longer than its emulated time.
+        waits: for KV memory, in the beginning or after a pause.
         heard: when the last event arrived, or the request was last known to wait, in seconds of ``time.monotonic``.
     """
 
@@ -119,15 +119,24 @@ class Reply:
     on_delta: OnDelta = lambda delta: None
     completion: Completion | None = None
     error: UserError | None = None
-    is_paused: bool = False
     trace: list[TraceEvent] = field(default_factory=list)
     cache_slots: dict[int, int] = field(default_factory=dict)
     overran: set[int] = field(default_factory=set)
     arrivals: TokenArrivals = field(default_factory=TokenArrivals)
     heard: float = field(default_factory=time.monotonic)
     position: str = "0"
-    _logprobs: list[dict[int, float]] = field(default_factory=list)
+    waits: bool = False
+    _run_recovers: bool = False
+    _epochs: set[int] = field(default_factory=set)  # in which it went on
+    _known: tuple[int, int] = (0, 0)  # tokens and characters
+    _threads: dict[tuple[int, ...], tuple[int, int]] = field(default_factory=dict)  # the same of each decode thread
+    _logprobs: dict[int, dict[int, float]] = field(default_factory=dict)  # by ordinal
     _prompt_logprobs: list[dict[int, float]] = field(default_factory=list)
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether it waits for KV memory, or the run has lost ranks, or Redis, and recovers."""
+        return self.waits or self._run_recovers
 
     @property
     def has_ended(self) -> bool:
@@ -142,12 +151,16 @@ class Reply:
     def take(self, position: str, event: Event) -> None:
         """Handle the event at ``position`` of the answer. Raises RankLost if the run has failed."""
         self.position, self.heard = position, time.monotonic()
+        self._run_recovers = False  # ranks serve
         match event:
-            case TokensEvent(token_ids, text, threads):
-                self.arrivals.note(len(token_ids))
-                self._tell(text, token_ids, threads=threads or [])
-            case PausedEvent() | ResumedEvent():
-                self.is_paused = isinstance(event, PausedEvent)
+            case TokensEvent():
+                self._take_tokens(event)
+            case PausedEvent():
+                self.waits = True
+                self._tell()
+            case ResumedEvent(epoch):
+                self.waits = False
+                self._epochs |= set() if epoch is None else {epoch}
                 self._tell()
             case TraceEvents(rows):
                 self.trace += [TraceEvent(*row) for row in rows]
@@ -155,12 +168,13 @@ class Reply:
                 self.cache_slots[rank] = slots
             case OverranEvent(timesteps):
                 self.overran.update(timesteps)
-            case LogprobsEvent(logprobs):
-                known = [dict(pairs) for pairs in logprobs]
-                self._logprobs += known
-                self._tell(logprobs=known)
-            case PromptLogprobsEvent(logprobs):
-                self._prompt_logprobs += map(dict, logprobs)
+            case LogprobsEvent(logprobs, index):
+                said = {ordinal: dict(pairs) for ordinal, pairs in enumerate(logprobs, start=index)}
+                new = [row for ordinal, row in said.items() if ordinal not in self._logprobs]
+                self._logprobs |= said
+                self._tell(logprobs=new)
+            case PromptLogprobsEvent(logprobs, index):
+                self._prompt_logprobs[index : index + len(logprobs)] = map(dict, logprobs)
             case CompletionEvent():
                 self.completion = self._completed(event)
             case CancelledEvent():
@@ -169,6 +183,33 @@ class Reply:
                 raise RankLost(text)
             case ErrorEvent(message):
                 self.error = UserError(message)
+
+    def submitted_again(self, number: int) -> None:
+        """Redis has lost the request; it has another number now. What its answer says again is not told again."""
+        self.number, self.position, self.waits = number, "0", False
+
+    def run_recovers(self, recovers: bool) -> None:
+        """What is known of the run: whether it has lost ranks, or Redis, and will go on."""
+        if recovers != self._run_recovers and not self.has_ended:
+            self._run_recovers = recovers
+            self._tell()
+
+    def _take_tokens(self, event: TokensEvent) -> None:
+        """Tell what is new: after a recovery an answer may say again what it has said."""
+        tokens, characters = self._known
+        token_ids, text = event.token_ids[max(tokens - event.index, 0) :], event.text[max(characters - event.offset, 0) :]
+        self._known = tokens + len(token_ids), characters + len(text)
+        self.arrivals.note(len(token_ids))
+        self._tell(text, token_ids, threads=[new for news in event.threads or [] if (new := self._new_of(news)) is not None])
+
+    def _new_of(self, news: ThreadNews) -> ThreadNews | None:
+        """What is new of a thread; None if nothing is."""
+        tokens, characters = self._threads.get(news.path, (-1, 0))
+        if news.tokens < tokens:
+            return None
+        text = news.text[max(characters - news.offset, 0) :]
+        self._threads[news.path] = news.tokens, max(characters, news.offset) + len(text)
+        return replace(news, text=text, offset=characters)
 
     def _tell(self, text: str = "", token_ids: Sequence[int] = (), **news: Any) -> None:
         self.on_delta(Delta(text, list(token_ids), is_paused=self.is_paused, **news))
@@ -179,6 +220,7 @@ class Reply:
         Those of tokens that the request brought with it are empty.
         """
         completion, metrics = event.completion, event.completion.metrics
+        metrics.recoveries = len(self._epochs)
         metrics.ttft_seconds = self.arrivals.ttft_seconds
         metrics.tpot_seconds = self.arrivals.tpot_seconds
         metrics.e2e_seconds = time.perf_counter() - self.arrivals.submitted
@@ -190,5 +232,5 @@ class Reply:
             tokens = zip(event.sampled, completion.token_ids, strict=True)
             completion.logprobs = [{token: 0.0} if which < 0 else self._logprobs[which] for which, token in tokens]
         elif self._logprobs:
-            completion.logprobs = [*({} for _ in range(metrics.resumed_tokens)), *self._logprobs][: len(completion.token_ids)]
+            completion.logprobs = [self._logprobs.get(ordinal, {}) for ordinal in range(len(completion.token_ids))]
         return completion

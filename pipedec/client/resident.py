@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from pipedec.cluster.local import LocalCluster
+from pipedec.cluster.recovery import RecoveryOptions
 from pipedec.core import DEFAULT_METHOD, MAX_NUM_SEQS, MAX_WAITING, MethodOptions, SamplingParams, UserError
 from pipedec.engine.spec import Cut, Limits, Models, PipelineSpec
 from pipedec.messages import PromptRequest
@@ -27,8 +28,8 @@ class Resident:
     Args:
         target, draft: checkpoint directories; the shipped pair by default, ``draft="none"`` for a pipeline without one.
         method: as ``--method``.
-        stages, groups, layers, dtype, device, bita, max_model_len, max_num_seqs, max_waiting, kv_cache_memory: as the flags of
-            ``pipedec generate``.
+        stages, groups, layers, dtype, quantize, draft_dtype, draft_quantize, device, bita, max_model_len, max_num_seqs,
+            max_waiting, kv_cache_memory, max_restarts, restart_window, stall_timeout: as the flags of ``pipedec generate``.
         prefix_cache: let prompts that begin alike share what is computed of them.
 
     Raises:
@@ -46,6 +47,9 @@ class Resident:
         groups: int | None = None,
         layers: list[int] | None = None,
         dtype: str = "float32",
+        quantize: str | None = None,
+        draft_dtype: str | None = None,
+        draft_quantize: str | None = None,
         device: str = "auto",
         bita: str | Path | None = None,
         max_model_len: int | None = None,
@@ -53,13 +57,17 @@ class Resident:
         max_waiting: int = MAX_WAITING,
         kv_cache_memory: str | int | None = None,
         prefix_cache: bool = True,
+        max_restarts: int = RecoveryOptions.max_restarts,
+        restart_window: float = RecoveryOptions.window_seconds,
+        stall_timeout: float = RecoveryOptions.stall_seconds,
     ) -> None:
         self._method = method
         self._tokenizer: Tokenizer | None = None
-        models, cut = Models(target, draft, bita), Cut(stages, groups, layers)
+        models, cut = Models(target, draft, bita, quantize, draft_dtype, draft_quantize), Cut(stages, groups, layers)
         kv_bytes = None if kv_cache_memory is None else byte_size(str(kv_cache_memory), "kv_cache_memory")
         limits = Limits(max_model_len, max_num_seqs, max_waiting, kv_bytes, prefix_cache)
-        self._cluster = LocalCluster(PipelineSpec.create(models, cut, dtype, device, limits=limits))
+        spec = PipelineSpec.create(models, cut, dtype, device, limits=limits)
+        self._cluster = LocalCluster(spec, recovery=RecoveryOptions(max_restarts, restart_window, stall_timeout))
         self._cluster.start()
 
     def _request(

@@ -19,6 +19,8 @@ class RankPlace:
         local_rank, local_world_size: its number among the ranks of its host, and theirs.
         transport: of the steps between stages; ``auto`` chooses.
         host: the host of cluster.yaml on which it was started, if whoever started it knows.
+        recovers: whether somebody replaces ranks that are lost; if not, the loss of one ends the run.
+        survives: whether this process goes on when another rank is lost; if not, it ends and all ranks are started again.
     """
 
     rank: int
@@ -27,6 +29,8 @@ class RankPlace:
     local_world_size: int
     transport: str = "auto"
     host: str | None = None
+    recovers: bool = False
+    survives: bool = True
 
     @property
     def speaks_for_host(self) -> bool:

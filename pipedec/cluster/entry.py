@@ -9,6 +9,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from pipedec.cluster.address import RankPlace, Report, RunAddress
@@ -55,9 +56,22 @@ def run_rank(
     except Exception as error:
         traceback.print_exc()
         message = f"internal error: {type(error).__name__}: {error}"
+    if place.recovers and scheduler is not None and _is_replaced(scheduler, place.rank, message, status):
+        return status
     if _is_first_to_fail(scheduler, place.rank, message) or place.local_rank == 0:
         print(f"pipedec: {of_rank(place.rank, message)}", file=sys.stderr, flush=True)
     return status
+
+
+def _is_replaced(scheduler: RedisScheduler, rank: int, message: str, status: int) -> bool:
+    """Tell the supervisors why this process ends. False if the run is not up (yet), or has failed: then nobody replaces it."""
+    with suppress(PipedecError):
+        if scheduler.failure() is not None or scheduler.current_epoch() is None:
+            return False
+        if status != LOST_ANOTHER:
+            scheduler.note_end(rank, message)
+        return True
+    return False
 
 
 def _is_first_to_fail(scheduler: RedisScheduler | None, rank: int, message: str) -> bool:

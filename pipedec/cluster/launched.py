@@ -1,27 +1,35 @@
 """A resident cluster on the hosts of a cluster.yaml, started over ssh: a node per host, its ranks, and Redis unless there is one.
 
-Everything ends with this process, however it ends. Loads no torch.
+Until the cluster is up, everything ends with this process, however it ends. From then on the nodes watch and replace the ranks:
+the cluster goes on if this process is killed, and ends if it stops or kills it. Loads no torch.
 """
 
 from __future__ import annotations
 
 import re
 import secrets
+import time
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import IO
 from urllib.parse import urlsplit
 
-from pipedec.cluster.node_rank import LaunchedRank
+from pipedec.cluster.node_rank import LaunchedRun
 from pipedec.cluster.nodes import Nodes
-from pipedec.cluster.supervisor import Supervisor
+from pipedec.cluster.recovery import USUAL_RECOVERY, RecoveryOptions
+from pipedec.cluster.supervisor import StartProgress, Supervisor
 from pipedec.config import ClusterConfig, RedisConfig, cluster_to_json
-from pipedec.core import UserError
+from pipedec.core import RankLost, SchedulerLost, UserError
+from pipedec.gguf import is_named
 from pipedec.hardware import MODEL_SHAPES
-from pipedec.plan.placement import rank_places
+from pipedec.plan.placement import rank_places, spare_places
 from pipedec.topology import Topology
 
 _THIS_MACHINE = (None, "localhost", "127.0.0.1", "::1")  # as hosts of a URL; None for a Unix socket
+
+_NEWS_SECONDS = 1.0
+_END_SECONDS = 10.0
 
 
 class LaunchedCluster(Supervisor):
@@ -31,22 +39,29 @@ class LaunchedCluster(Supervisor):
         partition: its name; None for the one that the file names.
         run_id: name of the run; None for a random one.
         log: gets what the hosts print, one line after another, while the cluster runs; None to drop it.
+        spares: how many devices stand by for ranks whose hosts are lost; None for those that the file names.
+        recovery: how often lost ranks are replaced.
 
     Raises:
         UserError: there is no such partition, or too few devices for it.
     """
 
     def __init__(
-        self, config: ClusterConfig, partition: str | None = None, run_id: str | None = None, log: Path | None = None
-    ) -> None:
+        self, config: ClusterConfig, partition: str | None = None, run_id: str | None = None, log: Path | None = None,
+        spares: int | None = None, recovery: RecoveryOptions = USUAL_RECOVERY,
+    ) -> None:  # fmt: skip
         name, chosen = config.find_partition(partition)
         self.config = _for_hosts(config, name)
         self.partition = name
         self.places = rank_places(self.config, name)
-        self.nodes = Nodes(self.config, self.places)
+        self.spares = spare_places(self.config, name, spares)
+        self.recovery = recovery
+        self.nodes = Nodes(self.config, self.places, self.spares)
         super().__init__(Topology.even(chosen.stages, chosen.num_groups), run_id or f"launch-{secrets.token_hex(4)}", self.nodes)
         self._log_path = log
         self._log: IO[str] | None = None
+        self._is_watched = False  # by the nodes
+        self._told = 0  # the last epoch of which ``on_recovery`` knows
 
     @property
     def redis_host(self) -> str | None:
@@ -75,34 +90,87 @@ class LaunchedCluster(Supervisor):
         return self.redis_host is not None
 
     def _start_ranks(self) -> None:
-        config = cluster_to_json(replace(self.config, redis=RedisConfig()))  # the ranks are told the address alone
-        for rank, place in enumerate(self.places):
-            neighbours = self.nodes.ranks_on(place.host)
-            self.nodes.start_rank(
-                LaunchedRank(
-                    rank=rank,
-                    world_size=len(self.places),
-                    local_rank=neighbours.index(rank),
-                    local_world_size=len(neighbours),
-                    config=config,
-                    partition=self.partition,
-                    groups=self.topology.num_groups,
-                    host=place.host,
-                    redis_url=self.address.redis_url,
-                    run_id=self.run_id,
-                )
-            )
+        run = LaunchedRun(
+            config=cluster_to_json(replace(self.config, redis=RedisConfig())),  # the ranks are told the address alone
+            partition=self.partition,
+            groups=self.topology.num_groups,
+            redis_url=self.address.redis_url,
+            run_id=self.run_id,
+            redis_host=self.redis_host,
+            num_spares=len(self.spares),
+            recovery=self.recovery,
+        )
+        self.nodes.tell(run)
+        for rank in self.topology.ranks:
+            self.nodes.start_rank(rank)
+
+    def _start(self, progress: StartProgress | None) -> None:
+        super()._start(progress)
+        self.nodes.watch()
+        self._is_watched = True
+
+    @property
+    def outlives_supervisor(self) -> bool:
+        return True
+
+    def check(self) -> None:
+        """Raise if the cluster has failed. Ranks and hosts that were lost and replaced are no failure.
+
+        Raises:
+            RankLost: says what has ended the run.
+            SchedulerLost: Redis is gone, and the nodes have ended.
+        """
+        if not self._is_watched:
+            super().check()
+            return
+        self._take_news(0.0)
+        lost = self.nodes.lost
+        if not lost or self.scheduler is None:
+            return
+        try:
+            status = self.scheduler.status()
+        except SchedulerLost:
+            if self.nodes.are_over:
+                raise RankLost(self._with_hosts(next(iter(lost.values())))) from None
+            return
+        if status.failure is not None:
+            raise RankLost(self._with_hosts(status.failure))
+        if status.state == "up" and self.nodes.are_over:
+            raise RankLost(self._with_hosts(next(iter(lost.values()))))
+
+    def wait(self) -> None:
+        while not self.nodes.are_over:
+            self._take_news(_NEWS_SECONDS)
+            self.check()
+        self.check()
+
+    def _join_ranks(self) -> None:
+        deadline = time.monotonic() + _END_SECONDS
+        while not self.nodes.are_over and (left := deadline - time.monotonic()) > 0:
+            self._take_news(min(left, _NEWS_SECONDS))
+
+    def _take_news(self, seconds: float) -> None:
+        """Wait for news of nodes, and tell of recoveries, of each one once."""
+        for recovery in self.nodes.recoveries(seconds):
+            if recovery.epoch > self._told:
+                self._told = recovery.epoch
+                self.on_recovery(replace(recovery, reason=self._with_hosts(recovery.reason)))
+
+    def kill(self) -> None:
+        self._is_watched = False
+        super().kill()
 
     def _with_hosts(self, message: str) -> str:
         return re.sub(r"\brank (\d++)( \((draft|stage \d+)\))?+(?! on )", self._with_host, message)
 
     def _with_host(self, found: re.Match[str]) -> str:
         rank = int(found[1])
-        return f"{found[0]} on {self.places[rank].host}" if rank < len(self.places) else found[0]
+        return f"{found[0]} on {self.nodes.host_of(rank)}" if rank < len(self.places) else found[0]
 
     def _close(self) -> None:
         if self._log is not None:
-            self._log.close()
+            with suppress(OSError):  # the disk is full: its last lines are lost
+                self._log.close()
             self._log = None
 
 
@@ -115,7 +183,7 @@ def _for_hosts(config: ClusterConfig, name: str) -> ClusterConfig:
 
 
 def _absolute(model: str) -> str:
-    return model if model == "none" or model in MODEL_SHAPES else str(Path(model).absolute())
+    return model if model == "none" or model in MODEL_SHAPES or is_named(model) else str(Path(model).absolute())
 
 
 def _check_checkpoints(config: ClusterConfig) -> None:

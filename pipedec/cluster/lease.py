@@ -6,13 +6,20 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Callable
+from contextlib import suppress
 
-from pipedec.core import PipedecError, UserError
+from pipedec.cluster.processes import FAILED, LOST_ANOTHER
+from pipedec.core import EpochEnded, PipedecError, SchedulerLost, UserError
+from pipedec.engine.activity import Doing
 from pipedec.scheduler import RedisScheduler
 from pipedec.topology import Topology, rank_name
 
 LEASE_RENEWAL_SECONDS = 1.0
 GIVE_UP_SECONDS = 5.0
+RECOVERY_SECONDS = 20.0  # in which a rank must take part in the epoch after one that has ended, or reach Redis again
+BUSY_LEASE_MS = 30_000  # while a rank meets the others or loads weights, which may keep its other threads waiting
+_BUSY = ("meeting", "loading", "connecting")
 
 
 class LeaseKeeper:
@@ -20,17 +27,55 @@ class LeaseKeeper:
 
     The thread also ends the process if the run has failed and the rank does not notice because it waits in a transfer for a peer
     that has stopped, or if the process itself was suspended for longer than its lease.
+
+    Args:
+        doing: what the rank does.
+        abort: lets a rank come loose that waits in a transfer, because the epoch has ended.
+        recovers: somebody replaces lost ranks. Then this rank judges no other one, waits for a Redis that is away, and survives
+            the end of an epoch.
+        survives: this process goes on when another rank is lost; if not, it ends, to be started again with all others.
     """
 
-    def __init__(self, scheduler: RedisScheduler, rank: int) -> None:
+    def __init__(
+        self,
+        scheduler: RedisScheduler,
+        rank: int,
+        doing: Doing | None = None,
+        abort: Callable[[], None] = lambda: None,
+        recovers: bool = False,
+        survives: bool = True,
+    ) -> None:
         self._scheduler = scheduler
         self._rank = rank
+        self._doing = doing or Doing()
+        self._abort = abort
+        self._recovers = recovers
+        self._survives = survives
+        self._lease_ms = scheduler.lease_ms
+        self._changing = threading.Lock()  # held while the epoch changes, and while what is left of the last one is interrupted
+        self._trouble: float | None = None  # since when the epoch has ended or Redis is away; monotonic
+        self._is_up = False  # Redis has known the run
+        self._turned = time.monotonic()  # when the lease was renewed last, or Redis was seen to be away
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._keep, name=f"lease of rank {rank}", daemon=True)
 
     def start(self) -> None:
-        self._scheduler.renew_lease(self._rank)
+        with suppress(EpochEnded):  # which the meeting will notice
+            self._renew()
         self._thread.start()
+
+    def enter(self, epoch: int) -> None:
+        """The rank takes part in another epoch from now on. Raises EpochEnded if that has ended, too."""
+        with self._changing:
+            self._scheduler.enter(epoch)
+            self._trouble = None
+            self._doing.meet_again()
+        self._renew()
+
+    def settle(self) -> None:
+        """The rank has met the others and loaded its weights: from now on it soon counts as dead. Raises as ``enter``."""
+        self._doing.begin("idle")
+        self._renew()
 
     def stop(self) -> None:
         """Give up the lease: this rank ends as planned."""
@@ -38,35 +83,84 @@ class LeaseKeeper:
         self._thread.join(timeout=2 * LEASE_RENEWAL_SECONDS)
         self._scheduler.leave(self._rank)
 
+    def _renew(self) -> None:
+        activity = self._doing.activity()
+        if self._recovers:
+            self._scheduler.lease_ms = BUSY_LEASE_MS if activity.kind in _BUSY else self._lease_ms
+        self._scheduler.renew_lease(self._rank, activity)
+
     def _lost_peer(self) -> str | None:
-        """The ranks whose lease has expired, as a message; None if there are none. Aborts the run, so that no rank waits for
-        them.
+        """The ranks whose lease has expired, as a message; None if there are none, or if somebody else judges them. Aborts the
+        run, so that no rank waits for them, unless all are started again.
         """
-        lost = self._scheduler.expired_ranks()
-        if not lost:
+        if (self._recovers and self._survives) or not (lost := self._scheduler.expired_ranks()):
             return None
         message = f"{', '.join(map(rank_name, lost))} stopped answering"
-        self._scheduler.abort(self._rank, message)
+        if not self._recovers:
+            self._scheduler.abort(self._rank, message)
         return message
 
     def _keep(self) -> None:
         failure: str | None = None
-        renewed = time.monotonic()
         while failure is None:
             if self._ended.wait(LEASE_RENEWAL_SECONDS):
                 return
-            if (late := time.monotonic() - renewed) > self._scheduler.lease_ms / 1000:
-                failure = f"was suspended for {late:.0f} s, longer than its lease"
-                break
-            try:
-                self._scheduler.renew_lease(self._rank)
-                renewed = time.monotonic()
-                failure = self._scheduler.failure() or self._lost_peer()
-            except PipedecError as error:
-                failure = str(error)
+            failure = self._turn()
+        self._abort()
         if not self._ended.wait(GIVE_UP_SECONDS):  # the rank's own loop notices and reports the same, unless it is stuck
-            print(f"pipedec rank {self._rank}: {failure}", file=sys.stderr, flush=True)
-            os._exit(1)
+            self._end(failure, FAILED)
+
+    def _turn(self) -> str | None:
+        """Renew the lease. Returns why the process must end, if it must."""
+        late = time.monotonic() - self._turned
+        suspension = f"was suspended for {late:.0f} s, longer than its lease" if late > self._scheduler.lease_ms / 1000 else None
+        if suspension and not self._recovers:
+            return suspension
+        epoch, self._turned = self._scheduler.epoch, time.monotonic()
+        try:
+            self._renew()
+            self._check_run()
+            self._trouble = None
+            return self._scheduler.failure() or self._lost_peer()
+        except EpochEnded as error:
+            if suspension:  # another process may have its place
+                self._end(suspension, LOST_ANOTHER)
+            return self._outlive(epoch, error)
+        except SchedulerLost as error:
+            self._turned = time.monotonic()
+            return self._wait(error) if self._recovers else str(error)
+        except PipedecError as error:
+            return str(error)
+
+    def _check_run(self) -> None:
+        """Raises EpochEnded if Redis has lost the run, which makes an end of the epoch, too."""
+        if self._recovers:
+            known = self._scheduler.current_epoch() is not None
+            if self._is_up and not known:
+                raise EpochEnded("Redis lost the run: its keys were deleted")
+            self._is_up |= known
+
+    def _outlive(self, epoch: int, error: EpochEnded) -> str | None:
+        """The epoch has ended; the rank must notice."""
+        if not self._recovers:
+            return str(error)
+        with self._changing:
+            if self._scheduler.epoch != epoch:
+                return None
+            self._doing.interrupt(error)
+            self._abort()
+        return self._wait(error)
+
+    def _wait(self, error: PipedecError) -> str | None:
+        """Wait for the next epoch or for Redis, but not for too long."""
+        now = time.monotonic()
+        self._trouble = self._trouble or now
+        return str(error) if now > self._trouble + RECOVERY_SECONDS else None
+
+    def _end(self, reason: str, status: int) -> None:
+        with suppress(OSError):  # a full disk keeps no rank alive
+            print(f"pipedec rank {self._rank}: {reason}", file=sys.stderr, flush=True)
+        os._exit(status)
 
 
 def claim_run(scheduler: RedisScheduler) -> None:

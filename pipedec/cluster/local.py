@@ -1,19 +1,27 @@
 """A resident cluster on this machine: an embedded Redis and one process per rank, started and ended together.
 
-Ranks and Redis end with this process, however it ends.
+Once it is up, a thread watches the ranks and Redis and replaces what is lost. All of them end with this process, however it ends.
 """
 
 from __future__ import annotations
 
 import secrets
+import threading
 from collections.abc import Callable
+from contextlib import suppress
 
 from pipedec.cluster.address import RankPlace, RunAddress
 from pipedec.cluster.entry import run_rank
+from pipedec.cluster.host_watch import HostWatch
 from pipedec.cluster.processes import RankProcesses
-from pipedec.cluster.supervisor import Supervisor
+from pipedec.cluster.recovery import USUAL_RECOVERY, RecoveryOptions
+from pipedec.cluster.supervisor import StartProgress, Supervisor
+from pipedec.core import SchedulerLost, UserError
 from pipedec.engine.spec import PipelineSpec
-from pipedec.scheduler import EmbeddedServer
+from pipedec.scheduler import EmbeddedServer, RedisScheduler
+
+_NODE = "local"  # the one host of the run
+_END_SECONDS = 10.0
 
 
 class LocalCluster(Supervisor):
@@ -23,22 +31,27 @@ class LocalCluster(Supervisor):
         redis_url: an existing server; None starts one that belongs to this cluster.
         run_id: name of the run; None for a random one.
         transport: ``gloo``, ``nccl``, or ``auto``.
+        recovery: how often lost ranks are replaced.
     """
 
     def __init__(
-        self, spec: PipelineSpec, redis_url: str | None = None, run_id: str | None = None, transport: str = "auto"
-    ) -> None:
+        self, spec: PipelineSpec, redis_url: str | None = None, run_id: str | None = None, transport: str = "auto",
+        recovery: RecoveryOptions = USUAL_RECOVERY,
+    ) -> None:  # fmt: skip
         self._processes = RankProcesses()
         super().__init__(spec.topology, run_id or f"local-{secrets.token_hex(4)}", self._processes)
         self.spec = spec
+        self.recovery = recovery
         self._given_url = redis_url
         self._transport = transport
+        self._password = secrets.token_hex(24)
         self._server: EmbeddedServer | None = None
+        self._watching: _Watching | None = None
 
     def _open_redis(self) -> str:
         if self._given_url is not None:
             return self._given_url
-        self._server = EmbeddedServer()
+        self._server = EmbeddedServer(password=self._password)
         return self._server.url
 
     @property
@@ -46,15 +59,100 @@ class LocalCluster(Supervisor):
         return self._server is not None
 
     def _start_ranks(self) -> None:
-        world_size = self.spec.num_stages + 1
-        for rank in range(world_size):
-            place = RankPlace(rank, world_size, rank, world_size, self._transport)
-            self._processes.start(rank, _serve_rank, place, self.spec, self.address)
+        for rank in self.topology.ranks:
+            self._start_rank(rank)
+
+    def _start_rank(self, rank: int) -> None:
+        world_size = len(self.topology.ranks)
+        place = RankPlace(rank, world_size, rank, world_size, self._transport, recovers=self.recovery.recovers)
+        self._processes.start(rank, _serve_rank, place, self.spec, self.address)
+
+    def _start(self, progress: StartProgress | None) -> None:
+        super()._start(progress)
+        scheduler = self.address.scheduler(self.topology)
+        self._watching = _Watching(
+            scheduler,
+            HostWatch(
+                scheduler, _NODE, self._processes, self._start_rank, self.recovery, self._keep_redis,
+                lambda recovery: self.on_recovery(recovery),
+            ),
+        )  # fmt: skip
+
+    def _keep_redis(self) -> None:
+        """Start the embedded Redis again if it has died: where it was, and empty."""
+        server = self._server
+        if server is None or server.is_running:
+            return
+        with suppress(SchedulerLost, UserError):  # told when it has failed for too long
+            self._server = EmbeddedServer(port=server.port, password=self._password)
+
+    def check(self) -> None:
+        """Raise if the cluster has failed. Ranks that were lost and replaced are no failure.
+
+        Raises:
+            RankLost: names the rank that was lost, and how, or says what else ended the run.
+            SchedulerLost: Redis was away for too long.
+        """
+        if self._watching is None:
+            super().check()
+        elif (failure := self._watching.failure) is not None:
+            raise failure
+
+    def wait(self) -> None:
+        while self._watching is not None and not self._watching.wait(60.0):
+            continue
+        self.check()
+
+    def _join_ranks(self) -> None:
+        if self._watching is not None:
+            self._watching.wait(_END_SECONDS)
 
     def _close(self) -> None:
         if self._server is not None:
             self._server.stop()
             self._server = None
+
+    def kill(self) -> None:
+        watching, self._watching = self._watching, None
+        if watching is not None:
+            watching.end()
+        super().kill()
+
+
+class _Watching:
+    """A thread in which a host's watch runs.
+
+    Attributes:
+        failure: what has ended it early.
+    """
+
+    def __init__(self, scheduler: RedisScheduler, watch: HostWatch) -> None:
+        self.failure: Exception | None = None
+        self._scheduler = scheduler
+        self._watch = watch
+        self._over, self._ending = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._run, name="pipedec watch", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._watch.run()
+        except Exception as error:
+            self.failure = error
+        finally:
+            self._over.set()
+        self._ending.wait()  # a Redis that this thread has started ends with it
+
+    def wait(self, seconds: float) -> bool:
+        """Wait until the run has ended, in order or not; whether it has."""
+        return self._over.wait(seconds)
+
+    def end(self) -> None:
+        """Stop watching."""
+        self._watch.end()
+        self._ending.set()
+        self._thread.join()
+        self._scheduler.client.close()
 
 
 def _serve_rank(place: RankPlace, spec: PipelineSpec, address: RunAddress, report: Callable[[tuple[str, int, int]], None]) -> int:

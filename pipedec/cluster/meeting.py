@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TypeVar
 
@@ -19,22 +20,28 @@ import torch
 
 from pipedec import __version__
 from pipedec.cluster.address import RankPlace
+from pipedec.cluster.lease import RECOVERY_SECONDS
 from pipedec.cluster.network import can_connect, interface_address, interface_of, is_loopback, machine_id, routed_address
-from pipedec.config import cache_directory, configured_interface
-from pipedec.core import PipedecError, RankLost, UserError
+from pipedec.cluster.versions import installed_version
+from pipedec.config import configured_interface
+from pipedec.core import EpochEnded, PipedecError, RankLost, UserError
+from pipedec.directories import cache_directory
+from pipedec.engine.activity import Doing
 from pipedec.engine.spec import PipelineSpec
-from pipedec.messages import AddressEvent, CardEvent, Event
+from pipedec.messages import AddressEvent, CardEvent, Event, LoadedEvent, RankDescription
 from pipedec.model import quick_digest, weights_digest
-from pipedec.scheduler import STARTING, RedisScheduler, scripts_digest
+from pipedec.scheduler import RedisScheduler, scripts_digest
 from pipedec.topology import rank_name
-from pipedec.transport.rendezvous import MEETING_SECONDS, Rendezvous, Store, StoreServer, join_store
+from pipedec.transport.rendezvous import MEETING_SECONDS, Rendezvous, Store, StoreServer, join_store, store_of_epoch
 
 DIGEST_SECONDS = 3600.0
+LOADING_SECONDS = 3600.0
 PROBE_SECONDS = 3.0
 LOOPBACK = "127.0.0.1"
-_POLL_SECONDS = 1.0
+_POLL_SECONDS = 0.2
 
-_Kind = TypeVar("_Kind", CardEvent, AddressEvent)
+_Kind = TypeVar("_Kind", CardEvent, AddressEvent, LoadedEvent)
+_DONE: Mapping[type[Event], str] = {CardEvent: "come", AddressEvent: "come", LoadedEvent: "load the weights"}
 Progress = Callable[[int, int], None]  # files read, files in all
 
 
@@ -61,21 +68,28 @@ class Met:
 
 
 class Meeting:
-    """One rank's part in the meeting.
+    """One rank's part in the meetings of a run: there is one in each epoch in which its process takes part.
 
     Args:
         host: the name of this host.
         store: the store in which the process groups meet, if there is one already (torchrun's); None if rank 0 is to open it.
+        doing: what the rank does.
     """
 
     def __init__(
-        self, scheduler: RedisScheduler, place: RankPlace, host: str, spec: PipelineSpec, store: Store | None = None
-    ) -> None:
+        self, scheduler: RedisScheduler, place: RankPlace, host: str, spec: PipelineSpec, store: Store | None = None,
+        doing: Doing | None = None,
+    ) -> None:  # fmt: skip
         self._scheduler = scheduler
         self._place = place
         self._host = host
         self._spec = spec
         self._store = store
+        self._doing = doing or Doing()
+        self._digests: dict[str, str] | None = None  # of the weights of all models, every byte; once they were asked for
+        self._begin()
+
+    def _begin(self) -> None:
         self._position = "0"
         self._events: list[Event] = []
 
@@ -86,26 +100,44 @@ class Meeting:
         Raises:
             UserError: this rank does not fit rank 0; the message names both, their hosts and what differs.
             RankLost: a rank did not come in time, or two hosts cannot connect.
+            EpochEnded: the epoch has ended.
         """
-        own = self._card()
-        self._scheduler.publish(STARTING, own)
+        self._begin()
+        own = self._card
+        self._publish(own)
         cards = self._gather(CardEvent, MEETING_SECONDS)
         check_cards(own, cards[0])
         interface = choose_interface(own, cards, self._configured_interface())
         is_alone = {card.machine for card in cards} == {own.machine}
-        use_interface(interface, is_alone)
+        if not is_alone:
+            use_interface(interface)
         server = StoreServer(interface.address) if own.rank == 0 and self._store is None else None
         with socket.create_server((interface.address, 0), family=_family(interface.address)) as listener:
             port = server.port if server else int(listener.getsockname()[1])
-            digests = self._digests(progress) if self._place.speaks_for_host else {}
-            self._scheduler.publish(STARTING, AddressEvent(own.rank, interface.address, port, digests))
+            digests = self._compared_digests(progress)
+            self._publish(AddressEvent(own.rank, interface.address, port, digests))
             addresses = self._gather(AddressEvent, MEETING_SECONDS if is_alone else DIGEST_SECONDS)
             check_equal(own, cards[0], _WEIGHTS, digests, addresses[0].digests)
             self._probe(cards, addresses)
             store = self._store or (server.store if server else join_store(addresses[0].address, addresses[0].port))
-            rendezvous = Rendezvous(own.rank, len(cards), store, MEETING_SECONDS)
+            store = store_of_epoch(store, self._scheduler.epoch)
+            rendezvous = Rendezvous(own.rank, len(cards), store, MEETING_SECONDS, interface.name)
             yield Met(rendezvous, interface, addresses[0].digests)
 
+    def loaded(self, description: RankDescription) -> None:
+        """Tell rank 0 that this rank can serve."""
+        self._publish(LoadedEvent(description))
+
+    def wait_for_all(self, seconds: float = LOADING_SECONDS) -> list[RankDescription]:
+        """Rank 0 waits until every rank can serve, and closes the meeting. Raises as ``hold``."""
+        loaded = self._gather(LoadedEvent, seconds)
+        self._scheduler.close_answer(self._scheduler.keys.meeting)
+        return [event.description for event in loaded]
+
+    def _publish(self, event: Event) -> None:
+        self._scheduler.publish(self._scheduler.keys.meeting, event)
+
+    @cached_property
     def _card(self) -> CardEvent:
         models = self._models() if self._place.speaks_for_host else {}
         configs = {name: quick_digest(path) for name, path in models.items()}
@@ -114,23 +146,31 @@ class Meeting:
         versions = {
             "pipedec": __version__,
             "torch": torch.__version__.partition("+")[0],
+            "llguidance": str(installed_version("llguidance")),
             "protocol in Redis": scripts_digest(),
         }
-        settings = {"KV slots": f"{self._spec.kv_slots:,} in blocks of {self._spec.kv_block}"}
+        settings = {
+            "KV slots": f"{self._spec.kv_slots:,} in blocks of {self._spec.kv_block}",
+            "weights": str(self._spec.weights_of(1)),
+            "weights of the draft": str(self._spec.weights_of(0)),
+        }
         return CardEvent(self._place.rank, self._host, machine_id(), address, versions, configs, settings)
 
     def _models(self) -> dict[str, Path]:
         models = {"target": self._spec.target, "draft": self._spec.draft, "bita": self._spec.bita}
         return {name: path for name, path in models.items() if path is not None}
 
-    def _digests(self, progress: Progress) -> dict[str, str]:
-        """Of the weights of all models, every byte."""
-        models = self._models()
-        digests: dict[str, str] = {}
-        for done, (name, path) in enumerate(models.items()):
-            progress(done, len(models))
-            digests[name] = weights_digest(path, cache_directory())
-        return digests
+    def _compared_digests(self, progress: Progress) -> dict[str, str]:
+        """The digests that this rank compares with those of rank 0."""
+        if not self._place.speaks_for_host:
+            return {}
+        if self._digests is None:
+            models, digests = self._models(), dict[str, str]()
+            for done, (name, path) in enumerate(models.items()):
+                progress(done, len(models))
+                digests[name] = weights_digest(path, cache_directory())
+            self._digests = digests
+        return self._digests
 
     def _configured_interface(self) -> str | None:
         """From the environment, else from the plan."""
@@ -142,36 +182,57 @@ class Meeting:
 
         Raises:
             RankLost: a rank has published none in time.
+            EpochEnded: the epoch has ended.
             PipedecError: another rank has failed.
         """
         deadline = time.monotonic() + seconds
         while True:
-            found = {event.rank: event for event in self._events if isinstance(event, kind)}
+            found = {_rank_of(event): event for event in self._events if isinstance(event, kind)}
             missing = [rank for rank in range(self._place.world_size) if rank not in found]
             if not missing:
                 return [found[rank] for rank in sorted(found)]
             if time.monotonic() > deadline:
-                raise RankLost(f"{', '.join(map(self._planned_name, missing))} did not come within {seconds:.0f} s")
-            if failure := self._scheduler.failure():
-                raise PipedecError(failure)
-            for position, event in self._scheduler.read_answer(STARTING, self._position, _POLL_SECONDS):
+                raise RankLost(f"{', '.join(map(self._planned_name, missing))} did not {_DONE[kind]} within {seconds:.0f} s")
+            self._check()
+            for position, event in self._scheduler.read_answer(self._scheduler.keys.meeting, self._position, _POLL_SECONDS):
                 self._position = position
                 self._events.append(event)
+
+    def _check(self) -> None:
+        """Raises PipedecError if the meeting cannot go on."""
+        if failure := self._scheduler.failure():
+            raise PipedecError(failure)
+        if (epoch := self._scheduler.current_epoch()) not in (None, self._scheduler.epoch):
+            raise EpochEnded(f"the run is in epoch {epoch}")
 
     def _planned_name(self, rank: int) -> str:
         return rank_name(rank) + (f" on {self._spec.places[rank].host}" if self._spec.places else "")
 
     def _probe(self, cards: Sequence[CardEvent], addresses: Sequence[AddressEvent]) -> None:
-        """Make sure that this host can connect to every other one. RankLost names both ends."""
+        """Make sure that this host can connect to every other one. Raises as ``_reach``."""
         own = cards[self._place.rank]
         others = {card.machine: card for card in reversed(cards) if card.machine != own.machine}  # the first rank of each
         for card in others.values() if self._place.local_rank == 0 else ():
-            address = addresses[card.rank]
-            if reason := can_connect(address.address, address.port, PROBE_SECONDS):
+            self._doing.begin("connecting", card.rank)
+            self._reach(own, card, addresses[card.rank])
+            self._doing.begin("meeting")
+
+    def _reach(self, own: CardEvent, card: CardEvent, address: AddressEvent) -> None:
+        """Connect to another host. One that could be reached in an earlier epoch is tried again, until the supervisors go on
+        without it, or without this one.
+
+        Raises:
+            RankLost: it cannot be reached; the message names both ends.
+            EpochEnded: the epoch has ended.
+        """
+        deadline = time.monotonic() + (RECOVERY_SECONDS if self._scheduler.epoch else 0.0)
+        while reason := can_connect(address.address, address.port, PROBE_SECONDS):
+            if time.monotonic() > deadline:
                 raise RankLost(
                     f"{_name(own)} cannot connect to {_name(card)} at {address.address}, port {address.port} ({reason}): open "
                     "all TCP ports between the hosts, or set their interface in cluster.yaml"
                 )
+            self._check()
 
 
 _VERSION = "{own} has {name} {mine}, but {other} has {theirs}: install the same version on both"
@@ -218,11 +279,13 @@ def choose_interface(own: CardEvent, cards: Sequence[CardEvent], configured: str
     raise UserError(f"{_name(own)} has no route to the other hosts: set its interface in cluster.yaml, or GLOO_SOCKET_IFNAME")
 
 
-def use_interface(interface: Interface, is_alone: bool) -> None:
-    """Tell gloo and NCCL. NCCL finds its own way on a single machine."""
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", interface.name)
-    if not is_alone:
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface.name}")
+def use_interface(interface: Interface) -> None:
+    """Tell NCCL, which finds its own way on a single machine."""
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface.name}")
+
+
+def _rank_of(event: CardEvent | AddressEvent | LoadedEvent) -> int:
+    return event.description.rank if isinstance(event, LoadedEvent) else event.rank
 
 
 def _name(card: CardEvent) -> str:

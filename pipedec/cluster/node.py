@@ -1,9 +1,10 @@
 """A node: what ``pipedec launch`` starts on every host of a cluster, and what starts and watches that host's ranks.
 
 It speaks JSON, one object per line: orders come on standard input, news go to standard output; whatever else the ranks print
-goes to standard error. When standard input ends, so does everything that the node has started, so a launcher that was killed
-leaves nothing behind. Loads no torch to start ranks: they are forked from a server process that does. ``pipedec doctor`` asks it
-about its host.
+goes to standard error. Until the run is up, everything that the node has started ends with standard input, so a launcher that
+is killed leaves nothing behind. From then on the node watches its ranks, replaces them and takes over those of other hosts by
+itself, and ends with the run: it needs the launcher no longer. Loads no torch to start ranks: they are forked from a server
+process that does, and which is all that a spare consists of. ``pipedec doctor`` asks it about its host.
 """
 
 from __future__ import annotations
@@ -15,24 +16,31 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from pipedec import __version__
-from pipedec.cluster.node_rank import LaunchedRank, serve_rank
+from pipedec.cluster.node_output import relayed_output
+from pipedec.cluster.node_rank import LaunchedRun
 from pipedec.cluster.processes import RankProcesses, start_fork_server
 from pipedec.cluster.versions import installed_version
-from pipedec.core import PipedecError
+from pipedec.core import PipedecError, SchedulerLost, UserError
 from pipedec.validation import validated
 
 if TYPE_CHECKING:
     from pipedec.cluster.doctor.host import HostDoctor
+    from pipedec.cluster.host_watch import HostWatch
+    from pipedec.cluster.node_run import NodeRun
     from pipedec.scheduler import EmbeddedServer
 
-PROTOCOL = 1  # of orders and news: to be raised whenever a launcher and a node of different versions would misunderstand
+PROTOCOL = 2  # of orders and news: to be raised whenever a launcher and a node of different versions would misunderstand
 END_SECONDS = 3.0
+LINGER_SECONDS = 5.0  # for which clients may still read the end of a run from a Redis that this node has started
+TURN_SECONDS = 0.5  # an end of a process is seen at once
+LINGER_TURN_SECONDS = 0.1
 IDLE_SECONDS = 60.0  # a launcher that does not end the node so long after its ranks' end has lost its connection
 
 Say = Callable[..., None]  # the name of the news, and what it holds
@@ -42,8 +50,10 @@ def main() -> None:
     """Entry point: ``python -m pipedec.cluster.node``."""
     stdin, say = _take_standard_streams()
     receiver, sender = Pipe(duplex=False)
-    threading.Thread(target=_read_orders, args=(stdin, sender), daemon=True).start()
-    Node(receiver, say).run()
+    is_on_its_own = threading.Event()
+    threading.Thread(target=_read_orders, args=(stdin, sender, is_on_its_own), daemon=True).start()
+    with relayed_output():
+        Node(receiver, say, is_on_its_own).run()
 
 
 def _take_standard_streams() -> tuple[BinaryIO, Say]:
@@ -61,29 +71,41 @@ def _take_standard_streams() -> tuple[BinaryIO, Say]:
     return stdin, say
 
 
-def _read_orders(stdin: BinaryIO, orders: Connection) -> None:
-    """Pass orders on to the main thread. When they end, it has some seconds to end the ranks; then the kernel does it."""
+def _read_orders(stdin: BinaryIO, orders: Connection, is_on_its_own: threading.Event) -> None:
+    """Pass orders on to the main thread. When they end, it has some seconds to end the ranks; then the kernel does it.
+
+    Not if the node needs no launcher any longer: then only the order to end ends it.
+    """
     for line in stdin:
+        if json.loads(line)["order"] == "end":
+            is_on_its_own.clear()
+            break
         orders.send_bytes(line)
     orders.close()
     time.sleep(END_SECONDS)
-    os._exit(1)
+    if not is_on_its_own.is_set():
+        os._exit(1)
 
 
 class Node:
     """This host's ranks, and Redis if it is this host's.
 
     Args:
-        orders: one message each; its end is the order to end.
+        orders: one message each; its end is the order to end, unless the node is on its own.
         say: tells the launcher.
+        is_on_its_own: set by this node when it needs no launcher any longer.
     """
 
-    def __init__(self, orders: Connection, say: Say) -> None:
-        self._orders = orders
+    def __init__(self, orders: Connection, say: Say, is_on_its_own: threading.Event) -> None:
+        self._orders: Connection | None = orders
         self._say = say
+        self._is_on_its_own = is_on_its_own
         self._ranks = RankProcesses()
         self._running: set[int] = set()
+        self._run: NodeRun | None = None
+        self._watch: HostWatch | None = None
         self._server: EmbeddedServer | None = None
+        self._restart_redis: Callable[[], EmbeddedServer] | None = None
         self._doctor: HostDoctor | None = None
 
     def run(self) -> None:
@@ -98,19 +120,35 @@ class Node:
             self._say("failed", message=f"internal error of the node: {type(error).__name__}: {error}")
         finally:
             self._ranks.kill()
+            if self._run is not None:
+                self._run.close()
             if self._server is not None:
+                self._linger(self._server)
                 self._server.stop()
 
     def _take_part(self) -> bool:
         """Wait for an order or for a rank; False when there are no more orders, or the ranks have ended long ago."""
+        return self._start() if self._watch is None else self._watch_over(self._watch)
+
+    def _watch_over(self, watch: HostWatch) -> bool:
+        """A turn of a node whose run is up; False when that has ended."""
+        running = self._ranks.pids.keys() - self._ranks.exit_statuses.keys()
+        orders = [] if self._orders is None else [self._orders]
+        if self._orders in wait([*orders, *self._ranks.waitables(running)], timeout=TURN_SECONDS) and not self._hear():
+            return False
+        if watch.turn():
+            return True
+        self._say("over")
+        return False
+
+    def _start(self) -> bool:
+        """A turn of a node whose run is not up yet."""
+        assert self._orders is not None
         is_idle = self._ranks.pids and not self._running
         if not (ready := wait([self._orders, *self._ranks.waitables(self._running)], timeout=IDLE_SECONDS if is_idle else None)):
             return False
-        if self._orders in ready:
-            try:
-                self._follow(json.loads(self._orders.recv_bytes()))
-            except EOFError:
-                return False
+        if self._orders in ready and not self._hear():
+            return False
         for rank, report in self._ranks.read(0.0):
             if report is not None:
                 self._say("report", rank=rank, report=report)
@@ -120,6 +158,22 @@ class Node:
             self._say("ended", rank=rank, status=ended[rank])
         return True
 
+    def _hear(self) -> bool:
+        """Follow an order; False if there are no more and the launcher is needed."""
+        assert self._orders is not None
+        try:
+            self._follow(json.loads(self._orders.recv_bytes()))
+        except EOFError:
+            self._orders = None
+            return self._is_on_its_own.is_set()
+        return True
+
+    def _linger(self, server: EmbeddedServer) -> None:
+        """Let clients elsewhere read how a run has ended, until none is connected or the launcher wants an end."""
+        deadline = time.monotonic() + (LINGER_SECONDS if self._is_on_its_own.is_set() else 0.0)
+        while self._is_on_its_own.is_set() and server.has_clients() and time.monotonic() < deadline:
+            time.sleep(LINGER_TURN_SECONDS)
+
     def _follow(self, order: dict[str, Any]) -> None:
         match order.pop("order"):
             case "prepare":
@@ -127,8 +181,12 @@ class Node:
                 start_fork_server()
             case "redis":
                 self._start_redis(**order)
+            case "join":
+                self._join(**order)
             case "start":
-                self._start_rank(LaunchedRank(**order))
+                self._start_rank(**order)
+            case "watch":
+                self._begin_watch()
             case "examine":
                 self._examine(**order)
             case "reach":
@@ -151,13 +209,34 @@ class Node:
         from pipedec.scheduler.server import ALL_ADDRESSES, LOOPBACK, EmbeddedServer
 
         address = own_address(towards, interface)
-        self._server = EmbeddedServer(bind=ALL_ADDRESSES if address else LOOPBACK, port=port, password=password)
+        bind = ALL_ADDRESSES if address else LOOPBACK
+        server = self._server = EmbeddedServer(bind=bind, port=port, password=password)
+        self._restart_redis = lambda: EmbeddedServer(bind=bind, port=server.port, password=password)
         self._say("redis", address=address or LOOPBACK, port=self._server.port)
 
-    def _start_rank(self, rank: LaunchedRank) -> None:
-        self._ranks.start(rank.rank, serve_rank, rank)
-        self._running.add(rank.rank)
-        self._say("started", rank=rank.rank, pid=self._ranks.pids[rank.rank])
+    def _keep_redis(self) -> None:
+        """Start Redis again if it has died: where it was, and empty."""
+        if self._server is None or self._restart_redis is None or self._server.is_running:
+            return
+        with suppress(SchedulerLost, UserError):  # told when it has failed for too long
+            self._server = self._restart_redis()
+
+    def _join(self, run: dict[str, Any], host: str) -> None:
+        from pipedec.cluster.node_run import NodeRun
+
+        self._run = NodeRun(validated(LaunchedRun, run), host, self._ranks, self._say)
+
+    def _start_rank(self, rank: int) -> None:
+        assert self._run is not None
+        self._run.start_rank(rank)
+        self._running.add(rank)
+
+    def _begin_watch(self) -> None:
+        assert self._run is not None
+        self._watch = self._run.watch(self._keep_redis)
+        self._watch.turn()  # tells the others which ranks are here
+        self._is_on_its_own.set()
+        self._say("watching")
 
 
 def describe_host() -> dict[str, Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 import subprocess
+import sys
 import threading
 import time
 from collections import deque
@@ -149,7 +150,14 @@ class NodeLink:
             for number, text in enumerate(texts):
                 self._printed.append(text)
                 if self._log is not None and number < _LOG_LINES and not self._log.closed:
-                    print(f"{self.server.host}: {text[:_LINE_CHARS]}", file=self._log, flush=True)
+                    self._log_line(f"{self.server.host}: {text[:_LINE_CHARS]}")
+
+    def _log_line(self, text: str) -> None:
+        try:
+            print(text, file=self._log, flush=True)
+        except OSError as error:
+            self._log = None
+            print(f"pipedec: what {self.server.host} prints is no longer logged: {error.strerror}", file=sys.stderr)
 
     def _last_line(self) -> str:
         return self._printed[-1][:_REASON_CHARS] if self._printed else ""

@@ -1,4 +1,4 @@
-"""A rank that ``pipedec launch`` has started: what its node tells it, and what it does with that.
+"""A run that ``pipedec launch`` has started, and its ranks: what nodes are told of it, and what they tell their ranks.
 
 Redis, torch and the rest are imported in the rank's own process, so that the node can name this without loading them.
 """
@@ -6,37 +6,54 @@ Redis, torch and the rest are imported in the rank's own process, so that the no
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from pipedec.cluster.recovery import RecoveryOptions
 from pipedec.config import cluster_from_json
 from pipedec.topology import Topology
 
 if TYPE_CHECKING:
     from pipedec.engine.spec import PipelineSpec
+    from pipedec.plan.placement import Placement
 
 
 @dataclass(frozen=True)
-class LaunchedRank:
-    """One rank of a partition.
+class LaunchedRun:
+    """What every node knows, so that each can start any rank.
 
     Attributes:
         config: the whole cluster.yaml, as JSON.
-        host: of this rank, by its name in that file.
-        local_rank, local_world_size: number of this rank among those of its host, and how many there are.
         groups: number of groups of stages.
+        redis_host: the host on which Redis was started; None if it runs elsewhere.
+        num_spares: as --spares.
     """
 
-    rank: int
-    world_size: int
-    local_rank: int
-    local_world_size: int
-    host: str
     config: str = field(repr=False)
     partition: str
     groups: int
     redis_url: str = field(repr=False)
     run_id: str
+    redis_host: str | None
+    num_spares: int | None
+    recovery: RecoveryOptions
+
+
+@dataclass(frozen=True)
+class LaunchedRank:
+    """One rank of a run.
+
+    Attributes:
+        placed: its host and device; not always the planned ones.
+        local_rank, local_world_size: number of this rank among those of its host, and how many there are.
+    """
+
+    run: LaunchedRun
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    placed: Placement
 
 
 def serve_rank(started: LaunchedRank, report: Callable[[Any], None]) -> int:
@@ -44,13 +61,19 @@ def serve_rank(started: LaunchedRank, report: Callable[[Any], None]) -> int:
     from pipedec.cluster.address import RankPlace, RunAddress
     from pipedec.cluster.entry import run_rank
 
-    place = RankPlace(started.rank, started.world_size, started.local_rank, started.local_world_size, host=started.host)
-    topology = Topology.even(started.world_size - 1, started.groups)
-    address = RunAddress(started.redis_url, started.run_id)
-    return run_rank(place, topology, lambda: _spec(started), address, lambda *told: report(told))
+    run = started.run
+    place = RankPlace(
+        started.rank, started.world_size, started.local_rank, started.local_world_size, host=started.placed.host,
+        recovers=run.recovery.recovers,
+    )  # fmt: skip
+    topology = Topology.even(started.world_size - 1, run.groups)
+    return run_rank(place, topology, lambda: _spec(started), RunAddress(run.redis_url, run.run_id), lambda *told: report(told))
 
 
 def _spec(started: LaunchedRank) -> PipelineSpec:
     from pipedec.engine.spec import PipelineSpec
 
-    return PipelineSpec.from_config(cluster_from_json(started.config), started.partition)
+    spec = PipelineSpec.from_config(cluster_from_json(started.run.config), started.run.partition)
+    assert spec.places is not None
+    places = [started.placed if rank == started.rank else planned for rank, planned in enumerate(spec.places)]
+    return replace(spec, places=tuple(places))

@@ -9,6 +9,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from queue import Empty, SimpleQueue
 from typing import IO, Any
 
@@ -16,15 +17,18 @@ from pipedec import __version__
 from pipedec.cluster.network import host_of_destination
 from pipedec.cluster.node import PROTOCOL
 from pipedec.cluster.node_link import News, NodeLink
-from pipedec.cluster.node_rank import LaunchedRank
+from pipedec.cluster.node_rank import LaunchedRun
 from pipedec.cluster.processes import describe_exit
 from pipedec.cluster.ssh import is_local
 from pipedec.config import ClusterConfig, RedisConfig, ServerConfig, transport_environment
 from pipedec.core import PipedecError, UserError
+from pipedec.messages import Recovery
 from pipedec.plan.placement import Placement
+from pipedec.validation import validated
 
 CONNECT_SECONDS = 15.0
 REDIS_SECONDS = 15.0
+WATCH_SECONDS = 15.0
 END_SECONDS = 6.0
 _LOST = -signal.SIGHUP  # exit status of a rank that was lost with its host
 
@@ -34,10 +38,12 @@ class Nodes:
 
     Args:
         places: of ranks 0..n.
+        spares: devices that stand by.
     """
 
-    def __init__(self, config: ClusterConfig, places: Sequence[Placement]) -> None:
+    def __init__(self, config: ClusterConfig, places: Sequence[Placement], spares: Sequence[Placement] = ()) -> None:
         self._config = config
+        self._spare_hosts = [place.host for place in spares]
         self._host_of = {rank: place.host for rank, place in enumerate(places)}
         self._links: dict[str, NodeLink] = {}
         self._news: SimpleQueue[News] = SimpleQueue()
@@ -45,12 +51,18 @@ class Nodes:
         self._statuses: dict[int, int] = {}
         self._lost: dict[str, str] = {}  # hosts whose node has ended, and why
         self._reports: list[tuple[int, Any]] = []
+        self._recoveries: list[Recovery] = []
+        self._over: set[str] = set()  # hosts whose part in the run has ended in order
 
     @property
     def hosts(self) -> list[str]:
-        """Hosts with a rank or Redis, in the order of their first ranks."""
+        """Hosts with a rank, a spare or Redis, in the order of their first ranks."""
         more = [self._config.redis.host] if self._config.redis.host else []
-        return list(dict.fromkeys([*self._host_of.values(), *more]))
+        return list(dict.fromkeys([*self._host_of.values(), *self._spare_hosts, *more]))
+
+    def host_of(self, rank: int) -> str:
+        """Where a rank runs, as far as its node has told."""
+        return self._host_of[rank]
 
     def ranks_on(self, host: str) -> list[int]:
         return [rank for rank, its_host in self._host_of.items() if its_host == host]
@@ -102,8 +114,39 @@ class Nodes:
         assert url is not None
         return url
 
-    def start_rank(self, rank: LaunchedRank) -> None:
-        self._links[self._host_of[rank.rank]].order("start", **vars(rank))
+    def tell(self, run: LaunchedRun) -> None:
+        """Tell all nodes of the run."""
+        for host, link in self._links.items():
+            link.order("join", run=asdict(run), host=host)
+
+    def start_rank(self, rank: int) -> None:
+        self._links[self._host_of[rank]].order("start", rank=rank)
+
+    def watch(self) -> None:
+        """Let every node watch its ranks: from now on they need this process no longer.
+
+        Raises:
+            PipedecError: names a host that could not begin.
+        """
+        for link in self._links.values():
+            link.order("watch")
+        self._await("watching", self._links, WATCH_SECONDS)
+
+    @property
+    def lost(self) -> dict[str, str]:
+        """Hosts whose node has ended before the run, and why."""
+        return {host: reason for host, reason in self._lost.items() if host not in self._over}
+
+    @property
+    def are_over(self) -> bool:
+        """Whether the part of all hosts with ranks in the run has ended; a spare may not have noticed yet."""
+        return set(self._host_of.values()) <= self._over | self._lost.keys()
+
+    def recoveries(self, seconds: float) -> list[Recovery]:
+        """Wait up to ``seconds`` for news; the recoveries that nodes have told of since the last call."""
+        self._take(seconds)
+        found, self._recoveries = self._recoveries, []
+        return found
 
     @property
     def pids(self) -> dict[int, int]:
@@ -142,6 +185,7 @@ class Nodes:
     def kill(self) -> None:
         """End all nodes, and with them their ranks and Redis; forget them."""
         for link in self._links.values():
+            link.order("end")
             link.end()
         deadline = time.monotonic() + END_SECONDS
         for link in self._links.values():
@@ -149,7 +193,8 @@ class Nodes:
         self._links, self._news = {}, SimpleQueue()
         for known in (self._pids, self._statuses, self._lost):
             known.clear()
-        self._reports = []
+        self._over.clear()
+        self._reports, self._recoveries = [], []
 
     def _await(self, kind: str, hosts: Iterable[str], seconds: float) -> dict[str, dict[str, Any]]:
         """The next news of one kind from each of ``hosts``. Raises if one of them fails or says nothing in time."""
@@ -166,6 +211,8 @@ class Nodes:
                 raise PipedecError(f"{host}: {news['message']}")
             if news["news"] == kind:
                 found[host] = news
+            else:
+                self._note(host, news)
         return found
 
     def _take(self, seconds: float) -> None:
@@ -180,7 +227,12 @@ class Nodes:
     def _note(self, host: str, news: dict[str, Any] | None) -> None:
         match news:
             case {"news": "started", "rank": rank, "pid": pid}:
-                self._pids[rank] = pid
+                self._pids[rank], self._host_of[rank] = pid, host
+                self._statuses.pop(rank, None)
+            case {"news": "recovery", "recovery": told}:
+                self._recoveries.append(validated(Recovery, told))
+            case {"news": "over"}:
+                self._over.add(host)
             case {"news": "report", "rank": rank, "report": report}:
                 self._reports.append((rank, report))
             case {"news": "ended", "rank": rank, "status": status}:

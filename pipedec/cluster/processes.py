@@ -35,14 +35,14 @@ _SHORT_DIRECTORY = "/tmp"
 
 
 class RankProcesses:
-    """The processes of several ranks, each with a pipe on which it reports to this process."""
+    """The processes of several ranks, each with a pipe on which it reports to this process. For one thread at a time."""
 
     def __init__(self) -> None:
         self._processes: dict[int, ForkServerProcess] = {}
         self._pipes: dict[Connection, int] = {}  # those that are open, and their ranks
 
     def start(self, rank: int, body: Callable[..., int], *arguments: Any) -> None:
-        """Start the process of ``rank``: ``body(*arguments, report)`` returns its exit status.
+        """Start the process of ``rank``, or its next one: ``body(*arguments, report)`` returns its exit status.
 
         ``body``, its arguments and what it reports must be picklable.
         """
@@ -52,6 +52,7 @@ class RankProcesses:
         with _without_main_module():
             process.start()
         sender.close()
+        self._close_pipes([pipe for pipe, its_rank in self._pipes.items() if its_rank == rank])
         self._processes[rank] = process
         self._pipes[receiver] = rank
 
@@ -90,6 +91,16 @@ class RankProcesses:
         """How a rank ended that should still run, as the end of a sentence."""
         return describe_exit(self.exit_statuses[rank])
 
+    def end(self, rank: int) -> None:
+        """Kill a rank, if it still runs, and wait until it has ended."""
+        self._processes[rank].kill()
+        self._processes[rank].join(_END_SECONDS)
+
+    def forget(self, rank: int) -> None:
+        """No longer know a rank that has ended: another host has it."""
+        self._close_pipes([pipe for pipe, its_rank in self._pipes.items() if its_rank == rank])
+        del self._processes[rank]
+
     def exit_status(self, rank: int) -> int | None:
         """The exit status of a rank that is about to end; None if it has not ended after ten seconds."""
         self._processes[rank].join(_END_SECONDS)
@@ -111,16 +122,20 @@ class RankProcesses:
             if process.exitcode is None:
                 process.kill()
         self.join()
-        for pipe in self._pipes:
-            pipe.close()
+        self._close_pipes(list(self._pipes))
         self._processes.clear()
-        self._pipes.clear()
+
+    def _close_pipes(self, pipes: Iterable[Connection]) -> None:
+        for pipe in pipes:
+            del self._pipes[pipe]
+            pipe.close()
 
 
 def describe_exit(status: int) -> str:
     """How a rank ended that should still run, as the end of a sentence."""
     if status < 0:
-        return f"was killed by {signal.Signals(-status).name}"
+        known = -status in [number.value for number in signal.Signals]
+        return f"was killed by {signal.Signals(-status).name if known else f'signal {-status}'}"
     return "ended before it was told to" if status == 0 else f"failed with exit status {status}"
 
 
@@ -193,6 +208,7 @@ def _begin_rank_process() -> None:
     """Leave Ctrl-C to the supervisor, and end when the supervisor ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     die_with_parent()
+    os.close(forkserver._forkserver._forkserver_alive_fd)  # type: ignore[attr-defined]  # the fork server ends with the supervisor
     supervisor = multiprocessing.parent_process()
     if supervisor is not None and not supervisor.is_alive():  # it ended before the line above
         os._exit(1)

@@ -1,7 +1,7 @@
 """One rank of a resident cluster, from process start to process end.
 
-Owns the order of a rank's start (meet the others, load its own weights, report that it is alive, serve) and of its end. What
-becomes of a failure is for ``entry``.
+Owns the order of a rank's start (meet the others, load its own weights, report that it is alive, serve), how it goes on in the
+next epoch of the run when another rank, or Redis, is lost, and the order of its end. What becomes of a failure is for ``entry``.
 """
 
 from __future__ import annotations
@@ -10,48 +10,36 @@ import gc
 import os
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from pipedec.cluster.address import RankPlace, Report
 from pipedec.cluster.clock import measured_offset_us
-from pipedec.cluster.lease import LEASE_RENEWAL_SECONDS, LeaseKeeper
+from pipedec.cluster.epochs import next_epoch
+from pipedec.cluster.lease import RECOVERY_SECONDS, LeaseKeeper
 from pipedec.cluster.meeting import Meeting
 from pipedec.cluster.place import check_device, checked_host
-from pipedec.core import PipedecError, RankLost
+from pipedec.core import EpochEnded, PipedecError, RankLost, SchedulerLost
+from pipedec.decoding import Drafter
+from pipedec.engine.activity import Doing
 from pipedec.engine.draft_loop import DraftLoop
 from pipedec.engine.rank_tasks import Wiring
 from pipedec.engine.sequences import Sequences
 from pipedec.engine.spec import PipelineSpec, num_gpus
 from pipedec.engine.stage_loop import StageLoop
-from pipedec.messages import Choice, LoadedEvent, RankDescription, load_validators
+from pipedec.messages import Choice, RankDescription, RunDescription, load_validators
 from pipedec.model import ModelConfig, attention_backend
-from pipedec.scheduler import STARTING, RedisScheduler
-from pipedec.topology import rank_name
+from pipedec.scheduler import RedisScheduler
 from pipedec.tracing import Tracer
 from pipedec.transport.rendezvous import Store
 from pipedec.transport.torch_distributed import TorchTransport
 
-LOADING_SECONDS = 3600.0
+_UNKNOWN_REQUESTS = 100_000  # more than can have come since rank 0 last looked
+_SURVIVED = (RankLost, EpochEnded, SchedulerLost)  # what ends an epoch, but not this process
 _LARGE_OFFSET_US = 1_000_000
-
-
-@dataclass(frozen=True)
-class _Joined:
-    """A rank that has met the others: its host, its device, and how it sends.
-
-    Attributes:
-        backend: of ``transport``.
-        digests: see ``Met``.
-    """
-
-    host: str
-    device: torch.device
-    transport: TorchTransport
-    backend: Choice
-    interface: Choice
-    digests: Mapping[str, str]
 
 
 def serve(
@@ -61,57 +49,214 @@ def serve(
     """Serve as one rank until the run is stopped. For the arguments see ``run_rank``.
 
     Raises:
-        PipedecError: this rank cannot serve, or another one has failed.
+        PipedecError: this rank cannot serve, or another one has failed and is not replaced.
     """
     share = (os.cpu_count() or 1) // place.local_world_size
     torch.set_num_threads(max(1, min(share, torch.get_num_threads())))  # OMP_NUM_THREADS may ask for fewer
-    lease = LeaseKeeper(scheduler, place.rank)
-    lease.start()  # before the meeting: digests of large checkpoints may take longer than the run's keys live without it
-    joined = _join(place, spec, scheduler, report, store)
-    load_validators()  # not while the first request waits
-    clock_offset_us = measured_offset_us(scheduler.clock_us)
-    loop = _load(place, spec, joined, scheduler, report, clock_offset_us)
-    gc.collect()
-    gc.freeze()  # what is loaded stays: the collector, which halts a timestep, need not look at it again
-    description = _description(place.rank, spec, joined, clock_offset_us)
-    describe(description)
-    scheduler.publish(STARTING, LoadedEvent(description))
-    if place.rank == 0:
-        ranks = _wait_for_ranks(scheduler, place.world_size)
-        scheduler.open(spec.description(ranks, joined.digests), spec.duplex)
-        report("ready", 1, 1)
-    loop.run()
-    lease.stop()
-    if place.rank == 0:
-        _wait_for_leavers(scheduler)
-        scheduler.clear()
-    joined.transport.close()
+    scheduler.enter(scheduler.current_epoch() or 0)
+    _Rank(place, spec, scheduler, report, store, describe).live()
 
 
-def _join(place: RankPlace, spec: PipelineSpec, scheduler: RedisScheduler, report: Report, store: Store | None) -> _Joined:
-    """Compare this place with the plan, meet the other ranks, and connect to them."""
-    host = checked_host(place, spec.places, spec.servers)
-    device = spec.rank_device(place.rank, place.local_rank)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    check_device(place, spec, device)
-    wanted = chosen_backend(place, spec, num_gpus())
-    with Meeting(scheduler, place, host, spec, store).hold(lambda done, total: report("checking", done, total)) as met:
+@dataclass(frozen=True)
+class _Joined:
+    """A rank that has met the others in an epoch.
+
+    Attributes:
+        backend: of its transfers to the next stage.
+        digests: see ``Met``.
+    """
+
+    backend: Choice
+    interface: Choice
+    digests: Mapping[str, str]
+
+
+class _Rank:
+    """A process that takes part in one epoch of the run after another, and loads its weights once."""
+
+    def __init__(
+        self, place: RankPlace, spec: PipelineSpec, scheduler: RedisScheduler, report: Report, store: Store | None,
+        describe: Callable[[RankDescription], None],
+    ) -> None:  # fmt: skip
+        self._place, self._spec, self._scheduler = place, spec, scheduler
+        self._report, self._describe = report, describe
+        self._host = checked_host(place, spec.places, spec.servers)
+        self._device = spec.rank_device(place.rank, place.local_rank)
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
+        check_device(place, spec, self._device)
+        self._wanted = chosen_backend(place, spec, num_gpus())
         hidden_size = ModelConfig.from_directory(spec.target).hidden_size
-        transport = TorchTransport(wanted.name, met.rendezvous, hidden_size, spec.torch_dtype, device)
-    backend = wanted
-    if transport.backend != wanted.name:
-        why = "another stage has no GPU of its own" if place.rank else "messages from and to rank 0 go through host memory"
-        backend = Choice(transport.backend, why)
-    return _Joined(host, device, transport, backend, Choice(met.interface.name, met.interface.why), met.digests)
+        self._transport = TorchTransport(self._wanted.name, place.rank, hidden_size, spec.torch_dtype, self._device)
+        self._doing = Doing()
+        self._lease = LeaseKeeper(scheduler, place.rank, self._doing, self._transport.abort, place.recovers, place.survives)
+        self._meeting = Meeting(scheduler, place, self._host, spec, store, self._doing)
+        self._first_epoch = scheduler.epoch
+        self._clock_offset_us = 0
+        self._loop: DraftLoop | StageLoop | None = None  # once the weights are loaded
+        self._has_served = False
+        self._apart: float | None = None  # since when it has not met the others, after it had; monotonic
+        self._opened: RunDescription | None = None  # by rank 0
+        self._submitted = 0  # requests, when it was
 
+    def live(self) -> None:
+        """Serve until the run is stopped, in as many epochs as it takes. Raises as ``serve``."""
+        self._doing.meet_again()
+        self._lease.start()  # before the meeting: digests of large checkpoints may take longer than the run's keys live
+        while not self._serve_epoch():
+            continue
+        self._lease.stop()
+        if self._place.rank == 0:
+            _wait_for_leavers(self._scheduler)
+            self._scheduler.clear()
+        self._transport.close()
 
-def _description(rank: int, spec: PipelineSpec, joined: _Joined, clock_offset_us: int) -> RankDescription:
-    """What users are told of this rank."""
-    device = torch.cuda.get_device_name(joined.device) if joined.device.type == "cuda" else "cpu"
-    attention = Choice(*attention_backend(spec.torch_dtype, joined.device))
-    remarks = _clock_remarks(clock_offset_us)
-    return RankDescription(rank, joined.host, device, spec.dtype, joined.backend, joined.interface, attention, remarks)
+    def _serve_epoch(self) -> bool:
+        """Take part in the present epoch; whether the run was stopped in it."""
+        try:
+            loop = self._take_part()
+            loop.serve(self._transport)
+            return True
+        except PipedecError as error:
+            if not self._place.recovers or not self._is_over(error):
+                raise
+            self._outlive(error)
+            return False
+
+    def _is_over(self, error: PipedecError) -> bool:
+        """Whether ``error`` means that the epoch has ended, or comes of that."""
+        return isinstance(error, _SURVIVED) or self._scheduler.current_epoch() != self._scheduler.epoch
+
+    def _take_part(self) -> DraftLoop | StageLoop:
+        """Meet the others and load the weights, unless they are loaded; when it returns, the loop can serve."""
+        self._doing.begin("meeting")
+        joined = self._join()
+        loop = self._loop = self._loop or self._load()
+        description = self._description(joined)
+        if not self._has_served:
+            self._describe(description)
+        self._lease.settle()
+        self._meeting.loaded(description)
+        if self._place.rank == 0:
+            self._open(joined)
+        self._has_served, self._apart = True, None
+        return loop
+
+    def _open(self, joined: _Joined) -> None:
+        """Rank 0: wait until all ranks can serve, and declare the run up."""
+        ranks = self._meeting.wait_for_all()
+        self._opened = self._spec.description(ranks, joined.digests)
+        self._scheduler.open(self._opened, self._spec.duplex, self._place.recovers)
+        self._submitted = self._scheduler.status().submitted
+        self._report("ready", 1, 1)
+
+    def _join(self) -> _Joined:
+        """Compare this place with the others', and connect to them."""
+        with self._meeting.hold(lambda done, total: self._report("checking", done, total)) as met:
+            self._transport.join(met.rendezvous)
+        backend = self._wanted
+        if self._transport.backend != backend.name:
+            why = (
+                "another stage has no GPU of its own"
+                if self._place.rank
+                else "messages from and to rank 0 go through host memory"
+            )
+            backend = Choice(self._transport.backend, why)
+        return _Joined(backend, Choice(met.interface.name, met.interface.why), met.digests)
+
+    def _load(self) -> DraftLoop | StageLoop:
+        self._doing.begin("loading")
+        load_validators()  # not while the first request waits
+        self._clock_offset_us = measured_offset_us(self._scheduler.clock_us)
+        loop = self._new_loop()
+        gc.collect()
+        gc.freeze()  # what is loaded stays: the collector, which halts a timestep, need not look at it again
+        return loop
+
+    def _new_loop(self) -> DraftLoop | StageLoop:
+        rank, spec, device = self._place.rank, self._spec, self._device
+        tracer, sequences = Tracer(rank, clock_offset_us=self._clock_offset_us), Sequences(spec.target)
+        emulated = spec.emulation, spec.window, spec.duplex
+        wiring = Wiring(self._scheduler, self._transport, spec.topology, tracer, sequences, device, *emulated, self._doing)
+        if rank > 0:
+            return StageLoop(spec.load_stage(rank, device, self._loading), rank, wiring)
+        is_late = self._first_epoch > 0 and spec.draft is not None  # requests wait for this process, and can do without
+        drafter = None if is_late else spec.load_drafter(device, self._loading)
+        about = spec.trained_masks(), wiring, spec.tree, spec.max_num_seqs, spec.knee, spec.kv_manager()
+        return DraftLoop(spec.load_prompter(), drafter, *about, self._load_late if is_late else None, self._named())
+
+    def _named(self) -> dict[str, Any]:
+        """What those who watch the run are told of it."""
+        spec = self._spec
+        emulated = None if spec.emulation is None else spec.emulation.preset
+        draft = None if spec.draft is None else spec.draft.name
+        return {
+            "run": self._scheduler.keys.run_id,
+            "target": spec.target.name,
+            "draft": draft,
+            "method": None,
+            "emulated": emulated,
+        }
+
+    def _load_late(self) -> Drafter:
+        """In another thread."""
+        drafter = self._spec.load_drafter(self._device)
+        assert drafter is not None
+        return drafter
+
+    def _loading(self, done: int, total: int) -> None:
+        self._report("loading", done, total)
+
+    def _description(self, joined: _Joined) -> RankDescription:
+        """What users are told of this rank."""
+        device = torch.cuda.get_device_name(self._device) if self._device.type == "cuda" else "cpu"
+        attention = Choice(*attention_backend(self._spec.torch_dtype, self._device))
+        sending, remarks = (joined.backend, joined.interface), _clock_remarks(self._clock_offset_us)
+        about = self._place.rank, self._host, device, str(self._spec.weights_of(self._place.rank))
+        return RankDescription(*about, *sending, attention, remarks, self._first_epoch)
+
+    def _outlive(self, error: PipedecError) -> None:
+        """The epoch has ended, or will: wait for the next one and take part in it.
+
+        Raises:
+            RankLost: there is none, the run has failed, or this process cannot take part in another one.
+        """
+        self._transport.abort()
+        self._check_apart(error)
+        if not self._has_served and self._scheduler.current_epoch() is None:
+            raise error  # the run is not up yet: nobody replaces ranks
+        if self._transport.backend == "nccl":
+            raise RankLost(f"left with the other GPUs: {error}")
+        if not self._place.survives:
+            raise RankLost(f"left with the other ranks: {error}")
+        self._transport.close()
+        while not self._enter(next_epoch(self._scheduler, self._place.rank, error, self._restore)):
+            continue
+
+    def _check_apart(self, error: PipedecError) -> None:
+        """Abort the run if its ranks, none of which was lost, do not meet again. Raises RankLost."""
+        now = time.monotonic()
+        self._apart = self._apart or now
+        if self._has_served and isinstance(error, RankLost) and now > self._apart + RECOVERY_SECONDS:
+            message = f"{error}; the ranks could not meet again for {RECOVERY_SECONDS:.0f} s"
+            with suppress(PipedecError):
+                self._scheduler.abort(self._place.rank, message)
+            raise RankLost(message)
+
+    def _enter(self, epoch: int) -> bool:
+        """Whether this rank could enter the epoch before it ended."""
+        try:
+            self._lease.enter(epoch)
+            return True
+        except _SURVIVED:
+            return False
+
+    def _restore(self) -> None:
+        """Redis has lost the run: write back what this rank knows of it, if it is rank 0."""
+        if isinstance(self._loop, DraftLoop) and self._opened is not None:
+            remembered = self._loop.remembered()
+            number = max([self._submitted, *(one.number for one in remembered)]) + _UNKNOWN_REQUESTS
+            self._scheduler.restore(self._opened, self._spec.duplex, number, remembered)
 
 
 def _clock_remarks(offset_us: int) -> tuple[str, ...]:
@@ -136,44 +281,6 @@ def chosen_backend(place: RankPlace, spec: PipelineSpec, gpus: int) -> Choice:
     if spec.places is None and gpus < place.local_world_size - without_gpu:
         return Choice("gloo", f"{place.local_world_size} ranks share {gpus} GPUs of this host")
     return Choice("nccl", "every stage has a GPU of its own")
-
-
-def _load(
-    place: RankPlace, spec: PipelineSpec, joined: _Joined, scheduler: RedisScheduler, report: Report, clock_offset_us: int
-) -> DraftLoop | StageLoop:
-    def progress(done: int, total: int) -> None:
-        report("loading", done, total)
-
-    tracer = Tracer(place.rank, clock_offset_us=clock_offset_us)
-    sequences = Sequences(spec.target)
-    device = joined.device
-    wiring = Wiring(
-        scheduler, joined.transport, spec.topology, tracer, sequences, device, spec.emulation, spec.window, spec.duplex
-    )
-    if place.rank == 0:
-        prompter, drafter, masks = spec.load_prompter(), spec.load_drafter(device, progress), spec.trained_masks()
-        return DraftLoop(prompter, drafter, masks, wiring, spec.tree, spec.max_num_seqs, spec.knee, spec.kv_manager())
-    return StageLoop(spec.load_stage(place.rank, device, progress), place.rank, wiring)
-
-
-def _wait_for_ranks(scheduler: RedisScheduler, world_size: int) -> list[RankDescription]:
-    """Rank 0 waits until every rank has loaded its weights, and describes itself; then it opens the run."""
-    deadline = time.monotonic() + LOADING_SECONDS
-    found: dict[int, RankDescription] = {}
-    position = "0"
-    while len(found) < world_size:
-        events = scheduler.read_answer(STARTING, position, LEASE_RENEWAL_SECONDS)
-        position = events[-1][0] if events else position
-        found |= {event.description.rank: event.description for _, event in events if isinstance(event, LoadedEvent)}
-        if time.monotonic() > deadline:
-            missing = ", ".join(rank_name(rank) for rank in range(world_size) if rank not in found)
-            raise RankLost(f"{missing} did not load the weights within {LOADING_SECONDS:.0f} s")
-        if failure := scheduler.failure():
-            raise PipedecError(failure)
-        if lost := scheduler.expired_ranks():
-            raise RankLost(f"{', '.join(map(rank_name, lost))} stopped answering while it loaded its weights")
-    scheduler.close_answer(STARTING)
-    return [found[rank] for rank in sorted(found)]
 
 
 def _wait_for_leavers(scheduler: RedisScheduler) -> None:

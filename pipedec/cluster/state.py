@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from pipedec.config import redis_url_from_environment, state_directory
-from pipedec.core import PipedecError, UserError
+from pipedec.core import PipedecError, SchedulerLost, UserError
 from pipedec.scheduler import RedisScheduler, connect
 from pipedec.topology import Topology
 
@@ -29,12 +29,14 @@ class RunningCluster:
     Attributes:
         pid: process id of its supervisor, if that runs on this machine.
         began: when the supervisor started (see ``process_start``).
+        outlives_supervisor: whether the run goes on if that is killed.
     """
 
     redis_url: str
     run_id: str
     pid: int | None = None
     began: int | None = None
+    outlives_supervisor: bool = False
 
     def connect(self) -> RedisScheduler:
         """A scheduler client for the run's ranks.
@@ -50,12 +52,19 @@ class RunningCluster:
         return RedisScheduler(client, self.run_id, Topology(description.groups))
 
     def save(self) -> None:
-        """Make this the machine's running cluster."""
+        """Make this the machine's running cluster.
+
+        Raises:
+            PipedecError: the file cannot be written.
+        """
         path = _state_file()
         partial = path.with_suffix(".partial")
-        partial.touch(mode=0o600)
-        partial.write_text(json.dumps(asdict(self)))
-        partial.rename(path)
+        try:
+            partial.touch(mode=0o600)
+            partial.write_text(json.dumps(asdict(self)))
+            partial.rename(path)
+        except OSError as error:
+            raise PipedecError(f"{path} cannot be written ({error.strerror}): make room there") from error
 
     def forget(self) -> None:
         """Remove the state file if it is (still) this cluster's."""
@@ -65,6 +74,15 @@ class RunningCluster:
     def is_alive(self) -> bool:
         """Whether the supervisor's process exists. A zombie does not count, nor another process with a reused process id."""
         return self.pid is not None and (start := process_start(self.pid)) is not None and self.began in (None, start)
+
+    def goes_on(self) -> bool:
+        """Whether the run is up, with its supervisor or without."""
+        if self.is_alive() or not self.outlives_supervisor:
+            return self.is_alive()
+        try:
+            return RedisScheduler.describe(connect(self.redis_url), self.run_id) is not None
+        except SchedulerLost:
+            return False
 
     def wait_until_gone(self) -> bool:
         """Wait for the supervisor to end; False if it did not within ``STOP_SECONDS``."""
@@ -100,8 +118,9 @@ class MachineLock:
         except BlockingIOError:
             other = "another cluster is starting or stopping here: wait until that is done"
         state = read_state()
-        if state is not None and state.is_alive():
-            other = f"a cluster is already running here (process {state.pid}): stop it with `pipedec down`"
+        if state is not None and state.goes_on():
+            who = f"process {state.pid}" if state.is_alive() else f"run {state.run_id}"
+            other = f"a cluster is already running here ({who}): stop it with `pipedec down`"
         if other is not None:
             self.release()
             raise UserError(other)
@@ -123,7 +142,7 @@ def find_run(redis_url: str | None, run_id: str | None) -> RunningCluster:
     if (named := redis_url_from_environment(redis_url)) is not None:
         return RunningCluster(named, run_id or DEFAULT_RUN)
     state = read_state()
-    if state is None or not state.is_alive() or run_id not in (None, state.run_id):
+    if state is None or run_id not in (None, state.run_id) or not state.goes_on():
         raise UserError(
             "no cluster is running here: start one with `pipedec up` or `pipedec launch`, or give --redis URL --run NAME"
         )

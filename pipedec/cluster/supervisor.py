@@ -17,7 +17,7 @@ from pipedec.cluster.address import RunAddress
 from pipedec.cluster.lease import claim_run
 from pipedec.cluster.processes import LOST_ANOTHER
 from pipedec.core import PipedecError, RankLost, SchedulerLost
-from pipedec.messages import RunDescription
+from pipedec.messages import Recovery, RunDescription
 from pipedec.scheduler import RedisScheduler
 from pipedec.topology import Topology, rank_name
 
@@ -55,12 +55,17 @@ class Ranks(Protocol):
 
 
 class Supervisor(ABC):
-    """All ranks of a run. Use as a context manager, or ``start`` and ``stop``."""
+    """All ranks of a run. Use as a context manager, or ``start`` and ``stop``.
+
+    Attributes:
+        on_recovery: called, perhaps in another thread, with every recovery when it is over.
+    """
 
     def __init__(self, topology: Topology, run_id: str, ranks: Ranks) -> None:
         self.topology = topology
         self.run_id = run_id
         self.scheduler: RedisScheduler | None = None
+        self.on_recovery: Callable[[Recovery], None] = lambda recovery: None
         self._ranks = ranks
         self._redis_url: str | None = None
         self._is_up = False
@@ -81,6 +86,11 @@ class Supervisor(ABC):
     @abstractmethod
     def _close(self) -> None:
         """End what ``_open_redis`` and ``_start_ranks`` have started. May be called twice."""
+
+    @property
+    def outlives_supervisor(self) -> bool:
+        """Whether the cluster, once it is up, goes on if this process is killed."""
+        return False
 
     @property
     def address(self) -> RunAddress:
@@ -199,9 +209,13 @@ class Supervisor(ABC):
                     self.scheduler.stop()
                     for number in self.scheduler.status().running:
                         self.scheduler.cancel(number)
-                self._ranks.join()
+                self._join_ranks()
         finally:
             self.kill()
+
+    def _join_ranks(self) -> None:
+        """Wait up to ten seconds until all ranks have ended, as they have been told to."""
+        self._ranks.join()
 
     def kill(self) -> None:
         """Kill the ranks, stop Redis, and remove the run's keys and files."""

@@ -23,6 +23,7 @@ from pipedec.cluster.network import host_of_destination
 from pipedec.cluster.node_link import News, NodeLink
 from pipedec.config import ClusterConfig
 from pipedec.core import UserError
+from pipedec.gguf import is_named
 from pipedec.hardware import MODEL_SHAPES
 from pipedec.plan.placement import rank_places
 from pipedec.validation import validated
@@ -121,7 +122,7 @@ def _place(answer: Answer) -> tuple[str, int] | None:
 def questions_for(config: ClusterConfig) -> dict[str, Questions]:
     """What each host is asked."""
     starts_redis = None if config.redis.url else _redis_host(config)
-    models = tuple(str(Path(model).absolute()) for model in _checkpoints(config))
+    models = tuple(model if is_named(model) else str(Path(model).absolute()) for model in _checkpoints(config))
     names = {server.host: host_of_destination(server.ssh_destination) for server in config.servers}
     return {
         server.host: Questions(
@@ -145,7 +146,7 @@ def _redis_host(config: ClusterConfig) -> str | None:
 
 
 def _checkpoints(config: ClusterConfig) -> list[str]:
-    """The directories that the file and its partitions name."""
+    """The checkpoints that the file and its partitions name."""
     models = [config.target, config.draft, config.bita]
     for partition in config.partitions.values():
         models += [model for model in (partition.target, partition.draft, partition.bita) if model is not None]

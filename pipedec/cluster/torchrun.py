@@ -21,6 +21,7 @@ from pipedec.cluster.place import checked_host
 from pipedec.cluster.processes import die_with_parent
 from pipedec.config import ClusterConfig, load_cluster, redis_url_from_environment
 from pipedec.core import PipedecError, RankLost, UserError
+from pipedec.hardware import QUANTIZED_BITS
 from pipedec.messages import RankDescription
 from pipedec.plan.placement import rank_places
 from pipedec.scheduler import RedisScheduler
@@ -53,20 +54,39 @@ def _run(arguments: list[str]) -> int:
     try:
         job = Job.of(arguments)
         store = store_from_environment(MEETING_SECONDS)
-        _claim(job.place, job.address.scheduler(job.topology), store)
+        _claim(job.place, job.address.scheduler(job.topology), store, _restarts())
     except PipedecError as error:
         print(f"pipedec: {error}", file=sys.stderr, flush=True)
         return 2 if isinstance(error, UserError) else 1
     return run_rank(job.place, job.topology, job.spec, job.address, _print_report, store, _print_description)
 
 
-def _claim(place: RankPlace, scheduler: RedisScheduler, store: Store) -> None:
-    """Rank 0 claims the run's name; the others wait for that, because it deletes what a dead run has left."""
+def _claim(place: RankPlace, scheduler: RedisScheduler, store: Store, restarts: int) -> None:
+    """Rank 0 claims the run's name; the others wait for that, because it deletes what a dead run has left.
+
+    Ranks that torchrun has started again go on with the run that they served before: its requests are in Redis.
+    """
+    claimed = f"{_CLAIMED}/{restarts}"  # torchrun's store may last longer than the ranks
     if place.rank == 0:
-        claim_run(scheduler)
-        store.set(_CLAIMED, "yes")
-    elif not wait_for_key(store, _CLAIMED, MEETING_SECONDS):
+        if restarts == 0 or not _takes_up(scheduler):
+            claim_run(scheduler)
+        store.set(claimed, "yes")
+    elif not wait_for_key(store, claimed, MEETING_SECONDS):
         raise RankLost("rank 0 (draft) ended before the ranks could meet: see what it says")
+
+
+def _takes_up(scheduler: RedisScheduler) -> bool:
+    """Begin the next epoch of the run that these ranks have served; whether there is one. PipedecError if it has failed."""
+    if (epoch := scheduler.current_epoch()) is None:
+        return False
+    scheduler.enter(epoch)
+    scheduler.recover(scheduler.topology.ranks, "a rank was lost, and torchrun has started all of them again")
+    return True
+
+
+def _restarts(count: str = "RESTART_COUNT") -> int:
+    """How often torchrun has started these ranks again; or, of MAX_RESTARTS, how often it may."""
+    return int(os.environ.get(f"TORCHELASTIC_{count}", "0"))
 
 
 @dataclass(frozen=True)
@@ -113,7 +133,8 @@ class Job:
         flags = self.flags
         if self.config is not None:
             return PipelineSpec.from_config(self.config, None, flags.device, flags.dispatch)
-        models = Models(flags.target, flags.draft, flags.bita)
+        formats = flags.quantize, flags.draft_dtype, flags.draft_quantize
+        models = Models(flags.target, flags.draft, flags.bita, *formats)
         cut = Cut(self.topology.num_stages, self.topology.num_groups, _counts(flags.layers))
         given = {name: getattr(flags, name) for name in _LIMITS if getattr(flags, name) is not None}
         if flags.kv_cache_memory is not None:
@@ -140,6 +161,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--draft", metavar="DIR|none", help="draft checkpoint directory")
     parser.add_argument("--bita", metavar="DIR|none", help="directory that pipedec train bita wrote for the target")
     parser.add_argument("--dtype", help="float32, float64, bfloat16 or float16; default: float32")
+    parser.add_argument("--quantize", choices=tuple(QUANTIZED_BITS), help="weights of the target in fewer bits")
+    parser.add_argument("--draft-dtype", help="of the draft; default: --dtype")
+    parser.add_argument("--draft-quantize", choices=tuple(QUANTIZED_BITS), help="weights of the draft in fewer bits")
     parser.add_argument(
         "--max-model-len", type=int, metavar="N", help="maximum tokens of prompt and answer; default: the config's"
     )
@@ -178,7 +202,8 @@ def _planned(config: ClusterConfig, flags: argparse.Namespace) -> ClusterConfig:
     if flags.stages not in (None, part.stages):
         raise UserError(f"--stages {flags.stages}, but partition {name} has {part.stages} stages: leave out one of them")
     given = {"target": flags.target and str(flags.target), "draft": flags.draft, "bita": flags.bita, "groups": flags.groups,
-             "layers": _counts(flags.layers), "dtype": flags.dtype, "max_model_len": flags.max_model_len}  # fmt: skip
+             "layers": _counts(flags.layers), "dtype": flags.dtype, "max_model_len": flags.max_model_len,
+             "quantize": flags.quantize, "draft_dtype": flags.draft_dtype, "draft_quantize": flags.draft_quantize}  # fmt: skip
     own = replace(part, **{key: value for key, value in given.items() if value is not None})
     names = ("max_num_seqs", "max_waiting", "kv_cache_memory", "prefix_cache")
     limits = {name: getattr(flags, name) for name in names}
@@ -197,7 +222,8 @@ def _torchrun_place(topology: Topology, transport: str) -> RankPlace:
             f"{world_size} processes, but {stages} stages and the draft rank make {stages + 1}: "
             f"let --nnodes × --nproc-per-node be {stages + 1}, or change --stages"
         )
-    return RankPlace(rank, world_size, local_rank, local_world_size, transport)
+    recovers = _restarts() < _restarts("MAX_RESTARTS")
+    return RankPlace(rank, world_size, local_rank, local_world_size, transport, recovers=recovers, survives=not recovers)
 
 
 def _print_description(description: RankDescription) -> None:

@@ -17,7 +17,6 @@ from pipedec.config.cluster import (
     paper_cluster,
 )
 from pipedec.config.environment import (
-    cache_directory,
     configured_interface,
     environment_with,
     optional_secret,
@@ -33,7 +32,7 @@ from pipedec.validation import parse_json
 
 __all__ = [
     "ClusterConfig", "DeviceConfig", "LaunchConfig", "NetworkConfig", "PartitionConfig", "RedisConfig", "ServerConfig",
-    "cache_directory", "cluster_from_json", "cluster_to_json", "configured_interface", "context_length", "environment_with",
+    "cluster_from_json", "cluster_to_json", "configured_interface", "context_length", "environment_with",
     "load_cluster",
     "load_json", "model_shape", "optional_secret", "paper_cluster", "parse_json", "redis_config", "redis_url_from_environment",
     "secret_from_environment", "ssh_program", "state_directory", "transport_environment",

@@ -15,7 +15,7 @@ from annotated_types import Ge, Gt, Le, MinLen, Predicate
 from pipedec.config.files import parse_yaml, read_text
 from pipedec.config.redis import RedisConfig, redis_config
 from pipedec.core import MAX_NUM_SEQS, MAX_WAITING, BadValue, UserError
-from pipedec.hardware import DEVICES, LINKS, MODEL_SHAPES
+from pipedec.hardware import DEVICES, LINKS, MODEL_SHAPES, WeightFormat
 from pipedec.methods import LayerTreeOptions
 from pipedec.validation import byte_size, parse_json, shortened, unknown_name, validated
 
@@ -28,6 +28,7 @@ Name = Annotated[str, Predicate(_is_name)]
 Text = Annotated[str, MinLen(1)]
 Environment = Mapping[str, str]
 Dtype = Literal["float32", "bfloat16", "float16"]
+Quantize = Literal["int8", "int4"]
 MaxModelLen = Annotated[int, Ge(1), Le(10_000_000)]
 
 
@@ -137,7 +138,8 @@ class PartitionConfig:
         layers: ``auto``, or the number of transformer layers of each stage.
         draft_device: the device of the draft model, which no stage takes. Without a draft model rank 0 computes nothing, and runs
             on this host or on that of stage 1.
-        target, draft, bita, dtype, max_model_len: of this partition alone; the file's if not given.
+        target, draft, bita, dtype, quantize, draft_dtype, draft_quantize, max_model_len: of this partition alone; the file's if
+            not given.
     """
 
     stages: Annotated[int, Ge(1), Le(1024)]
@@ -150,6 +152,9 @@ class PartitionConfig:
     draft: Text | None = None
     bita: Text | None = None
     dtype: Dtype | None = None
+    quantize: Quantize | None = None
+    draft_dtype: Dtype | None = None
+    draft_quantize: Quantize | None = None
     max_model_len: MaxModelLen | None = None
 
     def __post_init__(self) -> None:
@@ -179,6 +184,9 @@ class ClusterConfig:
         draft: the same for the draft model, or ``none``.
         bita: the directory of a BiTA that was trained for the target, or ``none``. A plan does not count it.
         dtype: type of weights, activations and caches.
+        quantize: ``int8`` or ``int4`` weights of the target, rounded as they are read; those of ``dtype`` if not given.
+        draft_dtype, draft_quantize: the same for the draft, whose precision changes the speed of answers alone. ``dtype`` and not
+            quantized if not given.
         max_model_len: maximum tokens of a prompt and its answer together. A plan reserves KV caches of this size; a running
             cluster refuses requests that exceed it.
         max_num_seqs: most requests in the pipeline at the same time; further ones wait.
@@ -191,6 +199,7 @@ class ClusterConfig:
         redis: the Redis server of a running cluster: an address, or the host on which ``pipedec launch`` starts one.
         network: for plans and emulation.
         servers: the hosts.
+        spares: devices that stand by, without weights, for ranks whose hosts are lost; no stage takes them.
         launch: how ranks are started on them.
         partition: the partition to use if none is named; not needed if there is only one.
     """
@@ -201,6 +210,9 @@ class ClusterConfig:
     draft: Text = "none"
     bita: Text = "none"
     dtype: Dtype = "float32"
+    quantize: Quantize | None = None
+    draft_dtype: Dtype | None = None
+    draft_quantize: Quantize | None = None
     max_model_len: MaxModelLen = 4096
     max_num_seqs: Annotated[int, Ge(1), Le(65_536)] = MAX_NUM_SEQS
     max_waiting: Annotated[int, Ge(0), Le(10_000_000)] = MAX_WAITING
@@ -209,6 +221,7 @@ class ClusterConfig:
     tree: LayerTreeOptions = LayerTreeOptions()
     redis: RedisConfig = RedisConfig()
     network: NetworkConfig = NetworkConfig()
+    spares: tuple[DeviceConfig, ...] = ()
     launch: LaunchConfig = LaunchConfig()
     partition: str | None = None
 
@@ -226,15 +239,25 @@ class ClusterConfig:
             raise BadValue(f"partition: {unknown_name('partition', self.partition, self.partitions)}")
         if self.redis.host is not None and self.redis.host not in hosts:
             raise BadValue(f"redis.host: {unknown_name('host', self.redis.host, hosts)}")
+        named_in = [(f"spares[{index}].host", entry.host) for index, entry in enumerate(self.spares)]
         for name, partition in self.partitions.items():
-            for key, named in _hosts_of(partition):
-                if named not in hosts:
-                    raise BadValue(f"partitions.{name}.{key}: {unknown_name('host', named, hosts)}")
+            named_in += [(f"partitions.{name}.{key}", named) for key, named in _hosts_of(partition)]
+        for key, named in named_in:
+            if named not in hosts:
+                raise BadValue(f"{key}: {unknown_name('host', named, hosts)}")
 
     @property
     def kv_cache_bytes(self) -> int | None:
         """``kv_cache_memory`` in bytes."""
         return None if self.kv_cache_memory is None else byte_size(self.kv_cache_memory, "kv_cache_memory:")
+
+    @property
+    def target_weights(self) -> WeightFormat:
+        return WeightFormat(self.dtype, self.quantize)
+
+    @property
+    def draft_weights(self) -> WeightFormat:
+        return WeightFormat(self.draft_dtype or self.dtype, self.draft_quantize)
 
     def find_partition(self, name: str | None = None) -> tuple[str, PartitionConfig]:
         """The partition ``name``, else the file's default, else the only one. UserError if there is no such partition."""
@@ -256,7 +279,7 @@ class ClusterConfig:
         return next(server for server in self.servers if server.host == host)
 
 
-_OF_A_PARTITION = ("target", "draft", "bita", "dtype", "max_model_len")
+_OF_A_PARTITION = ("target", "draft", "bita", "dtype", "quantize", "draft_dtype", "draft_quantize", "max_model_len")
 
 
 def _hosts_of(partition: PartitionConfig) -> list[tuple[str, str]]:

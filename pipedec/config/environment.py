@@ -33,15 +33,6 @@ def configured_interface() -> str | None:
     return os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0] or None
 
 
-def cache_directory() -> Path:
-    """The directory for what can be computed again, not created: $PIPEDEC_STATE_DIR, else $XDG_CACHE_HOME/pipedec, else
-    ~/.cache/pipedec.
-    """
-    if chosen := os.environ.get("PIPEDEC_STATE_DIR"):
-        return Path(chosen).absolute()
-    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "pipedec"
-
-
 def ssh_program() -> list[str]:
     """The command that stands for ssh: $PIPEDEC_SSH, for example ``ssh -F FILE``, else ``ssh``."""
     return shlex.split(os.environ.get("PIPEDEC_SSH") or "ssh")

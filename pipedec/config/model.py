@@ -8,8 +8,11 @@ from pathlib import Path
 
 from pipedec.config.files import read_text
 from pipedec.core import UserError
-from pipedec.hardware import MODEL_SHAPES, SUPPORTED_MODEL_TYPES, ModelShape, projection_biases
+from pipedec.gguf import model_files
+from pipedec.hardware import MODEL_SHAPES, SUPPORTED_MODEL_TYPES, ModelShape, optional_weights
 from pipedec.validation import shortened, validated
+
+_QWEN3_HEAD_DIM = 128  # where config.json gives none; of the other types it then follows from the hidden size
 
 
 def model_shape(name: str) -> ModelShape:
@@ -20,7 +23,7 @@ def model_shape(name: str) -> ModelShape:
     """
     if name in MODEL_SHAPES:
         return MODEL_SHAPES[name]
-    path = Path(name) / "config.json"
+    path = model_files(name) / "config.json"
     if not path.is_file():
         known_models = ", ".join(MODEL_SHAPES)
         raise UserError(f"{shortened(name)!r} is neither a directory with a config.json nor a known model ({known_models})")
@@ -34,8 +37,10 @@ def model_shape(name: str) -> ModelShape:
         raise UserError(f"{path}: model_type {shortened(model_type)!r} is not supported: it must be one of {supported}")
     sizes = {item.name: document[item.name] for item in fields(ModelShape) if document.get(item.name) is not None}
     sizes.setdefault("num_key_value_heads", sizes.get("num_attention_heads"))
-    biases = projection_biases(model_type, bool(document.get("attention_bias")), bool(document.get("mlp_bias")))
-    return validated(ModelShape, sizes | asdict(biases), str(path))
+    if model_type == "qwen3":
+        sizes.setdefault("head_dim", _QWEN3_HEAD_DIM)
+    optional = optional_weights(model_type, bool(document.get("attention_bias")), bool(document.get("mlp_bias")))
+    return validated(ModelShape, sizes | asdict(optional), str(path))
 
 
 def context_length(directory: Path, max_model_len: int | None = None) -> int:
@@ -49,7 +54,7 @@ def context_length(directory: Path, max_model_len: int | None = None) -> int:
         UserError: neither is known.
     """
     try:
-        positions = json.loads(read_text(directory / "config.json"))["max_position_embeddings"]
+        positions = json.loads(read_text(model_files(directory) / "config.json"))["max_position_embeddings"]
     except (UserError, ValueError, KeyError, TypeError, RecursionError):
         positions = None
     known = [limit for limit in (max_model_len, positions) if isinstance(limit, int)]

@@ -13,6 +13,7 @@ probabilities are learned from all threads together. How many rows enter is the 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from heapq import merge
 from itertools import islice, repeat
 from math import exp, inf, log
@@ -26,9 +27,10 @@ from pipedec.decoding.choices import NO_LINE
 from pipedec.decoding.context import MethodContext
 from pipedec.decoding.controller import Controller
 from pipedec.decoding.drafter import RequestDrafter
+from pipedec.decoding.forced import chain_below
 from pipedec.decoding.injection import InjectionTree, Lesson
 from pipedec.decoding.lockstep import Drafting
-from pipedec.decoding.proposers import DraftProposal, NgramProposer, Occurrences
+from pipedec.decoding.proposers import DraftProposal, NgramProposer, Occurrences, possible
 from pipedec.methods import BestFirstOptions, options_of
 from pipedec.tree import Candidates, DraftRows
 
@@ -38,7 +40,8 @@ class Branch:
 
     def __init__(self, number: int, policy: BestFirst, ngrams: NgramProposer | None) -> None:
         self.number = number
-        self.tree = InjectionTree()
+        grammar = policy.grammar
+        self.tree = InjectionTree(None if grammar is None else partial(chain_below, grammar))
         self.ngrams = ngrams
         self.root_pending = False  # the root has yet to enter
         self._policy = policy
@@ -64,7 +67,13 @@ class Branch:
 
     def find(self, rows: list[int]) -> list[Occurrences] | None:
         """What n-grams know of rows; None if they are no source."""
-        return None if self.ngrams is None else [self.ngrams.find(self.tree.path(row)) for row in rows]
+        if self.ngrams is None:
+            return None
+        paths, grammar = [self.tree.path(row) for row in rows], self._policy.grammar
+        found = [self.ngrams.find(path) for path in paths]
+        if grammar is None:
+            return found
+        return [one.within(grammar.allowed(path)) for one, path in zip(found, paths, strict=True)]
 
     def cut(self) -> None:
         changes = self.tree.cut()
@@ -99,6 +108,7 @@ class BestFirst:
         if not prior:
             raise UserError("method pipedec-bestfirst has no proposer: give --draft DIR, or let the n-grams propose")
         self.is_tuned = self._options.width is None
+        self.grammar = context.grammar
         self._context = context
         self._sequence = context.sequence
         self._controller: Controller = context.experience.controller
@@ -138,10 +148,11 @@ class BestFirst:
                 return
             candidates: list[Candidates] | list[None] = [None] * len(rows)
             if self.drafter is not None:
-                candidates = yield self._requested(self.drafter, running, rows)
+                drafted = yield self._requested(self.drafter, running, rows)
+                candidates = drafted if self.grammar is None else [possible(one) for one in drafted]
             submitted = [
-                self._context.scoring.submit(self._acceptance, drafted, running[number].find(of_thread))
-                for (number, of_thread), drafted in zip(rows.items(), candidates, strict=True)
+                self._context.scoring.submit(self._acceptance, proposed, running[number].find(of_thread))
+                for (number, of_thread), proposed in zip(rows.items(), candidates, strict=True)
             ]
             yield []  # what all requests propose is scored together
             for (number, of_thread), scored in zip(rows.items(), submitted, strict=True):
@@ -175,9 +186,9 @@ class BestFirst:
         return all(branch.has_entered and branch.tree.is_exhausted for branch in running.values())
 
     def wish(self, running: dict[int, Branch]) -> Wish:
-        """The roots, and then the most probable rows of all threads."""
+        """The roots and what is forced behind them, and then the most probable rows of all threads."""
         most = self._options.width
-        pending = sum(branch.root_pending for branch in running.values())
+        pending = sum(branch.tree.num_certain for branch in running.values())
         certain = pending if most is None else min(pending, most)
         if not self._is_speculating:
             return Wish(certain)
@@ -197,7 +208,7 @@ class BestFirst:
             token_ids, parents = running[number].tree.enter(shares[number])
             if token_ids:
                 rows = torch.tensor((token_ids, parents), device=self._context.device)
-                steps.append((number, Step(rows[0], rows[1])))
+                steps.append((number, Step(rows[0], rows[1], log_probs=running[number].tree.log_probs)))
                 running[number].root_pending = False
         return steps
 

@@ -13,6 +13,7 @@ import torch
 from pipedec.core import Accepted, MaskParams, Step, UserError
 from pipedec.decoding.candidates import CandidateTree, Forecast, RankChances, efficient, full, likeliest, straightforward
 from pipedec.decoding.context import MethodContext
+from pipedec.decoding.forced import room_of_chain
 from pipedec.decoding.lockstep import Drafting, nothing_to_draft
 from pipedec.methods import MAX_ROWS, BitaOptions, options_of
 from pipedec.tree import mask_groups
@@ -41,6 +42,8 @@ class Bita:
         if max(self.room, depth * named) > MAX_ROWS:
             rows = f"a tree of {self.room} rows" if self.room > MAX_ROWS else f"a forecast of {depth * named} tokens"
             raise UserError(f"{rows} is more than {MAX_ROWS}: lower --depth or --children")
+        self._grammar = context.grammar
+        self.room += room_of_chain(self._grammar)
         self._most = self.room
         self.masks = MaskParams(depth, named)
         self._shape = limits.shape
@@ -97,10 +100,10 @@ class Bita:
             return CandidateTree([root])
         shapes = {"efficient": efficient, "straightforward": straightforward, "full": full}
         if self._shape in shapes:
-            tree = shapes[self._shape](root, self._forecast)
+            tree = shapes[self._shape](root, self._forecast, self._grammar)
             if len(tree.token_ids) + self.masks.count * len(tree.with_masks) <= self.room:
                 return tree
-        return likeliest(root, self._forecast, self._chances, min(self._rows, self.room), self.masks.count)
+        return likeliest(root, self._forecast, self._chances, min(self._rows, self.room), self.masks.count, self._grammar)
 
 
 def _largest(limits: BitaOptions, depth: int, named: int) -> int:

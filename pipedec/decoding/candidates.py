@@ -2,15 +2,21 @@
 
 Three shapes are the paper's (BiTA §3.2, Table 4). ``likeliest`` is our own: within a number of rows, it picks the candidates and
 masks of greatest expected value, learned from the ranks of tokens accepted so far.
+
+With a structure, every shape begins below what is forced behind the root, and of the predicted tokens only those enter that it
+allows; where it forces another one, that one does.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import repeat
 
 from pipedec.core import MaskParams
+from pipedec.decoding.forced import chain_below
+from pipedec.grammar import Grammar
 
 Forecast = Sequence[Sequence[int]]  # for each position after the last accepted token, the predicted tokens, best first
 _PRIOR_TRIALS = 8.0
@@ -33,6 +39,14 @@ class CandidateTree:
     token_ids: list[int]
     parents: list[int] = field(default_factory=lambda: [-1])
     with_masks: list[int] = field(default_factory=list)
+
+    def path(self, row: int) -> list[int]:
+        """The tokens on the path from below the root to ``row``, inclusive."""
+        path = []
+        while row > 0:
+            path.append(self.token_ids[row])
+            row = self.parents[row]
+        return path[::-1]
 
     def add(self, token: int, parent: int) -> int:
         """Add a candidate; returns its row."""
@@ -73,52 +87,64 @@ class RankChances:
         return [[hits / trials for hits in self._hits[mask]] for mask, trials in enumerate(self._trials[first:], start=first)]
 
 
-def straightforward(root: int, forecast: Forecast) -> CandidateTree:
+def straightforward(root: int, forecast: Forecast, grammar: Grammar | None = None) -> CandidateTree:
     """A chain of the best tokens, with masks below the root alone (BiTA Figure 4)."""
-    tree = CandidateTree([root], with_masks=[0])
-    for row, predicted in enumerate(forecast):
-        tree.add(predicted[0], row)
+    tree, last = _planted(root, grammar)
+    tree.with_masks = [last]
+    for predicted in forecast[last:]:
+        possible = _possible(tree.path(last), predicted, repeat(0.0), grammar)
+        if not possible:
+            break
+        last = tree.add(possible[0][1], last)
     return tree
 
 
-def efficient(root: int, forecast: Forecast) -> CandidateTree:
+def efficient(root: int, forecast: Forecast, grammar: Grammar | None = None) -> CandidateTree:
     """A tree in which only the best token of a position has children, with masks below every row (BiTA Figure 5)."""
-    return _layered(root, forecast, with_children=1)
+    return _layered(root, forecast, grammar, with_children=1)
 
 
-def full(root: int, forecast: Forecast) -> CandidateTree:
+def full(root: int, forecast: Forecast, grammar: Grammar | None = None) -> CandidateTree:
     """A tree in which every token of a position has children, with masks below every row."""
-    return _layered(root, forecast, with_children=None)
+    return _layered(root, forecast, grammar, with_children=None)
 
 
-def likeliest(root: int, forecast: Forecast, chances: RankChances, rows: int, masks: int) -> CandidateTree:
+def likeliest(
+    root: int, forecast: Forecast, chances: RankChances, rows: int, masks: int, grammar: Grammar | None = None
+) -> CandidateTree:
     """The tree of greatest expected value within a number of rows.
 
     The value of a candidate is the chance that it is accepted: the product of the chances along its path. A group of masks
     has value if the accepted path ends at its row, because it then forecasts the next candidates instead of older masks.
 
     Args:
-        rows: maximum rows, masks included; the root and its masks are always there.
+        rows: maximum rows, masks included; the root and its masks are always there. What is forced behind the root is not
+            counted.
         masks: number of masks in a group.
     """
-    tree = CandidateTree([root], with_masks=[0])
-    layers = [
-        sorted(zip(of_position, predicted, strict=False), reverse=True)
-        for of_position, predicted in zip(chances.of(forecast), forecast, strict=True)
-    ]  # for each depth, (chance, token) of the candidates, best first
-    ends = [1 - sum(chance for chance, _ in layer) for layer in layers] + [1.0]  # chance that a path ends at each depth
+    tree, last = _planted(root, grammar)
+    tree.with_masks = [last]
     heap: list[tuple[float, int, int, int]] = []  # negative value per row, parent row, rank of the candidate or _MASKS, rows
-    path_chances, depths = [1.0], [0]
+    path_chances = {last: 1.0}
+    below: dict[int, list[tuple[float, int]]] = {}  # by row, (chance, token) of the candidates below it, best first
+    of_positions = chances.of(forecast)
+
+    def begin(row: int) -> None:
+        path = tree.path(row)
+        place = slice(len(path), len(path) + 1)
+        lines = zip(forecast[place], of_positions[place], strict=True)
+        below[row] = [one for line in lines for one in sorted(_possible(path, *line, grammar), reverse=True)]
+        offer(row, 0)
 
     def offer(row: int, rank: int) -> None:
-        depth = depths[row]
         if rank == _MASKS:
-            heapq.heappush(heap, (-path_chances[row] * ends[depth] * _VALUE_OF_MASKS / masks, row, rank, masks))
-        elif depth < len(layers) and rank < len(layers[depth]):
-            heapq.heappush(heap, (-path_chances[row] * layers[depth][rank][0], row, rank, 1))
+            ends = 1 - sum(chance for chance, _ in below[row])  # chance that a path ends there
+            heapq.heappush(heap, (-path_chances[row] * ends * _VALUE_OF_MASKS / masks, row, rank, masks))
+        elif rank < len(below[row]):
+            heapq.heappush(heap, (-path_chances[row] * below[row][rank][0], row, rank, 1))
 
     remaining = rows - 1 - masks
-    offer(0, 0)
+    begin(last)
     while heap:
         value, row, rank, cost = heapq.heappop(heap)
         if cost > remaining:
@@ -128,18 +154,39 @@ def likeliest(root: int, forecast: Forecast, chances: RankChances, rows: int, ma
             tree.with_masks.append(row)
             continue
         offer(row, rank + 1)
-        new = tree.add(layers[depths[row]][rank][1], row)
-        depths.append(depths[row] + 1)
-        path_chances.append(-value)
-        offer(new, 0)
+        new = tree.add(below[row][rank][1], row)
+        path_chances[new] = -value
+        begin(new)
         offer(new, _MASKS)
     return tree
 
 
-def _layered(root: int, forecast: Forecast, with_children: int | None) -> CandidateTree:
+def _layered(root: int, forecast: Forecast, grammar: Grammar | None, with_children: int | None) -> CandidateTree:
     """A layer for each position; the first ``with_children`` rows of a layer have children (None: all)."""
-    tree, layer = CandidateTree([root]), [0]
-    for predicted in forecast:
-        layer = [tree.add(token, parent) for parent in layer[:with_children] for token in predicted]
-    tree.with_masks = list(range(len(tree.token_ids)))
+    tree, last = _planted(root, grammar)
+    layer = [last]
+    for predicted in forecast[last:]:
+        parents = layer[:with_children]
+        lines = [_possible(tree.path(parent), predicted, repeat(0.0), grammar) for parent in parents]
+        layer = [tree.add(token, parent) for parent, line in zip(parents, lines, strict=True) for _, token in line]
+    tree.with_masks = list(range(last, len(tree.token_ids)))
     return tree
+
+
+def _planted(root: int, grammar: Grammar | None) -> tuple[CandidateTree, int]:
+    """A tree of the root and what is forced behind it, and the last of these rows."""
+    token_ids = [root, *chain_below(grammar)]
+    last = len(token_ids) - 1
+    return CandidateTree(token_ids, list(range(-1, last))), last
+
+
+def _possible(
+    path: Sequence[int], predicted: Sequence[int], chances: Iterable[float], grammar: Grammar | None
+) -> list[tuple[float, int]]:
+    """What may follow ``path``, each with its chance: the predicted tokens that a structure allows, or the one that it forces."""
+    if grammar is None:
+        return list(zip(chances, predicted, strict=False))
+    if forced := grammar.forced(path, 1):
+        return [(1.0, forced[0])]
+    allowed = grammar.allowed(path)
+    return [(chance, token) for chance, token in zip(chances, predicted, strict=False) if token in allowed]

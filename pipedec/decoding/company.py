@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import torch
 
-from pipedec.core import Opening, Request, Update, UserError, Verdict
+from pipedec.core import DEFAULT_METHOD, Opening, Request, Update, UserError, Verdict
 from pipedec.decoding.budget import Budget, Claim
 from pipedec.decoding.context import DraftRoom, MethodContext
 from pipedec.decoding.controller import Entered, TimestepTiming
@@ -26,6 +26,7 @@ from pipedec.decoding.running import Running
 from pipedec.decoding.scoring import Scoring
 from pipedec.decoding.tally import Tally
 from pipedec.kv import KVManager
+from pipedec.methods import find_method, make_options
 from pipedec.threads import NewSequence, single_thread
 from pipedec.threads import Sequence as ThreadSequence
 from pipedec.tree import Candidates, DraftRows
@@ -33,6 +34,7 @@ from pipedec.tree import Candidates, DraftRows
 DRAFTED_ROWS = 16  # of one forward for one request: more make no answer faster
 DRAFT_KNEE = 64  # rows of one draft forward for all requests
 _UNLIMITED = 2**40  # slots
+_DRAFTLESS = {"proposers": ["ngrams"]}  # options of the default method in place of one whose draft model is not loaded yet
 
 
 class Company:
@@ -53,6 +55,8 @@ class Company:
     Attributes:
         kv: see ``kv`` of the arguments.
         tally: counts what enters and is accepted.
+        awaits_drafter: there is a draft model, but it is still being loaded: until ``adopt``, methods that need one are replaced
+            by one that can do without, and gives the same answers.
     """
 
     def __init__(
@@ -67,7 +71,9 @@ class Company:
     ) -> None:
         self.kv = kv or KVManager(_UNLIMITED, shares_prefixes=False)
         self.tally = Tally()
+        self.awaits_drafter = False
         self._drafter = drafter
+        self._undrafted: set[int] = set()  # requests whose present method does without the draft model that it is made for
         self._device = device
         self._trained_masks = trained_masks
         self._budget = Budget(knee)
@@ -146,11 +152,35 @@ class Company:
     def close(self, number: int) -> None:
         """Forget a request, which has ended or was cancelled."""
         one = self._requests.pop(number, None)
+        self._undrafted.discard(number)
         if one is not None and one.has_lane:
             self._leave_lane(one)
 
+    def adopt(self, drafter: Drafter) -> None:
+        """The draft model is loaded. Requests whose methods would have used it are paused and go on with it."""
+        self._drafter, self.awaits_drafter = drafter, False
+        for one in self._requests.values():
+            if one.number in self._undrafted and not one.has_lane:
+                self._undrafted.discard(one.number)
+                one.pause(is_closing=one.is_closing)
+
+    def interrupt(self) -> None:
+        """The stages have lost all lanes, and what their KV pools hold: every request waits, to go on behind what it has said."""
+        for one in self._requests.values():
+            if one.has_lane:
+                self._forget_lane(one)
+                self._undrafted.discard(one.number)
+                one.pause(is_closing=False)
+            one.is_closing = False
+        self._memory.clear()
+
     def to_pause(self) -> list[int]:
-        """Requests that must be paused now, since others need their memory; to be asked before each ``propose``."""
+        """Requests that must be paused now, since others need their memory, or to go on with the draft model that has come; to be
+        asked before each ``propose``.
+        """
+        if self._drafter is not None and self._undrafted and not self.whole_prompts:
+            undrafted, self._undrafted = self._undrafted, set()
+            return [number for number in undrafted if self._requests[number].has_lane]
         return self._memory.to_pause(list(self._requests.values()))
 
     def pause(self, number: int) -> None:
@@ -232,6 +262,9 @@ class Company:
         """Close a lane. What it has accepted last is committed with its last verdict, before others open."""
         self.kv.extend(one.number, one.take_told())
         self.kv.close(one.number)
+        self._forget_lane(one)
+
+    def _forget_lane(self, one: Running) -> None:
         self._budget.forget(one.number)
         if self._drafter is not None and one.method.has_drafter:
             self._drafter.close(one.number)
@@ -258,9 +291,13 @@ class Company:
         self._controller.record_timestep(timing)
 
     def _new_method(self, request: Request, sequence: ThreadSequence) -> Method:
+        if self.awaits_drafter and find_method(request.method).draft != "none":
+            self._undrafted.add(request.number)
         return Method(sequence, self._policy(request, sequence), self._device, self.tally)
 
     def _policy(self, request: Request, sequence: ThreadSequence) -> Policy:
+        if self.awaits_drafter and find_method(request.method).draft != "none":
+            request = replace(request, method=DEFAULT_METHOD, options=make_options(DEFAULT_METHOD, _DRAFTLESS))
         drafter = None if self._drafter is None else RequestDrafter(self._drafter, request.number)
         return create_policy(
             MethodContext(

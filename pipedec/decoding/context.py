@@ -10,6 +10,7 @@ from pipedec.core import Request
 from pipedec.decoding.drafter import RequestDrafter, ThreadDrafter
 from pipedec.decoding.experience import Experience
 from pipedec.decoding.scoring import Scoring
+from pipedec.grammar import Grammar
 from pipedec.threads import Sequence
 
 
@@ -49,6 +50,11 @@ class MethodContext:
     draft_room: DraftRoom
     device: torch.device | str = "cpu"
     trained_masks: int = 0
+
+    @property
+    def grammar(self) -> Grammar | None:
+        """What the answer's structure allows; None without one."""
+        return self.sequence.grammar
 
     def drafter_of(self, number: int) -> ThreadDrafter:
         """The drafter for a thread, of a method that requires a draft model."""

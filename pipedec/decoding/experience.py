@@ -15,11 +15,11 @@ from pipedec.decoding.controller import Controller
 
 _MAX_KEPT = 64  # entries of each kind
 _T = TypeVar("_T")
-_Key = tuple[SamplingParams, MethodOptions | None, str | None]
+_Key = tuple[SamplingParams, MethodOptions | None, str | None, bool]
 
 
 class Experience:
-    """Learned state by sampling parameters, method options and dialect, since acceptance depends on all of them.
+    """Learned state by sampling parameters, method options, dialect, and whether there is a structure: all change acceptance.
 
     Args:
         passage: number of timesteps that a row takes to pass through the pipeline.
@@ -50,5 +50,8 @@ def _kept(known: dict[_Key, _T], key: _Key, make: Callable[[], _T]) -> _T:
 
 
 def _key(request: Request) -> _Key:
-    sampling = replace(request.sampling, seed=None, max_tokens=1, stop=(), stop_token_ids=(), logprobs=None, ignore_eos=False)
-    return sampling, request.options, request.threads
+    sampling = replace(
+        request.sampling, seed=None, max_tokens=1, stop=(), stop_token_ids=(), logprobs=None, ignore_eos=False,
+        structured_outputs=None,
+    )  # fmt: skip
+    return sampling, request.options, request.threads, request.sampling.structured_outputs is not None

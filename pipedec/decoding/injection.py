@@ -4,17 +4,19 @@ Knows the probability that each row and choice is accepted (its *chance*), and s
 enter. The trees of the stages hold only the rows that entered, in order of entry; this class translates between the two
 numberings. It knows no draft source and no clock.
 
+Where a token is *forced*, its row follows with the row above it, whose chance it has.
+
 Everything is on the host: a tree changes by a few rows at a time, for which a device is slower than Python.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from heapq import heapify, heappop, heapreplace
 from itertools import islice
 from typing import NamedTuple
 
-from pipedec.decoding.choices import Choices, Line
+from pipedec.decoding.choices import NO_LINE, Choices, Line
 from pipedec.tree import Gaps, RowChanges
 
 _NOT_ENTERED = -1
@@ -31,9 +33,12 @@ class _Row:
         number: in the stages' trees.
         line: the choices below it, and ``taken`` how many of them are rows; None until it is drafted.
         best: log-chance of the path to its most probable choice that is no row; None if there is none.
+        forced: the row of the only token that may follow, if that is known.
     """
 
-    __slots__ = ("best", "children", "gap", "index", "line", "log_chance", "number", "parent", "position", "taken", "token")
+    __slots__ = (
+        "best", "children", "forced", "gap", "index", "line", "log_chance", "number", "parent", "position", "taken", "token",
+    )  # fmt: skip
 
     def __init__(self, token: int, parent: _Row | None, log_chance: float, position: int) -> None:
         self.token = token
@@ -46,6 +51,7 @@ class _Row:
         self.line: Line | None = None
         self.taken = 0
         self.best: float | None = None
+        self.forced: _Row | None = None
         self.children: dict[int, _Row] = {}
 
     def choice_at(self, place: int) -> float | None:
@@ -66,14 +72,20 @@ class Lesson(NamedTuple):
 class InjectionTree:
     """A prediction tree whose rows are drafted and enter in order of decreasing chance.
 
+    Args:
+        chain_below: the tokens that are forced behind a path of tokens below the root.
+
     Attributes:
         root_position: position id of the root, also of one still to come.
         gaps: positions left empty after rows; None if there are none.
+        log_probs: of the rows that entered last, each given its parent.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, chain_below: Callable[[Sequence[int]], Sequence[int]] | None = None) -> None:
+        self._chain_below = chain_below
         self.root_position = 0
         self.gaps: Gaps | None = None
+        self.log_probs: list[float] = []
         self._rows: list[_Row] = []
         self._num_entered = 0
 
@@ -85,6 +97,12 @@ class InjectionTree:
     def num_entered(self) -> int:
         """Rows that have entered the pipeline."""
         return self._num_entered
+
+    @property
+    def num_certain(self) -> int:
+        """The root and the rows that are forced behind it, as far as they have not entered."""
+        certain = _chain(self._rows[0]) if self._rows else ()
+        return sum(row.number == _NOT_ENTERED for row in certain)
 
     @property
     def root_has_entered(self) -> bool:
@@ -124,6 +142,7 @@ class InjectionTree:
     def plant(self, token: int) -> None:
         """Make an accepted token the root of the empty tree. It has yet to be drafted and to enter."""
         self._add(_Row(token, None, 0.0, self.root_position))
+        self._force(self._rows[0])
 
     def undrafted(self, count: int, min_log_chance: float = -float("inf")) -> list[int]:
         """The ``count`` most probable rows that are not drafted, ascending. ``add`` must follow.
@@ -132,23 +151,28 @@ class InjectionTree:
             min_log_chance: of a row that is drafted.
         """
         best = islice(self._ranked(self._undrafted()), count)
-        found = [(row, is_choice) for log_chance, row, is_choice in best if log_chance >= min_log_chance]
-        return sorted(self._taken(row, is_choice).index for row, is_choice in found)
+        found = [(row, place) for log_chance, row, place in best if log_chance >= min_log_chance]
+        return sorted((row if place is None else self._taken(row)).index for row, place in found)
 
     def undrafted_chances(self) -> Iterator[float]:
         """The log-chances of the rows that ``undrafted`` would return, best first."""
         return (log_chance for log_chance, _, _ in self._ranked(self._undrafted()))
 
     def add(self, rows: Sequence[int], lines: Sequence[Line]) -> None:
-        """Add the choices of rows that were just drafted."""
+        """Add the choices of rows that were just drafted. There are none where a token is forced."""
         for row, line in zip(rows, lines, strict=True):
             drafted = self._rows[row]
-            drafted.line = line
+            drafted.line = line if drafted.forced is None else NO_LINE
             drafted.best = drafted.choice_at(0)
 
     def entering_chances(self) -> Iterator[float]:
         """The log-chances of the rows that ``enter`` would take, best first."""
-        return (log_chance for log_chance, _, _ in self._ranked(self._not_entered()))
+        for log_chance, row, place in self._ranked(self._not_entered()):
+            yield log_chance
+            if place is not None and self._chain_below is not None:
+                assert row.line is not None
+                chain = self._chain_below([*self.path(row.index), row.line.token_ids[place]])
+                yield from (log_chance - count * _MIN_LOSS for count in range(1, len(chain) + 1))
 
     def enter(self, count: int) -> tuple[list[int], list[int]]:
         """Let the ``count`` most probable rows that have not entered enter.
@@ -156,12 +180,19 @@ class InjectionTree:
         Returns:
             their token ids, and their parents in the numbering of the stages.
         """
-        best = list(islice(self._ranked(self._not_entered()), count))
-        rows = sorted((row for _, row, is_choice in best if not is_choice), key=lambda row: row.index)
-        rows += [self._taken(row, True) for _, row, is_choice in best if is_choice]
+        rows, taken = list[_Row](), list[_Row]()
+        for _, row, place in self._ranked(self._not_entered()):
+            if len(rows) + len(taken) >= count:
+                break
+            if place is None:
+                rows.append(row)
+            else:
+                taken += _chain(self._taken(row))
+        rows = [*sorted(rows, key=lambda row: row.index), *taken][:count]
         for number, row in enumerate(rows, start=self._num_entered):
             row.number = number
         self._num_entered += len(rows)
+        self.log_probs = [0.0 if row.parent is None else row.log_chance - row.parent.log_chance for row in rows]
         return [row.token for row in rows], [-1 if row.parent is None else row.parent.number for row in rows]
 
     def advance(self, tokens: Sequence[int]) -> tuple[RowChanges, bool, list[Lesson]]:
@@ -218,8 +249,8 @@ class InjectionTree:
     def _not_entered(self) -> list[_Row]:
         return [row for row in self._rows if row.number == _NOT_ENTERED]
 
-    def _ranked(self, rows: list[_Row]) -> Iterator[tuple[float, _Row, bool]]:
-        """``rows`` and all choices, best first: the log-chance, then the row, or the row above the choice and True."""
+    def _ranked(self, rows: list[_Row]) -> Iterator[tuple[float, _Row, int | None]]:
+        """``rows`` and all choices, best first: the log-chance, then the row, or the row above a choice and its place."""
         if not self._rows:
             return
         first = self._rows[0].log_chance
@@ -228,17 +259,15 @@ class InjectionTree:
         heapify(heap)
         while heap:
             cost, is_choice, index, place, row = heap[0]
-            yield -cost, row, is_choice
+            yield -cost, row, place if is_choice else None
             below = row.choice_at(place + 1) if is_choice else None
             if below is None:
                 heappop(heap)
             else:
                 heapreplace(heap, (first - below, True, index, place + 1, row))
 
-    def _taken(self, row: _Row, is_choice: bool) -> _Row:
-        """``row``, or the most probable choice below it, which becomes a row."""
-        if not is_choice:
-            return row
+    def _taken(self, row: _Row) -> _Row:
+        """The most probable choice below ``row``, which becomes a row."""
         assert row.line is not None and row.best is not None
         token = row.line.token_ids[row.taken]
         below = _Row(token, row, row.best, row.position + row.gap + 1)
@@ -248,7 +277,15 @@ class InjectionTree:
         self._add(below)
         if self.gaps is not None and self.gaps.may_follow(token):
             below.gap = self.gaps.after(self.path(below.index))
+        self._force(below)
         return below
+
+    def _force(self, row: _Row) -> None:
+        """Add the rows that are forced behind ``row``, which was just added."""
+        for token in () if self._chain_below is None else self._chain_below(self.path(row.index)):
+            below = row.forced = row.children[token] = _Row(token, row, row.log_chance - _MIN_LOSS, row.position + row.gap + 1)
+            self._add(below)
+            row = below
 
     def _add(self, row: _Row) -> None:
         row.index = len(self._rows)
@@ -260,6 +297,13 @@ def _upwards(row: _Row | None) -> Iterator[_Row]:
     while row is not None:
         yield row
         row = row.parent
+
+
+def _chain(row: _Row | None) -> Iterator[_Row]:
+    """``row`` and the rows that are forced behind it."""
+    while row is not None:
+        yield row
+        row = row.forced
 
 
 def _subtree(row: _Row) -> list[_Row]:

@@ -37,6 +37,11 @@ class Memory:
         self._spared = 0  # free slots that are kept for certain rows
         self._wanted = 0  # slots by which lanes may yet grow soon
 
+    def clear(self) -> None:
+        """The stages have lost what is in their pools, and no request has slots."""
+        self._kv.clear()
+        self._grown.clear()
+
     def check(self, request: Request, together: int) -> None:
         """Whether an answer can ever fit.
 

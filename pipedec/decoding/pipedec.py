@@ -2,13 +2,15 @@
 
 While the stages compute, the draft model expands the layer that entered last. On a hit, the tree and the draft model's output
 are pruned to the subtree of the accepted token, and the next layer is chosen from the remaining candidates. On a miss, the
-accepted token becomes the root of a new tree, which enters the draft model and the first stage at the same time.
+accepted token becomes the root of a new tree, which enters the draft model and the first stage at the same time. Tokens that a
+structure forces enter with the row above them.
 """
 
 from __future__ import annotations
 
 from pipedec.core import NO_MASKS, Accepted, Step
 from pipedec.decoding.context import MethodContext
+from pipedec.decoding.forced import chain_below, grow, of_leaves, plant, room_of_chain
 from pipedec.decoding.lockstep import Drafting
 from pipedec.methods import PipeDecOptions, options_of
 from pipedec.tree import Candidates, PredictionTree
@@ -22,9 +24,10 @@ class PipeDec:
     def __init__(self, context: MethodContext, number: int) -> None:
         self._limits = options_of(context.request, PipeDecOptions)
         self._drafter = context.drafter_of(number)
+        self._grammar = context.grammar
         self.tree = PredictionTree(context.device)
         self._root: int | None = None  # a certain token that has yet to enter
-        self.room = self._limits.width
+        self.room = max(self._limits.width, 1 + room_of_chain(self._grammar))
         self._layer = slice(0, 0)  # the rows that entered last and have yet to be drafted
         self._candidates: Candidates | None = None  # their children, as drafted
 
@@ -40,14 +43,18 @@ class PipeDec:
     def wanted(self) -> int:
         """The root after a miss, else the next layer."""
         if self._root is not None:
-            return 1
-        return 0 if self._candidates is None else min(self._limits.width, self.room, self._candidates.token_ids.numel())
+            return 1 + len(chain_below(self._grammar))
+        if self._candidates is None:
+            return 0
+        count, width = self._candidates.token_ids.numel(), min(self._limits.width, self.room)
+        return min(count, width) if self._grammar is None or not count else width
 
     def draft(self) -> Drafting:
         rows = range(self._layer.start, self._layer.stop)
         self._layer = slice(0, 0)
         if rows:
-            (self._candidates,) = yield [self._drafter.rows(self.tree, rows, self._limits.children)]
+            (candidates,) = yield [self._drafter.rows(self.tree, rows, self._limits.children)]
+            self._candidates = candidates if self._grammar is None else of_leaves(self.tree, candidates)
 
     def accept(self, accepted: Accepted) -> None:
         advance = self.tree.advance(accepted.tokens)
@@ -68,10 +75,13 @@ class PipeDec:
         """The root after a miss, else the next layer; None if no candidates are left, because the width limit cut them off."""
         candidates, self._candidates = self._candidates, None
         if self._root is not None:
-            self._layer = self.tree.plant(self._root)
+            self._layer = plant(self.tree, self._root, self._grammar)
             self._root = None
         elif candidates is not None and candidates.token_ids.numel():
-            self._layer = self.tree.grow(candidates, min(self._limits.width, self.room))
+            self._layer = grow(self.tree, candidates, min(self._limits.width, self.room), self._grammar)
         else:
             return None
-        return Step(self.tree.token_ids[self._layer].clone(), self.tree.parents[self._layer].clone())
+        if self._layer.start == self._layer.stop:
+            return None
+        tree, layer = self.tree, self._layer
+        return Step(tree.token_ids[layer].clone(), tree.parents[layer].clone(), log_probs=tree.log_probs[layer])

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from pipedec.decoding.choices import NO_TOKEN
+from pipedec.grammar import Bitmask
 from pipedec.tree import Candidates
 
 MAX_MATCH = 8  # longest n-gram that is compared
@@ -71,6 +72,18 @@ class Occurrences(NamedTuple):
         """The first distinct tokens after long enough n-grams, at most ``_MAX_PROPOSED``."""
         tokens = (token for token, length in zip(self.next_ids, self.lengths, strict=True) if length >= _MIN_MATCH)
         return list(islice(dict.fromkeys(tokens), _MAX_PROPOSED))
+
+    def within(self, allowed: Bitmask) -> Occurrences:
+        """Those after which the text went on with a token that is allowed."""
+        kept = [place for place, token in enumerate(self.next_ids) if token in allowed]
+        return Occurrences([self.next_ids[place] for place in kept], [self.lengths[place] for place in kept])
+
+
+def possible(candidates: Candidates) -> Candidates:
+    """The candidates with NO_TOKEN for those whose log-probability is −∞: a structure does not allow them."""
+    log_probs = candidates.log_probs
+    token_ids = candidates.token_ids.masked_fill(log_probs == -torch.inf, NO_TOKEN)
+    return Candidates(candidates.rows, token_ids, log_probs.clamp(min=log(_MIN_REST)))
 
 
 @dataclass(frozen=True)

@@ -154,10 +154,14 @@ class Running:
             lease.slots, lease.cached, lease.copied,
         )  # fmt: skip
 
-    def pause(self) -> None:
-        """Give up the lane, and wait for another one."""
+    def pause(self, is_closing: bool = True) -> None:
+        """Give up the lane, and wait for another one; also for another method, if it has no lane.
+
+        Args:
+            is_closing: whether stages have yet to close the lane.
+        """
         method = self.method
-        self.has_lane, self.is_closing = False, True
+        self.has_lane, self.is_closing = False, is_closing
         if self.sequence.can_fork:
             self.sequence = self._new_sequence()
             self._begin()

@@ -2,28 +2,33 @@
 
 After a verdict the draft model works alone for a timestep: layer by layer it grows the tree below the last accepted token, while
 the stages are idle. The tree then passes through all stages as one step. Its verdict accepts the path on which target and tree
-agree, and one more token, which is the next root.
+agree, and one more token, which is the next root. Tokens that a structure forces belong to the layer of the row above them.
 """
 
 from __future__ import annotations
 
 from pipedec.core import NO_MASKS, Accepted, Step
 from pipedec.decoding.context import MethodContext
+from pipedec.decoding.forced import grow, of_leaves, plant, room_of_chain
 from pipedec.decoding.lockstep import Drafting
 from pipedec.methods import StaticTreeOptions, options_of
 from pipedec.tree import PredictionTree
 
 
 class StaticTree:
-    """``depth`` layers of at most ``width`` rows; if ``rows`` is given, the ``rows`` most probable rows of all layers."""
+    """``depth`` layers of at most ``width`` rows; if ``rows`` is given, the ``rows`` most probable rows of all layers.
+
+    Neither counts what is forced behind the root.
+    """
 
     masks = NO_MASKS
 
     def __init__(self, context: MethodContext, number: int) -> None:
         self._limits = options_of(context.request, StaticTreeOptions)
         self._drafter = context.drafter_of(number)
+        self._grammar = context.grammar
         self.tree = PredictionTree(context.device)
-        self.room = 1 + (self._limits.rows or self._limits.depth * self._limits.width)
+        self.room = 1 + (self._limits.rows or self._limits.depth * self._limits.width) + room_of_chain(self._grammar)
         self._root: int | None = None  # a certain token whose tree has yet to be drafted
         self._is_drafted = False  # whether there is a drafted tree that has yet to enter
 
@@ -51,15 +56,19 @@ class StaticTree:
         """Draft the whole tree below a new root: one forward for every layer but the last."""
         if self._root is None:
             return
-        layer, self._root = self.tree.plant(self._root), None
+        layer, self._root = plant(self.tree, self._root, self._grammar), None
+        certain = layer.stop - 1
         for _ in range(self._limits.depth):
             rows = range(layer.start, layer.stop)
+            if not rows:
+                break
             (candidates,) = yield [self._drafter.rows(self.tree, rows, self._limits.children)]
+            candidates = candidates if self._grammar is None else of_leaves(self.tree, candidates)
             if not candidates.token_ids.numel():
                 break
-            layer = self.tree.grow(candidates, self._layer_width)
+            layer = grow(self.tree, candidates, self._layer_width, self._grammar)
         if self._limits.rows is not None:
-            self._drafter.advance(self.tree.keep(self.tree.most_probable(self._limits.rows)).changes)
+            self._drafter.advance(self.tree.keep(self.tree.most_probable(certain + self._limits.rows)).changes)
         self._is_drafted = True
 
     def accept(self, accepted: Accepted) -> None:
@@ -82,4 +91,4 @@ class StaticTree:
         self._is_drafted = False
         if self.tree.num_rows > self.room:
             self._drafter.advance(self.tree.keep(self.tree.most_probable(self.room - 1)).changes)
-        return Step(self.tree.token_ids.clone(), self.tree.parents.clone())
+        return Step(self.tree.token_ids.clone(), self.tree.parents.clone(), log_probs=self.tree.log_probs)

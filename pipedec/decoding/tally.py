@@ -22,6 +22,7 @@ class Tally:
         drafts: those of them that entered when nothing of their thread was in flight.
         accepted_tokens: guesses that were accepted.
         pauses: how often a request was paused.
+        corrupted: requests that ended because a stage computed NaN or infinity.
         accepted_per_pos: the same by depth below the root that entered, from 1; deeper ones than ``POSITIONS`` are left out.
     """
 
@@ -32,6 +33,7 @@ class Tally:
         self.drafts = 0
         self.accepted_tokens = 0
         self.pauses = 0
+        self.corrupted = 0
         self.accepted_per_pos = [0] * POSITIONS
         self._mask_rows = 0
         self._with_masks: list[torch.Tensor] = []  # token ids of steps whose masks are not counted yet

@@ -16,8 +16,10 @@ import torch
 from torch import Tensor
 
 from pipedec.drafting.lane import DraftLane, Entering
+from pipedec.grammar import Bitmask
+from pipedec.grammar.masks import allowed_tokens
 from pipedec.kv import KVManager
-from pipedec.model import StageModel
+from pipedec.model import DraftVocabulary, StageModel
 from pipedec.threads import Sequence as ThreadSequence
 from pipedec.tree import Candidates, DraftRows, RowChanges
 
@@ -31,10 +33,19 @@ class DraftModel:
     Args:
         slots, block: of its KV pool (see ``KVPool``).
         shares_prefixes: let requests adopt prefixes that other requests hold.
+        vocabulary: on the model's device; None if the model knows all tokens.
     """
 
-    def __init__(self, model: StageModel, slots: int = _SLOTS, block: int = 16, shares_prefixes: bool = True) -> None:
+    def __init__(
+        self,
+        model: StageModel,
+        slots: int = _SLOTS,
+        block: int = 16,
+        shares_prefixes: bool = True,
+        vocabulary: DraftVocabulary | None = None,
+    ) -> None:
         self._model = model
+        self._vocabulary = vocabulary
         self._pool = model.make_pool(slots, block)
         self._kv = KVManager(slots, block, shares_prefixes)
         self._lanes: dict[int, DraftLane] = {}  # by request
@@ -96,8 +107,7 @@ class DraftModel:
         entering = [self._lanes[number].enter_prompt(chunk) for number, chunk in prompts.items() if number in self._lanes]
         entering += [entered for _, entered in drafting]
         if entering:
-            token_ids = torch.tensor([token for of_lane in entering for token in of_lane.token_ids], device=self._model.device)
-            hidden_RE = self._model.forward(token_ids, [of_lane.rows for of_lane in entering])
+            hidden_RE = self._model.forward(self._inputs(entering), [of_lane.rows for of_lane in entering])
         for number, entered in drafting:
             self._lanes[number].settle(entered)
         for number in (*prompts, *(number for number, _ in drafting)):
@@ -134,6 +144,35 @@ class DraftModel:
         if (lane := self._lanes.get(number)) is not None and (added := lane.take_added()):
             self._kv.extend(number, added)
 
+    def _inputs(self, entering: Sequence[Entering]) -> Tensor:
+        """The model's own ids of the tokens that enter, int64 [R]."""
+        token_ids = torch.tensor([token for of_lane in entering for token in of_lane.token_ids], device=self._model.device)
+        return token_ids if self._vocabulary is None else self._vocabulary.draft_ids[token_ids]
+
+    def _log_probs(self, hidden_FE: Tensor, requested: Sequence[DraftRows]) -> Tensor:
+        """[F, V], of the tokens that the model knows; −∞ for the one that stands for all others. Where an answer has a structure,
+        −∞ for tokens that it does not allow, and the others share their chances.
+        """
+        log_probs_FV = self._model.logits(hidden_FE).log_softmax(-1)
+        if self._vocabulary is not None:
+            log_probs_FV[:, 0] = -torch.inf
+        first = 0
+        for entry in requested:
+            rows, first = slice(first, first + len(entry.rows)), first + len(entry.rows)
+            if allowed := self._lanes[entry.number].allowed(entry):
+                log_probs_FV[rows] = self._among(log_probs_FV[rows], allowed)
+        return log_probs_FV
+
+    def _among(self, log_probs_RV: Tensor, allowed: Sequence[Bitmask]) -> Tensor:
+        """The log-probabilities of tokens of which only some are allowed: −∞ for all in a row without any."""
+        known = self._vocabulary
+        size = log_probs_RV.shape[1] if known is None else len(known.draft_ids)
+        allowed_RV = allowed_tokens(allowed, size, log_probs_RV.device)
+        if known is not None:
+            allowed_RV = allowed_RV[:, known.tokens.clamp(min=0)]
+            allowed_RV[:, 0] = False
+        return log_probs_RV.masked_fill(~allowed_RV, -torch.inf).log_softmax(-1).masked_fill(~allowed_RV, -torch.inf)
+
     def _no_candidates(self, requested: DraftRows) -> Candidates:
         """What there is to say of rows that are not computed."""
         rows = torch.tensor(requested.rows, device=self._model.device)
@@ -141,12 +180,13 @@ class DraftModel:
 
     def _candidates(self, hidden_FE: Tensor, requested: Sequence[DraftRows]) -> list[Candidates]:
         """The most probable next tokens of the rows of ``requested``."""
-        log_probs_FV = self._model.logits(hidden_FE).log_softmax(-1)
-        most = min(max(entry.children for entry in requested), log_probs_FV.shape[-1])
-        top = log_probs_FV.topk(most)
+        log_probs_FV = self._log_probs(hidden_FE, requested)
+        known = log_probs_FV.shape[-1] - (self._vocabulary is not None)
+        top = log_probs_FV.topk(min(max(entry.children for entry in requested), known))
+        tokens = top.indices if self._vocabulary is None else self._vocabulary.tokens[top.indices]
         counts = [len(entry.rows) for entry in requested]
         rows_F = torch.tensor([row for entry in requested for row in entry.rows], device=self._model.device)
-        found = zip(requested, rows_F.split(counts), top.indices.split(counts), top.values.split(counts), strict=True)
+        found = zip(requested, rows_F.split(counts), tokens.split(counts), top.values.split(counts), strict=True)
         return [
             Candidates(rows, token_ids[:, : entry.children], log_probs[:, : entry.children])
             for entry, rows, token_ids, log_probs in found

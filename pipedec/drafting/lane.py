@@ -16,6 +16,7 @@ from torch import Tensor
 from pipedec.core import SlotRuns
 from pipedec.drafting.masks import ancestor_mask
 from pipedec.drafting.thread_labels import ThreadLabels
+from pipedec.grammar import Bitmask
 from pipedec.kv import Lease
 from pipedec.model import LaneRows
 from pipedec.model.cache import KVCache
@@ -71,6 +72,13 @@ class DraftLane:
     def num_chained(self) -> int:
         """Rows that the next forward computes beside those that are requested."""
         return sum(map(len, self._chains.values()))
+
+    def allowed(self, requested: DraftRows) -> list[Bitmask]:
+        """What the answer's structure allows behind each of the rows; nothing at all without one."""
+        grammar, tree = self._sequence.grammar, requested.tree
+        if grammar is None:
+            return []
+        return [grammar.allowed(tree.tokens_of(tree.ancestors_of(row)[-2::-1])) for row in requested.rows]
 
     def extend(self, slots: SlotRuns) -> None:
         """Further slots of the pool."""

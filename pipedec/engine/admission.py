@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 from pipedec.core import DEFAULT_METHOD, Request, UserError
 from pipedec.decoding import Company
-from pipedec.engine.answer import Answer
+from pipedec.engine.answer import Answer, Said
 from pipedec.engine.sequences import Sequences
 from pipedec.kv import KVManager
 from pipedec.messages import PromptRequest
 from pipedec.methods import LayerTreeOptions, make_options
-from pipedec.sampling import seeded
 from pipedec.scheduler.protocol import Message
 from pipedec.text.prompt import Prompter
 from pipedec.threads import Dialect, NewSequence
@@ -35,33 +35,38 @@ class Admission:
     tree: LayerTreeOptions | None
 
     def admit(self, message: Message, company: Company) -> tuple[Answer, NewSequence]:
-        """The answer to the request in ``message``, not begun yet, and what makes the sequences for its method.
+        """The answer to the request in ``message``, not begun yet, and what makes the sequences for its method. It goes on behind
+        what another process has told of it.
 
         Raises:
             UserError: the request is invalid, too long, or asks for something that this pipeline does not have.
         """
         prompt = PromptRequest.from_json(message.text)
-        request = self._request(message.number, prompt, company.kv)
-        length, sampling, threads = len(request.prompt_token_ids), request.sampling, request.threads
-        new_sequence = self.sequences.maker(length, sampling, threads, request.said)
-        known = self.sequences.maker(length, sampling, threads, prompt.resume) if prompt.resume else None
-        shows = prompt.show_threads
-        answer = Answer(request, new_sequence, self.prompter, self.num_stages, shows, known, len(prompt.resume))
+        heard = prompt.resume + message.told
+        request = self._request(message.number, prompt, heard, company.kv)
+        maker = partial(self.sequences.maker, len(request.prompt_token_ids), request.sampling, request.threads)
+        brought, known = (Said(maker(said), len(said)) if said else None for said in (prompt.resume, heard))
+        new_sequence, tells = maker(request.said), company.whole_prompts
+        answer = Answer(
+            request, new_sequence, self.prompter, self.num_stages, prompt.show_threads, brought, known, stage_tells=tells
+        )
         if not answer.is_complete:
             company.check(request)
         return answer, new_sequence
 
-    def _request(self, number: int, prompt: PromptRequest, kv: KVManager) -> Request:
+    def _request(self, number: int, prompt: PromptRequest, heard: tuple[int, ...], kv: KVManager) -> Request:
         name = prompt.method or DEFAULT_METHOD
         dialect = None if prompt.threads is None else Dialect.from_json(prompt.threads).name
         token_ids = self.prompter.token_ids(prompt.prompt, prompt.raw, prompt.sampling.max_tokens, dialect)
+        self.sequences.check_prompt(token_ids)
         self.prompter.check_bias(prompt.sampling.logit_bias)
-        if prompt.resume and prompt.sampling.is_stochastic and prompt.sampling.seed is None:
-            raise UserError("the answer to resume was drawn at random: give its seed, which was reported with it")
-        options, sampling = make_options(name, prompt.options, self.tree), seeded(prompt.sampling)
-        said = () if prompt.threads else prompt.resume  # an answer in threads is said again from its first token on
+        self.sequences.check(prompt.sampling.structured_outputs, heard)
+        if prompt.sampling.is_stochastic and prompt.sampling.seed is None:
+            raise UserError("the answer is to be drawn at random and has no seed: whoever submits it must choose one")
+        options = make_options(name, prompt.options, self.tree)
+        said = () if prompt.threads else heard  # an answer in threads is said again from its first token on
         threads = threads_within(prompt.threads, kv)
-        return Request(number, token_ids, sampling, name, options, prompt.trace, threads, prompt.priority, said)
+        return Request(number, token_ids, prompt.sampling, name, options, prompt.trace, threads, prompt.priority, said)
 
 
 def threads_within(dialect: str | None, kv: KVManager) -> str | None:

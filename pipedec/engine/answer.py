@@ -1,12 +1,12 @@
 """A running request on rank 0: the answer so far, what of it its client has been told, and its metrics.
 
 Knows no decoding method. Nothing is told twice: neither what a resumed request brings with it, nor what an answer in threads says
-again after a pause.
+again after a pause. Whoever takes over the answer of another process tells its text once more; its client drops what it knows.
 """
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 
 from pipedec.core import Completion, Opening, Request, TokenLogprobs, Verdict
 from pipedec.decoding import Method
@@ -20,13 +20,27 @@ from pipedec.threads import DecodeThread, DocumentToken, NewSequence, measure
 NOT_SAMPLED = -1
 
 
+@dataclass(frozen=True)
+class Said:
+    """A part of an answer that has been said already.
+
+    Attributes:
+        new_sequence: makes a sequence that is as far. Behind an opener it has one token more: the forced one of the new thread.
+        num_tokens: how many tokens were said.
+    """
+
+    new_sequence: NewSequence
+    num_tokens: int
+
+
 class Answer:
     """A running request.
 
     Args:
         new_sequence: makes a sequence as the request's method gets one.
-        known: makes a sequence as far as the client knows the answer; None if it knows nothing of it.
-        num_known: how many tokens the client knows.
+        brought: what the request has brought with it; None if it has brought nothing.
+        known: what the client has heard, also from another process; None if it has heard nothing.
+        stage_tells: the last stage itself tells the client of log-probabilities: in the order in which it samples.
         show_threads: also send the client the text of each thread as it is generated.
 
     Raises:
@@ -40,8 +54,9 @@ class Answer:
         prompter: Prompter,
         num_stages: int,
         show_threads: bool = False,
-        known: NewSequence | None = None,
-        num_known: int = 0,
+        brought: Said | None = None,
+        known: Said | None = None,
+        stage_tells: bool = False,
     ) -> None:
         self.request = request
         self.completion = Completion(request.method, num_stages, len(request.prompt_token_ids), seed=request.sampling.seed)
@@ -51,14 +66,24 @@ class Answer:
         self._new_sequence = new_sequence
         self._prompter = prompter
         self._news = News(prompter) if show_threads else None
+        self._stage_tells = stage_tells
         self._sampled: dict[Place, int] = {}  # ordinals among all accepted tokens
-        self._told = (0, 0)  # tokens and characters
-        self._transcript = self._new_transcript(known or new_sequence)
+        self._num_sampled = len(request.said)
         self._again: Transcript | None = None  # of an answer in threads that is said again, until it has said what was told
+        self._begin(brought, known or brought)
+
+    def _begin(self, brought: Said | None, known: Said | None) -> None:
+        before = self._transcript_of(brought)
+        self._brought = (min(brought.num_tokens, len(before.token_ids)), len(before.text)) if brought is not None else (0, 0)
+        self._transcript = self._transcript_of(known)
+        self._told = self._brought  # tokens and characters
         self._tell(self._transcript)
-        self._told = num_known, len(self._transcript.text)
+        self._told = (0 if known is None else min(known.num_tokens, self._told[0])), self._brought[1]
         if known is not None and not self.is_complete:
             self._say_again()
+
+    def _transcript_of(self, said: Said | None) -> Transcript:
+        return self._new_transcript(self._new_sequence if said is None else said.new_sequence)
 
     @property
     def is_complete(self) -> bool:
@@ -82,19 +107,25 @@ class Answer:
         verdict, places = said.take(verdict)
         if self._again is not None:
             self._catch_up(self._again)
-        new = [place is not None and place not in self._sampled for place in places]
-        for place in places:
-            if place is not None:
-                self._sampled.setdefault(place, len(self._sampled))
+        first, new = self._num_sampled, self._note_sampled(places)
         rows = [list(row) for row, is_new in zip(logprobs, new, strict=False) if is_new]
         tokens = self._tell(said)
-        return verdict, [LogprobsEvent(rows), tokens] if rows else [tokens]
+        return verdict, [LogprobsEvent(rows, first), tokens] if rows else [tokens]
 
     def completed(self, method: Method | None = None) -> CompletionEvent:
         """The last event for the client: the completion, with the counters of ``method``."""
         if method is not None:
             self.counters.ended(method)
         return CompletionEvent(self.completion, self._describe_threads() if self._transcript.sequence.can_fork else None)
+
+    def _note_sampled(self, places: list[Place | None]) -> list[bool]:
+        """Number the places of new tokens in order. Returns which ones are new."""
+        new = [place is not None and place not in self._sampled for place in places]
+        for place in places:
+            if place is not None and place not in self._sampled:
+                self._sampled[place] = self._num_sampled
+                self._num_sampled += 1
+        return new
 
     def _new_transcript(self, new_sequence: NewSequence) -> Transcript:
         return Transcript(new_sequence(), self._prompter, self.request.sampling.stop)
@@ -103,6 +134,9 @@ class Answer:
         """An answer in threads begins anew: its tokens are the same, but they come in another order."""
         if self._transcript.sequence.can_fork:
             self._again = self._new_transcript(self._new_sequence)
+            if self._stage_tells:
+                self._sampled.clear()
+                self._num_sampled = 0
         if self._news is not None:
             self._news.restart()
 
@@ -116,10 +150,11 @@ class Answer:
     def _tell(self, said: Transcript) -> TokensEvent:
         """What the client has not been told yet."""
         (tokens, characters), told, completion = self._told, self._transcript, self.completion
+        index, offset = tokens - self._brought[0], characters - self._brought[1]
         self._told = len(told.token_ids), len(told.text)
         completion.token_ids, completion.text, completion.finish_reason = told.token_ids, told.text, told.finished
         news = None if self._news is None else self._news.take(said.sequence)
-        return TokensEvent(told.token_ids[tokens:], told.text[characters:], news)
+        return TokensEvent(told.token_ids[tokens:], told.text[characters:], news, index, offset)
 
     def _describe_threads(self) -> list[int]:
         """Add the threads to the completion. Returns, for each of its tokens, its ordinal among all sampled ones."""

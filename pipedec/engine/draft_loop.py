@@ -6,11 +6,17 @@ Decides nothing about rows: the company of decoding methods does. How rows reach
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any
 
 from pipedec.core import KNEE_ROWS, MAX_NUM_SEQS, Opening, Step, TokenLogprobs, Update, UserError, Verdict
 from pipedec.decoding import Company, Drafter, Method
 from pipedec.engine.admission import Admission
 from pipedec.engine.answer import Answer
+from pipedec.engine.late_drafter import LateDrafter
+from pipedec.engine.live_feed import LiveFeed
 from pipedec.engine.loop import decode
 from pipedec.engine.pool import Pool
 from pipedec.engine.rank_tasks import POLL_SECONDS, RankTasks, Wiring
@@ -23,10 +29,12 @@ from pipedec.engine.windows import WindowPipeline
 from pipedec.kv import KVManager
 from pipedec.messages import CompletionEvent, ErrorEvent, PausedEvent, PromptLogprobsEvent, ResumedEvent, TraceEvents, TraceRow
 from pipedec.methods import LayerTreeOptions
-from pipedec.scheduler.protocol import Message
+from pipedec.scheduler.protocol import Message, Remembered
 from pipedec.text.prompt import Prompter
 from pipedec.tracing import SCHEDULER_TRACK
+from pipedec.transport import Transport
 
+MAX_ATTEMPTS = 3  # epochs that may end while a request is running, without a new token of it
 _TELLING_SECONDS = 1.0  # between two notes on what was counted
 
 
@@ -37,6 +45,10 @@ class DraftLoop:
         knee: rows that a stage computes in about the time of one.
         max_num_seqs: most requests in the pipeline at the same time.
         kv: of the stages' KV pools.
+        wiring: of the first epoch; every other one has a transport of its own.
+        about: of the run, for those who watch it: ``run``, ``target``, ``draft``, …
+        load_drafter: loads the draft model, if ``drafter`` is None and there is one: in a thread, while requests are decoded
+            without it. For a process that takes over the requests of another one.
     """
 
     def __init__(
@@ -49,46 +61,100 @@ class DraftLoop:
         max_num_seqs: int = MAX_NUM_SEQS,
         knee: int = KNEE_ROWS,
         kv: KVManager | None = None,
+        load_drafter: Callable[[], Drafter] | None = None,
+        about: Mapping[str, Any] = MappingProxyType({"run": ""}),
     ) -> None:
         self._wiring = wiring
         self._tasks = RankTasks(0, wiring)
-        timed = None if drafter is None else TimedDrafter(drafter, self._tasks.recorder.drafting)
+        timed = None if drafter is None else self._timed(drafter)
         self._company = Company(wiring.topology.num_groups, timed, wiring.device, trained_masks, knee, kv=kv)
         self._company.whole_prompts = not wiring.window
+        self._late_drafter = None if load_drafter is None else LateDrafter(load_drafter)
+        self._company.awaits_drafter = load_drafter is not None
+        self._pool = Pool(self._company)
         self._admission = Admission(prompter, wiring.sequences, wiring.topology.num_stages, tree)
         self._max_num_seqs = max_num_seqs
         self._queue = RequestQueue(wiring.scheduler)
         self._counters = RunCounters(self._company)
+        shape = {"stages": wiring.topology.num_stages, "groups": wiring.topology.num_groups}
+        self._feed = LiveFeed({"epoch": 0, **about, **shape}, prompter.text, self._queue.show)
         self._told = 0.0  # when the counters were told
         self._sessions = 0
         self._stopping = False
 
-    def run(self) -> None:
-        """Serve until ``stop``.
+    def serve(self, transport: Transport) -> None:
+        """Serve until ``stop``, in the epoch in which the scheduler takes part now; its ranks have met. First of all the requests
+        go on that were running when the last one ended, whichever process was rank 0 then.
+
+        May be called again in the next epoch once it has raised EpochEnded, RankLost or SchedulerInterrupted.
 
         Raises:
+            EpochEnded: the epoch has ended.
             PipedecError: the run was aborted, a rank is lost, or Redis is.
         """
+        self._wiring = replace(self._wiring, transport=transport)
+        self._tasks = RankTasks(0, self._wiring)
+        self._queue.begin_epoch()
+        self._feed.begin_epoch(self._wiring.scheduler.epoch)
+        self._pool.interrupt()
+        self._resume(self._queue.journal())
         with self._queue.serving():
-            while not self._stopping:
-                message = self._tasks.request(self._queue.wait, POLL_SECONDS)
-                if message is not None and message.kind == "stop":
-                    self._stopping = True
-                elif message is not None:
-                    self._serve(message)
+            while not self._stopping or self._pool.is_busy:
+                if self._pool.is_busy:
+                    self._decode()
+                else:
+                    self._wait()
             self._queue.refuse("the cluster is being stopped")
 
-    def _serve(self, first: Message) -> None:
+    def remembered(self) -> list[Remembered]:
+        """The running requests and what was told of them, for a Redis that has lost them."""
+        return self._queue.remembered()
+
+    def _resume(self, running: list[Message]) -> None:
+        """Take over the requests of which this process does not know, and give up those that may be what ends the epochs."""
+        for message in running:
+            if message.attempts >= MAX_ATTEMPTS:
+                self._give_up(message)
+            elif message.number not in self._pool.numbers:
+                self._queue.give_out(message)
+                self._admit(message)
+
+    def _give_up(self, message: Message) -> None:
+        if message.number in self._pool.numbers:
+            self._pool.drop(message.number)
+        recoveries = self._wiring.scheduler.status().recoveries
+        cause = f": {recoveries[-1].reason}" if recoveries else ""
+        self._queue.finish(
+            message.number,
+            ErrorEvent(
+                f"the cluster has lost ranks {message.attempts} times while it answered this request, which may be why{cause}"
+            ),
+        )
+
+    def _wait(self) -> None:
+        """Wait for a request; nothing is running."""
+        message = self._tasks.request(self._queue.wait, POLL_SECONDS)
+        if message is not None and message.kind == "stop":
+            self._stopping = True
+        elif message is not None:
+            self._admit(message)
+
+    def _decode(self) -> None:
         """One session: from a request that finds the pipeline empty until no request is left."""
-        pool = Pool(self._company)
-        self._admit(pool, first)
-        if not pool.is_busy:
-            return
         pipeline = self._pipeline()
-        for _ in decode(pool, pipeline, lambda: self._follow_queue(pool), (self._tasks.note, self._counters.note)):
+        for _ in decode(self._pool, pipeline, self._follow_queue, (self._tasks.note, self._counters.note, self._feed.note)):
             continue  # everything has been said to the answers' readers
-        self._stopping |= pipeline.is_stopping
+        self._feed.flush()
+        self._stopping |= pipeline.is_stopping or self._queue.is_stopping
         self._tell_counters()
+
+    def _timed(self, drafter: Drafter) -> TimedDrafter:
+        return TimedDrafter(drafter, lambda load: self._tasks.recorder.drafting(load))
+
+    def _adopt_late_drafter(self) -> None:
+        if self._late_drafter is not None and (drafter := self._late_drafter.take()) is not None:
+            self._late_drafter = None
+            self._company.adopt(self._timed(drafter))
 
     def _pipeline(self) -> RankZero:
         if not self._wiring.window:
@@ -96,24 +162,27 @@ class DraftLoop:
         self._sessions += 1
         return WindowPipeline(self._sessions, self._tasks, self._wiring)
 
-    def _follow_queue(self, pool: Pool) -> None:
+    def _follow_queue(self) -> None:
         """Begin requests for which there is room, and end those that were cancelled."""
+        self._queue.check()
+        self._adopt_late_drafter()
+        self._feed.watcher = self._queue.watcher
         if time.monotonic() > self._told + _TELLING_SECONDS:
             self._tell_counters()
         if not self._wiring.window:
             return  # task dispatch: a request is cancelled at its next verdict, and the next one has a workflow of its own
         for number in self._queue.cancelled():
-            pool.cancel(number)
-        room = 0 if self._queue.is_stopping else self._max_num_seqs - pool.num_running
+            self._pool.cancel(number)
+        room = 0 if self._queue.is_stopping else self._max_num_seqs - self._pool.num_running
         for message in self._queue.arrivals(room):
-            self._admit(pool, message)
+            self._admit(message)
 
     def _tell_counters(self) -> None:
         """Let clients know what was counted."""
         self._told = time.monotonic()
         self._queue.tell(self._counters.stats())
 
-    def _admit(self, pool: Pool, message: Message) -> None:
+    def _admit(self, message: Message) -> None:
         try:
             answer, new_sequence = self._admission.admit(message, self._company)
         except UserError as error:
@@ -122,8 +191,10 @@ class DraftLoop:
         if answer.is_complete:
             self._queue.finish(message.number, answer.completed())
             return
-        self._tasks.opened(message.number, answer.request.trace)
-        pool.open(answer.request, new_sequence, _Stream(answer, self._queue, self._tasks, self._wiring))
+        stream = _Stream(answer, self._queue, self._wiring, lambda: self._tasks)
+        stream.goes_on = bool(message.told) or message.attempts > 0
+        reader = self._feed.watched(stream, answer.request, new_sequence, lambda: answer.completion.text)
+        self._pool.open(answer.request, new_sequence, reader)
 
 
 class _Stream:
@@ -131,16 +202,25 @@ class _Stream:
 
     Other ranks publish traces, and timesteps that overran, when they close the request's lane. So the completion of a request
     that is traced or emulated, the last event that its client reads, waits until they have.
+
+    Args:
+        tasks: those of rank 0 in the present epoch.
+
+    Attributes:
+        goes_on: it was running in an epoch that has ended, and was not opened since.
     """
 
-    def __init__(self, answer: Answer, queue: RequestQueue, tasks: RankTasks, wiring: Wiring) -> None:
+    def __init__(self, answer: Answer, queue: RequestQueue, wiring: Wiring, tasks: Callable[[], RankTasks]) -> None:
+        self.goes_on = False
         self._answer = answer
         self._number = answer.request.number
         self._queue = queue
         self._tasks = tasks
-        self._wiring = wiring
+        self._scheduler = wiring.scheduler
+        self._num_scored = 0  # tokens of the prompt
         self._waits_for_ranks = answer.request.trace or wiring.emulation is not None
-        self._completion: CompletionEvent | None = None
+        self._completion: CompletionEvent | ErrorEvent | None = None
+        self._bad_stage: int | None = None
         self._finished = False
         self._waits = False
         self._began_us = wiring.scheduler.clock_us() if answer.request.trace else 0
@@ -152,9 +232,13 @@ class _Stream:
 
     def opened(self, opening: Opening) -> None:
         self._answer.opened(opening)
-        if self._waits:
-            self._waits = False
-            self._queue.put(self._number, ResumedEvent())
+        self._tasks().opened(self._number, self._answer.request.trace)
+        if self._waits or self.goes_on:
+            self._queue.put(self._number, ResumedEvent(self._scheduler.epoch if self.goes_on else None))
+            self._waits = self.goes_on = False
+
+    def interrupted(self) -> None:
+        self.goes_on = True
 
     def entered(self, step: Step) -> None:
         self._answer.counters.entered(step)
@@ -166,20 +250,32 @@ class _Stream:
 
     def scored(self, logprobs: TokenLogprobs) -> None:
         if logprobs:
-            self._queue.put(self._number, PromptLogprobsEvent(list(map(list, logprobs))))
+            self._queue.put(self._number, PromptLogprobsEvent(list(map(list, logprobs)), self._num_scored))
+            self._num_scored += len(logprobs)
+
+    def corrupted(self, stage: int) -> None:
+        self._bad_stage = stage
 
     def ended(self, reason: str, method: Method) -> None:
-        if not self._finished:  # cancelled, so that no verdict has said so
-            self._publish(Verdict((), reason))
-        completion = self._answer.completed(method)
+        completion = self._completed(reason, method)
         if self._waits_for_ranks:
             self._completion = completion
         else:
             self._queue.finish(self._number, completion)
 
+    def _completed(self, reason: str, method: Method) -> CompletionEvent | ErrorEvent:
+        if self._bad_stage is not None:
+            return ErrorEvent(
+                f"stage {self._bad_stage} computed NaN or infinity for this request, which has failed: check that stage's "
+                "weights and device, or use a dtype of a wider range"
+            )
+        if not self._finished:  # cancelled, so that no verdict has said so
+            self._publish(Verdict((), reason))
+        return self._answer.completed(method)
+
     def closed(self) -> None:
         if self._completion is not None:
-            events = [*self._scheduler_trace(), *self._tasks.closed(self._number), self._completion]
+            events = [*self._scheduler_trace(), *self._tasks().closed(self._number), self._completion]
             self._queue.finish(self._number, *events)
 
     def _publish(self, verdict: Verdict, logprobs: TokenLogprobs = ()) -> Verdict:
@@ -195,7 +291,7 @@ class _Stream:
             return []
         rows: list[TraceRow] = [
             (SCHEDULER_TRACK, granted.task.label, granted.task.kind, granted.granted_us, granted.finished_us)
-            for granted in self._wiring.scheduler.trace()
+            for granted in self._scheduler.trace()
             if granted.finished_us >= self._began_us
         ]
         return [TraceEvents(rows)]

@@ -6,7 +6,7 @@ The simplest place to debug a method: one timestep after another in one thread.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -16,15 +16,17 @@ from pipedec.decoding import Company, Drafter, Method, TimestepTiming
 from pipedec.engine.admission import threads_within
 from pipedec.engine.counters import Counters
 from pipedec.engine.emulated_time import EmulatedClock, Pacer, TimestepLoad
-from pipedec.engine.loop import decode
-from pipedec.engine.pool import Pool
+from pipedec.engine.live_feed import LiveFeed
+from pipedec.engine.loop import Listener, decode
+from pipedec.engine.pool import Pool, Reader
 from pipedec.engine.recorder import Recorder, Timestep
+from pipedec.engine.run_counters import RunCounters
 from pipedec.engine.sequences import Sequences
 from pipedec.engine.spec import PipelineSpec
 from pipedec.engine.timed_drafter import TimedDrafter
 from pipedec.kv import KVManager
+from pipedec.messages import RunStats
 from pipedec.plan.emulation import Emulation
-from pipedec.sampling import seeded
 from pipedec.stage import FinalStageWorker, StageWorker
 from pipedec.threads import NewSequence, Sequence
 from pipedec.topology import Topology
@@ -42,6 +44,7 @@ class LocalAnswer:
         logprobs, token_ids: of what was decoded, in the order of decoding; of an answer in threads since its last pause.
         prompt_logprobs: of the prompt's tokens from the second one on, if requested.
         finished: why it ended; None while it goes on.
+        bad_stage: the first one that has computed NaN or infinity, which has ended the answer.
         is_closed: every stage has closed its lane.
         now: see ``Counters``.
     """
@@ -53,6 +56,7 @@ class LocalAnswer:
     token_ids: list[int] = field(default_factory=list)
     prompt_logprobs: list[dict[int, float]] = field(default_factory=list)
     finished: str | None = None
+    bad_stage: int | None = None
     is_closed: bool = False
     now: Callable[[], float] = time.perf_counter
 
@@ -70,6 +74,9 @@ class LocalAnswer:
     def waits(self) -> None:
         self._counters.waits()
 
+    def interrupted(self) -> None:
+        """Only clusters lose ranks."""
+
     def opened(self, opening: Opening) -> None:
         self._counters.opened(opening)
 
@@ -85,6 +92,9 @@ class LocalAnswer:
 
     def scored(self, logprobs: TokenLogprobs) -> None:
         self.prompt_logprobs += map(dict, logprobs)
+
+    def corrupted(self, stage: int) -> None:
+        self.bad_stage = stage
 
     def ended(self, reason: str, method: Method) -> None:
         self.finished = reason
@@ -104,6 +114,7 @@ class LocalPipeline:
         answers: of the last run, by request number. With an emulation their metrics' seconds are those of the emulated devices.
         emulated_ms: since the run began, on the emulated devices; None without an emulation.
         fill: of the last run, for each timestep the number of rows in each group.
+        feed: is told what happens; None if nobody watches.
     """
 
     def __init__(
@@ -133,6 +144,7 @@ class LocalPipeline:
         self.answers: dict[int, LocalAnswer] = {}
         self.emulated_ms: float | None = None
         self.fill: list[list[int]] = []
+        self.feed: LiveFeed | None = None
 
     @classmethod
     def load(cls, spec: PipelineSpec) -> LocalPipeline:
@@ -148,13 +160,17 @@ class LocalPipeline:
             yield verdict
 
     def run_all(
-        self, arrivals: Mapping[int, Iterable[Request]], cancels: Mapping[int, Iterable[int]] | None = None
+        self,
+        arrivals: Mapping[int, Iterable[Request]],
+        cancels: Mapping[int, Iterable[int]] | None = None,
+        losses: Container[int] = (),
     ) -> Iterator[tuple[int, Verdict]]:
         """Decode requests together; yields (request number, verdict). Those of an answer in threads begin anew after a pause.
 
         Args:
             arrivals: by timestep, counted from 1, the requests that begin then. Without any request running, time passes at once.
             cancels: by timestep, the numbers of requests that are cancelled then.
+            losses: timesteps at which the stages lose all lanes and caches, as when a rank of a cluster is lost.
 
         Raises:
             UserError: a request has stop strings (there is no tokenizer here), its method needs a draft or a BiTA and there is
@@ -163,10 +179,10 @@ class LocalPipeline:
         self.answers, self.fill = {}, []
         clock = self._clock = EmulatedClock(self._emulation, self._topology) if self._emulation else None
         pool, stages = Pool(self._company), _Stages(self._stages, self._topology, self._recorder, clock)
-        schedule = _Schedule(pool, self._begin, arrivals, cancels or {})
+        schedule = _Schedule(pool, self._begin, stages.reset, arrivals, cancels or {}, losses)
         try:
             while schedule.is_open:
-                for number, verdict in decode(pool, stages, schedule.admit, (self._note,)):
+                for number, verdict in decode(pool, stages, schedule.admit, self._listeners()):
                     self.emulated_ms = clock.total_ms if clock else None
                     yield number, verdict
         finally:
@@ -174,6 +190,8 @@ class LocalPipeline:
                 pool.cancel(number)  # of a run that was left early
             stages.close(pool.entering())
             pool.closed()
+            if self.feed is not None:
+                self.feed.flush()
 
     @property
     def last(self) -> LocalAnswer:
@@ -184,13 +202,33 @@ class LocalPipeline:
         if request.sampling.stop:
             raise UserError("stop strings need a tokenizer, which LocalPipeline does not have: use stop_token_ids")
         threads = threads_within(request.threads, self._company.kv)
-        request = replace(request, sampling=seeded(request.sampling), threads=threads)
+        request = replace(request, sampling=request.sampling.seeded(), threads=threads)
         self._company.check(request)
+        self._sequences.check(request.sampling.structured_outputs, request.said)
         length, sampling = len(request.prompt_token_ids), request.sampling
         new_sequence = self._sequences.maker(length, sampling, request.threads, request.said)
         answer = LocalAnswer(request, new_sequence, now=self._clock.seconds if self._clock else time.perf_counter)
-        pool.open(request, answer.begin, answer)
+        reader: Reader = answer
+        if self.feed is not None:
+            reader = self.feed.watched(answer, request, new_sequence, lambda: self._said(answer))
+        pool.open(request, answer.begin, reader)
         self.answers[request.number] = answer
+
+    def seconds(self) -> float:
+        """The time of the present run: on the emulated devices, if there are any."""
+        return time.perf_counter() if self._clock is None else self._clock.seconds()
+
+    def stats(self) -> RunStats:
+        """What was counted of all runs so far."""
+        return RunCounters(self._company).stats()
+
+    def _listeners(self) -> list[Listener]:
+        return [self._note] if self.feed is None else [self._note, self.feed.note]
+
+    def _said(self, answer: LocalAnswer) -> str:
+        """The answer's text, but for an unfinished character at its end."""
+        assert self.feed is not None
+        return self.feed.text(answer.token_ids).rstrip("\ufffd")
 
     def _note(self, timestep: Timestep) -> None:
         """Listens to the timesteps."""
@@ -200,17 +238,21 @@ class LocalPipeline:
 
 
 class _Schedule:
-    """Opens and cancels requests at given timesteps."""
+    """Opens, cancels and interrupts requests at given timesteps."""
 
     def __init__(
         self,
         pool: Pool,
         begin: Callable[[Pool, Request], None],
+        lose: Callable[[], None],
         arrivals: Mapping[int, Iterable[Request]],
         cancels: Mapping[int, Iterable[int]],
+        losses: Container[int],
     ) -> None:
         self._pool = pool
         self._begin = begin
+        self._lose = lose
+        self._losses = losses
         self._arrivals = dict(sorted(arrivals.items()))
         self._cancels = dict(cancels)
         self._timestep = 0
@@ -221,6 +263,9 @@ class _Schedule:
 
     def admit(self) -> None:
         self._timestep += 1
+        if self._timestep in self._losses:
+            self._lose()
+            self._pool.interrupt()
         for number in self._cancels.pop(self._timestep, ()):
             self._pool.cancel(number)
         if self._arrivals and not self._pool.is_busy:
@@ -257,6 +302,12 @@ class _Stages:
         timing = self._timing()
         is_full = number >= self._topology.num_groups
         return Timestep(number, entering, results, timing if is_full else None, self._load)
+
+    def reset(self) -> None:
+        """Every stage loses its lanes, and what was on its way is lost."""
+        self._arrivals = [() for _ in self._topology.groups]
+        for worker in self._workers.values():
+            worker.reset()
 
     def close(self, last: Envelope) -> None:
         for entering in (last, *[EMPTY] * (self._topology.num_groups - 1)):

@@ -48,4 +48,4 @@ class News:
         if thread.num_tokens <= tokens and tokens > 0:
             return None
         self._told[thread.path] = thread.num_tokens, max(characters, len(line.text))
-        return ThreadNews(thread.path, line.text[characters:], thread.state.value, thread.num_tokens)
+        return ThreadNews(thread.path, line.text[characters:], thread.state.value, thread.num_tokens, characters)

@@ -21,6 +21,9 @@ class Reader(Protocol):
     def waits(self) -> None:
         """There is no KV memory for the request now: it begins later, or, if it has begun, it is paused."""
 
+    def interrupted(self) -> None:
+        """Its lanes are lost: it waits, and goes on when it is opened again."""
+
     def opened(self, opening: Opening) -> None:
         """The request begins, or goes on after a pause. An answer in threads is said again from its first token on."""
 
@@ -32,6 +35,9 @@ class Reader(Protocol):
 
     def scored(self, logprobs: TokenLogprobs) -> None:
         """The log-probabilities of the next tokens of the prompt, from the second one on; each once."""
+
+    def corrupted(self, stage: int) -> None:
+        """The answer ends, because this stage was the first to compute NaN or infinity for it."""
 
     def ended(self, reason: str, method: Method) -> None:
         """The answer has ended; ``method`` has followed its last verdict. Every stage will have with the next envelope."""
@@ -98,15 +104,40 @@ class Pool:
         self._running[request.number] = reader
         self._new.add(request.number)
 
+    @property
+    def numbers(self) -> frozenset[int]:
+        """Of the running requests."""
+        return frozenset(self._running)
+
+    def interrupt(self) -> None:
+        """All lanes are lost, and every result that is under way: running requests go on behind what they have said."""
+        self.company.interrupt()
+        self.closed()
+        self._updates.clear()
+        self._pausing.clear()
+        self._begun.clear()
+        for reader in self._running.values():
+            reader.interrupted()
+
+    def drop(self, number: int) -> None:
+        """Forget a running request that has no lane; its reader hears nothing of it."""
+        self.company.close(number)
+        del self._running[number]
+        self._scored.pop(number, None)
+        self._new.discard(number)
+
     def cancel(self, number: int) -> None:
         """End a request, whatever it is doing. Nothing happens if it is not running."""
         if number not in self._running:
             return
+        self._leave(number, "cancelled")
+
+    def _leave(self, number: int, reason: str) -> None:
         method = self.company.method(number)
         self.company.close(number)
         if number in self._begun:
-            self._close_lanes(number, "cancelled")
-        self._end(number, "cancelled", method)
+            self._close_lanes(number, reason)
+        self._end(number, reason, method)
 
     def entering(self) -> Envelope:
         """What enters at the next timestep."""
@@ -131,6 +162,12 @@ class Pool:
             if result.verdict is not None and result.verdict.finished is not None and not result.verdict.tokens:
                 self._lanes_closed(number, result.verdict.finished)
             return None
+        if result.verdict.bad_stage is not None:
+            self.company.tally.corrupted += 1
+            self._running[number].corrupted(result.verdict.bad_stage)
+            self._leave(number, "corrupted")
+            self.company.kv.forget_kept()  # its rows are no prefix for others
+            return result.verdict
         method = self.company.method(number)
         verdict = self._running[number].take(result, timestep)
         self.company.apply(number, verdict)

@@ -9,13 +9,14 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 
-from pipedec.core import EMPTY, Envelope, PipedecError, Step, Update
+from pipedec.core import EMPTY, Envelope, EpochEnded, PipedecError, Step, Update
 from pipedec.decoding import TimestepTiming
+from pipedec.engine.activity import Doing
 from pipedec.engine.emulated_time import Pacer
 from pipedec.engine.recorder import Recorder, Timestep
 from pipedec.engine.sequences import Sequences
@@ -39,6 +40,7 @@ class Wiring:
         duplex: of the links between the ranks (see ``scheduler.transfers``).
         sequences: makes the sequences of answers.
         device: of the rank's model.
+        doing: what the rank does at this moment.
     """
 
     scheduler: Scheduler
@@ -50,6 +52,7 @@ class Wiring:
     emulation: Emulation | None = None
     window: int = 0
     duplex: str = "full"
+    doing: Doing = field(default_factory=Doing)
 
 
 class _Watched(NamedTuple):
@@ -89,6 +92,7 @@ class RankTasks:
         It has no deadline: the loss of another rank also arrives as a message.
 
         Raises:
+            EpochEnded: the epoch has ended.
             PipedecError: the run was aborted, a rank is lost, or Redis is.
         """
         while (message := self.poll(POLL_SECONDS)) is None:
@@ -116,10 +120,14 @@ class RankTasks:
         """The message that came with the last report, else what ``wait`` brings."""
         message, self._following = self._following, None
         if message is None:
+            self._wiring.doing.begin("idle")
             with self.recorder.waiting():
                 message = wait(*arguments)
+            self._wiring.doing.begin("computing")
         if message is not None and message.kind == "abort":
             raise PipedecError(message.text)
+        if message is not None and message.kind == "recover":
+            raise EpochEnded(message.text)
         return message
 
     def report(self, task: Task, facts: Facts) -> None:
@@ -177,7 +185,16 @@ class RankTasks:
         with self.recorder.span(Task.transfer(self.rank, target, number).label, "transfer"):
             if rows := envelope.num_rows:
                 self.recorder.pacer.delay_sending(rows)  # the receiver must not get it earlier than over the emulated link
+            self._wiring.doing.begin("waiting", target)
             self._wiring.transport.send_envelope(envelope, target)
+            self._wiring.doing.begin("computing")
+
+    def receive(self, source: int) -> Envelope:
+        """Inside a window: wait for the next envelope from rank ``source``."""
+        self._wiring.doing.begin("waiting", source)
+        envelope = self._wiring.transport.receive_envelope(source)
+        self._wiring.doing.begin("computing")
+        return envelope
 
     def keep(self, step: Step | None, seq: int) -> int:
         """Keep the step until its transfer is granted. Returns its number of rows."""
@@ -194,11 +211,13 @@ class RankTasks:
     def _transfer(self, task: Task, message: Message) -> None:
         """Algorithm 3: the sender takes the step from its outbox, the receiver puts it into its inbox and reports."""
         rows = message.payload["rows"]
+        self._wiring.doing.begin("waiting", task.target if task.source == self.rank else task.source)
         with self.recorder.pacer.sending(task.source, rows):
             if task.source == self.rank:
                 self._wiring.transport.send(self._outbox.pop(task), task.target)
             else:
                 self.inbox.append(self._wiring.transport.receive(rows, task.source))
+        self._wiring.doing.begin("computing")
         if task.target == self.rank:
             self.report(task, Facts())
         else:

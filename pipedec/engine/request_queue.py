@@ -6,19 +6,25 @@ Knows nothing of tokens, nor how many requests the pipeline has room for: its ca
 
 from __future__ import annotations
 
+import json
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from queue import Empty, SimpleQueue
 
-from pipedec.core import PipedecError
+from pipedec.core import EpochEnded, PipedecError, SchedulerLost
+from pipedec.engine.live_feed import Frame
+from pipedec.engine.told import Told
 from pipedec.messages import CancelledEvent, ErrorEvent, Event, RunStats
-from pipedec.scheduler.protocol import Message, Post, Scheduler
+from pipedec.scheduler.protocol import Message, Post, Remembered, Scheduler
 
 _LOOK_SECONDS = 0.02  # between two looks at the queue in Redis, while the pipeline runs
 _ORPHANS_SECONDS = 1.0  # between two looks for requests whose owner has died
 _PAUSE_SECONDS = 0.01  # between two batches of events: the thread shares the interpreter with the pipeline
+_SHOW_SECONDS = 0.1  # between two batches of frames of the live feed
+_FRAMES = 1000  # timesteps that may wait to be shown
 _REFUSED_AT_ONCE = 1000
 _END = None  # among the posts: the thread is to end
 
@@ -26,16 +32,24 @@ _END = None  # among the posts: the thread is to end
 class RequestQueue:
     """Inside ``serving``: the requests of a run and their answers. Its calls are made by one thread, the pipeline's.
 
-    Every call raises PipedecError if the thread has failed: Redis was lost, or the run has failed.
+    Calls that ask for something raise PipedecError if the thread has failed: Redis was lost, the run has failed, or its epoch has
+    ended. In the next one the same object goes on, from ``begin_epoch`` on: what could not be published is published then. So
+    calls that publish do not fail: nobody may take a token and stop before everybody has taken it.
 
     Attributes:
         is_stopping: the run was asked to stop. Requests may still wait (see ``refuse``), but no further ones will come.
+        watcher: names who has begun last to read the live feed; empty if nobody reads it.
     """
 
     def __init__(self, scheduler: Scheduler) -> None:
         self.is_stopping = False
+        self.watcher = ""
+        self._frames: deque[list[Frame]] = deque(maxlen=_FRAMES)  # of the live feed, not published yet
         self._scheduler = scheduler
         self._posts: SimpleQueue[Post | None] = SimpleQueue()
+        self._unsent: list[Post] = []  # taken from the posts; whether they were published is not known
+        self._running: dict[int, Told] = {}  # those given out
+        self._ending: dict[int, Told] = {}  # those whose last events are not known to be published
         self._stats: RunStats | None = None  # not published yet
         self._failure: PipedecError | None = None
         self._taking = threading.Lock()  # held by the thread that asks Redis for requests
@@ -47,7 +61,7 @@ class RequestQueue:
 
     @contextmanager
     def serving(self) -> Iterator[None]:
-        """Run the thread; the run is up. When the context ends, every event has been published.
+        """Run the thread; the run is up. When the context ends in order, every event has been published.
 
         Raises:
             PipedecError: the thread has failed.
@@ -59,21 +73,54 @@ class RequestQueue:
         finally:
             self._posts.put(_END)
             thread.join()
-        self._check()
+            self._keep_posts()
+        self.check()
+
+    def begin_epoch(self) -> None:
+        """The calls that follow belong to another epoch, in which the scheduler takes part now."""
+        self._failure = None
+
+    def journal(self) -> list[Message]:
+        """Requests that are running, before ``serving`` in a new epoch. Another process may have taken them. What this one has
+        ended, or not given out yet, is not among them.
+
+        Raises:
+            PipedecError: Redis is lost, the run has failed, or this epoch has ended, too.
+        """
+        self._keep_posts()
+        if self._unsent:
+            self._publish_unsent()
+        arrived = {message.number for message in self._arrived}
+        return [message for message in self._scheduler.journal() if message.number not in arrived]
+
+    def give_out(self, message: Message) -> None:
+        """A request begins that was in the journal."""
+        self._running[message.number] = Told(message)
+
+    def remembered(self) -> list[Remembered]:
+        """The running requests and what was told of them, for a Redis that has lost them."""
+        given_out = [told.remembered() for told in [*self._running.values(), *self._ending.values()]]
+        return given_out + [Remembered(message.number, message.text, ()) for message in self._arrived]
 
     def put(self, number: int, *events: Event) -> None:
         """Publish events of a running request soon. Those of a request are published in the order in which they were put."""
-        self._check()
+        if (told := self._running.get(number)) is not None:
+            told.note(*events)
         self._posts.put(Post(number, events))
 
     def finish(self, number: int, *events: Event) -> None:
         """Publish the last events of a running request soon; with them it ends."""
-        self._check()
+        if (told := self._running.pop(number, None)) is not None:
+            self._ending[number] = told
         self._posts.put(Post(number, events, ends=True))
 
     def tell(self, stats: RunStats) -> None:
         """Publish the counters of the run, with the next events."""
         self._stats = stats
+
+    def show(self, frames: list[Frame]) -> None:
+        """Publish frames of the live feed soon, unless there are too many."""
+        self._frames.append(frames)
 
     def arrivals(self, limit: int) -> list[Message]:
         """Requests that have arrived, at most ``limit``, sooner ones first. Does not wait.
@@ -81,34 +128,45 @@ class RequestQueue:
         Args:
             limit: how many requests the pipeline has room for. Further ones stay in Redis, in their order.
         """
-        self._check()
+        self.check()
         with self._changing:
             arrived, self._arrived = self._arrived[:limit], self._arrived[limit:]
             self._limit = limit - len(arrived)
+        for message in arrived:
+            self.give_out(message)
         return arrived
+
+    def check(self) -> None:
+        """Raises PipedecError if the thread has failed."""
+        if self._failure is not None:
+            raise self._failure
 
     def cancelled(self) -> list[int]:
         """Requests given out that have been cancelled since the last call. They run until ``finish``."""
-        self._check()
+        self.check()
         with self._changing:
             cancelled, self._cancelled = self._cancelled, set()
         return sorted(cancelled)
 
     def wait(self, timeout_seconds: float) -> Message | None:
         """For a pipeline in which nothing runs: the next ``request``, or ``stop``; None after ``timeout_seconds``."""
-        self._check()
+        self.check()
         with self._taking:
-            if self._arrived:
-                return self._arrived.pop(0)
-            message = self._scheduler.wait_request(timeout_seconds)
-        if message is not None and message.kind == "abort":
+            message = self._arrived.pop(0) if self._arrived else self._scheduler.wait_request(timeout_seconds)
+        if message is None:
+            return None
+        if message.kind == "abort":
             raise PipedecError(message.text)
-        self.is_stopping |= message is not None and message.kind == "stop"
+        if message.kind == "recover":
+            raise EpochEnded(message.text)
+        if message.kind == "request":
+            self.give_out(message)
+        self.is_stopping |= message.kind == "stop"
         return message
 
     def refuse(self, reason: str) -> None:
         """Answer all requests that wait with an error. For a run that is stopping."""
-        self._check()
+        self.check()
         with self._taking:
             requests, self._arrived = self._arrived, []
             while requests or (requests := self._scheduler.take(_REFUSED_AT_ONCE).requests):
@@ -116,7 +174,7 @@ class RequestQueue:
                 requests = []
 
     def _run(self) -> None:
-        looked = sought = time.monotonic()
+        looked = sought = shown = time.monotonic()
         is_open = True
         try:
             while is_open:
@@ -124,27 +182,56 @@ class RequestQueue:
                 if is_open and time.monotonic() > looked + _LOOK_SECONDS:
                     looked = time.monotonic()
                     self._look()
+                if self._frames and (not is_open or time.monotonic() > shown + _SHOW_SECONDS):
+                    shown = time.monotonic()
+                    self._show()
                 if is_open and time.monotonic() > sought + _ORPHANS_SECONDS:
                     sought = time.monotonic()
                     self._scheduler.end_orphans()
         except PipedecError as error:
             self._failure = error
 
+    def _show(self) -> None:
+        """Publish the frames of the live feed that there are. Trouble with Redis is for the other calls to notice."""
+        frames = list[str]()
+        with suppress(IndexError):  # there are no more
+            while len(frames) < _FRAMES:
+                frames += [json.dumps(frame, separators=(",", ":")) for frame in self._frames.popleft()]
+        with suppress(SchedulerLost):
+            self._scheduler.show(frames)
+
     def _publish(self) -> bool:
         """Publish the queued posts, after waiting briefly for the first. Returns False at the end of the queue."""
-        posts: list[Post | None] = []
-        with suppress(Empty):  # the queue is empty
-            posts.append(self._posts.get(timeout=_LOOK_SECONDS))
-            while True:
-                posts.append(self._posts.get_nowait())
-        batch = [post for post in posts if post is not None]
+        goes_on = self._take_posts(_LOOK_SECONDS)
+        has_posts = bool(self._unsent)
         stats, self._stats = self._stats, None
-        if batch or stats is not None:
-            self._scheduler.publish_all(batch, stats)
-        if len(batch) < len(posts):
+        if has_posts or stats is not None:
+            self._publish_unsent(stats)
+        if goes_on:
+            time.sleep(_PAUSE_SECONDS if has_posts else 0.0)
+        return goes_on
+
+    def _publish_unsent(self, stats: RunStats | None = None) -> None:
+        self._scheduler.publish_all(self._unsent, stats)
+        for post in self._unsent:
+            if post.ends:
+                self._ending.pop(post.number, None)
+        self._unsent = []
+
+    def _take_posts(self, timeout_seconds: float) -> bool:
+        """Take the queued posts, after waiting for the first. Returns False at the end of the queue."""
+        with suppress(Empty):  # the queue is empty
+            post = self._posts.get(timeout=timeout_seconds)
+            while post is not None:
+                self._unsent.append(post)
+                post = self._posts.get_nowait()
             return False
-        time.sleep(_PAUSE_SECONDS if batch else 0.0)
         return True
+
+    def _keep_posts(self) -> None:
+        """The thread has ended, perhaps before it could publish everything."""
+        while not self._posts.empty():
+            self._take_posts(0)
 
     def _look(self) -> None:
         """Take requests as far as there is room, and learn which running ones were cancelled."""
@@ -156,6 +243,7 @@ class RequestQueue:
                 self._arrived += taken.requests
                 self._note_cancelled(set(taken.cancelled))
             self.is_stopping |= taken.stopping
+            self.watcher = taken.watcher
         finally:
             self._taking.release()
 
@@ -167,7 +255,3 @@ class RequestQueue:
             self._posts.put(Post(number, (CancelledEvent(),), ends=True))
         self._cancelled |= cancelled - ended - self._told
         self._told = cancelled
-
-    def _check(self) -> None:
-        if self._failure is not None:
-            raise self._failure

@@ -66,4 +66,5 @@ class RunCounters:
             accepted_per_pos=tuple(tally.accepted_per_pos),
             rows_per_timestep=self._rows.histogram(),
             timestep_seconds=self._seconds.histogram(),
+            corrupted=tally.corrupted,
         )

@@ -1,15 +1,20 @@
 """The sequences of answers, as every rank makes them: where an answer ends and, in a dialect, which tokens open threads.
 
-Every rank reads the target's tokenizer itself, at the first request that asks for threads.
+A rank reads the target's tokenizer itself, at the first request that asks for threads, or when it has to know what a structured
+output allows.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cached_property, lru_cache, partial
 from pathlib import Path
 
-from pipedec.core import Opening, SamplingParams, UserError
+from pipedec.core import Opening, SamplingParams, StructuredOutputs, UserError
+from pipedec.gguf import model_files
+from pipedec.grammar import Grammar, Vocabulary
 from pipedec.model import ModelConfig
+from pipedec.text.prompt import load_tokenizer
 from pipedec.text.tokenizer import Tokenizer
 from pipedec.threads import BoundDialect, Dialect, NewSequence, Sequence, bind, replay, single_thread
 
@@ -40,11 +45,17 @@ class Sequences:
                 that.
 
         Raises:
-            UserError: ``dialect`` is invalid, or the target lacks tokens for it or for ``said``.
+            UserError: ``dialect`` is invalid or given with a structure, or the target lacks tokens for it or for ``said``.
         """
+        structure = sampling.structured_outputs
+        new_sequence: NewSequence
         ends = frozenset(sampling.stop_token_ids) | frozenset(() if sampling.ignore_eos else self._config.eos_token_ids)
-        if dialect is None:
-            new_sequence: NewSequence = partial(single_thread, prompt_length, ends, sampling.max_tokens)
+        if dialect is None and structure is not None:
+            new_sequence = partial(self._structured, structure, partial(single_thread, prompt_length, ends, sampling.max_tokens))
+        elif dialect is None:
+            new_sequence = partial(single_thread, prompt_length, ends, sampling.max_tokens)
+        elif structure is not None:
+            raise UserError("structured_outputs are not possible for an answer in several threads: leave out one of them")
         else:
             bound = self.bound(dialect)
             new_sequence = partial(Sequence, bound, prompt_length, ends, sampling.max_tokens, self._config.max_positions)
@@ -54,13 +65,43 @@ class Sequences:
             raise UserError(f"the answer to resume has tokens that the target lacks: give ids below {self._config.vocab_size}")
         return partial(_replayed, new_sequence, said)
 
+    def check_prompt(self, token_ids: tuple[int, ...]) -> None:
+        """Raises UserError if the target has no embedding for one of them: tokens that were added to its tokenizer."""
+        if (largest := max(token_ids)) >= self._config.vocab_size:
+            raise UserError(
+                f"the prompt has the token {largest}, which was added to the tokenizer, but the target has only "
+                f"{self._config.vocab_size} embeddings: leave its text out"
+            )
+
+    def check(self, structure: StructuredOutputs | None, said: tuple[int, ...] = ()) -> None:
+        """Raises UserError if the structure is invalid, not supported, not possible with the target and its tokenizer, or if no
+        answer that has it begins with ``said``.
+        """
+        if structure is None:
+            return
+        if not self._config.eos_token_ids:
+            raise UserError(f"structured_outputs end with an end token, and the model in {self._target} names none")
+        self._vocabulary.check(structure)
+        grammar = self._vocabulary.grammar(structure)
+        grammar.advance(said)
+        if not grammar.is_possible:
+            raise UserError("the answer to resume cannot have been said: it does not follow its structured_outputs")
+
+    def _structured(self, structure: StructuredOutputs, new_sequence: Callable[..., Sequence]) -> Sequence:
+        grammar = Grammar(lambda: self._vocabulary.matcher(structure), self._config.eos_token_ids)
+        return new_sequence(grammar=grammar)
+
+    @cached_property
+    def _vocabulary(self) -> Vocabulary:
+        return Vocabulary(load_tokenizer(self._target), self._config.eos_token_ids)
+
     @cached_property
     def _config(self) -> ModelConfig:
         return ModelConfig.from_directory(self._target)
 
     @cached_property
     def _tokenizer(self) -> Tokenizer:
-        if not (self._target / "tokenizer.json").exists():
+        if not (model_files(self._target) / "tokenizer.json").exists():
             raise UserError(f"--threads needs a tokenizer.json in {self._target}")
         return Tokenizer(self._target)
 

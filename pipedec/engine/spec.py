@@ -14,11 +14,11 @@ from pipedec.decoding import Drafter
 from pipedec.drafting import DraftModel
 from pipedec.engine.sequences import Sequences
 from pipedec.hardware import DEVICES as DEVICE_KINDS
-from pipedec.hardware import MODEL_SHAPES
+from pipedec.hardware import MODEL_SHAPES, QUANTIZED_BITS, WeightFormat
 from pipedec.kv import KVManager
 from pipedec.messages import BitaDescription, RankDescription, RunDescription
 from pipedec.methods import LayerTreeOptions
-from pipedec.model import BitaConfig, BitaWeights, Checkpoint, ModelConfig, StageModel, checked_bita
+from pipedec.model import BitaConfig, BitaWeights, Checkpoint, DraftVocabulary, ModelConfig, StageModel, checked_bita
 from pipedec.model.rotary import LENGTH_DEPENDENT
 from pipedec.plan.emulation import Emulation
 from pipedec.plan.kv_memory import CPU_BLOCK, CUDA_BLOCK, DEFAULT_BYTES, KVBudget, RankBudget
@@ -26,11 +26,12 @@ from pipedec.plan.layers import even_layers, explicit_layers
 from pipedec.plan.partition import plan as make_plan
 from pipedec.plan.placement import Placement, rank_places
 from pipedec.stage import FinalStageWorker, StageWorker
-from pipedec.text.prompt import Prompter, same_tokenizer
+from pipedec.text.prompt import Prompter, fits_vocabulary, load_tokenizer, same_tokenizer, vocabulary_digest
 from pipedec.topology import Topology
 
 REFERENCE_PAIR = Path(__file__).resolve().parent.parent / "reference_pair"
 REFERENCE_THREADS = REFERENCE_PAIR.with_name("reference_threads")  # the same target and draft, trained to open threads
+SHIPPED_DRAFTS = {"smollm2": REFERENCE_PAIR.with_name("reference_smollm2") / "draft"}  # of public models, by name
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
 DEVICES = ("auto", "cpu", "cuda")
 WINDOW_TIMESTEPS = 64
@@ -44,16 +45,34 @@ class Models:
     """The models of a pipeline as a user names them.
 
     Attributes:
-        target: a checkpoint directory; None for the shipped one.
+        target: a checkpoint directory, a GGUF file or the name of a public model; None for the shipped one.
         draft: a checkpoint directory; ``"none"`` for no draft. None takes the shipped draft for the shipped target, and no draft
             for another target with a BiTA.
         bita: a directory that ``pipedec train bita`` wrote; ``"none"`` for no BiTA. None takes the shipped one for the shipped
             target.
+        quantize: ``int8`` or ``int4`` weights of the target, rounded as they are read; None for those of the dtype.
+        draft_dtype, draft_quantize: of the draft; None for the target's dtype, and not quantized. They change only how fast
+            answers come.
+
+    Raises:
+        UserError: there is no such number format.
     """
 
     target: str | Path | None = None
     draft: str | Path | None = None
     bita: str | Path | None = None
+    quantize: str | None = None
+    draft_dtype: str | None = None
+    draft_quantize: str | None = None
+
+    def __post_init__(self) -> None:
+        for flag, given, known in (
+            ("--quantize", self.quantize, QUANTIZED_BITS),
+            ("--draft-dtype", self.draft_dtype, DTYPES),
+            ("--draft-quantize", self.draft_quantize, QUANTIZED_BITS),
+        ):
+            if given is not None and given not in known:
+                raise UserError(f"unknown {flag} {given!r}: choose one of {', '.join(known)}")
 
     def checked_paths(self) -> tuple[Path, Path | None, Path | None]:
         """The directories of target, draft and BiTA; None for what the pipeline does without.
@@ -63,14 +82,14 @@ class Models:
         """
         shipped = REFERENCE_PAIR if self.target is None else None
         target = Path(self.target) if self.target is not None else REFERENCE_PAIR / "target"
-        draft = _chosen(self.draft, shipped and shipped / "draft")
+        draft = _chosen(self.draft, shipped / "draft" if shipped else SHIPPED_DRAFTS.get(str(target)))
         bita = _chosen(self.bita, shipped and shipped / "bita")
-        if self.draft is None and self.target is not None and bita is None:
+        if self.draft is None and draft is None and bita is None:
             raise UserError("give --draft DIR beside --target (a small model with the same tokenizer), or --draft none")
-        checked(target)
+        fits_vocabulary(target, checked(target).vocab_size)
         if draft is not None:
             checked(draft)
-            same_tokenizer(target, draft)
+            _check_vocabulary(target, draft)
         if bita is not None:
             checked_bita(bita, target)
         return target, draft, bita
@@ -145,6 +164,7 @@ class PipelineSpec:
 
     Attributes:
         draft, bita: None if there is none.
+        quantize, draft_dtype, draft_quantize: see ``Models``.
         layers: for each stage, its first layer of the target and the layer behind its last.
         emulation: makes every rank's work take as long as on the devices that it names; None to run at full speed.
         dispatch: what the scheduler grants, ``windows`` of timesteps or single ``tasks``.
@@ -175,6 +195,9 @@ class PipelineSpec:
     kv_cache_memory: int | None = None
     prefix_cache: bool = True
     kv_room: tuple[int, ...] | None = None
+    quantize: str | None = None
+    draft_dtype: str | None = None
+    draft_quantize: str | None = None
 
     @classmethod
     def from_config(
@@ -196,7 +219,7 @@ class PipelineSpec:
         plan = make_plan(config, name)
         limits = Limits(config.max_model_len, config.max_num_seqs, config.max_waiting, config.kv_cache_bytes, config.prefix_cache)
         spec = cls._of(
-            Models(config.target, config.draft, config.bita),
+            Models(config.target, config.draft, config.bita, config.quantize, config.draft_dtype, config.draft_quantize),
             Cut(partition.stages, partition.num_groups, [len(stage.layers) for stage in plan.stages]),
             config.dtype, device, dispatch, limits, config.tree,
         )  # fmt: skip
@@ -246,11 +269,20 @@ class PipelineSpec:
             raise UserError(f"unknown dispatch {dispatch!r}: choose one of {', '.join(DISPATCHES)}")
         target, draft, bita = models.checked_paths()
         topology, layers = cut.topology, cut.bounds(ModelConfig.from_directory(target).num_layers)
-        return cls(target, draft, topology, layers, dtype, device, dispatch=dispatch, bita=bita, tree=tree, **asdict(limits))
+        return cls(
+            target, draft, topology, layers, dtype, device, dispatch=dispatch, bita=bita, tree=tree, quantize=models.quantize,
+            draft_dtype=models.draft_dtype, draft_quantize=models.draft_quantize, **asdict(limits),
+        )  # fmt: skip
 
     @property
     def torch_dtype(self) -> torch.dtype:
         return DTYPES[self.dtype]
+
+    def weights_of(self, rank: int) -> WeightFormat:
+        """How the numbers of a rank are kept."""
+        if rank == 0:
+            return WeightFormat(self.draft_dtype or self.dtype, self.draft_quantize)
+        return WeightFormat(self.dtype, self.quantize)
 
     @property
     def window(self) -> int:
@@ -307,7 +339,8 @@ class PipelineSpec:
 
     def _rank_budget(self, rank: int, config: ModelConfig, layers: int) -> RankBudget:
         num_bytes = self.kv_cache_memory or (DEFAULT_BYTES if self.kv_room is None else self.kv_room[rank])
-        return RankBudget(rank, num_bytes, layers * config.num_cache_elements_per_row * self.torch_dtype.itemsize)
+        size = DTYPES[self.weights_of(rank).dtype].itemsize
+        return RankBudget(rank, num_bytes, layers * config.num_cache_elements_per_row * size)
 
     @property
     def _target_config(self) -> ModelConfig:
@@ -359,6 +392,7 @@ class PipelineSpec:
             self.topology.groups, self.layers, str(self.target), draft, bita, self.dtype, self.device, self.dispatch,
             self.max_model_len, self.tree, self.emulation.preset if self.emulation else None,
             tuple(ranks), digests or {}, self._trained_bita(), self.max_num_seqs, self.max_waiting,
+            self.quantize, self.draft_dtype, self.draft_quantize,
         )  # fmt: skip
 
     def _trained_bita(self) -> BitaDescription | None:
@@ -379,11 +413,11 @@ class PipelineSpec:
         """The worker of stage ``rank`` (1..n), its weights read from the target's checkpoint."""
         config = ModelConfig.from_directory(self.target)
         layers = range(*self.layers[rank - 1])
-        model = StageModel.load(self.target, layers, self.torch_dtype, device, config=config, progress=progress)
+        model = StageModel.load(self.target, layers, self.torch_dtype, device, config, progress, self.quantize)
         if self.bita is not None:
             model.attach(BitaWeights.load(self.bita, config, layers, self.torch_dtype, device))
         kind = FinalStageWorker if rank == self.topology.final_rank else StageWorker
-        return kind(model, Sequences(self.target).of, device, slots=self.kv_slots, block=self.kv_block)
+        return kind(model, Sequences(self.target).of, device, slots=self.kv_slots, block=self.kv_block, stage=rank)
 
     def load_drafter(self, device: torch.device, progress: Progress | None = None) -> Drafter | None:
         """The whole draft model; None if there is no draft."""
@@ -391,8 +425,12 @@ class PipelineSpec:
             return None
         config = ModelConfig.from_directory(self.draft)
         layers = range(config.num_layers)
-        model = StageModel.load(self.draft, layers, self.torch_dtype, device, config=config, progress=progress)
-        return DraftModel(model, slots=self.kv_slots, block=self.kv_block, shares_prefixes=self.shares_prefixes)
+        dtype = DTYPES[self.weights_of(0).dtype]
+        model = StageModel.load(self.draft, layers, dtype, device, config, progress, self.draft_quantize)
+        vocabulary = DraftVocabulary.load(self.draft, device)
+        return DraftModel(
+            model, slots=self.kv_slots, block=self.kv_block, shares_prefixes=self.shares_prefixes, vocabulary=vocabulary
+        )
 
 
 def _chosen(given: str | Path | None, shipped: Path | None) -> Path | None:
@@ -400,6 +438,15 @@ def _chosen(given: str | Path | None, shipped: Path | None) -> Path | None:
     if given is None:
         return shipped
     return None if str(given) == "none" else Path(given)
+
+
+def _check_vocabulary(target: Path, draft: Path) -> None:
+    """Raises UserError if the draft's tokens are not the target's."""
+    known = DraftVocabulary.load(draft)
+    if known is None:
+        same_tokenizer(target, draft)
+    elif known.of != vocabulary_digest(load_tokenizer(target)):
+        raise UserError(f"the draft {draft} was trained for a target with another vocabulary than {target}: use its own draft")
 
 
 def num_gpus() -> int:

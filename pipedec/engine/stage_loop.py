@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -15,6 +16,7 @@ from pipedec.scheduler.protocol import Message
 from pipedec.scheduler.transfers import checked_transfers
 from pipedec.scheduler.workflow import Facts, Task
 from pipedec.stage import StageWorker
+from pipedec.transport import Transport
 
 STOPPING_SECONDS = 0.05
 TELLING_SECONDS = 1.0  # between two notes on what was counted
@@ -29,17 +31,25 @@ class StageLoop:
         self._wiring = wiring
         self._tasks = RankTasks(rank, wiring)
         self._traced: set[int] = set()  # requests
+        self._num_sampled = 0  # tokens of the only request, in task dispatch
         self._timesteps = 0
         self._compute_seconds, self._wait_seconds = 0.0, 0.0
         self._told = 0.0  # when what was counted was told
         self._handlers = {"pre": self._prefill, "dec": self._decode, "sync": self._sync, "window": self._window}
 
-    def run(self) -> None:
+    def serve(self, transport: Transport) -> None:
         """Serve until ``stop``, and until rank 0 has left: it finishes the running requests before it stops.
 
+        In the epoch in which the scheduler takes part now, whose ranks ``transport`` connects; nothing is left of the one before.
+
         Raises:
+            EpochEnded: the epoch has ended.
             PipedecError: the run was aborted, a rank is lost, or Redis is.
         """
+        self._wiring = replace(self._wiring, transport=transport)
+        self._tasks = RankTasks(self._rank, self._wiring)
+        self._worker.reset()
+        self._traced.clear()
         while (message := self._tasks.next()).kind != "stop":
             self._execute(message)
         while 0 in self._wiring.scheduler.status().alive:
@@ -50,6 +60,7 @@ class StageLoop:
         if message.opening is not None:
             self._open(Update(message.number, message.opening))
             self._worker.open(message.number, message.opening)
+            self._num_sampled = len(message.opening.said)
         if message.task is not None:
             self._tasks.report(message.task, self._handlers[message.task.name](message.task, message))
 
@@ -80,7 +91,8 @@ class StageLoop:
         self._count(began, time.perf_counter())
         for result in results:
             if result.logprobs:
-                self._tasks.events.append((number, LogprobsEvent([list(row) for row in result.logprobs])))
+                self._tasks.events.append((number, LogprobsEvent([list(row) for row in result.logprobs], self._num_sampled)))
+                self._num_sampled += len(result.logprobs)
         return results[0].verdict if results else None
 
     def _keep(self, number: int, seq: int) -> int:
@@ -107,7 +119,7 @@ class StageLoop:
         withheld: Envelope | None = None
         for number in range(task.seq, last + 1):
             waited = time.perf_counter()
-            received = wiring.transport.receive_envelope(self._rank - 1)
+            received = self._tasks.receive(self._rank - 1)
             self._wait_seconds += time.perf_counter() - waited
             if withheld is not None:
                 self._send(withheld, number - 1)

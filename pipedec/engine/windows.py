@@ -68,6 +68,6 @@ class WindowPipeline(RankZero):
 
     def _receive(self) -> tuple[Update, ...]:
         with self._tasks.recorder.waiting():
-            results = self._wiring.transport.receive_envelope(self._wiring.topology.final_rank).updates
+            results = self._tasks.receive(self._wiring.topology.final_rank).updates
         self._in_flight -= 1
         return results

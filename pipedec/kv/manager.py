@@ -84,8 +84,12 @@ class KVManager:
         self.queried_tokens = 0
         self.adopted_tokens = 0
         self._num_blocks = capacity // block
+        self.clear()
+
+    def clear(self) -> None:
+        """The stages have lost what is in their pools: no request is open, and no prefix is known."""
         self._free = FreeRuns(self._num_blocks)
-        self._prefixes = Prefixes(block)
+        self._prefixes = Prefixes(self.block)
         self._holders: dict[int, _Holder] = {}
 
     @property
@@ -191,6 +195,11 @@ class KVManager:
             own = [one for one in own if one != known.block]
         self._prefixes.leave(holder.path)
         self._free.give(own)
+
+    def forget_kept(self) -> None:
+        """Forget all prefixes that nobody uses: what is in their slots may be wrong."""
+        while self._prefixes.num_kept:
+            self._free.give([self._prefixes.evict()])
 
     def _make_known(self, holder: _Holder, has_ended: bool = False) -> bool:
         """Let others know the full blocks behind the holder's path.

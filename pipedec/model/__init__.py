@@ -9,15 +9,19 @@ from pipedec.model.bita import BitaConfig, BitaWeights, checked_bita, fingerprin
 from pipedec.model.cache import KVCache
 from pipedec.model.checkpoint import Checkpoint
 from pipedec.model.config import ModelConfig
-from pipedec.model.digest import quick_digest, weights_digest
+from pipedec.model.digest import quick_digest, weight_files, weights_digest
+from pipedec.model.draft_vocabulary import DraftVocabulary
 from pipedec.model.lane_rows import LaneRows
 from pipedec.model.pool import KVPool, KVShape
+from pipedec.model.quantized import rounded
 from pipedec.model.stage_model import StageModel
+from pipedec.model.transformers_model import load_transformers
 
 __all__ = [
     "BitaConfig",
     "BitaWeights",
     "Checkpoint",
+    "DraftVocabulary",
     "KVCache",
     "KVPool",
     "KVShape",
@@ -27,6 +31,9 @@ __all__ = [
     "attention_backend",
     "checked_bita",
     "fingerprint",
+    "load_transformers",
     "quick_digest",
+    "rounded",
+    "weight_files",
     "weights_digest",
 ]

@@ -1,4 +1,5 @@
-"""The safetensors files of a Hugging Face checkpoint: where each tensor is, which ones a stage needs, and reading only those.
+"""The weights of a checkpoint, in safetensors files or a GGUF file: where each tensor is, which ones a stage needs, and reading
+only those.
 
 Knows file formats and tensor names, but not how the tensors are used.
 """
@@ -6,13 +7,17 @@ Knows file formats and tensor names, but not how the tensors are used.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any, Protocol
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from pipedec.core import UserError
+from pipedec.gguf import INDEX_FILE as GGUF_INDEX
+from pipedec.gguf import TensorIndex, model_files
 from pipedec.model.config import ModelConfig
 
 SINGLE_FILE = "model.safetensors"
@@ -21,25 +26,45 @@ EMBEDDING = "model.embed_tokens.weight"
 FINAL_NORM = "model.norm.weight"
 HEAD = "lm_head.weight"
 FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
+_CHUNK = 1 << 20  # values that are de-quantised at once
 
 Shape = tuple[int, ...]
 
 
+class Destination(Protocol):
+    """What a tensor is read into: a preallocated one, or a matrix that rounds what it gets."""
+
+    @property
+    def shape(self) -> torch.Size: ...
+
+    def __getitem__(self, rows: slice, /) -> Any:
+        """A view of some rows, a destination too."""
+
+    def copy_(self, weight: Tensor, /) -> Any:
+        """Take over the values of a tensor of the same shape."""
+
+
 class Checkpoint:
     """The file, shape and dtype of every tensor of a checkpoint. Only the headers are read.
+
+    Args:
+        model: the directory of a Hugging Face checkpoint, or a GGUF file.
 
     Raises:
         UserError: there are no safetensors weights, a shard is missing, truncated or not in safetensors format, or the index
             does not match its shards.
     """
 
-    def __init__(self, directory: str | Path) -> None:
-        self.directory = Path(directory)
+    def __init__(self, model: str | Path) -> None:
+        self.directory = model_files(model)
+        self._index = TensorIndex.load(self.directory) if (self.directory / GGUF_INDEX).exists() else None
         self._files: dict[str, Path] = {}
         self._shapes: dict[str, Shape] = {}
         self._dtypes: dict[str, str] = {}
         index = self.directory / INDEX_FILE
-        if (self.directory / SINGLE_FILE).exists():
+        if self._index is not None:
+            self._register(self._index)
+        elif (self.directory / SINGLE_FILE).exists():
             self._read_header(self.directory / SINGLE_FILE)
         elif index.exists():
             self._read_index(index)
@@ -101,18 +126,20 @@ class Checkpoint:
             UserError: it does not; the message names the tensor, and the expected and actual shape.
         """
         if name not in self._files:
-            raise UserError(f"{self.directory}: tensor {name} is missing from the checkpoint; download it again")
-        if self._dtypes[name] not in FLOAT_DTYPES:
+            origin = self.directory if self._index is None else self._index.file
+            raise UserError(f"{origin}: tensor {name} is missing from the checkpoint; download it again")
+        if self._index is None and self._dtypes[name] not in FLOAT_DTYPES:
             raise UserError(f"{self._files[name]}: tensor {name} has dtype {self._dtypes[name]}; use an unquantized checkpoint")
         if self._shapes[name] != shape:
             raise UserError(
                 f"{self._files[name]}: tensor {name} has shape {list(self._shapes[name])}, but config.json asks for {list(shape)}"
             )
 
-    def read_into(self, targets: dict[str, Tensor], progress: Callable[[int, int], None] | None = None) -> None:
-        """Copy tensors into preallocated ones (which may be views), converting to their dtype and device.
+    def read_into(self, targets: Mapping[str, Destination], progress: Callable[[int, int], None] | None = None) -> None:
+        """Copy tensors to their destinations (which may be views), converting to their dtype and device.
 
-        The file is mapped again for every tensor, so that apart from the targets at most one tensor is resident.
+        The file is mapped again for every tensor, so that apart from the targets at most one tensor is resident; of a GGUF file
+        at most some of its rows.
 
         Args:
             targets: destination of every tensor, by name. Its shape is the expected one.
@@ -124,17 +151,34 @@ class Checkpoint:
         for name, target in targets.items():
             self.check_tensor(name, tuple(target.shape))
         for done, (name, target) in enumerate(targets.items(), start=1):
-            with safe_open(str(self._files[name]), framework="pt") as file:
-                target.copy_(file.get_tensor(name))
+            self._copy(name, target)
             if progress is not None:
                 progress(done, len(targets))
 
     def first_rows(self) -> Iterator[tuple[str, Shape, Tensor]]:
         """Name, shape and first row (of a vector, all of it) of every tensor, in alphabetical order."""
         for name in sorted(self._files):
+            if self._index is not None:
+                yield name, self._shapes[name], torch.from_numpy(self._index.read(name, 0, 1))
+                continue
             with safe_open(str(self._files[name]), framework="pt") as file:
                 part = file.get_slice(name)
                 yield name, self._shapes[name], part[:1] if len(self._shapes[name]) > 1 else part[:]
+
+    def _copy(self, name: str, target: Destination) -> None:
+        if self._index is None:
+            with safe_open(str(self._files[name]), framework="pt") as file:
+                target.copy_(file.get_tensor(name))
+        elif len(target.shape) == 1:
+            target.copy_(torch.from_numpy(self._index.read(name)))
+        else:
+            rows = max(_CHUNK // target.shape[1], 1)
+            for first in range(0, target.shape[0], rows):
+                target[first : first + rows].copy_(torch.from_numpy(self._index.read(name, first, first + rows)))
+
+    def _register(self, index: TensorIndex) -> None:
+        for name, place in index.tensors.items():
+            self._files[name], self._shapes[name], self._dtypes[name] = index.file, place.shape, place.type
 
     def _read_index(self, index: Path) -> None:
         try:
@@ -183,5 +227,7 @@ def _layer_shapes(config: ModelConfig, layer: int) -> dict[str, Shape]:
         shapes[f"{prefix}{projection}.weight"] = (outputs, inputs)
         if bias:
             shapes[f"{prefix}{projection}.bias"] = (outputs,)
+    if config.qk_norm:
+        shapes.update({f"{prefix}self_attn.{norm}.weight": (config.head_dim,) for norm in ("q_norm", "k_norm")})
     shapes[prefix + "post_attention_layernorm.weight"] = (hidden,)
     return shapes

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from pipedec.core import UserError
-from pipedec.hardware import SUPPORTED_MODEL_TYPES, projection_biases
+from pipedec.gguf import model_files
+from pipedec.hardware import SUPPORTED_MODEL_TYPES, optional_weights
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,7 @@ class ModelConfig:
         attention_bias: whether the query, key and value projections have a bias.
         output_bias: whether the attention's output projection has a bias.
         mlp_bias: whether the three projections of the MLP have a bias.
+        qk_norm: whether the queries and keys of each head pass an RMS norm.
         max_positions: the model's context length.
         eos_token_ids: tokens that end an answer; generation_config.json takes precedence over config.json.
         sliding_windows: for each layer, the number of positions that a row sees, its own included; None for all.
@@ -42,6 +44,7 @@ class ModelConfig:
     attention_bias: bool
     output_bias: bool
     mlp_bias: bool
+    qk_norm: bool
     max_positions: int
     eos_token_ids: tuple[int, ...]
     sliding_windows: tuple[int | None, ...]
@@ -49,13 +52,13 @@ class ModelConfig:
 
     @classmethod
     def from_directory(cls, path: str | Path) -> ModelConfig:
-        """Read ``config.json`` (and ``generation_config.json``) of a Hugging Face checkpoint directory.
+        """Read ``config.json`` (and ``generation_config.json``) of a Hugging Face checkpoint directory, or of a GGUF file.
 
         Raises:
             UserError: the directory or file does not exist, is not valid JSON, describes an unsupported family or quantized
                 weights, or is refused by transformers.
         """
-        directory = Path(path)
+        directory = model_files(path)
         if not directory.is_dir():
             raise UserError(f"{directory} is not a directory: give the folder of a Hugging Face checkpoint")
         raw = _read_json(directory / "config.json")
@@ -66,7 +69,11 @@ class ModelConfig:
                 f"use one of {', '.join(SUPPORTED_MODEL_TYPES)}"
             )
         if raw.get("quantization_config"):
-            raise UserError(f"{directory} holds quantized weights, which are not supported; use an unquantized checkpoint")
+            method = dict(raw["quantization_config"]).get("quant_method")
+            raise UserError(
+                f"{directory} holds weights quantized by {method}, which are not supported: give the unquantized checkpoint and "
+                "--quantize int8 or int4"
+            )
         hf = _transformers_config(directory)
         return _from_hf(hf, _eos_token_ids(directory, hf))
 
@@ -82,7 +89,7 @@ class ModelConfig:
         queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         weights = hidden * (2 * queries + 2 * keys + 3 * inner) + 2 * hidden
         biases = (queries + 2 * keys) * self.attention_bias + hidden * self.output_bias + (2 * inner + hidden) * self.mlp_bias
-        return weights + biases
+        return weights + biases + 2 * self.head_dim * self.qk_norm
 
     @property
     def num_embedding_parameters(self) -> int:
@@ -145,18 +152,18 @@ def _eos_token_ids(directory: Path, hf: Any) -> tuple[int, ...]:
 
 
 def _sliding_windows(hf: Any) -> tuple[int | None, ...]:
-    """Mistral: one window for all layers. Qwen2: for the layers marked as sliding in ``layer_types``. LLaMA: none."""
+    """Mistral: one window for all layers. Qwen: for the layers marked as sliding in ``layer_types``. LLaMA: none."""
     layers: int = hf.num_hidden_layers
     window: int | None = getattr(hf, "sliding_window", None)
     if hf.model_type == "mistral":
         return (window,) * layers
-    if hf.model_type == "qwen2":
+    if hf.model_type in ("qwen2", "qwen3"):
         return tuple(window if kind == "sliding_attention" else None for kind in hf.layer_types)
     return (None,) * layers
 
 
 def _from_hf(hf: Any, eos_token_ids: tuple[int, ...]) -> ModelConfig:
-    biases = projection_biases(hf.model_type, bool(getattr(hf, "attention_bias", False)), bool(getattr(hf, "mlp_bias", False)))
+    optional = optional_weights(hf.model_type, bool(getattr(hf, "attention_bias", False)), bool(getattr(hf, "mlp_bias", False)))
     return ModelConfig(
         model_type=hf.model_type,
         vocab_size=hf.vocab_size,
@@ -169,9 +176,10 @@ def _from_hf(hf: Any, eos_token_ids: tuple[int, ...]) -> ModelConfig:
         rms_norm_eps=hf.rms_norm_eps,
         hidden_act=hf.hidden_act,
         tie_word_embeddings=bool(hf.tie_word_embeddings),
-        attention_bias=biases.qkv_bias,
-        output_bias=biases.output_bias,
-        mlp_bias=biases.mlp_bias,
+        attention_bias=optional.qkv_bias,
+        output_bias=optional.output_bias,
+        mlp_bias=optional.mlp_bias,
+        qk_norm=optional.qk_norm,
         max_positions=hf.max_position_embeddings,
         eos_token_ids=eos_token_ids,
         sliding_windows=_sliding_windows(hf),

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
+from pipedec.gguf import is_gguf, located, model_files
 from pipedec.model.bita import fingerprint
 
 _CONFIG_FILES = (
@@ -25,7 +26,7 @@ _MAX_ENTRIES = 256  # of the cache
 
 def config_digest(directory: Path) -> str:
     """Of what is not weights: sizes, end tokens, tokenizer, index. Files that do not exist do not count (64 hex digits)."""
-    files = [directory / name for name in _CONFIG_FILES]
+    files = [model_files(directory) / name for name in _CONFIG_FILES]
     return _combined(path for path in files if path.is_file())
 
 
@@ -35,13 +36,18 @@ def quick_digest(directory: Path) -> str:
 
 
 def weights_digest(directory: Path, cache: Path | None) -> str:
-    """Of all ``*.safetensors`` files, every byte (64 hex digits).
+    """Of all ``*.safetensors`` files, or of a GGUF file, every byte (64 hex digits).
 
     Args:
         cache: a directory in which digests are kept while path, size, inode and both times of a file are the same; None reads all
             files.
     """
-    return _combined(sorted(directory.glob("*.safetensors")), cache)
+    return _combined(weight_files(directory), cache)
+
+
+def weight_files(model: Path) -> list[Path]:
+    """The files of a checkpoint that hold weights."""
+    return [located(model)] if is_gguf(model) else sorted(model.glob("*.safetensors"))
 
 
 def _combined(paths: Iterable[Path], cache: Path | None = None) -> str:

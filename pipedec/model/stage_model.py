@@ -9,7 +9,8 @@ heads, D head size, E hidden size, I inner size of the MLP, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import groupby
 from pathlib import Path
 
 import torch
@@ -20,11 +21,13 @@ from pipedec.core import UserError
 from pipedec.model.attention import flash_applies
 from pipedec.model.bita import BitaWeights
 from pipedec.model.cache import Pool
-from pipedec.model.checkpoint import EMBEDDING, FINAL_NORM, Checkpoint
+from pipedec.model.checkpoint import EMBEDDING, FINAL_NORM, Checkpoint, Destination
 from pipedec.model.config import ModelConfig
 from pipedec.model.flash_lanes import FlashLaneAttention
 from pipedec.model.lane_rows import LaneAttention, LaneRows, slots_of
+from pipedec.model.packed import pack, pays
 from pipedec.model.pool import KVPool, KVShape
+from pipedec.model.quantized import EMPTY_MATRICES, Int8Matrix, Matrix, QuantizedMatrix, linear
 from pipedec.model.rotary import Rotary, rotate
 from pipedec.tree import is_mask
 
@@ -36,14 +39,16 @@ class LayerWeights:
     """Weights of one transformer layer. Query, key and value projections are fused into one matrix, gate and up into another."""
 
     input_norm: Tensor  # [E]
-    qkv_weight: Tensor  # [(H + 2K)·D, E]
+    qkv_weight: Matrix  # [(H + 2K)·D, E]
     qkv_bias: Tensor | None
-    output_weight: Tensor  # [E, H·D]
+    query_norm: Tensor | None  # [D]
+    key_norm: Tensor | None  # [D]
+    output_weight: Matrix  # [E, H·D]
     output_bias: Tensor | None
     post_norm: Tensor  # [E]
-    gate_up_weight: Tensor  # [2I, E]
+    gate_up_weight: Matrix  # [2I, E]
     gate_up_bias: Tensor | None
-    down_weight: Tensor  # [E, I]
+    down_weight: Matrix  # [E, I]
     down_bias: Tensor | None
 
 
@@ -58,11 +63,23 @@ class StageModel:
         pad_rows: pad matrix products to ``PADDED_ROWS`` rows. Where a row of a product of at least that many does not depend on
             their number, as on the CPUs that were measured, the bits of an answer then do not depend on other requests.
 
+    Args:
+        dtype: of activations, caches, and weights that are not quantized.
+        quantize: how the matrices of the layers are kept: ``int8`` or ``int4``; None for ``dtype``. With either, embedding and
+            head take 8 bits; norms and biases keep ``dtype``.
+
     Raises:
-        UserError: the model does not have these layers.
+        UserError: the model does not have these layers, or their sizes do not allow ``quantize``.
     """
 
-    def __init__(self, config: ModelConfig, layers: range, dtype: torch.dtype, device: torch.device | str) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        layers: range,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        quantize: str | None = None,
+    ) -> None:
         if not 0 <= layers.start < layers.stop <= config.num_layers or layers.step != 1:
             raise UserError(f"layers {layers.start} to {layers.stop - 1} do not exist in a model of {config.num_layers} layers")
         self.config = config
@@ -72,14 +89,15 @@ class StageModel:
         self.is_first = layers.start == 0
         self.is_last = layers.stop == config.num_layers
         self.pad_rows = False
+        self._quantize = quantize
         self._rotary = Rotary(config, dtype, self.device)
         self._activation = _activation(config.hidden_act)
         self._windows = tuple(config.sliding_windows[layer] for layer in layers)
         self._weights = [self._empty_layer() for _ in layers]
         embedding = (config.vocab_size, config.hidden_size)
-        self._embedding_VE = self._empty(*embedding) if self.is_first else None
+        self._embedding_VE = self._empty_table(*embedding) if self.is_first else None
         self._final_norm_E = self._empty(config.hidden_size) if self.is_last else None
-        self._head_VE = self._empty(*embedding) if self.is_last else None
+        self._head_VE = self._empty_table(*embedding) if self.is_last else None
         self._bita: BitaWeights | None = None
 
     @classmethod
@@ -91,8 +109,9 @@ class StageModel:
         device: torch.device | str,
         config: ModelConfig | None = None,
         progress: Callable[[int, int], None] | None = None,
+        quantize: str | None = None,
     ) -> StageModel:
-        """Read one stage from a Hugging Face checkpoint: only its own tensors, one at a time.
+        """Read one stage from a Hugging Face checkpoint: only its own tensors, one at a time, quantized as they are read.
 
         Args:
             config: the model's shape; None to read it from ``directory``.
@@ -103,13 +122,13 @@ class StageModel:
         """
         config = config or ModelConfig.from_directory(directory)
         checkpoint = Checkpoint(directory)
-        stage = cls(config, layers, dtype, device)
+        stage = cls(config, layers, dtype, device, quantize)
         head_name = checkpoint.head_name(config)
         if stage.is_first and stage.is_last and head_name == EMBEDDING:
             stage._head_VE = stage._embedding_VE
-        targets = stage._targets(head_name)
         names = checkpoint.tensor_names(config, layers, stage.is_first, stage.is_last)
-        checkpoint.read_into({name: targets[name] for name in names}, progress)
+        stage._read(checkpoint, names, head_name, progress or (lambda *_: None))
+        stage._seal()
         return stage
 
     @classmethod
@@ -121,6 +140,8 @@ class StageModel:
                 tensor.fill_(1.0)
             else:
                 tensor.normal_(std=tensor.shape[1] ** -0.5)
+        stage._weights = [_packed(weights) for weights in stage._weights]
+        stage._pack_head()
         return stage
 
     @property
@@ -130,8 +151,12 @@ class StageModel:
 
     @property
     def num_bytes(self) -> int:
-        """Size of the weights in bytes; a tied head that shares the embedding counts once."""
-        return sum({tensor.data_ptr(): tensor.nbytes for tensor in self._tensors()}.values())
+        """Size of the weights in bytes; a tied head that shares the embedding counts once, unless it is packed."""
+        return sum({id(tensor): tensor.nbytes for tensor in self._tensors()}.values())
+
+    def _seal(self) -> None:
+        for matrix in {id(matrix): matrix for matrix in self._weight_list() if isinstance(matrix, QuantizedMatrix)}.values():
+            matrix.seal()
 
     def attach(self, bita: BitaWeights) -> None:
         """Enable mask rows with these weights. Only pools made afterwards hold the learned prompt."""
@@ -199,10 +224,10 @@ class StageModel:
                 raise ValueError("mask rows need a BiTA")
         return lanes[0].cache.pool
 
-    def _embedded(self, token_ids_R: Tensor, embedding_VE: Tensor) -> Tensor:
+    def _embedded(self, token_ids_R: Tensor, embedding_VE: Tensor | Int8Matrix) -> Tensor:
         if self._bita is None:
-            return functional.embedding(token_ids_R, embedding_VE)
-        hidden_RE = functional.embedding(token_ids_R.clamp(min=0), embedding_VE)
+            return _table_rows(token_ids_R, embedding_VE)
+        hidden_RE = _table_rows(token_ids_R.clamp(min=0), embedding_VE)
         masks_RE = functional.embedding((-1 - token_ids_R).clamp(min=0), self._bita.masks)
         return torch.where(is_mask(token_ids_R)[:, None], masks_RE, hidden_RE)
 
@@ -212,6 +237,9 @@ class StageModel:
         """q_RHD, keys_RKD, values_RKD. Queries and keys are rotated together."""
         heads, kv_heads = self.config.num_heads, self.config.num_kv_heads
         qkv = self._linear(normed_RE, weights.qkv_weight, weights.qkv_bias).view(len(normed_RE), -1, self.config.head_dim)
+        if weights.query_norm is not None and weights.key_norm is not None:
+            qkv[:, :heads] = self._norm(qkv[:, :heads], weights.query_norm)
+            qkv[:, heads : heads + kv_heads] = self._norm(qkv[:, heads : heads + kv_heads], weights.key_norm)
         rotated = rotate(qkv[:, : heads + kv_heads], cos_RD, sin_RD)
         return rotated[:, :heads], rotated[:, heads:], qkv[:, heads + kv_heads :]
 
@@ -220,22 +248,33 @@ class StageModel:
         gate_RI, up_RI = self._linear(normed_RE, weights.gate_up_weight, weights.gate_up_bias).chunk(2, dim=-1)
         return self._linear(self._activation(gate_RI).mul_(up_RI), weights.down_weight, weights.down_bias).add_(hidden_RE)
 
-    def _linear(self, rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    def _linear(self, rows: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
         """rows · weightᵀ (+ bias)."""
         missing = PADDED_ROWS - rows.shape[0]
         if not self.pad_rows or missing <= 0:
-            return functional.linear(rows, weight, bias)
-        return functional.linear(functional.pad(rows, (0, 0, 0, missing)), weight, bias)[: rows.shape[0]]
+            return linear(rows, weight, bias)
+        return linear(functional.pad(rows, (0, 0, 0, missing)), weight, bias)[: rows.shape[0]]
 
-    def _norm(self, hidden_RE: Tensor, weight_E: Tensor) -> Tensor:
-        """RMSNorm, computed in float32 for every dtype, as in transformers."""
+    def _norm(self, values: Tensor, weight: Tensor) -> Tensor:
+        """RMSNorm of the last dimension, computed in float32 for every dtype, as in transformers."""
         if self.dtype == torch.float32:
-            return functional.rms_norm(hidden_RE, weight_E.shape, weight_E, self.config.rms_norm_eps)
-        normed_RE = functional.rms_norm(hidden_RE.float(), weight_E.shape, eps=self.config.rms_norm_eps)
-        return normed_RE.to(self.dtype) * weight_E
+            return functional.rms_norm(values, weight.shape, weight, self.config.rms_norm_eps)
+        normed = functional.rms_norm(values.float(), weight.shape, eps=self.config.rms_norm_eps)
+        return normed.to(self.dtype) * weight
 
     def _empty(self, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=self.dtype, device=self.device)
+
+    def _empty_matrix(self, outputs: int, inputs: int) -> Matrix:
+        if self._quantize is None:
+            return self._empty(outputs, inputs)
+        return EMPTY_MATRICES[self._quantize](outputs, inputs, self.dtype, self.device)
+
+    def _empty_table(self, tokens: int, hidden: int) -> Tensor | Int8Matrix:
+        """For an embedding or a head."""
+        if self._quantize is None:
+            return self._empty(tokens, hidden)
+        return Int8Matrix.empty(tokens, hidden, self.dtype, self.device)
 
     def _empty_layer(self) -> LayerWeights:
         config = self.config
@@ -243,27 +282,50 @@ class StageModel:
         queries, qkv = config.num_heads * config.head_dim, (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
         return LayerWeights(
             input_norm=self._empty(hidden),
-            qkv_weight=self._empty(qkv, hidden),
+            qkv_weight=self._empty_matrix(qkv, hidden),
             qkv_bias=self._empty(qkv) if config.attention_bias else None,
-            output_weight=self._empty(hidden, queries),
+            query_norm=self._empty(config.head_dim) if config.qk_norm else None,
+            key_norm=self._empty(config.head_dim) if config.qk_norm else None,
+            output_weight=self._empty_matrix(hidden, queries),
             output_bias=self._empty(hidden) if config.output_bias else None,
             post_norm=self._empty(hidden),
-            gate_up_weight=self._empty(2 * inner, hidden),
+            gate_up_weight=self._empty_matrix(2 * inner, hidden),
             gate_up_bias=self._empty(2 * inner) if config.mlp_bias else None,
-            down_weight=self._empty(hidden, inner),
+            down_weight=self._empty_matrix(hidden, inner),
             down_bias=self._empty(hidden) if config.mlp_bias else None,
         )
 
-    def _tensors(self) -> list[Tensor]:
-        tensors = [tensor for layer in self._weights for tensor in vars(layer).values()]
-        tensors += [self._embedding_VE, self._final_norm_E, self._head_VE]
-        return [tensor for tensor in tensors if tensor is not None]
+    def _read(self, checkpoint: Checkpoint, names: list[str], head_name: str, progress: Callable[[int, int], None]) -> None:
+        """Read these tensors. A layer's matrices are packed as soon as they are there, and the next ones read in their place."""
+        done, matrices = 0, dict[str, Tensor]()
+        for layer, group in groupby(names, _layer_of):
+            part = list(group)
+            weights = None if layer is None else replace(self._weights[layer - self.layers.start], **matrices)
+            targets = self._edge_targets(head_name) if weights is None else self._layer_targets(f"model.layers.{layer}.", weights)
+            read = {name: targets[name] for name in part}
+            checkpoint.read_into(read, _behind(done, len(names), progress))
+            done += len(part)
+            if layer is not None and weights is not None:
+                matrices = _packable(weights)
+                self._weights[layer - self.layers.start] = _packed(weights)
+        self._pack_head()
 
-    def _targets(self, head_name: str) -> dict[str, Tensor]:
-        """The destination of every tensor of the checkpoint: a weight of this stage, or a slice of a fused one."""
-        targets: dict[str, Tensor] = {}
-        for layer, weights in zip(self.layers, self._weights, strict=True):
-            targets.update(self._layer_targets(f"model.layers.{layer}.", weights))
+    def _pack_head(self) -> None:
+        if isinstance(self._head_VE, Tensor):
+            self._head_VE = pack(self._head_VE)
+
+    def _weight_list(self) -> list[Matrix]:
+        weights = [weight for layer in self._weights for weight in vars(layer).values()]
+        weights += [self._embedding_VE, self._final_norm_E, self._head_VE]
+        return [weight for weight in weights if weight is not None]
+
+    def _tensors(self) -> list[Tensor]:
+        kept = ([weight] if isinstance(weight, Tensor) else weight.tensors() for weight in self._weight_list())
+        return [tensor for tensors in kept for tensor in tensors]
+
+    def _edge_targets(self, head_name: str) -> dict[str, Destination]:
+        """The destinations of the checkpoint's tensors that are of no layer."""
+        targets: dict[str, Destination] = {}
         if self._final_norm_E is not None and self._head_VE is not None:
             targets[FINAL_NORM] = self._final_norm_E
             targets[head_name] = self._head_VE
@@ -271,7 +333,8 @@ class StageModel:
             targets[EMBEDDING] = self._embedding_VE
         return targets
 
-    def _layer_targets(self, prefix: str, weights: LayerWeights) -> dict[str, Tensor]:
+    def _layer_targets(self, prefix: str, weights: LayerWeights) -> dict[str, Destination]:
+        """The destination of every tensor of a layer: a weight, or a slice of a fused one."""
         config = self.config
         keys = config.num_kv_heads * config.head_dim
         fused = (
@@ -280,17 +343,48 @@ class StageModel:
             (("mlp.gate_proj", "mlp.up_proj"), weights.gate_up_weight, weights.gate_up_bias),
             (("mlp.down_proj",), weights.down_weight, weights.down_bias),
         )
-        targets = {
+        targets: dict[str, Destination] = {
             prefix + "input_layernorm.weight": weights.input_norm,
             prefix + "post_attention_layernorm.weight": weights.post_norm,
         }
+        if weights.query_norm is not None and weights.key_norm is not None:
+            targets[prefix + "self_attn.q_norm.weight"] = weights.query_norm
+            targets[prefix + "self_attn.k_norm.weight"] = weights.key_norm
         for names, weight, bias in fused:
             sizes = [len(weight) - 2 * keys, keys, keys] if len(names) == 3 else [len(weight) // len(names)] * len(names)
-            for suffix, fused_tensor in (("weight", weight), ("bias", bias)):
-                if fused_tensor is not None:
-                    parts = torch.split(fused_tensor, sizes)
+            for suffix, fused_weight in (("weight", weight), ("bias", bias)):
+                if fused_weight is not None:
+                    parts = fused_weight.split(sizes)
                     targets.update({f"{prefix}{name}.{suffix}": part for name, part in zip(names, parts, strict=True)})
         return targets
+
+
+def _behind(done: int, total: int, progress: Callable[[int, int], None]) -> Callable[[int, int], None]:
+    """``progress`` for a part of ``total`` tensors, behind ``done`` others."""
+    return lambda read, _: progress(done + read, total)
+
+
+def _packable(weights: LayerWeights) -> dict[str, Tensor]:
+    """The weights that ``packed`` changes, by field."""
+    return {
+        name: value for name, value in vars(weights).items() if isinstance(value, Tensor) and value.dim() == 2 and pays(value)
+    }
+
+
+def _packed(weights: LayerWeights) -> LayerWeights:
+    return replace(weights, **{name: pack(matrix) for name, matrix in _packable(weights).items()})
+
+
+def _layer_of(name: str) -> int | None:
+    """The layer that a tensor of a checkpoint belongs to; None for embedding, final norm and head."""
+    parts = name.split(".")
+    return int(parts[2]) if parts[1] == "layers" else None
+
+
+def _table_rows(token_ids_R: Tensor, embedding_VE: Tensor | Int8Matrix) -> Tensor:
+    if isinstance(embedding_VE, Tensor):
+        return functional.embedding(token_ids_R, embedding_VE)
+    return embedding_VE.rows(token_ids_R)
 
 
 def _activation(name: str) -> Callable[[Tensor], Tensor]:

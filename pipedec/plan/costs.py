@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pipedec.core import Load
-from pipedec.hardware import DEVICES, DTYPE_BYTES, Link, ModelShape, PassTime
+from pipedec.hardware import DEVICES, Device, Link, ModelShape, PassTime, WeightFormat
 
 FIXED_WORKSPACE_BYTES = 500_000_000  # the CUDA context with its libraries
 PREFILL_ROWS = 512  # rows of a prompt that enter at once with single tasks; in windows they are fewer
@@ -38,14 +38,10 @@ class ModelCosts:
     """Bytes and milliseconds of the target's parts."""
 
     shape: ModelShape
-    dtype: str
+    weights: WeightFormat
     rows: int
     max_model_len: int
     groups: int
-
-    @property
-    def element_bytes(self) -> int:
-        return DTYPE_BYTES[self.dtype]
 
     @property
     def layer_kv_bytes(self) -> int:
@@ -56,28 +52,31 @@ class ModelCosts:
     @property
     def layer_token_bytes(self) -> int:
         """One token in the KV cache of one layer."""
-        return self.shape.cache_values_per_token * self.element_bytes
+        return self.shape.cache_values_per_token * self.weights.element_bytes
 
     @property
     def workspace_bytes(self) -> int:
         """Memory besides weights and caches: a fixed part, activations of a prefill chunk, and the logits of every row."""
         width = 4 * self.shape.hidden_size + 3 * self.shape.intermediate_size
         values = max(self.rows, PREFILL_ROWS) * width + self.rows * self.shape.vocab_size
-        return FIXED_WORKSPACE_BYTES + values * self.element_bytes
+        return FIXED_WORKSPACE_BYTES + values * self.weights.element_bytes
 
-    def extra_parameters(self, first: bool, last: bool) -> int:
-        """Weights besides layers: embedding on the first stage, norm and head on the last. A tied head is stored twice unless one
-        stage is both."""
+    def weight_bytes(self, layers: int, first: bool, last: bool) -> int:
+        """Of a stage: its layers, the embedding on the first stage, norm and head on the last. A tied head is stored twice unless
+        one stage is both."""
         embedding, norm = self.shape.embedding_parameters, self.shape.hidden_size
         shared = first and last and self.shape.tie_word_embeddings
-        return embedding * (first + last - shared) + norm * last
+        tables = embedding * (first + last - shared) * self.weights.table_bytes
+        in_layers = layers * self.shape.layer_parameters * self.weights.layer_bytes
+        return round(in_layers + tables + norm * last * self.weights.element_bytes)
 
-    def read_parameters(self, layers: int, last: bool) -> int:
-        """Weights that one pass reads: of the embedding only a few rows, so it does not count."""
-        return layers * self.shape.layer_parameters + last * (self.shape.embedding_parameters + self.shape.hidden_size)
+    def pass_time(self, device: Device, layers: int, last: bool) -> PassTime:
+        """One pass through a stage. Of the embedding it reads only a few rows, which do not count."""
+        head = last * (self.shape.embedding_parameters + self.shape.hidden_size)
+        in_layers = layers * self.shape.layer_parameters
+        return device.pass_time(in_layers, head, layers, self.weights, self.shape.cache_values_per_token)
 
     def room(self, device: str, first: bool, last: bool) -> int:
         """Number of layers that fit on a device beside everything else."""
-        other = self.extra_parameters(first, last) * self.element_bytes + self.workspace_bytes
-        layer = self.shape.layer_parameters * self.element_bytes + self.layer_kv_bytes
-        return max(0, (DEVICES[device].memory_bytes - other) // layer)
+        other = self.weight_bytes(0, first, last) + self.workspace_bytes
+        return max(0, (DEVICES[device].memory_bytes - other) // (self.weight_bytes(1, False, False) + self.layer_kv_bytes))

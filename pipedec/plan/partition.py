@@ -12,7 +12,7 @@ from math import ceil, floor
 
 from pipedec.config import ClusterConfig, PartitionConfig, model_shape
 from pipedec.core import ROW_ID_BYTES, Load, UserError
-from pipedec.hardware import DEVICES, GIGA, LINKS, Link
+from pipedec.hardware import DEVICES, GIGA, LINKS, Link, WeightFormat
 from pipedec.plan.costs import ModelCosts, RankTiming
 from pipedec.plan.kv_memory import CPU_BLOCK, CUDA_BLOCK, DEFAULT_BYTES, KVBudget, RankBudget
 from pipedec.plan.layers import balance, explicit_layers
@@ -77,6 +77,7 @@ class Plan:
     """A partition with its expected times.
 
     Attributes:
+        weights: how the target's numbers are kept.
         rows: rows per timestep, the tree's width.
         draft: rank 0; None without a draft model.
         duplex: of the links, ``half`` or ``full``.
@@ -89,7 +90,7 @@ class Plan:
 
     partition: str
     target: str
-    dtype: str
+    weights: WeightFormat
     max_model_len: int
     rows: int
     draft: StagePlan | None
@@ -156,7 +157,7 @@ def plan(config: ClusterConfig, partition_name: str | None = None) -> Plan:
     config = config.for_partition(name)
     target = model_shape(config.target)
     draft_place, places = place_stages(config, name, partition)
-    costs = ModelCosts(target, config.dtype, config.tree.width, config.max_model_len, partition.num_groups)
+    costs = ModelCosts(target, config.target_weights, config.tree.width, config.max_model_len, partition.num_groups)
     layers, problems = _split(costs, partition, places)
     topology = Topology.even(partition.stages, partition.num_groups)
     stages = tuple(
@@ -165,7 +166,7 @@ def plan(config: ClusterConfig, partition_name: str | None = None) -> Plan:
     draft = _plan_draft(config, costs, draft_place, places[0]) if draft_place else None
     kv = _kv_budget(config, ([draft] if draft else []) + list(stages), partition.num_groups)
     draft, stages = draft and _with_kv(draft, kv), tuple(_with_kv(stage, kv) for stage in stages)
-    advice = "use more stages or bfloat16" if config.dtype == "float32" else "use more stages"
+    advice = _advice(config)
     for stage in stages:
         if not stage.fits:
             problems.append(f"stage {stage.rank} {_shortage(stage)}: {advice}")
@@ -177,7 +178,7 @@ def plan(config: ClusterConfig, partition_name: str | None = None) -> Plan:
         problems = problems or [str(error)]
     timestep = _timestep_ms(draft, stages, config.network.duplex, Load(config.tree.width))
     return Plan(
-        name, config.target, config.dtype, config.max_model_len, config.tree.width, draft, stages, config.network.duplex,
+        name, config.target, config.target_weights, config.max_model_len, config.tree.width, draft, stages, config.network.duplex,
         timestep, timestep * partition.num_groups, _pp_token_ms(stages), kv, tuple(problems),
     )  # fmt: skip
 
@@ -191,11 +192,8 @@ def _split(costs: ModelCosts, partition: PartitionConfig, places: Sequence[Place
         return explicit_layers(partition.layers, num_layers), []
     ends = [(stage == 0, stage == stages - 1) for stage in range(stages)]
     devices = [DEVICES[place.device] for place in places]
-    layer_ms = [device.pass_time(costs.read_parameters(1, False), 1, costs.dtype).ms(costs.rows) for device in devices]
-    extra_ms = [
-        device.pass_time(costs.read_parameters(0, last), 0, costs.dtype).ms(costs.rows)
-        for device, (_, last) in zip(devices, ends, strict=True)
-    ]
+    layer_ms = [costs.pass_time(device, 1, False).ms(costs.rows) for device in devices]
+    extra_ms = [costs.pass_time(device, 0, last).ms(costs.rows) for device, (_, last) in zip(devices, ends, strict=True)]
     room = [costs.room(device.name, *end) for device, end in zip(devices, ends, strict=True)]
     try:
         return explicit_layers(balance(num_layers, layer_ms, extra_ms, room), num_layers), []
@@ -210,28 +208,27 @@ def _plan_stage(
     first, last = rank == 1, rank == len(places)
     count, place = len(layers[rank - 1]), places[rank - 1]
     device = DEVICES[place.device]
-    parameters = count * costs.shape.layer_parameters + costs.extra_parameters(first, last)
     timing = RankTiming(
-        device.pass_time(costs.read_parameters(count, last), count, costs.dtype, costs.shape.cache_values_per_token),
+        costs.pass_time(device, count, last),
         _link(config, place, None if last else places[rank]),
-        0 if last else ROW_ID_BYTES + costs.shape.hidden_size * costs.element_bytes,
+        0 if last else ROW_ID_BYTES + costs.shape.hidden_size * costs.weights.element_bytes,
     )
     return StagePlan(
-        rank, place, group, layers[rank - 1], parameters * costs.element_bytes, count * costs.layer_kv_bytes,
+        rank, place, group, layers[rank - 1], costs.weight_bytes(count, first, last), count * costs.layer_kv_bytes,
         costs.workspace_bytes, device.memory_bytes, count * costs.layer_token_bytes, timing, costs.rows,
     )  # fmt: skip
 
 
 def _plan_draft(config: ClusterConfig, target: ModelCosts, place: Placement, first_stage: Placement) -> StagePlan:
-    costs = ModelCosts(model_shape(config.draft), target.dtype, target.rows, target.max_model_len, target.groups)
+    costs = ModelCosts(model_shape(config.draft), config.draft_weights, target.rows, target.max_model_len, target.groups)
     device, layers = DEVICES[place.device], costs.shape.num_hidden_layers
     timing = RankTiming(
-        device.pass_time(costs.read_parameters(layers, True), layers, costs.dtype, costs.shape.cache_values_per_token),
+        costs.pass_time(device, layers, True),
         _link(config, place, first_stage),
         ROW_ID_BYTES,
     )
     return StagePlan(
-        0, place, 0, range(layers), costs.shape.parameters * costs.element_bytes, layers * costs.layer_kv_bytes,
+        0, place, 0, range(layers), costs.weight_bytes(layers, True, True), layers * costs.layer_kv_bytes,
         costs.workspace_bytes, device.memory_bytes, layers * costs.layer_token_bytes, timing, costs.rows,
     )  # fmt: skip
 
@@ -283,6 +280,13 @@ def slowest_transfers_ms(sent_ms: Mapping[int, float], num_stages: int, duplex: 
 def _pp_token_ms(stages: Sequence[StagePlan]) -> float:
     """One row through every stage, and the token back to rank 0."""
     return sum(stage.timing.compute_ms(Load(1)) + stage.timing.send_ms(1) for stage in stages)
+
+
+def _advice(config: ClusterConfig) -> str:
+    """For a stage that does not fit."""
+    if config.quantize is not None:
+        return "use more stages"
+    return "use more stages, bfloat16 or quantize" if config.dtype == "float32" else "use more stages or quantize"
 
 
 def _shortage(stage: StagePlan) -> str:

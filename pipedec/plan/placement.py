@@ -30,12 +30,35 @@ def rank_places(config: ClusterConfig, partition_name: str | None = None) -> tup
     return (draft or Placement(host, "cpu", 0), *stages)
 
 
+def spare_places(config: ClusterConfig, partition_name: str | None = None, count: int | None = None) -> tuple[Placement, ...]:
+    """The devices that stand by for a partition: those that the file names, else ``count`` of those that the partition leaves.
+
+    Args:
+        count: how many, those of hosts without a rank first; None for all that the file names.
+
+    Raises:
+        UserError: there are fewer.
+    """
+    taken = rank_places(config, partition_name)
+    hosts = {place.host for place in taken}
+    free = [place for server in config.servers for place in _devices_of(server) if place not in taken]
+    if config.spares:
+        free = _take_spares(free, config)
+    elif count is None:
+        return ()
+    found = sorted(free, key=lambda place: place.host in hosts)[:count]
+    if count is not None and len(found) < count:
+        raise UserError(f"--spares {count}: the partition leaves {len(found)} devices: add servers, or devices to a server")
+    return tuple(found)
+
+
 def place_stages(config: ClusterConfig, name: str, partition: PartitionConfig) -> tuple[Placement | None, list[Placement]]:
     """The devices of the draft (None without a draft model) and of stages 1..n. UserError when there are too few.
 
     The draft takes the last device of its kind on its host, so that stages keep the front ones.
     """
     free = [place for server in config.servers for place in _devices_of(server)]
+    _take_spares(free, config)
     draft = None
     if config.draft != "none":
         if partition.draft_device is None:
@@ -56,6 +79,11 @@ def _devices_of(server: ServerConfig) -> list[Placement]:
     kinds = [kind for kind, count in server.devices.items() for _ in range(count)]
     same = [[DEVICES[other].is_gpu for other in kinds[:index]].count(DEVICES[kind].is_gpu) for index, kind in enumerate(kinds)]
     return [Placement(server.host, kind, index) for kind, index in zip(kinds, same, strict=True)]
+
+
+def _take_spares(free: list[Placement], config: ClusterConfig) -> list[Placement]:
+    """The spares that the file names, each the last device of its kind, like the draft's. UserError when there are too few."""
+    return [_take(free, entry, "spares", last=True) for entry in config.spares for _ in range(entry.count)]
 
 
 def _take(free: list[Placement], wanted: DeviceConfig, path: str, last: bool = False) -> Placement:

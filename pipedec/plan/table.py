@@ -21,7 +21,7 @@ def plan_table(plan: Plan) -> Group:
 
 
 def _ranks(plan: Plan) -> Table:
-    title = f"{plan.partition}: {plan.target} in {plan.dtype}, {len(plan.stages)} stages in {plan.num_groups} groups"
+    title = f"{plan.partition}: {plan.target} in {plan.weights}, {len(plan.stages)} stages in {plan.num_groups} groups"
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     table.add_column("rank", justify="right")
     table.add_column("group", justify="right")

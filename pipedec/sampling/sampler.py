@@ -5,9 +5,6 @@ Shapes: R rows, N tree slots, V vocabulary, P distinct positions.
 
 from __future__ import annotations
 
-import secrets
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
@@ -15,8 +12,6 @@ from pipedec.core import SamplingParams, UserError
 from pipedec.sampling.filters import min_p, tempered, top_k, top_p
 from pipedec.sampling.noise import gumbel
 from pipedec.sampling.penalties import History
-
-_GENERATED_SEED_BITS = 53  # integers that every JSON parser represents exactly
 
 
 def greedy(logits_RV: Tensor) -> Tensor:
@@ -40,7 +35,7 @@ class Sampler:
 
     def __init__(self, params: SamplingParams, vocab_size: int, device: torch.device | str = "cpu", stream: int = 0) -> None:
         if params.is_stochastic and params.seed is None:
-            raise ValueError("stochastic sampling needs a seed: call seeded() first")
+            raise ValueError("stochastic sampling needs a seed: call SamplingParams.seeded() first")
         self._params = params
         self._stream = stream
         self._history = History(vocab_size, device) if params.has_penalties else None
@@ -103,13 +98,6 @@ def filtered(logits_RV: Tensor, params: SamplingParams) -> Tensor:
     """The logits of the distribution that tokens are sampled from: temperature, min-p, top-k and top-p applied."""
     logits_RV = min_p(tempered(logits_RV, params.temperature), params.min_p)
     return top_p(top_k(logits_RV, params.top_k), params.top_p, params.top_k)
-
-
-def seeded(params: SamplingParams) -> SamplingParams:
-    """The parameters, with a random seed if one is needed and none is given."""
-    if params.seed is not None or not params.is_stochastic:
-        return params
-    return replace(params, seed=secrets.randbits(_GENERATED_SEED_BITS))
 
 
 def _bias(logit_bias: dict[int, float], vocab_size: int, device: torch.device | str) -> Tensor:

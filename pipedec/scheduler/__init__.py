@@ -2,9 +2,9 @@
 
 from pipedec.scheduler.async_redis import AsyncRedisScheduler
 from pipedec.scheduler.client import connect
-from pipedec.scheduler.keys import STARTING, Keys
+from pipedec.scheduler.keys import Keys
 from pipedec.scheduler.memory import MemoryScheduler
-from pipedec.scheduler.protocol import GrantedTask, Message, Post, RunStatus, Scheduler, Taken
+from pipedec.scheduler.protocol import GrantedTask, Message, Post, Remembered, RunStatus, Scheduler, Shown, Supervision, Taken
 from pipedec.scheduler.redis_scheduler import RedisScheduler
 from pipedec.scheduler.scripts import scripts_digest
 from pipedec.scheduler.server import EmbeddedServer
@@ -13,7 +13,6 @@ from pipedec.scheduler.workflow import Facts, Payload, Planned, Task, initial_ta
 from pipedec.topology import Topology
 
 __all__ = [
-    "STARTING",
     "AsyncRedisScheduler",
     "EmbeddedServer",
     "Facts",
@@ -25,8 +24,11 @@ __all__ = [
     "Planned",
     "Post",
     "RedisScheduler",
+    "Remembered",
     "RunStatus",
     "Scheduler",
+    "Shown",
+    "Supervision",
     "Taken",
     "Task",
     "Topology",

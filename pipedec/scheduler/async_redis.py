@@ -5,15 +5,16 @@ The same keys, scripts and errors as ``RedisScheduler``; ranks do not use it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+import secrets
+from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from typing import Any, Self
 
 import redis.asyncio
 from redis.exceptions import NoScriptError
 
 from pipedec.messages import Event, RunDescription, description_from_json
-from pipedec.scheduler.client import address_of, async_connect, translated_errors
+from pipedec.scheduler.client import PATIENCE_SECONDS, address_of, async_connect, async_patiently
 from pipedec.scheduler.client_calls import (
     LEASE_MS,
     Call,
@@ -21,10 +22,11 @@ from pipedec.scheduler.client_calls import (
     close_call,
     events_read,
     look_call,
+    shown_of,
     submit_call,
 )
 from pipedec.scheduler.keys import Keys
-from pipedec.scheduler.protocol import RunStatus
+from pipedec.scheduler.protocol import WATCH_SECONDS, RunStatus, Shown
 from pipedec.scheduler.redis_scheduler import status_of
 from pipedec.scheduler.scripts import script_sha, script_text
 from pipedec.topology import Topology
@@ -46,6 +48,7 @@ class AsyncRedisScheduler:
         self._address = address
         self._keys = Keys(run_id)
         self._owner = owner
+        self._operations: dict[int, str] = {}  # by which requests were submitted, until their answers are closed
         self._woken = "0"  # position in the stream that wakes the reader up
 
     @classmethod
@@ -58,8 +61,7 @@ class AsyncRedisScheduler:
         """
         scheduler = cls(await async_connect(redis_url), address_of(redis_url), run_id, owner)
         try:
-            with scheduler._command():
-                text: Any = await scheduler._client.hget(scheduler._keys.run, "description")
+            text: Any = await scheduler._ask(lambda: scheduler._client.hget(scheduler._keys.run, "description"))
             if text is not None:
                 scheduler.description = description_from_json(text.decode())
                 await scheduler.renew_owner()
@@ -68,16 +70,25 @@ class AsyncRedisScheduler:
             raise
         return scheduler
 
-    async def submit(self, request_json: str, priority: int = 0) -> int:
+    @property
+    def run_id(self) -> str:
+        """The name of the run."""
+        return self._keys.run_id
+
+    async def submit(self, request_json: str, priority: int = 0, operation: str = "") -> int:
         """As ``Scheduler.submit``; the request needs the owner's lease until its answer is closed."""
-        return int(await self._run(submit_call(self._keys, request_json, priority, self._owner, LEASE_MS)))
+        call = submit_call(self._keys, request_json, priority, self._owner, operation, LEASE_MS)
+        number = int(await self._run(call, 0.0))
+        if operation:
+            self._operations[number] = operation
+        return number
 
     async def read_answers(self, last: Mapping[int, str], timeout_seconds: float) -> list[tuple[int, str, Event]]:
         """As ``Scheduler.read_answers``, but returns early, with what there is, after ``wake``."""
         wake = self._keys.wake(self._owner)
         streams: Any = {wake: self._woken, **{self._keys.answer(number): position for number, position in last.items()}}
-        with self._command():
-            reply: Any = await self._client.xread(streams, block=max(1, int(timeout_seconds * 1000)))
+        block = max(1, int(timeout_seconds * 1000))
+        reply: Any = await self._ask(lambda: self._client.xread(streams, block=block))
         if reply and reply[0][0] == wake.encode():  # in the order of the question
             self._woken = reply.pop(0)[1][-1][0].decode()
         return events_read(self._keys, reply)
@@ -87,8 +98,24 @@ class AsyncRedisScheduler:
         pipe = self._client.pipeline(transaction=True)
         pipe.xadd(self._keys.wake(self._owner), {"wake": ""}, maxlen=1)
         pipe.pexpire(self._keys.wake(self._owner), LEASE_MS)
-        with self._command():
-            await pipe.execute()
+        await self._ask(pipe.execute)
+
+    async def watch(self, begins: bool = False) -> None:
+        """As ``Scheduler.watch``."""
+        milliseconds = int(1000 * WATCH_SECONDS)
+        if begins or not await self._ask(lambda: self._client.pexpire(self._keys.watchers, milliseconds)):
+            await self._ask(lambda: self._client.set(self._keys.watchers, secrets.token_hex(8), px=milliseconds))
+
+    async def live_position(self) -> str:
+        """As ``Scheduler.live_position``."""
+        newest: Any = await self._ask(lambda: self._client.xrevrange(self._keys.live, count=1))
+        return newest[0][0].decode() if newest else "0-0"
+
+    async def read_live(self, last: str, timeout_seconds: float) -> list[Shown]:
+        """As ``Scheduler.read_live``."""
+        block = max(1, int(timeout_seconds * 1000))
+        reply: Any = await self._ask(lambda: self._client.xread({self._keys.live: last}, block=block))
+        return shown_of(reply)
 
     async def cancel(self, request_number: int) -> None:
         """As ``Scheduler.cancel``."""
@@ -96,7 +123,7 @@ class AsyncRedisScheduler:
 
     async def close_answer(self, request_number: int) -> None:
         """As ``Scheduler.close_answer``."""
-        await self._run(close_call(self._keys, request_number))
+        await self._run(close_call(self._keys, request_number, self._operations.pop(request_number, "")))
 
     async def status(self) -> RunStatus:
         """As ``Scheduler.status``."""
@@ -105,28 +132,28 @@ class AsyncRedisScheduler:
 
     async def renew_owner(self) -> bool:
         """As ``Scheduler.renew_owner``."""
-        with self._command():
-            return await self._client.set(self._keys.owner(self._owner), "1", px=LEASE_MS, get=True) is not None
+        owner = self._keys.owner(self._owner)
+        return await self._ask(lambda: self._client.set(owner, "1", px=LEASE_MS, get=True)) is not None
 
     async def release_owner(self) -> None:
         """As ``Scheduler.release_owner``; nobody waits for answers any more."""
-        with self._command():
-            await self._client.delete(self._keys.owner(self._owner), self._keys.wake(self._owner))
+        names = self._keys.owner(self._owner), self._keys.wake(self._owner)
+        await self._ask(lambda: self._client.delete(*names))
 
     async def disconnect(self) -> None:
         """Close all connections."""
         await self._client.aclose()
 
-    async def _run(self, call: Call) -> Any:
-        arguments = [len(call.keys), *call.keys, *call.arguments]
-        with self._command():
-            try:
-                return await self._client.evalsha(script_sha(call.script), *arguments)
-            except NoScriptError:  # nothing has run: this server does not have the script yet
-                return await self._client.eval(script_text(call.script), *arguments)
+    async def _run(self, call: Call, patience_seconds: float = PATIENCE_SECONDS) -> Any:
+        return await self._ask(partial(self._evaluate, call), patience_seconds)
 
-    @contextmanager
-    def _command(self) -> Iterator[None]:
+    async def _evaluate(self, call: Call) -> Any:
+        arguments = [len(call.keys), *call.keys, *call.arguments]
+        try:
+            return await self._client.evalsha(script_sha(call.script), *arguments)
+        except NoScriptError:  # nothing has run: this server does not have the script yet
+            return await self._client.eval(script_text(call.script), *arguments)
+
+    async def _ask(self, command: Callable[[], Awaitable[Any]], patience_seconds: float = PATIENCE_SECONDS) -> Any:
         self.round_trips += 1
-        with translated_errors(self._address):
-            yield
+        return await async_patiently(command, self._address, patience_seconds)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import socket
 import threading
-from collections.abc import Iterator, Mapping
-from typing import Any
+import time
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import redis
@@ -15,7 +17,7 @@ from redis.asyncio.retry import Retry as AsyncRetry
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from pipedec.core import QueueFull, RankLost, SchedulerLost, UserError
+from pipedec.core import EpochEnded, QueueFull, RankLost, SchedulerBusy, SchedulerInterrupted, SchedulerLost, UserError
 
 OLDEST_SERVER = (6, 2)
 CONNECT_SECONDS = 3.0
@@ -24,6 +26,17 @@ CONNECT_SECONDS = 3.0
 REPLY_SECONDS = 10.0
 BLOCK_SECONDS = 5.0
 MAX_CONNECTIONS = 16  # of a process with an event loop
+PATIENCE_SECONDS = 10.0  # how long a server may refuse commands for now
+_REFUSALS = (redis.exceptions.BusyLoadingError, redis.exceptions.MasterDownError, redis.exceptions.OutOfMemoryError)
+_REASONS = {
+    "command not allowed when used memory": "has no memory left: raise its maxmemory",
+    "is busy running a script": "is busy with a script that is not pipedec's: end that with SCRIPT KILL",
+    "Link with MASTER is down": "is a replica that has lost its primary: give the primary's address",
+    "unable to persist to disk": "refuses writes because it cannot save its data to disk: see its log",
+    "Multiple keys request during rehashing": "is moving keys to another node",
+}
+
+_T = TypeVar("_T")
 
 
 def address_of(url: str) -> str:
@@ -140,6 +153,45 @@ def check_version(address: str, version: str) -> None:
         raise SchedulerLost(f"the Redis server at {address} is version {version}; pipedec needs {oldest} or newer")
 
 
+def pauses(seconds: float) -> Iterator[float]:
+    """For how long to wait before a command is sent again that the server has refused for now: for ``seconds`` in all."""
+    deadline, pause = time.monotonic() + seconds, 0.02
+    while time.monotonic() + pause < deadline:
+        yield pause
+        pause = min(2 * pause, 0.5)
+
+
+def is_refused_for_now(error: redis.RedisError) -> bool:
+    """Whether the server has not carried out a command, but may do so later."""
+    return isinstance(error, _REFUSALS) or (isinstance(error, redis.ResponseError) and _reason(str(error)) is not None)
+
+
+def patiently(command: Callable[[], _T], address: str, seconds: float) -> _T:
+    """Send a command, again and again for ``seconds`` while the server refuses it for now. Raises as ``translated_errors``."""
+    with translated_errors(address):
+        for pause in pauses(seconds):
+            try:
+                return command()
+            except redis.RedisError as error:
+                if not is_refused_for_now(error):
+                    raise
+            time.sleep(pause)
+        return command()
+
+
+async def async_patiently(command: Callable[[], Awaitable[_T]], address: str, seconds: float) -> _T:
+    """As ``patiently``, for asyncio."""
+    with translated_errors(address):
+        for pause in pauses(seconds):
+            try:
+                return await command()
+            except redis.RedisError as error:
+                if not is_refused_for_now(error):
+                    raise
+            await asyncio.sleep(pause)
+        return await command()
+
+
 @contextlib.contextmanager
 def translated_errors(address: str) -> Iterator[None]:
     """Turns redis-py's exceptions, and the ``PIPEDEC`` error replies of our scripts, into one-line pipedec errors."""
@@ -147,9 +199,11 @@ def translated_errors(address: str) -> Iterator[None]:
         yield
     except (redis.AuthenticationError, redis.exceptions.NoPermissionError):
         raise SchedulerLost(f"wrong Redis password for {address}") from None
+    except redis.exceptions.BusyLoadingError:
+        raise SchedulerBusy(f"Redis at {address} is still loading its data") from None
     except (redis.ConnectionError, redis.TimeoutError, OSError) as error:
         reason = "it does not answer" if isinstance(error, (redis.TimeoutError, TimeoutError)) else "the connection failed"
-        raise SchedulerLost(f"cannot reach Redis at {address}: {reason}") from None
+        raise SchedulerInterrupted(f"cannot reach Redis at {address}: {reason}") from None
     except redis.ResponseError as error:
         raise _script_error(address, str(error)) from None
 
@@ -157,6 +211,10 @@ def translated_errors(address: str) -> Iterator[None]:
 def _script_error(address: str, text: str) -> Exception:
     if text.startswith(("NOAUTH", "WRONGPASS")) or "without any password" in text:
         return SchedulerLost(f"wrong Redis password for {address}")
+    if (reason := _reason(text)) is not None:
+        return SchedulerBusy(f"Redis at {address} {reason}")
+    if "read only replica" in text:
+        return SchedulerLost(f"Redis at {address} is a read-only replica: give the address of its primary")
     if not text.startswith("PIPEDEC "):
         return SchedulerLost(f"Redis at {address} refused a command: {text[:300]}")
     _, code, message = text.split(" ", 2)
@@ -164,9 +222,16 @@ def _script_error(address: str, text: str) -> Exception:
         return RankLost(message)
     if code == "LOST":
         return SchedulerLost(f"Redis at {address} lost the run: {message}")
+    if code == "STALE":
+        return EpochEnded(message)
     if code == "FULL":
         return QueueFull(message)
     return UserError(message)
+
+
+def _reason(text: str) -> str | None:
+    """Why a server refuses commands for now; None if it does not."""
+    return next((reason for sign, reason in _REASONS.items() if sign in text), None)
 
 
 def _keepalive() -> dict[int, int]:

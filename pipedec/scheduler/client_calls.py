@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from pipedec.messages import CancelledEvent, Event, event_from_json, to_json
 from pipedec.scheduler.keys import Keys
+from pipedec.scheduler.protocol import Shown
 from pipedec.topology import Topology
 
 KEY_SECONDS = 60  # time to live of the run's keys, renewed with every lease
@@ -24,9 +25,10 @@ class Call(NamedTuple):
     arguments: list[Any]
 
 
-def submit_call(keys: Keys, request_json: str, priority: int, owner: str, lease_ms: int) -> Call:
+def submit_call(keys: Keys, request_json: str, priority: int, owner: str, operation: str, lease_ms: int) -> Call:
     names = [keys.run, keys.waiting, keys.requests, keys.bell, keys.running, keys.owners, keys.owner(owner)]
-    return Call("submit", names, [KEY_SECONDS, request_json, priority, owner, lease_ms])
+    names.append(keys.operation(operation))
+    return Call("submit", names, [KEY_SECONDS, request_json, priority, owner, lease_ms, int(bool(operation))])
 
 
 def cancel_call(keys: Keys, request_number: int) -> Call:
@@ -34,13 +36,24 @@ def cancel_call(keys: Keys, request_number: int) -> Call:
     return Call("cancel", names, [KEY_SECONDS, request_number, to_json(CancelledEvent())])
 
 
-def close_call(keys: Keys, request_number: int) -> Call:
-    names = [keys.answer(request_number), keys.waiting, keys.running, keys.unread, keys.owners]
+def close_call(keys: Keys, request_number: int, operation: str) -> Call:
+    names = [keys.answer(request_number), keys.waiting, keys.running, keys.unread, keys.owners, keys.operation(operation)]
     return Call("close", names, [KEY_SECONDS, request_number])
 
 
 def look_call(keys: Keys, topology: Topology) -> Call:
-    return Call("look", [keys.run, keys.running, keys.waiting, keys.members, *map(keys.alive, topology.ranks)], [])
+    return Call(
+        "look", [keys.run, keys.running, keys.waiting, keys.members, keys.recoveries, *map(keys.alive, topology.ranks)], []
+    )
+
+
+def shown_of(reply: Iterable[Any]) -> list[Shown]:
+    """What ``XREAD`` of the live feed has returned."""
+    return [
+        Shown(position.decode(), int(fields[b"number"]), fields[b"frames"].decode())
+        for _, entries in reply
+        for position, fields in entries
+    ]
 
 
 def events_read(keys: Keys, reply: Iterable[Any]) -> list[tuple[int, str, Event]]:

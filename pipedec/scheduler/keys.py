@@ -7,18 +7,20 @@ from dataclasses import dataclass
 
 from pipedec.core import UserError
 
-STARTING = -1  # the answer, of no request, on which ranks meet and report that they have loaded their weights
-
 
 @dataclass(frozen=True)
 class Keys:
     """The key names of run ``run_id``. The braces are a hash tag, so that a Redis cluster keeps a run's keys on one node.
+
+    Attributes:
+        epoch: of the run; what only the ranks of one epoch use has keys of its own in each.
 
     Raises:
         UserError: ``run_id`` is empty, too long or has other characters than letters, digits, ``_``, ``.`` and ``-``.
     """
 
     run_id: str
+    epoch: int = 0
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[A-Za-z0-9_.-]{1,100}", self.run_id):
@@ -29,28 +31,36 @@ class Keys:
         return f"pipedec:{{{self.run_id}}}:"
 
     @property
+    def meeting(self) -> int:
+        """The number of the answer, of no request, on which ranks meet and report that they have loaded their weights."""
+        return -1 - self.epoch
+
+    def _of_epoch(self, name: str) -> str:
+        return f"{self.prefix}{name}:{self.epoch}"
+
+    @property
     def run(self) -> str:
         return self.prefix + "run"
 
     @property
     def workflow(self) -> str:
-        return self.prefix + "workflow"
+        return self._of_epoch("workflow")
 
     @property
     def done(self) -> str:
-        return self.prefix + "done"
+        return self._of_epoch("done")
 
     @property
     def pending(self) -> str:
-        return self.prefix + "pending"
+        return self._of_epoch("pending")
 
     @property
     def bitmap(self) -> str:
-        return self.prefix + "bitmap"
+        return self._of_epoch("bitmap")
 
     @property
     def trace(self) -> str:
-        return self.prefix + "trace"
+        return self._of_epoch("trace")
 
     @property
     def waiting(self) -> str:
@@ -77,6 +87,49 @@ class Keys:
         return self.prefix + "unread"
 
     @property
+    def attempts(self) -> str:
+        return self.prefix + "attempts"
+
+    @property
+    def doing(self) -> str:
+        return self.prefix + "doing"
+
+    @property
+    def suspects(self) -> str:
+        return self.prefix + "suspects"
+
+    @property
+    def ends(self) -> str:
+        return self.prefix + "ends"
+
+    @property
+    def places(self) -> str:
+        return self.prefix + "places"
+
+    @property
+    def nodes(self) -> str:
+        return self.prefix + "nodes"
+
+    @property
+    def node_prefix(self) -> str:
+        return self.prefix + "node:"
+
+    def node(self, node: str) -> str:
+        return self.node_prefix + node
+
+    @property
+    def recoveries(self) -> str:
+        return self.prefix + "recoveries"
+
+    @property
+    def live(self) -> str:
+        return self.prefix + "live"
+
+    @property
+    def watchers(self) -> str:
+        return self.prefix + "watchers"
+
+    @property
     def owners(self) -> str:
         return self.prefix + "owners"
 
@@ -85,7 +138,7 @@ class Keys:
         return self.prefix + "members"
 
     def queue(self, rank: int) -> str:
-        return f"{self.prefix}queue:{rank}"
+        return self._of_epoch("queue") + f":{rank}"
 
     def alive(self, rank: int) -> str:
         return f"{self.prefix}alive:{rank}"
@@ -96,6 +149,9 @@ class Keys:
 
     def owner(self, owner: str) -> str:
         return self.owner_prefix + owner
+
+    def operation(self, operation: str) -> str:
+        return f"{self.prefix}operation:{operation}"
 
     def wake(self, owner: str) -> str:
         return f"{self.prefix}wake:{owner}"

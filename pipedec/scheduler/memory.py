@@ -5,23 +5,41 @@ One test suite runs on both and compares the tasks they grant. All times are fro
 
 from __future__ import annotations
 
+import secrets
 import time
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 
-from pipedec.core import Opening, QueueFull, RankLost, SchedulerLost, UserError
-from pipedec.messages import AbortEvent, CancelledEvent, Event, RunDescription, RunStats, StageStats
+from pipedec.core import EpochEnded, Opening, QueueFull, RankLost, SchedulerLost, UserError
+from pipedec.messages import (
+    AbortEvent,
+    Activity,
+    CancelledEvent,
+    Event,
+    Recovery,
+    RunDescription,
+    RunStats,
+    StageStats,
+    TokensEvent,
+)
 from pipedec.scheduler.protocol import (
     REQUEST_TRACE,
+    RESTORED,
     SESSION_TRACE,
+    SHOWN_BATCHES,
+    WATCH_SECONDS,
     GrantedTask,
     Message,
     Post,
+    Remembered,
     RunStatus,
+    Shown,
     Taken,
     cancelled_payload,
     max_running,
+    tokens_told,
 )
 from pipedec.scheduler.transfers import transfers_of
 from pipedec.scheduler.workflow import Payload, Planned, Task, initial_windows
@@ -138,7 +156,14 @@ class MemoryScheduler:
     def clear(self) -> None:
         self.graph: _Graph | None = None
         self._queues: dict[int, deque[Message]] = {rank: deque() for rank in self.topology.ranks}
-        self._waiting: dict[int, tuple[int, str]] = {}  # priority and JSON of the requests that wait, by number
+        self._waiting: dict[int, int] = {}  # priorities of the requests that wait, by number
+        self._operations: dict[str, int] = {}  # numbers by id
+        self._requests: dict[int, str] = {}  # JSON of those that wait or run
+        self._attempts: Counter[int] = Counter()
+        self._entered, self._epoch, self._serving, self._recovers = 0, 0, 0, False
+        self._recoveries: list[Recovery] = []
+        self._suspects: dict[int, str] = {}
+        self._ends: dict[int, str] = {}
         self._running: set[int] = set()
         self._unread: set[int] = set()
         self._answers: defaultdict[int, list[Event]] = defaultdict(list)
@@ -151,14 +176,82 @@ class MemoryScheduler:
         self._stats: RunStats | None = None
         self._told: dict[int, StageStats] = {}  # by rank, not written yet
         self._stages: dict[int, StageStats] = {}
+        self._watcher, self._watched_until, self._num_shown = "", 0.0, 0
+        self._shown: deque[Shown] = deque(maxlen=SHOWN_BATCHES)
         self._owners: dict[int, str] = {}  # by number, of requests whose answers are not closed
         self._owner_leases: dict[str, float] = {}
 
-    def open(self, description: RunDescription, duplex: str = "full") -> None:
+    def current_epoch(self) -> int | None:
+        return None if self._state is None else self._epoch
+
+    @property
+    def run_id(self) -> str:
+        return "memory"
+
+    @property
+    def epoch(self) -> int:
+        return self._entered
+
+    def enter(self, epoch: int) -> None:
+        if epoch != self._entered:
+            self._queues = {rank: deque() for rank in self.topology.ranks}
+        self._entered = epoch
+
+    def recover(self, lost: Sequence[int], reason: str, places: Mapping[int, str] = MappingProxyType({})) -> int:
         self._check_failure()
-        if self._state is not None:
+        if self._state is None:
+            raise SchedulerLost("its keys were deleted")
+        if self._epoch != self.epoch:
+            return self._epoch
+        self._epoch += 1
+        self._recoveries.append(Recovery(self._epoch, tuple(lost), reason, _now_us()))
+        self._attempts.update(self._running)
+        self.graph = None
+        for told in (self._leases, self._suspects, self._ends):
+            told.clear()
+        for queue in self._queues.values():
+            queue.clear()
+            queue.append(Message("recover", text=reason))
+        return self._epoch
+
+    def journal(self) -> list[Message]:
+        return [self._journaled(number) for number in sorted(self._running)]
+
+    def _journaled(self, number: int) -> Message:
+        told = tokens_told(self._answers[number])
+        return Message("request", number, text=self._requests[number], told=told, attempts=self._attempts[number])
+
+    def restore(self, description: RunDescription, duplex: str, submitted: int, remembered: Sequence[Remembered]) -> int:
+        if self._state is None:
+            self._state, self._epoch, self._serving, self._recovers = "up", self.epoch + 1, self.epoch, True
+            self._max_running, self._max_waiting = max_running(description), description.max_waiting
+            self._submitted, self._duplex = submitted, duplex
+            self._recoveries.append(Recovery(self._epoch, (), RESTORED, _now_us()))
+            for number, request, events in remembered:
+                self._running.add(number)
+                self._requests[number] = request
+                self._answers[number] = list(events)
+        return self._epoch
+
+    def suspect(self, rank: int, message: str) -> None:
+        self._check_epoch()
+        self._suspects.setdefault(rank, message)
+
+    def note_end(self, rank: int, message: str) -> None:
+        self._check_epoch()
+        self._ends.setdefault(rank, message)
+
+    def open(self, description: RunDescription, duplex: str = "full", recovers: bool = False) -> None:
+        self._check_epoch()
+        self._check_failure()
+        if self._state is not None and not self.epoch:
             raise UserError("this run id is already in use")
-        self._state, self._duplex = "up", duplex
+        self._state, self._duplex, self._recovers, self._serving = self._state or "up", duplex, recovers, self.epoch
+        if self._recoveries:
+            self._recoveries[-1] = replace(self._recoveries[-1], served_us=_now_us())
+        if self._state == "stopping":  # it was asked to stop in an epoch that has ended
+            for queue in self._queues.values():
+                queue.append(Message("stop"))
         self._max_running, self._max_waiting = max_running(description), description.max_waiting
 
     def begin_session(self, session: int, window: int) -> None:
@@ -170,6 +263,7 @@ class MemoryScheduler:
         self._begin(request_number, REQUEST_TRACE if opening.trace else 0, planned, opening)
 
     def _begin(self, workflow: int, trace_lines: int, planned: Sequence[Planned], opening: Opening | None = None) -> None:
+        self._check_epoch()
         self._check_failure()
         if self.graph is not None and self.graph.running:
             raise UserError(f"workflow {self.graph.number} is still running")
@@ -183,6 +277,7 @@ class MemoryScheduler:
     def finish(
         self, rank: int, task: Task, planned: Sequence[Planned], events: Sequence[tuple[int, Event]] = ()
     ) -> Message | None:
+        self._check_epoch()
         graph = self.graph
         if graph is None:
             raise SchedulerLost("the workflow is no longer stored")
@@ -216,7 +311,9 @@ class MemoryScheduler:
         queue = self._queues[rank]
         return queue.popleft() if queue else None
 
-    def submit(self, request_json: str, priority: int = 0, owner: str = "") -> int:
+    def submit(self, request_json: str, priority: int = 0, owner: str = "", operation: str = "") -> int:
+        if operation in self._operations:
+            return self._operations[operation]
         self._check_failure()
         if self._state != "up":
             raise UserError("the run is stopping" if self._state == "stopping" else "the run is not up")
@@ -225,11 +322,13 @@ class MemoryScheduler:
                 f"the cluster is full: {len(self._running)} requests are running and {len(self._waiting)} are waiting "
                 f"(--max-waiting {self._max_waiting}); submit the request again when some of them have been answered"
             )
-        self._waiting[self._submitted] = (priority, request_json)
+        self._waiting[self._submitted], self._requests[self._submitted] = priority, request_json
         if owner:
             self._owners[self._submitted] = owner
             self.renew_owner(owner)
         self._submitted += 1
+        if operation:
+            self._operations[operation] = self._submitted - 1
         return self._submitted - 1
 
     def renew_owner(self, owner: str) -> bool:
@@ -241,6 +340,7 @@ class MemoryScheduler:
         self._owner_leases.pop(owner, None)
 
     def end_orphans(self) -> list[int]:
+        self._check_epoch()
         now = time.monotonic()
         orphans = sorted(number for number, owner in self._owners.items() if self._owner_leases.get(owner, 0.0) <= now)
         for number in orphans:
@@ -249,15 +349,23 @@ class MemoryScheduler:
         return orphans
 
     def take(self, limit: int) -> Taken:
+        self._check_epoch()
         self._check_failure()
         if self._state is None:
             raise SchedulerLost("its keys were deleted")
         if self._state != "stopping":  # the requests of a stopping run are taken to be refused
             limit = min(limit, self._max_running - len(self._running))
-        numbers = sorted(self._waiting, key=lambda number: (self._waiting[number][0], number))[: max(limit, 0)]
-        requests = [Message("request", number, text=self._waiting.pop(number)[1]) for number in numbers]
+        numbers = sorted(self._waiting, key=lambda number: (self._waiting[number], number))[: max(limit, 0)]
+        requests = [Message("request", number, text=self._requests[number]) for number in numbers]
+        for number in numbers:
+            del self._waiting[number]
         self._running.update(numbers)
-        return Taken(requests, sorted(self._cancelled), self._state == "stopping")
+        return Taken(
+            requests,
+            sorted(self._cancelled),
+            self._state == "stopping",
+            self._watcher if time.monotonic() < self._watched_until else "",
+        )
 
     def wait_request(self, timeout_seconds: float) -> Message | None:
         message = self.wait(0, timeout_seconds)
@@ -272,13 +380,17 @@ class MemoryScheduler:
         self.publish_all([Post(request_number, events, ends=True)])
 
     def publish_all(self, posts: Sequence[Post], stats: RunStats | None = None) -> None:
+        self._check_epoch()
         self._stats = stats or self._stats
         for post in posts:
-            for event in post.events:
+            for event in post.events if post.number < 0 or post.number in self._running else ():
                 self._append(post.number, event)
+                if isinstance(event, TokensEvent) and event.token_ids:
+                    self._attempts.pop(post.number, None)
             if post.ends:
                 for numbers in (self._running, self._cancelled, self._unread):
                     numbers.discard(post.number)
+                self._requests.pop(post.number, None)
 
     def tell(self, stats: StageStats) -> None:
         self._told[stats.rank] = stats
@@ -286,6 +398,21 @@ class MemoryScheduler:
     def _append(self, number: int, event: Event) -> None:
         if number not in self._unread:
             self._answers[number].append(event)
+
+    def watch(self, begins: bool = False) -> None:
+        if begins or time.monotonic() > self._watched_until:
+            self._watcher = secrets.token_hex(8)
+        self._watched_until = time.monotonic() + WATCH_SECONDS
+
+    def live_position(self) -> str:
+        return str(self._num_shown)
+
+    def show(self, frames: Sequence[str]) -> None:
+        self._num_shown += 1
+        self._shown.append(Shown(str(self._num_shown), self._num_shown, f"[{','.join(frames)}]"))
+
+    def read_live(self, last: str, timeout_seconds: float) -> list[Shown]:
+        return [shown for shown in self._shown if shown.number > int(last)]
 
     def read_answer(self, request_number: int, last: str, timeout_seconds: float) -> list[tuple[str, Event]]:
         return [(position, event) for _, position, event in self.read_answers({request_number: last}, timeout_seconds)]
@@ -306,7 +433,7 @@ class MemoryScheduler:
 
     def cancel(self, request_number: int) -> bool:
         if request_number in self._waiting:
-            del self._waiting[request_number]
+            del self._waiting[request_number], self._requests[request_number]
             self._append(request_number, CancelledEvent())
             self._unread.discard(request_number)
             return True
@@ -316,6 +443,7 @@ class MemoryScheduler:
         return False
 
     def abort(self, rank: int, message: str) -> bool:
+        self._check_epoch()
         if self._failure is not None:
             return False
         self._failure = of_rank(rank, message)
@@ -334,7 +462,8 @@ class MemoryScheduler:
             for queue in self._queues.values():
                 queue.append(Message("stop"))
 
-    def renew_lease(self, rank: int) -> None:
+    def renew_lease(self, rank: int, activity: Activity | None = None) -> None:
+        self._check_epoch()
         self._leases[rank] = time.monotonic() + self.lease_seconds
         if self._state is not None and rank in self._told:
             self._stages[rank] = self._told[rank]
@@ -343,6 +472,7 @@ class MemoryScheduler:
         return sorted(rank for rank, end in self._leases.items() if end <= time.monotonic())
 
     def leave(self, rank: int) -> None:
+        self._check_epoch()
         self._leases.pop(rank, None)
 
     def members(self) -> list[int]:
@@ -352,7 +482,9 @@ class MemoryScheduler:
         expired, stages = self.expired_ranks(), tuple(self._stages[rank] for rank in sorted(self._stages))
         alive, running = tuple(sorted(set(self._leases) - set(expired))), tuple(sorted(self._running))
         waiting, state = len(self._waiting), self._state or "gone"
-        return RunStatus(state, self._submitted, waiting, running, alive, tuple(expired), self._failure, self._stats, stages)
+        known = state, self._submitted, waiting, running, alive, tuple(expired), self._failure, self._stats, stages
+        recoveries = tuple(self._recoveries)
+        return RunStatus(*known, self._epoch, self._serving, self._recovers, recoveries, len(recoveries))
 
     def clock_us(self) -> int:
         return _now_us()
@@ -362,6 +494,10 @@ class MemoryScheduler:
 
     def _push(self, rank: int, message: Message) -> None:
         self._queues[rank].append(message)
+
+    def _check_epoch(self) -> None:
+        if self._epoch != self.epoch:
+            raise EpochEnded(f"the run is in epoch {self._epoch}, not in {self.epoch}")
 
     def _check_failure(self) -> None:
         if self._failure is not None:

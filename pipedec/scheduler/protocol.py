@@ -6,15 +6,20 @@ Two classes implement it by the same rules: ``RedisScheduler`` and its pure-Pyth
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 from pipedec.core import Opening
-from pipedec.messages import Event, RunDescription, RunStats, StageStats, opening_from_payload
+from pipedec.messages import Activity, Event, Recovery, RunDescription, RunStats, StageStats, TokensEvent, opening_from_payload
 from pipedec.scheduler.workflow import Payload, Planned, Task
 
+WATCH_SECONDS = 5.0  # that the lease of those who watch lasts
+SHOWN_BATCHES = 128  # of the live feed, that are kept
+SHOWN_SECONDS = 15.0  # for which they are kept behind the last one
 SESSION_TRACE = 4096  # windows of a session of which the trace is kept
+RESTORED = "Redis had lost the run"  # the reason of a recovery
 REQUEST_TRACE = 1_000_000  # tasks of a traced request of which the trace is kept
 
 
@@ -23,15 +28,18 @@ class Message:
     """A message in a rank's queue.
 
     Attributes:
-        kind: ``"open"``; ``"task"``; ``"request"`` (only from ``wait_request``); ``"stop"``; ``"abort"``.
+        kind: ``"open"``; ``"task"``; ``"request"`` (only from ``wait_request`` and ``journal``); ``"stop"``; ``"abort"``;
+            ``"recover"``: the epoch has ended.
         number: the request it belongs to; of a task, the workflow: a session, or a request; -1 for stop and abort.
         task: the granted task; None unless ``kind`` is ``"task"``.
         payload: the task's payload. In the verdict of a sync task, ``finished`` is ``"cancelled"`` if the request was
             cancelled before the task was scheduled and the answer had not ended otherwise. A window has ``transfers``, the
             order in which the rank takes part in transfers between two timesteps (see ``transfers.checked_transfers``).
         active: for a dec task, the entry ranks that are active in its timestep, ascending.
-        text: for a request its JSON, for an abort the reason.
+        text: for a request its JSON, for an abort or the end of an epoch the reason.
         opening: the request that begins, if ``kind`` is ``"open"``; its tasks follow.
+        told: of a request in the journal, the token ids that its answer has.
+        attempts: of a request in the journal, how many epochs have ended since it got its last token.
     """
 
     kind: str
@@ -41,6 +49,8 @@ class Message:
     active: tuple[int, ...] = ()
     text: str = ""
     opening: Opening | None = None
+    told: tuple[int, ...] = ()
+    attempts: int = 0
 
     @classmethod
     def from_json(cls, line: str | bytes) -> Message:
@@ -75,6 +85,32 @@ class Post(NamedTuple):
     ends: bool = False
 
 
+class Remembered(NamedTuple):
+    """What rank 0 remembers of a running request.
+
+    Attributes:
+        request: its JSON.
+        events: what its answer has said, in few events.
+    """
+
+    number: int
+    request: str
+    events: tuple[Event, ...]
+
+
+class Shown(NamedTuple):
+    """A batch of the live feed.
+
+    Attributes:
+        number: counts the batches, from 1.
+        frames: JSON, a list of objects.
+    """
+
+    position: str
+    number: int
+    frames: str
+
+
 @dataclass(frozen=True)
 class Taken:
     """What rank 0 learns of the queue.
@@ -83,11 +119,22 @@ class Taken:
         requests: messages of kind ``request``, sooner ones first. They are running until ``complete``.
         cancelled: all running requests that have been cancelled, with every call until ``complete``.
         stopping: the run was asked to stop.
+        watcher: names who has begun last to read the live feed; empty if nobody reads it.
     """
 
     requests: list[Message]
     cancelled: list[int]
     stopping: bool
+    watcher: str = ""
+
+
+def tokens_told(events: Iterable[Event]) -> tuple[int, ...]:
+    """The token ids of an answer, of which a part may have been written twice."""
+    told: list[int] = []
+    for event in events:
+        if isinstance(event, TokensEvent):
+            told[event.index :] = event.token_ids
+    return tuple(told)
 
 
 def max_running(description: RunDescription) -> int:
@@ -121,6 +168,11 @@ class RunStatus:
         failure: the message of the first abort; None if the run has not failed.
         stats: what rank 0 has told last; None before it has.
         stages: what the stages have told last, those that have; in their order.
+        epoch: of the run.
+        serving: the last epoch whose ranks have served.
+        recovers: whether somebody replaces ranks that are lost.
+        recoveries: the last ones, in order.
+        num_recoveries: how many there were.
     """
 
     state: str
@@ -132,22 +184,114 @@ class RunStatus:
     failure: str | None = None
     stats: RunStats | None = None
     stages: tuple[StageStats, ...] = ()
+    epoch: int = 0
+    serving: int = 0
+    recovers: bool = False
+    recoveries: tuple[Recovery, ...] = ()
+    num_recoveries: int = 0
+
+    @property
+    def is_recovering(self) -> bool:
+        """Whether the ranks have yet to serve in the present epoch."""
+        return self.epoch != self.serving
+
+
+@dataclass(frozen=True)
+class Supervision:
+    """What a supervisor decides by.
+
+    Attributes:
+        epoch: of the run; None if Redis does not know the run.
+        state: see ``RunStatus``.
+        members: ranks that have taken a lease in this epoch.
+        expired: those of them whose lease has expired.
+        activities: what members do, by rank.
+        suspects: what ranks say that cannot go on, by rank.
+        ends: why ranks end, by rank, as far as they have said so.
+        places: the node of each rank that has been given to one.
+        recoveries: the last ones, in order.
+        lost_nodes: those whose lease has expired.
+    """
+
+    epoch: int | None
+    state: str
+    failure: str | None
+    members: tuple[int, ...]
+    expired: tuple[int, ...]
+    activities: Mapping[int, Activity]
+    suspects: Mapping[int, str]
+    ends: Mapping[int, str]
+    places: Mapping[int, str]
+    recoveries: tuple[Recovery, ...]
+    lost_nodes: tuple[str, ...]
 
 
 class Scheduler(Protocol):
     """The central scheduler. One object per process. Every call may raise SchedulerLost.
 
-    ``round_trips`` counts the commands sent to the server.
+    The calls of ranks and supervisors carry the epoch in which their process takes part. If the run is in another one, those that
+    would change something raise EpochEnded and change nothing.
+
+    Attributes:
+        round_trips: the commands sent to the server.
     """
 
     round_trips: int
 
-    def open(self, description: RunDescription, duplex: str = "full") -> None:
-        """Declare the run up, so that ``submit`` is accepted.
+    @property
+    def run_id(self) -> str:
+        """The name of the run."""
+
+    @property
+    def epoch(self) -> int:
+        """The epoch in which this process takes part."""
+
+    def current_epoch(self) -> int | None:
+        """The epoch of the run; None if it is not open (yet, or any more)."""
+
+    def enter(self, epoch: int) -> None:
+        """Take part in ``epoch`` from now on."""
+
+    def recover(self, lost: Sequence[int], reason: str, places: Mapping[int, str] = MappingProxyType({})) -> int:
+        """End the epoch in which this process takes part, if it is still the run's; returns the run's epoch.
+
+        All ranks get a message of kind ``recover``; requests and their answers stay.
+
+        Args:
+            lost: ranks whose processes are replaced.
+            places: the nodes that take them over, by rank.
+
+        Raises:
+            RankLost: the run has failed.
+            SchedulerLost: it is no longer stored.
+        """
+
+    def journal(self) -> list[Message]:
+        """For rank 0, at the beginning of an epoch: all running requests, in the order of their numbers."""
+
+    def restore(self, description: RunDescription, duplex: str, submitted: int, remembered: Sequence[Remembered]) -> int:
+        """For rank 0: write back a run that Redis has lost, in the epoch behind this process's; returns the run's epoch.
+
+        Nothing happens if Redis knows the run. Lost ranks of a run that is restored are replaced.
+
+        Args:
+            submitted: the number of the next request: greater than that of any before, of which clients may still hope to hear.
+            remembered: the running requests.
+        """
+
+    def suspect(self, rank: int, message: str) -> None:
+        """Tell the supervisors that ``rank`` cannot go on, because another one does not answer."""
+
+    def note_end(self, rank: int, message: str) -> None:
+        """Tell the supervisors why the process of ``rank`` ends."""
+
+    def open(self, description: RunDescription, duplex: str = "full", recovers: bool = False) -> None:
+        """Declare the run up, so that ``submit`` is accepted; in a later epoch, that its ranks serve again.
 
         Args:
             description: for clients; its limits say when ``submit`` refuses further requests.
             duplex: of the links between the ranks, ``half`` or ``full``; decides the order of transfers that windows grant.
+            recovers: whether somebody replaces ranks that are lost.
 
         Raises:
             UserError: the run id is in use.
@@ -193,12 +337,13 @@ class Scheduler(Protocol):
     def wait(self, rank: int, timeout_seconds: float) -> Message | None:
         """The rank's next message, or None if none arrives within ``timeout_seconds``."""
 
-    def submit(self, request_json: str, priority: int = 0, owner: str = "") -> int:
+    def submit(self, request_json: str, priority: int = 0, owner: str = "", operation: str = "") -> int:
         """Queue a request and return its number.
 
         Args:
             priority: requests of a lower one are taken first, those of the same one in the order of their numbers.
             owner: whose lease the request needs until its answer is closed; this renews it. Empty for none.
+            operation: an id, by which a call that is repeated, because its reply was lost, is known. Empty for none.
 
         Raises:
             QueueFull: as many requests run and wait as the run allows.
@@ -245,6 +390,29 @@ class Scheduler(Protocol):
     def tell(self, stats: StageStats) -> None:
         """Let ``status`` know of a stage's counters, when its lease is renewed next. Sends nothing itself."""
 
+    def watch(self, begins: bool = False) -> None:
+        """For readers of the live feed: rank 0 publishes it for ``WATCH_SECONDS`` more.
+
+        Args:
+            begins: the reader knows nothing yet, so that rank 0 has to tell what runs.
+        """
+
+    def live_position(self) -> str:
+        """The position behind which what follows in the live feed comes."""
+
+    def show(self, frames: Sequence[str]) -> None:
+        """Rank 0: add frames, each a JSON object, to the live feed. Only the last batches are kept, not for long."""
+
+    def read_live(self, last: str, timeout_seconds: float) -> list[Shown]:
+        """Wait for batches of the live feed.
+
+        Args:
+            last: position of the last batch known.
+
+        Returns:
+            what there is behind it; nothing after ``timeout_seconds``.
+        """
+
     def read_answer(self, request_number: int, last: str, timeout_seconds: float) -> list[tuple[str, Event]]:
         """The events of an answer behind position ``last``, each with its position.
 
@@ -285,8 +453,8 @@ class Scheduler(Protocol):
     def stop(self) -> None:
         """Ask every rank to end after the messages already in its queue, and refuse further requests."""
 
-    def renew_lease(self, rank: int) -> None:
-        """Renew the lease of ``rank`` and the time to live of the run's keys."""
+    def renew_lease(self, rank: int, activity: Activity | None = None) -> None:
+        """Renew the lease of ``rank`` and the time to live of the run's keys; tell the supervisors what it does."""
 
     def expired_ranks(self) -> list[int]:
         """Ranks whose lease has expired."""

@@ -23,18 +23,19 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import IO
+from typing import IO, Any
 from urllib.parse import quote
 
 import redis
 
 from pipedec.core import SchedulerLost, UserError
-from pipedec.scheduler.client import OLDEST_SERVER
+from pipedec.scheduler.client import OLDEST_SERVER, connect
 
 START_SECONDS = 10.0
 LOOPBACK = "127.0.0.1"
 ALL_ADDRESSES = "* -::*"  # IPv6 as well where the host has it
 _ATTEMPTS = 3
+_FIRST_PORT, _PORT_ATTEMPTS = 10_000, 50
 _PR_SET_PDEATHSIG = 1
 
 
@@ -127,6 +128,19 @@ class EmbeddedServer:
             raise ValueError("the server is stopped")
         return self._process.pid
 
+    @property
+    def is_running(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    def has_clients(self) -> bool:
+        """Whether anybody is connected."""
+        try:
+            with connect(self.url) as client:
+                info: Any = client.info("clients")
+        except SchedulerLost:
+            return False
+        return int(info["connected_clients"]) > 1
+
     def stop(self) -> None:
         """Stop the server and remove its directory. May be called twice."""
         process, self._process = self._process, None
@@ -216,9 +230,25 @@ def _quoted(text: str) -> str:
 
 
 def _free_port() -> int:
+    """A free port, if possible below those that the kernel gives to connections and to listeners that ask for any: should the
+    server die, none of them can take its port before it is started again. (Not even a client that tries to reach the server:
+    where a port may be given to connections, one in thousands of attempts to connect to it connects to itself.)
+    """
+    for _ in range(_PORT_ATTEMPTS):
+        port = _FIRST_PORT + secrets.randbelow(max(_first_given_port() - _FIRST_PORT, 1))
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind((LOOPBACK, port))
+            return port
     with socket.socket() as probe:
         probe.bind((LOOPBACK, 0))
         return int(probe.getsockname()[1])
+
+
+def _first_given_port() -> int:
+    """The first port that the kernel gives."""
+    with contextlib.suppress(OSError, ValueError):
+        return int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    return 32768
 
 
 def _die_with_parent() -> Callable[[], None] | None:

@@ -16,6 +16,7 @@ from pipedec.server.completions import completions_router
 from pipedec.server.errors import on_engine_error, on_http_error, on_internal_error, on_invalid
 from pipedec.server.front import Front
 from pipedec.server.health import health_router
+from pipedec.server.live import live_router
 from pipedec.server.middleware import ApiKeys, BodyLimits, RequestNotes
 from pipedec.server.models import models_router
 from pipedec.server.tokens import tokens_router
@@ -39,7 +40,7 @@ class Api(FastAPI):
 def create_app(front: Front) -> FastAPI:
     """All routes and what is around them. ``front`` may change its state at any time."""
     app = Api(title=_TITLE, version=pipedec.__version__, redoc_url=None)
-    for make_router in (completions_router, chat_router, tokens_router, models_router, health_router):
+    for make_router in (completions_router, chat_router, tokens_router, models_router, health_router, live_router):
         app.include_router(make_router(front))
     app.add_exception_handler(HTTPException, on_http_error)
     app.add_exception_handler(RequestValidationError, on_invalid)

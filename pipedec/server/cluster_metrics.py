@@ -35,12 +35,20 @@ class ClusterMetrics(Collector):
             yield from self._of_speculation(stats)
             yield from self._of_timesteps(stats)
         yield from self._of_stages(self.status.stages)
+        yield from self._of_recoveries(self.status)
 
     def _of_requests(self, status: RunStatus) -> Iterator[Metric]:
         for_memory = 0 if status.stats is None else min(status.stats.waiting, len(status.running))
         yield self._gauge("vllm:num_requests_running", "Requests in the pipeline.", len(status.running) - for_memory)
         yield self._gauge("vllm:num_requests_waiting", "Requests that wait.", status.waiting + for_memory)
         yield self._gauge("pipedec:ranks_alive", "Ranks with a valid lease.", len(status.alive))
+
+    def _of_recoveries(self, status: RunStatus) -> Iterator[Metric]:
+        yield self._gauge("pipedec:epoch", "Of the run: it begins a new one when ranks, or Redis, are lost.", status.epoch)
+        yield self._counter("pipedec:recoveries", "Epochs that have begun because something was lost.", status.num_recoveries)
+        served = [(one.at_us, one.served_us) for one in status.recoveries if one.served_us is not None]
+        seconds = (served[-1][1] - served[-1][0]) / 1e6 if served else 0.0
+        yield self._gauge("pipedec:recovery_seconds", "How long the last recovery took until ranks served again.", seconds)
 
     def _of_memory(self, stats: RunStats) -> Iterator[Metric]:
         kv = stats.kv
@@ -61,6 +69,7 @@ class ClusterMetrics(Collector):
         yield self._by("position", CounterMetricFamily, prefix + "accepted_tokens_per_pos", text, positions)
 
     def _of_timesteps(self, stats: RunStats) -> Iterator[Metric]:
+        yield self._counter("vllm:corrupted_requests", "Requests for which a stage computed NaN or infinity.", stats.corrupted)
         yield self._counter("pipedec:timesteps", "Timesteps of the pipeline.", stats.timesteps)
         yield self._histogram("pipedec:timestep_seconds", "Duration of a timestep.", stats.timestep_seconds)
         yield self._histogram("vllm:iteration_tokens_total", "Rows that entered in a timestep.", stats.rows_per_timestep)

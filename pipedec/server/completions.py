@@ -19,6 +19,7 @@ from pipedec.server.prompts import Prompt, tokenized
 from pipedec.server.protocol import BODY_ERRORS, STREAMED, CompletionBody, CompletionResponse
 from pipedec.server.responses import Writer, respond
 from pipedec.server.sampling import asked_of
+from pipedec.server.structures import structure_of
 
 _DEFAULT_MAX_TOKENS = 16  # OpenAI's
 
@@ -85,7 +86,7 @@ def completions_router(front: Front) -> APIRouter:
         served, model = front.require(), check_model(body.model, front.settings)
         if body.best_of is not None and body.best_of != (body.n or 1):
             raise bad_request("best_of is not supported: leave it out, or give the same as n", "best_of")
-        asked = asked_of(body, served, body.logprobs, bool(body.echo))
+        asked = await asked_of(body, served, body.logprobs, bool(body.echo), structure_of(body))
         asking = Asking(front, request, model, "cmpl")
         add_special_tokens = body.add_special_tokens is not False
         prompts = await tokenized(body.prompt, served, front.settings.max_prompts, add_special_tokens)

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from typing import Protocol
 
+from pipedec.client.live import Frame
 from pipedec.client.reply import Delta
 from pipedec.core import Completion
 from pipedec.messages import PromptRequest
+from pipedec.scheduler.protocol import RunStatus
 
 
 class Answer(Protocol):
@@ -27,7 +29,16 @@ class Answer(Protocol):
 
 
 class Engine(Protocol):
-    """A running cluster."""
+    """A running cluster.
+
+    Attributes:
+        last_status: what it has last told of itself, a second or two ago; None if it has told nothing yet.
+    """
+
+    last_status: RunStatus | None
+
+    def live(self) -> AsyncIterator[list[Frame]]:
+        """The live feed, in batches. Raises RankLost or SchedulerLost."""
 
     async def submit(self, request: PromptRequest) -> Answer:
         """Raises UserError, QueueFull, RankLost or SchedulerLost."""

@@ -14,7 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from pipedec.core import PipedecError, QueueFull, UserError
+from pipedec.core import PipedecError, QueueFull, SchedulerBusy, UserError
 from pipedec.validation import shortened
 
 CLIENT_CLOSED_REQUEST = 499  # nginx's status for a client that went away
@@ -25,6 +25,8 @@ _TYPES = {
 _SEVERAL_TYPES = {
     "prompt": "a text, a list of texts, token ids, or a list of lists of token ids",
     "stop": "a text or a list of texts",
+    "guided_json": "a JSON schema, as an object or as text",
+    "tool_choice": 'none, auto, required, or {"type": "function", "function": {"name": "one of the tools"}}',
     "messages": 'a list of objects like {"role": "user", "content": "text"}',
 }
 _MAX_MESSAGE = 1000  # characters
@@ -63,7 +65,7 @@ def api_error(error: Exception) -> ApiError:
     """What a client is told of an error of the engine."""
     if isinstance(error, ApiError):
         return error
-    if isinstance(error, QueueFull):
+    if isinstance(error, QueueFull | SchedulerBusy):
         return unavailable(str(error), _RETRY_AFTER_SECONDS)
     if isinstance(error, UserError):
         return bad_request(str(error))
@@ -139,7 +141,7 @@ def _field(mistake: Mapping[str, Any]) -> str | None:
 
 
 def _is_union_member(part: object) -> bool:
-    return isinstance(part, str) and ("[" in part or part in ("str", "int"))
+    return isinstance(part, str) and ("[" in part or part in ("str", "int", "NamedTool"))
 
 
 def _shown(value: object) -> str:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipedec.messages import RunDescription
+from pipedec.scheduler.protocol import RunStatus
 from pipedec.server.engine import Answer, Engine
 from pipedec.server.errors import ApiError, unavailable
 from pipedec.server.observer import Observer
@@ -80,9 +81,18 @@ class Front:
         return len(self._open)
 
     @property
+    def is_ending(self) -> bool:
+        """Whether no further requests are taken."""
+        return self._is_draining or self._lost is not None
+
+    @property
     def served(self) -> Served | None:
         """The run; None while it is loading."""
         return self._served
+
+    def last_status(self) -> RunStatus | None:
+        """What the run has last told of itself; None if it has told nothing yet."""
+        return None if self._served is None else self._served.engine.last_status
 
     def problem(self, is_ready: bool = True) -> ApiError | None:
         """Why requests are refused; None if they are not.

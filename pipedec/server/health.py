@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fastapi import APIRouter
 
+from pipedec.client.watch import is_away
 from pipedec.server.front import Front
 from pipedec.server.protocol import HealthResponse, error_responses
 
@@ -13,7 +14,7 @@ def health_router(front: Front) -> APIRouter:
 
     @router.get("/health", responses=error_responses(503))
     async def check_health() -> HealthResponse:
-        """Whether the cluster lives: 503 while it is loading, and when it was lost."""
+        """Whether the cluster lives: 503 while it is loading, and when it was lost for good."""
         return _answer(front, is_ready=False)
 
     @router.get("/ready", responses=error_responses(503))
@@ -28,4 +29,7 @@ def _answer(front: Front, is_ready: bool) -> HealthResponse:
     problem = front.problem(is_ready)
     if problem is not None:
         raise problem
-    return HealthResponse(status="ok")
+    status = front.last_status()
+    if status is None:
+        return HealthResponse(status="ok")
+    return HealthResponse(status="recovering" if is_away(status) else "ok", epoch=status.epoch)

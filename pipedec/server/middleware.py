@@ -24,7 +24,7 @@ from pipedec.server.settings import ServerSettings
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 _CLOSE = {"Connection": "close"}
 _LINGER_SECONDS = 2.0
-_GUARDED = "/v1"
+_GUARDED = ("/v1", "/live/feed")
 
 
 class RequestNotes:
@@ -69,7 +69,7 @@ def _exchange(scope: Scope, request_id: str, status: int, seconds: float) -> Exc
 
 
 class ApiKeys:
-    """Refuses requests to ``/v1`` without one of the keys, which are compared in constant time."""
+    """Refuses requests to ``/v1``, and to the live feed, without one of the keys, which are compared in constant time."""
 
     def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
         self._app = app
@@ -92,7 +92,7 @@ class ApiKeys:
 
 def _is_guarded(scope: Scope) -> bool:
     path = scope["path"].removeprefix(scope.get("root_path", ""))
-    return path == _GUARDED or path.startswith(f"{_GUARDED}/")
+    return any(path == guarded or path.startswith(f"{guarded}/") for guarded in _GUARDED)
 
 
 def _digest(key: bytes) -> bytes:

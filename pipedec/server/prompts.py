@@ -11,13 +11,13 @@ from typing import Any
 from pipedec.core import UserError
 from pipedec.server.errors import bad_request
 from pipedec.server.front import Served
-from pipedec.server.protocol import ContentPart, Message, Prompts
+from pipedec.server.protocol import ContentPart, GivenCall, Message, Prompts
 from pipedec.text.tokenizer import Tokenizer
+from pipedec.text.tool_calls import knows_tools
 from pipedec.validation import shortened
 
 _LONG_CHARACTERS = 4000  # texts of more are tokenized in a thread, so that nobody waits for them
-_UNSUPPORTED_FIELDS = ("tool_calls", "tool_call_id", "function_call", "audio")
-_UNSUPPORTED_ROLES = ("tool", "function")
+_UNSUPPORTED_FIELDS = ("function_call", "audio")
 _OWN_VARIABLES = ("messages", "add_generation_prompt", "tokenize", "tools", "documents")
 
 
@@ -96,21 +96,29 @@ def _of_text(text: str, served: Served, add_special_tokens: bool) -> Prompt:
     return Prompt(token_ids, text)
 
 
-async def rendered(messages: Sequence[Message], served: Served, begins_answer: bool, variables: Mapping[str, Any]) -> Prompt:
+async def rendered(
+    messages: Sequence[Message], served: Served, begins_answer: bool, variables: Mapping[str, Any],
+    tools: Sequence[Mapping[str, Any]] | None = None,
+) -> Prompt:  # fmt: skip
     """The prompt that the chat template makes of messages.
 
     Args:
         begins_answer: ends where the answer of the assistant begins.
         variables: further ones of the template.
+        tools: that the template shows to the model; None for none.
 
     Raises:
         ApiError: the messages are empty, too long, not supported, or refused by the template.
     """
-    documents = [_document(index, message) for index, message in enumerate(messages)]
+    has_tools = knows_tools(served.tokenizer.tool_template)
+    documents = [_document(index, message, has_tools) for index, message in enumerate(messages)]
     text = json.dumps(documents)
     _check_length("".join(document.get("content") or "" for document in documents), served, "messages")
     if wrong := [name for name in variables if name in _OWN_VARIABLES]:
         raise bad_request(f"chat_template_kwargs must not have {wrong[0]}", "chat_template_kwargs")
+    if tools is not None:
+        _check_length(json.dumps(tools), served, "tools")
+        variables = {**variables, "tools": tools}
     try:
         token_ids = await asyncio.to_thread(served.tokenizer.apply_chat_template, documents, begins_answer, **variables)
     except (UserError, TypeError) as error:
@@ -120,19 +128,44 @@ async def rendered(messages: Sequence[Message], served: Served, begins_answer: b
     return Prompt(token_ids, text)
 
 
-def _document(index: int, message: Message) -> dict[str, Any]:
-    """For the template: content as text, fields that are not given left out."""
+def _document(index: int, message: Message, has_tools: bool) -> dict[str, Any]:
+    """For the template: content as text, fields that are not given left out.
+
+    Args:
+        has_tools: the template knows tools.
+    """
     path = f"messages[{index}]"
-    if message.role in _UNSUPPORTED_ROLES:
-        raise bad_request(f"{path}: the role {message.role} is not supported: this server has no tools", "messages")
-    given = message.model_extra or {}
-    if unsupported := [name for name in _UNSUPPORTED_FIELDS if given.get(name)]:
-        raise bad_request(f"{path}.{unsupported[0]} is not supported: this server has no tools and no audio", "messages")
+    if message.role == "function" or (unsupported := _first(_UNSUPPORTED_FIELDS, message.model_extra)):
+        what = "the role function" if message.role == "function" else unsupported
+        raise bad_request(f"{path}: {what} is not supported: send text, tool_calls and the role tool", "messages")
+    if not has_tools and (message.role == "tool" or message.tool_calls):
+        raise bad_request(f"{path} is of a tool, but this model's chat template knows none: send text", "messages")
     content = message.content
     if isinstance(content, list):
         content = "\n".join(_text(part, f"{path}.content[{place}]") for place, part in enumerate(content))
-    known = {"role": message.role, "content": content, "name": message.name}
-    return {name: value for name, value in (known | given).items() if value is not None}
+    known = {
+        "role": message.role, "content": content, "name": message.name, "tool_call_id": message.tool_call_id,
+        "tool_calls": [_call(call, f"{path}.tool_calls[{place}]") for place, call in enumerate(message.tool_calls or ())] or None,
+    }  # fmt: skip
+    return {name: value for name, value in (known | (message.model_extra or {})).items() if value is not None}
+
+
+def _first(names: Iterable[str], given: Mapping[str, Any] | None) -> str | None:
+    """The first name that has a value."""
+    return next((name for name in names if (given or {}).get(name)), None)
+
+
+def _call(call: GivenCall, path: str) -> dict[str, Any]:
+    """Templates write the arguments as JSON, so that they must not be JSON already."""
+    arguments: Any = call.function.arguments
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments or "{}")
+        except (ValueError, RecursionError):
+            arguments = None
+    if not isinstance(arguments, dict):
+        raise bad_request(f"{path}.function.arguments is no JSON object", "messages")
+    return call.model_dump(exclude_unset=True) | {"function": {"name": call.function.name, "arguments": arguments}}
 
 
 def _text(part: ContentPart, path: str) -> str:

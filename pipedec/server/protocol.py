@@ -17,6 +17,9 @@ from pipedec.server.errors import bad_request
 MAX_CHOICES = 8
 MAX_STOPS = 16
 MAX_STOP_CHARACTERS = 1000
+MAX_TOOLS = 128
+MAX_STRUCTURE_CHARACTERS = 200_000
+MAX_CHOICE_TEXTS = 5_000
 
 
 class FirstMistake(FailFast):
@@ -34,15 +37,13 @@ _NOTHING: Collection[Any] = (False, 0, "", [], {})  # values that ask for nothin
 UNSUPPORTED: Mapping[str, Collection[Any]] = {
     **dict.fromkeys((
         "allowed_token_ids", "audio", "bad_words", "chat_template", "continue_final_message", "documents",
-        "functions", "guided_choice", "guided_decoding_backend", "guided_grammar", "guided_json", "guided_regex",
-        "include_stop_str_in_output", "kv_transfer_params", "logits_processors", "mm_processor_kwargs", "prediction",
-        "prompt_embeds", "repetition_detection", "structured_outputs", "suffix", "tools", "truncate_prompt_tokens",
-        "use_beam_search", "web_search_options",
+        "functions", "guided_decoding_backend", "guided_whitespace_pattern", "include_stop_str_in_output", "kv_transfer_params",
+        "logits_processors", "mm_processor_kwargs", "prediction", "prompt_embeds", "repetition_detection", "structural_tag",
+        "suffix", "tools", "truncate_prompt_tokens", "use_beam_search", "web_search_options",
     ), _NOTHING),
     "function_call": ("none",),
     "length_penalty": (1,),
     "modalities": (["text"],),
-    "response_format": ({"type": "text"},),
     "prompt_logprobs": (),
     "skip_special_tokens": (True,),
     "tool_choice": ("none", "auto"),
@@ -60,6 +61,31 @@ class Body(BaseModel):
 class StreamOptions(BaseModel):
     include_usage: bool | None = Field(None, description="Send a last chunk with the usage and without choices.")
     continuous_usage_stats: bool | None = Field(None, description="Send the usage so far with every chunk.")
+
+
+class JsonSchema(BaseModel):
+    """``strict`` changes nothing: every answer follows its schema."""
+
+    model_config = ConfigDict(extra="allow")
+
+    document: dict[str, Any] = Field(alias="schema")
+    name: str | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(BaseModel):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = Field(None, description="With the type json_schema.")
+
+
+class StructuredFields(BaseModel):
+    model_config = ConfigDict(extra="allow")
+
+    document: str | dict[str, Any] | None = Field(None, alias="json", description="A JSON schema.")
+    regex: str | None = None
+    choice: Texts | None = Field(None, description="The answer is one of these.")
+    grammar: str | None = Field(None, description="In Lark's notation, or GBNF.")
+    json_object: bool | None = Field(None, description="Any JSON object.")
 
 
 class GenerationBody(Body):
@@ -82,6 +108,12 @@ class GenerationBody(Body):
     ignore_eos: bool | None = Field(None, description="Continue after the model's end tokens.")
     min_tokens: int | None = Field(None, description="Only with ignore_eos and without stop, which imply it.")
     return_tokens_as_token_ids: bool | None = Field(None, description="Show tokens of log-probabilities as token_id:ID.")
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredFields | None = Field(None, description="vLLM's: one of its fields.")
+    guided_json: str | dict[str, Any] | None = Field(None, description="Older names of the same.")
+    guided_regex: str | None = None
+    guided_choice: Texts | None = None
+    guided_grammar: str | None = None
     stream: bool | None = Field(None, description="Send the answer as server-sent events while it is generated.")
     stream_options: StreamOptions | None = None
     priority: int | None = Field(None, ge=-(2**31), lt=2**31, description="Requests of a lower one are served first.")
@@ -125,6 +157,19 @@ class ContentPart(BaseModel):
     text: str | None = None
 
 
+class GivenFunction(BaseModel):
+    name: str
+    arguments: str | dict[str, Any] = "{}"
+
+
+class GivenCall(BaseModel):
+    """A call in a message that the client sends back."""
+
+    model_config = ConfigDict(extra="allow")
+
+    function: GivenFunction
+
+
 class Message(BaseModel):
     """One message of a conversation; further fields reach the chat template."""
 
@@ -133,6 +178,36 @@ class Message(BaseModel):
     role: str
     content: str | Annotated[list[ContentPart], FirstMistake()] | None = None
     name: str | None = None
+    tool_calls: Annotated[list[GivenCall], FirstMistake()] | None = None
+    tool_call_id: str | None = None
+
+
+class Function(BaseModel):
+    model_config = ConfigDict(extra="allow")
+
+    name: str = Field(pattern="^[A-Za-z0-9_.-]{1,64}$")
+    description: str | None = None
+    parameters: dict[str, Any] | None = Field(None, description="JSON schema of the arguments. Default: there are none.")
+    strict: bool | None = Field(None, description="Arguments follow their schema wherever tool_choice makes the model call.")
+
+
+class Tool(BaseModel):
+    model_config = ConfigDict(extra="allow")
+
+    type: Literal["function"]
+    function: Function
+
+
+class FunctionName(BaseModel):
+    name: str
+
+
+class NamedTool(BaseModel):
+    type: Literal["function"]
+    function: FunctionName
+
+
+Tools = Annotated[list[Tool], FirstMistake()]
 
 
 class ChatTemplateFields(BaseModel):
@@ -147,6 +222,9 @@ class ChatBody(ChatTemplateFields, GenerationBody):
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, description=f"With logprobs: most probable tokens, at most {MAX_LOGPROBS}.")
     reasoning_effort: str | None = Field(None, description="A variable of the chat template.")
+    tools: Tools | None = Field(None, description=f"What the model may call, at most {MAX_TOOLS}.")
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = Field(None, description="Default: auto.")
+    parallel_tool_calls: bool | None = Field(None, description="Several calls in one answer. Default: true.")
 
 
 class TokenizeBody(Body):
@@ -157,6 +235,7 @@ class TokenizeBody(Body):
     add_special_tokens: bool | None = Field(None, description="Default: true for a prompt.")
     add_generation_prompt: bool | None = Field(None, description="Default: true.")
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: Tools | None = None
     return_token_strs: bool | None = None
 
 
@@ -226,10 +305,22 @@ class ChatLogprobs(BaseModel):
     content: list[ChatLogprob] | None
 
 
+class CalledFunction(BaseModel):
+    name: str
+    arguments: str
+
+
+class ToolCall(BaseModel):
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
 class ChatMessage(BaseModel):
     role: Literal["assistant"]
-    content: str
+    content: str | None
     refusal: str | None = None
+    tool_calls: list[ToolCall] | None = Field(None, description="Missing if there are none.")
 
 
 class ChatChoice(BaseModel):
@@ -280,7 +371,10 @@ class VersionResponse(BaseModel):
 
 
 class HealthResponse(BaseModel):
-    status: Literal["ok"]
+    """``recovering``: something was lost, and answers wait until it is replaced."""
+
+    status: Literal["ok", "recovering"]
+    epoch: int = 0
 
 
 def error_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:

@@ -14,6 +14,7 @@ from pipedec.server.errors import ApiError, bad_request
 from pipedec.server.front import Served
 from pipedec.server.prompts import check_token_ids
 from pipedec.server.protocol import MAX_CHOICES, MAX_STOP_CHARACTERS, MAX_STOPS, GenerationBody
+from pipedec.server.structures import Structure, require_possible
 from pipedec.text.tokenizer import Tokenizer
 from pipedec.threads import DIALECTS, Dialect, load_dialect
 from pipedec.validation import shortened
@@ -83,12 +84,15 @@ class Asked:
         return replace(self.sampling, max_tokens=max_tokens, seed=None if seed is None else (seed + index) % _SEEDS)
 
 
-def asked_of(body: GenerationBody, served: Served, logprobs: int | None, echoes: bool = False) -> Asked:
+async def asked_of(
+    body: GenerationBody, served: Served, logprobs: int | None, echoes: bool = False, structure: Structure | None = None
+) -> Asked:
     """What a body asks for. Raises ApiError, with the field, for what is out of range or not supported.
 
     Args:
         logprobs: as in ``SamplingParams``.
         echoes: the prompt is returned, too, with its log-probabilities if there are any.
+        structure: of every answer; None for free text.
     """
     body.refuse_unsupported()
     max_tokens = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
@@ -98,18 +102,24 @@ def asked_of(body: GenerationBody, served: Served, logprobs: int | None, echoes:
     if not 1 <= n <= MAX_CHOICES:
         raise bad_request(f"n must be between 1 and {MAX_CHOICES}, not {n}", "n")
     dialect = _dialect(body.threads, served.tokenizer)
+    if structure is not None:
+        await require_possible(structure, body)
+    sampling = _sampling(body, served.tokenizer, logprobs, echoes, structure)
     return Asked(
-        _sampling(body, served.tokenizer, logprobs, echoes), max_tokens, n, _method(body, served.description),
+        sampling, max_tokens, n, _method(body, served.description),
         body.method_options or {}, dialect, dialect is not None and bool(body.stream), body.priority or 0,
     )  # fmt: skip
 
 
-def _sampling(body: GenerationBody, tokenizer: Tokenizer, logprobs: int | None, echoes: bool) -> SamplingParams:
+def _sampling(
+    body: GenerationBody, tokenizer: Tokenizer, logprobs: int | None, echoes: bool, structure: Structure | None
+) -> SamplingParams:
     given = {name: value for name in _AS_THEY_ARE if (value := getattr(body, name)) is not None}
     try:
         sampling = SamplingParams(
             temperature=_DEFAULT_TEMPERATURE if body.temperature is None else body.temperature,
-            seed=_seed(body.seed), stop=_stop(body), logprobs=logprobs, prompt_logprobs=logprobs if echoes else None, **given,
+            seed=_seed(body.seed), stop=_stop(body), logprobs=logprobs, prompt_logprobs=logprobs if echoes else None,
+            structured_outputs=None if structure is None else structure.outputs, **given,
         )  # fmt: skip
     except UserError as error:
         raise field_error(error, body) from None

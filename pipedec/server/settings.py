@@ -13,7 +13,7 @@ class ServerSettings:
 
     Attributes:
         served_model_names: names by which clients may ask for the model; responses have the first one.
-        api_keys: one of them must come with every request to ``/v1``; none are needed if there are none.
+        api_keys: one of them must come with every request to ``/v1`` and ``/live/feed``; none are needed if there are none.
         allowed_origins, allowed_methods, allowed_headers, allow_credentials: CORS, off without origins.
         max_body_bytes: of a request's body; larger ones are refused with 413.
         body_seconds: in which a body must arrive (408).

@@ -11,6 +11,7 @@ from pipedec.server.errors import bad_request
 from pipedec.server.front import Front, Served
 from pipedec.server.prompts import Prompt, check_token_ids, rendered, tokenized
 from pipedec.server.protocol import BODY_ERRORS, DetokenizeBody, DetokenizeResponse, TokenizeBody, TokenizeResponse
+from pipedec.server.tools import shown
 
 
 def tokens_router(front: Front) -> APIRouter:
@@ -44,6 +45,7 @@ async def _prompt(body: TokenizeBody, served: Served) -> Prompt:
         raise bad_request("give either prompt or messages", "prompt")
     if body.messages is not None:
         begins_answer = body.add_generation_prompt is not False
-        return await rendered(body.messages, served, begins_answer, body.chat_template_kwargs or {})
+        tools = shown(body.tools) if body.tools else None
+        return await rendered(body.messages, served, begins_answer, body.chat_template_kwargs or {}, tools)
     assert body.prompt is not None
     return (await tokenized(body.prompt, served, 1, body.add_special_tokens is not False))[0]

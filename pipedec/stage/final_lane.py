@@ -11,6 +11,7 @@ from pipedec.forest import ThreadChanges
 from pipedec.model import KVCache, LaneRows
 from pipedec.sampling import Logprobs, PromptLogprobs
 from pipedec.stage.acceptance import Acceptance
+from pipedec.stage.corruption import bad_stage, corrupted_tokens, first_stage
 from pipedec.stage.forecasts import Forecasts
 from pipedec.stage.lane import Lane
 from pipedec.stage.slot_tokens import SlotTokens
@@ -25,6 +26,7 @@ class FinalLane(Lane):
     Args:
         vocab_size: V.
         tokens: those of the pool's slots.
+        stage: number of the last stage.
 
     Raises:
         UserError: ``logit_bias`` names a token that is not in the vocabulary.
@@ -38,6 +40,7 @@ class FinalLane(Lane):
         device: torch.device | str,
         vocab_size: int,
         tokens: SlotTokens,
+        stage: int,
     ) -> None:
         super().__init__(opening, new_sequence, cache, device)
         self._chooser = TokenChooser(self._forest.sequence, opening.sampling, vocab_size, device)
@@ -48,6 +51,9 @@ class FinalLane(Lane):
         self._chunk = torch.zeros(0, dtype=torch.int64, device=device)  # the tokens of the prefill that entered last
         self._successors = torch.zeros(0, dtype=torch.int64, device=device)  # [N], the target's token after each row
         self._first_verdict: Verdict | None = None
+        self._first_bad = torch.full((1,), torch.inf, device=device)  # the first stage of which any row was not finite
+        self._stage = torch.full((1,), float(stage), device=device)
+        self._is_corrupted = False
         self._entered: LaneRows
         self._tokens = tokens
         self._adopt(opening)
@@ -62,7 +68,7 @@ class FinalLane(Lane):
 
     @property
     def has_ended(self) -> bool:
-        return self._acceptance.finished is not None
+        return self._is_corrupted or self._acceptance.finished is not None
 
     @property
     def num_judged(self) -> int:
@@ -81,39 +87,61 @@ class FinalLane(Lane):
             self._enter_chunk(step.token_ids[: self._entered.num_tokens])
         return self._entered
 
+    def note_corruption(self, hidden_RE: Tensor) -> None:
+        """Note which stage, if any, was the first to compute one of these rows that is not finite."""
+        self._first_bad = torch.minimum(self._first_bad, first_stage(hidden_RE))
+
     def _enter_chunk(self, token_ids: Tensor) -> None:
         """Learn the tokens of a chunk, the first of which belong to the prompt, the others to what was said before."""
         self._chunk = token_ids
         self._tokens.write(self._cache.slots_behind(len(token_ids)), token_ids)
         self._chooser.add_prompt(token_ids[: max(self._prompt_length - self._cache.past_length, 0)])
 
-    def judge(self, logits_RV: Tensor) -> None:
-        """Choose the tokens after the ``num_judged`` rows, whose logits these are; after a prefill this is the first verdict."""
+    def judge(self, logits_RV: Tensor, is_finite: bool = False) -> None:
+        """Choose the tokens after the ``num_judged`` rows, whose logits these are; after a prefill this is the first verdict.
+
+        Args:
+            is_finite: they are known to be.
+        """
+        bad_R = None if is_finite else ~logits_RV.isfinite().all(1)
+        if bad_R is not None:
+            logits_RV = logits_RV.masked_fill(bad_R[:, None], 0)  # nothing can be drawn from NaN
         if self._entered.visibility is not None:
-            self._judge_rows(logits_RV)
+            self._judge_rows(logits_RV, bad_R)
             return
         if self._prompt_logprobs.is_open:
             self._prompt_logprobs.add(logits_RV[: len(self._chunk)], self._chunk)
             logits_RV = logits_RV[len(self._chunk) - 1 :]
         if self._cache.past_length == self._prefill_length:
-            self._judge_prefill(logits_RV)
+            self._judge_prefill(logits_RV, None if bad_R is None else bad_R[len(bad_R) - len(logits_RV) :])
 
-    def _judge_prefill(self, logits_RV: Tensor) -> None:
+    def _judge_prefill(self, logits_RV: Tensor, bad_R: Tensor | None) -> None:
         token = self._chooser.first(logits_RV[:1])
         self._logprobs.accept_first(logits_RV[:1], token)
+        token = self._marked(token, None if bad_R is None else bad_R[:1])
+        if (stage := bad_stage((int(token[0]),))) is not None:
+            self._first_verdict = self._corrupted(stage)
+            return
         self._acceptance.accept_first(int(token[0]))
         finished = self._acceptance.finished
         forecast = () if finished else self._forecasts.first(logits_RV[1:], self._prefill_length + 1)
         self._first_verdict = Verdict.of(int(token[0]), finished=finished, forecast=forecast)
 
-    def _judge_rows(self, logits_RV: Tensor) -> None:
+    def _judge_rows(self, logits_RV: Tensor, bad_R: Tensor | None) -> None:
         num_masks, forest = self._entered.num_masks, self._forest
         num_tokens = len(logits_RV) - num_masks
         rows = slice(forest.num_rows - len(logits_RV), forest.num_rows - num_masks)
         chosen = pad(self._chooser.choose(logits_RV[:num_tokens], forest, rows), (0, num_masks))
-        self._successors = torch.cat((self._successors, chosen))
+        self._successors = torch.cat((self._successors, self._marked(chosen, bad_R)))
         self._forecasts.add(logits_RV, forest, num_masks)
         self._logprobs.add(logits_RV, chosen)
+
+    def _marked(self, chosen_R: Tensor, bad_R: Tensor | None) -> Tensor:
+        return chosen_R if bad_R is None else corrupted_tokens(chosen_R, bad_R, torch.minimum(self._first_bad, self._stage))
+
+    def _corrupted(self, stage: int) -> Verdict:
+        self._is_corrupted = True
+        return Verdict(finished="corrupted", bad_stage=stage)
 
     def verdict(self) -> Verdict | None:
         """After the last chunk of the prefill the first verdict, later the one on the rows computed so far.
@@ -128,6 +156,8 @@ class FinalLane(Lane):
         forest, walks = self._forest, self._acceptance.verify(self._forest, self._successors)
         if not walks:
             return None
+        if (stage := bad_stage(tuple(token for walk in walks for token in walk.tokens))) is not None:
+            return self._corrupted(stage)
         self._logprobs.accept([row for walk in walks for row in walk.rows])
         finished = self._acceptance.finished
         forecasts = [() if finished else self._forecasts.after(forest, walk.rows) for walk in walks]

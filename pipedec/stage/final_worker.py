@@ -11,6 +11,7 @@ from torch import Tensor
 
 from pipedec.core import Opening, Step, Update, Verdict
 from pipedec.model import KVCache
+from pipedec.stage.corruption import known_finite
 from pipedec.stage.final_lane import FinalLane
 from pipedec.stage.lane import Lane
 from pipedec.stage.slot_tokens import SlotTokens
@@ -25,6 +26,11 @@ class FinalStageWorker(StageWorker):
     @cached_property
     def _tokens(self) -> SlotTokens:
         return SlotTokens(self.cache_slots, self._device)
+
+    def reset(self) -> None:
+        """Drop all lanes."""
+        super().reset()
+        self._computed = ()
 
     def compute(self, steps: Mapping[int, Step]) -> None:
         """Compute the rows of all requests in one forward, and choose the tokens after them."""
@@ -57,14 +63,17 @@ class FinalStageWorker(StageWorker):
 
     def _new_lane(self, opening: Opening, cache: KVCache) -> Lane:
         vocab_size = self._model.config.vocab_size
-        return FinalLane(opening, self._new_sequence(opening), cache, self._device, vocab_size, self._tokens)
+        return FinalLane(opening, self._new_sequence(opening), cache, self._device, vocab_size, self._tokens, self._stage)
 
-    def _distribute(self, lanes: Sequence[Lane], hidden: Sequence[Tensor]) -> None:
+    def _distribute(self, lanes: Sequence[Lane], hidden_RE: Tensor, counts: Sequence[int]) -> None:
         """Compute the logits of all requests at once, and let each lane choose its tokens."""
-        judging = [(cast(FinalLane, lane), hidden_RE) for lane, hidden_RE in zip(lanes, hidden, strict=True)]
-        judging = [(lane, hidden_RE[len(hidden_RE) - lane.num_judged :]) for lane, hidden_RE in judging if lane.num_judged]
+        computed = [(cast(FinalLane, lane), own_RE) for lane, own_RE in zip(lanes, hidden_RE.split(counts), strict=True)]
+        for lane, own_RE in computed if not known_finite(hidden_RE) else ():
+            lane.note_corruption(own_RE)
+        judging = [(lane, own_RE[len(own_RE) - lane.num_judged :]) for lane, own_RE in computed if lane.num_judged]
         if not judging:
             return
-        logits_RV = self._model.logits(torch.cat([hidden_RE for _, hidden_RE in judging]))
-        for (lane, _), own_RV in zip(judging, logits_RV.split([len(rows) for _, rows in judging]), strict=True):
-            lane.judge(own_RV)
+        logits_RV = self._model.logits(torch.cat([own_RE for _, own_RE in judging]))
+        is_finite = known_finite(logits_RV)
+        for (lane, _), own_RV in zip(judging, logits_RV.split([len(own_RE) for _, own_RE in judging]), strict=True):
+            lane.judge(own_RV, is_finite)

@@ -1,6 +1,6 @@
-"""The target's token after each row: of every decode thread its own sampler, noise and banned tokens.
+"""The target's token after each row: of every decode thread its own sampler, noise and the tokens that it may go on with.
 
-Knows logits, trees and the tokens that threads may continue with; knows no model, no cache and no verdicts.
+Knows logits, trees, and what threads and structured outputs allow; knows no model, no cache and no verdicts.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ from torch import Tensor
 
 from pipedec.core import SamplingParams
 from pipedec.forest import Forest, ThreadChanges
+from pipedec.grammar.masks import mask_logits
 from pipedec.sampling import Sampler, greedy
 from pipedec.threads import Sequence
 
-RowsByBan = dict[frozenset[int], list[int]]
+Path = tuple[int, list[int]]  # thread, and its tokens that are not accepted yet
 
 
 class TokenChooser:
@@ -45,7 +46,7 @@ class TokenChooser:
 
     def first(self, logits_1V: Tensor) -> Tensor:
         """The token behind prompt and what was said before, int64 [1], from the logits of the last of these."""
-        logits_1V = _without(logits_1V, {self._sequence.banned(0): [0]})
+        logits_1V = self._possible(logits_1V, [(0, [])])
         if self._sampling.is_plainly_greedy:
             return greedy(logits_1V)
         position = torch.tensor([self._sequence.next_position(0)], device=self._device)
@@ -54,8 +55,8 @@ class TokenChooser:
 
     def choose(self, logits_RV: Tensor, forest: Forest, rows: slice) -> Tensor:
         """The token after each of ``rows``, none of which is a mask: int64 [R]."""
-        if self._sequence.can_fork:
-            logits_RV = _without(logits_RV, self._rows_by_ban(forest, rows))
+        if self._sequence.is_constrained:
+            logits_RV = self._possible(logits_RV, _paths(forest, rows))
         if self._sampling.is_plainly_greedy:
             return greedy(logits_RV)
         chosen = torch.zeros(len(logits_RV), dtype=torch.int64, device=self._device)
@@ -65,14 +66,15 @@ class TokenChooser:
             chosen[of_step] = self._samplers[number].choose(logits_RV[of_step], positions, mask_RN, tree.token_ids.clamp(min=0))
         return chosen
 
-    def _rows_by_ban(self, forest: Forest, rows: slice) -> RowsByBan:
-        """Which of ``rows``, counted from 0, may not be followed by which tokens."""
-        found: RowsByBan = defaultdict(list)
-        for number, of_step, of_tree in forest.by_thread(rows):
-            tree = forest.trees[number]
-            for index, row in zip(of_step.tolist(), of_tree.tolist(), strict=True):
-                found[self._sequence.banned(number, tree.path(row))].append(index)
-        return found
+    def _possible(self, logits_RV: Tensor, paths: list[Path]) -> Tensor:
+        """A copy of the logits in which those of tokens that may not follow a row's path are −inf."""
+        grammar = self._sequence.grammar
+        if grammar is not None:
+            return mask_logits(logits_RV, [grammar.allowed(path) for _, path in paths])
+        rows_by_ban: dict[frozenset[int], list[int]] = defaultdict(list)
+        for row, (number, path) in enumerate(paths):
+            rows_by_ban[self._sequence.banned(number, path)].append(row)
+        return _without(logits_RV, rows_by_ban)
 
     def scores(self, logits_MV: Tensor, positions_M: Tensor, threads_M: Tensor | None = None) -> Tensor:
         """Scores that rank the predictions of mask rows: [M, V] (see ``Sampler.scores``).
@@ -117,7 +119,16 @@ class TokenChooser:
         return torch.tensor(token_ids, dtype=torch.int64, device=self._device)
 
 
-def _without(logits_RV: Tensor, rows_by_ban: RowsByBan) -> Tensor:
+def _paths(forest: Forest, rows: slice) -> list[Path]:
+    """Of each of ``rows``."""
+    paths: list[Path] = [(0, [])] * (rows.stop - rows.start)
+    for number, of_step, of_tree in forest.by_thread(rows):
+        for index, row in zip(of_step.tolist(), of_tree.tolist(), strict=True):
+            paths[index] = number, forest.trees[number].path(row)
+    return paths
+
+
+def _without(logits_RV: Tensor, rows_by_ban: dict[frozenset[int], list[int]]) -> Tensor:
     """A copy of the logits in which those of banned tokens are −inf."""
     logits_RV = logits_RV.clone()
     for banned, rows in rows_by_ban.items():

@@ -14,8 +14,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from pipedec.core import Envelope, Load, Opening, SlotRuns, Step, Update, Verdict
+from pipedec.core import Envelope, Load, Opening, RankLost, SlotRuns, Step, Update, Verdict
 from pipedec.model import KVCache, StageModel
+from pipedec.stage.corruption import marked
 from pipedec.stage.lane import Lane
 from pipedec.threads import NewSequence
 
@@ -37,6 +38,7 @@ class StageWorker:
 
     Args:
         new_sequence: makes, for the opening of a request, the function that makes sequences of its answer.
+        stage: its number, which is named if it computes NaN or infinity.
         slots, block: of the KV pool (see ``KVPool``). Which request has which slots is said from outside.
 
     Attributes:
@@ -52,10 +54,12 @@ class StageWorker:
         *,
         slots: int,
         block: int = 16,
+        stage: int = 1,
     ) -> None:
         self._model = model
         self._new_sequence = new_sequence
         self._device = device
+        self._stage = stage
         self._pool = model.make_pool(slots, block)
         self._lanes: dict[int, Lane] = {}
         self.rows = 0
@@ -70,6 +74,11 @@ class StageWorker:
     def cache_slots(self) -> int:
         """Capacity of the KV pool in rows."""
         return self._pool.slots
+
+    def reset(self) -> None:
+        """Drop all lanes: requests come again with all their rows, and nothing in the pool is theirs any more."""
+        self.pruned_rows += sum(lane.num_candidates for lane in self._lanes.values())
+        self._lanes.clear()
 
     def open(self, number: int, opening: Opening) -> None:
         """Open a lane for a request, and copy the rows that it is to have copies of.
@@ -126,7 +135,8 @@ class StageWorker:
         lanes = [self._lanes[number] for number in steps]
         entered = [lane.enter(step) for lane, step in zip(lanes, steps.values(), strict=True)]
         inputs = torch.cat([step.token_ids if step.hidden is None else step.hidden for step in steps.values()])
-        self._distribute(lanes, self._model.forward(inputs, entered).split([rows.num_rows for rows in entered]))
+        hidden_RE = marked(inputs, self._model.forward(inputs, entered), self._stage)
+        self._distribute(lanes, hidden_RE, [rows.num_rows for rows in entered])
 
     def outgoing(self) -> dict[int, Step]:
         """Take the pending output of all requests, with parents as the next stage's trees will number them."""
@@ -151,16 +161,26 @@ class StageWorker:
         Returns:
             what goes to the next rank: the same updates with the rows that leave this stage; from the last stage to rank 0 its
             results instead.
+
+        Raises:
+            RankLost: the updates do not fit the requests here; the message names the rank that has sent them.
         """
         has_verdicts = any(update.verdict is not None for update in envelope.updates)
         with span("sync", Load()) if has_verdicts else nullcontext():
-            self.replay(envelope.updates)
+            self._replay_received(envelope.updates)
         steps = {update.number: update.step for update in envelope.updates if update.step is not None}
         if steps:
             load = self.load(steps)
             with span("dec", load) if load.rows else nullcontext():
                 self.compute(steps)
         return replace(envelope, updates=self._reply(envelope.updates))
+
+    def _replay_received(self, updates: Iterable[Update]) -> None:
+        try:
+            self.replay(updates)
+        except (ValueError, KeyError, IndexError) as error:
+            peer = self._stage - 1
+            raise RankLost(f"rank {peer} sent updates that do not fit the requests of rank {self._stage}: {error}") from error
 
     def _reply(self, updates: tuple[Update, ...]) -> tuple[Update, ...]:
         outgoing = self.outgoing()
@@ -173,10 +193,10 @@ class StageWorker:
         """The steps of requests that go on."""
         return {number: step for number, step in steps.items() if number in self._lanes and not self._lanes[number].has_ended}
 
-    def _distribute(self, lanes: Sequence[Lane], hidden: Sequence[Tensor]) -> None:
-        """Give each lane the activations of its rows."""
-        for lane, hidden_RE in zip(lanes, hidden, strict=True):
-            lane.computed(hidden_RE)
+    def _distribute(self, lanes: Sequence[Lane], hidden_RE: Tensor, counts: Sequence[int]) -> None:
+        """Give each lane the activations of its rows, of which it has ``counts``."""
+        for lane, own_RE in zip(lanes, hidden_RE.split(counts), strict=True):
+            lane.computed(own_RE)
 
 
 def _num_rows(steps: Mapping[int, Step]) -> int:

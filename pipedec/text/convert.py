@@ -12,11 +12,13 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from pipedec.core import UserError
+from pipedec.gguf import model_files
 from pipedec.text.tokenizer import Tokenizer
 
 
 def load_for_training(directory: Path) -> Any:
     """The tokenizer of transformers, which can be changed and saved. Raises UserError if there is none, or a damaged one."""
+    directory = model_files(directory)
     if not any((directory / name).exists() for name in ("tokenizer.json", "tokenizer.model")):
         raise UserError(f"no tokenizer in {directory}: expected tokenizer.json beside config.json")
     try:

@@ -6,11 +6,13 @@ Knows nothing of stages, methods or processes.
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from pipedec.core import UserError
+from pipedec.gguf import model_files
 from pipedec.text.stream import TextStream
 from pipedec.text.tokenizer import Tokenizer
 
@@ -84,13 +86,19 @@ class Prompter:
         return self.tokenizer.decode(token_ids)
 
 
+def vocabulary_digest(tokenizer: Tokenizer) -> str:
+    """SHA-256 over all tokens and their ids (16 hex digits): which targets a draft with few tokens of its own fits."""
+    listed = json.dumps(sorted(tokenizer.vocabulary.items(), key=lambda item: (item[1], item[0])))
+    return hashlib.sha256(listed.encode()).hexdigest()[:16]
+
+
 def same_tokenizer(target: Path, draft: Path) -> None:
     """Check that both models have the same vocabulary.
 
     Raises:
         UserError: the vocabularies differ, or one cannot be read.
     """
-    files = [path / "tokenizer.json" for path in (target, draft)]
+    files = [model_files(path) / "tokenizer.json" for path in (target, draft)]
     digests = [hashlib.sha256(file.read_bytes()).digest() for file in files if file.exists()]
     if len(digests) == 2 and digests[0] == digests[1]:
         return
@@ -103,12 +111,30 @@ def same_tokenizer(target: Path, draft: Path) -> None:
         )
 
 
+def fits_vocabulary(directory: Path, vocab_size: int) -> None:
+    """Check that a model has an embedding for every token of the tokenizer in its directory, if there is one, but for tokens that
+    were added to it: some fine-tuned models come with a padding token that nobody uses.
+
+    Raises:
+        UserError: it has not, or the tokenizer cannot be read.
+    """
+    if not (model_files(directory) / "tokenizer.json").exists():
+        return
+    largest = load_tokenizer(directory).largest_own_id
+    if largest >= vocab_size:
+        raise UserError(
+            f"{directory}: tokenizer.json has token ids up to {largest}, but config.json a vocabulary of {vocab_size} tokens: "
+            "the tokenizer does not belong to this model; download both again"
+        )
+
+
 def load_tokenizer(directory: Path) -> Tokenizer:
     """The tokenizer of any checkpoint; one without ``tokenizer.json`` is converted by transformers, which loads torch.
 
     Raises:
         UserError: there is none, or a damaged one.
     """
+    directory = model_files(directory)
     if (directory / "tokenizer.model").exists() and not (directory / "tokenizer.json").exists():
         from pipedec.text.convert import converted
 

@@ -35,7 +35,7 @@ class StopStrings:
             if starts:
                 text, self._held = self._held[: min(starts)], ""
                 return text, count
-        final = len(self._held) - self._num_undecided()
+        final = len(self._held) - num_begun(self._held, self._stop)
         text, self._held = self._held[:final], self._held[final:]
         return text, None
 
@@ -44,14 +44,11 @@ class StopStrings:
         text, self._held = self._held + self._stream.finish(), ""
         return text
 
-    def _num_undecided(self) -> int:
-        """Number of characters at the end that may begin a stop string."""
-        longest = min(len(self._held), max(map(len, self._stop)) - 1)
-        lengths = (length for length in range(longest, 0, -1) if self._begins_stop(self._held[-length:]))
-        return next(lengths, 0)
 
-    def _begins_stop(self, text: str) -> bool:
-        return any(stop.startswith(text) for stop in self._stop)
+def num_begun(text: str, marks: Sequence[str]) -> int:
+    """Number of characters at the end of a text that may be the beginning of a mark that it does not contain."""
+    longest = min(len(text), max(map(len, marks)) - 1)
+    return next((length for length in range(longest, 0, -1) if any(mark.startswith(text[-length:]) for mark in marks)), 0)
 
 
 class TextStream:

@@ -16,6 +16,7 @@ import tokenizers
 from tokenizers import AddedToken
 
 from pipedec.core import UserError
+from pipedec.gguf import model_files
 from pipedec.text.chat_template import ChatTemplate
 
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -27,7 +28,7 @@ class Tokenizer:
     """From text to token ids and back.
 
     Args:
-        directory: a checkpoint with ``tokenizer.json``.
+        directory: a checkpoint with ``tokenizer.json``, or a GGUF file.
 
     Raises:
         UserError: there is no ``tokenizer.json``, or a damaged file.
@@ -35,13 +36,14 @@ class Tokenizer:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
+        directory = model_files(directory)
         self._backend = _read_backend(directory)
         config = _read_config(directory)
         self.special_tokens: dict[str, str] = {name: _content(config[name]) for name in _NAMED if config.get(name)}
         self._add_tokens(config)
         is_bpe = isinstance(self._backend.model, tokenizers.models.BPE)
         self._cleans_spaces = bool(config.get("clean_up_tokenization_spaces")) and not is_bpe
-        self._template_source = _read_template(directory, config)
+        self._template_sources = _read_templates(directory, config)
 
     def __len__(self) -> int:
         """Token ids are below this, if they have no gaps."""
@@ -51,6 +53,11 @@ class Tokenizer:
     def vocabulary(self) -> Mapping[str, int]:
         """Ids of all tokens, by their names in the file."""
         return self._backend.get_vocab(with_added_tokens=True)
+
+    @property
+    def largest_own_id(self) -> int:
+        """The largest id of a token that was not added to the tokenizer; 0 without any."""
+        return max(self._backend.get_vocab(with_added_tokens=False).values(), default=0)
 
     @cached_property
     def max_chars_per_token(self) -> int:
@@ -72,7 +79,12 @@ class Tokenizer:
 
     @property
     def has_chat_template(self) -> bool:
-        return self._template_source is not None
+        return "default" in self._template_sources
+
+    @property
+    def tool_template(self) -> str:
+        """The source of the template that renders conversations with tools; empty if there is no template."""
+        return self._template_sources.get("tool_use", self._template_sources.get("default", ""))
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text.
@@ -129,13 +141,18 @@ class Tokenizer:
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in spelled)
 
+    def to_json(self) -> str:
+        """As ``tokenizer.json``, with the tokens that stand in the configuration only."""
+        return self._backend.to_str()
+
     def render_chat(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **options: Any) -> str:
         """The text that the chat template makes of messages. Raises UserError as ``apply_chat_template``."""
-        if self._template is None:
+        if not self.has_chat_template:
             raise UserError(f"{self.directory} has no chat template: send the prompt as it is (/v1/completions, --raw)")
         if not messages:
             raise UserError("messages is empty: give at least one message")
-        return self._template.render(messages, add_generation_prompt, **{**self.special_tokens, **options})
+        template = self._tool_template if options.get("tools") is not None else self._template
+        return template.render(messages, add_generation_prompt, **{**self.special_tokens, **options})
 
     def apply_chat_template(
         self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **options: Any
@@ -152,8 +169,12 @@ class Tokenizer:
         return self.encode(self.render_chat(messages, add_generation_prompt, **options), add_special_tokens=False)
 
     @cached_property
-    def _template(self) -> ChatTemplate | None:
-        return None if self._template_source is None else ChatTemplate(self._template_source)
+    def _template(self) -> ChatTemplate:
+        return ChatTemplate(self._template_sources["default"])
+
+    @cached_property
+    def _tool_template(self) -> ChatTemplate:
+        return ChatTemplate(self.tool_template)
 
     @cached_property
     def _added(self) -> Mapping[int, AddedToken]:
@@ -214,14 +235,17 @@ def _read_json(path: Path) -> dict[str, Any]:
         raise UserError(f"the tokenizer in {path.parent} cannot be read: {path.name}: {str(error)[:160]}") from error
 
 
-def _read_template(directory: Path, config: Mapping[str, Any]) -> str | None:
-    path = directory / "chat_template.jinja"
+def _read_templates(directory: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """Chat templates by name: ``default``, and ``tool_use`` where a checkpoint has another one for tools."""
+    path, others = directory / "chat_template.jinja", directory / "additional_chat_templates"
     if path.exists():
-        return path.read_text(encoding="utf-8")
+        return {file.stem: file.read_text(encoding="utf-8") for file in others.glob("*.jinja")} | {
+            "default": path.read_text(encoding="utf-8")
+        }
     source = config.get("chat_template")
     if isinstance(source, list):
-        source = {entry["name"]: entry["template"] for entry in source}.get("default")
-    return source
+        return {entry["name"]: entry["template"] for entry in source}
+    return {} if source is None else {"default": source}
 
 
 def _content(entry: str | Mapping[str, Any]) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING
 
 from pipedec.threads import anomalies
 from pipedec.threads.bound import NO_DIALECT, BoundDialect, OpenerTag
@@ -17,6 +18,9 @@ from pipedec.threads.document import DocumentToken, ReorderBuffer, document, nex
 from pipedec.threads.events import Ended, Event, Finished, Joined, Opened, Waiting
 from pipedec.threads.grammar import Grammar, Role
 from pipedec.threads.thread import Context, DecodeThread, Join, State
+
+if TYPE_CHECKING:
+    from pipedec.grammar import Grammar as Structure
 
 
 class Sequence:
@@ -26,6 +30,7 @@ class Sequence:
         threads: by number, the main thread first.
         max_tokens: maximum tokens of the document, control and forced tokens included; the answer is truncated there.
         finished: None until the answer ends; then the ``reason`` of ``Finished``.
+        grammar: what the answer, which is in one thread, must look like: as far as the accepted tokens. None for any text.
 
     Args:
         bound: the dialect and its token ids.
@@ -42,11 +47,13 @@ class Sequence:
         end_token_ids: Iterable[int],
         max_tokens: int,
         max_positions: int | None = None,
+        grammar: Structure | None = None,
     ) -> None:
+        self.grammar = grammar
         self._bound = bound
         self._max_positions = max_positions
         self._dialect = bound.dialect
-        self._grammar = Grammar(bound, frozenset(end_token_ids))
+        self._roles = Grammar(bound, frozenset(end_token_ids))
         self._anomalies: Counter[str] = Counter()
         self._numbers: dict[tuple[int, ...], int] = {(): 0}
         self.prompt_length = prompt_length
@@ -58,6 +65,11 @@ class Sequence:
     def can_fork(self) -> bool:
         """Whether the answer may ever have more than one thread."""
         return self._bound is not NO_DIALECT
+
+    @property
+    def is_constrained(self) -> bool:
+        """Whether the text before may exclude some tokens."""
+        return self.can_fork or self.grammar is not None
 
     @property
     def main(self) -> DecodeThread:
@@ -94,7 +106,7 @@ class Sequence:
 
     def banned(self, number: int, after: Iterable[int] = ()) -> frozenset[int]:
         """Tokens that may not be sampled next in a thread, after the tokens ``after``, which are not accepted yet."""
-        return self._grammar.banned(self.threads[number], list(after))
+        return self._roles.banned(self.threads[number], list(after))
 
     def ends_walk(self, number: int, token: int, after: Iterable[int] = ()) -> bool:
         """Whether ``token`` joins or ends the thread, so that its successor cannot be predicted yet.
@@ -105,11 +117,11 @@ class Sequence:
         thread, lookahead = self.threads[number], list(after)
         if self._is_mere_text(thread, token, len(lookahead)):
             return False
-        if self._grammar.role(thread, token, lookahead) in (Role.JOIN, Role.CLOSE, Role.END):
+        if self._roles.role(thread, token, lookahead) in (Role.JOIN, Role.CLOSE, Role.END):
             return True
         if thread.parent is not None and thread.num_tokens + len(lookahead) + 1 >= self._dialect.max_child_tokens:
             return True
-        entering = len(lookahead) + 1 + self._grammar.opened(thread, [*lookahead, token])  # forced tokens count
+        entering = len(lookahead) + 1 + self._roles.opened(thread, [*lookahead, token])  # forced tokens count
         return next_indices(self.threads)[number] + entering >= self.max_tokens
 
     def following(self, number: int, path: list[int]) -> tuple[int, frozenset[int]]:
@@ -125,7 +137,7 @@ class Sequence:
         position = thread.next_position
         for count, token in enumerate(path):
             position += 1 + self._length_predicted_by(thread, token, path[:count], position + 1)
-        return position, self._grammar.banned(thread, path)
+        return position, self._roles.banned(thread, path)
 
     def gap(self, number: int, path: list[int]) -> int:
         """The number of positions left empty between the last token of ``path`` and its successor."""
@@ -134,9 +146,9 @@ class Sequence:
 
     def _length_predicted_by(self, thread: DecodeThread, token: int, lookahead: list[int], position: int) -> int:
         """The predicted length of the child that ``token`` would open at ``position``; 0 if it opens none."""
-        if not self.may_leave_gap(token) or self._grammar.role(thread, token, lookahead) is not Role.OPEN:
+        if not self.may_leave_gap(token) or self._roles.role(thread, token, lookahead) is not Role.OPEN:
             return 0
-        tag = self._grammar.tag_after(thread, lookahead)
+        tag = self._roles.tag_after(thread, lookahead)
         return self._predict_length(None if tag is None else self._bound.extended(tag, token), position)[0]
 
     @property
@@ -161,11 +173,13 @@ class Sequence:
             return []
         if thread.state is not State.RUNNING:
             raise ValueError(f"token {token} for thread {number}, which is {thread.state.value}")
+        if self.grammar is not None:
+            self.grammar.advance((token,))
         if self._is_mere_text(thread, token):
             thread.enter(token, is_control=False)
             return []
-        role = self._grammar.role(thread, token)
-        self._anomalies.update(self._grammar.anomalies_of(thread, token, role))
+        role = self._roles.role(thread, token)
+        self._anomalies.update(self._roles.anomalies_of(thread, token, role))
         events = [*self._act(thread, token, role), *self._settle()]
         return [*events, *self.end_all(anomalies.CACHE_FULL)] if self._is_full() else events
 
@@ -175,7 +189,7 @@ class Sequence:
         Args:
             num_ahead: number of tokens between the thread's own and ``token``.
         """
-        is_last = self._grammar.is_control(token) or thread.num_tokens + num_ahead + 1 >= self.max_tokens
+        is_last = self._roles.is_control(token) or thread.num_tokens + num_ahead + 1 >= self.max_tokens
         return not self.can_fork and not is_last
 
     def end_all(self, reason: str) -> list[Event]:
@@ -221,7 +235,7 @@ class Sequence:
 
     def is_control(self, token: int) -> bool:
         """Whether a token is control rather than text in every context."""
-        return self._grammar.is_control(token)
+        return self._roles.is_control(token)
 
     def is_shown(self, token: DocumentToken) -> bool:
         """Whether the token appears in the text that users read."""
@@ -239,7 +253,7 @@ class Sequence:
             self._enter(thread, token)
             yield self._open(thread, tag)
         else:
-            tag = self._grammar.tag_after(thread, [token])
+            tag = self._roles.tag_after(thread, [token])
             if tag is None or thread.tag is None or tag.start != thread.tag.start:
                 self._break_tag(thread, thread.num_tokens)
             thread.tag = tag
@@ -256,11 +270,11 @@ class Sequence:
         """Turn the tokens of an incomplete tag into text; the thread's token ``known_at`` is the one that broke the tag."""
         if thread.tag is not None:
             inside = range(thread.tag.start, thread.num_tokens)
-            thread.reverted |= {index: known_at for index in inside if not self._grammar.is_control(thread.token_ids[index])}
+            thread.reverted |= {index: known_at for index in inside if not self._roles.is_control(thread.token_ids[index])}
             thread.tag = None
 
     def _enter(self, thread: DecodeThread, token: int) -> None:
-        thread.enter(token, thread.tag is not None or self._grammar.is_control(token))
+        thread.enter(token, thread.tag is not None or self._roles.is_control(token))
         if thread.predicted_length is not None and thread.num_tokens == thread.predicted_length + 1:
             self._anomalies[anomalies.LENGTH_EXCEEDED] += 1
 
@@ -396,9 +410,11 @@ class Sequence:
         return "length" if any(thread.is_cut for thread in self.threads) or not is_complete else "stop"
 
 
-def single_thread(prompt_length: int, end_token_ids: Iterable[int], max_tokens: int) -> Sequence:
+def single_thread(
+    prompt_length: int, end_token_ids: Iterable[int], max_tokens: int, grammar: Structure | None = None
+) -> Sequence:
     """The sequence of an answer that cannot fork. Arguments as of ``Sequence``."""
-    return Sequence(NO_DIALECT, prompt_length, end_token_ids, max_tokens)
+    return Sequence(NO_DIALECT, prompt_length, end_token_ids, max_tokens, grammar=grammar)
 
 
 NewSequence = Callable[[], Sequence]  # makes the sequence of a new answer

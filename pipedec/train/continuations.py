@@ -19,6 +19,7 @@ from torch import Tensor
 
 from pipedec.core import UserError
 from pipedec.train.prompts import SplitPrompts
+from pipedec.transport.replicas import ALONE, Replicas
 
 Model = Any  # a causal language model of transformers, whose classes share no usable type
 
@@ -55,30 +56,35 @@ class Answered:
         return total.hexdigest()[:16]
 
 
-def answer(target: Model, prompts: dict[str, SplitPrompts], new_tokens: int, work: Path) -> Answered:
+def answer(target: Model, prompts: dict[str, SplitPrompts], new_tokens: int, work: Path, replicas: Replicas = ALONE) -> Answered:
     """The target's greedy answers to all prompts; ``work`` keeps them, so that a second run does not generate them again."""
-    return Answered(
-        {
-            name: continue_greedily(target, part.training, new_tokens, work / "continuations" / name)
-            for name, part in prompts.items()
-        },
-        {name: continue_greedily(target, part.held_out, new_tokens, work / "held-out" / name) for name, part in prompts.items()},
-    )
+
+    def answers(prompt_ids: list[list[int]], folder: str, name: str) -> list[Continuation]:
+        return continue_greedily(target, prompt_ids, new_tokens, work / folder / name, replicas)
+
+    training = {name: answers(part.training, "continuations", name) for name, part in prompts.items()}
+    return Answered(training, {name: answers(part.held_out, "held-out", name) for name, part in prompts.items()})
 
 
-def continue_greedily(target: Model, prompt_ids: list[list[int]], new_tokens: int, store: Path) -> list[Continuation]:
+def continue_greedily(
+    target: Model, prompt_ids: list[list[int]], new_tokens: int, store: Path, replicas: Replicas = ALONE
+) -> list[Continuation]:
     """The target's greedy continuations of all prompts, shortest prompts first; ``store`` keeps one file per batch.
+
+    Several processes share the batches; all of them read ``store``.
 
     Raises:
         UserError: ``store`` holds continuations of other prompts.
     """
     store.mkdir(parents=True, exist_ok=True)
     batches = _batches(sorted(prompt_ids, key=len))
+    paths = [store / f"{number:04}.safetensors" for number in range(len(batches))]
+    for number, path in enumerate(track(paths, f"continuations: {store.name}", disable=not replicas.is_first)):
+        if replicas.shares(number) and not path.exists():
+            _save(_generate(target, batches[number], new_tokens), path)
+    replicas.wait()
     found: list[Continuation] = []
-    for number, batch in enumerate(track(batches, f"continuations: {store.name}")):
-        path = store / f"{number:04}.safetensors"
-        if not path.exists():
-            _save(_generate(target, batch, new_tokens), path)
+    for path, batch in zip(paths, batches, strict=True):
         stored = _load(path)
         if [continuation.ids[: continuation.prompt_length] for continuation in stored] != batch:
             raise UserError(f"{path} comes from other prompts: give another --work, or remove it")
@@ -99,7 +105,7 @@ def _batches(ordered: list[list[int]]) -> list[list[list[int]]]:
 @torch.no_grad()
 def _generate(target: Model, batch: list[list[int]], new_tokens: int) -> Iterator[Continuation]:
     """One batch through transformers' ``generate``, padded on the left."""
-    ends = _end_tokens(target)
+    ends = end_tokens(target)
     pad = target.config.pad_token_id if target.config.pad_token_id is not None else 0
     longest = max(map(len, batch))
     ids_BT = torch.tensor([[pad] * (longest - len(ids)) + ids for ids in batch], device=target.device)
@@ -111,10 +117,10 @@ def _generate(target: Model, batch: list[list[int]], new_tokens: int) -> Iterato
         yield Continuation(prompt + row[:length], len(prompt))
 
 
-def _end_tokens(target: Model) -> tuple[int, ...]:
+def end_tokens(target: Model) -> frozenset[int]:
     """The tokens that end an answer of ``generate``: its generation config names one, several or none."""
     named = target.generation_config.eos_token_id
-    return () if named is None else tuple(named) if isinstance(named, list) else (named,)
+    return frozenset() if named is None else frozenset(named) if isinstance(named, list) else frozenset([named])
 
 
 def _save(continuations: Iterator[Continuation], path: Path) -> None:

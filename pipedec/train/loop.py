@@ -19,6 +19,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from pipedec.core import UserError
+from pipedec.transport.replicas import ALONE, Replicas
+
+COLUMNS = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()  # of a progress bar
 
 Figures = dict[str, Any]  # what is logged of a step: numbers and lists of numbers, "loss" among them
 
@@ -33,6 +36,7 @@ class TrainingLoop:
         model: its parameters are trained, in float32.
         identity: everything that decides the result; a checkpoint is resumed only if all of it is equal.
         max_norm: gradients are clipped to this norm; None = no clipping.
+        replicas: the processes that take the same steps; the first one writes.
 
     Raises:
         UserError: ``work`` holds the checkpoint of another run.
@@ -48,26 +52,28 @@ class TrainingLoop:
         work: Path,
         identity: dict[str, Any],
         max_norm: float | None = 1.0,
+        replicas: Replicas = ALONE,
     ) -> None:
         self._name, self._model, self._optimizers = name, model, optimizers
-        self._identity, self._max_norm = json.loads(json.dumps(identity)), max_norm
+        self._identity, self._max_norm, self._replicas = json.loads(json.dumps(identity)), max_norm, replicas
         self._checkpoint, self._log = work / f"{name}.safetensors", work / f"{name}.jsonl"
         work.mkdir(parents=True, exist_ok=True)
 
     def run(self, steps: int, rate: Callable[[int], float], backward: Backward) -> None:
         """Run the steps that the checkpoint does not hold yet; ``rate`` gives the learning rate of a step."""
         start = self._resume()
-        columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+        self._replicas.wait()
         self._model.train()
-        with Progress(*columns) as progress, self._log.open("a") as log:
+        with Progress(*COLUMNS, disable=not self._replicas.is_first) as progress, self._log.open("a") as log:
             bar = progress.add_task(self._name, total=steps, completed=start)
             for step in range(start, steps):
                 figures = {name: _rounded(value) for name, value in backward(step).items()}
                 self._update(rate(step))
-                log.write(json.dumps({"step": step + 1, **figures}) + "\n")
-                log.flush()
+                if self._replicas.is_first:
+                    log.write(json.dumps({"step": step + 1, **figures}) + "\n")
+                    log.flush()
                 progress.update(bar, advance=1, description=f"{self._name} {_described(figures)}")
-                if (step + 1) % self.SAVE_EVERY == 0 or step + 1 == steps:
+                if self._replicas.is_first and ((step + 1) % self.SAVE_EVERY == 0 or step + 1 == steps):
                     self._save(step + 1)
         self._model.eval()
 
@@ -93,7 +99,7 @@ class TrainingLoop:
     def _resume(self) -> int:
         """Load the checkpoint, if any, and drop log lines of later steps; returns the number of steps already done."""
         start = self._load() if self._checkpoint.exists() else 0
-        if self._log.exists():
+        if self._log.exists() and self._replicas.is_first:
             kept = self._log.read_text().splitlines(keepends=True)[:start]
             self._log.with_suffix(".partial").write_text("".join(kept))
             self._log.with_suffix(".partial").rename(self._log)

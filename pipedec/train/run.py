@@ -14,6 +14,7 @@ import torch
 
 from pipedec.engine.spec import DTYPES
 from pipedec.train.cards.render import card
+from pipedec.transport.replicas import ALONE, Replicas
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,7 @@ class Run:
         work: directory of log, checkpoint and generated answers; a second run continues from them.
         dtype: what forward passes compute in; trained weights are float32.
         threads: CPU threads.
+        replicas: the processes that train together.
         held_out_prompts: for models that answer in threads: how many prompts of each dialect and rule to measure on, at most.
     """
 
@@ -34,6 +36,7 @@ class Run:
     threads: int = 2
     device: torch.device = torch.device("cpu")
     held_out_prompts: int = 48
+    replicas: Replicas = ALONE
 
     @property
     def torch_dtype(self) -> torch.dtype:

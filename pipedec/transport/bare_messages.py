@@ -9,15 +9,15 @@ from __future__ import annotations
 import time
 
 import torch
-import torch.distributed as dist
 
 from pipedec.core import RankLost
+from pipedec.transport.torch_distributed import TorchTransport
 from pipedec.transport.wire import message_bytes
 
 _VERDICT_VALUES = 4  # about the size of a verdict: number of accepted tokens, their ids, finish reason
 
 
-def bare_timesteps(num_rows: int, hidden_size: int, dtype: torch.dtype, timesteps: int) -> list[float]:
+def bare_timesteps(transport: TorchTransport, num_rows: int, hidden_size: int, dtype: torch.dtype, timesteps: int) -> list[float]:
     """Pass a step from each rank to the next and broadcast a verdict, ``timesteps`` times.
 
     Every rank except the last sends the bytes of a step of ``num_rows`` rows to the next rank (rank 0 without activations).
@@ -30,19 +30,19 @@ def bare_timesteps(num_rows: int, hidden_size: int, dtype: torch.dtype, timestep
     Raises:
         RankLost: a rank is gone or did not answer in time.
     """
-    rank, last = dist.get_rank(), dist.get_world_size() - 1
+    group = transport.all_ranks
+    rank, last = group.rank(), group.size() - 1
     outgoing = torch.zeros(message_bytes(num_rows, hidden_size if rank else 0, dtype), dtype=torch.uint8)
     incoming = torch.empty(message_bytes(num_rows, hidden_size if rank > 1 else 0, dtype), dtype=torch.uint8)
     verdict = torch.zeros(_VERDICT_VALUES, dtype=torch.int64)
     clock = []
     try:
         for _ in range(timesteps):
-            transfers = [dist.irecv(incoming, rank - 1)] if rank > 0 else []
-            transfers += [dist.isend(outgoing, rank + 1)] if rank < last else []
+            transfers = [group.recv([incoming], rank - 1, 0)] if rank > 0 else []
+            transfers += [group.send([outgoing], rank + 1, 0)] if rank < last else []
             for work in transfers:
-                if work is not None:
-                    work.wait()
-            dist.broadcast(verdict, src=last)
+                work.wait()
+            group.broadcast(verdict, last).wait()
             clock.append(time.perf_counter())
     except RuntimeError as error:
         raise RankLost(f"rank {rank} lost its peers while the bare transport was measured: {str(error)[:160]}") from error

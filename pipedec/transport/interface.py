@@ -40,4 +40,4 @@ class Transport(Protocol):
         """
 
     def close(self) -> None:
-        """Leave the process group and close its sockets."""
+        """Leave the process groups and close their sockets."""

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import socket
+import time
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
-from torch._C._distributed_c10d import FileStore, Store, TCPStore
+from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
 from torch.distributed import DistError
 from torch.distributed.rendezvous import rendezvous
 
 from pipedec.core import PipedecError, RankLost
 
 __all__ = [
-    "MEETING_SECONDS", "Rendezvous", "Store", "StoreServer", "file_store", "join_store", "store_from_environment", "wait_for_key",
+    "MEETING_SECONDS", "AbortableStore", "Rendezvous", "Store", "StoreServer", "file_store", "join_store",
+    "store_from_environment", "store_of_epoch", "wait_for_key",
 ]  # fmt: skip
 
 MEETING_SECONDS = 120.0  # for all ranks to come; also the longest that a single transfer may take
 CONNECT_SECONDS = 10.0
+_POLL_SECONDS = 0.002
 
 
 @dataclass(frozen=True)
@@ -27,12 +31,49 @@ class Rendezvous:
 
     Attributes:
         timeout_seconds: how long to wait for the other ranks, and later for any single transfer.
+        interface: the network interface of this rank's transfers.
     """
 
     rank: int
     world_size: int
     store: Store
     timeout_seconds: float
+    interface: str
+
+
+class AbortableStore(Store):
+    """A store whose waits end on ``abort`` from another thread, and after ``timeout_seconds``."""
+
+    def __init__(self, store: Store, timeout_seconds: float) -> None:
+        super().__init__()
+        self._store = store
+        self._timeout_seconds = timeout_seconds
+        self._is_aborted = False
+
+    def abort(self) -> None:
+        self._is_aborted = True
+
+    def set(self, key: str, value: str | bytes) -> None:
+        put: Any = self._store.set  # the stubs know of no bytes
+        put(key, value if isinstance(value, str) else bytes(value))
+
+    def get(self, key: str) -> bytes:
+        self.wait([key])
+        return self._store.get(key)
+
+    def check(self, keys: list[str]) -> bool:
+        return self._store.check(keys)
+
+    def add(self, key: str, amount: int) -> int:
+        return self._store.add(key, amount)
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        """Wait until somebody has set all ``keys``. ``timeout`` is ignored: the library's is that of a connection."""
+        deadline = time.monotonic() + self._timeout_seconds
+        while not self._store.check(keys):
+            if self._is_aborted or time.monotonic() > deadline:
+                raise RuntimeError("the transfers were aborted" if self._is_aborted else "a rank did not join in time")
+            time.sleep(_POLL_SECONDS)
 
 
 class StoreServer:
@@ -74,6 +115,11 @@ def store_from_environment(timeout_seconds: float) -> Store:
 def file_store(path: str | Path, world_size: int) -> Store:
     """A store in a file that all processes of one machine reach."""
     return FileStore(str(path), world_size)
+
+
+def store_of_epoch(store: Store, epoch: int) -> Store:
+    """A part of ``store`` in which only the ranks of ``epoch`` meet."""
+    return PrefixStore(f"epoch {epoch}", store)
 
 
 def wait_for_key(store: Store, key: str, seconds: float) -> bool:

@@ -4,26 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM
 
 from pipedec.core import SamplingParams
 from pipedec.engine.sequences import Sequences
 from pipedec.engine.spec import PipelineSpec
+from pipedec.model import load_transformers, rounded
 from pipedec.verify.divergence import Divergence, first_difference
 from pipedec.verify.threads import naive_threads
 
 
 class Reference:
-    """The target in ``transformers``, with the dtype and the device of a pipeline."""
+    """The target in ``transformers``, with the dtype and the device of a pipeline, and weights as its stages round them."""
 
     def __init__(self, spec: PipelineSpec) -> None:
         self._device = spec.torch_device()
-        model = AutoModelForCausalLM.from_pretrained(Path(spec.target), dtype=spec.torch_dtype, attn_implementation="sdpa")
-        self._model = model.to(self._device).eval()
-        self._eos_token_ids = model.generation_config.eos_token_id
+        self._model = load_transformers(spec.target, spec.torch_dtype, self._device, attn_implementation="sdpa")
+        if spec.quantize is not None:
+            _round(self._model, spec.quantize)
+        self._eos_token_ids = self._model.generation_config.eos_token_id
         self._sequences = Sequences(spec.target)
 
     @torch.inference_mode()
@@ -57,3 +57,11 @@ class Reference:
         logits_V = self._model(context).logits[0, -1].float()
         margin = (logits_V[divergence.expected] - logits_V[divergence.found]).abs()
         return replace(divergence, margin=float(margin))
+
+
+@torch.no_grad()
+def _round(model: torch.nn.Module, quantize: str) -> None:
+    """The matrices of the layers to ``quantize``, embedding and head to 8 bits; a tied head is one tensor with the embedding."""
+    for name, weight in model.named_parameters():
+        if weight.dim() == 2:
+            weight.copy_(rounded(weight, quantize if ".layers." in name else "int8"))

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from pipedec.train.cards.render import card
-from pipedec.train.draft.training import DraftRecipe, Text, continue_draft
+from pipedec.train.draft.training import DraftRecipe, Text, train_draft
 from pipedec.train.run import Run
 from recipes.reference_models import corpus
 from recipes.reference_models.corpus import Document
@@ -48,7 +48,7 @@ def continue_library_draft(
     tokenizer = PreTrainedTokenizerFast.from_pretrained(target_path)
     prompts = library_prompts(documents, tokenizer, library, recipe)
     text = library_text(documents, tokenizer, library, recipe)
-    report = continue_draft(target_path, draft_path, prompts, recipe, run, text, compiled)
+    report = train_draft(target_path, draft_path, prompts, recipe, run, text, compiled)
     if "recipe" in report:
         (run.out / "README.md").write_text(card(CARD, report))
     return report

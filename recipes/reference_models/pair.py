@@ -16,7 +16,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from pipedec.train.draft.measuring import text_agreement
+from pipedec.train.draft.measuring import MeasuredDraft, text_agreement
 from pipedec.train.run import Run
 from recipes.reference_models import corpus
 from recipes.reference_models.corpus import ASSISTANT, BEGIN, END, USER, Document
@@ -159,7 +159,7 @@ def train_pair(problems: Path | None, recipe: Recipe, run: Run, compiled: bool) 
         "training_tokens": sum(steps for _, steps in recipe.phases) * recipe.batch * recipe.length,
         "prepared_tokens": rows.numel(),
         "parameters": {"target": target.num_parameters(), "draft": draft.num_parameters()},
-        "held_out": text_agreement(target, draft, held_out, device),
+        "held_out": text_agreement(target, MeasuredDraft(draft), held_out),
     }
     run.write_report(report, CARD)
     return report

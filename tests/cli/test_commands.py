@@ -280,19 +280,43 @@ def test_sigterm_ends_a_resident_cluster_in_order(started: Started, pair: Pair, 
 
 
 @pytest.mark.slow
-def test_a_resident_cluster_that_loses_a_rank_ends_with_an_error(
+def test_a_resident_cluster_that_replaces_no_rank_ends_with_an_error(
     started: Started, pipedec: Pipedec, pair: Pair, state_directory: Path
 ) -> None:
-    process, _ = bring_up(started, *pair.flags, "--stages", "2")
+    process, _ = bring_up(started, *pair.flags, "--stages", "2", "--max-restarts", "0")
     asking = started("submit", *LONG)
     first_bytes(asking)
-    pids = sorted(pid for pid in others_than(process) if "forkserver" in " ".join(psutil.Process(pid).cmdline()))
-    os.kill(pids[-1], signal.SIGKILL)  # the ancestor was there first, then ranks 0, 1, 2
+    os.kill(sorted(forked_by(process))[-1], signal.SIGKILL)  # the ancestor was there first, then ranks 0, 1, 2
     status, err = ended(process)
     assert status == 1 and err.splitlines()[-1] == "pipedec: rank 2 (stage 2) was killed by SIGKILL"
     assert not (state_directory / "cluster.json").exists()
     status, err = ended(asking)
     assert status == 1 and "rank 2" in err.splitlines()[-1]
+
+
+@pytest.mark.slow
+def test_a_resident_cluster_replaces_a_rank_and_says_so(
+    started: Started, pipedec: Pipedec, pair: Pair, reference: Reference, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    process, _ = bring_up(started, *pair.flags, "--stages", "2")
+    asking = started("submit", "--raw-prompt", "--prompt", PROMPT, "--max-tokens", "200", "--ignore-eos", "--json")
+    assert wait_until(lambda: "running: 0." in pipedec("status").err, START_SECONDS), pipedec("status")
+    os.kill(sorted(forked_by(process))[-1], signal.SIGKILL)  # the ancestor was there first, then ranks 0, 1, 2
+    assert asking.stdout is not None and asking.wait(60) == 0
+    answer = json.loads(asking.stdout.read())
+    assert answer["token_ids"] == reference.generate(tokenizer(PROMPT)["input_ids"], 200, ignore_eos=True)
+    shown = pipedec("status").err
+    assert "epoch 1" in shown and "Recoveries: 1, the last ones:" in shown
+    said = re.compile(r"Epoch 1: rank 2 \(stage 2\) was killed by SIGKILL; went on after \d+\.\d s\.")
+    assert said.search(shown)
+    interrupt(process)
+    status, err = ended(process)
+    assert status == 0 and said.search(err)
+
+
+def forked_by(process: subprocess.Popen[bytes]) -> list[int]:
+    """The fork server of the program, and the ranks that it has forked."""
+    return [pid for pid in others_than(process) if "forkserver" in " ".join(psutil.Process(pid).cmdline())]
 
 
 def test_up_status_submit_down(

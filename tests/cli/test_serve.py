@@ -42,9 +42,13 @@ def cluster(pair: Pair) -> Iterator[LocalCluster]:
 
 @pytest.fixture(scope="module")
 def expected(cluster: LocalCluster) -> str:
-    """The answer of 64 tokens, asked for without HTTP."""
+    """The answer of 64 tokens."""
+    return asked_without_http(cluster, 64)
+
+
+def asked_without_http(cluster: LocalCluster, max_tokens: int) -> str:
     assert cluster.scheduler is not None
-    asked = PromptRequest(PROMPT, raw=True, sampling=SamplingParams(max_tokens=64, ignore_eos=True))
+    asked = PromptRequest(PROMPT, raw=True, sampling=SamplingParams(max_tokens=max_tokens, ignore_eos=True))
     return Client(cluster.scheduler).ask(asked).text.rstrip("\ufffd")  # HTTP streams no unfinished characters
 
 
@@ -101,13 +105,24 @@ def test_pipedec_down_ends_it_in_order(started: Started, pair: Pair, pipedec: Pi
 
 
 def test_a_rank_that_dies_ends_streams_with_an_error_and_the_server_with_the_cause(started: Started, pair: Pair) -> None:
-    serving = own_cluster(started, pair).wait_for("ready")
+    """Where none is replaced."""
+    serving = own_cluster(started, pair, "--max-restarts", "0").wait_for("ready")
     with serving.client as client, streaming(client, LONG) as stream:
         ranks_of(serving)[-1].kill()
         stream.read_all()
     assert stream.error is not None and "rank" in stream.error["message"] and stream.finish_reason is None
     status, err = serving.ended()
     assert status == 1 and "was killed by SIGKILL" in err.splitlines()[-1]
+
+
+def test_a_rank_that_dies_is_replaced_and_the_stream_goes_on(started: Started, pair: Pair, cluster: LocalCluster) -> None:
+    serving = own_cluster(started, pair).wait_for("ready")
+    with serving.client as client, streaming(client, 200) as stream:
+        ranks_of(serving)[-1].kill()
+        assert stream.read_all().text == asked_without_http(cluster, 200) and stream.error is None
+    serving.end()
+    status, err = serving.ended()
+    assert status == 0 and "was killed by SIGKILL; went on after" in err
 
 
 @pytest.mark.slow

@@ -35,8 +35,9 @@ class Answers(MemoryScheduler):
         self.open(DESCRIPTION)
         self.events = events
 
-    def submit(self, request: str, priority: int = 0) -> int:
+    def submit(self, request: str, priority: int = 0, owner: str = "", operation: str = "") -> int:
         number = super().submit(request, priority)
+        self.take(1)
         self.publish(number, *self.events)
         return number
 
@@ -46,7 +47,7 @@ def test_events_become_text_news_logprobs_and_metrics() -> None:
     scheduler = Answers(
         TokensEvent([5], "a"),
         LogprobsEvent([[(5, -0.5), (7, -1.0)], [(6, -0.25)], [(9, -2.0)]]),
-        TokensEvent([6], "b", news),
+        TokensEvent([6], "b", news, 1, 1),
         TraceEvents([(1, "1F1", "dec", 3, 4)]),
         OverranEvent([2, 3]),
         CacheSlotsEvent(1, 256),
@@ -83,7 +84,7 @@ def test_a_refused_request_is_an_error(event: Event, message: str) -> None:
 class FailsAtOnce(MemoryScheduler):
     """The run fails while the request waits."""
 
-    def submit(self, request: str, priority: int = 0) -> int:
+    def submit(self, request: str, priority: int = 0, owner: str = "", operation: str = "") -> int:
         number = super().submit(request, priority)
         self.abort(1, "rank 1 went away")
         return number
@@ -106,13 +107,14 @@ class OneOfEach(MemoryScheduler):
         self.room = room
         self.cancels: list[int] = []
 
-    def submit(self, request: str, priority: int = 0) -> int:
+    def submit(self, request: str, priority: int = 0, owner: str = "", operation: str = "") -> int:
         if self.room == 0:
             raise UserError("the queue is full")
         self.room -= 1
         number = super().submit(request, priority)
         done = CompletionEvent(Completion("pp", 1, 3, [5, 6], "ab", "stop"))
-        answered = (TokensEvent([5], f"a{number}"), TokensEvent([6], f"b{number}"), done)
+        answered = (TokensEvent([5], f"a{number}"), TokensEvent([6], f"b{number}", None, 1, 2), done)
+        self.take(1)
         self.publish(number, *(answered, (ErrorEvent("too long"),), (CancelledEvent(),))[number % 4 % 3])
         return number
 

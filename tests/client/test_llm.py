@@ -9,7 +9,7 @@ import pytest
 from processes import deadline
 from tiny_pair import SENTENCES, Pair
 
-from pipedec import LLM, AsyncLLM, Completion, SamplingParams
+from pipedec import LLM, AsyncLLM, Completion, SamplingParams, StructuredOutputs
 from pipedec.core import UserError
 from pipedec.text.tokenizer import Tokenizer
 
@@ -77,3 +77,14 @@ def test_the_asynchronous_llm_says_the_same(llm: LLM, pair: Pair) -> None:
 
     with deadline(60):
         asyncio.run(body(AsyncLLM(pair.target, pair.draft, stages=1)))
+
+
+def test_an_answer_may_be_held_to_a_form(llm: LLM) -> None:
+    for seed in range(3):
+        sampling = SamplingParams(temperature=1, seed=seed, structured_outputs=StructuredOutputs(choice=["yes", "no"]))
+        assert {one.text for one in llm.generate(SENTENCES, sampling)} <= {"yes", "no"}
+    schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
+    [one] = llm.chat(CONVERSATION, SamplingParams(structured_outputs=StructuredOutputs(json=schema)))
+    assert one.text in ('{"a": 1}', '{"a": 2}') and one.finish_reason == "stop"
+    with pytest.raises(UserError, match="unclosed group"):
+        llm.generate("Hello", SamplingParams(structured_outputs=StructuredOutputs(regex="(a")))

@@ -7,13 +7,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import openai
 import pytest
 import torch
 from clients.conftest import MODEL, Server, serving
 from processes import wait_until
+from pydantic import BaseModel
 from tiny_pair import Pair
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
@@ -227,8 +228,36 @@ def test_mistakes_are_the_clients_exceptions(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="2048"):
         client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=5000)
     tools: list[Any] = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
-    with pytest.raises(openai.BadRequestError, match="not supported"):
+    with pytest.raises(openai.BadRequestError, match="knows no tools"):
         client.chat.completions.create(model=MODEL, messages=CONVERSATION, tools=tools)
+
+
+class Verdict(BaseModel):
+    answer: Literal["yes", "no"]
+    certainty: Literal["low", "high"]
+
+
+def test_the_client_parses_answers_into_its_own_classes(client: openai.OpenAI) -> None:
+    asked: dict[str, Any] = {"model": MODEL, "messages": CONVERSATION, "max_tokens": 100, "response_format": Verdict, "seed": 1}
+    completion = client.chat.completions.parse(**asked)
+    assert isinstance(completion.choices[0].message.parsed, Verdict)
+    with client.chat.completions.stream(**asked) as stream:
+        assert stream.get_final_completion().choices[0].message.parsed == completion.choices[0].message.parsed
+
+
+def test_the_client_understands_calls_whole_and_streamed(client: openai.OpenAI) -> None:
+    tools = [openai.pydantic_function_tool(Verdict, name="judge")]
+    asked: dict[str, Any] = {"model": MODEL, "messages": CONVERSATION, "max_tokens": 100, "tools": tools, "temperature": 0}
+    asked |= {"tool_choice": {"type": "function", "function": {"name": "judge"}}}
+    choice = client.chat.completions.parse(**asked).choices[0]
+    [call] = choice.message.tool_calls or []
+    assert choice.finish_reason == "tool_calls" and choice.message.content is None
+    assert call.function.name == "judge" and isinstance(call.function.parsed_arguments, Verdict)
+    with client.chat.completions.stream(**asked) as stream:
+        kinds = [event.type for event in stream]
+        [streamed] = stream.get_final_completion().choices[0].message.tool_calls or []
+    assert streamed.function.arguments == call.function.arguments
+    assert "tool_calls.function.arguments.done" in kinds
 
 
 def test_options_of_the_template_cannot_replace_the_messages(client: openai.OpenAI) -> None:

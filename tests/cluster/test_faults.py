@@ -1,9 +1,13 @@
-"""Ranks and Redis that die or stop in mid-generation: an error within seconds that names them, and nothing left."""
+"""Ranks and Redis that die or stop in mid-generation where nobody replaces them: an error within seconds that names them, and
+nothing left.
+"""
 
 from __future__ import annotations
 
+import io
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,6 +21,7 @@ from tiny_pair import Pair
 from pipedec.client.client import Client
 from pipedec.cluster.lease import LeaseKeeper
 from pipedec.cluster.local import LocalCluster
+from pipedec.cluster.recovery import RecoveryOptions
 from pipedec.cluster.state import RunningCluster
 from pipedec.core import Completion, PipedecError, RankLost, SamplingParams, SchedulerLost
 from pipedec.engine.spec import DISPATCHES
@@ -29,6 +34,7 @@ with_each_dispatch = pytest.mark.parametrize("dispatch", DISPATCHES)
 tasks_are_slow = pytest.mark.parametrize("dispatch", ["windows", pytest.param("tasks", marks=pytest.mark.slow)])
 
 STAGES = 3
+NO_RECOVERY = RecoveryOptions(max_restarts=0)
 NAMES = {0: r"rank 0 \(draft\)"} | {rank: rf"rank {rank} \(stage {rank}\)" for rank in range(1, STAGES + 1)}
 LONG = PromptRequest("Natalia sold 12 clips.", True, "pipedec", SamplingParams(max_tokens=2000, ignore_eos=True))
 
@@ -79,7 +85,7 @@ def supervise(cluster: LocalCluster, expected: type[PipedecError], message: str)
 @pytest.mark.parametrize("rank", range(STAGES + 1))
 @with_each_dispatch
 def test_a_rank_killed_in_mid_generation_is_named(pair: Pair, rank: int, dispatch: str) -> None:
-    with LocalCluster(replace(pair.spec(STAGES), dispatch=dispatch)) as cluster:
+    with LocalCluster(replace(pair.spec(STAGES), dispatch=dispatch), recovery=NO_RECOVERY) as cluster:
         victim = Victim(cluster)
         os.kill(cluster.pids[rank], signal.SIGKILL)
         supervise(cluster, RankLost, f"{NAMES[rank]} was killed by SIGKILL")
@@ -90,8 +96,9 @@ def test_a_rank_killed_in_mid_generation_is_named(pair: Pair, rank: int, dispatc
 
 @tasks_are_slow
 def test_a_stage_that_stands_still_is_named(pair: Pair, dispatch: str) -> None:
-    """Only its lease gives it away: its sockets stay open."""
-    with LocalCluster(replace(pair.spec(STAGES), dispatch=dispatch)) as cluster:
+    """Its sockets stay open. Its lease gives it away, and those who wait for it would, too."""
+    by_lease_alone = replace(NO_RECOVERY, stall_seconds=60.0)
+    with LocalCluster(replace(pair.spec(STAGES), dispatch=dispatch), recovery=by_lease_alone) as cluster:
         victim = Victim(cluster)
         others = [psutil.Process(pid) for rank, pid in cluster.pids.items() if rank != 2]
         os.kill(cluster.pids[2], signal.SIGSTOP)
@@ -119,7 +126,7 @@ def _leave_when_asked(transport: str) -> str:
 @with_each_dispatch
 def test_a_rank_that_ends_early_and_content_is_a_failure(pair: Pair, dispatch: str) -> None:
     spec = replace(pair.spec(STAGES), dispatch=dispatch)
-    with LocalCluster(spec, transport=LeavesWhenAsked("auto")) as cluster:
+    with LocalCluster(spec, transport=LeavesWhenAsked("auto"), recovery=NO_RECOVERY) as cluster:
         victim = Victim(cluster)
         os.kill(cluster.pids[1], signal.SIGUSR1)
         supervise(cluster, RankLost, f"{NAMES[1]} ended before it was told to")
@@ -129,7 +136,7 @@ def test_a_rank_that_ends_early_and_content_is_a_failure(pair: Pair, dispatch: s
 
 @with_each_dispatch
 def test_redis_killed_in_mid_generation_is_named(pair: Pair, dispatch: str) -> None:
-    with LocalCluster(replace(pair.spec(STAGES), dispatch=dispatch)) as cluster:
+    with LocalCluster(replace(pair.spec(STAGES), dispatch=dispatch), recovery=NO_RECOVERY) as cluster:
         victim = Victim(cluster)
         redis_of(cluster).kill()
         owner, elsewhere = victim.errors(10)
@@ -141,7 +148,7 @@ def test_redis_killed_in_mid_generation_is_named(pair: Pair, dispatch: str) -> N
 @tasks_are_slow
 def test_redis_that_stands_still_is_named(pair: Pair, monkeypatch: pytest.MonkeyPatch, dispatch: str) -> None:
     monkeypatch.setattr("pipedec.scheduler.client.REPLY_SECONDS", 2.0)  # the clients'; the ranks' are in other processes
-    with LocalCluster(replace(pair.spec(1), dispatch=dispatch)) as cluster:
+    with LocalCluster(replace(pair.spec(1), dispatch=dispatch), recovery=NO_RECOVERY) as cluster:
         victim = Victim(cluster)
         redis_of(cluster).suspend()
         owner, elsewhere = victim.errors(15)
@@ -151,7 +158,7 @@ def test_redis_that_stands_still_is_named(pair: Pair, monkeypatch: pytest.Monkey
 
 @with_each_dispatch
 def test_keys_deleted_by_somebody_else_end_the_run(pair: Pair, dispatch: str) -> None:
-    with LocalCluster(replace(pair.spec(1), dispatch=dispatch)) as cluster:
+    with LocalCluster(replace(pair.spec(1), dispatch=dispatch), recovery=NO_RECOVERY) as cluster:
         with connect(cluster.address.redis_url) as client:
             client.flushall()
         supervise(cluster, RankLost, "its keys were deleted")
@@ -159,7 +166,7 @@ def test_keys_deleted_by_somebody_else_end_the_run(pair: Pair, dispatch: str) ->
 
 @with_each_dispatch
 def test_keys_deleted_in_mid_generation_end_the_run(pair: Pair, dispatch: str) -> None:
-    with LocalCluster(replace(pair.spec(STAGES), dispatch=dispatch)) as cluster:
+    with LocalCluster(replace(pair.spec(STAGES), dispatch=dispatch), recovery=NO_RECOVERY) as cluster:
         victim = Victim(cluster)
         with connect(cluster.address.redis_url) as client:
             client.flushall()
@@ -209,6 +216,16 @@ def test_the_lease_keeper_ends_a_rank_that_is_stuck(
             psutil.Process(server.pid).kill()
         assert wait_until(lambda: give_up() == [1], 5)
         assert said[trouble] in capfd.readouterr().err
+
+
+def test_a_full_disk_keeps_no_rank_alive(give_up: Callable[[], list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
+    with EmbeddedServer() as server, open("/dev/full", "wb", buffering=0) as full:
+        monkeypatch.setattr(sys, "stderr", io.TextIOWrapper(full, write_through=True))
+        scheduler = RedisScheduler(connect(server.url), "full", Topology.even(2, 2), lease_ms=400)
+        keeper = LeaseKeeper(scheduler, 1)
+        keeper.start()
+        scheduler.abort(2, "went away")
+        assert wait_until(lambda: give_up() == [1], 5)
 
 
 def test_the_lease_keeper_gives_the_lease_up_in_order(give_up: Callable[[], list[int]]) -> None:

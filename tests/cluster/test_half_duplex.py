@@ -12,6 +12,7 @@ from tiny_pair import Pair
 
 from pipedec.client.client import Client
 from pipedec.cluster.local import LocalCluster
+from pipedec.cluster.recovery import RecoveryOptions
 from pipedec.core import RankLost, SamplingParams
 from pipedec.messages import PromptRequest
 
@@ -65,12 +66,14 @@ def test_answers_in_company_are_those_alone_and_leave_nothing_in_redis(cluster: 
     assert wait_until(lambda: scheduler.usage().keys <= keys)  # the session ends a moment after its last answer
 
 
-def test_a_wrong_order_of_transfers_ends_the_run_with_one_line(cluster: LocalCluster) -> None:
-    scheduler = cluster.scheduler
-    assert scheduler is not None
-    client = Client(scheduler, cluster.check, silence_seconds=60)
-    client.ask(request(PROMPTS[0]))
-    scheduler.client.hset(scheduler.keys.run, "duplex", "full")
-    with pytest.raises(RankLost, match=r"refuses the order of transfers that Redis granted: .* the links are half duplex"):
+def test_a_wrong_order_of_transfers_ends_the_run_with_one_line(pair: Pair) -> None:
+    spec = replace(pair.spec(3), duplex="half", max_num_seqs=MAX_NUM_SEQS)
+    with LocalCluster(spec, recovery=RecoveryOptions(max_restarts=0)) as cluster:
+        scheduler = cluster.scheduler
+        assert scheduler is not None
+        client = Client(scheduler, cluster.check, silence_seconds=60)
         client.ask(request(PROMPTS[0]))
-    cluster.kill()
+        scheduler.client.hset(scheduler.keys.run, "duplex", "full")
+        with pytest.raises(RankLost, match=r"refuses the order of transfers that Redis granted: .* the links are half duplex"):
+            client.ask(request(PROMPTS[0]))
+        cluster.kill()

@@ -10,9 +10,10 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +26,14 @@ from transformers import PreTrainedTokenizerBase
 from pipedec.client.client import Client
 from pipedec.cluster.launched import LaunchedCluster
 from pipedec.cluster.node import PROTOCOL, Node
-from pipedec.cluster.node_rank import LaunchedRank
+from pipedec.cluster.node_rank import LaunchedRun
 from pipedec.cluster.nodes import Nodes
+from pipedec.cluster.recovery import RecoveryOptions
 from pipedec.cluster.ssh import remote_command
+from pipedec.cluster.state import RunningCluster
 from pipedec.config import ClusterConfig, DeviceConfig, LaunchConfig, PartitionConfig, RedisConfig, ServerConfig, cluster_to_json
 from pipedec.core import PipedecError, RankLost, SamplingParams, UserError
-from pipedec.messages import PromptRequest
+from pipedec.messages import PromptRequest, Recovery
 from pipedec.plan.placement import rank_places
 from pipedec.scheduler import connect
 from pipedec.verify.reference import Reference
@@ -140,14 +143,15 @@ def test_a_node_that_fails_says_why() -> None:
         assert process.wait(10) == 0
 
 
-def test_a_node_without_a_launcher_ends_after_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_node_without_a_launcher_ends_after_its_ranks(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """The connection to a launcher whose machine has vanished does not end by itself."""
     monkeypatch.setattr("pipedec.cluster.node.IDLE_SECONDS", 0.1)
     said: list[tuple[str, Any]] = []
     orders, sender = multiprocessing.Pipe(duplex=False)
-    place = LaunchedRank(0, 2, 0, 2, "localhost", "no JSON", "two", 1, "redis://127.0.0.1:1/0", "lost")
-    sender.send_bytes(json.dumps({"order": "start"} | vars(place)).encode())
-    Node(orders, lambda news, **contents: said.append((news, contents))).run()
+    run = LaunchedRun(cluster_to_json(on_localhost(pair)), "two", 2, "redis://127.0.0.1:1/0", "lost", None, 0, RecoveryOptions())
+    for order in ({"order": "join", "run": asdict(run), "host": "localhost"}, {"order": "start", "rank": 0}):
+        sender.send_bytes(json.dumps(order).encode())
+    Node(orders, lambda news, **contents: said.append((news, contents)), threading.Event()).run()
     assert [news for news, _ in said] == ["hello", "started", "ended"] and said[-1][1] == {"rank": 0, "status": 1}
 
 
@@ -156,8 +160,8 @@ def client_of(cluster: LaunchedCluster) -> Client:
     return Client(cluster.scheduler, cluster.check, silence_seconds=60)
 
 
-def request(max_tokens: int) -> PromptRequest:
-    return PromptRequest(PROMPT, True, "pipedec", SamplingParams(max_tokens=max_tokens, ignore_eos=True))
+def request(max_tokens: int, method: str = "pipedec") -> PromptRequest:
+    return PromptRequest(PROMPT, True, method, SamplingParams(max_tokens=max_tokens, ignore_eos=True))
 
 
 def check_answer(cluster: LaunchedCluster, reference: Reference, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -198,11 +202,40 @@ def test_ranks_on_two_hosts_answer_together(
         check_answer(cluster, reference, tokenizer)
 
 
+def test_a_spare_takes_over_the_rank_of_a_host_that_is_lost(
+    pair: Pair, reference: Reference, tokenizer: PreTrainedTokenizerBase, script: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its node is killed, and its ranks with it, while they answer; afterwards a rank of the spare's host, which is replaced."""
+    monkeypatch.setenv("PIPEDEC_SSH", str(script("ssh", SSH_TO_HERE)))
+    counts = {"one": 2, "two": 1, "three": 1}
+    servers = [ServerConfig(host, {"cpu": count}, hostname=socket.gethostname()) for host, count in counts.items()]
+    expected = reference.generate(tokenizer(PROMPT)["input_ids"], 600, ignore_eos=True)
+    recovered: list[Recovery] = []
+    config = replace(cluster_on(pair, *servers, launch=LaunchConfig()), max_model_len=4096)
+    with LaunchedCluster(config, spares=1) as cluster:
+        cluster.on_recovery = recovered.append
+        assert [place.host for place in cluster.places] == ["one", "one", "two"]
+        assert cluster.scheduler is not None and cluster.nodes.hosts == ["one", "two", "three"]
+        victims = [psutil.Process(cluster.pids[2]).parent().parent().pid]  # type: ignore[union-attr]
+        assert "pipedec.cluster.node" in psutil.Process(victims[0]).cmdline()
+
+        def kill(text: str) -> None:
+            if victims:
+                os.kill(victims.pop(), signal.SIGKILL)
+
+        assert client_of(cluster).ask(request(600, "pp"), kill).token_ids == expected
+        assert cluster.scheduler.places()[2] == "three" and not cluster.scheduler.nodes()["two"]
+        assert wait_until(lambda: not cluster.check() and "two stopped answering" in [one.reason for one in recovered], 30)
+        victims.append(cluster.pids[2])
+        assert client_of(cluster).ask(request(600, "pp"), kill).token_ids == expected
+        assert cluster.scheduler.places()[2] == "three"
+
+
 @pytest.mark.slow
 def test_a_rank_that_is_killed_is_named_with_its_host(pair: Pair) -> None:
-    with LaunchedCluster(on_localhost(pair)) as cluster:
+    with LaunchedCluster(on_localhost(pair), recovery=RecoveryOptions(max_restarts=0)) as cluster:
         os.kill(cluster.pids[1], signal.SIGKILL)
-        with pytest.raises(RankLost, match=r"rank 1 \(stage 1\) was killed by SIGKILL on localhost"):
+        with pytest.raises(RankLost, match=r"rank 1 \(stage 1\) on localhost was killed by SIGKILL"):
             cluster.wait()
         cluster.kill()
 
@@ -213,7 +246,7 @@ def test_a_node_that_is_killed_takes_its_ranks_along_and_is_named(pair: Pair) ->
         node_pid = next(pid for pid in marked_processes() if "pipedec.cluster.node" in psutil.Process(pid).cmdline())
         os.kill(node_pid, signal.SIGKILL)
         assert wait_until(lambda: not set(pids) & marked_processes(), 5)
-        with pytest.raises(PipedecError, match="was lost with its host: localhost: the node ended with exit status -9"):
+        with pytest.raises(PipedecError, match="localhost: the node ended with exit status -9"):
             cluster.wait()
         cluster.kill()
 
@@ -223,28 +256,50 @@ import sys
 from pathlib import Path
 from pipedec.cluster.launched import LaunchedCluster
 from pipedec.config import cluster_from_json
-cluster = LaunchedCluster(cluster_from_json(sys.stdin.readline()))
+cluster = LaunchedCluster(cluster_from_json(sys.stdin.readline()), run_id="without")
 if sys.argv[1] == "up":
     cluster.start()
 else:
     cluster.nodes.connect(None)
 print("torch" in sys.modules, flush=True)
+print(cluster.address.redis_url if sys.argv[1] == "up" else "", flush=True)
 sys.stdin.readline()
 """
 
 
-@pytest.mark.parametrize("moment", ["importing", pytest.param("up", marks=pytest.mark.slow)])
-def test_a_launcher_that_is_killed_leaves_nothing(pair: Pair, moment: str) -> None:
-    before = marked_processes()
+def launched_by_another(pair: Pair, moment: str) -> tuple[subprocess.Popen[bytes], str]:
+    """A process that has got that far with launching a cluster, and the URL of its Redis if that is up."""
     launcher = subprocess.Popen([sys.executable, "-c", LAUNCHER, moment], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert launcher.stdin is not None and launcher.stdout is not None
     launcher.stdin.write(cluster_to_json(on_localhost(pair)).encode() + b"\n")
     launcher.stdin.flush()
     assert launcher.stdout.readline() == b"False\n"
-    assert wait_until(lambda: len(marked_processes() - before) > (5 if moment == "up" else 2))
+    return launcher, launcher.stdout.readline().decode().strip()
+
+
+def test_a_launcher_that_is_killed_before_the_cluster_is_up_leaves_nothing(pair: Pair) -> None:
+    before = marked_processes()
+    launcher, _ = launched_by_another(pair, "importing")
+    assert wait_until(lambda: len(marked_processes() - before) > 2)
     launcher.kill()
     launcher.communicate()
     assert wait_until(lambda: not marked_processes() - before, 5)
+
+
+def test_a_cluster_goes_on_without_its_launcher(pair: Pair, reference: Reference, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Also its ranks are still replaced, and it ends with its run."""
+    before = marked_processes()
+    launcher, url = launched_by_another(pair, "up")
+    launcher.kill()
+    launcher.communicate()
+    scheduler = RunningCluster(url, "without").connect()
+    expected = reference.generate(tokenizer(PROMPT)["input_ids"], 16, ignore_eos=True)
+    assert Client(scheduler, silence_seconds=60).ask(request(16)).token_ids == expected
+    ranks = {pid for pid in marked_processes() - before if "spawn_main" not in psutil.Process(pid).cmdline()}
+    assert ranks
+    scheduler.stop()
+    scheduler.client.close()
+    assert wait_until(lambda: not marked_processes() - before, 20)
 
 
 def refusal(config: ClusterConfig) -> str:

@@ -29,7 +29,7 @@ from pipedec.core import PipedecError, RankLost, UserError
 from pipedec.engine.spec import PipelineSpec
 from pipedec.messages import AddressEvent, CardEvent
 from pipedec.plan.placement import Placement
-from pipedec.scheduler import STARTING, EmbeddedServer, RedisScheduler, connect
+from pipedec.scheduler import EmbeddedServer, RedisScheduler, connect
 
 HERE = CardEvent(1, "a", machine_id(), "10.0.0.1", {"pipedec": "1", "torch": "2"}, {"target": "x"})
 FIRST = CardEvent(0, "b", "elsewhere", "10.0.0.2", {"pipedec": "1", "torch": "2"}, {"target": "x"})
@@ -66,7 +66,7 @@ class Run:
 
     def card(self, rank: int, **different: Any) -> CardEvent:
         """What a rank on another machine posts: the same as here, but for what is ``different``."""
-        own = Meeting(self.connect(), RankPlace(0, 3, 0, 1), "here", self.spec)._card()
+        own = Meeting(self.connect(), RankPlace(0, 3, 0, 1), "here", self.spec)._card
         return replace(own, **{"rank": rank, "host": f"host-{rank}", "machine": f"machine-{rank}"} | different)
 
 
@@ -112,14 +112,16 @@ def test_the_failure_of_one_rank_ends_the_meeting_of_all(run: Run, no_interface:
 
 def test_another_checkpoint_is_found_before_anything_is_loaded(run: Run, no_interface: None) -> None:
     for rank in (0, 2):
-        run.scheduler.publish(STARTING, run.card(rank, configs={"target": "another"} if rank == 0 else {}))
+        run.scheduler.publish(run.scheduler.keys.meeting, run.card(rank, configs={"target": "another"} if rank == 0 else {}))
     with pytest.raises(UserError, match=r"^rank 1 \(stage 1\) on here has another target than rank 0 \(draft\) on host-0: copy"):
         run.meet(1, 0, 1).result(30)
 
 
 def test_ranks_with_other_flags_are_found(run: Run, no_interface: None) -> None:
     for rank in (0, 2):
-        run.scheduler.publish(STARTING, run.card(rank, settings={"KV slots": "32 in blocks of 16"} if rank == 0 else {}))
+        run.scheduler.publish(
+            run.scheduler.keys.meeting, run.card(rank, settings={"KV slots": "32 in blocks of 16"} if rank == 0 else {})
+        )
     message = r"^rank 1 \(stage 1\) on here has KV slots [\d,]+ in blocks of 16, but rank 0 \(draft\) on host-0 has 32 in blocks"
     with pytest.raises(UserError, match=message):
         run.meet(1, 0, 1).result(30)
@@ -129,9 +131,9 @@ def test_weights_that_differ_in_one_byte_are_found(run: Run) -> None:
     """Their first rows, configurations and tokenizers are equal."""
     with socket.create_server((LOOPBACK, 0)) as other_host:
         for rank in (0, 2):
-            run.scheduler.publish(STARTING, run.card(rank))
+            run.scheduler.publish(run.scheduler.keys.meeting, run.card(rank))
             address = AddressEvent(rank, LOOPBACK, other_host.getsockname()[1], {"target": "f" * 64} if rank == 0 else {})
-            run.scheduler.publish(STARTING, address)
+            run.scheduler.publish(run.scheduler.keys.meeting, address)
         with pytest.raises(UserError, match=r"^rank 1 \(stage 1\) on here has other weights of the target than rank 0"):
             run.meet(1, 0, 1).result(30)
 
@@ -141,8 +143,8 @@ def test_a_host_that_cannot_be_reached_is_named_with_its_address(run: Run) -> No
         closed.bind((LOOPBACK, 0))  # nobody listens there
         ports = {0: other_host.getsockname()[1], 2: closed.getsockname()[1]}
         for rank, port in ports.items():
-            run.scheduler.publish(STARTING, run.card(rank))
-            run.scheduler.publish(STARTING, AddressEvent(rank, LOOPBACK, port, {}))
+            run.scheduler.publish(run.scheduler.keys.meeting, run.card(rank))
+            run.scheduler.publish(run.scheduler.keys.meeting, AddressEvent(rank, LOOPBACK, port, {}))
         expected = (
             rf"^rank 1 .* on here cannot connect to rank 2 .* on host-2 at 127\.0\.0\.1, port {ports[2]} \(connection refused\)"
         )
@@ -181,10 +183,10 @@ def test_the_interface_towards_the_others_is_chosen(monkeypatch: pytest.MonkeyPa
 def test_nccl_uses_the_interface_between_hosts_unless_it_was_told_another(
     monkeypatch: pytest.MonkeyPatch, no_interface: None
 ) -> None:
-    use_interface(Interface("eth7", "10.0.0.1", ""), is_alone=False)
-    assert (os.environ["GLOO_SOCKET_IFNAME"], os.environ["NCCL_SOCKET_IFNAME"]) == ("eth7", "=eth7")
+    use_interface(Interface("eth7", "10.0.0.1", ""))
+    assert os.environ["NCCL_SOCKET_IFNAME"] == "=eth7"
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "ib0")
-    use_interface(Interface("eth8", "10.0.0.1", ""), is_alone=False)
+    use_interface(Interface("eth8", "10.0.0.1", ""))
     assert os.environ["NCCL_SOCKET_IFNAME"] == "ib0"
 
 
@@ -225,7 +227,7 @@ def test_a_rank_that_dies_before_the_others_come_is_noticed(run: Run, server: Em
         for rank in (0, 1):  # rank 2 never comes
             address = RunAddress(server.url, run.scheduler.keys.run_id)
             ranks.start(rank, _serve_rank, RankPlace(rank, 3, rank, 3), run.spec, address)
-        posted = run.scheduler.keys.answer(STARTING)
+        posted = run.scheduler.keys.answer(run.scheduler.keys.meeting)
         assert wait_until(lambda: run.scheduler.client.xlen(posted) == 2, 60)
         assert run.scheduler.status().alive == (0, 1)
         run.scheduler.client.expire(posted, 5)

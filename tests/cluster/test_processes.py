@@ -56,7 +56,13 @@ def test_ranks_report_and_end() -> None:
 
 
 @pytest.mark.parametrize(
-    ("status", "text"), [(-9, "was killed by SIGKILL"), (0, "ended before it was told to"), (3, "failed with exit status 3")]
+    ("status", "text"),
+    [
+        (-9, "was killed by SIGKILL"),
+        (-37, "was killed by signal 37"),
+        (0, "ended before it was told to"),
+        (3, "failed with exit status 3"),
+    ],
 )
 def test_ends_in_words(status: int, text: str) -> None:
     assert describe_exit(status) == text

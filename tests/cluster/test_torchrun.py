@@ -47,7 +47,7 @@ class Agents:
     logs: Path
     processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
-    def start(self, *flags: str, run: str = "two-hosts") -> None:
+    def start(self, *flags: str, run: str = "two-hosts", restarts: int = 0) -> None:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
@@ -58,7 +58,7 @@ class Agents:
         for node in (0, 1):
             command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "2"]
             command += ["--node-rank", str(node), "--master-addr", "127.0.0.1", "--master-port", str(port)]
-            command += ["-m", "--", "pipedec.cluster.torchrun", "--run", run, *flags]
+            command += ["--max-restarts", str(restarts), "-m", "--", "pipedec.cluster.torchrun", "--run", run, *flags]
             with (self.logs / f"{node}.log").open("wb") as log:
                 self.processes.append(
                     subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment)
@@ -121,6 +121,28 @@ def test_two_agents_answer_and_end_in_order(
     assert agents.client.keys("*") == []
     assert agents.statuses(30) == [0, 0], agents.output()
     assert agents.server.url.split("@")[0].removeprefix("redis://:") not in agents.output()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 3])
+def test_an_answer_goes_on_after_torchrun_has_started_all_ranks_again(
+    agents: Agents, pair: Pair, reference: Reference, tokenizer: PreTrainedTokenizerBase, rank: int
+) -> None:
+    agents.start("--stages", "3", *pair.flags, restarts=2)
+    scheduler = agents.wait_until_up().connect()
+    request = PromptRequest("Hello", True, "pp", SamplingParams(max_tokens=600, ignore_eos=True))
+    killed: list[int] = []
+
+    def kill(text: str) -> None:
+        if not killed:
+            killed.append(agents.rank_pid(rank))
+            os.kill(killed[0], signal.SIGKILL)
+
+    answered = Client(scheduler, silence_seconds=90).ask(request, kill)
+    assert answered.token_ids == reference.generate(tokenizer("Hello")["input_ids"], 600, ignore_eos=True)
+    assert scheduler.status().num_recoveries > 0
+    scheduler.stop()
+    assert agents.statuses(60) == [0, 0], agents.output()
 
 
 @pytest.mark.slow
@@ -255,7 +277,7 @@ def test_flags_go_before_the_config(pair: Pair, tmp_path: Path, torchrun_environ
     assert address.redis_url == "redis://elsewhere:1/0"
 
 
-@pytest.mark.parametrize("family", ["mistral", "qwen2"])
+@pytest.mark.parametrize("family", ["mistral", "qwen2", "qwen3"])
 def test_stages_of_every_model_type_are_planned(
     family: str, pair: Pair, tmp_path: Path, torchrun_environment: Callable[[int], None]
 ) -> None:

@@ -5,12 +5,13 @@ says what the answers say. Requests come, are cancelled, are paused and end at a
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from drafters import RARE, ScriptedDrafter
 from toy_dialects import behind
+from toy_structures import ToyStructure, rule_of
 
 from pipedec import threads
 from pipedec.core import MethodOptions, Opening, Request, SamplingParams, SlotRuns, Step, Update, UserError, Verdict
@@ -42,12 +43,14 @@ class KnowingDrafter:
         self.forwards: list[int] = []
         self.adopts = False
         self._chooser = chooser
+        self._sequences: dict[int, threads.Sequence] = {}
         self._prompt_lengths: dict[int, int] = {}
 
     def open(self, number: int, sequence: threads.Sequence, token_ids: Sequence[int]) -> int:
         assert number not in self.open_requests
         cached = self._chooser.randint(0, len(token_ids)) if self.adopts else 0
         self.open_requests[number], self.prompts[number] = ScriptedDrafter({}), [*token_ids[:cached]]
+        self._sequences[number] = sequence
         self.texts[number], self._prompt_lengths[number] = [*token_ids], sequence.prompt_length
         return cached
 
@@ -75,11 +78,21 @@ class KnowingDrafter:
         drafted |= set(entry.rows)
         if self.adopts and self._chooser.random() < 0.1:  # there is no memory
             return Candidates(torch.tensor(entry.rows), torch.zeros(len(entry.rows), 0).long(), torch.zeros(len(entry.rows), 0))
-        lines = [self._line(entry, row)[: entry.children] for row in entry.rows]
+        lines = [self._possible(entry, row, self._line(entry, row))[: entry.children] for row in entry.rows]
         tokens = torch.tensor([[token for token, _ in line] for line in lines])
         return Candidates(
             torch.tensor(entry.rows), tokens, torch.tensor([[chance for _, chance in line] for line in lines]).log()
         )
+
+    def _possible(self, entry: DraftRows, row: int, line: list[tuple[int, float]]) -> list[tuple[int, float]]:
+        """What a structure allows has a chance, at the least; nothing else has."""
+        grammar = self._sequences[entry.number].grammar
+        if grammar is None:
+            return line
+        path = entry.tree.tokens_of(entry.tree.ancestors_of(row)[-2::-1])
+        allowed, chances = grammar.allowed(path), dict(line)
+        ranked = sorted(((token, chances.get(token, 0.001)) for token in allowed), key=lambda pair: -pair[1])
+        return [*ranked, *((token, 0.0) for token, _ in line if token not in allowed), *[(0, 0.0)] * 4][:4]
 
     def _line(self, entry: DraftRows, row: int) -> list[tuple[int, float]]:
         answer, place = self.answers[entry.number], entry.tree.positions_of([row])[0] - self._prompt_lengths[entry.number] + 1
@@ -226,6 +239,7 @@ class Simulation:
     running: dict[int, Running] = field(default_factory=dict)
     texts: list[tuple[int, ...]] = field(default_factory=lambda: [()])
     cached: int = 0
+    adopts_drafter: bool = False  # a draft model that came late: requests of any age are paused for it
 
     def __post_init__(self) -> None:
         self.chooser = chooser = random.Random(self.seed)
@@ -244,15 +258,23 @@ class Simulation:
         prompt = (*before[: chooser.randint(0, len(before))], *new)
         answer = [chooser.randrange(50) for _ in range(chooser.randint(1, longest))]
         said = tuple(answer[: chooser.randrange(len(answer))] if self.kv is not None and chooser.random() < 0.2 else ())
+        structure = self._structure(answer)
         sampling, options = SamplingParams(max_tokens=len(answer)), chooser.choice(METHODS[name])
         request = Request(number, prompt, sampling, name, options, priority=chooser.choice((0, 0, 1)), said=said)
         self.drafter.answers[number] = answer
         try:
-            self.company.open(request, lambda: behind(said, single_thread(len(prompt), (), len(answer))))
+            self.company.open(request, lambda: behind(said, single_thread(len(prompt), (), len(answer), structure())))
         except UserError:
             assert self.kv is not None and len(prompt) + len(answer) + 150 > self.kv.capacity
         else:
             self.running[number] = Running(request, answer)
+
+    def _structure(self, answer: list[int]) -> Callable[[], ToyStructure | None]:
+        """Makes what the answer must look like: some have no structure."""
+        if self.chooser.random() < 0.5:
+            return lambda: None
+        rule = rule_of(answer, (*range(50), *range(60, 64), *range(100, 103)), self.seed)
+        return lambda: ToyStructure(rule)
 
     def timestep(self) -> dict[int, Update]:
         self._pause()
@@ -277,7 +299,7 @@ class Simulation:
         lanes = [self.running[number].request for number in self.stage.lanes if number in self.running]
         for number in self.company.to_pause():
             ages = sorted((request.priority, request.number) for request in lanes)
-            assert ages[-1] == (self.running[number].request.priority, number)
+            assert self.adopts_drafter or ages[-1] == (self.running[number].request.priority, number)
             accepted = self.verdicts.get(number, Verdict()).accepted
             self.verdicts[number] = Verdict(accepted, "paused")
             self.company.pause(number)
@@ -316,6 +338,18 @@ class Simulation:
                 assert method.hits + method.misses == max(len(one.answer) - 1 - len(one.request.said), 0)
                 self.texts.append((*one.request.prompt_token_ids, *one.answer))
                 del self.running[number]
+
+    def lose(self) -> None:
+        """The stage loses all lanes and what is in its slots."""
+        self.stage, self.verdicts = Stage(), {}
+        for one in self.running.values():
+            one.closing = None
+        self.company.interrupt()
+
+    def draft_late(self) -> None:
+        """From now on the draft model is not loaded yet; for a company without requests."""
+        self.company = Company(self.groups, None, "cpu", MASKS, KNEE, Experience(self.groups), self.kv)
+        self.company.awaits_drafter = True
 
     def cancel(self) -> None:
         number = self.chooser.choice(list(self.running))

@@ -12,10 +12,11 @@ from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from toy_structures import ToyStructure
 from transformers import PreTrainedModel
 
 from pipedec.drafting import DraftModel
-from pipedec.model import StageModel
+from pipedec.model import DraftVocabulary, StageModel
 from pipedec.threads import single_thread
 from pipedec.tree import Candidates, DraftRows, PredictionTree
 
@@ -185,3 +186,45 @@ def test_a_closed_request_leaves_nothing(pair: Pair) -> None:
     again = expand(draft, tree, torch.tensor([0, 1]), 4)
     assert torch.equal(first.token_ids, again.token_ids)
     assert torch.allclose(first.log_probs, again.log_probs, rtol=0, atol=1e-12)
+
+
+def test_with_a_structure_only_what_it_allows_is_a_candidate(pair: Pair) -> None:
+    """With the chances that are left to it, also where fewer tokens are allowed than are asked for, and where none is."""
+    allowed = {(): {3, 5, 40, 63}, (5,): {7}, (5, 7): set(), (3,): set(range(VOCAB)) - {9}}
+    root = 12
+    grammar = ToyStructure(lambda said: frozenset({root} if not said else allowed[said[1:]]))
+    grammar.advance((root,))
+    draft, tree = DraftModel(pair.ours), PredictionTree()
+    draft.open(0, single_thread(len(PROMPT), (), 1000, grammar), PROMPT)  # type: ignore[arg-type]
+    draft.expand([], {0: PROMPT})
+    tree.reset(len(PROMPT))
+    tree.append(torch.tensor([root, 5, 3, 7]), torch.tensor([-1, 0, 0, 1]))
+    found = expand(draft, tree, torch.arange(4), 3)
+    for line, path in enumerate([(), (5,), (3,), (5, 7)]):
+        kept = sorted(allowed[path])
+        log_probs = torch.full((VOCAB,), -torch.inf, dtype=torch.float64)
+        log_probs[kept] = pair.log_probs((root, *path))[kept].log_softmax(-1)
+        best = log_probs.topk(3)
+        assert torch.allclose(found.log_probs[line], best.values, rtol=0, atol=1e-9)
+        possible = found.log_probs[line] > -torch.inf
+        assert found.token_ids[line][possible].tolist() == best.indices[possible].tolist()
+
+
+def test_a_draft_that_knows_few_tokens_proposes_those(pair: Pair) -> None:
+    """Its own token 0 stands for all others, and is never proposed."""
+    torch.manual_seed(0)
+    tokens = torch.randperm(1000)[: VOCAB - 1]
+    vocabulary = DraftVocabulary.create(tokens, 1000, "abc")
+    known, others = DraftModel(pair.ours, vocabulary=vocabulary), sorted(set(range(1000)) - set(tokens.tolist()))
+    prompt = [int(tokens[3]), others[0], int(tokens[50]), others[5]]
+    of_draft = [4, 0, 51, 0]
+    known.open(0, SEQUENCE, prompt)
+    known.expand([], {0: prompt})
+    tree = PredictionTree(block=4)
+    tree.reset(len(prompt))
+    tree.append(torch.tensor([int(tokens[8])]), torch.tensor([-1]))
+    found = expand(known, tree, torch.tensor([0]), VOCAB)
+    with torch.inference_mode():
+        wanted = pair.theirs(torch.tensor([[*of_draft, 9]])).logits[0, -1].log_softmax(-1)
+    assert found.token_ids.shape == (1, VOCAB - 1) and set(found.token_ids[0].tolist()) == set(tokens.tolist())
+    torch.testing.assert_close(found.log_probs[0], wanted[vocabulary.draft_ids[found.token_ids[0]]])

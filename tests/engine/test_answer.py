@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 
 from pipedec.client.client import Client
-from pipedec.core import Accepted, Request, SamplingParams, UserError, Verdict
+from pipedec.core import Accepted, Request, SamplingParams, StructuredOutputs, UserError, Verdict
 from pipedec.engine.answer import Answer
 from pipedec.engine.sequences import Sequences
 from pipedec.engine.spec import REFERENCE_PAIR
@@ -77,8 +78,9 @@ class Recorded(MemoryScheduler):
         self.open(RunDescription(((1,),), ((0, 1),), "target"))
         self._answer = events
 
-    def submit(self, request_json: str, priority: int = 0) -> int:
+    def submit(self, request_json: str, priority: int = 0, owner: str = "", operation: str = "") -> int:
         number = super().submit(request_json)
+        self.take(1)
         self.publish(number, *self._answer)
         return number
 
@@ -272,3 +274,37 @@ def test_what_ends_a_thread_is_what_ends_an_answer() -> None:
     new_sequence = sequences.maker(3, SamplingParams(max_tokens=7))
     assert new_sequence() is not new_sequence()
     assert (new_sequence().max_tokens, new_sequence().prompt_length) == (7, 3)
+
+
+def test_every_sequence_of_a_structured_answer_has_a_grammar_of_its_own() -> None:
+    sequences, [end] = Sequences(TARGET), Prompter(TARGET, 2048).tokenizer.encode(END, add_special_tokens=False)
+    sampling = SamplingParams(structured_outputs=StructuredOutputs(choice=("yes", "no")))
+    new_sequence = sequences.maker(3, sampling)
+    one, other = new_sequence(), new_sequence()
+    assert one.grammar is not None and other.grammar is not None
+    first = next(iter(one.grammar.allowed()))
+    one.accept(0, first)
+    assert one.grammar.allowed() == other.grammar.allowed([first])
+    resumed = sequences.maker(3, sampling, said=(first,))()
+    assert resumed.grammar is not None and resumed.grammar.allowed() == one.grammar.allowed()
+    while one.finished is None:
+        one.accept(0, next(iter(one.grammar.allowed())))
+    assert (one.finished, one.main.token_ids[-1]) == ("stop", end)
+    sequences.check(sampling.structured_outputs, tuple(one.main.token_ids))
+    assert sequences.maker(3, SamplingParams())().grammar is None
+
+
+def test_structures_that_cannot_be_are_refused(tmp_path: Path) -> None:
+    sequences, structure = Sequences(TARGET), StructuredOutputs(choice=("yes", "no"))
+    sequences.check(None)
+    sequences.check(structure)
+    with pytest.raises(UserError, match=r"structured_outputs.regex: invalid regex"):
+        sequences.check(StructuredOutputs(regex="("))
+    with pytest.raises(UserError, match="in several threads"):
+        sequences.maker(3, SamplingParams(structured_outputs=structure), load_dialect("apar").to_json())
+    with pytest.raises(UserError, match="the answer to resume cannot have been said: it does not follow its structured_outputs"):
+        sequences.check(structure, (40, 40))
+    config = json.loads((TARGET / "config.json").read_text()) | {"eos_token_id": None}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match="names none"):
+        Sequences(tmp_path).check(structure)

@@ -7,14 +7,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
+from pipedec.client.reply import Delta, Reply
 from pipedec.core import Accepted, Opening, Request, SamplingParams, TokenLogprobs, UserError, Verdict
-from pipedec.engine.answer import Answer
+from pipedec.engine.answer import Answer, Said
 from pipedec.engine.sequences import Sequences
 from pipedec.engine.spec import REFERENCE_PAIR
-from pipedec.messages import CompletionEvent, Event, LogprobsEvent, ThreadNews, TokensEvent
+from pipedec.messages import CompletionEvent, Event, LogprobsEvent, ThreadNews
+from pipedec.scheduler.protocol import tokens_told
 from pipedec.text.prompt import Prompter
 from pipedec.threads import load_dialect
 
@@ -34,23 +36,35 @@ def prompter() -> Prompter:
 
 @dataclass
 class Client:
-    """What a client hears of an answer."""
+    """What a client hears of an answer, and what it takes from it."""
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
-    logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
+    logprobs: dict[int, list[tuple[int, float]]] = field(default_factory=dict)
+    events: list[Event] = field(default_factory=list)
     threads: dict[tuple[int, ...], str] = field(default_factory=dict)
     counts: dict[tuple[int, ...], int] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        self._reply = Reply(0, self._take)
+
     def hear(self, events: list[Event]) -> None:
+        self.events += events
         for event in events:
+            self._reply.take("0", event)
             if isinstance(event, LogprobsEvent):
-                self.logprobs += event.logprobs
-            elif isinstance(event, TokensEvent):
-                self.text += event.text
-                self.token_ids += event.token_ids
-                for news in event.threads or []:
-                    self._note(news)
+                self.logprobs |= dict(enumerate(event.logprobs, start=event.index))
+
+    def _take(self, delta: Delta) -> None:
+        self.text += delta.text
+        self.token_ids += delta.token_ids
+        for news in delta.threads:
+            self._note(news)
+
+    @property
+    def told(self) -> tuple[int, ...]:
+        """As the journal has it."""
+        return tokens_told(self.events)
 
     def _note(self, news: ThreadNews) -> None:
         assert news.tokens >= self.counts.get(news.path, 0), "nobody unsays anything"
@@ -63,13 +77,19 @@ def ids(prompter: Prompter, text: str) -> list[int]:
     return found
 
 
-def of(prompter: Prompter, dialect: str | None, said: tuple[int, ...] = (), **sampling: Any) -> Answer:
+def of(
+    prompter: Prompter, dialect: str | None, said: tuple[int, ...] = (), told: tuple[int, ...] = (), **sampling: Any
+) -> Answer:
+    """An answer of which the request brings ``said`` with it, and another process has told ``told`` behind that."""
     params = SamplingParams(**{"max_tokens": 200, **sampling})
     threads = None if dialect is None else load_dialect(dialect).to_json()
-    new_sequence = SEQUENCES.maker(len(PROMPT), params, threads, () if threads else said)
-    known = SEQUENCES.maker(len(PROMPT), params, threads, said) if said else None
-    request = Request(0, PROMPT, params, threads=threads, said=() if threads else said)
-    answer = Answer(request, new_sequence, prompter, 2, threads is not None, known, len(said))
+    heard = (*said, *told)
+    new_sequence = SEQUENCES.maker(len(PROMPT), params, threads, () if threads else heard)
+    brought, known = (
+        Said(SEQUENCES.maker(len(PROMPT), params, threads, ids), len(ids)) if ids else None for ids in (said, heard)
+    )
+    request = Request(0, PROMPT, params, threads=threads, said=() if threads else heard)
+    answer = Answer(request, new_sequence, prompter, 2, threads is not None, brought, known)
     answer.opened(OPENING)
     return answer
 
@@ -139,6 +159,7 @@ def test_threads_said_again_in_any_order_tell_nothing_twice(prompter: Prompter, 
 
 
 @given(st.integers(0, 999), st.integers(1, 20))
+@example(0, 4)  # behind an opener: the forced token of the thread is news
 def test_threads_are_resumed_behind_what_was_said(prompter: Prompter, seed: int, count: int) -> None:
     """The stream has what follows; the completion has everything, log-probabilities included."""
     rng = random.Random(seed)
@@ -149,6 +170,29 @@ def test_threads_are_resumed_behind_what_was_said(prompter: Prompter, seed: int,
     found = tell_all(resumed, Telling(prompter, rng), client)
     assert client.token_ids == heard.token_ids[count:]
     assert heard.text.endswith(client.text)
+    assert (found.completion.text, found.completion.token_ids) == (heard.text, heard.token_ids)
+    assert logprobs_of(found, client) == logprobs_of(wanted, heard)
+
+
+@given(st.integers(0, 999), st.integers(0, 9), st.integers(0, 6), st.booleans())
+def test_another_process_goes_on_with_threads_and_nothing_is_heard_twice(
+    prompter: Prompter, seed: int, cut: int, said: int, twice: bool
+) -> None:
+    """Whatever the first one has said of a request that may itself go on with an answer; and the second one may be lost, too."""
+    rng = random.Random(seed)
+    whole, heard = of(prompter, "apar"), Client()
+    wanted = tell_all(whole, Telling(prompter, rng), heard)
+    brought, client = tuple(heard.token_ids[:said]), Client()
+    for _ in range(1 + twice):
+        lost, telling = of(prompter, "apar", brought, client.told), Telling(prompter, rng)
+        for _ in range(cut):
+            verdict, logprobs = telling.step() if not telling.has_ended else (Verdict((), "stop"), ())
+            if verdict.finished is None:
+                client.hear(lost.take(verdict, logprobs)[1])
+    found = tell_all(of(prompter, "apar", brought, client.told), Telling(prompter, rng), client)
+    assert client.token_ids == heard.token_ids[said:] and heard.text.endswith(client.text)
+    assert all(text.endswith(client.threads.get(path, "")) for path, text in heard.threads.items())
+    assert said or client.threads == heard.threads
     assert (found.completion.text, found.completion.token_ids) == (heard.text, heard.token_ids)
     assert logprobs_of(found, client) == logprobs_of(wanted, heard)
 
@@ -187,6 +231,33 @@ def test_an_answer_is_resumed_behind_any_token(prompter: Prompter, text: str, co
     completion = resumed.completed().completion
     assert (completion.text, completion.token_ids) == (heard.text, heard.token_ids)
     assert completion.metrics.resumed_tokens == len(said)
+
+
+@given(
+    st.text(alphabet="ab é東 \n", min_size=3, max_size=30),
+    st.lists(st.integers(1, 9), min_size=1, max_size=3),
+    st.integers(0, 4),
+    st.sampled_from([(), ("b a",), ("é東", "\nb")]),
+)
+def test_another_process_goes_on_behind_any_token(
+    prompter: Prompter, text: str, cuts: list[int], said: int, stop: tuple[str, ...]
+) -> None:
+    """Text and tokens come once, whatever of them the processes before it held back; log-probabilities have their ordinals."""
+    tokens = ids(prompter, text)
+    whole, heard = of(prompter, None, stop=stop), Client()
+    verdict, events = whole.take(Verdict.of(*tokens), tuple(((token, -1.0),) for token in tokens))
+    heard.hear(events)
+    tokens = list(verdict.tokens)
+    brought, client = tuple(tokens[: min(said, len(tokens) - 1)]), Client()
+    for cut in (*cuts, len(tokens)):
+        first = len(brought) + len(client.told)
+        answer = of(prompter, None, brought, client.told, stop=stop)
+        if not answer.is_complete:
+            following = tokens[first : first + cut]
+            client.hear(answer.take(Verdict.of(*following), tuple(((token, -1.0),) for token in following))[1])
+    assert client.token_ids == tokens[len(brought) :] and heard.text.endswith(client.text)
+    assert answer.completed().completion.text == heard.text
+    assert client.logprobs == {index: [(token, -1.0)] for index, token in enumerate(tokens) if index >= len(brought)}
 
 
 @pytest.mark.parametrize(

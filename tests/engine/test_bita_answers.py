@@ -51,7 +51,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_tiny("llama", folder / "llama", layers=LAYERS, max_position_embeddings=1200)
     save_tiny("mistral", folder / "mistral", layers=LAYERS, sliding_window=4)
     save_tiny("qwen2", folder / "qwen2", layers=LAYERS)
-    for name in ("llama", "mistral", "qwen2"):
+    save_tiny("qwen3", folder / "qwen3", layers=LAYERS, head_dim=16)
+    for name in ("llama", "mistral", "qwen2", "qwen3"):
         save_random_bita(folder / f"{name}-bita", folder / name, MASKS)
     return folder
 
@@ -117,9 +118,9 @@ def test_every_tree_says_what_transformers_says(models: Path, shape: tuple[int, 
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-@pytest.mark.parametrize("target", ["mistral", "qwen2"])
+@pytest.mark.parametrize("target", ["mistral", "qwen2", "qwen3"])
 def test_other_families(models: Path, target: str, dtype: str) -> None:
-    """A sliding window shorter than the prompt, or biases on queries, keys and values."""
+    """A sliding window shorter than the prompt, biases on queries, keys and values, or norms of queries and keys."""
     pipeline = make_pipeline(models, (4, 2), dtype, target)
     greedy = greedy_answer(models / target, PROMPT, NUM_TOKENS, dtype)
     drawn = answer(pipeline, request(method="pp"))

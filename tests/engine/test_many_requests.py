@@ -122,12 +122,22 @@ def said(answer: LocalAnswer) -> list[int]:
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: f"{shape[0]}in{shape[1]}")
 @settings(max_examples=settings().max_examples // 2)  # each has several answers
-@given(visits=VISITS, slots=st.sampled_from(SLOTS), reserved=st.sampled_from([1, 8, 1024]))
+@given(
+    visits=VISITS,
+    slots=st.sampled_from(SLOTS),
+    reserved=st.sampled_from([1, 8, 1024]),
+    losses=st.just(frozenset()) | st.frozensets(st.integers(1, 40), max_size=4),
+)
 def test_an_answer_in_company_is_the_answer_alone(
-    thread_models: ThreadModels, shape: tuple[int, int], visits: list[Visit], slots: int | None, reserved: int
+    thread_models: ThreadModels,
+    shape: tuple[int, int],
+    visits: list[Visit],
+    slots: int | None,
+    reserved: int,
+    losses: frozenset[int],
 ) -> None:
     """Over random arrivals, cancellations, methods, priorities, samplings and decode threads; with answers that are resumed, and
-    with little memory, so that requests wait, are paused, and lose what they have shared.
+    with little memory, so that requests wait, are paused, and lose what they have shared; and when the stages lose everything.
     """
     pipeline = pipeline_of(thread_models, shape, slots)
     arrivals: dict[int, list[Request]] = {}
@@ -137,7 +147,7 @@ def test_an_answer_in_company_is_the_answer_alone(
         if visit.cancelled_after is not None:
             cancels.setdefault(visit.arrives + visit.cancelled_after, []).append(number)
     with patch.object(running, "_MOST_RESERVED", reserved):
-        for _ in pipeline.run_all(arrivals, cancels):
+        for _ in pipeline.run_all(arrivals, cancels, losses):
             continue
     for number, visit in enumerate(visits):
         check_answer(pipeline.answers[number], alone(thread_models, visit))

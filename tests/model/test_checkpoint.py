@@ -99,6 +99,14 @@ def test_a_damaged_file_is_named(sharded, content):
     assert_refused(sharded, damaged.name, "not a whole safetensors file")
 
 
+def test_swapped_shards_are_refused(sharded):
+    first, second = shards(sharded)[:2]
+    contents = first.read_bytes(), second.read_bytes()
+    second.write_bytes(contents[0])
+    first.write_bytes(contents[1])
+    assert_refused(sharded, "model-0000", "missing, though")
+
+
 @pytest.mark.parametrize("content", ["<html>", "[]", "{}", '{"weight_map": [1]}', '{"weight_map": {"a": [1]}}'])
 def test_a_damaged_index_is_named(sharded, content):
     (sharded / "model.safetensors.index.json").write_text(content)

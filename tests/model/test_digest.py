@@ -11,7 +11,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from tiny_pair import Pair
 
-from pipedec.config import cache_directory, state_directory
+from pipedec.config import state_directory
+from pipedec.directories import cache_directory
 from pipedec.model import digest
 from pipedec.model.digest import config_digest, quick_digest, weights_digest
 

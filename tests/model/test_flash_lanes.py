@@ -26,6 +26,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama": {},
     "mistral": {"sliding_window": 5},
     "qwen2": {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 2},
+    "qwen3": {"head_dim": 16},
 }
 
 

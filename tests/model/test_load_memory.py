@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from checkpoints import save_tiny_llama
+from gguf_files import save_gguf
 
 LOADER = """
 import json, sys
@@ -17,7 +18,10 @@ import torch
 from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from pipedec.model.config import ModelConfig
+from pipedec.model.packed import linear, pack
 from pipedec.model.stage_model import StageModel
+
+linear(torch.ones(1, 256), pack(torch.ones(256, 256)))  # the code of the kernels is resident, too, from its first use on
 
 def status(field):
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
@@ -32,16 +36,32 @@ print(json.dumps({"growth": status("VmHWM") - before, "weights": stage.num_bytes
 """
 
 
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peak memory is read from /proc")
+pytestmark = pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peak memory is read from /proc")
+
+
+def load_ten_layers(model: Path) -> dict[str, int]:
+    """What a process grew by at most while it loaded layers 10 to 20, and what it keeps; bytes."""
+    root = Path(__file__).parents[2]
+    loader = subprocess.run(
+        [sys.executable, "-c", LOADER, str(model), "10", "20"], capture_output=True, text=True, cwd=root, timeout=60
+    )
+    assert loader.returncode == 0, loader.stderr
+    return json.loads(loader.stdout)
+
+
 @pytest.mark.parametrize("max_shard_size", ["40MB", pytest.param("1GB", marks=pytest.mark.slow)])
 def test_peak_memory_is_little_more_than_the_stage(tmp_path, max_shard_size):
     save_tiny_llama(tmp_path, layers=40, hidden=352, vocab=512, max_shard_size=max_shard_size)
     on_disk = sum(file.stat().st_size for file in tmp_path.glob("*.safetensors"))
-    root = Path(__file__).parents[2]
-    loader = subprocess.run(
-        [sys.executable, "-c", LOADER, str(tmp_path), "10", "20"], capture_output=True, text=True, cwd=root, timeout=60
-    )
-    assert loader.returncode == 0, loader.stderr
-    measured = json.loads(loader.stdout)
+    measured = load_ten_layers(tmp_path)
     assert on_disk > 3.5 * measured["weights"] > 100 * 2**20
     assert measured["growth"] <= 1.2 * measured["weights"] + 10 * 2**20, f"{measured} of {on_disk} bytes on disk"
+
+
+@pytest.mark.usefixtures("own_cache")
+def test_a_gguf_file_is_de_quantised_piece_by_piece(tmp_path):
+    save_tiny_llama(tmp_path / "source", layers=20, hidden=384, vocab=512)
+    file = save_gguf(tmp_path / "model.gguf", tmp_path / "source", "Q8_0")
+    measured = load_ten_layers(file)
+    assert measured["weights"] > 40 * 2**20
+    assert measured["growth"] <= 1.3 * measured["weights"] + 10 * 2**20, f"{measured}; {file.stat().st_size} bytes on disk"

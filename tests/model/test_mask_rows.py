@@ -29,6 +29,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-one-group": ("llama", {"kv_heads": 1, "head_dim": 16, "attention_bias": True}),
     "mistral-window": ("mistral", {"sliding_window": WINDOW}),
     "qwen2": ("qwen2", {}),
+    "qwen3": ("qwen3", {"head_dim": 16}),
 }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from checkpoints import save_tiny_llama, save_tiny_mistral, save_tiny_qwen2
+from checkpoints import save_tiny, save_tiny_llama, save_tiny_mistral, save_tiny_qwen2
 
 from pipedec.core import UserError
 from pipedec.model.config import ModelConfig
@@ -28,6 +28,12 @@ def test_biases_and_windows_of_the_families(tmp_path):
     qwen2 = ModelConfig.from_directory(tmp_path / "qwen2")
     assert (qwen2.attention_bias, qwen2.output_bias, qwen2.mlp_bias) == (True, False, False)
     assert qwen2.sliding_windows == (None, None, None, 9)
+    assert not qwen2.qk_norm
+    save_tiny("qwen3", tmp_path / "qwen3", attention_bias=True, use_sliding_window=True, sliding_window=9, max_window_layers=3)
+    qwen3 = ModelConfig.from_directory(tmp_path / "qwen3")
+    assert (qwen3.attention_bias, qwen3.output_bias, qwen3.mlp_bias, qwen3.qk_norm) == (True, True, False, True)
+    assert qwen3.sliding_windows == (None, None, None, 9)
+    assert qwen3.head_dim == 128
 
 
 def test_head_size_follows_from_the_hidden_size_unless_given(tmp_path):
@@ -66,7 +72,7 @@ def assert_refused(path, *words):
 def test_other_families_are_refused_by_name(tmp_path):
     save_tiny_llama(tmp_path)
     change_json(tmp_path / "config.json", model_type="gpt2")
-    assert_refused(tmp_path, "'gpt2'", "llama, mistral, qwen2")
+    assert_refused(tmp_path, "'gpt2'", "llama, mistral, qwen2, qwen3")
 
 
 def test_unreadable_directories_are_refused(tmp_path):
@@ -85,4 +91,4 @@ def test_values_that_transformers_refuses_and_quantized_weights(tmp_path):
     change_json(tmp_path / "config.json", num_attention_heads=5)
     assert_refused(tmp_path, "config.json", "refused")
     change_json(tmp_path / "config.json", num_attention_heads=4, quantization_config={"quant_method": "gptq"})
-    assert_refused(tmp_path, "quantized")
+    assert_refused(tmp_path, "quantized by gptq", "--quantize int8 or int4")

@@ -30,6 +30,9 @@ MODELS = {
     "mistral-no-window": ("mistral", {"sliding_window": None, "head_dim": 12}),
     "qwen2": ("qwen2", {}),
     "qwen2-window": ("qwen2", {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 2}),
+    "qwen3": ("qwen3", {"head_dim": 8}),
+    "qwen3-wide-heads": ("qwen3", {"head_dim": 16, "kv_heads": 1, "tie_word_embeddings": True, "attention_bias": True}),
+    "qwen3-window": ("qwen3", {"head_dim": 12, "use_sliding_window": True, "sliding_window": 6, "max_window_layers": 2}),
 }
 TOLERANCE = {torch.float32: 2e-4, torch.float64: 1e-5}
 

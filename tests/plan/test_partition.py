@@ -111,7 +111,7 @@ def test_slow_draft_sets_the_timestep(paper: ClusterConfig) -> None:
 def test_what_does_not_fit_is_said(paper: ClusterConfig) -> None:
     partition = replace(paper.partitions["paper-14"], stages=7, groups=None, layers=(9, 12, 12, 12, 12, 12, 11))
     planned = plan(replace(paper, partition=None, partitions={"half": partition}), "half")
-    assert planned.problems[1] == "stage 2 on server-1 rtx3090 needs 42.3 GB of 24.0 GB: use more stages or bfloat16"
+    assert planned.problems[1] == "stage 2 on server-1 rtx3090 needs 42.3 GB of 24.0 GB: use more stages, bfloat16 or quantize"
     assert len(planned.problems) == 7
     assert "Problem: stage 7 on server-1 rtx3090 needs" in shown(planned)
 

@@ -18,7 +18,7 @@ from pipedec.core import UserError
 from pipedec.text.convert import load_for_training
 from pipedec.train.continuations import continue_greedily
 from pipedec.train.draft import training
-from pipedec.train.draft.measuring import on_policy_agreement
+from pipedec.train.draft.measuring import MeasuredDraft, on_policy_agreement
 from pipedec.train.draft.training import DraftRecipe
 from pipedec.train.loop import TrainingLoop
 from pipedec.train.run import Run
@@ -119,7 +119,7 @@ def test_continuations_are_the_targets_greedy_words_and_are_kept(trained: Path, 
         assert ids == continuation.ids
         assert len(ids) == continuation.prompt_length + 6 or ids[-1] == tokenizer.eos_token_id
     assert continue_greedily(None, asked, 6, tmp_path / "store") == said  # type: ignore[arg-type]
-    assert on_policy_agreement(target, {"all": said})["all"]["top1"] == 1.0
+    assert on_policy_agreement(MeasuredDraft(target), {"all": said})["all"]["top1"] == 1.0
     with pytest.raises(UserError, match="other prompts"):
         continue_greedily(target, asked[:2], 6, tmp_path / "store")
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from pipedec.core import SamplingParams, UserError
-from pipedec.sampling import Sampler, filtered, greedy, seeded
+from pipedec.sampling import Sampler, filtered, greedy
 
 FEW_VALUES = st.sampled_from([-2.0, 0.0, 0.5, 3.0])  # so that ties are common
 NUM_DRAWS = 50_000
@@ -148,9 +148,9 @@ def test_only_what_needs_a_sampler_gets_one() -> None:
 
 
 def test_a_seed_is_drawn_where_one_is_needed() -> None:
-    drawn = {seeded(SamplingParams(0.5)).seed for _ in range(20)}
+    drawn = {SamplingParams(0.5).seeded().seed for _ in range(20)}
     assert len(drawn) == 20 and all(seed is not None and 0 <= seed < 2**53 for seed in drawn)
-    assert seeded(SamplingParams(0.5, seed=7)).seed == 7 and seeded(SamplingParams()).seed is None
+    assert SamplingParams(0.5, seed=7).seeded().seed == 7 and SamplingParams().seeded().seed is None
     with pytest.raises(ValueError, match="needs a seed"):
         Sampler(SamplingParams(0.5), 9)
 

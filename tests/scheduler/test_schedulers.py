@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
 from simulated_pipeline import SimulatedPipeline
 
-from pipedec.core import Opening, PipedecError, RankLost, SamplingParams, SchedulerLost, UserError, Verdict
+from pipedec.core import EpochEnded, Opening, PipedecError, RankLost, SamplingParams, SchedulerLost, UserError, Verdict
 from pipedec.messages import (
     AbortEvent,
     CancelledEvent,
@@ -26,6 +26,7 @@ from pipedec.scheduler import (
     Message,
     Planned,
     RedisScheduler,
+    Remembered,
     Scheduler,
     Task,
     initial_tasks,
@@ -215,10 +216,10 @@ def test_abort_overtakes_every_queue_and_reaches_every_reader(make_scheduler: Ma
 def test_reading_an_answer_continues_at_a_position(make_scheduler: MakeScheduler) -> None:
     scheduler = make_scheduler(TWO)
     assert scheduler.read_answer(0, "0", 0) == []
+    submit_and_take(scheduler)
     scheduler.publish(0, TokensEvent([1], "a"))
     [(position, event)] = scheduler.read_answer(0, "0", 1)
     assert event == TokensEvent([1], "a")
-    submit_and_take(scheduler)
     begin(scheduler)
     events = [TokensEvent([], "“x”", [ThreadNews((0, 1), "y", "ended", 3)]), OverranEvent([3, 4])]
     scheduler.finish(0, Task.compute("pre", 0, 0), [], [(0, event) for event in events] + [(1, OverranEvent([1]))])
@@ -231,6 +232,10 @@ def test_reading_an_answer_continues_at_a_position(make_scheduler: MakeScheduler
 def test_several_answers_are_read_together(make_scheduler: MakeScheduler) -> None:
     scheduler = make_scheduler(TWO)
     assert scheduler.read_answers({0: "0", 1: "0"}, 0) == []
+    scheduler.open(replace(DESCRIPTION, max_num_seqs=4))
+    for text in "abcd":
+        scheduler.submit(text)
+    scheduler.take(4)
     scheduler.publish(0, TokensEvent([1], "a"))
     [(number, position, _)] = scheduler.read_answers({0: "0", 1: "0", 2: "0"}, 1)
     assert number == 0
@@ -375,3 +380,113 @@ def test_what_is_no_event_is_an_error_of_one_line(make_redis_scheduler: Callable
     scheduler.client.xadd(scheduler.keys.answer(0), {"event": '{"kind": "news"}'})
     with pytest.raises(PipedecError, match=r"^the cluster sent an event that this version does not understand: "):
         scheduler.read_answer(0, "0", 1)
+
+
+def test_what_is_published_of_a_request_that_has_ended_is_dropped(make_scheduler: MakeScheduler) -> None:
+    scheduler = make_scheduler(TWO)
+    submit_and_take(scheduler)
+    scheduler.complete(0, TokensEvent([1], "a"))
+    scheduler.close_answer(0)
+    scheduler.complete(0, TokensEvent([1], "a"))
+    assert scheduler.read_answer(0, "0", 0) == []
+
+
+def recovered(scheduler: Scheduler, lost: Sequence[int] = (1,)) -> None:
+    scheduler.enter(scheduler.recover(lost, "rank 1 was killed"))
+
+
+def test_a_caller_of_an_ended_epoch_changes_nothing(make_scheduler: MakeScheduler) -> None:
+    scheduler = make_scheduler(TWO)
+    submit_and_take(scheduler)
+    begin(scheduler)
+    assert scheduler.recover([2], "rank 2 was killed") == 1
+    task = Task.compute("pre", 0, 0)
+    calls: list[Callable[[], object]] = [
+        lambda: scheduler.finish(0, task, []),
+        lambda: scheduler.take(1),
+        lambda: scheduler.publish(0, TokensEvent([1], "a")),
+        lambda: scheduler.complete(0),
+        lambda: scheduler.end_orphans(),
+        lambda: scheduler.renew_lease(1),
+        lambda: scheduler.leave(1),
+        lambda: scheduler.abort(1, "it failed"),
+        lambda: scheduler.suspect(1, "rank 2 does not answer"),
+        lambda: scheduler.note_end(1, "it failed"),
+        lambda: scheduler.open(DESCRIPTION),
+        lambda: scheduler.begin_session(1, 64),
+    ]
+    for call in calls:
+        with pytest.raises(EpochEnded, match=r"^the run is in epoch 1, not in 0$"):
+            call()
+    status = scheduler.status()
+    assert (status.epoch, status.is_recovering, status.running, status.failure, status.alive) == (1, True, (0,), None, ())
+    assert scheduler.read_answer(0, "0", 0) == []
+
+
+def test_an_epoch_is_ended_once(make_scheduler: MakeScheduler) -> None:
+    scheduler = make_scheduler(TWO)
+    scheduler.open(DESCRIPTION, recovers=True)
+    assert scheduler.current_epoch() == 0
+    assert [scheduler.recover([1], "rank 1 was killed"), scheduler.recover([2], "rank 2 was killed")] == [1, 1]
+    for rank in TWO.ranks:
+        message = scheduler.wait(rank, 0)
+        assert message is not None and (message.kind, message.text) == ("recover", "rank 1 was killed")
+    scheduler.enter(1)
+    scheduler.open(DESCRIPTION, recovers=True)
+    status = scheduler.status()
+    assert (status.epoch, status.is_recovering, status.recovers, status.num_recoveries) == (1, False, True, 1)
+    [recovery] = status.recoveries
+    assert (recovery.epoch, recovery.lost, recovery.reason) == (1, (1,), "rank 1 was killed")
+    assert recovery.served_us is not None and recovery.served_us >= recovery.at_us
+
+
+def test_a_new_epoch_finds_the_running_requests_and_what_their_answers_have(make_scheduler: MakeScheduler) -> None:
+    scheduler = make_scheduler(TWO)
+    scheduler.open(replace(DESCRIPTION, max_num_seqs=3))
+    for text in ("first", "second", "third"):
+        scheduler.submit(text)
+    scheduler.take(2)
+    begin(scheduler, 0)
+    scheduler.publish(
+        0, TokensEvent([5, 6], "a", index=0), TokensEvent([7], "b", index=2, offset=1), TokensEvent([7, 8], "bc", None, 2, 1)
+    )
+    recovered(scheduler)
+    assert [(one.number, one.text, one.told, one.attempts) for one in scheduler.journal()] == [
+        (0, "first", (5, 6, 7, 8), 1), (1, "second", (), 1)
+    ]  # fmt: skip
+    scheduler.publish(0, TokensEvent([], "", index=4))
+    recovered(scheduler)
+    assert [one.attempts for one in scheduler.journal()] == [2, 2]
+    scheduler.publish(0, TokensEvent([9], "d", index=4))
+    assert [one.attempts for one in scheduler.journal()] == [0, 2]
+    scheduler.complete(0)
+    begin(scheduler, 1)
+    assert [one.number for one in scheduler.journal()] == [1]
+    assert [message.text for message in scheduler.take(2).requests] == ["third"]
+
+
+def test_a_run_that_redis_has_lost_is_written_back_once(make_scheduler: MakeScheduler) -> None:
+    scheduler = make_scheduler(TWO)
+    submit_and_take(scheduler)
+    scheduler.publish(0, TokensEvent([5], "a"))
+    scheduler.clear()
+    assert scheduler.current_epoch() is None
+    said = (TokensEvent([5], "a"),)
+    assert scheduler.restore(DESCRIPTION, "full", 7, [Remembered(0, "first", said)]) == 1
+    assert scheduler.restore(DESCRIPTION, "full", 7, []) == 1
+    scheduler.enter(1)
+    scheduler.open(DESCRIPTION, recovers=True)
+    assert [(one.number, one.text, one.told) for one in scheduler.journal()] == [(0, "first", (5,))]
+    assert [event for _, event in scheduler.read_answer(0, "0", 0)] == list(said)
+    assert scheduler.submit("next") == 7
+
+
+def test_a_run_that_is_stopped_while_it_recovers_stops_in_its_next_epoch(make_scheduler: MakeScheduler) -> None:
+    scheduler = make_scheduler(TWO)
+    scheduler.open(DESCRIPTION)
+    scheduler.stop()
+    recovered(scheduler)
+    scheduler.open(DESCRIPTION)
+    for rank in TWO.ranks:
+        message = scheduler.wait(rank, 0)
+        assert message is not None and message.kind == "stop"

@@ -47,6 +47,14 @@ def test_a_server_lives_as_long_as_its_with_block() -> None:
     server.stop()
 
 
+def test_no_connection_is_ever_given_the_port_of_a_server() -> None:
+    """So that it can be started again where it was, however busy the machine is."""
+    given = Path("/proc/sys/net/ipv4/ip_local_port_range")
+    first = int(given.read_text().split()[0]) if given.exists() else 32768
+    with EmbeddedServer() as server:
+        assert 10_000 <= server.port < first
+
+
 def test_a_server_takes_the_port_and_the_password_that_it_is_given() -> None:
     with EmbeddedServer(bind=ALL_ADDRESSES) as first:
         port = first.port
@@ -139,7 +147,7 @@ def test_addresses_and_versions() -> None:
 
 def test_keys_have_one_hash_tag() -> None:
     keys = Keys("run-1")
-    assert keys.queue(3) == "pipedec:{run-1}:queue:3"
+    assert keys.queue(3) == "pipedec:{run-1}:queue:0:3"
     for bad in ("", "a}b", "a b", "x" * 101):
         with pytest.raises(UserError, match="run id"):
             Keys(bad)

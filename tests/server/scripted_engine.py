@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 
+from pipedec.client.live import Frame
 from pipedec.client.reply import Delta
 from pipedec.core import Completion, Metrics, PipedecError
 from pipedec.messages import PromptRequest, ThreadNews
+from pipedec.scheduler.protocol import RunStatus
 from pipedec.text.stream import StopStrings, TextStream
 from pipedec.text.tokenizer import Tokenizer
 
@@ -90,6 +92,7 @@ class ScriptedEngine:
         allowed: verdicts that every answer may receive.
         full: raised by ``submit``.
         refusal: raised when an answer is complete; ``failure``: raised while one waits.
+        last_status: of the run.
     """
 
     def __init__(self, tokenizer: Tokenizer, script: Script) -> None:
@@ -105,8 +108,14 @@ class ScriptedEngine:
         self.full_after = 0
         self.refusal: PipedecError | None = None
         self.failure: PipedecError | None = None
+        self.last_status: RunStatus | None = None
         self.requests.clear()
         self.cancelled.clear()
+
+    async def live(self) -> AsyncIterator[list[Frame]]:
+        """Nothing ever happens."""
+        await asyncio.Event().wait()
+        yield []
 
     async def submit(self, request: PromptRequest) -> ScriptedAnswer:
         if self.full is not None and len(self.requests) >= self.full_after:

@@ -157,7 +157,7 @@ def test_unknown_fields_and_nulls_are_accepted(site: Site, path: str) -> None:
 def test_what_asks_for_nothing_special_is_accepted(site: Site) -> None:
     ask(
         site, CHAT, tools=[], tool_choice="none", response_format={"type": "text"}, modalities=["text"], length_penalty=1.0,
-        use_beam_search=False, skip_special_tokens=True, min_tokens=0, bad_words=[], seed=-1,
+        functions=[], use_beam_search=False, skip_special_tokens=True, min_tokens=0, bad_words=[], seed=-1,
     )  # fmt: skip
     ask(site, COMPLETIONS, best_of=1, suffix="", min_tokens=8, max_tokens=8, ignore_eos=True)
     assert [request.sampling.seed for request in site.engine.requests] == [2**64 - 1, None]

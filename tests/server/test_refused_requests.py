@@ -152,12 +152,11 @@ def test_a_wrong_type_is_refused_with_the_field(site: Site) -> None:
     ("path", "field", "value"),
     [
         (COMPLETIONS, "best_of", 4), (COMPLETIONS, "suffix", "end"), (COMPLETIONS, "prompt_embeds", "AAAA"),
-        (CHAT, "tools", [{"type": "function", "function": {"name": "f"}}]), (CHAT, "tool_choice", "required"),
+        (COMPLETIONS, "tools", [{"type": "function", "function": {"name": "f"}}]), (COMPLETIONS, "tool_choice", "required"),
         (CHAT, "functions", [{"name": "f"}]), (CHAT, "modalities", ["text", "audio"]), (CHAT, "audio", {"voice": "alloy"}),
         (CHAT, "echo", True), (CHAT, "continue_final_message", True), (CHAT, "chat_template", "{{ messages }}"),
-        (COMPLETIONS, "response_format", {"type": "json_object"}), (CHAT, "response_format", {"type": "json_schema"}),
-        (COMPLETIONS, "guided_json", {"type": "object"}), (CHAT, "guided_choice", ["a", "b"]),
-        (CHAT, "structured_outputs", {"regex": "a"}), (COMPLETIONS, "use_beam_search", True), (CHAT, "length_penalty", 2.0),
+        (CHAT, "structured_outputs", {"regex": "a", "structural_tag": "b"}), (CHAT, "guided_whitespace_pattern", "a"),
+        (COMPLETIONS, "use_beam_search", True), (CHAT, "length_penalty", 2.0),
         (CHAT, "min_tokens", 5), (CHAT, "bad_words", ["no"]), (CHAT, "skip_special_tokens", False),
         (COMPLETIONS, "truncate_prompt_tokens", 5), (COMPLETIONS, "include_stop_str_in_output", True),
         (CHAT, "allowed_token_ids", [1]), (CHAT, "prompt_logprobs", 1),
@@ -174,12 +173,12 @@ def test_what_is_not_supported_is_refused_and_never_ignored(site: Site, path: st
         {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}]},
         {"role": "user", "content": [{"type": "input_audio", "input_audio": {"data": "", "format": "wav"}}]},
         {"role": "tool", "content": "42", "tool_call_id": "1"},
-        {"role": "assistant", "content": None, "tool_calls": [{"id": "1", "type": "function"}]},
+        {"role": "assistant", "content": None, "tool_calls": [{"id": "1", "type": "function", "function": {"name": "f"}}]},
     ],
 )
 def test_images_audio_and_tools_in_messages_are_refused(site: Site, message: dict[str, Any]) -> None:
     error = refused(site, {"messages": [message]}, CHAT)
-    assert "not supported" in error["message"] and error["param"] == "messages"
+    assert "send text" in error["message"] and error["param"] == "messages"
 
 
 @pytest.mark.parametrize("token", [-1, 5000, 2**70])

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
+import shutil
 from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +17,7 @@ from http_server import Site, served
 from processes import wait_until
 from streams import CHAT, COMPLETIONS, USER, ask, next_chunk, open_stream, stream, text_of
 from tiny_pair import CONTEXT, Pair
+from tool_templates import HERMES_TEMPLATE
 from transformers import AutoModelForCausalLM
 
 from pipedec.client.async_client import AsyncClient
@@ -157,3 +162,75 @@ def test_many_streams_are_exact_while_others_come_and_go(cluster_site: Site) -> 
 
     assert asyncio.run(crowd()) == [alone] * 4
     assert wait_until(lambda: cluster_site.front.unfinished == 0 and not status(cluster_site).running)
+
+
+SIZE = {
+    "type": "object",
+    "properties": {"color": {"enum": ["red", "green"]}, "size": {"type": "integer", "minimum": 0, "maximum": 99}},
+    "required": ["color", "size"], "additionalProperties": False,
+}  # fmt: skip
+AS_SCHEMA = {"response_format": {"type": "json_schema", "json_schema": {"name": "size", "schema": SIZE}}}
+
+
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_answers_follow_their_schema_with_every_method_whole_and_streamed(cluster_site: Site, temperature: int) -> None:
+    fields = {**AS_SCHEMA, "temperature": temperature, "seed": 3, "max_tokens": 100}
+    document = ask(cluster_site, CHAT, **fields)
+    text = document["choices"][0]["message"]["content"]
+    found = json.loads(text)
+    assert found["color"] in ("red", "green") and 0 <= found["size"] <= 99 and list(found) == ["color", "size"]
+    assert text == json.dumps(found) and document["choices"][0]["finish_reason"] == "stop"
+    for method in ("pp", "stpp", "pipedec", "bita"):
+        assert text_of(stream(cluster_site, CHAT, **fields, method=method)) == text
+
+
+def test_answers_in_company_follow_forms_of_their_own(cluster_site: Site) -> None:
+    fields = {"prompt": [PROMPT, "hello"], "n": 2, "temperature": 1, "seed": 5, "max_tokens": 60}
+    for form, pattern in (
+        ({"structured_outputs": {"choice": ["yes", "no"]}}, "yes|no"),
+        ({"guided_regex": "[a-c]{3,5}-[0-9]{2}"}, "[a-c]{3,5}-[0-9]{2}"),
+        ({"guided_grammar": 'start: "a" inner "b"\ninner: ("x" | "y"){2,4}'}, "a[xy]{2,4}b"),
+    ):
+        choices = ask(cluster_site, COMPLETIONS, **fields, **form)["choices"]
+        assert len(choices) == 4 and all(re.fullmatch(pattern, choice["text"]) for choice in choices)
+
+
+def test_a_call_that_must_be_is_one(cluster_site: Site) -> None:
+    """The template of this model knows no tools: calls are plain JSON."""
+    tools = [{"type": "function", "function": {"name": name, "parameters": SIZE}} for name in ("paint", "sell")]
+    fields = {"tools": tools, "temperature": 1, "seed": 1, "max_tokens": 200}
+    choice = ask(cluster_site, CHAT, **fields, tool_choice="required", parallel_tool_calls=False)["choices"][0]
+    [call] = choice["message"]["tool_calls"]
+    assert choice["finish_reason"] == "tool_calls" and choice["message"]["content"] is None
+    assert call["function"]["name"] in ("paint", "sell") and json.loads(call["function"]["arguments"])["size"] <= 99
+    named = {"type": "function", "function": {"name": "sell"}}
+    parts = stream(cluster_site, CHAT, **fields, tool_choice=named)
+    calls = [
+        part["choices"][0]["delta"]["tool_calls"][0]["function"] for part in parts if "tool_calls" in part["choices"][0]["delta"]
+    ]
+    assert calls[0]["name"] == "sell"
+    assert json.loads("".join(call["arguments"] for call in calls)).keys() == SIZE["properties"].keys()
+
+
+def test_calls_in_the_form_of_a_template_are_read_whole_and_streamed(
+    cluster_site: Site, pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server's tokenizer has a template of its own: the cluster gets token ids."""
+    shutil.copytree(pair.target, tmp_path / "tools", ignore=shutil.ignore_patterns("*.safetensors"))
+    (tmp_path / "tools" / "chat_template.jinja").write_text(HERMES_TEMPLATE)
+    assert cluster_site.front.served is not None
+    monkeypatch.setattr(
+        cluster_site.front, "_served", replace(cluster_site.front.served, tokenizer=Tokenizer(tmp_path / "tools"))
+    )
+    tools = [{"type": "function", "function": {"name": name, "parameters": SIZE}} for name in ("paint", "sell")]
+    fields = {"tools": tools, "tool_choice": "required", "temperature": 1, "seed": 4, "max_tokens": 300}
+    choice = ask(cluster_site, CHAT, **fields)["choices"][0]
+    calls = choice["message"]["tool_calls"]
+    assert choice["finish_reason"] == "tool_calls" and choice["message"]["content"] is None
+    assert all(json.loads(call["function"]["arguments"])["color"] in ("red", "green") for call in calls)
+    parts = stream(cluster_site, CHAT, **fields, method="stpp")
+    streamed = [call for part in parts for call in part["choices"][0]["delta"].get("tool_calls", ())]
+    for index, call in enumerate(calls):
+        pieces = [one["function"] for one in streamed if one["index"] == index]
+        assert pieces[0]["name"] == call["function"]["name"]
+        assert "".join(piece["arguments"] for piece in pieces) == call["function"]["arguments"]

@@ -18,6 +18,7 @@ from tiny_pair import CONTEXT
 
 from pipedec.core import QueueFull, RankLost, UserError
 from pipedec.messages import RunDescription
+from pipedec.scheduler.protocol import RunStatus
 from pipedec.server.front import Front, Served
 from pipedec.server.observer import Exchange, Generation, Observer
 from pipedec.server.settings import ServerSettings
@@ -186,6 +187,17 @@ def test_a_lost_cluster_takes_no_requests(own_site: Site, text_tokenizer: Tokeni
     for method, path in (("POST", COMPLETIONS), ("GET", "/health"), ("GET", "/ready")):
         response = own_site.client.request(method, path, json={"prompt": "hello"} if method == "POST" else None)
         assert response.status_code == 503 and "rank 2 died" in response.json()["error"]["message"]
+
+
+def test_health_tells_of_a_recovery(own_site: Site, text_tokenizer: Tokenizer, answer_ids: list[int]) -> None:
+    """A cluster that replaces a rank goes on taking requests."""
+    engine = attach(own_site.front, text_tokenizer, answer_ids)
+    assert own_site.client.get("/health").json() == {"status": "ok", "epoch": 0}
+    for serving, status in ((2, "recovering"), (3, "ok")):
+        engine.last_status = RunStatus("up", 1, 0, (), (0, 1), epoch=3, serving=serving, recovers=True)
+        for path in ("/health", "/ready"):
+            response = own_site.client.get(path)
+            assert (response.status_code, response.json()) == (200, {"status": status, "epoch": 3})
 
 
 def test_a_draining_server_finishes_what_it_has_and_takes_nothing_new(

@@ -16,7 +16,7 @@ from starlette.responses import Response
 
 from pipedec.core import Completion, SamplingParams, SchedulerLost
 from pipedec.core import Metrics as AnswerMetrics
-from pipedec.messages import Histogram, KVUsage, PromptRequest, RunStats, StageStats
+from pipedec.messages import Histogram, KVUsage, PromptRequest, Recovery, RunStats, StageStats
 from pipedec.scheduler.protocol import RunStatus
 from pipedec.server.metrics import Metrics
 from pipedec.server.observer import Exchange, Generation
@@ -27,10 +27,13 @@ KV = KVUsage(capacity=1000, used=250, kept=100, queried_tokens=40, cached_tokens
 STATS = RunStats(
     KV, running=2, waiting=1, timesteps=50, prompt_rows=20, root_rows=10, draft_rows=60, mask_rows=5, drafts=10,
     accepted_tokens=25, accepted_per_pos=(15, 10), rows_per_timestep=Histogram((1, 8), (3, 2, 1), 30),
-    timestep_seconds=Histogram((0.01, 0.1), (40, 9, 1), 1.5),
+    timestep_seconds=Histogram((0.01, 0.1), (40, 9, 1), 1.5), corrupted=3,
 )  # fmt: skip
 STAGES = (StageStats(1, 50, 95, 5, 1.25, 0.5), StageStats(2, 50, 80, 20, 1.0, 0.75))
-STATUS = RunStatus("up", 9, 4, (5, 6, 7), (0, 1, 2), stats=STATS, stages=STAGES)
+STATUS = RunStatus(
+    "up", 9, 4, (5, 6, 7), (0, 1, 2), stats=STATS, stages=STAGES, epoch=4, serving=3, recovers=True,
+    recoveries=(Recovery(3, (1,), "killed", 1_000_000, 1_750_000), Recovery(4, (2,), "killed", 5_000_000)), num_recoveries=4,
+)  # fmt: skip
 
 # Names and labels that vLLM's documentation and its Grafana dashboard have (histograms without their suffixes).
 VLLM = [
@@ -159,7 +162,9 @@ def test_what_the_cluster_tells(metrics: Metrics) -> None:
         "vllm:prefix_cache_queries_total": 40, "vllm:prefix_cache_hits_total": 30, "vllm:num_preemptions_total": 2,
         "vllm:spec_decode_num_drafts_total": 10, "vllm:spec_decode_num_draft_tokens_total": 60,
         "vllm:spec_decode_num_accepted_tokens_total": 25, "pipedec:timesteps_total": 50, "pipedec:ranks_alive": 3,
+        "vllm:corrupted_requests_total": 3,
         "pipedec:timestep_seconds_sum": 1.5, "pipedec:timestep_seconds_count": 50, "vllm:iteration_tokens_total_count": 6,
+        "pipedec:epoch": 4, "pipedec:recoveries_total": 4, "pipedec:recovery_seconds": 0.75,
     }  # fmt: skip
     assert {name: value(text, name) for name in expected} == expected
     by_label = {

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 import pytest
 import torch
 from lane_scripts import LIKELY, Script, run, sequences
-from torch.nn import functional
 
 from pipedec.core import SamplingParams
 from pipedec.engine.spec import REFERENCE_PAIR
-from pipedec.model import ModelConfig, StageModel
+from pipedec.model import ModelConfig, StageModel, stage_model
+from pipedec.model.packed import linear, pack
 from pipedec.model.stage_model import PADDED_ROWS
 from pipedec.stage import FinalStageWorker, StageWorker
 
@@ -42,8 +42,8 @@ def scripts() -> list[Script]:
 
 
 def test_every_product_has_as_many_rows(workers: list[StageWorker], monkeypatch: pytest.MonkeyPatch) -> None:
-    counts, linear = list[int](), functional.linear
-    monkeypatch.setattr(functional, "linear", lambda rows, *weights: counts.append(len(rows)) or linear(rows, *weights))
+    counts = list[int]()
+    monkeypatch.setattr(stage_model, "linear", lambda rows, *weights: counts.append(len(rows)) or linear(rows, *weights))
     run(workers, scripts()[:1])
     assert min(counts) == PADDED_ROWS
 
@@ -65,9 +65,10 @@ def products_are_equal() -> bool:
     sizes = {config.hidden_size, config.intermediate_size, config.num_heads * config.head_dim}
     generator = torch.Generator().manual_seed(0)
     for inner in sizes:
-        rows, weight = (torch.randn(count, inner, generator=generator) for count in (300, config.hidden_size))
-        whole = functional.linear(rows, weight)
+        rows, matrix = (torch.randn(count, inner, generator=generator) for count in (300, config.hidden_size))
+        weight = pack(matrix)
+        whole = linear(rows, weight)
         counts = (PADDED_ROWS, PADDED_ROWS + 1, 47, 64)
-        if not all(torch.equal(functional.linear(rows[:count], weight), whole[:count]) for count in counts):
+        if not all(torch.equal(linear(rows[:count], weight), whole[:count]) for count in counts):
             return False
     return True

@@ -14,7 +14,7 @@ from tiny_pair import CHAT_TEMPLATE, CONTEXT, Pair
 
 from pipedec.core import UserError
 from pipedec.engine.tasks import PREFILL_CHUNK, prefill_chunks
-from pipedec.text.prompt import Prompter, same_tokenizer
+from pipedec.text.prompt import Prompter, fits_vocabulary, same_tokenizer
 from pipedec.text.stream import StopStrings
 
 TEXT = "Größe: naïve café, Ελλάδα, 東京, \U0001f680\U0001f468\u200d\U0001f469\u200d\U0001f467 — twice: 12 + 12 = 24.\n\n  Done."
@@ -210,3 +210,10 @@ def test_tokenizers_are_compared_by_vocabulary(pair: Pair, tmp_path: Path) -> No
     same_tokenizer(pair.target, tmp_path / "spaced")
     with pytest.raises(UserError, match=r"has a different tokenizer than the target .*\(300 and 300 tokens\)"):
         same_tokenizer(pair.target, pair.foreign_draft)
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(pair: Pair) -> None:
+    fits_vocabulary(pair.target, 300)
+    with pytest.raises(UserError, match=r"token ids up to 299, .* a vocabulary of 299 tokens") as refused:
+        fits_vocabulary(pair.target, 299)
+    assert str(pair.target) in str(refused.value) and "\n" not in str(refused.value)

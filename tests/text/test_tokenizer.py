@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from tiny_pair import Pair
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tool_templates import HERMES_TEMPLATE, LLAMA3_TEMPLATE, MISTRAL_TEMPLATE
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from pipedec.core import UserError
@@ -200,6 +201,35 @@ def test_the_template_named_default_is_taken_from_a_list(directories: dict[str, 
     listed = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "abc"}]
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": listed}))
     assert Tokenizer(tmp_path).render_chat([{"role": "user", "content": "Hi"}]) == "abc"
+    assert Tokenizer(tmp_path).render_chat([{"role": "user", "content": "Hi"}], tools=[]) == "tools"
+
+
+TOOLS = [
+    {"type": "function", "function": {"name": "add", "description": "ü", "parameters": {"type": "object", "properties": {}}}}
+]
+CALLED = [
+    {"role": "user", "content": "Hi"},
+    {"role": "assistant", "tool_calls": [{"type": "function", "function": {"name": "add", "arguments": {"a": [1, "ß"]}}}]},
+    {"role": "tool", "name": "add", "content": "2"},
+]
+
+
+@pytest.mark.parametrize("template", [HERMES_TEMPLATE, LLAMA3_TEMPLATE, MISTRAL_TEMPLATE])
+@pytest.mark.parametrize("is_file", [True, False])
+def test_tools_are_shown_as_transformers_shows_them(
+    directories: dict[str, Path], tmp_path: Path, template: str, is_file: bool
+) -> None:
+    """By the template for tools where there is one of its own."""
+    shutil.copytree(directories["tiny"], tmp_path / "own")
+    if is_file:
+        (tmp_path / "own" / "additional_chat_templates").mkdir()
+        (tmp_path / "own" / "additional_chat_templates" / "tool_use.jinja").write_text(template)
+    else:
+        (tmp_path / "own" / "chat_template.jinja").write_text(template)
+    ours, theirs = Tokenizer(tmp_path / "own"), AutoTokenizer.from_pretrained(tmp_path / "own")
+    expected = theirs.apply_chat_template(CALLED, tools=TOOLS, add_generation_prompt=True, return_dict=False)
+    assert ours.apply_chat_template(CALLED, tools=TOOLS) == expected
+    assert ours.tool_template == template
 
 
 def test_damaged_files_are_refused_in_one_line(directories: dict[str, Path], tmp_path: Path) -> None:

@@ -19,9 +19,9 @@ from pipedec.core import UserError
 from pipedec.train import continuations
 from pipedec.train.continuations import Continuation, continue_greedily
 from pipedec.train.draft import training
-from pipedec.train.draft.distillation import RememberedTarget, mean_loss
+from pipedec.train.draft.distillation import Lesson, TargetMemory, mean_loss
 from pipedec.train.draft.rows import pack_whole
-from pipedec.train.draft.training import DraftRecipe, continue_draft
+from pipedec.train.draft.training import DraftRecipe, train_draft
 from pipedec.train.loop import TrainingLoop
 from pipedec.train.prompts import SplitPrompts
 from pipedec.train.run import Run
@@ -33,7 +33,7 @@ LONG = SplitPrompts([[1, 5 + number, 9] * 14 for number in range(12)], [[1, 60, 
 
 def proceed(pair: Pair, folder: Path, prompts: dict[str, SplitPrompts], recipe: DraftRecipe = RECIPE) -> dict:
     run = Run(folder / "out", folder / "work", threads=1)
-    return continue_draft(pair.target, pair.draft, prompts, recipe.with_long_sets(prompts), run, compiled=False)
+    return train_draft(pair.target, pair.draft, prompts, recipe.with_long_sets(prompts), run, compiled=False)
 
 
 def test_a_draft_learns_its_targets_answers(pair: Pair, tmp_path: Path) -> None:
@@ -106,13 +106,15 @@ def test_long_prompts_are_generated_in_smaller_batches(monkeypatch: pytest.Monke
 def test_the_loss_is_least_at_the_wanted_distribution() -> None:
     torch.manual_seed(0)
     ids, hidden, head = torch.randint(0, 7, (2, 3)), torch.randn(2, 3, 4), torch.randn(7, 4)
-    remembered = RememberedTarget(ids, torch.full((2, 3), 2.0), hidden, head)
-    wanted = (hidden @ head.T).softmax(-1)
+    logits = hidden @ head.T
+    memory = TargetMemory(hidden, logits.logsumexp(-1), logits.argmax(-1))
+    lesson = Lesson(ids, torch.full((2, 3), 2.0), memory, head)
+    wanted = logits.softmax(-1)
     greedy = torch.nn.functional.one_hot(wanted.argmax(-1), 7)
 
     def loss(share: float) -> float:
         said = Said(0.8 * wanted + 0.2 * greedy if share == 0.2 else wanted)
-        return mean_loss(lambda input_ids: said, torch.arange(2), remembered, remembered, 0, 0.2).item()
+        return mean_loss(lambda input_ids: said, torch.arange(2), lesson, lesson, 0, 0.2).item()
 
     entropy = torch.distributions.Categorical(0.8 * wanted + 0.2 * greedy).entropy().mean().item()
     assert loss(0.2) == pytest.approx(entropy, abs=1e-5)
@@ -121,9 +123,9 @@ def test_the_loss_is_least_at_the_wanted_distribution() -> None:
 
 def test_a_step_weighs_short_and_long_rows_by_their_tokens() -> None:
     head = torch.eye(3)
-    short = RememberedTarget(torch.zeros(4, 2, dtype=torch.int64), torch.ones(4, 2), torch.zeros(4, 2, 3), head)
+    short = Lesson(torch.zeros(4, 2, dtype=torch.int64), torch.ones(4, 2), silent(4, 2), head)
     long_weights = torch.tensor([[0.0] * 5, [1, 1, 1, 3, 0]])
-    long = RememberedTarget(torch.ones(2, 5, dtype=torch.int64), long_weights, torch.zeros(2, 5, 3), head)
+    long = Lesson(torch.ones(2, 5, dtype=torch.int64), long_weights, silent(2, 5), head)
 
     def model(input_ids: torch.Tensor) -> Said:
         if input_ids.shape == (3, 2):
@@ -134,6 +136,12 @@ def test_a_step_weighs_short_and_long_rows_by_their_tokens() -> None:
     on_short, on_long = torch.tensor(3.0).log(), -torch.tensor([0.25, 0.25, 0.5]).log().mean()
     found = mean_loss(model, torch.tensor([3, 0, 2, 1]), short, long, num_long=1, greedy_share=0.0)
     assert found.item() == pytest.approx(((6 * on_short + 6 * on_long) / 12).item(), abs=1e-5)
+
+
+def silent(rows: int, tokens: int) -> TargetMemory:
+    """Of a target that finds all of three tokens equally likely."""
+    totals = torch.full((rows, tokens), 3.0).log()
+    return TargetMemory(torch.zeros(rows, tokens, 3), totals, torch.zeros(rows, tokens, dtype=torch.int64))
 
 
 class Said:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.connection import Connection
@@ -11,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
+from torch.distributed import PrefixStore, ProcessGroupGloo
 
 from pipedec.core import Envelope, PipedecError, Step, Update, Verdict
 from pipedec.transport.rendezvous import Rendezvous, file_store
-from pipedec.transport.torch_distributed import _ENVELOPE_TAG, BACKENDS, TorchTransport
+from pipedec.transport.torch_distributed import _ENVELOPE_TAG, _STEP_TAG, BACKENDS, TorchTransport, _Groups
 
 HIDDEN_SIZE = 5
 PATIENCE_SECONDS = 60.0  # only bounds a test that hangs; far below the group's own timeout
@@ -56,14 +57,14 @@ class Peer:
 
 
 def _serve(backend: str, place: tuple[int, int, Path, float], dtype: torch.dtype, orders: Connection) -> None:
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     _replace_nccl_by_gloo()
-    _record_groups()
+    _record_messages()
     rank, world_size, meeting, timeout_seconds = place
-    rendezvous = Rendezvous(rank, world_size, file_store(meeting, world_size), timeout_seconds)
+    rendezvous = Rendezvous(rank, world_size, file_store(meeting, world_size), timeout_seconds, "lo")
     try:
-        transport = TorchTransport(backend, rendezvous, HIDDEN_SIZE, dtype, torch.device("cpu"))
+        transport = TorchTransport(backend, rank, HIDDEN_SIZE, dtype, torch.device("cpu"))
+        transport.join(rendezvous)
     except PipedecError as error:
         orders.send(str(error))
         return
@@ -79,28 +80,34 @@ def _serve(backend: str, place: tuple[int, int, Path, float], dtype: torch.dtype
 
 def _replace_nccl_by_gloo() -> None:
     BACKENDS["nccl"] = ("cpu",)
-    new_group = dist.new_group
 
-    def new_gloo_group(ranks: range, backend: str, device_id: torch.device, **options: Any) -> Any:
-        assert (backend, device_id) == ("nccl", torch.device("cpu"))
-        return new_group(ranks, backend="gloo", **options)
+    def connect_stages(groups: _Groups, device: torch.device) -> Any:
+        assert device == torch.device("cpu")
+        rendezvous = groups._rendezvous
+        options = ProcessGroupGloo._Options()
+        options._devices = [ProcessGroupGloo.create_device(interface="lo")]
+        store = PrefixStore("stages", rendezvous.store)
+        _stage_groups.append(ProcessGroupGloo(store, rendezvous.rank - 1, rendezvous.world_size - 1, options))
+        return _stage_groups[-1]
 
-    dist.new_group = new_gloo_group
+    _Groups.connect_stages = connect_stages  # type: ignore[method-assign]
 
 
 _messages: list[tuple[str, int, str]] = []
+_stage_groups: list[ProcessGroupGloo] = []
 
 
-def _record_groups() -> None:
-    """Record the group of every message of a step's own. Not the first messages of envelopes, which the group sends itself."""
-    for name in ("send", "isend", "recv"):
-        setattr(dist, name, _recording(name, getattr(dist, name)))
+def _record_messages() -> None:
+    """Record the group of every message of a step's own."""
+    for name in ("send", "recv"):
+        setattr(ProcessGroupGloo, name, _recording(name, getattr(ProcessGroupGloo, name)))
 
 
 def _recording(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-    def recorded(tensor: torch.Tensor, peer: int, group: Any) -> Any:
-        _messages.append((name, peer, group.group_desc))
-        return call(tensor, peer, group)
+    def recorded(group: ProcessGroupGloo, tensors: list[torch.Tensor], peer: int, tag: int) -> Any:
+        if tag == _STEP_TAG:
+            _messages.append((name, peer, "stages" if group in _stage_groups else "all"))
+        return call(group, tensors, peer, tag)
 
     return recorded
 
@@ -170,10 +177,27 @@ def receive_requests(transport: TorchTransport, src: int) -> Any:
 
 def send_bytes(transport: TorchTransport, message: bytes, dst: int) -> None:
     """Send ``message`` where an envelope is expected."""
-    transport._group.send([torch.frombuffer(bytearray(message), dtype=torch.uint8)], dst, _ENVELOPE_TAG).wait()
+    transport.all_ranks.send([torch.frombuffer(bytearray(message), dtype=torch.uint8)], dst, _ENVELOPE_TAG).wait()
 
 
 def close(transport: TorchTransport) -> str:
     transport.close()
     transport.close()  # closing twice is harmless
     return "closed"
+
+
+def abort_soon(transport: TorchTransport, seconds: float) -> None:
+    """Abort from another thread."""
+    threading.Timer(seconds, transport.abort).start()
+
+
+def join_again(transport: TorchTransport, rank: int, world_size: int, meeting: Path) -> str:
+    """Leave the groups and join those of the next meeting, or say why not."""
+    store = file_store(meeting, world_size)
+    transport.join(Rendezvous(rank, world_size, store, PATIENCE_SECONDS, "lo"))
+    return "joined"
+
+
+def used(transport: TorchTransport) -> tuple[int, int]:
+    """Open file descriptors and threads of this process."""
+    return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))

@@ -12,7 +12,6 @@ import torch
 from peer import Peer
 
 from pipedec.core import Accepted, UserError, Verdict
-from pipedec.transport.rendezvous import Rendezvous, file_store
 from pipedec.transport.torch_distributed import TorchTransport
 
 Pair = tuple[Peer, Peer]
@@ -159,10 +158,51 @@ def test_a_rendezvous_without_the_other_ranks_raises_rank_lost(tmp_path: Path) -
         alone.end()
 
 
+def test_who_waits_for_a_transfer_comes_loose_when_another_thread_aborts(trio: tuple[Peer, ...]) -> None:
+    """Here and at the other end, although one of the peers is gone already."""
+    draft, first, last = trio
+    last.process.kill()
+    last.process.join()
+    first.order(peer.receive_envelope, 0)
+    draft.do(peer.abort_soon, 0.2)
+    draft.order(peer.receive_envelope, 1)
+    assert draft.result() == "RankLost: rank 0 could not receive from rank 1: the transfers were aborted"
+    assert first.result().startswith("RankLost: rank 1 could not receive from rank 0: ")
+    assert draft.do(peer.send, 3, None, 0, 1).endswith("could not send to rank 1: the transfers were aborted")
+
+
+def test_joining_ranks_that_do_not_come_can_be_aborted(trio: tuple[Peer, ...], tmp_path: Path) -> None:
+    draft, first, _ = trio
+    for one in (draft, first):
+        one.do(peer.abort_soon, 0.5)
+    draft.order(peer.join_again, 0, 3, tmp_path / "next")
+    first.order(peer.join_again, 1, 3, tmp_path / "next")
+    for rank, one in enumerate((draft, first)):
+        assert one.result() == f"RankLost: rank {rank} could not join the 3 ranks: the transfers were aborted"
+
+
+def test_ranks_that_meet_fifty_times_leave_no_descriptors_and_threads(trio: tuple[Peer, ...], tmp_path: Path) -> None:
+    """After transfers, aborted transfers, and the loss of a rank."""
+    used: list[list[tuple[int, int]]] = []
+    for epoch in range(50):
+        for rank, one in enumerate(trio):
+            one.order(peer.join_again, rank, 3, tmp_path / f"meeting-{epoch}")
+        assert [one.result() for one in trio] == ["joined"] * 3
+        trio[1].order(peer.receive_envelope, 0)
+        trio[0].do(peer.send_envelope, epoch, 3, None, 1)
+        trio[1].result()
+        trio[1].order(peer.receive_envelope, 0)
+        trio[0].do(peer.abort_soon, 0.0)
+        assert "RankLost" in trio[1].result()
+        used.append([one.do(peer.used) for one in trio])
+    for early, late in zip(used[4], used[-1], strict=True):
+        assert late[0] <= early[0] + 2 and late[1] <= early[1] + 1, "descriptors or threads are left"
+
+
 @pytest.fixture
 def trio(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Peer, ...]]:
-    """Rank 0 and two stages; the test's first parameter lists their backends."""
-    backends = request.node.callspec.params["backends"]
+    """Rank 0 and two stages; the test's first parameter, if it has one, lists their backends."""
+    backends = request.node.callspec.params["backends"] if hasattr(request.node, "callspec") else ["gloo"] * 3
     peers = tuple(Peer(rank, 3, tmp_path / "meeting", torch.float32, backend=backends[rank]) for rank in range(3))
     try:
         assert [one.result() for one in peers] == ["met"] * 3
@@ -192,10 +232,9 @@ def test_stages_with_nccl_have_their_own_group(trio: tuple[Peer, ...], backends:
     draft.order(peer.receive_envelope, 2)
     last.do(peer.send_envelope, 0, 0, Verdict.of(1, 2), 0)
     assert draft.result() == (None, Verdict.of(1, 2))
-    assert draft.do(peer.messages) == [("isend", 1, "default_pg"), ("send", 1, "default_pg")]
-    sent = [("isend", 2, "stages"), ("isend", 2, "stages"), ("send", 2, "stages")]
-    assert first.do(peer.messages) == [("recv", 0, "default_pg"), ("recv", 0, "default_pg"), *sent]
-    assert last.do(peer.messages) == [("recv", 1, "stages")] * 3
+    assert draft.do(peer.messages) == [("send", 1, "all")] * 2
+    assert first.do(peer.messages) == [("recv", 0, "all")] * 2 + [("send", 1, "stages")] * 3
+    assert last.do(peer.messages) == [("recv", 0, "stages")] * 3
     last.order(peer.receive, 1, 1)
     first.process.kill()
     assert last.result().startswith("RankLost: rank 2 could not receive from rank 1: ")
@@ -206,7 +245,7 @@ def test_one_stage_without_nccl_disables_it_for_all(trio: tuple[Peer, ...], back
     draft, first, last = trio
     send_three_ways(draft, first, 0, None)
     send_three_ways(first, last, 1, torch.float32)
-    assert last.do(peer.messages) == [("recv", 1, "default_pg"), ("recv", 1, "default_pg")]
+    assert last.do(peer.messages) == [("recv", 1, "all")] * 2
     for one in trio:
         one.order(peer.close)
     assert [one.result() for one in trio] == ["closed"] * 3
@@ -217,7 +256,7 @@ def test_a_single_stage_with_nccl_works(tmp_path: Path) -> None:
     try:
         assert draft.result() == stage.result() == "met"
         send_three_ways(draft, stage, 0, None)
-        assert stage.do(peer.messages) == [("recv", 0, "default_pg")] * 2
+        assert stage.do(peer.messages) == [("recv", 0, "all")] * 2
         stage.order(peer.close)
         assert draft.do(peer.close) == stage.result() == "closed"
     finally:
@@ -232,7 +271,6 @@ def test_a_single_stage_with_nccl_works(tmp_path: Path) -> None:
         ("mpi", "^unknown transport 'mpi': choose one of gloo, nccl$"),
     ],
 )
-def test_impossible_transports_are_refused(backend: str, message: str, tmp_path: Path) -> None:
-    rendezvous = Rendezvous(1, 2, file_store(tmp_path / "meeting", 2), 1.0)
+def test_impossible_transports_are_refused(backend: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
-        TorchTransport(backend, rendezvous, 8, torch.float32, torch.device("cpu"))
+        TorchTransport(backend, 1, 8, torch.float32, torch.device("cpu"))

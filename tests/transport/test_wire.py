@@ -200,3 +200,27 @@ def test_any_head_is_an_envelope_or_refused(head: bytes) -> None:
     prefix = Prefix(len(padded), 0, 0, 0)
     with suppress(ValueError):
         assert isinstance(unpack_envelope(np.frombuffer(padded, np.uint8), None, prefix), Envelope)
+
+
+HUGE = st.sampled_from([2**63, -(2**70), 1e300, float("inf"), True, "7", None, [], {}])
+PLACES = ["number", "thread", "token", "rows", "slot", "slots", "score"]
+
+
+@given(st.sampled_from(PLACES), HUGE)
+def test_any_wrong_value_in_an_update_is_refused(place: str, value: object) -> None:
+    sane: dict[str, object] = dict.fromkeys(PLACES, 0)
+    fields = sane | {place: value}
+    accepted = [[fields["thread"], [fields["token"]], []]]
+    logprobs = [[[fields["score"], -1.0]]]
+    update = [fields["number"], None, accepted, None, fields["rows"], logprobs, [[fields["slot"], fields["slots"]]], []]
+    head = json.dumps([update]).encode()
+    with pytest.raises(ValueError, match="cannot be read"):
+        unpack_envelope(np.frombuffer(head, np.uint8), None, Prefix(len(head), 0, 0, 0))
+
+
+@given(st.integers(1, 40), st.data())
+def test_a_truncated_head_is_refused(num_tokens: int, data: st.DataObject) -> None:
+    first = pack_envelope(Envelope((Update(7, verdict=Verdict.of(*range(num_tokens))),)), INLINE_ROWS)[0].numpy()
+    end = data.draw(st.integers(PREFIX_BYTES + 1, len(bytes(first).rstrip()) - 1))
+    with pytest.raises(ValueError, match="cannot be read"):
+        unpack_envelope(first[PREFIX_BYTES:end], None, unpack_prefix(first, ROW_BYTES))

@@ -14,19 +14,21 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
+from pipedec.bench.llama_cpp import NAME, LlamaCpp, is_installed
 from pipedec.core import DEFAULT_METHOD, Request, SamplingParams, UserError
 from pipedec.engine.local import LocalPipeline
 from pipedec.engine.sequences import Sequences
 from pipedec.engine.spec import PipelineSpec
+from pipedec.gguf import is_gguf
 from pipedec.methods import METHODS
-from pipedec.model import BitaWeights, LaneRows, ModelConfig, StageModel
+from pipedec.model import BitaWeights, DraftVocabulary, LaneRows, ModelConfig, StageModel, load_transformers
 from pipedec.stage import FinalStageWorker, StageWorker
 from pipedec.topology import Topology
 
 LOOKUP_TOKENS = 10
+_LLAMA_CPP_TOKENS = 4096
 
 
 @dataclass
@@ -92,6 +94,23 @@ class PipelineContender:
         return [token for verdict in self._pipeline.run(request) for token in verdict.tokens]
 
 
+class LlamaCppContender:
+    """llama.cpp, whose passes are those of greedy decoding."""
+
+    name = f"{NAME} greedy"
+
+    def __init__(self, model: Path) -> None:
+        self.count = PassCount()
+        self._loaded = LlamaCpp(model, _LLAMA_CPP_TOKENS)
+
+    def answer(self, prompt_token_ids: Sequence[int], max_tokens: int) -> list[int]:
+        token_ids = self._loaded.answer(prompt_token_ids, max_tokens)
+        self.count.add(len(prompt_token_ids))
+        for _ in token_ids[1:]:
+            self.count.add(1)
+        return token_ids
+
+
 class CountedStage(StageModel):
     """A stage that counts every forward as its share of the target's layers. ``count`` must be set after loading."""
 
@@ -103,7 +122,8 @@ class CountedStage(StageModel):
 
 
 def load_contenders(spec: PipelineSpec) -> list[Contender]:
-    """Greedy ``transformers`` first; contenders that need a draft model or BiTA only if ``spec`` has one.
+    """Greedy ``transformers`` first; contenders that need a draft model or BiTA only if ``spec`` has one; llama.cpp where the
+    target is a GGUF file and the package ``xllamacpp`` is installed.
 
     The default method runs in one stage and in the stages of ``spec``; other methods gain nothing from stages in one process.
 
@@ -111,10 +131,10 @@ def load_contenders(spec: PipelineSpec) -> list[Contender]:
         UserError: ``transformers`` does not accept the draft model.
     """
     device = spec.torch_device()
-    target = _load_transformers(spec.target, spec, device)
+    target = load_transformers(spec.target, spec.torch_dtype, device, attn_implementation="sdpa")
     contenders: list[Contender] = [TransformersContender("transformers greedy", target)]
-    if spec.draft is not None:
-        draft = _load_transformers(spec.draft, spec, device)
+    if spec.draft is not None and DraftVocabulary.load(spec.draft) is None:  # transformers knows no draft with few tokens
+        draft = load_transformers(spec.draft, spec.torch_dtype, device, attn_implementation="sdpa")
         if draft.config.vocab_size != target.config.vocab_size:
             raise UserError(
                 f"transformers' assisted generation needs models of equal vocab_size, not {target.config.vocab_size} "
@@ -122,6 +142,8 @@ def load_contenders(spec: PipelineSpec) -> list[Contender]:
             )
         contenders.append(TransformersContender("transformers assisted", target, assistant_model=draft))
     contenders.append(TransformersContender("transformers lookup", target, prompt_lookup_num_tokens=LOOKUP_TOKENS))
+    if is_gguf(spec.target) and is_installed():
+        contenders.append(LlamaCppContender(spec.target))
     return contenders + _pipelines(spec, device)
 
 
@@ -139,11 +161,6 @@ def quiet_transformers() -> Iterator[None]:
         logging.set_verbosity(verbosity)
         if shows_bars:
             logging.enable_progress_bar()
-
-
-def _load_transformers(directory: Path, spec: PipelineSpec, device: torch.device) -> Any:
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=spec.torch_dtype, attn_implementation="sdpa")
-    return model.to(device).eval()
 
 
 def _pipelines(spec: PipelineSpec, device: torch.device) -> list[Contender]:

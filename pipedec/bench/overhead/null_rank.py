@@ -78,14 +78,15 @@ def measure_rank(plan: RankPlan, report: Callable[[Sample], None]) -> None:
         PipedecError: a peer or Redis was lost.
     """
     torch.set_num_threads(1)
-    rendezvous = Rendezvous(plan.rank, plan.stages + 1, file_store(plan.meeting, plan.stages + 1), PEER_SECONDS)
-    transport = TorchTransport("gloo", rendezvous, plan.hidden_size, torch.float32, torch.device("cpu"))
+    rendezvous = Rendezvous(plan.rank, plan.stages + 1, file_store(plan.meeting, plan.stages + 1), PEER_SECONDS, "lo")
+    transport = TorchTransport("gloo", plan.rank, plan.hidden_size, torch.float32, torch.device("cpu"))
+    transport.join(rendezvous)
     try:
         for repeat in range(plan.repeats):
             for sample in _pipeline_samples(plan, f"{plan.run_id}-{repeat}", transport):
                 report(sample)
             for rows in plan.rows:
-                report(_raw_sample(plan, rows))
+                report(_raw_sample(plan, transport, rows))
     finally:
         transport.close()
 
@@ -130,7 +131,7 @@ def _follow(plan: RankPlan, scheduler: RedisScheduler, transport: TorchTransport
     probe = Probe(lambda: scheduler.round_trips)
     kind = NullFinalStage if plan.rank == plan.stages else NullStage
     stage = kind(plan.hidden_size, probe, on_finished=lambda: requests.append(_sample(probe, plan.rows[len(requests) // 2])))
-    StageLoop(stage, plan.rank, _wiring(plan, scheduler, transport, topology)).run()
+    StageLoop(stage, plan.rank, _wiring(plan, scheduler, transport, topology)).serve(transport)
     return requests[::2]
 
 
@@ -148,10 +149,10 @@ def _sample(probe: Probe, rows: int) -> Sample:
     return Sample("pipedec", rows, _intervals_ms(wall), (trips[-1] - trips[0]) * per_timestep, cpu_ms)
 
 
-def _raw_sample(plan: RankPlan, rows: int) -> Sample:
-    bare_timesteps(rows, plan.hidden_size, torch.float32, WARM_UP)
+def _raw_sample(plan: RankPlan, transport: TorchTransport, rows: int) -> Sample:
+    bare_timesteps(transport, rows, plan.hidden_size, torch.float32, WARM_UP)
     cpu = time.process_time()
-    clock = bare_timesteps(rows, plan.hidden_size, torch.float32, plan.timesteps + 1)
+    clock = bare_timesteps(transport, rows, plan.hidden_size, torch.float32, plan.timesteps + 1)
     return Sample("raw", rows, _intervals_ms(clock), cpu_ms=1000 * (time.process_time() - cpu) / (plan.timesteps + 1))
 
 

@@ -33,6 +33,7 @@ from pipedec.decoding import Company, TimestepTiming
 from pipedec.engine.admission import Admission
 from pipedec.engine.answer import Answer
 from pipedec.engine.draft_loop import DraftLoop
+from pipedec.engine.pool import Pool
 from pipedec.engine.rank_tasks import Wiring
 from pipedec.scheduler import GrantedTask
 from pipedec.scheduler.protocol import Message
@@ -90,6 +91,10 @@ class NullStage(StageWorker):
     @property
     def cache_slots(self) -> int:
         return 0
+
+    def reset(self) -> None:
+        self._rows.clear()
+        self._left.clear()
 
     def open(self, number: int, opening: Opening) -> None:
         self._probe.reset()
@@ -207,6 +212,8 @@ class OneWordPrompter:
     def add(self, tokens: Sequence[int]) -> str:
         return " word" * len(tokens)
 
+    text = add
+
     def finish(self) -> str:
         return ""
 
@@ -233,6 +240,7 @@ class ScriptedDraftLoop(DraftLoop):
         super().__init__(cast(Prompter, OneWordPrompter()), None, 0, wiring)
         self._company = cast(Company, ScriptedCompany(probe))
         self._company.whole_prompts = not wiring.window
+        self._pool = Pool(self._company)
         self._admission = cast(Admission, ScriptedAdmission(wiring.topology.num_stages))
         self._probe = probe
 
@@ -254,5 +262,6 @@ class ScriptedDraftLoop(DraftLoop):
         message = self._queue.wait(_QUEUE_SECONDS)
         if message is None or message.kind != "request":
             raise SchedulerLost("the request that was submitted has not arrived")
-        self._serve(message)
+        self._admit(message)
+        self._decode()
         return scheduler.trace() if trace else []

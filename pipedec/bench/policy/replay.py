@@ -114,6 +114,9 @@ class ReplayedAnswer:
     def waits(self) -> None:
         self._counters.waits()
 
+    def interrupted(self) -> None:
+        """Only clusters lose ranks."""
+
     def opened(self, opening: Opening) -> None:
         if self._counters.opened(opening) == 1:
             self.began = self.now()
@@ -132,6 +135,9 @@ class ReplayedAnswer:
 
     def scored(self, logprobs: TokenLogprobs) -> None:
         """Nothing was recorded of prompts."""
+
+    def corrupted(self, stage: int) -> None:
+        """Nothing is computed here."""
 
     def ended(self, reason: str, method: Method) -> None:
         self.finished = reason

@@ -15,7 +15,8 @@ from typing import Protocol
 from pipedec.bench.record import Row, key_of
 from pipedec.bench.sweep.trees import BITA
 from pipedec.client.running import Running
-from pipedec.config import ClusterConfig, DeviceConfig, PartitionConfig, ServerConfig, cache_directory
+from pipedec.config import ClusterConfig, DeviceConfig, PartitionConfig, ServerConfig
+from pipedec.directories import cache_directory
 from pipedec.engine.spec import Cut, Models, PipelineSpec
 from pipedec.messages import RunDescription
 from pipedec.model import BitaConfig, weights_digest
@@ -329,7 +330,7 @@ def _cluster(plan: Plan, draft: str | None) -> Row:
         "groups": plan.num_groups,
         "model": plan.target,
         "draft": draft,
-        "dtype": plan.dtype,
+        "dtype": str(plan.weights),
         "devices": [stage.placement.device for stage in plan.stages],
         "draft_device": plan.draft.placement.device if plan.draft else None,
         "fits": not plan.problems,

@@ -40,6 +40,10 @@ _STARTED_HERE = (
     "kv_tokens",
     "prefix_cache",
 )
+_ELSEWHERE = (
+    "preset", "stages", "slow_motion", "replay", "recording", "methods", "target", "draft", "cluster", "own_work", "intruder",
+    "random_tokens", "turns", "kv_tokens", "prefix_cache",
+)  # fmt: skip
 _COLUMNS = (
     "tokens/s", "steady", "× first", "TTFT ms", "p99", "TPOT ms", "p99", "ITL ms", "p99", "end to end s", "timesteps", "rows",
     "own ms",
@@ -57,6 +61,17 @@ class PlaceFlags:
     slow_motion: float
     kv_tokens: int | None
     prefix_cache: bool
+    llama_cpp: Path | None
+
+    def policies_of(self, config: LoadConfig) -> LoadConfig:
+        """``config`` with the methods that this place has."""
+        from dataclasses import replace
+
+        if self.llama_cpp is None:
+            return config
+        from pipedec.bench.load.beside import POLICY
+
+        return replace(config, policies=(POLICY,))
 
     def applied_to(self, shape: Shape) -> Shape:
         """With the KV memory that these flags ask for."""
@@ -135,6 +150,7 @@ def place_options(command: Command) -> Command:
             "--prefix-cache/--no-prefix-cache", default=True, show_default=True,
             help="Let requests with equal beginnings share their keys and values.",
         ),
+        click.option("--llama-cpp", type=PATH, metavar="FILE.gguf|smollm2", help="Or llama.cpp, in this process (xllamacpp)."),
     ]  # fmt: skip
     return gathered(command, options, PlaceFlags, "where")
 
@@ -178,7 +194,8 @@ def load(where: PlaceFlags, offered: LoadFlags, asked: QuestionFlags, place: Run
     """Offer many requests at once: a fixed number at a time, or at random times; one row per method and load.
 
     With --redis, --run or --running they go to the cluster that runs; with --preset to an emulated cluster in real processes;
-    with --preset and --replay recorded answers pass through an emulated cluster in computed time: minutes instead of hours.
+    with --preset and --replay recorded answers pass through an emulated cluster in computed time: minutes instead of hours. With
+    --llama-cpp they go to llama.cpp, with a slot for each of --max-num-seqs requests.
 
     Reports the time to first token (TTFT), between events that bring tokens (ITL), per output token (TPOT) and end to end,
     throughput over all and while the load is full, and goodput. Appends to OUT/rows.jsonl and draws OUT/load, and
@@ -188,7 +205,7 @@ def load(where: PlaceFlags, offered: LoadFlags, asked: QuestionFlags, place: Run
     from pipedec.bench.load.figures import draw, fill_figure, load_figure
     from pipedec.bench.record import ROWS_FILE, append_rows
 
-    config = offered.config(asked)
+    config = where.policies_of(offered.config(asked))
     if out.exists() and not out.is_dir():
         raise UserError(f"--out {out}: not a directory")
     out.mkdir(parents=True, exist_ok=True)
@@ -217,6 +234,11 @@ def _place(where: PlaceFlags, asked: QuestionFlags, place: RunningFlags, request
     from pipedec.bench.load.places import OnProcesses, OnReplay, OnRunning
     from pipedec.bench.sweep.pipelines import Pair, emulated
 
+    if where.llama_cpp is not None:
+        from pipedec.bench.load.beside import OnLlamaCpp
+
+        refuse_flags(_ELSEWHERE, "--llama-cpp is a place of its own: leave this out")
+        return OnLlamaCpp(where.llama_cpp)
     if place.are_given:
         refuse_flags(_STARTED_HERE, "a running cluster is measured as it is: leave this out, or --redis, --run and --running")
         return OnRunning(place.connect(), out / "prompts.json")

@@ -26,6 +26,7 @@ from pipedec.cluster.network import addresses_of, interface_address, interface_o
 from pipedec.cluster.versions import installed_version
 from pipedec.config import ServerConfig, state_directory
 from pipedec.core import PipedecError
+from pipedec.gguf import model_files
 from pipedec.scheduler import connect
 from pipedec.scheduler.client import address_of, translated_errors
 from pipedec.scheduler.server import find_server_binary, server_version
@@ -190,15 +191,14 @@ def package_versions() -> dict[str, str | None]:
     return {"pipedec": __version__, "python": platform.python_version(), **packages}
 
 
-def checkpoint_facts(directory: Path) -> CheckpointFacts:
+def checkpoint_facts(model: Path) -> CheckpointFacts:
     """Whether a checkpoint, or the prompt of a BiTA, is there. Reads a small part of the weights."""
-    if not directory.is_dir():
-        return CheckpointFacts("no such directory")
     try:
-        from pipedec.model import quick_digest
+        if not model_files(model).is_dir():
+            return CheckpointFacts("no such directory")
+        from pipedec.model import quick_digest, weight_files
 
-        weight_bytes = sum(path.stat().st_size for path in directory.glob("*.safetensors"))
-        return CheckpointFacts(None, quick_digest(directory), weight_bytes)
+        return CheckpointFacts(None, quick_digest(model), sum(path.stat().st_size for path in weight_files(model)))
     except Exception as error:  # a damaged file, a torch that cannot be imported
         return CheckpointFacts(_first_line(error))
 

@@ -1,12 +1,13 @@
 """What a draft learns from its frozen target: the target's distribution at every token of fixed rows.
 
-The target's last hidden states are computed once and kept on disk (the head that makes logits from them is cheap), so that a
-draft can see the rows several times. Shapes: R rows, T tokens of a row, B rows of a step, E hidden size, V vocabulary.
+The target's last hidden states are computed once and kept on disk (the part of the head that makes logits of the draft's tokens
+is cheap), so that a draft can see the rows several times. Shapes: R rows, T tokens of a row, B rows of a step, E hidden size of
+the target, D tokens of the draft.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,73 +18,141 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from pipedec.core import UserError
+from pipedec.model import DraftVocabulary
 from pipedec.train.continuations import Model
+from pipedec.transport.replicas import ALONE, Replicas
 
 _HIDDEN_ROWS = 64  # per file
 
 
 @dataclass(frozen=True)
-class RememberedTarget:
-    """Rows of tokens, the target's last hidden state at each of them, and its head, which makes the logits from it.
+class TargetMemory:
+    """What a target says at each token of some rows.
 
     Attributes:
-        ids: int64 [R, T].
+        hidden: [R, T, E], last hidden states.
+        totals: float32 [R, T], log-sum-exp of the logits of all of the target's tokens.
+        greedy: int64 [R, T], the target's most likely token.
+    """
+
+    hidden: Tensor
+    totals: Tensor
+    greedy: Tensor
+
+    @classmethod
+    def joined(cls, parts: Sequence[TargetMemory]) -> TargetMemory:
+        """The rows of several, one behind the other."""
+        return cls(*(torch.cat([getattr(part, name) for part in parts]) for name in ("hidden", "totals", "greedy")))
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """Rows of tokens, what the target says at each of them, and the head that makes the logits of the draft's tokens.
+
+    Attributes:
+        ids: int64 [R, T], of the target.
         weights: [R, T], of each token's loss.
-        hidden: [R, T, E].
-        head: [V, E].
+        memory: of the same rows.
+        head: [D, E], on the device of the training; the first row is unused if the draft has a vocabulary of its own.
+        vocabulary: of the draft, on the same device; None if it has the target's.
     """
 
     ids: Tensor
     weights: Tensor
-    hidden: Tensor
+    memory: TargetMemory
     head: Tensor
+    vocabulary: DraftVocabulary | None = None
 
-    def losses(self, model: Callable[..., Any], rows: Tensor, greedy_share: float) -> tuple[Tensor, Tensor]:
-        """The weighted sum of the tokens' losses, and the sum of their weights.
+    def losses(self, model: Callable[..., Any], rows: Tensor, greedy_share: float) -> Tensor:
+        """The weighted sum of the tokens' losses.
 
         A token's loss is the cross-entropy between the draft's distribution and (1 − ``greedy_share``) of the target's
         distribution plus ``greedy_share`` of the target's greedy token.
         """
         with torch.no_grad():
-            logits_BTV = nn.functional.linear(self.hidden[rows], self.head)
-            greedy_BT1 = logits_BTV.argmax(-1, keepdim=True)
-            wanted_BTV = logits_BTV.float().softmax(-1) * (1 - greedy_share)
-            wanted_BTV.scatter_add_(-1, greedy_BT1, torch.full_like(wanted_BTV[..., :1], greedy_share))
-        draft_BTV = model(input_ids=self.ids[rows]).logits.float()
-        losses = nn.functional.cross_entropy(draft_BTV.flatten(0, 1), wanted_BTV.flatten(0, 1), reduction="none")
-        weights = self.weights[rows].flatten()
-        return (losses * weights).sum(), weights.sum()
+            wanted_BTD = self._probabilities(rows) * (1 - greedy_share)
+            greedy_BT1 = self._of_draft(self._at(self.memory.greedy, rows))[..., None]
+            wanted_BTD.scatter_add_(-1, greedy_BT1, torch.full_like(wanted_BTD[..., :1], greedy_share))
+        draft_BTD = model(input_ids=self._of_draft(self._at(self.ids, rows))).logits.float()
+        losses = nn.functional.cross_entropy(draft_BTD.flatten(0, 1), wanted_BTD.flatten(0, 1), reduction="none")
+        return (losses * self.weights_of(rows).flatten()).sum()
+
+    def weights_of(self, rows: Tensor) -> Tensor:
+        """[B, T]."""
+        return self._at(self.weights, rows)
+
+    def _probabilities(self, rows: Tensor) -> Tensor:
+        """The target's, of the draft's tokens, [B, T, D]: its first token has what is left for tokens that it does not know."""
+        logits_BTD = nn.functional.linear(self._at(self.memory.hidden, rows), self.head).float()
+        if self.vocabulary is None:
+            return logits_BTD.softmax(-1)
+        probabilities_BTD = (logits_BTD - self._at(self.memory.totals, rows)[..., None]).exp()
+        probabilities_BTD[..., 0] = (1 - probabilities_BTD[..., 1:].sum(-1)).clamp(min=0)
+        return probabilities_BTD
+
+    def _at(self, values: Tensor, rows: Tensor) -> Tensor:
+        """Rows of a tensor that lies on the host, on the head's device."""
+        return values[rows.to(values.device)].to(self.head.device)
+
+    def _of_draft(self, token_ids: Tensor) -> Tensor:
+        return token_ids if self.vocabulary is None else self.vocabulary.draft_ids[token_ids]
+
+
+def head_of(target: Model, vocabulary: DraftVocabulary | None) -> Tensor:
+    """The rows of the target's head for the draft's tokens, [D, E]."""
+    head: Tensor = target.get_output_embeddings().weight.detach()
+    return head.clone() if vocabulary is None else head[vocabulary.tokens.clamp(min=0)]
 
 
 def mean_loss(
-    model: Callable[..., Any], rows: Tensor, short: RememberedTarget, long: RememberedTarget, num_long: int, greedy_share: float
+    model: Callable[..., Any],
+    rows: Tensor,
+    short: Lesson,
+    long: Lesson,
+    num_long: int,
+    greedy_share: float,
+    replicas: Replicas = ALONE,
 ) -> Tensor:
-    """The weighted mean loss of the tokens of ``rows``: the last ``num_long`` are rows of ``long``, the others of ``short``."""
-    sums = [
-        memory.losses(model, part, greedy_share)
-        for memory, part in ((short, rows[: len(rows) - num_long]), (long, rows[len(rows) - num_long :]))
-        if len(part)
-    ]
-    return torch.stack([loss for loss, _ in sums]).sum() / torch.stack([weight for _, weight in sums]).sum()
+    """This process's part of the weighted mean loss of the tokens of ``rows``: the last ``num_long`` are rows of ``long``, the
+    others of ``short``. The parts of all processes add up to the mean.
+    """
+    parts = (short, rows[: len(rows) - num_long]), (long, rows[len(rows) - num_long :])
+    own = [(lesson, part[replicas.rank :: replicas.size]) for lesson, part in parts]
+    losses = [lesson.losses(model, part, greedy_share) for lesson, part in own if len(part)]
+    weights = [lesson.weights_of(part).sum() for lesson, part in parts if len(part)]
+    return torch.stack(losses).sum() / torch.stack(weights).sum()
 
 
 @torch.no_grad()
-def remember(target: Model, ids_RT: Tensor, store: Path) -> Tensor:
-    """The last hidden states of the target for all rows, [R, T, E]; ``store`` keeps one file per 64 rows.
+def remember(target: Model, ids_RT: Tensor, store: Path, replicas: Replicas = ALONE) -> TargetMemory:
+    """What the target says at all tokens of the rows; ``store`` keeps one file per 64 rows, which several processes share.
 
     Raises:
-        UserError: ``store`` holds other rows.
+        UserError: ``store`` holds other rows, or files of an earlier version.
     """
     store.mkdir(parents=True, exist_ok=True)
-    hidden: list[Tensor] = []
-    for number, ids in enumerate(track(ids_RT.split(_HIDDEN_ROWS), f"hidden states: {store.name}")):
-        path = store / f"{number:04}.safetensors"
-        if not path.exists():
-            states = [target.get_decoder()(input_ids=part, use_cache=False).last_hidden_state for part in ids.split(16)]
-            save_file({"ids": ids.clone(), "hidden": torch.cat(states)}, path.with_suffix(".partial"))
+    pieces = [(store / f"{number:04}.safetensors", ids) for number, ids in enumerate(ids_RT.split(_HIDDEN_ROWS))]
+    for number, (path, ids) in enumerate(track(pieces, f"hidden states: {store.name}", disable=not replicas.is_first)):
+        if replicas.shares(number) and not path.exists():
+            found = TargetMemory.joined([_said(target, part) for part in ids.split(8)])
+            save_file({"ids": ids.clone(), **vars(found)}, path.with_suffix(".partial"))
             path.with_suffix(".partial").rename(path)
+    replicas.wait()
+    parts = []
+    for path, ids in pieces:
         stored = load_file(path)
-        if not torch.equal(stored["ids"], ids):
+        if "greedy" not in stored or not torch.equal(stored.pop("ids"), ids):
             raise UserError(f"{path} comes from other text: give another --work, or remove it")
-        hidden.append(stored["hidden"])
-    return torch.cat(hidden)
+        parts.append(TargetMemory(**stored))
+    return TargetMemory.joined(parts)
+
+
+def _said(target: Model, ids_BT: Tensor) -> TargetMemory:
+    hidden = target.get_decoder()(input_ids=ids_BT.to(target.device), use_cache=False).last_hidden_state
+    rows = [_totals_and_greedy(target.get_output_embeddings()(row).float()) for row in hidden]  # one by one: V is large
+    totals, greedy = (torch.stack(found) for found in zip(*rows, strict=True))
+    return TargetMemory(hidden.cpu(), totals.cpu(), greedy.cpu())
+
+
+def _totals_and_greedy(logits_TV: Tensor) -> tuple[Tensor, Tensor]:
+    return logits_TV.logsumexp(-1), logits_TV.argmax(-1)

@@ -8,52 +8,101 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
 
+from pipedec.model import DraftVocabulary, load_transformers
 from pipedec.train.continuations import Continuation, Model
 
-TOP_K = (1, 4, 16)
+TOP_K = (1, 2, 4, 8, 16)
+DEPTHS = (1, 2, 4, 8)
+
+
+class MeasuredDraft:
+    """A draft, and which of the target's tokens it knows: all without ``vocabulary``."""
+
+    def __init__(self, model: Model, vocabulary: DraftVocabulary | None = None) -> None:
+        self._model = model
+        self._draft_ids = None if vocabulary is None else vocabulary.draft_ids
+
+    @classmethod
+    def load(cls, directory: Path, device: torch.device | str = "cpu") -> MeasuredDraft:
+        """A draft as it is stored, computed in float32."""
+        return cls(load_transformers(directory, torch.float32, device), DraftVocabulary.load(directory, device))
+
+    def logits(self, token_ids: Tensor) -> Tensor:
+        """[B, T, D], behind each of the target's tokens, int64 [B, T]."""
+        logits_BTD: Tensor = self._model(input_ids=self.ids(token_ids)).logits.float()
+        return logits_BTD
+
+    def ids(self, token_ids: Tensor) -> Tensor:
+        """The draft's ids of the target's tokens; 0 for tokens that a draft with few tokens does not know."""
+        return token_ids if self._draft_ids is None else self._draft_ids[token_ids]
+
+    def top_ranks(self, logits_BTD: Tensor, token_ids: Tensor) -> Tensor:
+        """For each token its rank among the draft's predictions, from 0 on; as many as there are tokens for an unknown one."""
+        wanted = self.ids(token_ids)[..., None]
+        if self._draft_ids is not None:
+            logits_BTD = logits_BTD.clone()
+            logits_BTD[..., 0] = -torch.inf
+        ranks = (logits_BTD > logits_BTD.gather(-1, wanted)).sum(-1)
+        unknown = (wanted[..., 0] == 0) & (self._draft_ids is not None)
+        return ranks.masked_fill(unknown, logits_BTD.shape[-1])
 
 
 @torch.no_grad()
-def text_agreement(target: Model, draft: Model, rows_by_family: dict[str, Tensor], device: str = "cpu") -> dict[str, dict]:
+def text_agreement(target: Model, draft: MeasuredDraft, rows_by_family: dict[str, Tensor]) -> dict[str, dict]:
     """Loss of both models on rows of text, and how often the draft's top k holds the target's greedy token, by family."""
     report = {}
     for family, rows in rows_by_family.items():
         if not len(rows):
             continue
-        sums = {"target_loss": 0.0, "draft_loss": 0.0, "top1": 0.0, "top4": 0.0, "top16": 0.0}
+        sums = {"target_loss": 0.0, "draft_loss": 0.0} | {f"top{k}": 0.0 for k in TOP_K}
         for ids in rows.split(8):
-            ids = ids.to(device)
-            target_logits, draft_logits = (model(input_ids=ids).logits[:, :-1].float() for model in (target, draft))
-            next_ids = ids[:, 1:].flatten()
-            sums["target_loss"] += nn.functional.cross_entropy(target_logits.flatten(0, 1), next_ids).item() * len(ids)
-            sums["draft_loss"] += nn.functional.cross_entropy(draft_logits.flatten(0, 1), next_ids).item() * len(ids)
-            is_greedy = draft_logits.topk(max(TOP_K)).indices == target_logits.argmax(-1, keepdim=True)
+            ids = ids.to(target.device)
+            target_logits, draft_logits = target(input_ids=ids).logits[:, :-1].float(), draft.logits(ids)[:, :-1]
+            next_ids = ids[:, 1:]
+            sums["target_loss"] += nn.functional.cross_entropy(target_logits.mT, next_ids).item() * len(ids)
+            sums["draft_loss"] += nn.functional.cross_entropy(draft_logits.mT, draft.ids(next_ids)).item() * len(ids)
+            ranks = draft.top_ranks(draft_logits, target_logits.argmax(-1))
             for k in TOP_K:
-                sums[f"top{k}"] += is_greedy[..., :k].any(-1).float().mean().item() * len(ids)
+                sums[f"top{k}"] += (ranks < k).float().mean().item() * len(ids)
         report[family] = {name: round(value / len(rows), 4) for name, value in sums.items()} | {"tokens": rows.numel()}
     return report
 
 
 @torch.no_grad()
-def on_policy_agreement(draft: Model, answered: dict[str, list[Continuation]]) -> dict[str, dict]:
-    """How often the draft's top k holds the next token of the target's greedy continuation, by set."""
+def on_policy_agreement(draft: MeasuredDraft, answered: dict[str, list[Continuation]], device: str = "cpu") -> dict[str, dict]:
+    """How often the draft's top k holds the next token of the target's greedy continuation, by set.
+
+    ``chains`` has, by k, the share of positions behind which the next 1, 2, 4 and 8 tokens are all among the top k: what a tree
+    of that width accepts at that depth.
+    """
     report: dict[str, dict] = {}
     for name, continuations in answered.items():
-        hits = dict.fromkeys(TOP_K, 0)
-        num_tokens = 0
-        for continuation in continuations:
-            ids = torch.tensor([continuation.ids])
-            first = continuation.prompt_length
-            most_likely_T16 = draft(input_ids=ids).logits[0, first - 1 : -1].topk(max(TOP_K)).indices
-            is_next_T16 = most_likely_T16 == ids[0, first:, None]
-            num_tokens += len(is_next_T16)
-            for k in hits:
-                hits[k] += int(is_next_T16[:, :k].any(-1).sum())
-        if num_tokens:
-            report[name] = {f"top{k}": round(count / num_tokens, 4) for k, count in hits.items()} | {"tokens": num_tokens}
+        ranks = [_ranks(draft, continuation, device) for continuation in continuations]
+        found = torch.cat(ranks) if ranks else torch.empty(0)
+        if not len(found):
+            continue
+        report[name] = {f"top{k}": _share(found < k) for k in TOP_K} | {
+            "chains": {str(k): [_share(_runs(ranks, k, depth)) for depth in DEPTHS] for k in TOP_K},
+            "tokens": len(found),
+        }
     return report
+
+
+def _ranks(draft: MeasuredDraft, continuation: Continuation, device: str) -> Tensor:
+    """Of each token of the answer, among the draft's predictions."""
+    ids, first = torch.tensor([continuation.ids], device=device), continuation.prompt_length
+    return draft.top_ranks(draft.logits(ids)[:, first - 1 : -1], ids[:, first:])[0].cpu()
+
+
+def _runs(ranks: list[Tensor], k: int, depth: int) -> Tensor:
+    """For each position that has ``depth`` tokens behind it, whether all of them are among the top k: bool."""
+    windows = [(of_answer < k).unfold(0, depth, 1).all(-1) for of_answer in ranks if len(of_answer) >= depth]
+    return torch.cat(windows) if windows else torch.zeros(0, dtype=torch.bool)
+
+
+def _share(hits: Tensor) -> float:
+    return round(hits.float().mean().item(), 4) if len(hits) else 0.0
 
 
 @dataclass(frozen=True)
@@ -66,8 +115,8 @@ class HeldOut:
 
     def measure(self, draft_path: Path) -> dict[str, dict]:
         """Loss and agreement of the draft as it is stored, computed in float32."""
-        draft = AutoModelForCausalLM.from_pretrained(draft_path, dtype=torch.float32).eval()
+        draft = MeasuredDraft.load(draft_path, self.target.device)
         return {
             "held_out": text_agreement(self.target, draft, self.rows),
-            "on_policy": on_policy_agreement(draft, self.answered),
+            "on_policy": on_policy_agreement(draft, self.answered, self.target.device),
         }

@@ -1,4 +1,4 @@
-"""Continue the training of a draft against its frozen target, on the target's own greedy answers to prompts.
+"""Train a draft for a frozen target, on the target's own greedy answers to prompts: a new one, or one that is continued.
 
 Owns the recipe: which rows, how many steps, what is measured and reported. The loss is ``distillation``'s.
 """
@@ -16,17 +16,21 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from pipedec.core import UserError
-from pipedec.model.bita import fingerprint
-from pipedec.train.continuations import Continuation, Model, answer
-from pipedec.train.draft.distillation import RememberedTarget, mean_loss, remember
+from pipedec.model import DraftVocabulary, fingerprint, load_transformers
+from pipedec.text.convert import load_for_training
+from pipedec.text.prompt import load_tokenizer
+from pipedec.train.cards.render import CARDS
+from pipedec.train.continuations import Answered, Continuation, Model, answer
+from pipedec.train.draft.distillation import Lesson, TargetMemory, head_of, mean_loss, remember
+from pipedec.train.draft.fresh import DraftShape, frequent_tokens, new_draft
 from pipedec.train.draft.measuring import HeldOut
 from pipedec.train.draft.rows import Rows, pack_whole
 from pipedec.train.loop import TrainingLoop, linear_decay, muon_and_adamw, warm_up
 from pipedec.train.prompts import SplitPrompts
 from pipedec.train.run import Run
+from pipedec.transport.replicas import ALONE, Replicas
 
 # From a model and some rows to the mean loss of their tokens.
 Loss = Callable[[Callable[..., Any], Tensor], Tensor]
@@ -60,8 +64,9 @@ class DraftRecipe:
     long_sets: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.steps < 1:
-            raise UserError("--steps must be at least 1")
+        for flag, value in (("--steps", self.steps), ("--batch", self.batch), ("--length", self.length)):
+            if value < 1:
+                raise UserError(f"{flag} must be at least 1, not {value}")
 
     def with_long_sets(self, prompts: dict[str, SplitPrompts]) -> DraftRecipe:
         """This recipe, with long rows for the sets whose longest prompt does not fit a short row with its answer."""
@@ -92,53 +97,90 @@ class Text:
     description: dict[str, Any] = field(default_factory=dict)
 
 
-def continue_draft(
+def train_draft(
     target_path: Path,
-    draft_path: Path,
+    start: Path | DraftShape,
     prompts: dict[str, SplitPrompts],
     recipe: DraftRecipe,
     run: Run,
     text: Text | None = None,
     compiled: bool = True,
 ) -> dict[str, Any]:
-    """Train a draft further and write it to ``run.out/draft`` (bfloat16, HF format); returns what was measured.
+    """Train a draft and write it to ``run.out/draft`` (bfloat16, HF format); returns what was measured.
 
-    Beside it goes ``training.json``, which continues the one beside the old draft if there is one.
+    Beside it goes ``training.json``, which continues the one beside the old draft if there is one. A draft with a vocabulary of
+    its own has no tokenizer files.
+
+    Several processes share the work; the first one measures and writes.
 
     Args:
+        start: the directory of a draft to continue, or the size of a new one.
         compiled: use torch.compile, which needs a C++ compiler.
+
+    Returns:
+        the contents of ``training.json``; nothing on processes other than the first one.
 
     Raises:
         UserError: ``run.work`` belongs to another run, or the answers fill no row.
+        RankLost: another process of this training has ended.
     """
     torch.set_num_threads(run.threads)
-    tokenizer = AutoTokenizer.from_pretrained(target_path)
-    target = AutoModelForCausalLM.from_pretrained(target_path, dtype=torch.float32).eval()
-    answered = answer(target, prompts, recipe.new_tokens, run.work)
-    held_out = HeldOut(target, text.held_out if text is not None else {}, answered.held_out)
-    before = held_out.measure(draft_path)
+    target = load_transformers(target_path, run.torch_dtype, run.device)
+    answered = answer(target, prompts, recipe.new_tokens, run.work, run.replicas)
+    draft_path = start if isinstance(start, Path) else _begin(target, target_path, start, answered, recipe.seed, run)
     packed = {name: _packed(found, recipe.row_length(name), recipe.seed) for name, found in answered.training.items()}
     rows = {} if text is None else {"text": Rows(text.rows, torch.zeros_like(text.rows, dtype=torch.bool))}
     rows |= {name: found for name, found in packed.items() if len(found.ids)}
-    draft, seen_tokens = train_draft(target_path, draft_path, rows, recipe, run.work, compiled)
-    draft.to(torch.bfloat16).save_pretrained(run.out / "draft")
-    tokenizer.save_pretrained(run.out / "draft")
-
-    earlier = draft_path.parent / "training.json"
-    report = json.loads(earlier.read_text()) if earlier.is_file() else {}
+    draft, seen_tokens = learn(target_path, draft_path, rows, recipe, run, compiled)
+    if not run.replicas.is_first:
+        return {}
+    _save(draft, draft_path, target_path, run.out / "draft")
     continuation = {
         "recipe": asdict(recipe) | (text.description if text is not None else {}),
+        "new": None if isinstance(start, Path) else asdict(start),
+        "parameters": draft.num_parameters(),
+        "prompts": {name: len(part.training) for name, part in prompts.items()},
         "row_tokens": {name: found.ids.numel() for name, found in rows.items()},
         "seen_tokens": seen_tokens,
-        "before": before,
     }
-    report |= {**held_out.measure(run.out / "draft"), "continuations": [*report.get("continuations", []), continuation]}
-    (run.out / "training.json").write_text(json.dumps(report, indent=2) + "\n")
+    held_out = HeldOut(target, text.held_out if text is not None else {}, answered.held_out)
+    report = _report(draft_path, target_path, run.out / "draft", continuation, held_out)
+    run.write_report(report, CARDS / "draft.md.jinja")
     return report
 
 
-def train_draft(
-    target_path: Path, draft_path: Path, rows: dict[str, Rows], recipe: DraftRecipe, work: Path, compiled: bool
+def _report(old: Path, target: Path, new: Path, continuation: dict[str, Any], held_out: HeldOut) -> dict[str, Any]:
+    """What is known of the new draft: it continues what stands beside the old one."""
+    earlier = old.parent / "training.json"
+    report = json.loads(earlier.read_text()) if earlier.is_file() else {}
+    report |= {"target": target.name, "target_fingerprint": fingerprint(target), **held_out.measure(new)}
+    continuations = [*report.get("continuations", []), continuation | {"before": held_out.measure(old)}]
+    return report | {"continuations": continuations}
+
+
+def _begin(target: Model, path: Path, shape: DraftShape, answered: Answered, seed: int, run: Run) -> Path:
+    """A new draft in ``run.work``, the same whenever it is made."""
+    learned = [found for part in answered.training.values() for found in part]
+    tokenizer, size = load_tokenizer(path), target.config.vocab_size
+    vocabulary = None if shape.vocabulary is None else frequent_tokens(learned, shape.vocabulary, tokenizer, size)
+    path = run.work / "new" / "draft"
+    if run.replicas.is_first:
+        new_draft(target, shape, vocabulary, seed, path)
+    run.replicas.wait()
+    return path
+
+
+def _save(draft: Model, draft_path: Path, target_path: Path, out: Path) -> None:
+    draft.to(torch.bfloat16).save_pretrained(out)
+    vocabulary = DraftVocabulary.load(draft_path)
+    if vocabulary is not None:
+        vocabulary.save(out)
+    else:
+        load_for_training(target_path).save_pretrained(out)
+
+
+def learn(
+    target_path: Path, draft_path: Path, rows: dict[str, Rows], recipe: DraftRecipe, run: Run, compiled: bool
 ) -> tuple[Model, int]:
     """The draft after ``recipe.steps`` steps over all rows, which are shuffled again for each pass; and the tokens it saw.
 
@@ -147,48 +189,65 @@ def train_draft(
     """
     if not rows:
         raise UserError(f"nothing to learn from: the answers fill no row of {recipe.length} tokens: give more prompts")
-    target = AutoModelForCausalLM.from_pretrained(target_path, dtype=torch.bfloat16).eval()
-    short, long = (_remembered(target, rows, length, recipe, work) for length in (recipe.length, recipe.long_length))
+    target = load_transformers(target_path, torch.bfloat16, run.device)
+    vocabulary = DraftVocabulary.load(draft_path)
+    short, long = (_lesson(target, rows, length, recipe, run, vocabulary) for length in (recipe.length, recipe.long_length))
     num_long = 0 if not len(long.ids) else recipe.long_batch if len(short.ids) else recipe.batch
     counts = (len(short.ids), recipe.batch - num_long), (len(long.ids), num_long)
     generator = torch.Generator().manual_seed(recipe.seed)
     order = torch.cat([_shuffled(num_rows, recipe.steps, batch, generator) for num_rows, batch in counts], 1)
-    draft = AutoModelForCausalLM.from_pretrained(draft_path, dtype=torch.float32)
+    draft = load_transformers(draft_path, torch.float32, run.device)
     draft.config.use_cache = False
-    loss = partial(mean_loss, short=short, long=long, num_long=num_long, greedy_share=recipe.greedy_share)
+    shares: dict[str, Any] = {"greedy_share": recipe.greedy_share, "replicas": run.replicas}
+    loss = partial(mean_loss, short=short, long=long, num_long=num_long, **shares)
     optimizers = muon_and_adamw(draft, recipe.learning_rate, recipe.weight_decay)
     names = {"target": fingerprint(target_path), "draft": fingerprint(draft_path), "rows": _digest([short, long])}
-    loop = TrainingLoop("draft", draft, optimizers, work, asdict(recipe) | names)
-    loop.run(recipe.steps, recipe.rate, row_steps(draft, order, loss, compiled=compiled))
+    loop = TrainingLoop("draft", draft, optimizers, run.work, asdict(recipe) | names, replicas=run.replicas)
+    loop.run(recipe.steps, recipe.rate, row_steps(draft, order, loss, run.device.type, compiled, run.replicas))
     draft.config.use_cache = draft.generation_config.use_cache = True
     step_tokens = (recipe.batch - num_long) * recipe.length + num_long * recipe.long_length
     return draft, recipe.steps * step_tokens
 
 
 def row_steps(
-    model: Model, rows: Tensor, loss_of: Loss, device: str = "cpu", compiled: bool = False
+    model: Model,
+    rows: Tensor,
+    loss_of: Loss,
+    device: str = "cpu",
+    compiled: bool = False,
+    replicas: Replicas = ALONE,
 ) -> Callable[[int], dict[str, float]]:
-    """Steps on rows, ``rows[step]`` in each, computed in bfloat16: each leaves the gradients of the mean loss in the model."""
+    """Steps on rows, ``rows[step]`` in each, computed in bfloat16: each leaves the gradients of the mean loss in the model.
+
+    Args:
+        loss_of: the mean loss, or this process's part of it.
+        replicas: the processes whose parts add up.
+    """
     compute_loss = torch.compile(loss_of) if compiled else loss_of
 
     def backward(step: int) -> dict[str, float]:
         with torch.autocast(device, dtype=torch.bfloat16):
             loss = compute_loss(model, rows[step].to(device))
         loss.backward()
-        return {"loss": loss.item()}
+        replicas.sum_gradients(model.parameters())
+        return {"loss": replicas.sum_of(loss)}
 
     return backward
 
 
-def _remembered(target: Model, rows: dict[str, Rows], length: int, recipe: DraftRecipe, work: Path) -> RememberedTarget:
-    """All rows of one length, with the target's hidden states."""
-    head = target.get_output_embeddings().weight.detach().clone()
+def _lesson(
+    target: Model, rows: dict[str, Rows], length: int, recipe: DraftRecipe, run: Run, vocabulary: DraftVocabulary | None
+) -> Lesson:
+    """All rows of one length, with what the target says at their tokens."""
+    head = head_of(target, vocabulary)
     found = {name: part for name, part in rows.items() if recipe.row_length(name) == length}
     if not found:
-        return RememberedTarget(torch.empty(0, length, dtype=torch.int64), torch.empty(0, length), torch.empty(0), head)
-    hidden = torch.cat([remember(target, part.ids, work / "hidden" / name) for name, part in found.items()])
+        empty = torch.empty(0, length, dtype=torch.int64)
+        return Lesson(empty, torch.empty(0, length), TargetMemory(torch.empty(0), torch.empty(0), empty), head, vocabulary)
+    store = run.work / "hidden"
+    memory = TargetMemory.joined([remember(target, part.ids, store / name, run.replicas) for name, part in found.items()])
     ids, own = (torch.cat([getattr(part, key) for part in found.values()]) for key in ("ids", "before_own"))
-    return RememberedTarget(ids, 1 + own * (recipe.answer_weight - 1), hidden, head)
+    return Lesson(ids, 1 + own * (recipe.answer_weight - 1), memory, head, vocabulary)
 
 
 def _shuffled(num_rows: int, steps: int, batch: int, generator: torch.Generator) -> Tensor:
@@ -203,8 +262,8 @@ def _packed(answered: list[Continuation], length: int, seed: int) -> Rows:
     return pack_whole([found for found in answered if len(found.ids) <= length], length, seed)
 
 
-def _digest(memories: list[RememberedTarget]) -> str:
+def _digest(lessons: list[Lesson]) -> str:
     total = hashlib.sha256()
-    for memory in memories:
-        total.update(memory.ids.numpy().tobytes())
+    for lesson in lessons:
+        total.update(lesson.ids.numpy().tobytes())
     return total.hexdigest()[:16]

@@ -1,0 +1,1 @@
+"""``pipedec bench faults``: random faults under load, against the answers that an undisturbed cluster gave."""

@@ -1,0 +1,116 @@
+"""What a benchmark of faults does, in which order, and the rows that it writes: one for each fault."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from pipedec.bench.checks import check_known, check_positive
+from pipedec.bench.faults.kinds import KINDS, plan_fault
+from pipedec.bench.faults.questions import ANSWERS, PROMPTS, make_questions
+from pipedec.bench.faults.session import Session
+from pipedec.bench.faults.strikes import possible_kinds
+from pipedec.bench.faults.usage import growth, leaks
+from pipedec.bench.progress import SweepProgress
+from pipedec.bench.record import ROWS_FILE, Row, append_rows, drop_unfinished_line, header, key_of, plain, read_records
+from pipedec.core import DEFAULT_METHOD, UserError
+from pipedec.engine.spec import PipelineSpec
+
+SCHEMA = "pipedec.faults/1"
+KV_BYTES = 64 << 20  # of each rank, if nothing is said: all of it has soon been used
+
+
+@dataclass(frozen=True)
+class FaultsConfig:
+    """Which faults, under which load.
+
+    Attributes:
+        count: faults; None for as many as ``hours`` allow.
+        concurrency: numbers of requests that are asked together.
+        answers: kinds of answers; ``dialect``: of those in threads.
+        methods: take turns.
+
+    Raises:
+        UserError: a number or a name cannot be.
+    """
+
+    count: int | None = 24
+    hours: float | None = None
+    kinds: tuple[str, ...] = field(default_factory=possible_kinds)
+    concurrency: tuple[int, ...] = (1, 3, 8)
+    answers: tuple[str, ...] = ANSWERS
+    methods: tuple[str, ...] = (DEFAULT_METHOD,)
+    dialect: str = "apar"
+    prompts: tuple[str, ...] = PROMPTS
+    max_tokens: int = 160
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_positive({"--max-tokens": [self.max_tokens], "--concurrency": self.concurrency})
+        for kind in self.kinds:
+            check_known("kind of fault", kind, KINDS)
+            if kind not in possible_kinds():
+                raise UserError(f"--kinds {kind} needs root, ss of iproute2, and a kernel that closes sockets: leave it out")
+        if (self.count is None) == (self.hours is None):
+            raise UserError("how many faults? give --count N or --hours H")
+        if (self.count or self.hours or 0) <= 0:
+            raise UserError("--count and --hours must be above 0")
+
+    @property
+    def identity(self) -> Row:
+        """What two runs that continue each other have in common."""
+        return {name: value for name, value in plain(self).items() if name not in ("count", "hours")}
+
+    def wants(self, index: int, seconds: float) -> bool:
+        """Whether fault ``index`` is to come after so many seconds."""
+        return index < self.count if self.count is not None else seconds < 3600 * (self.hours or 0)
+
+
+def bench_faults(config: FaultsConfig, spec: PipelineSpec, out: Path, progress: SweepProgress) -> list[Row]:
+    """Run what is missing in ``out`` of the faults, and return the rows of all of them.
+
+    Raises:
+        PipedecError: the cluster does not start, or the undisturbed twin does not answer.
+    """
+    spec = replace(spec, kv_cache_memory=spec.kv_cache_memory or KV_BYTES)
+    questions = make_questions(config.prompts, config.answers, config.methods, config.max_tokens, config.dialect)
+    pipeline = plain(spec.description())
+    key = key_of([config.identity, pipeline])
+    rows = _known(out / ROWS_FILE, key)
+    progress.start(config.count or len(rows))
+    first = header("faults", {**plain(config), "pipeline": pipeline, "kv_bytes": spec.kv_cache_memory})
+    with Session(spec, questions, out, key) as session:
+        progress.busy("undisturbed answers")
+        session.open()
+        seconds = rows[-1]["at_s"] if rows else 0.0
+        while config.wants(len(rows), seconds):
+            fault = plan_fault(len(rows), config.seed, config.kinds, config.concurrency, len(questions), spec.num_stages)
+            progress.busy(f"{fault.kind.name}, {len(fault.questions)} requests")
+            began = time.perf_counter()
+            row = session.trial(fault)
+            seconds += time.perf_counter() - began
+            rows.append({"schema": SCHEMA, **first, "key": key, "index": fault.index, "at_s": round(seconds, 3), **row})
+            append_rows(out / ROWS_FILE, rows[-1:])
+            progress.row()
+    return rows
+
+
+def _known(path: Path, key: str) -> list[Row]:
+    """The faults of earlier runs that this one continues."""
+    drop_unfinished_line(path)
+    if not path.is_file():
+        return []
+    return [row for _, row in read_records(path, SCHEMA) if row["key"] == key]
+
+
+def faults_found(rows: Sequence[Row]) -> list[str]:
+    """A line for each difference, hang and leak in the rows of ``bench_faults``."""
+    found = [f"fault {row['index']} ({row['kind']}): {problem}" for row in rows for problem in row["problems"]]
+    return [*found, *leaks(grown(rows))]
+
+
+def grown(rows: Sequence[Row]) -> Row:
+    """``usage.growth`` of the rows of ``bench_faults``."""
+    return growth(rows, rows[0]["config"]["kv_bytes"])

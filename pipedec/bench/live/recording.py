@@ -1,0 +1,94 @@
+"""A recording of the live feed: one question by several methods, each with a pipeline of its own, on computed time.
+
+The same question gives the same recording, whatever the machine is doing, if times do not count rank 0's own work.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pipedec.bench.sweep.pipelines import Shape
+from pipedec.client.live import LiveReading
+from pipedec.core import Request, SamplingParams
+from pipedec.engine.live_feed import Frame, LiveFeed
+from pipedec.engine.local import LocalPipeline
+from pipedec.scheduler import RunStatus
+from pipedec.text.prompt import Prompter
+
+PROMPT = (
+    "Natalia sold clips to 48 of her friends in April, and then she sold half as many clips in May. How many clips did Natalia "
+    "sell altogether in April and May?"
+)
+METHODS = ("pp", "stpp", "pipedec", "pipedec-bestfirst")
+_STATS_US = 1_000_000
+
+
+@dataclass(frozen=True)
+class RecordingConfig:
+    """What is recorded."""
+
+    prompt: str = PROMPT
+    methods: tuple[str, ...] = METHODS
+    max_tokens: int = 96
+
+
+def record(config: RecordingConfig, shape: Shape, on_method: Callable[[str], None] = lambda name: None) -> list[Frame]:
+    """The frames of all methods, one method behind the other; each is a run of its own name.
+
+    Raises:
+        UserError: a method cannot run here, or the prompt is too long.
+    """
+    frames: list[Frame] = []
+    for method in config.methods:
+        on_method(method)
+        frames += _record_one(config, shape, method)
+    return frames
+
+
+def write_recording(frames: Sequence[Frame], path: Path) -> None:
+    """JSON Lines, compressed if the name ends in .gz. The same frames give the same bytes."""
+    lines = "".join(json.dumps(frame, separators=(",", ":")) + "\n" for frame in frames).encode()
+    path.write_bytes(gzip.compress(lines, mtime=0) if path.suffix == ".gz" else lines)
+
+
+def _record_one(config: RecordingConfig, shape: Shape, method: str) -> list[Frame]:
+    pipeline, prompter = LocalPipeline.load(shape.spec), shape.spec.load_prompter()
+    frames, reading = list[Frame](), LiveReading(method)
+
+    def now_us() -> int:
+        return round(1e6 * pipeline.seconds())
+
+    def figures(running: int) -> Frame:
+        status = RunStatus("up", 1, 0, tuple(range(running)), (), stats=pipeline.stats())
+        return reading.stats(status, now_us())
+
+    def keep(told: list[Frame]) -> None:
+        frames.extend(told)
+        reading.note(told)
+
+    pipeline.feed = LiveFeed(_about(shape, method), prompter.text, keep, now_us)
+    pipeline.feed.watcher = "recording"
+    told = 0
+    for _ in pipeline.run(_request(config, prompter, method)):
+        if now_us() >= told + _STATS_US:
+            told = now_us()
+            frames.append(figures(running=1))
+    return [*frames, figures(running=0)]
+
+
+def _request(config: RecordingConfig, prompter: Prompter, method: str) -> Request:
+    token_ids = prompter.token_ids(config.prompt, False, config.max_tokens)
+    return Request(0, token_ids, SamplingParams(max_tokens=config.max_tokens), method)
+
+
+def _about(shape: Shape, method: str) -> dict[str, Any]:
+    cluster = shape.cluster
+    return {
+        "run": method, "epoch": 0, "stages": cluster["stages"], "groups": cluster["groups"], "target": cluster["model"],
+        "draft": cluster["draft"], "method": method, "emulated": shape.preset,
+    }  # fmt: skip

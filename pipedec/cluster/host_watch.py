@@ -1,0 +1,264 @@
+"""Watches the ranks of one host, and replaces those that are lost: the loop of ``pipedec up`` and of the nodes of a cluster.
+
+Whatever is to be done follows from what the processes and Redis say now; whoever sees a loss first begins the next epoch. Knows
+processes and the scheduler; how ranks are started, where Redis runs and which hosts there are is the caller's business. Loads
+no torch.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from multiprocessing.connection import wait
+
+from pipedec.cluster.processes import LOST_ANOTHER, RankProcesses
+from pipedec.cluster.recovery import RecoveryOptions, Restarts
+from pipedec.cluster.stalls import Stall, find_stall
+from pipedec.core import PipedecError, RankLost, SchedulerLost
+from pipedec.messages import Recovery
+from pipedec.scheduler import RedisScheduler, Supervision
+from pipedec.topology import rank_name
+
+TURN_SECONDS = 0.5  # an end of a process is seen at once
+OUTAGE_SECONDS = 10.0  # how long Redis may be away, or without the run
+_LATE_SECONDS = 3.0  # on a busy machine a killed rank is seen to end long after its neighbours
+_ENTER_SECONDS = 15.0  # in which a rank that is alive should have taken part in a new epoch
+_START_SECONDS = 60.0  # in which a new process should have
+_SLOW_SECONDS = 1.0  # a reply that takes longer says little about the leases of the others
+_GRACE_SECONDS = 5.0  # in which they are renewed
+
+Reassign = Callable[[Sequence[int], Supervision], Mapping[int, str]]
+
+
+class HostWatch:
+    """The watch over one host.
+
+    Args:
+        scheduler: of this watch alone. It must not retry: ``keep_redis`` is this watch's business.
+        node: the name of this host in ``Supervision.places``.
+        processes: of this host's ranks.
+        start_rank: starts the process of a rank on this host, for the first time or again.
+        keep_redis: called now and then; starts Redis again if it was started here and has died.
+        on_recovery: told of every recovery when it is over.
+        reassign: which other hosts take over these ranks. Raises RankLost if none does. None if there are no others.
+        host_to_leave: the host to go on without where nothing arrives from one rank at another; None to end the silent rank.
+    """
+
+    def __init__(
+        self, scheduler: RedisScheduler, node: str, processes: RankProcesses, start_rank: Callable[[int], None],
+        options: RecoveryOptions, keep_redis: Callable[[], None] = lambda: None,
+        on_recovery: Callable[[Recovery], None] = lambda recovery: None,
+        reassign: Reassign | None = None,
+        host_to_leave: Callable[[Stall, Supervision], str | None] = lambda stall, look: None,
+    ) -> None:  # fmt: skip
+        self._scheduler = scheduler
+        self._node = node
+        self._processes = processes
+        self._start_rank = start_rank
+        self._options = options
+        self._keep_redis = keep_redis
+        self._on_recovery = on_recovery
+        self._reassign = reassign
+        self._host_to_leave = host_to_leave
+        self._restarts = Restarts(options)
+        self._ending = threading.Event()
+        self._outage: float | None = None  # since when there is one; times are on the monotonic clock
+        self._grace_until = 0.0
+        self._epoch, self._since = -1, 0.0  # the current one, and since when it is known
+        self._first_end: float | None = None  # when the first of several ranks was seen to have lost another
+        self._started: dict[int, float] = {}  # when a rank was replaced
+        self._reasons: dict[int, str] = {}  # why this watch has killed ranks that are yet to be replaced
+        self._told = 0  # the last epoch of which ``on_recovery`` knows
+
+    def run(self) -> None:
+        """Watch until the run has ended in order, and this host's ranks with it, or until ``end``.
+
+        Raises:
+            RankLost: the run has failed, or too many ranks were lost. It has been aborted, so the others end, too.
+            SchedulerLost: Redis, or what it knew of the run, is gone.
+        """
+        while self.turn() and not self._ending.is_set():
+            wait(self._processes.waitables(self._alive()), timeout=TURN_SECONDS)
+
+    def end(self) -> None:
+        """Let ``run`` return soon; all processes go on. For any thread."""
+        self._ending.set()
+
+    def turn(self) -> bool:
+        """Look once at everything, and do what is necessary; False when the run has ended in order. Raises as ``run``."""
+        if self._options.recovers:
+            self._keep_redis()
+        self._processes.read(0.0)  # so that no rank waits for a reader of its reports
+        ended = self._processes.exit_statuses  # before the look: who has ended is no member of an epoch that begins later
+        began = time.monotonic()
+        try:
+            look = self._scheduler.supervise(self._node, self._alive())
+            return self._judge(look, ended, began)
+        except SchedulerLost as error:
+            return self._bridge(error, ended)
+
+    def _judge(self, look: Supervision, ended: Mapping[int, int], began: float) -> bool:
+        if look.failure is not None or (look.state == "stopping" and any(ended.values())):
+            raise self._failed(look)
+        if look.state == "stopping" or (look.epoch is None and ended and not any(ended.values())):
+            return ended.keys() != self._processes.pids.keys()
+        if look.epoch is None:
+            return self._wait_for(SchedulerLost("Redis lost the run: its keys were deleted"))
+        self._note(look.epoch, began)
+        self._tell(look)
+        self._let_go(look)
+        if not self._take_over(look):
+            self._kill(look, self._doomed(look))
+            self._replace(look)
+        return True
+
+    def _bridge(self, error: SchedulerLost, ended: Mapping[int, int]) -> bool:
+        """Redis does not answer: wait for it, if ranks do."""
+        if self._options.recovers:
+            return self._wait_for(error)
+        if killed := [rank for rank, status in ended.items() if status < 0]:  # Redis was lost with the rank
+            raise RankLost(self._describe(killed[0], {}))
+        raise error
+
+    def _wait_for(self, error: SchedulerLost) -> bool:
+        """Wait for Redis, or for the run's return to it, but not for long."""
+        now = time.monotonic()
+        self._outage = self._outage or now
+        if now - self._outage > OUTAGE_SECONDS:
+            raise error
+        return True
+
+    def _note(self, epoch: int, began: float) -> None:
+        """Note since when there is this epoch, and from when on what ranks tell can be trusted: all of them waited for Redis."""
+        now = time.monotonic()
+        if self._outage is not None or now - began > _SLOW_SECONDS:
+            self._grace_until = now + _GRACE_SECONDS
+        self._outage = None
+        if epoch != self._epoch:
+            self._epoch, self._since = epoch, now
+            self._scheduler.enter(epoch)
+
+    def _tell(self, look: Supervision) -> None:
+        """Tell of the recoveries that are over: their epoch is served, or has ended before it was."""
+        for recovery in look.recoveries:
+            if recovery.epoch > self._told and (recovery.seconds is not None or recovery.epoch != look.epoch):
+                self._told = recovery.epoch
+                self._on_recovery(recovery)
+
+    def _let_go(self, look: Supervision) -> None:
+        """End the processes of ranks that other hosts have taken over."""
+        for rank in [rank for rank in self._processes.pids if not self._is_own(rank, look)]:
+            self._processes.end(rank)
+            self._processes.forget(rank)
+
+    def _take_over(self, look: Supervision) -> bool:
+        """Let other hosts have the ranks of those that are gone, or no longer send; whether there are any."""
+        if self._reassign is None or time.monotonic() < self._grace_until:
+            return False
+        reasons = dict.fromkeys(look.lost_nodes, "stopped answering")
+        stall = find_stall(look.activities, self._options.stall_seconds)
+        if stall is not None and (host := self._host_to_leave(stall, look)) is not None:
+            reasons = {host: f"is left: {rank_name(stall.suspect)} {stall.reason}"}
+        away = sorted(rank for rank, node in look.places.items() if node in reasons)
+        if away:
+            hosts = dict.fromkeys(look.places[rank] for rank in away)
+            self._move(self._reassign, look, away, "; ".join(f"{host} {reasons[host]}" for host in hosts))
+        return bool(away)
+
+    def _move(self, reassign: Reassign, look: Supervision, ranks: Sequence[int], reason: str) -> None:
+        """Let other hosts have these ranks. Raises RankLost if there is none; the run has then been aborted."""
+        try:
+            places = reassign(ranks, look)
+        except RankLost as error:
+            message = f"{reason}; {error}"
+            self._scheduler.abort(ranks[0], message)
+            raise RankLost(message) from None
+        self._scheduler.recover(ranks, reason, places)
+
+    def _doomed(self, look: Supervision) -> dict[int, str]:
+        """Own ranks that run and must not, each with the reason as the end of a sentence."""
+        alive, doomed = self._alive(), dict[int, str]()
+        if time.monotonic() > self._grace_until:
+            stall = find_stall(look.activities, self._options.stall_seconds)
+            if stall is not None and not stall.is_apart:
+                doomed[stall.suspect] = stall.reason
+            doomed |= dict.fromkeys(look.expired, "stopped answering")
+        doomed |= dict.fromkeys(filter(self._is_late, set(alive) - set(look.members)), "did not take part in the next epoch")
+        return {rank: reason for rank, reason in doomed.items() if rank in alive}
+
+    def _is_late(self, rank: int) -> bool:
+        """Whether a process that does not take part in the current epoch should have begun to."""
+        return time.monotonic() > max(self._since + _ENTER_SECONDS, self._started.get(rank, 0.0) + _START_SECONDS)
+
+    def _kill(self, look: Supervision, doomed: Mapping[int, str]) -> None:
+        self._reasons |= doomed
+        if doomed and not self._options.recovers:  # the cause must be known before others see that they have lost a rank
+            self._give_up(look, list(doomed), min(doomed))
+        for rank in doomed:
+            self._processes.end(rank)
+
+    def _replace(self, look: Supervision) -> None:
+        """Start every own rank that does not run; begin the next epoch if one of them took part in this one."""
+        ended = self._processes.exit_statuses
+        given = [rank for rank, node in look.places.items() if node == self._node and rank not in self._processes.pids]
+        lost = sorted(rank for rank in ended if self._is_own(rank, look))
+        known = sorted(set(lost) & set(look.members))
+        if not lost + given or (known and self._may_hear_more(ended)):
+            return
+        causes = [rank for rank in lost if ended[rank] != LOST_ANOTHER]
+        if not self._restarts.allow(len(causes)):
+            return self._give_up(look, lost, (causes or lost)[0])
+        if known:
+            self._scheduler.recover(known, "; ".join(self._describe(rank, look.ends) for rank in causes or known))
+        for rank in [*lost, *given]:
+            self._reasons.pop(rank, None)
+            self._started[rank] = time.monotonic()
+            self._start_rank(rank)
+
+    def _may_hear_more(self, ended: Mapping[int, int]) -> bool:
+        """Whether all ends so far are of ranks that have lost another, which itself may yet be seen to have ended."""
+        if set(ended.values()) != {LOST_ANOTHER}:
+            self._first_end = None
+            return False
+        self._first_end = self._first_end or time.monotonic()
+        return time.monotonic() < self._first_end + _LATE_SECONDS
+
+    def _give_up(self, look: Supervision, lost: Sequence[int], cause: int) -> None:
+        """Ranks that are no longer replaced here: another host may have them. Raises RankLost if none does."""
+        message = self._describe(cause, look.ends) + self._restarts.refusal
+        if self._reassign is not None:
+            self._move(self._reassign, look, lost, message)
+        else:
+            self._scheduler.abort(cause, message)
+            raise RankLost(message)
+
+    def _failed(self, look: Supervision) -> RankLost:
+        """Why a run has failed that was aborted, or a rank of one that was asked to stop: a rank that was killed comes first.
+
+        A rank that fails reports why. One that was killed cannot; the other ranks then only report that they lost it.
+        """
+        deadline = time.monotonic() + _LATE_SECONDS
+        while set((ended := self._processes.exit_statuses).values()) <= {LOST_ANOTHER} and time.monotonic() < deadline:
+            time.sleep(TURN_SECONDS)
+        killed = [rank for rank, status in ended.items() if status < 0]
+        early = [rank for rank, status in ended.items() if status == 0 and look.state != "stopping"]
+        if look.failure is not None and not killed and not early:
+            return RankLost(look.failure)
+        rank = [*killed, *early, *(rank for rank, status in ended.items() if status > 0)][0]
+        with suppress(PipedecError):
+            self._scheduler.abort(rank, self._describe(rank, look.ends))
+        return RankLost(self._describe(rank, look.ends))
+
+    def _describe(self, rank: int, ends: Mapping[int, str]) -> str:
+        """How a rank ended, as a sentence."""
+        said = f": {ends[rank]}" if rank in ends else ""
+        return f"{rank_name(rank)} {self._reasons.get(rank) or self._processes.describe_end(rank)}{said}"
+
+    def _alive(self) -> list[int]:
+        """Ranks whose process runs."""
+        return [rank for rank in self._processes.pids if rank not in self._processes.exit_statuses]
+
+    def _is_own(self, rank: int, look: Supervision) -> bool:
+        return look.places.get(rank, self._node) == self._node

@@ -1,0 +1,71 @@
+"""A node's part in a run: its ranks, their watch, and what a host does that takes over a rank of another one. Loads no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict
+
+from pipedec.cluster.address import RunAddress
+from pipedec.cluster.host_watch import HostWatch
+from pipedec.cluster.node_rank import LaunchedRank, LaunchedRun, serve_rank
+from pipedec.cluster.processes import RankProcesses
+from pipedec.cluster.spares import Spares
+from pipedec.config import cluster_from_json
+from pipedec.messages import Recovery
+from pipedec.plan.placement import Placement, rank_places, spare_places
+from pipedec.scheduler import RedisScheduler
+from pipedec.topology import Topology
+
+
+class NodeRun:
+    """The ranks of one host.
+
+    Args:
+        host: the name of this host in the file.
+        say: tells the launcher.
+    """
+
+    def __init__(self, run: LaunchedRun, host: str, processes: RankProcesses, say: Callable[..., None]) -> None:
+        self._run = run
+        self._host = host
+        self._processes = processes
+        self._say = say
+        config = cluster_from_json(run.config)
+        standing_by = spare_places(config, run.partition, run.num_spares)
+        self._spares = Spares(rank_places(config, run.partition), standing_by, run.redis_host)
+        self._scheduler: RedisScheduler | None = None
+        self._placed: dict[int, Placement] = {}  # of the ranks that were started here
+
+    def start_rank(self, rank: int) -> None:
+        """Start the process of a rank, for the first time or again."""
+        self._placed = {other: place for other, place in self._placed.items() if other in self._processes.pids}
+        others = [place for other, place in self._placed.items() if other != rank]
+        placed = self._placed[rank] = self._spares.device_for(rank, self._host, others)
+        world_size = len(self._spares.planned)
+        most = world_size if len(self._spares.hosts) == 1 else world_size - 1  # ranks may yet run on other hosts
+        planned = [other for other, place in enumerate(self._spares.planned) if place.host == self._host]
+        if rank in planned:
+            local_rank, local_world_size = planned.index(rank), min(len(planned), most)
+        else:  # one rank of each host compares its checkpoints with those of rank 0
+            local_rank = len(others) if rank else 0
+            local_world_size = min(len(self._spares.devices(self._host)), most)
+        self._processes.start(rank, serve_rank, LaunchedRank(self._run, rank, world_size, local_rank, local_world_size, placed))
+        self._say("started", rank=rank, pid=self._processes.pids[rank])
+
+    def watch(self, keep_redis: Callable[[], None]) -> HostWatch:
+        """The watch over this host's ranks, from now on."""
+        topology = Topology.even(len(self._spares.planned) - 1, self._run.groups)
+        recovery, spares = self._run.recovery, self._spares
+        self._scheduler = RunAddress(self._run.redis_url, self._run.run_id).scheduler(topology)
+        return HostWatch(
+            self._scheduler, self._host, self._processes, self.start_rank, recovery, keep_redis, self._tell,
+            spares.reassigned if recovery.recovers else None, spares.host_to_leave,
+        )  # fmt: skip
+
+    def close(self) -> None:
+        """Close the connection to Redis."""
+        if self._scheduler is not None:
+            self._scheduler.client.close()
+
+    def _tell(self, recovery: Recovery) -> None:
+        self._say("recovery", recovery=asdict(recovery))

@@ -1,0 +1,83 @@
+"""Which hosts take over the ranks of another one: a pure function of the plan, the spare devices and where ranks are now."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from pipedec.cluster.stalls import Stall
+from pipedec.core import RankLost
+from pipedec.plan.placement import Placement
+from pipedec.scheduler import Supervision
+from pipedec.topology import rank_name
+
+
+@dataclass(frozen=True)
+class Spares:
+    """The devices of a run.
+
+    Attributes:
+        planned: those of ranks 0..n.
+        standing_by: those of the spares.
+        redis_host: where the run's Redis was started; None if it runs elsewhere.
+    """
+
+    planned: tuple[Placement, ...]
+    standing_by: tuple[Placement, ...]
+    redis_host: str | None = None
+
+    @property
+    def hosts(self) -> list[str]:
+        """Those of spares first, then those that are free only after they have lost a rank."""
+        return list(dict.fromkeys(place.host for place in (*self.standing_by, *self.planned)))
+
+    def devices(self, host: str) -> list[Placement]:
+        return [place for place in (*self.planned, *self.standing_by) if place.host == host]
+
+    def device_for(self, rank: int, host: str, taken: Sequence[Placement]) -> Placement:
+        """Where a rank computes on a host that has taken it over. Raises RankLost if no device is free there."""
+        free = [place for place in self.devices(host) if place not in taken]
+        if self.planned[rank] in free:
+            return self.planned[rank]
+        if not free:
+            raise RankLost(f"{rank_name(rank)} was given to {host}, which has no free device")
+        return free[-1]
+
+    def reassigned(self, ranks: Sequence[int], look: Supervision) -> Mapping[int, str]:
+        """The hosts that take over ``ranks``: others than their present ones.
+
+        Raises:
+            RankLost: too few devices are free.
+        """
+        places = {rank: look.places.get(rank, place.host) for rank, place in enumerate(self.planned)}
+        left = {places[rank] for rank in ranks}.union(look.lost_nodes)
+        free = [
+            host
+            for host in self.hosts
+            if host not in left
+            for _ in range(len(self.devices(host)) - list(places.values()).count(host))
+        ]
+        if len(free) < len(ranks):
+            missing = f"no spare is left for {', '.join(map(rank_name, ranks))}"
+            raise RankLost(f"{missing}: start with --spares {len(self.standing_by) + len(ranks) - len(free)}")
+        return dict(zip(ranks, free, strict=False))
+
+    def host_to_leave(self, stall: Stall, look: Supervision) -> str | None:
+        """Which of the two hosts between which nothing arrives is given up; None if they are one, or one cannot be replaced.
+
+        Not that of Redis or rank 0 if the other will do, then that with fewer ranks.
+        """
+        ends = {stall.rank, stall.suspect}
+        hosts = {place for rank, place in look.places.items() if rank in ends.difference(look.expired)}
+        if len(hosts) < 2:
+            return None
+        for host in sorted(hosts, key=lambda host: self._worth(host, look)):
+            try:
+                self.reassigned([rank for rank, place in look.places.items() if place == host], look)
+            except RankLost:
+                continue
+            return host
+        return None
+
+    def _worth(self, host: str, look: Supervision) -> tuple[bool, bool, int]:
+        return host == self.redis_host, look.places.get(0) == host, list(look.places.values()).count(host)

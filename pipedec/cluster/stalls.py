@@ -1,0 +1,85 @@
+"""Which rank or link of a pipeline stands still, judged by what every rank says that it does. Asks nobody and ends nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from pipedec.messages import Activity
+from pipedec.topology import rank_name
+
+_SLOWER = 5.0  # a rank may compute a timestep for so many times as long as its longest one so far
+_TIMESTEPS = 2.0  # a rank may wait for so many timesteps, each as long as if the stages computed one after another
+_BUSY = ("computing", "loading", "meeting", "connecting")
+_APART_SECONDS = 3.0  # a host that cannot be reached for longer is cut off
+
+
+@dataclass(frozen=True)
+class Stall:
+    """A rank that computes for too long, one to which nothing comes, or one that cannot reach another host.
+
+    Attributes:
+        rank: the one that computes, waits or tries.
+        peer: for whom it waits, or whose host it cannot reach; None if it computes.
+        is_apart: it cannot reach the host, so that the process of ``peer`` is not to blame.
+    """
+
+    rank: int
+    peer: int | None
+    seconds: float
+    is_apart: bool = False
+
+    @property
+    def suspect(self) -> int:
+        """The rank to blame if both are on one machine, where links do not break: the one that is silent."""
+        return self.rank if self.peer is None else self.peer
+
+    @property
+    def reason(self) -> str:
+        """What ``suspect`` has done, as the end of a sentence."""
+        if self.peer is None:
+            return f"computed one timestep for more than {self.seconds:.0f} s (--stall-timeout)"
+        if self.is_apart:
+            return f"cannot be reached by {rank_name(self.rank)}"
+        return f"kept {rank_name(self.rank)} waiting for more than {self.seconds:.0f} s (--stall-timeout)"
+
+
+def find_stall(activities: Mapping[int, Activity], stall_seconds: float) -> Stall | None:
+    """The rank or link that holds all others up, if one has done so for longer than ``stall_seconds``.
+
+    Ranks wait for each other, so nearly all stand still when one does: whoever waits is followed to the one for whom it waits,
+    up to one that does not wait itself. Where they wait in a circle, something was lost on the way to the one that has waited
+    longest. Ranks that have computed long timesteps before have more time.
+
+    Args:
+        activities: of every rank that has told one; each may have told it a second ago.
+    """
+    if apart := [rank for rank, told in activities.items() if told.kind == "connecting" and told.seconds > _APART_SECONDS]:
+        rank = max(apart, key=lambda one: activities[one].began)
+        return Stall(rank, activities[rank].peer, activities[rank].seconds, is_apart=True)
+    if overdue := [rank for rank, told in activities.items() if told.kind == "computing" and _is_overdue(told, stall_seconds)]:
+        rank = max(overdue, key=lambda one: activities[one].began)
+        return Stall(rank, None, activities[rank].seconds)
+    limit = max(stall_seconds, _TIMESTEPS * sum(told.longest_seconds for told in activities.values()))
+    peers = {rank: told.peer for rank, told in activities.items() if told.kind == "waiting" and told.seconds > limit / 2}
+    starved = [rank for rank in peers if activities[rank].seconds > limit]
+    for rank in sorted(starved, key=lambda one: -activities[one].began):
+        last = _last_to_wait(rank, peers, activities)
+        if (peer := peers[last]) is not None and not (peer in activities and activities[peer].kind in _BUSY):
+            return Stall(last, peer, activities[last].seconds)
+    return None
+
+
+def _is_overdue(told: Activity, stall_seconds: float) -> bool:
+    """Whether a rank has computed one timestep for too long."""
+    return told.seconds > max(stall_seconds, _SLOWER * told.longest_seconds)
+
+
+def _last_to_wait(rank: int, peers: Mapping[int, int | None], activities: Mapping[int, Activity]) -> int:
+    """Follows who waits for whom from ``rank`` to one whose peer does not wait, or to the longest waiting of a circle."""
+    path = [rank]
+    while (peer := peers[path[-1]]) is not None and peer in peers:
+        if peer in path:
+            return max(path[path.index(peer) :], key=lambda one: activities[one].began)
+        path.append(peer)
+    return path[-1]

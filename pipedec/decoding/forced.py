@@ -1,0 +1,79 @@
+"""Forced tokens: where a structure allows one token only, the row of that token is as certain as the row above it.
+
+So it enters in the same step as that row, without having been drafted; several such rows in a line are a *chain*. Paths are the
+tokens below the root. Knows what a structure forces, and trees; knows no draft model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from pipedec.grammar import Grammar
+from pipedec.tree import Candidates, PredictionTree
+
+MAX_FORCED = 32  # rows of a chain
+
+
+def chain_below(grammar: Grammar | None, path: Sequence[int] = ()) -> tuple[int, ...]:
+    """The tokens that are forced behind ``path``, at most ``MAX_FORCED``."""
+    return () if grammar is None else grammar.forced(path, MAX_FORCED)
+
+
+def room_of_chain(grammar: Grammar | None) -> int:
+    """The most rows of a chain."""
+    return 0 if grammar is None else MAX_FORCED
+
+
+def plant(tree: PredictionTree, token: int, grammar: Grammar | None) -> slice:
+    """Plant a root and the chain below it; returns their rows."""
+    root = tree.plant(token)
+    rows = [(forced, row, 0.0) for row, forced in enumerate(chain_below(grammar), start=root.start)]
+    return slice(root.start, _appended(tree, rows).stop)
+
+
+def grow(tree: PredictionTree, candidates: Candidates, width: int, grammar: Grammar | None) -> slice:
+    """Add a layer of at most ``width`` rows, the most probable ones; returns them.
+
+    With a structure, tokens that it does not allow, whose log-probability is −∞, are left out, and each candidate comes with
+    its chain, as far as chains take no more than half of the rows.
+    """
+    if grammar is None:
+        return tree.grow(candidates, width)
+    rows: list[tuple[int, int, float]] = []
+    left = width // 2
+    for token, parent, log_prob in _best(tree, candidates, width):
+        room = width - len(rows)
+        if not room:
+            break
+        chain = chain_below(grammar, [*tree.path(parent), token])[: min(left, room - 1)]
+        left -= len(chain)
+        rows.append((token, parent, log_prob))
+        rows += [(forced, row, 0.0) for row, forced in enumerate(chain, start=tree.num_rows + len(rows) - 1)]
+    return _appended(tree, rows)
+
+
+def of_leaves(tree: PredictionTree, candidates: Candidates) -> Candidates:
+    """The candidates without those of rows that have a child already: what follows these is forced."""
+    is_leaf = torch.isin(candidates.rows, tree.parents, invert=True)
+    return Candidates(candidates.rows[is_leaf], candidates.token_ids[is_leaf], candidates.log_probs[is_leaf])
+
+
+def _best(tree: PredictionTree, candidates: Candidates, count: int) -> list[tuple[int, int, float]]:
+    """Token, parent and log-probability of the ``count`` most probable paths, best first; of fewer if no more are possible."""
+    cumulative = candidates.log_probs + tree.cumulative_log_probs[candidates.rows, None]
+    ranked = cumulative.flatten().sort(descending=True, stable=True)
+    chosen = ranked.indices[:count][ranked.values[:count] > -torch.inf]
+    parents = candidates.rows[chosen // candidates.token_ids.shape[1]]
+    columns = candidates.token_ids.flatten()[chosen], parents, candidates.log_probs.flatten()[chosen]
+    return list(zip(*(column.tolist() for column in columns), strict=True))
+
+
+def _appended(tree: PredictionTree, rows: Sequence[tuple[int, int, float]]) -> slice:
+    """Add rows, given as token, parent and log-probability; returns them."""
+    if not rows:
+        return slice(tree.num_rows, tree.num_rows)
+    device = tree.token_ids.device
+    token_ids, parents, log_probs = (torch.tensor(column, device=device) for column in zip(*rows, strict=True))
+    return tree.append(token_ids, parents, log_probs)

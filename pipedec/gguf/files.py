@@ -1,0 +1,132 @@
+"""The directory of a checkpoint for what a user may give as a model: a directory itself, a GGUF file, or a known name.
+
+Of a GGUF file everything but the weights is written into the cache when the file is first read, and again when it has changed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from pipedec.core import UserError
+from pipedec.directories import cache_directory
+from pipedec.gguf.index import TYPES, TensorIndex, TensorPlace, heads_of, tensor_names
+from pipedec.gguf.named import located
+from pipedec.gguf.sizes import config_of, end_tokens_of
+from pipedec.gguf.tokens import write_tokenizer
+from pipedec.validation import shortened
+
+_VERSION = 1  # of what is written
+_FREQUENCIES = "rope_freqs.weight"
+
+
+def is_gguf(model: str | Path) -> bool:
+    """Whether a model is a GGUF file. Raises UserError as ``located``."""
+    return located(model).suffix.lower() == ".gguf"
+
+
+def model_files(model: str | Path) -> Path:
+    """The directory with ``config.json``, ``tokenizer.json`` and what else describes a model: of a GGUF file in the cache.
+
+    Raises:
+        UserError: a GGUF file is missing, damaged, or has something that is not supported; or a named model is not installed.
+    """
+    path = located(model)
+    if not is_gguf(path):
+        return path
+    path = path.absolute()
+    try:
+        status = path.stat()
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}") from None
+    return _expanded(path, (status.st_size, status.st_ino, status.st_mtime_ns), cache_directory())
+
+
+@lru_cache(maxsize=16)
+def _expanded(path: Path, identity: tuple[int, ...], cache: Path) -> Path:
+    key = hashlib.sha256(json.dumps([_VERSION, str(path), *identity]).encode()).hexdigest()[:24]
+    directory = cache / "gguf" / key
+    if not directory.is_dir():
+        _write(path, directory)
+    return directory
+
+
+def _write(path: Path, directory: Path) -> None:
+    """All at once: another process may write the same at the same time."""
+    try:
+        directory.parent.parent.mkdir(mode=0o700, parents=True, exist_ok=True)  # may be the state directory, which is private
+        directory.parent.mkdir(mode=0o700, exist_ok=True)
+        partial = Path(tempfile.mkdtemp(prefix="partial-", dir=directory.parent))
+    except OSError as error:
+        raise UserError(f"{directory.parent}: {error.strerror}: set PIPEDEC_STATE_DIR to a directory of your own") from None
+    try:
+        _describe(path, partial)
+        partial.rename(directory)
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from None
+    except OSError:
+        if not directory.is_dir():
+            raise
+    except Exception as error:  # tokenizers raises a bare one
+        raise UserError(f"{path}: its metadata is damaged ({shortened(str(error))}); download it again") from None
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _describe(path: Path, directory: Path) -> None:
+    metadata, found = _opened(path)
+    if metadata.get("split.count", 0) > 1:
+        raise UserError(f"it is one of {metadata['split.count']} parts; join them first: llama-gguf-split --merge FIRST OUT")
+    tensors = {tensor.name: tensor for tensor in found}
+    if (embedding := tensors.get("token_embd.weight")) is None:
+        raise UserError("it has no token_embd.weight: it is not a language model, or only a part of one")
+    frequencies = tensors[_FREQUENCIES].data if _FREQUENCIES in tensors else None
+    config = config_of(metadata, tensors, int(embedding.shape[1]), frequencies)
+    TensorIndex(path, _places(config, metadata["general.architecture"], tensors)).save(directory)
+    ends = {"eos_token_id": end_tokens_of(metadata) or None, "bos_token_id": config["bos_token_id"]}
+    for name, content in (("config.json", config), ("generation_config.json", ends)):
+        (directory / name).write_text(json.dumps({key: value for key, value in content.items() if value is not None}, indent=1))
+    write_tokenizer(metadata, directory)
+
+
+def _opened(path: Path) -> tuple[dict[str, Any], list[Any]]:
+    """All metadata, and where the tensors are."""
+    from gguf import GGUFReader
+
+    size = os.path.getsize(path)
+    try:
+        reader = GGUFReader(path)
+        if any(tensor.data_offset + tensor.n_bytes > size for tensor in reader.tensors):
+            raise ValueError("it ends before its last tensor")
+        return {name: field.contents() for name, field in reader.fields.items()}, reader.tensors
+    except Exception as error:  # the library raises whatever numpy does when bytes are missing
+        reason = " ".join(str(error).split())[:160]
+        raise UserError(f"it is not a whole GGUF file ({reason}); download it again") from None
+
+
+def _places(config: dict[str, Any], architecture: str, tensors: dict[str, Any]) -> dict[str, TensorPlace]:
+    names = tensor_names(architecture, config["num_hidden_layers"])
+    interleaved: Callable[[str], int] = (
+        (lambda name: heads_of(name, config["num_attention_heads"], config["num_key_value_heads"]))
+        if architecture == "llama"
+        else lambda name: 0
+    )
+    places = {}
+    for found in tensors.values():
+        if found.name == _FREQUENCIES:
+            continue
+        name, kind = names.get(found.name), found.tensor_type.name
+        if name is None:
+            raise UserError(f"its tensor {found.name} is not part of a {config['model_type']} model")
+        if kind not in TYPES:
+            raise UserError(f"its tensor {found.name} has the type {kind}, which is not supported; use one of {', '.join(TYPES)}")
+        shape = tuple(int(size) for size in reversed(found.shape))
+        places[name] = TensorPlace(kind, shape, int(found.data_offset), int(found.n_bytes), interleaved(name))
+    return places

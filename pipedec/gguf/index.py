@@ -1,0 +1,118 @@
+"""Where the tensors of a GGUF file are, by their names in a Hugging Face checkpoint, and their values row by row.
+
+De-quantising is the ``gguf`` library's. Shapes: R rows of C values; a vector is one row.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pipedec.core import UserError
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+INDEX_FILE = "gguf.json"
+TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
+_SUFFIXES = (
+    "input_layernorm", "post_attention_layernorm", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj",
+    "self_attn.q_norm", "self_attn.k_norm", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj",
+)  # fmt: skip
+_ROTATED = {"self_attn.q_proj": "heads", "self_attn.k_proj": "kv_heads"}
+
+
+@dataclass(frozen=True)
+class TensorPlace:
+    """One tensor in the file.
+
+    Attributes:
+        type: of its values, one of TYPES.
+        shape: as in the checkpoint: [R, C], or [C].
+        offset: bytes in front of it.
+        num_bytes: its size in the file.
+        heads: llama.cpp keeps the two halves of each of so many heads interleaved, row by row; 0 if the rows are in order.
+    """
+
+    type: str
+    shape: tuple[int, ...]
+    offset: int
+    num_bytes: int
+    heads: int = 0
+
+    @property
+    def num_rows(self) -> int:
+        return self.shape[0] if len(self.shape) > 1 else 1
+
+    def rows_in_file(self) -> npt.NDArray[np.int64]:
+        """For each row of a matrix, or value of a vector, its place in the file, int64 [R]."""
+        import numpy as np
+
+        size = self.shape[0]
+        order = np.arange(size, dtype=np.int64)
+        return order if not self.heads else order.reshape(self.heads, -1, 2).swapaxes(1, 2).reshape(size)
+
+
+@dataclass(frozen=True)
+class TensorIndex:
+    """All tensors of one GGUF file."""
+
+    file: Path
+    tensors: dict[str, TensorPlace]
+
+    @classmethod
+    def load(cls, directory: Path) -> TensorIndex:
+        """The index that ``save`` wrote into ``directory``."""
+        document = json.loads((directory / INDEX_FILE).read_text(encoding="utf-8"))
+        places = {name: TensorPlace(**{**place, "shape": tuple(place["shape"])}) for name, place in document["tensors"].items()}
+        return cls(Path(document["file"]), places)
+
+    def save(self, directory: Path) -> None:
+        document = {"file": str(self.file), "tensors": {name: asdict(place) for name, place in self.tensors.items()}}
+        (directory / INDEX_FILE).write_text(json.dumps(document), encoding="utf-8")
+
+    def read(self, name: str, first: int = 0, last: int | None = None) -> npt.NDArray[np.float32]:
+        """Rows ``first`` up to ``last`` of a tensor, float32 [rows, C]; of a vector all of it, [C].
+
+        Raises:
+            UserError: the file is shorter than it was.
+        """
+        from gguf import GGMLQuantizationType
+        from gguf.quants import dequantize
+
+        place = self.tensors[name]
+        raw = self._bytes(place)
+        rows = place.rows_in_file()
+        if len(place.shape) == 1:
+            return dequantize(raw[0], GGMLQuantizationType[place.type])[rows]
+        return dequantize(raw[rows[first:last]], GGMLQuantizationType[place.type])
+
+    def _bytes(self, place: TensorPlace) -> npt.NDArray[np.uint8]:
+        """As they are in the file, uint8 [R, bytes of a row]; mapped, not read."""
+        import numpy as np
+
+        size = (place.num_rows, place.num_bytes // place.num_rows)
+        try:
+            return np.memmap(self.file, np.uint8, "r", place.offset, size)
+        except (OSError, ValueError) as error:
+            raise UserError(f"{self.file} cannot be read ({error}); download it again") from None
+
+
+def tensor_names(architecture: str, num_layers: int) -> dict[str, str]:
+    """Names in a checkpoint, by names in a GGUF file."""
+    from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
+
+    known = get_tensor_name_map(next(arch for arch, name in MODEL_ARCH_NAMES.items() if name == architecture), num_layers)
+    bases = [f"model.layers.{layer}.{suffix}" for layer in range(num_layers) for suffix in _SUFFIXES]
+    bases += ["model.embed_tokens", "model.norm", "lm_head"]
+    named = {known.get_name(base): base for base in bases}
+    return {f"{name}.{kind}": f"{base}.{kind}" for name, base in named.items() if name for kind in ("weight", "bias")}
+
+
+def heads_of(name: str, heads: int, kv_heads: int) -> int:
+    """How many heads of the tensor ``name`` llama.cpp keeps interleaved where it does so: those of queries and keys."""
+    base = name.split(".", 3)[-1].rpartition(".")[0]
+    return {"heads": heads, "kv_heads": kv_heads}.get(_ROTATED.get(base, ""), 0)

@@ -1,0 +1,11 @@
+"""Structured outputs: which tokens may follow the tokens of an answer. Knows token ids and texts; knows no model and no process.
+
+Importing this package does not import torch; only its module ``masks`` needs it.
+"""
+
+from pipedec.grammar.bitmask import NOTHING, Bitmask
+from pipedec.grammar.grammar import MAX_FORCED, Grammar
+from pipedec.grammar.structures import check
+from pipedec.grammar.vocabulary import Vocabulary
+
+__all__ = ["MAX_FORCED", "NOTHING", "Bitmask", "Grammar", "Vocabulary", "check"]

@@ -1,0 +1,153 @@
+"""The structure of one answer: which tokens may follow its tokens so far and any path behind them.
+
+What may follow is a pure function of these tokens. Owns the parser's state and what was asked of it before; knows no trees.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+
+from llguidance import LLMatcher
+
+from pipedec.grammar.bitmask import NOTHING, Bitmask
+
+MAX_FORCED = 64  # tokens of a chain
+_MAX_STATES = 1024  # that are kept: of each its mask, an eighth of a byte per token of the vocabulary
+
+
+@dataclass
+class _State:
+    """Behind a path. ``forced``: the only token that may follow it, if there is only one and this is known without a mask."""
+
+    forced: int | None = None
+    is_possible: bool = True
+    allowed: Bitmask | None = None
+    children: dict[int, _State] = field(default_factory=dict)
+
+
+_IMPOSSIBLE = _State(is_possible=False, allowed=NOTHING)
+
+
+class Grammar:
+    """Begins before the answer's first token. Nothing is parsed before somebody asks.
+
+    Where the structure turns out to be too complex to be parsed any further, an end token is forced.
+
+    Args:
+        new_matcher: makes a matcher at the grammar's start. May raise UserError, from ``allowed`` and ``forced``.
+        end_token_ids: the model's. One of them ends the answer; behind it nothing is allowed.
+    """
+
+    def __init__(self, new_matcher: Callable[[], LLMatcher], end_token_ids: tuple[int, ...]) -> None:
+        self._new_matcher = new_matcher
+        self._end_token_ids = end_token_ids
+        self._matcher: LLMatcher | None = None
+        self._accepted: list[int] = []
+        self._num_consumed = 0  # of the accepted tokens, by the matcher
+        self._ahead: list[int] = []  # what it has consumed behind these
+        self._root: _State | None = None  # None: nobody has asked yet for what follows the accepted tokens
+        self._num_states = 0
+
+    def advance(self, token_ids: Iterable[int]) -> None:
+        """The answer goes on with these tokens. Those that it could not say leave a state in which nothing is allowed."""
+        for token in token_ids:
+            self._accepted.append(token)
+            known = None if self._root is None else self._root.children.get(token)
+            self._root = known if known is not None and known.is_possible else None
+
+    @property
+    def is_possible(self) -> bool:
+        """Whether the accepted tokens are the beginning of an answer, or all of it."""
+        return self._state(()).is_possible
+
+    def allowed(self, path: Sequence[int] = ()) -> Bitmask:
+        """The tokens that may follow the accepted ones and then ``path``: a forced one is the only one. None if a token of
+        ``path`` is not allowed where it stands, or has ended the answer.
+        """
+        state = self._state(path)
+        if state.allowed is None:
+            state.allowed = self._mask(path) if state.forced is None else Bitmask.of(state.forced)
+        return state.allowed
+
+    def forced(self, path: Sequence[int] = (), most: int = MAX_FORCED) -> tuple[int, ...]:
+        """The chain of tokens that must follow the accepted ones and then ``path``, one after the other, at most ``most``.
+
+        Empty if there is a choice, or nothing is allowed. An end token is forced where nothing else may follow.
+        """
+        chain: list[int] = []
+        state = self._state(path)
+        while state.forced is not None and len(chain) < most:
+            chain.append(state.forced)
+            state = self._child(state, [*path, *chain])
+        return tuple(chain)
+
+    def _state(self, path: Sequence[int]) -> _State:
+        if self._root is None or self._num_states > _MAX_STATES:
+            self._num_states = 0
+            self._root = self._parsed(())
+        state = self._root
+        for index, token in enumerate(path):
+            state = state.children.get(token) or self._child(state, path[: index + 1])
+        return state
+
+    def _child(self, state: _State, path: Sequence[int]) -> _State:
+        """The state behind ``path``, whose last token follows ``state``."""
+        token = path[-1]
+        if state.forced not in (None, token) or (state.allowed is not None and token not in state.allowed):
+            return _IMPOSSIBLE
+        if token not in state.children:
+            state.children[token] = self._parsed(path)
+        return state.children[token]
+
+    def _parsed(self, path: Sequence[int]) -> _State:
+        self._num_states += 1
+        matcher, is_possible = self._moved(path)
+        has_failed = matcher.is_error()
+        if self._is_end(path or self._accepted):
+            return _State(allowed=NOTHING) if has_failed or (is_possible and matcher.is_accepting()) else _IMPOSSIBLE
+        if has_failed:
+            return _State(self._end_token_ids[0])
+        if not is_possible:
+            return _IMPOSSIBLE
+        forced = next(iter(matcher.compute_ff_tokens()), None)
+        if forced is not None or not matcher.is_accepting():
+            return _State(forced)
+        allowed = Bitmask(matcher.compute_bitmask())
+        may_go_on = any(token not in self._end_token_ids for token in islice(allowed, len(self._end_token_ids) + 1))
+        return _State(None, allowed=allowed) if may_go_on else _State(self._end_token_ids[0])
+
+    def _mask(self, path: Sequence[int]) -> Bitmask:
+        matcher, _ = self._moved(path)
+        return Bitmask(matcher.compute_bitmask())
+
+    def _is_end(self, token_ids: Sequence[int]) -> bool:
+        return bool(token_ids) and token_ids[-1] in self._end_token_ids
+
+    def _moved(self, path: Sequence[int]) -> tuple[LLMatcher, bool]:
+        """The matcher, behind the accepted tokens and ``path``, but for an end token; and whether these are possible."""
+        if self._matcher is None or self._matcher.is_error():
+            self._matcher, self._num_consumed, self._ahead = self._new_matcher(), 0, []
+        pending = self._accepted[self._num_consumed :]
+        wanted = [*pending, *path]
+        if self._is_end(wanted):
+            wanted.pop()
+        if not set(self._end_token_ids).isdisjoint(wanted):
+            return self._matcher, False
+        common = _num_common(self._ahead, wanted)
+        self._matcher.rollback(len(self._ahead) - common)
+        count = common + self._matcher.try_consume_tokens(wanted[common:])
+        self._ahead = wanted[:count]
+        if count < len(wanted):
+            return self._matcher, False
+        num_accepted = min(len(pending), count)
+        self._num_consumed += num_accepted
+        del self._ahead[:num_accepted]
+        return self._matcher, True
+
+
+def _num_common(first: Sequence[int], second: Sequence[int]) -> int:
+    """Length of the common prefix."""
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((index for index, (one, other) in pairs if one != other), min(len(first), len(second)))

@@ -1,0 +1,97 @@
+"""Processes that train copies of one model together, as torchrun starts them: gloo on CPUs, NCCL on GPUs.
+
+Owns their process group. It does not know what is trained.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pipedec.core import RankLost
+
+_PATIENCE = timedelta(minutes=30)  # one process may generate a batch of answers more than another
+
+
+@dataclass(frozen=True)
+class Replicas:
+    """One of ``size`` processes; by default the only one.
+
+    Attributes:
+        rank: from 0 on.
+    """
+
+    rank: int = 0
+    size: int = 1
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process writes what all have in common."""
+        return self.rank == 0
+
+    def shares(self, number: int) -> bool:
+        """Whether piece ``number`` of some work is this process's."""
+        return number % self.size == self.rank
+
+    def wait(self) -> None:
+        """Until all processes are here. Raises RankLost if one is not here after 30 minutes, or has ended."""
+        if self.size > 1:
+            with _told():
+                dist.barrier()
+
+    def sum_gradients(self, parameters: Iterable[Tensor]) -> None:
+        """Replace the gradients of all processes by their sums. Raises RankLost as ``wait``."""
+        if self.size == 1:
+            return
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        together = torch.cat([gradient.flatten() for gradient in gradients])
+        with _told():
+            dist.all_reduce(together)
+        for gradient, summed in zip(gradients, together.split([gradient.numel() for gradient in gradients]), strict=True):
+            gradient.copy_(summed.view_as(gradient))
+
+    def sum_of(self, value: Tensor) -> float:
+        """The sum of one number over all processes. Raises RankLost as ``wait``."""
+        if self.size > 1:
+            value = value.detach().clone()
+            with _told():
+                dist.all_reduce(value)
+        return value.item()
+
+
+ALONE = Replicas()
+
+
+@contextmanager
+def replicas(device_type: str) -> Iterator[Replicas]:
+    """The process group of torchrun's processes inside the block; a single process without torchrun."""
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    if size == 1:
+        yield ALONE
+        return
+    dist.init_process_group("nccl" if device_type == "cuda" else "gloo", timeout=_PATIENCE)
+    try:
+        yield Replicas(int(os.environ["RANK"]), size)
+    finally:
+        dist.destroy_process_group()
+
+
+@contextmanager
+def _told() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        reason = str(error).splitlines()[0][:160]
+        raise RankLost(f"another process of this training has ended or stands still ({reason})") from None
+
+
+def local_rank() -> int:
+    """Which of torchrun's processes on this host this one is; 0 without torchrun."""
+    return int(os.environ.get("LOCAL_RANK", "0"))

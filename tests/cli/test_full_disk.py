@@ -1,0 +1,111 @@
+"""Disks that are full: commands that write a file end with one line, and what runs goes on."""
+
+from __future__ import annotations
+
+import io
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from queue import SimpleQueue
+from typing import IO, Any
+
+import pytest
+
+from pipedec.cli.cluster import serve_cluster
+from pipedec.cli.show import console
+from pipedec.cluster.node_link import News, NodeLink
+from pipedec.cluster.state import RunningCluster
+from pipedec.config import ServerConfig
+from pipedec.core import PipedecError
+from pipedec.messages import Recovery
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def full() -> Iterator[IO[str]]:
+    with open("/dev/full", "wb", buffering=0) as device:
+        yield io.TextIOWrapper(device, write_through=True)
+
+
+def test_a_command_whose_output_cannot_be_written_says_so(full: IO[str]) -> None:
+    plan = [sys.executable, "-m", "pipedec.cli", "plan", str(ROOT / "cluster.yaml")]
+    ended = subprocess.run(plan, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert (ended.returncode, ended.stderr) == (1, "pipedec: output: No space left on device\n")
+
+
+def test_a_state_file_that_cannot_be_written_is_named(state_directory: Path) -> None:
+    (state_directory / "cluster.partial").symlink_to("/dev/full")
+    with pytest.raises(PipedecError, match=r"cluster\.json cannot be written \(No space left on device\): make room there$"):
+        RunningCluster("redis://localhost", "run").save()
+
+
+@pytest.fixture
+def usual_signals() -> Iterator[None]:
+    usual = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, usual)
+
+
+class Scripted:
+    """A cluster that recovers once, and is stopped."""
+
+    run_id = "run"
+    outlives_supervisor = False
+    redis_url = "redis://localhost"
+
+    def __init__(self, ends: Any) -> None:
+        self.address = self
+        self.done: list[str] = []
+        self.ends = ends
+        self.on_recovery: Any = None
+
+    def start(self, progress: object) -> None:
+        self.done.append("start")
+
+    def description(self) -> None:
+        return None
+
+    def wait(self) -> None:
+        self.on_recovery(Recovery(1, (1,), "rank 1 was killed by SIGKILL", 0, 1))
+        self.done.append("recovered")
+        with self.ends:
+            return
+
+    def stop(self) -> None:
+        self.done.append("stop")
+
+    def kill(self) -> None:
+        self.done.append("kill")
+
+
+class Interrupted:
+    def __enter__(self) -> None:
+        raise KeyboardInterrupt
+
+    def __exit__(self, *error: object) -> None: ...
+
+
+@pytest.mark.usefixtures("state_directory", "usual_signals")
+@pytest.mark.parametrize("ends", [nullcontext(), Interrupted()], ids=["down", "Ctrl-C"])
+def test_a_cluster_whose_log_is_full_goes_on_and_ends_in_order(full: IO[str], monkeypatch: pytest.MonkeyPatch, ends: Any) -> None:
+    monkeypatch.setattr(console, "_file", full)  # setting `file` back would name one stream for good
+    cluster: Any = Scripted(ends)
+    serve_cluster(cluster, {}, announce=lambda running, description: None)
+    assert cluster.done == ["start", "recovered", "stop"]
+
+
+def test_hosts_are_heard_although_their_log_is_full(full: IO[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    program = tmp_path / "node"
+    program.write_text('#!/bin/sh\nfor line in one two three; do echo $line >&2; done\necho \'{"news": "hello"}\'\ncat\n')
+    program.chmod(0o700)
+    news: SimpleQueue[News] = SimpleQueue()
+    link = NodeLink(ServerConfig("localhost", {"cpu": 1}), str(program), None, news, full)
+    assert news.get(timeout=60) == ("localhost", {"news": "hello"})
+    link.end()
+    assert news.get(timeout=60) == ("localhost", None)
+    assert link.complaint() == "three"
+    assert capfd.readouterr().err == "pipedec: what localhost prints is no longer logged: No space left on device\n"

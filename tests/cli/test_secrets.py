@@ -1,0 +1,49 @@
+"""What nobody may read: the password of Redis and the API key, wherever a program that runs could show them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import httpx2
+import psutil
+import pytest
+from programs import Started
+from serving import Serving, body
+from tiny_pair import Pair
+
+from pipedec.cluster.state import read_state
+from pipedec.config import RedisConfig
+
+pytestmark = pytest.mark.usefixtures("leaves_nothing")
+Pipedec = Callable[..., Any]
+KEY = "sk-nobody-reads-this"
+
+
+def test_neither_password_nor_key_are_shown(
+    started: Started, pipedec: Pipedec, pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PIPEDEC_API_KEY", KEY)
+    flags = (*pair.flags, "--stages", "2", "--served-model-name", "tiny", "--port", "0")
+    serving = Serving(started("serve", *flags)).wait_for("ready")
+    state = read_state()
+    assert state is not None
+    password = RedisConfig(state.redis_url).password
+    assert password
+    shown = [" ".join(process.cmdline()) for process in (psutil.Process(serving.process.pid), *serving.descendants)]
+    shown.append(pipedec("status").out)
+    with serving.client as client:
+        shown += [answered(client, path) for path in ("/health", "/metrics", "/version", "/openapi.json")]
+        shown.append(client.post("/v1/completions", json=body(4), headers={"Authorization": "Bearer wrong"}).text)
+        client.headers["Authorization"] = f"Bearer {KEY}"
+        assert client.post("/v1/completions", json=body(4)).status_code == 200
+    serving.end()
+    status, err = serving.ended()
+    assert status == 0 and len(shown) > 9
+    for text in (*shown, serving.text, err):
+        assert password not in text and KEY not in text
+
+
+def answered(client: httpx2.Client, path: str) -> str:
+    response = client.get(path)
+    return f"{response.headers}{response.text}"

@@ -1,0 +1,210 @@
+"""What a client makes of a run that loses ranks, or of a Redis that is away or has lost its data: a pause, and nothing twice."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipedec.client.client import Client
+from pipedec.client.reply import Delta, Reply
+from pipedec.core import Completion, PipedecError, RankLost, SamplingParams, SchedulerInterrupted, SchedulerLost, UserError
+from pipedec.messages import (
+    CompletionEvent,
+    Event,
+    LogprobsEvent,
+    PromptLogprobsEvent,
+    PromptRequest,
+    ResumedEvent,
+    RunDescription,
+    ThreadNews,
+    TokensEvent,
+)
+from pipedec.scheduler import MemoryScheduler, Topology
+from pipedec.scheduler.protocol import Remembered
+
+DESCRIPTION = RunDescription(((1,),), ((0, 1),), "target")
+REQUEST = PromptRequest("Hello", sampling=SamplingParams(1.0, max_tokens=4))
+TEXT = "abcdefghij"
+
+
+class Recovering(MemoryScheduler):
+    """A run whose ranks are replaced, on a Redis that can be away."""
+
+    def __init__(self) -> None:
+        super().__init__(Topology.even(1, 1))
+        self.trouble: SchedulerLost | None = None
+        self.times = 0  # that it is away
+        self.open(DESCRIPTION, recovers=True)
+
+    def read_answers(self, last: Mapping[int, str], timeout_seconds: float) -> list[tuple[int, str, Event]]:
+        if self.times > 0 and self.trouble is not None:
+            self.times -= 1
+            raise self.trouble
+        return super().read_answers(last, timeout_seconds)
+
+    def lose_data(self, *kept: int) -> None:
+        """Redis loses everything; rank 0 writes back the requests in ``kept``."""
+        remembered = [self.remembered(number) for number in kept]
+        epoch = self.epoch
+        self.clear()
+        self.enter(epoch)
+        self.restore(DESCRIPTION, "full", 100, remembered)
+        self.enter(epoch + 1)
+        self.open(DESCRIPTION, recovers=True)
+
+    def remembered(self, number: int) -> Remembered:
+        return Remembered(number, self._requests[number], tuple(self._answers[number]))
+
+
+def said(first: int, last: int) -> TokensEvent:
+    return TokensEvent([*range(first, last)], TEXT[first:last], None, first, first)
+
+
+def done() -> CompletionEvent:
+    return CompletionEvent(Completion("pp", 1, 3, [*range(len(TEXT))], TEXT, "length"))
+
+
+@given(st.lists(st.tuples(st.integers(0, 10), st.integers(0, 10))))
+def test_tokens_and_text_are_told_once(pieces: list[tuple[int, int]]) -> None:
+    """Whatever is said again, with whatever pieces."""
+    deltas = list[Delta]()
+    reply, known = Reply(0, deltas.append), 0
+    for first, last in [*pieces, (0, 10)]:
+        if min(first, known) < last:
+            reply.take("0", said(min(first, known), last))
+            known = max(known, last)
+    assert "".join(delta.text for delta in deltas) == TEXT
+    assert [token for delta in deltas for token in delta.token_ids] == [*range(10)]
+    assert sum(count for _, count in reply.arrivals.events) == 10
+
+
+def test_news_of_threads_are_told_once() -> None:
+    deltas = list[Delta]()
+    reply = Reply(0, deltas.append)
+    for news in (
+        ThreadNews((0,), "ab", "running", 2),
+        ThreadNews((0,), "a", "running", 1),
+        ThreadNews((0,), "abc", "running", 3),
+        ThreadNews((0,), "d", "ended", 4, 3),
+    ):
+        reply.take("0", TokensEvent([], "", [news]))
+    told = [news for delta in deltas for news in delta.threads]
+    assert [(news.text, news.tokens, news.state) for news in told] == [
+        ("ab", 2, "running"),
+        ("c", 3, "running"),
+        ("d", 4, "ended"),
+    ]
+
+
+def test_log_probabilities_are_kept_by_ordinal_and_counted_from_what_the_request_has_said() -> None:
+    deltas = list[Delta]()
+    reply = Reply(0, deltas.append)
+    for index, values in ((2, (-1.0, -2.0)), (3, (-2.5, -3.0))):
+        reply.take("0", LogprobsEvent([[(7, value)] for value in values], index))
+    reply.take("0", PromptLogprobsEvent([[(1, -1.0)], [(2, -1.0)]], 0))
+    reply.take("0", PromptLogprobsEvent([[(2, -1.5)], [(3, -1.0)]], 1))
+    reply.take("0", CompletionEvent(Completion("pp", 1, 4, [7] * 5, "", "length", prompt_logprobs=[None])))
+    completion = reply.completed()
+    assert completion.logprobs == [{}, {}, {7: -1.0}, {7: -2.5}, {7: -3.0}]
+    assert completion.prompt_logprobs == [None, {1: -1.0}, {2: -1.5}, {3: -1.0}]
+    assert [row for delta in deltas for row in delta.logprobs] == [{7: -1.0}, {7: -2.0}, {7: -3.0}]
+
+
+def test_a_seed_is_chosen_before_a_request_is_submitted() -> None:
+    scheduler = Recovering()
+    client = Client(scheduler)
+    client.submit(REQUEST)
+    sent = PromptRequest.from_json(scheduler.take(1).requests[0].text)
+    assert sent.sampling.seed is not None
+    with pytest.raises(UserError, match="give its seed"):
+        client.submit(PromptRequest("Hello", sampling=SamplingParams(1.0), resume=(5,)))
+
+
+def test_an_answer_pauses_while_the_run_recovers() -> None:
+    scheduler, paused = Recovering(), list[bool]()
+    client = Client(scheduler, lambda: None)
+    reply = client.submit(REQUEST, on_pause=paused.append)
+    scheduler.take(1)
+    scheduler.publish(reply.number, said(0, 3))
+    client.read(0)
+    scheduler.renew_lease(1)
+    scheduler.lease_seconds = 0.0
+    scheduler.recover([1], "rank 1 died")
+    client._looked = 0.0
+    client.read(0)
+    assert paused == [True] and reply.is_paused
+    scheduler.enter(1)
+    scheduler.open(DESCRIPTION, recovers=True)
+    scheduler.publish(reply.number, ResumedEvent(1), said(2, 10))
+    scheduler.complete(reply.number, done())
+    client.read(0)
+    assert paused == [True, False] and reply.completed().metrics.recoveries == 1
+
+
+def test_a_rank_that_nobody_replaces_is_lost() -> None:
+    scheduler = MemoryScheduler(Topology.even(1, 1), lease_seconds=0.0)
+    scheduler.open(DESCRIPTION)
+    scheduler.renew_lease(1)
+    client = Client(scheduler)
+    client.submit(REQUEST)
+    with pytest.raises(RankLost, match="rank 1"):
+        client.read(0)
+
+
+def test_what_redis_has_lost_is_submitted_again_and_what_was_restored_goes_on() -> None:
+    scheduler, texts = Recovering(), ["", "", ""]
+    client = Client(scheduler, lambda: None)
+
+    def hear(index: int, text: str) -> None:
+        texts[index] += text
+
+    replies = [client.submit(REQUEST, lambda text, index=index: hear(index, text)) for index in range(3)]
+    asked = [message.text for message in scheduler.take(2).requests]
+    for number in range(2):
+        scheduler.publish(number, said(0, 3))
+    client.read(0)
+    scheduler.complete(0, said(3, 10), done())  # its client has not read this when it is lost
+    scheduler.lose_data(1)
+    client._looked = 0.0
+    client.read(0)
+    assert [reply.number for reply in replies] == [100, 1, 101]
+    again = scheduler.take(9).requests
+    assert [message.number for message in again] == [100, 101] and again[0].text == asked[0]
+    scheduler.publish(1, said(3, 10), done())
+    for number in (100, 101):
+        scheduler.complete(number, said(0, 10), done())
+    while not all(reply.has_ended for reply in replies):
+        client.read(0)
+    assert texts == [TEXT] * 3
+
+
+@pytest.mark.parametrize("trouble", [SchedulerLost("cannot reach Redis"), SchedulerInterrupted("the connection failed")])
+def test_a_redis_that_is_away_for_a_while_is_borne(trouble: SchedulerLost) -> None:
+    scheduler = Recovering()
+    client = Client(scheduler, lambda: None)
+    reply = client.submit(REQUEST)
+    client.read(0)
+    scheduler.trouble, scheduler.times = trouble, 3
+    for _ in range(3):
+        assert client.read(0) == []
+    assert reply.is_paused
+    scheduler.take(1)
+    scheduler.complete(reply.number, said(0, 10), done())
+    assert client.read(0) == [reply] and reply.completed().text == TEXT
+
+
+def test_a_redis_that_stays_away_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipedec.client.watch.OUTAGE_SECONDS", 0.3)
+    scheduler = Recovering()
+    client = Client(scheduler, lambda: None)
+    client.submit(REQUEST)
+    client.read(0)
+    scheduler.trouble, scheduler.times = SchedulerLost("cannot reach Redis"), 1000
+    with pytest.raises(PipedecError, match="cannot reach Redis"):
+        while scheduler.times:
+            client._looked = float("inf")
+            client.read(0)
+    assert 0 < scheduler.times < 999

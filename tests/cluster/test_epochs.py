@@ -1,0 +1,153 @@
+"""How a rank gets from one epoch to the next, with a real Redis: its lease, its meeting, and who begins the epoch."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from processes import wait_until
+from tiny_pair import Pair
+
+from pipedec.cluster import epochs
+from pipedec.cluster.address import RankPlace
+from pipedec.cluster.epochs import next_epoch
+from pipedec.cluster.lease import LeaseKeeper
+from pipedec.cluster.meeting import Meeting
+from pipedec.core import EpochEnded, RankLost, SchedulerInterrupted
+from pipedec.engine.activity import Doing
+from pipedec.messages import RunDescription
+from pipedec.scheduler import EmbeddedServer, RedisScheduler, connect
+from pipedec.topology import Topology
+
+TOPOLOGY = Topology.even(2, 2)
+DESCRIPTION = RunDescription(((1,), (2,)), ((0, 1), (1, 2)), "null")
+_names = itertools.count()
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[EmbeddedServer]:
+    with EmbeddedServer() as server:
+        yield server
+
+
+@pytest.fixture
+def attach(server: EmbeddedServer) -> Callable[[], RedisScheduler]:
+    """Makes schedulers of one open run."""
+    name = f"epochs-{next(_names)}"
+    first = RedisScheduler(connect(server.url), name, TOPOLOGY, lease_ms=400)
+    first.open(DESCRIPTION, recovers=True)
+    return lambda: RedisScheduler(connect(server.url), name, TOPOLOGY, lease_ms=400)
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipedec.cluster.lease.LEASE_RENEWAL_SECONDS", 0.05)
+    monkeypatch.setattr(epochs, "PATIENCE_SECONDS", 0.3)
+
+
+def no_restore() -> None:
+    raise AssertionError("Redis has lost nothing")
+
+
+def test_a_rank_waits_for_the_epoch_that_a_supervisor_begins(attach: Callable[[], RedisScheduler]) -> None:
+    rank, supervisor = attach(), attach()
+    with ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(next_epoch, rank, 1, RankLost("rank 1 could not receive from rank 0"), no_restore)
+        assert wait_until(lambda: supervisor.supervise("local").suspects == {1: "rank 1 could not receive from rank 0"}, 60)
+        supervisor.recover([0], "rank 0 was killed")
+        assert waiting.result(60) == 1
+    assert [recovery.lost for recovery in supervisor.status().recoveries] == [(0,)]
+
+
+def test_a_rank_begins_the_epoch_itself_if_nobody_has_died(attach: Callable[[], RedisScheduler]) -> None:
+    ranks = [attach() for _ in TOPOLOGY.ranks]
+    with ThreadPoolExecutor(3) as threads:
+        broken = RankLost("rank 1 could not send to rank 2: Connection reset by peer")
+        waiting = [threads.submit(next_epoch, rank, number, broken, no_restore) for number, rank in enumerate(ranks)]
+        assert [future.result(60) for future in waiting] == [1, 1, 1], "however many of them try"
+    (recovery,) = ranks[0].status().recoveries
+    assert recovery.lost == () and recovery.reason == str(broken)
+
+
+def test_a_broken_connection_to_redis_begins_the_next_epoch_at_once(
+    attach: Callable[[], RedisScheduler], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(epochs, "PATIENCE_SECONDS", 1000.0)
+    assert next_epoch(attach(), 1, SchedulerInterrupted("cannot reach Redis"), no_restore) == 1
+
+
+def test_a_run_that_does_not_recover_is_aborted_with_the_cause(
+    attach: Callable[[], RedisScheduler], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(epochs, "PATIENCE_SECONDS", 1000.0)
+    monkeypatch.setattr(epochs, "RECOVERY_SECONDS", 0.3)
+    rank, other = attach(), attach()
+    with pytest.raises(RankLost, match=r"^it is gone; the run did not recover within 0 s$"):
+        next_epoch(rank, 1, RankLost("it is gone"), no_restore)
+    with pytest.raises(RankLost, match="did not recover"):
+        next_epoch(other, 2, RankLost("it is gone, too"), no_restore)
+
+
+def test_redis_that_has_lost_the_run_is_told_it_again(attach: Callable[[], RedisScheduler]) -> None:
+    rank, zero = attach(), attach()
+    zero.client.delete(zero.keys.run)
+    with ThreadPoolExecutor(2) as threads:
+        waiting = threads.submit(next_epoch, rank, 1, EpochEnded("its keys were deleted"), lambda: None)
+        restored = next_epoch(zero, 0, EpochEnded("its keys were deleted"), lambda: _restored(zero))
+        assert waiting.result(60) == restored == 1
+
+
+def _restored(zero: RedisScheduler) -> None:
+    zero.restore(DESCRIPTION, "full", 7, [])
+
+
+@pytest.mark.parametrize("ends", ["by a supervisor", "with the run's keys"])
+def test_the_lease_keeper_interrupts_a_rank_whose_epoch_has_ended(attach: Callable[[], RedisScheduler], ends: str) -> None:
+    """Until it enters the next one, in which the keeper renews its lease."""
+    scheduler, doing, aborted = attach(), Doing(), threading.Event()
+    keeper = LeaseKeeper(scheduler, 1, doing, aborted.set, recovers=True)
+    keeper.start()
+    assert wait_until(lambda: keeper._is_up, 60)
+    if ends == "by a supervisor":
+        attach().recover([2], "rank 2 was killed")
+    else:
+        scheduler.client.delete(scheduler.keys.run)
+    assert aborted.wait(60)
+    with pytest.raises(EpochEnded):
+        doing.begin("idle")
+    if ends == "by a supervisor":
+        keeper.enter(1)
+        doing.begin("idle")
+        assert wait_until(lambda: attach().supervise("local").activities[1].kind == "idle", 60)
+    keeper.stop()
+
+
+def test_a_meeting_notices_the_next_epoch_at_once(server: EmbeddedServer, pair: Pair, state_directory: object) -> None:
+    spec, name = pair.spec(2), "meets-again"
+    first = RedisScheduler(connect(server.url), name, spec.topology)
+    first.open(DESCRIPTION, recovers=True)
+    meetings = {}
+    for rank in (0, 1, 2):
+        scheduler = RedisScheduler(connect(server.url), name, spec.topology)
+        meetings[rank] = scheduler, Meeting(scheduler, RankPlace(rank, 3, rank, 3, recovers=True), "here", spec)
+
+    def meet(rank: int) -> int:
+        scheduler, meeting = meetings[rank]
+        with meeting.hold(lambda done, total: None) as met:
+            met.rendezvous.store.set(f"rank {rank}", "is here")
+            met.rendezvous.store.wait([f"rank {other}" for other in range(3)])
+        return scheduler.epoch
+
+    with ThreadPoolExecutor(3) as threads:
+        waiting = [threads.submit(meet, rank) for rank in (0, 1)]  # rank 2 does not come
+        assert wait_until(lambda: first.client.xlen(first.keys.answer(first.keys.meeting)) == 2, 60)
+        first.recover([2], "rank 2 was killed")
+        for future in waiting:
+            with pytest.raises(EpochEnded):
+                future.result(60)
+        for scheduler, _ in meetings.values():
+            scheduler.enter(1)
+        assert [future.result(60) for future in [threads.submit(meet, rank) for rank in range(3)]] == [1, 1, 1]

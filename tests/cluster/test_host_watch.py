@@ -1,0 +1,341 @@
+"""What the watch of a host does about its ranks: real processes, and a run whose state the tests choose."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any
+
+import psutil
+import pytest
+from processes import wait_until
+
+from pipedec.cluster import host_watch
+from pipedec.cluster.host_watch import HostWatch
+from pipedec.cluster.processes import FAILED, LOST_ANOTHER, RankProcesses
+from pipedec.cluster.recovery import RecoveryOptions
+from pipedec.core import RankLost, SchedulerLost
+from pipedec.messages import Activity, Recovery
+from pipedec.scheduler import Supervision
+
+pytestmark = pytest.mark.usefixtures("leaves_nothing")
+
+OPTIONS = RecoveryOptions(max_restarts=3, window_seconds=600)
+
+
+class Run:
+    """A run as a watch sees it, by the rules of ``Scheduler``: nobody is a member of a new epoch."""
+
+    def __init__(self) -> None:
+        self.look = Supervision(0, "up", None, (0, 1, 2), (), {}, {}, {}, {}, (), ())
+        self.recovered: list[tuple[int, tuple[int, ...], str, dict[str, Any]]] = []
+        self.aborted: list[tuple[int, str]] = []
+        self.lost: SchedulerLost | None = None
+        self._epoch = -1
+
+    def supervise(self, node: str, ranks: Sequence[int]) -> Supervision:
+        if self.lost is not None:
+            raise self.lost
+        return self.look
+
+    def enter(self, epoch: int) -> None:
+        self._epoch = epoch
+
+    def recover(self, lost: Sequence[int], reason: str, places: Mapping[int, str] = MappingProxyType({})) -> int:
+        assert self._epoch == self.look.epoch
+        self.recovered.append((self._epoch, tuple(lost), reason, dict(places)))
+        self.look = replace(self.look, epoch=self._epoch + 1, members=(), places={**self.look.places, **places})
+        return self._epoch + 1
+
+    def abort(self, rank: int, message: str) -> bool:
+        self.aborted.append((rank, message))
+        return True
+
+
+class Host:
+    """A host with three ranks that do nothing, and its watch."""
+
+    def __init__(self, run: Run, options: RecoveryOptions = OPTIONS, node: str = "here", **hooks: Any) -> None:
+        self.run = run
+        self.processes = RankProcesses()
+        self.started: list[int] = []
+        self.watch = HostWatch(run, node, self.processes, self.start, options, **hooks)  # type: ignore[arg-type]
+
+    def start(self, rank: int) -> None:
+        self.started.append(rank)
+        self.processes.start(rank, _rest)
+        assert wait_until(lambda: (rank, "is there") in self.processes.read(0.1), 60)
+
+    def turn_until(self, condition: Callable[[], object]) -> None:
+        def turned() -> object:
+            assert self.watch.turn()
+            return condition()
+
+        assert wait_until(turned, 30)
+
+
+def _rest(report: Callable[[Any], None]) -> int:
+    for status in (0, FAILED, LOST_ANOTHER):
+        signal.signal(signal.SIGRTMIN + status, lambda number, frame: os._exit(number - signal.SIGRTMIN))
+    report("is there")
+    while True:
+        time.sleep(60)
+
+
+@pytest.fixture
+def run() -> Run:
+    return Run()
+
+
+@pytest.fixture
+def host(run: Run) -> Iterator[Host]:
+    yield from hosting(Host(run))
+
+
+def hosting(host: Host, ranks: Sequence[int] = (0, 1, 2)) -> Iterator[Host]:
+    for rank in ranks:
+        host.start(rank)
+    host.started.clear()
+    yield host
+    host.processes.kill()
+
+
+def end(host: Host, rank: int, how: int = signal.SIGKILL) -> None:
+    os.kill(host.processes.pids[rank], how)
+
+
+def test_while_all_is_well_nothing_happens(host: Host, run: Run) -> None:
+    assert all(host.watch.turn() for _ in range(3)) and not run.recovered and not host.started
+
+
+@pytest.mark.parametrize(
+    ("how", "end_in_words"),
+    [
+        (signal.SIGKILL, "was killed by SIGKILL"),
+        (signal.SIGRTMIN, "ended before it was told to"),
+        (signal.SIGRTMIN + FAILED, "failed with exit status 1: CUDA out of memory"),
+    ],
+    ids=["killed", "content", "failed"],
+)
+def test_a_rank_that_ends_is_replaced_in_the_next_epoch(host: Host, run: Run, how: int, end_in_words: str) -> None:
+    run.look = replace(run.look, ends={2: "CUDA out of memory"} if how == signal.SIGRTMIN + FAILED else {})
+    pids = host.processes.pids
+    end(host, 2, how)
+    host.turn_until(lambda: host.started)
+    assert run.recovered == [(0, (2,), f"rank 2 (stage 2) {end_in_words}", {})] and host.started == [2]
+    assert {rank for rank, pid in host.processes.pids.items() if pid != pids[rank]} == {2}
+    assert not host.processes.exit_statuses
+
+
+def test_a_rank_that_ends_before_it_took_part_is_replaced_without_another_epoch(host: Host, run: Run) -> None:
+    run.look = replace(run.look, epoch=4, members=(0, 1))
+    end(host, 2)
+    host.turn_until(lambda: host.started == [2])
+    assert not run.recovered
+
+
+def test_who_has_lost_another_is_not_blamed_and_counts_for_nothing(host: Host, run: Run) -> None:
+    """Ranks on NCCL do not survive: they leave as soon as they have lost another, which is seen to end later."""
+    for _ in range(OPTIONS.max_restarts):
+        host.started.clear()
+        run.recovered.clear()
+        run.look = replace(run.look, members=(0, 1, 2))
+        end(host, 0, signal.SIGRTMIN + LOST_ANOTHER)
+        end(host, 1, signal.SIGRTMIN + LOST_ANOTHER)
+        assert wait_until(lambda: len(host.processes.exit_statuses) == 2)
+        host.watch.turn()
+        assert not run.recovered
+        end(host, 2)
+        host.turn_until(lambda: host.started)
+        assert [(lost, reason) for _, lost, reason, _ in run.recovered] == [((0, 1, 2), "rank 2 (stage 2) was killed by SIGKILL")]
+        assert host.started == [0, 1, 2]
+
+
+def test_a_rank_that_says_nothing_any_more_is_killed_and_replaced(host: Host, run: Run) -> None:
+    run.look = replace(run.look, expired=(1,))
+    end(host, 1, signal.SIGSTOP)
+    host.turn_until(lambda: host.started == [1])
+    assert run.recovered == [(0, (1,), "rank 1 (stage 1) stopped answering", {})]
+
+
+def test_a_rank_that_computes_forever_is_killed_and_replaced(host: Host, run: Run) -> None:
+    run.look = replace(run.look, activities={1: Activity("computing", None, 5.0), 2: Activity("waiting", 1, 4.9)})
+    host.turn_until(lambda: host.started == [1])
+    reason = "rank 1 (stage 1) computed one timestep for more than 5 s (--stall-timeout)"
+    assert run.recovered == [(0, (1,), reason, {})]
+
+
+def test_a_rank_that_does_not_go_on_is_killed_and_replaced(host: Host, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_watch, "_ENTER_SECONDS", 0.2)
+    monkeypatch.setattr(host_watch, "_START_SECONDS", 0.2)
+    run.look = replace(run.look, epoch=1, members=(0, 2))
+    pid = host.processes.pids[1]
+    host.turn_until(lambda: host.started == [1])
+    assert host.processes.pids[1] != pid and not run.recovered
+
+
+def test_what_ranks_tell_while_redis_was_away_means_nothing(host: Host, run: Run) -> None:
+    run.lost = SchedulerLost("cannot reach Redis")
+    assert host.watch.turn()
+    run.lost, run.look = None, replace(run.look, expired=(0, 1, 2), activities={1: Activity("computing", None, 8.0)})
+    assert host.watch.turn() and not run.recovered
+
+
+def test_redis_may_be_away_for_a_while_and_is_looked_after(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_watch, "OUTAGE_SECONDS", 0.3)
+    kept = list[float]()
+    host = Host(run, keep_redis=lambda: kept.append(time.monotonic()))
+    for away in (replace(run.look, epoch=None, state="gone"), SchedulerLost("cannot reach Redis at there:1")):
+        run.lost, run.look = (away, run.look) if isinstance(away, SchedulerLost) else (None, away)
+        kept.clear()
+        with pytest.raises(SchedulerLost, match="its keys were deleted" if run.lost is None else "cannot reach Redis at there:1"):
+            while host.watch.turn():
+                time.sleep(0.05)
+        assert len(kept) > 2 and kept[-1] > kept[0] + 0.2
+        run.lost, run.look = None, replace(run.look, epoch=0, state="up")
+        assert host.watch.turn(), "it is back"
+
+
+@pytest.mark.parametrize("limit", [0, 2])
+def test_beyond_the_limit_the_run_is_aborted_with_the_cause(run: Run, limit: int) -> None:
+    host = Host(run, RecoveryOptions(max_restarts=limit, window_seconds=600))
+    for running in hosting(host):
+        for _ in range(limit):
+            run.look = replace(run.look, members=(0, 1, 2))
+            host.started.clear()
+            end(running, 1)
+            host.turn_until(lambda: host.started)
+        run.look = replace(run.look, members=(0, 1, 2))
+        end(running, 0)
+        with pytest.raises(RankLost) as lost:
+            host.turn_until(lambda: False)
+        more = "; 2 ranks had been replaced within 600 s (--max-restarts 2)" if limit else ""
+        assert str(lost.value) == f"rank 0 (draft) was killed by SIGKILL{more}"
+        assert run.aborted == [(0, str(lost.value))] and len(run.recovered) == limit
+
+
+def test_a_rank_that_is_not_replaced_is_told_before_it_is_killed(run: Run) -> None:
+    run.look = replace(run.look, expired=(1,))
+    for host in hosting(Host(run, RecoveryOptions(max_restarts=0))):
+        with pytest.raises(RankLost, match=r"rank 1 \(stage 1\) stopped answering"):
+            host.watch.turn()
+        assert run.aborted == [(1, "rank 1 (stage 1) stopped answering")] and not host.processes.exit_statuses
+
+
+def test_restarts_of_long_ago_do_not_count(run: Run) -> None:
+    host = Host(run, RecoveryOptions(max_restarts=1, window_seconds=0.01))
+    for running in hosting(host):
+        for _ in range(2):
+            run.look = replace(run.look, members=(0, 1, 2))
+            host.started.clear()
+            end(running, 1)
+            host.turn_until(lambda: host.started)
+            time.sleep(0.02)
+
+
+@pytest.mark.parametrize("state", ["stopping", "gone"])
+def test_a_run_that_has_ended_in_order(host: Host, run: Run, state: str) -> None:
+    run.look = replace(run.look, state=state, epoch=None if state == "gone" else 0)
+    for rank in range(3):
+        end(host, rank, signal.SIGRTMIN)
+    assert wait_until(lambda: not host.watch.turn(), 30)
+    assert not run.recovered and not run.aborted and not host.started
+
+
+def test_a_rank_that_fails_while_the_run_is_stopped_is_told(host: Host, run: Run) -> None:
+    run.look = replace(run.look, state="stopping")
+    end(host, 2)
+    with pytest.raises(RankLost, match=r"rank 2 \(stage 2\) was killed by SIGKILL"):
+        host.turn_until(lambda: False)
+    assert run.aborted == [(2, "rank 2 (stage 2) was killed by SIGKILL")]
+
+
+def test_of_a_run_that_was_aborted_the_cause_is_told(host: Host, run: Run) -> None:
+    run.look = replace(run.look, failure="rank 1: the disk is full")
+    end(host, 1, signal.SIGRTMIN + FAILED)
+    end(host, 2, signal.SIGRTMIN + LOST_ANOTHER)
+    with pytest.raises(RankLost, match="rank 1: the disk is full"):
+        host.turn_until(lambda: False)
+
+
+def test_every_recovery_is_told_once_it_is_over(run: Run) -> None:
+    told: list[Recovery] = []
+    host = Host(run, on_recovery=told.append)
+    first, second = Recovery(1, (2,), "it was killed", 0), Recovery(2, (1,), "it was, too", 0)
+    steps = [(0, ()), (1, (first,)), (2, (first, second)), (2, (first, replace(second, served_us=500_000)))]
+    seen = []
+    for epoch, recoveries in [*steps, steps[-1]]:
+        run.look = replace(run.look, epoch=epoch, recoveries=recoveries)
+        host.watch.turn()
+        seen.append([one.epoch for one in told])
+    assert seen == [[], [], [1], [1, 2], [1, 2]] and told[1].seconds == 0.5
+
+
+def test_ranks_of_a_host_that_is_gone_are_taken_over_by_another(run: Run) -> None:
+    """The watch of whichever host sees it first gives them away; the host that gets them starts them."""
+    run.look = replace(run.look, places={0: "here", 1: "there", 2: "there"}, lost_nodes=("there",))
+    spare, hooks = Host(run, node="spare"), {"reassign": lambda ranks, look: dict.fromkeys(ranks, "spare")}
+    for _ in hosting(spare, ()):
+        for host in hosting(Host(run, **hooks), (0,)):
+            assert host.watch.turn()
+            assert run.recovered == [(0, (1, 2), "there stopped answering", {1: "spare", 2: "spare"})]
+            assert spare.watch.turn() and spare.started == [1, 2] and host.started == []
+
+
+def test_without_another_host_the_run_ends(run: Run) -> None:
+    run.look = replace(run.look, places={0: "here", 1: "there"}, lost_nodes=("there",))
+    for host in hosting(Host(run, reassign=nobody), (0,)):
+        with pytest.raises(RankLost, match="there stopped answering; there are no spares"):
+            host.watch.turn()
+        assert run.aborted == [(1, "there stopped answering; there are no spares")]
+
+
+def nobody(ranks: Sequence[int], look: Supervision) -> Mapping[int, str]:
+    raise RankLost("there are no spares")
+
+
+def test_ranks_that_are_replaced_too_often_move_to_another_host(run: Run) -> None:
+    options = RecoveryOptions(max_restarts=1, window_seconds=600)
+    for host in hosting(Host(run, options, reassign=lambda ranks, look: dict.fromkeys(ranks, "spare"))):
+        moved = []
+        for _ in range(2):
+            run.look = replace(run.look, members=(0, 1, 2))
+            end(host, 1)
+            host.turn_until(lambda: run.recovered)
+            moved.append(run.recovered.pop()[-1])
+        assert moved == [{}, {1: "spare"}] and host.started == [1]
+
+
+def test_a_host_to_which_nothing_comes_is_left(run: Run) -> None:
+    """Both ends of a link tell their supervisors what they do; no process of either is at fault."""
+    waiting = {2: Activity("waiting", 1, 9.0, 0.1), 1: Activity("idle", None, 9.0, 0.1)}
+    run.look = replace(run.look, places={0: "here", 1: "here", 2: "there"}, activities=waiting)
+    hooks = {"reassign": lambda ranks, look: dict.fromkeys(ranks, "spare"), "host_to_leave": lambda stall, look: "there"}
+    for host in hosting(Host(run, **hooks), (0, 1)):
+        assert host.watch.turn() and not host.processes.exit_statuses
+        ((_, lost, reason, places),) = run.recovered
+        assert (lost, places) == (
+            (2,),
+            {2: "spare"},
+        ) and "there is left: rank 1 (stage 1) kept rank 2 (stage 2) waiting" in reason
+
+
+def test_where_no_host_can_be_left_hosts_that_cannot_reach_each_other_go_on_trying(host: Host, run: Run) -> None:
+    """Until the ranks themselves give up."""
+    run.look = replace(run.look, activities={1: Activity("connecting", 2, 9.0), 2: Activity("connecting", 1, 9.0)})
+    pids = host.processes.pids
+    for _ in range(3):
+        assert host.watch.turn()
+    assert host.processes.pids == pids and not host.processes.exit_statuses and not run.recovered
+
+
+def test_a_rank_that_has_moved_is_ended_where_it_was(host: Host, run: Run) -> None:
+    """A host that was taken for dead comes back: its old processes must not go on."""
+    run.look = replace(run.look, places={0: "here", 1: "elsewhere", 2: "here"})
+    pid = host.processes.pids[1]
+    assert host.watch.turn() and 1 not in host.processes.pids and not psutil.pid_exists(pid)
+    assert not run.recovered and not host.started

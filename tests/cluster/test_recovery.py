@@ -1,0 +1,382 @@
+"""Ranks that are killed, that stand still or fail while requests run: others take their places, and every answer is the one that
+it would have been.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import re
+import signal
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import cycle, islice
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from lasting_server import LastingServer
+from processes import redis_of, wait_until
+from threads_support import BIASES, LETTERS, PROMPTS, THREAD_DIALECTS, ThreadModels
+from tiny_pair import SENTENCES, Pair
+
+from pipedec.client.client import Client
+from pipedec.client.reply import Reply
+from pipedec.cluster.local import LocalCluster
+from pipedec.cluster.recovery import RecoveryOptions
+from pipedec.core import Completion, RankLost, SamplingParams
+from pipedec.messages import PromptRequest, Recovery
+from pipedec.model.stage_model import LayerWeights
+from pipedec.scheduler import RunStatus, connect
+
+LEAVES_NOTHING = pytest.mark.usefixtures("leaves_nothing")
+slow = pytest.mark.slow
+STAGES, LENGTH = 3, 80
+NAMES = ["rank 0 (draft)", *(f"rank {rank} (stage {rank})" for rank in range(1, STAGES + 1))]
+KINDS = {
+    "greedy": PromptRequest(SENTENCES[0], True, "pipedec", SamplingParams(max_tokens=LENGTH, ignore_eos=True)),
+    "drawn": PromptRequest(
+        SENTENCES[1], True, "pipedec-bestfirst", SamplingParams(1.0, seed=4, max_tokens=LENGTH, ignore_eos=True)
+    ),
+    "penalized": PromptRequest(
+        SENTENCES[2],
+        True,
+        "pp",
+        SamplingParams(0.8, seed=5, max_tokens=LENGTH, ignore_eos=True, repetition_penalty=1.2, logprobs=2),
+    ),
+    "bita": PromptRequest(SENTENCES[0][:40], True, "bita", SamplingParams(max_tokens=LENGTH, ignore_eos=True)),
+    "lockstep": PromptRequest(SENTENCES[1][:50], True, "stpp", SamplingParams(0.7, seed=9, max_tokens=LENGTH, ignore_eos=True)),
+}
+Facts = tuple[object, ...]
+
+
+def facts(completion: Completion) -> Facts:
+    logprobs = completion.logprobs and [next(iter(entry)) for entry in completion.logprobs]
+    return completion.token_ids, completion.text, completion.finish_reason, completion.seed, logprobs
+
+
+class Obeys(str):
+    """The name of a transport. Once it arrives in a rank's process, SIGUSR1 makes that process write where its weights are, and
+    SIGUSR2 makes it compute forever, if it computes rows at that moment.
+    """
+
+    folder: Path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _obey, (str(self), self.folder)
+
+
+def _obey(transport: str, folder: Path) -> str:
+    def show(number: int, frame: FrameType | None) -> None:
+        gc.unfreeze()  # or they would not be found
+        layers = [found for found in gc.get_objects() if isinstance(found, LayerWeights)]
+        places = sorted(value.data_ptr() for layer in layers for value in vars(layer).values() if isinstance(value, torch.Tensor))
+        partial = folder / f"{os.getpid()}.partial"
+        partial.write_text(json.dumps(places))
+        partial.rename(folder / str(os.getpid()))
+
+    def compute_forever(number: int, frame: FrameType | None) -> None:
+        while frame is not None and frame.f_code.co_qualname != "StageWorker.compute":
+            frame = frame.f_back
+        if frame is not None:
+            _computes_forever(folder, os.getpid()).touch()
+            while True:
+                pass
+
+    signal.signal(signal.SIGUSR1, show)
+    signal.signal(signal.SIGUSR2, compute_forever)
+    return transport
+
+
+def _computes_forever(folder: Path, pid: int) -> Path:
+    return folder / f"{pid}.computes-forever"
+
+
+def weights_of(cluster: LocalCluster, folder: Path) -> dict[int, list[int]]:
+    """The addresses of the weights of every rank."""
+    files = {rank: folder / str(pid) for rank, pid in cluster.pids.items()}
+    for rank, file in files.items():
+        file.unlink(missing_ok=True)
+        os.kill(cluster.pids[rank], signal.SIGUSR1)
+    assert wait_until(lambda: all(file.exists() for file in files.values()), 60)
+    return {rank: json.loads(file.read_text()) for rank, file in files.items()}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("weights")
+
+
+@pytest.fixture(scope="module")
+def cluster(pair: Pair, folder: Path) -> Iterator[LocalCluster]:
+    transport = Obeys("auto")
+    transport.folder = folder
+    spec = replace(pair.spec(STAGES), max_num_seqs=8)
+    with LocalCluster(spec, transport=transport, recovery=RecoveryOptions(max_restarts=100)) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def alone(cluster: LocalCluster) -> dict[str, Facts]:
+    """The undisturbed answers."""
+    return {name: facts(client_of(cluster).ask(request)) for name, request in KINDS.items()}
+
+
+def client_of(cluster: LocalCluster) -> Client:
+    assert cluster.scheduler is not None
+    return Client(cluster.scheduler, cluster.check)
+
+
+def status_of(cluster: LocalCluster) -> RunStatus:
+    assert cluster.scheduler is not None
+    return cluster.scheduler.status()
+
+
+class Asked:
+    """Requests of all kinds that are under way: every answer has begun."""
+
+    def __init__(self, cluster: LocalCluster, count: int, requests: Mapping[str, PromptRequest] = KINDS) -> None:
+        self.client = client_of(cluster)
+        self.kinds = list(islice(cycle(requests), count))
+        self._said = [0] * count
+        self._replies = [self._submit(index, requests[kind]) for index, kind in enumerate(self.kinds)]
+        assert wait_until(lambda: self.client.read(0.01) is not None and all(self._said), 60), "the cluster does not answer"
+        assert not any(reply.has_ended for reply in self._replies), "the answers are too short"
+
+    def _submit(self, index: int, request: PromptRequest) -> Reply:
+        def count(text: str) -> None:
+            self._said[index] += 1
+
+        return self.client.submit(request, count)
+
+    def answers(self) -> list[Facts]:
+        ended: list[Reply] = []
+
+        def all_ended() -> bool:
+            ended.extend(self.client.read(0.1))
+            return len(ended) == len(self._replies)
+
+        assert wait_until(all_ended, 60), f"{len(ended)} of {len(self._replies)} answers have ended"
+        return [facts(reply.completed()) for reply in self._replies]
+
+
+def recovered(cluster: LocalCluster, epoch: int) -> Recovery:
+    """The recovery that began this epoch, when it is over."""
+    assert wait_until(lambda: status_of(cluster).epoch >= epoch and not status_of(cluster).is_recovering, 60)
+    (found,) = (one for one in status_of(cluster).recoveries if one.epoch == epoch)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("rank", "count"), [(0, 1), (1, 3), (2, 8), (3, 1), pytest.param(0, 8, marks=slow), pytest.param(3, 5, marks=slow)]
+)
+def test_answers_survive_a_killed_rank(
+    cluster: LocalCluster, alone: dict[str, Facts], folder: Path, rank: int, count: int
+) -> None:
+    """Those who survive keep their processes, and their weights where they are."""
+    epoch, pids, weights = status_of(cluster).epoch, cluster.pids, weights_of(cluster, folder)
+    assert all(weights.values())
+    asked = Asked(cluster, count)
+    os.kill(pids[rank], signal.SIGKILL)
+    assert asked.answers() == [alone[kind] for kind in asked.kinds]
+    recovery = recovered(cluster, epoch + 1)
+    assert recovery.lost == (rank,) and recovery.reason == f"{NAMES[rank]} was killed by SIGKILL"
+    assert recovery.seconds is not None and status_of(cluster).epoch == epoch + 1
+    assert [other for other, pid in cluster.pids.items() if pid != pids[other]] == [rank]
+    since = {described.rank: described.since_epoch for described in cluster.description().ranks}
+    assert [other for other, began in since.items() if began == epoch + 1] == [rank]
+    survivors = weights.keys() - {rank}
+    assert {other: places for other, places in weights_of(cluster, folder).items() if other in survivors} == {
+        other: weights[other] for other in survivors
+    }
+
+
+def test_two_ranks_killed_at_the_same_time(cluster: LocalCluster, alone: dict[str, Facts]) -> None:
+    asked = Asked(cluster, 3)
+    for rank in (0, 2):
+        os.kill(cluster.pids[rank], signal.SIGKILL)
+    assert asked.answers() == [alone[kind] for kind in asked.kinds]
+
+
+@slow
+def test_a_replacement_that_is_killed_before_it_serves_is_replaced(cluster: LocalCluster, alone: dict[str, Facts]) -> None:
+    asked, first = Asked(cluster, 3), cluster.pids[1]
+    os.kill(first, signal.SIGKILL)
+    assert wait_until(lambda: cluster.pids[1] != first, 60)
+    os.kill(cluster.pids[1], signal.SIGKILL)
+    assert asked.answers() == [alone[kind] for kind in asked.kinds]
+
+
+def test_a_rank_that_is_stopped_is_killed_and_replaced(cluster: LocalCluster, alone: dict[str, Facts]) -> None:
+    epoch, asked = status_of(cluster).epoch, Asked(cluster, 3)
+    os.kill(cluster.pids[2], signal.SIGSTOP)
+    assert asked.answers() == [alone[kind] for kind in asked.kinds]
+    recovery = recovered(cluster, epoch + 1)
+    assert recovery.lost == (2,) and recovery.reason.startswith((f"{NAMES[2]} stopped answering", f"{NAMES[2]} kept rank 3"))
+
+
+def test_a_stage_that_computes_forever_is_killed_and_replaced(
+    cluster: LocalCluster, alone: dict[str, Facts], folder: Path
+) -> None:
+    """Its lease goes on: another thread renews it."""
+    epoch, asked, pid = status_of(cluster).epoch, Asked(cluster, 3), cluster.pids[2]
+
+    def computes_forever() -> bool:
+        os.kill(pid, signal.SIGUSR2)
+        return _computes_forever(folder, pid).exists()
+
+    assert wait_until(computes_forever, 60)
+    assert asked.answers() == [alone[kind] for kind in asked.kinds]
+    recovery = recovered(cluster, epoch + 1)
+    assert recovery.lost == (2,)
+    assert re.fullmatch(rf"{re.escape(NAMES[2])} computed one timestep for more than \d+ s \(--stall-timeout\)", recovery.reason)
+
+
+def test_a_stage_that_is_much_slower_than_the_others_is_waited_for(cluster: LocalCluster, alone: dict[str, Facts]) -> None:
+    epoch, before, asked = status_of(cluster).epoch, _waited(cluster, 3), Asked(cluster, 3)
+    with _slowed(cluster.pids[2]):
+        assert asked.answers() == [alone[kind] for kind in asked.kinds]
+    assert status_of(cluster).epoch == epoch
+    assert wait_until(lambda: _waited(cluster, 3) - before > 0.5, 60), "the counters of the next stage show it"
+
+
+def _waited(cluster: LocalCluster, stage: int) -> float:
+    """Seconds for which a stage has waited for the one before, as it has told."""
+    return status_of(cluster).stages[stage - 1].wait_seconds
+
+
+@contextmanager
+def _slowed(pid: int) -> Iterator[None]:
+    """A process runs for a tenth of the time."""
+    done = threading.Event()
+
+    def hold() -> None:
+        while not done.wait(0.005):
+            os.kill(pid, signal.SIGSTOP)
+            done.wait(0.045)
+            os.kill(pid, signal.SIGCONT)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+@slow
+def test_a_rank_killed_while_nothing_runs(cluster: LocalCluster, alone: dict[str, Facts]) -> None:
+    assert wait_until(lambda: not status_of(cluster).running)
+    epoch = status_of(cluster).epoch
+    os.kill(cluster.pids[3], signal.SIGKILL)
+    assert facts(client_of(cluster).ask(KINDS["greedy"])) == alone["greedy"]
+    assert recovered(cluster, epoch + 1).lost == (3,)
+
+
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=slow), 2])
+@LEAVES_NOTHING
+def test_beyond_the_limit_the_run_ends_with_the_cause(pair: Pair, rank: int) -> None:
+    with LocalCluster(pair.spec(STAGES), recovery=RecoveryOptions(max_restarts=1, window_seconds=600)) as cluster:
+        os.kill(cluster.pids[1], signal.SIGKILL)
+        assert recovered(cluster, 1).lost == (1,)
+        os.kill(cluster.pids[rank], signal.SIGKILL)
+        with pytest.raises(RankLost) as lost:
+            cluster.wait()
+        assert str(lost.value) == (
+            f"{NAMES[rank]} was killed by SIGKILL; 1 rank had been replaced within 600 s (--max-restarts 1)"
+        )
+
+
+def test_redis_that_dies_is_started_again_and_answers_go_on(cluster: LocalCluster, alone: dict[str, Facts]) -> None:
+    """Empty: rank 0 writes back what was lost."""
+    asked, first = Asked(cluster, 3), redis_of(cluster)
+    pids = cluster.pids
+    first.kill()
+    assert asked.answers() == [alone[kind] for kind in asked.kinds]
+    assert redis_of(cluster).pid != first.pid and cluster.pids == pids
+
+
+def test_keys_that_somebody_deletes_are_written_back(cluster: LocalCluster, alone: dict[str, Facts]) -> None:
+    asked, pids = Asked(cluster, 3), cluster.pids
+    with connect(cluster.address.redis_url) as client:
+        client.flushall()
+    assert asked.answers() == [alone[kind] for kind in asked.kinds]
+    assert cluster.pids == pids
+
+
+def test_answers_go_on_when_redis_comes_back_with_its_data(pair: Pair, alone: dict[str, Facts], tmp_path: Path) -> None:
+    """One that somebody else runs."""
+    with LastingServer(tmp_path, password="secret") as first, LocalCluster(pair.spec(STAGES), redis_url=first.url) as cluster:
+        asked, pids = Asked(cluster, 3), cluster.pids
+        os.kill(first.pid, signal.SIGKILL)
+        assert wait_until(lambda: not first.is_running)
+        with LastingServer(tmp_path, first.port, "secret"):
+            assert asked.answers() == [alone[kind] for kind in asked.kinds]
+            assert cluster.pids == pids and recovered(cluster, 1).lost == ()
+            cluster.stop()
+
+
+@LEAVES_NOTHING
+def test_a_cluster_is_stopped_in_the_middle_of_a_recovery(pair: Pair) -> None:
+    with LocalCluster(pair.spec(STAGES)) as cluster:
+        os.kill(cluster.pids[1], signal.SIGKILL)
+        assert wait_until(lambda: status_of(cluster).epoch == 1, 60)
+
+
+@pytest.mark.parametrize("rank", [0, *(pytest.param(rank, marks=slow) for rank in (1, 2, 3))])
+@LEAVES_NOTHING
+def test_answers_survive_a_killed_rank_under_single_tasks(pair: Pair, alone: dict[str, Facts], rank: int) -> None:
+    with LocalCluster(replace(pair.spec(STAGES), dispatch="tasks")) as cluster:
+        asked = Asked(cluster, 1)
+        os.kill(cluster.pids[rank], signal.SIGKILL)
+        assert asked.answers() == [alone[kind] for kind in asked.kinds]
+
+
+@pytest.fixture(scope="module")
+def threads_cluster(thread_models: ThreadModels) -> Iterator[LocalCluster]:
+    spec = replace(thread_models.spec(4, STAGES), max_num_seqs=8)
+    with LocalCluster(spec, recovery=RecoveryOptions(max_restarts=1000)) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def in_threads(thread_models: ThreadModels) -> dict[str, PromptRequest]:
+    """Requests in one thread and in several, greedy and drawn."""
+
+    def request(dialect: str | None, **values: Any) -> PromptRequest:
+        bias = dict.fromkeys(LETTERS, 0.0) | (BIASES[dialect] if dialect else {})
+        logit_bias = {thread_models.tokenizer.token_to_id(text): 40.0 + value for text, value in bias.items()}
+        threads = THREAD_DIALECTS[dialect].to_json() if dialect else None
+        sampling = SamplingParams(max_tokens=LENGTH, logit_bias=logit_bias, ignore_eos=dialect is None, **values)
+        return PromptRequest(PROMPTS[0], True, "pipedec", sampling, threads=threads, show_threads=dialect is not None)
+
+    return {
+        "greedy": request(None), "drawn": request(None, temperature=1.0, seed=8), "apar": request("apar"),
+        "parallel": request("parallel", temperature=1.0, seed=8), "pasta": request("pasta", temperature=1.0, seed=9),
+    }  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def in_threads_alone(threads_cluster: LocalCluster, in_threads: dict[str, PromptRequest]) -> dict[str, Facts]:
+    return {name: facts(client_of(threads_cluster).ask(request)) for name, request in in_threads.items()}
+
+
+@slow
+@pytest.mark.parametrize("count", [1, 3, 8])
+@pytest.mark.parametrize("rank", range(STAGES + 1))
+@pytest.mark.parametrize("kind", ["greedy", "drawn", "apar", "parallel", "pasta"])
+def test_answers_in_threads_survive_a_killed_rank(
+    threads_cluster: LocalCluster, in_threads: dict[str, PromptRequest], in_threads_alone: dict[str, Facts], kind: str, rank: int,
+    count: int,
+) -> None:  # fmt: skip
+    """One of a kind, in company of all others."""
+    first = {kind: in_threads[kind]} | in_threads
+    asked = Asked(threads_cluster, count, first)
+    os.kill(threads_cluster.pids[rank], signal.SIGKILL)
+    assert asked.answers() == [in_threads_alone[kind] for kind in asked.kinds]

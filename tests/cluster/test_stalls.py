@@ -1,0 +1,90 @@
+"""Who is to blame when a pipeline stands still."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from pipedec.cluster.stalls import Stall, find_stall
+from pipedec.messages import Activity
+
+
+def computing(seconds: float, longest: float = 0.0) -> Activity:
+    return Activity("computing", None, seconds, longest)
+
+
+def waiting(peer: int, seconds: float, longest: float = 0.0) -> Activity:
+    return Activity("waiting", peer, seconds, longest)
+
+
+def idle(seconds: float = 100.0) -> Activity:
+    return Activity("idle", None, seconds)
+
+
+RING = {
+    "nothing to do": {0: idle(), 1: idle(), 2: idle()},
+    "all is well": {0: waiting(2, 0.1), 1: waiting(0, 0.3), 2: computing(0.1)},
+    "waiting for one that computes": {0: waiting(2, 9.0), 1: waiting(0, 8.0), 2: computing(3.0)},
+    "waiting for one that waits": {0: waiting(3, 9.0), 1: computing(3.0), 2: waiting(1, 8.0), 3: waiting(2, 8.5)},
+    "a long timestep is usual": {0: waiting(2, 9.0), 1: waiting(0, 8.0), 2: computing(9.0, 2.0)},
+    "long timesteps are usual": {0: waiting(2, 9.0, 2.0), 1: waiting(0, 9.0, 2.0), 2: waiting(1, 9.0, 1.0)},
+    "a replacement loads": {0: waiting(2, 9.0), 1: waiting(0, 8.0), 2: Activity("loading", None, 60.0)},
+    "the ranks meet": {0: Activity("meeting", None, 60.0), 1: Activity("meeting", 0, 50.0)},
+    "nobody has told": {},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("activities", RING.values(), ids=RING)
+def test_nobody_is_blamed(activities: dict[int, Activity]) -> None:
+    assert find_stall(activities, 4.0) is None
+
+
+def test_a_rank_that_computes_for_too_long_is_blamed() -> None:
+    activities = {0: waiting(3, 5.2), 1: waiting(0, 5.1), 2: computing(5.0), 3: waiting(2, 5.3)}
+    stall = find_stall(activities, 4.0)
+    assert stall == Stall(2, None, 5.0) and stall.suspect == 2
+    assert stall.reason == "computed one timestep for more than 5 s (--stall-timeout)"
+
+
+def test_a_rank_may_be_five_times_as_slow_as_it_was() -> None:
+    assert find_stall({1: computing(9.9, 2.0)}, 4.0) is None
+    assert find_stall({1: computing(10.1, 2.0)}, 4.0) == Stall(1, None, 10.1)
+
+
+def test_of_those_that_wait_in_a_circle_the_first_to_starve_shows_the_silent_link() -> None:
+    """An envelope from 1 to 2 was lost: 2 starves, then 3, which gets nothing from it, and so on."""
+    activities = {0: waiting(3, 4.4), 1: waiting(0, 4.3), 2: waiting(1, 4.6), 3: waiting(2, 4.5)}
+    stall = find_stall(activities, 4.0)
+    assert stall == Stall(2, 1, 4.6) and stall.suspect == 1
+    assert stall.reason == "kept rank 2 (stage 2) waiting for more than 5 s (--stall-timeout)"
+
+
+@pytest.mark.parametrize("last_told", [waiting(1, 0.02), idle(0.5), None], ids=["waiting", "idle", "nothing"])
+def test_one_that_has_stopped_is_blamed_whatever_it_said_last(last_told: Activity | None) -> None:
+    activities = {0: waiting(3, 4.4), 1: waiting(0, 4.3), 2: last_told, 3: waiting(2, 4.5)}
+    stall = find_stall({rank: told for rank, told in activities.items() if told is not None}, 4.0)
+    assert stall is not None and stall.suspect == 2
+
+
+def test_whoever_waits_longest_for_one_that_waits_itself_is_followed() -> None:
+    """Between groups: 4 has waited for 3 since before 3 began to wait for 2, which stands still."""
+    activities = {0: waiting(4, 4.8), 1: waiting(0, 4.7), 2: waiting(1, 0.1), 3: waiting(2, 4.5), 4: waiting(3, 5.5)}
+    stall = find_stall(activities, 4.0)
+    assert stall is not None and (stall.rank, stall.suspect) == (3, 2)
+
+
+def test_the_circle_is_followed_by_what_lasts_longest_now_and_not_when_it_was_told() -> None:
+    """Rank 0 has told a second later than the others."""
+    activities = {rank: replace(waiting((rank or 4) - 1, 4.6 - rank / 10), age_seconds=1.0) for rank in range(1, 4)}
+    activities[0] = waiting(3, 5.2)
+    assert find_stall(activities, 4.0) == Stall(1, 0, 4.5)
+
+
+def test_hosts_that_cannot_reach_each_other_are_told_and_no_process_is_blamed() -> None:
+    meeting = Activity("meeting", None, 3.6)
+    activities = {0: meeting, 1: Activity("connecting", 2, 3.4), 2: Activity("connecting", 1, 3.5), 3: meeting}
+    stall = find_stall(activities, 4.0)
+    assert stall == Stall(2, 1, 3.5, is_apart=True)
+    assert stall.reason == "cannot be reached by rank 2 (stage 2)"
+    assert find_stall({1: Activity("connecting", 2, 2.9), 0: meeting}, 4.0) is None

@@ -1,0 +1,145 @@
+"""What a structure forces enters with the row that it follows, by every method, and nothing enters that is not allowed."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from drafters import PROMPT, Alone, ScriptedDrafter, rows
+from examples import examples
+from hypothesis import given
+from hypothesis import strategies as st
+from simulation import KnowingDrafter
+from toy_structures import ToyStructure, rule_of
+
+from pipedec.core import MethodOptions, Request, SamplingParams, Step, Verdict
+from pipedec.decoding import Company
+from pipedec.decoding.forced import MAX_FORCED
+from pipedec.methods import BestFirstOptions, BitaOptions, PipeDecOptions, StaticTreeOptions
+from pipedec.threads import single_thread
+from pipedec.tree import PredictionTree
+
+VOCABULARY = range(40)
+EVERY_METHOD: list[tuple[str, MethodOptions | None]] = [
+    ("pp", None), ("pipedec", PipeDecOptions(64, 4)), ("stpp", StaticTreeOptions(64, 4, 2)), ("pipedec-bestfirst", None),
+    ("stpp", StaticTreeOptions(8, 4, 2, rows=4)), ("pipedec-bestfirst", BestFirstOptions(width=48)),
+    ("pipedec-bestfirst", BestFirstOptions(proposers=("ngrams",))), ("bita", BitaOptions(depth=2)),
+    *[("bita", BitaOptions(depth=2, shape=shape)) for shape in ("straightforward", "efficient", "full")],
+]  # fmt: skip
+
+
+def counting(said: tuple[int, ...]) -> frozenset[int]:
+    """After 10 comes 11, and so on up to 15, which ends the choice that there was."""
+    last = said[-1] if said else 9
+    return frozenset({last + 1} if last % 10 < 5 and said else {10, 20, 30})
+
+
+def asked(method: str, options: MethodOptions | None, grammar: ToyStructure, drafter: KnowingDrafter | None = None) -> Alone:
+    """An answer with a structure whose prompt has entered."""
+    request = Request(0, PROMPT, SamplingParams(max_tokens=10_000), method, options)
+    company = Company(2, drafter or ScriptedDrafter({}), trained_masks=2, knee=512)
+    return Alone(company, request, single_thread(len(PROMPT), (), 10_000, grammar))  # type: ignore[arg-type]
+
+
+def stepped(alone: Alone) -> Step | None:
+    """What enters once the draft model has done its work, as in ``stpp``, where it works first."""
+    step = alone.propose()
+    alone.draft()
+    return alone.propose() if step is None else step
+
+
+@pytest.mark.parametrize(("method", "options"), EVERY_METHOD)
+def test_what_is_forced_behind_the_root_enters_with_it(method: str, options: MethodOptions | None) -> None:
+    alone = asked(method, options, ToyStructure(counting), KnowingDrafter(random.Random(1)))
+    alone.company._drafter.answers[0] = []  # type: ignore[union-attr]
+    forecast = ((7, 8), (14, 9)) if method == "bita" else ()
+    alone.apply(Verdict.of(10, forecast=forecast))
+    entered = rows(stepped(alone))
+    assert entered[:6] == [(10, -1), (11, 0), (12, 1), (13, 2), (14, 3), (15, 4)]
+    assert {token for token, parent in entered[6:] if token >= 0 and parent == 5} <= {10, 20, 30}
+    alone.apply(Verdict.of(11, 12, 13, 14, 15, 30, forecast=forecast))
+    assert alone.hits in (5, 6)
+
+
+@pytest.mark.parametrize(("method", "options"), EVERY_METHOD[1:4])
+def test_what_is_forced_behind_a_candidate_enters_with_it(method: str, options: MethodOptions | None) -> None:
+    alone = asked(method, options, ToyStructure(counting), KnowingDrafter(random.Random(1)))
+    alone.company._drafter.answers[0] = []  # type: ignore[union-attr]
+    alone.apply(Verdict.of(10))
+    tree = PredictionTree()
+    for _ in range(6):
+        step = stepped(alone)
+        if step is not None:
+            tree.append(step.token_ids, step.parents)
+    paths = [tree.path(row) for row in range(tree.num_rows)]
+    assert [11, 12, 13, 14, 15, 20] in paths
+    assert all([*path, 21, 22, 23, 24, 25] in paths for path in paths if path[5:] == [20])
+
+
+def test_a_chain_has_an_end() -> None:
+    alone = asked("pp", None, ToyStructure(lambda said: frozenset({len(said) % 7})))
+    alone.apply(Verdict.of(0))
+    assert len(rows(alone.propose())) == 1 + MAX_FORCED
+    alone.apply(Verdict.of(*((index + 1) % 7 for index in range(1 + MAX_FORCED))))
+    assert rows(alone.propose())[0] == ((1 + MAX_FORCED) % 7, -1)
+
+
+class Behind:
+    """An answer that follows a random structure, and a tree as a stage has it."""
+
+    def __init__(self, seed: int, method: str, options: MethodOptions | None) -> None:
+        self.random = random.Random(seed)
+        self.answer = [self.random.choice(VOCABULARY) for _ in range(60)]
+        self.grammar = ToyStructure(rule_of(self.answer, VOCABULARY, seed))
+        drafter = KnowingDrafter(self.random)
+        drafter.answers[0] = self.answer
+        self.tree = PredictionTree(block=16)
+        self.tree.reset(len(PROMPT))
+        self.alone = asked(method, options, self.grammar, drafter)
+        self.accept(1)
+
+    def enter(self) -> None:
+        step = stepped(self.alone)
+        if step is None:
+            return
+        self.tree.append(step.token_ids, step.parents)
+        for row in range(self.tree.num_rows):
+            path = self.tree.path(row)
+            if not any(token < 0 for token in path):
+                assert all(token in self.grammar.allowed(path[:index]) for index, token in enumerate(path))
+
+    def judge(self) -> None:
+        """Accept as deep as there are rows."""
+        said, row, count = len(self.grammar.said), 0 if self.tree.num_rows else None, 0
+        while row is not None and said + count < len(self.answer):
+            row, count = self.tree.child(row, self.answer[said + count]), count + 1
+        if count:
+            self.accept(count)
+
+    def accept(self, count: int) -> None:
+        tokens = self.answer[len(self.grammar.said) :][:count]
+        named = self.answer[len(self.grammar.said) + count :][:2]
+        forecast = tuple((token, 3) for token in named) if self.alone.masks.count else ()
+        self.tree.advance(tokens)
+        if self.alone.masks.count:  # no row but the accepted ones outlives a verdict
+            self.tree.clear()
+        self.alone.apply(Verdict.of(*tokens, forecast=forecast))
+
+
+@pytest.mark.parametrize(("method", "options"), EVERY_METHOD)
+@examples(15)
+@given(st.integers(0, 2**32))
+def test_only_allowed_tokens_enter(method: str, options: MethodOptions | None, seed: int) -> None:
+    behind = Behind(seed, method, options)
+    for _ in range(400):
+        if behind.grammar.said == tuple(behind.answer):
+            return
+        behind.enter()
+        if behind.tree.num_rows:
+            root, *chain = [0, *behind.grammar.forced()]
+            for token in chain:
+                child = behind.tree.child(root, token)
+                assert child is not None
+                root = child
+        behind.judge()
+    raise AssertionError("the answer does not go on")

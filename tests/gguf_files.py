@@ -1,0 +1,157 @@
+"""Tiny GGUF files: checkpoints of random weights written as llama.cpp's converter writes them, for every test that needs one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from gguf import GGML_QUANT_SIZES, MODEL_ARCH_NAMES, GGMLQuantizationType, GGUFWriter, TokenType, get_tensor_name_map
+from gguf.quants import quantize
+from safetensors.numpy import load_file
+
+Floats = npt.NDArray[np.float32]
+K_TYPES = ("Q4_K", "Q5_K", "Q6_K")  # the gguf library reads them, but does not write them
+_RANDOM_SCALES = {"Q4_K": {0: 5e-4, 2: 4e-3}, "Q5_K": {0: 3e-4, 2: 5e-3}, "Q6_K": {208: 8e-5}}  # by place in a block
+
+
+def save_gguf(
+    path: Path,
+    checkpoint: Path,
+    kind: str = "F32",
+    tokenizer: Mapping[str, Any] | None = None,
+    leave_out: tuple[str, ...] = (),
+    extra_tensors: Mapping[str, Floats] | None = None,
+    **fields: Any,
+) -> Path:
+    """Write a checkpoint of one safetensors file as GGUF; return ``path``.
+
+    Args:
+        kind: type of the matrices; for one of K_TYPES they are random, whatever the checkpoint says. Vectors stay F32.
+        tokenizer: the fields below ``tokenizer.ggml``, and ``chat_template``; those of the checkpoint's byte-level BPE if None.
+            Without one a tokenizer that knows no text.
+        leave_out: tensors, by their names in the file, that are not written.
+        fields: of metadata, with ``__`` for a dot, added to the usual ones or put in their place; None leaves one out.
+    """
+    config = json.loads((checkpoint / "config.json").read_text())
+    architecture = {"mistral": "llama"}.get(config["model_type"], config["model_type"])
+    writer = GGUFWriter(path, fields.pop("general__architecture", architecture))
+    named = {name.replace("__", "."): value for name, value in fields.items()}
+    if tokenizer is None:
+        has_one = (checkpoint / "tokenizer.json").exists()
+        tokenizer = byte_level_tokenizer(checkpoint) if has_one else _silent_tokenizer(config["vocab_size"])
+    tokens = {f"tokenizer.{'' if name == 'chat_template' else 'ggml.'}{name}": value for name, value in tokenizer.items()}
+    for name, value in {**sizes(config, architecture), **tokens, **named}.items():
+        if value is not None:
+            _add(writer, name, value)
+    tensors = tensors_of(checkpoint, config, architecture)
+    for name, values in {**tensors, **(extra_tensors or {})}.items():
+        if name not in leave_out:
+            _write_tensor(writer, name, values, kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def sizes(config: Mapping[str, Any], architecture: str) -> dict[str, Any]:
+    """Metadata of a model, by the values in its ``config.json``."""
+    heads = config["num_attention_heads"]
+    head_dim = config.get("head_dim") or config["hidden_size"] // heads
+    values = {
+        "context_length": config["max_position_embeddings"],
+        "embedding_length": config["hidden_size"],
+        "block_count": config["num_hidden_layers"],
+        "feed_forward_length": config["intermediate_size"],
+        "attention.head_count": heads,
+        "attention.head_count_kv": config["num_key_value_heads"],
+        "attention.layer_norm_rms_epsilon": float(config["rms_norm_eps"]),
+        "attention.key_length": head_dim,
+        "attention.value_length": head_dim,
+        "rope.dimension_count": head_dim,
+        "rope.freq_base": float((config.get("rope_parameters") or config)["rope_theta"]),
+    }
+    return {f"{architecture}.{name}": value for name, value in values.items()}
+
+
+def tensors_of(checkpoint: Path, config: Mapping[str, Any], architecture: str) -> dict[str, Floats]:
+    """The tensors by their names in a GGUF file, with the rows of each head's two halves in turn where llama.cpp has it so."""
+    known = get_tensor_name_map(
+        next(arch for arch, name in MODEL_ARCH_NAMES.items() if name == architecture), config["num_hidden_layers"]
+    )
+    heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
+    named = {}
+    for name, values in load_file(checkpoint / "model.safetensors").items():
+        base, _, suffix = name.rpartition(".")
+        projection = base.rpartition(".")[2]
+        if architecture == "llama" and projection in heads:
+            halves = values.reshape(heads[projection], 2, -1, *values.shape[1:])
+            values = halves.swapaxes(1, 2).reshape(values.shape)
+        named[f"{known.get_name(base)}.{suffix}"] = np.ascontiguousarray(values, dtype=np.float32)
+    return named
+
+
+def byte_level_tokenizer(directory: Path, pre: str = "gpt-2") -> dict[str, Any]:
+    """The fields of a byte-level BPE tokenizer, from ``tokenizer.json`` and ``tokenizer_config.json``."""
+    state = json.loads((directory / "tokenizer.json").read_text())
+    config = json.loads((directory / "tokenizer_config.json").read_text())
+    template = directory / "chat_template.jinja"
+    vocabulary = state["model"]["vocab"]
+    tokens = sorted(vocabulary, key=vocabulary.__getitem__)
+    special = {token["content"] for token in state["added_tokens"] if token["special"]}
+    merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in state["model"]["merges"]]
+    return {
+        "model": "gpt2",
+        "pre": pre,
+        "tokens": tokens,
+        "token_type": [int(TokenType.CONTROL if token in special else TokenType.NORMAL) for token in tokens],
+        "merges": merges,
+        "bos_token_id": vocabulary[config["bos_token"]],
+        "eos_token_id": vocabulary[config["eos_token"]],
+        "padding_token_id": vocabulary.get(config.get("pad_token")),
+        "chat_template": template.read_text() if template.exists() else None,
+    }
+
+
+def _silent_tokenizer(vocab_size: int) -> dict[str, Any]:
+    tokens = [f"<{number}>" for number in range(vocab_size)]
+    return {"model": "gpt2", "pre": "gpt-2", "tokens": tokens, "token_type": [int(TokenType.UNUSED)] * vocab_size}
+
+
+def quantized(values: Floats, kind: str) -> npt.NDArray[Any]:
+    """Values in the bytes of a type, uint8 [R, bytes of a row]. For one of K_TYPES: random blocks."""
+    number = GGMLQuantizationType[kind]
+    if kind not in K_TYPES:
+        return quantize(values, number)
+    values_per_block, bytes_per_block = GGML_QUANT_SIZES[number]
+    rows, columns = values.shape
+    generator = np.random.default_rng(rows + columns)
+    blocks = generator.integers(0, 256, (rows * columns // values_per_block, bytes_per_block), np.uint8)
+    for place, scale in _RANDOM_SCALES[kind].items():
+        scales = generator.uniform(0.5, 1.5, (len(blocks), 1)) * scale
+        blocks[:, place : place + 2] = scales.astype(np.float16).view(np.uint8)
+    return blocks.reshape(rows, -1)
+
+
+def _write_tensor(writer: GGUFWriter, name: str, values: Floats, kind: str) -> None:
+    if values.ndim == 1:
+        writer.add_tensor(name, values)
+    else:
+        writer.add_tensor(name, quantized(values, kind), raw_dtype=GGMLQuantizationType[kind])
+
+
+def _add(writer: GGUFWriter, name: str, value: Any) -> None:
+    if isinstance(value, bool):
+        writer.add_bool(name, value)
+    elif isinstance(value, int):
+        writer.add_uint32(name, value)
+    elif isinstance(value, float):
+        writer.add_float32(name, value)
+    elif isinstance(value, str):
+        writer.add_string(name, value)
+    else:
+        writer.add_array(name, value)

@@ -1,0 +1,39 @@
+"""The tokens that a draft knows: what is written is read again, and damaged files are told."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from pipedec.core import UserError
+from pipedec.model import DraftVocabulary
+
+
+def test_tokens_are_mapped_there_and_back(tmp_path: Path) -> None:
+    vocabulary = DraftVocabulary.create(torch.tensor([7, 2, 5]), 9, "abc")
+    assert vocabulary.tokens.tolist() == [-1, 7, 2, 5]
+    assert vocabulary.draft_ids.tolist() == [0, 0, 2, 0, 0, 3, 0, 1, 0]
+    vocabulary.save(tmp_path)
+    found = DraftVocabulary.load(tmp_path)
+    assert found is not None and found.of == "abc"
+    assert torch.equal(found.tokens, vocabulary.tokens) and torch.equal(found.draft_ids, vocabulary.draft_ids)
+
+
+def test_a_draft_without_the_file_knows_all_tokens(tmp_path: Path) -> None:
+    assert DraftVocabulary.load(tmp_path) is None
+
+
+@pytest.mark.parametrize("tokens", [[1, 1], [9], [-1, 2]])
+def test_tokens_must_be_the_targets(tokens: list[int]) -> None:
+    with pytest.raises(ValueError, match="different, and below 9"):
+        DraftVocabulary.create(torch.tensor(tokens), 9, "abc")
+
+
+def test_a_damaged_file_is_told(tmp_path: Path) -> None:
+    DraftVocabulary.create(torch.tensor([7, 2, 5]), 9, "abc").save(tmp_path)
+    (file,) = tmp_path.iterdir()
+    file.write_bytes(file.read_bytes()[:20])
+    with pytest.raises(UserError, match="is damaged"):
+        DraftVocabulary.load(tmp_path)

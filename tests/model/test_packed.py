@@ -1,0 +1,61 @@
+"""Products with packed matrices: the values, whatever the number and the strides of the rows, and which matrices are packed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from pipedec.core import KNEE_ROWS
+from pipedec.engine.spec import REFERENCE_PAIR
+from pipedec.model import ModelConfig, StageModel
+from pipedec.model.packed import SMALLEST_PACKED, linear, pack
+from pipedec.model.stage_model import PADDED_ROWS
+
+TARGET = REFERENCE_PAIR / "target"
+ONEDNN = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch was built without oneDNN")
+
+
+def a_matrix(outputs: int, inputs: int, seed: int = 0) -> Tensor:
+    return torch.randn(outputs, inputs, generator=torch.Generator().manual_seed(seed))
+
+
+@ONEDNN
+@pytest.mark.parametrize(("outputs", "inputs"), [(320, 192), (193, 577), (1024, 512)])
+@pytest.mark.parametrize("rows", [1, 2, 3, 16, 17, KNEE_ROWS, 300])
+def test_values_are_those_of_plain_products(outputs: int, inputs: int, rows: int) -> None:
+    weight, bias, values = a_matrix(outputs, inputs), a_matrix(1, outputs)[0], a_matrix(rows, inputs, seed=1)
+    packed = pack(weight)
+    assert packed.is_mkldnn
+    for given in (None, bias):
+        exact = functional.linear(values.double(), weight.double(), None if given is None else given.double())
+        torch.testing.assert_close(linear(values, packed, given).double(), exact, rtol=1e-5, atol=1e-4)
+    strided = torch.cat((values, values), dim=1)[:, :inputs]
+    assert torch.equal(linear(strided, packed), linear(values, packed))
+
+
+@ONEDNN
+def test_a_row_of_many_does_not_depend_on_their_number() -> None:
+    """What ``pad_rows`` needs, on the CPUs that were measured."""
+    values, packed = a_matrix(64, 512, seed=1), pack(a_matrix(1024, 512))
+    whole = linear(values, packed)
+    assert all(torch.equal(linear(values[:rows], packed), whole[:rows]) for rows in range(PADDED_ROWS, 64))
+
+
+def test_small_matrices_and_other_types_stay_as_they_are() -> None:
+    small = a_matrix(SMALLEST_PACKED // 64 - 1, 64)
+    assert pack(small) is small
+    for dtype in (torch.float64, torch.bfloat16):
+        other = a_matrix(512, 512).to(dtype)
+        assert pack(other) is other
+
+
+@ONEDNN
+def test_a_stage_keeps_no_plain_copy_beside_what_it_packed() -> None:
+    config = ModelConfig.from_directory(TARGET)
+    stage = StageModel.load(TARGET, range(4, 6), torch.float32, "cpu", config)
+    plain = StageModel(config, range(4, 6), torch.float32, "cpu")
+    assert stage.num_bytes == plain.num_bytes
+    matrices = [tensor for tensor in stage._tensors() if tensor.dim() == 2]
+    assert len(matrices) == 8 and all(tensor.is_mkldnn for tensor in matrices)

@@ -1,0 +1,131 @@
+"""Matrices in 8 and 4 bits: near the weights they stand for, independent of how they are filled and of a row's company, small."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints import save_tiny
+from examples import examples
+from hypothesis import given
+from hypothesis import strategies as st
+from stage_chain import lone_cache
+
+from pipedec.core import UserError
+from pipedec.hardware import WeightFormat
+from pipedec.model import LaneRows, ModelConfig, StageModel
+from pipedec.model.quantized import EMPTY_MATRICES, QuantizedMatrix, rounded
+
+KINDS = ["int8", "int4"]
+DTYPES = [torch.float32, torch.bfloat16, torch.float64]
+
+
+def random_weight(outputs: int, inputs: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(outputs, inputs, generator=torch.Generator().manual_seed(seed)) * 0.1 + 0.02
+
+
+def filled(kind: str, weight: torch.Tensor, dtype: torch.dtype = torch.float32) -> QuantizedMatrix:
+    matrix = EMPTY_MATRICES[kind](*weight.shape, dtype, torch.device("cpu"))
+    matrix.copy_(weight)
+    return matrix
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("kind", "levels"), [("int8", 127), ("int4", 7.5)])
+def test_weights_are_rounded_by_half_a_level_at_most(kind: str, levels: float, dtype: torch.dtype) -> None:
+    weight = random_weight(48, 128).to(dtype)
+    found = rounded(weight, kind)
+    groups = 128 if kind == "int8" else 32
+    spread = weight.unflatten(1, (-1, groups)).double()
+    half_level = (spread.abs().amax(2) if kind == "int8" else (spread.amax(2) - spread.amin(2)) / 2) / levels / 2
+    slack = 1 + 200 * torch.finfo(dtype).eps  # the scales and the weights of 0 are rounded, too
+    assert found.dtype == dtype
+    assert (
+        (found - weight).double().abs().unflatten(1, (-1, groups)).amax(2) <= half_level * slack + torch.finfo(dtype).eps
+    ).all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_on_the_grid_are_kept_and_equal_weights_too(kind: str) -> None:
+    weight = torch.randint(-8, 8, (16, 64), generator=torch.Generator().manual_seed(1)).float()
+    weight[:, ::32], weight[:, 1::32] = -8, 7
+    torch.testing.assert_close(rounded(weight, "int4"), weight, atol=2e-6, rtol=0)
+    for constant in (0.0, 0.25, -3.0):
+        torch.testing.assert_close(rounded(torch.full((16, 64), constant), kind), torch.full((16, 64), constant))
+
+
+@pytest.mark.parametrize("is_sealed", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_product_is_that_with_the_rounded_weights(kind: str, dtype: torch.dtype, is_sealed: bool) -> None:
+    weight = random_weight(4112, 192)  # more than one slice, and blocks that the packing does not fill
+    matrix = filled(kind, weight, dtype)
+    exact = type(matrix)(matrix.values, matrix.scales.double(), 192)
+    dense = exact.linear(torch.eye(192, dtype=torch.float64)).T.clone()
+    if is_sealed:
+        matrix.seal()
+    rows = random_weight(5, 192, 1).to(dtype)
+    expected = rows.double() @ dense.T
+    tolerance = {torch.float32: 1e-5, torch.float64: 1e-6, torch.bfloat16: 0.02}[dtype] * float(expected.abs().max())
+    torch.testing.assert_close(matrix.linear(rows).double(), expected, atol=tolerance, rtol=0)
+
+
+@examples(20)
+@given(kind=st.sampled_from(KINDS), cuts=st.lists(st.integers(1, 20), min_size=2, max_size=4), inputs=st.sampled_from([64, 192]))
+def test_parts_fill_a_matrix_like_the_whole(kind: str, cuts: list[int], inputs: int) -> None:
+    weight = random_weight(sum(cuts), inputs)
+    matrix = EMPTY_MATRICES[kind](*weight.shape, torch.float32, torch.device("cpu"))
+    for part, rows in zip(matrix.split(cuts), weight.split(cuts), strict=True):
+        assert part.shape == rows.shape
+        part.copy_(rows)
+    whole = filled(kind, weight)
+    for found, expected in zip(matrix.tensors(), whole.tensors(), strict=True):
+        assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_in_bfloat16_the_bits_of_a_row_do_not_depend_on_other_rows(kind: str) -> None:
+    matrix = filled(kind, random_weight(208, 192), torch.bfloat16)
+    matrix.seal()
+    rows = random_weight(100, 192, 1).bfloat16()
+    together = matrix.linear(rows)
+    for count in (1, 2, 3, 4, 7, 8, 15, 16, 17, 33, 64, 99):
+        assert torch.equal(matrix.linear(rows[:count]), together[:count])
+
+
+def test_int4_refuses_sizes_that_it_cannot_halve_into_groups(tmp_path: Path) -> None:
+    save_tiny("llama", tmp_path)
+    with pytest.raises(UserError, match=r"^int4 takes matrices whose inputs are a multiple of 64, not 32: use int8$"):
+        StageModel.load(tmp_path, range(4), torch.float32, "cpu", quantize="int4")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_stages_take_the_bytes_that_a_plan_counts(tmp_path: Path, kind: str, dtype: str) -> None:
+    save_tiny("llama", tmp_path, hidden=256, vocab=512, layers=2)
+    config, weights = ModelConfig.from_directory(tmp_path), WeightFormat(dtype, kind)
+    stage = StageModel.load(tmp_path, range(2), getattr(torch, dtype), "cpu", quantize=kind)
+    planned = 2 * config.num_layer_parameters * weights.layer_bytes + 2 * config.num_embedding_parameters * weights.table_bytes
+    assert stage.num_bytes == pytest.approx(planned, rel=0.03)
+    assert stage.num_bytes < {"int8": 0.35, "int4": 0.27}[kind] * 4 * config.num_stage_parameters(range(2))
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_stages_compute_with_the_rounded_weights_of_the_checkpoint(tmp_path: Path, kind: str, family: str, is_tied: bool) -> None:
+    model = save_tiny(family, tmp_path / "exact", hidden=64, head_dim=16, tie_word_embeddings=is_tied)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if weight.dim() == 2:
+                weight.copy_(rounded(weight, kind if ".layers." in name else "int8"))
+    model.save_pretrained(tmp_path / "rounded")
+    dense = StageModel.load(tmp_path / "rounded", range(4), torch.float32, "cpu")
+    quantized = StageModel.load(tmp_path / "exact", range(4), torch.float32, "cpu", quantize=kind)
+    ids = torch.randint(0, 64, (20,), generator=torch.Generator().manual_seed(2))
+    found, expected = (
+        stage.logits(stage.forward(ids, [LaneRows(torch.arange(20), lone_cache(stage), None, 20)]))
+        for stage in (quantized, dense)
+    )
+    torch.testing.assert_close(found, expected, atol=2e-4, rtol=0)

@@ -1,0 +1,263 @@
+"""Redis in trouble: what each kind of it is called, what is tried again, and that nothing is half done. Real servers."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import redis
+from lasting_server import LastingServer
+from processes import wait_until
+
+from pipedec.core import EpochEnded, SchedulerBusy, SchedulerInterrupted, SchedulerLost
+from pipedec.messages import RunDescription, TokensEvent
+from pipedec.scheduler import AsyncRedisScheduler, EmbeddedServer, RedisScheduler, RunStatus, connect
+from pipedec.topology import Topology
+
+TWO = Topology.even(2, 2)
+RUN = "trouble"
+DESCRIPTION = RunDescription(TWO.groups, ((0, 1), (1, 2)), "target", max_num_seqs=4)
+_BUSY = "while redis.call('TIME')[1] < ARGV[1] do end"
+
+
+@pytest.fixture
+def server() -> Iterator[EmbeddedServer]:
+    with EmbeddedServer() as server:
+        yield server
+
+
+@pytest.fixture
+def run(server: EmbeddedServer) -> Iterator[RedisScheduler]:
+    """A run that is up, with one running request and one that waits."""
+    scheduler = RedisScheduler(connect(server.url), RUN, TWO, patience_seconds=0.2)
+    scheduler.open(DESCRIPTION, recovers=True)
+    scheduler.submit("running")
+    scheduler.take(1)
+    scheduler.submit("waiting")
+    yield scheduler
+    scheduler.client.close()
+
+
+def kill(server: EmbeddedServer) -> None:
+    os.kill(server.pid, signal.SIGKILL)
+    assert wait_until(lambda: not server.is_running)
+
+
+def fill(server: EmbeddedServer) -> redis.Redis:
+    """Leave the server no memory."""
+    client = redis.Redis.from_url(server.url)
+    client.config_set("maxmemory-policy", "noeviction")
+    client.config_set("maxmemory", "1")
+    return client
+
+
+def test_calls_on_a_server_without_memory_name_that_and_change_nothing(server: EmbeddedServer, run: RedisScheduler) -> None:
+    before = run.status()
+    client = fill(server)
+    calls: list[Callable[[], object]] = [
+        lambda: run.submit("more"),
+        lambda: run.take(1),
+        lambda: run.publish(0, TokensEvent([1], "a")),
+        lambda: run.complete(0, TokensEvent([1], "a")),
+        lambda: run.renew_lease(0),
+        lambda: run.begin_session(1, 64),
+        lambda: run.cancel(0),
+        lambda: run.cancel(1),
+        lambda: run.recover([1], "rank 1 was killed"),
+    ]
+    for call in calls:
+        with pytest.raises(SchedulerBusy, match=r"has no memory left: raise its maxmemory$"):
+            call()
+    assert run.status() == before
+    client.config_set("maxmemory", "0")
+    assert [message.text for message in run.take(4).requests] == ["waiting"]
+    run.begin_session(1, 64)
+    message = run.wait(1, 1)
+    assert message is not None and message.task is not None and message.task.name == "window"
+
+
+def test_a_report_on_a_server_without_memory_is_made_when_there_is_some(server: EmbeddedServer, run: RedisScheduler) -> None:
+    run.begin_session(1, 64)
+    message = run.wait(1, 1)
+    assert message is not None and message.task is not None
+    client = fill(server)
+    with pytest.raises(SchedulerBusy):
+        run.finish(1, message.task, [])
+    run.patience_seconds = 30.0
+    threading.Timer(0.3, client.config_set, ["maxmemory", "0"]).start()
+    assert run.finish(1, message.task, []) is None
+
+
+def test_somebody_else_s_slow_script_is_waited_for_and_then_named(server: EmbeddedServer, run: RedisScheduler) -> None:
+    client = redis.Redis.from_url(server.url)
+    client.config_set("busy-reply-threshold", "10")
+    seconds = str(int(time.time()) + 600)
+    slow = threading.Thread(target=lambda: suppressed(lambda: client.eval(_BUSY, 0, seconds)))
+    slow.start()
+    try:
+        with pytest.raises(SchedulerBusy, match=r"is busy with a script that is not pipedec's: end that with SCRIPT KILL$"):
+            while True:  # until the script runs
+                run.status()
+        run.patience_seconds = 30.0
+        threading.Timer(0.3, redis.Redis.from_url(server.url).script_kill).start()
+        assert run.status().waiting == 1
+    finally:
+        suppressed(redis.Redis.from_url(server.url).script_kill)
+        slow.join()
+
+
+def suppressed(call: Callable[[], object]) -> None:
+    with suppress(redis.RedisError):
+        call()
+
+
+def test_a_replica_is_refused_by_name(server: EmbeddedServer, run: RedisScheduler) -> None:
+    with EmbeddedServer() as primary:
+        redis.Redis.from_url(server.url).replicaof("127.0.0.1", str(primary.port))
+        with pytest.raises(
+            SchedulerLost,
+            match=r"(is a read-only replica|has lost its primary): give the (address of its primary|primary's address)$",
+        ):
+            run.submit("more")
+
+
+def test_a_flushed_script_is_sent_again(server: EmbeddedServer, run: RedisScheduler) -> None:
+    redis.Redis.from_url(server.url).script_flush()
+    assert run.submit("more") == 2
+    run.begin_session(1, 64)
+    message = run.wait(1, 1)
+    assert message is not None and message.task is not None
+    redis.Redis.from_url(server.url).script_flush()
+    assert run.finish(1, message.task, []) is None
+
+
+def test_a_broken_connection_is_an_interruption_after_which_calls_work_again(server: EmbeddedServer, run: RedisScheduler) -> None:
+    killer = redis.Redis.from_url(server.url)
+    waiting = threading.Timer(0.2, lambda: killer.client_kill_filter(_type="normal", skipme=True))
+    waiting.start()
+    with pytest.raises(SchedulerInterrupted, match=r"the connection failed$"):
+        while True:
+            run.wait(1, 5.0)
+    waiting.join()
+    assert run.status().waiting == 1
+
+
+def test_a_paused_server_is_waited_for(server: EmbeddedServer, run: RedisScheduler) -> None:
+    redis.Redis.from_url(server.url).client_pause(500)
+    assert run.status().waiting == 1
+    run.renew_lease(1)
+    assert run.submit("more") == 2
+
+
+def test_a_submission_whose_reply_was_lost_is_made_once(run: RedisScheduler) -> None:
+    numbers = {run.submit("more", operation="a"), run.submit("more", operation="a")}
+    assert numbers == {2}
+    assert run.submit("more", operation="b") == 3
+    assert run.status().waiting == 3
+
+
+def test_a_server_that_was_restarted_without_data_knows_no_epoch(server: EmbeddedServer, run: RedisScheduler) -> None:
+    port = server.port
+    server.stop()
+    with pytest.raises(SchedulerInterrupted):
+        run.status()
+    with EmbeddedServer(port=port), pytest.raises(SchedulerLost):  # another password
+        run.current_epoch()
+
+
+def test_a_server_that_was_killed_and_has_its_data_again_knows_the_run(tmp_path: Path) -> None:
+    """Its scripts are gone; they are sent again."""
+    with LastingServer(tmp_path, password="secret") as first:
+        run = RedisScheduler(connect(first.url), RUN, TWO)
+        run.open(DESCRIPTION, recovers=True)
+        run.submit("running", operation="a")
+        run.take(1)
+        run.publish(0, TokensEvent([7], "a"))
+        kill(first)
+        with pytest.raises(SchedulerInterrupted):
+            run.publish(0, TokensEvent([8], "b", index=1))
+        with LastingServer(tmp_path, first.port, "secret"):
+            assert run.current_epoch() == 0 and run.submit("running", operation="a") == 0
+            run.enter(run.recover([], "Redis was away"))
+            assert [(one.text, one.told, one.attempts) for one in run.journal()] == [("running", (7,), 1)]
+            run.complete(0, TokensEvent([8], "b", index=1))
+            assert [event.token_ids for _, event in run.read_answer(0, "0", 0)] == [[7], [8]]  # type: ignore[union-attr]
+        run.client.close()
+
+
+def test_a_server_that_is_still_loading_its_data_is_waited_for_and_then_named(tmp_path: Path) -> None:
+    slowly = ("appendonly no", "rdbcompression no", "key-load-delay 20000", "loading-process-events-interval-bytes 1024")
+    with LastingServer(tmp_path, password="secret", more=slowly) as first:
+        run = RedisScheduler(connect(first.url), RUN, TWO, patience_seconds=0.2)
+        run.open(DESCRIPTION, recovers=True)
+        for number in range(100):
+            run.submit("waiting", operation=f"{number:01000}")  # a key of this length, so that the server looks up often
+        run.client.save()
+        kill(first)
+        with suppress(SchedulerInterrupted):
+            run.status()
+        with Loading(tmp_path, first.port, "secret", slowly):
+            with pytest.raises(SchedulerBusy, match=r"is still loading its data"):
+                first_status(run)
+            run.patience_seconds = 60.0
+            assert run.status().waiting == 100
+        run.client.close()
+
+
+def first_status(run: RedisScheduler) -> RunStatus:
+    """The status, once the server listens. Raises SchedulerBusy."""
+    while True:
+        try:
+            return run.status()
+        except SchedulerBusy:
+            raise
+        except SchedulerLost:
+            time.sleep(0.01)
+
+
+class Loading(LastingServer):
+    """Is not waited for."""
+
+    def _wait_until_ready(self, process: subprocess.Popen[bytes], deadline: float) -> bool:
+        return True
+
+
+def test_flushed_keys_are_noticed_by_every_call_of_rank_0(server: EmbeddedServer, run: RedisScheduler) -> None:
+    redis.Redis.from_url(server.url).flushall()
+    assert run.current_epoch() is None
+    assert run.status().state == "gone"
+    for call in (lambda: run.take(1), lambda: run.recover([1], "rank 1 was killed")):
+        with pytest.raises(SchedulerLost, match=r"its keys were deleted"):
+            call()
+
+
+def test_a_front_end_is_told_of_full_memory_at_once(server: EmbeddedServer, run: RedisScheduler) -> None:
+    async def ask() -> None:
+        front_end = await AsyncRedisScheduler.connect(server.url, RUN, "front-end")
+        fill(server)
+        try:
+            await front_end.submit("more")
+        finally:
+            await front_end.disconnect()
+
+    with pytest.raises(SchedulerBusy, match=r"no memory left"):
+        asyncio.run(ask())
+
+
+def test_a_zombie_of_an_ended_epoch_neither_publishes_nor_takes(server: EmbeddedServer, run: RedisScheduler) -> None:
+    zombie = RedisScheduler(connect(server.url), RUN, TWO)
+    run.enter(run.recover([0], "rank 0 was stopped"))
+    for call in (lambda: zombie.publish(0, TokensEvent([1], "a")), lambda: zombie.take(1), lambda: zombie.renew_lease(0)):
+        with pytest.raises(EpochEnded):
+            call()
+    assert run.read_answer(0, "0", 0) == []
+    assert [message.number for message in run.take(4).requests] == [1]
+    zombie.client.close()

@@ -1,0 +1,243 @@
+"""Tools of the chat API: what the template and the engine get of them, and how calls come back, whole and streamed."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from http_server import Site, served
+from scripted_engine import ScriptedEngine
+from streams import CHAT, USER, ask, stream
+from tiny_pair import CONTEXT, Pair
+from tool_templates import HERMES_TEMPLATE, LLAMA3_TEMPLATE, MISTRAL_TEMPLATE
+
+from pipedec.messages import RunDescription
+from pipedec.server.front import Front, Served
+from pipedec.server.settings import ServerSettings
+from pipedec.text.tokenizer import Tokenizer
+
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+WEATHER = {"type": "function", "function": {"name": "weather", "description": "Of today", "parameters": SCHEMA, "strict": True}}
+TIME = {"type": "function", "function": {"name": "time"}}
+TOOLS = [WEATHER, TIME]
+NAMED = {"type": "function", "function": {"name": "time"}}
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Köln"}}\n</tool_call>'
+OTHER = '<tool_call>\n{"name": "time", "arguments": {}}\n</tool_call>'
+LLAMA_CALL = '{"name": "weather", "parameters": {"city": "Köln"}}'
+TOLD = [
+    *USER,
+    {"role": "assistant", "content": None, "tool_calls": [
+        {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Köln"}'}},
+    ]},
+    {"role": "tool", "tool_call_id": "call_1", "content": "rain"},
+]  # fmt: skip
+Say = Callable[[str, str], Site]
+
+
+class Talker:
+    """A server whose engine says what a test wants, three tokens at a time."""
+
+    def __init__(self, pair: Pair, folder: Path) -> None:
+        self._texts = {"hermes": HERMES_TEMPLATE, "llama3": LLAMA3_TEMPLATE, "mistral": MISTRAL_TEMPLATE}
+        for name, template in self._texts.items():
+            shutil.copytree(pair.target, folder / name, ignore=shutil.ignore_patterns("*.safetensors", "*.jinja"))
+            (folder / name / "chat_template.jinja").write_text(template)
+        self._tokenizers = {name: Tokenizer(folder / name) for name in self._texts} | {"none": Tokenizer(pair.target)}
+        self.front = Front(ServerSettings(("tiny",)), created=1)
+
+    def says(self, template: str, text: str) -> None:
+        tokenizer = self._tokenizers[template]
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        engine = ScriptedEngine(tokenizer, lambda request: [ids[place : place + 3] for place in range(0, len(ids), 3)])
+        self.front.attach(Served(engine, tokenizer, RunDescription(((1, 2),), ((0, 4), (4, 8)), "target"), CONTEXT))
+
+
+@pytest.fixture(scope="module")
+def say(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Say]:
+    talker = Talker(pair, tmp_path_factory.mktemp("templates"))
+    talker.says("hermes", "")
+    with served(talker.front) as site:
+
+        def saying(template: str, text: str) -> Site:
+            talker.says(template, text)
+            return site
+
+        yield saying
+
+
+def prompt_text(site: Site, index: int) -> str:
+    return site.engine.tokenizer.decode(site.engine.requests[index].prompt, skip_special_tokens=False)
+
+
+def answer_of(document: dict[str, Any]) -> tuple[str | None, list[tuple[str, str]], str]:
+    """Content, calls and finish reason of the only choice."""
+    (choice,) = document["choices"]
+    calls = choice["message"].get("tool_calls", [])
+    assert all(call["id"].startswith("call_") and call["type"] == "function" for call in calls)
+    assert len({call["id"] for call in calls}) == len(calls)
+    return (
+        choice["message"]["content"],
+        [(call["function"]["name"], call["function"]["arguments"]) for call in calls],
+        choice["finish_reason"],
+    )
+
+
+def streamed(parts: list[dict[str, Any]]) -> tuple[str, list[tuple[str, str]], str]:
+    """The same, from the chunks of a stream."""
+    content, calls = "", []
+    for part in parts:
+        delta = part["choices"][0]["delta"]
+        content += delta.get("content") or ""
+        for call in delta.get("tool_calls", []):
+            if "id" in call:
+                assert call["index"] == len(calls) and call["type"] == "function"
+                calls.append((call["function"]["name"], ""))
+            name, arguments = calls[call["index"]]
+            calls[call["index"]] = (name, arguments + call["function"]["arguments"])
+    assert [part["choices"][0]["finish_reason"] for part in parts[:-1]] == [None] * (len(parts) - 1)
+    return content, calls, parts[-1]["choices"][0]["finish_reason"]
+
+
+@pytest.mark.parametrize(
+    ("template", "text", "expected"),
+    [
+        ("hermes", f"I look.\n{CALL}", ("I look.", [("weather", '{"city": "Köln"}')], "tool_calls")),
+        ("hermes", f"{CALL}\n{OTHER}", (None, [("weather", '{"city": "Köln"}'), ("time", "{}")], "tool_calls")),
+        ("hermes", "It rains.", ("It rains.", [], "stop")),
+        ("hermes", '<tool_call>\n{"name": "unknown"}', ('<tool_call>\n{"name": "unknown"}', [], "stop")),
+        ("llama3", LLAMA_CALL, (None, [("weather", '{"city": "Köln"}')], "tool_calls")),
+        ("llama3", f"Use {LLAMA_CALL}", (f"Use {LLAMA_CALL}", [], "stop")),
+    ],
+)  # fmt: skip
+def test_calls_are_found_in_the_text_whole_and_streamed(say: Say, template: str, text: str, expected: Any) -> None:
+    site = say(template, text)
+    assert answer_of(ask(site, CHAT, tools=TOOLS)) == expected
+    content, calls, reason = streamed(stream(site, CHAT, tools=TOOLS, tool_choice="auto"))
+    assert (content or None, calls, reason) == (expected[0] or None, *expected[1:])
+    assert all(request.sampling.structured_outputs is None for request in site.engine.requests)
+
+
+def test_arguments_are_streamed_as_they_come(say: Say) -> None:
+    parts = stream(say("hermes", CALL), CHAT, tools=TOOLS)
+    deltas = [part["choices"][0]["delta"] for part in parts]
+    assert deltas[0]["role"] == "assistant" and deltas[0]["content"] is None
+    assert deltas[0]["tool_calls"][0]["function"]["name"] == "weather"
+    assert len([delta for delta in deltas if "tool_calls" in delta]) > 3
+    assert all("role" not in delta and "content" not in delta for delta in deltas[1:])
+
+
+def test_an_answer_that_is_cut_within_a_call_says_so(say: Say) -> None:
+    site = say("hermes", CALL)
+    content, calls, reason = answer_of(ask(site, CHAT, tools=TOOLS, max_tokens=50))
+    assert content is None and reason == "length"
+    assert '{"city": "Köln"}'.startswith(calls[0][1]) and calls[0][0] == "weather"
+
+
+def test_only_one_call_if_they_may_not_be_parallel(say: Say) -> None:
+    site = say("hermes", f"{CALL}\n{OTHER}")
+    assert [name for name, _ in answer_of(ask(site, CHAT, tools=TOOLS, parallel_tool_calls=False))[1]] == ["weather"]
+    assert [name for name, _ in streamed(stream(site, CHAT, tools=TOOLS, parallel_tool_calls=False))[1]] == ["weather"]
+
+
+@pytest.mark.parametrize("template", ["hermes", "llama3"])
+def test_the_template_shows_the_tools(say: Say, template: str) -> None:
+    site = say(template, "Hm.")
+    ask(site, CHAT, tools=TOOLS)
+    ask(site, CHAT, tools=TOOLS, tool_choice="none")
+    shown, hidden = (prompt_text(site, index) for index in range(2))
+    rendered = site.engine.tokenizer.render_chat(USER, tools=TOOLS)
+    assert shown == rendered and "Of today" in shown and "Of today" not in hidden
+    counted = site.client.post("/tokenize", json={"messages": USER, "tools": TOOLS}).json()
+    assert counted["tokens"] == list(site.engine.requests[0].prompt)
+
+
+def test_calls_and_results_reach_the_template(say: Say) -> None:
+    site = say("hermes", "It rains.")
+    ask(site, CHAT, messages=TOLD, tools=TOOLS)
+    assert f"<|assistant|>{CALL}<|user|><tool_response>rain</tool_response>" in prompt_text(site, 0)
+    ask(site, CHAT, messages=TOLD)
+    assert "<tool_response>rain" in prompt_text(site, 1)
+
+
+@pytest.mark.parametrize("choice", ["required", NAMED])
+@pytest.mark.parametrize("template", ["hermes", "llama3", "mistral", "none"])
+def test_a_choice_that_must_call_makes_a_grammar(say: Say, template: str, choice: Any) -> None:
+    site = say(template, "Hm.")
+    ask(site, CHAT, tools=TOOLS, tool_choice=choice)
+    structure = site.engine.requests[0].sampling.structured_outputs
+    assert structure is not None and structure.grammar is not None
+    assert ("weather" in structure.grammar) == (choice == "required")
+    assert ("<tool_call>" in structure.grammar) == (template == "hermes")
+    assert ("parameters" in structure.grammar) == (template == "llama3")
+
+
+def test_a_plain_call_is_read_where_it_was_forced(say: Say) -> None:
+    site = say("none", '{"name": "time", "arguments": {}}')
+    assert answer_of(ask(site, CHAT, tools=TOOLS, tool_choice="required")) == (None, [("time", "{}")], "tool_calls")
+
+
+def test_choices_have_their_own_calls(say: Say) -> None:
+    parts = stream(say("hermes", CALL), CHAT, tools=TOOLS, n=3)
+    for index in range(3):
+        own = [part for part in parts if part["choices"][0]["index"] == index]
+        assert streamed(own)[1:] == ([("weather", '{"city": "Köln"}')], "tool_calls")
+    identities = {call["id"] for part in parts for call in part["choices"][0]["delta"].get("tool_calls", []) if "id" in call}
+    assert len(identities) == 3
+
+
+def test_no_log_probability_is_lost_while_text_is_held_back(say: Say) -> None:
+    site = say("hermes", f"I look.\n{CALL}")
+    whole = ask(site, CHAT, tools=TOOLS, logprobs=True)["choices"][0]["logprobs"]["content"]
+    parts = [part["choices"][0]["logprobs"] for part in stream(site, CHAT, tools=TOOLS, logprobs=True)]
+    assert [entry for part in parts if part for entry in part["content"]] == whole
+
+
+@pytest.mark.parametrize(
+    ("template", "body", "field", "place"),
+    [
+        ("none", {"tools": TOOLS}, "tools", "knows no tools"),
+        ("mistral", {"tools": TOOLS}, "tools", "not known here"),
+        ("hermes", {"tool_choice": "required"}, "tool_choice", "needs tools"),
+        ("hermes", {"tools": TOOLS, "tool_choice": "always"}, "tool_choice", 'is "always"'),
+        ("hermes", {"tools": TOOLS, "tool_choice": {"type": "allowed_tools"}}, "tool_choice", "tool_choice must be none, auto,"),
+        ("hermes", {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice", "'x'"),
+        ("hermes", {"tools": [WEATHER, WEATHER]}, "tools", "two functions weather"),
+        ("hermes", {"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools", "tools.0.function.name"),
+        ("hermes", {"tools": [{"type": "retrieval"}]}, "tools", "tools.0.type"),
+        ("hermes", {"tools": [{**TIME, "function": {"name": f"f{n}"}} for n in range(129)]}, "tools", "at most 128"),
+        ("hermes", {"tools": TOOLS, "threads": "apar"}, "tools", "without threads"),
+        ("hermes", {"tools": TOOLS, "response_format": {"type": "json_object"}}, "response_format", "without tools"),
+        ("hermes", {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"items": {"type": "x"}}}}],
+                    "tool_choice": "required"}, "tools", "tools[0].function.parameters: "),
+        ("hermes", {"tools": [TIME, {"type": "function", "function": {"name": "f", "parameters": {"type": "string"}}}]},
+         "tools", "tools[1].function.parameters must be of the type object"),
+        ("none", {"messages": TOLD}, "messages", "messages[1]"),
+        ("hermes", {"messages": [{"role": "function", "name": "f", "content": "a"}]}, "messages", "messages[0]"),
+        ("hermes", {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]},
+         "messages", "messages[0].tool_calls[0].function.arguments"),
+        ("hermes", {"messages": [{"role": "assistant", "tool_calls": [{"function": {}}]}]}, "messages", "messages.0"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_is_refused_with_its_field(say: Say, template: str, body: dict[str, Any], field: str, place: str) -> None:
+    site = say(template, "")
+    response = site.client.post(CHAT, json={"messages": USER, **body})
+    error = response.json()["error"]
+    assert response.status_code == 400 and site.engine.requests == []
+    assert error["param"] == field and place in error["message"] and "\n" not in error["message"]
+
+
+def test_tools_that_ask_for_nothing_change_nothing(say: Say) -> None:
+    site = say("none", "Yes.")
+    for body in ({"tools": []}, {"tools": TOOLS, "tool_choice": "none"}, {"tools": None, "tool_choice": "auto"}):
+        assert answer_of(ask(site, CHAT, **body)) == ("Yes.", [], "stop")
+    assert len({request.prompt for request in site.engine.requests}) == 1
+
+
+def test_a_structure_goes_with_tools_that_may_not_be_called(say: Say) -> None:
+    site = say("hermes", "{}")
+    ask(site, CHAT, tools=TOOLS, tool_choice="none", response_format={"type": "json_object"})
+    structure = site.engine.requests[0].sampling.structured_outputs
+    assert structure is not None and structure.json_object
