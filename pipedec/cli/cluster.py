@@ -12,12 +12,12 @@ from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
-from types import FrameType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import click
 from rich.table import Table
 
+from pipedec.cli.interrupts import Interrupts
 from pipedec.cli.options import PipelineFlags, cluster_options, pipeline_options
 from pipedec.cli.show import console, loading_bars
 from pipedec.cluster.processes import die_with_parent, start_fork_server
@@ -118,7 +118,7 @@ def serve_cluster(
         bars: see ``loading_bars``.
         announce: is called when the cluster is up; by default it tells the user.
     """
-    signal.signal(signal.SIGTERM, _interrupt)
+    interrupts = Interrupts()
     cluster.on_recovery = _say_recovered
     running: RunningCluster | None = None
     try:
@@ -128,7 +128,7 @@ def serve_cluster(
         running = RunningCluster(cluster.address.redis_url, cluster.run_id, os.getpid(), began, cluster.outlives_supervisor)
         running.save()
         announce(running, cluster.description())
-        cluster.wait()
+        cluster.wait(interrupts.raise_missed)
         cluster.stop()
         _say("Cluster stopped.")
     except KeyboardInterrupt:
@@ -152,11 +152,6 @@ def _say(text: str) -> None:
     """Tell the user; where it goes to a file on a full disk, the cluster goes on without."""
     with suppress(OSError):
         console.print(text, soft_wrap=True)
-
-
-def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
-    """SIGTERM ends the cluster like Ctrl-C, even where Ctrl-C itself is ignored (in a shell's background job)."""
-    raise KeyboardInterrupt
 
 
 def detach_cluster(lock: MachineLock) -> None:

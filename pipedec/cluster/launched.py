@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import secrets
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +19,7 @@ from urllib.parse import urlsplit
 from pipedec.cluster.node_rank import LaunchedRun
 from pipedec.cluster.nodes import Nodes
 from pipedec.cluster.recovery import USUAL_RECOVERY, RecoveryOptions
-from pipedec.cluster.supervisor import StartProgress, Supervisor
+from pipedec.cluster.supervisor import TURN_SECONDS, StartProgress, Supervisor
 from pipedec.config import ClusterConfig, RedisConfig, cluster_to_json
 from pipedec.core import RankLost, SchedulerLost, UserError
 from pipedec.gguf import is_named
@@ -28,7 +29,6 @@ from pipedec.topology import Topology
 
 _THIS_MACHINE = (None, "localhost", "127.0.0.1", "::1")  # as hosts of a URL; None for a Unix socket
 
-_NEWS_SECONDS = 1.0
 _END_SECONDS = 10.0
 
 
@@ -138,16 +138,17 @@ class LaunchedCluster(Supervisor):
         if status.state == "up" and self.nodes.are_over:
             raise RankLost(self._with_hosts(next(iter(lost.values()))))
 
-    def wait(self) -> None:
+    def wait(self, turn: Callable[[], None] = lambda: None) -> None:
         while not self.nodes.are_over:
-            self._take_news(_NEWS_SECONDS)
+            turn()
+            self._take_news(TURN_SECONDS)
             self.check()
         self.check()
 
     def _join_ranks(self) -> None:
         deadline = time.monotonic() + _END_SECONDS
         while not self.nodes.are_over and (left := deadline - time.monotonic()) > 0:
-            self._take_news(min(left, _NEWS_SECONDS))
+            self._take_news(min(left, TURN_SECONDS))
 
     def _take_news(self, seconds: float) -> None:
         """Wait for news of nodes, and tell of recoveries, of each one once."""

@@ -15,7 +15,7 @@ from pipedec.cluster.entry import run_rank
 from pipedec.cluster.host_watch import HostWatch
 from pipedec.cluster.processes import RankProcesses
 from pipedec.cluster.recovery import USUAL_RECOVERY, RecoveryOptions
-from pipedec.cluster.supervisor import StartProgress, Supervisor
+from pipedec.cluster.supervisor import TURN_SECONDS, StartProgress, Supervisor
 from pipedec.core import SchedulerLost, UserError
 from pipedec.engine.spec import PipelineSpec
 from pipedec.scheduler import EmbeddedServer, RedisScheduler
@@ -98,9 +98,9 @@ class LocalCluster(Supervisor):
         elif (failure := self._watching.failure) is not None:
             raise failure
 
-    def wait(self) -> None:
-        while self._watching is not None and not self._watching.wait(60.0):
-            continue
+    def wait(self, turn: Callable[[], None] = lambda: None) -> None:
+        while self._watching is not None and not self._watching.wait(TURN_SECONDS):
+            turn()
         self.check()
 
     def _join_ranks(self) -> None:

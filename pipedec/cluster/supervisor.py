@@ -21,6 +21,7 @@ from pipedec.messages import Recovery, RunDescription
 from pipedec.scheduler import RedisScheduler
 from pipedec.topology import Topology, rank_name
 
+TURN_SECONDS = 1.0  # of a wait for the end of the run
 _REPORT_SECONDS = 0.05
 _LATE_SECONDS = 3.0  # on a busy machine a killed rank is seen to end long after its neighbours
 
@@ -189,14 +190,17 @@ class Supervisor(ABC):
             raise PipedecError(f"the run {self.run_id!r} has been stopped")
         return found
 
-    def wait(self) -> None:
+    def wait(self, turn: Callable[[], None] = lambda: None) -> None:
         """Block until the run is stopped.
+
+        Args:
+            turn: called at least once a second meanwhile; what it raises ends the wait.
 
         Raises:
             RankLost, SchedulerLost: a rank or Redis died.
         """
-        while not self._ranks.wait_for_end(60.0):
-            continue
+        while not self._ranks.wait_for_end(TURN_SECONDS):
+            turn()
         self.check()
         self._ranks.join()
         self.check()
