@@ -20,6 +20,7 @@ BENCHMARKS = {
     "serve": ("pipedec.cli.benchmarks.serve", "The HTTP server beside the Python client."),
     "faults": ("pipedec.cli.benchmarks.faults", "Random faults under load: is every answer the same, and how soon."),
     "live": ("pipedec.cli.benchmarks.live", "A recording of methods side by side; what it costs to be watched."),
+    "reads": ("pipedec.cli.benchmarks.reads", "How often the ranks wait for their device."),
     "resources": ("pipedec.cli.benchmarks.resources", "Idle CPU, memory per rank, latency of a resident cluster."),
     "timeline": ("pipedec.cli.benchmarks.timeline", "A figure of a trace."),
 }

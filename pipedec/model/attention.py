@@ -21,6 +21,8 @@ from torch.nn import functional
 
 from pipedec.tree import Visibility, visible_slots
 
+_HOST = torch.device("cpu")
+
 
 @dataclass(frozen=True)
 class AttentionPlan:
@@ -89,7 +91,7 @@ class AttentionPlan:
 
 def _is_one_row_that_sees_all(seen: Tensor) -> bool:
     """Whether no bias is needed, as in plain decoding. Not asked of a GPU, which would have to be waited for."""
-    return seen.shape[0] == 1 and seen.device.type == "cpu" and bool(seen.all())
+    return seen.shape[0] == 1 and seen.device == _HOST and bool(seen.all())
 
 
 def tree_attention(q_RHD: Tensor, keys_KSD: Tensor, values_KSD: Tensor, plan: AttentionPlan, window: int | None) -> Tensor:

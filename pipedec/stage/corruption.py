@@ -12,6 +12,7 @@ import math
 import torch
 from torch import Tensor
 
+_HOST = torch.device("cpu")
 _CORRUPTED = -(2**32)  # less the number of a stage; masks are negative, too, but near 0
 
 
@@ -21,7 +22,7 @@ def known_finite(values: Tensor) -> bool:
     Their sum is asked, which costs a hundredth of asking each of them: it is finite only if all of them are. (It may overflow
     although they are; then they are all looked at.)
     """
-    return values.device.type == "cpu" and math.isfinite(values.sum(dtype=torch.float32))
+    return values.device == _HOST and math.isfinite(values.sum(dtype=torch.float32))
 
 
 def marked(inputs: Tensor, hidden_RE: Tensor, stage: int) -> Tensor:

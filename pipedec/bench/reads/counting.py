@@ -1,0 +1,139 @@
+"""Counts the host reads of rank 0 and of every stage, per timestep, while a pipeline answers, and holds them to budgets.
+
+Everything runs in one process on a counted device (see ``device``), as it would run on GPUs: with the attention of torch, without
+the kernels of flash-attention, and without log-probabilities, which are read when they are asked for.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import wraps
+from typing import Any
+
+from pipedec.bench.reads.device import DEVICE, CountedDevice
+from pipedec.bench.record import Row, header
+from pipedec.core import Request, SamplingParams, UserError
+from pipedec.engine.local import LocalPipeline
+from pipedec.engine.sequences import Sequences
+from pipedec.engine.spec import PipelineSpec
+from pipedec.methods import find_method, make_options
+from pipedec.stage import StageWorker
+from pipedec.text.prompt import Prompter
+from pipedec.threads import Dialect, load_dialect
+
+RANK_ZERO = "rank 0"
+STAGE_BUDGET = 2.0  # reads per timestep
+BUDGETS = {"pipedec": 4.0}  # of rank 0, by method
+USUAL_BUDGET = 8.0  # of rank 0
+_WORK = ("reset", "open", "extend", "sync", "replay", "compute", "outgoing", "results", "load")
+
+
+@dataclass(frozen=True)
+class ReadsConfig:
+    """What is answered while reads are counted.
+
+    Attributes:
+        requests: how many at a time, each of them a run of its own.
+        threads: a dialect, for answers in several threads.
+    """
+
+    methods: tuple[str, ...]
+    requests: tuple[int, ...]
+    prompt: str
+    max_tokens: int = 32
+    temperature: float = 0.0
+    threads: str | None = None
+
+    def __post_init__(self) -> None:
+        for method in self.methods:
+            find_method(method)
+        if min(self.requests) < 1 or self.max_tokens < 2:
+            raise UserError("--requests must be at least 1, and --max-tokens at least 2")
+
+
+def measure_reads(spec: PipelineSpec, config: ReadsConfig, on_run: Callable[[str], None] = lambda text: None) -> list[Row]:
+    """One row per method and number of requests.
+
+    Raises:
+        UserError: a method cannot run with this pipeline.
+    """
+    counted = CountedDevice()
+    with counted:
+        pipeline = _pipeline(spec, counted)
+    prompter = spec.load_prompter()
+    rows = []
+    for method in config.methods:
+        for count in config.requests:
+            on_run(f"{method}, {count} at a time")
+            rows.append(_measured(spec, config, pipeline, counted, prompter, method, count))
+    return rows
+
+
+def _pipeline(spec: PipelineSpec, counted: CountedDevice) -> LocalPipeline:
+    stages = [spec.load_stage(rank, DEVICE) for rank in range(1, spec.num_stages + 1)]
+    for rank, stage in enumerate(stages, start=1):
+        _attribute(stage, counted, f"stage {rank}")
+    sequences, drafter = Sequences(spec.target), spec.load_drafter(DEVICE)
+    masks, kv = spec.trained_masks(), spec.kv_manager()
+    return LocalPipeline(stages, spec.topology, sequences, drafter, DEVICE, spec.emulation, masks, spec.knee, kv)
+
+
+def _attribute(worker: StageWorker, counted: CountedDevice, name: str) -> None:
+    """Let reads during a worker's work be its own."""
+
+    def attributed(work: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(work)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with counted.working(name):
+                return work(*args, **kwargs)
+
+        return call
+
+    for work in _WORK:
+        setattr(worker, work, attributed(getattr(worker, work)))
+
+
+def _measured(
+    spec: PipelineSpec, config: ReadsConfig, pipeline: LocalPipeline, counted: CountedDevice, prompter: Prompter, method: str,
+    count: int,
+) -> Row:  # fmt: skip
+    counted.reads.clear()
+    counted.mixed.clear()
+    requests = [_request(config, method, prompter, number) for number in range(1, count + 1)]
+    with counted, counted.working(RANK_ZERO):
+        for _ in pipeline.run_all({1: requests}):
+            pass
+    timesteps = len(pipeline.fill)
+    by_rank: Counter[str] = Counter()
+    for (who, _), reads in counted.reads.items():
+        by_rank[who] += reads
+    stages = {f"stage {rank}": by_rank[f"stage {rank}"] / timesteps for rank in range(1, spec.num_stages + 1)}
+    budget = BUDGETS.get(method, USUAL_BUDGET)
+    figures = {
+        "rank_0": by_rank[RANK_ZERO] / timesteps, "stages": stages, "budget": budget, "stage_budget": STAGE_BUDGET,
+        "mixed": sum(counted.mixed.values()), "timesteps": timesteps,
+        "places": [[who, line, reads / timesteps] for (who, line), reads in counted.reads.most_common()],
+        "mixed_places": [[who, line, number] for (who, line), number in counted.mixed.most_common()],
+    }  # fmt: skip
+    return header("reads", asdict(config) | {"method": method, "requests": count}) | figures
+
+
+def _request(config: ReadsConfig, method: str, prompter: Prompter, number: int) -> Request:
+    """A request of its own: the prompts end with different numbers."""
+    dialect: Dialect | None = None if config.threads is None else load_dialect(config.threads)
+    prompt = config.prompt if number == 1 else f"{config.prompt} {number}"
+    ids = prompter.token_ids(prompt, False, config.max_tokens, None if dialect is None else dialect.name)
+    sampling = SamplingParams(config.temperature, seed=number if config.temperature else None, max_tokens=config.max_tokens)
+    threads = None if dialect is None else dialect.to_json()
+    return Request(number, ids, sampling, method=method, options=make_options(method, {}), threads=threads)
+
+
+def over_budget(row: Row) -> list[str]:
+    """What of a row is above its budget, a line each."""
+    method, requests = row["config"]["method"], row["config"]["requests"]
+    what = f"{method} with {requests} requests"
+    found = [f"{what}: rank 0 reads {row['rank_0']:.1f} times per timestep"] if row["rank_0"] > row["budget"] else []
+    found += [f"{what}: {name} reads {reads:.1f} times" for name, reads in row["stages"].items() if reads > row["stage_budget"]]
+    return found + ([f"{what}: {row['mixed']} operations on tensors of host and device"] if row["mixed"] else [])

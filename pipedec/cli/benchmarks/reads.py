@@ -1,0 +1,76 @@
+"""``pipedec bench reads``: how often the ranks wait for their device."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from pipedec.cli.benchmarks.shared import OUT_HELP, PATH, append, numbers
+from pipedec.cli.cluster import local_cluster
+from pipedec.cli.options import PipelineFlags, pipeline_options
+from pipedec.cli.show import console
+from pipedec.core import PipedecError
+
+_MOST_PLACES = 12
+
+
+@click.command()
+@pipeline_options
+@click.option("--methods", default="pp,pipedec,pipedec-bestfirst,bita", show_default=True, help="Methods.")
+@click.option("--requests", "requests_", default="1,16", show_default=True, help="How many requests at a time, comma-separated.")
+@click.option("--prompt", default="What does shutil.copytree() do?", show_default=True, help="Prompt of the requests.")
+@click.option("--max-tokens", default=32, show_default=True, help="Maximum number of tokens of an answer.")
+@click.option("--temperature", default=0.0, show_default=True, help="Sampling temperature; 0: greedy decoding.")
+@click.option("--threads", metavar="NAME|FILE", help="Let answers open decode threads: apar, pasta, parallel, or a dialect file.")
+@click.option("--places", is_flag=True, help="Name the lines that read most often.")
+@click.option("--out", type=PATH, help=OUT_HELP)
+def reads(
+    pipeline: PipelineFlags, methods: str, requests_: str, prompt: str, max_tokens: int, temperature: float, threads: str | None,
+    places: bool, out: Path | None,
+) -> None:  # fmt: skip
+    """Count the host's reads of values that the device computes, per timestep: on a GPU each of them waits.
+
+    All ranks run in one process, on a device that counts. Fails if rank 0 or a stage reads more often than its budget allows, or
+    if tensors of host and device meet in an operation, which a GPU would refuse.
+    """
+    from pipedec.bench.reads.counting import ReadsConfig, measure_reads, over_budget
+    from pipedec.bench.record import check_writable
+
+    chosen = tuple(methods.split(","))
+    config = ReadsConfig(chosen, numbers("--requests", requests_), prompt, max_tokens, temperature, threads)
+    check_writable(out)
+    spec = local_cluster(pipeline).spec
+    with console.status("reads") as status:
+        rows = measure_reads(spec, config, on_run=status.update)
+    Console().print(_table(rows))
+    for row in rows if places else ():
+        _print_places(row)
+    append(out, rows)
+    if found := [line for row in rows for line in over_budget(row)]:
+        raise PipedecError("; ".join(found))
+
+
+def _table(rows: list[dict[str, Any]]) -> Table:
+    table = Table(title="Host reads per timestep", title_justify="left", caption_justify="left")
+    table.caption = "A stage is the one that reads most often."
+    for name in ("method", "requests", "timesteps", "rank 0", "budget", "stage", "budget", "mixed"):
+        table.add_column(name, justify="left" if name == "method" else "right")
+    for row in rows:
+        config, stage = row["config"], max(row["stages"].values())
+        table.add_row(
+            config["method"], str(config["requests"]), str(row["timesteps"]), f"{row['rank_0']:.2f}", f"{row['budget']:.0f}",
+            f"{stage:.2f}", f"{row['stage_budget']:.0f}", str(row["mixed"]),
+        )  # fmt: skip
+    return table
+
+
+def _print_places(row: dict[str, Any]) -> None:
+    console.print(f"{row['config']['method']}, {row['config']['requests']} requests:", highlight=False)
+    for who, line, count in row["places"][:_MOST_PLACES]:
+        console.print(f"  {count:6.2f} {who}: {line}", markup=False, highlight=False, soft_wrap=True)
+    for who, line, count in row["mixed_places"][:_MOST_PLACES]:
+        console.print(f"  mixed {count} times, {who}: {line}", markup=False, highlight=False, soft_wrap=True)
