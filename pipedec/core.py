@@ -265,6 +265,8 @@ NO_MASKS = MaskParams()
 class Step:
     """The rows that enter a stage at one timestep (the paper's data flow df).
 
+    What says which rows they are is on the host; only their activations are on a device.
+
     Attributes:
         token_ids: int64 [R]. The m-th mask row of a group has the id −m; mask rows come after all other rows.
         parents: int64 [R], indices into the receiving rank's PredictionTree (whose rows are in order of entry), −1 for

@@ -22,8 +22,8 @@ class Acceptance:
         prior: initial weights.
     """
 
-    def __init__(self, prior: tuple[float, ...], device: torch.device | str = "cpu") -> None:
-        self.weights = torch.tensor((*prior, 0.0), device=device)  # [W + 1], the last for "none of the choices"
+    def __init__(self, prior: tuple[float, ...]) -> None:
+        self.weights = torch.tensor((*prior, 0.0))  # [W + 1], the last for "none of the choices"
         self._squares = torch.ones_like(self.weights)  # [W + 1], sums of squared gradients
 
     def log_chances(self, choices: Choices) -> Tensor:

@@ -113,7 +113,7 @@ class BestFirst:
         self._sequence = context.sequence
         self._controller: Controller = context.experience.controller
         self._children = self._options.children or self._controller.children
-        self._acceptance: Acceptance = context.experience.acceptance(context.request, prior, context.device)
+        self._acceptance: Acceptance = context.experience.acceptance(context.request, prior)
 
     @property
     def _is_speculating(self) -> bool:
@@ -207,7 +207,7 @@ class BestFirst:
         for number in sorted(shares):
             token_ids, parents = running[number].tree.enter(shares[number])
             if token_ids:
-                rows = torch.tensor((token_ids, parents), device=self._context.device)
+                rows = torch.tensor((token_ids, parents))
                 steps.append((number, Step(rows[0], rows[1], log_probs=running[number].tree.log_probs)))
                 running[number].root_pending = False
         return steps

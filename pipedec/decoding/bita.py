@@ -49,7 +49,6 @@ class Bita:
         self._shape = limits.shape
         self._rows = limits.rows
         self._chances: RankChances = context.experience.rank_chances(context.request, self.masks)
-        self._device = context.device
         self._root: int | None = None  # a certain token that has yet to enter
         self._forecast: Forecast = ()
         self._entered = CandidateTree([])  # of the last step
@@ -88,7 +87,7 @@ class Bita:
         tree = self._entered = self._candidates(self._root)
         self._root = None
         tokens, parents, with_masks = (
-            torch.tensor(rows, dtype=torch.int64, device=self._device) for rows in (tree.token_ids, tree.parents, tree.with_masks)
+            torch.tensor(rows, dtype=torch.int64) for rows in (tree.token_ids, tree.parents, tree.with_masks)
         )
         masks, mask_parents = mask_groups(with_masks, len(tokens), self.masks.count)
         self.in_flight = len(tokens) + len(masks)

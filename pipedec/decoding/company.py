@@ -46,7 +46,7 @@ class Company:
     Args:
         passage: timesteps that a row takes to pass through the pipeline.
         drafter: None without a draft model.
-        device: of the rows that enter, and of the draft model.
+        device: of the draft model.
         trained_masks: mask rows that the target's BiTA was trained with; 0 if it has none.
         knee: rows that the stages compute in about the time of one.
         experience: what earlier requests have taught.
@@ -79,7 +79,7 @@ class Company:
         self._budget = Budget(knee)
         self._experience = experience or Experience(passage)
         self._controller = self._experience.controller
-        self._scoring = Scoring(device)
+        self._scoring = Scoring()
         self._draft_room = DraftRoom()
         self._memory = Memory(self.kv, knee, passage)
         self._requests: dict[int, Running] = {}  # by number, in order of age
@@ -210,7 +210,7 @@ class Company:
                     continue
             entered = one.entered
             if one.is_prefilling:
-                step = one.next_chunk(rows, self._device)
+                step = one.next_chunk(rows)
                 prompt_rows += 0 if step is None else step.num_rows
             else:
                 room = self._memory.room_for(one, rows)
@@ -293,7 +293,7 @@ class Company:
     def _new_method(self, request: Request, sequence: ThreadSequence) -> Method:
         if self.awaits_drafter and find_method(request.method).draft != "none":
             self._undrafted.add(request.number)
-        return Method(sequence, self._policy(request, sequence), self._device, self.tally)
+        return Method(sequence, self._policy(request, sequence), self.tally)
 
     def _policy(self, request: Request, sequence: ThreadSequence) -> Policy:
         if self.awaits_drafter and find_method(request.method).draft != "none":

@@ -6,8 +6,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TypeVar
 
-import torch
-
 from pipedec.core import MaskParams, MethodOptions, Request, SamplingParams
 from pipedec.decoding.acceptance import Acceptance
 from pipedec.decoding.candidates import RankChances
@@ -33,8 +31,8 @@ class Experience:
         self._acceptances: dict[_Key, Acceptance] = {}
         self._rank_chances: dict[_Key, RankChances] = {}
 
-    def acceptance(self, request: Request, prior: tuple[float, ...], device: torch.device | str) -> Acceptance:
-        return _kept(self._acceptances, _key(request), lambda: Acceptance(prior, device))
+    def acceptance(self, request: Request, prior: tuple[float, ...]) -> Acceptance:
+        return _kept(self._acceptances, _key(request), lambda: Acceptance(prior))
 
     def rank_chances(self, request: Request, masks: MaskParams) -> RankChances:
         return _kept(self._rank_chances, _key(request), lambda: RankChances(masks))

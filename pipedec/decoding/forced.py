@@ -56,7 +56,7 @@ def grow(tree: PredictionTree, candidates: Candidates, width: int, grammar: Gram
 
 def of_leaves(tree: PredictionTree, candidates: Candidates) -> Candidates:
     """The candidates without those of rows that have a child already: what follows these is forced."""
-    is_leaf = torch.isin(candidates.rows, tree.parents, invert=True)
+    is_leaf = torch.isin(candidates.rows, tree.ids_of(slice(0, tree.num_rows))[1], invert=True)
     return Candidates(candidates.rows[is_leaf], candidates.token_ids[is_leaf], candidates.log_probs[is_leaf])
 
 
@@ -65,7 +65,7 @@ def _best(tree: PredictionTree, candidates: Candidates, count: int) -> list[tupl
     cumulative = candidates.log_probs + tree.cumulative_log_probs[candidates.rows, None]
     ranked = cumulative.flatten().sort(descending=True, stable=True)
     chosen = ranked.indices[:count][ranked.values[:count] > -torch.inf]
-    parents = candidates.rows[chosen // candidates.token_ids.shape[1]]
+    parents = candidates.rows.to(chosen.device)[chosen // candidates.token_ids.shape[1]]
     columns = candidates.token_ids.flatten()[chosen], parents, candidates.log_probs.flatten()[chosen]
     return list(zip(*(column.tolist() for column in columns), strict=True))
 
@@ -74,6 +74,5 @@ def _appended(tree: PredictionTree, rows: Sequence[tuple[int, int, float]]) -> s
     """Add rows, given as token, parent and log-probability; returns them."""
     if not rows:
         return slice(tree.num_rows, tree.num_rows)
-    device = tree.token_ids.device
-    token_ids, parents, log_probs = (torch.tensor(column, device=device) for column in zip(*rows, strict=True))
+    token_ids, parents, log_probs = (torch.tensor(column) for column in zip(*rows, strict=True))
     return tree.append(token_ids, parents, log_probs)

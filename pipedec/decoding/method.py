@@ -31,12 +31,11 @@ class Method:
         hits, misses: see ``Metrics``. The first token of an answer or of a child is neither.
     """
 
-    def __init__(self, sequence: Sequence, policy: Policy, device: torch.device | str, tally: Tally) -> None:
+    def __init__(self, sequence: Sequence, policy: Policy, tally: Tally) -> None:
         self.hits = 0
         self.misses = 0
         self.sequence = sequence
         self._policy = policy
-        self._device = device
         self._tally = tally
         self._depths: dict[int, int] = {}  # by thread: accepted tokens behind the root that entered last
         self._members: dict[int, Member] = {0: policy.create(0)}  # by thread, of those that have not ended
@@ -149,7 +148,7 @@ class Method:
         return _merged(steps) if self.sequence.can_fork else steps[0][1]
 
     def _root_step(self, token: int) -> Step:
-        return Step(torch.tensor([token], device=self._device), torch.tensor([-1], device=self._device))
+        return Step(torch.tensor([token]), torch.tensor([-1]))
 
 
 def _merged(steps: list[tuple[int, Step]]) -> Step:

@@ -83,5 +83,5 @@ class PipeDec:
             return None
         if self._layer.start == self._layer.stop:
             return None
-        tree, layer = self.tree, self._layer
-        return Step(tree.token_ids[layer].clone(), tree.parents[layer].clone(), log_probs=tree.log_probs[layer])
+        token_ids, parents = self.tree.ids_of(self._layer)
+        return Step(token_ids, parents, log_probs=self.tree.log_probs[self._layer])

@@ -20,7 +20,6 @@ class PlainPipeline:
     tree = None
 
     def __init__(self, context: MethodContext, number: int) -> None:
-        self._device = context.device
         self._grammar = context.grammar
         self._root: int | None = None  # a certain token that has yet to enter
         self.room = 1 + room_of_chain(self._grammar)
@@ -53,6 +52,6 @@ class PlainPipeline:
         tokens = [self._root, *chain_below(self._grammar)]
         self._root, self.in_flight = None, len(tokens)
         return Step(
-            token_ids=torch.tensor(tokens, dtype=torch.int64, device=self._device),
-            parents=torch.arange(-1, len(tokens) - 1, device=self._device),
+            token_ids=torch.tensor(tokens, dtype=torch.int64),
+            parents=torch.arange(-1, len(tokens) - 1),
         )

@@ -27,18 +27,20 @@ _UNKNOWN = 0.01  # probability assumed for tokens where the draft model says not
 
 @dataclass(frozen=True)
 class DraftProposal:
-    """The draft model's most probable children. Features: the log-probability; 1 for tokens that are not among the children."""
+    """The draft model's most probable children, on the host. Features: the log-probability; 1 for tokens that are not among the
+    children.
+    """
 
     prior = (1.0, 0.0)
     children: Candidates
 
     @classmethod
     def joined(cls, several: Sequence[Candidates]) -> DraftProposal:
-        """Of candidates of several trees, with as many children for each row."""
-        if len(several) == 1:
-            return cls(several[0])
+        """Of candidates of several trees, with as many children for each row. Asks their device once."""
         rows, token_ids, log_probs = zip(*((each.rows, each.token_ids, each.log_probs) for each in several), strict=True)
-        return cls(Candidates(torch.cat(rows), torch.cat(token_ids), torch.cat(log_probs)))
+        both = torch.cat((torch.cat(token_ids).double(), torch.cat(log_probs).double()), 1).cpu()
+        ids, chances = both.chunk(2, dim=1)
+        return cls(Candidates(torch.cat(rows), ids.long(), chances.to(log_probs[0].dtype)))
 
     @property
     def token_ids(self) -> Tensor:
@@ -104,14 +106,14 @@ class NgramProposal:
     lengths: Tensor
 
     @classmethod
-    def of(cls, rows: Sequence[Occurrences], device: torch.device | str) -> NgramProposal:
+    def of(cls, rows: Sequence[Occurrences]) -> NgramProposal:
         """Of the occurrences for each of F rows."""
         most = max(1, *(len(row.lengths) for row in rows))
         proposed = [_padded(row.proposed(), _MAX_PROPOSED, NO_TOKEN) for row in rows]
         next_ids = [_padded(row.next_ids, most, NO_TOKEN) for row in rows]
         lengths = [_padded(row.lengths, most, 0) for row in rows]
         columns = [[*first, *second, *third] for first, second, third in zip(proposed, next_ids, lengths, strict=True)]
-        return cls(*torch.tensor(columns, device=device).split((_MAX_PROPOSED, most, most), 1))
+        return cls(*torch.tensor(columns).split((_MAX_PROPOSED, most, most), 1))
 
     def features(self, token_ids: Tensor) -> Tensor:
         is_same = token_ids[:, :, None] == self.next_ids[:, None]

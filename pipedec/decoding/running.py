@@ -169,7 +169,7 @@ class Running:
             self._begin()
             self._hits, self._misses = method.hits, method.misses
 
-    def next_chunk(self, rows: int, device: torch.device | str) -> Step | None:
+    def next_chunk(self, rows: int) -> Step | None:
         """Take up to ``rows`` rows of the text, and the masks behind it; None if there is no room for the last token's masks."""
         masks = self.method.masks.count
         left = len(self.text) + masks - self.entered
@@ -180,7 +180,7 @@ class Running:
         self.entered += len(chunk)
         self.is_prefilling = left > rows
         chunk += range(-1, -1 - (rows - len(chunk)), -1)
-        token_ids = torch.tensor(chunk, dtype=torch.int64, device=device)
+        token_ids = torch.tensor(chunk, dtype=torch.int64)
         return Step(token_ids, torch.full_like(token_ids, -1))
 
     def take_told(self) -> Sequence[int]:

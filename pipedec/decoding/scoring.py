@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import groupby
 
-import torch
-
 from pipedec.decoding.acceptance import Acceptance
 from pipedec.decoding.choices import NO_TOKEN, Choices, Line, Proposal
 from pipedec.decoding.proposers import DraftProposal, NgramProposal, Occurrences
@@ -53,10 +51,9 @@ class Submitted:
 
 
 class Scoring:
-    """Collects proposals. ``device``: of the draft model's candidates."""
+    """Collects proposals, and scores them on the host: a device would take longer over so few numbers."""
 
-    def __init__(self, device: torch.device | str = "cpu") -> None:
-        self._device = device
+    def __init__(self) -> None:
         self._submitted: list[Submitted] = []
 
     def submit(
@@ -74,14 +71,14 @@ class Scoring:
             self._score(list(several))
 
     def _score(self, submitted: list[Submitted]) -> None:
-        """Score proposals of one kind with a few operations, and ask the device once for the result."""
+        """Score proposals of one kind with a few operations."""
         proposals: list[Proposal] = []
         drafted = [each.candidates for each in submitted if each.candidates is not None]
         if drafted:
             proposals.append(DraftProposal.joined(drafted))
         occurrences = [one for each in submitted if each.occurrences is not None for one in each.occurrences]
         if occurrences:
-            proposals.append(NgramProposal.of(occurrences, self._device))
+            proposals.append(NgramProposal.of(occurrences))
         choices = Choices.merged(proposals)
         lines = _lines(choices, submitted[0].acceptance)
         first = 0

@@ -91,4 +91,5 @@ class StaticTree:
         self._is_drafted = False
         if self.tree.num_rows > self.room:
             self._drafter.advance(self.tree.keep(self.tree.most_probable(self.room - 1)).changes)
-        return Step(self.tree.token_ids.clone(), self.tree.parents.clone(), log_probs=self.tree.log_probs)
+        token_ids, parents = self.tree.ids_of(slice(0, self.tree.num_rows))
+        return Step(token_ids, parents, log_probs=self.tree.log_probs)

@@ -175,8 +175,9 @@ class DraftModel:
 
     def _no_candidates(self, requested: DraftRows) -> Candidates:
         """What there is to say of rows that are not computed."""
-        rows = torch.tensor(requested.rows, device=self._model.device)
-        return Candidates(rows, rows.new_zeros(len(rows), 0), torch.zeros(len(rows), 0, device=rows.device))
+        rows, device = torch.tensor(requested.rows), self._model.device
+        nothing = torch.zeros(len(rows), 0, device=device)
+        return Candidates(rows, nothing.long(), nothing)
 
     def _candidates(self, hidden_FE: Tensor, requested: Sequence[DraftRows]) -> list[Candidates]:
         """The most probable next tokens of the rows of ``requested``."""
@@ -185,7 +186,7 @@ class DraftModel:
         top = log_probs_FV.topk(min(max(entry.children for entry in requested), known))
         tokens = top.indices if self._vocabulary is None else self._vocabulary.tokens[top.indices]
         counts = [len(entry.rows) for entry in requested]
-        rows_F = torch.tensor([row for entry in requested for row in entry.rows], device=self._model.device)
+        rows_F = torch.tensor([row for entry in requested for row in entry.rows])
         found = zip(requested, rows_F.split(counts), tokens.split(counts), top.values.split(counts), strict=True)
         return [
             Candidates(rows, token_ids[:, : entry.children], log_probs[:, : entry.children])

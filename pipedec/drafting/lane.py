@@ -61,7 +61,7 @@ class DraftLane:
         self._sequence = sequence
         self._slots: dict[Row, int] = {}  # tree slot of each row that was drafted, ascending
         self._chains: dict[int, list[int]] = {}  # by thread: token ids that follow the past
-        self._labels = ThreadLabels(sequence, device) if sequence.can_fork else None
+        self._labels = ThreadLabels(sequence) if sequence.can_fork else None
 
     @property
     def num_cached(self) -> int:
@@ -110,14 +110,15 @@ class DraftLane:
             positions, visibility = self._visibility(requested[0])
         else:
             positions, visibility = self._labels.enter(self._chains, requested, list(self._slots))
-        return Entering(token_ids, LaneRows(positions, self._cache, visibility), drafted)
+        rows = LaneRows(positions.to(self._device), self._cache, visibility.to(self._device))
+        return Entering(token_ids, rows, drafted)
 
     def settle(self, entered: Entering) -> None:
         """The forward with these rows of ``enter`` is done: the chains join the past, the drafted rows the tree slots."""
         first, chained = len(self._slots), entered.rows.num_rows - len(entered.drafted)
         if chained:
             self._join(entered.token_ids[:chained])
-            slots = torch.arange(self._cache.tree_length, device=self._device)
+            slots = torch.arange(self._cache.tree_length)
             self._cache.advance(slots[first : first + chained], torch.cat((slots[:first], slots[first + chained :])))
         self._chains = {}
         self._slots.update(zip(entered.drafted, range(first, first + len(entered.drafted)), strict=True))
@@ -132,10 +133,10 @@ class DraftLane:
         if self._labels is not None:
             own = {slot for row, slot in self._slots.items() if row[0] == thread}
             dropped = sorted(own - {slot for _, slot in kept})
-            self._labels.advance(thread, self._tensor(drafted), self._tensor(dropped))
+            self._labels.advance(thread, _tensor(drafted), _tensor(dropped))
         if self._slots:
             self._join(changes.committed_ids[: len(drafted)])
-            self._cache.advance(self._tensor(drafted), self._tensor([slot for _, slot in kept]))
+            self._cache.advance(_tensor(drafted), _tensor([slot for _, slot in kept]))
         rows = ((thread, kept_rows[row]) if of_thread == thread else (of_thread, row) for (of_thread, row), _ in kept)
         self._slots = {row: slot for slot, row in enumerate(rows)}
         if chain:
@@ -172,10 +173,7 @@ class DraftLane:
             of_rows, seen = seen, torch.ones(len(positions), len(positions), dtype=torch.bool).tril_()
             seen[chained:, chained:] = of_rows
         slot_positions = [*tree.positions_of(in_slots), *positions]
-        return self._tensor(positions), Visibility(seen.to(self._device), past, lambda: self._tensor(slot_positions))
-
-    def _tensor(self, values: list[int]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=self._device)
+        return _tensor(positions), Visibility(seen, past, lambda: _tensor(slot_positions))
 
     def _check(self, requested: DraftRows) -> None:
         thread, rows = requested.thread, requested.rows
@@ -188,3 +186,7 @@ class DraftLane:
             parent = requested.tree.ancestors_of(row)[1:2]
             if not all(above in entering or (thread, above) in self._slots for above in parent):
                 raise ValueError("rows must be drafted after their ancestors")
+
+
+def _tensor(values: list[int]) -> Tensor:
+    return torch.tensor(values, dtype=torch.int64)

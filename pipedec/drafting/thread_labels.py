@@ -28,10 +28,9 @@ class ThreadLabels:
         sequence: the answer's threads, read only.
     """
 
-    def __init__(self, sequence: ThreadSequence, device: torch.device | str) -> None:
+    def __init__(self, sequence: ThreadSequence) -> None:
         self._sequence = sequence
-        self._device = device
-        self._slots = Slots(sequence, device)
+        self._slots = Slots(sequence)
         self._threads = self._tensor([])  # int64 [N], the thread of each tree slot
         self._positions = self._tensor([])  # int64 [N], its position id
         self._past_tokens: dict[int, int] = defaultdict(int)  # by thread: number of its tokens in the past
@@ -43,7 +42,7 @@ class ThreadLabels:
             committed: int64, tree slots whose tokens are accepted, in order.
             dropped: int64, all tree slots of the thread that do not remain, ``committed`` among them.
         """
-        indices = self._past_tokens[number] + torch.arange(len(committed), device=self._device)
+        indices = self._past_tokens[number] + torch.arange(len(committed))
         self._commit(torch.full_like(indices, number), indices, self._positions[committed])
         remains = torch.ones_like(self._threads, dtype=torch.bool)
         remains[dropped] = False
@@ -98,7 +97,7 @@ class ThreadLabels:
         for entry in requested:
             own = torch.nonzero((of_threads == entry.thread) & (rows != _CHAINED))[:, 0]
             before = [row for row in rows[own].tolist() if row not in entry.rows]
-            seen_RN[first : first + len(entry.rows), own] = ancestor_mask(entry.tree, entry.rows, before).to(self._device)
+            seen_RN[first : first + len(entry.rows), own] = ancestor_mask(entry.tree, entry.rows, before)
             first += len(entry.rows)
         return seen
 
@@ -113,4 +112,4 @@ class ThreadLabels:
             self._past_tokens[number] += 1
 
     def _tensor(self, values: list[int] | list[list[int]]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=self._device)
+        return torch.tensor(values, dtype=torch.int64)

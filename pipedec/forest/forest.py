@@ -51,6 +51,8 @@ class Forest:
     The rows of an answer that cannot fork are those of its only tree, in the same order, and attend to the whole past. So
     nothing is stored for them here, and everything that is asked of them is passed to that tree.
 
+    Everything is on the host, where every rank learns of rows and verdicts: what a model needs of it is copied to its device.
+
     Args:
         sequence: the answer's threads; the forest passes accepted tokens to it. In one thread it may have tokens already,
             which are in the past.
@@ -59,13 +61,12 @@ class Forest:
         trees: by thread number. The tree of an ended thread may keep its root.
     """
 
-    def __init__(self, sequence: Sequence, device: torch.device | str = "cpu") -> None:
+    def __init__(self, sequence: Sequence) -> None:
         self.sequence = sequence
         self.trees: dict[int, PredictionTree] = {}
-        self._device = device
-        self._slots = Slots(sequence, device)
+        self._slots = Slots(sequence)
         self._past_tokens: dict[int, int] = {}  # by thread: number of tokens that have moved from its tree to the past
-        self._threads = torch.zeros(0, dtype=torch.int64, device=device)  # [N], each row's thread
+        self._threads = torch.zeros(0, dtype=torch.int64)  # [N], each row's thread
         self._rows: dict[int, Tensor] = {}  # by thread that has any: int64, its rows, in the order of its tree
         self._ensure_tree(0)
         self.trees[0].set_root_position(sequence.next_position(0), 0)  # behind what was said before, which is in the past
@@ -115,7 +116,7 @@ class Forest:
             thread number; int64, which of ``rows`` are its own, counted from 0; int64, the same as rows of the thread's tree.
         """
         if self._only_tree is not None:
-            own = torch.arange(rows.start, rows.stop, device=self._device)
+            own = torch.arange(rows.start, rows.stop)
             yield 0, own - rows.start, own
             return
         for number in self._threads[rows].unique().tolist():
@@ -218,7 +219,7 @@ class Forest:
         is_kept[own] = False
         is_kept[own[advance.kept]] = True
         count = len(advance.committed)
-        indices = torch.arange(self._past_tokens[number], self._past_tokens[number] + count, device=self._device)
+        indices = torch.arange(self._past_tokens[number], self._past_tokens[number] + count)
         self._past_tokens[number] += count
         self._slots.commit(torch.full_like(indices, number), indices, positions[advance.committed])
         return own[advance.committed]
@@ -246,6 +247,6 @@ class Forest:
     def _ensure_tree(self, number: int) -> None:
         """Create a thread's tree if it has none, and set the position of its root."""
         if number not in self.trees:
-            self.trees[number] = PredictionTree(self._device, block=64 if self.sequence.can_fork else 256)
+            self.trees[number] = PredictionTree(block=64 if self.sequence.can_fork else 256)
             self._past_tokens[number] = 0
         position_root(self.trees[number], self.sequence, number)

@@ -16,12 +16,11 @@ UNSEEN = 2**40  # token index of rows that are not certain: only rows of their o
 
 
 class Slots:
-    """The labels of all slots of the past, and how many tokens of every other thread each thread attends to."""
+    """The labels of all slots of the past, and how many tokens of every other thread each thread attends to; on the host."""
 
-    def __init__(self, sequence: Sequence, device: torch.device | str) -> None:
+    def __init__(self, sequence: Sequence) -> None:
         self._sequence = sequence
-        self._device = device
-        self._past = torch.zeros(3, 0, dtype=torch.int64, device=device)  # [3, P]: thread, token index, position id
+        self._past = torch.zeros(3, 0, dtype=torch.int64)  # [3, P]: thread, token index, position id
         self._limits: Tensor | None = None  # [T, T], see ``_visible_tokens``; None = outdated
 
     @property
@@ -67,13 +66,13 @@ class Slots:
         Returns:
             int64, the slots of the past that remain, the prompt's among them; None if all do.
         """
-        needed = torch.tensor(self._sequence.needed(), device=self._device)
+        needed = torch.tensor(self._sequence.needed())
         is_kept = self._past[1] < needed[self._past[0]]
         if bool(is_kept.all()):
             return None
         self._past = self._past[:, is_kept]
         prompt_length = self._sequence.prompt_length
-        prompt = torch.arange(prompt_length, device=self._device)
+        prompt = torch.arange(prompt_length)
         return torch.cat((prompt, torch.nonzero(is_kept)[:, 0] + prompt_length))
 
     def threads_changed(self) -> None:
@@ -87,4 +86,4 @@ class Slots:
             for other, tokens in self._sequence.context(number):
                 limits[other] = max(limits[other], tokens)
             limits[number] = UNSEEN
-        return torch.tensor(table, device=self._device)
+        return torch.tensor(table)

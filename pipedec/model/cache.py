@@ -178,8 +178,8 @@ class KVCache:
         """Commit tree rows to the past and prune those that are not kept (one copy over all layers).
 
         Args:
-            committed: int64 indices into the tree rows, in the order in which they join the past.
-            kept: int64 indices into the tree rows, in their new order.
+            committed: int64 indices into the tree rows, in the order in which they join the past; on the host.
+            kept: int64 indices into the tree rows, in their new order; on the host.
 
         Raises:
             ValueError: an index is outside the tree or occurs twice.
@@ -196,7 +196,7 @@ class KVCache:
         """Drop all past rows except ``kept``; the tree follows directly behind them.
 
         Args:
-            kept: int64 slots of the past, ascending.
+            kept: int64 slots of the past, ascending; on the host.
 
         Raises:
             ValueError: a slot is outside the past or out of order.

@@ -62,7 +62,7 @@ class Sampler:
         """The token that follows each row, int64 [R].
 
         Args:
-            positions_R: int64, position ids of the tokens to be chosen.
+            positions_R: int64, position ids of the tokens to be chosen, on the host.
             mask_RN: bool, which tree slots are on a row's path, the row itself included.
             token_ids_N: int64, the tokens of the tree.
         """
@@ -80,7 +80,7 @@ class Sampler:
 
         Args:
             logits_RV: predicted logits, e.g. of mask rows.
-            positions_R: int64, position ids of the predicted tokens.
+            positions_R: int64, position ids of the predicted tokens, on the host.
         """
         return self._perturbed(logits_RV.double() if self._bias_V is None else logits_RV + self._bias_V, positions_R)
 
@@ -90,7 +90,7 @@ class Sampler:
         if params.seed is None or not params.is_stochastic:
             return logits_RV
         distinct_P, which_R = positions_R.unique(return_inverse=True)  # siblings share their noise
-        noise_RV = gumbel(params.seed, distinct_P, logits_RV.shape[-1], self._stream)[which_R]
+        noise_RV = gumbel(params.seed, distinct_P.to(logits_RV.device), logits_RV.shape[-1], self._stream)[which_R]
         return filtered(logits_RV, params) + noise_RV
 
 

@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import NamedTuple
 
-from torch import Tensor
-
 from pipedec.forest import Forest, ThreadChanges
 from pipedec.threads import Sequence, State
 from pipedec.tree import PredictionTree
@@ -50,17 +48,16 @@ class Acceptance:
         """Accept the first token of the answer, which follows the prompt."""
         self._accept(0, token)
 
-    def verify(self, forest: Forest, successors_N: Tensor) -> list[Walk]:
+    def verify(self, forest: Forest, successors: list[int]) -> list[Walk]:
         """Accept tokens in every thread, until one joins or ends the thread or has no row yet.
 
         Args:
             forest: the last stage's forest; all its rows are computed.
-            successors_N: int64 [N], the target's token after each row.
+            successors: the target's token after each row.
 
         Returns:
             the walks of the threads that accept any token.
         """
-        successors = successors_N.tolist()
         walks = (self._walk(forest, number, successors) for number in tuple(forest.trees))
         return [walk for walk in walks if walk is not None]
 

@@ -45,11 +45,11 @@ class FinalLane(Lane):
         super().__init__(opening, new_sequence, cache, device)
         self._chooser = TokenChooser(self._forest.sequence, opening.sampling, vocab_size, device)
         self._acceptance = Acceptance(new_sequence())
-        self._forecasts = Forecasts(self._chooser, min(opening.tokens_per_mask, vocab_size), device)
+        self._forecasts = Forecasts(self._chooser, min(opening.tokens_per_mask, vocab_size))
         self._logprobs = Logprobs(opening.sampling.logprobs)
         self._prompt_logprobs = PromptLogprobs(opening.sampling.prompt_logprobs, opening.prompt_length)
-        self._chunk = torch.zeros(0, dtype=torch.int64, device=device)  # the tokens of the prefill that entered last
-        self._successors = torch.zeros(0, dtype=torch.int64, device=device)  # [N], the target's token after each row
+        self._chunk = torch.zeros(0, dtype=torch.int64)  # the tokens of the prefill that entered last
+        self._successors: list[int] = []  # the target's token after each of the N rows
         self._first_verdict: Verdict | None = None
         self._first_bad = torch.full((1,), torch.inf, device=device)  # the first stage of which any row was not finite
         self._stage = torch.full((1,), float(stage), device=device)
@@ -97,44 +97,59 @@ class FinalLane(Lane):
         self._tokens.write(self._cache.slots_behind(len(token_ids)), token_ids)
         self._chooser.add_prompt(token_ids[: max(self._prompt_length - self._cache.past_length, 0)])
 
-    def judge(self, logits_RV: Tensor, is_finite: bool = False) -> None:
-        """Choose the tokens after the ``num_judged`` rows, whose logits these are; after a prefill this is the first verdict.
+    def judge(self, logits_RV: Tensor, is_finite: bool = False) -> Tensor:
+        """Choose the tokens after the ``num_judged`` rows, whose logits these are.
 
         Args:
             is_finite: they are known to be.
+
+        Returns:
+            int64 [any number], what ``settle`` must be told: the tokens, and then what masks predict.
         """
         bad_R = None if is_finite else ~logits_RV.isfinite().all(1)
         if bad_R is not None:
             logits_RV = logits_RV.masked_fill(bad_R[:, None], 0)  # nothing can be drawn from NaN
         if self._entered.visibility is not None:
-            self._judge_rows(logits_RV, bad_R)
-            return
+            return self._judge_rows(logits_RV, bad_R)
         if self._prompt_logprobs.is_open:
-            self._prompt_logprobs.add(logits_RV[: len(self._chunk)], self._chunk)
+            self._prompt_logprobs.add(logits_RV[: len(self._chunk)], self._chunk.to(self._device))
             logits_RV = logits_RV[len(self._chunk) - 1 :]
-        if self._cache.past_length == self._prefill_length:
-            self._judge_prefill(logits_RV, None if bad_R is None else bad_R[len(bad_R) - len(logits_RV) :])
+        if self._cache.past_length < self._prefill_length:
+            return torch.zeros(0, dtype=torch.int64, device=self._device)
+        return self._judge_prefill(logits_RV, None if bad_R is None else bad_R[len(bad_R) - len(logits_RV) :])
 
-    def _judge_prefill(self, logits_RV: Tensor, bad_R: Tensor | None) -> None:
+    def settle(self, token_ids: list[int]) -> None:
+        """What ``judge`` has returned, read from the device; after a prefill this is the first verdict."""
+        if self._entered.visibility is None:
+            if token_ids:
+                self._settle_prefill(token_ids[0], token_ids[1:])
+            return
+        rows, num_masks = self._entered.num_rows, self._entered.num_masks
+        self._successors += token_ids[:rows]
+        self._forecasts.add(rows - num_masks, token_ids[rows:])
+
+    def _judge_prefill(self, logits_RV: Tensor, bad_R: Tensor | None) -> Tensor:
         token = self._chooser.first(logits_RV[:1])
         self._logprobs.accept_first(logits_RV[:1], token)
-        token = self._marked(token, None if bad_R is None else bad_R[:1])
-        if (stage := bad_stage((int(token[0]),))) is not None:
+        forecast = self._forecasts.first(logits_RV[1:], self._prefill_length + 1)
+        return torch.cat((self._marked(token, None if bad_R is None else bad_R[:1]), forecast.flatten()))
+
+    def _settle_prefill(self, token: int, forecast: list[int]) -> None:
+        if (stage := bad_stage((token,))) is not None:
             self._first_verdict = self._corrupted(stage)
             return
-        self._acceptance.accept_first(int(token[0]))
+        self._acceptance.accept_first(token)
         finished = self._acceptance.finished
-        forecast = () if finished else self._forecasts.first(logits_RV[1:], self._prefill_length + 1)
-        self._first_verdict = Verdict.of(int(token[0]), finished=finished, forecast=forecast)
+        said = () if finished else self._forecasts.forecast(forecast)
+        self._first_verdict = Verdict.of(token, finished=finished, forecast=said)
 
-    def _judge_rows(self, logits_RV: Tensor, bad_R: Tensor | None) -> None:
+    def _judge_rows(self, logits_RV: Tensor, bad_R: Tensor | None) -> Tensor:
         num_masks, forest = self._entered.num_masks, self._forest
         num_tokens = len(logits_RV) - num_masks
         rows = slice(forest.num_rows - len(logits_RV), forest.num_rows - num_masks)
         chosen = pad(self._chooser.choose(logits_RV[:num_tokens], forest, rows), (0, num_masks))
-        self._successors = torch.cat((self._successors, self._marked(chosen, bad_R)))
-        self._forecasts.add(logits_RV, forest, num_masks)
         self._logprobs.add(logits_RV, chosen)
+        return torch.cat((self._marked(chosen, bad_R), self._forecasts.best(logits_RV[num_tokens:], forest).flatten()))
 
     def _marked(self, chosen_R: Tensor, bad_R: Tensor | None) -> Tensor:
         return chosen_R if bad_R is None else corrupted_tokens(chosen_R, bad_R, torch.minimum(self._first_bad, self._stage))
@@ -176,8 +191,9 @@ class FinalLane(Lane):
         past = self._cache.past_length
         super()._replay(advance, changes)
         self._tokens.write(self._cache.ranges(past, past + len(advance.committed_ids)), advance.committed_ids)
-        self._successors = self._successors[advance.kept]
-        self._forecasts.keep(advance.kept)
+        kept = advance.kept.tolist()
+        self._successors = [self._successors[row] for row in kept]
+        self._forecasts.keep(kept)
         self._logprobs.keep(advance.kept)
         self._chooser.replayed(changes)
         self._acceptance.replayed(changes)

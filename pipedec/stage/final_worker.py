@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from itertools import islice
 from typing import cast
 
 import torch
@@ -25,7 +26,7 @@ class FinalStageWorker(StageWorker):
 
     @cached_property
     def _tokens(self) -> SlotTokens:
-        return SlotTokens(self.cache_slots, self._device)
+        return SlotTokens(self.cache_slots)
 
     def reset(self) -> None:
         """Drop all lanes."""
@@ -66,7 +67,7 @@ class FinalStageWorker(StageWorker):
         return FinalLane(opening, self._new_sequence(opening), cache, self._device, vocab_size, self._tokens, self._stage)
 
     def _distribute(self, lanes: Sequence[Lane], hidden_RE: Tensor, counts: Sequence[int]) -> None:
-        """Compute the logits of all requests at once, and let each lane choose its tokens."""
+        """Compute the logits of all requests at once, let each lane choose its tokens, and read these from the device once."""
         computed = [(cast(FinalLane, lane), own_RE) for lane, own_RE in zip(lanes, hidden_RE.split(counts), strict=True)]
         for lane, own_RE in computed if not known_finite(hidden_RE) else ():
             lane.note_corruption(own_RE)
@@ -75,5 +76,8 @@ class FinalStageWorker(StageWorker):
             return
         logits_RV = self._model.logits(torch.cat([own_RE for _, own_RE in judging]))
         is_finite = known_finite(logits_RV)
-        for (lane, _), own_RV in zip(judging, logits_RV.split([len(own_RE) for _, own_RE in judging]), strict=True):
-            lane.judge(own_RV, is_finite)
+        by_lane = zip(judging, logits_RV.split([len(own_RE) for _, own_RE in judging]), strict=True)
+        chosen = [(lane, lane.judge(own_RV, is_finite)) for (lane, _), own_RV in by_lane]
+        read = iter(torch.cat([token_ids for _, token_ids in chosen]).tolist())
+        for lane, token_ids in chosen:
+            lane.settle(list(islice(read, len(token_ids))))

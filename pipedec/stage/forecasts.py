@@ -17,39 +17,39 @@ Forecast = tuple[tuple[int, ...], ...]  # see ``Accepted.forecast``
 class Forecasts:
     """The predictions of the mask rows in the forest. They are ranked as ``chooser`` will choose.
 
+    ``first`` and ``best`` compute them on the device of the logits; what was read from there comes back in one list.
+
     Args:
         tokens_per_mask: K; 0 for a request without masks.
     """
 
-    def __init__(self, chooser: TokenChooser, tokens_per_mask: int, device: torch.device | str) -> None:
+    def __init__(self, chooser: TokenChooser, tokens_per_mask: int) -> None:
         self._chooser = chooser
-        self._predictions = torch.zeros(0, tokens_per_mask, dtype=torch.int64, device=device)  # [N, K], 0 for other rows
+        self._tokens_per_mask = tokens_per_mask
+        self._predictions: list[tuple[int, ...]] = []  # of each of the N rows; empty for other rows than masks
 
-    @property
-    def _tokens_per_mask(self) -> int:
-        return self._predictions.shape[1]
+    def first(self, logits_MV: Tensor, position: int) -> Tensor:
+        """int64 [M, K], best first, of the masks after the prompt, the first of which predicts the token at ``position``."""
+        return self._best(logits_MV, torch.arange(position, position + len(logits_MV)))
 
-    def first(self, logits_MV: Tensor, position: int) -> Forecast:
-        """The forecast of the masks after the prompt, the first of which predicts the token at ``position``."""
-        if not self._tokens_per_mask:
-            return ()
-        positions = torch.arange(position, position + len(logits_MV), device=logits_MV.device)
-        return _as_tuples(self._best(self._chooser.scores(logits_MV, positions)))
+    def best(self, logits_MV: Tensor, forest: Forest) -> Tensor:
+        """int64 [M, K], best first, of the masks, which are the newest rows of the forest."""
+        masks = slice(forest.num_rows - len(logits_MV), forest.num_rows)
+        threads = None if forest.threads is None else forest.threads[masks]
+        return self._best(logits_MV, forest.positions[masks] + 1, threads)
 
-    def add(self, logits_RV: Tensor, forest: Forest, num_masks: int) -> None:
-        """Add the newest rows of the forest, of which the last ``num_masks`` are masks."""
-        if not self._tokens_per_mask:
-            return
-        masks = slice(forest.num_rows - num_masks, forest.num_rows)
-        num_tokens, threads = len(logits_RV) - num_masks, None if forest.threads is None else forest.threads[masks]
-        scores_MV = self._chooser.scores(logits_RV[num_tokens:], forest.positions[masks] + 1, threads)
-        others = self._predictions.new_zeros(num_tokens, self._tokens_per_mask)
-        self._predictions = torch.cat((self._predictions, others, self._best(scores_MV)))
+    def add(self, num_tokens: int, best: list[int]) -> None:
+        """Add the newest rows of the forest: ``num_tokens`` others, then masks with these predictions, one after the other."""
+        self._predictions += [()] * num_tokens + list(self.forecast(best))
 
-    def keep(self, rows: Tensor) -> None:
-        """Drop all rows except ``rows``: int64."""
-        if self._tokens_per_mask:
-            self._predictions = self._predictions[rows]
+    def forecast(self, best: list[int]) -> Forecast:
+        """The predictions of masks, one after the other, as a forecast."""
+        size = self._tokens_per_mask
+        return tuple(tuple(best[first : first + size]) for first in range(0, len(best), size or 1))
+
+    def keep(self, rows: list[int]) -> None:
+        """Drop all rows except ``rows``."""
+        self._predictions = [self._predictions[row] for row in rows]
 
     def after(self, forest: Forest, verified_rows: list[int]) -> Forecast:
         """The predictions for the positions after the last accepted token, by the masks below the last row that has any.
@@ -62,12 +62,13 @@ class Forecasts:
         """
         for num_later, row in enumerate(reversed(verified_rows) if self._tokens_per_mask else ()):
             if masks := _masks_below(forest, row):
-                return _as_tuples(self._predictions[masks[num_later:]])
+                return tuple(self._predictions[mask] for mask in masks[num_later:])
         return ()
 
-    def _best(self, scores_MV: Tensor) -> Tensor:
-        """int64 [M, K], best first."""
-        return scores_MV.topk(self._tokens_per_mask, dim=1).indices
+    def _best(self, logits_MV: Tensor, positions_M: Tensor, threads_M: Tensor | None = None) -> Tensor:
+        if not self._tokens_per_mask:
+            return logits_MV.new_zeros(len(logits_MV), 0, dtype=torch.int64)
+        return self._chooser.scores(logits_MV, positions_M, threads_M).topk(self._tokens_per_mask, dim=1).indices
 
 
 def _masks_below(forest: Forest, row: int) -> list[int]:
@@ -78,7 +79,3 @@ def _masks_below(forest: Forest, row: int) -> list[int]:
         masks.append(child)
         child = forest.child(child, -1 - len(masks))
     return masks
-
-
-def _as_tuples(token_ids: Tensor) -> Forecast:
-    return tuple(map(tuple, token_ids.tolist()))

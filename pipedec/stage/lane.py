@@ -29,7 +29,7 @@ class Lane:
         self._prompt_length = opening.prompt_length
         self._prefill_length = opening.prompt_length + len(opening.said)
         self._has_masks = opening.tokens_per_mask > 0
-        self._forest = Forest(new_sequence(), device)
+        self._forest = Forest(new_sequence())
         self._cache = cache
         self._device = device
         self._pending: Step | None = None  # a prefill chunk, or the newest rows of the forest
@@ -65,7 +65,8 @@ class Lane:
             positions = torch.arange(first, first + step.num_rows, device=self._device)
             return LaneRows(positions, self._cache, None, self._prompt_length, num_masks)
         rows = self._forest.append(step.token_ids, step.parents, step.threads)
-        return LaneRows(self._forest.positions[rows], self._cache, self._forest.visibility(rows), num_masks=num_masks)
+        positions, visibility = self._forest.positions[rows].to(self._device), self._forest.visibility(rows).to(self._device)
+        return LaneRows(positions, self._cache, visibility, num_masks=num_masks)
 
     def computed(self, hidden_RE: Tensor) -> None:
         """Keep the activations of the rows that entered last until ``outgoing``."""
@@ -91,7 +92,7 @@ class Lane:
         return pending if pending is not None and pending.num_rows else None
 
     def _count_masks(self, step: Step) -> int:
-        """The number of masks in a step, which are its last rows. Requests without masks avoid the device synchronisation."""
+        """The number of masks in a step, which are its last rows."""
         return int(is_mask(step.token_ids).sum()) if self._has_masks else 0
 
     def _replay(self, advance: Advance, changes: ThreadChanges) -> None:

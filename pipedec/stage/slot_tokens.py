@@ -12,14 +12,14 @@ from torch import Tensor
 
 
 class SlotTokens:
-    """The token ids of prompts and of accepted tokens, by slot of the pool.
+    """The token ids of prompts and of accepted tokens, by slot of the pool; on the host.
 
     Args:
         slots: of the pool.
     """
 
-    def __init__(self, slots: int, device: torch.device | str) -> None:
-        self._token_ids = torch.zeros(slots, dtype=torch.int64, device=device)
+    def __init__(self, slots: int) -> None:
+        self._token_ids = torch.zeros(slots, dtype=torch.int64)
 
     def read(self, slots: Iterable[range]) -> Tensor:
         """int64 [R], the tokens in ``slots``."""

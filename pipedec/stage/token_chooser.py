@@ -49,7 +49,7 @@ class TokenChooser:
         logits_1V = self._possible(logits_1V, [(0, [])])
         if self._sampling.is_plainly_greedy:
             return greedy(logits_1V)
-        position = torch.tensor([self._sequence.next_position(0)], device=self._device)
+        position = torch.tensor([self._sequence.next_position(0)])
         last_said = self._tensor(self._sequence.main.token_ids[-1:])  # not counted yet, like the root of a tree
         return self._samplers[0].choose(logits_1V, position, torch.ones_like(last_said, dtype=torch.bool)[None], last_said)
 
@@ -63,7 +63,9 @@ class TokenChooser:
         for number, of_step, of_tree in forest.by_thread(rows):
             tree = forest.trees[number]
             positions, mask_RN = tree.next_positions[of_tree], tree.tree_mask[of_tree]
-            chosen[of_step] = self._samplers[number].choose(logits_RV[of_step], positions, mask_RN, tree.token_ids.clamp(min=0))
+            token_ids = tree.token_ids.clamp(min=0)
+            on_device = mask_RN.to(self._device), token_ids.to(self._device)
+            chosen[of_step] = self._samplers[number].choose(logits_RV[of_step], positions, *on_device)
         return chosen
 
     def _possible(self, logits_RV: Tensor, paths: list[Path]) -> Tensor:

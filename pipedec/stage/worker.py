@@ -134,7 +134,7 @@ class StageWorker:
             return
         lanes = [self._lanes[number] for number in steps]
         entered = [lane.enter(step) for lane, step in zip(lanes, steps.values(), strict=True)]
-        inputs = torch.cat([step.token_ids if step.hidden is None else step.hidden for step in steps.values()])
+        inputs = torch.cat([step.token_ids if step.hidden is None else step.hidden for step in steps.values()]).to(self._device)
         hidden_RE = marked(inputs, self._model.forward(inputs, entered), self._stage)
         self._distribute(lanes, hidden_RE, [rows.num_rows for rows in entered])
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections import deque
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cached_property
 from typing import Any
@@ -223,10 +223,8 @@ class TorchTransport:
             work.wait()
 
     def _on_device(self, step: Step) -> Step:
-        if step.token_ids.device == self._device:
-            return step
-        hidden, threads = (None if tensor is None else tensor.to(self._device) for tensor in (step.hidden, step.threads))
-        return Step(step.token_ids.to(self._device), step.parents.to(self._device), hidden, threads)
+        """The step with its activations on the device of this rank's model."""
+        return step if step.hidden is None else replace(step, hidden=step.hidden.to(self._device))
 
     def send_envelope(self, envelope: Envelope, dst: int) -> None:
         link = self._link(dst)

@@ -29,6 +29,7 @@ PREFIX_BYTES = 24
 Bytes = NDArray[np.uint8]
 Buffer = bytes | memoryview
 
+_HOST = torch.device("cpu")
 _MAGIC = b"pipedec4"
 _PREFIX = struct.Struct("<8siiii")  # a multiple of 8 bytes, so that what follows is aligned
 
@@ -65,19 +66,20 @@ def _row_bytes(step: Step | None) -> int:
 
 def pack(step: Step, device: torch.device) -> Tensor:
     """The step as one message, uint8, on ``device``."""
-    if device.type == "cpu":
+    if device == _HOST:
         return _message(_parts(step))
     threads = torch.zeros_like(step.parents) if step.threads is None else step.threads
-    parts = [step.token_ids, step.parents, threads, *([] if step.hidden is None else [step.hidden.flatten()])]
+    ids = torch.stack((step.token_ids, step.parents, threads)).flatten().to(device)
+    parts = [ids, *([] if step.hidden is None else [step.hidden.flatten()])]
     return torch.cat([part.view(torch.uint8) for part in parts])
 
 
 def unpack(message: Tensor, num_rows: int, hidden_size: int, dtype: torch.dtype) -> Step:
-    """The step in ``message``, as views of it. With ``hidden_size`` 0 the step has no activations."""
-    if message.device.type == "cpu":
+    """The step in ``message``, its activations as a view of that. With ``hidden_size`` 0 the step has none."""
+    if message.device == _HOST:
         return unpack_from(message.numpy(), 0, num_rows, hidden_size, dtype)
     split = num_rows * ROW_ID_BYTES
-    token_ids, parents, threads = message[:split].view(torch.int64).view(NUM_ROW_IDS, num_rows)
+    token_ids, parents, threads = message[:split].view(torch.int64).view(NUM_ROW_IDS, num_rows).cpu()
     hidden = message[split:].view(dtype).view(num_rows, hidden_size) if hidden_size else None
     return Step(token_ids, parents, hidden, threads)
 

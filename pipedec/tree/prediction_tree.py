@@ -21,6 +21,8 @@ from torch import Tensor
 class Advance:
     """How a verdict changes a tree of N rows; whatever is stored per row (caches, pending outputs) follows it.
 
+    Its tensors are on the host, wherever the tree is.
+
     Attributes:
         committed: int64, rows that move from the tree to the past, in order.
         committed_ids: int64, their token ids.
@@ -39,7 +41,7 @@ class Advance:
         """Translate row indices from before the verdict to after it.
 
         Args:
-            rows: int64 [R], indices before the verdict.
+            rows: int64 [R], indices before the verdict, on the host.
 
         Returns:
             bool [R], which of ``rows`` are kept; and int64, the new indices of those.
@@ -50,14 +52,14 @@ class Advance:
 
     @property
     def changes(self) -> RowChanges:
-        """The same on the host."""
+        """The same as lists."""
         return RowChanges(self.committed.tolist(), self.committed_ids.tolist(), self.kept.tolist(), self.num_rows)
 
     @cached_property
     def new_numbers(self) -> Tensor:
         """int64 [N], the index of each row after the verdict; −1 if the row is dropped."""
-        numbers = torch.full((self.num_rows,), -1, dtype=torch.int64, device=self.kept.device)
-        numbers[self.kept] = torch.arange(len(self.kept), device=self.kept.device)
+        numbers = torch.full((self.num_rows,), -1, dtype=torch.int64)
+        numbers[self.kept] = torch.arange(len(self.kept))
         return numbers
 
 
@@ -66,7 +68,7 @@ class Candidates:
     """The draft model's predictions for F rows of the tree (paper's Q and Y).
 
     Attributes:
-        rows: int64 [F], tree rows that were drafted.
+        rows: int64 [F], tree rows that were drafted, on the host.
         token_ids: int64 [F, c], the c most probable next tokens of each row.
         log_probs: [F, c], their log-probabilities.
     """
@@ -125,7 +127,7 @@ class DraftRows:
 
 @dataclass(frozen=True)
 class RowChanges:
-    """What a verdict or a cut changes in a tree of ``num_rows`` rows, on the host. Attributes as those of ``Advance``."""
+    """What a verdict or a cut changes in a tree of ``num_rows`` rows, as lists. Attributes as those of ``Advance``."""
 
     committed: list[int]
     committed_ids: list[int]
@@ -145,11 +147,12 @@ class Gaps(Protocol):
 
 @dataclass
 class _HostRows:
-    """Token ids, parents and depths of the rows as lists, so that walks along the tree need no transfer from the device."""
+    """Token ids, parents, depths and gaps of the rows as lists, so that walks along the tree need no transfer from the device."""
 
     token_ids: list[int] = field(default_factory=list)
     parents: list[int] = field(default_factory=list)
     depths: list[int] = field(default_factory=list)
+    gaps: list[int] = field(default_factory=list)
 
     def append(self, token_ids: list[int], parents: list[int]) -> bool:
         """Add rows; returns whether any of them has a parent among them. Raises ValueError as ``PredictionTree.append``."""
@@ -162,6 +165,7 @@ class _HostRows:
         self.parents += parents
         for parent in parents:
             self.depths.append(0 if parent < 0 else self.depths[parent] + 1)
+            self.gaps.append(0)
         return max(parents, default=-1) >= first
 
     def subtree(self, row: int) -> list[int]:
@@ -178,6 +182,7 @@ class _HostRows:
         self.token_ids = [self.token_ids[row] for row in rows]
         self.parents = [numbers.get(self.parents[row], -1) for row in rows]
         self.depths = [self.depths[row] - depth for row in rows]
+        self.gaps = [self.gaps[row] for row in rows]
 
 
 class PredictionTree:
@@ -200,6 +205,7 @@ class PredictionTree:
         self.root_position = 0
         self.gaps: Gaps | None = None
         self.num_rows = 0
+        self._root_gap = 0
         self._has_log_probs = False  # else all are 0
         self._host = _HostRows()
         self._allocate(block)
@@ -262,10 +268,12 @@ class PredictionTree:
         Raises:
             ValueError: the tree is not empty.
         """
-        return self.append(self._token_ids.new_tensor([token]), self._parents.new_tensor([-1]))
+        return self.append(torch.tensor([token]), torch.tensor([-1]))
 
     def append(self, token_ids: Tensor, parents: Tensor, log_probs: Tensor | None = None) -> slice:
         """Add R rows after the existing ones; returns the slice of their indices.
+
+        Ids that are on the host cost no wait for the tree's device.
 
         Args:
             token_ids: int64 [R].
@@ -280,13 +288,14 @@ class PredictionTree:
         rows = torch.stack((token_ids, parents))
         has_new_parents = self._host.append(*rows.tolist())
         self._reserve(last)
+        rows = rows.to(self._device)
         self._rows[:2, first:last] = rows
         self._depths[first:last] = torch.tensor(self._host.depths[first:], device=self._device)
         self._set_log_probs(first, last, log_probs)
-        self._extend_mask(parents, first, last, has_new_parents)
+        self._extend_mask(rows[1], first, last, has_new_parents)
         self.num_rows = last
         if self.gaps is not None:
-            self._set_gaps(self.gaps, first, token_ids)
+            self._set_gaps(self.gaps, first)
         return slice(first, last)
 
     def _set_log_probs(self, first: int, last: int, log_probs: Tensor | None) -> None:
@@ -296,12 +305,15 @@ class PredictionTree:
         elif self._has_log_probs:
             self._log_probs[first:last] = 0.0
 
-    def _set_gaps(self, gaps: Gaps, first: int, token_ids: Tensor) -> None:
-        """Set the gaps after the rows that were just added. The root's gap is set by ``set_root_position``."""
-        self._gaps[max(first, 1) : self.num_rows] = 0
-        for row, token in enumerate(token_ids.tolist(), start=first):
-            if row > 0 and token >= 0 and gaps.may_follow(token):
-                self._gaps[row] = gaps.after(self.path(row))
+    def _set_gaps(self, gaps: Gaps, first: int) -> None:
+        """Set the gaps after the rows from ``first`` on. The root's gap is set by ``set_root_position``."""
+        host = self._host
+        for row in range(max(first, 1), self.num_rows):
+            token = host.token_ids[row]
+            host.gaps[row] = gaps.after(self.path(row)) if token >= 0 and gaps.may_follow(token) else 0
+        if first == 0 and self.num_rows:
+            host.gaps[0] = self._root_gap
+        self._gaps[first : self.num_rows] = torch.tensor(host.gaps[first:], dtype=torch.int64)
 
     def path(self, row: int) -> list[int]:
         """The tokens on the path from below the root to ``row``, inclusive."""
@@ -317,10 +329,15 @@ class PredictionTree:
 
     def positions_of(self, rows: Sequence[int]) -> list[int]:
         """The position ids of ``rows``."""
+        host = self._host
         if self.gaps is None:
-            return [self.root_position + self._host.depths[row] for row in rows]
-        positions: list[int] = self.positions[list(rows)].tolist()
-        return positions
+            return [self.root_position + host.depths[row] for row in rows]
+        above = (sum(host.gaps[ancestor] for ancestor in self.ancestors_of(row)[1:]) for row in rows)
+        return [self.root_position + host.depths[row] + gaps for row, gaps in zip(rows, above, strict=True)]
+
+    def ids_of(self, rows: slice) -> tuple[Tensor, Tensor]:
+        """Token ids and parents of ``rows``, int64, on the host."""
+        return torch.tensor(self._host.token_ids[rows], dtype=torch.int64), torch.tensor(self._host.parents[rows])
 
     def ancestors_of(self, row: int) -> list[int]:
         """``row`` itself, its parent, and so on up to the root."""
@@ -333,8 +350,10 @@ class PredictionTree:
     def set_root_position(self, root_position: int, gap: int) -> None:
         """Set the position id of the root, also of one still to come, and the number of positions left empty after it."""
         self.root_position = root_position
+        self._root_gap = gap
         if self.gaps is not None:
             self._gaps[0] = gap
+            self._host.gaps[:1] = [gap] if self.num_rows else []
 
     def grow(self, candidates: Candidates, width: int) -> slice:
         """Add a layer: the ``min(width, F·c)`` candidates with the most probable paths (paper §3.3.3); returns its rows.
@@ -346,7 +365,7 @@ class PredictionTree:
         chosen = cumulative.flatten().topk(min(width, cumulative.numel())).indices.sort().values
         return self.append(
             candidates.token_ids.flatten()[chosen],
-            candidates.rows[chosen // num_children],
+            candidates.rows.to(self._device)[chosen // num_children],
             candidates.log_probs.flatten()[chosen],
         )
 
@@ -407,19 +426,19 @@ class PredictionTree:
         """Commit some rows, which are a path from the root, and drop all others but ``kept``."""
         num_rows, count, host = self.num_rows, len(kept), self._host
         committed_ids = [host.token_ids[row] for row in committed]
+        gap = sum(host.gaps[row] for row in committed)
         host.keep(kept, len(committed))
-        of_committed = torch.tensor([committed, committed_ids], dtype=torch.int64, device=self._device)
-        of_kept = torch.tensor([kept, host.token_ids, host.parents, host.depths], dtype=torch.int64, device=self._device)
+        of_committed = torch.tensor([committed, committed_ids], dtype=torch.int64)
+        of_kept = torch.tensor([kept, host.token_ids, host.parents, host.depths, host.gaps], dtype=torch.int64)
         advance = Advance(of_committed[0], of_committed[1], of_kept[0], num_rows, hit)
-        self.root_position += len(committed)
+        self.root_position += len(committed) + gap
         if self.gaps is not None:
-            self.root_position += int(self._gaps[advance.committed].sum())
-            self._gaps[:count] = self._gaps[advance.kept]
+            self._gaps[:count] = of_kept[4]
         if self._has_log_probs:
             self._log_probs[:count] = self._log_probs[advance.kept]
             self._log_probs[:1] = 0.0  # the new root is certain
         if count:
-            self._rows[:, :count] = of_kept[1:]
+            self._rows[:, :count] = of_kept[1:4]
             self._mask[:count, :count] = self._mask[advance.kept][:, advance.kept]
         self.num_rows = count
         return advance

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 
@@ -22,6 +23,10 @@ class Visibility:
     seen: Tensor
     shared: int
     slot_positions: Callable[[], Tensor]
+
+    def to(self, device: torch.device | str) -> Visibility:
+        """The mask on a device."""
+        return Visibility(self.seen.to(device), self.shared, lambda: self.slot_positions().to(device))
 
     def of(self, rows: slice, num_slots: int) -> Visibility:
         """The mask of some of the rows over the first ``num_slots`` slots."""

@@ -204,12 +204,12 @@ def test_misses_are_told_apart_by_who_had_named_the_token(both: Callable[[str], 
 def test_experience_tells_which_accepted_tokens_were_among_the_choices() -> None:
     experience, request = WatchedExperience(4), Request(0, (1, 2))
     choices = Choices(torch.tensor([[7, 8]]), torch.tensor([[[1.0], [0.0], [0.0]]]))
-    acceptance, expected = experience.acceptance(request, (1.0,), "cpu"), Acceptance((1.0,))
+    acceptance, expected = experience.acceptance(request, (1.0,)), Acceptance((1.0,))
     for token, is_proposed in ((8, True), (9, False)):
         assert acceptance.observe(choices, 0, token) is expected.observe(choices, 0, token) is is_proposed
     assert experience.take_proposed(2) == [True, False]
     assert experience.take_proposed(2) == [False, False], "nothing was drafted"
-    again = experience.acceptance(request, (1.0,), "cpu")
+    again = experience.acceptance(request, (1.0,))
     assert torch.equal(again.log_chances(choices), expected.log_chances(choices)), "the same one learns on"
 
 

@@ -90,7 +90,7 @@ def test_every_verdict_teaches() -> None:
     for _ in range(3):
         method = best_first(ScriptedDrafter(SURE), experience=experience)
         request = Request(0, PROMPT, options=BestFirstOptions(4, 2, forwards=3, proposers=DRAFT_ALONE))
-        weights = experience.acceptance(request, (9.0, 9.0), "cpu").weights
+        weights = experience.acceptance(request, (9.0, 9.0)).weights
         before = weights.clone()
         for _ in range(10):
             method.apply(Verdict.of(20))

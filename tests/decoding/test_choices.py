@@ -115,7 +115,7 @@ def test_ngrams_equal_a_naive_search(seed: int, length: int, below: int) -> None
     paths: list[list[int]] = [[]]
     for _ in range(below):
         paths.append([*chooser.choice(paths), chooser.choice((0, 1, 2))])
-    proposal = NgramProposal.of([proposer.find(path) for path in paths], "cpu")
+    proposal = NgramProposal.of([proposer.find(path) for path in paths])
     for index, path in enumerate(paths):
         check_row(proposal, index, NaiveSearch(text, path))
 
@@ -132,6 +132,6 @@ def test_the_latest_of_equally_long_matches_is_named_first() -> None:
 
 @pytest.mark.parametrize("text", [(5,), (5, 5), (5, 6)])
 def test_a_short_text_names_nothing(text: tuple[int, ...]) -> None:
-    choices = Choices.merged([NgramProposal.of([NgramProposer(text).find([])], "cpu")])
+    choices = Choices.merged([NgramProposal.of([NgramProposer(text).find([])])])
     assert (choices.token_ids == NO_TOKEN).all()
     assert Acceptance(NgramProposer.prior).log_chances(choices).exp().sum() == 0

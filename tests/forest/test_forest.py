@@ -100,7 +100,7 @@ def test_tokens_behind_the_last_opener_are_free_when_the_parent_has_ended() -> N
     sequence = sequence_of(toy("apar"), PROMPT)
     for token in ids("a [Fork] b c"):
         sequence.accept(0, token)
-    slots = Slots(sequence, "cpu")
+    slots = Slots(sequence)
     numbers, indices = torch.tensor([0, 0, 1, 0, 0]), torch.tensor([0, 1, 0, 2, 3])
     slots.commit(numbers, indices, torch.arange(5) + PROMPT)
     assert slots.seen(torch.tensor([0, 1]), torch.zeros(0).long(), torch.zeros(0).long()).int().tolist() == [

@@ -38,7 +38,7 @@ class Stage:
 
     def verdict(self) -> dict[int, str]:
         """What is accepted of each thread."""
-        walks = self.acceptance.verify(self.forest, torch.tensor(self.successors, dtype=torch.int64))
+        walks = self.acceptance.verify(self.forest, self.successors)
         if walks:
             self.last = Verdict(tuple(Accepted(walk.thread, walk.tokens) for walk in walks))
             self.rows = [row for walk in walks for row in walk.rows]

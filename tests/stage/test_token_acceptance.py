@@ -46,7 +46,7 @@ class Stage:
         self.acceptance.replayed(changes)
 
     def accepted(self, *successors: int) -> tuple[int, ...]:
-        walks = self.acceptance.verify(self.forest, torch.tensor(successors, dtype=torch.int64))
+        walks = self.acceptance.verify(self.forest, successors)
         self.rows = [row for walk in walks for row in walk.rows]
         assert [walk.thread for walk in walks] == [0] * len(walks) and len(walks) <= 1
         return tuple(token for walk in walks for token in walk.tokens)

@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from pipedec.bench.reads.device import DEVICE, CountedDevice
 from pipedec.core import FINISH_REASONS, Accepted, Envelope, Opening, SamplingParams, Step, Update, Verdict
 from pipedec.transport.wire import (
     INLINE_HEAD_BYTES,
@@ -93,18 +94,17 @@ def test_steps_round_trip(dtype: torch.dtype | None, data: st.DataObject, hidden
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, None], ids=str)
 def test_messages_of_another_device_hold_the_same_bytes(dtype: torch.dtype | None) -> None:
-    class Elsewhere(torch.Tensor):
-        """A tensor in host memory that says that it is on a GPU."""
-
-        device = property(lambda self: torch.device("cuda"))  # type: ignore[assignment]
-
     hidden = None if dtype is None else torch.randn(5, 4).to(dtype)
     for threads in (None, torch.arange(5)):
         sent = Step(torch.arange(5), torch.arange(5) - 1, hidden, threads)
-        message = pack(sent, torch.device("cuda"))
+        with CountedDevice() as counted:
+            elsewhere = Step(sent.token_ids, sent.parents, None if hidden is None else hidden.to(DEVICE), threads)
+            message = pack(elsewhere, DEVICE)
+            assert message.device == DEVICE and not counted.reads
+            received = unpack(message, 5, 0 if dtype is None else 4, dtype or torch.float32)
+            assert counted.reads.total() == 1 and not counted.mixed
+            assert received.token_ids.device == CPU and (hidden is None or received.hidden.device == DEVICE)  # type: ignore[union-attr]
         assert torch.equal(message, pack(sent, CPU))
-        elsewhere = message.as_subclass(Elsewhere)  # type: ignore[arg-type]
-        received = unpack(elsewhere, 5, 0 if dtype is None else 4, dtype or torch.float32)
         assert_equal(received, sent)
 
 

@@ -54,8 +54,8 @@ class WatchedExperience(Experience):
         self._is_proposed: list[bool] = []
         self._watched: dict[int, Acceptance] = {}  # by the identity of what is watched: who shares it is scored together
 
-    def acceptance(self, request: Request, prior: tuple[float, ...], device: torch.device | str) -> Acceptance:
-        watched = super().acceptance(request, prior, device)
+    def acceptance(self, request: Request, prior: tuple[float, ...]) -> Acceptance:
+        watched = super().acceptance(request, prior)
         return self._watched.setdefault(id(watched), _WatchedAcceptance(watched, self._is_proposed))
 
     def take_proposed(self, tokens: int) -> list[bool]:

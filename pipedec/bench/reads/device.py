@@ -24,9 +24,9 @@ _PACKAGE = Path(__file__).parents[2]
 
 # Each hands values to the host, or makes a tensor whose shape depends on values.
 _READS = frozenset({
-    "__array__", "__bool__", "__complex__", "__contains__", "__float__", "__index__", "__int__", "allclose", "argwhere", "bincount",
-    "equal", "is_nonzero", "item", "masked_scatter", "masked_scatter_", "masked_select", "nonzero", "numpy", "tolist", "unique",
-    "unique_consecutive",
+    "__array__", "__bool__", "__complex__", "__contains__", "__float__", "__index__", "__int__",
+    "allclose", "argwhere", "bincount", "equal", "is_nonzero", "item", "masked_scatter", "masked_scatter_", "masked_select",
+    "nonzero", "numpy", "tolist", "unique", "unique_consecutive",
 })  # fmt: skip
 _INDEXING = frozenset({"__getitem__", "__setitem__", "index_put", "index_put_", "index"})
 _COPIES = frozenset({"copy_", "cpu", "to"})
