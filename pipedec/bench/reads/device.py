@@ -75,7 +75,7 @@ class CountedDevice(TorchFunctionMode):
         target = _target(name, args, kwargs)
         if is_marked and (name in _READS or target == _HOST or _has_dynamic_shape(name, args, kwargs)):
             self.reads[self._who, _line()] += 1
-        elif is_marked and name not in _INDEXING | _COPIES and _is_mixed(tensors):
+        elif is_marked and name not in _COPIES and _is_mixed(name, args, tensors):
             self.mixed[self._who, _line()] += 1
         result = func(*args, **kwargs)
         if target == _HOST or name in ("numpy", "tolist"):
@@ -114,8 +114,16 @@ def _has_dynamic_shape(name: str, args: tuple[Any, ...], kwargs: dict[str, Any])
     return False
 
 
-def _is_mixed(tensors: list[Tensor]) -> bool:
-    return any(not isinstance(tensor, Marked) and tensor.dim() > 0 for tensor in tensors)
+def _is_mixed(name: str, args: tuple[Any, ...], tensors: list[Tensor]) -> bool:
+    """Whether a device would refuse these tensors together. From the host it takes numbers, indices, and values for slices."""
+    if name in _INDEXING:
+        has_indices = bool(list(_tensors(args[1])))
+        return not isinstance(tensors[0], Marked) or (has_indices and any(map(_is_of_host, args[2:3])))
+    return any(map(_is_of_host, tensors))
+
+
+def _is_of_host(value: Any) -> bool:
+    return isinstance(value, Tensor) and not isinstance(value, Marked) and value.dim() > 0
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
