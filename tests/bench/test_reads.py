@@ -53,7 +53,7 @@ MIXED: dict[str, Callable[[Tensor], Any]] = {
     "cat": lambda values: torch.cat((torch.tensor(VALUES), values)),
     "into": lambda values: values.add_(torch.tensor(VALUES)),
     "gather": lambda values: torch.tensor(VALUES).gather(0, values),
-    "values for indices": lambda values: values.__setitem__(values, torch.tensor(VALUES)),
+    "values for indices": lambda values: values.__setitem__(values.clone(), torch.tensor(VALUES)),
     "indices of a tensor on the host": lambda values: torch.tensor(VALUES)[values],
 }
 
