@@ -7,6 +7,7 @@ tokens below the root. Knows what a structure forces, and trees; knows no draft 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import inf
 
 import torch
 
@@ -64,10 +65,11 @@ def _best(tree: PredictionTree, candidates: Candidates, count: int) -> list[tupl
     """Token, parent and log-probability of the ``count`` most probable paths, best first; of fewer if no more are possible."""
     cumulative = candidates.log_probs + tree.cumulative_log_probs[candidates.rows, None]
     ranked = cumulative.flatten().sort(descending=True, stable=True)
-    chosen = ranked.indices[:count][ranked.values[:count] > -torch.inf]
+    chosen = ranked.indices[:count]
     parents = candidates.rows.to(chosen.device)[chosen // candidates.token_ids.shape[1]]
-    columns = candidates.token_ids.flatten()[chosen], parents, candidates.log_probs.flatten()[chosen]
-    return list(zip(*(column.tolist() for column in columns), strict=True))
+    columns = candidates.token_ids.flatten()[chosen], parents, candidates.log_probs.flatten()[chosen], ranked.values[:count]
+    read = zip(*torch.stack([column.double() for column in columns]).tolist(), strict=True)
+    return [(int(token), int(parent), log_prob) for token, parent, log_prob, path in read if path > -inf]
 
 
 def _appended(tree: PredictionTree, rows: Sequence[tuple[int, int, float]]) -> slice:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pipedec.bench.reads.counting import ReadsConfig, measure_reads, over_budget
 from pipedec.bench.reads.device import DEVICE, CountedDevice
-from pipedec.core import UserError
+from pipedec.core import SamplingParams, StructuredOutputs, UserError
 from pipedec.methods import METHOD_NAMES
 
 VALUES = [3, 0, 2, 1]
@@ -100,15 +100,28 @@ def test_reads_belong_to_who_works() -> None:
     assert sorted(who for who, _ in device.reads) == ["rank 0", "stage 1"]
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_every_method_keeps_to_its_budget(pair: Pair, temperature: float) -> None:
-    spec = replace(pair.spec(3), dtype="float64")
-    config = ReadsConfig(METHOD_NAMES, (1, 3), "Natalia sold 12 clips in April.", max_tokens=12, temperature=temperature)
-    rows = measure_reads(spec, config)
+SAMPLING = {
+    "greedy": SamplingParams(max_tokens=12),
+    "drawn": SamplingParams(0.8, top_k=40, top_p=0.9, min_p=0.01, seed=3, max_tokens=12),
+    "penalties": SamplingParams(0.8, seed=3, max_tokens=12, repetition_penalty=1.2, frequency_penalty=0.3, logit_bias={5: 2.0}),
+    "structured": SamplingParams(max_tokens=12, structured_outputs=StructuredOutputs(regex="[a-z ]{30}")),
+}
+
+
+@pytest.mark.parametrize("kind", SAMPLING)
+def test_every_method_keeps_to_its_budget(pair: Pair, kind: str) -> None:
+    config = ReadsConfig(METHOD_NAMES, (1, 3), "Natalia sold 12 clips in April.", SAMPLING[kind])
+    rows = measure_reads(replace(pair.spec(3), dtype="float64"), config)
     assert len(rows) == 2 * len(METHOD_NAMES)
     assert [line for row in rows for line in over_budget(row)] == []
     assert all(row["stages"]["stage 3"] > 0 and row["stages"]["stage 1"] == 0 for row in rows)
     assert all(row["rank_0"] > 0 for row in rows if row["config"]["method"] in ("stpp", "pipedec", "pipedec-bestfirst"))
+
+
+def test_log_probabilities_are_read_but_never_mixed(pair: Pair) -> None:
+    config = ReadsConfig(METHOD_NAMES, (2,), "Natalia sold clips.", SamplingParams(max_tokens=8, logprobs=2, prompt_logprobs=1))
+    for row in measure_reads(replace(pair.spec(3), dtype="float64"), config):
+        assert row["mixed_places"] == [] and row["stages"]["stage 3"] > 1
 
 
 def test_what_is_over_budget_is_named() -> None:

@@ -113,7 +113,7 @@ def test_ctrl_c_ends_all_that_launch_has_started(started: Started, pair: Pair, t
     else:
         assert wait_until(lambda: len(psutil.Process(process.pid).children(recursive=True)) >= 3, START_SECONDS)
     os.killpg(process.pid, signal.SIGINT)
-    _, err = process.communicate(timeout=20)
+    _, err = process.communicate(timeout=START_SECONDS)
     assert process.returncode == 0 and err.decode().splitlines()[-1] == "Stopping the cluster.", err.decode()
 
 

@@ -193,7 +193,7 @@ def _time_cache(stopwatch: Stopwatch, cache: KVCache, advance: Advance) -> dict[
 
 def _drafted(layer: slice, children: int, generator: torch.Generator, device: torch.device) -> Candidates:
     """Random candidates below every row of ``layer``, with the tokens 0, 1, … in order of probability."""
-    rows = torch.arange(layer.start, layer.stop, device=device)
+    rows = torch.arange(layer.start, layer.stop)
     log_probs = torch.randn(len(rows), 2 * children, generator=generator).mul(2).log_softmax(-1).topk(children).values
     return Candidates(rows, torch.arange(children, device=device).expand(len(rows), -1), log_probs.to(device))
 

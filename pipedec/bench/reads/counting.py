@@ -42,14 +42,13 @@ class ReadsConfig:
     methods: tuple[str, ...]
     requests: tuple[int, ...]
     prompt: str
-    max_tokens: int = 32
-    temperature: float = 0.0
+    sampling: SamplingParams = SamplingParams(max_tokens=32)
     threads: str | None = None
 
     def __post_init__(self) -> None:
         for method in self.methods:
             find_method(method)
-        if min(self.requests) < 1 or self.max_tokens < 2:
+        if min(self.requests) < 1 or self.sampling.max_tokens < 2:
             raise UserError("--requests must be at least 1, and --max-tokens at least 2")
 
 
@@ -124,10 +123,9 @@ def _request(config: ReadsConfig, method: str, prompter: Prompter, number: int) 
     """A request of its own: the prompts end with different numbers."""
     dialect: Dialect | None = None if config.threads is None else load_dialect(config.threads)
     prompt = config.prompt if number == 1 else f"{config.prompt} {number}"
-    ids = prompter.token_ids(prompt, False, config.max_tokens, None if dialect is None else dialect.name)
-    sampling = SamplingParams(config.temperature, seed=number if config.temperature else None, max_tokens=config.max_tokens)
+    ids = prompter.token_ids(prompt, False, config.sampling.max_tokens, None if dialect is None else dialect.name)
     threads = None if dialect is None else dialect.to_json()
-    return Request(number, ids, sampling, method=method, options=make_options(method, {}), threads=threads)
+    return Request(number, ids, config.sampling, method=method, options=make_options(method, {}), threads=threads)
 
 
 def over_budget(row: Row) -> list[str]:

@@ -13,7 +13,7 @@ from pipedec.cli.benchmarks.shared import OUT_HELP, PATH, append, numbers
 from pipedec.cli.cluster import local_cluster
 from pipedec.cli.options import PipelineFlags, pipeline_options
 from pipedec.cli.show import console
-from pipedec.core import PipedecError
+from pipedec.core import PipedecError, SamplingParams
 
 _MOST_PLACES = 12
 
@@ -41,7 +41,8 @@ def reads(
     from pipedec.bench.record import check_writable
 
     chosen = tuple(methods.split(","))
-    config = ReadsConfig(chosen, numbers("--requests", requests_), prompt, max_tokens, temperature, threads)
+    sampling = SamplingParams(temperature, seed=0 if temperature else None, max_tokens=max_tokens)
+    config = ReadsConfig(chosen, numbers("--requests", requests_), prompt, sampling, threads)
     check_writable(out)
     spec = local_cluster(pipeline).spec
     with console.status("reads") as status:
