@@ -78,13 +78,19 @@ class AttentionPlan:
                 continue
             bias = torch.zeros(len(seen), group, num_prompt_slots + shared + seen.shape[1], dtype=dtype, device=device)
             if window is not None:
-                positions = torch.cat((torch.arange(shared, device=device), visibility.slot_positions()[: seen.shape[1]]))
-                in_window = positions > positions_R[:, None] - window
-                seen = seen & in_window[:, shared:]
-                bias[:, :, num_prompt_slots : num_prompt_slots + shared].masked_fill_(~in_window[:, None, :shared], -torch.inf)
+                near_RS = in_window(visibility, positions_R, window)
+                seen = seen & near_RS[:, shared:]
+                bias[:, :, num_prompt_slots : num_prompt_slots + shared].masked_fill_(~near_RS[:, None, :shared], -torch.inf)
             bias[:, :, num_prompt_slots + shared :].masked_fill_(~seen[:, None], -torch.inf)
             biases[window] = bias.flatten(0, 1)
         return cls(False, biases)
+
+
+def in_window(visibility: Visibility, positions_R: Tensor, window: int) -> Tensor:
+    """bool [R, S]: the slots whose positions are among the last ``window`` up to the row's own."""
+    shared_positions = torch.arange(visibility.shared, device=positions_R.device)
+    positions_S = torch.cat((shared_positions, visibility.slot_positions()[: visibility.seen.shape[1]]))
+    return positions_S > positions_R[:, None] - window
 
 
 def _is_one_row_that_sees_all(seen: Tensor) -> bool:
