@@ -237,8 +237,18 @@ def flash_applies(dtype: torch.dtype, device: torch.device) -> bool:
     return attention_backend(dtype, device)[0] == "flash-attention"
 
 
+def described_attention(dtype: torch.dtype, device: torch.device, captures: bool) -> tuple[str, str]:
+    """The kernel of layers without a sliding window, and why it is that one, for users.
+
+    Args:
+        captures: forwards on a GPU are captured if they have few rows.
+    """
+    name, why = attention_backend(dtype, device)
+    return name, f"{why}; SDPA in CUDA graphs for few rows" if captures and device.type == "cuda" else why
+
+
 def attention_backend(dtype: torch.dtype, device: torch.device) -> tuple[str, str]:
-    """The kernel of layers without a sliding window, and why it is that one."""
+    """The kernel of layers without a sliding window in a forward that is not captured, and why it is that one."""
     if device.type != "cuda":
         return "SDPA", "flash-attention needs CUDA"
     if dtype not in (torch.float16, torch.bfloat16):

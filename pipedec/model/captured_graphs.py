@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from pipedec.config import captures_graphs
 from pipedec.core import UserError
 from pipedec.model.buckets import MOST_ROWS, Bucket, BucketBuffers, BucketTensors
 from pipedec.model.cache import Pool
@@ -48,14 +49,15 @@ class CapturedGraphs:
     one forward follows the other on the device.
 
     Args:
-        layers: computes the layers from inputs, cosines and sines, slots to write in the pool, and the attention: a function of
-            tensors that reads none of their values on the host. Returns hidden_RE.
-        capture: captures and, unless it only records, runs.
+        capture: how forwards are captured.
+
+    Attributes:
+        pool: whose addresses the graphs contain.
     """
 
-    def __init__(self, layers: Layers, shape: LayersShape, pool: Pool, capture: Capture) -> None:
+    def __init__(self, shape: LayersShape, pool: Pool, capture: Capture) -> None:
         self.pool = pool
-        self._layers, self._shape, self._capture = layers, shape, capture
+        self._shape, self._capture = shape, capture
         self._buffers: BucketBuffers | None = None
         self._graphs: dict[Bucket, tuple[BucketTensors, Run]] = {}
 
@@ -64,11 +66,13 @@ class CapturedGraphs:
         bucket = Bucket.of(lanes)
         return bucket if bucket in self._graphs or len(self._graphs) < MOST_GRAPHS else None
 
-    def forward(self, bucket: Bucket, inputs: Tensor, cos_sin: CosSin, lanes: Sequence[LaneRows]) -> Tensor:
+    def forward(self, bucket: Bucket, layers: Layers, inputs: Tensor, cos_sin: CosSin, lanes: Sequence[LaneRows]) -> Tensor:
         """Compute the rows of ``lanes`` and write their keys and values: hidden_RE without the rows that fill up.
 
         Args:
             bucket: from ``bucket_of``.
+            layers: computes hidden_RE from inputs, cosines and sines, slots to write in the pool, and the attention: always the
+                same function of tensors, which reads none of their values on the host.
             inputs, cos_sin: of the rows.
 
         Raises:
@@ -81,14 +85,14 @@ class CapturedGraphs:
         known = self._graphs.get(bucket)
         tensors = BucketTensors.of(bucket, self._buffers) if known is None else known[0]
         tensors.fill(inputs, cos_sin, lanes, self.pool.spare_slot)
-        replay = self._capture(self._run_of(tensors)) if known is None else known[1]
+        replay = self._capture(self._run_of(layers, tensors)) if known is None else known[1]
         replay()
         self._graphs[bucket] = tensors, replay
         return self._hidden_RE[: len(inputs)].clone()
 
-    def _run_of(self, tensors: BucketTensors) -> Run:
+    def _run_of(self, layers: Layers, tensors: BucketTensors) -> Run:
         """What is captured: from the buffers to the output."""
-        layers, shape, pool, output_RE = self._layers, self._shape, self.pool, self._hidden_RE[: len(tensors.inputs)]
+        shape, pool, output_RE = self._shape, self.pool, self._hidden_RE[: len(tensors.inputs)]
 
         def run() -> None:
             attention = tensors.attention(pool, shape.windows, shape.group)
@@ -100,26 +104,34 @@ class CapturedGraphs:
 class CudaCapture:
     """Captures as CUDA graphs, which share one pool of memory for what is between buffers and output."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._memory = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(device)
 
     def __call__(self, run: Run) -> Run:
         """Raises UserError if CUDA refuses."""
         graph = torch.cuda.CUDAGraph()
         try:
-            self._warm_up(run)
-            with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
-                run()
+            with torch.cuda.device(self._device):
+                self._warm_up(run)
+                with torch.cuda.graph(graph, self._memory, self._stream, capture_error_mode="thread_local"):
+                    run()
         except RuntimeError as error:
             reason = str(error).partition("\n")[0]
             raise UserError(f"the layers cannot be captured as a CUDA graph ({reason}): set PIPEDEC_GRAPHS=off") from error
         return graph.replay
 
     def _warm_up(self, run: Run) -> None:
-        """On a stream of its own, as a capture is. Each run writes the same keys and values to the same slots."""
-        current, aside = torch.cuda.current_stream(), torch.cuda.Stream()
-        aside.wait_stream(current)
-        with torch.cuda.stream(aside):
+        """On the stream of the capture. Each run writes the same keys and values to the same slots."""
+        current = torch.cuda.current_stream()
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
             for _ in range(_WARM_UPS):
                 run()
-        current.wait_stream(aside)
+        current.wait_stream(self._stream)
+
+
+def device_capture(device: torch.device) -> Capture | None:
+    """How forwards on a device are captured: as CUDA graphs unless the user has turned them off; on a CPU not at all."""
+    return CudaCapture(device) if device.type == "cuda" and captures_graphs() else None

@@ -199,7 +199,7 @@ class StageModel:
             attention = kind(lanes, self._windows, self.config.queries_per_kv_head, self.dtype)
             hidden_RE = self._computed(inputs, cos_sin, slots_of(lanes), pool, attention)
         else:
-            hidden_RE = graphs.forward(bucket, inputs, cos_sin, lanes)
+            hidden_RE = graphs.forward(bucket, self._computed, inputs, cos_sin, lanes)
         for lane in lanes:
             lane.append()
         return hidden_RE
@@ -239,7 +239,7 @@ class StageModel:
             return None
         if self._graphs is None or self._graphs.pool is not pool:
             shape = LayersShape(self._windows, self.config.queries_per_kv_head, self.config.hidden_size)
-            self._graphs = CapturedGraphs(self._computed, shape, pool, self.capture)
+            self._graphs = CapturedGraphs(shape, pool, self.capture)
         return self._graphs
 
     def _cos_sin(self, lanes: Sequence[LaneRows]) -> CosSin:
