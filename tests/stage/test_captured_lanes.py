@@ -3,37 +3,28 @@
 from __future__ import annotations
 
 import random
-from typing import Any
 
 import pytest
 import torch
 from captures import Repeated
-from examples import examples
-from hypothesis import given
-from hypothesis import strategies as st
-from lane_scripts import Script, run
-from lane_targets import CUT, MODELS, Target, save_target, scripts
+from lane_scripts import run
+from lane_targets import CUT, MODELS, save_target
 from slot_books import SlotBooks
-from test_lanes_in_company import assert_equal
+from test_lanes_in_company import assert_equal, many
 
 
-@pytest.fixture(scope="module", params=MODELS)
-def target(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Target:
-    return save_target(request.param, tmp_path_factory.mktemp("target"))
-
-
-@examples(40)
-@given(drawn=st.lists(scripts(), min_size=1, max_size=5), block=st.sampled_from([3, 16]), seed=st.integers(0, 99))
+@pytest.mark.parametrize("name", MODELS)
 def test_requests_through_captured_stages_are_computed_as_without_graphs(
-    target: Target, drawn: list[dict[str, Any]], block: int, seed: int
+    name: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """Threads, masks, penalties, cancellations; with slots that were those of requests that have ended."""
-    captured, plain = ([Script(number, **arguments) for number, arguments in enumerate(drawn)] for _ in range(2))
-    workers, capture = target.workers(CUT, torch.float64, block), Repeated()
-    for worker in workers:
-        worker._model.capture = capture
-    run(workers, captured, SlotBooks(600, block, random.Random(seed)))
-    run(target.workers(CUT, torch.float64, block), plain, SlotBooks(600, block, random.Random(seed)))
-    assert capture.replays > capture.captures > 0
-    for one, other in zip(plain, captured, strict=True):
-        assert_equal(one, other, 1e-12)
+    """Threads, masks, cancellations; each stage's slots are those of the same stage without graphs."""
+    target, scripts = save_target(name, tmp_path_factory.mktemp("target")), [many(9) for _ in range(2)]
+    capture = Repeated()
+    for together, is_captured in zip(scripts, (False, True), strict=True):
+        workers = target.workers(CUT, torch.float64, 4)
+        for worker in workers if is_captured else ():
+            worker._model.capture = capture
+        run(workers, together, SlotBooks(800, 4, random.Random(3)))
+    assert capture.replays > capture.captures > 3
+    for plain, captured in zip(*scripts, strict=True):
+        assert_equal(plain, captured, 1e-12)
