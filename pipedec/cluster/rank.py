@@ -22,6 +22,7 @@ from pipedec.cluster.epochs import next_epoch
 from pipedec.cluster.lease import RECOVERY_SECONDS, LeaseKeeper
 from pipedec.cluster.meeting import Meeting
 from pipedec.cluster.place import check_device, checked_host
+from pipedec.config import captures_graphs
 from pipedec.core import EpochEnded, PipedecError, RankLost, SchedulerLost
 from pipedec.decoding import Drafter
 from pipedec.engine.activity import Doing
@@ -31,7 +32,7 @@ from pipedec.engine.sequences import Sequences
 from pipedec.engine.spec import PipelineSpec, num_gpus
 from pipedec.engine.stage_loop import StageLoop
 from pipedec.messages import Choice, RankDescription, RunDescription, load_validators
-from pipedec.model import ModelConfig, attention_backend
+from pipedec.model import ModelConfig, described_attention
 from pipedec.scheduler import RedisScheduler
 from pipedec.tracing import Tracer
 from pipedec.transport.rendezvous import Store
@@ -210,7 +211,7 @@ class _Rank:
     def _description(self, joined: _Joined) -> RankDescription:
         """What users are told of this rank."""
         device = torch.cuda.get_device_name(self._device) if self._device.type == "cuda" else "cpu"
-        attention = Choice(*attention_backend(self._spec.torch_dtype, self._device))
+        attention = Choice(*described_attention(self._spec.torch_dtype, self._device, captures_graphs()))
         sending, remarks = (joined.backend, joined.interface), _clock_remarks(self._clock_offset_us)
         about = self._place.rank, self._host, device, str(self._spec.weights_of(self._place.rank))
         return RankDescription(*about, *sending, attention, remarks, self._first_epoch)

@@ -17,6 +17,7 @@ from pipedec.config.cluster import (
     paper_cluster,
 )
 from pipedec.config.environment import (
+    captures_graphs,
     configured_interface,
     environment_with,
     optional_secret,
@@ -32,6 +33,7 @@ from pipedec.validation import parse_json
 
 __all__ = [
     "ClusterConfig", "DeviceConfig", "LaunchConfig", "NetworkConfig", "PartitionConfig", "RedisConfig", "ServerConfig",
+    "captures_graphs",
     "cluster_from_json", "cluster_to_json", "configured_interface", "context_length", "environment_with",
     "load_cluster",
     "load_json", "model_shape", "optional_secret", "paper_cluster", "parse_json", "redis_config", "redis_url_from_environment",

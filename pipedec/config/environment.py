@@ -1,4 +1,4 @@
-"""Secrets, directories and the choice of network interfaces, from environment variables."""
+"""Secrets, directories, the choice of network interfaces and whether graphs are captured, from environment variables."""
 
 from __future__ import annotations
 
@@ -31,6 +31,14 @@ def environment_with(**values: str) -> dict[str, str]:
 def configured_interface() -> str | None:
     """The network interface that the user has chosen for gloo in GLOO_SOCKET_IFNAME, the first of several; None if none."""
     return os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0] or None
+
+
+def captures_graphs() -> bool:
+    """Whether a GPU's forwards are captured as CUDA graphs: unless PIPEDEC_GRAPHS is ``off``. UserError for other values."""
+    chosen = os.environ.get("PIPEDEC_GRAPHS") or "on"
+    if chosen not in ("on", "off"):
+        raise UserError(f"PIPEDEC_GRAPHS must be on or off, not {chosen!r}")
+    return chosen == "on"
 
 
 def ssh_program() -> list[str]:

@@ -18,7 +18,16 @@ from pipedec.hardware import MODEL_SHAPES, QUANTIZED_BITS, WeightFormat
 from pipedec.kv import KVManager
 from pipedec.messages import BitaDescription, RankDescription, RunDescription
 from pipedec.methods import LayerTreeOptions
-from pipedec.model import BitaConfig, BitaWeights, Checkpoint, DraftVocabulary, ModelConfig, StageModel, checked_bita
+from pipedec.model import (
+    BitaConfig,
+    BitaWeights,
+    Checkpoint,
+    DraftVocabulary,
+    ModelConfig,
+    StageModel,
+    checked_bita,
+    device_capture,
+)
 from pipedec.model.rotary import LENGTH_DEPENDENT
 from pipedec.plan.emulation import Emulation
 from pipedec.plan.kv_memory import CPU_BLOCK, CUDA_BLOCK, DEFAULT_BYTES, KVBudget, RankBudget
@@ -414,6 +423,7 @@ class PipelineSpec:
         config = ModelConfig.from_directory(self.target)
         layers = range(*self.layers[rank - 1])
         model = StageModel.load(self.target, layers, self.torch_dtype, device, config, progress, self.quantize)
+        model.capture = device_capture(device)
         if self.bita is not None:
             model.attach(BitaWeights.load(self.bita, config, layers, self.torch_dtype, device))
         kind = FinalStageWorker if rank == self.topology.final_rank else StageWorker
@@ -427,6 +437,7 @@ class PipelineSpec:
         layers = range(config.num_layers)
         dtype = DTYPES[self.weights_of(0).dtype]
         model = StageModel.load(self.draft, layers, dtype, device, config, progress, self.draft_quantize)
+        model.capture = device_capture(device)
         vocabulary = DraftVocabulary.load(self.draft, device)
         return DraftModel(
             model, slots=self.kv_slots, block=self.kv_block, shares_prefixes=self.shares_prefixes, vocabulary=vocabulary

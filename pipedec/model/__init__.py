@@ -4,9 +4,10 @@ attention.
 Knows tensors and Hugging Face checkpoints, but not the cluster, tokenizers or decoding methods.
 """
 
-from pipedec.model.attention import attention_backend
+from pipedec.model.attention import described_attention
 from pipedec.model.bita import BitaConfig, BitaWeights, checked_bita, fingerprint
 from pipedec.model.cache import KVCache
+from pipedec.model.captured_graphs import device_capture
 from pipedec.model.checkpoint import Checkpoint
 from pipedec.model.config import ModelConfig
 from pipedec.model.digest import quick_digest, weight_files, weights_digest
@@ -28,8 +29,9 @@ __all__ = [
     "LaneRows",
     "ModelConfig",
     "StageModel",
-    "attention_backend",
     "checked_bita",
+    "described_attention",
+    "device_capture",
     "fingerprint",
     "load_transformers",
     "quick_digest",

@@ -80,13 +80,19 @@ class AttentionPlan:
                 continue
             bias = torch.zeros(len(seen), group, num_prompt_slots + shared + seen.shape[1], dtype=dtype, device=device)
             if window is not None:
-                positions = torch.cat((torch.arange(shared, device=device), visibility.slot_positions()[: seen.shape[1]]))
-                in_window = positions > positions_R[:, None] - window
-                seen = seen & in_window[:, shared:]
-                bias[:, :, num_prompt_slots : num_prompt_slots + shared].masked_fill_(~in_window[:, None, :shared], -torch.inf)
+                near_RS = in_window(visibility, positions_R, window)
+                seen = seen & near_RS[:, shared:]
+                bias[:, :, num_prompt_slots : num_prompt_slots + shared].masked_fill_(~near_RS[:, None, :shared], -torch.inf)
             bias[:, :, num_prompt_slots + shared :].masked_fill_(~seen[:, None], -torch.inf)
             biases[window] = bias.flatten(0, 1)
         return cls(False, biases)
+
+
+def in_window(visibility: Visibility, positions_R: Tensor, window: int) -> Tensor:
+    """bool [R, S]: the slots whose positions are among the last ``window`` up to the row's own."""
+    shared_positions = torch.arange(visibility.shared, device=positions_R.device)
+    positions_S = torch.cat((shared_positions, visibility.slot_positions()[: visibility.seen.shape[1]]))
+    return positions_S > positions_R[:, None] - window
 
 
 def _is_one_row_that_sees_all(seen: Tensor) -> bool:
@@ -233,8 +239,18 @@ def flash_applies(dtype: torch.dtype, device: torch.device) -> bool:
     return attention_backend(dtype, device)[0] == "flash-attention"
 
 
+def described_attention(dtype: torch.dtype, device: torch.device, captures: bool) -> tuple[str, str]:
+    """The kernel of layers without a sliding window, and why it is that one, for users.
+
+    Args:
+        captures: forwards on a GPU are captured if they have few rows.
+    """
+    name, why = attention_backend(dtype, device)
+    return name, f"{why}; SDPA in CUDA graphs for few rows" if captures and device.type == "cuda" else why
+
+
 def attention_backend(dtype: torch.dtype, device: torch.device) -> tuple[str, str]:
-    """The kernel of layers without a sliding window, and why it is that one."""
+    """The kernel of layers without a sliding window in a forward that is not captured, and why it is that one."""
     if device.type != "cuda":
         return "SDPA", "flash-attention needs CUDA"
     if dtype not in (torch.float16, torch.bfloat16):

@@ -25,6 +25,7 @@ class Pool(Protocol):
     tensor: Tensor
     block: int
     slots: int
+    spare_slot: int
 
     def write(self, layer: int, slots: slice | Tensor, keys_RKD: Tensor, values_RKD: Tensor) -> None: ...
     def copy(self, sources: Sequence[int], targets: Sequence[range]) -> None: ...
@@ -151,12 +152,16 @@ class KVCache:
         Raises:
             ValueError: there are fewer slots than that.
         """
+        ranges = self.read_ranges(extra_rows, with_prompt)
+        parts = [self.pool.tensor[:, :, :, part.start : part.stop] for part in ranges]
+        return _reader_of_one(parts[0]) if len(parts) == 1 else _reader_of_several(parts)
+
+    def read_ranges(self, extra_rows: int = 0, with_prompt: bool = False) -> list[range]:
+        """The pool's slots that a reader with these arguments reads, run by run. Raises ValueError if there are fewer slots."""
         end = self.length + extra_rows
         if end > self.slots:
             raise ValueError(f"{end} rows were never written: the cache has {self.slots} slots")
-        ranges = [*([self._prompt] if with_prompt and self._prompt else []), *self.ranges(0, end)]
-        parts = [self.pool.tensor[:, :, :, part.start : part.stop] for part in ranges]
-        return _reader_of_one(parts[0]) if len(parts) == 1 else _reader_of_several(parts)
+        return [*([self._prompt] if with_prompt and self._prompt else []), *self.ranges(0, end)]
 
     def extend_tree(self, rows: int) -> None:
         """Add ``rows`` written rows to the tree level. Raises ValueError if there are too few slots to hold them."""

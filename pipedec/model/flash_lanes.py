@@ -16,6 +16,7 @@ from torch import Tensor
 
 from pipedec.model.attention import attention_with_lse, flash_attention, merge_by_lse
 from pipedec.model.lane_rows import LaneAttention, Part, Placed
+from pipedec.model.rectangles import Rectangles
 
 
 class FlashLaneAttention(LaneAttention):
@@ -112,37 +113,25 @@ class TreeRows:
     """Rows of some requests' trees, and the slots behind those that all rows of a request see, padded to rectangles.
 
     Attributes:
-        rows: int64 [B, M], indices into the forward's rows; filled up with a request's first row.
-        slots: int64 [B, N], slots of the pool; filled up with a request's first one.
+        rectangles: where they are.
         bias: [B, 1, M·G, N], 0 or −inf, for the folded queries.
-        order: int64 [T], the rows that are no filling, as indices into [B · M].
     """
 
-    rows: Tensor
-    slots: Tensor
+    rectangles: Rectangles
     bias: Tensor
-    order: Tensor
 
     @classmethod
     def of(cls, placed: Sequence[Placed], group: int, dtype: torch.dtype) -> TreeRows:
-        device, counts = placed[0][0].positions.device, [lane.num_tokens for lane, _ in placed]
-        seen = [lane.visibility_of_tokens().seen for lane, _ in placed]
-        most_rows, most_slots = max(counts), max(mask.shape[1] for mask in seen)
-        ranges = [lane.cache.ranges(lane.num_shared, lane.num_shared + mask.shape[1])
-                  for (lane, _), mask in zip(placed, seen, strict=True)]  # fmt: skip
-        slots = [[slot for run in runs for slot in run] for runs in ranges]
-        rows = [range(first, first + count) for (_, first), count in zip(placed, counts, strict=True)]
-        bias = torch.zeros(len(placed), most_rows, group, most_slots, dtype=dtype, device=device)
+        device, seen = placed[0][0].positions.device, [lane.visibility_of_tokens().seen for lane, _ in placed]
+        rows = [range(first, first + lane.num_tokens) for lane, first in placed]
+        slots = [lane.cache.ranges(lane.num_shared, lane.num_shared + mask.shape[1])
+                 for (lane, _), mask in zip(placed, seen, strict=True)]  # fmt: skip
+        rectangles = Rectangles.of(rows, slots, device)
+        bias = torch.zeros(*rectangles.rows.shape, group, rectangles.slots.shape[1], dtype=dtype, device=device)
         for of_lane, mask in zip(bias, seen, strict=True):
             of_lane[:, :, mask.shape[1] :] = -torch.inf
             of_lane[: mask.shape[0], :, : mask.shape[1]].masked_fill_(~mask[:, None], -torch.inf)
-        order = [index * most_rows + row for index, count in enumerate(counts) for row in range(count)]
-        return cls(
-            torch.tensor([_filled(own, most_rows) for own in rows], device=device),
-            torch.tensor([_filled(own, most_slots) for own in slots], device=device),
-            bias.flatten(1, 2)[:, None],
-            torch.tensor(order, device=device),
-        )
+        return cls(rectangles, bias.flatten(1, 2)[:, None])
 
     def attend(self, q_RHD: Tensor, cached: Tensor) -> tuple[Tensor, Tensor]:
         """out_THD, lse_TH.
@@ -150,19 +139,10 @@ class TreeRows:
         Args:
             cached: [2, K, slots, D], keys and values of the layer of all requests.
         """
-        (requests, most_rows), (_, heads, head_dim) = self.rows.shape, q_RHD.shape
-        kv_heads = cached.shape[1]
-        gathered = cached.index_select(2, self.slots.flatten()).view(2, kv_heads, requests, -1, head_dim)
-        keys, values = gathered.transpose(1, 2).unbind(0)
-        folded = q_RHD[self.rows].view(requests, most_rows, kv_heads, -1, head_dim).transpose(1, 2).flatten(2, 3)
-        out, lse = attention_with_lse(folded, keys, values, self.bias)
-        return self._unfolded(out, heads), self._unfolded(lse[..., None], heads).squeeze(-1)
-
-    def _unfolded(self, folded: Tensor, heads: int) -> Tensor:
-        """[B, K, M·G, X] to [T, H, X]."""
-        requests, kv_heads, _, size = folded.shape
-        rows = folded.view(requests, kv_heads, self.rows.shape[1], -1, size).transpose(1, 2)
-        return rows.reshape(-1, heads, size)[self.order]
+        rectangles, heads = self.rectangles, q_RHD.shape[1]
+        folded = rectangles.folded(q_RHD, cached.shape[1])
+        out, lse = attention_with_lse(folded, *rectangles.keys_values(cached), self.bias)
+        return rectangles.unfolded(out, heads), rectangles.unfolded(lse[..., None], heads).squeeze(-1)
 
 
 def _rows_of(placed: Sequence[Placed]) -> Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -52,6 +53,20 @@ class LaneRows:
         assert self.visibility is not None
         return self.visibility.shared
 
+    @property
+    def num_prompt_slots(self) -> int:
+        """Q if there are mask rows, which alone attend to the learned prompt; else 0."""
+        return self.cache.prompt_length if self.num_masks else 0
+
+    @property
+    def num_slots(self) -> int:
+        """Slots that any of the rows attends to."""
+        return self.num_prompt_slots + self.cache.length + self.num_rows
+
+    def slots(self) -> list[range]:
+        """The pool's slots that any of the rows attends to, run by run: learned prompt, past and tree, then the rows' own."""
+        return self.cache.read_ranges(self.num_rows, with_prompt=bool(self.num_masks))
+
     def check(self) -> None:
         """Raise ValueError if there are no rows, the mask is not [rows, slots], or a prompt chunk follows tree rows."""
         rows, cache, visibility = self.num_rows, self.cache, self.visibility
@@ -81,16 +96,22 @@ class LaneRows:
             self.cache.extend_tree(self.num_rows)
 
     def visibility_of_tokens(self) -> Visibility:
-        """What the ordinary rows of trees attend to."""
-        assert self.visibility is not None
-        return self.visibility.of(slice(0, self.num_tokens), self.cache.length + self.num_tokens)
+        """What the ordinary rows attend to."""
+        if self.visibility is not None:
+            return self.visibility.of(slice(0, self.num_tokens), self.cache.length + self.num_tokens)
+        return self._chain(slice(0, self.num_tokens), self.cache.length)
 
     def visibility_of_masks(self) -> Visibility:
         """What the mask rows attend to, behind the learned prompt."""
         if self.visibility is not None:
             return self.visibility.of(slice(self.num_tokens, self.num_rows), self.cache.length + self.num_rows)
-        chain = torch.ones(self.num_masks, self.num_masks, dtype=torch.bool, device=self.positions.device).tril()
-        return Visibility(chain, self.cache.length + self.num_tokens, lambda: self.positions[self.num_tokens :])
+        return self._chain(slice(self.num_tokens, self.num_rows), self.cache.length + self.num_tokens)
+
+    def _chain(self, rows: slice, shared: int) -> Visibility:
+        """Some of the rows attend to ``shared`` slots and to each other causally."""
+        positions = self.positions[rows]
+        chain = torch.ones(len(positions), len(positions), dtype=torch.bool, device=positions.device).tril()
+        return Visibility(chain, shared, lambda: positions)
 
 
 def slots_of(lanes: Sequence[LaneRows]) -> slice | Tensor:
@@ -99,6 +120,13 @@ def slots_of(lanes: Sequence[LaneRows]) -> slice | Tensor:
     if len(ranges) == 1:
         return slice(ranges[0].start, ranges[0].stop)
     return torch.tensor([slot for slots in ranges for slot in slots], device=lanes[0].positions.device)
+
+
+class RowAttention(Protocol):
+    """Attention of the rows of a forward, layer by layer."""
+
+    def attend(self, q_RHD: Tensor, layer: int) -> Tensor:
+        """out_RHD in one layer of the stage, in whose cache the rows' keys and values have been written."""
 
 
 Placed = tuple[LaneRows, int]  # a lane, and the index of its first row in the forward

@@ -40,8 +40,9 @@ class KVPool:
 
     Attributes:
         slots: for rows of requests.
-        tensor: [L, 2, K, slots and further ones for the learned prompt, D]. It never moves in memory.
-        prompt_slots: where the learned prompt lies, Q slots behind all others.
+        tensor: [L, 2, K, slots and further ones for the learned prompt and for what nobody reads, D]. It never moves in memory.
+        prompt_slots: where the learned prompt lies, Q slots behind those of requests.
+        spare_slot: a slot that no request has, behind all others: for rows that only fill up a forward.
 
     Raises:
         ValueError: there is not one block.
@@ -56,7 +57,8 @@ class KVPool:
         self.slots = slots // block * block
         num_prompt_tokens = 0 if prompt is None else prompt.shape[3]
         self.prompt_slots = range(self.slots, self.slots + num_prompt_tokens)
-        self.tensor = _allocated(shape, self.slots + -(-num_prompt_tokens // block) * block, device)
+        self.spare_slot = self.slots + num_prompt_tokens
+        self.tensor = _allocated(shape, self.slots + -(-(num_prompt_tokens + 1) // block) * block, device)
         if prompt is not None:
             self.tensor[:, :, :, self.slots : self.slots + num_prompt_tokens] = prompt
 

@@ -21,10 +21,11 @@ from pipedec.core import UserError
 from pipedec.model.attention import flash_applies
 from pipedec.model.bita import BitaWeights
 from pipedec.model.cache import Pool
+from pipedec.model.captured_graphs import Capture, CapturedGraphs, CosSin, LayersShape
 from pipedec.model.checkpoint import EMBEDDING, FINAL_NORM, Checkpoint, Destination
 from pipedec.model.config import ModelConfig
 from pipedec.model.flash_lanes import FlashLaneAttention
-from pipedec.model.lane_rows import LaneAttention, LaneRows, slots_of
+from pipedec.model.lane_rows import LaneAttention, LaneRows, RowAttention, slots_of
 from pipedec.model.packed import pack, pays
 from pipedec.model.pool import KVPool, KVShape
 from pipedec.model.quantized import EMPTY_MATRICES, Int8Matrix, Matrix, QuantizedMatrix, linear
@@ -62,6 +63,7 @@ class StageModel:
         is_last: whether the stage holds the final norm and the head.
         pad_rows: pad matrix products to ``PADDED_ROWS`` rows. Where a row of a product of at least that many does not depend on
             their number, as on the CPUs that were measured, the bits of an answer then do not depend on other requests.
+        capture: captures forwards of few rows, which are then replayed (see ``CapturedGraphs``); None computes each as it is.
 
     Args:
         dtype: of activations, caches, and weights that are not quantized.
@@ -89,6 +91,8 @@ class StageModel:
         self.is_first = layers.start == 0
         self.is_last = layers.stop == config.num_layers
         self.pad_rows = False
+        self.capture: Capture | None = None
+        self._graphs: CapturedGraphs | None = None
         self._quantize = quantize
         self._rotary = Rotary(config, dtype, self.device)
         self._activation = _activation(config.hidden_act)
@@ -187,19 +191,15 @@ class StageModel:
             ValueError: a lane has no rows, its mask is not [rows, slots], its prompt chunk follows tree rows, or there are mask
                 rows but no BiTA, or a cache has too few slots.
         """
-        pool, slots = self._check(lanes), slots_of(lanes)
-        positions_R = torch.cat([lane.positions for lane in lanes])
-        lengths_R = torch.cat([lane.lengths() for lane in lanes]) if self._rotary.depends_on_length else None
-        cos_RD, sin_RD = self._rotary.cos_sin(positions_R, lengths_R)
-        kind = FlashLaneAttention if flash_applies(self.dtype, self.device) else LaneAttention
-        attention = kind(lanes, self._windows, self.config.queries_per_kv_head, self.dtype)
-        hidden_RE = inputs if self._embedding_VE is None else self._embedded(inputs, self._embedding_VE)
-        for index, weights in enumerate(self._weights):
-            q_RHD, keys_RKD, values_RKD = self._projected(weights, self._norm(hidden_RE, weights.input_norm), cos_RD, sin_RD)
-            pool.write(index, slots, keys_RKD, values_RKD)
-            attended_RHD = attention.attend(q_RHD, index)
-            hidden_RE = self._linear(attended_RHD.flatten(1), weights.output_weight, weights.output_bias).add_(hidden_RE)
-            hidden_RE = self._add_mlp(hidden_RE, weights)
+        pool, cos_sin = self._check(lanes), self._cos_sin(lanes)
+        graphs = self._graphs_in(pool)
+        bucket = None if graphs is None else graphs.bucket_of(lanes)
+        if graphs is None or bucket is None:
+            kind = FlashLaneAttention if flash_applies(self.dtype, self.device) else LaneAttention
+            attention = kind(lanes, self._windows, self.config.queries_per_kv_head, self.dtype)
+            hidden_RE = self._computed(inputs, cos_sin, slots_of(lanes), pool, attention)
+        else:
+            hidden_RE = graphs.forward(bucket, self._computed, inputs, cos_sin, lanes)
         for lane in lanes:
             lane.append()
         return hidden_RE
@@ -215,6 +215,37 @@ class StageModel:
             raise ValueError(f"layers {self.layers.start} to {self.layers.stop - 1} have no head: only the last stage does")
         logits_RV = self._linear(self._norm(hidden_RE, self._final_norm_E), self._head_VE)
         return logits_RV.to(torch.promote_types(self.dtype, torch.float32))
+
+    def _computed(self, inputs: Tensor, cos_sin: CosSin, slots: slice | Tensor, pool: Pool, attention: RowAttention) -> Tensor:
+        """All layers, hidden_RE. A function of tensors that reads none of their values on the host, so it can be captured.
+
+        Args:
+            cos_sin: cos_RD, sin_RD.
+            slots: of the pool, to which keys and values are written.
+            attention: of these rows.
+        """
+        hidden_RE = inputs if self._embedding_VE is None else self._embedded(inputs, self._embedding_VE)
+        for index, weights in enumerate(self._weights):
+            q_RHD, keys_RKD, values_RKD = self._projected(weights, self._norm(hidden_RE, weights.input_norm), *cos_sin)
+            pool.write(index, slots, keys_RKD, values_RKD)
+            attended_RHD = attention.attend(q_RHD, index)
+            hidden_RE = self._linear(attended_RHD.flatten(1), weights.output_weight, weights.output_bias).add_(hidden_RE)
+            hidden_RE = self._add_mlp(hidden_RE, weights)
+        return hidden_RE
+
+    def _graphs_in(self, pool: Pool) -> CapturedGraphs | None:
+        """The graphs of forwards in this pool, whose addresses they contain; None if nothing is captured."""
+        if self.capture is None:
+            return None
+        if self._graphs is None or self._graphs.pool is not pool:
+            shape = LayersShape(self._windows, self.config.queries_per_kv_head, self.config.hidden_size)
+            self._graphs = CapturedGraphs(shape, pool, self.capture)
+        return self._graphs
+
+    def _cos_sin(self, lanes: Sequence[LaneRows]) -> CosSin:
+        positions_R = torch.cat([lane.positions for lane in lanes])
+        lengths_R = torch.cat([lane.lengths() for lane in lanes]) if self._rotary.depends_on_length else None
+        return self._rotary.cos_sin(positions_R, lengths_R)
 
     def _check(self, lanes: Sequence[LaneRows]) -> Pool:
         """Check the lanes; returns the pool of their caches."""

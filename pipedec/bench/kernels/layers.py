@@ -23,7 +23,7 @@ from pipedec.bench.record import Row, header
 from pipedec.engine.spec import DEVICES as DEVICE_NAMES
 from pipedec.engine.spec import DTYPES
 from pipedec.hardware import DEVICES, DTYPE_BYTES, GIGA, MODEL_SHAPES, ModelShape
-from pipedec.model import LaneRows, ModelConfig, StageModel
+from pipedec.model import LaneRows, ModelConfig, StageModel, device_capture
 from pipedec.tree import Visibility
 
 # CUDA names of the devices with a data sheet in ``hardware``. Others are measured (PCIe variants have slower memory).
@@ -181,7 +181,9 @@ def _random_stage(config: LayersConfig, dtype: torch.dtype, device: torch.device
     with tempfile.TemporaryDirectory(prefix="pipedec-bench-") as directory:
         (Path(directory) / "config.json").write_text(json.dumps(shape), encoding="utf-8")
         model_config = ModelConfig.from_directory(directory)
-    return StageModel.random(model_config, range(1, config.layers + 1), dtype, device)
+    stage = StageModel.random(model_config, range(1, config.layers + 1), dtype, device)
+    stage.capture = device_capture(device)
+    return stage
 
 
 def _ratio(one: Row, other: Row) -> float:

@@ -1,0 +1,211 @@
+"""Forwards of a few fixed sizes: the sizes, and the tensors of one size, which hold any forward that is not larger.
+
+What is not filled by rows of requests does no harm: its keys and values go to a slot that nobody has, and no row of a request
+attends to it. Knows caches and masks, but neither weights nor how a forward is captured. Shapes as in ``rectangles``; R rows
+include those that only fill up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from pipedec.model.attention import in_window
+from pipedec.model.cache import Pool
+from pipedec.model.lane_rows import LaneRows
+from pipedec.model.rectangles import Rectangles
+from pipedec.plan.costs import CAPTURED_CELLS, CAPTURED_SLOTS
+from pipedec.tree import Visibility
+
+MOST_ROWS = 256  # of a forward; with more of them computing takes longer than launching kernels
+FEWEST_SLOTS = 128  # of a request
+MOST_FILLING = 4  # the rectangles may have this many times as many rows as the forward
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """The sizes of a forward, each rounded up to a power of two.
+
+    Attributes:
+        rows: R, of all requests together.
+        requests: B.
+        most_rows, most_slots: M and N, of any request.
+    """
+
+    rows: int
+    requests: int
+    most_rows: int
+    most_slots: int
+
+    @classmethod
+    def of(cls, lanes: Sequence[LaneRows]) -> Bucket | None:
+        """The smallest bucket that holds these rows; None if there is none, as for many or very uneven rows."""
+        bucket = cls(
+            _power(sum(lane.num_rows for lane in lanes)),
+            _power(len(lanes)),
+            _power(max(lane.num_rows for lane in lanes)),
+            _power(max(FEWEST_SLOTS, *(lane.num_slots for lane in lanes))),
+        )
+        return bucket if bucket.is_small else None
+
+    @property
+    def is_small(self) -> bool:
+        """Whether buffers are large enough for it, and little of it is filling."""
+        in_rectangles, num_slots = self.requests * self.most_rows, self.requests * self.most_slots
+        if self.rows > MOST_ROWS or num_slots > CAPTURED_SLOTS or in_rectangles * self.most_slots > CAPTURED_CELLS:
+            return False
+        return in_rectangles <= MOST_FILLING * self.rows
+
+
+class BucketBuffers:
+    """The memory that all buckets of a stage share: one forward at a time. It is allocated once and never moves.
+
+    Args:
+        inputs: one row of what enters the stage.
+        windows: the sliding windows of the layers.
+        head_dim: D.
+    """
+
+    def __init__(self, inputs: Tensor, windows: Sequence[int | None], head_dim: int, dtype: torch.dtype) -> None:
+        device = inputs.device
+        self.windows = tuple(dict.fromkeys(windows))
+        self.inputs = torch.zeros((MOST_ROWS, *inputs.shape[1:]), dtype=inputs.dtype, device=device)
+        self.cos, self.sin = torch.zeros(2, MOST_ROWS, head_dim, dtype=dtype, device=device)
+        self.indices = torch.zeros((2 + MOST_FILLING) * MOST_ROWS + CAPTURED_SLOTS, dtype=torch.int64, device=device)
+        self.seen = torch.zeros(len(self.windows), CAPTURED_CELLS, dtype=torch.bool, device=device)
+
+
+@dataclass(frozen=True)
+class BucketTensors:
+    """What a forward of one bucket reads: views of ``BucketBuffers``, so that its values change and its addresses do not.
+
+    Attributes:
+        inputs: int64 [R], or hidden_RE.
+        cos, sin: [R, D].
+        indices: int64, the memory of ``slots`` and ``rectangles``.
+        slots: int64 [R], where keys and values are written in the pool.
+        rectangles: with T = R.
+        seen: for each sliding window, bool [B, M, N]: which slots of its request a row attends to.
+    """
+
+    inputs: Tensor
+    cos: Tensor
+    sin: Tensor
+    indices: Tensor
+    slots: Tensor
+    rectangles: Rectangles
+    seen: Mapping[int | None, Tensor]
+
+    @classmethod
+    def of(cls, bucket: Bucket, buffers: BucketBuffers) -> BucketTensors:
+        rows, size = bucket.rows, (bucket.requests, bucket.most_rows, bucket.most_slots)
+        indices = buffers.indices[: _num_indices(bucket)]
+        slots, rectangles = _split(indices, bucket)
+        seen = {window: part[: size[0] * size[1] * size[2]].view(size)
+                for window, part in zip(buffers.windows, buffers.seen, strict=True)}  # fmt: skip
+        return cls(buffers.inputs[:rows], buffers.cos[:rows], buffers.sin[:rows], indices, slots, rectangles, seen)
+
+    def fill(self, inputs: Tensor, cos_sin: tuple[Tensor, Tensor], lanes: Sequence[LaneRows], spare_slot: int) -> None:
+        """Enter the rows of a forward. Filling takes the ``spare_slot``, whatever an earlier forward has left.
+
+        Args:
+            inputs, cos_sin: of as many rows as the lanes have.
+        """
+        num_rows = sum(lane.num_rows for lane in lanes)
+        for target, source in zip((self.inputs, self.cos, self.sin), (inputs, *cos_sin), strict=True):
+            target[:num_rows].copy_(source)
+        self._fill_indices(lanes, spare_slot)
+        for window, seen_BMN in self.seen.items():
+            seen_BMN.zero_()
+            for lane, seen_MN in zip(lanes, seen_BMN, strict=False):
+                _mark_lane(seen_MN[: lane.num_rows], lane, window)
+
+    def attention(self, pool: Pool, windows: Sequence[int | None], group: int) -> RectangleAttention:
+        """Attention of the rows that were entered."""
+        biases = {window: _bias(seen_BMN, group, pool.tensor.dtype) for window, seen_BMN in self.seen.items()}
+        return RectangleAttention(self.rectangles, pool, windows, biases)
+
+    def _fill_indices(self, lanes: Sequence[LaneRows], spare_slot: int) -> None:
+        """All at once: the host does not wait for a device that still reads the last ones."""
+        device = self.indices.device
+        host = torch.zeros(len(self.indices), dtype=torch.int64, pin_memory=device.type == "cuda")
+        (requests, most_rows), most_slots = self.rectangles.rows.shape, self.rectangles.slots.shape[1]
+        slots, rectangles = _split(host, Bucket(len(self.slots), requests, most_rows, most_slots))
+        slots.fill_(spare_slot)
+        rectangles.slots.fill_(spare_slot)
+        starts = accumulate((lane.num_rows for lane in lanes), initial=0)
+        rows = [range(start, start + lane.num_rows) for start, lane in zip(starts, lanes, strict=False)]
+        for own, lane in zip(rows, lanes, strict=True):
+            first = own.start
+            for run in lane.cache.slots_behind(lane.num_rows):
+                torch.arange(run.start, run.stop, out=slots[first : first + len(run)])
+                first += len(run)
+        rectangles.fill(rows, [lane.slots() for lane in lanes])
+        self.indices.copy_(host, non_blocking=True)
+
+
+class RectangleAttention:
+    """Attention of a forward's rows in one call per layer, over copies of the slots that they attend to.
+
+    Args:
+        windows: the sliding windows of the layers.
+        biases: for each of them, [B, 1, M·G, N], 0 or −inf.
+    """
+
+    def __init__(
+        self, rectangles: Rectangles, pool: Pool, windows: Sequence[int | None], biases: Mapping[int | None, Tensor]
+    ) -> None:
+        self._rectangles, self._pool, self._windows, self._biases = rectangles, pool, windows, biases
+
+    def attend(self, q_RHD: Tensor, layer: int) -> Tensor:
+        """Attention in one layer of the stage, in whose cache the rows' keys and values have been written: out_RHD."""
+        cached = self._pool.tensor[layer]
+        queries, bias = self._rectangles.folded(q_RHD, cached.shape[1]), self._biases[self._windows[layer]]
+        out = functional.scaled_dot_product_attention(queries, *self._rectangles.keys_values(cached), attn_mask=bias)
+        return self._rectangles.unfolded(out, q_RHD.shape[1])
+
+
+def _power(number: int) -> int:
+    """The smallest power of two that is not below ``number``."""
+    return 1 << (number - 1).bit_length()
+
+
+def _num_indices(bucket: Bucket) -> int:
+    return 2 * bucket.rows + bucket.requests * (bucket.most_rows + bucket.most_slots)
+
+
+def _split(indices: Tensor, bucket: Bucket) -> tuple[Tensor, Rectangles]:
+    """Views of ``_num_indices`` numbers: slots [R], and rectangles."""
+    in_rectangles = bucket.requests * bucket.most_rows
+    sizes = [bucket.rows, bucket.rows, in_rectangles, bucket.requests * bucket.most_slots]
+    slots, order, rows, slots_read = indices.split(sizes)
+    return slots, Rectangles(rows.view(bucket.requests, -1), slots_read.view(bucket.requests, -1), order)
+
+
+def _bias(seen_BMN: Tensor, group: int, dtype: torch.dtype) -> Tensor:
+    """[B, 1, M·G, N], 0 or −inf."""
+    bias_BMN = torch.zeros_like(seen_BMN, dtype=dtype).masked_fill_(~seen_BMN, -torch.inf)
+    return bias_BMN.repeat_interleave(group, 1)[:, None]
+
+
+def _mark_lane(seen_RN: Tensor, lane: LaneRows, window: int | None) -> None:
+    """Mark what the rows of a request attend to, among ``LaneRows.slots``."""
+    tokens, prompt = lane.num_tokens, lane.num_prompt_slots
+    if tokens:
+        _mark(seen_RN[:tokens, prompt:], lane.visibility_of_tokens(), lane.positions[:tokens], window)
+    if lane.num_masks:
+        seen_RN[tokens:, :prompt] = True
+        _mark(seen_RN[tokens:, prompt:], lane.visibility_of_masks(), lane.positions[tokens:], window)
+
+
+def _mark(seen_RN: Tensor, visibility: Visibility, positions_R: Tensor, window: int | None) -> None:
+    shared, count = visibility.shared, visibility.seen.shape[1]
+    seen_RN[:, :shared] = True
+    seen_RN[:, shared : shared + count] = visibility.seen
+    if window is not None:
+        seen_RN[:, : shared + count] &= in_window(visibility, positions_R, window)

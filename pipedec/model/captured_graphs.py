@@ -1,0 +1,137 @@
+"""Captured forwards: what a stage computes is recorded once for each bucket of sizes and then replayed as one graph.
+
+Owns the tensors that the graphs read and write, and when a forward is captured. Knows neither layers nor weights; CUDA only in
+``CudaCapture``. Shapes as in ``buckets``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pipedec.config import captures_graphs
+from pipedec.core import UserError
+from pipedec.model.buckets import MOST_ROWS, Bucket, BucketBuffers, BucketTensors
+from pipedec.model.cache import Pool
+from pipedec.model.lane_rows import LaneRows, RowAttention
+
+MOST_GRAPHS = 256  # of one pool; forwards of further buckets are not captured
+_WARM_UPS = 2  # runs before a capture, in which libraries allocate what they keep
+
+Run = Callable[[], None]
+Capture = Callable[[Run], Run]  # takes what reads and writes tensors that stay where they are; returns what repeats it
+CosSin = tuple[Tensor, Tensor]
+Layers = Callable[[Tensor, CosSin, Tensor, Pool, RowAttention], Tensor]
+
+
+@dataclass(frozen=True)
+class LayersShape:
+    """What the graphs need to know of the layers.
+
+    Attributes:
+        windows: their sliding windows.
+        group: G, query heads per key-value head.
+        hidden_size: E.
+    """
+
+    windows: tuple[int | None, ...]
+    group: int
+    hidden_size: int
+
+
+class CapturedGraphs:
+    """The graphs of one stage in one pool.
+
+    A forward is captured when its bucket comes for the first time. All graphs read the same buffers and write the same output, so
+    one forward follows the other on the device.
+
+    Args:
+        capture: how forwards are captured.
+
+    Attributes:
+        pool: whose addresses the graphs contain.
+    """
+
+    def __init__(self, shape: LayersShape, pool: Pool, capture: Capture) -> None:
+        self.pool = pool
+        self._shape, self._capture = shape, capture
+        self._buffers: BucketBuffers | None = None
+        self._graphs: dict[Bucket, tuple[BucketTensors, Run]] = {}
+
+    def bucket_of(self, lanes: Sequence[LaneRows]) -> Bucket | None:
+        """The bucket as which these rows are computed; None if they are not to be captured."""
+        bucket = Bucket.of(lanes)
+        return bucket if bucket in self._graphs or len(self._graphs) < MOST_GRAPHS else None
+
+    def forward(self, bucket: Bucket, layers: Layers, inputs: Tensor, cos_sin: CosSin, lanes: Sequence[LaneRows]) -> Tensor:
+        """Compute the rows of ``lanes`` and write their keys and values: hidden_RE without the rows that fill up.
+
+        Args:
+            bucket: from ``bucket_of``.
+            layers: computes hidden_RE from inputs, cosines and sines, slots to write in the pool, and the attention: always the
+                same function of tensors, which reads none of their values on the host.
+            inputs, cos_sin: of the rows.
+
+        Raises:
+            UserError: the graph cannot be captured.
+        """
+        if self._buffers is None:
+            head_dim, dtype = cos_sin[0].shape[1], cos_sin[0].dtype
+            self._buffers = BucketBuffers(inputs, self._shape.windows, head_dim, dtype)
+            self._hidden_RE = torch.zeros(MOST_ROWS, self._shape.hidden_size, dtype=dtype, device=inputs.device)
+        known = self._graphs.get(bucket)
+        tensors = BucketTensors.of(bucket, self._buffers) if known is None else known[0]
+        tensors.fill(inputs, cos_sin, lanes, self.pool.spare_slot)
+        replay = self._capture(self._run_of(layers, tensors)) if known is None else known[1]
+        replay()
+        self._graphs[bucket] = tensors, replay
+        return self._hidden_RE[: len(inputs)].clone()
+
+    def _run_of(self, layers: Layers, tensors: BucketTensors) -> Run:
+        """What is captured: from the buffers to the output."""
+        shape, pool, output_RE = self._shape, self.pool, self._hidden_RE[: len(tensors.inputs)]
+
+        def run() -> None:
+            attention = tensors.attention(pool, shape.windows, shape.group)
+            output_RE.copy_(layers(tensors.inputs, (tensors.cos, tensors.sin), tensors.slots, pool, attention))
+
+        return run
+
+
+class CudaCapture:
+    """Captures as CUDA graphs, which share one pool of memory for what is between buffers and output."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._memory = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(device)
+
+    def __call__(self, run: Run) -> Run:
+        """Raises UserError if CUDA refuses."""
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.device(self._device):
+                self._warm_up(run)
+                with torch.cuda.graph(graph, self._memory, self._stream, capture_error_mode="thread_local"):
+                    run()
+        except RuntimeError as error:
+            reason = str(error).partition("\n")[0]
+            raise UserError(f"the layers cannot be captured as a CUDA graph ({reason}): set PIPEDEC_GRAPHS=off") from error
+        return graph.replay
+
+    def _warm_up(self, run: Run) -> None:
+        """On the stream of the capture. Each run writes the same keys and values to the same slots."""
+        current = torch.cuda.current_stream()
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            for _ in range(_WARM_UPS):
+                run()
+        current.wait_stream(self._stream)
+
+
+def device_capture(device: torch.device) -> Capture | None:
+    """How forwards on a device are captured: as CUDA graphs unless the user has turned them off; on a CPU not at all."""
+    return CudaCapture(device) if device.type == "cuda" and captures_graphs() else None

@@ -1,0 +1,48 @@
+"""Ways to capture a forward on a CPU, in the place of CUDA graphs."""
+
+from __future__ import annotations
+
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from pipedec.model.captured_graphs import Run
+
+
+class Frozen:
+    """Like a CUDA graph: a replay repeats the operations on the same tensors, and no line of Python runs again.
+
+    Attributes:
+        captures, replays: how many there were.
+    """
+
+    def __init__(self) -> None:
+        self.captures = self.replays = 0
+
+    def __call__(self, run: Run) -> Run:
+        self.captures += 1
+        graph = make_fx(run)()
+
+        def replay() -> None:
+            self.replays += 1
+            graph()
+
+        return replay
+
+
+class Repeated(Frozen):
+    """Runs the Python function again, which is much faster to set up."""
+
+    def __call__(self, run: Run) -> Run:
+        self.captures += 1
+
+        def replay() -> None:
+            self.replays += 1
+            run()
+
+        return replay
+
+
+def compiled(run: Run) -> Run:
+    """As one graph of ``torch.compile``, which refuses whatever would break it into several."""
+    compiled_run: Run = torch.compile(run, fullgraph=True, backend="aot_eager", dynamic=False)
+    return compiled_run

@@ -1,0 +1,303 @@
+"""Captured forwards: one graph per bucket, at addresses that stay, with the results of forwards that are computed as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from bita_files import save_random_bita
+from captures import Frozen, Repeated, compiled
+from checkpoints import save_tiny
+from examples import examples
+from hypothesis import given
+from hypothesis import strategies as st
+from random_requests import Requests
+from torch import Tensor
+from torch._dynamo.utils import counters
+
+from pipedec.config import captures_graphs
+from pipedec.core import UserError
+from pipedec.model import BitaWeights, KVCache, KVPool, LaneRows, StageModel, described_attention, device_capture
+from pipedec.model import captured_graphs as captured_graphs_module
+from pipedec.model.buckets import MOST_ROWS, Bucket
+from pipedec.model.captured_graphs import CapturedGraphs
+from pipedec.plan.costs import CAPTURED_SLOTS
+from pipedec.tree import Visibility
+
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "window": ("mistral", {"sliding_window": 5}),
+    "some-windows": ("qwen2", {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 2}),
+    "qk-norm": ("qwen3", {"head_dim": 16}),
+    "longrope": ("llama", {"max_position_embeddings": 16, "rope_parameters": {
+        "rope_theta": 1000.0, "rope_type": "longrope", "factor": 2.0, "short_factor": [1.0, 1.1, 1.2, 1.3],
+        "long_factor": [2.0, 3.0, 4.0, 5.0], "original_max_position_embeddings": 16}}),
+}  # fmt: skip
+FIRST, MIDDLE, LAST, WHOLE = range(0, 1), range(1, 3), range(3, 4), range(0, 4)
+ROW_BUCKETS = [1 << exponent for exponent in range(MOST_ROWS.bit_length())]
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    for name, (family, changes) in MODELS.items():
+        save_tiny(family, folder / name, **changes)
+        save_random_bita(folder / f"{name}-bita", folder / name, 2)
+    return folder
+
+
+def load(directory: Path, name: str, layers: range = MIDDLE, dtype: torch.dtype = torch.float64) -> StageModel:
+    return StageModel.load(directory / name, layers, dtype, "cpu")
+
+
+def with_bita(stage: StageModel, directory: Path, name: str) -> StageModel:
+    stage.attach(BitaWeights.load(directory / f"{name}-bita", stage.config, stage.layers, stage.dtype, stage.device))
+    return stage
+
+
+def new_cache(pool: KVPool, first: int = 0, slots: int = 512) -> KVCache:
+    cache = pool.cache()
+    cache.extend(((first, slots),))
+    return cache
+
+
+def inputs_of(stage: StageModel, rows: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    if stage.is_first:
+        return torch.randint(0, stage.config.vocab_size, (rows,), generator=generator)
+    return torch.randn(rows, stage.config.hidden_size, generator=generator, dtype=torch.float64).to(stage.dtype)
+
+
+def chunk(cache: KVCache, rows: int) -> LaneRows:
+    """The next tokens of a prompt."""
+    return LaneRows(torch.arange(cache.past_length, cache.past_length + rows), cache, None, cache.past_length + rows)
+
+
+def tree(cache: KVCache, rows: int) -> LaneRows:
+    """A root with ``rows`` - 1 children behind the past."""
+    seen = torch.eye(rows, dtype=torch.bool)
+    seen[:, 0] = True
+    positions = torch.full((rows,), cache.past_length + 1)
+    positions[0] -= 1
+    return LaneRows(positions, cache, Visibility(seen, cache.past_length, lambda: positions))
+
+
+def graphs_of(stage: StageModel) -> CapturedGraphs:
+    assert stage._graphs is not None
+    return stage._graphs
+
+
+@pytest.mark.parametrize("name", MODELS)
+@examples(30)
+@given(seed=st.integers(0, 2**32 - 1), count=st.integers(1, 6), block=st.sampled_from([2, 5, 16]))
+def test_padded_forwards_of_many_requests_equal_those_without_padding(
+    directory: Path, name: str, seed: int, count: int, block: int
+) -> None:
+    """Chunks, trees, masks of BiTA, and slots in any order."""
+    plain, captured = (with_bita(load(directory, name), directory, name) for _ in range(2))
+    captured.capture = Repeated()
+    alone, padded = Requests(plain, seed, count, block, False), Requests(captured, seed, count, block, True)
+    for _ in range(6):
+        torch.testing.assert_close(padded.forward(), alone.forward(), atol=1e-11, rtol=0)
+        alone.advance()
+        padded.advance()
+    assert captured.capture.replays == 6
+
+
+@pytest.mark.parametrize("name", ["llama", "some-windows"])
+def test_replays_of_frozen_graphs_equal_forwards_without_them(directory: Path, name: str) -> None:
+    plain, captured = (with_bita(load(directory, name), directory, name) for _ in range(2))
+    captured.capture = frozen = Frozen()
+    alone, padded = Requests(plain, 7, 4, 16, False), Requests(captured, 7, 4, 16, True)
+    for _ in range(25):
+        torch.testing.assert_close(padded.forward(), alone.forward(), atol=1e-11, rtol=0)
+        alone.advance()
+        padded.advance()
+    assert frozen.replays == 25 and frozen.captures < 15, "most forwards are replays of other steps' graphs"
+
+
+def test_what_the_last_forward_left_in_the_buffers_changes_nothing(directory: Path) -> None:
+    """Seven rows of one request, then five of another in the same bucket, whose filling would be the others' rows and slots."""
+    plain, captured = load(directory, "llama"), load(directory, "llama")
+    captured.capture = frozen = Frozen()
+    found, expected = [], []
+    for stage, results in ((captured, found), (plain, expected)):
+        pool = stage.make_pool(1024)
+        one, other = new_cache(pool), new_cache(pool, 512)
+        for cache, rows in ((one, 7), (other, 5), (one, 6), (other, 8)):
+            results.append(stage.forward(inputs_of(stage, rows, seed=rows), [chunk(cache, rows)]))
+            results += [part.clone() for held in (one, other) for part in held.view(1)]
+    assert frozen.captures == 1 and frozen.replays == 4
+    for seen, wanted in zip(found, expected, strict=True):
+        torch.testing.assert_close(seen, wanted, atol=1e-12, rtol=0)
+
+
+def test_a_request_of_nan_spoils_no_other_and_nothing_afterwards(directory: Path) -> None:
+    stage = load(directory, "llama")
+    stage.capture = Frozen()
+    pool = stage.make_pool(2048)
+    caches = [new_cache(pool, 512 * index) for index in range(4)]
+    inputs = inputs_of(stage, 3)
+    inputs[0] = torch.nan
+    spoilt = stage.forward(inputs, [chunk(cache, 1) for cache in caches[:3]])
+    assert spoilt[0].isnan().all() and spoilt[1:].isfinite().all()
+    assert stage.forward(inputs_of(stage, 3), [chunk(cache, 1) for cache in caches[1:]]).isfinite().all()
+
+
+def test_addresses_stay(directory: Path) -> None:
+    stage = load(directory, "window", FIRST)
+    stage.capture = Frozen()
+    pool = stage.make_pool(512)
+    cache, held = new_cache(pool), dict[Bucket, list[int]]()
+    for rows in (3, 1, 4, 40, 2, 3, 1):
+        stage.forward(inputs_of(stage, rows), [chunk(cache, rows)])
+        for bucket, (tensors, _) in graphs_of(stage)._graphs.items():
+            rectangles = tensors.rectangles
+            read = [tensors.inputs, tensors.cos, tensors.sin, tensors.slots, rectangles.rows, rectangles.slots, rectangles.order]
+            addresses = [tensor.data_ptr() for tensor in (*read, *tensors.seen.values(), pool.tensor)]
+            assert held.setdefault(bucket, addresses) == addresses
+    assert sorted(bucket.rows for bucket in held) == [1, 2, 4, 64]
+    assert len({tuple(addresses[:1]) for addresses in held.values()}) == 1, "all buckets share the buffers"
+
+
+@pytest.fixture
+def graph_counts() -> Iterator[dict[str, Any]]:
+    """What torch.compile counts, from nothing, with room for a graph per bucket."""
+    torch._dynamo.reset()
+    counters.clear()
+    with torch._dynamo.config.patch(recompile_limit=64):
+        yield counters
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize(
+    ("name", "layers"),
+    [("llama", FIRST), ("llama", WHOLE), ("biases", MIDDLE), ("window", LAST), ("some-windows", MIDDLE), ("qk-norm", LAST)],
+)
+def test_a_forward_is_one_graph_without_breaks(directory: Path, graph_counts: dict[str, Any], name: str, layers: range) -> None:
+    """Of a prompt's chunk and two trees: the whole model is what a draft is."""
+    plain, captured = load(directory, name, layers), load(directory, name, layers)
+    captured.capture = compiled
+    results = []
+    for stage in (plain, captured):
+        pool = stage.make_pool(2048)
+        caches = [new_cache(pool, 512 * index) for index in range(3)]
+        stage.forward(inputs_of(stage, 9), [chunk(caches[0], 5), chunk(caches[1], 4)])
+        lanes = [tree(caches[0], 3), tree(caches[1], 2), chunk(caches[2], 2)]
+        results.append(stage.forward(inputs_of(stage, 7, seed=1), lanes))
+    torch.testing.assert_close(results[1], results[0], atol=1e-11, rtol=0)
+    assert graph_counts["stats"]["unique_graphs"] == len(graphs_of(captured)._graphs) == 2 and not graph_counts["graph_break"]
+
+
+def test_every_row_bucket_is_one_graph(directory: Path, graph_counts: dict[str, Any]) -> None:
+    plain, captured = load(directory, "llama", FIRST), load(directory, "llama", FIRST)
+    captured.capture = compiled
+    caches = [new_cache(stage.make_pool(512)) for stage in (plain, captured)]
+    for rows in ROW_BUCKETS:
+        found, expected = (
+            stage.forward(inputs_of(stage, rows), [tree(cache, rows)])
+            for stage, cache in zip((captured, plain), caches, strict=True)
+        )
+        torch.testing.assert_close(found, expected, atol=1e-11, rtol=0)
+        for cache in caches:
+            cache.reset()
+    assert graph_counts["stats"]["unique_graphs"] == len(ROW_BUCKETS) and not graph_counts["graph_break"]
+
+
+@pytest.mark.parametrize("quantize", ["int8", "int4"])
+def test_quantized_stages_are_one_graph(tmp_path: Path, graph_counts: dict[str, Any], quantize: str) -> None:
+    save_tiny("llama", tmp_path, hidden=64)
+    results = []
+    for capture in (None, compiled):
+        stage = StageModel.load(tmp_path, WHOLE, torch.float32, "cpu", quantize=quantize)
+        stage.capture = capture
+        results.append(stage.forward(inputs_of(stage, 3), [chunk(new_cache(stage.make_pool(512)), 3)]))
+    torch.testing.assert_close(results[1], results[0], atol=1e-4, rtol=0)
+    assert graph_counts["stats"]["unique_graphs"] == 1 and not graph_counts["graph_break"]
+
+
+def test_large_and_uneven_forwards_are_computed_as_they_are(directory: Path) -> None:
+    stage = load(directory, "llama")
+    stage.capture = repeated = Repeated()
+    pool = stage.make_pool(4 * CAPTURED_SLOTS)
+    caches = [new_cache(pool, 512 * index) for index in range(64)]
+    assert Bucket.of([tree(caches[0], MOST_ROWS)]) == Bucket(MOST_ROWS, 1, MOST_ROWS, 256)
+    assert Bucket.of([tree(caches[0], MOST_ROWS + 1)]) is None
+    assert Bucket.of([tree(caches[0], 60), *(tree(cache, 1) for cache in caches[1:4])]) == Bucket(64, 4, 64, 128)
+    assert Bucket.of([tree(caches[0], 60), *(tree(cache, 1) for cache in caches[1:10])]) is None
+    long = new_cache(pool, CAPTURED_SLOTS, 2 * CAPTURED_SLOTS)
+    long.extend_past(CAPTURED_SLOTS - 1)
+    assert Bucket.of([tree(long, 1)]) == Bucket(1, 1, 1, CAPTURED_SLOTS)
+    assert Bucket.of([tree(long, 2)]) is None
+    long.reset()
+    long.extend_past(CAPTURED_SLOTS // 2)
+    assert Bucket.of([tree(long, 65)]) is None
+    rows = MOST_ROWS + 1
+    found = stage.forward(inputs_of(stage, rows), [chunk(caches[0], rows)])
+    stage.capture = None
+    assert repeated.captures == 0
+    torch.testing.assert_close(found, stage.forward(inputs_of(stage, rows), [chunk(caches[1], rows)]))
+
+
+def test_further_buckets_are_computed_as_they_are(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(captured_graphs_module, "MOST_GRAPHS", 2)
+    stage = load(directory, "llama")
+    stage.capture = repeated = Repeated()
+    cache = new_cache(stage.make_pool(512))
+    for rows in (1, 2, 3, 4, 1, 9):
+        stage.forward(inputs_of(stage, rows), [chunk(cache, rows)])
+    assert (repeated.captures, repeated.replays) == (2, 3) and cache.past_length == 20
+
+
+def test_too_few_slots_are_refused_as_ever(directory: Path) -> None:
+    stage = load(directory, "llama")
+    stage.capture = Repeated()
+    cache = new_cache(stage.make_pool(32), 0, 16)
+    with pytest.raises(ValueError, match="17 rows do not fit into the 16 slots"):
+        stage.forward(inputs_of(stage, 17), [chunk(cache, 17)])
+    assert cache.length == 0
+
+
+def test_another_pool_has_graphs_of_its_own(directory: Path) -> None:
+    stage = load(directory, "llama")
+    stage.capture = frozen = Frozen()
+    caches = [new_cache(stage.make_pool(512)) for _ in range(2)]
+    outputs = [stage.forward(inputs_of(stage, 3), [chunk(cache, 3)]) for cache in (*caches, *caches)]
+    assert frozen.captures == 4
+    torch.testing.assert_close(outputs[1], outputs[0])
+    torch.testing.assert_close(caches[1].view(0), caches[0].view(0))
+
+
+def test_a_cpu_captures_nothing_and_the_switch_takes_two_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert device_capture(torch.device("cpu")) is None and captures_graphs()
+    monkeypatch.setenv("PIPEDEC_GRAPHS", "off")
+    assert not captures_graphs()
+    monkeypatch.setenv("PIPEDEC_GRAPHS", "no")
+    with pytest.raises(UserError, match=r"^PIPEDEC_GRAPHS must be on or off, not 'no'$"):
+        captures_graphs()
+
+
+def test_users_are_told_that_gpus_capture() -> None:
+    cuda, cpu = torch.device("cuda"), torch.device("cpu")
+    why = "flash-attention needs 16 bits"
+    assert described_attention(torch.float32, cuda, True) == ("SDPA", f"{why}; SDPA in CUDA graphs for few rows")
+    assert described_attention(torch.float32, cuda, False) == ("SDPA", why)
+    assert described_attention(torch.float32, cpu, True) == ("SDPA", "flash-attention needs CUDA")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-3), (torch.bfloat16, 0.05)])
+@pytest.mark.parametrize("seed", range(4))
+def test_cuda_graphs_equal_forwards_without_them(directory: Path, seed: int, dtype: torch.dtype, tolerance: float) -> None:
+    plain, captured = (StageModel.load(directory / "llama", MIDDLE, dtype, "cuda") for _ in range(2))
+    captured.capture = device_capture(captured.device)
+    alone, padded = Requests(plain, seed, 4, 256, False), Requests(captured, seed, 4, 256, True)
+    for _ in range(25):
+        torch.testing.assert_close(padded.forward(), alone.forward(), atol=tolerance, rtol=tolerance)
+        alone.advance()
+        padded.advance()
+    assert 0 < len(graphs_of(captured)._graphs) < 25
