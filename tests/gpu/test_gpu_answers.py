@@ -1,0 +1,93 @@
+"""Whole answers on a device: those of transformers there, by every method, alone and in company, quantised and captured."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from tiny_pair import Pair
+
+from pipedec.core import Request, SamplingParams
+from pipedec.engine.local import LocalPipeline
+from pipedec.engine.spec import PipelineSpec
+from pipedec.methods import METHOD_NAMES
+from pipedec.verify.reference import Reference
+
+PROMPT = "Natalia sold 12 clips in April."
+TOKENS = 24
+
+
+@pytest.fixture
+def spec(pair: Pair, device: str) -> PipelineSpec:
+    return replace(pair.spec(3), device=device)
+
+
+def answers(spec: PipelineSpec, sampling: SamplingParams, count: int = 1) -> dict[str, list[int]]:
+    """The first of ``count`` answers that are in the pipeline together, by method."""
+    pipeline, ids = LocalPipeline.load(spec), spec.load_prompter().token_ids(PROMPT, False, TOKENS)
+    found = {}
+    for method in METHOD_NAMES:
+        requests = [Request(number, ids[: len(ids) - number + 1], sampling, method=method) for number in range(1, count + 1)]
+        tokens = [token for number, verdict in pipeline.run_all({1: requests}) if number == 1 for token in verdict.tokens]
+        found[method] = tokens
+    return found
+
+
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_answers_are_those_of_transformers(spec: PipelineSpec, dtype: str, count: int) -> None:
+    spec = replace(spec, dtype=dtype)
+    reference, ids = Reference(spec), spec.load_prompter().token_ids(PROMPT, False, TOKENS)
+    expected = reference.generate(ids, TOKENS, ignore_eos=True)
+    for method, found in answers(spec, SamplingParams(max_tokens=TOKENS, ignore_eos=True), count).items():
+        divergence = reference.compare(ids, expected, found)
+        assert divergence is None or divergence.is_near_tie(dtype), f"{method}: {divergence}"
+
+
+def test_drawn_answers_are_the_same_by_all_methods(spec: PipelineSpec) -> None:
+    sampling = SamplingParams(0.8, top_k=40, top_p=0.9, seed=5, max_tokens=TOKENS, ignore_eos=True)
+    found = answers(replace(spec, dtype="float32"), sampling)
+    assert all(tokens == found["pp"] for tokens in found.values()), found
+
+
+@pytest.mark.parametrize("quantize", ["int8", "int4"])
+def test_quantised_answers_are_those_of_weights_that_were_rounded(spec: PipelineSpec, quantize: str) -> None:
+    spec = replace(spec, dtype="float32", quantize=quantize)
+    reference, ids = Reference(spec), spec.load_prompter().token_ids(PROMPT, False, TOKENS)
+    expected = reference.generate(ids, TOKENS, ignore_eos=True)
+    for method, found in answers(spec, SamplingParams(max_tokens=TOKENS, ignore_eos=True)).items():
+        assert found == expected, f"{method}: {reference.compare(ids, expected, found)}"
+
+
+@pytest.mark.gpu
+def test_graphs_change_nothing(spec: PipelineSpec, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    sampling = SamplingParams(max_tokens=TOKENS, ignore_eos=True)
+    for dtype in ("float32", "bfloat16"):
+        captured = answers(replace(spec, dtype=dtype), sampling)
+        with monkeypatch.context() as patch:
+            patch.setenv("PIPEDEC_GRAPHS", "off")
+            assert answers(replace(spec, dtype=dtype), sampling)["pp"] == captured["pp"]
+
+
+def test_no_timestep_of_a_middle_stage_waits_for_the_device(spec: PipelineSpec, device: str) -> None:
+    """Its rows are entered, computed and handed on; CUDA reports the first synchronisation as an error."""
+    pipeline, ids = LocalPipeline.load(spec), spec.load_prompter().token_ids(PROMPT, False, TOKENS)
+    request = Request(1, ids, SamplingParams(max_tokens=TOKENS, ignore_eos=True))
+    middle = pipeline._stages[1]
+    forward = middle._model.forward
+    calls = []
+
+    def watched(*args: object) -> torch.Tensor:
+        calls.append(torch.cuda.get_sync_debug_mode() if device == "cuda" else 2)
+        if device == "cuda" and len(calls) > 8:  # captures may wait
+            torch.cuda.set_sync_debug_mode("error")
+        try:
+            return forward(*args)  # type: ignore[arg-type]
+        finally:
+            if device == "cuda":
+                torch.cuda.set_sync_debug_mode("default")
+
+    middle._model.forward = watched  # type: ignore[method-assign, assignment]
+    assert sum(len(verdict.tokens) for verdict in pipeline.run(request)) == TOKENS
+    assert len(calls) > 8
