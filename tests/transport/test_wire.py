@@ -126,10 +126,12 @@ def received(first: Tensor, head: Tensor | None, hidden: Tensor | None) -> Envel
     assert (hidden is None) == (prefix.rows <= INLINE_ROWS)
     inline = message_bytes(prefix.rows, HIDDEN_SIZE, DTYPE) - prefix.rows * ROW_ID_BYTES if hidden is None else 0
     assert len(first) == prefix.end + inline
-    if hidden is None:
-        arrived = unpack_hidden_from(buffer, prefix.end, prefix.rows, HIDDEN_SIZE, DTYPE)
-    else:
-        arrived = unpack_hidden(pack_hidden(hidden, CPU), prefix.rows, HIDDEN_SIZE, DTYPE)
+    shape = prefix.rows, HIDDEN_SIZE, DTYPE
+    arrived = None
+    if hidden is not None:
+        arrived = unpack_hidden(pack_hidden(hidden, CPU), *shape)
+    elif prefix.rows:
+        arrived = unpack_hidden_from(buffer, prefix.end, *shape)
     return unpack_envelope(buffer[PREFIX_BYTES : prefix.end] if head is None else head.numpy(), arrived, prefix)
 
 
