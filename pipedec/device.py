@@ -105,7 +105,8 @@ class _GpuMark:
         stream = self._present()
         stream.wait_event(self._event)
         for tensor in tensors:
-            tensor.record_stream(stream)
+            if tensor.is_cuda:
+                tensor.record_stream(stream)
 
 
 class GpuDevice:

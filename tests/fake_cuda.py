@@ -11,8 +11,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-QUERY_SECONDS = 1e-5
-
 
 @dataclass
 class FakeStream:
@@ -22,7 +20,7 @@ class FakeStream:
     free_at: float = 0.0
 
     def query(self) -> bool:
-        self.cuda.advance(QUERY_SECONDS)
+        self.cuda.advance(self.cuda.query_seconds)
         return self.free_at <= self.cuda.now
 
     def wait_event(self, event: FakeEvent) -> None:
@@ -43,7 +41,7 @@ class FakeEvent:
         self.reached_at = max(stream.free_at, self.cuda.now)
 
     def query(self) -> bool:
-        self.cuda.advance(QUERY_SECONDS)
+        self.cuda.advance(self.cuda.query_seconds)
         return self.reached_at <= self.cuda.now
 
     def synchronize(self) -> None:
@@ -61,9 +59,11 @@ class FakeCuda:
 
     Attributes:
         now: seconds of the host's clock.
+        query_seconds: how much the clock goes on with every ``query``.
     """
 
     now: float = 100.0
+    query_seconds: float = 1e-5
     _streams: list[FakeStream] = field(default_factory=list)  # the present one last
     _due: list[tuple[float, Callable[[], None]]] = field(default_factory=list)
 
@@ -73,10 +73,10 @@ class FakeCuda:
     def current_stream(self, device: Any = None) -> FakeStream:
         return self._streams[-1]
 
-    def Stream(self, device: Any = None) -> FakeStream:
+    def Stream(self, device: Any = None) -> FakeStream:  # noqa: N802
         return FakeStream(self)
 
-    def Event(self, enable_timing: bool) -> FakeEvent:
+    def Event(self, enable_timing: bool) -> FakeEvent:  # noqa: N802
         assert enable_timing
         return FakeEvent(self)
 

@@ -165,7 +165,7 @@ class TorchTransport:
         self._pending_sends: deque[Transfer] = deque()
         self._pending_receives: dict[int, Transfer] = {}  # of envelopes, by sender
         self._received: dict[int, Transfer] = {}  # by sender, the receive of the last envelope
-        self._arriving: dict[int, Transfer] = {}  # by sender, of activations that nobody has waited for
+        self._arriving: dict[int, Transfer] = {}  # by sender, the last activations with a message of their own
         self._host_links: dict[int, Link] = {}  # by peer
         self._links: dict[int, Link] = {}  # of activations, by peer
 
@@ -255,7 +255,7 @@ class TorchTransport:
             envelope = unpack_envelope(head, hidden, prefix)
         except ValueError as error:
             raise RankLost(f"rank {src} sent a message that is no envelope: {error}") from None
-        return replace(envelope, await_hidden=await_hidden)
+        return envelope if await_hidden is EMPTY.await_hidden else replace(envelope, await_hidden=await_hidden)
 
     def _first_message(self, src: int) -> Bytes:
         transfer = self._pending_receives.pop(src) if src in self._pending_receives else self._post_receive(src)
@@ -290,15 +290,15 @@ class TorchTransport:
         transfer = self._attempt("receive from", src, lambda: self._links[src].receive(num_bytes))
         arriving = unpack_hidden(transfer.message, *shape)
         hidden = arriving if transfer.message.device == self._place else torch.empty_like(arriving, device=self._place)
-        self._arriving[src] = transfer
+        self._arriving[src], awaited = transfer, [transfer]
 
         def await_hidden() -> None:
-            if self._arriving.get(src) is not transfer:
-                return  # it has been waited for
+            if not awaited:
+                return
             self._attempt("receive from", src, transfer.join)
             if hidden is not arriving:
                 hidden.copy_(to_device(arriving, self._place))
-            del self._arriving[src]
+            awaited.clear()
 
         return hidden, await_hidden
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -87,11 +87,16 @@ def unpack(message: Tensor, num_rows: int, hidden_size: int, dtype: torch.dtype)
 
 def unpack_from(buffer: Bytes, start: int, num_rows: int, hidden_size: int, dtype: torch.dtype) -> Step:
     """The step that begins at ``start``, as views of ``buffer``."""
+    token_ids, parents, threads = _unpack_ids(buffer, start, num_rows)
     split = start + num_rows * ROW_ID_BYTES
-    ids = buffer[start:split].view(np.int64).reshape(NUM_ROW_IDS, num_rows)
-    token_ids, parents, threads = map(torch.from_numpy, ids)
     hidden = unpack_hidden_from(buffer, split, num_rows, hidden_size, dtype) if hidden_size else None
     return Step(token_ids, parents, hidden, threads)
+
+
+def _unpack_ids(buffer: Bytes, start: int, num_rows: int) -> Iterator[Tensor]:
+    """Token ids, parents and threads of rows, int64 [R], which begin at ``start``, as views of ``buffer``."""
+    ids = buffer[start : start + num_rows * ROW_ID_BYTES].view(np.int64).reshape(NUM_ROW_IDS, num_rows)
+    return map(torch.from_numpy, ids)
 
 
 def pack_hidden(hidden_RE: Tensor, device: torch.device) -> Tensor:
@@ -202,8 +207,10 @@ def unpack_envelope(head: Bytes, hidden_RE: Tensor | None, prefix: Prefix) -> En
         raise ValueError("its head cannot be read") from None
     if sum(counts) != prefix.rows:
         raise ValueError(f"its updates have {sum(counts)} rows, not {prefix.rows}")
-    rows = replace(unpack_from(head, split, prefix.rows, 0, torch.uint8), hidden=hidden_RE) if prefix.rows else None
-    steps = iter(() if rows is None else _split(rows, [count for count in counts if count]))
+    if not prefix.rows:
+        return envelope
+    token_ids, parents, threads = _unpack_ids(head, split, prefix.rows)
+    steps = iter(_split(Step(token_ids, parents, hidden_RE, threads), [count for count in counts if count]))
     updates = (
         replace(update, step=next(steps)) if count else update for update, count in zip(envelope.updates, counts, strict=True)
     )
