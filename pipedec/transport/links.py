@@ -36,7 +36,10 @@ class Transfer(Protocol):
         """Whether the message has left or arrived. Does not wait."""
 
     def wait(self) -> None:
-        """Wait on the host until the message has left or arrived. Raises RuntimeError if it cannot any more."""
+        """Wait on the host until the message has left or arrived. Raises RuntimeError if it cannot any more.
+
+        Either this or ``join`` is called, and once.
+        """
 
     def join(self) -> None:
         """As ``wait``, but only for what the device is given from now on, if the transfer is one of the device."""
@@ -121,6 +124,7 @@ class _DeviceTransfer:
             time.sleep(_POLL_SECONDS)
         if self.is_aborted():
             raise RuntimeError("the transfers were aborted")  # an aborted transfer ends, too
+        self.join()
 
     def join(self) -> None:
         self.end.join([self.message])

@@ -86,8 +86,8 @@ class _Groups:
         senders = [sender for sender in (rank - 1, rank) if 1 <= sender < last]
         groups = {}
         for sender in sorted(senders, key=lambda sender: sender % 2):
-            groups[rank + 1 if sender == rank else sender] = self.connect_pair(sender, device)
-        self._pairs = list(groups.values())
+            groups[rank + 1 if sender == rank else sender] = pair = self.connect_pair(sender, device)
+            self._pairs.append(pair)
         return groups
 
     def connect_pair(self, sender: int, device: torch.device) -> Group:

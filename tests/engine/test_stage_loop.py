@@ -27,7 +27,7 @@ from pipedec.transport import Transport
 
 TOPOLOGY = Topology.even(3, 3)
 RANK = 2
-HEAD_SECONDS, ACTIVATION_SECONDS, COMPUTE_SECONDS, SEND_SECONDS = 0.01, 0.02, 0.03, 0.04  # each after what precedes it
+HEAD_SECONDS, ACTIVATION_SECONDS, COMPUTE_SECONDS, SEND_SECONDS = 0.06, 0.02, 0.03, 0.04  # each after what precedes it
 NEAR = 2e-3
 
 
@@ -126,9 +126,9 @@ def test_what_a_stage_tells_of_its_time_is_its_devices() -> None:
     told = scheduler.stats[-1]
     assert told.timesteps == last
     full = last - 1  # the device is still at the last timestep when the stage tells
-    assert COMPUTE_SECONDS * (full - 2) - NEAR <= told.compute_seconds <= COMPUTE_SECONDS * full + NEAR
-    waited = HEAD_SECONDS + ACTIVATION_SECONDS  # at first; later the device computes while the next envelope comes
-    assert waited - NEAR <= told.wait_seconds <= waited * full + NEAR
+    assert told.compute_seconds == pytest.approx(COMPUTE_SECONDS * full, abs=NEAR)
+    between = HEAD_SECONDS - ACTIVATION_SECONDS - COMPUTE_SECONDS  # the device is done before the next envelope comes
+    assert told.wait_seconds == pytest.approx(HEAD_SECONDS + full * (ACTIVATION_SECONDS + between), abs=NEAR)
 
 
 def test_the_trace_of_a_request_has_the_times_of_the_device() -> None:
@@ -137,7 +137,7 @@ def test_the_trace_of_a_request_has_the_times_of_the_device() -> None:
     ends = Update(1, verdict=Verdict((), "stop"))
     scheduler, _ = served([Envelope((begins,)), Envelope((goes_on,)), Envelope((ends,), True)])
     [trace] = [event for event in scheduler.events if isinstance(event, TraceEvents)]
-    lasting = {event.label: (event.end_us - event.start_us) / 1e6 for event in (TraceEvent(*row) for row in trace.events)}
+    lasting = {event.label: (event.end_us - event.start_us) / 1e6 for event in (TraceEvent(*row) for row in trace.rows)}
     assert lasting["2F1"] == pytest.approx(COMPUTE_SECONDS, abs=NEAR)
     assert lasting["2F2"] == pytest.approx(COMPUTE_SECONDS, abs=NEAR)
     assert lasting["2>3@1"] == pytest.approx(SEND_SECONDS, abs=NEAR), "a transfer ends when the rows have left"

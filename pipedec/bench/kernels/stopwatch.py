@@ -31,14 +31,14 @@ class Stopwatch:
 
     device: torch.device
     repeats: int
-    work: Device | None = None  # marks on ``device``; by default as ``device_of`` makes them
+    marked: Device | None = None  # makes marks in the work of ``device``; None: as ``device_of`` does
 
     def time_us(self, prepare: Callable[[], Prepared], run: Callable[[Prepared], object]) -> dict[str, float]:
         """The spread of the microseconds of ``run``; ``prepare`` makes its argument before each run and is not timed.
 
         On CUDA a run ends when the device has finished: the time that the caller of a single operation waits.
         """
-        device, times_us = self.work or device_of(self.device), []
+        device, times_us = self.marked or device_of(self.device), []
         for _ in range(_WARM_UP + self.repeats):
             prepared = prepare()
             device.mark().wait()
