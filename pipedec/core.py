@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
@@ -399,18 +399,26 @@ class Update:
     prompt_logprobs: TokenLogprobs = ()
 
 
+def _nothing_to_await() -> None:
+    """All activations are there."""
+
+
 @dataclass(frozen=True)
 class Envelope:
     """What one rank passes to the next at a timestep: an update for each request concerned. Numbers are distinct.
 
-    An envelope without updates only signals that the timestep has reached this rank.
+    An envelope without updates only signals that the timestep has reached this rank. Activations may still be on their way when
+    everything else has been received, so that verdicts are replayed meanwhile.
 
     Attributes:
         ends_session: no timestep follows before the scheduler grants the next session.
+        await_hidden: to be called before activations are used, by the host or by what it gives to the device; a second call does
+            nothing. Raises RankLost if they cannot come any more.
     """
 
     updates: tuple[Update, ...] = ()
     ends_session: bool = False
+    await_hidden: Callable[[], None] = field(default=_nothing_to_await, compare=False, repr=False)
 
     @property
     def num_rows(self) -> int:

@@ -25,6 +25,7 @@ from pipedec.cluster.place import check_device, checked_host
 from pipedec.config import captures_graphs
 from pipedec.core import EpochEnded, PipedecError, RankLost, SchedulerLost
 from pipedec.decoding import Drafter
+from pipedec.device import device_of
 from pipedec.engine.activity import Doing
 from pipedec.engine.draft_loop import DraftLoop
 from pipedec.engine.rank_tasks import Wiring
@@ -88,7 +89,10 @@ class _Rank:
         check_device(place, spec, self._device)
         self._wanted = chosen_backend(place, spec, num_gpus())
         hidden_size = ModelConfig.from_directory(spec.target).hidden_size
-        self._transport = TorchTransport(self._wanted.name, place.rank, hidden_size, spec.torch_dtype, self._device)
+        self._streams = device_of(self._device)
+        self._transport = TorchTransport(
+            self._wanted.name, place.rank, hidden_size, spec.torch_dtype, self._device, self._streams
+        )
         self._doing = Doing()
         self._lease = LeaseKeeper(scheduler, place.rank, self._doing, self._transport.abort, place.recovers, place.survives)
         self._meeting = Meeting(scheduler, place, self._host, spec, store, self._doing)
@@ -178,7 +182,8 @@ class _Rank:
         rank, spec, device = self._place.rank, self._spec, self._device
         tracer, sequences = Tracer(rank, clock_offset_us=self._clock_offset_us), Sequences(spec.target)
         emulated = spec.emulation, spec.window, spec.duplex
-        wiring = Wiring(self._scheduler, self._transport, spec.topology, tracer, sequences, device, *emulated, self._doing)
+        known = self._scheduler, self._transport, spec.topology, tracer, sequences
+        wiring = Wiring(*known, device, *emulated, self._doing, self._streams)
         if rank > 0:
             return StageLoop(spec.load_stage(rank, device, self._loading), rank, wiring)
         is_late = self._first_epoch > 0 and spec.draft is not None  # requests wait for this process, and can do without

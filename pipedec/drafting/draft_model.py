@@ -15,6 +15,7 @@ from itertools import accumulate, groupby
 import torch
 from torch import Tensor
 
+from pipedec.device import to_device
 from pipedec.drafting.lane import DraftLane, Entering
 from pipedec.grammar import Bitmask
 from pipedec.grammar.masks import allowed_tokens
@@ -146,7 +147,7 @@ class DraftModel:
 
     def _inputs(self, entering: Sequence[Entering]) -> Tensor:
         """The model's own ids of the tokens that enter, int64 [R]."""
-        token_ids = torch.tensor([token for of_lane in entering for token in of_lane.token_ids], device=self._model.device)
+        token_ids = to_device(torch.tensor([token for of_lane in entering for token in of_lane.token_ids]), self._model.device)
         return token_ids if self._vocabulary is None else self._vocabulary.draft_ids[token_ids]
 
     def _log_probs(self, hidden_FE: Tensor, requested: Sequence[DraftRows]) -> Tensor:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from pipedec.core import SlotRuns
+from pipedec.device import to_device
 from pipedec.drafting.masks import ancestor_mask
 from pipedec.drafting.thread_labels import ThreadLabels
 from pipedec.grammar import Bitmask
@@ -110,7 +111,7 @@ class DraftLane:
             positions, visibility = self._visibility(requested[0])
         else:
             positions, visibility = self._labels.enter(self._chains, requested, list(self._slots))
-        rows = LaneRows(positions.to(self._device), self._cache, visibility.to(self._device))
+        rows = LaneRows(to_device(positions, self._device), self._cache, visibility.to(self._device))
         return Entering(token_ids, rows, drafted)
 
     def settle(self, entered: Entering) -> None:

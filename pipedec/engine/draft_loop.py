@@ -67,7 +67,7 @@ class DraftLoop:
         self._wiring = wiring
         self._tasks = RankTasks(0, wiring)
         timed = None if drafter is None else self._timed(drafter)
-        self._company = Company(wiring.topology.num_groups, timed, wiring.device, trained_masks, knee, kv=kv)
+        self._company = Company(wiring.topology.num_groups, timed, wiring.place, trained_masks, knee, kv=kv)
         self._company.whole_prompts = not wiring.window
         self._late_drafter = None if load_drafter is None else LateDrafter(load_drafter)
         self._company.awaits_drafter = load_drafter is not None

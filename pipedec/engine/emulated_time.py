@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from pipedec.core import Load
 from pipedec.decoding import TimestepTiming
+from pipedec.device import Device, HostDevice
 from pipedec.plan.emulation import Emulation
 from pipedec.plan.partition import slowest_transfers_ms
 from pipedec.topology import Topology
@@ -23,11 +24,15 @@ class Pacer:
 
     Real work counts towards the emulated time; the rank sleeps for the remainder. Computing that takes longer than its emulated
     time is an overrun and must be reported. A transfer that takes longer is part of the fixed cost of a timestep.
+
+    Args:
+        device: that does the real work.
     """
 
-    def __init__(self, emulation: Emulation | None, rank: int) -> None:
+    def __init__(self, emulation: Emulation | None, rank: int, device: Device | None = None) -> None:
         self._emulation = emulation
         self._rank = rank
+        self._device = HostDevice() if device is None else device
         self._overran = False
 
     @contextmanager
@@ -36,6 +41,8 @@ class Pacer:
         timing = self._emulation and self._emulation.timing(self._rank)
         end = self._end(timing.compute_ms(load) if timing else 0.0)
         yield
+        if timing:
+            self._device.mark().wait()
         self._overran |= timing is not None and time.perf_counter() > end
         _sleep_until(end)
 

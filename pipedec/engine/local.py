@@ -13,6 +13,7 @@ import torch
 
 from pipedec.core import EMPTY, KNEE_ROWS, Envelope, Metrics, Opening, Request, Step, TokenLogprobs, Update, UserError, Verdict
 from pipedec.decoding import Company, Drafter, Method, TimestepTiming
+from pipedec.device import Mark, device_of, elapsed
 from pipedec.engine.admission import threads_within
 from pipedec.engine.counters import Counters
 from pipedec.engine.emulated_time import EmulatedClock, Pacer, TimestepLoad
@@ -136,7 +137,7 @@ class LocalPipeline:
         self._stages = stages
         self._topology = topology
         self._sequences = sequences
-        self._recorder = Recorder(Pacer(None, 0))
+        self._recorder = Recorder(Pacer(None, 0), device_of(torch.device(device)))
         timed = None if drafter is None else TimedDrafter(drafter, self._recorder.drafting)
         self._company = Company(topology.num_groups, timed, device, trained_masks, knee, kv=kv)
         self._emulation = emulation
@@ -288,7 +289,7 @@ class _Stages:
         self._clock = clock
         self._arrivals: list[tuple[Update, ...]] = [() for _ in topology.groups]  # by group, in this timestep
         self._load = TimestepLoad()
-        self._slowest_seconds = 0.0  # the slowest group of the current timestep
+        self._worked: list[tuple[Mark, Mark]] = []  # by group, in this timestep
         self._idle_timesteps = 0
 
     def advance(self, number: int, entering: Envelope, meanwhile: Callable[[], None]) -> Timestep:
@@ -334,14 +335,14 @@ class _Stages:
 
     def _compute(self) -> tuple[Update, ...]:
         """Every group computes its rows, stage by stage; the last group may yield verdicts."""
-        self._slowest_seconds = 0.0
+        self._worked.clear()
         for group, updates in zip(self._topology.groups, self._arrivals, strict=True):
-            started = time.perf_counter()
+            began = self._recorder.mark()
             for rank in group if updates else ():
                 self._take_in(rank, updates)
                 if not self._topology.is_exit(rank):
                     updates = self._pass_on(rank, updates, self._workers[rank].outgoing())
-            self._slowest_seconds = max(self._slowest_seconds, time.perf_counter() - started)
+            self._worked.append((began, self._recorder.mark()))
         verdicts = [(update.number, update.verdict) for update in self._arrivals[-1] if update.verdict is not None]
         closed = (Update(number, verdict=Verdict((), verdict.finished)) for number, verdict in verdicts)
         return (*closed, *self._workers[self._topology.final_rank].results())
@@ -365,8 +366,14 @@ class _Stages:
         forwards = self._recorder.timing().forward_seconds
         if self._clock is not None:
             return self._clock.add(self._load)
-        drafting = sum(forwards)
-        return TimestepTiming(max(self._slowest_seconds, drafting), max(self._slowest_seconds - drafting, 0.0), forwards)
+        drafting, slowest = sum(forwards), max(self._group_seconds())
+        return TimestepTiming(max(slowest, drafting), max(slowest - drafting, 0.0), forwards)
+
+    def _group_seconds(self) -> Iterator[float]:
+        """How long each group has computed, when all have ended."""
+        for began, ended in self._worked:
+            ended.wait()
+            yield elapsed(began, ended)
 
 
 def _travelling(update: Update, step: Step | None) -> Update:

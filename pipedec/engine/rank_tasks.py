@@ -6,19 +6,21 @@ decided by Algorithm 4 (``workflow.post_process``).
 
 from __future__ import annotations
 
-import time
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
 
 from pipedec.core import EMPTY, Envelope, EpochEnded, PipedecError, Step, Update
 from pipedec.decoding import TimestepTiming
+from pipedec.device import HOST, Device, HostDevice
 from pipedec.engine.activity import Doing
 from pipedec.engine.emulated_time import Pacer
-from pipedec.engine.recorder import Recorder, Timestep
+from pipedec.engine.recorder import Recorder, Span, Timestep
 from pipedec.engine.sequences import Sequences
 from pipedec.messages import Event, OverranEvent, TraceEvents
 from pipedec.plan.emulation import Emulation
@@ -39,8 +41,9 @@ class Wiring:
         window: timesteps that the scheduler grants at once; 0 if it grants single tasks.
         duplex: of the links between the ranks (see ``scheduler.transfers``).
         sequences: makes the sequences of answers.
-        device: of the rank's model.
+        place: of the rank's model.
         doing: what the rank does at this moment.
+        device: of ``place``.
     """
 
     scheduler: Scheduler
@@ -48,11 +51,12 @@ class Wiring:
     topology: Topology
     tracer: Tracer
     sequences: Sequences
-    device: torch.device = torch.device("cpu")
+    place: torch.device = HOST
     emulation: Emulation | None = None
     window: int = 0
     duplex: str = "full"
     doing: Doing = field(default_factory=Doing)
+    device: Device = field(default_factory=HostDevice)
 
 
 class _Watched(NamedTuple):
@@ -75,14 +79,14 @@ class RankTasks:
 
     def __init__(self, rank: int, wiring: Wiring) -> None:
         self.rank = rank
-        self.recorder = Recorder(Pacer(wiring.emulation, rank))
+        self.recorder = Recorder(Pacer(wiring.emulation, rank, wiring.device), wiring.device)
         self.events: list[tuple[int, Event]] = []
         self.inbox: deque[Step] = deque()
         self.ended: list[int] = []
         self._outbox: dict[Task, Step] = {}
         self._wiring = wiring
         self._following: Message | None = None  # the next message, if the last report brought it
-        self._began = 0.0  # when the present task was received
+        self._began = self.recorder.mark()  # when the present task was received
         self._overran: list[int] = []  # timesteps whose real work took longer than its emulated time
         self._watched: dict[int, _Watched] = {}  # requests of which something is reported at their end
 
@@ -102,7 +106,7 @@ class RankTasks:
     def poll(self, timeout_seconds: float) -> Message | None:
         """As ``next``; None if no message arrives in time."""
         while (message := self._receive(self._wiring.scheduler.wait, self.rank, timeout_seconds)) is not None:
-            self._began = time.perf_counter()
+            self._began = self.recorder.mark()
             if message.task is None or message.task.kind != "T":
                 return message
             self._transfer(message.task, message)
@@ -153,10 +157,13 @@ class RankTasks:
 
     def note(self, timestep: Timestep) -> None:
         """Listens to the timesteps of this rank: traces their spans, and notes those that overran."""
-        for span in timestep.spans if self._wiring.tracer.enabled else ():
-            self._wiring.tracer.add(*span)
+        self._trace(timestep.spans)
         if timestep.overran:
             self._overran.append(timestep.number)
+
+    def _trace(self, spans: Iterable[Span]) -> None:
+        for span in spans if self._wiring.tracer.enabled else ():
+            self._wiring.tracer.add(*span)
 
     def opened(self, number: int, traced: bool) -> None:
         """A request begins, or goes on after a pause."""
@@ -171,6 +178,8 @@ class RankTasks:
             return []
         tracer, events = self._wiring.tracer, list[Event]()
         if watched.traced:
+            self.recorder.await_spans()
+            self._trace(self.recorder.take_spans())
             events.append(TraceEvents([event.as_row() for event in tracer.events[watched.first_event :]]))
         if overran := self._overran[watched.first_overran :]:
             events.append(OverranEvent(overran))
@@ -181,20 +190,35 @@ class RankTasks:
         return events
 
     def send(self, envelope: Envelope, target: int, number: int) -> None:
-        """Inside a window: send the envelope of a timestep to rank ``target``."""
-        with self.recorder.span(Task.transfer(self.rank, target, number).label, "transfer"):
-            if rows := envelope.num_rows:
-                self.recorder.pacer.delay_sending(rows)  # the receiver must not get it earlier than over the emulated link
-            self._wiring.doing.begin("waiting", target)
-            self._wiring.transport.send_envelope(envelope, target)
-            self._wiring.doing.begin("computing")
+        """Inside a window: send the envelope of a timestep to rank ``target``. Its span ends when the rows have left."""
+        began = self.recorder.mark()
+        if rows := envelope.num_rows:
+            self.recorder.pacer.delay_sending(rows)  # the receiver must not get it earlier than over the emulated link
+        self._wiring.doing.begin("waiting", target)
+        sent = self._wiring.transport.send_envelope(envelope, target)
+        self._wiring.doing.begin("computing")
+        self.recorder.add(Task.transfer(self.rank, target, number).label, "transfer", began, sent)
 
     def receive(self, source: int) -> Envelope:
-        """Inside a window: wait for the next envelope from rank ``source``."""
+        """Inside a window: wait for the next envelope from rank ``source``; its activations may come later."""
+        with self._waiting_for(source, "between timesteps"):
+            envelope = self._wiring.transport.receive_envelope(source)
+        if envelope.await_hidden is EMPTY.await_hidden:
+            return envelope
+        return replace(envelope, await_hidden=partial(self._await_hidden, envelope, source))
+
+    def _await_hidden(self, envelope: Envelope, source: int) -> None:
+        with self._waiting_for(source, "computing"):
+            envelope.await_hidden()
+
+    @contextmanager
+    def _waiting_for(self, source: int, then: str) -> Iterator[None]:
+        """In the context, rank ``source`` is waited for; behind it begins the phase ``then``."""
         self._wiring.doing.begin("waiting", source)
-        envelope = self._wiring.transport.receive_envelope(source)
+        self.recorder.phases.begin("waiting")
+        yield
+        self.recorder.phases.begin(then)
         self._wiring.doing.begin("computing")
-        return envelope
 
     def keep(self, step: Step | None, seq: int) -> int:
         """Keep the step until its transfer is granted. Returns its number of rows."""

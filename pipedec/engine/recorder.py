@@ -1,19 +1,23 @@
 """The record of one timestep, to which everything listens that watches the loop: counters, clocks, traces, tuning.
 
-A ``Recorder`` on each rank times the pieces of the rank's work. On an emulated device it makes them last as long as there.
+A ``Recorder`` on each rank times the pieces of the rank's work, by marks behind what the rank's device has been given: a piece
+ends when the device has done it, maybe long after the call that gives it. On an emulated device pieces last as long as there.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from pipedec.core import EMPTY, NO_LOAD, Envelope, Load, Update
 from pipedec.decoding import TimestepTiming
+from pipedec.device import Device, HostDevice, Mark, PhaseTimes, elapsed
 from pipedec.engine.emulated_time import Pacer, TimestepLoad
+
+Item = TypeVar("Item")
 
 
 class Span(NamedTuple):
@@ -48,45 +52,66 @@ class Timestep:
     overran: bool = False
 
 
+class _Piece(NamedTuple):
+    """A piece of work of which the device may not have passed the end."""
+
+    label: str
+    category: str
+    began: Mark
+    ended: Mark
+
+
 class Recorder:
     """Times one rank's work.
 
     Args:
         pacer: of the rank's emulated device.
+        device: that the work is done on.
+
+    Attributes:
+        phases: how long the device is in each phase of a rank's work.
     """
 
-    def __init__(self, pacer: Pacer) -> None:
+    def __init__(self, pacer: Pacer, device: Device | None = None) -> None:
         self.pacer = pacer
-        self._spans: list[Span] = []
+        self._device = HostDevice() if device is None else device
+        self.phases = PhaseTimes(self._device)
+        self._pieces: list[_Piece] = []
+        self._forwards: list[tuple[Load, Mark, Mark]] = []  # each draft forward
+        self._waits: list[tuple[Mark, Mark]] = []
         self.restart()
+
+    def mark(self) -> Mark:
+        """A mark behind all that the rank's device has been given so far."""
+        return self._device.mark()
 
     def restart(self) -> None:
         """A timestep begins now; what was measured of the current one is discarded."""
         self._began = time.perf_counter()
         self._own_began = time.thread_time()
         self._drafting = 0.0  # CPU time of the draft forwards
-        self._waited = 0.0
-        self._forwards: list[tuple[Load, float]] = []  # each draft forward and its seconds
+        self._waits.clear()
+        self._forwards.clear()
 
     @contextmanager
     def span(self, label: str, category: str, load: Load = NO_LOAD) -> Iterator[None]:
         """Record the body of the ``with`` statement. If it computes rows, it lasts as long as on the emulated device."""
-        began = time.perf_counter()
+        began = self.mark()
         with self.computing(load):
             yield
         self.add(label, category, began)
 
-    def add(self, label: str, category: str, began: float) -> None:
-        """Record a span that ends now."""
-        self._spans.append(Span(label, category, began, time.perf_counter()))
+    def add(self, label: str, category: str, began: Mark, ended: Mark | None = None) -> None:
+        """Record a span. It ends behind all that the device has been given so far, unless ``ended`` says otherwise."""
+        self._pieces.append(_Piece(label, category, began, self.mark() if ended is None else ended))
 
     @contextmanager
     def drafting(self, load: Load) -> Iterator[None]:
         """One draft forward."""
-        began, cpu_began = time.perf_counter(), time.thread_time()
+        began, cpu_began = self.mark(), time.thread_time()
         with self.computing(load):
             yield
-        self._forwards.append((load, time.perf_counter() - began))
+        self._forwards.append((load, began, self.mark()))
         self._drafting += time.thread_time() - cpu_began
 
     @property
@@ -99,28 +124,48 @@ class Recorder:
         """A timestep begins with rank 0's work beside the stages'; it is put into ``load``, the draft forwards apart."""
         self.restart()
         yield
-        load.drafted = [forward for forward, _ in self._forwards]
+        load.drafted = [forward for forward, _, _ in self._forwards]
         load.beside_seconds = self.cpu_seconds - self._drafting
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """The rank has nothing to do."""
-        began = time.perf_counter()
+        """The rank has nothing to do, once its device has done what it has been given."""
+        began = self.mark()
         yield
-        self._waited += time.perf_counter() - began
+        self._waits.append((began, self.mark()))
 
     def timing(self) -> TimestepTiming:
-        """The timing of the timestep that ends now. The next one begins."""
-        forwards = tuple(seconds for _, seconds in self._forwards)
-        timing = TimestepTiming(time.perf_counter() - self._began, self._waited, forwards)
+        """The timing of the timestep that ends now. The next one begins.
+
+        What the device is still at belongs to the timing of a later timestep: that in which the device ends it.
+        """
+        forwards, later = _split(self._forwards, lambda forward: forward[2].has_passed)
+        waits, later_waits = _split(self._waits, lambda wait: wait[1].has_passed)
+        waited = sum(elapsed(*wait) for wait in waits)
+        timing = TimestepTiming(time.perf_counter() - self._began, waited, tuple(elapsed(*marks) for _, *marks in forwards))
         self.restart()
+        self._forwards, self._waits = later, later_waits
         return timing
 
     def take_spans(self) -> tuple[Span, ...]:
-        """The spans since the last call."""
-        spans, self._spans = tuple(self._spans), []
-        return spans
+        """The spans that have not been taken yet, as far as the device has passed their ends."""
+        ended, self._pieces = _split(self._pieces, lambda piece: piece.ended.has_passed)
+        return tuple(Span(label, category, began.seconds, end.seconds) for label, category, began, end in ended)
+
+    def await_spans(self) -> None:
+        """Wait until the device has passed the ends of all spans."""
+        for piece in self._pieces:
+            piece.ended.wait()
 
     def computing(self, load: Load) -> AbstractContextManager[None]:
         """The body lasts as long as ``load`` takes on the emulated device."""
         return self.pacer.computing(load) if load.rows and self.pacer.is_emulating else nullcontext()
+
+
+def _split(items: list[Item], has_ended: Callable[[Item], bool]) -> tuple[list[Item], list[Item]]:
+    """Those that have ended, and the others, each in order."""
+    ended: list[Item] = []
+    others: list[Item] = []
+    for item in items:
+        (ended if has_ended(item) else others).append(item)
+    return ended, others

@@ -33,7 +33,6 @@ class StageLoop:
         self._traced: set[int] = set()  # requests
         self._num_sampled = 0  # tokens of the only request, in task dispatch
         self._timesteps = 0
-        self._compute_seconds, self._wait_seconds = 0.0, 0.0
         self._told = 0.0  # when what was counted was told
         self._handlers = {"pre": self._prefill, "dec": self._decode, "sync": self._sync, "window": self._window}
 
@@ -71,7 +70,7 @@ class StageLoop:
         return Facts(self._keep(message.number, task.seq), verdict, is_first_chunk=message.payload["is_first_chunk"])
 
     def _prompt_chunk(self, token_ids: list[int]) -> Step:
-        chunk = torch.tensor(token_ids, dtype=torch.int64, device=self._wiring.device)
+        chunk = torch.tensor(token_ids, dtype=torch.int64)
         return Step(chunk, torch.full_like(chunk, -1))
 
     def _decode(self, task: Task, message: Message) -> Facts:
@@ -84,11 +83,11 @@ class StageLoop:
     def _compute(self, number: int, step: Step) -> Verdict | None:
         """Compute the rows of the only request. Returns the verdict, whose log-probabilities go out with the next report."""
         steps = {number: step}
-        began = time.perf_counter()
+        self._tasks.recorder.phases.begin("computing")
         with self._tasks.recorder.computing(self._worker.load(steps)):
             self._worker.compute(steps)
             results = self._worker.results()
-        self._count(began, time.perf_counter())
+        self._count()
         for result in results:
             if result.logprobs:
                 self._tasks.events.append((number, LogprobsEvent([list(row) for row in result.logprobs], self._num_sampled)))
@@ -111,17 +110,16 @@ class StageLoop:
     def _window(self, task: Task, message: Message) -> Facts:
         """All timesteps of a window, without asking the scheduler in between (see ``windows``).
 
-        A rank whose order of transfers says so takes the next envelope before it sends what became of the last.
+        A rank whose order of transfers says so takes the next envelope, all of it, before it sends what became of the last.
         """
         wiring, last = self._wiring, task.seq + message.payload["timesteps"] - 1
         granted = checked_transfers(message.payload["transfers"], self._rank, wiring.topology, wiring.duplex)
         receives_first = len(granted) == 2 and granted[0][0].target == self._rank
         withheld: Envelope | None = None
         for number in range(task.seq, last + 1):
-            waited = time.perf_counter()
             received = self._tasks.receive(self._rank - 1)
-            self._wait_seconds += time.perf_counter() - waited
             if withheld is not None:
+                received.await_hidden()
                 self._send(withheld, number - 1)
             reply, withheld = self._advance(received, number), None
             if receives_first and number < last and not received.ends_session:
@@ -140,9 +138,9 @@ class StageLoop:
         """One timestep. What this rank has to say about requests that end is published before the next rank is told."""
         for update in received.updates:
             self._open(update)
-        began = time.perf_counter()
+        self._tasks.recorder.phases.begin("computing")
         reply = self._worker.advance(received, partial(self._span, number))
-        self._count(began, time.perf_counter())
+        self._count()
         self._tasks.note(self._tasks.timestep(number))
         for update in received.updates:
             if update.verdict is not None and update.verdict.finished not in (None, "paused"):
@@ -151,17 +149,17 @@ class StageLoop:
                     self._wiring.scheduler.publish(update.number, *events)
         return reply
 
-    def _count(self, began: float, ended: float) -> None:
-        """One timestep's work is done."""
+    def _count(self) -> None:
+        """The device has been given one timestep's work."""
         self._timesteps += 1
-        self._compute_seconds += ended - began
-        if ended > self._told + TELLING_SECONDS:
-            self._told = ended
+        self._tasks.recorder.phases.begin("between timesteps")
+        if (now := time.perf_counter()) > self._told + TELLING_SECONDS:
+            self._told = now
             self._tell()
 
     def _tell(self) -> None:
         """Let clients know what was counted, without waiting for Redis."""
-        seconds = self._compute_seconds, self._wait_seconds
+        seconds = [self._tasks.recorder.phases.seconds(phase) for phase in ("computing", "waiting")]
         stats = StageStats(self._rank, self._timesteps, self._worker.rows, self._worker.pruned_rows, *seconds)
         self._wiring.scheduler.tell(stats)
 

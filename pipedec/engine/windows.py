@@ -7,7 +7,6 @@ it. So all ranks prune between the same two steps, no rank waits for Redis, and 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -27,7 +26,7 @@ class WindowPipeline(RankZero):
         self._begun = 0  # the last timestep that has begun
         self._granted = 0  # the last timestep of the present window
         self._in_flight = 0  # timesteps whose results the last stage has not sent yet
-        self._returned = time.perf_counter()  # when the last timestep ended
+        self._returned = tasks.recorder.mark()  # when the last timestep ended
         wiring.scheduler.begin_session(session, wiring.window)
 
     def advance(self, number: int, entering: Envelope, meanwhile: Callable[[], None]) -> Timestep:
@@ -40,7 +39,7 @@ class WindowPipeline(RankZero):
             self._tasks.recorder.restart()  # the pipeline is still filling
             return self._tasks.timestep(number, entering)
         results = self._receive()
-        self._returned = time.perf_counter()
+        self._returned = self._tasks.recorder.mark()
         return self._tasks.timestep(number, entering, results, self._tasks.recorder.timing())
 
     def close(self, last: Envelope) -> None:

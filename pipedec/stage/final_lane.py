@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from pipedec.core import Accepted, Opening, Step, TokenLogprobs, Verdict
+from pipedec.device import to_device
 from pipedec.forest import ThreadChanges
 from pipedec.model import KVCache, LaneRows
 from pipedec.sampling import Logprobs, PromptLogprobs
@@ -112,7 +113,7 @@ class FinalLane(Lane):
         if self._entered.visibility is not None:
             return self._judge_rows(logits_RV, bad_R)
         if self._prompt_logprobs.is_open:
-            self._prompt_logprobs.add(logits_RV[: len(self._chunk)], self._chunk.to(self._device))
+            self._prompt_logprobs.add(logits_RV[: len(self._chunk)], to_device(self._chunk, self._device))
             logits_RV = logits_RV[len(self._chunk) - 1 :]
         if self._cache.past_length < self._prefill_length:
             return torch.zeros(0, dtype=torch.int64, device=self._device)

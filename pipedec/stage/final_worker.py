@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from pipedec.core import Opening, Step, Update, Verdict
+from pipedec.device import to_host
 from pipedec.model import KVCache
 from pipedec.stage.corruption import known_finite
 from pipedec.stage.final_lane import FinalLane
@@ -78,6 +79,6 @@ class FinalStageWorker(StageWorker):
         is_finite = known_finite(logits_RV)
         by_lane = zip(judging, logits_RV.split([len(own_RE) for _, own_RE in judging]), strict=True)
         chosen = [(lane, lane.judge(own_RV, is_finite)) for (lane, _), own_RV in by_lane]
-        read = iter(torch.cat([token_ids for _, token_ids in chosen]).tolist())
+        read = iter(to_host(torch.cat([token_ids for _, token_ids in chosen])).tolist())
         for lane, token_ids in chosen:
             lane.settle(list(islice(read, len(token_ids))))

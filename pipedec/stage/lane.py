@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from pipedec.core import Opening, SlotRuns, Step, Verdict
+from pipedec.device import to_device
 from pipedec.forest import Forest, ThreadChanges
 from pipedec.model import KVCache, LaneRows
 from pipedec.threads import NewSequence
@@ -65,8 +66,8 @@ class Lane:
             positions = torch.arange(first, first + step.num_rows, device=self._device)
             return LaneRows(positions, self._cache, None, self._prompt_length, num_masks)
         rows = self._forest.append(step.token_ids, step.parents, step.threads)
-        positions, visibility = self._forest.positions[rows].to(self._device), self._forest.visibility(rows).to(self._device)
-        return LaneRows(positions, self._cache, visibility, num_masks=num_masks)
+        positions, visibility = to_device(self._forest.positions[rows], self._device), self._forest.visibility(rows)
+        return LaneRows(positions, self._cache, visibility.to(self._device), num_masks=num_masks)
 
     def computed(self, hidden_RE: Tensor) -> None:
         """Keep the activations of the rows that entered last until ``outgoing``."""

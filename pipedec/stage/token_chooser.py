@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from pipedec.core import SamplingParams
+from pipedec.device import to_device
 from pipedec.forest import Forest, ThreadChanges
 from pipedec.grammar.masks import mask_logits
 from pipedec.sampling import Sampler, greedy
@@ -64,7 +65,7 @@ class TokenChooser:
             tree = forest.trees[number]
             positions, mask_RN = tree.next_positions[of_tree], tree.tree_mask[of_tree]
             token_ids = tree.token_ids.clamp(min=0)
-            on_device = mask_RN.to(self._device), token_ids.to(self._device)
+            on_device = to_device(mask_RN, self._device), to_device(token_ids, self._device)
             chosen[of_step] = self._samplers[number].choose(logits_RV[of_step], positions, *on_device)
         return chosen
 
@@ -118,7 +119,7 @@ class TokenChooser:
         sampler.add_accepted(self._tensor(visible))
 
     def _tensor(self, token_ids: list[int]) -> Tensor:
-        return torch.tensor(token_ids, dtype=torch.int64, device=self._device)
+        return to_device(torch.tensor(token_ids, dtype=torch.int64), self._device)
 
 
 def _paths(forest: Forest, rows: slice) -> list[Path]:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from pipedec.core import Envelope, Load, Opening, RankLost, SlotRuns, Step, Update, Verdict
+from pipedec.device import to_device
 from pipedec.model import KVCache, StageModel
 from pipedec.stage.corruption import marked
 from pipedec.stage.lane import Lane
@@ -134,7 +135,8 @@ class StageWorker:
             return
         lanes = [self._lanes[number] for number in steps]
         entered = [lane.enter(step) for lane, step in zip(lanes, steps.values(), strict=True)]
-        inputs = torch.cat([step.token_ids if step.hidden is None else step.hidden for step in steps.values()]).to(self._device)
+        inputs = torch.cat([step.token_ids if step.hidden is None else step.hidden for step in steps.values()])
+        inputs = to_device(inputs, self._device)
         hidden_RE = marked(inputs, self._model.forward(inputs, entered), self._stage)
         self._distribute(lanes, hidden_RE, [rows.num_rows for rows in entered])
 
@@ -153,7 +155,7 @@ class StageWorker:
         return Load(_num_rows(steps), sum(self._lanes[number].num_cached for number in steps))
 
     def advance(self, envelope: Envelope, span: Span = _unrecorded) -> Envelope:
-        """One timestep: replay verdicts, open lanes, compute the rows of all requests.
+        """One timestep: replay verdicts, open lanes, await the activations, compute the rows of all requests.
 
         Args:
             span: the context for a part of the work, by its name ("sync" or "dec") and load.
@@ -163,17 +165,19 @@ class StageWorker:
             results instead.
 
         Raises:
-            RankLost: the updates do not fit the requests here; the message names the rank that has sent them.
+            RankLost: the updates do not fit the requests here, or activations did not come; the message names the rank that has
+                sent them.
         """
         has_verdicts = any(update.verdict is not None for update in envelope.updates)
         with span("sync", Load()) if has_verdicts else nullcontext():
             self._replay_received(envelope.updates)
         steps = {update.number: update.step for update in envelope.updates if update.step is not None}
         if steps:
+            envelope.await_hidden()
             load = self.load(steps)
             with span("dec", load) if load.rows else nullcontext():
                 self.compute(steps)
-        return replace(envelope, updates=self._reply(envelope.updates))
+        return Envelope(self._reply(envelope.updates), envelope.ends_session)
 
     def _replay_received(self, updates: Iterable[Update]) -> None:
         try:

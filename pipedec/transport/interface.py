@@ -5,27 +5,31 @@ from __future__ import annotations
 from typing import Protocol
 
 from pipedec.core import Envelope, Step
+from pipedec.device import Mark
 
 
 class Transport(Protocol):
     """Point-to-point transfer of steps and envelopes. The receiver of a single step knows its number of rows from the task."""
 
     def send(self, step: Step, dst: int) -> None:
-        """Send ``step`` to rank ``dst``. Returns when its tensors may be reused.
+        """Send ``step`` to rank ``dst``. Returns when it has left, also if a device sends it.
 
         Raises:
             RankLost: the connection failed or timed out.
         """
 
     def receive(self, num_rows: int, src: int) -> Step:
-        """Wait for a step of ``num_rows`` rows from rank ``src``.
+        """Wait for a step of ``num_rows`` rows from rank ``src``. Returns when it has arrived, also if a device receives it.
 
         Raises:
             RankLost: the connection failed or timed out.
         """
 
-    def send_envelope(self, envelope: Envelope, dst: int) -> None:
+    def send_envelope(self, envelope: Envelope, dst: int) -> Mark:
         """Send an envelope to rank ``dst``. Does not wait for the receiver.
+
+        Returns:
+            the end of the transfer of its activations, if a device sends them; else the present moment.
 
         Raises:
             RankLost: the connection failed or timed out.
@@ -33,7 +37,7 @@ class Transport(Protocol):
         """
 
     def receive_envelope(self, src: int) -> Envelope:
-        """Wait for the next envelope from rank ``src``.
+        """Wait for the next envelope from rank ``src``; its activations may come later (see ``Envelope.await_hidden``).
 
         Raises:
             RankLost: the connection failed or timed out, or what arrived is no envelope.

@@ -2,25 +2,27 @@
 
 Owns the process groups, which are exchanged when the ranks meet again, and their timeouts. The first messages of envelopes, and
 all messages from and to rank 0, go through host memory, so rank 0 needs no GPU. So do the steps of CUDA stages that do not use
-NCCL (several ranks on one GPU).
+NCCL (several ranks on one GPU). What the host needs of an envelope never waits for its activations.
 """
 
 from __future__ import annotations
 
 import re
 from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
-from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore
 from torch.distributed import ProcessGroupGloo, ReduceOp
 
-from pipedec.core import Envelope, RankLost, Step, UserError
+from pipedec.core import EMPTY, ROW_ID_BYTES, Envelope, RankLost, Step, UserError
+from pipedec.device import Device, Mark, device_of, to_device
+from pipedec.transport.links import DeviceLink, Group, HostLink, Link, Transfer
 from pipedec.transport.rendezvous import CONNECT_SECONDS, AbortableStore, Rendezvous
 from pipedec.transport.wire import (
     INLINE_HEAD_BYTES,
@@ -30,51 +32,24 @@ from pipedec.transport.wire import (
     message_bytes,
     pack,
     pack_envelope,
+    pack_hidden,
     unpack,
     unpack_envelope,
-    unpack_from,
+    unpack_hidden,
+    unpack_hidden_from,
     unpack_prefix,
 )
 
-Group = Any  # a process group; torch's stubs know none of its calls
+Result = TypeVar("Result")
 _Gloo: Any = ProcessGroupGloo
 
 BACKENDS = {"gloo": ("cpu", "cuda"), "nccl": ("cuda",)}  # name: device types that a stage may use
 _MAX_PENDING_SENDS = 16  # a sender waits for a slow receiver only when this many messages are pending
-_STEP_TAG = 0
 _ENVELOPE_TAG = 1  # receives of envelopes are posted early; the tag keeps them from matching steps
 _ABORT_TAG = 2  # nothing is ever sent with it
 _AT_ONCE = timedelta(milliseconds=1)
 _INLINE_ROWS = 128  # of steps in an envelope's first message
 _SOURCE_LINE = re.compile(r"\[/\S+:\d+\] ")  # where in gloo's source an error was raised
-
-
-@dataclass(frozen=True)
-class _Link:
-    """How messages with steps go to and from a peer.
-
-    Attributes:
-        group: the process group of the transfers.
-        offset: how much greater a rank of the run is than in the group.
-        device: where messages are packed and received.
-        inline_rows: the most rows that are sent in an envelope's first message.
-        hidden_size: width of the activations that the peer sends; 0 from rank 0.
-    """
-
-    group: Group
-    offset: int
-    device: torch.device
-    inline_rows: int
-    hidden_size: int
-    dtype: torch.dtype
-
-    def message_bytes(self, num_rows: int) -> int:
-        return message_bytes(num_rows, self.hidden_size, self.dtype)
-
-    @cached_property
-    def room(self) -> int:
-        """Bytes of the largest first message of an envelope."""
-        return PREFIX_BYTES + INLINE_HEAD_BYTES + self.message_bytes(self.inline_rows)
 
 
 class _Groups:
@@ -84,6 +59,7 @@ class _Groups:
         self._rendezvous = rendezvous
         self._store = AbortableStore(rendezvous.store, rendezvous.timeout_seconds)
         self._all: Group = None
+        self._pairs: list[Group] = []
         self.is_aborted = False
 
     def connect(self) -> Group:
@@ -97,14 +73,31 @@ class _Groups:
             raise RuntimeError("the transfers were aborted")
         return self._all
 
-    def connect_stages(self, device: torch.device) -> Group:
-        """An NCCL group of all stages, from ``device`` to device, that rank 0 does not join."""
+    def connect_neighbours(self, device: torch.device) -> dict[int, Group]:
+        """NCCL groups of two stages, from ``device`` to device: of this stage with the one before and with the one behind it.
+
+        A stage sends over one and receives over the other, so that neither waits for the other. Every second pair of the chain
+        connects first, then the others, so that no stage waits for more than one before its own turn.
+
+        Returns:
+            the groups, by the neighbour's rank.
+        """
+        rank, last = self._rendezvous.rank, self._rendezvous.world_size - 1
+        senders = [sender for sender in (rank - 1, rank) if 1 <= sender < last]
+        groups = {}
+        for sender in sorted(senders, key=lambda sender: sender % 2):
+            groups[rank + 1 if sender == rank else sender] = pair = self.connect_pair(sender, device)
+            self._pairs.append(pair)
+        return groups
+
+    def connect_pair(self, sender: int, device: torch.device) -> Group:
+        """The NCCL group of stage ``sender``, which has rank 0 there, and the next stage, which has rank 1."""
         from torch.distributed import ProcessGroupNCCL
 
         options = ProcessGroupNCCL.Options()
         options._timeout = timedelta(seconds=self._rendezvous.timeout_seconds)
-        place = self._rendezvous.rank - 1, self._rendezvous.world_size - 1
-        group = ProcessGroupNCCL(PrefixStore("stages", self._rendezvous.store), *place, options)
+        store = PrefixStore(f"stages {sender} {sender + 1}", self._rendezvous.store)
+        group = ProcessGroupNCCL(store, self._rendezvous.rank - sender, 2, options)
         group.eager_connect_single_device(device)
         return group
 
@@ -115,6 +108,9 @@ class _Groups:
         """
         self.is_aborted = True
         self._store.abort()
+        for pair in self._pairs:
+            with suppress(RuntimeError):
+                pair.abort()
         group, own = self._all, self._rendezvous.rank
         for peer in range(self._rendezvous.world_size) if group is not None else ():
             with suppress(RuntimeError):
@@ -130,37 +126,48 @@ class TorchTransport:
         rank: this one.
         hidden_size: width of the activations.
         dtype: dtype of the activations.
-        device: device of this rank's steps.
+        place: where the activations of this rank's steps are.
+        device: of ``place``; by default as ``device_of`` makes it.
 
     Attributes:
         backend: of the steps between stages, once the ranks have joined.
 
     Raises:
-        UserError: the backend is unknown or does not work on ``device``.
+        UserError: the backend is unknown or does not work on ``place``.
     """
 
     _all: Group
-    _draft_link: _Link
-    _stage_link: _Link
 
-    def __init__(self, backend: str, rank: int, hidden_size: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        backend: str,
+        rank: int,
+        hidden_size: int,
+        dtype: torch.dtype,
+        place: torch.device,
+        device: Device | None = None,
+    ) -> None:
         if backend not in BACKENDS:
             raise UserError(f"unknown transport {backend!r}: choose one of {', '.join(BACKENDS)}")
-        if rank > 0 and device.type not in BACKENDS[backend]:
+        if rank > 0 and place.type not in BACKENDS[backend]:
             raise UserError("transport nccl needs --device cuda; use gloo on a CPU")
         self.backend = "gloo"
         self._wanted = backend
         self._rank = rank
-        self._hidden_size, self._dtype, self._device = hidden_size, dtype, device
+        self._hidden_size, self._dtype, self._place = hidden_size, dtype, place
+        self._device = device_of(place) if device is None else device
         self._timeout = timedelta()
         self._groups: _Groups | None = None
         self._forget()
 
     def _forget(self) -> None:
         """Drop the transfers that have not ended."""
-        self._pending_sends: deque[tuple[Any, Tensor]] = deque()  # with the buffers being sent
-        self._pending_receives: dict[int, tuple[Any, Bytes]] = {}  # of envelopes, by sender
-        self._received: dict[int, Any] = {}  # by sender, the receive of the last envelope
+        self._pending_sends: deque[Transfer] = deque()
+        self._pending_receives: dict[int, Transfer] = {}  # of envelopes, by sender
+        self._received: dict[int, Transfer] = {}  # by sender, the receive of the last envelope
+        self._arriving: dict[int, Transfer] = {}  # by sender, the last activations with a message of their own
+        self._host_links: dict[int, Link] = {}  # by peer
+        self._links: dict[int, Link] = {}  # of activations, by peer
 
     def join(self, rendezvous: Rendezvous) -> None:
         """Connect to the ranks that have met; connections of an earlier meeting are closed.
@@ -173,14 +180,11 @@ class TorchTransport:
         self._groups = groups = _Groups(rendezvous)
         try:
             self._all = groups.connect()
-            self._draft_link = _Link(self._all, 0, torch.device("cpu"), _INLINE_ROWS, 0, self._dtype)
             uses_nccl = self._all_stages_request_nccl() and self._rank > 0
             self.backend = "nccl" if uses_nccl else "gloo"
-            stages = groups.connect_stages(self._device) if uses_nccl else self._all
+            self._connect_links(groups, groups.connect_neighbours(self._place) if uses_nccl else {})
         except (RuntimeError, ValueError) as error:
             raise RankLost(f"rank {self._rank} could not join the {rendezvous.world_size} ranks: {_reason(error)}") from None
-        place, inline_rows = (self._device, 0) if uses_nccl else (torch.device("cpu"), _INLINE_ROWS)
-        self._stage_link = _Link(stages, int(uses_nccl), place, inline_rows, self._hidden_size, self._dtype)
 
     def _all_stages_request_nccl(self) -> bool:
         """Whether every stage requests NCCL: with ``auto``, stages on different hosts may choose differently. Rank 0 abstains."""
@@ -193,103 +197,117 @@ class TorchTransport:
         """The group of all ranks, for those who measure it."""
         return self._all
 
-    def _link(self, peer: int) -> _Link:
-        return self._stage_link if peer > 0 else self._draft_link
+    def _connect_links(self, groups: _Groups, pairs: dict[int, Group]) -> None:
+        """Links to all ranks; activations go over NCCL to and from the neighbours in ``pairs``."""
+        hosts: dict[int, Link] = {peer: HostLink(self._all, peer, self._timeout) for peer in range(self._all.size())}
+        devices: dict[int, Link] = {
+            peer: DeviceLink(group, int(peer > self._rank), self._timeout, self._place, self._device, lambda: groups.is_aborted)
+            for peer, group in pairs.items()
+        }
+        self._host_links, self._links = hosts, hosts | devices
+
+    def _inline_rows(self, peer: int) -> int:
+        """The most rows whose activations are sent in an envelope's first message, to or from a peer."""
+        return _INLINE_ROWS if self._links[peer] is self._host_links[peer] else 0
+
+    def _hidden_size_from(self, peer: int) -> int:
+        """Width of the activations that a peer sends."""
+        return self._hidden_size if peer > 0 else 0
+
+    def _message_bytes(self, num_rows: int, peer: int) -> int:
+        return message_bytes(num_rows, self._hidden_size_from(peer), self._dtype)
 
     def send(self, step: Step, dst: int) -> None:
-        link = self._link(dst)
-        try:
-            self._wait(link.group.send([pack(step, link.device)], dst - link.offset, _STEP_TAG), link)
-        except RuntimeError as error:
-            raise self._rank_lost(dst, "send to", error) from error
+        link = self._links[dst]
+        self._attempt("send to", dst, lambda: link.send(pack(step, link.place)).wait())
 
     def receive(self, num_rows: int, src: int) -> Step:
-        link = self._link(src)
-        message = torch.empty(link.message_bytes(num_rows), dtype=torch.uint8, device=link.device)
-        self._receive_into(message, src, link)
-        return self._on_device(unpack(message, num_rows, link.hidden_size, link.dtype))
+        link = self._links[src]
+        transfer = self._attempt("receive from", src, lambda: link.receive(self._message_bytes(num_rows, src)))
+        self._attempt("receive from", src, transfer.wait)
+        step = unpack(transfer.message, num_rows, self._hidden_size_from(src), self._dtype)
+        return step if step.hidden is None else replace(step, hidden=to_device(step.hidden, self._place))
 
-    def _receive_into(self, message: Tensor, src: int, link: _Link) -> None:
-        try:
-            self._wait(link.group.recv([message], src - link.offset, _STEP_TAG), link)
-        except RuntimeError as error:
-            raise self._rank_lost(src, "receive from", error) from error
+    def send_envelope(self, envelope: Envelope, dst: int) -> Mark:
+        link = self._links[dst]
+        first, head, hidden = pack_envelope(envelope, self._inline_rows(dst))
+        return self._attempt("send to", dst, lambda: self._send_all(first, head, hidden, dst, link))
 
-    def _wait(self, work: Any, link: _Link) -> None:
-        """Wait for a transfer; on a GPU, let its stream wait."""
-        if link.device.type == "cpu":
-            work.wait(self._timeout)
-        else:
-            work.wait()
-
-    def _on_device(self, step: Step) -> Step:
-        """The step with its activations on the device of this rank's model."""
-        return step if step.hidden is None else replace(step, hidden=step.hidden.to(self._device))
-
-    def send_envelope(self, envelope: Envelope, dst: int) -> None:
-        link = self._link(dst)
-        first, head, step = pack_envelope(envelope, link.inline_rows)
-        try:
-            while len(self._pending_sends) >= _MAX_PENDING_SENDS:
-                self._pending_sends.popleft()[0].wait(self._timeout)
-            self._pending_sends.append((self._all.send([first], dst, _ENVELOPE_TAG), first))
-            if head is not None:
-                self._send_behind(head, dst, self._draft_link)
-            if step is not None:
-                self._send_behind(pack(step, link.device), dst, link)
-        except RuntimeError as error:
-            raise self._rank_lost(dst, "send to", error) from error
-
-    def _send_behind(self, message: Tensor, dst: int, link: _Link) -> None:
-        """Send what did not fit into an envelope's first message."""
-        self._pending_sends.append((link.group.send([message], dst - link.offset, _STEP_TAG), message))
+    def _send_all(self, first: Tensor, head: Tensor | None, hidden: Tensor | None, dst: int, link: Link) -> Mark:
+        """Send the messages of an envelope. Returns the end of the last one."""
+        while len(self._pending_sends) >= _MAX_PENDING_SENDS:
+            self._pending_sends.popleft().wait()
+        self._pending_sends.append(self._host_links[dst].send(first, _ENVELOPE_TAG))
+        if head is not None:
+            self._pending_sends.append(self._host_links[dst].send(head))
+        if hidden is not None:
+            self._pending_sends.append(link.send(pack_hidden(hidden, link.place)))
+        return self._pending_sends[-1].mark()
 
     def receive_envelope(self, src: int) -> Envelope:
-        link, buffer = self._link(src), self._first_message(src)
+        buffer = self._first_message(src)
         try:
-            prefix = unpack_prefix(buffer, link.message_bytes(1))
+            prefix = unpack_prefix(buffer, self._message_bytes(1, src))
             if not prefix.ends_session:
                 self._pending_receives[src] = self._post_receive(src)
             head = self._head(buffer, prefix, src)
-            return unpack_envelope(head, self._rows(buffer, prefix, src), prefix)
+            hidden, await_hidden = self._hidden(buffer, prefix, src)
+            envelope = unpack_envelope(head, hidden, prefix)
         except ValueError as error:
             raise RankLost(f"rank {src} sent a message that is no envelope: {error}") from None
-
-    def _rows(self, buffer: Bytes, prefix: Prefix, src: int) -> Step | None:
-        link = self._link(src)
-        if prefix.rows > link.inline_rows:
-            return self.receive(prefix.rows, src)
-        if not prefix.rows:
-            return None
-        return self._on_device(unpack_from(buffer, prefix.end, prefix.rows, link.hidden_size, link.dtype))
+        return envelope if await_hidden is EMPTY.await_hidden else replace(envelope, await_hidden=await_hidden)
 
     def _first_message(self, src: int) -> Bytes:
-        work, buffer = self._pending_receives.pop(src) if src in self._pending_receives else self._post_receive(src)
-        try:
-            work.wait(self._timeout)
-        except RuntimeError as error:
-            raise self._rank_lost(src, "receive from", error) from error
+        transfer = self._pending_receives.pop(src) if src in self._pending_receives else self._post_receive(src)
+        self._attempt("receive from", src, transfer.wait)
         # gloo's thread may not have let go of the buffer yet, and the end of the work would wait for it, so keep the work.
-        self._received[src] = work
-        return buffer
+        self._received[src] = transfer
+        return transfer.message.numpy()
 
-    def _post_receive(self, src: int) -> tuple[Any, Bytes]:
+    def _post_receive(self, src: int) -> Transfer:
         """Post the receive of the next envelope's first message before it is sent.
 
         gloo allows a message to be shorter than the buffer that receives it.
         """
-        message = torch.empty(self._link(src).room, dtype=torch.uint8)
-        try:
-            return self._all.recv([message], src, _ENVELOPE_TAG), message.numpy()
-        except RuntimeError as error:
-            raise self._rank_lost(src, "receive from", error) from error
+        room = PREFIX_BYTES + INLINE_HEAD_BYTES + self._message_bytes(_INLINE_ROWS, src)
+        return self._attempt("receive from", src, lambda: self._host_links[src].receive(room, _ENVELOPE_TAG))
 
     def _head(self, buffer: Bytes, prefix: Prefix, src: int) -> Bytes:
         if prefix.head_bytes <= INLINE_HEAD_BYTES:
             return buffer[PREFIX_BYTES : prefix.end]
-        head = torch.empty(prefix.head_bytes, dtype=torch.uint8)
-        self._receive_into(head, src, self._draft_link)
-        return head.numpy()
+        transfer = self._attempt("receive from", src, lambda: self._host_links[src].receive(prefix.head_bytes))
+        self._attempt("receive from", src, transfer.wait)
+        return transfer.message.numpy()
+
+    def _hidden(self, buffer: Bytes, prefix: Prefix, src: int) -> tuple[Tensor | None, Callable[[], None]]:
+        """The activations of an envelope's rows [R, E], and what waits for those that have a message of their own."""
+        shape = prefix.rows, self._hidden_size_from(src), self._dtype
+        if not all(shape[:2]):
+            return None, EMPTY.await_hidden
+        if prefix.rows <= self._inline_rows(src):
+            return to_device(unpack_hidden_from(buffer, prefix.end, *shape), self._place), EMPTY.await_hidden
+        num_bytes = self._message_bytes(prefix.rows, src) - prefix.rows * ROW_ID_BYTES
+        transfer = self._attempt("receive from", src, lambda: self._links[src].receive(num_bytes))
+        arriving = unpack_hidden(transfer.message, *shape)
+        hidden = arriving if transfer.message.device == self._place else torch.empty_like(arriving, device=self._place)
+        self._arriving[src], awaited = transfer, [transfer]
+
+        def await_hidden() -> None:
+            if not awaited:
+                return
+            self._attempt("receive from", src, transfer.join)
+            if hidden is not arriving:
+                hidden.copy_(to_device(arriving, self._place))
+            awaited.clear()
+
+        return hidden, await_hidden
+
+    def _attempt(self, action: str, peer: int, call: Callable[[], Result]) -> Result:
+        """What ``call`` returns. Raises RankLost if it raises RuntimeError."""
+        try:
+            return call()
+        except RuntimeError as error:
+            raise self._rank_lost(peer, action, error) from error
 
     def abort(self) -> None:
         """Close the connections to all ranks, from any thread: a transfer that waits ends with RankLost, here and there."""
@@ -299,8 +317,7 @@ class TorchTransport:
     def close(self) -> None:
         self._forget()
         self._groups = None
-        for name in ("_all", "_draft_link", "_stage_link"):
-            self.__dict__.pop(name, None)
+        self.__dict__.pop("_all", None)
 
     def _rank_lost(self, peer: int, action: str, error: Exception) -> RankLost:
         assert self._groups is not None

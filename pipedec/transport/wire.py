@@ -1,16 +1,17 @@
 """Steps and envelopes as bytes.
 
 A step is its token ids, parents and threads, then its activations. An envelope is one message: a prefix with the lengths of
-what follows, the head (JSON: everything but rows), and the rows of all updates as one step. A receiver posts a buffer for the
-next envelope before it knows that one's lengths, so a head of more than INLINE_HEAD_BYTES, and more rows than the link takes
-inline, each follow in a message of their own, whose size the prefix tells.
+what follows; the head (JSON, then token ids, parents and threads of the rows of all updates), which always goes through host
+memory; and the activations of these rows. A receiver posts a buffer for the next envelope before it knows that one's lengths, so
+a head of more than INLINE_HEAD_BYTES, and the activations of more rows than the link takes inline, each follow in a message of
+their own, whose size the prefix tells.
 """
 
 from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -20,17 +21,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pipedec.core import NUM_ROW_IDS, ROW_ID_BYTES, Envelope, Step
+from pipedec.device import HOST, to_host
 from pipedec.messages import envelope_from_payload, envelope_to_payload
 
 MAX_ROWS = 65_536  # of an envelope; a prefix that announces more is refused
 MAX_HEAD_BYTES = 2**26
-INLINE_HEAD_BYTES = 8192
+INLINE_HEAD_BYTES = 16_384
 PREFIX_BYTES = 24
 Bytes = NDArray[np.uint8]
 Buffer = bytes | memoryview
 
-_HOST = torch.device("cpu")
-_MAGIC = b"pipedec4"
+_MAGIC = b"pipedec5"
 _PREFIX = struct.Struct("<8siiii")  # a multiple of 8 bytes, so that what follows is aligned
 
 
@@ -40,7 +41,7 @@ class Prefix(NamedTuple):
     Attributes:
         head_bytes: of the head, a multiple of 8.
         rows: of all updates.
-        row_bytes: of each row.
+        row_bytes: of each row, with its activations.
         ends_session: 1 if no envelope follows.
     """
 
@@ -51,7 +52,7 @@ class Prefix(NamedTuple):
 
     @property
     def end(self) -> int:
-        """Where the first message goes on behind prefix and head."""
+        """Where the activations begin in the first message, behind prefix and head."""
         return PREFIX_BYTES + (self.head_bytes if self.head_bytes <= INLINE_HEAD_BYTES else 0)
 
 
@@ -66,7 +67,7 @@ def _row_bytes(step: Step | None) -> int:
 
 def pack(step: Step, device: torch.device) -> Tensor:
     """The step as one message, uint8, on ``device``."""
-    if device == _HOST:
+    if device == HOST:
         return _message(_parts(step))
     threads = torch.zeros_like(step.parents) if step.threads is None else step.threads
     ids = torch.stack((step.token_ids, step.parents, threads)).flatten().to(device)
@@ -76,23 +77,43 @@ def pack(step: Step, device: torch.device) -> Tensor:
 
 def unpack(message: Tensor, num_rows: int, hidden_size: int, dtype: torch.dtype) -> Step:
     """The step in ``message``, its activations as a view of that. With ``hidden_size`` 0 the step has none."""
-    if message.device == _HOST:
+    if message.device == HOST:
         return unpack_from(message.numpy(), 0, num_rows, hidden_size, dtype)
     split = num_rows * ROW_ID_BYTES
     token_ids, parents, threads = message[:split].view(torch.int64).view(NUM_ROW_IDS, num_rows).cpu()
-    hidden = message[split:].view(dtype).view(num_rows, hidden_size) if hidden_size else None
+    hidden = unpack_hidden(message[split:], num_rows, hidden_size, dtype) if hidden_size else None
     return Step(token_ids, parents, hidden, threads)
 
 
 def unpack_from(buffer: Bytes, start: int, num_rows: int, hidden_size: int, dtype: torch.dtype) -> Step:
     """The step that begins at ``start``, as views of ``buffer``."""
+    token_ids, parents, threads = _unpack_ids(buffer, start, num_rows)
     split = start + num_rows * ROW_ID_BYTES
-    ids = buffer[start:split].view(np.int64).reshape(NUM_ROW_IDS, num_rows)
-    token_ids, parents, threads = map(torch.from_numpy, ids)
-    hidden = None
-    if hidden_size:
-        hidden = torch.frombuffer(buffer, dtype=dtype, count=num_rows * hidden_size, offset=split).view(num_rows, hidden_size)
+    hidden = unpack_hidden_from(buffer, split, num_rows, hidden_size, dtype) if hidden_size else None
     return Step(token_ids, parents, hidden, threads)
+
+
+def _unpack_ids(buffer: Bytes, start: int, num_rows: int) -> Iterator[Tensor]:
+    """Token ids, parents and threads of rows, int64 [R], which begin at ``start``, as views of ``buffer``."""
+    ids = buffer[start : start + num_rows * ROW_ID_BYTES].view(np.int64).reshape(NUM_ROW_IDS, num_rows)
+    return map(torch.from_numpy, ids)
+
+
+def pack_hidden(hidden_RE: Tensor, device: torch.device) -> Tensor:
+    """Activations as one message, uint8, on ``device``: a copy."""
+    if device == HOST:
+        return _message([_array(hidden_RE)])
+    return hidden_RE.flatten().view(torch.uint8).clone()
+
+
+def unpack_hidden(message: Tensor, num_rows: int, hidden_size: int, dtype: torch.dtype) -> Tensor:
+    """The activations [R, E] in ``message``, as a view of that."""
+    return message.view(dtype).view(num_rows, hidden_size)
+
+
+def unpack_hidden_from(buffer: Bytes, start: int, num_rows: int, hidden_size: int, dtype: torch.dtype) -> Tensor:
+    """The activations [R, E] that begin at ``start``, as a view of ``buffer``."""
+    return torch.frombuffer(buffer, dtype=dtype, count=num_rows * hidden_size, offset=start).view(num_rows, hidden_size)
 
 
 # A torch operation takes several microseconds when it follows a wait for the network, so messages in host memory are put
@@ -105,37 +126,54 @@ def _message(parts: Iterable[Buffer]) -> Tensor:
 
 def _parts(step: Step) -> list[Buffer]:
     """The bytes of a step, in order."""
+    return [*_id_parts(step), *([] if step.hidden is None else [_array(step.hidden)])]
+
+
+def _id_parts(step: Step) -> list[Buffer]:
+    """The bytes of a step without its activations, in order."""
     threads = bytes(8 * step.num_rows) if step.threads is None else _array(step.threads)
-    hidden = [] if step.hidden is None else [_array(step.hidden)]
-    return [_array(step.token_ids), _array(step.parents), threads, *hidden]
+    return [_array(step.token_ids), _array(step.parents), threads]
 
 
 def _array(tensor: Tensor) -> Buffer:
-    tensor = tensor.cpu().contiguous()
+    tensor = to_host(tensor).contiguous()
     return (tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor).numpy().data  # numpy has no bfloat16
 
 
-def pack_envelope(envelope: Envelope, inline_rows: int) -> tuple[Tensor, Tensor | None, Step | None]:
-    """The first message of an envelope; its head if that does not fit into the first message; and its rows if they do not.
+class Packed(NamedTuple):
+    """The messages of an envelope.
+
+    Attributes:
+        first: the first message.
+        head: the head, if it does not fit into the first message.
+        hidden: [R, E], the activations of all rows, if they are not in the first message.
+    """
+
+    first: Tensor
+    head: Tensor | None
+    hidden: Tensor | None
+
+
+def pack_envelope(envelope: Envelope, inline_rows: int) -> Packed:
+    """The messages of an envelope.
 
     Args:
-        inline_rows: more rows than that are not in the first message.
+        inline_rows: the activations of more rows than that are not in the first message.
 
     Raises:
         ValueError: more than MAX_ROWS rows or MAX_HEAD_BYTES bytes of head.
     """
     step = _merged([update.step for update in envelope.updates if update.step is not None])
-    rows = 0 if step is None else step.num_rows
-    head = json.dumps(envelope_to_payload(envelope), separators=(",", ":")).encode() if envelope.updates else b""
-    head += b" " * (-len(head) % 8)
-    prefix = Prefix(len(head), rows, _row_bytes(step), int(envelope.ends_session))
+    rows, hidden = (0, None) if step is None else (step.num_rows, step.hidden)
+    text = json.dumps(envelope_to_payload(envelope), separators=(",", ":")).encode() if envelope.updates else b""
+    text += b" " * (-len(text) % 8)
+    prefix = Prefix(len(text) + rows * ROW_ID_BYTES, rows, _row_bytes(step), int(envelope.ends_session))
     _check(prefix)
-    parts: list[Buffer] = [_PREFIX.pack(_MAGIC, *prefix)]
-    if len(head) <= INLINE_HEAD_BYTES:
-        parts.append(head)
-    if step is not None and rows <= inline_rows:
-        parts += _parts(step)
-    return _message(parts), None if len(head) <= INLINE_HEAD_BYTES else _message([head]), step if rows > inline_rows else None
+    head: list[Buffer] = [text, *([] if step is None else _id_parts(step))]
+    has_short_head, has_few_rows = prefix.head_bytes <= INLINE_HEAD_BYTES, rows <= inline_rows
+    inline = [*(head if has_short_head else []), *([_array(hidden)] if hidden is not None and has_few_rows else [])]
+    first = _message([_PREFIX.pack(_MAGIC, *prefix), *inline])
+    return Packed(first, None if has_short_head else _message(head), None if has_few_rows else hidden)
 
 
 def unpack_prefix(buffer: Bytes, row_bytes: int) -> Prefix:
@@ -157,18 +195,22 @@ def unpack_prefix(buffer: Bytes, row_bytes: int) -> Prefix:
     return prefix
 
 
-def unpack_envelope(head: Bytes, step: Step | None, prefix: Prefix) -> Envelope:
-    """The envelope of a head and the rows of all updates. Raises ValueError if they are no envelope."""
+def unpack_envelope(head: Bytes, hidden_RE: Tensor | None, prefix: Prefix) -> Envelope:
+    """The envelope of a head and the activations of all its rows. Raises ValueError if they are no envelope."""
     ends_session = bool(prefix.ends_session)
     if not len(head):
         return Envelope((), ends_session)
+    split = prefix.head_bytes - prefix.rows * ROW_ID_BYTES
     try:
-        envelope, counts = envelope_from_payload(json.loads(head.tobytes()), ends_session)
+        envelope, counts = envelope_from_payload(json.loads(head[:split].tobytes()), ends_session)
     except (ValueError, RecursionError):
         raise ValueError("its head cannot be read") from None
     if sum(counts) != prefix.rows:
         raise ValueError(f"its updates have {sum(counts)} rows, not {prefix.rows}")
-    steps = iter(() if step is None else _split(step, [count for count in counts if count]))
+    if not prefix.rows:
+        return envelope
+    token_ids, parents, threads = _unpack_ids(head, split, prefix.rows)
+    steps = iter(_split(Step(token_ids, parents, hidden_RE, threads), [count for count in counts if count]))
     updates = (
         replace(update, step=next(steps)) if count else update for update, count in zip(envelope.updates, counts, strict=True)
     )
@@ -180,6 +222,8 @@ def _check(prefix: Prefix) -> None:
         raise ValueError(f"{prefix.rows} rows, which must be between 0 and {MAX_ROWS}")
     if not 0 <= prefix.head_bytes <= MAX_HEAD_BYTES or prefix.head_bytes % 8:
         raise ValueError(f"a head of {prefix.head_bytes} bytes, of which {MAX_HEAD_BYTES} are allowed")
+    if prefix.head_bytes < prefix.rows * ROW_ID_BYTES:
+        raise ValueError(f"a head of {prefix.head_bytes} bytes for {prefix.rows} rows, of which each takes {ROW_ID_BYTES}")
 
 
 def _merged(steps: list[Step]) -> Step | None:

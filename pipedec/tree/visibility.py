@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from pipedec.device import to_device
+
 
 @dataclass(frozen=True)
 class Visibility:
@@ -26,7 +28,7 @@ class Visibility:
 
     def to(self, device: torch.device | str) -> Visibility:
         """The mask on a device."""
-        return Visibility(self.seen.to(device), self.shared, lambda: self.slot_positions().to(device))
+        return Visibility(to_device(self.seen, device), self.shared, lambda: to_device(self.slot_positions(), device))
 
     def of(self, rows: slice, num_slots: int) -> Visibility:
         """The mask of some of the rows over the first ``num_slots`` slots."""

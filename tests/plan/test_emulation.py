@@ -7,12 +7,14 @@ from dataclasses import replace
 
 import pytest
 import torch
+from fake_cuda import FakeCuda
 from tiny_pair import Pair
 
 from pipedec.client.client import Client
 from pipedec.cluster.local import LocalCluster
 from pipedec.config import paper_cluster
 from pipedec.core import Load, Request, SamplingParams, UserError
+from pipedec.device import GpuDevice
 from pipedec.engine.emulated_time import EmulatedClock, Pacer, TimestepLoad
 from pipedec.engine.local import LocalPipeline
 from pipedec.hardware import LINKS, Link, PassTime
@@ -136,6 +138,14 @@ def test_pacer_sleeps_the_rest_and_reports_overruns() -> None:
         pass
     assert time.perf_counter() - start >= 0.002
     assert not pacer.take_overran()
+
+
+def test_pacer_waits_until_the_device_has_done_the_real_work() -> None:
+    cuda = FakeCuda()
+    pacer, began = Pacer(emulation(slow_motion=2.0), 1, GpuDevice(cuda=cuda, now=lambda: cuda.now)), cuda.now
+    with pacer.computing(Load(1)):
+        cuda.give(0.5)
+    assert cuda.now >= began + 0.5
 
 
 def test_pacer_without_emulation_does_nothing() -> None:

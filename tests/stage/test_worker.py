@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -300,6 +300,31 @@ def test_nothing_is_computed_after_an_answer_was_ended(target: Target, layers: r
         stage.compute({1: rows((9, 0))})
         stage.sync(1, Verdict.of(9))
         assert stage.outgoing() == {} and stage.results() == ()
+
+
+@pytest.mark.parametrize("layers", CUT[1:], ids=["middle", "final"])
+def test_verdicts_are_replayed_before_activations_are_awaited(target: Target, layers: range) -> None:
+    """What is computed before its activations have arrived is computed from garbage."""
+    stage, chunk = target.stage(layers), prompt_chunk(*PROMPT)
+    hidden = torch.randn(len(PROMPT), stage._model.config.hidden_size, dtype=torch.float64)
+    arriving, open_lanes = torch.full_like(hidden, torch.nan), list[int]()
+
+    def arrive() -> None:
+        open_lanes.append(stage.num_lanes)
+        arriving.copy_(hidden)
+
+    stage.open(2, opening_of())
+    ended, opened = Update(2, verdict=Verdict((), "stop")), Update(1, opening_of(), step=replace(chunk, hidden=arriving))
+    late = stage.advance(Envelope((opened, ended), await_hidden=arrive))
+    assert open_lanes == [1], "request 2 was to be closed and request 1 to be opened meanwhile"
+    other = target.stage(layers)
+    at_once = other.advance(Envelope((Update(1, opening_of(), step=replace(chunk, hidden=hidden)), Update(3))))
+    [found] = [update for update in late.updates if update.number == 1]
+    [expected] = [update for update in at_once.updates if update.number == 1]
+    if expected.step is None:
+        assert found == expected
+    else:
+        assert torch.equal(found.step.hidden, expected.step.hidden)  # type: ignore[arg-type, union-attr]
 
 
 def test_a_timestep_without_rows_passes_the_verdict_on(target: Target) -> None:

@@ -15,8 +15,9 @@ import torch
 from torch.distributed import PrefixStore, ProcessGroupGloo
 
 from pipedec.core import Envelope, PipedecError, Step, Update, Verdict
+from pipedec.transport.links import STEP_TAG
 from pipedec.transport.rendezvous import Rendezvous, file_store
-from pipedec.transport.torch_distributed import _ENVELOPE_TAG, _STEP_TAG, BACKENDS, TorchTransport, _Groups
+from pipedec.transport.torch_distributed import _ENVELOPE_TAG, BACKENDS, TorchTransport, _Groups
 
 HIDDEN_SIZE = 5
 PATIENCE_SECONDS = 60.0  # only bounds a test that hangs; far below the group's own timeout
@@ -81,20 +82,20 @@ def _serve(backend: str, place: tuple[int, int, Path, float], dtype: torch.dtype
 def _replace_nccl_by_gloo() -> None:
     BACKENDS["nccl"] = ("cpu",)
 
-    def connect_stages(groups: _Groups, device: torch.device) -> Any:
+    def connect_pair(groups: _Groups, sender: int, device: torch.device) -> Any:
         assert device == torch.device("cpu")
         rendezvous = groups._rendezvous
         options = ProcessGroupGloo._Options()
         options._devices = [ProcessGroupGloo.create_device(interface="lo")]
-        store = PrefixStore("stages", rendezvous.store)
-        _stage_groups.append(ProcessGroupGloo(store, rendezvous.rank - 1, rendezvous.world_size - 1, options))
-        return _stage_groups[-1]
+        store = PrefixStore(f"stages {sender}", rendezvous.store)
+        _stage_groups[ProcessGroupGloo(store, rendezvous.rank - sender, 2, options)] = f"{sender}>{sender + 1}"
+        return list(_stage_groups)[-1]
 
-    _Groups.connect_stages = connect_stages  # type: ignore[method-assign]
+    _Groups.connect_pair = connect_pair  # type: ignore[method-assign]
 
 
 _messages: list[tuple[str, int, str]] = []
-_stage_groups: list[ProcessGroupGloo] = []
+_stage_groups: dict[ProcessGroupGloo, str] = {}
 
 
 def _record_messages() -> None:
@@ -105,8 +106,8 @@ def _record_messages() -> None:
 
 def _recording(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
     def recorded(group: ProcessGroupGloo, tensors: list[torch.Tensor], peer: int, tag: int) -> Any:
-        if tag == _STEP_TAG:
-            _messages.append((name, peer, "stages" if group in _stage_groups else "all"))
+        if tag == STEP_TAG:
+            _messages.append((name, peer, _stage_groups.get(group, "all")))
         return call(group, tensors, peer, tag)
 
     return recorded
@@ -154,9 +155,17 @@ def send_envelope(
     transport.send_envelope(Envelope(updates, verdict is not None and verdict.finished is not None), dst)
 
 
+def received_updates(transport: TorchTransport, src: int) -> tuple[Update, ...]:
+    """The updates of the next envelope, when all of it has arrived."""
+    envelope = transport.receive_envelope(src)
+    for _ in range(2):  # to wait twice is harmless
+        envelope.await_hidden()
+    return envelope.updates
+
+
 def receive_envelope(transport: TorchTransport, src: int) -> Any:
     """Step and verdict of the only update, if there is one."""
-    updates = transport.receive_envelope(src).updates
+    updates = received_updates(transport, src)
     if not updates:
         return None, None
     (update,) = updates
@@ -171,7 +180,7 @@ def send_two_requests(transport: TorchTransport, num_rows: int, dtype: torch.dty
 
 def receive_requests(transport: TorchTransport, src: int) -> Any:
     """Step and verdict of every request, in order."""
-    updates = transport.receive_envelope(src).updates
+    updates = received_updates(transport, src)
     return [(update.number, as_lists(update.step) if update.step else None, update.verdict) for update in updates]
 
 

@@ -99,14 +99,15 @@ PREFIX = struct.Struct("<8siiii")
     ("message", "reason"),
     [
         (bytes(64), "it begins with other bytes"),
-        (PREFIX.pack(b"pipedec4", 0, -1, 24, 0), "-1 rows, which must be between 0 and 65536"),
-        (PREFIX.pack(b"pipedec4", 0, 2**31 - 1, 24, 0), "2147483647 rows"),
-        (PREFIX.pack(b"pipedec4", 0, 1, 44, 0), "rows of 44 bytes, not 24"),
-        (PREFIX.pack(b"pipedec4", 2**31 - 8, 0, 0, 0), "a head of 2147483640 bytes, of which 67108864 are allowed"),
-        (PREFIX.pack(b"pipedec4", -8, 0, 0, 0), "a head of -8 bytes"),
-        (PREFIX.pack(b"pipedec4", 8, 0, 0, 0) + b"no JSON!", "its head cannot be read"),
-        (PREFIX.pack(b"pipedec4", 8, 0, 0, 0) + b"[[1, 2]]", "its head cannot be read"),
-        (PREFIX.pack(b"pipedec4", 8, 1, 24, 0) + b"[      ]" + bytes(24), "its updates have 0 rows, not 1"),
+        (PREFIX.pack(b"pipedec5", 0, -1, 24, 0), "-1 rows, which must be between 0 and 65536"),
+        (PREFIX.pack(b"pipedec5", 0, 2**31 - 1, 24, 0), "2147483647 rows"),
+        (PREFIX.pack(b"pipedec5", 0, 1, 24, 0), "a head of 0 bytes for 1 rows, of which each takes 24"),
+        (PREFIX.pack(b"pipedec5", 24, 1, 44, 0), "rows of 44 bytes, not 24"),
+        (PREFIX.pack(b"pipedec5", 2**31 - 8, 0, 0, 0), "a head of 2147483640 bytes, of which 67108864 are allowed"),
+        (PREFIX.pack(b"pipedec5", -8, 0, 0, 0), "a head of -8 bytes"),
+        (PREFIX.pack(b"pipedec5", 8, 0, 0, 0) + b"no JSON!", "its head cannot be read"),
+        (PREFIX.pack(b"pipedec5", 8, 0, 0, 0) + b"[[1, 2]]", "its head cannot be read"),
+        (PREFIX.pack(b"pipedec5", 32, 1, 24, 0) + b"[      ]" + bytes(24), "its updates have 0 rows, not 1"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -224,17 +225,17 @@ def send_three_ways(sender: Peer, receiver: Peer, src: int, dtype: torch.dtype |
 
 
 @pytest.mark.parametrize("backends", [("nccl", "nccl", "nccl"), ("gloo", "nccl", "nccl")], ids="-".join)
-def test_stages_with_nccl_have_their_own_group(trio: tuple[Peer, ...], backends: tuple[str, ...]) -> None:
-    """Whatever backend rank 0 has. Here the group uses gloo, but is created and used like an NCCL group."""
+def test_stages_with_nccl_have_groups_of_their_own(trio: tuple[Peer, ...], backends: tuple[str, ...]) -> None:
+    """Whatever backend rank 0 has. Here the groups use gloo, but are created and used like NCCL groups."""
     draft, first, last = trio
     send_three_ways(draft, first, 0, None)
     send_three_ways(first, last, 1, torch.float32)
     draft.order(peer.receive_envelope, 2)
     last.do(peer.send_envelope, 0, 0, Verdict.of(1, 2), 0)
     assert draft.result() == (None, Verdict.of(1, 2))
-    assert draft.do(peer.messages) == [("send", 1, "all")] * 2
-    assert first.do(peer.messages) == [("recv", 0, "all")] * 2 + [("send", 1, "stages")] * 3
-    assert last.do(peer.messages) == [("recv", 0, "stages")] * 3
+    assert draft.do(peer.messages) == [("send", 1, "all")]
+    assert first.do(peer.messages) == [("recv", 0, "all")] + [("send", 1, "1>2")] * 3
+    assert last.do(peer.messages) == [("recv", 0, "1>2")] * 3
     last.order(peer.receive, 1, 1)
     first.process.kill()
     assert last.result().startswith("RankLost: rank 2 could not receive from rank 1: ")
@@ -256,7 +257,7 @@ def test_a_single_stage_with_nccl_works(tmp_path: Path) -> None:
     try:
         assert draft.result() == stage.result() == "met"
         send_three_ways(draft, stage, 0, None)
-        assert stage.do(peer.messages) == [("recv", 0, "all")] * 2
+        assert stage.do(peer.messages) == [("recv", 0, "all")]
         stage.order(peer.close)
         assert draft.do(peer.close) == stage.result() == "closed"
     finally:

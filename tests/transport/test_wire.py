@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from pipedec.bench.reads.device import DEVICE, CountedDevice
-from pipedec.core import FINISH_REASONS, Accepted, Envelope, Opening, SamplingParams, Step, Update, Verdict
+from pipedec.core import FINISH_REASONS, ROW_ID_BYTES, Accepted, Envelope, Opening, SamplingParams, Step, Update, Verdict
 from pipedec.transport.wire import (
     INLINE_HEAD_BYTES,
     MAX_HEAD_BYTES,
@@ -25,9 +25,11 @@ from pipedec.transport.wire import (
     message_bytes,
     pack,
     pack_envelope,
+    pack_hidden,
     unpack,
     unpack_envelope,
-    unpack_from,
+    unpack_hidden,
+    unpack_hidden_from,
     unpack_prefix,
 )
 
@@ -116,18 +118,21 @@ def test_a_slice_of_a_larger_tensor_can_be_packed() -> None:
     assert torch.equal(received.hidden, hidden)  # type: ignore[arg-type]
 
 
-def received(first: Tensor, head: Tensor | None, rows: Step | None) -> Envelope:
+def received(first: Tensor, head: Tensor | None, hidden: Tensor | None) -> Envelope:
     """As a transport unpacks an envelope; the first message lies in a larger buffer."""
     buffer = np.concatenate((first.numpy(), np.full(99, 0xAB, np.uint8)))
     prefix = unpack_prefix(buffer, ROW_BYTES)
     assert (head is None) == (prefix.head_bytes <= INLINE_HEAD_BYTES)
-    assert (rows is None) == (prefix.rows <= INLINE_ROWS)
-    is_inline = 0 < prefix.rows <= INLINE_ROWS
-    assert len(first) == prefix.end + is_inline * message_bytes(prefix.rows, HIDDEN_SIZE, DTYPE)
-    step = unpack_from(buffer, prefix.end, prefix.rows, HIDDEN_SIZE, DTYPE) if is_inline else None
-    if rows is not None:
-        step = unpack(pack(rows, CPU), rows.num_rows, HIDDEN_SIZE, DTYPE)
-    return unpack_envelope(buffer[PREFIX_BYTES : prefix.end] if head is None else head.numpy(), step, prefix)
+    assert (hidden is None) == (prefix.rows <= INLINE_ROWS)
+    inline = message_bytes(prefix.rows, HIDDEN_SIZE, DTYPE) - prefix.rows * ROW_ID_BYTES if hidden is None else 0
+    assert len(first) == prefix.end + inline
+    shape = prefix.rows, HIDDEN_SIZE, DTYPE
+    arrived = None
+    if hidden is not None:
+        arrived = unpack_hidden(pack_hidden(hidden, CPU), *shape)
+    elif prefix.rows:
+        arrived = unpack_hidden_from(buffer, prefix.end, *shape)
+    return unpack_envelope(buffer[PREFIX_BYTES : prefix.end] if head is None else head.numpy(), arrived, prefix)
 
 
 @given(ENVELOPES)
@@ -144,9 +149,9 @@ def test_envelopes_round_trip(sent: Envelope) -> None:
 @pytest.mark.parametrize("num_tokens", [1, INLINE_HEAD_BYTES // 2, 100_000])
 def test_a_long_head_has_a_message_of_its_own(num_tokens: int) -> None:
     sent = Envelope((Update(7, verdict=Verdict.of(*[1] * num_tokens)),))
-    first, head, rows = pack_envelope(sent, INLINE_ROWS)
+    first, head, hidden = pack_envelope(sent, INLINE_ROWS)
     assert (head is not None) == (num_tokens > INLINE_HEAD_BYTES // 2 - 40)
-    assert received(first, head, rows) == sent
+    assert received(first, head, hidden) == sent
 
 
 def test_a_short_envelope_is_a_short_message() -> None:
@@ -180,7 +185,7 @@ ROWS = st.integers(-1, 2**17) | st.integers(-(2**31), 2**31 - 1)
 @given(st.binary(min_size=16, max_size=16) | st.builds(PREFIX.pack, ROWS, ROWS, st.just(ROW_BYTES), st.integers(0, 1)))
 def test_any_prefix_is_within_the_bounds_or_refused(lengths: bytes) -> None:
     try:
-        prefix = unpack_prefix(np.frombuffer(b"pipedec4" + lengths, np.uint8), ROW_BYTES)
+        prefix = unpack_prefix(np.frombuffer(b"pipedec5" + lengths, np.uint8), ROW_BYTES)
     except ValueError:
         return
     assert 0 <= prefix.rows <= MAX_ROWS and 0 <= prefix.head_bytes <= MAX_HEAD_BYTES

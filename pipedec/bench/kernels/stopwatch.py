@@ -1,11 +1,10 @@
-"""Timing operations on one device: the device, whether its memory suffices, and a stopwatch that synchronises with it.
+"""Timing operations on one device: the device, whether its memory suffices, and a stopwatch that waits for it.
 
 Knows neither trees nor models.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
@@ -16,6 +15,7 @@ import torch
 from pipedec.bench.checks import check_known
 from pipedec.bench.record import spread
 from pipedec.core import UserError
+from pipedec.device import Device, device_of, elapsed
 from pipedec.engine.spec import DEVICES
 from pipedec.hardware import GIGA
 
@@ -31,25 +31,23 @@ class Stopwatch:
 
     device: torch.device
     repeats: int
+    marked: Device | None = None  # makes marks in the work of ``device``; None: as ``device_of`` does
 
     def time_us(self, prepare: Callable[[], Prepared], run: Callable[[Prepared], object]) -> dict[str, float]:
         """The spread of the microseconds of ``run``; ``prepare`` makes its argument before each run and is not timed.
 
         On CUDA a run ends when the device has finished: the time that the caller of a single operation waits.
         """
-        times_us = []
+        device, times_us = self.marked or device_of(self.device), []
         for _ in range(_WARM_UP + self.repeats):
             prepared = prepare()
-            self._synchronise()
-            started = time.perf_counter_ns()
+            device.mark().wait()
+            began = device.mark()
             run(prepared)
-            self._synchronise()
-            times_us.append((time.perf_counter_ns() - started) / 1000)
+            ended = device.mark()
+            ended.wait()
+            times_us.append(elapsed(began, ended) * 1e6)
         return spread(times_us[_WARM_UP:])
-
-    def _synchronise(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
 
 
 def device_named(name: str) -> torch.device:

@@ -1,0 +1,168 @@
+"""Messages between two ranks over a process group, and how far each of them is.
+
+A link through host memory knows when a message has arrived. Over NCCL a device's stream knows: the host gets a mark behind the
+transfer, and the device's work waits for it without the host. Knows bytes, not what they mean.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from pipedec.device import HOST, Device, HostMark, Mark
+
+Group = Any  # a process group; torch's stubs know none of its calls
+Work = Any
+
+STEP_TAG = 0
+_POLL_SECONDS = 20e-6
+
+
+class Transfer(Protocol):
+    """A message that is being sent or received."""
+
+    @property
+    def message(self) -> Tensor:
+        """uint8. What is received may be read after ``wait``, or by the device's work after ``join``."""
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the message has left or arrived. Does not wait."""
+
+    def wait(self) -> None:
+        """Wait on the host until the message has left or arrived. Raises RuntimeError if it cannot any more.
+
+        Either this or ``join`` is called, and once.
+        """
+
+    def join(self) -> None:
+        """As ``wait``, but only for what the device is given from now on, if the transfer is one of the device."""
+
+    def mark(self) -> Mark:
+        """The end of the transfer; through host memory, whose transfers go on by themselves, the present moment."""
+
+
+class Link(Protocol):
+    """One direction, or both, between this rank and a peer."""
+
+    @property
+    def place(self) -> torch.device:
+        """Where messages are."""
+
+    def send(self, message: Tensor, tag: int = STEP_TAG) -> Transfer:
+        """Begin to send ``message``, which must not change until the transfer has ended. Raises RuntimeError."""
+
+    def receive(self, num_bytes: int, tag: int = STEP_TAG) -> Transfer:
+        """Begin to receive a message of at most ``num_bytes``; over NCCL of exactly so many. Raises RuntimeError."""
+
+
+@dataclass(frozen=True)
+class _HostTransfer:
+    message: Tensor
+    work: Work
+    timeout: timedelta
+
+    @property
+    def has_ended(self) -> bool:
+        return bool(self.work.is_completed())
+
+    def wait(self) -> None:
+        self.work.wait(self.timeout)
+
+    join = wait
+
+    def mark(self) -> Mark:
+        return HostMark(time.perf_counter())
+
+
+@dataclass(frozen=True)
+class HostLink:
+    """Messages in host memory, over gloo.
+
+    Attributes:
+        peer: rank of the peer in the group.
+        timeout: of every transfer.
+    """
+
+    group: Group
+    peer: int
+    timeout: timedelta
+    place: torch.device = HOST
+
+    def send(self, message: Tensor, tag: int = STEP_TAG) -> Transfer:
+        return _HostTransfer(message, self.group.send([message], self.peer, tag), self.timeout)
+
+    def receive(self, num_bytes: int, tag: int = STEP_TAG) -> Transfer:
+        message = torch.empty(num_bytes, dtype=torch.uint8)
+        return _HostTransfer(message, self.group.recv([message], self.peer, tag), self.timeout)
+
+
+@dataclass(frozen=True)
+class _DeviceTransfer:
+    """A transfer on a stream of its own, at whose end the mark is."""
+
+    message: Tensor
+    end: Mark
+    timeout: timedelta
+    is_aborted: Callable[[], bool]
+
+    @property
+    def has_ended(self) -> bool:
+        return self.end.has_passed
+
+    def wait(self) -> None:
+        deadline = time.monotonic() + self.timeout.total_seconds()
+        while not self.end.has_passed:
+            if self.is_aborted() or time.monotonic() > deadline:
+                raise RuntimeError(f"nothing has come within {self.timeout.total_seconds():g} seconds")
+            time.sleep(_POLL_SECONDS)
+        if self.is_aborted():
+            raise RuntimeError("the transfers were aborted")  # an aborted transfer ends, too
+        self.join()
+
+    def join(self) -> None:
+        self.end.join([self.message])
+
+    def mark(self) -> Mark:
+        return self.end
+
+
+@dataclass(frozen=True)
+class DeviceLink:
+    """Messages in device memory, over NCCL, in one direction: from this rank to the next, or to this rank from the one before.
+
+    A message leaves when the work that the device had been given before has computed it. It is received whatever the device is
+    computing. NCCL carries out what goes over one group in order, so a group has one direction.
+
+    Attributes:
+        peer: rank of the peer in the group.
+        timeout: of every transfer.
+        is_aborted: whether the groups were aborted, which ends all their transfers.
+    """
+
+    group: Group
+    peer: int
+    timeout: timedelta
+    place: torch.device
+    device: Device
+    is_aborted: Callable[[], bool]
+
+    def send(self, message: Tensor, tag: int = STEP_TAG) -> Transfer:
+        work = self.group.send([message], self.peer, tag)
+        with self.device.beside("send"):
+            return self._under_way(message, work)
+
+    def receive(self, num_bytes: int, tag: int = STEP_TAG) -> Transfer:
+        with self.device.beside("receive"):
+            message = torch.empty(num_bytes, dtype=torch.uint8, device=self.place)
+            return self._under_way(message, self.group.recv([message], self.peer, tag))
+
+    def _under_way(self, message: Tensor, work: Work) -> Transfer:
+        work.wait()  # the present stream waits, and the host does not
+        return _DeviceTransfer(message, self.device.mark(), self.timeout, self.is_aborted)

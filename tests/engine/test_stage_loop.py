@@ -1,0 +1,152 @@
+"""A stage's loop alone, on a simulated device whose work ends late: what is told of a timestep is what the device has done."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from fake_cuda import FakeCuda
+
+from pipedec.core import Envelope, Load, Opening, SamplingParams, Step, Update, Verdict
+from pipedec.device import GpuDevice, Mark
+from pipedec.engine.rank_tasks import Wiring
+from pipedec.engine.sequences import Sequences
+from pipedec.engine.stage_loop import StageLoop
+from pipedec.messages import Event, StageStats, TraceEvents
+from pipedec.scheduler import Message, Task
+from pipedec.scheduler.protocol import Scheduler
+from pipedec.scheduler.transfers import transfers_of
+from pipedec.stage import StageWorker
+from pipedec.topology import Topology
+from pipedec.tracing import TraceEvent, Tracer
+from pipedec.transport import Transport
+
+TOPOLOGY = Topology.even(3, 3)
+RANK = 2
+HEAD_SECONDS, ACTIVATION_SECONDS, COMPUTE_SECONDS, SEND_SECONDS = 0.06, 0.02, 0.03, 0.04  # each after what precedes it
+NEAR = 2e-3
+
+
+class OneWindow:
+    """A scheduler that grants one window, and stops when that is done. Attributes: what it was told."""
+
+    def __init__(self, timesteps: int, duplex: str) -> None:
+        payload = {"timesteps": timesteps, "transfers": transfers_of(RANK, TOPOLOGY, duplex)}
+        self._next = [Message("task", 1, Task.compute("window", RANK, 1), payload)]
+        self.stats: list[StageStats] = []
+        self.events: list[Event] = []
+
+    def wait(self, rank: int, timeout_seconds: float) -> Message:
+        return self._next.pop()
+
+    def finish(self, *report: Any) -> Message:
+        return Message("stop")
+
+    def tell(self, stats: StageStats) -> None:
+        self.stats.append(stats)
+
+    def publish(self, number: int, *events: Event) -> None:
+        self.events += events
+
+    def status(self) -> SimpleNamespace:
+        return SimpleNamespace(alive=())
+
+
+class LateTransport:
+    """Envelopes whose activations come ``ACTIVATION_SECONDS`` after the rest, and leave within ``SEND_SECONDS``."""
+
+    def __init__(self, cuda: FakeCuda, device: GpuDevice, envelopes: list[Envelope], log: list[str]) -> None:
+        self._cuda, self._device, self._envelopes, self._log = cuda, device, envelopes, log
+
+    def receive_envelope(self, src: int) -> Envelope:
+        self._cuda.advance(HEAD_SECONDS)
+        self._log.append("receive")
+        envelope, arrives_at = self._envelopes.pop(0), self._cuda.now + ACTIVATION_SECONDS
+        return Envelope(envelope.updates, envelope.ends_session, partial(self._await, arrives_at))
+
+    def _await(self, arrives_at: float) -> None:
+        self._log.append("await")
+        stream = self._cuda.current_stream()
+        stream.free_at = max(stream.free_at, arrives_at)
+
+    def send_envelope(self, envelope: Envelope, dst: int) -> Mark:
+        self._log.append("send")
+        computed = self._device.mark()
+        with self._device.beside("send"):
+            computed.join()
+            self._cuda.give(SEND_SECONDS)
+            return self._device.mark()
+
+
+class LateWorker:
+    """A stage whose device computes for ``COMPUTE_SECONDS``."""
+
+    rows = pruned_rows = cache_slots = 0
+
+    def __init__(self, cuda: FakeCuda, log: list[str]) -> None:
+        self._cuda, self._log = cuda, log
+
+    def reset(self) -> None:
+        """There is nothing."""
+
+    def advance(self, envelope: Envelope, span: Callable[[str, Load], Any]) -> Envelope:
+        self._log.append("replay")
+        envelope.await_hidden()
+        with span("dec", Load()):
+            self._cuda.give(COMPUTE_SECONDS)
+        return Envelope(envelope.updates, envelope.ends_session)
+
+
+def served(envelopes: list[Envelope], duplex: str = "full") -> tuple[OneWindow, list[str]]:
+    """Serve one window of these envelopes. Returns what the scheduler was told, and the order in which things were done."""
+    cuda, log = FakeCuda(), list[str]()
+    device = GpuDevice(cuda=cuda, now=lambda: cuda.now)
+    scheduler, transport = OneWindow(len(envelopes), duplex), LateTransport(cuda, device, envelopes, log)
+    wiring = Wiring(
+        cast(Scheduler, scheduler), cast(Transport, transport), TOPOLOGY, Tracer(RANK), cast(Sequences, Path()), duplex=duplex,
+        window=len(envelopes), device=device,
+    )  # fmt: skip
+    StageLoop(cast(StageWorker, LateWorker(cuda, log)), RANK, wiring).serve(cast(Transport, transport))
+    return scheduler, log
+
+
+def rows() -> Step:
+    return cast(Step, SimpleNamespace(num_rows=1))
+
+
+def test_what_a_stage_tells_of_its_time_is_its_devices() -> None:
+    """The host launches everything at once; the device first waits for the activations and then computes."""
+    last = 5
+    envelopes = [Envelope((Update(1, step=rows()),), number == last) for number in range(1, last + 1)]
+    scheduler, _ = served(envelopes)
+    told = scheduler.stats[-1]
+    assert told.timesteps == last
+    full = last - 1  # the device is still at the last timestep when the stage tells
+    assert told.compute_seconds == pytest.approx(COMPUTE_SECONDS * full, abs=NEAR)
+    between = HEAD_SECONDS - ACTIVATION_SECONDS - COMPUTE_SECONDS  # the device is done before the next envelope comes
+    assert told.wait_seconds == pytest.approx(HEAD_SECONDS + full * (ACTIVATION_SECONDS + between), abs=NEAR)
+
+
+def test_the_trace_of_a_request_has_the_times_of_the_device() -> None:
+    begins = Update(1, Opening(1, SamplingParams(), trace=True), step=rows())
+    goes_on = Update(1, step=rows())
+    ends = Update(1, verdict=Verdict((), "stop"))
+    scheduler, _ = served([Envelope((begins,)), Envelope((goes_on,)), Envelope((ends,), True)])
+    [trace] = [event for event in scheduler.events if isinstance(event, TraceEvents)]
+    lasting = {event.label: (event.end_us - event.start_us) / 1e6 for event in (TraceEvent(*row) for row in trace.rows)}
+    assert lasting["2F1"] == pytest.approx(COMPUTE_SECONDS, abs=NEAR)
+    assert lasting["2F2"] == pytest.approx(COMPUTE_SECONDS, abs=NEAR)
+    assert lasting["2>3@1"] == pytest.approx(SEND_SECONDS, abs=NEAR), "a transfer ends when the rows have left"
+
+
+def test_with_half_duplex_a_stage_sends_behind_all_that_it_receives() -> None:
+    assert transfers_of(RANK, TOPOLOGY, "half")[0][0].target == RANK, "the stage was to receive first"
+    envelopes = [Envelope((Update(1, step=rows()),), number == 3) for number in range(1, 4)]
+    _, log = served(envelopes, "half")
+    between = ["receive", "await", "send", "replay", "await"]
+    assert log == ["receive", "replay", "await", *between, *between, "send"]
+    assert served([Envelope((Update(1, step=rows()),), True)])[1] == ["receive", "replay", "await", "send"]

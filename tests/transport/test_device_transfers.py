@@ -1,0 +1,233 @@
+"""Transfers between stages whose devices carry them out late: nothing is read, reported or reused before its time."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+from fake_cuda import FakeCuda, FakeWork
+from torch import Tensor
+from torch.distributed import HashStore
+
+from pipedec.core import Envelope, RankLost, Step, Update, Verdict
+from pipedec.device import GpuDevice
+from pipedec.transport import torch_distributed
+from pipedec.transport.links import DeviceLink
+from pipedec.transport.rendezvous import Rendezvous
+from pipedec.transport.torch_distributed import TorchTransport, _Groups
+
+LATENCY = 0.02
+NEAR = 5e-3
+PATIENCE_SECONDS = 1.0
+GARBAGE = 0xFF
+HIDDEN_SIZE = 4
+CPU = torch.device("cpu")
+
+
+class Nccl:
+    """A group of two ranks in one process. What goes over it is carried out in order, and received ``LATENCY`` after it left."""
+
+    def __init__(self, cuda: FakeCuda) -> None:
+        self._cuda = cuda
+        self._sent: deque[tuple[Tensor, float]] = deque()
+        self._free_at = 0.0
+        self.is_aborted = False
+
+    def send(self, tensors: list[Tensor], peer: int, tag: int) -> FakeWork:
+        self._free_at = ends_at = max(self._free_at, self._cuda.current_stream().free_at, self._cuda.now) + LATENCY
+        self._sent.append((tensors[0], ends_at))
+        return FakeWork(self._cuda, ends_at)
+
+    def recv(self, tensors: list[Tensor], peer: int, tag: int) -> FakeWork:
+        tensors[0].fill_(GARBAGE)
+        if not self._sent:
+            return FakeWork(self._cuda, float("inf"))
+        message, left_at = self._sent.popleft()
+        ends_at = max(left_at, self._cuda.current_stream().free_at)
+        self._cuda.at(ends_at, lambda: tensors[0].copy_(message))
+        return FakeWork(self._cuda, ends_at)
+
+    def abort(self) -> None:
+        self.is_aborted = True
+
+
+class Done:
+    """A transfer of gloo that has ended."""
+
+    def wait(self, timeout: timedelta | None = None) -> None:
+        pass
+
+    def is_completed(self) -> bool:
+        return True
+
+
+class Gloo:
+    """One rank's member of a group in one process, with members by rank. A receive may be posted before the message is sent."""
+
+    def __init__(self, rank: int, members: dict[int, Gloo]) -> None:
+        self._rank, self._members = rank, members
+        self._arrived: dict[tuple[int, int], deque[Tensor]] = defaultdict(deque)
+        self._posted: dict[tuple[int, int], deque[Tensor]] = defaultdict(deque)
+        members[rank] = self
+
+    def size(self) -> int:
+        return 3
+
+    def allreduce(self, votes: Tensor, operation: Any) -> Done:
+        return Done()
+
+    def send(self, tensors: list[Tensor], peer: int, tag: int) -> Done:
+        self._members[peer]._arrived[self._rank, tag].append(tensors[0])
+        self._members[peer]._match(self._rank, tag)
+        return Done()
+
+    def recv(self, tensors: list[Tensor], peer: int, tag: int) -> Done:
+        self._posted[peer, tag].append(tensors[0])
+        self._match(peer, tag)
+        return Done()
+
+    def _match(self, peer: int, tag: int) -> None:
+        while self._posted[peer, tag] and self._arrived[peer, tag]:
+            message = self._arrived[peer, tag].popleft()
+            self._posted[peer, tag].popleft()[: len(message)] = message
+
+
+Pair = tuple[FakeCuda, TorchTransport, TorchTransport]
+
+
+@pytest.fixture
+def pair(monkeypatch: pytest.MonkeyPatch) -> Pair:
+    """Stages 1 and 2 with devices that share a clock, and groups that rank 0 has joined, too."""
+    cuda, members = FakeCuda(query_seconds=5e-4), dict[int, Gloo]()
+    group = Nccl(cuda)
+    monkeypatch.setitem(torch_distributed.BACKENDS, "nccl", ("cpu",))
+    monkeypatch.setattr(_Groups, "connect", lambda groups: Gloo(groups._rendezvous.rank, members))
+    monkeypatch.setattr(_Groups, "connect_pair", lambda groups, sender, device: group)
+    return cuda, *(joined(cuda, rank) for rank in (1, 2))
+
+
+def joined(cuda: FakeCuda, rank: int) -> TorchTransport:
+    device = GpuDevice(cuda=cuda, now=lambda: cuda.now)
+    transport = TorchTransport("nccl", rank, HIDDEN_SIZE, torch.float32, CPU, device)
+    transport.join(Rendezvous(rank, 3, HashStore(), PATIENCE_SECONDS, "lo"))
+    assert transport.backend == "nccl"
+    return transport
+
+
+def group_of(transport: TorchTransport) -> Nccl:
+    assert transport._groups is not None
+    (group,) = transport._groups._pairs
+    return group  # type: ignore[no-any-return]
+
+
+def rows(num_rows: int) -> Step:
+    hidden = torch.arange(num_rows * HIDDEN_SIZE, dtype=torch.float32).view(num_rows, HIDDEN_SIZE)
+    return Step(torch.arange(num_rows), torch.arange(num_rows) - 1, hidden)
+
+
+def received_rows(envelope: Envelope) -> tuple[Step, Tensor]:
+    step = envelope.updates[0].step
+    assert step is not None and step.hidden is not None
+    return step, step.hidden
+
+
+@pytest.mark.parametrize("num_rows", [3, 1000])
+def test_everything_else_is_known_while_activations_are_on_their_way(pair: Pair, num_rows: int) -> None:
+    cuda, sender, receiver = pair
+    sent, began = rows(num_rows), cuda.now
+    sender.send_envelope(Envelope((Update(7, verdict=Verdict.of(5), step=sent),)), 2)
+    envelope = receiver.receive_envelope(1)
+    assert cuda.now < began + LATENCY, "the host has waited for activations"
+    step, hidden = received_rows(envelope)
+    assert envelope.updates[0].verdict == Verdict.of(5)
+    assert torch.equal(step.token_ids, sent.token_ids) and torch.equal(step.parents, sent.parents)
+    read: list[Tensor] = []
+    cuda.give(0.0, lambda: read.append(hidden.clone()))
+    cuda.advance(0.0)
+    assert not torch.equal(read[0], sent.hidden), "what reads too early reads garbage"  # type: ignore[arg-type]
+    envelope.await_hidden()
+    assert cuda.now < began + LATENCY, "the host has waited for activations"
+    cuda.give(0.001, lambda: read.append(hidden.clone()))
+    cuda.advance(1.0)
+    assert torch.equal(read[1], sent.hidden)  # type: ignore[arg-type]
+
+
+def test_activations_arrive_while_the_receiver_computes(pair: Pair) -> None:
+    cuda, sender, receiver = pair
+    began = cuda.now
+    sender.send_envelope(Envelope((Update(7, step=rows(3)),)), 2)
+    cuda.give(0.1)  # what the receiver's device is still at
+    _, hidden = received_rows(receiver.receive_envelope(1))
+    cuda.advance(began + LATENCY + NEAR - cuda.now)
+    assert torch.equal(hidden, rows(3).hidden)  # type: ignore[arg-type]
+
+
+def test_activations_leave_when_they_have_been_computed(pair: Pair) -> None:
+    cuda, sender, _ = pair
+    step = rows(3)
+    assert step.hidden is not None
+    computed, began = step.hidden.clone(), cuda.now
+    step.hidden.zero_()
+    cuda.give(0.01, lambda: step.hidden.copy_(computed))  # type: ignore[union-attr]
+    left = sender.send_envelope(Envelope((Update(7, step=step),)), 2)
+    cuda.advance(0.01)
+    assert not left.has_passed, "a transfer was reported before its end"
+    left.wait()
+    assert left.seconds == pytest.approx(began + 0.01 + LATENCY, abs=NEAR)
+
+
+@pytest.mark.parametrize("num_rows", [1, 200])
+def test_a_single_step_is_reported_when_it_has_arrived(pair: Pair, num_rows: int) -> None:
+    cuda, sender, receiver = pair
+    sent, began = rows(num_rows), cuda.now
+    sender.send(sent, 2)
+    assert cuda.now >= began + LATENCY, "the sender has reported a transfer before its end"
+    found = receiver.receive(num_rows, 1)
+    assert torch.equal(found.token_ids, sent.token_ids) and torch.equal(found.hidden, sent.hidden)  # type: ignore[arg-type]
+
+
+def test_the_receiver_of_a_single_step_waits_for_all_of_it() -> None:
+    cuda = FakeCuda(query_seconds=5e-4)
+    group = Nccl(cuda)
+    link = DeviceLink(group, 0, timedelta(seconds=5), CPU, GpuDevice(cuda=cuda, now=lambda: cuda.now), lambda: False)
+    message, began = torch.arange(9, dtype=torch.uint8), cuda.now
+    group.send([message], 1, 0)
+    transfer = link.receive(9)
+    assert not transfer.has_ended
+    transfer.wait()
+    assert cuda.now >= began + LATENCY and torch.equal(transfer.message, message)
+
+
+def test_what_never_comes_ends_in_time_and_what_was_aborted_at_once(pair: Pair) -> None:
+    _, _, receiver = pair
+    with pytest.raises(RankLost, match="rank 2 could not receive from rank 1: nothing has come within 1 seconds"):
+        receiver.receive(3, 1)
+    receiver.abort()
+    assert group_of(receiver).is_aborted
+    with pytest.raises(RankLost, match="rank 2 could not receive from rank 1: the transfers were aborted"):
+        receiver.receive(3, 1)
+
+
+def test_many_sends_are_kept_until_they_have_ended(pair: Pair) -> None:
+    """The sender waits for its device only when many messages are pending."""
+    cuda, sender, _ = pair
+    began = cuda.now
+    for _ in range(8):
+        sender.send_envelope(Envelope((Update(7, step=rows(3)),)), 2)
+    assert cuda.now < began + LATENCY
+    for _ in range(8):
+        sender.send_envelope(Envelope((Update(7, step=rows(3)),)), 2)
+    assert cuda.now >= began + 7 * LATENCY, "messages were let go of before they had left"
+
+
+@pytest.mark.parametrize(("rank", "senders"), [(1, [1]), (2, [2, 1]), (3, [2, 3]), (4, [3])])
+def test_every_second_pair_of_stages_connects_first(rank: int, senders: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four stages; one group for what a stage receives, another one for what it sends."""
+    asked: list[int] = []
+    monkeypatch.setattr(_Groups, "connect_pair", lambda groups, sender, device: asked.append(sender) or sender)
+    found = _Groups(Rendezvous(rank, 5, HashStore(), 1.0, "lo")).connect_neighbours(CPU)
+    assert asked == senders
+    assert found == {rank + 1 if sender == rank else sender: sender for sender in senders}
