@@ -137,7 +137,6 @@ class BucketTensors:
         (requests, most_rows), most_slots = self.rectangles.rows.shape, self.rectangles.slots.shape[1]
         slots, rectangles = _split(host, Bucket(len(self.slots), requests, most_rows, most_slots))
         slots.fill_(spare_slot)
-        rectangles.slots.fill_(spare_slot)
         starts = accumulate((lane.num_rows for lane in lanes), initial=0)
         rows = [range(start, start + lane.num_rows) for start, lane in zip(starts, lanes, strict=False)]
         for own, lane in zip(rows, lanes, strict=True):
