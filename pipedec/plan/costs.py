@@ -8,8 +8,6 @@ from pipedec.core import Load
 from pipedec.hardware import DEVICES, Device, Link, ModelShape, PassTime, WeightFormat
 
 FIXED_WORKSPACE_BYTES = 500_000_000  # the CUDA context with its libraries
-CAPTURED_SLOTS = 1 << 15  # whose keys and values a captured forward copies at most, layer by layer
-CAPTURED_CELLS = 1 << 21  # of its attention mask at most: rows times slots
 PREFILL_ROWS = 512  # rows of a prompt that enter at once with single tasks; in windows they are fewer
 
 
@@ -58,13 +56,10 @@ class ModelCosts:
 
     @property
     def workspace_bytes(self) -> int:
-        """Memory besides weights and caches: a fixed part, activations of a prefill chunk, the logits of every row, and what
-        captured forwards keep: copies of the keys and values of a layer, and the mask."""
+        """Memory besides weights and caches: a fixed part, activations of a prefill chunk, and the logits of every row."""
         width = 4 * self.shape.hidden_size + 3 * self.shape.intermediate_size
         values = max(self.rows, PREFILL_ROWS) * width + self.rows * self.shape.vocab_size
-        group = self.shape.num_attention_heads // self.shape.num_key_value_heads
-        captured = CAPTURED_SLOTS * self.layer_token_bytes + CAPTURED_CELLS * (1 + group * self.weights.element_bytes)
-        return FIXED_WORKSPACE_BYTES + values * self.weights.element_bytes + captured
+        return FIXED_WORKSPACE_BYTES + values * self.weights.element_bytes
 
     def weight_bytes(self, layers: int, first: bool, last: bool) -> int:
         """Of a stage: its layers, the embedding on the first stage, norm and head on the last. A tied head is stored twice unless

@@ -22,9 +22,8 @@ from pipedec.config import captures_graphs
 from pipedec.core import UserError
 from pipedec.model import BitaWeights, KVCache, KVPool, LaneRows, StageModel, described_attention, device_capture
 from pipedec.model import captured_graphs as captured_graphs_module
-from pipedec.model.buckets import MOST_ROWS, Bucket
+from pipedec.model.buckets import MOST_ROWS, MOST_SLOTS, Bucket
 from pipedec.model.captured_graphs import CapturedGraphs
-from pipedec.plan.costs import CAPTURED_SLOTS
 from pipedec.tree import Visibility
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -223,18 +222,18 @@ def test_quantized_stages_are_one_graph(tmp_path: Path, graph_counts: dict[str, 
 def test_large_and_uneven_forwards_are_computed_as_they_are(directory: Path) -> None:
     stage = load(directory, "llama")
     stage.capture = repeated = Repeated()
-    pool = stage.make_pool(4 * CAPTURED_SLOTS)
+    pool = stage.make_pool(4 * MOST_SLOTS)
     caches = [new_cache(pool, 512 * index) for index in range(64)]
     assert Bucket.of([tree(caches[0], MOST_ROWS)]) == Bucket(MOST_ROWS, 1, MOST_ROWS, 256)
     assert Bucket.of([tree(caches[0], MOST_ROWS + 1)]) is None
     assert Bucket.of([tree(caches[0], 60), *(tree(cache, 1) for cache in caches[1:4])]) == Bucket(64, 4, 64, 128)
     assert Bucket.of([tree(caches[0], 60), *(tree(cache, 1) for cache in caches[1:10])]) is None
-    long = new_cache(pool, CAPTURED_SLOTS, 2 * CAPTURED_SLOTS)
-    long.extend_past(CAPTURED_SLOTS - 1)
-    assert Bucket.of([tree(long, 1)]) == Bucket(1, 1, 1, CAPTURED_SLOTS)
+    long = new_cache(pool, MOST_SLOTS, 2 * MOST_SLOTS)
+    long.extend_past(MOST_SLOTS - 1)
+    assert Bucket.of([tree(long, 1)]) == Bucket(1, 1, 1, MOST_SLOTS)
     assert Bucket.of([tree(long, 2)]) is None
     long.reset()
-    long.extend_past(CAPTURED_SLOTS // 2)
+    long.extend_past(MOST_SLOTS // 2)
     assert Bucket.of([tree(long, 65)]) is None
     rows = MOST_ROWS + 1
     found = stage.forward(inputs_of(stage, rows), [chunk(caches[0], rows)])
