@@ -6,7 +6,7 @@ import io
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from queue import SimpleQueue
@@ -69,7 +69,8 @@ class Scripted:
     def description(self) -> None:
         return None
 
-    def wait(self) -> None:
+    def wait(self, turn: Callable[[], None]) -> None:
+        turn()
         self.on_recovery(Recovery(1, (1,), "rank 1 was killed by SIGKILL", 0, 1))
         self.done.append("recovered")
         with self.ends:

@@ -10,7 +10,7 @@ from tiny_pair import Pair
 
 from pipedec.core import Request, SamplingParams
 from pipedec.engine.local import LocalPipeline
-from pipedec.engine.spec import PipelineSpec
+from pipedec.engine.spec import Cut, Models, PipelineSpec
 from pipedec.methods import METHOD_NAMES
 from pipedec.verify.reference import Reference
 
@@ -52,8 +52,8 @@ def test_drawn_answers_are_the_same_by_all_methods(spec: PipelineSpec) -> None:
 
 
 @pytest.mark.parametrize("quantize", ["int8", "int4"])
-def test_quantised_answers_are_those_of_weights_that_were_rounded(spec: PipelineSpec, quantize: str) -> None:
-    spec = replace(spec, dtype="float32", quantize=quantize)
+def test_quantised_answers_are_those_of_weights_that_were_rounded(device: str, quantize: str) -> None:
+    spec = PipelineSpec.create(Models(quantize=quantize), Cut(3), device=device)
     reference, ids = Reference(spec), spec.load_prompter().token_ids(PROMPT, False, TOKENS)
     expected = reference.generate(ids, TOKENS, ignore_eos=True)
     for method, found in answers(spec, SamplingParams(max_tokens=TOKENS, ignore_eos=True)).items():
