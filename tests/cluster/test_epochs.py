@@ -129,7 +129,7 @@ def test_a_meeting_notices_the_next_epoch_at_once(server: EmbeddedServer, pair: 
     spec, name = pair.spec(2), "meets-again"
     first = RedisScheduler(connect(server.url), name, spec.topology)
     first.open(DESCRIPTION, recovers=True)
-    meetings = {}
+    meetings, all_met = {}, threading.Barrier(3)
     for rank in (0, 1, 2):
         scheduler = RedisScheduler(connect(server.url), name, spec.topology)
         meetings[rank] = scheduler, Meeting(scheduler, RankPlace(rank, 3, rank, 3, recovers=True), "here", spec)
@@ -139,6 +139,7 @@ def test_a_meeting_notices_the_next_epoch_at_once(server: EmbeddedServer, pair: 
         with meeting.hold(lambda done, total: None) as met:
             met.rendezvous.store.set(f"rank {rank}", "is here")
             met.rendezvous.store.wait([f"rank {other}" for other in range(3)])
+            all_met.wait(60)  # the store ends with its meeting
         return scheduler.epoch
 
     with ThreadPoolExecutor(3) as threads:
