@@ -65,19 +65,28 @@ class AnnotatorFlags:
     model: str | None
     fallback: bool
     tokenizer: Path | None
+    min_block_tokens: int
+    block_tokens: int
 
     def annotators(self, server: EndpointFlags) -> tuple[Annotator, Annotator]:
         """The rules of the dialect, and the annotator asked for. Raises UserError if they do not fit each other."""
         from pipedec.engine.spec import REFERENCE_PAIR
+        from pipedec.threads import load_dialect
         from pipedec.train.annotate.annotators import AparRules, ModelAnnotator, PastaRules, length_in_tokens
 
+        at_least_one("--min-block-tokens", self.min_block_tokens)
+        if self.block_tokens < self.min_block_tokens:
+            raise UserError("--block-tokens must be at least --min-block-tokens")
         endpoint = None
         if self.annotator != "rules":
             if self.dialect != "pasta" or not self.model:
                 raise UserError("--annotator URL goes with --dialect pasta and --model NAME")
             endpoint = server.endpoint(self.annotator, self.model, "annotator")
         length = length_in_tokens(self.tokenizer or REFERENCE_PAIR / "target")
-        rules: Annotator = PastaRules(length) if self.dialect == "pasta" else AparRules()
+        words = load_dialect("pasta").max_topic_words
+        rules: Annotator = AparRules()
+        if self.dialect == "pasta":
+            rules = PastaRules(length, words, self.min_block_tokens, self.block_tokens)
         return rules, rules if endpoint is None else ModelAnnotator(endpoint, length)
 
 
@@ -106,6 +115,16 @@ def _annotator_options(command: Command) -> Command:
         click.option("--model", help="With a URL: the model to ask."),
         click.option(
             "--fallback", is_flag=True, help="With a URL: use the rules where a reply is unusable (default: leave out)."
+        ),
+        click.option(
+            "--min-block-tokens", type=int, default=30, show_default=True, help="pasta: parts that are shorter are not promised."
+        ),
+        click.option(
+            "--block-tokens",
+            type=int,
+            default=60,
+            show_default=True,
+            help="pasta: parts that are longer are cut near this length.",
         ),
         click.option("--tokenizer", type=PATH, help="Checkpoint directory whose tokenizer counts tokens (default: the pair's)."),
     ]

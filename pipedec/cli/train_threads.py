@@ -26,7 +26,7 @@ from pipedec.cli.train_options import (
 from pipedec.core import UserError
 
 DIALECTS = ("apar", "pasta")
-_ANSWER_COLUMNS = ("", "answers", "forked", "threads", "tokens", "chain", "parallelism", "speed-up", "finished")
+_ANSWER_COLUMNS = ("", "answers", "forked", "threads", "tokens", "chain", "parallelism", "speed-up", "finished", "circles")
 _HELD_OUT = click.option(
     "--held-out-prompts", type=int, default=48, show_default=True, help="Maximum number of prompts of each kind to measure on."
 )
@@ -73,6 +73,8 @@ _TUNING = options_of(
     click.option("--form", help="tree: all threads in one row, under a mask; unrolled: one row per thread (default: tree)."),
     click.option("--plain-share", type=float, help="Share of answers learned in one thread, without the marker (default: 0.15)."),
     click.option("--max-length", type=int, help="Leave out answers that are longer, with their prompts (default: 512 tokens)."),
+    click.option("--circle-rounds", type=int, help="How often the model's own circling answers are unlearned (default: 0)."),
+    click.option("--circle-prompts", type=int, help="Prompts that it answers in each of these rounds (default: 96)."),
     _HELD_OUT,
     device_options,
 )

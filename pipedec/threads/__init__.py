@@ -4,7 +4,7 @@ Importing this package does not import torch; only its module ``visibility`` nee
 """
 
 from pipedec.threads.anomalies import ANOMALIES
-from pipedec.threads.bound import BoundDialect, bind
+from pipedec.threads.bound import NO_DIALECT, BoundDialect, bind
 from pipedec.threads.dialect import DIALECTS, Dialect, load_dialect
 from pipedec.threads.document import DocumentToken, ReorderBuffer
 from pipedec.threads.events import Ended, Event, Finished, Joined, Opened, Waiting
@@ -14,7 +14,7 @@ from pipedec.threads.sequence import NewSequence, Sequence, single_thread
 from pipedec.threads.thread import Context, DecodeThread, State
 
 __all__ = [
-    "ANOMALIES", "DIALECTS", "BoundDialect", "Context", "DecodeThread", "Dialect", "DocumentToken", "Ended", "Event",
-    "Finished", "Joined", "NewSequence", "Opened", "ReorderBuffer", "Sequence", "State", "ThreadMetrics", "Waiting",
+    "ANOMALIES", "DIALECTS", "NO_DIALECT", "BoundDialect", "Context", "DecodeThread", "Dialect", "DocumentToken", "Ended",
+    "Event", "Finished", "Joined", "NewSequence", "Opened", "ReorderBuffer", "Sequence", "State", "ThreadMetrics", "Waiting",
     "bind", "load_dialect", "measure", "replay", "single_thread",
 ]  # fmt: skip

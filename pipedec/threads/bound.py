@@ -6,8 +6,8 @@ Owns the ids of the control tokens and the parsing of opener tags. Knows no thre
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 from pipedec.core import UserError
 from pipedec.threads.dialect import Dialect
@@ -35,7 +35,8 @@ class BoundDialect:
     """The ids of a dialect's control tokens. ``child_end`` and ``join`` are None if the dialect has no such token.
 
     Attributes:
-        control: all control tokens.
+        control: all control tokens, those of ``opener_tokens`` included.
+        opener_tokens: ids of the dialect's ``opener_tokens`` that the tokenizer has, by text.
         never_sampled: control tokens that are banned from sampling.
         no_opening_after: tokens directly after which ``opener`` is banned.
         text_of: the text of a token id.
@@ -50,6 +51,7 @@ class BoundDialect:
     never_sampled: frozenset[int]
     no_opening_after: frozenset[int]
     text_of: Callable[[int], str]
+    opener_tokens: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def has_tags(self) -> bool:
@@ -124,14 +126,16 @@ def bind(dialect: Dialect, token_of: Callable[[str], int | None], text_of: Calla
         ids[text] = token
     if len(set(ids.values())) < len(ids):
         raise UserError(f"the tokenizer gives two control tokens of dialect {dialect.name} the same id: {', '.join(ids)}")
+    opener_tokens = {text: token for text in dialect.opener_tokens if (token := token_of(text)) is not None}
     return BoundDialect(
         dialect,
         opener=ids[dialect.opener],
         child_start=ids[dialect.child_start],
         child_end=None if dialect.child_end is None else ids[dialect.child_end],
         join=None if dialect.join is None else ids[dialect.join],
-        control=frozenset(ids.values()),
+        control=frozenset((*ids.values(), *opener_tokens.values())),
         never_sampled=frozenset(ids[text] for text in (dialect.child_start, *dialect.never_sampled)),
         no_opening_after=frozenset(ids[text] for text in dialect.no_opening_after),
         text_of=text_of,
+        opener_tokens=opener_tokens,
     )

@@ -34,6 +34,9 @@ class Dialect:
         opener: token that opens a child, or the first token of a tag that opens one.
         opener_end: text that ends the tag, e.g. ``/>``; the child opens at the token that completes it. If not given, the opener
             is a single token.
+        opener_form: how training data write a tag after the opener: what it must hold, with ``{topic}`` and ``{tokens}``.
+        opener_tokens: parts of tags that are one token each if the tokenizer has them; elsewhere they are spelled out.
+        max_topic_words: maximum words of a topic in training data.
         max_opener_tokens: maximum tokens of a tag; one that is not complete by then is ordinary text.
         length_pattern: regular expression searched in the tag; its one group is the predicted length of the child.
         length_scale: tokens per unit of the predicted length.
@@ -60,6 +63,9 @@ class Dialect:
     opener: _Text
     child_start: _Text
     opener_end: _Text | None = None
+    opener_form: _Text | None = None
+    opener_tokens: tuple[_Text, ...] = ()
+    max_topic_words: _Count = 3
     max_opener_tokens: _Count = 64
     length_pattern: _Text | None = None
     length_scale: _Count = 1
@@ -86,8 +92,16 @@ class Dialect:
             raise UserError("length_pattern needs opener_end, because only a tag can state a length")
         if self.length_pattern is not None and not _has_one_group(self.length_pattern):
             raise UserError("length_pattern must be a regular expression with one group, which matches the number of tokens")
+        if self.opener_form is not None and not self._is_form(self.opener_form):
+            raise UserError("opener_form must end with opener_end and hold nothing in braces but {topic} and {tokens}")
         if self.default_length > self.max_length:
             raise UserError(f"default_length must be at most max_length, which is {self.max_length}")
+
+    def _is_form(self, form: str) -> bool:
+        try:
+            return self.opener_end is not None and form.format(topic="", tokens=0).endswith(self.opener_end)
+        except (LookupError, ValueError, AttributeError):
+            return False
 
     @property
     def control_tokens(self) -> tuple[str, ...]:

@@ -74,13 +74,15 @@ def bita(
 
 
 @reference_models.command()
+@_PROBLEMS
 @click.option("--out", type=PATH, required=True, help="JSONL, for pipedec train annotate --in.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of the wordings.")
-def questions(out: Path, seed: int) -> None:
-    """Write the questions that the Python standard library answers."""
+def questions(problems: Path | None, out: Path, seed: int) -> None:
+    """Write the questions that the Python standard library answers, and lists of word problems."""
     from recipes.reference_models.library_questions import write_questions
 
-    click.echo(f"{write_questions(out, seed)} written to {out}")
+    existing(problems)
+    click.echo(f"{write_questions(out, problems, seed)} written to {out}")
 
 
 if __name__ == "__main__":

@@ -17,12 +17,21 @@ from dataclasses import asdict
 from pathlib import Path
 from pydoc_data.topics import topics as pydoc_topics
 
+from pipedec.train.annotate.questions import read_questions
 from pipedec.train.annotate.records import Question
 from pipedec.train.annotate.structure import MIN_POINTS, sentences
 from recipes.reference_models import corpus
 from recipes.reference_models.corpus import standard_library_files
 from recipes.reference_models.docstrings import Entry, gloss, is_good_paragraph, prose, sections
-from recipes.reference_models.list_questions import descriptions, explanations, listings, steps, suggestions
+from recipes.reference_models.list_questions import (
+    descriptions,
+    details,
+    explanations,
+    listings,
+    several_problems,
+    steps,
+    suggestions,
+)
 
 # Written in C, so that their docstrings are in no source file.
 _BUILTIN_TYPES = (
@@ -77,9 +86,14 @@ def library_questions(seed: int) -> Iterator[Question]:
     yield from _topic_questions(random.Random(f"{seed} topics"))
 
 
-def write_questions(path: Path, seed: int) -> int:
-    """Write all questions that the library answers to a file for ``pipedec train annotate --in``; returns their number."""
-    rows = [asdict(question) for question in (*library_questions(seed), *corpus_questions())]
+def write_questions(path: Path, problems: Path | None, seed: int) -> int:
+    """Write all questions to a file for ``pipedec train annotate --in``; returns their number.
+
+    Args:
+        problems: word problems, of which two or three are asked at a time.
+    """
+    several = several_problems(list(read_questions([], problems)), random.Random(f"{seed} problems"))
+    rows = [asdict(question) for question in (*library_questions(seed), *corpus_questions(), *several)]
     path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
     return len(rows)
 
@@ -218,6 +232,7 @@ def _members(noun: str, subject: str, docs: dict[str, str], rng: random.Random) 
     yield from listings(noun, subject, [Entry(name, gloss(doc)) for name, doc in docs.items()], rng)
     texts = {name: prose(doc) for name, doc in docs.items()}
     yield from descriptions(subject, {name: text for name, text in texts.items() if len(list(sentences(text))) > 1}, rng)
+    yield from details(noun, subject, texts, rng)
 
 
 def _documentation(nodes: Iterable[ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef]) -> dict[str, str]:

@@ -7,7 +7,7 @@ not know where entries and paragraphs come from.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from pipedec.train.annotate.records import Question
 from pipedec.train.annotate.structure import MIN_POINTS, paragraph_tree
@@ -17,6 +17,9 @@ _MAX_ITEMS = 8
 _MAX_PARAGRAPHS = 4
 _MAX_DESCRIBED = 3
 _NUM_PARTIAL_LISTS = 3
+_MIN_DETAIL_CHARACTERS = 130
+_MAX_DETAILED = 5
+_MAX_SEVERAL_CHARACTERS = 1500  # of the problems and their solutions
 _LIST_WORDINGS = (
     "List {the} {noun} of {subject}.", "List {the} {noun} of {subject} and explain each.", "What are {the} {noun} of {subject}?",
     "What {noun} does {subject} have?", "Which {noun} does {subject} have, and what are they for?",
@@ -44,6 +47,15 @@ _EXPLAIN_WORDINGS = (
 _COMPARE_WORDINGS = (
     "What are {subject} for?", "Describe {subject}.", "Explain {subject}.", "Compare {subject}.", "What do {subject} do?",
     "Write a paragraph about each of {subject}.", "Tell me about {subject}.",
+)  # fmt: skip
+_DETAIL_WORDINGS = (
+    "Explain {names} of {subject} in detail.", "What do {names} of {subject} do, in detail?",
+    "Describe {names} of {subject} in a few sentences each.", "Explain at length what {names} of {subject} are for.",
+    "Give me the details of {names} of {subject}.", "How do {names} of {subject} work?",
+)  # fmt: skip
+_SEVERAL_WORDINGS = (
+    "Solve these {count} problems.\n\n{problems}", "{problems}\n\nSolve all of them, step by step.",
+    "Please solve:\n\n{problems}", "Answer these questions and show your steps.\n\n{problems}",
 )  # fmt: skip
 _OPENINGS = (
     "It has these {noun}:", "Here are {count} {noun} of {subject}:", "These are {the} {noun} of {subject}:",
@@ -93,6 +105,31 @@ def descriptions(subject: str, texts: Mapping[str, str], rng: random.Random) -> 
         if len(some) >= 2 and paragraph_tree(answer):
             prompt = rng.choice(_COMPARE_WORDINGS).format(subject=f"{_joined(some)} of {subject}")
             yield _question("descriptions", subject, prompt, answer)
+
+
+def details(noun: str, subject: str, texts: Mapping[str, str], rng: random.Random) -> Iterator[Question]:
+    """Questions for lists of two to five members with several sentences each: as many as there are such members."""
+    long = [Entry(name, text) for name, text in texts.items() if len(text) >= _MIN_DETAIL_CHARACTERS]
+    for _ in range(len(long) if len(long) > 1 else 0):
+        some = rng.sample(long, rng.randint(2, min(_MAX_DETAILED, len(long))))
+        words = {"noun": noun, "the": "the", "subject": subject, "count": _counted(len(some), rng)}
+        prompt = rng.choice(_DETAIL_WORDINGS).format(names=_joined([entry.name for entry in some]), **words)
+        opening = rng.choice(_OPENINGS).format(**words)
+        yield _question("details", subject, prompt, _list_answer(opening, _marked(some, rng)))
+
+
+def several_problems(problems: Sequence[Question], rng: random.Random) -> Iterator[Question]:
+    """Two or three word problems in one question, each problem in one; held-out ones stay among themselves."""
+    for held_out in (False, True):
+        order = [problem for problem in problems if problem.held_out == held_out]
+        rng.shuffle(order)
+        while len(order) >= 2:
+            chosen = [order.pop() for _ in range(min(rng.choice((2, 3, 3)), len(order)))]
+            asked = "\n".join(f"{number}. {problem.prompt}" for number, problem in enumerate(chosen, start=1))
+            solved = "\n".join(f"{number}. Problem {number}: {problem.answer}" for number, problem in enumerate(chosen, start=1))
+            if len(asked) + len(solved) <= _MAX_SEVERAL_CHARACTERS:
+                prompt = rng.choice(_SEVERAL_WORDINGS).format(count=_counted(len(chosen), rng), problems=asked)
+                yield Question(prompt, solved, "problems", "several problems", chosen[0].subject)
 
 
 def listings(noun: str, subject: str, entries: list[Entry], rng: random.Random) -> Iterator[Question]:

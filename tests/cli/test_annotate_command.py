@@ -34,7 +34,7 @@ def answers(tmp_path: Path) -> Path:
 )
 def test_annotate_writes_and_continues(pipedec: Pipedec, answers: Path, tmp_path: Path, dialect: str, annotated: Any) -> None:
     out = tmp_path / "out.jsonl"
-    command = ("train", "annotate", "--dialect", dialect, "--in", answers, "--out", out)
+    command = ("train", "annotate", "--dialect", dialect, "--in", answers, "--out", out, "--min-block-tokens", 3)
     ended = pipedec(*command)
     assert ended.status == 0 and "2 written" in ended.out and "answers.jsonl" in ended.out
     rows = {row["prompt"]: row for row in map(json.loads, out.read_text().splitlines())}
@@ -47,6 +47,8 @@ def test_annotate_writes_and_continues(pipedec: Pipedec, answers: Path, tmp_path
     ("options", "message"),
     [
         (["--dialect", "apar"], "nothing to annotate"),
+        (["--dialect", "pasta", "--in", "a", "--min-block-tokens", "0"], "--min-block-tokens must be at least 1"),
+        (["--dialect", "pasta", "--in", "a", "--block-tokens", "9"], "must be at least --min-block-tokens"),
         (["--dialect", "apar", "--problems", "absent.jsonl"], "there is no such file"),
         (["--dialect", "apar", "--in", "absent.jsonl"], "cannot read absent.jsonl"),
         (["--dialect", "apar", "--library"], "python -m recipes.reference_models questions --out library.jsonl"),

@@ -66,7 +66,7 @@ def test_unstructured_answers_have_their_share_as_far_as_there_are_any(share: fl
     assert chosen == choose(questions, AparRules(), share, seed=1) != choose(questions, AparRules(), share, seed=2)
 
 
-@pytest.mark.parametrize(("dialect", "rules"), [("apar", AparRules()), ("pasta", PastaRules(length))])
+@pytest.mark.parametrize(("dialect", "rules"), [("apar", AparRules()), ("pasta", PastaRules(length, min_tokens=3))])
 def test_a_killed_run_continues(tmp_path: Path, dialect: str, rules: AparRules | PastaRules) -> None:
     out = tmp_path / "out.jsonl"
     questions = [question(0, LIST), question(1, "One.\nTwo…"), question(2, LIST)]

@@ -34,7 +34,7 @@ def test_the_rules_write_promises_and_a_join_before_the_closing() -> None:
         "Its methods:\n\n1. `read()`: It reads up to some bytes of it.\n2. `close()`: It ends here.\n"
         "3. `the lines of a file`: They come one after the other.\n\nThat is all."
     )
-    found = PastaRules(words).annotate("What?", answer)
+    found = PastaRules(words, min_tokens=5).annotate("What?", answer)
     assert found is not None and found.rule == "list"
     assert written(found.pieces) == (
         'Its methods:\n\n1. `read()`:<promise topic="read()" tokens="10"/><async> It reads up to some bytes of it.</async>'
@@ -44,18 +44,46 @@ def test_the_rules_write_promises_and_a_join_before_the_closing() -> None:
     assert parse(written(found.pieces)) == list(found.pieces)
 
 
-def test_paragraphs_have_their_first_sentence_as_topic_and_no_join_at_the_end() -> None:
+def test_paragraphs_are_promised_whole_and_there_is_no_join_at_the_end() -> None:
     answer = (
         "It is green.\n\nThe old river flows\nslowly. It has done so for very many years.\n\n"
         "Birds sing. They are seldom heard but often seen."
     )
-    found = PastaRules(words).annotate("What?", answer)
+    found = PastaRules(words, min_tokens=5).annotate("What?", answer)
     assert found is not None and found.rule == "paragraphs" and Join() not in found.pieces
-    assert [(fork.topic, fork.tokens) for fork in found.forks] == [("old river flows", 10), ("Birds sing", 10)]
+    assert [(fork.topic, fork.tokens) for fork in found.forks] == [("old river flows", 20), ("Birds sing seldom", 10)]
+    assert found.pieces[::2] == ("It is green.\n\n", "\n\n")
+    assert [fork.topic for fork in PastaRules(words, 2, 5).annotate("", answer).forks] == ["old river", "Birds sing"]  # type: ignore[union-attr]
+
+
+def test_short_parts_stay_in_the_main_thread() -> None:
+    answer = "1. One: of five words in all.\n2. Two: short, too.\n3. Six: the last of all the points."
+    found = PastaRules(words, min_tokens=5).annotate("What?", answer)
+    assert found is not None and [fork.topic for fork in found.forks] == ["One", "Six"]
+    assert plain_text(found.pieces) == answer
+    assert PastaRules(words, min_tokens=7).annotate("What?", answer) is None, "one promise alone saves nothing"
+
+
+@given(st.lists(st.lists(st.integers(1, 40), min_size=1, max_size=12), min_size=2, max_size=5))
+def test_long_parts_are_cut_at_ends_of_sentences(parts: list[list[int]]) -> None:
+    answer = "\n\n".join(" ".join("A" + " word" * (size - 1) + "." for size in part) for part in parts)
+    found = PastaRules(words, min_tokens=10, block_tokens=20).annotate("What?", answer)
+    forks = () if found is None else found.forks
+    assert all(words(fork.text) >= 10 and fork.text.endswith(".") for fork in forks)
+    assert all(words(fork.text) < 20 + 40 for fork in forks), "no block has a whole sentence more than it needs"
+    if found is not None:
+        assert plain_text(found.pieces) == answer
+
+
+def test_steps_of_a_calculation_are_never_cut() -> None:
+    solution = " He has 3 * 4 = 12 apples.\n" * 12
+    answer = f"1. First:{solution}2. Second:{solution}".rstrip()
+    found = PastaRules(words, min_tokens=5, block_tokens=10).annotate("What?", answer)
+    assert found is not None and [fork.topic for fork in found.forks] == ["First", "Second"]
 
 
 def test_a_single_block_is_not_worth_a_promise() -> None:
-    assert PastaRules(words).annotate("What?", "One. It has a detail of many words.\n\nTwo has not.") is None
+    assert PastaRules(words, min_tokens=5).annotate("What?", "One. It has a detail of many words.\n\nTwo has not.") is None
 
 
 def test_promised_lengths_are_tens_that_hold_the_block_and_its_tags() -> None:

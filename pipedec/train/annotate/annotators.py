@@ -7,8 +7,9 @@ answers come from.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -21,7 +22,10 @@ from pipedec.train.annotate.structure import (
     Structured,
     ambiguity,
     paragraph_tree,
+    pieces_of,
     plain_text,
+    sentences,
+    whole_parts,
 )
 from pipedec.train.chat_endpoint import ChatEndpoint
 
@@ -39,7 +43,8 @@ class Rejected(Exception):
 class Annotator(Protocol):
     """Finds the structure of answers."""
 
-    name: str
+    @property
+    def name(self) -> str: ...
 
     def annotate(self, question: str, answer: str) -> Structured | None:
         """The answer in pieces; None if it has no parallel structure. Raises Rejected."""
@@ -54,34 +59,66 @@ class AparRules:
         return paragraph_tree(answer)
 
 
+@dataclass(frozen=True)
 class PastaRules:
-    """APAR's structures as PASTA promises. Details of fewer than five words stay in the main thread; a join precedes a closing.
+    """Promises of the contents of a list's points and of whole paragraphs, cut at ends of sentences into blocks worth a thread.
 
-    Args:
+    A promise and its block's tags cost about eight tokens. Parts shorter than ``min_tokens`` therefore stay in the main thread.
+    Since a thread waits for its longest child, longer parts are cut into blocks of about ``block_tokens``. A join precedes a
+    closing.
+
+    Attributes:
         length: counts the tokens of a text.
+        max_topic_words: maximum words of a topic.
     """
 
-    name = "rules"
-
-    def __init__(self, length: Length) -> None:
-        self._length = length
+    length: Length
+    max_topic_words: int = pasta_language.MAX_TOPIC_WORDS
+    min_tokens: int = 30
+    block_tokens: int = 60
+    name: str = "rules"
 
     def annotate(self, question: str, answer: str) -> Structured | None:
-        found = paragraph_tree(answer)
+        found = whole_parts(answer)
         if found is None:
             return None
-        pieces = list(_merged(found.pieces))
-        forks = {place: piece for place, piece in enumerate(pieces) if isinstance(piece, Fork)}
-        if len(forks) < _MIN_FORKS:
+        rule, parts = found
+        blocks = [block for part in parts for block in self._blocks(answer, *part)]
+        if len(blocks) < _MIN_FORKS:
             return None
-        for number, (place, fork) in enumerate(forks.items(), start=1):
-            lead = str(pieces[place - 1]).rpartition("\n" if found.rule == "list" else "\n\n")[2]
-            topic = pasta_language.topic_of(" ".join(lead.split())) or f"part {number}"
-            pieces[place] = with_promise(fork, topic, self._length)
-        after_forks = max(forks) + 1
+        pieces = list(pieces_of(answer, blocks))
+        places = [place for place, piece in enumerate(pieces) if isinstance(piece, Fork)]
+        for number, place in enumerate(places, start=1):
+            fork = pieces[place]
+            assert isinstance(fork, Fork)
+            lead = pieces[place - 1] if place else ""
+            title = str(lead).rpartition("\n")[2] if isinstance(lead, str) and rule == "list" else ""
+            topic = self._topic(title) or self._topic(fork.text) or f"part {number}"
+            pieces[place] = with_promise(fork, topic, self.length)
+        after_forks = places[-1] + 1
         if plain_text(pieces[after_forks:]).strip():
             pieces.insert(after_forks, Join())
-        return replace(found, pieces=tuple(pieces))
+        return Structured(rule, tuple(pieces))
+
+    def _topic(self, text: str) -> str | None:
+        return pasta_language.topic_of(" ".join(text.split()), self.max_topic_words)
+
+    def _blocks(self, answer: str, start: int, end: int) -> Iterator[tuple[int, int]]:
+        """A part in one block or, if it is long, in several of similar length; nothing if it is too short.
+
+        Steps of a calculation stay together: each needs the ones before it.
+        """
+        tokens = self.length(answer[start:end])
+        count = 1 if ambiguity(answer[start:end]) == "math" else max(1, round(tokens / self.block_tokens))
+        if tokens < self.min_tokens:
+            return
+        first = start
+        for sentence in _ends_of_sentences(answer, start, end):
+            so_far = self.length(answer[first:sentence])
+            if count > 1 and so_far >= tokens / count and self.length(answer[sentence:end]) >= self.min_tokens:
+                yield first, sentence
+                first, tokens, count = sentence, tokens - so_far, count - 1
+        yield first, end
 
 
 class ModelAnnotator:
@@ -138,18 +175,13 @@ def with_promise(fork: Fork, topic: str, length: Length) -> Fork:
     return replace(fork, topic=topic, tokens=pasta_language.promised_tokens(fork.text, length))
 
 
-def _merged(pieces: tuple[Piece, ...]) -> Iterator[Piece]:
-    """The pieces, forks that are too short turned into text of the main thread; a text precedes every fork."""
-    text = ""
-    for piece in pieces:
-        if isinstance(piece, Fork) and len(piece.text.split()) >= MIN_BLOCK_WORDS:
-            yield text
-            yield piece
-            text = ""
-        else:
-            text += plain_text([piece])
-    if text:
-        yield text
+def _ends_of_sentences(answer: str, start: int, end: int) -> Iterator[int]:
+    """Where the sentences of a part end, without the space behind them; so do its lines."""
+    for line in re.finditer(r"[^\n]+", answer[start:end]):
+        place = start + line.start()
+        for sentence in sentences(line[0]):
+            place += len(sentence)
+            yield place - (len(sentence) - len(sentence.rstrip()))
 
 
 def _value(reply: str) -> str:

@@ -69,13 +69,13 @@ def promised_tokens(text: str, length: Callable[[str], int]) -> int:
     return -(-length(f"{BLOCK}{text}{BLOCK_END}") // LENGTH_UNIT) * LENGTH_UNIT
 
 
-def topic_of(lead: str) -> str | None:
-    """At most three words of a list item's title or a first sentence; None if there is no word."""
+def topic_of(lead: str, most_words: int = MAX_TOPIC_WORDS) -> str | None:
+    """The first words of a list item's title or a sentence, the telling ones if they are too many; None if there is no word."""
     line = re.sub(r"^\s*(?:\d+[.)]|[-*+•])\s+", "", lead.rstrip().rpartition("\n")[2])
     words = [word.rstrip(".'-") for word in _WORD.findall(line)]
-    if len(words) > MAX_TOPIC_WORDS:
+    if len(words) > most_words:
         words = [word for word in words if word.lower() not in _UNIMPORTANT] or words
-    return " ".join(words[:MAX_TOPIC_WORDS]) or None
+    return " ".join(words[:most_words]) or None
 
 
 def _fork(attributes: str, body: str) -> Fork:

@@ -90,8 +90,21 @@ def paragraph_tree(answer: str) -> Structured | None:
     for rule, find in (("list", _points), ("paragraphs", _paragraphs)):
         spans = list(find(answer))
         if spans and answer[spans[0][1] :].strip():
-            return Structured(rule, tuple(_cut(answer, spans)))
+            return Structured(rule, tuple(pieces_of(answer, spans)))
     return None
+
+
+def whole_parts(answer: str) -> tuple[str, list[tuple[int, int]]] | None:
+    """Where parts that a topic alone can announce begin and end, and the rule that found them; None if there are none.
+
+    Of an ordered list with ``1. title: content`` in at least two points, all contents; else all paragraphs of prose. Mathematics
+    is no obstacle here, since no sentence of it is told apart.
+    """
+    if ambiguity(answer) not in (None, "math"):
+        return None
+    if points := list(_points(answer, least=2)):
+        return "list", points
+    return "paragraphs", [span for span in _paragraph_spans(answer) if is_prose(answer[slice(*span)])]
 
 
 def sentences(paragraph: str) -> Iterator[str]:
@@ -109,8 +122,8 @@ def is_prose(paragraph: str) -> bool:
     return bool(paragraph.strip()) and not _NOT_PROSE.search(paragraph)
 
 
-def _points(answer: str) -> Iterator[tuple[int, int]]:
-    """Where the contents of an ordered list begin and end; nothing if the list is not valid."""
+def _points(answer: str, least: int = MIN_POINTS) -> Iterator[tuple[int, int]]:
+    """Where the contents of an ordered list begin and end; nothing if the list is not valid or has fewer than ``least``."""
     numbers = list(_NUMBER.finditer(answer))
     indent = min((len(number[1]) for number in numbers), default=0)
     numbers = [number for number in numbers if len(number[1]) == indent]
@@ -121,20 +134,25 @@ def _points(answer: str) -> Iterator[tuple[int, int]]:
             region = answer[title.end() : end]
             content = region[: cut.start()] if (cut := _POINT_END.search(region)) else region
             spans.append((title.end(), title.end() + len(content.rstrip())))
-    if len(spans) >= MIN_POINTS and all(_is_detail(answer, span) for span in spans):
+    if len(spans) >= least and all(_is_detail(answer, span) for span in spans):
         yield from spans
 
 
 def _paragraphs(answer: str) -> Iterator[tuple[int, int]]:
     """Where the details of paragraphs begin and end: all but the first sentence, with the space before it."""
-    start = 0
-    for separator in [*(found.span() for found in _PARAGRAPH_END.finditer(answer)), (len(answer), len(answer))]:
-        paragraph = answer[start : separator[0]].rstrip()
+    for start, end in _paragraph_spans(answer):
+        paragraph = answer[start:end]
         if is_prose(paragraph):
-            root = next(sentences(paragraph)).rstrip()
-            detail = (start + len(root), start + len(paragraph))
+            detail = (start + len(next(sentences(paragraph)).rstrip()), end)
             if _is_detail(answer, detail):
                 yield detail
+
+
+def _paragraph_spans(answer: str) -> Iterator[tuple[int, int]]:
+    """Where paragraphs begin and end, without the space between them."""
+    start = 0
+    for separator in [*(found.span() for found in _PARAGRAPH_END.finditer(answer)), (len(answer), len(answer))]:
+        yield start, start + len(answer[start : separator[0]].rstrip())
         start = separator[1]
 
 
@@ -142,7 +160,8 @@ def _is_detail(answer: str, span: tuple[int, int]) -> bool:
     return len(answer[slice(*span)].strip()) >= MIN_DETAIL_CHARACTERS
 
 
-def _cut(answer: str, spans: list[tuple[int, int]]) -> Iterator[Piece]:
+def pieces_of(answer: str, spans: Sequence[tuple[int, int]]) -> Iterator[Piece]:
+    """The answer in pieces: the spans, in order, are forks."""
     start = 0
     for first, end in spans:
         yield answer[start:first]

@@ -36,4 +36,5 @@ def answer_cells(row: Row) -> list[str]:
     means = (f"{row[name]:.1f}" for name in ("threads", "tokens", "longest_chain"))
     ratios = (f"{row[name]:.2f}" for name in ("parallelism", "speedup"))
     quality = [f"{row['quality']:.2f}"] if "quality" in row else []
-    return [str(row["answers"]), f"{row['forked']:.0%}", *means, *ratios, f"{row['finished']:.0%}", *quality]
+    ends = (f"{row[name]:.0%}" for name in ("finished", "circles"))
+    return [str(row["answers"]), f"{row['forked']:.0%}", *means, *ratios, *ends, *quality]

@@ -17,6 +17,7 @@ from torch import Tensor
 from pipedec.threads import Sequence, measure
 from pipedec.train.threads.answers import Answers, Asked
 from pipedec.train.threads.learning import Batch, batches, learned_logits
+from pipedec.train.threads.repetition import in_circles
 from pipedec.train.threads.rows import tree_row
 
 ANSWERS_AT_ONCE = 16
@@ -37,7 +38,8 @@ def thread_figures(sequences: list[Sequence], baseline_tokens: list[int]) -> dic
     """Figures of answers; ``baseline_tokens`` are the lengths of the answers to the same prompts in one thread.
 
     ``forked`` is the share of answers with two threads or more; ``threads``, ``tokens`` and ``longest_chain`` are means,
-    ``parallelism`` and ``speedup`` (theoretical) geometric means; ``finished`` is the share of answers that ended by themselves.
+    ``parallelism`` and ``speedup`` (theoretical) geometric means; ``finished`` is the share of answers that ended by themselves,
+    ``circles`` the share of those that ran in circles to the token limit.
     """
     measured = [measure(sequence) for sequence in sequences]
     speedups = [metrics.theoretical_speedup(tokens) for metrics, tokens in zip(measured, baseline_tokens, strict=True)]
@@ -53,6 +55,7 @@ def thread_figures(sequences: list[Sequence], baseline_tokens: list[int]) -> dic
         "parallelism": geometric_mean(metrics.parallelism for metrics in measured),
         "speedup": geometric_mean(speedups),
         "finished": _mean(sequence.finished == "stop" for sequence in sequences),
+        "circles": _mean(in_circles(sequence) for sequence in sequences),
         "anomalies": dict(anomalies),
     }
 

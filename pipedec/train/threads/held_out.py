@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pipedec.threads import Sequence, replay, single_thread
 from pipedec.train.continuations import continue_greedily
 from pipedec.train.threads.answers import Asked, ModelAnswers
 from pipedec.train.threads.figures import AnsweredPrompt, agreement, answer_all, thread_figures
@@ -62,26 +63,30 @@ class HeldOut:
     def figures(
         self, model: Any, writer: Writer, answered: dict[str, dict[str, list[AnsweredPrompt]]]
     ) -> dict[str, dict[str, Any]]:
-        """Figures of these answers against the model's answers in one thread, by dialect and rule."""
-        return {
-            dialect: {
-                rule: thread_figures(
-                    [sequence for _, sequence in answers],
-                    self._baseline(model, writer, self.prompts[dialect][rule], f"{dialect}-{rule}"),
-                )
-                for rule, answers in by_rule.items()
-            }
-            for dialect, by_rule in answered.items()
-        }
+        """Figures of these answers against the answers in one thread, by dialect and rule; and of the latter (``plain``)."""
+        found: dict[str, dict[str, Any]] = {}
+        plain: dict[tuple[int, ...], Sequence] = {}
+        for dialect, by_rule in answered.items():
+            for rule, answers in by_rule.items():
+                baseline = self._baseline(model, writer, self.prompts[dialect][rule], f"{dialect}-{rule}")
+                lengths = [sequence.main.num_tokens for _, sequence in baseline]
+                found.setdefault(dialect, {})[rule] = thread_figures([sequence for _, sequence in answers], lengths)
+                plain |= baseline
+        return found | {PLAIN: {"all": thread_figures(list(plain.values()), [one.main.num_tokens for one in plain.values()])}}
 
-    def _baseline(self, model: Any, writer: Writer, samples: list[Sample], name: str) -> list[int]:
-        """Lengths of the answers in one thread."""
-        prompts = [list(writer.prompt(sample.record.question.prompt, None)) for sample in samples]
+    def _baseline(self, model: Any, writer: Writer, samples: list[Sample], name: str) -> list[AnsweredPrompt]:
+        """The answers in one thread."""
+        prompts = [writer.prompt(sample.record.question.prompt, None) for sample in samples]
         plain = {
-            tuple(found.ids[: found.prompt_length]): found
-            for found in continue_greedily(model, prompts, self.max_tokens, self.store / name)
+            tuple(found.ids[: found.prompt_length]): found.ids[found.prompt_length :]
+            for found in continue_greedily(model, [list(prompt) for prompt in prompts], self.max_tokens, self.store / name)
         }
-        return [len(plain[tuple(prompt)].ids) - len(prompt) for prompt in prompts]
+        return [(prompt, self._in_one_thread(prompt, plain[prompt], writer)) for prompt in prompts]
+
+    def _in_one_thread(self, prompt: tuple[int, ...], answer: list[int], writer: Writer) -> Sequence:
+        sequence = single_thread(len(prompt), [writer.end_token_id], self.max_tokens)
+        replay(sequence, answer)
+        return sequence
 
 
 def held_out_of(samples: list[Sample], num_prompts: int, max_length: int, store: Path) -> HeldOut:

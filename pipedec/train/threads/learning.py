@@ -20,6 +20,7 @@ from pipedec.train.loop import linear_decay, warm_up
 from pipedec.train.threads.rows import FORMS, Row, Sample, Writer
 
 TOKENS_PER_FORWARD = 2048  # of one forward pass, padding included
+_MAX_LIKELIHOOD = 1 - 1e-5  # of a token to avoid: the loss stays finite
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,11 @@ class ThreadRecipe:
         plain_share: share of samples that are learned in one thread, without the marker.
         control_weight: weight of the loss of a dialect's control tokens; other tokens have 1.
         max_length: samples with more tokens are left out.
+        circle_rounds: how often, at equal distances, the model answers prompts, to unlearn answers that run in circles;
+            0 = never.
+        circle_prompts: prompts of such a round.
+        circle_answers: circling answers that a step learns from, at most.
+        circle_weight: weight of their mean loss; that of the samples has 1.
     """
 
     steps: int = 400
@@ -42,11 +48,17 @@ class ThreadRecipe:
     plain_share: float = 0.15
     max_length: int = 512
     form: str = "tree"
+    circle_rounds: int = 0
+    circle_prompts: int = 96
+    circle_answers: int = 8
+    circle_weight: float = 1.0
     seed: int = 0
 
     def __post_init__(self) -> None:
-        at_least_one(self, "steps", "batch_tokens", "max_length")
-        above_zero(self, "learning_rate")
+        at_least_one(self, "steps", "batch_tokens", "max_length", "circle_prompts", "circle_answers")
+        above_zero(self, "learning_rate", "circle_weight")
+        if not 0 <= self.circle_rounds <= self.steps:
+            raise UserError("--circle-rounds must be between 0 and --steps")
         shares(self, "plain_share")
         if self.form not in FORMS:
             raise UserError(f"--form {self.form}: choose one of {', '.join(FORMS)}")
@@ -63,12 +75,14 @@ class Batch:
     Attributes:
         token_ids, positions, targets: int64 [B, N].
         mask: bool [B, 1, N, N].
+        is_avoided: bool [B], rows whose targets are to become unlikely.
     """
 
     token_ids: Tensor
     positions: Tensor
     targets: Tensor
     mask: Tensor
+    is_avoided: Tensor
 
     @classmethod
     def of(cls, rows: list[Row], device: torch.device) -> Batch:
@@ -81,12 +95,18 @@ class Batch:
             token_ids[number, :length], positions[number, :length] = row.token_ids, row.positions
             targets[number, :length] = row.targets
             mask[number, 0, :length, :length] = row.mask
-        return cls(token_ids.to(device), positions.to(device), targets.to(device), mask.to(device))
+        is_avoided = torch.tensor([row.is_avoided for row in rows])
+        return cls(*(tensor.to(device) for tensor in (token_ids, positions, targets, mask, is_avoided)))
 
     @property
     def learned(self) -> Tensor:
         """The targets, row by row: int64 [L]."""
         return self.targets[self.targets != IGNORED]
+
+    @property
+    def learned_is_avoided(self) -> Tensor:
+        """For each of these targets, whether it is to become unlikely: bool [L]."""
+        return self.is_avoided[:, None].expand_as(self.targets)[self.targets != IGNORED]
 
 
 def computing_in(dtype: torch.dtype, device: torch.device) -> torch.autocast:
@@ -161,15 +181,18 @@ def _drawn(samples: list[Sample], writer: Writer, recipe: ThreadRecipe) -> Itera
 
 @dataclass(frozen=True)
 class Losses:
-    """The losses of the targets, and whether they are control tokens: [L] each."""
+    """The losses of the targets, whether they are control tokens, and whether they are to become unlikely: [L] each."""
 
     values: Tensor
     is_control: Tensor
+    is_avoided: Tensor
 
 
 @dataclass(frozen=True)
 class ThreadLoss:
     """The loss of batches: cross-entropy with the written tokens or, with a teacher, with the teacher's distribution.
+
+    A target that is to become unlikely has the loss -log(1 - p) (Welleck et al. 2020, unlikelihood).
 
     Attributes:
         computes: number format of forward passes.
@@ -189,7 +212,12 @@ class ThreadLoss:
         if self.teacher is not None:
             with torch.no_grad():
                 wanted = self._logits(self.teacher, batch).softmax(-1)
-        return Losses(nn.functional.cross_entropy(logits, wanted, reduction="none"), torch.isin(targets, self.controls))
+        losses = nn.functional.cross_entropy(logits, wanted, reduction="none")
+        is_avoided = batch.learned_is_avoided
+        if bool(is_avoided.any()):
+            likelihood = nn.functional.cross_entropy(logits, targets, reduction="none").neg().exp()
+            losses = torch.where(is_avoided, -torch.log1p(-likelihood.clamp(max=_MAX_LIKELIHOOD)), losses)
+        return Losses(losses, torch.isin(targets, self.controls), is_avoided)
 
     def _logits(self, model: Any, batch: Batch) -> Tensor:
         with computing_in(self.computes, model.device):
@@ -198,34 +226,51 @@ class ThreadLoss:
 
 @dataclass(frozen=True)
 class ThreadSteps:
-    """The steps of a recipe: each adds the gradients of the weighted mean loss of its samples."""
+    """The steps of a recipe: each adds the gradients of the weighted mean loss of its samples.
+
+    Attributes:
+        avoided: further rows of a step, whose targets are to become unlikely.
+    """
 
     loss: ThreadLoss
     writer: Writer
     steps: list[list[Sample]]
     recipe: ThreadRecipe
+    avoided: Callable[[int], list[Row]] = lambda step: []
 
     def __call__(self, step: int) -> dict[str, float]:
         """Add the gradients of a step, in small forward passes; returns what is logged."""
         rows = [row for sample in self.steps[step] for row in self.writer.rows(sample, self.recipe.form)]
-        targets = torch.cat([row.targets[row.targets != IGNORED] for row in rows])
+        avoided = self.avoided(step)
+        targets, is_avoided = (torch.cat(parts) for parts in zip(*map(_targets, rows + avoided), strict=True))
         is_control = torch.isin(targets, self.loss.controls.cpu())
-        total = float(self._weights(is_control).sum())
-        loss, control_loss = 0.0, 0.0
-        for batch in batches(rows, self.loss.model.device):
+        total = float(self._weights(is_control[~is_avoided]).sum())
+        total_avoided = max(int(is_avoided.sum()), 1)
+        loss, control_loss, avoided_loss = 0.0, 0.0, 0.0
+        for batch in batches(rows + avoided, self.loss.model.device):
             losses = self.loss.of(batch)
-            weighted = (losses.values * self._weights(losses.is_control)).sum() / total
-            weighted.backward()
+            learned, avoiding = (losses.values[which] for which in (~losses.is_avoided, losses.is_avoided))
+            is_control_learned = losses.is_control[~losses.is_avoided]
+            weighted = (learned * self._weights(is_control_learned)).sum() / total
+            (weighted + self.recipe.circle_weight * avoiding.sum() / total_avoided).backward()
             loss += weighted.item()
-            control_loss += losses.values.detach()[losses.is_control].sum().item()
-        return {
+            control_loss += learned.detach()[is_control_learned].sum().item()
+            avoided_loss += avoiding.detach().sum().item() / total_avoided
+        figures = {
             "loss": loss,
-            "control_loss": control_loss / max(int(is_control.sum()), 1),
+            "control_loss": control_loss / max(int(is_control[~is_avoided].sum()), 1),
             "tokens": sum(len(row.token_ids) for row in rows),
         }
+        return figures | ({"circles": len(avoided), "circle_loss": avoided_loss} if avoided else {})
 
     def _weights(self, is_control: Tensor) -> Tensor:
         return 1 + (self.recipe.control_weight - 1) * is_control
+
+
+def _targets(row: Row) -> tuple[Tensor, Tensor]:
+    """The targets of a row, and whether they are to become unlikely: [L] each."""
+    targets = row.targets[row.targets != IGNORED]
+    return targets, torch.full_like(targets, row.is_avoided, dtype=torch.bool)
 
 
 @torch.no_grad()

@@ -7,14 +7,14 @@ one row with its mask, or each thread as a row of its own behind what it attends
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from pipedec.threads import BoundDialect, Sequence, bind, load_dialect, replay
+from pipedec.threads import NO_DIALECT, BoundDialect, Sequence, bind, load_dialect, replay
 from pipedec.threads.visibility import IGNORED, flatten
 from pipedec.train.annotate.records import Annotated
 from pipedec.train.annotate.structure import Fork, ForkTokens, Join, Piece, plain_text, unrolled
@@ -43,12 +43,14 @@ class Row:
         token_ids, positions: int64 [N].
         mask: bool [N, N], ``mask[i, j]`` = token i attends to token j.
         targets: int64 [N], IGNORED where there is no target.
+        is_avoided: whether the targets are to become unlikely, not likely.
     """
 
     token_ids: Tensor
     positions: Tensor
     mask: Tensor
     targets: Tensor
+    is_avoided: bool = False
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,10 @@ class Writer:
         self.end_token_id = end_token_id
         vocabulary = tokenizer.get_vocab()
         self.bound = {name: bind(load_dialect(name), vocabulary.get, self._text_of) for name in dialects}
+
+    def bound_to(self, dialect: str | None) -> BoundDialect:
+        """The dialect with its token ids; for None, that of an answer in one thread."""
+        return NO_DIALECT if dialect is None else self.bound[dialect]
 
     @property
     def controls(self) -> Tensor:
@@ -117,8 +123,7 @@ class Writer:
 
     def sequence(self, sample: Sample) -> Sequence:
         """The threads of the sample's answer."""
-        assert sample.dialect is not None
-        sequence = Sequence(self.bound[sample.dialect], len(sample.prompt), [self.end_token_id], len(sample.answer) + 1)
+        sequence = Sequence(self.bound_to(sample.dialect), len(sample.prompt), [self.end_token_id], len(sample.answer) + 1)
         replay(sequence, sample.answer)
         return sequence
 
@@ -142,8 +147,9 @@ class Writer:
 
     def _opening(self, fork: Fork, bound: BoundDialect) -> Iterator[int]:
         yield bound.opener
-        if bound.has_tags:
-            yield from self.text(f' topic="{fork.topic}" tokens="{fork.tokens}"{bound.dialect.opener_end}')
+        if bound.dialect.opener_form is not None:
+            tag = bound.dialect.opener_form.format(topic=fork.topic, tokens=fork.tokens)
+            yield from self._with_tokens(tag, bound.opener_tokens)
         yield bound.child_start
 
     def _tree(self, sample: Sample) -> Row:
@@ -154,13 +160,13 @@ class Writer:
     def _unrolled(self, sample: Sample, bound: BoundDialect) -> Iterator[Row]:
         names = ForkTokens(bound.dialect.opener, bound.dialect.child_start)
         for linear in unrolled(_capped(sample.record.pieces, bound), names):
-            context, target = (self._with_control(text, bound) for text in (linear.context, linear.target))
+            ids = {bound.dialect.opener: bound.opener, bound.dialect.child_start: bound.child_start}
+            context, target = (self._with_tokens(text, ids) for text in (linear.context, linear.target))
             yield causal_row([*sample.prompt, *context], [*target, self.end_token_id])
 
-    def _with_control(self, text: str, bound: BoundDialect) -> list[int]:
-        """Token ids of a text that holds the names of the opener and of the child's start."""
-        ids = {bound.dialect.opener: bound.opener, bound.dialect.child_start: bound.child_start}
-        parts = re.split("|".join(f"({re.escape(name)})" for name in ids), text)
+    def _with_tokens(self, text: str, ids: Mapping[str, int]) -> list[int]:
+        """Token ids of a text in which some parts, the keys of ``ids``, are one token each."""
+        parts = re.split("|".join(f"({re.escape(part)})" for part in ids), text) if ids else [text]
         return [token for part in parts if part for token in ([ids[part]] if part in ids else self.text(part))]
 
 

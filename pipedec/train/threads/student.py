@@ -48,7 +48,8 @@ class Student:
         tokenizer.chat_template = with_marker(tokenizer.chat_template)
         tokenizer.model_max_length = config.max_positions
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, local_files_only=True)
-        control = list(dict.fromkeys(text for name in dialects for text in load_dialect(name).control_tokens))
+        known = [load_dialect(name) for name in dialects]
+        control = list(dict.fromkeys(text for one in known for text in (*one.control_tokens, *one.opener_tokens)))
         added = [text for text in control if text not in tokenizer.get_vocab()]
         if added:
             tokenizer.add_special_tokens({"additional_special_tokens": added}, replace_extra_special_tokens=False)

@@ -20,6 +20,7 @@ from pipedec.train.annotate.records import UNSTRUCTURED, Annotated, read_annotat
 from pipedec.train.cards.render import CARDS
 from pipedec.train.loop import TrainingLoop, muon_and_adamw
 from pipedec.train.run import Run
+from pipedec.train.threads.circles import Circles, prompts_of_rounds
 from pipedec.train.threads.figures import AnsweredPrompt
 from pipedec.train.threads.held_out import HeldOut, agreements, held_out_of
 from pipedec.train.threads.learning import ThreadLoss, ThreadRecipe, ThreadSteps, digest, plan
@@ -58,7 +59,8 @@ def tune(
     measured = _Measured(student, writer, held_out, None if teacher is None else held_out.answers(teacher, writer))
     before = measured.before()
     loss = ThreadLoss(student.model, writer.controls.to(run.device), run.torch_dtype, teacher)
-    loop.run(recipe.steps, recipe.rate, ThreadSteps(loss, writer, steps, recipe))
+    circles = Circles(student.model, writer, prompts_of_rounds(samples, writer, recipe), recipe, run.work / "circles")
+    loop.run(recipe.steps, recipe.rate, ThreadSteps(loss, writer, steps, recipe, circles.rows))
     student.save(run.out)
     report = {
         "recipe": asdict(recipe),
