@@ -75,6 +75,10 @@ def test_one_id_for_two_tokens_is_refused() -> None:
         ({"length_pattern": r"(\d+)"}, "length_pattern needs opener_end"),
         ({"opener_end": "/>", "length_pattern": "("}, "must be a regular expression with one group"),
         ({"opener_end": "/>", "length_pattern": r"\d+"}, "must be a regular expression with one group"),
+        ({"opener_form": " {topic}/>"}, "opener_form must end with opener_end"),
+        ({"opener_end": "/>", "opener_form": " {topic}"}, "opener_form must end with opener_end"),
+        ({"opener_end": "/>", "opener_form": " {subject}/>"}, r"nothing in braces but \{topic\} and \{tokens\}"),
+        ({"opener_end": "/>", "opener_form": " {/>"}, "opener_form must end with opener_end"),
         ({"default_length": 50, "max_length": 40}, "default_length must be at most max_length, which is 40"),
     ],
 )
@@ -112,6 +116,12 @@ def test_every_field_can_be_given_by_a_file(tmp_path: Path) -> None:
     pasta = load_dialect("pasta")
     content = {item.name: getattr(pasta, item.name) for item in fields(pasta)}
     assert load_dialect(write(tmp_path, json.dumps(content))) == pasta
+
+
+def test_parts_of_tags_are_single_tokens_if_the_tokenizer_has_them() -> None:
+    bound = toy("pasta", opener_tokens=(' topic="', '" tokens="30"/>'))
+    assert bound.opener_tokens == {' topic="': IDS[' topic="']}, "the other one is spelled out"
+    assert IDS[' topic="'] in bound.control, "outside of a tag it is no text either"
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from pipedec.train.threads.learning import Batch, batches, learned_logits
 from pipedec.train.threads.repetition import in_circles
 from pipedec.train.threads.rows import tree_row
 
-ANSWERS_AT_ONCE = 16
+ANSWERS_AT_ONCE = 32
 
 AnsweredPrompt = tuple[tuple[int, ...], Sequence]  # a prompt and its answer
 
