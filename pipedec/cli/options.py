@@ -270,7 +270,7 @@ def pipeline_options(command: Command) -> Command:
         _flag("--layers", metavar="N,N,…", help="Layers of each stage, like 6,6,6,6 (default: even)."),
         _flag("--dtype", default="float32", help="float32, float64, bfloat16 or float16."),
         _flag("--quantize", metavar="int8|int4", help="Weights of the target in 8 or 4 bits, rounded as they are read."),
-        _flag("--draft-dtype", metavar="DTYPE", help="Of the draft: changes the speed of answers alone (default: --dtype)."),
+        _flag("--draft-dtype", metavar="DTYPE", help="Of the draft: changes the speed of answers alone (default: 16 bits)."),
         _flag("--draft-quantize", metavar="int8|int4", help="Weights of the draft in 8 or 4 bits."),
         _flag("--device", default="auto", help="auto, cpu or cuda."),
         _flag("--transport", default="auto", help="auto, gloo or nccl."),

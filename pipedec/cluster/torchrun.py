@@ -162,7 +162,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--bita", metavar="DIR|none", help="directory that pipedec train bita wrote for the target")
     parser.add_argument("--dtype", help="float32, float64, bfloat16 or float16; default: float32")
     parser.add_argument("--quantize", choices=tuple(QUANTIZED_BITS), help="weights of the target in fewer bits")
-    parser.add_argument("--draft-dtype", help="of the draft; default: --dtype")
+    parser.add_argument("--draft-dtype", help="of the draft; default: 16 bits")
     parser.add_argument("--draft-quantize", choices=tuple(QUANTIZED_BITS), help="weights of the draft in fewer bits")
     parser.add_argument(
         "--max-model-len", type=int, metavar="N", help="maximum tokens of prompt and answer; default: the config's"

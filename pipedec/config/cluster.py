@@ -185,7 +185,7 @@ class ClusterConfig:
         bita: the directory of a BiTA that was trained for the target, or ``none``. A plan does not count it.
         dtype: type of weights, activations and caches.
         quantize: ``int8`` or ``int4`` weights of the target, rounded as they are read; those of ``dtype`` if not given.
-        draft_dtype, draft_quantize: the same for the draft, whose precision changes the speed of answers alone. ``dtype`` and not
+        draft_dtype, draft_quantize: the same for the draft, whose precision changes the speed of answers alone. 16 bits and not
             quantized if not given.
         max_model_len: maximum tokens of a prompt and its answer together. A plan reserves KV caches of this size; a running
             cluster refuses requests that exceed it.
@@ -257,7 +257,7 @@ class ClusterConfig:
 
     @property
     def draft_weights(self) -> WeightFormat:
-        return WeightFormat(self.draft_dtype or self.dtype, self.draft_quantize)
+        return WeightFormat.of_draft(self.draft_dtype, self.draft_quantize, self.dtype)
 
     def find_partition(self, name: str | None = None) -> tuple[str, PartitionConfig]:
         """The partition ``name``, else the file's default, else the only one. UserError if there is no such partition."""

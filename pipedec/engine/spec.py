@@ -60,8 +60,8 @@ class Models:
         bita: a directory that ``pipedec train bita`` wrote; ``"none"`` for no BiTA. None takes the shipped one for the shipped
             target.
         quantize: ``int8`` or ``int4`` weights of the target, rounded as they are read; None for those of the dtype.
-        draft_dtype, draft_quantize: of the draft; None for the target's dtype, and not quantized. They change only how fast
-            answers come.
+        draft_dtype, draft_quantize: of the draft; None for 16 bits (see ``WeightFormat.of_draft``), and not quantized. They
+            change only how fast answers come.
 
     Raises:
         UserError: there is no such number format.
@@ -290,7 +290,7 @@ class PipelineSpec:
     def weights_of(self, rank: int) -> WeightFormat:
         """How the numbers of a rank are kept."""
         if rank == 0:
-            return WeightFormat(self.draft_dtype or self.dtype, self.draft_quantize)
+            return WeightFormat.of_draft(self.draft_dtype, self.draft_quantize, self.dtype)
         return WeightFormat(self.dtype, self.quantize)
 
     @property

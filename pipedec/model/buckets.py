@@ -15,16 +15,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from pipedec.hardware import CAPTURED_CELLS, CAPTURED_ROWS, CAPTURED_SLOTS
 from pipedec.model.attention import in_window
 from pipedec.model.cache import Pool
 from pipedec.model.lane_rows import LaneRows
 from pipedec.model.rectangles import Rectangles
 from pipedec.tree import Visibility
 
-MOST_ROWS = 256  # of a forward; with more of them computing takes longer than launching kernels
 FEWEST_SLOTS = 128  # of a request
-MOST_SLOTS = 1 << 15  # of all requests; each layer copies their keys and values
-MOST_CELLS = 1 << 21  # of the rectangles of rows and slots
 MOST_FILLING = 4  # the rectangles may have this many times as many rows as the forward
 
 
@@ -58,7 +56,7 @@ class Bucket:
     def is_small(self) -> bool:
         """Whether buffers are large enough for it, and little of it is filling."""
         in_rectangles, num_slots = self.requests * self.most_rows, self.requests * self.most_slots
-        if self.rows > MOST_ROWS or num_slots > MOST_SLOTS or in_rectangles * self.most_slots > MOST_CELLS:
+        if self.rows > CAPTURED_ROWS or num_slots > CAPTURED_SLOTS or in_rectangles * self.most_slots > CAPTURED_CELLS:
             return False
         return in_rectangles <= MOST_FILLING * self.rows
 
@@ -75,10 +73,10 @@ class BucketBuffers:
     def __init__(self, inputs: Tensor, windows: Sequence[int | None], head_dim: int, dtype: torch.dtype) -> None:
         device = inputs.device
         self.windows = tuple(dict.fromkeys(windows))
-        self.inputs = torch.zeros((MOST_ROWS, *inputs.shape[1:]), dtype=inputs.dtype, device=device)
-        self.cos, self.sin = torch.zeros(2, MOST_ROWS, head_dim, dtype=dtype, device=device)
-        self.indices = torch.zeros((2 + MOST_FILLING) * MOST_ROWS + MOST_SLOTS, dtype=torch.int64, device=device)
-        self.seen = torch.zeros(len(self.windows), MOST_CELLS, dtype=torch.bool, device=device)
+        self.inputs = torch.zeros((CAPTURED_ROWS, *inputs.shape[1:]), dtype=inputs.dtype, device=device)
+        self.cos, self.sin = torch.zeros(2, CAPTURED_ROWS, head_dim, dtype=dtype, device=device)
+        self.indices = torch.zeros((2 + MOST_FILLING) * CAPTURED_ROWS + CAPTURED_SLOTS, dtype=torch.int64, device=device)
+        self.seen = torch.zeros(len(self.windows), CAPTURED_CELLS, dtype=torch.bool, device=device)
 
 
 @dataclass(frozen=True)

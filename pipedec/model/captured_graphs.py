@@ -14,7 +14,8 @@ from torch import Tensor
 
 from pipedec.config import captures_graphs
 from pipedec.core import UserError
-from pipedec.model.buckets import MOST_ROWS, Bucket, BucketBuffers, BucketTensors
+from pipedec.hardware import CAPTURED_ROWS
+from pipedec.model.buckets import Bucket, BucketBuffers, BucketTensors
 from pipedec.model.cache import Pool
 from pipedec.model.lane_rows import LaneRows, RowAttention
 
@@ -81,7 +82,7 @@ class CapturedGraphs:
         if self._buffers is None:
             head_dim, dtype = cos_sin[0].shape[1], cos_sin[0].dtype
             self._buffers = BucketBuffers(inputs, self._shape.windows, head_dim, dtype)
-            self._hidden_RE = torch.zeros(MOST_ROWS, self._shape.hidden_size, dtype=dtype, device=inputs.device)
+            self._hidden_RE = torch.zeros(CAPTURED_ROWS, self._shape.hidden_size, dtype=dtype, device=inputs.device)
         known = self._graphs.get(bucket)
         tensors = BucketTensors.of(bucket, self._buffers) if known is None else known[0]
         tensors.fill(inputs, cos_sin, lanes, self.pool.spare_slot)

@@ -13,6 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from pipedec.device import to_device
 from pipedec.model.attention import AttentionPlan, tree_attention
 from pipedec.model.cache import KVCache, Reader
 from pipedec.tree import Visibility
@@ -119,7 +120,7 @@ def slots_of(lanes: Sequence[LaneRows]) -> slice | Tensor:
     ranges = [run for lane in lanes for run in lane.cache.slots_behind(lane.num_rows)]
     if len(ranges) == 1:
         return slice(ranges[0].start, ranges[0].stop)
-    return torch.tensor([slot for slots in ranges for slot in slots], device=lanes[0].positions.device)
+    return to_device(torch.tensor([slot for slots in ranges for slot in slots]), lanes[0].positions.device)
 
 
 class RowAttention(Protocol):

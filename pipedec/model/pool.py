@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from pipedec.device import to_device
 from pipedec.model.cache import KVCache
 
 
@@ -89,7 +90,7 @@ class KVPool:
 
     def copy(self, sources: Sequence[int], targets: Iterable[range]) -> None:
         """Copy the contents of some slots to others, in all layers. All are read before any is written."""
-        rows = self.tensor.index_select(3, torch.tensor(sources, dtype=torch.int64, device=self.tensor.device))
+        rows = self.tensor.index_select(3, to_device(torch.tensor(sources, dtype=torch.int64), self.tensor.device))
         first = 0
         for target in targets:
             self.tensor.narrow(3, target.start, len(target)).copy_(rows.narrow(3, first, len(target)))

@@ -5,7 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pipedec.core import Load
-from pipedec.hardware import DEVICES, Device, Link, ModelShape, PassTime, WeightFormat
+from pipedec.hardware import (
+    CAPTURED_CELLS,
+    CAPTURED_ROWS,
+    CAPTURED_SLOTS,
+    DEVICES,
+    Device,
+    Link,
+    ModelShape,
+    PassTime,
+    WeightFormat,
+)
 
 FIXED_WORKSPACE_BYTES = 500_000_000  # the CUDA context with its libraries
 PREFILL_ROWS = 512  # rows of a prompt that enter at once with single tasks; in windows they are fewer
@@ -54,12 +64,27 @@ class ModelCosts:
         """One token in the KV cache of one layer."""
         return self.shape.cache_values_per_token * self.weights.element_bytes
 
+    def workspace_bytes(self, device: str) -> int:
+        """Memory besides weights and caches: a fixed part, activations of a prefill chunk, the logits of every row, and on a GPU
+        the captured graphs'."""
+        values = max(self.rows, PREFILL_ROWS) * self._row_values + self.rows * self.shape.vocab_size
+        graphs = self.graph_bytes if DEVICES[device].is_gpu else 0
+        return FIXED_WORKSPACE_BYTES + values * self.weights.element_bytes + graphs
+
     @property
-    def workspace_bytes(self) -> int:
-        """Memory besides weights and caches: a fixed part, activations of a prefill chunk, and the logits of every row."""
-        width = 4 * self.shape.hidden_size + 3 * self.shape.intermediate_size
-        values = max(self.rows, PREFILL_ROWS) * width + self.rows * self.shape.vocab_size
-        return FIXED_WORKSPACE_BYTES + values * self.weights.element_bytes
+    def graph_bytes(self) -> int:
+        """What the graphs of a stage allocate beside its weights, once, since they share their memory: the activations of the
+        largest forward that is captured, a layer's copies of the keys and values that it reads, and for every cell of its rows
+        and slots the bias of every query head of a group, twice while it is made. Not measured on a GPU.
+        """
+        group = self.shape.num_attention_heads // self.shape.num_key_value_heads
+        values = CAPTURED_ROWS * self._row_values + CAPTURED_SLOTS * self.shape.cache_values_per_token
+        return (values + 2 * group * CAPTURED_CELLS) * self.weights.element_bytes
+
+    @property
+    def _row_values(self) -> int:
+        """Activations of one row that a layer holds at a time."""
+        return 4 * self.shape.hidden_size + 3 * self.shape.intermediate_size
 
     def weight_bytes(self, layers: int, first: bool, last: bool) -> int:
         """Of a stage: its layers, the embedding on the first stage, norm and head on the last. A tied head is stored twice unless
@@ -78,5 +103,5 @@ class ModelCosts:
 
     def room(self, device: str, first: bool, last: bool) -> int:
         """Number of layers that fit on a device beside everything else."""
-        other = self.weight_bytes(0, first, last) + self.workspace_bytes
+        other = self.weight_bytes(0, first, last) + self.workspace_bytes(device)
         return max(0, (DEVICES[device].memory_bytes - other) // (self.weight_bytes(1, False, False) + self.layer_kv_bytes))

@@ -215,7 +215,7 @@ def _plan_stage(
     )
     return StagePlan(
         rank, place, group, layers[rank - 1], costs.weight_bytes(count, first, last), count * costs.layer_kv_bytes,
-        costs.workspace_bytes, device.memory_bytes, count * costs.layer_token_bytes, timing, costs.rows,
+        costs.workspace_bytes(device.name), device.memory_bytes, count * costs.layer_token_bytes, timing, costs.rows,
     )  # fmt: skip
 
 
@@ -229,7 +229,7 @@ def _plan_draft(config: ClusterConfig, target: ModelCosts, place: Placement, fir
     )
     return StagePlan(
         0, place, 0, range(layers), costs.weight_bytes(layers, True, True), layers * costs.layer_kv_bytes,
-        costs.workspace_bytes, device.memory_bytes, layers * costs.layer_token_bytes, timing, costs.rows,
+        costs.workspace_bytes(device.name), device.memory_bytes, layers * costs.layer_token_bytes, timing, costs.rows,
     )  # fmt: skip
 
 

@@ -20,9 +20,10 @@ from torch._dynamo.utils import counters
 
 from pipedec.config import captures_graphs
 from pipedec.core import UserError
+from pipedec.hardware import CAPTURED_ROWS, CAPTURED_SLOTS
 from pipedec.model import BitaWeights, KVCache, KVPool, LaneRows, StageModel, described_attention, device_capture
 from pipedec.model import captured_graphs as captured_graphs_module
-from pipedec.model.buckets import MOST_ROWS, MOST_SLOTS, Bucket
+from pipedec.model.buckets import Bucket
 from pipedec.model.captured_graphs import CapturedGraphs
 from pipedec.tree import Visibility
 
@@ -37,7 +38,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "long_factor": [2.0, 3.0, 4.0, 5.0], "original_max_position_embeddings": 16}}),
 }  # fmt: skip
 FIRST, MIDDLE, LAST, WHOLE = range(0, 1), range(1, 3), range(3, 4), range(0, 4)
-ROW_BUCKETS = [1 << exponent for exponent in range(MOST_ROWS.bit_length())]
+ROW_BUCKETS = [1 << exponent for exponent in range(CAPTURED_ROWS.bit_length())]
 
 
 @pytest.fixture(scope="module")
@@ -222,20 +223,20 @@ def test_quantized_stages_are_one_graph(tmp_path: Path, graph_counts: dict[str, 
 def test_large_and_uneven_forwards_are_computed_as_they_are(directory: Path) -> None:
     stage = load(directory, "llama")
     stage.capture = repeated = Repeated()
-    pool = stage.make_pool(4 * MOST_SLOTS)
+    pool = stage.make_pool(4 * CAPTURED_SLOTS)
     caches = [new_cache(pool, 512 * index) for index in range(64)]
-    assert Bucket.of([tree(caches[0], MOST_ROWS)]) == Bucket(MOST_ROWS, 1, MOST_ROWS, 256)
-    assert Bucket.of([tree(caches[0], MOST_ROWS + 1)]) is None
+    assert Bucket.of([tree(caches[0], CAPTURED_ROWS)]) == Bucket(CAPTURED_ROWS, 1, CAPTURED_ROWS, 256)
+    assert Bucket.of([tree(caches[0], CAPTURED_ROWS + 1)]) is None
     assert Bucket.of([tree(caches[0], 60), *(tree(cache, 1) for cache in caches[1:4])]) == Bucket(64, 4, 64, 128)
     assert Bucket.of([tree(caches[0], 60), *(tree(cache, 1) for cache in caches[1:10])]) is None
-    long = new_cache(pool, MOST_SLOTS, 2 * MOST_SLOTS)
-    long.extend_past(MOST_SLOTS - 1)
-    assert Bucket.of([tree(long, 1)]) == Bucket(1, 1, 1, MOST_SLOTS)
+    long = new_cache(pool, CAPTURED_SLOTS, 2 * CAPTURED_SLOTS)
+    long.extend_past(CAPTURED_SLOTS - 1)
+    assert Bucket.of([tree(long, 1)]) == Bucket(1, 1, 1, CAPTURED_SLOTS)
     assert Bucket.of([tree(long, 2)]) is None
     long.reset()
-    long.extend_past(MOST_SLOTS // 2)
+    long.extend_past(CAPTURED_SLOTS // 2)
     assert Bucket.of([tree(long, 65)]) is None
-    rows = MOST_ROWS + 1
+    rows = CAPTURED_ROWS + 1
     found = stage.forward(inputs_of(stage, rows), [chunk(caches[0], rows)])
     stage.capture = None
     assert repeated.captures == 0

@@ -44,10 +44,12 @@ def test_no_more_is_reserved_than_requests_can_use() -> None:
 
 
 def test_bytes_are_counted_by_the_layers_and_the_dtype_of_every_rank(pair: Pair) -> None:
-    """Eight layers on two stages, two in the draft; two key-value heads of eight elements, keys and values."""
+    """Eight layers on two stages, two in the draft, in 16 bits; two key-value heads of eight elements, keys and values."""
     assert spec(pair, kv_cache_memory=MIB).kv_slots == MIB // (4 * 2 * 2 * 8 * 4) // 16 * 16
     assert spec(pair, dtype="float64", kv_cache_memory=MIB).kv_slots == MIB // (4 * 2 * 2 * 8 * 8) // 16 * 16
-    assert spec(pair, stages=8, kv_cache_memory=MIB).kv_slots == MIB // (DRAFT_LAYERS * 2 * 2 * 8 * 4) // 16 * 16
+    in_float64 = spec(pair, stages=8, dtype="float64", kv_cache_memory=MIB)
+    assert in_float64.kv_slots == MIB // (2 * 2 * 8 * 8) // 16 * 16, "the stages are scarcest, with a layer each"
+    assert spec(pair, stages=8, kv_cache_memory=MIB).kv_slots == MIB // (DRAFT_LAYERS * 2 * 2 * 8 * 2) // 16 * 16
 
 
 def test_the_default_suffices_for_all_requests(pair: Pair) -> None:

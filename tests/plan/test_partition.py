@@ -13,6 +13,8 @@ from rich.console import Console
 
 from pipedec.config import ClusterConfig, DeviceConfig, PartitionConfig, ServerConfig, load_cluster
 from pipedec.core import UserError
+from pipedec.hardware import MODEL_SHAPES, WeightFormat
+from pipedec.plan.costs import ModelCosts
 from pipedec.plan.layers import balance, even_layers, explicit_layers
 from pipedec.plan.partition import Plan, plan
 from pipedec.plan.table import plan_table
@@ -111,7 +113,7 @@ def test_slow_draft_sets_the_timestep(paper: ClusterConfig) -> None:
 def test_what_does_not_fit_is_said(paper: ClusterConfig) -> None:
     partition = replace(paper.partitions["paper-14"], stages=7, groups=None, layers=(9, 12, 12, 12, 12, 12, 11))
     planned = plan(replace(paper, partition=None, partitions={"half": partition}), "half")
-    assert planned.problems[1] == "stage 2 on server-1 rtx3090 needs 42.3 GB of 24.0 GB: use more stages, bfloat16 or quantize"
+    assert planned.problems[1] == "stage 2 on server-1 rtx3090 needs 42.8 GB of 24.0 GB: use more stages, bfloat16 or quantize"
     assert len(planned.problems) == 7
     assert "Problem: stage 7 on server-1 rtx3090 needs" in shown(planned)
 
@@ -246,3 +248,17 @@ def test_balance_equals_brute_force(data: st.DataObject, stages: int, num_layers
 def test_balance_names_the_stage_without_room() -> None:
     with pytest.raises(UserError, match=r"^stage 2 has no room for a single layer$"):
         balance(4, [1.0, 1.0], [0.0, 0.0], [4, 0])
+
+
+def test_captured_graphs_take_memory_on_gpus_alone(paper: ClusterConfig) -> None:
+    """256 rows, 32,768 slots of 2 · 8 · 128 values, and 2,097,152 cells of bias for 8 query heads per group, twice."""
+    costs = ModelCosts(MODEL_SHAPES["llama-3.1-70b"], WeightFormat("bfloat16"), rows=32, max_model_len=4096, groups=14)
+    row = 4 * 8192 + 3 * 28672
+    assert costs.graph_bytes == 2 * (256 * row + 32768 * 2 * 8 * 128 + 2 * 8 * 2097152)
+    assert costs.workspace_bytes("rtx3090") - costs.workspace_bytes("cpu") == costs.graph_bytes
+
+
+@pytest.mark.parametrize("partition", ["home-2x3090", "home-4x3090", "mixed-3090-4090"])
+def test_a_70b_in_4_bits_fits_the_cards_of_a_home(paper: ClusterConfig, partition: str) -> None:
+    planned = plan(paper, partition)
+    assert planned.problems == () and planned.kv_tokens >= planned.max_model_len
