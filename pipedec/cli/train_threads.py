@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -152,7 +153,13 @@ def _preference_options(command: Command) -> Command:
 @click.option("--max-prompts", type=int, help="Maximum number of prompts (default: all).")
 @click.option("--max-tokens", type=int, help="Maximum number of tokens of an answer (default: 384).")
 @click.option("--temperature", type=float, help="Sampling temperature (default: 1).")
-@click.option("--lambda", "quality_weight", type=float, help="λ of the score, speed-up + λ · quality (default: 2).")
+@click.option(
+    "--lambda", "weights", default="2", show_default=True, help="λ of the score, efficiency + λ · quality: 1,2,4,8,inf."
+)
+@click.option("--efficiency", help="speedup, parallelism, or their harmonic or arithmetic mean (default: speedup).")
+@click.option(
+    "--rounds", type=int, default=1, show_default=True, help="Rounds for each λ, each from the model of the one before."
+)
 @click.option("--alpha", type=float, help="Weight of the SFT loss (default: 0.005).")
 @click.option("--beta", type=float, help="1/β is the wanted gap between best and worst (default: BoNBoN's, from --samples).")
 @click.option("--steps", type=int, help="Training steps (default: one pass over all pairs).")
@@ -168,11 +175,17 @@ def pasta_bonbon(
     server: EndpointFlags,
     held_out_prompts: int,
     device: DeviceFlags,
+    weights: str,
+    rounds: int,
     **recipe: Any,
 ) -> None:
-    """Continue a PASTA-SFT model on its own samples: learn to prefer those that are quick and good (BoNBoN)."""
-    from pipedec.train.cards.cells import answer_cells
-    from pipedec.train.preference.bonbon import BonbonRecipe, prefer
+    """Continue a PASTA-SFT model on its own samples: learn to prefer those that are quick and good (BoNBoN).
+
+    Several λ or rounds write a model to OUT/lambda-λ/round-r each, and OUT/summary.json, summary.md and a picture of their
+    trade-off. A second run continues.
+    """
+    from pipedec.train.preference.bonbon import BonbonRecipe
+    from pipedec.train.preference.rounds import Rounds
 
     at_least_one("--held-out-prompts", held_out_prompts)
     endpoint = None
@@ -180,8 +193,45 @@ def pasta_bonbon(
         if not preferred.judge_model:
             raise UserError("--judge URL goes with --judge-model NAME")
         endpoint = server.endpoint(preferred.judge, preferred.judge_model, "judge")
-    chosen = BonbonRecipe(**given(recipe))
+    recipes = tuple(BonbonRecipe(**given(recipe), quality_weight=weight) for weight in _weights(weights))
+    asked = Rounds(preferred.files, preferred.model, preferred.baseline, recipes, rounds, endpoint)
     where = run.run(held_out_prompts=held_out_prompts, **device.chosen())
-    report = prefer(preferred.files, preferred.model, preferred.baseline, chosen, where, endpoint)
-    rows = [(name, *answer_cells(report[key])) for name, key in (("before", "before"), ("after", "held_out")) if report[key]]
-    print_table("Greedy answers to held-out prompts", (*_ANSWER_COLUMNS, "quality"), rows)
+    reports = asked.run(where)
+    _print_preferred(reports, asked.is_one)
+    if not asked.is_one:
+        _draw_trade_off(reports, where.out)
+
+
+def _weights(text: str) -> Iterator[float]:
+    for part in text.split(","):
+        try:
+            yield float(part)
+        except ValueError:
+            raise UserError(f"--lambda {text}: give numbers or inf, separated by commas") from None
+
+
+def _print_preferred(reports: list[dict[str, Any]], is_one: bool) -> None:
+    from pipedec.train.cards.cells import answer_cells
+
+    rows = [("before", *answer_cells(report["before"])) for report in reports[:1] if report["before"]]
+    for report in reports:
+        name = "after" if is_one else f"λ = {report['recipe']['quality_weight']}, round {report['round']}"
+        if report["held_out"]:
+            rows.append((name, *answer_cells(report["held_out"])))
+    print_table("Greedy answers to held-out prompts", (*_ANSWER_COLUMNS, "quality", "wins"), rows)
+
+
+def _draw_trade_off(reports: list[dict[str, Any]], out: Path) -> None:
+    """Write summary.md and the picture."""
+    from pipedec.bench.report.figures.trade_off import draw_trade_off
+    from pipedec.bench.report.markdown import markdown_table
+    from pipedec.train.preference.rounds import summary
+
+    lines = summary(reports)
+    columns = list(lines[0]) if lines else []
+    cells = [["–" if value is None else f"{value:.3g}" if isinstance(value, float) else str(value) for value in line.values()]
+             for line in lines]  # fmt: skip
+    (out / "summary.md").write_text(markdown_table(columns, cells, left=(0,)) + "\n", encoding="utf-8")
+    files = draw_trade_off(lines, out) if lines else []
+    for path in (out / "summary.json", out / "summary.md", *files):
+        click.echo(str(path))

@@ -17,6 +17,7 @@ from tiny_pair import Pair
 
 from pipedec.cli.train import train as command
 from pipedec.core import UserError
+from pipedec.model.bita import fingerprint
 from pipedec.threads import Sequence, measure
 from pipedec.train.cards.render import CARDS, card
 from pipedec.train.chat_endpoint import ChatEndpoint
@@ -25,6 +26,7 @@ from pipedec.train.preference.bonbon import BonbonRecipe, PairSteps, bonbon_gap,
 from pipedec.train.preference.judges import Comparison, EndpointJudge, LikelihoodJudge
 from pipedec.train.preference.ranking import Pair as Preference
 from pipedec.train.preference.ranking import Reader, Scored, Task, pairs, sample_answers, score
+from pipedec.train.preference.rounds import Rounds
 from pipedec.train.run import Run
 from pipedec.train.threads.answers import Asked, ModelAnswers
 from pipedec.train.threads.learning import Batch, ThreadRecipe, learned_logits
@@ -104,18 +106,33 @@ def test_the_loss_is_the_papers() -> None:
 def test_best_and_worst_are_by_score() -> None:
     asked = Task("q", (1,), "", (2,))
     answers = [(1,), (2,), (3,)]
-    scored = [Scored(asked, answers, [3.0, 1.0, 2.0], [0.1, 0.5, 0.9]), Scored(asked, answers, [1.0] * 3, [0.5] * 3)]
-    assert pairs(scored, 0.0) == [Preference((1,), (1,), (2,))]
-    assert pairs(scored, 10.0) == [Preference((1,), (3,), (1,))]
-    assert pairs([Scored(asked, [], [], [])], 1.0) == []
+    scored = [
+        Scored(asked, answers, [3.0, 1.0, 2.0], [1.0, 1.0, 1.0], [0.1, 0.5, 0.9]),
+        Scored(asked, answers, [1.0] * 3, [1.0] * 3, [0.5] * 3),
+    ]
+    assert pairs(scored, 0.0, "speedup") == [Preference((1,), (1,), (2,))]
+    assert pairs(scored, 10.0, "speedup") == [Preference((1,), (3,), (1,))]
+    assert pairs(scored, math.inf, "speedup") == [Preference((1,), (3,), (1,))], "the quality alone"
+    assert pairs(scored, 0.0, "parallelism") == []
+    assert pairs([Scored(asked, [], [], [], [])], 1.0, "speedup") == []
 
 
-def test_samples_and_scores_are_kept_and_continued(tuned: Tuned, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("efficiency", "first"), [("speedup", 4.0), ("parallelism", 1.0), ("harmonic", 1.6), ("arithmetic", 2.5)]
+)
+def test_efficiency_is_one_of_the_papers_four(efficiency: str, first: float) -> None:
+    one = Scored(Task("q", (1,), "", (2,)), [(1,)], [4.0], [1.0], [0.5])
+    assert one.totals(2.0, efficiency) == [pytest.approx(first + 1.0)]
+    assert one.totals(math.inf, efficiency) == [0.5]
+
+
+def test_samples_and_scores_are_kept_and_continued(tuned: Tuned, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     writer, reader = tuned.writer, tuned.reader
     long = replace(reader, max_tokens=200)
     forked, plain = (writer.sample(record(PASTA), dialect).answer for dialect in ("pasta", None))
     endless = plain[:-1] + plain[:-1] * 20
     tasks = [task(tuned, f"Say {number} words.") for number in range(4)]
+    monkeypatch.setattr("pipedec.train.preference.ranking.ANSWERS_AT_ONCE", 6)
     path = tmp_path / "samples.jsonl"
     samples = sample_answers(Parrot(long, [forked, plain, endless]), tasks, 3, 0, path)
     assert samples == [[forked, plain, ()]] * 4
@@ -128,6 +145,7 @@ def test_samples_and_scores_are_kept_and_continued(tuned: Tuned, tmp_path: Path)
     sequences = [long.sequence(tasks[0].prompt_ids, answer) for answer in (forked, plain)]
     assert scored[0].answers == [forked, plain]
     assert scored[0].speedups == [pytest.approx(30 / measure(sequence).longest_chain, abs=1e-4) for sequence in sequences]
+    assert scored[0].parallelisms == [pytest.approx(measure(sequence).parallelism, abs=1e-4) for sequence in sequences]
     assert scored[0].qualities == [len(record(PASTA).question.answer)] * 2
     assert score(tasks, samples, long, LongerIsBetter(), tmp_path / "scores.jsonl") == scored
 
@@ -182,7 +200,19 @@ def test_a_judge_is_asked_in_both_orders() -> None:
         '{"preference": 1}',
         '{"preference": 1, "confidence": NaN}',
     ):
-        assert opinions(useless).quality(comparison, ["MINE"]) == [1.0]
+        assert opinions(useless).rate(comparison, "MINE") == (1.0, 0.5)
+
+
+def test_wins_are_over_the_baseline_alone_in_both_orders(tuned: Tuned) -> None:
+    comparison = Comparison("Why?", "BASE", "REFERENCE")
+    first, second = (json.dumps({"preference": number, "confidence": 0.8}) for number in (1, 2))
+    assert opinions(first, second).rate(comparison, "MINE")[1] == 1.0
+    assert opinions(second, first).rate(comparison, "MINE")[1] == 0.0
+    assert opinions(first).rate(comparison, "MINE")[1] == 0.5, "the first is always better"
+    likelihood = LikelihoodJudge(tuned.student.model, tuned.writer)
+    assert likelihood.rate(Comparison("Why?", "It is so.", ""), "It is so.") == (1.0, 0.5)
+    garbled = likelihood.rate(Comparison("Why?", "It is so.", ""), "]]]} zq~ {{")
+    assert garbled[0] < 1 and garbled[1] == 0.0
 
 
 def test_pairs_are_learned(tuned: Tuned, pair: Pair, tmp_path: Path) -> None:
@@ -207,6 +237,7 @@ def test_a_killed_run_continues_to_the_same_weights(
     tuned: Tuned, pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(TrainingLoop, "SAVE_EVERY", 1)
+    monkeypatch.setattr("pipedec.train.preference.ranking.ANSWERS_AT_ONCE", 4)
 
     def train(name: str, recipe: BonbonRecipe = RECIPE) -> dict[str, Any]:
         return prefer((tuned.data,), tuned.model, tuned.model, recipe, run_in(tmp_path / name))
@@ -249,10 +280,54 @@ def test_a_killed_run_continues_to_the_same_weights(
         train("killed", replace(RECIPE, learning_rate=2e-3))
 
 
+def test_rounds_of_several_weights_continue_where_a_killed_run_stopped(
+    tuned: Tuned, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipes = tuple(replace(RECIPE, quality_weight=weight, max_prompts=3) for weight in (1.0, math.inf))
+    rounds = Rounds((tuned.data,), tuned.model, tuned.model, recipes, 2)
+    sampled: list[Path] = []
+
+    def counted(answers: ModelAnswers, tasks: list[Task], num: int, seed: int, path: Path) -> list[list[tuple[int, ...]]]:
+        if len(sampled) == kill_at:
+            raise KeyboardInterrupt
+        sampled.append(path.relative_to(tmp_path))
+        return sample_answers(answers, tasks, num, seed, path)
+
+    monkeypatch.setattr("pipedec.train.preference.bonbon.sample_answers", counted)
+    kill_at = -1
+    whole = rounds.run(run_in(tmp_path / "whole"))
+    places = [path.parent.as_posix().removeprefix("whole/work/") for path in sampled]
+    assert places == ["round-1", "lambda-1/round-2", "round-1", "lambda-inf/round-2"], "the first samples serve both weights"
+    sampled.clear()
+    kill_at = 3
+    with pytest.raises(KeyboardInterrupt):
+        rounds.run(run_in(tmp_path / "killed"))
+    kill_at = -1
+    sampled.clear()
+    assert rounds.run(run_in(tmp_path / "killed")) == whole and len(sampled) == 1, "three of four rounds were finished"
+    names = [f"lambda-{weight}/round-{number}" for weight in ("1", "inf") for number in (1, 2)]
+    for name in names:
+        first, second = (load_file(tmp_path / run / "out" / name / "model.safetensors") for run in ("whole", "killed"))
+        assert all(torch.equal(first[key], second[key]) for key in first)
+    reports = {name: json.loads((tmp_path / "whole" / "out" / name / "training.json").read_text()) for name in names}
+    assert reports["lambda-1/round-2"]["model"] == fingerprint(tmp_path / "whole" / "out" / "lambda-1" / "round-1")
+    assert reports["lambda-inf/round-1"]["recipe"]["quality_weight"] == "inf"
+    lines = json.loads((tmp_path / "whole" / "out" / "summary.json").read_text())
+    assert [(line["lambda"], line["round"]) for line in lines] == [(None, 0), (1.0, 1), (1.0, 2), ("inf", 1), ("inf", 2)]
+    assert lines[2]["win_rate"] == reports["lambda-1/round-2"]["held_out"]["win_rate"]
+    with pytest.raises(UserError, match="is of another run: give another --out"):
+        replace(rounds, recipes=(replace(recipes[0], alpha=0.5), recipes[1])).run(run_in(tmp_path / "killed"))
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
         ([], "nowhere is not a directory"),
+        (["--lambda", "1,x"], "--lambda 1,x: give numbers or inf"),
+        (["--lambda", "1,1"], "--lambda names a weight twice"),
+        (["--lambda", "nan"], "--lambda must be at least 0, or inf"),
+        (["--rounds", "0"], "--rounds must be at least 1"),
+        (["--efficiency", "luck"], "--efficiency luck: choose one of speedup, harmonic, arithmetic, parallelism"),
         (["--samples", "1"], "--samples must be at least 2"),
         (["--max-prompts", "0"], "--max-prompts must be at least 1"),
         (["--max-tokens", "0"], "--max-tokens must be at least 1"),
@@ -294,3 +369,8 @@ def test_the_command_prints_what_it_measured(tuned: Tuned, tmp_path: Path) -> No
     report = json.loads((tmp_path / "out" / "training.json").read_text())
     assert report["recipe"]["quality_weight"] == 4 and report["judge"] == "likelihood"
     assert "before" in result.output and f"{report['held_out']['quality']:.2f}" in result.output
+    flags[flags.index("--lambda") + 1] = "4,inf"
+    flags[flags.index("--out") + 1], flags[flags.index("--work") + 1] = str(tmp_path / "several"), str(tmp_path / "work2")
+    result = CliRunner().invoke(command, flags, env={"COLUMNS": "160"}, catch_exceptions=False)
+    assert "λ = inf, round 1" in result.output
+    assert {path.name for path in (tmp_path / "several").iterdir()} >= {"summary.json", "summary.md", "trade-off.png"}

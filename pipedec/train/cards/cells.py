@@ -35,6 +35,6 @@ def answer_cells(row: Row) -> list[str]:
     """Figures of answers in threads (``thread_figures``); with their quality, if a judge rated them."""
     means = (f"{row[name]:.1f}" for name in ("threads", "tokens", "longest_chain"))
     ratios = (f"{row[name]:.2f}" for name in ("parallelism", "speedup"))
-    quality = [f"{row['quality']:.2f}"] if "quality" in row else []
+    quality = [f"{row['quality']:.2f}", f"{row['win_rate']:.0%}"] if "quality" in row else []
     ends = (f"{row[name]:.0%}" for name in ("finished", "circles"))
     return [str(row["answers"]), f"{row['forked']:.0%}", *means, *ratios, *ends, *quality]

@@ -9,6 +9,7 @@ import math
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from pipedec.train.continuations import continue_greedily
 from pipedec.train.loop import TrainingLoop, epoch_batch, linear_decay, muon_and_adamw, warm_up
 from pipedec.train.preference.judges import Comparison, EndpointJudge, Judge, LikelihoodJudge
 from pipedec.train.preference.ranking import (
+    EFFICIENCIES,
     Pair,
     Reader,
     Scored,
@@ -44,6 +46,7 @@ from pipedec.train.threads.rows import Row, Writer, tree_row
 from pipedec.train.threads.student import Student
 
 _DIALECT = "pasta"
+_SCORES = ["speedup", "parallelism", "quality"]  # that are kept of every sample
 
 
 @dataclass(frozen=True)
@@ -54,7 +57,8 @@ class BonbonRecipe:
 
     Attributes:
         samples: sampled answers per prompt.
-        quality_weight: λ of the score, speed-up + λ · quality.
+        quality_weight: λ of the score, efficiency + λ · quality; infinite for the quality alone.
+        efficiency: one of EFFICIENCIES.
         alpha: weight of the SFT loss.
         beta: 1 / β is the gap between the log ratios at which the IPO loss is 0; None = BoNBoN's, (n − 1) · Σ 1/k over k < n
             for n samples: the gap between the best and the worst of n.
@@ -66,6 +70,7 @@ class BonbonRecipe:
     samples: int = 10
     temperature: float = 1.0
     quality_weight: float = 2.0
+    efficiency: str = "speedup"
     alpha: float = 0.005
     beta: float | None = None
     steps: int | None = None
@@ -83,8 +88,14 @@ class BonbonRecipe:
         at_least_one(self, "steps", "batch", "max_tokens", "max_prompts")
         above_zero(self, "temperature", "learning_rate", "beta")
         shares(self, "alpha")
-        if not 0 <= self.quality_weight < math.inf:
-            raise UserError("--lambda must be at least 0")
+        if not self.quality_weight >= 0:
+            raise UserError("--lambda must be at least 0, or inf")
+        if self.efficiency not in EFFICIENCIES:
+            raise UserError(f"--efficiency {self.efficiency}: choose one of {', '.join(EFFICIENCIES)}")
+
+    def described(self) -> dict[str, Any]:
+        """As JSON has it, in which no number is infinite."""
+        return asdict(self) | ({"quality_weight": "inf"} if math.isinf(self.quality_weight) else {})
 
     @property
     def gap(self) -> float:
@@ -160,18 +171,21 @@ def prefer(
     recipe: BonbonRecipe,
     run: Run,
     endpoint: ChatEndpoint | None = None,
+    sampled: Path | None = None,
 ) -> dict[str, Any]:
-    """Sample, score, train, and write ``run.out``: the model in bfloat16, ``training.json`` and a model card.
+    """One round: sample, score, train, and write ``run.out``: the model in bfloat16, ``training.json`` and a model card.
 
     Args:
         files: annotated answers of dialect pasta, whose prompts are answered.
         model_path: a model tuned by ``train pasta-sft``.
         baseline_path: a model with the same tokenizer that answers in one thread.
         endpoint: the judge; None = likelihood under the baseline.
+        sampled: directory of samples, scores and the baseline's answers, which other recipes may share; default: ``run.work``.
 
     Raises:
         UserError: models, files or ``run.work`` do not fit.
     """
+    sampled = sampled or run.work
     torch.set_num_threads(run.threads)
     student = Student.load(model_path, [_DIALECT], run.device, recipe.seed)
     student.check_companion(baseline_path, knows_all=False)
@@ -182,26 +196,27 @@ def prefer(
     judge: Judge = LikelihoodJudge(baseline, writer) if endpoint is None else EndpointJudge(endpoint)
     records = [record for path in files for record in read_annotated(path, _DIALECT)]
     names = {"model": student.name, "baseline": fingerprint(baseline_path)}
-    claim(run.work / "asked.json", names | {"max_tokens": recipe.max_tokens})
+    claim(sampled / "asked.json", names | {"max_tokens": recipe.max_tokens})
     asked, held_out = (
-        _tasks(_distinct(records, held_out, recipe.seed)[:most], baseline, writer, recipe, run.work / f"baseline-{name}")
+        _tasks(_distinct(records, held_out, recipe.seed)[:most], baseline, writer, recipe, sampled / f"baseline-{name}")
         for name, held_out, most in (("asked", False, recipe.max_prompts), ("held-out", True, run.held_out_prompts))
     )
     identity = names | {"tasks": digest(asked), "samples": recipe.samples, "temperature": recipe.temperature, "judge": judge.name}
-    claim(run.work / "samples.json", identity)
-    scored = _scored(student.model, asked, recipe, reader, judge, run.work)
-    chosen = pairs(scored, recipe.quality_weight)
+    identity |= {"scores": _SCORES}
+    claim(sampled / "samples.json", identity)
+    scored = _scored(student.model, asked, recipe, reader, judge, sampled)
+    chosen = pairs(scored, recipe.quality_weight, recipe.efficiency)
     if not chosen:
         raise UserError("nothing to prefer: no prompt has two finished samples with different scores")
     before = _figures(student.model, held_out, reader, judge)
     num_steps = recipe.steps or math.ceil(len(chosen) / recipe.batch)
     optimizers = muon_and_adamw(student.model, recipe.learning_rate, recipe.weight_decay)
-    loop = TrainingLoop("bonbon", student.model, optimizers, run.work, identity | asdict(recipe) | {"dtype": run.dtype})
+    loop = TrainingLoop("bonbon", student.model, optimizers, run.work, identity | recipe.described() | {"dtype": run.dtype})
     steps = PairSteps.before(student.model, [_rows(pair, reader) for pair in chosen], recipe, run.torch_dtype)
     loop.run(num_steps, partial(recipe.rate, steps=num_steps), steps)
     student.save(run.out)
     report = {
-        "recipe": asdict(recipe) | {"steps": num_steps, "beta": 1 / recipe.gap},
+        "recipe": recipe.described() | {"steps": num_steps, "beta": 1 / recipe.gap},
         **names,
         "judge": judge.name,
         "prompts": len(asked),
@@ -246,20 +261,19 @@ def _rows(pair: Pair, reader: Reader) -> tuple[Row, Row]:
 
 
 def _figures(model: Any, tasks: list[Task], reader: Reader, judge: Judge) -> dict[str, Any]:
-    """Figures of greedy answers to the tasks, and their mean quality by the judge."""
+    """Figures of greedy answers to the tasks; their mean quality and their win rate by the judge."""
     if not tasks:
         return {}
     writer = reader.writer
     answers = ModelAnswers(model, writer.bound[_DIALECT], (writer.end_token_id,), reader.max_tokens)
     answered = [sequence for _, sequence in answer_all(answers, [Asked(task.prompt_ids) for task in tasks], "held out")]
-    qualities = [
-        judge.quality(Comparison(task.question, writer.decode(list(task.baseline_ids)), task.reference), [reader.text(sequence)])[
-            0
-        ]
+    rated = [
+        judge.rate(Comparison(task.question, writer.decode(list(task.baseline_ids)), task.reference), reader.text(sequence))
         for task, sequence in zip(tasks, answered, strict=True)
     ]
     figures = thread_figures(answered, [len(task.baseline_ids) for task in tasks])
-    return figures | {"quality": round(sum(qualities) / len(qualities), 4)}
+    quality, win_rate = (round(fmean(part), 4) for part in zip(*rated, strict=True))
+    return figures | {"quality": quality, "win_rate": win_rate}
 
 
 def _sampled(scored: list[Scored], recipe: BonbonRecipe) -> dict[str, float | int]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import dataclass
-from itertools import product
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -40,6 +39,11 @@ class Judge(Protocol):
     def quality(self, comparison: Comparison, answers: list[str]) -> list[float]:
         """The quality of each answer."""
 
+    def rate(self, comparison: Comparison, answer: str) -> tuple[float, float]:
+        """The quality of an answer, and the share of comparisons with the baseline's that it wins, positions swapped; a tie is
+        half a win.
+        """
+
 
 @dataclass(frozen=True)
 class LikelihoodJudge:
@@ -60,6 +64,11 @@ class LikelihoodJudge:
         rows = [self._row(prompt, text) for text in (comparison.baseline, *answers)]
         means = [self._mean(row) for row in rows]
         return [math.exp(mean - means[0]) for mean in means[1:]]
+
+    def rate(self, comparison: Comparison, answer: str) -> tuple[float, float]:
+        """Positions do not matter to it: the likelier answer wins."""
+        (quality,) = self.quality(comparison, [answer])
+        return quality, (1 + (quality > 1) - (quality < 1)) / 2
 
     def _row(self, prompt: list[int], text: str) -> Row:
         return causal_row(prompt, [*self.writer.text(text), self.writer.end_token_id])
@@ -86,17 +95,25 @@ class EndpointJudge:
         return self.endpoint.model
 
     def quality(self, comparison: Comparison, answers: list[str]) -> list[float]:
-        return [self._ratio(comparison, answer) for answer in answers]
+        return [self.rate(comparison, answer)[0] for answer in answers]
 
-    def _ratio(self, comparison: Comparison, answer: str) -> float:
-        won = lost = _SMOOTHING
-        for other, is_first in product((comparison.baseline, comparison.reference), (True, False)):
+    def rate(self, comparison: Comparison, answer: str) -> tuple[float, float]:
+        """Wins count by their confidence."""
+        won, lost = self._won_and_lost(comparison.question, answer, comparison.baseline)
+        also_won, also_lost = self._won_and_lost(comparison.question, answer, comparison.reference)
+        win_rate = won / (won + lost) if won + lost else 0.5
+        return (won + also_won + _SMOOTHING) / (lost + also_lost + _SMOOTHING), win_rate
+
+    def _won_and_lost(self, question: str, answer: str, other: str) -> tuple[float, float]:
+        """The confidences of won and of lost comparisons with another answer, in both orders."""
+        won = lost = 0.0
+        for is_first in (True, False):
             pair = (answer, other) if is_first else (other, answer)
-            preference, confidence = _preference(self.endpoint.complete(judge_prompt(comparison.question, *pair)))
+            preference, confidence = _preference(self.endpoint.complete(judge_prompt(question, *pair)))
             if preference in (1, 2):
                 is_won = (preference == 1) == is_first
                 won, lost = won + is_won * confidence, lost + (not is_won) * confidence
-        return won / lost
+        return won, lost
 
 
 def judge_prompt(question: str, first: str, second: str) -> str:

@@ -1,4 +1,4 @@
-"""The best and the worst of several sampled answers to each prompt (PASTA §4): samples, scores, pairs.
+"""The best and the worst of several sampled answers to each prompt (PASTA §4, §6.3): samples, scores, pairs.
 
 Owns the score, and the files that keep samples and scores, one line per prompt, so that a killed run continues. It does not
 know what is learned from the pairs.
@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import harmonic_mean
 from typing import Any
 
 from rich.progress import track
@@ -22,6 +24,16 @@ from pipedec.train.preference.judges import Comparison, Judge
 from pipedec.train.threads.answers import Answers, Asked
 from pipedec.train.threads.figures import text_of
 from pipedec.train.threads.rows import Writer
+
+ANSWERS_AT_ONCE = 48  # sampled in one batch
+
+# The four efficiency terms of PASTA §6.3, from theoretical speed-up and theoretical parallelism.
+EFFICIENCIES: dict[str, Callable[[float, float], float]] = {
+    "speedup": lambda speedup, parallelism: speedup,
+    "harmonic": lambda speedup, parallelism: harmonic_mean((speedup, parallelism)),
+    "arithmetic": lambda speedup, parallelism: (speedup + parallelism) / 2,
+    "parallelism": lambda speedup, parallelism: parallelism,
+}
 
 
 @dataclass(frozen=True)
@@ -42,12 +54,20 @@ class Task:
 
 @dataclass(frozen=True)
 class Scored:
-    """The finished samples of a task, in document order, with their speed-ups and qualities."""
+    """The finished samples of a task, in document order, with their theoretical speed-ups and parallelism, and qualities."""
 
     task: Task
     answers: list[tuple[int, ...]]
     speedups: list[float]
+    parallelisms: list[float]
     qualities: list[float]
+
+    def totals(self, quality_weight: float, efficiency: str) -> list[float]:
+        """Score of each answer: efficiency + λ · quality (PASTA §4), with an infinite λ the quality alone."""
+        if math.isinf(quality_weight):
+            return self.qualities
+        found = map(EFFICIENCIES[efficiency], self.speedups, self.parallelisms)
+        return [efficient + quality_weight * quality for efficient, quality in zip(found, self.qualities, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -80,38 +100,45 @@ class Reader:
 def sample_answers(answers: Answers, tasks: list[Task], num_samples: int, seed: int, path: Path) -> list[list[tuple[int, ...]]]:
     """``num_samples`` answers to each task, each with its own seed; unfinished ones are empty. ``path`` keeps them."""
 
-    def drawn(number: int) -> list[list[int]]:
-        asked = [Asked(tasks[number].prompt_ids, seed + number * num_samples + count) for count in range(num_samples)]
-        return [_ended(sequence) for sequence in answers.answer(asked)]
+    def drawn(numbers: range) -> list[list[list[int]]]:
+        asked = [
+            Asked(tasks[number].prompt_ids, seed + number * num_samples + count)
+            for number in numbers
+            for count in range(num_samples)
+        ]
+        answered = list(map(_ended, answers.answer(asked)))
+        return [answered[first : first + num_samples] for first in range(0, len(answered), num_samples)]
 
-    rows = _kept(path, len(tasks), "samples", drawn)
+    rows = _kept(path, len(tasks), "samples", drawn, max(1, ANSWERS_AT_ONCE // num_samples))
     return [[tuple(answer) for answer in row] for row in rows]
 
 
 def score(tasks: list[Task], samples: list[list[tuple[int, ...]]], reader: Reader, judge: Judge, path: Path) -> list[Scored]:
-    """Theoretical speed-up over the baseline and quality by the judge, of all finished samples; ``path`` keeps them."""
+    """Theoretical speed-up over the baseline, parallelism and quality of all finished samples; ``path`` keeps them."""
 
     def scored(number: int) -> dict[str, list[float]]:
         task, ended = tasks[number], [answer for answer in samples[number] if answer]
         sequences = [reader.sequence(task.prompt_ids, answer) for answer in ended]
         comparison = Comparison(task.question, reader.writer.decode(list(task.baseline_ids)), task.reference)
+        measured = [measure(sequence) for sequence in sequences]
         return {
-            "speedup": [round(measure(sequence).theoretical_speedup(len(task.baseline_ids)), 5) for sequence in sequences],
+            "speedup": [round(metrics.theoretical_speedup(len(task.baseline_ids)), 5) for metrics in measured],
+            "parallelism": [round(metrics.parallelism, 5) for metrics in measured],
             "quality": [round(quality, 5) for quality in judge.quality(comparison, [reader.text(found) for found in sequences])],
         }
 
-    rows = _kept(path, len(tasks), "scores", scored)
+    rows = _kept(path, len(tasks), "scores", lambda numbers: list(map(scored, numbers)))
     return [
-        Scored(task, [answer for answer in found if answer], row["speedup"], row["quality"])
+        Scored(task, [answer for answer in found if answer], row["speedup"], row["parallelism"], row["quality"])
         for task, found, row in zip(tasks, samples, rows, strict=True)
     ]
 
 
-def pairs(scored: list[Scored], quality_weight: float) -> list[Pair]:
-    """Best and worst by speed-up + λ · quality (PASTA §4), for tasks whose samples have different scores."""
+def pairs(scored: list[Scored], quality_weight: float, efficiency: str) -> list[Pair]:
+    """Best and worst by score, for tasks whose samples have different scores."""
     found = []
     for one in scored:
-        totals = [speedup + quality_weight * quality for speedup, quality in zip(one.speedups, one.qualities, strict=True)]
+        totals = one.totals(quality_weight, efficiency)
         if totals and max(totals) > min(totals):
             best, worst = (one.answers[totals.index(extreme)] for extreme in (max(totals), min(totals)))
             found.append(Pair(one.task.prompt_ids, best, worst))
@@ -135,15 +162,16 @@ def _ended(sequence: Sequence) -> list[int]:
     return [token.token_id for token in sequence.document()] if sequence.finished == "stop" else []
 
 
-def _kept(path: Path, count: int, title: str, make: Callable[[int], Any]) -> list[Any]:
-    """``make(number)`` for all numbers below ``count``, one line each; lines that ``path`` already has are read instead."""
+def _kept(path: Path, count: int, title: str, make: Callable[[range], list[Any]], at_once: int = 1) -> list[Any]:
+    """``make`` of all numbers below ``count``, ``at_once`` at a time, one line each; lines that ``path`` has are read instead."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.touch()
     drop_unfinished_line(path)
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     with path.open("a") as stream:
-        for number in track(range(len(rows), count), title, total=count, completed=len(rows)):
-            rows.append(make(number))
-            stream.write(json.dumps(rows[-1]) + "\n")
+        for first in track(range(len(rows), count, at_once), title):
+            made = make(range(first, min(first + at_once, count)))
+            stream.write("".join(json.dumps(row) + "\n" for row in made))
             stream.flush()
+            rows += made
     return rows

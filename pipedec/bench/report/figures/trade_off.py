@@ -1,0 +1,43 @@
+"""The trade-off of quality and speed of answers in threads over the quality weight λ (PASTA, Figures 4 and 5)."""
+
+from __future__ import annotations
+
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from pipedec.bench.report.figures.style import COLUMN_WIDTH, FULL_WIDTH, TEXT, TICK_POINTS, dress, finish, new_figure, save
+
+_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7")  # by round
+_QUANTITIES = (("speedup", "theoretical speed-up"), ("parallelism", "parallelism"))
+
+
+def draw_trade_off(lines: list[dict[str, Any]], out: Path) -> list[Path]:
+    """Write ``trade-off`` into the directory ``out`` as PNG and SVG.
+
+    Args:
+        lines: points with ``lambda`` (None: before the first round), ``round``, ``win_rate``, ``speedup`` and ``parallelism``.
+
+    Raises:
+        UserError: matplotlib is not installed, or a file cannot be written.
+    """
+    figure = new_figure(FULL_WIDTH, 0.8 * COLUMN_WIDTH)
+    both = figure.subplots(1, 2, sharey=True)
+    for axes, (name, label) in zip(both, _QUANTITIES, strict=True):
+        dress(axes, label, "wins over one thread, %" if name == "speedup" else "", "both")
+        axes.scatter([1.0], [50.0], marker="x", color=TEXT, s=28, label="one thread", zorder=3)
+        for number, points in groupby(sorted(lines, key=lambda line: line["round"]), lambda line: line["round"]):
+            found = list(points)
+            colour = TEXT if number == 0 else _COLOURS[(number - 1) % len(_COLOURS)]
+            axes.scatter(
+                [point[name] for point in found], [100 * point["win_rate"] for point in found], s=28, color=colour,
+                marker="*" if number == 0 else "o", label="before" if number == 0 else f"round {number}", zorder=3,
+            )  # fmt: skip
+            for point in found:
+                if point["lambda"] is not None:
+                    at = point[name], 100 * point["win_rate"]
+                    text = "∞" if point["lambda"] == "inf" else f"{point['lambda']:g}"
+                    axes.annotate(f"λ = {text}", at, (4, 3), textcoords="offset points", fontsize=TICK_POINTS - 1, color=colour)
+    both[0].legend(fontsize=TICK_POINTS, frameon=False, labelcolor=TEXT)
+    notes = ("Greedy answers to held-out prompts", "Wins: share of comparisons with the answer in one thread, by the judge")
+    return save(finish(figure, notes, None), out / "trade-off")

@@ -1,0 +1,105 @@
+"""Rounds of preference training for several quality weights (PASTA §6.1): each starts from the model of the round before.
+
+Owns where rounds keep their files, and the summary of all of them. In the first round every weight starts from the same model,
+and so from the same samples with the same scores.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from pipedec.core import UserError
+from pipedec.model.bita import fingerprint
+from pipedec.train.chat_endpoint import ChatEndpoint
+from pipedec.train.preference.bonbon import BonbonRecipe, prefer
+from pipedec.train.run import Run
+
+SUMMARY = "summary.json"
+_FIGURES = ("win_rate", "quality", "speedup", "parallelism", "forked", "finished", "circles")
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """What is trained.
+
+    Attributes:
+        files, model, baseline, endpoint: see ``prefer``.
+        recipes: one for each quality weight; they differ in nothing else.
+        rounds: of each of them.
+
+    Raises:
+        UserError: a weight is given twice, or there are no rounds.
+    """
+
+    files: tuple[Path, ...]
+    model: Path
+    baseline: Path
+    recipes: tuple[BonbonRecipe, ...]
+    rounds: int = 1
+    endpoint: ChatEndpoint | None = None
+
+    def __post_init__(self) -> None:
+        if self.rounds < 1:
+            raise UserError("--rounds must be at least 1")
+        if len({recipe.quality_weight for recipe in self.recipes}) < len(self.recipes):
+            raise UserError("--lambda names a weight twice")
+
+    @property
+    def is_one(self) -> bool:
+        """Whether there is only one round with one weight; its model is then the run's."""
+        return self.rounds == 1 and len(self.recipes) == 1
+
+    def run(self, run: Run) -> list[dict[str, Any]]:
+        """Train what is missing in ``run.out``, and write the summary of several rounds there; returns the reports.
+
+        The model of a round lies in ``lambda-λ/round-r``, that of a single one in ``run.out`` itself.
+        """
+        reports = [report for recipe in self.recipes for report in self._of_one_weight(recipe, run)]
+        if not self.is_one:
+            (run.out / SUMMARY).write_text(json.dumps(summary(reports), indent=2) + "\n")
+        return reports
+
+    def _of_one_weight(self, recipe: BonbonRecipe, run: Run) -> Iterator[dict[str, Any]]:
+        model = self.model
+        for number in range(1, self.rounds + 1):
+            place = Path() if self.is_one else Path(f"lambda-{recipe.quality_weight:g}", f"round-{number}")
+            own = replace(run, out=run.out / place, work=run.work / place)
+            report = self._known(own, recipe, model)
+            if report is None:
+                sampled = run.work / "round-1" if number == 1 and not self.is_one else own.work
+                report = prefer(self.files, model, self.baseline, recipe, own, self.endpoint, sampled) | {"round": number}
+                (own.out / "training.json").write_text(json.dumps(report, indent=2) + "\n")
+            yield report
+            model = own.out
+
+    def _known(self, run: Run, recipe: BonbonRecipe, model: Path) -> dict[str, Any] | None:
+        """The report of a round that an earlier run has finished."""
+        path = run.out / "training.json"
+        if self.is_one or not path.exists():
+            return None
+        report: dict[str, Any] = json.loads(path.read_text())
+        wanted = {name: value for name, value in recipe.described().items() if name not in ("steps", "beta")}
+        if any(report["recipe"][name] != value for name, value in wanted.items()) or report["model"] != fingerprint(model):
+            raise UserError(f"{path} is of another run: give another --out, or remove it")
+        return report
+
+
+def summary(reports: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A line for each point of the trade-off: the model before (λ None, round 0), then every weight's rounds; none if no
+    prompts are held out. ``speedup`` is theoretical; qualities are the judge's.
+    """
+    lines = []
+    if reports and reports[0]["before"]:
+        lines.append({"lambda": None, "round": 0} | _figures(reports[0]["before"]))
+    for report in reports:
+        if report["held_out"]:
+            lines.append({"lambda": report["recipe"]["quality_weight"], "round": report["round"]} | _figures(report["held_out"]))
+    return lines
+
+
+def _figures(row: dict[str, Any]) -> dict[str, Any]:
+    return {name: row[name] for name in _FIGURES}
