@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from pipedec.cli.train import train as command
 from pipedec.core import UserError
 from pipedec.text.prompt import Prompter
+from pipedec.threads import load_dialect
 from pipedec.threads.visibility import IGNORED
 from pipedec.train.annotate.structure import Fork
 from pipedec.train.cards.render import CARDS, card
@@ -240,7 +241,7 @@ def test_threads_are_learned(student: Student, writer: Writer, tmp_path: Path) -
 
 def test_missing_control_tokens_are_added(pair: Pair, student: Student) -> None:
     before = AutoTokenizer.from_pretrained(pair.draft)
-    assert len(student.tokenizer) == len(before) + 6
+    assert len(student.tokenizer) == len(before) + 6 + len(load_dialect("pasta").opener_tokens)
     model = AutoModelForCausalLM.from_pretrained(pair.draft)
     embeddings = student.model.get_input_embeddings().weight
     assert torch.equal(embeddings[: len(before)], model.get_input_embeddings().weight)
