@@ -68,7 +68,9 @@ def test_every_request_says_what_transformers_says(prompts: SkeletonPrompts, tmp
         paper_cluster(), "paper-14", (1, 3), ("none", "sot"), samples=1, sampling=SamplingParams(max_tokens=40), own_work=False,
         pair=Models(TARGET, str(REFERENCE_THREADS / "draft")),
     )  # fmt: skip
-    rows = bench_threads(config, [PromptSet("one", (QUESTION,))], tmp_path, Silent())
+    rows = bench_threads(
+        replace(config, sampling=SamplingParams(max_tokens=40)), [PromptSet("one", (QUESTION,))], tmp_path, Silent()
+    )
     skeletons = [row for row in rows if row["dialect"] == "sot"]
     assert len(skeletons) == 4 and len({row["document"] for row in skeletons}) == 1
 
