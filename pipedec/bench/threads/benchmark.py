@@ -18,7 +18,7 @@ from pipedec.bench.prompts import DrawnPrompt, draw
 from pipedec.bench.record import ROWS_FILE, Row, drop_unfinished_line, header, key_of, plain, read_records
 from pipedec.bench.sweep.pipelines import Pair, Shape, emulated, pair_digest
 from pipedec.bench.threads.answers import ThreadAnswers
-from pipedec.bench.threads.rows import BASELINE, SCHEMA, SEQUENTIAL, SKELETON
+from pipedec.bench.threads.rows import BASELINE, SCHEMA, SEQUENTIAL
 from pipedec.config import ClusterConfig
 from pipedec.core import DEFAULT_METHOD, PipedecError, SamplingParams, UserError
 from pipedec.data.prompts import PromptSet
@@ -34,8 +34,7 @@ class ThreadsConfig:
     Attributes:
         preset: a partition of ``cluster``.
         stages: stage counts; empty for the preset's own.
-        dialects: names or files of dialects; SEQUENTIAL for answers in one thread, the baseline; SKELETON for
-            Skeleton-of-Thought.
+        dialects: names or files of dialects; SEQUENTIAL for answers in one thread, the baseline.
         methods: names of methods.
         samples: number of prompts from each set, sampled by ``seed`` from those that fit into the context.
         sampling: how to decode; with a temperature, ``seed`` also seeds the tokens.
@@ -65,9 +64,9 @@ class ThreadsConfig:
         self.load_dialects()
 
     def load_dialects(self) -> dict[str, Dialect | None]:
-        """The dialects by name; None for answers in one thread, and for Skeleton-of-Thought."""
-        loaded = [(name, None if name in (SEQUENTIAL, SKELETON) else load_dialect(name)) for name in self.dialects]
-        named = {name if dialect is None else dialect.name: dialect for name, dialect in loaded}
+        """The dialects by name; None for answers in one thread."""
+        loaded = [None if name == SEQUENTIAL else load_dialect(name) for name in self.dialects]
+        named = {SEQUENTIAL if dialect is None else dialect.name: dialect for dialect in loaded}
         if len(named) < len(loaded):
             raise UserError("--dialects names a dialect twice")
         return named

@@ -12,7 +12,6 @@ from pipedec.bench.record import Row
 
 SCHEMA = "pipedec.threads/1"
 SEQUENTIAL = "none"  # the dialect of answers in one thread
-SKELETON = "sot"  # stands for a dialect: Skeleton-of-Thought, whose threads are requests
 BASELINE = "pp"
 QUESTION = ["prompt_set", "prompt_index"]
 # With threads and without, with speculation and without.
