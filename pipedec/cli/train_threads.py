@@ -75,6 +75,7 @@ _TUNING = options_of(
     click.option("--plain-share", type=float, help="Share of answers learned in one thread, without the marker (default: 0.15)."),
     click.option("--max-length", type=int, help="Leave out answers that are longer, with their prompts (default: 512 tokens)."),
     click.option("--circle-rounds", type=int, help="How often the model's own circling answers are unlearned (default: 0)."),
+    click.option("--circle-weight", type=float, help="Weight of unlearning them beside the answers' loss (default: 0.25)."),
     click.option("--circle-prompts", type=int, help="Prompts that it answers in each of these rounds (default: 96)."),
     _HELD_OUT,
     device_options,

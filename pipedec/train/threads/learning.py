@@ -51,7 +51,7 @@ class ThreadRecipe:
     circle_rounds: int = 0
     circle_prompts: int = 96
     circle_answers: int = 8
-    circle_weight: float = 1.0
+    circle_weight: float = 0.25
     seed: int = 0
 
     def __post_init__(self) -> None:
