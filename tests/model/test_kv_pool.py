@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from slot_books import SlotBooks
 
+from pipedec.device import to_device
 from pipedec.model import KVCache, KVPool, KVShape
+from pipedec.model.lane_rows import slots_of
 
 LAYERS, HEADS, HEAD_DIM = 2, 3, 4
 SHAPE = KVShape(LAYERS, HEADS, HEAD_DIM, torch.float64)
@@ -143,3 +146,20 @@ def test_an_adoption_that_does_not_fit_is_refused(cached: int, copied: tuple[int
     cache.extend(((0, 4),))
     with pytest.raises(ValueError, match="do not fit into 4 slots"):
         cache.adopt(cached, copied)
+
+
+def test_indices_go_to_the_device_as_all_tensors_of_the_host_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``to_device`` takes them there by way of pinned memory; a copy from pageable memory would make the host wait."""
+    taken: list[list[int]] = []
+
+    def recorded(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+        taken.append(tensor.tolist())
+        return to_device(tensor, device)
+
+    monkeypatch.setattr("pipedec.model.pool.to_device", recorded)
+    monkeypatch.setattr("pipedec.model.lane_rows.to_device", recorded)
+    pool = KVPool(SHAPE, 16)
+    pool.copy([3, 1], [range(8, 10)])
+    cache = SimpleNamespace(slots_behind=lambda rows: [range(2, 4), range(7, 8)])
+    slots = slots_of([SimpleNamespace(cache=cache, num_rows=3, positions=torch.zeros(3))])  # type: ignore[list-item]
+    assert taken == [[3, 1], [2, 3, 7]] and isinstance(slots, torch.Tensor) and slots.tolist() == [2, 3, 7]
