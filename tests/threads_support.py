@@ -82,6 +82,17 @@ def naive_answer(
     return sequence
 
 
+def teach(model: LlamaForCausalLM, tokenizer: Tokenizer, chain: Iterable[Iterable[str]]) -> None:
+    """Each token of a link of the chain calls those of the next one."""
+    embeddings, heads = model.get_input_embeddings().weight, model.lm_head.weight
+    for texts, following in pairwise(chain):
+        for token in map(tokenizer.token_to_id, texts):
+            embeddings[token] *= 20
+            direction = embeddings[token] / embeddings[token].norm()
+            for text in following:
+                heads[tokenizer.token_to_id(text)] += 4 * direction
+
+
 class ThreadModels:
     """For each of DEPTHS a target with the shipped tokenizer, a draft that is often right, a BiTA that has learned nothing."""
 
@@ -154,13 +165,7 @@ class ThreadModels:
 
     def _teach_promises(self, model: LlamaForCausalLM) -> None:
         """The tokens of a tag are loud in the residual stream, whatever the number of layers, and each calls the next."""
-        embeddings, heads = model.get_input_embeddings().weight, model.lm_head.weight
         for layer in model.model.layers:
             for projection in (layer.self_attn.o_proj, layer.mlp.down_proj):
                 projection.weight *= (DEPTHS[0] / len(model.model.layers)) ** 0.5
-        for texts, following in pairwise(PROMISE):
-            for token in map(self.tokenizer.token_to_id, texts):
-                embeddings[token] *= 20
-                direction = embeddings[token] / embeddings[token].norm()
-                for text in following:
-                    heads[self.tokenizer.token_to_id(text)] += 4 * direction
+        teach(model, self.tokenizer, PROMISE)

@@ -164,6 +164,12 @@ class Company:
                 self._undrafted.discard(one.number)
                 one.pause(is_closing=one.is_closing)
 
+    def forget_prefixes(self) -> None:
+        """Requests that open from now on compute their prompts: they adopt nothing of those that have ended."""
+        self.kv.forget_kept()
+        if self._drafter is not None:
+            self._drafter.forget_prefixes()
+
     def interrupt(self) -> None:
         """The stages have lost all lanes, and what their KV pools hold: every request waits, to go on behind what it has said."""
         for one in self._requests.values():

@@ -45,6 +45,9 @@ class Drafter(Protocol):
     def threads_changed(self, number: int) -> None:
         """Threads of a request were opened, joined or ended."""
 
+    def forget_prefixes(self) -> None:
+        """No request that opens from now on adopts what ended ones have left."""
+
 
 @dataclass(frozen=True)
 class RequestDrafter:

@@ -128,6 +128,10 @@ class DraftModel:
         if (lane := self._lanes.get(number)) is not None:
             lane.threads_changed()
 
+    def forget_prefixes(self) -> None:
+        """Requests that open from now on compute their prompts, but for what running ones hold."""
+        self._kv.forget_kept()
+
     def _fit(self, number: int, entries: Sequence[DraftRows]) -> bool:
         """Whether there is memory for rows of a request and its chains. If not, it gives up its lane, so others have more."""
         lane = self._lanes.get(number)

@@ -194,6 +194,10 @@ class LocalPipeline:
             if self.feed is not None:
                 self.feed.flush()
 
+    def forget_prefixes(self) -> None:
+        """Between two runs: the next one finds nothing of the present ones' prompts and answers in a KV cache."""
+        self._company.forget_prefixes()
+
     @property
     def last(self) -> LocalAnswer:
         """The answer to the request that began last."""

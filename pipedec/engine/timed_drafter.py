@@ -45,6 +45,9 @@ class TimedDrafter:
     def threads_changed(self, number: int) -> None:
         self.drafter.threads_changed(number)
 
+    def forget_prefixes(self) -> None:
+        self.drafter.forget_prefixes()
+
     def _load(self, requested: Sequence[DraftRows], prompts: Mapping[int, Sequence[int]]) -> Load:
         """What one forward computes. A chunk of a prompt is taken to attend to no chunk before it."""
         rows = sum(len(entry.rows) for entry in requested) + sum(map(len, prompts.values()))

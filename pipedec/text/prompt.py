@@ -31,7 +31,9 @@ class Prompter:
         if max_model_len is not None and max_model_len < max_positions:
             self._context, self._owner = max_model_len, "cluster"
 
-    def token_ids(self, prompt: str | tuple[int, ...], raw: bool, max_tokens: int, threads: str | None = None) -> tuple[int, ...]:
+    def token_ids(
+        self, prompt: str | tuple[int, ...], raw: bool, max_tokens: int, threads: str | None = None, begun: str = ""
+    ) -> tuple[int, ...]:
         """The prompt's token ids, after the chat template unless the model has none.
 
         Args:
@@ -39,12 +41,13 @@ class Prompter:
             raw: skip the chat template.
             max_tokens: room to leave for the answer.
             threads: dialect in which the answer may open decode threads, passed to the template as ``threads``; None for none.
+            begun: how the answer to a text begins: what is decoded goes on behind it. Without a template it is a line of its own.
 
         Raises:
             UserError: the prompt is empty, has a token that is not in the vocabulary, or exceeds the context of the model or
                 the cluster together with ``max_tokens``.
         """
-        token_ids = self._known(prompt) if isinstance(prompt, tuple) else self._tokenized(prompt, raw, threads)
+        token_ids = self._known(prompt) if isinstance(prompt, tuple) else self._tokenized(prompt, raw, threads, begun)
         if len(token_ids) + max_tokens > self._context:
             raise UserError(
                 f"the prompt has {len(token_ids)} tokens and --max-tokens asks for {max_tokens} more, "
@@ -61,16 +64,15 @@ class Prompter:
                 raise UserError(f"the prompt has the token id {token}: give ids from 0 to {len(self.tokenizer) - 1}")
         return token_ids
 
-    def _tokenized(self, prompt: str, raw: bool, threads: str | None) -> tuple[int, ...]:
+    def _tokenized(self, prompt: str, raw: bool, threads: str | None, begun: str) -> tuple[int, ...]:
         if not prompt.strip():
             raise UserError("the prompt is empty: give --prompt TEXT, --prompt-file FILE, or text on standard input")
         self.tokenizer.check_length(prompt, self._context)
         if raw or not self.tokenizer.has_chat_template:
-            token_ids = self.tokenizer.encode(prompt)
-        else:
-            options: dict[str, Any] = {} if threads is None else {"threads": threads}
-            token_ids = self.tokenizer.apply_chat_template([{"role": "user", "content": prompt}], **options)
-        return tuple(token_ids)
+            return tuple(self.tokenizer.encode(f"{prompt}\n{begun}" if begun else prompt))
+        options: dict[str, Any] = {} if threads is None else {"threads": threads}
+        conversation = self.tokenizer.render_chat([{"role": "user", "content": prompt}], **options)
+        return tuple(self.tokenizer.encode(conversation + begun, add_special_tokens=False))
 
     def check_bias(self, logit_bias: Mapping[int, float] | None) -> None:
         """Raises UserError if a biased token is not in the vocabulary."""

@@ -16,11 +16,11 @@ from threads_support import THREAD_DIALECTS, Case, ThreadModels
 from tiny_pair import Pair
 
 from pipedec.bench.sweep.pipelines import Pair as Models
-from pipedec.bench.threads.answers import sequential_metrics
 from pipedec.bench.threads.benchmark import ThreadsConfig, bench_threads
 from pipedec.bench.threads.figures import draw_threads
 from pipedec.bench.threads.rows import quartets, read_frame
 from pipedec.bench.threads.summary import combinations, document, markdown, speeds, structures
+from pipedec.bench.threads.written import sequential_metrics
 from pipedec.cli.main import program
 from pipedec.config import paper_cluster
 from pipedec.core import PipedecError, SamplingParams, UserError
@@ -228,6 +228,6 @@ def test_refuses_a_target_without_control_tokens_and_rows_of_a_sweep(pair: Pair,
     with pytest.raises(UserError, match=r"\[Fork\]"):
         bench_threads(asked, PROMPTS, tmp_path / "empty", Silent())
     (tmp_path / "rows.jsonl").write_text('{"schema": "pipedec.sweep/1"}\n')
-    message = r"line 1: schema pipedec.sweep/1, not pipedec.threads/1; .* pipedec bench threads wrote"
+    message = r"line 1: schema pipedec.sweep/1, not pipedec.threads/2; .* pipedec bench threads wrote"
     with pytest.raises(UserError, match=message):
         bench_threads(asked, PROMPTS, tmp_path, Silent())

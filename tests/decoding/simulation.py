@@ -58,6 +58,7 @@ class KnowingDrafter:
         del self.open_requests[number]
 
     def threads_changed(self, number: int) -> None: ...
+    def forget_prefixes(self) -> None: ...
 
     def advance(self, number: int, thread: int, changes: RowChanges) -> None:
         self.open_requests[number].advance(number, thread, changes)

@@ -147,6 +147,12 @@ def test_a_prompt_that_is_known_is_not_computed_again(model: StageModel) -> None
     draft.expand([], {0: prompt[35:]})
     draft.close(0)
     assert draft.open(2, single_thread(42, (), 1000), [*prompt, 1, 2]) == 40
+    draft.forget_prefixes()
+    assert draft.open(3, single_thread(40, (), 1000), prompt) == 32, "what running requests hold is known still"
+    for number in (1, 2, 3):
+        draft.close(number)
+    draft.forget_prefixes()
+    assert draft.open(4, single_thread(40, (), 1000), prompt) == 0
 
 
 def test_a_request_without_memory_gets_no_candidates_and_takes_none(model: StageModel) -> None:

@@ -247,3 +247,17 @@ def test_a_shared_prefix_is_computed_once(thread_models: ThreadModels) -> None:
     for number, visit in enumerate(visits):
         check_answer(pipeline.answers[number], alone(thread_models, visit))
     assert_nothing_is_left(pipeline)
+
+
+def test_a_pipeline_forgets_prefixes_of_ended_requests(thread_models: ThreadModels) -> None:
+    pipeline = LocalPipeline.load(replace(thread_models.spec(4, 4), dtype="float64"))
+    visit = Visit(1, None, 0, (3, 0), 5, 0)
+    cached = []
+    for _ in range(3):
+        list(pipeline.run(visit.request(0, thread_models)))
+        cached.append(pipeline.last.metrics.cached_tokens)
+        check_answer(pipeline.last, alone(thread_models, visit))
+        if len(cached) == 2:
+            pipeline.forget_prefixes()
+    assert cached[1] >= 96 and cached[0] == cached[2] == 0
+    assert_nothing_is_left(pipeline)

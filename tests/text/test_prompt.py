@@ -73,6 +73,13 @@ def test_the_chat_template_wraps_the_prompt_unless_it_is_raw(prompter: Prompter)
     assert list(raw) == prompter.tokenizer.encode("How many?")
 
 
+def test_an_answer_that_has_begun_follows_the_prompt(prompter: Prompter) -> None:
+    asked, begun = prompter.token_ids("How many?", raw=False, max_tokens=1), prompter.tokenizer.encode("1. One")
+    assert prompter.token_ids("How many?", raw=False, max_tokens=1, begun="1. One") == (*asked, *begun)
+    raw = prompter.token_ids("How many?", raw=True, max_tokens=1, begun="1. One")
+    assert list(raw) == prompter.tokenizer.encode("How many?\n1. One")
+
+
 def test_token_ids_are_taken_as_they_are(prompter: Prompter) -> None:
     assert prompter.token_ids((5, 0, 5), raw=False, max_tokens=1) == (5, 0, 5)
 

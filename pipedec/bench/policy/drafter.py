@@ -85,6 +85,11 @@ class RecordedDrafter:
     def threads_changed(self, number: int) -> None:
         """Nothing to do: there is one thread."""
 
+    def forget_prefixes(self) -> None:
+        """Forget those of ended requests."""
+        if self._kv is not None:
+            self._kv.forget_kept()
+
     def proposed(self, number: int, answer: Sequence[int]) -> list[bool]:
         """For each token of the accepted ``answer``: was it among the children that this request was given? No, if none was."""
         return self._requests[number].proposed(answer) if number in self._requests else [False] * len(answer)

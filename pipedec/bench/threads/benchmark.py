@@ -1,8 +1,8 @@
-"""Decode threads on emulated pipelines: dialects × methods × stage counts × prompts, one JSONL row per answer.
+"""Decode threads on emulated pipelines: styles × methods × stage counts × prompts, one JSONL row per answer.
 
-Owns the grid and the rows (``rows.jsonl``); rows in the file are not measured again. In one dialect every method and pipeline
+Owns the grid and the rows (``rows.jsonl``); rows in the file are not measured again. In one style every method and pipeline
 must generate the same answer. ``answers`` generates one answer, ``summary`` computes statistics of the rows.
-``pipedec-bestfirst`` keeps what it has learned from answer to answer of one dialect; an interruption loses it.
+``pipedec-bestfirst`` keeps what it has learned from answer to answer of one style; an interruption loses it.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from pipedec.bench.prompts import DrawnPrompt, draw
 from pipedec.bench.record import ROWS_FILE, Row, drop_unfinished_line, header, key_of, plain, read_records
 from pipedec.bench.sweep.pipelines import Pair, Shape, emulated, pair_digest
 from pipedec.bench.threads.answers import ThreadAnswers
-from pipedec.bench.threads.rows import BASELINE, SCHEMA, SEQUENTIAL
+from pipedec.bench.threads.rows import BASELINE, SCHEMA, SEQUENTIAL, SKELETON
+from pipedec.bench.threads.styles import Style, find_style
 from pipedec.config import ClusterConfig
 from pipedec.core import DEFAULT_METHOD, PipedecError, SamplingParams, UserError
 from pipedec.data.prompts import PromptSet
 from pipedec.messages import PromptRequest
 from pipedec.methods import find_method
-from pipedec.threads import Dialect, load_dialect
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,8 @@ class ThreadsConfig:
     Attributes:
         preset: a partition of ``cluster``.
         stages: stage counts; empty for the preset's own.
-        dialects: names or files of dialects; SEQUENTIAL for answers in one thread, the baseline.
+        dialects: styles of answers: names or files of dialects; SEQUENTIAL for one thread, the baseline; SKELETON for
+            Skeleton-of-Thought.
         methods: names of methods.
         samples: number of prompts from each set, sampled by ``seed`` from those that fit into the context.
         sampling: how to decode; with a temperature, ``seed`` also seeds the tokens.
@@ -47,7 +48,7 @@ class ThreadsConfig:
     cluster: ClusterConfig
     preset: str
     stages: tuple[int, ...] = ()
-    dialects: tuple[str, ...] = (SEQUENTIAL, "apar", "pasta")
+    dialects: tuple[str, ...] = (SEQUENTIAL, "apar", "pasta", SKELETON)
     methods: tuple[str, ...] = (BASELINE, DEFAULT_METHOD)
     samples: int = 10
     seed: int = 0
@@ -61,13 +62,13 @@ class ThreadsConfig:
             find_method(method)
         check_positive({"--stages": self.stages or [1], "--samples": [self.samples]})
         self.cluster.find_partition(self.preset)
-        self.load_dialects()
+        self.styles()
 
-    def load_dialects(self) -> dict[str, Dialect | None]:
-        """The dialects by name; None for answers in one thread."""
-        loaded = [None if name == SEQUENTIAL else load_dialect(name) for name in self.dialects]
-        named = {SEQUENTIAL if dialect is None else dialect.name: dialect for dialect in loaded}
-        if len(named) < len(loaded):
+    def styles(self) -> dict[str, Style]:
+        """By name."""
+        found = [find_style(name) for name in self.dialects]
+        named = {style.name: style for style in found}
+        if len(named) < len(found):
             raise UserError("--dialects names a dialect twice")
         return named
 
@@ -86,7 +87,7 @@ def bench_threads(config: ThreadsConfig, prompt_sets: list[PromptSet], out: Path
     Raises:
         UserError: no prompt fits into the context, the target lacks a dialect's control tokens, or ``out`` contains rows of
             another schema.
-        PipedecError: two methods or pipelines gave different answers in the same dialect.
+        PipedecError: two methods or pipelines gave different answers in the same style.
     """
     return ThreadsBench(config, out, progress).run(prompt_sets)
 
@@ -96,7 +97,7 @@ class ThreadsBench:
 
     def __init__(self, config: ThreadsConfig, out: Path, progress: SweepProgress) -> None:
         self._config = config
-        self._dialects = config.load_dialects()
+        self._styles = config.styles()
         self._path = out / ROWS_FILE
         self._progress = progress
         self._header = header("threads", {})
@@ -109,15 +110,15 @@ class ThreadsBench:
     def run(self, prompt_sets: list[PromptSet]) -> list[Row]:
         shapes = list(self._config.shapes())
         per_cell = sum(min(self._config.samples, len(one.prompts)) for one in prompt_sets)
-        self._progress.start(len(shapes) * len(self._dialects) * len(self._config.methods) * per_cell)
+        self._progress.start(len(shapes) * len(self._styles) * len(self._config.methods) * per_cell)
         return [row for shape in shapes for row in self._of_shape(shape, prompt_sets)]
 
     def _of_shape(self, shape: Shape, prompt_sets: list[PromptSet]) -> Iterator[Row]:
         self._progress.busy(shape.label)
-        answers = ThreadAnswers(shape.spec, self._dialects)
+        answers = ThreadAnswers(shape.spec, self._styles)
         request = PromptRequest("", self._config.raw_prompts, sampling=self._config.seeded_sampling())
         for prompt in draw(answers, prompt_sets, request, self._config.samples, self._config.seed):
-            for dialect in self._dialects:
+            for dialect in self._styles:
                 for method in self._config.methods:
                     row = self._row(shape, prompt, dialect, method, answers)
                     self._check(row)
@@ -126,8 +127,7 @@ class ThreadsBench:
 
     def _row(self, shape: Shape, prompt: DrawnPrompt, dialect: str, method: str, answers: ThreadAnswers) -> Row:
         identity = self._identity(shape, prompt, dialect, method)
-        rules = self._dialects[dialect]
-        key = key_of([identity, prompt.request.prompt, prompt.request.raw, rules and rules.to_json()])
+        key = key_of([identity, prompt.request.prompt, prompt.request.raw, self._styles[dialect].settings])
         if key not in self._known:
             figures = answers.generate(replace(prompt.request, method=method), dialect)
             provenance = {name: self._header[name] for name in ("date", "version", "revision", "machine")}

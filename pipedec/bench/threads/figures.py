@@ -29,7 +29,7 @@ from pipedec.bench.report.figures.style import (
 )
 from pipedec.bench.report.methods import method_looks, shade
 from pipedec.bench.report.missing import NoFigure
-from pipedec.bench.threads.rows import COMBINATIONS, quartets
+from pipedec.bench.threads.rows import COMBINATIONS, SKELETON, quartets
 from pipedec.bench.threads.summary import FORKED, combinations
 
 if TYPE_CHECKING:
@@ -64,7 +64,8 @@ def draw_threads(frame: DataFrame, out: Path) -> Drawn:
 def fill_figure(frame: DataFrame) -> Figure:
     """The rows of every stage, timestep by timestep, of one answer in one thread and in several, with speculation and without.
 
-    The answer is the one with most threads of all dialects and prompts. Each panel shows the timesteps with most rows.
+    The answer is the one with most threads of all dialects and prompts; one by Skeleton-of-Thought only if there is no other.
+    Each panel shows the timesteps with most rows.
 
     Raises:
         NoFigure: the run has not all four, or no answer has two threads.
@@ -150,6 +151,8 @@ def _most_threads(frame: DataFrame) -> dict[str, Row]:
     found = found[found["is_forked"] & (found["stages"] == frame["stages"].max()) & (found["method"] == last_method)]
     if found.empty:
         raise NoFigure("it needs an answer of two threads, dialect none, pp and another method")
+    in_dialects = found[found["dialect"] != SKELETON]
+    found = found if in_dialects.empty else in_dialects
     found = found.assign(count=frame["threads"][found["both"]].to_numpy()).sort_values("dialect", kind="stable")
     best = found.loc[found["count"].idxmax()]
     return {way: frame.loc[best[way]].to_dict() for way in COMBINATIONS}

@@ -10,8 +10,10 @@ from pandas import DataFrame, Series
 
 from pipedec.bench.record import Row
 
-SCHEMA = "pipedec.threads/1"
-SEQUENTIAL = "none"  # the dialect of answers in one thread
+SCHEMA = "pipedec.threads/2"
+# What stands for a dialect in answers without one: those in one thread, and Skeleton-of-Thought.
+SEQUENTIAL = "none"
+SKELETON = "sot"
 BASELINE = "pp"
 QUESTION = ["prompt_set", "prompt_index"]
 # With threads and without, with speculation and without.
@@ -23,11 +25,15 @@ def read_frame(records: Iterable[Row]) -> DataFrame:
 
     Columns: preset, model, stages; dialect and method, ordered categories (``SEQUENTIAL`` first, then as they appear); the
     question, prompt_set and prompt_index; the fields of ``ThreadMetrics``; is_forked, two threads or more; anomalies, a count by
-    name; is_cut, ended at ``max_tokens``; decode_ms, emulated and without prefill; decoded_text, text tokens except the first
-    token of the answer; ms_per_token, NaN without such tokens; timesteps, hits, misses; fill, the rows of each group in each
-    timestep; rows, their sum; busy, the group-timesteps with rows; group_timesteps, all of them.
+    name; is_cut, ended at ``max_tokens``; prefill_ms, emulated, until the first token; decode_ms, from then on; prompts_ms, the
+    part of it that passed until further requests for the answer had begun; tokens_ms, the rest of it; answer_ms, with
+    prefill; decoded_text, text tokens except the first token of the answer; ms_per_token, NaN without such tokens; timesteps,
+    hits, misses; fill, the rows of each group in each timestep; rows, their sum; busy, the group-timesteps with rows;
+    group_timesteps, all of them.
     """
     frame = DataFrame(map(_columns, records)).drop_duplicates(["stages", "dialect", "method", *QUESTION], keep="last")
+    frame["tokens_ms"] = frame["decode_ms"] - frame["prompts_ms"]
+    frame["answer_ms"] = frame["decode_ms"] + frame["prefill_ms"]
     frame["ms_per_token"] = ratio(frame["decode_ms"], frame["decoded_text"])
     for name, first in (("dialect", SEQUENTIAL), ("method", None), ("prompt_set", None)):
         categories = sorted(frame[name].unique(), key=lambda value: value != first)
@@ -62,7 +68,8 @@ def ratio(part: Series, whole: Series) -> Series:
 def _columns(record: Row) -> dict[str, Any]:
     fill = record["fill"]
     copied = (
-        "preset", "dialect", "method", *QUESTION, "anomalies", "decode_ms", "decoded_text", "timesteps", "hits", "misses", "fill",
+        "preset", "dialect", "method", *QUESTION, "anomalies", "prefill_ms", "decode_ms", "prompts_ms", "decoded_text",
+        "timesteps", "hits", "misses", "fill",
     )  # fmt: skip
     return {
         **{name: record[name] for name in copied},

@@ -24,6 +24,7 @@ from pipedec.bench.threads.rows import (
     COMBINATIONS,
     QUESTION,
     SEQUENTIAL,
+    SKELETON,
     quartets,
     ratio,
     threaded_answers,
@@ -37,11 +38,17 @@ PAPER_LINES = (
     ["apar, the paper's 7B", "MT-bench", "", "", "2.7", "37%", "502 / 571", "12%", "418 / 497", "16%", "", "", "", ""],
 )
 _ABOUT = (
-    "Emulated, computed clock: times are arithmetic, tokens and rows are real. Decoding alone, without the prompt. To a prompt "
-    "in a dialect all methods and pipelines gave the same answer. Forked: answers of two threads or more; cut: at max_tokens. "
-    "Ratios are geometric means over prompts; APAR's saved tokens are those of the categories that it accelerates."
+    "Emulated, computed clock: times are arithmetic, tokens and rows are real. An answer's time begins with its first token: its "
+    "prompt comes before. To a prompt in a dialect all methods and pipelines gave the same answer. Forked: answers of two "
+    "threads or more; cut: at max_tokens. Ratios are geometric means over prompts; APAR's saved tokens are those of the "
+    "categories that it accelerates."
+)
+_ABOUT_SKELETONS = (
+    "sot is Skeleton-of-Thought: the skeleton's first token is the answer's, the points are the threads, and their prompts are "
+    "part of the answer's time (later prompts: until every point has its first token; the points' tokens alone: what is left)."
 )
 _COSTS = ["decode_ms", "ms_per_token"]
+_TIMES = [*_COSTS, "tokens_ms", "answer_ms"]
 _STRUCTURE_COLUMNS = (
     ("dialect", "{dialect}"),
     ("prompts", "{prompt_set}"),
@@ -65,6 +72,8 @@ _SPEED_COLUMNS = (
     ("answers", "{answers}"),
     ("number", "{count}"),
     ("ms/answer", "{ms_per_answer:.0f}"),
+    ("of these, later prompts", "{ms_of_prompts:.0f}"),
+    ("prompt, ms", "{ms_before:.0f}"),
     ("ms/text token", "{ms_per_token:.1f}"),
     ("timesteps", "{timesteps:.0f}"),
     ("hit rate", "{hit_rate:.0%}"),
@@ -72,6 +81,8 @@ _SPEED_COLUMNS = (
     ("rows where busy", "{rows_per_busy:.1f}"),
     ("answer, over one thread", "{over_same:.2f}×"),
     ("answer, over pp in one", "{over_pp:.2f}×"),
+    ("without later prompts", "{over_pp_tokens:.2f}×"),
+    ("with all prompts", "{over_pp_whole:.2f}×"),
     ("text token, over one thread", "{over_same_token:.2f}×"),
     ("text token, over pp in one", "{over_pp_token:.2f}×"),
 )
@@ -114,10 +125,12 @@ def structures(frame: DataFrame) -> DataFrame:
 def speeds(frame: DataFrame) -> DataFrame:
     """What the answers of each method on each pipeline cost in each dialect, answers in one thread first.
 
-    Columns: stages, dialect, method, answers, count, ms_per_answer, ms_per_token, timesteps, hit_rate; occupancy, the share of
-    group-timesteps with rows, and rows_per_busy, the mean rows of these; over_same and over_pp, speed-ups per answer over the
-    same method and over plain pipeline parallelism, both in one thread; over_same_token and over_pp_token, the same per text
-    token.
+    Columns: stages, dialect, method, answers, count, ms_per_answer, ms_of_prompts, ms_before, ms_per_token, timesteps, hit_rate;
+    occupancy, the share of group-timesteps with rows, and rows_per_busy, the mean rows of these; over_same and over_pp,
+    speed-ups per answer over the same method and over plain pipeline parallelism, both in one thread; over_same_token and
+    over_pp_token, the same per text token; over_pp_tokens and over_pp_whole, over_pp without the prompts of further requests
+    and with the first request's. ms_per_answer contains ms_of_prompts, the time of the former, but not ms_before, that of the
+    latter.
     """
     sequential = frame[frame["dialect"] == SEQUENTIAL]
     answers = frame
@@ -125,19 +138,24 @@ def speeds(frame: DataFrame) -> DataFrame:
         ("same", sequential, ["stages", "method", *QUESTION]),
         ("pp", sequential[sequential["method"] == BASELINE], ["stages", *QUESTION]),
     ):
-        answers = answers.merge(rows[[*keys, *_COSTS]], "left", keys, suffixes=("", f"_{base}"))
-        answers[f"over_{base}"] = ratio(answers[f"decode_ms_{base}"], answers["decode_ms"])
-        answers[f"over_{base}_token"] = ratio(answers[f"ms_per_token_{base}"], answers["ms_per_token"])
+        answers = answers.merge(rows[[*keys, *_TIMES]], "left", keys, suffixes=("", f"_{base}"))
+        for unit, time in (("", "decode_ms"), ("_token", "ms_per_token"), ("_tokens", "tokens_ms"), ("_whole", "answer_ms")):
+            answers[f"over_{base}{unit}"] = ratio(answers[f"{time}_{base}"], answers[time])
     groups = _with_forked(answers).groupby(["stages", "dialect", "method", "answers"], observed=True)
     sums = groups[["decode_ms", "decoded_text", "hits", "misses", "busy", "group_timesteps", "rows"]].sum()
-    speedups = {name: (name, _geometric_mean) for name in ("over_same", "over_pp", "over_same_token", "over_pp_token")}
+    ratios = ("over_same", "over_pp", "over_same_token", "over_pp_token", "over_pp_tokens", "over_pp_whole")
     found = groups.agg(
-        count=("decode_ms", "size"), ms_per_answer=("decode_ms", "mean"), timesteps=("timesteps", "mean"), **speedups
-    )  # fmt: skip
-    found.insert(2, "ms_per_token", ratio(sums["decode_ms"], sums["decoded_text"]).fillna(0.0))
-    found.insert(4, "hit_rate", ratio(sums["hits"], sums["hits"] + sums["misses"]))
-    found.insert(5, "occupancy", ratio(sums["busy"], sums["group_timesteps"]).fillna(0.0))
-    found.insert(6, "rows_per_busy", ratio(sums["rows"], sums["busy"]).fillna(0.0))
+        count=("decode_ms", "size"),
+        ms_per_answer=("decode_ms", "mean"),
+        ms_of_prompts=("prompts_ms", "mean"),
+        ms_before=("prefill_ms", "mean"),
+        timesteps=("timesteps", "mean"),
+        **{name: (name, _geometric_mean) for name in ratios},
+    )
+    found.insert(4, "ms_per_token", ratio(sums["decode_ms"], sums["decoded_text"]).fillna(0.0))
+    found.insert(6, "hit_rate", ratio(sums["hits"], sums["hits"] + sums["misses"]))
+    found.insert(7, "occupancy", ratio(sums["busy"], sums["group_timesteps"]).fillna(0.0))
+    found.insert(8, "rows_per_busy", ratio(sums["rows"], sums["busy"]).fillna(0.0))
     return found.reset_index()
 
 
@@ -187,7 +205,8 @@ def document(frame: DataFrame) -> str:
 
 def markdown(frame: DataFrame) -> str:
     """All figures as tables."""
-    parts = [f"Preset {frame['preset'][0]}, {frame['model'][0]}. {_ABOUT}"]
+    about = [_ABOUT, *([_ABOUT_SKELETONS] if SKELETON in frame["dialect"].cat.categories else [])]
+    parts = [f"Preset {frame['preset'][0]}, {frame['model'][0]}. {' '.join(about)}"]
     parts += ["## Answers in threads", _structure_table(structures(frame))]
     counted = {
         dialect: ", ".join(f"{count} {name}" for name, count in counts.items()) for dialect, counts in anomalies(frame).items()

@@ -16,8 +16,8 @@ from pipedec.core import UserError
 @click.option("--preset", required=True, help="Partition of the emulated cluster, like paper-14.")
 @click.option("--stages", help="Stage counts, like 1,4,14, on the preset's first device (default: the preset's own).")
 @click.option(
-    "--dialects", default="none,apar,pasta", show_default=True,
-    help="Dialects by name or file; none: answers in one thread, the baseline.",
+    "--dialects", default="none,apar,pasta,sot", show_default=True,
+    help="Dialects by name or file; none: one thread, the baseline; sot: Skeleton-of-Thought, by prompts alone.",
 )  # fmt: skip
 @click.option("--methods", default="pp,pipedec-bestfirst", show_default=True, help="Methods; speed-ups are over pp.")
 @question_options
