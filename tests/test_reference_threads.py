@@ -10,8 +10,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from pipedec.engine.spec import REFERENCE_PAIR
-from pipedec.text.prompt import Prompter, same_tokenizer
-from pipedec.threads import Sequence
+from pipedec.text.prompt import Prompter, load_tokenizer, same_tokenizer
+from pipedec.threads import Sequence, load_dialect
 from pipedec.train.cards.render import CARDS, card
 from pipedec.train.threads.answers import Asked, ModelAnswers
 from pipedec.train.threads.figures import agreement, text_of
@@ -19,11 +19,19 @@ from pipedec.train.threads.rows import Writer
 
 SHIPPED = REFERENCE_PAIR.parent / "reference_threads"
 TARGET, DRAFT = SHIPPED / "target", SHIPPED / "draft"
-LISTS = (
-    "List the methods of `collections.OrderedDict`.",
-    "What is in the module `socket`?",
-    "List the functions of the module `os`.",
-)
+# What each dialect forks: lists, and only parts that are long.
+FORKED = {
+    "apar": (
+        "List the methods of `collections.OrderedDict`.",
+        "What is in the module `socket`?",
+        "List the functions of the module `os`.",
+    ),
+    "pasta": (
+        "Explain `copytree()`, `move()` and `rmtree()` of the module `shutil` in detail.",
+        "Tell me about `asyncio.protocols.Protocol`.",
+        "Explain `urllib.request.urlopen()` in four paragraphs.",
+    ),
+}
 ONE_PIECE = "A farmer has 15 cows and buys 7 more. Then he sells 4. How many cows does he have now?"
 
 
@@ -44,15 +52,19 @@ def test_they_are_small_complete_and_of_one_family() -> None:
     for path in (TARGET, DRAFT):
         names = {"config.json", "model.safetensors", "tokenizer.json", "chat_template.jinja", "training.json", "README.md"}
         assert names <= {found.name for found in path.iterdir()}
-        same_tokenizer(path, REFERENCE_PAIR / "target")
+    same_tokenizer(DRAFT, TARGET)
+    known, own = (load_tokenizer(path).vocabulary for path in (REFERENCE_PAIR / "target", TARGET))
+    assert known.items() <= own.items() and own.keys() - known.keys() == set(load_dialect("pasta").opener_tokens)
 
 
 def test_their_cards_say_what_was_measured() -> None:
     for path in (TARGET, DRAFT):
         report = json.loads((path / "training.json").read_text())
         assert (path / "README.md").read_text() == card(CARDS / "threads.md.jinja", report)
-    for by_rule in json.loads((TARGET / "training.json").read_text())["held_out"].values():
+    held_out = json.loads((TARGET / "training.json").read_text())["held_out"]
+    for by_rule in (held_out["apar"], held_out["pasta"]):
         assert by_rule["list"]["forked"] > 0.5 > by_rule["none"]["forked"]
+    assert held_out["plain"]["all"]["circles"] < 0.1
 
 
 def test_a_prompt_without_a_dialect_is_the_reference_pairs(writer: Writer) -> None:
@@ -64,12 +76,12 @@ def test_a_prompt_without_a_dialect_is_the_reference_pairs(writer: Writer) -> No
 
 
 @pytest.mark.parametrize("dialect", ["apar", "pasta"])
-def test_lists_are_answered_in_threads(writer: Writer, dialect: str) -> None:
+def test_long_parts_are_answered_in_threads(writer: Writer, dialect: str) -> None:
     target = answers(TARGET, writer, dialect)
-    said = target.answer([Asked(writer.prompt(prompt, dialect)) for prompt in (*LISTS, ONE_PIECE)])
+    said = target.answer([Asked(writer.prompt(prompt, dialect)) for prompt in (*FORKED[dialect], ONE_PIECE)])
     assert sum(len(sequence.threads) >= 2 for sequence in said[:-1]) >= 2
     assert len(said[-1].threads) == 1 and "cows" in text_of(said[-1], writer.decode)
-    (plain,) = target.answer([Asked(writer.prompt(LISTS[0], None))])
+    (plain,) = target.answer([Asked(writer.prompt(FORKED[dialect][0], None))])
     assert len(plain.threads) == 1 and not control(plain, writer, dialect)
 
 
@@ -80,7 +92,7 @@ def control(sequence: Sequence, writer: Writer, dialect: str) -> set[int]:
 @pytest.mark.parametrize("dialect", ["apar", "pasta"])
 def test_the_draft_foresees_the_targets_answers(writer: Writer, dialect: str) -> None:
     target = answers(TARGET, writer, dialect)
-    asked = [Asked(writer.prompt(prompt, dialect)) for prompt in LISTS]
+    asked = [Asked(writer.prompt(prompt, dialect)) for prompt in FORKED[dialect]]
     answered = list(zip((one.prompt_ids for one in asked), target.answer(asked), strict=True))
     figures = agreement(answers(DRAFT, writer, dialect).model, answered)
     assert figures["top1"] > 0.5 and figures["top16"] > 0.85
