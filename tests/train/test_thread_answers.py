@@ -111,3 +111,28 @@ def test_agreement_counts_every_token_of_every_thread(tmp_path: Path) -> None:
     assert figures["top1"] > 0.7 and figures["top16"] > 0.95, "all but what bans keep it from saying"
     other = save_tiny("llama", tmp_path / "other", vocab=len(TEXTS), seed=5)
     assert agreement(other, answered)["top1"] < 0.5
+
+
+def test_a_batch_computes_a_prompt_once_and_drops_what_has_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bound = toy("apar")
+    answers = ModelAnswers(talkative(tmp_path, bound), bound, (END,), 60, temperature=1.0)
+    asked = [replace(one, seed=seed) for seed in range(3) for one in ASKED]
+    alone = [written(answers.answer([one])[0]) for one in asked]
+    batches, forward = [], ModelAnswers._forward
+
+    def counted(self: ModelAnswers, rows: list[Any], cache: Any) -> torch.Tensor:
+        batches.append(len(rows))
+        return forward(self, rows, cache)
+
+    monkeypatch.setattr(ModelAnswers, "_forward", counted)
+    assert [written(sequence) for sequence in answers.answer(asked)] == alone
+    assert batches[0] == len(ASKED), "each prompt is computed once"
+    assert batches[1] > batches[-1] and batches[1:] == sorted(batches[1:], reverse=True), "fewer and fewer answers run"
+    assert answers.model.config._attn_implementation == "sdpa"
+
+
+def test_banned_tokens_are_never_drawn() -> None:
+    answers = ModelAnswers(None, toy("apar"), (END,), 10, temperature=1.0)
+    logits = torch.tensor([[-torch.inf, 0.0, -torch.inf, 0.0, -torch.inf]]).expand(400, -1)
+    drawn = answers._chosen(logits, [torch.Generator().manual_seed(seed) for seed in range(400)])
+    assert set(drawn) == {1, 3} and 150 < drawn.count(1) < 250

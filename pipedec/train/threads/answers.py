@@ -1,7 +1,8 @@
 """Answers in threads from a transformers model: each forward pass computes the next token of every running thread.
 
-Owns the cache and which slots each row attends to; ``Sequence`` knows the threads. Several answers are decoded in one batch.
-Slower than the pipeline, but exact: tuned models are measured with it. Shapes: B answers, K rows, S slots, V vocabulary.
+Owns which slots of the cache each row attends to; ``Sequence`` knows the threads. Several answers are decoded in one batch.
+Slower than the pipeline, but exact: tuned models are measured with it. Shapes: B answers, K rows, R running threads, S slots,
+V vocabulary.
 """
 
 from __future__ import annotations
@@ -12,9 +13,12 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache
 
 from pipedec.threads import BoundDialect, Sequence, State
+from pipedec.train.threads.grouped_attention import grouped_attention
+from pipedec.train.threads.slot_cache import SlotCache
+
+_RUNNING_SHARE = 0.75  # of a batch; if fewer answers of it are left, the others' rows are dropped
 
 
 @dataclass(frozen=True)
@@ -49,36 +53,76 @@ class ModelAnswers:
 
     @torch.no_grad()
     def answer(self, asked: list[Asked]) -> list[Sequence]:
-        """A finished sequence for each prompt; all are decoded in one batch."""
-        running = [_Running.start(self, one) for one in asked]
-        cache, num_slots = DynamicCache(), 0
-        while any(answer.sequence.finished is None for answer in running):
-            rows = [answer.take_rows(num_slots) for answer in running]
-            logits_BKV = self._forward(rows, cache, num_slots)
-            num_slots += logits_BKV.shape[1]
-            for answer, logits_KV in zip(running, logits_BKV, strict=True):
-                answer.accept(logits_KV, self.temperature)
-        return [answer.sequence for answer in running]
+        """A finished sequence for each prompt; all are decoded in one batch. A prompt that is asked twice is computed once."""
+        with grouped_attention(self.model):
+            return self._answers(asked)
 
-    def _forward(self, rows: list[list[_Row]], cache: DynamicCache, num_slots: int) -> Tensor:
+    def _answers(self, asked: list[Asked]) -> list[Sequence]:
+        prompts = list(dict.fromkeys(one.prompt_ids for one in asked))
+        answers = [_Running.start(self, one, prompts.index(one.prompt_ids)) for one in asked]
+        cache = SlotCache(len(prompts))
+        logits_BKV = self._forward([_prompt_rows(prompt) for prompt in prompts], cache)
+        self._accept(answers, logits_BKV)
+        batch = running = self._batch(answers, cache)
+        while running:
+            rows: list[list[_Row]] = [[] for _ in batch]
+            for answer in running:
+                rows[answer.number] = list(answer.take_rows())
+            self._accept(running, self._forward(rows, cache))
+            running = [answer for answer in running if answer.sequence.finished is None]
+            if len(running) < _RUNNING_SHARE * len(batch):
+                batch = running = self._batch(running, cache)
+        return [answer.sequence for answer in answers]
+
+    def _batch(self, answers: list[_Running], cache: SlotCache) -> list[_Running]:
+        """Those that have not finished, which become the rows of the cache."""
+        running = [answer for answer in answers if answer.sequence.finished is None]
+        cache.select([answer.number for answer in running])
+        for number, answer in enumerate(running):
+            answer.number = number
+        return running
+
+    def _forward(self, rows: list[list[_Row]], cache: SlotCache) -> Tensor:
         """Logits of the rows, which fill the next slots of the cache: [B, K, V]. Padding attends only to itself."""
-        width = max(map(len, rows))
+        device, width = self.model.device, max(map(len, rows))
+        cache.reserve(width, device)
         tokens, positions = torch.zeros(len(rows), width, dtype=torch.int64), torch.zeros(len(rows), width, dtype=torch.int64)
-        mask = torch.zeros(len(rows), 1, width, num_slots + width, dtype=torch.bool)
-        mask[:, 0, range(width), range(num_slots, num_slots + width)] = True
+        mask = torch.zeros(len(rows), 1, width, cache.num_slots, dtype=torch.bool)
         for number, answer_rows in enumerate(rows):
+            mask[number, 0, range(width), range(cache.used[number], cache.used[number] + width)] = True
             for place, row in enumerate(answer_rows):
                 tokens[number, place], positions[number, place] = row.token, row.position
                 mask[number, 0, place, row.sees] = True
-        device = self.model.device
         logits: Tensor = self.model(
             input_ids=tokens.to(device),
             position_ids=positions.to(device),
             attention_mask=mask.to(device),
-            past_key_values=cache,
+            past_key_values=cache.layers,
             use_cache=True,
         ).logits
-        return logits.float().cpu()
+        cache.fill([len(answer_rows) for answer_rows in rows])
+        return logits
+
+    def _accept(self, answers: list[_Running], logits_BKV: Tensor) -> None:
+        """Accept the next token of every running thread of the answers."""
+        threads = [(answer, thread) for answer in answers for thread in answer.running_threads()]
+        places = [(answer.number, answer.last[thread]) for answer, thread in threads]
+        logits_RV = logits_BKV[tuple(torch.tensor(places, device=logits_BKV.device).T)].float().cpu()
+        for logits_V, (answer, thread) in zip(logits_RV, threads, strict=True):
+            logits_V[list(answer.sequence.banned(thread))] = -torch.inf
+        tokens = self._chosen(logits_RV, [answer.generator for answer, _ in threads])
+        for token, (answer, thread) in zip(tokens, threads, strict=True):
+            if answer.sequence.finished is None:
+                answer.sequence.accept(thread, token)
+
+    def _chosen(self, logits_RV: Tensor, generators: list[torch.Generator]) -> list[int]:
+        """The likeliest token of each row, or one drawn by inverting the distribution function."""
+        if self.temperature == 0:
+            return logits_RV.argmax(-1).tolist()
+        drawn = [torch.rand(1, generator=generator, dtype=torch.float64) for generator in generators]
+        sums_RV = (logits_RV / self.temperature).softmax(-1).cumsum(-1, dtype=torch.float64)
+        wanted_R1 = (1 - torch.stack(drawn)) * sums_RV[:, -1:]  # above 0, so that no banned token is drawn
+        return torch.searchsorted(sums_RV, wanted_R1)[:, 0].tolist()
 
 
 @dataclass(frozen=True)
@@ -90,62 +134,50 @@ class _Row:
     sees: list[int]
 
 
+def _prompt_rows(prompt_ids: tuple[int, ...]) -> list[_Row]:
+    return [_Row(token, place, list(range(place))) for place, token in enumerate(prompt_ids)]
+
+
 @dataclass
 class _Running:
     """One answer being decoded.
 
     Attributes:
-        slots: cache slots of each thread's tokens; the prompt's are under None.
+        number: its place in the batch.
+        num_slots: number of its slots in the cache; the prompt's are the first.
+        slots: cache slots of each thread's tokens.
         last: for each thread, the row that predicts its next token.
     """
 
     sequence: Sequence
-    prompt_ids: tuple[int, ...]
     generator: torch.Generator
-    slots: dict[int | None, list[int]] = field(default_factory=dict)
-    last: dict[int, int] = field(default_factory=dict)
+    number: int
+    num_slots: int
+    last: dict[int, int]
+    slots: dict[int, list[int]] = field(default_factory=dict)
 
     @classmethod
-    def start(cls, how: ModelAnswers, asked: Asked) -> _Running:
-        sequence = Sequence(how.bound, len(asked.prompt_ids), how.end_token_ids, how.max_tokens)
-        return cls(sequence, asked.prompt_ids, torch.Generator().manual_seed(asked.seed))
+    def start(cls, how: ModelAnswers, asked: Asked, number: int) -> _Running:
+        length = len(asked.prompt_ids)
+        sequence = Sequence(how.bound, length, how.end_token_ids, how.max_tokens)
+        return cls(sequence, torch.Generator().manual_seed(asked.seed), number, length, {0: length - 1})
 
-    def take_rows(self, first_slot: int) -> list[_Row]:
-        """The tokens that are not in the cache yet; they get the slots from ``first_slot`` on."""
-        if self.sequence.finished is not None:
-            return []
-        if not self.slots:
-            self.slots[None] = list(range(first_slot, first_slot + len(self.prompt_ids)))
-            self.last = {0: len(self.prompt_ids) - 1}
-            return [_Row(token, place, self.slots[None][:place]) for place, token in enumerate(self.prompt_ids)]
-        return list(self._new_rows(first_slot))
+    def running_threads(self) -> list[int]:
+        return [thread.number for thread in self.sequence.threads if thread.state is State.RUNNING]
 
-    def _new_rows(self, first_slot: int) -> Iterator[_Row]:
+    def take_rows(self) -> Iterator[_Row]:
+        """The tokens that are not in the cache yet; they get the next slots."""
         new = [
             (thread.number, index)
             for thread in self.sequence.threads
             for index in range(len(self.slots.setdefault(thread.number, [])), thread.num_tokens)
         ]
         for place, (number, _) in enumerate(new):
-            self.slots[number].append(first_slot + place)
+            self.slots[number].append(self.num_slots + place)
             self.last[number] = place
+        self.num_slots += len(new)
+        prompt = range(self.sequence.prompt_length)
         for number, index in new:
             thread = self.sequence.threads[number]
             seen = (self.slots[other][:count] for other, count in self.sequence.sees(number, index))
-            yield _Row(
-                thread.token_ids[index], thread.positions[index], [*self.slots[None], *(slot for part in seen for slot in part)]
-            )
-
-    def accept(self, logits_KV: Tensor, temperature: float) -> None:
-        """Accept the next token of every running thread."""
-        running = [thread.number for thread in self.sequence.threads if thread.state is State.RUNNING]
-        for number in running:
-            if self.sequence.finished is None:
-                logits_V = logits_KV[self.last[number]].clone()
-                logits_V[list(self.sequence.banned(number))] = -torch.inf
-                self.sequence.accept(number, self._chosen(logits_V, temperature))
-
-    def _chosen(self, logits_V: Tensor, temperature: float) -> int:
-        if temperature == 0:
-            return int(logits_V.argmax())
-        return int((logits_V / temperature).softmax(-1).multinomial(1, generator=self.generator))
+            yield _Row(thread.token_ids[index], thread.positions[index], [*prompt, *(slot for part in seen for slot in part)])
