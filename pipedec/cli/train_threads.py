@@ -159,6 +159,9 @@ def _preference_options(command: Command) -> Command:
 )
 @click.option("--efficiency", help="speedup, parallelism, or their harmonic or arithmetic mean (default: speedup).")
 @click.option(
+    "--unfinished-worst/--no-unfinished-worst", default=None, help="Samples that do not end may be the worst (default: they may)."
+)
+@click.option(
     "--rounds", type=int, default=1, show_default=True, help="Rounds for each λ, each from the model of the one before."
 )
 @click.option("--alpha", type=float, help="Weight of the SFT loss (default: 0.005).")

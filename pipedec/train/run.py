@@ -43,6 +43,10 @@ class Run:
         return DTYPES[self.dtype]
 
     def write_report(self, report: dict[str, Any], template: Path) -> None:
-        """Write ``training.json`` and the model card made from it by a template of ``cards/``."""
-        (self.out / "training.json").write_text(json.dumps(report, indent=2) + "\n")
+        """Write the model card, made from the report by a template of ``cards/``, and last ``training.json``: where that file is,
+        the training is complete.
+        """
         (self.out / "README.md").write_text(card(template, report))
+        unfinished = self.out / "training.partial"
+        unfinished.write_text(json.dumps(report, indent=2) + "\n")
+        unfinished.replace(self.out / "training.json")

@@ -22,10 +22,11 @@ from pipedec.threads import Sequence, measure
 from pipedec.train.cards.render import CARDS, card
 from pipedec.train.chat_endpoint import ChatEndpoint
 from pipedec.train.loop import TrainingLoop, linear_decay, muon_and_adamw
+from pipedec.train.preference import bonbon
 from pipedec.train.preference.bonbon import BonbonRecipe, PairSteps, bonbon_gap, bonbon_loss, prefer
 from pipedec.train.preference.judges import Comparison, EndpointJudge, LikelihoodJudge
 from pipedec.train.preference.ranking import Pair as Preference
-from pipedec.train.preference.ranking import Reader, Scored, Task, pairs, sample_answers, score
+from pipedec.train.preference.ranking import Reader, Scored, Task, sample_answers, score
 from pipedec.train.preference.rounds import Rounds
 from pipedec.train.run import Run
 from pipedec.train.threads.answers import Asked, ModelAnswers
@@ -105,23 +106,31 @@ def test_the_loss_is_the_papers() -> None:
 
 def test_best_and_worst_are_by_score() -> None:
     asked = Task("q", (1,), "", (2,))
-    answers = [(1,), (2,), (3,)]
-    scored = [
-        Scored(asked, answers, [3.0, 1.0, 2.0], [1.0, 1.0, 1.0], [0.1, 0.5, 0.9]),
-        Scored(asked, answers, [1.0] * 3, [1.0] * 3, [0.5] * 3),
-    ]
-    assert pairs(scored, 0.0, "speedup") == [Preference((1,), (1,), (2,))]
-    assert pairs(scored, 10.0, "speedup") == [Preference((1,), (3,), (1,))]
-    assert pairs(scored, math.inf, "speedup") == [Preference((1,), (3,), (1,))], "the quality alone"
-    assert pairs(scored, 0.0, "parallelism") == []
-    assert pairs([Scored(asked, [], [], [], [])], 1.0, "speedup") == []
+    one = Scored(asked, [(1,), (2,), (3,)], [True] * 3, [3.0, 1.0, 2.0], [1.0] * 3, [0.1, 0.5, 0.9])
+    assert one.pair(0.0, "speedup", True) == Preference((1,), (1,), (2,))
+    assert one.pair(10.0, "speedup", True) == Preference((1,), (3,), (1,))
+    assert one.pair(math.inf, "speedup", True) == Preference((1,), (3,), (1,)), "the quality alone"
+    assert one.pair(0.0, "parallelism", True) is None, "all are equally parallel"
+    assert Scored(asked, [], [], [], [], []).pair(1.0, "speedup", True) is None
+
+
+def test_an_answer_that_did_not_end_may_be_the_worst_but_not_the_best() -> None:
+    one = Scored(Task("q", (1,), "", (2,)), [(1,), (2,), (3,)], [True, True, False], [3.0, 2.0, 4.0], [1.0] * 3, [0.2, 0.8, 0.0])
+    assert one.pair(4.0, "speedup", True) == Preference((1,), (2,), (1,)), "it is quicker than the worst is good"
+    assert one.pair(8.0, "speedup", True) == Preference((1,), (2,), (3,), worst_ended=False)
+    assert one.pair(8.0, "speedup", False) == Preference((1,), (2,), (1,))
+    assert one.pair(0.0, "speedup", True) == Preference((1,), (1,), (2,)), "the quickest of all did not end"
+    only = replace(one, ended=[False, True, False], qualities=[0.0, 0.8, 0.0])
+    assert only.pair(8.0, "speedup", True) == Preference((1,), (2,), (1,), worst_ended=False)
+    assert only.pair(8.0, "speedup", False) is None, "one that ended has none to be better than"
+    assert replace(one, ended=[False] * 3).pair(8.0, "speedup", True) is None
 
 
 @pytest.mark.parametrize(
     ("efficiency", "first"), [("speedup", 4.0), ("parallelism", 1.0), ("harmonic", 1.6), ("arithmetic", 2.5)]
 )
 def test_efficiency_is_one_of_the_papers_four(efficiency: str, first: float) -> None:
-    one = Scored(Task("q", (1,), "", (2,)), [(1,)], [4.0], [1.0], [0.5])
+    one = Scored(Task("q", (1,), "", (2,)), [(1,)], [True], [4.0], [1.0], [0.5])
     assert one.totals(2.0, efficiency) == [pytest.approx(first + 1.0)]
     assert one.totals(math.inf, efficiency) == [0.5]
 
@@ -135,18 +144,23 @@ def test_samples_and_scores_are_kept_and_continued(tuned: Tuned, tmp_path: Path,
     monkeypatch.setattr("pipedec.train.preference.ranking.ANSWERS_AT_ONCE", 6)
     path = tmp_path / "samples.jsonl"
     samples = sample_answers(Parrot(long, [forked, plain, endless]), tasks, 3, 0, path)
-    assert samples == [[forked, plain, ()]] * 4
+    assert samples == [[forked, plain, endless[:200]]] * 4
     whole = path.read_text()
-    path.write_text(whole[: whole.index("\n", whole.index("\n") + 1) + 20])
+    lines = whole.splitlines(keepends=True)
+    path.write_text("".join(lines[:3]) + lines[3][:20])
     again = Parrot(long, [forked, plain, endless])
     assert sample_answers(again, tasks, 3, 0, path) == samples and path.read_text() == whole
-    assert [one.seed for one in again.asked] == [6, 7, 8, 9, 10, 11]
+    assert [one.seed for one in again.asked] == [6, 7, 8, 9, 10, 11], (
+        "two prompts are asked at once, as if nothing had been killed"
+    )
     scored = score(tasks, samples, long, LongerIsBetter(), tmp_path / "scores.jsonl")
-    sequences = [long.sequence(tasks[0].prompt_ids, answer) for answer in (forked, plain)]
-    assert scored[0].answers == [forked, plain]
+    sequences = [long.sequence(tasks[0].prompt_ids, answer) for answer in (forked, plain, endless[:200])]
+    assert scored[0].answers == samples[0] and scored[0].ended == [True, True, False]
     assert scored[0].speedups == [pytest.approx(30 / measure(sequence).longest_chain, abs=1e-4) for sequence in sequences]
     assert scored[0].parallelisms == [pytest.approx(measure(sequence).parallelism, abs=1e-4) for sequence in sequences]
-    assert scored[0].qualities == [len(record(PASTA).question.answer)] * 2
+    assert scored[0].qualities == [len(record(PASTA).question.answer)] * 2 + [0.0], (
+        "the judge is not asked about an endless answer"
+    )
     assert score(tasks, samples, long, LongerIsBetter(), tmp_path / "scores.jsonl") == scored
 
 
@@ -293,6 +307,20 @@ def test_rounds_of_several_weights_continue_where_a_killed_run_stopped(
         sampled.append(path.relative_to(tmp_path))
         return sample_answers(answers, tasks, num, seed, path)
 
+    def kills(owner: Any, name: str, count: int) -> None:
+        """The run is killed at a call, after ``count`` others."""
+        calls, usual = iter(range(count)), getattr(owner, name)
+
+        def dies(*args: Any) -> Any:
+            if next(calls, None) is None:
+                raise KeyboardInterrupt
+            return usual(*args)
+
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(owner, name, dies)
+            rounds.run(run_in(tmp_path / "killed"))
+
+    monkeypatch.setattr(TrainingLoop, "SAVE_EVERY", 1)
     monkeypatch.setattr("pipedec.train.preference.bonbon.sample_answers", counted)
     kill_at = -1
     whole = rounds.run(run_in(tmp_path / "whole"))
@@ -303,8 +331,14 @@ def test_rounds_of_several_weights_continue_where_a_killed_run_stopped(
     with pytest.raises(KeyboardInterrupt):
         rounds.run(run_in(tmp_path / "killed"))
     kill_at = -1
+    kills(PairSteps, "__call__", 1)
+    kills(bonbon, "_figures", 0)
+    kills(Run, "write_report", 0)
     sampled.clear()
     assert rounds.run(run_in(tmp_path / "killed")) == whole and len(sampled) == 1, "three of four rounds were finished"
+    assert {path.name for path in (tmp_path / "whole" / "work").iterdir() if path.is_dir()} == {
+        "lambda-1", "lambda-inf", "round-1", "baseline-asked", "baseline-held-out",
+    }, "all rounds share the baseline's answers"  # fmt: skip
     names = [f"lambda-{weight}/round-{number}" for weight in ("1", "inf") for number in (1, 2)]
     for name in names:
         first, second = (load_file(tmp_path / run / "out" / name / "model.safetensors") for run in ("whole", "killed"))

@@ -5,9 +5,11 @@ Owns the recipe, the loss and the report. ``ranking`` finds the best and the wor
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import compress
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -34,7 +36,6 @@ from pipedec.train.preference.ranking import (
     Task,
     claim,
     digest,
-    pairs,
     sample_answers,
     score,
 )
@@ -46,7 +47,7 @@ from pipedec.train.threads.rows import Row, Writer, tree_row
 from pipedec.train.threads.student import Student
 
 _DIALECT = "pasta"
-_SCORES = ["speedup", "parallelism", "quality"]  # that are kept of every sample
+_SCORES = ["ended", "speedup", "parallelism", "quality"]  # that are kept of every sample
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,7 @@ class BonbonRecipe:
         samples: sampled answers per prompt.
         quality_weight: λ of the score, efficiency + λ · quality; infinite for the quality alone.
         efficiency: one of EFFICIENCIES.
+        unfinished_worst: whether a sample that does not end may be the worst of a pair, with quality 0; not in the paper.
         alpha: weight of the SFT loss.
         beta: 1 / β is the gap between the log ratios at which the IPO loss is 0; None = BoNBoN's, (n − 1) · Σ 1/k over k < n
             for n samples: the gap between the best and the worst of n.
@@ -71,6 +73,7 @@ class BonbonRecipe:
     temperature: float = 1.0
     quality_weight: float = 2.0
     efficiency: str = "speedup"
+    unfinished_worst: bool = True
     alpha: float = 0.005
     beta: float | None = None
     steps: int | None = None
@@ -164,6 +167,19 @@ def pair_log_probs(model: Any, rows: tuple[Row, Row], computes: torch.dtype) -> 
         return answer_log_probs(model, Batch.of(list(rows), model.device))
 
 
+@dataclass(frozen=True)
+class Kept:
+    """Directories of what several rounds may share.
+
+    Attributes:
+        samples: samples, scores, and figures of the model before: rounds that start from the same model.
+        baseline: the sequential model's answers: all rounds.
+    """
+
+    samples: Path
+    baseline: Path
+
+
 def prefer(
     files: tuple[Path, ...],
     model_path: Path,
@@ -171,7 +187,7 @@ def prefer(
     recipe: BonbonRecipe,
     run: Run,
     endpoint: ChatEndpoint | None = None,
-    sampled: Path | None = None,
+    kept: Kept | None = None,
 ) -> dict[str, Any]:
     """One round: sample, score, train, and write ``run.out``: the model in bfloat16, ``training.json`` and a model card.
 
@@ -180,12 +196,12 @@ def prefer(
         model_path: a model tuned by ``train pasta-sft``.
         baseline_path: a model with the same tokenizer that answers in one thread.
         endpoint: the judge; None = likelihood under the baseline.
-        sampled: directory of samples, scores and the baseline's answers, which other recipes may share; default: ``run.work``.
+        kept: where to keep what other rounds need, too; default: ``run.work``.
 
     Raises:
         UserError: models, files or ``run.work`` do not fit.
     """
-    sampled = sampled or run.work
+    kept = kept or Kept(run.work, run.work)
     torch.set_num_threads(run.threads)
     student = Student.load(model_path, [_DIALECT], run.device, recipe.seed)
     student.check_companion(baseline_path, knows_all=False)
@@ -196,19 +212,20 @@ def prefer(
     judge: Judge = LikelihoodJudge(baseline, writer) if endpoint is None else EndpointJudge(endpoint)
     records = [record for path in files for record in read_annotated(path, _DIALECT)]
     names = {"model": student.name, "baseline": fingerprint(baseline_path)}
-    claim(sampled / "asked.json", names | {"max_tokens": recipe.max_tokens})
+    claim(kept.baseline / "baseline.json", {"baseline": names["baseline"], "max_tokens": recipe.max_tokens})
     asked, held_out = (
-        _tasks(_distinct(records, held_out, recipe.seed)[:most], baseline, writer, recipe, sampled / f"baseline-{name}")
+        _tasks(_distinct(records, held_out, recipe.seed)[:most], baseline, writer, recipe, kept.baseline / f"baseline-{name}")
         for name, held_out, most in (("asked", False, recipe.max_prompts), ("held-out", True, run.held_out_prompts))
     )
     identity = names | {"tasks": digest(asked), "samples": recipe.samples, "temperature": recipe.temperature, "judge": judge.name}
     identity |= {"scores": _SCORES}
-    claim(sampled / "samples.json", identity)
-    scored = _scored(student.model, asked, recipe, reader, judge, sampled)
-    chosen = pairs(scored, recipe.quality_weight, recipe.efficiency)
+    claim(kept.samples / "samples.json", identity)
+    scored = _scored(student.model, asked, recipe, reader, judge, kept.samples)
+    found = [one.pair(recipe.quality_weight, recipe.efficiency, recipe.unfinished_worst) for one in scored]
+    chosen = [pair for pair in found if pair is not None]
     if not chosen:
-        raise UserError("nothing to prefer: no prompt has two finished samples with different scores")
-    before = _figures(student.model, held_out, reader, judge)
+        raise UserError("nothing to prefer: no prompt has a finished sample and another with a lower score")
+    before = _before(student.model, held_out, reader, judge, kept.samples)
     num_steps = recipe.steps or math.ceil(len(chosen) / recipe.batch)
     optimizers = muon_and_adamw(student.model, recipe.learning_rate, recipe.weight_decay)
     loop = TrainingLoop("bonbon", student.model, optimizers, run.work, identity | recipe.described() | {"dtype": run.dtype})
@@ -222,6 +239,7 @@ def prefer(
         "prompts": len(asked),
         "samples": _sampled(scored, recipe),
         "pairs": len(chosen),
+        "pairs_worst_unfinished": sum(not pair.worst_ended for pair in chosen),
         "before": before,
         "held_out": _figures(student.model.float(), held_out, reader, judge),
     }
@@ -260,6 +278,16 @@ def _rows(pair: Pair, reader: Reader) -> tuple[Row, Row]:
     return best, worst
 
 
+def _before(model: Any, tasks: list[Task], reader: Reader, judge: Judge, store: Path) -> dict[str, Any]:
+    """``_figures`` of the model before training, which ``store`` keeps."""
+    path = store / f"before-{digest(tasks)}.json"
+    if not path.exists():
+        path.with_suffix(".partial").write_text(json.dumps(_figures(model, tasks, reader, judge)))
+        path.with_suffix(".partial").rename(path)
+    found: dict[str, Any] = json.loads(path.read_text())
+    return found
+
+
 def _figures(model: Any, tasks: list[Task], reader: Reader, judge: Judge) -> dict[str, Any]:
     """Figures of greedy answers to the tasks; their mean quality and their win rate by the judge."""
     if not tasks:
@@ -277,8 +305,10 @@ def _figures(model: Any, tasks: list[Task], reader: Reader, judge: Judge) -> dic
 
 
 def _sampled(scored: list[Scored], recipe: BonbonRecipe) -> dict[str, float | int]:
-    """Number of samples, of those that ended, and their mean speed-up and quality."""
-    speedups, qualities = ([value for one in scored for value in getattr(one, name)] for name in ("speedups", "qualities"))
+    """Number of samples and of those that ended, and the mean speed-up and quality of the latter."""
+    speedups, qualities = (
+        [value for one in scored for value in compress(getattr(one, name), one.ended)] for name in ("speedups", "qualities")
+    )
     return {
         "answers": len(scored) * recipe.samples,
         "ended": len(speedups),

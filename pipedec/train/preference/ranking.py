@@ -11,6 +11,8 @@ import json
 import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from itertools import compress
+from operator import itemgetter
 from pathlib import Path
 from statistics import harmonic_mean
 from typing import Any
@@ -54,10 +56,15 @@ class Task:
 
 @dataclass(frozen=True)
 class Scored:
-    """The finished samples of a task, in document order, with their theoretical speed-ups and parallelism, and qualities."""
+    """The samples of a task, in document order, with their theoretical speed-ups and parallelism, and qualities.
+
+    Attributes:
+        ended: whether each ended by itself; the quality of one that did not is 0.
+    """
 
     task: Task
     answers: list[tuple[int, ...]]
+    ended: list[bool]
     speedups: list[float]
     parallelisms: list[float]
     qualities: list[float]
@@ -69,14 +76,25 @@ class Scored:
         found = map(EFFICIENCIES[efficiency], self.speedups, self.parallelisms)
         return [efficient + quality_weight * quality for efficient, quality in zip(found, self.qualities, strict=True)]
 
+    def pair(self, quality_weight: float, efficiency: str, unfinished_worst: bool) -> Pair | None:
+        """The best of those that ended, and the worst of those or of all; None if their scores do not differ."""
+        totals = list(enumerate(self.totals(quality_weight, efficiency)))
+        ended = [(number, total) for number, total in totals if self.ended[number]]
+        if not ended:
+            return None
+        best, most = max(ended, key=itemgetter(1))
+        worst, least = min(totals if unfinished_worst else ended, key=itemgetter(1))
+        return Pair(self.task.prompt_ids, self.answers[best], self.answers[worst], self.ended[worst]) if least < most else None
+
 
 @dataclass(frozen=True)
 class Pair:
-    """The best and the worst answer to a prompt, in document order."""
+    """The best and the worst answer to a prompt, in document order, and whether the worst ended by itself."""
 
     prompt_ids: tuple[int, ...]
     best: tuple[int, ...]
     worst: tuple[int, ...]
+    worst_ended: bool = True
 
 
 @dataclass(frozen=True)
@@ -98,7 +116,7 @@ class Reader:
 
 
 def sample_answers(answers: Answers, tasks: list[Task], num_samples: int, seed: int, path: Path) -> list[list[tuple[int, ...]]]:
-    """``num_samples`` answers to each task, each with its own seed; unfinished ones are empty. ``path`` keeps them."""
+    """``num_samples`` answers to each task, each with its own seed. ``path`` keeps them."""
 
     def drawn(numbers: range) -> list[list[list[int]]]:
         asked = [
@@ -106,7 +124,7 @@ def sample_answers(answers: Answers, tasks: list[Task], num_samples: int, seed: 
             for number in numbers
             for count in range(num_samples)
         ]
-        answered = list(map(_ended, answers.answer(asked)))
+        answered = [[token.token_id for token in sequence.document()] for sequence in answers.answer(asked)]
         return [answered[first : first + num_samples] for first in range(0, len(answered), num_samples)]
 
     rows = _kept(path, len(tasks), "samples", drawn, max(1, ANSWERS_AT_ONCE // num_samples))
@@ -114,35 +132,30 @@ def sample_answers(answers: Answers, tasks: list[Task], num_samples: int, seed: 
 
 
 def score(tasks: list[Task], samples: list[list[tuple[int, ...]]], reader: Reader, judge: Judge, path: Path) -> list[Scored]:
-    """Theoretical speed-up over the baseline, parallelism and quality of all finished samples; ``path`` keeps them."""
+    """Theoretical speed-up over the baseline, parallelism and quality by the judge of all samples; ``path`` keeps them.
 
-    def scored(number: int) -> dict[str, list[float]]:
-        task, ended = tasks[number], [answer for answer in samples[number] if answer]
-        sequences = [reader.sequence(task.prompt_ids, answer) for answer in ended]
+    The judge is asked only about samples that ended.
+    """
+
+    def scored(number: int) -> dict[str, list[Any]]:
+        task = tasks[number]
+        sequences = [reader.sequence(task.prompt_ids, answer) for answer in samples[number]]
+        ended = [sequence.finished == "stop" for sequence in sequences]
         comparison = Comparison(task.question, reader.writer.decode(list(task.baseline_ids)), task.reference)
+        qualities = iter(judge.quality(comparison, [reader.text(sequence) for sequence in compress(sequences, ended)]))
         measured = [measure(sequence) for sequence in sequences]
         return {
+            "ended": ended,
             "speedup": [round(metrics.theoretical_speedup(len(task.baseline_ids)), 5) for metrics in measured],
             "parallelism": [round(metrics.parallelism, 5) for metrics in measured],
-            "quality": [round(quality, 5) for quality in judge.quality(comparison, [reader.text(found) for found in sequences])],
+            "quality": [round(next(qualities), 5) if is_rated else 0.0 for is_rated in ended],
         }
 
     rows = _kept(path, len(tasks), "scores", lambda numbers: list(map(scored, numbers)))
     return [
-        Scored(task, [answer for answer in found if answer], row["speedup"], row["parallelism"], row["quality"])
+        Scored(task, found, row["ended"], row["speedup"], row["parallelism"], row["quality"])
         for task, found, row in zip(tasks, samples, rows, strict=True)
     ]
-
-
-def pairs(scored: list[Scored], quality_weight: float, efficiency: str) -> list[Pair]:
-    """Best and worst by score, for tasks whose samples have different scores."""
-    found = []
-    for one in scored:
-        totals = one.totals(quality_weight, efficiency)
-        if totals and max(totals) > min(totals):
-            best, worst = (one.answers[totals.index(extreme)] for extreme in (max(totals), min(totals)))
-            found.append(Pair(one.task.prompt_ids, best, worst))
-    return found
 
 
 def digest(tasks: list[Task]) -> str:
@@ -158,16 +171,19 @@ def claim(path: Path, identity: dict[str, Any]) -> None:
     path.write_text(json.dumps(identity, indent=2) + "\n")
 
 
-def _ended(sequence: Sequence) -> list[int]:
-    return [token.token_id for token in sequence.document()] if sequence.finished == "stop" else []
-
-
 def _kept(path: Path, count: int, title: str, make: Callable[[range], list[Any]], at_once: int = 1) -> list[Any]:
-    """``make`` of all numbers below ``count``, ``at_once`` at a time, one line each; lines that ``path`` has are read instead."""
+    """``make`` of all numbers below ``count``, ``at_once`` at a time, one line each; lines that ``path`` has are read instead.
+
+    Lines of a part that was not kept whole are made again, so that a killed run continues with the same parts.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     path.touch()
     drop_unfinished_line(path)
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    lines = path.read_text().splitlines(keepends=True)
+    if len(lines) < count:
+        lines = lines[: len(lines) // at_once * at_once]
+        path.write_text("".join(lines))
+    rows = [json.loads(line) for line in lines]
     with path.open("a") as stream:
         for first in track(range(len(rows), count, at_once), title):
             made = make(range(first, min(first + at_once, count)))

@@ -15,7 +15,7 @@ from typing import Any
 from pipedec.core import UserError
 from pipedec.model.bita import fingerprint
 from pipedec.train.chat_endpoint import ChatEndpoint
-from pipedec.train.preference.bonbon import BonbonRecipe, prefer
+from pipedec.train.preference.bonbon import BonbonRecipe, Kept, prefer
 from pipedec.train.run import Run
 
 SUMMARY = "summary.json"
@@ -70,10 +70,9 @@ class Rounds:
             own = replace(run, out=run.out / place, work=run.work / place)
             report = self._known(own, recipe, model)
             if report is None:
-                sampled = run.work / "round-1" if number == 1 and not self.is_one else own.work
-                report = prefer(self.files, model, self.baseline, recipe, own, self.endpoint, sampled) | {"round": number}
-                (own.out / "training.json").write_text(json.dumps(report, indent=2) + "\n")
-            yield report
+                kept = Kept(run.work / "round-1" if number == 1 and not self.is_one else own.work, run.work)
+                report = prefer(self.files, model, self.baseline, recipe, own, self.endpoint, kept)
+            yield report | {"round": number}
             model = own.out
 
     def _known(self, run: Run, recipe: BonbonRecipe, model: Path) -> dict[str, Any] | None:
@@ -83,7 +82,8 @@ class Rounds:
             return None
         report: dict[str, Any] = json.loads(path.read_text())
         wanted = {name: value for name, value in recipe.described().items() if name not in ("steps", "beta")}
-        if any(report["recipe"][name] != value for name, value in wanted.items()) or report["model"] != fingerprint(model):
+        started = {"model": fingerprint(model), "baseline": fingerprint(self.baseline)}
+        if any(report["recipe"].get(name) != value for name, value in wanted.items()) or not started.items() <= report.items():
             raise UserError(f"{path} is of another run: give another --out, or remove it")
         return report
 
