@@ -95,4 +95,4 @@ def test_the_draft_foresees_the_targets_answers(writer: Writer, dialect: str) ->
     asked = [Asked(writer.prompt(prompt, dialect)) for prompt in FORKED[dialect]]
     answered = list(zip((one.prompt_ids for one in asked), target.answer(asked), strict=True))
     figures = agreement(answers(DRAFT, writer, dialect).model, answered)
-    assert figures["top1"] > 0.5 and figures["top16"] > 0.85
+    assert figures["top1"] > 0.45 and figures["top16"] > 0.85
