@@ -68,7 +68,9 @@ def make_spec(models: Path, preset: str, stages: int | None) -> PipelineSpec:
     layers = tuple((part.start, part.stop) for part in even_layers(LAYERS, count))
     groups = 7 if preset == "paper-7" else count
     topology = Topology.even(count, groups)
-    return PipelineSpec(models / "target", models / "draft", topology, layers, device="cpu", emulation=emulation)
+    return PipelineSpec(
+        models / "target", models / "draft", topology, layers, device="cpu", emulation=emulation, draft_dtype="float32"
+    )
 
 
 class Both:

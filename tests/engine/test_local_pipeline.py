@@ -83,7 +83,8 @@ def make_pipeline(
     layers = tuple((part.start, part.stop) for part in even_layers(LAYERS, shape[0]))
     draft_path = models / draft if draft else None
     topology, bita = Topology.even(*shape), models / "bita"
-    return LocalPipeline.load(PipelineSpec(models / target, draft_path, topology, layers, dtype, device="cpu", bita=bita))
+    spec = PipelineSpec(models / target, draft_path, topology, layers, dtype, device="cpu", bita=bita, draft_dtype=dtype)
+    return LocalPipeline.load(spec)
 
 
 def request(

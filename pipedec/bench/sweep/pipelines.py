@@ -254,6 +254,9 @@ def emulated(
 ) -> Shape:
     """The partition ``preset`` of ``config``, or ``stages`` devices of the kind of its first.
 
+    The draft computes in the target's precision: its chances are then the same however many rows a forward has, and an answer
+    that is replayed takes the same course.
+
     Args:
         own_work: whether computed times count rank 0's own work (see ``Emulation``).
 
@@ -265,7 +268,7 @@ def emulated(
     plan = make_plan(cut, preset)
     spec = PipelineSpec.create(pair.models, Cut(len(plan.stages), plan.num_groups))
     emulation = replace(Emulation.of_plan(plan, slow_motion), counts_own_work=own_work)
-    return Shape(preset, replace(spec, emulation=emulation), _cluster(plan, config.draft))
+    return Shape(preset, replace(spec, emulation=emulation, draft_dtype=spec.dtype), _cluster(plan, config.draft))
 
 
 def small_model_alone(
