@@ -115,7 +115,8 @@ class PastaRules:
         first = start
         for sentence in _ends_of_sentences(answer, start, end):
             so_far = self.length(answer[first:sentence])
-            if count > 1 and so_far >= tokens / count and self.length(answer[sentence:end]) >= self.min_tokens:
+            enough = so_far >= max(tokens / count, self.min_tokens)
+            if count > 1 and enough and self.length(answer[sentence:end]) >= self.min_tokens:
                 yield first, sentence
                 first, tokens, count = sentence, tokens - so_far, count - 1
         yield first, end
