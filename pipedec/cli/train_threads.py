@@ -42,6 +42,7 @@ class ModelFlags:
     also: tuple[str, ...]
     target: Path | None
     teacher: Path | None
+    prompts: tuple[str, ...]
 
     def by_dialect(self, dialect: str) -> dict[str, tuple[Path, ...]]:
         """Annotated answers, by dialect. Raises UserError if ``--also`` names no dialect or no file."""
@@ -53,6 +54,12 @@ class ModelFlags:
             found[name] = (*found.get(name, ()), Path(path))
         return found
 
+    def unanswered(self) -> tuple[str, ...]:
+        """The prompts of all files of ``--prompts``, each once. Raises UserError if a file is unsound."""
+        from pipedec.data.prompts import PromptSource
+
+        return tuple(dict.fromkeys(prompt for text in self.prompts for prompt in PromptSource.parse(text).read().prompts))
+
 
 def _model_options(command: Command) -> Command:
     options = [
@@ -60,6 +67,13 @@ def _model_options(command: Command) -> Command:
         click.option("--also", multiple=True, metavar="DIALECT=FILE", help="Annotated answers in a second dialect; repeatable."),
         click.option("--target", type=PATH, help="Checkpoint directory to start from (default: the pair's target)."),
         click.option("--teacher", type=PATH, help="Tuned model to distil from, for drafts."),
+        click.option(
+            "--prompts",
+            multiple=True,
+            metavar="[NAME=]FILE[#KEY=VALUE]",
+            help="Prompts without answers: for circle rounds, and for the teacher to answer (default: circle rounds have those "
+            "of --in); repeatable.",
+        ),
     ]
     return gathered(command, options, ModelFlags, "models")
 
@@ -104,7 +118,8 @@ def _tune(dialect: str, models: ModelFlags, run: RunFlags, device: DeviceFlags, 
     at_least_one("--held-out-prompts", held_out_prompts)
     by_dialect, chosen = models.by_dialect(dialect), ThreadRecipe(**given(recipe))
     where = run.run(held_out_prompts=held_out_prompts, **device.chosen())
-    _print_tuned(tune(models.target or REFERENCE_PAIR / "target", by_dialect, chosen, where, models.teacher))
+    target, prompts = models.target or REFERENCE_PAIR / "target", models.unanswered()
+    _print_tuned(tune(target, by_dialect, chosen, where, models.teacher, prompts))
 
 
 def _print_tuned(report: dict[str, Any]) -> None:

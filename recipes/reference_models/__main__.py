@@ -85,5 +85,20 @@ def questions(problems: Path | None, out: Path, seed: int) -> None:
     click.echo(f"{write_questions(out, problems, seed)} written to {out}")
 
 
+@reference_models.command()
+@click.option(
+    "--in", "files", type=PATH, multiple=True, required=True, help="Questions (JSONL) of the command questions; repeatable."
+)
+@click.option("--count", type=int, default=1000, show_default=True, help="Number of prompts.")
+@click.option("--out", type=PATH, required=True, help="JSONL, for pipedec train pasta-sft --prompts.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Seed of the exchange.")
+def prompts(files: tuple[Path, ...], count: int, out: Path, seed: int) -> None:
+    """Write prompts without answers: questions with other names and numbers."""
+    from recipes.reference_models.exchanged_prompts import write_prompts
+
+    at_least_one("--count", count)
+    click.echo(f"{write_prompts(files, count, out, seed)} written to {out}")
+
+
 if __name__ == "__main__":
     main(reference_models)

@@ -14,7 +14,7 @@ from pipedec.train.continuations import continue_greedily
 from pipedec.train.threads.answers import Asked, ModelAnswers
 from pipedec.train.threads.figures import AnsweredPrompt, agreement, answer_all, thread_figures
 from pipedec.train.threads.learning import ThreadLoss, held_out_loss
-from pipedec.train.threads.rows import Sample, Writer
+from pipedec.train.threads.rows import Writer, Written
 
 PLAIN = "plain"
 
@@ -28,8 +28,8 @@ class HeldOut:
         store: directory that keeps the answers in one thread.
     """
 
-    samples: dict[str, list[Sample]]
-    prompts: dict[str, dict[str, list[Sample]]]
+    samples: dict[str, list[Written]]
+    prompts: dict[str, dict[str, list[Written]]]
     max_tokens: int
     store: Path
 
@@ -43,7 +43,7 @@ class HeldOut:
         distinct = {(sample.record.question.prompt, sample.record.question.answer): sample.record for sample in self._all()}
         return {PLAIN: held_out_loss(loss, writer, [writer.sample(record, None) for record in distinct.values()])}
 
-    def _all(self) -> list[Sample]:
+    def _all(self) -> list[Written]:
         return [sample for samples in self.samples.values() for sample in samples]
 
     def answers(self, model: Any, writer: Writer) -> dict[str, dict[str, list[AnsweredPrompt]]]:
@@ -74,7 +74,7 @@ class HeldOut:
                 plain |= baseline
         return found | {PLAIN: {"all": thread_figures(list(plain.values()), [one.main.num_tokens for one in plain.values()])}}
 
-    def _baseline(self, model: Any, writer: Writer, samples: list[Sample], name: str) -> list[AnsweredPrompt]:
+    def _baseline(self, model: Any, writer: Writer, samples: list[Written], name: str) -> list[AnsweredPrompt]:
         """The answers in one thread."""
         prompts = [writer.prompt(sample.record.question.prompt, None) for sample in samples]
         plain = {
@@ -89,10 +89,10 @@ class HeldOut:
         return sequence
 
 
-def held_out_of(samples: list[Sample], num_prompts: int, max_length: int, store: Path) -> HeldOut:
+def held_out_of(samples: list[Written], num_prompts: int, max_length: int, store: Path) -> HeldOut:
     """Samples of at most ``max_length`` tokens, and up to ``num_prompts`` different prompts of each dialect and rule."""
-    fitting: dict[str, list[Sample]] = {}
-    prompts: dict[str, dict[str, list[Sample]]] = {}
+    fitting: dict[str, list[Written]] = {}
+    prompts: dict[str, dict[str, list[Written]]] = {}
     for sample in samples:
         assert sample.dialect is not None
         if sample.num_tokens <= max_length:

@@ -17,7 +17,7 @@ from pipedec.core import UserError
 from pipedec.threads.visibility import IGNORED
 from pipedec.train.checks import above_zero, at_least_one, shares
 from pipedec.train.loop import linear_decay, warm_up
-from pipedec.train.threads.rows import FORMS, Row, Sample, Writer
+from pipedec.train.threads.rows import FORMS, Row, Sample, Writer, Written
 
 TOKENS_PER_FORWARD = 2048  # of one forward pass, padding included
 _MAX_LIKELIHOOD = 1 - 1e-5  # of a token to avoid: the loss stays finite
@@ -29,7 +29,7 @@ class ThreadRecipe:
 
     Attributes:
         form: ``tree`` or ``unrolled``.
-        plain_share: share of samples that are learned in one thread, without the marker.
+        plain_share: share of written samples that are learned in one thread, without the marker.
         control_weight: weight of the loss of a dialect's control tokens; other tokens have 1.
         max_length: samples with more tokens are left out.
         circle_rounds: how often, at equal distances, the model answers prompts, to unlearn answers that run in circles;
@@ -151,7 +151,7 @@ def digest(samples: list[Sample]) -> str:
 
 
 def plan(samples: list[Sample], writer: Writer, recipe: ThreadRecipe) -> list[list[Sample]]:
-    """The samples of every step. All are used once before any is used again; some are answered in one thread instead.
+    """The samples of every step. All are used once before any is used again; some written ones are in one thread instead.
 
     Raises:
         UserError: no sample is short enough.
@@ -175,8 +175,9 @@ def _drawn(samples: list[Sample], writer: Writer, recipe: ThreadRecipe) -> Itera
         order = torch.randperm(len(samples), generator=generator).tolist()
         is_plain = (torch.rand(len(samples), generator=generator) < recipe.plain_share).tolist()
         for number, plain in zip(order, is_plain, strict=True):
-            if samples[number].num_tokens <= recipe.max_length:
-                yield writer.sample(samples[number].record, None) if plain else samples[number]
+            sample = samples[number]
+            if sample.num_tokens <= recipe.max_length:
+                yield writer.sample(sample.record, None) if plain and isinstance(sample, Written) else sample
 
 
 @dataclass(frozen=True)
@@ -274,7 +275,7 @@ def _targets(row: Row) -> tuple[Tensor, Tensor]:
 
 
 @torch.no_grad()
-def held_out_loss(loss: ThreadLoss, writer: Writer, samples: list[Sample]) -> dict[str, float | int]:
+def held_out_loss(loss: ThreadLoss, writer: Writer, samples: Iterable[Sample]) -> dict[str, float | int]:
     """Mean losses and token counts of the samples, separately for text and control tokens."""
     found = [
         loss.of(batch) for batch in batches((row for sample in samples for row in writer.rows(sample, "tree")), loss.model.device)

@@ -54,8 +54,16 @@ class Row:
 
 
 @dataclass(frozen=True)
+class Unanswered:
+    """A prompt in tokens, and the dialect to answer it in (None: in one thread)."""
+
+    dialect: str | None
+    prompt: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class Sample:
-    """A prompt and its answer in tokens, and the record they were made from.
+    """A prompt and its answer in tokens.
 
     Attributes:
         dialect: None = answered in one thread, without a marker.
@@ -65,11 +73,17 @@ class Sample:
     dialect: str | None
     prompt: tuple[int, ...]
     answer: tuple[int, ...]
-    record: Annotated
 
     @property
     def num_tokens(self) -> int:
         return len(self.prompt) + len(self.answer)
+
+
+@dataclass(frozen=True)
+class Written(Sample):
+    """A sample, and the record that it was made from."""
+
+    record: Annotated
 
 
 class Writer:
@@ -97,13 +111,17 @@ class Writer:
         ids = self._tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=False, **variables)
         return tuple(ids)
 
-    def sample(self, record: Annotated, dialect: str | None) -> Sample:
+    def unanswered(self, prompt: str, dialect: str | None) -> Unanswered:
+        """The prompt, to be answered in a dialect, or in one thread."""
+        return Unanswered(dialect, self.prompt(prompt, dialect))
+
+    def sample(self, record: Annotated, dialect: str | None) -> Written:
         """The record answered in a dialect, or in one thread."""
         if dialect is None:
             answer = [*self.text(plain_text(record.pieces)), self.end_token_id]
         else:
             answer = [*self._answer(_capped(record.pieces, self.bound[dialect]), self.bound[dialect])]
-        return Sample(dialect, self.prompt(record.question.prompt, dialect), tuple(answer), record)
+        return Written(dialect, self.prompt(record.question.prompt, dialect), tuple(answer), record)
 
     def text(self, text: str) -> list[int]:
         """Text as tokens; text that looks like a control token is encoded as plain text."""
@@ -116,14 +134,15 @@ class Writer:
         return text
 
     def rows(self, sample: Sample, form: str) -> list[Row]:
-        """The sample as one row (``tree``), or as one row per thread (``unrolled``)."""
-        if form == "unrolled" and sample.dialect is not None:
+        """The sample as one row (``tree``), or, if it is written, as one row per thread (``unrolled``)."""
+        if form == "unrolled" and sample.dialect is not None and isinstance(sample, Written):
             return list(self._unrolled(sample, self.bound[sample.dialect]))
         return [self._tree(sample)]
 
-    def sequence(self, sample: Sample) -> Sequence:
-        """The threads of the sample's answer."""
-        sequence = Sequence(self.bound_to(sample.dialect), len(sample.prompt), [self.end_token_id], len(sample.answer) + 1)
+    def sequence(self, sample: Sample, max_tokens: int | None = None) -> Sequence:
+        """The threads of the sample's answer, which had to have at most ``max_tokens`` tokens (None: any number)."""
+        limit = len(sample.answer) + 1 if max_tokens is None else max_tokens
+        sequence = Sequence(self.bound_to(sample.dialect), len(sample.prompt), [self.end_token_id], limit)
         replay(sequence, sample.answer)
         return sequence
 
@@ -157,7 +176,7 @@ class Writer:
             return causal_row(list(sample.prompt), list(sample.answer))
         return tree_row(self.sequence(sample), sample.prompt)
 
-    def _unrolled(self, sample: Sample, bound: BoundDialect) -> Iterator[Row]:
+    def _unrolled(self, sample: Written, bound: BoundDialect) -> Iterator[Row]:
         names = ForkTokens(bound.dialect.opener, bound.dialect.child_start)
         for linear in unrolled(_capped(sample.record.pieces, bound), names):
             ids = {bound.dialect.opener: bound.opener, bound.dialect.child_start: bound.child_start}

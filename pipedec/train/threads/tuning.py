@@ -5,6 +5,7 @@ Owns the inputs of a run and its report.
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -24,12 +25,18 @@ from pipedec.train.threads.circles import Circles, prompts_of_rounds
 from pipedec.train.threads.figures import AnsweredPrompt
 from pipedec.train.threads.held_out import HeldOut, agreements, held_out_of
 from pipedec.train.threads.learning import ThreadLoss, ThreadRecipe, ThreadSteps, digest, plan
-from pipedec.train.threads.rows import Sample, Writer
+from pipedec.train.threads.own_answers import OwnAnswers, answers_to_all
+from pipedec.train.threads.rows import Sample, Writer, Written
 from pipedec.train.threads.student import Student
 
 
 def tune(
-    target_path: Path, files: dict[str, tuple[Path, ...]], recipe: ThreadRecipe, run: Run, teacher_path: Path | None = None
+    target_path: Path,
+    files: dict[str, tuple[Path, ...]],
+    recipe: ThreadRecipe,
+    run: Run,
+    teacher_path: Path | None = None,
+    prompts: tuple[str, ...] = (),
 ) -> dict:
     """Train and write ``run.out``: the model in bfloat16 with its tokenizer, ``training.json`` and a model card.
 
@@ -37,6 +44,8 @@ def tune(
         files: annotated answers, by dialect.
         teacher_path: a tuned model with the same tokenizer. Its next-token distribution is learned instead of the written
             tokens, and the report says how well its answers are predicted.
+        prompts: further prompts, without answers. Circle rounds ask these instead of the files'. A teacher answers
+            each in one thread and in every dialect, and its answers are learned besides the written ones.
 
     Raises:
         UserError: models, files or ``run.work`` do not fit.
@@ -46,20 +55,27 @@ def tune(
     _check(student.config, files, recipe)
     writer = Writer(student.tokenizer, files, int(student.tokenizer.eos_token_id))
     records = {name: [record for path in paths for record in read_annotated(path, name)] for name, paths in files.items()}
-    samples = _samples(writer, records, held_out=False)
-    steps = plan(samples, writer, recipe)
+    written = _samples(writer, records, held_out=False)
     held_out = held_out_of(
         _samples(writer, records, held_out=True), run.held_out_prompts, recipe.max_length, run.work / "sequential"
     )
     teacher = None if teacher_path is None else _teacher(teacher_path, student, run.device)
+    samples: list[Sample] = [*written]
+    if teacher is not None:
+        samples += answers_to_all(OwnAnswers(teacher, writer, recipe.max_length, run.work / "teacher"), prompts)
+    steps = plan(samples, writer, recipe)
     names = {"target": student.name, "teacher": None if teacher_path is None else fingerprint(teacher_path)}
     identity = {**asdict(recipe), **names, "dtype": str(run.torch_dtype), "samples": digest(samples)}
+    if prompts:
+        identity["prompts"] = hashlib.sha256("\0".join(prompts).encode()).hexdigest()[:16]
     optimizers = muon_and_adamw(student.model, recipe.learning_rate, recipe.weight_decay)
     loop = TrainingLoop("threads", student.model, optimizers, run.work, identity)
     measured = _Measured(student, writer, held_out, None if teacher is None else held_out.answers(teacher, writer))
     before = measured.before()
     loss = ThreadLoss(student.model, writer.controls.to(run.device), run.torch_dtype, teacher)
-    circles = Circles(student.model, writer, prompts_of_rounds(samples, writer, recipe), recipe, run.work / "circles")
+    own = OwnAnswers(student.model, writer, recipe.max_length, run.work / "circles")
+    asked = prompts_of_rounds(list(prompts) or [sample.record.question.prompt for sample in written], writer, recipe)
+    circles = Circles(own, asked, recipe)
     loop.run(recipe.steps, recipe.rate, ThreadSteps(loss, writer, steps, recipe, circles.rows))
     student.save(run.out)
     report = {
@@ -67,6 +83,7 @@ def tune(
         **names,
         "parameters": student.model.num_parameters(),
         "samples": {dialect: _counts(found) for dialect, found in records.items()},
+        "prompts": len(prompts),
         "seen_tokens": sum(sample.num_tokens for step in steps for sample in step),
         "before": before,
         **measured.after(),
@@ -125,7 +142,7 @@ def _teacher(path: Path, student: Student, device: torch.device) -> Any:
     return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, local_files_only=True).to(device).eval()
 
 
-def _samples(writer: Writer, records: dict[str, list[Annotated]], held_out: bool) -> list[Sample]:
+def _samples(writer: Writer, records: dict[str, list[Annotated]], held_out: bool) -> list[Written]:
     return [
         writer.sample(record, dialect)
         for dialect, found in records.items()
