@@ -22,7 +22,7 @@ from pipedec.train.run import Run
 from pipedec.train.threads.circles import Circles, avoiding_row, prompts_of_rounds
 from pipedec.train.threads.learning import Batch, ThreadLoss, ThreadRecipe, ThreadSteps, learned_logits
 from pipedec.train.threads.repetition import in_circles, repeats
-from pipedec.train.threads.rows import Sample, Writer
+from pipedec.train.threads.rows import Writer
 from pipedec.train.threads.student import Student
 from pipedec.train.threads.tuning import tune
 
@@ -125,14 +125,34 @@ def test_a_step_learns_its_samples_and_avoids_circles(student: Student, writer: 
     assert with_circles["control_loss"] == pytest.approx(alone["control_loss"])
 
 
-def test_rounds_ask_in_one_thread_and_in_every_dialect_by_turns(writer: Writer, tmp_path: Path) -> None:
-    samples: list[Sample] = [
-        writer.sample(record, "apar") for record in read_annotated(write_records(tmp_path / "apar.jsonl", "apar"), "apar")
-    ]
-    rounds = prompts_of_rounds(samples, writer, RECIPE)
-    assert [[one.dialect for one in asked] for asked in rounds] == [[None, "apar", "pasta"] * 2] * 2
-    for one in rounds[0]:
-        assert one.prompt == writer.prompt(one.record.question.prompt, one.dialect)
+def test_rounds_ask_in_one_thread_and_in_every_dialect_by_turns(writer: Writer) -> None:
+    prompts = [f"How long is {number}?" for number in range(12)]
+    rounds = prompts_of_rounds(prompts, writer, RECIPE)
+    asked = [one for part in rounds for one in part]
+    assert [one.dialect for one in asked] == [None, "apar", "pasta"] * 4 and len(rounds) == 2
+    of_each = [[writer.prompt(prompt, one.dialect) for prompt in prompts] for one in asked]
+    places = [known.index(one.prompt) for known, one in zip(of_each, asked, strict=True)]
+    assert sorted(places) == list(range(12)) != places, "each once, in a random order"
+
+
+def test_rounds_ask_the_prompts_of_the_run_or_those_of_its_files(
+    pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[list[str]] = []
+    monkeypatch.setattr(
+        "pipedec.train.threads.tuning.prompts_of_rounds", lambda prompts, writer, recipe: seen.append(prompts) or []
+    )
+    files = {"apar": (write_records(tmp_path / "apar.jsonl", "apar"),)}
+    for name, prompts in (("own", ("What?", "Why?")), ("files", ())):
+        tune(
+            pair.draft,
+            files,
+            replace(RECIPE, steps=2),
+            Run(tmp_path / name, tmp_path / name / "work", threads=1),
+            prompts=prompts,
+        )
+    written = [record.question.prompt for record in read_annotated(files["apar"][0], "apar") if not record.question.held_out]
+    assert seen == [["What?", "Why?"], written]
 
 
 def test_a_killed_run_continues_with_the_same_circles(pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -318,11 +318,14 @@ def test_a_draft_learns_from_its_tuned_target(pair: Pair, tmp_path: Path) -> Non
     with pytest.raises(UserError, match="different tokenizer"):
         tune(pair.draft, files, RECIPE, run_in(tmp_path / "draft"), pair.target)
     recipe = replace(RECIPE, steps=30, learning_rate=3e-3)
-    report = tune(pair.draft, files, recipe, run_in(tmp_path / "draft"), tmp_path / "target" / "out")
+    prompts = tuple(f"Say {number} words, please." for number in range(9))
+    report = tune(pair.draft, files, recipe, run_in(tmp_path / "draft"), tmp_path / "target" / "out", prompts)
     for dialect, by_rule in report["agreement"].items():
         for rule, row in by_rule.items():
             assert row["tokens"] > 0 and row["top16"] >= report["before"][dialect][rule]["top16"]
-    assert "teacher" in (tmp_path / "draft" / "out" / "README.md").read_text()
+    described = (tmp_path / "draft" / "out" / "README.md").read_text()
+    assert "distribution of a teacher" in described and "own greedy ones to 9 further prompts" in described
+    assert report["prompts"] == 9 and (tmp_path / "draft" / "work" / "teacher" / "0000.json").exists()
 
 
 @pytest.mark.parametrize(
