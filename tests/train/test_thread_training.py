@@ -37,7 +37,7 @@ from pipedec.train.threads.learning import (
     learned_logits,
     plan,
 )
-from pipedec.train.threads.rows import Row, Writer, with_marker
+from pipedec.train.threads.rows import Row, Sample, Writer, Written, with_marker
 from pipedec.train.threads.student import Student
 from pipedec.train.threads.tuning import tune
 
@@ -174,7 +174,8 @@ def test_forks_beyond_what_a_thread_may_have_are_said_in_it(writer: Writer) -> N
 
 def test_every_sample_comes_once_before_any_comes_again(writer: Writer) -> None:
     samples = [writer.sample(found, "apar") for found in records("apar", 12)]
-    drawn = [sample.record.question.prompt for step in plan(samples, writer, replace(RECIPE, steps=9)) for sample in step]
+    planned = plan(samples, writer, replace(RECIPE, steps=9))
+    drawn = [sample.record.question.prompt for step in planned for sample in step if isinstance(sample, Written)]
     assert len(drawn) >= 24 and sorted(drawn[:12]) == sorted(drawn[12:24]) and drawn[:12] != drawn[12:24]
     for share in (0.0, 1.0):
         steps = plan(samples, writer, replace(RECIPE, plain_share=share))
@@ -185,6 +186,18 @@ def test_every_sample_comes_once_before_any_comes_again(writer: Writer) -> None:
     assert max(sample.num_tokens for step in short for sample in step) < longest
     with pytest.raises(UserError, match="at most 3 tokens"):
         plan(samples, writer, replace(RECIPE, max_length=3))
+
+
+def test_every_second_sample_is_one_of_the_teachers_answers(writer: Writer) -> None:
+    written = [writer.sample(found, "apar") for found in records("apar", 12)]
+    said = [Sample("apar", one.prompt, one.answer) for one in written[:5]]
+    planned = plan(written, writer, replace(RECIPE, steps=9, plain_share=1.0), said)
+    drawn = [sample for step in planned for sample in step]
+    assert {type(sample) for sample in drawn[::2]} == {Written} and {sample.dialect for sample in drawn[::2]} == {None}
+    assert {type(sample) for sample in drawn[1::2]} == {Sample}
+    assert all(sorted(drawn[start : start + 10 : 2], key=str) == sorted(said, key=str) for start in (1, 11))
+    only = plan(written, writer, replace(RECIPE, max_length=3), [Sample(None, (1,), (2,))] * 200)
+    assert {type(sample) for step in only for sample in step} == {Sample}, "no written sample is short enough"
 
 
 def test_control_tokens_count_more(student: Student, writer: Writer) -> None:

@@ -6,7 +6,8 @@ Owns the recipe. It does not know how answers become rows, nor what is done with
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +30,7 @@ class ThreadRecipe:
 
     Attributes:
         form: ``tree`` or ``unrolled``.
-        plain_share: share of written samples that are learned in one thread, without the marker.
+        plain_share: share of written answers that are learned in one thread, without the marker.
         control_weight: weight of the loss of a dialect's control tokens; other tokens have 1.
         max_length: samples with more tokens are left out.
         circle_rounds: how often, at equal distances, the model answers prompts, to unlearn answers that run in circles;
@@ -150,34 +151,40 @@ def digest(samples: list[Sample]) -> str:
     return total.hexdigest()[:16]
 
 
-def plan(samples: list[Sample], writer: Writer, recipe: ThreadRecipe) -> list[list[Sample]]:
-    """The samples of every step. All are used once before any is used again; some written ones are in one thread instead.
+def plan(
+    written: list[Written], writer: Writer, recipe: ThreadRecipe, answered: list[Sample] | None = None
+) -> list[list[Sample]]:
+    """The samples of every step. All are used once before any is used again; some are in one thread instead.
+
+    Args:
+        answered: a model's own answers. If there are any, every second sample is one of them.
 
     Raises:
         UserError: no sample is short enough.
     """
-    if not any(sample.num_tokens <= recipe.max_length for sample in samples):
+    fitting = [[one for one in found if one.num_tokens <= recipe.max_length] for found in (written, answered or [])]
+    sources = [_drawn(found, writer, recipe) for found in fitting if found]
+    if not sources:
         raise UserError(f"nothing to learn from: no answer with its prompt has at most {recipe.max_length} tokens")
     steps: list[list[Sample]] = []
     chosen: list[Sample] = []
-    drawn = _drawn(samples, writer, recipe)
+    drawn = itertools.cycle(sources)
     while len(steps) < recipe.steps:
-        chosen.append(next(drawn))
+        chosen.append(next(next(drawn)))
         if sum(sample.num_tokens for sample in chosen) >= recipe.batch_tokens:
             steps.append(chosen)
             chosen = []
     return steps
 
 
-def _drawn(samples: list[Sample], writer: Writer, recipe: ThreadRecipe) -> Iterator[Sample]:
+def _drawn(samples: Sequence[Sample], writer: Writer, recipe: ThreadRecipe) -> Iterator[Sample]:
     generator = torch.Generator().manual_seed(recipe.seed)
     while True:
         order = torch.randperm(len(samples), generator=generator).tolist()
         is_plain = (torch.rand(len(samples), generator=generator) < recipe.plain_share).tolist()
         for number, plain in zip(order, is_plain, strict=True):
             sample = samples[number]
-            if sample.num_tokens <= recipe.max_length:
-                yield writer.sample(sample.record, None) if plain and isinstance(sample, Written) else sample
+            yield writer.sample(sample.record, None) if plain and isinstance(sample, Written) else sample
 
 
 @dataclass(frozen=True)

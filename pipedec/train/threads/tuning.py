@@ -26,7 +26,7 @@ from pipedec.train.threads.figures import AnsweredPrompt
 from pipedec.train.threads.held_out import HeldOut, agreements, held_out_of
 from pipedec.train.threads.learning import ThreadLoss, ThreadRecipe, ThreadSteps, digest, plan
 from pipedec.train.threads.own_answers import OwnAnswers, answers_to_all
-from pipedec.train.threads.rows import Sample, Writer, Written
+from pipedec.train.threads.rows import Writer, Written
 from pipedec.train.threads.student import Student
 
 
@@ -45,7 +45,7 @@ def tune(
         teacher_path: a tuned model with the same tokenizer. Its next-token distribution is learned instead of the written
             tokens, and the report says how well its answers are predicted.
         prompts: further prompts, without answers. Circle rounds ask these instead of the files'. A teacher answers
-            each in one thread and in every dialect, and its answers are learned besides the written ones.
+            each in one thread and in every dialect, and every second sample is one of its answers.
 
     Raises:
         UserError: models, files or ``run.work`` do not fit.
@@ -60,12 +60,12 @@ def tune(
         _samples(writer, records, held_out=True), run.held_out_prompts, recipe.max_length, run.work / "sequential"
     )
     teacher = None if teacher_path is None else _teacher(teacher_path, student, run.device)
-    samples: list[Sample] = [*written]
+    answered = []
     if teacher is not None:
-        samples += answers_to_all(OwnAnswers(teacher, writer, recipe.max_length, run.work / "teacher"), prompts)
-    steps = plan(samples, writer, recipe)
+        answered = answers_to_all(OwnAnswers(teacher, writer, recipe.max_length, run.work / "teacher"), prompts)
+    steps = plan(written, writer, recipe, answered)
     names = {"target": student.name, "teacher": None if teacher_path is None else fingerprint(teacher_path)}
-    identity = {**asdict(recipe), **names, "dtype": str(run.torch_dtype), "samples": digest(samples)}
+    identity = {**asdict(recipe), **names, "dtype": str(run.torch_dtype), "samples": digest([*written, *answered])}
     if prompts:
         identity["prompts"] = hashlib.sha256("\0".join(prompts).encode()).hexdigest()[:16]
     optimizers = muon_and_adamw(student.model, recipe.learning_rate, recipe.weight_decay)
