@@ -172,7 +172,10 @@ def _preference_options(command: Command) -> Command:
 @click.option(
     "--lambda", "weights", default="2", show_default=True, help="λ of the score, efficiency + λ · quality: 1,2,4,8,inf."
 )
-@click.option("--efficiency", help="speedup, parallelism, or their harmonic or arithmetic mean (default: speedup).")
+@click.option(
+    "--efficiency", "efficiencies", default="speedup", show_default=True,
+    help="speedup, parallelism, or their harmonic or arithmetic mean; several: speedup,harmonic.",
+)  # fmt: skip
 @click.option(
     "--unfinished-worst/--no-unfinished-worst", default=None, help="Samples that do not end may be the worst (default: they may)."
 )
@@ -195,16 +198,17 @@ def pasta_bonbon(
     held_out_prompts: int,
     device: DeviceFlags,
     weights: str,
+    efficiencies: str,
     rounds: int,
     **recipe: Any,
 ) -> None:
     """Continue a PASTA-SFT model on its own samples: learn to prefer those that are quick and good (BoNBoN).
 
-    Several λ or rounds write a model to OUT/lambda-λ/round-r each, and OUT/summary.json, summary.md and a picture of their
-    trade-off. A second run continues.
+    Several λ, efficiencies or rounds write a model to OUT/lambda-λ/round-r each, and OUT/summary.json, summary.md and a picture
+    of their trade-off. A second run continues.
     """
     from pipedec.train.preference.bonbon import BonbonRecipe
-    from pipedec.train.preference.rounds import Rounds
+    from pipedec.train.preference.rounds import Rounds, scores_of
 
     at_least_one("--held-out-prompts", held_out_prompts)
     endpoint = None
@@ -212,7 +216,7 @@ def pasta_bonbon(
         if not preferred.judge_model:
             raise UserError("--judge URL goes with --judge-model NAME")
         endpoint = server.endpoint(preferred.judge, preferred.judge_model, "judge")
-    recipes = tuple(BonbonRecipe(**given(recipe), quality_weight=weight) for weight in _weights(weights))
+    recipes = scores_of(BonbonRecipe(**given(recipe)), _weights(weights), efficiencies.split(","))
     asked = Rounds(preferred.files, preferred.model, preferred.baseline, recipes, rounds, endpoint)
     where = run.run(held_out_prompts=held_out_prompts, **device.chosen())
     reports = asked.run(where)
@@ -234,7 +238,8 @@ def _print_preferred(reports: list[dict[str, Any]], is_one: bool) -> None:
 
     rows = [("before", *answer_cells(report["before"])) for report in reports[:1] if report["before"]]
     for report in reports:
-        name = "after" if is_one else f"λ = {report['recipe']['quality_weight']}, round {report['round']}"
+        recipe = report["recipe"]
+        name = "after" if is_one else f"{recipe['efficiency']}, λ = {recipe['quality_weight']}, round {report['round']}"
         if report["held_out"]:
             rows.append((name, *answer_cells(report["held_out"])))
     print_table("Greedy answers to held-out prompts", (*_ANSWER_COLUMNS, "quality", "wins"), rows)

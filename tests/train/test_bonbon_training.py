@@ -27,7 +27,7 @@ from pipedec.train.preference.bonbon import BonbonRecipe, PairSteps, bonbon_gap,
 from pipedec.train.preference.judges import Comparison, EndpointJudge, LikelihoodJudge
 from pipedec.train.preference.ranking import Pair as Preference
 from pipedec.train.preference.ranking import Reader, Scored, Task, sample_answers, score
-from pipedec.train.preference.rounds import Rounds
+from pipedec.train.preference.rounds import Rounds, place_of, scores_of
 from pipedec.train.run import Run
 from pipedec.train.threads.answers import Asked, ModelAnswers
 from pipedec.train.threads.learning import Batch, ThreadRecipe, learned_logits
@@ -347,10 +347,20 @@ def test_rounds_of_several_weights_continue_where_a_killed_run_stopped(
     assert reports["lambda-1/round-2"]["model"] == fingerprint(tmp_path / "whole" / "out" / "lambda-1" / "round-1")
     assert reports["lambda-inf/round-1"]["recipe"]["quality_weight"] == "inf"
     lines = json.loads((tmp_path / "whole" / "out" / "summary.json").read_text())
+    assert [line["efficiency"] for line in lines] == [None, *["speedup"] * 4]
     assert [(line["lambda"], line["round"]) for line in lines] == [(None, 0), (1.0, 1), (1.0, 2), ("inf", 1), ("inf", 2)]
     assert lines[2]["win_rate"] == reports["lambda-1/round-2"]["held_out"]["win_rate"]
     with pytest.raises(UserError, match="is of another run: give another --out"):
         replace(rounds, recipes=(replace(recipes[0], alpha=0.5), recipes[1])).run(run_in(tmp_path / "killed"))
+
+
+def test_every_weight_goes_with_every_efficiency_and_an_infinite_one_with_none() -> None:
+    found = scores_of(RECIPE, (1.0, math.inf), ("parallelism", "speedup"))
+    assert [(one.quality_weight, one.efficiency) for one in found] == [
+        (1.0, "parallelism"), (1.0, "speedup"), (math.inf, "parallelism"),
+    ]  # fmt: skip
+    assert [place_of(one) for one in found] == ["parallelism-lambda-1", "lambda-1", "parallelism-lambda-inf"]
+    assert {one.samples for one in found} == {RECIPE.samples}
 
 
 @pytest.mark.parametrize(
@@ -358,7 +368,7 @@ def test_rounds_of_several_weights_continue_where_a_killed_run_stopped(
     [
         ([], "nowhere is not a directory"),
         (["--lambda", "1,x"], "--lambda 1,x: give numbers or inf"),
-        (["--lambda", "1,1"], "--lambda names a weight twice"),
+        (["--lambda", "1,1"], "names a score twice"),
         (["--lambda", "nan"], "--lambda must be at least 0, or inf"),
         (["--rounds", "0"], "--rounds must be at least 1"),
         (["--efficiency", "luck"], "--efficiency luck: choose one of speedup, harmonic, arithmetic, parallelism"),
@@ -406,5 +416,5 @@ def test_the_command_prints_what_it_measured(tuned: Tuned, tmp_path: Path) -> No
     flags[flags.index("--lambda") + 1] = "4,inf"
     flags[flags.index("--out") + 1], flags[flags.index("--work") + 1] = str(tmp_path / "several"), str(tmp_path / "work2")
     result = CliRunner().invoke(command, flags, env={"COLUMNS": "160"}, catch_exceptions=False)
-    assert "λ = inf, round 1" in result.output
+    assert "speedup, λ = inf, round 1" in result.output
     assert {path.name for path in (tmp_path / "several").iterdir()} >= {"summary.json", "summary.md", "trade-off.png"}

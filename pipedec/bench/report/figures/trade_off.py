@@ -1,4 +1,4 @@
-"""The trade-off of quality and speed of answers in threads over the quality weight λ (PASTA, Figures 4 and 5)."""
+"""The trade-off of quality and speed of answers in threads over λ and efficiency terms (PASTA, Figures 4 and 5)."""
 
 from __future__ import annotations
 
@@ -16,11 +16,13 @@ def draw_trade_off(lines: list[dict[str, Any]], out: Path) -> list[Path]:
     """Write ``trade-off`` into the directory ``out`` as PNG and SVG.
 
     Args:
-        lines: points with ``lambda`` (None: before the first round), ``round``, ``win_rate``, ``speedup`` and ``parallelism``.
+        lines: points with ``lambda`` and ``efficiency`` (None: before the first round), ``round``, ``win_rate``, ``speedup`` and
+            ``parallelism``.
 
     Raises:
         UserError: matplotlib is not installed, or a file cannot be written.
     """
+    several = len({line["efficiency"] for line in lines if line["efficiency"]}) > 1
     figure = new_figure(FULL_WIDTH, 0.8 * COLUMN_WIDTH)
     both = figure.subplots(1, 2, sharey=True)
     for axes, (name, label) in zip(both, _QUANTITIES, strict=True):
@@ -36,8 +38,14 @@ def draw_trade_off(lines: list[dict[str, Any]], out: Path) -> list[Path]:
             for point in found:
                 if point["lambda"] is not None:
                     at = point[name], 100 * point["win_rate"]
-                    text = "∞" if point["lambda"] == "inf" else f"{point['lambda']:g}"
-                    axes.annotate(f"λ = {text}", at, (4, 3), textcoords="offset points", fontsize=TICK_POINTS - 1, color=colour)
+                    axes.annotate(
+                        _score(point, several), at, (4, 3), textcoords="offset points", fontsize=TICK_POINTS - 1, color=colour
+                    )
     both[0].legend(fontsize=TICK_POINTS, frameon=False, labelcolor=TEXT)
     notes = ("Greedy answers to held-out prompts", "Wins: share of comparisons with the answer in one thread, by the judge")
     return save(finish(figure, notes, None), out / "trade-off")
+
+
+def _score(point: dict[str, Any], with_efficiency: bool) -> str:
+    weight = "λ = ∞" if point["lambda"] == "inf" else f"λ = {point['lambda']:g}"
+    return f"{point['efficiency']}, {weight}" if with_efficiency and point["lambda"] != "inf" else weight
