@@ -27,6 +27,7 @@ def draw_trade_off(lines: list[dict[str, Any]], out: Path) -> list[Path]:
     both = figure.subplots(1, 2, sharey=True)
     for axes, (name, label) in zip(both, _QUANTITIES, strict=True):
         dress(axes, label, "wins over one thread, %" if name == "speedup" else "", "both")
+        axes.margins(x=0.25)  # for the names of the points
         axes.scatter([1.0], [50.0], marker="x", color=TEXT, s=28, label="one thread", zorder=3)
         for number, points in groupby(sorted(lines, key=lambda line: line["round"]), lambda line: line["round"]):
             found = list(points)
