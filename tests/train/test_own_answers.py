@@ -9,6 +9,7 @@ import pytest
 import torch
 from tiny_pair import Pair
 
+from pipedec.core import UserError
 from pipedec.train.threads.answers import Asked, ModelAnswers
 from pipedec.train.threads.own_answers import OwnAnswers, answers_to_all
 from pipedec.train.threads.rows import Unanswered, Writer
@@ -61,3 +62,5 @@ def test_every_prompt_is_answered_in_every_way_and_asked_once(answers: OwnAnswer
     expected = [(way, answers.writer.prompt(prompt, way)) for prompt in PROMPTS for way in (None, "apar", "pasta")]
     assert sorted((str(one.dialect), one.prompt) for one in found) == sorted((str(way), prompt) for way, prompt in expected)
     assert answers_to_all(answers, prompts) == found and len(asked) == 8
+    with pytest.raises(UserError, match=r"0000\.json has answers to other prompts: give another --work"):
+        answers_to_all(answers, prompts[1:])

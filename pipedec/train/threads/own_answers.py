@@ -6,11 +6,13 @@ Owns the files, from which a killed run continues. It does not know what is lear
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pipedec.core import UserError
 from pipedec.train.threads.answers import Asked, ModelAnswers
 from pipedec.train.threads.figures import answer_all
 from pipedec.train.threads.rows import Sample, Unanswered, Writer
@@ -33,14 +35,21 @@ class OwnAnswers:
     store: Path
 
     def to(self, asked: list[Unanswered], number: int) -> list[Sample]:
-        """The answers of batch ``number``. Once they are kept, the model is not asked again."""
+        """The answers of batch ``number``. Once they are kept, the model is not asked again.
+
+        Raises:
+            UserError: answers to other prompts are kept.
+        """
         path = self.store / f"{number:04}.json"
         if not path.exists():
             self.store.mkdir(parents=True, exist_ok=True)
             path.with_suffix(".partial").write_text(json.dumps(list(self._answers(asked, f"{self.store.name} {number}"))))
             path.with_suffix(".partial").rename(path)
         kept: list[dict[str, Any]] = json.loads(path.read_text())
-        return [Sample(one["dialect"], tuple(one["prompt"]), tuple(one["answer"])) for one in kept]
+        samples = [Sample(one["dialect"], tuple(one["prompt"]), tuple(one["answer"])) for one in kept]
+        if Counter(Unanswered(one.dialect, one.prompt) for one in samples) != Counter(asked):
+            raise UserError(f"{path} has answers to other prompts: give another --work, or remove {self.store}")
+        return samples
 
     def _answers(self, asked: list[Unanswered], title: str) -> Iterator[dict[str, Any]]:
         for dialect in (None, *self.writer.bound):
