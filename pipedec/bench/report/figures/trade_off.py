@@ -28,7 +28,6 @@ def draw_trade_off(lines: list[dict[str, Any]], out: Path) -> list[Path]:
     for axes, (name, label) in zip(both, _QUANTITIES, strict=True):
         dress(axes, label, "wins over one thread, %" if name == "speedup" else "", "both")
         axes.margins(x=0.25)  # for the names of the points
-        axes.scatter([1.0], [50.0], marker="x", color=TEXT, s=28, label="one thread", zorder=3)
         for number, points in groupby(sorted(lines, key=lambda line: line["round"]), lambda line: line["round"]):
             found = list(points)
             colour = TEXT if number == 0 else _COLOURS[(number - 1) % len(_COLOURS)]
@@ -43,7 +42,10 @@ def draw_trade_off(lines: list[dict[str, Any]], out: Path) -> list[Path]:
                         _score(point, several), at, (4, 3), textcoords="offset points", fontsize=TICK_POINTS - 1, color=colour
                     )
     both[0].legend(fontsize=TICK_POINTS, frameon=False, labelcolor=TEXT)
-    notes = ("Greedy answers to held-out prompts", "Wins: share of comparisons with the answer in one thread, by the judge")
+    notes = (
+        "Greedy answers to held-out prompts",
+        "Wins: share of comparisons with the answer in one thread (which has 1 and 50%), by the judge",
+    )
     return save(finish(figure, notes, None), out / "trade-off")
 
 
