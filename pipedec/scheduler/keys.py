@@ -141,7 +141,15 @@ class Keys:
         return self._of_epoch("queue") + f":{rank}"
 
     def alive(self, rank: int) -> str:
-        return f"{self.prefix}alive:{rank}"
+        return f"{self.alive_prefix}{rank}"
+
+    @property
+    def alive_prefix(self) -> str:
+        return self.prefix + "alive:"
+
+    def is_lease(self, key: str) -> bool:
+        """Whether the key exists only while a rank, a supervisor or an owner renews it."""
+        return key.startswith((self.alive_prefix, self.node_prefix, self.owner_prefix))
 
     @property
     def owner_prefix(self) -> str:

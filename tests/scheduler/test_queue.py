@@ -400,6 +400,17 @@ def test_no_request_and_no_cancellation_is_lost(scheduler: Scheduler, seed: int)
     assert scheduler.status().running == () and scheduler.status().waiting == 0
 
 
+def test_keys_that_lapse_and_come_back_are_not_counted(make_redis_scheduler: Callable[[Topology], RedisScheduler]) -> None:
+    scheduler = make_redis_scheduler(TWO)
+    scheduler.open(DESCRIPTION)
+    scheduler.renew_lease(0)
+    scheduler.supervise("here", [0])
+    scheduler.renew_owner("client")
+    found = scheduler.usage().keys
+    leases = (scheduler.keys.alive(0), scheduler.keys.node("here"), scheduler.keys.owner("client"))
+    assert scheduler.client.delete(*leases) == 3 and scheduler.usage().keys == found > 0
+
+
 def test_a_thousand_requests_leave_no_key(make_redis_scheduler: Callable[[Topology], RedisScheduler]) -> None:
     """Keys: some per run, and the answers of unfinished requests; none of a request that has ended and been read or left."""
     scheduler = make_redis_scheduler(TWO)
