@@ -13,16 +13,18 @@ from pathlib import Path
 
 import hypothesis
 import pytest
-from hosts import Hosts, lacking, namespace_hosts
-from processes import deadline, marked_processes, wait_until
-from threads_support import ThreadModels
-from tiny_pair import Pair, make_pair
+from support.hosts import Hosts, lacking, namespace_hosts
+from support.processes import deadline, marked_processes, wait_until
+from support.thread_models import ThreadModels
+from support.tiny_pair import Pair, make_pair
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.utils import logging as transformers_logging
 
 from pipedec.cluster.local import LocalCluster
 from pipedec.engine.spec import DISPATCHES
 from pipedec.verify.reference import Reference
+
+pytest_plugins = ["support.cpu_seconds"]
 
 TEST_SECONDS = 180.0
 

@@ -5,9 +5,9 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from checkpoints import FAMILIES, save_tiny
 from hypothesis import given
 from hypothesis import strategies as st
+from support.checkpoints import FAMILIES, save_tiny
 
 from pipedec.config import (
     ClusterConfig,

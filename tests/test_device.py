@@ -6,7 +6,7 @@ import time
 
 import pytest
 import torch
-from fake_cuda import FakeCuda
+from support.fake_cuda import FakeCuda
 
 from pipedec.bench.kernels.stopwatch import Stopwatch
 from pipedec.core import Load

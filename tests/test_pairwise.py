@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import product
 
 import pytest
-from pairwise import pairs_of, pairwise
+from support.pairwise import pairs_of, pairwise
 
 
 @pytest.mark.parametrize("sizes", [(2, 3), (1, 1, 4), (5, 5, 3, 4), (6, 2, 9, 2), (3, 3, 3, 3)])

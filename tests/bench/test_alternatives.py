@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import save_tiny_llama
 from click.testing import CliRunner
-from tiny_pair import SENTENCES, Pair
+from support.checkpoints import save_tiny_llama
+from support.tiny_pair import SENTENCES, Pair
 from transformers.utils import logging
 
 from pipedec.bench.alternatives import benchmark as alternatives

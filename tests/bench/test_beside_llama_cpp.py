@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from gguf_files import byte_level_tokenizer, save_gguf
-from tiny_pair import Pair
+from support.gguf_files import byte_level_tokenizer, save_gguf
+from support.tiny_pair import Pair
 
 from pipedec.bench import llama_cpp
 from pipedec.bench.alternatives.contenders import LlamaCppContender, load_contenders

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from tiny_pair import Pair
+from support.tiny_pair import Pair
 
 from pipedec.bench.faults.benchmark import KV_BYTES, FaultsConfig, faults_found
 from pipedec.bench.faults.figures import faults_figure

@@ -10,8 +10,8 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from checkpoints import save_tiny_llama
 from click.testing import CliRunner
+from support.checkpoints import save_tiny_llama
 
 from pipedec.bench.kernels import layers
 from pipedec.bench.kernels.layers import LayersConfig, Roofline, driver, measure_layers

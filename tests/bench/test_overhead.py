@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 import pytest
 from click.testing import CliRunner
-from simulated_pipeline import SimulatedPipeline
+from support.simulated_pipeline import SimulatedPipeline
 
 from pipedec.bench.overhead.benchmark import OverheadConfig, measure_overhead
 from pipedec.bench.overhead.critical_path import critical_path, critical_path_lengths

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from silent_progress import Silent
-from tiny_pair import Pair
+from support.silent_progress import Silent
+from support.tiny_pair import Pair
 
 from pipedec.bench.policy.study import Policy, PolicyAnswer, PolicyConfig, Study
 from pipedec.bench.policy.summary import PolicyFigures, compare, document

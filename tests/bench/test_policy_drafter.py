@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import save_tiny_llama
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.checkpoints import save_tiny_llama
 
 from pipedec.bench.policy.drafter import RecordedDrafter
 from pipedec.bench.policy.memo import PROMPT, DraftMemo

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_pair import Pair
+from support.tiny_pair import Pair
 from torch import Tensor
 
 from pipedec.bench.reads.counting import ReadsConfig, measure_reads, over_budget

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import save_tiny_llama
 from click.testing import CliRunner
+from support.checkpoints import save_tiny_llama
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 

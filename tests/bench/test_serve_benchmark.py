@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from tiny_pair import Pair
+from support.tiny_pair import Pair
 
 from pipedec.bench.serve.benchmark import ServeConfig
 from pipedec.cli.main import program

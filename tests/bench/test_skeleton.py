@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
-from silent_progress import Silent
-from threads_support import END, PROMPTS, ThreadModels, naive_answer, teach
-from tiny_pair import Pair as TinyPair
+from support.silent_progress import Silent
+from support.thread_models import END, PROMPTS, ThreadModels, naive_answer, teach
+from support.tiny_pair import Pair as TinyPair
 from transformers import LlamaForCausalLM
 
 from pipedec.bench.sweep.pipelines import Pair as Models

@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
-from silent_progress import Silent
-from tiny_pair import Pair
+from support.silent_progress import Silent
+from support.tiny_pair import Pair
 
 from pipedec.bench.structured.benchmark import StructuredBench, StructuredConfig
 from pipedec.bench.structured.cases import load_cases

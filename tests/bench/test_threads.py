@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from silent_progress import Silent
-from threads_support import THREAD_DIALECTS, Case, ThreadModels
-from tiny_pair import Pair
+from support.silent_progress import Silent
+from support.thread_models import THREAD_DIALECTS, Case, ThreadModels
+from support.tiny_pair import Pair
 
 from pipedec.bench.sweep.pipelines import Pair as Models
 from pipedec.bench.threads.benchmark import ThreadsConfig, bench_threads

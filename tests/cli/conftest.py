@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from programs import Started, programs
+from support.programs import Started, programs
 
 from pipedec.cli import main
 from pipedec.cluster.local import LocalCluster

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_pair import CONTEXT, TARGET_LAYERS, Pair
+from support.tiny_pair import CONTEXT, TARGET_LAYERS, Pair
 
 from pipedec.cluster.local import LocalCluster
 from pipedec.cluster.state import RunningCluster, process_start

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_pair import Pair
+from support.tiny_pair import Pair
 from transformers import PreTrainedTokenizerBase
 
 from pipedec.cluster.local import LocalCluster

@@ -14,8 +14,8 @@ from typing import Any
 
 import psutil
 import pytest
-from processes import MARK, marked_processes, wait_until
-from tiny_pair import Pair
+from support.processes import MARK, marked_processes, wait_until
+from support.tiny_pair import Pair
 from transformers import PreTrainedTokenizerBase
 
 from pipedec.cluster.local import LocalCluster

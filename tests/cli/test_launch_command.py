@@ -12,8 +12,8 @@ from typing import Any
 
 import psutil
 import pytest
-from processes import wait_until
-from tiny_pair import Pair
+from support.processes import wait_until
+from support.tiny_pair import Pair
 from transformers import PreTrainedTokenizerBase
 
 from pipedec.cluster.state import read_state

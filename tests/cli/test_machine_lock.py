@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from tiny_pair import Pair
+from support.tiny_pair import Pair
 
 from pipedec.cluster.state import MachineLock
 

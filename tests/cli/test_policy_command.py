@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_pair import Pair
+from support.tiny_pair import Pair
 
 Pipedec = Callable[..., Any]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from processes import wait_until
+from support.processes import wait_until
 
 from pipedec.cluster.local import LocalCluster
 

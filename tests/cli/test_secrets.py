@@ -8,9 +8,9 @@ from typing import Any
 import httpx2
 import psutil
 import pytest
-from programs import Started
-from serving import Serving, body
-from tiny_pair import Pair
+from support.programs import Started
+from support.serving import Serving, body
+from support.tiny_pair import Pair
 
 from pipedec.cluster.state import read_state
 from pipedec.config import RedisConfig

@@ -17,10 +17,10 @@ from urllib.parse import urlsplit
 import httpx2
 import psutil
 import pytest
-from processes import wait_until
-from programs import Started, programs
-from serving import PROMPT, START_SECONDS, Serving, body, in_front_of, is_idle, metric, streaming
-from tiny_pair import Pair
+from support.processes import wait_until
+from support.programs import Started, programs
+from support.serving import PROMPT, START_SECONDS, Serving, body, in_front_of, is_idle, metric, streaming
+from support.tiny_pair import Pair
 
 from pipedec.client.client import Client
 from pipedec.cluster.local import LocalCluster

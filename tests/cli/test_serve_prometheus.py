@@ -15,10 +15,10 @@ from urllib.parse import urlsplit
 
 import httpx2
 import pytest
-from processes import wait_until
-from programs import Started
-from serving import body, in_front_of
-from tiny_pair import Pair
+from support.processes import wait_until
+from support.programs import Started
+from support.serving import body, in_front_of
+from support.tiny_pair import Pair
 
 from pipedec.cluster.local import LocalCluster
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 from conftest import Pipedec
-from tiny_pair import Pair
+from support.tiny_pair import Pair
 
 from pipedec.cli.top import top
 from pipedec.client.client import Client

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from tiny_pair import Pair
+from support.tiny_pair import Pair
 
 from pipedec.client.client import Client
 from pipedec.client.reply import Reply

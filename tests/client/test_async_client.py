@@ -14,8 +14,8 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 
 import pytest
-from processes import deadline, wait_until
-from tiny_pair import SENTENCES, Pair
+from support.processes import deadline, wait_until
+from support.tiny_pair import SENTENCES, Pair
 
 from pipedec.client.async_client import AsyncClient, AsyncReply
 from pipedec.client.client import Client

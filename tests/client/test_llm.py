@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Iterator
 
 import pytest
-from processes import deadline
-from tiny_pair import SENTENCES, Pair
+from support.processes import deadline
+from support.tiny_pair import SENTENCES, Pair
 
 from pipedec import LLM, AsyncLLM, Completion, SamplingParams, StructuredOutputs
 from pipedec.core import UserError

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tiny_pair import Pair
+from support.tiny_pair import Pair
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import httpx2
 import pytest
-from processes import marked_processes, wait_until
 from prometheus_client.parser import text_string_to_metric_families
-from tiny_pair import Pair
+from support.processes import marked_processes, wait_until
+from support.tiny_pair import Pair
 
 START_SECONDS = 90.0
 END_SECONDS = 30.0

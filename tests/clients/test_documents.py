@@ -14,14 +14,14 @@ import hypothesis
 import pytest
 import schemathesis
 from clients.conftest import MODEL, Server, client_python, serving
-from examples import examples
 from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi.checks import (
     content_type_conformance,
     response_schema_conformance,
     status_code_conformance,
 )
-from tiny_pair import Pair
+from support.examples import examples
+from support.tiny_pair import Pair
 
 CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
 PAGE = (Path(__file__).parents[2] / "docs" / "serving.md").read_text()

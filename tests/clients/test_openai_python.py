@@ -13,9 +13,9 @@ import openai
 import pytest
 import torch
 from clients.conftest import MODEL, Server, serving
-from processes import wait_until
 from pydantic import BaseModel
-from tiny_pair import Pair
+from support.processes import wait_until
+from support.tiny_pair import Pair
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from pipedec.verify.reference import Reference

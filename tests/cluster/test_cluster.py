@@ -20,9 +20,9 @@ from typing import Any
 import psutil
 import pytest
 import redis
-from processes import marked_processes, redis_of, wait_until
-from timesteps import check_timesteps
-from tiny_pair import Pair
+from support.processes import marked_processes, redis_of, wait_until
+from support.timesteps import check_timesteps
+from support.tiny_pair import Pair
 from transformers import PreTrainedTokenizerBase
 
 import pipedec

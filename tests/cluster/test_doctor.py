@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hosts import Hosts
-from tiny_pair import Pair
+from support.hosts import Hosts
+from support.tiny_pair import Pair
 
 from pipedec.cluster.doctor.checks import HostReport, examine
 from pipedec.cluster.doctor.comparison import Answer, compare

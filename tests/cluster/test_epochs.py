@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from processes import wait_until
-from tiny_pair import Pair
+from support.processes import wait_until
+from support.tiny_pair import Pair
 
 from pipedec.cluster import epochs
 from pipedec.cluster.address import RankPlace

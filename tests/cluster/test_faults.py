@@ -15,8 +15,8 @@ from typing import Any
 
 import psutil
 import pytest
-from processes import redis_of, wait_until
-from tiny_pair import Pair
+from support.processes import redis_of, wait_until
+from support.tiny_pair import Pair
 
 from pipedec.client.client import Client
 from pipedec.cluster.lease import LeaseKeeper

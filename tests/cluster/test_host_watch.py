@@ -12,7 +12,7 @@ from typing import Any
 
 import psutil
 import pytest
-from processes import wait_until
+from support.processes import wait_until
 
 from pipedec.cluster import host_watch
 from pipedec.cluster.host_watch import HostWatch

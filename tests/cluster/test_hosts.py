@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from hosts import Hosts
-from processes import wait_until
 from safetensors.torch import load_file, save_file
-from tiny_pair import Pair
+from support.hosts import Hosts
+from support.processes import wait_until
+from support.tiny_pair import Pair
 from transformers import PreTrainedTokenizerBase
 
 import pipedec

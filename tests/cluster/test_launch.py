@@ -19,8 +19,8 @@ from typing import Any
 
 import psutil
 import pytest
-from processes import marked_processes, wait_until
-from tiny_pair import Pair
+from support.processes import marked_processes, wait_until
+from support.tiny_pair import Pair
 from transformers import PreTrainedTokenizerBase
 
 from pipedec.client.client import Client

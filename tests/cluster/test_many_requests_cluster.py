@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import psutil
 import pytest
-from processes import wait_until
 from redis import Redis
-from tiny_pair import SENTENCES, Pair
+from support.processes import wait_until
+from support.tiny_pair import SENTENCES, Pair
 
 from pipedec.client.client import Client
 from pipedec.client.reply import Reply

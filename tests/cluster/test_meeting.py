@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 import torch
-from processes import wait_until
-from tiny_pair import Pair
+from support.processes import wait_until
+from support.tiny_pair import Pair
 
 from pipedec.cluster import meeting as meeting_module
 from pipedec.cluster.address import RankPlace, RunAddress

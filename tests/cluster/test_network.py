@@ -7,8 +7,8 @@ import socket
 import sys
 
 import pytest
-from hosts import Hosts
-from processes import wait_until
+from support.hosts import Hosts
+from support.processes import wait_until
 
 from pipedec.cluster import network
 from pipedec.config import ServerConfig

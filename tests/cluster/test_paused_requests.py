@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
-from kv_budgets import with_slots
-from processes import wait_until
 from redis import Redis
-from threads_support import BIASES, LETTERS, PROMPTS, THREAD_DIALECTS, ThreadModels
-from tiny_pair import SENTENCES, Pair
+from support.kv_budgets import with_slots
+from support.processes import wait_until
+from support.thread_models import BIASES, LETTERS, PROMPTS, THREAD_DIALECTS, ThreadModels
+from support.tiny_pair import SENTENCES, Pair
 
 from pipedec.client.client import Client
 from pipedec.client.reply import Reply

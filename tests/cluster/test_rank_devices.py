@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tiny_pair import Pair
+from support.tiny_pair import Pair
 
 from pipedec.cluster.address import RankPlace
 from pipedec.cluster.rank import chosen_backend

@@ -20,10 +20,10 @@ from typing import Any
 
 import pytest
 import torch
-from lasting_server import LastingServer
-from processes import redis_of, wait_until
-from threads_support import BIASES, LETTERS, PROMPTS, THREAD_DIALECTS, ThreadModels
-from tiny_pair import SENTENCES, Pair
+from support.lasting_server import LastingServer
+from support.processes import redis_of, wait_until
+from support.thread_models import BIASES, LETTERS, PROMPTS, THREAD_DIALECTS, ThreadModels
+from support.tiny_pair import SENTENCES, Pair
 
 from pipedec.client.client import Client
 from pipedec.client.reply import Reply

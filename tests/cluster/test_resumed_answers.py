@@ -8,8 +8,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from threads_support import BIASES, LETTERS, PROMPTS, THREAD_DIALECTS, ThreadModels
-from tiny_pair import SENTENCES, Pair
+from support.thread_models import BIASES, LETTERS, PROMPTS, THREAD_DIALECTS, ThreadModels
+from support.tiny_pair import SENTENCES, Pair
 
 from pipedec.client.client import Client
 from pipedec.client.llm import LLM

@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from pairwise import pairwise
-from threads_support import BIASES, END, LETTERS, PROMPTS, THREAD_DIALECTS, ThreadModels
+from support.pairwise import pairwise
+from support.thread_models import BIASES, END, LETTERS, PROMPTS, THREAD_DIALECTS, ThreadModels
 
 from pipedec.client.client import Client
 from pipedec.cluster.local import LocalCluster

@@ -15,9 +15,9 @@ from pathlib import Path
 import psutil
 import pytest
 import redis
-from checkpoints import save_tiny
-from processes import wait_until
-from tiny_pair import CONTEXT, TARGET_LAYERS, Pair
+from support.checkpoints import save_tiny
+from support.processes import wait_until
+from support.tiny_pair import CONTEXT, TARGET_LAYERS, Pair
 from transformers import PreTrainedTokenizerBase
 
 from pipedec.client.client import Client

@@ -8,8 +8,8 @@ import threading
 from typing import Any
 
 import pytest
-from processes import wait_until
-from tiny_pair import SENTENCES, Pair
+from support.processes import wait_until
+from support.tiny_pair import SENTENCES, Pair
 
 from pipedec.client.client import Client
 from pipedec.client.running import Running

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from drafters import PROMPT, RARE, Alone, Line, ScriptedDrafter, begun, rows
+from support.drafters import PROMPT, RARE, Alone, Line, ScriptedDrafter, begun, rows
 
 from pipedec.core import Request, Step, UserError, Verdict
 from pipedec.decoding import Experience, TimestepTiming

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from drafters import PROMPT, Alone, begun, rows
+from support.drafters import PROMPT, Alone, begun, rows
 
 from pipedec.core import MaskParams, Request, UserError, Verdict
 from pipedec.methods import MAX_ROWS, BitaOptions

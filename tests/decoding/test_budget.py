@@ -6,9 +6,9 @@ import random
 from dataclasses import dataclass, field
 
 import pytest
-from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
+from support.examples import examples
 
 from pipedec.decoding.budget import RESERVED, Budget, Claim, Wish
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
+from support.examples import examples
 from torch import Tensor
 
 from pipedec.decoding.acceptance import Acceptance

@@ -6,10 +6,10 @@ import random
 from functools import partial
 
 import pytest
-from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
-from simulation import KnowingDrafter, Simulation, proposed
+from support.examples import examples
+from support.simulation import KnowingDrafter, Simulation, proposed
 
 from pipedec import threads
 from pipedec.core import Request, UserError, Verdict

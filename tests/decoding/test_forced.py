@@ -5,12 +5,12 @@ from __future__ import annotations
 import random
 
 import pytest
-from drafters import PROMPT, Alone, ScriptedDrafter, rows
-from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
-from simulation import KnowingDrafter
-from toy_structures import ToyStructure, rule_of
+from support.drafters import PROMPT, Alone, ScriptedDrafter, rows
+from support.examples import examples
+from support.simulation import KnowingDrafter
+from support.toy_structures import ToyStructure, rule_of
 
 from pipedec.core import MethodOptions, Request, SamplingParams, Step, Verdict
 from pipedec.decoding import Company

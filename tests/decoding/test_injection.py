@@ -9,9 +9,9 @@ from itertools import islice
 
 import pytest
 import torch
-from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
+from support.examples import examples
 
 from pipedec.decoding.choices import Choices, Line
 from pipedec.decoding.injection import InjectionTree

@@ -5,10 +5,10 @@ from __future__ import annotations
 from functools import partial
 
 import pytest
-from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
-from simulation import KnowingDrafter, Simulation
+from support.examples import examples
+from support.simulation import KnowingDrafter, Simulation
 
 from pipedec.core import Request, SamplingParams, UserError
 from pipedec.decoding import Company, Method

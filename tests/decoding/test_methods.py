@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 import pytest
-from drafters import PROMPT, Alone, ScriptedDrafter, begun, rows
+from support.drafters import PROMPT, Alone, ScriptedDrafter, begun, rows
 
 from pipedec.core import NO_MASKS, Request, UserError, Verdict
 from pipedec.decoding import Company, Method

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import save_tiny_llama
-from drafters import Alone, begun
+from support.checkpoints import save_tiny_llama
+from support.drafters import Alone, begun
 from transformers import PreTrainedModel
 
 from pipedec.core import Request, Step, Verdict

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping
 
 import pytest
 import torch
-from drafters import Alone
-from toy_dialects import IDS, ids, sequence_of, toy
+from support.drafters import Alone
+from support.toy_dialects import IDS, ids, sequence_of, toy
 
 from pipedec.core import Accepted, Request, Step, Verdict
 from pipedec.decoding import Company

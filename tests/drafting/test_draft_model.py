@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import save_tiny
-from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
+from support.checkpoints import save_tiny
+from support.examples import examples
+from support.toy_structures import ToyStructure
 from torch import Tensor
-from toy_structures import ToyStructure
 from transformers import PreTrainedModel
 
 from pipedec.drafting import DraftModel

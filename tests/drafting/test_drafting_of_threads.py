@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import save_tiny
-from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
+from support.checkpoints import save_tiny
+from support.examples import examples
+from support.toy_dialects import IDS, TEXTS, ids, say, sequence_of, toy
 from torch import Tensor
-from toy_dialects import IDS, TEXTS, ids, say, sequence_of, toy
 from transformers import PreTrainedModel
 
 from pipedec.core import Accepted, Verdict

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
-from checkpoints import save_tiny_llama
-from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
+from support.checkpoints import save_tiny_llama
+from support.examples import examples
 
 from pipedec.drafting import DraftModel
 from pipedec.model import StageModel

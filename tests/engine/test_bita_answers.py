@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from bita_files import save_random_bita
-from checkpoints import save_tiny
-from naive_bita import NaiveBita
-from pairwise import pairwise
-from timesteps import check_timesteps
+from support.bita_files import save_random_bita
+from support.checkpoints import save_tiny
+from support.naive_bita import NaiveBita
+from support.pairwise import pairwise
+from support.timesteps import check_timesteps
 from transformers import AutoModelForCausalLM
 
 from pipedec.core import Opening, Request, SamplingParams, Update, UserError, Verdict

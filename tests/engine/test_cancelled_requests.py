@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from processes import wait_until
+from support.processes import wait_until
 
 from pipedec.core import Opening, Request, SamplingParams, Step, TokenLogprobs, Update, Verdict
 from pipedec.decoding import Company, Method

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from captures import Repeated
+from support.captures import Repeated
 from test_local_pipeline import NUM_TOKENS, OPTIONS, PROMPT, answer, expected, make_pipeline, models, request
 
 from pipedec.methods import METHODS, BitaOptions

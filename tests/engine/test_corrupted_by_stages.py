@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_pair import Pair, make_pair
+from support.tiny_pair import Pair, make_pair
 
 from pipedec.core import Request, SamplingParams
 from pipedec.engine.local import LocalAnswer, LocalPipeline

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import save_tiny_llama
 from safetensors.torch import load_file, save_file
+from support.checkpoints import save_tiny_llama
 
 from pipedec.core import Request, SamplingParams
 from pipedec.engine.local import LocalAnswer, LocalPipeline

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from tiny_pair import CONTEXT, Pair
+from support.tiny_pair import CONTEXT, Pair
 
 from pipedec.core import Opening, PipedecError, SamplingParams, SchedulerLost, Verdict
 from pipedec.engine.draft_loop import DraftLoop

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tiny_pair import Pair
+from support.tiny_pair import Pair
 
 from pipedec.core import Request, SamplingParams, Step
 from pipedec.engine.draft_tokens import DraftTokens

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from tiny_pair import SENTENCES, Pair
+from support.tiny_pair import SENTENCES, Pair
 
 from pipedec.core import Request, SamplingParams
 from pipedec.engine.live_feed import Frame, LiveFeed

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from bita_files import save_random_bita
-from checkpoints import save_tiny_llama
-from pairwise import pairwise
-from timesteps import check_timesteps
+from support.bita_files import save_random_bita
+from support.checkpoints import save_tiny_llama
+from support.pairwise import pairwise
+from support.timesteps import check_timesteps
 from transformers import LlamaForCausalLM, PreTrainedModel
 
 from pipedec.core import MethodOptions, Metrics, Request, SamplingParams, UserError, Verdict

@@ -11,8 +11,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kv_budgets import with_slots
-from threads_support import SETTINGS, THREAD_DIALECTS, Case, ThreadModels
+from support.kv_budgets import with_slots
+from support.thread_models import SETTINGS, THREAD_DIALECTS, Case, ThreadModels
 
 from pipedec.core import Request, SamplingParams, UserError
 from pipedec.decoding import running

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from kv_budgets import with_slots
-from tiny_pair import Pair
+from support.kv_budgets import with_slots
+from support.tiny_pair import Pair
 from transformers import AutoModelForCausalLM
 
 from pipedec.core import Request, SamplingParams, UserError

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from checkpoints import save_tiny
+from support.checkpoints import save_tiny
 
 from pipedec.core import Request, SamplingParams
 from pipedec.engine.local import LocalPipeline

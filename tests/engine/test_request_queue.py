@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
-from processes import wait_until
-from stats_support import run_stats
+from support.processes import wait_until
+from support.run_stats import run_stats
 
 from pipedec.core import PipedecError, SchedulerLost
 from pipedec.engine.request_queue import RequestQueue

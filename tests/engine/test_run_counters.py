@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 import torch
-from tiny_pair import Pair
+from support.tiny_pair import Pair
 
 from pipedec.core import Envelope, Request, SamplingParams, Step, Update
 from pipedec.decoding import Company, TimestepTiming

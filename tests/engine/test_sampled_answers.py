@@ -6,14 +6,14 @@ from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 
-import naive_sampling
 import pytest
 import torch
-from bita_files import save_random_bita
-from checkpoints import save_tiny_llama
-from pairwise import pairwise
-from timesteps import check_timesteps
-from tiny_pair import Pair
+from support import naive_sampling
+from support.bita_files import save_random_bita
+from support.checkpoints import save_tiny_llama
+from support.pairwise import pairwise
+from support.timesteps import check_timesteps
+from support.tiny_pair import Pair
 from transformers import LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from pipedec.client.client import Client

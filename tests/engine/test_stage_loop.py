@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from fake_cuda import FakeCuda
+from support.fake_cuda import FakeCuda
 
 from pipedec.core import Envelope, Load, Opening, SamplingParams, Step, Update, Verdict
 from pipedec.device import GpuDevice, Mark

@@ -15,8 +15,8 @@ from unittest.mock import patch
 import jsonschema_rs
 import pytest
 import torch
-from kv_budgets import with_slots
-from naive_sampling import choose
+from support.kv_budgets import with_slots
+from support.naive_sampling import choose
 from transformers import LlamaForCausalLM
 
 from pipedec.bench.structured.cases import Case, load_cases

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from pairwise import pairwise
-from threads_support import DEPTHS, SETTINGS, THREAD_DIALECTS, Case, ThreadModels
+from support.pairwise import pairwise
+from support.thread_models import DEPTHS, SETTINGS, THREAD_DIALECTS, Case, ThreadModels
 
 from pipedec.core import Request
 from pipedec.engine.local import LocalPipeline

@@ -17,8 +17,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from support.toy_dialects import END, IDS, TAGS, TEXTS, behind
 from torch import Tensor
-from toy_dialects import END, IDS, TAGS, TEXTS, behind
 
 from pipedec.core import Envelope, Opening, Request, SamplingParams, Step, TokenLogprobs, Update, Verdict
 from pipedec.decoding import Company, Method, TimestepTiming

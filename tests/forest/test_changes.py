@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from toy_dialects import IDS, ids, say, sequence_of, toy
+from support.toy_dialects import IDS, ids, say, sequence_of, toy
 
 from pipedec.core import Accepted, Verdict
 from pipedec.forest import Remaining, Start, ThreadChanges, apply_verdict

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from toy_dialects import IDS, ids, sequence_of, toy
+from support.toy_dialects import IDS, ids, sequence_of, toy
 
 from pipedec.core import Accepted, Verdict
 from pipedec.forest import Forest

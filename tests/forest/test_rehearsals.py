@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from marked import Rehearsal
-from toy_dialects import toy
+from support.toy_dialects import toy
 
 from pipedec.methods import METHODS
 from pipedec.threads import Sequence

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from gguf_files import save_gguf
-from llama_cpp import LlamaCpp
-from tiny_pair import SENTENCES, Pair
+from support.gguf_files import save_gguf
+from support.llama_cpp import LlamaCpp
+from support.tiny_pair import SENTENCES, Pair
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from pipedec import LLM, SamplingParams

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from checkpoints import save_tiny_llama
-from gguf_files import quantized, save_gguf
+from support.checkpoints import save_tiny_llama
+from support.gguf_files import quantized, save_gguf
 
 from pipedec.config import state_directory
 from pipedec.config.model import context_length

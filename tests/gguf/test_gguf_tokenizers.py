@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import save_tiny_llama
 from gguf import TokenType
-from gguf_files import save_gguf
 from hypothesis import given
 from hypothesis import strategies as st
-from llama_cpp import LlamaCpp
-from tiny_pair import Pair
+from support.checkpoints import save_tiny_llama
+from support.gguf_files import save_gguf
+from support.llama_cpp import LlamaCpp
+from support.tiny_pair import Pair
 from tokenizers import Tokenizer as Backend
 from tokenizers import models, normalizers, pre_tokenizers, trainers
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from captures import Repeated
-from checkpoints import save_tiny
-from flash_stand_in import flash_on_cpu
-from random_requests import Requests
+from support.captures import Repeated
+from support.checkpoints import save_tiny
+from support.flash_stand_in import flash_on_cpu
+from support.random_requests import Requests
 from torch import Tensor
 
 from pipedec.model import StageModel, device_capture

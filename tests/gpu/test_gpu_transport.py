@@ -7,7 +7,7 @@ import sys
 from dataclasses import replace
 
 import pytest
-from tiny_pair import Pair
+from support.tiny_pair import Pair
 
 from pipedec.client.client import Client
 from pipedec.cluster.local import LocalCluster

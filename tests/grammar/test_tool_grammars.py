@@ -7,7 +7,7 @@ import random
 from typing import Any
 
 import pytest
-from tiny_pair import Pair
+from support.tiny_pair import Pair
 
 from pipedec.core import StructuredOutputs
 from pipedec.grammar import Grammar, Vocabulary, check

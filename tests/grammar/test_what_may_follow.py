@@ -10,9 +10,9 @@ from typing import Any
 
 import jsonschema_rs
 import pytest
-from examples import examples
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from support.examples import examples
 
 from pipedec.core import StructuredOutputs
 from pipedec.engine.spec import REFERENCE_PAIR

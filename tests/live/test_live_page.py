@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from feeds import FeedServer, Frame, eventful_feed, long_feed, recording, wait_for
+from support.feeds import FeedServer, Frame, eventful_feed, long_feed, recording, wait_for
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 pytest.importorskip("playwright.sync_api")

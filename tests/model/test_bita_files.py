@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from bita_files import save_random_bita
-from checkpoints import save_tiny_llama
 from safetensors.torch import load_file, save_file
+from support.bita_files import save_random_bita
+from support.checkpoints import save_tiny_llama
 from torch import Tensor
 
 from pipedec.core import UserError

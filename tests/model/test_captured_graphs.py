@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from bita_files import save_random_bita
-from captures import Frozen, Repeated, compiled
-from checkpoints import save_tiny
-from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
-from random_requests import Requests
+from support.bita_files import save_random_bita
+from support.captures import Frozen, Repeated, compiled
+from support.checkpoints import save_tiny
+from support.examples import examples
+from support.random_requests import Requests
 from torch import Tensor
 from torch._dynamo.utils import counters
 

@@ -6,9 +6,9 @@ import json
 
 import pytest
 import torch
-from checkpoints import save_tiny_llama
 from safetensors.torch import load_file, save_file
-from stage_chain import lone_cache
+from support.checkpoints import save_tiny_llama
+from support.stage_chain import lone_cache
 
 from pipedec.core import UserError
 from pipedec.model.checkpoint import EMBEDDING, FINAL_NORM, HEAD, Checkpoint

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from safetensors import safe_open
 from safetensors.torch import save_file
-from tiny_pair import Pair
+from support.tiny_pair import Pair
 
 from pipedec.config import state_directory
 from pipedec.directories import cache_directory

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from bita_files import save_random_bita
-from checkpoints import save_tiny
-from examples import examples
-from flash_stand_in import flash_on_cpu
 from hypothesis import given
 from hypothesis import strategies as st
-from random_requests import Requests
-from slot_books import SlotBooks
+from support.bita_files import save_random_bita
+from support.checkpoints import save_tiny
+from support.examples import examples
+from support.flash_stand_in import flash_on_cpu
+from support.random_requests import Requests
+from support.slot_books import SlotBooks
 
 from pipedec.model import BitaWeights, LaneRows, ModelConfig, StageModel
 from pipedec.model.attention import flash_attention

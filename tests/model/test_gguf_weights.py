@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import save_tiny
 from gguf import GGUFReader
 from gguf.quants import dequantize
-from gguf_files import byte_level_tokenizer, save_gguf
 from safetensors.torch import load_file
-from stage_chain import StageChain
+from support.checkpoints import save_tiny
+from support.gguf_files import byte_level_tokenizer, save_gguf
+from support.stage_chain import StageChain
 from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
+from support.examples import examples
 
 from pipedec.core import SlotRuns
 from pipedec.model.cache import KVCache

@@ -8,10 +8,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
-from slot_books import SlotBooks
+from support.examples import examples
+from support.slot_books import SlotBooks
 
 from pipedec.device import to_device
 from pipedec.model import KVCache, KVPool, KVShape

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import save_tiny, save_tiny_llama
-from slot_books import SlotBooks
-from stage_chain import ROPES
+from support.checkpoints import save_tiny, save_tiny_llama
+from support.slot_books import SlotBooks
+from support.stage_chain import ROPES
 
 from pipedec.model import KVPool, LaneRows, StageModel
 from pipedec.tree import Visibility

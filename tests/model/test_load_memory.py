@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from checkpoints import save_tiny_llama
-from gguf_files import save_gguf
+from support.checkpoints import save_tiny_llama
+from support.gguf_files import save_gguf
 
 LOADER = """
 import json, sys

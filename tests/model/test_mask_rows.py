@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from bita_files import save_random_bita
-from checkpoints import save_tiny, save_tiny_llama
-from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
-from naive_bita import NaiveBita
-from stage_chain import StageChain, lone_cache
+from support.bita_files import save_random_bita
+from support.checkpoints import save_tiny, save_tiny_llama
+from support.examples import examples
+from support.naive_bita import NaiveBita
+from support.stage_chain import StageChain, lone_cache
 from torch import Tensor
 from torch.nn import functional
 

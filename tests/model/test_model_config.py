@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from checkpoints import save_tiny, save_tiny_llama, save_tiny_mistral, save_tiny_qwen2
+from support.checkpoints import save_tiny, save_tiny_llama, save_tiny_mistral, save_tiny_qwen2
 
 from pipedec.core import UserError
 from pipedec.model.config import ModelConfig

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import save_tiny
-from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
-from stage_chain import lone_cache
+from support.checkpoints import save_tiny
+from support.examples import examples
+from support.stage_chain import lone_cache
 
 from pipedec.core import UserError
 from pipedec.hardware import WeightFormat

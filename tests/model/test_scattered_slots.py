@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from bita_files import save_random_bita
-from checkpoints import save_tiny
-from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
-from slot_books import SlotBooks
+from support.bita_files import save_random_bita
+from support.checkpoints import save_tiny
+from support.examples import examples
+from support.slot_books import SlotBooks
 from torch import Tensor
 
 from pipedec.model import BitaWeights, KVCache, KVPool, LaneRows, ModelConfig, StageModel

@@ -7,11 +7,11 @@ import random
 
 import pytest
 import torch
-from checkpoints import save_tiny, save_tiny_llama, save_tiny_mistral
-from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
-from stage_chain import ROPES, StageChain, lone_cache
+from support.checkpoints import save_tiny, save_tiny_llama, save_tiny_mistral
+from support.examples import examples
+from support.stage_chain import ROPES, StageChain, lone_cache
 from transformers import AutoModelForCausalLM
 
 from pipedec.core import UserError

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from fake_cuda import FakeCuda
-from tiny_pair import Pair
+from support.fake_cuda import FakeCuda
+from support.tiny_pair import Pair
 
 from pipedec.client.client import Client
 from pipedec.cluster.local import LocalCluster

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import save_tiny_llama
-from tiny_pair import CONTEXT, DRAFT_LAYERS, Pair
+from support.checkpoints import save_tiny_llama
+from support.tiny_pair import CONTEXT, DRAFT_LAYERS, Pair
 
 from pipedec.config import ClusterConfig, DeviceConfig, PartitionConfig, ServerConfig
 from pipedec.core import UserError

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from tiny_pair import Pair
-from toy_training import TOY, killed_in_step, small_library
+from support.tiny_pair import Pair
+from support.toy_training import TOY, killed_in_step, small_library
 from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from pipedec.core import UserError

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from toy_training import small_library
+from support.toy_training import small_library
 
 from pipedec.train.annotate.questions import read_questions
 from pipedec.train.annotate.records import Question

@@ -8,7 +8,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file
-from toy_training import TOY, killed_in_step, small_library
+from support.toy_training import TOY, killed_in_step, small_library
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from pipedec.core import UserError

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import naive_sampling
 import pytest
 import torch
-from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
+from support import naive_sampling
+from support.examples import examples
 from torch import Tensor
 
 from pipedec.core import SamplingParams, UserError

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from simulated_pipeline import History, SimulatedPipeline
+from support.simulated_pipeline import History, SimulatedPipeline
 
 from pipedec.core import Opening, SamplingParams
 from pipedec.scheduler import MemoryScheduler, RedisScheduler, Scheduler, Task

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import pytest
-from processes import wait_until
-from stats_support import run_stats
+from support.processes import wait_until
+from support.run_stats import run_stats
 
 from pipedec.core import RankLost, SchedulerLost, UserError
 from pipedec.messages import AbortEvent, CancelledEvent, ErrorEvent, Event, RunDescription, StageStats, TokensEvent

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 import redis
-from lasting_server import LastingServer
-from processes import wait_until
+from support.lasting_server import LastingServer
+from support.processes import wait_until
 
 from pipedec.core import EpochEnded, SchedulerBusy, SchedulerInterrupted, SchedulerLost
 from pipedec.messages import RunDescription, TokensEvent

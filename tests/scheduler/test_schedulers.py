@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
-from simulated_pipeline import SimulatedPipeline
+from support.simulated_pipeline import SimulatedPipeline
 
 from pipedec.core import EpochEnded, Opening, PipedecError, RankLost, SamplingParams, SchedulerLost, UserError, Verdict
 from pipedec.messages import (

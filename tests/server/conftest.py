@@ -3,9 +3,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from http_server import Site, served
-from scripted_engine import ANSWER, ScriptedEngine
-from tiny_pair import CONTEXT, Pair
+from support.http_server import Site, served
+from support.scripted_engine import ANSWER, ScriptedEngine
+from support.tiny_pair import CONTEXT, Pair
 
 from pipedec.messages import RunDescription
 from pipedec.server.front import Front, Served

@@ -7,10 +7,10 @@ import socket
 import struct
 
 import pytest
-from http_server import Site
-from processes import wait_until
-from scripted_engine import ANSWER
-from streams import CHAT, COMPLETIONS, USER, next_chunk, open_stream, stream, text_of
+from support.http_server import Site
+from support.processes import wait_until
+from support.scripted_engine import ANSWER
+from support.streams import CHAT, COMPLETIONS, USER, next_chunk, open_stream, stream, text_of
 
 BOTH = pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 

@@ -6,10 +6,10 @@ import math
 from typing import Any
 
 import pytest
-from http_server import Site
-from scripted_engine import ANSWER, logprobs_of
-from streams import CHAT, COMPLETIONS, ask, content, stream, text_of
-from tiny_pair import CONTEXT
+from support.http_server import Site
+from support.scripted_engine import ANSWER, logprobs_of
+from support.streams import CHAT, COMPLETIONS, ask, content, stream, text_of
+from support.tiny_pair import CONTEXT
 
 from pipedec.core import SamplingParams
 from pipedec.text.tokenizer import Tokenizer

@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from http_server import Site, served
-from processes import wait_until
-from streams import COMPLETIONS, ask
-from tiny_pair import CONTEXT, Pair
+from support.http_server import Site, served
+from support.processes import wait_until
+from support.streams import COMPLETIONS, ask
+from support.tiny_pair import CONTEXT, Pair
 
 from pipedec.client.async_client import AsyncClient
 from pipedec.client.client import Client

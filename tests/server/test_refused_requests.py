@@ -6,8 +6,8 @@ import json
 from typing import Any
 
 import pytest
-from http_server import Site
-from tiny_pair import CONTEXT
+from support.http_server import Site
+from support.tiny_pair import CONTEXT
 
 from pipedec.text.tokenizer import Tokenizer
 

@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 import torch
-from http_server import Site, served
-from processes import wait_until
-from streams import CHAT, COMPLETIONS, USER, ask, next_chunk, open_stream, stream, text_of
-from tiny_pair import CONTEXT, Pair
-from tool_templates import HERMES_TEMPLATE
+from support.http_server import Site, served
+from support.processes import wait_until
+from support.streams import CHAT, COMPLETIONS, USER, ask, next_chunk, open_stream, stream, text_of
+from support.tiny_pair import CONTEXT, Pair
+from support.tool_templates import HERMES_TEMPLATE
 from transformers import AutoModelForCausalLM
 
 from pipedec.client.async_client import AsyncClient

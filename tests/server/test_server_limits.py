@@ -10,11 +10,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from http_server import Site, served
-from processes import wait_until
-from scripted_engine import ANSWER, ScriptedEngine
-from streams import CHAT, COMPLETIONS, USER, ask, chunks, next_chunk, open_stream, text_of
-from tiny_pair import CONTEXT
+from support.http_server import Site, served
+from support.processes import wait_until
+from support.scripted_engine import ANSWER, ScriptedEngine
+from support.streams import CHAT, COMPLETIONS, USER, ask, chunks, next_chunk, open_stream, text_of
+from support.tiny_pair import CONTEXT
 
 from pipedec.core import QueueFull, RankLost, UserError
 from pipedec.messages import RunDescription

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from http_server import Site
-from streams import CHAT, COMPLETIONS, ask
+from support.http_server import Site
+from support.streams import CHAT, COMPLETIONS, ask
 from test_refused_requests import MESSAGES, refused
 
 from pipedec.core import StructuredOutputs

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from http_server import Site, served
-from scripted_engine import ANSWER, ScriptedEngine
-from streams import CHAT, COMPLETIONS, ask, stream, text_of
+from support.http_server import Site, served
+from support.scripted_engine import ANSWER, ScriptedEngine
+from support.streams import CHAT, COMPLETIONS, ask, stream, text_of
 
 from pipedec.engine.spec import REFERENCE_PAIR
 from pipedec.messages import RunDescription

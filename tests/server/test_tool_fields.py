@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from http_server import Site, served
-from scripted_engine import ScriptedEngine
-from streams import CHAT, USER, ask, stream
-from tiny_pair import CONTEXT, Pair
-from tool_templates import HERMES_TEMPLATE, LLAMA3_TEMPLATE, MISTRAL_TEMPLATE
+from support.http_server import Site, served
+from support.scripted_engine import ScriptedEngine
+from support.streams import CHAT, USER, ask, stream
+from support.tiny_pair import CONTEXT, Pair
+from support.tool_templates import HERMES_TEMPLATE, LLAMA3_TEMPLATE, MISTRAL_TEMPLATE
 
 from pipedec.messages import RunDescription
 from pipedec.server.front import Front, Served

@@ -10,8 +10,8 @@ from itertools import cycle
 
 import pytest
 import torch
-from slot_books import SlotBooks
-from toy_dialects import IDS, TEXTS, behind, toy
+from support.slot_books import SlotBooks
+from support.toy_dialects import IDS, TEXTS, behind, toy
 
 from pipedec.core import Envelope, Opening, SamplingParams, SlotRuns, Step, TokenLogprobs, Update, Verdict
 from pipedec.forest import Forest

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bita_files import save_random_bita
-from checkpoints import save_tiny
 from hypothesis import strategies as st
 from lane_scripts import LIKELY, MASKS, OPENERS, sequences
-from toy_dialects import TEXTS
+from support.bita_files import save_random_bita
+from support.checkpoints import save_tiny
+from support.toy_dialects import TEXTS
 
 from pipedec.core import SamplingParams
 from pipedec.model import BitaWeights, ModelConfig, StageModel

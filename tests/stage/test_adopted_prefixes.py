@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
 from lane_scripts import Script, assert_close, chunks_of, run
 from lane_targets import CUT, SLOTS, Target, save_target, scripts
-from slot_books import SlotBooks
-from toy_dialects import TEXTS
+from support.examples import examples
+from support.slot_books import SlotBooks
+from support.toy_dialects import TEXTS
 
 from pipedec.core import Envelope, Opening, SamplingParams, SlotRuns, Step, Update, Verdict
 from pipedec.stage import StageWorker

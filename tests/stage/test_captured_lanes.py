@@ -6,10 +6,10 @@ import random
 
 import pytest
 import torch
-from captures import Repeated
 from lane_scripts import run
 from lane_targets import CUT, MODELS, save_target
-from slot_books import SlotBooks
+from support.captures import Repeated
+from support.slot_books import SlotBooks
 from test_lanes_in_company import assert_equal, many
 
 

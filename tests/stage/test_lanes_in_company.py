@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
 from lane_scripts import LIKELY, OPENERS, Script, run
 from lane_targets import CUT, MODELS, Target, save_target, scripts
-from slot_books import SlotBooks
+from support.examples import examples
+from support.slot_books import SlotBooks
 from torch import Tensor
 
 from pipedec.core import Opening, SamplingParams, Step, Update, Verdict

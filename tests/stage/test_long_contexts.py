@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from bita_files import save_random_bita
-from checkpoints import save_tiny_llama
 from lane_scripts import LIKELY, MASKS, Script, assert_close, run
 from lane_targets import Target
-from slot_books import SlotBooks
-from toy_dialects import TEXTS
+from support.bita_files import save_random_bita
+from support.checkpoints import save_tiny_llama
+from support.slot_books import SlotBooks
+from support.toy_dialects import TEXTS
 
 from pipedec.core import SamplingParams
 

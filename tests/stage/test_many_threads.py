@@ -7,8 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from checkpoints import save_tiny_llama
-from toy_dialects import IDS, TEXTS, ids, sequence_of, toy
+from support.checkpoints import save_tiny_llama
+from support.toy_dialects import IDS, TEXTS, ids, sequence_of, toy
 
 from pipedec.core import Accepted, Opening, SamplingParams, Step, Verdict
 from pipedec.model import StageModel

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from bita_files import save_random_bita
-from checkpoints import save_tiny
-from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
+from support.bita_files import save_random_bita
+from support.checkpoints import save_tiny
+from support.examples import examples
 from torch import Tensor
 
 from pipedec.core import Envelope, Opening, SamplingParams, Step, Update, Verdict

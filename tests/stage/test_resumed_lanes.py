@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
 from lane_scripts import Script, assert_close, chunks_of, run
 from lane_targets import CUT, MODELS, SLOTS, Target, save_target, scripts
-from slot_books import SlotBooks
+from support.examples import examples
+from support.slot_books import SlotBooks
 
 from pipedec.stage import StageWorker
 

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
+from support.examples import examples
 from torch import Tensor
 
 from pipedec.core import SamplingParams, StructuredOutputs, Verdict

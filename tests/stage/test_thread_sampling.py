@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from toy_dialects import IDS, TEXTS, ids, sequence_of, texts, toy
+from support.toy_dialects import IDS, TEXTS, ids, sequence_of, texts, toy
 
 from pipedec.core import Accepted, SamplingParams, Verdict
 from pipedec.forest import Forest

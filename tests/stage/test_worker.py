@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import save_tiny_llama
-from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
+from support.checkpoints import save_tiny_llama
+from support.examples import examples
 from torch import Tensor
 from transformers import PreTrainedModel
 

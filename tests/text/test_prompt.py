@@ -7,10 +7,10 @@ import shutil
 from pathlib import Path
 
 import pytest
-from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny_pair import CHAT_TEMPLATE, CONTEXT, Pair
+from support.examples import examples
+from support.tiny_pair import CHAT_TEMPLATE, CONTEXT, Pair
 
 from pipedec.core import UserError
 from pipedec.engine.tasks import PREFILL_CHUNK, prefill_chunks

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from toy_dialects import IDS, ids, say, sequence_of, texts, toy, written
+from support.toy_dialects import IDS, ids, say, sequence_of, texts, toy, written
 
 from pipedec.threads import ANOMALIES, Opened, Sequence, State
 

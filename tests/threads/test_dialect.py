@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.toy_dialects import IDS, TEXTS, toy
 from tokenizers import Tokenizer
-from toy_dialects import IDS, TEXTS, toy
 
 import pipedec
 from pipedec.core import UserError

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from toy_dialects import IDS, say, sequence_of, texts, toy
+from support.toy_dialects import IDS, say, sequence_of, texts, toy
 
 from pipedec.threads import DocumentToken, ReorderBuffer, Sequence
 

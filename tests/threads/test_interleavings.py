@@ -7,11 +7,11 @@ from dataclasses import asdict
 
 import pytest
 import torch
-from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
-from naive_threads import Model, NaiveAnswer, Path
-from toy_dialects import END, IDS, TAGS, WORDS, sequence_of, toy
+from support.examples import examples
+from support.naive_threads import Model, NaiveAnswer, Path
+from support.toy_dialects import END, IDS, TAGS, WORDS, sequence_of, toy
 
 from pipedec.threads import (
     BoundDialect,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from toy_dialects import say, sequence_of, toy
+from support.toy_dialects import say, sequence_of, toy
 
 from pipedec.threads import ThreadMetrics, measure
 

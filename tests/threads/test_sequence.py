@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
-from toy_dialects import END, IDS, ids, say, sequence_of, toy, written
+from support.examples import examples
+from support.toy_dialects import END, IDS, ids, say, sequence_of, toy, written
 
 from pipedec.threads import Ended, Finished, Joined, Opened, Sequence, State, Waiting, single_thread
 from pipedec.threads.bound import NO_DIALECT

@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import save_tiny
 from click.testing import CliRunner
-from processes import wait_until
 from safetensors.torch import load_file
-from tiny_pair import Pair
+from support.checkpoints import save_tiny
+from support.processes import wait_until
+from support.tiny_pair import Pair
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from annotated_answers import PASTA, record, write_records
 from click.testing import CliRunner
 from safetensors.torch import load_file
-from tiny_pair import Pair
+from support.annotated_answers import PASTA, record, write_records
+from support.tiny_pair import Pair
 
 from pipedec.cli.train import train as command
 from pipedec.core import UserError

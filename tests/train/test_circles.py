@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from annotated_answers import write_records
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
-from tiny_pair import Pair
+from support.annotated_answers import write_records
+from support.tiny_pair import Pair
 
 from pipedec.core import UserError
 from pipedec.threads import Sequence, replay, single_thread

@@ -10,8 +10,8 @@ import pytest
 import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file
-from tiny_pair import Pair
-from toy_training import killed_in_step
+from support.tiny_pair import Pair
+from support.toy_training import killed_in_step
 from transformers import AutoModelForCausalLM
 
 from pipedec.cli.train import train as command

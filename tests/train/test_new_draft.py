@@ -11,7 +11,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file
-from tiny_pair import Pair
+from support.tiny_pair import Pair
 
 from pipedec.cli.train import train as command
 from pipedec.core import Request, SamplingParams, UserError

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_pair import Pair
+from support.tiny_pair import Pair
 
 from pipedec.core import UserError
 from pipedec.train.threads.answers import Asked, ModelAnswers

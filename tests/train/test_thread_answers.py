@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import save_tiny
-from toy_dialects import END, TEXTS, ids, sequence_of, texts, toy
+from support.checkpoints import save_tiny
+from support.toy_dialects import END, TEXTS, ids, sequence_of, texts, toy
 
 from pipedec.threads import BoundDialect, Sequence, State, measure, replay
 from pipedec.threads.visibility import flatten

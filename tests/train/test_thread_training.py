@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from annotated_answers import APAR, PASTA, record, records, write_records
-from checkpoints import save_tiny
 from click.testing import CliRunner
 from safetensors.torch import load_file
-from tiny_pair import Pair
+from support.annotated_answers import APAR, PASTA, record, records, write_records
+from support.checkpoints import save_tiny
+from support.tiny_pair import Pair
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from pipedec.cli.train import train as command

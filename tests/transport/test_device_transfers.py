@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from fake_cuda import FakeCuda, FakeWork
+from support.fake_cuda import FakeCuda, FakeWork
 from torch import Tensor
 from torch.distributed import HashStore
 

@@ -9,11 +9,11 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-import peer
 import psutil
 import pytest
 import torch
-from peer import Peer
+from support import peer
+from support.peer import Peer
 
 from pipedec.core import Verdict
 from pipedec.transport.rendezvous import StoreServer, join_store, wait_for_key

@@ -6,10 +6,10 @@ import struct
 from collections.abc import Iterator
 from pathlib import Path
 
-import peer
 import pytest
 import torch
-from peer import Peer
+from support import peer
+from support.peer import Peer
 
 from pipedec.core import Accepted, UserError, Verdict
 from pipedec.transport.torch_distributed import TorchTransport

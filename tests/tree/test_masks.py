@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import torch
-from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
+from support.examples import examples
 
 from pipedec.model import KVCache, KVPool, KVShape
 from pipedec.tree import PredictionTree, is_mask, mask_groups, visible_slots

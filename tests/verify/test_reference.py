@@ -7,7 +7,7 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
-from tiny_pair import Pair
+from support.tiny_pair import Pair
 
 from pipedec.verify.reference import Reference
 

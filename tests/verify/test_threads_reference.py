@@ -5,11 +5,11 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable
 
-import naive_sampling
 import pytest
 import torch
-from pairwise import pairwise
-from threads_support import CASES, DEPTHS, END, PROMPTS, SETTINGS, THREAD_DIALECTS, Case, ThreadModels, naive_answer
+from support import naive_sampling
+from support.pairwise import pairwise
+from support.thread_models import CASES, DEPTHS, END, PROMPTS, SETTINGS, THREAD_DIALECTS, Case, ThreadModels, naive_answer
 from torch import Tensor
 from transformers import LlamaForCausalLM
 

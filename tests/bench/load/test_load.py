@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
-from tiny_pair import SENTENCES, Pair
+from support.tiny_pair import SENTENCES, Pair
 
 from pipedec.cli.main import program
 from pipedec.cluster.local import LocalCluster

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from synthetic_sweep import Line, answers, bita, line
+from support.synthetic_sweep import Line, answers, bita, line
 
 from pipedec.bench.report.ablations import (
     Ablation,

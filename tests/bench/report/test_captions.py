@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from synthetic_sweep import answers, line
+from support.synthetic_sweep import answers, line
 
 from pipedec.bench.report.captions import colors, labels, provenance, stages_text
 from pipedec.bench.report.frames import variants

@@ -10,7 +10,7 @@ from typing import Any
 import pandas as pd
 import pytest
 from click.testing import CliRunner, Result
-from synthetic_sweep import Line, answers, bita, line, stochastic, write
+from support.synthetic_sweep import Line, answers, bita, line, stochastic, write
 
 from pipedec.bench.report.figures.bars import PARTS, breakdown_figure, latency_figure
 from pipedec.bench.report.figures.bita import masks_figure, prompt_tokens_figure

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from synthetic_sweep import answers, bita, line, stochastic, write
+from support.synthetic_sweep import answers, bita, line, stochastic, write
 
 from pipedec.bench.report.frames import prompt_sets, read_answers, studies, variants
 from pipedec.core import UserError

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from synthetic_sweep import Line, answers, line
+from support.synthetic_sweep import Line, answers, line
 
 from pipedec.bench.report.frames import variants
 from pipedec.bench.report.selection import headline, one_tree_each, over_equal_cases, over_shared_cases, stage_sweep

@@ -7,7 +7,7 @@ from typing import Any
 
 import pandas as pd
 import pytest
-from synthetic_sweep import answers, line, stochastic
+from support.synthetic_sweep import answers, line, stochastic
 
 from pipedec.bench.report.frames import variants
 from pipedec.bench.report.statistics import by_prompt_set, interval, means, speedups, spread, totals

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from synthetic_sweep import Line, answers, bita, line, stochastic
+from support.synthetic_sweep import Line, answers, bita, line, stochastic
 
 from pipedec.bench.report.frames import studies
 from pipedec.bench.report.tables import tables

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from hosts import Hosts
-from silent_progress import Silent
-from tiny_pair import Pair
+from support.hosts import Hosts
+from support.silent_progress import Silent
+from support.tiny_pair import Pair
 
 from pipedec.bench.report.figures.catalogue import draw_figures
 from pipedec.bench.report.frames import read_answers, studies

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bita_files import save_random_bita
 from click.testing import CliRunner
-from processes import marked_processes, wait_until
-from silent_progress import Silent
-from tiny_pair import Pair
+from support.bita_files import save_random_bita
+from support.processes import marked_processes, wait_until
+from support.silent_progress import Silent
+from support.tiny_pair import Pair
 
 from pipedec.bench.report.decoding import greedy_and_stochastic
 from pipedec.bench.report.frames import read_answers, studies, variants

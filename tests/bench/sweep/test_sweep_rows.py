@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from synthetic_sweep import Line, bita, line, stochastic, write
+from support.synthetic_sweep import Line, bita, line, stochastic, write
 
 from pipedec.bench.sweep.rows import Pipeline, SweepRow, TrainedBita, Tree, read_rows
 from pipedec.core import UserError

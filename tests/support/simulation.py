@@ -9,9 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from drafters import RARE, ScriptedDrafter
-from toy_dialects import behind
-from toy_structures import ToyStructure, rule_of
 
 from pipedec import threads
 from pipedec.core import MethodOptions, Opening, Request, SamplingParams, SlotRuns, Step, Update, UserError, Verdict
@@ -20,6 +17,9 @@ from pipedec.kv import KVManager
 from pipedec.methods import BestFirstOptions, BitaOptions, PipeDecOptions, StaticTreeOptions
 from pipedec.threads import single_thread
 from pipedec.tree import Candidates, DraftRows, PredictionTree, RowChanges
+from support.drafters import RARE, ScriptedDrafter
+from support.toy_dialects import behind
+from support.toy_structures import ToyStructure, rule_of
 
 KNEE = 16
 METHODS: dict[str, tuple[MethodOptions | None, ...]] = {

@@ -13,10 +13,10 @@ from typing import Any
 
 import httpx2
 import psutil
-from processes import wait_until
-from programs import Started
 
 from pipedec.cluster.local import LocalCluster
+from support.processes import wait_until
+from support.programs import Started
 
 PROMPT = "Natalia sold 12 clips in April."
 START_SECONDS = 60.0

@@ -12,11 +12,11 @@ from typing import Any, TypeVar
 
 import httpx2
 import uvicorn
-from processes import wait_until
-from scripted_engine import ScriptedEngine
 
 from pipedec.server.app import create_app
 from pipedec.server.front import Front
+from support.processes import wait_until
+from support.scripted_engine import ScriptedEngine
 
 Result = TypeVar("Result")
 

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable
 from typing import Any
 
-from http_server import Site
+from support.http_server import Site
 
 USER = [{"role": "user", "content": "hello"}]
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"

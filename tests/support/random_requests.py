@@ -5,11 +5,11 @@ from __future__ import annotations
 import random
 
 import torch
-from slot_books import SlotBooks
 from torch import Tensor
 
 from pipedec.model import LaneRows, StageModel
 from pipedec.tree import Visibility
+from support.slot_books import SlotBooks
 
 
 class Requests:

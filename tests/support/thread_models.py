@@ -14,8 +14,6 @@ from itertools import pairwise
 from pathlib import Path
 
 import torch
-from bita_files import save_random_bita
-from checkpoints import save_tiny_llama
 from tokenizers import Tokenizer
 from transformers import LlamaForCausalLM, PreTrainedModel
 
@@ -25,6 +23,8 @@ from pipedec.plan.layers import even_layers
 from pipedec.threads import BoundDialect, Dialect, Sequence, bind, load_dialect
 from pipedec.topology import Topology
 from pipedec.verify.threads import Choose, naive_threads, shortest
+from support.bita_files import save_random_bita
+from support.checkpoints import save_tiny_llama
 
 MAX_TOKENS = {4: 80, 14: 40}  # by the target's number of layers
 DEPTHS = tuple(MAX_TOKENS)

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from bita_files import save_random_bita
-from checkpoints import save_tiny_llama
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from pipedec.engine.spec import Cut, Models, PipelineSpec
+from support.bita_files import save_random_bita
+from support.checkpoints import save_tiny_llama
 
 TARGET_LAYERS, DRAFT_LAYERS = 8, 2
 CONTEXT = 2048

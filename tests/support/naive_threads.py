@@ -11,9 +11,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import count
 
-from toy_dialects import END, TEXTS
-
 from pipedec.threads import BoundDialect
+from support.toy_dialects import END, TEXTS
 
 Path = tuple[int, ...]
 Model = Callable[[Path, int], int]

@@ -1,0 +1,63 @@
+"""The script that moves modules, on sources with every form of import and in a small repository."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support import move_module
+from support.move_module import rewrite_imports, rewrite_names, rewrite_paths
+
+
+@pytest.mark.parametrize(
+    "before, after",
+    [
+        ("from a.old import x, y as z\n", "from b.new import x, y as z\n"),
+        ("from a.old.deep import x\n", "from b.new.deep import x\n"),
+        ("from a import old\n", "from b import new as old\n"),
+        ("from a import old as o, other  # why\n", "from a import other\nfrom b import new as o  # why\n"),
+        (
+            "if True:\n    from a import (\n        old,\n        other,\n    )\n",
+            "if True:\n    from a import other\n    from b import new as old\n",
+        ),
+        ("from a.older import x\nfrom a import older\n", "from a.older import x\nfrom a import older\n"),
+    ],
+)
+def test_imports_name_the_new_module(before: str, after: str) -> None:
+    assert rewrite_imports(before, "a.old", "b.new") == after
+
+
+def test_a_module_at_the_top_moves_into_a_package() -> None:
+    assert rewrite_imports("import helper\nimport os\n", "helper", "support.helper") == "from support import helper\nimport os\n"
+    assert rewrite_imports("from helper import x\n", "helper", "support.helper") == "from support.helper import x\n"
+
+
+def test_dotted_names_and_paths_are_replaced_whole() -> None:
+    assert rewrite_names("'a.old.f' a.older xa.old a.old", "a.old", "b.new") == "'b.new.f' a.older xa.old b.new"
+    assert rewrite_names("helper", "helper", "support.helper") == "helper"  # might be any word
+    old, new = Path("pipedec/engine/old.py"), Path("pipedec/stage/new.py")
+    text = "`pipedec/engine/old.py`, `engine/old.py`, `my/engine/old.py`"
+    assert rewrite_paths(text, old, new) == "`pipedec/stage/new.py`, `stage/new.py`, `my/engine/old.py`"
+
+
+def test_a_repository_runs_after_a_move(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, text in {
+        "package/__init__.py": "",
+        "package/old.py": "def word() -> str:\n    return __name__\n",
+        "main.py": "import package.old\nfrom package import old\n\nprint(old.word(), package.old.word())\n",
+        "README.md": "See `package/old.py`, or `python -m package.old`.\n",
+    }.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.chdir(tmp_path)
+    git = ["git", "-c", "user.name=t", "-c", "user.email=t@localhost"]
+    for command in (["init", "-q"], ["add", "."], ["commit", "-qm", "all"]):
+        subprocess.run([*git, *command], check=True)
+    move_module.main(["package/old.py", "package/inner.py"])
+    ran = subprocess.run([sys.executable, "main.py"], check=True, capture_output=True, text=True)
+    assert ran.stdout == "package.inner package.inner\n"
+    assert (tmp_path / "README.md").read_text() == "See `package/inner.py`, or `python -m package.inner`.\n"
+    with pytest.raises(SystemExit, match="does not exist"):
+        move_module.main(["package/old.py", "package/inner.py"])
