@@ -24,7 +24,7 @@ from pipedec.cluster.local import LocalCluster
 from pipedec.engine.spec import DISPATCHES
 from pipedec.verify.reference import Reference
 
-pytest_plugins = ["support.cpu_seconds"]
+pytest_plugins = ["support.cpu_seconds", "support.tiers"]
 
 TEST_SECONDS = 180.0
 
@@ -34,30 +34,6 @@ hypothesis.settings.register_profile("fast", max_examples=10, deadline=None, der
 hypothesis.settings.load_profile("fast")
 
 transformers_logging.disable_progress_bar()  # "Writing model shards" would stand in the report of every failure
-
-
-@pytest.hookimpl(tryfirst=True)  # before -m selects
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what follows from fixtures and from ``fast_cases``, and begin with the files that take longest."""
-    first_cases: set[str] = set()
-    for item in items:
-        if "leaves_nothing" in getattr(item, "fixturenames", ()):  # a test that must leave no process behind starts some
-            item.add_marker(pytest.mark.processes)
-        _mark_slow_cases(item, first_cases)
-    files_of_processes = {item.path for item in items if item.get_closest_marker("processes")}
-    items.sort(key=lambda item: item.path not in files_of_processes)  # they wait a lot: two of them at a time
-
-
-def _mark_slow_cases(item: pytest.Item, first_cases: set[str]) -> None:
-    """Of a test with ``fast_cases`` all other cases are slow. Adds to ``first_cases`` the functions that have been met."""
-    marker = item.get_closest_marker("fast_cases")
-    if marker is None:
-        return
-    function, _, case = item.nodeid.partition("[")
-    is_fast = case.removesuffix("]") in marker.args if marker.args else function not in first_cases
-    first_cases.add(function)
-    if not is_fast:
-        item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(scope="session")

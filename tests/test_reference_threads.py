@@ -75,6 +75,7 @@ def test_a_prompt_without_a_dialect_is_the_reference_pairs(writer: Writer) -> No
     assert writer.prompt(ONE_PIECE, "apar") != after
 
 
+@pytest.mark.fast_cases
 @pytest.mark.parametrize("dialect", ["apar", "pasta"])
 def test_long_parts_are_answered_in_threads(writer: Writer, dialect: str) -> None:
     target = answers(TARGET, writer, dialect)
@@ -89,6 +90,7 @@ def control(sequence: Sequence, writer: Writer, dialect: str) -> set[int]:
     return {token.token_id for token in sequence.document()} & writer.bound[dialect].control
 
 
+@pytest.mark.fast_cases
 @pytest.mark.parametrize("dialect", ["apar", "pasta"])
 def test_the_draft_foresees_the_targets_answers(writer: Writer, dialect: str) -> None:
     target = answers(TARGET, writer, dialect)

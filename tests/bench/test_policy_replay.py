@@ -110,6 +110,7 @@ def both(models: Path) -> Callable[[str], Both]:
     return cache(lambda shape: Both(make_spec(models, *SHAPES[shape][:2])))
 
 
+@pytest.mark.fast_cases("4-pp", "4-pipedec", "4-best-first")
 @pytest.mark.parametrize(("shape", "policy"), CASES)
 def test_counts_and_lasts_what_the_pipeline_does(both: Callable[[str], Both], shape: str, policy: str) -> None:
     """What verdicts taught is kept from answer to answer, and the first prompt's contexts are known the second time."""
@@ -155,6 +156,7 @@ def both_in_company(spec: PipelineSpec, draft: Drafter, requests: list[Request])
     return begun
 
 
+@pytest.mark.fast_cases("pp-4", "best-first-4")
 @pytest.mark.parametrize("shape", ["1", "4", "14x7"])
 @pytest.mark.parametrize("method", ["pp", "stpp", "pipedec", "best-first"])
 def test_requests_in_company_count_and_last_what_they_do_in_the_pipeline(

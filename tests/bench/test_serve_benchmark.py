@@ -14,6 +14,7 @@ from pipedec.cli.main import program
 from pipedec.core import UserError
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("leaves_nothing")
 def test_every_figure_is_in_the_row_and_in_the_table(pair: Pair, tmp_path: Path) -> None:
     out = tmp_path / "rows.jsonl"

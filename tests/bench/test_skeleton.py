@@ -37,6 +37,8 @@ from pipedec.messages import PromptRequest
 from pipedec.text.prompt import Prompter
 from pipedec.threads import NO_DIALECT, single_thread
 
+pytestmark = pytest.mark.slow
+
 LIST = (("Ċ",), ("2", "3", "4"), (".",), tuple("abcdef"))  # what the tiny models have learned of lists
 BIASES = {"Ċ": 1.0, "2": -6.0, "3": -6.0, "4": -6.0, ".": -6.0, "<|end|>": -0.5} | dict.fromkeys("abcdef", 0.0)
 METHODS = ("pp", "pipedec-bestfirst")
@@ -207,6 +209,7 @@ def test_a_question_must_be_text(prompter: Prompter) -> None:
         SkeletonOfThought().prompt(prompter, PromptRequest((1, 2)))
 
 
+@pytest.mark.fast_cases
 @pytest.mark.parametrize("seed", [None, 1])
 def test_every_request_gets_the_targets_answer(
     seed: int | None, list_writers: PipelineSpec, thread_models: ThreadModels, sampling: SamplingParams

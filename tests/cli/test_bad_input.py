@@ -190,6 +190,7 @@ def rewrite(path: Path, old: str, new: str) -> None:
     path.write_text(path.read_text().replace(old, new))
 
 
+@pytest.mark.fast_cases
 @pytest.mark.parametrize(
     ("flags", "message"),
     [

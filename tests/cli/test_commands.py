@@ -340,6 +340,7 @@ def test_up_status_submit_down(
     assert (state_directory / "cluster.log").read_text().strip().endswith("Cluster stopped.")
 
 
+@pytest.mark.slow
 def test_a_detached_cluster_that_cannot_start_says_why(started: Started, pair: Pair, state_directory: Path) -> None:
     starter = started("up", "--detach", *pair.flags, "--stages", "1", "--redis", "redis://127.0.0.1:1")
     status, err = ended(starter, START_SECONDS)

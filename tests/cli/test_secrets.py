@@ -20,6 +20,7 @@ Pipedec = Callable[..., Any]
 KEY = "sk-nobody-reads-this"
 
 
+@pytest.mark.slow
 def test_neither_password_nor_key_are_shown(
     started: Started, pipedec: Pipedec, pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:

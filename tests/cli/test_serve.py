@@ -104,6 +104,7 @@ def test_pipedec_down_ends_it_in_order(started: Started, pair: Pair, pipedec: Pi
     assert serving.ended()[0] == 0
 
 
+@pytest.mark.slow
 def test_a_rank_that_dies_ends_streams_with_an_error_and_the_server_with_the_cause(started: Started, pair: Pair) -> None:
     """Where none is replaced."""
     serving = own_cluster(started, pair, "--max-restarts", "0").wait_for("ready")
@@ -115,6 +116,7 @@ def test_a_rank_that_dies_ends_streams_with_an_error_and_the_server_with_the_cau
     assert status == 1 and "was killed by SIGKILL" in err.splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_a_rank_that_dies_is_replaced_and_the_stream_goes_on(started: Started, pair: Pair, cluster: LocalCluster) -> None:
     serving = own_cluster(started, pair).wait_for("ready")
     with serving.client as client, streaming(client, 200) as stream:
@@ -145,6 +147,7 @@ def began_ranks(serving: Serving) -> bool:
     return bool(psutil.Process(serving.process.pid).children()) and len(ranks_of(serving)) >= 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "moment",
     [pytest.param(began_supervisor, marks=pytest.mark.slow), pytest.param(began_redis, marks=pytest.mark.slow), began_ranks],
@@ -191,6 +194,7 @@ def test_a_target_that_cannot_be_loaded_ends_it_with_one_line(started: Started, 
     assert status == 2 and len(err.splitlines()) == 1 and str(tmp_path) in err
 
 
+@pytest.mark.slow
 def test_sigterm_lets_running_answers_finish(cluster: LocalCluster, started: Started) -> None:
     serving = in_front_of(cluster, started)
     with serving.client as client, serving.client as other, streaming(client, LONG // 3) as stream:
@@ -227,6 +231,7 @@ def test_a_second_signal_ends_at_once(cluster: LocalCluster, started: Started) -
     assert wait_until(lambda: is_idle(cluster))
 
 
+@pytest.mark.slow
 def test_a_killed_front_end_loses_its_requests_and_nobody_elses(cluster: LocalCluster, started: Started, expected: str) -> None:
     dying, living = in_front_of(cluster, started), in_front_of(cluster, started)
     with dying.client as one, living.client as other, streaming(one, LONG), streaming(other, 64) as stream:
@@ -257,6 +262,7 @@ def test_a_client_that_goes_away_frees_its_place(cluster: LocalCluster, front: S
     assert answer["finish_reason"] == "abort" and answer["output_tokens"] < LONG
 
 
+@pytest.mark.slow
 def test_a_client_that_stops_reading_holds_little_memory_and_nobody_up(
     cluster: LocalCluster, front: Serving, expected: str
 ) -> None:
@@ -288,6 +294,7 @@ def test_requests_with_the_same_id_are_never_mixed(front: Serving, expected: str
     assert alone.headers["x-request-id"] == "the-same"
 
 
+@pytest.mark.fast_cases
 @pytest.mark.parametrize("flags", [(), ("--enable-log-requests", "--max-log-len", "7")])
 def test_the_log_names_requests_and_keeps_secrets(
     cluster: LocalCluster, started: Started, tmp_path: Path, flags: tuple[str, ...]

@@ -215,6 +215,7 @@ def test_refusals(cluster: LocalCluster) -> None:
     run(cluster, body)
 
 
+@pytest.mark.slow
 def test_waiting_requests_take_few_round_trips(cluster: LocalCluster) -> None:
     """None is asked for on its own: about one for the answers, and two for the lease and the run, in 1.5 seconds."""
     running = Client(scheduler_of(cluster), cluster.check)
@@ -253,6 +254,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.slow
 def test_of_a_killed_process_nothing_is_left_and_others_go_on(cluster: LocalCluster) -> None:
     address = cluster.address
     victim = subprocess.Popen([sys.executable, "-c", _VICTIM, address.redis_url, address.run_id], stdout=subprocess.PIPE)

@@ -23,6 +23,8 @@ from schemathesis.specs.openapi.checks import (
 from support.examples import examples
 from support.tiny_pair import Pair
 
+pytestmark = pytest.mark.slow
+
 CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
 PAGE = (Path(__file__).parents[2] / "docs" / "serving.md").read_text()
 EXAMPLES = [(kind, text) for kind, text in re.findall(r"^```(bash|python)\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)]

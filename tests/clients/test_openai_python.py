@@ -20,6 +20,8 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from pipedec.verify.reference import Reference
 
+pytestmark = pytest.mark.slow
+
 PROMPT = "Natalia sold 12 clips in April."
 INCOMPLETE = "\ufffd"
 QUESTIONS = [f"{PROMPT} And {number} in May?" for number in range(6)]

@@ -88,6 +88,7 @@ def check_answers(cluster: LocalCluster, reference: Reference, tokenizer: PreTra
     )  # a hit was in flight when its parent left the last group
 
 
+@pytest.mark.fast_cases("windows", "tasks")
 def test_two_stages_say_what_transformers_says(
     resident: LocalCluster, reference: Reference, tokenizer: PreTrainedTokenizerBase
 ) -> None:
@@ -95,6 +96,7 @@ def test_two_stages_say_what_transformers_says(
     check_answers(resident, reference, tokenizer)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "shape", [(1, 1), (4, 4), pytest.param((4, 2), marks=pytest.mark.slow)], ids=lambda shape: f"{shape[0]}in{shape[1]}"
 )
@@ -345,6 +347,7 @@ def stop_when(condition: Callable[[], object], cluster: LocalCluster) -> threadi
     return thread
 
 
+@pytest.mark.slow
 def test_a_stop_finishes_the_request_under_way_and_refuses_the_rest(
     pair: Pair, reference: Reference, tokenizer: PreTrainedTokenizerBase
 ) -> None:
@@ -386,6 +389,7 @@ def test_a_run_name_in_use_is_refused_and_the_run_goes_on(pair: Pair, resident: 
     assert len(client_of(resident).ask(prompt_request("Hello", max_tokens=3, ignore_eos=True)).token_ids) == 3
 
 
+@pytest.mark.slow
 def test_two_runs_share_a_redis(pair: Pair, resident: LocalCluster) -> None:
     client_of(resident).ask(prompt_request(PROMPTS[0], max_tokens=2))  # some keys of a run stay after its first request
     keys = run_keys(resident)
@@ -475,6 +479,7 @@ os.register_at_fork(after_in_child=skew)
 """
 
 
+@pytest.mark.slow
 def test_ranks_whose_clocks_differ_by_an_hour_answer(
     pair: Pair, reference: Reference, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
 ) -> None:

@@ -82,6 +82,7 @@ def supervise(cluster: LocalCluster, expected: type[PipedecError], message: str)
         cluster.wait()
 
 
+@pytest.mark.fast_cases("windows-1")
 @pytest.mark.parametrize("rank", range(STAGES + 1))
 @with_each_dispatch
 def test_a_rank_killed_in_mid_generation_is_named(pair: Pair, rank: int, dispatch: str) -> None:
@@ -123,6 +124,7 @@ def _leave_when_asked(transport: str) -> str:
     return transport
 
 
+@pytest.mark.slow
 @with_each_dispatch
 def test_a_rank_that_ends_early_and_content_is_a_failure(pair: Pair, dispatch: str) -> None:
     spec = replace(pair.spec(STAGES), dispatch=dispatch)

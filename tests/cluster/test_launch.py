@@ -202,6 +202,7 @@ def test_ranks_on_two_hosts_answer_together(
         check_answer(cluster, reference, tokenizer)
 
 
+@pytest.mark.slow
 def test_a_spare_takes_over_the_rank_of_a_host_that_is_lost(
     pair: Pair, reference: Reference, tokenizer: PreTrainedTokenizerBase, script: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -240,6 +241,7 @@ def test_a_rank_that_is_killed_is_named_with_its_host(pair: Pair) -> None:
         cluster.kill()
 
 
+@pytest.mark.slow
 def test_a_node_that_is_killed_takes_its_ranks_along_and_is_named(pair: Pair) -> None:
     with LaunchedCluster(on_localhost(pair)) as cluster:
         pids = cluster.pids.values()
@@ -286,6 +288,7 @@ def test_a_launcher_that_is_killed_before_the_cluster_is_up_leaves_nothing(pair:
     assert wait_until(lambda: not marked_processes() - before, 5)
 
 
+@pytest.mark.slow
 def test_a_cluster_goes_on_without_its_launcher(pair: Pair, reference: Reference, tokenizer: PreTrainedTokenizerBase) -> None:
     """Also its ranks are still replaced, and it ends with its run."""
     before = marked_processes()

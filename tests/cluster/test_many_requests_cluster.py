@@ -138,6 +138,7 @@ def test_a_request_comes_while_a_long_one_runs_and_goes_before_it(cluster: Local
     read_until_ended(client, [long])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [60, pytest.param(1000, marks=pytest.mark.slow)])
 def test_many_requests_with_random_cancels_leave_nothing(cluster: LocalCluster, count: int) -> None:
     """Keys in Redis, lanes and KV slots, and the memory of every rank are what they were after the first ones.

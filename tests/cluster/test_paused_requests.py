@@ -86,6 +86,7 @@ def read_all(client: Client, *replies: Reply) -> None:
     assert wait_until(ended, 120)
 
 
+@pytest.mark.fast_cases
 @pytest.mark.parametrize("index", range(len(SAMPLINGS)))
 def test_a_paused_answer_is_the_answer_alone(cluster: LocalCluster, index: int) -> None:
     """It gives way to requests of a better priority, again and again; its reader sees pauses, and every piece once."""
@@ -112,6 +113,7 @@ def test_a_paused_answer_is_the_answer_alone(cluster: LocalCluster, index: int) 
     assert usage_of(cluster).pauses >= counted + completion.metrics.pauses
 
 
+@pytest.mark.slow
 def test_a_paused_request_is_cancelled(cluster: LocalCluster) -> None:
     client, pieces = client_of(cluster), list[str]()
     request = PromptRequest(SENTENCES[0], True, "pp", LONG, priority=5, trace=True)
@@ -130,6 +132,7 @@ def test_a_paused_request_is_cancelled(cluster: LocalCluster) -> None:
     assert_nothing_is_left(cluster)
 
 
+@pytest.mark.slow
 def test_requests_that_wait_for_memory_are_answered_in_turn(cluster: LocalCluster) -> None:
     """A reader who waits for memory hears so, and is not told that the cluster is lost."""
     client = Client(client_of(cluster)._scheduler, cluster.check, silence_seconds=3)
@@ -142,6 +145,7 @@ def test_requests_that_wait_for_memory_are_answered_in_turn(cluster: LocalCluste
     assert_nothing_is_left(cluster)
 
 
+@pytest.mark.slow
 def test_an_answer_in_threads_is_told_once_although_it_is_said_twice(thread_models: ThreadModels) -> None:
     bias = dict.fromkeys(LETTERS, 0.0) | BIASES["apar"]
     logit_bias = {thread_models.tokenizer.token_to_id(text): 40.0 + value for text, value in bias.items()}

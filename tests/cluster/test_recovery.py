@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 import torch
 from support.lasting_server import LastingServer
+from support.pairwise import pairwise
 from support.processes import redis_of, wait_until
 from support.thread_models import BIASES, LETTERS, PROMPTS, THREAD_DIALECTS, ThreadModels
 from support.tiny_pair import SENTENCES, Pair
@@ -172,6 +173,7 @@ def recovered(cluster: LocalCluster, epoch: int) -> Recovery:
     return found
 
 
+@pytest.mark.fast_cases("1-3")
 @pytest.mark.parametrize(
     ("rank", "count"), [(0, 1), (1, 3), (2, 8), (3, 1), pytest.param(0, 8, marks=slow), pytest.param(3, 5, marks=slow)]
 )
@@ -196,6 +198,7 @@ def test_answers_survive_a_killed_rank(
     }
 
 
+@pytest.mark.slow
 def test_two_ranks_killed_at_the_same_time(cluster: LocalCluster, alone: dict[str, Facts]) -> None:
     asked = Asked(cluster, 3)
     for rank in (0, 2):
@@ -203,6 +206,7 @@ def test_two_ranks_killed_at_the_same_time(cluster: LocalCluster, alone: dict[st
     assert asked.answers() == [alone[kind] for kind in asked.kinds]
 
 
+@pytest.mark.slow
 @slow
 def test_a_replacement_that_is_killed_before_it_serves_is_replaced(cluster: LocalCluster, alone: dict[str, Facts]) -> None:
     asked, first = Asked(cluster, 3), cluster.pids[1]
@@ -212,6 +216,7 @@ def test_a_replacement_that_is_killed_before_it_serves_is_replaced(cluster: Loca
     assert asked.answers() == [alone[kind] for kind in asked.kinds]
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_stopped_is_killed_and_replaced(cluster: LocalCluster, alone: dict[str, Facts]) -> None:
     epoch, asked = status_of(cluster).epoch, Asked(cluster, 3)
     os.kill(cluster.pids[2], signal.SIGSTOP)
@@ -220,6 +225,7 @@ def test_a_rank_that_is_stopped_is_killed_and_replaced(cluster: LocalCluster, al
     assert recovery.lost == (2,) and recovery.reason.startswith((f"{NAMES[2]} stopped answering", f"{NAMES[2]} kept rank 3"))
 
 
+@pytest.mark.slow
 def test_a_stage_that_computes_forever_is_killed_and_replaced(
     cluster: LocalCluster, alone: dict[str, Facts], folder: Path
 ) -> None:
@@ -237,6 +243,7 @@ def test_a_stage_that_computes_forever_is_killed_and_replaced(
     assert re.fullmatch(rf"{re.escape(NAMES[2])} computed one timestep for more than \d+ s \(--stall-timeout\)", recovery.reason)
 
 
+@pytest.mark.slow
 def test_a_stage_that_is_much_slower_than_the_others_is_waited_for(cluster: LocalCluster, alone: dict[str, Facts]) -> None:
     epoch, before, asked = status_of(cluster).epoch, _waited(cluster, 3), Asked(cluster, 3)
     with _slowed(cluster.pids[2]):
@@ -270,6 +277,7 @@ def _slowed(pid: int) -> Iterator[None]:
         thread.join()
 
 
+@pytest.mark.slow
 @slow
 def test_a_rank_killed_while_nothing_runs(cluster: LocalCluster, alone: dict[str, Facts]) -> None:
     assert wait_until(lambda: not status_of(cluster).running)
@@ -302,6 +310,7 @@ def test_redis_that_dies_is_started_again_and_answers_go_on(cluster: LocalCluste
     assert redis_of(cluster).pid != first.pid and cluster.pids == pids
 
 
+@pytest.mark.slow
 def test_keys_that_somebody_deletes_are_written_back(cluster: LocalCluster, alone: dict[str, Facts]) -> None:
     asked, pids = Asked(cluster, 3), cluster.pids
     with connect(cluster.address.redis_url) as client:
@@ -310,6 +319,7 @@ def test_keys_that_somebody_deletes_are_written_back(cluster: LocalCluster, alon
     assert cluster.pids == pids
 
 
+@pytest.mark.slow
 def test_answers_go_on_when_redis_comes_back_with_its_data(pair: Pair, alone: dict[str, Facts], tmp_path: Path) -> None:
     """One that somebody else runs."""
     with LastingServer(tmp_path, password="secret") as first, LocalCluster(pair.spec(STAGES), redis_url=first.url) as cluster:
@@ -368,9 +378,9 @@ def in_threads_alone(threads_cluster: LocalCluster, in_threads: dict[str, Prompt
 
 
 @slow
-@pytest.mark.parametrize("count", [1, 3, 8])
-@pytest.mark.parametrize("rank", range(STAGES + 1))
-@pytest.mark.parametrize("kind", ["greedy", "drawn", "apar", "parallel", "pasta"])
+@pytest.mark.parametrize(
+    ("kind", "rank", "count"), pairwise(["greedy", "drawn", "apar", "parallel", "pasta"], range(STAGES + 1), [1, 3, 8])
+)
 def test_answers_in_threads_survive_a_killed_rank(
     threads_cluster: LocalCluster, in_threads: dict[str, PromptRequest], in_threads_alone: dict[str, Facts], kind: str, rank: int,
     count: int,

@@ -43,6 +43,7 @@ def assert_continues(found: Completion, wanted: Completion, said: int, streamed:
             assert ours == pytest.approx(theirs, abs=1e-3)
 
 
+@pytest.mark.fast_cases("windows-pipedec-bestfirst")
 @pytest.mark.parametrize("method", METHOD_NAMES)
 def test_an_answer_goes_on_behind_any_token(resident: LocalCluster, method: str) -> None:
     client, rng = client_of(resident), random.Random(METHOD_NAMES.index(method))
@@ -81,6 +82,7 @@ def test_what_cannot_be_resumed_is_refused(resident: LocalCluster, change: dict[
         client_of(resident).ask(replace(PromptRequest(SENTENCES[0], True, "pp", SAMPLINGS[0]), **change))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dispatch", ["windows", "tasks"])
 def test_an_answer_in_threads_goes_on_behind_any_token(thread_models: ThreadModels, dispatch: str) -> None:
     """All of its log-probabilities are said, since it is decoded again."""

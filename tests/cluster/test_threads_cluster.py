@@ -50,6 +50,7 @@ def ask(cluster: LocalCluster, dialect: Dialect, sampling: SamplingParams, metho
     return client_of(cluster).ask(request, **hooks)
 
 
+@pytest.mark.fast_cases("tasks-apar-bita-1.0", "windows-pasta-pipedec-bestfirst-0.0")
 @pytest.mark.parametrize(
     ("cluster", "dialect", "method", "temperature"),
     sorted(pairwise(DISPATCHES, THREAD_DIALECTS, ["pipedec-bestfirst", "bita"], [0.0, 1.0])),
@@ -124,6 +125,7 @@ def test_a_cancelled_answer_leaves_nothing_of_its_threads(
     assert answer.token_ids == [token.token_id for token in local.last.sequence.document()]
 
 
+@pytest.mark.slow
 def test_a_stop_string_across_threads_ends_the_answer_of_a_cluster(cluster: LocalCluster, thread_models: ThreadModels) -> None:
     sampling = sampling_of(thread_models, "apar", temperature=1.0, seed=8)
     whole = ask(cluster, THREAD_DIALECTS["apar"], sampling)

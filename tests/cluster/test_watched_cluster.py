@@ -119,6 +119,7 @@ def test_what_is_counted_is_what_was_answered(pair: Pair, token_ids: tuple[int, 
         assert stage.compute_seconds > 0 and stage.wait_seconds > 0 and stage.timesteps > 0
 
 
+@pytest.mark.slow
 def test_requests_of_a_dead_front_end_end_and_others_go_on(cluster: LocalCluster) -> None:
     """Running ones and waiting ones; nothing of them is left, and the places are somebody else's."""
     client = client_of(cluster)

@@ -234,6 +234,7 @@ def random_answer(length: int, seed: int) -> list[int]:
     return [chooser.randrange(40) for _ in range(length)]
 
 
+@pytest.mark.fast_cases
 @pytest.mark.parametrize("groups", [1, 2, 5])
 @pytest.mark.parametrize("seed", range(5))
 def test_any_answer_completes(groups: int, seed: int) -> None:

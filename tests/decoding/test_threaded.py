@@ -125,6 +125,7 @@ def wide(method: str, children: int = 40, tree: dict[str, int] = TREE) -> Answer
     return answer
 
 
+@pytest.mark.fast_cases
 @pytest.mark.parametrize("method", METHODS)
 def test_many_threads_share_the_rows_of_timesteps(method: str) -> None:
     """Every thread's last token enters soon, however many threads there are."""
@@ -136,6 +137,7 @@ def test_many_threads_share_the_rows_of_timesteps(method: str) -> None:
         assert [answer.entered.count((number, IDS[text])) for number in range(41)] == [1] * 41
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["pipedec-bestfirst", "pipedec"])
 def test_a_step_may_have_200_rows_of_40_threads(method: str) -> None:
     """As many as the options allow one thread; no verdict or message limits them."""
@@ -147,6 +149,7 @@ def test_a_step_may_have_200_rows_of_40_threads(method: str) -> None:
     assert largest.threads is not None and len(largest.threads.unique()) == 40
 
 
+@pytest.mark.fast_cases
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("width", [1, 8])
 def test_a_child_never_enters_before_the_token_that_opened_it(method: str, width: int) -> None:
@@ -159,6 +162,7 @@ def test_a_child_never_enters_before_the_token_that_opened_it(method: str, width
         answer.settle(200)
 
 
+@pytest.mark.fast_cases
 @pytest.mark.parametrize("method", METHODS)
 def test_a_join_enters_behind_the_last_tokens_of_all_that_it_joins(method: str) -> None:
     answer = Answer(method, "parallel")

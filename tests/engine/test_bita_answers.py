@@ -102,6 +102,7 @@ def check_counts(pipeline: LocalPipeline, groups: int, num_tokens: int) -> None:
 CASES = pairwise(SHAPES, ["float32", "float64"], TREES, ["greedy", "drawn"])
 
 
+@pytest.mark.fast_cases("2in2-float32", "4in4-float64")
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: f"{shape[0]}in{shape[1]}")
 def test_every_tree_says_what_transformers_says(models: Path, shape: tuple[int, int], dtype: str) -> None:
@@ -117,6 +118,7 @@ def test_every_tree_says_what_transformers_says(models: Path, shape: tuple[int, 
         check_counts(pipeline, shape[1], NUM_TOKENS)
 
 
+@pytest.mark.fast_cases("mistral-float32")
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("target", ["mistral", "qwen2", "qwen3"])
 def test_other_families(models: Path, target: str, dtype: str) -> None:
@@ -158,6 +160,7 @@ def test_masks_are_no_tokens_that_penalties_count(models: Path) -> None:
         assert answer(pipeline, request(tree, sampling, prompt, max_tokens=12)) == plain
 
 
+@pytest.mark.fast_cases("513")
 @pytest.mark.parametrize("num_tokens", [1, PREFILL_CHUNK - 1, PREFILL_CHUNK, PREFILL_CHUNK + 1, 2 * PREFILL_CHUNK + 30])
 def test_prompts_of_one_token_and_of_several_chunks(models: Path, num_tokens: int) -> None:
     prompt = tuple(torch.randint(3, VOCAB, (num_tokens,), generator=torch.Generator().manual_seed(5)).tolist())
@@ -253,6 +256,7 @@ def known(models: Path, request: pytest.FixtureRequest) -> tuple[SamplingParams,
     return sampling, answer(make_pipeline(models, (1, 1)), asked)
 
 
+@pytest.mark.fast_cases
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize(("children", "tree_shape"), [(1, "efficient"), (4, "efficient"), (1, "full"), (3, "full")])
 def test_masks_that_are_always_right_fill_every_pass(
@@ -319,6 +323,7 @@ def test_figure_4_of_the_paper(
     assert tokens_of(verdicts) == said[:11]
 
 
+@pytest.mark.fast_cases
 @pytest.mark.parametrize("num_tokens", [1, 2, 3, 4, 5, 6, 9])
 def test_an_answer_may_end_inside_a_tree(
     models: Path, known: tuple[SamplingParams, tuple[int, ...]], monkeypatch: pytest.MonkeyPatch, num_tokens: int

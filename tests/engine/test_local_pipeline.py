@@ -110,6 +110,7 @@ def check_metrics(metrics: Metrics, groups: int, num_tokens: int, method: str = 
     check_timesteps(metrics, groups, method)
 
 
+@pytest.mark.fast_cases("1in1-float32", "2in2-float64", "4in4-float32")
 @pytest.mark.parametrize("dtype", DTYPES_COMPARED)
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: f"{shape[0]}in{shape[1]}")
 def test_every_method_says_what_transformers_says(models: Path, shape: tuple[int, int], dtype: str) -> None:
@@ -130,6 +131,7 @@ def test_every_method_says_what_transformers_says(models: Path, shape: tuple[int
             assert pipeline.last.metrics.misses == len(verdicts) - 1  # the rounds
 
 
+@pytest.mark.fast_cases
 @pytest.mark.parametrize(
     ("method", "options"),
     [("pipedec", OPTIONS["pipedec"][0]), ("stpp", OPTIONS["stpp"][0]), ("pipedec-bestfirst", OPTIONS["pipedec-bestfirst"][2])],
@@ -166,6 +168,7 @@ def test_a_sure_draft_enters_several_layers_at_once(models: Path) -> None:
     assert pipeline.last.metrics.timesteps < 59
 
 
+@pytest.mark.fast_cases
 @pytest.mark.parametrize("depth", [1, 2, 5])
 @pytest.mark.parametrize(("width", "children"), [(1, 3), (32, 2)])
 def test_a_draft_that_is_always_right_fills_every_round(models: Path, width: int, children: int, depth: int) -> None:

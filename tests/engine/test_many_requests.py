@@ -9,8 +9,9 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from support.examples import examples
 from support.kv_budgets import with_slots
 from support.thread_models import SETTINGS, THREAD_DIALECTS, Case, ThreadModels
 
@@ -120,8 +121,9 @@ def said(answer: LocalAnswer) -> list[int]:
     return [token.token_id for token in answer.sequence.document()]
 
 
+@pytest.mark.fast_cases("4in2")
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: f"{shape[0]}in{shape[1]}")
-@settings(max_examples=settings().max_examples // 2)  # each has several answers
+@examples(25)  # each has several answers, and there are four shapes
 @given(
     visits=VISITS,
     slots=st.sampled_from(SLOTS),
@@ -221,6 +223,7 @@ def test_a_request_that_cannot_run_disturbs_nobody(thread_models: ThreadModels) 
     assert said(pipeline.last) == said(alone(thread_models, good))
 
 
+@pytest.mark.fast_cases
 @pytest.mark.parametrize("method", range(len(METHODS)))
 def test_the_youngest_is_paused_and_all_are_answered(
     thread_models: ThreadModels, monkeypatch: pytest.MonkeyPatch, method: int

@@ -41,6 +41,7 @@ def assert_right(answer: LocalAnswer, expected: torch.Tensor) -> None:
         assert found == pytest.approx({token: float(row_V[token]), **likely}, abs=TOLERANCE)
 
 
+@pytest.mark.fast_cases("pp-1", "pipedec-bestfirst-2")
 @pytest.mark.parametrize("stages", [1, 2, 4])
 @pytest.mark.parametrize("method", ["pp", "pipedec-bestfirst", "bita"])
 def test_they_are_those_of_transformers(pair: Pair, expected: torch.Tensor, stages: int, method: str) -> None:

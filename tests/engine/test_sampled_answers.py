@@ -89,6 +89,7 @@ def test_the_settings_say_different_things(answers: dict[str, tuple[int, ...]]) 
     assert len(set(answers.values())) == len(SETTINGS)
 
 
+@pytest.mark.fast_cases("2in2")
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: f"{shape[0]}in{shape[1]}")
 def test_one_seed_gives_one_answer(models: Path, answers: dict[str, tuple[int, ...]], shape: tuple[int, int]) -> None:
     """Every pair of shape, sampling settings and method."""
@@ -102,6 +103,7 @@ def test_one_seed_gives_one_answer(models: Path, answers: dict[str, tuple[int, .
         assert pipeline.last.request.sampling.seed == SETTINGS[name].seed
 
 
+@pytest.mark.slow
 def test_penalties_count_every_chunk_of_the_prompt(models: Path) -> None:
     """A biased token that would be said again and again is not, because it stands in the first chunk of the prompt alone."""
     prompt = (5, *(6 + index % 3 for index in range(PREFILL_CHUNK + 20)))
@@ -137,6 +139,7 @@ def check_logprobs(
         assert list(found.values()) == pytest.approx(row[list(found)].tolist(), abs=1e-4)
 
 
+@pytest.mark.fast_cases("pp-0", "pipedec-bestfirst-1")
 @pytest.mark.parametrize("num_top", [0, 1, 5])
 @pytest.mark.parametrize("method", METHODS)
 def test_logprobs_are_those_of_transformers(models: Path, method: str, num_top: int) -> None:
@@ -226,6 +229,7 @@ def well_drafted(pair: Pair, request: pytest.FixtureRequest) -> Iterator[LocalCl
 FAST_STOPS = ("pp", "pipedec-bestfirst")  # by windows, one method greedy and the other sampled
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("leaves_nothing")
 @pytest.mark.parametrize(
     ("well_drafted", "method", "temperature"),

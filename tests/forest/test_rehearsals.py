@@ -78,6 +78,7 @@ def test_requests_are_in_the_pipeline_at_the_same_time() -> None:
     assert rehearsal.stages.most_requests >= 3
 
 
+@pytest.mark.fast_cases
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("name", ["one thread", "apar"])
 def test_requests_that_are_paused_say_what_they_would_have_said(name: str, method: str) -> None:

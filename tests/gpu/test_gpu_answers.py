@@ -34,6 +34,7 @@ def answers(spec: PipelineSpec, sampling: SamplingParams, count: int = 1) -> dic
     return found
 
 
+@pytest.mark.fast_cases("cpu-float32-3")
 @pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_answers_are_those_of_transformers(spec: PipelineSpec, dtype: str, count: int) -> None:
@@ -51,6 +52,7 @@ def test_drawn_answers_are_the_same_by_all_methods(spec: PipelineSpec) -> None:
     assert all(tokens == found["pp"] for tokens in found.values()), found
 
 
+@pytest.mark.fast_cases("cpu-int4")
 @pytest.mark.parametrize("quantize", ["int8", "int4"])
 def test_quantised_answers_are_those_of_weights_that_were_rounded(device: str, quantize: str) -> None:
     spec = PipelineSpec.create(Models(quantize=quantize), Cut(3), device=device)

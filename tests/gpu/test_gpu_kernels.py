@@ -55,6 +55,7 @@ class Errors:
         assert self._total[0] <= 2 * self._total[1] + 1e-5, self._total
 
 
+@pytest.mark.fast_cases
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)

@@ -91,6 +91,7 @@ def graphs_of(stage: StageModel) -> CapturedGraphs:
     return stage._graphs
 
 
+@pytest.mark.fast_cases
 @pytest.mark.parametrize("name", MODELS)
 @examples(30)
 @given(seed=st.integers(0, 2**32 - 1), count=st.integers(1, 6), block=st.sampled_from([2, 5, 16]))
@@ -108,6 +109,7 @@ def test_padded_forwards_of_many_requests_equal_those_without_padding(
     assert captured.capture.replays == 6
 
 
+@pytest.mark.fast_cases
 @pytest.mark.parametrize("name", ["llama", "some-windows"])
 def test_replays_of_frozen_graphs_equal_forwards_without_them(directory: Path, name: str) -> None:
     plain, captured = (with_bita(load(directory, name), directory, name) for _ in range(2))
@@ -174,6 +176,7 @@ def graph_counts() -> Iterator[dict[str, Any]]:
     torch._dynamo.reset()
 
 
+@pytest.mark.fast_cases
 @pytest.mark.parametrize(
     ("name", "layers"),
     [("llama", FIRST), ("llama", WHOLE), ("biases", MIDDLE), ("window", LAST), ("some-windows", MIDDLE), ("qk-norm", LAST)],
@@ -208,6 +211,7 @@ def test_every_row_bucket_is_one_graph(directory: Path, graph_counts: dict[str, 
     assert graph_counts["stats"]["unique_graphs"] == len(ROW_BUCKETS) and not graph_counts["graph_break"]
 
 
+@pytest.mark.fast_cases
 @pytest.mark.parametrize("quantize", ["int8", "int4"])
 def test_quantized_stages_are_one_graph(tmp_path: Path, graph_counts: dict[str, Any], quantize: str) -> None:
     save_tiny("llama", tmp_path, hidden=64)

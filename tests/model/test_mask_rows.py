@@ -75,6 +75,7 @@ def target(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return path, NaiveBita(model.double(), weights), weights
 
 
+@pytest.mark.fast_cases("llama-cut0", "mistral-window-cut1")
 @pytest.mark.parametrize("cut", [(4,), (1, 2, 1)])
 def test_mask_rows_equal_transformers(target: tuple[Path, NaiveBita, BitaWeights], cut: tuple[int, ...]) -> None:
     """Mask groups behind candidates of several depths in one step, over several steps, with one stage and several."""

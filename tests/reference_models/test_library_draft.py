@@ -67,6 +67,7 @@ def steps_logged(work: Path) -> list[int]:
     return [json.loads(line)["step"] for line in (work / "draft.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_a_continued_draft_loads_and_its_report_goes_on(trained: Path, tmp_path: Path) -> None:
     report = proceed(trained, tmp_path / "once", tmp_path / "work")
     assert set(report["on_policy"]) == {"questions", "source", "requests", "passages"}
@@ -87,6 +88,7 @@ def test_a_continued_draft_loads_and_its_report_goes_on(trained: Path, tmp_path:
     assert card.count("2 × 64 and 1 × 2,048 tokens; 5 steps") == 2 and card.count("% → ") == 12
 
 
+@pytest.mark.slow
 def test_a_killed_run_resumes_to_the_same_weights(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TrainingLoop, "SAVE_EVERY", 2)
     proceed(trained, tmp_path / "straight", tmp_path / "work1")

@@ -75,6 +75,7 @@ def check_answer(topology: Topology, history: History, num_tokens: int) -> None:
     assert history.finished[-1].name == "end"
 
 
+@pytest.mark.fast_cases
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("topology", TOPOLOGIES, ids=named)
 def test_whole_answers(make_scheduler: MakeScheduler, topology: Topology, seed: int) -> None:
@@ -95,6 +96,7 @@ def test_short_answers(make_scheduler: MakeScheduler, topology: Topology, num_to
     check_answer(topology, history, num_tokens)
 
 
+@pytest.mark.fast_cases
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("topology", TOPOLOGIES, ids=named)
 def test_an_answer_that_a_stop_string_ends(make_scheduler: MakeScheduler, topology: Topology, seed: int) -> None:

@@ -143,6 +143,7 @@ class Epochs(RuleBasedStateMachine):
             self.real.clear()
 
 
+@pytest.mark.slow
 def test_whatever_is_lost_both_schedulers_know_the_same_requests(redis_client: redis.Redis) -> None:
     Epochs.client = redis_client
     run_state_machine_as_test(Epochs, settings=settings(deadline=None, stateful_step_count=30))  # type: ignore[no-untyped-call]

@@ -394,6 +394,7 @@ def run_session(scheduler: Scheduler, number: int) -> None:
     scheduler.finish(0, end.task, [])
 
 
+@pytest.mark.fast_cases
 @pytest.mark.parametrize("seed", range(10))
 def test_no_request_and_no_cancellation_is_lost(scheduler: Scheduler, seed: int) -> None:
     Crowd(scheduler, random.Random(seed)).run(100)

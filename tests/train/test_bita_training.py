@@ -172,6 +172,7 @@ def test_figures_do_not_depend_on_how_samples_are_batched(pair: Pair, monkeypatc
     assert together["all"]["groups"] == sum(len(places_of(sample)) for sample in SAMPLES)
 
 
+@pytest.mark.fast_cases
 @pytest.mark.parametrize("prompting", ["deep", "shallow", "none"])
 def test_masks_learn_to_guess(tmp_path: Path, prompting: str) -> None:
     target = save_tiny("llama", tmp_path).requires_grad_(False)

@@ -247,6 +247,7 @@ def test_pairs_are_learned(tuned: Tuned, pair: Pair, tmp_path: Path) -> None:
     assert log[-1]["loss"] < 0.2 * log[0]["loss"]
 
 
+@pytest.mark.slow
 def test_a_killed_run_continues_to_the_same_weights(
     tuned: Tuned, pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -294,6 +295,7 @@ def test_a_killed_run_continues_to_the_same_weights(
         train("killed", replace(RECIPE, learning_rate=2e-3))
 
 
+@pytest.mark.slow
 def test_rounds_of_several_weights_continue_where_a_killed_run_stopped(
     tuned: Tuned, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

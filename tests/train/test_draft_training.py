@@ -50,12 +50,14 @@ def test_a_draft_learns_its_targets_answers(pair: Pair, tmp_path: Path) -> None:
     assert sum(log[-5:]) < sum(log[:5])
 
 
+@pytest.mark.fast_cases
 @pytest.mark.parametrize(("prompts", "tokens"), [({"short": SHORT}, 4 * 32), ({"long": LONG}, 4 * 96)])
 def test_rows_may_all_be_of_one_length(pair: Pair, tmp_path: Path, prompts: dict[str, SplitPrompts], tokens: int) -> None:
     report = proceed(pair, tmp_path, prompts, replace(RECIPE, steps=1))
     assert report["continuations"][0]["seen_tokens"] == tokens
 
 
+@pytest.mark.slow
 def test_a_killed_run_resumes_to_the_same_weights(pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TrainingLoop, "SAVE_EVERY", 5)
     prompts = {"short": SHORT, "long": LONG}

@@ -40,6 +40,7 @@ def trained(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_a_new_draft_learns_and_its_card_says_from_what(trained: Path) -> None:
     report = json.loads((trained / "training.json").read_text())
     before = report["continuations"][0]["before"]["on_policy"]["asked"]
@@ -50,12 +51,14 @@ def test_a_new_draft_learns_and_its_card_says_from_what(trained: Path) -> None:
     assert "24 prompts of `asked`" in (trained / "README.md").read_text()
 
 
+@pytest.mark.slow
 def test_the_same_run_again_makes_the_same_draft(pair: Pair, trained: Path, tmp_path: Path) -> None:
     train_draft(pair.target, SMALL, PROMPTS, RECIPE, Run(tmp_path, tmp_path / "work", threads=1), compiled=False)
     first, second = (load_file(path / "draft" / "model.safetensors") for path in (trained, tmp_path))
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
+@pytest.mark.fast_cases
 @pytest.mark.parametrize("method", ["stpp", "pipedec", "pipedec-bestfirst"])
 def test_answers_are_the_targets(pair: Pair, trained: Path, method: str) -> None:
     prompt = tuple(PROMPTS["asked"].held_out[0])
@@ -86,6 +89,7 @@ def test_unknown_tokens_count_as_missed() -> None:
     assert draft.top_ranks(draft.logits(ids), ids).tolist() == [[1, 0, 3]]
 
 
+@pytest.mark.slow
 def test_invented_prompts_are_kept_and_different(pair: Pair, tmp_path: Path) -> None:
     prompter, target = Prompter(pair.target, 2048), load_transformers(pair.target, torch.float32)
     found = invented_prompts(target, prompter.tokenizer, 30, 0, tmp_path)

@@ -40,6 +40,7 @@ def test_they_are_what_the_model_says(answers: OwnAnswers) -> None:
         assert row.token_ids.tolist()[: len(sample.prompt)] == list(sample.prompt), "no record tells how it is unrolled"
 
 
+@pytest.mark.slow
 def test_every_prompt_is_answered_in_every_way_and_asked_once(answers: OwnAnswers, monkeypatch: pytest.MonkeyPatch) -> None:
     """A killed run has the batches that it finished; the next one asks only for the others."""
     asked: list[int] = []

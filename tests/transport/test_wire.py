@@ -165,6 +165,7 @@ def test_seeds_and_biases_arrive_as_they_are() -> None:
     assert received(*pack_envelope(sent, INLINE_ROWS)) == sent
 
 
+@pytest.mark.fast_cases
 @pytest.mark.parametrize(
     ("update", "message"),
     [

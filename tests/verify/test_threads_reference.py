@@ -30,6 +30,7 @@ def name(case: Case) -> str:
     return f"{case.dialect}-{case.setting}-{case.prompt[:4]}"
 
 
+@pytest.mark.slow
 def test_the_answers_cover_the_interesting_cases(thread_models: ThreadModels) -> None:
     """Threads, joins, cuts, natural ends and broken structure, without which the tests below mean little."""
     answers = {case: thread_models.known_answer(case) for case in CASES}
@@ -52,6 +53,7 @@ def test_the_answers_cover_the_interesting_cases(thread_models: ThreadModels) ->
     assert {4, 9} <= promised, "lengths that promises state"
 
 
+@pytest.mark.fast_cases
 @pytest.mark.parametrize(("dialect", "setting", "order"), pairwise(THREAD_DIALECTS, SETTINGS, ORDERS))
 def test_the_order_in_which_threads_take_turns_changes_nothing(
     thread_models: ThreadModels, dialect: str, setting: str, order: str
@@ -118,6 +120,7 @@ class Reread:
         return wrong
 
 
+@pytest.mark.fast_cases
 @pytest.mark.parametrize("case", CASES, ids=name)
 def test_one_forward_over_the_whole_answer_gives_the_same_tokens(thread_models: ThreadModels, case: Case) -> None:
     """With mask and positions as in training, and naive filters and penalties."""
@@ -127,6 +130,7 @@ def test_one_forward_over_the_whole_answer_gives_the_same_tokens(thread_models: 
     assert reread.wrong_places(reread.flat.mask, reread.flat.mask) == []
 
 
+@pytest.mark.fast_cases
 @pytest.mark.parametrize("setting", ["greedy", "drawn"])
 @pytest.mark.parametrize("dialect", ["apar", "pasta", "parallel"])
 def test_a_wrong_mask_gives_other_tokens(thread_models: ThreadModels, dialect: str, setting: str) -> None:

@@ -105,6 +105,7 @@ def test_the_command_offers_all_figures() -> None:
     assert tuple(FIGURES) == command.FIGURES
 
 
+@pytest.mark.fast_cases
 @pytest.mark.parametrize("name", FIGURES)
 def test_every_figure_names_the_origin_of_its_data(sweep: pd.DataFrame, name: str) -> None:
     figure = FIGURES[name](sweep, "a title")
@@ -247,6 +248,7 @@ def test_stochastic_needs_both_ways(tmp_path: Path, lines: list[Line], reason: s
         stochastic_figure(answers(tmp_path, lines))
 
 
+@pytest.mark.fast_cases
 @pytest.mark.parametrize("name", [name for name in FIGURES if name != "stochastic"])
 def test_other_figures_show_greedy_answers_alone(sweep: pd.DataFrame, name: str) -> None:
     greedy = sweep[sweep["temperature"] == 0]
@@ -333,6 +335,7 @@ def test_breakdown_stacks_the_parts_of_a_timestep(tmp_path: Path) -> None:
         breakdown_figure(answers(tmp_path, [line()]))
 
 
+@pytest.mark.fast_cases
 @pytest.mark.parametrize("name", ["latency", "accuracy", "stochastic", "speedup", "breakdown"])
 def test_figures_that_compare_methods_show_one_bita_with_one_tree(tmp_path: Path, name: str) -> None:
     common = [

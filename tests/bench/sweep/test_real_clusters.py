@@ -215,6 +215,7 @@ class InterruptedInTheSecond(Silent):
             raise Interrupted
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("leaves_nothing")
 def test_every_partition_is_launched_once_and_measured(pair: Pair, launches: Launches, tmp_path: Path) -> None:
     chosen = config(pair, stages=(), launched=("p1", "p2"), methods=("pp", "pipedec"))

@@ -232,6 +232,7 @@ def wide_bita(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+@pytest.mark.slow
 def test_every_bita_decodes_with_every_tree_it_can_and_other_methods_run_once(
     pair: Pair, wide_bita: Path, tmp_path: Path
 ) -> None:
@@ -266,6 +267,7 @@ def test_bita_uses_all_its_masks_and_its_rows_do_not_change_those_of_others(pair
     assert "shape" not in first[1]["tree"], "a limit of bita alone"
 
 
+@pytest.mark.slow
 def test_real_processes_are_started_for_every_bita(pair: Pair, wide_bita: Path, tmp_path: Path, leaves_nothing: None) -> None:
     chosen = config(pair, methods=("pp", "bita"), stages=(2,), clock="measured", slow_motion=0.1, bita=(pair.bita, wide_bita))
     rows = sweep(chosen, PROMPTS[1:], tmp_path, Silent())

@@ -1,0 +1,36 @@
+"""A pytest plugin that chooses the tests of the fast tier, and the order of all tests.
+
+The fast tier (``-m "not slow"``) holds every behaviour once. What repeats it over shapes, kinds and seeds is marked ``slow``.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m selects
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what follows from fixtures and from ``fast_cases``, and begin with the files that take longest."""
+    first_cases: set[str] = set()
+    for item in items:
+        if "leaves_nothing" in getattr(item, "fixturenames", ()):  # a test that must leave no process behind starts some
+            item.add_marker(pytest.mark.processes)
+        _mark_slow_cases(item, first_cases)
+    files_of_processes = {item.path for item in items if item.get_closest_marker("processes")}
+    items.sort(key=lambda item: item.path not in files_of_processes)  # they wait a lot: two of them at a time
+
+
+def _mark_slow_cases(item: pytest.Item, first_cases: set[str]) -> None:
+    """Mark the cases that ``fast_cases`` does not name; without that marker, those of the resident cluster's second dispatch.
+
+    Adds to ``first_cases`` the functions that have been met.
+    """
+    function, _, case = item.nodeid.partition("[")
+    marker = item.get_closest_marker("fast_cases")
+    if marker is None:
+        is_fast = "tasks" not in case or item.callspec.params.get("resident") != "tasks"
+    else:
+        is_fast = case.removesuffix("]") in marker.args if marker.args else function not in first_cases
+    first_cases.add(function)
+    if not is_fast:
+        item.add_marker(pytest.mark.slow)
