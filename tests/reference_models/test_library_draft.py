@@ -92,7 +92,7 @@ def test_a_killed_run_resumes_to_the_same_weights(trained: Path, tmp_path: Path,
     proceed(trained, tmp_path / "straight", tmp_path / "work1")
     for step in (1, 3, 4):
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(training, "row_steps", killed_in_step(step))
+            patch.setattr(TrainingLoop, "run", killed_in_step(step))
             proceed(trained, tmp_path / "resumed", tmp_path / "work2")
     proceed(trained, tmp_path / "resumed", tmp_path / "work2")
     assert steps_logged(tmp_path / "work1") == [1, 2, 3, 4, 5]

@@ -135,21 +135,20 @@ def test_efficiency_is_one_of_the_papers_four(efficiency: str, first: float) -> 
     assert one.totals(math.inf, efficiency) == [0.5]
 
 
-def test_samples_and_scores_are_kept_and_continued(tuned: Tuned, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_samples_and_scores_are_kept_and_continued(tuned: Tuned, tmp_path: Path) -> None:
     writer, reader = tuned.writer, tuned.reader
     long = replace(reader, max_tokens=200)
     forked, plain = (writer.sample(record(PASTA), dialect).answer for dialect in ("pasta", None))
     endless = plain[:-1] + plain[:-1] * 20
     tasks = [task(tuned, f"Say {number} words.") for number in range(4)]
-    monkeypatch.setattr("pipedec.train.preference.ranking.ANSWERS_AT_ONCE", 6)
     path = tmp_path / "samples.jsonl"
-    samples = sample_answers(Parrot(long, [forked, plain, endless]), tasks, 3, 0, path)
+    samples = sample_answers(Parrot(long, [forked, plain, endless]), tasks, 3, 0, path, at_once=6)
     assert samples == [[forked, plain, endless[:200]]] * 4
     whole = path.read_text()
     lines = whole.splitlines(keepends=True)
     path.write_text("".join(lines[:3]) + lines[3][:20])
     again = Parrot(long, [forked, plain, endless])
-    assert sample_answers(again, tasks, 3, 0, path) == samples and path.read_text() == whole
+    assert sample_answers(again, tasks, 3, 0, path, at_once=6) == samples and path.read_text() == whole
     assert [one.seed for one in again.asked] == [6, 7, 8, 9, 10, 11], (
         "two prompts are asked at once, as if nothing had been killed"
     )
@@ -251,7 +250,6 @@ def test_a_killed_run_continues_to_the_same_weights(
     tuned: Tuned, pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(TrainingLoop, "SAVE_EVERY", 1)
-    monkeypatch.setattr("pipedec.train.preference.ranking.ANSWERS_AT_ONCE", 4)
 
     def train(name: str, recipe: BonbonRecipe = RECIPE) -> dict[str, Any]:
         return prefer((tuned.data,), tuned.model, tuned.model, recipe, run_in(tmp_path / name))
