@@ -97,9 +97,7 @@ class Node:
         idle_seconds: a launcher that does not end the node so long after its ranks' end has lost its connection.
     """
 
-    def __init__(
-        self, orders: Connection, say: Say, is_on_its_own: threading.Event, idle_seconds: float = IDLE_SECONDS
-    ) -> None:
+    def __init__(self, orders: Connection, say: Say, is_on_its_own: threading.Event, idle_seconds: float = IDLE_SECONDS) -> None:
         self._orders: Connection | None = orders
         self._say = say
         self._is_on_its_own = is_on_its_own

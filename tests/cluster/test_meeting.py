@@ -185,7 +185,9 @@ def test_the_interface_towards_the_others_is_chosen(monkeypatch: pytest.MonkeyPa
     route_to = {"10.0.0.2": "10.0.0.1"}.get
     assert choose_interface(HERE, [FIRST, HERE], None, route_to) == Interface("eth7", "10.0.0.1", "it routes to Redis")
     beside_redis = replace(HERE, address="127.0.1.1")
-    assert choose_interface(beside_redis, [FIRST, beside_redis], None, route_to) == Interface("eth7", "10.0.0.1", "it routes to b")
+    assert choose_interface(beside_redis, [FIRST, beside_redis], None, route_to) == Interface(
+        "eth7", "10.0.0.1", "it routes to b"
+    )
     alone = replace(FIRST, address="10.9.9.9")
     with pytest.raises(UserError, match="has no route to the other hosts: set its interface"):
         choose_interface(beside_redis, [alone, beside_redis], None, route_to)

@@ -17,7 +17,6 @@ from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFas
 from pipedec.core import UserError
 from pipedec.text.convert import load_for_training
 from pipedec.train.continuations import continue_greedily
-from pipedec.train.draft import training
 from pipedec.train.draft.measuring import MeasuredDraft, on_policy_agreement
 from pipedec.train.draft.training import DraftRecipe
 from pipedec.train.loop import TrainingLoop

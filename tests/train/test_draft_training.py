@@ -16,9 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from pipedec.cli.train import train as command
 from pipedec.core import UserError
-from pipedec.train import continuations
 from pipedec.train.continuations import Continuation, continue_greedily
-from pipedec.train.draft import training
 from pipedec.train.draft.distillation import Lesson, TargetMemory, mean_loss
 from pipedec.train.draft.rows import pack_whole
 from pipedec.train.draft.training import DraftRecipe, train_draft
