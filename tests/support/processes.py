@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import multiprocessing.forkserver
-import multiprocessing.resource_tracker
 import os
 import signal
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 
@@ -26,12 +24,15 @@ os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
 def marked_processes() -> set[int]:
     """Processes of this test session that are alive, but for this one and the helpers that multiprocessing keeps."""
-    helpers = {
-        os.getpid(),
-        multiprocessing.forkserver._forkserver._forkserver_pid,
-        multiprocessing.resource_tracker._resource_tracker._pid,
-    }
-    return {process.pid for process in psutil.process_iter() if process.pid not in helpers and _is_marked(process.pid)}
+    helpers = {child.pid for child in psutil.Process().children() if _is_helper(child)}
+    return {pid for pid in psutil.pids() if pid not in {os.getpid(), *helpers} and _is_marked(pid)}
+
+
+def _is_helper(child: psutil.Process) -> bool:
+    """Whether it is the server from which multiprocessing forks, or its resource tracker."""
+    with suppress(psutil.Error):
+        return any(f"from multiprocessing.{name} " in " ".join(child.cmdline()) for name in ("forkserver", "resource_tracker"))
+    return False
 
 
 def _is_marked(pid: int) -> bool:
