@@ -7,7 +7,7 @@ import signal
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
@@ -24,15 +24,15 @@ os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
 def marked_processes() -> set[int]:
     """Processes of this test session that are alive, but for this one and the helpers that multiprocessing keeps."""
-    helpers = {child.pid for child in psutil.Process().children() if _is_helper(child)}
-    return {pid for pid in psutil.pids() if pid not in {os.getpid(), *helpers} and _is_marked(pid)}
+    found = {process.pid for process in psutil.process_iter(["ppid", "cmdline"]) if not _is_helper(process)}
+    return {pid for pid in found - {os.getpid()} if _is_marked(pid)}
 
 
-def _is_helper(child: psutil.Process) -> bool:
-    """Whether it is the server from which multiprocessing forks, or its resource tracker."""
-    with suppress(psutil.Error):
-        return any(f"from multiprocessing.{name} " in " ".join(child.cmdline()) for name in ("forkserver", "resource_tracker"))
-    return False
+def _is_helper(process: psutil.Process) -> bool:
+    """Whether multiprocessing keeps it for this process: its fork server, from which ranks come, or its resource tracker."""
+    program = " ".join(process.info["cmdline"] or ())
+    own = ("from multiprocessing.forkserver import", "from multiprocessing.resource_tracker import")
+    return process.info["ppid"] == os.getpid() and any(start in program for start in own)
 
 
 def _is_marked(pid: int) -> bool:
