@@ -12,6 +12,7 @@ from pipedec.client.async_client import AsyncClient, AsyncReply
 from pipedec.client.reply import Delta
 from pipedec.client.resident import ChatMessage, Prompt, Resident
 from pipedec.core import MethodOptions, SamplingParams
+from pipedec.scheduler import RunStatus
 
 
 class AsyncLLM(Resident):
@@ -69,6 +70,14 @@ class AsyncLLM(Resident):
     ) -> AsyncReply:
         """Begin the next answer of a conversation, a list of ``{"role": ..., "content": ...}``; otherwise as ``submit``."""
         return await self.submit(self._rendered(messages, named.get("threads")), sampling_params, **named)
+
+    async def status(self) -> RunStatus:
+        """The state of the run: the requests that run and wait, among others.
+
+        Raises:
+            SchedulerLost: Redis cannot be reached.
+        """
+        return await (await self._connected()).status()
 
     async def aclose(self) -> None:
         """Cancel what is open and stop the cluster. Nothing is left running."""

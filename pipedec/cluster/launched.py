@@ -131,12 +131,12 @@ class LaunchedCluster(Supervisor):
             status = self.scheduler.status()
         except SchedulerLost:
             if self.nodes.are_over:
-                raise RankLost(self._with_hosts(next(iter(lost.values())))) from None
+                raise RankLost(self.with_hosts(next(iter(lost.values())))) from None
             return
         if status.failure is not None:
-            raise RankLost(self._with_hosts(status.failure))
+            raise RankLost(self.with_hosts(status.failure))
         if status.state == "up" and self.nodes.are_over:
-            raise RankLost(self._with_hosts(next(iter(lost.values()))))
+            raise RankLost(self.with_hosts(next(iter(lost.values()))))
 
     def wait(self, turn: Callable[[], None] = lambda: None) -> None:
         while not self.nodes.are_over:
@@ -155,13 +155,13 @@ class LaunchedCluster(Supervisor):
         for recovery in self.nodes.recoveries(seconds):
             if recovery.epoch > self._told:
                 self._told = recovery.epoch
-                self.on_recovery(replace(recovery, reason=self._with_hosts(recovery.reason)))
+                self.on_recovery(replace(recovery, reason=self.with_hosts(recovery.reason)))
 
     def kill(self) -> None:
         self._is_watched = False
         super().kill()
 
-    def _with_hosts(self, message: str) -> str:
+    def with_hosts(self, message: str) -> str:
         return re.sub(r"\brank (\d++)( \((draft|stage \d+)\))?+(?! on )", self._with_host, message)
 
     def _with_host(self, found: re.Match[str]) -> str:

@@ -34,6 +34,8 @@ class LeaseKeeper:
         recovers: somebody replaces lost ranks. Then this rank judges no other one, waits for a Redis that is away, and survives
             the end of an epoch.
         survives: this process goes on when another rank is lost; if not, it ends, to be started again with all others.
+        renewal_seconds: between two renewals.
+        give_up_seconds: in which the rank itself may notice that the run has failed, before its process is ended.
     """
 
     def __init__(
@@ -44,6 +46,8 @@ class LeaseKeeper:
         abort: Callable[[], None] = lambda: None,
         recovers: bool = False,
         survives: bool = True,
+        renewal_seconds: float = LEASE_RENEWAL_SECONDS,
+        give_up_seconds: float = GIVE_UP_SECONDS,
     ) -> None:
         self._scheduler = scheduler
         self._rank = rank
@@ -51,6 +55,8 @@ class LeaseKeeper:
         self._abort = abort
         self._recovers = recovers
         self._survives = survives
+        self._renewal_seconds = renewal_seconds
+        self._give_up_seconds = give_up_seconds
         self._lease_ms = scheduler.lease_ms
         self._changing = threading.Lock()  # held while the epoch changes, and while what is left of the last one is interrupted
         self._trouble: float | None = None  # since when the epoch has ended or Redis is away; monotonic
@@ -80,7 +86,7 @@ class LeaseKeeper:
     def stop(self) -> None:
         """Give up the lease: this rank ends as planned."""
         self._ended.set()
-        self._thread.join(timeout=2 * LEASE_RENEWAL_SECONDS)
+        self._thread.join(timeout=2 * self._renewal_seconds)
         self._scheduler.leave(self._rank)
 
     def _renew(self) -> None:
@@ -103,11 +109,11 @@ class LeaseKeeper:
     def _keep(self) -> None:
         failure: str | None = None
         while failure is None:
-            if self._ended.wait(LEASE_RENEWAL_SECONDS):
+            if self._ended.wait(self._renewal_seconds):
                 return
             failure = self._turn()
         self._abort()
-        if not self._ended.wait(GIVE_UP_SECONDS):  # the rank's own loop notices and reports the same, unless it is stuck
+        if not self._ended.wait(self._give_up_seconds):  # the rank's own loop notices and reports the same, unless it is stuck
             self._end(failure, FAILED)
 
     def _turn(self) -> str | None:

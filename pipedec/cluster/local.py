@@ -65,7 +65,7 @@ class LocalCluster(Supervisor):
     def _start_rank(self, rank: int) -> None:
         world_size = len(self.topology.ranks)
         place = RankPlace(rank, world_size, rank, world_size, self._transport, recovers=self.recovery.recovers)
-        self._processes.start(rank, _serve_rank, place, self.spec, self.address)
+        self._processes.start(rank, serve_rank, place, self.spec, self.address)
 
     def _start(self, progress: StartProgress | None) -> None:
         super()._start(progress)
@@ -155,6 +155,6 @@ class _Watching:
         self._scheduler.client.close()
 
 
-def _serve_rank(place: RankPlace, spec: PipelineSpec, address: RunAddress, report: Callable[[tuple[str, int, int]], None]) -> int:
+def serve_rank(place: RankPlace, spec: PipelineSpec, address: RunAddress, report: Callable[[tuple[str, int, int]], None]) -> int:
     """What a rank's process runs; returns its exit status. Nobody reads its reports once the cluster is up."""
     return run_rank(place, spec.topology, lambda: spec, address, lambda *told: report(told))

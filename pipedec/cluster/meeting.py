@@ -43,6 +43,7 @@ _POLL_SECONDS = 0.2
 _Kind = TypeVar("_Kind", CardEvent, AddressEvent, LoadedEvent)
 _DONE: Mapping[type[Event], str] = {CardEvent: "come", AddressEvent: "come", LoadedEvent: "load the weights"}
 Progress = Callable[[int, int], None]  # files read, files in all
+RouteTo = Callable[[str], str | None]
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,7 @@ class Meeting:
             EpochEnded: the epoch has ended.
         """
         self._begin()
-        own = self._card
+        own = self.card
         self._publish(own)
         cards = self._gather(CardEvent, MEETING_SECONDS)
         check_cards(own, cards[0])
@@ -138,7 +139,8 @@ class Meeting:
         self._scheduler.publish(self._scheduler.keys.meeting, event)
 
     @cached_property
-    def _card(self) -> CardEvent:
+    def card(self) -> CardEvent:
+        """What this rank tells the others: its host, versions, checkpoints and settings."""
         models = self._models() if self._place.speaks_for_host else {}
         configs = {name: quick_digest(path) for name, path in models.items()}
         server = self._scheduler.server_host
@@ -256,10 +258,15 @@ def check_equal(own: CardEvent, first: CardEvent, message: str, mine: Mapping[st
             raise UserError(message.format(own=_name(own), other=_name(first), name=name, **found))
 
 
-def choose_interface(own: CardEvent, cards: Sequence[CardEvent], configured: str | None) -> Interface:
+def choose_interface(
+    own: CardEvent, cards: Sequence[CardEvent], configured: str | None, route_to: RouteTo = routed_address
+) -> Interface:
     """The network interface for the transfers of rank ``own``: the configured one, else the one that routes to the other hosts.
 
     A host's own name is not asked: where it is 127.0.1.1 (Debian, Ubuntu), gloo would wait for the others on the loopback.
+
+    Args:
+        route_to: the address of this machine from which it reaches another; None if no route leads there.
 
     Raises:
         UserError: there is no such interface, or no route.
@@ -273,7 +280,7 @@ def choose_interface(own: CardEvent, cards: Sequence[CardEvent], configured: str
     if not is_loopback(own.address) and (name := interface_of(own.address)):
         return Interface(name, own.address, "it routes to Redis")
     for card in cards:
-        address = None if card.machine == own.machine or is_loopback(card.address) else routed_address(card.address)
+        address = None if card.machine == own.machine or is_loopback(card.address) else route_to(card.address)
         if address and (name := interface_of(address)):
             return Interface(name, address, f"it routes to {card.host}")
     raise UserError(f"{_name(own)} has no route to the other hosts: set its interface in cluster.yaml, or GLOO_SOCKET_IFNAME")

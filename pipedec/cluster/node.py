@@ -41,7 +41,7 @@ END_SECONDS = 3.0
 LINGER_SECONDS = 5.0  # for which clients may still read the end of a run from a Redis that this node has started
 TURN_SECONDS = 0.5  # an end of a process is seen at once
 LINGER_TURN_SECONDS = 0.1
-IDLE_SECONDS = 60.0  # a launcher that does not end the node so long after its ranks' end has lost its connection
+IDLE_SECONDS = 60.0
 
 Say = Callable[..., None]  # the name of the news, and what it holds
 
@@ -94,12 +94,14 @@ class Node:
         orders: one message each; its end is the order to end, unless the node is on its own.
         say: tells the launcher.
         is_on_its_own: set by this node when it needs no launcher any longer.
+        idle_seconds: a launcher that does not end the node so long after its ranks' end has lost its connection.
     """
 
-    def __init__(self, orders: Connection, say: Say, is_on_its_own: threading.Event) -> None:
+    def __init__(self, orders: Connection, say: Say, is_on_its_own: threading.Event, idle_seconds: float = IDLE_SECONDS) -> None:
         self._orders: Connection | None = orders
         self._say = say
         self._is_on_its_own = is_on_its_own
+        self._idle_seconds = idle_seconds
         self._ranks = RankProcesses()
         self._running: set[int] = set()
         self._run: NodeRun | None = None
@@ -144,8 +146,8 @@ class Node:
     def _start(self) -> bool:
         """A turn of a node whose run is not up yet."""
         assert self._orders is not None
-        is_idle = self._ranks.pids and not self._running
-        if not (ready := wait([self._orders, *self._ranks.waitables(self._running)], timeout=IDLE_SECONDS if is_idle else None)):
+        idle_seconds = self._idle_seconds if self._ranks.pids and not self._running else None
+        if not (ready := wait([self._orders, *self._ranks.waitables(self._running)], timeout=idle_seconds)):
             return False
         if self._orders in ready and not self._hear():
             return False

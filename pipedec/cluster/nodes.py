@@ -85,8 +85,11 @@ class Nodes:
             passed_on = {name: value for name, value in passed_on.items() if not name.endswith("_SOCKET_IFNAME")}
         return {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", **passed_on, **self._config.launch.environment, **server.environment}
 
-    def connect(self, log: IO[str] | None) -> None:
+    def connect(self, log: IO[str] | None, seconds: float = CONNECT_SECONDS) -> None:
         """Start all nodes at once, and compare their versions with this one's. Their ranks' imports begin.
+
+        Args:
+            seconds: in which every host must answer.
 
         Raises:
             UserError: names a host that cannot be used, why, and what to do.
@@ -96,7 +99,7 @@ class Nodes:
             link = NodeLink(self.server(host), self.python(host), directory, self._news, log)
             self._links[host] = link
             link.order("prepare", environment=self.environment(host))
-        for host, hello in self._await("hello", self.hosts, CONNECT_SECONDS).items():
+        for host, hello in self._await("hello", self.hosts, seconds).items():
             _check_versions(host, self.python(host), hello)
 
     def start_redis(self, host: str, port: int | None, password: str) -> str:

@@ -178,9 +178,9 @@ class Supervisor(ABC):
             assert self.scheduler is not None
             if (failure := self.scheduler.failure()) is None:
                 self.scheduler.abort(rank, end)
-        return RankLost(self._with_hosts(failure) if failure and reports else f"{rank_name(rank)} {end}")
+        return RankLost(self.with_hosts(failure) if failure and reports else f"{rank_name(rank)} {end}")
 
-    def _with_hosts(self, message: str) -> str:
+    def with_hosts(self, message: str) -> str:
         """A rank's message, which tells the user on which hosts the ranks are that it names."""
         return message
 

@@ -24,7 +24,7 @@ from pipedec.transport.replicas import ALONE, Replicas
 Model = Any  # a causal language model of transformers, whose classes share no usable type
 
 BATCH_PROMPTS = 96
-BATCH_TOKENS = 16_384  # of prompts, with their padding
+BATCH_TOKENS = 16_384
 
 
 @dataclass(frozen=True)
@@ -67,17 +67,22 @@ def answer(target: Model, prompts: dict[str, SplitPrompts], new_tokens: int, wor
 
 
 def continue_greedily(
-    target: Model, prompt_ids: list[list[int]], new_tokens: int, store: Path, replicas: Replicas = ALONE
-) -> list[Continuation]:
+    target: Model, prompt_ids: list[list[int]], new_tokens: int, store: Path, replicas: Replicas = ALONE,
+    batch_prompts: int = BATCH_PROMPTS, batch_tokens: int = BATCH_TOKENS,
+) -> list[Continuation]:  # fmt: skip
     """The target's greedy continuations of all prompts, shortest prompts first; ``store`` keeps one file per batch.
 
     Several processes share the batches; all of them read ``store``.
+
+    Args:
+        batch_prompts: the most prompts of a batch.
+        batch_tokens: the most tokens of its prompts, with their padding.
 
     Raises:
         UserError: ``store`` holds continuations of other prompts.
     """
     store.mkdir(parents=True, exist_ok=True)
-    batches = _batches(sorted(prompt_ids, key=len))
+    batches = _batches(sorted(prompt_ids, key=len), batch_prompts, batch_tokens)
     paths = [store / f"{number:04}.safetensors" for number in range(len(batches))]
     for number, path in enumerate(track(paths, f"continuations: {store.name}", disable=not replicas.is_first)):
         if replicas.shares(number) and not path.exists():
@@ -92,11 +97,11 @@ def continue_greedily(
     return found
 
 
-def _batches(ordered: list[list[int]]) -> list[list[list[int]]]:
+def _batches(ordered: list[list[int]], most_prompts: int, most_tokens: int) -> list[list[list[int]]]:
     """Prompts, shortest first, in batches that fit both limits; one that fits none has a batch of its own."""
     batches: list[list[list[int]]] = []
     for ids in ordered:
-        if not batches or len(batches[-1]) >= min(BATCH_PROMPTS, BATCH_TOKENS // len(ids)):
+        if not batches or len(batches[-1]) >= min(most_prompts, most_tokens // len(ids)):
             batches.append([])
         batches[-1].append(ids)
     return batches

@@ -14,9 +14,9 @@ import torch
 from click.testing import CliRunner
 from support.checkpoints import save_tiny_llama
 from support.tiny_pair import SENTENCES, Pair
+from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
-from pipedec.bench.alternatives import benchmark as alternatives
 from pipedec.bench.alternatives.benchmark import AlternativesConfig, measure_alternatives
 from pipedec.bench.alternatives.contenders import PassCount, load_contenders
 from pipedec.cli.main import program
@@ -86,12 +86,13 @@ class Scripted:
         return next(self._answers)
 
 
-def test_turns_rotate_and_one_wrong_repeat_is_not_equal(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_turns_rotate_and_one_wrong_repeat_is_not_equal(pair: Pair) -> None:
     turns: list[str] = []
     right, wrong = [7, 8, 9, 2], [7, 8, 8, 2]
     contenders = [Scripted("a", [right] * 5, turns), Scripted("b", [wrong, right, right, right, wrong], turns)]
-    monkeypatch.setattr(alternatives, "load_contenders", lambda spec: contenders)
-    rows = measure_alternatives(pair.spec(), SENTENCES[:2], AlternativesConfig(max_tokens=4, repeats=2))
+    rows = measure_alternatives(
+        pair.spec(), SENTENCES[:2], AlternativesConfig(max_tokens=4, repeats=2), load=lambda spec: contenders
+    )
     assert turns == ["a", "b", *["a", "b", "b", "a"] * 2]  # a warm-up each, then two prompts
     assert [row["equal"] for row in rows] == [2, 1]
     for row in rows:
@@ -105,10 +106,11 @@ def test_impossible_numbers_are_refused(flag: str) -> None:
         AlternativesConfig(**numbers)
 
 
-def test_a_prompt_beyond_the_context_is_refused(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(alternatives, "load_contenders", None)
+def test_a_prompt_beyond_the_context_is_refused(pair: Pair) -> None:
     with pytest.raises(UserError, match="shorten the prompt"):
-        measure_alternatives(pair.spec(), ["word " * 3000], AlternativesConfig(max_tokens=4))
+        measure_alternatives(
+            pair.spec(), ["word " * 3000], AlternativesConfig(max_tokens=4), load=lambda spec: pytest.fail("loaded")
+        )
 
 
 def test_command_prints_a_table_and_writes_rows(pair: Pair, tmp_path: Path) -> None:
@@ -146,7 +148,7 @@ def test_command_prints_a_table_and_writes_rows(pair: Pair, tmp_path: Path) -> N
 )
 def test_command_refuses(flags: list[str], words: str, pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(alternatives, "load_contenders", None)
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", None)  # refused before a model is loaded
     (tmp_path / "empty.jsonl").write_text("")
     done = CliRunner().invoke(program, ["bench", "alternatives", *pair.flags, *flags])
     assert isinstance(done.exception, UserError) and words in str(done.exception), (done.output, done.exception)

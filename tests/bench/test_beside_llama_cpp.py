@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner
@@ -44,10 +46,10 @@ def test_its_slots_answer_a_load(file: Path, tmp_path: Path) -> None:
 
 
 def test_what_it_cannot_do_is_told(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(llama_cpp, "is_installed", lambda: False)
+    monkeypatch.setitem(sys.modules, "xllamacpp", None)
     with pytest.raises(UserError, match="pip install xllamacpp"):
         LlamaCpp(Path("model.gguf"), 64)
-    monkeypatch.setattr(llama_cpp, "is_installed", lambda: True)
+    monkeypatch.setitem(sys.modules, "xllamacpp", SimpleNamespace(__spec__=object()))  # type: ignore[arg-type]
     with pytest.raises(UserError, match="is none"):
         LlamaCpp(pair.target, 64)
 

@@ -21,6 +21,8 @@ from pipedec.bench.sweep.tuning import TuningGrid
 from pipedec.config import paper_cluster
 from pipedec.core import MethodOptions, SamplingParams, UserError
 from pipedec.data.prompts import PromptSet
+from pipedec.engine.local import LocalPipeline
+from pipedec.engine.spec import PipelineSpec
 from pipedec.methods import BestFirstOptions, PlainOptions, StaticTreeOptions
 
 PROMPTS = [
@@ -105,8 +107,8 @@ def test_predicts_the_rows_of_a_sweep(pair: Pair, tmp_path: Path) -> None:
 def test_what_is_recorded_is_not_computed_again(pair: Pair, whole: Whole, monkeypatch: pytest.MonkeyPatch) -> None:
     recorded = {path: path.read_bytes() for path in whole.recording.iterdir()}
     assert len(recorded) == 1 + 3, "the answers, and what the draft said below each of three prompts"
-    monkeypatch.setattr("pipedec.bench.policy.study.OneProcess", never)
-    monkeypatch.setattr("pipedec.engine.spec.PipelineSpec.load_drafter", never)
+    monkeypatch.setattr(LocalPipeline, "load", never)
+    monkeypatch.setattr(PipelineSpec, "load_drafter", never)
     assert costs(study(config(pair), PROMPTS, whole.recording, Silent())) == costs(whole.answers)
     assert {path: path.read_bytes() for path in whole.recording.iterdir()} == recorded
 

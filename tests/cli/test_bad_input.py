@@ -28,7 +28,7 @@ def no_process(*arguments: object, **keywords: object) -> None:
 @pytest.fixture
 def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Mistakes that need no cluster to be found must be found before there is one."""
-    monkeypatch.setattr("pipedec.scheduler.server.subprocess.Popen", no_process)
+    monkeypatch.setattr("subprocess.Popen", no_process)
     monkeypatch.setattr("multiprocessing.context.ForkServerProcess.start", no_process)
 
 

@@ -15,7 +15,6 @@ from typing import IO, Any
 import pytest
 
 from pipedec.cli.cluster import serve_cluster
-from pipedec.cli.show import console
 from pipedec.cluster.node_link import News, NodeLink
 from pipedec.cluster.state import RunningCluster
 from pipedec.config import ServerConfig
@@ -93,7 +92,7 @@ class Interrupted:
 @pytest.mark.usefixtures("state_directory", "usual_signals")
 @pytest.mark.parametrize("ends", [nullcontext(), Interrupted()], ids=["down", "Ctrl-C"])
 def test_a_cluster_whose_log_is_full_goes_on_and_ends_in_order(full: IO[str], monkeypatch: pytest.MonkeyPatch, ends: Any) -> None:
-    monkeypatch.setattr(console, "_file", full)  # setting `file` back would name one stream for good
+    monkeypatch.setattr(sys, "stderr", full)
     cluster: Any = Scripted(ends)
     serve_cluster(cluster, {}, announce=lambda running, description: None)
     assert cluster.done == ["start", "recovered", "stop"]

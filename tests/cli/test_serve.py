@@ -26,6 +26,7 @@ from pipedec.client.client import Client
 from pipedec.cluster.local import LocalCluster
 from pipedec.core import SamplingParams
 from pipedec.messages import PromptRequest
+from pipedec.server.cluster_process import ClusterProcess
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 
@@ -165,7 +166,7 @@ def test_ctrl_c_while_it_starts(started: Started, pair: Pair, moment: Callable[[
 def test_what_cannot_work_is_refused_before_anything_is_loaded(
     pipedec: Pipedec, pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pipedec.server.cluster_process.ClusterProcess.start", lambda self: pytest.fail("it was started"))
+    monkeypatch.setattr(ClusterProcess, "start", lambda self: pytest.fail("it was started"))
     empty = tmp_path / "keys"
     empty.write_text("# none\n")
     with socket.create_server(("127.0.0.1", 0)) as taken:

@@ -187,7 +187,8 @@ def test_closing_cancels_what_is_open(cluster: LocalCluster) -> None:
     async def body(client: AsyncClient) -> None:
         replies = [await client.submit(ENDLESS) for _ in range(6)]
         reading = [asyncio.create_task(read(reply)) for reply in replies]
-        await asyncio.sleep(0.2)
+        while not (await client.status()).running:
+            await asyncio.sleep(0.02)
         await client.aclose()
         for task, reply in zip(reading, replies, strict=True):
             with pytest.raises(PipedecError, match="client was closed"):

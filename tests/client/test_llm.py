@@ -61,19 +61,17 @@ def test_the_asynchronous_llm_says_the_same(llm: LLM, pair: Pair) -> None:
         return "".join([delta.text async for delta in running.generate(prompt, SHORT)])
 
     async def body(running: AsyncLLM) -> None:
-        first, second = await asyncio.gather(running._connected(), running._connected())
-        assert first is second, "tasks that ask first at the same time share a connection"
+        assert await asyncio.gather(*(said(running, prompt) for prompt in SENTENCES[:2])) == expected
         async with running:
-            assert await asyncio.gather(*(said(running, prompt) for prompt in SENTENCES[:2])) == expected
             assert (await (await running.chat(CONVERSATION, SHORT)).completed()).token_ids == chatted.token_ids
             with pytest.raises(UserError, match="empty"):
                 await said(running, "")
             endless = running.generate("x", SamplingParams(max_tokens=1500, ignore_eos=True))
             assert await anext(endless)
             await endless.aclose()
-            assert running._client is not None
-            while (await running._client.status()).running:
+            while (await running.status()).running:
                 await asyncio.sleep(0.05)
+        assert asyncio.all_tasks() == {asyncio.current_task()}, "tasks that ask first at the same time share a connection"
 
     with deadline(60):
         asyncio.run(body(AsyncLLM(pair.target, pair.draft, stages=1)))

@@ -7,9 +7,11 @@ from collections.abc import Mapping
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.clock import Clock
 
 from pipedec.client.client import Client
 from pipedec.client.reply import Delta, Reply
+from pipedec.client.watch import LOOK_SECONDS, OUTAGE_SECONDS
 from pipedec.core import Completion, PipedecError, RankLost, SamplingParams, SchedulerInterrupted, SchedulerLost, UserError
 from pipedec.messages import (
     CompletionEvent,
@@ -22,12 +24,17 @@ from pipedec.messages import (
     ThreadNews,
     TokensEvent,
 )
-from pipedec.scheduler import MemoryScheduler, Topology
+from pipedec.scheduler import MemoryScheduler, RunStatus, Topology
 from pipedec.scheduler.protocol import Remembered
 
 DESCRIPTION = RunDescription(((1,),), ((0, 1),), "target")
 REQUEST = PromptRequest("Hello", sampling=SamplingParams(1.0, max_tokens=4))
 TEXT = "abcdefghij"
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    return Clock(monkeypatch)
 
 
 class Recovering(MemoryScheduler):
@@ -39,24 +46,28 @@ class Recovering(MemoryScheduler):
         self.times = 0  # that it is away
         self.open(DESCRIPTION, recovers=True)
 
+    def status(self) -> RunStatus:
+        self._answer()
+        return super().status()
+
     def read_answers(self, last: Mapping[int, str], timeout_seconds: float) -> list[tuple[int, str, Event]]:
+        self._answer()
+        return super().read_answers(last, timeout_seconds)
+
+    def _answer(self) -> None:
         if self.times > 0 and self.trouble is not None:
             self.times -= 1
             raise self.trouble
-        return super().read_answers(last, timeout_seconds)
 
-    def lose_data(self, *kept: int) -> None:
-        """Redis loses everything; rank 0 writes back the requests in ``kept``."""
-        remembered = [self.remembered(number) for number in kept]
+    def lose_data(self, number: int, request: str) -> None:
+        """Redis loses everything; rank 0 writes back one request with its answer so far."""
+        told = tuple(event for _, event in self.read_answer(number, "0", 0))
         epoch = self.epoch
         self.clear()
         self.enter(epoch)
-        self.restore(DESCRIPTION, "full", 100, remembered)
+        self.restore(DESCRIPTION, "full", 100, [Remembered(number, request, told)])
         self.enter(epoch + 1)
         self.open(DESCRIPTION, recovers=True)
-
-    def remembered(self, number: int) -> Remembered:
-        return Remembered(number, self._requests[number], tuple(self._answers[number]))
 
 
 def said(first: int, last: int) -> TokensEvent:
@@ -123,7 +134,7 @@ def test_a_seed_is_chosen_before_a_request_is_submitted() -> None:
         client.submit(PromptRequest("Hello", sampling=SamplingParams(1.0), resume=(5,)))
 
 
-def test_an_answer_pauses_while_the_run_recovers() -> None:
+def test_an_answer_pauses_while_the_run_recovers(clock: Clock) -> None:
     scheduler, paused = Recovering(), list[bool]()
     client = Client(scheduler, lambda: None)
     reply = client.submit(REQUEST, on_pause=paused.append)
@@ -133,7 +144,7 @@ def test_an_answer_pauses_while_the_run_recovers() -> None:
     scheduler.renew_lease(1)
     scheduler.lease_seconds = 0.0
     scheduler.recover([1], "rank 1 died")
-    client._looked = 0.0
+    clock.advance(LOOK_SECONDS)
     client.read(0)
     assert paused == [True] and reply.is_paused
     scheduler.enter(1)
@@ -154,7 +165,7 @@ def test_a_rank_that_nobody_replaces_is_lost() -> None:
         client.read(0)
 
 
-def test_what_redis_has_lost_is_submitted_again_and_what_was_restored_goes_on() -> None:
+def test_what_redis_has_lost_is_submitted_again_and_what_was_restored_goes_on(clock: Clock) -> None:
     scheduler, texts = Recovering(), ["", "", ""]
     client = Client(scheduler, lambda: None)
 
@@ -167,8 +178,8 @@ def test_what_redis_has_lost_is_submitted_again_and_what_was_restored_goes_on() 
         scheduler.publish(number, said(0, 3))
     client.read(0)
     scheduler.complete(0, said(3, 10), done())  # its client has not read this when it is lost
-    scheduler.lose_data(1)
-    client._looked = 0.0
+    scheduler.lose_data(1, asked[1])
+    clock.advance(LOOK_SECONDS)
     client.read(0)
     assert [reply.number for reply in replies] == [100, 1, 101]
     again = scheduler.take(9).requests
@@ -196,8 +207,7 @@ def test_a_redis_that_is_away_for_a_while_is_borne(trouble: SchedulerLost) -> No
     assert client.read(0) == [reply] and reply.completed().text == TEXT
 
 
-def test_a_redis_that_stays_away_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipedec.client.watch.OUTAGE_SECONDS", 0.3)
+def test_a_redis_that_stays_away_is_lost(clock: Clock) -> None:
     scheduler = Recovering()
     client = Client(scheduler, lambda: None)
     client.submit(REQUEST)
@@ -205,6 +215,6 @@ def test_a_redis_that_stays_away_is_lost(monkeypatch: pytest.MonkeyPatch) -> Non
     scheduler.trouble, scheduler.times = SchedulerLost("cannot reach Redis"), 1000
     with pytest.raises(PipedecError, match="cannot reach Redis"):
         while scheduler.times:
-            client._looked = float("inf")
             client.read(0)
+            clock.advance(OUTAGE_SECONDS / 4)
     assert 0 < scheduler.times < 999

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from pipedec.client.reply import TokenArrivals
@@ -11,7 +13,7 @@ from pipedec.client.reply import TokenArrivals
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """A clock whose one entry is the time."""
     now = [100.0]
-    monkeypatch.setattr("pipedec.client.reply.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
     return now
 
 

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from support.clock import Clock
 from support.processes import wait_until
 from support.tiny_pair import Pair
 
-from pipedec.cluster import epochs
 from pipedec.cluster.address import RankPlace
-from pipedec.cluster.epochs import next_epoch
-from pipedec.cluster.lease import LeaseKeeper
+from pipedec.cluster.epochs import PATIENCE_SECONDS, next_epoch
+from pipedec.cluster.lease import RECOVERY_SECONDS, LeaseKeeper
 from pipedec.cluster.meeting import Meeting
 from pipedec.core import EpochEnded, RankLost, SchedulerInterrupted
 from pipedec.engine.activity import Doing
-from pipedec.messages import RunDescription
+from pipedec.messages import Activity, RunDescription
 from pipedec.scheduler import EmbeddedServer, RedisScheduler, connect
 from pipedec.topology import Topology
 
@@ -40,12 +41,6 @@ def attach(server: EmbeddedServer) -> Callable[[], RedisScheduler]:
     first = RedisScheduler(connect(server.url), name, TOPOLOGY, lease_ms=400)
     first.open(DESCRIPTION, recovers=True)
     return lambda: RedisScheduler(connect(server.url), name, TOPOLOGY, lease_ms=400)
-
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipedec.cluster.lease.LEASE_RENEWAL_SECONDS", 0.05)
-    monkeypatch.setattr(epochs, "PATIENCE_SECONDS", 0.3)
 
 
 def no_restore() -> None:
@@ -75,17 +70,18 @@ def test_a_rank_begins_the_epoch_itself_if_nobody_has_died(attach: Callable[[], 
 def test_a_broken_connection_to_redis_begins_the_next_epoch_at_once(
     attach: Callable[[], RedisScheduler], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(epochs, "PATIENCE_SECONDS", 1000.0)
+    slept = list[float]()
+    monkeypatch.setattr(time, "sleep", slept.append)
     assert next_epoch(attach(), 1, SchedulerInterrupted("cannot reach Redis"), no_restore) == 1
+    assert sum(slept) < PATIENCE_SECONDS / 10
 
 
 def test_a_run_that_does_not_recover_is_aborted_with_the_cause(
     attach: Callable[[], RedisScheduler], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(epochs, "PATIENCE_SECONDS", 1000.0)
-    monkeypatch.setattr(epochs, "RECOVERY_SECONDS", 0.3)
-    rank, other = attach(), attach()
-    with pytest.raises(RankLost, match=r"^it is gone; the run did not recover within 0 s$"):
+    rank, other, clock = attach(), attach(), Clock(monkeypatch)
+    monkeypatch.setattr(time, "sleep", lambda seconds: clock.advance(RECOVERY_SECONDS))  # long before the rank looks again
+    with pytest.raises(RankLost, match=rf"^it is gone; the run did not recover within {RECOVERY_SECONDS:.0f} s$"):
         next_epoch(rank, 1, RankLost("it is gone"), no_restore)
     with pytest.raises(RankLost, match="did not recover"):
         next_epoch(other, 2, RankLost("it is gone, too"), no_restore)
@@ -104,13 +100,23 @@ def _restored(zero: RedisScheduler) -> None:
     zero.restore(DESCRIPTION, "full", 7, [])
 
 
+class CountedDoing(Doing):
+    """Counts how often it was asked for the activity: once for each renewal of the lease."""
+
+    told = 0
+
+    def activity(self) -> Activity:
+        self.told += 1
+        return super().activity()
+
+
 @pytest.mark.parametrize("ends", ["by a supervisor", "with the run's keys"])
 def test_the_lease_keeper_interrupts_a_rank_whose_epoch_has_ended(attach: Callable[[], RedisScheduler], ends: str) -> None:
     """Until it enters the next one, in which the keeper renews its lease."""
-    scheduler, doing, aborted = attach(), Doing(), threading.Event()
-    keeper = LeaseKeeper(scheduler, 1, doing, aborted.set, recovers=True)
+    scheduler, doing, aborted = attach(), CountedDoing(), threading.Event()
+    keeper = LeaseKeeper(scheduler, 1, doing, aborted.set, recovers=True, renewal_seconds=0.05)
     keeper.start()
-    assert wait_until(lambda: keeper._is_up, 60)
+    assert wait_until(lambda: doing.told > 2, 60), "with the second renewal the keeper has seen the run"
     if ends == "by a supervisor":
         attach().recover([2], "rank 2 was killed")
     else:

@@ -12,10 +12,10 @@ from typing import Any
 
 import psutil
 import pytest
+from support.clock import Clock
 from support.processes import wait_until
 
-from pipedec.cluster import host_watch
-from pipedec.cluster.host_watch import HostWatch
+from pipedec.cluster.host_watch import OUTAGE_SECONDS, HostWatch
 from pipedec.cluster.processes import FAILED, LOST_ANOTHER, RankProcesses
 from pipedec.cluster.recovery import RecoveryOptions
 from pipedec.core import RankLost, SchedulerLost
@@ -170,10 +170,10 @@ def test_a_rank_that_computes_forever_is_killed_and_replaced(host: Host, run: Ru
 
 
 def test_a_rank_that_does_not_go_on_is_killed_and_replaced(host: Host, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_watch, "_ENTER_SECONDS", 0.2)
-    monkeypatch.setattr(host_watch, "_START_SECONDS", 0.2)
+    clock, pid = Clock(monkeypatch), host.processes.pids[1]
     run.look = replace(run.look, epoch=1, members=(0, 2))
-    pid = host.processes.pids[1]
+    assert host.watch.turn() and not host.started
+    clock.advance(120.0)
     host.turn_until(lambda: host.started == [1])
     assert host.processes.pids[1] != pid and not run.recovered
 
@@ -186,16 +186,15 @@ def test_what_ranks_tell_while_redis_was_away_means_nothing(host: Host, run: Run
 
 
 def test_redis_may_be_away_for_a_while_and_is_looked_after(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_watch, "OUTAGE_SECONDS", 0.3)
-    kept = list[float]()
+    clock, kept = Clock(monkeypatch), list[float]()
     host = Host(run, keep_redis=lambda: kept.append(time.monotonic()))
     for away in (replace(run.look, epoch=None, state="gone"), SchedulerLost("cannot reach Redis at there:1")):
         run.lost, run.look = (away, run.look) if isinstance(away, SchedulerLost) else (None, away)
         kept.clear()
         with pytest.raises(SchedulerLost, match="its keys were deleted" if run.lost is None else "cannot reach Redis at there:1"):
             while host.watch.turn():
-                time.sleep(0.05)
-        assert len(kept) > 2 and kept[-1] > kept[0] + 0.2
+                clock.advance(OUTAGE_SECONDS / 4)
+        assert len(kept) > 2 and kept[-1] > kept[0] + OUTAGE_SECONDS / 2
         run.lost, run.look = None, replace(run.look, epoch=0, state="up")
         assert host.watch.turn(), "it is back"
 
@@ -226,15 +225,15 @@ def test_a_rank_that_is_not_replaced_is_told_before_it_is_killed(run: Run) -> No
         assert run.aborted == [(1, "rank 1 (stage 1) stopped answering")] and not host.processes.exit_statuses
 
 
-def test_restarts_of_long_ago_do_not_count(run: Run) -> None:
-    host = Host(run, RecoveryOptions(max_restarts=1, window_seconds=0.01))
+def test_restarts_of_long_ago_do_not_count(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, host = Clock(monkeypatch), Host(run, RecoveryOptions(max_restarts=1, window_seconds=600))
     for running in hosting(host):
         for _ in range(2):
             run.look = replace(run.look, members=(0, 1, 2))
             host.started.clear()
             end(running, 1)
             host.turn_until(lambda: host.started)
-            time.sleep(0.02)
+            clock.advance(601)
 
 
 @pytest.mark.parametrize("state", ["stopping", "gone"])

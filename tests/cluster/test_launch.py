@@ -143,15 +143,14 @@ def test_a_node_that_fails_says_why() -> None:
         assert process.wait(10) == 0
 
 
-def test_a_node_without_a_launcher_ends_after_its_ranks(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_node_without_a_launcher_ends_after_its_ranks(pair: Pair) -> None:
     """The connection to a launcher whose machine has vanished does not end by itself."""
-    monkeypatch.setattr("pipedec.cluster.node.IDLE_SECONDS", 0.1)
     said: list[tuple[str, Any]] = []
     orders, sender = multiprocessing.Pipe(duplex=False)
     run = LaunchedRun(cluster_to_json(on_localhost(pair)), "two", 2, "redis://127.0.0.1:1/0", "lost", None, 0, RecoveryOptions())
     for order in ({"order": "join", "run": asdict(run), "host": "localhost"}, {"order": "start", "rank": 0}):
         sender.send_bytes(json.dumps(order).encode())
-    Node(orders, lambda news, **contents: said.append((news, contents)), threading.Event()).run()
+    Node(orders, lambda news, **contents: said.append((news, contents)), threading.Event(), idle_seconds=0.1).run()
     assert [news for news, _ in said] == ["hello", "started", "ended"] and said[-1][1] == {"rank": 0, "status": 1}
 
 
@@ -339,8 +338,10 @@ def test_a_host_that_ssh_does_not_reach_is_named(pair: Pair, script: Any, monkey
     monkeypatch.setenv("PIPEDEC_SSH", "/no/ssh")
     assert refusal(config).startswith("cannot run /no/ssh (No such file or directory): install the client of OpenSSH")
     monkeypatch.setenv("PIPEDEC_SSH", str(script("ssh", "#!/bin/sh\nread order\nread end\n")))
-    monkeypatch.setattr("pipedec.cluster.nodes.CONNECT_SECONDS", 0.3)
-    assert refusal(config) == "here did not answer within 0 s: see `pipedec doctor`"
+    nodes = Nodes(config, rank_places(config))
+    with pytest.raises(PipedecError, match=r"^here did not answer within 0 s: see `pipedec doctor`$"):
+        nodes.connect(None, seconds=0.3)
+    nodes.kill()
 
 
 def test_redis_that_cannot_start_is_named_with_its_host(pair: Pair) -> None:
@@ -382,11 +383,11 @@ def test_the_file_is_preferred_to_the_launching_shell(pair: Pair, monkeypatch: p
 
 def test_ranks_in_messages_are_named_with_their_hosts(pair: Pair) -> None:
     cluster = LaunchedCluster(on_localhost(pair))
-    assert cluster._with_hosts("rank 0: rank 2 (stage 2) stopped answering") == (
+    assert cluster.with_hosts("rank 0: rank 2 (stage 2) stopped answering") == (
         "rank 0 on localhost: rank 2 (stage 2) on localhost stopped answering"
     )
     for message in ("rank 1 (stage 1) on localhost fails", "rank 12 is unknown", "rank 1 on localhost", "no rank"):
-        assert cluster._with_hosts(message) == message
+        assert cluster.with_hosts(message) == message
 
 
 @pytest.mark.slow

@@ -10,16 +10,18 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import torch
+from support.clock import Clock
 from support.processes import wait_until
 from support.tiny_pair import Pair
 
-from pipedec.cluster import meeting as meeting_module
 from pipedec.cluster.address import RankPlace, RunAddress
-from pipedec.cluster.local import _serve_rank
+from pipedec.cluster.local import serve_rank
 from pipedec.cluster.meeting import LOOPBACK, Interface, Meeting, Met, check_cards, choose_interface, use_interface
 from pipedec.cluster.network import machine_id
 from pipedec.cluster.place import check_device, checked_host
@@ -30,6 +32,7 @@ from pipedec.engine.spec import PipelineSpec
 from pipedec.messages import AddressEvent, CardEvent
 from pipedec.plan.placement import Placement
 from pipedec.scheduler import EmbeddedServer, RedisScheduler, connect
+from pipedec.transport.rendezvous import MEETING_SECONDS
 
 HERE = CardEvent(1, "a", machine_id(), "10.0.0.1", {"pipedec": "1", "torch": "2"}, {"target": "x"})
 FIRST = CardEvent(0, "b", "elsewhere", "10.0.0.2", {"pipedec": "1", "torch": "2"}, {"target": "x"})
@@ -64,9 +67,14 @@ class Run:
             met.rendezvous.store.wait(["rank 0", "rank 1", "rank 2"])
             return met
 
+    @property
+    def num_posted(self) -> int:
+        """What the ranks have told each other so far."""
+        return len(self.scheduler.read_answer(self.scheduler.keys.meeting, "0", 0))
+
     def card(self, rank: int, **different: Any) -> CardEvent:
         """What a rank on another machine posts: the same as here, but for what is ``different``."""
-        own = Meeting(self.connect(), RankPlace(0, 3, 0, 1), "here", self.spec)._card
+        own = Meeting(self.connect(), RankPlace(0, 3, 0, 1), "here", self.spec).card
         return replace(own, **{"rank": rank, "host": f"host-{rank}", "machine": f"machine-{rank}"} | different)
 
 
@@ -94,11 +102,13 @@ def test_ranks_of_one_machine_meet_on_its_loopback(run: Run, no_interface: None)
 
 
 def test_a_rank_that_does_not_come_is_named(run: Run, monkeypatch: pytest.MonkeyPatch, no_interface: None) -> None:
-    monkeypatch.setattr(meeting_module, "MEETING_SECONDS", 0.5)
+    clock = Clock(monkeypatch)
     run.spec = replace(run.spec, places=tuple(Placement(host, "cpu", 0) for host in ("here", "here", "there")))
     waiting = [run.meet(rank) for rank in (0, 1)]
+    assert wait_until(lambda: run.num_posted == 2)
+    clock.advance(MEETING_SECONDS)
     for future in waiting:
-        with pytest.raises(RankLost, match=r"^rank 2 \(stage 2\) on there did not come within 0 s$"):
+        with pytest.raises(RankLost, match=rf"^rank 2 \(stage 2\) on there did not come within {MEETING_SECONDS:.0f} s$"):
             future.result(30)
 
 
@@ -169,15 +179,18 @@ def test_a_configured_interface_wins() -> None:
 
 def test_the_interface_towards_the_others_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also on the host of Redis itself, from which Redis is reached over the loopback."""
-    addresses = {"10.0.0.1": "eth7", LOOPBACK: "lo"}
-    monkeypatch.setattr(meeting_module, "interface_of", addresses.get)
-    monkeypatch.setattr(meeting_module, "routed_address", {"10.0.0.2": "10.0.0.1"}.get)
-    assert choose_interface(HERE, [FIRST, HERE], None) == Interface("eth7", "10.0.0.1", "it routes to Redis")
+    interfaces = {"lo": LOOPBACK, "eth7": "10.0.0.1"}
+    entries = {name: [SimpleNamespace(family=socket.AF_INET, address=address)] for name, address in interfaces.items()}
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: entries)
+    route_to = {"10.0.0.2": "10.0.0.1"}.get
+    assert choose_interface(HERE, [FIRST, HERE], None, route_to) == Interface("eth7", "10.0.0.1", "it routes to Redis")
     beside_redis = replace(HERE, address="127.0.1.1")
-    assert choose_interface(beside_redis, [FIRST, beside_redis], None) == Interface("eth7", "10.0.0.1", "it routes to b")
+    assert choose_interface(beside_redis, [FIRST, beside_redis], None, route_to) == Interface(
+        "eth7", "10.0.0.1", "it routes to b"
+    )
     alone = replace(FIRST, address="10.9.9.9")
     with pytest.raises(UserError, match="has no route to the other hosts: set its interface"):
-        choose_interface(beside_redis, [alone, beside_redis], None)
+        choose_interface(beside_redis, [alone, beside_redis], None, route_to)
 
 
 def test_nccl_uses_the_interface_between_hosts_unless_it_was_told_another(
@@ -226,9 +239,9 @@ def test_a_rank_that_dies_before_the_others_come_is_noticed(run: Run, server: Em
     try:
         for rank in (0, 1):  # rank 2 never comes
             address = RunAddress(server.url, run.scheduler.keys.run_id)
-            ranks.start(rank, _serve_rank, RankPlace(rank, 3, rank, 3), run.spec, address)
+            ranks.start(rank, serve_rank, RankPlace(rank, 3, rank, 3), run.spec, address)
         posted = run.scheduler.keys.answer(run.scheduler.keys.meeting)
-        assert wait_until(lambda: run.scheduler.client.xlen(posted) == 2, 60)
+        assert wait_until(lambda: run.num_posted == 2, 60)
         assert run.scheduler.status().alive == (0, 1)
         run.scheduler.client.expire(posted, 5)
         assert wait_until(lambda: run.scheduler.client.ttl(posted) > 5), "every lease renews it"

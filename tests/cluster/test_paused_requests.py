@@ -135,7 +135,8 @@ def test_a_paused_request_is_cancelled(cluster: LocalCluster) -> None:
 @pytest.mark.slow
 def test_requests_that_wait_for_memory_are_answered_in_turn(cluster: LocalCluster) -> None:
     """A reader who waits for memory hears so, and is not told that the cluster is lost."""
-    client = Client(client_of(cluster)._scheduler, cluster.check, silence_seconds=3)
+    assert cluster.scheduler is not None
+    client = Client(cluster.scheduler, cluster.check, silence_seconds=3)
     waits = [list[bool]() for _ in range(4)]
     replies = [client.submit(PromptRequest(f"{number}", True, "pp", LONG), on_pause=waits[number].append) for number in range(4)]
     read_all(client, *replies)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from pipedec.core import Request, SamplingParams
 from pipedec.engine.local import LocalPipeline
 from pipedec.engine.spec import Cut, Models, PipelineSpec
 from pipedec.methods import METHOD_NAMES
+from pipedec.model import StageModel
 from pipedec.verify.reference import Reference
 
 PROMPT = "Natalia sold 12 clips in April."
@@ -72,24 +74,27 @@ def test_graphs_change_nothing(spec: PipelineSpec, device: str, monkeypatch: pyt
             assert answers(replace(spec, dtype=dtype), sampling)["pp"] == captured["pp"]
 
 
-def test_no_timestep_of_a_middle_stage_waits_for_the_device(spec: PipelineSpec, device: str) -> None:
+def test_no_timestep_of_a_middle_stage_waits_for_the_device(
+    spec: PipelineSpec, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its rows are entered, computed and handed on; CUDA reports the first synchronisation as an error."""
     pipeline, ids = LocalPipeline.load(spec), spec.load_prompter().token_ids(PROMPT, False, TOKENS)
     request = Request(1, ids, SamplingParams(max_tokens=TOKENS, ignore_eos=True))
-    middle = pipeline._stages[1]
-    forward = middle._model.forward
+    forward = StageModel.forward
     calls = []
 
-    def watched(*args: object) -> torch.Tensor:
+    def watched(model: StageModel, *args: Any) -> torch.Tensor:
+        if model.is_first or model.is_last:
+            return forward(model, *args)
         calls.append(torch.cuda.get_sync_debug_mode() if device == "cuda" else 2)
         if device == "cuda" and len(calls) > 8:  # captures may wait
             torch.cuda.set_sync_debug_mode("error")
         try:
-            return forward(*args)  # type: ignore[arg-type]
+            return forward(model, *args)
         finally:
             if device == "cuda":
                 torch.cuda.set_sync_debug_mode("default")
 
-    middle._model.forward = watched  # type: ignore[method-assign, assignment]
+    monkeypatch.setattr(StageModel, "forward", watched)
     assert sum(len(verdict.tokens) for verdict in pipeline.run(request)) == TOKENS
     assert len(calls) > 8

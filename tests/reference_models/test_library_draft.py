@@ -17,7 +17,6 @@ from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFas
 from pipedec.core import UserError
 from pipedec.text.convert import load_for_training
 from pipedec.train.continuations import continue_greedily
-from pipedec.train.draft import training
 from pipedec.train.draft.measuring import MeasuredDraft, on_policy_agreement
 from pipedec.train.draft.training import DraftRecipe
 from pipedec.train.loop import TrainingLoop
@@ -94,7 +93,7 @@ def test_a_killed_run_resumes_to_the_same_weights(trained: Path, tmp_path: Path,
     proceed(trained, tmp_path / "straight", tmp_path / "work1")
     for step in (1, 3, 4):
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(training, "row_steps", killed_in_step(step))
+            patch.setattr(TrainingLoop, "run", killed_in_step(step))
             proceed(trained, tmp_path / "resumed", tmp_path / "work2")
     proceed(trained, tmp_path / "resumed", tmp_path / "work2")
     assert steps_logged(tmp_path / "work1") == [1, 2, 3, 4, 5]

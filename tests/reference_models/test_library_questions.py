@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import random
 import re
+import sysconfig
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from support.toy_training import small_library
 
 from pipedec.train.annotate.questions import read_questions
 from pipedec.train.annotate.records import Question
 from pipedec.train.annotate.structure import paragraph_tree, whole_parts
-from recipes.reference_models import corpus
 from recipes.reference_models.__main__ import reference_models
 from recipes.reference_models.corpus import standard_library_files
 from recipes.reference_models.docstrings import Entry, gloss, sections
@@ -54,11 +53,20 @@ def test_a_gloss_is_whole_sentences_that_say_something(text: str, short: str) ->
     assert gloss(text) == short
 
 
+def keep_one_file_in(number: int, library: Path, patch: pytest.MonkeyPatch) -> None:
+    """A standard library in the directory ``library`` with some of the files, which is quick."""
+    paths = sysconfig.get_paths()
+    for path in standard_library_files()[::number]:
+        kept = library / path.relative_to(paths["stdlib"])
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        kept.symlink_to(path)
+    patch.setattr(sysconfig, "get_paths", lambda: paths | {"stdlib": str(library)})
+
+
 @pytest.fixture(scope="module")
-def library() -> Iterator[list[Question]]:
-    """Of one file in six, which is quick."""
+def library(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Question]]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("recipes.reference_models.library_questions.standard_library_files", lambda: standard_library_files()[::6])
+        keep_one_file_in(6, tmp_path_factory.mktemp("library"), patch)
         yield list(library_questions(seed=0))
 
 
@@ -114,9 +122,7 @@ def test_questions_are_held_out_with_their_subject(library: list[Question]) -> N
 
 
 def test_a_file_of_questions_is_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    files = standard_library_files()[::40]
-    monkeypatch.setattr("recipes.reference_models.library_questions.standard_library_files", lambda: files)
-    monkeypatch.setattr(corpus, "library_documents", small_library)
+    keep_one_file_in(40, tmp_path / "library", monkeypatch)
     path = tmp_path / "library.jsonl"
     result = CliRunner().invoke(reference_models, ["questions", "--out", str(path), "--seed", "3"], catch_exceptions=False)
     assert f"written to {path}" in result.output

@@ -14,7 +14,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from pipedec.core import UserError
 from pipedec.train.loop import TrainingLoop
 from pipedec.train.run import Run
-from recipes.reference_models import corpus, growth
+from recipes.reference_models import corpus
 from recipes.reference_models.__main__ import reference_models
 from recipes.reference_models.growth import deepen
 from recipes.reference_models.pair import Recipe, train_pair
@@ -52,7 +52,7 @@ def test_a_killed_run_resumes_to_the_same_weights(tmp_path: Path, monkeypatch: p
     train(tmp_path / "straight", tmp_path / "work1")
     for phase in range(4):
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(growth, "row_steps", killed_in_step(2, phase))
+            patch.setattr(TrainingLoop, "run", killed_in_step(2, phase))
             train(tmp_path / "resumed", tmp_path / "work2")
     train(tmp_path / "resumed", tmp_path / "work2")
     for name in ("target", "draft"):

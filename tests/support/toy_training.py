@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
 
-from pipedec.train.draft.training import row_steps
+from pipedec.train.loop import Backward, Figures, TrainingLoop
 from recipes.reference_models import corpus
 from recipes.reference_models.corpus import Document
 from recipes.reference_models.pair import Recipe, Shape
@@ -25,22 +24,23 @@ TOY = Recipe(
 )
 
 
-def killed_in_step(step: int, training: int = 0) -> Callable[..., Callable[[int], dict[str, float]]]:
-    """A ``row_steps`` whose steps are interrupted: in a step of one of the trainings (or phases) that a run consists of."""
+def killed_in_step(step: int, training: int = 0) -> Callable[..., None]:
+    """A ``TrainingLoop.run`` that is interrupted: in a step of one of the trainings (or phases) that a run consists of."""
     begun: list[int] = []
+    run = TrainingLoop.run
 
-    def row_steps_until_killed(*arguments: Any, **options: Any) -> Callable[[int], dict[str, float]]:
-        backward, number = row_steps(*arguments, **options), len(begun)
+    def run_until_killed(loop: TrainingLoop, steps: int, rate: Callable[[int], float], backward: Backward) -> None:
+        number = len(begun)
         begun.append(number)
 
-        def backward_or_die(current: int) -> dict[str, float]:
+        def backward_or_die(current: int) -> Figures:
             if (number, current) == (training, step):
                 raise KeyboardInterrupt
             return backward(current)
 
-        return backward_or_die
+        run(loop, steps, rate, backward_or_die)
 
-    return row_steps_until_killed
+    return run_until_killed
 
 
 def small_library() -> Iterator[Document]:

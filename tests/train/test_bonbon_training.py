@@ -22,7 +22,6 @@ from pipedec.threads import Sequence, measure
 from pipedec.train.cards.render import CARDS, card
 from pipedec.train.chat_endpoint import ChatEndpoint
 from pipedec.train.loop import TrainingLoop, linear_decay, muon_and_adamw
-from pipedec.train.preference import bonbon
 from pipedec.train.preference.bonbon import BonbonRecipe, PairSteps, bonbon_gap, bonbon_loss, prefer
 from pipedec.train.preference.judges import Comparison, EndpointJudge, LikelihoodJudge
 from pipedec.train.preference.ranking import Pair as Preference
@@ -135,21 +134,20 @@ def test_efficiency_is_one_of_the_papers_four(efficiency: str, first: float) -> 
     assert one.totals(math.inf, efficiency) == [0.5]
 
 
-def test_samples_and_scores_are_kept_and_continued(tuned: Tuned, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_samples_and_scores_are_kept_and_continued(tuned: Tuned, tmp_path: Path) -> None:
     writer, reader = tuned.writer, tuned.reader
     long = replace(reader, max_tokens=200)
     forked, plain = (writer.sample(record(PASTA), dialect).answer for dialect in ("pasta", None))
     endless = plain[:-1] + plain[:-1] * 20
     tasks = [task(tuned, f"Say {number} words.") for number in range(4)]
-    monkeypatch.setattr("pipedec.train.preference.ranking.ANSWERS_AT_ONCE", 6)
     path = tmp_path / "samples.jsonl"
-    samples = sample_answers(Parrot(long, [forked, plain, endless]), tasks, 3, 0, path)
+    samples = sample_answers(Parrot(long, [forked, plain, endless]), tasks, 3, 0, path, at_once=6)
     assert samples == [[forked, plain, endless[:200]]] * 4
     whole = path.read_text()
     lines = whole.splitlines(keepends=True)
     path.write_text("".join(lines[:3]) + lines[3][:20])
     again = Parrot(long, [forked, plain, endless])
-    assert sample_answers(again, tasks, 3, 0, path) == samples and path.read_text() == whole
+    assert sample_answers(again, tasks, 3, 0, path, at_once=6) == samples and path.read_text() == whole
     assert [one.seed for one in again.asked] == [6, 7, 8, 9, 10, 11], (
         "two prompts are asked at once, as if nothing had been killed"
     )
@@ -252,7 +250,6 @@ def test_a_killed_run_continues_to_the_same_weights(
     tuned: Tuned, pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(TrainingLoop, "SAVE_EVERY", 1)
-    monkeypatch.setattr("pipedec.train.preference.ranking.ANSWERS_AT_ONCE", 4)
 
     def train(name: str, recipe: BonbonRecipe = RECIPE) -> dict[str, Any]:
         return prefer((tuned.data,), tuned.model, tuned.model, recipe, run_in(tmp_path / name))
@@ -262,7 +259,7 @@ def test_a_killed_run_continues_to_the_same_weights(
     answered: list[int] = []
 
     def dies(answers: ModelAnswers, asked: list[Asked]) -> list[Sequence]:
-        if len(answered) == 2:
+        if len(answered) == 1:
             raise KeyboardInterrupt
         answered.append(len(asked))
         return answer(answers, asked)
@@ -285,10 +282,9 @@ def test_a_killed_run_continues_to_the_same_weights(
     assert (tmp_path / "whole" / "out" / "README.md").read_text() == card(CARDS / "preference.md.jinja", whole)
     (tmp_path / "killed" / "work" / "bonbon.safetensors").unlink()
     with monkeypatch.context() as patch:
-        patch.setattr("pipedec.train.preference.ranking.measure", None)
-        assert train("killed", replace(RECIPE, quality_weight=50.0))["samples"] == whole["samples"], (
-            "neither asked nor comparison again"
-        )
+        patch.setattr(LikelihoodJudge, "rate", lambda judge, comparison, answer: (1.0, 0.5))  # of the held-out answers
+        patch.setattr(LikelihoodJudge, "quality", None)
+        assert train("killed", replace(RECIPE, quality_weight=50.0))["samples"] == whole["samples"], "no sample is judged again"
     with pytest.raises(UserError, match=r"belongs to another run \(samples 4\)"):
         train("killed", replace(RECIPE, samples=5))
     with pytest.raises(UserError, match=r"belongs to another run \(quality_weight 50.0, learning_rate 0.001\)"):
@@ -301,13 +297,14 @@ def test_rounds_of_several_weights_continue_where_a_killed_run_stopped(
 ) -> None:
     recipes = tuple(replace(RECIPE, quality_weight=weight, max_prompts=3) for weight in (1.0, math.inf))
     rounds = Rounds((tuned.data,), tuned.model, tuned.model, recipes, 2)
-    sampled: list[Path] = []
+    answer, sampled = ModelAnswers.answer, list[int]()
 
-    def counted(answers: ModelAnswers, tasks: list[Task], num: int, seed: int, path: Path) -> list[list[tuple[int, ...]]]:
-        if len(sampled) == kill_at:
-            raise KeyboardInterrupt
-        sampled.append(path.relative_to(tmp_path))
-        return sample_answers(answers, tasks, num, seed, path)
+    def counted(answers: ModelAnswers, asked: list[Asked]) -> list[Sequence]:
+        if answers.temperature > 0:
+            if len(sampled) == kill_at:
+                raise KeyboardInterrupt
+            sampled.append(len(asked))
+        return answer(answers, asked)
 
     def kills(owner: Any, name: str, count: int) -> None:
         """The run is killed at a call, after ``count`` others."""
@@ -323,21 +320,23 @@ def test_rounds_of_several_weights_continue_where_a_killed_run_stopped(
             rounds.run(run_in(tmp_path / "killed"))
 
     monkeypatch.setattr(TrainingLoop, "SAVE_EVERY", 1)
-    monkeypatch.setattr("pipedec.train.preference.bonbon.sample_answers", counted)
+    monkeypatch.setattr(ModelAnswers, "answer", counted)
     kill_at = -1
     whole = rounds.run(run_in(tmp_path / "whole"))
-    places = [path.parent.as_posix().removeprefix("whole/work/") for path in sampled]
-    assert places == ["round-1", "lambda-1/round-2", "round-1", "lambda-inf/round-2"], "the first samples serve both weights"
+    assert len(sampled) == 3, "the first samples serve both weights"
     sampled.clear()
-    kill_at = 3
+    kill_at = 2
     with pytest.raises(KeyboardInterrupt):
         rounds.run(run_in(tmp_path / "killed"))
     kill_at = -1
     kills(PairSteps, "__call__", 1)
-    kills(bonbon, "_figures", 0)
+    kills(ModelAnswers, "answer", 0)
     kills(Run, "write_report", 0)
-    sampled.clear()
-    assert rounds.run(run_in(tmp_path / "killed")) == whole and len(sampled) == 1, "three of four rounds were finished"
+    finished = {path: path.stat().st_mtime_ns for path in (tmp_path / "killed" / "out").glob("*/*/model.safetensors")}
+    assert rounds.run(run_in(tmp_path / "killed")) == whole and len(sampled) == 3
+    assert len(finished) == 4 and sum(path.stat().st_mtime_ns == time_ns for path, time_ns in finished.items()) == 3, (
+        "three of four rounds were finished"
+    )
     assert {path.name for path in (tmp_path / "whole" / "work").iterdir() if path.is_dir()} == {
         "lambda-1", "lambda-inf", "round-1", "baseline-asked", "baseline-held-out",
     }, "all rounds share the baseline's answers"  # fmt: skip

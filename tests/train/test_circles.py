@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from support.annotated_answers import write_records
 from support.tiny_pair import Pair
 
@@ -42,6 +44,17 @@ def student(pair: Pair) -> Student:
 @pytest.fixture
 def writer(student: Student) -> Writer:
     return Writer(student.tokenizer, ["apar", "pasta"], student.tokenizer.eos_token_id)
+
+
+def stutters(model: Path, path: Path) -> None:
+    """Save a model that repeats the last token again and again."""
+    shutil.copytree(model, path)
+    weights = load_file(path / "model.safetensors")
+    for name, tensor in weights.items():
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            tensor.zero_()
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
+    save_file(weights, path / "model.safetensors", {"format": "pt"})
 
 
 def said(tokens: list[int], max_tokens: int, end: int = 1) -> Sequence:
@@ -135,14 +148,11 @@ def test_rounds_ask_in_one_thread_and_in_every_dialect_by_turns(writer: Writer) 
     assert sorted(places) == list(range(12)) != places, "each once, in a random order"
 
 
-def test_rounds_ask_the_prompts_of_the_run_or_those_of_its_files(
-    pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen: list[list[str]] = []
-    monkeypatch.setattr(
-        "pipedec.train.threads.tuning.prompts_of_rounds", lambda prompts, writer, recipe: seen.append(prompts) or []
-    )
+def test_rounds_ask_the_prompts_of_the_run_or_those_of_its_files(pair: Pair, writer: Writer, tmp_path: Path) -> None:
+    seen: list[set[str]] = []
     files = {"apar": (write_records(tmp_path / "apar.jsonl", "apar"),)}
+    written = [record.question.prompt for record in read_annotated(files["apar"][0], "apar") if not record.question.held_out]
+    known = {writer.prompt(prompt, way): prompt for prompt in ("What?", "Why?", *written) for way in (None, "apar")}
     for name, prompts in (("own", ("What?", "Why?")), ("files", ())):
         tune(
             pair.draft,
@@ -151,20 +161,19 @@ def test_rounds_ask_the_prompts_of_the_run_or_those_of_its_files(
             Run(tmp_path / name, tmp_path / name / "work", threads=1),
             prompts=prompts,
         )
-    written = [record.question.prompt for record in read_annotated(files["apar"][0], "apar") if not record.question.held_out]
-    assert seen == [["What?", "Why?"], written]
+        answered = json.loads((tmp_path / name / "work" / "circles" / "0000.json").read_text())
+        seen.append({known[tuple(one["prompt"])] for one in answered})
+    assert seen[0] == {"What?", "Why?"} and seen[1] <= set(written) and len(seen[1]) == RECIPE.circle_prompts
 
 
 def test_a_killed_run_continues_with_the_same_circles(pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Here every answer that is cut counts as one in circles: a random model has none."""
     monkeypatch.setattr(TrainingLoop, "SAVE_EVERY", 1)
-    monkeypatch.setattr("pipedec.train.threads.circles.in_circles", lambda sequence: sequence.finished == "length")
-    monkeypatch.setattr("pipedec.train.threads.repetition._REPEATED", 1)
+    stutters(pair.draft, tmp_path / "stutters")
     data = (write_records(tmp_path / "apar.jsonl", "apar"),)
 
     def train(name: str) -> dict[str, object]:
         return tune(
-            pair.draft,
+            tmp_path / "stutters",
             {"apar": data},
             RECIPE,
             Run(tmp_path / name / "out", tmp_path / name / "work", threads=1, held_out_prompts=1),

@@ -16,9 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from pipedec.cli.train import train as command
 from pipedec.core import UserError
-from pipedec.train import continuations
 from pipedec.train.continuations import Continuation, continue_greedily
-from pipedec.train.draft import training
 from pipedec.train.draft.distillation import Lesson, TargetMemory, mean_loss
 from pipedec.train.draft.rows import pack_whole
 from pipedec.train.draft.training import DraftRecipe, train_draft
@@ -63,7 +61,7 @@ def test_a_killed_run_resumes_to_the_same_weights(pair: Pair, tmp_path: Path, mo
     prompts = {"short": SHORT, "long": LONG}
     proceed(pair, tmp_path / "straight", prompts)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(training, "row_steps", killed_in_step(8))
+        patch.setattr(TrainingLoop, "run", killed_in_step(8))
         proceed(pair, tmp_path / "resumed", prompts)
     proceed(pair, tmp_path / "resumed", prompts)
     straight, resumed = (load_file(tmp_path / name / "out" / "draft" / "model.safetensors") for name in ("straight", "resumed"))
@@ -95,12 +93,10 @@ def test_rows_tell_where_the_target_speaks_next() -> None:
     assert rows.before_own.tolist() == [[False, False, True, True, False, False, False]] * 2
 
 
-def test_long_prompts_are_generated_in_smaller_batches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, pair: Pair) -> None:
-    monkeypatch.setattr(continuations, "BATCH_PROMPTS", 3)
-    monkeypatch.setattr(continuations, "BATCH_TOKENS", 16)
+def test_long_prompts_are_generated_in_smaller_batches(tmp_path: Path, pair: Pair) -> None:
     target = AutoModelForCausalLM.from_pretrained(pair.target).eval()
     asked = [[2] * length for length in (1, 2, 3, 4, 7, 8, 20)]
-    continue_greedily(target, asked, 1, tmp_path)
+    continue_greedily(target, asked, 1, tmp_path, batch_prompts=3, batch_tokens=16)
     sizes = [len(load_file(path)["lengths"]) for path in sorted(tmp_path.iterdir())]
     assert sizes == [3, 2, 1, 1]
 

@@ -63,11 +63,13 @@ def measure_alternatives(
     prompts: Sequence[str],
     config: AlternativesConfig,
     on_answer: Callable[[int, int], None] = lambda *_: None,
+    load: Callable[[PipelineSpec], list[Contender]] = load_contenders,
 ) -> list[Row]:
-    """One JSONL row per contender. The first is greedy ``transformers``; the other answers are compared with its answers.
+    """One JSONL row per contender. The answers of all are compared with those of the first, greedy ``transformers``.
 
     Args:
         on_answer: called after each answer with (answers done, answers in all).
+        load: the contenders.
 
     Raises:
         UserError: a prompt does not fit the target's context, or a contender cannot be loaded.
@@ -78,7 +80,7 @@ def measure_alternatives(
         settings = asdict(config) | {"threads": num_threads, "prompts": len(prompts), "pipeline": asdict(spec.description())}
         settings["device"] = spec.torch_device().type
         first = header("alternatives", settings) | {"transformers": transformers.__version__}
-        contenders = load_contenders(spec)
+        contenders = load(spec)
         for contender in contenders:
             contender.answer(prompt_ids[0], config.max_tokens)  # to warm up
         turns = _take_turns(contenders, prompt_ids, config, on_answer)

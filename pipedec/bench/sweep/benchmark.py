@@ -18,7 +18,7 @@ from pipedec.bench.record import ROWS_FILE, Row, drop_unfinished_line, header, k
 from pipedec.bench.sweep.config import TUNED, SweepConfig
 from pipedec.bench.sweep.pipelines import Measurable
 from pipedec.bench.sweep.rows import SCHEMA
-from pipedec.bench.sweep.runners import Measured, OneProcess, RealProcesses, Runner, runner_of
+from pipedec.bench.sweep.runners import MakeRunner, Measured, OneProcess, RealProcesses, Runner, runner_of
 from pipedec.bench.sweep.trees import BITA, Cell
 from pipedec.bench.sweep.tuning import best_tree
 from pipedec.core import MethodOptions, PipedecError
@@ -28,21 +28,27 @@ from pipedec.methods import StaticTreeOptions
 from pipedec.verify.divergence import TIE_BOUNDS, Divergence, is_explained, measured_divergence
 
 
-def sweep(config: SweepConfig, prompt_sets: list[PromptSet], out: Path, progress: SweepProgress) -> list[Row]:
+def sweep(
+    config: SweepConfig, prompt_sets: list[PromptSet], out: Path, progress: SweepProgress, make_runner: MakeRunner = runner_of
+) -> list[Row]:
     """Measure the rows that ``out`` lacks; returns all rows of this sweep, earlier ones included.
+
+    Args:
+        make_runner: creates what measures the answers of a pipeline.
 
     Raises:
         UserError: no prompt fits, or ``out`` holds rows of another schema.
         PipedecError: a method gave another answer than ``pp``, and no near tie explains it, or a rank was lost.
     """
-    return Sweep(config, out, progress).run(prompt_sets)
+    return Sweep(config, out, progress, make_runner).run(prompt_sets)
 
 
 class Sweep:
     """One sweep into one directory."""
 
-    def __init__(self, config: SweepConfig, out: Path, progress: SweepProgress) -> None:
+    def __init__(self, config: SweepConfig, out: Path, progress: SweepProgress, make_runner: MakeRunner = runner_of) -> None:
         self._config = config
+        self._make_runner = make_runner
         self._rows_path = out / ROWS_FILE
         self._trees_path = out / "trees.json"
         self._prompts_path = out / "prompts.json"
@@ -67,7 +73,7 @@ class Sweep:
 
     def _sweep_shape(self, shape: Measurable, prompt_sets: list[PromptSet]) -> None:
         template = PromptRequest("", self._config.raw_prompts, sampling=self._config.sampling_of(0))
-        with runner_of(shape, self._config.clock, self._prompts_path) as runner:
+        with self._make_runner(shape, self._config.clock, self._prompts_path) as runner:
             prompts = draw(runner.prompter, prompt_sets, template, self._config.samples, self._config.seed)
             cells = [
                 self._cell(method, limits, shape, runner, prompts)

@@ -212,11 +212,21 @@ class RealProcesses(OnStartedCluster):
 
 
 class Launched(OnStartedCluster):
-    """Decodes on a partition of a ``cluster.yaml``, launched on its hosts."""
+    """Decodes on a partition of a ``cluster.yaml``, launched on its hosts.
 
-    def __init__(self, config: ClusterConfig, partition: str, prompts: Path, scope: str) -> None:
-        super().__init__(lambda: LaunchedCluster(config, partition))
+    Args:
+        launch: creates the cluster of a partition.
+    """
+
+    def __init__(
+        self, config: ClusterConfig, partition: str, prompts: Path, scope: str,
+        launch: Callable[[ClusterConfig, str], Supervisor] = LaunchedCluster,
+    ) -> None:  # fmt: skip
+        super().__init__(lambda: launch(config, partition))
         self.prompter = AskedPrompts(lambda request: self.running.check_accepts(request), prompts, scope)
+
+
+MakeRunner = Callable[[Measurable, str, Path], Runner]
 
 
 def runner_of(shape: Measurable, clock: str, prompts: Path) -> Runner:

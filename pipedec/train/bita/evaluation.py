@@ -10,20 +10,26 @@ from torch import Tensor, nn
 
 from pipedec.model.bita import BitaWeights
 from pipedec.train.bita.learned import mask_pass, token_pass
-from pipedec.train.bita.mask_rows import MaskRows, mask_rows, places_of, sample_batches
+from pipedec.train.bita.mask_rows import TOKENS_PER_FORWARD, MaskRows, mask_rows, places_of, sample_batches
 from pipedec.train.continuations import Continuation
 
 _TREE_CANDIDATES = 5  # BiTA §4.1: candidates of each mask
 
 
 @torch.no_grad()
-def evaluate(target: Any, weights: BitaWeights, answered: dict[str, list[Continuation]]) -> dict[str, dict[str, Any]]:
-    """How well the masks predict behind every place of the samples, per set: ``guess_figures``."""
+def evaluate(
+    target: Any, weights: BitaWeights, answered: dict[str, list[Continuation]], most: int = TOKENS_PER_FORWARD
+) -> dict[str, dict[str, Any]]:
+    """How well the masks predict behind every place of the samples, per set: ``guess_figures``.
+
+    Args:
+        most: tokens and mask rows of a forward pass.
+    """
     report = {}
     for name, samples in track(answered.items(), "held out"):
         drawn = [(sample, places_of(sample)) for sample in samples]
         ranks, losses = [], []
-        for part in sample_batches(drawn, weights.num_masks):
+        for part in sample_batches(drawn, weights.num_masks, most):
             rows = mask_rows(*part, weights.num_masks, weights.prompt.shape[3]).on(target.device)
             logits = mask_pass(target, weights.prompt, weights.masks, rows, token_pass(target, rows.tokens))
             labels = rows.labels[rows.labelled]

@@ -18,7 +18,7 @@ from pipedec.tree.masks import is_mask, mask_groups, visible_slots
 from pipedec.tree.prediction_tree import PredictionTree
 
 NO_LABEL = -100
-TOKENS_PER_FORWARD = 2048  # tokens and mask rows of one forward pass, with their padding
+TOKENS_PER_FORWARD = 2048
 
 
 @dataclass(frozen=True)
@@ -96,13 +96,17 @@ def _rows_of(sample: Continuation, places: Tensor, num_masks: int, num_prompt_to
     }
 
 
-def sample_batches(drawn: list[tuple[Continuation, Tensor]], num_masks: int) -> Iterator[tuple[list[Continuation], list[Tensor]]]:
-    """The samples and their places in small forward passes, samples of similar length together."""
+def sample_batches(
+    drawn: list[tuple[Continuation, Tensor]], num_masks: int, most: int = TOKENS_PER_FORWARD
+) -> Iterator[tuple[list[Continuation], list[Tensor]]]:
+    """The samples and their places in forward passes of at most so many tokens and mask rows, with their padding, samples of
+    similar length together.
+    """
     piece: list[tuple[Continuation, Tensor]] = []
     rows = 0
     for sample, places in sorted(drawn, key=lambda pair: len(pair[0].ids)):
         widest = max(rows, len(places) * num_masks)
-        if piece and (len(piece) + 1) * (len(sample.ids) + widest) > TOKENS_PER_FORWARD:
+        if piece and (len(piece) + 1) * (len(sample.ids) + widest) > most:
             yield [found for found, _ in piece], [at for _, at in piece]
             piece, widest = [], len(places) * num_masks
         piece.append((sample, places))

@@ -27,7 +27,7 @@ from pipedec.train.threads.answers import Answers, Asked
 from pipedec.train.threads.figures import text_of
 from pipedec.train.threads.rows import Writer
 
-ANSWERS_AT_ONCE = 48  # sampled in one batch
+ANSWERS_AT_ONCE = 48
 
 # The four efficiency terms of PASTA §6.3, from theoretical speed-up and theoretical parallelism.
 EFFICIENCIES: dict[str, Callable[[float, float], float]] = {
@@ -115,8 +115,10 @@ class Reader:
         return text_of(sequence, self.writer.decode)
 
 
-def sample_answers(answers: Answers, tasks: list[Task], num_samples: int, seed: int, path: Path) -> list[list[tuple[int, ...]]]:
-    """``num_samples`` answers to each task, each with its own seed. ``path`` keeps them."""
+def sample_answers(
+    answers: Answers, tasks: list[Task], num_samples: int, seed: int, path: Path, at_once: int = ANSWERS_AT_ONCE
+) -> list[list[tuple[int, ...]]]:
+    """``num_samples`` answers to each task, each with its own seed, ``at_once`` in a batch. ``path`` keeps them."""
 
     def drawn(numbers: range) -> list[list[list[int]]]:
         asked = [
@@ -127,7 +129,7 @@ def sample_answers(answers: Answers, tasks: list[Task], num_samples: int, seed: 
         answered = [[token.token_id for token in sequence.document()] for sequence in answers.answer(asked)]
         return [answered[first : first + num_samples] for first in range(0, len(answered), num_samples)]
 
-    rows = _kept(path, len(tasks), "samples", drawn, max(1, ANSWERS_AT_ONCE // num_samples))
+    rows = _kept(path, len(tasks), "samples", drawn, max(1, at_once // num_samples))
     return [[tuple(answer) for answer in row] for row in rows]
 
 

@@ -20,7 +20,7 @@ from pipedec.train.checks import above_zero, at_least_one, shares
 from pipedec.train.loop import linear_decay, warm_up
 from pipedec.train.threads.rows import FORMS, Row, Sample, Writer, Written
 
-TOKENS_PER_FORWARD = 2048  # of one forward pass, padding included
+TOKENS_PER_FORWARD = 2048
 _MAX_LIKELIHOOD = 1 - 1e-5  # of a token to avoid: the loss stays finite
 
 
@@ -131,11 +131,11 @@ def answer_log_probs(model: Callable[..., Any], batch: Batch) -> Tensor:
     return losses.new_zeros(len(batch.targets)).index_add(0, rows, -losses)
 
 
-def batches(rows: Iterable[Row], device: torch.device) -> Iterator[Batch]:
-    """The rows in small forward passes, rows of similar length together."""
+def batches(rows: Iterable[Row], device: torch.device, tokens: int = TOKENS_PER_FORWARD) -> Iterator[Batch]:
+    """The rows in forward passes of at most so many tokens, padding included, rows of similar length together."""
     piece: list[Row] = []
     for row in sorted(rows, key=lambda row: len(row.token_ids)):
-        if piece and (len(piece) + 1) * len(row.token_ids) > TOKENS_PER_FORWARD:
+        if piece and (len(piece) + 1) * len(row.token_ids) > tokens:
             yield Batch.of(piece, device)
             piece = []
         piece.append(row)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from pipedec.bench.sweep.benchmark import sweep
 from pipedec.bench.sweep.config import SweepConfig
 from pipedec.bench.sweep.pipelines import RunningShape, described_pair
 from pipedec.bench.sweep.rows import read_rows
+from pipedec.bench.sweep.runners import Launched
 from pipedec.cli.main import program
 from pipedec.client.client import Client
 from pipedec.client.reply import Reply
@@ -196,12 +197,8 @@ class Launches:
         self.partitions.append(partition)
         return LocalCluster(self._pair.spec(config.partitions[partition].stages))
 
-
-@pytest.fixture
-def launches(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
-    made = Launches(pair)
-    monkeypatch.setattr("pipedec.bench.sweep.runners.LaunchedCluster", made)
-    yield made
+    def runner(self, shape: Any, clock: str, prompts: Path) -> Launched:
+        return Launched(shape.config, shape.partition, prompts, shape.scope, launch=self)
 
 
 class Interrupted(Exception):
@@ -217,14 +214,15 @@ class InterruptedInTheSecond(Silent):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("leaves_nothing")
-def test_every_partition_is_launched_once_and_measured(pair: Pair, launches: Launches, tmp_path: Path) -> None:
+def test_every_partition_is_launched_once_and_measured(pair: Pair, tmp_path: Path) -> None:
+    launches = Launches(pair)
     chosen = config(pair, stages=(), launched=("p1", "p2"), methods=("pp", "pipedec"))
     with pytest.raises(Interrupted):
-        sweep(chosen, PROMPTS, tmp_path / "out", InterruptedInTheSecond())
+        sweep(chosen, PROMPTS, tmp_path / "out", InterruptedInTheSecond(), launches.runner)
     assert launches.partitions == ["p1", "p2"]
-    rows = sweep(chosen, PROMPTS, tmp_path / "out", Silent())
+    rows = sweep(chosen, PROMPTS, tmp_path / "out", Silent(), launches.runner)
     assert launches.partitions == ["p1", "p2", "p2"], "the first was finished"
-    assert sweep(chosen, PROMPTS, tmp_path / "out", Silent()) == rows and len(launches.partitions) == 3
+    assert sweep(chosen, PROMPTS, tmp_path / "out", Silent(), launches.runner) == rows and len(launches.partitions) == 3
     assert [(row["preset"], row["cluster"]["stages"], row["method"]) for row in rows] == [
         (name, stages, method) for name, stages in (("p1", 1), ("p2", 2)) for _ in range(2) for method in ("pp", "pipedec")
     ]

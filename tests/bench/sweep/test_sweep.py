@@ -22,11 +22,12 @@ from pipedec.bench.sweep.pipelines import Pair as Models
 from pipedec.bench.sweep.rows import read_rows
 from pipedec.bench.sweep.runners import Measured, OneProcess
 from pipedec.bench.sweep.trees import TreeGrid
-from pipedec.bench.sweep.tuning import TuningGrid, best_tree
+from pipedec.bench.sweep.tuning import TuningGrid
 from pipedec.cli.main import program
 from pipedec.config import paper_cluster
 from pipedec.core import PipedecError, SamplingParams, UserError
 from pipedec.data.prompts import PromptSet
+from pipedec.engine.spec import PipelineSpec
 from pipedec.messages import PromptRequest
 from pipedec.verify.divergence import TIE_BOUNDS
 
@@ -163,21 +164,21 @@ def test_greedy_and_stochastic_rows_share_a_directory_and_go_on(pair: Pair, tmp_
     assert (len(both.greedy), len(both.stochastic)) == (3 * 3, 3 * 9)
 
 
-class SecondBest:
+class SecondBest(OneProcess):
     """A pipeline in this process whose ``stpp`` takes the second best third token."""
 
-    def __init__(self) -> None:
-        self._decode = OneProcess._decode
-        self.margin = 0.0
+    def __init__(self, spec: PipelineSpec, margins: list[float]) -> None:
+        super().__init__(spec)
+        self._margins = margins
 
-    def __call__(self, runner: OneProcess, asked: PromptRequest) -> Measured:
-        measured = self._decode(runner, asked)
+    def answer(self, asked: PromptRequest) -> Measured:
+        measured = super().answer(asked)
         if asked.method != "stpp":
             return measured
-        logprobs = runner.reference(replace(asked, sampling=replace(asked.sampling, logprobs=2))).logprobs
+        logprobs = self.reference(replace(asked, sampling=replace(asked.sampling, logprobs=2))).logprobs
         assert logprobs is not None
         (_, best), (token, other) = logprobs[2].items()
-        self.margin = best - other
+        self._margins.append(best - other)
         return replace(measured, token_ids=(*measured.token_ids[:2], token, *measured.token_ids[3:]))
 
 
@@ -185,32 +186,44 @@ class SecondBest:
 def test_a_sweep_here_judges_a_difference_by_its_margin(
     pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bound: float
 ) -> None:
-    second_best = SecondBest()
-    monkeypatch.setattr(OneProcess, "_decode", lambda runner, asked: second_best(runner, asked))
+    margins: list[float] = []
     monkeypatch.setitem(TIE_BOUNDS, "float32", bound)
     chosen = config(pair, methods=("pp", "pipedec", "stpp"), stages=(1, 2))
+
+    def second_best(shape: Any, clock: str, prompts: Path) -> SecondBest:
+        return SecondBest(shape.spec, margins)
+
     if bound < 1:
         with pytest.raises(PipedecError, match="stpp and pp gave different answers to prompt 0 of second: output token 2 is"):
-            sweep(chosen, PROMPTS[1:], tmp_path, Silent())
+            sweep(chosen, PROMPTS[1:], tmp_path, Silent(), second_best)
         assert [row["method"] for row in lines(tmp_path)] == ["pp", "pipedec", "stpp"]
     else:
-        sweep(chosen, PROMPTS[1:], tmp_path, Silent())
+        sweep(chosen, PROMPTS[1:], tmp_path, Silent(), second_best)
     found = lines(tmp_path)[2]["divergence"]
-    assert found["position"] == 2 and found["near_tie"] == (bound > 1) and found["margin"] == pytest.approx(second_best.margin)
+    assert found["position"] == 2 and found["near_tie"] == (bound > 1) and found["margin"] == pytest.approx(margins[-1])
 
 
-def test_static_trees_are_the_best_over_all_draws(pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seeds = []
+class Listening(OneProcess):
+    """A pipeline in this process that notes the seeds of what it is asked by a static tree."""
 
-    def spy(here: Any, trees: list[Any], asked: list[Any]) -> Any:
-        seeds.append([one.sampling.seed for one in asked])
-        return best_tree(here, trees[:1], asked)
+    def __init__(self, spec: PipelineSpec, seeds: list[int | None]) -> None:
+        super().__init__(spec)
+        self._seeds = seeds
 
-    monkeypatch.setattr("pipedec.bench.sweep.benchmark.best_tree", spy)
-    chosen = config(pair, methods=("stpp",), stages=(2,), seed=5, repeats=2)
-    sweep(chosen, PROMPTS, tmp_path, Silent())
-    sweep(replace(chosen, sampling=SamplingParams(1.0, max_tokens=6, ignore_eos=True)), PROMPTS, tmp_path, Silent())
-    assert seeds == [[None, None], [5, 6, 5, 6]]
+    def answer(self, asked: PromptRequest) -> Measured:
+        if asked.method == "stpp":
+            self._seeds.append(asked.sampling.seed)
+        return super().answer(asked)
+
+
+def test_static_trees_are_the_best_over_all_draws(pair: Pair, tmp_path: Path) -> None:
+    chosen = config(pair, methods=("stpp",), stages=(2,), seed=5, repeats=2, samples=1, grid=TuningGrid((1,), (2,), (4,)))
+    drawn = SamplingParams(1.0, max_tokens=6, ignore_eos=True)
+    for each, expected in ((chosen, [None, None]), (replace(chosen, sampling=drawn), [5, 6, 5, 6])):
+        seeds: list[int | None] = []
+        sweep(each, PROMPTS, tmp_path, Silent(), lambda shape, clock, prompts, seeds=seeds: Listening(shape.spec, seeds))
+        num_trees = (len(seeds) - 2 * 2) // len(expected)  # what is not asked for the four rows
+        assert num_trees >= 1 and seeds[: num_trees * len(expected)] == expected * num_trees
 
 
 def test_a_target_without_a_draft_is_not_taken_for_the_small_model(pair: Pair, tmp_path: Path, leaves_nothing: None) -> None:
