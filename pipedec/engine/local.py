@@ -27,6 +27,7 @@ from pipedec.engine.spec import PipelineSpec
 from pipedec.engine.timed_drafter import TimedDrafter
 from pipedec.kv import KVManager
 from pipedec.messages import RunStats
+from pipedec.model import NewCapture, device_capture
 from pipedec.plan.emulation import Emulation
 from pipedec.stage import FinalStageWorker, StageWorker
 from pipedec.threads import NewSequence, Sequence
@@ -152,11 +153,17 @@ class LocalPipeline:
         self.feed: LiveFeed | None = None
 
     @classmethod
-    def load(cls, spec: PipelineSpec, lane_sizes: LaneSizes = LaneSizes()) -> LocalPipeline:
-        """All stages of ``spec``, and its draft, in this process."""
+    def load(
+        cls, spec: PipelineSpec, lane_sizes: LaneSizes = LaneSizes(), capture: NewCapture = device_capture
+    ) -> LocalPipeline:
+        """All stages of ``spec``, and its draft, in this process.
+
+        Args:
+            capture: how forwards on a device are captured.
+        """
         device = spec.torch_device()
-        stages = [spec.load_stage(rank, device) for rank in range(1, spec.num_stages + 1)]
-        sequences, drafter, masks = Sequences(spec.target), spec.load_drafter(device), spec.trained_masks()
+        stages = [spec.load_stage(rank, device, capture=capture) for rank in range(1, spec.num_stages + 1)]
+        sequences, drafter, masks = Sequences(spec.target), spec.load_drafter(device, capture=capture), spec.trained_masks()
         kv = spec.kv_manager()
         return cls(stages, spec.topology, sequences, drafter, device, spec.emulation, masks, spec.knee, kv, lane_sizes)
 

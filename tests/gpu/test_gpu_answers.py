@@ -74,7 +74,7 @@ def test_no_timestep_of_a_middle_stage_waits_for_the_device(spec: PipelineSpec, 
     """Its rows are entered, computed and handed on; CUDA reports the first synchronisation as an error."""
     pipeline, ids = LocalPipeline.load(spec), spec.load_prompter().token_ids(PROMPT, False, TOKENS)
     request = Request(1, ids, SamplingParams(max_tokens=TOKENS, ignore_eos=True))
-    middle = pipeline._stages[1]
+    middle = pipeline.stages[1]
     forward = middle._model.forward
     calls = []
 
