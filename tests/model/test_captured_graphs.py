@@ -15,7 +15,7 @@ from support.captures import Compiled, Frozen, Repeated
 from support.checkpoints import save_tiny
 from support.examples import examples
 from support.random_requests import Requests
-from torch import Tensor
+from torch import Tensor, _dynamo
 from torch._dynamo.utils import counters
 
 from pipedec.config import captures_graphs
@@ -155,11 +155,11 @@ def test_all_graphs_use_the_same_memory(directory: Path) -> None:
 @pytest.fixture
 def graph_counts() -> Iterator[dict[str, Any]]:
     """What torch.compile counts, from nothing, with room for a graph per bucket."""
-    torch._dynamo.reset()
+    _dynamo.reset()
     counters.clear()
-    with torch._dynamo.config.patch(recompile_limit=64):
+    with _dynamo.config.patch(recompile_limit=64):
         yield counters
-    torch._dynamo.reset()
+    _dynamo.reset()
 
 
 @pytest.mark.parametrize(

@@ -153,8 +153,7 @@ def test_indices_go_to_a_gpu_by_way_of_pinned_memory(monkeypatch: pytest.MonkeyP
     pinned: list[int] = []
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: pinned.append(len(tensor)) or tensor)
     with FakeTensorMode():  # tensors of a GPU without one: their shapes and places
-        pool = KVPool(SHAPE, 16, device="cuda")
-        pool.copy([3, 1], [range(8, 10)])
+        KVPool(SHAPE, 16, device="cuda").copy([3, 1], [])
         cache = SimpleNamespace(slots_behind=lambda rows: [range(2, 4), range(7, 8)])
         lane = SimpleNamespace(cache=cache, num_rows=3, positions=torch.zeros(3, device="cuda"))
         slots = slots_of([lane])  # type: ignore[list-item]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing.forkserver
-import multiprocessing.resource_tracker
 import os
 import signal
 import time
@@ -26,12 +24,15 @@ os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
 def marked_processes() -> set[int]:
     """Processes of this test session that are alive, but for this one and the helpers that multiprocessing keeps."""
-    helpers = {
-        os.getpid(),
-        multiprocessing.forkserver._forkserver._forkserver_pid,
-        multiprocessing.resource_tracker._resource_tracker._pid,
-    }
-    return {process.pid for process in psutil.process_iter() if process.pid not in helpers and _is_marked(process.pid)}
+    found = {process.pid for process in psutil.process_iter(["ppid", "cmdline"]) if not _is_helper(process)}
+    return {pid for pid in found - {os.getpid()} if _is_marked(pid)}
+
+
+def _is_helper(process: psutil.Process) -> bool:
+    """Whether multiprocessing keeps it for this process: its fork server, from which ranks come, or its resource tracker."""
+    program = " ".join(process.info["cmdline"] or ())
+    own = ("from multiprocessing.forkserver import", "from multiprocessing.resource_tracker import")
+    return process.info["ppid"] == os.getpid() and any(start in program for start in own)
 
 
 def _is_marked(pid: int) -> bool:
