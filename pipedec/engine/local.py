@@ -153,9 +153,7 @@ class LocalPipeline:
         self.feed: LiveFeed | None = None
 
     @classmethod
-    def load(
-        cls, spec: PipelineSpec, lane_sizes: LaneSizes = LaneSizes(), capture: NewCapture = device_capture
-    ) -> LocalPipeline:
+    def load(cls, spec: PipelineSpec, lane_sizes: LaneSizes = LaneSizes(), capture: NewCapture = device_capture) -> LocalPipeline:
         """All stages of ``spec``, and its draft, in this process.
 
         Args:

@@ -78,7 +78,7 @@ class EmbeddedServer:
         bind: the addresses to listen on, ``LOOPBACK`` or ``ALL_ADDRESSES``.
         port: None for a free one.
         password: None for a random one.
-        settings: further lines of its configuration, which count before the usual ones.
+        settings: further lines of its configuration, which override the usual ones.
 
     Raises:
         SchedulerLost: the server does not answer within ``START_SECONDS``.

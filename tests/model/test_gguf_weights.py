@@ -86,7 +86,7 @@ def test_values_are_cast_only_once(tmp_path, dtype):
 
 def test_a_matrix_is_read_in_slices_of_rows(tmp_path):
     """The embedding has more values than are de-quantised at once."""
-    save_tiny("llama", tmp_path / "source", layers=1, hidden=64, vocab=2 * CHUNK // 64 + 100)
+    save_tiny("llama", tmp_path / "source", layers=1, hidden=64, vocab=CHUNK // 64 + 100)
     file = save_gguf(tmp_path / "model.gguf", tmp_path / "source")
     whole = load_file(tmp_path / "source" / "model.safetensors")
     for name, values in read(file).items():
