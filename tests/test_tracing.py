@@ -17,8 +17,8 @@ NAMES = {0: "rank 0: draft", 2: "rank 2: stage 2", SCHEDULER_TRACK: "scheduler"}
 
 def test_times_are_on_the_schedulers_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """A second ago on this machine, whose clock shows 100 s, is 99 s and the scheduler's lead."""
-    monkeypatch.setattr("pipedec.tracing.time.time_ns", lambda: 100_000_000_000)
-    monkeypatch.setattr("pipedec.tracing.time.perf_counter", lambda: 7.0)
+    monkeypatch.setattr("time.time_ns", lambda: 100_000_000_000)
+    monkeypatch.setattr("time.perf_counter", lambda: 7.0)
     tracer = Tracer(3, clock_offset_us=-400)
     tracer.add("3>4@2", "transfer", 6.0, 6.0025)
     assert [event.as_row() for event in tracer.drain()] == [(3, "3>4@2", "transfer", 98_999_600, 99_002_100)]

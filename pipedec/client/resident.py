@@ -81,7 +81,7 @@ class Resident:
     ) -> PromptRequest:
         """See ``LLM.generate``. Raises UserError if the method has no such option, or a prompt is neither."""
         dialect = None if threads is None else load_dialect(threads).to_json()
-        given = self._checked(options)
+        given = named_options(self._method or DEFAULT_METHOD, options)
         return PromptRequest(
             _plain(prompt), raw_prompt, self._method, sampling or SamplingParams(), given, threads=dialect, priority=priority
         )
@@ -95,15 +95,15 @@ class Resident:
         named: dict[str, Any] = {} if threads is None else {"threads": load_dialect(threads).name}
         return tuple(self._tokenizer.apply_chat_template(list(messages), **named))
 
-    def _checked(self, options: MethodOptions | Mapping[str, Any] | None) -> Mapping[str, Any]:
-        """By name, as a request sends them. Raises UserError if they are another method's."""
-        method = self._method or DEFAULT_METHOD
-        expected = find_method(method).options
-        if isinstance(options, MethodOptions) and type(options) is not expected:
-            raise UserError(f"method {method} takes {expected.__name__}, not {type(options).__name__}")
-        given = asdict(options) if isinstance(options, MethodOptions) else dict(options or {})
-        make_options(method, given)
-        return given
+
+def named_options(method: str, options: MethodOptions | Mapping[str, Any] | None) -> Mapping[str, Any]:
+    """A method's options by name, as a request sends them. Raises UserError if they are another method's."""
+    expected = find_method(method).options
+    if isinstance(options, MethodOptions) and type(options) is not expected:
+        raise UserError(f"method {method} takes {expected.__name__}, not {type(options).__name__}")
+    given = asdict(options) if isinstance(options, MethodOptions) else dict(options or {})
+    make_options(method, given)
+    return given
 
 
 def prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -4,6 +4,7 @@ from pipedec.decoding.company import Company
 from pipedec.decoding.controller import TimestepTiming
 from pipedec.decoding.drafter import Drafter
 from pipedec.decoding.experience import Experience
+from pipedec.decoding.memory import LaneSizes
 from pipedec.decoding.method import Method
 
-__all__ = ["Company", "Drafter", "Experience", "Method", "TimestepTiming"]
+__all__ = ["Company", "Drafter", "Experience", "LaneSizes", "Method", "TimestepTiming"]

@@ -19,7 +19,7 @@ from pipedec.decoding.drafter import Drafter, RequestDrafter
 from pipedec.decoding.experience import Experience
 from pipedec.decoding.interface import Policy
 from pipedec.decoding.lockstep import in_lockstep, resumed
-from pipedec.decoding.memory import Memory
+from pipedec.decoding.memory import LaneSizes, Memory
 from pipedec.decoding.method import Method
 from pipedec.decoding.registry import create_policy
 from pipedec.decoding.running import Running
@@ -51,6 +51,7 @@ class Company:
         knee: rows that the stages compute in about the time of one.
         experience: what earlier requests have taught.
         kv: the books of the stages' KV memory; None for as much as anybody could need, without shared prefixes.
+        lane_sizes: how much of it lanes get before they need it.
 
     Attributes:
         kv: see ``kv`` of the arguments.
@@ -68,6 +69,7 @@ class Company:
         knee: int = 64,
         experience: Experience | None = None,
         kv: KVManager | None = None,
+        lane_sizes: LaneSizes = LaneSizes(),
     ) -> None:
         self.kv = kv or KVManager(_UNLIMITED, shares_prefixes=False)
         self.tally = Tally()
@@ -81,7 +83,7 @@ class Company:
         self._controller = self._experience.controller
         self._scoring = Scoring()
         self._draft_room = DraftRoom()
-        self._memory = Memory(self.kv, knee, passage)
+        self._memory = Memory(self.kv, knee, passage, lane_sizes)
         self._requests: dict[int, Running] = {}  # by number, in order of age
 
     @property

@@ -7,14 +7,25 @@ goes on, and nobody waits for good. Knows neither methods nor draft models.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from pipedec.core import Request, SlotRuns, UserError
 from pipedec.decoding.budget import Claim
 from pipedec.decoding.running import Running
 from pipedec.kv import KVManager, Lease
 
-_GROWTH = 128  # slots by which a lane grows if there is enough memory
+
+@dataclass(frozen=True)
+class LaneSizes:
+    """How many slots lanes get before they need them.
+
+    Attributes:
+        ahead: most slots for tokens of the answer that a lane gets when it opens.
+        growth: slots by which a lane grows if there is enough memory.
+    """
+
+    ahead: int = 1024
+    growth: int = 128
 
 
 class Memory:
@@ -28,11 +39,12 @@ class Memory:
         is_given_at_once: whether a lane gets all the slots that it will ever need when it opens, since it cannot grow.
     """
 
-    def __init__(self, kv: KVManager, knee: int, passage: int) -> None:
+    def __init__(self, kv: KVManager, knee: int, passage: int, sizes: LaneSizes = LaneSizes()) -> None:
         self.is_given_at_once = False
         self._kv = kv
         self._knee = knee
         self._passage = passage
+        self._sizes = sizes
         self._grown: dict[int, SlotRuns] = {}  # by request: slots of which the stages have yet to be told
         self._spared = 0  # free slots that are kept for certain rows
         self._wanted = 0  # slots by which lanes may yet grow soon
@@ -64,7 +76,7 @@ class Memory:
         """A timestep begins."""
         lanes = [one for one in requests if one.has_lane]
         self._spared = len(lanes) * self._kv.block
-        self._wanted = sum(min(max(one.most - self._kv.slots_of(one.number), 0), _GROWTH) for one in lanes)
+        self._wanted = sum(min(max(one.most - self._kv.slots_of(one.number), 0), self._sizes.growth) for one in lanes)
 
     def cached_for(self, one: Running) -> int | None:
         """How many tokens a waiting request would find cached if it opened now; None if it cannot."""
@@ -146,7 +158,7 @@ class Memory:
 
     def _slots_to_open(self, one: Running) -> int:
         if not self.is_given_at_once:
-            return one.reserved
+            return one.to_reserve(self._sizes.ahead)
         in_flight = (self._passage + 1) * max(self._knee, one.method.together)
         return min(one.most + in_flight, self._kv.capacity)
 
@@ -155,7 +167,8 @@ class Memory:
         if self.is_given_at_once:
             return False
         slots = self._kv.slots_of(one.number) + rows
-        more = _GROWTH if self._spare >= rows + _GROWTH else 0
+        growth = self._sizes.growth
+        more = growth if self._spare >= rows + growth else 0
         new = self._kv.grow(one.number, slots + more)
         if new is None:
             return False

@@ -17,8 +17,6 @@ from pipedec.kv import Lease
 from pipedec.threads import NewSequence
 from pipedec.threads import Sequence as ThreadSequence
 
-_MOST_RESERVED = 1024  # slots for tokens of the answer that a lane gets when it opens
-
 
 class Running:
     """One request.
@@ -88,11 +86,10 @@ class Running:
         """Tokens of the text that have entered and are not in the draft model's cache."""
         return self.text[self.drafted : self.entered]
 
-    @property
-    def reserved(self) -> int:
-        """Slots for a lane: the text, what is likely to follow, and the rows that must enter together."""
+    def to_reserve(self, ahead: int) -> int:
+        """Slots for a lane: the text, at most ``ahead`` tokens that follow, and the rows that must enter together."""
         left = self.request.sampling.max_tokens - (len(self.text) - self.sequence.prompt_length)
-        return len(self.text) + min(left, _MOST_RESERVED) + max(self.method.together, self.method.masks.count)
+        return len(self.text) + min(left, ahead) + max(self.method.together, self.method.masks.count)
 
     @property
     def most(self) -> int:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from pipedec.core import EMPTY, KNEE_ROWS, Envelope, Metrics, Opening, Request, Step, TokenLogprobs, Update, UserError, Verdict
-from pipedec.decoding import Company, Drafter, Method, TimestepTiming
+from pipedec.decoding import Company, Drafter, LaneSizes, Method, TimestepTiming
 from pipedec.device import Mark, device_of, elapsed
 from pipedec.engine.admission import threads_within
 from pipedec.engine.counters import Counters
@@ -27,6 +27,7 @@ from pipedec.engine.spec import PipelineSpec
 from pipedec.engine.timed_drafter import TimedDrafter
 from pipedec.kv import KVManager
 from pipedec.messages import RunStats
+from pipedec.model import NewCapture, device_capture
 from pipedec.plan.emulation import Emulation
 from pipedec.stage import FinalStageWorker, StageWorker
 from pipedec.threads import NewSequence, Sequence
@@ -109,9 +110,12 @@ class LocalPipeline:
     """Runs requests through stages 1..n, which are grouped as ``topology`` says.
 
     Args:
+        stages: their workers; the last one is a FinalStageWorker.
         kv: of the stages' KV pools. Prefixes outlast a run.
+        lane_sizes: how much of them requests get before they need it.
 
     Attributes:
+        stages: see ``stages`` of the arguments.
         answers: of the last run, by request number. With an emulation their metrics' seconds are those of the emulated devices.
         emulated_ms: since the run began, on the emulated devices; None without an emulation.
         fill: of the last run, for each timestep the number of rows in each group.
@@ -129,17 +133,18 @@ class LocalPipeline:
         trained_masks: int = 0,
         knee: int = KNEE_ROWS,
         kv: KVManager | None = None,
+        lane_sizes: LaneSizes = LaneSizes(),
     ) -> None:
         if len(stages) != topology.num_stages:
             raise ValueError(f"{len(stages)} stages do not fill a topology of {topology.num_stages}")
         if not isinstance(stages[-1], FinalStageWorker):
             raise ValueError("the last stage must be a FinalStageWorker")
-        self._stages = stages
+        self.stages = stages
         self._topology = topology
         self._sequences = sequences
         self._recorder = Recorder(Pacer(None, 0), device_of(torch.device(device)))
         timed = None if drafter is None else TimedDrafter(drafter, self._recorder.drafting)
-        self._company = Company(topology.num_groups, timed, device, trained_masks, knee, kv=kv)
+        self._company = Company(topology.num_groups, timed, device, trained_masks, knee, kv=kv, lane_sizes=lane_sizes)
         self._emulation = emulation
         self._clock: EmulatedClock | None = None
         self.answers: dict[int, LocalAnswer] = {}
@@ -148,12 +153,17 @@ class LocalPipeline:
         self.feed: LiveFeed | None = None
 
     @classmethod
-    def load(cls, spec: PipelineSpec) -> LocalPipeline:
-        """All stages of ``spec``, and its draft, in this process."""
+    def load(cls, spec: PipelineSpec, lane_sizes: LaneSizes = LaneSizes(), capture: NewCapture = device_capture) -> LocalPipeline:
+        """All stages of ``spec``, and its draft, in this process.
+
+        Args:
+            capture: how forwards on a device are captured.
+        """
         device = spec.torch_device()
-        stages = [spec.load_stage(rank, device) for rank in range(1, spec.num_stages + 1)]
-        sequences, drafter, masks = Sequences(spec.target), spec.load_drafter(device), spec.trained_masks()
-        return cls(stages, spec.topology, sequences, drafter, device, spec.emulation, masks, spec.knee, spec.kv_manager())
+        stages = [spec.load_stage(rank, device, capture=capture) for rank in range(1, spec.num_stages + 1)]
+        sequences, drafter, masks = Sequences(spec.target), spec.load_drafter(device, capture=capture), spec.trained_masks()
+        kv = spec.kv_manager()
+        return cls(stages, spec.topology, sequences, drafter, device, spec.emulation, masks, spec.knee, kv, lane_sizes)
 
     def run(self, request: Request) -> Iterator[Verdict]:
         """Decode ``request`` alone and yield every verdict. Raises as ``run_all``."""
@@ -179,7 +189,7 @@ class LocalPipeline:
         """
         self.answers, self.fill = {}, []
         clock = self._clock = EmulatedClock(self._emulation, self._topology) if self._emulation else None
-        pool, stages = Pool(self._company), _Stages(self._stages, self._topology, self._recorder, clock)
+        pool, stages = Pool(self._company), _Stages(self.stages, self._topology, self._recorder, clock)
         schedule = _Schedule(pool, self._begin, stages.reset, arrivals, cancels or {}, losses)
         try:
             while schedule.is_open:

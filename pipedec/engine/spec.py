@@ -24,6 +24,7 @@ from pipedec.model import (
     Checkpoint,
     DraftVocabulary,
     ModelConfig,
+    NewCapture,
     StageModel,
     checked_bita,
     device_capture,
@@ -315,7 +316,7 @@ class PipelineSpec:
         """
         if self.emulation is not None and self.emulation.kv_tokens is not None:
             return self.emulation.kv_tokens // self.kv_block * self.kv_block
-        return self._kv_budget().tokens
+        return self.kv_budget().tokens
 
     @property
     def kv_block(self) -> int:
@@ -334,9 +335,10 @@ class PipelineSpec:
 
     def check_kv_budget(self) -> None:
         """Raises UserError if the KV budget holds no request of ``max_model_len``, or not even a few hundred tokens."""
-        self._kv_budget().check(self.max_model_len, self.knee)
+        self.kv_budget().check(self.max_model_len, self.knee)
 
-    def _kv_budget(self) -> KVBudget:
+    def kv_budget(self) -> KVBudget:
+        """The memory of every rank for keys and values, and what a token takes of it."""
         target = self._target_config
         layers = [stop - start for start, stop in self.layers]
         ranks = [self._rank_budget(rank, target, count) for rank, count in enumerate(layers, start=1)]
@@ -418,26 +420,34 @@ class PipelineSpec:
         """Masks of the target's BiTA; 0 if it has none."""
         return BitaConfig.from_directory(self.bita).num_masks if self.bita else 0
 
-    def load_stage(self, rank: int, device: torch.device, progress: Progress | None = None) -> StageWorker:
-        """The worker of stage ``rank`` (1..n), its weights read from the target's checkpoint."""
+    def load_stage(
+        self, rank: int, device: torch.device, progress: Progress | None = None, capture: NewCapture = device_capture
+    ) -> StageWorker:
+        """The worker of stage ``rank`` (1..n), its weights read from the target's checkpoint.
+
+        Args:
+            capture: how forwards on a device are captured.
+        """
         config = ModelConfig.from_directory(self.target)
         layers = range(*self.layers[rank - 1])
         model = StageModel.load(self.target, layers, self.torch_dtype, device, config, progress, self.quantize)
-        model.capture = device_capture(device)
+        model.capture = capture(device)
         if self.bita is not None:
             model.attach(BitaWeights.load(self.bita, config, layers, self.torch_dtype, device))
         kind = FinalStageWorker if rank == self.topology.final_rank else StageWorker
         return kind(model, Sequences(self.target).of, device, slots=self.kv_slots, block=self.kv_block, stage=rank)
 
-    def load_drafter(self, device: torch.device, progress: Progress | None = None) -> Drafter | None:
-        """The whole draft model; None if there is no draft."""
+    def load_drafter(
+        self, device: torch.device, progress: Progress | None = None, capture: NewCapture = device_capture
+    ) -> Drafter | None:
+        """The whole draft model; None if there is no draft. Arguments as of ``load_stage``."""
         if self.draft is None:
             return None
         config = ModelConfig.from_directory(self.draft)
         layers = range(config.num_layers)
         dtype = DTYPES[self.weights_of(0).dtype]
         model = StageModel.load(self.draft, layers, dtype, device, config, progress, self.draft_quantize)
-        model.capture = device_capture(device)
+        model.capture = capture(device)
         vocabulary = DraftVocabulary.load(self.draft, device)
         return DraftModel(
             model, slots=self.kv_slots, block=self.kv_block, shares_prefixes=self.shares_prefixes, vocabulary=vocabulary

@@ -14,7 +14,7 @@ from llguidance import LLMatcher
 from pipedec.grammar.bitmask import NOTHING, Bitmask
 
 MAX_FORCED = 64  # tokens of a chain
-_MAX_STATES = 1024  # that are kept: of each its mask, an eighth of a byte per token of the vocabulary
+MAX_STATES = 1024  # that are kept: of each its mask, an eighth of a byte per token of the vocabulary
 
 
 @dataclass
@@ -38,9 +38,17 @@ class Grammar:
     Args:
         new_matcher: makes a matcher at the grammar's start. May raise UserError, from ``allowed`` and ``forced``.
         end_token_ids: the model's. One of them ends the answer; behind it nothing is allowed.
+        max_states: about how many are kept; then they begin anew.
+
+    Attributes:
+        num_states: that are kept, at most.
     """
 
-    def __init__(self, new_matcher: Callable[[], LLMatcher], end_token_ids: tuple[int, ...]) -> None:
+    def __init__(
+        self, new_matcher: Callable[[], LLMatcher], end_token_ids: tuple[int, ...], max_states: int = MAX_STATES
+    ) -> None:
+        self.num_states = 0
+        self._max_states = max_states
         self._new_matcher = new_matcher
         self._end_token_ids = end_token_ids
         self._matcher: LLMatcher | None = None
@@ -48,7 +56,6 @@ class Grammar:
         self._num_consumed = 0  # of the accepted tokens, by the matcher
         self._ahead: list[int] = []  # what it has consumed behind these
         self._root: _State | None = None  # None: nobody has asked yet for what follows the accepted tokens
-        self._num_states = 0
 
     def advance(self, token_ids: Iterable[int]) -> None:
         """The answer goes on with these tokens. Those that it could not say leave a state in which nothing is allowed."""
@@ -84,8 +91,8 @@ class Grammar:
         return tuple(chain)
 
     def _state(self, path: Sequence[int]) -> _State:
-        if self._root is None or self._num_states > _MAX_STATES:
-            self._num_states = 0
+        if self._root is None or self.num_states > self._max_states:
+            self.num_states = 0
             self._root = self._parsed(())
         state = self._root
         for index, token in enumerate(path):
@@ -102,7 +109,7 @@ class Grammar:
         return state.children[token]
 
     def _parsed(self, path: Sequence[int]) -> _State:
-        self._num_states += 1
+        self.num_states += 1
         matcher, is_possible = self._moved(path)
         has_failed = matcher.is_error()
         if self._is_end(path or self._accepted):

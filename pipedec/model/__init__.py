@@ -7,7 +7,7 @@ Knows tensors and Hugging Face checkpoints, but not the cluster, tokenizers or d
 from pipedec.model.attention import described_attention
 from pipedec.model.bita import BitaConfig, BitaWeights, checked_bita, fingerprint
 from pipedec.model.cache import KVCache
-from pipedec.model.captured_graphs import device_capture
+from pipedec.model.captured_graphs import NewCapture, device_capture
 from pipedec.model.checkpoint import Checkpoint
 from pipedec.model.config import ModelConfig
 from pipedec.model.digest import quick_digest, weight_files, weights_digest
@@ -28,6 +28,7 @@ __all__ = [
     "KVShape",
     "LaneRows",
     "ModelConfig",
+    "NewCapture",
     "StageModel",
     "checked_bita",
     "described_attention",

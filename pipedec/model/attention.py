@@ -235,8 +235,9 @@ def flash_attention() -> Any:
     return importlib.import_module("flash_attn").flash_attn_varlen_func
 
 
-def flash_applies(dtype: torch.dtype, device: torch.device) -> bool:
-    return attention_backend(dtype, device)[0] == "flash-attention"
+def flash_kernel(dtype: torch.dtype, device: torch.device) -> Any:
+    """``flash_attn_varlen_func`` where it is what forwards use that are not captured, else None."""
+    return flash_attention() if attention_backend(dtype, device)[0] == "flash-attention" else None
 
 
 def described_attention(dtype: torch.dtype, device: torch.device, captures: bool) -> tuple[str, str]:

@@ -19,11 +19,12 @@ from pipedec.model.buckets import Bucket, BucketBuffers, BucketTensors
 from pipedec.model.cache import Pool
 from pipedec.model.lane_rows import LaneRows, RowAttention
 
-MOST_GRAPHS = 256  # of one pool; forwards of further buckets are not captured
+MOST_GRAPHS = 256  # of one pool
 _WARM_UPS = 2  # runs before a capture, in which libraries allocate what they keep
 
 Run = Callable[[], None]
 Capture = Callable[[Run], Run]  # takes what reads and writes tensors that stay where they are; returns what repeats it
+NewCapture = Callable[[torch.device], Capture | None]  # how forwards on a device are captured; None: not at all
 CosSin = tuple[Tensor, Tensor]
 Layers = Callable[[Tensor, CosSin, Tensor, Pool, RowAttention], Tensor]
 
@@ -51,21 +52,22 @@ class CapturedGraphs:
 
     Args:
         capture: how forwards are captured.
+        most_graphs: forwards of further buckets are not captured.
 
     Attributes:
         pool: whose addresses the graphs contain.
     """
 
-    def __init__(self, shape: LayersShape, pool: Pool, capture: Capture) -> None:
+    def __init__(self, shape: LayersShape, pool: Pool, capture: Capture, most_graphs: int = MOST_GRAPHS) -> None:
         self.pool = pool
-        self._shape, self._capture = shape, capture
+        self._shape, self._capture, self._most_graphs = shape, capture, most_graphs
         self._buffers: BucketBuffers | None = None
         self._graphs: dict[Bucket, tuple[BucketTensors, Run]] = {}
 
     def bucket_of(self, lanes: Sequence[LaneRows]) -> Bucket | None:
         """The bucket as which these rows are computed; None if they are not to be captured."""
         bucket = Bucket.of(lanes)
-        return bucket if bucket in self._graphs or len(self._graphs) < MOST_GRAPHS else None
+        return bucket if bucket in self._graphs or len(self._graphs) < self._most_graphs else None
 
     def forward(self, bucket: Bucket, layers: Layers, inputs: Tensor, cos_sin: CosSin, lanes: Sequence[LaneRows]) -> Tensor:
         """Compute the rows of ``lanes`` and write their keys and values: hidden_RE without the rows that fill up.

@@ -26,7 +26,7 @@ EMBEDDING = "model.embed_tokens.weight"
 FINAL_NORM = "model.norm.weight"
 HEAD = "lm_head.weight"
 FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
-_CHUNK = 1 << 20  # values that are de-quantised at once
+CHUNK = 1 << 20  # values that are de-quantised at once
 
 Shape = tuple[int, ...]
 
@@ -172,7 +172,7 @@ class Checkpoint:
         elif len(target.shape) == 1:
             target.copy_(torch.from_numpy(self._index.read(name)))
         else:
-            rows = max(_CHUNK // target.shape[1], 1)
+            rows = max(CHUNK // target.shape[1], 1)
             for first in range(0, target.shape[0], rows):
                 target[first : first + rows].copy_(torch.from_numpy(self._index.read(name, first, first + rows)))
 

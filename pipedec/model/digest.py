@@ -21,7 +21,7 @@ _CONFIG_FILES = (
     "model.safetensors.index.json",
 )
 _MAX_THREADS = 8
-_MAX_ENTRIES = 256  # of the cache
+MAX_ENTRIES = 256  # of the cache
 
 
 def config_digest(directory: Path) -> str:
@@ -89,5 +89,5 @@ def _write(entry: Path, content: dict[str, object]) -> None:
         partial.write_text(json.dumps(content))
         partial.replace(entry)
         newest_first = sorted(entry.parent.glob("*.json"), key=lambda path: path.stat().st_mtime, reverse=True)
-        for old in newest_first[_MAX_ENTRIES:]:
+        for old in newest_first[MAX_ENTRIES:]:
             old.unlink(missing_ok=True)

@@ -10,20 +10,28 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from pipedec.model.attention import attention_with_lse, flash_attention, merge_by_lse
-from pipedec.model.lane_rows import LaneAttention, Part, Placed
+from pipedec.model.attention import attention_with_lse, merge_by_lse
+from pipedec.model.lane_rows import LaneAttention, LaneRows, Part, Placed
 from pipedec.model.rectangles import Rectangles
 
 
 class FlashLaneAttention(LaneAttention):
-    """Arguments as of ``LaneAttention``.
+    """Mask rows, and rows of trees in layers with a sliding window, attend request by request: the kernel has no mask for them.
 
-    Mask rows, and rows of trees in layers with a sliding window, attend request by request: flash-attention has no mask for them.
+    Args:
+        kernel: has the arguments and results of ``flash_attn_varlen_func``. The others are those of ``LaneAttention``.
     """
+
+    def __init__(
+        self, lanes: Sequence[LaneRows], windows: tuple[int | None, ...], group: int, dtype: torch.dtype, kernel: Any
+    ) -> None:
+        super().__init__(lanes, windows, group, dtype)
+        self._kernel = kernel
 
     def _prepare(self, placed: Sequence[Placed]) -> None:
         self._pool = placed[0][0].cache.pool
@@ -41,9 +49,9 @@ class FlashLaneAttention(LaneAttention):
     def attend(self, q_RHD: Tensor, layer: int) -> Tensor:
         window, out_RHD = self._windows[layer], q_RHD.new_empty(q_RHD.shape)
         if self._chunks is not None:
-            out_RHD[self._chunks.rows], _ = self._chunks.attend(q_RHD, *self._pool.pages(layer), True, window)
+            out_RHD[self._chunks.rows], _ = self._chunks.attend(self._kernel, q_RHD, *self._pool.pages(layer), True, window)
         if self._trees is not None and self._pasts is not None and window is None:
-            past = self._pasts.attend(q_RHD, *self._pool.pages(layer), False, None)
+            past = self._pasts.attend(self._kernel, q_RHD, *self._pool.pages(layer), False, None)
             out_RHD[self._pasts.rows] = merge_by_lse(*past, *self._trees.attend(q_RHD, self._pool.tensor[layer]))
         for part in self._parts if window is None else [*self._parts, *self._windowed]:
             out_RHD[part.rows] = part.attend(q_RHD, layer, window)
@@ -85,14 +93,15 @@ class PagedRows:
         )
 
     def attend(
-        self, q_RHD: Tensor, key_pages: Tensor, value_pages: Tensor, is_causal: bool, window: int | None
+        self, kernel: Any, q_RHD: Tensor, key_pages: Tensor, value_pages: Tensor, is_causal: bool, window: int | None
     ) -> tuple[Tensor, Tensor]:
         """out_THD, lse_TH. A causal mask is aligned to each request's last slot, as chunks behind a past need.
 
         Args:
+            kernel: as of ``FlashLaneAttention``.
             key_pages, value_pages: [blocks of the pool, block, K, D].
         """
-        out_THD, lse_HT, _ = flash_attention()(
+        out_THD, lse_HT, _ = kernel(
             q_RHD[self.rows],
             key_pages,
             value_pages,

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from pipedec.core import UserError
-from pipedec.model.attention import flash_applies
+from pipedec.model.attention import flash_kernel
 from pipedec.model.bita import BitaWeights
 from pipedec.model.cache import Pool
 from pipedec.model.captured_graphs import Capture, CapturedGraphs, CosSin, LayersShape
@@ -63,6 +63,8 @@ class StageModel:
         is_last: whether the stage holds the final norm and the head.
         pad_rows: pad matrix products to ``PADDED_ROWS`` rows. Where a row of a product of at least that many does not depend on
             their number, as on the CPUs that were measured, the bits of an answer then do not depend on other requests.
+        flash: attends for all requests at once in forwards that are not captured, with the arguments of
+            ``flash_attn_varlen_func``; None attends request by request.
         capture: captures forwards of few rows, which are then replayed (see ``CapturedGraphs``); None computes each as it is.
 
     Args:
@@ -91,6 +93,7 @@ class StageModel:
         self.is_first = layers.start == 0
         self.is_last = layers.stop == config.num_layers
         self.pad_rows = False
+        self.flash = flash_kernel(dtype, self.device)
         self.capture: Capture | None = None
         self._graphs: CapturedGraphs | None = None
         self._quantize = quantize
@@ -195,8 +198,8 @@ class StageModel:
         graphs = self._graphs_in(pool)
         bucket = None if graphs is None else graphs.bucket_of(lanes)
         if graphs is None or bucket is None:
-            kind = FlashLaneAttention if flash_applies(self.dtype, self.device) else LaneAttention
-            attention = kind(lanes, self._windows, self.config.queries_per_kv_head, self.dtype)
+            rows = lanes, self._windows, self.config.queries_per_kv_head, self.dtype
+            attention = LaneAttention(*rows) if self.flash is None else FlashLaneAttention(*rows, self.flash)
             hidden_RE = self._computed(inputs, cos_sin, slots_of(lanes), pool, attention)
         else:
             hidden_RE = graphs.forward(bucket, self._computed, inputs, cos_sin, lanes)

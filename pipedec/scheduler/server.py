@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
@@ -78,6 +78,7 @@ class EmbeddedServer:
         bind: the addresses to listen on, ``LOOPBACK`` or ``ALL_ADDRESSES``.
         port: None for a free one.
         password: None for a random one.
+        settings: further lines of its configuration, which override the usual ones.
 
     Raises:
         SchedulerLost: the server does not answer within ``START_SECONDS``.
@@ -91,10 +92,12 @@ class EmbeddedServer:
         bind: str = LOOPBACK,
         port: int | None = None,
         password: str | None = None,
+        settings: Sequence[str] = (),
     ) -> None:
         self.binary = binary or find_server_binary()
         self._bind = bind
         self._given_port = port
+        self._settings = settings
         self._password = password or secrets.token_hex(24)
         self._directory = tempfile.mkdtemp(prefix="pipedec-redis-") if unix_socket else None
         self.socket_path = str(Path(self._directory) / "redis.sock") if self._directory else None
@@ -210,7 +213,7 @@ class EmbeddedServer:
         lines += ['save ""', "appendonly no", "daemonize no"]
         if self.socket_path is not None:
             lines += [f"unixsocket {self.socket_path}", "unixsocketperm 700"]
-        return "\n".join([*lines, ""])
+        return "\n".join([*lines, *self._settings, ""])
 
     def _wait_until_ready(self, process: subprocess.Popen[bytes], deadline: float) -> bool:
         """True once the server answers, False if it exits or the deadline passes first."""

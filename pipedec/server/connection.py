@@ -11,17 +11,18 @@ import asyncio
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 MAX_HEAD_BYTES = 64 * 1024
-HEAD_SECONDS = 30.0
 
 
 class LimitedConnection(HttpToolsProtocol):
-    """Answers 431 to a head of more than ``MAX_HEAD_BYTES``; closes the connection if one is not there in ``HEAD_SECONDS``."""
+    """Answers 431 to a head of more than ``MAX_HEAD_BYTES``; closes the connection if one is not there in ``head_seconds``."""
+
+    head_seconds = 30.0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._head_bytes = 0
         self._in_head = True
-        self._head_timer = self.loop.call_later(HEAD_SECONDS, self.transport.close)
+        self._head_timer = self.loop.call_later(self.head_seconds, self.transport.close)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._head_timer.cancel()
@@ -42,7 +43,7 @@ class LimitedConnection(HttpToolsProtocol):
         super().on_message_begin()
         self._in_head, self._head_bytes = True, 0
         self._head_timer.cancel()
-        self._head_timer = self.loop.call_later(HEAD_SECONDS, self.transport.close)
+        self._head_timer = self.loop.call_later(self.head_seconds, self.transport.close)
 
     def on_headers_complete(self) -> None:
         self._in_head = False

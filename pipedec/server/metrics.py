@@ -6,6 +6,7 @@ once a second, and is the same at every front-end of a cluster.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -52,16 +53,18 @@ class Metrics(Observer):
 
     Args:
         model_name: the label ``model_name``.
+        now: a clock, in seconds.
     """
 
-    def __init__(self, model_name: str) -> None:
+    def __init__(self, model_name: str, now: Callable[[], float] = time.monotonic) -> None:
         disable_created_metrics()  # a series more for each metric, which no dashboard reads
         self._labels = {"model_name": model_name, "engine": ENGINE}
         self._registry = CollectorRegistry()
         self._cluster = ClusterMetrics(self._labels)
         self._registry.register(self._cluster)
         self._status: StatusOf | None = None
-        self._asked = -_STATUS_SECONDS
+        self._now = now
+        self._asked = -math.inf
         self._times: dict[Generation, _Times] = {}
         self._make_latencies()
         self._make_counts()
@@ -155,8 +158,8 @@ class Metrics(Observer):
 
     async def response(self) -> Response:
         """What ``/metrics`` answers. A cluster that does not answer leaves its own metrics out."""
-        if self._status is not None and time.monotonic() >= self._asked + _STATUS_SECONDS:
-            self._asked = time.monotonic()
+        if self._status is not None and (now := self._now()) >= self._asked + _STATUS_SECONDS:
+            self._asked = now
             try:
                 self._cluster.status = await self._status()
             except PipedecError:

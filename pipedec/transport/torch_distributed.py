@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import PrefixStore
+from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import ProcessGroupGloo, ReduceOp
 
 from pipedec.core import EMPTY, ROW_ID_BYTES, Envelope, RankLost, Step, UserError
@@ -43,20 +44,27 @@ from pipedec.transport.wire import (
 Result = TypeVar("Result")
 _Gloo: Any = ProcessGroupGloo
 
-BACKENDS = {"gloo": ("cpu", "cuda"), "nccl": ("cuda",)}  # name: device types that a stage may use
 _MAX_PENDING_SENDS = 16  # a sender waits for a slow receiver only when this many messages are pending
-_ENVELOPE_TAG = 1  # receives of envelopes are posted early; the tag keeps them from matching steps
+ENVELOPE_TAG = 1  # receives of envelopes are posted early; the tag keeps them from matching steps
 _ABORT_TAG = 2  # nothing is ever sent with it
 _AT_ONCE = timedelta(milliseconds=1)
 _INLINE_ROWS = 128  # of steps in an envelope's first message
 _SOURCE_LINE = re.compile(r"\[/\S+:\d+\] ")  # where in gloo's source an error was raised
 
 
-class _Groups:
-    """The process groups of one meeting, from their creation to their abortion."""
+class ProcessGroups:
+    """The process groups of one meeting, from their creation to their abortion.
+
+    Attributes:
+        places: for each backend, the types of devices that a stage may use.
+        rendezvous: where the ranks meet.
+        is_aborted: nothing is transferred any more.
+    """
+
+    places: Mapping[str, tuple[str, ...]] = MappingProxyType({"gloo": ("cpu", "cuda"), "nccl": ("cuda",)})
 
     def __init__(self, rendezvous: Rendezvous) -> None:
-        self._rendezvous = rendezvous
+        self.rendezvous = rendezvous
         self._store = AbortableStore(rendezvous.store, rendezvous.timeout_seconds)
         self._all: Group = None
         self._pairs: list[Group] = []
@@ -64,11 +72,8 @@ class _Groups:
 
     def connect(self) -> Group:
         """Connect to all ranks. Raises RuntimeError if one does not answer, or on ``abort``."""
-        options = _Gloo._Options()
-        options._timeout = timedelta(seconds=CONNECT_SECONDS)
-        options._devices = [_Gloo.create_device(interface=self._rendezvous.interface)]
-        place = self._rendezvous.rank, self._rendezvous.world_size
-        self._all = _Gloo(PrefixStore("all", self._store), *place, options)
+        store, place = PrefixStore("all", self._store), (self.rendezvous.rank, self.rendezvous.world_size)
+        self._all = gloo_group(store, *place, self.rendezvous.interface)
         if self.is_aborted:  # before there was anything to abort
             raise RuntimeError("the transfers were aborted")
         return self._all
@@ -82,7 +87,7 @@ class _Groups:
         Returns:
             the groups, by the neighbour's rank.
         """
-        rank, last = self._rendezvous.rank, self._rendezvous.world_size - 1
+        rank, last = self.rendezvous.rank, self.rendezvous.world_size - 1
         senders = [sender for sender in (rank - 1, rank) if 1 <= sender < last]
         groups = {}
         for sender in sorted(senders, key=lambda sender: sender % 2):
@@ -95,9 +100,9 @@ class _Groups:
         from torch.distributed import ProcessGroupNCCL
 
         options = ProcessGroupNCCL.Options()
-        options._timeout = timedelta(seconds=self._rendezvous.timeout_seconds)
-        store = PrefixStore(f"stages {sender} {sender + 1}", self._rendezvous.store)
-        group = ProcessGroupNCCL(store, self._rendezvous.rank - sender, 2, options)
+        options._timeout = timedelta(seconds=self.rendezvous.timeout_seconds)
+        store = PrefixStore(f"stages {sender} {sender + 1}", self.rendezvous.store)
+        group = ProcessGroupNCCL(store, self.rendezvous.rank - sender, 2, options)
         group.eager_connect_single_device(device)
         return group
 
@@ -111,11 +116,19 @@ class _Groups:
         for pair in self._pairs:
             with suppress(RuntimeError):
                 pair.abort()
-        group, own = self._all, self._rendezvous.rank
-        for peer in range(self._rendezvous.world_size) if group is not None else ():
+        group, own = self._all, self.rendezvous.rank
+        for peer in range(self.rendezvous.world_size) if group is not None else ():
             with suppress(RuntimeError):
                 if peer != own:
                     group.recv([torch.empty(1, dtype=torch.uint8)], peer, _ABORT_TAG).wait(_AT_ONCE)
+
+
+def gloo_group(store: Store, rank: int, world_size: int, interface: str) -> Group:
+    """A gloo group over a network interface. Raises RuntimeError if a rank does not answer in time."""
+    options = _Gloo._Options()
+    options._timeout = timedelta(seconds=CONNECT_SECONDS)
+    options._devices = [_Gloo.create_device(interface=interface)]
+    return _Gloo(store, rank, world_size, options)
 
 
 class TorchTransport:
@@ -128,6 +141,7 @@ class TorchTransport:
         dtype: dtype of the activations.
         place: where the activations of this rank's steps are.
         device: of ``place``; by default as ``device_of`` makes it.
+        new_groups: makes the process groups of a meeting.
 
     Attributes:
         backend: of the steps between stages, once the ranks have joined.
@@ -146,10 +160,11 @@ class TorchTransport:
         dtype: torch.dtype,
         place: torch.device,
         device: Device | None = None,
+        new_groups: type[ProcessGroups] = ProcessGroups,
     ) -> None:
-        if backend not in BACKENDS:
-            raise UserError(f"unknown transport {backend!r}: choose one of {', '.join(BACKENDS)}")
-        if rank > 0 and place.type not in BACKENDS[backend]:
+        if backend not in new_groups.places:
+            raise UserError(f"unknown transport {backend!r}: choose one of {', '.join(new_groups.places)}")
+        if rank > 0 and place.type not in new_groups.places[backend]:
             raise UserError("transport nccl needs --device cuda; use gloo on a CPU")
         self.backend = "gloo"
         self._wanted = backend
@@ -157,7 +172,8 @@ class TorchTransport:
         self._hidden_size, self._dtype, self._place = hidden_size, dtype, place
         self._device = device_of(place) if device is None else device
         self._timeout = timedelta()
-        self._groups: _Groups | None = None
+        self._new_groups = new_groups
+        self._groups: ProcessGroups | None = None
         self._forget()
 
     def _forget(self) -> None:
@@ -177,7 +193,7 @@ class TorchTransport:
         """
         self.close()
         self._timeout = timedelta(seconds=rendezvous.timeout_seconds)
-        self._groups = groups = _Groups(rendezvous)
+        self._groups = groups = self._new_groups(rendezvous)
         try:
             self._all = groups.connect()
             uses_nccl = self._all_stages_request_nccl() and self._rank > 0
@@ -197,7 +213,7 @@ class TorchTransport:
         """The group of all ranks, for those who measure it."""
         return self._all
 
-    def _connect_links(self, groups: _Groups, pairs: dict[int, Group]) -> None:
+    def _connect_links(self, groups: ProcessGroups, pairs: dict[int, Group]) -> None:
         """Links to all ranks; activations go over NCCL to and from the neighbours in ``pairs``."""
         hosts: dict[int, Link] = {peer: HostLink(self._all, peer, self._timeout) for peer in range(self._all.size())}
         devices: dict[int, Link] = {
@@ -237,7 +253,7 @@ class TorchTransport:
         """Send the messages of an envelope. Returns the end of the last one."""
         while len(self._pending_sends) >= _MAX_PENDING_SENDS:
             self._pending_sends.popleft().wait()
-        self._pending_sends.append(self._host_links[dst].send(first, _ENVELOPE_TAG))
+        self._pending_sends.append(self._host_links[dst].send(first, ENVELOPE_TAG))
         if head is not None:
             self._pending_sends.append(self._host_links[dst].send(head))
         if hidden is not None:
@@ -270,7 +286,7 @@ class TorchTransport:
         gloo allows a message to be shorter than the buffer that receives it.
         """
         room = PREFIX_BYTES + INLINE_HEAD_BYTES + self._message_bytes(_INLINE_ROWS, src)
-        return self._attempt("receive from", src, lambda: self._host_links[src].receive(room, _ENVELOPE_TAG))
+        return self._attempt("receive from", src, lambda: self._host_links[src].receive(room, ENVELOPE_TAG))
 
     def _head(self, buffer: Bytes, prefix: Prefix, src: int) -> Bytes:
         if prefix.head_bytes <= INLINE_HEAD_BYTES:

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from support.drafters import PROMPT, RARE, Alone, Line, ScriptedDrafter, begun, rows
+from support.drafters import PROMPT, RARE, Alone, Line, ScriptedDrafter, Switch, begun, rows
 
 from pipedec.core import Request, Step, UserError, Verdict
 from pipedec.decoding import Experience, TimestepTiming
@@ -100,10 +100,10 @@ def test_every_verdict_teaches() -> None:
         assert weights[-1] > before[-1]
 
 
-def test_without_speculation_it_is_the_plain_pipeline(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_speculation_it_is_the_plain_pipeline() -> None:
     experience, drafter = Experience(PASSAGE), ScriptedDrafter(SURE)
     request = Request(0, PROMPT)
-    monkeypatch.setattr(type(experience.controller), "is_speculating", False)
+    experience.controller = Switch(PASSAGE)
     ours, plain = begun(request, drafter, experience), begun(Request(0, PROMPT, method="pp"))
     assert ours.propose() is None
     for token in (10, 11, 12):

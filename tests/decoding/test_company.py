@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.drafters import Switch
 from support.examples import examples
 from support.simulation import KnowingDrafter, Simulation, proposed
 
@@ -53,13 +54,12 @@ def test_a_draft_forward_serves_all_requests_and_is_bounded() -> None:
     assert max(drafter.forwards) <= DRAFT_KNEE
 
 
-def test_without_speculation_nothing_is_drafted_and_prompts_are_made_up_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_speculation_nothing_is_drafted_and_prompts_are_made_up_for() -> None:
     drafter = KnowingDrafter(random.Random(1))
     experience = Experience(1)
+    experience.controller = controller = Switch(1)
     company = Company(1, drafter, knee=8, experience=experience)
     drafter.answers[0] = list(range(20))
-    is_speculating = False
-    monkeypatch.setattr(type(experience.controller), "is_speculating", property(lambda controller: is_speculating))
     company.open(Request(0, tuple(range(20))), partial(threads.single_thread, 20, (), 20))
     for _ in range(3):
         company.propose()
@@ -68,7 +68,7 @@ def test_without_speculation_nothing_is_drafted_and_prompts_are_made_up_for(monk
     assert proposed(company)[0].num_rows == 1
     company.draft()
     assert drafter.forwards == []
-    is_speculating = True
+    controller.is_speculating = True
     for rows in (8, 16, 20, 20):
         company.draft()
         assert len(drafter.prompts[0]) == rows

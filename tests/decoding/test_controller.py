@@ -73,9 +73,10 @@ def test_a_row_pays_by_what_it_was_measured_to_cost() -> None:
 def test_the_rows_of_a_timestep_are_those_of_the_widest_stage() -> None:
     """Of all that entered during a passage; a timestep that waited for the draft model says nothing of them."""
     controller = Controller(3)
-    for rows in (1, 64, 1, 1, 1, 1):
+    history = (1, 64, 1, 1, 1, 1)
+    for index, rows in enumerate(history):
         controller.record_entered(Entered(rows, 0, 1))
-        is_wide = max(entered.rows for entered in list(controller._in_flight)[-3:]) == 64
+        is_wide = 64 in history[max(index - 2, 0) : index + 1]
         controller.record_timestep(TimestepTiming(2.0 if is_wide else 1.0, 0.5, (0.1, 0.1)))
         controller.record_timestep(TimestepTiming(9.0, 0.0, (4.5, 4.5)))
     assert not controller.pays(10, 0.01) and controller.pays(10, 0.02)

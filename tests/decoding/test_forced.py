@@ -50,8 +50,9 @@ def stepped(alone: Alone) -> Step | None:
 
 @pytest.mark.parametrize(("method", "options"), EVERY_METHOD)
 def test_what_is_forced_behind_the_root_enters_with_it(method: str, options: MethodOptions | None) -> None:
-    alone = asked(method, options, ToyStructure(counting), KnowingDrafter(random.Random(1)))
-    alone.company._drafter.answers[0] = []  # type: ignore[union-attr]
+    drafter = KnowingDrafter(random.Random(1))
+    drafter.answers[0] = []
+    alone = asked(method, options, ToyStructure(counting), drafter)
     forecast = ((7, 8), (14, 9)) if method == "bita" else ()
     alone.apply(Verdict.of(10, forecast=forecast))
     entered = rows(stepped(alone))
@@ -63,8 +64,9 @@ def test_what_is_forced_behind_the_root_enters_with_it(method: str, options: Met
 
 @pytest.mark.parametrize(("method", "options"), EVERY_METHOD[1:4])
 def test_what_is_forced_behind_a_candidate_enters_with_it(method: str, options: MethodOptions | None) -> None:
-    alone = asked(method, options, ToyStructure(counting), KnowingDrafter(random.Random(1)))
-    alone.company._drafter.answers[0] = []  # type: ignore[union-attr]
+    drafter = KnowingDrafter(random.Random(1))
+    drafter.answers[0] = []
+    alone = asked(method, options, ToyStructure(counting), drafter)
     alone.apply(Verdict.of(10))
     tree = PredictionTree()
     for _ in range(6):

@@ -11,7 +11,7 @@ from support.examples import examples
 from support.simulation import Simulation
 
 from pipedec.core import Request, SamplingParams, UserError, Verdict
-from pipedec.decoding import Company, memory, running
+from pipedec.decoding import Company, LaneSizes
 from pipedec.kv import KVManager
 from pipedec.methods import StaticTreeOptions
 from pipedec.threads import single_thread
@@ -23,24 +23,21 @@ from pipedec.threads import single_thread
     capacity=st.sampled_from((200, 300, 500, 2000)),
     block=st.sampled_from((1, 4, 16, 64)),
     shares=st.booleans(),
-    reserved=st.sampled_from((1, 5, 1024)),
+    ahead=st.sampled_from((1, 5, 1024)),
     growth=st.sampled_from((0, 8, 128)),
 )
 def test_all_requests_end_however_little_memory_there_is(
-    seed: int, capacity: int, block: int, shares: bool, reserved: int, growth: int
+    seed: int, capacity: int, block: int, shares: bool, ahead: int, growth: int
 ) -> None:
     kv = KVManager(capacity, block, shares)
-    simulation = Simulation(seed, kv)
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(running, "_MOST_RESERVED", reserved)
-        patched.setattr(memory, "_GROWTH", growth)
-        for number in range(60):
-            if number < 40 and len(simulation.running) < 15:
-                simulation.arrive(number, longest=simulation.chooser.choice((3, 12, 60)))
-            simulation.timestep()
-            if simulation.running and simulation.chooser.random() < 0.1:
-                simulation.cancel()
-        simulation.finish()
+    simulation = Simulation(seed, kv, LaneSizes(ahead, growth))
+    for number in range(60):
+        if number < 40 and len(simulation.running) < 15:
+            simulation.arrive(number, longest=simulation.chooser.choice((3, 12, 60)))
+        simulation.timestep()
+        if simulation.running and simulation.chooser.random() < 0.1:
+            simulation.cancel()
+    simulation.finish()
     assert simulation.drafter.open_requests == {}
     assert simulation.company.propose() == {} and simulation.company.to_pause() == []
     assert (kv.used_slots, kv.free_slots) == (0, kv.capacity)

@@ -10,7 +10,7 @@ from pipedec.engine.activity import Doing
 
 def test_what_a_rank_does_is_told_with_its_longest_timestep(monkeypatch: pytest.MonkeyPatch) -> None:
     now = iter([0.0, 1.0, 4.0, 5.0, 5.5, 6.0])
-    monkeypatch.setattr("pipedec.engine.activity.time.monotonic", lambda: next(now))
+    monkeypatch.setattr("time.monotonic", lambda: next(now))
     doing = Doing()
     doing.begin("computing")
     doing.begin("waiting", 2)  # at 4 s

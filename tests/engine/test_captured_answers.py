@@ -16,17 +16,14 @@ CHOSEN = {method: choices[0] for method, choices in OPTIONS.items()} | {"bita": 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("method", METHODS)
-def test_captured_pipelines_give_the_tokens_of_transformers(
-    models: Path, method: str, dtype: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_captured_pipelines_give_the_tokens_of_transformers(models: Path, method: str, dtype: str) -> None:
     captures = list[Repeated]()
 
-    def device_capture(device: object) -> Repeated:
+    def capture(device: object) -> Repeated:
         captures.append(Repeated())
         return captures[-1]
 
-    monkeypatch.setattr("pipedec.engine.spec.device_capture", device_capture)
-    pipeline = make_pipeline(models, (4, 4), None if method == "bita" else "near", dtype)
+    pipeline = make_pipeline(models, (4, 4), None if method == "bita" else "near", dtype, capture=capture)
     tokens, _ = answer(pipeline, request(method=method, options=CHOSEN[method], ignore_eos=True))
     assert tokens == expected(models / "target", PROMPT, NUM_TOKENS, dtype)
     used = [capture for capture in captures if capture.captures]

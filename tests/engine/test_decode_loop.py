@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import ast
-import inspect
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-import pipedec
 from pipedec.core import NO_MASKS, Envelope, Opening, Request, SamplingParams, Step, TokenLogprobs, Update, Verdict
 from pipedec.decoding import Method, TimestepTiming
-from pipedec.engine import pool as pool_module
 from pipedec.engine.loop import decode
 from pipedec.engine.pool import Pool
 from pipedec.engine.recorder import Timestep
 
-PACKAGE = Path(pipedec.__file__).parent
 TIMING = TimestepTiming(0.01, 0.005, (0.001,))
 Results = tuple[Update, ...]
 
@@ -272,25 +266,3 @@ def test_listeners_get_every_timestep_and_timings_only_of_a_full_pipeline() -> N
     list(decode(pool, recorded, listeners=(heard.append,)))  # type: ignore[arg-type]
     assert [timestep.number for timestep in heard] == [1, 2, 3]
     assert recorded.calls.count("observe") == 1
-
-
-def test_the_loop_fits_on_a_screen_and_the_architecture_quotes_it() -> None:
-    lines = inspect.getsourcelines(decode)[0]
-    assert len(lines) <= 40
-    [node] = ast.parse("".join(lines)).body
-    assert isinstance(node, ast.FunctionDef)
-    quoted = lines[: node.body[0].lineno - 1] + lines[node.body[1].lineno - 1 :]
-    document = (PACKAGE.parent / "docs" / "architecture.md").read_text(encoding="utf-8")
-    assert "".join(quoted) in document
-
-
-def test_nothing_else_asks_the_methods_for_their_rows() -> None:
-    """Who asks for the rows that enter advances timesteps."""
-    askers = [
-        path.relative_to(PACKAGE).as_posix()
-        for path in PACKAGE.rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if isinstance(node, ast.Attribute) and node.attr == "propose"
-    ]
-    outside = {asker for asker in askers if not asker.startswith("decoding/")}
-    assert outside == {Path(pool_module.__file__).relative_to(PACKAGE).as_posix()}

@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
+from support.processes import wait_until
 from support.tiny_pair import CONTEXT, Pair
 
-from pipedec.core import Opening, PipedecError, SamplingParams, SchedulerLost, Verdict
+from pipedec.core import EpochEnded, Opening, PipedecError, SamplingParams, SchedulerLost, Verdict
 from pipedec.engine.draft_loop import DraftLoop
 from pipedec.engine.rank_tasks import Wiring
 from pipedec.engine.sequences import Sequences
-from pipedec.messages import ErrorEvent, Event, PromptRequest, RunDescription, TokensEvent, verdict_to_payload
-from pipedec.scheduler import MemoryScheduler, Message, Planned, Task
+from pipedec.messages import (
+    CompletionEvent,
+    ErrorEvent,
+    Event,
+    PromptRequest,
+    RunDescription,
+    RunStats,
+    TokensEvent,
+    verdict_to_payload,
+)
+from pipedec.scheduler import MemoryScheduler, Message, Planned, Post, Task
 from pipedec.text.prompt import Prompter
 from pipedec.topology import Topology
 from pipedec.tracing import Tracer
@@ -25,26 +36,34 @@ REQUEST = PromptRequest("Hello", True, "pp", SamplingParams(max_tokens=4)).to_js
 
 
 class EndsAtOnce(MemoryScheduler):
-    """Every request ends with its first token, and a given message comes back when its last task is reported."""
+    """Every request ends with its first token.
 
-    def __init__(self, reply: Message | None) -> None:
+    Args:
+        meanwhile: is called before its last task is reported. A message that this brings to rank 0 comes with the reply.
+    """
+
+    def __init__(self, meanwhile: Callable[[MemoryScheduler], object]) -> None:
         super().__init__(TOPOLOGY)
-        self._reply = reply
+        self.begun: list[int] = []
+        self._meanwhile = meanwhile
+        self._tasks: deque[Message] = deque()
         self.open(DESCRIPTION)
 
     def begin(self, request_number: int, opening: Opening, planned: Sequence[Planned]) -> None:
+        self.begun.append(request_number)
         verdict = {"verdict": verdict_to_payload(Verdict.of(5, finished="length"))}
-        self._push(0, Message("task", request_number, Task.compute("pre", 0, 0)))
-        sync = Message("task", request_number, Task.compute("sync", 0, 0), verdict)
-        self._replies = iter([sync, Message("task", request_number, Task.compute("end", 0, 0)), self._reply])
+        tasks = [(Task.compute("pre", 0, 0), {}), (Task.compute("sync", 0, 0), verdict), (Task.compute("end", 0, 0), {})]
+        self._tasks.extend(Message("task", request_number, task, payload) for task, payload in tasks)
+
+    def wait(self, rank: int, timeout_seconds: float) -> Message | None:
+        return self._tasks.popleft() if self._tasks else super().wait(rank, timeout_seconds)
 
     def finish(
         self, rank: int, task: Task, planned: Sequence[Planned], events: Sequence[tuple[int, Event]] = ()
     ) -> Message | None:
-        reply = next(self._replies)
-        if reply is not None and reply.kind == "stop":
-            self._state = "stopping"
-        return reply
+        if task.name == "end":
+            self._meanwhile(self)
+        return self.wait(rank, 0)
 
     def wait_request(self, timeout_seconds: float) -> Message | None:
         message = super().wait_request(timeout_seconds)
@@ -59,7 +78,7 @@ def loop_of(scheduler: MemoryScheduler, pair: Pair) -> DraftLoop:
 
 def test_a_stop_that_comes_with_the_end_of_a_request_is_obeyed(pair: Pair) -> None:
     """The scheduler hands a rank its next message with the reply to a report; here that message is the stop."""
-    scheduler = EndsAtOnce(reply=Message("stop"))
+    scheduler = EndsAtOnce(MemoryScheduler.stop)
     first, second = scheduler.submit(REQUEST), scheduler.submit(REQUEST)
     loop_of(scheduler, pair).serve(NO_TRANSPORT)
     assert scheduler.read_answer(second, "0", 0)[-1][1] == ErrorEvent("the cluster is being stopped")
@@ -67,7 +86,7 @@ def test_a_stop_that_comes_with_the_end_of_a_request_is_obeyed(pair: Pair) -> No
 
 
 def test_an_abort_that_comes_with_the_end_of_a_request_is_raised(pair: Pair) -> None:
-    scheduler = EndsAtOnce(reply=Message("abort", text="rank 1: went away"))
+    scheduler = EndsAtOnce(lambda scheduler: scheduler.abort(1, "went away"))
     scheduler.submit(REQUEST)
     with pytest.raises(PipedecError, match="rank 1: went away"):
         loop_of(scheduler, pair).serve(NO_TRANSPORT)
@@ -79,39 +98,59 @@ def test_a_run_whose_keys_are_gone_is_given_up(pair: Pair) -> None:
         loop_of(scheduler, pair).serve(NO_TRANSPORT)
 
 
-def lose_ranks(scheduler: MemoryScheduler, times: int) -> None:
-    for _ in range(times):
-        scheduler.enter(scheduler.recover([1], "rank 1 was killed"))
-        scheduler.open(DESCRIPTION, recovers=True)
+def lose_rank(scheduler: MemoryScheduler) -> None:
+    """Rank 1 is lost, if it was not, and the next epoch begins."""
+    scheduler.enter(scheduler.recover([1], "rank 1 was killed"))
+    scheduler.open(DESCRIPTION, recovers=True)
+
+
+class Fatal(MemoryScheduler):
+    """Rank 1 is lost as soon as a request begins."""
+
+    def begin(self, request_number: int, opening: Opening, planned: Sequence[Planned]) -> None:
+        self.recover([1], "rank 1 was killed")
+        super().begin(request_number, opening, planned)
 
 
 @pytest.mark.parametrize("is_new", [True, False], ids=["a new process", "the same process"])
 def test_a_request_that_three_epochs_did_not_outlive_is_refused_with_the_cause(pair: Pair, is_new: bool) -> None:
-    scheduler = MemoryScheduler(TOPOLOGY)
+    scheduler = Fatal(TOPOLOGY)
     scheduler.open(DESCRIPTION, recovers=True)
     number, loop = scheduler.submit(REQUEST), loop_of(scheduler, pair)
-    (message,) = scheduler.take(1).requests
-    if not is_new:
-        loop._resume([message])
-    lose_ranks(scheduler, 3)
+    if is_new:
+        scheduler.take(1)
+    for _ in range(3):
+        if not is_new:
+            with pytest.raises(EpochEnded):
+                loop.serve(NO_TRANSPORT)
+        lose_rank(scheduler)
     scheduler.stop()
     loop.serve(NO_TRANSPORT)
-    ((_, event),) = scheduler.read_answer(number, "0", 0)
+    *_, (_, event) = scheduler.read_answer(number, "0", 0)
     assert isinstance(event, ErrorEvent)
     assert "lost ranks 3 times while it answered this request" in event.message and "rank 1 was killed" in event.message
     assert scheduler.status().running == () and loop.remembered() == []
 
 
+class Unheard(EndsAtOnce):
+    """Rank 1 is lost before anything is published in the first epoch."""
+
+    def publish_all(self, posts: Sequence[Post], stats: RunStats | None = None) -> None:
+        if posts and self.epoch == 0:
+            self.recover([1], "rank 1 was killed")
+        super().publish_all(posts, stats)
+
+
 def test_what_could_not_be_published_is_published_in_the_next_epoch(pair: Pair) -> None:
     """And what has ended is not begun again, though the journal has it."""
-    scheduler = MemoryScheduler(TOPOLOGY)
-    scheduler.open(DESCRIPTION, recovers=True)
+    scheduler = Unheard(lambda scheduler: wait_until(lambda: scheduler.current_epoch() == 1))
     number, loop = scheduler.submit(REQUEST), loop_of(scheduler, pair)
-    scheduler.take(1)
-    loop._queue.put(number, TokensEvent([5], "a"))
-    loop._queue.finish(number, ErrorEvent("over"))
-    lose_ranks(scheduler, 1)
+    with pytest.raises(EpochEnded):
+        loop.serve(NO_TRANSPORT)
+    assert scheduler.read_answer(number, "0", 0) == []
+    lose_rank(scheduler)
     scheduler.stop()
     loop.serve(NO_TRANSPORT)
-    assert [event for _, event in scheduler.read_answer(number, "0", 0)] == [TokensEvent([5], "a"), ErrorEvent("over")]
-    assert scheduler.status().running == ()
+    tokens, completion = (event for _, event in scheduler.read_answer(number, "0", 0))
+    assert isinstance(tokens, TokensEvent) and tokens.token_ids == [5] and isinstance(completion, CompletionEvent)
+    assert scheduler.status().running == () and scheduler.begun == [number]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -78,13 +79,13 @@ def expected(
 
 
 def make_pipeline(
-    models: Path, shape: tuple[int, int], draft: str | None, dtype: str = "float32", target: str = "target"
+    models: Path, shape: tuple[int, int], draft: str | None, dtype: str = "float32", target: str = "target", **loading: Any
 ) -> LocalPipeline:
     layers = tuple((part.start, part.stop) for part in even_layers(LAYERS, shape[0]))
     draft_path = models / draft if draft else None
     topology, bita = Topology.even(*shape), models / "bita"
     spec = PipelineSpec(models / target, draft_path, topology, layers, dtype, device="cpu", bita=bita, draft_dtype=dtype)
-    return LocalPipeline.load(spec)
+    return LocalPipeline.load(spec, **loading)
 
 
 def request(

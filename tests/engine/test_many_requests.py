@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ from support.kv_budgets import with_slots
 from support.thread_models import SETTINGS, THREAD_DIALECTS, Case, ThreadModels
 
 from pipedec.core import Request, SamplingParams, UserError
-from pipedec.decoding import running
+from pipedec.decoding import LaneSizes
 from pipedec.engine.local import LocalAnswer, LocalPipeline
 from pipedec.methods import METHODS, BestFirstOptions, PipeDecOptions, StaticTreeOptions, applicable_options
 
@@ -93,10 +92,12 @@ VISITS = st.lists(
 
 
 @cache
-def pipeline_of(models: ThreadModels, shape: tuple[int, int], slots: int | None = None) -> LocalPipeline:
+def pipeline_of(
+    models: ThreadModels, shape: tuple[int, int], slots: int | None = None, lane_sizes: LaneSizes = LaneSizes()
+) -> LocalPipeline:
     """In float64, where no order of summation can tip a choice. What earlier requests have left in its KV cache stays."""
     spec = replace(models.spec(4, *shape), dtype="float64", max_num_seqs=8)
-    return LocalPipeline.load(spec if slots is None else with_slots(spec, slots))
+    return LocalPipeline.load(spec if slots is None else with_slots(spec, slots), lane_sizes)
 
 
 def alone(models: ThreadModels, visit: Visit) -> LocalAnswer:
@@ -127,7 +128,7 @@ def said(answer: LocalAnswer) -> list[int]:
 @given(
     visits=VISITS,
     slots=st.sampled_from(SLOTS),
-    reserved=st.sampled_from([1, 8, 1024]),
+    ahead=st.sampled_from([1, 8, 1024]),
     losses=st.just(frozenset()) | st.frozensets(st.integers(1, 40), max_size=4),
 )
 def test_an_answer_in_company_is_the_answer_alone(
@@ -135,22 +136,21 @@ def test_an_answer_in_company_is_the_answer_alone(
     shape: tuple[int, int],
     visits: list[Visit],
     slots: int | None,
-    reserved: int,
+    ahead: int,
     losses: frozenset[int],
 ) -> None:
     """Over random arrivals, cancellations, methods, priorities, samplings and decode threads; with answers that are resumed, and
     with little memory, so that requests wait, are paused, and lose what they have shared; and when the stages lose everything.
     """
-    pipeline = pipeline_of(thread_models, shape, slots)
+    pipeline = pipeline_of(thread_models, shape, slots, LaneSizes(ahead))
     arrivals: dict[int, list[Request]] = {}
     cancels: dict[int, list[int]] = {}
     for number, visit in enumerate(visits):
         arrivals.setdefault(visit.arrives, []).append(visit.request(number, thread_models))
         if visit.cancelled_after is not None:
             cancels.setdefault(visit.arrives + visit.cancelled_after, []).append(number)
-    with patch.object(running, "_MOST_RESERVED", reserved):
-        for _ in pipeline.run_all(arrivals, cancels, losses):
-            continue
+    for _ in pipeline.run_all(arrivals, cancels, losses):
+        continue
     for number, visit in enumerate(visits):
         check_answer(pipeline.answers[number], alone(thread_models, visit))
     assert_nothing_is_left(pipeline)
@@ -172,9 +172,8 @@ def check_answer(found: LocalAnswer, wanted: LocalAnswer) -> None:
 
 def assert_nothing_is_left(pipeline: LocalPipeline) -> None:
     assert all(answer.is_closed for answer in pipeline.answers.values())
-    for worker in pipeline._stages:
-        assert worker.num_lanes == 0
-    assert pipeline._company.kv.used_slots == 0
+    assert all(worker.num_lanes == 0 for worker in pipeline.stages)
+    assert pipeline.stats().kv.used == 0
 
 
 def test_requests_share_timesteps(thread_models: ThreadModels) -> None:
@@ -225,12 +224,9 @@ def test_a_request_that_cannot_run_disturbs_nobody(thread_models: ThreadModels) 
 
 @pytest.mark.fast_cases
 @pytest.mark.parametrize("method", range(len(METHODS)))
-def test_the_youngest_is_paused_and_all_are_answered(
-    thread_models: ThreadModels, monkeypatch: pytest.MonkeyPatch, method: int
-) -> None:
+def test_the_youngest_is_paused_and_all_are_answered(thread_models: ThreadModels, method: int) -> None:
     """There is room for what all of them reserve, but not for their answers."""
-    monkeypatch.setattr(running, "_MOST_RESERVED", 16)
-    pipeline = LocalPipeline.load(with_slots(replace(thread_models.spec(4, 2), dtype="float64"), 400))
+    pipeline = LocalPipeline.load(with_slots(replace(thread_models.spec(4, 2), dtype="float64"), 400), LaneSizes(ahead=16))
     visits = [Visit(1, None, method, (1, sampling % len(SAMPLINGS)), 250, 0) for sampling in range(4)]
     list(pipeline.run_all({1: [visit.request(number, thread_models) for number, visit in enumerate(visits)]}))
     for number, visit in enumerate(visits):

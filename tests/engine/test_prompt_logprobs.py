@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -10,10 +11,10 @@ from support.kv_budgets import with_slots
 from support.tiny_pair import Pair
 from transformers import AutoModelForCausalLM
 
-from pipedec.core import Request, SamplingParams, UserError
+from pipedec.core import Request, SamplingParams, TokenLogprobs, Update, UserError
 from pipedec.decoding import Company
 from pipedec.engine.local import LocalAnswer, LocalPipeline
-from pipedec.engine.pool import _Scored
+from pipedec.engine.pool import Pool
 from pipedec.threads import load_dialect, single_thread
 
 PROMPT = tuple(7 + (31 * index * index) % 290 for index in range(150))  # several chunks
@@ -88,15 +89,28 @@ def test_an_answer_that_is_resumed_scores_its_prompt_only(pair: Pair, expected: 
 
 
 def test_a_pause_in_the_middle_of_a_prompt() -> None:
-    scored, rows = _Scored(), tuple(((token, -1.0),) for token in range(9))
-    scored.begin()
-    assert scored.new(rows[:3]) + scored.new(rows[3:5]) == rows[:5]
+    pool, reader, rows = Pool(Company(2)), Mock(), tuple(((token, -1.0),) for token in range(9))
+    pool.open(Request(0, PROMPT, ASKED, "pp"), lambda: single_thread(len(PROMPT), (), 6), reader)
+
+    def begin() -> None:
+        pool.interrupt()
+        assert [one.opening is not None for one in pool.entering().updates] == [True]
+
+    def scored(*chunks: TokenLogprobs) -> TokenLogprobs:
+        """What the reader learns of these results."""
+        reader.scored.reset_mock()
+        for chunk in chunks:
+            assert pool.take(Update(0, prompt_logprobs=chunk), 1) is None
+        return tuple(row for call in reader.scored.call_args_list for row in call.args[0])
+
+    begin()
+    assert scored(rows[:3], rows[3:5]) == rows[:5]
     for _ in range(2):
-        scored.begin()
-        assert scored.new(rows[:4]) == ()
-    assert scored.new(rows[4:9]) == rows[5:]
-    scored.begin()
-    assert scored.new(rows) == ()
+        begin()
+        assert scored(rows[:4]) == ()
+    assert scored(rows[4:9]) == rows[5:]
+    begin()
+    assert scored(rows) == ()
 
 
 @pytest.mark.parametrize(("threads", "dispatch"), [(load_dialect("pasta").to_json(), "windows"), (None, "tasks")])

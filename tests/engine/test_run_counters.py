@@ -16,6 +16,7 @@ from pipedec.engine.local import LocalPipeline
 from pipedec.engine.recorder import Timestep
 from pipedec.engine.run_counters import ROW_BOUNDS, SECOND_BOUNDS, RunCounters
 from pipedec.kv import KVManager
+from pipedec.messages import RunStats
 from pipedec.methods import StaticTreeOptions
 from pipedec.threads import single_thread
 
@@ -23,38 +24,37 @@ PROMPT = tuple(range(5, 105))
 SAMPLING = SamplingParams(max_tokens=13, ignore_eos=True)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def pipeline(pair: Pair) -> LocalPipeline:
     """Its draft is the target, so that the most probable guess is right."""
     return LocalPipeline.load(replace(pair.spec(stages=2, draft=str(pair.target)), draft_dtype="float32", prefix_cache=False))
 
 
-def counted(pipeline: LocalPipeline, *requests: Request) -> Tally:
-    pipeline._company.tally = Tally()
+def counted(pipeline: LocalPipeline, *requests: Request) -> RunStats:
     list(pipeline.run_all({1: requests}))
-    return pipeline._company.tally
+    return pipeline.stats()
 
 
 @pytest.mark.parametrize("method", ["pp", "stpp", "pipedec", "pipedec-bestfirst", "bita"])
 def test_every_row_is_of_one_kind(pipeline: LocalPipeline, method: str) -> None:
-    tally = counted(pipeline, *(Request(number, PROMPT, SAMPLING, method) for number in range(2)))
+    stats = counted(pipeline, *(Request(number, PROMPT, SAMPLING, method) for number in range(2)))
     metrics = [answer.metrics for answer in pipeline.answers.values()]
-    assert tally.prompt_rows == 2 * len(PROMPT)
-    assert tally.draft_rows == sum(each.draft_tokens for each in metrics)
-    assert tally.drafts == tally.root_rows == sum(each.misses for each in metrics) > 0
-    assert tally.accepted_tokens == sum(each.hits for each in metrics)
-    assert (tally.mask_rows > 0) == (method == "bita")
-    assert tally.rows == tally.prompt_rows + tally.root_rows + tally.draft_rows + tally.mask_rows
-    assert list(tally.accepted_per_pos) == sorted(tally.accepted_per_pos, reverse=True)
-    assert sum(tally.accepted_per_pos) == tally.accepted_tokens
+    assert stats.prompt_rows == 2 * len(PROMPT)
+    assert stats.draft_rows == sum(each.draft_tokens for each in metrics)
+    assert stats.drafts == stats.root_rows == sum(each.misses for each in metrics) > 0
+    assert stats.accepted_tokens == sum(each.hits for each in metrics)
+    assert (stats.mask_rows > 0) == (method == "bita")
+    assert sum(rows for rows, _ in pipeline.fill) == stats.prompt_rows + stats.root_rows + stats.draft_rows + stats.mask_rows
+    assert list(stats.accepted_per_pos) == sorted(stats.accepted_per_pos, reverse=True)
+    assert sum(stats.accepted_per_pos) == stats.accepted_tokens
     if method == "pp":
-        assert (tally.draft_rows, tally.accepted_tokens, tally.drafts) == (0, 0, 24)
+        assert (stats.draft_rows, stats.accepted_tokens, stats.drafts) == (0, 0, 24)
 
 
 def test_accepted_tokens_by_position(pipeline: LocalPipeline) -> None:
     """Four roots below which two of the two layers are right."""
-    tally = counted(pipeline, Request(0, PROMPT, SAMPLING, "stpp", StaticTreeOptions(width=3, children=2, depth=2)))
-    assert (tally.drafts, tally.draft_rows, tally.accepted_per_pos[:3]) == (4, 20, [4, 4, 0])
+    stats = counted(pipeline, Request(0, PROMPT, SAMPLING, "stpp", StaticTreeOptions(width=3, children=2, depth=2)))
+    assert (stats.drafts, stats.draft_rows, stats.accepted_per_pos[:3]) == (4, 20, (4, 4, 0))
 
 
 def test_tokens_of_a_long_row_of_hits() -> None:
@@ -75,8 +75,8 @@ def test_requests_without_kv_memory_wait() -> None:
     assert company.num_waiting == 2 and company.tally.pauses == 1
 
 
-def test_timesteps_fall_into_buckets(pipeline: LocalPipeline) -> None:
-    counters = RunCounters(pipeline._company)
+def test_timesteps_fall_into_buckets() -> None:
+    counters = RunCounters(Company(2))
 
     def note(rows: int, seconds: float | None) -> None:
         ids = torch.zeros(rows, dtype=torch.int64)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import pytest
 import torch
 from support.captures import Repeated
 from support.checkpoints import save_tiny
-from support.flash_stand_in import flash_on_cpu
+from support.flash_stand_in import flash_attn_varlen_func
 from support.random_requests import Requests
 from torch import Tensor
 
@@ -72,18 +71,15 @@ def test_captured_forwards_equal_those_computed_as_they_are(
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_flash_attention_equals_that_of_torch(
-    tmp_path: Path, device: str, dtype: torch.dtype, seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_flash_attention_equals_that_of_torch(tmp_path: Path, device: str, dtype: torch.dtype, seed: int) -> None:
     if device == "cuda" and flash_attention() is None:
         pytest.skip("flash-attn is not installed (docs/gpu.md)")
+    stages = stages_of(tmp_path, "llama", dtype, device)
+    stages[0].flash = flash_attn_varlen_func if device == "cpu" else flash_attention()
+    stages[1].flash = None
     errors = Errors()
-    for flash, plain, exact in random_requests(stages_of(tmp_path, "llama", dtype, device), seed):
-        with flash_on_cpu() if device == "cpu" else nullcontext():
-            found = flash.forward()
-        with monkeypatch.context() as patch:
-            patch.setattr("pipedec.model.stage_model.flash_applies", lambda dtype, device: False)
-            errors.add(found, plain.forward(), exact.forward())
+    for requests in random_requests(stages, seed):
+        errors.add(*(one.forward() for one in requests))
     errors.check()
 
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 import random
 import re
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import jsonschema_rs
-import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from support.examples import examples
@@ -17,7 +16,6 @@ from support.examples import examples
 from pipedec.core import StructuredOutputs
 from pipedec.engine.spec import REFERENCE_PAIR
 from pipedec.grammar import NOTHING, Bitmask, Grammar, Vocabulary
-from pipedec.grammar import grammar as grammar_module
 from pipedec.text.tokenizer import Tokenizer
 
 TOKENIZER = Tokenizer(REFERENCE_PAIR / "target")
@@ -237,21 +235,14 @@ def test_a_model_with_several_end_tokens_may_end_with_any() -> None:
     assert grammar.allowed([OTHER_END]) is NOTHING
 
 
-def test_the_states_that_are_kept_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grammar_module, "_MAX_STATES", 50)
-    few, many = (vocabulary().grammar(StructuredOutputs(regex="[ -~]*")) for _ in range(2))
+def test_the_states_that_are_kept_are_bounded() -> None:
+    matcher = partial(vocabulary().matcher, StructuredOutputs(regex="[ -~]*"))
+    few, many = (Grammar(matcher, (END, OTHER_END), max_states) for max_states in (50, 10**6))
     paths = [[token, other] for token in list(few.allowed())[3:30] for other in (96, 97, 98)]
     for path in paths:
-        monkeypatch.setattr(grammar_module, "_MAX_STATES", 10**6)
-        expected = many.allowed(path)
-        monkeypatch.setattr(grammar_module, "_MAX_STATES", 50)
-        assert few.allowed(path) == expected
-        assert _num_states(few._root) <= 50 + 3
-    assert _num_states(many._root) > 100
-
-
-def _num_states(state: Any) -> int:
-    return 1 + sum(map(_num_states, state.children.values()))
+        assert few.allowed(path) == many.allowed(path)
+        assert few.num_states <= 50 + 3
+    assert many.num_states > 100
 
 
 def test_nothing_is_parsed_before_somebody_asks() -> None:

@@ -11,20 +11,19 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.bita_files import save_random_bita
-from support.captures import Frozen, Repeated, compiled
+from support.captures import Compiled, Frozen, Repeated
 from support.checkpoints import save_tiny
 from support.examples import examples
 from support.random_requests import Requests
-from torch import Tensor
+from torch import Tensor, _dynamo
 from torch._dynamo.utils import counters
 
 from pipedec.config import captures_graphs
 from pipedec.core import UserError
 from pipedec.hardware import CAPTURED_ROWS, CAPTURED_SLOTS
 from pipedec.model import BitaWeights, KVCache, KVPool, LaneRows, StageModel, described_attention, device_capture
-from pipedec.model import captured_graphs as captured_graphs_module
 from pipedec.model.buckets import Bucket
-from pipedec.model.captured_graphs import CapturedGraphs
+from pipedec.model.captured_graphs import CapturedGraphs, LayersShape, Run
 from pipedec.tree import Visibility
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -86,11 +85,6 @@ def tree(cache: KVCache, rows: int) -> LaneRows:
     return LaneRows(positions, cache, Visibility(seen, cache.past_length, lambda: positions))
 
 
-def graphs_of(stage: StageModel) -> CapturedGraphs:
-    assert stage._graphs is not None
-    return stage._graphs
-
-
 @pytest.mark.fast_cases
 @pytest.mark.parametrize("name", MODELS)
 @examples(30)
@@ -150,30 +144,24 @@ def test_a_request_of_nan_spoils_no_other_and_nothing_afterwards(directory: Path
     assert stage.forward(inputs_of(stage, 3), [chunk(cache, 1) for cache in caches[1:]]).isfinite().all()
 
 
-def test_addresses_stay(directory: Path) -> None:
+def test_all_graphs_use_the_same_memory(directory: Path) -> None:
     stage = load(directory, "window", FIRST)
-    stage.capture = Frozen()
-    pool = stage.make_pool(512)
-    cache, held = new_cache(pool), dict[Bucket, list[int]]()
+    stage.capture = frozen = Frozen()
+    cache = new_cache(stage.make_pool(512))
     for rows in (3, 1, 4, 40, 2, 3, 1):
         stage.forward(inputs_of(stage, rows), [chunk(cache, rows)])
-        for bucket, (tensors, _) in graphs_of(stage)._graphs.items():
-            rectangles = tensors.rectangles
-            read = [tensors.inputs, tensors.cos, tensors.sin, tensors.slots, rectangles.rows, rectangles.slots, rectangles.order]
-            addresses = [tensor.data_ptr() for tensor in (*read, *tensors.seen.values(), pool.tensor)]
-            assert held.setdefault(bucket, addresses) == addresses
-    assert sorted(bucket.rows for bucket in held) == [1, 2, 4, 64]
-    assert len({tuple(addresses[:1]) for addresses in held.values()}) == 1, "all buckets share the buffers"
+    assert (frozen.captures, frozen.replays) == (4, 7), "one of 1, 2, 4 and 64 rows each"
+    assert len(set(map(frozenset, frozen.memory))) == 1, "all buckets share the buffers"
 
 
 @pytest.fixture
 def graph_counts() -> Iterator[dict[str, Any]]:
     """What torch.compile counts, from nothing, with room for a graph per bucket."""
-    torch._dynamo.reset()
+    _dynamo.reset()
     counters.clear()
-    with torch._dynamo.config.patch(recompile_limit=64):
+    with _dynamo.config.patch(recompile_limit=64):
         yield counters
-    torch._dynamo.reset()
+    _dynamo.reset()
 
 
 @pytest.mark.fast_cases
@@ -184,7 +172,7 @@ def graph_counts() -> Iterator[dict[str, Any]]:
 def test_a_forward_is_one_graph_without_breaks(directory: Path, graph_counts: dict[str, Any], name: str, layers: range) -> None:
     """Of a prompt's chunk and two trees: the whole model is what a draft is."""
     plain, captured = load(directory, name, layers), load(directory, name, layers)
-    captured.capture = compiled
+    captured.capture = compiler = Compiled()
     results = []
     for stage in (plain, captured):
         pool = stage.make_pool(2048)
@@ -193,12 +181,12 @@ def test_a_forward_is_one_graph_without_breaks(directory: Path, graph_counts: di
         lanes = [tree(caches[0], 3), tree(caches[1], 2), chunk(caches[2], 2)]
         results.append(stage.forward(inputs_of(stage, 7, seed=1), lanes))
     torch.testing.assert_close(results[1], results[0], atol=1e-11, rtol=0)
-    assert graph_counts["stats"]["unique_graphs"] == len(graphs_of(captured)._graphs) == 2 and not graph_counts["graph_break"]
+    assert graph_counts["stats"]["unique_graphs"] == compiler.captures == 2 and not graph_counts["graph_break"]
 
 
 def test_every_row_bucket_is_one_graph(directory: Path, graph_counts: dict[str, Any]) -> None:
     plain, captured = load(directory, "llama", FIRST), load(directory, "llama", FIRST)
-    captured.capture = compiled
+    captured.capture = Compiled()
     caches = [new_cache(stage.make_pool(512)) for stage in (plain, captured)]
     for rows in ROW_BUCKETS:
         found, expected = (
@@ -216,7 +204,7 @@ def test_every_row_bucket_is_one_graph(directory: Path, graph_counts: dict[str, 
 def test_quantized_stages_are_one_graph(tmp_path: Path, graph_counts: dict[str, Any], quantize: str) -> None:
     save_tiny("llama", tmp_path, hidden=64)
     results = []
-    for capture in (None, compiled):
+    for capture in (None, Compiled()):
         stage = StageModel.load(tmp_path, WHOLE, torch.float32, "cpu", quantize=quantize)
         stage.capture = capture
         results.append(stage.forward(inputs_of(stage, 3), [chunk(new_cache(stage.make_pool(512)), 3)]))
@@ -247,14 +235,18 @@ def test_large_and_uneven_forwards_are_computed_as_they_are(directory: Path) -> 
     torch.testing.assert_close(found, stage.forward(inputs_of(stage, rows), [chunk(caches[1], rows)]))
 
 
-def test_further_buckets_are_computed_as_they_are(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(captured_graphs_module, "MOST_GRAPHS", 2)
-    stage = load(directory, "llama")
-    stage.capture = repeated = Repeated()
+def test_further_buckets_are_not_captured(directory: Path) -> None:
+    stage, repeated = load(directory, "llama"), Repeated()
     cache = new_cache(stage.make_pool(512))
+    graphs = CapturedGraphs(LayersShape((None,), 2, stage.config.hidden_size), cache.pool, repeated, most_graphs=2)
+    captured = []
     for rows in (1, 2, 3, 4, 1, 9):
-        stage.forward(inputs_of(stage, rows), [chunk(cache, rows)])
-    assert (repeated.captures, repeated.replays) == (2, 3) and cache.past_length == 20
+        inputs, lanes = inputs_of(stage, rows), [chunk(cache, rows)]
+        if (bucket := graphs.bucket_of(lanes)) is not None:
+            cos_sin = (torch.ones(rows, 8), torch.zeros(rows, 8))
+            graphs.forward(bucket, lambda inputs, *_: inputs, inputs, cos_sin, lanes)
+            captured.append(rows)
+    assert captured == [1, 2, 1] and (repeated.captures, repeated.replays) == (2, 3)
 
 
 def test_too_few_slots_are_refused_as_ever(directory: Path) -> None:
@@ -298,10 +290,17 @@ def test_users_are_told_that_gpus_capture() -> None:
 @pytest.mark.parametrize("seed", range(4))
 def test_cuda_graphs_equal_forwards_without_them(directory: Path, seed: int, dtype: torch.dtype, tolerance: float) -> None:
     plain, captured = (StageModel.load(directory / "llama", MIDDLE, dtype, "cuda") for _ in range(2))
-    captured.capture = device_capture(captured.device)
+    capture, captures = device_capture(captured.device), list[Run]()
+    assert capture is not None
+
+    def counted(run: Run) -> Run:
+        captures.append(run)
+        return capture(run)
+
+    captured.capture = counted
     alone, padded = Requests(plain, seed, 4, 256, False), Requests(captured, seed, 4, 256, True)
     for _ in range(25):
         torch.testing.assert_close(padded.forward(), alone.forward(), atol=tolerance, rtol=tolerance)
         alone.advance()
         padded.advance()
-    assert 0 < len(graphs_of(captured)._graphs) < 25
+    assert 0 < len(captures) < 25

@@ -13,8 +13,7 @@ from support.tiny_pair import Pair
 
 from pipedec.config import state_directory
 from pipedec.directories import cache_directory
-from pipedec.model import digest
-from pipedec.model.digest import config_digest, quick_digest, weights_digest
+from pipedec.model.digest import MAX_ENTRIES, config_digest, quick_digest, weights_digest
 
 
 @pytest.fixture
@@ -86,11 +85,15 @@ def test_a_damaged_cache_is_made_anew(entry: str, checkpoint: Path, tmp_path: Pa
     assert cached.read_text() != entry
 
 
-def test_the_cache_keeps_the_newest(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(digest, "_MAX_ENTRIES", 2)
-    for number in range(4):
-        weights_digest(Path(shutil.copytree(checkpoint, tmp_path / str(number))), tmp_path / "cache")
-    assert len(list((tmp_path / "cache" / "digests").iterdir())) == 2
+def test_the_cache_keeps_the_newest(checkpoint: Path, tmp_path: Path) -> None:
+    weights_digest(checkpoint, tmp_path / "cache")
+    (oldest,) = (tmp_path / "cache" / "digests").iterdir()
+    for number in range(MAX_ENTRIES):
+        weights = tmp_path / str(number) / "model.safetensors"
+        weights.parent.mkdir()
+        weights.write_bytes(b"small")
+        weights_digest(weights.parent, tmp_path / "cache")
+    assert len(list((tmp_path / "cache" / "digests").iterdir())) == MAX_ENTRIES and not oldest.exists()
 
 
 def test_without_a_place_for_the_cache_files_are_read_again(checkpoint: Path) -> None:

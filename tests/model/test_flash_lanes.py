@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from support.bita_files import save_random_bita
 from support.checkpoints import save_tiny
 from support.examples import examples
-from support.flash_stand_in import flash_on_cpu
+from support.flash_stand_in import flash_attn_varlen_func
 from support.random_requests import Requests
 from support.slot_books import SlotBooks
 
@@ -45,8 +45,9 @@ def stage(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 def test_all_requests_at_once_equal_one_after_the_other(stage: StageModel, seed: int, count: int, block: int) -> None:
     plain, batched = (Requests(stage, seed, count, block, is_scattered) for is_scattered in (False, True))
     for _ in range(6):
-        with flash_on_cpu():
-            found = batched.forward()
+        stage.flash = flash_attn_varlen_func
+        found = batched.forward()
+        stage.flash = None
         torch.testing.assert_close(found, plain.forward(), atol=1e-11, rtol=0)
         plain.advance()
         batched.advance()
@@ -54,15 +55,13 @@ def test_all_requests_at_once_equal_one_after_the_other(stage: StageModel, seed:
 
 @pytest.mark.skipif(not torch.cuda.is_available() or flash_attention() is None, reason="no GPU, or flash-attn is not installed")
 @pytest.mark.parametrize("seed", range(8))
-def test_the_kernel_itself_equals_one_after_the_other(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_kernel_itself_equals_one_after_the_other(seed: int, tmp_path: Path) -> None:
     save_tiny("llama", tmp_path)
-    stage = StageModel.load(tmp_path, LAYERS, torch.bfloat16, "cuda")
-    plain, batched = (Requests(stage, seed, 6, 256, is_scattered) for is_scattered in (False, True))
+    without, stage = (StageModel.load(tmp_path, LAYERS, torch.bfloat16, "cuda") for _ in range(2))
+    without.flash = None
+    plain, batched = Requests(without, seed, 6, 256, False), Requests(stage, seed, 6, 256, True)
     for _ in range(6):
-        found = batched.forward()
-        with monkeypatch.context() as patch:
-            patch.setattr("pipedec.model.stage_model.flash_applies", lambda dtype, device: False)
-            torch.testing.assert_close(found, plain.forward(), atol=0.05, rtol=0.05)
+        torch.testing.assert_close(batched.forward(), plain.forward(), atol=0.05, rtol=0.05)
         plain.advance()
         batched.advance()
 
@@ -75,11 +74,18 @@ def test_a_layer_takes_one_call_for_all_pasts_and_one_for_all_chunks(tmp_path: P
     for number, cache in enumerate(caches):
         cache.extend(books.take(number, 6))
     inputs = torch.randn(3 * count, 32, dtype=torch.float64)
-    with flash_on_cpu() as calls:
-        stage.forward(inputs, [LaneRows(torch.arange(3), cache, None, 3) for cache in caches])
-        assert calls == [count]
-        root = Visibility(torch.ones(1, 1, dtype=torch.bool), 3, lambda: torch.tensor([3]))
-        trees = [LaneRows(torch.tensor([3]), cache, root) for cache in caches[:4]]
-        chunks = [LaneRows(torch.arange(3, 5), cache, None, 5) for cache in caches[4:]]
-        stage.forward(inputs[: 4 + 2 * 3], [*trees, *chunks])
-        assert calls == [count, 3, 4]
+    calls = list[int]()
+
+    def counted(*arguments: Any, **options: Any) -> Any:
+        """Notes the number of requests."""
+        calls.append(len(arguments[3]) - 1)
+        return flash_attn_varlen_func(*arguments, **options)
+
+    stage.flash = counted
+    stage.forward(inputs, [LaneRows(torch.arange(3), cache, None, 3) for cache in caches])
+    assert calls == [count]
+    root = Visibility(torch.ones(1, 1, dtype=torch.bool), 3, lambda: torch.tensor([3]))
+    trees = [LaneRows(torch.tensor([3]), cache, root) for cache in caches[:4]]
+    chunks = [LaneRows(torch.arange(3, 5), cache, None, 5) for cache in caches[4:]]
+    stage.forward(inputs[: 4 + 2 * 3], [*trees, *chunks])
+    assert calls == [count, 3, 4]

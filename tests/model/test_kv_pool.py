@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.examples import examples
 from support.slot_books import SlotBooks
+from torch._subclasses import FakeTensorMode
 
-from pipedec.device import to_device
 from pipedec.model import KVCache, KVPool, KVShape
 from pipedec.model.lane_rows import slots_of
 
@@ -148,18 +148,13 @@ def test_an_adoption_that_does_not_fit_is_refused(cached: int, copied: tuple[int
         cache.adopt(cached, copied)
 
 
-def test_indices_go_to_the_device_as_all_tensors_of_the_host_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    """``to_device`` takes them there by way of pinned memory; a copy from pageable memory would make the host wait."""
-    taken: list[list[int]] = []
-
-    def recorded(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-        taken.append(tensor.tolist())
-        return to_device(tensor, device)
-
-    monkeypatch.setattr("pipedec.model.pool.to_device", recorded)
-    monkeypatch.setattr("pipedec.model.lane_rows.to_device", recorded)
-    pool = KVPool(SHAPE, 16)
-    pool.copy([3, 1], [range(8, 10)])
-    cache = SimpleNamespace(slots_behind=lambda rows: [range(2, 4), range(7, 8)])
-    slots = slots_of([SimpleNamespace(cache=cache, num_rows=3, positions=torch.zeros(3))])  # type: ignore[list-item]
-    assert taken == [[3, 1], [2, 3, 7]] and isinstance(slots, torch.Tensor) and slots.tolist() == [2, 3, 7]
+def test_indices_go_to_a_gpu_by_way_of_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy from pageable memory would make the host wait."""
+    pinned: list[int] = []
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: pinned.append(len(tensor)) or tensor)
+    with FakeTensorMode():  # tensors of a GPU without one: their shapes and places
+        KVPool(SHAPE, 16, device="cuda").copy([3, 1], [])
+        cache = SimpleNamespace(slots_behind=lambda rows: [range(2, 4), range(7, 8)])
+        lane = SimpleNamespace(cache=cache, num_rows=3, positions=torch.zeros(3, device="cuda"))
+        slots = slots_of([lane])  # type: ignore[list-item]
+    assert pinned == [2, 3] and isinstance(slots, torch.Tensor) and slots.is_cuda

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 import torch
 from torch import Tensor
@@ -9,7 +11,7 @@ from torch.nn import functional
 
 from pipedec.core import KNEE_ROWS
 from pipedec.engine.spec import REFERENCE_PAIR
-from pipedec.model import ModelConfig, StageModel
+from pipedec.model import LaneRows, ModelConfig, StageModel
 from pipedec.model.packed import SMALLEST_PACKED, linear, pack
 from pipedec.model.stage_model import PADDED_ROWS
 
@@ -57,5 +59,9 @@ def test_a_stage_keeps_no_plain_copy_beside_what_it_packed() -> None:
     stage = StageModel.load(TARGET, range(4, 6), torch.float32, "cpu", config)
     plain = StageModel(config, range(4, 6), torch.float32, "cpu")
     assert stage.num_bytes == plain.num_bytes
-    matrices = [tensor for tensor in stage._tensors() if tensor.dim() == 2]
-    assert len(matrices) == 8 and all(tensor.is_mkldnn for tensor in matrices)
+    cache = stage.make_pool(16).cache()
+    cache.extend(((0, 16),))
+    with torch.profiler.profile() as profiled:
+        stage.forward(torch.zeros(1, config.hidden_size), [LaneRows(torch.zeros(1).long(), cache, None, 1)])
+    operations = Counter(event.name for event in profiled.events())
+    assert operations["mkldnn::_linear_pointwise"] == 8 and not operations["aten::linear"]

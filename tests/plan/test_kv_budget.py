@@ -138,12 +138,7 @@ def test_an_emulation_has_the_memory_of_the_devices_it_emulates(pair: Pair) -> N
     assert replace(real, emulation=Emulation("test", 1.0, None, (timing, timing))).kv_slots == real.kv_slots
 
 
-def test_every_rank_gets_the_same_slots(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    given = []
-    for name in ("StageWorker", "FinalStageWorker", "DraftModel"):
-        monkeypatch.setattr(f"pipedec.engine.spec.{name}", lambda *models, slots, block, **more: given.append((slots, block)))
+def test_every_rank_gets_the_same_slots(pair: Pair) -> None:
     small, device = spec(pair, kv_cache_memory=MIB), torch.device("cpu")
-    for rank in (1, 2):
-        small.load_stage(rank, device)
-    small.load_drafter(device)
-    assert given == [(2048, 16)] * 3
+    ranks = small.load_drafter(device), small.load_stage(1, device), small.load_stage(2, device)
+    assert [rank.cache_slots for rank in ranks] == [2048] * 3

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import signal
 import threading
-import time
 
 import pytest
 import redis
+from support.processes import wait_until
 
 from pipedec.core import Opening, SamplingParams, SchedulerLost
 from pipedec.scheduler import EmbeddedServer, RedisScheduler, Task, connect, initial_tasks
@@ -27,9 +27,7 @@ def test_an_interrupted_wait_leaves_no_reply_behind(redis_client: redis.Redis) -
             connection.call("BLPOP", "interrupted", 5)
     finally:
         signal.signal(signal.SIGALRM, before)
-    deadline = time.monotonic() + 5
-    while redis_client.info("clients")["blocked_clients"] and time.monotonic() < deadline:
-        time.sleep(0.01)
+    assert wait_until(lambda: not redis_client.info("clients")["blocked_clients"])
     redis_client.rpush("interrupted", "message")
     assert connection.call("PING") in (b"PONG", "PONG")
     assert connection.call("BLPOP", "interrupted", 1) == [b"interrupted", b"message"]

@@ -9,7 +9,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -204,7 +204,8 @@ def test_a_server_that_is_still_loading_its_data_is_waited_for_and_then_named(tm
         kill(first)
         with suppress(SchedulerInterrupted):
             run.status()
-        with Loading(tmp_path, first.port, "secret", slowly):
+        settings = (f"port {first.port}", "requirepass secret", f"dir {tmp_path}", *slowly)
+        with started([str(first.binary), *(f"--{line}" for line in settings)]):
             with pytest.raises(SchedulerBusy, match=r"is still loading its data"):
                 first_status(run)
             run.patience_seconds = 60.0
@@ -223,11 +224,14 @@ def first_status(run: RedisScheduler) -> RunStatus:
             time.sleep(0.01)
 
 
-class Loading(LastingServer):
-    """Is not waited for."""
-
-    def _wait_until_ready(self, process: subprocess.Popen[bytes], deadline: float) -> bool:
-        return True
+@contextmanager
+def started(command: list[str]) -> Iterator[None]:
+    """A program that runs until the end of the block."""
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
+        try:
+            yield
+        finally:
+            process.kill()
 
 
 def test_flushed_keys_are_noticed_by_every_call_of_rank_0(server: EmbeddedServer, run: RedisScheduler) -> None:

@@ -7,10 +7,10 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
+from support.processes import wait_until
 
 from pipedec.config import RedisConfig
 from pipedec.core import SchedulerLost, UserError
@@ -26,13 +26,6 @@ def is_alive(pid: int) -> bool:
     except (FileNotFoundError, ProcessLookupError):
         return False
     return stat.rpartition(")")[2].split()[0] not in ("Z", "X")
-
-
-def wait_until_dead(pid: int) -> bool:
-    deadline = time.monotonic() + 10
-    while is_alive(pid) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return not is_alive(pid)
 
 
 def test_a_server_lives_as_long_as_its_with_block() -> None:
@@ -81,7 +74,7 @@ def test_a_server_dies_when_its_parent_is_killed() -> None:
         os.kill(parent.pid, signal.SIGKILL)
         parent.wait()
         parent.stdout and parent.stdout.close()
-    assert wait_until_dead(pid)
+    assert wait_until(lambda: not is_alive(pid))
 
 
 def test_a_server_that_cannot_start_reports_its_last_line(tmp_path: Path) -> None:

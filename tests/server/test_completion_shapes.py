@@ -239,8 +239,8 @@ def test_an_echo_without_log_probabilities_begins_the_stream(site: Site) -> None
     assert site.engine.requests[0].sampling.prompt_logprobs is None
 
 
-def test_an_impossible_token_has_a_finite_logprob(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("scripted_engine.logprobs_of", lambda token, count: {token: -math.inf})
+def test_an_impossible_token_has_a_finite_logprob(site: Site) -> None:
+    site.engine.logprobs_of = lambda token, count: {token: -math.inf}
     assert ask(site, COMPLETIONS, logprobs=1)["choices"][0]["logprobs"]["token_logprobs"] == [-9999.0] * 16
 
 

@@ -9,10 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import pytest
 import uvicorn
 
-from pipedec.server import connection
 from pipedec.server.connection import MAX_HEAD_BYTES, LimitedConnection
 from pipedec.server.listening import Address
 
@@ -28,8 +26,8 @@ async def echo(scope: Any, receive: Any, send: Any) -> None:
 
 
 @contextmanager
-def serving() -> Iterator[int]:
-    config = uvicorn.Config(echo, http=LimitedConnection, lifespan="off", log_config=None, ws="none")
+def serving(connection: type[LimitedConnection] = LimitedConnection) -> Iterator[int]:
+    config = uvicorn.Config(echo, http=connection, lifespan="off", log_config=None, ws="none")
     server = uvicorn.Server(config)
     with Address(port=0).listening() as listener:
         thread = threading.Thread(target=lambda: asyncio.run(server.serve([listener])))
@@ -75,9 +73,12 @@ def test_heads_that_are_too_long_are_refused_and_others_are_not() -> None:
                 assert answer.startswith(b"HTTP/1.1 200 ")
 
 
-def test_a_head_that_never_ends_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection, "HEAD_SECONDS", 0.2)
-    with serving() as port:
+class Impatient(LimitedConnection):
+    head_seconds = 0.2
+
+
+def test_a_head_that_never_ends_is_given_up() -> None:
+    with serving(Impatient) as port:
         for beginning in (b"", b"GET / HT", b"GET / HTTP/1.1\r\nHost: a\r\n\r\nGET / HTTP/1.1\r\n"):
             with socket.create_connection(("127.0.0.1", port), timeout=10) as client:
                 client.sendall(beginning)

@@ -213,15 +213,14 @@ def test_a_call_that_must_be_is_one(cluster_site: Site) -> None:
 
 
 def test_calls_in_the_form_of_a_template_are_read_whole_and_streamed(
-    cluster_site: Site, pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cluster_site: Site, pair: Pair, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     """The server's tokenizer has a template of its own: the cluster gets token ids."""
     shutil.copytree(pair.target, tmp_path / "tools", ignore=shutil.ignore_patterns("*.safetensors"))
     (tmp_path / "tools" / "chat_template.jinja").write_text(HERMES_TEMPLATE)
-    assert cluster_site.front.served is not None
-    monkeypatch.setattr(
-        cluster_site.front, "_served", replace(cluster_site.front.served, tokenizer=Tokenizer(tmp_path / "tools"))
-    )
+    front, served = cluster_site.front, cluster_site.front.require()
+    request.addfinalizer(lambda: front.attach(served))
+    front.attach(replace(served, tokenizer=Tokenizer(tmp_path / "tools")))
     tools = [{"type": "function", "function": {"name": name, "parameters": SIZE}} for name in ("paint", "sell")]
     fields = {"tools": tools, "tool_choice": "required", "temperature": 1, "seed": 4, "max_tokens": 300}
     choice = ask(cluster_site, CHAT, **fields)["choices"][0]

@@ -13,14 +13,18 @@ class Frozen:
 
     Attributes:
         captures, replays: how many there were.
+        memory: for each capture, the addresses of the tensors that its graph reads and writes.
     """
 
     def __init__(self) -> None:
         self.captures = self.replays = 0
+        self.memory: list[set[int]] = []
 
     def __call__(self, run: Run) -> Run:
         self.captures += 1
         graph = make_fx(run)()
+        tensors = [value for value in vars(graph).values() if isinstance(value, torch.Tensor)]
+        self.memory.append({tensor.untyped_storage().data_ptr() for tensor in [*tensors, *graph.buffers()]})
 
         def replay() -> None:
             self.replays += 1
@@ -42,7 +46,10 @@ class Repeated(Frozen):
         return replay
 
 
-def compiled(run: Run) -> Run:
+class Compiled(Frozen):
     """As one graph of ``torch.compile``, which refuses whatever would break it into several."""
-    compiled_run: Run = torch.compile(run, fullgraph=True, backend="aot_eager", dynamic=False)
-    return compiled_run
+
+    def __call__(self, run: Run) -> Run:
+        self.captures += 1
+        compiled: Run = torch.compile(run, fullgraph=True, backend="aot_eager", dynamic=False)
+        return compiled

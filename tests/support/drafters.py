@@ -9,11 +9,18 @@ import torch
 from pipedec import threads
 from pipedec.core import Request, Step, Verdict
 from pipedec.decoding import Company, Drafter, Experience, TimestepTiming
+from pipedec.decoding.controller import Controller
 from pipedec.tree import Candidates, DraftRows, DraftTree, RowChanges
 
 PROMPT = (1, 2, 3, 4, 5)
 RARE = ((60, 0.02), (61, 0.01))
 Line = Sequence[tuple[int, float]]  # the likeliest next tokens with their probabilities
+
+
+class Switch(Controller):
+    """Speculates only when the test wants it."""
+
+    is_speculating = False
 
 
 class ScriptedDrafter:

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
-import pytest
 import torch
 from torch import Tensor
 
@@ -45,18 +41,3 @@ def flash_attn_varlen_func(
         outs.append(torch.einsum("hrs,shd->rhd", scores.softmax(-1), values))
         lses.append(scores.logsumexp(-1))
     return torch.cat(outs), torch.cat(lses, 1), None
-
-
-@contextmanager
-def flash_on_cpu() -> Iterator[list[int]]:
-    """Inside the block the stand-in is used. Yields the number of requests of each call."""
-    calls = list[int]()
-
-    def counted(*arguments: object, **options: object) -> object:
-        calls.append(len(arguments[3]) - 1)  # type: ignore[arg-type]
-        return flash_attn_varlen_func(*arguments, **options)  # type: ignore[arg-type]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("pipedec.model.stage_model.flash_applies", lambda dtype, device: True)
-        patch.setattr("pipedec.model.flash_lanes.flash_attention", lambda: counted)
-        yield calls

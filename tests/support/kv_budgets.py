@@ -9,4 +9,4 @@ from pipedec.engine.spec import PipelineSpec
 
 def with_slots(spec: PipelineSpec, slots: int) -> PipelineSpec:
     """With KV pools of at most so many slots."""
-    return replace(spec, kv_cache_memory=slots * max(rank.token_bytes for rank in spec._kv_budget().ranks))
+    return replace(spec, kv_cache_memory=slots * max(rank.token_bytes for rank in spec.kv_budget().ranks))

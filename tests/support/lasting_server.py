@@ -15,8 +15,5 @@ class LastingServer(EmbeddedServer):
     """
 
     def __init__(self, folder: Path, port: int | None = None, password: str | None = None, more: tuple[str, ...] = ()) -> None:
-        self._more = (f"dir {folder}", "appendonly yes", "appendfsync always", "aof-use-rdb-preamble no", *more)
-        super().__init__(port=port, password=password)
-
-    def _config(self) -> str:
-        return "\n".join([super()._config(), *self._more, ""])
+        settings = (f"dir {folder}", "appendonly yes", "appendfsync always", "aof-use-rdb-preamble no", *more)
+        super().__init__(port=port, password=password, settings=settings)

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch.distributed import PrefixStore, ProcessGroupGloo
 from pipedec.core import Envelope, PipedecError, Step, Update, Verdict
 from pipedec.transport.links import STEP_TAG
 from pipedec.transport.rendezvous import Rendezvous, file_store
-from pipedec.transport.torch_distributed import _ENVELOPE_TAG, BACKENDS, TorchTransport, _Groups
+from pipedec.transport.torch_distributed import ENVELOPE_TAG, ProcessGroups, TorchTransport, gloo_group
 
 HIDDEN_SIZE = 5
 PATIENCE_SECONDS = 60.0  # only bounds a test that hangs; far below the group's own timeout
@@ -59,12 +60,11 @@ class Peer:
 
 def _serve(backend: str, place: tuple[int, int, Path, float], dtype: torch.dtype, orders: Connection) -> None:
     torch.set_num_threads(1)
-    _replace_nccl_by_gloo()
     _record_messages()
     rank, world_size, meeting, timeout_seconds = place
     rendezvous = Rendezvous(rank, world_size, file_store(meeting, world_size), timeout_seconds, "lo")
     try:
-        transport = TorchTransport(backend, rank, HIDDEN_SIZE, dtype, torch.device("cpu"))
+        transport = TorchTransport(backend, rank, HIDDEN_SIZE, dtype, torch.device("cpu"), new_groups=GlooGroups)
         transport.join(rendezvous)
     except PipedecError as error:
         orders.send(str(error))
@@ -79,19 +79,17 @@ def _serve(backend: str, place: tuple[int, int, Path, float], dtype: torch.dtype
                 orders.send(f"{type(error).__name__}: {error}")
 
 
-def _replace_nccl_by_gloo() -> None:
-    BACKENDS["nccl"] = ("cpu",)
+class GlooGroups(ProcessGroups):
+    """Pairs of stages are connected by gloo, on CPUs, as they are by NCCL on GPUs."""
 
-    def connect_pair(groups: _Groups, sender: int, device: torch.device) -> Any:
+    places = MappingProxyType({"gloo": ("cpu",), "nccl": ("cpu",)})
+
+    def connect_pair(self, sender: int, device: torch.device) -> Any:
         assert device == torch.device("cpu")
-        rendezvous = groups._rendezvous
-        options = ProcessGroupGloo._Options()
-        options._devices = [ProcessGroupGloo.create_device(interface="lo")]
-        store = PrefixStore(f"stages {sender}", rendezvous.store)
-        _stage_groups[ProcessGroupGloo(store, rendezvous.rank - sender, 2, options)] = f"{sender}>{sender + 1}"
-        return list(_stage_groups)[-1]
-
-    _Groups.connect_pair = connect_pair  # type: ignore[method-assign]
+        store = PrefixStore(f"stages {sender}", self.rendezvous.store)
+        group = gloo_group(store, self.rendezvous.rank - sender, 2, self.rendezvous.interface)
+        _stage_groups[group] = f"{sender}>{sender + 1}"
+        return group
 
 
 _messages: list[tuple[str, int, str]] = []
@@ -186,7 +184,7 @@ def receive_requests(transport: TorchTransport, src: int) -> Any:
 
 def send_bytes(transport: TorchTransport, message: bytes, dst: int) -> None:
     """Send ``message`` where an envelope is expected."""
-    transport.all_ranks.send([torch.frombuffer(bytearray(message), dtype=torch.uint8)], dst, _ENVELOPE_TAG).wait()
+    transport.all_ranks.send([torch.frombuffer(bytearray(message), dtype=torch.uint8)], dst, ENVELOPE_TAG).wait()
 
 
 def close(transport: TorchTransport) -> str:

@@ -63,7 +63,7 @@ class ScriptedAnswer:
         self._completion.token_ids += tokens
         self._completion.text += text
         count = self.request.sampling.logprobs
-        known = [] if count is None else [logprobs_of(token, count) for token in tokens]
+        known = [] if count is None else [self._engine.logprobs_of(token, count) for token in tokens]
         if count is not None:
             self._completion.logprobs = (self._completion.logprobs or []) + known
         shown = [ThreadNews((), text, "running", len(tokens))] if self.request.show_threads else []
@@ -76,7 +76,7 @@ class ScriptedAnswer:
             self._completion.threads = {"threads": [{"path": [], "text": self._completion.text}]}
         count = self.request.sampling.prompt_logprobs
         if count is not None:
-            rest = [logprobs_of(token, count) for token in self.request.prompt[1:]]
+            rest = [self._engine.logprobs_of(token, count) for token in self.request.prompt[1:]]
             self._completion.prompt_logprobs = [None, *rest]
         return self._completion
 
@@ -90,6 +90,7 @@ class ScriptedEngine:
 
     Attributes:
         allowed: verdicts that every answer may receive.
+        logprobs_of: of a token, with so many others.
         full: raised by ``submit``.
         refusal: raised when an answer is complete; ``failure``: raised while one waits.
         last_status: of the run.
@@ -104,6 +105,7 @@ class ScriptedEngine:
 
     def reset(self) -> None:
         self.allowed = 1 << 30
+        self.logprobs_of = logprobs_of
         self.full: PipedecError | None = None
         self.full_after = 0
         self.refusal: PipedecError | None = None

@@ -12,7 +12,7 @@ import torch
 
 from pipedec import threads
 from pipedec.core import MethodOptions, Opening, Request, SamplingParams, SlotRuns, Step, Update, UserError, Verdict
-from pipedec.decoding import Company, Experience, TimestepTiming
+from pipedec.decoding import Company, Experience, LaneSizes, TimestepTiming
 from pipedec.kv import KVManager
 from pipedec.methods import BestFirstOptions, BitaOptions, PipeDecOptions, StaticTreeOptions
 from pipedec.threads import single_thread
@@ -232,11 +232,13 @@ class Simulation:
 
     Attributes:
         kv: None for as much memory as anybody wants.
+        lane_sizes: of the company.
         texts: what conversations were about: prompts begin with the beginning of one.
     """
 
     seed: int
     kv: KVManager | None = None
+    lane_sizes: LaneSizes = LaneSizes()
     running: dict[int, Running] = field(default_factory=dict)
     texts: list[tuple[int, ...]] = field(default_factory=lambda: [()])
     cached: int = 0
@@ -247,7 +249,8 @@ class Simulation:
         self.groups = chooser.choice((1, 2, 5))
         self.drafter = KnowingDrafter(chooser)
         self.drafter.adopts = self.kv is not None
-        self.company = Company(self.groups, self.drafter, "cpu", MASKS, KNEE, Experience(self.groups), self.kv)
+        experience = Experience(self.groups)
+        self.company = Company(self.groups, self.drafter, "cpu", MASKS, KNEE, experience, self.kv, self.lane_sizes)
         self.stage = Stage()
         self.verdicts: dict[int, Verdict] = {}  # of which the stages have yet to be told
         self.seconds_per_row = chooser.choice((0.0, 0.01, 1.0))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from datetime import timedelta
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -14,10 +15,9 @@ from torch.distributed import HashStore
 
 from pipedec.core import Envelope, RankLost, Step, Update, Verdict
 from pipedec.device import GpuDevice
-from pipedec.transport import torch_distributed
 from pipedec.transport.links import DeviceLink
 from pipedec.transport.rendezvous import Rendezvous
-from pipedec.transport.torch_distributed import TorchTransport, _Groups
+from pipedec.transport.torch_distributed import ProcessGroups, TorchTransport
 
 LATENCY = 0.02
 NEAR = 5e-3
@@ -31,24 +31,24 @@ class Nccl:
     """A group of two ranks in one process. What goes over it is carried out in order, and received ``LATENCY`` after it left."""
 
     def __init__(self, cuda: FakeCuda) -> None:
-        self._cuda = cuda
+        self.cuda = cuda
         self._sent: deque[tuple[Tensor, float]] = deque()
         self._free_at = 0.0
         self.is_aborted = False
 
     def send(self, tensors: list[Tensor], peer: int, tag: int) -> FakeWork:
-        self._free_at = ends_at = max(self._free_at, self._cuda.current_stream().free_at, self._cuda.now) + LATENCY
+        self._free_at = ends_at = max(self._free_at, self.cuda.current_stream().free_at, self.cuda.now) + LATENCY
         self._sent.append((tensors[0], ends_at))
-        return FakeWork(self._cuda, ends_at)
+        return FakeWork(self.cuda, ends_at)
 
     def recv(self, tensors: list[Tensor], peer: int, tag: int) -> FakeWork:
         tensors[0].fill_(GARBAGE)
         if not self._sent:
-            return FakeWork(self._cuda, float("inf"))
+            return FakeWork(self.cuda, float("inf"))
         message, left_at = self._sent.popleft()
-        ends_at = max(left_at, self._cuda.current_stream().free_at)
-        self._cuda.at(ends_at, lambda: tensors[0].copy_(message))
-        return FakeWork(self._cuda, ends_at)
+        ends_at = max(left_at, self.cuda.current_stream().free_at)
+        self.cuda.at(ends_at, lambda: tensors[0].copy_(message))
+        return FakeWork(self.cuda, ends_at)
 
     def abort(self) -> None:
         self.is_aborted = True
@@ -80,9 +80,12 @@ class Gloo:
         return Done()
 
     def send(self, tensors: list[Tensor], peer: int, tag: int) -> Done:
-        self._members[peer]._arrived[self._rank, tag].append(tensors[0])
-        self._members[peer]._match(self._rank, tag)
+        self._members[peer].deliver(tensors[0], self._rank, tag)
         return Done()
+
+    def deliver(self, message: Tensor, peer: int, tag: int) -> None:
+        self._arrived[peer, tag].append(message)
+        self._match(peer, tag)
 
     def recv(self, tensors: list[Tensor], peer: int, tag: int) -> Done:
         self._posted[peer, tag].append(tensors[0])
@@ -99,28 +102,33 @@ Pair = tuple[FakeCuda, TorchTransport, TorchTransport]
 
 
 @pytest.fixture
-def pair(monkeypatch: pytest.MonkeyPatch) -> Pair:
+def nccl() -> Nccl:
+    return Nccl(FakeCuda(query_seconds=5e-4))
+
+
+@pytest.fixture
+def pair(nccl: Nccl) -> Pair:
     """Stages 1 and 2 with devices that share a clock, and groups that rank 0 has joined, too."""
-    cuda, members = FakeCuda(query_seconds=5e-4), dict[int, Gloo]()
-    group = Nccl(cuda)
-    monkeypatch.setitem(torch_distributed.BACKENDS, "nccl", ("cpu",))
-    monkeypatch.setattr(_Groups, "connect", lambda groups: Gloo(groups._rendezvous.rank, members))
-    monkeypatch.setattr(_Groups, "connect_pair", lambda groups, sender, device: group)
-    return cuda, *(joined(cuda, rank) for rank in (1, 2))
+    members = dict[int, Gloo]()
+
+    class Groups(ProcessGroups):
+        places = MappingProxyType({"nccl": ("cpu",)})
+
+        def connect(self) -> Gloo:
+            return Gloo(self.rendezvous.rank, members)
+
+        def connect_pair(self, sender: int, device: torch.device) -> Nccl:
+            return nccl
+
+    return nccl.cuda, *(joined(nccl.cuda, rank, Groups) for rank in (1, 2))
 
 
-def joined(cuda: FakeCuda, rank: int) -> TorchTransport:
+def joined(cuda: FakeCuda, rank: int, groups: type[ProcessGroups]) -> TorchTransport:
     device = GpuDevice(cuda=cuda, now=lambda: cuda.now)
-    transport = TorchTransport("nccl", rank, HIDDEN_SIZE, torch.float32, CPU, device)
+    transport = TorchTransport("nccl", rank, HIDDEN_SIZE, torch.float32, CPU, device, groups)
     transport.join(Rendezvous(rank, 3, HashStore(), PATIENCE_SECONDS, "lo"))
     assert transport.backend == "nccl"
     return transport
-
-
-def group_of(transport: TorchTransport) -> Nccl:
-    assert transport._groups is not None
-    (group,) = transport._groups._pairs
-    return group  # type: ignore[no-any-return]
 
 
 def rows(num_rows: int) -> Step:
@@ -201,12 +209,12 @@ def test_the_receiver_of_a_single_step_waits_for_all_of_it() -> None:
     assert cuda.now >= began + LATENCY and torch.equal(transfer.message, message)
 
 
-def test_what_never_comes_ends_in_time_and_what_was_aborted_at_once(pair: Pair) -> None:
+def test_what_never_comes_ends_in_time_and_what_was_aborted_at_once(pair: Pair, nccl: Nccl) -> None:
     _, _, receiver = pair
     with pytest.raises(RankLost, match="rank 2 could not receive from rank 1: nothing has come within 1 seconds"):
         receiver.receive(3, 1)
     receiver.abort()
-    assert group_of(receiver).is_aborted
+    assert nccl.is_aborted
     with pytest.raises(RankLost, match="rank 2 could not receive from rank 1: the transfers were aborted"):
         receiver.receive(3, 1)
 
@@ -224,10 +232,15 @@ def test_many_sends_are_kept_until_they_have_ended(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize(("rank", "senders"), [(1, [1]), (2, [2, 1]), (3, [2, 3]), (4, [3])])
-def test_every_second_pair_of_stages_connects_first(rank: int, senders: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_second_pair_of_stages_connects_first(rank: int, senders: list[int]) -> None:
     """Four stages; one group for what a stage receives, another one for what it sends."""
     asked: list[int] = []
-    monkeypatch.setattr(_Groups, "connect_pair", lambda groups, sender, device: asked.append(sender) or sender)
-    found = _Groups(Rendezvous(rank, 5, HashStore(), 1.0, "lo")).connect_neighbours(CPU)
+
+    class Groups(ProcessGroups):
+        def connect_pair(self, sender: int, device: torch.device) -> int:
+            asked.append(sender)
+            return sender
+
+    found = Groups(Rendezvous(rank, 5, HashStore(), 1.0, "lo")).connect_neighbours(CPU)
     assert asked == senders
     assert found == {rank + 1 if sender == rank else sender: sender for sender in senders}
