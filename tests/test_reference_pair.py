@@ -71,6 +71,7 @@ def test_the_draft_agrees_with_the_targets_own_words() -> None:
     assert agreement["top4"] > 0.8 and agreement["top16"] > 0.9
 
 
+@pytest.mark.fast_cases
 @pytest.mark.parametrize(
     ("stages", "groups"),
     [(1, 1), (4, 4), pytest.param(14, 14, marks=SLOW), pytest.param(14, 7, marks=SLOW), pytest.param(24, 24, marks=SLOW)],
@@ -90,6 +91,7 @@ def test_the_pipeline_says_what_transformers_says(stages: int, groups: int) -> N
             assert metrics.timesteps == metrics.hits + groups * metrics.misses
 
 
+@pytest.mark.slow
 def test_prompts_in_company_are_answered_as_transformers_does() -> None:
     torch.set_num_threads(1)
     spec = PipelineSpec.create(cut=Cut(4), device="cpu")

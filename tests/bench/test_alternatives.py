@@ -23,6 +23,7 @@ from pipedec.cli.main import program
 from pipedec.core import KNEE_ROWS, UserError
 
 
+@pytest.mark.slow
 def test_all_contenders_say_the_same_and_are_counted(pair: Pair) -> None:
     threads, verbosity, bars = torch.get_num_threads(), logging.get_verbosity(), logging.is_progress_bar_enabled()
     had: list[tuple[int, int]] = []

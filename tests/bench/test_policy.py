@@ -104,6 +104,7 @@ def test_predicts_the_rows_of_a_sweep(pair: Pair, tmp_path: Path) -> None:
     assert found == [["computed", 1, 1], ["measured", 2, 0.5]] * 4
 
 
+@pytest.mark.slow
 def test_what_is_recorded_is_not_computed_again(pair: Pair, whole: Whole, monkeypatch: pytest.MonkeyPatch) -> None:
     recorded = {path: path.read_bytes() for path in whole.recording.iterdir()}
     assert len(recorded) == 1 + 3, "the answers, and what the draft said below each of three prompts"
@@ -113,6 +114,7 @@ def test_what_is_recorded_is_not_computed_again(pair: Pair, whole: Whole, monkey
     assert {path: path.read_bytes() for path in whole.recording.iterdir()} == recorded
 
 
+@pytest.mark.slow
 def test_goes_on_where_it_was_interrupted(pair: Pair, whole: Whole, tmp_path: Path) -> None:
     few = config(pair, *POLICIES[2:])
     interrupted = Study(few, PROMPTS, tmp_path).run(Silent())

@@ -127,6 +127,7 @@ def same(found: Candidates, expected: Candidates) -> None:
     assert torch.allclose(found.log_probs.double(), expected.log_probs.double(), rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=25)
 @given(st.data())
 def test_says_what_the_draft_model_says_whatever_is_recorded(model: StageModel, data: st.DataObject) -> None:

@@ -166,6 +166,7 @@ def test_requests_in_company_count_and_last_what_they_do_in_the_pipeline(
     assert begun[4].metrics.cached_tokens > 0, "the fifth prompt begins like the third"
 
 
+@pytest.mark.fast_cases("4")
 @pytest.mark.parametrize("shape", ["1", "4", "14x7"])
 def test_pauses_count_and_last_what_they_do_in_the_pipeline(both: Callable[[str], Both], shape: str) -> None:
     """The fourth request is urgent, and there is no memory for it beside the others."""

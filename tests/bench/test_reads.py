@@ -109,6 +109,7 @@ SAMPLING = {
 
 
 @pytest.mark.fast_cases
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", SAMPLING)
 def test_every_method_keeps_to_its_budget(pair: Pair, kind: str) -> None:
     config = ReadsConfig(METHOD_NAMES, (1, 3), "Natalia sold 12 clips in April.", SAMPLING[kind])
@@ -119,6 +120,7 @@ def test_every_method_keeps_to_its_budget(pair: Pair, kind: str) -> None:
     assert all(row["rank_0"] > 0 for row in rows if row["config"]["method"] in ("stpp", "pipedec", "pipedec-bestfirst"))
 
 
+@pytest.mark.slow
 def test_log_probabilities_are_read_but_never_mixed(pair: Pair) -> None:
     config = ReadsConfig(METHOD_NAMES, (2,), "Natalia sold clips.", SamplingParams(max_tokens=8, logprobs=2, prompt_logprobs=1))
     for row in measure_reads(replace(pair.spec(3), dtype="float64"), config):

@@ -60,6 +60,7 @@ def lines(out: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (out / "rows.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_every_combination_has_one_row(whole: tuple[Path, list[dict[str, Any]]]) -> None:
     out, rows = whole
     assert rows == lines(out) and len({row["key"] for row in rows}) == len(rows)

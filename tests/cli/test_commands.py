@@ -147,6 +147,7 @@ def test_generate_by_bita_gives_rank_0_no_draft(pipedec: Pipedec, monkeypatch: p
     assert with_draft.draft is not None and with_draft.bita == bita.bita
 
 
+@pytest.mark.fast_cases
 @pytest.mark.parametrize(
     ("has_draft", "has_bita", "methods"),
     [

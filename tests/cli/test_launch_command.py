@@ -117,6 +117,7 @@ def test_ctrl_c_ends_all_that_launch_has_started(started: Started, pair: Pair, t
     assert process.returncode == 0 and err.decode().splitlines()[-1] == "Stopping the cluster.", err.decode()
 
 
+@pytest.mark.fast_cases
 @pytest.mark.parametrize("flags", [(), ("--detach",)])
 def test_a_host_that_cannot_be_reached_takes_three_lines_at_most(
     started: Started, pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...]

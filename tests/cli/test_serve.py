@@ -209,6 +209,7 @@ def test_sigterm_lets_running_answers_finish(cluster: LocalCluster, started: Sta
     assert serving.ended()[0] == 0
 
 
+@pytest.mark.slow
 def test_answers_that_take_too_long_are_ended_with_what_they_have(cluster: LocalCluster, started: Started) -> None:
     serving = in_front_of(cluster, started, "--shutdown-timeout", "0")
     with serving.client as client, streaming(client, LONG) as stream:
@@ -219,6 +220,7 @@ def test_answers_that_take_too_long_are_ended_with_what_they_have(cluster: Local
     assert wait_until(lambda: is_idle(cluster))
 
 
+@pytest.mark.slow
 def test_a_second_signal_ends_at_once(cluster: LocalCluster, started: Started) -> None:
     serving = in_front_of(cluster, started)
     with serving.client as client, streaming(client, LONG) as stream:
@@ -250,6 +252,7 @@ def front(cluster: LocalCluster) -> Iterator[Serving]:
         yield in_front_of(cluster, start)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_goes_away_frees_its_place(cluster: LocalCluster, front: Serving, stream: bool) -> None:
     with front.client as client:
@@ -282,6 +285,7 @@ def test_a_client_that_stops_reading_holds_little_memory_and_nobody_up(
     assert wait_until(lambda: is_idle(cluster))
 
 
+@pytest.mark.slow
 def test_requests_with_the_same_id_are_never_mixed(front: Serving, expected: str) -> None:
     headers = {"X-Request-Id": "the-same"}
     with front.client as client, front.client as other:

@@ -158,6 +158,7 @@ def test_keys_choose_a_run_and_stop_the_picture(on_terminal: Screen) -> None:
     assert on_terminal.ended() == 0
 
 
+@pytest.mark.fast_cases
 @pytest.mark.parametrize("by_signal", [False, True])
 def test_the_terminal_is_as_it_was_after_ctrl_c_and_sigterm(on_terminal: Screen, by_signal: bool) -> None:
     on_terminal.until("\x1b[?1049h", "Because.", "Therefore.")

@@ -131,6 +131,7 @@ def test_a_request_that_joins_later_need_not_wait_for_events_of_others(cluster: 
     run(cluster, body)
 
 
+@pytest.mark.slow
 def test_a_cancelled_answer_ends_and_the_others_stay_what_they_are(cluster: LocalCluster) -> None:
     """A running one has what it has; a waiting one is refused; a second cancel changes nothing."""
 
@@ -154,6 +155,7 @@ def test_a_cancelled_answer_ends_and_the_others_stay_what_they_are(cluster: Loca
     run(cluster, body)
 
 
+@pytest.mark.slow
 def test_who_stops_waiting_for_a_submission_cancels_the_request(cluster: LocalCluster) -> None:
     """At any moment: a thousand times, dropped before, while and after the request is on its way."""
     generator = random.Random(1)

@@ -12,6 +12,7 @@ from support.tiny_pair import Pair
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("source", [pytest.param("file", marks=pytest.mark.slow), "standard input"])
 def test_a_script_needs_no_guard(pair: Pair, tmp_path: Path, source: str) -> None:
     script = f"""

@@ -136,6 +136,7 @@ def test_a_rank_that_ends_early_and_content_is_a_failure(pair: Pair, dispatch: s
         assert "rank 1" in str(owner) and "rank 1" in str(elsewhere)
 
 
+@pytest.mark.fast_cases("windows")
 @with_each_dispatch
 def test_redis_killed_in_mid_generation_is_named(pair: Pair, dispatch: str) -> None:
     with LocalCluster(replace(pair.spec(STAGES), dispatch=dispatch), recovery=NO_RECOVERY) as cluster:
@@ -147,6 +148,7 @@ def test_redis_killed_in_mid_generation_is_named(pair: Pair, dispatch: str) -> N
         supervise(cluster, SchedulerLost, "cannot reach Redis")
 
 
+@pytest.mark.slow
 @tasks_are_slow
 def test_redis_that_stands_still_is_named(pair: Pair, dispatch: str) -> None:
     with LocalCluster(replace(pair.spec(1), dispatch=dispatch), recovery=NO_RECOVERY) as cluster:
@@ -157,6 +159,7 @@ def test_redis_that_stands_still_is_named(pair: Pair, dispatch: str) -> None:
         cluster.kill()
 
 
+@pytest.mark.slow
 @with_each_dispatch
 def test_keys_deleted_by_somebody_else_end_the_run(pair: Pair, dispatch: str) -> None:
     with LocalCluster(replace(pair.spec(1), dispatch=dispatch), recovery=NO_RECOVERY) as cluster:
@@ -165,6 +168,7 @@ def test_keys_deleted_by_somebody_else_end_the_run(pair: Pair, dispatch: str) ->
         supervise(cluster, RankLost, "its keys were deleted")
 
 
+@pytest.mark.fast_cases("windows")
 @with_each_dispatch
 def test_keys_deleted_in_mid_generation_end_the_run(pair: Pair, dispatch: str) -> None:
     with LocalCluster(replace(pair.spec(STAGES), dispatch=dispatch), recovery=NO_RECOVERY) as cluster:
@@ -176,6 +180,7 @@ def test_keys_deleted_in_mid_generation_end_the_run(pair: Pair, dispatch: str) -
         supervise(cluster, RankLost, r"rank \d: .*(Redis|could not)")
 
 
+@pytest.mark.slow
 def test_a_killed_client_leaves_the_cluster_serving(pair: Pair, resident: LocalCluster) -> None:
     """Its answer is read by nobody and must not hinder the next request."""
     assert resident.scheduler is not None

@@ -33,6 +33,7 @@ def request(prompt: str, method: str = "pp", priority: int = 0) -> PromptRequest
     return PromptRequest(prompt, True, method, SamplingParams(max_tokens=16, ignore_eos=True), priority=priority)
 
 
+@pytest.mark.slow
 def test_answers_in_company_are_those_alone_and_leave_nothing_in_redis(cluster: LocalCluster) -> None:
     scheduler, source = cluster.scheduler, random.Random(5)
     assert scheduler is not None
@@ -66,6 +67,7 @@ def test_answers_in_company_are_those_alone_and_leave_nothing_in_redis(cluster: 
     assert wait_until(lambda: scheduler.usage().keys <= keys)  # the session ends a moment after its last answer
 
 
+@pytest.mark.slow
 def test_a_wrong_order_of_transfers_ends_the_run_with_one_line(pair: Pair) -> None:
     spec = replace(pair.spec(3), duplex="half", max_num_seqs=MAX_NUM_SEQS)
     with LocalCluster(spec, recovery=RecoveryOptions(max_restarts=0)) as cluster:

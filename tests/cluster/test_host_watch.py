@@ -112,6 +112,7 @@ def test_while_all_is_well_nothing_happens(host: Host, run: Run) -> None:
     assert all(host.watch.turn() for _ in range(3)) and not run.recovered and not host.started
 
 
+@pytest.mark.fast_cases
 @pytest.mark.parametrize(
     ("how", "end_in_words"),
     [
@@ -138,6 +139,7 @@ def test_a_rank_that_ends_before_it_took_part_is_replaced_without_another_epoch(
     assert not run.recovered
 
 
+@pytest.mark.slow
 def test_who_has_lost_another_is_not_blamed_and_counts_for_nothing(host: Host, run: Run) -> None:
     """Ranks on NCCL do not survive: they leave as soon as they have lost another, which is seen to end later."""
     for _ in range(OPTIONS.max_restarts):
@@ -199,6 +201,7 @@ def test_redis_may_be_away_for_a_while_and_is_looked_after(run: Run, monkeypatch
         assert host.watch.turn(), "it is back"
 
 
+@pytest.mark.fast_cases
 @pytest.mark.parametrize("limit", [0, 2])
 def test_beyond_the_limit_the_run_is_aborted_with_the_cause(run: Run, limit: int) -> None:
     host = Host(run, RecoveryOptions(max_restarts=limit, window_seconds=600))

@@ -168,6 +168,7 @@ def check_answer(cluster: LaunchedCluster, reference: Reference, tokenizer: PreT
     assert client_of(cluster).ask(request(16)).token_ids == expected
 
 
+@pytest.mark.slow
 def test_a_launched_cluster_says_what_transformers_says(
     pair: Pair, reference: Reference, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
 ) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import psutil
@@ -72,8 +72,8 @@ def test_answers_in_company_are_the_answers_alone(cluster: LocalCluster) -> None
 def test_requests_are_in_the_pipeline_at_the_same_time(cluster: LocalCluster) -> None:
     """As many as there is room for; the others wait until one of them ends."""
     client = client_of(cluster)
-    running = [client.submit(PromptRequest("x", True, "pp", ENDLESS)) for _ in range(8)]
-    assert cluster.scheduler is not None and wait_until(lambda: len(status_of(cluster).running) == 8)
+    running = begin(client, 8)
+    assert len(status_of(cluster).running) == 8
     late = [
         client.submit(PromptRequest("x", True, "pp", SamplingParams(max_tokens=2), priority=priority)) for priority in (5, 0, 1)
     ]
@@ -87,6 +87,7 @@ def test_requests_are_in_the_pipeline_at_the_same_time(cluster: LocalCluster) ->
     assert_nothing_runs(cluster)
 
 
+@pytest.mark.slow
 def test_a_lower_priority_value_is_served_first(pair: Pair) -> None:
     with LocalCluster(replace(pair.spec(2), max_num_seqs=1)) as cluster:
         client = client_of(cluster)
@@ -103,8 +104,7 @@ def test_a_lower_priority_value_is_served_first(pair: Pair) -> None:
 
 def test_a_full_queue_refuses_in_one_line(cluster: LocalCluster) -> None:
     client = client_of(cluster)
-    replies = [client.submit(PromptRequest("x", True, "pp", ENDLESS)) for _ in range(8)]
-    assert wait_until(lambda: len(status_of(cluster).running) == 8)
+    replies = begin(client, 8)
     replies += [client.submit(PromptRequest("x", True, "pp", ENDLESS)) for _ in range(20)]
     with pytest.raises(UserError) as refusal:
         client.submit(PromptRequest("x", True, "pp", ENDLESS))
@@ -171,6 +171,23 @@ def drive(cluster: LocalCluster, rng: random.Random, count: int) -> None:
         ended = client.read(0.05)
         open_replies = [reply for reply in open_replies if reply not in ended]
     assert_nothing_runs(cluster)
+
+
+def begin(client: Client, count: int) -> list[Reply]:
+    """Submit requests that do not end, and wait until each has a token; before that, rank 0 may have taken but not begun it."""
+    begun: set[int] = set()
+
+    def on_text(index: int) -> Callable[[str], None]:
+        return lambda text: begun.add(index)
+
+    replies = [client.submit(PromptRequest("x", True, "pp", ENDLESS), on_text(index)) for index in range(count)]
+
+    def all_begun() -> bool:
+        client.read(0.1)
+        return len(begun) == count
+
+    assert wait_until(all_begun, 60)
+    return replies
 
 
 def read_until_ended(client: Client, replies: list[Reply]) -> list[Reply]:

@@ -86,7 +86,7 @@ def read_all(client: Client, *replies: Reply) -> None:
     assert wait_until(ended, 120)
 
 
-@pytest.mark.fast_cases
+@pytest.mark.slow
 @pytest.mark.parametrize("index", range(len(SAMPLINGS)))
 def test_a_paused_answer_is_the_answer_alone(cluster: LocalCluster, index: int) -> None:
     """It gives way to requests of a better priority, again and again; its reader sees pauses, and every piece once."""

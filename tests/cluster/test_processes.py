@@ -69,6 +69,7 @@ def test_ends_in_words(status: int, text: str) -> None:
 
 
 @pytest.mark.fast_cases("150")
+@pytest.mark.slow
 @pytest.mark.parametrize("length", [40, 150])
 def test_a_long_temporary_directory_is_no_obstacle(tmp_path: Path, length: int) -> None:
     scratch = Path(str(tmp_path / "long").ljust(length, "x"))

@@ -332,6 +332,7 @@ def test_answers_go_on_when_redis_comes_back_with_its_data(pair: Pair, alone: di
             cluster.stop()
 
 
+@pytest.mark.slow
 @LEAVES_NOTHING
 def test_a_cluster_is_stopped_in_the_middle_of_a_recovery(pair: Pair) -> None:
     with LocalCluster(pair.spec(STAGES)) as cluster:
@@ -339,6 +340,7 @@ def test_a_cluster_is_stopped_in_the_middle_of_a_recovery(pair: Pair) -> None:
         assert wait_until(lambda: status_of(cluster).epoch == 1, 60)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, *(pytest.param(rank, marks=slow) for rank in (1, 2, 3))])
 @LEAVES_NOTHING
 def test_answers_survive_a_killed_rank_under_single_tasks(pair: Pair, alone: dict[str, Facts], rank: int) -> None:

@@ -103,6 +103,7 @@ def test_an_answer_in_threads_goes_on_behind_any_token(thread_models: ThreadMode
                 assert ours == pytest.approx(theirs, abs=1e-3)
 
 
+@pytest.mark.slow
 def test_the_python_api_goes_on_with_completions_and_token_ids(pair: Pair) -> None:
     with LLM(pair.target, pair.draft, stages=2) as llm:
         sampling = SamplingParams(0.9, max_tokens=20, logprobs=1, ignore_eos=True)

@@ -74,6 +74,7 @@ def test_a_cluster_says_what_one_process_says(
     assert {tuple(thread["path"]) for thread in answer.threads["threads"]} == paths
 
 
+@pytest.mark.fast_cases("windows")
 def test_news_of_the_threads_are_what_they_said(cluster: LocalCluster, thread_models: ThreadModels) -> None:
     told: dict[tuple[int, ...], str] = {}
     ended: set[tuple[int, ...]] = set()
@@ -103,6 +104,7 @@ def test_a_dialect_that_the_target_lacks_is_refused_and_the_cluster_goes_on(
     assert len(ask(cluster, THREAD_DIALECTS["apar"], SamplingParams(max_tokens=3, ignore_eos=True)).token_ids) == 3
 
 
+@pytest.mark.fast_cases("windows")
 def test_a_cancelled_answer_leaves_nothing_of_its_threads(
     cluster: LocalCluster, local: LocalPipeline, thread_models: ThreadModels
 ) -> None:

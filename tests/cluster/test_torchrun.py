@@ -179,6 +179,7 @@ def torchrun_environment(monkeypatch: pytest.MonkeyPatch, state_directory: Path)
     return set_world
 
 
+@pytest.mark.slow
 def test_a_cluster_obeys_its_config(agents: Agents, pair: Pair, tmp_path: Path) -> None:
     config = write_config(tmp_path / "cluster.yaml", str(pair.target), str(pair.draft), agents.server.url, "float32", 40)
     agents.start("--config", str(config), "--partition", "trio", "--device", "cpu")

@@ -131,6 +131,7 @@ def test_other_families(models: Path, target: str, dtype: str) -> None:
         assert answer(pipeline, request(tree, SamplingParams() if is_greedy else DRAWN)) == (greedy if is_greedy else drawn)
 
 
+@pytest.mark.fast_cases
 @pytest.mark.parametrize(("num_masks", "num_prompt_tokens"), [(1, 0), (4, 0), (1, 3), (9, 1)])
 def test_other_bitas(models: Path, tmp_path: Path, num_masks: int, num_prompt_tokens: int) -> None:
     save_random_bita(tmp_path, models / "llama", num_masks, num_prompt_tokens)

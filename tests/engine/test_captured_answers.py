@@ -14,6 +14,7 @@ __all__ = ["models"]  # a fixture
 CHOSEN = {method: choices[0] for method, choices in OPTIONS.items()} | {"bita": BitaOptions()}
 
 
+@pytest.mark.fast_cases("pipedec-bestfirst-float32")
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("method", METHODS)
 def test_captured_pipelines_give_the_tokens_of_transformers(models: Path, method: str, dtype: str) -> None:

@@ -52,6 +52,7 @@ def undisturbed(pair: Pair) -> list[int]:
     return answers(pipeline(pair.target, pair), Request(1, GOOD, GREEDY, "pp"))[1].token_ids
 
 
+@pytest.mark.fast_cases("pipedec-bestfirst")
 @pytest.mark.parametrize("method", [method for method in METHODS if method != "bita"])
 def test_a_request_with_a_corrupt_token_fails_and_others_go_on(
     pair: Pair, undisturbed: list[int], method: str, tmp_path: Path

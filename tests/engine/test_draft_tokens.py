@@ -24,6 +24,7 @@ def test_roots_and_masks_are_no_draft_tokens() -> None:
     assert draft_tokens.total() == 2
 
 
+@pytest.mark.fast_cases("pipedec-bestfirst")
 @pytest.mark.parametrize("method", ["pp", "stpp", "pipedec", "pipedec-bestfirst", "bita"])
 def test_every_method_reports_what_it_drafted_and_accepted(pair: Pair, method: str) -> None:
     pipeline = LocalPipeline.load(pair.spec(stages=2, draft=str(pair.target)))

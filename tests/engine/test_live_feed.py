@@ -108,6 +108,7 @@ def watched(pair: Pair) -> Watched:
     return Watched(pair)
 
 
+@pytest.mark.fast_cases("pipedec-bestfirst")
 @pytest.mark.parametrize("method", [name for name in METHOD_NAMES if name != "slm"])
 def test_rows_verdicts_and_text_are_those_of_the_answer(pair: Pair, method: str) -> None:
     watched = Watched(pair)

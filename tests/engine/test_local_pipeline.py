@@ -159,6 +159,7 @@ def test_best_first_injection_needs_no_draft(models: Path) -> None:
         answer(pipeline, request(method="pipedec-bestfirst", options=BestFirstOptions(proposers=("draft",))))
 
 
+@pytest.mark.slow
 def test_a_sure_draft_enters_several_layers_at_once(models: Path) -> None:
     """The draft is the target itself, so that one timestep can yield as many tokens as it drafts forwards."""
     pipeline = make_pipeline(models, (4, 4), "same", "float64")
@@ -184,6 +185,7 @@ def test_a_draft_that_is_always_right_fills_every_round(models: Path, width: int
     assert (pipeline.last.metrics.hits, pipeline.last.metrics.misses, pipeline.last.metrics.timesteps) == (4 * depth, 4, 4 * 3)
 
 
+@pytest.mark.fast_cases
 @pytest.mark.parametrize("width", [1, 2, 32])
 def test_tree_limits_change_the_speed_only(models: Path, width: int) -> None:
     wanted = expected(models / "target", PROMPT, NUM_TOKENS)
@@ -195,6 +197,7 @@ def test_tree_limits_change_the_speed_only(models: Path, width: int) -> None:
         check_metrics(pipeline.last.metrics, 4, NUM_TOKENS)
 
 
+@pytest.mark.fast_cases("pipedec-bestfirst")
 @pytest.mark.parametrize("method", METHODS)
 def test_a_prompt_of_several_chunks(models: Path, method: str) -> None:
     prompt = tuple(int(token) for token in torch.randint(3, 64, (600,), generator=torch.Generator().manual_seed(5)))
@@ -211,6 +214,7 @@ def test_one_token_takes_no_timestep(models: Path, method: str) -> None:
     assert pipeline.last.metrics.timesteps == 0
 
 
+@pytest.mark.fast_cases("pipedec-bestfirst")
 @pytest.mark.parametrize("method", METHODS)
 def test_the_models_end_token_ends_the_answer(models: Path, method: str, tmp_path: Path) -> None:
     spoken = expected(models / "target", PROMPT, NUM_TOKENS)

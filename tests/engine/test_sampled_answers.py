@@ -181,6 +181,7 @@ def ask(cluster: LocalCluster, sampling: SamplingParams, method: str = "pipedec"
     return completion
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("leaves_nothing")
 def test_a_cluster_says_what_one_process_says(resident: LocalCluster, pair: Pair, tokenizer: PreTrainedTokenizerBase) -> None:
     """Every pair of dispatch, sampling settings and method."""

@@ -206,6 +206,7 @@ def test_when_the_stages_lose_everything() -> None:
     in_company(None, losses=frozenset({9, 21, 30, 44}))
 
 
+@pytest.mark.fast_cases("pipedec-bestfirst")
 @pytest.mark.parametrize("method", METHODS)
 def test_behind_what_was_said_before(method: str) -> None:
     """Also in the middle of what is forced."""

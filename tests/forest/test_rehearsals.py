@@ -40,6 +40,7 @@ def said(sequence: Sequence) -> list[tuple[tuple[int, ...], int, int]]:
     ]
 
 
+@pytest.mark.fast_cases("one thread-stpp", "apar-pipedec", "pasta-pipedec-bestfirst", "parallel-bita")
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("name", DIALECTS)
 @SETTINGS

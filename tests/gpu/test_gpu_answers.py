@@ -37,6 +37,7 @@ def answers(spec: PipelineSpec, sampling: SamplingParams, count: int = 1) -> dic
 
 
 @pytest.mark.fast_cases("cpu-float32-3")
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_answers_are_those_of_transformers(spec: PipelineSpec, dtype: str, count: int) -> None:
@@ -48,6 +49,7 @@ def test_answers_are_those_of_transformers(spec: PipelineSpec, dtype: str, count
         assert divergence is None or divergence.is_near_tie(dtype), f"{method}: {divergence}"
 
 
+@pytest.mark.slow
 def test_drawn_answers_are_the_same_by_all_methods(spec: PipelineSpec) -> None:
     sampling = SamplingParams(0.8, top_k=40, top_p=0.9, seed=5, max_tokens=TOKENS, ignore_eos=True)
     found = answers(replace(spec, dtype="float32"), sampling)
@@ -55,6 +57,7 @@ def test_drawn_answers_are_the_same_by_all_methods(spec: PipelineSpec) -> None:
 
 
 @pytest.mark.fast_cases("cpu-int4")
+@pytest.mark.slow
 @pytest.mark.parametrize("quantize", ["int8", "int4"])
 def test_quantised_answers_are_those_of_weights_that_were_rounded(device: str, quantize: str) -> None:
     spec = PipelineSpec.create(Models(quantize=quantize), Cut(3), device=device)

@@ -84,6 +84,7 @@ def test_answers_rows_and_prunes_are_those_of_the_recording(played: Opened) -> N
         assert source["t"] == steps[-1]["t"]
 
 
+@pytest.mark.slow
 def test_in_the_middle_of_a_recording_exactly_what_verdicts_have_voided_is_shown_as_pruned(played: Opened) -> None:
     for seconds in (1.0, 1.6, 2.1):
         played.ask(f"pipedecLive.seek({seconds})")
@@ -97,6 +98,7 @@ def test_in_the_middle_of_a_recording_exactly_what_verdicts_have_voided_is_shown
                 assert entered & set(request["pruned"]) == entered & pruned
 
 
+@pytest.mark.slow
 def test_requests_misses_late_rows_gaps_and_epochs(browser: Any) -> None:
     frames = eventful_feed()
     for count, check in (
@@ -112,6 +114,7 @@ def test_requests_misses_late_rows_gaps_and_epochs(browser: Any) -> None:
             opened.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("run", ["pp", "stpp", "pipedec", "pipedec-bestfirst"])
 def test_every_cell_has_the_rows_that_entered_as_many_timesteps_before_as_its_stage_is_deep(played: Opened, run: str) -> None:
     entered = {step["t"]: step["in"] for step in steps_of(run)}
@@ -125,6 +128,7 @@ def test_every_cell_has_the_rows_that_entered_as_many_timesteps_before_as_its_st
             assert [count for _, count in drawn if count] == [one["chunk"] or len(one["rows"]) for one in expected]
 
 
+@pytest.mark.slow
 def test_a_recording_is_stepped_through_with_keys_saved_and_opened_again(played: Opened, tmp_path: Path) -> None:
     at = "pipedecLive.state().position"
     end = played.ask(at)
@@ -153,6 +157,7 @@ def test_a_recording_is_stepped_through_with_keys_saved_and_opened_again(played:
     assert len(texts) == 4 and len(set(texts.values())) == 1, "all methods say the same"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("width", "scheme"), [(360, "light"), (1280, "dark"), (2560, "light")])
 def test_it_fits_and_is_accessible(browser: Any, recorded: FeedServer, width: int, scheme: str) -> None:
     from axe_playwright_python.sync_playwright import Axe
@@ -168,6 +173,7 @@ def test_it_fits_and_is_accessible(browser: Any, recorded: FeedServer, width: in
     opened.close()
 
 
+@pytest.mark.slow
 def test_a_feed_that_breaks_is_taken_up_again(browser: Any) -> None:
     frames = list(long_feed(120))
     with FeedServer([frames[:60], frames]).serving() as server:
@@ -180,6 +186,7 @@ def test_a_feed_that_breaks_is_taken_up_again(browser: Any) -> None:
         opened.close()
 
 
+@pytest.mark.slow
 def test_ten_thousand_timesteps_take_little_memory(browser: Any) -> None:
     with FeedServer([long_feed(10_000)]).serving() as server:
         opened = Opened(browser, f"{server.url}/live")

@@ -104,6 +104,7 @@ def test_padded_forwards_of_many_requests_equal_those_without_padding(
 
 
 @pytest.mark.fast_cases
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "some-windows"])
 def test_replays_of_frozen_graphs_equal_forwards_without_them(directory: Path, name: str) -> None:
     plain, captured = (with_bita(load(directory, name), directory, name) for _ in range(2))
@@ -184,6 +185,7 @@ def test_a_forward_is_one_graph_without_breaks(directory: Path, graph_counts: di
     assert graph_counts["stats"]["unique_graphs"] == compiler.captures == 2 and not graph_counts["graph_break"]
 
 
+@pytest.mark.slow
 def test_every_row_bucket_is_one_graph(directory: Path, graph_counts: dict[str, Any]) -> None:
     plain, captured = load(directory, "llama", FIRST), load(directory, "llama", FIRST)
     captured.capture = Compiled()
@@ -200,6 +202,7 @@ def test_every_row_bucket_is_one_graph(directory: Path, graph_counts: dict[str, 
 
 
 @pytest.mark.fast_cases
+@pytest.mark.slow
 @pytest.mark.parametrize("quantize", ["int8", "int4"])
 def test_quantized_stages_are_one_graph(tmp_path: Path, graph_counts: dict[str, Any], quantize: str) -> None:
     save_tiny("llama", tmp_path, hidden=64)

@@ -59,6 +59,7 @@ def test_peak_memory_is_little_more_than_the_stage(tmp_path, max_shard_size):
     assert measured["growth"] <= 1.2 * measured["weights"] + 10 * 2**20, f"{measured} of {on_disk} bytes on disk"
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("own_cache")
 def test_a_gguf_file_is_de_quantised_piece_by_piece(tmp_path):
     save_tiny_llama(tmp_path / "source", layers=20, hidden=384, vocab=512)

@@ -111,6 +111,7 @@ def test_stages_take_the_bytes_that_a_plan_counts(tmp_path: Path, kind: str, dty
     assert stage.num_bytes < {"int8": 0.35, "int4": 0.27}[kind] * 4 * config.num_stage_parameters(range(2))
 
 
+@pytest.mark.fast_cases("int8-llama-False", "int4-llama-False")
 @pytest.mark.parametrize("is_tied", [False, True])
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 @pytest.mark.parametrize("kind", KINDS)

@@ -160,6 +160,7 @@ def test_links_are_ordered_as_their_names_say() -> None:
         assert LINKS[one].transfer_ms(1e6) > LINKS[other].transfer_ms(1e6)
 
 
+@pytest.mark.fast_cases("pipedec")
 @pytest.mark.parametrize("method", ["pp", "stpp", "pipedec"])
 def test_local_pipeline_computes_what_it_would_last(pair: Pair, method: str) -> None:
     spec = replace(pair.spec(3), emulation=emulation())

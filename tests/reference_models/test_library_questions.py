@@ -70,6 +70,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Question]
         yield list(library_questions(seed=0))
 
 
+@pytest.mark.slow
 def test_the_library_answers_with_lists_and_paragraphs(library: list[Question]) -> None:
     rules: dict[str, Counter[str]] = {}
     for found in library:

@@ -139,6 +139,7 @@ def test_no_rank_is_in_two_transfers(seed: int) -> None:
     assert most >= (2 if topology.num_groups > 4 else 1)
 
 
+@pytest.mark.fast_cases("3")
 @pytest.mark.parametrize("topology", TOPOLOGIES, ids=named)
 def test_both_back_ends_grant_the_same(make_redis_scheduler: Callable[[Topology], RedisScheduler], topology: Topology) -> None:
     num_tokens = 12 if topology.num_stages < 14 else 6
@@ -179,6 +180,7 @@ def test_redis_keeps_nothing_of_a_finished_request(make_redis_scheduler: Callabl
         assert remaining == {keys.workflow, keys.bitmap}
 
 
+@pytest.mark.slow
 def test_stored_state_does_not_grow_with_the_answer(make_redis_scheduler: Callable[[Topology], RedisScheduler]) -> None:
     topology = Topology.even(4, 4)
     scheduler = make_redis_scheduler(topology)

@@ -412,6 +412,7 @@ def test_keys_that_lapse_and_come_back_are_not_counted(make_redis_scheduler: Cal
     assert scheduler.client.delete(*leases) == 3 and scheduler.usage().keys == found > 0
 
 
+@pytest.mark.slow
 def test_a_thousand_requests_leave_no_key(make_redis_scheduler: Callable[[Topology], RedisScheduler]) -> None:
     """Keys: some per run, and the answers of unfinished requests; none of a request that has ended and been read or left."""
     scheduler = make_redis_scheduler(TWO)

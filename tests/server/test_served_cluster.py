@@ -212,6 +212,7 @@ def test_a_call_that_must_be_is_one(cluster_site: Site) -> None:
     assert json.loads("".join(call["arguments"] for call in calls)).keys() == SIZE["properties"].keys()
 
 
+@pytest.mark.slow
 def test_calls_in_the_form_of_a_template_are_read_whole_and_streamed(
     cluster_site: Site, pair: Pair, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:

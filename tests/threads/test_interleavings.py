@@ -187,6 +187,7 @@ def test_the_reader_gets_the_whole_document_and_the_document_reads_back(name, se
     assert measure(again).longest_chain == measure(run.sequence).longest_chain
 
 
+@pytest.mark.slow
 def test_random_answers_have_what_they_should_test() -> None:
     """Joins, depth, cuts and natural ends all occur among the random answers, so that the properties above mean something."""
     found: set[str] = set()

@@ -134,6 +134,7 @@ def test_efficiency_is_one_of_the_papers_four(efficiency: str, first: float) -> 
     assert one.totals(math.inf, efficiency) == [0.5]
 
 
+@pytest.mark.slow
 def test_samples_and_scores_are_kept_and_continued(tuned: Tuned, tmp_path: Path) -> None:
     writer, reader = tuned.writer, tuned.reader
     long = replace(reader, max_tokens=200)
@@ -396,6 +397,7 @@ def test_mistakes_are_told(flags: list[str], message: str, tmp_path: Path) -> No
     assert "\n" not in str(result.exception) and not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_a_baseline_of_another_family_is_told(tuned: Tuned, pair: Pair, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="different tokenizer"):
         prefer((tuned.data,), tuned.model, pair.foreign_draft, RECIPE, run_in(tmp_path))

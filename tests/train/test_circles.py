@@ -148,6 +148,7 @@ def test_rounds_ask_in_one_thread_and_in_every_dialect_by_turns(writer: Writer) 
     assert sorted(places) == list(range(12)) != places, "each once, in a random order"
 
 
+@pytest.mark.slow
 def test_rounds_ask_the_prompts_of_the_run_or_those_of_its_files(pair: Pair, writer: Writer, tmp_path: Path) -> None:
     seen: list[set[str]] = []
     files = {"apar": (write_records(tmp_path / "apar.jsonl", "apar"),)}
@@ -166,6 +167,7 @@ def test_rounds_ask_the_prompts_of_the_run_or_those_of_its_files(pair: Pair, wri
     assert seen[0] == {"What?", "Why?"} and seen[1] <= set(written) and len(seen[1]) == RECIPE.circle_prompts
 
 
+@pytest.mark.slow
 def test_a_killed_run_continues_with_the_same_circles(pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TrainingLoop, "SAVE_EVERY", 1)
     stutters(pair.draft, tmp_path / "stutters")

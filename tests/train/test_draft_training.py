@@ -34,6 +34,7 @@ def proceed(pair: Pair, folder: Path, prompts: dict[str, SplitPrompts], recipe: 
     return train_draft(pair.target, pair.draft, prompts, recipe.with_long_sets(prompts), run, compiled=False)
 
 
+@pytest.mark.slow
 def test_a_draft_learns_its_targets_answers(pair: Pair, tmp_path: Path) -> None:
     report = proceed(pair, tmp_path, {"short": SHORT, "long": LONG}, replace(RECIPE, steps=40))
     (continuation,) = report["continuations"]

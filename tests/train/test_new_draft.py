@@ -102,6 +102,7 @@ def test_invented_prompts_are_kept_and_different(pair: Pair, tmp_path: Path) -> 
         invented_set(pair.target, prompter, 0, 8, Run(tmp_path, tmp_path))
 
 
+@pytest.mark.slow
 def test_the_command_trains_from_invented_prompts(pair: Pair, tmp_path: Path) -> None:
     flags = ["draft", "--target", str(pair.target), "--invented", "40", "--hidden-size", "64", "--layers", "1", "--no-compile"]
     flags += ["--vocabulary", "50", "--length", "96", "--batch", "2", "--new-tokens", "16", "--steps", "2", "--threads", "1"]

@@ -26,6 +26,7 @@ def answers(pair: Pair, tmp_path: Path) -> OwnAnswers:
     return OwnAnswers(student.model, writer, LIMIT, tmp_path / "teacher")
 
 
+@pytest.mark.slow
 def test_they_are_what_the_model_says(answers: OwnAnswers) -> None:
     asked = [answers.writer.unanswered(prompt, way) for prompt in PROMPTS[:2] for way in (None, "apar", "pasta")]
     found = answers.to(asked, 0)

@@ -47,6 +47,7 @@ def without_cache(model: Any, bound: BoundDialect, asked: Asked, max_tokens: int
     return sequence
 
 
+@pytest.mark.fast_cases
 @pytest.mark.parametrize("name", ["apar", "parallel", "pasta"])
 def test_greedy_answers_are_those_without_a_cache(name: str, tmp_path: Path) -> None:
     bound = toy(name, max_child_tokens=20)

@@ -275,6 +275,7 @@ def test_tokens_that_were_never_learned_get_embeddings_of_their_own(student: Stu
     assert torch.equal(renewed, Student.load(tmp_path, ["apar", "pasta"], CPU, seed=3).model.get_input_embeddings().weight)
 
 
+@pytest.mark.slow
 def test_a_killed_run_continues_to_the_same_weights(pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TrainingLoop, "SAVE_EVERY", 2)
     files, recipe = {"apar": files_in(tmp_path)["apar"]}, replace(RECIPE, max_length=90)
@@ -302,6 +303,7 @@ def test_a_killed_run_continues_to_the_same_weights(pair: Pair, tmp_path: Path, 
         tune(pair.draft, files, replace(recipe, seed=1), run_in(tmp_path / "killed"))
 
 
+@pytest.mark.slow
 def test_what_is_written_loads_and_is_described(pair: Pair, tmp_path: Path) -> None:
     files = files_in(tmp_path)
     report = tune(pair.draft, files, replace(RECIPE, steps=2), run_in(tmp_path))

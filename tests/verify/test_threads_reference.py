@@ -139,6 +139,7 @@ def test_a_wrong_mask_gives_other_tokens(thread_models: ThreadModels, dialect: s
     assert reread.wrong_places(torch.ones_like(reread.flat.mask).tril(), reread.flat.mask)
 
 
+@pytest.mark.slow
 def test_penalties_count_visible_tokens_of_other_threads(thread_models: ThreadModels) -> None:
     for dialect in ("apar", "pasta", "parallel"):
         wrong = []
@@ -153,6 +154,7 @@ def test_penalties_count_visible_tokens_of_other_threads(thread_models: ThreadMo
         assert wrong, f"{dialect}: a thread's own tokens alone would give the same"
 
 
+@pytest.mark.fast_cases
 @pytest.mark.parametrize("depth", DEPTHS)
 def test_an_answer_in_one_thread_equals_the_plain_answer(thread_models: ThreadModels, depth: int) -> None:
     model, bound = thread_models.target(depth), thread_models.bound("apar")

@@ -34,6 +34,7 @@ def replay(pair: Pair, folder: Path, *flags: str, prompts: Sequence[str] = SENTE
     return rows_of(done, folder / "out")
 
 
+@pytest.mark.slow
 def test_every_method_gets_every_load(pair: Pair, tmp_path: Path) -> None:
     rows = replay(
         pair, tmp_path, "--method", "pp,stpp", "--method", "pipedec:width=4", "--concurrency", "1,4", "--goodput", "ttft:100000"
@@ -76,6 +77,7 @@ def test_an_intruder_comes_when_the_others_have_begun(pair: Pair, tmp_path: Path
     assert row["intruder"]["ttft_ms"] > 0 and 1 <= row["intruder"]["ratio"] < 10
 
 
+@pytest.mark.slow
 def test_conversations_go_on_token_for_token(pair: Pair, tmp_path: Path) -> None:
     """What the first turn has computed, the second one does not compute again."""
     flags = ("--method", "pp", "--concurrency", "2", "--requests", "3", "--turns", "3")
@@ -132,6 +134,7 @@ def test_real_processes_take_the_emulated_time(pair: Pair, tmp_path: Path, leave
     assert together["makespan_s"] < alone["makespan_s"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("resident", ["windows"], indirect=True)
 def test_a_running_cluster_is_measured_as_it_is(resident: LocalCluster, tmp_path: Path) -> None:
     place = ["--redis", resident.address.redis_url, "--run", resident.run_id]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from support.synthetic_sweep import Line, answers, bita, line, stochastic
 
 from pipedec.bench.report.frames import studies
@@ -62,6 +63,7 @@ def test_computed_rows_alone_are_compared_with_nothing(tmp_path: Path) -> None:
     assert "Measured beside" not in tables(studies(answers(tmp_path, [line(clock="computed")])))
 
 
+@pytest.mark.slow
 def test_greedy_stands_beside_stochastic_decoding(tmp_path: Path) -> None:
     drawn = [
         stochastic(method, name, repeat=repeat, ms=ms * factor + 10 * repeat, misses=2 + 2 * repeat)

@@ -72,6 +72,7 @@ def measured(pair: Pair, resident: LocalCluster) -> SweepConfig:
     return config(pair, running=running(resident), methods=METHODS)
 
 
+@pytest.mark.slow
 @in_windows
 def test_a_running_cluster_is_measured_and_a_prompt_that_it_refuses_is_replaced(
     measured: SweepConfig, resident: LocalCluster, pair: Pair, tmp_path: Path

@@ -120,6 +120,7 @@ def test_an_interrupted_sweep_of_real_processes_resumes(pair: Pair, tmp_path: Pa
         assert row["clock"] == "measured" and row["slow_motion"] == 0.1 and 0 <= row["overran"] <= 1
 
 
+@pytest.mark.slow
 def test_without_a_preset_the_machine_itself_is_measured(pair: Pair, tmp_path: Path, leaves_nothing: None) -> None:
     chosen = config(pair, presets=(), stages=(2,), methods=("pp", "pipedec"), clock="measured")
     rows = sweep(chosen, PROMPTS[1:], tmp_path / "out", Silent())
@@ -226,6 +227,7 @@ def test_static_trees_are_the_best_over_all_draws(pair: Pair, tmp_path: Path) ->
         assert num_trees >= 1 and seeds[: num_trees * len(expected)] == expected * num_trees
 
 
+@pytest.mark.slow
 def test_a_target_without_a_draft_is_not_taken_for_the_small_model(pair: Pair, tmp_path: Path, leaves_nothing: None) -> None:
     chosen = replace(
         config(pair, presets=(), stages=(1,), methods=("pp", "slm"), clock="measured"),
