@@ -219,7 +219,7 @@ class ScriptedMemo(DraftMemo):
 
 
 def test_a_token_after_a_row_that_was_not_drafted_was_not_proposed() -> None:
-    """Row 0 enters with 63 children. Two draft forwards reach 32 of them, but not 62, which is accepted with the token after it."""
+    """Row 0 enters with 63 children. Two draft forwards reach 32 of them, but not 62, which is accepted with one token more."""
     drafter = RecordedDrafter(lambda number: ScriptedMemo(), lambda: pytest.fail("a model was loaded"), VOCAB)
     replay = ReplayedPipeline(make_emulation("paper-14", 1), Topology.even(1, 1), drafter, WatchedExperience(1))
     options = BestFirstOptions(64, 64, forwards=2, proposers=("draft",))
