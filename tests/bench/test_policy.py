@@ -230,7 +230,9 @@ def test_refuses_another_recording(pair: Pair, whole: Whole, tmp_path: Path) -> 
     path.write_text(recorded.replace("pipedec.recording/1", "pipedec.recording/0"))
     with pytest.raises(UserError, match=r"another schema \(pipedec.recording/0, not pipedec.recording/1\)"):
         Study(config(pair, "pp"), PROMPTS, tmp_path)
-    for text in (recorded[:-9], "[]", '{"schema": "pipedec.recording/1"}', recorded.replace("token_ids", "ids")):
+    starts = "[1.5, ", "[null, ", "[-1, ", '[], "was": ['
+    answers = [recorded.replace('"token_ids": [', f'"token_ids": {start}') for start in starts]
+    for text in (recorded[:-9], "[]", '{"schema": "pipedec.recording/1"}', recorded.replace("token_ids", "ids"), *answers):
         path.write_text(text)
         with pytest.raises(UserError, match=r"recording.json is no recording"):
             Study(config(pair, "pp"), PROMPTS, tmp_path)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import save
 from support.checkpoints import save_tiny_llama
 
 from pipedec.bench.policy.drafter import RecordedDrafter
@@ -212,6 +213,8 @@ def test_what_is_saved_is_found_again(model: StageModel, tmp_path: Path) -> None
 def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "draft.safetensors"
     assert not DraftMemo.load(path).knows(0, 1), "no file, no contexts"
-    path.write_bytes(b"nothing")
-    with pytest.raises(UserError, match=r"cannot read .*draft.safetensors: .*; remove the file"):
-        DraftMemo.load(path)
+    scalars = save({name: torch.tensor(1) for name in ("parents", "tokens", "asked", "token_ids", "log_probs")})
+    for damaged in (b"nothing", scalars):
+        path.write_bytes(damaged)
+        with pytest.raises(UserError, match=r"cannot read .*draft.safetensors: .*; remove the file"):
+            DraftMemo.load(path)

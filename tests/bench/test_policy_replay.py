@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -60,10 +60,14 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def make_spec(models: Path, preset: str, stages: int | None) -> PipelineSpec:
+def make_emulation(preset: str, stages: int | None) -> Emulation:
     cluster = paper_cluster()
     emulation = Emulation.of_plan(plan(cluster if stages is None else with_stages(cluster, preset, stages), preset))
-    emulation = replace(emulation, counts_own_work=False)
+    return replace(emulation, counts_own_work=False)
+
+
+def make_spec(models: Path, preset: str, stages: int | None) -> PipelineSpec:
+    emulation = make_emulation(preset, stages)
     count = len(emulation.stages)
     layers = tuple((part.start, part.stop) for part in even_layers(LAYERS, count))
     groups = 7 if preset == "paper-7" else count
@@ -206,6 +210,28 @@ def test_misses_are_told_apart_by_who_had_named_the_token(both: Callable[[str], 
     assert first.named + first.late > 0 and first.unnamed == 0
 
 
+class ScriptedMemo(DraftMemo):
+    """Below every context the draft model proposes the same tokens, the lowest first."""
+
+    def knows(self, context: int, children: int) -> bool:
+        return True
+
+    def children(self, contexts: Sequence[int], children: int) -> tuple[torch.Tensor, torch.Tensor]:
+        token_ids = torch.arange(children).expand(len(contexts), children)
+        return token_ids, -5 - token_ids / 100
+
+
+def test_a_token_after_a_row_that_was_not_drafted_was_not_proposed() -> None:
+    """Row 0 enters with 63 children. Two draft forwards reach 32 of them, but not 62, which is accepted with one token more."""
+    drafter = RecordedDrafter(lambda number: ScriptedMemo(), lambda: pytest.fail("a model was loaded"), VOCAB)
+    replay = ReplayedPipeline(make_emulation("paper-14", 1), Topology.even(1, 1), drafter, WatchedExperience(1))
+    options = BestFirstOptions(64, 64, forwards=2, proposers=("draft",))
+    answer = replay.begin(Request(0, PROMPTS[0], SamplingParams(), "pipedec-bestfirst", options), (7, 0, 62, 5))
+    verdicts = [answer.events[-1][1] for _ in replay.run()]
+    assert (verdicts, answer.is_proposed) == ([1, 1, 2], [False, True, True, False])
+    assert answer.cost(1).losses == Losses(together=1, first=1, tokens=1)
+
+
 def test_experience_tells_which_accepted_tokens_were_among_the_choices() -> None:
     experience, request = WatchedExperience(4), Request(0, (1, 2))
     choices = Choices(torch.tensor([[7, 8]]), torch.tensor([[[1.0], [0.0], [0.0]]]))
@@ -214,6 +240,9 @@ def test_experience_tells_which_accepted_tokens_were_among_the_choices() -> None
         assert acceptance.observe(choices, 0, token) is expected.observe(choices, 0, token) is is_proposed
     assert experience.take_proposed(2) == [True, False]
     assert experience.take_proposed(2) == [False, False], "nothing was drafted"
+    for one in (acceptance, expected):
+        one.observe(choices, 0, 7)
+    assert experience.take_proposed(2) == [True, False], "the row above the last token was not drafted"
     again = experience.acceptance(request, (1.0,))
     assert torch.equal(again.log_chances(choices), expected.log_chances(choices)), "the same one learns on"
 

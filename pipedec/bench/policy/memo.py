@@ -55,7 +55,7 @@ class DraftMemo:
             children = zip(found["asked"].tolist(), found["token_ids"], found["log_probs"], strict=True)
             memo._numbers = {context: number for number, context in enumerate(contexts)}
             memo._children = {context: _Children(*one) for context, one in enumerate(children) if one[0]}
-        except (SafetensorError, KeyError, ValueError) as error:
+        except (SafetensorError, KeyError, TypeError, ValueError) as error:
             raise UserError(f"cannot read {path}: {error}; remove the file, and the draft model will run again") from None
         return memo
 

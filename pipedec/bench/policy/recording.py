@@ -78,7 +78,7 @@ class Recording:
         try:
             document = json.loads(self._path.read_text(encoding="utf-8"))
             found = _settings({name: document[name] for name in self._origin})
-            answers = {tuple(one["prompt_token_ids"]): tuple(one["token_ids"]) for one in document["prompts"]}
+            answers = {_token_ids(one["prompt_token_ids"]): _token_ids(one["token_ids"]) for one in document["prompts"]}
         except (ValueError, KeyError, TypeError):
             raise UserError(f"{self._path} is no recording: give --recording another directory") from None
         for name, wanted in _settings(self._origin).items():
@@ -93,6 +93,13 @@ class Recording:
         partial = self._path.with_suffix(".partial")
         partial.write_text(json.dumps({**self._origin, "prompts": answers}) + "\n", encoding="utf-8")
         os.replace(partial, self._path)
+
+
+def _token_ids(values: list[int]) -> _TokenIds:
+    """The token ids of a prompt or an answer. Raises ValueError if there are none, or one is no token id."""
+    if not values or not all(isinstance(value, int) and value >= 0 for value in values):
+        raise ValueError(f"no token ids: {values}")
+    return tuple(values)
 
 
 def _settings(origin: Row) -> Row:

@@ -59,8 +59,11 @@ class WatchedExperience(Experience):
         return self._watched.setdefault(id(watched), _WatchedAcceptance(watched, self._is_proposed))
 
     def take_proposed(self, tokens: int) -> list[bool]:
-        """For each of the ``tokens`` of the last verdict: was it among the choices? False for all if there were no choices."""
-        is_proposed = self._is_proposed[:] or [False] * tokens
+        """For each of the ``tokens`` of the last verdict: was it among the choices? False if there were none.
+
+        A token after a row that was not drafted is not observed. It is the last of its verdict, as such a row has no children.
+        """
+        is_proposed = self._is_proposed + [False] * (tokens - len(self._is_proposed))
         self._is_proposed.clear()
         return is_proposed
 
