@@ -14,7 +14,6 @@ from annotated_types import Ge, Le
 
 GIGA = 1_000_000_000
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-DRAFT_DTYPE = "bfloat16"  # of a draft beside a target of 32 or 64 bits
 QUANTIZED_BITS = {"int8": 8, "int4": 4}
 QUANTIZED_GROUP = 32  # inputs of an output that share a scale and the weight of 0 in 4 bits
 # Launch overhead of one layer whose kernels are replayed as a CUDA graph: about ten kernels, each followed by a gap of one to
@@ -69,14 +68,6 @@ class WeightFormat:
 
     dtype: str
     quantize: str | None = None
-
-    @classmethod
-    def of_draft(cls, dtype: str | None, quantize: str | None, target_dtype: str) -> WeightFormat:
-        """A draft's. If no dtype is given: 16 bits, in the target's dtype if that has 16, because a draft's precision changes
-        only how fast answers come.
-        """
-        has_16_bits = DTYPE_BYTES.get(target_dtype) == DTYPE_BYTES[DRAFT_DTYPE]
-        return cls(dtype or (target_dtype if has_16_bits else DRAFT_DTYPE), quantize)
 
     def __str__(self) -> str:
         return self.dtype if self.quantize is None else f"{self.dtype}, weights in {self.quantize}"

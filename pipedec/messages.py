@@ -94,6 +94,7 @@ class RankDescription:
     Attributes:
         host: in cluster.yaml, else what the machine calls itself.
         device: ``cpu``, or a GPU as its driver names it.
+        dtype: of its model, with what its weights are quantized to.
         transport: the backend of the steps that it sends.
         interface: its network interface.
         attention: the kernel of its layers.
@@ -104,7 +105,7 @@ class RankDescription:
     rank: int
     host: str
     device: str
-    dtype: str
+    dtype: Choice
     transport: Choice
     interface: Choice
     attention: Choice
@@ -114,7 +115,8 @@ class RankDescription:
     def __str__(self) -> str:
         sending = f"{self.transport.name} over {self.interface.name} ({self.transport.why}; {self.interface.why})"
         attention = f"{self.attention.name} attention ({self.attention.why})"
-        return "; ".join([f"{self.device}, {self.dtype}", sending, attention, *self.remarks])
+        computing = f"{self.device}, {self.dtype.name} ({self.dtype.why})"
+        return "; ".join([computing, sending, attention, *self.remarks])
 
 
 @dataclass(frozen=True)
@@ -139,7 +141,9 @@ class RunDescription:
         digests: of the weights by model (``target``, ``draft``, ``bita``), where ranks on several hosts have compared them.
         trained_bita: what ``bita`` holds.
         max_model_len, max_num_seqs, max_waiting: its limits (see ``ClusterConfig``).
-        quantize, draft_dtype, draft_quantize: how weights are kept (see ``ClusterConfig``).
+        dtype: of the target; never ``auto``.
+        quantize, draft_dtype, draft_quantize: how weights are kept (see ``ClusterConfig``). With a ``draft_dtype``
+            of ``auto`` rank 0 has chosen: ``ranks`` have what each computes in.
     """
 
     groups: tuple[tuple[int, ...], ...]
@@ -159,7 +163,7 @@ class RunDescription:
     max_num_seqs: int = MAX_NUM_SEQS
     max_waiting: int = MAX_WAITING
     quantize: str | None = None
-    draft_dtype: str | None = None
+    draft_dtype: str = "auto"
     draft_quantize: str | None = None
 
 

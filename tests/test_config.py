@@ -96,7 +96,7 @@ def test_a_partition_may_have_models_and_limits_of_its_own(tmp_path: Path) -> No
     small, other = config.for_partition("small"), config.for_partition("other")
     assert (small.target, small.draft, small.dtype) == (str(tmp_path / "big"), "/models/draft", "bfloat16")
     assert (small.max_model_len, small.partition) == (99, "small")
-    assert (other.target, other.draft, other.dtype, other.partition) == ("llama-3.1-8b", "none", "float32", "other")
+    assert (other.target, other.draft, other.dtype, other.partition) == ("llama-3.1-8b", "none", "auto", "other")
 
 
 def test_a_configuration_survives_the_way_to_another_host(tmp_path: Path) -> None:
@@ -122,8 +122,8 @@ def test_a_configuration_survives_the_way_to_another_host(tmp_path: Path) -> Non
         (GOOD + "tree: {width: true}\n", "cluster.yaml: tree.width: must be an integer, not true or false"),
         (GOOD + "tree: {width: 3.5}\n", "cluster.yaml: tree.width: must be an integer, not a number"),
         (GOOD + "tree: 8\n", "cluster.yaml: tree: must be a mapping, not an integer"),
-        (GOOD + "dtype: int8\n", "cluster.yaml: dtype: must be one of float32, bfloat16, float16, not 'int8'"),
-        (GOOD + "dtype: 32\n", "cluster.yaml: dtype: must be one of float32, bfloat16, float16, not 32"),
+        (GOOD + "dtype: int8\n", "cluster.yaml: dtype: must be one of auto, float32, bfloat16, float16, not 'int8'"),
+        (GOOD + "dtype: 32\n", "cluster.yaml: dtype: must be one of auto, float32, bfloat16, float16, not 32"),
         (GOOD + "draft: ''\n", "cluster.yaml: draft: must not be empty"),
         (GOOD + "max_model_len: 0\n", "cluster.yaml: max_model_len: must be at least 1, not 0"),
         (GOOD + "max_num_seqs: 0\n", "cluster.yaml: max_num_seqs: must be at least 1, not 0"),
@@ -147,7 +147,7 @@ def test_a_configuration_survives_the_way_to_another_host(tmp_path: Path) -> Non
         (GOOD.replace("alpha,", "alpha, ssh: '-oProxyCommand=x',"),
          "cluster.yaml: servers[0].ssh: must be one destination, like host or user@host: options belong into ~/.ssh/config"),
         (GOOD.replace("stages: 4", "stages: 4, dtype: int8"),
-         "cluster.yaml: partitions.small.dtype: must be one of float32, bfloat16, float16, not 'int8'"),
+         "cluster.yaml: partitions.small.dtype: must be one of auto, float32, bfloat16, float16, not 'int8'"),
         (GOOD + "partition: smal\n", "cluster.yaml: partition: unknown partition 'smal': did you mean small?"),
         (GOOD + "network: {within_server: pcie5}\n",
          "cluster.yaml: network.within_server: unknown link 'pcie5': did you mean pcie4?"),

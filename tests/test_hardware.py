@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pipedec.hardware import DEVICES, WeightFormat
+from pipedec.hardware import DEVICES
 
 
 @pytest.mark.parametrize(
@@ -22,14 +22,3 @@ from pipedec.hardware import DEVICES, WeightFormat
 )
 def test_a_gpu_is_compared_with_the_plan(planned: str, name: str, gigabytes: float, difference: str | None) -> None:
     assert DEVICES[planned].difference(name, round(gigabytes * 1e9)) == difference
-
-
-@pytest.mark.parametrize(
-    ("given", "target", "dtype"),
-    [
-        (None, "float32", "bfloat16"), (None, "float64", "bfloat16"), (None, "bfloat16", "bfloat16"),
-        (None, "float16", "float16"), ("float32", "bfloat16", "float32"),
-    ],
-)  # fmt: skip
-def test_a_draft_has_16_bits_unless_it_is_told_otherwise(given: str | None, target: str, dtype: str) -> None:
-    assert WeightFormat.of_draft(given, "int8", target) == WeightFormat(dtype, "int8")

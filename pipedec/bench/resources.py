@@ -17,7 +17,7 @@ from pipedec.bench.record import Row, header
 from pipedec.client.client import Client
 from pipedec.cluster.local import LocalCluster
 from pipedec.core import PipedecError, RankLost, SamplingParams, UserError
-from pipedec.engine.spec import PipelineSpec
+from pipedec.engine.spec import DTYPES, PipelineSpec
 from pipedec.messages import PromptRequest
 from pipedec.model import ModelConfig
 from pipedec.scheduler import RedisScheduler
@@ -183,8 +183,8 @@ def _peak_bytes(pid: int) -> int | None:
 
 def _weight_bytes(spec: PipelineSpec) -> dict[int, int]:
     """Bytes of each rank's own weights."""
-    size = spec.torch_dtype.itemsize
+    size, draft_size = spec.torch_dtype.itemsize, DTYPES[spec.weights_on(0, spec.torch_device())[0].dtype].itemsize
     target = ModelConfig.from_directory(spec.target)
     weights = {rank: size * target.num_stage_parameters(range(*spec.layers[rank - 1])) for rank in range(1, spec.num_stages + 1)}
     draft = ModelConfig.from_directory(spec.draft) if spec.draft is not None else None
-    return {0: size * draft.num_stage_parameters(range(draft.num_layers)) if draft else 0, **weights}
+    return {0: draft_size * draft.num_stage_parameters(range(draft.num_layers)) if draft else 0, **weights}

@@ -57,7 +57,7 @@ class PipelineFlags(RecoveryFlags):
     layers: str | None
     dtype: str
     quantize: str | None
-    draft_dtype: str | None
+    draft_dtype: str
     draft_quantize: str | None
     device: str
     transport: str
@@ -268,9 +268,9 @@ def pipeline_options(command: Command) -> Command:
         _flag("--stages", type=int, default=4, help="Pipeline stages, one process each."),
         _flag("--groups", type=int, help="Groups of stages that share a timestep (default: one per stage)."),
         _flag("--layers", metavar="N,N,…", help="Layers of each stage, like 6,6,6,6 (default: even)."),
-        _flag("--dtype", default="float32", help="float32, float64, bfloat16 or float16."),
+        _flag("--dtype", default="auto", help="float32, float64, bfloat16 or float16; auto: 16 bits on GPUs alone."),
         _flag("--quantize", metavar="int8|int4", help="Weights of the target in 8 or 4 bits, rounded as they are read."),
-        _flag("--draft-dtype", metavar="DTYPE", help="Of the draft: changes the speed of answers alone (default: 16 bits)."),
+        _flag("--draft-dtype", default="auto", help="Of the draft: changes only the speed; auto: 16 bits where they are fast."),
         _flag("--draft-quantize", metavar="int8|int4", help="Weights of the draft in 8 or 4 bits."),
         _flag("--device", default="auto", help="auto, cpu or cuda."),
         _flag("--transport", default="auto", help="auto, gloo or nccl."),

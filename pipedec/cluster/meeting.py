@@ -152,9 +152,9 @@ class Meeting:
             "protocol in Redis": scripts_digest(),
         }
         settings = {
-            "KV slots": f"{self._spec.kv_slots:,} in blocks of {self._spec.kv_block}",
             "weights": str(self._spec.weights_of(1)),
             "weights of the draft": str(self._spec.weights_of(0)),
+            "KV slots": f"{self._spec.kv_slots:,} in blocks of {self._spec.kv_block}",
         }
         return CardEvent(self._place.rank, self._host, machine_id(), address, versions, configs, settings)
 
@@ -239,7 +239,9 @@ class Meeting:
 
 _VERSION = "{own} has {name} {mine}, but {other} has {theirs}: install the same version on both"
 _CONFIG = "{own} has another {name} than {other}: copy the same checkpoint to both hosts"
-_SETTINGS = "{own} has {name} {mine}, but {other} has {theirs}: give both the same flags, --device cuda if only one has GPUs"
+_SETTINGS = (
+    "{own} has {name} {mine}, but {other} has {theirs}: give both the same flags, --device and --dtype if their GPUs differ"
+)
 _WEIGHTS = "{own} has other weights of the {name} than {other}: copy the same checkpoint to both hosts"
 
 
@@ -252,9 +254,9 @@ def check_cards(own: CardEvent, first: CardEvent) -> None:
 
 def check_equal(own: CardEvent, first: CardEvent, message: str, mine: Mapping[str, str], theirs: Mapping[str, str]) -> None:
     """Raises UserError with ``message`` for the first name under which two ranks have different values."""
-    for name in mine.keys() & theirs.keys():
-        if mine[name] != theirs[name]:
-            found = {"mine": mine[name], "theirs": theirs[name]}
+    for name, value in mine.items():
+        if name in theirs and value != theirs[name]:
+            found = {"mine": value, "theirs": theirs[name]}
             raise UserError(message.format(own=_name(own), other=_name(first), name=name, **found))
 
 

@@ -30,7 +30,7 @@ from pipedec.engine.activity import Doing
 from pipedec.engine.draft_loop import DraftLoop
 from pipedec.engine.rank_tasks import Wiring
 from pipedec.engine.sequences import Sequences
-from pipedec.engine.spec import PipelineSpec, num_gpus
+from pipedec.engine.spec import DTYPES, PipelineSpec, num_gpus
 from pipedec.engine.stage_loop import StageLoop
 from pipedec.messages import Choice, RankDescription, RunDescription, load_validators
 from pipedec.model import ModelConfig, described_attention
@@ -216,9 +216,10 @@ class _Rank:
     def _description(self, joined: _Joined) -> RankDescription:
         """What users are told of this rank."""
         device = torch.cuda.get_device_name(self._device) if self._device.type == "cuda" else "cpu"
-        attention = Choice(*described_attention(self._spec.torch_dtype, self._device, captures_graphs()))
+        weights, why = self._spec.weights_on(self._place.rank, self._device)
+        attention = Choice(*described_attention(DTYPES[weights.dtype], self._device, captures_graphs()))
         sending, remarks = (joined.backend, joined.interface), _clock_remarks(self._clock_offset_us)
-        about = self._place.rank, self._host, device, str(self._spec.weights_of(self._place.rank))
+        about = self._place.rank, self._host, device, Choice(str(weights), why)
         return RankDescription(*about, *sending, attention, remarks, self._first_epoch)
 
     def _outlive(self, error: PipedecError) -> None:

@@ -133,13 +133,13 @@ class Job:
         flags = self.flags
         if self.config is not None:
             return PipelineSpec.from_config(self.config, None, flags.device, flags.dispatch)
-        formats = flags.quantize, flags.draft_dtype, flags.draft_quantize
+        formats = flags.quantize, flags.draft_dtype or "auto", flags.draft_quantize
         models = Models(flags.target, flags.draft, flags.bita, *formats)
         cut = Cut(self.topology.num_stages, self.topology.num_groups, _counts(flags.layers))
         given = {name: getattr(flags, name) for name in _LIMITS if getattr(flags, name) is not None}
         if flags.kv_cache_memory is not None:
             given["kv_cache_memory"] = byte_size(flags.kv_cache_memory, "--kv-cache-memory")
-        return PipelineSpec.create(models, cut, flags.dtype or "float32", flags.device, flags.dispatch, Limits(**given))
+        return PipelineSpec.create(models, cut, flags.dtype or "auto", flags.device, flags.dispatch, Limits(**given))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -160,9 +160,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--target", type=Path, metavar="DIR", help="target checkpoint directory; default: the shipped pair")
     parser.add_argument("--draft", metavar="DIR|none", help="draft checkpoint directory")
     parser.add_argument("--bita", metavar="DIR|none", help="directory that pipedec train bita wrote for the target")
-    parser.add_argument("--dtype", help="float32, float64, bfloat16 or float16; default: float32")
+    parser.add_argument("--dtype", help="auto, float32, float64, bfloat16 or float16; default: the config's, else auto")
     parser.add_argument("--quantize", choices=tuple(QUANTIZED_BITS), help="weights of the target in fewer bits")
-    parser.add_argument("--draft-dtype", help="of the draft; default: 16 bits")
+    parser.add_argument("--draft-dtype", help="of the draft; default: the config's, else auto")
     parser.add_argument("--draft-quantize", choices=tuple(QUANTIZED_BITS), help="weights of the draft in fewer bits")
     parser.add_argument(
         "--max-model-len", type=int, metavar="N", help="maximum tokens of prompt and answer; default: the config's"

@@ -15,7 +15,7 @@ from annotated_types import Ge, Gt, Le, MinLen, Predicate
 from pipedec.config.files import parse_yaml, read_text
 from pipedec.config.redis import RedisConfig, redis_config
 from pipedec.core import MAX_NUM_SEQS, MAX_WAITING, BadValue, UserError
-from pipedec.hardware import DEVICES, LINKS, MODEL_SHAPES, WeightFormat
+from pipedec.hardware import DEVICES, LINKS, MODEL_SHAPES
 from pipedec.methods import LayerTreeOptions
 from pipedec.validation import byte_size, parse_json, shortened, unknown_name, validated
 
@@ -27,7 +27,7 @@ def _is_name(text: str) -> bool:
 Name = Annotated[str, Predicate(_is_name)]
 Text = Annotated[str, MinLen(1)]
 Environment = Mapping[str, str]
-Dtype = Literal["float32", "bfloat16", "float16"]
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Quantize = Literal["int8", "int4"]
 MaxModelLen = Annotated[int, Ge(1), Le(10_000_000)]
 
@@ -183,10 +183,10 @@ class ClusterConfig:
         target: checkpoint directory, or a known shape (enough for a plan, not for running).
         draft: the same for the draft model, or ``none``.
         bita: the directory of a BiTA that was trained for the target, or ``none``. A plan does not count it.
-        dtype: type of weights, activations and caches.
+        dtype: type of weights, activations and caches. ``auto``: the checkpoint's 16 bits if all stages have GPUs, else float32.
         quantize: ``int8`` or ``int4`` weights of the target, rounded as they are read; those of ``dtype`` if not given.
-        draft_dtype, draft_quantize: the same for the draft, whose precision changes the speed of answers alone. 16 bits and not
-            quantized if not given.
+        draft_dtype, draft_quantize: the same for the draft, whose precision changes the speed of answers alone. ``auto``: 16 bits
+            on a GPU or a processor with bfloat16 instructions, else float32.
         max_model_len: maximum tokens of a prompt and its answer together. A plan reserves KV caches of this size; a running
             cluster refuses requests that exceed it.
         max_num_seqs: most requests in the pipeline at the same time; further ones wait.
@@ -209,9 +209,9 @@ class ClusterConfig:
     partitions: Mapping[Name, PartitionConfig]
     draft: Text = "none"
     bita: Text = "none"
-    dtype: Dtype = "float32"
+    dtype: Dtype = "auto"
     quantize: Quantize | None = None
-    draft_dtype: Dtype | None = None
+    draft_dtype: Dtype = "auto"
     draft_quantize: Quantize | None = None
     max_model_len: MaxModelLen = 4096
     max_num_seqs: Annotated[int, Ge(1), Le(65_536)] = MAX_NUM_SEQS
@@ -250,14 +250,6 @@ class ClusterConfig:
     def kv_cache_bytes(self) -> int | None:
         """``kv_cache_memory`` in bytes."""
         return None if self.kv_cache_memory is None else byte_size(self.kv_cache_memory, "kv_cache_memory:")
-
-    @property
-    def target_weights(self) -> WeightFormat:
-        return WeightFormat(self.dtype, self.quantize)
-
-    @property
-    def draft_weights(self) -> WeightFormat:
-        return WeightFormat.of_draft(self.draft_dtype, self.draft_quantize, self.dtype)
 
     def find_partition(self, name: str | None = None) -> tuple[str, PartitionConfig]:
         """The partition ``name``, else the file's default, else the only one. UserError if there is no such partition."""

@@ -1,4 +1,4 @@
-"""Secrets, directories, the choice of network interfaces and whether graphs are captured, from environment variables."""
+"""Secrets, directories, the choice of network interfaces, of instructions and of graphs, from environment variables."""
 
 from __future__ import annotations
 
@@ -39,6 +39,11 @@ def captures_graphs() -> bool:
     if chosen not in ("on", "off"):
         raise UserError(f"PIPEDEC_GRAPHS must be on or off, not {chosen!r}")
     return chosen == "on"
+
+
+def onednn_limit() -> str:
+    """The last instruction set that oneDNN may use, in capitals: $ONEDNN_MAX_CPU_ISA, or its older name; empty for all."""
+    return (os.environ.get("ONEDNN_MAX_CPU_ISA") or os.environ.get("DNNL_MAX_CPU_ISA") or "").upper()
 
 
 def ssh_program() -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, fields
 from pathlib import Path
+from typing import Any
 
 from pipedec.config.files import read_text
 from pipedec.core import UserError
@@ -23,15 +24,8 @@ def model_shape(name: str) -> ModelShape:
     """
     if name in MODEL_SHAPES:
         return MODEL_SHAPES[name]
-    path = model_files(name) / "config.json"
-    if not path.is_file():
-        known_models = ", ".join(MODEL_SHAPES)
-        raise UserError(f"{shortened(name)!r} is neither a directory with a config.json nor a known model ({known_models})")
-    try:
-        document = json.loads(read_text(path))
-    except (ValueError, RecursionError):
-        raise UserError(f"{path}: not valid JSON") from None
-    model_type = document.get("model_type") if isinstance(document, dict) else None
+    path, document = _config_json(name)
+    model_type = document.get("model_type")
     if model_type not in SUPPORTED_MODEL_TYPES:
         supported = ", ".join(SUPPORTED_MODEL_TYPES)
         raise UserError(f"{path}: model_type {shortened(model_type)!r} is not supported: it must be one of {supported}")
@@ -41,6 +35,33 @@ def model_shape(name: str) -> ModelShape:
         sizes.setdefault("head_dim", _QWEN3_HEAD_DIM)
     optional = optional_weights(model_type, bool(document.get("attention_bias")), bool(document.get("mlp_bias")))
     return validated(ModelShape, sizes | asdict(optional), str(path))
+
+
+def checkpoint_dtype(name: str | Path) -> str:
+    """The dtype in which a model was published: the known ones in bfloat16, a checkpoint as its ``config.json`` has it.
+
+    A file that names none counts as float32. So does a GGUF file, whose weights are de-quantised in float32.
+
+    Raises:
+        UserError: there is no such model.
+    """
+    if name in MODEL_SHAPES:
+        return "bfloat16"
+    _, document = _config_json(name)
+    return str(document.get("dtype") or document.get("torch_dtype") or "float32")
+
+
+def _config_json(name: str | Path) -> tuple[Path, dict[str, Any]]:
+    """The ``config.json`` of a checkpoint, and what it holds. UserError if there is none."""
+    path = model_files(name) / "config.json"
+    if not path.is_file():
+        known_models = ", ".join(MODEL_SHAPES)
+        raise UserError(f"{shortened(name)!r} is neither a directory with a config.json nor a known model ({known_models})")
+    try:
+        document = json.loads(read_text(path))
+    except (ValueError, RecursionError):
+        raise UserError(f"{path}: not valid JSON") from None
+    return path, document if isinstance(document, dict) else {}
 
 
 def context_length(directory: Path, max_model_len: int | None = None) -> int:

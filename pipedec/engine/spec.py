@@ -8,15 +8,16 @@ from pathlib import Path
 
 import torch
 
-from pipedec.config import ClusterConfig, ServerConfig
+from pipedec.config import ClusterConfig, ServerConfig, checkpoint_dtype
 from pipedec.core import KNEE_ROWS, MAX_NUM_SEQS, MAX_WAITING, UserError
 from pipedec.decoding import Drafter
 from pipedec.drafting import DraftModel
+from pipedec.engine.arithmetic import arithmetic_of
 from pipedec.engine.sequences import Sequences
 from pipedec.hardware import DEVICES as DEVICE_KINDS
 from pipedec.hardware import MODEL_SHAPES, QUANTIZED_BITS, WeightFormat
 from pipedec.kv import KVManager
-from pipedec.messages import BitaDescription, RankDescription, RunDescription
+from pipedec.messages import BitaDescription, Choice, RankDescription, RunDescription
 from pipedec.methods import LayerTreeOptions
 from pipedec.model import (
     BitaConfig,
@@ -30,6 +31,7 @@ from pipedec.model import (
     device_capture,
 )
 from pipedec.model.rotary import LENGTH_DEPENDENT
+from pipedec.plan.dtypes import AUTO, GIVEN, Arithmetic, chosen_dtypes, draft_dtype
 from pipedec.plan.emulation import Emulation
 from pipedec.plan.kv_memory import CPU_BLOCK, CUDA_BLOCK, DEFAULT_BYTES, KVBudget, RankBudget
 from pipedec.plan.layers import even_layers, explicit_layers
@@ -61,8 +63,8 @@ class Models:
         bita: a directory that ``pipedec train bita`` wrote; ``"none"`` for no BiTA. None takes the shipped one for the shipped
             target.
         quantize: ``int8`` or ``int4`` weights of the target, rounded as they are read; None for those of the dtype.
-        draft_dtype, draft_quantize: of the draft; None for 16 bits (see ``WeightFormat.of_draft``), and not quantized. They
-            change only how fast answers come.
+        draft_dtype, draft_quantize: of the draft; ``auto`` for 16 bits where they are fast (see ``plan.dtypes``), and not
+            quantized. They change only how fast answers come.
 
     Raises:
         UserError: there is no such number format.
@@ -72,13 +74,13 @@ class Models:
     draft: str | Path | None = None
     bita: str | Path | None = None
     quantize: str | None = None
-    draft_dtype: str | None = None
+    draft_dtype: str = AUTO
     draft_quantize: str | None = None
 
     def __post_init__(self) -> None:
         for flag, given, known in (
             ("--quantize", self.quantize, QUANTIZED_BITS),
-            ("--draft-dtype", self.draft_dtype, DTYPES),
+            ("--draft-dtype", self.draft_dtype, (AUTO, *DTYPES)),
             ("--draft-quantize", self.draft_quantize, QUANTIZED_BITS),
         ):
             if given is not None and given not in known:
@@ -174,7 +176,10 @@ class PipelineSpec:
 
     Attributes:
         draft, bita: None if there is none.
-        quantize, draft_dtype, draft_quantize: see ``Models``.
+        dtype: of the target, the same on every rank; never ``auto``.
+        draft_dtype: see ``Models``. With ``auto`` the processor of rank 0 decides when it loads the draft.
+        quantize, draft_quantize: see ``Models``.
+        dtype_why, draft_dtype_why: why the target and the draft have theirs.
         layers: for each stage, its first layer of the target and the layer behind its last.
         emulation: makes every rank's work take as long as on the devices that it names; None to run at full speed.
         dispatch: what the scheduler grants, ``windows`` of timesteps or single ``tasks``.
@@ -206,8 +211,10 @@ class PipelineSpec:
     prefix_cache: bool = True
     kv_room: tuple[int, ...] | None = None
     quantize: str | None = None
-    draft_dtype: str | None = None
+    draft_dtype: str = AUTO
     draft_quantize: str | None = None
+    dtype_why: str = GIVEN
+    draft_dtype_why: str = GIVEN
 
     @classmethod
     def from_config(
@@ -226,15 +233,15 @@ class PipelineSpec:
         for key, model in (("target", config.target), ("draft", config.draft)):
             if model in MODEL_SHAPES:
                 raise UserError(f"{key}: {model} is a shape to plan with and has no weights: give a checkpoint directory")
-        plan = make_plan(config, name)
+        plan, places = make_plan(config, name), rank_places(config, name)
         limits = Limits(config.max_model_len, config.max_num_seqs, config.max_waiting, config.kv_cache_bytes, config.prefix_cache)
         spec = cls._of(
             Models(config.target, config.draft, config.bita, config.quantize, config.draft_dtype, config.draft_quantize),
             Cut(partition.stages, partition.num_groups, [len(stage.layers) for stage in plan.stages]),
-            config.dtype, device, dispatch, limits, config.tree,
+            config.dtype, device, dispatch, limits, config.tree, places,
         )  # fmt: skip
         found = replace(
-            spec, places=rank_places(config, name), servers=config.servers, duplex=config.network.duplex,
+            spec, servers=config.servers, duplex=config.network.duplex,
             kv_room=(plan.draft.kv_room if plan.draft else 0, *(stage.kv_room for stage in plan.stages)),
         )  # fmt: skip
         found.check_kv_budget()
@@ -245,7 +252,7 @@ class PipelineSpec:
         cls,
         models: Models = Models(),
         cut: Cut = Cut(),
-        dtype: str = "float32",
+        dtype: str = AUTO,
         device: str = "auto",
         dispatch: str = "windows",
         limits: Limits = Limits(),
@@ -270,18 +277,25 @@ class PipelineSpec:
         dispatch: str,
         limits: Limits,
         tree: LayerTreeOptions | None,
+        places: tuple[Placement, ...] | None = None,
     ) -> PipelineSpec:
-        if dtype not in DTYPES:
-            raise UserError(f"unknown dtype {dtype!r}: choose one of {', '.join(DTYPES)}")
+        if dtype not in (AUTO, *DTYPES):
+            raise UserError(f"unknown dtype {dtype!r}: choose one of {', '.join((AUTO, *DTYPES))}")
         if device not in DEVICES:
             raise UserError(f"unknown device {device!r}: choose one of {', '.join(DEVICES)}")
         if dispatch not in DISPATCHES:
             raise UserError(f"unknown dispatch {dispatch!r}: choose one of {', '.join(DISPATCHES)}")
         target, draft, bita = models.checked_paths()
         topology, layers = cut.topology, cut.bounds(ModelConfig.from_directory(target).num_layers)
+        drafts_on, *computes_on = _arithmetics(device, places)
+        given = dtype, models.draft_dtype
+        chosen, drafting = chosen_dtypes(given, checkpoint_dtype(target), drafts_on, computes_on)
+        if not drafts_on.is_gpu:
+            drafting = Choice(models.draft_dtype, GIVEN)
         return cls(
-            target, draft, topology, layers, dtype, device, dispatch=dispatch, bita=bita, tree=tree, quantize=models.quantize,
-            draft_dtype=models.draft_dtype, draft_quantize=models.draft_quantize, **asdict(limits),
+            target, draft, topology, layers, chosen.name, device, dispatch=dispatch, bita=bita, tree=tree, places=places,
+            quantize=models.quantize, draft_dtype=drafting.name, draft_quantize=models.draft_quantize,
+            dtype_why=chosen.why, draft_dtype_why=drafting.why, **asdict(limits),
         )  # fmt: skip
 
     @property
@@ -289,10 +303,21 @@ class PipelineSpec:
         return DTYPES[self.dtype]
 
     def weights_of(self, rank: int) -> WeightFormat:
-        """How the numbers of a rank are kept."""
+        """How the numbers of a rank are kept, as far as all ranks know: a draft in float32, its largest, if rank 0 decides."""
         if rank == 0:
-            return WeightFormat.of_draft(self.draft_dtype, self.draft_quantize, self.dtype)
+            return WeightFormat("float32" if self.draft_dtype == AUTO else self.draft_dtype, self.draft_quantize)
         return WeightFormat(self.dtype, self.quantize)
+
+    def weights_on(self, rank: int, device: torch.device) -> tuple[WeightFormat, str]:
+        """How the numbers of a rank are kept on its device, and why."""
+        if rank > 0:
+            return self.weights_of(rank), self.dtype_why
+        if self.draft is None:
+            return WeightFormat(self.dtype), "there is no draft model"
+        if self.draft_dtype != AUTO:
+            return self.weights_of(0), self.draft_dtype_why
+        chosen = draft_dtype(AUTO, self.dtype, arithmetic_of(device))
+        return WeightFormat(chosen.name, self.draft_quantize), chosen.why
 
     @property
     def window(self) -> int:
@@ -445,8 +470,8 @@ class PipelineSpec:
             return None
         config = ModelConfig.from_directory(self.draft)
         layers = range(config.num_layers)
-        dtype = DTYPES[self.weights_of(0).dtype]
-        model = StageModel.load(self.draft, layers, dtype, device, config, progress, self.draft_quantize)
+        weights, _ = self.weights_on(0, device)
+        model = StageModel.load(self.draft, layers, DTYPES[weights.dtype], device, config, progress, self.draft_quantize)
         model.capture = capture(device)
         vocabulary = DraftVocabulary.load(self.draft, device)
         return DraftModel(
@@ -468,6 +493,14 @@ def _check_vocabulary(target: Path, draft: Path) -> None:
         same_tokenizer(target, draft)
     elif known.of != vocabulary_digest(load_tokenizer(target)):
         raise UserError(f"the draft {draft} was trained for a target with another vocabulary than {target}: use its own draft")
+
+
+def _arithmetics(device: str, places: Sequence[Placement] | None) -> list[Arithmetic]:
+    """What the devices of rank 0 and of the stages compute fast: the planned ones, or this machine's for ``device``."""
+    if places is not None and device == "auto":
+        return [Arithmetic.planned(place.device) for place in places]
+    here = arithmetic_of(torch.device("cuda" if device == "cuda" or (device == "auto" and num_gpus()) else "cpu"))
+    return [here, here]
 
 
 def num_gpus() -> int:

@@ -10,10 +10,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import ceil, floor
 
-from pipedec.config import ClusterConfig, PartitionConfig, model_shape
+from pipedec.config import ClusterConfig, PartitionConfig, checkpoint_dtype, model_shape
 from pipedec.core import ROW_ID_BYTES, Load, UserError
 from pipedec.hardware import DEVICES, GIGA, LINKS, Link, WeightFormat
 from pipedec.plan.costs import ModelCosts, RankTiming
+from pipedec.plan.dtypes import Arithmetic, chosen_dtypes
 from pipedec.plan.kv_memory import CPU_BLOCK, CUDA_BLOCK, DEFAULT_BYTES, KVBudget, RankBudget
 from pipedec.plan.layers import balance, explicit_layers
 from pipedec.plan.placement import Placement, place_stages
@@ -157,16 +158,17 @@ def plan(config: ClusterConfig, partition_name: str | None = None) -> Plan:
     config = config.for_partition(name)
     target = model_shape(config.target)
     draft_place, places = place_stages(config, name, partition)
-    costs = ModelCosts(target, config.target_weights, config.tree.width, config.max_model_len, partition.num_groups)
+    weights, draft_weights = _weights(config, draft_place, places)
+    costs = ModelCosts(target, weights, config.tree.width, config.max_model_len, partition.num_groups)
     layers, problems = _split(costs, partition, places)
     topology = Topology.even(partition.stages, partition.num_groups)
     stages = tuple(
         _plan_stage(costs, config, rank, topology.group_of(rank) + 1, layers, places) for rank in range(1, partition.stages + 1)
     )
-    draft = _plan_draft(config, costs, draft_place, places[0]) if draft_place else None
+    draft = _plan_draft(config, draft_weights, costs, draft_place, places[0]) if draft_place else None
     kv = _kv_budget(config, ([draft] if draft else []) + list(stages), partition.num_groups)
     draft, stages = draft and _with_kv(draft, kv), tuple(_with_kv(stage, kv) for stage in stages)
-    advice = _advice(config)
+    advice = _advice(weights)
     for stage in stages:
         if not stage.fits:
             problems.append(f"stage {stage.rank} {_shortage(stage)}: {advice}")
@@ -178,9 +180,17 @@ def plan(config: ClusterConfig, partition_name: str | None = None) -> Plan:
         problems = problems or [str(error)]
     timestep = _timestep_ms(draft, stages, config.network.duplex, Load(config.tree.width))
     return Plan(
-        name, config.target, config.target_weights, config.max_model_len, config.tree.width, draft, stages, config.network.duplex,
+        name, config.target, weights, config.max_model_len, config.tree.width, draft, stages, config.network.duplex,
         timestep, timestep * partition.num_groups, _pp_token_ms(stages), kv, tuple(problems),
     )  # fmt: skip
+
+
+def _weights(config: ClusterConfig, draft: Placement | None, stages: Sequence[Placement]) -> tuple[WeightFormat, WeightFormat]:
+    """Of target and draft. What processor a draft has is not known here: there ``auto`` counts as float32, its largest."""
+    given, checkpoint = (config.dtype, config.draft_dtype), checkpoint_dtype(config.target)
+    on = Arithmetic.planned(draft.device if draft else "cpu"), [Arithmetic.planned(stage.device) for stage in stages]
+    target, drafting = chosen_dtypes(given, checkpoint, *on)
+    return WeightFormat(target.name, config.quantize), WeightFormat(drafting.name, config.draft_quantize)
 
 
 def _split(costs: ModelCosts, partition: PartitionConfig, places: Sequence[Placement]) -> tuple[list[range], list[str]]:
@@ -219,8 +229,10 @@ def _plan_stage(
     )  # fmt: skip
 
 
-def _plan_draft(config: ClusterConfig, target: ModelCosts, place: Placement, first_stage: Placement) -> StagePlan:
-    costs = ModelCosts(model_shape(config.draft), config.draft_weights, target.rows, target.max_model_len, target.groups)
+def _plan_draft(
+    config: ClusterConfig, weights: WeightFormat, target: ModelCosts, place: Placement, first_stage: Placement
+) -> StagePlan:
+    costs = ModelCosts(model_shape(config.draft), weights, target.rows, target.max_model_len, target.groups)
     device, layers = DEVICES[place.device], costs.shape.num_hidden_layers
     timing = RankTiming(
         costs.pass_time(device, layers, True),
@@ -282,11 +294,11 @@ def _pp_token_ms(stages: Sequence[StagePlan]) -> float:
     return sum(stage.timing.compute_ms(Load(1)) + stage.timing.send_ms(1) for stage in stages)
 
 
-def _advice(config: ClusterConfig) -> str:
+def _advice(weights: WeightFormat) -> str:
     """For a stage that does not fit."""
-    if config.quantize is not None:
+    if weights.quantize is not None:
         return "use more stages"
-    return "use more stages, bfloat16 or quantize" if config.dtype == "float32" else "use more stages or quantize"
+    return "use more stages, bfloat16 or quantize" if weights.dtype == "float32" else "use more stages or quantize"
 
 
 def _shortage(stage: StagePlan) -> str:

@@ -85,7 +85,7 @@ def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--prompt", "a", "--stages", "2", "--layers", "8,0"], "every stage needs at least 1 layer"),
         (["--prompt", "a", "--stages", "2", "--layers", "3,3,2"], "--layers lists 3 stages, but there are 2"),
         (["--prompt", "a", "--layers", "four"], "--layers four: write numbers with commas between them"),
-        (["--prompt", "a", "--dtype", "int4"], "unknown dtype 'int4': choose one of float32,"),
+        (["--prompt", "a", "--dtype", "int4"], "unknown dtype 'int4': choose one of auto, float32,"),
         (["--prompt", "a", "--device", "tpu"], "unknown device 'tpu': choose one of auto, cpu, cuda"),
         (["--prompt", "a", "--draft", "none", "--method", "pipedec"], "method pipedec needs a draft model"),
         (["--prompt", "a", "--draft", "none", "--method", "stpp"], "method stpp needs a draft model"),

@@ -31,7 +31,7 @@ from pipedec.cluster.local import LocalCluster
 from pipedec.cluster.state import RunningCluster
 from pipedec.core import KNEE_ROWS, Completion, PipedecError, RankLost, SamplingParams, SchedulerLost, UserError
 from pipedec.engine.tasks import PREFILL_CHUNK
-from pipedec.messages import PromptRequest, RunDescription
+from pipedec.messages import Choice, PromptRequest, RunDescription
 from pipedec.methods import METHOD_NAMES, applicable_options
 from pipedec.scheduler import EmbeddedServer, RedisScheduler, connect
 from pipedec.tracing import SCHEDULER_TRACK
@@ -94,6 +94,14 @@ def test_two_stages_say_what_transformers_says(
 ) -> None:
     assert len(tokenizer(PROMPTS[1])["input_ids"]) > PREFILL_CHUNK
     check_answers(resident, reference, tokenizer)
+
+
+def test_every_rank_says_what_it_computes_in_and_why(resident: LocalCluster) -> None:
+    described = resident.description()
+    on_cpu = Choice("float32", "the target runs on a CPU: --dtype bfloat16 takes half the memory")
+    assert [rank.dtype for rank in described.ranks] == [Choice("float32", "as given"), on_cpu, on_cpu]
+    assert f"cpu, float32 ({on_cpu.why}); gloo over lo (" in str(described.ranks[1])
+    assert (described.dtype, described.draft_dtype) == ("float32", "float32")
 
 
 @pytest.mark.slow

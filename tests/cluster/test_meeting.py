@@ -137,6 +137,19 @@ def test_ranks_with_other_flags_are_found(run: Run, no_interface: None) -> None:
         run.meet(1, 0, 1).result(30)
 
 
+def test_hosts_whose_targets_would_have_another_dtype_are_found(run: Run, no_interface: None) -> None:
+    """As where torchrun starts one without a plan on a host with GPUs and on one without."""
+    settings = {"weights": "bfloat16", "weights of the draft": "bfloat16", "KV slots": "512 in blocks of 256"}
+    for rank in (0, 2):
+        run.scheduler.publish(run.scheduler.keys.meeting, run.card(rank, settings=settings if rank == 0 else {}))
+    message = (
+        r"^rank 1 \(stage 1\) on here has weights float32, but rank 0 \(draft\) on host-0 has bfloat16: "
+        r"give both the same flags, --device and --dtype if their GPUs differ$"
+    )
+    with pytest.raises(UserError, match=message):
+        run.meet(1, 0, 1).result(30)
+
+
 def test_weights_that_differ_in_one_byte_are_found(run: Run) -> None:
     """Their first rows, configurations and tokenizers are equal."""
     with socket.create_server((LOOPBACK, 0)) as other_host:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -181,9 +182,11 @@ def torchrun_environment(monkeypatch: pytest.MonkeyPatch, state_directory: Path)
 
 @pytest.mark.slow
 def test_a_cluster_obeys_its_config(agents: Agents, pair: Pair, tmp_path: Path) -> None:
-    config = write_config(tmp_path / "cluster.yaml", str(pair.target), str(pair.draft), agents.server.url, "float32", 40)
+    config = write_config(tmp_path / "cluster.yaml", str(pair.target), str(pair.draft), agents.server.url, "auto", 40)
     agents.start("--config", str(config), "--partition", "trio", "--device", "cpu")
     agents.wait_until_up()
+    assert re.search(r"rank 0 \(draft\) on \S+: cpu, b?float\d\d \(this processor has (no )?bfloat16 ins", agents.output())
+    assert re.search(r"rank 3 \(stage 3\) on \S+: cpu, float32 \(the target runs on a CPU: .*\); gloo over ", agents.output())
     submit = ("submit", "--redis", agents.server.url, "--run", "two-hosts", "--raw-prompt", "--prompt")
     refused = run_cli(*submit, "Hello", "--max-tokens", "40")
     assert refused.returncode == 2 and "but the cluster's context is 40: shorten the prompt or lower" in refused.stderr

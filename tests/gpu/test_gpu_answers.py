@@ -60,7 +60,7 @@ def test_drawn_answers_are_the_same_by_all_methods(spec: PipelineSpec) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("quantize", ["int8", "int4"])
 def test_quantised_answers_are_those_of_weights_that_were_rounded(device: str, quantize: str) -> None:
-    spec = PipelineSpec.create(Models(quantize=quantize), Cut(3), device=device)
+    spec = PipelineSpec.create(Models(quantize=quantize), Cut(3), "float32", device=device)
     reference, ids = Reference(spec), spec.load_prompter().token_ids(PROMPT, False, TOKENS)
     expected = reference.generate(ids, TOKENS, ignore_eos=True)
     for method, found in answers(spec, SamplingParams(max_tokens=TOKENS, ignore_eos=True)).items():

@@ -21,8 +21,11 @@ MIB = 2**20
 
 
 def spec(pair: Pair, stages: int = 2, dtype: str = "float32", dispatch: str = "windows", **limits: object) -> PipelineSpec:
-    models, given = Models(pair.target, pair.draft, pair.bita), Limits(**limits)  # type: ignore[arg-type]
-    return PipelineSpec.create(models, Cut(stages), dtype, "cpu", dispatch, given)
+    return PipelineSpec.create(_models(pair), Cut(stages), dtype, "cpu", dispatch, Limits(**limits))  # type: ignore[arg-type]
+
+
+def _models(pair: Pair, draft_dtype: str = "bfloat16") -> Models:
+    return Models(pair.target, pair.draft, pair.bita, draft_dtype=draft_dtype)
 
 
 def cluster(pair: Pair, device: str = "cpu", **settings: object) -> ClusterConfig:
@@ -50,6 +53,12 @@ def test_bytes_are_counted_by_the_layers_and_the_dtype_of_every_rank(pair: Pair)
     in_float64 = spec(pair, stages=8, dtype="float64", kv_cache_memory=MIB)
     assert in_float64.kv_slots == MIB // (2 * 2 * 8 * 8) // 16 * 16, "the stages are scarcest, with a layer each"
     assert spec(pair, stages=8, kv_cache_memory=MIB).kv_slots == MIB // (DRAFT_LAYERS * 2 * 2 * 8 * 2) // 16 * 16
+
+
+def test_a_draft_whose_processor_decides_counts_as_float32(pair: Pair) -> None:
+    """All ranks must count the same slots, and only rank 0 knows its processor."""
+    made = PipelineSpec.create(_models(pair, "auto"), Cut(8), device="cpu", limits=Limits(kv_cache_memory=MIB))
+    assert made.kv_slots == MIB // (DRAFT_LAYERS * 2 * 2 * 8 * 4) // 16 * 16
 
 
 def test_the_default_suffices_for_all_requests(pair: Pair) -> None:

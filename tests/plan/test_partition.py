@@ -31,7 +31,8 @@ def paper(monkeypatch: pytest.MonkeyPatch) -> ClusterConfig:
 
 def small(stages: int, model: str = "llama-3.2-1b", **partition: object) -> ClusterConfig:
     servers = (ServerConfig("a", {"rtx3090": 3}), ServerConfig("b", {"l40": 2}))
-    return ClusterConfig(model, servers, {"only": PartitionConfig(stages, **partition)})  # type: ignore[arg-type]
+    only = PartitionConfig(stages, **partition)  # type: ignore[arg-type]
+    return ClusterConfig(model, servers, {"only": only}, dtype="float32")
 
 
 def shown(planned: Plan) -> str:

@@ -36,7 +36,9 @@ class Pair:
     bita: Path
 
     def spec(self, stages: int = 2, groups: int | None = None, draft: str | None = None) -> PipelineSpec:
-        return PipelineSpec.create(Models(self.target, draft or self.draft, self.bita), Cut(stages, groups), device="cpu")
+        """On every processor the same: also the draft computes in float32."""
+        models = Models(self.target, draft or self.draft, self.bita, draft_dtype="float32")
+        return PipelineSpec.create(models, Cut(stages, groups), device="cpu")
 
     @property
     def flags(self) -> list[str]:

@@ -205,7 +205,7 @@ class OnReplay(Place):
 
     @cached_property
     def _target(self) -> LocalPipeline:
-        return LocalPipeline.load(PipelineSpec.create(Models(self._spec.target, "none"), Cut(1)))
+        return LocalPipeline.load(PipelineSpec.create(Models(self._spec.target, "none"), Cut(1), self._spec.dtype))
 
     @cached_property
     def _draft(self) -> Drafter:

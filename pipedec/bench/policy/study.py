@@ -176,7 +176,7 @@ class Study:
 
     @cached_property
     def _target(self) -> OneProcess:
-        return OneProcess(PipelineSpec.create(Models(self._spec.target, "none"), Cut(1)))
+        return OneProcess(PipelineSpec.create(Models(self._spec.target, "none"), Cut(1), self._spec.dtype))
 
     @cached_property
     def _draft(self) -> Drafter:

@@ -266,7 +266,7 @@ def emulated(
     config = config.for_partition(preset)
     cut = config if stages is None else with_stages(config, preset, stages)
     plan = make_plan(cut, preset)
-    spec = PipelineSpec.create(pair.models, Cut(len(plan.stages), plan.num_groups))
+    spec = PipelineSpec.create(pair.models, Cut(len(plan.stages), plan.num_groups), "float32")
     emulation = replace(Emulation.of_plan(plan, slow_motion), counts_own_work=own_work)
     return Shape(preset, replace(spec, emulation=emulation, draft_dtype=spec.dtype), _cluster(plan, config.draft))
 
@@ -287,7 +287,7 @@ def small_model_alone(
 
 def as_it_is(stages: int, pair: Pair) -> Shape:
     """Real stages on this machine, nothing emulated."""
-    return _real(PipelineSpec.create(pair.models, Cut(stages)))
+    return _real(PipelineSpec.create(pair.models, Cut(stages), "float32"))
 
 
 def small_model_as_it_is(pair: Pair) -> Shape:
@@ -319,7 +319,7 @@ def bita_row(directory: Path) -> Row:
 
 def _small_spec(pair: Pair) -> PipelineSpec:
     small = pair.small or PipelineSpec.create(Models(pair.target, pair.draft), Cut(1)).draft
-    return PipelineSpec.create(Models(small, "none"), Cut(1))
+    return PipelineSpec.create(Models(small, "none"), Cut(1), "float32")
 
 
 def _real(spec: PipelineSpec) -> Shape:

@@ -97,7 +97,7 @@ def alternatives(
     config = AlternativesConfig(max_tokens, repeats, threads)
     texts = prompts.read()
     check_writable(out)
-    spec = PipelineSpec.create(Models(pair.target, pair.draft, pair.bita), Cut(pair.stages), device=pair.device)
+    spec = PipelineSpec.create(Models(pair.target, pair.draft, pair.bita), Cut(pair.stages), "float32", device=pair.device)
     with console.status("loading") as status:
         rows = measure_alternatives(spec, texts, config, lambda done, total: status.update(f"answer {done} of {total}"))
     Console().print(_table(rows))

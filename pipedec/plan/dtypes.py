@@ -1,0 +1,85 @@
+"""Which dtype ``auto`` stands for: 16 bits where the devices compute them fast.
+
+The target's dtype changes what is computed, so every rank must have the same one; the draft's changes only how fast answers come.
+Knows what a device can do by its ``Arithmetic`` alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from pipedec.hardware import DEVICES
+from pipedec.messages import Choice
+
+AUTO = "auto"
+_16_BITS = ("bfloat16", "float16")
+GIVEN = "as given"
+
+
+@dataclass(frozen=True)
+class Arithmetic:
+    """The 16-bit formats that a device computes with instructions of its own.
+
+    Attributes:
+        is_gpu: all GPUs have them for float16; a processor is not asked for it.
+        has_bfloat16: those of bfloat16.
+    """
+
+    is_gpu: bool
+    has_bfloat16: bool
+
+    @classmethod
+    def planned(cls, device: str) -> Arithmetic:
+        """Of a kind of device. A plan does not know which processor ``cpu`` is, and counts on no such instructions."""
+        return cls(DEVICES[device].is_gpu, DEVICES[device].is_gpu)
+
+
+def chosen_dtypes(
+    given: tuple[str, str], checkpoint: str, draft: Arithmetic, stages: Iterable[Arithmetic]
+) -> tuple[Choice, Choice]:
+    """The dtypes of target and draft. ``given`` are both, ``draft`` and ``stages`` their devices; else as ``target_dtype``."""
+    target = target_dtype(given[0], checkpoint, stages)
+    return target, draft_dtype(given[1], target.name, draft)
+
+
+def target_dtype(given: str, checkpoint: str, stages: Iterable[Arithmetic]) -> Choice:
+    """The dtype of the target on all of its stages.
+
+    On GPUs it is the checkpoint's, or float16 if one of them has no bfloat16. With a stage on a CPU it is float32, in which all
+    methods give the same tokens on every processor.
+
+    Args:
+        given: a dtype, which is taken as it is, or ``auto``.
+        checkpoint: in which the checkpoint was published.
+        stages: their devices.
+    """
+    devices = list(stages)
+    if given != AUTO:
+        return Choice(given, GIVEN)
+    if not all(device.is_gpu for device in devices):
+        return Choice("float32", "the target runs on a CPU: --dtype bfloat16 takes half the memory")
+    if checkpoint not in _16_BITS:
+        return Choice("float32", "the checkpoint has no 16 bits: --dtype bfloat16 takes half the memory")
+    if checkpoint == "bfloat16" and not all(device.has_bfloat16 for device in devices):
+        return Choice("float16", "a GPU has no bfloat16 instructions")
+    return Choice(checkpoint, "the checkpoint's own")
+
+
+def draft_dtype(given: str, target: str, device: Arithmetic) -> Choice:
+    """The dtype of the draft: 16 bits where its device has instructions for them, the target's if that has 16.
+
+    Args:
+        given: a dtype, which is taken as it is, or ``auto``.
+        target: the target's dtype.
+        device: on which the draft runs.
+    """
+    if given != AUTO:
+        return Choice(given, GIVEN)
+    if not device.is_gpu:
+        if device.has_bfloat16:
+            return Choice("bfloat16", "this processor has bfloat16 instructions")
+        return Choice("float32", "this processor has no bfloat16 instructions")
+    if target == "float16" or not device.has_bfloat16:
+        return Choice("float16", "as the target" if target == "float16" else "the GPU has no bfloat16 instructions")
+    return Choice("bfloat16", "a GPU computes 16 bits faster")
