@@ -240,7 +240,7 @@ def test_an_echo_without_log_probabilities_begins_the_stream(site: Site) -> None
 
 
 def test_an_impossible_token_has_a_finite_logprob(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("scripted_engine.logprobs_of", lambda token, count: {token: -math.inf})
+    monkeypatch.setattr("support.scripted_engine.logprobs_of", lambda token, count: {token: -math.inf})
     assert ask(site, COMPLETIONS, logprobs=1)["choices"][0]["logprobs"]["token_logprobs"] == [-9999.0] * 16
 
 
