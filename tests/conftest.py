@@ -16,7 +16,7 @@ import pytest
 from support.hosts import Hosts, lacking, namespace_hosts
 from support.processes import deadline, marked_processes, wait_until
 from support.thread_models import ThreadModels
-from support.tiny_pair import Pair, make_pair
+from support.tiny_pair import Pair, make_pair, tiny_tokenizer
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.utils import logging as transformers_logging
 
@@ -24,7 +24,7 @@ from pipedec.cluster.local import LocalCluster
 from pipedec.engine.spec import DISPATCHES
 from pipedec.verify.reference import Reference
 
-pytest_plugins = ["support.cpu_seconds", "support.tiers"]
+pytest_plugins = ["support.cpu_seconds", "support.tiers", "support.numbers", "support.thirds"]
 
 TEST_SECONDS = 180.0
 
@@ -39,6 +39,14 @@ transformers_logging.disable_progress_bar()  # "Writing model shards" would stan
 @pytest.fixture(scope="session")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     return make_pair(tmp_path_factory.mktemp("pair"))
+
+
+@pytest.fixture(scope="session")
+def tokenizer_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tokenizer of ``pair``, for tests that need no model."""
+    directory = tmp_path_factory.mktemp("tokenizer")
+    tiny_tokenizer().save_pretrained(directory)
+    return directory
 
 
 @pytest.fixture

@@ -32,6 +32,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+@pytest.mark.numbers
 @pytest.mark.slow
 def test_toy_cluster(pair: Path, tmp_path: Path) -> None:
     out = tmp_path / "figures.jsonl"

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
-from support.tiny_pair import Pair
 
 from pipedec.core import StructuredOutputs
 from pipedec.grammar import Grammar, Vocabulary, check
@@ -25,8 +25,8 @@ TOOLS = {"paint": PAINT, "sell-all": SELL, "stop": None}
 
 
 @pytest.fixture(scope="module")
-def words(pair: Pair) -> Tokenizer:
-    return Tokenizer(pair.target)
+def words(tokenizer_files: Path) -> Tokenizer:
+    return Tokenizer(tokenizer_files)
 
 
 @pytest.fixture(scope="module")

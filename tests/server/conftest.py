@@ -1,11 +1,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from support.http_server import Site, served
 from support.scripted_engine import ANSWER, ScriptedEngine
-from support.tiny_pair import CONTEXT, Pair
+from support.tiny_pair import CONTEXT
 
 from pipedec.messages import RunDescription
 from pipedec.server.front import Front, Served
@@ -14,8 +15,8 @@ from pipedec.text.tokenizer import Tokenizer
 
 
 @pytest.fixture(scope="session")
-def text_tokenizer(pair: Pair) -> Tokenizer:
-    return Tokenizer(pair.target)
+def text_tokenizer(tokenizer_files: Path) -> Tokenizer:
+    return Tokenizer(tokenizer_files)
 
 
 @pytest.fixture(scope="session")

@@ -11,7 +11,7 @@ import pytest
 from support.http_server import Site, served
 from support.scripted_engine import ScriptedEngine
 from support.streams import CHAT, USER, ask, stream
-from support.tiny_pair import CONTEXT, Pair
+from support.tiny_pair import CONTEXT
 from support.tool_templates import HERMES_TEMPLATE, LLAMA3_TEMPLATE, MISTRAL_TEMPLATE
 
 from pipedec.messages import RunDescription
@@ -40,12 +40,12 @@ Say = Callable[[str, str], Site]
 class Talker:
     """A server whose engine says what a test wants, three tokens at a time."""
 
-    def __init__(self, pair: Pair, folder: Path) -> None:
+    def __init__(self, tokenizer_files: Path, folder: Path) -> None:
         self._texts = {"hermes": HERMES_TEMPLATE, "llama3": LLAMA3_TEMPLATE, "mistral": MISTRAL_TEMPLATE}
         for name, template in self._texts.items():
-            shutil.copytree(pair.target, folder / name, ignore=shutil.ignore_patterns("*.safetensors", "*.jinja"))
+            shutil.copytree(tokenizer_files, folder / name, ignore=shutil.ignore_patterns("*.jinja"))
             (folder / name / "chat_template.jinja").write_text(template)
-        self._tokenizers = {name: Tokenizer(folder / name) for name in self._texts} | {"none": Tokenizer(pair.target)}
+        self._tokenizers = {name: Tokenizer(folder / name) for name in self._texts} | {"none": Tokenizer(tokenizer_files)}
         self.front = Front(ServerSettings(("tiny",)), created=1)
 
     def says(self, template: str, text: str) -> None:
@@ -56,8 +56,8 @@ class Talker:
 
 
 @pytest.fixture(scope="module")
-def say(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Say]:
-    talker = Talker(pair, tmp_path_factory.mktemp("templates"))
+def say(tokenizer_files: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Say]:
+    talker = Talker(tokenizer_files, tmp_path_factory.mktemp("templates"))
     talker.says("hermes", "")
     with served(talker.front) as site:
 

@@ -48,7 +48,7 @@ class Pair:
 def make_pair(folder: Path) -> Pair:
     """Save everything under ``folder``."""
     made = Pair(folder / "target", folder / "draft", folder / "foreign", folder / "bita")
-    tokenizer = _train_tokenizer(SENTENCES, vocab_size=300)
+    tokenizer = tiny_tokenizer()
     target = save_tiny_llama(made.target, layers=TARGET_LAYERS, vocab=len(tokenizer), max_position_embeddings=CONTEXT)
     save_random_bita(made.bita, made.target)
     # The draft is the target without its last layers, so that it is sometimes right.
@@ -58,10 +58,18 @@ def make_pair(folder: Path) -> Pair:
     save_tiny_llama(made.foreign_draft, layers=DRAFT_LAYERS, vocab=300, max_position_embeddings=CONTEXT)
     for directory in (made.target, made.draft):
         tokenizer.save_pretrained(directory)
-    _train_tokenizer(["Entirely other words make entirely other merges, whatever the vocabulary."], 300).save_pretrained(
-        made.foreign_draft
-    )
+    foreign_tokenizer().save_pretrained(made.foreign_draft)
     return made
+
+
+def tiny_tokenizer() -> PreTrainedTokenizerBase:
+    """The target's and the draft's tokenizer, of 300 tokens."""
+    return _train_tokenizer(SENTENCES, vocab_size=300)
+
+
+def foreign_tokenizer() -> PreTrainedTokenizerBase:
+    """Another tokenizer with as many tokens."""
+    return _train_tokenizer(["Entirely other words make entirely other merges, whatever the vocabulary."], vocab_size=300)
 
 
 def _train_tokenizer(texts: list[str], vocab_size: int) -> PreTrainedTokenizerBase:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.examples import examples
-from support.tiny_pair import CHAT_TEMPLATE, CONTEXT, Pair
+from support.tiny_pair import CHAT_TEMPLATE, CONTEXT, foreign_tokenizer
 
 from pipedec.core import UserError
 from pipedec.engine.tasks import PREFILL_CHUNK, prefill_chunks
@@ -21,8 +21,8 @@ TEXT = "Größe: naïve café, Ελλάδα, 東京, \U0001f680\U0001f468\u200d\
 
 
 @pytest.fixture(scope="session")
-def prompter(pair: Pair) -> Prompter:
-    return Prompter(pair.target, CONTEXT)
+def prompter(tokenizer_files: Path) -> Prompter:
+    return Prompter(tokenizer_files, CONTEXT)
 
 
 def streamed(prompter: Prompter, token_ids: list[int], sizes: list[int]) -> list[str]:
@@ -99,8 +99,8 @@ def test_token_ids_that_are_no_prompt(prompter: Prompter, token_ids: tuple[int, 
         prompter.token_ids(token_ids, raw=True, max_tokens=1)
 
 
-def test_a_model_without_a_template_gets_the_raw_prompt(prompter: Prompter, pair: Pair, tmp_path: Path) -> None:
-    shutil.copy(pair.target / "tokenizer.json", tmp_path)
+def test_a_model_without_a_template_gets_the_raw_prompt(prompter: Prompter, tokenizer_files: Path, tmp_path: Path) -> None:
+    shutil.copy(tokenizer_files / "tokenizer.json", tmp_path)
     plain = Prompter(tmp_path, CONTEXT)
     assert plain.token_ids("How many?", raw=False, max_tokens=1) == prompter.token_ids("How many?", raw=True, max_tokens=1)
 
@@ -159,8 +159,8 @@ def test_decoded_pieces_can_contain_stop_strings(prompter: Prompter) -> None:
     assert watched.finish() == ""
 
 
-def test_the_chat_template_gets_the_dialect(prompter: Prompter, pair: Pair, tmp_path: Path) -> None:
-    shutil.copytree(pair.target, tmp_path / "target")
+def test_the_chat_template_gets_the_dialect(prompter: Prompter, tokenizer_files: Path, tmp_path: Path) -> None:
+    shutil.copytree(tokenizer_files, tmp_path / "target")
     template = CHAT_TEMPLATE.replace("{% for", "{% if threads is defined %}{{ threads }}{% endif %}{% for", 1)
     (tmp_path / "target" / "chat_template.jinja").write_text(template)
     config = tmp_path / "target" / "tokenizer_config.json"
@@ -198,29 +198,30 @@ def test_chunks_are_the_prompt_in_order(length: int) -> None:
     assert with_masks == [*chunks[:-1], [*chunks[-1], -1, -2]], "masks stay with the last chunk"
 
 
-def test_a_missing_or_damaged_tokenizer_is_refused(pair: Pair, tmp_path: Path) -> None:
+def test_a_missing_or_damaged_tokenizer_is_refused(tokenizer_files: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no tokenizer in"):
         Prompter(tmp_path, CONTEXT)
-    (tmp_path / "tokenizer.json").write_text((pair.target / "tokenizer.json").read_text()[:-500])
+    (tmp_path / "tokenizer.json").write_text((tokenizer_files / "tokenizer.json").read_text()[:-500])
     with pytest.raises(UserError, match=r"the tokenizer in .* cannot be read") as refused:
         Prompter(tmp_path, CONTEXT)
     assert "\n" not in str(refused.value)
 
 
-def test_tokenizers_are_compared_by_vocabulary(pair: Pair, tmp_path: Path) -> None:
+def test_tokenizers_are_compared_by_vocabulary(tokenizer_files: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no tokenizer in"):
-        same_tokenizer(pair.target, tmp_path)
-    same_tokenizer(pair.target, pair.draft)
-    shutil.copytree(pair.draft, tmp_path / "spaced")
+        same_tokenizer(tokenizer_files, tmp_path)
+    shutil.copytree(tokenizer_files, tmp_path / "spaced")
+    same_tokenizer(tokenizer_files, tmp_path / "spaced")
     file = tmp_path / "spaced" / "tokenizer.json"
     file.write_text(file.read_text() + "\n")  # another file, the same tokenizer
-    same_tokenizer(pair.target, tmp_path / "spaced")
+    same_tokenizer(tokenizer_files, tmp_path / "spaced")
+    foreign_tokenizer().save_pretrained(tmp_path / "foreign")
     with pytest.raises(UserError, match=r"has a different tokenizer than the target .*\(300 and 300 tokens\)"):
-        same_tokenizer(pair.target, pair.foreign_draft)
+        same_tokenizer(tokenizer_files, tmp_path / "foreign")
 
 
-def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(pair: Pair) -> None:
-    fits_vocabulary(pair.target, 300)
+def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(tokenizer_files: Path) -> None:
+    fits_vocabulary(tokenizer_files, 300)
     with pytest.raises(UserError, match=r"token ids up to 299, .* a vocabulary of 299 tokens") as refused:
-        fits_vocabulary(pair.target, 299)
-    assert str(pair.target) in str(refused.value) and "\n" not in str(refused.value)
+        fits_vocabulary(tokenizer_files, 299)
+    assert str(tokenizer_files) in str(refused.value) and "\n" not in str(refused.value)

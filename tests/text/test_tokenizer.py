@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.tiny_pair import Pair
 from support.tool_templates import HERMES_TEMPLATE, LLAMA3_TEMPLATE, MISTRAL_TEMPLATE
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
@@ -83,7 +82,7 @@ def save_metaspace(directory: Path, **config: Any) -> None:
 
 
 @pytest.fixture(scope="module")
-def directories(tmp_path_factory: pytest.TempPathFactory, pair: Pair) -> dict[str, Path]:
+def directories(tmp_path_factory: pytest.TempPathFactory, tokenizer_files: Path) -> dict[str, Path]:
     made = {name: tmp_path_factory.mktemp(name) for name in ("spaced", "metaspace", "cleaned", "older", "listed")}
     save_spaced(made["spaced"])
     save_metaspace(made["metaspace"])
@@ -102,7 +101,7 @@ def directories(tmp_path_factory: pytest.TempPathFactory, pair: Pair) -> dict[st
         },
         additional_special_tokens=["<|end|>"],
     )
-    return {"tiny": pair.target, "shipped": REFERENCE_PAIR / "target", "threads": THREADS / "target", **made}
+    return {"tiny": tokenizer_files, "shipped": REFERENCE_PAIR / "target", "threads": THREADS / "target", **made}
 
 
 KINDS = ["tiny", "shipped", "threads", "spaced", "metaspace", "cleaned", "older", "listed"]

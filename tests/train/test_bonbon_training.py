@@ -35,7 +35,8 @@ from pipedec.train.threads.student import Student
 from pipedec.train.threads.tuning import tune
 
 CPU = torch.device("cpu")
-RECIPE = BonbonRecipe(samples=4, batch=2, max_tokens=120, max_prompts=6, learning_rate=1e-3, warmup_steps=1)
+# The number of steps is given: it would follow from that of the pairs, which depends on what the model samples.
+RECIPE = BonbonRecipe(samples=4, batch=2, steps=2, max_tokens=120, max_prompts=6, learning_rate=1e-3, warmup_steps=1)
 
 
 @dataclass(frozen=True)
