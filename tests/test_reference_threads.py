@@ -75,7 +75,7 @@ def test_a_prompt_without_a_dialect_is_the_reference_pairs(writer: Writer) -> No
     assert writer.prompt(ONE_PIECE, "apar") != after
 
 
-@pytest.mark.fast_cases
+@pytest.mark.slow
 @pytest.mark.parametrize("dialect", ["apar", "pasta"])
 def test_long_parts_are_answered_in_threads(writer: Writer, dialect: str) -> None:
     target = answers(TARGET, writer, dialect)

@@ -164,6 +164,7 @@ def test_command_refuses_words_for_numbers() -> None:
     assert isinstance(done.exception, UserError) and "--stages two" in str(done.exception)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("resident", ["windows", pytest.param("tasks", marks=pytest.mark.slow)], indirect=True)
 def test_a_running_cluster_is_measured_by_traced_answers(resident: LocalCluster, tmp_path: Path) -> None:
     place, out = ["--redis", resident.address.redis_url, "--run", resident.run_id], tmp_path / "figures.jsonl"

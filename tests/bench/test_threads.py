@@ -27,6 +27,8 @@ from pipedec.core import PipedecError, SamplingParams, UserError
 from pipedec.data.prompts import PromptSet
 from pipedec.threads import measure
 
+pytestmark = pytest.mark.slow
+
 PROMPTS = [PromptSet("first", ("Tell me a story.", "What is a tree?")), PromptSet("second", ("Who sold the clips?",))]
 METHODS = ("pp", "pipedec-bestfirst")
 STAGES = (1, 2)

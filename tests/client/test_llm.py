@@ -53,6 +53,7 @@ def test_no_progress_is_shown_where_there_is_no_terminal(llm: LLM, capfd: pytest
     assert capfd.readouterr() == ("", "")
 
 
+@pytest.mark.slow
 def test_the_asynchronous_llm_says_the_same(llm: LLM, pair: Pair) -> None:
     expected = [one.text for one in llm.generate(SENTENCES[:2], SHORT)]
     [chatted] = llm.chat(CONVERSATION, SHORT)

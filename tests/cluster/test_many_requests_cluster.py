@@ -58,7 +58,7 @@ def facts(completion: Completion) -> tuple[object, ...]:
 
 def test_answers_in_company_are_the_answers_alone(cluster: LocalCluster) -> None:
     """Of every method and sampling, with stop strings, log-probabilities and penalties; more than the pipeline has room for."""
-    requests = various(24)
+    requests = various(12)
     alone = [facts(client_of(cluster).ask(replace(request, method="pp"))) for request in requests]
     replies = client_of(cluster).ask_all(requests)
     assert [facts(reply.completed()) for reply in replies] == alone

@@ -287,6 +287,7 @@ def test_a_rank_killed_while_nothing_runs(cluster: LocalCluster, alone: dict[str
     assert recovered(cluster, epoch + 1).lost == (3,)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=slow), 2])
 @LEAVES_NOTHING
 def test_beyond_the_limit_the_run_ends_with_the_cause(pair: Pair, rank: int) -> None:

@@ -56,6 +56,7 @@ def stats_of(cluster: LocalCluster) -> RunStats:
     return stats
 
 
+@pytest.mark.slow
 def test_token_ids_are_the_prompt(cluster: LocalCluster, pair: Pair, token_ids: tuple[int, ...]) -> None:
     client, text = client_of(cluster), Prompter(pair.target, CONTEXT).text(token_ids)
     by_ids = client.ask(PromptRequest(token_ids, sampling=SAMPLING))  # a template is for text

@@ -49,7 +49,7 @@ def load_ten_layers(model: Path) -> dict[str, int]:
     return json.loads(loader.stdout)
 
 
-@pytest.mark.fast_cases("40MB")
+@pytest.mark.slow
 @pytest.mark.parametrize("max_shard_size", ["40MB", pytest.param("1GB", marks=pytest.mark.slow)])
 def test_peak_memory_is_little_more_than_the_stage(tmp_path, max_shard_size):
     save_tiny_llama(tmp_path, layers=40, hidden=352, vocab=512, max_shard_size=max_shard_size)

@@ -88,6 +88,7 @@ def test_the_library_answers_with_lists_and_paragraphs(library: list[Question]) 
     assert sum(counts["list"] for counts in rules.values()) > 300
 
 
+@pytest.mark.slow
 def test_details_are_long_enough_for_a_thread(library: list[Question]) -> None:
     details = [found for found in library if found.kind == "details"]
     for found in details:

@@ -30,6 +30,8 @@ from pipedec.server.front import Front, Served
 from pipedec.server.settings import ServerSettings
 from pipedec.text.tokenizer import Tokenizer
 
+pytestmark = pytest.mark.slow
+
 PROMPT = "The pipeline is kept full"
 
 

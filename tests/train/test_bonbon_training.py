@@ -164,6 +164,7 @@ def test_samples_and_scores_are_kept_and_continued(tuned: Tuned, tmp_path: Path)
     assert score(tasks, samples, long, LongerIsBetter(), tmp_path / "scores.jsonl") == scored
 
 
+@pytest.mark.slow
 def test_likelihood_is_beside_the_baselines_answer(tuned: Tuned) -> None:
     judge = LikelihoodJudge(tuned.student.model, tuned.writer)
     comparison = Comparison("Say 4 words.", "It is 4.", "")

@@ -16,6 +16,8 @@ from pipedec.cli.main import program
 from pipedec.cluster.local import LocalCluster
 from pipedec.core import UserError
 
+pytestmark = pytest.mark.slow
+
 
 def bench(pair: Pair | None, out: Path, *flags: str, prompts: Sequence[str] = SENTENCES[:3]) -> Result:
     models = [] if pair is None else ["--target", str(pair.target), "--draft", str(pair.draft)]

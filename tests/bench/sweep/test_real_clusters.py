@@ -34,6 +34,8 @@ from pipedec.data.prompts import PromptSet
 from pipedec.messages import PromptRequest
 from pipedec.verify.divergence import TIE_BOUNDS
 
+pytestmark = pytest.mark.slow
+
 in_windows = pytest.mark.parametrize("resident", ["windows"], indirect=True)
 
 LONG = "word " * 3000
