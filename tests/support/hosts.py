@@ -278,7 +278,7 @@ def namespace_hosts(count: int) -> Iterator[Hosts]:
     with ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="hosts-", ignore_cleanup_errors=True)))
         reaper = subprocess.Popen(
-            ["unshare", "--net", sys.executable, __file__, directory], bufsize=0,
+            ["unshare", "--net", sys.executable, "-m", __name__, directory], bufsize=0, cwd=Path(__file__).parents[1],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True,
         )  # fmt: skip
         assert reaper.stdin is not None and reaper.stdout is not None
