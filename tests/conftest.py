@@ -30,7 +30,7 @@ TEST_SECONDS = 180.0
 
 # Examples of a property: --hypothesis-profile chooses how many. They are always the same. No deadlines: the machine may be busy.
 hypothesis.settings.register_profile("full", max_examples=100, deadline=None, derandomize=True)
-hypothesis.settings.register_profile("fast", max_examples=10, deadline=None, derandomize=True)
+hypothesis.settings.register_profile("fast", max_examples=5, deadline=None, derandomize=True)
 hypothesis.settings.load_profile("fast")
 
 transformers_logging.disable_progress_bar()  # "Writing model shards" would stand in the report of every failure
@@ -73,11 +73,23 @@ def reference(pair: Pair) -> Reference:
     return Reference(pair.spec())
 
 
-@pytest.fixture(scope="session", params=list(DISPATCHES))
-def resident(pair: Pair, request: pytest.FixtureRequest) -> Iterator[LocalCluster]:
-    """A running cluster of 2 stages that no test may break; with each way to dispatch."""
-    with LocalCluster(replace(pair.spec(2), dispatch=request.param)) as cluster:
+@pytest.fixture(scope="session")
+def resident_windows(pair: Pair) -> Iterator[LocalCluster]:
+    with LocalCluster(replace(pair.spec(2), dispatch="windows")) as cluster:
         yield cluster
+
+
+@pytest.fixture(scope="session")
+def resident_tasks(pair: Pair) -> Iterator[LocalCluster]:
+    with LocalCluster(replace(pair.spec(2), dispatch="tasks")) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="session", params=list(DISPATCHES))
+def resident(request: pytest.FixtureRequest) -> LocalCluster:
+    """A running cluster of 2 stages that no test may break; with each way to dispatch. Both go on until the session ends."""
+    cluster: LocalCluster = request.getfixturevalue(f"resident_{request.param}")
+    return cluster
 
 
 @pytest.fixture(scope="module")

@@ -26,7 +26,6 @@ def _request(*token_ids: int) -> PromptRequest:
     return PromptRequest(token_ids, True, "pp", SamplingParams(max_tokens=6, ignore_eos=True, logit_bias={RARE: -100.0}))
 
 
-@pytest.mark.fast_cases("windows")
 @pytest.mark.parametrize("dispatch", ["windows", "tasks"])
 def test_a_corrupted_request_fails_and_the_others_do_not(pair: Pair, tmp_path: Path, dispatch: str) -> None:
     target = Path(shutil.copytree(pair.target, tmp_path / "target"))

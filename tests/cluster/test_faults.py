@@ -136,7 +136,6 @@ def test_a_rank_that_ends_early_and_content_is_a_failure(pair: Pair, dispatch: s
         assert "rank 1" in str(owner) and "rank 1" in str(elsewhere)
 
 
-@pytest.mark.fast_cases("windows")
 @with_each_dispatch
 def test_redis_killed_in_mid_generation_is_named(pair: Pair, dispatch: str) -> None:
     with LocalCluster(replace(pair.spec(STAGES), dispatch=dispatch), recovery=NO_RECOVERY) as cluster:
@@ -168,7 +167,6 @@ def test_keys_deleted_by_somebody_else_end_the_run(pair: Pair, dispatch: str) ->
         supervise(cluster, RankLost, "its keys were deleted")
 
 
-@pytest.mark.fast_cases("windows")
 @with_each_dispatch
 def test_keys_deleted_in_mid_generation_end_the_run(pair: Pair, dispatch: str) -> None:
     with LocalCluster(replace(pair.spec(STAGES), dispatch=dispatch), recovery=NO_RECOVERY) as cluster:

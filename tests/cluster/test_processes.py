@@ -68,7 +68,7 @@ def test_ends_in_words(status: int, text: str) -> None:
     assert describe_exit(status) == text
 
 
-@pytest.mark.fast_cases("150")
+@pytest.mark.slow
 @pytest.mark.slow
 @pytest.mark.parametrize("length", [40, 150])
 def test_a_long_temporary_directory_is_no_obstacle(tmp_path: Path, length: int) -> None:

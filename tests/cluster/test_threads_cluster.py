@@ -50,7 +50,7 @@ def ask(cluster: LocalCluster, dialect: Dialect, sampling: SamplingParams, metho
     return client_of(cluster).ask(request, **hooks)
 
 
-@pytest.mark.fast_cases("tasks-apar-bita-1.0", "windows-pasta-pipedec-bestfirst-0.0")
+@pytest.mark.fast_cases("windows-apar-pipedec-bestfirst-0.0", "windows-pasta-bita-1.0")
 @pytest.mark.parametrize(
     ("cluster", "dialect", "method", "temperature"),
     sorted(pairwise(DISPATCHES, THREAD_DIALECTS, ["pipedec-bestfirst", "bita"], [0.0, 1.0])),
@@ -74,7 +74,6 @@ def test_a_cluster_says_what_one_process_says(
     assert {tuple(thread["path"]) for thread in answer.threads["threads"]} == paths
 
 
-@pytest.mark.fast_cases("windows")
 def test_news_of_the_threads_are_what_they_said(cluster: LocalCluster, thread_models: ThreadModels) -> None:
     told: dict[tuple[int, ...], str] = {}
     ended: set[tuple[int, ...]] = set()
@@ -104,7 +103,6 @@ def test_a_dialect_that_the_target_lacks_is_refused_and_the_cluster_goes_on(
     assert len(ask(cluster, THREAD_DIALECTS["apar"], SamplingParams(max_tokens=3, ignore_eos=True)).token_ids) == 3
 
 
-@pytest.mark.fast_cases("windows")
 def test_a_cancelled_answer_leaves_nothing_of_its_threads(
     cluster: LocalCluster, local: LocalPipeline, thread_models: ThreadModels
 ) -> None:

@@ -21,14 +21,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _mark_slow_cases(item: pytest.Item, first_cases: set[str]) -> None:
-    """Mark the cases that ``fast_cases`` does not name; without that marker, those of the resident cluster's second dispatch.
+    """Mark the cases that ``fast_cases`` does not name; without that marker, those with the second of the two dispatches.
 
     Adds to ``first_cases`` the functions that have been met.
     """
     function, _, case = item.nodeid.partition("[")
     marker = item.get_closest_marker("fast_cases")
     if marker is None:
-        is_fast = "tasks" not in case or item.callspec.params.get("resident") != "tasks"
+        is_fast = "tasks" not in case or "tasks" not in item.callspec.params.values()
     else:
         is_fast = case.removesuffix("]") in marker.args if marker.args else function not in first_cases
     first_cases.add(function)
