@@ -10,7 +10,7 @@ TORCH := torch==2.13.0$(shell command -v nvidia-smi > /dev/null 2>&1 || echo +cp
 
 # Two workers; each has one thread to compute with, and tests of one file stay together because they share clusters and models.
 # Modules are compiled once and not by each of the many processes that tests start.
-PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -rs
 
 # An older processor's arithmetic, for `make test-isa`: SSE41 or AVX2.
 ISA ?= SSE41
@@ -60,7 +60,7 @@ test-gpu: $(VENV)/.ready-dev
 	$(BIN)/python -m pytest -rs -m gpu $(PYTEST_ARGS)
 
 test-clients: $(VENV)/.ready-dev $(foreach name,llm langchain lmeval aiperf guidellm vllm,$(CLIENTS)/$(name)/.ready)
-	PIPEDEC_CLIENTS=$(CLIENTS) $(PYTEST) -rs tests/clients $(PYTEST_ARGS)
+	PIPEDEC_CLIENTS=$(CLIENTS) $(PYTEST) tests/clients $(PYTEST_ARGS)
 
 lint: $(VENV)/.ready-dev
 	$(BIN)/ruff check .
