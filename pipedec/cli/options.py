@@ -268,7 +268,7 @@ def pipeline_options(command: Command) -> Command:
         _flag("--stages", type=int, default=4, help="Pipeline stages, one process each."),
         _flag("--groups", type=int, help="Groups of stages that share a timestep (default: one per stage)."),
         _flag("--layers", metavar="N,N,…", help="Layers of each stage, like 6,6,6,6 (default: even)."),
-        _flag("--dtype", default="auto", help="float32, float64, bfloat16, float16 or auto: 16 bits on GPUs, else float32."),
+        _flag("--dtype", default="auto", help="float32, float64, bfloat16, float16, or auto: 16 bits on GPUs only."),
         _flag("--quantize", metavar="int8|int4", help="Weights of the target in 8 or 4 bits, rounded as they are read."),
         _flag("--draft-dtype", default="auto", help="The draft's dtype: changes only the speed; auto: 16 bits where they are fast."),
         _flag("--draft-quantize", metavar="int8|int4", help="Weights of the draft in 8 or 4 bits."),
