@@ -270,7 +270,7 @@ def pipeline_options(command: Command) -> Command:
         _flag("--layers", metavar="N,N,…", help="Layers of each stage, like 6,6,6,6 (default: even)."),
         _flag("--dtype", default="auto", help="float32, float64, bfloat16, float16, or auto: 16 bits on GPUs only."),
         _flag("--quantize", metavar="int8|int4", help="Weights of the target in 8 or 4 bits, rounded as they are read."),
-        _flag("--draft-dtype", default="auto", help="The draft's dtype: changes only the speed; auto: 16 bits where they are fast."),
+        _flag("--draft-dtype", default="auto", help="The draft's: changes only the speed; auto: 16 bits where they are fast."),
         _flag("--draft-quantize", metavar="int8|int4", help="Weights of the draft in 8 or 4 bits."),
         _flag("--device", default="auto", help="auto, cpu or cuda."),
         _flag("--transport", default="auto", help="auto, gloo or nccl."),
