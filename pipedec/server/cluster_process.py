@@ -24,12 +24,13 @@ class ClusterEnded(Exception):
     """The cluster has ended, and has said on standard error why.
 
     Attributes:
-        status: exit status of its process; 0 if it was told to stop.
+        status: exit status of its process, 0 if it was told to stop; 128 + N if signal N ended it, as a shell reports it. Ctrl-C
+            may do so in the moment in which the process is started, before it has left the terminal's process group.
     """
 
-    def __init__(self, status: int) -> None:
-        super().__init__(f"the cluster has ended with status {status}")
-        self.status = status
+    def __init__(self, returncode: int) -> None:
+        self.status = returncode if returncode >= 0 else 128 - returncode
+        super().__init__(f"the cluster has ended with status {self.status}")
 
 
 class ClusterProcess:
