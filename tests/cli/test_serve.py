@@ -26,7 +26,7 @@ from pipedec.client.client import Client
 from pipedec.cluster.local import LocalCluster
 from pipedec.core import SamplingParams
 from pipedec.messages import PromptRequest
-from pipedec.server.cluster_process import ClusterProcess
+from pipedec.server.cluster_process import ClusterEnded, ClusterProcess
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 
@@ -76,6 +76,10 @@ def ranks_of(serving: Serving) -> list[psutil.Process]:
 
 def loads_torch(pid: int) -> bool:
     return "libtorch" in Path(f"/proc/{pid}/maps").read_text()
+
+
+def test_a_cluster_that_a_signal_ended_has_the_status_of_a_shell() -> None:
+    assert [ClusterEnded(returncode).status for returncode in (1, -signal.SIGINT)] == [1, 130]
 
 
 def test_one_command_starts_everything_answers_and_ends_it(started: Started, pair: Pair, pipedec: Pipedec, expected: str) -> None:
