@@ -29,6 +29,7 @@ COMPUTING = (
 )
 # What is in these packages and only reads files or handles text.
 NOT_COMPUTING = (
+    "pipedec.bench.kernels.stopwatch",
     "pipedec.model.bita",
     "pipedec.model.checkpoint",
     "pipedec.model.config",
