@@ -24,7 +24,7 @@ from support.instruction_sets import LIMITS
 
 TOOLS = ("ip", "tc", "sshd", "ssh", "ssh-keygen", "unshare", "nsenter", "mount", "hostname")
 PATH = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"  # where the tools are, though not on every PATH
-START_SECONDS = 10.0
+START_SECONDS = 30.0
 PASSED_ON = ("PIPEDEC_TESTS", "PYTHONPATH", "OMP_NUM_THREADS", *LIMITS)  # sshd passes nothing on of its own accord
 
 # Runs in the namespaces of a new host: $1 its name, $2 its directory, $3 the configuration of its sshd, $4 sshd.

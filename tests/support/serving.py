@@ -19,7 +19,7 @@ from support.processes import wait_until
 from support.programs import Started
 
 PROMPT = "Natalia sold 12 clips in April."
-START_SECONDS = 60.0
+START_SECONDS = 150.0
 
 
 class Serving:
