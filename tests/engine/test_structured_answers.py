@@ -10,7 +10,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any
-from unittest.mock import patch
 
 import jsonschema_rs
 import pytest
@@ -21,7 +20,7 @@ from transformers import LlamaForCausalLM
 
 from pipedec.bench.structured.cases import Case, load_cases
 from pipedec.core import MethodOptions, Request, SamplingParams, StructuredOutputs
-from pipedec.decoding import running
+from pipedec.decoding import LaneSizes
 from pipedec.engine.local import LocalPipeline
 from pipedec.engine.sequences import Sequences
 from pipedec.engine.spec import REFERENCE_PAIR, Cut, Models, PipelineSpec
@@ -169,9 +168,9 @@ def test_other_structures(kind: str) -> None:
         assert isinstance(json.loads(text), dict)
 
 
-def in_company(slots: int | None, losses: frozenset[int] = frozenset()) -> LocalPipeline:
+def in_company(slots: int | None, losses: frozenset[int] = frozenset(), lane_sizes: LaneSizes = LaneSizes()) -> LocalPipeline:
     """Two requests of every method, with schemas and without, which come one after the other; each says what it says alone."""
-    pipeline = LocalPipeline.load(spec_of(4) if slots is None else with_slots(spec_of(4), slots))
+    pipeline = LocalPipeline.load(spec_of(4) if slots is None else with_slots(spec_of(4), slots), lane_sizes)
     arrivals: dict[int, list[Request]] = {}
     for number, method in enumerate((*METHODS, *METHODS)):
         case = SAMPLE[number % len(SAMPLE)]
@@ -187,7 +186,6 @@ def in_company(slots: int | None, losses: frozenset[int] = frozenset()) -> Local
     return pipeline
 
 
-@pytest.mark.slow
 @SLOW
 def test_in_company() -> None:
     in_company(None)
@@ -195,12 +193,10 @@ def test_in_company() -> None:
 
 @pytest.mark.slow
 def test_paused_and_resumed_when_memory_is_short() -> None:
-    with patch.object(running, "_MOST_RESERVED", 1):
-        pipeline = in_company(352)
+    pipeline = in_company(352, lane_sizes=LaneSizes(ahead=1))
     assert any(one.metrics.pauses for one in pipeline.answers.values() if one.request.sampling.structured_outputs)
 
 
-@pytest.mark.slow
 @SLOW
 def test_when_the_stages_lose_everything() -> None:
     in_company(None, losses=frozenset({9, 21, 30, 44}))
