@@ -140,7 +140,7 @@ class Meeting:
 
     @cached_property
     def card(self) -> CardEvent:
-        """What this rank tells the others: its host, versions, checkpoints and settings."""
+        """This rank's host, versions, checkpoints and settings, as it publishes them to the others."""
         models = self._models() if self._place.speaks_for_host else {}
         configs = {name: quick_digest(path) for name, path in models.items()}
         server = self._scheduler.server_host

@@ -1,4 +1,4 @@
-"""What the devices of this machine can compute fast. They are asked, never timed, so the answer is the same at every start."""
+"""Ask the devices of this machine what they compute fast. Nothing is timed, so the answer is the same at every start."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _LIMITS_WITHOUT_BFLOAT16 = ("SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", 
 
 
 def arithmetic_of(device: torch.device) -> Arithmetic:
-    """Of one device; of all GPUs together if it is ``cuda`` without an index, which is what they have in common."""
+    """Return what a device computes fast; for ``cuda`` without an index, what all GPUs have in common."""
     if device.type != "cuda":
         return Arithmetic(is_gpu=False, has_bfloat16=_processor_has_bfloat16())
     indices = range(torch.cuda.device_count()) if device.index is None else [device.index]

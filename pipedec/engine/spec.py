@@ -303,13 +303,13 @@ class PipelineSpec:
         return DTYPES[self.dtype]
 
     def weights_of(self, rank: int) -> WeightFormat:
-        """How the numbers of a rank are kept, as far as all ranks know: a draft in float32, its largest, if rank 0 decides."""
+        """Return a rank's weight format as every rank can know it: float32, the largest, for a draft that rank 0 will choose."""
         if rank == 0:
             return WeightFormat("float32" if self.draft_dtype == AUTO else self.draft_dtype, self.draft_quantize)
         return WeightFormat(self.dtype, self.quantize)
 
     def weights_on(self, rank: int, device: torch.device) -> tuple[WeightFormat, str]:
-        """How the numbers of a rank are kept on its device, and why."""
+        """Return the weight format of a rank on its device, and the reason for it."""
         if rank > 0:
             return self.weights_of(rank), self.dtype_why
         if self.draft is None:

@@ -31,7 +31,7 @@ class Arithmetic:
 
     @classmethod
     def planned(cls, device: str) -> Arithmetic:
-        """Of a kind of device. A plan does not know which processor ``cpu`` is, and counts on no such instructions."""
+        """Return what a kind of device computes. A plan does not know the processor, and assumes no bfloat16 instructions."""
         return cls(DEVICES[device].is_gpu, DEVICES[device].is_gpu)
 
 
