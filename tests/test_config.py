@@ -302,7 +302,7 @@ def test_shape_of_a_checkpoint(tmp_path: Path) -> None:
     ("text", "expected"),
     [
         ("{", "config.json: not valid JSON"),
-        ("[]", "config.json: model_type 'None' is not supported: it must be one of llama, mistral, qwen2, qwen3"),
+        ("[]", "config.json: not a JSON object"),
         ('{"model_type": "t5"}', "config.json: model_type 't5' is not supported: it must be one of llama, mistral, qwen2, qwen3"),
         ('{"model_type": "llama"}', "config.json: hidden_size: missing"),
         ('{"model_type": "llama", "hidden_size": -1}', "config.json: hidden_size: must be at least 1, not -1"),

@@ -12,8 +12,6 @@ die_with_parent()
 if os.getsid(os.getppid()) != os.getsid(0):  # the supervisor ended before the line above: somebody else's child now
     os._exit(1)
 
-import transformers.models.llama.configuration_llama  # noqa: E402, F401 - imported when a rank reads a config.json
-
 import pipedec.cluster.rank  # noqa: E402, F401
 from pipedec.messages import load_validators  # noqa: E402
 

@@ -28,14 +28,14 @@ from pipedec.config.environment import (
     transport_environment,
 )
 from pipedec.config.files import load_json
-from pipedec.config.model import checkpoint_dtype, context_length, model_shape
+from pipedec.config.model import checkpoint_dtype, context_length, json_object, model_json, model_shape
 from pipedec.config.redis import RedisConfig, redis_config, redis_url_from_environment
 from pipedec.validation import parse_json
 
 __all__ = [
     "ClusterConfig", "DeviceConfig", "LaunchConfig", "NetworkConfig", "PartitionConfig", "RedisConfig", "ServerConfig",
     "captures_graphs", "checkpoint_dtype", "cluster_from_json",
-    "cluster_to_json", "configured_interface", "context_length", "environment_with", "load_cluster", "load_json",
-    "model_shape", "onednn_limit", "optional_secret", "paper_cluster", "parse_json", "redis_config",
+    "cluster_to_json", "configured_interface", "context_length", "environment_with", "json_object", "load_cluster", "load_json",
+    "model_json", "model_shape", "onednn_limit", "optional_secret", "paper_cluster", "parse_json", "redis_config",
     "redis_url_from_environment", "secret_from_environment", "ssh_program", "state_directory", "transport_environment",
 ]  # fmt: skip

@@ -1,40 +1,168 @@
-"""The sizes of a model: of a known one by its name, of a checkpoint from its ``config.json``."""
+"""What a checkpoint's ``config.json`` says of its model; the sizes of known models by their names.
+
+The file is read here and not by transformers, whose import takes two seconds of every process.
+"""
 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, fields
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from annotated_types import Ge
 
 from pipedec.config.files import read_text
-from pipedec.core import UserError
+from pipedec.core import BadValue, UserError
 from pipedec.gguf import model_files
-from pipedec.hardware import MODEL_SHAPES, SUPPORTED_MODEL_TYPES, ModelShape, optional_weights
+from pipedec.hardware import MODEL_SHAPES, SUPPORTED_MODEL_TYPES, ModelShape, OptionalWeights, Size, optional_weights
 from pipedec.validation import shortened, validated
 
-_QWEN3_HEAD_DIM = 128  # where config.json gives none; of the other types it then follows from the hidden size
+# What a file of this type means where it says nothing and other types mean something else; as in transformers.
+_QWEN = {"num_key_value_heads": 32, "max_position_embeddings": 32_768, "eos_token_id": None, "sliding_window": 4096}
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {"num_key_value_heads": 8, "max_position_embeddings": 131_072, "sliding_window": 4096},
+    "qwen2": _QWEN,
+    "qwen3": {**_QWEN, "head_dim": 128},
+}
+_DEFAULT_THETA = 10_000.0
+_STRETCHED = ("llama3", "yarn", "longrope")  # rope types with an original context length
+_LLAMA3_NUMBERS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+
+
+@dataclass(frozen=True)
+class ModelJson:
+    """The keys of ``config.json`` that describe a model of a supported type, with transformers' defaults.
+
+    Attributes:
+        num_key_value_heads, head_dim: None for as many as query heads; for the hidden size over the number of query heads.
+        sliding_window, use_sliding_window, max_window_layers, layer_types: see ``sliding_windows``.
+        rope_parameters, rope_scaling, rope_theta, partial_rotary_factor, original_max_position_embeddings: see ``rope``.
+    """
+
+    model_type: str
+    hidden_size: Size
+    intermediate_size: Size
+    num_hidden_layers: Size
+    num_attention_heads: Size
+    vocab_size: Size
+    num_key_value_heads: Size | None = None
+    head_dim: Size | None = None
+    rms_norm_eps: Annotated[float, Ge(0)] = 1e-6
+    hidden_act: str = "silu"
+    tie_word_embeddings: bool = False
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    max_position_embeddings: Size = 2048
+    eos_token_id: int | list[int] | None = 2
+    sliding_window: Size | None = None
+    use_sliding_window: bool = False
+    max_window_layers: int = 28
+    layer_types: list[Literal["full_attention", "sliding_attention"]] | None = None
+    rope_parameters: dict[str, Any] | None = None
+    rope_scaling: dict[str, Any] | None = None
+    rope_theta: float = _DEFAULT_THETA
+    partial_rotary_factor: float | None = None
+    original_max_position_embeddings: Size | None = None
+    quantization_config: dict[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        if self.head_dim is None and self.hidden_size % self.num_attention_heads:
+            raise BadValue(f"num_attention_heads {self.num_attention_heads} must divide hidden_size {self.hidden_size}")
+        if self.num_attention_heads % self.kv_heads:
+            raise BadValue(f"num_key_value_heads {self.kv_heads} must divide num_attention_heads {self.num_attention_heads}")
+        if self.layer_types is not None and len(self.layer_types) != self.num_hidden_layers:
+            raise BadValue(f"layer_types must name {self.num_hidden_layers} layers, not {len(self.layer_types)}")
+        numbers = ("rope_theta", *(_LLAMA3_NUMBERS if self.rope["rope_type"] == "llama3" else ()))
+        for name in numbers:
+            if not isinstance(value := self.rope.get(name), int | float) or value <= 0:
+                raise BadValue(f"rope_parameters.{name} must be a positive number")
+
+    @property
+    def kv_heads(self) -> int:
+        return self.num_key_value_heads or self.num_attention_heads
+
+    @property
+    def optional_weights(self) -> OptionalWeights:
+        return optional_weights(self.model_type, self.attention_bias, self.mlp_bias)
+
+    @property
+    def sliding_windows(self) -> tuple[int | None, ...]:
+        """For each layer, the number of positions that a row sees, its own included; None for all.
+
+        Mistral: one window for all layers. Qwen, if it uses windows at all: for the layers marked as sliding in ``layer_types``,
+        or else for those from ``max_window_layers`` on. LLaMA: none.
+        """
+        layers = range(self.num_hidden_layers)
+        if self.model_type == "mistral":
+            return (self.sliding_window,) * len(layers)
+        if self.model_type == "llama" or not self.use_sliding_window:
+            return (None,) * len(layers)
+        if self.layer_types is not None:
+            return tuple(self.sliding_window if kind == "sliding_attention" else None for kind in self.layer_types)
+        return tuple(self.sliding_window if layer >= self.max_window_layers else None for layer in layers)
+
+    @property
+    def rope(self) -> Mapping[str, Any]:
+        """The parameters of the rotary embedding in transformers' present form: ``rope_type``, ``rope_theta`` and the type's own.
+
+        Older files keep ``rope_theta`` beside them, and the others in ``rope_scaling``.
+        """
+        rope = dict(self.rope_scaling or self.rope_parameters or {})
+        rope.setdefault("rope_theta", self.rope_theta)
+        rope.setdefault("rope_type", rope.get("type", "default"))
+        if self.partial_rotary_factor is not None:
+            rope.setdefault("partial_rotary_factor", self.partial_rotary_factor)
+        if rope["rope_type"] in _STRETCHED:
+            rope.setdefault("original_max_position_embeddings", self.max_position_embeddings)
+            if self.original_max_position_embeddings is not None:
+                rope["original_max_position_embeddings"] = self.original_max_position_embeddings
+        return rope
+
+
+def model_json(directory: str | Path) -> ModelJson:
+    """What ``config.json`` of a Hugging Face checkpoint says, or what stands for it in a GGUF file.
+
+    Raises:
+        UserError: there is no such directory or file, it is no JSON object, a size is missing or impossible, or the model type is
+            not supported.
+    """
+    files = model_files(directory)
+    if not files.is_dir():
+        raise UserError(f"{files} is not a directory: give the folder of a Hugging Face checkpoint")
+    path = files / "config.json"
+    document = json_object(path)
+    model_type = document.get("model_type")
+    if model_type not in SUPPORTED_MODEL_TYPES:
+        supported = ", ".join(SUPPORTED_MODEL_TYPES)
+        raise UserError(f"{path}: model_type {shortened(model_type)!r} is not supported: it must be one of {supported}")
+    known = {item.name: document[item.name] for item in fields(ModelJson) if item.name in document}
+    return validated(ModelJson, _DEFAULTS[model_type] | known, str(path))
 
 
 def model_shape(name: str) -> ModelShape:
     """The sizes of a known model, or of the checkpoint in directory ``name``.
 
     Raises:
-        UserError: neither, or a model type that is not supported.
+        UserError: neither, or as ``model_json``.
     """
     if name in MODEL_SHAPES:
         return MODEL_SHAPES[name]
-    path, document = _config_json(name)
-    model_type = document.get("model_type")
-    if model_type not in SUPPORTED_MODEL_TYPES:
-        supported = ", ".join(SUPPORTED_MODEL_TYPES)
-        raise UserError(f"{path}: model_type {shortened(model_type)!r} is not supported: it must be one of {supported}")
-    sizes = {item.name: document[item.name] for item in fields(ModelShape) if document.get(item.name) is not None}
-    sizes.setdefault("num_key_value_heads", sizes.get("num_attention_heads"))
-    if model_type == "qwen3":
-        sizes.setdefault("head_dim", _QWEN3_HEAD_DIM)
-    optional = optional_weights(model_type, bool(document.get("attention_bias")), bool(document.get("mlp_bias")))
-    return validated(ModelShape, sizes | asdict(optional), str(path))
+    _check_known(name)
+    stated = model_json(name)
+    return ModelShape(
+        stated.hidden_size,
+        stated.intermediate_size,
+        stated.num_hidden_layers,
+        stated.num_attention_heads,
+        stated.kv_heads,
+        stated.vocab_size,
+        stated.tie_word_embeddings,
+        stated.head_dim,
+        **asdict(stated.optional_weights),
+    )
 
 
 def checkpoint_dtype(name: str | Path) -> str:
@@ -47,21 +175,26 @@ def checkpoint_dtype(name: str | Path) -> str:
     """
     if name in MODEL_SHAPES:
         return "bfloat16"
-    _, document = _config_json(name)
+    _check_known(name)
+    document = json_object(model_files(name) / "config.json")
     return str(document.get("dtype") or document.get("torch_dtype") or "float32")
 
 
-def _config_json(name: str | Path) -> tuple[Path, dict[str, Any]]:
-    """The ``config.json`` of a checkpoint, and what it holds. UserError if there is none."""
-    path = model_files(name) / "config.json"
-    if not path.is_file():
+def _check_known(name: str | Path) -> None:
+    if not (model_files(name) / "config.json").is_file():
         known_models = ", ".join(MODEL_SHAPES)
         raise UserError(f"{shortened(name)!r} is neither a directory with a config.json nor a known model ({known_models})")
+
+
+def json_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file. Raises UserError if it is missing or anything else."""
     try:
         document = json.loads(read_text(path))
     except (ValueError, RecursionError):
         raise UserError(f"{path}: not valid JSON") from None
-    return path, document if isinstance(document, dict) else {}
+    if not isinstance(document, dict):
+        raise UserError(f"{path}: not a JSON object")
+    return document
 
 
 def context_length(directory: Path, max_model_len: int | None = None) -> int:

@@ -351,7 +351,7 @@ class PipelineSpec:
     @property
     def shares_prefixes(self) -> bool:
         """Whether requests share the keys and values of equal beginnings. They differ where they depend on a prompt's length."""
-        rope_type = self._target_config.hf.rope_parameters["rope_type"]
+        rope_type = self._target_config.rope["rope_type"]
         return self.prefix_cache and self.dispatch == "windows" and rope_type not in LENGTH_DEPENDENT
 
     def kv_manager(self) -> KVManager:

@@ -1,18 +1,15 @@
-"""The shape of a model, read from a checkpoint's config.json into one frozen dataclass.
-
-Owns the list of supported families and how their configs differ. Knows nothing of weights or devices.
-"""
+"""The shape of a model, read from a checkpoint's config.json into one frozen dataclass. Knows nothing of weights or devices."""
 
 from __future__ import annotations
 
-import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pipedec.config import json_object, model_json
 from pipedec.core import UserError
 from pipedec.gguf import model_files
-from pipedec.hardware import SUPPORTED_MODEL_TYPES, optional_weights
 
 
 @dataclass(frozen=True)
@@ -27,7 +24,8 @@ class ModelConfig:
         max_positions: the model's context length.
         eos_token_ids: tokens that end an answer; generation_config.json takes precedence over config.json.
         sliding_windows: for each layer, the number of positions that a row sees, its own included; None for all.
-        hf: the transformers config object, for the rotary embedding.
+        rope: parameters of the rotary embedding, as ``rope_parameters`` of transformers.
+        directory: of ``config.json``.
     """
 
     model_type: str
@@ -48,34 +46,45 @@ class ModelConfig:
     max_positions: int
     eos_token_ids: tuple[int, ...]
     sliding_windows: tuple[int | None, ...]
-    hf: Any = field(compare=False, repr=False)
+    rope: Mapping[str, Any]
+    directory: Path = field(compare=False, repr=False)
 
     @classmethod
     def from_directory(cls, path: str | Path) -> ModelConfig:
         """Read ``config.json`` (and ``generation_config.json``) of a Hugging Face checkpoint directory, or of a GGUF file.
 
         Raises:
-            UserError: the directory or file does not exist, is not valid JSON, describes an unsupported family or quantized
-                weights, or is refused by transformers.
+            UserError: as ``model_json``, or the weights are quantized.
         """
-        directory = model_files(path)
-        if not directory.is_dir():
-            raise UserError(f"{directory} is not a directory: give the folder of a Hugging Face checkpoint")
-        raw = _read_json(directory / "config.json")
-        model_type = raw.get("model_type")
-        if model_type not in SUPPORTED_MODEL_TYPES:
+        stated = model_json(path)
+        if stated.quantization_config:
             raise UserError(
-                f"{directory / 'config.json'}: model_type {model_type!r} is not supported; "
-                f"use one of {', '.join(SUPPORTED_MODEL_TYPES)}"
+                f"{path} holds weights quantized by {stated.quantization_config.get('quant_method')}, which are not supported: "
+                "give the unquantized checkpoint and --quantize int8 or int4"
             )
-        if raw.get("quantization_config"):
-            method = dict(raw["quantization_config"]).get("quant_method")
-            raise UserError(
-                f"{directory} holds weights quantized by {method}, which are not supported: give the unquantized checkpoint and "
-                "--quantize int8 or int4"
-            )
-        hf = _transformers_config(directory)
-        return _from_hf(hf, _eos_token_ids(directory, hf))
+        optional = stated.optional_weights
+        return cls(
+            model_type=stated.model_type,
+            vocab_size=stated.vocab_size,
+            hidden_size=stated.hidden_size,
+            intermediate_size=stated.intermediate_size,
+            num_layers=stated.num_hidden_layers,
+            num_heads=stated.num_attention_heads,
+            num_kv_heads=stated.kv_heads,
+            head_dim=stated.head_dim or stated.hidden_size // stated.num_attention_heads,
+            rms_norm_eps=stated.rms_norm_eps,
+            hidden_act=stated.hidden_act,
+            tie_word_embeddings=stated.tie_word_embeddings,
+            attention_bias=optional.qkv_bias,
+            output_bias=optional.output_bias,
+            mlp_bias=optional.mlp_bias,
+            qk_norm=optional.qk_norm,
+            max_positions=stated.max_position_embeddings,
+            eos_token_ids=_eos_token_ids(model_files(path), stated.eos_token_id),
+            sliding_windows=stated.sliding_windows,
+            rope=stated.rope,
+            directory=model_files(path),
+        )
 
     @property
     def queries_per_kv_head(self) -> int:
@@ -117,71 +126,12 @@ class ModelConfig:
         return count
 
 
-def _read_json(file: Path) -> dict[str, Any]:
-    """The JSON object in a file. Raises UserError if it is missing or anything else."""
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UserError(f"{file} is missing: give the folder of a Hugging Face checkpoint") from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise UserError(f"{file} cannot be read as JSON ({error}); download it again") from None
-    if not isinstance(content, dict):
-        raise UserError(f"{file} does not hold a JSON object; download it again")
-    return content
-
-
-def _transformers_config(directory: Path) -> Any:
-    from transformers import AutoConfig
-
-    try:
-        return AutoConfig.from_pretrained(directory, local_files_only=True)
-    except Exception as error:  # transformers validates with many exception types of its own
-        reason = " ".join(str(error).split())
-        raise UserError(f"{directory / 'config.json'} is refused by transformers: {reason}") from None
-
-
-def _eos_token_ids(directory: Path, hf: Any) -> tuple[int, ...]:
-    """End tokens, from generation_config.json if it has any, else from the config. Either may hold an int, a list or null."""
+def _eos_token_ids(directory: Path, in_config: int | list[int] | None) -> tuple[int, ...]:
+    """End tokens, from generation_config.json if it has any, else from config.json. Either may hold an int, a list or null."""
     file = directory / "generation_config.json"
-    eos = _read_json(file).get("eos_token_id") if file.exists() else None
+    eos = json_object(file).get("eos_token_id") if file.exists() else None
     if eos is None:
-        eos = getattr(hf, "eos_token_id", None)
+        eos = in_config
     if eos is None:
         return ()
-    return tuple(eos) if isinstance(eos, list | tuple) else (int(eos),)
-
-
-def _sliding_windows(hf: Any) -> tuple[int | None, ...]:
-    """Mistral: one window for all layers. Qwen: for the layers marked as sliding in ``layer_types``. LLaMA: none."""
-    layers: int = hf.num_hidden_layers
-    window: int | None = getattr(hf, "sliding_window", None)
-    if hf.model_type == "mistral":
-        return (window,) * layers
-    if hf.model_type in ("qwen2", "qwen3"):
-        return tuple(window if kind == "sliding_attention" else None for kind in hf.layer_types)
-    return (None,) * layers
-
-
-def _from_hf(hf: Any, eos_token_ids: tuple[int, ...]) -> ModelConfig:
-    optional = optional_weights(hf.model_type, bool(getattr(hf, "attention_bias", False)), bool(getattr(hf, "mlp_bias", False)))
-    return ModelConfig(
-        model_type=hf.model_type,
-        vocab_size=hf.vocab_size,
-        hidden_size=hf.hidden_size,
-        intermediate_size=hf.intermediate_size,
-        num_layers=hf.num_hidden_layers,
-        num_heads=hf.num_attention_heads,
-        num_kv_heads=hf.num_key_value_heads,
-        head_dim=getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads,
-        rms_norm_eps=hf.rms_norm_eps,
-        hidden_act=hf.hidden_act,
-        tie_word_embeddings=bool(hf.tie_word_embeddings),
-        attention_bias=optional.qkv_bias,
-        output_bias=optional.output_bias,
-        mlp_bias=optional.mlp_bias,
-        qk_norm=optional.qk_norm,
-        max_positions=hf.max_position_embeddings,
-        eos_token_ids=eos_token_ids,
-        sliding_windows=_sliding_windows(hf),
-        hf=hf,
-    )
+    return tuple(eos) if isinstance(eos, list) else (int(eos),)

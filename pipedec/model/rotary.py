@@ -5,7 +5,9 @@ Owns the choice of frequencies for a row, including types that depend on the seq
 
 from __future__ import annotations
 
-from functools import lru_cache
+import functools
+import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -21,7 +23,7 @@ class Rotary:
     """Cosines and sines for position ids.
 
     Args:
-        config: the model's shape; its ``hf.rope_parameters`` determine the frequencies.
+        config: the model's shape; its ``rope`` determines the frequencies.
         dtype: dtype of the returned cosines and sines. They are computed in float32, as in transformers.
         device: device of the rows.
 
@@ -30,31 +32,26 @@ class Rotary:
     """
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> None:
-        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-        self._hf = config.hf
         self._dtype = dtype
         self._device = torch.device(device)
-        parameters = config.hf.rope_parameters
-        self.rope_type: str = parameters["rope_type"]
+        self.rope_type: str = config.rope["rope_type"]
+        self._scaling = 1.0
         if self.rope_type == "default":
-            exponents_D = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
-            frequencies, self._scaling = 1.0 / (parameters["rope_theta"] ** exponents_D), 1.0
-        elif self.rope_type in ROPE_INIT_FUNCTIONS:
-            self._initialise = ROPE_INIT_FUNCTIONS[self.rope_type]
-            frequencies, self._scaling = self._initialise(config.hf)
+            frequencies = _plain_frequencies(config)
+        elif self.rope_type == "llama3":
+            frequencies = _llama3_frequencies(config)
         else:
-            known = ", ".join(["default", *ROPE_INIT_FUNCTIONS])
-            raise UserError(f"rope type {self.rope_type!r} in config.json is not known; transformers knows {known}")
+            self._initialise = _of_transformers(config)
+            frequencies, self._scaling = self._initialise(self._device)
         if 2 * len(frequencies) != config.head_dim:
             raise UserError(
                 f"config.json rotates {2 * len(frequencies)} of {config.head_dim} numbers of a head; it must rotate all"
             )
         self._frequencies_D = _both_halves(frequencies).to(self._device)
-        self._of_length = lru_cache(maxsize=_KEPT_LENGTHS)(self._frequencies_of)
+        self._of_length = functools.lru_cache(maxsize=_KEPT_LENGTHS)(self._frequencies_of)
         if self.rope_type == "longrope":
-            self._original_length: int = parameters["original_max_position_embeddings"]
-            long_frequencies, _ = self._initialise(config.hf, seq_len=self._original_length + 1)
+            self._original_length: int = config.rope["original_max_position_embeddings"]
+            long_frequencies, _ = self._initialise(self._device, self._original_length + 1)
             self._long_frequencies_D = _both_halves(long_frequencies).to(self._device)
 
     @property
@@ -94,7 +91,7 @@ class Rotary:
 
     def _frequencies_of(self, length: int) -> Tensor:
         """Frequencies of one length, [D]. One length at a time, so that their last bits do not depend on a row's company."""
-        frequencies, _ = self._initialise(self._hf, self._device, seq_len=length)
+        frequencies, _ = self._initialise(self._device, length)
         return _both_halves(frequencies)
 
 
@@ -107,3 +104,45 @@ def rotate(x_RHD: Tensor, cos_RD: Tensor, sin_RD: Tensor) -> Tensor:
 def _both_halves(frequencies: Tensor) -> Tensor:
     """Frequencies of half a head, extended to the whole head. The first half is negated: this changes the sines only."""
     return torch.cat((-frequencies, frequencies), dim=-1).float()
+
+
+def _plain_frequencies(config: ModelConfig, share: float = 1.0) -> Tensor:
+    rotated = int(config.head_dim * share)
+    exponents_D = torch.arange(0, rotated, 2, dtype=torch.float32) / rotated
+    return 1.0 / (config.rope["rope_theta"] ** exponents_D)
+
+
+def _llama3_frequencies(config: ModelConfig) -> Tensor:
+    """Of Llama 3.1 and its successors: waves longer than the trained context are stretched, and those in between partly.
+
+    The same operations in the same order as in transformers, so that all bits are the same.
+    """
+    rope = config.rope
+    length, low, high = rope["original_max_position_embeddings"], rope["low_freq_factor"], rope["high_freq_factor"]
+    plain_D = _plain_frequencies(config, rope.get("partial_rotary_factor", 1.0))
+    waves_D = 2 * math.pi / plain_D
+    stretched_D = torch.where(waves_D > length / low, plain_D / rope["factor"], plain_D)
+    smooth_D = (length / waves_D - low) / (high - low)
+    partly_D = (1 - smooth_D) * stretched_D / rope["factor"] + smooth_D * stretched_D
+    is_between_D = (waves_D >= length / high) & (waves_D <= length / low)
+    return torch.where(is_between_D, partly_D, stretched_D)
+
+
+def _of_transformers(config: ModelConfig) -> Callable[..., tuple[Tensor, float]]:
+    """What computes the frequencies of the other types: from a device and, for some, the length of the sequence.
+
+    Imports transformers, which takes two seconds.
+    """
+    from transformers import AutoConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    rope_type = config.rope["rope_type"]
+    if rope_type not in ROPE_INIT_FUNCTIONS:
+        known = ", ".join(["default", *ROPE_INIT_FUNCTIONS])
+        raise UserError(f"rope type {rope_type!r} in config.json is not known; transformers knows {known}")
+    try:
+        hf = AutoConfig.from_pretrained(config.directory, local_files_only=True)
+    except Exception as error:  # transformers validates with many exception types of its own
+        reason = " ".join(str(error).split())
+        raise UserError(f"{config.directory / 'config.json'} is refused by transformers: {reason}") from None
+    return functools.partial(ROPE_INIT_FUNCTIONS[rope_type], hf)

@@ -3,12 +3,48 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
-from support.checkpoints import save_tiny, save_tiny_llama, save_tiny_mistral, save_tiny_qwen2
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from hypothesis import given, reject
+from hypothesis import strategies as st
+from support.checkpoints import FAMILIES, save_tiny, save_tiny_llama, save_tiny_mistral, save_tiny_qwen2
+from transformers import AutoConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from pipedec.core import UserError
 from pipedec.model.config import ModelConfig
+from pipedec.model.rotary import Rotary
+
+REQUIRED = {
+    "vocab_size": 640, "hidden_size": 96, "intermediate_size": 32, "num_hidden_layers": 30, "num_attention_heads": 32,
+}  # fmt: skip
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+OPTIONAL = {
+    "num_key_value_heads": [None, 4],
+    "head_dim": [8],
+    "rms_norm_eps": [1e-5],
+    "hidden_act": ["gelu"],
+    "tie_word_embeddings": [True, False],
+    "attention_bias": [True],
+    "mlp_bias": [True],
+    "max_position_embeddings": [4096],
+    "eos_token_id": [None, 7, [7, 9]],
+    "sliding_window": [None, 5],
+    "use_sliding_window": [True, False],
+    "max_window_layers": [3],
+    "layer_types": [None, ["full_attention", "sliding_attention"] * 15],
+    "rope_theta": [500_000, 1e6],
+    "rope_scaling": [None, LLAMA3, {"type": "linear", "factor": 2.0}],
+    "rope_parameters": [None, {"rope_type": "default", "rope_theta": 2e4}, {**LLAMA3, "original_max_position_embeddings": 99}],
+    "partial_rotary_factor": [0.5],
+    "original_max_position_embeddings": [1024],
+}  # fmt: skip
 
 
 def change_json(file, **values):
@@ -34,6 +70,64 @@ def test_biases_and_windows_of_the_families(tmp_path):
     assert (qwen3.attention_bias, qwen3.output_bias, qwen3.mlp_bias, qwen3.qk_norm) == (True, True, False, True)
     assert qwen3.sliding_windows == (None, None, None, 9)
     assert qwen3.head_dim == 128
+
+
+@given(
+    family=st.sampled_from(sorted(FAMILIES)),
+    optional=st.fixed_dictionaries({}, optional={name: st.sampled_from(values) for name, values in OPTIONAL.items()}),
+)
+def test_every_file_means_what_it_means_to_transformers(tmp_path_factory, family, optional):
+    """Whatever it leaves out, and whichever version of transformers wrote it."""
+    directory = tmp_path_factory.mktemp("config")
+    (directory / "config.json").write_text(json.dumps({"model_type": family, **REQUIRED, **optional}))
+    try:
+        theirs = AutoConfig.from_pretrained(directory)
+    except StrictDataclassError:  # null, which not every family allows
+        reject()
+    theirs.standardize_rope_params()  # as its functions of the frequencies do before they read the parameters
+    config = ModelConfig.from_directory(directory)
+    head_dim = getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads
+    ends = theirs.eos_token_id
+    windows = [theirs.sliding_window if family == "mistral" else None] * theirs.num_hidden_layers
+    if family in ("qwen2", "qwen3"):
+        windows = [theirs.sliding_window if kind == "sliding_attention" else None for kind in theirs.layer_types]
+    assert config == replace(
+        config,
+        vocab_size=theirs.vocab_size,
+        hidden_size=theirs.hidden_size,
+        intermediate_size=theirs.intermediate_size,
+        num_layers=theirs.num_hidden_layers,
+        num_heads=theirs.num_attention_heads,
+        num_kv_heads=theirs.num_key_value_heads,
+        head_dim=head_dim,
+        rms_norm_eps=theirs.rms_norm_eps,
+        hidden_act=theirs.hidden_act,
+        tie_word_embeddings=theirs.tie_word_embeddings,
+        max_positions=theirs.max_position_embeddings,
+        eos_token_ids=() if ends is None else tuple(ends) if isinstance(ends, list) else (ends,),
+        sliding_windows=tuple(windows),
+        rope={name: value for name, value in theirs.rope_parameters.items() if value is not None},
+    )
+
+
+def test_frequencies_of_llama_3_are_those_of_transformers_in_all_bits(tmp_path):
+    save_tiny_llama(tmp_path, head_dim=64, rope_parameters={**LLAMA3, "rope_theta": 500_000.0}, max_position_embeddings=8192)
+    theirs, _ = ROPE_INIT_FUNCTIONS["llama3"](AutoConfig.from_pretrained(tmp_path))
+    cos_RD, sin_RD = Rotary(ModelConfig.from_directory(tmp_path)).cos_sin(torch.tensor([1]))
+    assert torch.equal(cos_RD[0, :32], theirs.cos())
+    assert torch.equal(sin_RD[0, 32:], theirs.sin())
+
+
+def test_reading_a_config_and_computing_with_it_does_not_import_transformers(tmp_path):
+    """It would take two seconds of every rank and every command."""
+    save_tiny_llama(tmp_path, rope_parameters={**LLAMA3, "rope_theta": 500_000.0})
+    script = """
+import sys, torch
+from pipedec.model import StageModel
+StageModel.load(sys.argv[1], range(4), torch.float32, "cpu")
+assert "transformers" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", script, tmp_path], check=True, cwd=Path(__file__).parents[2])
 
 
 def test_head_size_follows_from_the_hidden_size_unless_given(tmp_path):
@@ -77,18 +171,39 @@ def test_other_families_are_refused_by_name(tmp_path):
 
 def test_unreadable_directories_are_refused(tmp_path):
     assert_refused(tmp_path / "nowhere", "nowhere", "not a directory")
-    assert_refused(tmp_path, "config.json", "missing")
+    assert_refused(tmp_path, "config.json", "no such file")
     (tmp_path / "config.json").write_text("<html>not found</html>")
     assert_refused(tmp_path, "config.json", "JSON")
     (tmp_path / "config.json").write_text("[1]")
     assert_refused(tmp_path, "config.json", "JSON object")
     (tmp_path / "config.json").write_bytes(b"\xff\xfe\xff")
-    assert_refused(tmp_path, "config.json", "JSON")
+    assert_refused(tmp_path, "config.json", "UTF-8")
 
 
-def test_values_that_transformers_refuses_and_quantized_weights(tmp_path):
-    save_tiny_llama(tmp_path)
-    change_json(tmp_path / "config.json", num_attention_heads=5)
-    assert_refused(tmp_path, "config.json", "refused")
-    change_json(tmp_path / "config.json", num_attention_heads=4, quantization_config={"quant_method": "gptq"})
-    assert_refused(tmp_path, "quantized by gptq", "--quantize int8 or int4")
+@pytest.mark.parametrize(
+    ("family", "values", "words"),
+    [
+        ("llama", {"num_attention_heads": 5}, "num_key_value_heads 2 must divide num_attention_heads 5"),
+        ("llama", {"num_attention_heads": 5, "head_dim": None}, "num_attention_heads 5 must divide hidden_size 32"),
+        ("llama", {"vocab_size": "64"}, "vocab_size: must be an integer, not a string"),
+        ("llama", {"vocab_size": None}, "vocab_size: must be an integer, not empty"),
+        ("llama", {"rms_norm_eps": -1e-6}, "rms_norm_eps: must be at least 0, not -1e-06"),
+        (
+            "llama",
+            {"rope_parameters": {"rope_type": "llama3", "factor": 8.0}},
+            "rope_parameters.low_freq_factor must be a",
+        ),
+        ("llama", {"rope_parameters": {"rope_theta": -1.0}}, "rope_parameters.rope_theta must be a positive number"),
+        ("qwen2", {"layer_types": ["full_attention"]}, "layer_types must name 4 layers, not 1"),
+        ("qwen2", {"layer_types": ["linear_attention"] * 4}, "must be one of full_attention, sliding_attention"),
+        (
+            "llama",
+            {"quantization_config": {"quant_method": "gptq"}},
+            "quantized by gptq, which are not supported: give",
+        ),
+    ],
+)
+def test_impossible_values_are_refused(tmp_path, family, values, words):
+    save_tiny(family, tmp_path)
+    change_json(tmp_path / "config.json", **values)
+    assert_refused(tmp_path, str(tmp_path), words)
