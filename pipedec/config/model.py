@@ -133,6 +133,8 @@ def model_json(directory: str | Path) -> ModelJson:
     if not files.is_dir():
         raise UserError(f"{files} is not a directory: give the folder of a Hugging Face checkpoint")
     path = files / "config.json"
+    if not path.is_file():
+        raise UserError(f"{path} is missing: give the folder of a Hugging Face checkpoint")
     document = json_object(path)
     model_type = document.get("model_type")
     if model_type not in SUPPORTED_MODEL_TYPES:
@@ -191,9 +193,9 @@ def json_object(path: Path) -> dict[str, Any]:
     try:
         document = json.loads(read_text(path))
     except (ValueError, RecursionError):
-        raise UserError(f"{path}: not valid JSON") from None
+        raise UserError(f"{path}: not valid JSON: download it again") from None
     if not isinstance(document, dict):
-        raise UserError(f"{path}: not a JSON object")
+        raise UserError(f"{path}: not a JSON object: download it again")
     return document
 
 

@@ -148,7 +148,7 @@ def test_models_that_do_not_belong_together(pipedec: Pipedec, pair: Pair) -> Non
         (lambda weights: weights.write_bytes(b"<html>not found</html>"), "model.safetensors is not a whole safetensors file"),
         (lambda weights: weights.unlink(), "holds neither model.safetensors nor"),
         (lambda weights: (weights.parent / "config.json").unlink(), "config.json is missing"),
-        (lambda weights: (weights.parent / "config.json").write_text("{"), "config.json cannot be read as JSON"),
+        (lambda weights: (weights.parent / "config.json").write_text("{"), "config.json: not valid JSON"),
     ],
     ids=["truncated", "html", "none", "no config", "half a config"],
 )

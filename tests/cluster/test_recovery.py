@@ -4,7 +4,6 @@ it would have been.
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import re
@@ -15,12 +14,11 @@ from contextlib import contextmanager
 from dataclasses import replace
 from itertools import cycle, islice
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import pytest
-import torch
 from support.lasting_server import LastingServer
+from support.obedient_ranks import Obeys, endless_file
 from support.pairwise import pairwise
 from support.processes import redis_of, wait_until
 from support.thread_models import BIASES, LETTERS, PROMPTS, THREAD_DIALECTS, ThreadModels
@@ -32,7 +30,6 @@ from pipedec.cluster.local import LocalCluster
 from pipedec.cluster.recovery import RecoveryOptions
 from pipedec.core import Completion, RankLost, SamplingParams
 from pipedec.messages import PromptRequest, Recovery
-from pipedec.model.stage_model import LayerWeights
 from pipedec.scheduler import RunStatus, connect
 
 LEAVES_NOTHING = pytest.mark.usefixtures("leaves_nothing")
@@ -61,43 +58,6 @@ def facts(completion: Completion) -> Facts:
     return completion.token_ids, completion.text, completion.finish_reason, completion.seed, logprobs
 
 
-class Obeys(str):
-    """The name of a transport. Once it arrives in a rank's process, SIGUSR1 makes that process write where its weights are, and
-    SIGUSR2 makes it compute forever, if it computes rows at that moment.
-    """
-
-    folder: Path
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _obey, (str(self), self.folder)
-
-
-def _obey(transport: str, folder: Path) -> str:
-    def show(number: int, frame: FrameType | None) -> None:
-        gc.unfreeze()  # or they would not be found
-        layers = [found for found in gc.get_objects() if isinstance(found, LayerWeights)]
-        places = sorted(value.data_ptr() for layer in layers for value in vars(layer).values() if isinstance(value, torch.Tensor))
-        partial = folder / f"{os.getpid()}.partial"
-        partial.write_text(json.dumps(places))
-        partial.rename(folder / str(os.getpid()))
-
-    def compute_forever(number: int, frame: FrameType | None) -> None:
-        while frame is not None and frame.f_code.co_qualname != "StageWorker.compute":
-            frame = frame.f_back
-        if frame is not None:
-            _computes_forever(folder, os.getpid()).touch()
-            while True:
-                pass
-
-    signal.signal(signal.SIGUSR1, show)
-    signal.signal(signal.SIGUSR2, compute_forever)
-    return transport
-
-
-def _computes_forever(folder: Path, pid: int) -> Path:
-    return folder / f"{pid}.computes-forever"
-
-
 def weights_of(cluster: LocalCluster, folder: Path) -> dict[int, list[int]]:
     """The addresses of the weights of every rank."""
     files = {rank: folder / str(pid) for rank, pid in cluster.pids.items()}
@@ -115,10 +75,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def cluster(pair: Pair, folder: Path) -> Iterator[LocalCluster]:
-    transport = Obeys("auto")
-    transport.folder = folder
     spec = replace(pair.spec(STAGES), max_num_seqs=8)
-    with LocalCluster(spec, transport=transport, recovery=RecoveryOptions(max_restarts=100)) as running:
+    with LocalCluster(spec, transport=Obeys("auto", folder), recovery=RecoveryOptions(max_restarts=100)) as running:
         yield running
 
 
@@ -234,7 +192,7 @@ def test_a_stage_that_computes_forever_is_killed_and_replaced(
 
     def computes_forever() -> bool:
         os.kill(pid, signal.SIGUSR2)
-        return _computes_forever(folder, pid).exists()
+        return endless_file(folder, pid).exists()
 
     assert wait_until(computes_forever, 60)
     assert asked.answers() == [alone[kind] for kind in asked.kinds]

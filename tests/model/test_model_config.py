@@ -171,7 +171,7 @@ def test_other_families_are_refused_by_name(tmp_path):
 
 def test_unreadable_directories_are_refused(tmp_path):
     assert_refused(tmp_path / "nowhere", "nowhere", "not a directory")
-    assert_refused(tmp_path, "config.json", "no such file")
+    assert_refused(tmp_path, "config.json", "missing")
     (tmp_path / "config.json").write_text("<html>not found</html>")
     assert_refused(tmp_path, "config.json", "JSON")
     (tmp_path / "config.json").write_text("[1]")
