@@ -1,28 +1,20 @@
-"""What tests of several packages share: the tiers, tiny checkpoints, a resident cluster, the proof that nothing is left.
+"""What tests of several packages share: the tiers, directories, hosts, the proof that nothing is left.
 
 The fast tier leaves out tests marked ``slow`` and tries fewer examples of each property; see CONTRIBUTING.md.
 """
 
 from __future__ import annotations
 
+import gc
 import multiprocessing.util
 import tempfile
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import hypothesis
 import pytest
 from support.hosts import Hosts, lacking, namespace_hosts
 from support.processes import deadline, marked_processes, wait_until
-from support.thread_models import ThreadModels
-from support.tiny_pair import Pair, make_pair, tiny_tokenizer
-from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
-from transformers.utils import logging as transformers_logging
-
-from pipedec.cluster.local import LocalCluster
-from pipedec.engine.spec import DISPATCHES
-from pipedec.verify.reference import Reference
 
 pytest_plugins = ["support.cpu_seconds", "support.tiers", "support.numbers", "support.thirds"]
 
@@ -33,20 +25,22 @@ hypothesis.settings.register_profile("full", max_examples=100, deadline=None, de
 hypothesis.settings.register_profile("fast", max_examples=5, deadline=None, derandomize=True)
 hypothesis.settings.load_profile("fast")
 
-transformers_logging.disable_progress_bar()  # "Writing model shards" would stand in the report of every failure
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Load the fixtures of models where tests run: importing torch and transformers would take xdist's controller seconds."""
+    if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
+        config.pluginmanager.import_plugin("support.shared_models")
 
 
-@pytest.fixture(scope="session")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    return make_pair(tmp_path_factory.mktemp("pair"))
-
-
-@pytest.fixture(scope="session")
-def tokenizer_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tokenizer of ``pair``, for tests that need no model."""
-    directory = tmp_path_factory.mktemp("tokenizer")
-    tiny_tokenizer().save_pretrained(directory)
-    return directory
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Collect tests without collecting garbage: of what is made here hardly anything is ever freed, and to look takes seconds."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.freeze()
 
 
 @pytest.fixture
@@ -55,41 +49,6 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monk
     directory = tmp_path_factory.mktemp("state")
     monkeypatch.setenv("PIPEDEC_STATE_DIR", str(directory))
     return directory
-
-
-@pytest.fixture(scope="session")
-def thread_models(tmp_path_factory: pytest.TempPathFactory) -> ThreadModels:
-    return ThreadModels(tmp_path_factory.mktemp("threads"))
-
-
-@pytest.fixture(scope="session")
-def tokenizer(pair: Pair) -> PreTrainedTokenizerBase:
-    return PreTrainedTokenizerFast.from_pretrained(pair.target)
-
-
-@pytest.fixture(scope="session")
-def reference(pair: Pair) -> Reference:
-    """The target alone, in transformers."""
-    return Reference(pair.spec())
-
-
-@pytest.fixture(scope="session")
-def resident_windows(pair: Pair) -> Iterator[LocalCluster]:
-    with LocalCluster(replace(pair.spec(2), dispatch="windows")) as cluster:
-        yield cluster
-
-
-@pytest.fixture(scope="session")
-def resident_tasks(pair: Pair) -> Iterator[LocalCluster]:
-    with LocalCluster(replace(pair.spec(2), dispatch="tasks")) as cluster:
-        yield cluster
-
-
-@pytest.fixture(scope="session", params=list(DISPATCHES))
-def resident(request: pytest.FixtureRequest) -> LocalCluster:
-    """A running cluster of 2 stages that no test may break; with each way to dispatch. Both go on until the session ends."""
-    cluster: LocalCluster = request.getfixturevalue(f"resident_{request.param}")
-    return cluster
 
 
 @pytest.fixture(scope="module")

@@ -16,6 +16,7 @@ from support.tiny_pair import Pair
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="only x86 has these instruction sets")
+@pytest.mark.fast_cases
 @pytest.mark.parametrize("instruction_set", list(VARIABLES))
 def test_libraries_take_the_kernels_of_the_instruction_set(instruction_set: str) -> None:
     assert re.fullmatch(EXPECTED[instruction_set], kernels(instruction_set))

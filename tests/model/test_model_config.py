@@ -118,6 +118,7 @@ def test_frequencies_of_llama_3_are_those_of_transformers_in_all_bits(tmp_path):
     assert torch.equal(sin_RD[0, 32:], theirs.sin())
 
 
+@pytest.mark.slow
 def test_reading_a_config_and_computing_with_it_does_not_import_transformers(tmp_path):
     """It would take two seconds of every rank and every command."""
     save_tiny_llama(tmp_path, rope_parameters={**LLAMA3, "rope_theta": 500_000.0})

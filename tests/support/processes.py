@@ -10,11 +10,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING
 
 import psutil
 
-from pipedec.cluster.local import LocalCluster
 from pipedec.scheduler import connect
+
+if TYPE_CHECKING:
+    from pipedec.cluster.local import LocalCluster
 
 # Every process that the tests start, however indirectly, has this in its environment.
 MARK = f"PIPEDEC_TESTS={uuid.uuid4().hex}"
