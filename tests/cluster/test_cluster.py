@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -55,13 +55,15 @@ def client_of(cluster: LocalCluster) -> Client:
     return Client(cluster.scheduler, cluster.check, silence_seconds=60)
 
 
-def check_answers(cluster: LocalCluster, reference: Reference, tokenizer: PreTrainedTokenizerBase) -> None:
+def check_answers(
+    cluster: LocalCluster, reference: Reference, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str] = PROMPTS
+) -> None:
     """Every prompt by every method says what transformers says, in the number of timesteps that the paper gives.
 
     No two prompts begin alike: where the stages find a prompt in their caches, the draft model may have to catch up.
     """
     groups, hits = cluster.spec.topology.num_groups, dict.fromkeys(METHOD_NAMES, 0)
-    for prompt in PROMPTS:
+    for prompt in prompts:
         for method in METHOD_NAMES:
             text = f"{METHOD_NAMES.index(method)}{PROMPTS.index(prompt)} {prompt}"
             token_ids = tokenizer(text)["input_ids"]
@@ -88,12 +90,13 @@ def check_answers(cluster: LocalCluster, reference: Reference, tokenizer: PreTra
     )  # a hit was in flight when its parent left the last group
 
 
-@pytest.mark.fast_cases("windows", "tasks")
+@pytest.mark.fast_cases("windows-all", "tasks-short")
+@pytest.mark.parametrize("prompts", [PROMPTS[:1], PROMPTS], ids=["short", "all"])
 def test_two_stages_say_what_transformers_says(
-    resident: LocalCluster, reference: Reference, tokenizer: PreTrainedTokenizerBase
+    resident: LocalCluster, reference: Reference, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str]
 ) -> None:
     assert len(tokenizer(PROMPTS[1])["input_ids"]) > PREFILL_CHUNK
-    check_answers(resident, reference, tokenizer)
+    check_answers(resident, reference, tokenizer, prompts)
 
 
 def test_every_rank_says_what_it_computes_in_and_why(resident: LocalCluster) -> None:
