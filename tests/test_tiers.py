@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from support.cpu_seconds import calibration_seconds
+from support.thirds import third_of
 
 TESTS = Path(__file__).parent
 
@@ -37,6 +38,19 @@ def test_both(resident): pass
 def test_word(word): pass
 """
 
+MARKED = """
+import pytest
+
+@pytest.mark.numbers
+def test_computes(): pass
+
+@pytest.mark.numbers
+@pytest.mark.hypothesis
+def test_property(): pass
+
+def test_reads(): pass
+"""
+
 BURNS = "import time\nwhile time.process_time() < 0.6: pass"
 DETACHED = f"""
 import subprocess, sys
@@ -52,7 +66,8 @@ def test_leaves_a_process_behind():
 def run_pytest(tmp_path: Path, source: str, *arguments: str) -> str:
     """The output of pytest for one test file, with this repository's markers and plugins."""
     (tmp_path / "test_it.py").write_text(source)
-    options = ["-p", "no:cacheprovider", "-p", "support.cpu_seconds", "-p", "support.tiers", "--rootdir", str(tmp_path)]
+    plugins = ("no:cacheprovider", "support.cpu_seconds", "support.tiers", "support.thirds")
+    options = [*(part for plugin in plugins for part in ("-p", plugin)), "--rootdir", str(tmp_path)]
     environment = os.environ | {"PYTHONPATH": str(TESTS), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     command = [sys.executable, "-m", "pytest", *options, *arguments, str(tmp_path)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
@@ -65,6 +80,17 @@ def test_the_fast_tier_has_the_first_case_or_those_that_are_named(tmp_path: Path
     assert re.findall(r"::test_(.+)", listed) == [
         "first[1]", "named[2]", "named[3]", "cluster[windows]", "both[windows]", "both[tasks]", "word[tasks of a day]",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("option", "chosen"), [("--third", "computes property reads"), ("--but-third", "property reads")])
+def test_what_another_run_does_with_a_third_is_left_out(tmp_path: Path, option: str, chosen: str) -> None:
+    listed = run_pytest(tmp_path, MARKED, "--collect-only", "-q", option, str(third_of("test_it.py")))
+    assert re.findall(r"::test_(.+)", listed) == chosen.split()
+
+
+def test_other_thirds_are_run(tmp_path: Path) -> None:
+    listed = run_pytest(tmp_path, MARKED, "--collect-only", "-q", "--but-third", str((third_of("test_it.py") + 1) % 3))
+    assert re.findall(r"::test_(.+)", listed) == ["computes", "property", "reads"]
 
 
 @pytest.mark.usefixtures("leaves_nothing")

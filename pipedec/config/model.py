@@ -19,7 +19,7 @@ from pipedec.gguf import model_files
 from pipedec.hardware import MODEL_SHAPES, SUPPORTED_MODEL_TYPES, ModelShape, OptionalWeights, Size, optional_weights
 from pipedec.validation import shortened, validated
 
-# What a file of this type means where it says nothing and other types mean something else; as in transformers.
+# Of keys that a file leaves out, where a family's defaults are not LLaMA's, which ``ModelJson`` has; all as in transformers.
 _QWEN = {"num_key_value_heads": 32, "max_position_embeddings": 32_768, "eos_token_id": None, "sliding_window": 4096}
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": {},

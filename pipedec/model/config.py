@@ -46,7 +46,7 @@ class ModelConfig:
     max_positions: int
     eos_token_ids: tuple[int, ...]
     sliding_windows: tuple[int | None, ...]
-    rope: Mapping[str, Any]
+    rope: Mapping[str, Any] = field(hash=False)
     directory: Path = field(compare=False, repr=False)
 
     @classmethod
