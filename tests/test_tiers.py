@@ -82,12 +82,14 @@ def test_the_fast_tier_has_the_first_case_or_those_that_are_named(tmp_path: Path
     ]  # fmt: skip
 
 
+@pytest.mark.fast_cases("--but-third-property reads")
 @pytest.mark.parametrize(("option", "chosen"), [("--third", "computes property reads"), ("--but-third", "property reads")])
 def test_what_another_run_does_with_a_third_is_left_out(tmp_path: Path, option: str, chosen: str) -> None:
     listed = run_pytest(tmp_path, MARKED, "--collect-only", "-q", option, str(third_of("test_it.py")))
     assert re.findall(r"::test_(.+)", listed) == chosen.split()
 
 
+@pytest.mark.slow
 def test_other_thirds_are_run(tmp_path: Path) -> None:
     listed = run_pytest(tmp_path, MARKED, "--collect-only", "-q", "--but-third", str((third_of("test_it.py") + 1) % 3))
     assert re.findall(r"::test_(.+)", listed) == ["computes", "property", "reads"]

@@ -150,7 +150,7 @@ def test_other_options_of_the_methods(stages: int) -> None:
     check_same(pipeline_of(stages), a_third(STAGES.index(stages))[::3], OTHERS)
 
 
-@pytest.mark.fast_cases("regex", "grammar")
+@pytest.mark.fast_cases("grammar")
 @pytest.mark.parametrize("kind", KINDS)
 def test_other_structures(kind: str) -> None:
     prompt, params = prompt_of("Is the sky blue?"), SamplingParams(max_tokens=24, structured_outputs=KINDS[kind])
