@@ -25,7 +25,7 @@ TURN_SECONDS = 0.5  # an end of a process is seen at once
 OUTAGE_SECONDS = 10.0  # how long Redis may be away, or without the run
 _LATE_SECONDS = 3.0  # on a busy machine a killed rank is seen to end long after its neighbours
 _ENTER_SECONDS = 15.0  # in which a rank that is alive should have taken part in a new epoch
-_START_SECONDS = 60.0  # in which a new process should have
+_START_SECONDS = 60.0  # in which a new process should have, which first loads its weights
 _SLOW_SECONDS = 1.0  # a reply that takes longer says little about the leases of the others
 _GRACE_SECONDS = 5.0  # in which they are renewed
 
@@ -68,7 +68,7 @@ class HostWatch:
         self._grace_until = 0.0
         self._epoch, self._since = -1, 0.0  # the current one, and since when it is known
         self._first_end: float | None = None  # when the first of several ranks was seen to have lost another
-        self._started: dict[int, float] = {}  # when a rank was replaced
+        self._started: dict[int, float] = {}  # when the processes began that have not taken part in any epoch yet
         self._reasons: dict[int, str] = {}  # why this watch has killed ranks that are yet to be replaced
         self._told = 0  # the last epoch of which ``on_recovery`` knows
 
@@ -107,6 +107,8 @@ class HostWatch:
         if look.epoch is None:
             return self._wait_for(SchedulerLost("Redis lost the run: its keys were deleted"))
         self._note(look.epoch, began)
+        for rank in look.members:
+            self._started.pop(rank, None)
         self._tell(look)
         self._let_go(look)
         if not self._take_over(look):

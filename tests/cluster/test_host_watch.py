@@ -180,6 +180,22 @@ def test_a_rank_that_does_not_go_on_is_killed_and_replaced(host: Host, run: Run,
     assert host.processes.pids[1] != pid and not run.recovered
 
 
+def test_a_new_process_that_has_taken_part_once_has_no_more_time_than_others(
+    host: Host, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock(monkeypatch)
+    end(host, 1)
+    host.turn_until(lambda: host.started == [1])
+    clock.advance(20.0)
+    assert host.watch.turn() and host.started == [1], "it may still load its weights"
+    run.look = replace(run.look, members=(0, 1, 2))
+    assert host.watch.turn()
+    run.look = replace(run.look, epoch=2, members=(0, 2))
+    assert host.watch.turn() and host.started == [1]
+    clock.advance(20.0)
+    host.turn_until(lambda: host.started == [1, 1])
+
+
 def test_what_ranks_tell_while_redis_was_away_means_nothing(host: Host, run: Run) -> None:
     run.lost = SchedulerLost("cannot reach Redis")
     assert host.watch.turn()
