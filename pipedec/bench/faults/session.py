@@ -136,7 +136,7 @@ def _recovered(load: Load, status: RunStatus, epoch: int) -> Row:
 def _unexpected(fault: Fault, status: RunStatus, before: _State, pids: dict[int, int]) -> list[str]:
     """What should not have happened to the processes, or to the run."""
     replaced = [rank for rank, pid in before.pids.items() if pids.get(rank) != pid]
-    lost = [fault.rank] if fault.kind.loses_rank else []
+    lost = [fault.rank] if fault.kind.loses_rank or (fault.kind.may_lose_rank and replaced) else []
     found = [] if replaced == lost else [f"ranks {replaced} were replaced, not {lost}"]
     if fault.kind.name == "front-end" and status.epoch != before.status.epoch:
         found.append(f"the run went to epoch {status.epoch}")
