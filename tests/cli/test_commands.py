@@ -30,7 +30,7 @@ Started = Callable[..., "subprocess.Popen[bytes]"]
 
 PROMPT = "Natalia sold 12 clips in April."
 LONG = ("--raw-prompt", "--prompt", PROMPT, "--max-tokens", "2000", "--ignore-eos")
-START_SECONDS = 60.0
+START_SECONDS = 120.0
 
 
 def first_bytes(process: subprocess.Popen[bytes]) -> bytes:

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("leaves_nothing")
 Pipedec = Callable[..., Any]
 Started = Callable[..., "subprocess.Popen[bytes]"]
 
-START_SECONDS = 60.0
+START_SECONDS = 120.0
 PROMPT = "Natalia sold 12 clips in April."
 HOSTS = """
 target: {pair.target}
