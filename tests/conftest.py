@@ -1,4 +1,4 @@
-"""What tests of several packages share: the tiers, directories, hosts, the proof that nothing is left.
+"""Fixtures and plugins for all tests: tiers, directories, hosts, and a check that no process or file is left behind.
 
 The fast tier leaves out tests marked ``slow`` and tries fewer examples of each property; see CONTRIBUTING.md.
 """

@@ -1,6 +1,6 @@
-"""What a checkpoint's ``config.json`` says of its model; the sizes of known models by their names.
+"""Reads the ``config.json`` of a checkpoint, and knows the sizes of well-known models by name.
 
-The file is read here and not by transformers, whose import takes two seconds of every process.
+transformers could read the file, too, but importing it takes every process two seconds.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class ModelJson:
 
 
 def model_json(directory: str | Path) -> ModelJson:
-    """What ``config.json`` of a Hugging Face checkpoint says, or what stands for it in a GGUF file.
+    """Read and check the ``config.json`` of a Hugging Face checkpoint, or its equivalent in a GGUF file.
 
     Raises:
         UserError: there is no such directory or file, it is no JSON object, a size is missing or impossible, or the model type is

@@ -113,9 +113,9 @@ def _plain_frequencies(config: ModelConfig, share: float = 1.0) -> Tensor:
 
 
 def _llama3_frequencies(config: ModelConfig) -> Tensor:
-    """Of Llama 3.1 and its successors: waves longer than the trained context are stretched, and those in between partly.
+    """Return the frequencies of Llama 3.1 and later: long wavelengths are scaled by ``factor``, medium ones interpolated.
 
-    The same operations in the same order as in transformers, so that all bits are the same.
+    The operations and their order are those of transformers, so the results are equal bit by bit.
     """
     rope = config.rope
     length, low, high = rope["original_max_position_embeddings"], rope["low_freq_factor"], rope["high_freq_factor"]
@@ -129,9 +129,9 @@ def _llama3_frequencies(config: ModelConfig) -> Tensor:
 
 
 def _of_transformers(config: ModelConfig) -> Callable[..., tuple[Tensor, float]]:
-    """What computes the frequencies of the other types: from a device and, for some, the length of the sequence.
+    """Return transformers' function for the other rope types; it takes a device and, for some types, a sequence length.
 
-    Imports transformers, which takes two seconds.
+    Importing transformers takes two seconds.
     """
     from transformers import AutoConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
