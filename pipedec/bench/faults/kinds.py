@@ -19,8 +19,8 @@ class Kind:
 
     Attributes:
         hits_rank: one rank is hit; ``loses_rank``: its process is lost, and replaced in a new epoch.
-        may_lose_rank: its process may be lost: rarely, and for a reason not yet known, the rank does not enter the next epoch, and
-            the supervisor replaces it.
+        may_lose_rank: its process may be lost: rarely, and for a reason not yet known, the rank does not enter the next epoch
+            and is replaced.
         ends_all: nothing of the cluster is left.
     """
 
