@@ -1,0 +1,56 @@
+"""The shipped models in one process, target and draft in float32, on the computed clock of the paper's clusters.
+
+That clock leaves out rank 0's own work, so that methods which tune themselves by times do the same every time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache, cached_property
+
+import torch
+
+from pipedec.bench.sweep.pipelines import Pair, emulated
+from pipedec.config import paper_cluster
+from pipedec.decoding import LaneSizes
+from pipedec.engine.local import LocalPipeline
+from pipedec.engine.sequences import Sequences
+from pipedec.engine.spec import REFERENCE_PAIR, REFERENCE_THREADS
+from pipedec.kv import KVManager
+
+PLAIN = Pair()
+THREADS = Pair(REFERENCE_THREADS / "target", str(REFERENCE_THREADS / "draft"))
+TARGETS = {PLAIN: REFERENCE_PAIR / "target", THREADS: REFERENCE_THREADS / "target"}
+PRESETS = {"1": ("paper-14", 1), "4": ("paper-14", 4), "14": ("paper-14", None), "14 in 7": ("paper-7", None)}
+SLOTS = 2048
+CPU = torch.device("cpu")
+
+
+class Models:
+    """The weights of a pair in one shape, which is a key of PRESETS. Pipelines share them, so only one of these may run."""
+
+    def __init__(self, pair: Pair, shape: str) -> None:
+        spec = emulated(paper_cluster(), *PRESETS[shape], pair, own_work=False).spec
+        assert spec.emulation is not None and (spec.dtype, spec.draft_dtype) == ("float32", "float32")
+        self.spec = replace(spec, device="cpu", emulation=replace(spec.emulation, kv_tokens=SLOTS))
+        self.stages = [self.spec.load_stage(rank, CPU) for rank in range(1, self.spec.num_stages + 1)]
+        self._drafter = self.spec.load_drafter(CPU)
+
+    def pipeline(self, slots: int = SLOTS, lane_sizes: LaneSizes = LaneSizes()) -> LocalPipeline:
+        """A pipeline that has learned nothing yet, with so many slots of KV memory."""
+        spec = self.spec
+        kv = KVManager(slots, spec.kv_block, spec.shares_prefixes)
+        return LocalPipeline(
+            self.stages, spec.topology, Sequences(spec.target), self._drafter, CPU, spec.emulation, spec.trained_masks(),
+            spec.knee, kv, lane_sizes,
+        )  # fmt: skip
+
+    @cached_property
+    def roomy(self) -> LocalPipeline:
+        """The pipeline of all requests that need no other."""
+        return self.pipeline()
+
+
+@cache
+def models(pair: Pair, shape: str) -> Models:
+    return Models(pair, shape)
