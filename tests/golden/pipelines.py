@@ -36,19 +36,20 @@ class Models:
         self.stages = [self.spec.load_stage(rank, CPU) for rank in range(1, self.spec.num_stages + 1)]
         self._drafter = self.spec.load_drafter(CPU)
 
-    def pipeline(self, slots: int = SLOTS, lane_sizes: LaneSizes = LaneSizes()) -> LocalPipeline:
-        """A pipeline that has learned nothing yet, with so many slots of KV memory."""
-        spec = self.spec
-        kv = KVManager(slots, spec.kv_block, spec.shares_prefixes)
-        return LocalPipeline(
-            self.stages, spec.topology, Sequences(spec.target), self._drafter, CPU, spec.emulation, spec.trained_masks(),
-            spec.knee, kv, lane_sizes,
-        )  # fmt: skip
+    def new_kv(self, slots: int = SLOTS) -> KVManager:
+        """The books of so many slots of KV memory."""
+        return KVManager(slots, self.spec.kv_block, self.spec.shares_prefixes)
+
+    def pipeline(self, kv: KVManager, lane_sizes: LaneSizes = LaneSizes()) -> LocalPipeline:
+        """A pipeline that has learned nothing yet."""
+        spec, sequences = self.spec, Sequences(self.spec.target)
+        shape = self.stages, spec.topology, sequences, self._drafter, CPU, spec.emulation, spec.trained_masks(), spec.knee
+        return LocalPipeline(*shape, kv=kv, lane_sizes=lane_sizes)
 
     @cached_property
     def roomy(self) -> LocalPipeline:
         """The pipeline of all requests that need no other."""
-        return self.pipeline()
+        return self.pipeline(self.new_kv())
 
 
 @cache

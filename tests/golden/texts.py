@@ -90,7 +90,7 @@ def _cells(wanted: dict[str, Answer]) -> Iterator[tuple[str, list[str]]]:
 def _pipeline(scenario: Scenario, shape: str) -> LocalPipeline:
     pair = PLAIN if QUESTIONS[scenario.questions[0]].dialect is None else THREADS
     found = models(pair, shape)
-    return found.pipeline(scenario.slots, LaneSizes(ahead=1, growth=16)) if scenario.is_scarce else found.roomy
+    return found.pipeline(found.new_kv(scenario.slots), LaneSizes(ahead=1, growth=16)) if scenario.is_scarce else found.roomy
 
 
 def _differences(

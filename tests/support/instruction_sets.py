@@ -33,9 +33,10 @@ print("ATen:" + torch.backends.cpu.get_cpu_capability())
 REPORTS = {"ATen": r"ATen:(.+)", "MKL": r"MKL_VERBOSE SGEMM.* CNR:(\w+)", "oneDNN": r"onednn_verbose,.*,cpu,isa:(.+)"}
 
 
-def kernels(instruction_set: str) -> str:
-    """The kernels that a process takes under an instruction set, as torch, MKL and oneDNN report them."""
-    environment = {**os.environ, **VARIABLES[instruction_set], "MKL_VERBOSE": "1", "ONEDNN_VERBOSE": "1"}
+def kernels(instruction_set: str | None = None) -> str:
+    """The kernels that a process takes under an instruction set, as torch, MKL and oneDNN report them; None for its own."""
+    limits = {} if instruction_set is None else VARIABLES[instruction_set]
+    environment = {**os.environ, **limits, "MKL_VERBOSE": "1", "ONEDNN_VERBOSE": "1"}
     done = subprocess.run([sys.executable, "-c", PRODUCTS], env=environment, capture_output=True, text=True, check=True)
     found = {library: re.search(report, done.stdout) for library, report in REPORTS.items()}
     return ", ".join(f"{library} {match[1] if match else 'unknown'}" for library, match in found.items())
