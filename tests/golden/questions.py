@@ -61,6 +61,7 @@ COPYTREE = "What does shutil.copytree() do?"
 BAKER = "A baker makes 24 rolls every morning and sells each for $2. How much does he earn in 5 days?"
 USES = "What are three uses of shutil?"
 PENALTIES: dict[str, Any] = {"repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.4}
+FORK, PROMISE = {6: 10.0}, {8: 6.0}  # what opens a thread is likely, so that it is early
 MODULE = StructuredOutputs(json=SCHEMA)
 ANSWER = StructuredOutputs(regex=r"(yes|no), [a-z]{2,8}( [a-z]{2,8}){0,2}\.")
 
@@ -69,8 +70,8 @@ QUESTIONS = {
     "baker": Question(BAKER, _sampling()),
     "drawn": Question(BAKER, _sampling(0.8, top_k=40, top_p=0.9, min_p=0.01, seed=1)),
     "drawn, penalised": Question(COPYTREE, _sampling(0.7, seed=3, **PENALTIES)),
-    "apar": Question(USES, _sampling(max_tokens=22), "apar"),
-    "pasta, drawn": Question(USES, _sampling(0.7, max_tokens=21, seed=5), "pasta"),
+    "apar": Question(USES, _sampling(max_tokens=18, logit_bias=FORK), "apar"),
+    "pasta, drawn": Question(USES, _sampling(0.7, max_tokens=15, seed=5, logit_bias=PROMISE), "pasta"),
     "json": Question("Which module copies files?", _sampling(max_tokens=24, structured_outputs=MODULE)),
     "regex, drawn": Question("Is the sky blue?", _sampling(0.9, seed=7, max_tokens=12, structured_outputs=ANSWER)),
 }

@@ -56,16 +56,16 @@ def _scripted() -> Iterator[Case]:
 def _rounded() -> Iterator[Case]:
     for shape in SHAPES:
         for method in ALL:
-            yield f"{method}, {shape}", watched(models(PLAIN, shape), {1: [_alone(method)]})
+            yield f"{method}, {shape}", watched(models(PLAIN, shape), {1: [_alone("baker", method)]})
     for company, methods in (("the default method", (DEFAULT_METHOD,)), ("mixed", ALL)):
         pairs = enumerate(zip(EIGHT, cycle(methods), strict=False))
         asked = [QUESTIONS[name].request(number, method) for number, (name, method) in pairs]
         yield f"eight, {company}, 4", watched(models(PLAIN, "4"), _one_by_one(asked))
-    yield f"threads, {DEFAULT_METHOD}, 4", watched(models(THREADS, "4"), {1: [QUESTIONS["apar"].request(0, DEFAULT_METHOD)]})
+    yield f"threads, {DEFAULT_METHOD}, 4", watched(models(THREADS, "4"), {1: [_alone("apar", DEFAULT_METHOD)]})
 
 
-def _alone(method: str) -> Request:
-    asked = QUESTIONS["baker"].request(0, method)
+def _alone(name: str, method: str) -> Request:
+    asked = QUESTIONS[name].request(0, method)
     return replace(asked, sampling=replace(asked.sampling, max_tokens=TOKENS))
 
 
