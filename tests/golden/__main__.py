@@ -27,7 +27,8 @@ def main(parts: tuple[str, ...], check: bool, against: str | None, into: Path) -
         found = differences_from(against, chosen)
     else:
         found = [line for part in chosen for line in made(part, into, is_kept=not check)]
-    print(*found, sep="\n")
+    for line in found:
+        print(line)
     sys.exit(bool(found) and (check or against is not None))
 
 
@@ -52,7 +53,8 @@ def differences_from(revision: str, parts: Sequence[str]) -> list[str]:
     try:
         with worktree(revision) as tree, tempfile.TemporaryDirectory(prefix="golden-") as scratch:
             shared = parts_of(tree, parts)
-            print(f"{revision} has no part {', '.join(missing)}") if (missing := sorted({*parts} - {*shared})) else None
+            for part in sorted({*parts} - {*shared}):
+                print(f"{revision} has no part {part}")
             theirs = made_in(tree, shared, Path(scratch) / "theirs")
             ours = made_in(ROOT, shared, Path(scratch) / "ours")
     except NoRecord as why:

@@ -13,6 +13,7 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any
 
+import torch
 from support.instruction_sets import kernels
 
 from golden.pipelines import PLAIN, THREADS, models
@@ -38,10 +39,10 @@ def make(scratch: Path) -> dict[str, Any]:
 
 
 def processor() -> str:
-    """The kind of this processor, and which kernels torch takes on it."""
+    """The kind of this processor, which kernels torch takes on it, and in how many threads."""
     path = Path("/proc/cpuinfo")
     found = re.findall(r"^(?:vendor_id|cpu family|model)\s*:\s*(.+)$", path.read_text() if path.exists() else "", re.MULTILINE)
-    return f"{platform.machine()} {' '.join(found[:3])}: {kernels()}"
+    return f"{platform.machine()} {' '.join(found[:3])}, threads {torch.get_num_threads()}: {kernels()}"
 
 
 def _scripted() -> Iterator[Case]:
