@@ -21,7 +21,7 @@ from pipedec.engine.local import LocalPipeline
 from pipedec.methods import METHODS, applicable_options
 
 SHAPES = ("1", "4", "14 in 7")
-TREES = {"width": 4, "children": 4, "depth": 2, "rows": 12}  # small ones: no limit may change a text
+TREES = {"width": 4, "children": 4, "depth": 2, "rows": 12, "forwards": 2}  # small ones: no limit may change a text
 
 
 @dataclass(frozen=True)
