@@ -30,11 +30,13 @@ def programs() -> Iterator[Started]:
         processes.append(process)
         return process
 
-    yield start
-    for process in processes:
-        with suppress(ProcessLookupError):
-            process.kill()
-        process.wait(10)
-        for stream in (process.stdout, process.stderr):
-            if stream is not None:
-                stream.close()
+    try:
+        yield start
+    finally:
+        for process in processes:
+            with suppress(ProcessLookupError):
+                process.kill()
+            process.wait(10)
+            for stream in (process.stdout, process.stderr):
+                if stream is not None:
+                    stream.close()
