@@ -12,7 +12,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-PARTS = ("texts", "schedule")
+PARTS = ("texts", "schedule", "processes", "faces")
 RECORDS = Path(__file__).parent / "records"
 PRECISION = 1e-4
 REPORT = "report:"

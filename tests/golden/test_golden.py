@@ -13,6 +13,7 @@ ADVICE = "If this was intended: make golden, in a commit of its own that says wh
 
 @pytest.mark.slow
 @pytest.mark.numbers
+@pytest.mark.usefixtures("leaves_nothing")
 @pytest.mark.parametrize("part", PARTS)
 def test_the_record_is_what_the_program_does(part: str, tmp_path: Path) -> None:
     try:
