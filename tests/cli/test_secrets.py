@@ -1,4 +1,4 @@
-"""What nobody may read: the password of Redis and the API key, wherever a program that runs could show them."""
+"""What nobody may read: the password of Redis and the API key, wherever a program that runs could show or store them."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from support.tiny_pair import Pair
 
 from pipedec.cluster.state import read_state
 from pipedec.config import RedisConfig
+from pipedec.scheduler import connect
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 Pipedec = Callable[..., Any]
@@ -38,11 +39,22 @@ def test_neither_password_nor_key_are_shown(
         shown.append(client.post("/v1/completions", json=body(4), headers={"Authorization": "Bearer wrong"}).text)
         client.headers["Authorization"] = f"Bearer {KEY}"
         assert client.post("/v1/completions", json=body(4)).status_code == 200
+    shown += stored(state.redis_url)
     serving.end()
     status, err = serving.ended()
     assert status == 0 and len(shown) > 9
     for text in (*shown, serving.text, err):
         assert password not in text and KEY not in text
+
+
+def stored(redis_url: str) -> list[str]:
+    """All that is in Redis, key by key."""
+    client = connect(redis_url)
+    client.config_set("rdbcompression", "no")  # what DUMP returns holds every text as it is
+    dumped = [(client.dump(key) or b"").decode(errors="replace") for key in client.scan_iter()]
+    client.close()
+    assert any("tiny" in text or "target" in text for text in dumped)
+    return dumped
 
 
 def answered(client: httpx2.Client, path: str) -> str:

@@ -30,6 +30,7 @@ class Lines:
         self.of_thread: dict[int, list[tuple[str, float]]] = {}
         self.default = default or [("a", 0.5), ("b", 0.2), ("c", 0.1), ("d", 0.05)]
         self.asked: list[tuple[int, int, int]] = []  # thread, depth and token of each row
+        self.forwards: list[set[int]] = []  # the threads of each
 
     def open(self, number: int, sequence: Sequence, token_ids: Iterable[int]) -> int:
         return 0
@@ -41,6 +42,7 @@ class Lines:
 
     def expand(self, requested: Iterable[DraftRows], prompts: Mapping[int, object]) -> list[Candidates]:
         found = []
+        self.forwards.append({entry.thread for entry in requested})
         for entry in requested:
             number, tree, rows, children = entry.thread, entry.tree, entry.rows, entry.children
             depths = [len(tree.ancestors_of(row)) - 1 for row in rows]
@@ -59,7 +61,7 @@ class Answer:
     """
 
     def __init__(self, method: str, dialect: str = "apar", tree: dict[str, int] = TREE, draft: Lines | None = None) -> None:
-        changes = {"max_children": 50, "max_depth": 2, "no_opening_after": ()}
+        changes = {"max_children": 50, "max_depth": 3, "no_opening_after": ()}
         replayed, self.sequence = (sequence_of(toy(dialect, **changes), len(PROMPT), 10_000) for _ in range(2))
         self.forest = Forest(self.sequence)
         self.draft = draft or Lines()
@@ -162,6 +164,20 @@ def test_a_child_never_enters_before_the_token_that_opened_it(method: str, width
         answer.settle(200)
 
 
+def test_a_child_that_is_first_in_turn_waits_for_its_opener() -> None:
+    """Of 161 threads 128 have room for a row: first the last ones, a child among them, but not its parent."""
+    answer = wide("pp")
+    for _ in range(3):
+        answer.accept(**{f"t{number}": "[Fork]" for number in range(1, 41)})
+        answer.settle()
+    answer.accept(**{f"t{number}": "q" for number in range(161)})
+    answer.settle()
+    answer.accept(**{f"t{number}": "[Fork]" if number == 120 else "q" for number in range(161)})
+    step = answer.step()
+    assert step is not None and step.num_rows == 128 and not answer.has_root(120) and not answer.has_root(161)
+    answer.settle()
+
+
 @pytest.mark.fast_cases
 @pytest.mark.parametrize("method", METHODS)
 def test_a_join_enters_behind_the_last_tokens_of_all_that_it_joins(method: str) -> None:
@@ -192,6 +208,17 @@ def test_nothing_is_drafted_behind_a_token_that_ends_its_thread() -> None:
     answer.accept(t0="[Fork]")
     answer.step()
     assert (1, 0, CHILD) in answer.draft.asked, "roots are certain"
+
+
+@pytest.mark.parametrize("method", ["stpp", "pipedec", "pipedec-bestfirst"])
+def test_all_threads_share_one_draft_forward(method: str) -> None:
+    answer = wide(method, 3)
+    for _ in range(3):
+        answer.accept(**{f"t{number}": "q" for number in range(4)})
+        answer.draft.forwards.clear()
+        answer.settle()
+        answer.step()
+        assert answer.draft.forwards and all(threads == {0, 1, 2, 3} for threads in answer.draft.forwards)
 
 
 def test_threads_share_the_width_by_chance() -> None:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from threading import Event as Flag
 from typing import Any
 
 import pytest
+import torch
 from support.processes import wait_until
 from support.tiny_pair import CONTEXT, Pair
 
 from pipedec.core import EpochEnded, Opening, PipedecError, SamplingParams, SchedulerLost, Verdict
+from pipedec.decoding import Drafter
 from pipedec.engine.draft_loop import DraftLoop
 from pipedec.engine.rank_tasks import Wiring
 from pipedec.engine.sequences import Sequences
@@ -28,11 +32,12 @@ from pipedec.scheduler import MemoryScheduler, Message, Planned, Post, Task
 from pipedec.text.prompt import Prompter
 from pipedec.topology import Topology
 from pipedec.tracing import Tracer
+from pipedec.tree import Candidates, DraftRows
 
 TOPOLOGY = Topology.even(1, 1)
 DESCRIPTION = RunDescription(((1,),), ((0, 8),), "target", dispatch="tasks")
 NO_TRANSPORT: Any = None  # no step is ever sent
-REQUEST = PromptRequest("Hello", True, "pp", SamplingParams(max_tokens=4)).to_json()
+REQUEST, DRAFTED = (PromptRequest("Hello", True, name, SamplingParams(max_tokens=4)).to_json() for name in ("pp", "stpp"))
 
 
 class EndsAtOnce(MemoryScheduler):
@@ -71,9 +76,9 @@ class EndsAtOnce(MemoryScheduler):
         return message
 
 
-def loop_of(scheduler: MemoryScheduler, pair: Pair) -> DraftLoop:
+def loop_of(scheduler: MemoryScheduler, pair: Pair, load_drafter: Callable[[], Drafter] | None = None) -> DraftLoop:
     wiring = Wiring(scheduler, NO_TRANSPORT, TOPOLOGY, Tracer(0), Sequences(pair.target))
-    return DraftLoop(Prompter(pair.target, CONTEXT), None, 0, wiring)
+    return DraftLoop(Prompter(pair.target, CONTEXT), None, 0, wiring, load_drafter=load_drafter)
 
 
 def test_a_stop_that_comes_with_the_end_of_a_request_is_obeyed(pair: Pair) -> None:
@@ -96,6 +101,47 @@ def test_a_run_whose_keys_are_gone_is_given_up(pair: Pair) -> None:
     scheduler = MemoryScheduler(TOPOLOGY)  # never opened: as after a FLUSHALL
     with pytest.raises(SchedulerLost, match="its keys were deleted"):
         loop_of(scheduler, pair).serve(NO_TRANSPORT)
+
+
+class NotedDrafter:
+    """Notes which requests it drafts for; has computed every prompt and proposes nothing."""
+
+    def __init__(self) -> None:
+        self.opened: list[int] = []
+
+    def open(self, number: int, sequence: object, token_ids: Sequence[int]) -> int:
+        self.opened.append(number)
+        return len(token_ids)
+
+    def close(self, number: int) -> None: ...
+    def advance(self, number: int, thread: int, changes: object) -> None: ...
+    def threads_changed(self, number: int) -> None: ...
+    def forget_prefixes(self) -> None: ...
+
+    def expand(self, requested: Sequence[DraftRows], prompts: object) -> list[Candidates]:
+        return [Candidates(torch.tensor(entry.rows), *torch.zeros(2, len(entry.rows), 0)) for entry in requested]
+
+
+def test_a_draft_model_that_is_loaded_late_is_used_as_soon_as_it_is_there(pair: Pair) -> None:
+    """As after the recovery of rank 0: until then methods that need one do without."""
+    drafter, may_load, until = NotedDrafter(), Flag(), time.monotonic() + 60
+
+    def meanwhile(scheduler: MemoryScheduler) -> None:
+        assert time.monotonic() < until and (may_load.is_set() or not drafter.opened)
+        may_load.set()
+        if drafter.opened:
+            scheduler.stop()
+        else:
+            scheduler.submit(DRAFTED)
+
+    def load() -> Drafter:
+        assert may_load.wait(60)
+        return drafter
+
+    scheduler = EndsAtOnce(meanwhile)
+    first = scheduler.submit(DRAFTED)
+    loop_of(scheduler, pair, load).serve(NO_TRANSPORT)
+    assert drafter.opened == scheduler.begun[-1:] != [first]
 
 
 def lose_rank(scheduler: MemoryScheduler) -> None:

@@ -204,6 +204,25 @@ def test_a_cancelled_request_leaves_at_once(thread_models: ThreadModels) -> None
     assert len(pipeline.fill) < 24
 
 
+@pytest.mark.fast_cases("pipedec-bestfirst")
+@pytest.mark.parametrize("method", [0, 3], ids=["pp", "pipedec-bestfirst"])
+def test_a_request_is_cancelled_at_any_timestep(thread_models: ThreadModels, method: int) -> None:
+    """From its second one on, while the chunks of its prompt enter, until it has ended; another request never notices."""
+    pipeline = pipeline_of(thread_models, (4, 4))
+    visits = [Visit(1, None, method, (prompt, 0), tokens, 0) for prompt, tokens in ((3, 5), (1, 16))]
+    reasons: list[str | None] = []
+    while "length" not in reasons:
+        requests = [visit.request(number, thread_models) for number, visit in enumerate(visits)]
+        list(pipeline.run_all({1: requests}, {len(reasons) + 2: [0]}))
+        reasons.append(pipeline.answers[0].finished)
+        for number, visit in enumerate(visits):
+            check_answer(pipeline.answers[number], alone(thread_models, visit))
+        assert pipeline.answers[1].finished == "length"
+        assert_nothing_is_left(pipeline)
+        pipeline.forget_prefixes()
+    assert len(reasons) > 10 and set(reasons[:-1]) == {"cancelled"}
+
+
 def test_a_run_that_is_left_early_leaves_nothing(thread_models: ThreadModels) -> None:
     pipeline = pipeline_of(thread_models, (2, 2))
     verdicts = pipeline.run(Visit(1, None, 3, (2, 0), 24, 0).request(0, thread_models))

@@ -1,4 +1,4 @@
-"""docs/reliability.md: it has every case, and the tests that its table names exist."""
+"""docs/reliability.md has every case, and the tests that its table names exist; so do those that CONTRIBUTING.md names."""
 
 from __future__ import annotations
 
@@ -6,9 +6,14 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-GUIDE = (ROOT / "docs" / "reliability.md").read_text(encoding="utf-8")
+GUIDE, CONTRIBUTING = ((ROOT / name).read_text(encoding="utf-8") for name in ("docs/reliability.md", "CONTRIBUTING.md"))
 ROWS = [line.split("|") for line in GUIDE.splitlines() if re.match(r"\| [HKSRM]\d+ \|", line)]
 LAST = {"H": 20, "K": 7, "S": 18, "R": 15, "M": 14}
+DEFINED = {
+    (path.relative_to(ROOT).as_posix(), name)
+    for path in (ROOT / "tests").rglob("test_*.py")
+    for name in re.findall(r"def (test_\w+)\(", path.read_text(encoding="utf-8"))
+}
 
 
 def test_every_case_is_there_once() -> None:
@@ -16,8 +21,17 @@ def test_every_case_is_there_once() -> None:
 
 
 def test_every_case_has_a_test_or_a_reason() -> None:
-    defined = {name for path in (ROOT / "tests").rglob("test_*.py") for name in re.findall(r"def (test_\w+)\(", path.read_text())}
+    defined = {name for _, name in DEFINED}
     for _, case, _, _, tests, _ in ROWS:
         named = set(re.findall(r"`(test_\w+)`", tests))
         assert named <= defined, (case, named - defined)
         assert named or "*no test*" in tests, case
+
+
+def test_every_behaviour_has_a_test_by_name() -> None:
+    """And every test that this page names is in the file that it names."""
+    section = CONTRIBUTING.split("## Behaviours with a test by name")[1].split("\n## ")[0]
+    behaviours = [line for line in section.splitlines() if line.startswith("| ")][1:]
+    assert len(behaviours) >= 17 and all("::test_" in line.split("|")[2] for line in behaviours)
+    named = set(re.findall(r"`([\w/]+\.py)::(\w+)`", CONTRIBUTING))
+    assert named <= DEFINED, named - DEFINED

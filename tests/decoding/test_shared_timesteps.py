@@ -1,0 +1,107 @@
+"""How a company shares a timestep: among requests that run and prompts that enter, by who waits, by priorities and own limits."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+from functools import partial
+
+from support.simulation import KnowingDrafter, proposed
+
+from pipedec.core import MethodOptions, Request, SamplingParams, Verdict
+from pipedec.decoding import Company
+from pipedec.methods import BestFirstOptions, BitaOptions
+from pipedec.threads import single_thread
+
+KNEE = 16
+
+
+def arrive(
+    company: Company, number: int, prompt: int = 1, priority: int = 0, method: str = "pp", options: MethodOptions | None = None
+) -> None:
+    request = Request(number, tuple(range(prompt)), SamplingParams(max_tokens=50), method, options, priority=priority)
+    company.open(request, partial(single_thread, prompt, (), 50))
+
+
+def accept(company: Company, numbers: Iterable[int]) -> None:
+    """The target has said a token of each: a root is about to enter."""
+    for number in numbers:
+        company.apply(number, Verdict.of(5))
+
+
+def running(company: Company, count: int) -> Company:
+    """With requests that all have a root to enter, of which those with higher numbers come first."""
+    for number in range(count):
+        arrive(company, number, priority=-number)
+    waiting = set(range(count))
+    while waiting:
+        waiting -= set(entered(company))
+    accept(company, range(count))
+    return company
+
+
+def entered(company: Company) -> dict[int, int]:
+    """By request, the rows that enter at the next timestep."""
+    return {number: step.num_rows for number, step in proposed(company).items()}
+
+
+def drafted(width: int, *others: int, knee: int = KNEE) -> dict[int, int]:
+    """The rows of request 0, which limits itself to ``width``, and of others when all have been drafted for."""
+    drafter = KnowingDrafter(random.Random(1))
+    company = Company(2, drafter, knee=knee)
+    for number in (0, *others):
+        drafter.answers[number] = []
+        options = BestFirstOptions(width=None if number else width, forwards=8)
+        arrive(company, number, method="pipedec-bestfirst", options=options)
+    entered(company)
+    company.draft()
+    accept(company, (0, *others))
+    company.draft()
+    return entered(company)
+
+
+def test_an_eighth_of_the_room_is_the_prompts_however_many_roots_wait() -> None:
+    company = running(Company(2, knee=KNEE), 3 * KNEE)
+    arrive(company, 99, 100, priority=1)
+    for _ in range(2):
+        rows = entered(company)
+        assert rows.pop(99) == KNEE // 8 and len(rows) == KNEE - KNEE // 8
+
+
+def test_who_has_waited_longest_comes_first() -> None:
+    company = Company(2, knee=KNEE)
+    count = KNEE + 6
+    for number in range(count):
+        arrive(company, number)
+    first = entered(company)
+    assert set(entered(company)) == set(range(count)) - set(first)
+    accept(company, range(count))
+    first = entered(company)
+    accept(company, first)
+    assert set(range(count)) - set(first) < set(entered(company)), "before those whose next token has come"
+
+
+def test_lower_priorities_come_first_in_every_class_of_rows() -> None:
+    company = running(Company(2, knee=4), 6)
+    assert set(entered(company)) == {5, 4, 3, 2}
+    assert set(entered(company)) == {1, 0}
+    arrive(company, 10, 20, priority=7)
+    arrive(company, 11, 20, priority=6)
+    assert entered(company) == {11: 4}
+
+
+def test_a_requests_own_limit_binds_it_and_not_the_others() -> None:
+    rows = drafted(3, 1)
+    assert rows[0] == 3 and rows[1] > 3
+
+
+def test_alone_a_request_may_set_more_rows_than_there_is_room_for_in_company() -> None:
+    assert drafted(3 * KNEE) == {0: 3 * KNEE}
+    assert sum(drafted(3 * KNEE, 1).values()) == KNEE
+
+
+def test_the_last_token_of_a_prompt_enters_with_the_masks_behind_it() -> None:
+    company = Company(2, trained_masks=2, knee=8)
+    arrive(company, 0, 7, method="bita", options=BitaOptions(depth=2))
+    steps = [proposed(company)[0].token_ids.tolist() for _ in range(2)]
+    assert steps == [[0, 1, 2, 3, 4, 5], [6, -1, -2]], "there was room for the last token alone"
