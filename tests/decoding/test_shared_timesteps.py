@@ -10,7 +10,7 @@ from support.simulation import KnowingDrafter, proposed
 
 from pipedec.core import MethodOptions, Request, SamplingParams, Verdict
 from pipedec.decoding import Company
-from pipedec.methods import BestFirstOptions, BitaOptions
+from pipedec.methods import BestFirstOptions, BitaOptions, StaticTreeOptions
 from pipedec.threads import single_thread
 
 KNEE = 16
@@ -69,21 +69,41 @@ def test_an_eighth_of_the_room_is_the_prompts_however_many_roots_wait() -> None:
 
 
 def test_who_has_waited_longest_comes_first() -> None:
-    company = Company(2, knee=KNEE)
-    count = KNEE + 6
-    for number in range(count):
+    company = Company(2, knee=1)
+    for number in range(3):
         arrive(company, number)
-    first = entered(company)
-    assert set(entered(company)) == set(range(count)) - set(first)
-    accept(company, range(count))
-    first = entered(company)
-    accept(company, first)
-    assert set(range(count)) - set(first) < set(entered(company)), "before those whose next token has come"
+    turns = []
+    for _ in range(9):
+        turns += entered(company)
+        accept(company, turns[-1:])
+    assert turns == [0, 1, 2] * 3
+
+
+def test_a_prompt_goes_before_steps_that_fill_the_timestep_once_it_has_waited_longer() -> None:
+    drafter = KnowingDrafter(random.Random(1))
+    company = Company(2, drafter, knee=KNEE)
+    for number in range(2):
+        drafter.answers[number] = []
+        arrive(company, number, method="stpp", options=StaticTreeOptions(16, 4, 3))
+    entered(company)
+    company.draft()
+    accept(company, range(2))
+    arrive(company, 2, 40)
+    turns = []
+    for _ in range(4):
+        company.draft()
+        rows = entered(company)
+        accept(company, rows.keys() - {2})
+        turns += [(number, count > KNEE) for number, count in rows.items()]
+    assert turns == [(0, True), (1, True), (2, False), (0, True)]
 
 
 def test_lower_priorities_come_first_in_every_class_of_rows() -> None:
     company = running(Company(2, knee=4), 6)
-    assert set(entered(company)) == {5, 4, 3, 2}
+    for _ in range(2):
+        assert set(entered(company)) == {5, 4, 3, 2}
+        accept(company, (5, 4, 3, 2))
+    assert set(entered(company)) == {5, 4, 3, 2}, "also before those that have waited longer"
     assert set(entered(company)) == {1, 0}
     arrive(company, 10, 20, priority=7)
     arrive(company, 11, 20, priority=6)
