@@ -15,9 +15,8 @@ from math import ceil
 
 RESERVED = 8  # one row in so many is left for prompts, however many certain rows there are
 
-Pays = Callable[
-    [int, float], bool
-]  # whether, after so many rows, one more is worth its time that advances requests by this share
+# Whether, after so many rows, one more is worth its time, of which each running request may expect so many tokens.
+Pays = Callable[[int, float], bool]
 
 
 @dataclass(frozen=True)
@@ -28,7 +27,8 @@ class Wish:
         certain: rows of accepted tokens, of which some may enter and others wait.
         whole: rows that enter together or not at all.
         chances: of further rows, best first. Only as many are asked for as have a chance to enter.
-        most: maximum rows that the request itself has set; None if it leaves them to the budget.
+        most: maximum rows that the request itself has set; None if it leaves them to the budget. Alone, it gets all of them,
+            whether they pay or not.
     """
 
     certain: int = 0
@@ -147,7 +147,7 @@ class _Candidates:
         self._running = sum(not claim.prompt for claim in claims)
         self._queues = [queue for claim in claims if (queue := _Queue(claim, granted.get(claim.number, 0))).chance is not None]
         self._granted = granted
-        self._pays = pays
+        self._pays: Pays = _always if len(claims) == 1 and claims[0].wish.most is not None else pays
         self._rows = rows
         self._room = room
         self._refused = 0.0
@@ -207,6 +207,10 @@ class _Queue:
     def __lt__(self, other: _Queue) -> bool:
         assert self.chance is not None and other.chance is not None
         return (self.priority, -self.chance) < (other.priority, -other.chance)
+
+
+def _always(rows: int, tokens: float) -> bool:
+    return True
 
 
 def _for_prompts(claims: Sequence[Claim], free: int) -> int:

@@ -340,10 +340,14 @@ class Company:
         return chunks
 
     def _set_draft_room(self, num_drafting: int) -> None:
-        """The draft model's rows are shared evenly by the requests that use it."""
+        """The draft model's rows are shared evenly by the requests that use it.
+
+        A row whose chance is far below that of a refused one is not drafted: what it proposes would not enter soon. But its
+        chance grows with the next verdict, which also frees room: all of it for a request alone, 1/B of it for one of B requests.
+        """
         self._draft_room.forwards = self._controller.forwards
         self._draft_room.rows = min(max(DRAFT_KNEE // max(num_drafting, 1), 1), DRAFTED_ROWS)
-        self._draft_room.min_chance = self._budget.refused
+        self._draft_room.min_chance = self._budget.refused * (1 - 1 / max(num_drafting, 1))
 
     def _expand(self, requested: list[DraftRows], chunks: dict[int, Sequence[int]]) -> list[Candidates]:
         """The candidates for ``requested``: one forward, or several if there are more rows than one should compute."""

@@ -21,7 +21,7 @@ class DraftRoom:
     Attributes:
         forwards: of requests that leave their number to be tuned.
         rows: of each forward.
-        min_chance: of a row that is drafted: what it proposes is less probable, and would not enter anyway.
+        min_chance: of a row that is drafted: what it proposes is less probable, and would not enter soon.
     """
 
     forwards: int = 2

@@ -3,8 +3,7 @@
 One for all requests. Everything is measured while answers are decoded and kept for later ones. Limits that a request sets itself
 are not tuned.
 
-- *Rows*: one more enters only if the share by which it advances the running requests is more than the share by which it lengthens
-  the timestep (see ``row_costs``).
+- *Rows*: one more enters only if it raises the tokens of a timestep by a greater share than the time (see ``pays``).
 - *Forwards*: as many as fit into the time that rank 0 would otherwise wait for the stages; one fewer when it hardly waits, as the
   pipeline then waits for the draft model.
 - *Children*: more of them, from the next answer on, while many accepted tokens were not proposed by any draft source.
@@ -22,7 +21,8 @@ from pipedec.decoding.trials import Trials
 CHILDREN = (16, 32)
 MAX_FORWARDS = 8
 _INITIAL_FORWARDS = 2
-_EPOCH = 16  # timesteps between decisions
+_EPOCH = 16  # timesteps between decisions on forwards; the first one comes after one, the next after 2 more, 4, 8
+_YIELD_WEIGHT = 0.01  # of a timestep in the moving average of tokens per timestep
 _TOKEN_DECAY = 0.98  # weight of the past in moving averages over tokens
 _NEGLIGIBLE = 0.05  # share of a timestep
 _MANY_UNPROPOSED, _FEW_UNPROPOSED = 0.08, 0.04  # shares of accepted tokens
@@ -69,9 +69,13 @@ class Controller:
     def __init__(self, passage: int) -> None:
         self.forwards = _INITIAL_FORWARDS
         self.children = CHILDREN[0]
+        self._passage = passage
         self._costs = RowCosts()
         self._trials = Trials(passage)
         self._unproposed_share = 0.0
+        self._yield = 1.0  # tokens per timestep and running request
+        self._fewest: tuple[int, float] | None = None  # rows and seconds of the smallest timesteps
+        self._epoch = 1
         self._in_flight: deque[Entered] = deque(maxlen=passage)
         self._timings: list[TimestepTiming] = []  # of the present epoch
         self._tokens = 0  # accepted since the last timing
@@ -81,9 +85,20 @@ class Controller:
     def is_speculating(self) -> bool:
         return self._trials.is_speculating
 
-    def pays(self, rows: int, share: float) -> bool:
-        """Whether one more row after ``rows`` is worth its time if it advances the running requests by a share of a timestep."""
-        return share >= self._costs.added(rows)
+    def pays(self, rows: int, tokens: float) -> bool:
+        """Whether one more row after ``rows`` is worth its time if each running request may expect ``tokens`` tokens from it.
+
+        Speed is R / t, with R tokens in a timestep of t seconds. One more row of chance c in every timestep brings c more tokens
+        and takes dt more seconds, so it must hold that c / R ≥ dt / t. In other words, the row saves what a token takes
+        otherwise, 1 / R timesteps, with chance c. With B running requests, each of which needs N timesteps for a token, that is
+        c · N / B.
+
+        A row that enters only after the verdict on the row above it seems to lose more, a whole passage. But the rows below it
+        are drafted by then and enter with it, so no more is lost than the time of one token; and most candidates are dead by
+        then, or have become probable and entered earlier. Where rows cost something, valuing them by the passage doubles the
+        time of a token (docs/benchmarks.md, "What a row is worth").
+        """
+        return tokens / self._yield >= self._costs.added(rows)
 
     def record_entered(self, entered: Entered) -> None:
         """Record what enters at the next timestep."""
@@ -111,26 +126,39 @@ class Controller:
         is_prefill, self._draft_prefills = self._draft_prefills, False
         is_prefill |= any(entered.prompt_rows for entered in self._in_flight)
         if timing.waiting_seconds > _NEGLIGIBLE * timing.seconds or self.forwards == 1 or not timing.forward_seconds:
-            self._costs.record(max((entered.rows for entered in self._in_flight), default=0), timing.seconds)
-        if not is_prefill and self._in_flight and self._in_flight[-1].running:
-            self._trials.record(timing.seconds, tokens, self._in_flight[-1].running, self._best_without())
+            self._record_cost(timing.seconds)
+        running = self._in_flight[-1].running if self._in_flight else 0
+        if running:
+            self._yield += _YIELD_WEIGHT * (tokens / running - self._yield)
+        if running and not is_prefill:
+            self._trials.record(timing.seconds, tokens, running, self._best_without())
         self._timings.append(timing)
-        if len(self._timings) >= _EPOCH:
+        if len(self._timings) >= self._epoch:
             self._set_forwards()
             self._timings = []
 
+    def _record_cost(self, seconds: float) -> None:
+        """Learn what the rows of the widest stage take; in a pipeline that is less than half full, slower stages may be idle."""
+        rows = max((entered.rows for entered in self._in_flight), default=0)
+        if 2 * sum(entered.rows > 0 for entered in self._in_flight) >= self._passage:
+            self._costs.record(rows, seconds)
+        if self._fewest is None or rows < self._fewest[0]:
+            self._fewest = rows, seconds
+        elif rows == self._fewest[0]:
+            self._fewest = rows, 0.85 * self._fewest[1] + 0.15 * seconds
+
     def _best_without(self) -> float | None:
         """The shortest that a timestep without speculation may be expected to take, in seconds."""
-        fewest = self._costs.fewest
-        if fewest is None:
+        if self._fewest is None:
             return None
-        rows, seconds = fewest
+        rows, seconds = self._fewest
         return seconds * (0.9 if rows <= 2 else _BEST_SHARE)
 
     def _set_forwards(self) -> None:
         drafted = [timing for timing in self._timings if len(timing.forward_seconds) >= self.forwards]
         if not drafted:
             return  # there were too few rows to draft
+        self._epoch = min(2 * self._epoch, _EPOCH)
         waiting = _median([timing.waiting_seconds for timing in drafted])
         forward = _median([seconds for timing in drafted for seconds in timing.forward_seconds])
         spare = waiting - _NEGLIGIBLE * _median([timing.seconds for timing in drafted])

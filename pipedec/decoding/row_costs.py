@@ -1,23 +1,28 @@
 """How long a timestep takes by the number of rows, as measured: what one more row costs.
 
-Knows neither requests nor chances.
+One row is a thousandth of a timestep, and timesteps vary by more than that. So the price of a row is read off the greatest convex
+function below what was measured: a step that noise has made between two neighbours does not count, and where a device computes
+rows by the dozen, the mean does. Knows neither requests nor chances.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from itertools import pairwise
+from math import inf
 
 BOUNDS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 512)  # a bucket's rows are up to its bound
 _WEIGHT = 0.15  # of a new measurement
 _OUTLIER = 2.0  # a measurement counts as at most so many times what is known
 _MAX_AGE = 4096  # timesteps after which a measurement is forgotten
+_FIRST_TRIED = 32  # rows
 
 
 class RowCosts:
-    """The seconds of a timestep as a function of its rows: never falling, linear between what was measured.
+    """The seconds of a timestep as a function of its rows: convex, never falling, and flat outside of what was measured.
 
-    What was never measured counts as no slower than what was, so that it is tried.
+    More rows are tried than were measured, but at most twice as many: a price needs a measurement of few rows, and the first
+    timesteps should not be long.
     """
 
     def __init__(self) -> None:
@@ -26,6 +31,7 @@ class RowCosts:
         self._measured_at: dict[int, int] = {}
         self._timestep = 0
         self._curve: list[tuple[float, float]] | None = None  # rows and seconds, ascending
+        self._most_tried = _FIRST_TRIED
 
     def record(self, rows: int, seconds: float) -> None:
         """A timestep with so many rows took so long."""
@@ -52,22 +58,36 @@ class RowCosts:
         return curve[-1][1]
 
     def added(self, rows: int) -> float:
-        """The share by which one more row lengthens a timestep of ``rows`` rows."""
+        """The share by which one more row lengthens a timestep of ``rows`` rows; infinity for more than are to be tried."""
+        self._points()
+        if rows >= self._most_tried:
+            return inf
         now, then = self.seconds(rows), self.seconds(rows + 1)
         return then / now - 1 if now and then else 0.0
-
-    @property
-    def fewest(self) -> tuple[float, float] | None:
-        """Rows and seconds of the smallest timesteps that were measured."""
-        curve = self._points()
-        return curve[0] if curve else None
 
     def _points(self) -> list[tuple[float, float]]:
         if self._curve is None:
             for bucket in [each for each, at in self._measured_at.items() if self._timestep - at > _MAX_AGE]:
                 del self._seconds[bucket], self._rows[bucket], self._measured_at[bucket]
-            self._curve = _rising([(self._rows[bucket], self._seconds[bucket]) for bucket in sorted(self._seconds)])
+            self._curve = _convex([(self._rows[bucket], self._seconds[bucket]) for bucket in sorted(self._seconds)])
+            self._most_tried = _FIRST_TRIED
+            while any(self._most_tried / 2 < rows <= self._most_tried for rows in self._rows.values()):
+                self._most_tried *= 2
         return self._curve
+
+
+def _convex(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The corners of the greatest convex function that never falls and lies nowhere above ``points``."""
+    corners: list[tuple[float, float]] = []
+    for point in _rising(points):
+        while len(corners) > 1 and _slope(corners[-2], corners[-1]) >= _slope(corners[-1], point):
+            corners.pop()
+        corners.append(point)
+    return corners
+
+
+def _slope(first: tuple[float, float], second: tuple[float, float]) -> float:
+    return (second[1] - first[1]) / (second[0] - first[0])
 
 
 def _rising(points: list[tuple[float, float]]) -> list[tuple[float, float]]:

@@ -59,27 +59,51 @@ def test_timesteps_with_too_little_to_draft_do_not_count() -> None:
 
 
 def test_a_row_pays_by_what_it_was_measured_to_cost() -> None:
-    """A timestep takes 1 second up to 8 rows, and twice as long with 64; so beyond 8, one row costs 1/56 of a timestep."""
-    controller = Controller(1)
-    for _ in range(50):
-        for rows in (1, 8, 64):
-            controller.record_entered(Entered(rows, 0, 1))
-            controller.record_timestep(TimestepTiming(2.0 if rows == 64 else 1.0, 0.5, ()))
+    """A timestep takes 1 second up to 16 rows, and twice as long with 64; so beyond 16, one row costs 1/48 of a timestep."""
+    controller = timed(1, rows=(1, 16, 32, 64), tokens=1)
     assert controller.pays(4, 1e-6)
-    assert controller.pays(20, 0.02) and not controller.pays(20, 0.01)
-    assert controller.pays(100, 1e-6), "what was never measured is tried"
+    assert controller.pays(20, 0.025) and not controller.pays(20, 0.015)
+    assert controller.pays(100, 1e-6) and not controller.pays(128, 1.0), "twice the rows that were measured are tried"
+
+
+@pytest.mark.parametrize(("tokens", "running"), [(1, 1), (4, 1), (4, 4), (2, 8)])
+def test_a_row_is_worth_the_timesteps_that_its_token_takes_otherwise(tokens: int, running: int) -> None:
+    """One row costs 1/48 of a timestep. In it the requests get so many tokens, so a row must bring 1/48 of those."""
+    controller = timed(1, rows=(1, 16, 32, 64), tokens=tokens, running=running)
+    least = tokens / running / (48 + 4)  # of the 20 rows here, 4 cost something
+    assert controller.pays(20, 1.1 * least) and not controller.pays(20, 0.9 * least)
+
+
+def test_a_pipeline_that_is_not_half_full_says_nothing_of_costs() -> None:
+    controller = Controller(4)
+    for _ in range(50):
+        for rows in (64, 0, 0, 0):
+            controller.record_entered(Entered(rows, 0, 1))
+            controller.record_timestep(TimestepTiming(float(rows or 1), 0.5, ()))
+    assert controller.pays(15, 1e-6)
+
+
+def timed(passage: int, rows: tuple[int, ...], tokens: int, running: int = 1) -> Controller:
+    """Timesteps with so many rows, which took 1 second up to 16 and one 48th longer for each one more."""
+    controller = Controller(passage)
+    for _ in range(200):
+        for each in rows:
+            controller.record_entered(Entered(each, 0, running))
+            controller.record_accepted(tokens)
+            controller.record_timestep(TimestepTiming(1 + max(each - 16, 0) / 48, 0.5, ()))
+    return controller
 
 
 def test_the_rows_of_a_timestep_are_those_of_the_widest_stage() -> None:
     """Of all that entered during a passage; a timestep that waited for the draft model says nothing of them."""
     controller = Controller(3)
-    history = (1, 64, 1, 1, 1, 1)
+    history = (16, 64, 16, 32, 16, 16, 16)
     for index, rows in enumerate(history):
         controller.record_entered(Entered(rows, 0, 1))
         is_wide = 64 in history[max(index - 2, 0) : index + 1]
         controller.record_timestep(TimestepTiming(2.0 if is_wide else 1.0, 0.5, (0.1, 0.1)))
         controller.record_timestep(TimestepTiming(9.0, 0.0, (4.5, 4.5)))
-    assert not controller.pays(10, 0.01) and controller.pays(10, 0.02)
+    assert not controller.pays(40, 0.01) and controller.pays(40, 0.05)
 
 
 def test_there_are_more_children_while_unproposed_tokens_are_accepted() -> None:
