@@ -10,7 +10,7 @@ from pathlib import Path
 
 import click
 
-from golden.record import PARTS, RECORDS, NotHere, differences, is_of_another_processor, make, read, write
+from golden.record import PARTS, RECORDS, REPORT, NotHere, differences, is_of_another_processor, make, read, write
 from golden.revision import ROOT, NoRecord, made_in, parts_of, worktree
 
 
@@ -41,11 +41,14 @@ def made(part: str, folder: Path, is_kept: bool) -> list[str]:
         print(f"{part}: not here: {why}", file=sys.stderr)
         return []
     recorded = read(part, folder)
-    if is_kept:
+    found, is_elsewhere = differences(part, recorded, cases), is_of_another_processor(recorded, cases)
+    for name in (name for name in cases if name.startswith(REPORT)):
+        print(f"{part}, {name}: {cases[name]}")
+    if is_kept and (found or is_elsewhere):
         write(part, cases, folder)
-    elif is_of_another_processor(recorded, cases):
+    elif is_elsewhere:
         print(f"{part}: cases that another kind of processor rounds otherwise are not compared", file=sys.stderr)
-    return differences(part, recorded, cases)
+    return found
 
 
 def differences_from(revision: str, parts: Sequence[str]) -> list[str]:
