@@ -2,9 +2,8 @@
 
 In each kind of cluster every method answers one request after the other, greedy and drawn; then eight requests come at once, and
 then, in two kinds, a rank is killed in the middle of an answer, at a message that is counted beforehand. Left out is what depends
-on measured times or on who comes first:
+on who comes first (limits are fixed, so nothing depends on measured times):
 
-- counters and bytes of ``pipedec-bestfirst``: a row enters only if it is worth its measured time, even with all limits fixed;
 - all but the tokens of requests in company: at which timestep one arrives is a race;
 - counters of answers that were interrupted: what was in flight on other ranks is lost with the epoch.
 
@@ -48,7 +47,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "bita": {},
     "pipedec-bestfirst": {"width": 6, "children": 4, "forwards": 2},
 }
-TUNED = ("pipedec-bestfirst",)  # by measured times, whatever its limits
 COMPANY = list(product(OPTIONS, SAMPLING))[:8]
 KILLED = {"stage 2": (2, "pipedec", "greedy"), "rank 0": (0, "pipedec-bestfirst", "drawn")}
 MESSAGES_BEFORE_DEATH = 16  # of about 30 that a rank sends for such an answer
@@ -69,8 +67,6 @@ class Recorded:
         completion = self._client.ask(_request(method, sampling))
         self._await_end()
         self._timesteps += completion.metrics.timesteps
-        if method in TUNED:
-            return _said(completion)
         links = sent(self._folder)
         links.subtract(before)
         return _said(completion) | _counted(completion) | {"links": _by_link(links)}
