@@ -1,8 +1,6 @@
 """How long a timestep takes by the number of rows, as measured: what one more row costs.
 
-One row is a thousandth of a timestep, and timesteps vary by more than that. So the price of a row is read off the greatest convex
-function below what was measured: a step that noise has made between two neighbours does not count, and where a device computes
-rows by the dozen, the mean does. Knows neither requests nor chances.
+Knows neither requests nor chances.
 """
 
 from __future__ import annotations
@@ -15,14 +13,13 @@ BOUNDS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 512)  # a bucke
 _WEIGHT = 0.15  # of a new measurement
 _OUTLIER = 2.0  # a measurement counts as at most so many times what is known
 _MAX_AGE = 4096  # timesteps after which a measurement is forgotten
-_FIRST_TRIED = 32  # rows
+_FIRST_TRIED = 8  # rows
 
 
 class RowCosts:
-    """The seconds of a timestep as a function of its rows: convex, never falling, and flat outside of what was measured.
+    """The seconds of a timestep as a function of its rows: never falling, linear between what was measured, and flat outside.
 
-    More rows are tried than were measured, but at most twice as many: a price needs a measurement of few rows, and the first
-    timesteps should not be long.
+    Rows are tried from few to many, at most twice as many as were measured: who begins with many never learns what few take.
     """
 
     def __init__(self) -> None:
@@ -69,25 +66,11 @@ class RowCosts:
         if self._curve is None:
             for bucket in [each for each, at in self._measured_at.items() if self._timestep - at > _MAX_AGE]:
                 del self._seconds[bucket], self._rows[bucket], self._measured_at[bucket]
-            self._curve = _convex([(self._rows[bucket], self._seconds[bucket]) for bucket in sorted(self._seconds)])
-            self._most_tried = _FIRST_TRIED
-            while any(self._most_tried / 2 < rows <= self._most_tried for rows in self._rows.values()):
+            self._curve = _rising([(self._rows[bucket], self._seconds[bucket]) for bucket in sorted(self._seconds)])
+            self._most_tried, measured = _FIRST_TRIED, sorted(self._rows.values())
+            while measured and (self._most_tried < measured[0] or any(1 < 2 * rows / self._most_tried <= 2 for rows in measured)):
                 self._most_tried *= 2
         return self._curve
-
-
-def _convex(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The corners of the greatest convex function that never falls and lies nowhere above ``points``."""
-    corners: list[tuple[float, float]] = []
-    for point in _rising(points):
-        while len(corners) > 1 and _slope(corners[-2], corners[-1]) >= _slope(corners[-1], point):
-            corners.pop()
-        corners.append(point)
-    return corners
-
-
-def _slope(first: tuple[float, float], second: tuple[float, float]) -> float:
-    return (second[1] - first[1]) / (second[0] - first[0])
 
 
 def _rising(points: list[tuple[float, float]]) -> list[tuple[float, float]]:

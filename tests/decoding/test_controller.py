@@ -60,7 +60,7 @@ def test_timesteps_with_too_little_to_draft_do_not_count() -> None:
 
 def test_a_row_pays_by_what_it_was_measured_to_cost() -> None:
     """A timestep takes 1 second up to 16 rows, and twice as long with 64; so beyond 16, one row costs 1/48 of a timestep."""
-    controller = timed(1, rows=(1, 16, 32, 64), tokens=1)
+    controller = timed(1, rows=(1, 8, 16, 32, 64), tokens=1)
     assert controller.pays(4, 1e-6)
     assert controller.pays(20, 0.025) and not controller.pays(20, 0.015)
     assert controller.pays(100, 1e-6) and not controller.pays(128, 1.0), "twice the rows that were measured are tried"
@@ -69,7 +69,7 @@ def test_a_row_pays_by_what_it_was_measured_to_cost() -> None:
 @pytest.mark.parametrize(("tokens", "running"), [(1, 1), (4, 1), (4, 4), (2, 8)])
 def test_a_row_is_worth_the_timesteps_that_its_token_takes_otherwise(tokens: int, running: int) -> None:
     """One row costs 1/48 of a timestep. In it the requests get so many tokens, so a row must bring 1/48 of those."""
-    controller = timed(1, rows=(1, 16, 32, 64), tokens=tokens, running=running)
+    controller = timed(1, rows=(1, 8, 16, 32, 64), tokens=tokens, running=running)
     least = tokens / running / (48 + 4)  # of the 20 rows here, 4 cost something
     assert controller.pays(20, 1.1 * least) and not controller.pays(20, 0.9 * least)
 
@@ -80,7 +80,7 @@ def test_a_pipeline_that_is_not_half_full_says_nothing_of_costs() -> None:
         for rows in (64, 0, 0, 0):
             controller.record_entered(Entered(rows, 0, 1))
             controller.record_timestep(TimestepTiming(float(rows or 1), 0.5, ()))
-    assert controller.pays(15, 1e-6)
+    assert controller.pays(7, 1e-6)
 
 
 def timed(passage: int, rows: tuple[int, ...], tokens: int, running: int = 1) -> Controller:
@@ -97,7 +97,7 @@ def timed(passage: int, rows: tuple[int, ...], tokens: int, running: int = 1) ->
 def test_the_rows_of_a_timestep_are_those_of_the_widest_stage() -> None:
     """Of all that entered during a passage; a timestep that waited for the draft model says nothing of them."""
     controller = Controller(3)
-    history = (16, 64, 16, 32, 16, 16, 16)
+    history = (8, 64, 8, 32, 8, 16, 8, 8, 8)
     for index, rows in enumerate(history):
         controller.record_entered(Entered(rows, 0, 1))
         is_wide = 64 in history[max(index - 2, 0) : index + 1]

@@ -9,7 +9,7 @@ from functools import partial
 from support.simulation import KnowingDrafter, proposed
 
 from pipedec.core import MethodOptions, Request, SamplingParams, Verdict
-from pipedec.decoding import Company
+from pipedec.decoding import Company, TimestepTiming
 from pipedec.methods import BestFirstOptions, BitaOptions, StaticTreeOptions
 from pipedec.threads import single_thread
 
@@ -54,6 +54,7 @@ def drafted(width: int, *others: int, knee: int = KNEE) -> dict[int, int]:
         options = BestFirstOptions(width=None if number else width, forwards=8)
         arrive(company, number, method="pipedec-bestfirst", options=options)
     entered(company)
+    company.observe(TimestepTiming(1.0, 0.5, ()))  # so many rows take no longer than fewer
     company.draft()
     accept(company, (0, *others))
     company.draft()
