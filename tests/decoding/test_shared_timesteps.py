@@ -52,9 +52,9 @@ def drafted(width: int, *others: int, knee: int = KNEE) -> dict[int, int]:
     for number in (0, *others):
         drafter.answers[number] = []
         options = BestFirstOptions(width=None if number else width, forwards=8)
-        arrive(company, number, method="pipedec-bestfirst", options=options)
-    entered(company)
-    company.observe(TimestepTiming(1.0, 0.5, ()))  # so many rows take no longer than fewer
+        arrive(company, number, 8 // (1 + len(others)), method="pipedec-bestfirst", options=options)
+    assert sum(entered(company).values()) == 8
+    company.observe(TimestepTiming(1.0, 0.5, ()))  # with 8 rows, so 16 are tried
     company.draft()
     accept(company, (0, *others))
     company.draft()
