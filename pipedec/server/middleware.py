@@ -131,6 +131,7 @@ class _Body:
         self._send = send
         self._settings = settings
         self._size = 0
+        self._has_come = False
         self._deadline = time.monotonic() + settings.body_seconds
         self.is_complete = True  # nobody waits for a body that no route reads
         limit = f"{settings.max_body_bytes:,} bytes"
@@ -138,8 +139,8 @@ class _Body:
 
     async def receive(self) -> Message:
         """Raises ApiError."""
-        if self._size and self.is_complete:
-            return await self._receive()
+        if self._has_come:
+            return await self._receive()  # that the client has gone
         self.is_complete = False
         try:
             async with asyncio.timeout(self._deadline - time.monotonic()):
@@ -149,7 +150,7 @@ class _Body:
             seconds = f"{self._settings.body_seconds:g} seconds"
             raise ApiError(408, f"the body has not arrived within {seconds}", headers=_CLOSE) from None
         self._size += len(message.get("body", b""))
-        self.is_complete = not message.get("more_body", False)
+        self._has_come = self.is_complete = not message.get("more_body", False)
         if self._size > self._settings.max_body_bytes:
             self.is_complete = False
             raise self.too_large

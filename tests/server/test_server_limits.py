@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 import subprocess
@@ -10,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from starlette.types import Message, Receive, Scope, Send
 from support.http_server import Site, served
 from support.processes import wait_until
 from support.scripted_engine import ANSWER, ScriptedEngine
@@ -20,6 +22,7 @@ from pipedec.core import QueueFull, RankLost, UserError
 from pipedec.messages import RunDescription
 from pipedec.scheduler.protocol import RunStatus
 from pipedec.server.front import Front, Served
+from pipedec.server.middleware import BodyLimits
 from pipedec.server.observer import Exchange, Generation, Observer
 from pipedec.server.settings import ServerSettings
 from pipedec.text.tokenizer import Tokenizer
@@ -100,6 +103,27 @@ def test_a_slow_body_is_given_up(site: Site) -> None:
     assert answer.startswith(b"HTTP/1.1 408") and b"1 seconds" in answer
     assert site.engine.requests == [] and site.front.unfinished == 0
     ask(site, COMPLETIONS)
+
+
+def test_who_reads_a_stream_for_longer_than_a_body_may_take_goes_on() -> None:
+    """A stream listens for the end of the connection, behind a body that was empty."""
+    heard: list[str] = []
+
+    async def stream(scope: Scope, receive: Receive, send: Send) -> None:
+        heard.extend([(await receive())["type"], (await receive())["type"]])
+
+    messages = iter([(0.0, {"type": "http.request"}), (0.2, {"type": "http.disconnect"})])
+
+    async def receive() -> Message:
+        seconds, message = next(messages)
+        await asyncio.sleep(seconds)
+        return message
+
+    async def send(message: Message) -> None: ...
+
+    limits = BodyLimits(stream, ServerSettings(("tiny",), body_seconds=0.1))
+    asyncio.run(limits({"type": "http", "headers": []}, receive, send))
+    assert heard == ["http.request", "http.disconnect"]
 
 
 @pytest.mark.parametrize("header", [None, "Bearer wrong", "Basic first-key", "first-key", "Bearer", "Bearer first-ke\xff"])
