@@ -24,6 +24,8 @@ from support.processes import wait_until
 
 import pipedec
 from golden.counted_links import CountsMessages, kill_after, sent
+from golden.record import PROCESSOR, ROUNDED
+from golden.schedule import processor
 from pipedec.client.client import Client
 from pipedec.cluster.local import LocalCluster
 from pipedec.core import Completion, SamplingParams
@@ -47,6 +49,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "bita": {},
     "pipedec-bestfirst": {"width": 6, "children": 4, "forwards": 2},
 }
+DRAFTED = tuple(method for method in OPTIONS if method != "pp")  # what they propose is rounded, so it is of a kind of processor
 COMPANY = list(product(OPTIONS, SAMPLING))[:8]
 KILLED = {"stage 2": (2, "pipedec", "greedy"), "rank 0": (0, "pipedec-bestfirst", "drawn")}
 MESSAGES_BEFORE_DEATH = 16  # of about 30 that a rank sends for such an answer
@@ -62,14 +65,15 @@ class Recorded:
         self._timesteps = 0
         self._calls = self._calls_so_far()
 
-    def alone(self, method: str, sampling: str) -> dict[str, Any]:
+    def alone(self, method: str, sampling: str) -> tuple[dict[str, Any], dict[str, Any]]:
+        """What is said, and what is counted."""
         before = sent(self._folder)
         completion = self._client.ask(_request(method, sampling))
         self._await_end()
         self._timesteps += completion.metrics.timesteps
         links = sent(self._folder)
         links.subtract(before)
-        return _said(completion) | _counted(completion) | {"links": _by_link(links)}
+        return _said(completion), _counted(completion) | {"links": _by_link(links)}
 
     def in_company(self) -> list[dict[str, Any]]:
         replies = [
@@ -105,13 +109,15 @@ class Recorded:
 
 
 def make(scratch: Path) -> dict[str, Any]:
-    cases: dict[str, Any] = {}
+    cases: dict[str, Any] = {PROCESSOR: processor()}
     for kind in KINDS:
         folder = scratch / kind.replace(" ", "-")
         folder.mkdir()
         with _running(kind, folder) as recorded:
             for method, sampling in product(OPTIONS, SAMPLING):
-                cases[f"{kind}, {method}, {sampling}"] = recorded.alone(method, sampling)
+                said, counted = recorded.alone(method, sampling)
+                cases[name := f"{kind}, {method}, {sampling}"] = said
+                cases[ROUNDED + name if method in DRAFTED else f"{name}, counted"] = counted
             cases[f"report: {kind}, calls of Redis per timestep"] = recorded.calls_per_timestep()
             cases[f"{kind}, eight in company"] = recorded.in_company()
             for victim, (rank, method, sampling) in KILLED.items() if kind in KILLED_IN else ():
