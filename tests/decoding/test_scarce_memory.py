@@ -29,7 +29,6 @@ from pipedec.threads import single_thread
 def test_all_requests_end_however_little_memory_there_is(
     seed: int, capacity: int, block: int, shares: bool, ahead: int, growth: int
 ) -> None:
-    """Known to fail once in hundreds of courses: a request of ``bita`` alone, in 200 slots of which 199 are taken, waits for ever."""  # noqa: E501
     kv = KVManager(capacity, block, shares)
     simulation = Simulation(seed, kv, LaneSizes(ahead, growth))
     for number in range(60):
