@@ -4,8 +4,8 @@ One for all requests. Everything is measured while answers are decoded and kept 
 are not tuned.
 
 - *Rows*: one more enters only if it raises the tokens of a timestep by a greater share than the time (see ``pays``).
-- *Forwards*: as many as fit into the time that rank 0 would otherwise wait for the stages; one fewer, at first half as many, when it
-  hardly waits, as the pipeline then waits for the draft model.
+- *Forwards*: as many as fit into the time that rank 0 would otherwise wait for the stages; one fewer, at first half as many, when
+  it hardly waits, as the pipeline then waits for the draft model.
 - *Children*: more of them, from the next answer on, while many accepted tokens were not proposed by any draft source.
 - *Off*: where speculation does not pay (see ``trials``), nothing but accepted tokens enters, and nothing is drafted.
 """
