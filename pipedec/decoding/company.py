@@ -27,7 +27,7 @@ from pipedec.decoding.scoring import Scoring
 from pipedec.decoding.tally import Tally
 from pipedec.kv import KVManager
 from pipedec.methods import find_method, make_options
-from pipedec.threads import NewSequence, single_thread
+from pipedec.threads import NewSequence
 from pipedec.threads import Sequence as ThreadSequence
 from pipedec.tree import Candidates, DraftRows
 
@@ -105,8 +105,11 @@ class Company:
         """Requests with a lane."""
         return len(self._requests) - self.num_waiting
 
-    def check(self, request: Request) -> None:
+    def check(self, request: Request, sequence: ThreadSequence) -> None:
         """Whether the method of ``request`` can run here, and its answer can fit.
+
+        Args:
+            sequence: of its answer, just begun: what the answer's structure forces needs memory, too.
 
         Raises:
             UserError: the method is unknown, cannot work with its options, or needs a draft model or a BiTA and there is none;
@@ -114,8 +117,7 @@ class Company:
         """
         if request.sampling.prompt_logprobs is not None and (self.whole_prompts or request.threads is not None):
             raise UserError("prompt_logprobs needs --dispatch windows and an answer in one thread: leave it, or threads, out")
-        policy = self._policy(request, single_thread(len(request.prompt_token_ids), (), 1))
-        self._memory.check(request, policy.together)
+        self._memory.check(request, self._policy(request, sequence).together)
 
     def open(self, request: Request, new_sequence: NewSequence) -> None:
         """Begin a request: its prompt enters with the next timesteps, as soon as there is memory.
@@ -129,7 +131,7 @@ class Company:
         """
         if not request.prompt_token_ids:
             raise UserError("the prompt is empty: give at least one token")
-        self.check(request)
+        self.check(request, new_sequence())
         self._requests[request.number] = Running(request, new_sequence, self._new_method)
         self._requests = dict(sorted(self._requests.items(), key=lambda item: item[1].age))
 

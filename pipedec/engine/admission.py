@@ -51,7 +51,7 @@ class Admission:
             request, new_sequence, self.prompter, self.num_stages, prompt.show_threads, brought, known, stage_tells=tells
         )
         if not answer.is_complete:
-            company.check(request)
+            company.check(request, new_sequence())
         return answer, new_sequence
 
     def _request(self, number: int, prompt: PromptRequest, heard: tuple[int, ...], kv: KVManager) -> Request:

@@ -218,10 +218,10 @@ class LocalPipeline:
             raise UserError("stop strings need a tokenizer, which LocalPipeline does not have: use stop_token_ids")
         threads = threads_within(request.threads, self._company.kv)
         request = replace(request, sampling=request.sampling.seeded(), threads=threads)
-        self._company.check(request)
         self._sequences.check(request.sampling.structured_outputs, request.said)
         length, sampling = len(request.prompt_token_ids), request.sampling
         new_sequence = self._sequences.maker(length, sampling, request.threads, request.said)
+        self._company.check(request, new_sequence())
         answer = LocalAnswer(request, new_sequence, now=self._clock.seconds if self._clock else time.perf_counter)
         reader: Reader = answer
         if self.feed is not None:

@@ -185,7 +185,7 @@ def test_the_last_verdict_proposes_and_counts_nothing(name: str, drafter: Script
 def test_what_a_company_can_run(drafter: ScriptedDrafter) -> None:
     def opened(name: str, drafter: ScriptedDrafter | None) -> Method:
         company, request = Company(2, drafter), Request(0, PROMPT, method=name)
-        company.check(request)
+        company.check(request, single_thread(5, (), 10))
         company.open(request, partial(single_thread, 5, (), 10))
         assert company.propose()[0].opening is not None
         return company.method(0)
@@ -197,7 +197,7 @@ def test_what_a_company_can_run(drafter: ScriptedDrafter) -> None:
     for name in ("stpp", "pipedec"):
         remedy = "give --draft DIR, or use --method pipedec-bestfirst"
         with pytest.raises(UserError, match=rf"^method {name} needs a draft model: {remedy}$"):
-            Company(2).check(Request(0, PROMPT, method=name))
+            Company(2).check(Request(0, PROMPT, method=name), single_thread(5, (), 10))
     with pytest.raises(UserError, match=r"^unknown method 'best': choose one of pp, stpp, pipedec, pipedec-bestfirst, bita$"):
-        Company(2, drafter).check(Request(0, PROMPT, method="best"))
+        Company(2, drafter).check(Request(0, PROMPT, method="best"), single_thread(5, (), 10))
     assert drafter.begun == 3, "a check opens nothing"

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.examples import examples
 from support.simulation import Simulation
+from support.toy_structures import ToyStructure, rule_of
 
 from pipedec.core import Request, SamplingParams, UserError, Verdict
 from pipedec.decoding import Company, LaneSizes
@@ -132,7 +133,17 @@ def test_what_can_never_fit_is_refused_with_the_numbers() -> None:
     options = StaticTreeOptions(16, 4, 3)
     request = Request(2, PROMPT, SamplingParams(max_tokens=200), "stpp", options)
     with pytest.raises(UserError, match=r"but there are 320: shorten the prompt, lower max_tokens, or raise --kv-cache-memory$"):
-        Company(2, object(), kv=KVManager(320)).check(request)  # type: ignore[arg-type]
+        Company(2, object(), kv=KVManager(320)).check(request, single_thread(100, (), 200))  # type: ignore[arg-type]
+
+
+def test_what_a_structure_forces_needs_memory_too() -> None:
+    """Its chain of forced tokens enters with the row above it, or not at all: without room for it, an answer would never end."""
+    one, structure = company(320), ToyStructure(rule_of(range(50), range(50), seed=0))
+    fits, does_not = (Request(0, PROMPT, SamplingParams(max_tokens=count), "pp") for count in (187, 188))
+    one.check(fits, single_thread(100, (), 187, structure))
+    one.check(does_not, single_thread(100, (), 188))
+    with pytest.raises(UserError, match=r"^the request needs 321 slots .* 33 for rows that enter together\), but there are 320"):
+        one.check(does_not, single_thread(100, (), 188, structure))
 
 
 def test_a_whole_prompt_gets_all_its_slots_at_once() -> None:

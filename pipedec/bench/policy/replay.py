@@ -200,7 +200,7 @@ class ReplayedPipeline:
 
     def check(self, request: Request) -> None:
         """Raises UserError if the method does not accept ``request``, or the devices can never have memory for it."""
-        self._pool.company.check(request)
+        self._pool.company.check(request, single_thread(len(request.prompt_token_ids), (), 1))
 
     @property
     def num_running(self) -> int:
