@@ -1,4 +1,4 @@
-"""What nobody may read: the password of Redis and the API key, wherever a program that runs could show or store them."""
+"""The password of Redis and the API key appear nowhere: not in output, command lines, HTTP answers or Redis."""
 
 from __future__ import annotations
 

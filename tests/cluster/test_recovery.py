@@ -18,8 +18,9 @@ from typing import Any
 
 import pytest
 from support.lasting_server import LastingServer
-from support.obedient_ranks import Obeys, endless_file
+from support.obedient_ranks import endless_file, obey
 from support.pairwise import pairwise
+from support.prepared_ranks import PreparedRanks
 from support.processes import redis_of, wait_until
 from support.thread_models import BIASES, LETTERS, PROMPTS, THREAD_DIALECTS, ThreadModels
 from support.tiny_pair import SENTENCES, Pair
@@ -76,7 +77,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def cluster(pair: Pair, folder: Path) -> Iterator[LocalCluster]:
     spec = replace(pair.spec(STAGES), max_num_seqs=8)
-    with LocalCluster(spec, transport=Obeys("auto", folder), recovery=RecoveryOptions(max_restarts=100)) as running:
+    with LocalCluster(spec, transport=PreparedRanks("auto", obey, folder), recovery=RecoveryOptions(max_restarts=100)) as running:
         yield running
 
 

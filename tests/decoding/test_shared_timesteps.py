@@ -1,4 +1,4 @@
-"""How a company shares a timestep: among requests that run and prompts that enter, by who waits, by priorities and own limits."""
+"""How requests share the rows of a timestep: prompts beside answers, priorities, and limits that requests set themselves."""
 
 from __future__ import annotations
 

@@ -165,7 +165,7 @@ def test_a_child_never_enters_before_the_token_that_opened_it(method: str, width
 
 
 def test_a_child_that_is_first_in_turn_waits_for_its_opener() -> None:
-    """Of 161 threads 128 have room for a row: first the last ones, a child among them, but not its parent."""
+    """Only 128 of 161 threads get a row, the last threads first: among them a child, but not its parent."""
     answer = wide("pp")
     for _ in range(3):
         answer.accept(**{f"t{number}": "[Fork]" for number in range(1, 41)})

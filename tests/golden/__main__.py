@@ -52,7 +52,7 @@ def made(part: str, folder: Path, is_kept: bool) -> list[str]:
 
 
 def differences_from(revision: str, parts: Sequence[str]) -> list[str]:
-    """What differs between the record of ``revision`` and this tree's, both made here and now."""
+    """Make the record of ``revision`` and of this tree, on this machine, and return how they differ."""
     try:
         with worktree(revision) as tree, tempfile.TemporaryDirectory(prefix="golden-") as scratch:
             shared = parts_of(tree, parts)

@@ -17,7 +17,7 @@ FORCED: tuple[float, ...] = ()
 
 @dataclass(frozen=True)
 class Answer:
-    """What became of a request.
+    """The answer to a request.
 
     Attributes:
         token_ids: in document order.
@@ -68,7 +68,7 @@ def answers(pipeline: LocalPipeline, arrivals: Mapping[int, Iterable[Request]], 
 
 
 class _Told:
-    """Replays the verdicts of a request: only their order tells which log-probabilities belong to which token."""
+    """Replays the verdicts of one request, since only their order says to which token log-probabilities belong."""
 
     def __init__(self, local: LocalAnswer) -> None:
         self._local = local

@@ -1,6 +1,6 @@
-"""Ranks that count what they send to each other, and that kill themselves at a message that they are told beforehand.
+"""Ranks that count the messages they send, and that kill themselves at a given message.
 
-Messages are counted where torch takes them, whatever the package does above. A rank imports this module, which imports little.
+Messages are counted where torch takes them, whatever the package does above.
 """
 
 from __future__ import annotations
@@ -17,21 +17,8 @@ from torch.distributed import ProcessGroupGloo
 _Gloo: Any = ProcessGroupGloo
 
 
-class CountsMessages(str):
-    """The name of a transport. Once it arrives in a rank's process, that process notes its messages in a file of ``folder``."""
-
-    folder: Path
-
-    def __new__(cls, transport: str, folder: Path) -> CountsMessages:
-        counts = super().__new__(cls, transport)
-        counts.folder = folder
-        return counts
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _count, (str(self), self.folder)
-
-
-def _count(transport: str, folder: Path) -> str:
+def count(folder: Path) -> None:
+    """From now on this process notes its messages in a file of ``folder``."""
     send = _Gloo.send
     notes = os.open(folder / f"{os.getpid()}.sent", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
@@ -41,7 +28,6 @@ def _count(transport: str, folder: Path) -> str:
         return send(group, tensors, peer, tag)
 
     _Gloo.send = noted
-    return transport
 
 
 def _die_if_told(order: Path) -> None:

@@ -72,7 +72,7 @@ def _torchrun() -> Faces:
 
 
 def _help(name: str, text: str) -> Faces:
-    """A case for each item of the lists of options and commands, and one for what stands before them."""
+    """One case for each option and each command that a help text lists, and one for the text before the lists."""
     before: list[str] = []
     items: dict[str, str] = {}
     item = None  # the one to which further lines belong; "" before the first
@@ -103,7 +103,7 @@ def _python_api() -> Faces:
 
 
 def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
-    """Of a class or of its constructor, or of the one to which that hands everything on."""
+    """The parameters of a constructor; of ``Resident``'s if it passes everything on to that."""
     found = list(inspect.signature(function).parameters.values())
     if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in found):
         from pipedec.client.resident import Resident
@@ -117,7 +117,7 @@ def _is_public_method(member: Any) -> bool:
 
 
 def _schemas() -> Faces:
-    """What is written to files and to Redis, and read again, with the types that are checked."""
+    """The fields and types of what is stored in files and in Redis."""
     kinds: dict[str, Any] = {
         "cluster.yaml": ClusterConfig,
         "dialect": Dialect,
@@ -145,7 +145,7 @@ def _redis_keys() -> Faces:
 
 
 def _lua() -> Faces:
-    """What each script is given and returns."""
+    """The keys, arguments and result of each script, as its header states them."""
     for script in sorted(LUA.glob("*.lua")):
         header = re.match(r"(--.*\n)+", script.read_text())
         assert header is not None

@@ -1,7 +1,7 @@
-"""How clearly an answer was chosen: the least by which logits would have to change for another token to be chosen somewhere.
+"""How close an answer comes to being a different one: the smallest change of logits by which some token would not be chosen.
 
-The target computes in float64 here, in transformers, token by token what each token sees; so it also says whether the answer is
-the target's at all. Shapes: V vocabulary.
+Prompts of the record are chosen so that no processor's rounding changes an answer. The logits are computed by transformers in
+float64, so this also checks that the answer is the target's. Shapes: V vocabulary.
 """
 
 from __future__ import annotations

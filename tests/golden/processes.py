@@ -20,10 +20,11 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from support.prepared_ranks import PreparedRanks
 from support.processes import wait_until
 
 import pipedec
-from golden.counted_links import CountsMessages, kill_after, sent
+from golden.counted_links import count, kill_after, sent
 from golden.record import PROCESSOR, ROUNDED
 from golden.schedule import processor
 from pipedec.client.client import Client
@@ -66,7 +67,7 @@ class Recorded:
         self._calls = self._calls_so_far()
 
     def alone(self, method: str, sampling: str) -> tuple[dict[str, Any], dict[str, Any]]:
-        """What is said, and what is counted."""
+        """Answer one request. Returns its tokens and finish reason, and its counters and messages."""
         before = sent(self._folder)
         completion = self._client.ask(_request(method, sampling))
         self._await_end()
@@ -130,7 +131,7 @@ def _running(kind: str, folder: Path) -> Iterator[Recorded]:
     pair = Path(pipedec.__file__).parent / "reference_pair"
     models = Models(pair / "target", pair / "draft", pair / "bita", draft_dtype="float32")
     spec = replace(PipelineSpec.create(models, dtype="float32", device="cpu"), **KINDS[kind])
-    with LocalCluster(spec, transport=CountsMessages("gloo", folder)) as cluster:
+    with LocalCluster(spec, transport=PreparedRanks("gloo", count, folder)) as cluster:
         yield Recorded(cluster, folder)
 
 

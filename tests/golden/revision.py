@@ -1,4 +1,4 @@
-"""Records of another revision, made in a working tree of its own by that revision's recorder."""
+"""Make the record of another revision: with its own recorder, in a temporary working tree."""
 
 from __future__ import annotations
 

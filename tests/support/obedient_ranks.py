@@ -1,4 +1,4 @@
-"""Ranks that do what tests ask of them by signals. A rank imports this module, and so nothing here imports much."""
+"""What a rank does when a test sends it a signal."""
 
 from __future__ import annotations
 
@@ -8,30 +8,17 @@ import os
 import signal
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 import torch
 
 from pipedec.model.stage_model import LayerWeights
 
 
-class Obeys(str):
-    """The name of a transport. Once it arrives in a rank's process, SIGUSR1 makes that process write where its weights are, and
-    SIGUSR2 makes it compute forever, if it computes rows at that moment.
+def obey(folder: Path) -> None:
+    """From now on SIGUSR1 makes this process write to ``folder`` where its weights are. SIGUSR2 makes it compute forever, if it
+    computes rows at that moment.
     """
 
-    folder: Path
-
-    def __new__(cls, transport: str, folder: Path) -> Obeys:
-        obeys = super().__new__(cls, transport)
-        obeys.folder = folder
-        return obeys
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _obey, (str(self), self.folder)
-
-
-def _obey(transport: str, folder: Path) -> str:
     def show(number: int, frame: FrameType | None) -> None:
         gc.unfreeze()  # or they would not be found
         layers = [found for found in gc.get_objects() if isinstance(found, LayerWeights)]
@@ -50,7 +37,6 @@ def _obey(transport: str, folder: Path) -> str:
 
     signal.signal(signal.SIGUSR1, show)
     signal.signal(signal.SIGUSR2, compute_forever)
-    return transport
 
 
 def endless_file(folder: Path, pid: int) -> Path:
