@@ -6,7 +6,6 @@ import json
 import os
 import re
 import select
-import signal
 import sys
 import termios
 import time
@@ -17,14 +16,14 @@ from copy import deepcopy
 from dataclasses import asdict
 from itertools import cycle, islice
 from pathlib import Path
-from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
 
 import click
 from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
+from pipedec.cli.interrupts import Interrupts
 from pipedec.cli.live_panels import LEGEND, Shown, panel, screen
 from pipedec.cli.live_sources import Recording, RunSource, Source
 from pipedec.cluster.state import find_run
@@ -55,18 +54,14 @@ def top(redis: str | None, runs: tuple[str, ...], running: bool, recording: Path
         raise UserError("--recording plays a file: leave out --redis, --run and --running")
     if not (once or as_json or sys.stdout.isatty()):
         raise UserError("standard output is no terminal: give --once for one picture, or --json for all frames")
-    signal.signal(signal.SIGTERM, _interrupt)  # the terminal is given back then, too
+    raise_missed = Interrupts().raise_missed
     with suppress(KeyboardInterrupt), _sources(redis, runs, recording, once or as_json) as sources:
         if once:
             _print_once(sources, as_json)
         elif as_json:
-            _print_frames(sources)
+            _print_frames(sources, raise_missed)
         else:
-            _Screen(sources, Console(highlight=False)).run()
-
-
-def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
-    raise KeyboardInterrupt
+            _Screen(sources, Console(highlight=False)).run(raise_missed)
 
 
 @contextmanager
@@ -107,9 +102,10 @@ def _print_once(sources: Sequence[Source], as_json: bool) -> None:
             console.print(panel(shown, console.width, None, _shows_colour(console)))
 
 
-def _print_frames(sources: Sequence[Source]) -> None:
+def _print_frames(sources: Sequence[Source], raise_missed: Callable[[], None]) -> None:
     """Every frame, until all runs have ended."""
     while True:
+        raise_missed()
         has_ended = all(source.has_ended() for source in sources)
         for frame in (frame for source in sources for frame in source.take()):
             print(json.dumps(frame, ensure_ascii=False, separators=(",", ":")))
@@ -148,10 +144,11 @@ class _Screen:
         self._stopped: list[Shown] | None = None  # the runs as they were then
         self._drawn = 0.0
 
-    def run(self) -> None:
-        """Until q is pressed."""
+    def run(self, raise_missed: Callable[[], None]) -> None:
+        """Until q is pressed, or ``raise_missed`` raises."""
         with _keys() as pressed, Live(console=self._console, screen=True, auto_refresh=False) as live:
             while True:
+                raise_missed()
                 if self._take():
                     live.update(self._picture(), refresh=True)
                 for key in pressed(_REDRAW_SECONDS):

@@ -6,7 +6,6 @@ import json
 import os
 import pty
 import select
-import signal
 import subprocess
 import sys
 import threading
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.programs import take_terminal
 from support.tiny_pair import Pair
 from transformers import PreTrainedTokenizerBase
 
@@ -29,12 +29,6 @@ Pipedec = Callable[..., Any]
 TYPED_SECONDS = 60.0
 
 
-def _take_terminal(slave: int) -> None:
-    """Make it the terminal of this process, which hears Ctrl-C there even if the tests were started deaf to it."""
-    os.login_tty(slave)
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-
 class Terminal:
     """A program on a pseudo-terminal, and what it has shown."""
 
@@ -43,7 +37,7 @@ class Terminal:
         environment = {**os.environ, "TERM": "dumb", "COLUMNS": "120"}
         self.process = subprocess.Popen(
             [Path(sys.executable).parent / "pipedec", "chat", *arguments], stdin=slave, stdout=slave, stderr=slave,
-            env=environment, preexec_fn=lambda: _take_terminal(slave),
+            env=environment, preexec_fn=lambda: take_terminal(slave),
         )  # fmt: skip
         os.close(slave)
         self.shown = ""

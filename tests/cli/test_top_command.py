@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 from conftest import Pipedec
+from support.programs import take_terminal
 from support.tiny_pair import Pair
 
 from pipedec.cli.top import top
@@ -105,7 +106,7 @@ class Screen:
         self.process = subprocess.Popen(
             [Path(sys.executable).parent / "pipedec", "top", *map(str, arguments)],
             stdin=self.slave, stdout=self.slave, stderr=self.slave, env=environment,
-            preexec_fn=lambda: os.login_tty(os.dup(self.slave)),
+            preexec_fn=lambda: take_terminal(os.dup(self.slave)),
         )  # fmt: skip
         self.written = ""
 

@@ -13,6 +13,12 @@ from pathlib import Path
 Started = Callable[..., "subprocess.Popen[bytes]"]
 
 
+def take_terminal(slave: int) -> None:
+    """Make it the terminal of this process. Ctrl-C typed there reaches it even if the tests were started with Ctrl-C ignored."""
+    os.login_tty(slave)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 @contextmanager
 def programs() -> Iterator[Started]:
     """Yields a function that starts the program in a process group of its own; whatever still runs at the end is killed."""
