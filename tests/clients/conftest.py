@@ -36,11 +36,11 @@ class Server:
         """As clients want it."""
         return f"{self.root}/v1"
 
-    def counter(self, name: str) -> float:
-        """The sum over the labels of a metric; 0 while it has none."""
+    def counter(self, name: str, **labels: str) -> float:
+        """The sum of a metric's samples that have these labels; 0 while there are none."""
         text = httpx2.get(f"{self.root}/metrics", timeout=20).text
         samples = (sample for family in text_string_to_metric_families(text) for sample in family.samples)
-        return sum(sample.value for sample in samples if sample.name == name)
+        return sum(sample.value for sample in samples if sample.name == name and labels.items() <= sample.labels.items())
 
     def is_idle(self) -> bool:
         """Whether no request runs or waits, and nothing but kept prefixes is in the KV memory."""

@@ -288,9 +288,9 @@ def test_a_retry_after_503_is_charged_once(pair: Pair, tmp_path: Path) -> None:
         answers: list[Any] = []
         asked = {"model": MODEL, "prompt": PROMPT, "max_tokens": 4}
         asking = threading.Thread(target=lambda: answers.append(client.completions.with_raw_response.create(**asked)))
-        refused = server.counter("pipedec:http_requests_total")
+        refused = server.counter("pipedec:http_requests_total", status="503")
         asking.start()
-        assert wait_until(lambda: server.counter("pipedec:http_requests_total") > refused)
+        assert wait_until(lambda: server.counter("pipedec:http_requests_total", status="503") > refused)
         for stream in streams:
             stream.close()
         asking.join(60)
