@@ -55,7 +55,8 @@ def make(scratch: Path) -> dict[str, Any]:
 
 def _commands(command: click.Command, name: str, parent: click.Context | None) -> Faces:
     """What ``--help`` of a command and of those below it prints."""
-    context = click.Context(command, parent=parent, info_name=name.split()[-1], terminal_width=WIDTH, max_content_width=WIDTH)
+    settings = command.context_settings | {"terminal_width": WIDTH, "max_content_width": WIDTH}
+    context = click.Context(command, parent=parent, info_name=name.split()[-1], **settings)
     yield from _help(name, command.get_help(context))
     for inner in command.list_commands(context) if isinstance(command, click.Group) else ():
         found = command.get_command(context, inner)
