@@ -83,11 +83,11 @@ $(CLIENTS)/%/.ready: Makefile
 	  > "$$($(CLIENTS)/vllm/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/zz_pipedec.pth"
 	@touch $@
 
-$(VENV)/.ready: pyproject.toml constraints.txt
+$(VENV)/.ready: pyproject.toml models/pyproject.toml constraints.txt
 	@echo "Setting up $(VENV) (a few minutes the first time) ..."
 	@$(PYTHON) -m venv $(VENV)
 	@$(PIP) "$(TORCH)" || $(PIP) --index-url https://download.pytorch.org/whl/cpu torch==2.13.0
-	@$(PIP) --editable .
+	@$(PIP) --editable . --editable ./models
 	@touch $@
 
 $(VENV)/.ready-dev: $(VENV)/.ready

@@ -8,7 +8,8 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 
 from pipedec.core import Request, SamplingParams
 from pipedec.engine.local import LocalPipeline
-from pipedec.engine.spec import REFERENCE_PAIR, Cut, PipelineSpec
+from pipedec.engine.spec import Cut, PipelineSpec
+from pipedec.shipped import reference_pair
 from pipedec.text.prompt import Prompter
 from pipedec.train.cards.render import CARDS, card
 from pipedec.train.continuations import Continuation
@@ -25,15 +26,17 @@ PROMPTS = [
 
 
 def test_it_is_small_and_complete() -> None:
-    size = sum(path.stat().st_size for path in REFERENCE_PAIR.rglob("*") if path.is_file())
+    size = sum(path.stat().st_size for path in reference_pair().rglob("*") if path.is_file())
     assert size < 25_000_000
     for name in ("target", "draft"):
-        assert {"config.json", "model.safetensors", "tokenizer.json"} <= {path.name for path in (REFERENCE_PAIR / name).iterdir()}
+        assert {"config.json", "model.safetensors", "tokenizer.json"} <= {
+            path.name for path in (reference_pair() / name).iterdir()
+        }
 
 
 def test_it_loads_and_talks_in_plain_transformers() -> None:
-    tokenizer = AutoTokenizer.from_pretrained(REFERENCE_PAIR / "target")
-    model = LlamaForCausalLM.from_pretrained(REFERENCE_PAIR / "target")
+    tokenizer = AutoTokenizer.from_pretrained(reference_pair() / "target")
+    model = LlamaForCausalLM.from_pretrained(reference_pair() / "target")
     assert model.config.num_hidden_layers == 24
     message = [{"role": "user", "content": PROMPTS[0]}]
     inputs = tokenizer.apply_chat_template(message, add_generation_prompt=True, return_tensors="pt", return_dict=True)
@@ -43,7 +46,7 @@ def test_it_loads_and_talks_in_plain_transformers() -> None:
 
 
 def test_the_report_tells_how_the_draft_came_to_agree() -> None:
-    report = json.loads((REFERENCE_PAIR / "training.json").read_text())
+    report = json.loads((reference_pair() / "training.json").read_text())
     for family, row in report["held_out"].items():
         assert row["target_loss"] < row["draft_loss"], f"the target must be better than its draft on {family}"
         assert row["top16"] > 0.85
@@ -53,13 +56,13 @@ def test_the_report_tells_how_the_draft_came_to_agree() -> None:
         assert all(report[kind][family]["top1"] > row["top1"] for family, row in first[kind].items())
     gains = [row["top1"] - last["on_policy"][family]["top1"] for family, row in report["on_policy"].items()]
     assert min(gains) > -0.01 and sum(gains) / len(gains) > 0.03
-    bita = json.loads((REFERENCE_PAIR / "bita" / "training.json").read_text())
-    assert (REFERENCE_PAIR / "bita" / "README.md").read_text() == card(CARDS / "bita.md.jinja", bita)
-    assert (REFERENCE_PAIR / "README.md").read_text() == card(CARD, report)
+    bita = json.loads((reference_pair() / "bita" / "training.json").read_text())
+    assert (reference_pair() / "bita" / "README.md").read_text() == card(CARDS / "bita.md.jinja", bita)
+    assert (reference_pair() / "README.md").read_text() == card(CARD, report)
 
 
 def test_the_draft_agrees_with_the_targets_own_words() -> None:
-    draft = LlamaForCausalLM.from_pretrained(REFERENCE_PAIR / "draft", dtype=torch.float32)
+    draft = LlamaForCausalLM.from_pretrained(reference_pair() / "draft", dtype=torch.float32)
     assert draft.num_parameters() <= 1_600_000
     spec = PipelineSpec.create(cut=Cut(1), device="cpu")
     reference, prompter = Reference(spec), Prompter(spec.target, 2048)

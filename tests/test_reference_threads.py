@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from pipedec.engine.spec import REFERENCE_PAIR
+from pipedec.shipped import reference_pair, reference_threads
 from pipedec.text.prompt import Prompter, load_tokenizer, same_tokenizer
 from pipedec.threads import Sequence, load_dialect
 from pipedec.train.cards.render import CARDS, card
@@ -17,7 +17,7 @@ from pipedec.train.threads.answers import Asked, ModelAnswers
 from pipedec.train.threads.figures import agreement, text_of
 from pipedec.train.threads.rows import Writer
 
-SHIPPED = REFERENCE_PAIR.parent / "reference_threads"
+SHIPPED = reference_threads()
 TARGET, DRAFT = SHIPPED / "target", SHIPPED / "draft"
 # What each dialect forks: lists, and only parts that are long.
 FORKED = {
@@ -53,7 +53,7 @@ def test_they_are_small_complete_and_of_one_family() -> None:
         names = {"config.json", "model.safetensors", "tokenizer.json", "chat_template.jinja", "training.json", "README.md"}
         assert names <= {found.name for found in path.iterdir()}
     same_tokenizer(DRAFT, TARGET)
-    known, own = (load_tokenizer(path).vocabulary for path in (REFERENCE_PAIR / "target", TARGET))
+    known, own = (load_tokenizer(path).vocabulary for path in (reference_pair() / "target", TARGET))
     assert known.items() <= own.items() and own.keys() - known.keys() == set(load_dialect("pasta").opener_tokens)
 
 
@@ -69,7 +69,7 @@ def test_their_cards_say_what_was_measured() -> None:
 
 def test_a_prompt_without_a_dialect_is_the_reference_pairs(writer: Writer) -> None:
     before, after = (
-        Prompter(path, 2048).token_ids(ONE_PIECE, raw=False, max_tokens=1) for path in (REFERENCE_PAIR / "target", TARGET)
+        Prompter(path, 2048).token_ids(ONE_PIECE, raw=False, max_tokens=1) for path in (reference_pair() / "target", TARGET)
     )
     assert before == after == writer.prompt(ONE_PIECE, None)
     assert writer.prompt(ONE_PIECE, "apar") != after

@@ -78,12 +78,12 @@ class PipelineFlags(RecoveryFlags):
 
     def for_threads(self) -> PipelineFlags:
         """With the shipped pair that opens threads, unless another target is given."""
-        from pipedec.engine.spec import REFERENCE_THREADS
+        from pipedec.shipped import reference_threads
 
         if self.target is not None:
             return self
-        draft = str(REFERENCE_THREADS / "draft") if self.draft is None else self.draft
-        return replace(self, target=REFERENCE_THREADS / "target", draft=draft)
+        draft = str(reference_threads() / "draft") if self.draft is None else self.draft
+        return replace(self, target=reference_threads() / "target", draft=draft)
 
     def arguments(self) -> list[str]:
         """The flags as the arguments of another command that takes them."""

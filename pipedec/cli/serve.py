@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 
 import click
 
-import pipedec
 from pipedec.cli.options import Command, PipelineFlags, gathered, pipeline_options
 from pipedec.cli.running import RunningFlags, refuse_flags, running_options
 from pipedec.cli.show import console
@@ -22,13 +21,13 @@ from pipedec.cluster.state import find_run
 from pipedec.config import optional_secret
 from pipedec.core import UserError
 from pipedec.scheduler import RedisScheduler
+from pipedec.shipped import reference_pair, shipped_name
 
 if TYPE_CHECKING:
     from pipedec.server.listening import Address
     from pipedec.server.run import RunOptions, ServerProcess
     from pipedec.server.settings import ServerSettings
 
-_SHIPPED = Path(pipedec.__file__).parent / "reference_pair" / "target"
 _KEY_VARIABLE = "PIPEDEC_API_KEY"
 
 
@@ -92,8 +91,7 @@ class HttpFlags:
 
 def served_name(target: str) -> str:
     """What the API calls a target: as it was given, and the shipped ones as their directories."""
-    path = Path(target)
-    return path.parent.name.replace("_", "-") if path.parent.parent == Path(pipedec.__file__).parent else target
+    return shipped_name(target) or target
 
 
 def _keys_of(path: Path) -> list[str]:
@@ -174,7 +172,7 @@ def serve(pipeline: PipelineFlags, place: RunningFlags, http: HttpFlags) -> None
 
     address, keys = http.address(), http.keys()
     running = _running(place) if place.are_given else None
-    settings = http.settings(keys, str(pipeline.target or _SHIPPED) if running is None else running[1])
+    settings = http.settings(keys, str(pipeline.target or reference_pair() / "target") if running is None else running[1])
     with address.listening() as listener, json_log(sys.stdout.fileno(), keys):
         url = address.url(listener)
         log("listening", url=url, model=settings.model_name)

@@ -228,7 +228,7 @@ def learn_bita(
     options: dict[str, Any],
 ) -> None:
     """Train BiTA on the prompts that ``prompts_of`` makes for the target in a directory; print what was measured."""
-    from pipedec.engine.spec import REFERENCE_PAIR
+    from pipedec.shipped import reference_pair
     from pipedec.train.bita.training import BitaRecipe, train_bita
     from pipedec.train.cards.cells import bita_cells
 
@@ -236,7 +236,7 @@ def learn_bita(
     if chosen.get("prompting") == "none":
         chosen.setdefault("prompt_tokens", 0)
     recipe = BitaRecipe(**chosen)
-    target = target or REFERENCE_PAIR / "target"
+    target = target or reference_pair() / "target"
     report = train_bita(target, prompts_of(target, recipe), recipe, run)
     print_table(
         "Held-out prompts: predictions of each mask, tokens per pass",

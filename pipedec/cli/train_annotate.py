@@ -70,7 +70,7 @@ class AnnotatorFlags:
 
     def annotators(self, server: EndpointFlags) -> tuple[Annotator, Annotator]:
         """The rules of the dialect, and the annotator asked for. Raises UserError if they do not fit each other."""
-        from pipedec.engine.spec import REFERENCE_PAIR
+        from pipedec.shipped import reference_pair
         from pipedec.threads import load_dialect
         from pipedec.train.annotate.annotators import AparRules, ModelAnnotator, PastaRules, length_in_tokens
 
@@ -82,7 +82,7 @@ class AnnotatorFlags:
             if self.dialect != "pasta" or not self.model:
                 raise UserError("--annotator URL goes with --dialect pasta and --model NAME")
             endpoint = server.endpoint(self.annotator, self.model, "annotator")
-        length = length_in_tokens(self.tokenizer or REFERENCE_PAIR / "target")
+        length = length_in_tokens(self.tokenizer or reference_pair() / "target")
         words = load_dialect("pasta").max_topic_words
         rules: Annotator = AparRules()
         if self.dialect == "pasta":

@@ -111,14 +111,14 @@ def pasta_sft(**options: Any) -> None:
 
 
 def _tune(dialect: str, models: ModelFlags, run: RunFlags, device: DeviceFlags, held_out_prompts: int, **recipe: Any) -> None:
-    from pipedec.engine.spec import REFERENCE_PAIR
+    from pipedec.shipped import reference_pair
     from pipedec.train.threads.learning import ThreadRecipe
     from pipedec.train.threads.tuning import tune
 
     at_least_one("--held-out-prompts", held_out_prompts)
     by_dialect, chosen = models.by_dialect(dialect), ThreadRecipe(**given(recipe))
     where = run.run(held_out_prompts=held_out_prompts, **device.chosen())
-    target, prompts = models.target or REFERENCE_PAIR / "target", models.unanswered()
+    target, prompts = models.target or reference_pair() / "target", models.unanswered()
     _print_tuned(tune(target, by_dialect, chosen, where, models.teacher, prompts))
 
 

@@ -37,13 +37,11 @@ from pipedec.plan.kv_memory import CPU_BLOCK, CUDA_BLOCK, DEFAULT_BYTES, KVBudge
 from pipedec.plan.layers import even_layers, explicit_layers
 from pipedec.plan.partition import plan as make_plan
 from pipedec.plan.placement import Placement, rank_places
+from pipedec.shipped import reference_pair, shipped_draft
 from pipedec.stage import FinalStageWorker, StageWorker
 from pipedec.text.prompt import Prompter, fits_vocabulary, load_tokenizer, same_tokenizer, vocabulary_digest
 from pipedec.topology import Topology
 
-REFERENCE_PAIR = Path(__file__).resolve().parent.parent / "reference_pair"
-REFERENCE_THREADS = REFERENCE_PAIR.with_name("reference_threads")  # the same target and draft, trained to open threads
-SHIPPED_DRAFTS = {"smollm2": REFERENCE_PAIR.with_name("reference_smollm2") / "draft"}  # of public models, by name
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
 DEVICES = ("auto", "cpu", "cuda")
 WINDOW_TIMESTEPS = 64
@@ -92,9 +90,9 @@ class Models:
         Raises:
             UserError: a checkpoint is missing, damaged or does not fit the others.
         """
-        shipped = REFERENCE_PAIR if self.target is None else None
-        target = Path(self.target) if self.target is not None else REFERENCE_PAIR / "target"
-        draft = _chosen(self.draft, shipped / "draft" if shipped else SHIPPED_DRAFTS.get(str(target)))
+        shipped = reference_pair() if self.target is None else None
+        target = Path(self.target) if self.target is not None else reference_pair() / "target"
+        draft = _chosen(self.draft, shipped / "draft" if shipped else shipped_draft(str(target)))
         bita = _chosen(self.bita, shipped and shipped / "bita")
         if self.draft is None and draft is None and bita is None:
             raise UserError("give --draft DIR beside --target (a small model with the same tokenizer), or --draft none")

@@ -32,8 +32,9 @@ from pipedec.config import paper_cluster
 from pipedec.core import PipedecError, SamplingParams, UserError
 from pipedec.data.prompts import PromptSet
 from pipedec.engine.local import LocalPipeline
-from pipedec.engine.spec import REFERENCE_THREADS, PipelineSpec
+from pipedec.engine.spec import PipelineSpec
 from pipedec.messages import PromptRequest
+from pipedec.shipped import reference_threads
 from pipedec.text.prompt import Prompter
 from pipedec.threads import NO_DIALECT, single_thread
 
@@ -118,7 +119,7 @@ class Scripted(Exchange):
 @pytest.fixture(scope="module")
 def prompter() -> Prompter:
     """Of the shipped model, which has a chat template."""
-    return Prompter(REFERENCE_THREADS / "target", 2048)
+    return Prompter(reference_threads() / "target", 2048)
 
 
 def scripted(
@@ -192,7 +193,7 @@ def test_a_skeleton_without_points_gives_an_ordinary_answer(prompter: Prompter) 
 
 
 def test_points_without_room_give_an_ordinary_answer(prompter: Prompter) -> None:
-    short = Prompter(REFERENCE_THREADS / "target", len(prompter.token_ids("x", True, 1)) + 560)
+    short = Prompter(reference_threads() / "target", len(prompter.token_ids("x", True, 1)) + 560)
     written, exchange = scripted(short, " One " + "and so on " * 80, "It is this.", max_tokens=100)
     assert exchange.asked[1:] == [short.token_ids("What is it?", False, 100)]
     assert dict(written.anomalies) == {"points_without_room": 1} and written.metrics.threads == 1

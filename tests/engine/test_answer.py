@@ -13,14 +13,14 @@ from pipedec.client.client import Client
 from pipedec.core import Accepted, Request, SamplingParams, StructuredOutputs, UserError, Verdict
 from pipedec.engine.answer import Answer
 from pipedec.engine.sequences import Sequences
-from pipedec.engine.spec import REFERENCE_PAIR
 from pipedec.messages import CompletionEvent, Event, LogprobsEvent, PromptRequest, RunDescription, ThreadNews
 from pipedec.scheduler import MemoryScheduler
+from pipedec.shipped import reference_pair
 from pipedec.text.prompt import Prompter
 from pipedec.threads import Sequence, bind, load_dialect
 from pipedec.topology import Topology
 
-TARGET = REFERENCE_PAIR / "target"
+TARGET = reference_pair() / "target"
 PROMPT = (20, 21, 22)
 END = "<|end|>"
 

@@ -14,13 +14,13 @@ from pipedec.client.reply import Delta, Reply
 from pipedec.core import Accepted, Opening, Request, SamplingParams, TokenLogprobs, UserError, Verdict
 from pipedec.engine.answer import Answer, Said
 from pipedec.engine.sequences import Sequences
-from pipedec.engine.spec import REFERENCE_PAIR
 from pipedec.messages import CompletionEvent, Event, LogprobsEvent, ThreadNews
 from pipedec.scheduler.protocol import tokens_told
+from pipedec.shipped import reference_pair
 from pipedec.text.prompt import Prompter
 from pipedec.threads import load_dialect
 
-TARGET = REFERENCE_PAIR / "target"
+TARGET = reference_pair() / "target"
 SEQUENCES = Sequences(TARGET)
 PROMPT = (20, 21, 22)
 END = "<|end|>"

@@ -23,12 +23,13 @@ from pipedec.core import MethodOptions, Request, SamplingParams, StructuredOutpu
 from pipedec.decoding import LaneSizes
 from pipedec.engine.local import LocalPipeline
 from pipedec.engine.sequences import Sequences
-from pipedec.engine.spec import REFERENCE_PAIR, Cut, Models, PipelineSpec
+from pipedec.engine.spec import Cut, Models, PipelineSpec
 from pipedec.methods import METHODS, BestFirstOptions, BitaOptions, PipeDecOptions, StaticTreeOptions
+from pipedec.shipped import reference_pair
 from pipedec.text.prompt import Prompter
 
 SLOW = pytest.mark.slow
-TARGET = REFERENCE_PAIR / "target"
+TARGET = reference_pair() / "target"
 MAX_TOKENS = 160
 STAGES = (1, 4, 14)
 CASES = load_cases()

@@ -15,12 +15,12 @@ from pipedec.config import paper_cluster
 from pipedec.decoding import LaneSizes
 from pipedec.engine.local import LocalPipeline
 from pipedec.engine.sequences import Sequences
-from pipedec.engine.spec import REFERENCE_PAIR, REFERENCE_THREADS
 from pipedec.kv import KVManager
+from pipedec.shipped import reference_pair, reference_threads
 
 PLAIN = Pair()
-THREADS = Pair(REFERENCE_THREADS / "target", str(REFERENCE_THREADS / "draft"))
-TARGETS = {PLAIN: REFERENCE_PAIR / "target", THREADS: REFERENCE_THREADS / "target"}
+THREADS = Pair(reference_threads() / "target", str(reference_threads() / "draft"))
+TARGETS = {PLAIN: reference_pair() / "target", THREADS: reference_threads() / "target"}
 PRESETS = {"1": ("paper-14", 1), "4": ("paper-14", 4), "14": ("paper-14", None), "14 in 7": ("paper-7", None)}
 SLOTS = 2048
 CPU = torch.device("cpu")

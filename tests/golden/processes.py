@@ -23,7 +23,6 @@ from typing import Any
 from support.prepared_ranks import PreparedRanks
 from support.processes import wait_until
 
-import pipedec
 from golden.counted_links import count, kill_after, sent
 from golden.record import PROCESSOR, ROUNDED
 from golden.schedule import processor
@@ -32,6 +31,7 @@ from pipedec.cluster.local import LocalCluster
 from pipedec.core import Completion, SamplingParams
 from pipedec.engine.spec import Models, PipelineSpec
 from pipedec.messages import PromptRequest
+from pipedec.shipped import reference_pair
 
 STAGES = 4
 KINDS: dict[str, dict[str, Any]] = {"full duplex": {}, "half duplex": {"duplex": "half"}, "tasks": {"dispatch": "tasks"}}
@@ -128,7 +128,7 @@ def make(scratch: Path) -> dict[str, Any]:
 
 @contextmanager
 def _running(kind: str, folder: Path) -> Iterator[Recorded]:
-    pair = Path(pipedec.__file__).parent / "reference_pair"
+    pair = reference_pair()
     models = Models(pair / "target", pair / "draft", pair / "bita", draft_dtype="float32")
     spec = replace(PipelineSpec.create(models, dtype="float32", device="cpu"), **KINDS[kind])
     with LocalCluster(spec, transport=PreparedRanks("gloo", count, folder)) as cluster:

@@ -10,8 +10,8 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import models
 
 from pipedec.core import SamplingParams, StructuredOutputs, UserError
-from pipedec.engine.spec import REFERENCE_PAIR
 from pipedec.grammar import Vocabulary, check
+from pipedec.shipped import reference_pair
 from pipedec.text.tokenizer import Tokenizer
 
 DEEP = {"properties": {"a/b": {"anyOf": [{"type": "string"}, {"items": {"type": "objekt"}}]}}}
@@ -32,7 +32,7 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
 
 @pytest.fixture(scope="module")
 def vocabulary() -> Vocabulary:
-    return Vocabulary(Tokenizer(REFERENCE_PAIR / "target"))
+    return Vocabulary(Tokenizer(reference_pair() / "target"))
 
 
 @pytest.mark.parametrize(("given", "message"), MISTAKES)

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from support.examples import examples
 
 from pipedec.core import StructuredOutputs
-from pipedec.engine.spec import REFERENCE_PAIR
 from pipedec.grammar import NOTHING, Bitmask, Grammar, Vocabulary
+from pipedec.shipped import reference_pair
 from pipedec.text.tokenizer import Tokenizer
 
-TOKENIZER = Tokenizer(REFERENCE_PAIR / "target")
+TOKENIZER = Tokenizer(reference_pair() / "target")
 END, OTHER_END = 1, 2
 MOST_TOKENS = 300
 

@@ -10,12 +10,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from pipedec.core import KNEE_ROWS
-from pipedec.engine.spec import REFERENCE_PAIR
 from pipedec.model import LaneRows, ModelConfig, StageModel
 from pipedec.model.packed import SMALLEST_PACKED, linear, pack
 from pipedec.model.stage_model import PADDED_ROWS
+from pipedec.shipped import reference_pair
 
-TARGET = REFERENCE_PAIR / "target"
+TARGET = reference_pair() / "target"
 ONEDNN = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch was built without oneDNN")
 
 

@@ -9,10 +9,10 @@ from support.http_server import Site, served
 from support.scripted_engine import ANSWER, ScriptedEngine
 from support.streams import CHAT, COMPLETIONS, ask, stream, text_of
 
-from pipedec.engine.spec import REFERENCE_PAIR
 from pipedec.messages import RunDescription
 from pipedec.server.front import Front, Served
 from pipedec.server.settings import ServerSettings
+from pipedec.shipped import reference_threads
 from pipedec.text.tokenizer import Tokenizer
 from pipedec.threads import load_dialect
 
@@ -22,7 +22,7 @@ BOTH = pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 @pytest.fixture(scope="module")
 def threads_tokenizer() -> Tokenizer:
     """Of the shipped model that opens threads."""
-    return Tokenizer(REFERENCE_PAIR.parent / "reference_threads" / "target")
+    return Tokenizer(reference_threads() / "target")
 
 
 @pytest.fixture

@@ -9,13 +9,13 @@ import torch
 from lane_scripts import LIKELY, Script, run, sequences
 
 from pipedec.core import SamplingParams
-from pipedec.engine.spec import REFERENCE_PAIR
 from pipedec.model import ModelConfig, StageModel, stage_model
 from pipedec.model.packed import linear, pack
 from pipedec.model.stage_model import PADDED_ROWS
+from pipedec.shipped import reference_pair
 from pipedec.stage import FinalStageWorker, StageWorker
 
-TARGET = REFERENCE_PAIR / "target"
+TARGET = reference_pair() / "target"
 CUT = (range(0, 4), range(4, 24))
 
 

@@ -12,16 +12,16 @@ from support.examples import examples
 from torch import Tensor
 
 from pipedec.core import SamplingParams, StructuredOutputs, Verdict
-from pipedec.engine.spec import REFERENCE_PAIR
 from pipedec.forest import Forest
 from pipedec.grammar import NOTHING, Bitmask, Vocabulary
 from pipedec.grammar.masks import allowed_tokens, mask_logits
 from pipedec.sampling import Sampler
+from pipedec.shipped import reference_pair
 from pipedec.stage.token_chooser import TokenChooser
 from pipedec.text.tokenizer import Tokenizer
 from pipedec.threads import Sequence, single_thread
 
-VOCABULARY = Vocabulary(Tokenizer(REFERENCE_PAIR / "target"))
+VOCABULARY = Vocabulary(Tokenizer(reference_pair() / "target"))
 WIDTH = 4096 + 7  # the model has tokens that the tokenizer does not have
 END = 1
 STRUCTURES = [

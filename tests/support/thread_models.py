@@ -18,8 +18,9 @@ from tokenizers import Tokenizer
 from transformers import LlamaForCausalLM, PreTrainedModel
 
 from pipedec.core import SamplingParams
-from pipedec.engine.spec import REFERENCE_PAIR, PipelineSpec
+from pipedec.engine.spec import PipelineSpec
 from pipedec.plan.layers import even_layers
+from pipedec.shipped import reference_pair
 from pipedec.threads import BoundDialect, Dialect, Sequence, bind, load_dialect
 from pipedec.topology import Topology
 from pipedec.verify.threads import Choose, naive_threads, shortest
@@ -103,7 +104,7 @@ class ThreadModels:
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        return Tokenizer.from_file(str(REFERENCE_PAIR / "target" / "tokenizer.json"))
+        return Tokenizer.from_file(str(reference_pair() / "target" / "tokenizer.json"))
 
     def target(self, depth: int = DEPTHS[0]) -> PreTrainedModel:
         return self._targets[depth]
@@ -160,7 +161,7 @@ class ThreadModels:
         near.save_pretrained(draft)
         for directory in (target, draft):
             for name in ("tokenizer.json", "tokenizer_config.json"):
-                shutil.copy(REFERENCE_PAIR / "target" / name, directory / name)
+                shutil.copy(reference_pair() / "target" / name, directory / name)
         return model
 
     def _teach_promises(self, model: LlamaForCausalLM) -> None:

@@ -18,13 +18,13 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from pipedec.core import UserError
-from pipedec.engine.spec import REFERENCE_PAIR
+from pipedec.shipped import reference_pair, reference_threads
 from pipedec.text.chat_template import MAX_CHARS, ChatTemplate
 from pipedec.text.convert import converted
 from pipedec.text.prompt import load_tokenizer
 from pipedec.text.tokenizer import Tokenizer
 
-THREADS = REFERENCE_PAIR.parent / "reference_threads"
+THREADS = reference_threads()
 WORDS = [
     "Hello there, it's a test .",
     "Größe: naïve café",
@@ -101,7 +101,7 @@ def directories(tmp_path_factory: pytest.TempPathFactory, tokenizer_files: Path)
         },
         additional_special_tokens=["<|end|>"],
     )
-    return {"tiny": tokenizer_files, "shipped": REFERENCE_PAIR / "target", "threads": THREADS / "target", **made}
+    return {"tiny": tokenizer_files, "shipped": reference_pair() / "target", "threads": THREADS / "target", **made}
 
 
 KINDS = ["tiny", "shipped", "threads", "spaced", "metaspace", "cleaned", "older", "listed"]

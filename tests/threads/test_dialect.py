@@ -11,8 +11,8 @@ import pytest
 from support.toy_dialects import IDS, TEXTS, toy
 from tokenizers import Tokenizer
 
-import pipedec
 from pipedec.core import UserError
+from pipedec.shipped import reference_pair
 from pipedec.threads import DIALECTS, Dialect, Opened, Sequence, bind, load_dialect
 
 MINIMAL = {"name": "mine", "opener": "[Fork]", "child_start": "[Child]"}
@@ -26,7 +26,7 @@ def write(tmp_path: Path, content: dict[str, Any] | str) -> Path:
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
-    return Tokenizer.from_file(str(Path(pipedec.__file__).parent / "reference_pair" / "target" / "tokenizer.json"))
+    return Tokenizer.from_file(str(reference_pair() / "target" / "tokenizer.json"))
 
 
 @pytest.mark.parametrize("name", DIALECTS)

@@ -18,10 +18,11 @@ from pipedec.bench.overhead.null_stage import NullFinalStage, NullStage, Probe, 
 from pipedec.cluster.lease import LeaseKeeper
 from pipedec.engine.rank_tasks import Wiring
 from pipedec.engine.sequences import Sequences
-from pipedec.engine.spec import DISPATCHES, REFERENCE_PAIR
+from pipedec.engine.spec import DISPATCHES
 from pipedec.engine.stage_loop import StageLoop
 from pipedec.messages import RunDescription
 from pipedec.scheduler import RedisScheduler, connect
+from pipedec.shipped import reference_pair
 from pipedec.topology import Topology
 from pipedec.tracing import Tracer
 from pipedec.transport.bare_messages import bare_timesteps
@@ -136,7 +137,7 @@ def _follow(plan: RankPlan, scheduler: RedisScheduler, transport: TorchTransport
 
 
 def _wiring(plan: RankPlan, scheduler: RedisScheduler, transport: TorchTransport, topology: Topology) -> Wiring:
-    sequences = Sequences(REFERENCE_PAIR / "target")  # the answers of stages that compute nothing ignore them
+    sequences = Sequences(reference_pair() / "target")  # the answers of stages that compute nothing ignore them
     return Wiring(scheduler, transport, topology, Tracer(plan.rank), sequences, window=DISPATCHES[plan.dispatch])
 
 

@@ -33,11 +33,11 @@ def threads(preset: str, stages: str | None, dialects: str, methods: str, asked:
     from pipedec.bench.threads.figures import draw_threads
     from pipedec.bench.threads.rows import read_frame
     from pipedec.bench.threads.summary import document, markdown
-    from pipedec.engine.spec import REFERENCE_THREADS
+    from pipedec.shipped import reference_threads
 
     target, draft = asked.target, asked.draft
     if target is None:
-        target, draft = REFERENCE_THREADS / "target", draft or str(REFERENCE_THREADS / "draft")
+        target, draft = reference_threads() / "target", draft or str(reference_threads() / "draft")
     config = ThreadsConfig(
         **asked.settings(),
         preset=preset,

@@ -1,0 +1,41 @@
+"""Where the shipped models are: in the package ``pipedec_models``, which is installed beside pipedec. Loads no torch."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+
+from pipedec.core import UserError
+
+
+def reference_pair() -> Path:
+    """The directory of the shipped target, its draft and its BiTA. Raises UserError if the shipped models are not installed."""
+    return _directory("reference_pair")
+
+
+def reference_threads() -> Path:
+    """The directory of the same target and draft, tuned to open threads. Raises UserError as ``reference_pair``."""
+    return _directory("reference_threads")
+
+
+def shipped_draft(target: str) -> Path | None:
+    """The shipped draft of a public model, by its name; None if there is none. Raises UserError as ``reference_pair``."""
+    return _directory("reference_smollm2") / "draft" if target == "smollm2" else None
+
+
+def shipped_name(target: str) -> str | None:
+    """The name of a shipped model, like ``reference-pair``; None for any other directory."""
+    directory, root = Path(target).parent, _root()
+    return directory.name.replace("_", "-") if root is not None and directory.parent == root else None
+
+
+def _directory(name: str) -> Path:
+    root = _root()
+    if root is None:
+        raise UserError("the shipped models are not installed: pip install ./models, or give --target DIR and --draft DIR")
+    return root / name
+
+
+def _root() -> Path | None:
+    found = find_spec("pipedec_models")
+    return Path(found.submodule_search_locations[0]) if found and found.submodule_search_locations else None
