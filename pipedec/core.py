@@ -40,7 +40,7 @@ class UserError(PipedecError):
 class BadValue(UserError, ValueError):
     """A value that is not allowed, as ``KEY: must be …``.
 
-    Also a ValueError, so that pydantic catches it and the path of a nested key can be put in front.
+    Also a ValueError, so that msgspec catches it and the path of a nested key can be put in front.
     """
 
 

@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass
 from typing import Annotated
 
-from annotated_types import Ge, Le
+from msgspec import Meta
 
 GIGA = 1_000_000_000
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -176,7 +176,7 @@ class Device:
 
 
 SUPPORTED_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
-Size = Annotated[int, Ge(1), Le(10_000_000)]
+Size = Annotated[int, Meta(ge=1, le=10_000_000)]
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """What travels through Redis as JSON: requests and their openings, verdicts, events of answers, the description of a run.
 
 The one place that knows these formats. Classes are plain dataclasses, written by ``to_json`` as they are. What comes from another
-program (requests, events, descriptions) is checked by pydantic when it is read; ranks trust each other's verdicts.
+program (requests, events, descriptions) is checked when it is read; ranks trust each other's verdicts.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, get_args
+from typing import Any
 
 from pipedec.core import (
     FINISH_REASONS,
@@ -27,7 +27,7 @@ from pipedec.core import (
     Verdict,
 )
 from pipedec.methods import LayerTreeOptions
-from pipedec.validation import load_validator, parse_json, validated
+from pipedec.validation import parse_json, validated
 
 TraceRow = tuple[int, str, str, int, int]  # the fields of a ``TraceEvent``
 
@@ -510,12 +510,6 @@ def event_from_json(text: str | bytes) -> Event:
     except (AttributeError, KeyError, TypeError):
         reason = "of no known kind"
     raise PipedecError(f"the cluster sent an event that this version does not understand: {reason}")
-
-
-def load_validators() -> None:
-    """Load pydantic and build what ``event_from_json`` and the like need, which takes 0.2 s: before an answer is timed."""
-    for kind in (PromptRequest, Opening, *get_args(Event)):
-        load_validator(kind)
 
 
 def opening_from_payload(payload: Mapping[str, Any]) -> Opening:

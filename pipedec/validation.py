@@ -1,51 +1,42 @@
-"""From plain values (YAML, JSON) to a dataclass, with types and ranges checked by pydantic.
+"""From plain values (YAML, JSON) to a dataclass or a msgspec Struct, with types and ranges checked by msgspec.
 
-Every mistake is a UserError of one line that begins with the path of the key and says what is allowed there. The classes are
-plain dataclasses: ranges stand in their annotations (``annotated_types``), rules among several fields in ``__post_init__``, as
-a BadValue. pydantic is loaded when something is validated, so that a client starts without it.
+Every mistake is a UserError of one line that begins with the path of the key and says what is allowed there. Ranges stand in
+the annotations (``msgspec.Meta``), rules among several fields in ``__post_init__``, as a BadValue. Messages of msgspec have
+neither values nor keys of mappings, and it ignores unknown keys of dataclasses: ``_check`` finds the mistake to be named.
 """
 
 from __future__ import annotations
 
 import difflib
-import functools
 import json
 import re
-import types
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import fields, is_dataclass
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+from collections.abc import Iterable, Iterator
+from dataclasses import is_dataclass
+from typing import Any, TypeVar
 
-from pipedec.core import BadValue, UserError
+import msgspec
+from msgspec import inspect
 
-if TYPE_CHECKING:
-    from pydantic import TypeAdapter
+from pipedec.core import LARGEST, BadValue, UserError
 
 Config = TypeVar("Config")
-_Detail = Mapping[str, Any]  # one entry of pydantic's ValidationError.errors()
 
 _BYTES = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
-_TYPES = {
-    dict: "a mapping", list: "a list", str: "a string", bool: "true or false", int: "an integer", float: "a number",
-    type(None): "empty",
+_TYPES: dict[type, tuple[type, ...]] = {  # of values, by what msgspec calls their type
+    inspect.BoolType: (bool,), inspect.IntType: (int,), inspect.FloatType: (float, int), inspect.StrType: (str,),
+    inspect.NoneType: (type(None),), inspect.AnyType: (dict, list, str, bool, int, float, type(None)),
+    inspect.ListType: (list, tuple), inspect.VarTupleType: (list, tuple), inspect.TupleType: (list, tuple),
+    inspect.NamedTupleType: (list, tuple), inspect.DictType: (dict,), inspect.DataclassType: (dict,), inspect.StructType: (dict,),
 }  # fmt: skip
-_TYPE_ERRORS = {
-    "int_type": int, "int_from_float": int, "float_type": float, "bool_type": bool, "string_type": str, "tuple_type": list,
-    "dict_type": dict, "mapping_type": dict, "dataclass_type": dict,
+_NAMES = {
+    dict: "a mapping", list: "a list", tuple: "a list", str: "a string", bool: "true or false", int: "an integer",
+    float: "a number", type(None): "empty",
 }  # fmt: skip
-_RANGE_ERRORS: dict[str, Callable[[dict[str, Any]], str]] = {
-    "greater_than_equal": lambda rule: f"at least {rule['ge']:.12g}",
-    "less_than_equal": lambda rule: f"at most {rule['le']:.12g}",
-    "greater_than": lambda rule: f"more than {rule['gt']:.12g}",
-    "literal_error": lambda rule: _one_of(rule["expected"]),
-    "int_parsing": lambda rule: "an integer",
-    "predicate_failed": lambda rule: "a name of letters, digits, '.', '_' and '-'",
-}
 
 
 def parse_json(kind: type[Config], text: str, source: str = "") -> Config:
-    """The dataclass ``kind`` from the text of a JSON object whose keys are its fields.
+    """The object of class ``kind`` from the text of a JSON object whose keys are its fields.
 
     Args:
         source: what an error message begins with, for example the path of the file.
@@ -64,124 +55,125 @@ def parse_json(kind: type[Config], text: str, source: str = "") -> Config:
 
 def validated(kind: type[Config], document: object, source: str = "") -> Config:
     """As ``parse_json``, from plain values: what JSON can hold."""
-    from pydantic import ValidationError
-
     try:
-        # In JSON, unlike in Python, pydantic's strict mode takes a list for a tuple and a mapping for a dataclass.
-        text = json.dumps(document, default=_refuse)
-        adapter: TypeAdapter[Config] = _adapter(cast(Any, kind))
-        return adapter.validate_json(text, strict=True, extra="forbid")
-    except ValidationError as error:
-        raise UserError(joined(source, one_line(error.errors(include_url=False), kind))) from None
+        json.dumps(document, default=_refuse, ensure_ascii=False).encode()
+        if is_dataclass(kind):
+            _check(inspect.type_info(kind), document, "")
+        try:
+            return msgspec.convert(document, kind, str_keys=True)
+        except msgspec.ValidationError as error:
+            _check(inspect.type_info(kind), document, "")
+            raise UserError(str(error)) from None
     except UserError as error:
         raise UserError(joined(source, str(error))) from None
+    except UnicodeEncodeError:
+        raise UserError(joined(source, "a text that is not UTF-8")) from None
     except (ValueError, RecursionError):
         raise UserError(joined(source, "a number of too many digits, or nested too deeply")) from None
 
 
-def load_validator(kind: type) -> None:
-    """Load pydantic and build the validator of ``kind`` now, so that nothing has to wait for it later."""
-    _adapter(kind)
-
-
-def one_line(details: Iterable[_Detail], kind: type) -> str:
-    """The first mistake that pydantic found, unknown keys before all others, as ``KEY: must be …, not …``."""
-    ordered = sorted(details, key=lambda one: one["type"] != "unexpected_keyword_argument")
-    first = ordered[0]
-    if first["type"] == "json_invalid":
-        return "a text that is not UTF-8, or nested too deeply"
-    places = [_Place.of(kind, one["loc"]) for one in ordered]
-    if not places[0].in_union:
-        return _message(first, places[0], [first])
-    # Every member of a union complains: take the one that got farthest into the value, or name all that is allowed.
-    same = [(one, place) for one, place in zip(ordered, places, strict=True) if place.path.startswith(places[0].path)]
-    deepest, place = max(same, key=lambda pair: len(pair[1].path))
-    return _message(deepest, place, [one for one, other in same if other.path == place.path])
-
-
-class _Place:
-    """Where in the document an error is.
-
-    Attributes:
-        path: like ``partitions.small.layers[2]``.
-        known: the keys that the mapping around it may have, if that is a dataclass.
-        in_union: the value may be of several types.
-    """
-
-    def __init__(self) -> None:
-        self.path = ""
-        self.known: list[str] = []
-        self.in_union = False
-
-    @classmethod
-    def of(cls, kind: Any, loc: tuple[int | str, ...]) -> _Place:
-        place = cls()
-        for part in loc[:-2] if loc and loc[-1] == "[key]" else loc:
-            members = _members(kind)
-            if len(members) > 1:  # this part of ``loc`` names the member of the union
-                place.in_union = True
-                kind = next((member for member in members if get_origin(member) is tuple), None)
-                continue
-            kind = members[0]
-            if isinstance(part, int):
-                place.path += f"[{part}]"
-                kind = get_args(kind)[0]
-                continue
-            if is_dataclass(kind):
-                place.known = [item.name for item in fields(kind)]
-                kind = get_type_hints(kind, include_extras=True).get(part)
-            else:
-                kind = get_args(kind)[1]
-            place.path = joined(place.path, part, ".")
-        return place
-
-
-def _members(kind: Any) -> list[Any]:
-    """The types that a value may have, without None and annotations."""
-    if get_origin(kind) is Annotated:
-        return _members(get_args(kind)[0])
-    if get_origin(kind) in (Union, types.UnionType):
-        return [one for member in get_args(kind) if member is not type(None) for one in _members(member)]
-    return [kind]
-
-
-def _message(detail: _Detail, place: _Place, alternatives: list[_Detail]) -> str:
-    kind, value, path = detail["type"], detail["input"], place.path
-    if kind == "unexpected_keyword_argument":
-        parent, _, name = path.rpartition(".")
-        return joined(parent, unknown_name("key", name, place.known))
-    if kind == "missing":
-        return joined(path, "missing")
-    if kind == "string_too_short":
-        return joined(path, "must not be empty")
-    if kind == "value_error":
-        return joined(path, str(detail["ctx"]["error"]), "." if isinstance(detail["ctx"]["error"], BadValue) else ": ")
-    required = " or ".join(dict.fromkeys(_required(one) for one in alternatives))
-    if kind not in _TYPE_ERRORS:
+def _check(kind: inspect.Type, value: Any, path: str) -> None:
+    """Raises UserError, as ``PATH: must be …, not …``, for the first mistake in a value that is to be of this type."""
+    members = list(_members(kind))
+    wrong = []  # members that take values of this type, but not this one
+    for member, description in members:
+        if isinstance(member, inspect.LiteralType):
+            if value in member.values and type(value) is not bool:
+                return
+        elif type(value) in _TYPES[type(member)]:
+            if isinstance(value, dict | list | tuple):
+                return _check_inside(member, value, path)
+            if (rule := _broken_rule(member, value)) is None:
+                return
+            wrong.append(description or rule)
+    if wrong == ["not empty"]:
+        raise UserError(joined(path, "must not be empty"))
+    literals = [_one_of(member.values) for member, _ in members if isinstance(member, inspect.LiteralType)]
+    others = [
+        _NAMES[_TYPES[type(member)][0]] for member, _ in members if not isinstance(member, inspect.LiteralType | inspect.NoneType)
+    ]
+    required = " or ".join(wrong or literals + others)
+    if wrong or literals:
         shown = repr(shortened(value)) if isinstance(value, str) else shortened(value)
-        return joined(path, f"must be {required}, not {shown}")
-    quote = ": quote it" if kind == "string_type" and not isinstance(value, dict | list | None) else ""
-    return joined(path, f"must be {required}, not {_TYPES[type(value)]}{quote}")
+    else:
+        quote = "a string" in others and not isinstance(value, dict | list | tuple | None)
+        shown = _NAMES[type(value)] + ": quote it" * quote
+    raise UserError(joined(path, f"must be {required}, not {shown}"))
 
 
-def _required(detail: _Detail) -> str:
-    kind = detail["type"]
-    if kind in _TYPE_ERRORS:
-        return _TYPES[_TYPE_ERRORS[kind]]
-    return _RANGE_ERRORS[kind](detail.get("ctx", {})) if kind in _RANGE_ERRORS else f"valid ({detail['msg']})"
+def _check_inside(kind: Any, value: Any, path: str) -> None:
+    """As ``_check``, of the parts of a mapping or a list, then of ``__post_init__``."""
+    match kind:
+        case inspect.DataclassType() | inspect.StructType():
+            known = {field.name: field for field in kind.fields}
+            for key in value:
+                if key not in known and key != getattr(kind, "tag_field", None):
+                    raise UserError(joined(path, unknown_name("key", key, known)))
+            for name, field in known.items():
+                if name in value:
+                    _check(field.type, value[name], joined(path, name, "."))
+                elif field.required:
+                    raise UserError(joined(joined(path, name, "."), "missing"))
+            _construct(kind.cls, value, path)
+        case inspect.DictType():
+            for key, inner in value.items():
+                if not isinstance(kind.key_type, inspect.IntType):
+                    _check(kind.key_type, key, path)
+                elif re.fullmatch("-?[0-9]+", key) is None:
+                    raise UserError(joined(path, f"must be an integer, not {shortened(key)!r}"))
+                _check(kind.value_type, inner, joined(path, key, "."))
+        case inspect.ListType() | inspect.VarTupleType():
+            for index, inner in enumerate(value):
+                _check(kind.item_type, inner, f"{path}[{index}]")
+        case inspect.TupleType() | inspect.NamedTupleType():
+            kinds = kind.item_types if isinstance(kind, inspect.TupleType) else [field.type for field in kind.fields]
+            if len(kinds) != len(value):
+                raise UserError(joined(path, f"must be a list of {len(kinds)}, not of {len(value)}"))
+            for index, inner in enumerate(value):
+                _check(kinds[index], inner, f"{path}[{index}]")
 
 
-def _one_of(expected: str) -> str:
-    """From pydantic's ``'a', 'b' or 'c'``."""
-    names = expected.replace("'", "").replace(" or ", ", ")
-    return f"one of {names}" if "," in names else names
+def _construct(cls: type, value: object, path: str) -> None:
+    try:
+        msgspec.convert(value, cls, str_keys=True)
+    except msgspec.ValidationError as error:
+        if (reason := error.__cause__) is not None:  # of ``__post_init__``
+            raise UserError(joined(path, str(reason), "." if isinstance(reason, BadValue) else ": ")) from None
 
 
-@functools.cache
-def _adapter(kind: Any) -> TypeAdapter[Any]:
-    from pydantic import TypeAdapter
+def _members(kind: inspect.Type, description: str = "") -> Iterator[tuple[inspect.Type, str]]:
+    """The types that a value may have, each with the description of its range, if it has one."""
+    if isinstance(kind, inspect.Metadata):
+        yield from _members(kind.type, (kind.extra_json_schema or {}).get("description", ""))
+    elif isinstance(kind, inspect.UnionType):
+        for member in kind.types:
+            yield from _members(member, description)
+    else:
+        yield kind, description
 
-    return TypeAdapter(kind)
+
+def _broken_rule(kind: inspect.Type, value: Any) -> str | None:
+    match kind:
+        case inspect.FloatType() if isinstance(value, int) and abs(value) > LARGEST:
+            return "finite"
+        case inspect.IntType() | inspect.FloatType():
+            if kind.le is not None and not value <= kind.le:
+                return f"at most {kind.le:.12g}"
+            if kind.ge is not None and value < kind.ge:
+                return f"at least {kind.ge:.12g}"
+            if kind.gt is not None and value <= kind.gt:
+                return f"more than {kind.gt:.12g}"
+        case inspect.StrType():
+            if len(value) < (kind.min_length or 0):
+                return "not empty"
+            if kind.pattern is not None and re.search(kind.pattern, value) is None:
+                return f"text like {kind.pattern}"
+    return None
+
+
+def _one_of(values: Iterable[object]) -> str:
+    names = [str(value) for value in values]
+    return f"one of {', '.join(names)}" if len(names) > 1 else names[0]
 
 
 def _unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:

@@ -16,7 +16,7 @@ from pipedec.client.reply import Delta, Reply, TokenArrivals
 from pipedec.client.watch import SILENCE_SECONDS, RunWatch, check_silence, is_away
 from pipedec.cluster.state import no_such_run
 from pipedec.core import Completion, PipedecError, QueueFull, SchedulerBusy, SchedulerLost, UserError
-from pipedec.messages import PromptRequest, RunDescription, load_validators
+from pipedec.messages import PromptRequest, RunDescription
 from pipedec.scheduler import AsyncRedisScheduler, RunStatus
 
 _READ_SECONDS = 5.0
@@ -133,7 +133,6 @@ class AsyncClient:
             UserError: there is no such run, or another version runs it.
             SchedulerLost: Redis cannot be reached or refuses the password.
         """
-        load_validators()  # not while the first token is on its way
         scheduler = await AsyncRedisScheduler.connect(redis_url, run_id, owner or secrets.token_hex(8))
         if scheduler.description is None:
             await scheduler.disconnect()

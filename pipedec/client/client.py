@@ -13,7 +13,7 @@ from pipedec.client.live import READ_SECONDS, STATS_SECONDS, Frame, LiveReading
 from pipedec.client.reply import Delta, OnDelta, Reply
 from pipedec.client.watch import LOOK_SECONDS, SILENCE_SECONDS, RunWatch, check_silence, is_away
 from pipedec.core import Completion, PipedecError, QueueFull, SchedulerBusy, SchedulerLost, UserError
-from pipedec.messages import AbortEvent, PromptRequest, ThreadNews, load_validators
+from pipedec.messages import AbortEvent, PromptRequest, ThreadNews
 from pipedec.scheduler.protocol import RunStatus, Scheduler
 
 _CHECK_SECONDS = 0.25  # between two calls of ``check`` while nothing arrives
@@ -45,7 +45,6 @@ class Client:
         self._asked: dict[int, PromptRequest] = {}
         self._watch = RunWatch()
         self._looked = 0.0
-        load_validators()  # not while the first token is on its way
 
     def ask(
         self,

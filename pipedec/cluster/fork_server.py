@@ -13,9 +13,6 @@ if os.getsid(os.getppid()) != os.getsid(0):  # the supervisor ended before the l
     os._exit(1)
 
 import pipedec.cluster.rank  # noqa: E402, F401
-from pipedec.messages import load_validators  # noqa: E402
-
-load_validators()
 
 # From here on it reads the end of a pipe; the kernel would kill it as soon as the thread that started the cluster ends.
 die_with_parent(False)

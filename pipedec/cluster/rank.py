@@ -32,7 +32,7 @@ from pipedec.engine.rank_tasks import Wiring
 from pipedec.engine.sequences import Sequences
 from pipedec.engine.spec import DTYPES, PipelineSpec, num_gpus
 from pipedec.engine.stage_loop import StageLoop
-from pipedec.messages import Choice, RankDescription, RunDescription, load_validators
+from pipedec.messages import Choice, RankDescription, RunDescription
 from pipedec.model import ModelConfig, described_attention
 from pipedec.scheduler import RedisScheduler
 from pipedec.tracing import Tracer
@@ -171,7 +171,6 @@ class _Rank:
 
     def _load(self) -> DraftLoop | StageLoop:
         self._doing.begin("loading")
-        load_validators()  # not while the first request waits
         self._clock_offset_us = measured_offset_us(self._scheduler.clock_us)
         loop = self._new_loop()
         gc.collect()

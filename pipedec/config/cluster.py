@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
-from annotated_types import Ge, Gt, Le, MinLen, Predicate
+from msgspec import Meta
 
 from pipedec.config.files import parse_yaml, read_text
 from pipedec.config.redis import RedisConfig, redis_config
@@ -19,17 +19,15 @@ from pipedec.hardware import DEVICES, LINKS, MODEL_SHAPES
 from pipedec.methods import LayerTreeOptions
 from pipedec.validation import byte_size, parse_json, shortened, unknown_name, validated
 
-
-def _is_name(text: str) -> bool:
-    return re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,252}", text) is not None
-
-
-Name = Annotated[str, Predicate(_is_name)]
-Text = Annotated[str, MinLen(1)]
+Name = Annotated[
+    str,
+    Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,252}\Z", description="a name of letters, digits, '.', '_' and '-'"),
+]
+Text = Annotated[str, Meta(min_length=1)]
 Environment = Mapping[str, str]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Quantize = Literal["int8", "int4"]
-MaxModelLen = Annotated[int, Ge(1), Le(10_000_000)]
+MaxModelLen = Annotated[int, Meta(ge=1, le=10_000_000)]
 
 
 @dataclass(frozen=True)
@@ -44,8 +42,8 @@ class NetworkConfig:
             at the same time.
     """
 
-    latency_us: Annotated[float, Ge(0), Le(1e9)] = 50.0
-    bandwidth_gbps: Annotated[float, Gt(0), Le(1e9)] = 10.0
+    latency_us: Annotated[float, Meta(ge=0, le=1e9)] = 50.0
+    bandwidth_gbps: Annotated[float, Meta(gt=0, le=1e9)] = 10.0
     within_server: Text = "pcie4"
     duplex: Literal["half", "full"] = "half"
 
@@ -69,7 +67,7 @@ class ServerConfig:
     """
 
     host: Name
-    devices: Mapping[str, Annotated[int, Ge(1), Le(64)]]
+    devices: Mapping[str, Annotated[int, Meta(ge=1, le=64)]]
     ssh: Text | None = None
     hostname: Text | None = None
     interface: Name | None = None
@@ -119,7 +117,7 @@ class DeviceConfig:
 
     host: Name
     device: str
-    count: Annotated[int, Ge(1), Le(64)] = 1
+    count: Annotated[int, Meta(ge=1, le=64)] = 1
 
     def __post_init__(self) -> None:
         if self.device not in DEVICES:
@@ -142,11 +140,11 @@ class PartitionConfig:
             not given.
     """
 
-    stages: Annotated[int, Ge(1), Le(1024)]
-    groups: Annotated[int, Ge(1), Le(1024)] | None = None
+    stages: Annotated[int, Meta(ge=1, le=1024)]
+    groups: Annotated[int, Meta(ge=1, le=1024)] | None = None
     servers: tuple[Text, ...] = ()
     devices: tuple[DeviceConfig, ...] = ()
-    layers: Literal["auto"] | tuple[Annotated[int, Ge(1), Le(100_000)], ...] = "auto"
+    layers: Literal["auto"] | tuple[Annotated[int, Meta(ge=1, le=100_000)], ...] = "auto"
     draft_device: DeviceConfig | None = None
     target: Text | None = None
     draft: Text | None = None
@@ -214,8 +212,8 @@ class ClusterConfig:
     draft_dtype: Dtype = "auto"
     draft_quantize: Quantize | None = None
     max_model_len: MaxModelLen = 4096
-    max_num_seqs: Annotated[int, Ge(1), Le(65_536)] = MAX_NUM_SEQS
-    max_waiting: Annotated[int, Ge(0), Le(10_000_000)] = MAX_WAITING
+    max_num_seqs: Annotated[int, Meta(ge=1, le=65_536)] = MAX_NUM_SEQS
+    max_waiting: Annotated[int, Meta(ge=0, le=10_000_000)] = MAX_WAITING
     kv_cache_memory: Text | None = None
     prefix_cache: bool = True
     tree: LayerTreeOptions = LayerTreeOptions()

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from annotated_types import Ge
+from msgspec import Meta
 
 from pipedec.config.files import read_text
 from pipedec.core import BadValue, UserError
@@ -50,7 +50,7 @@ class ModelJson:
     vocab_size: Size
     num_key_value_heads: Size | None = None
     head_dim: Size | None = None
-    rms_norm_eps: Annotated[float, Ge(0)] = 1e-6
+    rms_norm_eps: Annotated[float, Meta(ge=0)] = 1e-6
     hidden_act: str = "silu"
     tie_word_embeddings: bool = False
     attention_bias: bool = False

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Annotated
 from urllib.parse import quote, unquote, urlsplit
 
-from annotated_types import Ge, Le, MinLen
+from msgspec import Meta
 
 from pipedec.core import BadValue, UserError
 
@@ -24,11 +24,11 @@ class RedisConfig:
         port: the port of that server; None for a free one.
     """
 
-    url: Annotated[str, MinLen(1)] | None = None
+    url: Annotated[str, Meta(min_length=1)] | None = None
     password: str | None = field(default=None, repr=False)
     tls: bool = False
     host: str | None = None
-    port: Annotated[int, Ge(1), Le(65535)] | None = None
+    port: Annotated[int, Meta(ge=1, le=65535)] | None = None
 
     def __post_init__(self) -> None:
         if self.url is None:

@@ -11,15 +11,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-from annotated_types import Ge, MinLen
+from msgspec import Meta
 
 from pipedec.config import load_json, parse_json
 from pipedec.core import UserError
 
 DIALECTS = ("apar", "pasta", "parallel")
 _DIRECTORY = Path(__file__).parent / "dialects"
-_Text = Annotated[str, MinLen(1)]
-_Count = Annotated[int, Ge(1)]
+_Text = Annotated[str, Meta(min_length=1)]
+_Count = Annotated[int, Meta(ge=1)]
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Dialect:
     after_join: Literal["continue", "longest", "flat"] = "continue"
     max_depth: _Count = 1
     max_children: _Count = 16
-    max_child_tokens: Annotated[int, Ge(2)] = 2048
+    max_child_tokens: Annotated[int, Meta(ge=2)] = 2048
     max_cached_tokens: _Count = 65536
     show_control: bool = False
 

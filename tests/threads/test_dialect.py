@@ -70,7 +70,7 @@ def test_one_id_for_two_tokens_is_refused() -> None:
         ({"max_depth": 0}, "max_depth: must be at least 1, not 0"),
         ({"max_child_tokens": 1}, "max_child_tokens: must be at least 2, not 1"),
         ({"max_children": True}, "max_children: must be an integer, not true or false"),
-        ({"after_join": "back"}, "after_join: must be one of continue, longest, flat, not 'back'"),
+        ({"after_join": "back"}, "after_join: must be one of continue, flat, longest, not 'back'"),
         ({"child_start": "[Fork]"}, "must be different tokens"),
         ({"length_pattern": r"(\d+)"}, "length_pattern needs opener_end"),
         ({"opener_end": "/>", "length_pattern": "("}, "must be a regular expression with one group"),
