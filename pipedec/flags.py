@@ -61,7 +61,7 @@ def with_options(command: Command, declared: Mapping[str, Option], gather: Calla
         return command(**gather({name: given.pop(name) for name in declared}), **given)
 
     wrapped: Any = gathering
-    for option in reversed(declared.values()):
+    for option in reversed(list(declared.values())):
         wrapped = option(wrapped)
     return wrapped
 
@@ -123,7 +123,7 @@ def _option(field: Field[Any], hint: Any, note: Help) -> Option:
         }
         settings["show_default"] = default is not None
     if settings["metavar"] is None and not note.repeated:
-        settings["metavar"] = "N" if int in members else "X" if float in members else None
+        settings["metavar"] = None if str in members else "N" if int in members else "X" if float in members else None
     return click.option(*names, **settings)
 
 
@@ -142,8 +142,10 @@ def _click_type(members: list[Any], meta: list[Meta]) -> Any:
         return _List(_click_type(_members(inner), list(_notes(inner, Meta))), choices)
     if choices:
         return click.Choice(choices)
-    low = next((one.ge if one.ge is not None else one.gt for one in meta if one.ge is not None or one.gt is not None), None)
-    high = next((one.le for one in meta if one.le is not None), None)
+    if str in members:
+        return click.STRING
+    low: Any = next((one.ge if one.ge is not None else one.gt for one in meta if one.ge is not None or one.gt is not None), None)
+    high: Any = next((one.le for one in meta if one.le is not None), None)
     if int in members:
         return click.IntRange(low, high) if (low, high) != (None, None) else click.INT
     if float in members:

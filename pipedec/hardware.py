@@ -13,7 +13,7 @@ from typing import Annotated
 from msgspec import Meta
 
 GIGA = 1_000_000_000
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 QUANTIZED_BITS = {"int8": 8, "int4": 4}
 QUANTIZED_GROUP = 32  # inputs of an output that share a scale and the weight of 0 in 4 bits
 # Launch overhead of one layer whose kernels are replayed as a CUDA graph: about ten kernels, each followed by a gap of one to

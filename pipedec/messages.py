@@ -11,10 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from pipedec.config import NONE, Settings
 from pipedec.core import (
     FINISH_REASONS,
-    MAX_NUM_SEQS,
-    MAX_WAITING,
     Accepted,
     Completion,
     Envelope,
@@ -26,7 +25,6 @@ from pipedec.core import (
     UserError,
     Verdict,
 )
-from pipedec.methods import LayerTreeOptions
 from pipedec.validation import parse_json, validated
 
 TraceRow = tuple[int, str, str, int, int]  # the fields of a ``TraceEvent``
@@ -135,36 +133,36 @@ class RunDescription:
     Attributes:
         groups: the stage ranks of each group (see ``Topology``).
         layers: for each stage, its first layer of the target and the layer behind its last.
-        target, draft, bita: directories; None if there is none.
+        settings: completed: every model is a directory or ``none``, and the dtype of the target is never ``auto``. With a
+            ``draft_dtype`` of ``auto`` rank 0 has chosen: ``ranks`` have what each computes in.
         emulation: name of the emulated partition.
         ranks: where each rank runs, and how.
         digests: of the weights by model (``target``, ``draft``, ``bita``), where ranks on several hosts have compared them.
         trained_bita: what ``bita`` holds.
-        max_model_len, max_num_seqs, max_waiting: its limits (see ``ClusterConfig``).
-        dtype: of the target; never ``auto``.
-        quantize, draft_dtype, draft_quantize: how weights are kept (see ``ClusterConfig``). With a ``draft_dtype``
-            of ``auto`` rank 0 has chosen: ``ranks`` have what each computes in.
     """
 
+    settings: Settings
     groups: tuple[tuple[int, ...], ...]
     layers: tuple[tuple[int, int], ...]
-    target: str
-    draft: str | None = None
-    bita: str | None = None
-    dtype: str = "float32"
-    device: str = "auto"
-    dispatch: str = "windows"
-    max_model_len: int | None = None
-    tree: LayerTreeOptions | None = None
     emulation: str | None = None
     ranks: tuple[RankDescription, ...] = ()
     digests: Mapping[str, str] = field(default_factory=dict, hash=False)
     trained_bita: BitaDescription | None = None
-    max_num_seqs: int = MAX_NUM_SEQS
-    max_waiting: int = MAX_WAITING
-    quantize: str | None = None
-    draft_dtype: str = "auto"
-    draft_quantize: str | None = None
+
+    @property
+    def target(self) -> str:
+        """The directory of the target."""
+        return str(self.settings.models.target)
+
+    @property
+    def draft(self) -> str | None:
+        """The directory of the draft; None without one."""
+        return None if self.settings.models.draft == NONE else self.settings.models.draft
+
+    @property
+    def bita(self) -> str | None:
+        """The directory of the BiTA; None without one."""
+        return None if self.settings.models.bita == NONE else self.settings.models.bita
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from pipedec.config import Settings
 from pipedec.core import (
     Accepted,
     Completion,
@@ -232,19 +233,21 @@ def test_what_is_no_event(text: str, reason: str) -> None:
 
 def test_descriptions_of_a_run_arrive_as_they_were() -> None:
     full = RunDescription(
+        Settings.of(
+            target="t",
+            draft="d",
+            bita="b",
+            dtype="bfloat16",
+            device="cpu",
+            dispatch="tasks",
+            max_model_len=99,
+            tree=LayerTreeOptions(8, 4),
+        ),
         ((1, 2), (3,)),
         ((0, 2), (2, 3), (3, 6)),
-        "t",
-        "d",
-        "b",
-        "bfloat16",
-        "cpu",
-        "tasks",
-        99,
-        LayerTreeOptions(8, 4),
-        "paper-14",
+        emulation="paper-14",
     )
-    for sent in (full, RunDescription(((1,),), ((0, 6),), "t")):
+    for sent in (full, RunDescription(Settings.of(target="t"), ((1,),), ((0, 6),))):
         assert description_from_json(to_json(sent)) == sent
     with pytest.raises(UserError, match=r"^the description of the run: layers: missing"):
         description_from_json('{"groups": [[1]], "target": "t"}')

@@ -6,9 +6,10 @@ import pytest
 import torch
 from transformers import AutoTokenizer, LlamaForCausalLM
 
+from pipedec.config import Settings
 from pipedec.core import Request, SamplingParams
+from pipedec.engine.build import resolve
 from pipedec.engine.local import LocalPipeline
-from pipedec.engine.spec import Cut, PipelineSpec
 from pipedec.shipped import reference_pair
 from pipedec.text.prompt import Prompter
 from pipedec.train.cards.render import CARDS, card
@@ -64,7 +65,7 @@ def test_the_report_tells_how_the_draft_came_to_agree() -> None:
 def test_the_draft_agrees_with_the_targets_own_words() -> None:
     draft = LlamaForCausalLM.from_pretrained(reference_pair() / "draft", dtype=torch.float32)
     assert draft.num_parameters() <= 1_600_000
-    spec = PipelineSpec.create(cut=Cut(1), device="cpu")
+    spec = resolve(Settings.of(stages=1, device="cpu"))
     reference, prompter = Reference(spec), Prompter(spec.target, 2048)
     answered = []
     for text in PROMPTS:
@@ -81,7 +82,7 @@ def test_the_draft_agrees_with_the_targets_own_words() -> None:
 )
 def test_the_pipeline_says_what_transformers_says(stages: int, groups: int) -> None:
     torch.set_num_threads(1)
-    spec = PipelineSpec.create(cut=Cut(stages, groups), device="cpu")
+    spec = resolve(Settings.of(stages=stages, groups=groups, device="cpu"))
     reference, pipeline, prompter = Reference(spec), LocalPipeline.load(spec), Prompter(spec.target, 2048)
     for number, text in enumerate(PROMPTS):
         token_ids = prompter.token_ids(text, raw=False, max_tokens=40)
@@ -97,7 +98,7 @@ def test_the_pipeline_says_what_transformers_says(stages: int, groups: int) -> N
 @pytest.mark.slow
 def test_prompts_in_company_are_answered_as_transformers_does() -> None:
     torch.set_num_threads(1)
-    spec = PipelineSpec.create(cut=Cut(4), device="cpu")
+    spec = resolve(Settings.of(stages=4, device="cpu"))
     reference, pipeline, prompter = Reference(spec), LocalPipeline.load(spec), Prompter(spec.target, 2048)
     prompts = [prompter.token_ids(text, raw=False, max_tokens=40) for text in PROMPTS]
     methods = ("pipedec-bestfirst", "pp", "pipedec")

@@ -17,9 +17,11 @@ from pipedec.bench.record import Row, header
 from pipedec.client.client import Client
 from pipedec.cluster.local import LocalCluster
 from pipedec.core import PipedecError, RankLost, SamplingParams, UserError
-from pipedec.engine.spec import DTYPES, PipelineSpec
+from pipedec.engine.build import DTYPES, weights_on
+from pipedec.engine.devices import chosen_device
 from pipedec.messages import PromptRequest
 from pipedec.model import ModelConfig
+from pipedec.plan.spec import PipelineSpec
 from pipedec.scheduler import RedisScheduler
 
 SETTLE_SECONDS = 1.0
@@ -63,16 +65,14 @@ class TimedAnswer:
     cache_slots: dict[int, int] = field(default_factory=dict)
 
 
-def measure_resources(
-    spec: PipelineSpec, config: ResourcesConfig, transport: str = "auto", on_phase: Callable[[str], None] = lambda text: None
-) -> Row:
+def measure_resources(spec: PipelineSpec, config: ResourcesConfig, on_phase: Callable[[str], None] = lambda text: None) -> Row:
     """Start a cluster, leave it idle, submit ``requests`` + 3 requests, stop it; returns one JSONL row.
 
     Raises:
         PipedecError: the cluster could not start, lost a rank, or stopped answering.
     """
     row = header("resources", asdict(config) | {"pipeline": asdict(spec.description())})
-    cluster = LocalCluster(spec, transport=transport)
+    cluster = LocalCluster(spec)
     on_phase("starting the cluster")
     with cluster:
         scheduler = cluster.scheduler
@@ -183,8 +183,11 @@ def _peak_bytes(pid: int) -> int | None:
 
 def _weight_bytes(spec: PipelineSpec) -> dict[int, int]:
     """Bytes of each rank's own weights."""
-    size, draft_size = spec.torch_dtype.itemsize, DTYPES[spec.weights_on(0, spec.torch_device())[0].dtype].itemsize
+    draft_weights, _ = weights_on(spec, 0, chosen_device(spec.settings.cut.device))
+    size, draft_size = DTYPES[spec.dtype].itemsize, DTYPES[draft_weights.dtype].itemsize
     target = ModelConfig.from_directory(spec.target)
-    weights = {rank: size * target.num_stage_parameters(range(*spec.layers[rank - 1])) for rank in range(1, spec.num_stages + 1)}
+    weights = {
+        rank: size * target.num_stage_parameters(range(*spec.layers[rank - 1])) for rank in range(1, spec.settings.cut.stages + 1)
+    }
     draft = ModelConfig.from_directory(spec.draft) if spec.draft is not None else None
     return {0: draft_size * draft.num_stage_parameters(range(draft.num_layers)) if draft else 0, **weights}

@@ -5,17 +5,21 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import click
 from rich.table import Table
 
-from pipedec.cli.options import Command, PipelineFlags, StructureFlags, gathered, pipeline_options, structure_flags
+from pipedec.cli.options import Command, StructureFlags, gathered, structure_flags
 from pipedec.cli.running import RunningFlags, refuse_flags, running_options
 from pipedec.cli.show import console, loading_bars, metrics_table
 from pipedec.client.chat import ClusterPartner, HttpPartner, Message, Partner, Told
+from pipedec.client.client import Client
+from pipedec.cluster.local import LocalCluster, resolve_apart
+from pipedec.config import Settings, settings_options
+from pipedec.config.settings import OPTIONS
 from pipedec.core import SamplingParams, UserError
 from pipedec.messages import PromptRequest
 from pipedec.methods import METHOD_NAMES
@@ -90,21 +94,21 @@ def chat_options(command: Command) -> Command:
 @click.command()
 @chat_options
 @running_options
-@pipeline_options
-def chat(pipeline: PipelineFlags, place: RunningFlags, asked: ChatFlags) -> None:
+@settings_options
+def chat(settings: Settings, place: RunningFlags, asked: ChatFlags) -> None:
     """Talk with a model: one of a temporary cluster on this machine, of a running cluster, or behind a URL.
 
     Ctrl-C cancels an answer and not the program; /help shows what can be typed besides messages.
     """
-    with _partner(pipeline, place, asked) as partner:
+    with _partner(settings, place, asked) as partner:
         console.print(f"{partner.name}: /help for help, Ctrl-D leaves", style="dim")
         Conversation(partner, asked.system).run()
 
 
 @contextmanager
-def _partner(pipeline: PipelineFlags, place: RunningFlags, asked: ChatFlags) -> Iterator[Partner]:
+def _partner(settings: Settings, place: RunningFlags, asked: ChatFlags) -> Iterator[Partner]:
     if asked.url is not None or place.are_given:
-        refuse_flags((field.name for field in fields(PipelineFlags)), "the cluster runs already: leave it out")
+        refuse_flags(OPTIONS, "the cluster runs already: leave it out")
     if asked.url is not None:
         refuse_flags(("redis", "run", "running", "tokenizer"), "a server behind --url knows itself: leave it out")
         yield HttpPartner(asked.url, asked.api_key, asked.model, asked.body())
@@ -115,18 +119,13 @@ def _partner(pipeline: PipelineFlags, place: RunningFlags, asked: ChatFlags) -> 
         running = place.connect()
         yield ClusterPartner(running.client, running.description, request, asked.tokenizer)
         return
-    with _own_cluster(pipeline, request, asked.tokenizer) as partner:
+    with _own_cluster(settings, request, asked.tokenizer) as partner:
         yield partner
 
 
 @contextmanager
-def _own_cluster(pipeline: PipelineFlags, request: PromptRequest, tokenizer: Path | None) -> Iterator[Partner]:
-    from pipedec.cli.cluster import local_cluster
-    from pipedec.client.client import Client
-    from pipedec.cluster.processes import start_fork_server
-
-    start_fork_server()  # it imports torch while this process does
-    cluster = local_cluster(pipeline)
+def _own_cluster(settings: Settings, request: PromptRequest, tokenizer: Path | None) -> Iterator[Partner]:
+    cluster = LocalCluster(resolve_apart(settings))
     try:
         with loading_bars({f"{len(cluster.topology.ranks)} ranks": cluster.topology.ranks}) as progress:
             cluster.start(progress)

@@ -18,11 +18,12 @@ import click
 from rich.table import Table
 
 from pipedec.cli.interrupts import Interrupts
-from pipedec.cli.options import PipelineFlags, cluster_options, pipeline_options
+from pipedec.cli.options import cluster_options
 from pipedec.cli.show import console, loading_bars
-from pipedec.cluster.processes import die_with_parent, start_fork_server
+from pipedec.cluster.local import LocalCluster, resolve_apart
+from pipedec.cluster.processes import die_with_parent
 from pipedec.cluster.state import DEFAULT_RUN, MachineLock, RunningCluster, find_run, process_start, read_state
-from pipedec.config import redis_url_from_environment, state_directory
+from pipedec.config import Settings, redis_config, settings_options, state_directory
 from pipedec.core import PipedecError, SchedulerLost, UserError
 from pipedec.messages import RankDescription, Recovery, RunDescription
 from pipedec.scheduler import RedisScheduler
@@ -39,19 +40,8 @@ DOWN_SECONDS = 600.0
 CLIENT_GRACE_SECONDS = 1.0
 
 
-def local_cluster(flags: PipelineFlags, redis: str | None = None, run: str | None = None) -> LocalCluster:
-    """The cluster that the flags describe, not started yet. Raises UserError for flags that cannot work."""
-    from pipedec.cluster.local import LocalCluster
-    from pipedec.engine.spec import Cut, Models, PipelineSpec
-
-    models = Models(flags.target, flags.draft, flags.bita, flags.quantize, flags.draft_dtype, flags.draft_quantize)
-    cut = Cut(flags.stages, flags.groups, flags.layer_counts)
-    spec = PipelineSpec.create(models, cut, flags.dtype, flags.device, flags.dispatch, flags.limits())
-    return LocalCluster(spec, redis_url=redis, run_id=run, transport=flags.transport, recovery=flags.recovery)
-
-
 @click.command()
-@pipeline_options
+@settings_options
 @cluster_options
 @click.option("--detach", is_flag=True, help="Return when the cluster is up and leave it running.")
 @click.option("--lock-fd", type=int, hidden=True, help="The machine's lock, inherited from the command with --detach.")
@@ -59,7 +49,7 @@ def local_cluster(flags: PipelineFlags, redis: str | None = None, run: str | Non
     "--for-parent", is_flag=True, hidden=True, help="End with the parent process; tell it on stdout, as JSON, who is up."
 )
 def up(
-    pipeline: PipelineFlags, redis: str | None, run: str | None, detach: bool, lock_fd: int | None, for_parent: bool
+    settings: Settings, redis: str | None, run: str | None, detach: bool, lock_fd: int | None, for_parent: bool
 ) -> None:  # fmt: skip
     """Start all ranks on this machine, and a Redis unless --redis names one.
 
@@ -72,9 +62,9 @@ def up(
         if detach:
             detach_cluster(lock)
             return
-        start_fork_server()  # it imports torch while this process does
-        redis_url = redis_url_from_environment(redis)
-        cluster = local_cluster(pipeline, redis_url, run or (DEFAULT_RUN if redis_url else None))
+        server = redis_config(redis)
+        spec = resolve_apart(settings.replaced(redis=server))
+        cluster = LocalCluster(spec, run or (DEFAULT_RUN if server.url else None))
         bars = {f"{len(cluster.topology.ranks)} ranks": cluster.topology.ranks}
         serve_cluster(cluster, bars, _tell_parent if for_parent else _announce)
     finally:

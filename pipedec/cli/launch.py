@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import click
 
 from pipedec.cli.cluster import detach_cluster, serve_cluster
-from pipedec.cli.options import RecoveryFlags, recovery_options
 from pipedec.cli.show import console
+from pipedec.cluster.launched import LaunchedCluster
 from pipedec.cluster.state import DEFAULT_RUN, MachineLock
-from pipedec.config import load_cluster, state_directory
+from pipedec.config import given_settings, load_cluster, state_directory
 from pipedec.core import PipedecError, UserError
+from pipedec.plan.partition import plan
 from pipedec.topology import rank_name
-
-if TYPE_CHECKING:
-    from pipedec.cluster.launched import LaunchedCluster
 
 _SECRET_WORDS = ("PASSWORD", "SECRET", "TOKEN", "KEY", "CREDENTIAL")
 
@@ -34,10 +32,10 @@ _SECRET_WORDS = ("PASSWORD", "SECRET", "TOKEN", "KEY", "CREDENTIAL")
     metavar="N",
     help="Devices that stand by for ranks whose hosts are lost (default: all spares: of the file).",
 )
-@recovery_options
+@given_settings
 @click.option("--lock-fd", type=int, hidden=True, help="The machine's lock, inherited from the command with --detach.")
 def launch(
-    limits: RecoveryFlags, file: Path, partition: str | None, run: str | None, dry_run: bool, detach: bool, lock_fd: int | None,
+    given: dict[str, Any], file: Path, partition: str | None, run: str | None, dry_run: bool, detach: bool, lock_fd: int | None,
     spares: int | None,
 ) -> None:  # fmt: skip
     """Start the cluster of a cluster.yaml on its hosts, over ssh, and a Redis unless the file names one.
@@ -47,12 +45,10 @@ def launch(
     machine, and needs no ssh. The cluster loads its weights once and serves `pipedec submit` until `pipedec down` or Ctrl-C.
     Every host replaces ranks that are lost, and goes on if this command is killed; spares take over those of a host that is gone.
     """
-    from pipedec.cluster.launched import LaunchedCluster
-
     config = load_cluster(file)
     log = state_directory() / "hosts.log"
     run_id = run or (DEFAULT_RUN if config.redis.url else None)
-    cluster = LaunchedCluster(config, partition, run_id, log, spares, limits.recovery)
+    cluster = LaunchedCluster(config, partition, run_id, log, spares, given)
     if dry_run:
         for line in planned_start(cluster):
             click.echo(line)
@@ -95,10 +91,8 @@ def planned_start(cluster: LaunchedCluster) -> list[str]:
 
 def _layers_of(cluster: LaunchedCluster) -> list[str]:
     """The layers of each rank, as the end of a line; nothing where the target's configuration is not on this machine."""
-    from pipedec.plan.partition import plan
-
     try:
-        stages = plan(cluster.config, cluster.partition).stages
+        stages = plan(cluster.config).stages
     except UserError:
         return [""] * len(cluster.places)
     return ["", *(f", layers {stage.layers.start}-{stage.layers.stop - 1}" for stage in stages)]

@@ -1,4 +1,4 @@
-"""Flags that several commands share, gathered into one dataclass for the pipeline and one for the request.
+"""Flags of requests that several commands share.
 
 The flags of the methods' options come from the table in ``pipedec.methods``.
 """
@@ -12,98 +12,20 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import click
 
 from pipedec.client.resumption import Resumption
-from pipedec.cluster.recovery import RecoveryOptions
-from pipedec.core import DEFAULT_METHOD, MAX_NUM_SEQS, MAX_WAITING, SamplingParams, StructuredOutputs, UserError
+from pipedec.core import DEFAULT_METHOD, SamplingParams, StructuredOutputs, UserError
 from pipedec.data.prompts import PromptSource
 from pipedec.grammar import check
 from pipedec.messages import PromptRequest
 from pipedec.methods import METHOD_NAMES, METHODS, make_options, option_rules
 from pipedec.threads import load_dialect
-from pipedec.validation import byte_size
-
-if TYPE_CHECKING:
-    from pipedec.engine.spec import Limits
 
 OPTION_NAMES = tuple(dict.fromkeys(name for entry in METHODS.values() for name in entry.option_names))
 Command = TypeVar("Command", bound=Callable[..., Any])
-
-
-@dataclass(frozen=True)
-class RecoveryFlags:
-    """The limits of recovery."""
-
-    max_restarts: int
-    restart_window: float
-    stall_timeout: float
-
-    @property
-    def recovery(self) -> RecoveryOptions:
-        return RecoveryOptions(self.max_restarts, self.restart_window, self.stall_timeout)
-
-
-@dataclass(frozen=True)
-class PipelineFlags(RecoveryFlags):
-    """The flags of a pipeline (see ``PipelineSpec.create``)."""
-
-    target: Path | None
-    draft: str | None
-    stages: int
-    groups: int | None
-    layers: str | None
-    dtype: str
-    quantize: str | None
-    draft_dtype: str
-    draft_quantize: str | None
-    device: str
-    transport: str
-    dispatch: str
-    bita: str | None
-    max_model_len: int | None
-    max_num_seqs: int
-    max_waiting: int
-    kv_cache_memory: str | None
-    no_prefix_cache: bool
-
-    def limits(self) -> Limits:
-        """Raises UserError for numbers that cannot be."""
-        from pipedec.engine.spec import Limits
-
-        kv_bytes = None if self.kv_cache_memory is None else byte_size(self.kv_cache_memory, "--kv-cache-memory")
-        return Limits(self.max_model_len, self.max_num_seqs, self.max_waiting, kv_bytes, not self.no_prefix_cache)
-
-    def for_threads(self) -> PipelineFlags:
-        """With the shipped pair that opens threads, unless another target is given."""
-        from pipedec.shipped import reference_threads
-
-        if self.target is not None:
-            return self
-        draft = str(reference_threads() / "draft") if self.draft is None else self.draft
-        return replace(self, target=reference_threads() / "target", draft=draft)
-
-    def arguments(self) -> list[str]:
-        """The flags as the arguments of another command that takes them."""
-        words: list[str] = []
-        for field in fields(self):
-            value, flag = getattr(self, field.name), "--" + field.name.replace("_", "-")
-            if value is True:
-                words.append(flag)
-            elif value is not None and value is not False:
-                words += [flag, str(value)]
-        return words
-
-    @property
-    def layer_counts(self) -> list[int] | None:
-        if self.layers is None:
-            return None
-        try:
-            return [int(count) for count in self.layers.split(",")]
-        except ValueError:
-            raise UserError(f"--layers {self.layers}: write numbers with commas between them, like 6,6,6,6") from None
 
 
 @dataclass(frozen=True)
@@ -257,60 +179,6 @@ def _decoded(text: bytes, source: str) -> str:
         return text.decode("utf-8")
     except UnicodeDecodeError:
         raise UserError(f"{source} is not UTF-8 text") from None
-
-
-def pipeline_options(command: Command) -> Command:
-    """Adds the pipeline's flags; the command gets them as ``pipeline``."""
-    directory = click.Path(path_type=Path)
-    options = [
-        _flag("--target", type=directory, metavar="DIR|FILE.gguf|smollm2", help="Target (default: the shipped pair's)."),
-        _flag("--draft", metavar="DIR|none", help="Draft checkpoint directory (default: the shipped target's)."),
-        _flag("--stages", type=int, default=4, help="Pipeline stages, one process each."),
-        _flag("--groups", type=int, help="Groups of stages that share a timestep (default: one per stage)."),
-        _flag("--layers", metavar="N,N,…", help="Layers of each stage, like 6,6,6,6 (default: even)."),
-        _flag("--dtype", default="auto", help="float32, float64, bfloat16, float16, or auto: 16 bits on GPUs only."),
-        _flag("--quantize", metavar="int8|int4", help="Weights of the target in 8 or 4 bits, rounded as they are read."),
-        _flag("--draft-dtype", default="auto", help="The draft's: changes only the speed; auto: 16 bits where they are fast."),
-        _flag("--draft-quantize", metavar="int8|int4", help="Weights of the draft in 8 or 4 bits."),
-        _flag("--device", default="auto", help="auto, cpu or cuda."),
-        _flag("--transport", default="auto", help="auto, gloo or nccl."),
-        _flag("--dispatch", default="windows", help="Granularity of scheduling: windows of timesteps, or single tasks."),
-        _flag(
-            "--bita", metavar="DIR|none", help="Directory that pipedec train bita wrote (default: the shipped target's).",
-        ),
-        _flag("--max-model-len", type=int, help="Maximum tokens of a prompt and its answer (default: the target's context)."),
-        _flag("--max-num-seqs", type=int, default=MAX_NUM_SEQS, help="Most requests in the pipeline at the same time."),
-        _flag("--max-waiting", type=int, default=MAX_WAITING, help="Most waiting requests; further ones are refused."),
-        _flag("--kv-cache-memory", metavar="SIZE", help="Memory for keys and values on each rank, like 512MiB (default: 2GiB)."),
-        _flag("--no-prefix-cache", is_flag=True, help="Compute every prompt anew, also what another request has in common."),
-    ]  # fmt: skip
-    return gathered(command, [*options, *_recovery_flags()], PipelineFlags, "pipeline")
-
-
-def recovery_options(command: Command) -> Command:
-    """Adds the limits of recovery for a command without the pipeline's flags, which contain them.
-
-    The command gets them as ``limits``.
-    """
-    return gathered(command, _recovery_flags(), RecoveryFlags, "limits")
-
-
-def _recovery_flags() -> list[Callable[[Any], Any]]:
-    usual = RecoveryOptions()
-    return [
-        _flag(
-            "--max-restarts", type=click.IntRange(0), default=usual.max_restarts, metavar="N",
-            help="Most ranks that are replaced within --restart-window; one more ends the run. 0: the first loss does.",
-        ),
-        _flag(
-            "--restart-window", type=click.FloatRange(0, min_open=True), default=usual.window_seconds, metavar="SECONDS",
-            help="The time in which --max-restarts counts.",
-        ),
-        _flag(
-            "--stall-timeout", type=click.FloatRange(0, min_open=True), default=usual.stall_seconds, metavar="SECONDS",
-            help="A rank that computes one timestep for longer, or is silent for longer while others wait for it, is replaced.",
-        ),
-    ]  # fmt: skip
 
 
 def request_options(command: Command) -> Command:

@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING
 
 import click
 
-from pipedec.cli.options import Command, PipelineFlags, gathered, pipeline_options
+from pipedec.cli.options import Command, gathered
 from pipedec.cli.running import RunningFlags, refuse_flags, running_options
 from pipedec.cli.show import console
 from pipedec.cluster.address import RunAddress
 from pipedec.cluster.state import find_run
-from pipedec.config import optional_secret
+from pipedec.config import Settings, optional_secret, settings_options
+from pipedec.config.settings import OPTIONS
 from pipedec.core import UserError
 from pipedec.scheduler import RedisScheduler
 from pipedec.shipped import reference_pair, shipped_name
@@ -155,10 +156,10 @@ def http_options(command: Command) -> Command:
 
 
 @click.command()
-@pipeline_options
+@settings_options
 @running_options
 @http_options
-def serve(pipeline: PipelineFlags, place: RunningFlags, http: HttpFlags) -> None:
+def serve(settings: Settings, place: RunningFlags, http: HttpFlags) -> None:
     """Serve the OpenAI HTTP API.
 
     Starts a cluster on this machine as `pipedec up` does, with the shipped pair unless --target names another model; or, with
@@ -167,16 +168,16 @@ def serve(pipeline: PipelineFlags, place: RunningFlags, http: HttpFlags) -> None
     """
     if place.are_given:
         reason = "a running cluster is served as it is: leave this out, or leave out --redis, --run and --running"
-        refuse_flags(vars(pipeline), reason)
+        refuse_flags(OPTIONS, reason)
     from pipedec.server.logs import json_log, log
 
     address, keys = http.address(), http.keys()
     running = _running(place) if place.are_given else None
-    settings = http.settings(keys, str(pipeline.target or reference_pair() / "target") if running is None else running[1])
+    served = http.settings(keys, str(settings.models.target or reference_pair() / "target") if running is None else running[1])
     with address.listening() as listener, json_log(sys.stdout.fileno(), keys):
         url = address.url(listener)
-        log("listening", url=url, model=settings.model_name)
-        process = _process(settings, http, listener, url, pipeline if running is None else running[0])
+        log("listening", url=url, model=served.model_name)
+        process = _process(served, http, listener, url, settings if running is None else running[0])
         _run(process)
 
 
@@ -191,7 +192,7 @@ def _running(place: RunningFlags) -> tuple[RunAddress, str]:
 
 
 def _process(
-    settings: ServerSettings, http: HttpFlags, listener: socket.socket, url: str, cluster: PipelineFlags | RunAddress
+    settings: ServerSettings, http: HttpFlags, listener: socket.socket, url: str, cluster: Settings | RunAddress
 ) -> ServerProcess:  # fmt: skip
     from pipedec.server.app import create_app
     from pipedec.server.cluster_process import ClusterProcess
@@ -205,7 +206,7 @@ def _process(
     front = Front(settings, Observers([metrics, RequestLog(http.enable_log_requests, http.max_log_len)]), int(time.time()))
     app = create_app(front)
     add_metrics(app, metrics)
-    behind = ClusterProcess(cluster.arguments()) if isinstance(cluster, PipelineFlags) else cluster
+    behind = ClusterProcess(cluster.arguments()) if isinstance(cluster, Settings) else cluster
     return ServerProcess(app, front, metrics, listener, behind, http.run_options(), lambda: _announce(settings, http, url))
 
 

@@ -27,7 +27,9 @@ from pipedec.cli.train_options import (
     run_options,
 )
 from pipedec.cli.train_threads import apar, pasta_bonbon, pasta_sft
+from pipedec.config import Settings
 from pipedec.core import UserError
+from pipedec.engine.build import resolve
 
 if TYPE_CHECKING:
     from pipedec.text.prompt import Prompter
@@ -125,21 +127,20 @@ def draft(
 
 def chosen_start(target: Path | None, draft: Path | None, shape: dict[str, Any]) -> tuple[Path, Path | DraftShape]:
     """The target, and the draft to continue or the size of a new one. Raises UserError if they do not fit each other."""
-    from pipedec.engine.spec import Cut, Models, PipelineSpec
+
     from pipedec.train.draft.fresh import DraftShape
 
     if draft is not None and shape:
         raise UserError("--draft continues a draft, whose size is given: leave out --hidden-size, --layers and --vocabulary")
     if draft is not None or (target is None and not shape):
         return chosen_pair(target, draft)
-    return PipelineSpec.create(Models(target, "none"), Cut(1)).target, DraftShape(**shape)
+    return resolve(Settings.of(target=target, draft="none", stages=1)).target, DraftShape(**shape)
 
 
 def chosen_pair(target: Path | None, draft: Path | None) -> tuple[Path, Path]:
     """The checkpoints, by default the shipped ones. Raises UserError if they do not fit each other."""
-    from pipedec.engine.spec import Cut, Models, PipelineSpec
 
-    pair = PipelineSpec.create(Models(target, draft), Cut(1))
+    pair = resolve(Settings.of(target=target, draft=draft, stages=1))
     if pair.draft is None:
         raise UserError("--draft none: give the directory of a draft to continue")
     return pair.target, pair.draft

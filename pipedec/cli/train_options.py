@@ -50,7 +50,7 @@ class DeviceFlags:
 
     def chosen(self) -> dict[str, Any]:
         """Fields of ``Run``. Raises UserError if there is no such device."""
-        from pipedec.engine.spec import chosen_device
+        from pipedec.engine.devices import chosen_device
         from pipedec.transport.replicas import local_rank
 
         return {"dtype": self.dtype, "device": chosen_device(self.device, local_rank())}

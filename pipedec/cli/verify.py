@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,13 +11,16 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from pipedec.cli.cluster import local_cluster
-from pipedec.cli.options import Command, PipelineFlags, gathered, pipeline_options
+from pipedec.cli.options import Command, gathered
 from pipedec.cli.running import RunningFlags, refuse_flags, running_options
 from pipedec.cli.show import console
 from pipedec.client.client import Client
+from pipedec.cluster.local import LocalCluster
+from pipedec.config import Settings, settings_options
+from pipedec.config.settings import OPTIONS
 from pipedec.core import Completion, PipedecError, Request, SamplingParams, UserError
 from pipedec.data.prompts import read_prompts
+from pipedec.engine.build import load_prompter, resolve
 from pipedec.messages import PromptRequest
 from pipedec.methods import find_method, make_options, possible_methods
 from pipedec.threads import load_dialect
@@ -26,7 +29,7 @@ from pipedec.verify.divergence import Divergence, first_difference, measured_div
 if TYPE_CHECKING:
     from pipedec.client.running import Running
     from pipedec.engine.local import LocalPipeline
-    from pipedec.engine.spec import PipelineSpec
+    from pipedec.plan.spec import PipelineSpec
     from pipedec.text.prompt import Prompter
     from pipedec.verify.reference import Reference
 
@@ -88,14 +91,14 @@ def question_options(command: Command) -> Command:
 
 
 @click.command()
-@pipeline_options
+@settings_options
 @question_options
 @click.option("--shapes", help="Pipelines to check: STAGES or STAGESxGROUPS, like 1,4,14x7 (default: --stages and --groups).")
 @click.option("--methods", help="Methods to check, like pp,bita (default: all for which draft and BiTA weights are available).")
 @click.option("--local", is_flag=True, help="Run all stages in this process (LocalPipeline) instead of one process per rank.")
 @running_options
 def verify(
-    pipeline: PipelineFlags, asked: QuestionFlags, shapes: str | None, methods: str | None, local: bool, place: RunningFlags
+    settings: Settings, asked: QuestionFlags, shapes: str | None, methods: str | None, local: bool, place: RunningFlags
 ) -> None:
     """Check that every method generates exactly the tokens of the target alone, as transformers computes them (greedy).
 
@@ -109,12 +112,12 @@ def verify(
     for name in names:
         find_method(name)
     if place.are_given:
-        fixed = (*(item.name for item in fields(PipelineFlags)), "shapes", "local")
+        fixed = (*OPTIONS, "shapes", "local")
         refuse_flags(fixed, "a running cluster has its own models and stages: leave this out, or --redis, --run and --running")
         _compare_running(place.connect(), names, requests, asked.concurrency)
         return
-    compared = pipeline if asked.threads is None else pipeline.for_threads()
-    _compare(compared, _shapes(pipeline, shapes), names, requests, local, asked.concurrency)
+    compared = settings if asked.threads is None else settings.for_threads()
+    _compare(compared, _shapes(settings, shapes), names, requests, local, asked.concurrency)
 
 
 class _Report:
@@ -155,7 +158,7 @@ class _Report:
 
 
 def _compare(
-    pipeline: PipelineFlags,
+    settings: Settings,
     shapes: list[Shape],
     methods: list[str],
     requests: list[PromptRequest],
@@ -165,9 +168,9 @@ def _compare(
     """Compare pipelines that are started here with the target in transformers."""
     from pipedec.verify.reference import Reference
 
-    spec = local_cluster(pipeline).spec
+    spec = resolve(settings)
     methods = methods or possible_methods(spec.draft is not None, spec.bita is not None)
-    prompter = spec.load_prompter()
+    prompter = load_prompter(spec)
     prompt_ids = [_token_ids(prompter, request) for request in requests]
     reference = Reference(spec)
     with console.status("Generating the reference answers with transformers"):
@@ -181,7 +184,7 @@ def _compare(
     report = _Report(f"{len(requests)} prompts against transformers", spec.dtype)
     for shape in shapes:
         for method in methods:
-            shaped = replace(pipeline, stages=shape[0], groups=shape[1])
+            shaped = settings.replaced(stages=shape[0], groups=shape[1])
             answers = _answers(shaped, method, requests, prompter, local, concurrency)
             report.add(shape, method, (outcome(index, *answer) for index, answer in enumerate(answers)))
     report.finish()
@@ -201,7 +204,7 @@ def _compare_running(cluster: Running, methods: list[str], requests: list[Prompt
         divergence = measured_divergence(cluster.client.ask, request, expected.token_ids, found.token_ids)
         return Outcome(divergence, len(found.token_ids), found.metrics.timesteps)
 
-    report = _Report(f"{len(asked)} prompts against pp on run {cluster.run_id}", cluster.description.dtype)
+    report = _Report(f"{len(asked)} prompts against pp on run {cluster.run_id}", cluster.description.settings.numbers.dtype)
     for method in compared:
         answers = _together(cluster.client, method, [request for request, _ in asked], concurrency)
         outcomes = (outcome(*question, found) for question, found in zip(asked, answers, strict=True))
@@ -242,13 +245,13 @@ def _expected(reference: Reference, prompt_ids: tuple[int, ...], request: Prompt
 
 
 def _answers(
-    flags: PipelineFlags, method: str, requests: list[PromptRequest], prompter: Prompter, local: bool, concurrency: int
+    settings: Settings, method: str, requests: list[PromptRequest], prompter: Prompter, local: bool, concurrency: int
 ) -> Iterator[tuple[list[int], int]]:
     """Yields the output token ids and the number of timesteps of each answer."""
     if local:
-        yield from _local_answers(local_cluster(flags).spec, method, requests, prompter, concurrency)
+        yield from _local_answers(resolve(settings), method, requests, prompter, concurrency)
         return
-    cluster = local_cluster(flags)
+    cluster = LocalCluster(resolve(settings))
     try:
         cluster.start()
         assert cluster.scheduler is not None
@@ -287,9 +290,9 @@ def _local_answers(
             yield [token.token_id for token in answer.sequence.document()], answer.metrics.timesteps
 
 
-def _shapes(pipeline: PipelineFlags, shapes: str | None) -> list[Shape]:
+def _shapes(settings: Settings, shapes: str | None) -> list[Shape]:
     if shapes is None:
-        return [(pipeline.stages, pipeline.groups or pipeline.stages)]
+        return [(settings.cut.stages, settings.cut.num_groups)]
     try:
         pairs = [[int(number) for number in shape.split("x")] for shape in shapes.split(",")]
         return [(pair[0], pair[-1]) for pair in pairs]

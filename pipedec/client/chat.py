@@ -79,7 +79,7 @@ class ClusterPartner:
         self._client = client
         self._asked = asked
         self._tokenizer = _tokenizer(directory)
-        self._context = context_length(directory, description.max_model_len)
+        self._context = context_length(directory, description.settings.limits.max_model_len)
 
     def answer(self, messages: Sequence[Message], on_text: Callable[[str], None]) -> Told:
         prompt = self._tokenizer.apply_chat_template(messages)

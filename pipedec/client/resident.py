@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from pipedec.cluster.local import LocalCluster
-from pipedec.cluster.recovery import RecoveryOptions
-from pipedec.core import DEFAULT_METHOD, MAX_NUM_SEQS, MAX_WAITING, MethodOptions, SamplingParams, UserError
-from pipedec.engine.spec import Cut, Limits, Models, PipelineSpec
+from pipedec.cluster.local import LocalCluster, resolve_apart
+from pipedec.config import Settings
+from pipedec.config.settings import keyword_arguments
+from pipedec.core import DEFAULT_METHOD, MethodOptions, SamplingParams, UserError
 from pipedec.messages import PromptRequest
 from pipedec.methods import find_method, make_options
 from pipedec.text.prompt import load_tokenizer
 from pipedec.text.tokenizer import Tokenizer
 from pipedec.threads import load_dialect
-from pipedec.validation import byte_size
 
 Prompt = str | Sequence[int] | Mapping[str, Any]  # text, token ids, or {"prompt": text} or {"prompt_token_ids": ids}
 ChatMessage = Mapping[str, str]
@@ -28,46 +28,20 @@ class Resident:
     Args:
         target, draft: checkpoint directories; the shipped pair by default, ``draft="none"`` for a pipeline without one.
         method: as ``--method``.
-        stages, groups, layers, dtype, quantize, draft_dtype, draft_quantize, device, bita, max_model_len, max_num_seqs,
-            max_waiting, kv_cache_memory, max_restarts, restart_window, stall_timeout: as the flags of ``pipedec generate``.
-        prefix_cache: let prompts that begin alike share what is computed of them.
+        settings: any other setting of ``pipedec.config.settings`` by name, like ``stages=4`` or ``kv_cache_memory="4GiB"``; what
+            ``pipedec generate --help`` lists, with underscores.
 
     Raises:
-        UserError: the arguments do not fit together or do not fit the checkpoints.
+        UserError: there is no such setting, or the settings do not fit together or do not fit the checkpoints.
         PipedecError: a rank could not start.
     """
 
     def __init__(
-        self,
-        target: str | Path | None = None,
-        draft: str | Path | None = None,
-        *,
-        method: str | None = None,
-        stages: int = 4,
-        groups: int | None = None,
-        layers: list[int] | None = None,
-        dtype: str = "auto",
-        quantize: str | None = None,
-        draft_dtype: str = "auto",
-        draft_quantize: str | None = None,
-        device: str = "auto",
-        bita: str | Path | None = None,
-        max_model_len: int | None = None,
-        max_num_seqs: int = MAX_NUM_SEQS,
-        max_waiting: int = MAX_WAITING,
-        kv_cache_memory: str | int | None = None,
-        prefix_cache: bool = True,
-        max_restarts: int = RecoveryOptions.max_restarts,
-        restart_window: float = RecoveryOptions.window_seconds,
-        stall_timeout: float = RecoveryOptions.stall_seconds,
+        self, target: str | Path | None = None, draft: str | Path | None = None, *, method: str | None = None, **settings: Any
     ) -> None:
         self._method = method
         self._tokenizer: Tokenizer | None = None
-        models, cut = Models(target, draft, bita, quantize, draft_dtype, draft_quantize), Cut(stages, groups, layers)
-        kv_bytes = None if kv_cache_memory is None else byte_size(str(kv_cache_memory), "kv_cache_memory")
-        limits = Limits(max_model_len, max_num_seqs, max_waiting, kv_bytes, prefix_cache)
-        spec = PipelineSpec.create(models, cut, dtype, device, limits=limits)
-        self._cluster = LocalCluster(spec, recovery=RecoveryOptions(max_restarts, restart_window, stall_timeout))
+        self._cluster = LocalCluster(resolve_apart(Settings.of(target=target, draft=draft, **settings)))
         self._cluster.start()
 
     def _request(
@@ -89,11 +63,21 @@ class Resident:
     def _rendered(self, messages: Sequence[ChatMessage], threads: str | Path | None) -> tuple[int, ...]:
         """The token ids of a conversation. Raises UserError if the target has no chat template, or it refuses the messages."""
         if self._tokenizer is None:
-            self._tokenizer = load_tokenizer(Path(self._cluster.description().target))
+            self._tokenizer = load_tokenizer(Path(self._cluster.spec.target))
         if not self._tokenizer.has_chat_template:
             raise UserError("the target has no chat template: use generate with a prompt")
         named: dict[str, Any] = {} if threads is None else {"threads": load_dialect(threads).name}
         return tuple(self._tokenizer.apply_chat_template(list(messages), **named))
+
+
+def _signature() -> inspect.Signature:
+    """That of ``Resident``, every setting by name."""
+    own = [one for one in inspect.signature(Resident.__init__).parameters.values() if one.kind is not one.VAR_KEYWORD]
+    others = [one for one in keyword_arguments() if one.name not in ("target", "draft")]
+    return inspect.Signature([*own, *others])
+
+
+Resident.__init__.__signature__ = _signature()  # type: ignore[attr-defined]
 
 
 def named_options(method: str, options: MethodOptions | Mapping[str, Any] | None) -> Mapping[str, Any]:

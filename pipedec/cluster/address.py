@@ -17,7 +17,6 @@ class RankPlace:
 
     Attributes:
         local_rank, local_world_size: its number among the ranks of its host, and theirs.
-        transport: of the steps between stages; ``auto`` chooses.
         host: the host of cluster.yaml on which it was started, if whoever started it knows.
         recovers: whether somebody replaces ranks that are lost; if not, the loss of one ends the run.
         survives: whether this process goes on when another rank is lost; if not, it ends and all ranks are started again.
@@ -27,7 +26,6 @@ class RankPlace:
     world_size: int
     local_rank: int
     local_world_size: int
-    transport: str = "auto"
     host: str | None = None
     recovers: bool = False
     survives: bool = True

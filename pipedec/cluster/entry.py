@@ -19,8 +19,8 @@ from pipedec.scheduler import RedisScheduler
 from pipedec.topology import Topology, of_rank
 
 if TYPE_CHECKING:
-    from pipedec.engine.spec import PipelineSpec
     from pipedec.messages import RankDescription
+    from pipedec.plan.spec import PipelineSpec
     from pipedec.transport.rendezvous import Store
 
 

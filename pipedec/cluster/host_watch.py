@@ -14,8 +14,9 @@ from contextlib import suppress
 from multiprocessing.connection import wait
 
 from pipedec.cluster.processes import LOST_ANOTHER, RankProcesses
-from pipedec.cluster.recovery import RecoveryOptions, Restarts
+from pipedec.cluster.recovery import Restarts
 from pipedec.cluster.stalls import Stall, find_stall
+from pipedec.config import Cluster
 from pipedec.core import PipedecError, RankLost, SchedulerLost
 from pipedec.messages import Recovery
 from pipedec.scheduler import RedisScheduler, Supervision
@@ -40,6 +41,8 @@ class HostWatch:
         node: the name of this host in ``Supervision.places``.
         processes: of this host's ranks.
         start_rank: starts the process of a rank on this host, for the first time or again.
+        settings: the limits of recovery.
+        settings: the limits of recovery.
         keep_redis: called now and then; starts Redis again if it was started here and has died.
         on_recovery: told of every recovery when it is over.
         reassign: which other hosts take over these ranks. Raises RankLost if none does. None if there are no others.
@@ -48,7 +51,7 @@ class HostWatch:
 
     def __init__(
         self, scheduler: RedisScheduler, node: str, processes: RankProcesses, start_rank: Callable[[int], None],
-        options: RecoveryOptions, keep_redis: Callable[[], None] = lambda: None,
+        settings: Cluster, keep_redis: Callable[[], None] = lambda: None,
         on_recovery: Callable[[Recovery], None] = lambda recovery: None,
         reassign: Reassign | None = None,
         host_to_leave: Callable[[Stall, Supervision], str | None] = lambda stall, look: None,
@@ -57,12 +60,12 @@ class HostWatch:
         self._node = node
         self._processes = processes
         self._start_rank = start_rank
-        self._options = options
+        self._settings = settings
         self._keep_redis = keep_redis
         self._on_recovery = on_recovery
         self._reassign = reassign
         self._host_to_leave = host_to_leave
-        self._restarts = Restarts(options)
+        self._restarts = Restarts(settings)
         self._ending = threading.Event()
         self._outage: float | None = None  # since when there is one; times are on the monotonic clock
         self._grace_until = 0.0
@@ -88,7 +91,7 @@ class HostWatch:
 
     def turn(self) -> bool:
         """Look once at everything, and do what is necessary; False when the run has ended in order. Raises as ``run``."""
-        if self._options.recovers:
+        if self._settings.recovers:
             self._keep_redis()
         self._processes.read(0.0)  # so that no rank waits for a reader of its reports
         ended = self._processes.exit_statuses  # before the look: who has ended is no member of an epoch that begins later
@@ -118,7 +121,7 @@ class HostWatch:
 
     def _bridge(self, error: SchedulerLost, ended: Mapping[int, int]) -> bool:
         """Redis does not answer: wait for it, if ranks do."""
-        if self._options.recovers:
+        if self._settings.recovers:
             return self._wait_for(error)
         if killed := [rank for rank, status in ended.items() if status < 0]:  # Redis was lost with the rank
             raise RankLost(self._describe(killed[0], {}))
@@ -160,7 +163,7 @@ class HostWatch:
         if self._reassign is None or time.monotonic() < self._grace_until:
             return False
         reasons = dict.fromkeys(look.lost_nodes, "stopped answering")
-        stall = find_stall(look.activities, self._options.stall_seconds)
+        stall = find_stall(look.activities, self._settings.stall_timeout)
         if stall is not None and (host := self._host_to_leave(stall, look)) is not None:
             reasons = {host: f"is left: {rank_name(stall.suspect)} {stall.reason}"}
         away = sorted(rank for rank, node in look.places.items() if node in reasons)
@@ -183,7 +186,7 @@ class HostWatch:
         """Own ranks that run and must not, each with the reason as the end of a sentence."""
         alive, doomed = self._alive(), dict[int, str]()
         if time.monotonic() > self._grace_until:
-            stall = find_stall(look.activities, self._options.stall_seconds)
+            stall = find_stall(look.activities, self._settings.stall_timeout)
             if stall is not None and not stall.is_apart:
                 doomed[stall.suspect] = stall.reason
             doomed |= dict.fromkeys(look.expired, "stopped answering")
@@ -196,7 +199,7 @@ class HostWatch:
 
     def _kill(self, look: Supervision, doomed: Mapping[int, str]) -> None:
         self._reasons |= doomed
-        if doomed and not self._options.recovers:  # the cause must be known before others see that they have lost a rank
+        if doomed and not self._settings.recovers:  # the cause must be known before others see that they have lost a rank
             self._give_up(look, list(doomed), min(doomed))
         for rank in doomed:
             self._processes.end(rank)

@@ -9,18 +9,17 @@ from __future__ import annotations
 import re
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 from urllib.parse import urlsplit
 
 from pipedec.cluster.node_rank import LaunchedRun
 from pipedec.cluster.nodes import Nodes
-from pipedec.cluster.recovery import USUAL_RECOVERY, RecoveryOptions
 from pipedec.cluster.supervisor import TURN_SECONDS, StartProgress, Supervisor
-from pipedec.config import ClusterConfig, RedisConfig, cluster_to_json
+from pipedec.config import NONE, ClusterConfig, cluster_to_json
 from pipedec.core import RankLost, SchedulerLost, UserError
 from pipedec.gguf import is_named
 from pipedec.hardware import MODEL_SHAPES
@@ -37,10 +36,11 @@ class LaunchedCluster(Supervisor):
 
     Args:
         partition: its name; None for the one that the file names.
+        given: settings by name that take precedence over the file's.
+        given: settings by name that take precedence over the file's.
         run_id: name of the run; None for a random one.
         log: gets what the hosts print, one line after another, while the cluster runs; None to drop it.
         spares: how many devices stand by for ranks whose hosts are lost; None for those that the file names.
-        recovery: how often lost ranks are replaced.
 
     Raises:
         UserError: there is no such partition, or too few devices for it.
@@ -48,16 +48,15 @@ class LaunchedCluster(Supervisor):
 
     def __init__(
         self, config: ClusterConfig, partition: str | None = None, run_id: str | None = None, log: Path | None = None,
-        spares: int | None = None, recovery: RecoveryOptions = USUAL_RECOVERY,
+        spares: int | None = None, given: Mapping[str, Any] | None = None,
     ) -> None:  # fmt: skip
-        name, chosen = config.find_partition(partition)
-        self.config = _for_hosts(config, name)
-        self.partition = name
-        self.places = rank_places(self.config, name)
-        self.spares = spare_places(self.config, name, spares)
-        self.recovery = recovery
+        self.config = _for_hosts(config.for_partition(partition, given))
+        self.partition, _ = self.config.find_partition()
+        self.places = rank_places(self.config)
+        self.spares = spare_places(self.config, count=spares)
         self.nodes = Nodes(self.config, self.places, self.spares)
-        super().__init__(Topology.even(chosen.stages, chosen.num_groups), run_id or f"launch-{secrets.token_hex(4)}", self.nodes)
+        cut = self.config.settings.cut
+        super().__init__(Topology.even(cut.stages, cut.num_groups), run_id or f"launch-{secrets.token_hex(4)}", self.nodes)
         self._log_path = log
         self._log: IO[str] | None = None
         self._is_watched = False  # by the nodes
@@ -91,14 +90,11 @@ class LaunchedCluster(Supervisor):
 
     def _start_ranks(self) -> None:
         run = LaunchedRun(
-            config=cluster_to_json(replace(self.config, redis=RedisConfig())),  # the ranks are told the address alone
-            partition=self.partition,
-            groups=self.topology.num_groups,
+            config=cluster_to_json(_without_redis(self.config)),  # the ranks are told the address alone
             redis_url=self.address.redis_url,
             run_id=self.run_id,
             redis_host=self.redis_host,
             num_spares=len(self.spares),
-            recovery=self.recovery,
         )
         self.nodes.tell(run)
         for rank in self.topology.ranks:
@@ -175,20 +171,23 @@ class LaunchedCluster(Supervisor):
             self._log = None
 
 
-def _for_hosts(config: ClusterConfig, name: str) -> ClusterConfig:
-    """With this partition alone, and checkpoint directories that do not depend on where a rank runs."""
-    config = config.for_partition(name)
-    own = replace(config.partitions[name], target=None, draft=None, bita=None)
-    target, draft, bita = map(_absolute, (config.target, config.draft, config.bita))
-    return replace(config, partitions={name: own}, target=target, draft=draft, bita=bita)
+def _for_hosts(config: ClusterConfig) -> ClusterConfig:
+    """With checkpoint directories that do not depend on where a rank runs."""
+    models = config.settings.models
+    paths = {key: _absolute(model) for key in ("target", "draft", "bita") if (model := getattr(models, key)) is not None}
+    return config.for_partition(given=paths)
+
+
+def _without_redis(config: ClusterConfig) -> ClusterConfig:
+    return config.for_partition(given={"redis": {}})
 
 
 def _absolute(model: str) -> str:
-    return model if model == "none" or model in MODEL_SHAPES or is_named(model) else str(Path(model).absolute())
+    return model if model == NONE or model in MODEL_SHAPES or is_named(model) else str(Path(model).absolute())
 
 
 def _check_checkpoints(config: ClusterConfig) -> None:
     """Raises UserError if a model is a shape without weights."""
-    for key, model in (("target", config.target), ("draft", config.draft)):
-        if model in MODEL_SHAPES:
+    for key in ("target", "draft"):
+        if (model := getattr(config.settings.models, key)) in MODEL_SHAPES:
             raise UserError(f"{key}: {model} is a shape to plan with and has no weights: give a checkpoint directory")

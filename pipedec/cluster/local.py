@@ -13,44 +13,48 @@ from contextlib import suppress
 from pipedec.cluster.address import RankPlace, RunAddress
 from pipedec.cluster.entry import run_rank
 from pipedec.cluster.host_watch import HostWatch
-from pipedec.cluster.processes import RankProcesses
-from pipedec.cluster.recovery import USUAL_RECOVERY, RecoveryOptions
+from pipedec.cluster.processes import RankProcesses, run_apart
 from pipedec.cluster.supervisor import TURN_SECONDS, StartProgress, Supervisor
+from pipedec.config import Settings
 from pipedec.core import SchedulerLost, UserError
-from pipedec.engine.spec import PipelineSpec
+from pipedec.plan.spec import PipelineSpec
 from pipedec.scheduler import EmbeddedServer, RedisScheduler
 
 _NODE = "local"  # the one host of the run
 _END_SECONDS = 10.0
 
 
+def resolve_apart(settings: Settings) -> PipelineSpec:
+    """The pipeline of these settings, without loading torch into this process. Raises UserError as ``engine.build.resolve``."""
+    return run_apart(_resolve, settings)
+
+
+def _resolve(settings: Settings) -> PipelineSpec:
+    from pipedec.engine.build import resolve  # in a process that has loaded torch
+
+    return resolve(settings)
+
+
 class LocalCluster(Supervisor):
     """All ranks of a pipeline on this machine. Use as a context manager, or ``start`` and ``stop``.
 
+    Starts a Redis that belongs to this cluster unless the settings name one.
+
     Args:
-        redis_url: an existing server; None starts one that belongs to this cluster.
         run_id: name of the run; None for a random one.
-        transport: ``gloo``, ``nccl``, or ``auto``.
-        recovery: how often lost ranks are replaced.
     """
 
-    def __init__(
-        self, spec: PipelineSpec, redis_url: str | None = None, run_id: str | None = None, transport: str = "auto",
-        recovery: RecoveryOptions = USUAL_RECOVERY,
-    ) -> None:  # fmt: skip
+    def __init__(self, spec: PipelineSpec, run_id: str | None = None) -> None:
         self._processes = RankProcesses()
         super().__init__(spec.topology, run_id or f"local-{secrets.token_hex(4)}", self._processes)
         self.spec = spec
-        self.recovery = recovery
-        self._given_url = redis_url
-        self._transport = transport
         self._password = secrets.token_hex(24)
         self._server: EmbeddedServer | None = None
         self._watching: _Watching | None = None
 
     def _open_redis(self) -> str:
-        if self._given_url is not None:
-            return self._given_url
+        if (url := self.spec.settings.cluster.redis.connection_url) is not None:
+            return url
         self._server = EmbeddedServer(password=self._password)
         return self._server.url
 
@@ -64,7 +68,7 @@ class LocalCluster(Supervisor):
 
     def _start_rank(self, rank: int) -> None:
         world_size = len(self.topology.ranks)
-        place = RankPlace(rank, world_size, rank, world_size, self._transport, recovers=self.recovery.recovers)
+        place = RankPlace(rank, world_size, rank, world_size, recovers=self.spec.settings.cluster.recovers)
         self._processes.start(rank, serve_rank, place, self.spec, self.address)
 
     def _start(self, progress: StartProgress | None) -> None:
@@ -73,7 +77,7 @@ class LocalCluster(Supervisor):
         self._watching = _Watching(
             scheduler,
             HostWatch(
-                scheduler, _NODE, self._processes, self._start_rank, self.recovery, self._keep_redis,
+                scheduler, _NODE, self._processes, self._start_rank, self.spec.settings.cluster, self._keep_redis,
                 lambda recovery: self.on_recovery(recovery),
             ),
         )  # fmt: skip

@@ -27,9 +27,9 @@ from pipedec.config import configured_interface
 from pipedec.core import EpochEnded, PipedecError, RankLost, UserError
 from pipedec.directories import cache_directory
 from pipedec.engine.activity import Doing
-from pipedec.engine.spec import PipelineSpec
 from pipedec.messages import AddressEvent, CardEvent, Event, LoadedEvent, RankDescription
 from pipedec.model import quick_digest, weights_digest
+from pipedec.plan.spec import PipelineSpec
 from pipedec.scheduler import RedisScheduler, scripts_digest
 from pipedec.topology import rank_name
 from pipedec.transport.rendezvous import MEETING_SECONDS, Rendezvous, Store, StoreServer, join_store, store_of_epoch
@@ -152,8 +152,8 @@ class Meeting:
             "protocol in Redis": scripts_digest(),
         }
         settings = {
-            "weights": str(self._spec.weights_of(1)),
-            "weights of the draft": str(self._spec.weights_of(0)),
+            "weights": str(self._spec.weights),
+            "weights of the draft": str(self._spec.largest_draft_weights),
             "KV slots": f"{self._spec.kv_slots:,} in blocks of {self._spec.kv_block}",
         }
         return CardEvent(self._place.rank, self._host, machine_id(), address, versions, configs, settings)

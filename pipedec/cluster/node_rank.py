@@ -9,13 +9,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from pipedec.cluster.recovery import RecoveryOptions
-from pipedec.config import cluster_from_json
+from pipedec.config import ClusterConfig, cluster_from_json
 from pipedec.topology import Topology
 
 if TYPE_CHECKING:
-    from pipedec.engine.spec import PipelineSpec
     from pipedec.plan.placement import Placement
+    from pipedec.plan.spec import PipelineSpec
 
 
 @dataclass(frozen=True)
@@ -23,20 +22,16 @@ class LaunchedRun:
     """What every node knows, so that each can start any rank.
 
     Attributes:
-        config: the whole cluster.yaml, as JSON.
-        groups: number of groups of stages.
+        config: the cluster.yaml with one partition, as JSON.
         redis_host: the host on which Redis was started; None if it runs elsewhere.
         num_spares: as --spares.
     """
 
     config: str = field(repr=False)
-    partition: str
-    groups: int
     redis_url: str = field(repr=False)
     run_id: str
     redis_host: str | None
     num_spares: int | None
-    recovery: RecoveryOptions
 
 
 @dataclass(frozen=True)
@@ -61,19 +56,21 @@ def serve_rank(started: LaunchedRank, report: Callable[[Any], None]) -> int:
     from pipedec.cluster.address import RankPlace, RunAddress
     from pipedec.cluster.entry import run_rank
 
-    run = started.run
+    run, config = started.run, cluster_from_json(started.run.config)
+    settings = config.settings
     place = RankPlace(
         started.rank, started.world_size, started.local_rank, started.local_world_size, host=started.placed.host,
-        recovers=run.recovery.recovers,
+        recovers=settings.cluster.recovers,
     )  # fmt: skip
-    topology = Topology.even(started.world_size - 1, run.groups)
-    return run_rank(place, topology, lambda: _spec(started), RunAddress(run.redis_url, run.run_id), lambda *told: report(told))
+    topology = Topology.even(settings.cut.stages, settings.cut.num_groups)
+    address = RunAddress(run.redis_url, run.run_id)
+    return run_rank(place, topology, lambda: _spec(config, started), address, lambda *told: report(told))
 
 
-def _spec(started: LaunchedRank) -> PipelineSpec:
-    from pipedec.engine.spec import PipelineSpec
+def _spec(config: ClusterConfig, started: LaunchedRank) -> PipelineSpec:
+    from pipedec.engine.build import resolve_partition
 
-    spec = PipelineSpec.from_config(cluster_from_json(started.run.config), started.run.partition)
+    spec = resolve_partition(config)
     assert spec.places is not None
     places = [started.placed if rank == started.rank else planned for rank, planned in enumerate(spec.places)]
     return replace(spec, places=tuple(places))

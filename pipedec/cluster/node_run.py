@@ -31,8 +31,8 @@ class NodeRun:
         self._processes = processes
         self._say = say
         config = cluster_from_json(run.config)
-        standing_by = spare_places(config, run.partition, run.num_spares)
-        self._spares = Spares(rank_places(config, run.partition), standing_by, run.redis_host)
+        self._settings = config.settings
+        self._spares = Spares(rank_places(config), spare_places(config, count=run.num_spares), run.redis_host)
         self._scheduler: RedisScheduler | None = None
         self._placed: dict[int, Placement] = {}  # of the ranks that were started here
 
@@ -54,12 +54,12 @@ class NodeRun:
 
     def watch(self, keep_redis: Callable[[], None]) -> HostWatch:
         """The watch over this host's ranks, from now on."""
-        topology = Topology.even(len(self._spares.planned) - 1, self._run.groups)
-        recovery, spares = self._run.recovery, self._spares
+        cut, cluster, spares = self._settings.cut, self._settings.cluster, self._spares
+        topology = Topology.even(cut.stages, cut.num_groups)
         self._scheduler = RunAddress(self._run.redis_url, self._run.run_id).scheduler(topology)
         return HostWatch(
-            self._scheduler, self._host, self._processes, self.start_rank, recovery, keep_redis, self._tell,
-            spares.reassigned if recovery.recovers else None, spares.host_to_leave,
+            self._scheduler, self._host, self._processes, self.start_rank, cluster, keep_redis, self._tell,
+            spares.reassigned if cluster.recovers else None, spares.host_to_leave,
         )  # fmt: skip
 
     def close(self) -> None:

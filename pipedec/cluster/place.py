@@ -18,7 +18,7 @@ from pipedec.topology import rank_name
 if TYPE_CHECKING:
     import torch
 
-    from pipedec.engine.spec import PipelineSpec
+    from pipedec.plan.spec import PipelineSpec
 
 
 def checked_host(place: RankPlace, places: Sequence[Placement] | None, servers: Sequence[ServerConfig]) -> str:

@@ -19,7 +19,11 @@ from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
+
+from pipedec.core import PipedecError
+
+Result = TypeVar("Result")
 
 FAILED = 1
 """Exit status of a rank that failed."""
@@ -131,6 +135,32 @@ class RankProcesses:
             pipe.close()
 
 
+def run_apart(body: Callable[..., Result], *arguments: Any) -> Result:
+    """``body(*arguments)`` in a process of its own that has torch loaded, while this one has not.
+
+    ``body``, its arguments and its result must be picklable. Raises what it raises.
+    """
+    context = start_fork_server()
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_answer, args=(body, arguments, sender), name=f"pipedec {body.__name__}")
+    with _without_main_module():
+        process.start()
+    sender.close()
+    try:
+        outcome = receiver.recv()
+    except EOFError:
+        process.join(_END_SECONDS)
+        raise PipedecError(f"the process that should {body.__name__} {describe_exit(process.exitcode or 0)}") from None
+    finally:
+        process.kill()
+        process.join(_END_SECONDS)
+        receiver.close()
+    if isinstance(outcome, Exception):
+        raise outcome
+    result: Result = outcome
+    return result
+
+
 def describe_exit(status: int) -> str:
     """How a rank ended that should still run, as the end of a sentence."""
     if status < 0:
@@ -202,6 +232,17 @@ def _run(body: Callable[..., int], arguments: tuple[Any, ...], reports: Connecti
     status = body(*arguments, report)
     sys.stderr.flush()
     os._exit(status)  # a process group that lost a peer can hang in its own clean-up
+
+
+def _answer(body: Callable[..., Any], arguments: tuple[Any, ...], answers: Connection) -> None:
+    """What the process of ``run_apart`` does."""
+    _begin_rank_process()
+    try:
+        outcome = body(*arguments)
+    except Exception as error:
+        outcome = error
+    answers.send(outcome)
+    os._exit(0)
 
 
 def _begin_rank_process() -> None:

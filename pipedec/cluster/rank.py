@@ -22,18 +22,20 @@ from pipedec.cluster.epochs import next_epoch
 from pipedec.cluster.lease import RECOVERY_SECONDS, LeaseKeeper
 from pipedec.cluster.meeting import Meeting
 from pipedec.cluster.place import check_device, checked_host
-from pipedec.config import captures_graphs
+from pipedec.config import AUTO, captures_graphs
 from pipedec.core import EpochEnded, PipedecError, RankLost, SchedulerLost
 from pipedec.decoding import Drafter
 from pipedec.device import device_of
 from pipedec.engine.activity import Doing
+from pipedec.engine.build import DTYPES, load_drafter, load_prompter, load_stage, weights_on
+from pipedec.engine.devices import num_gpus, rank_device
 from pipedec.engine.draft_loop import DraftLoop
 from pipedec.engine.rank_tasks import Wiring
 from pipedec.engine.sequences import Sequences
-from pipedec.engine.spec import DTYPES, PipelineSpec, num_gpus
 from pipedec.engine.stage_loop import StageLoop
 from pipedec.messages import Choice, RankDescription, RunDescription
 from pipedec.model import ModelConfig, described_attention
+from pipedec.plan.spec import PipelineSpec
 from pipedec.scheduler import RedisScheduler
 from pipedec.tracing import Tracer
 from pipedec.transport.rendezvous import Store
@@ -83,7 +85,7 @@ class _Rank:
         self._place, self._spec, self._scheduler = place, spec, scheduler
         self._report, self._describe = report, describe
         self._host = checked_host(place, spec.places, spec.servers)
-        self._device = spec.rank_device(place.rank, place.local_rank)
+        self._device = rank_device(spec, place.rank, place.local_rank)
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
         check_device(place, spec, self._device)
@@ -91,7 +93,7 @@ class _Rank:
         hidden_size = ModelConfig.from_directory(spec.target).hidden_size
         self._streams = device_of(self._device)
         self._transport = TorchTransport(
-            self._wanted.name, place.rank, hidden_size, spec.torch_dtype, self._device, self._streams
+            self._wanted.name, place.rank, hidden_size, DTYPES[spec.dtype], self._device, self._streams
         )
         self._doing = Doing()
         self._lease = LeaseKeeper(scheduler, place.rank, self._doing, self._transport.abort, place.recovers, place.survives)
@@ -178,17 +180,38 @@ class _Rank:
         return loop
 
     def _new_loop(self) -> DraftLoop | StageLoop:
-        rank, spec, device = self._place.rank, self._spec, self._device
-        tracer, sequences = Tracer(rank, clock_offset_us=self._clock_offset_us), Sequences(spec.target)
-        emulated = spec.emulation, spec.window, spec.duplex
-        known = self._scheduler, self._transport, spec.topology, tracer, sequences
-        wiring = Wiring(*known, device, *emulated, self._doing, self._streams)
-        if rank > 0:
-            return StageLoop(spec.load_stage(rank, device, self._loading), rank, wiring)
+        wiring = Wiring(
+            self._scheduler, self._transport, self._spec.topology,
+            tracer=Tracer(self._place.rank, clock_offset_us=self._clock_offset_us),
+            sequences=Sequences(self._spec.target),
+            place=self._device,
+            emulation=self._spec.emulation,
+            window=self._spec.window,
+            duplex=self._spec.duplex,
+            doing=self._doing,
+            device=self._streams,
+        )  # fmt: skip
+        return self._rank_zero(wiring) if self._place.rank == 0 else self._stage(wiring)
+
+    def _stage(self, wiring: Wiring) -> StageLoop:
+        rank = self._place.rank
+        return StageLoop(load_stage(self._spec, rank, self._device, self._loading), rank, wiring)
+
+    def _rank_zero(self, wiring: Wiring) -> DraftLoop:
+        spec, limits = self._spec, self._spec.settings.limits
         is_late = self._first_epoch > 0 and spec.draft is not None  # requests wait for this process, and can do without
-        drafter = None if is_late else spec.load_drafter(device, self._loading)
-        about = spec.trained_masks(), wiring, spec.tree, spec.max_num_seqs, spec.knee, spec.kv_manager()
-        return DraftLoop(spec.load_prompter(), drafter, *about, self._load_late if is_late else None, self._named())
+        return DraftLoop(
+            load_prompter(spec),
+            None if is_late else load_drafter(spec, self._device, self._loading),
+            spec.trained_masks,
+            wiring,
+            tree=limits.tree,
+            max_num_seqs=limits.max_num_seqs,
+            knee=spec.knee,
+            kv=spec.kv_manager(),
+            load_drafter=self._load_late if is_late else None,
+            about=self._named(),
+        )
 
     def _named(self) -> dict[str, Any]:
         """What those who watch the run are told of it."""
@@ -205,7 +228,7 @@ class _Rank:
 
     def _load_late(self) -> Drafter:
         """In another thread."""
-        drafter = self._spec.load_drafter(self._device)
+        drafter = load_drafter(self._spec, self._device)
         assert drafter is not None
         return drafter
 
@@ -215,11 +238,17 @@ class _Rank:
     def _description(self, joined: _Joined) -> RankDescription:
         """What users are told of this rank."""
         device = torch.cuda.get_device_name(self._device) if self._device.type == "cuda" else "cpu"
-        weights, why = self._spec.weights_on(self._place.rank, self._device)
+        weights, why = weights_on(self._spec, self._place.rank, self._device)
         attention = Choice(*described_attention(DTYPES[weights.dtype], self._device, captures_graphs()))
-        sending, remarks = (joined.backend, joined.interface), _clock_remarks(self._clock_offset_us)
-        about = self._place.rank, self._host, device, Choice(str(weights), why)
-        return RankDescription(*about, *sending, attention, remarks, self._first_epoch)
+        return RankDescription(
+            self._place.rank, self._host, device,
+            dtype=Choice(str(weights), why),
+            transport=joined.backend,
+            interface=joined.interface,
+            attention=attention,
+            remarks=_clock_remarks(self._clock_offset_us),
+            since_epoch=self._first_epoch,
+        )  # fmt: skip
 
     def _outlive(self, error: PipedecError) -> None:
         """The epoch has ended, or will: wait for the next one and take part in it.
@@ -279,9 +308,9 @@ def chosen_backend(place: RankPlace, spec: PipelineSpec, gpus: int) -> Choice:
     Args:
         gpus: GPUs of this host.
     """
-    if place.transport != "auto":
-        return Choice(place.transport, "as --transport says")
-    if spec.rank_device(place.rank, place.local_rank, gpus).type != "cuda":
+    if (given := spec.settings.cluster.transport) != AUTO:
+        return Choice(given, "as given")
+    if rank_device(spec, place.rank, place.local_rank, gpus).type != "cuda":
         return Choice("gloo", "NCCL needs GPUs")
     without_gpu = 1 if spec.draft is None and place.rank == place.local_rank else 0
     if spec.places is None and gpus < place.local_world_size - without_gpu:

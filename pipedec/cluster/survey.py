@@ -21,7 +21,7 @@ from pipedec.cluster.doctor.facts import Questions
 from pipedec.cluster.doctor.findings import Finding, problem
 from pipedec.cluster.network import host_of_destination
 from pipedec.cluster.node_link import News, NodeLink
-from pipedec.config import ClusterConfig
+from pipedec.config import NONE, ClusterConfig
 from pipedec.core import UserError
 from pipedec.gguf import is_named
 from pipedec.hardware import MODEL_SHAPES
@@ -147,7 +147,6 @@ def _redis_host(config: ClusterConfig) -> str | None:
 
 def _checkpoints(config: ClusterConfig) -> list[str]:
     """The checkpoints that the file and its partitions name."""
-    models = [config.target, config.draft, config.bita]
-    for partition in config.partitions.values():
-        models += [model for model in (partition.target, partition.draft, partition.bita) if model is not None]
-    return list(dict.fromkeys(model for model in models if model not in ("none", *MODEL_SHAPES)))
+    every = [config.settings, *(partition.settings for partition in config.partitions.values())]
+    models = [model for settings in every for model in (settings.models.target, settings.models.draft, settings.models.bita)]
+    return list(dict.fromkeys(model for model in models if model and model not in (NONE, *MODEL_SHAPES)))

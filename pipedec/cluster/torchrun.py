@@ -5,35 +5,36 @@ Started on every host by ``torchrun … -m -- pipedec.cluster.torchrun``.
 
 from __future__ import annotations
 
-import argparse
 import os
 import signal
 import sys
+from collections.abc import Sequence
 from contextlib import redirect_stderr, redirect_stdout
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+import click
 
 from pipedec.cluster.address import RankPlace, RunAddress
 from pipedec.cluster.entry import run_rank
 from pipedec.cluster.lease import claim_run
 from pipedec.cluster.place import checked_host
 from pipedec.cluster.processes import die_with_parent
-from pipedec.config import ClusterConfig, load_cluster, redis_url_from_environment
+from pipedec.config import ClusterConfig, Settings, given_settings, load_cluster, redis_url_from_environment
 from pipedec.core import PipedecError, RankLost, UserError
-from pipedec.hardware import QUANTIZED_BITS
+from pipedec.flags import Help, options_of
 from pipedec.messages import RankDescription
 from pipedec.plan.placement import rank_places
 from pipedec.scheduler import RedisScheduler
 from pipedec.topology import Topology, rank_name
 from pipedec.transport.rendezvous import MEETING_SECONDS, Store, store_from_environment, wait_for_key
-from pipedec.validation import byte_size
 
 if TYPE_CHECKING:
-    from pipedec.engine.spec import PipelineSpec
+    from pipedec.plan.spec import PipelineSpec
 
 _CLAIMED = "pipedec/claimed"
-_LIMITS = ("max_model_len", "max_num_seqs", "max_waiting", "prefix_cache")
+_PROGRAM = "torchrun … -m -- pipedec.cluster.torchrun"
 
 
 def main() -> None:
@@ -90,35 +91,57 @@ def _restarts(count: str = "RESTART_COUNT") -> int:
 
 
 @dataclass(frozen=True)
+class TorchrunOptions:
+    """What a rank is told besides settings, which take precedence over those of the file."""
+
+    redis: Annotated[
+        str | None, Help("Redis server of the run (default: $PIPEDEC_REDIS_URL, then the file's).", "redis://HOST:PORT/0")
+    ] = None
+    run: Annotated[str, Help("Name of the run; several runs may share a Redis.", "NAME")] = "default"
+    config: Annotated[Path | None, Help("cluster.yaml: settings, Redis and partitions.", "FILE")] = None
+    partition: Annotated[str | None, Help("Partition of the file (default: the one that it names).", "NAME")] = None
+
+
+@dataclass(frozen=True)
 class Job:
-    """What the flags and torchrun's environment say. No checkpoint has been looked at yet.
+    """What the options and torchrun's environment say. No checkpoint has been looked at yet.
 
     Attributes:
-        config: with one partition, in which flags have replaced what they give; None without a file.
+        config: with one partition, whose settings are ``settings``; None without a file.
     """
 
     place: RankPlace
     address: RunAddress
-    topology: Topology
-    flags: argparse.Namespace
+    settings: Settings
     config: ClusterConfig | None = None
 
     @classmethod
-    def of(cls, arguments: list[str]) -> Job:
-        """Raises UserError if a flag is wrong, or the number of processes is not stages + 1."""
-        flags = _parser().parse_args(arguments)
-        redis_url = redis_url_from_environment(flags.redis)
-        config, stages, groups = None, flags.stages or 4, flags.groups
-        if flags.config is not None:
-            config = _planned(load_cluster(flags.config), flags)
-            _, partition = config.find_partition()
-            redis_url, stages, groups = redis_url or config.redis.connection_url, partition.stages, partition.num_groups
-        elif flags.partition is not None:
+    def of(cls, arguments: Sequence[str]) -> Job:
+        """Raises UserError if an option is wrong, or the number of processes is not stages + 1."""
+        try:
+            parsed = _command.main(list(arguments), prog_name=_PROGRAM, standalone_mode=False)
+        except click.ClickException as error:
+            raise UserError(error.format_message()) from None
+        if isinstance(parsed, int):  # --help
+            raise SystemExit(parsed)
+        options, given = parsed
+        redis_url = redis_url_from_environment(options.redis)
+        if options.config is not None:
+            config = load_cluster(options.config).for_partition(options.partition, given)
+            return cls._placed(options, redis_url or config.redis.connection_url, config.settings, config)
+        if options.partition is not None:
             raise UserError("--partition names a partition of a file: give --config cluster.yaml with it")
+        return cls._placed(options, redis_url, Settings().parse(given), None)
+
+    @classmethod
+    def _placed(cls, options: TorchrunOptions, redis_url: str | None, settings: Settings, config: ClusterConfig | None) -> Job:
         if redis_url is None:
             raise UserError("torchrun ranks need a Redis that all hosts reach: give --redis URL or set PIPEDEC_REDIS_URL")
-        topology = Topology.even(stages, groups or stages)
-        return cls(_torchrun_place(topology, flags.transport), RunAddress(redis_url, flags.run), topology, flags, config)
+        return cls(_torchrun_place(settings.cut.stages), RunAddress(redis_url, options.run), settings, config)
+
+    @property
+    def topology(self) -> Topology:
+        return Topology.even(self.settings.cut.stages, self.settings.cut.num_groups)
 
     def spec(self) -> PipelineSpec:
         """The pipeline.
@@ -128,102 +151,30 @@ class Job:
         """
         if self.config is not None:
             checked_host(self.place, rank_places(self.config), self.config.servers)  # before torch is loaded
-        from pipedec.engine.spec import Cut, Limits, Models, PipelineSpec
+        from pipedec.engine.build import resolve, resolve_partition
 
-        flags = self.flags
-        if self.config is not None:
-            return PipelineSpec.from_config(self.config, None, flags.device, flags.dispatch)
-        formats = flags.quantize, flags.draft_dtype or "auto", flags.draft_quantize
-        models = Models(flags.target, flags.draft, flags.bita, *formats)
-        cut = Cut(self.topology.num_stages, self.topology.num_groups, _counts(flags.layers))
-        given = {name: getattr(flags, name) for name in _LIMITS if getattr(flags, name) is not None}
-        if flags.kv_cache_memory is not None:
-            given["kv_cache_memory"] = byte_size(flags.kv_cache_memory, "--kv-cache-memory")
-        return PipelineSpec.create(models, cut, flags.dtype or "auto", flags.device, flags.dispatch, Limits(**given))
+        return resolve(self.settings) if self.config is None else resolve_partition(self.config)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="torchrun … -m -- pipedec.cluster.torchrun", description=__doc__)
-    parser.add_argument(
-        "--redis", metavar="URL", help="redis://:password@host:port/0; default: $PIPEDEC_REDIS_URL, then the config's"
-    )
-    parser.add_argument("--run", default="default", help="name of the run; several runs may share a Redis")
-    parser.add_argument(
-        "--config", type=Path, metavar="FILE", help="cluster.yaml: models, limits, Redis and partitions; flags override it"
-    )
-    parser.add_argument("--partition", metavar="NAME", help="partition of the config; default: the one it names")
-    parser.add_argument("--stages", type=int, metavar="N", help="pipeline stages, one process each; default: 4")
-    parser.add_argument(
-        "--groups", type=int, metavar="N", help="groups of stages that share a timestep slot; default: one per stage"
-    )
-    parser.add_argument("--layers", metavar="N,N,…", help="layers of each stage, like 6,6,6,6; default: even")
-    parser.add_argument("--target", type=Path, metavar="DIR", help="target checkpoint directory; default: the shipped pair")
-    parser.add_argument("--draft", metavar="DIR|none", help="draft checkpoint directory")
-    parser.add_argument("--bita", metavar="DIR|none", help="directory that pipedec train bita wrote for the target")
-    parser.add_argument("--dtype", help="auto, float32, float64, bfloat16 or float16; default: the config's, else auto")
-    parser.add_argument("--quantize", choices=tuple(QUANTIZED_BITS), help="weights of the target in fewer bits")
-    parser.add_argument("--draft-dtype", help="of the draft; default: the config's, else auto")
-    parser.add_argument("--draft-quantize", choices=tuple(QUANTIZED_BITS), help="weights of the draft in fewer bits")
-    parser.add_argument(
-        "--max-model-len", type=int, metavar="N", help="maximum tokens of prompt and answer; default: the config's"
-    )
-    parser.add_argument(
-        "--max-num-seqs", type=int, metavar="N", help="most requests in the pipeline at the same time; default: the config's"
-    )
-    parser.add_argument(
-        "--max-waiting", type=int, metavar="N", help="most waiting requests, further ones are refused; default: the config's"
-    )
-    parser.add_argument(
-        "--kv-cache-memory", metavar="SIZE", help="memory for keys and values on each rank, like 4GiB; default: the config's"
-    )
-    parser.add_argument(
-        "--no-prefix-cache", dest="prefix_cache", action="store_false", default=None, help="compute every prompt anew"
-    )
-    parser.add_argument("--device", default="auto", help="auto, cpu or cuda; default: auto")
-    parser.add_argument("--transport", default="auto", choices=("auto", "gloo", "nccl"), help="default: auto")
-    parser.add_argument("--dispatch", default="windows", help="windows of timesteps, or single tasks; default: windows")
-    return parser
+@click.command(help=__doc__)
+@given_settings
+@options_of(TorchrunOptions, "options")
+def _command(options: TorchrunOptions, given: dict[str, Any]) -> tuple[TorchrunOptions, dict[str, Any]]:
+    return options, given
 
 
-def _counts(layers: str | None) -> tuple[int, ...] | None:
-    try:
-        return tuple(int(count) for count in layers.split(",")) if layers else None
-    except ValueError:
-        raise UserError(f"--layers {layers}: write numbers with commas between them, like 6,6,6,6") from None
-
-
-def _planned(config: ClusterConfig, flags: argparse.Namespace) -> ClusterConfig:
-    """With one partition alone, in which flags take precedence.
-
-    Raises:
-        UserError: there is no such partition, or it has another number of stages.
-    """
-    name, part = config.find_partition(flags.partition)
-    if flags.stages not in (None, part.stages):
-        raise UserError(f"--stages {flags.stages}, but partition {name} has {part.stages} stages: leave out one of them")
-    given = {"target": flags.target and str(flags.target), "draft": flags.draft, "bita": flags.bita, "groups": flags.groups,
-             "layers": _counts(flags.layers), "dtype": flags.dtype, "max_model_len": flags.max_model_len,
-             "quantize": flags.quantize, "draft_dtype": flags.draft_dtype, "draft_quantize": flags.draft_quantize}  # fmt: skip
-    own = replace(part, **{key: value for key, value in given.items() if value is not None})
-    names = ("max_num_seqs", "max_waiting", "kv_cache_memory", "prefix_cache")
-    limits = {name: getattr(flags, name) for name in names}
-    shared: dict[str, Any] = {key: value for key, value in limits.items() if value is not None}
-    return replace(config, partitions={name: own}, partition=name, **shared)
-
-
-def _torchrun_place(topology: Topology, transport: str) -> RankPlace:
+def _torchrun_place(stages: int) -> RankPlace:
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     if any(name not in os.environ for name in names):
         raise UserError("start this module with torchrun, or use pipedec up on one machine")
     rank, world_size, local_rank, local_world_size = (int(os.environ[name]) for name in names)
-    stages = topology.num_stages
     if world_size != stages + 1:
         raise UserError(
             f"{world_size} processes, but {stages} stages and the draft rank make {stages + 1}: "
             f"let --nnodes × --nproc-per-node be {stages + 1}, or change --stages"
         )
     recovers = _restarts() < _restarts("MAX_RESTARTS")
-    return RankPlace(rank, world_size, local_rank, local_world_size, transport, recovers=recovers, survives=not recovers)
+    return RankPlace(rank, world_size, local_rank, local_world_size, recovers=recovers, survives=not recovers)
 
 
 def _print_description(description: RankDescription) -> None:

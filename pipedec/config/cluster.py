@@ -2,32 +2,28 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields, make_dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, get_type_hints
 
-from msgspec import Meta
+from msgspec import Meta, json
 
 from pipedec.config.files import parse_yaml, read_text
 from pipedec.config.redis import RedisConfig, redis_config
-from pipedec.core import MAX_NUM_SEQS, MAX_WAITING, BadValue, UserError
+from pipedec.config.settings import NONE, SETTINGS, Settings, Text
+from pipedec.core import BadValue, UserError
+from pipedec.gguf import is_named
 from pipedec.hardware import DEVICES, LINKS, MODEL_SHAPES
-from pipedec.methods import LayerTreeOptions
-from pipedec.validation import byte_size, parse_json, shortened, unknown_name, validated
+from pipedec.validation import joined, parse_json, shortened, unknown_name, validated
 
 Name = Annotated[
     str,
     Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,252}\Z", description="a name of letters, digits, '.', '_' and '-'"),
 ]
-Text = Annotated[str, Meta(min_length=1)]
 Environment = Mapping[str, str]
-Dtype = Literal["auto", "float32", "bfloat16", "float16"]
-Quantize = Literal["int8", "int4"]
-MaxModelLen = Annotated[int, Meta(ge=1, le=10_000_000)]
 
 
 @dataclass(frozen=True)
@@ -126,51 +122,29 @@ class DeviceConfig:
 
 @dataclass(frozen=True)
 class PartitionConfig:
-    """How the target is cut: stages, the groups that share a timestep slot, and the devices they take in order.
+    """A pipeline on some of the devices.
 
     Attributes:
-        stages: number of stages n.
-        groups: number of groups d (paper §3.1); one per stage if not given.
-        servers: hosts whose devices are taken in this order; all servers when neither this nor ``devices`` is given.
+        settings: those of the file, with the partition's own in their place.
+        servers: hosts whose devices the stages take in this order; all servers when neither this nor ``devices`` is given.
         devices: the devices one by one, instead of ``servers``.
-        layers: ``auto``, or the number of transformer layers of each stage.
         draft_device: the device of the draft model, which no stage takes. Without a draft model rank 0 computes nothing, and runs
             on this host or on that of stage 1.
-        target, draft, bita, dtype, quantize, draft_dtype, draft_quantize, max_model_len: of this partition alone; the file's if
-            not given.
     """
 
-    stages: Annotated[int, Meta(ge=1, le=1024)]
-    groups: Annotated[int, Meta(ge=1, le=1024)] | None = None
+    settings: Settings
     servers: tuple[Text, ...] = ()
     devices: tuple[DeviceConfig, ...] = ()
-    layers: Literal["auto"] | tuple[Annotated[int, Meta(ge=1, le=100_000)], ...] = "auto"
     draft_device: DeviceConfig | None = None
-    target: Text | None = None
-    draft: Text | None = None
-    bita: Text | None = None
-    dtype: Dtype | None = None
-    quantize: Quantize | None = None
-    draft_dtype: Dtype | None = None
-    draft_quantize: Quantize | None = None
-    max_model_len: MaxModelLen | None = None
 
     def __post_init__(self) -> None:
-        if self.groups is not None and self.groups > self.stages:
-            raise BadValue(f"groups: {self.groups} groups need at least as many stages, but there are {self.stages}")
-        if self.layers != "auto" and len(self.layers) != self.stages:
-            raise BadValue(f"layers: {len(self.layers)} entries for {self.stages} stages: give one number per stage, or auto")
         if self.servers and self.devices:
             raise BadValue("servers: give servers or devices, not both")
         if len(set(self.servers)) < len(self.servers):
             raise BadValue("servers: a host is listed twice: list each host once")
-        num_devices = sum(entry.count for entry in self.devices)
-        if self.devices and num_devices != self.stages:
-            raise BadValue(f"devices: {num_devices} devices for {self.stages} stages: give one device per stage")
-
-    @property
-    def num_groups(self) -> int:
-        return self.groups or self.stages
+        num_devices, stages = sum(entry.count for entry in self.devices), self.settings.cut.stages
+        if self.devices and num_devices != stages:
+            raise BadValue(f"devices: {num_devices} devices for {stages} stages: give one device per stage")
 
 
 @dataclass(frozen=True)
@@ -178,46 +152,17 @@ class ClusterConfig:
     """The whole of ``cluster.yaml``.
 
     Attributes:
-        target: checkpoint directory, or a known shape (enough for a plan, not for running).
-        draft: the same for the draft model, or ``none``.
-        bita: the directory of a BiTA that was trained for the target, or ``none``. A plan does not count it.
-        dtype: type of weights, activations and caches. ``auto``: the checkpoint's 16 bits if all stages have GPUs, else float32.
-        quantize: ``int8`` or ``int4`` weights of the target, rounded as they are read; those of ``dtype`` if not given.
-        draft_dtype, draft_quantize: the same for the draft, whose precision changes the speed of answers alone. ``auto``: 16 bits
-            on a GPU or a processor with bfloat16 instructions, else float32.
-        max_model_len: maximum tokens of a prompt and its answer together. A plan reserves KV caches of this size; a running
-            cluster refuses requests that exceed it.
-        max_num_seqs: most requests in the pipeline at the same time; further ones wait.
-        max_waiting: most requests that wait; further ones are refused.
-        kv_cache_memory: bytes for keys and values on every rank, like ``4GiB``; what weights and activations leave if not given
-            (of a processor's memory, which is nominal, 2 GiB at most).
-        prefix_cache: let requests share the keys and values of equal beginnings.
-        tree: the tree of ``pipedec`` and ``stpp``: what a plan counts with, and a running cluster's default for requests that
-            set no width or children. Other methods find their own limits.
-        redis: the Redis server of a running cluster: an address, or the host on which ``pipedec launch`` starts one.
+        settings: of all partitions that do not have their own.
         network: for plans and emulation.
         servers: the hosts.
         spares: devices that stand by, without weights, for ranks whose hosts are lost; no stage takes them.
-        launch: how ranks are started on them.
+        launch: how ranks are started on the hosts.
         partition: the partition to use if none is named; not needed if there is only one.
     """
 
-    target: Text
     servers: tuple[ServerConfig, ...]
-    partitions: Mapping[Name, PartitionConfig]
-    draft: Text = "none"
-    bita: Text = "none"
-    dtype: Dtype = "auto"
-    quantize: Quantize | None = None
-    draft_dtype: Dtype = "auto"
-    draft_quantize: Quantize | None = None
-    max_model_len: MaxModelLen = 4096
-    max_num_seqs: Annotated[int, Meta(ge=1, le=65_536)] = MAX_NUM_SEQS
-    max_waiting: Annotated[int, Meta(ge=0, le=10_000_000)] = MAX_WAITING
-    kv_cache_memory: Text | None = None
-    prefix_cache: bool = True
-    tree: LayerTreeOptions = LayerTreeOptions()
-    redis: RedisConfig = RedisConfig()
+    partitions: Mapping[str, PartitionConfig]
+    settings: Settings
     network: NetworkConfig = NetworkConfig()
     spares: tuple[DeviceConfig, ...] = ()
     launch: LaunchConfig = LaunchConfig()
@@ -231,8 +176,6 @@ class ClusterConfig:
         for host in hosts:
             if hosts.count(host) > 1:
                 raise BadValue(f"servers: host {host} is listed twice: list each host once")
-        if self.kv_cache_memory is not None:
-            byte_size(self.kv_cache_memory, "kv_cache_memory:")
         if self.partition is not None and self.partition not in self.partitions:
             raise BadValue(f"partition: {unknown_name('partition', self.partition, self.partitions)}")
         if self.redis.host is not None and self.redis.host not in hosts:
@@ -245,9 +188,24 @@ class ClusterConfig:
                 raise BadValue(f"{key}: {unknown_name('host', named, hosts)}")
 
     @property
-    def kv_cache_bytes(self) -> int | None:
-        """``kv_cache_memory`` in bytes."""
-        return None if self.kv_cache_memory is None else byte_size(self.kv_cache_memory, "kv_cache_memory:")
+    def redis(self) -> RedisConfig:
+        return self.settings.cluster.redis
+
+    @property
+    def target(self) -> str:
+        """A checkpoint, or a known shape."""
+        assert self.settings.models.target is not None
+        return self.settings.models.target
+
+    @property
+    def draft(self) -> str:
+        """As ``target``, or ``none``."""
+        return self.settings.models.draft or NONE
+
+    @property
+    def bita(self) -> str:
+        """A directory, or ``none``."""
+        return self.settings.models.bita or NONE
 
     def find_partition(self, name: str | None = None) -> tuple[str, PartitionConfig]:
         """The partition ``name``, else the file's default, else the only one. UserError if there is no such partition."""
@@ -258,18 +216,22 @@ class ClusterConfig:
             raise UserError(unknown_name("partition", chosen, self.partitions))
         return chosen, self.partitions[chosen]
 
-    def for_partition(self, name: str | None = None) -> ClusterConfig:
-        """With the models, dtype and context of one partition, which becomes the default. UserError as ``find_partition``."""
+    def for_partition(self, name: str | None = None, given: Mapping[str, Any] | None = None) -> ClusterConfig:
+        """With one partition alone, whose settings become the file's.
+
+        Args:
+            given: settings by name that take precedence, for example those of the command line.
+
+        Raises:
+            UserError: as ``find_partition`` and ``Settings.parse``.
+        """
         name, partition = self.find_partition(name)
-        own: dict[str, Any] = {key: value for key in _OF_A_PARTITION if (value := getattr(partition, key)) is not None}
-        return replace(self, partition=name, **own)
+        settings = partition.settings.parse(given or {})
+        return replace(self, settings=settings, partitions={name: replace(partition, settings=settings)}, partition=name)
 
     def server(self, host: str) -> ServerConfig:
         """The entry of a host that the file lists."""
         return next(server for server in self.servers if server.host == host)
-
-
-_OF_A_PARTITION = ("target", "draft", "bita", "dtype", "quantize", "draft_dtype", "draft_quantize", "max_model_len")
 
 
 def _hosts_of(partition: PartitionConfig) -> list[tuple[str, str]]:
@@ -294,30 +256,92 @@ def load_cluster(path: str | Path) -> ClusterConfig:
     that begins with the path of the file and of the key.
     """
     path = Path(path)
-    config = validated(ClusterConfig, parse_yaml(read_text(path), str(path)), str(path))
-    partitions = {name: _with_paths(partition, path.parent) for name, partition in config.partitions.items()}
-    return replace(_with_paths(config, path.parent), partitions=partitions, redis=redis_config(base=config.redis))
+    config = cluster_from(parse_yaml(read_text(path), str(path)), str(path))
+    partitions = {
+        name: replace(partition, settings=_with_paths(partition.settings, path.parent))
+        for name, partition in config.partitions.items()
+    }
+    settings = _with_paths(config.settings, path.parent).replaced(redis=redis_config(base=config.redis))
+    return replace(config, partitions=partitions, settings=settings)
+
+
+def cluster_from(document: object, source: str = "") -> ClusterConfig:
+    """The configuration that plain values describe, keys as in cluster.yaml.
+
+    Args:
+        source: what an error message begins with.
+
+    Raises:
+        UserError: one line with the path of the key.
+    """
+    file: Any = validated(_ClusterDocument, document, source)
+    settings = _overlaid(_DEFAULTS, file, source)
+    if settings.models.target is None:
+        raise UserError(joined(source, "target: missing"))
+    partitions = {}
+    for name, keys in file.partitions.items():
+        path = f"{joined(source, 'partitions')}.{name}"
+        if keys.stages is None and file.stages is None:
+            raise UserError(f"{path}.stages: missing")
+        try:
+            own = _overlaid(settings, keys, "")
+            partitions[name] = PartitionConfig(own, **{key: getattr(keys, key) for key in _PARTITION_KEYS})
+        except UserError as error:
+            raise UserError(f"{path}.{error}") from None
+    try:
+        return ClusterConfig(partitions=partitions, settings=settings, **{key: getattr(file, key) for key in _FILE_KEYS})
+    except UserError as error:
+        raise UserError(joined(source, str(error))) from None
+
+
+def _overlaid(settings: Settings, keys: Any, source: str) -> Settings:
+    """Settings with those in place that a mapping of the file gives."""
+    try:
+        return settings.replaced(**{name: getattr(keys, name) for name in SETTINGS if getattr(keys, name) is not None})
+    except UserError as error:
+        raise UserError(joined(source, str(error))) from None
 
 
 def cluster_from_json(text: str) -> ClusterConfig:
     """What another pipedec process has written with ``cluster_to_json``. UserError if that was another version."""
-    return parse_json(ClusterConfig, text, "the configuration of the cluster")
+    source = "the configuration of the cluster"
+    return cluster_from(parse_json(dict, text, source), source)
 
 
 def cluster_to_json(config: ClusterConfig) -> str:
-    """As one line of JSON. It holds the Redis password if there is one: never print it."""
-    return json.dumps(asdict(config))
+    """As one line of JSON, keys as in cluster.yaml. It holds the Redis password if there is one: never print it."""
+    partitions = {
+        name: {**dict(partition.settings.items()), **{key: getattr(partition, key) for key in _PARTITION_KEYS}}
+        for name, partition in config.partitions.items()
+    }
+    own = {key: getattr(config, key) for key in _FILE_KEYS}
+    return json.encode({**dict(config.settings.items()), **own, "partitions": partitions}).decode()
 
 
-_Models = TypeVar("_Models", ClusterConfig, PartitionConfig)
+# What cluster.yaml sets differently: models are named there, and a plan reserves KV caches of max_model_len tokens.
+PLANNED_MODEL_LEN = 4096
+_DEFAULTS = Settings().replaced(draft=NONE, bita=NONE, max_model_len=PLANNED_MODEL_LEN)
+_FILE_KEYS = tuple(key.name for key in fields(ClusterConfig) if key.name not in ("settings", "partitions"))
+_PARTITION_KEYS = tuple(key.name for key in fields(PartitionConfig) if key.name != "settings")
 
 
-def _with_paths(config: _Models, folder: Path) -> _Models:
+def _document(name: str, kind: type, keys: Iterable[str], more: Mapping[str, Any]) -> type:
+    """A dataclass with some fields of ``kind``, those of ``more``, and every setting, all of which may be left out."""
+    hints, defaults = get_type_hints(kind, include_extras=True), {key.name: key.default for key in fields(kind)}
+    own = [(key, hints[key], field(default=defaults[key])) for key in keys]
+    settings = [(key, hint | None, field(default=None)) for key, hint in SETTINGS.items()]
+    return make_dataclass(name, [*own, *more.items(), *settings], kw_only=True, frozen=True)
+
+
+_PartitionDocument: Any = _document("PartitionDocument", PartitionConfig, _PARTITION_KEYS, {})
+_ClusterDocument = _document("ClusterDocument", ClusterConfig, _FILE_KEYS, {"partitions": Mapping[Name, _PartitionDocument]})
+
+
+def _with_paths(settings: Settings, folder: Path) -> Settings:
     """With checkpoint directories that count from ``folder``."""
-    models = {key: getattr(config, key) for key in ("target", "draft", "bita")}
-    paths: dict[str, Any] = {key: _relative_to(folder, model) for key, model in models.items() if model is not None}
-    return replace(config, **paths)
+    models = {key: getattr(settings.models, key) for key in ("target", "draft", "bita")}
+    return settings.replaced(**{key: _relative_to(folder, model) for key, model in models.items() if model is not None})
 
 
 def _relative_to(folder: Path, model: str) -> str:
-    return model if model == "none" or model in MODEL_SHAPES else str(folder / os.path.expanduser(model))
+    return model if model == NONE or model in MODEL_SHAPES or is_named(model) else str(folder / os.path.expanduser(model))

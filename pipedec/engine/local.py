@@ -15,7 +15,9 @@ from pipedec.core import EMPTY, KNEE_ROWS, Envelope, Metrics, Opening, Request, 
 from pipedec.decoding import Company, Drafter, LaneSizes, Method, TimestepTiming
 from pipedec.device import Mark, device_of, elapsed
 from pipedec.engine.admission import threads_within
+from pipedec.engine.build import load_drafter, load_stage
 from pipedec.engine.counters import Counters
+from pipedec.engine.devices import chosen_device
 from pipedec.engine.emulated_time import EmulatedClock, Pacer, TimestepLoad
 from pipedec.engine.live_feed import LiveFeed
 from pipedec.engine.loop import Listener, decode
@@ -23,12 +25,12 @@ from pipedec.engine.pool import Pool, Reader
 from pipedec.engine.recorder import Recorder, Timestep
 from pipedec.engine.run_counters import RunCounters
 from pipedec.engine.sequences import Sequences
-from pipedec.engine.spec import PipelineSpec
 from pipedec.engine.timed_drafter import TimedDrafter
 from pipedec.kv import KVManager
 from pipedec.messages import RunStats
 from pipedec.model import NewCapture, device_capture
 from pipedec.plan.emulation import Emulation
+from pipedec.plan.spec import PipelineSpec
 from pipedec.stage import FinalStageWorker, StageWorker
 from pipedec.threads import NewSequence, Sequence
 from pipedec.topology import Topology
@@ -159,9 +161,9 @@ class LocalPipeline:
         Args:
             capture: how forwards on a device are captured.
         """
-        device = spec.torch_device()
-        stages = [spec.load_stage(rank, device, capture=capture) for rank in range(1, spec.num_stages + 1)]
-        sequences, drafter, masks = Sequences(spec.target), spec.load_drafter(device, capture=capture), spec.trained_masks()
+        device = chosen_device(spec.settings.cut.device)
+        stages = [load_stage(spec, rank, device, capture=capture) for rank in range(1, spec.settings.cut.stages + 1)]
+        sequences, drafter, masks = Sequences(spec.target), load_drafter(spec, device, capture=capture), spec.trained_masks
         kv = spec.kv_manager()
         return cls(stages, spec.topology, sequences, drafter, device, spec.emulation, masks, spec.knee, kv, lane_sizes)
 

@@ -4,12 +4,12 @@ attention.
 Knows tensors and Hugging Face checkpoints, but not the cluster, tokenizers or decoding methods.
 """
 
+from pipedec.config import ModelConfig
 from pipedec.model.attention import described_attention
 from pipedec.model.bita import BitaConfig, BitaWeights, checked_bita, fingerprint
 from pipedec.model.cache import KVCache
 from pipedec.model.captured_graphs import NewCapture, device_capture
 from pipedec.model.checkpoint import Checkpoint
-from pipedec.model.config import ModelConfig
 from pipedec.model.digest import quick_digest, weight_files, weights_digest
 from pipedec.model.draft_vocabulary import DraftVocabulary
 from pipedec.model.lane_rows import LaneRows

@@ -17,9 +17,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from pipedec.config import ModelConfig
 from pipedec.core import UserError
 from pipedec.model.checkpoint import SINGLE_FILE, Checkpoint
-from pipedec.model.config import ModelConfig
 
 MAX_MASKS = 16
 PROMPTINGS = ("deep", "shallow", "none")

@@ -15,10 +15,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from pipedec.config import ModelConfig
 from pipedec.core import UserError
 from pipedec.gguf import INDEX_FILE as GGUF_INDEX
 from pipedec.gguf import TensorIndex, model_files
-from pipedec.model.config import ModelConfig
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"

@@ -12,10 +12,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from pipedec.config import LENGTH_DEPENDENT, ModelConfig
 from pipedec.core import UserError
-from pipedec.model.config import ModelConfig
 
-LENGTH_DEPENDENT = ("dynamic", "longrope")
 _KEPT_LENGTHS = 4096  # of which the frequencies are not computed again
 
 

@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from pipedec.config import ModelConfig
 from pipedec.core import UserError
 from pipedec.model.attention import flash_kernel
 from pipedec.model.bita import BitaWeights
 from pipedec.model.cache import Pool
 from pipedec.model.captured_graphs import Capture, CapturedGraphs, CosSin, LayersShape
 from pipedec.model.checkpoint import EMBEDDING, FINAL_NORM, Checkpoint, Destination
-from pipedec.model.config import ModelConfig
 from pipedec.model.flash_lanes import FlashLaneAttention
 from pipedec.model.lane_rows import LaneAttention, LaneRows, RowAttention, slots_of
 from pipedec.model.packed import pack, pays

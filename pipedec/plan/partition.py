@@ -10,9 +10,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import ceil, floor
 
-from pipedec.config import ClusterConfig, PartitionConfig, checkpoint_dtype, model_shape
+from pipedec.config import PLANNED_MODEL_LEN, ClusterConfig, Cut, Settings, checkpoint_dtype, model_shape
 from pipedec.core import ROW_ID_BYTES, Load, UserError
 from pipedec.hardware import DEVICES, GIGA, LINKS, Link, WeightFormat
+from pipedec.methods import LayerTreeOptions
 from pipedec.plan.costs import ModelCosts, RankTiming
 from pipedec.plan.dtypes import Arithmetic, chosen_dtypes
 from pipedec.plan.kv_memory import CPU_BLOCK, CUDA_BLOCK, DEFAULT_BYTES, KVBudget, RankBudget
@@ -156,17 +157,21 @@ def plan(config: ClusterConfig, partition_name: str | None = None) -> Plan:
     """
     name, partition = config.find_partition(partition_name)
     config = config.for_partition(name)
+    settings, cut = config.settings, config.settings.cut
+    width = (settings.limits.tree or LayerTreeOptions()).width
+    max_model_len = settings.limits.max_model_len or PLANNED_MODEL_LEN
     target = model_shape(config.target)
     draft_place, places = place_stages(config, name, partition)
     weights, draft_weights = _weights(config, draft_place, places)
-    costs = ModelCosts(target, weights, config.tree.width, config.max_model_len, partition.num_groups)
-    layers, problems = _split(costs, partition, places)
-    topology = Topology.even(partition.stages, partition.num_groups)
+    costs = ModelCosts(target, weights, width, max_model_len, cut.num_groups)
+    layers, problems = _split(costs, cut, places)
+    topology = Topology.even(cut.stages, cut.num_groups)
     stages = tuple(
-        _plan_stage(costs, config, rank, topology.group_of(rank) + 1, layers, places) for rank in range(1, partition.stages + 1)
+        _plan_stage(costs, config, rank, topology.group_of(rank) + 1, layers, places) for rank in range(1, cut.stages + 1)
     )
-    draft = _plan_draft(config, draft_weights, costs, draft_place, places[0]) if draft_place else None
-    kv = _kv_budget(config, ([draft] if draft else []) + list(stages), partition.num_groups)
+    link = draft_place and _link(config, draft_place, places[0])
+    draft = _plan_draft(config.draft, draft_weights, costs, draft_place, link) if draft_place and link else None
+    kv = _kv_budget(settings, max_model_len, ([draft] if draft else []) + list(stages))
     draft, stages = draft and _with_kv(draft, kv), tuple(_with_kv(stage, kv) for stage in stages)
     advice = _advice(weights)
     for stage in stages:
@@ -175,31 +180,31 @@ def plan(config: ClusterConfig, partition_name: str | None = None) -> Plan:
     if draft and not draft.fits:
         problems.append(f"the draft {_shortage(draft)}: use a larger device or a smaller draft")
     try:
-        kv.check(config.max_model_len, costs.rows)
+        kv.check(max_model_len, costs.rows)
     except UserError as error:
         problems = problems or [str(error)]
-    timestep = _timestep_ms(draft, stages, config.network.duplex, Load(config.tree.width))
+    timestep = _timestep_ms(draft, stages, config.network.duplex, Load(width))
     return Plan(
-        name, config.target, weights, config.max_model_len, config.tree.width, draft, stages, config.network.duplex,
-        timestep, timestep * partition.num_groups, _pp_token_ms(stages), kv, tuple(problems),
+        name, config.target, weights, max_model_len, width, draft, stages, config.network.duplex,
+        timestep, timestep * cut.num_groups, _pp_token_ms(stages), kv, tuple(problems),
     )  # fmt: skip
 
 
 def _weights(config: ClusterConfig, draft: Placement | None, stages: Sequence[Placement]) -> tuple[WeightFormat, WeightFormat]:
     """Of target and draft. What processor a draft has is not known here: there ``auto`` counts as float32, its largest."""
-    given, checkpoint = (config.dtype, config.draft_dtype), checkpoint_dtype(config.target)
+    numbers, checkpoint = config.settings.numbers, checkpoint_dtype(config.target)
     on = Arithmetic.planned(draft.device if draft else "cpu"), [Arithmetic.planned(stage.device) for stage in stages]
-    target, drafting = chosen_dtypes(given, checkpoint, *on)
-    return WeightFormat(target.name, config.quantize), WeightFormat(drafting.name, config.draft_quantize)
+    target, drafting = chosen_dtypes((numbers.dtype, numbers.draft_dtype), checkpoint, *on)
+    return WeightFormat(target.name, numbers.quantize), WeightFormat(drafting.name, numbers.draft_quantize)
 
 
-def _split(costs: ModelCosts, partition: PartitionConfig, places: Sequence[Placement]) -> tuple[list[range], list[str]]:
+def _split(costs: ModelCosts, cut: Cut, places: Sequence[Placement]) -> tuple[list[range], list[str]]:
     """The layers of each stage, and problems: if they fit nowhere, they are balanced without regard to memory."""
-    num_layers, stages = costs.shape.num_hidden_layers, partition.stages
+    num_layers, stages = costs.shape.num_hidden_layers, cut.stages
     if stages > num_layers:
         raise UserError(f"{stages} stages, but the target has {num_layers} layers: use at most {num_layers}")
-    if partition.layers != "auto":
-        return explicit_layers(partition.layers, num_layers), []
+    if isinstance(cut.layers, tuple):
+        return explicit_layers(cut.layers, num_layers), []
     ends = [(stage == 0, stage == stages - 1) for stage in range(stages)]
     devices = [DEVICES[place.device] for place in places]
     layer_ms = [costs.pass_time(device, 1, False).ms(costs.rows) for device in devices]
@@ -229,14 +234,12 @@ def _plan_stage(
     )  # fmt: skip
 
 
-def _plan_draft(
-    config: ClusterConfig, weights: WeightFormat, target: ModelCosts, place: Placement, first_stage: Placement
-) -> StagePlan:
-    costs = ModelCosts(model_shape(config.draft), weights, target.rows, target.max_model_len, target.groups)
+def _plan_draft(model: str, weights: WeightFormat, target: ModelCosts, place: Placement, link: Link) -> StagePlan:
+    costs = ModelCosts(model_shape(model), weights, target.rows, target.max_model_len, target.groups)
     device, layers = DEVICES[place.device], costs.shape.num_hidden_layers
     timing = RankTiming(
         costs.pass_time(device, layers, True),
-        _link(config, place, first_stage),
+        link,
         ROW_ID_BYTES,
     )
     return StagePlan(
@@ -245,10 +248,12 @@ def _plan_draft(
     )  # fmt: skip
 
 
-def _kv_budget(config: ClusterConfig, ranks: Sequence[StagePlan], groups: int) -> KVBudget:
-    given, gpus = config.kv_cache_bytes, any(DEVICES[rank.placement.device].is_gpu for rank in ranks)
+def _kv_budget(settings: Settings, max_model_len: int, ranks: Sequence[StagePlan]) -> KVBudget:
+    given, gpus = settings.limits.kv_cache_bytes, any(DEVICES[rank.placement.device].is_gpu for rank in ranks)
     budgets = [RankBudget(rank.rank, rank.kv_room if given is None else given, rank.kv_token_bytes) for rank in ranks]
-    return KVBudget(budgets, config.max_model_len, config.max_num_seqs, groups, CUDA_BLOCK if gpus else CPU_BLOCK)
+    return KVBudget(
+        budgets, max_model_len, settings.limits.max_num_seqs, settings.cut.num_groups, CUDA_BLOCK if gpus else CPU_BLOCK
+    )
 
 
 def _with_kv(rank: StagePlan, kv: KVBudget) -> StagePlan:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pipedec.config import ClusterConfig, DeviceConfig, PartitionConfig, ServerConfig
+from pipedec.config import NONE, ClusterConfig, DeviceConfig, PartitionConfig, ServerConfig
 from pipedec.core import UserError
 from pipedec.hardware import DEVICES
 
@@ -60,7 +60,7 @@ def place_stages(config: ClusterConfig, name: str, partition: PartitionConfig) -
     free = [place for server in config.servers for place in _devices_of(server)]
     _take_spares(free, config)
     draft = None
-    if config.draft != "none":
+    if config.draft != NONE:
         if partition.draft_device is None:
             raise UserError(f"partitions.{name}.draft_device: missing: the draft model needs a device (or set draft: none)")
         draft = _take(free, partition.draft_device, f"partitions.{name}.draft_device", last=True)
@@ -70,9 +70,10 @@ def place_stages(config: ClusterConfig, name: str, partition: PartitionConfig) -
     else:
         hosts = partition.servers or tuple(server.host for server in config.servers)
         places = [place for host in hosts for place in free if place.host == host]
-    if len(places) < partition.stages:
-        raise UserError(f"partitions.{name}.stages: {partition.stages} stages need as many devices, but {len(places)} are free")
-    return draft, places[: partition.stages]
+    stages = partition.settings.cut.stages
+    if len(places) < stages:
+        raise UserError(f"partitions.{name}.stages: {stages} stages need as many devices, but {len(places)} are free")
+    return draft, places[:stages]
 
 
 def _devices_of(server: ServerConfig) -> list[Placement]:

@@ -224,7 +224,7 @@ class MemoryScheduler:
     def restore(self, description: RunDescription, duplex: str, submitted: int, remembered: Sequence[Remembered]) -> int:
         if self._state is None:
             self._state, self._epoch, self._serving, self._recovers = "up", self.epoch + 1, self.epoch, True
-            self._max_running, self._max_waiting = max_running(description), description.max_waiting
+            self._max_running, self._max_waiting = max_running(description), description.settings.limits.max_waiting
             self._submitted, self._duplex = submitted, duplex
             self._recoveries.append(Recovery(self._epoch, (), RESTORED, _now_us()))
             for number, request, events in remembered:
@@ -252,7 +252,7 @@ class MemoryScheduler:
         if self._state == "stopping":  # it was asked to stop in an epoch that has ended
             for queue in self._queues.values():
                 queue.append(Message("stop"))
-        self._max_running, self._max_waiting = max_running(description), description.max_waiting
+        self._max_running, self._max_waiting = max_running(description), description.settings.limits.max_waiting
 
     def begin_session(self, session: int, window: int) -> None:
         if self._state is None:

@@ -139,7 +139,7 @@ def tokens_told(events: Iterable[Event]) -> tuple[int, ...]:
 
 def max_running(description: RunDescription) -> int:
     """How many requests of a run are in its pipeline at the same time; with single tasks, only one."""
-    return description.max_num_seqs if description.dispatch == "windows" else 1
+    return description.settings.limits.max_num_seqs if description.settings.cluster.dispatch == "windows" else 1
 
 
 @dataclass(frozen=True)

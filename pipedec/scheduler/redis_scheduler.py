@@ -202,12 +202,12 @@ class RedisScheduler:
         return {int(rank): node.decode() for rank, node in told.items()}
 
     def open(self, description: RunDescription, duplex: str = "full", recovers: bool = False) -> None:
-        limits = [max_running(description), description.max_waiting]
+        limits = [max_running(description), description.settings.limits.max_waiting]
         about = [to_json(description), groups_text(self.topology), duplex, *limits, self.epoch, int(recovers)]
         self._run_script("open", [self.keys.run, self.keys.recoveries, *self._queues], [KEY_SECONDS, *about])
 
     def restore(self, description: RunDescription, duplex: str, submitted: int, remembered: Sequence[Remembered]) -> int:
-        keys, limits = self.keys, [max_running(description), description.max_waiting]
+        keys, limits = self.keys, [max_running(description), description.settings.limits.max_waiting]
         about = [to_json(description), groups_text(self.topology), duplex, *limits, submitted, RESTORED]
         texts = [[one.number, one.request, *map(to_json, one.events)] for one in remembered]
         names = [keys.run, keys.running, keys.requests, keys.recoveries, *(keys.answer(one.number) for one in remembered)]

@@ -134,7 +134,9 @@ class ServerProcess:
         description = client.description
         directory = self._options.tokenizer or Path(description.target)
         tokenizer = await asyncio.to_thread(_tokenizer, directory)
-        self._front.attach(Served(client, tokenizer, description, context_length(directory, description.max_model_len)))
+        self._front.attach(
+            Served(client, tokenizer, description, context_length(directory, description.settings.limits.max_model_len))
+        )
         self._metrics.attach(client.status)
         self._on_ready()
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from pipedec.engine.spec import DTYPES
+from pipedec.engine.build import DTYPES
 from pipedec.train.cards.render import card
 from pipedec.transport.replicas import ALONE, Replicas
 

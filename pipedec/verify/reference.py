@@ -8,9 +8,11 @@ from dataclasses import replace
 import torch
 
 from pipedec.core import SamplingParams
+from pipedec.engine.build import DTYPES
+from pipedec.engine.devices import chosen_device
 from pipedec.engine.sequences import Sequences
-from pipedec.engine.spec import PipelineSpec
 from pipedec.model import load_transformers, rounded
+from pipedec.plan.spec import PipelineSpec
 from pipedec.verify.divergence import Divergence, first_difference
 from pipedec.verify.threads import naive_threads
 
@@ -19,10 +21,10 @@ class Reference:
     """The target in ``transformers``, with the dtype and the device of a pipeline, and weights as its stages round them."""
 
     def __init__(self, spec: PipelineSpec) -> None:
-        self._device = spec.torch_device()
-        self._model = load_transformers(spec.target, spec.torch_dtype, self._device, attn_implementation="sdpa")
-        if spec.quantize is not None:
-            _round(self._model, spec.quantize)
+        self._device = chosen_device(spec.settings.cut.device)
+        self._model = load_transformers(spec.target, DTYPES[spec.dtype], self._device, attn_implementation="sdpa")
+        if spec.settings.numbers.quantize is not None:
+            _round(self._model, spec.settings.numbers.quantize)
         self._eos_token_ids = self._model.generation_config.eos_token_id
         self._sequences = Sequences(spec.target)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from pipedec.bench.alternatives.benchmark import AlternativesConfig, measure_alt
 from pipedec.bench.alternatives.contenders import PassCount, load_contenders
 from pipedec.cli.main import program
 from pipedec.core import KNEE_ROWS, UserError
+from pipedec.engine.build import load_prompter
 
 
 @pytest.mark.slow
@@ -41,7 +41,7 @@ def test_all_contenders_say_the_same_and_are_counted(pair: Pair) -> None:
         assert row["tokens_per_second"] == pytest.approx(1000 / row["ms_per_token"])
         assert row["transformers"] and row["config"]["threads"] == 1 and row["config"]["prompts"] == 2
     # One pass per token, the first of them over the prompt, or its last chunk: what greedy decoding of one row at a time needs.
-    prompter = pair.spec(1).load_prompter()
+    prompter = load_prompter(pair.spec(1))
     lengths = [len(prompter.token_ids(text, raw=False, max_tokens=9)) for text in SENTENCES[:2]]
     earlier_chunks = sum((length - 1) // KNEE_ROWS for length in lengths)
     for name, more in (("transformers greedy", 0), ("pipedec pp, 1 stage", earlier_chunks)):
@@ -59,7 +59,7 @@ def test_all_contenders_say_the_same_and_are_counted(pair: Pair) -> None:
 
 
 def test_without_a_draft_or_a_bita_nobody_who_needs_one_takes_part(pair: Pair) -> None:
-    names = [contender.name for contender in load_contenders(replace(pair.spec(2, draft="none"), bita=None))]
+    names = [contender.name for contender in load_contenders(pair.spec(2, draft="none").replaced(bita=None))]
     assert names == ["transformers greedy", "transformers lookup", "pipedec pp, 1 stage", "pipedec pipedec-bestfirst, 1 stage"]
 
 

@@ -16,8 +16,9 @@ from pipedec.bench import llama_cpp
 from pipedec.bench.alternatives.contenders import LlamaCppContender, load_contenders
 from pipedec.bench.llama_cpp import LlamaCpp
 from pipedec.cli.main import program
+from pipedec.config import Settings
 from pipedec.core import UserError
-from pipedec.engine.spec import Cut, Models, PipelineSpec
+from pipedec.engine.build import resolve
 
 
 @pytest.fixture
@@ -28,7 +29,7 @@ def file(pair: Pair, tmp_path: Path, own_cache: Path) -> Path:
 
 
 def test_its_answers_are_counted(file: Path) -> None:
-    contenders = load_contenders(PipelineSpec.create(Models(file, "none"), Cut(1), device="cpu"))
+    contenders = load_contenders(resolve(Settings.of(target=file, draft="none", stages=1, device="cpu")))
     (found,) = (one for one in contenders if isinstance(one, LlamaCppContender))
     answer = found.answer([1, 20, 30], 6)
     assert 0 < len(answer) <= 6 and found.answer([1, 20, 30], 6) == answer

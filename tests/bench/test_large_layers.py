@@ -101,7 +101,7 @@ def test_random_layers_compute_finite_numbers(tmp_path: Path) -> None:
     [
         ({"model": "gpt-2"}, "unknown model 'gpt-2': choose one of llama-3.1-405b, llama-3.1-70b"),
         ({"device": "tpu"}, "unknown device 'tpu'"),
-        ({"dtype": "float64"}, "unknown dtype 'float64': choose one of float32, bfloat16, float16"),
+        ({"dtype": "float8"}, "unknown dtype 'float8': choose one of float32, bfloat16, float16"),
         ({"layers": 0}, "--layers must be at least 1"),
         ({"lanes": (4, 0)}, "--lanes must be at least 1"),
         ({"rows": (1, 0)}, "--rows must be at least 1"),

@@ -175,7 +175,7 @@ def test_a_running_cluster_is_measured_by_traced_answers(resident: LocalCluster,
     assert [(row["method"], row["rows"]) for row in (plain, wide)] == [("pp", 1), ("pipedec", 4)]
     assert plain["timesteps"] == 2 * 2 * 4, "four tokens by two stages, twice"
     for row in (plain, wide):
-        assert (row["stages"], row["run"], row["dispatch"]) == (2, resident.run_id, resident.spec.dispatch)
+        assert (row["stages"], row["run"], row["dispatch"]) == (2, resident.run_id, resident.spec.settings.cluster.dispatch)
         assert len(row["repeat_ms"]) == 2 and 0 < row["slowest_compute_ms"] < row["timestep_ms"]
         assert set(row["breakdown_ms"]) == {"compute", "wait", "transfer", "sync", "scheduler"}
         assert [rank["device"] for rank in row["ranks"]] == ["cpu"] * 3

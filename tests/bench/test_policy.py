@@ -22,8 +22,8 @@ from pipedec.config import paper_cluster
 from pipedec.core import MethodOptions, SamplingParams, UserError
 from pipedec.data.prompts import PromptSet
 from pipedec.engine.local import LocalPipeline
-from pipedec.engine.spec import PipelineSpec
 from pipedec.methods import BestFirstOptions, PlainOptions, StaticTreeOptions
+from pipedec.plan.spec import PipelineSpec
 
 PROMPTS = [
     PromptSet("first", ("The pipeline", "Natalia sold", "word " * 4000, "Größe")),

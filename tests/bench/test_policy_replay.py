@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.checkpoints import save_tiny_llama
+from support.specs import bare_spec
 
 from pipedec.bench.policy.drafter import RecordedDrafter
 from pipedec.bench.policy.losses import Losses, losses
@@ -20,12 +21,12 @@ from pipedec.core import MethodOptions, Request, SamplingParams
 from pipedec.decoding import Drafter
 from pipedec.decoding.acceptance import Acceptance
 from pipedec.decoding.choices import Choices
+from pipedec.engine.build import load_drafter
 from pipedec.engine.local import LocalPipeline
-from pipedec.engine.spec import PipelineSpec
 from pipedec.methods import BestFirstOptions, PipeDecOptions, PlainOptions, StaticTreeOptions
 from pipedec.plan.emulation import Emulation, with_stages
-from pipedec.plan.layers import even_layers
 from pipedec.plan.partition import plan
+from pipedec.plan.spec import PipelineSpec
 from pipedec.topology import Topology
 
 LAYERS, VOCAB = 14, 200
@@ -69,12 +70,9 @@ def make_emulation(preset: str, stages: int | None) -> Emulation:
 def make_spec(models: Path, preset: str, stages: int | None) -> PipelineSpec:
     emulation = make_emulation(preset, stages)
     count = len(emulation.stages)
-    layers = tuple((part.start, part.stop) for part in even_layers(LAYERS, count))
-    groups = 7 if preset == "paper-7" else count
-    topology = Topology.even(count, groups)
-    return PipelineSpec(
-        models / "target", models / "draft", topology, layers, device="cpu", emulation=emulation, draft_dtype="float32"
-    )
+    shape = count, 7 if preset == "paper-7" else count
+    spec = bare_spec(models / "target", LAYERS, shape, models / "draft", draft_dtype="float32")
+    return replace(spec, emulation=emulation)
 
 
 class Both:
@@ -88,7 +86,7 @@ class Both:
         self._experience = WatchedExperience(self.groups)
         self._memos: dict[int, DraftMemo] = {}  # by request
         self._kv, self._draft_kv = spec.kv_manager(), spec.kv_manager()
-        draft = spec.load_drafter(torch.device("cpu"))
+        draft = load_drafter(spec, torch.device("cpu"))
         assert draft is not None
         self.draft: Drafter = draft
 

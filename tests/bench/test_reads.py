@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -113,7 +112,7 @@ SAMPLING = {
 @pytest.mark.parametrize("kind", SAMPLING)
 def test_every_method_keeps_to_its_budget(pair: Pair, kind: str) -> None:
     config = ReadsConfig(METHOD_NAMES, (1, 3), "Natalia sold 12 clips in April.", SAMPLING[kind])
-    rows = measure_reads(replace(pair.spec(3), dtype="float64"), config)
+    rows = measure_reads(pair.spec(3).replaced(dtype="float64"), config)
     assert len(rows) == 2 * len(METHOD_NAMES)
     assert [line for row in rows for line in over_budget(row)] == []
     assert all(row["stages"]["stage 3"] > 0 and row["stages"]["stage 1"] == 0 for row in rows)
@@ -123,7 +122,7 @@ def test_every_method_keeps_to_its_budget(pair: Pair, kind: str) -> None:
 @pytest.mark.slow
 def test_log_probabilities_are_read_but_never_mixed(pair: Pair) -> None:
     config = ReadsConfig(METHOD_NAMES, (2,), "Natalia sold clips.", SamplingParams(max_tokens=8, logprobs=2, prompt_logprobs=1))
-    for row in measure_reads(replace(pair.spec(3), dtype="float64"), config):
+    for row in measure_reads(pair.spec(3).replaced(dtype="float64"), config):
         assert row["mixed_places"] == [] and row["stages"]["stage 3"] > 1
 
 

@@ -14,8 +14,9 @@ from transformers import PreTrainedTokenizerFast
 
 from pipedec.bench.resources import ResourcesConfig, TimedAnswer, latencies
 from pipedec.cli.main import program
+from pipedec.config import Settings
 from pipedec.core import PipedecError, UserError
-from pipedec.engine.spec import Cut, Models, PipelineSpec
+from pipedec.engine.build import resolve
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +45,7 @@ def test_toy_cluster(pair: Path, tmp_path: Path) -> None:
     row: dict[str, Any] = json.loads(out.read_text())
     assert row["benchmark"] == "resources" and row["config"]["pipeline"]["layers"] == [[0, 2], [2, 4]]
     assert [rank["rank"] for rank in row["ranks"]] == [0, 1, 2]
-    spec = PipelineSpec.create(Models(pair / "target", pair / "draft"), Cut(2), device="cpu")
+    spec = resolve(Settings.of(target=pair / "target", draft=pair / "draft", stages=2, device="cpu"))
     for rank in row["ranks"]:
         assert rank["peak_bytes"] > rank["weight_bytes"] > 0
         capacity = None if rank["rank"] == 0 else spec.kv_slots

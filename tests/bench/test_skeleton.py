@@ -31,9 +31,10 @@ from pipedec.cli.main import program
 from pipedec.config import paper_cluster
 from pipedec.core import PipedecError, SamplingParams, UserError
 from pipedec.data.prompts import PromptSet
+from pipedec.engine.build import load_prompter
 from pipedec.engine.local import LocalPipeline
-from pipedec.engine.spec import PipelineSpec
 from pipedec.messages import PromptRequest
+from pipedec.plan.spec import PipelineSpec
 from pipedec.shipped import reference_threads
 from pipedec.text.prompt import Prompter
 from pipedec.threads import NO_DIALECT, single_thread
@@ -58,7 +59,7 @@ def list_writers(thread_models: ThreadModels, tmp_path_factory: pytest.TempPathF
             teach(model, thread_models.tokenizer, LIST)
         shutil.copytree(directory, folder / name)
         model.save_pretrained(folder / name)
-    return replace(spec, target=folder / "target", draft=folder / "draft", bita=None)
+    return spec.replaced(target=folder / "target", draft=folder / "draft", bita=None)
 
 
 @pytest.fixture(scope="module")
@@ -220,7 +221,7 @@ def test_every_request_gets_the_targets_answer(
     model = LlamaForCausalLM.from_pretrained(list_writers.target).eval()
     request = PromptRequest(PROMPTS[seed is None], False, "pipedec-bestfirst", asked)
     spec = emulated(paper_cluster(), "paper-14", 2, Models(list_writers.target, str(list_writers.draft)), own_work=False).spec
-    exchange = Recorded(LocalPipeline.load(spec), spec.load_prompter(), request)
+    exchange = Recorded(LocalPipeline.load(spec), load_prompter(spec), request)
     written = SkeletonOfThought().answer(exchange)
     assert written.metrics.threads == len(exchange.asked) - 1 >= 2, "it has several points"
     for number, (prompt, reply) in enumerate(exchange.asked):

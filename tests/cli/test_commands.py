@@ -21,6 +21,7 @@ from transformers import PreTrainedTokenizerBase
 from pipedec.cluster.local import LocalCluster
 from pipedec.cluster.state import RunningCluster, read_state
 from pipedec.core import PipedecError
+from pipedec.engine.build import load_drafter
 from pipedec.verify.reference import Reference
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
@@ -92,7 +93,7 @@ def test_submit_prints_one_json_document_and_writes_a_trace(
     tracks = {event["args"]["name"] for event in events if event["name"] == "thread_name"}
     assert tracks == {"scheduler", "rank 0: draft", "rank 1: stage 1", "rank 2: stage 2"}
     assert {event["tid"] for event in events if event["ph"] == "X"} == {0, 1, 2, 3}
-    prefill = {"1F1", "2F1"} if known_resident.spec.dispatch == "windows" else {"1P0", "2F2"}
+    prefill = {"1F1", "2F1"} if known_resident.spec.settings.cluster.dispatch == "windows" else {"1P0", "2F2"}
     assert {*prefill, "1>2@1", "0S" + str(document["timesteps"])} <= {event["name"] for event in events}
 
     plain = pipedec("submit", *short, "--method", "pp", "--json")
@@ -143,7 +144,7 @@ def test_generate_by_bita_gives_rank_0_no_draft(pipedec: Pipedec, monkeypatch: p
     for method in ("bita", "pipedec"):
         assert pipedec("generate", "--prompt", "a", "--method", method).refused(1) == "enough seen"
     bita, with_draft = specs
-    assert bita.draft is None and bita.load_drafter(bita.torch_device()) is None and bita.trained_masks() > 0
+    assert bita.draft is None and load_drafter(bita, bita.torch_device()) is None and bita.trained_masks > 0
     assert with_draft.draft is not None and with_draft.bita == bita.bita
 
 

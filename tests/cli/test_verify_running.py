@@ -6,7 +6,6 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -140,7 +139,7 @@ def test_a_near_tie_is_reported_and_a_difference_fails(pipedec: Pipedec, known_r
 
 @pytest.fixture(scope="module")
 def bfloat16(pair: Pair) -> Iterator[LocalCluster]:
-    with LocalCluster(replace(pair.spec(2), dtype="bfloat16")) as cluster:
+    with LocalCluster(pair.spec(2).replaced(dtype="bfloat16")) as cluster:
         yield cluster
 
 

@@ -21,6 +21,7 @@ from pipedec.client.async_client import AsyncClient, AsyncReply
 from pipedec.client.client import Client
 from pipedec.client.reply import Delta
 from pipedec.cluster.local import LocalCluster
+from pipedec.config import Settings
 from pipedec.core import PipedecError, QueueFull, RankLost, SamplingParams, SchedulerLost, UserError
 from pipedec.messages import PromptRequest, RunDescription
 from pipedec.scheduler import EmbeddedServer, RedisScheduler, connect
@@ -34,7 +35,7 @@ _OWNER = "front"
 @pytest.fixture(scope="module")
 def cluster(pair: Pair) -> Iterator[LocalCluster]:
     """Two stages, up to 4 requests at once, up to 100 that wait."""
-    with LocalCluster(replace(pair.spec(2), max_num_seqs=4, max_waiting=100)) as running:
+    with LocalCluster(pair.spec(2).replaced(max_num_seqs=4, max_waiting=100)) as running:
         yield running
 
 
@@ -293,7 +294,7 @@ def server() -> Iterator[EmbeddedServer]:
 def opened(server: EmbeddedServer, run_id: str) -> RedisScheduler:
     """A run without ranks, which takes requests and answers none."""
     scheduler = RedisScheduler(connect(server.url), run_id, Topology.even(1, 1))
-    scheduler.open(RunDescription(((1,),), ((0, 1),), "target"))
+    scheduler.open(RunDescription(Settings.of(target="target"), ((1,),), ((0, 1),)))
     return scheduler
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pipedec.client.client import Client
+from pipedec.config import Settings
 from pipedec.core import Completion, RankLost, UserError
 from pipedec.messages import (
     CacheSlotsEvent,
@@ -24,7 +25,7 @@ from pipedec.scheduler import MemoryScheduler
 from pipedec.topology import Topology
 from pipedec.tracing import TraceEvent
 
-DESCRIPTION = RunDescription(((1,),), ((0, 1),), "target")
+DESCRIPTION = RunDescription(Settings.of(target="target"), ((1,),), ((0, 1),))
 
 
 class Answers(MemoryScheduler):

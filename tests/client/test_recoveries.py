@@ -12,6 +12,7 @@ from support.clock import Clock
 from pipedec.client.client import Client
 from pipedec.client.reply import Delta, Reply
 from pipedec.client.watch import LOOK_SECONDS, OUTAGE_SECONDS
+from pipedec.config import Settings
 from pipedec.core import Completion, PipedecError, RankLost, SamplingParams, SchedulerInterrupted, SchedulerLost, UserError
 from pipedec.messages import (
     CompletionEvent,
@@ -27,7 +28,7 @@ from pipedec.messages import (
 from pipedec.scheduler import MemoryScheduler, RunStatus, Topology
 from pipedec.scheduler.protocol import Remembered
 
-DESCRIPTION = RunDescription(((1,),), ((0, 1),), "target")
+DESCRIPTION = RunDescription(Settings.of(target="target"), ((1,),), ((0, 1),))
 REQUEST = PromptRequest("Hello", sampling=SamplingParams(1.0, max_tokens=4))
 TEXT = "abcdefghij"
 

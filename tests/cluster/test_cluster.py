@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,8 @@ import pipedec
 from pipedec.client.client import Client
 from pipedec.cluster.local import LocalCluster
 from pipedec.cluster.state import RunningCluster
+from pipedec.config import Settings
+from pipedec.config.redis import RedisConfig
 from pipedec.core import KNEE_ROWS, Completion, PipedecError, RankLost, SamplingParams, SchedulerLost, UserError
 from pipedec.engine.tasks import PREFILL_CHUNK
 from pipedec.messages import Choice, PromptRequest, RunDescription
@@ -81,7 +83,7 @@ def check_answers(
                 assert metrics.draft_tokens > metrics.hits or groups == 1
             assert metrics.ttft_seconds is not None and metrics.ttft_seconds > metrics.prefill_seconds
             assert metrics.tpot_seconds is not None and metrics.tpot_seconds > 0
-            assert (answer.stages, answer.prompt_tokens) == (cluster.spec.num_stages, len(token_ids))
+            assert (answer.stages, answer.prompt_tokens) == (cluster.spec.settings.cut.stages, len(token_ids))
             assert answer.finish_reason == "length"
             hits[method] += metrics.hits
     assert hits["pp"] == 0 and hits["stpp"] > 0
@@ -145,8 +147,12 @@ def test_a_trace_covers_every_rank_and_the_scheduler(resident: LocalCluster) -> 
     assert {event.rank for event in trace} == {SCHEDULER_TRACK, 0, 1, 2}
     for rank in (1, 2):
         labels = {event.label for event in trace if event.rank == rank}
-        if resident.spec.dispatch == "windows":  # the prompt's chunks are rows, and the answer's timesteps follow theirs
-            prefill = -(-(answer.prompt_tokens - answer.metrics.cached_tokens) // KNEE_ROWS) + resident.spec.num_stages - 1
+        if (
+            resident.spec.settings.cluster.dispatch == "windows"
+        ):  # the prompt's chunks are rows, and the answer's timesteps follow theirs
+            prefill = (
+                -(-(answer.prompt_tokens - answer.metrics.cached_tokens) // KNEE_ROWS) + resident.spec.settings.cut.stages - 1
+            )
             assert {f"{rank}F{rank}", f"{rank}F{rank + 1}", f"{rank}S{prefill + answer.metrics.timesteps + 1}"} <= labels
         else:
             assert {f"{rank}P-1", f"{rank}P0", f"{rank}F{rank}", f"{rank}S{answer.metrics.timesteps}"} <= labels
@@ -154,7 +160,7 @@ def test_a_trace_covers_every_rank_and_the_scheduler(resident: LocalCluster) -> 
     assert all(event.start_us <= event.end_us for event in trace)
     scheduled = {event.label for event in trace if event.rank == SCHEDULER_TRACK}
     done = {event.label for event in trace if event.rank != SCHEDULER_TRACK}
-    if resident.spec.dispatch == "windows":
+    if resident.spec.settings.cluster.dispatch == "windows":
         # The windows go on when an answer has ended, so that a rank tells of its tasks inside them only.
         assert {"0W1", "1W1", "2W1"} <= scheduled and not [label for label in scheduled if "F" in label]
         done -= {label for label in done if int(re.split("[A-Z@]", label)[-1]) > 0 and "W" not in label}
@@ -363,8 +369,8 @@ def test_a_stop_finishes_the_request_under_way_and_refuses_the_rest(
     pair: Pair, reference: Reference, tokenizer: PreTrainedTokenizerBase
 ) -> None:
     with own_redis() as (server, redis_client):
-        spec = replace(pair.spec(2), max_num_seqs=1)
-        cluster = LocalCluster(spec, redis_url=server.url, run_id="stopped")
+        spec = pair.spec(2).replaced(max_num_seqs=1)
+        cluster = LocalCluster(spec.replaced(redis=RedisConfig(server.url)), "stopped")
         cluster.start()
         try:
             first = Asking(cluster, prompt_request(PROMPTS[0], max_tokens=150, ignore_eos=True))
@@ -393,7 +399,7 @@ def test_ending_a_cluster_cancels_the_request_under_way(pair: Pair) -> None:
 
 
 def test_a_run_name_in_use_is_refused_and_the_run_goes_on(pair: Pair, resident: LocalCluster) -> None:
-    second = LocalCluster(pair.spec(1), redis_url=resident.address.redis_url, run_id=resident.run_id)
+    second = LocalCluster(pair.spec(1).replaced(redis=RedisConfig(resident.address.redis_url)), resident.run_id)
     with pytest.raises(UserError, match=f"'{resident.run_id}' is already up"):
         second.start()
     assert second.pids == {}
@@ -404,7 +410,7 @@ def test_a_run_name_in_use_is_refused_and_the_run_goes_on(pair: Pair, resident: 
 def test_two_runs_share_a_redis(pair: Pair, resident: LocalCluster) -> None:
     client_of(resident).ask(prompt_request(PROMPTS[0], max_tokens=2))  # some keys of a run stay after its first request
     keys = run_keys(resident)
-    with LocalCluster(pair.spec(1), redis_url=resident.address.redis_url, run_id="guest") as guest:
+    with LocalCluster(pair.spec(1).replaced(redis=RedisConfig(resident.address.redis_url)), "guest") as guest:
         asked = [Asking(cluster, prompt_request(PROMPTS[0], max_tokens=20, ignore_eos=True)) for cluster in (guest, resident)]
         assert asked[0].result().token_ids == asked[1].result().token_ids
     assert wait_until(lambda: run_keys(resident) <= keys), run_keys(resident) - keys
@@ -414,9 +420,9 @@ def test_what_a_dead_run_left_does_not_hinder_the_next(pair: Pair) -> None:
     with own_redis() as (server, redis_client):
         dead = RedisScheduler(redis_client, "again", pair.spec(1).topology, lease_ms=300)
         dead.renew_lease(1)
-        dead.open(RunDescription(((1,),), ((0, 8),), "target"))
+        dead.open(RunDescription(Settings.of(target="target"), ((1,),), ((0, 8),)))
         dead.abort(1, "went away")
-        with LocalCluster(pair.spec(1), redis_url=server.url, run_id="again") as cluster:
+        with LocalCluster(pair.spec(1).replaced(redis=RedisConfig(server.url)), "again") as cluster:
             assert len(client_of(cluster).ask(prompt_request("Hello", max_tokens=3, ignore_eos=True)).token_ids) == 3
         assert redis_client.keys("*") == []
 
@@ -428,7 +434,7 @@ def test_a_cluster_that_cannot_start_says_why_and_is_gone(pair: Pair, tmp_path: 
     target.mkdir()
     for file in pair.target.iterdir():
         (target / file.name).write_bytes(file.read_bytes())
-    damaged = type(spec)(target, spec.draft, spec.topology, spec.layers, spec.dtype, spec.device)
+    damaged = spec.replaced(target=str(target))
     (target / "model.safetensors").write_bytes(b"\0" * 100)
     with pytest.raises(RankLost, match=r"rank [12]: .*model.safetensors is not a whole safetensors file"):
         LocalCluster(damaged).start()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,8 +12,9 @@ from support.tiny_pair import Pair
 
 from pipedec.client.client import Client
 from pipedec.cluster.local import LocalCluster
+from pipedec.config import Settings
 from pipedec.core import PipedecError, SamplingParams
-from pipedec.engine.spec import Cut, Models, PipelineSpec
+from pipedec.engine.build import resolve
 from pipedec.messages import PromptRequest
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
@@ -32,8 +32,8 @@ def test_a_corrupted_request_fails_and_the_others_do_not(pair: Pair, tmp_path: P
     tensors = {name: tensor.clone() for name, tensor in load_file(target / "model.safetensors").items()}
     tensors[EMBEDDING][RARE, 0] = torch.nan
     save_file(tensors, target / "model.safetensors", {"format": "pt"})
-    spec = PipelineSpec.create(Models(target, "none"), Cut(2), device="cpu")
-    with LocalCluster(replace(spec, dispatch=dispatch)) as cluster:
+    spec = resolve(Settings.of(target=target, draft="none", stages=2, device="cpu"))
+    with LocalCluster(spec.replaced(dispatch=dispatch)) as cluster:
         client = Client(cluster.scheduler, cluster.check)
         before = client.ask(_request(5, 9, 30)).token_ids
         with pytest.raises(PipedecError, match="stage 1 computed NaN or infinity"):

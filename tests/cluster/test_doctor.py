@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.clusters import clustered
 from support.hosts import Hosts
 from support.tiny_pair import Pair
 
@@ -26,7 +27,7 @@ from pipedec.cluster.doctor.facts import (
     checkpoint_facts,
 )
 from pipedec.cluster.doctor.findings import Finding, has_problem, problem
-from pipedec.config import ClusterConfig, PartitionConfig, ServerConfig
+from pipedec.config import ClusterConfig, ServerConfig
 from pipedec.validation import parse_json
 
 GB = 10**9
@@ -132,7 +133,7 @@ def test_checkpoints_are_looked_into(pair: Pair, tmp_path: Path) -> None:
 
 
 def cluster(**servers: ServerConfig) -> ClusterConfig:
-    return ClusterConfig("/models/a", tuple(servers.values()), {"p": PartitionConfig(2)})
+    return clustered(servers.values(), {"p": {"stages": 2}}, target="/models/a")
 
 
 def compared(alpha: HostFacts, beta: HostFacts, **answer: Any) -> dict[str, dict[str, Finding]]:

@@ -17,6 +17,7 @@ from pipedec.cluster.address import RankPlace
 from pipedec.cluster.epochs import PATIENCE_SECONDS, next_epoch
 from pipedec.cluster.lease import RECOVERY_SECONDS, LeaseKeeper
 from pipedec.cluster.meeting import Meeting
+from pipedec.config import Settings
 from pipedec.core import EpochEnded, RankLost, SchedulerInterrupted
 from pipedec.engine.activity import Doing
 from pipedec.messages import Activity, RunDescription
@@ -24,7 +25,7 @@ from pipedec.scheduler import EmbeddedServer, RedisScheduler, connect
 from pipedec.topology import Topology
 
 TOPOLOGY = Topology.even(2, 2)
-DESCRIPTION = RunDescription(((1,), (2,)), ((0, 1), (1, 2)), "null")
+DESCRIPTION = RunDescription(Settings.of(target="null"), ((1,), (2,)), ((0, 1), (1, 2)))
 _names = itertools.count()
 
 

@@ -10,7 +10,6 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import psutil
@@ -21,11 +20,10 @@ from support.tiny_pair import Pair
 from pipedec.client.client import Client
 from pipedec.cluster.lease import LeaseKeeper
 from pipedec.cluster.local import LocalCluster
-from pipedec.cluster.recovery import RecoveryOptions
 from pipedec.cluster.state import RunningCluster
 from pipedec.core import Completion, PipedecError, RankLost, SamplingParams, SchedulerLost
-from pipedec.engine.spec import DISPATCHES
 from pipedec.messages import PromptRequest
+from pipedec.plan.spec import DISPATCHES
 from pipedec.scheduler import EmbeddedServer, RedisScheduler, connect
 from pipedec.topology import Topology
 
@@ -34,7 +32,7 @@ with_each_dispatch = pytest.mark.parametrize("dispatch", DISPATCHES)
 tasks_are_slow = pytest.mark.parametrize("dispatch", ["windows", pytest.param("tasks", marks=pytest.mark.slow)])
 
 STAGES = 3
-NO_RECOVERY = RecoveryOptions(max_restarts=0)
+NO_RECOVERY = {"max_restarts": 0}
 NAMES = {0: r"rank 0 \(draft\)"} | {rank: rf"rank {rank} \(stage {rank}\)" for rank in range(1, STAGES + 1)}
 LONG = PromptRequest("Natalia sold 12 clips.", True, "pipedec", SamplingParams(max_tokens=2000, ignore_eos=True))
 
@@ -55,7 +53,7 @@ class Victim:
         self._threads[0].start()
         assert self._speaks.wait(30), "the cluster does not answer"
         self._threads[1].start()
-        if cluster.spec.dispatch == "windows":
+        if cluster.spec.settings.cluster.dispatch == "windows":
             assert wait_until(lambda: len(elsewhere.status().running) == 2)
         else:
             assert wait_until(lambda: elsewhere.status().waiting == 1)
@@ -86,7 +84,7 @@ def supervise(cluster: LocalCluster, expected: type[PipedecError], message: str)
 @pytest.mark.parametrize("rank", range(STAGES + 1))
 @with_each_dispatch
 def test_a_rank_killed_in_mid_generation_is_named(pair: Pair, rank: int, dispatch: str) -> None:
-    with LocalCluster(replace(pair.spec(STAGES), dispatch=dispatch), recovery=NO_RECOVERY) as cluster:
+    with LocalCluster(pair.spec(STAGES).replaced(dispatch=dispatch, **NO_RECOVERY)) as cluster:
         victim = Victim(cluster)
         os.kill(cluster.pids[rank], signal.SIGKILL)
         supervise(cluster, RankLost, f"{NAMES[rank]} was killed by SIGKILL")
@@ -98,8 +96,8 @@ def test_a_rank_killed_in_mid_generation_is_named(pair: Pair, rank: int, dispatc
 @tasks_are_slow
 def test_a_stage_that_stands_still_is_named(pair: Pair, dispatch: str) -> None:
     """Its sockets stay open. Its lease gives it away, and those who wait for it would, too."""
-    by_lease_alone = replace(NO_RECOVERY, stall_seconds=60.0)
-    with LocalCluster(replace(pair.spec(STAGES), dispatch=dispatch), recovery=by_lease_alone) as cluster:
+    by_lease_alone = {**NO_RECOVERY, "stall_timeout": 60.0}
+    with LocalCluster(pair.spec(STAGES).replaced(dispatch=dispatch, **by_lease_alone)) as cluster:
         victim = Victim(cluster)
         others = [psutil.Process(pid) for rank, pid in cluster.pids.items() if rank != 2]
         os.kill(cluster.pids[2], signal.SIGSTOP)
@@ -127,8 +125,8 @@ def _leave_when_asked(transport: str) -> str:
 @pytest.mark.slow
 @with_each_dispatch
 def test_a_rank_that_ends_early_and_content_is_a_failure(pair: Pair, dispatch: str) -> None:
-    spec = replace(pair.spec(STAGES), dispatch=dispatch)
-    with LocalCluster(spec, transport=LeavesWhenAsked("auto"), recovery=NO_RECOVERY) as cluster:
+    spec = pair.spec(STAGES).replaced(dispatch=dispatch)
+    with LocalCluster(spec.replaced(transport=LeavesWhenAsked("auto"), **NO_RECOVERY)) as cluster:
         victim = Victim(cluster)
         os.kill(cluster.pids[1], signal.SIGUSR1)
         supervise(cluster, RankLost, f"{NAMES[1]} ended before it was told to")
@@ -138,7 +136,7 @@ def test_a_rank_that_ends_early_and_content_is_a_failure(pair: Pair, dispatch: s
 
 @with_each_dispatch
 def test_redis_killed_in_mid_generation_is_named(pair: Pair, dispatch: str) -> None:
-    with LocalCluster(replace(pair.spec(STAGES), dispatch=dispatch), recovery=NO_RECOVERY) as cluster:
+    with LocalCluster(pair.spec(STAGES).replaced(dispatch=dispatch, **NO_RECOVERY)) as cluster:
         victim = Victim(cluster)
         redis_of(cluster).kill()
         owner, elsewhere = victim.errors(10)
@@ -150,7 +148,7 @@ def test_redis_killed_in_mid_generation_is_named(pair: Pair, dispatch: str) -> N
 @pytest.mark.slow
 @tasks_are_slow
 def test_redis_that_stands_still_is_named(pair: Pair, dispatch: str) -> None:
-    with LocalCluster(replace(pair.spec(1), dispatch=dispatch), recovery=NO_RECOVERY) as cluster:
+    with LocalCluster(pair.spec(1).replaced(dispatch=dispatch, **NO_RECOVERY)) as cluster:
         victim = Victim(cluster)
         redis_of(cluster).suspend()
         owner, elsewhere = victim.errors(30)
@@ -161,7 +159,7 @@ def test_redis_that_stands_still_is_named(pair: Pair, dispatch: str) -> None:
 @pytest.mark.slow
 @with_each_dispatch
 def test_keys_deleted_by_somebody_else_end_the_run(pair: Pair, dispatch: str) -> None:
-    with LocalCluster(replace(pair.spec(1), dispatch=dispatch), recovery=NO_RECOVERY) as cluster:
+    with LocalCluster(pair.spec(1).replaced(dispatch=dispatch, **NO_RECOVERY)) as cluster:
         with connect(cluster.address.redis_url) as client:
             client.flushall()
         supervise(cluster, RankLost, "its keys were deleted")
@@ -169,7 +167,7 @@ def test_keys_deleted_by_somebody_else_end_the_run(pair: Pair, dispatch: str) ->
 
 @with_each_dispatch
 def test_keys_deleted_in_mid_generation_end_the_run(pair: Pair, dispatch: str) -> None:
-    with LocalCluster(replace(pair.spec(STAGES), dispatch=dispatch), recovery=NO_RECOVERY) as cluster:
+    with LocalCluster(pair.spec(STAGES).replaced(dispatch=dispatch, **NO_RECOVERY)) as cluster:
         victim = Victim(cluster)
         with connect(cluster.address.redis_url) as client:
             client.flushall()

@@ -12,7 +12,6 @@ from support.tiny_pair import Pair
 
 from pipedec.client.client import Client
 from pipedec.cluster.local import LocalCluster
-from pipedec.cluster.recovery import RecoveryOptions
 from pipedec.core import RankLost, SamplingParams
 from pipedec.messages import PromptRequest
 
@@ -25,7 +24,7 @@ MAX_NUM_SEQS = 4
 
 @pytest.fixture
 def cluster(pair: Pair) -> Iterator[LocalCluster]:
-    with LocalCluster(replace(pair.spec(3), duplex="half", max_num_seqs=MAX_NUM_SEQS)) as cluster:
+    with LocalCluster(replace(pair.spec(3).replaced(max_num_seqs=MAX_NUM_SEQS), duplex="half")) as cluster:
         yield cluster
 
 
@@ -71,8 +70,8 @@ def test_answers_in_company_are_those_alone_and_leave_nothing_in_redis(cluster: 
 
 @pytest.mark.slow
 def test_a_wrong_order_of_transfers_ends_the_run_with_one_line(pair: Pair) -> None:
-    spec = replace(pair.spec(3), duplex="half", max_num_seqs=MAX_NUM_SEQS)
-    with LocalCluster(spec, recovery=RecoveryOptions(max_restarts=0)) as cluster:
+    spec = replace(pair.spec(3).replaced(max_num_seqs=MAX_NUM_SEQS), duplex="half")
+    with LocalCluster(spec.replaced(max_restarts=0)) as cluster:
         scheduler = cluster.scheduler
         assert scheduler is not None
         client = Client(scheduler, cluster.check, silence_seconds=60)

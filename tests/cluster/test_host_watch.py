@@ -17,14 +17,14 @@ from support.processes import wait_until
 
 from pipedec.cluster.host_watch import OUTAGE_SECONDS, HostWatch
 from pipedec.cluster.processes import FAILED, LOST_ANOTHER, RankProcesses
-from pipedec.cluster.recovery import RecoveryOptions
+from pipedec.config import Cluster
 from pipedec.core import RankLost, SchedulerLost
 from pipedec.messages import Activity, Recovery
 from pipedec.scheduler import Supervision
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 
-OPTIONS = RecoveryOptions(max_restarts=3, window_seconds=600)
+OPTIONS = Cluster(max_restarts=3, restart_window=600)
 
 
 class Run:
@@ -59,7 +59,7 @@ class Run:
 class Host:
     """A host with three ranks that do nothing, and its watch."""
 
-    def __init__(self, run: Run, options: RecoveryOptions = OPTIONS, node: str = "here", **hooks: Any) -> None:
+    def __init__(self, run: Run, options: Cluster = OPTIONS, node: str = "here", **hooks: Any) -> None:
         self.run = run
         self.processes = RankProcesses()
         self.started: list[int] = []
@@ -220,7 +220,7 @@ def test_redis_may_be_away_for_a_while_and_is_looked_after(run: Run, monkeypatch
 @pytest.mark.fast_cases
 @pytest.mark.parametrize("limit", [0, 2])
 def test_beyond_the_limit_the_run_is_aborted_with_the_cause(run: Run, limit: int) -> None:
-    host = Host(run, RecoveryOptions(max_restarts=limit, window_seconds=600))
+    host = Host(run, Cluster(max_restarts=limit, restart_window=600))
     for running in hosting(host):
         for _ in range(limit):
             run.look = replace(run.look, members=(0, 1, 2))
@@ -238,14 +238,14 @@ def test_beyond_the_limit_the_run_is_aborted_with_the_cause(run: Run, limit: int
 
 def test_a_rank_that_is_not_replaced_is_told_before_it_is_killed(run: Run) -> None:
     run.look = replace(run.look, expired=(1,))
-    for host in hosting(Host(run, RecoveryOptions(max_restarts=0))):
+    for host in hosting(Host(run, Cluster(max_restarts=0))):
         with pytest.raises(RankLost, match=r"rank 1 \(stage 1\) stopped answering"):
             host.watch.turn()
         assert run.aborted == [(1, "rank 1 (stage 1) stopped answering")] and not host.processes.exit_statuses
 
 
 def test_restarts_of_long_ago_do_not_count(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, host = Clock(monkeypatch), Host(run, RecoveryOptions(max_restarts=1, window_seconds=600))
+    clock, host = Clock(monkeypatch), Host(run, Cluster(max_restarts=1, restart_window=600))
     for running in hosting(host):
         for _ in range(2):
             run.look = replace(run.look, members=(0, 1, 2))
@@ -317,7 +317,7 @@ def nobody(ranks: Sequence[int], look: Supervision) -> Mapping[int, str]:
 
 
 def test_ranks_that_are_replaced_too_often_move_to_another_host(run: Run) -> None:
-    options = RecoveryOptions(max_restarts=1, window_seconds=600)
+    options = Cluster(max_restarts=1, restart_window=600)
     for host in hosting(Host(run, options, reassign=lambda ranks, look: dict.fromkeys(ranks, "spare"))):
         moved = []
         for _ in range(2):

@@ -19,6 +19,7 @@ from typing import Any
 
 import psutil
 import pytest
+from support.clusters import clustered
 from support.processes import marked_processes, wait_until
 from support.tiny_pair import Pair
 from transformers import PreTrainedTokenizerBase
@@ -28,10 +29,16 @@ from pipedec.cluster.launched import LaunchedCluster
 from pipedec.cluster.node import PROTOCOL, Node
 from pipedec.cluster.node_rank import LaunchedRun
 from pipedec.cluster.nodes import Nodes
-from pipedec.cluster.recovery import RecoveryOptions
 from pipedec.cluster.ssh import remote_command
 from pipedec.cluster.state import RunningCluster
-from pipedec.config import ClusterConfig, DeviceConfig, LaunchConfig, PartitionConfig, RedisConfig, ServerConfig, cluster_to_json
+from pipedec.config import (
+    ClusterConfig,
+    DeviceConfig,
+    LaunchConfig,
+    RedisConfig,
+    ServerConfig,
+    cluster_to_json,
+)
 from pipedec.core import PipedecError, RankLost, SamplingParams, UserError
 from pipedec.messages import PromptRequest, Recovery
 from pipedec.plan.placement import rank_places
@@ -53,10 +60,9 @@ exec sh -c "$1"
 
 def cluster_on(pair: Pair, *servers: ServerConfig, launch: LaunchConfig) -> ClusterConfig:
     """Two stages on processors, the draft on the first host."""
-    partition = PartitionConfig(stages=2, draft_device=DeviceConfig(servers[0].host, "cpu"))
-    return ClusterConfig(
-        str(pair.target), servers, {"two": partition}, str(pair.draft), str(pair.bita), max_model_len=512, launch=launch
-    )
+    partition = {"stages": 2, "draft_device": DeviceConfig(servers[0].host, "cpu")}
+    models = {"target": pair.target, "draft": pair.draft, "bita": pair.bita}
+    return clustered(servers, {"two": partition}, **models, max_model_len=512, launch=launch)
 
 
 def on_localhost(pair: Pair, **launch: Any) -> ClusterConfig:
@@ -147,7 +153,7 @@ def test_a_node_without_a_launcher_ends_after_its_ranks(pair: Pair) -> None:
     """The connection to a launcher whose machine has vanished does not end by itself."""
     said: list[tuple[str, Any]] = []
     orders, sender = multiprocessing.Pipe(duplex=False)
-    run = LaunchedRun(cluster_to_json(on_localhost(pair)), "two", 2, "redis://127.0.0.1:1/0", "lost", None, 0, RecoveryOptions())
+    run = LaunchedRun(cluster_to_json(on_localhost(pair)), "redis://127.0.0.1:1/0", "lost", None, 0)
     for order in ({"order": "join", "run": asdict(run), "host": "localhost"}, {"order": "start", "rank": 0}):
         sender.send_bytes(json.dumps(order).encode())
     Node(orders, lambda news, **contents: said.append((news, contents)), threading.Event(), idle_seconds=0.1).run()
@@ -234,7 +240,7 @@ def test_a_spare_takes_over_the_rank_of_a_host_that_is_lost(
 
 @pytest.mark.slow
 def test_a_rank_that_is_killed_is_named_with_its_host(pair: Pair) -> None:
-    with LaunchedCluster(on_localhost(pair), recovery=RecoveryOptions(max_restarts=0)) as cluster:
+    with LaunchedCluster(on_localhost(pair), given={"max_restarts": 0}) as cluster:
         os.kill(cluster.pids[1], signal.SIGKILL)
         with pytest.raises(RankLost, match=r"rank 1 \(stage 1\) on localhost was killed by SIGKILL"):
             cluster.wait()
@@ -399,4 +405,4 @@ def test_a_checkpoint_that_a_host_has_not_got_is_named(pair: Pair) -> None:
 
 def test_a_shape_without_weights_is_refused_before_anything_starts(pair: Pair) -> None:
     with pytest.raises(UserError, match=r"draft: llama-3\.2-1b is a shape to plan with and has no weights"):
-        LaunchedCluster(replace(on_localhost(pair), draft="llama-3.2-1b")).start()
+        LaunchedCluster(on_localhost(pair), given={"draft": "llama-3.2-1b"}).start()

@@ -32,7 +32,7 @@ SAMPLINGS = (
 @pytest.fixture(scope="module")
 def cluster(pair: Pair) -> Iterator[LocalCluster]:
     """Three stages, up to 8 requests at once, up to 20 that wait."""
-    with LocalCluster(replace(pair.spec(3), max_num_seqs=8, max_waiting=20)) as running:
+    with LocalCluster(pair.spec(3).replaced(max_num_seqs=8, max_waiting=20)) as running:
         yield running
 
 
@@ -89,7 +89,7 @@ def test_requests_are_in_the_pipeline_at_the_same_time(cluster: LocalCluster) ->
 
 @pytest.mark.slow
 def test_a_lower_priority_value_is_served_first(pair: Pair) -> None:
-    with LocalCluster(replace(pair.spec(2), max_num_seqs=1)) as cluster:
+    with LocalCluster(pair.spec(2).replaced(max_num_seqs=1)) as cluster:
         client = client_of(cluster)
         first = client.submit(PromptRequest("x", True, "pp", ENDLESS))
         assert wait_until(lambda: len(status_of(cluster).running) == 1)

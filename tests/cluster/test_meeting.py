@@ -28,9 +28,9 @@ from pipedec.cluster.place import check_device, checked_host
 from pipedec.cluster.processes import RankProcesses
 from pipedec.config import ServerConfig
 from pipedec.core import PipedecError, RankLost, UserError
-from pipedec.engine.spec import PipelineSpec
 from pipedec.messages import AddressEvent, CardEvent
 from pipedec.plan.placement import Placement
+from pipedec.plan.spec import PipelineSpec
 from pipedec.scheduler import EmbeddedServer, RedisScheduler, connect
 from pipedec.transport.rendezvous import MEETING_SECONDS
 

@@ -31,7 +31,7 @@ SAMPLINGS = (
 @pytest.fixture(scope="module")
 def cluster(pair: Pair) -> Iterator[LocalCluster]:
     """Three stages with memory for one long answer."""
-    with LocalCluster(with_slots(replace(pair.spec(3), max_num_seqs=8), SLOTS)) as running:
+    with LocalCluster(with_slots(pair.spec(3).replaced(max_num_seqs=8), SLOTS)) as running:
         yield running
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from support.tiny_pair import Pair
@@ -11,32 +9,33 @@ from support.tiny_pair import Pair
 from pipedec.cluster.address import RankPlace
 from pipedec.cluster.rank import chosen_backend
 from pipedec.core import UserError
-from pipedec.engine.spec import PipelineSpec
+from pipedec.engine.devices import rank_device
 from pipedec.messages import Choice
+from pipedec.plan.spec import PipelineSpec
 
 
 def spec(pair: Pair, has_draft: bool, stages: int = 3) -> PipelineSpec:
-    return replace(pair.spec(stages, draft=None if has_draft else "none"), device="auto")
+    return pair.spec(stages, draft=None if has_draft else "none").replaced(device="auto")
 
 
 def test_rank_0_without_a_draft_needs_no_gpu(pair: Pair) -> None:
-    without = replace(spec(pair, has_draft=False), device="cuda")
-    assert without.rank_device(0, 0, gpus=0) == torch.device("cpu")
+    without = spec(pair, has_draft=False).replaced(device="cuda")
+    assert rank_device(without, 0, 0, gpus=0) == torch.device("cpu")
     with pytest.raises(UserError, match="torch sees no GPU here"):
-        without.rank_device(1, 0, gpus=0)
-    assert without.rank_device(0, 0, gpus=4) == torch.device("cpu")
-    assert spec(pair, has_draft=True).rank_device(0, 0, gpus=4) == torch.device("cuda", 0)
+        rank_device(without, 1, 0, gpus=0)
+    assert rank_device(without, 0, 0, gpus=4) == torch.device("cpu")
+    assert rank_device(spec(pair, has_draft=True), 0, 0, gpus=4) == torch.device("cuda", 0)
 
 
 def test_a_pipeline_on_the_cpu_uses_no_gpu(pair: Pair) -> None:
-    on_cpu = replace(spec(pair, has_draft=True), device="cpu")
-    assert {on_cpu.rank_device(rank, rank, gpus=4) for rank in range(4)} == {torch.device("cpu")}
+    on_cpu = spec(pair, has_draft=True).replaced(device="cpu")
+    assert {rank_device(on_cpu, rank, rank, gpus=4) for rank in range(4)} == {torch.device("cpu")}
     assert chosen_backend(RankPlace(1, 4, 1, 4), on_cpu, gpus=4) == Choice("gloo", "NCCL needs GPUs")
 
 
 @pytest.mark.parametrize("gpus", [3, 4, 8])
 def test_stages_beside_rank_0_without_a_draft_have_a_gpu_each(pair: Pair, gpus: int) -> None:
-    devices = {spec(pair, has_draft=False).rank_device(stage, stage, gpus) for stage in (1, 2, 3)}
+    devices = {rank_device(spec(pair, has_draft=False), stage, stage, gpus) for stage in (1, 2, 3)}
     assert len(devices) == 3
     assert {device.type for device in devices} == {"cuda"}
 

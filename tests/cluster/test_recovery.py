@@ -11,7 +11,6 @@ import signal
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,7 @@ from support.tiny_pair import SENTENCES, Pair
 from pipedec.client.client import Client
 from pipedec.client.reply import Reply
 from pipedec.cluster.local import LocalCluster
-from pipedec.cluster.recovery import RecoveryOptions
+from pipedec.config.redis import RedisConfig
 from pipedec.core import Completion, RankLost, SamplingParams
 from pipedec.messages import PromptRequest, Recovery
 from pipedec.scheduler import RunStatus, connect
@@ -76,8 +75,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def cluster(pair: Pair, folder: Path) -> Iterator[LocalCluster]:
-    spec = replace(pair.spec(STAGES), max_num_seqs=8)
-    with LocalCluster(spec, transport=PreparedRanks("auto", obey, folder), recovery=RecoveryOptions(max_restarts=100)) as running:
+    spec = pair.spec(STAGES).replaced(max_num_seqs=8)
+    with LocalCluster(spec.replaced(transport=PreparedRanks("auto", obey, folder), max_restarts=100)) as running:
         yield running
 
 
@@ -250,7 +249,7 @@ def test_a_rank_killed_while_nothing_runs(cluster: LocalCluster, alone: dict[str
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=slow), 2])
 @LEAVES_NOTHING
 def test_beyond_the_limit_the_run_ends_with_the_cause(pair: Pair, rank: int) -> None:
-    with LocalCluster(pair.spec(STAGES), recovery=RecoveryOptions(max_restarts=1, window_seconds=600)) as cluster:
+    with LocalCluster(pair.spec(STAGES).replaced(max_restarts=1, restart_window=600)) as cluster:
         os.kill(cluster.pids[1], signal.SIGKILL)
         assert recovered(cluster, 1).lost == (1,)
         os.kill(cluster.pids[rank], signal.SIGKILL)
@@ -282,7 +281,10 @@ def test_keys_that_somebody_deletes_are_written_back(cluster: LocalCluster, alon
 @pytest.mark.slow
 def test_answers_go_on_when_redis_comes_back_with_its_data(pair: Pair, alone: dict[str, Facts], tmp_path: Path) -> None:
     """One that somebody else runs."""
-    with LastingServer(tmp_path, password="secret") as first, LocalCluster(pair.spec(STAGES), redis_url=first.url) as cluster:
+    with (
+        LastingServer(tmp_path, password="secret") as first,
+        LocalCluster(pair.spec(STAGES).replaced(redis=RedisConfig(first.url))) as cluster,
+    ):
         asked, pids = Asked(cluster, 3), cluster.pids
         os.kill(first.pid, signal.SIGKILL)
         assert wait_until(lambda: not first.is_running)
@@ -304,7 +306,7 @@ def test_a_cluster_is_stopped_in_the_middle_of_a_recovery(pair: Pair) -> None:
 @pytest.mark.parametrize("rank", [0, *(pytest.param(rank, marks=slow) for rank in (1, 2, 3))])
 @LEAVES_NOTHING
 def test_answers_survive_a_killed_rank_under_single_tasks(pair: Pair, alone: dict[str, Facts], rank: int) -> None:
-    with LocalCluster(replace(pair.spec(STAGES), dispatch="tasks")) as cluster:
+    with LocalCluster(pair.spec(STAGES).replaced(dispatch="tasks")) as cluster:
         asked = Asked(cluster, 1)
         os.kill(cluster.pids[rank], signal.SIGKILL)
         assert asked.answers() == [alone[kind] for kind in asked.kinds]
@@ -312,8 +314,8 @@ def test_answers_survive_a_killed_rank_under_single_tasks(pair: Pair, alone: dic
 
 @pytest.fixture(scope="module")
 def threads_cluster(thread_models: ThreadModels) -> Iterator[LocalCluster]:
-    spec = replace(thread_models.spec(4, STAGES), max_num_seqs=8)
-    with LocalCluster(spec, recovery=RecoveryOptions(max_restarts=1000)) as running:
+    spec = thread_models.spec(4, STAGES).replaced(max_num_seqs=8)
+    with LocalCluster(spec.replaced(max_restarts=1000)) as running:
         yield running
 
 

@@ -90,7 +90,7 @@ def test_an_answer_in_threads_goes_on_behind_any_token(thread_models: ThreadMode
     logit_bias = {thread_models.tokenizer.token_to_id(text): 40.0 + value for text, value in bias.items()}
     sampling = SamplingParams(0.8, seed=4, max_tokens=40, logit_bias=logit_bias, logprobs=1)
     request = PromptRequest(PROMPTS[0], True, "pp", sampling, threads=THREAD_DIALECTS["apar"].to_json())
-    with LocalCluster(replace(thread_models.spec(4, 2), dispatch=dispatch)) as cluster:
+    with LocalCluster(thread_models.spec(4, 2).replaced(dispatch=dispatch)) as cluster:
         client = client_of(cluster)
         whole = client.ask(request)
         assert whole.threads is not None and whole.threads["metrics"]["threads"] > 1 and whole.logprobs is not None

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from support.clusters import clustered
 
 from pipedec.cluster.spares import Spares
 from pipedec.cluster.stalls import Stall
-from pipedec.config import ClusterConfig, DeviceConfig, PartitionConfig, ServerConfig
+from pipedec.config import ClusterConfig, DeviceConfig, ServerConfig
 from pipedec.core import RankLost, UserError
 from pipedec.plan.placement import Placement, rank_places, spare_places
 from pipedec.scheduler import Supervision
@@ -72,8 +73,8 @@ def test_no_host_is_left_without_need_or_without_spares() -> None:
 
 
 def config(*servers: ServerConfig, spares: tuple[DeviceConfig, ...] = ()) -> ClusterConfig:
-    partition = PartitionConfig(stages=2, draft_device=DeviceConfig("one", "cpu"))
-    return ClusterConfig("target", servers, {"two": partition}, "draft", spares=spares)
+    partition = {"stages": 2, "draft_device": DeviceConfig("one", "cpu")}
+    return clustered(servers, {"two": partition}, target="target", draft="draft", spares=spares)
 
 
 def test_spares_are_devices_that_the_partition_leaves() -> None:

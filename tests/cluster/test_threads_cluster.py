@@ -14,8 +14,8 @@ from pipedec.client.client import Client
 from pipedec.cluster.local import LocalCluster
 from pipedec.core import Completion, Request, SamplingParams, UserError
 from pipedec.engine.local import LocalPipeline
-from pipedec.engine.spec import DISPATCHES
 from pipedec.messages import PromptRequest, ThreadNews
+from pipedec.plan.spec import DISPATCHES
 from pipedec.threads import Dialect
 
 LAYERS, MAX_TOKENS = 4, 60
@@ -23,7 +23,7 @@ LAYERS, MAX_TOKENS = 4, 60
 
 @pytest.fixture(scope="module", params=list(DISPATCHES))
 def cluster(thread_models: ThreadModels, request: pytest.FixtureRequest) -> Iterator[LocalCluster]:
-    with LocalCluster(replace(thread_models.spec(LAYERS, 2), dispatch=request.param)) as started:
+    with LocalCluster(thread_models.spec(LAYERS, 2).replaced(dispatch=request.param)) as started:
         yield started
 
 

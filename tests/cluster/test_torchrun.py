@@ -27,10 +27,10 @@ from pipedec.cluster.state import RunningCluster
 from pipedec.cluster.torchrun import Job
 from pipedec.config import load_cluster
 from pipedec.core import PipedecError, SamplingParams, UserError
-from pipedec.engine.spec import PipelineSpec
 from pipedec.messages import PromptRequest
 from pipedec.methods import LayerTreeOptions
 from pipedec.plan.partition import plan
+from pipedec.plan.spec import PipelineSpec
 from pipedec.scheduler import EmbeddedServer, connect
 from pipedec.verify.reference import Reference
 
@@ -244,7 +244,7 @@ def test_a_partition_of_the_config_says_what_the_flags_do_not(
     assert spec.topology.groups == ((1, 2), (3, 4))
     assert (spec.target, spec.draft, spec.dtype) == (pair.target, pair.draft, "bfloat16")
     assert (address.redis_url, address.run_id) == ("redis://:secret@somewhere:7000/1", "mine")
-    assert (spec.max_model_len, spec.tree) == (CONTEXT, LayerTreeOptions(2, 1))
+    assert (spec.settings.limits.max_model_len, spec.settings.limits.tree) == (CONTEXT, LayerTreeOptions(2, 1))
 
     torchrun_environment(3)
     _, spec, _ = parse_arguments(["--config", config, "--partition", "pair", "--stages", "2"])
@@ -275,8 +275,8 @@ def test_flags_go_before_the_config(pair: Pair, tmp_path: Path, torchrun_environ
         "2,2,2,2",
     ]
     _, spec, address = parse_arguments(["--config", config, "--redis", "redis://elsewhere:1/0", *flags])
-    assert (spec.target, spec.draft, spec.dtype, spec.max_model_len) == (pair.target, None, "float32", 50)
-    assert (spec.max_num_seqs, spec.max_waiting) == (3, 0)
+    assert (spec.target, spec.draft, spec.dtype, spec.settings.limits.max_model_len) == (pair.target, None, "float32", 50)
+    assert (spec.settings.limits.max_num_seqs, spec.settings.limits.max_waiting) == (3, 0)
     assert spec.topology.num_groups == 4 and spec.layers[1] == (2, 4)
     assert address.redis_url == "redis://elsewhere:1/0"
 

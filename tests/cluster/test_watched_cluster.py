@@ -23,7 +23,7 @@ ENDLESS = PromptRequest("x", True, sampling=SamplingParams(max_tokens=1900, igno
 
 @pytest.fixture(scope="module")
 def cluster(pair: Pair) -> Iterator[LocalCluster]:
-    with LocalCluster(replace(pair.spec(STAGES), max_num_seqs=4, max_waiting=20)) as running:
+    with LocalCluster(pair.spec(STAGES).replaced(max_num_seqs=4, max_waiting=20)) as running:
         yield running
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from pipedec.client.client import Client
+from pipedec.config import Settings
 from pipedec.core import Accepted, Request, SamplingParams, StructuredOutputs, UserError, Verdict
 from pipedec.engine.answer import Answer
 from pipedec.engine.sequences import Sequences
@@ -75,7 +76,7 @@ class Recorded(MemoryScheduler):
 
     def __init__(self, *events: Event) -> None:
         super().__init__(Topology.even(1, 1))
-        self.open(RunDescription(((1,),), ((0, 1),), "target"))
+        self.open(RunDescription(Settings.of(target="target"), ((1,),), ((0, 1),)))
         self._answer = events
 
     def submit(self, request_json: str, priority: int = 0, owner: str = "", operation: str = "") -> int:

@@ -9,13 +9,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.clusters import clustered
 from support.tiny_pair import Pair
 
-from pipedec.config import ClusterConfig, DeviceConfig, PartitionConfig, ServerConfig
+from pipedec.config import DeviceConfig, ServerConfig, Settings
 from pipedec.core import Request, SamplingParams, UserError
-from pipedec.engine.arithmetic import arithmetic_of
+from pipedec.engine.build import resolve, resolve_partition, weights_on
+from pipedec.engine.devices import arithmetic_of
 from pipedec.engine.local import LocalPipeline
-from pipedec.engine.spec import Cut, Models, PipelineSpec
 from pipedec.hardware import WeightFormat
 from pipedec.plan.dtypes import Arithmetic
 
@@ -71,59 +72,64 @@ def with_bfloat16_checkpoint(pair: Pair, folder: Path) -> Path:
 
 def test_on_a_processor_the_target_has_32_bits(pair: Pair, tmp_path: Path, settle: Settle) -> None:
     settle(True)
-    spec = PipelineSpec.create(Models(with_bfloat16_checkpoint(pair, tmp_path / "target"), pair.draft), device="cpu")
-    assert spec.weights_on(1, CPU) == (
+    spec = resolve(Settings.of(target=with_bfloat16_checkpoint(pair, tmp_path / "target"), draft=pair.draft, device="cpu"))
+    assert weights_on(spec, 1, CPU) == (
         WeightFormat("float32"),
         "the target runs on a CPU: --dtype bfloat16 takes half the memory",
     )
-    assert spec.weights_on(0, CPU) == (WeightFormat("bfloat16"), "this processor has bfloat16 instructions")
+    assert weights_on(spec, 0, CPU) == (WeightFormat("bfloat16"), "this processor has bfloat16 instructions")
     settle(False)
-    assert spec.weights_on(0, CPU) == (WeightFormat("float32"), "this processor has no bfloat16 instructions")
-    assert (spec.description().dtype, spec.description().draft_dtype) == ("float32", "auto")
+    assert weights_on(spec, 0, CPU) == (WeightFormat("float32"), "this processor has no bfloat16 instructions")
+    assert (spec.description().settings.numbers.dtype, spec.description().settings.numbers.draft_dtype) == ("float32", "auto")
 
 
 def test_on_gpus_both_have_16_bits(pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipedec.engine.spec.num_gpus", lambda: 1)
-    monkeypatch.setattr("pipedec.engine.spec.arithmetic_of", lambda device: Arithmetic(device.type == "cuda", True))
+    monkeypatch.setattr("pipedec.engine.build.num_gpus", lambda: 1)
+    monkeypatch.setattr("pipedec.engine.build.arithmetic_of", lambda device: Arithmetic(device.type == "cuda", True))
     target = with_bfloat16_checkpoint(pair, tmp_path / "target")
-    spec = PipelineSpec.create(Models(target, pair.draft))
-    assert (spec.description().dtype, spec.description().draft_dtype) == ("bfloat16", "bfloat16")
-    assert PipelineSpec.create(Models(pair.target, pair.draft)).dtype == "float32", "published in float32"
-    given = PipelineSpec.create(Models(target, pair.draft, draft_dtype="float32"), Cut(2), "float16")
-    assert (given.dtype, given.draft_dtype, given.dtype_why) == ("float16", "float32", "as given")
+    spec = resolve(Settings.of(target=target, draft=pair.draft))
+    assert (spec.description().settings.numbers.dtype, spec.description().settings.numbers.draft_dtype) == (
+        "bfloat16",
+        "bfloat16",
+    )
+    assert resolve(Settings.of(target=pair.target, draft=pair.draft)).dtype == "float32", "published in float32"
+    given = resolve(Settings.of(target=target, draft=pair.draft, draft_dtype="float32", stages=2, dtype="float16"))
+    assert (given.dtype, given.settings.numbers.draft_dtype, given.dtype_why) == ("float16", "float32", "as given")
 
 
 def test_a_cluster_file_decides_by_its_devices_on_every_host(pair: Pair, tmp_path: Path, settle: Settle) -> None:
     """This host has no GPU, and need not: all ranks must come to the same dtype of the target."""
     target = str(with_bfloat16_checkpoint(pair, tmp_path / "target"))
-    partition = PartitionConfig(2, devices=(DeviceConfig("here", "h100", 2),), draft_device=DeviceConfig("here", "cpu"))
-    servers = (ServerConfig("here", {"h100": 2, "cpu": 3}),)
-    config = ClusterConfig(target, servers, {"two": partition}, str(pair.draft))
-    made = PipelineSpec.from_config(config)
-    assert (made.dtype, made.dtype_why, made.draft_dtype) == ("bfloat16", "the checkpoint's own", "auto")
-    assert PipelineSpec.from_config(config, device="cpu").dtype == "float32"
-    mixed = replace(partition, devices=(DeviceConfig("here", "h100"), DeviceConfig("here", "cpu")))
-    assert PipelineSpec.from_config(replace(config, partitions={"two": mixed})).dtype == "float32"
-    on_gpu = replace(partition, devices=(DeviceConfig("here", "cpu", 2),), draft_device=DeviceConfig("here", "h100"))
-    made = PipelineSpec.from_config(replace(config, partitions={"two": on_gpu}))
-    assert (made.dtype, made.draft_dtype) == ("float32", "bfloat16")
+    partition = {"stages": 2, "devices": [DeviceConfig("here", "h100", 2)], "draft_device": DeviceConfig("here", "cpu")}
+    servers = [ServerConfig("here", {"h100": 2, "cpu": 3})]
+    config = clustered(servers, {"two": partition}, target=target, draft=pair.draft)
+    made = resolve_partition(config)
+    assert (made.dtype, made.dtype_why, made.settings.numbers.draft_dtype) == ("bfloat16", "the checkpoint's own", "auto")
+    assert resolve_partition(config.for_partition(given={"device": "cpu"})).dtype == "float32"
+    mixed = replace(config.partitions["two"], devices=(DeviceConfig("here", "h100"), DeviceConfig("here", "cpu")))
+    assert resolve_partition(replace(config, partitions={"two": mixed})).dtype == "float32"
+    on_gpu = replace(
+        config.partitions["two"], devices=(DeviceConfig("here", "cpu", 2),), draft_device=DeviceConfig("here", "h100")
+    )
+    made = resolve_partition(replace(config, partitions={"two": on_gpu}))
+    assert (made.dtype, made.settings.numbers.draft_dtype) == ("float32", "bfloat16")
 
 
 @pytest.mark.parametrize("flag", ["dtype", "--draft-dtype"])
 def test_an_unknown_name_is_one_line(pair: Pair, flag: str) -> None:
     with pytest.raises(UserError, match=f"^unknown {flag} 'bf16': choose one of auto, float32, float64, bfloat16, float16$"):
         if flag == "dtype":
-            PipelineSpec.create(Models(pair.target, pair.draft), dtype="bf16", device="cpu")
+            resolve(Settings.of(target=pair.target, draft=pair.draft, dtype="bf16", device="cpu"))
         else:
-            PipelineSpec.create(Models(pair.target, pair.draft, draft_dtype="bf16"), device="cpu")
+            resolve(Settings.of(target=pair.target, draft=pair.draft, draft_dtype="bf16", device="cpu"))
 
 
 @pytest.mark.parametrize("has_bfloat16", [True, False])
 def test_the_draft_s_choice_changes_no_answer(pair: Pair, has_bfloat16: bool, settle: Settle) -> None:
     settle(has_bfloat16)
     request = Request(0, (1, 5, 9, 30), SamplingParams(max_tokens=24, ignore_eos=True))
-    alone = LocalPipeline.load(PipelineSpec.create(Models(pair.target, "none"), Cut(1), "float32", "cpu"))
-    chosen = LocalPipeline.load(PipelineSpec.create(Models(pair.target, pair.draft), Cut(2), device="cpu"))
+    alone = LocalPipeline.load(resolve(Settings.of(target=pair.target, draft="none", stages=1, dtype="float32", device="cpu")))
+    chosen = LocalPipeline.load(resolve(Settings.of(target=pair.target, draft=pair.draft, stages=2, device="cpu")))
     expected, found = (
         [token for verdict in one.run(replace(request, method=method)) for token in verdict.tokens]
         for one, method in ((alone, "pp"), (chosen, "pipedec"))

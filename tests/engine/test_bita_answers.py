@@ -13,18 +13,17 @@ from support.bita_files import save_random_bita
 from support.checkpoints import save_tiny
 from support.naive_bita import NaiveBita
 from support.pairwise import pairwise
+from support.specs import bare_spec
 from support.timesteps import check_timesteps
 from transformers import AutoModelForCausalLM
 
 from pipedec.core import Opening, Request, SamplingParams, Update, UserError, Verdict
+from pipedec.engine.build import DTYPES
 from pipedec.engine.local import LocalPipeline
-from pipedec.engine.spec import DTYPES, PipelineSpec
 from pipedec.engine.tasks import PREFILL_CHUNK
 from pipedec.methods import BitaOptions
 from pipedec.model import BitaWeights, ModelConfig
-from pipedec.plan.layers import even_layers
 from pipedec.stage import FinalStageWorker
-from pipedec.topology import Topology
 
 LAYERS, MASKS, VOCAB = 8, 3, 64
 PROMPT = (1, 9, 30, 4, 51, 17, 8, 22, 40, 3)
@@ -60,9 +59,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def make_pipeline(
     models: Path, shape: tuple[int, int], dtype: str = "float32", target: str = "llama", bita: Path | None = None
 ) -> LocalPipeline:
-    layers = tuple((part.start, part.stop) for part in even_layers(LAYERS, shape[0]))
-    bita = bita or models / f"{target}-bita"
-    return LocalPipeline.load(PipelineSpec(models / target, None, Topology.even(*shape), layers, dtype, "cpu", bita=bita))
+    return LocalPipeline.load(bare_spec(models / target, LAYERS, shape, None, bita or models / f"{target}-bita", dtype=dtype))
 
 
 def request(
@@ -188,8 +185,7 @@ def test_a_vocabulary_smaller_than_the_names_asked_for(tmp_path: Path) -> None:
 
 
 def test_no_bita_no_answer(models: Path) -> None:
-    layers = tuple((part.start, part.stop) for part in even_layers(LAYERS, 2))
-    pipeline = LocalPipeline.load(PipelineSpec(models / "llama", None, Topology.even(2, 2), layers, device="cpu"))
+    pipeline = LocalPipeline.load(bare_spec(models / "llama", LAYERS, (2, 2)))
     with pytest.raises(UserError, match="method bita needs what pipedec train bita has learned"):
         answer(pipeline, request())
 

@@ -6,6 +6,7 @@ from functools import partial
 
 from support.processes import wait_until
 
+from pipedec.config import Settings
 from pipedec.core import Opening, Request, SamplingParams, Step, TokenLogprobs, Update, Verdict
 from pipedec.decoding import Company, Method
 from pipedec.engine.pool import Pool
@@ -25,7 +26,7 @@ class Counting(MemoryScheduler):
     def __init__(self) -> None:
         super().__init__(Topology.even(1, 1))
         self.looks = 0
-        self.open(RunDescription(((1,),), ((0, 1),), "target", max_num_seqs=1))
+        self.open(RunDescription(Settings.of(target="target", max_num_seqs=1), ((1,),), ((0, 1),)))
 
     def take(self, limit: int) -> Taken:
         taken = super().take(limit)

@@ -11,9 +11,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from support.tiny_pair import Pair, make_pair
 
+from pipedec.config import Settings
 from pipedec.core import Request, SamplingParams
+from pipedec.engine.build import resolve
 from pipedec.engine.local import LocalAnswer, LocalPipeline
-from pipedec.engine.spec import Cut, Models, PipelineSpec
 from pipedec.methods import METHODS, applicable_options
 
 STAGES = 4
@@ -38,7 +39,7 @@ def damaged(pair: Pair, folder: Path, tensor: str, row: int | None, value: float
 
 
 def pipeline(target: Path, pair: Pair) -> LocalPipeline:
-    return LocalPipeline.load(PipelineSpec.create(Models(target, pair.draft), Cut(STAGES), device="cpu"))
+    return LocalPipeline.load(resolve(Settings.of(target=target, draft=pair.draft, stages=STAGES, device="cpu")))
 
 
 def answers(of: LocalPipeline, *requests: Request) -> dict[int, LocalAnswer]:

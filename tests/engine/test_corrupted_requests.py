@@ -9,9 +9,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from support.checkpoints import save_tiny_llama
 
+from pipedec.config import Settings
 from pipedec.core import Request, SamplingParams
+from pipedec.engine.build import resolve
 from pipedec.engine.local import LocalAnswer, LocalPipeline
-from pipedec.engine.spec import Cut, Models, PipelineSpec
 
 RARE = 61  # a token
 SANE, BAD = (1, 9, 30, 4, 51, 17), (1, 9, RARE, 4, 51, 17)
@@ -37,7 +38,7 @@ def _damage(target: Path, folder: Path, name: str, value: float, row: int | None
 
 
 def _answers(target: Path, prompts: list[tuple[int, ...]], **sampling: object) -> list[LocalAnswer]:
-    pipeline = LocalPipeline.load(PipelineSpec.create(Models(target, "none"), Cut(4), device="cpu"))
+    pipeline = LocalPipeline.load(resolve(Settings.of(target=target, draft="none", stages=4, device="cpu")))
     wish = SamplingParams(max_tokens=8, ignore_eos=True, **sampling)  # type: ignore[arg-type]
     requests = [Request(number, prompt, wish, "pp") for number, prompt in enumerate(prompts, start=1)]
     for _ in pipeline.run_all({1: requests}):

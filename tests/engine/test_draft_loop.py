@@ -13,6 +13,7 @@ import torch
 from support.processes import wait_until
 from support.tiny_pair import CONTEXT, Pair
 
+from pipedec.config import Settings
 from pipedec.core import EpochEnded, Opening, PipedecError, SamplingParams, SchedulerLost, Verdict
 from pipedec.decoding import Drafter
 from pipedec.engine.draft_loop import DraftLoop
@@ -35,7 +36,7 @@ from pipedec.tracing import Tracer
 from pipedec.tree import Candidates, DraftRows
 
 TOPOLOGY = Topology.even(1, 1)
-DESCRIPTION = RunDescription(((1,),), ((0, 8),), "target", dispatch="tasks")
+DESCRIPTION = RunDescription(Settings.of(target="target", dispatch="tasks"), ((1,),), ((0, 8),))
 NO_TRANSPORT: Any = None  # no step is ever sent
 REQUEST, DRAFTED = (PromptRequest("Hello", True, name, SamplingParams(max_tokens=4)).to_json() for name in ("pp", "stpp"))
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from support.tiny_pair import Pair
@@ -46,7 +44,7 @@ def test_a_static_tree_is_drafted_for_every_root(pair: Pair) -> None:
 
     In 64 bits, so that the draft chooses what the target chooses, however each of them rounds.
     """
-    spec = replace(pair.spec(stages=2, draft=str(pair.target)), dtype="float64", draft_dtype="float64")
+    spec = pair.spec(stages=2, draft=str(pair.target)).replaced(dtype="float64", draft_dtype="float64")
     pipeline = LocalPipeline.load(spec)
     options = StaticTreeOptions(width=3, children=2, depth=2)
     for _ in pipeline.run(Request(0, (5, 9, 11, 20), SamplingParams(max_tokens=13, ignore_eos=True), "stpp", options)):

@@ -11,15 +11,15 @@ import torch
 from support.bita_files import save_random_bita
 from support.checkpoints import save_tiny_llama
 from support.pairwise import pairwise
+from support.specs import bare_spec
 from support.timesteps import check_timesteps
 from transformers import LlamaForCausalLM, PreTrainedModel
 
 from pipedec.core import MethodOptions, Metrics, Request, SamplingParams, UserError, Verdict
+from pipedec.engine.build import DTYPES, load_stage
 from pipedec.engine.local import LocalPipeline
 from pipedec.engine.sequences import Sequences
-from pipedec.engine.spec import DTYPES, PipelineSpec
 from pipedec.methods import METHODS, BestFirstOptions, PipeDecOptions, PlainOptions, StaticTreeOptions, applicable_options
-from pipedec.plan.layers import even_layers
 from pipedec.topology import Topology
 
 LAYERS = 8
@@ -81,10 +81,8 @@ def expected(
 def make_pipeline(
     models: Path, shape: tuple[int, int], draft: str | None, dtype: str = "float32", target: str = "target", **loading: Any
 ) -> LocalPipeline:
-    layers = tuple((part.start, part.stop) for part in even_layers(LAYERS, shape[0]))
-    draft_path = models / draft if draft else None
-    topology, bita = Topology.even(*shape), models / "bita"
-    spec = PipelineSpec(models / target, draft_path, topology, layers, dtype, device="cpu", bita=bita, draft_dtype=dtype)
+    drafts = models / draft if draft else None
+    spec = bare_spec(models / target, LAYERS, shape, drafts, models / "bita", dtype=dtype, draft_dtype=dtype)
     return LocalPipeline.load(spec, **loading)
 
 
@@ -242,8 +240,8 @@ def test_pipedec_needs_a_draft(models: Path) -> None:
 
 
 def test_stages_must_fill_the_topology(models: Path) -> None:
-    spec = PipelineSpec(models / "target", None, Topology.even(2, 2), ((0, 4), (4, 8)), device="cpu")
-    stages = [spec.load_stage(rank, torch.device("cpu")) for rank in (1, 2)]
+    spec = bare_spec(models / "target", LAYERS, (2, 2))
+    stages = [load_stage(spec, rank, torch.device("cpu")) for rank in (1, 2)]
     with pytest.raises(ValueError, match="2 stages do not fill a topology of 3"):
         LocalPipeline(stages, Topology.even(3, 3), Sequences(spec.target))
     with pytest.raises(ValueError, match="the last stage must be a FinalStageWorker"):

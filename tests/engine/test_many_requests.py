@@ -96,7 +96,7 @@ def pipeline_of(
     models: ThreadModels, shape: tuple[int, int], slots: int | None = None, lane_sizes: LaneSizes = LaneSizes()
 ) -> LocalPipeline:
     """In float64, where no order of summation can tip a choice. What earlier requests have left in its KV cache stays."""
-    spec = replace(models.spec(4, *shape), dtype="float64", max_num_seqs=8)
+    spec = models.spec(4, *shape).replaced(dtype="float64", max_num_seqs=8)
     return LocalPipeline.load(spec if slots is None else with_slots(spec, slots), lane_sizes)
 
 
@@ -115,7 +115,7 @@ def _alone(models: ThreadModels, visit: Visit) -> LocalAnswer:
 
 @cache
 def _pipeline_alone(models: ThreadModels) -> LocalPipeline:
-    return LocalPipeline.load(replace(models.spec(4, 1, 1), dtype="float64", draft=None, prefix_cache=False))
+    return LocalPipeline.load(models.spec(4, 1, 1).replaced(dtype="float64", draft=None, prefix_cache=False))
 
 
 def said(answer: LocalAnswer) -> list[int]:
@@ -235,7 +235,7 @@ def test_a_request_that_cannot_run_disturbs_nobody(thread_models: ThreadModels) 
     pipeline = pipeline_of(thread_models, (2, 2))
     bad = Request(0, PROMPTS[0], SamplingParams(), "pipedec-bestfirst", BestFirstOptions(proposers=("draft",)))
     with pytest.raises(UserError):
-        list(LocalPipeline.load(replace(thread_models.spec(4, 1, 1), draft=None)).run(bad))
+        list(LocalPipeline.load(thread_models.spec(4, 1, 1).replaced(draft=None)).run(bad))
     good = Visit(1, None, 0, (1, 0), 3, 0)
     list(pipeline.run(good.request(0, thread_models)))
     assert said(pipeline.last) == said(alone(thread_models, good))
@@ -245,7 +245,7 @@ def test_a_request_that_cannot_run_disturbs_nobody(thread_models: ThreadModels) 
 @pytest.mark.parametrize("method", range(len(METHODS)))
 def test_the_youngest_is_paused_and_all_are_answered(thread_models: ThreadModels, method: int) -> None:
     """There is room for what all of them reserve, but not for their answers."""
-    pipeline = LocalPipeline.load(with_slots(replace(thread_models.spec(4, 2), dtype="float64"), 400), LaneSizes(ahead=16))
+    pipeline = LocalPipeline.load(with_slots(thread_models.spec(4, 2).replaced(dtype="float64"), 400), LaneSizes(ahead=16))
     visits = [Visit(1, None, method, (1, sampling % len(SAMPLINGS)), 250, 0) for sampling in range(4)]
     list(pipeline.run_all({1: [visit.request(number, thread_models) for number, visit in enumerate(visits)]}))
     for number, visit in enumerate(visits):
@@ -257,7 +257,7 @@ def test_the_youngest_is_paused_and_all_are_answered(thread_models: ThreadModels
 
 def test_a_shared_prefix_is_computed_once(thread_models: ThreadModels) -> None:
     """Users who arrive together share it, too, and it outlasts the one who computed it."""
-    pipeline = LocalPipeline.load(replace(thread_models.spec(4, 4), dtype="float64"))
+    pipeline = LocalPipeline.load(thread_models.spec(4, 4).replaced(dtype="float64"))
     visits = [Visit(1, None, 0, (prompt, 0), 5, 0) for prompt in (3, 4, 5, 3)]
     list(pipeline.run_all({1: [visit.request(number, thread_models) for number, visit in enumerate(visits)]}, {4: [0]}))
     cached = [answer.metrics.cached_tokens for answer in pipeline.answers.values()]
@@ -268,7 +268,7 @@ def test_a_shared_prefix_is_computed_once(thread_models: ThreadModels) -> None:
 
 
 def test_a_pipeline_forgets_prefixes_of_ended_requests(thread_models: ThreadModels) -> None:
-    pipeline = LocalPipeline.load(replace(thread_models.spec(4, 4), dtype="float64"))
+    pipeline = LocalPipeline.load(thread_models.spec(4, 4).replaced(dtype="float64"))
     visit = Visit(1, None, 0, (3, 0), 5, 0)
     cached = []
     for _ in range(3):

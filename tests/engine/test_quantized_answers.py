@@ -9,9 +9,9 @@ from support.checkpoints import save_tiny
 
 from pipedec.core import Request, SamplingParams
 from pipedec.engine.local import LocalPipeline
-from pipedec.engine.spec import PipelineSpec
 from pipedec.methods import find_method
 from pipedec.plan.layers import even_layers
+from pipedec.plan.spec import PipelineSpec
 from pipedec.topology import Topology
 from pipedec.verify.reference import Reference
 

@@ -8,12 +8,13 @@ import pytest
 from support.processes import wait_until
 from support.run_stats import run_stats
 
+from pipedec.config import Settings
 from pipedec.core import PipedecError, SchedulerLost
 from pipedec.engine.request_queue import RequestQueue
 from pipedec.messages import CancelledEvent, ErrorEvent, Event, RunDescription, RunStats, TokensEvent
 from pipedec.scheduler import MemoryScheduler, Message, Post, Topology
 
-DESCRIPTION = RunDescription(((1,),), ((0, 1),), "target")
+DESCRIPTION = RunDescription(Settings.of(target="target"), ((1,),), ((0, 1),))
 
 
 class Losable(MemoryScheduler):

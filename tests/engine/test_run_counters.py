@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -27,7 +26,7 @@ SAMPLING = SamplingParams(max_tokens=13, ignore_eos=True)
 @pytest.fixture
 def pipeline(pair: Pair) -> LocalPipeline:
     """Its draft is the target, so that the most probable guess is right."""
-    return LocalPipeline.load(replace(pair.spec(stages=2, draft=str(pair.target)), prefix_cache=False))
+    return LocalPipeline.load(pair.spec(stages=2, draft=str(pair.target)).replaced(prefix_cache=False))
 
 
 def counted(pipeline: LocalPipeline, *requests: Request) -> RunStats:

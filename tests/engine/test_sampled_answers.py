@@ -12,6 +12,7 @@ from support import naive_sampling
 from support.bita_files import save_random_bita
 from support.checkpoints import save_tiny_llama
 from support.pairwise import pairwise
+from support.specs import bare_spec
 from support.timesteps import check_timesteps
 from support.tiny_pair import Pair
 from transformers import LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
@@ -20,12 +21,10 @@ from pipedec.client.client import Client
 from pipedec.cluster.local import LocalCluster
 from pipedec.core import Completion, Request, SamplingParams, UserError
 from pipedec.engine.local import LocalPipeline
-from pipedec.engine.spec import DISPATCHES, PipelineSpec
 from pipedec.engine.tasks import PREFILL_CHUNK
 from pipedec.messages import PromptRequest
 from pipedec.methods import METHODS, applicable_options
-from pipedec.plan.layers import even_layers
-from pipedec.topology import Topology
+from pipedec.plan.spec import DISPATCHES
 
 LAYERS = 8
 PROMPT = (1, 9, 30, 4, 51, 17, 8, 22, 40, 9)
@@ -56,9 +55,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def make_pipeline(models: Path, shape: tuple[int, int]) -> LocalPipeline:
-    layers = tuple((part.start, part.stop) for part in even_layers(LAYERS, shape[0]))
-    topology, bita = Topology.even(*shape), models / "bita"
-    return LocalPipeline.load(PipelineSpec(models / "target", models / "near", topology, layers, device="cpu", bita=bita))
+    spec = bare_spec(models / "target", LAYERS, shape, models / "near", models / "bita", draft_dtype="float32")
+    return LocalPipeline.load(spec)
 
 
 @torch.inference_mode()
@@ -188,7 +186,9 @@ def test_a_cluster_says_what_one_process_says(resident: LocalCluster, pair: Pair
     here = LocalPipeline.load(pair.spec(1))
     prompt = tuple(tokenizer(TEXT)["input_ids"])
     wanted = {name: answer(here, asked(sampling, "pp", prompt)) for name, sampling in SETTINGS.items()}
-    for _, name, method in [case for case in pairwise(DISPATCHES, SETTINGS, METHODS) if case[0] == resident.spec.dispatch]:
+    for _, name, method in [
+        case for case in pairwise(DISPATCHES, SETTINGS, METHODS) if case[0] == resident.spec.settings.cluster.dispatch
+    ]:
         completion = ask(resident, replace(SETTINGS[name], max_tokens=NUM_TOKENS, ignore_eos=True), method)
         assert tuple(completion.token_ids) == wanted[name], (name, method)
         assert completion.seed == SETTINGS[name].seed and completion.logprobs is None
@@ -223,7 +223,7 @@ def test_a_clusters_logprobs_are_those_of_transformers(
 @pytest.fixture(scope="module")
 def well_drafted(pair: Pair, request: pytest.FixtureRequest) -> Iterator[LocalCluster]:
     """Two stages whose draft is the target itself, so that verdicts of several tokens are cut, too."""
-    with LocalCluster(replace(pair.spec(2, draft=str(pair.target)), dispatch=request.param)) as cluster:
+    with LocalCluster(pair.spec(2, draft=str(pair.target)).replaced(dispatch=request.param)) as cluster:
         yield cluster
 
 

@@ -19,12 +19,14 @@ from support.naive_sampling import choose
 from transformers import LlamaForCausalLM
 
 from pipedec.bench.structured.cases import Case, load_cases
+from pipedec.config import Settings
 from pipedec.core import MethodOptions, Request, SamplingParams, StructuredOutputs
 from pipedec.decoding import LaneSizes
+from pipedec.engine.build import resolve
 from pipedec.engine.local import LocalPipeline
 from pipedec.engine.sequences import Sequences
-from pipedec.engine.spec import Cut, Models, PipelineSpec
 from pipedec.methods import METHODS, BestFirstOptions, BitaOptions, PipeDecOptions, StaticTreeOptions
+from pipedec.plan.spec import PipelineSpec
 from pipedec.shipped import reference_pair
 from pipedec.text.prompt import Prompter
 
@@ -66,7 +68,7 @@ def sampling_of(case: Case, **sampling: Any) -> SamplingParams:
 @cache
 def spec_of(stages: int) -> PipelineSpec:
     """In float64, where no order of summation can tip a choice."""
-    return replace(PipelineSpec.create(Models(), Cut(stages), device="cpu"), dtype="float64")
+    return replace(resolve(Settings.of(stages=stages, device="cpu")), dtype="float64")
 
 
 @cache

@@ -13,8 +13,8 @@ from support.tiny_pair import SENTENCES, Pair
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from pipedec import LLM, SamplingParams
+from pipedec.config import Models
 from pipedec.core import UserError
-from pipedec.engine.spec import Models
 from pipedec.gguf import NAMED_MODELS, located
 from pipedec.text.prompt import load_tokenizer
 from pipedec.verify.reference import Reference

@@ -18,7 +18,7 @@ from support.gguf_files import quantized, save_gguf
 from pipedec.config import state_directory
 from pipedec.config.model import context_length
 from pipedec.core import UserError
-from pipedec.engine.spec import checked
+from pipedec.engine.build import checked
 from pipedec.gguf import model_files
 from pipedec.model import Checkpoint
 

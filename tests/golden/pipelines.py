@@ -13,6 +13,7 @@ import torch
 from pipedec.bench.sweep.pipelines import Pair, emulated
 from pipedec.config import paper_cluster
 from pipedec.decoding import LaneSizes
+from pipedec.engine.build import load_drafter, load_stage
 from pipedec.engine.local import LocalPipeline
 from pipedec.engine.sequences import Sequences
 from pipedec.kv import KVManager
@@ -31,10 +32,10 @@ class Models:
 
     def __init__(self, pair: Pair, shape: str) -> None:
         spec = emulated(paper_cluster(), *PRESETS[shape], pair, own_work=False).spec
-        assert spec.emulation is not None and (spec.dtype, spec.draft_dtype) == ("float32", "float32")
-        self.spec = replace(spec, device="cpu", emulation=replace(spec.emulation, kv_tokens=SLOTS))
-        self.stages = [self.spec.load_stage(rank, CPU) for rank in range(1, self.spec.num_stages + 1)]
-        self._drafter = self.spec.load_drafter(CPU)
+        assert spec.emulation is not None and (spec.dtype, spec.settings.numbers.draft_dtype) == ("float32", "float32")
+        self.spec = replace(spec.replaced(device="cpu"), emulation=replace(spec.emulation, kv_tokens=SLOTS))
+        self.stages = [load_stage(self.spec, rank, CPU) for rank in range(1, self.spec.settings.cut.stages + 1)]
+        self._drafter = load_drafter(self.spec, CPU)
 
     def new_kv(self, slots: int = SLOTS) -> KVManager:
         """The books of so many slots of KV memory."""
@@ -43,7 +44,7 @@ class Models:
     def pipeline(self, kv: KVManager, lane_sizes: LaneSizes = LaneSizes()) -> LocalPipeline:
         """A pipeline that has learned nothing yet."""
         spec, sequences = self.spec, Sequences(self.spec.target)
-        shape = self.stages, spec.topology, sequences, self._drafter, CPU, spec.emulation, spec.trained_masks(), spec.knee
+        shape = self.stages, spec.topology, sequences, self._drafter, CPU, spec.emulation, spec.trained_masks, spec.knee
         return LocalPipeline(*shape, kv=kv, lane_sizes=lane_sizes)
 
     @cached_property

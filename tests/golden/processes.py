@@ -13,7 +13,7 @@ Calls of Redis are a report: ranks renew their leases as time goes by.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import product
@@ -28,13 +28,19 @@ from golden.record import PROCESSOR, ROUNDED
 from golden.schedule import processor
 from pipedec.client.client import Client
 from pipedec.cluster.local import LocalCluster
+from pipedec.config import Settings
 from pipedec.core import Completion, SamplingParams
-from pipedec.engine.spec import Models, PipelineSpec
+from pipedec.engine.build import resolve
 from pipedec.messages import PromptRequest
+from pipedec.plan.spec import PipelineSpec
 from pipedec.shipped import reference_pair
 
 STAGES = 4
-KINDS: dict[str, dict[str, Any]] = {"full duplex": {}, "half duplex": {"duplex": "half"}, "tasks": {"dispatch": "tasks"}}
+KINDS: dict[str, Callable[[PipelineSpec], PipelineSpec]] = {
+    "full duplex": lambda spec: spec,
+    "half duplex": lambda spec: replace(spec, duplex="half"),
+    "tasks": lambda spec: spec.replaced(dispatch="tasks"),
+}
 KILLED_IN = ("full duplex", "tasks")
 LENGTH = 20
 # Each greedy token leads by 0.04 or more, so that no processor's rounding changes it.
@@ -129,9 +135,10 @@ def make(scratch: Path) -> dict[str, Any]:
 @contextmanager
 def _running(kind: str, folder: Path) -> Iterator[Recorded]:
     pair = reference_pair()
-    models = Models(pair / "target", pair / "draft", pair / "bita", draft_dtype="float32")
-    spec = replace(PipelineSpec.create(models, dtype="float32", device="cpu"), **KINDS[kind])
-    with LocalCluster(spec, transport=PreparedRanks("gloo", count, folder)) as cluster:
+    models = {"target": pair / "target", "draft": pair / "draft", "bita": pair / "bita"}
+    settings = Settings.of(**models, draft_dtype="float32", dtype="float32", device="cpu")
+    spec = KINDS[kind](resolve(settings)).replaced(transport=PreparedRanks("gloo", count, folder))
+    with LocalCluster(spec) as cluster:
         yield Recorded(cluster, folder)
 
 

@@ -18,8 +18,8 @@ from pipedec.bench.policy.drafter import RecordedDrafter
 from pipedec.bench.policy.memo import DraftMemo
 from pipedec.bench.policy.replay import ReplayedAnswer, ReplayedPipeline, WatchedExperience
 from pipedec.core import Request
-from pipedec.engine.spec import PipelineSpec
 from pipedec.kv import KVManager
+from pipedec.plan.spec import PipelineSpec
 from pipedec.threads import Sequence as ThreadSequence
 from pipedec.tree import Candidates, DraftRows, RowChanges
 

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from support.tiny_pair import Pair
 
+from pipedec.config import Settings
 from pipedec.core import Request, SamplingParams
+from pipedec.engine.build import load_prompter, resolve
 from pipedec.engine.local import LocalPipeline
-from pipedec.engine.spec import Cut, Models, PipelineSpec
 from pipedec.methods import METHOD_NAMES
 from pipedec.model import StageModel
+from pipedec.plan.spec import PipelineSpec
 from pipedec.verify.reference import Reference
 
 PROMPT = "Natalia sold 12 clips in April."
@@ -22,12 +23,12 @@ TOKENS = 24
 
 @pytest.fixture
 def spec(pair: Pair, device: str) -> PipelineSpec:
-    return replace(pair.spec(3), device=device)
+    return pair.spec(3).replaced(device=device)
 
 
 def answers(spec: PipelineSpec, sampling: SamplingParams, count: int = 1) -> dict[str, list[int]]:
     """The first of ``count`` answers that are in the pipeline together, by method."""
-    pipeline, ids = LocalPipeline.load(spec), spec.load_prompter().token_ids(PROMPT, False, TOKENS)
+    pipeline, ids = LocalPipeline.load(spec), load_prompter(spec).token_ids(PROMPT, False, TOKENS)
     found = {}
     for method in METHOD_NAMES:
         requests = [Request(number, ids[: len(ids) - number + 1], sampling, method=method) for number in range(1, count + 1)]
@@ -41,8 +42,8 @@ def answers(spec: PipelineSpec, sampling: SamplingParams, count: int = 1) -> dic
 @pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_answers_are_those_of_transformers(spec: PipelineSpec, dtype: str, count: int) -> None:
-    spec = replace(spec, dtype=dtype)
-    reference, ids = Reference(spec), spec.load_prompter().token_ids(PROMPT, False, TOKENS)
+    spec = spec.replaced(dtype=dtype)
+    reference, ids = Reference(spec), load_prompter(spec).token_ids(PROMPT, False, TOKENS)
     expected = reference.generate(ids, TOKENS, ignore_eos=True)
     for method, found in answers(spec, SamplingParams(max_tokens=TOKENS, ignore_eos=True), count).items():
         divergence = reference.compare(ids, expected, found)
@@ -52,7 +53,7 @@ def test_answers_are_those_of_transformers(spec: PipelineSpec, dtype: str, count
 @pytest.mark.slow
 def test_drawn_answers_are_the_same_by_all_methods(spec: PipelineSpec) -> None:
     sampling = SamplingParams(0.8, top_k=40, top_p=0.9, seed=5, max_tokens=TOKENS, ignore_eos=True)
-    found = answers(replace(spec, dtype="float32"), sampling)
+    found = answers(spec.replaced(dtype="float32"), sampling)
     assert all(tokens == found["pp"] for tokens in found.values()), found
 
 
@@ -60,8 +61,8 @@ def test_drawn_answers_are_the_same_by_all_methods(spec: PipelineSpec) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("quantize", ["int8", "int4"])
 def test_quantised_answers_are_those_of_weights_that_were_rounded(device: str, quantize: str) -> None:
-    spec = PipelineSpec.create(Models(quantize=quantize), Cut(3), "float32", device=device)
-    reference, ids = Reference(spec), spec.load_prompter().token_ids(PROMPT, False, TOKENS)
+    spec = resolve(Settings.of(quantize=quantize, stages=3, dtype="float32", device=device))
+    reference, ids = Reference(spec), load_prompter(spec).token_ids(PROMPT, False, TOKENS)
     expected = reference.generate(ids, TOKENS, ignore_eos=True)
     for method, found in answers(spec, SamplingParams(max_tokens=TOKENS, ignore_eos=True)).items():
         assert found == expected, f"{method}: {reference.compare(ids, expected, found)}"
@@ -71,17 +72,17 @@ def test_quantised_answers_are_those_of_weights_that_were_rounded(device: str, q
 def test_graphs_change_nothing(spec: PipelineSpec, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     sampling = SamplingParams(max_tokens=TOKENS, ignore_eos=True)
     for dtype in ("float32", "bfloat16"):
-        captured = answers(replace(spec, dtype=dtype), sampling)
+        captured = answers(spec.replaced(dtype=dtype), sampling)
         with monkeypatch.context() as patch:
             patch.setenv("PIPEDEC_GRAPHS", "off")
-            assert answers(replace(spec, dtype=dtype), sampling)["pp"] == captured["pp"]
+            assert answers(spec.replaced(dtype=dtype), sampling)["pp"] == captured["pp"]
 
 
 def test_no_timestep_of_a_middle_stage_waits_for_the_device(
     spec: PipelineSpec, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its rows are entered, computed and handed on; CUDA reports the first synchronisation as an error."""
-    pipeline, ids = LocalPipeline.load(spec), spec.load_prompter().token_ids(PROMPT, False, TOKENS)
+    pipeline, ids = LocalPipeline.load(spec), load_prompter(spec).token_ids(PROMPT, False, TOKENS)
     request = Request(1, ids, SamplingParams(max_tokens=TOKENS, ignore_eos=True))
     forward = StageModel.forward
     calls = []

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from dataclasses import replace
 
 import pytest
 from support.tiny_pair import Pair
@@ -12,6 +11,7 @@ from support.tiny_pair import Pair
 from pipedec.client.client import Client
 from pipedec.cluster.local import LocalCluster
 from pipedec.core import SamplingParams
+from pipedec.engine.build import load_prompter
 from pipedec.messages import PromptRequest
 from pipedec.verify.reference import Reference
 
@@ -43,10 +43,10 @@ def test_the_backend_of_a_device_works_for_one_rank(device: str) -> None:
     ],
 )
 def test_two_stages_on_two_devices_give_the_tokens_of_transformers(pair: Pair, devices: str, transport: str) -> None:
-    spec = replace(pair.spec(2, draft="none"), device=devices)
-    reference, ids = Reference(spec), spec.load_prompter().token_ids(PROMPT, False, 24)
+    spec = pair.spec(2, draft="none").replaced(device=devices)
+    reference, ids = Reference(spec), load_prompter(spec).token_ids(PROMPT, False, 24)
     expected = reference.generate(ids, 24, ignore_eos=True)
-    with LocalCluster(spec, transport=transport) as cluster:
+    with LocalCluster(spec.replaced(transport=transport)) as cluster:
         assert cluster.scheduler is not None
         client = Client(cluster.scheduler, cluster.check)
         for method in ("pp", "pipedec-bestfirst", "bita"):

@@ -10,9 +10,9 @@ from safetensors.torch import load_file, save_file
 from support.checkpoints import save_tiny_llama
 from support.stage_chain import lone_cache
 
+from pipedec.config.model_config import ModelConfig
 from pipedec.core import UserError
 from pipedec.model.checkpoint import EMBEDDING, FINAL_NORM, HEAD, Checkpoint
-from pipedec.model.config import ModelConfig
 from pipedec.model.lane_rows import LaneRows
 from pipedec.model.stage_model import StageModel
 

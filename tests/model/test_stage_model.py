@@ -14,8 +14,8 @@ from support.examples import examples
 from support.stage_chain import ROPES, StageChain, lone_cache
 from transformers import AutoModelForCausalLM
 
+from pipedec.config.model_config import ModelConfig
 from pipedec.core import UserError
-from pipedec.model.config import ModelConfig
 from pipedec.model.lane_rows import LaneRows
 from pipedec.model.stage_model import StageModel
 from pipedec.tree import Visibility

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from support.clusters import clustered
 
-from pipedec.config import ClusterConfig, DeviceConfig, PartitionConfig, ServerConfig
+from pipedec.config import ClusterConfig, DeviceConfig, ServerConfig
 from pipedec.hardware import WeightFormat
 from pipedec.plan.dtypes import Arithmetic, draft_dtype, target_dtype
 from pipedec.plan.partition import plan
@@ -59,9 +60,9 @@ def test_what_is_given_is_taken(given: str, device: Arithmetic) -> None:
 
 
 def cluster(stage: str, draft: str, **settings: object) -> ClusterConfig:
-    partition = PartitionConfig(4, devices=(DeviceConfig("here", stage, 4),), draft_device=DeviceConfig("here", draft))
-    servers = (ServerConfig("here", {"h100": 5, "cpu": 5}),)
-    return ClusterConfig("llama-3.1-8b", servers, {"one": partition}, "llama-3.2-1b", **settings)  # type: ignore[arg-type]
+    partition = {"stages": 4, "devices": [DeviceConfig("here", stage, 4)], "draft_device": DeviceConfig("here", draft)}
+    servers = [ServerConfig("here", {"h100": 5, "cpu": 5})]
+    return clustered(servers, {"one": partition}, target="llama-3.1-8b", draft="llama-3.2-1b", **settings)
 
 
 def test_a_plan_goes_by_the_devices_that_it_names() -> None:

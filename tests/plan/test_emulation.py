@@ -15,6 +15,7 @@ from pipedec.cluster.local import LocalCluster
 from pipedec.config import paper_cluster
 from pipedec.core import Load, Request, SamplingParams, UserError
 from pipedec.device import GpuDevice
+from pipedec.engine.devices import chosen_device
 from pipedec.engine.emulated_time import EmulatedClock, Pacer, TimestepLoad
 from pipedec.engine.local import LocalPipeline
 from pipedec.hardware import LINKS, Link, PassTime
@@ -203,4 +204,4 @@ def test_clients_are_told_the_name_of_the_emulation(pair: Pair) -> None:
     spec = replace(pair.spec(2), emulation=emulation(2))
     assert spec.description().emulation == spec.emulation.preset
     assert description_from_json(to_json(spec.description())) == spec.description()
-    assert torch.device("cpu") == spec.torch_device()
+    assert torch.device("cpu") == chosen_device(spec.settings.cut.device)

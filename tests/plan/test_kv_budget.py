@@ -8,30 +8,31 @@ from pathlib import Path
 import pytest
 import torch
 from support.checkpoints import save_tiny_llama
+from support.clusters import clustered
 from support.tiny_pair import CONTEXT, DRAFT_LAYERS, Pair
 
-from pipedec.config import ClusterConfig, DeviceConfig, PartitionConfig, ServerConfig
+from pipedec.config import ClusterConfig, DeviceConfig, ServerConfig, Settings
 from pipedec.core import UserError
-from pipedec.engine.spec import Cut, Limits, Models, PipelineSpec
+from pipedec.engine.build import load_drafter, load_stage, resolve, resolve_partition
 from pipedec.plan.emulation import Emulation
 from pipedec.plan.kv_memory import DEFAULT_BYTES, TREE_ROWS, KVBudget, RankBudget
 from pipedec.plan.partition import plan
+from pipedec.plan.spec import PipelineSpec
 
 MIB = 2**20
 
 
 def spec(pair: Pair, stages: int = 2, dtype: str = "float32", dispatch: str = "windows", **limits: object) -> PipelineSpec:
-    return PipelineSpec.create(_models(pair), Cut(stages), dtype, "cpu", dispatch, Limits(**limits))  # type: ignore[arg-type]
+    return resolve(_settings(pair, stages=stages, dtype=dtype, dispatch=dispatch, **limits))
 
 
-def _models(pair: Pair, draft_dtype: str = "bfloat16") -> Models:
-    return Models(pair.target, pair.draft, pair.bita, draft_dtype=draft_dtype)
+def _settings(pair: Pair, draft_dtype: str = "bfloat16", **others: object) -> Settings:
+    return Settings.of(target=pair.target, draft=pair.draft, bita=pair.bita, draft_dtype=draft_dtype, device="cpu", **others)
 
 
 def cluster(pair: Pair, device: str = "cpu", **settings: object) -> ClusterConfig:
-    partition = PartitionConfig(2, draft_device=DeviceConfig("here", device))
-    servers = (ServerConfig("here", {device: 3}),)
-    return ClusterConfig(str(pair.target), servers, {"two": partition}, str(pair.draft), **settings)  # type: ignore[arg-type]
+    partition = {"stages": 2, "draft_device": DeviceConfig("here", device)}
+    return clustered([ServerConfig("here", {device: 3})], {"two": partition}, target=pair.target, draft=pair.draft, **settings)
 
 
 def test_the_rank_with_the_least_room_decides() -> None:
@@ -57,7 +58,7 @@ def test_bytes_are_counted_by_the_layers_and_the_dtype_of_every_rank(pair: Pair)
 
 def test_a_draft_whose_processor_decides_counts_as_float32(pair: Pair) -> None:
     """All ranks must count the same slots, and only rank 0 knows its processor."""
-    made = PipelineSpec.create(_models(pair, "auto"), Cut(8), device="cpu", limits=Limits(kv_cache_memory=MIB))
+    made = resolve(_settings(pair, "auto", stages=8, kv_cache_memory=MIB))
     assert made.kv_slots == MIB // (DRAFT_LAYERS * 2 * 2 * 8 * 4) // 16 * 16
 
 
@@ -80,7 +81,7 @@ def test_prefixes_are_shared_unless_somebody_objects(pair: Pair, tmp_path: Path)
     for kind, settings in (("dynamic", {"factor": 2.0}), ("llama3", _LLAMA3)):
         rope = {"rope_type": kind, "rope_theta": 10000.0, **settings}
         save_tiny_llama(tmp_path / kind, rope_parameters=rope)
-        made = PipelineSpec.create(Models(tmp_path / kind, "none"), Cut(2), device="cpu")
+        made = resolve(Settings.of(target=tmp_path / kind, draft="none", stages=2, device="cpu"))
         assert made.shares_prefixes == (kind == "llama3"), "keys depend on the length of the whole prompt"
 
 
@@ -110,24 +111,24 @@ def test_a_budget_that_cannot_work_is_refused_with_the_numbers(pair: Pair, limit
 
 def test_a_cluster_file_gives_each_rank_what_its_device_leaves(pair: Pair) -> None:
     config = cluster(pair, "rtx3090", max_num_seqs=100_000 // 2)
-    made = PipelineSpec.from_config(config, device="cpu")
+    made = resolve_partition(config.for_partition(given={"device": "cpu"}))
     planned = plan(config)
     assert planned.draft is not None and made.kv_room == (planned.draft.kv_room, *(one.kv_room for one in planned.stages))
     assert made.kv_slots == min(one.kv_room // one.kv_token_bytes for one in planned.stages) // 16 * 16
-    assert PipelineSpec.from_config(config).kv_block == 256, "a rank may use CUDA"
+    assert resolve_partition(config).kv_block == 256, "a rank may use CUDA"
 
 
 def test_a_processor_s_memory_is_nominal(pair: Pair) -> None:
-    made = PipelineSpec.from_config(cluster(pair, max_num_seqs=50_000))
+    made = resolve_partition(cluster(pair, max_num_seqs=50_000))
     assert set(made.kv_room or ()) == {DEFAULT_BYTES} and made.kv_block == 16
     assert made.kv_slots == DEFAULT_BYTES // 512
 
 
 def test_a_cluster_file_names_its_budget(pair: Pair) -> None:
-    made = PipelineSpec.from_config(cluster(pair, kv_cache_memory="4MiB", prefix_cache=False))
+    made = resolve_partition(cluster(pair, kv_cache_memory="4MiB", prefix_cache=False))
     assert (made.kv_slots, made.shares_prefixes) == (4 * MIB // 512, False)
     with pytest.raises(UserError, match=r"one request of 4,096 tokens needs 2\.0 MiB: give a larger --kv-cache-memory"):
-        PipelineSpec.from_config(cluster(pair, kv_cache_memory="1MiB"))
+        resolve_partition(cluster(pair, kv_cache_memory="1MiB"))
 
 
 def test_a_plan_says_that_its_budget_is_too_large_or_too_small(pair: Pair) -> None:
@@ -149,5 +150,5 @@ def test_an_emulation_has_the_memory_of_the_devices_it_emulates(pair: Pair) -> N
 
 def test_every_rank_gets_the_same_slots(pair: Pair) -> None:
     small, device = spec(pair, kv_cache_memory=MIB), torch.device("cpu")
-    ranks = small.load_drafter(device), small.load_stage(1, device), small.load_stage(2, device)
+    ranks = load_drafter(small, device), load_stage(small, 1, device), load_stage(small, 2, device)
     assert [rank.cache_slots for rank in ranks] == [2048] * 3

@@ -10,8 +10,9 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from rich.console import Console
+from support.clusters import clustered
 
-from pipedec.config import ClusterConfig, DeviceConfig, PartitionConfig, ServerConfig, load_cluster
+from pipedec.config import ClusterConfig, DeviceConfig, ServerConfig, load_cluster
 from pipedec.core import UserError
 from pipedec.hardware import MODEL_SHAPES, WeightFormat
 from pipedec.plan.costs import ModelCosts
@@ -31,8 +32,7 @@ def paper(monkeypatch: pytest.MonkeyPatch) -> ClusterConfig:
 
 def small(stages: int, model: str = "llama-3.2-1b", **partition: object) -> ClusterConfig:
     servers = (ServerConfig("a", {"rtx3090": 3}), ServerConfig("b", {"l40": 2}))
-    only = PartitionConfig(stages, **partition)  # type: ignore[arg-type]
-    return ClusterConfig(model, servers, {"only": only}, dtype="float32")
+    return clustered(servers, {"only": {"stages": stages, **partition}}, target=model, dtype="float32")
 
 
 def shown(planned: Plan) -> str:

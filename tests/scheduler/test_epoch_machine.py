@@ -14,13 +14,14 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
 
+from pipedec.config import Settings
 from pipedec.core import EpochEnded
 from pipedec.messages import RunDescription, TokensEvent
 from pipedec.scheduler import MemoryScheduler, Message, RedisScheduler, Remembered, Scheduler
 from pipedec.topology import Topology
 
 TWO = Topology.even(2, 2)
-DESCRIPTION = RunDescription(TWO.groups, ((0, 1), (1, 2)), "target", max_num_seqs=3)
+DESCRIPTION = RunDescription(Settings.of(target="target", max_num_seqs=3), TWO.groups, ((0, 1), (1, 2)))
 CALLS: list[Callable[[Scheduler], object]] = [
     lambda zombie: zombie.take(3),
     lambda zombie: zombie.publish(0, TokensEvent([9], "z")),

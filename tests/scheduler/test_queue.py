@@ -11,13 +11,14 @@ import pytest
 from support.processes import wait_until
 from support.run_stats import run_stats
 
+from pipedec.config import Settings
 from pipedec.core import RankLost, SchedulerLost, UserError
 from pipedec.messages import AbortEvent, CancelledEvent, ErrorEvent, Event, RunDescription, StageStats, TokensEvent
 from pipedec.scheduler import Facts, MemoryScheduler, Message, Post, RedisScheduler, Scheduler, Task, Topology, post_process
 
 MakeScheduler = Callable[[Topology], Scheduler]
 TWO = Topology.even(2, 2)
-DESCRIPTION = RunDescription(((1,), (2,)), ((0, 1), (1, 2)), "target")
+DESCRIPTION = RunDescription(Settings.of(target="target"), ((1,), (2,)), ((0, 1), (1, 2)))
 
 
 @pytest.fixture

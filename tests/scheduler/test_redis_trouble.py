@@ -17,6 +17,7 @@ import redis
 from support.lasting_server import LastingServer
 from support.processes import wait_until
 
+from pipedec.config import Settings
 from pipedec.core import EpochEnded, SchedulerBusy, SchedulerInterrupted, SchedulerLost
 from pipedec.messages import RunDescription, TokensEvent
 from pipedec.scheduler import AsyncRedisScheduler, EmbeddedServer, RedisScheduler, RunStatus, connect
@@ -24,7 +25,7 @@ from pipedec.topology import Topology
 
 TWO = Topology.even(2, 2)
 RUN = "trouble"
-DESCRIPTION = RunDescription(TWO.groups, ((0, 1), (1, 2)), "target", max_num_seqs=4)
+DESCRIPTION = RunDescription(Settings.of(target="target", max_num_seqs=4), TWO.groups, ((0, 1), (1, 2)))
 _BUSY = "while redis.call('TIME')[1] < ARGV[1] do end"
 
 

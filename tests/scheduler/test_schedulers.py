@@ -11,6 +11,7 @@ import pytest
 from support.processes import wait_until
 from support.simulated_pipeline import SimulatedPipeline
 
+from pipedec.config import Settings
 from pipedec.core import EpochEnded, Opening, PipedecError, RankLost, SamplingParams, SchedulerLost, UserError, Verdict
 from pipedec.messages import (
     AbortEvent,
@@ -37,7 +38,7 @@ from pipedec.topology import Topology
 
 MakeScheduler = Callable[[Topology], Scheduler]
 TWO = Topology.even(2, 2)
-DESCRIPTION = RunDescription(((1,), (2,)), ((0, 1), (1, 2)), "target")
+DESCRIPTION = RunDescription(Settings.of(target="target"), ((1,), (2,)), ((0, 1), (1, 2)))
 OPENING = Opening(3, SamplingParams(stop=("END",), logit_bias={5: -1.0}), threads="{}")
 
 
@@ -385,7 +386,9 @@ def test_clients_read_the_description_of_a_run(make_redis_scheduler: Callable[[T
     run_id = scheduler.keys.run_id
     assert RedisScheduler.describe(scheduler.client, run_id) is None
     description = RunDescription(
-        ((1, 2), (3,)), ((0, 2), (2, 3), (3, 6)), "x", "y", tree=LayerTreeOptions(8, 4), max_model_len=99
+        Settings.of(target="x", draft="y", tree=LayerTreeOptions(8, 4), max_model_len=99),
+        ((1, 2), (3,)),
+        ((0, 2), (2, 3), (3, 6)),
     )
     scheduler.open(description)
     assert RedisScheduler.describe(scheduler.client, run_id) == description

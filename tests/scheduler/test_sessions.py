@@ -6,13 +6,14 @@ from collections.abc import Callable
 
 import pytest
 
+from pipedec.config import Settings
 from pipedec.core import RankLost, UserError
 from pipedec.messages import RunDescription
 from pipedec.scheduler import Facts, Message, Scheduler, Task, Topology, post_process
 
 MakeScheduler = Callable[[Topology], Scheduler]
 TWO = Topology.even(2, 2)
-DESCRIPTION = RunDescription(((1,), (2,)), ((0, 1), (1, 2)), "target")
+DESCRIPTION = RunDescription(Settings.of(target="target"), ((1,), (2,)), ((0, 1), (1, 2)))
 
 
 def window(rank: int, seq: int) -> Task:

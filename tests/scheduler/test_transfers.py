@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipedec.config import Settings
 from pipedec.core import PipedecError
 from pipedec.messages import RunDescription
 from pipedec.scheduler import (
@@ -25,7 +26,7 @@ from pipedec.scheduler import (
 )
 from pipedec.scheduler.transfers import DUPLEXES, Phase, transfer_phases, transfers_between_timesteps, transfers_of
 
-DESCRIPTION = RunDescription(((1,),), ((0, 1),), "target")
+DESCRIPTION = RunDescription(Settings.of(target="target"), ((1,),), ((0, 1),))
 FIVE = Topology.even(5, 5)
 GROUPED = Topology(((1, 2, 3), (4,), (5, 6)))
 

@@ -49,7 +49,14 @@ def cluster_site(pair: Pair, cluster: LocalCluster) -> Iterator[Site]:
     with served(front) as site:
         client = site.run(AsyncClient.connect(address.redis_url, address.run_id))
         tokenizer = Tokenizer(pair.target)
-        front.attach(Served(client, tokenizer, client.description, context_length(pair.target, client.description.max_model_len)))
+        front.attach(
+            Served(
+                client,
+                tokenizer,
+                client.description,
+                context_length(pair.target, client.description.settings.limits.max_model_len),
+            )
+        )
         yield site
         site.run(client.aclose())
 

@@ -18,6 +18,7 @@ from support.scripted_engine import ANSWER, ScriptedEngine
 from support.streams import CHAT, COMPLETIONS, USER, ask, chunks, next_chunk, open_stream, text_of
 from support.tiny_pair import CONTEXT
 
+from pipedec.config import Settings
 from pipedec.core import QueueFull, RankLost, UserError
 from pipedec.messages import RunDescription
 from pipedec.scheduler.protocol import RunStatus
@@ -28,7 +29,7 @@ from pipedec.server.settings import ServerSettings
 from pipedec.text.tokenizer import Tokenizer
 
 KEYS = ("first-key", "second-key")
-DESCRIPTION = RunDescription(((1,),), ((0, 8),), "target")
+DESCRIPTION = RunDescription(Settings.of(target="target"), ((1,),), ((0, 8),))
 BOTH = pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 
 

@@ -9,6 +9,7 @@ from support.http_server import Site, served
 from support.scripted_engine import ANSWER, ScriptedEngine
 from support.streams import CHAT, COMPLETIONS, ask, stream, text_of
 
+from pipedec.config import Settings
 from pipedec.messages import RunDescription
 from pipedec.server.front import Front, Served
 from pipedec.server.settings import ServerSettings
@@ -29,7 +30,7 @@ def threads_tokenizer() -> Tokenizer:
 def threads_site(threads_tokenizer: Tokenizer) -> Iterator[Site]:
     engine = ScriptedEngine(threads_tokenizer, lambda request: [[token] for token in threads_tokenizer.encode(ANSWER)])
     front = Front(ServerSettings())
-    front.attach(Served(engine, threads_tokenizer, RunDescription(((1,),), ((0, 4),), "target"), 1024))
+    front.attach(Served(engine, threads_tokenizer, RunDescription(Settings.of(target="target"), ((1,),), ((0, 4),)), 1024))
     with served(front) as site:
         yield site
 

@@ -14,6 +14,7 @@ from support.streams import CHAT, USER, ask, stream
 from support.tiny_pair import CONTEXT
 from support.tool_templates import HERMES_TEMPLATE, LLAMA3_TEMPLATE, MISTRAL_TEMPLATE
 
+from pipedec.config import Settings
 from pipedec.messages import RunDescription
 from pipedec.server.front import Front, Served
 from pipedec.server.settings import ServerSettings
@@ -52,7 +53,9 @@ class Talker:
         tokenizer = self._tokenizers[template]
         ids = tokenizer.encode(text, add_special_tokens=False)
         engine = ScriptedEngine(tokenizer, lambda request: [ids[place : place + 3] for place in range(0, len(ids), 3)])
-        self.front.attach(Served(engine, tokenizer, RunDescription(((1, 2),), ((0, 4), (4, 8)), "target"), CONTEXT))
+        self.front.attach(
+            Served(engine, tokenizer, RunDescription(Settings.of(target="target"), ((1, 2),), ((0, 4), (4, 8))), CONTEXT)
+        )
 
 
 @pytest.fixture(scope="module")

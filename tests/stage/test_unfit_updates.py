@@ -7,6 +7,7 @@ import torch
 from support.tiny_pair import Pair
 
 from pipedec.core import Envelope, Opening, RankLost, SamplingParams, Update
+from pipedec.engine.build import load_stage
 
 OPENING = Update(1, Opening(3, SamplingParams(), slots=((0, 16),)))
 UNFIT = {
@@ -18,13 +19,13 @@ UNFIT = {
 
 @pytest.mark.parametrize("updates", UNFIT.values(), ids=UNFIT)
 def test_updates_that_do_not_fit_name_their_sender(pair: Pair, updates: list[Update]) -> None:
-    worker = pair.spec(2).load_stage(1, torch.device("cpu"))
+    worker = load_stage(pair.spec(2), 1, torch.device("cpu"))
     with pytest.raises(RankLost, match="rank 0 sent updates that do not fit"):
         for update in updates:
             worker.advance(Envelope((update,)))
 
 
 def test_an_unknown_request_is_void(pair: Pair) -> None:
-    worker = pair.spec(2).load_stage(1, torch.device("cpu"))
+    worker = load_stage(pair.spec(2), 1, torch.device("cpu"))
     worker.advance(Envelope((Update(99, slots=((0, 16),)),)))
     assert worker.num_lanes == 0

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-from pipedec.engine.spec import PipelineSpec
+from pipedec.plan.spec import PipelineSpec
 
 
 def with_slots(spec: PipelineSpec, slots: int) -> PipelineSpec:
     """With KV pools of at most so many slots."""
-    return replace(spec, kv_cache_memory=slots * max(rank.token_bytes for rank in spec.kv_budget().ranks))
+    return spec.replaced(kv_cache_memory=slots * max(rank.token_bytes for rank in spec.kv_budget().ranks))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.utils import logging as transformers_logging
 
 from pipedec.cluster.local import LocalCluster
-from pipedec.engine.spec import DISPATCHES
+from pipedec.plan.spec import DISPATCHES
 from pipedec.verify.reference import Reference
 from support.thread_models import ThreadModels
 from support.tiny_pair import Pair, make_pair, tiny_tokenizer
@@ -68,7 +67,7 @@ class Residents:
     def get(self, dispatch: str) -> LocalCluster:
         """The cluster of this dispatch, which is started if it does not run."""
         if dispatch not in self._running:
-            cluster = LocalCluster(replace(self._pair.spec(2), dispatch=dispatch))
+            cluster = LocalCluster(self._pair.spec(2).replaced(dispatch=dispatch))
             cluster.start()
             self._running[dispatch] = cluster
         return self._running[dispatch]

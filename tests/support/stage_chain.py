@@ -7,9 +7,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from pipedec.config.model_config import ModelConfig
 from pipedec.model.bita import BitaWeights
 from pipedec.model.cache import KVCache
-from pipedec.model.config import ModelConfig
 from pipedec.model.lane_rows import LaneRows
 from pipedec.model.stage_model import StageModel
 from pipedec.tree import Visibility

@@ -18,8 +18,8 @@ from tokenizers import Tokenizer
 from transformers import LlamaForCausalLM, PreTrainedModel
 
 from pipedec.core import SamplingParams
-from pipedec.engine.spec import PipelineSpec
 from pipedec.plan.layers import even_layers
+from pipedec.plan.spec import PipelineSpec
 from pipedec.shipped import reference_pair
 from pipedec.threads import BoundDialect, Dialect, Sequence, bind, load_dialect
 from pipedec.topology import Topology

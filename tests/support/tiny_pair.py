@@ -9,7 +9,9 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from pipedec.engine.spec import Cut, Models, PipelineSpec
+from pipedec.config import Settings
+from pipedec.engine.build import resolve
+from pipedec.plan.spec import PipelineSpec
 from support.bita_files import save_random_bita
 from support.checkpoints import save_tiny_llama
 
@@ -37,8 +39,8 @@ class Pair:
 
     def spec(self, stages: int = 2, groups: int | None = None, draft: str | None = None) -> PipelineSpec:
         """On every processor the same: also the draft computes in float32."""
-        models = Models(self.target, draft or self.draft, self.bita, draft_dtype="float32")
-        return PipelineSpec.create(models, Cut(stages, groups), device="cpu")
+        models = {"target": self.target, "draft": draft or self.draft, "bita": self.bita}
+        return resolve(Settings.of(**models, stages=stages, groups=groups, draft_dtype="float32", device="cpu"))
 
     @property
     def flags(self) -> list[str]:

@@ -14,9 +14,10 @@ from safetensors.torch import load_file
 from support.tiny_pair import Pair
 
 from pipedec.cli.train import train as command
+from pipedec.config import Settings
 from pipedec.core import Request, SamplingParams, UserError
+from pipedec.engine.build import resolve
 from pipedec.engine.local import LocalPipeline
-from pipedec.engine.spec import Cut, Models, PipelineSpec
 from pipedec.model import DraftVocabulary, load_transformers
 from pipedec.text.prompt import Prompter
 from pipedec.train.draft.fresh import DraftShape
@@ -63,8 +64,8 @@ def test_the_same_run_again_makes_the_same_draft(pair: Pair, trained: Path, tmp_
 def test_answers_are_the_targets(pair: Pair, trained: Path, method: str) -> None:
     prompt = tuple(PROMPTS["asked"].held_out[0])
     sampling = SamplingParams(max_tokens=24)
-    drafted = LocalPipeline.load(PipelineSpec.create(Models(pair.target, trained / "draft"), Cut(3), device="cpu"))
-    alone = LocalPipeline.load(PipelineSpec.create(Models(pair.target, "none"), Cut(1), device="cpu"))
+    drafted = LocalPipeline.load(resolve(Settings.of(target=pair.target, draft=trained / "draft", stages=3, device="cpu")))
+    alone = LocalPipeline.load(resolve(Settings.of(target=pair.target, draft="none", stages=1, device="cpu")))
     verdicts = list(drafted.run(Request(0, prompt, sampling, method=method)))
     wanted = [token for verdict in alone.run(Request(0, prompt, sampling, method="pp")) for token in verdict.tokens]
     assert [token for verdict in verdicts for token in verdict.tokens] == wanted
@@ -74,7 +75,7 @@ def test_answers_are_the_targets(pair: Pair, trained: Path, method: str) -> None
 
 def test_a_draft_of_another_vocabulary_is_refused(pair: Pair, trained: Path) -> None:
     with pytest.raises(UserError, match="trained for a target with another vocabulary"):
-        PipelineSpec.create(Models(pair.foreign_draft, trained / "draft"), Cut(1), device="cpu")
+        resolve(Settings.of(target=pair.foreign_draft, draft=trained / "draft", stages=1, device="cpu"))
 
 
 def test_unknown_tokens_count_as_missed() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import replace
 from pathlib import Path
 
 from support.tiny_pair import Pair
@@ -20,4 +19,4 @@ def test_the_reference_ignores_the_sampling_of_the_generation_config(pair: Pair,
     spec = pair.spec(1)
     expected = Reference(spec).generate((1, 9, 30), 24, ignore_eos=True)
     assert len(set(expected)) < len(expected)  # a penalty would show
-    assert Reference(replace(spec, target=target)).generate((1, 9, 30), 24, ignore_eos=True) == expected
+    assert Reference(spec.replaced(target=target)).generate((1, 9, 30), 24, ignore_eos=True) == expected

@@ -18,8 +18,9 @@ import transformers
 from pipedec.bench.alternatives.contenders import Contender, load_contenders, quiet_transformers
 from pipedec.bench.checks import check_positive
 from pipedec.bench.record import Row, header
-from pipedec.engine.spec import PipelineSpec
+from pipedec.engine.devices import chosen_device
 from pipedec.model import ModelConfig
+from pipedec.plan.spec import PipelineSpec
 from pipedec.text.prompt import Prompter
 
 Turns = list[list["TimedAnswer"]]  # of one contender: for each prompt, the answer of every repeat
@@ -78,7 +79,7 @@ def measure_alternatives(
     prompt_ids = [prompter.token_ids(prompt, False, config.max_tokens) for prompt in prompts]
     with _threads(config.threads) as num_threads, quiet_transformers():
         settings = asdict(config) | {"threads": num_threads, "prompts": len(prompts), "pipeline": asdict(spec.description())}
-        settings["device"] = spec.torch_device().type
+        settings["device"] = chosen_device(spec.settings.cut.device).type
         first = header("alternatives", settings) | {"transformers": transformers.__version__}
         contenders = load(spec)
         for contender in contenders:

@@ -17,15 +17,17 @@ from torch import Tensor, nn
 from transformers.utils import logging
 
 from pipedec.bench.llama_cpp import NAME, LlamaCpp, is_installed
+from pipedec.config import AUTO
 from pipedec.core import DEFAULT_METHOD, Request, SamplingParams, UserError
+from pipedec.engine.build import DTYPES, load_drafter
+from pipedec.engine.devices import chosen_device
 from pipedec.engine.local import LocalPipeline
 from pipedec.engine.sequences import Sequences
-from pipedec.engine.spec import PipelineSpec
 from pipedec.gguf import is_gguf
 from pipedec.methods import METHODS
 from pipedec.model import BitaWeights, DraftVocabulary, LaneRows, ModelConfig, StageModel, load_transformers
+from pipedec.plan.spec import PipelineSpec
 from pipedec.stage import FinalStageWorker, StageWorker
-from pipedec.topology import Topology
 
 LOOKUP_TOKENS = 10
 _LLAMA_CPP_TOKENS = 4096
@@ -130,11 +132,11 @@ def load_contenders(spec: PipelineSpec) -> list[Contender]:
     Raises:
         UserError: ``transformers`` does not accept the draft model.
     """
-    device = spec.torch_device()
-    target = load_transformers(spec.target, spec.torch_dtype, device, attn_implementation="sdpa")
+    device = chosen_device(spec.settings.cut.device)
+    target = load_transformers(spec.target, DTYPES[spec.dtype], device, attn_implementation="sdpa")
     contenders: list[Contender] = [TransformersContender("transformers greedy", target)]
     if spec.draft is not None and DraftVocabulary.load(spec.draft) is None:  # transformers knows no draft with few tokens
-        draft = load_transformers(spec.draft, spec.torch_dtype, device, attn_implementation="sdpa")
+        draft = load_transformers(spec.draft, DTYPES[spec.dtype], device, attn_implementation="sdpa")
         if draft.config.vocab_size != target.config.vocab_size:
             raise UserError(
                 f"transformers' assisted generation needs models of equal vocab_size, not {target.config.vocab_size} "
@@ -164,8 +166,8 @@ def quiet_transformers() -> Iterator[None]:
 
 
 def _pipelines(spec: PipelineSpec, device: torch.device) -> list[Contender]:
-    spec = replace(spec, prefix_cache=False)  # every answer computes its prompt
-    whole = replace(spec, topology=Topology.even(1, 1), layers=((spec.layers[0][0], spec.layers[-1][1]),))
+    spec = spec.replaced(prefix_cache=False)  # every answer computes its prompt
+    whole = replace(spec.replaced(stages=1, groups=None, layers=AUTO), layers=((spec.layers[0][0], spec.layers[-1][1]),))
     pipeline, count = _load_counted(whole, device)
     has_draft, has_bita = spec.draft is not None, spec.bita is not None
     compared = ("pp", "stpp", DEFAULT_METHOD, "bita")
@@ -173,7 +175,7 @@ def _pipelines(spec: PipelineSpec, device: torch.device) -> list[Contender]:
     contenders: list[Contender] = [PipelineContender(f"pipedec {method}, 1 stage", pipeline, method, count) for method in methods]
     if spec.draft is not None:
         pipeline, count = _load_counted(spec, device)
-        contenders.append(PipelineContender(f"pipedec, {spec.num_stages} stages", pipeline, DEFAULT_METHOD, count))
+        contenders.append(PipelineContender(f"pipedec, {spec.settings.cut.stages} stages", pipeline, DEFAULT_METHOD, count))
     return contenders
 
 
@@ -182,12 +184,12 @@ def _load_counted(spec: PipelineSpec, device: torch.device) -> tuple[LocalPipeli
     config, count, sequences = ModelConfig.from_directory(spec.target), PassCount(), Sequences(spec.target)
     stages: list[StageWorker] = []
     for first, last in spec.layers:
-        model = CountedStage.load(spec.target, range(first, last), spec.torch_dtype, device, config=config)
+        model = CountedStage.load(spec.target, range(first, last), DTYPES[spec.dtype], device, config=config)
         assert isinstance(model, CountedStage)
         model.count = count
         if spec.bita is not None:
-            model.attach(BitaWeights.load(spec.bita, config, range(first, last), spec.torch_dtype, device))
+            model.attach(BitaWeights.load(spec.bita, config, range(first, last), DTYPES[spec.dtype], device))
         kind = FinalStageWorker if model.is_last else StageWorker
         stages.append(kind(model, sequences.of, device, slots=spec.kv_slots, block=spec.kv_block))
-    drafter, masks, kv = spec.load_drafter(device), spec.trained_masks(), spec.kv_manager()
+    drafter, masks, kv = load_drafter(spec, device), spec.trained_masks, spec.kv_manager()
     return LocalPipeline(stages, spec.topology, sequences, drafter, device, trained_masks=masks, kv=kv), count

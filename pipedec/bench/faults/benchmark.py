@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from pipedec.bench.checks import check_known, check_positive
@@ -16,7 +16,7 @@ from pipedec.bench.faults.usage import growth, leaks
 from pipedec.bench.progress import SweepProgress
 from pipedec.bench.record import ROWS_FILE, Row, append_rows, drop_unfinished_line, header, key_of, plain, read_records
 from pipedec.core import DEFAULT_METHOD, UserError
-from pipedec.engine.spec import PipelineSpec
+from pipedec.plan.spec import PipelineSpec
 
 SCHEMA = "pipedec.faults/1"
 KV_BYTES = 64 << 20  # of each rank, if nothing is said: all of it has soon been used
@@ -74,19 +74,19 @@ def bench_faults(config: FaultsConfig, spec: PipelineSpec, out: Path, progress: 
     Raises:
         PipedecError: the cluster does not start, or the undisturbed twin does not answer.
     """
-    spec = replace(spec, kv_cache_memory=spec.kv_cache_memory or KV_BYTES)
+    spec = spec.replaced(kv_cache_memory=spec.settings.limits.kv_cache_memory or KV_BYTES)
     questions = make_questions(config.prompts, config.answers, config.methods, config.max_tokens, config.dialect)
     pipeline = plain(spec.description())
     key = key_of([config.identity, pipeline])
     rows = _known(out / ROWS_FILE, key)
     progress.start(config.count or len(rows))
-    first = header("faults", {**plain(config), "pipeline": pipeline, "kv_bytes": spec.kv_cache_memory})
+    first = header("faults", {**plain(config), "pipeline": pipeline, "kv_bytes": spec.settings.limits.kv_cache_memory})
     with Session(spec, questions, out, key) as session:
         progress.busy("undisturbed answers")
         session.open()
         seconds = rows[-1]["at_s"] if rows else 0.0
         while config.wants(len(rows), seconds):
-            fault = plan_fault(len(rows), config.seed, config.kinds, config.concurrency, len(questions), spec.num_stages)
+            fault = plan_fault(len(rows), config.seed, config.kinds, config.concurrency, len(questions), spec.settings.cut.stages)
             progress.busy(f"{fault.kind.name}, {len(fault.questions)} requests")
             began = time.perf_counter()
             row = session.trial(fault)

@@ -16,15 +16,14 @@ import psutil
 from pipedec.cluster.address import RunAddress
 from pipedec.cluster.local import LocalCluster
 from pipedec.cluster.processes import die_with_parent
-from pipedec.cluster.recovery import RecoveryOptions
 from pipedec.cluster.state import RunningCluster
+from pipedec.config import AUTO
 from pipedec.core import PipedecError
-from pipedec.engine.spec import PipelineSpec
+from pipedec.plan.spec import PipelineSpec
 from pipedec.scheduler import RedisScheduler
 
 START_SECONDS = 120.0
 STOP_SECONDS = 30.0
-ENDLESS = RecoveryOptions(max_restarts=1_000_000)
 _CHECK_SECONDS = 0.2
 
 
@@ -120,7 +119,7 @@ def _host(spec: PipelineSpec, pipe: Connection, log: str) -> None:
     with open(log, "ab") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
-    cluster = LocalCluster(spec, transport=LeavesWhenAsked("auto"), recovery=ENDLESS)
+    cluster = LocalCluster(spec.replaced(transport=LeavesWhenAsked(AUTO), max_restarts=1_000_000))
     try:
         cluster.start()
         pipe.send(cluster.address)

@@ -24,7 +24,7 @@ from pipedec.bench.serve.http import streams
 from pipedec.bench.serve.server import ServerUnderTest
 from pipedec.client.client import Client
 from pipedec.core import PipedecError
-from pipedec.engine.spec import PipelineSpec
+from pipedec.plan.spec import PipelineSpec
 from pipedec.scheduler import RedisScheduler
 from pipedec.scheduler.protocol import RunStatus
 

@@ -20,8 +20,8 @@ from pipedec.bench.checks import check_known, check_positive
 from pipedec.bench.kernels.operations import OperationsConfig, filled_caches, grown_tree, measure_bookkeeping
 from pipedec.bench.kernels.stopwatch import Stopwatch, check_memory, device_named
 from pipedec.bench.record import Row, header
-from pipedec.engine.spec import DEVICES as DEVICE_NAMES
-from pipedec.engine.spec import DTYPES
+from pipedec.config import DEVICES as DEVICE_NAMES
+from pipedec.engine.build import DTYPES
 from pipedec.hardware import DEVICES, DTYPE_BYTES, GIGA, MODEL_SHAPES, ModelShape
 from pipedec.model import LaneRows, ModelConfig, StageModel, device_capture
 from pipedec.tree import Visibility

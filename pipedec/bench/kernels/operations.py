@@ -17,8 +17,9 @@ import torch
 from pipedec.bench.checks import check_known, check_positive
 from pipedec.bench.kernels.stopwatch import Stopwatch, check_memory, device_named
 from pipedec.bench.record import Row, header
+from pipedec.config import DEVICES
 from pipedec.core import UserError
-from pipedec.engine.spec import DEVICES, DTYPES
+from pipedec.engine.build import DTYPES
 from pipedec.model import KVCache, KVPool, KVShape
 from pipedec.model.attention import AttentionPlan, reference_attention, tree_attention
 from pipedec.tree import Advance, Candidates, PredictionTree, Visibility

@@ -14,9 +14,9 @@ import torch
 
 from pipedec.bench.checks import check_known
 from pipedec.bench.record import spread
+from pipedec.config import DEVICES
 from pipedec.core import UserError
 from pipedec.device import Device, device_of, elapsed
-from pipedec.engine.spec import DEVICES
 from pipedec.hardware import GIGA
 
 _WARM_UP = 3

@@ -15,6 +15,7 @@ from typing import Any
 from pipedec.bench.sweep.pipelines import Shape
 from pipedec.client.live import LiveReading
 from pipedec.core import Request, SamplingParams
+from pipedec.engine.build import load_prompter
 from pipedec.engine.live_feed import Frame, LiveFeed
 from pipedec.engine.local import LocalPipeline
 from pipedec.scheduler import RunStatus
@@ -57,7 +58,7 @@ def write_recording(frames: Sequence[Frame], path: Path) -> None:
 
 
 def _record_one(config: RecordingConfig, shape: Shape, method: str) -> list[Frame]:
-    pipeline, prompter = LocalPipeline.load(shape.spec), shape.spec.load_prompter()
+    pipeline, prompter = LocalPipeline.load(shape.spec), load_prompter(shape.spec)
     frames, reading = list[Frame](), LiveReading(method)
 
     def now_us() -> int:

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import exp, log
 
 from pipedec.bench.checks import check_positive
@@ -56,7 +56,7 @@ def measure_watching(config: WatchingConfig, shape: Shape, on_round: Callable[[i
         PipedecError: the cluster does not start, or a watched answer is another one.
     """
     row = {**header("live", plain(config)), "cluster": shape.cluster, "pair": shape.pair}
-    with LocalCluster(replace(shape.spec, prefix_cache=False)) as cluster:
+    with LocalCluster(shape.spec.replaced(prefix_cache=False)) as cluster:
         bench = _Bench(config, cluster)
         bench.answer()  # warms up
         rounds = []

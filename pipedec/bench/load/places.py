@@ -26,11 +26,12 @@ from pipedec.bench.record import Row, plain
 from pipedec.bench.sweep.pipelines import RunningShape, Shape, pair_digest
 from pipedec.client.running import Running
 from pipedec.cluster.local import LocalCluster
+from pipedec.config import Settings
 from pipedec.core import Request, UserError
 from pipedec.decoding import Drafter
 from pipedec.decoding.controller import CHILDREN
+from pipedec.engine.build import load_drafter, load_prompter, resolve
 from pipedec.engine.local import LocalPipeline
-from pipedec.engine.spec import Cut, Models, PipelineSpec
 from pipedec.kv import KVManager
 from pipedec.messages import PromptRequest
 from pipedec.model import ModelConfig
@@ -110,7 +111,7 @@ class OnReplay(Place):
 
     @cached_property
     def prompter(self) -> Prompter:
-        return self._spec.load_prompter()
+        return load_prompter(self._spec)
 
     @cached_property
     def vocabulary(self) -> int:
@@ -205,11 +206,11 @@ class OnReplay(Place):
 
     @cached_property
     def _target(self) -> LocalPipeline:
-        return LocalPipeline.load(PipelineSpec.create(Models(self._spec.target, "none"), Cut(1), self._spec.dtype))
+        return LocalPipeline.load(resolve(Settings.of(target=self._spec.target, draft="none", stages=1, dtype=self._spec.dtype)))
 
     @cached_property
     def _draft(self) -> Drafter:
-        drafter = self._spec.load_drafter(torch.device("cpu"))
+        drafter = load_drafter(self._spec, torch.device("cpu"))
         assert drafter is not None
         return drafter
 
@@ -258,7 +259,7 @@ class OnProcesses(Place):
 
     @cached_property
     def prompter(self) -> Prompter:
-        return self._shape.spec.load_prompter()
+        return load_prompter(self._shape.spec)
 
     def offer(
         self,
@@ -276,7 +277,7 @@ class OnProcesses(Place):
     def _with(self, max_num_seqs: int) -> Running:
         if self._started is None or self._started[0] != max_num_seqs:
             self._stop()
-            cluster = LocalCluster(replace(self._shape.spec, max_num_seqs=max_num_seqs))
+            cluster = LocalCluster(self._shape.spec.replaced(max_num_seqs=max_num_seqs))
             cluster.start()
             assert cluster.scheduler is not None
             running = Running.of(cluster.scheduler, cluster.run_id, cluster.check)

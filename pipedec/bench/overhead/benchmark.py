@@ -20,7 +20,7 @@ from pipedec.bench.checks import check_known, check_positive
 from pipedec.bench.overhead.null_rank import TRACED_TIMESTEPS, RankPlan, Sample, measure_rank
 from pipedec.bench.overhead.ranks import run_ranks
 from pipedec.bench.record import Row, header, spread
-from pipedec.engine.spec import DISPATCHES
+from pipedec.plan.spec import DISPATCHES
 from pipedec.scheduler import EmbeddedServer
 from pipedec.transport.wire import message_bytes
 

@@ -16,11 +16,12 @@ import torch
 from pipedec.bench.overhead.critical_path import critical_path_lengths
 from pipedec.bench.overhead.null_stage import NullFinalStage, NullStage, Probe, ScriptedDraftLoop
 from pipedec.cluster.lease import LeaseKeeper
+from pipedec.config import Settings
 from pipedec.engine.rank_tasks import Wiring
 from pipedec.engine.sequences import Sequences
-from pipedec.engine.spec import DISPATCHES
 from pipedec.engine.stage_loop import StageLoop
 from pipedec.messages import RunDescription
+from pipedec.plan.spec import DISPATCHES
 from pipedec.scheduler import RedisScheduler, connect
 from pipedec.shipped import reference_pair
 from pipedec.topology import Topology
@@ -110,8 +111,8 @@ def _drive(plan: RankPlan, scheduler: RedisScheduler, transport: TorchTransport,
     """Rank 0: run the requests one after another, then stop the run."""
     probe = Probe(lambda: scheduler.round_trips)
     loop = ScriptedDraftLoop(probe, _wiring(plan, scheduler, transport, topology))
-    groups = topology.groups
-    scheduler.open(RunDescription(groups, tuple((rank - 1, rank) for rank in range(1, plan.stages + 1)), "null"))
+    layers = tuple((rank - 1, rank) for rank in range(1, plan.stages + 1))
+    scheduler.open(RunDescription(Settings.of(target="null"), topology.groups, layers))
     samples = []
     with loop.serving():
         for rows in plan.rows:

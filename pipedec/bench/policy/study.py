@@ -24,12 +24,12 @@ from pipedec.bench.prompts import DrawnPrompt, draw
 from pipedec.bench.record import Row, plain
 from pipedec.bench.sweep.pipelines import Pair, Shape, emulated, pair_digest
 from pipedec.bench.sweep.runners import OneProcess
-from pipedec.config import ClusterConfig
+from pipedec.config import ClusterConfig, Settings
 from pipedec.core import MethodOptions, Request, SamplingParams, UserError
 from pipedec.data.prompts import PromptSet
 from pipedec.decoding import Drafter
 from pipedec.decoding.controller import CHILDREN
-from pipedec.engine.spec import Cut, Models, PipelineSpec
+from pipedec.engine.build import load_drafter, resolve
 from pipedec.messages import PromptRequest
 from pipedec.methods import METHODS, make_options
 from pipedec.model import ModelConfig
@@ -176,11 +176,11 @@ class Study:
 
     @cached_property
     def _target(self) -> OneProcess:
-        return OneProcess(PipelineSpec.create(Models(self._spec.target, "none"), Cut(1), self._spec.dtype))
+        return OneProcess(resolve(Settings.of(target=self._spec.target, draft="none", stages=1, dtype=self._spec.dtype)))
 
     @cached_property
     def _draft(self) -> Drafter:
-        drafter = self._spec.load_drafter(torch.device("cpu"))
+        drafter = load_drafter(self._spec, torch.device("cpu"))
         assert drafter is not None
         return drafter
 

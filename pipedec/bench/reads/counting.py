@@ -15,10 +15,11 @@ from typing import Any
 from pipedec.bench.reads.device import DEVICE, CountedDevice
 from pipedec.bench.record import Row, header
 from pipedec.core import Request, SamplingParams, UserError
+from pipedec.engine.build import load_drafter, load_prompter, load_stage
 from pipedec.engine.local import LocalPipeline
 from pipedec.engine.sequences import Sequences
-from pipedec.engine.spec import PipelineSpec
 from pipedec.methods import find_method, make_options
+from pipedec.plan.spec import PipelineSpec
 from pipedec.stage import StageWorker
 from pipedec.text.prompt import Prompter
 from pipedec.threads import Dialect, load_dialect
@@ -61,7 +62,7 @@ def measure_reads(spec: PipelineSpec, config: ReadsConfig, on_run: Callable[[str
     counted = CountedDevice()
     with counted:
         pipeline = _pipeline(spec, counted)
-    prompter = spec.load_prompter()
+    prompter = load_prompter(spec)
     rows = []
     for method in config.methods:
         for count in config.requests:
@@ -71,11 +72,11 @@ def measure_reads(spec: PipelineSpec, config: ReadsConfig, on_run: Callable[[str
 
 
 def _pipeline(spec: PipelineSpec, counted: CountedDevice) -> LocalPipeline:
-    stages = [spec.load_stage(rank, DEVICE) for rank in range(1, spec.num_stages + 1)]
+    stages = [load_stage(spec, rank, DEVICE) for rank in range(1, spec.settings.cut.stages + 1)]
     for rank, stage in enumerate(stages, start=1):
         _attribute(stage, counted, f"stage {rank}")
-    sequences, drafter = Sequences(spec.target), spec.load_drafter(DEVICE)
-    masks, kv = spec.trained_masks(), spec.kv_manager()
+    sequences, drafter = Sequences(spec.target), load_drafter(spec, DEVICE)
+    masks, kv = spec.trained_masks, spec.kv_manager()
     return LocalPipeline(stages, spec.topology, sequences, drafter, DEVICE, spec.emulation, masks, spec.knee, kv)
 
 
@@ -108,7 +109,7 @@ def _measured(
     by_rank: Counter[str] = Counter()
     for (who, _), reads in counted.reads.items():
         by_rank[who] += reads
-    stages = {f"stage {rank}": by_rank[f"stage {rank}"] / timesteps for rank in range(1, spec.num_stages + 1)}
+    stages = {f"stage {rank}": by_rank[f"stage {rank}"] / timesteps for rank in range(1, spec.settings.cut.stages + 1)}
     budget = BUDGETS.get(method, USUAL_BUDGET)
     figures = {
         "rank_0": by_rank[RANK_ZERO] / timesteps, "stages": stages, "budget": budget, "stage_budget": STAGE_BUDGET,

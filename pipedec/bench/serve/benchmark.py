@@ -72,7 +72,7 @@ def measure_serve(config: ServeConfig, shape: Shape, on_part: Callable[[str], No
         PipedecError: the cluster or the server does not start, an answer is lost, or something of a dropped request is left.
     """
     row = {**header("serve", plain(config)), "cluster": shape.cluster, "pair": shape.pair}
-    spec = replace(shape.spec, max_num_seqs=config.streams, max_waiting=config.drops + config.waiting)
+    spec = shape.spec.replaced(max_num_seqs=config.streams, max_waiting=config.drops + config.waiting)
     with LocalCluster(spec) as cluster, ServerUnderTest(cluster.address) as server:
         assert cluster.scheduler is not None
         bench = _Bench(config, cluster, server, Client(cluster.scheduler, cluster.check))

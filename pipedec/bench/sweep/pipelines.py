@@ -10,19 +10,20 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from pipedec.bench.record import Row, key_of
 from pipedec.bench.sweep.trees import BITA
 from pipedec.client.running import Running
-from pipedec.config import ClusterConfig, DeviceConfig, PartitionConfig, ServerConfig
+from pipedec.config import NONE, ClusterConfig, PartitionConfig, ServerConfig, Settings
 from pipedec.directories import cache_directory
-from pipedec.engine.spec import Cut, Models, PipelineSpec
+from pipedec.engine.build import resolve
 from pipedec.messages import RunDescription
 from pipedec.model import BitaConfig, weights_digest
 from pipedec.plan.emulation import Emulation, with_stages
 from pipedec.plan.partition import Plan
 from pipedec.plan.partition import plan as make_plan
+from pipedec.plan.spec import PipelineSpec
 
 SLM = "slm"
 _DIGITS = 12  # of a digest in a row
@@ -37,10 +38,9 @@ class Pair:
     small: Path | None = None
     bita: Path | None = None
 
-    @property
-    def models(self) -> Models:
-        """What a pipeline of the pair is made of."""
-        return Models(self.target, self.draft, self.bita)
+    def settings(self, **others: Any) -> Settings:
+        """Of a pipeline of the pair, in float32."""
+        return Settings.of(target=self.target, draft=self.draft, bita=self.bita, dtype="float32", **others)
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ class Shape:
 
     @property
     def trained_masks(self) -> int:
-        return self.spec.trained_masks()
+        return self.spec.trained_masks
 
     @property
     def dtype(self) -> str:
@@ -125,7 +125,7 @@ class Shape:
 
     @property
     def label(self) -> str:
-        name = _label(self.preset, self.spec.num_stages)
+        name = _label(self.preset, self.spec.settings.cut.stages)
         return f"{name}, {self.spec.bita.name}" if self.spec.bita and BITA in self.methods else name
 
 
@@ -144,11 +144,12 @@ class RunningShape:
         described = self.running.description
         topology = self.running.topology
         return {
-            "stages": topology.num_stages, "groups": topology.num_groups, "model": None, "draft": None, "dtype": described.dtype,
+            "stages": topology.num_stages, "groups": topology.num_groups, "model": None, "draft": None,
+            "dtype": described.settings.numbers.dtype,
             "devices": [rank.device for rank in described.ranks if rank.rank > 0],
             "draft_device": next((rank.device for rank in described.ranks if rank.rank == 0), None), "fits": True,
             "hosts": [rank.host for rank in described.ranks], "layers": [list(span) for span in described.layers],
-            "dispatch": described.dispatch,
+            "dispatch": described.settings.cluster.dispatch,
         }  # fmt: skip
 
     @property
@@ -175,7 +176,7 @@ class RunningShape:
 
     @property
     def dtype(self) -> str:
-        return self.running.description.dtype
+        return self.running.description.settings.numbers.dtype
 
     @property
     def scope(self) -> str:
@@ -228,7 +229,7 @@ class LaunchedShape:
 
     @property
     def dtype(self) -> str:
-        return self._own.dtype
+        return self._own.settings.numbers.dtype
 
     @property
     def scope(self) -> str:
@@ -266,19 +267,21 @@ def emulated(
     config = config.for_partition(preset)
     cut = config if stages is None else with_stages(config, preset, stages)
     plan = make_plan(cut, preset)
-    spec = PipelineSpec.create(pair.models, Cut(len(plan.stages), plan.num_groups), "float32")
+    spec = resolve(pair.settings(stages=len(plan.stages), groups=plan.num_groups))
     emulation = replace(Emulation.of_plan(plan, slow_motion), counts_own_work=own_work)
-    return Shape(preset, replace(spec, emulation=emulation, draft_dtype=spec.dtype), _cluster(plan, config.draft))
+    return Shape(
+        preset, replace(spec.replaced(draft_dtype=spec.dtype), emulation=emulation), _cluster(plan, config.settings.models.draft)
+    )
 
 
 def small_model_alone(
     config: ClusterConfig, small: SmallModel, pair: Pair, slow_motion: float = 1.0, own_work: bool = True
 ) -> Shape:
     """``slm``: the pair's small model runs and emulates ``small`` on one device."""
-    partition = PartitionConfig(1, devices=(DeviceConfig("server", small.device),))
-    alone = ClusterConfig(
-        small.model, (ServerConfig("server", {small.device: 1}),), {SLM: partition}, dtype=config.dtype, network=config.network
-    )
+    dtype = config.settings.numbers.dtype
+    partition = PartitionConfig(Settings.of(target=small.model, draft=NONE, stages=1, dtype=dtype))
+    server = ServerConfig("server", {small.device: 1})
+    alone = ClusterConfig((server,), {SLM: partition}, partition.settings, config.network)
     plan = make_plan(alone, SLM)
     emulation = replace(Emulation.of_plan(plan, slow_motion), counts_own_work=own_work)
     spec = replace(_small_spec(pair), emulation=emulation)
@@ -287,7 +290,7 @@ def small_model_alone(
 
 def as_it_is(stages: int, pair: Pair) -> Shape:
     """Real stages on this machine, nothing emulated."""
-    return _real(PipelineSpec.create(pair.models, Cut(stages), "float32"))
+    return _real(resolve(pair.settings(stages=stages)))
 
 
 def small_model_as_it_is(pair: Pair) -> Shape:
@@ -318,12 +321,12 @@ def bita_row(directory: Path) -> Row:
 
 
 def _small_spec(pair: Pair) -> PipelineSpec:
-    small = pair.small or PipelineSpec.create(Models(pair.target, pair.draft), Cut(1)).draft
-    return PipelineSpec.create(Models(small, "none"), Cut(1), "float32")
+    small = pair.small or resolve(Settings.of(target=pair.target, draft=pair.draft, stages=1)).draft
+    return resolve(Settings.of(target=small, draft="none", stages=1, dtype="float32"))
 
 
 def _real(spec: PipelineSpec) -> Shape:
-    cluster = {"stages": spec.num_stages, "groups": spec.topology.num_groups, "dtype": spec.dtype}
+    cluster = {"stages": spec.settings.cut.stages, "groups": spec.topology.num_groups, "dtype": spec.dtype}
     return Shape(None, spec, {**cluster, "model": None, "draft": None, "devices": [], "draft_device": None, "fits": True})
 
 

@@ -23,10 +23,10 @@ from pipedec.cluster.supervisor import Supervisor
 from pipedec.config import ClusterConfig
 from pipedec.core import Metrics, Request
 from pipedec.engine.local import LocalPipeline
-from pipedec.engine.spec import PipelineSpec
 from pipedec.messages import PromptRequest
 from pipedec.methods import make_options
 from pipedec.model import ModelConfig
+from pipedec.plan.spec import PipelineSpec
 from pipedec.text.prompt import Prompter
 
 

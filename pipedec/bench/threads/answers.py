@@ -11,9 +11,10 @@ from pipedec.bench.record import Row
 from pipedec.bench.threads.exchange import Exchange
 from pipedec.bench.threads.styles import Style
 from pipedec.core import SamplingParams
+from pipedec.engine.build import load_prompter
 from pipedec.engine.local import LocalPipeline
-from pipedec.engine.spec import PipelineSpec
 from pipedec.messages import PromptRequest
+from pipedec.plan.spec import PipelineSpec
 
 
 class ThreadAnswers:
@@ -22,7 +23,7 @@ class ThreadAnswers:
     def __init__(self, spec: PipelineSpec, styles: Mapping[str, Style]) -> None:
         self._spec = spec
         self._styles = styles
-        self._prompter = spec.load_prompter()
+        self._prompter = load_prompter(spec)
         self._pipelines: dict[str, LocalPipeline] = {}
 
     def token_ids(self, prompt: str | tuple[int, ...], raw: bool, max_tokens: int) -> tuple[int, ...]:

@@ -13,7 +13,9 @@ from rich.table import Table
 from pipedec.cli.benchmarks.shared import OUT_HELP, PATH, append, machine_text
 from pipedec.cli.options import Command, gathered
 from pipedec.cli.show import console
+from pipedec.config import Settings
 from pipedec.core import UserError
+from pipedec.engine.build import resolve
 
 
 @dataclass(frozen=True)
@@ -92,12 +94,13 @@ def alternatives(
     """
     from pipedec.bench.alternatives.benchmark import AlternativesConfig, measure_alternatives
     from pipedec.bench.record import check_writable
-    from pipedec.engine.spec import Cut, Models, PipelineSpec
 
     config = AlternativesConfig(max_tokens, repeats, threads)
     texts = prompts.read()
     check_writable(out)
-    spec = PipelineSpec.create(Models(pair.target, pair.draft, pair.bita), Cut(pair.stages), "float32", device=pair.device)
+    spec = resolve(
+        Settings.of(target=pair.target, draft=pair.draft, bita=pair.bita, stages=pair.stages, dtype="float32", device=pair.device)
+    )
     with console.status("loading") as status:
         rows = measure_alternatives(spec, texts, config, lambda done, total: status.update(f"answer {done} of {total}"))
     Console().print(_table(rows))

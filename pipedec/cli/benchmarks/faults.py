@@ -12,9 +12,10 @@ from rich.table import Table
 
 from pipedec.cli.benchmarks.shared import PATH, comma_numbers
 from pipedec.cli.benchmarks.sweep import ProgressBar
-from pipedec.cli.options import PipelineFlags, pipeline_options
 from pipedec.cli.show import console
+from pipedec.config import Settings, settings_options
 from pipedec.core import DEFAULT_METHOD, PipedecError, UserError
+from pipedec.engine.build import resolve
 
 _SHOWN_PROBLEMS = 10
 
@@ -25,7 +26,7 @@ def comma_names(context: click.Context, parameter: click.Parameter, text: str | 
 
 
 @click.command()
-@pipeline_options
+@settings_options
 @click.option("--count", type=int, metavar="N", help="Number of faults (default: 24).")
 @click.option("--hours", type=float, metavar="H", help="Or for how long there are faults.")
 @click.option(
@@ -63,8 +64,8 @@ def comma_names(context: click.Context, parameter: click.Parameter, text: str | 
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the choice of faults and their moments.")
 @click.option("--out", type=PATH, required=True, help="Directory of the results; an interrupted benchmark goes on there.")
 def faults(
-    pipeline: PipelineFlags, count: int | None, hours: float | None, kinds: tuple[str, ...] | None, prompts: tuple[str, ...],
-    answers: tuple[str, ...], out: Path, **settings: Any,
+    settings: Settings, count: int | None, hours: float | None, kinds: tuple[str, ...] | None, prompts: tuple[str, ...],
+    answers: tuple[str, ...], out: Path, **others: Any,
 ) -> None:  # fmt: skip
     """Kill, stop and cut off parts of a cluster under load, and compare every answer with that of an undisturbed cluster.
 
@@ -76,14 +77,13 @@ def faults(
     from pipedec.bench.faults.figures import faults_figure
     from pipedec.bench.load.figures import draw
     from pipedec.bench.record import ROWS_FILE
-    from pipedec.cli.cluster import local_cluster
 
     given: dict[str, Any] = {name: value for name, value in {"kinds": kinds, "prompts": prompts}.items() if value}
-    config = FaultsConfig(count or (None if hours else 24), hours, answers=answers, **given, **settings)
+    config = FaultsConfig(count or (None if hours else 24), hours, answers=answers, **given, **others)
     if out.exists() and not out.is_dir():
         raise UserError(f"--out {out}: not a directory")
     out.mkdir(parents=True, exist_ok=True)
-    spec = local_cluster(pipeline.for_threads() if "threads" in answers else pipeline).spec
+    spec = resolve(settings.for_threads() if "threads" in answers else settings)
     with ProgressBar() as bar:
         rows = bench_faults(config, spec, out, bar)
     _print(rows)

@@ -83,7 +83,7 @@ class PlaceFlags:
             if self.kv_tokens < shape.spec.kv_block:
                 raise UserError(f"--kv-tokens must be at least {shape.spec.kv_block}, one block, not {self.kv_tokens}")
             emulation = replace(emulation, kv_tokens=self.kv_tokens)
-        return replace(shape, spec=replace(shape.spec, emulation=emulation, prefix_cache=self.prefix_cache))
+        return replace(shape, spec=replace(shape.spec.replaced(prefix_cache=self.prefix_cache), emulation=emulation))
 
 
 @dataclass(frozen=True)

@@ -10,16 +10,16 @@ from rich.console import Console
 from rich.table import Table
 
 from pipedec.cli.benchmarks.shared import OUT_HELP, PATH, append, numbers
-from pipedec.cli.cluster import local_cluster
-from pipedec.cli.options import PipelineFlags, pipeline_options
 from pipedec.cli.show import console
+from pipedec.config import Settings, settings_options
 from pipedec.core import PipedecError, SamplingParams
+from pipedec.engine.build import resolve
 
 _MOST_PLACES = 12
 
 
 @click.command()
-@pipeline_options
+@settings_options
 @click.option("--methods", default="pp,pipedec,pipedec-bestfirst,bita", show_default=True, help="Methods.")
 @click.option("--requests", "requests_", default="1,16", show_default=True, help="How many requests at a time, comma-separated.")
 @click.option("--prompt", default="What does shutil.copytree() do?", show_default=True, help="Prompt of the requests.")
@@ -29,7 +29,7 @@ _MOST_PLACES = 12
 @click.option("--places", is_flag=True, help="Name the lines that read most often.")
 @click.option("--out", type=PATH, help=OUT_HELP)
 def reads(
-    pipeline: PipelineFlags, methods: str, requests_: str, prompt: str, max_tokens: int, temperature: float, threads: str | None,
+    settings: Settings, methods: str, requests_: str, prompt: str, max_tokens: int, temperature: float, threads: str | None,
     places: bool, out: Path | None,
 ) -> None:  # fmt: skip
     """Count the host's reads of values that the device computes, per timestep: on a GPU each of them waits.
@@ -44,7 +44,7 @@ def reads(
     sampling = SamplingParams(temperature, seed=0 if temperature else None, max_tokens=max_tokens)
     config = ReadsConfig(chosen, numbers("--requests", requests_), prompt, sampling, threads)
     check_writable(out)
-    spec = local_cluster(pipeline).spec
+    spec = resolve(settings)
     with console.status("reads") as status:
         rows = measure_reads(spec, config, on_run=status.update)
     Console().print(_table(rows))

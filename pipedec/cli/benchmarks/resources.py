@@ -10,15 +10,15 @@ from rich.console import Console
 from rich.table import Table
 
 from pipedec.cli.benchmarks.shared import OUT_HELP, PATH, append
-from pipedec.cli.cluster import local_cluster
-from pipedec.cli.options import PipelineFlags, pipeline_options
 from pipedec.cli.show import console
+from pipedec.config import Settings, settings_options
+from pipedec.engine.build import resolve
 
 _MIB = 1024 * 1024
 
 
 @click.command()
-@pipeline_options
+@settings_options
 @click.option("--idle-seconds", type=float, default=5.0, show_default=True, help="How long idle CPU is measured.")
 @click.option(
     "--requests", type=int, default=20, show_default=True, help="Number of requests over which memory growth is measured."
@@ -27,7 +27,7 @@ _MIB = 1024 * 1024
 @click.option("--prompt", help="Prompt of every request.")
 @click.option("--out", type=PATH, help=OUT_HELP)
 def resources(
-    pipeline: PipelineFlags, idle_seconds: float, requests: int, max_tokens: int, prompt: str | None, out: Path | None
+    settings: Settings, idle_seconds: float, requests: int, max_tokens: int, prompt: str | None, out: Path | None
 ) -> None:
     """Measure a resident cluster: idle CPU, memory per rank, latency of a request, memory and Redis keys left by requests."""
     from pipedec.bench.record import check_writable
@@ -36,9 +36,9 @@ def resources(
     chosen = {} if prompt is None else {"prompt": prompt}
     config = ResourcesConfig(idle_seconds, requests, max_tokens, **chosen)
     check_writable(out)
-    spec = local_cluster(pipeline).spec
+    spec = resolve(settings)
     with console.status("resources") as status:
-        row = measure_resources(spec, config, pipeline.transport, on_phase=status.update)
+        row = measure_resources(spec, config, on_phase=status.update)
     _print_resources(row)
     append(out, [row])
 

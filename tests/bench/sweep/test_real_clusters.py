@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from support.clusters import clustered
 from support.hosts import Hosts
 from support.silent_progress import Silent
 from support.tiny_pair import Pair
@@ -28,7 +29,7 @@ from pipedec.client.client import Client
 from pipedec.client.reply import Reply
 from pipedec.client.running import Running
 from pipedec.cluster.local import LocalCluster
-from pipedec.config import ClusterConfig, DeviceConfig, PartitionConfig, ServerConfig
+from pipedec.config import ClusterConfig, DeviceConfig, ServerConfig
 from pipedec.core import PipedecError, SamplingParams, UserError
 from pipedec.data.prompts import PromptSet
 from pipedec.messages import PromptRequest
@@ -44,14 +45,9 @@ METHODS = ("pp", "stpp", "pipedec", "bita")
 
 
 def cluster_file(pair: Pair, **changes: Any) -> ClusterConfig:
-    made = ClusterConfig(
-        str(pair.target),
-        (ServerConfig("here", {"cpu": 4}),),
-        {f"p{stages}": PartitionConfig(stages, draft_device=DeviceConfig("here", "cpu")) for stages in (1, 2)},
-        draft=str(pair.draft),
-        max_model_len=2048,
-    )
-    return replace(made, **changes)
+    partitions = {f"p{stages}": {"stages": stages, "draft_device": DeviceConfig("here", "cpu")} for stages in (1, 2)}
+    keys = {"target": pair.target, "draft": pair.draft, "max_model_len": 2048, **changes}
+    return clustered([ServerConfig("here", {"cpu": 4})], partitions, **keys)
 
 
 def config(pair: Pair, **changes: Any) -> SweepConfig:
@@ -168,7 +164,7 @@ def test_no_prompt_that_the_cluster_accepts_is_an_error_with_its_reason(measured
 
 @pytest.mark.slow
 def test_in_bfloat16_ties_do_not_end_a_sweep(pair: Pair, tmp_path: Path) -> None:
-    with LocalCluster(replace(pair.spec(2), dtype="bfloat16")) as cluster:
+    with LocalCluster(pair.spec(2).replaced(dtype="bfloat16")) as cluster:
         sampling = SamplingParams(max_tokens=48, ignore_eos=True)
         chosen = config(pair, running=running(cluster), methods=METHODS, samples=3, sampling=sampling)
         greedy = sweep(chosen, PROMPTS, tmp_path, Silent())
@@ -198,7 +194,7 @@ class Launches:
 
     def __call__(self, config: ClusterConfig, partition: str) -> LocalCluster:
         self.partitions.append(partition)
-        return LocalCluster(self._pair.spec(config.partitions[partition].stages))
+        return LocalCluster(self._pair.spec(config.partitions[partition].settings.cut.stages))
 
     def runner(self, shape: Any, clock: str, prompts: Path) -> Launched:
         return Launched(shape.config, shape.partition, prompts, shape.scope, launch=self)

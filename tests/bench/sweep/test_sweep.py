@@ -27,8 +27,8 @@ from pipedec.cli.main import program
 from pipedec.config import paper_cluster
 from pipedec.core import PipedecError, SamplingParams, UserError
 from pipedec.data.prompts import PromptSet
-from pipedec.engine.spec import PipelineSpec
 from pipedec.messages import PromptRequest
+from pipedec.plan.spec import PipelineSpec
 from pipedec.verify.divergence import TIE_BOUNDS
 
 PROMPTS = [PromptSet("first", ("The pipeline", "Natalia sold", "Größe")), PromptSet("second", ("at every timestep",))]

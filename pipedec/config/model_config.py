@@ -7,9 +7,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pipedec.config import json_object, model_json
+from pipedec.config.model import json_object, model_json
 from pipedec.core import UserError
 from pipedec.gguf import model_files
+
+LENGTH_DEPENDENT = ("dynamic", "longrope")  # rope types whose keys depend on the length of the prompt
 
 
 @dataclass(frozen=True)

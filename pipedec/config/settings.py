@@ -1,0 +1,245 @@
+"""Everything that a user can set of a pipeline, in one tree of frozen dataclasses. Loads no torch.
+
+A setting is one line: its name, type, range, default and help. From it follow the option of every command that starts a
+pipeline (``pipedec.flags``), the key of cluster.yaml and of its partitions, the keyword argument of ``LLM``, the option of ranks
+under torchrun, and the field of the run's description in Redis. Names are unique in the whole tree, so all of these are flat.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal, get_args, get_type_hints
+
+from msgspec import Meta
+
+from pipedec.config.redis import RedisConfig
+from pipedec.core import MAX_NUM_SEQS, MAX_WAITING, BadValue
+from pipedec.flags import Command, Help, arguments_of, given_values, option_fields, with_options
+from pipedec.methods import LayerTreeOptions
+from pipedec.shipped import reference_threads
+from pipedec.validation import byte_size, joined, unknown_name, validated
+
+Text = Annotated[str, Meta(min_length=1)]
+Count = Annotated[int, Meta(ge=1, le=1024)]
+Tokens = Annotated[int, Meta(ge=1, le=10_000_000)]
+Bytes = Annotated[int, Meta(ge=1)]
+Dtype = Literal["auto", "float32", "float64", "bfloat16", "float16"]
+Quantize = Literal["int8", "int4"]
+Device = Literal["auto", "cpu", "cuda"]
+DEVICES = get_args(Device)
+AUTO: Final = "auto"  # as a dtype or a device: the machine decides
+NONE: Final = "none"  # as a model: the pipeline does without it
+
+
+@dataclass(frozen=True)
+class Models:
+    """The models of a pipeline."""
+
+    target: Annotated[
+        Text | None,
+        Help("Target: a checkpoint directory, a GGUF file or smollm2 (default: the shipped pair's).", "DIR|FILE|smollm2"),
+    ] = None
+    draft: Annotated[
+        Text | None, Help("Draft checkpoint directory or GGUF file (default: the shipped target's).", "DIR|FILE|none")
+    ] = None
+    bita: Annotated[Text | None, Help("Directory that pipedec train bita wrote (default: the shipped target's).", "DIR|none")] = (
+        None
+    )
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How the target's layers are cut into stages, and what computes them. Raises BadValue for numbers that do not fit."""
+
+    stages: Annotated[Count, Help("Pipeline stages, one process each.")] = 4
+    groups: Annotated[Count | None, Help("Groups of stages that share a timestep (default: one per stage).")] = None
+    layers: Annotated[
+        Literal["auto"] | tuple[Annotated[int, Meta(ge=1, le=100_000)], ...],
+        Help("Layers of each stage, like 6,6,6,6. auto: even, or balanced over the devices of a cluster.yaml.", "N,N,…"),
+    ] = "auto"
+    device: Annotated[Device, Help("Device of the ranks; auto: GPUs where there are any.")] = "auto"
+
+    def __post_init__(self) -> None:
+        if self.groups is not None and self.groups > self.stages:
+            raise BadValue(f"groups: {self.groups} groups need at least as many stages, but there are {self.stages}")
+        if self.layers != "auto" and len(self.layers) != self.stages:
+            raise BadValue(f"layers: {len(self.layers)} entries for {self.stages} stages: give one number per stage, or auto")
+
+    @property
+    def num_groups(self) -> int:
+        return self.groups or self.stages
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a cluster takes at most, and the tree that requests get which set none. Raises BadValue for a size that is none."""
+
+    max_model_len: Annotated[
+        Tokens | None, Help("Maximum tokens of a prompt and its answer (default: the target's context; 4096 in a cluster.yaml).")
+    ] = None
+    max_num_seqs: Annotated[
+        Annotated[int, Meta(ge=1, le=65_536)], Help("Maximum number of requests in the pipeline at the same time.")
+    ] = MAX_NUM_SEQS
+    max_waiting: Annotated[Annotated[int, Meta(ge=0, le=10_000_000)], Help("Queue limit; requests beyond it are refused.")] = (
+        MAX_WAITING
+    )
+    kv_cache_memory: Annotated[
+        Text | Bytes | None,
+        Help("KV cache memory of each rank, like 512MiB (default: what a cluster.yaml leaves on GPUs, else 2GiB).", "SIZE"),
+    ] = None
+    prefix_cache: Annotated[bool, Help("Do not share the KV cache of equal prefixes between requests.")] = True
+    tree: LayerTreeOptions | None = None  # of pipedec and stpp; None for their own defaults
+
+    def __post_init__(self) -> None:
+        _ = self.kv_cache_bytes
+
+    @property
+    def kv_cache_bytes(self) -> int | None:
+        """``kv_cache_memory`` in bytes."""
+        given = self.kv_cache_memory
+        return byte_size(given, "kv_cache_memory:") if isinstance(given, str) else given
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """The number formats of the models. The draft's never change the output."""
+
+    dtype: Annotated[Dtype, Help("Data type of the target; auto: the checkpoint's 16 bits on GPUs, float32 on CPUs.")] = "auto"
+    quantize: Annotated[Quantize | None, Help("Weights of the target in 8 or 4 bits, rounded as they are read.")] = None
+    draft_dtype: Annotated[
+        Dtype, Help("Data type of the draft; affects speed only, never the output. auto: 16 bits where they are fast.")
+    ] = "auto"
+    draft_quantize: Annotated[Quantize | None, Help("Weights of the draft in 8 or 4 bits; affects speed only.")] = None
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """How ranks communicate, how timesteps are scheduled, and what happens when a rank is lost."""
+
+    transport: Annotated[
+        Literal["auto", "gloo", "nccl"], Help("Backend of transfers between stages; auto: NCCL if each stage has its own GPU.")
+    ] = "auto"
+    dispatch: Annotated[
+        Literal["windows", "tasks"],
+        Help("What Redis grants: windows of timesteps, or the paper's single tasks (one request at a time)."),
+    ] = "windows"
+    max_restarts: Annotated[
+        Annotated[int, Meta(ge=0)],
+        Help("Lost ranks that may be replaced within --restart-window; one more ends the run. 0: the first loss ends it."),
+    ] = 5
+    restart_window: Annotated[Annotated[float, Meta(gt=0)], Help("Time in which --max-restarts counts.", "SECONDS")] = 300.0
+    stall_timeout: Annotated[
+        Annotated[float, Meta(gt=0)],
+        Help("A rank is replaced if a timestep takes it longer, or if it is silent for longer while others wait.", "SECONDS"),
+    ] = 4.0
+    redis: RedisConfig = field(default_factory=RedisConfig)
+
+    @property
+    def recovers(self) -> bool:
+        """Whether lost ranks are replaced at all."""
+        return self.max_restarts > 0
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The whole tree."""
+
+    models: Models = Models()
+    cut: Cut = Cut()
+    limits: Limits = Limits()
+    numbers: Numbers = Numbers()
+    cluster: Cluster = Cluster()
+
+    @classmethod
+    def of(cls, **values: Any) -> Settings:
+        """Settings by name, the others at their defaults. Raises UserError as ``parse``."""
+        return cls().parse(values)
+
+    def parse(self, values: Mapping[str, Any], source: str = "") -> Settings:
+        """These settings, with others in place of those that ``values`` gives by name.
+
+        Args:
+            source: what an error message begins with, for example the path of a file.
+
+        Raises:
+            UserError: one line: an unknown name, or a value of a wrong type or outside its range.
+        """
+        for name in values:
+            if name not in GROUPS:
+                raise BadValue(joined(source, unknown_name("setting", name, GROUPS)))
+        given = {name: _plain(value) for name, value in values.items()}
+        groups = {}
+        for group in fields(self):
+            own = {name: value for name, value in given.items() if GROUPS[name] == group.name}
+            if own:
+                present = getattr(self, group.name)
+                groups[group.name] = validated(type(present), {**asdict(present), **own}, source)
+        return replace(self, **groups)
+
+    def replaced(self, **values: Any) -> Settings:
+        """These settings with others by name, which are known to be right."""
+        groups: dict[str, dict[str, Any]] = {}
+        for name, value in values.items():
+            groups.setdefault(GROUPS[name], {})[name] = value
+        return replace(self, **{group: replace(getattr(self, group), **own) for group, own in groups.items()})
+
+    def items(self) -> Iterator[tuple[str, Any]]:
+        """All settings, flat: (name, value)."""
+        return ((name, getattr(getattr(self, group), name)) for name, group in GROUPS.items())
+
+    def changes(self) -> dict[str, Any]:
+        """The settings that do not have their default values, by name."""
+        defaults = dict(Settings().items())
+        return {name: value for name, value in self.items() if value != defaults[name]}
+
+    def for_threads(self) -> Settings:
+        """With the shipped pair that opens threads, unless another target is given."""
+        if self.models.target is not None:
+            return self
+        shipped = reference_threads()
+        return self.replaced(target=str(shipped / "target"), draft=self.models.draft or str(shipped / "draft"))
+
+    def arguments(self) -> list[str]:
+        """As arguments of a command that has options for settings; those without an option are left out."""
+        return arguments_of({name: value for name, value in self.changes().items() if name in OPTIONS})
+
+    def without_secrets(self) -> Settings:
+        """What may be published and printed."""
+        return self.replaced(redis=replace(self.cluster.redis, password=None))
+
+
+def _plain(value: Any) -> Any:
+    """As a file has it: what Python callers may give besides."""
+    if isinstance(value, Path):
+        return str(value)
+    return asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
+
+
+_TREE = {"models": Models, "cut": Cut, "limits": Limits, "numbers": Numbers, "cluster": Cluster}
+GROUPS = {setting.name: group for group, kind in _TREE.items() for setting in fields(kind)}  # of every setting, by name
+SETTINGS = {  # the annotated type of every setting, by name
+    name: hint for kind in _TREE.values() for name, hint in get_type_hints(kind, include_extras=True).items()
+}
+OPTIONS = {name: option for kind in _TREE.values() for name, option in option_fields(kind).items()}
+
+
+def keyword_arguments() -> list[inspect.Parameter]:
+    """Every setting as a keyword argument, for the signatures of functions that take all of them."""
+    plain = {name: hint for kind in _TREE.values() for name, hint in get_type_hints(kind).items()}
+    return [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=plain[name])
+        for name, default in Settings().items()
+    ]
+
+
+def settings_options(command: Command) -> Command:
+    """Add an option for every setting; the command gets ``settings``, with the defaults of those that are not given."""
+    return with_options(command, OPTIONS, lambda values: {"settings": Settings().parse(given_values(values))})
+
+
+def given_settings(command: Command) -> Command:
+    """Add an option for every setting; the command gets ``given``, those that the user gives, to lay over a cluster.yaml."""
+    return with_options(command, OPTIONS, lambda values: {"given": given_values(values)})

@@ -1,0 +1,181 @@
+"""A pipeline that can be built: its settings, and what follows from them and from its checkpoints. The same on every rank.
+
+Plain data that loads no torch, so that whoever starts ranks need not either; ``engine.build`` resolves settings and loads models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from pipedec.config import AUTO, LENGTH_DEPENDENT, NONE, ModelConfig, ServerConfig, Settings
+from pipedec.core import KNEE_ROWS
+from pipedec.hardware import DEVICES, WeightFormat
+from pipedec.kv import KVManager
+from pipedec.messages import BitaDescription, RankDescription, RunDescription
+from pipedec.plan.dtypes import GIVEN
+from pipedec.plan.emulation import Emulation
+from pipedec.plan.kv_memory import CPU_BLOCK, CUDA_BLOCK, DEFAULT_BYTES, KVBudget, RankBudget
+from pipedec.plan.placement import Placement
+from pipedec.topology import Topology
+
+DISPATCHES = {"windows": 64, "tasks": 0}  # timesteps that the scheduler grants at once
+
+
+@dataclass(frozen=True)
+class PipelineSpec:
+    """One pipeline.
+
+    Attributes:
+        settings: completed: every model is a directory or ``none``, and the dtype of the target is never ``auto``. Where that of
+            the draft is, the processor of rank 0 decides when it loads the draft.
+        layers: for each stage, its first layer of the target and the layer after its last.
+        dtype_why, draft_dtype_why: why the target and the draft have their dtypes.
+        trained_bita: what the BiTA holds; None without one.
+        num_gpus: GPUs of the machine on which the ranks run; of no meaning with ``places``.
+        emulation: makes every rank's work take as long as on the devices that it names; None to run at full speed.
+        places: the host and device of every rank, by the partition of a cluster.yaml; None if whoever starts the ranks decides.
+        servers: the hosts of ``places``.
+        duplex: of the links between the ranks: ``half`` if a rank takes part in one transfer at a time, else ``full``.
+        kv_room: for each rank, from 0, the bytes for keys and values that a cluster.yaml leaves; None without one.
+    """
+
+    settings: Settings
+    layers: tuple[tuple[int, int], ...]
+    dtype_why: str = GIVEN
+    draft_dtype_why: str = GIVEN
+    trained_bita: BitaDescription | None = None
+    num_gpus: int = 0
+    emulation: Emulation | None = None
+    places: tuple[Placement, ...] | None = None
+    servers: tuple[ServerConfig, ...] = ()
+    duplex: str = "full"
+    kv_room: tuple[int, ...] | None = None
+
+    def replaced(self, **values: Any) -> PipelineSpec:
+        """With other settings by name, which are known to be right."""
+        return replace(self, settings=self.settings.replaced(**values))
+
+    @property
+    def target(self) -> Path:
+        assert self.settings.models.target is not None
+        return Path(self.settings.models.target)
+
+    @property
+    def draft(self) -> Path | None:
+        return _directory(self.settings.models.draft)
+
+    @property
+    def bita(self) -> Path | None:
+        return _directory(self.settings.models.bita)
+
+    @property
+    def dtype(self) -> str:
+        """Of the target, the same on every rank."""
+        return self.settings.numbers.dtype
+
+    @property
+    def topology(self) -> Topology:
+        return Topology.even(self.settings.cut.stages, self.settings.cut.num_groups)
+
+    @property
+    def weights(self) -> WeightFormat:
+        """How the target's weights are kept."""
+        return WeightFormat(self.dtype, self.settings.numbers.quantize)
+
+    @property
+    def largest_draft_weights(self) -> WeightFormat:
+        """How the draft's weights are kept as every rank can know it: in float32, the largest, if rank 0 will choose."""
+        given = self.settings.numbers.draft_dtype
+        return WeightFormat("float32" if given == AUTO else given, self.settings.numbers.draft_quantize)
+
+    @property
+    def window(self) -> int:
+        """Timesteps that the scheduler grants at once; 0 for single tasks."""
+        return DISPATCHES[self.settings.cluster.dispatch]
+
+    @property
+    def knee(self) -> int:
+        """Rows that a stage computes in about the time of one: of the emulated devices, else a common one."""
+        return self.emulation.knee if self.emulation else KNEE_ROWS
+
+    @property
+    def kv_slots(self) -> int:
+        """Slots of every rank's KV pool: tokens for which every rank has memory, but no more than requests can use.
+
+        An emulation has those of the devices that it emulates.
+        """
+        if self.emulation is not None and self.emulation.kv_tokens is not None:
+            return self.emulation.kv_tokens // self.kv_block * self.kv_block
+        return self.kv_budget().tokens
+
+    @property
+    def kv_block(self) -> int:
+        """Slots that are handed out together, on every rank the same: more where a rank may use CUDA, as its kernels need."""
+        return CUDA_BLOCK if self._may_use_cuda else CPU_BLOCK
+
+    @property
+    def shares_prefixes(self) -> bool:
+        """Whether requests share the keys and values of equal prefixes. They differ where they depend on a prompt's length."""
+        is_possible = self.window > 0 and self._target_config.rope["rope_type"] not in LENGTH_DEPENDENT
+        return self.settings.limits.prefix_cache and is_possible
+
+    def kv_manager(self) -> KVManager:
+        """The pipeline's KV cache manager, as rank 0 begins with it."""
+        return KVManager(self.kv_slots, self.kv_block, self.shares_prefixes)
+
+    def check_kv_budget(self) -> None:
+        """Raises UserError if the KV budget holds no request of ``max_model_len``, or not even a few hundred tokens."""
+        self.kv_budget().check(self.settings.limits.max_model_len, self.knee)
+
+    def kv_budget(self) -> KVBudget:
+        """The memory of every rank for keys and values, and what a token takes of it."""
+        target, limits = self._target_config, self.settings.limits
+        layers = [stop - start for start, stop in self.layers]
+        ranks = [self._rank_budget(rank, target, count, self.weights) for rank, count in enumerate(layers, start=1)]
+        if self.draft is not None:
+            draft = ModelConfig.from_directory(self.draft)
+            ranks.insert(0, self._rank_budget(0, draft, draft.num_layers, self.largest_draft_weights))
+        context = min(limits.max_model_len or target.max_positions, target.max_positions)
+        return KVBudget(ranks, context, limits.max_num_seqs, self.topology.num_groups, self.kv_block)
+
+    def _rank_budget(self, rank: int, config: ModelConfig, layers: int, weights: WeightFormat) -> RankBudget:
+        room = DEFAULT_BYTES if self.kv_room is None else self.kv_room[rank]
+        num_bytes = self.settings.limits.kv_cache_bytes or room
+        return RankBudget(rank, num_bytes, layers * config.num_cache_elements_per_row * weights.element_bytes)
+
+    @property
+    def _target_config(self) -> ModelConfig:
+        return ModelConfig.from_directory(self.target)
+
+    @property
+    def _may_use_cuda(self) -> bool:
+        if self.settings.cut.device != AUTO:
+            return self.settings.cut.device == "cuda"
+        if self.places is None:
+            return self.num_gpus > 0
+        return any(DEVICES[place.device].is_gpu for place in self.places)
+
+    def description(self, ranks: Sequence[RankDescription] = (), digests: Mapping[str, str] | None = None) -> RunDescription:
+        """What clients are told about the pipeline, whose ranks are described by ``ranks``."""
+        preset = self.emulation.preset if self.emulation else None
+        return RunDescription(
+            self.settings.without_secrets(),
+            self.topology.groups,
+            self.layers,
+            preset,
+            tuple(ranks),
+            digests or {},
+            self.trained_bita,
+        )
+
+    @property
+    def trained_masks(self) -> int:
+        """Masks of the target's BiTA; 0 without one."""
+        return self.trained_bita.num_masks if self.trained_bita else 0
+
+
+def _directory(model: str | None) -> Path | None:
+    return None if model in (None, NONE) else Path(str(model))

@@ -1,0 +1,192 @@
+"""A setting is one line: options, keys of cluster.yaml, keyword arguments and the description of a run follow from it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+import yaml
+from click.testing import CliRunner
+from hypothesis import given
+from hypothesis import strategies as st
+from support.tiny_pair import Pair
+
+import pipedec
+from pipedec.config import Settings, cluster_from_json, cluster_to_json, given_settings, load_cluster, settings_options
+from pipedec.config.redis import RedisConfig
+from pipedec.config.settings import GROUPS
+from pipedec.core import UserError
+from pipedec.messages import description_from_json, to_json
+from pipedec.methods import LayerTreeOptions
+from pipedec.plan.spec import PipelineSpec
+
+PACKAGE = Path(pipedec.__file__).parent
+NEW_SETTING = """    prefetch: Annotated[Annotated[int, Meta(ge=0, le=9)], Help("Verdicts to prefetch.")] = 2
+"""
+# Prints what each entrance makes of the new setting.
+ENTRANCES = """
+import inspect, json, sys
+import click
+from pipedec.client.resident import Resident
+from pipedec.cli.main import program
+from pipedec.config import Settings, load_cluster
+from pipedec.cluster import torchrun
+
+def option(command):
+    return next(one.get_help_record(click.Context(command)) for one in command.params if one.name == "prefetch")
+
+found = {name: option(program.get_command(None, name)) for name in ("generate", "up", "serve", "chat", "launch", "verify")}
+found["torchrun"] = option(torchrun._command)
+found["keyword"] = [str(inspect.signature(Resident).parameters["prefetch"]), Settings.of(prefetch=7).limits.prefetch]
+config = load_cluster(sys.argv[1])
+found["file"] = [config.settings.limits.prefetch, config.partitions["own"].settings.limits.prefetch]
+try:
+    Settings.of(prefetch=10)
+except Exception as error:
+    found["refused"] = str(error)
+print(json.dumps(found))
+"""
+
+
+def test_a_new_setting_is_one_line(tmp_path: Path) -> None:
+    """Add one to a copy of the package, and look at every entrance."""
+    copy = tmp_path / "pipedec"
+    shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    settings = copy / "config" / "settings.py"
+    before, line, after = settings.read_text().partition("    prefix_cache: ")
+    settings.write_text(before + NEW_SETTING + line + after)
+    servers = [{"host": "localhost", "devices": {"cpu": 3}}]
+    partitions = {"own": {"stages": 2, "prefetch": 5}, "files": {"stages": 2}}
+    file = tmp_path / "cluster.yaml"
+    file.write_text(yaml.safe_dump({"target": "t", "servers": servers, "partitions": partitions, "prefetch": 4}))
+    done = subprocess.run(
+        [sys.executable, "-c", ENTRANCES, str(file)],
+        env={**os.environ, "PYTHONPATH": str(tmp_path)}, cwd=tmp_path, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    for command in ("generate", "up", "serve", "chat", "launch", "verify", "torchrun"):
+        assert found[command] == ["--prefetch N", "Verdicts to prefetch.  [default: 2; 0<=x<=9]"]
+    assert found["keyword"] == ["prefetch: int = 2", 7] and found["file"] == [4, 5]
+    assert found["refused"] == "prefetch: must be at most 9, not 10"
+
+
+VALUES: dict[str, st.SearchStrategy[Any]] = {
+    "target": st.sampled_from(["/a", "smollm2"]), "draft": st.just("none"), "bita": st.just("/b"), "stages": st.integers(1, 1024),
+    "layers": st.just("auto"), "device": st.sampled_from(["cpu", "cuda"]), "max_model_len": st.integers(1, 10**7),
+    "max_num_seqs": st.integers(1, 65_536), "max_waiting": st.integers(0, 10**7), "kv_cache_memory": st.just("4GiB"),
+    "prefix_cache": st.booleans(), "dtype": st.sampled_from(["float32", "bfloat16"]), "quantize": st.just("int4"),
+    "draft_dtype": st.just("float16"), "draft_quantize": st.just("int8"), "transport": st.sampled_from(["gloo", "nccl"]),
+    "dispatch": st.sampled_from(["windows", "tasks"]), "max_restarts": st.integers(0, 99),
+    "restart_window": st.floats(0.5, 1e6), "stall_timeout": st.floats(0.5, 1e6),
+}  # fmt: skip
+SOME = st.fixed_dictionaries({}, optional=VALUES)
+
+
+def test_every_setting_has_a_value_below() -> None:
+    assert GROUPS.keys() - VALUES.keys() == {"groups", "tree", "redis"}, "which depend on stages, or are no options"
+
+
+@click.command()
+@settings_options
+def whole(settings: Settings) -> Settings:
+    return settings
+
+
+@click.command()
+@given_settings
+def laid_over(given: dict[str, Any]) -> dict[str, Any]:
+    return given
+
+
+def parsed(arguments: list[str], command: click.Command = whole) -> Any:
+    return command.main(arguments, standalone_mode=False)
+
+
+@given(SOME)
+def test_options_keys_and_keyword_arguments_are_the_same_settings(values: dict[str, Any]) -> None:
+    settings = Settings.of(**values)
+    assert parsed(settings.arguments()) == settings
+    document = {"target": "t", "stages": 4, **values, "servers": [{"host": "h", "devices": {"cpu": 1}}], "partitions": {"p": {}}}
+    config = cluster_from_json(json.dumps(document))
+    _, partition = config.find_partition()
+    own = dict(partition.settings.items())
+    assert {name: own[name] for name in values} == values
+    assert cluster_from_json(cluster_to_json(config)) == config
+    over = config.for_partition(given=values)
+    assert over.settings == partition.settings and over.for_partition().settings == over.settings
+
+
+def test_given_settings_are_those_that_were_given() -> None:
+    assert parsed([], laid_over) == {}
+    assert parsed(["--stages", "4", "--layers", "6,6,6,6", "--no-prefix-cache"], laid_over) == {
+        "stages": 4, "layers": (6, 6, 6, 6), "prefix_cache": False,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"stage": 2}, "unknown setting 'stage': did you mean stages?"),
+        ({"stages": 0}, "stages: must be at least 1, not 0"),
+        ({"stages": "4"}, "stages: must be an integer, not a string"),
+        ({"stages": True}, "stages: must be an integer, not true or false"),
+        ({"groups": 5}, "groups: 5 groups need at least as many stages, but there are 4"),
+        ({"stages": 3, "layers": [1, 2]}, "layers: 2 entries for 3 stages: give one number per stage, or auto"),
+        ({"dtype": "float8"}, "dtype: must be one of auto, bfloat16, float16, float32, float64, not 'float8'"),
+        ({"kv_cache_memory": "much"}, "kv_cache_memory: must be a number of bytes like 4GiB, 512MB or 1000000, not 'much'"),
+        ({"tree": {"width": 0}}, "tree.width: must be between 1 and 4096, not 0"),
+    ],
+)
+def test_mistakes_name_the_setting(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError) as refused:
+        Settings.of(**values)
+    assert str(refused.value) == message
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["--stages", "0"], "--stages"),
+        (["--dtype", "float8"], "--dtype"),
+        (["--layers", "1,b"], "--layers"),
+        (["--stage", "2"], "--stage"),
+    ],
+)
+def test_mistakes_name_the_option(arguments: list[str], reason: str) -> None:
+    result = CliRunner().invoke(whole, arguments)
+    assert result.exit_code == 2 and reason in result.output
+
+
+def test_the_description_of_a_run_has_the_settings_and_no_password(pair: Pair) -> None:
+    spec = pair.spec(3).replaced(
+        redis=RedisConfig("redis://user@host:1/0", "hunter2"), max_num_seqs=7, tree=LayerTreeOptions(8, 4), dispatch="tasks"
+    )
+    text = to_json(spec.description())
+    assert "hunter2" not in text
+    settings = description_from_json(text).settings
+    assert settings == spec.settings.without_secrets()
+    assert settings.cluster.redis == RedisConfig("redis://user@host:1/0") and settings.limits.tree == LayerTreeOptions(8, 4)
+
+
+def test_relative_models_of_partitions_count_from_the_file(tmp_path: Path) -> None:
+    partitions = {"own": {"stages": 1, "target": "other", "draft": "none"}, "files": {"stages": 1}}
+    servers = [{"host": "h", "devices": {"cpu": 2}}]
+    document = {"target": "here", "draft": "/there", "servers": servers, "partitions": partitions, "partition": "own"}
+    (tmp_path / "cluster.yaml").write_text(yaml.safe_dump(document))
+    config = load_cluster(tmp_path / "cluster.yaml")
+    assert (config.target, config.draft) == (str(tmp_path / "here"), "/there")
+    own = config.for_partition()
+    assert (own.target, own.draft) == (str(tmp_path / "other"), "none")
+
+
+def test_a_spec_takes_other_settings(pair: Pair) -> None:
+    spec: PipelineSpec = pair.spec(2)
+    assert spec.replaced(dispatch="tasks").window == 0 and spec.window > 0
